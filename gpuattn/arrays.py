@@ -1,0 +1,167 @@
+"""NumPy or CuPy, decided by the array in hand; the one door through which arrays are allocated."""
+
+import contextlib
+import sys
+
+import ml_dtypes
+import numpy as np
+
+from gpuattn.errors import DeviceMissingError, problem
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = (np.dtype("float32"), np.dtype("float16"), BFLOAT16, np.dtype("float64"))
+CTYPES = {
+    FLOATS[0]: "float",
+    FLOATS[1]: "f16",
+    BFLOAT16: "bf16",
+}  # names in common/types.cuh
+
+
+def _cupy():
+    """Return CuPy if the program has imported it: no array can be on a GPU before that."""
+    return sys.modules.get("cupy")
+
+
+def on_gpu(array):
+    """Return whether ``array`` is a CuPy array."""
+    cupy = _cupy()
+    return cupy is not None and isinstance(array, cupy.ndarray)
+
+
+def get_xp(*arrays):
+    """Return the module (``numpy`` or ``cupy``) that owns the first array that is one."""
+    return _cupy() if any(map(on_gpu, arrays)) else np
+
+
+def is_array(value):
+    """Return whether ``value`` is a NumPy or CuPy array."""
+    return isinstance(value, np.ndarray) or on_gpu(value)
+
+
+def is_floating(dtype):
+    """Return whether ``dtype`` is float16, bfloat16, float32 or float64."""
+    return np.dtype(dtype) in FLOATS
+
+
+def ctype(dtype):
+    """Return the device name of a float dtype, or None: float64 has none."""
+    return CTYPES.get(np.dtype(dtype))
+
+
+def wide(dtype):
+    """Return the dtype that sums of ``dtype`` are accumulated in: float64 for float64, else float32."""
+    return np.dtype("float64") if np.dtype(dtype) == np.float64 else np.dtype("float32")
+
+
+def as_array(value, function, argument):
+    """Return ``value`` as a NumPy or CuPy array without copying.
+
+    Takes arrays, NumPy scalars, and anything with ``__cuda_array_interface__`` or DLPack.
+    Raises TypeError for lists and numbers: a silent host copy is never made.
+    """
+    if is_array(value):
+        return value
+    if isinstance(value, np.generic):
+        return np.asarray(value)
+    if hasattr(value, "__cuda_array_interface__") or _on_cuda_by_dlpack(value):
+        cupy = import_cupy()
+        return (
+            cupy.from_dlpack(value)
+            if hasattr(value, "__dlpack__")
+            else cupy.asarray(value)
+        )
+    if hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)
+    accepted = (
+        "a NumPy or CuPy array, or an object with DLPack or __cuda_array_interface__"
+    )
+    advice = f"Try numpy.asarray({argument})."
+    raise TypeError(
+        problem(function, argument, f"a {type(value).__name__}", accepted, advice)
+    )
+
+
+def _on_cuda_by_dlpack(value):
+    return hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] == 2
+
+
+def check_together(function, **arrays):
+    """Raise unless all arrays (None aside) live on the same backend and the same GPU."""
+    given = {name: a for name, a in arrays.items() if is_array(a)}
+    gpu = {name: a for name, a in given.items() if on_gpu(a)}
+    if gpu and len(gpu) < len(given):
+        there, here = ", ".join(gpu), ", ".join(n for n in given if n not in gpu)
+        raise TypeError(
+            f"{function}: {there} on the GPU but {here} in host memory. "
+            "Move them with gpuattn.to_gpu(x) or gpuattn.to_cpu(x)."
+        )
+    devices = {name: a.device.id for name, a in gpu.items()}
+    if len(set(devices.values())) > 1:
+        raise ValueError(
+            f"{function}: arrays are on several GPUs: {devices}. Copy them to one."
+        )
+
+
+def check_floats(function, **arrays):
+    """Raise TypeError unless all arrays (None aside) share one float dtype."""
+    first = None
+    for name, a in arrays.items():
+        if a is None:
+            continue
+        if not is_floating(a.dtype):
+            accepted = "float32, float16, bfloat16 or float64"
+            raise TypeError(problem(function, f"{name}.dtype", a.dtype, accepted))
+        if first is not None and a.dtype != first[1]:
+            raise TypeError(
+                f"{function}: {first[0]} is {first[1]} but {name} is {a.dtype}; "
+                "all must share one dtype. Cast with x.astype(...)."
+            )
+        first = first or (name, a.dtype)
+
+
+def import_cupy():
+    """Import CuPy, or raise DeviceMissingError with the remedy."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceMissingError(
+            f"CuPy cannot be imported ({error}). pip install 'gpuattn[cuda13x]' (or cuda12x)."
+        ) from error
+    return cupy
+
+
+def to_gpu(array):
+    """Return a CuPy array with the same values. Raises DeviceMissingError without a working GPU."""
+    cupy = import_cupy()
+    if not cupy.cuda.is_available():
+        raise DeviceMissingError("no CUDA device works here. Run: gpuattn doctor")
+    return cupy.asarray(array)
+
+
+def to_cpu(array):
+    """Return a NumPy array with the same values; a GPU array is copied after its stream is done."""
+    return array.get() if on_gpu(array) else np.asarray(array)
+
+
+allocate = None  # allocate(xp, shape, dtype), where set: tests poison here
+
+
+def empty(like, shape, dtype=None):
+    """Return an uninitialised C-contiguous array on the backend and device of ``like``."""
+    xp, dtype = get_xp(like), dtype or like.dtype
+    return allocate(xp, shape, dtype) if allocate else xp.empty(shape, dtype)
+
+
+def zeros(like, shape, dtype=None):
+    """Return zeros on the backend and device of ``like``."""
+    return get_xp(like).zeros(shape, dtype or like.dtype)
+
+
+@contextlib.contextmanager
+def device_of(array):
+    """Make the device of ``array`` the current one for a block; nothing for NumPy arrays."""
+    if on_gpu(array) and array.device.id != _cupy().cuda.runtime.getDevice():
+        with array.device:
+            yield
+    else:
+        yield

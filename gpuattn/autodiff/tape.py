@@ -1,0 +1,399 @@
+"""The tape: what ran, in order, and how to walk it backwards. It knows no op by name."""
+
+import contextlib
+import contextvars
+import itertools
+
+import numpy as np
+
+from gpuattn.arrays import device_of, get_xp, is_array, on_gpu, to_cpu
+from gpuattn.errors import GradientError, UnsupportedError
+from gpuattn.impls import choose
+
+_order = itertools.count()
+_recording = contextvars.ContextVar("gpuattn_recording", default=True)
+_debugging = contextvars.ContextVar("gpuattn_debugging", default=False)
+_RELEASED = object()  # what a node holds as `saved` once it has been walked
+
+
+class Box:
+    """An array that remembers the node that made it.
+
+    ``grad_slot``: a slice of a flat gradient buffer, or None. With one, gradients are written
+    there; ``grad_started`` says whether the next one adds (True) or overwrites (False).
+    """
+
+    __slots__ = (
+        "__weakref__", "data", "grad", "grad_slot", "grad_started", "index", "node",
+        "requires_grad", "version",
+    )  # fmt: skip
+
+    def __init__(self, data, node=None, index=0, requires_grad=False):
+        self.data, self.node, self.index = data, node, index
+        self.requires_grad = requires_grad or node is not None
+        self.grad = self.grad_slot = None
+        self.grad_started = False
+        self.version = [0]  # shared with views of the same memory
+
+
+class Node:
+    """One recorded call."""
+
+    __slots__ = (
+        "frozen", "impl", "inputs", "links", "needs", "op", "order", "outputs", "params", "saved",
+        "watched",
+    )  # fmt: skip
+
+    def __init__(self, op, impl, inputs, needs, params, saved, outs):
+        self.op, self.impl, self.inputs, self.needs = op, impl, inputs, needs
+        self.params, self.saved, self.outputs = params, saved, len(outs)
+        self.order = next(_order)
+        self.frozen, self.watched = [], []
+        # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or something else (None)
+        self.links = (
+            [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
+        )
+
+    def watch(self, boxes):
+        """Notice later edits of what was saved: by version, and on NumPy by making it read-only."""
+        for link in self.links:
+            if link is None:
+                continue
+            box = self.inputs[link] if link >= 0 else boxes[~link]
+            data = box.data if isinstance(box, Box) else box
+            _freeze(data, self.frozen)
+            if isinstance(box, Box):
+                trace = _fingerprint(data) if _debugging.get() else None
+                self.watched.append(
+                    (box.version, box.version[0], data if trace else None, trace)
+                )
+
+    def check_unedited(self):
+        for version, then, data, trace in self.watched:
+            if version[0] != then or (
+                trace is not None and _fingerprint(data) != trace
+            ):
+                raise GradientError(
+                    f"an array that {self.op} saved for its gradient was edited in place since. "
+                    "Edit a copy, or call backward() first."
+                )
+
+    def release(self):
+        """Drop what was saved. Chains of any length are freed node by node, without recursion."""
+        _thaw(self.frozen)
+        self.saved = _RELEASED
+        self.inputs, self.links, self.watched = (), [], []
+
+    def __del__(self):
+        _thaw(self.frozen)
+
+
+def _find(saved, inputs, outs):
+    if not is_array(saved):
+        return None
+    for i, x in enumerate(inputs):
+        if (x.data if isinstance(x, Box) else x) is saved:
+            return i
+    for i, out in enumerate(outs):
+        if out is saved:
+            return ~i
+    return None
+
+
+# ---- arrays that are read-only while a node needs them ------------------------------------------
+
+_frozen_count = {}  # id of a NumPy array -> (how many nodes froze it, the array)
+
+
+def _freeze(data, frozen):
+    if not isinstance(data, np.ndarray):
+        return
+    count, _ = _frozen_count.get(id(data), (0, None))
+    if count or data.flags.writeable:
+        data.flags.writeable = False
+        _frozen_count[id(data)] = (count + 1, data)
+        frozen.append(data)
+
+
+def _thaw(frozen):
+    for data in frozen:
+        count, _ = _frozen_count[id(data)]
+        if count > 1:
+            _frozen_count[id(data)] = (count - 1, data)
+        else:
+            del _frozen_count[id(data)]
+            data.flags.writeable = True
+    frozen.clear()
+
+
+def edit(box, key, value):
+    """Set ``box.data[key] = value`` and let every node that saved it notice."""
+    frozen = id(box.data) in _frozen_count
+    if frozen:
+        box.data.flags.writeable = True
+    try:
+        box.data[key] = value
+    finally:
+        if frozen:
+            box.data.flags.writeable = False
+    box.version[0] += 1
+
+
+def _fingerprint(data):
+    return hash(to_cpu(data).tobytes())
+
+
+@contextlib.contextmanager
+def debug():
+    """Catch raw in-place edits of saved arrays too, by comparing their bytes (slow)."""
+    token = _debugging.set(True)
+    try:
+        yield
+    finally:
+        _debugging.reset(token)
+
+
+# ---- forward ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def recording(on):
+    """Switch recording on or off in this thread and context for a block."""
+    token = _recording.set(on)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+def no_grad():
+    """Return a context manager in which nothing is recorded. Per thread, may be nested."""
+    return recording(False)
+
+
+def is_recording():
+    return _recording.get()
+
+
+def apply(impls, inputs, impl=None, *, always_record=False, **params):
+    """Run one of ``impls`` on ``inputs``: arrays in, arrays out; any Box in, recorded Boxes out.
+
+    Inputs that are None are passed on as None. ``always_record``: record although no input wants
+    a gradient (a checkpointed function has leaves inside).
+    """
+    inputs = tuple(inputs)
+    arrays = [x.data if isinstance(x, Box) else x for x in inputs]
+    chosen = choose(impls, arrays, impl, **params)
+    boxed = next((x for x in inputs if isinstance(x, Box)), None)
+    if boxed is not None and _recording.get():
+        needs = tuple([isinstance(x, Box) and x.requires_grad for x in inputs])
+    else:
+        needs = (False,) * len(inputs)
+    gpu = next((a for a in arrays if on_gpu(a)), None)
+    with device_of(gpu) if gpu is not None else contextlib.nullcontext():
+        out, saved = chosen.forward(*arrays, needs=needs, **params)
+    if boxed is None:
+        return out
+    outs = out if isinstance(out, tuple) else (out,)
+    node = None
+    if any(needs) or (always_record and _recording.get()):
+        node = Node(impls.op, chosen, inputs, needs, params, saved, outs)
+    boxes = [type(boxed)(data, node, i) for i, data in enumerate(outs)]
+    for box in boxes:
+        _share_version(box, inputs)
+    if node is not None:
+        node.watch(boxes)
+    return tuple(boxes) if isinstance(out, tuple) else boxes[0]
+
+
+def _share_version(box, inputs):
+    """A view counts edits together with what it is a view of."""
+    owner = getattr(box.data, "base", None)
+    if owner is None:
+        return
+    for x in inputs:
+        if isinstance(x, Box) and (
+            owner is x.data or owner is getattr(x.data, "base", None)
+        ):
+            box.version = x.version
+            return
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+
+def backward(box, grad, *, retain_graph=False, create_graph=False, on_ready=None):
+    """Add d(box)/d(leaf) * grad into ``leaf.grad`` of every leaf that asked for one.
+
+    ``on_ready(leaf)`` is called once no later node can add to that leaf's gradient.
+    """
+    _walk([box], [grad], (), True, retain_graph, create_graph, on_ready)
+
+
+def gradients(
+    outputs, grads, targets, *, leaves=False, retain_graph=False, create_graph=False
+):
+    """Return the gradient of ``outputs`` (weighted by ``grads``) for each target, or None.
+
+    ``leaves``: also add into the ``.grad`` of leaves met on the way that are no targets.
+    """
+    return _walk(outputs, grads, targets, leaves, retain_graph, create_graph, None)
+
+
+def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_ready):
+    wanted = {id(t): i for i, t in enumerate(targets)}
+    found = [None] * len(targets)
+    nodes = _reachable(roots)
+    useful = None if leaves else _leading_to(nodes, wanted)
+    waiting = _count_uses(nodes) if on_ready else None
+    pending = {}  # node -> [gradient of each output]
+
+    def deliver(box, grad):
+        if grad is None or not box.requires_grad:
+            return
+        if id(box) in wanted:
+            i = wanted[id(box)]
+            found[i] = grad if found[i] is None else found[i] + grad
+        if box.node is not None:
+            slots = pending.setdefault(box.node, [None] * box.node.outputs)
+            old = slots[box.index]
+            slots[box.index] = grad if old is None else old + grad
+        elif leaves and id(box) not in wanted:
+            _accumulate(box, grad)
+
+    for box, grad in zip(roots, root_grads, strict=True):
+        deliver(box, grad)
+    for node in reversed(nodes):
+        grads = pending.pop(node, None)
+        if useful is not None and node not in useful:
+            continue
+        if grads is not None:
+            results = _call_backward(node, grads, create_graph)
+            for x, grad in zip(node.inputs, results, strict=True):
+                if isinstance(x, Box):
+                    deliver(x, grad)
+        if waiting:
+            _report_ready(node, waiting, on_ready)
+        if not (retain_graph or create_graph):
+            node.release()
+    return found
+
+
+def _reachable(roots):
+    """Return every node behind ``roots``, in the order they were recorded."""
+    seen, stack = set(), [box.node for box in roots if box.node is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        if node.saved is _RELEASED:
+            raise GradientError(
+                f"backward a second time: the record of {node.op} is gone. "
+                "Pass retain_graph=True the first time, or compute the result again."
+            )
+        seen.add(node)
+        stack += [
+            x.node for x in node.inputs if isinstance(x, Box) and x.node is not None
+        ]
+    return sorted(seen, key=lambda node: node.order)
+
+
+def _leading_to(nodes, wanted):
+    useful = set()
+    for node in nodes:
+        for x in node.inputs:
+            if isinstance(x, Box) and (id(x) in wanted or x.node in useful):
+                useful.add(node)
+                break
+    return useful
+
+
+def _count_uses(nodes):
+    waiting = {}
+    for node in nodes:
+        for x in node.inputs:
+            if isinstance(x, Box) and x.node is None and x.requires_grad:
+                waiting[id(x)] = waiting.get(id(x), 0) + 1
+    return waiting
+
+
+def _report_ready(node, waiting, on_ready):
+    for x in node.inputs:
+        if id(x) in waiting:
+            waiting[id(x)] -= 1
+            if waiting[id(x)] == 0:
+                on_ready(x)
+
+
+def _call_backward(node, grads, create_graph):
+    node.check_unedited()
+    if node.impl.backward is None:
+        raise UnsupportedError(f"{node.op}: {node.impl.name} has no gradient")
+    if create_graph:
+        return _call_backward_recorded(node, grads)
+    into = tuple(
+        [_slot(x) if need else None for x, need in zip(node.inputs, node.needs)]
+    )
+    gpu = next((g for g in grads if on_gpu(g)), None)
+    with (
+        _recording_off(),
+        device_of(gpu) if gpu is not None else contextlib.nullcontext(),
+    ):
+        results = node.impl.backward(
+            node.saved, *grads, needs=node.needs, into=into, **node.params
+        )
+    for x, slot, result in zip(node.inputs, into, results):
+        if slot is not None and result is None:
+            x.grad, x.grad_started = x.grad_slot, True
+    return results
+
+
+_recording_off = no_grad
+
+
+def _slot(x):
+    """Return (flat slice, add to it?) for a leaf whose gradient has a place, else None."""
+    if x.node is None and x.grad_slot is not None:
+        return x.grad_slot, x.grad_started
+    return None
+
+
+def _call_backward_recorded(node, grads):
+    """Hand the rule Tensors instead of arrays, so that it records itself (higher order)."""
+    if not node.impl.differentiable_twice:
+        raise UnsupportedError(
+            f"{node.op}: {node.impl.name} is fused and has no second derivative; "
+            "write it in basic ops (np.exp, np.matmul, ...) where you need one"
+        )
+    boxed = next(x for x in node.inputs if isinstance(x, Box))
+    grads = [g if isinstance(g, Box) or g is None else type(boxed)(g) for g in grads]
+    saved = node.saved
+    if node.links:
+        saved = tuple(
+            s if link is None
+            else node.inputs[link] if link >= 0
+            else type(boxed)(s, node, ~link)
+            for s, link in zip(node.saved, node.links, strict=True)
+        )  # fmt: skip
+    into = (None,) * len(node.inputs)
+    with recording(True):
+        return node.impl.backward(
+            saved, *grads, needs=node.needs, into=into, **node.params
+        )
+
+
+def _accumulate(leaf, grad):
+    if isinstance(grad, Box):
+        leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+    elif leaf.grad_slot is not None:
+        if leaf.grad_started:
+            leaf.grad_slot += grad.astype(leaf.grad_slot.dtype, copy=False)
+        else:
+            leaf.grad_slot[...] = grad
+        leaf.grad, leaf.grad_started = leaf.grad_slot, True
+    elif leaf.grad is None:
+        leaf.grad = get_xp(grad).array(
+            grad, dtype=leaf.data.dtype
+        )  # a copy: rules may share arrays
+    else:
+        leaf.grad = leaf.grad + grad.astype(leaf.data.dtype, copy=False)

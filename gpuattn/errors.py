@@ -1,0 +1,39 @@
+"""Errors that say what came, what is accepted, and what to try."""
+
+
+class UnsupportedError(ValueError):
+    """No implementation of an op accepts these arguments."""
+
+
+class GradientError(RuntimeError):
+    """The tape cannot answer: used twice, edited in place, not a scalar, not recorded."""
+
+
+class KernelCompileError(RuntimeError):
+    """A CUDA source did not compile. Names the first error, the constants and the architecture."""
+
+
+class DeviceMissingError(RuntimeError):
+    """A GPU was asked for and there is none that works."""
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, has the wrong type, or contradicts another."""
+
+
+class DataError(ValueError):
+    """A text file, a corpus or a batch cannot be used as it is."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, incomplete, or belongs to another model."""
+
+
+class SlowPathWarning(UserWarning):
+    """A GPU array took a slower implementation than the fastest one."""
+
+
+def problem(function, argument, got, accepted, advice=""):
+    """Return the one-sentence form of our messages: where, what came, what is accepted, what to try."""
+    text = f"{function}: {argument} is {got}; accepted: {accepted}"
+    return f"{text}. {advice}" if advice else text

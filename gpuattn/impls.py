@@ -1,0 +1,160 @@
+"""How an op picks one of its implementations, and how it says why."""
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpuattn.arrays import on_gpu
+from gpuattn.errors import SlowPathWarning, UnsupportedError
+
+_overrides = contextvars.ContextVar("gpuattn_overrides", default={})  # noqa: B039  never mutated
+_explaining = contextvars.ContextVar("gpuattn_explaining", default=False)
+OPS = {}  # op name -> Impls, filled as the op modules are imported
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One way to compute an op and its gradient, on raw arrays.
+
+    ``forward(*arrays, needs, **params)`` returns ``(out or tuple of outs, saved)``;
+    ``backward(saved, *grads, needs, into, **params)`` returns one gradient (or None) per array;
+    ``refuse(*arrays, **params)`` returns None, or a sentence: why this way cannot run.
+    ``differentiable_twice``: the backward works on Tensors too, so it can record itself.
+    """
+
+    name: str
+    forward: Callable
+    backward: Callable | None = None
+    refuse: Callable | None = None
+    differentiable_twice: bool = False
+
+
+class Impls(tuple):
+    """The implementations of one op, best first. ``Impls("softmax", Impl(...), ...)``."""
+
+    def __new__(cls, op, *impls):
+        self = super().__new__(cls, impls)
+        self.op = op
+        OPS[op] = self
+        return self
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which implementation an op would run, and why not the others. Printing it shows a table."""
+
+    op: str
+    chosen: str | None
+    reasons: tuple[
+        tuple[str, str | None], ...
+    ]  # (implementation, refusal or None), best first
+
+    def __str__(self):
+        width = max(len(name) for name, _ in self.reasons)
+        lines = [
+            f"{self.op}: {self.chosen or 'no implementation accepts these arguments'}"
+        ]
+        for name, reason in self.reasons:
+            verdict = (
+                "runs"
+                if name == self.chosen
+                else (reason or "would run, but comes later")
+            )
+            lines.append(f"  {name:{width}}  {verdict}")
+        return "\n".join(lines)
+
+    def as_dict(self):
+        reasons = [{"impl": name, "refusal": reason} for name, reason in self.reasons]
+        return {"op": self.op, "chosen": self.chosen, "implementations": reasons}
+
+
+class _Explained(BaseException):
+    """Carries the answer out of an op that `explain` called; never seen by users."""
+
+
+def choose(impls, arrays, impl=None, **params):
+    """Return the first of ``impls`` that accepts the arguments, or the one asked for.
+
+    ``impl``: an implementation's name, "raw" (the first ``raw-*`` that accepts), or None, which
+    means what ``use_impl`` says, and else the first. Passing over a faster one for a GPU array
+    is said aloud, once per place and reason. Raises UnsupportedError with every refusal.
+    """
+    asked = impl or _overrides.get().get(impls.op)
+    if _explaining.get():
+        raise _Explained(_explanation(impls, arrays, asked, params))
+    refusals = []
+    for candidate in impls:
+        if not _matches(candidate.name, asked):
+            continue
+        reason = candidate.refuse(*arrays, **params) if candidate.refuse else None
+        if reason is None:
+            if refusals and any(map(on_gpu, arrays)):
+                text = f"{impls.op} uses {candidate.name} because:\n" + "\n".join(
+                    refusals
+                )
+                warnings.warn(text, SlowPathWarning, stacklevel=4)
+            return candidate
+        refusals.append(f"  {candidate.name}: {reason}")
+    if not refusals:
+        names = ", ".join(candidate.name for candidate in impls)
+        raise UnsupportedError(
+            f"{impls.op}: impl={asked!r} is not one of: {names}, raw"
+        )
+    text = f"{impls.op}: no implementation accepts these arguments:\n" + "\n".join(
+        refusals
+    )
+    raise UnsupportedError(text)
+
+
+def _matches(name, asked):
+    return (
+        asked is None or name == asked or (asked == "raw" and name.startswith("raw-"))
+    )
+
+
+def _explanation(impls, arrays, asked, params):
+    reasons = tuple(
+        (i.name, i.refuse(*arrays, **params) if i.refuse else None) for i in impls
+    )
+    accepted = [
+        name for name, reason in reasons if reason is None and _matches(name, asked)
+    ]
+    return Explanation(impls.op, accepted[0] if accepted else None, reasons)
+
+
+def explain(op, *args, **kwargs):
+    """Return which implementation ``op(*args, **kwargs)`` would run, with every refusal, as data.
+
+    ``op``: a public op such as ``gpuattn.softmax``. Nothing is computed. Bad arguments raise what
+    the op itself raises.
+    """
+    token = _explaining.set(True)
+    try:
+        op(*args, **kwargs)
+    except _Explained as answer:
+        return answer.args[0]
+    finally:
+        _explaining.reset(token)
+    name = getattr(op, "__name__", op)
+    raise TypeError(f"explain: {name} does not choose between implementations")
+
+
+@contextlib.contextmanager
+def use_impl(**names):
+    """Run ops by the named implementation inside a block: ``use_impl(softmax="reference")``.
+
+    Raises ValueError for an op or an implementation that does not exist.
+    """
+    for op, name in names.items():
+        if op not in OPS:
+            raise ValueError(f"use_impl: no op {op!r}; ops: {', '.join(sorted(OPS))}")
+        if name != "raw" and name not in [impl.name for impl in OPS[op]]:
+            known = ", ".join(impl.name for impl in OPS[op])
+            raise ValueError(f"use_impl: {op} has no {name!r}; it has {known}, raw")
+    token = _overrides.set({**_overrides.get(), **names})
+    try:
+        yield
+    finally:
+        _overrides.reset(token)

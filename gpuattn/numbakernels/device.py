@@ -1,0 +1,46 @@
+"""The one place that imports Numba, so that it can be swapped, and how its kernels are launched.
+
+Kernel files write ``from gpuattn.numbakernels.device import cuda, jit``. With
+NUMBA_ENABLE_CUDASIM=1 the same kernels run on NumPy arrays in Numba's simulator.
+"""
+
+import importlib.util
+import os
+
+from gpuattn.arrays import import_cupy, on_gpu
+
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+
+
+def refusal(array):
+    """Return None where Numba kernels can run on ``array``, or the reason why not."""
+    if importlib.util.find_spec("numba") is None:
+        return "Numba is not installed; pip install 'gpuattn[cuda13x]'"
+    if not SIMULATED and not on_gpu(array):
+        return "the array is a NumPy array; move it with gpuattn.to_gpu(x)"
+    return None
+
+
+def launch(kernel, grid, block, *arguments):
+    """Launch a Numba kernel on CuPy's current stream, without a host synchronisation.
+
+    Python floats must be wrapped by the caller (``np.float32(x)``). A grid with a zero launches
+    nothing.
+    """
+    if 0 in grid:
+        return
+    if SIMULATED:
+        kernel[grid, block](*arguments)
+        return
+    stream = cuda.external_stream(import_cupy().cuda.get_current_stream().ptr)
+    kernel[grid, block, stream](*arguments)
+
+
+def __getattr__(name):
+    """Import Numba when a kernel file first asks for ``cuda`` or ``jit``."""
+    if name not in ("cuda", "jit"):
+        raise AttributeError(name)
+    from numba import cuda as numba_cuda
+
+    globals()["cuda"], globals()["jit"] = numba_cuda, numba_cuda.jit
+    return globals()[name]

@@ -1,0 +1,125 @@
+"""Counter-based random numbers: the same bits in NumPy, CuPy, Numba and ``common/philox.cuh``.
+
+Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+A number is a function of (seed, stream, step, index) alone: of no launch shape, tile or backend.
+Each counter gives four 32-bit words = eight 16-bit lanes, low half of a word first.
+"""
+
+import contextlib
+import contextvars
+import secrets
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ROUNDS = 7
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+LANES = 8
+_counter = contextvars.ContextVar("gpuattn_seed_counter", default=None)
+
+
+class Key(NamedTuple):
+    """Where random bits come from: a run's seed, a call's stream, and the update's number.
+
+    ``step`` may be a one-element uint32 CuPy array, read by kernels on the device, so that a
+    replayed graph draws new numbers.
+    """
+
+    seed: int
+    stream: int = 0
+    step: Any = 0
+
+
+def as_key(seed):
+    """Return ``seed`` (a Key, an int, or None for a fresh one) as a Key."""
+    if isinstance(seed, Key):
+        return seed
+    return Key(fresh_seed() if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF)
+
+
+def manual_seed(seed):
+    """Make the seeds that ops draw for themselves (``seed=None``) repeat from here on."""
+    _counter.set((int(seed) & 0xFFFFFFFFFFFFFFFF, 0))
+
+
+def fresh_seed():
+    """Return a new 64-bit seed: random, or the next one after ``manual_seed``."""
+    state = _counter.get()
+    if state is None:
+        return secrets.randbits(64)
+    seed, drawn = state
+    _counter.set((seed, drawn + 1))
+    words = philox(seed, *(np.uint64(c) for c in (drawn, 0, 0xFFFFFFFF, 0)))
+    return int(words[0]) | int(words[1]) << 32
+
+
+@contextlib.contextmanager
+def replay(state):
+    """Draw the same fresh seeds as when ``state = remember()`` was taken, inside a block."""
+    token = _counter.set(state)
+    try:
+        yield
+    finally:
+        _counter.reset(token)
+
+
+def remember():
+    """Return a state for ``replay``. Without ``manual_seed`` one is begun, from a random seed."""
+    if _counter.get() is None:
+        _counter.set((secrets.randbits(64), 0))
+    return _counter.get()
+
+
+def philox(seed, c0, c1, c2, c3):
+    """Return four uint32-valued uint64 arrays for counters (c0, c1, c2, c3) under a 64-bit seed.
+
+    The counters are uint64 scalars or arrays (NumPy or CuPy) below 2**32 that broadcast.
+    """
+    low = np.uint64(0xFFFFFFFF)
+    shift = np.uint64(32)
+    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
+        c0, c1, c2, c3 = (
+            (p1 >> shift) ^ c1 ^ np.uint64(k0),
+            p1 & low,
+            (p0 >> shift) ^ c3 ^ np.uint64(k1),
+            p0 & low,
+        )
+        k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def threshold(p):
+    """Return the 16-bit bound below which a lane is kept: round((1 - p) * 65536)."""
+    return round((1.0 - p) * 65536)
+
+
+def lanes(xp, key, first, count):
+    """Return the 16-bit numbers (uint16, (count,)) of the elements ``first .. first + count - 1``."""
+    begin, end = first // LANES, -(-(first + count) // LANES)
+    index = xp.arange(begin, end, dtype=np.uint64)
+    c0, c1 = index & np.uint64(0xFFFFFFFF), index >> np.uint64(32)
+    stream = xp.full((), key.stream, np.uint64)
+    step = xp.asarray(key.step, np.uint64).reshape(())
+    words = philox(key.seed, c0, c1, stream, step)
+    halves = []
+    for word in words:
+        halves += [word & np.uint64(0xFFFF), word >> np.uint64(16)]
+    flat = xp.stack(halves, axis=-1).astype(np.uint16).ravel()
+    return flat[first - begin * LANES :][:count]
+
+
+def keep_mask(xp, shape, p, key, first=0):
+    """Return the boolean dropout mask of an array whose logical index is row-major in ``shape``."""
+    count = int(np.prod(shape))
+    # 65536 does not fit uint16: p rounding to zero keeps everything
+    return (lanes(xp, key, first, count).astype(np.int32) < threshold(p)).reshape(shape)
+
+
+def device_arguments(key):
+    """Return (seed low, seed high, stream, step, device step or None) for ``philox_key`` kernels."""
+    on_device = not isinstance(key.step, int | np.integer)
+    step, pointer = (0, key.step) if on_device else (int(key.step), None)
+    return key.seed & 0xFFFFFFFF, key.seed >> 32, key.stream, step, pointer

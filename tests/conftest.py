@@ -1,0 +1,64 @@
+"""Fixtures: which array module, seeded numbers, poisoned memory; and which tests run where."""
+
+import os
+
+import numpy as np
+import pytest
+
+from gpuattn import arrays
+
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+
+try:
+    import cupy
+
+    cupy = cupy if cupy.cuda.is_available() else None
+except ImportError:
+    cupy = None
+
+
+def pytest_collection_modifyitems(items, config):
+    """In the simulator only its own tests run; outside, test_simulator.py starts that run."""
+    keep = [item for item in items if ("simulator" in item.keywords) == SIMULATED]
+    config.hook.pytest_deselected(items=[item for item in items if item not in keep])
+    items[:] = keep
+
+
+@pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def xp(request):
+    """The array module under test; GPU cases skip, by name, where there is no GPU."""
+    if request.param == "numpy":
+        return np
+    if cupy is None:
+        pytest.skip("no CUDA device")
+    return cupy
+
+
+@pytest.fixture
+def gpu():
+    """CuPy, for tests that only make sense on a GPU."""
+    if cupy is None:
+        pytest.skip("no CUDA device")
+    return cupy
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """What ``arrays.empty`` returns holds NaN (or a wild integer) until it is written."""
+
+    def poisoned(xp, shape, dtype):
+        fill = float("nan") if arrays.is_floating(dtype) else np.iinfo(dtype).max // 2
+        return xp.full(shape, fill, dtype)
+
+    monkeypatch.setattr(arrays, "allocate", poisoned)
+
+
+if SIMULATED:
+    import fastsim
+
+    fastsim.install()
