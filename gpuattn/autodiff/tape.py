@@ -172,7 +172,13 @@ def no_grad():
 
 
 def is_recording():
+    """Return whether calls are being recorded here."""
     return _recording.get()
+
+
+def raw(x):
+    """Return the array in a Box, or ``x`` itself."""
+    return x.data if isinstance(x, Box) else x
 
 
 def apply(impls, inputs, impl=None, *, always_record=False, **params):
