@@ -11,7 +11,7 @@ from gpuattn.errors import SlowPathWarning, UnsupportedError
 
 _overrides = contextvars.ContextVar("gpuattn_overrides", default={})  # noqa: B039  never mutated
 _explaining = contextvars.ContextVar("gpuattn_explaining", default=False)
-OPS = {}  # op name -> Impls, filled as the op modules are imported
+OPS = {}  # op name -> Impls of every op with a choice, filled as op modules are imported
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Impls(tuple):
     def __new__(cls, op, *impls):
         self = super().__new__(cls, impls)
         self.op = op
-        OPS[op] = self
+        if len(impls) > 1:
+            OPS[op] = self
         return self
 
 
@@ -82,7 +83,7 @@ def choose(impls, arrays, impl=None, **params):
     is said aloud, once per place and reason. Raises UnsupportedError with every refusal.
     """
     asked = impl or _overrides.get().get(impls.op)
-    if _explaining.get():
+    if _explaining.get() and len(impls) > 1:
         raise _Explained(_explanation(impls, arrays, asked, params))
     refusals = []
     for candidate in impls:

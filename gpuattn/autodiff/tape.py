@@ -50,9 +50,7 @@ class Node:
         self.order = next(_order)
         self.frozen, self.watched = [], []
         # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or something else (None)
-        self.links = (
-            [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
-        )
+        self.links = [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
 
     def watch(self, boxes):
         """Notice later edits of what was saved: by version, and on NumPy by making it read-only."""
@@ -64,15 +62,11 @@ class Node:
             _freeze(data, self.frozen)
             if isinstance(box, Box):
                 trace = _fingerprint(data) if _debugging.get() else None
-                self.watched.append(
-                    (box.version, box.version[0], data if trace else None, trace)
-                )
+                self.watched.append((box.version, box.version[0], data if trace else None, trace))
 
     def check_unedited(self):
         for version, then, data, trace in self.watched:
-            if version[0] != then or (
-                trace is not None and _fingerprint(data) != trace
-            ):
+            if version[0] != then or (trace is not None and _fingerprint(data) != trace):
                 raise GradientError(
                     f"an array that {self.op} saved for its gradient was edited in place since. "
                     "Edit a copy, or call backward() first."
@@ -218,9 +212,7 @@ def _share_version(box, inputs):
     if owner is None:
         return
     for x in inputs:
-        if isinstance(x, Box) and (
-            owner is x.data or owner is getattr(x.data, "base", None)
-        ):
+        if isinstance(x, Box) and (owner is x.data or owner is getattr(x.data, "base", None)):
             box.version = x.version
             return
 
@@ -236,9 +228,7 @@ def backward(box, grad, *, retain_graph=False, create_graph=False, on_ready=None
     _walk([box], [grad], (), True, retain_graph, create_graph, on_ready)
 
 
-def gradients(
-    outputs, grads, targets, *, leaves=False, retain_graph=False, create_graph=False
-):
+def gradients(outputs, grads, targets, *, leaves=False, retain_graph=False, create_graph=False):
     """Return the gradient of ``outputs`` (weighted by ``grads``) for each target, or None.
 
     ``leaves``: also add into the ``.grad`` of leaves met on the way that are no targets.
@@ -298,9 +288,7 @@ def _reachable(roots):
                 "Pass retain_graph=True the first time, or compute the result again."
             )
         seen.add(node)
-        stack += [
-            x.node for x in node.inputs if isinstance(x, Box) and x.node is not None
-        ]
+        stack += [x.node for x in node.inputs if isinstance(x, Box) and x.node is not None]
     return sorted(seen, key=lambda node: node.order)
 
 
@@ -337,17 +325,13 @@ def _call_backward(node, grads, create_graph):
         raise UnsupportedError(f"{node.op}: {node.impl.name} has no gradient")
     if create_graph:
         return _call_backward_recorded(node, grads)
-    into = tuple(
-        [_slot(x) if need else None for x, need in zip(node.inputs, node.needs)]
-    )
+    into = tuple([_slot(x) if need else None for x, need in zip(node.inputs, node.needs)])
     gpu = next((g for g in grads if on_gpu(g)), None)
     with (
         _recording_off(),
         device_of(gpu) if gpu is not None else contextlib.nullcontext(),
     ):
-        results = node.impl.backward(
-            node.saved, *grads, needs=node.needs, into=into, **node.params
-        )
+        results = node.impl.backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
     for x, slot, result in zip(node.inputs, into, results):
         if slot is not None and result is None:
             x.grad, x.grad_started = x.grad_slot, True
@@ -383,9 +367,7 @@ def _call_backward_recorded(node, grads):
         )  # fmt: skip
     into = (None,) * len(node.inputs)
     with recording(True):
-        return node.impl.backward(
-            saved, *grads, needs=node.needs, into=into, **node.params
-        )
+        return node.impl.backward(saved, *grads, needs=node.needs, into=into, **node.params)
 
 
 def _accumulate(leaf, grad):

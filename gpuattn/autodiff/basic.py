@@ -1,0 +1,345 @@
+"""NumPy's functions on the tape: a table of derivatives.
+
+``RULES`` maps a NumPy function to the function that records it. A derivative is written once, in
+operators and NumPy functions, so it serves arrays and, for higher order, Tensors alike. What is
+no formula of one line (shapes, indexing, products) lives in ``shapes.py`` and ``products.py``.
+"""
+
+
+import numpy as np
+
+from gpuattn.arrays import BFLOAT16, is_array, on_gpu
+from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.impls import Impl, Impls
+
+NARROW = (np.dtype("float16"), BFLOAT16)
+RULES = {}  # numpy function -> recording function
+PLAIN = {
+    np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal,
+    np.isnan, np.isinf, np.isfinite, np.sign, np.floor, np.ceil, np.rint, np.logical_not,
+    np.logical_and, np.logical_or, np.argmax, np.argmin, np.argsort, np.shape, np.ndim, np.size,
+    np.zeros_like, np.ones_like, np.full_like, np.empty_like, np.all, np.any, np.allclose,
+    np.array_equal, np.isclose, np.result_type, np.may_share_memory, np.shares_memory,
+}  # fmt: skip  # piecewise constant: computed on the arrays, nothing to record
+
+
+def rule(*functions):
+    """Register a function as the recording form of some NumPy functions."""
+
+    def register(fun):
+        RULES.update(dict.fromkeys(functions, fun))
+        return fun
+
+    return register
+
+
+def array_op(name, forward, backward):
+    """Return the Impls of a basic op: one implementation, on both backends, of any order."""
+    return Impls(name, Impl("array", forward, backward, differentiable_twice=True))
+
+
+# ---- 16-bit arrays: compute in float32, cast once ------------------------------------------------
+
+
+def compute(function, *arrays, widen_gpu=False, **params):
+    """Return ``function(*arrays)``; 16-bit NumPy arrays are computed in float32 and cast once.
+
+    ``widen_gpu``: 16-bit CuPy arrays too (their batched products do not exist).
+    """
+    narrow = {a.dtype for a in arrays if _is_narrow(a, widen_gpu)}
+    if not narrow:
+        return _as_array(function(*arrays, **params), arrays)
+    out = function(
+        *[a.astype(np.float32) if _is_narrow(a, widen_gpu) else a for a in arrays], **params
+    )
+    wide = [
+        a.dtype for a in arrays if is_array(a) and a.dtype not in NARROW and a.dtype.kind == "f"
+    ]
+    dtype = np.result_type(*narrow, *wide)
+    return _as_array(out.astype(dtype, copy=False) if out.dtype.kind == "f" else out, arrays)
+
+
+def _is_narrow(a, widen_gpu):
+    return is_array(a) and a.dtype in NARROW and (widen_gpu or not on_gpu(a))
+
+
+def _as_array(out, arrays):
+    """NumPy turns 0-d results into scalars; on the tape everything is an array."""
+    return np.asarray(out) if isinstance(out, np.generic) else out
+
+
+def meta(x):
+    """Return what ``like`` needs of an input: its shape and dtype, or None for a Python number."""
+    return (x.shape, x.dtype) if is_array(x) else None
+
+
+def like(grad, kept):
+    """Undo broadcasting and promotion: ``grad`` summed down to the shape and dtype of an input."""
+    if kept is None:
+        return None
+    shape, dtype = kept
+    if grad.shape != shape:
+        lead = grad.ndim - len(shape)
+        stretched = [i for i, n in enumerate(shape) if n == 1 and grad.shape[lead + i] != 1]
+        axes = (*range(lead), *(lead + i for i in stretched))
+        grad = compute_sum(grad, axes).reshape(shape)
+    return grad if grad.dtype == dtype else grad.astype(dtype)
+
+
+def compute_sum(x, axes):
+    """Sum an array or a Tensor over ``axes``, accumulating 16-bit numbers in float32."""
+    return np.sum(x, axis=axes) if isinstance(x, Box) else compute(np.sum, x, axis=axes)
+
+
+# ---- element by element --------------------------------------------------------------------------
+
+
+def elementwise(function, keep, *partials):
+    """Record a ufunc. ``keep``: which of inputs "a", "b" and output "o" the partials are given."""
+    name = f"np.{function.__name__}"
+
+    def forward(*arrays, needs):
+        out = compute(function, *arrays)
+        named = dict(zip("ab", arrays, strict=False), o=out)
+        return out, (tuple([meta(a) for a in arrays]), *[named[k] for k in keep])
+
+    def backward(saved, grad, *, needs, into):
+        metas, *kept = saved
+        return tuple(
+            [
+                like(_widened(partial, grad, *kept), m) if need else None
+                for partial, m, need in zip(partials, metas, needs, strict=True)
+            ]
+        )
+
+    impls = array_op(name, forward, backward)
+
+    @rule(function)
+    def record(*inputs):
+        return apply(impls, inputs)
+
+    record.__name__ = function.__name__
+    return record
+
+
+def _widened(partial, grad, *kept):
+    if isinstance(grad, Box):
+        return partial(grad, *kept)
+    return compute(partial, grad, *kept)
+
+
+def _mask(condition, x):
+    """A comparison as numbers of x's dtype: constant for every derivative."""
+    return condition.astype(raw(x).dtype)
+
+
+def _share(a, b, o):
+    """How much of the gradient of max/min the first argument gets: ties are halved."""
+    a, b, o = raw(a), raw(b), raw(o)
+    return ((a == o) * 0.5 + (b != o) * 0.5).astype(o.dtype)
+
+
+def _power_base(g, a, b, o):
+    return g * b * np.power(a, b - 1)
+
+
+def _power_exponent(g, a, b, o):
+    positive = raw(a) > 0
+    return g * o * np.log(np.where(positive, a, 1.0)) * positive
+
+
+add = elementwise(np.add, "", lambda g: g, lambda g: g)
+subtract = elementwise(np.subtract, "", lambda g: g, lambda g: -g)
+multiply = elementwise(np.multiply, "ab", lambda g, a, b: g * b, lambda g, a, b: g * a)
+divide = elementwise(np.divide, "ab", lambda g, a, b: g / b, lambda g, a, b: -g * a / (b * b))
+power = elementwise(np.power, "abo", _power_base, _power_exponent)
+maximum = elementwise(
+    np.maximum, "abo", lambda g, *k: g * _share(*k), lambda g, *k: g * (1 - _share(*k))
+)
+minimum = elementwise(
+    np.minimum, "abo", lambda g, *k: g * _share(*k), lambda g, *k: g * (1 - _share(*k))
+)
+logaddexp = elementwise(
+    np.logaddexp, "abo", lambda g, a, b, o: g * np.exp(a - o), lambda g, a, b, o: g * np.exp(b - o)
+)
+negative = elementwise(np.negative, "", lambda g: -g)
+positive = elementwise(np.positive, "", lambda g: g)
+absolute = elementwise(np.absolute, "a", lambda g, a: g * np.sign(raw(a)))
+square = elementwise(np.square, "a", lambda g, a: g * (2 * a))
+sqrt = elementwise(np.sqrt, "o", lambda g, o: g / (2 * o))
+reciprocal = elementwise(np.reciprocal, "o", lambda g, o: -g * o * o)
+exp = elementwise(np.exp, "o", lambda g, o: g * o)
+exp2 = elementwise(np.exp2, "o", lambda g, o: g * o * float(np.log(2)))
+expm1 = elementwise(np.expm1, "o", lambda g, o: g * (o + 1))
+log = elementwise(np.log, "a", lambda g, a: g / a)
+log2 = elementwise(np.log2, "a", lambda g, a: g / (a * float(np.log(2))))
+log10 = elementwise(np.log10, "a", lambda g, a: g / (a * float(np.log(10))))
+log1p = elementwise(np.log1p, "a", lambda g, a: g / (a + 1))
+sin = elementwise(np.sin, "a", lambda g, a: g * np.cos(a))
+cos = elementwise(np.cos, "a", lambda g, a: -g * np.sin(a))
+tan = elementwise(np.tan, "o", lambda g, o: g * (1 + o * o))
+sinh = elementwise(np.sinh, "a", lambda g, a: g * np.cosh(a))
+cosh = elementwise(np.cosh, "a", lambda g, a: g * np.sinh(a))
+tanh = elementwise(np.tanh, "o", lambda g, o: g * (1 - o * o))
+arctan = elementwise(np.arctan, "a", lambda g, a: g / (1 + a * a))
+
+
+# ---- where, clip, casts --------------------------------------------------------------------------
+
+
+def _forward_where(condition, a, b, *, needs):
+    return compute(np.where, condition, a, b), (meta(a), meta(b), condition)
+
+
+def _backward_where(saved, grad, *, needs, into):
+    a, b, condition = saved
+    chosen = _mask(raw(condition).astype(bool), grad)
+    da = like(grad * chosen, a) if needs[1] else None
+    return None, da, like(grad * (1 - chosen), b) if needs[2] else None
+
+
+WHERE = array_op("np.where", _forward_where, _backward_where)
+
+
+@rule(np.where)
+def where(condition, a, b):
+    return apply(WHERE, (raw(condition), a, b))
+
+
+def _forward_clip(x, low, high, *, needs):
+    return compute(np.clip, x, low, high), (x, low, high)
+
+
+def _backward_clip(saved, grad, *, needs, into):
+    x, low, high = (raw(s) for s in saved)
+    inside = True if low is None else x >= low
+    inside = inside if high is None else inside & (x <= high)
+    return like(grad * _mask(inside, grad), meta(x)), None, None
+
+
+CLIP = array_op("np.clip", _forward_clip, _backward_clip)
+
+
+@rule(np.clip)
+def clip(x, low=None, high=None):
+    return apply(CLIP, (x, raw(low), raw(high)))
+
+
+def _forward_astype(x, *, needs, dtype):
+    return x.astype(dtype), (meta(x),)
+
+
+def _backward_astype(saved, grad, *, needs, into, dtype):
+    return (like(grad, saved[0]),)
+
+
+ASTYPE = array_op("astype", _forward_astype, _backward_astype)
+
+
+@rule(np.astype)
+def astype(x, dtype):
+    """Cast; the gradient is cast back."""
+    return x if raw(x).dtype == dtype else apply(ASTYPE, (x,), dtype=np.dtype(dtype))
+
+
+# ---- sums, means, extremes -----------------------------------------------------------------------
+
+
+def _spread(grad, shape, axis, keepdims):
+    """Broadcast the gradient of a reduction back over what it reduced."""
+    if axis is not None and not keepdims:
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        axes = {a % len(shape) for a in axes}
+        grad = grad.reshape(tuple([1 if i in axes else n for i, n in enumerate(shape)]))
+    elif axis is None:
+        grad = grad.reshape((1,) * len(shape))
+    return np.broadcast_to(grad, shape)
+
+
+def _forward_sum(x, *, needs, axis, keepdims):
+    return compute(np.sum, x, axis=axis, keepdims=keepdims), (x.shape,)
+
+
+def _backward_sum(saved, grad, *, needs, into, axis, keepdims):
+    return (_spread(grad, saved[0], axis, keepdims),)
+
+
+SUM = array_op("np.sum", _forward_sum, _backward_sum)
+
+
+@rule(np.sum)
+def sum(x, axis=None, *, keepdims=False):
+    return apply(SUM, (x,), axis=axis, keepdims=keepdims)
+
+
+def _forward_mean(x, *, needs, axis, keepdims):
+    out = compute(np.mean, x, axis=axis, keepdims=keepdims)
+    return out, (x.shape, out.size / x.size if x.size else 0.0)
+
+
+def _backward_mean(saved, grad, *, needs, into, axis, keepdims):
+    shape, share = saved
+    return (_spread(grad * share, shape, axis, keepdims),)
+
+
+MEAN = array_op("np.mean", _forward_mean, _backward_mean)
+
+
+@rule(np.mean)
+def mean(x, axis=None, *, keepdims=False):
+    return apply(MEAN, (x,), axis=axis, keepdims=keepdims)
+
+
+def _forward_extreme(x, *, needs, axis, keepdims, function):
+    out = compute(function, x, axis=axis, keepdims=keepdims)
+    return out, (x, out)
+
+
+def _backward_extreme(saved, grad, *, needs, into, axis, keepdims, function):
+    x, out = (raw(s) for s in saved)
+    tied = x == _spread(out, x.shape, axis, keepdims)
+    share = tied / tied.sum(axis=axis, keepdims=True)  # ties share the gradient evenly
+    return (_spread(grad, x.shape, axis, keepdims) * share.astype(x.dtype),)
+
+
+EXTREME = array_op("np.max", _forward_extreme, _backward_extreme)
+
+
+@rule(np.max, np.amax)
+def max(x, axis=None, *, keepdims=False):
+    return apply(EXTREME, (x,), axis=axis, keepdims=keepdims, function=np.max)
+
+
+@rule(np.min, np.amin)
+def min(x, axis=None, *, keepdims=False):
+    return apply(EXTREME, (x,), axis=axis, keepdims=keepdims, function=np.min)
+
+
+@rule(np.var)
+def var(x, axis=None, *, ddof=0, keepdims=False):
+    spread = square(x - mean(x, axis, keepdims=True))
+    count = raw(x).size // np.size(np.mean(raw(x), axis=axis))
+    return sum(spread, axis, keepdims=keepdims) / (count - ddof)
+
+
+@rule(np.std)
+def std(x, axis=None, *, ddof=0, keepdims=False):
+    return sqrt(var(x, axis, ddof=ddof, keepdims=keepdims))
+
+
+def _forward_cumsum(x, *, needs, axis):
+    return compute(np.cumsum, x, axis=axis), ()
+
+
+def _backward_cumsum(saved, grad, *, needs, into, axis):
+    return (np.flip(np.cumsum(np.flip(grad, axis), axis=axis), axis),)
+
+
+CUMSUM = array_op("np.cumsum", _forward_cumsum, _backward_cumsum)
+
+
+@rule(np.cumsum)
+def cumsum(x, axis=None):
+    if axis is None:
+        x, axis = x.reshape(-1), 0
+    return apply(CUMSUM, (x,), axis=axis)

@@ -1,0 +1,187 @@
+"""Gradients of functions: grad, value_and_grad, gradcheck, checkpoint, stop_gradient."""
+
+import functools
+
+import numpy as np
+
+from gpuattn import rng
+from gpuattn.arrays import get_xp, is_array, is_floating, to_cpu, zeros
+from gpuattn.autodiff import tape
+from gpuattn.autodiff.shapes import copy_of
+from gpuattn.autodiff.tape import raw
+from gpuattn.autodiff.tensor import Tensor
+from gpuattn.errors import GradientError
+from gpuattn.impls import Impl, Impls
+
+no_grad = tape.no_grad
+debug = tape.debug
+
+
+def stop_gradient(x):
+    """Return ``x`` as a constant: no gradient flows through it."""
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def grad(fun, argnums=0):
+    """Return a function that computes the gradient of ``fun`` (to one number) like JAX's.
+
+    ``argnums``: the position, or a tuple of positions, to differentiate. Arguments may be arrays,
+    Tensors, or dicts, lists and tuples of them; the gradient has the same structure, and is zero
+    for what ``fun`` does not use. Nest for higher order: ``grad(grad(f))``. Raises GradientError
+    if the result is not one number and TypeError for integer arguments.
+    """
+    both = value_and_grad(fun, argnums)
+
+    @functools.wraps(fun)
+    def gradient(*args, **kwargs):
+        return both(*args, **kwargs)[1]
+
+    return gradient
+
+
+def value_and_grad(fun, argnums=0):
+    """Return a function that computes ``(fun(...), gradient)``; see ``grad``."""
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(fun)
+    def both(*args, **kwargs):
+        leaves, args = [], list(args)
+        for i in positions:
+            args[i] = _map(lambda x: _leaf(x, leaves), args[i])
+        nested = any(leaf.node is not None for leaf in leaves)
+        with tape.recording(True):
+            value = fun(*args, **kwargs)
+        if np.size(raw(value)) != 1:
+            raise GradientError(
+                f"grad: the function returned shape {raw(value).shape}, not one number"
+            )
+        found = [None] * len(leaves)
+        if isinstance(value, Tensor) and value.requires_grad:
+            seed = np.ones_like(value.data)
+            found = tape.gradients([value], [seed], leaves, create_graph=nested)
+        found = [_zeros(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+        if not nested:
+            found = [raw(g) for g in found]
+            value = raw(value)
+        remaining = iter(found)
+        results = tuple([_map(lambda _: next(remaining), args[i]) for i in positions])
+        return value, results[0] if isinstance(argnums, int) else results
+
+    return both
+
+
+def _leaf(x, leaves):
+    """A Tensor that the gradient is taken at: a new leaf, or an alias inside an outer gradient."""
+    nested = isinstance(x, Tensor) and x.requires_grad
+    data = np.asarray(x) if isinstance(x, int | float) else raw(x)
+    if not is_array(data) or not is_floating(data.dtype):
+        kind = data.dtype if is_array(data) else type(data).__name__
+        raise TypeError(f"grad: no gradient with respect to {kind}; cast the argument to float32")
+    leaves.append(copy_of(x) if nested else Tensor(data, requires_grad=True))
+    return leaves[-1]
+
+
+def _zeros(leaf):
+    return zeros(leaf.data, leaf.shape)
+
+
+def _map(fun, tree):
+    if isinstance(tree, dict):
+        return {key: _map(fun, value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)([_map(fun, value) for value in tree])
+    return fun(tree)
+
+
+def gradcheck(fun, *inputs, eps=1e-6, tol=1e-6, order=1, seed=0):
+    """Compare gradients with central differences along random directions; return the largest error.
+
+    ``inputs``: float64 arrays. ``order=2`` also checks the gradient of the gradient. The error is
+    |numeric - exact| / max(1, |exact|). Raises GradientError above ``tol``, TypeError for other
+    dtypes: float32 has too few digits for differences.
+    """
+    for x in inputs:
+        if raw(x).dtype != np.float64:
+            raise TypeError(f"gradcheck: inputs must be float64, got {raw(x).dtype}")
+    random = np.random.default_rng(seed)
+    arrays = [raw(x) for x in inputs]
+
+    def projected(*xs):
+        outs = fun(*xs)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        weights = np.random.default_rng(seed + 1)
+        parts = [(o * _like(weights.standard_normal(o.shape), raw(o))).sum() for o in outs]
+        return functools.reduce(lambda a, b: a + b, parts)
+
+    steps = [_like(random.standard_normal(x.shape), x) for x in arrays]
+    error = _directional_error(projected, arrays, steps, eps, tol)
+    if order > 1:
+        positions = tuple(range(len(arrays)))
+
+        def slope(*xs):
+            with_grads = grad(projected, positions)(*xs)
+            return functools.reduce(
+                lambda a, b: a + b, [(g * s).sum() for g, s in zip(with_grads, steps, strict=True)]
+            )
+
+        others = [_like(random.standard_normal(x.shape), x) for x in arrays]
+        error = max(error, _directional_error(slope, arrays, others, eps, tol))
+    return error
+
+
+def _like(values, array):
+    return get_xp(array).asarray(values)
+
+
+def _directional_error(fun, arrays, steps, eps, tol):
+    found = grad(fun, tuple(range(len(arrays))))(*arrays)
+    exact = sum(float((g * s).sum()) for g, s in zip(found, steps, strict=True))
+    sides = []
+    for sign in (1, -1):
+        moved = [x + sign * eps * s for x, s in zip(arrays, steps, strict=True)]
+        sides.append(float(to_cpu(raw(fun(*moved)))))
+    numeric = (sides[0] - sides[1]) / (2 * eps)
+    error = abs(numeric - exact) / max(1.0, abs(exact))
+    if not error <= tol:
+        raise GradientError(
+            f"gradcheck: along a random direction the gradient gives {exact!r}, "
+            f"differences give {numeric!r}: relative error {error:.2e}, allowed {tol:.0e}"
+        )
+    return error
+
+
+def checkpoint(fun, *args):
+    """Return ``fun(*args)`` and keep nothing of its inside: it runs again in the backward pass.
+
+    Trades a second forward for memory. Seeds that ops draw for themselves repeat, so dropout does
+    too. Gradients reach ``args`` and every leaf used inside.
+    """
+    state = rng.remember()
+
+    def forward(*arrays, needs):
+        with tape.no_grad(), rng.replay(state):
+            out = fun(*arrays)
+        return _arrays(out), arrays
+
+    def backward(saved, *grads, needs, into):
+        boxes = [
+            Tensor(x, requires_grad=need) if is_array(x) else x
+            for x, need in zip(saved, needs, strict=True)
+        ]
+        with tape.recording(True), rng.replay(state):
+            outs = fun(*boxes)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if g is not None]
+        targets = [b for b, need in zip(boxes, needs, strict=True) if need]
+        found = iter(
+            tape.gradients([o for o, _ in pairs], [g for _, g in pairs], targets, leaves=True)
+        )
+        return tuple([next(found) if need else None for need in needs])
+
+    args = [x if isinstance(x, Tensor) or not is_array(x) else Tensor(x) for x in args]
+    impls = Impls("checkpoint", Impl("array", forward, backward))
+    return tape.apply(impls, args, always_record=True)
+
+
+def _arrays(out):
+    return tuple([raw(o) for o in out]) if isinstance(out, tuple) else raw(out)

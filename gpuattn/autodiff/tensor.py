@@ -1,0 +1,222 @@
+"""The Tensor users hold: an array that takes part in NumPy's own protocols and is recorded."""
+
+import numpy as np
+
+from gpuattn.arrays import as_array, is_array, is_floating, on_gpu, to_cpu
+from gpuattn.autodiff import basic, products, shapes, tape
+from gpuattn.autodiff.basic import PLAIN, RULES
+from gpuattn.autodiff.tape import raw
+from gpuattn.errors import GradientError, UnsupportedError
+
+REDUCTIONS = {np.add: "np.sum", np.maximum: "np.max", np.minimum: "np.min"}
+
+
+class Tensor(tape.Box):
+    """A NumPy or CuPy array whose computations are recorded for gradients.
+
+    ``data``: an array (or numbers, for a NumPy one). ``requires_grad``: collect ``.grad`` in
+    ``backward()``. NumPy's own functions and operators work on it: ``np.tanh(x @ w)``.
+    Raises TypeError when a gradient is asked of integers.
+    """
+
+    __slots__ = ()
+    __array_priority__ = 1000  # CuPy arrays on the left of an operator leave it to us
+    __hash__ = object.__hash__
+
+    def __init__(self, data, node=None, index=0, requires_grad=False):
+        if not is_array(data):
+            numbers = isinstance(data, int | float | list | tuple)
+            data = np.asarray(data) if numbers else as_array(data, "Tensor", "data")
+        if requires_grad and not is_floating(data.dtype):
+            raise TypeError(
+                f"Tensor: no gradient with respect to {data.dtype}; cast the array to float32"
+            )
+        super().__init__(data, node, index, requires_grad)
+        if node is not None and not is_floating(data.dtype):
+            self.requires_grad = False
+
+    # ---- what an array has ----
+
+    shape = property(lambda self: self.data.shape)
+    dtype = property(lambda self: self.data.dtype)
+    ndim = property(lambda self: self.data.ndim)
+    size = property(lambda self: self.data.size)
+    T = property(shapes.transpose)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self):
+        where = "cupy" if on_gpu(self.data) else "numpy"
+        made = f", by {self.node.op}" if self.node is not None else ""
+        wants = ", requires_grad=True" if self.requires_grad and self.node is None else ""
+        return f"Tensor({self.data!r}, {where}{made}{wants})"
+
+    def numpy(self):
+        """Return the values as a NumPy array, off the tape (copies from a GPU)."""
+        return to_cpu(self.data)
+
+    def item(self):
+        """Return the single value as a Python number."""
+        return self.data.item()
+
+    def __float__(self):
+        return float(self.data)
+
+    def __int__(self):
+        return int(self.data)
+
+    def __bool__(self):
+        return bool(self.data)
+
+    # ---- gradients ----
+
+    def backward(self, grad=None, *, retain_graph=False, create_graph=False):
+        """Add d(self)/d(leaf) into ``.grad`` of every leaf with ``requires_grad``.
+
+        ``grad``: the gradient of self, an array of its shape; may be left out for one number.
+        Raises GradientError for a result that is not a scalar, was not recorded, was walked
+        already, or whose saved arrays were edited.
+        """
+        if not self.requires_grad:
+            raise GradientError(
+                "backward: nothing recorded leads here; make an input with requires_grad=True, "
+                "outside no_grad()"
+            )
+        if grad is None:
+            if self.size != 1:
+                raise GradientError(
+                    f"backward: the result has shape {self.shape}, not one number; "
+                    "reduce it (np.mean, np.sum) or pass backward(grad)"
+                )
+            grad = np.ones_like(self.data)
+        elif raw(grad).shape != self.shape:
+            raise GradientError(f"backward: grad has shape {raw(grad).shape}, want {self.shape}")
+        tape.backward(self, grad, retain_graph=retain_graph, create_graph=create_graph)
+
+    def detach(self):
+        """Return the same array off the tape."""
+        return Tensor(self.data)
+
+    # ---- NumPy's protocols ----
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError(
+            "a Tensor would lose its record as a plain array; use x.numpy(), or x.data for the array"
+        )
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **kwargs):
+        name = f"np.{ufunc.__name__}"
+        if method != "__call__":
+            hint = REDUCTIONS.get(ufunc)
+            raise UnsupportedError(
+                f"{name}.{method} is not recorded" + (f"; use {hint}" if hint else "")
+            )
+        if kwargs:
+            raise UnsupportedError(f"{name}: {', '.join(kwargs)}= is not recorded")
+        return _dispatch(ufunc, name, inputs, {"out": out})
+
+    def __array_function__(self, function, types, args, kwargs):
+        return _dispatch(function, f"np.{function.__name__}", args, kwargs)
+
+    # ---- operators and methods ----
+
+    def __getitem__(self, key):
+        return shapes.index(self, key)
+
+    def __setitem__(self, key, value):
+        if self.node is not None:
+            raise GradientError(
+                f"item assignment into a result of {self.node.op} is not recorded; use np.where, "
+                "np.concatenate, or edit a leaf"
+            )
+        tape.edit(self, raw(key), raw(value))
+
+    def reshape(self, *shape):
+        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        return shapes.reshape(self, tuple(shape))
+
+    def transpose(self, *axes):
+        axes = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
+        return shapes.transpose(self, axes or None)
+
+    def swapaxes(self, a, b):
+        return shapes.swapaxes(self, a, b)
+
+    def astype(self, dtype, copy=True):
+        return basic.astype(self, dtype)
+
+    sum, mean, max, min, var, std = (
+        basic.sum, basic.mean, basic.max, basic.min, basic.var, basic.std,
+    )  # fmt: skip
+    cumsum, ravel, squeeze = basic.cumsum, shapes.ravel, shapes.squeeze
+    __neg__, __pos__, __abs__ = basic.negative, basic.positive, basic.absolute
+    __add__ = __radd__ = basic.add
+    __mul__ = __rmul__ = basic.multiply
+
+    def __sub__(self, other):
+        return basic.subtract(self, other)
+
+    def __rsub__(self, other):
+        return basic.subtract(other, self)
+
+    def __truediv__(self, other):
+        return basic.divide(self, other)
+
+    def __rtruediv__(self, other):
+        return basic.divide(other, self)
+
+    def __pow__(self, other):
+        return basic.power(self, other)
+
+    def __rpow__(self, other):
+        return basic.power(other, self)
+
+    def __matmul__(self, other):
+        return products.matmul(self, other)
+
+    def __rmatmul__(self, other):
+        return products.matmul(other, self)
+
+    def __eq__(self, other):
+        return self.data == raw(other)
+
+    def __ne__(self, other):
+        return self.data != raw(other)
+
+    def __lt__(self, other):
+        return self.data < raw(other)
+
+    def __le__(self, other):
+        return self.data <= raw(other)
+
+    def __gt__(self, other):
+        return self.data > raw(other)
+
+    def __ge__(self, other):
+        return self.data >= raw(other)
+
+
+def _dispatch(function, name, args, kwargs):
+    if kwargs.pop("out", None) is not None:
+        raise UnsupportedError(f"{name}: out= cannot be recorded; use the returned value")
+    if function in PLAIN:
+        return function(*_unboxed(args), **{k: raw(v) for k, v in kwargs.items()})
+    if function not in RULES:
+        raise UnsupportedError(
+            f"{name} has no gradient rule here. Apply it to x.data (no gradient), write it in "
+            "known functions, or add it as an op: examples/add_an_op"
+        )
+    try:
+        return RULES[function](*args, **kwargs)
+    except TypeError as error:
+        if "unexpected keyword" in str(error):
+            raise UnsupportedError(f"{name}: {error}; this argument is not recorded") from None
+        raise
+
+
+def _unboxed(args):
+    return [[raw(x) for x in a] if isinstance(a, list | tuple) else raw(a) for a in args]
