@@ -5,7 +5,6 @@ operators and NumPy functions, so it serves arrays and, for higher order, Tensor
 no formula of one line (shapes, indexing, products) lives in ``shapes.py`` and ``products.py``.
 """
 
-
 import numpy as np
 
 from gpuattn.arrays import BFLOAT16, is_array, on_gpu

@@ -97,6 +97,7 @@ def _find(saved, inputs, outs):
 # ---- arrays that are read-only while a node needs them ------------------------------------------
 
 _frozen_count = {}  # id of a NumPy array -> (how many nodes froze it, the array)
+_waiting_views = {}  # id of a frozen array -> views of it whose nodes are done already
 
 
 def _freeze(data, frozen):
@@ -110,14 +111,17 @@ def _freeze(data, frozen):
 
 
 def _thaw(frozen):
-    for data in frozen:
-        count, _ = _frozen_count[id(data)]
+    while frozen:
+        data = frozen.pop()
+        count, _ = _frozen_count.pop(id(data))
         if count > 1:
             _frozen_count[id(data)] = (count - 1, data)
+        elif id(data.base) in _frozen_count:  # NumPy makes no view writeable before its base
+            _waiting_views.setdefault(id(data.base), []).append(data)
         else:
-            del _frozen_count[id(data)]
             data.flags.writeable = True
-    frozen.clear()
+            for view in _waiting_views.pop(id(data), ()):
+                view.flags.writeable = True
 
 
 def edit(box, key, value):

@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+
+from gpuattn import (
+    Tensor,
+    checkpoint,
+    grad,
+    gradcheck,
+    manual_seed,
+    stop_gradient,
+    to_cpu,
+    value_and_grad,
+)  # fmt: skip
+from gpuattn.errors import GradientError
+
+
+def test_grad_of_several_arguments(xp):
+    a, b = xp.asarray([1.0, 2.0]), xp.asarray([3.0, 4.0])
+    da, db = grad(lambda a, b: (a * b).sum(), argnums=(0, 1))(a, b)
+    assert to_cpu(da).tolist() == [3.0, 4.0]
+    assert to_cpu(db).tolist() == [1.0, 2.0]
+    assert type(da) is type(a)
+
+
+def test_value_and_structure():
+    params = {"w": np.array([2.0]), "layers": [np.array([3.0]), (np.array([4.0]),)]}
+    value, g = value_and_grad(lambda p: (p["w"] * p["layers"][0] * p["layers"][1][0]).sum())(params)
+    assert value == 24.0
+    assert g["w"] == 12.0
+    assert g["layers"][0] == 8.0
+    assert g["layers"][1][0] == 6.0
+
+
+def test_unused_argument_is_zero():
+    assert grad(lambda a, b: (a * a).sum(), argnums=1)(np.ones(2), np.ones(3)).tolist() == [0, 0, 0]
+
+
+def test_nested_gradients_do_not_confuse_their_variables():
+    # d/dx [x * d/dy (x + y) at y = 1] = 1: the inner gradient must not count x
+    outer = grad(lambda x: x * grad(lambda y: x + y)(1.0))
+    assert float(outer(5.0)) == 1.0
+
+
+def test_hessian_vector_product():
+    def f(x):
+        return (x**3).sum()
+
+    x, v = np.array([1.0, 2.0]), np.array([1.0, -1.0])
+    hvp = grad(lambda x: (grad(f)(x) * v).sum())(x)
+    assert hvp.tolist() == [6.0, -12.0]
+
+
+def test_grad_leaves_other_leaves_alone():
+    w = Tensor(np.ones(2), requires_grad=True)
+    grad(lambda x: (x * w).sum())(np.ones(2))
+    assert w.grad is None
+
+
+def test_stop_gradient():
+    assert grad(lambda x: (stop_gradient(x) * x).sum())(np.array([3.0])).tolist() == [3.0]
+
+
+def test_non_scalar_and_integers():
+    with pytest.raises(GradientError, match=r"shape \(2,\)"):
+        grad(lambda x: x * 2)(np.ones(2))
+    with pytest.raises(TypeError, match="int64"):
+        grad(lambda x: x.sum())(np.arange(2))
+    with pytest.raises(TypeError, match="str"):
+        grad(lambda x: x)("no")
+
+
+def test_gradcheck_catches_a_wrong_rule():
+    from gpuattn.autodiff.tape import apply
+    from gpuattn.impls import Impl, Impls
+
+    wrong = Impls("wrong", Impl("array", lambda x, needs: (x**2, (x,)),
+                                lambda saved, g, needs, into: (g * saved[0],)))  # fmt: skip
+    with pytest.raises(GradientError, match="differences give"):
+        gradcheck(lambda x: apply(wrong, (x,)), np.ones(3))
+    with pytest.raises(TypeError, match="float64"):
+        gradcheck(np.exp, np.ones(3, np.float32))
+
+
+def test_checkpoint_gives_the_same_gradients(xp):
+    rng = np.random.default_rng(0)
+    w = Tensor(xp.asarray(rng.standard_normal((3, 3))), requires_grad=True)
+    x = Tensor(xp.asarray(rng.standard_normal((2, 3))), requires_grad=True)
+    runs = []
+
+    def block(x):
+        runs.append(1)
+        return np.tanh(x @ w)
+
+    np.sum(checkpoint(block, x) ** 2).backward()
+    assert len(runs) == 2, "the inside runs again in the backward pass"
+    kept = to_cpu(w.grad), to_cpu(x.grad)
+    w.grad = x.grad = None
+    np.sum(block(x) ** 2).backward()
+    np.testing.assert_array_equal(kept[0], to_cpu(w.grad))
+    np.testing.assert_array_equal(kept[1], to_cpu(x.grad))
+
+
+def test_checkpoint_repeats_its_dropout():
+    from gpuattn import dropout
+
+    manual_seed(3)
+    x = Tensor(np.ones(1000), requires_grad=True)
+    y = checkpoint(lambda x: dropout(x, 0.5), x)
+    y.sum().backward()
+    np.testing.assert_array_equal(x.grad, y.data)

@@ -1,0 +1,175 @@
+"""The tape itself: reuse, depth, several outputs, edits in place, where gradients are written."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from gpuattn import Tensor, debug, no_grad, to_cpu
+from gpuattn.autodiff import tape
+from gpuattn.errors import GradientError, UnsupportedError
+from gpuattn.impls import Impl, Impls
+
+
+def leaf(values, xp=np):
+    return Tensor(xp.asarray(values, dtype=np.float64), requires_grad=True)
+
+
+def test_reused_tensor_adds_its_gradients(xp):
+    x = leaf([3.0], xp)
+    (x * x + x).sum().backward()
+    assert to_cpu(x.grad).tolist() == [7.0]
+
+
+def test_gradients_add_up_over_calls():
+    x = leaf([3.0])
+    for _ in range(2):
+        (x * 2).sum().backward()
+    assert x.grad.tolist() == [4.0]
+
+
+def test_a_chain_of_20000_calls():
+    x = leaf([1.0])
+    y = x
+    for _ in range(20_000):
+        y = y + x
+    y.sum().backward()
+    assert x.grad.tolist() == [20_001.0]
+    for _ in range(20_000):
+        y = y.detach() if not y.requires_grad else y + x
+    del y  # an unwalked chain must not overflow the stack when it is freed
+    gc.collect()
+
+
+def test_several_outputs_and_one_of_them_unused():
+    x = leaf([1.0, 2.0, 3.0])
+    first, rest = np.split(x * 2, [1])
+    (rest**2).sum().backward()
+    assert x.grad.tolist() == [0.0, 16.0, 24.0]
+    assert first.data.tolist() == [2.0]
+
+
+def test_second_backward_says_so():
+    x = leaf([1.0])
+    y = (x * x).sum()
+    y.backward()
+    with pytest.raises(GradientError, match="retain_graph"):
+        y.backward()
+
+
+def test_retained_graph_can_be_walked_again():
+    x = leaf([2.0])
+    y = (x * x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert x.grad.tolist() == [8.0]
+
+
+def test_gradient_written_into_its_slot():
+    x = leaf([1.0, 2.0])
+    flat = np.full(4, 9.0, np.float32)
+    x.grad_slot = flat[1:3]
+    (x * 3).sum().backward()
+    assert flat.tolist() == [9.0, 3.0, 3.0, 9.0], "the first gradient overwrites"
+    (x * 3).sum().backward()
+    assert flat.tolist() == [9.0, 6.0, 6.0, 9.0], "later ones accumulate"
+    assert x.grad.base is flat
+
+
+def test_ready_is_reported_once_after_the_last_use():
+    x, w = leaf([1.0]), leaf([2.0])
+    seen = []
+    y = (x * w) + x
+    tape.backward(y.sum(), np.ones(()), on_ready=seen.append)
+    assert {id(b) for b in seen} == {id(x), id(w)}
+    assert len(seen) == 2
+    assert seen[-1].grad is not None
+
+
+def test_no_grad_nests_and_survives_errors():
+    x = leaf([1.0])
+    with no_grad(), no_grad():
+        assert not (x * 2).requires_grad
+    with pytest.raises(ZeroDivisionError), no_grad():
+        1 / 0  # noqa: B018
+    assert (x * 2).requires_grad
+
+
+# ---- edits in place ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edited", ["input", "view", "base"])
+def test_edit_through_a_tensor_is_noticed(xp, edited):
+    x = leaf([1.0, 2.0, 3.0], xp)
+    part = x[1:]
+    y = (part * part).sum() if edited != "input" else (x * x).sum()
+    if edited == "view":
+        with pytest.raises(GradientError, match="item assignment"):
+            part[0] = 5.0
+        return
+    x[1] = 5.0
+    assert float(x.data[1]) == 5.0
+    with pytest.raises(GradientError, match="edited in place"):
+        y.backward()
+
+
+def test_saved_numpy_arrays_are_read_only_until_backward():
+    a = np.ones(3)
+    x = Tensor(a, requires_grad=True)
+    y = (x * x).sum()
+    with pytest.raises(ValueError, match="read-only"):
+        a[0] = 2.0
+    y.backward()
+    a[0] = 2.0
+
+
+def test_a_dropped_graph_gives_its_arrays_back():
+    a = np.ones(3)
+    x = Tensor(a, requires_grad=True)
+    y = x * x
+    assert not a.flags.writeable
+    del y
+    gc.collect()
+    assert a.flags.writeable
+
+
+def test_an_array_that_was_read_only_stays_so():
+    a = np.ones(3)
+    a.flags.writeable = False
+    (Tensor(a, requires_grad=True) ** 2).sum().backward()
+    assert not a.flags.writeable
+
+
+def test_raw_edits_are_caught_under_debug(xp):
+    a = xp.ones(3)
+    x = Tensor(a, requires_grad=True)
+    with debug():
+        y = (x * x).sum()
+    if xp is np:
+        a.flags.writeable = True
+    a[0] = 2.0
+    with pytest.raises(GradientError, match="edited in place"):
+        y.backward()
+
+
+# ---- ops of one's own ----------------------------------------------------------------------------
+
+
+def test_a_fused_op_refuses_a_second_derivative_by_name():
+    def forward(x, *, needs):
+        return x * 2, ()
+
+    def backward(saved, grad, *, needs, into):
+        return (grad * 2,)
+
+    double = Impls("double", Impl("array", forward, backward))
+    x = leaf([1.0])
+    y = tape.apply(double, (x,)).sum()
+    with pytest.raises(UnsupportedError, match="double: array is fused"):
+        y.backward(create_graph=True)
+
+
+def test_plain_arrays_stay_plain():
+    assert type(tape.apply(Impls("t", Impl("array", lambda x, needs: (x, ()))), (np.ones(2),))) is (
+        np.ndarray
+    )
