@@ -1,0 +1,1 @@
+"""Built-in tasks, tokenizers, text files and packed batches."""

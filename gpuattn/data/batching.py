@@ -1,0 +1,294 @@
+"""Packed batches: sentences laid end to end up to a budget of tokens, without padding.
+
+What comes out depends on (seed, epoch, rank, world) only, so that a run resumes exactly from the
+number of batches it has taken.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from gpuattn.data.tokenizer import BOS, EOS
+from gpuattn.errors import ConfigError, DataError
+
+POOL_BATCHES = 64
+
+
+class TokenOrder(NamedTuple):
+    """Which places hold which token id, for an embedding gradient without atomics.
+
+    ``order`` (N,) is the stable argsort of the ids; the places of ``ids[u]`` are
+    ``order[segments[u] : segments[u + 1]]``. ``ids`` (U,) ascend, ``segments`` (U,) begin with 0.
+    All int32.
+    """
+
+    order: np.ndarray
+    segments: np.ndarray
+    ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B sentence pairs as int32 arrays, Ns source and Nt target tokens in all.
+
+    ``source`` (Ns,) ends each sentence with ``eos``; ``target_in`` (Nt,) begins each with ``bos``
+    and ``labels`` (Nt,) are the tokens that follow, ``eos`` last. Sentence i is the slice
+    ``cu_source[i] : cu_source[i + 1]``, and likewise ``cu_target``; both are (B + 1,).
+    ``sentences`` (B,) are indices into the loader's pairs.
+    """
+
+    source: np.ndarray
+    source_positions: np.ndarray
+    cu_source: np.ndarray
+    max_source: int
+    source_order: TokenOrder
+    target_in: np.ndarray
+    target_positions: np.ndarray
+    labels: np.ndarray
+    cu_target: np.ndarray
+    max_target: int
+    target_order: TokenOrder
+    sentences: np.ndarray
+
+    @property
+    def target_tokens(self):
+        return len(self.labels)
+
+
+class PackedLoader:
+    """Epochs of packed batches over pairs of token ids.
+
+    ``pairs``: a list of (source ids, target ids), without ``bos`` and ``eos``. ``tokens``: the
+    budget of a batch; neither its source nor its target side has more, marks included.
+    ``world``: how many ranks share the batches; ``rank`` is this one. ``bucket``: put sentences of
+    near-equal length together, in a random order of batches.
+
+    Each epoch holds each pair once over all ranks, and every rank gets as many batches.
+    Raises ConfigError when the budget is smaller than the longest sentence, DataError when there
+    are fewer pairs than ranks.
+    """
+
+    def __init__(self, pairs, tokens, seed, rank=0, world=1, bucket=True):
+        if not 0 <= rank < world:
+            raise ConfigError(f"PackedLoader: rank is {rank}; accepted: 0 to {world - 1}")
+        if len(pairs) < world:
+            raise DataError(
+                f"PackedLoader: {len(pairs)} pairs for {world} ranks; one each is needed"
+            )
+        self._source = _Rows([source for source, _ in pairs])
+        self._target = _Rows([target for _, target in pairs])
+        self._sizes = np.maximum(self._source.lengths, self._target.lengths)
+        longest = int(np.argmax(self._sizes))
+        if self._sizes[longest] > tokens:
+            raise ConfigError(
+                f"PackedLoader: tokens is {tokens}; pair {longest} alone has {self._sizes[longest]}"
+                " with its end mark. Raise the budget or leave out longer sentences"
+            )
+        self.tokens = tokens
+        self.seed = seed
+        self.rank = rank
+        self.world = world
+        self.bucket = bucket
+        self._planned = (None, None)
+
+    def epoch(self, number, start=0):
+        """Yield this rank's batches of an epoch, from its batch ``start`` on."""
+        for sentences in self._plan(number)[self.rank + start * self.world :: self.world]:
+            yield self._batch(sentences)
+
+    def batches(self, number):
+        """Return how many batches each rank has in an epoch."""
+        return len(self._plan(number)) // self.world
+
+    def fill(self, number):
+        """Return the share of the budget that the batches of an epoch use, on the fuller side."""
+        plan = self._plan(number)
+        sides = (self._source.lengths, self._target.lengths)
+        used = sum(max(int(side[sentences].sum()) for side in sides) for sentences in plan)
+        return used / (len(plan) * self.tokens)
+
+    def _plan(self, number):
+        """Return the epoch's batches of all ranks, as arrays of sentence indices."""
+        if self._planned[0] != number:
+            rng = np.random.Generator(np.random.Philox([self.seed, number]))
+            waiting = rng.permutation(len(self._sizes))
+            plan = self._pack(waiting, rng) if self.bucket else self._cut(waiting)
+            self._planned = (number, _divide(plan, self.world))
+        return self._planned[1]
+
+    def _cut(self, waiting):
+        """Return batches of consecutive sentences, each as long as the budget allows."""
+        ends = [np.cumsum(side.lengths[waiting]) for side in (self._source, self._target)]
+        plan, begin = [], 0
+        while begin < len(waiting):
+            used = [end[begin - 1] if begin else 0 for end in ends]
+            end = min(
+                int(np.searchsorted(end, done + self.tokens, "right"))
+                for end, done in zip(ends, used, strict=True)
+            )
+            plan.append(waiting[begin:end])
+            begin = end
+        return plan
+
+    def _pack(self, waiting, rng):
+        """Return batches of near-equal lengths, pool by pool, in a random order."""
+        share = int(POOL_BATCHES * self.tokens / self._sizes.mean()) + 1
+        plan, left = [], waiting[:0]
+        for begin in range(0, len(waiting), share):
+            pool = np.concatenate([left, waiting[begin : begin + share]])
+            pool = pool[np.argsort(-self._sizes[pool], kind="stable")]
+            packed = self._best_fit(pool)
+            # The pool's last batch is the one that is not full: it waits for the next pool.
+            left = packed.pop()
+            plan += packed
+        plan.append(left)
+        return [plan[i] for i in rng.permutation(len(plan))]
+
+    def _best_fit(self, pool):
+        """Put each sentence of ``pool``, longest first, into the fullest batch that can take it."""
+        source, target = self._source.lengths[pool].tolist(), self._target.lengths[pool].tolist()
+        batches = []
+        # (room, batch) in ascending order; the room is that of the fuller side, so that what fits
+        # it fits both. ``sides`` holds the room of both.
+        rooms, sides = [], []
+        for sentence, ns, nt in zip(pool.tolist(), source, target, strict=True):
+            at = bisect_left(rooms, (max(ns, nt),))
+            if at == len(rooms):
+                batch = len(batches)
+                batches.append([])
+                sides.append((self.tokens, self.tokens))
+            else:
+                batch = rooms.pop(at)[1]
+            batches[batch].append(sentence)
+            room = sides[batch] = (sides[batch][0] - ns, sides[batch][1] - nt)
+            insort(rooms, (min(room), batch))
+        return [np.array(batch) for batch in batches]
+
+    def _batch(self, sentences):
+        source, source_positions, cu_source = self._source.gather(sentences)
+        labels, target_positions, cu_target = self._target.gather(sentences)
+        target_in = np.empty_like(labels)
+        target_in[1:] = labels[:-1]
+        target_in[cu_target[:-1]] = BOS
+        return Batch(
+            source=source,
+            source_positions=source_positions,
+            cu_source=cu_source,
+            max_source=int(np.diff(cu_source).max()),
+            source_order=token_order(source),
+            target_in=target_in,
+            target_positions=target_positions,
+            labels=labels,
+            cu_target=cu_target,
+            max_target=int(np.diff(cu_target).max()),
+            target_order=token_order(target_in),
+            sentences=sentences.astype(np.int32),
+        )
+
+
+class _Rows:
+    """Rows of token ids, each with ``eos`` at its end, in one array."""
+
+    def __init__(self, rows):
+        self.lengths = np.fromiter(map(len, rows), np.int64, len(rows)) + 1
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
+        total = int(self.lengths.sum())
+        flat = chain.from_iterable(chain(row, (EOS,)) for row in rows)
+        self.flat = np.fromiter(flat, np.int32, total)
+
+    def gather(self, rows):
+        """Return these rows end to end, the position of each token in its row, and the bounds."""
+        lengths = self.lengths[rows]
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
+        flat = self.flat[np.repeat(self.starts[rows], lengths) + positions]
+        return flat, positions.astype(np.int32), bounds.astype(np.int32)
+
+
+def token_order(ids):
+    """Return the ``TokenOrder`` of token ids (N,)."""
+    # NumPy sorts 16-bit keys by radix: several times as fast, and stable as well.
+    keys = ids.astype(np.uint16) if ids.max(initial=0) < 1 << 16 else ids
+    order = np.argsort(keys, kind="stable").astype(np.int32)
+    sorted_ids = ids[order]
+    segments = np.flatnonzero(np.diff(sorted_ids, prepend=-1)).astype(np.int32)
+    return TokenOrder(order, segments, sorted_ids[segments])
+
+
+def _divide(plan, world):
+    """Halve the largest batches until the ranks have equally many."""
+    plan = list(plan)
+    for _ in range(-len(plan) % world):
+        largest = max(range(len(plan)), key=lambda i: len(plan[i]))
+        whole = plan[largest]
+        if len(whole) == 1:
+            raise DataError(
+                f"PackedLoader: {len(plan)} batches of one pair each cannot be shared by {world} "
+                "ranks. Raise the budget or use fewer ranks"
+            )
+        half = len(whole) // 2
+        plan[largest] = whole[:half]
+        plan.append(whole[half:])
+    return plan
+
+
+class LanguageModelBatch(NamedTuple):
+    """``inputs`` (B, T) int32, and ``labels`` (B, T), the tokens that follow them."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+
+
+class LanguageModelLoader:
+    """Random crops of one long text for training, and its consecutive blocks for evaluation.
+
+    ``ids``: the text's token ids (N,). ``block``: T, tokens of a row. ``batch``: B, rows of this
+    rank. Raises DataError when the text is shorter than ``block + 1`` tokens.
+    """
+
+    def __init__(self, ids, block, batch, seed, rank=0, world=1):
+        if not 0 <= rank < world:
+            raise ConfigError(f"LanguageModelLoader: rank is {rank}; accepted: 0 to {world - 1}")
+        if block < 1 or batch < 1:
+            raise ConfigError(
+                f"LanguageModelLoader: block is {block}, batch is {batch}; accepted: 1 or more"
+            )
+        self.ids = np.asarray(ids, np.int32)
+        if len(self.ids) <= block:
+            raise DataError(
+                f"LanguageModelLoader: the text has {len(self.ids)} tokens; a block of {block} "
+                f"needs {block + 1}. Give more text or a smaller block"
+            )
+        self.block = block
+        self.batch = batch
+        self.seed = seed
+        self.rank = rank
+        self.world = world
+
+    def crops(self, step):
+        """Return the batch of an update: a function of (seed, step, rank, world)."""
+        rng = np.random.Generator(np.random.Philox([self.seed, step]))
+        starts = rng.integers(len(self.ids) - self.block, size=(self.world, self.batch))[self.rank]
+        return self._rows(starts, self.block)
+
+    def blocks(self):
+        """Yield batches that hold each token but the first exactly once as a label.
+
+        The last ones are smaller: fewer rows, then one row of what is left.
+        """
+        predicted = len(self.ids) - 1
+        starts = np.arange(0, predicted - self.block + 1, self.block)
+        for begin in range(0, len(starts), self.batch):
+            yield self._rows(starts[begin : begin + self.batch], self.block)
+        done = len(starts) * self.block
+        if done < predicted:
+            yield self._rows(np.array([done]), predicted - done)
+
+    def _rows(self, starts, length):
+        rows = self.ids[starts[:, None] + np.arange(length + 1)]
+        return LanguageModelBatch(
+            np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+        )

@@ -1,0 +1,202 @@
+"""Text to token ids and back, without loss: SentencePiece for translation, characters for
+language models.
+
+SentencePiece: Kudo and Richardson, EMNLP 2018. Byte-pair encoding: Sennrich et al., ACL 2016.
+"""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from gpuattn.errors import ConfigError, DataError
+
+PAD, BOS, EOS, UNK = range(4)
+SPECIALS = 4
+MAX_TRAINING_LINES = 1_000_000
+
+
+class BaseTokenizer:
+    """What the tokenizers share: ids 0 to 3 are padding, begin, end and unknown."""
+
+    pad, bos, eos, unk = PAD, BOS, EOS, UNK
+
+    def save(self, path):
+        """Write ``to_bytes()`` to a file."""
+        Path(path).write_bytes(self.to_bytes())
+
+    @classmethod
+    def load(cls, path):
+        """Read what ``save`` wrote. DataError for a file that is something else."""
+        return cls.from_bytes(Path(path).read_bytes())
+
+    def encode_lines(self, lines):
+        """Return the ids of each line."""
+        return [self.encode(line) for line in lines]
+
+
+class Tokenizer(BaseTokenizer):
+    """Subwords by SentencePiece.
+
+    Nothing is normalised, and what is not in the vocabulary is spelled in bytes: decoding gives
+    back the very line, and ``<unk>`` is never produced.
+    """
+
+    def __init__(self, model):
+        """``model``: the bytes of a SentencePiece model. Raises DataError for anything else."""
+        from sentencepiece import SentencePieceProcessor
+
+        self._model = bytes(model)
+        try:
+            self._processor = SentencePieceProcessor(model_proto=self._model)
+            ids = [
+                getattr(self._processor, f"{name}_id")() for name in ("pad", "bos", "eos", "unk")
+            ]
+        except RuntimeError as error:
+            raise DataError(
+                f"Tokenizer: {len(self._model)} bytes that are no SentencePiece model"
+            ) from error
+        if ids != [PAD, BOS, EOS, UNK]:
+            raise DataError(
+                f"Tokenizer: pad, bos, eos, unk have the ids {ids}; accepted: [0, 1, 2, 3], "
+                "as Tokenizer.train gives them"
+            )
+
+    @classmethod
+    def train(cls, lines, vocab_size, seed=0):
+        """Learn a byte-pair encoding from ``lines``: the same one for the same arguments.
+
+        ``vocab_size``: the most pieces to have, 4 specials and 256 bytes among them; a small
+        corpus gets fewer. ``seed`` draws the sample when there are over a million lines.
+        Raises DataError without text, ConfigError when ``vocab_size`` cannot hold the characters.
+        """
+        lines = [line for line in lines if line]
+        if not lines:
+            raise DataError("Tokenizer.train: lines has no text; accepted: at least one line")
+        if len(lines) > MAX_TRAINING_LINES:
+            rng = np.random.Generator(np.random.Philox(seed))
+            chosen = rng.choice(len(lines), MAX_TRAINING_LINES, replace=False)
+            lines = [lines[i] for i in np.sort(chosen)]
+        characters = len(set().union(*lines) | {" "})
+        least = SPECIALS + 256 + characters
+        if vocab_size < least:
+            raise ConfigError(
+                f"Tokenizer.train: vocab_size is {vocab_size}; this text needs {least} or more "
+                f"(4 specials, 256 bytes, {characters} characters)"
+            )
+        while True:
+            try:
+                return cls(_train_sentencepiece(lines, vocab_size))
+            except RuntimeError as error:
+                # "Vocabulary size too high (800). Please set it to a value <= 301."
+                limit = re.search(r"value <= (\d+)", str(error))
+                if not limit or int(limit[1]) >= vocab_size:
+                    raise
+                vocab_size = int(limit[1])
+
+    @classmethod
+    def from_bytes(cls, data):
+        return cls(data)
+
+    def to_bytes(self):
+        """Return the SentencePiece model."""
+        return self._model
+
+    def __len__(self):
+        return self._processor.get_piece_size()
+
+    @property
+    def pieces(self):
+        """The vocabulary, by id; a piece that begins a word begins with U+2581."""
+        return [self._processor.id_to_piece(i) for i in range(len(self))]
+
+    def encode(self, line):
+        """Return the ids of one line, without ``bos`` and ``eos``."""
+        return self._processor.encode(line)
+
+    def encode_lines(self, lines):
+        """Return the ids of each line, faster than one by one."""
+        return self._processor.encode(list(lines))
+
+    def decode(self, ids):
+        """Return the line that ``ids`` spell; specials among them are dropped."""
+        return self._processor.decode([int(i) for i in ids if i >= SPECIALS])
+
+
+def _train_sentencepiece(lines, vocab_size):
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=vocab_size,
+        model_type="bpe",
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        byte_fallback=True,
+        split_digits=True,
+        num_threads=1,
+        pad_id=PAD,
+        bos_id=BOS,
+        eos_id=EOS,
+        unk_id=UNK,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+class CharTokenizer(BaseTokenizer):
+    """One id for each character of the training text, in code point order, after the specials."""
+
+    def __init__(self, characters):
+        """``characters``: distinct characters; the first one gets the id 4."""
+        self.characters = "".join(characters)
+        self._ids = {character: i for i, character in enumerate(self.characters, SPECIALS)}
+
+    @classmethod
+    def train(cls, lines):
+        """Learn the characters of ``lines``: any strings, or one long one. DataError if empty."""
+        characters = sorted(set().union(*lines))
+        if not characters:
+            raise DataError("CharTokenizer.train: lines has no text; accepted: one character")
+        return cls(characters)
+
+    @classmethod
+    def from_bytes(cls, data):
+        try:
+            return cls(json.loads(data)["characters"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"CharTokenizer: {len(data)} bytes that are no such tokenizer"
+            ) from error
+
+    def to_bytes(self):
+        """Return a small JSON text."""
+        return json.dumps({"characters": self.characters}).encode()
+
+    def __len__(self):
+        return SPECIALS + len(self.characters)
+
+    def encode(self, line):
+        """Return the ids of a text. DataError names a character that training has not seen."""
+        try:
+            return [self._ids[character] for character in line]
+        except KeyError as error:
+            unknown = error.args[0]
+            raise DataError(
+                f"CharTokenizer.encode: character {unknown!r} at {line.index(unknown)} was not in "
+                f"the training text; accepted: {self.characters!r}"
+            ) from None
+
+    def decode(self, ids):
+        """Return the text that ``ids`` spell; specials among them are dropped."""
+        return "".join(self.characters[i - SPECIALS] for i in ids if i >= SPECIALS)
+
+
+def tokenizer_from_bytes(data):
+    """Return the tokenizer, of either class, that ``to_bytes`` wrote. DataError if it is none."""
+    return (CharTokenizer if data[:1] == b"{" else Tokenizer).from_bytes(data)
