@@ -49,7 +49,7 @@ def ctype(dtype):
 
 
 def wide(dtype):
-    """Return the dtype that sums of ``dtype`` are accumulated in: float64 for float64, else float32."""
+    """Return the dtype that sums of ``dtype`` are kept in: float64 for float64, else float32."""
     return np.dtype("float64") if np.dtype(dtype) == np.float64 else np.dtype("float32")
 
 
@@ -65,20 +65,12 @@ def as_array(value, function, argument):
         return np.asarray(value)
     if hasattr(value, "__cuda_array_interface__") or _on_cuda_by_dlpack(value):
         cupy = import_cupy()
-        return (
-            cupy.from_dlpack(value)
-            if hasattr(value, "__dlpack__")
-            else cupy.asarray(value)
-        )
+        return cupy.from_dlpack(value) if hasattr(value, "__dlpack__") else cupy.asarray(value)
     if hasattr(value, "__dlpack__"):
         return np.from_dlpack(value)
-    accepted = (
-        "a NumPy or CuPy array, or an object with DLPack or __cuda_array_interface__"
-    )
+    accepted = "a NumPy or CuPy array, or an object with DLPack or __cuda_array_interface__"
     advice = f"Try numpy.asarray({argument})."
-    raise TypeError(
-        problem(function, argument, f"a {type(value).__name__}", accepted, advice)
-    )
+    raise TypeError(problem(function, argument, f"a {type(value).__name__}", accepted, advice))
 
 
 def _on_cuda_by_dlpack(value):
@@ -97,9 +89,7 @@ def check_together(function, **arrays):
         )
     devices = {name: a.device.id for name, a in gpu.items()}
     if len(set(devices.values())) > 1:
-        raise ValueError(
-            f"{function}: arrays are on several GPUs: {devices}. Copy them to one."
-        )
+        raise ValueError(f"{function}: arrays are on several GPUs: {devices}. Copy them to one.")
 
 
 def check_floats(function, **arrays):
@@ -139,8 +129,15 @@ def to_gpu(array):
 
 
 def to_cpu(array):
-    """Return a NumPy array with the same values; a GPU array is copied after its stream is done."""
-    return array.get() if on_gpu(array) else np.asarray(array)
+    """Return a NumPy array with the same values; a GPU array is copied after its stream is done.
+
+    Raises IndexError if a kernel met an index out of range since the last copy.
+    """
+    if not on_gpu(array):
+        return np.asarray(array)
+    copy = array.get()
+    check_indices()
+    return copy
 
 
 allocate = None  # allocate(xp, shape, dtype), where set: tests poison here
@@ -165,3 +162,55 @@ def device_of(array):
             yield
     else:
         yield
+
+
+# ---- indices out of range: said at once on NumPy, at the next copy to the host on a GPU ---------
+
+_FLAG_BASE = 1 << 62  # keeps a flag that holds a (negative) index from being zero
+_flags = {}  # device -> int64 (places, 2): zero, or _FLAG_BASE + index and the number of rows
+_flag_places = {}  # what is indexed -> its row in every array of flags
+
+
+def index_flag(like, what):
+    """Return the two int64 on the GPU of ``like`` where kernels note an index out of range.
+
+    ``what``: "function: argument". See ``common/index.cuh``.
+    """
+    place = _flag_places.setdefault(what, len(_flag_places))
+    device = like.device.id
+    if device not in _flags:
+        _flags[device] = get_xp(like).zeros((32, 2), np.int64)
+    return _flags[device][place]
+
+
+def checked_index(index, size, what):
+    """Return ``index`` if 0 <= index < size throughout; IndexError on NumPy, flagged on a GPU.
+
+    On a GPU, where nothing is read back, entries out of range become 0.
+    """
+    if not on_gpu(index):
+        if index.size and (index.min() < 0 or index.max() >= size):
+            raise IndexError(_index_message(what, index[(index < 0) | (index >= size)][0], size))
+        return index
+    xp, flag = get_xp(index), index_flag(index, what)
+    wrong = (index < 0) | (index >= size)
+    if index.size:
+        found = xp.where(wrong, index.astype(np.int64) + _FLAG_BASE, 0).max()
+        flag[0] = xp.maximum(flag[0], found)
+        flag[1] = size
+    return xp.where(wrong, 0, index)
+
+
+def check_indices():
+    """Raise IndexError if a kernel met an index out of range; waits for the GPUs in use."""
+    for flags in _flags.values():
+        values = flags.get()
+        if values[:, 0].any():
+            flags.fill(0)
+            place = int(values[:, 0].argmax())
+            what = next(name for name, p in _flag_places.items() if p == place)
+            raise IndexError(_index_message(what, values[place, 0] - _FLAG_BASE, values[place, 1]))
+
+
+def _index_message(what, index, size):
+    return problem(*what.split(": "), f"holding {index}", f"0 <= index < {size}")
