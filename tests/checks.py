@@ -21,22 +21,14 @@ def implementations(impls):
     The reference runs on NumPy and on CuPy, ``raw-*`` on CuPy, Numba on CuPy and in the simulator.
     """
     cases = [pytest.param("reference", "numpy", id="reference-numpy")]
-    cases.append(
-        pytest.param("reference", "cupy", id="reference-cupy", marks=pytest.mark.gpu)
-    )
+    cases.append(pytest.param("reference", "cupy", id="reference-cupy", marks=pytest.mark.gpu))
     for impl in impls:
         if impl.name == "reference":
             continue
-        cases.append(
-            pytest.param(
-                impl.name, "cupy", id=f"{impl.name}-cupy", marks=pytest.mark.gpu
-            )
-        )
+        cases.append(pytest.param(impl.name, "cupy", id=f"{impl.name}-cupy", marks=pytest.mark.gpu))
         if impl.name == "numba":
             cases.append(
-                pytest.param(
-                    "numba", "numpy", id="numba-simulator", marks=pytest.mark.simulator
-                )
+                pytest.param("numba", "numpy", id="numba-simulator", marks=pytest.mark.simulator)
             )
     return cases
 
@@ -89,9 +81,7 @@ def check_implementation(
 
     want, want_saved = reference.forward(*exact, needs=needs, **params)
     wants = _tuple(want)
-    grads = [
-        rng.standard_normal(w.shape) if w.dtype.kind == "f" else None for w in wants
-    ]
+    grads = [rng.standard_normal(w.shape) if w.dtype.kind == "f" else None for w in wants]
     rounded_grads = [
         None if g is None else _cast(g, _grad_dtype(dtype, w))
         for g, w in zip(grads, _outs(reference, rounded, needs, params))
@@ -108,12 +98,8 @@ def check_implementation(
 
     if any(needs) and impl.backward is not None:
         into = (None,) * len(inputs)
-        want = reference.backward(
-            want_saved, *exact_grads, needs=needs, into=into, **params
-        )
-        plain = reference.backward(
-            plain_saved, *rounded_grads, needs=needs, into=into, **params
-        )
+        want = reference.backward(want_saved, *exact_grads, needs=needs, into=into, **params)
+        plain = reference.backward(plain_saved, *rounded_grads, needs=needs, into=into, **params)
         my_grads = [None if g is None else xp.asarray(g) for g in rounded_grads]
         got = impl.backward(saved, *my_grads, needs=needs, into=into, **params)
         for i, need in enumerate(needs):
@@ -165,9 +151,7 @@ def _compare(got, plain, want, factor, slack, name):
         return
     got, plain, want = (a.astype(np.float64) for a in (got, plain, want))
     finite = np.isfinite(want)
-    np.testing.assert_array_equal(
-        got[~finite], want[~finite], err_msg=f"{name}: not finite"
-    )
+    np.testing.assert_array_equal(got[~finite], want[~finite], err_msg=f"{name}: not finite")
     if not finite.any():
         return
     with warnings.catch_warnings():
@@ -176,9 +160,7 @@ def _compare(got, plain, want, factor, slack, name):
         baseline = np.abs(plain - want)[finite].max()
         scale = np.abs(want[finite]).max()
     limit = factor * baseline + slack * 4e-7 * max(scale, 1.0)
-    assert error <= limit, (
-        f"{name}: error {error:.3g}, limit {limit:.3g} (plain {baseline:.3g})"
-    )
+    assert error <= limit, f"{name}: error {error:.3g}, limit {limit:.3g} (plain {baseline:.3g})"
 
 
 def check_gradient(fun, *inputs, eps=1e-6, tol=1e-6):
@@ -196,15 +178,9 @@ def check_gradient(fun, *inputs, eps=1e-6, tol=1e-6):
     steps = [rng.standard_normal(a.shape) for a in inputs]
 
     def along(sign):
-        outs = _tuple(
-            fun(*[a + sign * eps * s for a, s in zip(inputs, steps, strict=True)])
-        )
+        outs = _tuple(fun(*[a + sign * eps * s for a, s in zip(inputs, steps, strict=True)]))
         return sum((w * o).sum() for w, o in zip(weights, outs, strict=True))
 
     numeric = (along(1) - along(-1)) / (2 * eps)
-    exact = sum(
-        (g * s).sum() for g, s in zip(found, steps, strict=True) if g is not None
-    )
-    assert abs(numeric - exact) <= tol * max(1, abs(exact)), (
-        f"numeric {numeric}, exact {exact}"
-    )
+    exact = sum((g * s).sum() for g, s in zip(found, steps, strict=True) if g is not None)
+    assert abs(numeric - exact) <= tol * max(1, abs(exact)), f"numeric {numeric}, exact {exact}"

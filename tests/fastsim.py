@@ -126,9 +126,7 @@ def _seg(l, w):
 
 
 F = {}
-F["shfl_sync"] = lambda self, m, v, s, w=32: _x(
-    m, v, lambda b, l, _: b[_seg(l, w) + s % w]
-)
+F["shfl_sync"] = lambda self, m, v, s, w=32: _x(m, v, lambda b, l, _: b[_seg(l, w) + s % w])
 F["shfl_up_sync"] = lambda self, m, v, d, w=32: _x(
     m, v, lambda b, l, _: b[l - d] if l - d >= _seg(l, w) else b[l]
 )
@@ -149,9 +147,7 @@ F["any_sync"] = lambda self, m, p: _x(
 
 
 def install():
-    K.threading = types.SimpleNamespace(
-        current_thread=lambda: _cur, Lock=threading.Lock
-    )
+    K.threading = types.SimpleNamespace(current_thread=lambda: _cur, Lock=threading.Lock)
     KN.BlockManager = _Block
     for n, f in F.items():
         if not hasattr(K.FakeCUDAModule, n):

@@ -1,0 +1,200 @@
+"""What works on this machine, and the remedy for what does not."""
+
+import contextlib
+import importlib.metadata
+import io
+import os
+import platform
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gpuattn import kernels
+from gpuattn.errors import DeviceMissingError, KernelCompileError
+
+LIBRARIES = (
+    "numpy", "ml_dtypes", "click", "rich", "safetensors", "sentencepiece", "sacrebleu",
+    "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "nvmath-python",
+    "cuda-bindings", "nvidia-ml-py", "nvidia-cuda-nvrtc", "mpi4py",
+)  # fmt: skip
+PROBE = """
+extern "C" __global__ void probe(float* y) { y[threadIdx.x] = 2.f * threadIdx.x; }
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor: ``state`` is "ok", "missing" (a feature is off) or "broken"."""
+
+    name: str
+    state: str
+    detail: str
+    remedy: str = ""
+
+
+def examine():
+    """Return a list of Checks: interpreter, libraries, BLAS, memory, GPU, compiler, cache."""
+    checks = [_python(), _blas(), _memory(), _cupy(), _device(), _nvrtc(), _launch()]
+    return [*checks, _numba(), _gemm(), _cache()]
+
+
+def as_dict(checks):
+    """Return the checks and every version as plain data, for bug reports."""
+    return {"checks": [asdict(check) for check in checks], "versions": versions()}
+
+
+def versions():
+    """Return ``{distribution: version}`` of what is installed."""
+    found = {"gpuattn": _version("gpuattn"), "python": platform.python_version()}
+    found.update({name: _version(name) for name in LIBRARIES})
+    return {name: version for name, version in found.items() if version}
+
+
+def _version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python():
+    detail = f"{platform.python_version()} on {platform.platform()}, NumPy {np.__version__}"
+    return Check("python", "ok", detail)
+
+
+def _blas():
+    with contextlib.redirect_stdout(io.StringIO()):
+        config = np.show_config(mode="dicts") or {}
+    name = config.get("Build Dependencies", {}).get("blas", {}).get("name", "unknown")
+    x = np.random.default_rng(0).standard_normal((768, 768), dtype=np.float32)
+    x @ x
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        x @ x
+        times.append(time.perf_counter() - begin)
+    rate = 2 * 768**3 / min(times) / 1e9
+    detail = f"{name}, {rate:.0f} GFLOP/s in float32 on {os.cpu_count()} cores"
+    if rate < 5:
+        return Check(
+            "blas", "broken", detail, "reinstall NumPy from PyPI: its wheels bring OpenBLAS"
+        )
+    return Check("blas", "ok", detail)
+
+
+def _memory():
+    try:
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return Check("memory", "ok", "size unknown on this system")
+    return Check("memory", "ok", f"{pages / 2**30:.1f} GiB")
+
+
+def _cupy():
+    try:
+        import cupy
+    except ImportError as error:
+        remedy = "pip install 'gpuattn[cuda13x]' (CUDA 13 driver) or 'gpuattn[cuda12x]'"
+        return Check(
+            "cupy", "missing", f"not importable ({error}): everything runs on NumPy", remedy
+        )
+    return Check("cupy", "ok", cupy.__version__)
+
+
+def _gpu():
+    """Return CuPy if a device works, else raise with the reason."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceMissingError("CuPy is not installed") from error
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceMissingError(str(error)) from error
+    return cupy
+
+
+def _device():
+    try:
+        cupy = _gpu()
+    except DeviceMissingError as error:
+        remedy = "install an NVIDIA driver (r525 or newer for CUDA 12, r580 for CUDA 13)"
+        return Check("device", "missing", f"no CUDA device: {error}", remedy)
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    free, total = runtime.memGetInfo()
+    capability = f"{properties['major']}.{properties['minor']}"
+    driver = runtime.driverGetVersion()
+    detail = (
+        f"{properties['name'].decode()}, compute capability {capability}, "
+        f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free, "
+        f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"
+    )
+    if properties["major"] < 8:
+        return Check("device", "broken", detail, "the kernels need compute capability 8.0 (Ampere)")
+    return Check("device", "ok", detail)
+
+
+def _nvrtc():
+    try:
+        begin = time.perf_counter()
+        kernels.compile_text(PROBE, "sm_80", "probe.cu")
+        spent = (time.perf_counter() - begin) * 1e3
+    except KernelCompileError as error:
+        return Check(
+            "nvrtc", "missing", str(error).splitlines()[0], "pip install nvidia-cuda-nvrtc"
+        )
+    return Check(
+        "nvrtc", "ok", f"{kernels.nvrtc_version()}, test kernel compiled in {spent:.0f} ms"
+    )
+
+
+def _launch():
+    try:
+        cupy = _gpu()
+    except DeviceMissingError:
+        return Check("kernel", "missing", "nothing to launch on without a device")
+    try:
+        capability = cupy.cuda.Device().compute_capability
+        code, _ = kernels.compile_text(PROBE, f"sm_{capability}", "probe.cu")
+        module = cupy.cuda.function.Module()
+        module.load(code)
+        y = cupy.empty(32, "float32")
+        module.get_function("probe")((1,), (32,), (y,))
+        right = y.get().tolist() == [2.0 * i for i in range(32)]
+    except (KernelCompileError, cupy.cuda.driver.CUDADriverError) as error:
+        remedy = "match the CUDA of CuPy and NVRTC to the driver: see the versions below"
+        return Check("kernel", "broken", str(error).splitlines()[0], remedy)
+    if not right:
+        return Check("kernel", "broken", "the test kernel computed wrong numbers", "check the GPU")
+    return Check("kernel", "ok", "a test kernel ran and computed the right numbers")
+
+
+def _numba():
+    if _version("numba-cuda") is None:
+        remedy = "pip install 'gpuattn[cuda13x]'"
+        return Check("numba", "missing", "no numba-cuda: the readable forms are off", remedy)
+    return Check("numba", "ok", f"numba {_version('numba')}, numba-cuda {_version('numba-cuda')}")
+
+
+def _gemm():
+    if _version("nvmath-python") is None:
+        detail = "no nvmath-python: products run through CuPy, CUDA graphs are off"
+        return Check("nvmath", "missing", detail, "pip install 'gpuattn[cuda13x]'")
+    return Check("nvmath", "ok", f"nvmath-python {_version('nvmath-python')}")
+
+
+def _cache():
+    folder = kernels.cache_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        detail = f"{folder} cannot be written ({error.strerror}): kernels compile in every process"
+        return Check("cache", "broken", detail, "set GPUATTN_CACHE_DIR to a folder of yours")
+    size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.is_file())
+    return Check("cache", "ok", f"{folder}, {size / 2**20:.1f} MiB")

@@ -1,0 +1,92 @@
+"""The receipt of a GPU run: ``python -m gpuattn.bench.receipt`` writes tests/gpu_receipt.json.
+
+It holds a digest of everything that decides what a GPU computes, and the outcome of every GPU
+test. A CPU test fails when the digest is stale, so no kernel changes without a GPU run.
+"""
+
+import datetime
+import hashlib
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COVERED = (
+    "rawkernels", "gpuattn/ops", "gpuattn/numbakernels", "gpuattn/autodiff", "gpuattn/kernels.py",
+    "gpuattn/gemm.py", "gpuattn/arrays.py", "gpuattn/rng.py", "gpuattn/impls.py",
+    "gpuattn/train/graph.py", "gpuattn/train/workspace.py",
+)  # fmt: skip
+RECEIPT = ROOT / "tests" / "gpu_receipt.json"
+
+
+def digest():
+    """Return a SHA-256 over the covered sources (names and contents); "" outside a checkout."""
+    total = hashlib.sha256()
+    for place in COVERED:
+        path = ROOT / place
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in files:
+            if file.suffix in (".py", ".cu", ".cuh") and file.is_file():
+                total.update(f"{file.relative_to(ROOT).as_posix()}\0".encode())
+                total.update(file.read_bytes().replace(b"\r\n", b"\n") + b"\0")
+    return total.hexdigest()
+
+
+def main(shards=None):
+    """Run the GPU tests in shards (folders of tests), then write the receipt.
+
+    Refuses, with exit code 1, when a test failed, was skipped, or none ran.
+    """
+    outcomes = {}
+    for shard in shards or _shards():
+        outcomes.update(_run(shard))
+    bad = {test: outcome for test, outcome in outcomes.items() if outcome != "passed"}
+    for test, outcome in bad.items():
+        print(f"{outcome}: {test}", file=sys.stderr)
+    if bad or not outcomes:
+        print(f"no receipt: {len(bad)} of {len(outcomes)} tests did not pass", file=sys.stderr)
+        return 1
+    receipt = {"digest": digest(), **_machine(), "tests": dict(sorted(outcomes.items()))}
+    RECEIPT.write_text(json.dumps(receipt, indent=1) + "\n")
+    print(f"{len(outcomes)} GPU tests passed; wrote {RECEIPT}")
+    return 0
+
+
+def _shards():
+    """The test folders, and the loose test files as one shard: each stays under 8 minutes."""
+    tests = ROOT / "tests"
+    folders = sorted(path for path in tests.iterdir() if list(path.glob("test_*.py")))
+    return [sorted(tests.glob("test_*.py")), *[[folder] for folder in folders]]
+
+
+def _run(shard):
+    report = ROOT / ".gpu_report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
+    subprocess.run([*command, *map(str, shard)], cwd=ROOT, check=False)
+    outcomes = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
+        name = f"{case.get('classname')}::{case.get('name')}"
+        outcomes[name] = min(kinds) if kinds else "passed"
+    report.unlink()
+    return outcomes
+
+
+def _machine():
+    import cupy
+
+    from gpuattn.bench.doctor import versions
+
+    runtime = cupy.cuda.runtime
+    return {
+        "gpu": runtime.getDeviceProperties(runtime.getDevice())["name"].decode(),
+        "driver": runtime.driverGetVersion(),
+        "versions": versions(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Time ops on this machine, correctness first: no figure for a wrong result."""
+
+import datetime
+import subprocess
+import warnings
+
+import numpy as np
+
+import gpuattn
+from gpuattn.arrays import import_cupy, is_array, on_gpu, to_cpu
+from gpuattn.bench import timing
+from gpuattn.bench.doctor import versions
+from gpuattn.bench.receipt import digest
+from gpuattn.bench.samples import SAMPLES, sample
+from gpuattn.impls import OPS, explain
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+def backend(device):
+    """Return numpy or cupy for "numpy", "cuda" or "auto"."""
+    if device != "numpy":
+        try:
+            cupy = import_cupy()
+            if cupy.cuda.is_available():
+                return cupy
+        except gpuattn.errors.DeviceMissingError:
+            pass
+        if device == "cuda":
+            raise gpuattn.errors.DeviceMissingError(
+                "no CUDA device works here. Run: gpuattn doctor"
+            )
+    return np
+
+
+def bench(name, shape=None, dtype=None, device="auto"):
+    """Yield one row per implementation that accepts and per direction, as design "proof" describes.
+
+    Raises ConfigError for an unknown op or shape.
+    """
+    xp = backend(device)
+    dtype = dtype or ("float32" if xp is np else "bfloat16")
+    op, args, kwargs = sample(name, shape, dtype, xp)
+    for impl, refusal in explain(op, *args, **kwargs).reasons:
+        if refusal is None:
+            yield from _rows(name, op, args, kwargs, impl, shape or SAMPLES[name].shape, dtype)
+
+
+def _rows(name, op, args, kwargs, impl, shape, dtype):
+    _check(op, args, kwargs, impl, dtype)
+    gpu = any(map(on_gpu, args))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        samples = timing.time_call(lambda: op(*args, impl=impl, **kwargs), gpu)
+        yield _row(name, shape, dtype, "forward", impl, samples)
+        if next(i for i in OPS[name] if i.name == impl).backward is None:
+            return
+
+        def step():
+            out = op(*leaves, impl=impl, **kwargs)
+            out = out[0] if isinstance(out, tuple) else out
+            out.backward(np.ones_like(out.data))
+
+        leaves = [
+            gpuattn.Tensor(a, requires_grad=True) if is_array(a) and a.dtype.kind not in "iu" else a
+            for a in args
+        ]
+        samples = timing.time_call(step, gpu)
+        yield _row(name, shape, dtype, "forward+backward", impl, samples)
+
+
+def _row(name, shape, dtype, direction, impl, samples):
+    us = timing.median(samples)
+    passes, gbs = SAMPLES[name].passes, None
+    if passes:
+        count = passes[0] if direction == "forward" else sum(passes)
+        width = {"float64": 8, "float32": 4}.get(dtype, 2)
+        gbs = count * width * float(np.prod(shape)) / us / 1e3
+    case = {"shape": list(shape), "dtype": dtype}
+    return {"op": name, "case": case, "direction": direction, "impl": impl, "us": us,
+            "samples_us": samples, "gbs": gbs, "peers": {}, "peers_missing": {}}  # fmt: skip
+
+
+def _check(op, args, kwargs, impl, dtype):
+    def first(out):
+        return to_cpu(out[0] if isinstance(out, tuple) else out).astype(np.float64)
+
+    got, want = first(op(*args, impl=impl, **kwargs)), first(op(*args, impl="reference", **kwargs))
+    error = np.abs(got - want).max() / max(1.0, np.abs(want).max())
+    if not error <= TOLERANCE[dtype]:
+        raise AssertionError(
+            f"{op.__name__} {impl}: error {error:.2g}; a wrong result gets no figure"
+        )
+
+
+def document(rows, command, xp):
+    """Return rows with what makes them evidence: machine, versions, date, commit, ceilings."""
+    gpu = driver = None
+    if xp is not np:
+        runtime = xp.cuda.runtime
+        gpu = runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
+        driver = runtime.driverGetVersion()
+    return {
+        "gpu": gpu, "driver": driver, "versions": versions(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": _commit(),
+        "digest": digest(), "command": command, "ceilings": timing.ceilings(xp), "rows": rows,
+    }  # fmt: skip
+
+
+def _commit():
+    try:
+        run = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip()

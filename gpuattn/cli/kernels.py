@@ -1,0 +1,99 @@
+"""gpuattn kernels: list, compile offline, and explain which kernel would run."""
+
+import re
+import time
+
+import click
+import numpy as np
+
+from gpuattn import kernels
+from gpuattn.bench import run
+from gpuattn.bench.samples import DTYPES, sample
+from gpuattn.impls import explain
+
+
+@click.command("kernels")
+@click.option("--warm", is_flag=True, help="Compile every kernel into the disk cache now.")
+@click.option("--arch", help="Architecture to compile for, such as sm_90a; default: this GPU's.")
+@click.option("--why", metavar="OP", help="Say which implementation of OP runs, and why.")
+@click.option("--shape", help="Shape for --why, such as 8192x1024.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bfloat16", show_default=True)
+@click.option("--file", "only", help="Only this source, such as softmax.cu.")
+def command(warm, arch, why, shape, dtype, only):
+    """List the CUDA kernels, compile them ahead of time, or explain a choice.
+
+    \b
+    gpuattn kernels                                  what there is
+    gpuattn kernels --warm --arch sm_90a             compile offline, no GPU needed
+    gpuattn kernels --why softmax --shape 8192x1024  which one would run, and why
+    """
+    if why:
+        _why(why, parse_shape(shape), dtype)
+    elif warm:
+        _warm(_files(only), arch or _this_gpu())
+    else:
+        _list(_files(only))
+
+
+def _why(op, shape, dtype):
+    xp = run.backend("auto")
+    fun, args, kwargs = sample(op, shape, dtype, xp)
+    where = "on this GPU" if xp is not np else "on NumPy, for want of a GPU here"
+    click.echo(f"{where}, {dtype}:")
+    click.echo(str(explain(fun, *args, **kwargs)))
+
+
+def parse_shape(text):
+    """Return (8192, 1024) for "8192x1024" and None for None."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        raise click.BadParameter(f"{text!r} is no shape; write 8192x1024", param_hint="--shape")
+    return tuple(int(n) for n in text.split("x"))
+
+
+def _files(only):
+    if only is None:
+        return kernels.files()
+    if only not in kernels.files():
+        raise click.BadParameter(f"{only!r} is not one of: {', '.join(kernels.files())}")
+    return [only]
+
+
+def _this_gpu():
+    from gpuattn.arrays import import_cupy
+    from gpuattn.errors import DeviceMissingError
+
+    cupy = import_cupy()
+    if not cupy.cuda.is_available():
+        raise DeviceMissingError("no GPU here to compile for: name one with --arch sm_90a")
+    return f"sm_{cupy.cuda.Device().compute_capability}"
+
+
+def _list(files):
+    for file in files:
+        first = (kernels.ROOT / file).read_text().splitlines()[0].removeprefix("// ")
+        names = ", ".join(kernels.signatures(file))
+        click.echo(f"{file:32} {len(kernels.variants(file)):3} variants  {names}\n    {first}")
+    click.echo(f"cubins are kept in {kernels.cache_folder()}")
+
+
+def _warm(files, arch):
+    """Compile what a GPU of ``arch`` would ask for: the form with "a" only where a file has one."""
+    if not re.fullmatch(r"sm_\d+a?", arch):
+        raise click.BadParameter(f"{arch!r} is no architecture; write sm_90a", param_hint="--arch")
+    capability, begin, count = arch.removeprefix("sm_").rstrip("a"), time.perf_counter(), 0
+    total = sum(len(kernels.variants(file)) for file in files)
+    with click.progressbar(length=total, label=f"compiling for {arch}", file=_stderr()) as bar:
+        for file in files:
+            target = kernels.arch_for(file, capability)
+            for constants in kernels.variants(file):
+                kernels.cubin(file, target, **constants)
+                count += 1
+                bar.update(1)
+    spent = time.perf_counter() - begin
+    click.echo(f"{count} kernels for {arch} in {spent:.1f} s, kept in {kernels.cache_folder()}")
+
+
+def _stderr():
+    return click.get_text_stream("stderr")

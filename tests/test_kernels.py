@@ -1,0 +1,163 @@
+"""Every CUDA source compiles for every architecture it names, without spills. Needs no GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpuattn import kernels
+from gpuattn.errors import KernelCompileError
+
+REQUIRED = "nvrtc" in os.environ.get("GPUATTN_REQUIRE", "")
+EVERYWHERE = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100"}
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    try:
+        return kernels.nvrtc()
+    except KernelCompileError as error:
+        if REQUIRED:
+            raise
+        pytest.skip(f"no NVRTC: {error}")
+
+
+def cases():
+    for file in kernels.files():
+        for arch in kernels.architectures(file):
+            yield pytest.param(file, arch, id=f"{file}-{arch}")
+
+
+@pytest.mark.parametrize("file, arch", cases())
+def test_compiles_without_spills(nvrtc, file, arch):
+    for constants in kernels.variants(file):
+        _, log = kernels.compile_text(kernels.source_text(file, **constants), arch, file)
+        spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+        assert spills, f"no resource report for {constants}: {log}"
+        assert all(s == ("0", "0") for s in spills), f"{constants} spills on {arch}:\n{log}"
+
+
+@pytest.mark.parametrize("file", kernels.files())
+def test_no_double_precision_instructions(nvrtc, file, tmp_path):
+    """A float literal without its f makes a kernel 30 times slower: look at the machine code."""
+    tool = cuobjdump()
+    if tool is None:
+        assert not REQUIRED, "cuobjdump is missing: pip install nvidia-cuda-cuobjdump"
+        pytest.skip("no cuobjdump")
+    constants = kernels.variants(file)[0]
+    code, _ = kernels.compile_text(kernels.source_text(file, **constants), "sm_90", file)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(code)
+    sass = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
+    assert "EXIT" in sass
+    assert not re.findall(r"\b(?:DFMA|DADD|DMUL)\b", sass), f"double arithmetic in {file}"
+
+
+def cuobjdump():
+    places = [Path(p, "nvidia", c, "bin", "cuobjdump") for p in sys.path for c in ("cu13", "cu12")]
+    return next((path for path in places if path.exists()), None)
+
+
+def test_there_are_sources():
+    assert len(kernels.files()) >= 10
+
+
+@pytest.mark.parametrize("file", kernels.files())
+def test_header_is_a_contract(file):
+    text = (kernels.ROOT / file).read_text()
+    assert text.isascii()
+    assert "// Launch:" in text
+    assert kernels.signatures(file), "no kernel was found in the file"
+    names = re.findall(
+        r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)', text
+    )
+    assert set(kernels.signatures(file)) == set(names)
+    for name, parameters in kernels.signatures(file).items():
+        for ctype, parameter in parameters:
+            known = ctype.endswith("*") or ctype in kernels.SCALARS
+            assert known, f"{name}: the launcher cannot cast {ctype} {parameter}"
+
+
+def test_every_op_has_a_form_for_every_architecture():
+    by_stem = {}
+    for file in kernels.files():
+        by_stem.setdefault(file.split(".")[0], set()).update(kernels.architectures(file))
+    missing = {stem: EVERYWHERE - archs for stem, archs in by_stem.items() if EVERYWHERE - archs}
+    assert not missing
+
+
+def test_every_file_has_a_row_in_the_catalogue():
+    catalogue = (kernels.ROOT / "README.md").read_text()
+    assert [file for file in kernels.files() if f"`{file}`" not in catalogue] == []
+
+
+def test_numbers_are_cast_to_the_declared_types():
+    seen = []
+    fake = kernels.Kernel(
+        lambda grid, block, args, shared_mem: seen.extend(args),
+        "k",
+        [("float", "eps"), ("int", "cols"), ("long long", "stride"), ("float*", "x")],
+    )
+    fake((1,), (32,), 1e-5, 7, 2**40, "pointer")
+    assert [type(x) for x in seen] == [np.float32, np.int32, np.int64, str]
+
+
+def test_an_empty_grid_launches_nothing():
+    def fail(*args, **kwargs):
+        raise AssertionError("launched")
+
+    kernels.Kernel(fail, "k", [])((4, 0), (32,))
+
+
+def test_wrong_argument_count_shows_the_signature():
+    with pytest.raises(TypeError, match=r"k takes \(float eps, int cols\), got 1 arguments"):
+        kernels.Kernel(None, "k", [("float", "eps"), ("int", "cols")])((1,), (32,), 1)
+
+
+def test_a_compile_error_names_our_file_and_line(nvrtc):
+    with pytest.raises(KernelCompileError, match=r'broken\.cu\(1\): error: .*"nothing"') as info:
+        kernels.compile_text(
+            '#line 1 "rawkernels/broken.cu"\nint x = nothing;', "sm_90", "broken.cu"
+        )
+    copy = Path(str(info.value).rsplit(" ", 1)[1])
+    assert "int x = nothing" in copy.read_text()
+    copy.unlink()
+
+
+def test_the_cubin_cache(nvrtc, tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "cache"))
+    file = kernels.files()[0]
+    constants = kernels.variants(file)[0]
+    code = kernels.cubin(file, "sm_90", **constants)
+    (path,) = (tmp_path / "cache").iterdir()
+    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
+    calls = []
+    compile_text = kernels.compile_text
+    monkeypatch.setattr(
+        kernels, "compile_text", lambda *a, **k: calls.append(1) or compile_text(*a, **k)
+    )
+    assert kernels.cubin(file, "sm_90", **constants) == code
+    assert not calls, "the second time comes from the disk"
+    damaged = bytearray(path.read_bytes())
+    damaged[100] ^= 1
+    path.write_bytes(damaged)
+    assert kernels.cubin(file, "sm_90", **constants) == code
+    assert calls, "a flipped bit is noticed and compiled again"
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(nvrtc, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    file = kernels.files()[0]
+    assert kernels.cubin(file, "sm_90", **kernels.variants(file)[0])
+
+
+def test_the_cache_key_sees_the_headers(monkeypatch):
+    file = kernels.files()[0]
+    before = kernels.source_text(file)
+    monkeypatch.setattr(kernels, "_headers_digest", lambda: "other")
+    assert kernels.source_text(file) != before

@@ -1,0 +1,68 @@
+"""What a user installs: the wheel, its size on import, and the files that describe it."""
+
+import configparser
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    pytest.importorskip("build", reason="pip install build to build the wheel")
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_every_cuda_source(wheel):
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "rawkernels").rglob("*.cu*")}
+    assert len(sources) >= 12
+    assert sources <= packed
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel):
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "gpuattn").rglob("*.py")}
+    assert modules <= packed
+    tops = {name.split("/")[0] for name in packed}
+    assert {t for t in tops if not t.endswith(".dist-info")} == {"gpuattn", "rawkernels"}
+
+
+def test_metadata_lives_in_setup_cfg():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(project) == {"build-system", "tool"}
+    assert set(project["tool"]) == {"ruff"}
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    assert {"cuda12x", "cuda13x", "plots", "dist", "test"} == set(config["options.extras_require"])
+
+
+def test_style():
+    pytest.importorskip("ruff", reason="pip install ruff to check the style")
+    for arguments in (["check"], ["format", "--check"]):
+        run = subprocess.run(
+            [sys.executable, "-m", "ruff", *arguments, ROOT],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stdout
+
+
+def test_a_file_has_one_idea():
+    """Soft caps of the house: 400 lines of Python, 500 of CUDA, with a little air."""
+    long = {}
+    for path in [*ROOT.glob("gpuattn/**/*.py"), *ROOT.glob("rawkernels/**/*.cu*")]:
+        lines = len(path.read_text().splitlines())
+        if lines > (450 if path.suffix == ".py" else 550):
+            long[path.name] = lines
+    assert not long
