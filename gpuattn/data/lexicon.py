@@ -3,16 +3,21 @@
 from functools import cache
 from typing import NamedTuple
 
-ONES_EN = tuple(
+
+def _split(words):
+    return tuple(words.split())
+
+
+ONES_EN = _split(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
-    " sixteen seventeen eighteen nineteen".split()
+    " sixteen seventeen eighteen nineteen"
 )
-ONES_DE = tuple(
+ONES_DE = _split(
     "null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn"
-    " sechzehn siebzehn achtzehn neunzehn".split()
+    " sechzehn siebzehn achtzehn neunzehn"
 )
-TENS_EN = tuple("- - twenty thirty forty fifty sixty seventy eighty ninety".split())
-TENS_DE = tuple("- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split())
+TENS_EN = _split("- - twenty thirty forty fifty sixty seventy eighty ninety")
+TENS_DE = _split("- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
 ORDINALS_EN = {
     "one": "first",
     "two": "second",
@@ -26,11 +31,11 @@ ORDINALS_EN = {
 }
 ORDINALS_DE = {1: "erste", 3: "dritte", 7: "siebte", 8: "achte"}
 
-MONTHS_EN = tuple(
-    "January February March April May June July August September October November December".split()
+MONTHS_EN = _split(
+    "January February March April May June July August September October November December"
 )
-MONTHS_DE = tuple(
-    "Januar Februar März April Mai Juni Juli August September Oktober November Dezember".split()
+MONTHS_DE = _split(
+    "Januar Februar März April Mai Juni Juli August September Oktober November Dezember"
 )
 MONTH_DAYS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 WEEKDAYS = (

@@ -33,7 +33,8 @@ class Task(NamedTuple):
 
 # ---- dates to ISO 8601: day x month ----
 
-# {d} day, {s} its suffix, {o} its word, {w} weekday, {m} month, {b} its first three letters, {n} its number, {y} year.
+# {d} day, {s} its suffix, {o} its word, {w} weekday, {m} month, {b} its first three letters,
+# {n} its number, {y} year.
 _FORMATS = (
     "{m} {d}, {y}",
     "{d} {m} {y}",

@@ -55,14 +55,14 @@ def read_parallel(source_path, target_path, *, max_length=MAX_LENGTH, on_long="s
             lines.append(number)
     if not pairs:
         raise DataError(
-            f"{source_path} and {target_path} have no usable pair: {len(empty)} with an empty side, "
-            f"{len(too_long)} longer than {max_length} characters"
+            f"{source_path} and {target_path} have no usable pair: {len(empty)} with an empty side,"
+            f" {len(too_long)} longer than {max_length} characters"
         )
     return Corpus(pairs, lines, empty, too_long)
 
 
 def encode_pairs(pairs, tokenizer, *, max_tokens, on_long="skip"):
-    """Return (ids, kept): the (source ids, target ids) of the pairs, and their indices in ``pairs``.
+    """Return (ids, kept): the (source ids, target ids) of pairs, and their indices in ``pairs``.
 
     Pairs with more than ``max_tokens`` tokens on a side, the end mark not counted, are left out,
     or with ``on_long="error"`` are a DataError that names the line. Raises DataError when none is
@@ -141,8 +141,9 @@ def _decode(path, number, raw):
     try:
         return raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
+        place = f"{path}, line {number}, byte {error.start + 1}"
         raise DataError(
-            f"{path}, line {number}, byte {error.start + 1}, is not UTF-8 (0x{raw[error.start]:02x}). "
+            f"{place}, is not UTF-8 (0x{raw[error.start]:02x}). "
             f"Convert the file: iconv -f ISO-8859-1 -t UTF-8 {path}"
         ) from error
 
