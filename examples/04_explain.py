@@ -1,0 +1,26 @@
+"""Ask every op which implementation it would run, and why not the others.
+
+Claim: nothing is silent. Each implementation that is passed over says why in a sentence.
+"""
+
+import argparse
+
+import numpy as np
+
+import gpuattn
+from gpuattn.bench.samples import SAMPLES, sample
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--smoke", action="store_true", help="no difference here: nothing is computed")
+parser.add_argument("--cuda", action="store_true", help="explain for CuPy arrays")
+options = parser.parse_args()
+xp = gpuattn.get_xp(gpuattn.to_gpu(np.ones(1))) if options.cuda else np
+
+answers = []
+for name, entry in SAMPLES.items():
+    shape = tuple(min(n, 64) for n in entry.shape)
+    op, args, kwargs = sample(name, shape, "float32", xp)
+    answers.append(gpuattn.explain(op, *args, **kwargs))
+    print(answers[-1])
+reasons = sum(reason is not None for answer in answers for _, reason in answer.reasons)
+print(f"{len(answers)} ops explained, {reasons} refusals, each with its sentence")

@@ -1,0 +1,35 @@
+"""Every example runs on NumPy, small, and prints its claim's figure."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SAYS = {
+    "01_library_calls.py": "the table of scores alone would be",
+    "02_autodiff.py": "relative error",
+    "03_translate.py": "->",
+    "04_explain.py": "refusals, each with its sentence",
+    "05_naive_vs_flash.py": "times the tokens",
+}
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py")))
+def test_example(name, tmp_path):
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / name, "--smoke"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert SAYS[name] in run.stdout
+
+
+def test_add_an_op():
+    folder = EXAMPLES / "add_an_op"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--rootdir", folder, folder],
+        cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "5 passed" in run.stdout, run.stdout + run.stderr
