@@ -249,13 +249,23 @@ def nvrtc():
     """Return the NVRTC library. Raises KernelCompileError with the remedy where there is none."""
     for path in _nvrtc_candidates():
         try:
-            return ctypes.CDLL(path)
+            library = ctypes.CDLL(path)
+            # NVRTC opens its built-in functions by bare name: in a wheel only a loaded one is found
+            for builtins in glob.glob(f"{os.path.dirname(path)}/libnvrtc-builtins.so*"):
+                ctypes.CDLL(builtins)
+            return library
         except OSError:
             continue
     raise KernelCompileError(
         "NVRTC, the CUDA run-time compiler, is not installed. "
         "pip install 'gpuattn[cuda13x]', or without a GPU: pip install nvidia-cuda-nvrtc"
     )
+
+
+def _load_builtins(path):
+    """Load the library that NVRTC opens by name: beside NVRTC in a wheel, where no search path leads."""
+    for builtins in glob.glob(f"{os.path.dirname(path)}/libnvrtc-builtins.so.1*"):
+        ctypes.CDLL(builtins)
 
 
 def _nvrtc_candidates():

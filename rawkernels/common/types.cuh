@@ -19,4 +19,4 @@ struct bf16 {
     __device__ operator float() const { return __uint_as_float((unsigned int)bits << 16); }
 };
 
-constexpr float NEG_INF = -__builtin_huge_valf();
+constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
