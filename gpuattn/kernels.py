@@ -262,12 +262,6 @@ def nvrtc():
     )
 
 
-def _load_builtins(path):
-    """Load the library that NVRTC opens by name: beside NVRTC in a wheel, where no search path leads."""
-    for builtins in glob.glob(f"{os.path.dirname(path)}/libnvrtc-builtins.so.1*"):
-        ctypes.CDLL(builtins)
-
-
 def _nvrtc_candidates():
     for folder in sys.path:
         for pattern in ("nvidia/cu1?/lib", "nvidia/cuda_nvrtc/lib"):

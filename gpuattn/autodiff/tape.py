@@ -151,6 +151,11 @@ def debug():
         _debugging.reset(token)
 
 
+def is_debugging():
+    """Return whether slow checks are on here."""
+    return _debugging.get()
+
+
 # ---- forward ------------------------------------------------------------------------------------
 
 
