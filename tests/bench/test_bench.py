@@ -1,0 +1,72 @@
+"""The bench: samples for every op, correctness before speed, rows as data."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gpuattn.bench import run, timing
+from gpuattn.bench.samples import SAMPLES, sample
+from gpuattn.cli.bench import command
+from gpuattn.cli.kernels import command as kernels_command
+from gpuattn.errors import ConfigError
+from gpuattn.impls import explain
+
+SMALL = {name: tuple(min(n, 32) for n in entry.shape) for name, entry in SAMPLES.items()}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_op_can_be_explained(name):
+    op, args, kwargs = sample(name, SMALL[name], "float32")
+    assert explain(op, *args, **kwargs).chosen == "reference"
+
+
+def test_a_row_has_samples_and_a_median():
+    rows = list(run.bench("softmax", (16, 32), "float32", "numpy"))
+    assert [row["direction"] for row in rows] == ["forward", "forward+backward"]
+    for row in rows:
+        assert len(row["samples_us"]) >= 20
+        assert row["us"] == timing.median(row["samples_us"])
+        assert row["gbs"] > 0
+
+
+def test_a_wrong_result_gets_no_figure(monkeypatch):
+    def wrong(x, impl=None):
+        return x if impl == "reference" else x + 1
+
+    with pytest.raises(AssertionError, match="a wrong result gets no figure"):
+        run._check(wrong, [np.ones(3, np.float32)], {}, "raw-simt", "float32")
+
+
+def test_unknown_op_and_shape():
+    with pytest.raises(ConfigError, match="ops: softmax"):
+        sample("sofmax")
+    with pytest.raises(ConfigError, match="rows x columns, such as 8192x1024"):
+        sample("softmax", (3,))
+
+
+def test_command_writes_json(tmp_path):
+    path = tmp_path / "rows.json"
+    options = ["softmax", "--shape", "16x32", "--device", "numpy", "--json", str(path)]
+    result = CliRunner().invoke(command, options, catch_exceptions=False)
+    assert "softmax" in result.stdout
+    document = json.loads(path.read_text())
+    assert document["ceilings"]["copy_tbs"] > 0
+    assert len(document["rows"]) == 2
+
+
+def test_kernels_lists_explains_and_compiles(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
+    runner = CliRunner()
+    listed = runner.invoke(kernels_command, [], catch_exceptions=False).stdout
+    assert "softmax.cu" in listed
+    why = runner.invoke(kernels_command, ["--why", "softmax", "--shape", "8x16"]).stdout
+    assert "raw-simt" in why
+    warm = ["--warm", "--arch", "sm_90a", "--file", "softmax.cu"]
+    assert (
+        "kernels for sm_90a" in runner.invoke(kernels_command, warm, catch_exceptions=False).stdout
+    )
+    assert list(tmp_path.glob("softmax-sm_90*.cubin"))
+    assert runner.invoke(kernels_command, ["--why", "softmax", "--shape", "8by16"]).exit_code == 2
+    assert runner.invoke(kernels_command, ["--warm", "--arch", "hopper"]).exit_code == 2

@@ -1,0 +1,61 @@
+"""The doctor says what works, with a remedy for each thing that does not."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from gpuattn import kernels
+from gpuattn.bench import doctor
+from gpuattn.cli.doctor import command
+from gpuattn.errors import KernelCompileError
+
+
+def test_every_check_has_a_state_and_every_fault_a_remedy():
+    checks = {check.name: check for check in doctor.examine()}
+    assert set(checks) == {
+        "python", "blas", "memory", "cupy", "device", "nvrtc", "kernel", "numba", "nvmath", "cache",
+    }  # fmt: skip
+    for check in checks.values():
+        assert check.state in ("ok", "missing", "broken")
+        assert check.detail
+        if check.state != "ok" and check.name != "kernel":
+            assert check.remedy, check
+    assert checks["python"].state == checks["blas"].state == "ok"
+
+
+def test_json_is_for_machines():
+    result = CliRunner().invoke(command, ["--json"])
+    report = json.loads(result.stdout)
+    assert {"checks", "versions"} == set(report)
+    assert report["versions"]["numpy"]
+
+
+def test_plain_output_ends_with_a_verdict():
+    result = CliRunner().invoke(command, [])
+    assert result.exit_code == 0
+    assert "All is well." in result.stdout
+
+
+def test_an_unwritable_cache_is_found(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "file" / "x"))
+    result = CliRunner().invoke(command, [])
+    assert result.exit_code == 1
+    assert "GPUATTN_CACHE_DIR" in result.stdout
+
+
+def test_a_missing_compiler_is_found(monkeypatch):
+    def missing(*args):
+        raise KernelCompileError("NVRTC, the CUDA run-time compiler, is not installed.")
+
+    monkeypatch.setattr(kernels, "compile_text", missing)
+    nvrtc = next(check for check in doctor.examine() if check.name == "nvrtc")
+    assert nvrtc.state == "missing"
+    assert "pip install" in nvrtc.remedy
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_found(gpu):
+    states = {check.name: check.state for check in doctor.examine()}
+    assert states["device"] == states["kernel"] == "ok"
