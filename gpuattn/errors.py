@@ -34,6 +34,6 @@ class SlowPathWarning(UserWarning):
 
 
 def problem(function, argument, got, accepted, advice=""):
-    """Return the one-sentence form of our messages: where, what came, what is accepted, what to try."""
+    """Return the sentence of our messages: where, what came, what is accepted, what to try."""
     text = f"{function}: {argument} is {got}; accepted: {accepted}"
     return f"{text}. {advice}" if advice else text

@@ -39,9 +39,7 @@ SIGNATURE = re.compile(
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 STATIC_SHARED_LIMIT = 48 * 1024
 _lock = threading.Lock()
-launches = (
-    collections.Counter()
-)  # kernel name -> launches in this process; tests ask which ran
+launches = collections.Counter()  # kernel name -> launches in this process; tests ask which ran
 
 
 class Kernel:
@@ -115,11 +113,7 @@ def cache_folder():
     base = os.environ.get("GPUATTN_CACHE_DIR")
     if base:
         return Path(base)
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "gpuattn"
-        / "kernels"
-    )
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpuattn" / "kernels"
 
 
 def _read_cached(path):
@@ -150,12 +144,8 @@ def _write_cached(path, code):
 
 
 def source_text(file, **constants):
-    """Return the text given to NVRTC: typed constants, then the file, then a digest of its headers."""
-    lines = [
-        _declare(name, value)
-        for name, value in sorted(constants.items())
-        if name != "scalar"
-    ]
+    """Return the text given to NVRTC: typed constants, the file, a digest of its headers."""
+    lines = [_declare(name, value) for name, value in sorted(constants.items()) if name != "scalar"]
     head = ['#include "common/types.cuh"']
     if "scalar" in constants:
         head.append(f"using scalar = {constants['scalar']};")
@@ -174,9 +164,7 @@ def _declare(name, value):
 @functools.cache
 def _headers_digest():
     headers = sorted((ROOT / "common").iterdir(), key=lambda path: path.name)
-    return hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()[
-        :16
-    ]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()[:16]
 
 
 @functools.cache
@@ -184,15 +172,12 @@ def signatures(file):
     """Return ``{kernel: [(C type, parameter), ...]}`` for every kernel of a file."""
     text = re.sub(r"//[^\n]*", "", (ROOT / file).read_text())
     return {
-        name: [_parameter(p) for p in inside.split(",")]
-        for name, inside in SIGNATURE.findall(text)
+        name: [_parameter(p) for p in inside.split(",")] for name, inside in SIGNATURE.findall(text)
     }
 
 
 def _parameter(declaration):
-    words = re.sub(
-        r"\b(const|__restrict__|__grid_constant__)\b", "", declaration
-    ).split()
+    words = re.sub(r"\b(const|__restrict__|__grid_constant__)\b", "", declaration).split()
     return " ".join(words[:-1]), words[-1]
 
 
@@ -204,9 +189,7 @@ def files():
 @functools.cache
 def architectures(file):
     """Return the architectures on the ``Arch:`` line of a file's header."""
-    return re.search(r"^// Arch:\s*(.*)$", (ROOT / file).read_text(), re.MULTILINE)[
-        1
-    ].split()
+    return re.search(r"^// Arch:\s*(.*)$", (ROOT / file).read_text(), re.MULTILINE)[1].split()
 
 
 def arch_for(file, capability):
@@ -219,7 +202,7 @@ def arch_for(file, capability):
 def variants(file):
     """Return every combination of the constants that the header's ``Constants:`` lines list.
 
-    ``// Constants: scalar = float, f16, bf16; BLOCK = 128, 256`` (continued on ``//  `` lines) gives six.
+    ``// Constants: scalar = float, f16, bf16; BLOCK = 128, 256`` gives six; ``//   `` lines continue.
     """
     text = (ROOT / file).read_text()
     block = re.search(r"^// Constants:(.*(?:\n//   .*)*)", text, re.MULTILINE)
@@ -230,9 +213,7 @@ def variants(file):
         name, values = item.split("=")
         names.append(name.strip())
         choices.append([_constant(value.strip()) for value in values.split(",")])
-    return [
-        dict(zip(names, values, strict=True)) for values in itertools.product(*choices)
-    ]
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*choices)]
 
 
 def _constant(word):
@@ -265,13 +246,9 @@ def nvrtc():
 def _nvrtc_candidates():
     for folder in sys.path:
         for pattern in ("nvidia/cu1?/lib", "nvidia/cuda_nvrtc/lib"):
-            yield from sorted(
-                glob.glob(f"{folder}/{pattern}/libnvrtc.so.1[23]"), reverse=True
-            )
+            yield from sorted(glob.glob(f"{folder}/{pattern}/libnvrtc.so.1[23]"), reverse=True)
     yield from ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
-    yield from sorted(
-        glob.glob("/usr/local/cuda/lib64/libnvrtc.so.1[23]"), reverse=True
-    )
+    yield from sorted(glob.glob("/usr/local/cuda/lib64/libnvrtc.so.1[23]"), reverse=True)
 
 
 @functools.cache
@@ -289,9 +266,7 @@ def compile_text(text, arch, name="source.cu"):
     with the first error and the path of a copy of the text.
     """
     lib, program = nvrtc(), ctypes.c_void_p()
-    lib.nvrtcCreateProgram(
-        ctypes.byref(program), text.encode(), name.encode(), 0, None, None
-    )
+    lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
     options = [
         f"--gpu-architecture={arch}",
         "-std=c++17",
@@ -321,4 +296,5 @@ def _compile_message(text, arch, name, log):
     first = next((line for line in log.splitlines() if "error" in line), log.strip())
     with tempfile.NamedTemporaryFile("w", suffix=f"-{name}", delete=False) as copy:
         copy.write(f"{text}\n/*\n{log}\n*/\n")
-    return f"{name} does not compile for {arch} (NVRTC {nvrtc_version()}): {first}\nfull text and log: {copy.name}"
+    where = f"{name} does not compile for {arch} (NVRTC {nvrtc_version()})"
+    return f"{where}: {first}\nfull text and log: {copy.name}"

@@ -97,7 +97,7 @@ def threshold(p):
 
 
 def lanes(xp, key, first, count):
-    """Return the 16-bit numbers (uint16, (count,)) of the elements ``first .. first + count - 1``."""
+    """Return the 16-bit numbers (uint16, (count,)) of elements ``first .. first + count - 1``."""
     begin, end = first // LANES, -(-(first + count) // LANES)
     index = xp.arange(begin, end, dtype=np.uint64)
     c0, c1 = index & np.uint64(0xFFFFFFFF), index >> np.uint64(32)
@@ -119,7 +119,7 @@ def keep_mask(xp, shape, p, key, first=0):
 
 
 def device_arguments(key):
-    """Return (seed low, seed high, stream, step, device step or None) for ``philox_key`` kernels."""
+    """Return (seed low, seed high, stream, step, device step or None) for ``philox_key``."""
     on_device = not isinstance(key.step, int | np.integer)
     step, pointer = (0, key.step) if on_device else (int(key.step), None)
     return key.seed & 0xFFFFFFFF, key.seed >> 32, key.stream, step, pointer

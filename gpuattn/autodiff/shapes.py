@@ -126,7 +126,7 @@ def triu(x, k=0):
     return apply(TRIANGLE, (x,), k=k, keep=np.triu)
 
 
-# ---- indexing: reading and scattering are each other's derivative -----------------------------------
+# ---- indexing: reading and scattering are each other's derivative --------------------------------
 
 
 def _forward_index(x, *, needs, key):

@@ -334,20 +334,19 @@ def _call_backward(node, grads, create_graph):
         raise UnsupportedError(f"{node.op}: {node.impl.name} has no gradient")
     if create_graph:
         return _call_backward_recorded(node, grads)
-    into = tuple([_slot(x) if need else None for x, need in zip(node.inputs, node.needs)])
+    into = tuple(
+        [_slot(x) if need else None for x, need in zip(node.inputs, node.needs, strict=True)]
+    )
     gpu = next((g for g in grads if on_gpu(g)), None)
     with (
-        _recording_off(),
+        no_grad(),
         device_of(gpu) if gpu is not None else contextlib.nullcontext(),
     ):
         results = node.impl.backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
-    for x, slot, result in zip(node.inputs, into, results):
+    for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
             x.grad, x.grad_started = x.grad_slot, True
     return results
-
-
-_recording_off = no_grad
 
 
 def _slot(x):

@@ -104,9 +104,7 @@ class Tensor(tape.Box):
     # ---- NumPy's protocols ----
 
     def __array__(self, *args, **kwargs):
-        raise TypeError(
-            "a Tensor would lose its record as a plain array; use x.numpy(), or x.data for the array"
-        )
+        raise TypeError("a plain array would lose the record of a Tensor; use x.numpy(), or x.data")
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **kwargs):
         name = f"np.{ufunc.__name__}"
