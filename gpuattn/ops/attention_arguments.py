@@ -1,0 +1,124 @@
+"""What ``flash_attention`` accepts: shapes, dtypes and numbers, checked before anything runs."""
+
+import operator
+
+import numpy as np
+
+from gpuattn.arrays import check_floats, check_together, is_floating, on_gpu, to_cpu
+from gpuattn.autodiff import tape
+from gpuattn.errors import problem
+
+NAME = "flash_attention"
+
+
+def number(name, value, accepted, accepts):
+    if not accepts(value):
+        raise ValueError(problem(NAME, name, value, accepted))
+    return float(value)
+
+
+def window_sides(causal, window):
+    """Return (left, right), None for no limit."""
+    left, right = window if isinstance(window, tuple | list) else (window, window)
+    for side in (left, right):
+        if side is not None and operator.index(side) < 0:
+            raise ValueError(
+                problem(NAME, "window", window, "None, or widths >= 0 as w or (left, right)")
+            )
+    return left, 0 if causal else right
+
+
+def check(given, max_seqlen_q, max_seqlen_k):
+    """Raise for arrays that do not fit together; return the longest lengths of queries and keys."""
+    check_together(NAME, **given)
+    q, k, v, bias = (given[name] for name in ("q", "k", "v", "bias"))
+    cu_q, cu_k = given["cu_seqlens_q"], given["cu_seqlens_k"]
+    check_floats(NAME, q=q, k=k, v=v)
+    packed = cu_k is not None
+    form = "(tokens, H, D)" if packed else "(B, T, H, D)"
+    for name in ("q", "k", "v"):
+        if given[name].ndim != 4 - packed:
+            advice = "" if packed else "Packed sequences need cu_seqlens_q."
+            raise ValueError(problem(NAME, f"{name}.shape", given[name].shape, form, advice))
+    if not packed and q.shape[0] != k.shape[0]:
+        raise ValueError(f"{NAME}: q has batch size {q.shape[0]}, k has {k.shape[0]}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(problem(NAME, "v.shape", v.shape, f"{k.shape[:-1]} + (Dv,), as in k"))
+    (H, D), (kv_heads, key_dim) = q.shape[-2:], k.shape[-2:]
+    if key_dim != D or D == 0 or v.shape[-1] == 0:
+        sizes = f"{D}, {key_dim} and {v.shape[-1]}"
+        accepted = "the same size >= 1 for q and k, any size >= 1 for v"
+        raise ValueError(problem(NAME, "the head size of q, k and v", sizes, accepted))
+    if H % kv_heads if kv_heads else H:
+        accepted = f"a multiple of the {kv_heads} heads of k and v"
+        raise ValueError(problem(NAME, "the number of heads of q", H, accepted))
+    if packed:
+        sequences = _check_offsets(
+            cu_q, cu_k, (q.shape[0], k.shape[0]), (max_seqlen_q, max_seqlen_k)
+        )
+        limits = tuple(
+            n if limit is None else operator.index(limit)
+            for n, limit in ((q.shape[0], max_seqlen_q), (k.shape[0], max_seqlen_k))
+        )
+    elif cu_q is not None or max_seqlen_q is not None or max_seqlen_k is not None:
+        raise ValueError(f"{NAME}: max_seqlen_q and max_seqlen_k belong to cu_seqlens_q")
+    else:
+        sequences, limits = q.shape[0], (q.shape[1], k.shape[1])
+    lengths, slopes, sink = given["key_lengths"], given["alibi_slopes"], given["sink"]
+    if bias is not None:
+        _check_bias(bias, (sequences, H, *limits), q.dtype)
+    _check_extra("key_lengths", lengths, "iu", [(sequences,)])
+    _check_extra("alibi_slopes", slopes, "f", [(H,), (sequences, H)])
+    if sink is not None and sink.shape != (H,):
+        raise ValueError(problem(NAME, "sink.shape", sink.shape, f"({H},)"))
+    if sink is not None and not is_floating(sink.dtype):
+        raise TypeError(problem(NAME, "sink.dtype", sink.dtype, "a float dtype"))
+    return limits
+
+
+def _check_bias(bias, full, dtype):
+    accepted = (dtype, np.dtype("float32"), np.dtype(bool))
+    if bias.dtype not in accepted:
+        raise TypeError(problem(NAME, "bias.dtype", bias.dtype, f"{dtype}, float32 or bool"))
+    shape = (1,) * (4 - bias.ndim) + bias.shape
+    if len(shape) > 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
+        accepted = f"what broadcasts to (B, H, T, S) = {full}"
+        raise ValueError(problem(NAME, "bias.shape", bias.shape, accepted))
+
+
+def _check_extra(name, x, kinds, shapes):
+    if x is None:
+        return
+    if x.dtype.kind not in kinds:
+        accepted = "integers" if "i" in kinds else "float32 or float64"
+        raise TypeError(problem(NAME, f"{name}.dtype", x.dtype, accepted))
+    if x.shape not in shapes:
+        raise ValueError(problem(NAME, f"{name}.shape", x.shape, " or ".join(map(str, shapes))))
+
+
+def _check_offsets(cu_q, cu_k, tokens, longest):
+    """Check cu_seqlens: on a GPU not the values, which would mean waiting for it, except in debug()."""
+    if cu_q is None:
+        raise ValueError(f"{NAME}: cu_seqlens_k came without cu_seqlens_q")
+    for name, cu, n, limit in zip(("q", "k"), (cu_q, cu_k), tokens, longest, strict=True):
+        name = f"cu_seqlens_{name}"
+        if cu.dtype != np.int32 or cu.ndim != 1 or len(cu) == 0:
+            got = f"{cu.dtype} of shape {cu.shape}"
+            raise ValueError(problem(NAME, name, got, "int32 of shape (B + 1,)"))
+        if on_gpu(cu) and not tape.is_debugging():
+            continue
+        values = to_cpu(cu)
+        lengths = np.diff(values)
+        if values[0] != 0 or values[-1] != n or (lengths < 0).any():
+            accepted = f"offsets that start at 0, never fall and end at the {n} tokens"
+            raise ValueError(problem(NAME, name, values, accepted))
+        if limit is not None and lengths.max(initial=0) > limit:
+            accepted = f"at least the longest length, {lengths.max()}"
+            raise ValueError(
+                problem(NAME, name.replace("cu_seqlens", "max_seqlen"), limit, accepted)
+            )
+    if len(cu_q) != len(cu_k):
+        raise ValueError(
+            f"{NAME}: {len(cu_q) - 1} query sequences but {len(cu_k) - 1} key sequences"
+        )
+    return len(cu_q) - 1
