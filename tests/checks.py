@@ -184,3 +184,23 @@ def check_gradient(fun, *inputs, eps=1e-6, tol=1e-6):
     numeric = (along(1) - along(-1)) / (2 * eps)
     exact = sum((g * s).sum() for g, s in zip(found, steps, strict=True) if g is not None)
     assert abs(numeric - exact) <= tol * max(1, abs(exact)), f"numeric {numeric}, exact {exact}"
+
+
+def check_no_float64(kernel, *types):
+    """A Numba kernel compiles for the GPU and its PTX has no double arithmetic. Needs no GPU.
+
+    ``types``: Numba's types of the arguments, such as ``numba.float32[:, ::1]``.
+    """
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from numba import cuda
+    from numba.cuda import dispatcher
+
+    # device functions are compiled for the current device, and there may be none
+    hopper = SimpleNamespace(compute_capability=(9, 0))
+    with mock.patch.object(dispatcher, "get_current_device", lambda: hopper):
+        ptx, _ = cuda.compile_ptx(kernel.py_func, types, cc=(9, 0))
+    assert ".entry" in ptx
+    lines = [line for line in ptx.splitlines() if ".f64" in line]
+    assert not lines, f"{kernel.py_func.__name__} computes in float64:\n" + "\n".join(lines)

@@ -7,6 +7,8 @@ NUMBA_ENABLE_CUDASIM=1 the same kernels run on NumPy arrays in Numba's simulator
 import importlib.util
 import os
 
+import numpy as np
+
 from gpuattn.arrays import import_cupy, on_gpu
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
@@ -29,11 +31,16 @@ def launch(kernel, grid, block, *arguments):
     """
     if 0 in grid:
         return
-    if SIMULATED:
+    if SIMULATED:  # it copies every argument back, and some are frozen by the tape
+        arguments = [a.copy() if _is_frozen(a) else a for a in arguments]
         kernel[grid, block](*arguments)
         return
     stream = cuda.external_stream(import_cupy().cuda.get_current_stream().ptr)
     kernel[grid, block, stream](*arguments)
+
+
+def _is_frozen(argument):
+    return isinstance(argument, np.ndarray) and not argument.flags.writeable
 
 
 def __getattr__(name):
