@@ -1,0 +1,26 @@
+"""Layers: modules whose calls run the fused ops, on packed tokens or batches."""
+
+from gpuattn.nn.attention import KeyValueCache, MultiHeadAttention
+from gpuattn.nn.dropout import Dropout, RandomState, Streams
+from gpuattn.nn.embedding import Embedding, sinusoidal_positions
+from gpuattn.nn.linear import FeedForward, Linear
+from gpuattn.nn.module import Module
+from gpuattn.nn.norm import LayerNorm, RMSNorm
+from gpuattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
+
+__all__ = [
+    "Dropout",
+    "Embedding",
+    "FeedForward",
+    "KeyValueCache",
+    "LayerNorm",
+    "Linear",
+    "Module",
+    "MultiHeadAttention",
+    "RMSNorm",
+    "RandomState",
+    "Streams",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
+    "sinusoidal_positions",
+]

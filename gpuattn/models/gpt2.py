@@ -1,0 +1,107 @@
+"""GPT-2, the decoder-only language model: pre-norm, learned positions, tied output.
+
+Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpuattn.errors import problem
+from gpuattn.models.config import check_config, padded_rows
+from gpuattn.models.gpt2_stepper import GPT2Stepper
+from gpuattn.nn.dropout import RandomState, Streams
+from gpuattn.nn.embedding import Embedding
+from gpuattn.nn.module import Module, normal
+from gpuattn.nn.norm import LayerNorm
+from gpuattn.nn.transformer import TransformerEncoderLayer, run_layers
+from gpuattn.ops.cross_entropy import cross_entropy
+from gpuattn.ops.linear import linear
+
+STD = 0.02  # of the initial weights
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The size of a GPT2; the defaults are the smallest one published (124 M parameters).
+
+    ``block``: the longest context. ``bias``: whether linear layers and norms have biases.
+    Raises ConfigError for what does not fit together.
+    """
+
+    vocab: int = 50257
+    d_model: int = 768
+    heads: int = 12
+    layers: int = 12
+    block: int = 1024
+    dropout: float = 0.0
+    bias: bool = True
+
+    def __post_init__(self):
+        check_config(self, vocab=self.vocab, layers=self.layers, block=self.block)
+
+
+class GPT2(Module):
+    """A causal Transformer over (B, T) tokens. ``seed``: of initial parameters and dropout.
+
+    The embedding table has its rows padded to a multiple of 64. ``random``: the RandomState that
+    all dropout reads; move ``random.step`` on with each update.
+    """
+
+    def __init__(self, config, seed=0):
+        self.config = c = config
+        self.random = RandomState(seed)
+        rng, streams = np.random.Generator(np.random.Philox(seed)), Streams(self.random)
+        self.embedding = Embedding(
+            padded_rows(c.vocab), c.d_model, used=c.vocab, positions="learned",
+            max_length=c.block, dropout=c.dropout, streams=streams, rng=rng,
+        )  # fmt: skip
+        self.layers = [
+            TransformerEncoderLayer(
+                c.d_model, c.heads, 4 * c.d_model, causal=True, dropout=c.dropout,
+                activation="gelu", bias=c.bias, streams=streams, rng=rng,
+            )
+            for _ in range(c.layers)
+        ]  # fmt: skip
+        self.norm = LayerNorm(c.d_model, bias=c.bias)
+        self._initialise(rng)
+
+    def _initialise(self, rng):
+        """Normal weights; what feeds the residual stream is smaller, for its 2 L branches."""
+        for path, p in self.named_parameters():
+            if p.ndim == 2:
+                branch = path.endswith("out.weight")
+                std = STD / (2 * self.config.layers) ** 0.5 if branch else STD
+                p.data = normal(rng, p.shape, std).data
+        self.embedding.weight.data[self.config.vocab :] = 0
+
+    def states(self, tokens, positions=None, *, caches=None):
+        """Return the last layer's states (B, T, d_model) for int tokens (B, T), T up to ``block``.
+
+        ``positions`` (B, T) and ``caches``, a KeyValueCache for each layer, continue a text.
+        """
+        if tokens.shape[-1] > self.config.block:
+            got, accepted = f"{tokens.shape[-1]} tokens", f"up to block, {self.config.block}"
+            raise ValueError(problem("GPT2", "tokens", got, accepted, "Give the last ones only."))
+        x = self.embedding(tokens, positions)
+        return run_layers(self.layers, self.norm, x, caches=caches)
+
+    def head(self, states):
+        """Return (..., padded vocabulary) for states (..., d_model)."""
+        return linear(states, self.embedding.weight)
+
+    def logits(self, tokens):
+        """Return (B, T, padded vocabulary) for int tokens (B, T): what may come after each."""
+        return self.head(self.states(tokens))
+
+    def loss(self, tokens, labels):
+        """Return the mean cross-entropy of labels (B, T), each the token after, as a Tensor."""
+        vocab = self.config.vocab
+        return cross_entropy(self.logits(tokens), labels, vocab_size=vocab, donate=True)
+
+    def stepper(self, prompt, max_length, beam=1, kv_cache=True):
+        """Return a Stepper that continues int prompts (B, P), P >= 1, by ``max_length`` tokens.
+
+        ``kv_cache=False`` computes the whole text again at each step, to show what it saves.
+        """
+        return GPT2Stepper(self, prompt, max_length, beam, kv_cache)

@@ -1,0 +1,45 @@
+"""Continuing a text token by token, with or without a key-value cache."""
+
+import numpy as np
+
+from gpuattn.arrays import get_xp
+from gpuattn.errors import problem
+from gpuattn.models.stepping import CachedStepper
+
+
+class GPT2Stepper(CachedStepper):
+    """Continues B prompts of equal length; see ``decode.Stepper``.
+
+    The last token of each prompt is what decoding begins with: ``first_tokens``. The others are
+    computed by ``start``.
+    """
+
+    def __init__(self, model, prompt, max_length, beam, kv_cache):
+        if prompt.ndim != 2 or prompt.shape[1] == 0:
+            got = f"of shape {prompt.shape}"
+            raise ValueError(problem("GPT2.stepper", "prompt", got, "(B, P) with P >= 1"))
+        block, asked = model.config.block, prompt.shape[1] - 1 + max_length
+        if asked > block:
+            accepted = f"together up to block + 1, {block + 1}"
+            got = f"{prompt.shape[1]} tokens and max_length {max_length}"
+            raise ValueError(problem("GPT2.stepper", "prompt", got, accepted))
+        self.prompt = prompt
+        self.first_tokens = prompt[:, -1]
+        super().__init__(model, len(prompt), model.config.vocab, max_length, beam, kv_cache)
+
+    def start(self, beam):
+        super().start(beam)
+        self._begin(get_xp(self.prompt).repeat(self.prompt[:, :-1], beam, axis=0))
+
+    def _new_caches(self, rows):
+        length = self.prompt.shape[1] - 1 + self.max_length
+        return [layer.attention.new_cache(rows, length) for layer in self.model.layers]
+
+    def _stores(self):
+        return self.caches
+
+    def _logits(self, tokens, first, caches):
+        xp = get_xp(tokens)
+        positions = xp.arange(first, first + tokens.shape[1], dtype=np.int32)
+        positions = xp.broadcast_to(positions, tokens.shape)
+        return self.model.head(self.model.states(tokens, positions, caches=caches)[:, -1])

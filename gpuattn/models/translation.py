@@ -1,0 +1,199 @@
+"""The encoder-decoder Transformer for translation, on packed sentences.
+
+Vaswani et al., "Attention Is All You Need" (2017); pre-norm: Xiong et al., "On Layer Normalization
+in the Transformer Architecture" (2020); tied embeddings: Press and Wolf (2017).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuattn.arrays import get_xp, to_cpu
+from gpuattn.data.tokenizer import BOS, EOS
+from gpuattn.errors import ConfigError, problem
+from gpuattn.models.config import check_config, padded_rows
+from gpuattn.models.translation_stepper import TranslationStepper
+from gpuattn.nn.dropout import RandomState, Streams
+from gpuattn.nn.embedding import Embedding
+from gpuattn.nn.linear import Linear
+from gpuattn.nn.module import Module
+from gpuattn.nn.norm import LayerNorm
+from gpuattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer, run_layers
+from gpuattn.ops.cross_entropy import cross_entropy
+from gpuattn.ops.linear import linear
+
+
+@dataclass(frozen=True)
+class TranslationConfig:
+    """The size and kind of a TranslationModel. Raises ConfigError for what does not fit together.
+
+    ``vocab``: number of tokens. ``layers``: (encoder, decoder). ``ffn``: width inside the
+    feed-forward networks. ``dropout``: of embeddings, branches and attention probabilities.
+    ``norm``: "pre" or "post". ``positions``: "sinusoidal" or "learned". ``activation``: "relu" or
+    "gelu". ``tied``: one table for source, target and output. ``max_length``: tokens of a sentence
+    on either side, marks included.
+    """
+
+    vocab: int
+    d_model: int = 256
+    heads: int = 4
+    layers: tuple[int, int] = (3, 3)
+    ffn: int = 1024
+    dropout: float = 0.1
+    norm: str = "pre"
+    positions: str = "sinusoidal"
+    activation: str = "relu"
+    tied: bool = True
+    max_length: int = 256
+
+    def __post_init__(self):
+        if isinstance(self.layers, list):  # as JSON and TOML have it
+            object.__setattr__(self, "layers", tuple(self.layers))
+        if not isinstance(self.layers, tuple) or len(self.layers) != 2:
+            accepted = "two numbers, of encoder and decoder layers"
+            raise ConfigError(problem("TranslationConfig", "layers", self.layers, accepted))
+        sizes = {"vocab": self.vocab, "ffn": self.ffn, "max_length": self.max_length}
+        check_config(self, encoder_layers=self.layers[0], decoder_layers=self.layers[1], **sizes)
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            accepted = "an even number for sinusoidal positions"
+            raise ConfigError(problem("TranslationConfig", "d_model", self.d_model, accepted))
+
+
+class Sums(NamedTuple):
+    """What a batch adds to the statistics: its loss summed over ``tokens`` target tokens.
+
+    ``mean``: a 0-d array on the model's device; reading it waits for a GPU.
+    """
+
+    mean: Any
+    tokens: int
+
+
+class Sources(NamedTuple):
+    """The source side of a ``data.batching.Batch``, for translation."""
+
+    source: Any
+    source_positions: Any
+    cu_source: Any
+    max_source: int
+    source_order: None = None
+
+
+class TranslationModel(Module):
+    """An encoder-decoder Transformer. ``seed`` decides the initial parameters and the dropout.
+
+    The embedding table has its rows padded to a multiple of 64. ``random``: the RandomState that
+    all dropout reads; move ``random.step`` on with each update.
+    """
+
+    def __init__(self, config, seed=0):
+        self.config = config
+        self.random = RandomState(seed)
+        rng, streams = np.random.Generator(np.random.Philox(seed)), Streams(self.random)
+        c, rows = config, padded_rows(config.vocab)
+        table = {
+            "used": c.vocab, "positions": c.positions, "max_length": c.max_length,
+            "scale": c.d_model**0.5, "dropout": c.dropout, "streams": streams, "rng": rng,
+        }  # fmt: skip
+        layer = {
+            "dropout": c.dropout, "norm": c.norm, "activation": c.activation, "streams": streams,
+            "rng": rng,
+        }  # fmt: skip
+        sizes = (c.d_model, c.heads, c.ffn)
+        self.source = Embedding(rows, c.d_model, **table)
+        shared = self.source.weight if c.tied else None
+        self.target = Embedding(rows, c.d_model, weight=shared, **table)
+        self.encoder = [TransformerEncoderLayer(*sizes, **layer) for _ in range(c.layers[0])]
+        self.encoder_norm = LayerNorm(c.d_model) if c.norm == "pre" else None
+        self.decoder = [TransformerDecoderLayer(*sizes, **layer) for _ in range(c.layers[1])]
+        self.decoder_norm = LayerNorm(c.d_model) if c.norm == "pre" else None
+        self.head = None if c.tied else Linear(c.d_model, rows, bias=False, rng=rng)
+
+    def encode(self, batch):
+        """Return the memory (source tokens, d_model) of a packed batch."""
+        self._check_length("source", batch.max_source)
+        x = self.source(batch.source, batch.source_positions, order=batch.source_order)
+        packing = {"cu_seqlens": batch.cu_source, "max_seqlen": batch.max_source}
+        return run_layers(self.encoder, self.encoder_norm, x, **packing)
+
+    def decode(self, x, **context):
+        """Return the decoder's last states for embedded targets; see TransformerDecoderLayer."""
+        return run_layers(self.decoder, self.decoder_norm, x, **context)
+
+    def logits(self, x):
+        """Return (..., padded vocabulary) for decoder states (..., d_model)."""
+        return self.head(x) if self.head else linear(x, self.source.weight)
+
+    def loss(self, batch, label_smoothing=0.1):
+        """Return (mean cross-entropy per target token as a Tensor, Sums) of a packed batch.
+
+        ``batch``: a ``data.batching.Batch``, or anything with its fields, on the model's device.
+        Raises ValueError for a sentence longer than the model's ``max_length``.
+        """
+        self._check_length("target", batch.max_target)
+        memory = self.encode(batch)
+        x = self.target(batch.target_in, batch.target_positions, order=batch.target_order)
+        x = self.decode(
+            x, memory=memory, cu_seqlens=batch.cu_target, max_seqlen=batch.max_target,
+            cu_memory=batch.cu_source, max_memory=batch.max_source,
+        )  # fmt: skip
+        loss = cross_entropy(
+            self.logits(x), batch.labels, label_smoothing=label_smoothing,
+            vocab_size=self.config.vocab, donate=True,
+        )  # fmt: skip
+        return loss, Sums(loss.data, len(batch.labels))
+
+    def pack(self, sources):
+        """Return ``Sources`` of lists of token ids without marks, on the model's device."""
+        xp = get_xp(self.source.weight.data)
+        lengths = [len(source) + 1 for source in sources]
+        flat = [token for source in sources for token in (*source, EOS)]
+        positions = [i for length in lengths for i in range(length)]
+        bounds = np.cumsum([0, *lengths])
+        arrays = (xp.asarray(values, np.int32) for values in (flat, positions, bounds))
+        return Sources(*arrays, max(lengths, default=0))
+
+    def stepper(self, source_batch, max_length, beam=1, kv_cache=True):
+        """Return a Stepper that decodes the sources of a batch, up to ``max_length`` tokens each.
+
+        ``kv_cache=False`` computes the whole prefix again at each step, to show what it saves.
+        """
+        self._check_length("target", max_length)
+        return TranslationStepper(self, source_batch, max_length, beam, kv_cache)
+
+    def attention_maps(self, source, target):
+        """Return the attention probabilities of one sentence pair, for plots.
+
+        ``source``, ``target``: token ids without marks. Rows of the maps are the queries
+        (source + eos, or bos + target), columns the keys. Returns {"encoder": [(H, S, S) for each
+        layer], "decoder": [(H, T, T)...], "cross": [(H, T, S)...]} as NumPy arrays.
+        """
+        stacks = {
+            "encoder": [layer.attention for layer in self.encoder],
+            "decoder": [layer.attention for layer in self.decoder],
+            "cross": [layer.cross_attention for layer in self.decoder],
+        }
+        watched = [attention for stack in stacks.values() for attention in stack]
+        xp = get_xp(self.source.weight.data)
+        for attention in watched:
+            attention.maps = []
+        try:
+            with self.evaluating():
+                x = self.source(xp.asarray([[*source, EOS]], np.int32))
+                memory = run_layers(self.encoder, self.encoder_norm, x)
+                self.decode(self.target(xp.asarray([[BOS, *target]], np.int32)), memory=memory)
+            return {
+                name: [to_cpu(attention.maps[0][0]) for attention in stack]
+                for name, stack in stacks.items()
+            }
+        finally:
+            for attention in watched:
+                attention.maps = None
+
+    def _check_length(self, side, length):
+        if length > self.config.max_length:
+            accepted = f"up to max_length, {self.config.max_length}"
+            advice = "Leave the sentence out, or train with a greater max_length."
+            got = f"{length} tokens"
+            raise ValueError(problem("TranslationModel", f"the {side}", got, accepted, advice))

@@ -1,0 +1,154 @@
+"""Multi-head attention over packed or batched tokens, and its key-value cache."""
+
+from gpuattn import arrays
+from gpuattn.arrays import empty
+from gpuattn.autodiff import tape
+from gpuattn.errors import problem
+from gpuattn.impls import Impl, Impls
+from gpuattn.nn.dropout import Dropout
+from gpuattn.nn.linear import Linear
+from gpuattn.nn.module import Module, generator
+from gpuattn.ops.flash_attention import flash_attention
+from gpuattn.ops.softmax import softmax
+
+
+def split_heads(x, counts, head_dim):
+    """Return views (..., count, head_dim) of x (..., sum(counts) * head_dim), one per count.
+
+    Their gradients are laid side by side in one array.
+    """
+    return tape.apply(SPLIT_HEADS, (x,), counts=tuple(counts), head_dim=head_dim)
+
+
+def _forward_split(x, *, needs, counts, head_dim):
+    heads = x.reshape(*x.shape[:-1], sum(counts), head_dim)
+    parts = [heads[..., part, :] for part in _slices(counts)]
+    return tuple(parts), (heads.shape, x.shape)
+
+
+def _backward_split(saved, *grads, needs, into, counts, head_dim):
+    shape, original = saved
+    out = empty(next(g for g in grads if g is not None), shape)
+    for part, grad in zip(_slices(counts), grads, strict=True):
+        out[..., part, :] = 0 if grad is None else grad
+    return (out.reshape(original),)
+
+
+def _slices(counts):
+    stop = 0
+    for count in counts:
+        yield slice(stop, stop + count)
+        stop += count
+
+
+SPLIT_HEADS = Impls("split_heads", Impl("array", _forward_split, _backward_split))
+
+
+class KeyValueCache:
+    """Keys and values of the tokens so far: two (N, max_length, Hk, D) arrays, allocated once."""
+
+    def __init__(self, like, rows, max_length, kv_heads, head_dim):
+        shape = (rows, max_length, kv_heads, head_dim)
+        self.k, self.v = arrays.zeros(like, shape), arrays.zeros(like, shape)
+        self.length = 0
+
+    def extend(self, k, v):
+        """Store k and v (N, T, Hk, D) behind the others; return views of all so far."""
+        end = self.length + k.shape[1]
+        if end > self.k.shape[1]:
+            raise ValueError(
+                problem("KeyValueCache", "the length", end, f"up to max_length, {self.k.shape[1]}")
+            )
+        self.k[:, self.length : end] = tape.raw(k)
+        self.v[:, self.length : end] = tape.raw(v)
+        self.length = end
+        return self.k[:, :end], self.v[:, :end]
+
+    def reorder(self, parents):
+        """Let row i go on from what was row ``parents[i]``."""
+        for store in (self.k, self.v):
+            store[:, : self.length] = store[parents, : self.length]
+
+
+class MultiHeadAttention(Module):
+    """Attention with ``heads`` query heads of size width / heads and an output projection.
+
+    Tokens are packed, (tokens, width) with ``cu_seqlens``, or a batch (B, T, width).
+    ``kv_heads``: heads of keys and values, which divide ``heads`` (grouped queries); by default as
+    many. ``cross``: keys and values come from a memory. Parameters: ``qkv`` (or ``q`` and ``kv``)
+    packed in that order, and ``out``. ``dropout`` is that of the attention probabilities.
+    Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023).
+    """
+
+    def __init__(
+        self, width, heads, *, kv_heads=None, cross=False, causal=False, dropout=0.0, bias=True,
+        streams=None, rng=None,
+    ):  # fmt: skip
+        kv_heads = kv_heads or heads
+        if width % heads or heads % kv_heads:
+            got = f"width {width}, heads {heads}, kv_heads {kv_heads}"
+            accepted = "heads that divide the width, kv_heads that divide the heads"
+            raise ValueError(problem("MultiHeadAttention", "the split", got, accepted))
+        rng = generator(rng)
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
+        self.causal = causal
+        sizes = [n * self.head_dim for n in (heads, 2 * kv_heads)]
+        if cross:
+            self.q = Linear(width, sizes[0], bias=bias, rng=rng)
+            self.kv = Linear(width, sizes[1], bias=bias, rng=rng)
+        else:
+            self.qkv = Linear(width, sum(sizes), bias=bias, rng=rng)
+        self.out = Linear(width, width, bias=bias, rng=rng)
+        self.dropout = Dropout(dropout, streams)
+        self.maps = None  # a list, while attention_maps() looks
+
+    def __call__(
+        self, x, memory=None, *, key_lengths=None, cu_seqlens=None, max_seqlen=None,
+        cu_memory=None, max_memory=None, cache=None,
+    ):  # fmt: skip
+        """Return the attended ``x``, of its shape.
+
+        ``memory``: what cross-attention reads: tokens, or what ``project(memory)`` returned.
+        ``key_lengths`` (B,): of the keys in a padded batch. ``cu_seqlens``, ``max_seqlen``: offsets
+        and greatest length of packed x; ``cu_memory``, ``max_memory``: of packed memory.
+        ``cache``: a KeyValueCache that x continues. A batch of B memories serves N = B * K rows
+        of x, K for each: their queries are grouped, keys and values are not repeated.
+        """
+        if memory is None:
+            counts = (self.heads, self.kv_heads, self.kv_heads)
+            q, k, v = split_heads(self.qkv(x), counts, self.head_dim)
+            if cache is not None:
+                k, v = cache.extend(k, v)
+            packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        else:
+            (q,) = split_heads(self.q(x), (self.heads,), self.head_dim)
+            k, v = memory if isinstance(memory, tuple) else self.project(memory)
+            if cu_seqlens is None and len(k) != len(x):
+                q = q.reshape(len(k), -1, self.heads, self.head_dim)
+            packing = (cu_seqlens, cu_memory, max_seqlen, max_memory)
+        if self.maps is not None:
+            self.maps.append(self._probabilities(q, k))
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        p, key = self.dropout.now()
+        out = flash_attention(
+            q, k, v, causal=self.causal, key_lengths=key_lengths, dropout_p=p, seed=key,
+            **dict(zip(names, packing, strict=True)),
+        )  # fmt: skip
+        return self.out(out.reshape(x.shape))
+
+    def project(self, memory):
+        """Return the keys and values (..., Hk, D) of a memory (..., width)."""
+        return split_heads(self.kv(memory), (self.kv_heads, self.kv_heads), self.head_dim)
+
+    def new_cache(self, rows, max_length):
+        """Return an empty KeyValueCache for ``rows`` sequences, beside the weights."""
+        return KeyValueCache(self.out.weight.data, rows, max_length, self.kv_heads, self.head_dim)
+
+    def _probabilities(self, q, k):
+        """Return softmax(q k^T) (B, H, T, S) of a batch, for looking at."""
+        q, k = tape.raw(q).swapaxes(1, 2), tape.raw(k).swapaxes(1, 2)
+        B, H, T, D = q.shape
+        grouped = q.reshape(B, self.kv_heads, -1, T, D)
+        logits = arrays.get_xp(q).matmul(grouped, k[:, :, None].swapaxes(-1, -2))
+        logits = logits.reshape(B, H, T, -1)
+        return softmax(logits, scale=D**-0.5, causal=self.causal)

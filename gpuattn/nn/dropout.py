@@ -1,0 +1,59 @@
+"""Dropout, and where each call that drops gets its random bits from."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from gpuattn import rng
+from gpuattn.errors import problem
+from gpuattn.nn.module import Module
+from gpuattn.ops.dropout import dropout
+
+
+@dataclass
+class RandomState:
+    """The seed of a run and the number of the update: one object shared by a whole model.
+
+    The trainer moves ``step`` on before each update; it may be a one-element uint32 CuPy array.
+    """
+
+    seed: int = 0
+    step: Any = 0
+
+
+class Streams:
+    """Numbers the calls that drop, in order of construction, so that no two draw the same bits."""
+
+    def __init__(self, state=None):
+        self.state = state or RandomState(rng.fresh_seed())
+        self.count = 0
+
+    def next(self):
+        self.count += 1
+        return self.count - 1
+
+
+class Dropout(Module):
+    """Sets elements to zero with probability ``p`` and scales the others by 1 / (1 - p).
+
+    The bits are a function of (seed, stream, step) and the place, so a recomputed call drops the
+    same. ``streams``: the model's; a layer on its own makes its own. Raises ValueError for a ``p``
+    outside 0 to 1.
+    """
+
+    def __init__(self, p, streams=None):
+        if not 0 <= p <= 1:
+            raise ValueError(problem("Dropout", "p", p, "0 <= p <= 1"))
+        streams = streams or Streams()
+        self.p = float(p)
+        self.random = streams.state
+        self.stream = streams.next()
+
+    def now(self):
+        """Return (p, key) for an op that drops by itself: (0.0, None) outside of training."""
+        if not self.training or self.p == 0:
+            return 0.0, None
+        return self.p, rng.Key(self.random.seed, self.stream, self.random.step)
+
+    def __call__(self, x):
+        p, key = self.now()
+        return dropout(x, p, seed=key) if p else x

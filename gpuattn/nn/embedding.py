@@ -1,0 +1,78 @@
+"""Token embeddings, with learned or sinusoidal positions."""
+
+import functools
+
+import numpy as np
+
+from gpuattn.arrays import get_xp
+from gpuattn.errors import problem
+from gpuattn.nn.dropout import Dropout
+from gpuattn.nn.module import Module, generator, normal, parameter
+from gpuattn.ops.embedding import embedding
+
+
+@functools.cache
+def sinusoidal_positions(length, width):
+    """Return the (length, width) float32 table with sin in even and cos in odd columns.
+
+    Column pair i turns with wavelength 2 pi * 10000^(2i / width). Vaswani et al., "Attention Is
+    All You Need" (2017), section 3.5. Raises ValueError for an odd width. Do not edit the table.
+    """
+    if width % 2:
+        raise ValueError(problem("sinusoidal_positions", "width", width, "an even number"))
+    rates = np.exp(np.arange(0, width, 2) * (-np.log(10000.0) / width))
+    angles = np.arange(length)[:, None] * rates
+    table = np.empty((length, width), np.float32)
+    table[:, 0::2], table[:, 1::2] = np.sin(angles), np.cos(angles)
+    return table
+
+
+class Embedding(Module):
+    """``dropout(scale * weight[tokens] + position)``: int tokens (...) to (..., width).
+
+    ``rows``: the size of the table; ``used``: how many of them are tokens, the rest is padding
+    that starts as zeros. ``positions``: None, "learned" or "sinusoidal", up to ``max_length``.
+    ``weight``: the table of another Embedding, to share it.
+    """
+
+    def __init__(
+        self, rows, width, *, used=None, positions=None, max_length=None, scale=1.0, dropout=0.0,
+        weight=None, streams=None, rng=None,
+    ):  # fmt: skip
+        rng = generator(rng)
+        if positions not in (None, "learned", "sinusoidal"):
+            accepted = "None, 'learned' or 'sinusoidal'"
+            raise ValueError(problem("Embedding", "positions", repr(positions), accepted))
+        if weight is None:
+            table = rng.standard_normal((rows, width), np.float32) * np.float32(width**-0.5)
+            table[rows if used is None else used :] = 0
+            weight = parameter(table)
+        self.weight = weight
+        self.positions, self.max_length, self.scale = positions, max_length, scale
+        self.position_weight = None
+        if positions == "learned":
+            self.position_weight = normal(rng, (max_length, width), width**-0.5)
+        elif positions == "sinusoidal":
+            self._table = sinusoidal_positions(max_length, width)  # moves to where the weight is
+        self.dropout = Dropout(dropout, streams)
+
+    def __call__(self, tokens, positions=None, *, order=None):
+        """``positions``: int, of the shape of ``tokens``; by default 0, 1, ... along the last axis.
+
+        ``order``: the loader's sorted token order, for the gradient; otherwise tokens are sorted.
+        """
+        p, key = self.dropout.now()
+        return embedding(
+            tokens, self.weight, positions=positions, position_weight=self._positions(),
+            scale=self.scale, p=p, seed=key, order=order,
+        )  # fmt: skip
+
+    def _positions(self):
+        """Return what is added by position: a parameter, or the table beside the weight."""
+        if self.positions != "sinusoidal":
+            return self.position_weight
+        weight, xp = self.weight.data, get_xp(self.weight.data)
+        if not isinstance(self._table, xp.ndarray) or self._table.dtype != weight.dtype:
+            table = sinusoidal_positions(self.max_length, weight.shape[1])
+            self._table = xp.asarray(table).astype(weight.dtype, copy=False)
+        return self._table

@@ -1,0 +1,52 @@
+"""Normalisation, alone or fused with the residual connection before it."""
+
+from gpuattn.nn.module import Module, constant
+from gpuattn.ops.dropout_add_norm import dropout_add_norm
+from gpuattn.ops.layer_norm import layer_norm
+from gpuattn.ops.rms_norm import rms_norm
+
+
+class LayerNorm(Module):
+    """Rows of width ``width`` to mean 0 and variance 1, then ``* weight + bias``.
+
+    Ba, Kiros and Hinton, "Layer Normalization" (2016).
+    """
+
+    def __init__(self, width, *, bias=True, eps=1e-5):
+        self.weight = constant(1, width)
+        self.bias = constant(0, width) if bias else None
+        self.eps = eps
+
+    def __call__(self, x):
+        return layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+    def add(self, branch, residual, dropout):
+        """Return (norm(h), h) for h = residual + dropout(branch), in one pass.
+
+        ``dropout``: the Dropout module of the branch.
+        """
+        p, key = dropout.now()
+        return dropout_add_norm(
+            branch, residual, self.weight, self.bias, p=p, seed=key, norm="layer", eps=self.eps
+        )
+
+
+class RMSNorm(Module):
+    """Rows of width ``width`` to mean square 1, then ``* weight``.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+    """
+
+    def __init__(self, width, *, eps=1e-6):
+        self.weight = constant(1, width)
+        self.eps = eps
+
+    def __call__(self, x):
+        return rms_norm(x, self.weight, eps=self.eps)
+
+    def add(self, branch, residual, dropout):
+        """Return (norm(h), h) for h = residual + dropout(branch); see ``LayerNorm.add``."""
+        p, key = dropout.now()
+        return dropout_add_norm(
+            branch, residual, self.weight, p=p, seed=key, norm="rms", eps=self.eps
+        )
