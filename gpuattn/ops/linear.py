@@ -1,0 +1,128 @@
+"""A linear layer: y = f(x @ weight.T + bias).
+
+The product is a library's (``gpuattn/gemm.py``); bias and activation are one more kernel,
+``rawkernels/bias_activation.cu``, in place where nothing needs what it overwrites.
+"""
+
+import math
+
+from gpuattn import arrays
+from gpuattn.arrays import as_array, check_floats, check_together, get_xp, wide
+from gpuattn.autodiff import tape
+from gpuattn.errors import problem
+from gpuattn.gemm import matmul
+from gpuattn.impls import Impl, Impls
+from gpuattn.ops.bias_activation import activate, launch_backward, launch_forward, refuse_raw
+
+
+def linear(x, weight, bias=None, *, activation=None, impl=None):
+    """Return ``f(x @ weight.T + bias)``: (..., out), in the dtype of ``x``.
+
+    ``x``: (..., in). ``weight``: (out, in). ``bias``: (out,) or None. All of one float dtype.
+    ``activation``: None, "relu" or "gelu" (the tanh form, see ``gelu``).
+    ``impl``: an implementation's name, or None for the fastest that accepts the arguments.
+    Raises TypeError for other or mixed dtypes, ValueError for shapes that do not fit.
+    """
+    x = x if isinstance(x, tape.Box) else as_array(x, "linear", "x")
+    weight = weight if isinstance(weight, tape.Box) else as_array(weight, "linear", "weight")
+    if bias is not None:
+        bias = bias if isinstance(bias, tape.Box) else as_array(bias, "linear", "bias")
+    _check(tape.raw(x), tape.raw(weight), tape.raw(bias))
+    if activation not in (None, "relu", "gelu"):
+        raise ValueError(problem("linear", "activation", repr(activation), 'None, "relu", "gelu"'))
+    return tape.apply(IMPLS, (x, weight, bias), impl, activation=activation)
+
+
+def _check(x, weight, bias):
+    check_together("linear", x=x, weight=weight, bias=bias)
+    check_floats("linear", x=x, weight=weight, bias=bias)
+    if weight.ndim != 2:
+        raise ValueError(problem("linear", "weight.shape", weight.shape, "(out, in)"))
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        accepted = f"(..., {weight.shape[1]}), for weight.shape {weight.shape}"
+        raise ValueError(problem("linear", "x.shape", x.shape, accepted))
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(problem("linear", "bias.shape", bias.shape, weight.shape[:1]))
+
+
+def _as_rows(x):
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+# ---- reference: NumPy or CuPy ----------------------------------------------------------------
+
+
+def _forward_reference(x, weight, bias, *, needs, activation):
+    dtype = wide(x.dtype)
+    rows, matrix = (_as_rows(x).astype(dtype, copy=False), weight.astype(dtype, copy=False))
+    y = matmul(rows, matrix, transpose_b=True)
+    if bias is not None:
+        y += bias.astype(dtype, copy=False)
+    slope = None
+    if activation is not None:
+        y, slope = activate(y, activation, any(needs))
+    out = y.astype(x.dtype, copy=False).reshape(*x.shape[:-1], len(weight))
+    return out, (_kept(x, weight, needs, slope) if any(needs) else None)
+
+
+def _backward_reference(saved, dy, *, needs, into, activation):
+    x, weight, slope = saved
+    dz = _as_rows(dy).astype(wide(dy.dtype), copy=False)
+    if activation is not None:
+        dz = dz * slope
+    dx, dweight = _product_gradients(x, weight, dz, dy, needs, into)
+    dbias = dz.sum(0).astype(dy.dtype, copy=False) if needs[2] else None
+    return dx, dweight, dbias
+
+
+def _kept(x, weight, needs, *rest):
+    """Return what the gradients that are needed read."""
+    return (x if needs[1] else None, weight if needs[0] else None, *rest)
+
+
+def _product_gradients(x, weight, dz, dy, needs, into):
+    """Return (dx, dweight), or None where not needed or written into its place.
+
+    The products are done in the dtype of ``dz`` (N, out), the gradient before the activation.
+    """
+    dx = dweight = None
+    if needs[0]:
+        dx = matmul(dz, weight.astype(dz.dtype, copy=False)).astype(dy.dtype, copy=False)
+        dx = dx.reshape(*dy.shape[:-1], weight.shape[1])
+    if needs[1]:
+        rows = _as_rows(x).astype(dz.dtype, copy=False)
+        out, accumulate = into[1] or (None, False)
+        dweight = matmul(dz, rows, transpose_a=True, out=out, accumulate=accumulate)
+        dweight = None if into[1] else dweight.astype(dy.dtype, copy=False)
+    return dx, dweight
+
+
+# ---- raw: rawkernels/bias_activation.cu, rawkernels/column_sum.cu ----------------------------
+
+
+def _forward_raw(x, weight, bias, *, needs, activation):
+    z = matmul(_as_rows(x), weight, transpose_b=True)
+    keep_z = any(needs) and activation == "gelu"
+    y = z
+    if bias is not None or activation is not None:
+        y = launch_forward(z, bias, arrays.empty(z, z.shape) if keep_z else z, activation)
+    out = y.reshape(*x.shape[:-1], len(weight))
+    if not any(needs):
+        return out, None
+    before = {None: (None, None), "relu": (out, None), "gelu": (z, bias)}[activation]
+    return out, _kept(x, weight, needs, *before)
+
+
+def _backward_raw(saved, dy, *, needs, into, activation):
+    x, weight, z, bias = saved
+    rows = get_xp(dy).ascontiguousarray(_as_rows(dy))
+    dz, dbias = launch_backward(z, bias, rows, needs[2], into[2], activation)
+    dx, dweight = _product_gradients(x, weight, dz, dy, needs, into)
+    return dx, dweight, dbias
+
+
+IMPLS = Impls(
+    "linear",
+    Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw),
+    Impl("reference", _forward_reference, _backward_reference),
+)
