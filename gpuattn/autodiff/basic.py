@@ -41,28 +41,28 @@ def array_op(name, forward, backward):
 
 
 def compute(function, *arrays, widen_gpu=False, **params):
-    """Return ``function(*arrays)``; 16-bit NumPy arrays are computed in float32 and cast once.
+    """Return ``function(*arrays)`` in the arrays' own dtype: Python numbers never promote.
 
-    ``widen_gpu``: 16-bit CuPy arrays too (their batched products do not exist).
+    16-bit NumPy arrays are computed in float32 and cast once; ``widen_gpu``: 16-bit CuPy arrays
+    too (their batched products do not exist).
     """
-    narrow = {a.dtype for a in arrays if _is_narrow(a, widen_gpu)}
+    narrow = {a.dtype for a in arrays if is_array(a) and a.dtype in NARROW}
     if not narrow:
-        return _as_array(function(*arrays, **params), arrays)
-    out = function(
-        *[a.astype(np.float32) if _is_narrow(a, widen_gpu) else a for a in arrays], **params
-    )
-    wide = [
-        a.dtype for a in arrays if is_array(a) and a.dtype not in NARROW and a.dtype.kind == "f"
-    ]
-    dtype = np.result_type(*narrow, *wide)
-    return _as_array(out.astype(dtype, copy=False) if out.dtype.kind == "f" else out, arrays)
+        return _as_array(function(*arrays, **params))
+    widen = widen_gpu or not any(map(on_gpu, arrays))
+    given = [a.astype(np.float32) if widen and _is_narrow(a) else a for a in arrays]
+    out = function(*given, **params)
+    if out.dtype.kind != "f":
+        return _as_array(out)
+    wide = [a.dtype for a in arrays if is_array(a) and a.dtype in (np.float32, np.float64)]
+    return _as_array(out.astype(np.result_type(*narrow, *wide), copy=False))
 
 
-def _is_narrow(a, widen_gpu):
-    return is_array(a) and a.dtype in NARROW and (widen_gpu or not on_gpu(a))
+def _is_narrow(a):
+    return is_array(a) and a.dtype in NARROW
 
 
-def _as_array(out, arrays):
+def _as_array(out):
     """NumPy turns 0-d results into scalars; on the tape everything is an array."""
     return np.asarray(out) if isinstance(out, np.generic) else out
 

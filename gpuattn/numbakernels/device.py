@@ -47,7 +47,9 @@ def __getattr__(name):
     """Import Numba when a kernel file first asks for ``cuda`` or ``jit``."""
     if name not in ("cuda", "jit"):
         raise AttributeError(name)
+    from numba import config
     from numba import cuda as numba_cuda
 
+    config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # small grids are right for small arrays
     globals()["cuda"], globals()["jit"] = numba_cuda, numba_cuda.jit
     return globals()[name]
