@@ -27,7 +27,7 @@ class CachedStepper:
             self.caches = self._new_caches(rows) if self.kv_cache else None
 
     def step(self, tokens, position):
-        """Return the logits (rows, vocabulary) after ``tokens`` (rows,) at ``position``, 0, 1, ..."""
+        """Return logits (rows, vocabulary) after ``tokens`` (rows,) at ``position`` 0, 1, ..."""
         if position != self.length - self.before:
             expected = self.length - self.before
             raise ValueError(problem("step", "position", position, f"the next one, {expected}"))

@@ -1,0 +1,92 @@
+"""GPT-2: causality, initial weights, gradients, and that it learns."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from gpuattn.errors import ConfigError
+from gpuattn.models.gpt2 import GPT2, GPT2Config
+
+TINY = GPT2Config(vocab=20, d_model=16, heads=2, layers=2, block=8)
+
+
+def tokens(rng, *shape):
+    return rng.integers(0, 20, shape).astype(np.int32)
+
+
+def test_logits_do_not_see_the_future(rng):
+    model, x = GPT2(TINY), tokens(rng, 2, 8)
+    changed = x.copy()
+    changed[:, 5:] = (x[:, 5:] + 1) % 20
+    before, after = model.logits(x).data, model.logits(changed).data
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert (before[:, 5:] != after[:, 5:]).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_and_their_initial_spread(bias):
+    config = GPT2Config(vocab=1000, d_model=128, heads=4, layers=8, block=64, bias=bias)
+    model = GPT2(config, seed=1)
+    parameters = dict(model.named_parameters())
+    d, L, rows = 128, 8, 1024
+    weights = rows * d + 64 * d + L * 12 * d * d + (2 * L + 1) * d
+    biases = L * 9 * d + (2 * L + 1) * d
+    assert sum(p.size for p in parameters.values()) == weights + bias * biases
+    std = {name: p.data.std() for name, p in parameters.items() if p.ndim == 2}
+    np.testing.assert_allclose(std["layers.0.attention.qkv.weight"], 0.02, rtol=0.05)
+    np.testing.assert_allclose(std["layers.7.feed_forward.out.weight"], 0.005, rtol=0.05)
+    np.testing.assert_allclose(std["layers.3.attention.out.weight"], 0.005, rtol=0.05)
+    assert (parameters["embedding.weight"].data[1000:] == 0).all()
+
+
+def test_initial_loss_is_that_of_guessing(rng):
+    loss = GPT2(TINY).loss(tokens(rng, 4, 8), tokens(rng, 4, 8))
+    np.testing.assert_allclose(loss.item(), np.log(20), rtol=0.02)
+
+
+def test_gradient_of_every_parameter_agrees_with_differences(rng):
+    model = GPT2(dataclasses.replace(TINY, dropout=0.2), seed=2)
+    for p in model.parameters():
+        p.data = p.data.astype(np.float64) * 5
+    x, labels, eps = tokens(rng, 2, 8), tokens(rng, 2, 8), 1e-6
+    model.loss(x, labels).backward()
+    for name, p in model.named_parameters():
+        step = rng.standard_normal(p.shape)
+        home, sides = p.data, []
+        for sign in (1, -1):
+            p.data = home + sign * eps * step
+            sides.append(model.loss(x, labels).item())
+        p.data = home
+        numeric, exact = (sides[0] - sides[1]) / (2 * eps), float((p.grad * step).sum())
+        assert abs(numeric - exact) <= 2e-6 * max(1, abs(exact)), (name, numeric, exact)
+        assert abs(p.grad).max() > 1e-8, f"{name} has no gradient"
+
+
+def test_learns_to_count(rng):
+    model = GPT2(dataclasses.replace(TINY, d_model=32))
+    x = (rng.integers(0, 20, (16, 1)) + np.arange(9)).astype(np.int32) % 20
+    for _ in range(150):
+        model.zero_grad()
+        loss = model.loss(np.ascontiguousarray(x[:, :-1]), np.ascontiguousarray(x[:, 1:]))
+        loss.backward()
+        for p in model.parameters():
+            p.data -= np.float32(0.002) * np.sign(p.grad)
+    assert loss.item() < 0.3
+    stepper = model.stepper(np.array([[3, 4]], np.int32), 6)
+    token, out = stepper.first_tokens, []
+    for position in range(6):
+        token = stepper.step(token, position).argmax(-1).astype(np.int32)
+        out.append(int(token[0]))
+    assert out == [5, 6, 7, 8, 9, 10]
+
+
+def test_texts_longer_than_the_block_are_refused(rng):
+    with pytest.raises(ValueError, match="block, 8"):
+        GPT2(TINY).logits(tokens(rng, 1, 9))
+
+
+@pytest.mark.parametrize("options", [{"block": 0}, {"heads": 3}, {"layers": 1.5}])
+def test_configurations_that_do_not_fit_are_refused(options):
+    with pytest.raises(ConfigError):
+        dataclasses.replace(TINY, **options)

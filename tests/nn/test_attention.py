@@ -1,0 +1,146 @@
+"""Multi-head attention: packed and batched tokens, grouped heads, memories and caches."""
+
+import numpy as np
+import pytest
+
+from gpuattn import Tensor, nn, no_grad
+from gpuattn.nn.attention import split_heads
+
+LENGTHS = (3, 1, 5)
+CU = np.array([0, 3, 4, 9], np.int32)
+
+
+def by_hand(layer, x, memory=None, causal=False):
+    """Attention of one sequence (T, width) in float64, head by head."""
+    H, G, D = layer.heads, layer.kv_heads, layer.head_dim
+
+    def project(linear, x):
+        y = x.astype(np.float64) @ linear.weight.data.T.astype(np.float64) + linear.bias.data
+        return y.reshape(len(x), -1, D)
+
+    if memory is None:
+        q, k, v = np.split(project(layer.qkv, x), [H, H + G], axis=1)
+    else:
+        q = project(layer.q, x)
+        k, v = np.split(project(layer.kv, memory), 2, axis=1)
+    out = np.zeros((len(x), H, D))
+    for h in range(H):
+        g = h // (H // G)
+        logits = q[:, h] @ k[:, g].T / D**0.5
+        if causal:
+            logits[np.triu(np.ones_like(logits), 1 + len(k) - len(q)) > 0] = -np.inf
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        out[:, h] = p / p.sum(-1, keepdims=True) @ v[:, g]
+    return out.reshape(len(x), -1) @ layer.out.weight.data.T + layer.out.bias.data
+
+
+def make(rng, **options):
+    layer = nn.MultiHeadAttention(24, 6, rng=rng, **options)
+    for p in layer.parameters():
+        if p.ndim == 1:
+            p.data[:] = rng.standard_normal(p.shape)
+    return layer
+
+
+def sequences(rng, lengths=LENGTHS):
+    return [rng.standard_normal((n, 24)).astype(np.float32) for n in lengths]
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_and_single_and_by_hand_agree(rng, kv_heads, causal):
+    layer, parts = make(rng, kv_heads=kv_heads, causal=causal), sequences(rng)
+    packed = layer(np.concatenate(parts), cu_seqlens=CU, max_seqlen=5).data
+    for part, got in zip(parts, np.split(packed, CU[1:-1]), strict=True):
+        want = by_hand(layer, part, causal=causal)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(layer(part[None]).data[0], want, rtol=1e-4, atol=1e-5)
+
+
+def test_padded_batch_with_key_lengths_equals_packed(rng):
+    layer, parts = make(rng), sequences(rng)
+    padded = np.full((3, 5, 24), 1e3, np.float32)
+    for row, part in zip(padded, parts, strict=True):
+        row[: len(part)] = part
+    out = layer(padded, key_lengths=np.array(LENGTHS, np.int32)).data
+    for row, part in zip(out, parts, strict=True):
+        np.testing.assert_allclose(row[: len(part)], by_hand(layer, part), rtol=1e-4, atol=1e-5)
+
+
+def test_cross_attention_packed_by_hand(rng):
+    layer = make(rng, cross=True, kv_heads=3)
+    parts, memories = sequences(rng), sequences(rng, (2, 4, 1))
+    cu_memory = np.array([0, 2, 6, 7], np.int32)
+    out = layer(
+        np.concatenate(parts), np.concatenate(memories), cu_seqlens=CU, max_seqlen=5,
+        cu_memory=cu_memory, max_memory=4,
+    ).data  # fmt: skip
+    for got, x, memory in zip(np.split(out, CU[1:-1]), parts, memories, strict=True):
+        np.testing.assert_allclose(got, by_hand(layer, x, memory), rtol=1e-4, atol=1e-5)
+
+
+def test_memories_serve_several_rows_each(rng):
+    layer = make(rng, cross=True)
+    x = rng.standard_normal((6, 2, 24)).astype(np.float32)
+    memory = rng.standard_normal((3, 4, 24)).astype(np.float32)
+    shared = layer(x, layer.project(memory)).data
+    np.testing.assert_allclose(shared, layer(x, memory.repeat(2, axis=0)).data, atol=1e-5)
+
+
+def test_cache_continues_and_reorders(rng):
+    layer = make(rng, causal=True, kv_heads=2)
+    x = rng.standard_normal((3, 6, 24)).astype(np.float32)
+    cache = layer.new_cache(3, 6)
+    with no_grad():
+        parts = [layer(x[:, :2], cache=cache), layer(x[:, 2:3], cache=cache)]
+        np.testing.assert_allclose(
+            np.concatenate([p.data for p in parts], axis=1), layer(x[:, :3]).data, atol=1e-5
+        )
+        parents = np.array([2, 0, 0], np.int32)
+        cache.reorder(parents)
+        moved = np.concatenate([x[parents, :3], x[:, 3:]], axis=1)
+        got = layer(moved[:, 3:], cache=cache).data
+        np.testing.assert_allclose(got, layer(moved).data[:, 3:], atol=1e-5)
+        with pytest.raises(ValueError, match="max_length, 6"):
+            layer(x[:, :1], cache=cache)
+
+
+def test_dropout_repeats_within_a_step_and_stops_in_evaluation(rng):
+    layer = make(rng, dropout=0.5)
+    x = rng.standard_normal((2, 9, 24)).astype(np.float32)
+    first = layer(x).data
+    np.testing.assert_array_equal(first, layer(x).data)
+    layer.dropout.random.step += 1
+    assert (first != layer(x).data).any()
+    layer.eval()
+    np.testing.assert_allclose(layer(x).data[0], by_hand(layer, x[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_runs_on_both_backends(xp, rng):
+    layer = make(rng, kv_heads=2, causal=True)
+    parts = sequences(rng)
+    for p in layer.parameters():
+        p.data = xp.asarray(p.data)
+    x = Tensor(xp.asarray(np.concatenate(parts)), requires_grad=True)
+    out = layer(x, cu_seqlens=xp.asarray(CU), max_seqlen=5)
+    out.sum().backward()
+    assert isinstance(x.grad, xp.ndarray) and x.grad.shape == x.shape
+    for p in layer.parameters():
+        p.data = np.asarray(p.numpy())
+    got = np.split(out.numpy(), CU[1:-1])
+    np.testing.assert_allclose(got[2], by_hand(layer, parts[2], causal=True), rtol=1e-3, atol=1e-3)
+
+
+def test_heads_must_divide():
+    for options in ({"heads": 5}, {"heads": 6, "kv_heads": 4}):
+        with pytest.raises(ValueError, match="divide"):
+            nn.MultiHeadAttention(24, **options)
+
+
+def test_split_heads_are_views_and_their_gradients_lie_side_by_side(rng):
+    x = Tensor(rng.standard_normal((4, 10)), requires_grad=True)
+    q, k, v = split_heads(x, (3, 1, 1), 2)
+    assert [part.shape for part in (q, k, v)] == [(4, 3, 2), (4, 1, 2), (4, 1, 2)]
+    assert all(np.shares_memory(part.data, x.data) for part in (q, k, v))
+    (q.sum() + 5 * v.sum()).backward()  # k is not used
+    np.testing.assert_array_equal(x.grad, [[1] * 6 + [0] * 2 + [5] * 2] * 4)

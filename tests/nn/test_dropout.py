@@ -1,0 +1,38 @@
+"""Dropout modules: every call its own stream, the same bits for the same step."""
+
+import numpy as np
+import pytest
+
+from gpuattn import nn, rng
+
+
+def test_streams_are_numbered_by_construction():
+    streams = nn.Streams(nn.RandomState(seed=5, step=3))
+    drops = [nn.Dropout(0.5, streams) for _ in range(3)]
+    assert [d.now()[1] for d in drops] == [rng.Key(5, i, 3) for i in range(3)]
+
+
+def test_drops_by_step_and_stream(xp):
+    state = nn.RandomState(seed=1)
+    streams = nn.Streams(state)
+    one, two = nn.Dropout(0.5, streams), nn.Dropout(0.5, streams)
+    x = xp.ones((4, 64), np.float32)
+    first = one(x)
+    assert set(np.unique(first).tolist()) == {0.0, 2.0}
+    assert (first == one(x)).all()
+    assert (first != two(x)).any()
+    state.step = 1
+    assert (first != one(x)).any()
+
+
+def test_nothing_drops_in_evaluation_or_at_zero():
+    x = np.ones((2, 8), np.float32)
+    assert nn.Dropout(0.5).eval()(x) is x
+    assert nn.Dropout(0.0)(x) is x
+    assert nn.Dropout(0.0).now() == (0.0, None)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
+def test_probability_is_checked(p):
+    with pytest.raises(ValueError, match="0 <= p <= 1"):
+        nn.Dropout(p)

@@ -1,0 +1,118 @@
+"""Modules: which parameters they have, by which names, and how states come and go."""
+
+import numpy as np
+import pytest
+
+from gpuattn import Tensor, nn
+from gpuattn.errors import CheckpointError
+
+
+class Inner(nn.Module):
+    def __init__(self, weight=None):
+        if weight is None:
+            weight = Tensor(np.ones((2, 3), np.float32), requires_grad=True)
+        self.weight = weight
+        self.dropout = nn.Dropout(0.5)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        self.first = Tensor(np.zeros(4, np.float32), requires_grad=True)
+        self.stack = [Inner(), Inner()]
+        self.constant = Tensor(np.zeros(5, np.float32))
+        self.tied = Inner(self.stack[0].weight)
+        self.last = Tensor(np.zeros(1, np.float32), requires_grad=True)
+
+
+def test_parameters_come_in_order_of_construction_and_shared_ones_once():
+    outer = Outer()
+    names = [name for name, _ in outer.named_parameters()]
+    assert names == ["first", "stack.0.weight", "stack.1.weight", "last"]
+    assert outer.parameters()[1] is outer.tied.weight
+
+
+def test_modules_have_paths():
+    names = [name for name, _ in Outer().modules()]
+    assert names == [
+        "", "stack.0", "stack.0.dropout", "stack.1", "stack.1.dropout", "tied", "tied.dropout",
+    ]  # fmt: skip
+
+
+def test_train_and_eval_reach_every_module():
+    outer = Outer()
+    assert outer.eval() is outer
+    assert not any(module.training for _, module in outer.modules())
+    outer.train()
+    assert all(module.training for _, module in outer.modules())
+
+
+def test_evaluating_neither_drops_nor_records_and_restores():
+    outer = Outer()
+    with outer.evaluating():
+        assert not outer.tied.dropout.training
+        assert (outer.first * 2).node is None
+    assert outer.tied.dropout.training and (outer.first * 2).node is not None
+    outer.eval()
+    with outer.evaluating():
+        pass
+    assert not outer.training
+
+
+def test_state_is_a_copy_and_loads_back_in_place():
+    outer, other = Outer(), Outer()
+    for i, p in enumerate(outer.parameters()):
+        p.data = p.data + np.float32(i + 1)
+    state = outer.state()
+    before = [p.data for p in other.parameters()]
+    other.load_state(state)
+    for p, old, mine in zip(other.parameters(), before, outer.parameters(), strict=True):
+        assert p.data is old  # a slice of a flat buffer stays one
+        np.testing.assert_array_equal(p.data, mine.data)
+    state["first"][:] = 99
+    assert outer.first.data[0] == 1
+
+
+def test_load_state_casts_to_the_dtype_of_the_parameter():
+    outer = Outer()
+    state = {path: array.astype(np.float64) + 0.5 for path, array in outer.state().items()}
+    outer.load_state(state)
+    assert outer.first.dtype == np.float32 and outer.first.data[0] == 0.5
+
+
+def faulty(state):
+    yield "missing: last", {k: v for k, v in state.items() if k != "last"}
+    yield "unknown: extra", {**state, "extra": np.zeros(3, np.float32)}
+    yield r"first has shape \(5,\), want \(4,\)", {**state, "first": np.ones(5, np.float32)}
+    yield "last is int64", {**state, "last": np.ones(1, np.int64)}
+
+
+def test_load_state_takes_all_or_nothing():
+    for message, bad in faulty({k: v + 7 for k, v in Outer().state().items()}):
+        outer = Outer()
+        with pytest.raises(CheckpointError, match=message):
+            outer.load_state(bad)
+        assert all((v == Outer().state()[k]).all() for k, v in outer.state().items())
+
+
+def test_load_state_names_a_few_of_many_faults():
+    with pytest.raises(CheckpointError, match="and 12 more"):
+        Outer().load_state({f"x{i}": np.zeros(1, np.float32) for i in range(16)})
+
+
+def test_zero_grad_forgets():
+    outer = Outer()
+    np.sum(outer.first * outer.first).backward()
+    assert outer.first.grad is not None
+    outer.zero_grad()
+    assert outer.first.grad is None
+
+
+def test_fresh_layers_repeat_after_manual_seed():
+    from gpuattn import manual_seed
+
+    weights = []
+    for _ in range(2):
+        manual_seed(3)
+        weights.append(nn.Linear(4, 5).weight.data)
+    np.testing.assert_array_equal(*weights)
+    assert (nn.Linear(4, 5).weight.data != weights[0]).any()
