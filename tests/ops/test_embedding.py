@@ -1,0 +1,176 @@
+"""Embedding: values, positions, dropout, gradients by order, slots, ids out of range."""
+
+import numpy as np
+import pytest
+from checks import DTYPES, check_gradient, check_implementation, dtype_of, implementations
+
+from gpuattn import Tensor, arrays
+from gpuattn import rng as random
+from gpuattn.arrays import to_cpu
+from gpuattn.autodiff import tape
+from gpuattn.ops.embedding import IMPLS, embedding
+
+V, P = 11, 9
+# (tokens' shape), D; 33 is one past the columns of a block, 600 repeats every id often
+SHAPES = {
+    "one": ((1,), 1),
+    "odd": ((3, 7), 33),
+    "stacked": ((2, 2, 5), 8),
+    "long": ((600,), 5),
+    "scalar": ((), 4),
+    "empty": ((0,), 4),
+}
+PARAMS = {"scale": 2.5, "p": 0.0, "key": None}
+
+
+def order_of(tokens):
+    """The loader's arrays, by a rule of its own."""
+    flat = tokens.ravel()
+    order = sorted(range(flat.size), key=lambda i: (flat[i], i))
+    ids = sorted(set(flat.tolist()))
+    segments = [int((flat < i).sum()) for i in ids]
+    return tuple(np.array(part, np.int32) for part in (order, segments, ids))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("form", ["plain", "index", "positions", "fixed positions"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape, cols", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name, where", implementations(IMPLS))
+def test_implementations(rng, name, where, shape, cols, dtype, p, form, ordered):
+    tokens = rng.integers(0, V, shape).astype(np.int32)
+    weight, table = rng.standard_normal((V, cols)), None
+    positions = None
+    if form != "plain":
+        table = rng.standard_normal((max(P, *shape, 1) if shape else P, cols))
+    if "positions" in form:
+        positions = rng.integers(0, P, shape).astype(np.int64)
+    order = order_of(tokens) if ordered else (None,) * 3
+    inputs = [tokens, weight, positions, table, *order]
+    needs = (False, True, False, table is not None and "fixed" not in form, *[False] * 3)
+    params = {"scale": 2.5, "p": p, "key": random.Key(7, 3, 5) if p else None}
+    check_implementation(IMPLS, name, where, inputs, dtype, needs=needs, **params)
+
+
+@pytest.mark.parametrize("positions", [None, np.array([[4, 0, 4], [1, 1, 2]])])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_gradient(rng, p, positions):
+    tokens = np.array([[3, 0, 3], [3, 1, 0]])
+
+    def fun(weight, table):
+        return embedding(
+            tokens, weight, positions=positions, position_weight=table, scale=3, p=p, seed=5
+        )
+
+    check_gradient(fun, rng.standard_normal((5, 4)), rng.standard_normal((6, 4)))
+
+
+def test_written_out_definition(xp, rng):
+    tokens, places = rng.integers(0, V, (4, 6)), rng.integers(0, P, (4, 6))
+    weight, table = (rng.standard_normal((n, 5)) for n in (V, P))
+    on = [xp.asarray(a) for a in (tokens, weight, places, table)]
+    got = embedding(*on[:2], positions=on[2], position_weight=on[3], scale=0.5)
+    np.testing.assert_allclose(to_cpu(got), 0.5 * weight[tokens] + table[places], rtol=1e-12)
+    got = embedding(*on[:2], position_weight=on[3])
+    np.testing.assert_allclose(to_cpu(got), weight[tokens] + table[:6], rtol=1e-12)
+
+
+def test_dropout_is_a_function_of_the_key(xp):
+    tokens, weight = xp.zeros((40, 5), np.int32), xp.ones((1, 50), np.float32)
+    key = random.Key(1, 2, 3)
+    once, again = (to_cpu(embedding(tokens, weight, p=0.25, seed=key)) for _ in range(2))
+    other = to_cpu(embedding(tokens, weight, p=0.25, seed=key._replace(step=4)))
+    keep = random.keep_mask(np, once.shape, 0.25, key)
+    np.testing.assert_array_equal(once, np.where(keep, np.float32(1 / 0.75), 0))
+    np.testing.assert_array_equal(once, again)
+    assert (once != other).any()
+    assert abs(keep.mean() - 0.75) < 0.02
+    assert not to_cpu(embedding(tokens, weight, p=1.0, seed=1)).any()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("slot_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_goes_to_its_place(xp, rng, dtype, slot_dtype, ordered):
+    host = rng.integers(0, V - 1, 50).astype(np.int32)  # the last row is never used
+    tokens, order = xp.asarray(host), None
+    if ordered:
+        order = tuple(xp.asarray(part) for part in order_of(host))
+    weight = Tensor(xp.ones((V, 3), np.float32).astype(dtype_of(dtype)), requires_grad=True)
+    flat = xp.full(V * 3 + 2, np.nan, np.float32).astype(dtype_of(slot_dtype))
+    weight.grad_slot = flat[1:-1].reshape(V, 3)
+    dy = rng.integers(-2, 3, (50, 3)).astype(dtype_of(dtype))  # whole numbers: sums are exact
+    want = np.zeros((V, 3))
+    np.add.at(want, host, dy.astype(np.float64))
+    for times in (1, 2):  # first written, then added to
+        tape.backward(embedding(tokens, weight, scale=2, order=order), xp.asarray(dy))
+        got = to_cpu(flat).astype(np.float64)
+        np.testing.assert_array_equal(got[1:-1].reshape(V, 3), 2 * times * want)
+        assert np.isnan(got[[0, -1]]).all()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_gradient_has_the_same_bits_every_time(xp, rng, ordered):
+    host = rng.integers(0, 4, 2000).astype(np.int32)
+    order = tuple(map(xp.asarray, order_of(host))) if ordered else None
+    dy = xp.asarray(rng.standard_normal((2000, 40)).astype(np.float32))
+    seen = set()
+    for _ in range(3):
+        weight = Tensor(xp.ones((4, 40), np.float32), requires_grad=True)
+        tape.backward(embedding(xp.asarray(host), weight, p=0.1, seed=3, order=order), dy)
+        seen.add(to_cpu(weight.grad).tobytes())
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int16, np.uint8])
+def test_any_integers_and_strides(xp, rng, dtype):
+    tokens = xp.asarray(rng.integers(0, V, (6, 8)).astype(dtype))[::2, ::-1]
+    weight = xp.asarray(rng.standard_normal((V, 10)).astype(np.float32))[:, 3::2]
+    want = to_cpu(weight)[to_cpu(tokens)]
+    np.testing.assert_array_equal(to_cpu(embedding(tokens, weight)), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])  # the kernel's check and the reference's
+@pytest.mark.parametrize("bad", [-1, V, -(2**31), 2**31 - 1])
+@pytest.mark.parametrize("what", ["tokens", "positions"])
+def test_indices_out_of_range(xp, what, bad, dtype):
+    tokens, places = (xp.zeros(5, np.int32) for _ in range(2))
+    (tokens if what == "tokens" else places)[2] = bad
+    weight = xp.ones((V, 3), dtype)
+    with pytest.raises(IndexError, match=rf"embedding: {what} is holding {bad}; accepted: 0 <= "):
+        to_cpu(embedding(tokens, weight, positions=places, position_weight=weight))
+    arrays.check_indices()  # said once
+
+
+def test_errors(xp):
+    tokens, weight = xp.zeros((2, 3), np.int32), xp.ones((V, 4), np.float32)
+    with pytest.raises(TypeError, match="embedding: tokens.dtype is float32"):
+        embedding(tokens.astype(np.float32), weight)
+    with pytest.raises(TypeError, match="embedding: weight.dtype is int32"):
+        embedding(tokens, weight.astype(np.int32))
+    with pytest.raises(TypeError, match="share one dtype"):
+        embedding(tokens, weight, position_weight=weight.astype(np.float16))
+    with pytest.raises(TypeError, match="tokens is a list"):
+        embedding([0], weight)
+    for p in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="embedding: p is"):
+            embedding(tokens, weight, p=p)
+    for scale in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="embedding: scale is"):
+            embedding(tokens, weight, scale=scale)
+    with pytest.raises(ValueError, match=r"position_weight.shape is \(5, 2\)"):
+        embedding(tokens, weight, position_weight=xp.ones((5, 2), np.float32))
+    with pytest.raises(ValueError, match=r"tokens.shape\[-1\] is 3"):
+        embedding(tokens, weight, position_weight=weight[:2])
+    with pytest.raises(ValueError, match="positions without position_weight"):
+        embedding(tokens, weight, positions=tokens)
+    with pytest.raises(ValueError, match=r"positions.shape is \(3,\)"):
+        embedding(tokens, weight, positions=tokens[0], position_weight=weight)
+    with pytest.raises(ValueError, match="the sizes of order"):
+        embedding(tokens, weight, order=(tokens[0], tokens[0], tokens[0]))
+
+
+def test_no_fall_back_on_a_gpu(gpu, recwarn):
+    embedding(gpu.zeros(3, np.int32), gpu.ones((4, 2), np.float16))
+    assert not recwarn.list
