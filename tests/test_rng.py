@@ -1,0 +1,107 @@
+"""Random bits are a function of (seed, stream, step, index): known answers, statistics, seeds."""
+
+import numpy as np
+import pytest
+
+from gpuattn import manual_seed, rng
+from gpuattn.rng import Key
+
+# counter, key and result of philox4x32 with 7 rounds in kat_vectors of Random123, the authors' code
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000",
+     "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
+     "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+     "4dfccaba 190a87f0 c47362ba b6b5242a"),
+]  # fmt: skip
+
+
+def words(text):
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize("counter, key, want", KNOWN)
+def test_published_known_answers(counter, key, want):
+    low, high = words(key)
+    got = rng.philox(low | high << 32, *(np.uint64(c) for c in words(counter)))
+    assert [int(word) for word in got] == words(want)
+
+
+def test_lanes_are_the_halves_of_the_words(xp):
+    key = Key(0x0123456789ABCDEF, 5, 9)
+    got = rng.lanes(xp, key, 0, 24).tolist()
+    for block in range(3):
+        four = rng.philox(key.seed, *(np.uint64(c) for c in (block, 0, key.stream, key.step)))
+        want = [half for word in four for half in (int(word) & 0xFFFF, int(word) >> 16)]
+        assert got[8 * block : 8 * block + 8] == want
+
+
+@pytest.mark.parametrize("first", [0, 1, 7, 8, 13, 2**35 - 3])
+def test_any_part_has_the_same_numbers(xp, first):
+    """The index alone decides; beyond 2**35 the counter's second word is not zero."""
+    key = Key(3, 1, 4)
+    whole = rng.lanes(xp, key, first - first % 8, 64).tolist()
+    assert rng.lanes(xp, key, first, 40).tolist() == whole[first % 8 :][:40]
+
+
+def test_each_part_of_the_key_counts():
+    keys = [Key(1, 2, 3), Key(0, 2, 3), Key(1, 0, 3), Key(1, 2, 0), Key(1 + (1 << 32), 2, 3)]
+    assert len({rng.lanes(np, key, 0, 64).tobytes() for key in keys}) == len(keys)
+
+
+def test_no_numbers():
+    assert rng.lanes(np, Key(1), 5, 0).shape == (0,)
+    assert rng.keep_mask(np, (3, 0), 0.5, Key(1)).shape == (3, 0)
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-6, 0.1, 0.5, 0.9, 1.0])
+def test_keep_rate(p):
+    """Within five deviations of the binomial distribution, also along any one lane."""
+    kept = rng.keep_mask(np, (1000, 800), p, Key(7, 2, 1))
+    q = rng.threshold(p) / 65536
+    assert abs(q - (1 - p)) <= 0.5 / 65536
+    for sample in (kept, kept[:, ::8], kept[:, 3::8], kept[:10]):
+        assert abs(sample.mean() - q) <= 5 * np.sqrt(q * (1 - q) / sample.size)
+
+
+def test_neighbours_are_independent():
+    kept = rng.keep_mask(np, (10**6,), 0.5, Key(11)) - 0.5
+    for distance in (1, 2, 4, 8, 64):
+        assert abs((kept[distance:] * kept[:-distance]).mean()) <= 5 * 0.25 / 1000
+
+
+def test_a_seed_may_be_an_int_a_key_or_nothing():
+    assert rng.as_key(5) == Key(5)
+    assert rng.as_key(-1) == Key(2**64 - 1)
+    assert rng.as_key(Key(1, 2, 3)) == Key(1, 2, 3)
+    assert rng.as_key(None) != rng.as_key(None)
+
+
+def test_manual_seed_repeats():
+    drawn = []
+    for seed in (1, 1, 2):
+        manual_seed(seed)
+        drawn.append([rng.fresh_seed() for _ in range(3)])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 3
+
+
+def test_replay_draws_again():
+    state = rng.remember()
+    first = rng.fresh_seed()
+    with rng.replay(state):
+        assert rng.fresh_seed() == first
+    assert rng.fresh_seed() != first
+
+
+def test_device_arguments():
+    assert rng.device_arguments(Key(5 + (6 << 32), 7, 8)) == (5, 6, 7, 8, None)
+    step = np.asarray([8], np.uint32)
+    assert rng.device_arguments(Key(1, 2, step)) == (1, 0, 2, 0, step)
+
+
+def test_the_step_may_live_on_the_device(gpu):
+    step = gpu.asarray([8], "uint32")
+    want = rng.lanes(np, Key(1, 2, 8), 0, 20).tolist()
+    assert rng.lanes(gpu, Key(1, 2, step), 0, 20).tolist() == want
