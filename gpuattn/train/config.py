@@ -1,0 +1,277 @@
+"""What a training run is told: one table of options with defaults, groups and limits.
+
+The command line, TOML files and programs all go through ``resolve``, so that they accept the same
+values and say the same about others.
+"""
+
+import json
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from gpuattn.data.tasks import find_task
+from gpuattn.data.text import ON_LONG
+from gpuattn.errors import ConfigError
+from gpuattn.models.config import CHOICES
+from gpuattn.optim.schedule import SCHEDULES
+from gpuattn.train.precision import PRECISIONS
+from gpuattn.train.units import (
+    Length,
+    choice,
+    nearest,
+    number,
+    parse_count,
+    parse_layers,
+    parse_length,
+    parse_warmup,
+    text,
+    whole,
+)
+
+KEYS = {"length": "for"}  # fields that users know by another name: Python keeps this one
+
+
+def _option(default, parse):
+    """Declare a field by its default and what checks its value."""
+    return field(default=default, metadata={"parse": parse})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides what a run computes. Values are parsed and checked on construction.
+
+    Data: ``task`` is a built-in one, or None where ``source`` and ``target`` name files;
+    ``valid_source``, ``valid_target`` files; ``vocab_size`` the most subwords, of both languages
+    together; ``max_len`` the most tokens of a sentence, ``on_long`` what becomes of longer ones;
+    ``seed`` decides data order, first parameters and dropout.
+    Model: as ``models.translation.TranslationConfig``.
+    Optimisation: ``batch`` tokens on the longer side, ``accumulate`` batches an update, ``lr`` the
+    peak of ``schedule`` after ``warmup`` (updates, or a share of the run), ``label_smoothing``,
+    ``clip`` (0: never), ``weight_decay``.
+    ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off).
+    Evaluation: ``eval_every``; ``score_pairs`` sentences are translated each time; ``beam`` and
+    ``length_penalty`` of translations later; ``ema`` decay of a moving average of the parameters
+    (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``.
+
+    Raises ConfigError that names the option, what came, and what is accepted.
+    """
+
+    task: str | None = _option(None, lambda name: find_task(name).name)
+    source: str | None = _option(None, text)
+    target: str | None = _option(None, text)
+    valid_source: str | None = _option(None, text)
+    valid_target: str | None = _option(None, text)
+    vocab_size: int = _option(8000, parse_count)
+    max_len: int = _option(256, whole(1))
+    on_long: str = _option("skip", choice(*ON_LONG))
+    seed: int = _option(1, whole(0))
+
+    dim: int = _option(128, whole(2))
+    heads: int = _option(4, whole(1))
+    layers: tuple[int, int] = _option((4, 4), parse_layers)
+    ffn: int = _option(256, whole(1))
+    dropout: float = _option(0.3, number(0, below=1))
+    norm: str = _option("pre", choice(*CHOICES["norm"]))
+    positions: str = _option("sinusoidal", choice(*CHOICES["positions"]))
+    activation: str = _option("relu", choice(*CHOICES["activation"]))
+
+    batch: int = _option(4096, parse_count)
+    accumulate: int = _option(1, whole(1))
+    lr: float = _option(5e-3, number(0, above=True))
+    schedule: str = _option("invsqrt", choice(*SCHEDULES))
+    warmup: int | float = _option(400, parse_warmup)
+    label_smoothing: float = _option(0.1, number(0, below=1))
+    clip: float = _option(1.0, number(0))
+    weight_decay: float = _option(0.0, number(0))
+    precision: str = _option("auto", choice("auto", *PRECISIONS))
+
+    length: Length = _option(Length(30, "e"), parse_length)
+    patience: int = _option(0, whole(0))
+
+    eval_every: Length = _option(Length(1, "e"), parse_length)
+    score_pairs: int = _option(1000, whole(0))
+    beam: int = _option(5, whole(1))
+    length_penalty: float = _option(1.0, number(0))
+    ema: float = _option(0.0, number(0, below=1))
+    average: int = _option(0, whole(0))
+
+    def __post_init__(self):
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is not None:
+                object.__setattr__(self, option.name, parse_option(option.name, value))
+        files = (self.source, self.target)
+        if self.task and any(files):
+            raise ConfigError(f"task is {self.task!r} and there are files; accepted: one of both")
+        if not self.task and not all(files):
+            raise ConfigError("a task, or a source and a target file, is needed")
+        if (self.valid_source is None) != (self.valid_target is None):
+            raise ConfigError("validation needs two files: --valid SRC TGT")
+        if self.dim % self.heads:
+            raise ConfigError(f"heads is {self.heads}; accepted: a divisor of dim, {self.dim}")
+        if self.length.unit == "u" and self.warmup > self.length.amount:
+            raise ConfigError(
+                f"warmup is {self.warmup} updates; accepted: at most those of the run, "
+                f"{self.length.amount}. Try --warmup 5%"
+            )
+        if self.schedule == "invsqrt" and not self.warmup:
+            raise ConfigError("warmup is 0; accepted: above 0 for the schedule invsqrt")
+        if self.max_len >= self.batch:
+            raise ConfigError(
+                f"max-len is {self.max_len}; accepted: less than a batch, {self.batch} tokens"
+            )
+
+    @property
+    def exact_match(self):
+        """Whether sentences have one right translation, as those of built-in tasks do."""
+        return self.task is not None
+
+
+OPTIONS = {option.name: option for option in fields(TrainConfig)}
+
+# What suits a built-in task on two CPU cores. One table: the figures in the README come from it.
+TASK_DEFAULTS = {
+    "toy": {
+        "length": "60s", "dim": 96, "heads": 4, "layers": (2, 2), "ffn": 192, "dropout": 0.0,
+        "batch": 1200, "lr": 4e-3, "schedule": "cosine", "warmup": 0.05, "label_smoothing": 0.0,
+        "clip": 1.0, "max_len": 96, "eval_every": "20s", "score_pairs": 200, "beam": 1,
+    },
+    "dates": {
+        "length": "30s", "dim": 64, "heads": 4, "layers": (2, 2), "ffn": 128, "dropout": 0.0,
+        "batch": 1200, "lr": 4e-3, "schedule": "cosine", "warmup": 0.05, "label_smoothing": 0.0,
+        "clip": 1.0, "max_len": 64, "eval_every": "10s", "score_pairs": 200, "beam": 1,
+    },
+    "reverse": {
+        "length": "30s", "dim": 64, "heads": 4, "layers": (2, 2), "ffn": 128, "dropout": 0.0,
+        "batch": 1200, "lr": 4e-3, "schedule": "cosine", "warmup": 0.05, "label_smoothing": 0.0,
+        "clip": 1.0, "max_len": 64, "eval_every": "10s", "score_pairs": 200, "beam": 1,
+    },
+}  # fmt: skip
+
+PRESETS = {
+    "tiny": {"dim": 128, "heads": 4, "layers": (4, 4), "ffn": 256},
+    "small": {"dim": 256, "heads": 4, "layers": (4, 4), "ffn": 1024, "lr": 2e-3},
+    "base": {"dim": 512, "heads": 8, "layers": (6, 6), "ffn": 2048, "lr": 7e-4, "warmup": 4000},
+}
+
+
+def option_key(name):
+    """Return how users write a field: ``eval_every`` as ``eval-every``, ``length`` as ``for``."""
+    return KEYS.get(name, name).replace("_", "-")
+
+
+def field_name(key):
+    """Return the field of an option as users write it, with dashes or underscores."""
+    name = key.replace("-", "_")
+    return next((field for field, known in KEYS.items() if known == name), name)
+
+
+def parse_option(name, value):
+    """Return the checked value of a field; ConfigError begins with the option."""
+    try:
+        return OPTIONS[name].metadata["parse"](value)
+    except ConfigError as error:
+        if name == "task":
+            raise
+        raise ConfigError(f"{option_key(name)}: {error}") from None
+
+
+def resolve(*layers):
+    """Return (TrainConfig, {field: origin}) from layers of (origin, {field: value}), lowest first.
+
+    Below them lie the defaults and those of the built-in task; a layer may hold ``preset``, which
+    lies right above the defaults.
+    """
+    given = {name: (value, origin) for origin, values in layers for name, value in values.items()}
+    preset, _ = given.pop("preset", (None, None))
+    if preset is not None:
+        choice(*PRESETS)(preset)
+    if not any(name in given for name in ("task", "source", "target")):
+        given["task"] = ("toy", "default")
+    task = given.get("task", (None, None))[0]
+    below = [("default", _task_defaults(task))] if task else []
+    below += [(f"preset {preset}", PRESETS[preset])] if preset else []
+    lower = {name: (value, origin) for origin, values in below for name, value in values.items()}
+    chosen = lower | given
+    if "warmup" not in given and _shorter_than_warmup(chosen):
+        chosen["warmup"] = (0.1, "default")
+    config = TrainConfig(**{name: value for name, (value, _) in chosen.items()})
+    return config, {name: chosen[name][1] if name in chosen else "default" for name in OPTIONS}
+
+
+def _task_defaults(name):
+    task = find_task(name)
+    return {"vocab_size": task.vocab_size} | TASK_DEFAULTS[task.name]
+
+
+def _shorter_than_warmup(chosen):
+    length = parse_option("length", chosen.get("length", (TrainConfig.length,))[0])
+    warmup = chosen.get("warmup", (TrainConfig.warmup,))[0]
+    return length.unit == "u" and length.amount < warmup
+
+
+def read_toml(path):
+    """Return {field: value} of a TOML file of options, ``preset`` among them.
+
+    Raises ConfigError for a missing or damaged file and an unknown key, with the nearest one.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML file: {error}") from error
+    values = {}
+    for key, value in table.items():
+        name = field_name(key)
+        if name != "preset" and name not in OPTIONS:
+            known = [*map(option_key, OPTIONS), "preset"]
+            raise ConfigError(f"{path}: unknown key {key!r}{nearest(key.replace('_', '-'), known)}")
+        values[name] = value if name == "preset" else parse_option(name, value)
+    return values
+
+
+def to_toml(config, origins=None):
+    """Return the text of ``read_toml`` for a config, each line with where its value came from."""
+    lines = []
+    for name in OPTIONS:
+        value = getattr(config, name)
+        if value is not None:
+            line = f"{option_key(name)} = {_toml_value(value)}"
+            origin = (origins or {}).get(name, "default")
+            lines.append(line if origin == "default" else f"{line}  # {origin}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value):
+    if isinstance(value, Length):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return f'"{value[0]}:{value[1]}"'
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def differences(old, new):
+    """Return sentences on what differs between the config of a run and what is asked now."""
+    return [
+        f"--{option_key(name)} was {_shown(getattr(old, name))}, now {_shown(getattr(new, name))}"
+        for name in OPTIONS
+        if getattr(old, name) != getattr(new, name) and not _may_grow(name, old, new)
+    ]
+
+
+def _may_grow(name, old, new):
+    """Tell whether only the run gets longer, under a schedule that does not look at its end."""
+    return (
+        name == "length"
+        and old.length.unit == new.length.unit != "s"
+        and old.length.amount < new.length.amount
+        and new.schedule in ("invsqrt", "constant")
+        and isinstance(new.warmup, int)
+    )
+
+
+def _shown(value):
+    if value is None:
+        return "not given"
+    return ":".join(map(str, value)) if type(value) is tuple else str(value)
