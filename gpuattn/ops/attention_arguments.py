@@ -97,7 +97,7 @@ def _check_extra(name, x, kinds, shapes):
 
 
 def _check_offsets(cu_q, cu_k, tokens, longest):
-    """Check cu_seqlens: on a GPU not the values, which would mean waiting for it, except in debug()."""
+    """Check cu_seqlens: on a GPU the values only in debug(), for reading them waits."""
     if cu_q is None:
         raise ValueError(f"{NAME}: cu_seqlens_k came without cu_seqlens_q")
     for name, cu, n, limit in zip(("q", "k"), (cu_q, cu_k), tokens, longest, strict=True):

@@ -2,7 +2,7 @@
 
 Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022);
 Dao, "FlashAttention-2" (2023). Reference: ``attention_reference.py``; device code:
-``rawkernels/flash_attention_{forward,backward}.cu``, and ``numbakernels/flash_attention.py`` to read.
+``rawkernels/flash_attention_{forward,backward}.cu``; to read: ``numbakernels/flash_attention.py``.
 """
 
 import math

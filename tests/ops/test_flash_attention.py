@@ -1,0 +1,510 @@
+import tracemalloc
+
+import numpy as np
+import pytest
+from checks import DTYPES, check_gradient, check_implementation, implementations
+
+from gpuattn import Tensor, arrays, explain
+from gpuattn.autodiff import tape
+from gpuattn.errors import UnsupportedError
+from gpuattn.ops.attention_dropout import attention_keep_mask
+from gpuattn.ops.flash_attention import IMPLS, flash_attention
+from gpuattn.rng import Key, philox, threshold
+
+INF = float("inf")
+KEY = Key(seed=0x1234_5678_9ABC, stream=3, step=5)
+# 15 to 17 and 31 to 33 straddle the kernels' tiles, 113 x 203 and 128 x 217 FlashAttention's tests
+LENGTHS = [(1, 1), (15, 16), (16, 17), (33, 31), (64, 64), (113, 203), (128, 217), (217, 128)]
+
+
+def naive(q, k, v, *, seen=True, added=0.0, scale=None, softcap=None, sink=None, keep=None):
+    """softmax(q k^T) v in float64, the T x S matrix and all; ``keep`` is the mask over 1 - p."""
+    q, k, v = (x.astype(np.float64).swapaxes(1, 2) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+    s = q @ k.swapaxes(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        s = softcap * np.tanh(s / softcap)
+    s = np.where(seen, s + added, -INF)
+    if sink is not None:
+        extra = np.broadcast_to(sink[:, None, None], (*s.shape[:3], 1))
+        s = np.concatenate((s, extra), -1)
+    with np.errstate(all="ignore"):
+        top = s.max(-1, keepdims=True, initial=-INF)
+        p = np.exp(s - np.where(top == -INF, 0, top))
+        total = p.sum(-1, keepdims=True)
+        lse = (np.where(top == -INF, 0, top) + np.log(total))[..., 0]
+        p = np.where(total > 0, p / total, 0)[..., : k.shape[2]]
+    out = (p if keep is None else p * keep) @ v
+    return out.swapaxes(1, 2), lse
+
+
+def draw(rng, B=2, T=17, S=33, H=4, kv_heads=2, D=8, Dv=5, dtype=np.float64):
+    shapes = (B, T, H, D), (B, S, kv_heads, D), (B, S, kv_heads, Dv)
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
+
+
+def agrees(got, want, tol=1e-12):
+    np.testing.assert_allclose(got[0], want[0], rtol=0, atol=tol)
+    np.testing.assert_allclose(got[1], want[1], rtol=0, atol=tol)
+
+
+def band(T, S, left, right, offset):
+    i, j = np.arange(T)[:, None] + offset, np.arange(S)
+    return (j <= i + right) & (j >= i - left)
+
+
+# ---- the reference against the formula --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("T", "S"), [*LENGTHS, (300, 300)])
+@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(False, None), (True, None), (False, (5, 3)), (True, 7), (False, (0, None))],
+)
+def test_masks(rng, T, S, align, causal, window):
+    q, k, v = draw(rng, T=T, S=S)
+    left, right = window if isinstance(window, tuple) else (window, window)
+    right = 0 if causal else right
+    limits = (INF if side is None else side for side in (left, right))
+    seen = band(T, S, *limits, S - T if align == "bottom_right" else 0)
+    got = flash_attention(q, k, v, causal=causal, window=window, align=align, return_lse=True)
+    agrees(got, naive(q, k, v, seen=seen))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 17, 33), (1, 4, 17, 33), (2, 1, 1, 33), (17, 33), (1,)])
+def test_bias_broadcasts(rng, shape):
+    q, k, v = draw(rng)
+    bias = rng.standard_normal(shape)
+    agrees(flash_attention(q, k, v, bias=bias, return_lse=True), naive(q, k, v, added=bias))
+    mask = rng.random(shape) < 0.5
+    agrees(flash_attention(q, k, v, bias=mask, return_lse=True), naive(q, k, v, seen=mask))
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_alibi_softcap_sink_scale(rng, per_sequence):
+    q, k, v = draw(rng, T=150, S=170)
+    slopes = rng.random((2, 4) if per_sequence else 4)
+    distance = abs(np.arange(150)[:, None] + 20 - np.arange(170))
+    added = -slopes[..., None, None] * distance
+    sink = rng.standard_normal(4)
+    got = flash_attention(
+        q, k, v, alibi_slopes=slopes, softcap=2.0, sink=sink, scale=-0.7, return_lse=True
+    )
+    agrees(got, naive(q, k, v, added=added, softcap=2.0, sink=sink, scale=-0.7))
+
+
+def test_key_lengths_hide_even_nan(rng):
+    q, k, v = draw(rng, B=4)
+    lengths = np.array([33, 7, 0, 50], np.int32)
+    seen = (np.arange(33) < lengths[:, None])[:, None, None]
+    want = naive(q, k, v, seen=seen)
+    for b in (1, 2):
+        k[b, lengths[b] :] = v[b, lengths[b] :] = np.nan
+    boxes = [Tensor(x, requires_grad=True) for x in (q, k, v)]
+    out, lse = flash_attention(*boxes, key_lengths=lengths, return_lse=True)
+    agrees((out.data, lse.data), want)
+    grads = tape.gradients([out], [np.ones(out.shape)], boxes)
+    assert all(np.isfinite(g).all() for g in grads)
+    assert not grads[1][1, 7:].any() and not grads[0][2].any()
+
+
+def test_dropout_keeps_what_the_mask_says(rng):
+    q, k, v = draw(rng, T=40, S=150)
+    keep = attention_keep_mask(np, (2, 4, 40, 150), 0.3, KEY)
+    got = flash_attention(q, k, v, dropout_p=0.3, seed=KEY, return_lse=True)
+    agrees(got, naive(q, k, v, keep=keep / 0.7))
+    assert abs(keep.mean() - 0.7) < 4 * (0.21 / keep.size) ** 0.5
+    assert not flash_attention(q, k, v, dropout_p=1).any()
+    other = flash_attention(q, k, v, dropout_p=0.3)
+    assert (other != got[0]).any()
+
+
+def test_keep_mask_by_hand():
+    """Element by element: the lane and the half of an mma accumulator that hold (i, j)."""
+    B, H, T, S = 2, 3, 37, 50
+    keep = attention_keep_mask(np, (B, H, T, S), 0.5, KEY)
+    for b, h, i, j in [(0, 0, 0, 0), (1, 2, 36, 49), (0, 1, 17, 30), (1, 0, 8, 9), (1, 1, 33, 6)]:
+        row, column = i % 16, j % 16
+        lane = row % 8 * 4 + column % 8 // 2
+        half = (row // 8 + 2 * (column // 8)) * 2 + column % 2
+        counter = (i // 16 | j // 16 << 16, lane | (b * H + h) << 5, KEY.stream, KEY.step)
+        words = philox(KEY.seed, *(np.uint64(c) for c in counter))
+        number = int(words[half // 2]) >> 16 * (half % 2) & 0xFFFF
+        assert keep[b, h, i, j] == (number < threshold(0.5))
+
+
+@pytest.mark.parametrize("features", ["plain", "causal", "cross", "all"])
+def test_packed_is_each_sequence_alone(rng, features):
+    lengths_q = [5, 0, 1, 17, 40, 3, 130]
+    lengths_k = [9, 4, 0, 17, 33, 2, 150] if features in ("cross", "all") else lengths_q
+    cu_q, cu_k = (np.cumsum([0, *n]).astype(np.int32) for n in (lengths_q, lengths_k))
+    q, k, v = draw(rng, B=1, T=cu_q[-1], S=cu_k[-1])
+    params, own = {"causal": features != "plain"}, {}
+    if features == "all":
+        params |= {"window": (20, None), "softcap": 3.0, "sink": rng.standard_normal(4)}
+        params |= {"dropout_p": 0.2, "seed": KEY}
+        bias, slopes = rng.standard_normal((7, 1, 130, 150)), rng.random((7, 4))
+        lengths = np.array([9, 4, 0, 10, 20, 2, 149])
+        own = {"bias": bias, "alibi_slopes": slopes, "key_lengths": lengths}
+        own |= {"max_seqlen_q": 130, "max_seqlen_k": 150}
+    boxes = [Tensor(x[0], requires_grad=True) for x in (q, k, v)]
+    out, lse = flash_attention(
+        *boxes, **params, **own, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True
+    )
+    dout, dlse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
+    grads = tape.gradients([out, lse], [dout, dlse], boxes)
+    for b, (T, S) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        alone = [
+            Tensor(x[:, at], requires_grad=True)
+            for x, at in zip((q, k, v), (rows, keys, keys), strict=True)
+        ]
+        here = dict(params)
+        if features == "all":
+            keep = attention_keep_mask(np, (7, 4, T, S), 0.2, KEY)[b]
+            here |= {"bias": bias[b, :, :T, :S], "alibi_slopes": slopes[b]}
+            here |= {"key_lengths": lengths[b : b + 1], "dropout_p": 0}
+            want = naive(
+                *(x.data for x in alone), keep=keep / 0.8, softcap=3.0, sink=params["sink"],
+                seen=band(T, S, 20, 0, S - T) & (np.arange(S) < lengths[b]),
+                added=bias[b, :, :T, :S] - slopes[b, :, None, None]
+                * abs(np.arange(T)[:, None] + S - T - np.arange(S)),
+            )  # fmt: skip
+            agrees((out.data[None, rows], lse.data[None, :, rows]), want)
+            continue
+        o, m = flash_attention(*alone, **here, return_lse=True)
+        agrees((out.data[None, rows], lse.data[None, :, rows]), (o.data, m.data))
+        each = tape.gradients([o, m], [dout[None, rows], dlse[None, :, rows]], alone)
+        for g, at, e in zip(grads, (rows, keys, keys), each, strict=True):
+            np.testing.assert_allclose(g[at], e[0], atol=1e-12)
+
+
+# ---- gradients --------------------------------------------------------------------------------
+
+GRADIENTS = {
+    "plain": {},
+    "causal_long": {"causal": True, "T": 140, "S": 150},
+    "unseen_rows": {"causal": True, "T": 33, "S": 17},
+    "window_softcap": {"window": (9, 2), "softcap": 1.5, "scale": 0.9},
+    "dropout": {"dropout_p": 0.4, "seed": KEY, "key_lengths": np.array([3, 33])},
+    "alibi": {"alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4]), "kv_heads": 4},
+}
+
+
+@pytest.mark.parametrize("case", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradient(rng, case):
+    sizes = {name: case[name] for name in ("T", "S", "kv_heads") if name in case}
+    params = {name: value for name, value in case.items() if name not in sizes}
+    q, k, v = draw(rng, **sizes)
+    check_gradient(lambda *a: flash_attention(*a, **params), q, k, v)
+    if sizes.get("T", 17) <= sizes.get("S", 33):  # else some lse are -inf
+        check_gradient(lambda *a: flash_attention(*a, **params, return_lse=True), q, k, v)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 17, 33), (1, 4, 1, 33), (17, 33), (2, 1, 17, 1)])
+def test_gradient_of_bias_and_sink(rng, shape):
+    def attend(q, k, v, bias, sink):
+        return flash_attention(
+            q, k, v, bias=bias, sink=sink, softcap=2.0, dropout_p=0.2, seed=KEY, return_lse=True
+        )
+
+    check_gradient(attend, *draw(rng), rng.standard_normal(shape), rng.standard_normal(4))
+
+
+def test_gradient_of_packed_bias(rng):
+    cu_q, cu_k = np.array([0, 5, 17], np.int32), np.array([0, 30, 33], np.int32)
+    q, k, v = (x[0] for x in draw(rng, B=1))
+
+    def attend(q, k, v, bias):
+        return flash_attention(
+            q, k, v, bias=bias, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+            max_seqlen_q=12, max_seqlen_k=30,
+        )  # fmt: skip
+
+    check_gradient(attend, q, k, v, rng.standard_normal((1, 4, 12, 30)))
+
+
+# ---- every implementation against float64 -----------------------------------------------------
+
+
+def call(impl, where, dtype, qkv, *, needs_bias=True, **given):
+    """check_implementation with the arrays of a call in their places."""
+    names = "bias", "key_lengths", "cu_q", "cu_k", "slopes", "sink"
+    extras = [given.pop(name, None) for name in names]
+    bias, _, cu_q, _, _, sink = extras
+    q, k, _ = qkv
+    params = {
+        "window": (None, None), "align": "bottom_right", "scale": q.shape[-1] ** -0.5,
+        "softcap": None, "dropout_p": 0.0, "key": None, "max_seqlen_q": q.shape[1],
+        "max_seqlen_k": k.shape[1], "deterministic": False,
+    }  # fmt: skip
+    if cu_q is not None:
+        params |= {"max_seqlen_q": 60, "max_seqlen_k": 60}
+    wants_bias = bias is not None and bias.dtype != bool
+    needs = (True, True, True, wants_bias, False, False, False, False, sink is not None)
+    check_implementation(IMPLS, impl, where, [*qkv, *extras], dtype, needs=needs, **params | given)
+
+
+CASES = {
+    **{f"{T}x{S}": {"T": T, "S": S} for T, S in LENGTHS},
+    **{f"{T}x{S}-causal": {"T": T, "S": S, "window": (None, 0)} for T, S in LENGTHS},
+    "one_dim": {"D": 1, "Dv": 1},
+    "d96": {"D": 96, "Dv": 96, "B": 1},
+    "d257_to_256": {"D": 256, "Dv": 17, "B": 1},
+    "mqa": {"H": 6, "kv_heads": 1},
+    "empty_queries": {"T": 0},
+    "empty_keys": {"S": 0},
+    "empty_batch": {"B": 0},
+    "key_lengths": {"key_lengths": np.array([20, 0], np.int32), "window": (None, 0)},
+    "scale_zero": {"scale": 0.0},
+    "scale_negative": {"scale": -1.0},
+}
+RAW_CASES = {
+    "top_left": {"align": "top_left", "window": (4, 3)},
+    "softcap": {"softcap": 1.5},
+    "dropout": {"dropout_p": 0.3, "key": KEY, "T": 70, "S": 70},
+    "dropout_wide": {"dropout_p": 0.3, "key": KEY, "T": 40, "D": 200},
+    "slopes": {"slopes": np.array([0.1, 0.2, 0.3, 0.4])},
+    "sink": {"sink": np.array([0.1, -0.2, 0.3, 2.0])},
+    "sink_unseen_rows": {"sink": np.ones(4), "window": (None, 0), "T": 40},
+    "mask": {"bias": np.tri(17, 33, dtype=bool)[None, None]},
+    "bias": {"bias": np.sin(np.arange(2 * 4 * 17 * 33.0)).reshape(2, 4, 17, 33)},
+    "bias_of_keys": {"bias": np.cos(np.arange(66.0)).reshape(2, 1, 1, 33)},
+    "packed": {"cu_q": np.array([0, 9, 9, 50, 51], np.int32), "packed": True},
+    "packed_dropout": {
+        "cu_q": np.array([0, 9, 9, 50, 51], np.int32), "packed": True, "dropout_p": 0.2, "key": KEY,
+        "window": (None, 0), "bias": np.sin(np.arange(3600.0)).reshape(1, 1, 60, 60),
+    },
+}  # fmt: skip
+
+
+def run_case(rng, impl, where, dtype, case):
+    case = dict(case)
+    sizes = {n: case.pop(n) for n in ("B", "T", "S", "H", "kv_heads", "D", "Dv") if n in case}
+    if case.pop("packed", False):
+        qkv = tuple(x[0] for x in draw(rng, B=1, T=51, S=51))
+        case["cu_k"] = case["cu_q"]
+    else:
+        qkv = draw(rng, **sizes)
+    call(impl, where, dtype, qkv, **case)
+
+
+SIMPLE = [p for p in implementations(IMPLS) if "simulator" not in p.id]
+FULL = [p for p in SIMPLE if not p.id.startswith("numba")]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("impl", "where"), SIMPLE)
+def test_implementations(rng, impl, where, case):
+    if impl == "numba" and case.get("D", 0) > 128:
+        pytest.skip("the Numba kernel takes head sizes up to 128")
+    run_case(rng, impl, where, "float32", case)
+
+
+@pytest.mark.parametrize("case", RAW_CASES.values(), ids=RAW_CASES)
+@pytest.mark.parametrize(("impl", "where"), FULL)
+def test_features(rng, impl, where, case):
+    run_case(rng, impl, where, "float32", case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("name", ["113x203-causal", "d96", "packed_dropout", "bias", "sink"])
+@pytest.mark.parametrize(("impl", "where"), FULL)
+def test_16_bits(rng, impl, where, dtype, name):
+    run_case(rng, impl, where, dtype, {**CASES, **RAW_CASES}[name])
+
+
+# ---- the Numba kernels in the simulator -------------------------------------------------------
+
+TINY = {
+    "17x20": {"T": 17, "S": 20},
+    "causal": {"T": 5, "S": 9, "window": (None, 0)},
+    "unseen_rows": {"T": 9, "S": 5, "window": (None, 0)},
+    "top_left": {"T": 5, "S": 9, "window": (None, 0), "align": "top_left"},
+    "two_tiles": {
+        "B": 1,
+        "H": 1,
+        "kv_heads": 1,
+        "T": 34,
+        "S": 33,
+        "D": 2,
+        "Dv": 3,
+        "window": (None, 0),
+    },
+    "key_lengths": {"T": 4, "S": 9, "key_lengths": np.array([20, 0], np.int32)},
+}
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("case", TINY.values(), ids=TINY)
+def test_numba_in_the_simulator(rng, case):
+    run_case(rng, "numba", "numpy", "float32", {"D": 4, "Dv": 4, **case})
+
+
+# ---- any array, any number --------------------------------------------------------------------
+
+
+def run(xp, impl=None, dtype=np.float32, rng=None, **params):
+    q, k, v = (xp.asarray(x) for x in draw(rng or np.random.default_rng(0), dtype=dtype))
+    return flash_attention(q, k, v, impl=impl, **params)
+
+
+def test_strides_and_misaligned_views(xp, rng):
+    q, k, v = (xp.asarray(x) for x in draw(rng, Dv=8, dtype=np.float32))
+    want = arrays.to_cpu(flash_attention(q, k, v, causal=True))
+    misaligned = xp.empty(q.size + 1, np.float32)[1:].reshape(q.shape)
+    misaligned[...] = q
+    by_heads = xp.ascontiguousarray(k.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    backwards = xp.ascontiguousarray(v[:, ::-1, :, ::-1])[:, ::-1, :, ::-1]
+    got = flash_attention(misaligned, by_heads, backwards, causal=True)
+    np.testing.assert_allclose(arrays.to_cpu(got), want, atol=1e-6)
+    shared = xp.broadcast_to(k[:, :, :1], k.shape)
+    repeated = xp.ascontiguousarray(shared)
+    both = (flash_attention(q, x, v).tolist() for x in (shared, repeated))
+    np.testing.assert_allclose(next(both), next(both), atol=1e-6)
+
+
+def test_packed_on_this_backend(xp, rng):
+    """Views into one packed projection, offsets on the device."""
+    cu = np.array([0, 7, 7, 40, 64], np.int32)
+    qkv = rng.standard_normal((64, 3, 4, 8)).astype(np.float32)
+    there = xp.asarray(qkv)
+    boxes = [Tensor(there[:, i], requires_grad=True) for i in range(3)]
+    out = flash_attention(*boxes, causal=True, cu_seqlens_q=xp.asarray(cu), max_seqlen_q=33,
+                          max_seqlen_k=33)  # fmt: skip
+    out.backward(xp.ones(out.shape, np.float32))
+    for first, last in zip(cu[:-1], cu[1:], strict=True):
+        q, k, v = (qkv[None, first:last, i] for i in range(3))
+        seen = np.tri(last - first, dtype=bool)
+        want, _ = naive(q, k, v, seen=seen)
+        np.testing.assert_allclose(arrays.to_cpu(out.data)[None, first:last], want, atol=1e-5)
+    exact = [Tensor(qkv[:, i].astype(np.float64), requires_grad=True) for i in range(3)]
+    flash_attention(*exact, causal=True, cu_seqlens_q=cu).backward(np.ones((64, 4, 8)))
+    for box, want in zip(boxes, exact, strict=True):
+        np.testing.assert_allclose(arrays.to_cpu(box.grad), want.grad, atol=2e-5)
+
+
+def test_nan_stays_in_its_rows(xp, rng):
+    q, k, v = draw(rng, T=150, S=150, dtype=np.float32)
+    spoiled_q, spoiled_k, spoiled_v = q.copy(), k.copy(), v.copy()
+    spoiled_q[0, 3, 1, 0] = spoiled_k[0, 140, 1, 2] = spoiled_v[1, 7, 0, 0] = np.nan
+    given = (xp.asarray(x) for x in (spoiled_q, spoiled_k, spoiled_v))
+    nan = np.isnan(arrays.to_cpu(flash_attention(*given, causal=True)))
+    want = np.zeros_like(nan)
+    want[0, 3, 1] = True  # the query
+    want[0, 140:, 2:] = True  # queries that see the key, heads 2 and 3 of its KV head 1
+    want[1, 7:, :2, 0] = True  # queries that see the value: its column alone
+    np.testing.assert_array_equal(nan, want)
+
+
+def test_extreme_logits_are_finite(xp, rng):
+    q, k, v = (xp.asarray(x) for x in draw(rng, dtype=np.float32))
+    assert np.isfinite(arrays.to_cpu(flash_attention(q * 1e4, k, v, scale=1.0))).all()
+    half = xp.full((1, 2, 1, 8), 65504, np.float16)
+    assert flash_attention(half, half, half).tolist() == half.tolist()
+    bias = xp.full((17, 33), -INF, np.float32)
+    out, lse = flash_attention(q, k, v, bias=bias, return_lse=True)
+    assert not out.any() and (lse == -INF).all()
+
+
+def test_same_seed_same_bits(xp):
+    first, again = (run(xp, dropout_p=0.5, seed=7) for _ in range(2))
+    assert (first == again).all() and (first != run(xp, dropout_p=0.5, seed=8)).any()
+
+
+def test_memory_grows_with_tokens():
+    T = 4096
+    q = np.ones((1, T, 1, 8), np.float32)
+    tracemalloc.start()
+    box = Tensor(q, requires_grad=True)
+    flash_attention(box, q, q, causal=True).backward(q)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < T * T * 4 / 4, f"{peak} bytes"
+
+
+# ---- what is refused --------------------------------------------------------------------------
+
+BAD = {
+    "3d": (lambda q, k, v: flash_attention(q[0], k[0], v[0]), "q.shape"),
+    "batch": (lambda q, k, v: flash_attention(q[:1], k, v), "batch size 1"),
+    "head_dim": (lambda q, k, v: flash_attention(q[..., :7], k, v), "head size.*7, 8"),
+    "head_dim_zero": (lambda q, k, v: flash_attention(q[..., :0], k[..., :0], v), "0, 0"),
+    "heads": (lambda q, k, v: flash_attention(q[:, :, :3], k, v), "multiple of the 2"),
+    "keys": (lambda q, k, v: flash_attention(q, k, v[:, 1:]), "v.shape"),
+    "align": (lambda q, k, v: flash_attention(q, k, v, align="left"), "bottom_right"),
+    "window": (lambda q, k, v: flash_attention(q, k, v, window=(-1, 0)), "window"),
+    "scale_nan": (lambda q, k, v: flash_attention(q, k, v, scale=np.nan), "scale is nan"),
+    "scale_inf": (lambda q, k, v: flash_attention(q, k, v, scale=INF), "scale is inf"),
+    "dropout": (lambda q, k, v: flash_attention(q, k, v, dropout_p=1.1), "dropout_p is 1.1"),
+    "dropout_nan": (lambda q, k, v: flash_attention(q, k, v, dropout_p=np.nan), "dropout_p"),
+    "softcap": (lambda q, k, v: flash_attention(q, k, v, softcap=0), "softcap"),
+    "bias": (lambda q, k, v: flash_attention(q, k, v, bias=q[..., :3]), "bias.shape"),
+    "lengths": (lambda q, k, v: flash_attention(q, k, v, key_lengths=np.ones(3, int)), r"\(2,\)"),
+    "slopes": (lambda q, k, v: flash_attention(q, k, v, alibi_slopes=np.ones(3)), "alibi_slopes"),
+    "sink": (lambda q, k, v: flash_attention(q, k, v, sink=np.ones(3)), "sink.shape"),
+    "max_seqlen": (lambda q, k, v: flash_attention(q, k, v, max_seqlen_q=3), "cu_seqlens_q"),
+}
+
+
+@pytest.mark.parametrize(("attend", "text"), BAD.values(), ids=BAD)
+def test_bad_values(xp, rng, attend, text):
+    with pytest.raises(ValueError, match=text):
+        attend(*(x.astype(np.float32) for x in draw(rng)))
+
+
+OFFSETS = {
+    "start": ([1, 17], "start at 0"),
+    "falling": ([0, 9, 8, 17], "never fall"),
+    "end": ([0, 16], "17 tokens"),
+    "empty": ([], "int32 of shape"),
+}
+
+
+@pytest.mark.parametrize(("offsets", "text"), OFFSETS.values(), ids=OFFSETS)
+def test_bad_offsets(xp, offsets, text):
+    x, cu = xp.ones((17, 2, 4), np.float32), xp.asarray(offsets, np.int32)
+    with tape.debug(), pytest.raises(ValueError, match=text):
+        flash_attention(x, x, x, cu_seqlens_q=cu)
+    with pytest.raises(ValueError, match="int32"):
+        flash_attention(x, x, x, cu_seqlens_q=cu.astype(np.int64))
+    good = xp.asarray([0, 9, 17], np.int32)
+    with tape.debug(), pytest.raises(ValueError, match="at least the longest length, 9"):
+        flash_attention(x, x, x, cu_seqlens_q=good, max_seqlen_q=8)
+    with pytest.raises(ValueError, match="2 query sequences but 1 key"):
+        flash_attention(x, x, x, cu_seqlens_q=good, cu_seqlens_k=good[::2])
+
+
+def test_bad_dtypes(xp):
+    x = xp.ones((1, 2, 1, 8), np.float32)
+    for wrong in (x.astype(np.int32), x.astype(bool), x.astype(np.complex64)):
+        with pytest.raises(TypeError, match="dtype"):
+            flash_attention(wrong, wrong, wrong)
+    with pytest.raises(TypeError, match="share one dtype"):
+        flash_attention(x.astype(np.float16), x, x)
+    with pytest.raises(TypeError, match="bias.dtype"):
+        flash_attention(x, x, x, bias=x.astype(np.int32))
+    with pytest.raises(TypeError, match="numpy.asarray"):
+        flash_attention(x.tolist(), x, x)
+
+
+def test_explain_says_why():
+    x = np.ones((1, 2, 1, 8), np.float32)
+    told = explain(flash_attention, x, x, x, softcap=2.0)
+    assert told.chosen == "reference"
+    reasons = dict(told.reasons)
+    assert reasons["raw-simt"] == "q is a NumPy array; move it with gpuattn.to_gpu(x)"
+    assert "softcap given; the kernel knows causal, scale and key_lengths" in reasons["numba"]
+    with pytest.raises(UnsupportedError, match="raw-simt: q is a NumPy array"):
+        flash_attention(x, x, x, impl="raw")
+
+
+def test_explain_on_the_gpu(gpu):
+    x = gpu.ones((1, 2, 1, 320), np.float32)
+    told = dict(explain(flash_attention, x, x, x).reasons)
+    assert told["raw-simt"] == "the head size is 320, the kernel takes 1 to 256"
+    x = gpu.ones((1, 2, 1, 8), np.float64)
+    told = dict(explain(flash_attention, x, x, x).reasons)
+    assert told["raw-simt"] == "q is float64, the kernel takes float32, float16 or bfloat16"
