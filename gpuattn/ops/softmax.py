@@ -102,7 +102,7 @@ def _forward_reference(x, mask, *, needs, scale, causal):
 def _backward_reference(saved, dy, *, needs, into, scale, causal):
     (y,) = saved
     work = wide(y.dtype)
-    p, dp = y.astype(work, copy=False), dy.astype(work, copy=False)
+    p, dp = y.astype(work, copy=False), dy.astype(work, order="C", copy=False)
     ds = p * dp
     ds -= p * ds.sum(-1, keepdims=True)
     if scale != 1:
