@@ -4,6 +4,7 @@ Kernel files write ``from gpuattn.numbakernels.device import cuda, jit``. With
 NUMBA_ENABLE_CUDASIM=1 the same kernels run on NumPy arrays in Numba's simulator.
 """
 
+import functools
 import importlib.util
 import os
 
@@ -16,11 +17,16 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 def refusal(array):
     """Return None where Numba kernels can run on ``array``, or the reason why not."""
-    if importlib.util.find_spec("numba") is None:
+    if not _is_installed():
         return "Numba is not installed; pip install 'gpuattn[cuda13x]'"
     if not SIMULATED and not on_gpu(array):
         return "the array is a NumPy array; move it with gpuattn.to_gpu(x)"
     return None
+
+
+@functools.cache
+def _is_installed():
+    return importlib.util.find_spec("numba") is not None
 
 
 def launch(kernel, grid, block, *arguments):
