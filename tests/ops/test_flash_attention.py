@@ -1,12 +1,15 @@
-import tracemalloc
-
 import numpy as np
 import pytest
-from checks import DTYPES, check_gradient, check_implementation, implementations
+from checks import (
+    DTYPES,
+    check_gradient,
+    check_implementation,
+    check_no_float64,
+    implementations,
+)
 
-from gpuattn import Tensor, arrays, explain
+from gpuattn import Tensor
 from gpuattn.autodiff import tape
-from gpuattn.errors import UnsupportedError
 from gpuattn.ops.attention_dropout import attention_keep_mask
 from gpuattn.ops.flash_attention import IMPLS, flash_attention
 from gpuattn.rng import Key, philox, threshold
@@ -343,168 +346,15 @@ def test_numba_in_the_simulator(rng, case):
     run_case(rng, "numba", "numpy", "float32", {"D": 4, "Dv": 4, **case})
 
 
-# ---- any array, any number --------------------------------------------------------------------
+def test_numba_kernels_compile_without_float64():
+    from numba import float32, int32
 
+    from gpuattn.numbakernels.flash_attention import kernels
 
-def run(xp, impl=None, dtype=np.float32, rng=None, **params):
-    q, k, v = (xp.asarray(x) for x in draw(rng or np.random.default_rng(0), dtype=dtype))
-    return flash_attention(q, k, v, impl=impl, **params)
-
-
-def test_strides_and_misaligned_views(xp, rng):
-    q, k, v = (xp.asarray(x) for x in draw(rng, Dv=8, dtype=np.float32))
-    want = arrays.to_cpu(flash_attention(q, k, v, causal=True))
-    misaligned = xp.empty(q.size + 1, np.float32)[1:].reshape(q.shape)
-    misaligned[...] = q
-    by_heads = xp.ascontiguousarray(k.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
-    backwards = xp.ascontiguousarray(v[:, ::-1, :, ::-1])[:, ::-1, :, ::-1]
-    got = flash_attention(misaligned, by_heads, backwards, causal=True)
-    np.testing.assert_allclose(arrays.to_cpu(got), want, atol=1e-6)
-    shared = xp.broadcast_to(k[:, :, :1], k.shape)
-    repeated = xp.ascontiguousarray(shared)
-    both = (flash_attention(q, x, v).tolist() for x in (shared, repeated))
-    np.testing.assert_allclose(next(both), next(both), atol=1e-6)
-
-
-def test_packed_on_this_backend(xp, rng):
-    """Views into one packed projection, offsets on the device."""
-    cu = np.array([0, 7, 7, 40, 64], np.int32)
-    qkv = rng.standard_normal((64, 3, 4, 8)).astype(np.float32)
-    there = xp.asarray(qkv)
-    boxes = [Tensor(there[:, i], requires_grad=True) for i in range(3)]
-    out = flash_attention(*boxes, causal=True, cu_seqlens_q=xp.asarray(cu), max_seqlen_q=33,
-                          max_seqlen_k=33)  # fmt: skip
-    out.backward(xp.ones(out.shape, np.float32))
-    for first, last in zip(cu[:-1], cu[1:], strict=True):
-        q, k, v = (qkv[None, first:last, i] for i in range(3))
-        seen = np.tri(last - first, dtype=bool)
-        want, _ = naive(q, k, v, seen=seen)
-        np.testing.assert_allclose(arrays.to_cpu(out.data)[None, first:last], want, atol=1e-5)
-    exact = [Tensor(qkv[:, i].astype(np.float64), requires_grad=True) for i in range(3)]
-    flash_attention(*exact, causal=True, cu_seqlens_q=cu).backward(np.ones((64, 4, 8)))
-    for box, want in zip(boxes, exact, strict=True):
-        np.testing.assert_allclose(arrays.to_cpu(box.grad), want.grad, atol=2e-5)
-
-
-def test_nan_stays_in_its_rows(xp, rng):
-    q, k, v = draw(rng, T=150, S=150, dtype=np.float32)
-    spoiled_q, spoiled_k, spoiled_v = q.copy(), k.copy(), v.copy()
-    spoiled_q[0, 3, 1, 0] = spoiled_k[0, 140, 1, 2] = spoiled_v[1, 7, 0, 0] = np.nan
-    given = (xp.asarray(x) for x in (spoiled_q, spoiled_k, spoiled_v))
-    nan = np.isnan(arrays.to_cpu(flash_attention(*given, causal=True)))
-    want = np.zeros_like(nan)
-    want[0, 3, 1] = True  # the query
-    want[0, 140:, 2:] = True  # queries that see the key, heads 2 and 3 of its KV head 1
-    want[1, 7:, :2, 0] = True  # queries that see the value: its column alone
-    np.testing.assert_array_equal(nan, want)
-
-
-def test_extreme_logits_are_finite(xp, rng):
-    q, k, v = (xp.asarray(x) for x in draw(rng, dtype=np.float32))
-    assert np.isfinite(arrays.to_cpu(flash_attention(q * 1e4, k, v, scale=1.0))).all()
-    half = xp.full((1, 2, 1, 8), 65504, np.float16)
-    assert flash_attention(half, half, half).tolist() == half.tolist()
-    bias = xp.full((17, 33), -INF, np.float32)
-    out, lse = flash_attention(q, k, v, bias=bias, return_lse=True)
-    assert not out.any() and (lse == -INF).all()
-
-
-def test_same_seed_same_bits(xp):
-    first, again = (run(xp, dropout_p=0.5, seed=7) for _ in range(2))
-    assert (first == again).all() and (first != run(xp, dropout_p=0.5, seed=8)).any()
-
-
-def test_memory_grows_with_tokens():
-    T = 4096
-    q = np.ones((1, T, 1, 8), np.float32)
-    tracemalloc.start()
-    box = Tensor(q, requires_grad=True)
-    flash_attention(box, q, q, causal=True).backward(q)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < T * T * 4 / 4, f"{peak} bytes"
-
-
-# ---- what is refused --------------------------------------------------------------------------
-
-BAD = {
-    "3d": (lambda q, k, v: flash_attention(q[0], k[0], v[0]), "q.shape"),
-    "batch": (lambda q, k, v: flash_attention(q[:1], k, v), "batch size 1"),
-    "head_dim": (lambda q, k, v: flash_attention(q[..., :7], k, v), "head size.*7, 8"),
-    "head_dim_zero": (lambda q, k, v: flash_attention(q[..., :0], k[..., :0], v), "0, 0"),
-    "heads": (lambda q, k, v: flash_attention(q[:, :, :3], k, v), "multiple of the 2"),
-    "keys": (lambda q, k, v: flash_attention(q, k, v[:, 1:]), "v.shape"),
-    "align": (lambda q, k, v: flash_attention(q, k, v, align="left"), "bottom_right"),
-    "window": (lambda q, k, v: flash_attention(q, k, v, window=(-1, 0)), "window"),
-    "scale_nan": (lambda q, k, v: flash_attention(q, k, v, scale=np.nan), "scale is nan"),
-    "scale_inf": (lambda q, k, v: flash_attention(q, k, v, scale=INF), "scale is inf"),
-    "dropout": (lambda q, k, v: flash_attention(q, k, v, dropout_p=1.1), "dropout_p is 1.1"),
-    "dropout_nan": (lambda q, k, v: flash_attention(q, k, v, dropout_p=np.nan), "dropout_p"),
-    "softcap": (lambda q, k, v: flash_attention(q, k, v, softcap=0), "softcap"),
-    "bias": (lambda q, k, v: flash_attention(q, k, v, bias=q[..., :3]), "bias.shape"),
-    "lengths": (lambda q, k, v: flash_attention(q, k, v, key_lengths=np.ones(3, int)), r"\(2,\)"),
-    "slopes": (lambda q, k, v: flash_attention(q, k, v, alibi_slopes=np.ones(3)), "alibi_slopes"),
-    "sink": (lambda q, k, v: flash_attention(q, k, v, sink=np.ones(3)), "sink.shape"),
-    "max_seqlen": (lambda q, k, v: flash_attention(q, k, v, max_seqlen_q=3), "cu_seqlens_q"),
-}
-
-
-@pytest.mark.parametrize(("attend", "text"), BAD.values(), ids=BAD)
-def test_bad_values(xp, rng, attend, text):
-    with pytest.raises(ValueError, match=text):
-        attend(*(x.astype(np.float32) for x in draw(rng)))
-
-
-OFFSETS = {
-    "start": ([1, 17], "start at 0"),
-    "falling": ([0, 9, 8, 17], "never fall"),
-    "end": ([0, 16], "17 tokens"),
-    "empty": ([], "int32 of shape"),
-}
-
-
-@pytest.mark.parametrize(("offsets", "text"), OFFSETS.values(), ids=OFFSETS)
-def test_bad_offsets(xp, offsets, text):
-    x, cu = xp.ones((17, 2, 4), np.float32), xp.asarray(offsets, np.int32)
-    with tape.debug(), pytest.raises(ValueError, match=text):
-        flash_attention(x, x, x, cu_seqlens_q=cu)
-    with pytest.raises(ValueError, match="int32"):
-        flash_attention(x, x, x, cu_seqlens_q=cu.astype(np.int64))
-    good = xp.asarray([0, 9, 17], np.int32)
-    with tape.debug(), pytest.raises(ValueError, match="at least the longest length, 9"):
-        flash_attention(x, x, x, cu_seqlens_q=good, max_seqlen_q=8)
-    with pytest.raises(ValueError, match="2 query sequences but 1 key"):
-        flash_attention(x, x, x, cu_seqlens_q=good, cu_seqlens_k=good[::2])
-
-
-def test_bad_dtypes(xp):
-    x = xp.ones((1, 2, 1, 8), np.float32)
-    for wrong in (x.astype(np.int32), x.astype(bool), x.astype(np.complex64)):
-        with pytest.raises(TypeError, match="dtype"):
-            flash_attention(wrong, wrong, wrong)
-    with pytest.raises(TypeError, match="share one dtype"):
-        flash_attention(x.astype(np.float16), x, x)
-    with pytest.raises(TypeError, match="bias.dtype"):
-        flash_attention(x, x, x, bias=x.astype(np.int32))
-    with pytest.raises(TypeError, match="numpy.asarray"):
-        flash_attention(x.tolist(), x, x)
-
-
-def test_explain_says_why():
-    x = np.ones((1, 2, 1, 8), np.float32)
-    told = explain(flash_attention, x, x, x, softcap=2.0)
-    assert told.chosen == "reference"
-    reasons = dict(told.reasons)
-    assert reasons["raw-simt"] == "q is a NumPy array; move it with gpuattn.to_gpu(x)"
-    assert "softcap given; the kernel knows causal, scale and key_lengths" in reasons["numba"]
-    with pytest.raises(UnsupportedError, match="raw-simt: q is a NumPy array"):
-        flash_attention(x, x, x, impl="raw")
-
-
-def test_explain_on_the_gpu(gpu):
-    x = gpu.ones((1, 2, 1, 320), np.float32)
-    told = dict(explain(flash_attention, x, x, x).reasons)
-    assert told["raw-simt"] == "the head size is 320, the kernel takes 1 to 256"
-    x = gpu.ones((1, 2, 1, 8), np.float64)
-    told = dict(explain(flash_attention, x, x, x).reasons)
-    assert told["raw-simt"] == "q is float64, the kernel takes float32, float16 or bfloat16"
+    rows, lse, lengths = float32[:, :, :, :], float32[:, :, :], int32[::1]
+    numbers = float32, int32
+    forward, backward_q, backward_kv = kernels(8, 4)
+    check_no_float64(forward, rows, rows, rows, lengths, rows, lse, *numbers)
+    given = rows, rows, rows, lengths
+    check_no_float64(backward_q, *given, rows, lse, rows, lse, rows, lse, *numbers)
+    check_no_float64(backward_kv, *given, lse, lse, rows, rows, rows, *numbers)
