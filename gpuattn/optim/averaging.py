@@ -1,0 +1,74 @@
+"""Averages of parameters: over the updates of a run, and over saved checkpoints.
+
+Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992).
+"""
+
+import contextlib
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import is_floating
+from gpuattn.errors import CheckpointError, problem
+
+
+class ExponentialAverage:
+    """A moving average of all parameters, kept beside them in one flat float32 buffer.
+
+    ``workspace``: has flat ``masters`` and ``sync_model()``. ``decay``: the share that stays at an
+    update, 0 to below 1; early on less, (1 + n) / (10 + n) at update n, so that the random start is
+    soon forgotten. Raises ValueError for another decay.
+    """
+
+    def __init__(self, workspace, decay=0.999):
+        if not 0 <= decay < 1:
+            raise ValueError(problem("ExponentialAverage", "decay", decay, "0 <= decay < 1"))
+        self.workspace, self.decay, self.updates = workspace, decay, 0
+        self.average = workspace.masters.copy()
+        self._scratch = arrays.empty(self.average, self.average.shape)
+
+    def update(self):
+        """Take the parameters as they are now into the average."""
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        self._scratch[...] = self.workspace.masters
+        self._scratch -= self.average
+        self._scratch *= 1 - decay
+        self.average += self._scratch
+
+    @contextlib.contextmanager
+    def applied(self):
+        """Let the model compute with the average inside a block; afterwards with its own again."""
+        masters = self.workspace.masters
+        own = masters.copy()
+        masters[...] = self.average
+        self.workspace.sync_model()
+        try:
+            yield
+        finally:
+            masters[...] = own
+            self.workspace.sync_model()
+
+
+def average_tensors(checkpoints):
+    """Return the mean of several {name: array}, in float64 and rounded once to each dtype.
+
+    Integer arrays are taken from the last. Raises CheckpointError unless all have the same names
+    and shapes, ValueError for no checkpoint at all.
+    """
+    first, sums, count = None, {}, 0
+    for tensors in checkpoints:
+        count += 1
+        shapes = {name: array.shape for name, array in tensors.items()}
+        if first is None:
+            first = shapes
+        elif shapes != first:
+            odd = sorted(set(first.items()) ^ set(shapes.items()))[0][0]
+            raise CheckpointError(f"average: {odd} is not in all checkpoints with the same shape")
+        for name, array in tensors.items():
+            if is_floating(array.dtype):
+                sums[name] = sums.get(name, 0) + array.astype(np.float64)
+    if first is None:
+        raise ValueError("average: no checkpoints were given")
+    means = {name: (total / count).astype(tensors[name].dtype) for name, total in sums.items()}
+    return {name: means.get(name, array) for name, array in tensors.items()}

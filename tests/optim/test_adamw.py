@@ -1,0 +1,80 @@
+"""The optimizer object: what it hands to the op, and that a run with it learns and resumes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gpuattn.arrays import to_cpu
+from gpuattn.optim import AdamW
+
+
+def workspace(xp, size=256, model=None):
+    rng = np.random.default_rng(0)
+    return SimpleNamespace(
+        masters=xp.asarray(rng.standard_normal(size).astype(np.float32)),
+        grads=xp.zeros(size, np.float32),
+        exp_avg=xp.zeros(size, np.float32),
+        exp_avg_sq=xp.zeros(size, np.float32),
+        decay=xp.asarray(np.arange(size // 128, dtype=np.uint8) % 2),
+        model=model,
+    )
+
+
+def test_minimises_a_square(xp):
+    w = workspace(xp)
+    optimizer = AdamW(w, max_norm=10.0)
+    for update in range(400):
+        w.grads[...] = w.masters
+        optimizer.step(0.05 * (1 - update / 400))
+    assert float(abs(w.masters).max()) < 1e-3
+    assert optimizer.state.step == 400
+
+
+def test_every_setting_arrives(xp):
+    """One step against the formula with unusual constants, written out by hand."""
+    w = workspace(xp)
+    p = to_cpu(w.masters).astype(np.float64)
+    w.grads[...] = 6.0
+    optimizer = AdamW(w, betas=(0.5, 0.25), eps=0.5, weight_decay=0.2, max_norm=8.0, loss_scale=2.0)
+    optimizer.step(0.125, divisor=3.0)
+    g = 8.0 / 16  # the norm of 256 ones is 16
+    decays = np.repeat([0, 1], 128)
+    want = p - 0.125 * (g / (g + 0.5) + 0.2 * decays * p)
+    np.testing.assert_allclose(to_cpu(w.masters), want, rtol=1e-6, atol=1e-6)
+    assert optimizer.state.norm == pytest.approx(16)
+    np.testing.assert_allclose(to_cpu(w.exp_avg), g * 0.5, rtol=1e-6)
+    np.testing.assert_allclose(to_cpu(w.exp_avg_sq), g * g * 0.75, rtol=1e-6)
+
+
+def test_the_divisor_may_be_left_on_the_device(xp):
+    w = workspace(xp)
+    w.grads[...] = 6.0
+    optimizer = AdamW(w)
+    optimizer.state.field("divisor")[...] += xp.asarray(2, np.float32)
+    optimizer.step(0.1)
+    assert optimizer.state.norm == pytest.approx(2 * 16)
+
+
+def test_goes_on_bit_for_bit_from_its_state(xp):
+    def updates(w, optimizer, which):
+        for n in which:
+            w.grads[...] = xp.asarray(np.random.default_rng(n).standard_normal(256), np.float32)
+            optimizer.step(0.01 * n)
+
+    whole, first = workspace(xp), workspace(xp)
+    updates(whole, AdamW(whole), range(10))
+    optimizer = AdamW(first)
+    updates(first, optimizer, range(5))
+    second = workspace(xp)
+    for name in ("masters", "exp_avg", "exp_avg_sq"):
+        getattr(second, name)[...] = getattr(first, name)
+    resumed = AdamW(second)
+    resumed.state.array[...] = optimizer.state.array
+    updates(second, resumed, range(5, 10))
+    assert to_cpu(second.masters).tobytes() == to_cpu(whole.masters).tobytes()
+
+
+def test_a_bad_constant_is_refused_at_the_first_update():
+    with pytest.raises(ValueError, match="adamw: betas is"):
+        AdamW(workspace(np), betas=(0.9, 1.5)).step(0.1)
