@@ -1,0 +1,115 @@
+"""Dropout with no stored mask: y = x * keep / (1 - p), keep from counter-based random bits.
+
+Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting" (2014).
+Bits: ``gpuattn/rng.py``, where an element's index is its row-major position in ``x``. Device code:
+``rawkernels/dropout.cu``.
+"""
+
+from gpuattn import arrays, rng
+from gpuattn.arrays import as_array, check_floats, ctype, get_xp, on_gpu, wide
+from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.errors import problem
+from gpuattn.impls import Impl, Impls
+from gpuattn.kernels import kernel
+
+BLOCK = 256
+
+
+def dropout(x, p, *, seed=None, impl=None):
+    """Return ``x`` with each element zeroed with probability ``p``, the others times 1 / (1 - p).
+
+    ``x``: float array or Tensor of any shape and strides; the result has its dtype. ``seed``: an
+    int or a ``rng.Key``; None draws a fresh one (see ``manual_seed``). The gradient uses the same
+    mask, drawn again. p = 1 gives zeros. The probability is kept in steps of 1 / 65536.
+
+    Raises ValueError unless 0 <= p <= 1, TypeError for dtypes other than float32, float16,
+    bfloat16 and float64.
+    """
+    x = x if isinstance(x, Box) else as_array(x, "dropout", "x")
+    check_floats("dropout", x=raw(x))
+    p = check_probability("dropout", p)
+    return apply(IMPLS, (x,), impl, p=p, key=rng.as_key(seed) if p else None)
+
+
+def check_probability(function, p):
+    """Return ``p`` as a float, or raise ValueError unless 0 <= p <= 1."""
+    if not 0 <= p <= 1:
+        raise ValueError(problem(function, "p", p, "a probability, 0 <= p <= 1"))
+    return float(p)
+
+
+def factor(p):
+    """Return what kept values are multiplied with."""
+    return 1 / (1 - p) if p < 1 else 0.0
+
+
+def keep_of(x, p, key):
+    """Return the boolean mask of the elements of ``x`` that stay, None for all of them."""
+    return rng.keep_mask(get_xp(x), x.shape, p, key) if p else None
+
+
+def drop(x, keep, p):
+    """Return x * keep / (1 - p) as a new array."""
+    y = x * keep
+    y *= factor(p)
+    return y
+
+
+# ---- reference: NumPy or CuPy -------------------------------------------------------------------
+
+
+def _apply_reference(x, keep, p, dtype):
+    if keep is None:
+        return x.astype(dtype, order="C")
+    return drop(x.astype(wide(dtype), order="C", copy=False), keep, p).astype(dtype, copy=False)
+
+
+def _forward_reference(x, *, needs, p, key):
+    keep = keep_of(x, p, key)
+    return _apply_reference(x, keep, p, x.dtype), (keep, x.dtype) if any(needs) else None
+
+
+def _backward_reference(saved, dy, *, needs, into, p, key):
+    keep, dtype = saved
+    return (_apply_reference(dy, keep, p, dtype),)
+
+
+# ---- raw: rawkernels/dropout.cu -----------------------------------------------------------------
+
+
+def _refuse_raw(x, **params):
+    if not on_gpu(x):
+        return "x is a NumPy array; move it with gpuattn.to_gpu(x)"
+    if ctype(x.dtype) is None:
+        return f"x is {x.dtype}, the kernel takes float32, float16 or bfloat16"
+    return None
+
+
+def device_numbers(p, key):
+    """Return (threshold, factor, seed low, seed high, stream, step, device step) for kernels."""
+    return rng.threshold(p), factor(p), *rng.device_arguments(key or rng.Key(0))
+
+
+def _launch(x, p, key):
+    x = get_xp(x).ascontiguousarray(x).reshape(x.shape)
+    y = arrays.empty(x, x.shape)
+    apply_mask = kernel("dropout.cu", "dropout_apply", scalar=ctype(x.dtype), BLOCK=BLOCK)
+    grid = (-(-x.size // (rng.LANES * BLOCK)),)
+    apply_mask(grid, (BLOCK,), x, y, x.size, *device_numbers(p, key))
+    return y
+
+
+def _forward_raw(x, *, needs, p, key):
+    return _launch(x, p, key), (x.dtype,) if any(needs) else None
+
+
+def _backward_raw(saved, dy, *, needs, into, p, key):
+    (dtype,) = saved
+    return (_launch(dy.astype(dtype, copy=False), p, key),)
+
+
+IMPLS = Impls(
+    "dropout",
+    Impl("raw-simt", _forward_raw, _backward_raw, _refuse_raw),
+    Impl("reference", _forward_reference, _backward_reference),
+)

@@ -1,0 +1,29 @@
+// Dropout: y = x * (kept ? factor : 0), forward and backward alike. Nothing is stored: the mask is a
+// function of the key and the element's index.
+// Constants: scalar = float, f16, bf16; BLOCK = 256
+// Launch:    grid = (ceil(count / (8 * BLOCK)),), block = (BLOCK,).  A thread takes the eight elements
+//            whose bits come from one Philox counter.
+// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/philox.cuh"
+
+extern "C" __global__ void dropout_apply(
+    const scalar* __restrict__ x,  // (count,)
+    scalar* __restrict__ y,        // (count,)
+    long long count,
+    unsigned int threshold,        // keep lanes below it; 65536 keeps all
+    float factor,                  // 1 / (1 - p)
+    unsigned int seed_low,
+    unsigned int seed_high,
+    unsigned int stream,
+    unsigned int step,
+    const unsigned int* __restrict__ device_step) {
+    const long long counter = (long long)blockIdx.x * BLOCK + threadIdx.x;
+    if (counter * 8 >= count) return;
+    const PhiloxKey key = philox_key(seed_low, seed_high, stream, step, device_step);
+    const uint4 words = philox(key, (unsigned int)counter, (unsigned int)(counter >> 32));
+#pragma unroll
+    for (int lane = 0; lane < 8; ++lane) {
+        const long long i = counter * 8 + lane;
+        if (i < count) y[i] = (scalar)((float)x[i] * (philox_lane(words, lane) < threshold ? factor : 0.f));
+    }
+}
