@@ -54,18 +54,21 @@ def test_16_bit_sums_are_kept_in_float32(xp):
     assert to_cpu(matmul(ones, xp.ones((4096, 1), np.float16))).tolist() == [[6144]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("view", ["sliced", "reversed", "broadcast", "misaligned"])
-def test_any_strides(xp, rng, view):
-    a, b, _ = operands(xp, rng, "float32")
-    if view == "sliced":
-        a = xp.asarray(rng.standard_normal((M, 2 * K), dtype=np.float32))[:, ::2]
-    elif view == "reversed":
-        a = a[::-1, ::-1]
-    elif view == "broadcast":
-        a = xp.broadcast_to(a[:1], (M, K))
-    else:
-        a = xp.asarray(rng.standard_normal(M * K + 1, dtype=np.float32))[1:].reshape(M, K)
-    assert_close(matmul(a, b), to_cpu(a).astype(np.float64) @ to_cpu(b), "float32")
+def test_any_strides(xp, rng, view, dtype):
+    whole, b = (
+        rng.standard_normal(shape).astype(dtype_of(dtype)) for shape in ((M, 2 * K), (K, N))
+    )
+    whole, b = xp.asarray(whole), xp.asarray(b)
+    a = {
+        "sliced": whole[:, ::2],
+        "reversed": whole[::-1, K - 1 :: -1],
+        "broadcast": xp.broadcast_to(whole[:1, :K], (M, K)),
+        "misaligned": whole.ravel()[1 : M * K + 1].reshape(M, K),
+    }[view]
+    want = to_cpu(a).astype(np.float64) @ to_cpu(b).astype(np.float64)
+    assert_close(matmul(a, b), want, dtype)
 
 
 @pytest.mark.parametrize("shapes", [((0, 3), (3, 2)), ((2, 0), (0, 3)), ((2, 3), (3, 0))])
