@@ -233,6 +233,7 @@ def _adamw_reference(
     # on a GPU nothing is read back: a skipped update is one that changes everything by zero
     rates = [xp.where(skip, 0, 1 - beta).astype(np.float32) for beta in betas]
     size = xp.where(skip, 0, size).astype(np.float32)
+    floor = xp.where(skip, 1, floor).astype(np.float32)  # or 0 / 0 where nothing was seen yet
     keep = 1 - xp.where(skip, 0, lr * weight_decay).astype(np.float32)
     factors = keep if decay is None else xp.where(decay[:, None] != 0, keep, 1).astype(np.float32)
     step1 = xp.empty(min(params.size, CPU_BLOCK if xp is np else params.size), np.float32)

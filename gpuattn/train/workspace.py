@@ -11,7 +11,7 @@ import numpy as np
 
 from gpuattn.arrays import BFLOAT16, get_xp, import_cupy, to_gpu
 from gpuattn.autodiff import tape
-from gpuattn.errors import CheckpointError, problem
+from gpuattn.errors import CheckpointError, GradientError, problem
 from gpuattn.ops.adamw import DECAY_BLOCK
 from gpuattn.train.checkpoint import differences
 
@@ -54,6 +54,7 @@ class Workspace:
         dtype, grad_dtype = _dtype("dtype", dtype), _dtype("grad_dtype", grad_dtype or dtype)
         self.tensors = dict(module.named_parameters())
         self.slots, self.size = _layout(self.tensors)
+        self._parts = {id(t): slice(*self.slots[name][:2]) for name, t in self.tensors.items()}
         self.on_grad_ready = None
         host = np.zeros(self.size, np.float32)
         decay = np.zeros(self.size // DECAY_BLOCK, np.uint8)
@@ -90,15 +91,16 @@ class Workspace:
         """Write the gradients of ``loss`` into ``grads``, or add them to what came since ``begin``.
 
         ``grad``: what ``loss`` is multiplied by, an array of its shape (such as the loss scale, on
-        the device), or None for one.
+        the device), or None for one. Raises GradientError for a loss that was not recorded.
         """
+        if not loss.requires_grad:
+            raise GradientError("backward: the loss was not recorded; compute it outside no_grad()")
         grad = get_xp(loss.data).ones_like(loss.data) if grad is None else grad
         tape.backward(loss, grad, on_ready=self._ready if self.on_grad_ready else None)
 
     def _ready(self, tensor):
-        if tensor.grad_slot is not None:
-            name = next(name for name, t in self.tensors.items() if t is tensor)
-            self.on_grad_ready(slice(self.slots[name].start, self.slots[name].stop))
+        if id(tensor) in self._parts:
+            self.on_grad_ready(self._parts[id(tensor)])
 
     def finish(self):
         """Fill the gradients of parameters that took no part with zeros; return their names."""

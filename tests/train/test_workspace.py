@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from checks import dtype_of
 
-from gpuattn import Tensor, to_cpu
-from gpuattn.errors import CheckpointError
+from gpuattn import Tensor, no_grad, to_cpu
+from gpuattn.errors import CheckpointError, GradientError
 from gpuattn.optim import AdamW
 from gpuattn.train.workspace import Workspace
 
@@ -115,6 +115,14 @@ def test_says_when_a_gradient_is_final():
     for name in names:
         slot = w.slots[name]
         np.testing.assert_array_equal(seen[slot.start], w.grads[slot.start : slot.stop])
+
+
+def test_a_loss_that_was_not_recorded_is_no_silent_zero():
+    w = Workspace(Model())
+    with no_grad():
+        loss = w.tensors["scale"] * 2
+    with pytest.raises(GradientError, match="not recorded"):
+        w.backward(loss)
 
 
 def test_a_frozen_parameter_stays():
