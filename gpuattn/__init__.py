@@ -12,21 +12,31 @@ from gpuattn.autodiff.functional import (
 )
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.impls import explain, use_impl
+from gpuattn.ops.adamw import adamw, gradient_statistics
+from gpuattn.ops.beam_step import beam_step
 from gpuattn.ops.bias_activation import gelu, relu
 from gpuattn.ops.cross_entropy import cross_entropy
+from gpuattn.ops.dropout import dropout
+from gpuattn.ops.dropout_add_norm import dropout_add_norm
 from gpuattn.ops.embedding import embedding
 from gpuattn.ops.flash_attention import flash_attention
 from gpuattn.ops.layer_norm import layer_norm
 from gpuattn.ops.linear import linear
+from gpuattn.ops.rms_norm import rms_norm
 from gpuattn.ops.scaled_dot_product_attention import scaled_dot_product_attention
 from gpuattn.ops.softmax import softmax
+from gpuattn.ops.topk_logprobs import topk_logprobs
 from gpuattn.rng import manual_seed
 
 __all__ = [
     "Tensor",
+    "adamw",
+    "beam_step",
     "checkpoint",
     "cross_entropy",
     "debug",
+    "dropout",
+    "dropout_add_norm",
     "embedding",
     "explain",
     "flash_attention",
@@ -34,16 +44,19 @@ __all__ = [
     "get_xp",
     "grad",
     "gradcheck",
+    "gradient_statistics",
     "layer_norm",
     "linear",
     "manual_seed",
     "no_grad",
     "relu",
+    "rms_norm",
     "scaled_dot_product_attention",
     "softmax",
     "stop_gradient",
     "to_cpu",
     "to_gpu",
+    "topk_logprobs",
     "use_impl",
     "value_and_grad",
 ]

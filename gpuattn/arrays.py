@@ -221,7 +221,7 @@ def keep_freed_memory():
     """Let the C library keep freed memory for the next arrays instead of giving it back.
 
     Training allocates the same arrays at every step; without this, Linux clears each of their
-    pages anew, a third of a small NumPy step. For the whole process; nothing where there is no glibc.
+    pages anew, a third of a small NumPy step. Holds for the whole process; needs glibc.
     """
     mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
     with contextlib.suppress(OSError, AttributeError, TypeError):

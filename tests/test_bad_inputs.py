@@ -201,7 +201,7 @@ def test_row_17_scales(xp):
 @pytest.mark.parametrize("p", [-0.1, 1.1, np.nan])
 def test_row_18_dropout_probabilities(xp, p):
     x = draw(xp, 2, 4, 2, 8)
-    with pytest.raises(ValueError, match=r"accepted: 0 <= p <= 1"):
+    with pytest.raises(ValueError, match=r"accepted: .*0 <= p <= 1"):
         gpuattn.dropout(x, p)
     with pytest.raises(ValueError, match=r"dropout_p"):
         gpuattn.flash_attention(x, x, x, dropout_p=p)
