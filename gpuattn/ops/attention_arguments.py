@@ -49,7 +49,7 @@ def check(given, max_seqlen_q, max_seqlen_k):
         sizes = f"{D}, {key_dim} and {v.shape[-1]}"
         accepted = "the same size >= 1 for q and k, any size >= 1 for v"
         raise ValueError(problem(NAME, "the head size of q, k and v", sizes, accepted))
-    if H % kv_heads if kv_heads else H:
+    if (H % kv_heads or not H) if kv_heads else H:
         accepted = f"a multiple of the {kv_heads} heads of k and v"
         raise ValueError(problem(NAME, "the number of heads of q", H, accepted))
     if packed:

@@ -92,6 +92,23 @@ def test_memory_grows_with_tokens():
     assert peak < T * T * 4 / 4, f"{peak} bytes"
 
 
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads", "tokens"])
+def test_nothing_to_do(xp, empty):
+    sizes = {name: 0 if name == empty else 2 for name in ("batch", "queries", "keys", "heads")}
+    B, T, S, H = sizes.values()
+    shapes = [(B, T, H, 4), (B, S, H, 4), (B, S, H, 4)]
+    offsets = xp.zeros(3, np.int32) if empty == "tokens" else None
+    if offsets is not None:
+        shapes = [(0, 2, 4)] * 3
+    boxes = [Tensor(xp.ones(shape, np.float32), requires_grad=True) for shape in shapes]
+    sink = Tensor(xp.ones(H, np.float32), requires_grad=True)
+    out, lse = flash_attention(*boxes, cu_seqlens_q=offsets, sink=sink, return_lse=True)
+    assert out.shape == shapes[0] and lse.size == out.size // 4
+    assert not arrays.to_cpu(out.data).any()
+    out.backward(xp.ones(out.shape, np.float32))
+    assert all(not box.grad.any() for box in boxes)
+
+
 # ---- what is refused --------------------------------------------------------------------------
 
 BAD = {
