@@ -40,9 +40,9 @@ def softmax(x, *, scale=1.0, mask=None, causal=False, impl=None):
         raise UnsupportedError("softmax: mask takes no gradient; compute softmax(x + mask) instead")
     if not math.isfinite(scale):
         raise ValueError(problem("softmax", "scale", scale, "a finite number"))
-    if causal and x.ndim < 2:
+    if causal and raw(x).ndim < 2:
         accepted = "(..., T, S) with causal=True"
-        raise ValueError(problem("softmax", "x.shape", x.shape, accepted))
+        raise ValueError(problem("softmax", "x.shape", raw(x).shape, accepted))
     return apply(IMPLS, (x, mask), impl, scale=float(scale), causal=bool(causal))
 
 
