@@ -52,7 +52,7 @@ def flash_attention(
     lengths, by local i and j): bool (True: seen), or float in the dtype of ``q`` or float32.
     ``sink`` (H,): the logit of one more key whose value is zero.
     ``dropout_p``: probabilities are dropped, the others scaled by 1 / (1 - p); ``seed``: None, an
-    int or a ``rng.Key``; bits as ``attention_reference.attention_keep_mask`` returns them.
+    int or a ``rng.Key``; bits as ``attention_dropout.attention_keep_mask`` returns them.
     ``lse``: log(sum(exp(logits))), float32, natural logarithm, (B, H, T) or (H, tokens).
     A query that sees no key gives 0, lse -inf (the sink, if there is one), and no gradient.
 
