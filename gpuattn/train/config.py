@@ -101,7 +101,7 @@ class TrainConfig:
             if value is not None:
                 object.__setattr__(self, option.name, parse_option(option.name, value))
         files = (self.source, self.target)
-        if self.task and any(files):
+        if self.task and any((*files, self.valid_source, self.valid_target)):
             raise ConfigError(f"task is {self.task!r} and there are files; accepted: one of both")
         if not self.task and not all(files):
             raise ConfigError("a task, or a source and a target file, is needed")
@@ -254,7 +254,7 @@ def _toml_value(value):
 def differences(old, new):
     """Return sentences on what differs between the config of a run and what is asked now."""
     return [
-        f"--{option_key(name)} was {_shown(getattr(old, name))}, now {_shown(getattr(new, name))}"
+        f"--{option_key(name)} was {shown(getattr(old, name))}, now {shown(getattr(new, name))}"
         for name in OPTIONS
         if getattr(old, name) != getattr(new, name) and not _may_grow(name, old, new)
     ]
@@ -271,7 +271,8 @@ def _may_grow(name, old, new):
     )
 
 
-def _shown(value):
+def shown(value):
+    """Return a value as users write it."""
     if value is None:
         return "not given"
     return ":".join(map(str, value)) if type(value) is tuple else str(value)

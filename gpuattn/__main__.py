@@ -1,0 +1,5 @@
+"""``python -m gpuattn``: the command line."""
+
+from gpuattn.cli.main import main
+
+main(prog_name="gpuattn")

@@ -1,0 +1,21 @@
+"""gpuattn average: the mean of several weights, as a run to translate with."""
+
+import click
+
+from gpuattn.train.run import average_runs
+
+
+@click.command("average")
+@click.argument("folders", nargs=-1, required=True, metavar="DIR...", type=click.Path())
+@click.option("--out", required=True, type=click.Path(file_okay=False), help="The new folder.")
+@click.option("--last", type=click.IntRange(1), help="Of one run: its last N kept checkpoints.")
+def command(folders, out, last):
+    """Average the best weights of several runs of one model, or the checkpoints that one run kept
+    (gpuattn train --average N), into a folder that translates.
+
+    \b
+    gpuattn average runs/de --out runs/de-mean
+    gpuattn average runs/a runs/b runs/c --out runs/abc
+    """
+    count = average_runs(folders, out, last)
+    click.echo(f"the mean of {count} checkpoints is in {out}", err=True)

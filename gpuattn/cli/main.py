@@ -1,0 +1,112 @@
+"""The command line: one program, commands as verbs, each imported only when it is used."""
+
+import contextlib
+import errno
+import importlib
+import os
+import sys
+import warnings
+
+import click
+
+from gpuattn.errors import ConfigError, DeviceMissingError
+
+COMMANDS = {
+    "train": "Train a translator; without arguments a toy one, in a minute.",
+    "translate": "Translate standard input, a line for each line.",
+    "evaluate": "Score a run's translations: exact match, BLEU, chrF.",
+    "info": "Show what a run is and how it went.",
+    "average": "Average the weights of runs, or of one run's last checkpoints.",
+    "plot": "Draw loss and BLEU curves and attention maps as PNG.",
+    "doctor": "Say what works on this machine, with remedies.",
+    "kernels": "List, compile and explain the CUDA kernels.",
+    "bench": "Time the ops, every implementation that accepts.",
+}
+EXIT_CODES = ((ConfigError, 2), (DeviceMissingError, 3), (Exception, 1))
+EXPECTED = ("gpuattn.errors", "builtins")  # where errors that users cause come from
+EPILOG = """\b
+gpuattn train                                            a toy translator, one minute
+echo "half past four" | gpuattn translate runs/toy
+gpuattn train train.en train.de --valid val.en val.de --out runs/de
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no such device, 130/143 stopped after saving.
+"""
+
+
+class Commands(click.Group):
+    """Knows names and short help of its commands; turns errors into messages and exit codes."""
+
+    def list_commands(self, ctx):
+        return list(COMMANDS)
+
+    def get_command(self, ctx, name):
+        if name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"gpuattn.cli.{name}").command
+        if not any(parameter.name == "debug" for parameter in command.params):
+            command.params.append(_debug_option())
+        return command
+
+    def format_commands(self, ctx, formatter):
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx):
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            try:
+                return super().invoke(ctx)
+            except (click.ClickException, click.exceptions.Exit):
+                raise
+            except (KeyboardInterrupt, click.Abort):
+                ctx.exit(130)
+            except Exception as error:  # noqa: BLE001 the one place where errors become messages
+                if ctx.meta.get("debug"):
+                    raise
+                ctx.exit(_explain(error))
+
+
+def _explain(error):
+    """Print what went wrong and return the exit code."""
+    if isinstance(error, OSError) and error.errno == errno.EPIPE:
+        # The reader has what it wanted. Python would complain when it closes stdout.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    text = str(error) or type(error).__name__
+    if isinstance(error, MemoryError):
+        text = f"out of memory: {error}. Try a smaller --batch, with --accumulate for as much"
+    elif type(error).__module__ not in EXPECTED:
+        text = f"{type(error).__name__}: {text}"
+    if not isinstance(error, OSError) and type(error) in (TypeError, KeyError, AttributeError):
+        text = f"{type(error).__name__}: {text}. This should not happen: see it with --debug"
+    click.echo(f"gpuattn: error: {text}", err=True)
+    return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None):
+    click.echo(f"gpuattn: warning: {message}", err=True)
+
+
+def _debug_option():
+    def note(ctx, parameter, value):
+        ctx.meta["debug"] = value
+
+    return click.Option(
+        ["--debug"], is_flag=True, expose_value=False, callback=note, envvar="GPUATTN_DEBUG",
+        help="Show where an error comes from.",
+    )  # fmt: skip
+
+
+@click.command(
+    cls=Commands,
+    epilog=EPILOG,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "GPUATTN",
+        "max_content_width": 100,
+    },
+)
+@click.version_option(package_name="gpuattn")
+def main():
+    """Train small translators and use them, on NumPy or on a GPU."""

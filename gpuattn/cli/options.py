@@ -1,0 +1,75 @@
+"""What the commands share: values that name the nearest valid one, options in groups, devices."""
+
+import click
+
+from gpuattn.errors import ConfigError
+from gpuattn.train.device import DEVICES
+from gpuattn.train.units import nearest
+
+
+class NearChoice(click.Choice):
+    """A choice whose error names the nearest accepted value."""
+
+    def fail(self, message, param=None, ctx=None):
+        value = message.split("'")[1] if "'" in message else ""
+        super().fail(message.rstrip(".") + (nearest(value, self.choices) or "."), param, ctx)
+
+
+class Parsed(click.ParamType):
+    """A value that one of ``gpuattn.train.units`` parses."""
+
+    def __init__(self, parse, metavar):
+        self.parse = parse
+        self.name = metavar
+
+    def convert(self, value, param, ctx):
+        try:
+            return self.parse(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+class GroupedCommand(click.Command):
+    """Shows options under the headings given by ``GroupedOption``; remembers its arguments."""
+
+    def parse_args(self, ctx, args):
+        ctx.meta["arguments"] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx, formatter):
+        groups = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+class GroupedOption(click.Option):
+    """An option with a heading."""
+
+    def __init__(self, *args, group="Other", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+def device_option(function):
+    """Add ``--device``."""
+    return click.option(
+        "--device", type=NearChoice(DEVICES), default="auto", show_default=True, cls=GroupedOption,
+        group="Machine", help="auto: a GPU if one works; cuda without one is an error.",
+    )(function)  # fmt: skip
+
+
+def run_argument(function):
+    """Add the argument DIR, the folder of a run."""
+    return click.argument("folder", metavar="DIR", type=click.Path(file_okay=False))(function)
+
+
+def decoding_options(function):
+    """Add ``--beam`` and ``--length-penalty``, whose defaults are the run's."""
+    number = click.IntRange(1)
+    penalty = click.option("--length-penalty", type=click.FloatRange(0), help="Default: the run's.")
+    return click.option("--beam", type=number, help="Default: the run's.")(penalty(function))

@@ -1,0 +1,176 @@
+"""gpuattn train: options to a TrainConfig, a run, and what to do next."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import click
+from click.core import ParameterSource
+
+from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, Parsed, device_option
+from gpuattn.cli.progress import new_report
+from gpuattn.data.tasks import TASKS, generate
+from gpuattn.train.config import OPTIONS, PRESETS, option_key, read_toml, resolve
+from gpuattn.train.session import describe, train
+from gpuattn.train.stopping import StopOnSignal
+
+HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
+    "Data": {
+        "vocab_size": ("N", "Most subwords, shared by both languages."),
+        "max_len": ("N", "Most tokens of a sentence."),
+        "on_long": ("", "What to do about longer sentences."),
+        "seed": ("N", "Decides data order, first parameters and dropout."),
+    },
+    "Model": {
+        "dim": ("N", "Width."),
+        "heads": ("N", "Attention heads; they divide the width."),
+        "layers": ("N[:N]", "4, or 4:2 for encoder and decoder."),
+        "ffn": ("N", "Width inside the feed-forward networks."),
+        "dropout": ("P", "Share of activations set to zero."),
+        "norm": ("", "Normalise before or after each branch."),
+        "positions": ("", "How tokens know their place."),
+        "activation": ("", "In the feed-forward networks."),
+    },
+    "Optimisation": {
+        "batch": ("N", "Tokens of a batch on its longer side, such as 8k."),
+        "accumulate": ("N", "Batches summed for an update."),
+        "lr": ("X", "Largest learning rate."),
+        "schedule": ("", "How it falls after the warm-up."),
+        "warmup": ("N|P%", "Updates, or a share of the run such as 5%."),
+        "label_smoothing": ("P", "Share given to all words alike."),
+        "clip": ("X", "Largest norm of the gradient; 0: any."),
+        "weight_decay": ("X", "Of AdamW, on matrices."),
+        "precision": ("", "auto: bf16 on a GPU, fp32 on NumPy."),
+    },
+    "Length of the run": {
+        "length": ("N[e|u|s|m]", "30e epochs, 8000u updates, or 90s: planned to end by then."),
+        "patience": ("N", "Stop after N evaluations without a better one; 0: don't."),
+    },
+    "Evaluation and checkpoints": {
+        "eval_every": ("N[e|u|s]", "Epochs, updates or seconds."),
+        "score_pairs": ("N", "Validation sentences translated each time."),
+        "beam": ("N", "Of translations later; in training it is 1."),
+        "length_penalty": ("X", "Exponent of the length that scores are divided by."),
+        "ema": ("P", "Decay of a moving average of the parameters; 0: none."),
+        "average": ("N", "In the end, average the last N checkpoints; 0: don't."),
+    },
+}
+EPILOG = """\b
+gpuattn train                                 English to German phrases, one minute
+gpuattn train dates --out runs/dates          another built-in task
+gpuattn train train.en train.de --valid val.en val.de --out runs/de --for 30e --batch 8k
+gpuattn train --config runs/de/config.toml --seed 2 --out runs/de2
+
+The same command again goes on where it was stopped. Options may also stand in a TOML file
+(--config) or in variables such as GPUATTN_TRAIN_LR; a flag wins over a variable, a variable over
+the file, the file over a preset.
+"""
+
+
+def _option(name, group, placeholder, help):
+    parse = OPTIONS[name].metadata["parse"]
+    names = getattr(parse, "names", None)
+    kind = NearChoice(names) if names else Parsed(parse, placeholder)
+    flags = [f"--{option_key(name)}", name]
+    metavar = None if names else placeholder
+    help += f"  [default: {_default(name)}]"
+    return GroupedOption(flags, type=kind, metavar=metavar, help=help, group=group)
+
+
+def _default(name):
+    default = OPTIONS[name].default
+    return ":".join(map(str, default)) if type(default) is tuple else str(default)
+
+
+@click.command("train", cls=GroupedCommand, epilog=EPILOG)
+@click.argument("what", nargs=-1, metavar="[TASK | SRC TGT]")
+@click.option("--valid", nargs=2, type=click.Path(), metavar="SRC TGT", cls=GroupedOption,
+              group="Data", help="For validation; otherwise some pairs are held out.")  # fmt: skip
+@click.option("--out", type=click.Path(file_okay=False), cls=GroupedOption, group="Folder",
+              help="The run's folder.  [default: runs/TASK]")  # fmt: skip
+@click.option("--overwrite", is_flag=True, cls=GroupedOption, group="Folder",
+              help="Delete the run that is in the folder.")  # fmt: skip
+@click.option("--config", "config_file", type=click.Path(dir_okay=False), cls=GroupedOption,
+              group="Folder", help="A TOML file of options.")  # fmt: skip
+@click.option("--preset", type=NearChoice(list(PRESETS)), cls=GroupedOption, group="Model",
+              help="A size, with what suits it.")  # fmt: skip
+@device_option
+@click.pass_context
+def command(ctx, what, valid, out, overwrite, config_file, device, **values):
+    """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
+    lines are translations of each other. Ctrl-C saves; the same command goes on."""
+    config, origins = resolve(*_layers(ctx, what, valid, config_file, values))
+    if out is None and config.task is None:
+        raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
+    out = Path(out or f"runs/{config.task}")
+    report = new_report()
+    with StopOnSignal() as stop:
+        try:
+            outcome = train(
+                config, out, origins=origins, device=device, report=report, stop=stop,
+                overwrite=overwrite,
+            )  # fmt: skip
+        finally:
+            report.close()
+    if not outcome.finished:
+        again = shlex.join(["gpuattn", "train", *_without_overwrite(ctx.meta["arguments"])])
+        report.say("stopped", f"after update {outcome.update:,}; all is saved. Go on: {again}")
+        sys.exit(stop.exit_code)
+    report.say("done", describe(outcome.best, config))
+    report.say("next", f"echo {shlex.quote(_example(config))} | gpuattn translate {out}")
+
+
+command.params[1:1] = [
+    _option(name, group, *shown)
+    for group, options in HELP.items()
+    for name, shown in options.items()
+]
+
+
+def _layers(ctx, what, valid, config_file, values):
+    """Return the layers of ``train.config.resolve``, the lowest first."""
+    layers = {ParameterSource.ENVIRONMENT: {}, ParameterSource.COMMANDLINE: {}}
+    for name, value in values.items():
+        source = ctx.get_parameter_source(name)
+        if source in layers:
+            layers[source][name] = value
+    named = layers[ParameterSource.COMMANDLINE]
+    named |= _data(what)
+    if valid:
+        named |= {"valid_source": valid[0], "valid_target": valid[1]}
+    from_file = read_toml(config_file) if config_file else {}
+    if what:
+        for name in ("task", "source", "target", "valid_source", "valid_target"):
+            from_file.pop(name, None)
+    return (
+        (str(config_file), from_file),
+        ("environment", layers[ParameterSource.ENVIRONMENT]),
+        ("command line", named),
+    )
+
+
+def _data(what):
+    """Return the fields that the positional arguments give."""
+    if len(what) == 2:
+        return {"source": what[0], "target": what[1]}
+    if len(what) > 2:
+        raise click.UsageError(
+            f"{len(what)} arguments; accepted: a task, or a source and a target file"
+        )
+    if what and what[0] not in TASKS and Path(what[0]).exists():
+        raise click.UsageError(f"{what[0]} is one file; accepted: a source and a target file")
+    return {"task": what[0]} if what else {}
+
+
+def _example(config):
+    if config.task:
+        return generate(config.task, "test", 1, config.seed)[0].source
+    try:
+        with open(config.valid_source or config.source, encoding="utf-8") as file:
+            return file.readline().strip()
+    except (OSError, UnicodeDecodeError):
+        return "..."
+
+
+def _without_overwrite(arguments):
+    return [argument for argument in arguments if argument != "--overwrite"]

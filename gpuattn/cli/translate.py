@@ -1,0 +1,86 @@
+"""gpuattn translate: one line in, exactly one line out."""
+
+import sys
+
+import click
+
+from gpuattn.cli.options import decoding_options, device_option, run_argument
+from gpuattn.errors import DataError
+from gpuattn.train.run import load_run
+
+
+@click.command("translate")
+@run_argument
+@decoding_options
+@click.option("--nbest", type=click.IntRange(1), help="Print the N best of each line, numbered.")
+@click.option("--scores", is_flag=True, help="Print log-probabilities, divided as in the search.")
+@click.option("--no-kv-cache", is_flag=True, help="Compute everything anew at each token.")
+@device_option
+def command(folder, beam, length_penalty, nbest, scores, no_kv_cache, device):
+    """Translate standard input with the run in DIR, a line for each line; empty lines stay.
+
+    \b
+    gpuattn translate runs/toy < phrases.txt > translations.txt
+    gpuattn translate runs/toy                  a prompt; leave it with Ctrl-D
+
+    With --nbest a line of input gives up to N lines: its number, the score (--scores), the text.
+    A line that cannot be translated gives an empty one and a message; the exit code is then 1.
+    """
+    translator = load_run(folder, device=device)
+    options = {"beam": beam, "length_penalty": length_penalty, "kv_cache": not no_kv_cache}
+    writer = Writer(translator, nbest, scores, options)
+    if sys.stdin.isatty():
+        click.echo("Type a line and press Enter; Ctrl-D ends.", err=True)
+    for lines in _batches(click.get_binary_stream("stdin"), prompt=sys.stdin.isatty()):
+        writer.write(lines)
+    sys.exit(1 if writer.failed else 0)
+
+
+class Writer:
+    """Translates lists of lines and prints them, counting the lines."""
+
+    def __init__(self, translator, nbest, scores, options):
+        self.translator, self.nbest, self.scores = translator, nbest, scores
+        self.options = options
+        self.line, self.failed = 0, False
+
+    def write(self, lines):
+        """Translate raw lines and flush, so that a reader sees them at once."""
+        texts = [self._decoded(self.line + i, raw) for i, raw in enumerate(lines, 1)]
+        found = self.translator.nbest(texts, self.nbest or 1, **self.options)
+        out = click.get_text_stream("stdout", encoding="utf-8")
+        for hypotheses in found:
+            self.line += 1
+            for text, value in hypotheses:
+                columns = [str(self.line)] if self.nbest else []
+                columns += [f"{value:.4f}"] if self.scores else []
+                out.write("\t".join([*columns, text]) + "\n")
+        out.flush()
+
+    def _decoded(self, number, raw):
+        """Return the text of a line; an empty one, with a message, where there is none to use."""
+        try:
+            text = raw.decode("utf-8").strip()
+            self.translator.check(text)
+        except (UnicodeDecodeError, DataError) as error:
+            what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+            click.echo(f"gpuattn: error: line {number}: {what}", err=True)
+            self.failed = True
+            return ""
+        return text
+
+
+def _batches(stream, prompt):
+    """Yield lists of complete lines, each time as many as are there; at a prompt one by one."""
+    rest = b""
+    while True:
+        if prompt:
+            click.echo("> ", nl=False, err=True)
+        data = stream.readline() if prompt else stream.read1(1 << 16)
+        if not data:
+            break
+        *lines, rest = (rest + data).split(b"\n")
+        if lines:
+            yield lines
+    if rest:
+        yield [rest]

@@ -1,0 +1,92 @@
+"""Where a run computes, why, and how batches get there."""
+
+import os
+import platform
+from dataclasses import fields, replace
+
+import numpy as np
+
+from gpuattn.arrays import import_cupy
+from gpuattn.data.batching import TokenOrder
+from gpuattn.errors import ConfigError, DeviceMissingError, problem
+
+DEVICES = ("auto", "cuda", "numpy")
+
+
+def choose_device(name):
+    """Return ("numpy" or "cuda", a sentence that says what was chosen and why).
+
+    Raises DeviceMissingError when "cuda" is asked for and no GPU works, ConfigError for a name
+    that is not in ``DEVICES``.
+    """
+    if name not in DEVICES:
+        raise ConfigError(problem("device", "the name", repr(name), ", ".join(DEVICES)))
+    if name == "numpy":
+        return "numpy", f"{_cpu()}, as asked"
+    reason = _missing_gpu()
+    if reason is None:
+        return "cuda", _gpu()
+    if name == "cuda":
+        raise DeviceMissingError(f"no GPU to use: {reason}. Run: gpuattn doctor")
+    return "numpy", f"{_cpu()}, for want of a GPU ({reason})"
+
+
+def array_module(device):
+    """Return numpy or cupy for "numpy" or "cuda"."""
+    return np if device == "numpy" else import_cupy()
+
+
+def batch_to(batch, xp):
+    """Return a ``data.batching.Batch`` with its arrays on the device, moved in one copy."""
+    if xp is np:
+        return batch
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "sentences"}
+    arrays = [a for value in values.values() for a in _arrays(value)]
+    flat = xp.asarray(np.concatenate(arrays))
+    bounds = np.cumsum([len(a) for a in arrays])
+    moved = iter(flat[end - len(a) : end] for a, end in zip(arrays, bounds, strict=True))
+    return replace(batch, **{name: _moved(value, moved) for name, value in values.items()})
+
+
+def _arrays(value):
+    if isinstance(value, TokenOrder):
+        return list(value)
+    return [value] if isinstance(value, np.ndarray) else []
+
+
+def _moved(value, moved):
+    if isinstance(value, TokenOrder):
+        return TokenOrder(*(next(moved) for _ in value))
+    return next(moved) if isinstance(value, np.ndarray) else value
+
+
+def memory_in_use(xp):
+    """Return bytes: what CuPy's pool holds, or the most the process ever had on a CPU."""
+    if xp is not np:
+        return xp.get_default_memory_pool().total_bytes()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def _missing_gpu():
+    """Return why there is no GPU to use, or None."""
+    try:
+        cupy = import_cupy()
+        return None if cupy.cuda.is_available() else "no CUDA device or driver"
+    except DeviceMissingError:
+        return "CuPy is not installed"
+
+
+def _gpu():
+    runtime = import_cupy().cuda.runtime
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    return f"{properties['name'].decode()}, {properties['totalGlobalMem'] / 2**30:.0f} GiB"
+
+
+def _cpu():
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"NumPy on {cores} cores"

@@ -1,0 +1,97 @@
+"""Scores of translations, and the log of a run as lines of JSON."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+from gpuattn.errors import ConfigError, DataError, problem
+
+TOKENIZERS = ("13a", "none")
+
+
+def score(hypotheses, references, kinds=None, *, lowercase=False, tokenize="13a"):
+    """Return how well sentences match their references, all figures from 0 to 100.
+
+    Keys: ``exact_match``; ``exact_by_kind``, {kind: exact match} (empty without ``kinds``);
+    ``bleu`` and ``chrf`` as sacrebleu computes them (Post 2018), ``bleu_signature``; ``sentences``.
+    ``lowercase``, ``tokenize`` ("13a", "none"): of BLEU; ``lowercase`` of the other two as well.
+    Raises DataError for no sentences or lists of different length.
+    """
+    if tokenize not in TOKENIZERS:
+        accepted = ", ".join(TOKENIZERS)
+        raise ConfigError(problem("score", "tokenize", repr(tokenize), accepted))
+    if not references or len(hypotheses) != len(references):
+        got = f"{len(hypotheses)} hypotheses for {len(references)} references"
+        raise DataError(problem("score", "what to compare", got, "as many, and at least one"))
+    from sacrebleu.metrics import BLEU, CHRF
+
+    bleu = BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
+    result = bleu.corpus_score(hypotheses, [references])
+    chrf = CHRF(lowercase=lowercase).corpus_score(hypotheses, [references])
+    fold = str.lower if lowercase else str
+    right = [fold(h) == fold(r) for h, r in zip(hypotheses, references, strict=True)]
+    return {
+        "exact_match": 100 * sum(right) / len(right),
+        "exact_by_kind": _by_kind(right, kinds),
+        "bleu": result.score,
+        "bleu_signature": str(bleu.get_signature()),
+        "chrf": chrf.score,
+        "sentences": len(references),
+    }
+
+
+def _by_kind(right, kinds):
+    if kinds is None or set(kinds) <= {"text"}:
+        return {}
+    seen = Counter(kinds)
+    found = Counter(kind for kind, good in zip(kinds, right, strict=True) if good)
+    return {kind: 100 * found[kind] / seen[kind] for kind in sorted(seen)}
+
+
+class MetricsLog:
+    """``metrics.jsonl`` of a run: a JSON object a line, each with ``event`` and ``update``.
+
+    Events: "start", "train", "valid", "end".
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+
+    def add(self, event, **values):
+        """Append a line, so that it is there even if the process ends right after."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, **values}, ensure_ascii=False) + "\n")
+
+    def read(self, event=None):
+        """Return the lines as dicts, of one event or of all. A half-written last line is left."""
+        if not self.path.exists():
+            return []
+        rows = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+        return [row for row in rows if event in (None, row["event"])]
+
+    def rewind(self, update):
+        """Drop what was noted after an update: a resumed run notes it again."""
+        kept = [row for row in self.read() if row["update"] <= update and row["event"] != "end"]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+        write_text(self.path, text)
+
+
+def write_text(path, text):
+    """Write a small file at once: another process sees the old text or the new, never a part."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

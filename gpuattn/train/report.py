@@ -1,0 +1,31 @@
+"""What a run tells while it goes on. The command line puts a progress bar behind it."""
+
+from typing import NamedTuple
+
+
+class Progress(NamedTuple):
+    """Where a run stands. ``share``: of the whole run, 0 to 1. ``loss``: mean per target token
+    since the last report. ``rate``: source and target tokens a second. ``eta``: seconds left, as
+    far as one can tell. ``memory``: bytes."""
+
+    update: int
+    epoch: int
+    share: float
+    loss: float
+    learning_rate: float
+    rate: float
+    eta: float
+    memory: int
+
+
+class Report:
+    """Hears from a run, and says nothing. Subclasses show what they like."""
+
+    def say(self, topic, text):
+        """Hear a sentence; ``topic`` is a word such as "data", "model", "valid"."""
+
+    def progress(self, progress):
+        """Hear a Progress, every few updates."""
+
+    def close(self):
+        """Hear that nothing more comes."""

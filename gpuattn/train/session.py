@@ -1,0 +1,191 @@
+"""A training run from options to a folder that translates: begin or go on, evaluate, save, end."""
+
+import contextlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+from gpuattn.arrays import to_cpu
+from gpuattn.train import checkpoint
+from gpuattn.train.config import to_toml
+from gpuattn.train.corpus import Corpus
+from gpuattn.train.device import choose_device
+from gpuattn.train.metrics import score, write_text
+from gpuattn.train.report import Report
+from gpuattn.train.run import RunFolder, new_model
+from gpuattn.train.trainer import Trainer
+from gpuattn.train.translator import Translator
+
+SAMPLES = 2  # translations shown at each evaluation
+
+
+class Outcome(NamedTuple):
+    """How a call of ``train`` ended: ``finished``, or stopped and to be continued; the best row of
+    metrics so far, or None; the number of the last update."""
+
+    finished: bool
+    best: dict | None
+    update: int
+
+
+def train(config, out, *, origins=None, device="auto", report=None, stop=None, overwrite=False):
+    """Train as a TrainConfig says into the folder ``out``; go on where a run was stopped there.
+
+    ``device``: "auto", "cuda" or "numpy". ``report``: a ``train.report.Report``. ``stop``: called
+    after each update; once it is true, the run is saved and left. ``overwrite``: delete a run that
+    is in the folder. Returns an Outcome.
+    Raises ConfigError when the folder has a run with other options, DataError for data that cannot
+    be used, CheckpointError when a damaged run cannot go on or the disk is full,
+    DeviceMissingError, and FloatingPointError when gradients are not finite for long.
+    """
+    report, stop = report or Report(), stop or (lambda: False)
+    folder = RunFolder(out)
+    if overwrite:
+        folder.remove()
+    begun = folder.exists()
+    if begun:
+        folder.check_same(config)
+    else:
+        folder.check_empty()
+    device, where = choose_device(device)
+    report.say("device", where)
+    session = Session(config, folder, device, report, begun)
+    if begun:
+        write_text(folder.path / "config.toml", to_toml(config, origins))
+    else:
+        folder.create(config, origins, session.corpus.tokenizer)
+    return session.run(stop)
+
+
+class Session:
+    """The parts of one run, put together; see ``train``."""
+
+    def __init__(self, config, folder, device, report, begun):
+        self.config, self.folder, self.report = config, folder, report
+        self.corpus = Corpus(config, folder.tokenizer() if begun else None)
+        self.model = new_model(config, self.corpus.tokenizer)
+        self.trainer = Trainer(config, self.model, self.corpus, device, report)
+        self.translator = Translator(config, self.model, self.corpus.tokenizer)
+        self._introduce(device)
+        if begun and checkpoint.generations(folder.path, "state"):
+            self.trainer.load(folder.path)
+            folder.metrics.rewind(self.trainer.at.update)
+
+    def run(self, stop):
+        at, trainer = self.trainer.at, self.trainer
+        if at.finished and trainer.share() < 1 and self.config.patience == 0:
+            at.finished = ""  # asked to go on for longer than before
+        if at.finished:
+            self.report.say("run", f"finished before, after {at.update:,} updates ({at.finished})")
+            return Outcome(True, at.best, at.update)
+        if at.update:
+            self.report.say("run", f"going on from update {at.update:,} in {self.folder.path}")
+        self.folder.metrics.add("start", update=at.update, device=trainer.xp.__name__)
+        if not trainer.run(stop, lambda: self._evaluate(stop), self._save):
+            return Outcome(False, at.best, at.update)
+        if self.config.average > 1:
+            self._average(stop)
+        self.folder.metrics.add("end", update=at.update, seconds=at.seconds, best=at.best)
+        return Outcome(True, at.best, at.update)
+
+    def _introduce(self, device):
+        config, corpus, say = self.config, self.corpus, self.report.say
+        say("gpuattn", f"{_version()}, {self.trainer.precision.name}")
+        for fact in corpus.facts:
+            say("data", fact)
+        size = sum(parameter.size for parameter in self.model.parameters())
+        layers = "+".join(map(str, config.layers))
+        say("model", f"{layers} layers, width {config.dim}, {len(corpus.tokenizer):,} subwords, "
+            f"{size / 1e6:.2f} M parameters")  # fmt: skip
+        tokens = config.batch * config.accumulate
+        batches = f" in {config.accumulate} batches" if config.accumulate > 1 else ""
+        say("update", f"up to {tokens:,} tokens on a side{batches}, for {config.length.describe()}")
+        say("folder", str(self.folder.path))
+
+    # ---- evaluating ----
+
+    def _evaluate(self, stop, **noted):
+        """Return the metrics of the parameters (or their moving average), None if stopped."""
+        at, trainer, config = self.trainer.at, self.trainer, self.config
+        with trainer.average.applied() if trainer.average else contextlib.nullcontext():
+            self.weights = {
+                name: to_cpu(a).copy() for name, a in trainer.workspace.weights().items()
+            }
+            row = {"update": at.update, "epoch": at.epoch, "seconds": at.seconds,
+                   "loss": trainer.valid_loss(), **noted}  # fmt: skip
+            pairs = self.corpus.valid[: config.score_pairs]
+            found = self.translator.translate([pair.source for pair in pairs], beam=1, stop=stop)
+        if stop():
+            return None
+        row |= self._scores(found, pairs)
+        row["score"] = -row["loss"] if not pairs else row[self._figure()]
+        self.folder.metrics.add("valid", **row)
+        self.report.say("valid", describe(row, self.config))
+        for pair, translation in list(zip(pairs, found, strict=True))[:SAMPLES]:
+            self.report.say("", f"{pair.source}  ->  {translation}")
+        return row
+
+    def _figure(self):
+        return "exact_match" if self.config.exact_match else "bleu"
+
+    def _scores(self, found, pairs):
+        if not pairs:
+            return {}
+        folder = self.folder.path / "valid"
+        folder.mkdir(exist_ok=True)
+        write_text(folder / f"update_{self.trainer.at.update:08d}.txt", _lines(found))
+        if not (folder / "reference.txt").exists():
+            write_text(folder / "source.txt", _lines(pair.source for pair in pairs))
+            write_text(folder / "reference.txt", _lines(pair.target for pair in pairs))
+        kinds = [pair.kind for pair in pairs]
+        return score(found, [pair.target for pair in pairs], kinds)
+
+    # ---- saving ----
+
+    def _save(self, row):
+        """Keep the evaluated weights as ``last``, and ``best`` if they are; then the state."""
+        at, path, trainer = self.trainer.at, self.folder.path, self.trainer
+        if row is None:
+            with trainer.average.applied() if trainer.average else contextlib.nullcontext():
+                checkpoint.save(path, "last", trainer.workspace.weights(), {"update": at.update})
+        else:
+            if at.best is row:
+                checkpoint.save(path, "best", self.weights, row)
+            checkpoint.save(path, "last", self.weights, row)
+            if self.config.average:
+                self.folder.save_snapshot(at.update, self.weights, self.config.average)
+        tensors, metadata = trainer.state()
+        checkpoint.save(path, "state", tensors, metadata)
+
+    def _average(self, stop):
+        """Evaluate the mean of the last checkpoints; it becomes ``best`` if it is."""
+        trainer, at = self.trainer, self.trainer.at
+        own = {name: a.copy() for name, a in trainer.workspace.weights().items()}
+        trainer.average = None
+        trainer.workspace.load_weights(self.folder.average_snapshots(self.config.average))
+        row = self._evaluate(stop, averaged=self.config.average)
+        trainer.workspace.load_weights(own)
+        if row is not None and row["score"] > at.best["score"]:
+            at.best = row
+            checkpoint.save(self.folder.path, "best", self.weights, row)
+
+
+def describe(row, config):
+    """Return a row of metrics in words."""
+    if "bleu" not in row:
+        return f"update {row['update']:,}, loss {row['loss']:.3f}"
+    figures = f"BLEU {row['bleu']:.1f}, chrF {row['chrf']:.1f}"
+    if config.exact_match:
+        figures = f"{row['exact_match']:.1f} % exact, {figures}"
+    what = f"mean of {row['averaged']} checkpoints" if "averaged" in row else f"{row['update']:,}"
+    return f"update {what}, loss {row['loss']:.3f}, {figures}"
+
+
+def _lines(texts):
+    return "".join(f"{text}\n" for text in texts)
+
+
+def _version():
+    try:
+        return version("gpuattn")
+    except PackageNotFoundError:
+        return "from source"

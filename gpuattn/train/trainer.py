@@ -1,0 +1,235 @@
+"""The loop: packed batches, loss, gradients into the flat workspace, AdamW, evaluation, saving.
+
+What happens at update n is a function of the config and n, so that a run that was stopped, even by
+force, goes on bit for bit (NumPy; runs given as seconds aside, which go by the clock).
+"""
+
+import dataclasses
+import time
+
+from gpuattn.autodiff import tape
+from gpuattn.errors import CheckpointError
+from gpuattn.optim import AdamW, ExponentialAverage, Schedule
+from gpuattn.train import checkpoint, precision
+from gpuattn.train.device import array_module, batch_to, memory_in_use
+from gpuattn.train.report import Progress
+from gpuattn.train.workspace import Workspace
+
+REPORT_UPDATES = 20  # between readings of the loss: each one waits for a GPU
+
+
+@dataclasses.dataclass
+class Position:
+    """Where a run stands: all but the numbers in arrays. Saved as JSON.
+
+    ``batch``: the next one of ``epoch``. ``draws``: batches taken, which number the dropout.
+    ``seconds``: spent training. ``evaluated``: [update, epoch, seconds] of the last evaluation.
+    ``best``: its row of metrics. ``worse``: evaluations since then.
+    """
+
+    update: int = 0
+    epoch: int = 0
+    batch: int = 0
+    draws: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    averaged: int = 0
+    evaluated: list = dataclasses.field(default_factory=lambda: [0, 0, 0.0])
+    best: dict | None = None
+    worse: int = 0
+    finished: str = ""
+
+
+class Trainer:
+    """Trains ``model`` on ``corpus`` as ``config`` says.
+
+    ``device``: "numpy" or "cuda". ``report``: a ``train.report.Report``. ``evaluate``: a function
+    of (position) that returns the row of metrics of the model as it is, or None when it was
+    stopped. ``save``: called with (trainer, row or None) after an evaluation and at a stop.
+    """
+
+    def __init__(self, config, model, corpus, device, report):
+        self.config, self.model, self.corpus, self.report = config, model, corpus, report
+        self.xp = array_module(device)
+        self.precision = precision.choose(config.precision, device)
+        self.workspace = Workspace(
+            model, device, self.precision.dtype, self.precision.grad_dtype(config.accumulate)
+        )
+        self.optimizer = AdamW(
+            self.workspace, weight_decay=config.weight_decay, max_norm=config.clip or None,
+            loss_scale=self.precision.loss_scale, growth_interval=self.precision.growth_interval,
+        )  # fmt: skip
+        self.average = ExponentialAverage(self.workspace, config.ema) if config.ema else None
+        total = config.length.amount if config.length.unit == "u" else None
+        self.schedule = Schedule(config.schedule, config.lr, config.warmup, total)
+        self.at = Position()
+        self._batches = None
+        self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
+        self._since = [0, 0, 0.0]  # updates, target tokens, all tokens
+        self._health = self.optimizer.state.read()
+
+    # ---- the run ----
+
+    def run(self, stop, evaluate, save):
+        """Train until the length is reached, patience is lost or ``stop()`` says so.
+
+        ``evaluate()`` returns a row of metrics, or None when stopped; ``save(row)`` keeps the run.
+        Returns whether the run is over (False: stopped).
+        """
+        begin = time.perf_counter() - self.at.seconds
+        self._reported = time.perf_counter()
+        while not self._reached_end():
+            self._update()
+            self.at.seconds = time.perf_counter() - begin
+            if self._since[0] >= REPORT_UPDATES or time.perf_counter() - self._reported > 2:
+                self._tell()
+            if stop():
+                save(None)
+                return False
+            if (self._due() or self._reached_end()) and not self._evaluate(stop, evaluate, save):
+                return False
+            self.at.seconds = time.perf_counter() - begin
+        return True
+
+    def _evaluate(self, stop, evaluate, save):
+        """Evaluate and save; return False when stopped meanwhile."""
+        self._tell()
+        row = evaluate()
+        if row is None or stop():
+            save(None)
+            return False
+        at = self.at
+        at.evaluated = [at.update, at.epoch, at.seconds]
+        better = at.best is None or (row["score"], -row["loss"]) > (
+            at.best["score"],
+            -at.best["loss"],
+        )
+        at.best, at.worse = (row, 0) if better else (at.best, at.worse + 1)
+        if 0 < self.config.patience <= at.worse:
+            at.finished = f"no better evaluation in {at.worse}"
+        elif self._reached_end():
+            at.finished = self.config.length.describe()
+        save(row)
+        return True
+
+    def share(self):
+        """Return how much of the run is done, 0 to 1."""
+        at, (amount, unit) = self.at, self.config.length
+        if unit == "e":
+            done = at.epoch
+            if at.batch:
+                done += at.batch / self.corpus.loader(at.epoch).batches(at.epoch)
+        else:
+            done = at.update if unit == "u" else at.seconds
+        return min(1.0, done / amount)
+
+    def _reached_end(self):
+        return bool(self.at.finished) or self.share() >= 1
+
+    def _due(self):
+        amount, unit = self.config.eval_every
+        now = {"u": self.at.update, "e": self.at.epoch, "s": self.at.seconds}[unit]
+        last = dict(zip("ues", self.at.evaluated, strict=True))[unit]
+        return now - last >= amount
+
+    # ---- an update ----
+
+    def _update(self):
+        """Take ``accumulate`` batches, fewer at the end of a run, and update the parameters once.
+
+        Each batch counts by its target tokens. The weights are shares of the budget, near one, so
+        that 16-bit gradients stay in range.
+        """
+        config, at = self.config, self.at
+        rate = self.schedule(at.update, None if self.schedule.total else self.share())
+        root = self.precision.root_gradient(self.optimizer.state)
+        self.workspace.begin()
+        tokens = 0
+        for _ in range(config.accumulate):
+            batch = batch_to(self._next_batch(), self.xp)
+            self.model.random.step = at.draws
+            loss, sums = self.model.loss(batch, config.label_smoothing)
+            self.workspace.backward(loss, root * self.xp.float32(sums.tokens / config.batch))
+            self._loss += sums.mean * sums.tokens
+            at.draws += 1
+            tokens += sums.tokens
+            self._since[2] += sums.tokens + len(batch.source)
+            if self.share() >= 1:
+                break
+        self.workspace.finish()
+        self.optimizer.step(rate, tokens / config.batch)
+        if self.average:
+            self.average.update()
+        at.update += 1
+        at.tokens += tokens
+        self._since[0] += 1
+        self._since[1] += tokens
+
+    def _next_batch(self):
+        at = self.at
+        loader = self.corpus.loader(at.epoch)
+        if self._batches is None:
+            self._batches = loader.epoch(at.epoch, at.batch)
+        batch = next(self._batches)
+        at.batch += 1
+        if at.batch == loader.batches(at.epoch):
+            at.epoch, at.batch, self._batches = at.epoch + 1, 0, None
+        return batch
+
+    def _tell(self):
+        """Read the loss and the optimizer's health, and report them. Waits for a GPU."""
+        updates, tokens, all_tokens = self._since
+        if not updates:
+            return
+        loss = float(self._loss) / tokens
+        now, before = self.optimizer.state.read(), self._health
+        self._health = now
+        for sentence in precision.trouble(before, now, self.workspace):
+            self.report.say("warning", sentence)
+        spent = time.perf_counter() - self._reported
+        share = self.share()
+        left = self.at.seconds * (1 - share) / share if share else float("inf")
+        self.last = Progress(
+            self.at.update, self.at.epoch, share, loss, now["learning_rate"], all_tokens / spent,
+            left, memory_in_use(self.xp),
+        )  # fmt: skip
+        self.report.progress(self.last)
+        self._loss[...] = 0
+        self._since = [0, 0, 0.0]
+        self._reported = time.perf_counter()
+
+    def valid_loss(self):
+        """Return the mean cross-entropy per target token of the validation pairs, unsmoothed."""
+        total, tokens = 0.0, 0
+        with self.model.evaluating():
+            for batch in self.corpus.valid_batches():
+                loss, sums = self.model.loss(batch_to(batch, self.xp), 0.0)
+                total += tape.raw(loss) * sums.tokens
+                tokens += sums.tokens
+        return float(total) / tokens
+
+    # ---- saving ----
+
+    def state(self):
+        """Return ({name: array}, JSON-able metadata) of everything a continuation needs."""
+        tensors = self.workspace.state_dict()
+        tensors["optimizer_state"] = self.optimizer.state.array
+        if self.average:
+            tensors["average"] = self.average.average
+            self.at.averaged = self.average.updates
+        return tensors, dataclasses.asdict(self.at)
+
+    def load(self, folder):
+        """Go on from the state in a run folder. CheckpointError if it is damaged or another's."""
+        expected, _ = self.state()
+        tensors, at = checkpoint.load(folder, "state", expected)
+        try:
+            self.at = Position(**at)
+        except TypeError as error:
+            raise CheckpointError(f"the state in {folder} is of another version") from error
+        self.optimizer.state.array[...] = self.xp.asarray(tensors.pop("optimizer_state"))
+        if self.average:
+            self.average.average[...] = self.xp.asarray(tensors.pop("average"))
+            self.average.updates = self.at.averaged
+        self.workspace.load_state_dict(tensors)
+        self._health = self.optimizer.state.read()
