@@ -2,16 +2,15 @@
 
 import numpy as np
 
-from gpuattn.arrays import get_xp
 from gpuattn.errors import problem
 from gpuattn.models.stepping import CachedStepper
 
 
 class GPT2Stepper(CachedStepper):
-    """Continues B prompts of equal length; see ``decode.Stepper``.
+    """Continues B prompts of equal length; see ``decode.stepper.Stepper``.
 
-    The last token of each prompt is what decoding begins with: ``first_tokens``. The others are
-    computed by ``start``.
+    The last token of each prompt is what decoding begins with: pass ``bos=first_tokens``. The
+    others are computed before it, at position 0.
     """
 
     def __init__(self, model, prompt, max_length, beam, kv_cache):
@@ -27,9 +26,9 @@ class GPT2Stepper(CachedStepper):
         self.first_tokens = prompt[:, -1]
         super().__init__(model, len(prompt), model.config.vocab, max_length, beam, kv_cache)
 
-    def start(self, beam):
-        super().start(beam)
-        self._begin(get_xp(self.prompt).repeat(self.prompt[:, :-1], beam, axis=0))
+    def _begin(self, tokens):
+        before = self.prompt[:, :-1].repeat(self.beam, axis=0)
+        return self.xp.concatenate([before, tokens], axis=1)
 
     def _new_caches(self, rows):
         length = self.prompt.shape[1] - 1 + self.max_length
@@ -39,7 +38,6 @@ class GPT2Stepper(CachedStepper):
         return self.caches
 
     def _logits(self, tokens, first, caches):
-        xp = get_xp(tokens)
-        positions = xp.arange(first, first + tokens.shape[1], dtype=np.int32)
-        positions = xp.broadcast_to(positions, tokens.shape)
+        positions = self.xp.arange(first, first + tokens.shape[1], dtype=np.int32)
+        positions = self.xp.broadcast_to(positions, tokens.shape)
         return self.model.head(self.model.states(tokens, positions, caches=caches)[:, -1])

@@ -2,57 +2,56 @@
 
 from gpuattn.arrays import get_xp
 from gpuattn.autodiff.tape import raw
+from gpuattn.decode.stepper import Stepper
 from gpuattn.errors import problem
 
 
-class CachedStepper:
-    """A ``decode.Stepper`` over rows = sentences * beam texts that grow by a token at a step.
+class CachedStepper(Stepper):
+    """A Stepper over sentences * beam texts that grow by a token at a step.
 
     With ``kv_cache`` a step computes the new tokens only; without, all of the text again.
     A model supplies ``_new_caches(rows)``, ``_stores()``, the KeyValueCaches whose rows move with
-    the beams, and ``_logits(tokens (rows, T), first position, caches or None)``.
+    the beams, and ``_logits(tokens (rows, T), first position, caches or None)`` (rows, columns).
     """
 
     def __init__(self, model, sentences, vocab, max_length, beam, kv_cache):
         self.model, self.sentences, self.vocab = model, sentences, vocab
+        self.xp = get_xp(model.parameters()[0].data)
         self.max_length, self.kv_cache = max_length, kv_cache
         self.start(beam)
 
     def start(self, beam):
-        """Begin anew with ``beam`` rows for each sentence."""
-        rows = self.sentences * beam
-        self.text = None
-        self.before = self.length = 0
-        with self.model.evaluating():
-            self.caches = self._new_caches(rows) if self.kv_cache else None
+        self.beam, self.position = beam, 0
+        self.text = self.caches = None
+        self.length = 0  # tokens in the caches
 
     def step(self, tokens, position):
-        """Return logits (rows, vocabulary) after ``tokens`` (rows,) at ``position`` 0, 1, ..."""
-        if position != self.length - self.before:
-            expected = self.length - self.before
-            raise ValueError(problem("step", "position", position, f"the next one, {expected}"))
-        return raw(self._advance(tokens[:, None]))[:, : self.vocab]
+        if position != self.position:
+            accepted = f"the next one, {self.position}"
+            raise ValueError(problem("step", "position", position, accepted))
+        tokens = tokens[:, None]
+        if position == 0:
+            tokens = self._begin(tokens)
+        elif not self.kv_cache:
+            tokens = self.xp.concatenate([self.text, tokens], axis=1)
+        with self.model.evaluating():
+            if self.kv_cache and position == 0:
+                self.caches = self._new_caches(len(tokens))
+            logits = raw(self._logits(tokens, self.length, self.caches))
+        if self.kv_cache:
+            self.length += tokens.shape[1]
+        else:
+            self.text = tokens
+        self.position += 1
+        return logits[:, : self.vocab]
 
     def reorder(self, parents):
-        """Let row i go on from what was row ``parents[i]``; parents are int32 (rows,)."""
-        if self.caches is None:
-            self.text = self.text[parents]
-        else:
+        if self.kv_cache:
             for store in self._stores():
                 store.reorder(parents)
+        else:
+            self.text = self.text[parents]
 
     def _begin(self, tokens):
-        """Compute what comes before position 0."""
-        if tokens.shape[1]:
-            self._advance(tokens)
-        self.before = self.length
-
-    def _advance(self, tokens):
-        first, self.length = self.length, self.length + tokens.shape[1]
-        if self.caches is None:
-            xp = get_xp(tokens)
-            parts = [tokens] if self.text is None else [self.text, tokens]
-            tokens, first = xp.concatenate(parts, axis=1), 0
-            self.text = tokens
-        with self.model.evaluating():
-            return self._logits(tokens, first, self.caches)
+        """Return what is computed at position 0 for the ``tokens`` (rows, 1) given there."""
+        return tokens

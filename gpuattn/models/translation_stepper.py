@@ -8,7 +8,7 @@ from gpuattn.models.stepping import CachedStepper
 
 
 class TranslationStepper(CachedStepper):
-    """Steps through the translations of B packed sources; see ``decode.Stepper``.
+    """Steps through the translations of B packed sources; see ``decode.stepper.Stepper``.
 
     The memory is laid out as a padded batch once. Its keys and values, one set for each sentence,
     serve all of its beams.
@@ -19,10 +19,8 @@ class TranslationStepper(CachedStepper):
             memory = raw(model.encode(batch))
         xp = get_xp(memory)
         first, lengths = batch.cu_source[:-1], batch.cu_source[1:] - batch.cu_source[:-1]
-        column = xp.arange(batch.max_source)
-        inside = column < lengths[:, None]
-        rows = xp.where(inside, first[:, None] + column, 0)
-        self.memory = memory[rows] * inside[..., None].astype(memory.dtype)
+        rows = first[:, None] + xp.arange(batch.max_source)
+        self.memory = memory[xp.minimum(rows, len(memory) - 1)]  # behind a sentence: never read
         self.lengths = lengths
         super().__init__(model, len(lengths), model.config.vocab, max_length, beam, kv_cache)
 
@@ -33,8 +31,7 @@ class TranslationStepper(CachedStepper):
         return [cache.own for cache in self.caches]
 
     def _logits(self, tokens, first, caches):
-        xp = get_xp(self.memory)
-        positions = xp.arange(first, first + tokens.shape[1], dtype=np.int32)
-        x = self.model.target(tokens, xp.broadcast_to(positions, tokens.shape))
+        positions = self.xp.arange(first, first + tokens.shape[1], dtype=np.int32)
+        x = self.model.target(tokens, self.xp.broadcast_to(positions, tokens.shape))
         x = self.model.decode(x, memory=self.memory, memory_lengths=self.lengths, caches=caches)
         return self.model.logits(x[:, -1])

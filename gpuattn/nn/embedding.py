@@ -74,5 +74,5 @@ class Embedding(Module):
         weight, xp = self.weight.data, get_xp(self.weight.data)
         if not isinstance(self._table, xp.ndarray) or self._table.dtype != weight.dtype:
             table = sinusoidal_positions(self.max_length, weight.shape[1])
-            self._table = xp.asarray(table).astype(weight.dtype, copy=False)
+            self._table = xp.asarray(table.astype(weight.dtype, copy=False))
         return self._table

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from gpuattn.data.batching import PackedLoader
-from gpuattn.data.tokenizer import BOS
+from gpuattn.data.tokenizer import BOS, EOS
+from gpuattn.decode.beam import beam_search
+from gpuattn.decode.greedy import greedy
 from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.models.translation import TranslationConfig, TranslationModel
 
@@ -83,6 +85,29 @@ def test_gpt2_stepping_equals_the_whole_text():
         np.testing.assert_allclose(logits, whole, atol=1e-4)
         tokens = logits.argmax(-1).astype(np.int32)
         text = np.concatenate([text, tokens[:, None]], axis=1)
+
+
+def test_beam_search_finds_the_same_with_and_without_cache():
+    model, found = translator(), []
+    for kv_cache in (True, False):
+        stepper = model.stepper(model.pack(SOURCES), 7, kv_cache=kv_cache)
+        found.append(beam_search(stepper, bos=BOS, eos=EOS, max_length=7, beam=4, nbest=3))
+    for one, other in zip(*found, strict=True):
+        assert [h.tokens for h in one] == [h.tokens for h in other]
+        np.testing.assert_allclose([h.score for h in one], [h.score for h in other], rtol=1e-5)
+
+
+def test_no_sentences_give_no_translations():
+    model = translator()
+    assert greedy(model.stepper(model.pack([]), 7), bos=BOS, eos=EOS, max_length=7) == []
+
+
+def test_gpt2_goes_on_from_each_prompt():
+    stepper = language_model().stepper(PROMPT, 5)
+    together = greedy(stepper, bos=stepper.first_tokens, eos=None, max_length=5)
+    alone = language_model().stepper(PROMPT[1:], 5)
+    (single,) = greedy(alone, bos=alone.first_tokens, eos=None, max_length=5)
+    assert single.tokens == together[1].tokens and len(single.tokens) == 5
 
 
 def test_a_sentence_alone_equals_itself_in_a_batch():
