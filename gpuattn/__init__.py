@@ -12,7 +12,7 @@ from gpuattn.autodiff.functional import (
 )
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.impls import explain, use_impl
-from gpuattn.ops.adamw import adamw, gradient_statistics
+from gpuattn.ops.adamw import AdamWState, adamw, gradient_statistics
 from gpuattn.ops.beam_step import beam_step
 from gpuattn.ops.bias_activation import gelu, relu
 from gpuattn.ops.cross_entropy import cross_entropy
@@ -29,6 +29,7 @@ from gpuattn.ops.topk_logprobs import topk_logprobs
 from gpuattn.rng import manual_seed
 
 __all__ = [
+    "AdamWState",
     "Tensor",
     "adamw",
     "beam_step",

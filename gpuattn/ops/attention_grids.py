@@ -183,7 +183,7 @@ def layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k):
 def make_grid(layout, q, k, extras, params):
     """Return the Grid of a layout: whatever hides or moves logits, brought to its shape."""
     bias, key_lengths, _, _, slopes, _ = extras
-    xp, dtype, groups = get_xp(q), wide(q.dtype), q.shape[-2] // k.shape[-2] if k.shape[-2] else 1
+    xp, dtype, groups = get_xp(q), wide(q.dtype), q.shape[-2] // max(k.shape[-2], 1) or 1
     top_left = params["align"] == "top_left"
     offset = 0 if top_left else layout.shifts
     keys = layout.keys
