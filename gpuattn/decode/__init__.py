@@ -1,0 +1,1 @@
+"""Generating text with any model that can step: greedily, by beam search, by sampling."""

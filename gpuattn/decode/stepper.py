@@ -1,0 +1,103 @@
+"""What decoding asks of a model, what it returns, and the settings all of its ways share."""
+
+import abc
+from typing import NamedTuple
+
+import numpy as np
+
+from gpuattn.arrays import to_cpu
+from gpuattn.errors import problem
+
+CHECK_EVERY = 8  # steps between two looks at a GPU for whether all sentences are done
+
+
+class Stepper(abc.ABC):
+    """A model in the middle of B texts. Decoding knows models by this alone; any object with
+    these members will do.
+
+    ``sentences``: B. ``xp``: ``numpy`` or ``cupy``, where tokens and logits live. With a beam of K,
+    row b * K + i is beam i of sentence b.
+    """
+
+    @abc.abstractmethod
+    def start(self, beam):
+        """Forget everything and begin with ``beam`` rows for each sentence."""
+
+    @abc.abstractmethod
+    def step(self, tokens, position):
+        """Take the next token of each row and return what may follow.
+
+        ``tokens``: int32 (rows,). ``position``: 0 for the tokens that begin the texts, then 1, 2...
+        Returns logits (rows, V), of any float dtype.
+        """
+
+    @abc.abstractmethod
+    def reorder(self, parents):
+        """Let each row go on from what was row ``parents[row]``; int32 (rows,)."""
+
+
+class Hypothesis(NamedTuple):
+    """One text that a model found: its tokens, without the mark at either end.
+
+    ``score``: the sum of the tokens' log-probabilities, the end mark's included. ``normalised``:
+    that score with the length penalty. ``ended``: whether the model set the end mark; otherwise
+    ``max_length`` cut the text.
+    """
+
+    tokens: list[int]
+    score: float
+    normalised: float
+    ended: bool
+
+
+class Limits:
+    """Where texts begin and end, and which tokens may not come. Checked here, once for all ways.
+
+    See ``greedy`` for the meaning of each setting.
+    """
+
+    def __init__(self, function, stepper, bos, eos, max_length, min_length, banned):
+        if max_length < 0:
+            raise ValueError(problem(function, "max_length", max_length, "0 or more"))
+        if not 0 <= min_length <= max_length:
+            accepted = f"0 to max_length, {max_length}"
+            raise ValueError(problem(function, "min_length", min_length, accepted))
+        if np.shape(bos) not in ((), (stepper.sentences,)):
+            accepted = f"a token, or one for each of the {stepper.sentences} sentences"
+            raise ValueError(problem(function, "bos", f"of shape {np.shape(bos)}", accepted))
+        self.function, self.stepper, self.bos = function, stepper, bos
+        self.eos = -1 if eos is None else eos
+        self.max_length = max_length if stepper.sentences else 0
+        self.min_length, self.banned = min_length, tuple(banned)
+        self._masks = None
+
+    def first_tokens(self, beam):
+        """Return the tokens that begin the texts, int32 (B * beam,)."""
+        xp, shape = self.stepper.xp, (self.stepper.sentences, beam)
+        bos = xp.asarray(self.bos, np.int32)
+        return xp.broadcast_to(bos[:, None] if bos.ndim else bos, shape).ravel()
+
+    def hidden(self, step, vocab):
+        """Return a bool mask (V,) of the tokens that may not come at ``step``, or None."""
+        if self._masks is None:
+            early = (*self.banned, self.eos) if self.eos >= 0 else self.banned
+            self._masks = self._mask(early, vocab), self._mask(self.banned, vocab)
+        return self._masks[step >= self.min_length]
+
+    def _mask(self, tokens, vocab):
+        if not tokens:
+            return None
+        wrong = [token for token in tokens if not 0 <= token < vocab]
+        if wrong:
+            got = f"holding {wrong[0]}"
+            raise ValueError(problem(self.function, "banned or eos", got, f"0 <= token < {vocab}"))
+        mask = np.zeros(vocab, bool)
+        mask[list(tokens)] = True
+        return self.stepper.xp.asarray(mask)
+
+
+def all_done(done, step):
+    """Return whether all of ``done`` is true; a GPU is asked only every CHECK_EVERY-th step."""
+    if not isinstance(done, np.ndarray) and (step + 1) % CHECK_EVERY:
+        return False
+    return bool(to_cpu(done.all()))
