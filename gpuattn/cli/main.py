@@ -10,6 +10,7 @@ import warnings
 import click
 
 from gpuattn.errors import ConfigError, DeviceMissingError
+from gpuattn.train.units import nearest
 
 COMMANDS = {
     "train": "Train a translator; without arguments a toy one, in a minute.",
@@ -46,6 +47,11 @@ class Commands(click.Group):
         if not any(parameter.name == "debug" for parameter in command.params):
             command.params.append(_debug_option())
         return command
+
+    def resolve_command(self, ctx, args):
+        if args and args[0] not in COMMANDS:
+            ctx.fail(f"no command {args[0]!r}{nearest(args[0], COMMANDS) or '.'}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx, formatter):
         with formatter.section("Commands"):
@@ -98,6 +104,14 @@ def _debug_option():
     )  # fmt: skip
 
 
+def _version(ctx, parameter, value):
+    if value and not ctx.resilient_parsing:
+        from gpuattn.train.session import installed_version
+
+        click.echo(f"gpuattn {installed_version()}")
+        ctx.exit()
+
+
 @click.command(
     cls=Commands,
     epilog=EPILOG,
@@ -107,6 +121,7 @@ def _debug_option():
         "max_content_width": 100,
     },
 )
-@click.version_option(package_name="gpuattn")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version,
+              help="Show the version and exit.")  # fmt: skip
 def main():
     """Train small translators and use them, on NumPy or on a GPU."""

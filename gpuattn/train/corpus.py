@@ -3,7 +3,9 @@
 A built-in task has new pairs in every epoch, a function of (seed, epoch).
 """
 
+import zlib
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -22,7 +24,8 @@ class Corpus:
     """Training batches by epoch, validation pairs, and the tokenizer of a run.
 
     ``tokenizer``: the run's, or None to train one. ``valid``: list of Pair. ``facts``: sentences
-    on what was read, for the head of a run. ``loader(epoch)``: its PackedLoader.
+    on what was read, for the head of a run. ``fingerprint``: of the training text.
+    ``loader(epoch)``: its PackedLoader.
     Raises DataError for files that cannot be used, ConfigError for limits nothing fits in.
     """
 
@@ -36,6 +39,7 @@ class Corpus:
         self.ids, kept = self._encode(train)
         self._first_loader = PackedLoader(self.ids, config.batch, config.seed)
         self.loader = lru_cache(1)(self._loader)
+        self.fingerprint = zlib.crc32("\n".join(chain.from_iterable(p[:2] for p in train)).encode())
         self.facts = [self._counts(train, kept)]
         self.valid_ids, kept = self._encode(self.valid)
         self.valid = [self.valid[i] for i in kept]

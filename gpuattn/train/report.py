@@ -4,12 +4,16 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """Where a run stands. ``share``: of the whole run, 0 to 1. ``loss``: mean per target token
-    since the last report. ``rate``: source and target tokens a second. ``eta``: seconds left, as
-    far as one can tell. ``memory``: bytes."""
+    """Where a run stands.
+
+    ``seconds``: spent training. ``share``: of the whole run, 0 to 1. ``loss``: mean per target
+    token since the last report. ``rate``: source and target tokens a second. ``eta``: seconds
+    left, as far as one can tell. ``memory``: bytes.
+    """
 
     update: int
     epoch: int
+    seconds: float
     share: float
     loss: float
     learning_rate: float

@@ -63,12 +63,12 @@ class Session:
         self.config, self.folder, self.report = config, folder, report
         self.corpus = Corpus(config, folder.tokenizer() if begun else None)
         self.model = new_model(config, self.corpus.tokenizer)
-        self.trainer = Trainer(config, self.model, self.corpus, device, report)
+        logged = _Logged(report, folder.metrics)
+        self.trainer = Trainer(config, self.model, self.corpus, device, logged)
         self.translator = Translator(config, self.model, self.corpus.tokenizer)
         self._introduce(device)
         if begun and checkpoint.generations(folder.path, "state"):
             self.trainer.load(folder.path)
-            folder.metrics.rewind(self.trainer.at.update)
 
     def run(self, stop):
         at, trainer = self.trainer.at, self.trainer
@@ -77,6 +77,7 @@ class Session:
         if at.finished:
             self.report.say("run", f"finished before, after {at.update:,} updates ({at.finished})")
             return Outcome(True, at.best, at.update)
+        self.folder.metrics.rewind(at.update)
         if at.update:
             self.report.say("run", f"going on from update {at.update:,} in {self.folder.path}")
         self.folder.metrics.add("start", update=at.update, device=trainer.xp.__name__)
@@ -89,7 +90,7 @@ class Session:
 
     def _introduce(self, device):
         config, corpus, say = self.config, self.corpus, self.report.say
-        say("gpuattn", f"{_version()}, {self.trainer.precision.name}")
+        say("gpuattn", f"{installed_version()}, {self.trainer.precision.name}")
         for fact in corpus.facts:
             say("data", fact)
         size = sum(parameter.size for parameter in self.model.parameters())
@@ -169,6 +170,19 @@ class Session:
             checkpoint.save(self.folder.path, "best", self.weights, row)
 
 
+class _Logged(Report):
+    """Notes progress in the metrics before passing everything on."""
+
+    def __init__(self, report, metrics):
+        self.say, self._report, self._metrics = report.say, report, metrics
+
+    def progress(self, progress):
+        row = progress._asdict()
+        del row["eta"], row["share"]
+        self._metrics.add("train", **row)
+        self._report.progress(progress)
+
+
 def describe(row, config):
     """Return a row of metrics in words."""
     if "bleu" not in row:
@@ -184,7 +198,8 @@ def _lines(texts):
     return "".join(f"{text}\n" for text in texts)
 
 
-def _version():
+def installed_version():
+    """Return the version of the installed package."""
     try:
         return version("gpuattn")
     except PackageNotFoundError:

@@ -8,7 +8,7 @@ import dataclasses
 import time
 
 from gpuattn.autodiff import tape
-from gpuattn.errors import CheckpointError
+from gpuattn.errors import CheckpointError, DataError
 from gpuattn.optim import AdamW, ExponentialAverage, Schedule
 from gpuattn.train import checkpoint, precision
 from gpuattn.train.device import array_module, batch_to, memory_in_use
@@ -24,7 +24,8 @@ class Position:
 
     ``batch``: the next one of ``epoch``. ``draws``: batches taken, which number the dropout.
     ``seconds``: spent training. ``evaluated``: [update, epoch, seconds] of the last evaluation.
-    ``best``: its row of metrics. ``worse``: evaluations since then.
+    ``best``: its row of metrics. ``worse``: evaluations since then. ``data``: the corpus's
+    fingerprint.
     """
 
     update: int = 0
@@ -38,14 +39,13 @@ class Position:
     best: dict | None = None
     worse: int = 0
     finished: str = ""
+    data: int = 0
 
 
 class Trainer:
     """Trains ``model`` on ``corpus`` as ``config`` says.
 
-    ``device``: "numpy" or "cuda". ``report``: a ``train.report.Report``. ``evaluate``: a function
-    of (position) that returns the row of metrics of the model as it is, or None when it was
-    stopped. ``save``: called with (trainer, row or None) after an evaluation and at a stop.
+    ``device``: "numpy" or "cuda". ``report``: a ``train.report.Report``. ``at``: the Position.
     """
 
     def __init__(self, config, model, corpus, device, report):
@@ -62,7 +62,7 @@ class Trainer:
         self.average = ExponentialAverage(self.workspace, config.ema) if config.ema else None
         total = config.length.amount if config.length.unit == "u" else None
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total)
-        self.at = Position()
+        self.at = Position(data=corpus.fingerprint)
         self._batches = None
         self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
         self._since = [0, 0, 0.0]  # updates, target tokens, all tokens
@@ -73,7 +73,8 @@ class Trainer:
     def run(self, stop, evaluate, save):
         """Train until the length is reached, patience is lost or ``stop()`` says so.
 
-        ``evaluate()`` returns a row of metrics, or None when stopped; ``save(row)`` keeps the run.
+        ``evaluate()`` returns a row of metrics, or None when stopped meanwhile. ``save(row)`` keeps
+        the run after an evaluation, ``save(None)`` at a stop.
         Returns whether the run is over (False: stopped).
         """
         begin = time.perf_counter() - self.at.seconds
@@ -100,16 +101,16 @@ class Trainer:
             return False
         at = self.at
         at.evaluated = [at.update, at.epoch, at.seconds]
-        better = at.best is None or (row["score"], -row["loss"]) > (
-            at.best["score"],
-            -at.best["loss"],
-        )
-        at.best, at.worse = (row, 0) if better else (at.best, at.worse + 1)
+        if at.best is None or _rank(row) > _rank(at.best):
+            at.best, at.worse = row, 0
+        else:
+            at.worse += 1
         if 0 < self.config.patience <= at.worse:
             at.finished = f"no better evaluation in {at.worse}"
         elif self._reached_end():
             at.finished = self.config.length.describe()
         save(row)
+        self._reported = time.perf_counter()
         return True
 
     def share(self):
@@ -189,11 +190,11 @@ class Trainer:
         spent = time.perf_counter() - self._reported
         share = self.share()
         left = self.at.seconds * (1 - share) / share if share else float("inf")
-        self.last = Progress(
-            self.at.update, self.at.epoch, share, loss, now["learning_rate"], all_tokens / spent,
-            left, memory_in_use(self.xp),
+        progress = Progress(
+            self.at.update, self.at.epoch, self.at.seconds, share, loss, now["learning_rate"],
+            all_tokens / spent, left, memory_in_use(self.xp),
         )  # fmt: skip
-        self.report.progress(self.last)
+        self.report.progress(progress)
         self._loss[...] = 0
         self._since = [0, 0, 0.0]
         self._reported = time.perf_counter()
@@ -224,12 +225,23 @@ class Trainer:
         expected, _ = self.state()
         tensors, at = checkpoint.load(folder, "state", expected)
         try:
-            self.at = Position(**at)
+            at = Position(**at)
         except TypeError as error:
             raise CheckpointError(f"the state in {folder} is of another version") from error
+        if at.data != self.corpus.fingerprint:
+            raise DataError(
+                f"the training text is not the one that {folder} began with, so the run cannot go "
+                "on. Put the text back, or use another --out"
+            )
+        self.at = at
         self.optimizer.state.array[...] = self.xp.asarray(tensors.pop("optimizer_state"))
         if self.average:
             self.average.average[...] = self.xp.asarray(tensors.pop("average"))
             self.average.updates = self.at.averaged
         self.workspace.load_state_dict(tensors)
         self._health = self.optimizer.state.read()
+
+
+def _rank(row):
+    """Return what orders evaluations: the score, and among equal ones the loss."""
+    return row["score"], -row["loss"]
