@@ -261,7 +261,7 @@ def _adamw_reference(
             p2 *= factors if decay is None else factors[rows]
         p -= g
         if model is not None:
-            model[block] = p
+            model[block] = p if xp is np else xp.where(skip, model[block], p.astype(model.dtype))
     return params, None
 
 

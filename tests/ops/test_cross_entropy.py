@@ -138,7 +138,8 @@ def test_donated_logits_become_their_gradient(xp, rng, dtype, reduction):
         grads.append(to_cpu(x.grad).astype(np.float64))
         overwritten = to_cpu(data).astype(np.float64).reshape(18, 12)
         if donate:
-            np.testing.assert_array_equal(overwritten, grads[0].reshape(18, 12))
+            rtol = 1e-12 if dtype == "float64" else 0  # CuPy sums in blocks of its own
+            np.testing.assert_allclose(overwritten, grads[0].reshape(18, 12), rtol)
             with pytest.raises(GradientError, match="donate=True"):
                 tape.backward(loss, weight)
         else:

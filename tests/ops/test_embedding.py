@@ -50,7 +50,8 @@ def test_implementations(rng, name, where, shape, cols, dtype, p, form, ordered)
     inputs = [tokens, weight, positions, table, *order]
     needs = (False, True, False, table is not None and "fixed" not in form, *[False] * 3)
     params = {"scale": 2.5, "p": p, "key": random.Key(7, 3, 5) if p else None}
-    check_implementation(IMPLS, name, where, inputs, dtype, needs=needs, **params)
+    slack = 4 if shape and max(shape) > 100 else 1  # long sums, added in other orders
+    check_implementation(IMPLS, name, where, inputs, dtype, needs=needs, slack=slack, **params)
 
 
 @pytest.mark.parametrize("positions", [None, np.array([[4, 0, 4], [1, 1, 2]])])
