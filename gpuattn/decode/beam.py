@@ -63,6 +63,8 @@ def beam_search(
         return LENGTH_RULES[length_rule](length, length_penalty)
 
     xp, sentences = stepper.xp, stepper.sentences
+    if sentences == 0:
+        return []
     place = xp.arange(2 * beam)
     first_row = xp.arange(sentences, dtype=np.int32)[:, None] * np.int32(beam)
     scores = xp.full((sentences, beam), -np.inf, np.float32)
@@ -70,7 +72,7 @@ def beam_search(
     pool = _Pool(xp, sentences, beam)
     tokens, history = limits.first_tokens(beam), []
     stepper.start(beam)
-    for step in range(limits.max_length):
+    for step in range(max_length):
         logits = stepper.step(tokens.ravel(), step)
         hidden = limits.hidden(step, logits.shape[1])
         scores = scores.astype(wide(logits.dtype), copy=False)

@@ -33,6 +33,8 @@ def follow(stepper, choose, limits):
     ``choose(logits (B, V), step)`` returns (tokens (B,) int32, their log-probabilities (B,)).
     """
     xp, sentences = stepper.xp, stepper.sentences
+    if sentences == 0:
+        return []
     done = xp.zeros(sentences, bool)
     lengths = xp.zeros(sentences, np.int32)
     scores = xp.zeros(sentences, np.float32)

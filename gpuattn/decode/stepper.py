@@ -67,8 +67,8 @@ class Limits:
             raise ValueError(problem(function, "bos", f"of shape {np.shape(bos)}", accepted))
         self.function, self.stepper, self.bos = function, stepper, bos
         self.eos = -1 if eos is None else eos
-        self.max_length = max_length if stepper.sentences else 0
-        self.min_length, self.banned = min_length, tuple(banned)
+        self.max_length, self.min_length = max_length, min_length
+        self.banned = tuple(banned)
         self._masks = None
 
     def first_tokens(self, beam):

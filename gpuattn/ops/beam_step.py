@@ -63,18 +63,25 @@ def beam_step(logits, scores, *, banned=None, vocab_size=None, impl=None):
 
 
 def _forward_reference(logits, scores, banned, *, needs, vocab_size):
+    if len(logits) == 0:
+        return _outputs(scores), None
     xp, (sentences, beam) = get_xp(logits), scores.shape
     totals = logits[:, :vocab_size].astype(scores.dtype, order="C")
-    if sentences:
-        peak, log_total = log_sum(totals)
-        totals -= peak
-        totals -= log_total
+    peak, log_total = log_sum(totals)
+    totals -= peak
+    totals -= log_total
     totals += scores.reshape(-1, 1)
     hidden = scores.reshape(-1, 1) == -np.inf
     if banned is not None:
         hidden = hidden | banned
     totals = xp.where(hidden, totals.dtype.type(-np.inf), totals)
     return _best(totals.reshape(sentences, beam * vocab_size), beam, vocab_size, largest), None
+
+
+def _outputs(scores):
+    """Return room for the scores, parents and tokens, each (B, 2K)."""
+    shape = (len(scores), 2 * scores.shape[1])
+    return tuple(arrays.empty(scores, shape, t) for t in (scores.dtype, np.int32, np.int32))
 
 
 def _best(totals, beam, vocab_size, search):
@@ -109,6 +116,8 @@ def _refuse_numba(logits, scores, banned, *, vocab_size):
 
 
 def _forward_numba(logits, scores, banned, *, needs, vocab_size):
+    if len(logits) == 0:
+        return _outputs(scores), None
     from gpuattn.numbakernels.beam_step import score_continuations, search_best
     from gpuattn.numbakernels.reduce import THREADS
 
@@ -142,15 +151,14 @@ def _forward_raw(logits, scores, banned, *, needs, vocab_size):
     rows, stride = strided_rows(logits)
     banned = None if banned is None else xp.ascontiguousarray(banned)
     lists = arrays.empty(logits, (len(rows), 2 * beam), np.uint64)
-    best = arrays.empty(logits, (sentences, 2 * beam), np.float32)
-    parents, tokens = (arrays.empty(logits, best.shape, np.int32) for _ in range(2))
+    outputs = _outputs(scores)
     constants = {"scalar": ctype(logits.dtype), "BLOCK": BLOCK}
     search = kernel("beam_step.cu", "beam_step_rows", **constants)
     merge = kernel("beam_step.cu", "beam_step_merge", **constants)
     scores = xp.ascontiguousarray(scores)
     search((len(rows),), (BLOCK,), rows, scores, banned, lists, stride, vocab_size, beam)
-    merge((sentences,), (BLOCK,), lists, best, parents, tokens, vocab_size, beam)
-    return (best, parents, tokens), None
+    merge((sentences,), (BLOCK,), lists, *outputs, vocab_size, beam)
+    return outputs, None
 
 
 IMPLS = Impls(

@@ -114,7 +114,7 @@ def largest(x, k):
 
 def _sorted(x, k):
     """Return where the k largest are; of equal ones the first comes first, and NaN before all."""
-    backwards = x[:, ::-1].argsort(-1, kind="stable")[:, ::-1]
+    backwards = get_xp(x).argsort(x[:, ::-1], -1, kind="stable")[:, ::-1]
     return x.shape[1] - 1 - backwards[:, :k]
 
 

@@ -164,6 +164,37 @@ def test_stops_when_all_are_done():
     assert model.steps == 4
 
 
+@pytest.mark.parametrize("penalty, longest, go_on, steps", [
+    (0, 40, 0.9, 2),   # a score only falls
+    (1, 40, 0.9, 40),  # log(0.5) / 2 may yet be beaten by log(0.45) / 40
+    (1, 2, 0.9, 2),    # but not at length 2
+    (-1, 40, 0.9, 2),  # the shortest to come is the best to hope for
+    (0, 40, 1.0, 2),   # as good as the best so far is not better
+])  # fmt: skip
+def test_stops_when_no_beam_can_win(penalty, longest, go_on, steps):
+    """The text [2] has probability 0.5; those that begin with 3 never end."""
+
+    def logits_of(sentence, text):
+        chances = [0, 0, 0.5, 0.5]
+        if text:
+            chances = [0, 1, 0, 0] if text[0] == 2 else [0, 0, 1 - go_on, go_on]
+        with np.errstate(divide="ignore"):
+            return np.log(chances)
+
+    model = Fake(np, 1, logits_of)
+    settings = {"beam": 3, "length_penalty": penalty, "max_length": longest}
+    (best,) = beam_search(model, **settings, **ENDS)
+    assert model.steps == steps
+    assert best[0].tokens == ([3] * 40 if steps == 40 else [2])
+
+
+def test_waits_for_a_short_text_with_a_negative_penalty():
+    table = {(): {2: 0.3, 3: 0.7}, (2,): {EOS: 1.0}, (3,): {3: 1.0}}
+    model = Fake(np, 1, script(table, 4))
+    (best,) = beam_search(model, beam=3, length_penalty=-1, max_length=40, **ENDS)
+    check(best, [(3 * np.log(0.7), np.log(0.7), [3, 3], True)])
+
+
 def test_a_late_look_changes_nothing(monkeypatch):
     """On a GPU steps go on after all are done, until the next look. They must be idle."""
     settings = {"beam": 3, "nbest": 2, "max_length": 30}
@@ -214,6 +245,7 @@ def test_nothing_is_allowed():
     model = Fake(np, 2, random_model(1, 3))
     settings = {"beam": 2, "max_length": 4, "min_length": 4, "banned": (0, 2)}
     assert beam_search(model, **settings, **ENDS) == [[], []]
+    assert model.steps == 1
 
 
 def test_nan_stays_in_its_sentence():
