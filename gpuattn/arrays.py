@@ -2,7 +2,10 @@
 
 import contextlib
 import ctypes
+import functools
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -25,7 +28,7 @@ def _cupy():
 
 def on_gpu(array):
     """Return whether ``array`` is a CuPy array."""
-    cupy = _cupy()
+    cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
 
 
@@ -80,6 +83,8 @@ def _on_cuda_by_dlpack(value):
 
 def check_together(function, **arrays):
     """Raise unless all arrays (None aside) live on the same backend and the same GPU."""
+    if _cupy() is None:
+        return
     given = {name: a for name, a in arrays.items() if is_array(a)}
     gpu = {name: a for name, a in given.items() if on_gpu(a)}
     if gpu and len(gpu) < len(given):
@@ -155,14 +160,36 @@ def zeros(like, shape, dtype=None):
     return get_xp(like).zeros(shape, dtype or like.dtype)
 
 
-@contextlib.contextmanager
-def device_of(array):
-    """Make the device of ``array`` the current one for a block; nothing for NumPy arrays."""
-    if on_gpu(array) and array.device.id != _cupy().cuda.runtime.getDevice():
-        with array.device:
-            yield
+_NOWHERE = contextlib.nullcontext()
+
+
+def device_of(*arrays):
+    """Return a context in which the device of the first GPU array is the current one."""
+    cupy = _cupy()
+    if cupy is not None:
+        for array in arrays:
+            if isinstance(array, cupy.ndarray):
+                here = array.device.id == cupy.cuda.runtime.getDevice()
+                return _NOWHERE if here else array.device
+    return _NOWHERE
+
+
+@functools.cache
+def _workers():
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, 4), thread_name_prefix="gpuattn")
+
+
+def for_each(function, items):
+    """Call ``function`` on every item, several at a time: NumPy computes outside Python's lock.
+
+    For work on parts of NumPy arrays that do not overlap; the order of the calls is open.
+    """
+    if len(items) < 2:
+        for item in items:
+            function(item)
     else:
-        yield
+        for _ in _workers().map(function, items):
+            pass
 
 
 # ---- indices out of range: said at once on NumPy, at the next copy to the host on a GPU ---------
@@ -226,5 +253,5 @@ def keep_freed_memory():
     mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
     with contextlib.suppress(OSError, AttributeError, TypeError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(mmap_threshold, 32 << 20)  # the most that every glibc takes
         libc.mallopt(trim_threshold, (1 << 31) - 1)

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from gpuattn.arrays import device_of, get_xp, is_array, on_gpu, to_cpu
+from gpuattn.arrays import device_of, get_xp, is_array, to_cpu
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.impls import choose
 
@@ -198,8 +198,7 @@ def apply(impls, inputs, impl=None, *, always_record=False, **params):
         needs = tuple([isinstance(x, Box) and x.requires_grad for x in inputs])
     else:
         needs = (False,) * len(inputs)
-    gpu = next((a for a in arrays if on_gpu(a)), None)
-    with device_of(gpu) if gpu is not None else contextlib.nullcontext():
+    with device_of(*arrays):
         out, saved = chosen.forward(*arrays, needs=needs, **params)
     if boxed is None:
         return out
@@ -337,11 +336,7 @@ def _call_backward(node, grads, create_graph):
     into = tuple(
         [_slot(x) if need else None for x, need in zip(node.inputs, node.needs, strict=True)]
     )
-    gpu = next((g for g in grads if on_gpu(g)), None)
-    with (
-        no_grad(),
-        device_of(gpu) if gpu is not None else contextlib.nullcontext(),
-    ):
+    with no_grad(), device_of(*grads):
         results = node.impl.backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:

@@ -6,7 +6,7 @@ products go straight to where they belong, and packed sequences into a few padde
 
 import numpy as np
 
-from gpuattn.arrays import empty, get_xp, wide, zeros
+from gpuattn.arrays import empty, for_each, get_xp, wide, zeros
 from gpuattn.ops.attention_grids import INF, by_heads, column, layouts, make_grid, part
 
 
@@ -150,13 +150,16 @@ def forward(q, k, v, *extras, needs, scale, max_seqlen_q, max_seqlen_k, determin
     _, key_lengths, cu_q, cu_k, _, sink = extras
     dtype, shape = wide(q.dtype), (*q.shape[:-1], v.shape[-1])
     out, lse = _target(q, shape, cu_q, q.dtype), _target(q, shape[:-1], cu_q, dtype)
-    with np.errstate(all="ignore"):
-        for layout in layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k):
+
+    def run(layout):
+        with np.errstate(all="ignore"):
             grid = make_grid(layout, q, k, extras, params)
             operands = _operands(grid, layout, q, k, v, key_lengths, scale)
             result, log_sum = attend(grid, *operands, _sink(sink, grid, dtype))
             layout.put(out, result, 0)
             layout.put(lse, log_sum.swapaxes(1, 2), 0)
+
+    for_each(run, layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k))
     out, lse = out[: len(q)], lse[: len(q)].swapaxes(-1, -2)
     return (out, lse), ((q, k, v, *extras, out, lse) if any(needs) else None)
 
@@ -180,8 +183,9 @@ def backward(
         delta -= dlse.swapaxes(-1, -2)
     dq, dk, dv = (_target(x, x.shape, cu_q, x.dtype) for x in (q, k, v))
     dbias = zeros(q, bias.shape, dtype) if needs[3] else None
-    with np.errstate(all="ignore"):
-        for layout in layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k):
+
+    def run(layout):
+        with np.errstate(all="ignore"):
             grid = make_grid(layout, q, k, extras, params)
             operands = _operands(grid, layout, q, k, v, key_lengths, scale)
             dout_here, lse_here, delta_here = (
@@ -199,6 +203,14 @@ def backward(
             if dbias is not None:
                 members = layout.members if bias.shape[0] > 1 else slice(None)
                 dbias[members] += dbias_here.reshape(-1, *bias.shape[1:])
+
+    parts = layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k)
+    if dbias is None:
+        for_each(run, parts)
+    else:  # a bias that broadcasts over sequences is summed in order
+        for layout in parts:
+            run(layout)
+    with np.errstate(all="ignore"):
         dsink = sink_gradient(sink, lse, delta.swapaxes(-1, -2)) if needs[8] else None
     dq, dk, dv = dq[: len(q)], dk[: len(k)], dv[: len(v)]
     dbias = None if dbias is None else dbias.astype(bias.dtype, copy=False)
