@@ -79,7 +79,13 @@ class Trainer:
         """
         begin = time.perf_counter() - self.at.seconds
         self._reported = time.perf_counter()
-        while not self._reached_end():
+        while True:
+            # First of all: a run that was stopped before an evaluation that was due has it now.
+            if self._due() and not self._evaluate(stop, evaluate, save):
+                return False
+            if self._reached_end():
+                return True
+            self.at.seconds = time.perf_counter() - begin
             self._update()
             self.at.seconds = time.perf_counter() - begin
             if self._since[0] >= REPORT_UPDATES or time.perf_counter() - self._reported > 2:
@@ -87,10 +93,6 @@ class Trainer:
             if stop():
                 save(None)
                 return False
-            if (self._due() or self._reached_end()) and not self._evaluate(stop, evaluate, save):
-                return False
-            self.at.seconds = time.perf_counter() - begin
-        return True
 
     def _evaluate(self, stop, evaluate, save):
         """Evaluate and save; return False when stopped meanwhile."""
@@ -128,6 +130,11 @@ class Trainer:
         return bool(self.at.finished) or self.share() >= 1
 
     def _due(self):
+        """Tell whether an evaluation is to be made of the parameters as they are."""
+        if self.at.update == self.at.evaluated[0]:
+            return False
+        if self._reached_end():
+            return True
         amount, unit = self.config.eval_every
         now = {"u": self.at.update, "e": self.at.epoch, "s": self.at.seconds}[unit]
         last = dict(zip("ues", self.at.evaluated, strict=True))[unit]

@@ -1,0 +1,65 @@
+"""Scores against sentences whose scores are known, and a log that survives half a line."""
+
+import pytest
+
+from gpuattn.errors import ConfigError, DataError
+from gpuattn.train.metrics import MetricsLog, score, write_text
+
+
+def test_scores_of_known_sentences():
+    references = ["the cat sat on the mat", "a dog", "Two birds sing in the tree"]
+    found = ["the cat sat on the mat", "a cat", "two birds sing in the tree"]
+    row = score(found, references, ["x", "y", "y"])
+    assert row["exact_match"] == pytest.approx(100 / 3)
+    assert row["exact_by_kind"] == {"x": 100.0, "y": 0.0}
+    assert row["sentences"] == 3
+    assert row["bleu_signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
+    folded = score(found, references, lowercase=True, tokenize="none")
+    assert "case:lc" in folded["bleu_signature"] and "tok:none" in folded["bleu_signature"]
+    assert folded["bleu"] > row["bleu"]
+    assert folded["chrf"] > row["chrf"]
+    assert folded["exact_match"] == pytest.approx(200 / 3)
+    assert folded["exact_by_kind"] == {}
+    assert score(references, references)["bleu"] == pytest.approx(100)
+
+
+def test_bleu_by_hand():
+    # One sentence, 5 of 6 words: precisions 5/6, 3/5, 2/4, 1/3, no brevity penalty.
+    row = score(["the cat sat on a mat"], ["the cat sat on the mat"])
+    assert row["bleu"] == pytest.approx(100 * (5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
+
+
+def test_what_cannot_be_scored():
+    with pytest.raises(DataError, match="2 hypotheses for 1"):
+        score(["a", "b"], ["a"])
+    with pytest.raises(DataError, match="at least one"):
+        score([], [])
+    with pytest.raises(ConfigError, match="13a, none"):
+        score(["a"], ["a"], tokenize="intl")
+
+
+def test_the_log_skips_half_a_line_and_rewinds(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    assert log.read() == []
+    log.add("start", update=0)
+    log.add("valid", update=5, text="ü")
+    log.add("train", update=10)
+    log.add("end", update=10)
+    with log.path.open("a") as file:
+        file.write('{"event": "train", "upda')
+    assert [row["update"] for row in log.read()] == [0, 5, 10, 10]
+    assert log.read("valid") == [{"event": "valid", "update": 5, "text": "ü"}]
+    log.rewind(5)
+    assert [row["event"] for row in log.read()] == ["start", "valid"]
+    log.add("train", update=6)
+    assert [row["update"] for row in log.read()] == [0, 5, 6]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "x.txt"
+    write_text(path, "old")
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]

@@ -1,0 +1,281 @@
+"""Runs on a tiny made-up corpus: what they learn, write, count, and when they stop."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from gpuattn.errors import CheckpointError, ConfigError, DataError, DeviceMissingError
+from gpuattn.train import checkpoint
+from gpuattn.train.config import TrainConfig
+from gpuattn.train.corpus import Corpus
+from gpuattn.train.evaluation import evaluate, pairs_for
+from gpuattn.train.report import Report
+from gpuattn.train.run import RunFolder, average_runs, load_run, new_model, summary
+from gpuattn.train.session import train
+from gpuattn.train.trainer import Trainer
+
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "old",
+    "new",
+    "big",
+    "small",
+    "cat",
+    "dog",
+    "bird",
+    "tree",
+    "house",
+]
+
+
+class Heard(Report):
+    """Remembers what was said."""
+
+    def __init__(self):
+        self.said, self.steps = [], []
+
+    def say(self, topic, text):
+        self.said.append((topic, text))
+
+    def progress(self, progress):
+        self.steps.append(progress)
+
+
+def write_corpus(folder, count=60, seed=0):
+    """Write ``src`` and ``tgt``: a few words, and the same in upper case."""
+    rng = np.random.default_rng(seed)
+    lines = [" ".join(rng.choice(WORDS, rng.integers(1, 6))) for _ in range(count)]
+    (folder / "src").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "tgt").write_text("".join(f"{line.upper()}\n" for line in lines))
+    return str(folder / "src"), str(folder / "tgt")
+
+
+@pytest.fixture
+def config(tmp_path):
+    source, target = write_corpus(tmp_path)
+    return TrainConfig(
+        source=source, target=target, vocab_size=400, max_len=40, dim=16, heads=2, layers=(1, 1),
+        ffn=16, dropout=0.1, batch=200, lr=1e-2, warmup=4, length="12u", eval_every="6u",
+        score_pairs=4, beam=2,
+    )  # fmt: skip
+
+
+def test_a_run_learns_and_its_folder_translates(config, tmp_path):
+    config = dataclasses.replace(config, length="150u", eval_every="75u", dim=32, dropout=0.0)
+    heard = Heard()
+    outcome = train(config, tmp_path / "run", device="numpy", report=heard)
+    assert outcome.finished and outcome.update == 150
+    losses = [row["loss"] for row in RunFolder(tmp_path / "run").metrics.read("valid")]
+    assert losses[-1] < min(0.5, losses[0])  # from log(400), 6
+    translator = load_run(tmp_path / "run", device="numpy")
+    lines = ["red cat", "", "old house"]
+    found = translator.translate(lines)
+    assert len(found) == 3 and found[1] == "" and found[0].isupper()
+    assert translator.translate(["old house"]) == found[2:]
+    slow = translator.translate(lines, kv_cache=False)
+    assert slow == found
+    best = translator.nbest(lines, 2)
+    assert [len(each) for each in best] == [2, 1, 2]
+    assert best[0][0].score >= best[0][1].score
+    topics = [topic for topic, _ in heard.said]
+    for topic in ("device", "gpuattn", "data", "model", "update", "folder", "valid"):
+        assert topic in topics
+    assert heard.steps and heard.steps[-1].rate > 0
+
+
+def test_what_a_run_leaves_in_its_folder(config, tmp_path):
+    train(config, tmp_path / "run", device="numpy")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"config.toml", "tokenizer.model", "metrics.jsonl", "valid"} <= names
+    for name in ("best", "last", "state"):
+        assert checkpoint.generations(tmp_path / "run", name)
+    assert not [n for n in names if n.endswith((".pkl", ".pt", ".npy", ".tmp"))]
+    assert len((tmp_path / "run/valid/update_00000012.txt").read_text().splitlines()) == 1
+    events = [row["event"] for row in RunFolder(tmp_path / "run").metrics.read()]
+    assert events[0] == "start" and events[-1] == "end" and events.count("valid") == 2
+    info = summary(tmp_path / "run")
+    assert info["state"] == "finished" and info["updates"] == 12
+    assert json.loads(json.dumps(info)) == info
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_accumulated_batches_make_one_update_of_their_tokens(config):
+    """Two batches at once and the same two summed give the same gradient."""
+    whole = dataclasses.replace(config, dropout=0.0, batch=2000)
+    parts = dataclasses.replace(config, dropout=0.0, batch=60, accumulate=50)
+    norms = []
+    for chosen in (whole, parts):
+        corpus = Corpus(chosen)
+        trainer = Trainer(chosen, new_model(chosen, corpus.tokenizer), corpus, "numpy", Report())
+        if chosen is parts:
+            assert corpus.loader(0).batches(0) >= 4
+            trainer.config = dataclasses.replace(parts, accumulate=corpus.loader(0).batches(0))
+        trainer._update()
+        assert trainer.at.epoch == 1
+        norms.append(trainer.optimizer.state.norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("length, updates", [("3e", None), ("7u", 7)])
+def test_the_length_is_kept(config, tmp_path, length, updates):
+    config = dataclasses.replace(config, length=length, eval_every="1e", accumulate=2)
+    outcome = train(config, tmp_path / "run", device="numpy")
+    rows = RunFolder(tmp_path / "run").metrics.read("valid")
+    if updates is None:
+        batches = Corpus(config).loader(0).batches(0)
+        assert rows[-1]["epoch"] == 3
+        assert math.ceil(3 * batches / 2) - 1 <= outcome.update <= math.ceil(3 * (batches + 1) / 2)
+    else:
+        assert outcome.update == updates
+
+
+def test_a_budget_of_seconds_ends_with_the_decay_done(config, tmp_path):
+    changes = {"length": "2s", "eval_every": "10s", "schedule": "cosine", "warmup": 0.1}
+    config = dataclasses.replace(config, **changes)
+    heard = Heard()
+    train(config, tmp_path / "run", device="numpy", report=heard)
+    rows = RunFolder(tmp_path / "run").metrics.read("valid")
+    assert len(rows) == 1 and 2 <= rows[0]["seconds"] < 2.5
+    assert heard.steps[-1].learning_rate < 0.02 * config.lr
+
+
+def test_patience_ends_a_run(config, tmp_path):
+    config = dataclasses.replace(config, lr=1e-9, eval_every="1u", patience=2, score_pairs=4)
+    outcome = train(config, tmp_path / "run", device="numpy")
+    assert outcome.finished and outcome.update < 12
+    assert "no better" in checkpoint.load(tmp_path / "run", "state")[1]["finished"]
+    again = train(config, tmp_path / "run", device="numpy")
+    assert again == outcome
+
+
+def test_averages_are_kept_and_used(config, tmp_path):
+    config = dataclasses.replace(config, eval_every="3u", average=3, ema=0.9, score_pairs=0)
+    train(config, tmp_path / "run", device="numpy")
+    run = RunFolder(tmp_path / "run")
+    assert run.snapshots() == [f"update_{n:08d}" for n in (6, 9, 12)]
+    rows = run.metrics.read("valid")
+    assert rows[-1]["averaged"] == 3
+    mean = run.average_snapshots(3)
+    parts = [checkpoint.load(run.path / "checkpoints", name)[0] for name in run.snapshots()]
+    for name, array in mean.items():
+        np.testing.assert_allclose(array, np.mean([p[name] for p in parts], axis=0), atol=1e-6)
+    assert average_runs([run.path], tmp_path / "mean") == 3
+    found = checkpoint.load(tmp_path / "mean", "best")[0]
+    assert all((found[name] == mean[name]).all() for name in mean)
+    assert load_run(tmp_path / "mean", device="numpy").translate(["red"])
+    with pytest.raises(ConfigError, match="a run"):
+        average_runs([run.path], tmp_path / "mean")
+
+
+def test_runs_with_other_tokenizers_are_not_averaged(config, tmp_path):
+    train(config, tmp_path / "a", device="numpy")
+    other = dataclasses.replace(config, vocab_size=300)
+    train(other, tmp_path / "b", device="numpy")
+    with pytest.raises(CheckpointError, match="different tokenizers"):
+        average_runs([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_gradients_that_are_not_finite_end_the_run_by_name(config, tmp_path):
+    corpus = Corpus(config)
+    model = new_model(config, corpus.tokenizer)
+    trainer = Trainer(config, model, corpus, "numpy", Report())
+    trainer.workspace.weights()["encoder_norm.weight"][0] = np.nan
+    with pytest.raises(FloatingPointError, match="in a row"), np.errstate(invalid="ignore"):
+        trainer.run(lambda: False, lambda: {"score": 0, "loss": 0}, lambda row: None)
+
+
+def test_other_options_are_refused_by_name_and_nothing_is_lost(config, tmp_path):
+    train(config, tmp_path / "run", device="numpy")
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match="--dim was 16, now 32; --lr was 0.01, now 0.1"):
+        train(dataclasses.replace(config, dim=32, lr=0.1), tmp_path / "run", device="numpy")
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    other = dataclasses.replace(config, dim=32)
+    assert train(other, tmp_path / "run", device="numpy", overwrite=True).finished
+    assert RunFolder(tmp_path / "run").config() == other
+
+
+def test_a_folder_with_something_else_is_left_alone(config, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/chapter.tex").write_text("x")
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match="not a run"):
+            train(config, tmp_path / "thesis", device="numpy", overwrite=overwrite)
+    assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
+
+
+def test_evaluation_by_files_and_by_what_was_held_out(config, tmp_path):
+    train(config, tmp_path / "run", device="numpy")
+    translator = load_run(tmp_path / "run", device="numpy")
+    row = evaluate(translator, pairs_for(config), beam=1)
+    assert set(row) == {"exact_match", "exact_by_kind", "bleu", "bleu_signature", "chrf",
+                        "sentences", "tokens_per_second"}  # fmt: skip
+    assert row["sentences"] == 1
+    assert evaluate(translator, pairs_for(config, config.source, config.target))["sentences"] == 60
+    held = {tuple(pair) for pair in pairs_for(config)}
+    assert held == {tuple(pair) for pair in Corpus(config).valid}
+
+
+def test_corpora_that_cannot_be_used(config, tmp_path):
+    (tmp_path / "one").write_text("a\n")
+    for change, message in (
+        ({"source": str(tmp_path / "one")}, "1 line"),
+        ({"source": str(tmp_path / "one"), "target": str(tmp_path / "one")}, "--valid SRC TGT"),
+        ({"source": str(tmp_path / "none")}, "No such file"),
+        ({"max_len": 3, "on_long": "error"}, "tokens long"),
+    ):
+        with pytest.raises(DataError, match=message):
+            train(dataclasses.replace(config, **change), tmp_path / "run", device="numpy")
+        assert not (tmp_path / "run").exists()
+
+
+def test_long_sentences_are_counted_with_the_first_line(config, tmp_path):
+    lines = (tmp_path / "src").read_text().splitlines()
+    for name in ("src", "tgt"):
+        (tmp_path / name).write_text("\n".join([*lines[:7], "cat " * 100, *lines[8:]]) + "\n")
+    facts = Corpus(dataclasses.replace(config, valid_source=config.source, seed=3,
+                                       valid_target=config.target)).facts  # fmt: skip
+    assert "1 longer than 40 tokens (line 8 first)" in facts[0]
+
+
+def test_no_gpu_is_said_or_refused(config, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "cupy", None)
+    with pytest.raises(DeviceMissingError, match="gpuattn doctor"):
+        train(config, tmp_path / "run", device="cuda")
+    heard = Heard()
+    train(config, tmp_path / "run", device="auto", report=heard)
+    assert heard.said[0][0] == "device" and "for want of a GPU" in heard.said[0][1]
+
+
+def test_a_full_disk_leaves_the_run_as_it_was(config, tmp_path, monkeypatch):
+
+    train(dataclasses.replace(config, schedule="constant"), tmp_path / "run", device="numpy")
+    longer = dataclasses.replace(config, schedule="constant", length="20u")
+    before = checkpoint.load(tmp_path / "run", "state")[0]
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        train(longer, tmp_path / "run", device="numpy")
+    monkeypatch.undo()
+    after = checkpoint.load(tmp_path / "run", "state")[0]
+    assert all((before[name] == after[name]).all() for name in before)
+    assert train(longer, tmp_path / "run", device="numpy").update == 20
+
+
+def test_on_a_gpu_a_run_learns_in_bf16_too(gpu, config, tmp_path):
+    config = dataclasses.replace(config, length="60u", eval_every="30u", dim=32, dropout=0.0)
+    for precision in ("bf16", "fp16", "fp32"):
+        chosen = dataclasses.replace(config, precision=precision)
+        train(chosen, tmp_path / precision, device="cuda")
+        losses = [row["loss"] for row in RunFolder(tmp_path / precision).metrics.read("valid")]
+        assert losses[-1] < losses[0]
+        assert load_run(tmp_path / precision, device="cuda").translate(["red cat"])
