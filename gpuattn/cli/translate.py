@@ -31,7 +31,7 @@ def command(folder, beam, length_penalty, nbest, scores, no_kv_cache, device):
     writer = Writer(translator, nbest, scores, options)
     if sys.stdin.isatty():
         click.echo("Type a line and press Enter; Ctrl-D ends.", err=True)
-    for lines in _batches(click.get_binary_stream("stdin"), prompt=sys.stdin.isatty()):
+    for lines in _batches(sys.stdin.buffer, prompt=sys.stdin.isatty()):
         writer.write(lines)
     sys.exit(1 if writer.failed else 0)
 
@@ -48,13 +48,13 @@ class Writer:
         """Translate raw lines and flush, so that a reader sees them at once."""
         texts = [self._decoded(self.line + i, raw) for i, raw in enumerate(lines, 1)]
         found = self.translator.nbest(texts, self.nbest or 1, **self.options)
-        out = click.get_text_stream("stdout", encoding="utf-8")
+        out = sys.stdout.buffer
         for hypotheses in found:
             self.line += 1
             for text, value in hypotheses:
                 columns = [str(self.line)] if self.nbest else []
                 columns += [f"{value:.4f}"] if self.scores else []
-                out.write("\t".join([*columns, text]) + "\n")
+                out.write(("\t".join([*columns, text]) + "\n").encode())
         out.flush()
 
     def _decoded(self, number, raw):

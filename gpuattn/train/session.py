@@ -49,10 +49,10 @@ def train(config, out, *, origins=None, device="auto", report=None, stop=None, o
     device, where = choose_device(device)
     report.say("device", where)
     session = Session(config, folder, device, report, begun)
-    if begun:
-        write_text(folder.path / "config.toml", to_toml(config, origins))
-    else:
+    if not begun:
         folder.create(config, origins, session.corpus.tokenizer)
+    elif folder.config() != config:  # it only got longer
+        write_text(folder.path / "config.toml", to_toml(config, origins))
     return session.run(stop)
 
 

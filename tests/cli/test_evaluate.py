@@ -1,0 +1,70 @@
+"""gpuattn evaluate and average."""
+
+import json
+
+from gpuattn.train.run import RunFolder
+
+from .conftest import TINY
+
+KEYS = {
+    "exact_match", "exact_by_kind", "bleu", "bleu_signature", "chrf", "sentences",
+    "tokens_per_second",
+}  # fmt: skip
+
+
+def test_json_on_the_held_out_pairs(call, trained):
+    result = call("evaluate", trained, "--json")
+    row = json.loads(result.stdout)
+    assert set(row) == KEYS and row["sentences"] == 1 and row["tokens_per_second"] > 0
+
+
+def test_files_and_settings_of_bleu(call, trained, corpus):
+    files = [corpus / "src", corpus / "tgt"]
+    row = json.loads(call("evaluate", trained, *files, "--json").stdout)
+    assert row["sentences"] == 80 and "tok:13a" in row["bleu_signature"]
+    folded = call("evaluate", trained, *files, "--json", "--lowercase", "--tokenize", "none")
+    assert "case:lc" in folded.stdout and "tok:none" in folded.stdout
+    lower = call("evaluate", trained, corpus / "src", corpus / "src", "--json", "--lowercase")
+    assert json.loads(lower.stdout)["bleu"] == row["bleu"]
+    shown = call("evaluate", trained, *files)
+    assert "BLEU" in shown.stdout and "nrefs:1" in shown.stdout
+
+
+def test_what_evaluate_refuses(call, trained, corpus, tmp_path):
+    assert call("evaluate", trained, corpus / "src").exit_code == 2
+    result = call("evaluate", trained, corpus / "src", corpus / "tgt", "--tokenize", "13b")
+    assert result.exit_code == 2 and "Did you mean '13a'" in result.stderr
+    (tmp_path / "short").write_text("A\n")
+    result = call("evaluate", trained, corpus / "src", tmp_path / "short")
+    assert result.exit_code == 1 and "80 lines" in result.stderr and "has 1" in result.stderr
+    assert call("evaluate", tmp_path).exit_code == 1
+
+
+def test_a_built_in_task_is_scored_by_kind_on_unseen_pairs(call, tmp_path, monkeypatch):
+    monkeypatch.setattr("gpuattn.train.corpus.TASK_PAIRS", 200)
+    out = tmp_path / "run"
+    result = call("train", "dates", *TINY, "--vocab-size", "384", "--for", "2u", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    row = json.loads(call("evaluate", out, "--json", "--beam", "1").stdout)
+    assert row["sentences"] >= 500 and set(row["exact_by_kind"]) == {"dates"}
+
+
+def test_average_of_one_run_and_of_several(call, corpus, tmp_path):
+    runs = []
+    for seed in (1, 2):
+        runs.append(tmp_path / f"run{seed}")
+        command = ["train", corpus / "src", corpus / "tgt", *TINY, "--for", "4u", "--seed", seed]
+        command += ["--valid", corpus / "src", corpus / "tgt", "--average", "2"]
+        call(*command, "--eval-every", "2u", "--out", runs[-1])
+    result = call("average", runs[0], "--out", tmp_path / "one")
+    assert result.exit_code == 0 and "2 checkpoints" in result.stderr
+    assert len(RunFolder(runs[0]).snapshots()) == 2
+    result = call("average", *runs, "--out", tmp_path / "both")
+    assert result.exit_code == 0, result.stderr
+    assert call("translate", tmp_path / "both", input="red\n").exit_code == 0
+    assert call("average", *runs, "--out", tmp_path / "both").exit_code == 2
+
+
+def test_a_run_without_kept_checkpoints_cannot_be_averaged(call, trained, tmp_path):
+    result = call("average", trained, "--out", tmp_path / "mean")
+    assert result.exit_code == 2 and "--average N" in result.stderr

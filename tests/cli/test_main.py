@@ -1,0 +1,110 @@
+"""The program as a whole: quick help, exit codes, no tracebacks."""
+
+import json
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+
+from gpuattn import errors
+from gpuattn.cli import main as program
+from gpuattn.cli.main import COMMANDS
+
+HEAVY = ["cupy", "numba", "rich", "sentencepiece", "sacrebleu", "safetensors", "matplotlib"]
+
+
+def test_help_names_every_command(call):
+    result = call("--help")
+    assert result.exit_code == 0
+    for name, summary in COMMANDS.items():
+        assert f"  {name}" in result.stdout and summary.split(";")[0] in result.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_debug(call, name):
+    result = call(name, "-h")
+    assert result.exit_code == 0 and "--debug" in result.stdout
+    assert call(name, "--nonsense").exit_code == 2
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from gpuattn.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        f"print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"
+    )
+    times = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        times.append(time.perf_counter() - begin)
+        assert run.stderr.strip() == "[]"
+    assert min(times) <= 0.4
+
+
+def test_a_misspelt_command_or_option_names_the_nearest(call):
+    result = call("trian")
+    assert result.exit_code == 2 and "Did you mean 'train'" in result.stderr
+    result = call("train", "--lrr", "1")
+    assert result.exit_code == 2 and "--lr" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("error, code, message", [
+    (errors.ConfigError("odd value"), 2, "odd value"),
+    (errors.DeviceMissingError("no GPU"), 3, "no GPU"),
+    (errors.DataError("bad line"), 1, "bad line"),
+    (errors.CheckpointError("damaged"), 1, "damaged"),
+    (OSError(28, "No space left on device"), 1, "No space left"),
+    (MemoryError("8 GiB wanted"), 1, "out of memory: 8 GiB wanted"),
+    (KeyError("x"), 1, "--debug"), (ValueError("wrong shape"), 1, "wrong shape"),
+    (KeyboardInterrupt(), 130, ""),
+], ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else "")  # fmt: skip
+def test_exit_codes(call, monkeypatch, trained, error, code, message):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("gpuattn.cli.info.summary", fail)
+    result = call("info", trained)
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) <= 1
+
+
+def test_debug_shows_the_traceback(run_process, tmp_path):
+    assert b"Traceback" not in run_process("info", tmp_path).stderr
+    assert b"Traceback" in run_process("info", tmp_path, "--debug").stderr
+    assert b"Traceback" in run_process("info", tmp_path, GPUATTN_DEBUG="1").stderr
+
+
+def test_warnings_are_one_line(call, monkeypatch, trained):
+    def warn(*_):
+        warnings.warn("mind the gap", stacklevel=1)
+        return {"best": None}
+
+    monkeypatch.setattr("gpuattn.cli.info.summary", warn)
+    assert call("info", trained).stderr == "gpuattn: warning: mind the gap\n"
+
+
+def test_version(call):
+    assert call("--version").stdout.startswith("gpuattn ")
+
+
+def test_info_shows_a_run(call, trained):
+    result = call("info", trained)
+    assert "finished" in result.stdout and "vocab-size = 400" in result.stdout
+    found = json.loads(call("info", trained, "--json").stdout)
+    assert found["updates"] == 60 and found["best"]["bleu"] >= 0
+    assert found["parameters"] > 1000
+
+
+def test_the_commands_agree_with_the_files():
+    assert program.COMMANDS.keys() >= {"train", "translate", "evaluate", "doctor", "kernels"}
+    folder = program.__file__.rsplit("/", 1)[0]
+    import pathlib
+
+    found = {p.stem for p in pathlib.Path(folder).glob("*.py") if "def command(" in p.read_text()}
+    assert found == set(COMMANDS)

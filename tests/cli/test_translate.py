@@ -1,0 +1,133 @@
+"""gpuattn translate: one line in, exactly one line out."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from gpuattn.train.run import load_run
+
+from .conftest import ROOT
+
+
+def test_one_line_out_for_each_line_in(call, trained):
+    result = call("translate", trained, input="red cat\n\n   \nold house")
+    assert result.exit_code == 0
+    lines = result.stdout.split("\n")
+    assert len(lines) == 5 and lines[4] == ""
+    assert lines[0] and lines[3] and lines[1] == lines[2] == ""
+    library = load_run(trained, device="numpy").translate(["red cat", "old house"])
+    assert [lines[0], lines[3]] == library
+
+
+def test_nothing_in_nothing_out(call, trained):
+    assert call("translate", trained, input="").stdout == ""
+    assert call("translate", trained, input="\n").stdout == "\n"
+
+
+def test_scores_and_nbest(call, trained):
+    text = "red cat\n\nold house\n"
+    plain = call("translate", trained, input=text).stdout.splitlines()
+    scored = call("translate", trained, "--scores", input=text).stdout.splitlines()
+    assert [line.split("\t")[1] for line in scored] == plain
+    assert all(float(line.split("\t")[0]) <= 0 for line in scored)
+    best = call("translate", trained, "--nbest", "2", "--scores", "--beam", "3", input=text)
+    rows = [line.split("\t") for line in best.stdout.splitlines()]
+    assert [row[0] for row in rows] == ["1", "1", "2", "3", "3"]
+    assert float(rows[0][1]) >= float(rows[1][1])
+
+
+def test_the_ways_of_decoding(call, trained):
+    text = "red cat\nnew blue tree\n"
+    fast = call("translate", trained, "--beam", "3", input=text).stdout
+    assert call("translate", trained, "--beam", "3", "--no-kv-cache", input=text).stdout == fast
+    greedy = call("translate", trained, "--beam", "1", input=text)
+    assert greedy.exit_code == 0 and len(greedy.stdout.splitlines()) == 2
+    assert call("translate", trained, "--beam", "0", input=text).exit_code == 2
+    assert call("translate", trained, "--length-penalty", "-1", input=text).exit_code == 2
+
+
+def test_lines_that_cannot_be_translated_stay_in_place(call, trained):
+    text = b"red cat\nB\xe4r\n" + b"cat " * 60 + b"\nred cat\n"
+    result = call("translate", trained, input=text)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert len(lines) == 4 and lines[1] == lines[2] == "" and lines[0] == lines[3] != ""
+    errors = result.stderr.splitlines()
+    assert "line 2: not UTF-8" in errors[0]
+    assert "line 3" in errors[1] and "60 tokens long" in errors[1] and len(errors) == 2
+
+
+def test_windows_line_ends_and_odd_characters(call, trained):
+    assert len(call("translate", trained, input="red\r\ncat\r\n").stdout.splitlines()) == 2
+    result = call("translate", trained, input="red \u2028 \x0b cat\n")
+    assert result.exit_code == 0 and result.stdout.count("\n") == 1
+
+
+def test_a_closed_pipe_is_no_error(trained):
+    command = [sys.executable, "-m", "gpuattn", "translate", str(trained)]
+    running = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    running.stdout.close()
+    running.stdin.write(b"red cat\n" * 2000)
+    running.stdin.close()
+    talk = running.stderr.read().decode()
+    assert running.wait() == 0
+    assert talk == ""
+
+
+def test_a_pipe_gets_its_answer_line_by_line(trained):
+    command = [sys.executable, "-m", "gpuattn", "translate", str(trained)]
+    running = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    for _ in range(2):  # the answer comes while the input is still open
+        running.stdin.write(b"red cat\n")
+        running.stdin.flush()
+        assert running.stdout.readline().strip()
+    running.stdin.close()
+    assert running.wait() == 0
+
+
+@pytest.mark.parametrize("damage, message", [
+    ("no run", "no config.toml"), ("tokenizer", "tokenizer.model cannot be used"),
+    ("truncated", "bytes, want"), ("flipped", "SHA-256"), ("other model", "of another model"),
+    ("config", "unknown key"), ("none", "there is no checkpoint"),
+])  # fmt: skip
+def test_a_run_that_cannot_be_used_is_one_error(call, trained, tmp_path, damage, message):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    weights = sorted(run.glob("best-*.safetensors")) + sorted(run.glob("last-*.safetensors"))
+    if damage == "no run":
+        (run / "config.toml").unlink()
+    elif damage == "tokenizer":
+        (run / "tokenizer.model").write_bytes(b"\x00" * 50)
+    elif damage == "config":
+        (run / "config.toml").write_text("colour = 1\n")
+    elif damage == "other model":
+        text = (run / "config.toml").read_text().replace("ffn = 16", "ffn = 32")
+        (run / "config.toml").write_text(text)
+    else:
+        for path in weights:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 4
+            if damage == "none":
+                path.unlink()
+                path.with_suffix(".json").unlink()
+            else:
+                path.write_bytes(data[:-7] if damage == "truncated" else data)
+    result = call("translate", run, input="red\n")
+    assert result.exit_code == (2 if damage == "config" else 1)
+    assert result.stdout == ""
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(call, trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    kept = sorted(run.glob("best-*.safetensors"))
+    assert len(kept) == 2
+    kept[-1].write_bytes(kept[-1].read_bytes()[:-1])
+    result = call("translate", run, input="red\n")
+    assert result.exit_code == 0 and "is used instead" in result.stderr
+    assert len(result.stdout.splitlines()) == 1
