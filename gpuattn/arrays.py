@@ -5,7 +5,6 @@ import ctypes
 import functools
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -176,6 +175,8 @@ def device_of(*arrays):
 
 @functools.cache
 def _workers():
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, seldom needed
+
     return ThreadPoolExecutor(min(os.cpu_count() or 1, 4), thread_name_prefix="gpuattn")
 
 

@@ -202,7 +202,8 @@ def arch_for(file, capability):
 def variants(file):
     """Return every combination of the constants that the header's ``Constants:`` lines list.
 
-    ``// Constants: scalar = float, f16, bf16; BLOCK = 128, 256`` gives six; ``//   `` lines continue.
+    ``// Constants: scalar = float, f16, bf16; BLOCK = 128, 256`` gives six; lines that begin with
+    ``//   `` continue it.
     """
     text = (ROOT / file).read_text()
     block = re.search(r"^// Constants:(.*(?:\n//   .*)*)", text, re.MULTILINE)

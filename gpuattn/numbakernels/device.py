@@ -41,6 +41,8 @@ def launch(kernel, grid, block, *arguments):
         arguments = [a.copy() if _is_frozen(a) else a for a in arguments]
         kernel[grid, block](*arguments)
         return
+    from numba import cuda
+
     stream = cuda.external_stream(import_cupy().cuda.get_current_stream().ptr)
     kernel[grid, block, stream](*arguments)
 

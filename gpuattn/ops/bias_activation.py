@@ -9,7 +9,6 @@ import functools
 import math
 
 import numpy as np
-from numpy.polynomial import chebyshev
 
 from gpuattn import arrays
 from gpuattn.arrays import (
@@ -182,6 +181,8 @@ def erf(x):
 @functools.cache
 def _erf_polynomial(degree):
     """Return the coefficients of p, highest power first, by interpolation of ``math.erfc``."""
+    from numpy.polynomial import chebyshev  # slow to import, seldom needed
+
     first, last = 1 / (2 + ERF_TOP), 1 / 2
 
     def scaled_erfc(w):
