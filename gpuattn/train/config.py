@@ -61,7 +61,7 @@ class TrainConfig:
     target: str | None = _option(None, text)
     valid_source: str | None = _option(None, text)
     valid_target: str | None = _option(None, text)
-    vocab_size: int = _option(8000, parse_count)
+    vocab_size: int = _option(10_000, parse_count)
     max_len: int = _option(256, whole(1))
     on_long: str = _option("skip", choice(*ON_LONG))
     seed: int = _option(1, whole(0))
@@ -70,29 +70,29 @@ class TrainConfig:
     heads: int = _option(4, whole(1))
     layers: tuple[int, int] = _option((4, 4), parse_layers)
     ffn: int = _option(256, whole(1))
-    dropout: float = _option(0.3, number(0, below=1))
+    dropout: float = _option(0.25, number(0, below=1))
     norm: str = _option("pre", choice(*CHOICES["norm"]))
     positions: str = _option("sinusoidal", choice(*CHOICES["positions"]))
     activation: str = _option("relu", choice(*CHOICES["activation"]))
 
-    batch: int = _option(4096, parse_count)
+    batch: int = _option(8000, parse_count)
     accumulate: int = _option(1, whole(1))
     lr: float = _option(5e-3, number(0, above=True))
-    schedule: str = _option("invsqrt", choice(*SCHEDULES))
-    warmup: int | float = _option(400, parse_warmup)
+    schedule: str = _option("cosine", choice(*SCHEDULES))
+    warmup: int | float = _option(0.1, parse_warmup)
     label_smoothing: float = _option(0.1, number(0, below=1))
     clip: float = _option(1.0, number(0))
     weight_decay: float = _option(0.0, number(0))
     precision: str = _option("auto", choice("auto", *PRECISIONS))
 
-    length: Length = _option(Length(30, "e"), parse_length)
+    length: Length = _option(Length(120, "e"), parse_length)
     patience: int = _option(0, whole(0))
 
     eval_every: Length = _option(Length(1, "e"), parse_length)
     score_pairs: int = _option(1000, whole(0))
     beam: int = _option(5, whole(1))
     length_penalty: float = _option(1.0, number(0))
-    ema: float = _option(0.0, number(0, below=1))
+    ema: float = _option(0.998, number(0, below=1))
     average: int = _option(0, whole(0))
 
     def __post_init__(self):
@@ -134,17 +134,17 @@ TASK_DEFAULTS = {
     "toy": {
         "length": "60s", "dim": 96, "heads": 4, "layers": (2, 2), "ffn": 256, "dropout": 0.0,
         "batch": 640, "lr": 3e-3, "schedule": "linear", "warmup": 0.1, "label_smoothing": 0.0,
-        "clip": 1.0, "max_len": 96, "eval_every": "20s", "score_pairs": 200, "beam": 1,
+        "clip": 1.0, "max_len": 96, "eval_every": "20s", "score_pairs": 200, "beam": 1, "ema": 0.0,
     },
     "dates": {
         "length": "30s", "dim": 64, "heads": 4, "layers": (2, 2), "ffn": 128, "dropout": 0.0,
         "batch": 1200, "lr": 4e-3, "schedule": "cosine", "warmup": 0.05, "label_smoothing": 0.0,
-        "clip": 1.0, "max_len": 64, "eval_every": "10s", "score_pairs": 200, "beam": 1,
+        "clip": 1.0, "max_len": 64, "eval_every": "10s", "score_pairs": 200, "beam": 1, "ema": 0.0,
     },
     "reverse": {
         "length": "30s", "dim": 64, "heads": 4, "layers": (2, 2), "ffn": 128, "dropout": 0.0,
         "batch": 1200, "lr": 4e-3, "schedule": "cosine", "warmup": 0.05, "label_smoothing": 0.0,
-        "clip": 1.0, "max_len": 64, "eval_every": "10s", "score_pairs": 200, "beam": 1,
+        "clip": 1.0, "max_len": 64, "eval_every": "10s", "score_pairs": 200, "beam": 1, "ema": 0.0,
     },
 }  # fmt: skip
 
@@ -193,7 +193,7 @@ def resolve(*layers):
     below += [(f"preset {preset}", PRESETS[preset])] if preset else []
     lower = {name: (value, origin) for origin, values in below for name, value in values.items()}
     chosen = lower | given
-    if "warmup" not in given and _shorter_than_warmup(chosen):
+    if "warmup" not in given and not _has_room_for_warmup(chosen):
         chosen["warmup"] = (0.1, "default")
     config = TrainConfig(**{name: value for name, (value, _) in chosen.items()})
     return config, {name: chosen[name][1] if name in chosen else "default" for name in OPTIONS}
@@ -204,10 +204,13 @@ def _task_defaults(name):
     return {"vocab_size": task.vocab_size} | TASK_DEFAULTS[task.name]
 
 
-def _shorter_than_warmup(chosen):
+def _has_room_for_warmup(chosen):
+    """Tell whether a default number of updates suits the length of the run."""
     length = parse_option("length", chosen.get("length", (TrainConfig.length,))[0])
     warmup = chosen.get("warmup", (TrainConfig.warmup,))[0]
-    return length.unit == "u" and length.amount < warmup
+    if isinstance(warmup, float) or length.unit == "e":
+        return True
+    return length.unit == "u" and length.amount >= warmup
 
 
 def read_toml(path):

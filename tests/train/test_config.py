@@ -102,6 +102,9 @@ def test_files_do_not_get_the_defaults_of_a_task():
 def test_a_default_warmup_shrinks_with_a_short_run_but_not_one_that_was_given():
     files = {"source": "a", "target": "b", "length": "50u"}
     assert resolve(("command line", files))[0].warmup == 0.1
+    assert resolve(("command line", files | {"length": "60s"}))[0].warmup == 0.1
+    assert resolve(("command line", files | {"length": "2e"}))[0].warmup == 400
+    assert resolve(("command line", {"length": "60s"}))[0].warmup == TASK_DEFAULTS["toy"]["warmup"]
     with pytest.raises(ConfigError, match="warmup"):
         resolve(("command line", files | {"warmup": 400}))
 
