@@ -57,7 +57,7 @@ def test_values_that_are_none(parse, value):
     ("dropout", 1.0, "dropout"), ("dropout", True, "dropout"), ("heads", 5, "divisor of dim"),
     ("dim", 64.5, "dim: 64.5 is no whole number"), ("seed", -1, "seed"), ("source", "x", "one of"),
     ("schedule", "cosin", "Did you mean 'cosine'"), ("task", "toyy", "Did you mean 'toy'"),
-    ("max_len", 5000, "batch"), ("valid_source", "x", "one of both"),
+    ("max_len", 9000, "batch"), ("valid_source", "x", "one of both"),
     ("positions", "Learned", "Did you mean 'learned'"), ("precision", "fp8", "fp16"),
 ])  # fmt: skip
 def test_one_wrong_option_is_named(name, value, message):
@@ -100,10 +100,10 @@ def test_files_do_not_get_the_defaults_of_a_task():
 
 
 def test_a_default_warmup_shrinks_with_a_short_run_but_not_one_that_was_given():
-    files = {"source": "a", "target": "b", "length": "50u"}
+    files = {"source": "a", "target": "b", "length": "50u", "preset": "base"}
     assert resolve(("command line", files))[0].warmup == 0.1
     assert resolve(("command line", files | {"length": "60s"}))[0].warmup == 0.1
-    assert resolve(("command line", files | {"length": "2e"}))[0].warmup == 400
+    assert resolve(("command line", files | {"length": "2e"}))[0].warmup == 4000
     assert resolve(("command line", {"length": "60s"}))[0].warmup == TASK_DEFAULTS["toy"]["warmup"]
     with pytest.raises(ConfigError, match="warmup"):
         resolve(("command line", files | {"warmup": 400}))
@@ -152,7 +152,7 @@ def test_differences_name_both_values():
 
 
 def test_a_run_may_grow_only_where_its_schedule_does_not_look_at_the_end():
-    short = TrainConfig(task="toy", length="100u", warmup=10)
+    short = TrainConfig(task="toy", length="100u", warmup=10, schedule="invsqrt")
     long = dataclasses.replace(short, length=Length(200, "u"))
     assert differences(short, long) == []
     assert differences(long, short)
