@@ -7,6 +7,7 @@ force, goes on bit for bit (NumPy; runs given as seconds aside, which go by the 
 import dataclasses
 import time
 
+from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
 from gpuattn.errors import CheckpointError, DataError
 from gpuattn.optim import AdamW, ExponentialAverage, Schedule
@@ -51,6 +52,8 @@ class Trainer:
     def __init__(self, config, model, corpus, device, report):
         self.config, self.model, self.corpus, self.report = config, model, corpus, report
         self.xp = array_module(device)
+        if device == "numpy":
+            keep_freed_memory()
         self.precision = precision.choose(config.precision, device)
         self.workspace = Workspace(
             model, device, self.precision.dtype, self.precision.grad_dtype(config.accumulate)
