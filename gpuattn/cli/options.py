@@ -38,13 +38,19 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx, formatter):
         groups = {}
-        for parameter in self.get_params(ctx):
+        for parameter in sorted(self.get_params(ctx), key=_is_other):
+            if isinstance(parameter, click.Argument):
+                continue
             record = parameter.get_help_record(ctx)
             if record is not None:
                 groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
         for title, records in groups.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def _is_other(parameter):
+    return not hasattr(parameter, "group")
 
 
 class GroupedOption(click.Option):

@@ -1,5 +1,6 @@
 """gpuattn translate: one line in, exactly one line out."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -131,3 +132,22 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(call, trained, 
     result = call("translate", run, input="red\n")
     assert result.exit_code == 0 and "is used instead" in result.stderr
     assert len(result.stdout.splitlines()) == 1
+
+
+def test_a_terminal_gets_a_prompt(trained):
+    """Each line is answered at once; Ctrl-D leaves."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    running = subprocess.Popen(
+        [sys.executable, "-m", "gpuattn", "translate", str(trained)], cwd=ROOT, stdin=theirs,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(theirs)
+    os.write(ours, b"red cat\n")
+    answer = running.stdout.readline().decode().strip()
+    os.write(ours, b"\x04")
+    _, talk = running.communicate(timeout=30)
+    os.close(ours)
+    assert running.returncode == 0
+    assert [answer] == load_run(trained, device="numpy").translate(["red cat"])
+    assert b"Ctrl-D" in talk and b"> " in talk
