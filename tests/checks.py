@@ -84,7 +84,7 @@ def check_implementation(
     grads = [rng.standard_normal(w.shape) if w.dtype.kind == "f" else None for w in wants]
     rounded_grads = [
         None if g is None else _cast(g, _grad_dtype(dtype, w))
-        for g, w in zip(grads, _outs(reference, rounded, needs, params))
+        for g, w in zip(grads, _outs(reference, rounded, needs, params), strict=True)
     ]
     exact_grads = [None if g is None else _cast(g, "float64") for g in rounded_grads]
     plain, plain_saved = reference.forward(*rounded, needs=needs, **params)

@@ -2,12 +2,14 @@
 
 import os
 
+import background
 import numpy as np
 import pytest
 
 from gpuattn import arrays
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+POOL, JOB = pytest.StashKey(), pytest.StashKey()
 
 try:
     import cupy
@@ -21,7 +23,29 @@ def pytest_collection_modifyitems(items, config):
     """In the simulator only its own tests run; outside, test_simulator.py starts that run."""
     keep = [item for item in items if ("simulator" in item.keywords) == SIMULATED]
     config.hook.pytest_deselected(items=[item for item in items if item not in keep])
-    items[:] = keep
+    items[:] = sorted(keep, key=lambda item: "background" in item.keywords)
+
+
+def pytest_collection_finish(session):
+    """Start what runs behind the other tests; its own tests come last and wait for it."""
+    items = [item for item in session.items if "background" in item.keywords]
+    if not items or session.config.option.collectonly:
+        return
+    pool = session.stash[POOL] = background.start()
+    for item in items:
+        function = item.get_closest_marker("background").kwargs["run"]
+        item.stash[JOB] = pool.submit(function, **item.callspec.params)
+
+
+def pytest_sessionfinish(session):
+    if POOL in session.stash:
+        session.stash[POOL].shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def result_of_background(request):
+    """Waits for the function that the test's mark names, and returns or raises what it did."""
+    return request.node.stash[JOB].result
 
 
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])

@@ -1,171 +1,237 @@
-"""Deterministic greenlet scheduler for the numba-cuda simulator, with warp primitives."""
+"""A scheduler for Numba's CUDA simulator: quick, repeatable, with warps, and it shows mistakes.
 
-import types, threading, numpy as np
-from greenlet import greenlet
-from numba.cuda.simulator import kernelapi as K, api as A, kernel as KN
+Numba's own makes every CUDA thread a polling thread of the operating system and knows no warps.
+Here each is a greenlet, which gives way only where it waits:
 
-_cur = None
+- shuffles, votes and ``syncwarp`` work, over the lanes of their mask;
+- threads that wait for others that never come are an error ("deadlock"), not a hang;
+- shared and local memory begins poisoned in every block, so that what is read before it was
+  written shows;
+- threads run in the order that GPUATTN_SIM_ORDER names: ``forward``, ``reverse``, or a number that
+  seeds a shuffle after every barrier. A kernel that lacks a barrier depends on it.
+"""
 
+import inspect
+import os
+import random
+import sys
+import threading
+from types import SimpleNamespace
 
-class _Thr:
-    __slots__ = (
-        "threadIdx",
-        "blockIdx",
-        "thread_id",
-        "_manager",
-        "g",
-        "exc",
-        "state",
-        "key",
-    )
+import numpy as np
+from greenlet import getcurrent, greenlet
+from numba import cuda, types
+from numba.cuda.np import numpy_support
+from numba.cuda.simulator import api, kernel, kernelapi
 
-    def syncthreads(s):
-        s._manager._wait(s, ("block",))
-
-    def _red(s, v, f):
-        m = s._manager
-        m._buf[s.thread_id] = v
-        s.syncthreads()
-        r = f(m._buf)
-        s.syncthreads()
-        return r
-
-    def syncthreads_count(s, v):
-        return s._red(v, lambda b: sum(1 for x in b if x))
-
-    def syncthreads_and(s, v):
-        return s._red(v, lambda b: 1 if all(b) else 0)
-
-    def syncthreads_or(s, v):
-        return s._red(v, lambda b: 1 if any(b) else 0)
-
-
-class _Block:
-    def __init__(s, f, grid_dim, block_dim, debug):
-        s.f = f
-        s._block_dim = block_dim
-        s.n = int(np.prod(block_dim))
-
-    def _wait(s, t, key):
-        t.key = key
-        s.g.switch(t)
-
-    def run(s, point, *args):
-        global _cur
-        s.g = greenlet.getcurrent()
-        s._buf = [None] * s.n
-        s._ws = {}
-        bx, by, bz = (list(s._block_dim) + [1, 1])[:3]
-        thr = []
-        for z in range(bz):
-            for y in range(by):
-                for x in range(bx):
-                    t = _Thr()
-                    t.threadIdx = K.Dim3(x, y, z)
-                    t.blockIdx = K.Dim3(*point)
-                    t.thread_id = x + bx * (y + by * z)
-                    t._manager = s
-                    t.key = None
-                    t.g = greenlet(lambda: s.f(*args), s.g)
-                    thr.append(t)
-        ready = thr
-        waiting = {}
-        live = s.n
-        prev = _cur
-        try:
-            while live:
-                for t in ready:
-                    _cur = t
-                    try:
-                        t.g.switch()
-                    except Exception as e:
-                        raise type(e)(
-                            f"tid={list(t.threadIdx)} ctaid={list(t.blockIdx)}: {e}"
-                        ).with_traceback(e.__traceback__) from None
-                    if t.g.dead:
-                        live -= 1
-                        t.key = None
-                    else:
-                        waiting.setdefault(t.key, []).append(t)
-                ready = []
-                for key, ts in list(waiting.items()):
-                    need = live if key[0] == "block" else bin(key[2]).count("1")
-                    if len(ts) == need:
-                        ready += ts
-                        del waiting[key]
-                if not ready and live:
-                    raise RuntimeError(
-                        "deadlock: "
-                        + ", ".join(
-                            f"{k} {len(v)} of {live if k[0] == 'block' else bin(k[2]).count('1')}"
-                            for k, v in waiting.items()
-                        )
-                    )
-        finally:
-            _cur = prev
-
-
-def _x(mask, val, pick):
-    t = _cur
-    m = t._manager
-    wid, lane = divmod(t.thread_id, 32)
-    full = (1 << min(32, m.n - wid * 32)) - 1
-    mask = int(mask) & full
-    if not (mask >> lane) & 1:
-        raise RuntimeError("calling lane is not in the warp mask")
-    buf = m._ws.setdefault((wid, mask), [None] * 32)
-    buf[lane] = val
-    m._wait(t, ("warp", wid, mask, 0))
-    r = pick(buf, lane, mask)
-    m._wait(t, ("warp", wid, mask, 1))
-    return r
-
-
-def _seg(l, w):
-    return l // w * w
-
-
-F = {}
-F["shfl_sync"] = lambda self, m, v, s, w=32: _x(m, v, lambda b, l, _: b[_seg(l, w) + s % w])
-F["shfl_up_sync"] = lambda self, m, v, d, w=32: _x(
-    m, v, lambda b, l, _: b[l - d] if l - d >= _seg(l, w) else b[l]
-)
-F["shfl_down_sync"] = lambda self, m, v, d, w=32: _x(
-    m, v, lambda b, l, _: b[l + d] if l + d < _seg(l, w) + w else b[l]
-)
-F["shfl_xor_sync"] = lambda self, m, v, x, w=32: _x(m, v, lambda b, l, _: b[l ^ x])
-F["syncwarp"] = lambda self, m=0xFFFFFFFF: _x(m, None, lambda b, l, _: None)
-F["ballot_sync"] = lambda self, m, p: _x(
-    m, bool(p), lambda b, l, k: sum(1 << i for i in range(32) if (k >> i) & 1 and b[i])
-)
-F["all_sync"] = lambda self, m, p: _x(
-    m, bool(p), lambda b, l, k: all(b[i] for i in range(32) if (k >> i) & 1)
-)
-F["any_sync"] = lambda self, m, p: _x(
-    m, bool(p), lambda b, l, k: any(b[i] for i in range(32) if (k >> i) & 1)
-)
+WARP = 32
+_current = None  # the CUDA thread that runs
+_dynamic_shared_array = kernelapi.FakeCUDAShared.array
 
 
 def install():
-    K.threading = types.SimpleNamespace(current_thread=lambda: _cur, Lock=threading.Lock)
-    KN.BlockManager = _Block
-    for n, f in F.items():
-        if not hasattr(K.FakeCUDAModule, n):
-            setattr(K.FakeCUDAModule, n, f)
-    import numba.cuda as c
+    """Replace the scheduler, add what warps do, and ignore jit options for compilers."""
+    kernelapi.threading = SimpleNamespace(current_thread=lambda: _current, Lock=threading.Lock)
+    kernel.BlockManager = Block
+    kernelapi.FakeCUDAShared.array = shared_array
+    kernelapi.FakeCUDALocal.array = local_array
+    for operation in WARP_OPERATIONS:
+        setattr(kernelapi.FakeCUDAModule, operation.__name__, operation)
 
-    _jit = A.jit
-    ok = {
-        "device",
-        "debug",
-        "argtypes",
-        "inline",
-        "restype",
-        "fastmath",
-        "link",
-        "boundscheck",
-        "opt",
-        "cache",
-        "shared_memory_carveout",
-    }
-    c.jit = lambda s=None, **kw: _jit(s, **{k: v for k, v in kw.items() if k in ok})
+    known = inspect.signature(api.jit).parameters
+    jit = api.jit
+    cuda.jit = lambda function=None, **options: jit(
+        function, **{name: value for name, value in options.items() if name in known}
+    )
+
+
+class Thread:
+    """A CUDA thread, with what the simulator asks of ``threading.current_thread()``."""
+
+    def __init__(self, block, block_index, index, function):
+        width, height, _ = block.shape
+        self.block = block
+        self.blockIdx = kernelapi.Dim3(*block_index)
+        self.threadIdx = kernelapi.Dim3(*index)
+        self.thread_id = index[0] + width * (index[1] + height * index[2])
+        self.greenlet = greenlet(function, block.scheduler)
+
+    def wait(self, *barrier):
+        """Let others run until all whom the barrier counts wait at it."""
+        self.barrier = barrier
+        self.block.scheduler.switch()
+
+    def syncthreads(self):
+        self.wait("block")
+
+    def syncthreads_count(self, value):
+        votes = self.block.votes
+        votes[self.thread_id] = bool(value)
+        self.syncthreads()
+        count = sum(votes.values())
+        self.syncthreads()  # the votes may still be read
+        return count
+
+    def syncthreads_and(self, value):
+        return int(self.syncthreads_count(not value) == 0)
+
+    def syncthreads_or(self, value):
+        return int(self.syncthreads_count(value) > 0)
+
+
+class Block:
+    """Runs the threads of one block, each up to its next barrier. Takes BlockManager's place."""
+
+    def __init__(self, function, grid_shape, block_shape, debug):
+        self.function, self.shape = function, tuple(block_shape)
+        self.size = int(np.prod(self.shape))
+        self.votes = {}  # thread -> its vote in syncthreads_count
+        self.exchanges = {}  # (warp, mask) -> the values of the 32 lanes
+        self.arrays = {}  # place in the source -> shared array
+        self.order = thread_order(os.environ.get("GPUATTN_SIM_ORDER", "forward"))
+
+    def run(self, block_index, *arguments):
+        self.scheduler = getcurrent()
+        width, height, depth = self.shape
+        threads = [
+            Thread(self, block_index, (x, y, z), lambda: self.function(*arguments))
+            for z in range(depth) for y in range(height) for x in range(width)
+        ]  # fmt: skip
+        try:
+            self._run_to_the_end(threads)
+        finally:
+            for thread in threads:
+                if not thread.greenlet.dead:  # an error left it waiting
+                    thread.greenlet.throw()
+
+    def _run_to_the_end(self, threads):
+        alive, waiting, ready = len(threads), {}, threads
+        while alive:
+            for thread in self.order(ready):
+                _switch_to(thread)
+                if thread.greenlet.dead:
+                    alive -= 1
+                else:
+                    waiting.setdefault(thread.barrier, []).append(thread)
+            full = [b for b, there in waiting.items() if len(there) == _count(b, alive)]
+            ready = [thread for barrier in full for thread in waiting.pop(barrier)]
+            if alive and not ready:
+                stuck = [
+                    f"{len(there)} of {_count(b, alive)} at {b}" for b, there in waiting.items()
+                ]
+                raise RuntimeError(f"deadlock: {', '.join(stuck)}")
+
+
+def _switch_to(thread):
+    global _current
+    outside, _current = _current, thread
+    try:
+        thread.greenlet.switch()
+    except Exception as error:
+        error.add_note(f"in thread {thread.threadIdx} of block {thread.blockIdx}")
+        raise
+    finally:
+        _current = outside
+
+
+def _count(barrier, alive):
+    """Return how many threads a barrier waits for."""
+    return alive if barrier[0] == "block" else barrier[2].bit_count()
+
+
+def thread_order(name):
+    """Return a function that puts threads that can go on into the order ``name``."""
+    if name in ("forward", "reverse"):
+        return lambda threads: sorted(
+            threads, key=lambda thread: thread.thread_id, reverse=name == "reverse"
+        )
+    seeded = random.Random(int(name))
+    return lambda threads: seeded.sample(threads, len(threads))
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def shared_array(self, shape, dtype):
+    """``cuda.shared.array``: one for each place in the source where it is called."""
+    if shape == 0:  # the memory that was asked for at the launch
+        return _dynamic_shared_array(self, shape, dtype)
+    caller = sys._getframe(1)
+    arrays, place = _current.block.arrays, (caller.f_code, caller.f_lasti)
+    if place not in arrays:
+        arrays[place] = local_array(self, shape, dtype)
+    return arrays[place]
+
+
+def local_array(self, shape, dtype):
+    """``cuda.local.array``: NaN, or an integer that is no index, until it is written."""
+    dtype = numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else np.dtype(dtype)
+    return np.full(shape, np.iinfo(dtype).max if dtype.kind in "iu" else np.nan, dtype)
+
+
+# ---- warps ------------------------------------------------------------------------------------
+
+
+def _exchange(mask, value, pick):
+    """Give ``value`` to the lanes of ``mask``, wait for theirs, return pick(values, lane, mask)."""
+    me = _current
+    warp, lane = divmod(me.thread_id, WARP)
+    mask = int(mask) & ((1 << min(WARP, me.block.size - warp * WARP)) - 1)
+    if not mask >> lane & 1:
+        raise RuntimeError(f"lane {lane} calls an operation of the lanes {mask:#x} of its warp")
+    values = me.block.exchanges.setdefault((warp, mask), [None] * WARP)
+    values[lane] = value
+    me.wait("warp", warp, mask, "given")
+    picked = pick(values, lane, mask)
+    me.wait("warp", warp, mask, "taken")
+    return picked
+
+
+def _lanes(mask):
+    return (lane for lane in range(WARP) if mask >> lane & 1)
+
+
+def shfl_sync(self, mask, value, source, width=WARP):
+    return _exchange(mask, value, lambda v, lane, _: v[lane // width * width + source % width])
+
+
+def shfl_up_sync(self, mask, value, delta, width=WARP):
+    def pick(values, lane, _):
+        return values[lane - delta if lane % width >= delta else lane]
+
+    return _exchange(mask, value, pick)
+
+
+def shfl_down_sync(self, mask, value, delta, width=WARP):
+    def pick(values, lane, _):
+        return values[lane + delta if lane % width + delta < width else lane]
+
+    return _exchange(mask, value, pick)
+
+
+def shfl_xor_sync(self, mask, value, bits):
+    return _exchange(mask, value, lambda values, lane, _: values[lane ^ bits])
+
+
+def syncwarp(self, mask=0xFFFFFFFF):
+    _exchange(mask, None, lambda values, lane, mask: None)
+
+
+def ballot_sync(self, mask, predicate):
+    return _exchange(
+        mask, bool(predicate), lambda votes, _, mask: sum(votes[i] << i for i in _lanes(mask))
+    )
+
+
+def all_sync(self, mask, predicate):
+    return _exchange(mask, predicate, lambda votes, _, mask: all(votes[i] for i in _lanes(mask)))
+
+
+def any_sync(self, mask, predicate):
+    return _exchange(mask, predicate, lambda votes, _, mask: any(votes[i] for i in _lanes(mask)))
+
+
+WARP_OPERATIONS = (
+    shfl_sync, shfl_up_sync, shfl_down_sync, shfl_xor_sync,
+    syncwarp, ballot_sync, all_sync, any_sync,
+)  # fmt: skip

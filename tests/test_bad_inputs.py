@@ -1,6 +1,6 @@
-"""Thirty inputs and faults that users meet, each with what must happen, the same on both backends.
+"""Thirty inputs and faults that users meet, each with what must happen on both backends.
 
-Rows are numbered as in the project's table of faults; row 22 (paged caches) comes with paged decode.
+Rows are numbered as in the table of faults; row 22 (paged caches) comes with paged decode.
 """
 
 import subprocess

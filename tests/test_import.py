@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
-HEAVY = ["cupy", "numba", "click", "rich", "sentencepiece", "sacrebleu", "safetensors", "matplotlib",
-         "torch", "mpi4py"]  # fmt: skip
+HEAVY = ["cupy", "numba", "click", "rich", "sentencepiece", "sacrebleu", "safetensors",
+         "matplotlib", "torch", "mpi4py"]  # fmt: skip
 
 
 def python(code):

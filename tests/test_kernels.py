@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import background
 import numpy as np
 import pytest
 
@@ -32,10 +33,12 @@ def cases():
             yield pytest.param(file, arch, id=f"{file}-{arch}")
 
 
-@pytest.mark.parametrize("file, arch", cases())
-def test_compiles_without_spills(nvrtc, file, arch):
-    for constants in kernels.variants(file):
-        _, log = kernels.compile_text(kernels.source_text(file, **constants), arch, file)
+@pytest.mark.background(run=background.compile_variants)
+@pytest.mark.parametrize("file, arch", list(cases()))
+def test_compiles_without_spills(nvrtc, file, arch, result_of_background):
+    logs = result_of_background()
+    assert len(logs) == len(kernels.variants(file))
+    for constants, log in logs:
         spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
         assert spills, f"no resource report for {constants}: {log}"
         assert all(s == ("0", "0") for s in spills), f"{constants} spills on {arch}:\n{log}"
@@ -123,7 +126,7 @@ def test_wrong_argument_count_shows_the_signature():
 def test_a_compile_error_names_our_file_and_line(nvrtc):
     with pytest.raises(KernelCompileError, match=r'broken\.cu\(1\): error: .*"nothing"') as info:
         kernels.compile_text(
-            '#line 1 "rawkernels/broken.cu"\nint x = nothing;', "sm_90", "broken.cu"
+            '#line 1 "rawkernels/broken.cu"\n__device__ int x = nothing;', "sm_90", "broken.cu"
         )
     copy = Path(str(info.value).rsplit(" ", 1)[1])
     assert "int x = nothing" in copy.read_text()

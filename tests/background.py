@@ -1,0 +1,46 @@
+"""Long checks that need nobody: they run in other processes while the other tests run.
+
+A test marked ``background(run=function)`` has ``function`` called with its parameters as soon as it
+is collected, and asks for what came out with the fixture ``result_of_background``.
+"""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from gpuattn import kernels
+
+
+def start():
+    """Return processes that leave the way to the tests in front."""
+    return ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _step_back)
+
+
+def _step_back():
+    if hasattr(os, "nice"):
+        os.nice(10)
+
+
+def compile_variants(file, arch):
+    """Return [(constants, NVRTC's log)] for everything a CUDA source's header lists."""
+    return [
+        (constants, kernels.compile_text(kernels.source_text(file, **constants), arch, file)[1])
+        for constants in kernels.variants(file)
+    ]
+
+
+def run_simulator(order):
+    """Run the tests marked ``simulator``; return pytest's (exit status, output)."""
+    environment = {
+        **os.environ, "NUMBA_ENABLE_CUDASIM": "1", "GPUATTN_SIM_ORDER": order,
+        "OPENBLAS_NUM_THREADS": "1",
+    }  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "simulator", "tests"],
+        cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    return run.returncode, run.stdout + run.stderr
