@@ -47,21 +47,21 @@ def test_compiles_without_spills(nvrtc, file, arch, result_of_background):
 @pytest.mark.parametrize("file", kernels.files())
 def test_no_double_precision_instructions(nvrtc, file, tmp_path):
     """A float literal without its f makes a kernel 30 times slower: look at the machine code."""
-    tool = cuobjdump()
+    tool = nvdisasm()
     if tool is None:
-        assert not REQUIRED, "cuobjdump is missing: pip install nvidia-cuda-cuobjdump"
-        pytest.skip("no cuobjdump")
+        assert not REQUIRED, "nvdisasm is missing: pip install nvidia-cuda-nvdisasm"
+        pytest.skip("no nvdisasm")
     constants = kernels.variants(file)[0]
     code, _ = kernels.compile_text(kernels.source_text(file, **constants), "sm_90", file)
     path = tmp_path / "kernel.cubin"
     path.write_bytes(code)
-    sass = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
+    sass = subprocess.run([tool, path], capture_output=True, text=True, check=True).stdout
     assert "EXIT" in sass
     assert not re.findall(r"\b(?:DFMA|DADD|DMUL)\b", sass), f"double arithmetic in {file}"
 
 
-def cuobjdump():
-    places = [Path(p, "nvidia", c, "bin", "cuobjdump") for p in sys.path for c in ("cu13", "cu12")]
+def nvdisasm():
+    places = [Path(p, "nvidia", c, "bin", "nvdisasm") for p in sys.path for c in ("cu13", "cu12")]
     return next((path for path in places if path.exists()), None)
 
 

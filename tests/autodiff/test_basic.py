@@ -28,7 +28,8 @@ ONE = {
     "cumsum flat": (lambda x: np.cumsum(x) ** 2, MATRIX),
     "clip": (lambda x: np.clip(x, -0.7, 0.9) ** 2, MATRIX),
     "where": (lambda x: np.where(x.data > 0 if isinstance(x, Tensor) else x > 0, x**2, x), MATRIX),
-    "reshape": (lambda x: np.reshape(x, (3, 4)) ** 2, MATRIX), "ravel": (lambda x: np.ravel(x) ** 2, MATRIX),
+    "reshape": (lambda x: np.reshape(x, (3, 4)) ** 2, MATRIX),
+    "ravel": (lambda x: np.ravel(x) ** 2, MATRIX),
     "transpose": (lambda x: np.transpose(x) ** 2, MATRIX), "T": (lambda x: x.T ** 2, MATRIX),
     "swapaxes": (lambda x: np.swapaxes(x, 0, 1) ** 2, MATRIX),
     "moveaxis": (lambda x: np.moveaxis(x, 0, -1) ** 2, MATRIX),
@@ -60,13 +61,15 @@ SHAPES = {
     "number": ((), (4, 3)), "deep": ((2, 1, 3), (4, 3)),
 }  # fmt: skip
 PRODUCTS = {
-    "matrices": ((4, 3), (3, 5)), "stacks": ((2, 4, 3), (2, 3, 5)), "broadcast": ((2, 4, 3), (3, 5)),
+    "matrices": ((4, 3), (3, 5)), "stacks": ((2, 4, 3), (2, 3, 5)),
+    "broadcast": ((2, 4, 3), (3, 5)),
     "vector right": ((4, 3), (3,)), "vector left": ((3,), (3, 5)), "vectors": ((3,), (3,)),
     "vector stack": ((3,), (2, 3, 5)), "stack vector": ((2, 4, 3), (3,)),
 }  # fmt: skip
 EINSUMS = {
-    "ij,jk->ik": ((4, 3), (3, 2)), "bij,bkj->bik": ((2, 4, 3), (2, 5, 3)), "ij,ij": ((4, 3), (4, 3)),
-    "i,j->ij": ((4,), (3,)), "ij->j": ((4, 3),), "ij,j->": ((4, 3), (3,)), "ij,k->ki": ((4, 3), (2,)),
+    "ij,jk->ik": ((4, 3), (3, 2)), "bij,bkj->bik": ((2, 4, 3), (2, 5, 3)),
+    "ij,ij": ((4, 3), (4, 3)), "i,j->ij": ((4,), (3,)), "ij->j": ((4, 3),),
+    "ij,j->": ((4, 3), (3,)), "ij,k->ki": ((4, 3), (2,)),
 }  # fmt: skip
 
 

@@ -112,7 +112,6 @@ def test_nothing_to_do(xp, empty):
 # ---- what is refused --------------------------------------------------------------------------
 
 
-
 def like(q, values):
     return arrays.get_xp(q).asarray(values)
 
@@ -132,8 +131,14 @@ BAD = {
     "dropout_nan": (lambda q, k, v: flash_attention(q, k, v, dropout_p=np.nan), "dropout_p"),
     "softcap": (lambda q, k, v: flash_attention(q, k, v, softcap=0), "softcap"),
     "bias": (lambda q, k, v: flash_attention(q, k, v, bias=q[..., :3]), "bias.shape"),
-    "lengths": (lambda q, k, v: flash_attention(q, k, v, key_lengths=like(q, np.ones(3, int))), r"\(2,\)"),
-    "slopes": (lambda q, k, v: flash_attention(q, k, v, alibi_slopes=like(q, np.ones(3))), "alibi_slopes"),
+    "lengths": (
+        lambda q, k, v: flash_attention(q, k, v, key_lengths=like(q, np.ones(3, int))),
+        r"\(2,\)",
+    ),
+    "slopes": (
+        lambda q, k, v: flash_attention(q, k, v, alibi_slopes=like(q, np.ones(3))),
+        "alibi_slopes",
+    ),
     "sink": (lambda q, k, v: flash_attention(q, k, v, sink=like(q, np.ones(3))), "sink.shape"),
     "max_seqlen": (lambda q, k, v: flash_attention(q, k, v, max_seqlen_q=3), "cu_seqlens_q"),
 }
