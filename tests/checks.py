@@ -189,7 +189,8 @@ def check_gradient(fun, *inputs, eps=1e-6, tol=1e-6):
 def check_no_float64(kernel, *types):
     """A Numba kernel compiles for the GPU and its PTX has no double arithmetic. Needs no GPU.
 
-    ``types``: Numba's types of the arguments, such as ``numba.float32[:, ::1]``.
+    For tests that ask for the fixture ``nvvm``. ``types``: Numba's types of the arguments, such as
+    ``numba.float32[:, ::1]``.
     """
     from types import SimpleNamespace
     from unittest import mock

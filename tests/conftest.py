@@ -67,6 +67,20 @@ def gpu():
 
 
 @pytest.fixture
+def nvvm():
+    """Skips without Numba's compiler, which is too large for the ``test`` extra."""
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        load_nvidia_dynamic_lib("cudart")  # numba.cuda cannot be imported without it
+        load_nvidia_dynamic_lib("nvvm")
+    except (ImportError, RuntimeError) as error:
+        if "nvvm" in os.environ.get("GPUATTN_REQUIRE", ""):
+            raise
+        pytest.skip(f"pip install numba-cuda nvidia-nvvm nvidia-cuda-runtime: {error}")
+
+
+@pytest.fixture
 def rng():
     return np.random.default_rng(0)
 

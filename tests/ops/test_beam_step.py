@@ -186,8 +186,9 @@ def test_bad_arguments(xp):
         beam_step(logits, scores, banned=xp.zeros(5, np.int32))
 
 
-def test_numba_kernels_compile_without_float64():
-    numba = pytest.importorskip("numba")
+def test_numba_kernels_compile_without_float64(nvvm):
+    import numba
+
     from gpuattn.numbakernels.beam_step import score_continuations, search_best
 
     matrix, vector = numba.float32[:, ::1], numba.float32[::1]

@@ -352,7 +352,7 @@ def test_numba_in_the_simulator(rng, case):
     run_case(rng, "numba", "numpy", "float32", {"D": 4, "Dv": 4, **case})
 
 
-def test_numba_kernels_compile_without_float64():
+def test_numba_kernels_compile_without_float64(nvvm):
     from numba import float32, int32
 
     from gpuattn.numbakernels.flash_attention import kernels

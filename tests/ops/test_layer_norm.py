@@ -207,7 +207,7 @@ def test_block_table():
     assert [block_for(n) for n in (0, 1, 1024, 1025, MAX_COLS)] == [128, 128, 128, 512, 512]
 
 
-def test_numba_kernels_compile_without_double_arithmetic():
+def test_numba_kernels_compile_without_double_arithmetic(nvvm):
     from numba import float32
 
     from gpuattn.numbakernels import layer_norm as kernels

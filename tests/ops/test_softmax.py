@@ -207,7 +207,7 @@ def test_block_table():
     assert BLOCKS[-1][0] == MAX_COLS
 
 
-def test_numba_kernels_compile_without_double_arithmetic():
+def test_numba_kernels_compile_without_double_arithmetic(nvvm):
     from numba import float32, int64
 
     from gpuattn.numbakernels import softmax as kernels
