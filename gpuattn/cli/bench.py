@@ -41,5 +41,6 @@ def command(ops, shape, dtype, device, path):
                 f"{row['us']:10.1f} {rate}"
             )
     if path:
-        document = run.document(rows, shlex.join(["gpuattn", *sys.argv[1:]]), run.backend(device))
+        words = [Path(word).name if word == path else word for word in sys.argv[1:]]
+        document = run.document(rows, shlex.join(["gpuattn", *words]), run.backend(device))
         Path(path).write_text(json.dumps(document, indent=1) + "\n")
