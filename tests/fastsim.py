@@ -16,12 +16,12 @@ import os
 import random
 import sys
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
 from greenlet import getcurrent, greenlet
-from numba import cuda, types
-from numba.cuda.np import numpy_support
+from numba import cuda
 from numba.cuda.simulator import api, kernel, kernelapi
 
 WARP = 32
@@ -33,6 +33,7 @@ def install():
     """Replace the scheduler, add what warps do, and ignore jit options for compilers."""
     kernelapi.threading = SimpleNamespace(current_thread=lambda: _current, Lock=threading.Lock)
     kernel.BlockManager = Block
+    kernel.swapped_cuda_module = module_of_the_launch
     kernelapi.FakeCUDAShared.array = shared_array
     kernelapi.FakeCUDALocal.array = local_array
     for operation in WARP_OPERATIONS:
@@ -149,6 +150,17 @@ def thread_order(name):
     return lambda threads: seeded.sample(threads, len(threads))
 
 
+@contextmanager
+def module_of_the_launch(function, fake):
+    """Let ``cuda`` mean ``fake``, the launch that runs, in the module of a kernel that is called.
+
+    For good: Numba's own puts the module back when the first of the threads leaves.
+    """
+    if "cuda" in function.__globals__:
+        function.__globals__["cuda"] = fake
+    yield
+
+
 # ---- memory -----------------------------------------------------------------------------------
 
 
@@ -165,7 +177,7 @@ def shared_array(self, shape, dtype):
 
 def local_array(self, shape, dtype):
     """``cuda.local.array``: NaN, or an integer that is no index, until it is written."""
-    dtype = numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else np.dtype(dtype)
+    dtype = np.dtype(getattr(dtype, "name", dtype))  # Numba's types have NumPy's names
     return np.full(shape, np.iinfo(dtype).max if dtype.kind in "iu" else np.nan, dtype)
 
 
