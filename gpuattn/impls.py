@@ -48,21 +48,13 @@ class Explanation:
 
     op: str
     chosen: str | None
-    reasons: tuple[
-        tuple[str, str | None], ...
-    ]  # (implementation, refusal or None), best first
+    reasons: tuple[tuple[str, str | None], ...]  # (implementation, refusal or None), best first
 
     def __str__(self):
         width = max(len(name) for name, _ in self.reasons)
-        lines = [
-            f"{self.op}: {self.chosen or 'no implementation accepts these arguments'}"
-        ]
+        lines = [f"{self.op}: {self.chosen or 'no implementation accepts these arguments'}"]
         for name, reason in self.reasons:
-            verdict = (
-                "runs"
-                if name == self.chosen
-                else (reason or "would run, but comes later")
-            )
+            verdict = "runs" if name == self.chosen else (reason or "would run, but comes later")
             lines.append(f"  {name:{width}}  {verdict}")
         return "\n".join(lines)
 
@@ -92,36 +84,24 @@ def choose(impls, arrays, impl=None, **params):
         reason = candidate.refuse(*arrays, **params) if candidate.refuse else None
         if reason is None:
             if refusals and any(map(on_gpu, arrays)):
-                text = f"{impls.op} uses {candidate.name} because:\n" + "\n".join(
-                    refusals
-                )
+                text = f"{impls.op} uses {candidate.name} because:\n" + "\n".join(refusals)
                 warnings.warn(text, SlowPathWarning, stacklevel=4)
             return candidate
         refusals.append(f"  {candidate.name}: {reason}")
     if not refusals:
         names = ", ".join(candidate.name for candidate in impls)
-        raise UnsupportedError(
-            f"{impls.op}: impl={asked!r} is not one of: {names}, raw"
-        )
-    text = f"{impls.op}: no implementation accepts these arguments:\n" + "\n".join(
-        refusals
-    )
+        raise UnsupportedError(f"{impls.op}: impl={asked!r} is not one of: {names}, raw")
+    text = f"{impls.op}: no implementation accepts these arguments:\n" + "\n".join(refusals)
     raise UnsupportedError(text)
 
 
 def _matches(name, asked):
-    return (
-        asked is None or name == asked or (asked == "raw" and name.startswith("raw-"))
-    )
+    return asked is None or name == asked or (asked == "raw" and name.startswith("raw-"))
 
 
 def _explanation(impls, arrays, asked, params):
-    reasons = tuple(
-        (i.name, i.refuse(*arrays, **params) if i.refuse else None) for i in impls
-    )
-    accepted = [
-        name for name, reason in reasons if reason is None and _matches(name, asked)
-    ]
+    reasons = tuple((i.name, i.refuse(*arrays, **params) if i.refuse else None) for i in impls)
+    accepted = [name for name, reason in reasons if reason is None and _matches(name, asked)]
     return Explanation(impls.op, accepted[0] if accepted else None, reasons)
 
 
