@@ -72,8 +72,8 @@ def nvvm():
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
-        load_nvidia_dynamic_lib("cudart")  # numba.cuda cannot be imported without it
-        load_nvidia_dynamic_lib("nvvm")
+        for library in ("cudart", "nvrtc", "nvvm"):  # numba-cuda fails in odd places without one
+            load_nvidia_dynamic_lib(library)
     except (ImportError, RuntimeError) as error:
         if "nvvm" in os.environ.get("GPUATTN_REQUIRE", ""):
             raise
