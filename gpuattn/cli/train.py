@@ -10,7 +10,16 @@ from click.core import ParameterSource
 from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, Parsed, device_option
 from gpuattn.cli.progress import new_report
 from gpuattn.data.tasks import TASKS, generate
-from gpuattn.train.config import OPTIONS, PRESETS, option_key, read_toml, resolve
+from gpuattn.train.config import (
+    DEVICE_DEFAULTS,
+    OPTIONS,
+    PRESETS,
+    option_key,
+    read_toml,
+    resolve,
+    shown,
+)
+from gpuattn.train.device import choose_device
 from gpuattn.train.session import describe, train
 from gpuattn.train.stopping import StopOnSignal
 
@@ -47,7 +56,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "patience": ("N", "Stop after N evaluations without a better one; 0: don't."),
     },
     "Evaluation and checkpoints": {
-        "eval_every": ("N[e|u|s]", "Epochs, updates or seconds."),
+        "eval_every": ("N[e|u|s]", "auto: epochs or minutes, at most a tenth of the time."),
         "score_pairs": ("N", "Validation sentences translated each time."),
         "beam": ("N", "Of translations later; in training it is 1."),
         "length_penalty": ("X", "Exponent of the length that scores are divided by."),
@@ -78,8 +87,9 @@ def _option(name, group, placeholder, help):
 
 
 def _default(name):
-    default = OPTIONS[name].default
-    return ":".join(map(str, default)) if type(default) is tuple else str(default)
+    slower = DEVICE_DEFAULTS["numpy"].get(name)
+    default = shown(OPTIONS[name].default)
+    return default if slower is None else f"{default}, on NumPy {shown(slower)}"
 
 
 @click.command("train", cls=GroupedCommand, epilog=EPILOG)
@@ -99,7 +109,8 @@ def _default(name):
 def command(ctx, what, valid, out, overwrite, config_file, device, **values):
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
     lines are translations of each other. Ctrl-C saves; the same command goes on."""
-    config, origins = resolve(*_layers(ctx, what, valid, config_file, values))
+    layers = _layers(ctx, what, valid, config_file, values)
+    config, origins = resolve(*layers, device=choose_device(device)[0])
     if out is None and config.task is None:
         raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
     out = Path(out or f"runs/{config.task}")

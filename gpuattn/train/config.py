@@ -16,11 +16,13 @@ from gpuattn.models.config import CHOICES
 from gpuattn.optim.schedule import SCHEDULES
 from gpuattn.train.precision import PRECISIONS
 from gpuattn.train.units import (
+    AUTO,
     Length,
     choice,
     nearest,
     number,
     parse_count,
+    parse_interval,
     parse_layers,
     parse_length,
     parse_warmup,
@@ -49,7 +51,8 @@ class TrainConfig:
     peak of ``schedule`` after ``warmup`` (updates, or a share of the run), ``label_smoothing``,
     ``clip`` (0: never), ``weight_decay``.
     ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off).
-    Evaluation: ``eval_every``; ``score_pairs`` sentences are translated each time; ``beam`` and
+    Evaluation: ``eval_every``, or "auto": as ``train.trainer`` says; ``score_pairs`` sentences are
+    translated each time; ``beam`` and
     ``length_penalty`` of translations later; ``ema`` decay of a moving average of the parameters
     (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``.
 
@@ -88,7 +91,7 @@ class TrainConfig:
     length: Length = _option(Length(120, "e"), parse_length)
     patience: int = _option(0, whole(0))
 
-    eval_every: Length = _option(Length(1, "e"), parse_length)
+    eval_every: Length | str = _option(AUTO, parse_interval)
     score_pairs: int = _option(1000, whole(0))
     beam: int = _option(5, whole(1))
     length_penalty: float = _option(1.0, number(0))
@@ -128,6 +131,10 @@ class TrainConfig:
 
 
 OPTIONS = {option.name: option for option in fields(TrainConfig)}
+
+# Where an update of the default size takes seconds, smaller ones and fewer translations at an
+# evaluation let a run learn, and show it, within minutes.
+DEVICE_DEFAULTS = {"numpy": {"batch": 2000, "warmup": 400, "score_pairs": 200}}
 
 # What suits a built-in task on two CPU cores: many small updates, a decay that ends with the time.
 # One table: the figures in the README come from it.
@@ -171,11 +178,11 @@ def parse_option(name, value):
         raise ConfigError(f"{option_key(name)}: {error}") from None
 
 
-def resolve(*layers):
+def resolve(*layers, device=None):
     """Return (TrainConfig, {field: origin}) from layers of (origin, {field: value}), lowest first.
 
-    Below them lie the defaults and those of the built-in task; a layer may hold ``preset``, which
-    lies right above the defaults.
+    Below them lie the defaults, those of ``device`` ("numpy", "cuda" or None) and those of the
+    built-in task; a layer may hold ``preset``, which lies right above the defaults.
     """
     given = {name: (value, origin) for origin, values in layers for name, value in values.items()}
     preset, _ = given.pop("preset", (None, None))
@@ -184,7 +191,8 @@ def resolve(*layers):
     if not any(name in given for name in ("task", "source", "target")):
         given["task"] = ("toy", "default")
     task = given.get("task", (None, None))[0]
-    below = [("default", _task_defaults(task))] if task else []
+    below = [(f"default on {device}", DEVICE_DEFAULTS.get(device, {}))]
+    below += [("default", _task_defaults(task))] if task else []
     below += [(f"preset {preset}", PRESETS[preset])] if preset else []
     lower = {name: (value, origin) for origin, values in below for name, value in values.items()}
     chosen = lower | given

@@ -12,7 +12,7 @@ import numpy as np
 from gpuattn.data import tasks
 from gpuattn.data.batching import PackedLoader
 from gpuattn.data.text import encode_pairs, read_parallel
-from gpuattn.data.tokenizer import Tokenizer
+from gpuattn.data.tokenizer import EOS, Tokenizer
 from gpuattn.errors import DataError
 
 TASK_PAIRS = 20_000  # an epoch of a built-in task
@@ -43,7 +43,10 @@ class Corpus:
         self.facts = [self._counts(train, kept)]
         self.valid_ids, kept = self._encode(self.valid)
         self.valid = [self.valid[i] for i in kept]
-        self.facts.append(f"{len(self.valid):,} pairs for validation")
+        self.facts.append(
+            f"{len(self.valid):,} pairs for validation, "
+            f"loss of guessing by frequency {_unigram_loss(self.valid_ids):.2f}"
+        )
 
     def _loader(self, epoch):
         """Return the PackedLoader that has the pairs of an epoch."""
@@ -105,6 +108,14 @@ def _file_pairs(config):
     kept = type(train)([train[i] for i in left], [train.lines[i] for i in left],
                        train.empty, train.too_long)  # fmt: skip
     return kept, valid
+
+
+def _unigram_loss(pairs):
+    """Return the entropy of target tokens, end marks among them, in nats: the least loss of a model
+    that looks at nothing."""
+    tokens = [token for _, target in pairs for token in (*target, EOS)]
+    counts = np.unique(tokens, return_counts=True)[1]
+    return float(np.log(len(tokens)) - (counts * np.log(counts)).sum() / len(tokens))
 
 
 def _left_out(train, kept, config):

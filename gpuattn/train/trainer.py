@@ -14,8 +14,11 @@ from gpuattn.optim import AdamW, ExponentialAverage, Schedule
 from gpuattn.train import checkpoint, precision
 from gpuattn.train.device import array_module, batch_to, memory_in_use
 from gpuattn.train.report import Progress
+from gpuattn.train.units import AUTO, Length
 from gpuattn.train.workspace import Workspace
 
+AUTO_SECONDS = 60  # between evaluations where epochs are longer and it is the trainer's choice
+AUTO_COST = 10  # and at least so many times what the last evaluation took
 REPORT_UPDATES = 20  # between readings of the loss: each one waits for a GPU
 
 
@@ -25,7 +28,8 @@ class Position:
 
     ``batch``: the next one of ``epoch``. ``draws``: batches taken, which number the dropout.
     ``seconds``: spent training. ``evaluated``: [update, epoch, seconds] of the last evaluation.
-    ``best``: its row of metrics. ``worse``: evaluations since then. ``data``: the corpus's
+    ``evaluation``: seconds that it took, with its saving. ``best``: the row of metrics of the best
+    one. ``worse``: evaluations since then. ``data``: the corpus's
     fingerprint.
     """
 
@@ -37,6 +41,7 @@ class Position:
     tokens: int = 0
     averaged: int = 0
     evaluated: list = dataclasses.field(default_factory=lambda: [0, 0, 0.0])
+    evaluation: float = 0.0
     best: dict | None = None
     worse: int = 0
     finished: str = ""
@@ -100,6 +105,7 @@ class Trainer:
     def _evaluate(self, stop, evaluate, save):
         """Evaluate and save; return False when stopped meanwhile."""
         self._tell()
+        begin = time.perf_counter()
         row = evaluate()
         if row is None or stop():
             save(None)
@@ -116,6 +122,7 @@ class Trainer:
             at.finished = self.config.length.describe()
         save(row)
         self._reported = time.perf_counter()
+        at.evaluation = self._reported - begin
         return True
 
     def share(self):
@@ -134,14 +141,20 @@ class Trainer:
 
     def _due(self):
         """Tell whether an evaluation is to be made of the parameters as they are."""
-        if self.at.update == self.at.evaluated[0]:
+        at, config = self.at, self.config
+        if at.update == at.evaluated[0]:
             return False
         if self._reached_end():
             return True
-        amount, unit = self.config.eval_every
-        now = {"u": self.at.update, "e": self.at.epoch, "s": self.at.seconds}[unit]
-        last = dict(zip("ues", self.at.evaluated, strict=True))[unit]
-        return now - last >= amount
+        every = config.eval_every
+        if every == AUTO and (config.patience or config.average):
+            every = Length(1, "e")  # they count evaluations: the clock must not decide
+        now = (at.update, at.epoch, at.seconds)
+        since = {u: b - a for u, a, b in zip("ues", at.evaluated, now, strict=True)}
+        if every != AUTO:
+            return since[every.unit] >= every.amount
+        spent = since["s"] - at.evaluation
+        return spent >= AUTO_COST * at.evaluation and (since["e"] >= 1 or spent >= AUTO_SECONDS)
 
     # ---- an update ----
 

@@ -13,6 +13,7 @@ from gpuattn.errors import ConfigError
 
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 UNIT_NAMES = {"e": "epochs", "u": "updates", "s": "s"}
+AUTO = "auto"
 
 
 class Length(NamedTuple):
@@ -44,6 +45,16 @@ def parse_length(value):
     if match[3] in SECONDS:
         return Length(amount * SECONDS[match[3]], "s")
     return Length(int(amount), match[3])
+
+
+def parse_interval(value):
+    """Return the Length between things that recur, or "auto"."""
+    if value == AUTO:
+        return AUTO
+    try:
+        return parse_length(value)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or auto") from None
 
 
 def parse_count(value):

@@ -99,6 +99,18 @@ def test_files_do_not_get_the_defaults_of_a_task():
     assert config.length == OPTIONS["length"].default
 
 
+def test_numpy_has_defaults_of_its_own_below_all_that_was_asked():
+    files = {"source": "a", "target": "b"}
+    config, origins = resolve(("command line", files), device="numpy")
+    assert (config.batch, origins["batch"]) == (2000, "default on numpy")
+    assert resolve(("command line", files))[0].batch == 8000
+    given = files | {"preset": "base", "batch": "4k"}
+    config, origins = resolve(("command line", given), device="numpy")
+    assert (config.batch, config.warmup, origins["warmup"]) == (4000, 4000, "preset base")
+    toy = resolve(("command line", {"task": "toy"}), device="numpy")[0]
+    assert toy == resolve(("command line", {"task": "toy"}))[0]
+
+
 def test_a_default_warmup_shrinks_with_a_short_run_but_not_one_that_was_given():
     files = {"source": "a", "target": "b", "length": "50u", "preset": "base"}
     assert resolve(("command line", files))[0].warmup == 0.1

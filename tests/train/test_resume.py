@@ -44,8 +44,8 @@ class After:
         return self.left <= 0
 
 
-def assert_same_bits(one, other):
-    for name in ("state", "last", "best"):
+def assert_same_bits(one, other, names=("state", "last", "best")):
+    for name in names:
         a, b = (checkpoint.load(path, name)[0] for path in (one, other))
         assert a.keys() == b.keys()
         different = [key for key in a if a[key].tobytes() != b[key].tobytes()]
@@ -70,6 +70,15 @@ def test_stopped_at_any_update_a_run_goes_on_bit_for_bit(config, tmp_path, chang
     rows = [RunFolder(tmp_path / name).metrics.read("valid") for name in ("whole", "parts")]
     losses = [{row["update"]: row["loss"] for row in each} for each in rows]
     assert losses[0] == losses[1]
+
+
+def test_evaluations_by_the_clock_leave_training_alone(config, tmp_path):
+    config = dataclasses.replace(config, eval_every="auto", average=0)
+    train(config, tmp_path / "whole", device="numpy")
+    for calls in (5, 3, 10_000):
+        outcome = train(config, tmp_path / "parts", device="numpy", stop=After(calls))
+    assert outcome.finished
+    assert_same_bits(tmp_path / "whole", tmp_path / "parts", ("state", "last"))
 
 
 def test_a_built_in_task_goes_on_into_later_epochs(tmp_path, monkeypatch):

@@ -153,6 +153,30 @@ def test_patience_ends_a_run(config, tmp_path):
     assert again == outcome
 
 
+@pytest.mark.parametrize("change, now, took, due", [
+    ({}, (50, 0, 30.0), 0, False), ({}, (50, 0, 60.0), 0, True), ({}, (50, 1, 2.0), 0, True),
+    ({}, (50, 1, 32.0), 3, False), ({}, (50, 1, 33.0), 3, True), ({}, (50, 0, 33.0), 3, False),
+    ({}, (0, 0, 0.0), 0, False), ({"average": 2}, (50, 1, 2.0), 3, True),
+    ({"patience": 2}, (50, 0, 500.0), 3, False), ({"eval_every": "9u"}, (9, 0, 0.1), 3, True),
+])  # fmt: skip
+def test_evaluations_cost_a_tenth_of_the_time_unless_something_counts_them(
+    config, change, now, took, due
+):
+    config = dataclasses.replace(config, **({"length": "9e", "eval_every": "auto"} | change))
+    corpus = Corpus(config)
+    trainer = Trainer(config, new_model(config, corpus.tokenizer), corpus, "numpy", Report())
+    at = trainer.at
+    at.update, at.epoch, at.seconds, at.evaluation = *now, took
+    assert trainer._due() == due
+
+
+def test_the_loss_of_guessing_by_frequency_is_said(config):
+    corpus = Corpus(config)
+    tokens = [token for _, target in corpus.valid_ids for token in [*target, 2]]
+    p = np.bincount(tokens)[list(set(tokens))] / len(tokens)
+    assert f"by frequency {-(p * np.log(p)).sum():.2f}" in corpus.facts[1]
+
+
 def test_averages_are_kept_and_used(config, tmp_path):
     config = dataclasses.replace(config, eval_every="3u", average=3, ema=0.9, score_pairs=0)
     train(config, tmp_path / "run", device="numpy")
