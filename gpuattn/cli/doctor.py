@@ -5,6 +5,7 @@ import sys
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gpuattn.bench import doctor
@@ -26,9 +27,9 @@ def command(as_json):
         sys.exit(1 if broken else 0)
     table = Table(box=None, show_header=False, pad_edge=False)
     for check in checks:
-        table.add_row(MARKS[check.state], check.name, check.detail)
+        table.add_row(MARKS[check.state], check.name, escape(check.detail))
         if check.remedy:
-            table.add_row("", "", f"[bold]try:[/] {check.remedy}")
+            table.add_row("", "", f"[bold]try:[/] {escape(check.remedy)}")
     console = Console()
     console.print(table)
     found = ", ".join(f"{name} {version}" for name, version in doctor.versions().items())

@@ -8,8 +8,7 @@ from click.testing import CliRunner
 
 from gpuattn.bench import run, timing
 from gpuattn.bench.samples import SAMPLES, sample
-from gpuattn.cli.bench import command
-from gpuattn.cli.kernels import command as kernels_command
+from gpuattn.cli.main import main
 from gpuattn.errors import ConfigError
 from gpuattn.impls import explain
 
@@ -46,11 +45,15 @@ def test_unknown_op_and_shape():
         sample("softmax", (3,))
 
 
+def call(*arguments):
+    """Run the program, as its commands share options and errors that it adds."""
+    return CliRunner().invoke(main, arguments)
+
+
 def test_command_writes_json(tmp_path):
     path = tmp_path / "rows.json"
     options = ["softmax", "--shape", "16x32", "--device", "numpy", "--json", str(path)]
-    result = CliRunner().invoke(command, options, catch_exceptions=False)
-    assert "softmax" in result.stdout
+    assert "softmax" in call("bench", *options).stdout
     document = json.loads(path.read_text())
     assert document["ceilings"]["copy_tbs"] > 0
     assert len(document["rows"]) == 2
@@ -58,15 +61,10 @@ def test_command_writes_json(tmp_path):
 
 def test_kernels_lists_explains_and_compiles(tmp_path, monkeypatch):
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
-    runner = CliRunner()
-    listed = runner.invoke(kernels_command, [], catch_exceptions=False).stdout
-    assert "softmax.cu" in listed
-    why = runner.invoke(kernels_command, ["--why", "softmax", "--shape", "8x16"]).stdout
-    assert "raw-simt" in why
-    warm = ["--warm", "--arch", "sm_90a", "--file", "softmax.cu"]
-    assert (
-        "kernels for sm_90a" in runner.invoke(kernels_command, warm, catch_exceptions=False).stdout
-    )
+    assert "softmax.cu" in call("kernels").stdout
+    assert "raw-simt" in call("kernels", "--why", "softmax", "--shape", "8x16").stdout
+    warm = call("kernels", "--warm", "--arch", "sm_90a", "--file", "softmax.cu")
+    assert "kernels for sm_90a" in warm.stdout
     assert list(tmp_path.glob("softmax-sm_90*.cubin"))
-    assert runner.invoke(kernels_command, ["--why", "softmax", "--shape", "8by16"]).exit_code == 2
-    assert runner.invoke(kernels_command, ["--warm", "--arch", "hopper"]).exit_code == 2
+    assert call("kernels", "--why", "softmax", "--shape", "8by16").exit_code == 2
+    assert call("kernels", "--warm", "--arch", "hopper").exit_code == 2

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from gpuattn import kernels
 from gpuattn.bench import doctor
-from gpuattn.cli.doctor import command
+from gpuattn.cli.main import main
 from gpuattn.errors import KernelCompileError
 
 
@@ -25,22 +25,30 @@ def test_every_check_has_a_state_and_every_fault_a_remedy():
 
 
 def test_json_is_for_machines():
-    result = CliRunner().invoke(command, ["--json"])
+    result = CliRunner().invoke(main, ["doctor", "--json"])
     report = json.loads(result.stdout)
     assert {"checks", "versions"} == set(report)
     assert report["versions"]["numpy"]
 
 
 def test_plain_output_ends_with_a_verdict():
-    result = CliRunner().invoke(command, [])
+    result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0
     assert "All is well." in result.stdout
+
+
+def test_brackets_are_no_markup(monkeypatch):
+    remedy = "pip install 'gpuattn[cuda13x]'"
+    checks = [doctor.Check(name, "missing", "no [bold]", remedy) for name in ("cupy", "kernel")]
+    monkeypatch.setattr(doctor, "examine", lambda: checks)
+    shown = CliRunner().invoke(main, ["doctor"]).stdout
+    assert shown.count(remedy) == shown.count("no [bold]") == 2
 
 
 def test_an_unwritable_cache_is_found(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "file" / "x"))
-    result = CliRunner().invoke(command, [])
+    result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
     assert "GPUATTN_CACHE_DIR" in result.stdout
 
