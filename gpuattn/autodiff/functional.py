@@ -1,5 +1,6 @@
 """Gradients of functions: grad, value_and_grad, gradcheck, checkpoint, stop_gradient."""
 
+import contextvars
 import functools
 
 import numpy as np
@@ -12,6 +13,9 @@ from gpuattn.autodiff.tape import raw
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import GradientError
 from gpuattn.impls import Impl, Impls
+
+# ids of the Tensors that the enclosing calls of grad differentiate with respect to
+_variables = contextvars.ContextVar("gpuattn_variables", default=frozenset())
 
 no_grad = tape.no_grad
 debug = tape.debug
@@ -27,8 +31,9 @@ def grad(fun, argnums=0):
 
     ``argnums``: the position, or a tuple of positions, to differentiate. Arguments may be arrays,
     Tensors, or dicts, lists and tuples of them; the gradient has the same structure, and is zero
-    for what ``fun`` does not use. Nest for higher order: ``grad(grad(f))``. Raises GradientError
-    if the result is not one number and TypeError for integer arguments.
+    for what ``fun`` does not use. Nest for higher order: ``grad(grad(f))``; the gradient at a
+    Tensor that wants one itself is recorded too, which fused ops refuse. Raises GradientError if
+    the result is not one number and TypeError for integer arguments.
     """
     both = value_and_grad(fun, argnums)
 
@@ -48,15 +53,21 @@ def value_and_grad(fun, argnums=0):
         leaves, args = [], list(args)
         for i in positions:
             args[i] = _map(lambda x: _leaf(x, leaves), args[i])
-        nested = any(leaf.node is not None for leaf in leaves)
-        with tape.recording(True):
-            value = fun(*args, **kwargs)
+        outside = _variables.get()
+        token = _variables.set(outside | {id(leaf) for leaf in leaves})
+        try:
+            with tape.recording(True):
+                value = fun(*args, **kwargs)
+        finally:
+            _variables.reset(token)
         if np.size(raw(value)) != 1:
             raise GradientError(
                 f"grad: the function returned shape {raw(value).shape}, not one number"
             )
+        nested = any(leaf.node is not None for leaf in leaves)
         found = [None] * len(leaves)
         if isinstance(value, Tensor) and value.requires_grad:
+            nested = nested or tape.depends(value, outside)
             seed = np.ones_like(value.data)
             found = tape.gradients([value], [seed], leaves, create_graph=nested)
         found = [_zeros(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
@@ -72,7 +83,7 @@ def value_and_grad(fun, argnums=0):
 
 def _leaf(x, leaves):
     """A Tensor that the gradient is taken at: a new leaf, or an alias inside an outer gradient."""
-    nested = isinstance(x, Tensor) and x.requires_grad
+    nested = isinstance(x, Tensor) and x.requires_grad and tape.is_recording()
     data = np.asarray(x) if isinstance(x, int | float) else raw(x)
     if not is_array(data) or not is_floating(data.dtype):
         kind = data.dtype if is_array(data) else type(data).__name__
@@ -89,7 +100,8 @@ def _map(fun, tree):
     if isinstance(tree, dict):
         return {key: _map(fun, value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)([_map(fun, value) for value in tree])
+        values = [_map(fun, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return fun(tree)
 
 
@@ -107,8 +119,7 @@ def gradcheck(fun, *inputs, eps=1e-6, tol=1e-6, order=1, seed=0):
     arrays = [raw(x) for x in inputs]
 
     def projected(*xs):
-        outs = fun(*xs)
-        outs = outs if isinstance(outs, tuple) else (outs,)
+        outs = _tuple(fun(*xs))
         weights = np.random.default_rng(seed + 1)
         parts = [(o * _like(weights.standard_normal(o.shape), raw(o))).sum() for o in outs]
         return functools.reduce(lambda a, b: a + b, parts)
@@ -154,34 +165,38 @@ def checkpoint(fun, *args):
     """Return ``fun(*args)`` and keep nothing of its inside: it runs again in the backward pass.
 
     Trades a second forward for memory. Seeds that ops draw for themselves repeat, so dropout does
-    too. Gradients reach ``args`` and every leaf used inside.
+    too. Gradients reach ``args`` and every Tensor used inside.
     """
     state = rng.remember()
+    args = [x if isinstance(x, Tensor) or not is_array(x) else Tensor(x) for x in args]
+    with tape.witnessing() as seen:
+        outs = fun(*[x.detach() if isinstance(x, Tensor) else x for x in args])
+        seen.update((id(o), o) for o in _tuple(outs) if isinstance(o, Tensor) and o.requires_grad)
+    inputs = (*args, *seen.values())
 
     def forward(*arrays, needs):
-        with tape.no_grad(), rng.replay(state):
-            out = fun(*arrays)
-        return _arrays(out), arrays
+        return tuple([raw(o) for o in outs]) if isinstance(outs, tuple) else raw(outs), arrays
 
     def backward(saved, *grads, needs, into):
         boxes = [
             Tensor(x, requires_grad=need) if is_array(x) else x
             for x, need in zip(saved, needs, strict=True)
-        ]
+        ][: len(args)]
         with tape.recording(True), rng.replay(state):
-            outs = fun(*boxes)
-        outs = outs if isinstance(outs, tuple) else (outs,)
-        pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if g is not None]
-        targets = [b for b, need in zip(boxes, needs, strict=True) if need]
-        found = iter(
-            tape.gradients([o for o, _ in pairs], [g for _, g in pairs], targets, leaves=True)
+            again = _tuple(fun(*boxes))
+        made = [o if isinstance(o, Tensor) else Tensor(o) for o in again]
+        sources = [*boxes, *inputs[len(args) :]]
+        targets = [x for x, need in zip(sources, needs, strict=True) if need]
+        found = iter(tape.gradients(made, grads, targets, independent=True))
+        results = [next(found) if need else None for need in needs]
+        # None means written to its slot; what got no gradient was not
+        return tuple(
+            zeros(x.data, x.shape) if g is None and slot and not x.grad_started else g
+            for x, g, slot in zip(inputs, results, into, strict=True)
         )
-        return tuple([next(found) if need else None for need in needs])
 
-    args = [x if isinstance(x, Tensor) or not is_array(x) else Tensor(x) for x in args]
-    impls = Impls("checkpoint", Impl("array", forward, backward))
-    return tape.apply(impls, args, always_record=True)
+    return tape.apply(Impls("checkpoint", Impl("array", forward, backward)), inputs)
 
 
-def _arrays(out):
-    return tuple([raw(o) for o in out]) if isinstance(out, tuple) else raw(out)
+def _tuple(out):
+    return out if isinstance(out, tuple) else (out,)

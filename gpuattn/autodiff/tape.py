@@ -4,15 +4,15 @@ import contextlib
 import contextvars
 import itertools
 
-import numpy as np
-
 from gpuattn.arrays import device_of, get_xp, is_array, to_cpu
+from gpuattn.autodiff.frozen import editable, freeze, thaw
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.impls import choose
 
 _order = itertools.count()
 _recording = contextvars.ContextVar("gpuattn_recording", default=True)
 _debugging = contextvars.ContextVar("gpuattn_debugging", default=False)
+_witnesses = contextvars.ContextVar("gpuattn_witnesses", default=None)
 _RELEASED = object()  # what a node holds as `saved` once it has been walked
 
 
@@ -59,7 +59,7 @@ class Node:
                 continue
             box = self.inputs[link] if link >= 0 else boxes[~link]
             data = box.data if isinstance(box, Box) else box
-            _freeze(data, self.frozen)
+            freeze(data, self.frozen)
             if isinstance(box, Box):
                 trace = _fingerprint(data) if _debugging.get() else None
                 self.watched.append((box.version, box.version[0], data if trace else None, trace))
@@ -74,12 +74,12 @@ class Node:
 
     def release(self):
         """Drop what was saved. Chains of any length are freed node by node, without recursion."""
-        _thaw(self.frozen)
+        thaw(self.frozen)
         self.saved = _RELEASED
         self.inputs, self.links, self.watched = (), [], []
 
     def __del__(self):
-        _thaw(self.frozen)
+        thaw(self.frozen)
 
 
 def _find(saved, inputs, outs):
@@ -94,46 +94,10 @@ def _find(saved, inputs, outs):
     return None
 
 
-# ---- arrays that are read-only while a node needs them ------------------------------------------
-
-_frozen_count = {}  # id of a NumPy array -> (how many nodes froze it, the array)
-_waiting_views = {}  # id of a frozen array -> views of it whose nodes are done already
-
-
-def _freeze(data, frozen):
-    if not isinstance(data, np.ndarray):
-        return
-    count, _ = _frozen_count.get(id(data), (0, None))
-    if count or data.flags.writeable:
-        data.flags.writeable = False
-        _frozen_count[id(data)] = (count + 1, data)
-        frozen.append(data)
-
-
-def _thaw(frozen):
-    while frozen:
-        data = frozen.pop()
-        count, _ = _frozen_count.pop(id(data))
-        if count > 1:
-            _frozen_count[id(data)] = (count - 1, data)
-        elif id(data.base) in _frozen_count:  # NumPy makes no view writeable before its base
-            _waiting_views.setdefault(id(data.base), []).append(data)
-        else:
-            data.flags.writeable = True
-            for view in _waiting_views.pop(id(data), ()):
-                view.flags.writeable = True
-
-
 def edit(box, key, value):
     """Set ``box.data[key] = value`` and let every node that saved it notice."""
-    frozen = id(box.data) in _frozen_count
-    if frozen:
-        box.data.flags.writeable = True
-    try:
+    with editable(box.data):
         box.data[key] = value
-    finally:
-        if frozen:
-            box.data.flags.writeable = False
     box.version[0] += 1
 
 
@@ -184,28 +148,40 @@ def raw(x):
     return x.data if isinstance(x, Box) else x
 
 
-def apply(impls, inputs, impl=None, *, always_record=False, **params):
+@contextlib.contextmanager
+def witnessing():
+    """Record nothing in a block; yield {id: Box} of those used in it that want a gradient."""
+    seen = {}
+    token = _witnesses.set(seen)
+    try:
+        with no_grad():
+            yield seen
+    finally:
+        _witnesses.reset(token)
+
+
+def apply(impls, inputs, impl=None, **params):
     """Run one of ``impls`` on ``inputs``: arrays in, arrays out; any Box in, recorded Boxes out.
 
-    Inputs that are None are passed on as None. ``always_record``: record although no input wants
-    a gradient (a checkpointed function has leaves inside).
+    Inputs that are None are passed on as None.
     """
     inputs = tuple(inputs)
     arrays = [x.data if isinstance(x, Box) else x for x in inputs]
     chosen = choose(impls, arrays, impl, **params)
     boxed = next((x for x in inputs if isinstance(x, Box)), None)
-    if boxed is not None and _recording.get():
-        needs = tuple([isinstance(x, Box) and x.requires_grad for x in inputs])
-    else:
-        needs = (False,) * len(inputs)
+    needs = (False,) * len(inputs)
+    if boxed is not None:
+        wanted = tuple([isinstance(x, Box) and x.requires_grad for x in inputs])
+        if _recording.get():
+            needs = wanted
+        elif (seen := _witnesses.get()) is not None:
+            seen.update((id(x), x) for x, want in zip(inputs, wanted, strict=True) if want)
     with device_of(*arrays):
         out, saved = chosen.forward(*arrays, needs=needs, **params)
     if boxed is None:
         return out
     outs = out if isinstance(out, tuple) else (out,)
-    node = None
-    if any(needs) or (always_record and _recording.get()):
-        node = Node(impls.op, chosen, inputs, needs, params, saved, outs)
+    node = Node(impls.op, chosen, inputs, needs, params, saved, outs) if any(needs) else None
     boxes = [type(boxed)(data, node, i) for i, data in enumerate(outs)]
     for box in boxes:
         _share_version(box, inputs)
@@ -236,18 +212,21 @@ def backward(box, grad, *, retain_graph=False, create_graph=False, on_ready=None
     _walk([box], [grad], (), True, retain_graph, create_graph, on_ready)
 
 
-def gradients(outputs, grads, targets, *, leaves=False, retain_graph=False, create_graph=False):
+def gradients(
+    outputs, grads, targets, *, independent=False, retain_graph=False, create_graph=False
+):
     """Return the gradient of ``outputs`` (weighted by ``grads``) for each target, or None.
 
-    ``leaves``: also add into the ``.grad`` of leaves met on the way that are no targets.
+    ``independent``: take the targets as given, and look at nothing that they were made from.
     """
-    return _walk(outputs, grads, targets, leaves, retain_graph, create_graph, None)
+    ends = {id(t) for t in targets} if independent else ()
+    return _walk(outputs, grads, targets, False, retain_graph, create_graph, None, ends)
 
 
-def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_ready):
+def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_ready, ends=()):
     wanted = {id(t): i for i, t in enumerate(targets)}
     found = [None] * len(targets)
-    nodes = _reachable(roots)
+    nodes = _reachable(roots, ends)
     useful = None if leaves else _leading_to(nodes, wanted)
     waiting = _count_uses(nodes) if on_ready else None
     pending = {}  # node -> [gradient of each output]
@@ -258,7 +237,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
         if id(box) in wanted:
             i = wanted[id(box)]
             found[i] = grad if found[i] is None else found[i] + grad
-        if box.node is not None:
+        if box.node is not None and id(box) not in ends:
             slots = pending.setdefault(box.node, [None] * box.node.outputs)
             old = slots[box.index]
             slots[box.index] = grad if old is None else old + grad
@@ -267,25 +246,27 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
 
     for box, grad in zip(roots, root_grads, strict=True):
         deliver(box, grad)
-    for node in reversed(nodes):
-        grads = pending.pop(node, None)
-        if useful is not None and node not in useful:
-            continue
-        if grads is not None:
-            results = _call_backward(node, grads, create_graph)
-            for x, grad in zip(node.inputs, results, strict=True):
-                if isinstance(x, Box):
-                    deliver(x, grad)
-        if waiting:
-            _report_ready(node, waiting, on_ready)
-        if not (retain_graph or create_graph):
-            node.release()
+    with recording(create_graph):
+        for node in reversed(nodes):
+            grads = pending.pop(node, None)
+            if useful is not None and node not in useful:
+                continue
+            if grads is not None:
+                slots = [leaves or id(x) in ends for x in node.inputs]
+                results = _call_backward(node, grads, create_graph, slots)
+                for x, grad in zip(node.inputs, results, strict=True):
+                    if isinstance(x, Box):
+                        deliver(x, grad)
+            if waiting:
+                _report_ready(node, waiting, on_ready)
+            if not (retain_graph or create_graph):
+                node.release()
     return found
 
 
-def _reachable(roots):
-    """Return every node behind ``roots``, in the order they were recorded."""
-    seen, stack = set(), [box.node for box in roots if box.node is not None]
+def _reachable(roots, ends=()):
+    """Return every node behind ``roots``, in the order they were recorded; none behind ``ends``."""
+    seen, stack = set(), _makers(roots, ends)
     while stack:
         node = stack.pop()
         if node in seen:
@@ -296,8 +277,19 @@ def _reachable(roots):
                 "Pass retain_graph=True the first time, or compute the result again."
             )
         seen.add(node)
-        stack += [x.node for x in node.inputs if isinstance(x, Box) and x.node is not None]
+        stack += _makers(node.inputs, ends)
     return sorted(seen, key=lambda node: node.order)
+
+
+def _makers(values, ends):
+    return [
+        x.node for x in values if isinstance(x, Box) and x.node is not None and id(x) not in ends
+    ]
+
+
+def depends(box, ids):
+    """Return whether ``box`` was made from any of the Boxes with these ids."""
+    return bool(ids) and any(id(x) in ids for node in _reachable([box]) for x in node.inputs)
 
 
 def _leading_to(nodes, wanted):
@@ -327,16 +319,18 @@ def _report_ready(node, waiting, on_ready):
                 on_ready(x)
 
 
-def _call_backward(node, grads, create_graph):
+def _call_backward(node, grads, create_graph, slots):
+    """Return the gradients of a node's inputs; ``slots``: which may be written to their place."""
     node.check_unedited()
     if node.impl.backward is None:
         raise UnsupportedError(f"{node.op}: {node.impl.name} has no gradient")
     if create_graph:
         return _call_backward_recorded(node, grads)
-    into = tuple(
-        [_slot(x) if need else None for x, need in zip(node.inputs, node.needs, strict=True)]
-    )
-    with no_grad(), device_of(*grads):
+    into = tuple([
+        _slot(x) if need and slot else None
+        for x, need, slot in zip(node.inputs, node.needs, slots, strict=True)
+    ])  # fmt: skip
+    with device_of(*grads):
         results = node.impl.backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
@@ -356,7 +350,8 @@ def _call_backward_recorded(node, grads):
     if not node.impl.differentiable_twice:
         raise UnsupportedError(
             f"{node.op}: {node.impl.name} is fused and has no second derivative; "
-            "write it in basic ops (np.exp, np.matmul, ...) where you need one"
+            "write it in basic ops (np.exp, np.matmul, ...) where you need one. Where you do not: "
+            "give gpuattn.grad arrays, not Tensors that want a gradient themselves"
         )
     boxed = next(x for x in node.inputs if isinstance(x, Box))
     grads = [g if isinstance(g, Box) or g is None else type(boxed)(g) for g in grads]
@@ -369,8 +364,7 @@ def _call_backward_recorded(node, grads):
             for s, link in zip(node.saved, node.links, strict=True)
         )  # fmt: skip
     into = (None,) * len(node.inputs)
-    with recording(True):
-        return node.impl.backward(saved, *grads, needs=node.needs, into=into, **node.params)
+    return node.impl.backward(saved, *grads, needs=node.needs, into=into, **node.params)
 
 
 def _accumulate(leaf, grad):

@@ -1,17 +1,26 @@
+"""Gradients of functions, nested ones, and what runs twice to save memory."""
+
+import collections
+
 import numpy as np
 import pytest
 
 from gpuattn import (
     Tensor,
     checkpoint,
+    dropout,
     grad,
     gradcheck,
+    linear,
     manual_seed,
+    no_grad,
+    softmax,
     stop_gradient,
     to_cpu,
     value_and_grad,
 )  # fmt: skip
-from gpuattn.errors import GradientError
+from gpuattn.autodiff import tape
+from gpuattn.errors import GradientError, UnsupportedError
 
 
 def test_grad_of_several_arguments(xp):
@@ -54,6 +63,39 @@ def test_grad_leaves_other_leaves_alone():
     w = Tensor(np.ones(2), requires_grad=True)
     grad(lambda x: (x * w).sum())(np.ones(2))
     assert w.grad is None
+
+
+def test_a_variable_of_the_outer_gradient_may_be_closed_over():
+    # d/dy of d/dx (x^2 y) = 2x
+    outer = grad(lambda y: grad(lambda x: x * x * y)(3.0))
+    assert float(outer(2.0)) == 6.0
+
+
+def test_grad_where_nothing_is_recorded():
+    w = Tensor(np.array([1.0, 2.0]), requires_grad=True)
+    with no_grad():
+        assert grad(lambda w: (w * w).sum())(w).tolist() == [2.0, 4.0]
+
+
+def test_grad_writes_into_no_slot():
+    w = Tensor(np.ones((2, 2)), requires_grad=True)
+    w.grad_slot = np.full((2, 2), 7.0)
+    grad(lambda x: linear(x, w).sum())(np.ones((3, 2)))
+    assert (w.grad_slot == 7.0).all()
+    assert not w.grad_started
+
+
+def test_a_fused_op_says_how_to_do_with_one_derivative():
+    w = Tensor(np.ones(3), requires_grad=True)
+    with pytest.raises(UnsupportedError, match=r"give gpuattn\.grad arrays"):
+        grad(lambda w: softmax(w).sum())(w)
+    assert grad(lambda w: softmax(w).sum())(w.data).tolist() == [0, 0, 0]
+
+
+def test_named_tuples_keep_their_type():
+    Point = collections.namedtuple("Point", "x y")
+    g = grad(lambda p: p.x * p.y)(Point(2.0, 3.0))
+    assert g == Point(3.0, 2.0)
 
 
 def test_stop_gradient():
@@ -100,9 +142,39 @@ def test_checkpoint_gives_the_same_gradients(xp):
     np.testing.assert_array_equal(kept[1], to_cpu(x.grad))
 
 
-def test_checkpoint_repeats_its_dropout():
-    from gpuattn import dropout
+def test_checkpoint_inside_grad():
+    g = grad(lambda w: checkpoint(lambda x: x * w, np.ones(3)).sum())(np.arange(3.0))
+    assert g.tolist() == [1.0, 1.0, 1.0]
+    assert grad(lambda w: checkpoint(lambda: w))(2.0) == 1.0
 
+
+def test_checkpoint_reaches_a_result_used_outside_too():
+    w = Tensor(np.array([2.0]), requires_grad=True)
+    h = w * w
+    (checkpoint(lambda x: x * h, np.array([3.0])) + h).sum().backward()
+    assert w.grad.tolist() == [16.0]  # d/dw of 4 w^2
+
+
+def test_checkpoint_writes_gradients_to_their_slots_and_reports_them():
+    w, idle = (Tensor(np.ones((2, 2)), requires_grad=True) for _ in range(2))
+    for p in (w, idle):
+        p.grad_slot = np.full((2, 2), np.nan)
+    ready = []
+    out = checkpoint(lambda x: linear(x, w) + stop_gradient(idle * 1), np.ones((2, 2)))
+    tape.backward(out.sum(), np.ones(()), on_ready=ready.append)
+    assert w.grad_slot.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert not idle.grad_slot.any(), "what was used without a gradient has a gradient of zero"
+    assert {id(p) for p in ready} == {id(w), id(idle)}
+
+
+def test_dropout_behind_a_checkpoint_draws_other_bits():
+    manual_seed(3)
+    x = np.ones(1000)
+    first, second = checkpoint(lambda x: dropout(x, 0.5), x), dropout(x, 0.5)
+    assert (first.data != second).any()
+
+
+def test_checkpoint_repeats_its_dropout():
     manual_seed(3)
     x = Tensor(np.ones(1000), requires_grad=True)
     y = checkpoint(lambda x: dropout(x, 0.5), x)
