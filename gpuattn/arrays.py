@@ -18,6 +18,7 @@ CTYPES = {
     FLOATS[1]: "f16",
     BFLOAT16: "bf16",
 }  # names in common/types.cuh
+MAX_THREADS = 4  # of for_each: BLAS has threads of its own
 
 
 def _cupy():
@@ -174,23 +175,38 @@ def device_of(*arrays):
 
 
 @functools.cache
-def _workers():
+def _helpers():
+    """Return (how many threads work beside the calling one, their pool)."""
     from concurrent.futures import ThreadPoolExecutor  # slow to import, seldom needed
 
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, 4), thread_name_prefix="gpuattn")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = min(cores or 1, MAX_THREADS) - 1
+    return count, ThreadPoolExecutor(max(count, 1), thread_name_prefix="gpuattn")
 
 
 def for_each(function, items):
     """Call ``function`` on every item, several at a time: NumPy computes outside Python's lock.
 
-    For work on parts of NumPy arrays that do not overlap; the order of the calls is open.
+    For work on parts of NumPy arrays that do not overlap; the order of the calls is open. The
+    calling thread takes part, so a call inside another one's function waits for nobody.
     """
-    if len(items) < 2:
-        for item in items:
+    left = iter(items)
+
+    def work():
+        for item in left:
             function(item)
-    else:
-        for _ in _workers().map(function, items):
-            pass
+
+    if len(items) < 2:
+        return work()
+    count, pool = _helpers()
+    helpers = [pool.submit(work) for _ in range(min(count, len(items) - 1))]
+    try:
+        work()
+    finally:  # those that have not begun have nothing left to do
+        started = [helper for helper in helpers if not helper.cancel()]
+        errors = [helper.exception() for helper in started]
+    for error in filter(None, errors):
+        raise error
 
 
 # ---- indices out of range: said at once on NumPy, at the next copy to the host on a GPU ---------

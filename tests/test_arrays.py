@@ -1,5 +1,8 @@
 """Which arrays are taken, where they live, and what is refused."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -75,6 +78,38 @@ def test_accumulation_dtypes():
     assert arrays.wide(np.float64) == np.float64
     for dtype in (np.float32, np.float16, arrays.BFLOAT16):
         assert arrays.wide(dtype) == np.float32
+
+
+def test_for_each_calls_once_for_every_item():
+    for count in (0, 1, 2, 100):
+        seen = []
+        arrays.for_each(seen.append, range(count))
+        assert sorted(seen) == list(range(count))
+
+
+def test_for_each_uses_several_threads_and_may_be_nested(monkeypatch):
+    helpers = 3, ThreadPoolExecutor(3)
+    monkeypatch.setattr(arrays, "_helpers", lambda: helpers)
+    together = threading.Barrier(4, timeout=20)
+    arrays.for_each(lambda _: together.wait(), range(4))  # hangs unless four threads run
+    seen = []
+    arrays.for_each(lambda i: arrays.for_each(lambda j: seen.append((i, j)), range(8)), range(8))
+    assert len(set(seen)) == 64
+
+
+@pytest.mark.parametrize("mine", [True, False], ids=["the caller's item", "a helper's item"])
+def test_for_each_raises_what_an_item_raised(monkeypatch, mine):
+    helpers = 1, ThreadPoolExecutor(1)
+    monkeypatch.setattr(arrays, "_helpers", lambda: helpers)
+    caller, both = threading.get_ident(), threading.Barrier(2, timeout=20)
+
+    def fail(_):
+        both.wait()
+        if (threading.get_ident() == caller) is mine:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        arrays.for_each(fail, range(2))
 
 
 def test_no_gpu_is_said_with_a_remedy(monkeypatch):

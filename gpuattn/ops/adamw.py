@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import check_together, ctype, get_xp, on_gpu, to_cpu
+from gpuattn.arrays import check_together, ctype, for_each, get_xp, on_gpu, to_cpu
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
@@ -236,17 +236,15 @@ def _adamw_reference(
     floor = xp.where(skip, 1, floor).astype(np.float32)  # or 0 / 0 where nothing was seen yet
     keep = 1 - xp.where(skip, 0, lr * weight_decay).astype(np.float32)
     factors = keep if decay is None else xp.where(decay[:, None] != 0, keep, 1).astype(np.float32)
-    step1 = xp.empty(min(params.size, CPU_BLOCK if xp is np else params.size), np.float32)
-    step2 = xp.empty_like(step1)
-    for block in _blocks(params, CPU_BLOCK):
+
+    def update(block):
         p, m, v = params[block], exp_avg[block], exp_avg_sq[block]
-        g, t = step1[: p.size], step2[: p.size]
-        xp.multiply(grads[block].astype(np.float32, copy=False), coefficient, out=g)
+        g = grads[block].astype(np.float32, copy=False) * coefficient
         if xp is not np:
-            g[...] = xp.where(skip, 0, g)
-        xp.subtract(g, m, out=t)
-        t *= rates[0]
-        m += t
+            g = xp.where(skip, 0, g)
+        step = g - m
+        step *= rates[0]
+        m += step
         g *= g
         g -= v
         g *= rates[1]
@@ -262,6 +260,8 @@ def _adamw_reference(
         p -= g
         if model is not None:
             model[block] = p if xp is np else xp.where(skip, model[block], p.astype(model.dtype))
+
+    for_each(update, _blocks(params, CPU_BLOCK))
     return params, None
 
 
