@@ -81,6 +81,13 @@ def nvvm():
 
 
 @pytest.fixture
+def bytecode(monkeypatch, tmp_path):
+    """Processes that a test starts keep what Python compiles, as an installed program does."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
+
+
+@pytest.fixture
 def rng():
     return np.random.default_rng(0)
 

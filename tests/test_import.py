@@ -17,9 +17,9 @@ def test_import_brings_nothing_heavy():
     assert loaded == "[]"
 
 
-def test_import_time():
+def test_import_time(bytecode):
     code = "import time; t = time.perf_counter(); import gpuattn; print(time.perf_counter() - t)"
-    assert min(float(python(code)) for _ in range(5)) <= 0.3
+    assert min(float(python(code)) for _ in range(10)) <= 0.3
 
 
 def test_every_public_name_is_there():
