@@ -7,15 +7,19 @@ Each counter gives four 32-bit words = eight 16-bit lanes, low half of a word fi
 
 import contextlib
 import contextvars
+import math
 import secrets
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpuattn.arrays import for_each
+
 ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LANES = 8
+BLOCK = 1 << 15  # elements whose bits NumPy draws at a time: the words stay in the cache
 _counter = contextvars.ContextVar("gpuattn_seed_counter", default=None)
 
 
@@ -110,11 +114,19 @@ def lanes(xp, key, first, count):
     return words.view(np.uint16).ravel()[first - begin * LANES :][:count]
 
 
-def keep_mask(xp, shape, p, key, first=0):
+def keep_mask(xp, shape, p, key):
     """Return the boolean dropout mask of an array whose logical index is row-major in ``shape``."""
-    count = int(np.prod(shape))
-    # 65536 does not fit uint16: p rounding to zero keeps everything
-    return (lanes(xp, key, first, count).astype(np.int32) < threshold(p)).reshape(shape)
+    count, bound = math.prod(shape), threshold(p)
+    if bound == 0:
+        return xp.zeros(shape, bool)
+    kept, step = xp.empty(count, bool), BLOCK if xp is np else max(count, 1)
+
+    def draw(first):
+        part = lanes(xp, key, first, min(step, count - first))
+        kept[first : first + step] = part <= np.uint16(bound - 1)  # 65536 does not fit
+
+    for_each(draw, range(0, count, step))
+    return kept.reshape(shape)
 
 
 def device_arguments(key):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gpuattn import manual_seed, rng
+from gpuattn import manual_seed, rng, to_cpu
 from gpuattn.rng import Key
 
 # counter, key and result of philox4x32 with 7 rounds in kat_vectors of Random123, the authors' code
@@ -53,6 +53,13 @@ def test_each_part_of_the_key_counts():
 def test_no_numbers():
     assert rng.lanes(np, Key(1), 5, 0).shape == (0,)
     assert rng.keep_mask(np, (3, 0), 0.5, Key(1)).shape == (3, 0)
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-9, 0.25, 1.0])
+def test_the_mask_is_where_a_lane_is_below_the_threshold(xp, p):
+    size = 2 * rng.BLOCK + 13
+    want = to_cpu(rng.lanes(xp, Key(5), 0, size)).astype(int) < rng.threshold(p)
+    np.testing.assert_array_equal(to_cpu(rng.keep_mask(xp, (size,), p, Key(5))), want)
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-6, 0.1, 0.5, 0.9, 1.0])

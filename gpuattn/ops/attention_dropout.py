@@ -30,8 +30,8 @@ def keep_block(xp, heads, rows, cols, p, key):
     stream = xp.full((), key.stream, np.uint64)
     step = xp.asarray(key.step, np.uint64).reshape(())
     words = philox(key.seed, c0, c1, stream, step)
-    halves = [xp.stack((w & np.uint64(0xFFFF), w >> np.uint64(16)), -1) for w in words]
-    kept = xp.stack(halves, -2).astype(np.int32) < threshold(p)
+    low, half, bound = np.uint64(0xFFFF), np.uint64(16), np.uint64(threshold(p))
+    kept = xp.stack([xp.stack(((w & low) < bound, (w >> half) < bound), -1) for w in words], -2)
     # (.., lane, word, half) = (.., row % 8, column % 8 // 2, column // 8, row // 8, column % 2)
     kept = kept.reshape(len(heads), len(i), len(j), 8, 4, 2, 2, 2).transpose(0, 1, 6, 3, 2, 5, 4, 7)
     kept = kept.reshape(len(heads), len(i) * TILE, len(j) * TILE)
