@@ -10,15 +10,16 @@ import click
 from gpuattn.bench import run
 from gpuattn.bench.samples import DTYPES, SAMPLES
 from gpuattn.cli.kernels import parse_shape
+from gpuattn.cli.options import NearChoice, device_option
+
+HEADER = f"{'op':18} {'shape':>18} {'direction':>17} {'implementation':>14} {'us':>10} {'GB/s':>8}"
 
 
 @click.command("bench")
-@click.argument("ops", nargs=-1)
+@click.argument("ops", nargs=-1, metavar="[OP]...", type=NearChoice(SAMPLES))
 @click.option("--shape", help="Such as 8192x1024; the meaning of the axes depends on the op.")
-@click.option(
-    "--dtype", type=click.Choice(list(DTYPES)), help="Default: bfloat16, float32 on NumPy."
-)
-@click.option("--device", type=click.Choice(["auto", "cuda", "numpy"]), default="auto")
+@click.option("--dtype", type=NearChoice(DTYPES), help="Default: bfloat16, float32 on NumPy.")
+@device_option
 @click.option(
     "--json", "path", type=click.Path(dir_okay=False), help="Also write all samples here."
 )
@@ -27,12 +28,11 @@ def command(ops, shape, dtype, device, path):
 
     A result is checked against the reference before it is timed.
     """
-    rows = []
-    click.echo(
-        f"{'op':18} {'shape':>18} {'direction':>17} {'implementation':>14} {'us':>10} {'GB/s':>8}"
-    )
+    rows, shape = [], parse_shape(shape)
     for op in ops or SAMPLES:
-        for row in run.bench(op, parse_shape(shape), dtype, device):
+        for row in run.bench(op, shape, dtype, device):
+            if not rows:
+                click.echo(HEADER)
             rows.append(row)
             size = "x".join(map(str, row["case"]["shape"]))
             rate = f"{row['gbs']:8.1f}" if row["gbs"] else " " * 8

@@ -29,14 +29,16 @@ def command(folder, files, as_json, lowercase, tokenize, beam, length_penalty, d
     translator = load_run(folder, device=device)
     pairs = pairs_for(translator.config, *files)
     decoding = {"beam": beam, "length_penalty": length_penalty}
+    beam = translator.config.beam if beam is None else beam
+    click.echo(f"translating {len(pairs):,} sentences, beam {beam} ...", err=True)
     row = evaluate(translator, pairs, lowercase=lowercase, tokenize=tokenize, **decoding)
     if as_json:
         click.echo(json.dumps(row, indent=2))
         return
-    for name, value in row["exact_by_kind"].items():
-        click.echo(f"{'exact, ' + name:18} {value:.1f} %")
-    click.echo(f"{'exact match':18} {row['exact_match']:.1f} %")
-    click.echo(f"{'BLEU':18} {row['bleu']:.2f}  ({row['bleu_signature']})")
-    click.echo(f"{'chrF':18} {row['chrf']:.2f}")
-    rate = row["tokens_per_second"]
-    click.echo(f"{'sentences':18} {row['sentences']:,} at {rate:,.0f} tokens/s")
+    click.echo(f"exact match  {row['exact_match']:6.2f} %")
+    kinds = row["exact_by_kind"] if len(row["exact_by_kind"]) > 1 else {}
+    for name, value in kinds.items():
+        click.echo(f"  {name:10} {value:6.2f} %")
+    click.echo(f"BLEU         {row['bleu']:6.2f}    {row['bleu_signature']}")
+    click.echo(f"chrF         {row['chrf']:6.2f}")
+    click.echo(f"sentences    {row['sentences']:,} at {row['tokens_per_second']:,.0f} tokens/s")

@@ -1,27 +1,41 @@
 """gpuattn info: what a run is and how it went."""
 
 import json
+import textwrap
 
 import click
 
 from gpuattn.cli.options import run_argument
-from gpuattn.train.config import to_toml
-from gpuattn.train.run import RunFolder, summary
+from gpuattn.train.config import NOT_GIVEN
+from gpuattn.train.run import summary
+from gpuattn.train.session import describe
+from gpuattn.train.units import duration
+
+WIDTH = 80
 
 
 @click.command("info")
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(folder, as_json):
-    """Show the options, size and scores of the run in DIR."""
+    """Show what the run in DIR is, how far it came, its best scores and its options."""
     found = summary(folder)
     if as_json:
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
         return
-    for name, value in found.items():
-        shown = f"{value:,}" if isinstance(value, int) else value
-        if name not in ("options", "best"):
-            click.echo(f"{name:12} {shown}")
-    for name, value in (found["best"] or {}).items():
-        click.echo(f"{'best ' + name:20} {value}")
-    click.echo(to_toml(RunFolder(folder).config()), nl=False)
+    done = f"{found['updates']:,} updates, {duration(found['seconds'])}"
+    _say("run", f"{found['folder']}: {found['task']}")
+    _say("state", f"{found['state']} after {done}")
+    _say("model", f"{found['parameters']:,} parameters, {found['vocabulary']:,} subwords")
+    best = found["best"]
+    _say("best", describe(best) if best else "not evaluated yet")
+    kinds = (best or {}).get("exact_by_kind", {})
+    if len(kinds) > 1:
+        _say("exact", ", ".join(f"{kind} {value:.1f} %" for kind, value in kinds.items()))
+    options = ((name, value) for name, value in found["options"].items() if value != NOT_GIVEN)
+    _say("options", ", ".join(f"{name} {value}" for name, value in options))
+
+
+def _say(topic, text):
+    click.echo(textwrap.fill(f"{topic:8} {text}", WIDTH, subsequent_indent=" " * 9,
+                             break_on_hyphens=False, break_long_words=False))  # fmt: skip

@@ -8,17 +8,24 @@ import numpy as np
 
 from gpuattn import kernels
 from gpuattn.bench import run
-from gpuattn.bench.samples import DTYPES, sample
+from gpuattn.bench.samples import DTYPES, SAMPLES, sample
+from gpuattn.cli.options import NearChoice
 from gpuattn.impls import explain
+from gpuattn.train.units import nearest
 
 
 @click.command("kernels")
 @click.option("--warm", is_flag=True, help="Compile every kernel into the disk cache now.")
 @click.option("--arch", help="Architecture to compile for, such as sm_90a; default: this GPU's.")
-@click.option("--why", metavar="OP", help="Say which implementation of OP runs, and why.")
+@click.option(
+    "--why",
+    metavar="OP",
+    type=NearChoice(SAMPLES),
+    help="Say which implementation of OP runs, and why.",
+)
 @click.option("--shape", help="Shape for --why, such as 8192x1024.")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bfloat16", show_default=True)
-@click.option("--file", "only", help="Only this source, such as softmax.cu.")
+@click.option("--dtype", type=NearChoice(DTYPES), default="bfloat16", show_default=True)
+@click.option("--file", "only", metavar="NAME", help="Only this source, such as softmax.cu.")
 def command(warm, arch, why, shape, dtype, only):
     """List the CUDA kernels, compile them ahead of time, or explain a choice.
 
@@ -56,7 +63,8 @@ def _files(only):
     if only is None:
         return kernels.files()
     if only not in kernels.files():
-        raise click.BadParameter(f"{only!r} is not one of: {', '.join(kernels.files())}")
+        advice = nearest(only, kernels.files()) or f"; accepted: {', '.join(kernels.files())}"
+        raise click.BadParameter(f"there is no {only!r}{advice}", param_hint="--file")
     return [only]
 
 
@@ -80,8 +88,9 @@ def _list(files):
 
 def _warm(files, arch):
     """Compile what a GPU of ``arch`` would ask for: the form with "a" only where a file has one."""
-    if not re.fullmatch(r"sm_\d+a?", arch):
-        raise click.BadParameter(f"{arch!r} is no architecture; write sm_90a", param_hint="--arch")
+    if not re.fullmatch(r"sm_(8|9|1\d)\da?", arch):
+        accepted = "sm_80 or newer, such as sm_90a"
+        raise click.BadParameter(f"{arch!r}; accepted: {accepted}", param_hint="--arch")
     capability, begin, count = arch.removeprefix("sm_").rstrip("a"), time.perf_counter(), 0
     total = sum(len(kernels.variants(file)) for file in files)
     with click.progressbar(length=total, label=f"compiling for {arch}", file=_stderr()) as bar:

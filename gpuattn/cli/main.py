@@ -62,14 +62,24 @@ class Commands(click.Group):
             warnings.showwarning = _show_warning
             try:
                 return super().invoke(ctx)
-            except (click.ClickException, click.exceptions.Exit):
+            except click.exceptions.Exit:
                 raise
+            except click.ClickException as error:
+                ctx.exit(_explain_usage(error))
             except (KeyboardInterrupt, click.Abort):
                 ctx.exit(130)
             except Exception as error:  # noqa: BLE001 the one place where errors become messages
                 if ctx.meta.get("debug"):
                     raise
                 ctx.exit(_explain(error))
+
+
+def _explain_usage(error):
+    """Print what is wrong with the arguments, where help is, and return the exit code."""
+    where = getattr(error, "ctx", None)
+    help = f"  (see: {where.command_path} --help)" if where else ""
+    click.echo(f"gpuattn: error: {error.format_message().rstrip('.')}{help}", err=True)
+    return error.exit_code
 
 
 def _explain(error):

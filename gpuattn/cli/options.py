@@ -4,7 +4,7 @@ import click
 
 from gpuattn.errors import ConfigError
 from gpuattn.train.device import DEVICES
-from gpuattn.train.units import nearest
+from gpuattn.train.units import nearest, number, whole
 
 
 class NearChoice(click.Choice):
@@ -22,11 +22,17 @@ class Parsed(click.ParamType):
         self.parse = parse
         self.name = metavar
 
+    def get_metavar(self, param, ctx):
+        return self.name
+
     def convert(self, value, param, ctx):
         try:
             return self.parse(value)
         except ConfigError as error:
             self.fail(str(error), param, ctx)
+
+
+COUNT = Parsed(whole(1), "N")
 
 
 class GroupedCommand(click.Command):
@@ -76,6 +82,11 @@ def run_argument(function):
 
 def decoding_options(function):
     """Add ``--beam`` and ``--length-penalty``, whose defaults are the run's."""
-    number = click.IntRange(1)
-    penalty = click.option("--length-penalty", type=click.FloatRange(0), help="Default: the run's.")
-    return click.option("--beam", type=number, help="Default: the run's.")(penalty(function))
+    penalty = click.option(
+        "--length-penalty", type=Parsed(number(0), "X"),
+        help="Exponent of the length that scores are divided by.  [default: the run's]",
+    )  # fmt: skip
+    beam = click.option(
+        "--beam", type=COUNT, help="Hypotheses kept; 1 is greedy.  [default: the run's]"
+    )
+    return beam(penalty(function))

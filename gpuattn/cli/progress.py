@@ -1,26 +1,33 @@
 """Shows a run: a live bar on a terminal, plain lines elsewhere. All on standard error."""
 
+import os
 import sys
 import time
 
 import click
 
 from gpuattn.train.report import Report
+from gpuattn.train.units import duration
 
 PLAIN_SECONDS = 10  # between lines of progress where there is no terminal
+COMMANDS = ("stopped", "next")  # topics whose text is to be copied: not broken into lines
 
 
 def new_report():
     """Return the Report that suits standard error."""
-    return LiveReport() if sys.stderr.isatty() else PlainReport()
+    lively = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return LiveReport() if lively else PlainReport()
 
 
 def facts(progress):
-    """Return what the bar and the lines say of a ``train.report.Progress``."""
-    return (
-        f"loss {progress.loss:.3f}  lr {progress.learning_rate:.1e}  "
-        f"{_short(progress.rate)}tokens/s  {progress.memory / 2**30:.2f} GiB"
-    )
+    """Return what to say of a ``train.report.Progress``, the most important first."""
+    return [
+        f"loss {progress.loss:.3f}",
+        f"{duration(progress.eta)} left",
+        f"{_short(progress.rate)} tokens/s",
+        f"{progress.memory / 2**30:.2f} GiB",
+        f"lr {progress.learning_rate:.1e}",
+    ]
 
 
 class PlainReport(Report):
@@ -36,8 +43,8 @@ class PlainReport(Report):
         if time.monotonic() - self._shown < PLAIN_SECONDS:
             return
         self._shown = time.monotonic()
-        self.say("train", f"update {progress.update:,}  {facts(progress)}  "
-                 f"{100 * progress.share:.0f} %, {progress.eta:.0f} s left")  # fmt: skip
+        done = f"{100 * progress.share:.0f} %"
+        self.say("train", "  ".join([f"update {progress.update:,}", done, *facts(progress)]))
 
 
 class LiveReport(Report):
@@ -48,24 +55,31 @@ class LiveReport(Report):
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._console = Console(stderr=True, highlight=False)
-        self._bar = Progress(
-            TextColumn("update {task.fields[update]}"), BarColumn(),
+        self._bar_width = min(20, self._console.width // 10)
+        columns = (
+            TextColumn("update {task.fields[update]}"), BarColumn(self._bar_width),
             TextColumn("{task.percentage:3.0f} %"), TextColumn("{task.fields[facts]}"),
-            TextColumn("{task.fields[eta]}"), console=self._console, transient=True,
         )  # fmt: skip
+        self._bar = Progress(*columns, console=self._console, transient=True)
         self._task = None
 
     def say(self, topic, text):
+        from rich.table import Table
+        from rich.text import Text
+
         style = "yellow" if topic == "warning" else "bold" if topic == "valid" else "dim"
-        self._console.print(f"[{style}]{topic:8}[/] ", end="")
-        self._console.print(text, markup=False, soft_wrap=True)
+        head, text = Text(f"{topic:8}", style), Text(text)
+        if topic in COMMANDS:
+            self._console.print(head, text, soft_wrap=True)
+            return
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_row(head, text)
+        self._console.print(line)
 
     def progress(self, progress):
-        shown = {
-            "update": f"{progress.update:,}",
-            "facts": facts(progress),
-            "eta": f"{progress.eta:.0f} s left",
-        }
+        update = f"{progress.update:,}"
+        room = self._console.width - self._bar_width - len(f"update {update}  100 % ")
+        shown = {"update": update, "facts": _fitting(facts(progress), room)}
         if self._task is None:
             self._bar.start()
             self._task = self._bar.add_task("", total=1.0, **shown)
@@ -76,8 +90,15 @@ class LiveReport(Report):
             self._bar.stop()
 
 
+def _fitting(parts, room):
+    """Return as many of the first parts as have room in a line."""
+    while len("  ".join(parts)) > room:
+        parts = parts[:-1]
+    return "  ".join(parts)
+
+
 def _short(number):
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if number >= limit:
-            return f"{number / limit:.3g} {unit}"
-    return f"{number:.0f} "
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.0f}"

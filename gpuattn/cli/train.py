@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -56,7 +57,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "patience": ("N", "Stop after N evaluations without a better one; 0: don't."),
     },
     "Evaluation and checkpoints": {
-        "eval_every": ("N[e|u|s]", "auto: epochs or minutes, at most a tenth of the time."),
+        "eval_every": ("N[e|u|s]", "auto: epochs or minutes, a tenth of the time at most."),
         "score_pairs": ("N", "Validation sentences translated each time."),
         "beam": ("N", "Of translations later; in training it is 1."),
         "length_penalty": ("X", "Exponent of the length that scores are divided by."),
@@ -82,14 +83,14 @@ def _option(name, group, placeholder, help):
     kind = NearChoice(names) if names else Parsed(parse, placeholder)
     flags = [f"--{option_key(name)}", name]
     metavar = None if names else placeholder
-    help += f"  [default: {_default(name)}]"
+    help += f"  [default: {_default(name, percent='%' in placeholder)}]"
     return GroupedOption(flags, type=kind, metavar=metavar, help=help, group=group)
 
 
-def _default(name):
-    slower = DEVICE_DEFAULTS["numpy"].get(name)
-    default = shown(OPTIONS[name].default)
-    return default if slower is None else f"{default}, on NumPy {shown(slower)}"
+def _default(name, percent=False):
+    default, slower = OPTIONS[name].default, DEVICE_DEFAULTS["numpy"].get(name)
+    text = f"{default:.0%}" if percent else shown(default)
+    return text if slower is None else f"{text}, on NumPy {shown(slower)}"
 
 
 @click.command("train", cls=GroupedCommand, epilog=EPILOG)
@@ -115,7 +116,8 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
         raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
     out = Path(out or f"runs/{config.task}")
     report = new_report()
-    with StopOnSignal() as stop:
+    wait = partial(report.say, "stopping", "saving first; once more ends at once, unsaved")
+    with StopOnSignal(wait, report.close) as stop:
         try:
             outcome = train(
                 config, out, origins=origins, device=device, report=report, stop=stop,
@@ -127,7 +129,7 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
         again = shlex.join(["gpuattn", "train", *_without_overwrite(ctx.meta["arguments"])])
         report.say("stopped", f"after update {outcome.update:,}; all is saved. Go on: {again}")
         sys.exit(stop.exit_code)
-    report.say("done", describe(outcome.best, config))
+    report.say("done", describe(outcome.best))
     report.say("next", f"echo {shlex.quote(_example(config))} | gpuattn translate {out}")
 
 
@@ -168,7 +170,7 @@ def _data(what):
         raise click.UsageError(
             f"{len(what)} arguments; accepted: a task, or a source and a target file"
         )
-    if what and what[0] not in TASKS and Path(what[0]).exists():
+    if what and what[0] not in TASKS and (Path(what[0]).exists() or Path(what[0]).suffix):
         raise click.UsageError(f"{what[0]} is one file; accepted: a source and a target file")
     return {"task": what[0]} if what else {}
 

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from gpuattn.cli.options import decoding_options, device_option, run_argument
+from gpuattn.cli.options import COUNT, decoding_options, device_option, run_argument
 from gpuattn.errors import DataError
 from gpuattn.train.run import load_run
 
@@ -12,7 +12,7 @@ from gpuattn.train.run import load_run
 @click.command("translate")
 @run_argument
 @decoding_options
-@click.option("--nbest", type=click.IntRange(1), help="Print the N best of each line, numbered.")
+@click.option("--nbest", type=COUNT, help="Print the N best of each line, numbered.")
 @click.option("--scores", is_flag=True, help="Print log-probabilities, divided as in the search.")
 @click.option("--no-kv-cache", is_flag=True, help="Compute everything anew at each token.")
 @device_option

@@ -30,6 +30,7 @@ from gpuattn.train.units import (
     whole,
 )
 
+NOT_GIVEN = "not given"
 KEYS = {"length": "for"}  # fields that users know by another name: Python keeps this one
 
 
@@ -280,5 +281,5 @@ def _may_grow(name, old, new):
 def shown(value):
     """Return a value as users write it."""
     if value is None:
-        return "not given"
+        return NOT_GIVEN
     return ":".join(map(str, value)) if type(value) is tuple else str(value)

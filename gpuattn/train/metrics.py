@@ -52,7 +52,7 @@ def _by_kind(right, kinds):
 class MetricsLog:
     """``metrics.jsonl`` of a run: a JSON object a line, each with ``event`` and ``update``.
 
-    Events: "start", "train", "valid", "end".
+    Events: "start", "train", "valid", "stop", "end".
     """
 
     def __init__(self, path):

@@ -142,12 +142,16 @@ def load_run(path, *, device="auto", which="best"):
 
 
 def summary(path):
-    """Return what a run is, as JSON-able data: options, sizes, updates, best row of metrics."""
+    """Return what a run is, as JSON-able data: options, sizes, updates, best row of metrics.
+
+    ``state``: "finished", "stopped", or for a mean of other runs "averaged".
+    """
     folder = RunFolder(path)
     config, tokenizer = folder.config(), folder.tokenizer()
     rows = folder.metrics.read()
     size = sum(parameter.size for parameter in new_model(config, tokenizer).parameters())
     last = next((row for row in reversed(rows) if row["event"] != "start"), {})
+    states = {"end": "finished", None: "averaged" if not rows else "stopped"}
     valid = [row for row in rows if row["event"] == "valid"]
     return {
         "folder": str(folder.path),
@@ -156,7 +160,7 @@ def summary(path):
         "vocabulary": len(tokenizer),
         "updates": last.get("update", 0),
         "seconds": round(last.get("seconds", 0.0), 1),
-        "state": "finished" if last.get("event") == "end" else "to be continued",
+        "state": states.get(last.get("event"), "stopped"),
         "best": max(valid, key=lambda row: row["score"], default=None),
         "options": {option_key(name): shown(getattr(config, name)) for name in OPTIONS},
     }

@@ -16,6 +16,7 @@ from gpuattn.train.trainer import Trainer
 from gpuattn.train.translator import Translator
 
 SAMPLES = 2  # translations shown at each evaluation
+CLIP = 80  # characters of one that are shown
 
 
 class Outcome(NamedTuple):
@@ -82,6 +83,7 @@ class Session:
             self.report.say("run", f"going on from update {at.update:,} in {self.folder.path}")
         self.folder.metrics.add("start", update=at.update, device=trainer.xp.__name__)
         if not trainer.run(stop, lambda: self._evaluate(stop), self._save):
+            self.folder.metrics.add("stop", update=at.update, seconds=at.seconds)
             return Outcome(False, at.best, at.update)
         if self.config.average > 1:
             self._average(stop)
@@ -120,9 +122,10 @@ class Session:
         row |= self._scores(found, pairs)
         row["score"] = -row["loss"] if not pairs else row[self._figure()]
         self.folder.metrics.add("valid", **row)
-        self.report.say("valid", describe(row, self.config))
+        self.report.say("valid", describe(row))
         for pair, translation in list(zip(pairs, found, strict=True))[:SAMPLES]:
-            self.report.say("", f"{pair.source}  ->  {translation}")
+            self.report.say("", _clipped(pair.source))
+            self.report.say("", f"-> {_clipped(translation)}")
         return row
 
     def _figure(self):
@@ -183,15 +186,20 @@ class _Logged(Report):
         self._report.progress(progress)
 
 
-def describe(row, config):
+def describe(row):
     """Return a row of metrics in words."""
-    if "bleu" not in row:
-        return f"update {row['update']:,}, loss {row['loss']:.3f}"
-    figures = f"BLEU {row['bleu']:.1f}, chrF {row['chrf']:.1f}"
-    if config.exact_match:
-        figures = f"{row['exact_match']:.1f} % exact, {figures}"
-    what = f"mean of {row['averaged']} checkpoints" if "averaged" in row else f"{row['update']:,}"
-    return f"update {what}, loss {row['loss']:.3f}, {figures}"
+    mean = f" (mean of {row['averaged']} checkpoints)" if "averaged" in row else ""
+    figures = [f"update {row['update']:,}{mean}", f"loss {row['loss']:.3f}"]
+    if row.get("exact_by_kind"):
+        figures.append(f"{row['exact_match']:.1f} % exact")
+    if "bleu" in row:
+        figures += [f"BLEU {row['bleu']:.1f}", f"chrF {row['chrf']:.1f}"]
+    return ", ".join(figures)
+
+
+def _clipped(text):
+    """Return a text as far as it fits into a line: early translations stutter without end."""
+    return text if len(text) <= CLIP else f"{text[: CLIP - 3]}..."
 
 
 def _lines(texts):

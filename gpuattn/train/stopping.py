@@ -6,10 +6,11 @@ import signal
 
 class StopOnSignal:
     """A context in which SIGINT and SIGTERM are noted in ``signal``; called, it tells whether one
-    has come. ``exit_code``: 130 or 143 after it."""
+    has come. ``exit_code``: 130 or 143 after it. ``first``, ``last``: called as a first signal
+    comes, and before a second one ends the process."""
 
-    def __init__(self):
-        self.signal = None
+    def __init__(self, first=lambda: None, last=lambda: None):
+        self.signal, self._first, self._last = None, first, last
         self._before = {}
 
     def __enter__(self):
@@ -30,5 +31,7 @@ class StopOnSignal:
 
     def _note(self, number, frame):
         if self.signal is not None:
+            self._last()
             os._exit(128 + number)
         self.signal = number
+        self._first()

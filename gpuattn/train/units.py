@@ -88,6 +88,14 @@ def parse_warmup(value):
     return float(share[1]) / 100
 
 
+def duration(seconds):
+    """Return such as "45 s", "3.4 min" or "4.7 h"."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def whole(least):
     """Return a parser of whole numbers from ``least`` on."""
 

@@ -83,10 +83,10 @@ def test_debug_shows_the_traceback(run_process, tmp_path):
 def test_warnings_are_one_line(call, monkeypatch, trained):
     def warn(*_):
         warnings.warn("mind the gap", stacklevel=1)
-        return {"best": None}
+        return {}
 
     monkeypatch.setattr("gpuattn.cli.info.summary", warn)
-    assert call("info", trained).stderr == "gpuattn: warning: mind the gap\n"
+    assert call("info", trained, "--json").stderr == "gpuattn: warning: mind the gap\n"
 
 
 def test_version(call):
@@ -95,7 +95,7 @@ def test_version(call):
 
 def test_info_shows_a_run(call, trained):
     result = call("info", trained)
-    assert "finished" in result.stdout and "vocab-size = 400" in result.stdout
+    assert "finished after 60 updates" in result.stdout and "vocab-size 400" in result.stdout
     found = json.loads(call("info", trained, "--json").stdout)
     assert found["updates"] == 60 and found["best"]["bleu"] >= 0
     assert found["parameters"] > 1000
