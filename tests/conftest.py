@@ -6,9 +6,11 @@ import background
 import numpy as np
 import pytest
 
-from gpuattn import arrays
+from gpuattn import arrays, kernels
+from gpuattn.errors import KernelCompileError
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+REQUIRED = os.environ.get("GPUATTN_REQUIRE", "")  # tools whose lack fails tests, by commas
 POOL, JOB = pytest.StashKey(), pytest.StashKey()
 
 try:
@@ -67,6 +69,17 @@ def gpu():
 
 
 @pytest.fixture
+def nvrtc():
+    """The CUDA compiler of our own sources; skips without it, unless GPUATTN_REQUIRE names it."""
+    try:
+        return kernels.nvrtc()
+    except KernelCompileError as error:
+        if "nvrtc" in REQUIRED:
+            raise
+        pytest.skip(f"no NVRTC: {error}")
+
+
+@pytest.fixture
 def nvvm():
     """Skips without Numba's compiler, which is too large for the ``test`` extra."""
     try:
@@ -75,7 +88,7 @@ def nvvm():
         for library in ("cudart", "nvrtc", "nvvm"):  # numba-cuda fails in odd places without one
             load_nvidia_dynamic_lib(library)
     except (ImportError, RuntimeError) as error:
-        if "nvvm" in os.environ.get("GPUATTN_REQUIRE", ""):
+        if "nvvm" in REQUIRED:
             raise
         pytest.skip(f"pip install numba-cuda nvidia-nvvm nvidia-cuda-runtime: {error}")
 

@@ -17,16 +17,6 @@ REQUIRED = "nvrtc" in os.environ.get("GPUATTN_REQUIRE", "")
 EVERYWHERE = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100"}
 
 
-@pytest.fixture(scope="module")
-def nvrtc():
-    try:
-        return kernels.nvrtc()
-    except KernelCompileError as error:
-        if REQUIRED:
-            raise
-        pytest.skip(f"no NVRTC: {error}")
-
-
 def cases():
     for file in kernels.files():
         for arch in kernels.architectures(file):

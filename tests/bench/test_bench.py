@@ -59,7 +59,7 @@ def test_command_writes_json(tmp_path):
     assert len(document["rows"]) == 2
 
 
-def test_kernels_lists_explains_and_compiles(tmp_path, monkeypatch):
+def test_kernels_lists_explains_and_compiles(nvrtc, tmp_path, monkeypatch):
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
     assert "softmax.cu" in call("kernels").stdout
     assert "raw-simt" in call("kernels", "--why", "softmax", "--shape", "8x16").stdout
