@@ -16,7 +16,7 @@ from gpuattn import kernels
 
 def start():
     """Return processes that leave the way to the tests in front."""
-    return ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _step_back)
+    return ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn"), _step_back)
 
 
 def _step_back():

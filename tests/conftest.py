@@ -23,20 +23,19 @@ except ImportError:
 
 def pytest_collection_modifyitems(items, config):
     """In the simulator only its own tests run; outside, test_simulator.py starts that run."""
-    keep = [item for item in items if ("simulator" in item.keywords) == SIMULATED]
+    keep = [item for item in items if bool(item.get_closest_marker("simulator")) == SIMULATED]
     config.hook.pytest_deselected(items=[item for item in items if item not in keep])
-    items[:] = sorted(keep, key=lambda item: "background" in item.keywords)
+    items[:] = sorted(keep, key=lambda item: bool(item.get_closest_marker("background")))
 
 
 def pytest_collection_finish(session):
     """Start what runs behind the other tests; its own tests come last and wait for it."""
-    items = [item for item in session.items if "background" in item.keywords]
-    if not items or session.config.option.collectonly:
-        return
-    pool = session.stash[POOL] = background.start()
-    for item in items:
-        function = item.get_closest_marker("background").kwargs["run"]
-        item.stash[JOB] = pool.submit(function, **item.callspec.params)
+    marks = [(item, item.get_closest_marker("background")) for item in session.items]
+    marks = [(item, mark) for item, mark in marks if mark]
+    if marks and not session.config.option.collectonly:
+        pool = session.stash[POOL] = background.start()
+        for item, mark in marks:
+            item.stash[JOB] = pool.submit(mark.kwargs["run"], **item.callspec.params)
 
 
 def pytest_sessionfinish(session):
