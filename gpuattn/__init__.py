@@ -1,4 +1,10 @@
-"""Attention, fused ops and autodiff for NumPy and CuPy arrays. This list is the public API."""
+"""Attention, fused ops and autodiff for NumPy and CuPy arrays. This list is the public API.
+
+Layers are in ``gpuattn.nn``, models in ``gpuattn.models``, optimizers in ``gpuattn.optim``;
+how to decode, in the modules of ``gpuattn.decode``.
+"""
+
+import importlib
 
 from gpuattn.arrays import get_xp, to_cpu, to_gpu
 from gpuattn.autodiff.functional import (
@@ -27,6 +33,8 @@ from gpuattn.ops.scaled_dot_product_attention import scaled_dot_product_attentio
 from gpuattn.ops.softmax import softmax
 from gpuattn.ops.topk_logprobs import topk_logprobs
 from gpuattn.rng import manual_seed
+
+MODULES = ("models", "nn", "optim")  # imported when first asked for
 
 __all__ = [
     "AdamWState",
@@ -61,3 +69,9 @@ __all__ = [
     "use_impl",
     "value_and_grad",
 ]
+
+
+def __getattr__(name):
+    if name in MODULES:
+        return importlib.import_module(f"gpuattn.{name}")
+    raise AttributeError(f"module 'gpuattn' has no attribute {name!r}")

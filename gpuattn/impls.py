@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from gpuattn.errors import SlowPathWarning, UnsupportedError
 
 _overrides = contextvars.ContextVar("gpuattn_overrides", default={})  # noqa: B039  never mutated
 _explaining = contextvars.ContextVar("gpuattn_explaining", default=False)
+_broken = {}  # (op, implementation) -> why its kernel does not compile here, once that was seen
 OPS = {}  # op name -> Impls of every op with a choice, filled as op modules are imported
 
 
@@ -81,11 +83,11 @@ def choose(impls, arrays, impl=None, **params):
     for candidate in impls:
         if not _matches(candidate.name, asked):
             continue
-        reason = candidate.refuse(*arrays, **params) if candidate.refuse else None
+        reason = _refusal(impls, candidate, arrays, params)
         if reason is None:
             if refusals and any(map(on_gpu, arrays)):
                 text = f"{impls.op} uses {candidate.name} because:\n" + "\n".join(refusals)
-                warnings.warn(text, SlowPathWarning, stacklevel=4)
+                warnings.warn(text, SlowPathWarning, stacklevel=_frames_to_the_user())
             return candidate
         refusals.append(f"  {candidate.name}: {reason}")
     if not refusals:
@@ -95,12 +97,38 @@ def choose(impls, arrays, impl=None, **params):
     raise UnsupportedError(text)
 
 
+def choose_another(impls, broken, error, arrays, impl=None, **params):
+    """Return what runs now and in future instead of ``broken``, whose kernel does not compile.
+
+    Raises ``error``, a KernelCompileError, where there is nothing else.
+    """
+    _broken[impls.op, broken.name] = "; ".join(str(error).splitlines())
+    try:
+        return choose(impls, arrays, impl, **params)
+    except UnsupportedError:
+        raise error from None
+
+
+def _refusal(impls, candidate, arrays, params):
+    if (impls.op, candidate.name) in _broken:
+        return _broken[impls.op, candidate.name]
+    return candidate.refuse(*arrays, **params) if candidate.refuse else None
+
+
+def _frames_to_the_user():
+    """Return the stacklevel for ``choose`` to warn at the line that called into this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == "gpuattn":
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def _matches(name, asked):
     return asked is None or name == asked or (asked == "raw" and name.startswith("raw-"))
 
 
 def _explanation(impls, arrays, asked, params):
-    reasons = tuple((i.name, i.refuse(*arrays, **params) if i.refuse else None) for i in impls)
+    reasons = tuple((i.name, _refusal(impls, i, arrays, params)) for i in impls)
     accepted = [name for name, reason in reasons if reason is None and _matches(name, asked)]
     return Explanation(impls.op, accepted[0] if accepted else None, reasons)
 
@@ -111,21 +139,28 @@ def explain(op, *args, **kwargs):
     ``op``: a public op such as ``gpuattn.softmax``. Nothing is computed. Bad arguments raise what
     the op itself raises.
     """
-    token = _explaining.set(True)
+    # in a copy of the context, so that the op draws no seed of the caller's
+    answer = contextvars.copy_context().run(_ask, op, args, kwargs)
+    if answer is not None:
+        return answer
+    name = getattr(op, "__name__", op)
+    raise TypeError(f"explain: {name} does not choose between implementations")
+
+
+def _ask(op, args, kwargs):
+    _explaining.set(True)
     try:
         op(*args, **kwargs)
     except _Explained as answer:
         return answer.args[0]
-    finally:
-        _explaining.reset(token)
-    name = getattr(op, "__name__", op)
-    raise TypeError(f"explain: {name} does not choose between implementations")
+    return None
 
 
 @contextlib.contextmanager
 def use_impl(**names):
     """Run ops by the named implementation inside a block: ``use_impl(softmax="reference")``.
 
+    Holds for this thread and context. ``scaled_dot_product_attention`` is ``flash_attention``.
     Raises ValueError for an op or an implementation that does not exist.
     """
     for op, name in names.items():
@@ -134,7 +169,8 @@ def use_impl(**names):
         if name != "raw" and name not in [impl.name for impl in OPS[op]]:
             known = ", ".join(impl.name for impl in OPS[op])
             raise ValueError(f"use_impl: {op} has no {name!r}; it has {known}, raw")
-    token = _overrides.set({**_overrides.get(), **names})
+    asked = {OPS[op].op: name for op, name in names.items()}
+    token = _overrides.set({**_overrides.get(), **asked})
     try:
         yield
     finally:

@@ -1,13 +1,15 @@
 """Choosing, explaining and overriding implementations."""
 
 import threading
+import warnings
 
 import numpy as np
 import pytest
 
 import gpuattn
-from gpuattn import softmax, use_impl
-from gpuattn.errors import SlowPathWarning, UnsupportedError
+from gpuattn import impls, softmax, use_impl
+from gpuattn.autodiff import tape
+from gpuattn.errors import KernelCompileError, SlowPathWarning, UnsupportedError
 from gpuattn.impls import OPS, Impl, Impls, choose, explain
 
 X = np.ones((2, 4), np.float32)
@@ -88,6 +90,95 @@ def test_every_op_ends_with_a_reference():
     for name in public:
         assert OPS[name][-1].name == "reference"
         assert OPS[name][-1].refuse is None, f"{name}: the reference accepts everything"
+
+
+def test_use_impl_knows_every_public_op_with_a_choice():
+    with use_impl(scaled_dot_product_attention="numba"), pytest.raises(UnsupportedError):
+        gpuattn.scaled_dot_product_attention(*[np.ones((1, 1, 2, 4), np.float32)] * 3)
+
+
+X4 = np.ones((1, 2, 2, 4), np.float32)
+TOKENS, FLAT = np.zeros(2, np.int32), np.zeros(128, np.float32)
+STATE = gpuattn.AdamWState(FLAT)
+CALLS = {
+    "adamw": (FLAT, FLAT, FLAT, FLAT, STATE),
+    "beam_step": (X, X[:1, :2]),
+    "cross_entropy": (X, TOKENS),
+    "dropout": (X, 0.5),
+    "dropout_add_norm": (X, X, X[0]),
+    "embedding": (TOKENS, X),
+    "flash_attention": (X4, X4, X4),
+    "gelu": (X,),
+    "gradient_statistics": (FLAT, STATE),
+    "layer_norm": (X,),
+    "linear": (X, X),
+    "relu": (X,),
+    "rms_norm": (X,),
+    "scaled_dot_product_attention": (X4, X4, X4),
+    "softmax": (X,),
+    "topk_logprobs": (X, 2),
+}
+
+
+def test_calls_are_of_all_public_ops():
+    assert set(CALLS) == set(OPS) & set(gpuattn.__all__)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_every_public_op_is_explained(op):
+    answer = explain(getattr(gpuattn, op), *CALLS[op])
+    assert answer.chosen == "reference"
+    assert "NumPy array" in dict(answer.reasons)["raw-simt"]
+
+
+def test_explain_draws_no_seed():
+    gpuattn.manual_seed(1)
+    want = gpuattn.dropout(X, 0.5)
+    gpuattn.manual_seed(1)
+    explain(gpuattn.dropout, X, 0.5)
+    np.testing.assert_array_equal(gpuattn.dropout(X, 0.5), want)
+
+
+@pytest.fixture
+def as_if_on_gpu(monkeypatch):
+    """Slow paths are only spoken of for arrays on a GPU."""
+    monkeypatch.setattr(impls, "on_gpu", lambda x: isinstance(x, np.ndarray))
+
+
+def test_the_warning_points_at_the_line_of_the_user_and_comes_once(as_if_on_gpu):
+    layer = gpuattn.nn.Linear(4, 4)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            softmax(X)
+            gpuattn.scaled_dot_product_attention(X4, X4, X4)
+            layer(X)
+            gpuattn.grad(lambda x: gpuattn.gelu(x).sum())(X)
+    assert [w.filename for w in seen] == [__file__] * 4
+    assert all(w.category is SlowPathWarning for w in seen)
+
+
+def test_a_kernel_that_does_not_compile_is_passed_over_from_then_on(as_if_on_gpu, monkeypatch):
+    monkeypatch.setattr(impls, "_broken", {})
+    calls = []
+
+    def broken(x, *, needs):
+        calls.append(1)
+        raise KernelCompileError("x.cu does not compile\nfull text and log: /tmp/x")
+
+    op = Impls("op", Impl("raw-simt", broken), Impl("reference", made("reference")))
+    with pytest.warns(
+        SlowPathWarning, match="op uses reference because:\n  raw-simt: x.cu does not"
+    ):
+        assert tape.apply(op, (X,)) == "reference"
+    with pytest.warns(SlowPathWarning, match="full text and log"):
+        assert tape.apply(op, (X,)) == "reference"
+    assert len(calls) == 1
+    with pytest.raises(UnsupportedError, match="does not compile"):
+        tape.apply(op, (X,), "raw-simt")
+    impls._broken.clear()
+    with pytest.raises(KernelCompileError):
+        tape.apply(op, (X,), "raw")
 
 
 def test_passing_over_a_kernel_on_a_gpu_is_said(gpu):

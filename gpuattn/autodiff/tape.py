@@ -6,8 +6,8 @@ import itertools
 
 from gpuattn.arrays import device_of, get_xp, is_array, to_cpu
 from gpuattn.autodiff.frozen import editable, freeze, thaw
-from gpuattn.errors import GradientError, UnsupportedError
-from gpuattn.impls import choose
+from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
+from gpuattn.impls import choose, choose_another
 
 _order = itertools.count()
 _recording = contextvars.ContextVar("gpuattn_recording", default=True)
@@ -177,7 +177,11 @@ def apply(impls, inputs, impl=None, **params):
         elif (seen := _witnesses.get()) is not None:
             seen.update((id(x), x) for x, want in zip(inputs, wanted, strict=True) if want)
     with device_of(*arrays):
-        out, saved = chosen.forward(*arrays, needs=needs, **params)
+        try:
+            out, saved = chosen.forward(*arrays, needs=needs, **params)
+        except KernelCompileError as error:
+            chosen = choose_another(impls, chosen, error, arrays, impl, **params)
+            out, saved = chosen.forward(*arrays, needs=needs, **params)
     if boxed is None:
         return out
     outs = out if isinstance(out, tuple) else (out,)

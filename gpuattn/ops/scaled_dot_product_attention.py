@@ -3,9 +3,11 @@
 from gpuattn.arrays import as_array
 from gpuattn.autodiff.tape import Box
 from gpuattn.errors import problem
-from gpuattn.ops.flash_attention import flash_attention
+from gpuattn.impls import OPS
+from gpuattn.ops.flash_attention import IMPLS, flash_attention
 
 NAME = "scaled_dot_product_attention"
+OPS[NAME] = IMPLS  # for use_impl
 
 
 def scaled_dot_product_attention(
