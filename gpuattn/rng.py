@@ -8,6 +8,7 @@ Each counter gives four 32-bit words = eight 16-bit lanes, low half of a word fi
 import contextlib
 import contextvars
 import math
+import operator
 import secrets
 from typing import Any, NamedTuple
 
@@ -36,15 +37,18 @@ class Key(NamedTuple):
 
 
 def as_key(seed):
-    """Return ``seed`` (a Key, an int, or None for a fresh one) as a Key."""
+    """Return ``seed`` (a Key, an int, or None for a fresh one) as a Key; TypeError for others."""
     if isinstance(seed, Key):
         return seed
-    return Key(fresh_seed() if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF)
+    return Key(fresh_seed() if seed is None else operator.index(seed) & 0xFFFFFFFFFFFFFFFF)
 
 
 def manual_seed(seed):
-    """Make the seeds that ops draw for themselves (``seed=None``) repeat from here on."""
-    _counter.set((int(seed) & 0xFFFFFFFFFFFFFFFF, 0))
+    """Make the seeds that ops draw for themselves (``seed=None``) repeat from here on.
+
+    Holds for this thread and context.
+    """
+    _counter.set((operator.index(seed) & 0xFFFFFFFFFFFFFFFF, 0))
 
 
 def fresh_seed():

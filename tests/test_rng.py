@@ -94,6 +94,12 @@ def test_manual_seed_repeats():
     assert len(set(drawn[0])) == 3
 
 
+@pytest.mark.parametrize("seed", [1.5, "abc", [1]])
+def test_other_seeds_are_refused(seed):
+    with pytest.raises(TypeError):
+        rng.as_key(seed)
+
+
 def test_replay_draws_again():
     state = rng.remember()
     first = rng.fresh_seed()

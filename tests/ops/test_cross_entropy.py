@@ -153,6 +153,13 @@ def test_logits_that_another_op_needs_cannot_be_donated():
         cross_entropy(x, np.zeros(2, int), donate=True)
 
 
+def test_logits_that_another_op_needs_are_missed_on_a_gpu(gpu):
+    x = np.tanh(Tensor(gpu.zeros((2, 3)), requires_grad=True))
+    loss = cross_entropy(x, gpu.zeros(2, int), donate=True) + x.sum()
+    with pytest.raises(GradientError, match=r"np\.tanh saved .* was edited in place"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])  # the kernel's check and the reference's
 @pytest.mark.parametrize("bad", [-1, 5, 6, -(2**31), 2**31 - 1])
 def test_labels_out_of_range(xp, bad, dtype):
