@@ -1,7 +1,6 @@
 """The command line: one program, commands as verbs, each imported only when it is used."""
 
 import contextlib
-import errno
 import importlib
 import os
 import sys
@@ -37,6 +36,8 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no such device, 130/143 stopped a
 class Commands(click.Group):
     """Knows names and short help of its commands; turns errors into messages and exit codes."""
 
+    debug = False  # whether errors show where they come from
+
     def list_commands(self, ctx):
         return list(COMMANDS)
 
@@ -58,24 +59,34 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the reader has what it wanted; Python would complain at the end
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
+    def main(self, *args, **kwargs):
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             try:
-                return super().invoke(ctx)
-            except click.exceptions.Exit:
-                raise
+                code = super().main(*args, **kwargs | {"standalone_mode": False})
             except click.ClickException as error:
-                ctx.exit(_explain_usage(error))
+                code = _explain_usage(error)
             except (KeyboardInterrupt, click.Abort):
-                ctx.exit(130)
+                code = 130
             except Exception as error:  # noqa: BLE001 the one place where errors become messages
-                if ctx.meta.get("debug"):
+                if self.debug:
                     raise
-                ctx.exit(_explain(error))
+                code = _explain(error)
+        sys.exit(code)
 
 
 def _explain_usage(error):
     """Print what is wrong with the arguments, where help is, and return the exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return error.exit_code
     where = getattr(error, "ctx", None)
     help = f"  (see: {where.command_path} --help)" if where else ""
     click.echo(f"gpuattn: error: {error.format_message().rstrip('.')}{help}", err=True)
@@ -84,18 +95,15 @@ def _explain_usage(error):
 
 def _explain(error):
     """Print what went wrong and return the exit code."""
-    if isinstance(error, OSError) and error.errno == errno.EPIPE:
-        # The reader has what it wanted. Python would complain when it closes stdout.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     text = str(error) or type(error).__name__
     if isinstance(error, MemoryError):
         text = f"out of memory: {error}. Try a smaller --batch, with --accumulate for as much"
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    elif isinstance(error, TypeError | KeyError | AttributeError):
+        text = f"{type(error).__name__}: {text}. This should not happen: see it with --debug"
     elif type(error).__module__ not in EXPECTED:
         text = f"{type(error).__name__}: {text}"
-    if not isinstance(error, OSError) and type(error) in (TypeError, KeyError, AttributeError):
-        text = f"{type(error).__name__}: {text}. This should not happen: see it with --debug"
     click.echo(f"gpuattn: error: {text}", err=True)
     return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
 
@@ -106,7 +114,7 @@ def _show_warning(message, category, filename, lineno, file=None, line=None):
 
 def _debug_option():
     def note(ctx, parameter, value):
-        ctx.meta["debug"] = value
+        ctx.find_root().command.debug = value
 
     return click.Option(
         ["--debug"], is_flag=True, expose_value=False, callback=note, envvar="GPUATTN_DEBUG",

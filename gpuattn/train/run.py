@@ -26,6 +26,7 @@ from gpuattn.train.device import choose_device
 from gpuattn.train.metrics import MetricsLog, write_text
 from gpuattn.train.translator import Translator
 
+TOKENIZER = "tokenizer.model"
 SNAPSHOTS = "checkpoints"  # weights that --average needs
 
 
@@ -44,7 +45,7 @@ class RunFolder:
         """Begin a run: write what never changes, its config last."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            tokenizer.save(self.path / "tokenizer.model")
+            tokenizer.save(self.path / TOKENIZER)
             write_text(self.path / "config.toml", to_toml(config, origins))
         except OSError as error:
             raise CheckpointError(
@@ -55,15 +56,21 @@ class RunFolder:
         """Delete the run, if this is one. ConfigError for a folder that is something else."""
         if self.exists():
             shutil.rmtree(self.path)
-        elif self.path.exists() and (self.path.is_file() or any(self.path.iterdir())):
+        elif self._is_taken():
             raise ConfigError(f"{self.path} is not a run of gpuattn: it is left alone")
 
     def check_empty(self):
         """Raise ConfigError where a run may not begin: something else is there."""
-        if self.path.exists() and (self.path.is_file() or any(self.path.iterdir())):
+        if self._is_taken():
             raise ConfigError(
                 f"{self.path} exists and is not a run of gpuattn. Choose another --out"
             )
+
+    def _is_taken(self):
+        """Tell whether there is more than a run that had no time to begin, or no room."""
+        if not self.path.is_dir():
+            return self.path.exists()
+        return any(path.name != TOKENIZER for path in self.path.iterdir())
 
     def check_same(self, config):
         """Raise ConfigError that lists every option in which a run differs from ``config``."""
@@ -82,7 +89,7 @@ class RunFolder:
 
     def tokenizer(self):
         """Return the tokenizer. CheckpointError if it is missing or damaged."""
-        path = self.path / "tokenizer.model"
+        path = self.path / TOKENIZER
         try:
             return tokenizer_from_bytes(path.read_bytes())
         except (OSError, DataError) as error:
