@@ -2,8 +2,11 @@
 
 ``RULES`` maps a NumPy function to the function that records it. A derivative is written once, in
 operators and NumPy functions, so it serves arrays and, for higher order, Tensors alike. What is
-no formula of one line (shapes, indexing, products) lives in ``shapes.py`` and ``products.py``.
+no formula of one line lives in ``shapes.py`` and ``products.py``; what others compute together in
+``composed.py``.
 """
+
+import math
 
 import numpy as np
 
@@ -19,6 +22,8 @@ PLAIN = {
     np.logical_and, np.logical_or, np.argmax, np.argmin, np.argsort, np.shape, np.ndim, np.size,
     np.zeros_like, np.ones_like, np.full_like, np.empty_like, np.all, np.any, np.allclose,
     np.array_equal, np.isclose, np.result_type, np.may_share_memory, np.shares_memory,
+    np.floor_divide, np.trunc, np.round, np.signbit, np.nonzero, np.flatnonzero, np.count_nonzero,
+    np.argpartition, np.searchsorted, np.unique,
 }  # fmt: skip  # piecewise constant: computed on the arrays, nothing to record
 
 
@@ -139,7 +144,8 @@ def _share(a, b, o):
 
 
 def _power_base(g, a, b, o):
-    return g * b * np.power(a, b - 1)
+    # b = 0 gives 0 * a^0 = 0, where 0 * 0^-1 would be NaN
+    return g * b * np.power(a, b - 1 + (raw(b) == 0))
 
 
 def _power_exponent(g, a, b, o):
@@ -180,7 +186,19 @@ tan = elementwise(np.tan, "o", lambda g, o: g * (1 + o * o))
 sinh = elementwise(np.sinh, "a", lambda g, a: g * np.cosh(a))
 cosh = elementwise(np.cosh, "a", lambda g, a: g * np.sinh(a))
 tanh = elementwise(np.tanh, "o", lambda g, o: g * (1 - o * o))
+arcsin = elementwise(np.arcsin, "a", lambda g, a: g / np.sqrt(1 - a * a))
+arccos = elementwise(np.arccos, "a", lambda g, a: -g / np.sqrt(1 - a * a))
 arctan = elementwise(np.arctan, "a", lambda g, a: g / (1 + a * a))
+arctan2 = elementwise(
+    np.arctan2,
+    "ab",
+    lambda g, a, b: g * b / (a * a + b * b),
+    lambda g, a, b: -g * a / (a * a + b * b),
+)
+hypot = elementwise(np.hypot, "abo", lambda g, a, b, o: g * a / o, lambda g, a, b, o: g * b / o)
+arcsinh = elementwise(np.arcsinh, "a", lambda g, a: g / np.sqrt(a * a + 1))
+arccosh = elementwise(np.arccosh, "a", lambda g, a: g / np.sqrt(a * a - 1))
+arctanh = elementwise(np.arctanh, "a", lambda g, a: g / (1 - a * a))
 
 
 # ---- where, clip, casts --------------------------------------------------------------------------
@@ -191,18 +209,20 @@ def _forward_where(condition, a, b, *, needs):
 
 
 def _backward_where(saved, grad, *, needs, into):
+    # chosen, not multiplied by 0: inf on the other side stays there
     a, b, condition = saved
-    chosen = _mask(raw(condition).astype(bool), grad)
-    da = like(grad * chosen, a) if needs[1] else None
-    return None, da, like(grad * (1 - chosen), b) if needs[2] else None
+    da = like(np.where(raw(condition), grad, 0.0), a) if needs[1] else None
+    return None, da, like(np.where(raw(condition), 0.0, grad), b) if needs[2] else None
 
 
 WHERE = array_op("np.where", _forward_where, _backward_where)
 
 
 @rule(np.where)
-def where(condition, a, b):
-    return apply(WHERE, (raw(condition), a, b))
+def where(condition, x=None, y=None):
+    if x is None and y is None:
+        return np.where(raw(condition))
+    return apply(WHERE, (raw(condition), x, y))
 
 
 def _forward_clip(x, low, high, *, needs):
@@ -220,7 +240,8 @@ CLIP = array_op("np.clip", _forward_clip, _backward_clip)
 
 
 @rule(np.clip)
-def clip(x, low=None, high=None):
+def clip(x, a_min=None, a_max=None, *, min=None, max=None):
+    low, high = (min if a_min is None else a_min), (max if a_max is None else a_max)
     return apply(CLIP, (x, raw(low), raw(high)))
 
 
@@ -244,7 +265,7 @@ def astype(x, dtype):
 # ---- sums, means, extremes -----------------------------------------------------------------------
 
 
-def _spread(grad, shape, axis, keepdims):
+def spread(grad, shape, axis, keepdims):
     """Broadcast the gradient of a reduction back over what it reduced."""
     if axis is not None and not keepdims:
         axes = axis if isinstance(axis, tuple) else (axis,)
@@ -260,7 +281,7 @@ def _forward_sum(x, *, needs, axis, keepdims):
 
 
 def _backward_sum(saved, grad, *, needs, into, axis, keepdims):
-    return (_spread(grad, saved[0], axis, keepdims),)
+    return (spread(grad, saved[0], axis, keepdims),)
 
 
 SUM = array_op("np.sum", _forward_sum, _backward_sum)
@@ -278,7 +299,7 @@ def _forward_mean(x, *, needs, axis, keepdims):
 
 def _backward_mean(saved, grad, *, needs, into, axis, keepdims):
     shape, share = saved
-    return (_spread(grad * share, shape, axis, keepdims),)
+    return (spread(grad * share, shape, axis, keepdims),)
 
 
 MEAN = array_op("np.mean", _forward_mean, _backward_mean)
@@ -296,9 +317,9 @@ def _forward_extreme(x, *, needs, axis, keepdims, function):
 
 def _backward_extreme(saved, grad, *, needs, into, axis, keepdims, function):
     x, out = (raw(s) for s in saved)
-    tied = x == _spread(out, x.shape, axis, keepdims)
+    tied = x == spread(out, x.shape, axis, keepdims)
     share = tied / tied.sum(axis=axis, keepdims=True)  # ties share the gradient evenly
-    return (_spread(grad, x.shape, axis, keepdims) * share.astype(x.dtype),)
+    return (spread(grad, x.shape, axis, keepdims) * share.astype(x.dtype),)
 
 
 EXTREME = array_op("np.max", _forward_extreme, _backward_extreme)
@@ -316,9 +337,10 @@ def min(x, axis=None, *, keepdims=False):
 
 @rule(np.var)
 def var(x, axis=None, *, ddof=0, keepdims=False):
-    spread = square(x - mean(x, axis, keepdims=True))
-    count = raw(x).size // np.size(np.mean(raw(x), axis=axis))
-    return sum(spread, axis, keepdims=keepdims) / (count - ddof)
+    squares = square(x - mean(x, axis, keepdims=True))
+    axes = range(raw(x).ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    count = math.prod([raw(x).shape[a] for a in axes])
+    return sum(squares, axis, keepdims=keepdims) / (count - ddof)
 
 
 @rule(np.std)

@@ -1,5 +1,7 @@
 """Matrix products and einsum on the tape."""
 
+import math
+
 import numpy as np
 
 from gpuattn.autodiff.basic import array_op, compute, like, meta, rule
@@ -51,9 +53,29 @@ def matmul(a, b):
 
 @rule(np.dot)
 def dot(a, b):
-    if raw(a).ndim > 2 or raw(b).ndim > 2:
-        raise UnsupportedError("np.dot of more than two axes is not recorded; use np.matmul or @")
-    return a * b if 0 in (raw(a).ndim, raw(b).ndim) else matmul(a, b)
+    if 0 in (np.ndim(a), np.ndim(b)):
+        return np.multiply(a, b)
+    if np.ndim(a) > 2 or np.ndim(b) > 2:
+        return tensordot(a, b, axes=(-1, -2 if np.ndim(b) > 1 else -1))
+    return matmul(a, b)
+
+
+@rule(np.tensordot)
+def tensordot(a, b, axes=2):
+    """As ``np.tensordot``: one product of two matrices."""
+    n, m = np.ndim(a), np.ndim(b)
+    if isinstance(axes, int):
+        axes = range(n - axes, n), range(axes)
+    of_a, of_b = (
+        [axis % size for axis in (some if np.iterable(some) else [some])]
+        for some, size in zip(axes, (n, m), strict=True)
+    )
+    free_a = [i for i in range(n) if i not in of_a]
+    free_b = [i for i in range(m) if i not in of_b]
+    sizes_a, sizes_b = ([np.shape(x)[i] for i in free] for x, free in ((a, free_a), (b, free_b)))
+    left = np.reshape(np.transpose(a, [*free_a, *of_a]), (math.prod(sizes_a), -1))
+    right = np.reshape(np.transpose(b, [*of_b, *free_b]), (-1, math.prod(sizes_b)))
+    return np.reshape(matmul(left, right), (*sizes_a, *sizes_b))
 
 
 # ---- einsum --------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gpuattn.arrays import get_xp, zeros
+from gpuattn.arrays import get_xp, wide, zeros
 from gpuattn.autodiff.basic import array_op, like, meta, rule
 from gpuattn.autodiff.tape import Box, apply, raw
 
@@ -59,17 +59,20 @@ def transpose(x, axes=None):
 
 
 @rule(np.swapaxes)
-def swapaxes(x, a, b):
+def swapaxes(x, axis1, axis2):
     axes = list(range(raw(x).ndim))
-    axes[a], axes[b] = axes[b], axes[a]
+    axes[axis1], axes[axis2] = axes[axis2], axes[axis1]
     return transpose(x, axes)
 
 
 @rule(np.moveaxis)
 def moveaxis(x, source, destination):
     ndim = raw(x).ndim
-    axes = [i for i in range(ndim) if i != source % ndim]
-    axes.insert(destination % ndim, source % ndim)
+    order = np.moveaxis(np.empty((0,) * ndim), source, destination)  # checks the axes
+    source, destination = (a if isinstance(a, tuple | list) else [a] for a in (source, destination))
+    axes = [i for i in range(order.ndim) if i not in {a % ndim for a in source}]
+    for to, came in sorted((d % ndim, a % ndim) for d, a in zip(destination, source, strict=True)):
+        axes.insert(to, came)
     return transpose(x, axes)
 
 
@@ -148,12 +151,13 @@ def index(x, key):
 
 
 def _forward_scatter(x, *, needs, key, shape):
-    out = zeros(x, shape)
-    if _has_integer_array(key):
-        get_xp(out).add.at(out, key, x)  # an element read twice gets both gradients
-    else:
+    if not _has_integer_array(key):
+        out = zeros(x, shape)
         out[key] = x
-    return out, ()
+        return out, ()
+    out = zeros(x, shape, wide(x.dtype))
+    get_xp(out).add.at(out, key, x.astype(out.dtype, copy=False))  # read twice, added twice
+    return out.astype(x.dtype, copy=False), ()
 
 
 def _backward_scatter(saved, grad, *, needs, into, key, shape):
@@ -186,13 +190,15 @@ def take(x, indices, axis=None):
 
 
 def _forward_concatenate(*arrays, needs, axis):
-    return np.concatenate(arrays, axis), tuple([a.shape[axis] for a in arrays])
+    return np.concatenate(arrays, axis), tuple([meta(a) for a in arrays])
 
 
 def _backward_concatenate(saved, grad, *, needs, into, axis):
-    before = (slice(None),) * (axis % grad.ndim)
-    ends = np.cumsum(saved).tolist()
-    return tuple([grad[(*before, slice(end - n, end))] for n, end in zip(saved, ends, strict=True)])
+    before, end, parts = (slice(None),) * (axis % grad.ndim), 0, []
+    for shape, dtype in saved:
+        begin, end = end, end + shape[axis]
+        parts.append(like(grad[(*before, slice(begin, end))], (shape, dtype)))
+    return tuple(parts)
 
 
 CONCATENATE = array_op("np.concatenate", _forward_concatenate, _backward_concatenate)
@@ -200,6 +206,8 @@ CONCATENATE = array_op("np.concatenate", _forward_concatenate, _backward_concate
 
 @rule(np.concatenate)
 def concatenate(arrays, axis=0):
+    if axis is None:
+        arrays, axis = [ravel(a) for a in arrays], 0
     return apply(CONCATENATE, tuple(arrays), axis=axis)
 
 
@@ -223,9 +231,9 @@ SPLIT = array_op("np.split", _forward_split, _backward_split)
 
 
 @rule(np.split)
-def split(x, sections, axis=0):
+def split(x, indices_or_sections, axis=0):
     """Return a tuple of parts: an op with several outputs."""
-    return apply(SPLIT, (x,), sections=sections, axis=axis)
+    return apply(SPLIT, (x,), sections=indices_or_sections, axis=axis)
 
 
 def copy_of(x):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from gpuattn.arrays import as_array, is_array, is_floating, on_gpu, to_cpu
-from gpuattn.autodiff import basic, products, shapes, tape
+from gpuattn.autodiff import basic, composed, products, shapes, tape
 from gpuattn.autodiff.basic import PLAIN, RULES
 from gpuattn.autodiff.tape import raw
 from gpuattn.errors import GradientError, UnsupportedError
@@ -58,6 +58,9 @@ class Tensor(tape.Box):
     def numpy(self):
         """Return the values as a NumPy array, off the tape (copies from a GPU)."""
         return to_cpu(self.data)
+
+    def __format__(self, spec):
+        return format(self.item(), spec) if spec else str(self)
 
     def item(self):
         """Return the single value as a Python number."""
@@ -118,7 +121,8 @@ class Tensor(tape.Box):
         return _dispatch(ufunc, name, inputs, {"out": out})
 
     def __array_function__(self, function, types, args, kwargs):
-        return _dispatch(function, f"np.{function.__name__}", args, kwargs)
+        name = f"{function.__module__}.{function.__name__}".replace("numpy", "np", 1)
+        return _dispatch(function, name, args, kwargs)
 
     # ---- operators and methods ----
 
@@ -141,8 +145,14 @@ class Tensor(tape.Box):
         axes = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
         return shapes.transpose(self, axes or None)
 
-    def swapaxes(self, a, b):
-        return shapes.swapaxes(self, a, b)
+    def swapaxes(self, axis1, axis2):
+        return shapes.swapaxes(self, axis1, axis2)
+
+    def argmax(self, axis=None):
+        return self.data.argmax(axis)
+
+    def argmin(self, axis=None):
+        return self.data.argmin(axis)
 
     def astype(self, dtype, copy=True):
         return basic.astype(self, dtype)
@@ -150,7 +160,10 @@ class Tensor(tape.Box):
     sum, mean, max, min, var, std = (
         basic.sum, basic.mean, basic.max, basic.min, basic.var, basic.std,
     )  # fmt: skip
-    cumsum, ravel, squeeze = basic.cumsum, shapes.ravel, shapes.squeeze
+    cumsum, clip, ravel, squeeze = basic.cumsum, basic.clip, shapes.ravel, shapes.squeeze
+    flatten, dot, prod, repeat, take = (
+        shapes.ravel, products.dot, composed.prod, composed.repeat, shapes.take,
+    )  # fmt: skip
     __neg__, __pos__, __abs__ = basic.negative, basic.positive, basic.absolute
     __add__ = __radd__ = basic.add
     __mul__ = __rmul__ = basic.multiply
@@ -211,8 +224,8 @@ def _dispatch(function, name, args, kwargs):
     try:
         return RULES[function](*args, **kwargs)
     except TypeError as error:
-        if "unexpected keyword" in str(error):
-            raise UnsupportedError(f"{name}: {error}; this argument is not recorded") from None
+        if f"{RULES[function].__name__}() " in str(error) and "argument" in str(error):
+            raise UnsupportedError(f"{name}: {error}; only these are recorded") from None
         raise
 
 
