@@ -57,7 +57,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "patience": ("N", "Stop after N evaluations without a better one; 0: don't."),
     },
     "Evaluation and checkpoints": {
-        "eval_every": ("N[e|u|s]", "auto: epochs or minutes, a tenth of the time at most."),
+        "eval_every": ("N[e|u|s]", "auto: 1e or 45s, a tenth of the time at most."),
         "score_pairs": ("N", "Validation sentences translated each time."),
         "beam": ("N", "Of translations later; in training it is 1."),
         "length_penalty": ("X", "Exponent of the length that scores are divided by."),

@@ -152,7 +152,8 @@ def _mismatch(source_path, source, target_path, target):
     """Say how long the two files are, and where one of them probably has a line too many.
 
     Translations have similar lengths. Of all places for the gap, the likeliest one makes the
-    lengths of the lines before and, shifted by the difference, after it agree best.
+    lengths of the lines before and, shifted by the difference, after it agree best; the last of
+    equally likely ones, because files are cut off more often than they lose their beginning.
     """
     counts = (
         f"{source_path} has {len(source)} lines, {target_path} has {len(target)}; "
@@ -170,7 +171,7 @@ def _mismatch(source_path, source, target_path, target):
     shifted = np.abs(sizes[0][extra:] - sizes[1])
     before = np.concatenate([[0], np.cumsum(straight)])
     after = np.concatenate([np.cumsum(shifted[::-1])[::-1], [0]])
-    gap = int(np.argmin(before + after))
+    gap = len(shorter) - int(np.argmin((before + after)[::-1]))
     text = (longer[gap] or "")[:60]
     what = f"{text!r}" if text else "an empty line" if longer[gap] == "" else "a very long line"
     return f"{counts}. The first line without a partner is probably {path}, line {gap + 1}: {what}"

@@ -17,7 +17,7 @@ from gpuattn.train.report import Progress
 from gpuattn.train.units import AUTO, Length
 from gpuattn.train.workspace import Workspace
 
-AUTO_SECONDS = 60  # between evaluations where epochs are longer and it is the trainer's choice
+AUTO_SECONDS = 45  # between evaluations where epochs are longer and it is the trainer's choice
 AUTO_COST = 10  # and at least so many times what the last evaluation took
 REPORT_UPDATES = 20  # between readings of the loss: each one waits for a GPU
 

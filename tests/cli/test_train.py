@@ -110,7 +110,7 @@ def bad_corpora(folder):
 
 
 @pytest.mark.parametrize("source, target, extra, messages", [
-    ("three", "two", [], ["3 lines", "2; accepted", "three, line"]),
+    ("three", "two", [], ["3 lines", "2; accepted", "three, line 2: 'a dog'"]),
     ("empty", "empty", [], ["empty is empty"]),
     ("latin", "two", [], ["latin, line 2", "not UTF-8"]),
     ("long", "three", ["--on-long", "error"], ["line 2 is", "limit is 40"]),

@@ -154,7 +154,7 @@ def test_patience_ends_a_run(config, tmp_path):
 
 
 @pytest.mark.parametrize("change, now, took, due", [
-    ({}, (50, 0, 30.0), 0, False), ({}, (50, 0, 60.0), 0, True), ({}, (50, 1, 2.0), 0, True),
+    ({}, (50, 0, 30.0), 0, False), ({}, (50, 0, 45.0), 0, True), ({}, (50, 1, 2.0), 0, True),
     ({}, (50, 1, 32.0), 3, False), ({}, (50, 1, 33.0), 3, True), ({}, (50, 0, 33.0), 3, False),
     ({}, (0, 0, 0.0), 0, False), ({"average": 2}, (50, 1, 2.0), 3, True),
     ({"patience": 2}, (50, 0, 500.0), 3, False), ({"eval_every": "9u"}, (9, 0, 0.1), 3, True),
