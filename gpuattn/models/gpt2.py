@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpuattn.arrays import as_array
+from gpuattn.autodiff.tape import raw
 from gpuattn.errors import problem
 from gpuattn.models.config import check_config, padded_rows
 from gpuattn.models.gpt2_stepper import GPT2Stepper
@@ -80,6 +82,7 @@ class GPT2(Module):
 
         ``positions`` (B, T) and ``caches``, a KeyValueCache for each layer, continue a text.
         """
+        tokens = as_array(raw(tokens), "GPT2", "tokens")
         if tokens.shape[-1] > self.config.block:
             got, accepted = f"{tokens.shape[-1]} tokens", f"up to block, {self.config.block}"
             raise ValueError(problem("GPT2", "tokens", got, accepted, "Give the last ones only."))

@@ -85,7 +85,7 @@ class MultiHeadAttention(Module):
         streams=None, rng=None,
     ):  # fmt: skip
         kv_heads = kv_heads or heads
-        if width % heads or heads % kv_heads:
+        if heads < 1 or kv_heads < 1 or width % heads or heads % kv_heads:
             got = f"width {width}, heads {heads}, kv_heads {kv_heads}"
             accepted = "heads that divide the width, kv_heads that divide the heads"
             raise ValueError(problem("MultiHeadAttention", "the split", got, accepted))

@@ -31,7 +31,8 @@ class Embedding(Module):
     """``dropout(scale * weight[tokens] + position)``: int tokens (...) to (..., width).
 
     ``rows``: the size of the table; ``used``: how many of them are tokens, the rest is padding
-    that starts as zeros. ``positions``: None, "learned" or "sinusoidal", up to ``max_length``.
+    that starts as zeros, and no token may be one of it. ``positions``: None, "learned" or
+    "sinusoidal", up to ``max_length``.
     ``weight``: the table of another Embedding, to share it.
     """
 
@@ -43,11 +44,13 @@ class Embedding(Module):
         if positions not in (None, "learned", "sinusoidal"):
             accepted = "None, 'learned' or 'sinusoidal'"
             raise ValueError(problem("Embedding", "positions", repr(positions), accepted))
+        if positions is not None and max_length is None:
+            raise ValueError(problem("Embedding", "max_length", None, "a number, with positions"))
         if weight is None:
             table = rng.standard_normal((rows, width), np.float32) * np.float32(width**-0.5)
             table[rows if used is None else used :] = 0
             weight = parameter(table)
-        self.weight = weight
+        self.weight, self.used = weight, used
         self.positions, self.max_length, self.scale = positions, max_length, scale
         self.position_weight = None
         if positions == "learned":
@@ -64,7 +67,7 @@ class Embedding(Module):
         p, key = self.dropout.now()
         return embedding(
             tokens, self.weight, positions=positions, position_weight=self._positions(),
-            scale=self.scale, p=p, seed=key, order=order,
+            scale=self.scale, p=p, seed=key, order=order, vocab_size=self.used,
         )  # fmt: skip
 
     def _positions(self):

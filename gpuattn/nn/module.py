@@ -1,4 +1,4 @@
-"""Modules: attributes that are parameters, modules, or lists of modules, found by looking."""
+"""Modules: attributes that are parameters, modules, or collections of them, found by looking."""
 
 import contextlib
 
@@ -14,8 +14,8 @@ from gpuattn.errors import CheckpointError
 class Module:
     """A callable with parameters.
 
-    A Tensor attribute with ``requires_grad`` is a parameter, a Module or a list of Modules is a
-    child. ``training``: whether dropout drops.
+    A Tensor attribute with ``requires_grad`` is a parameter, a Module is a child; so are those in
+    lists, tuples and dicts. ``training``: whether dropout drops.
     """
 
     training = True
@@ -93,7 +93,11 @@ class Module:
     def _find(self, prefix, kind):
         """Yield (path, value) of every ``kind`` behind this module, depth first."""
         for name, value in vars(self).items():
-            children = enumerate(value) if isinstance(value, list) else [(None, value)]
+            children = [(None, value)]
+            if isinstance(value, list | tuple):
+                children = enumerate(value)
+            elif isinstance(value, dict):
+                children = value.items()
             for i, child in children:
                 path = f"{prefix}{name}" if i is None else f"{prefix}{name}.{i}"
                 if isinstance(child, kind):

@@ -19,12 +19,11 @@ def number(name, value, accepted, accepts):
 
 def window_sides(causal, window):
     """Return (left, right), None for no limit."""
-    left, right = window if isinstance(window, tuple | list) else (window, window)
-    for side in (left, right):
-        if side is not None and operator.index(side) < 0:
-            raise ValueError(
-                problem(NAME, "window", window, "None, or widths >= 0 as w or (left, right)")
-            )
+    sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    if len(sides) != 2 or any(side is not None and operator.index(side) < 0 for side in sides):
+        accepted = "None, or widths >= 0 as w or (left, right)"
+        raise ValueError(problem(NAME, "window", window, accepted))
+    left, right = sides
     return left, 0 if causal else right
 
 

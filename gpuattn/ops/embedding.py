@@ -30,6 +30,7 @@ def embedding(
     p=0.0,
     seed=None,
     order=None,
+    vocab_size=None,
     impl=None,
 ):
     """Return ``dropout(scale * weight[tokens] + position_weight[positions])``: (..., D).
@@ -40,6 +41,7 @@ def embedding(
     ``p``: the probability that dropout zeroes an element; ``seed``: None, an int or ``rng.Key``.
     ``order``: (order, segments, ids), the int32 arrays of ``data.batching.token_order(tokens)``,
     for the gradient; without it they are made on the spot.
+    ``vocab_size``: the rows that are tokens, V by default; those behind them are padding.
     ``impl``: an implementation's name, or None for the fastest that accepts the arguments.
 
     Raises IndexError for a token or position without a row: at once on NumPy, on a GPU at the next
@@ -56,9 +58,15 @@ def embedding(
         raise ValueError(problem("embedding", "p", p, "0 <= p <= 1"))
     if not math.isfinite(scale):
         raise ValueError(problem("embedding", "scale", scale, "a finite number"))
+    rows = len(tape.raw(weight))
+    vocab_size = rows if vocab_size is None else vocab_size
+    if not 0 <= vocab_size <= rows:
+        accepted = f"0 to {rows}, the rows of weight"
+        raise ValueError(problem("embedding", "vocab_size", vocab_size, accepted))
     key = rng.as_key(seed) if p else None
     inputs = (tokens, weight, positions, position_weight, *order)
-    return tape.apply(IMPLS, inputs, impl, scale=float(scale), p=float(p), key=key)
+    numbers = {"scale": float(scale), "p": float(p), "vocab_size": int(vocab_size)}
+    return tape.apply(IMPLS, inputs, impl, **numbers, key=key)
 
 
 def _integers(name, index):
@@ -103,9 +111,12 @@ def _length(tokens):
 # ---- reference: NumPy or CuPy ----------------------------------------------------------------
 
 
-def _forward_reference(tokens, weight, positions, position_weight, *order, needs, scale, p, key):
+def _forward_reference(
+    tokens, weight, positions, position_weight, *order, needs, scale, p, key, vocab_size=None
+):
     xp, dtype = get_xp(weight), wide(weight.dtype)
-    index = arrays.checked_index(tokens, len(weight), "embedding: tokens")
+    rows = len(weight) if vocab_size is None else vocab_size
+    index = arrays.checked_index(tokens, rows, "embedding: tokens")
     y = weight.take(index, axis=0).astype(dtype, copy=False)
     if scale != 1:
         y *= scale
@@ -124,7 +135,7 @@ def _forward_reference(tokens, weight, positions, position_weight, *order, needs
     return y.astype(weight.dtype, copy=False), (saved if any(needs) else None)
 
 
-def _backward_reference(saved, dy, *, needs, into, scale, p, key):
+def _backward_reference(saved, dy, *, needs, into, scale, p, key, **_):
     index, positions, order, keep, table, position_table = saved
     rows = dy.reshape(index.size, table[0][1]).astype(wide(dy.dtype), copy=False)
     if p:
@@ -190,7 +201,9 @@ def _refuse_raw(tokens, weight, *_, **__):
     return None
 
 
-def _forward_raw(tokens, weight, positions, position_weight, *order, needs, scale, p, key):
+def _forward_raw(
+    tokens, weight, positions, position_weight, *order, needs, scale, p, key, vocab_size=None
+):
     index, places = _for_kernel(tokens), _for_kernel(positions)
     if places is not None and places.dtype != index.dtype:
         index, places = index.astype(np.int64), places.astype(np.int64)
@@ -213,7 +226,7 @@ def _forward_raw(tokens, weight, positions, position_weight, *order, needs, scal
         places,
         position_weight,
         y,
-        len(weight),
+        len(weight) if vocab_size is None else vocab_size,
         position_rows,
         weight.shape[1],
         _length(tokens),
@@ -226,7 +239,7 @@ def _forward_raw(tokens, weight, positions, position_weight, *order, needs, scal
     return y, (saved if any(needs) else None)
 
 
-def _backward_raw(saved, dy, *, needs, into, scale, p, key):
+def _backward_raw(saved, dy, *, needs, into, scale, p, key, **_):
     index, places, order, table, position_table = saved
     dy = get_xp(dy).ascontiguousarray(dy)
     grads = [None] * 7

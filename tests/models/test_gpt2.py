@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from gpuattn.decode.sample import sample
 from gpuattn.errors import ConfigError
 from gpuattn.models.gpt2 import GPT2, GPT2Config
 
@@ -79,6 +80,12 @@ def test_learns_to_count(rng):
         token = stepper.step(token, position).argmax(-1).astype(np.int32)
         out.append(int(token[0]))
     assert out == [5, 6, 7, 8, 9, 10]
+    prompts = np.array([[3, 4], [8, 9]], np.int32)
+    for kv_cache in (True, False):
+        stepper = model.stepper(prompts, 6, kv_cache=kv_cache)
+        ends = {"bos": stepper.first_tokens, "eos": None, "max_length": 6}
+        texts = sample(stepper, **ends, temperature=0.1, top_k=5, top_p=0.9, seed=1)
+        assert [text.tokens for text in texts] == [[5, 6, 7, 8, 9, 10], [10, 11, 12, 13, 14, 15]]
 
 
 def test_texts_longer_than_the_block_are_refused(rng):

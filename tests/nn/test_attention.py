@@ -132,7 +132,7 @@ def test_runs_on_both_backends(xp, rng):
 
 
 def test_heads_must_divide():
-    for options in ({"heads": 5}, {"heads": 6, "kv_heads": 4}):
+    for options in ({"heads": 5}, {"heads": 6, "kv_heads": 4}, {"heads": 0}):
         with pytest.raises(ValueError, match="divide"):
             nn.MultiHeadAttention(24, **options)
 

@@ -51,6 +51,14 @@ def test_padding_rows_start_as_zeros_and_tables_are_shared(rng):
 def test_kind_of_positions_is_checked():
     with pytest.raises(ValueError, match="rotary"):
         nn.Embedding(10, 6, positions="rotary")
+    with pytest.raises(ValueError, match="max_length is None"):
+        nn.Embedding(10, 6, positions="learned")
+
+
+def test_padding_is_no_token():
+    layer = nn.Embedding(64, 8, used=50)
+    with pytest.raises(IndexError, match="holding 50; accepted: 0 <= index < 50"):
+        layer(np.array([49, 50]))
 
 
 def test_dropout_applies_to_the_sum():

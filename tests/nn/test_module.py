@@ -31,6 +31,13 @@ def test_parameters_come_in_order_of_construction_and_shared_ones_once():
     assert outer.parameters()[1] is outer.tied.weight
 
 
+def test_tuples_and_dicts_are_searched_too():
+    module = nn.Module()
+    module.pair, module.named = (Inner(), Inner()), {"a": Inner()}
+    names = [name for name, _ in module.named_parameters()]
+    assert names == ["pair.0.weight", "pair.1.weight", "named.a.weight"]
+
+
 def test_modules_have_paths():
     names = [name for name, _ in Outer().modules()]
     assert names == [

@@ -144,6 +144,16 @@ def test_indices_out_of_range(xp, what, bad, dtype):
     arrays.check_indices()  # said once
 
 
+def test_padding_of_the_table_is_no_token(xp):
+    weight = Tensor(xp.ones((V, 3), np.float32), requires_grad=True)
+    tokens = xp.asarray([0, 5])
+    assert embedding(tokens, weight, vocab_size=6).shape == (2, 3)
+    with pytest.raises(IndexError, match="holding 5; accepted: 0 <= index < 5"):
+        to_cpu(embedding(tokens, weight, vocab_size=5).data)
+    with pytest.raises(ValueError, match=f"vocab_size is 12; accepted: 0 to {V}"):
+        embedding(tokens, weight, vocab_size=V + 1)
+
+
 def test_errors(xp):
     tokens, weight = xp.zeros((2, 3), np.int32), xp.ones((V, 4), np.float32)
     with pytest.raises(TypeError, match="embedding: tokens.dtype is float32"):

@@ -124,6 +124,7 @@ BAD = {
     "heads": (lambda q, k, v: flash_attention(q[:, :, :3], k, v), "multiple of the 2"),
     "keys": (lambda q, k, v: flash_attention(q, k, v[:, 1:]), "v.shape"),
     "align": (lambda q, k, v: flash_attention(q, k, v, align="left"), "bottom_right"),
+    "window of three": (lambda q, k, v: flash_attention(q, k, v, window=(1, 2, 3)), "window"),
     "window": (lambda q, k, v: flash_attention(q, k, v, window=(-1, 0)), "window"),
     "scale_nan": (lambda q, k, v: flash_attention(q, k, v, scale=np.nan), "scale is nan"),
     "scale_inf": (lambda q, k, v: flash_attention(q, k, v, scale=INF), "scale is inf"),
