@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpuattn.arrays import import_cupy
+from gpuattn.arrays import ctype, import_cupy, on_gpu
 from gpuattn.errors import KernelCompileError
 
 ROOT = resources.files("rawkernels")
@@ -74,6 +74,20 @@ def kernel(file, name, **constants):
     """Return the kernel ``name`` of ``rawkernels/<file>`` for these constants, on this device."""
     device = import_cupy().cuda.runtime.getDevice()
     return _kernel(device, file, name, tuple(constants.items()))
+
+
+def kernel_refusal(x, name="x"):
+    """Return why no kernel takes the array ``x``, the argument ``name``; None where one may."""
+    if not on_gpu(x):
+        return f"{name} is a NumPy array; move it with gpuattn.to_gpu(x)"
+    return dtype_refusal(x, name)
+
+
+def dtype_refusal(x, name="x"):
+    """Return why kernels do not take the dtype of ``x``, or None."""
+    if ctype(x.dtype) is None:
+        return f"{name} is {x.dtype}, the kernel takes float32, float16 or bfloat16"
+    return None
 
 
 @functools.cache

@@ -6,11 +6,12 @@ NUMBA_ENABLE_CUDASIM=1 the same kernels run on NumPy arrays in Numba's simulator
 
 import functools
 import importlib.util
+import math
 import os
 
 import numpy as np
 
-from gpuattn.arrays import import_cupy, on_gpu
+from gpuattn.arrays import get_xp, import_cupy, on_gpu
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
@@ -27,6 +28,12 @@ def refusal(array):
 @functools.cache
 def _is_installed():
     return importlib.util.find_spec("numba") is not None
+
+
+def float_rows(x):
+    """Return ``x`` (..., D) as a contiguous float32 matrix of rows."""
+    rows = math.prod(x.shape[:-1])
+    return get_xp(x).ascontiguousarray(x, np.float32).reshape(rows, x.shape[-1])
 
 
 def launch(kernel, grid, block, *arguments):

@@ -8,11 +8,11 @@ Device code: ``rawkernels/beam_step.cu`` and, to read, ``gpuattn/numbakernels/be
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, on_gpu, wide
+from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, wide
 from gpuattn.autodiff.tape import apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel
+from gpuattn.kernels import dtype_refusal, kernel, kernel_refusal
 from gpuattn.numbakernels import device
 from gpuattn.ops.topk_logprobs import checked_vocab_size, largest, log_sum, strided_rows
 
@@ -95,8 +95,8 @@ def _best(totals, beam, vocab_size, search):
 
 
 def _refuse(logits, scores, vocab_size):
-    if ctype(logits.dtype) is None:
-        return f"logits is {logits.dtype}, the kernel takes float32, float16 or bfloat16"
+    if reason := dtype_refusal(logits, "logits"):
+        return reason
     beam = scores.shape[1]
     if beam > MAX_BEAM:
         return f"the beam is {beam}, the kernel takes at most {MAX_BEAM}"
@@ -141,9 +141,7 @@ def _forward_numba(logits, scores, banned, *, needs, vocab_size):
 
 
 def _refuse_raw(logits, scores, banned, *, vocab_size):
-    if not on_gpu(logits):
-        return "logits is a NumPy array; move it with gpuattn.to_gpu(x)"
-    return _refuse(logits, scores, vocab_size)
+    return kernel_refusal(logits, "logits") or _refuse(logits, scores, vocab_size)
 
 
 def _forward_raw(logits, scores, banned, *, needs, vocab_size):

@@ -18,13 +18,12 @@ from gpuattn.arrays import (
     ctype,
     for_each,
     get_xp,
-    on_gpu,
     wide,
 )
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel
+from gpuattn.kernels import kernel, kernel_refusal
 
 # the constant ACTIVATION of bias_activation.cu; "gelu" is the tanh form
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_exact": 3}
@@ -197,11 +196,7 @@ def _erf_polynomial(degree):
 
 def refuse_raw(x, *_, **__):
     """Return why the kernels do not take ``x``, or None."""
-    if not on_gpu(x):
-        return "x is a NumPy array; move it with gpuattn.to_gpu(x)"
-    if ctype(x.dtype) is None:
-        return f"x is {x.dtype}, the kernels take float32, float16 and bfloat16"
-    return None
+    return kernel_refusal(x)
 
 
 def _forward_raw(x, bias, *, needs, activation):

@@ -16,13 +16,12 @@ from gpuattn.arrays import (
     check_together,
     ctype,
     get_xp,
-    on_gpu,
     wide,
 )
 from gpuattn.autodiff import tape
 from gpuattn.errors import GradientError, problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel
+from gpuattn.kernels import kernel, kernel_refusal
 
 BLOCK = 256
 REDUCTIONS = ("mean", "sum", "none")
@@ -181,11 +180,7 @@ def _take(kept):
 
 
 def _refuse_raw(logits, *_, **__):
-    if not on_gpu(logits):
-        return "logits is a NumPy array; move it with gpuattn.to_gpu(x)"
-    if ctype(logits.dtype) is None:
-        return f"logits is {logits.dtype}, the kernels take float32, float16 and bfloat16"
-    return None
+    return kernel_refusal(logits, "logits")
 
 
 def _forward_raw(

@@ -6,11 +6,11 @@ Bits: ``gpuattn/rng.py``, where an element's index is its row-major position in 
 """
 
 from gpuattn import arrays, rng
-from gpuattn.arrays import as_array, check_floats, ctype, get_xp, on_gpu, wide
+from gpuattn.arrays import as_array, check_floats, ctype, get_xp, wide
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel
+from gpuattn.kernels import kernel, kernel_refusal
 
 BLOCK = 256
 
@@ -78,11 +78,7 @@ def _backward_reference(saved, dy, *, needs, into, p, key):
 
 
 def _refuse_raw(x, **params):
-    if not on_gpu(x):
-        return "x is a NumPy array; move it with gpuattn.to_gpu(x)"
-    if ctype(x.dtype) is None:
-        return f"x is {x.dtype}, the kernel takes float32, float16 or bfloat16"
-    return None
+    return kernel_refusal(x)
 
 
 def device_numbers(p, key):

@@ -10,11 +10,11 @@ import math
 import numpy as np
 
 from gpuattn import arrays, rng
-from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, on_gpu, wide
+from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, wide
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel
+from gpuattn.kernels import kernel, kernel_refusal
 
 BLOCK = 256
 COLUMNS = 32  # columns that a block of the gradient owns; its BLOCK / COLUMNS lanes share the rows
@@ -194,11 +194,7 @@ def _sum_rows(rows, order, table, scale, slot):
 
 
 def _refuse_raw(tokens, weight, *_, **__):
-    if not on_gpu(weight):
-        return "weight is a NumPy array; move it with gpuattn.to_gpu(x)"
-    if ctype(weight.dtype) is None:
-        return f"weight is {weight.dtype}, the kernels take float32, float16 and bfloat16"
-    return None
+    return kernel_refusal(weight, "weight")
 
 
 def _forward_raw(

@@ -10,12 +10,12 @@ import math
 import numpy as np
 
 from gpuattn import arrays, rng
-from gpuattn.arrays import as_array, ctype, get_xp, on_gpu
+from gpuattn.arrays import as_array, ctype, get_xp
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.tape import Box, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel
+from gpuattn.kernels import kernel, kernel_refusal
 from gpuattn.numbakernels import device
 from gpuattn.ops import attention_reference
 from gpuattn.ops.attention_arguments import NAME, check, number, window_sides
@@ -184,10 +184,8 @@ PROBLEM = np.dtype(
 
 
 def _refuse_raw(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **__):
-    if not on_gpu(q):
-        return "q is a NumPy array; move it with gpuattn.to_gpu(x)"
-    if ctype(q.dtype) is None:
-        return f"q is {q.dtype}, the kernel takes float32, float16 or bfloat16"
+    if reason := kernel_refusal(q, "q"):
+        return reason
     size = max(q.shape[-1], v.shape[-1])
     if size > MAX_HEAD_DIM:
         return f"the head size is {size}, the kernel takes 1 to {MAX_HEAD_DIM}"

@@ -10,11 +10,11 @@ import math
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, on_gpu, wide
+from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, wide
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel
+from gpuattn.kernels import dtype_refusal, kernel, kernel_refusal
 from gpuattn.numbakernels import device
 
 MAX_COLS = 2**31 - 1024  # columns are counted in 32 bits
@@ -162,14 +162,7 @@ def _backward_reference(saved, dy, *, needs, into, eps):
 
 
 def _refuse_numba(x, *others, **params):
-    if ctype(x.dtype) is None:
-        return f"x is {x.dtype}, the kernel takes float32, float16 or bfloat16"
-    return device.refusal(x)
-
-
-def _float_rows(x):
-    rows = math.prod(x.shape[:-1])
-    return get_xp(x).ascontiguousarray(x, np.float32).reshape(rows, x.shape[-1])
+    return dtype_refusal(x) or device.refusal(x)
 
 
 def _float_vector(vector, like, missing):
@@ -183,7 +176,7 @@ def _forward_numba(x, weight, bias, *, needs, eps):
     from gpuattn.numbakernels.layer_norm import layer_norm_forward
     from gpuattn.numbakernels.reduce import THREADS
 
-    rows = _float_rows(x)
+    rows = device.float_rows(x)
     y = arrays.empty(x, rows.shape, np.float32)
     mean, rstd = (arrays.empty(x, len(rows), np.float32) for _ in range(2))
     vectors = _float_vector(weight, x, 1), _float_vector(bias, x, 0)
@@ -199,7 +192,7 @@ def _backward_numba(saved, dy, *, needs, into, eps):
     from gpuattn.numbakernels.reduce import THREADS
 
     x, weight, mean, rstd = saved
-    rows, dy = _float_rows(x), _float_rows(dy)
+    rows, dy = device.float_rows(x), device.float_rows(dy)
     dx = arrays.empty(x, rows.shape, np.float32)
     grid = (len(rows) if x.size else 0,)
     vector = _float_vector(weight, x, 1)
@@ -219,10 +212,8 @@ def _backward_numba(saved, dy, *, needs, into, eps):
 
 def refuse_raw(x, *others, **params):
     """Return why the norms' kernels do not take ``x``, or None."""
-    if not on_gpu(x):
-        return "x is a NumPy array; move it with gpuattn.to_gpu(x)"
-    if ctype(x.dtype) is None:
-        return f"x is {x.dtype}, the kernel takes float32, float16 or bfloat16"
+    if reason := kernel_refusal(x):
+        return reason
     if x.shape[-1] > MAX_COLS:
         return f"x has {x.shape[-1]} columns, the kernel takes at most {MAX_COLS}"
     return None

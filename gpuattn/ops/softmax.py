@@ -8,11 +8,11 @@ import math
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, on_gpu, wide
+from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, wide
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import UnsupportedError, problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel
+from gpuattn.kernels import dtype_refusal, kernel, kernel_refusal
 from gpuattn.numbakernels import device
 
 MAX_COLS = 2**31 - 1024  # columns are counted in 32 bits
@@ -114,24 +114,16 @@ def _backward_reference(saved, dy, *, needs, into, scale, causal):
 
 
 def _refuse_numba(x, mask, **params):
-    if ctype(x.dtype) is None:
-        return f"x is {x.dtype}, the kernel takes float32, float16 or bfloat16"
-    return device.refusal(x)
-
-
-def _rows(x):
-    """Return ``x`` as a contiguous float32 matrix of rows."""
-    xp = get_xp(x)
-    return xp.ascontiguousarray(x, np.float32).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return dtype_refusal(x) or device.refusal(x)
 
 
 def _forward_numba(x, mask, *, needs, scale, causal):
     from gpuattn.numbakernels.reduce import THREADS
     from gpuattn.numbakernels.softmax import softmax_forward
 
-    rows = _rows(x)
+    rows = device.float_rows(x)
     y = arrays.empty(x, rows.shape, np.float32)
-    full = rows if mask is None else _rows(get_xp(x).broadcast_to(mask, x.shape))
+    full = rows if mask is None else device.float_rows(get_xp(x).broadcast_to(mask, x.shape))
     queries = x.shape[-2] if causal else 0
     numbers = _mask_kind(mask), queries, np.float32(scale)
     grid = (len(rows) if x.size else 0,)
@@ -145,10 +137,12 @@ def _backward_numba(saved, dy, *, needs, into, scale, causal):
     from gpuattn.numbakernels.softmax import softmax_backward
 
     (y,) = saved
-    rows = _rows(y)
+    rows = device.float_rows(y)
     dx = arrays.empty(y, rows.shape, np.float32)
     grid = (len(rows) if y.size else 0,)
-    device.launch(softmax_backward, grid, (THREADS,), rows, _rows(dy), dx, np.float32(scale))
+    device.launch(
+        softmax_backward, grid, (THREADS,), rows, device.float_rows(dy), dx, np.float32(scale)
+    )
     return dx.astype(y.dtype, copy=False).reshape(y.shape), None
 
 
@@ -156,10 +150,8 @@ def _backward_numba(saved, dy, *, needs, into, scale, causal):
 
 
 def _refuse_raw(x, mask, **params):
-    if not on_gpu(x):
-        return "x is a NumPy array; move it with gpuattn.to_gpu(x)"
-    if ctype(x.dtype) is None:
-        return f"x is {x.dtype}, the kernel takes float32, float16 or bfloat16"
+    if reason := kernel_refusal(x):
+        return reason
     if x.shape[-1] > MAX_COLS:
         return f"x has {x.shape[-1]} columns, the kernel takes at most {MAX_COLS}"
     return None

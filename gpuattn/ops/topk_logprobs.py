@@ -12,11 +12,11 @@ import operator
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, ctype, get_xp, on_gpu, wide
+from gpuattn.arrays import as_array, check_floats, ctype, get_xp, wide
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel
+from gpuattn.kernels import kernel, kernel_refusal
 
 BLOCKS = ((128, 256), (512, 1024))  # (up to this k, threads a row)
 MAX_COLS = 2**31 - 1024  # columns are counted in 32 bits
@@ -122,10 +122,8 @@ def _sorted(x, k):
 
 
 def _refuse_raw(logits, *, k, vocab_size):
-    if not on_gpu(logits):
-        return "logits is a NumPy array; move it with gpuattn.to_gpu(x)"
-    if ctype(logits.dtype) is None:
-        return f"logits is {logits.dtype}, the kernel takes float32, float16 or bfloat16"
+    if reason := kernel_refusal(logits, "logits"):
+        return reason
     if k > BLOCKS[-1][0]:
         return f"k is {k}, the kernel takes at most {BLOCKS[-1][0]}"
     if vocab_size > MAX_COLS:
