@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from gpuattn import Tensor, debug, no_grad, to_cpu
+from gpuattn import Tensor, debug, no_grad, to_cpu, topk_logprobs
 from gpuattn.autodiff import tape
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.impls import Impl, Impls
@@ -111,6 +111,29 @@ def test_edit_through_a_tensor_is_noticed(xp, edited):
     assert float(x.data[1]) == 5.0
     with pytest.raises(GradientError, match="edited in place"):
         y.backward()
+
+
+def test_an_edit_counts_for_views_only():
+    x = leaf([1.0, 2.0])
+    y = np.exp(x)  # keeps its result, memory of its own
+    x[0] = 5.0
+    y.sum().backward()
+    np.testing.assert_allclose(x.grad, np.exp([1.0, 2.0]))
+
+
+def test_gradients_for_some_leave_the_record_of_others():
+    x, w = leaf([3.0]), leaf([2.0])
+    h = w * w
+    (found,) = tape.gradients([(x * h).sum()], [np.ones(())], [x])
+    assert found.tolist() == [4.0]
+    h.sum().backward()
+    assert w.grad.tolist() == [4.0]
+
+
+def test_an_op_without_a_gradient_says_so():
+    best, _ = topk_logprobs(leaf([[1.0, 2.0]]), 1)
+    with pytest.raises(UnsupportedError, match="topk_logprobs: reference has no gradient"):
+        best.sum().backward()
 
 
 def test_saved_numpy_arrays_are_read_only_until_backward():
