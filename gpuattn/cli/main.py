@@ -73,7 +73,7 @@ class Commands(click.Group):
                 code = super().main(*args, **kwargs | {"standalone_mode": False})
             except click.ClickException as error:
                 code = _explain_usage(error)
-            except (KeyboardInterrupt, click.Abort):
+            except click.Abort:  # Ctrl-C, after which click has begun a new line
                 code = 130
             except Exception as error:  # noqa: BLE001 the one place where errors become messages
                 if self.debug:

@@ -177,7 +177,8 @@ def _data(what):
 
 def _example(config):
     if config.task:
-        return generate(config.task, "test", 1, config.seed)[0].source
+        few = generate(config.task, "test", 20, config.seed)
+        return max((pair.source for pair in few), key=len)
     try:
         with open(config.valid_source or config.source, encoding="utf-8") as file:
             return file.readline().strip()

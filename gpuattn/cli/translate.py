@@ -29,10 +29,13 @@ def command(folder, beam, length_penalty, nbest, scores, no_kv_cache, device):
     translator = load_run(folder, device=device)
     options = {"beam": beam, "length_penalty": length_penalty, "kv_cache": not no_kv_cache}
     writer = Writer(translator, nbest, scores, options)
-    if sys.stdin.isatty():
+    prompt = sys.stdin.isatty()
+    if prompt:
         click.echo("Type a line and press Enter; Ctrl-D ends.", err=True)
-    for lines in _batches(sys.stdin.buffer, prompt=sys.stdin.isatty()):
+    for lines in _batches(sys.stdin.buffer, prompt):
         writer.write(lines)
+    if prompt:
+        click.echo(err=True)  # whatever comes next begins a line of its own
     sys.exit(1 if writer.failed else 0)
 
 

@@ -142,11 +142,11 @@ DEVICE_DEFAULTS = {"numpy": {"batch": 2000, "warmup": 400, "score_pairs": 200}}
 _QUICK = {
     "heads": 4, "layers": (2, 2), "dropout": 0.0, "batch": 640, "lr": 3e-3, "schedule": "linear",
     "warmup": 0.1, "label_smoothing": 0.0, "clip": 1.0, "ema": 0.0,
-    "score_pairs": 200, "beam": 1,
+    "eval_every": "10s", "score_pairs": 200, "beam": 1,
 }  # fmt: skip
-_SMALL = _QUICK | {"length": "30s", "dim": 64, "ffn": 128, "max_len": 64, "eval_every": "10s"}
+_SMALL = _QUICK | {"length": "30s", "dim": 64, "ffn": 128, "max_len": 64}
 TASK_DEFAULTS = {
-    "toy": _QUICK | {"length": "60s", "dim": 96, "ffn": 256, "max_len": 96, "eval_every": "20s"},
+    "toy": _QUICK | {"length": "60s", "dim": 96, "ffn": 256, "max_len": 96},
     "dates": _SMALL,
     "reverse": _SMALL,
 }

@@ -1,12 +1,30 @@
 """Pictures of a run: how loss and scores went, and where the decoder looks. Needs matplotlib."""
 
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from gpuattn.errors import CheckpointError, UnsupportedError
 from gpuattn.train.corpus import held_out
 from gpuattn.train.run import RunFolder, load_run
 
 INK, BLUE, ORANGE = "#333333", "#1f77b4", "#d95f02"
+STYLE = {
+    "font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.edgecolor": INK,
+    "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False,
+    "legend.frameon": False, "figure.constrained_layout.use": True, "savefig.dpi": 200,
+}  # fmt: skip
+SPACE = "\u2581"  # begins the first piece of a word
+
+
+class Attention(NamedTuple):
+    """Words of both sides, and (heads, target words, source words) for each decoder layer."""
+
+    source: list
+    target: list
+    layers: list
 
 
 def plot_run(path, out, sentence=None):
@@ -21,26 +39,33 @@ def plot_run(path, out, sentence=None):
     train, valid = folder.metrics.read("train"), folder.metrics.read("valid")
     if not train and not valid:
         raise CheckpointError(f"{path} has no metrics yet: train for some updates")
-    translator = load_run(path, device="numpy")
-    if sentence is None:
-        pairs = sorted(held_out(config)[:50], key=lambda pair: len(pair.source))
-        sentence = pairs[len(pairs) * 4 // 5].source
-    maps = _attention(translator, sentence)
+    attention = _attention(load_run(path, device="numpy"), sentence or _sentence(config))
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4))
-    _draw_loss(axes[0], train, valid)
-    _draw_scores(axes[1], valid, config)
-    curves = _write(pyplot, figure, out / "curves.png")
-    figure = _draw_heads(pyplot, maps)
-    attention = _write(pyplot, figure, out / "attention.png")
-    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.4), width_ratios=[1, 1, 1.3])
-    _draw_loss(axes[0], train, valid)
-    _draw_scores(axes[1], valid, config)
-    source, target, cross = maps
-    _draw_map(axes[2], cross[-1].mean(0), source, target)
-    axes[2].set_title("Where the decoder looks", loc="left", color=INK)
-    return [curves, attention, _write(pyplot, figure, out / "overview.png")]
+
+    def write(name, figure):
+        figure.savefig(out / name)
+        pyplot.close(figure)
+        return out / name
+
+    with pyplot.rc_context(STYLE):
+        curves, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4))
+        _draw_loss(left, train, valid)
+        _draw_scores(right, valid, config)
+        heads = _draw_heads(pyplot, attention)
+        overview, axes = pyplot.subplot_mosaic(
+            [["loss", "map"], ["scores", "map"]], figsize=(9, 4.4), width_ratios=[1, 1.35]
+        )
+        _draw_loss(axes["loss"], train, valid)
+        _draw_scores(axes["scores"], valid, config)
+        _draw_map(axes["map"], attention.layers[-1].mean(0), attention)
+        axes["loss"].set_xlabel("")  # it is the one below
+        axes["map"].set_title("Where the decoder looks for each word it writes")
+        return [
+            write("curves.png", curves),
+            write("attention.png", heads),
+            write("overview.png", overview),
+        ]
 
 
 def _pyplot():
@@ -56,25 +81,21 @@ def _pyplot():
     return pyplot
 
 
-def _attention(translator, sentence):
-    """Return (source pieces, target pieces, [(heads, T, S) for each decoder layer])."""
-    tokenizer = translator.tokenizer
-    source = translator.check(sentence)
-    target = tokenizer.encode(translator.translate([sentence])[0])
-    cross = translator.model.attention_maps(source, target)["cross"]
-    names = [piece.replace("\u2581", " ").strip() or "_" for piece in tokenizer.pieces]
-    return [names[i] for i in source] + ["end"], [names[i] for i in target] + ["end"], cross
+# ---- curves -------------------------------------------------------------------------------------
 
 
 def _draw_loss(axis, train, valid):
+    rows = [row for row in train + valid if row["update"]]
+    clock = _clock(axis, rows)
     for rows, color, label in ((train, BLUE, "training"), (valid, ORANGE, "validation")):
         rows = [row for row in rows if row["update"]]
-        updates, losses = [row["update"] for row in rows], [row["loss"] for row in rows]
         marker = "o" if rows is not train and len(rows) < 20 else None
-        axis.plot(updates, losses, color=color, label=label, marker=marker, markersize=4)
+        axis.plot(clock(rows), [row["loss"] for row in rows], color=color, label=label,
+                  marker=marker, markersize=3)  # fmt: skip
     axis.set_yscale("log")
-    axis.legend(frameon=False)
-    _label(axis, "Loss per target token (nats)")
+    axis.tick_params(which="minor", length=0)
+    axis.legend()
+    axis.set_title("Loss per target token (nats)")
 
 
 def _draw_scores(axis, valid, config):
@@ -82,44 +103,88 @@ def _draw_scores(axis, valid, config):
     if config.exact_match:
         figures = {"exact_match": ("exact match, %", BLUE), "bleu": ("BLEU", ORANGE)}
     rows = [row for row in valid if "bleu" in row]
+    clock = _clock(axis, rows)
     for name, (label, color) in figures.items():
-        updates, values = [row["update"] for row in rows], [row[name] for row in rows]
-        axis.plot(updates, values, color=color, label=label, marker="o", markersize=4)
-    axis.set_ylim(0, 100)
+        values = [row[name] for row in rows]
+        axis.plot(clock(rows), values, color=color, label=label, marker="o", markersize=3)
+    axis.set_ylim(0, 103)
     if rows:
-        axis.legend(frameon=False, loc="lower right")
-    _label(axis, "Validation, greedy")
+        axis.legend(loc="lower right")
+    axis.set_title("Unseen sentences, greedy")
 
 
-def _label(axis, title):
-    axis.set_title(title, loc="left", color=INK)
-    axis.set_xlabel("update")
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+def _clock(axis, rows):
+    """Label the axis of time by the length of the run; return what gives rows their place on it."""
+    longest = max((row["seconds"] for row in rows), default=0)
+    size, unit = next(
+        (size, unit)
+        for size, unit in ((3600, "hours"), (60, "minutes"), (1, "seconds"))
+        if longest >= 3 * size or size == 1
+    )
+    axis.set_xlabel(f"{unit} of training")
+    axis.set_xlim(0, max(longest, 1) / size * 1.02)
+    return lambda chosen: [row["seconds"] / size for row in chosen]
 
 
-def _draw_heads(pyplot, maps):
+# ---- attention ----------------------------------------------------------------------------------
+
+
+def _sentence(config):
+    """Return a rather long held-out source; of the toy a clause, whose verb moves to the end."""
+    pairs = held_out(config)[:200]
+    pairs = [pair for pair in pairs if pair.kind == "clauses"] or pairs
+    pairs = sorted(pairs, key=lambda pair: len(pair.source))
+    return pairs[len(pairs) * 4 // 5].source
+
+
+def _attention(translator, sentence):
+    tokenizer = translator.tokenizer
+    source = translator.check(sentence)
+    target = tokenizer.encode(translator.translate([sentence])[0])
+    cross = translator.model.attention_maps(source, target)["cross"]
+    source_words, source_starts = _words(tokenizer, source)
+    target_words, target_starts = _words(tokenizer, target)
+    sizes = np.diff([*target_starts, len(target) + 1])
+    layers = [
+        np.add.reduceat(np.add.reduceat(heads, source_starts, 2), target_starts, 1)
+        / sizes[None, :, None]
+        for heads in cross
+    ]
+    return Attention(source_words, target_words, layers)
+
+
+def _words(tokenizer, ids):
+    """Return the words that pieces make, an end mark as the last, and where each begins."""
+    words, starts = [], []
+    for i, piece in enumerate(tokenizer.pieces[id] for id in ids):
+        if piece.startswith(SPACE) or not words:
+            words.append("")
+            starts.append(i)
+        words[-1] += piece.removeprefix(SPACE)
+    return [*words, "(end)"], [*starts, len(ids)]
+
+
+def _draw_heads(pyplot, attention):
     """Return a figure with a map for each layer (row) and head (column)."""
-    source, target, cross = maps
-    heads = len(cross[0])
-    size = (2.6 * heads + 1, 2.8 * len(cross) + 1)
-    figure, axes = pyplot.subplots(len(cross), heads, figsize=size, squeeze=False)
+    layers = attention.layers
+    heads = len(layers[0])
+    size = (2.6 * heads + 1, 2.8 * len(layers) + 1)
+    shared = {"squeeze": False, "sharex": True, "sharey": True}
+    figure, axes = pyplot.subplots(len(layers), heads, figsize=size, **shared)
     for layer, row in enumerate(axes):
         for head, axis in enumerate(row):
-            _draw_map(axis, cross[layer][head], source, target)
-            axis.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=8, color=INK)
+            _draw_map(axis, layers[layer][head], attention)
+            axis.set_title(f"layer {layer + 1}, head {head + 1}")
     return figure
 
 
-def _draw_map(axis, weights, source, target):
-    axis.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+def _draw_map(axis, weights, attention):
     # Row t of the map is the query after t target tokens: it decides the token that comes next.
-    axis.set_xticks(range(len(source)), source, rotation=90, fontsize=7)
-    axis.set_yticks(range(len(target)), target, fontsize=7)
-
-
-def _write(pyplot, figure, path):
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
+    axis.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    columns, rows = range(len(attention.source)), range(len(attention.target))
+    axis.set_xticks(columns, attention.source, rotation=50, ha="right", rotation_mode="anchor")
+    axis.set_yticks(rows, attention.target)
+    longer = max(len(attention.source), len(attention.target))
+    axis.tick_params(length=0, labelsize=min(9, 200 / longer))
+    axis.grid(False)
+    axis.spines[:].set_visible(False)
