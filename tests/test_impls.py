@@ -53,6 +53,8 @@ def test_explain_is_data_and_computes_nothing():
     assert dict(answer.reasons)["raw-simt"]
     assert answer.as_dict()["op"] == "softmax"
     assert "softmax: reference" in str(answer)
+    assert "\n  raw-simt   x is a NumPy array; move it" in str(answer)
+    assert str(answer).endswith("\n  reference  runs")
 
 
 def test_explain_refuses_what_has_no_choice():

@@ -21,6 +21,7 @@ from gpuattn import (
 )  # fmt: skip
 from gpuattn.autodiff import tape
 from gpuattn.errors import GradientError, UnsupportedError
+from gpuattn.impls import Impl, Impls
 
 
 def test_grad_of_several_arguments(xp):
@@ -35,6 +36,7 @@ def test_value_and_structure():
     params = {"w": np.array([2.0]), "layers": [np.array([3.0]), (np.array([4.0]),)]}
     value, g = value_and_grad(lambda p: (p["w"] * p["layers"][0] * p["layers"][1][0]).sum())(params)
     assert value == 24.0
+    assert type(value) is np.ndarray
     assert g["w"] == 12.0
     assert g["layers"][0] == 8.0
     assert g["layers"][1][0] == 6.0
@@ -112,15 +114,25 @@ def test_non_scalar_and_integers():
 
 
 def test_gradcheck_catches_a_wrong_rule():
-    from gpuattn.autodiff.tape import apply
-    from gpuattn.impls import Impl, Impls
-
     wrong = Impls("wrong", Impl("array", lambda x, needs: (x**2, (x,)),
                                 lambda saved, g, needs, into: (g * saved[0],)))  # fmt: skip
     with pytest.raises(GradientError, match="differences give"):
-        gradcheck(lambda x: apply(wrong, (x,)), np.ones(3))
+        gradcheck(lambda x: tape.apply(wrong, (x,)), np.ones(3))
     with pytest.raises(TypeError, match="float64"):
         gradcheck(np.exp, np.ones(3, np.float32))
+
+
+def test_gradcheck_catches_a_wrong_second_derivative():
+    half = Impls("half", Impl("array", lambda x, needs: (x**2, (x,)),
+                              lambda saved, g, needs, into: (g * (2 * tape.raw(saved[0])),),
+                              differentiable_twice=True))  # fmt: skip
+
+    def square(x):
+        return tape.apply(half, (x,))
+
+    assert gradcheck(square, np.ones(3)) < 1e-6
+    with pytest.raises(GradientError, match="differences give"):
+        gradcheck(square, np.ones(3), order=2)
 
 
 def test_checkpoint_gives_the_same_gradients(xp):
