@@ -123,11 +123,18 @@ def cubin(file, arch, **constants):
 
 
 def cache_folder():
-    """Return where cubins are kept: GPUATTN_CACHE_DIR, or a folder in the user's cache."""
+    """Return where cubins are kept: GPUATTN_CACHE_DIR, or a folder in the user's cache.
+
+    For a user without a home that is a place where nothing can be kept.
+    """
     base = os.environ.get("GPUATTN_CACHE_DIR")
     if base:
         return Path(base)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpuattn" / "kernels"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        cache = Path(os.devnull)
+    return cache / "gpuattn" / "kernels"
 
 
 def _read_cached(path):

@@ -151,6 +151,18 @@ def test_a_cache_that_cannot_be_written_is_no_error(nvrtc, tmp_path, monkeypatch
     assert kernels.cubin(file, "sm_90", **kernels.variants(file)[0])
 
 
+def test_a_user_without_a_home_has_no_cache(nvrtc, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("GPUATTN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(kernels.Path, "home", homeless)
+    constants = {"scalar": "float", "BLOCK": 256}
+    assert kernels.cubin("dropout.cu", "sm_80", **constants).startswith(b"\x7fELF")
+    assert not kernels.cache_folder().exists()
+
+
 def test_the_cache_key_sees_the_headers(monkeypatch):
     file = kernels.files()[0]
     before = kernels.source_text(file)

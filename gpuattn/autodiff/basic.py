@@ -271,8 +271,6 @@ def spread(grad, shape, axis, keepdims):
         axes = axis if isinstance(axis, tuple) else (axis,)
         axes = {a % len(shape) for a in axes}
         grad = grad.reshape(tuple([1 if i in axes else n for i, n in enumerate(shape)]))
-    elif axis is None:
-        grad = grad.reshape((1,) * len(shape))
     return np.broadcast_to(grad, shape)
 
 

@@ -241,7 +241,7 @@ def _adamw_reference(
         p, m, v = params[block], exp_avg[block], exp_avg_sq[block]
         g = grads[block].astype(np.float32, copy=False) * coefficient
         if xp is not np:
-            g = xp.where(skip, 0, g)
+            g = xp.where(skip, np.float32(0), g)
         step = g - m
         step *= rates[0]
         m += step

@@ -131,6 +131,13 @@ def test_gradients_have_the_dtype_of_what_was_joined():
     assert found.dtype == np.float32
 
 
+def test_the_gradient_of_a_cast_is_cast_back():
+    x = Tensor(np.ones(2), requires_grad=True)
+    (found,) = tape.gradients([x.astype(np.float32) * 3], [np.ones(2, np.float32)], [x])
+    assert found.dtype == np.float64
+    assert found.tolist() == [3.0, 3.0]
+
+
 def test_gradients_of_16_bit_items_are_summed_in_float32():
     x = Tensor(np.ones(2, np.float16), requires_grad=True)
     x[np.zeros(5000, int)].sum().backward()

@@ -154,7 +154,7 @@ def test_logits_that_another_op_needs_cannot_be_donated():
 
 
 def test_logits_that_another_op_needs_are_missed_on_a_gpu(gpu):
-    x = np.tanh(Tensor(gpu.zeros((2, 3)), requires_grad=True))
+    x = np.tanh(Tensor(gpu.zeros((2, 3), np.float32), requires_grad=True))
     loss = cross_entropy(x, gpu.zeros(2, int), donate=True) + x.sum()
     with pytest.raises(GradientError, match=r"np\.tanh saved .* was edited in place"):
         loss.backward()
