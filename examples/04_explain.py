@@ -15,12 +15,17 @@ parser.add_argument("--smoke", action="store_true", help="no difference here: no
 parser.add_argument("--cuda", action="store_true", help="explain for CuPy arrays")
 options = parser.parse_args()
 xp = gpuattn.get_xp(gpuattn.to_gpu(np.ones(1))) if options.cuda else np
+print(__doc__)
 
 answers = []
 for name, entry in SAMPLES.items():
     shape = tuple(min(n, 64) for n in entry.shape)
     op, args, kwargs = sample(name, shape, "float32", xp)
     answers.append(gpuattn.explain(op, *args, **kwargs))
-    print(answers[-1])
-reasons = sum(reason is not None for answer in answers for _, reason in answer.reasons)
-print(f"{len(answers)} ops explained, {reasons} refusals, each with its sentence")
+
+print(answers[0], end="\n\n")
+for answer in answers[1:]:
+    refused = sum(reason is not None for _, reason in answer.reasons)
+    print(f"{answer.op:18} runs {answer.chosen}, {refused} passed over")
+reasons = [reason for answer in answers for _, reason in answer.reasons if reason is not None]
+print(f"\n{len(answers)} ops explained, {len(reasons)} refusals, each with its sentence")

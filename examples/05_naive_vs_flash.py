@@ -15,6 +15,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--smoke", action="store_true", help="small sizes, for the tests")
 parser.add_argument("--plot", metavar="FILE", help="also draw the curves into a PNG file")
 options = parser.parse_args()
+print(__doc__)
 
 
 def naive(q, k, v):
