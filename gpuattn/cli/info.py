@@ -6,7 +6,6 @@ import textwrap
 import click
 
 from gpuattn.cli.options import run_argument
-from gpuattn.train.config import NOT_GIVEN
 from gpuattn.train.run import summary
 from gpuattn.train.session import describe
 from gpuattn.train.units import duration
@@ -23,17 +22,16 @@ def command(folder, as_json):
     if as_json:
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
         return
-    done = f"{found['updates']:,} updates, {duration(found['seconds'])}"
+    updates = f" after {found['updates']:,} updates, {duration(found['seconds'])}"
     _say("run", f"{found['folder']}: {found['task']}")
-    _say("state", f"{found['state']} after {done}")
+    _say("state", found["state"] + (updates if found["updates"] else ""))
     _say("model", f"{found['parameters']:,} parameters, {found['vocabulary']:,} subwords")
     best = found["best"]
     _say("best", describe(best) if best else "not evaluated yet")
     kinds = (best or {}).get("exact_by_kind", {})
     if len(kinds) > 1:
         _say("exact", ", ".join(f"{kind} {value:.1f} %" for kind, value in kinds.items()))
-    options = ((name, value) for name, value in found["options"].items() if value != NOT_GIVEN)
-    _say("options", ", ".join(f"{name} {value}" for name, value in options))
+    _say("options", ", ".join(f"{name} {value}" for name, value in found["options"].items()))
 
 
 def _say(topic, text):

@@ -30,7 +30,6 @@ from gpuattn.train.units import (
     whole,
 )
 
-NOT_GIVEN = "not given"
 KEYS = {"length": "for"}  # fields that users know by another name: Python keeps this one
 
 
@@ -278,8 +277,13 @@ def _may_grow(name, old, new):
     )
 
 
+def plain(value):
+    """Return a value as JSON has it: numbers, and all else as users write it."""
+    return value if isinstance(value, int | float) else shown(value)
+
+
 def shown(value):
     """Return a value as users write it."""
     if value is None:
-        return NOT_GIVEN
+        return "not given"
     return ":".join(map(str, value)) if type(value) is tuple else str(value)

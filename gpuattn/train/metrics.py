@@ -49,10 +49,15 @@ def _by_kind(right, kinds):
     return {kind: 100 * found[kind] / seen[kind] for kind in sorted(seen)}
 
 
+def rank(row):
+    """Return what orders evaluations: the score, and among equal ones the loss."""
+    return row["score"], -row["loss"]
+
+
 class MetricsLog:
     """``metrics.jsonl`` of a run: a JSON object a line, each with ``event`` and ``update``.
 
-    Events: "start", "train", "valid", "stop", "end".
+    Events: "start", "train", "valid", "stop", "end"; "averaged" in a mean of weights.
     """
 
     def __init__(self, path):

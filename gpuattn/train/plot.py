@@ -38,7 +38,7 @@ def plot_run(path, out, sentence=None):
     config = folder.config()
     train, valid = folder.metrics.read("train"), folder.metrics.read("valid")
     if not train and not valid:
-        raise CheckpointError(f"{path} has no metrics yet: train for some updates")
+        raise CheckpointError(f"{path} has nothing to draw: it was not trained for a few updates")
     attention = _attention(load_run(path, device="numpy"), sentence or _sentence(config))
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)

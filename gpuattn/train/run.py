@@ -14,16 +14,15 @@ from gpuattn.models.translation import TranslationConfig, TranslationModel
 from gpuattn.optim.averaging import average_tensors
 from gpuattn.train import checkpoint
 from gpuattn.train.config import (
-    OPTIONS,
     differences,
     option_key,
+    plain,
     read_toml,
     resolve,
-    shown,
     to_toml,
 )
 from gpuattn.train.device import choose_device
-from gpuattn.train.metrics import MetricsLog, write_text
+from gpuattn.train.metrics import MetricsLog, rank, write_text
 from gpuattn.train.translator import Translator
 
 TOKENIZER = "tokenizer.model"
@@ -78,6 +77,14 @@ class RunFolder:
         if found:
             raise ConfigError(
                 f"{self.path} is a run with other options: {'; '.join(found)}. "
+                "Use another --out, or --overwrite to begin anew"
+            )
+
+    def check_trainable(self):
+        """Raise ConfigError for a mean of weights, which training would write over."""
+        if self.metrics.read("averaged"):
+            raise ConfigError(
+                f"{self.path} is a mean of weights: it translates, but cannot go on training. "
                 "Use another --out, or --overwrite to begin anew"
             )
 
@@ -151,14 +158,14 @@ def load_run(path, *, device="auto", which="best"):
 def summary(path):
     """Return what a run is, as JSON-able data: options, sizes, updates, best row of metrics.
 
-    ``state``: "finished", "stopped", or for a mean of other runs "averaged".
+    ``state``: "finished", "stopped", or for a mean of weights "averaged".
     """
     folder = RunFolder(path)
     config, tokenizer = folder.config(), folder.tokenizer()
     rows = folder.metrics.read()
     size = sum(parameter.size for parameter in new_model(config, tokenizer).parameters())
     last = next((row for row in reversed(rows) if row["event"] != "start"), {})
-    states = {"end": "finished", None: "averaged" if not rows else "stopped"}
+    states = {"end": "finished", "averaged": "averaged"}
     valid = [row for row in rows if row["event"] == "valid"]
     return {
         "folder": str(folder.path),
@@ -168,9 +175,10 @@ def summary(path):
         "updates": last.get("update", 0),
         "seconds": round(last.get("seconds", 0.0), 1),
         "state": states.get(last.get("event"), "stopped"),
-        "best": max(valid, key=lambda row: row["score"], default=None),
-        "options": {option_key(name): shown(getattr(config, name)) for name in OPTIONS},
-    }
+        "best": max(valid, key=rank, default=None),
+        "options": {option_key(name): plain(value) for name, value in vars(config).items()
+                    if value is not None},
+    }  # fmt: skip
 
 
 def average_runs(paths, out, last=None):
@@ -202,4 +210,5 @@ def average_runs(paths, out, last=None):
         weights = average_tensors(checkpoint.load(run.path, "best", expected)[0] for run in runs)
     new.create(config, {}, tokenizer)
     checkpoint.save(new.path, "best", weights, {"averaged": count})
+    new.metrics.add("averaged", update=0, count=count)
     return count

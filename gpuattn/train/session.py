@@ -9,7 +9,7 @@ from gpuattn.train import checkpoint
 from gpuattn.train.config import to_toml
 from gpuattn.train.corpus import Corpus
 from gpuattn.train.device import choose_device
-from gpuattn.train.metrics import score, write_text
+from gpuattn.train.metrics import rank, score, write_text
 from gpuattn.train.report import Report
 from gpuattn.train.run import RunFolder, new_model
 from gpuattn.train.trainer import Trainer
@@ -44,6 +44,7 @@ def train(config, out, *, origins=None, device="auto", report=None, stop=None, o
         folder.remove()
     begun = folder.exists()
     if begun:
+        folder.check_trainable()
         folder.check_same(config)
     else:
         folder.check_empty()
@@ -168,7 +169,7 @@ class Session:
         trainer.workspace.load_weights(self.folder.average_snapshots(self.config.average))
         row = self._evaluate(stop, averaged=self.config.average)
         trainer.workspace.load_weights(own)
-        if row is not None and row["score"] > at.best["score"]:
+        if row is not None and rank(row) > rank(at.best):
             at.best = row
             checkpoint.save(self.folder.path, "best", self.weights, row)
 

@@ -13,6 +13,7 @@ from gpuattn.errors import CheckpointError, DataError
 from gpuattn.optim import AdamW, ExponentialAverage, Schedule
 from gpuattn.train import checkpoint, precision
 from gpuattn.train.device import array_module, batch_to, memory_in_use
+from gpuattn.train.metrics import rank
 from gpuattn.train.report import Progress
 from gpuattn.train.units import AUTO, Length
 from gpuattn.train.workspace import Workspace
@@ -112,7 +113,7 @@ class Trainer:
             return False
         at = self.at
         at.evaluated = [at.update, at.epoch, at.seconds]
-        if at.best is None or _rank(row) > _rank(at.best):
+        if at.best is None or rank(row) > rank(at.best):
             at.best, at.worse = row, 0
         else:
             at.worse += 1
@@ -263,8 +264,3 @@ class Trainer:
             self.average.updates = self.at.averaged
         self.workspace.load_state_dict(tensors)
         self._health = self.optimizer.state.read()
-
-
-def _rank(row):
-    """Return what orders evaluations: the score, and among equal ones the loss."""
-    return row["score"], -row["loss"]

@@ -1,6 +1,7 @@
 """The program as a whole: quick help, exit codes, no tracebacks."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ import pytest
 from gpuattn import errors
 from gpuattn.cli import main as program
 from gpuattn.cli.main import COMMANDS
+
+from .conftest import ROOT
 
 HEAVY = ["cupy", "numba", "rich", "sentencepiece", "sacrebleu", "safetensors", "matplotlib"]
 
@@ -87,6 +90,17 @@ def test_warnings_are_one_line(call, monkeypatch, trained):
 
     monkeypatch.setattr("gpuattn.cli.info.summary", warn)
     assert call("info", trained, "--json").stderr == "gpuattn: warning: mind the gap\n"
+
+
+def test_a_full_disk_behind_standard_output_is_one_error(run_process, trained):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    for arguments in (["--help"], ["info", trained], ["kernels"]):
+        command = [sys.executable, "-m", "gpuattn", *map(str, arguments)]
+        with open("/dev/full", "w") as full:
+            run = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert run.returncode == 1
+        assert run.stderr == "gpuattn: error: No space left on device\n"
 
 
 def test_version(call):

@@ -141,6 +141,22 @@ def test_skipped_lines_are_counted(call, tmp_path, monkeypatch):
     assert "1 longer than 40 tokens (line 2 first)" in result.stderr
 
 
+def test_a_disk_that_was_full_at_the_start_leaves_room_for_the_same_command(
+    call, corpus, tmp_path, monkeypatch
+):
+    command = ["train", *files(corpus), *TINY, "--for", "1u", "--out", tmp_path / "run"]
+    with monkeypatch.context() as patch:
+        patch.setattr("gpuattn.train.run.write_text", raise_full)
+        result = call(*command)
+        assert result.exit_code == 1 and "No space left" in result.stderr
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokenizer.model"]
+    assert call(*command).exit_code == 0
+
+
+def raise_full(path, text):
+    raise OSError(28, "No space left on device")
+
+
 def test_a_full_disk_is_one_error(call, corpus, tmp_path, monkeypatch):
     command = ["train", *files(corpus), *TINY, "--out", tmp_path / "run", "--schedule", "constant"]
     assert call(*command, "--for", "2u").exit_code == 0

@@ -195,11 +195,13 @@ def test_a_second_signal_ends_at_once():
     code = (
         "import os, signal, time\n"
         "from gpuattn.train.stopping import StopOnSignal\n"
-        "with StopOnSignal() as stop:\n"
+        "tell = lambda word: lambda: print(word, flush=True)\n"
+        "with StopOnSignal(tell('saving'), tell('leaving')) as stop:\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    assert stop() and stop.exit_code == 130\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(60)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30)
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30, stdout=-1)
     assert run.returncode == 143
+    assert run.stdout.split() == [b"saving", b"leaving"]

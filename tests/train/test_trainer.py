@@ -194,6 +194,9 @@ def test_averages_are_kept_and_used(config, tmp_path):
     assert load_run(tmp_path / "mean", device="numpy").translate(["red"])
     with pytest.raises(ConfigError, match="a run"):
         average_runs([run.path], tmp_path / "mean")
+    assert summary(tmp_path / "mean")["state"] == "averaged"
+    with pytest.raises(ConfigError, match="is a mean of weights"):
+        train(config, tmp_path / "mean", device="numpy")
 
 
 def test_runs_with_other_tokenizers_are_not_averaged(config, tmp_path):

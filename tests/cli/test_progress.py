@@ -1,0 +1,65 @@
+"""What a run shows on terminals of any width, and what is left of it."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from gpuattn.cli import progress
+from gpuattn.train.report import Progress
+from gpuattn.train.units import duration
+
+NOW = Progress(update=1234, epoch=3, seconds=90.0, share=0.25, loss=2.5, learning_rate=1e-3,
+               rate=24_600.0, eta=12_000.0, memory=1 << 28)  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (0.2, "0 s"), (59.6, "60 s"), (89, "89 s"), (90, "1.5 min"), (5399, "90.0 min"),
+    (5400, "1.5 h"), (16854, "4.7 h"),
+])  # fmt: skip
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("room, count", [(200, 5), (48, 4), (38, 3), (25, 2), (12, 1), (3, 0)])
+def test_the_most_important_facts_stay(room, count):
+    parts = progress.facts(NOW)
+    assert parts[:4] == ["loss 2.500", "3.3 h left", "24.6k tokens/s", "0.25 GiB"]
+    assert progress._fitting(parts, room) == "  ".join(parts[:count])
+    assert len(progress._fitting(parts, room)) <= room
+
+
+@pytest.fixture
+def live(monkeypatch):
+    """A LiveReport of 40 columns, and a function that gives what it wrote."""
+    screen = io.StringIO()
+    console = Console(file=screen, width=40, force_terminal=True, no_color=True)
+    monkeypatch.setattr("rich.console.Console", lambda **_: console)
+    return progress.LiveReport(), screen.getvalue
+
+
+def test_text_wraps_beside_its_topic_but_a_command_stays_whole(live):
+    report, written = live
+    report.say("valid", "update 1,149, loss 0.002, 99.5 % exact, [BLEU] 100.0")
+    command = "echo 'a rather long sentence to be translated' | gpuattn translate runs/toy"
+    report.say("next", command)
+    lines = [line.rstrip() for line in written().replace("\x1b[0m", "").splitlines()]
+    assert lines[0].endswith("valid    update 1,149, loss 0.002, 99.5")
+    assert lines[1].strip() == "% exact, [BLEU] 100.0"
+    assert lines[2].endswith(command)
+
+
+def test_the_cursor_comes_back(live):
+    report, written = live
+    report.progress(NOW)
+    assert "\x1b[?25l" in written() and "loss 2.500" in written()
+    report.close()
+    assert written().rindex("\x1b[?25h") > written().rindex("\x1b[?25l")
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    assert type(progress.new_report()) is progress.PlainReport
+    monkeypatch.setenv("TERM", "screen-256color")
+    assert type(progress.new_report()) is progress.LiveReport
