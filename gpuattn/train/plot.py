@@ -51,13 +51,13 @@ def plot_run(path, out, sentence=None):
     with pyplot.rc_context(STYLE):
         curves, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4))
         _draw_loss(left, train, valid)
-        _draw_scores(right, valid, config)
+        _draw_scores(right, train, valid, config)
         heads = _draw_heads(pyplot, attention)
         overview, axes = pyplot.subplot_mosaic(
             [["loss", "map"], ["scores", "map"]], figsize=(9, 4.4), width_ratios=[1, 1.35]
         )
         _draw_loss(axes["loss"], train, valid)
-        _draw_scores(axes["scores"], valid, config)
+        _draw_scores(axes["scores"], train, valid, config)
         _draw_map(axes["map"], attention.layers[-1].mean(0), attention)
         axes["loss"].set_xlabel("")  # it is the one below
         axes["map"].set_title("Where the decoder looks for each word it writes")
@@ -85,31 +85,32 @@ def _pyplot():
 
 
 def _draw_loss(axis, train, valid):
-    rows = [row for row in train + valid if row["update"]]
-    clock = _clock(axis, rows)
+    clock = _clock(axis, train + valid)
     for rows, color, label in ((train, BLUE, "training"), (valid, ORANGE, "validation")):
         rows = [row for row in rows if row["update"]]
         marker = "o" if rows is not train and len(rows) < 20 else None
         axis.plot(clock(rows), [row["loss"] for row in rows], color=color, label=label,
                   marker=marker, markersize=3)  # fmt: skip
-    axis.set_yscale("log")
-    axis.tick_params(which="minor", length=0)
+    losses = [row["loss"] for row in train + valid]
+    if max(losses) > 10 * min(losses):
+        axis.set_yscale("log")
+        axis.tick_params(which="minor", length=0)
     axis.legend()
     axis.set_title("Loss per target token (nats)")
 
 
-def _draw_scores(axis, valid, config):
+def _draw_scores(axis, train, valid, config):
     figures = {"bleu": ("BLEU", BLUE), "chrf": ("chrF", ORANGE)}
     if config.exact_match:
         figures = {"exact_match": ("exact match, %", BLUE), "bleu": ("BLEU", ORANGE)}
     rows = [row for row in valid if "bleu" in row]
-    clock = _clock(axis, rows)
+    clock = _clock(axis, train + valid)
     for name, (label, color) in figures.items():
         values = [row[name] for row in rows]
         axis.plot(clock(rows), values, color=color, label=label, marker="o", markersize=3)
-    axis.set_ylim(0, 103)
+    axis.set_ylim(0, 103 if config.exact_match else None)
     if rows:
-        axis.legend(loc="lower right")
+        axis.legend()
     axis.set_title("Unseen sentences, greedy")
 
 

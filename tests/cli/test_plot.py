@@ -3,7 +3,11 @@
 import struct
 import sys
 
+import numpy as np
 import pytest
+
+from gpuattn.train.plot import _attention
+from gpuattn.train.run import load_run
 
 
 def test_three_pictures(call, trained, tmp_path):
@@ -37,3 +41,13 @@ def test_without_matplotlib_it_says_what_to_install(call, trained, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = call("plot", trained)
     assert result.exit_code == 1 and "pip install 'gpuattn[plots]'" in result.stderr
+
+
+def test_attention_is_drawn_between_words_and_still_sums_to_one(trained):
+    translator = load_run(trained, device="numpy")
+    maps = _attention(translator, "old red cat")
+    assert maps.source == ["old", "red", "cat", "(end)"]
+    assert " ".join(maps.target[:-1]) == translator.translate(["old red cat"])[0]
+    for weights in maps.layers:
+        assert weights.shape[1:] == (len(maps.target), 4)
+        np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
