@@ -6,6 +6,7 @@ how to decode, in the modules of ``gpuattn.decode``.
 
 import importlib
 
+import gpuattn.environment  # noqa: F401  before what imports NumPy
 from gpuattn.arrays import get_xp, to_cpu, to_gpu
 from gpuattn.autodiff.functional import (
     checkpoint,

@@ -20,7 +20,7 @@ ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LANES = 8
-BLOCK = 1 << 15  # elements whose bits NumPy draws at a time: the words stay in the cache
+BLOCK = 1 << 17  # elements whose bits NumPy draws at a time: the words stay in the cache
 _counter = contextvars.ContextVar("gpuattn_seed_counter", default=None)
 
 

@@ -22,6 +22,14 @@ def test_import_time(bytecode):
     assert min(float(python(code)) for _ in range(10)) <= 0.3
 
 
+def test_threads_of_blas_sleep_soon_unless_the_user_says_otherwise(monkeypatch):
+    code = "import gpuattn, os; print(os.environ['OPENBLAS_THREAD_TIMEOUT'])"
+    monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT", raising=False)
+    assert python(code) == "12"
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", "20")
+    assert python(code) == "20"
+
+
 def test_every_public_name_is_there():
     import gpuattn
 

@@ -10,6 +10,9 @@ import os
 import statistics
 import time
 
+import gpuattn.environment  # noqa: F401  first: it is read by NumPy's BLAS
+
+# isort: split
 import numpy as np
 
 from gpuattn.arrays import keep_freed_memory

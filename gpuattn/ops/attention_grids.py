@@ -13,7 +13,7 @@ from gpuattn.arrays import get_xp, wide
 from gpuattn.ops.attention_dropout import TILE, keep_block
 
 BLOCK = 128  # keys at a time
-GRID_SIZE = 1 << 16  # elements of q in a grid on NumPy: larger ones leave the cache
+GRID_SIZE = 1 << 17  # elements of q in a grid on NumPy: larger ones leave the cache
 INF = float("inf")
 
 
@@ -160,7 +160,8 @@ def layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k):
     xp, row = get_xp(q), max(q.shape[-2] * q.shape[-1], 1)
     if cu_q is None:
         B, T = q.shape[:2]
-        grids = -(-B * T * row // GRID_SIZE) if xp is np else 1
+        # half the size: without padding two grids of a small batch are soon worth a thread each
+        grids = -(-2 * B * T * row // GRID_SIZE) if xp is np else 1
         step = max(-(-B // max(grids, 1)), 1)
         return [Dense(q, k, slice(first, first + step)) for first in range(0, B, step)]
     tokens = q.shape[0], k.shape[0]

@@ -7,7 +7,9 @@ products go straight to where they belong, and packed sequences into a few padde
 import numpy as np
 
 from gpuattn.arrays import empty, for_each, get_xp, wide, zeros
-from gpuattn.ops.attention_grids import INF, by_heads, column, layouts, make_grid, part
+from gpuattn.ops.attention_grids import BLOCK, INF, by_heads, column, layouts, make_grid, part
+
+BLAS_ALONE = 1 << 18  # multiply-adds up to which OpenBLAS keeps a product to one thread
 
 
 def attend(grid, q, k, v, sink):
@@ -159,9 +161,22 @@ def forward(q, k, v, *extras, needs, scale, max_seqlen_q, max_seqlen_k, determin
             layout.put(out, result, 0)
             layout.put(lse, log_sum.swapaxes(1, 2), 0)
 
-    for_each(run, layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k))
+    _run_all(run, layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k), q.shape[-1])
     out, lse = out[: len(q)], lse[: len(q)].swapaxes(-1, -2)
     return (out, lse), ((q, k, v, *extras, out, lse) if any(needs) else None)
+
+
+def _run_all(run, layouts, head_dim, in_order=False):
+    """Call ``run`` on every layout: side by side unless BLAS splits its products into threads.
+
+    Two calls of such a product at a time make both wait for each other, several times as long.
+    """
+    largest = max((part.T * min(part.S, BLOCK) for part in layouts), default=0) * head_dim
+    if in_order or largest > BLAS_ALONE:
+        for layout in layouts:
+            run(layout)
+    else:
+        for_each(run, layouts)
 
 
 def _target(like, shape, cu, dtype):
@@ -205,11 +220,8 @@ def backward(
                 dbias[members] += dbias_here.reshape(-1, *bias.shape[1:])
 
     parts = layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k)
-    if dbias is None:
-        for_each(run, parts)
-    else:  # a bias that broadcasts over sequences is summed in order
-        for layout in parts:
-            run(layout)
+    # a bias that broadcasts over sequences is summed in order
+    _run_all(run, parts, q.shape[-1], in_order=dbias is not None)
     with np.errstate(all="ignore"):
         dsink = sink_gradient(sink, lse, delta.swapaxes(-1, -2)) if needs[8] else None
     dq, dk, dv = dq[: len(q)], dk[: len(k)], dv[: len(v)]
