@@ -46,6 +46,7 @@ ONE = {
     "indices": (lambda x: x[[0, 0, 3]] ** 2, MATRIX),
     "pairs": (lambda x: x[np.array([0, 0, 1]), np.array([2, 2, 1])] ** 2, MATRIX),
     "newaxis": (lambda x: x[:, None, 1] ** 2, MATRIX),
+    "take flat": (lambda x: np.take(x, [5, 5, 0]) ** 2, MATRIX),
     "take": (lambda x: np.take(x, [1, 1, 0], axis=1) ** 2, MATRIX),
     "concatenate": (lambda x: np.concatenate([x, x * 2, x[:1]], axis=0) ** 2, MATRIX),
     "stack": (lambda x: np.stack([x, x**2], axis=1) ** 2, MATRIX),
@@ -71,6 +72,7 @@ PRODUCTS = {
     "vector stack": ((3,), (2, 3, 5)), "stack vector": ((2, 4, 3), (3,)),
 }  # fmt: skip
 EINSUMS = {
+    "ij,jk": ((4, 3), (3, 2)), "ji": ((4, 3),),
     "ij,jk->ik": ((4, 3), (3, 2)), "bij,bkj->bik": ((2, 4, 3), (2, 5, 3)),
     "ij,ij": ((4, 3), (4, 3)), "i,j->ij": ((4,), (3,)), "ij->j": ((4, 3),),
     "ij,j->": ((4, 3), (3,)), "ij,k->ki": ((4, 3), (2,)),

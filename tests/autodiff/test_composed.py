@@ -35,6 +35,9 @@ ONE = {
     "take_along_axis one row": (
         lambda x: np.take_along_axis(x, np.array([[2, 1]]), axis=-1), MATRIX
     ),
+    "take_along_axis flat": (
+        lambda x: np.take_along_axis(x, np.array([7, 7, 1]), axis=None), MATRIX
+    ),
     "vstack": (lambda x: np.vstack([x[0], x]), MATRIX),
     "hstack": (lambda x: np.hstack([x, x[:, :1]]), MATRIX),
     "hstack vectors": (lambda x: np.hstack([x, x[:2]]), VECTOR),
@@ -42,6 +45,7 @@ ONE = {
 TWO = {
     "outer": (np.outer, (4,), (3,)), "inner": (np.inner, (4, 3), (2, 3)),
     "inner vectors": (np.inner, (3,), (3,)), "vecdot": (np.vecdot, (4, 3), (3,)),
+    "dot number": (np.dot, (), (3, 2)), "inner number": (np.inner, (2, 2), ()),
     "dot deep": (np.dot, (2, 4, 3), (5, 3, 2)), "dot vector": (np.dot, (2, 4, 3), (3,)),
     "tensordot": (np.tensordot, (2, 4, 3), (4, 3, 5)),
     "tensordot axes": (lambda a, b: np.tensordot(a, b, axes=([0, -1], [1, 0])), (2, 4, 3), (3, 2)),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import gpuattn
-from gpuattn import Tensor, to_cpu
+from gpuattn import Tensor, to_cpu, topk_logprobs
 from gpuattn.errors import GradientError, UnsupportedError
 
 
@@ -48,7 +48,12 @@ def test_python_numbers(fun):
 
 def test_comparisons_are_plain_arrays():
     t = Tensor(np.array([1.0, 2.0]))
-    assert type(t > 1.5) is np.ndarray
+    for found, want in (
+        (t > 1.5, [False, True]), (t >= 2, [False, True]), (t < 2, [True, False]),
+        (t <= 1, [True, False]), (t == 1, [True, False]), (t != t, [False, False]),
+    ):  # fmt: skip
+        assert type(found) is np.ndarray
+        assert found.tolist() == want
     assert type(np.isnan(t)) is np.ndarray
     assert np.argmax(t) == 1
 
@@ -127,7 +132,21 @@ def test_arguments_have_the_names_of_numpy():
         np.sum(t, 0, np.float64)
 
 
+def test_integer_tensors_index():
+    t, places = Tensor(np.arange(6.0).reshape(2, 3)), Tensor(np.array([2, 0]))
+    assert t[0][places].data.tolist() == [2.0, 0.0]
+    assert t[1:, places].data.tolist() == [[5.0, 3.0]]
+
+
+def test_integer_results_want_no_gradient():
+    best, where = topk_logprobs(Tensor(np.ones((2, 3)), requires_grad=True), 1)
+    assert best.requires_grad
+    assert not where.requires_grad
+
+
 def test_unsupported_argument_is_named():
+    with pytest.raises(UnsupportedError, match=r"np\.add: where= is not recorded"):
+        np.add(Tensor(np.ones(2)), 1, where=np.array([True, False]))
     with pytest.raises(UnsupportedError, match="initial"):
         np.sum(Tensor(np.ones(2)), initial=3)
 

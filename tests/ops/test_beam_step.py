@@ -176,6 +176,10 @@ def test_bad_arguments(xp):
             beam_step(logits, wrong)
     with pytest.raises(TypeError, match="float32"):
         beam_step(logits, scores.astype(np.float16))
+    with pytest.raises(TypeError, match=r"logits\.dtype is int32"):
+        beam_step(logits.astype(np.int32), scores)
+    with pytest.raises(TypeError, match="banned is a list"):
+        beam_step(logits, scores, banned=[False] * 5)
     with pytest.raises(ValueError, match="2 or more"):
         beam_step(logits[:, :1], scores)
     with pytest.raises(ValueError, match="vocab_size"):

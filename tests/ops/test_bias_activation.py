@@ -9,6 +9,7 @@ from checks import DTYPES, check_gradient, check_implementation, dtype_of, imple
 from gpuattn import Tensor
 from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import tape
+from gpuattn.ops import bias_activation
 from gpuattn.ops.bias_activation import GELU, RELU, erf, gelu, relu
 
 # 129: one past a block's columns; 33: one past a block's rows; (600, 3): more rows than one chunk
@@ -49,6 +50,20 @@ def test_written_out_definitions(xp, rng):
     np.testing.assert_allclose(to_cpu(gelu(x, approximate="none")), exact, atol=1e-13)
     np.testing.assert_allclose(to_cpu(gelu(x)), tanh, atol=1e-13)
     np.testing.assert_array_equal(to_cpu(relu(x)), np.maximum(values, 0))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_blocks_do_not_show(monkeypatch, rng, bias):
+    x = Tensor(rng.standard_normal((33, 129)).astype(np.float32).T, requires_grad=True)
+    b = rng.standard_normal(33).astype(np.float32) if bias else None
+    found = []
+    for size in (1 << 20, 1000):
+        monkeypatch.setattr(bias_activation, "CPU_BLOCK", size)
+        y = gelu(x, b)
+        (dx,) = tape.gradients([y], [np.ones_like(y.data)], [x])
+        found.append((y.numpy(), gelu(x.data, b), dx))
+    for whole, blocks in zip(*found, strict=True):
+        np.testing.assert_allclose(blocks, whole, rtol=1e-6, atol=1e-7)
 
 
 def test_erf_against_the_c_library():

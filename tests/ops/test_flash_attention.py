@@ -10,6 +10,7 @@ from checks import (
 
 from gpuattn import Tensor
 from gpuattn.autodiff import tape
+from gpuattn.ops import attention_grids, attention_reference
 from gpuattn.ops.attention_dropout import attention_keep_mask
 from gpuattn.ops.flash_attention import IMPLS, flash_attention
 from gpuattn.rng import Key, philox, threshold
@@ -214,6 +215,26 @@ def test_gradient_of_bias_and_sink(rng, shape):
         )
 
     check_gradient(attend, *draw(rng), rng.standard_normal(shape), rng.standard_normal(4))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_grids_and_threads_change_no_bit(monkeypatch, rng, packed):
+    q, k, v = (rng.standard_normal((6, 20, 2, 8)).astype(np.float32) for _ in range(3))
+    lengths = {}
+    if packed:
+        q, k, v = (x.reshape(120, 2, 8) for x in (q, k, v))
+        lengths = {"cu_seqlens_q": np.array([0, 17, 30, 50, 66, 101, 120], np.int32)}
+    boxes = [Tensor(x, requires_grad=True) for x in (q, k, v)]
+    found = []
+    for grid_size, alone in ((1 << 30, 0), (400, 1 << 18), (400, 0)):
+        monkeypatch.setattr(attention_grids, "GRID_SIZE", grid_size)
+        monkeypatch.setattr(attention_reference, "BLAS_ALONE", alone)
+        out = flash_attention(*boxes, causal=True, dropout_p=0.2, seed=3, **lengths)
+        grads = tape.gradients([out], [np.ones_like(q)], boxes)
+        found.append([out.numpy(), *grads])
+    for one, threads, in_order in zip(*found, strict=True):
+        np.testing.assert_array_equal(threads, in_order)
+        np.testing.assert_allclose(threads, one, rtol=1e-5, atol=1e-6)  # other products, other sums
 
 
 def test_gradient_of_packed_bias(rng):
