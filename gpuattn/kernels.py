@@ -224,14 +224,16 @@ def variants(file):
     """Return every combination of the constants that the header's ``Constants:`` lines list.
 
     ``// Constants: scalar = float, f16, bf16; BLOCK = 128, 256`` gives six; lines that begin with
-    ``//   `` continue it.
+    ``//   `` continue it. Each further ``// Constants:`` line adds its combinations.
     """
     text = (ROOT / file).read_text()
-    block = re.search(r"^// Constants:(.*(?:\n//   .*)*)", text, re.MULTILINE)
-    if block is None:
-        return [{}]
+    blocks = re.findall(r"^// Constants:(.*(?:\n//   .*)*)", text, re.MULTILINE)
+    return [choice for block in blocks for choice in _combinations(block)] or [{}]
+
+
+def _combinations(block):
     names, choices = [], []
-    for item in re.sub(r"\n//", " ", re.sub(r"\([^)]*\)", "", block[1])).split(";"):
+    for item in re.sub(r"\n//", " ", re.sub(r"\([^)]*\)", "", block)).split(";"):
         name, values = item.split("=")
         names.append(name.strip())
         choices.append([_constant(value.strip()) for value in values.split(",")])

@@ -1,8 +1,8 @@
 """Attention, softmax(scale * q k^T) v, without storing the T x S logits.
 
 Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022);
-Dao, "FlashAttention-2" (2023). Reference: ``attention_reference.py``; device code:
-``rawkernels/flash_attention_{forward,backward}.cu``; to read: ``numbakernels/flash_attention.py``.
+Dao, "FlashAttention-2" (2023). Reference: ``attention_reference.py``; CUDA: ``attention_simt.py``;
+to read: ``numbakernels/flash_attention.py``.
 """
 
 import math
@@ -10,23 +10,18 @@ import math
 import numpy as np
 
 from gpuattn import arrays, rng
-from gpuattn.arrays import as_array, ctype, get_xp
+from gpuattn.arrays import as_array, get_xp
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.tape import Box, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel, kernel_refusal
 from gpuattn.numbakernels import device
-from gpuattn.ops import attention_reference
+from gpuattn.ops import attention_reference, attention_simt
 from gpuattn.ops.attention_arguments import NAME, check, number, window_sides
-from gpuattn.ops.attention_reference import sink_gradient, sum_to
+from gpuattn.ops.attention_launch import UNLIMITED
 
-MAX_HEAD_DIM = 256  # of the CUDA kernels
 MAX_NUMBA_HEAD_DIM = 128
 MAX_DROPOUT_LENGTH = 1 << 20  # a 16 x 16 tile has two 16-bit coordinates in the Philox counter
-MAX_BLOCKS = 2**31 - 1
-WIDTHS = (32, 64, 128, 256)  # what HEAD_DIM is rounded up to
-UNLIMITED = 1 << 30
 
 
 def flash_attention(
@@ -166,154 +161,9 @@ def _backward_numba(saved, dout, dlse, *, needs, into, scale, window, align, **_
     return dq, dk, dv, *(None,) * len(extras)
 
 
-# ---- raw: rawkernels/flash_attention_{forward,backward}.cu -------------------------------------
-
-STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias")
-PROBLEM = np.dtype(
-    [(name, np.int64, 4) for name in STRIDED]
-    + [(name, np.int64) for name in ("lse_batch", "lse_head")]
-    + [(name, np.int32) for name in (
-        "heads", "group", "queries", "keys", "head_dim", "value_dim", "left", "right",
-        "bottom_right", "bias_kind", "slopes_batch",
-    )]
-    + [(name, np.float32) for name in ("scale", "softcap", "keep_scale")]
-    + [(name, np.uint32) for name in ("threshold", "seed_low", "seed_high", "stream", "step")]
-    + [("padding", np.int32)],
-)  # fmt: skip
-"""The struct Attention of ``rawkernels/common/attention.cuh``."""
-
-
-def _refuse_raw(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **__):
-    if reason := kernel_refusal(q, "q"):
-        return reason
-    size = max(q.shape[-1], v.shape[-1])
-    if size > MAX_HEAD_DIM:
-        return f"the head size is {size}, the kernel takes 1 to {MAX_HEAD_DIM}"
-    sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
-    blocks = (max(max_seqlen_q, max_seqlen_k) // 16 + 1) * q.shape[-2] * sequences
-    if blocks > MAX_BLOCKS:
-        return f"{blocks} tiles, the kernel takes {MAX_BLOCKS}; give the true max_seqlen_q"
-    return None
-
-
-def _strides(x, packed):
-    """Return the strides (batch, row, head, column) in elements; 0 for no batch axis."""
-    steps = [step // x.itemsize for step in x.strides]
-    return [0, *steps] if packed else steps
-
-
-def _dropout_arguments(dropout_p, key):
-    """Return the fields of PROBLEM, and the update's number on the device (or None)."""
-    if not dropout_p:
-        return {"threshold": 65536, "keep_scale": 1}, None
-    low, high, stream, step, device_step = rng.device_arguments(key)
-    fields = {
-        "threshold": rng.threshold(dropout_p),
-        "keep_scale": 1 / (1 - dropout_p) if dropout_p < 1 else 0,
-        "seed_low": low, "seed_high": high, "stream": stream, "step": step,
-    }  # fmt: skip
-    return fields, device_step
-
-
-class _Launch:
-    """What all kernels of a call take: the problem as a struct, and the arrays they read."""
-
-    def __init__(
-        self, q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, window, align, scale,
-        softcap, dropout_p, key, max_seqlen_q, max_seqlen_k, deterministic, **strided,
-    ):  # fmt: skip
-        xp, packed = get_xp(q), cu_q is not None
-        left, right = (UNLIMITED if side is None else min(side, UNLIMITED) for side in window)
-        self.sequences = len(cu_q) - 1 if packed else q.shape[0]
-        self.heads, self.kv_heads = q.shape[-2], k.shape[-2]
-        self.queries, self.keys = max_seqlen_q, max_seqlen_k
-        rows = q.shape[-3]  # T, or all tokens
-        fields, self.step = _dropout_arguments(dropout_p, key)
-        fields |= {
-            "lse_batch": 0 if packed else self.heads * rows, "lse_head": rows,
-            "heads": self.heads, "group": self.heads // max(self.kv_heads, 1),
-            "queries": self.queries, "keys": self.keys, "head_dim": q.shape[-1],
-            "value_dim": v.shape[-1], "left": left, "right": right,
-            "bottom_right": align == "bottom_right", "scale": scale, "softcap": softcap or 0,
-        }  # fmt: skip
-        for name, x in {"q": q, "k": k, "v": v, **strided}.items():
-            fields[name] = _strides(x, packed)
-        if bias is not None:
-            kinds = {"bool": 1, "float32": 2}
-            fields["bias_kind"] = kinds.get(bias.dtype.name, 3)
-            full = (self.sequences, self.heads, self.queries, self.keys)
-            batch, head, row, column = _strides(xp.broadcast_to(bias, full), False)
-            fields["bias"] = batch, row, head, column
-        if slopes is not None:
-            fields["slopes_batch"] = self.heads if slopes.ndim == 2 else 0
-        problem = np.zeros(1, PROBLEM)
-        for name, value in fields.items():
-            problem[name] = value
-        self.problem = problem.view(f"V{PROBLEM.itemsize}")
-        lengths = _contiguous(key_lengths, np.int32)
-        offsets = (_contiguous(cu, np.int32) for cu in (cu_q, cu_k))
-        self.arrays = q, k, v, bias, lengths, *offsets, _contiguous(slopes, np.float32)
-        self.sink = _contiguous(sink, np.float32)
-        self.width = next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
-        self.rows = 16 if self.width > 128 else 32
-
-    def kernel(self, part):
-        """Return the kernel ``flash_attention_<part>``."""
-        file = f"flash_attention_{'forward' if part == 'forward' else 'backward'}.cu"
-        scalar = ctype(self.arrays[0].dtype)
-        return kernel(file, f"flash_attention_{part}", scalar=scalar, HEAD_DIM=self.width)
-
-    def __call__(self, part, longest, heads, *args):
-        """Launch a kernel whose blocks take ``rows`` of the ``longest`` rows of a head."""
-        tiles, weights, numbers = (3, 1, 0) if part == "forward" else (4, 2, 2)
-        floats = tiles * (self.width + 4) + weights * (self.rows + 4) + numbers
-        grid = (-(-longest // self.rows) * heads * self.sequences,)
-        run, shared_bytes = self.kernel(part), 4 * floats * self.rows
-        run(grid, (4 * self.rows,), self.problem, *self.arrays, *args, shared_bytes=shared_bytes)
-
-
-def _contiguous(x, dtype):
-    return None if x is None else get_xp(x).ascontiguousarray(x, dtype)
-
-
-def _forward_raw(q, k, v, *extras, needs, **params):
-    *lead, rows, heads, _ = q.shape
-    out = arrays.empty(q, (*q.shape[:-1], v.shape[-1]))
-    lse = arrays.empty(q, (*lead, heads, rows), np.float32)
-    launch = _Launch(q, k, v, *extras, **params, out=out)
-    launch("forward", launch.queries, heads, launch.sink, launch.step, out, lse)
-    return (out, lse), ((q, k, v, *extras, out, lse) if any(needs) else None)
-
-
-def _backward_raw(saved, dout, dlse, *, needs, into, **params):
-    q, k, v, *extras, out, lse = saved
-    bias, *_, sink = extras
-    dout = arrays.zeros(q, out.shape) if dout is None else dout.astype(q.dtype, copy=False)
-    dq, dk, dv = (arrays.empty(x, x.shape) for x in (q, k, v))
-    launch = _Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
-    delta, rows = arrays.empty(q, lse.shape, np.float32), lse.size // max(launch.heads, 1)
-    warps = (-(-lse.size // 4),)
-    dlse = _contiguous(dlse, np.float32)
-    launch.kernel("delta")(warps, (128,), launch.problem, out, dout, dlse, delta, rows)
-    dbias = dsink = None
-    if needs[3]:
-        full = launch.sequences, launch.heads, launch.queries, launch.keys
-        dbias = arrays.zeros(q, full, np.float32)
-    shared = launch.step, dout, lse, delta
-    if needs[1] or needs[2]:
-        launch("dkv", launch.keys, launch.kv_heads, *shared, dk, dv)
-    if needs[0] or needs[3]:
-        launch("dq", launch.queries, launch.heads, *shared, dq, dbias)
-    if needs[3]:
-        dbias = sum_to(dbias, bias.shape).astype(bias.dtype, copy=False)
-    if needs[8]:
-        dsink = sink_gradient(sink, lse, delta)
-    return dq, dk, dv, dbias, None, None, None, None, dsink
-
-
 IMPLS = Impls(
     "flash_attention",
-    Impl("raw-simt", _forward_raw, _backward_raw, _refuse_raw),
+    Impl("raw-simt", attention_simt.forward, attention_simt.backward, attention_simt.refuse),
     Impl("numba", _forward_numba, _backward_numba, _refuse_numba),
     Impl("reference", attention_reference.forward, attention_reference.backward),
 )

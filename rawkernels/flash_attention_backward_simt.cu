@@ -5,10 +5,10 @@
 //            dq: grid = (ceil(longest queries / ROWS) * heads * sequences,), block = (THREADS,)
 //            shared = BACKWARD_FLOATS * 4 bytes; ROWS = 16 for HEAD_DIM 256, else 32; THREADS = 4 ROWS
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
-#include "common/attention.cuh"
+#include "common/attention_simt.cuh"
 #include "common/reduce.cuh"
 
-static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_backward.cu: HEAD_DIM is 32 .. 256");
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_backward_simt.cu: HEAD_DIM is 32 .. 256");
 constexpr int BACKWARD_FLOATS = 4 * ROWS * PITCH + 2 * ROWS * WEIGHTS_PITCH + 2 * ROWS;
 
 // delta = rowsum(dout * out) - dlse
@@ -37,9 +37,9 @@ extern "C" __global__ void __launch_bounds__(128) flash_attention_delta(
 struct Slopes { float p, dropped, ds, bend; };
 
 __device__ inline Slopes slopes_at(const Attention& a, const Sequence& s, float dot, float dp, int i, int j,
-                                   int head, const void* bias, float slope, bool kept, float lse, float delta) {
+                                   int head, float slope, bool kept, float lse, float delta) {
     Slopes r;
-    const float x = logit(a, s, dot, i, j, head, bias, slope, r.bend);
+    const float x = logit(a, s, dot, i, j, head, slope, r.bend);
     const float factor = kept ? a.keep_scale : 0.f;
     r.p = x == NEG_INF ? 0.f : expf(x - lse);
     r.dropped = r.p * factor;
@@ -58,12 +58,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
     const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
     const scalar* __restrict__ k,         // (B, S, Hk, D)
     const scalar* __restrict__ v,         // (B, S, Hk, Dv)
-    const void* __restrict__ bias,        // (B, H, T, S) by strides
-    const int* __restrict__ key_lengths,  // (B,) or null
-    const int* __restrict__ cu_q,         // (B + 1,) or null
-    const int* __restrict__ cu_k,         // (B + 1,) or null
-    const float* __restrict__ slopes,     // (H,) or (B, H) or null
-    const unsigned int* __restrict__ device_step,
     const scalar* __restrict__ dout,      // (B, T, H, Dv)
     const float* __restrict__ lse,        // (B, H, T)
     const float* __restrict__ delta,      // (B, H, T)
@@ -81,11 +75,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
     float* delta_tile = lse_tile + ROWS;
 
     const Place place = find_place(a.keys, a.heads / a.group);
-    const Sequence s = find_sequence(a, place.number, cu_q, cu_k, key_lengths);
+    const Sequence s = find_sequence(a, place.number);
     if (place.first >= s.key_rows) return;
     const int kv_head = place.head, first = place.first;
     const int row = threadIdx.x / 4, quarter = threadIdx.x % 4, j = first + row;
-    const PhiloxKey key = philox_key(a.seed_low, a.seed_high, a.stream, a.step, device_step);
+    const PhiloxKey key = key_of(a);
     const bool drops = a.threshold < 65536;
 
     const int last = min(first + ROWS, s.keys) - 1;
@@ -96,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
 
     float dk_sum[HEAD_DIM / 4] = {}, dv_sum[HEAD_DIM / 4] = {};
     for (int head = kv_head * a.group; head < (kv_head + 1) * a.group; ++head) {
-        const float slope = slopes ? slopes[s.number * a.slopes_batch + head] : 0.f;
+        const float slope = slope_of(a, s.number, head);
         for (int i = begin; i < end; i += ROWS) {
             __syncthreads();  // the last tiles may still be read
             const long long at = s.first_query + i;
@@ -118,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
             for (int n = 0; n < COLS; ++n) {
                 const int r = quarter + 4 * n;
                 const bool kept = !drops || keep[r * ROWS + row];
-                const Slopes at_ij = slopes_at(a, s, x[n], dp[n], i + r, j, head, bias, slope, kept,
+                const Slopes at_ij = slopes_at(a, s, x[n], dp[n], i + r, j, head, slope, kept,
                                                lse_tile[r], delta_tile[r]);
                 p_weights[row * WEIGHTS_PITCH + r] = at_ij.dropped;
                 ds_weights[row * WEIGHTS_PITCH + r] = at_ij.ds * at_ij.bend;
@@ -143,12 +137,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
     const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
     const scalar* __restrict__ k,         // (B, S, Hk, D)
     const scalar* __restrict__ v,         // (B, S, Hk, Dv)
-    const void* __restrict__ bias,        // (B, H, T, S) by strides
-    const int* __restrict__ key_lengths,  // (B,) or null
-    const int* __restrict__ cu_q,         // (B + 1,) or null
-    const int* __restrict__ cu_k,         // (B + 1,) or null
-    const float* __restrict__ slopes,     // (H,) or (B, H) or null
-    const unsigned int* __restrict__ device_step,
     const scalar* __restrict__ dout,      // (B, T, H, Dv)
     const float* __restrict__ lse,        // (B, H, T)
     const float* __restrict__ delta,      // (B, H, T)
@@ -163,12 +151,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
     float* weights = v_tile + ROWS * PITCH;
 
     const Place place = find_place(a.queries, a.heads);
-    const Sequence s = find_sequence(a, place.number, cu_q, cu_k, key_lengths);
+    const Sequence s = find_sequence(a, place.number);
     if (place.first >= s.queries) return;
     const int head = place.head, kv_head = head / a.group, first = place.first;
     const int row = threadIdx.x / 4, quarter = threadIdx.x % 4, i = first + row;
-    const PhiloxKey key = philox_key(a.seed_low, a.seed_high, a.stream, a.step, device_step);
-    const float slope = slopes ? slopes[s.number * a.slopes_batch + head] : 0.f;
+    const PhiloxKey key = key_of(a);
+    const float slope = slope_of(a, s.number, head);
     const bool drops = a.threshold < 65536;
 
     const int last = min(first + ROWS, s.queries) - 1;
@@ -197,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
         for (int n = 0; n < COLS; ++n) {
             const int r = quarter + 4 * n;
             const bool kept = !drops || keep[row * ROWS + r];
-            const Slopes at_ij = slopes_at(a, s, x[n], dp[n], i, j + r, head, bias, slope, kept, my_lse, my_delta);
+            const Slopes at_ij = slopes_at(a, s, x[n], dp[n], i, j + r, head, slope, kept, my_lse, my_delta);
             weights[row * WEIGHTS_PITCH + r] = at_ij.ds * at_ij.bend;
             if (dbias && i < s.queries && j + r < s.keys) {
                 const long long sheet = (long long)s.number * a.heads + head;

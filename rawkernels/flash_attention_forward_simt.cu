@@ -3,10 +3,10 @@
 // Launch:    grid = (ceil(longest queries / ROWS) * heads * sequences,), block = (THREADS,),
 //            shared = FORWARD_FLOATS * 4 bytes; ROWS = 16 for HEAD_DIM 256, else 32; THREADS = 4 ROWS
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
-#include "common/attention.cuh"
+#include "common/attention_simt.cuh"
 #include "common/reduce.cuh"
 
-static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_forward.cu: HEAD_DIM is 32 .. 256");
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_forward_simt.cu: HEAD_DIM is 32 .. 256");
 constexpr int FORWARD_FLOATS = 3 * ROWS * PITCH + ROWS * WEIGHTS_PITCH;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward(
@@ -14,13 +14,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
     const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
     const scalar* __restrict__ k,         // (B, S, Hk, D)
     const scalar* __restrict__ v,         // (B, S, Hk, Dv)
-    const void* __restrict__ bias,        // (B, H, T, S) by strides
-    const int* __restrict__ key_lengths,  // (B,) or null
-    const int* __restrict__ cu_q,         // (B + 1,) or null
-    const int* __restrict__ cu_k,         // (B + 1,) or null
-    const float* __restrict__ slopes,     // (H,) or (B, H) or null
-    const float* __restrict__ sink,       // (H,) or null
-    const unsigned int* __restrict__ device_step,
     scalar* __restrict__ out,             // (B, T, H, Dv)
     float* __restrict__ lse) {            // (B, H, T)
     extern __shared__ __align__(16) float shared[];
@@ -31,12 +24,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
     float* weights = v_tile + ROWS * PITCH;
 
     const Place place = find_place(a.queries, a.heads);
-    const Sequence s = find_sequence(a, place.number, cu_q, cu_k, key_lengths);
+    const Sequence s = find_sequence(a, place.number);
     if (place.first >= s.queries) return;
     const int head = place.head, kv_head = head / a.group, first = place.first;
     const int row = threadIdx.x / 4, quarter = threadIdx.x % 4, i = first + row;
-    const PhiloxKey key = philox_key(a.seed_low, a.seed_high, a.stream, a.step, device_step);
-    const float slope = slopes ? slopes[s.number * a.slopes_batch + head] : 0.f;
+    const PhiloxKey key = key_of(a);
+    const float slope = slope_of(a, s.number, head);
     float* my_weights = weights + row * WEIGHTS_PITCH;
 
     const int last = min(first + ROWS, s.queries) - 1;
@@ -46,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
     load_tile(q_tile, q_rows, a.q, s.queries - first, a.head_dim);
 
     // a sink is one more key, of value zero; `total` is this thread's share of the sum
-    float top = sink ? sink[head] : NEG_INF, total = sink && quarter == 0 ? 1.f : 0.f;
+    float top = a.sink ? a.sink[head] : NEG_INF, total = a.sink && quarter == 0 ? 1.f : 0.f;
     float sum[HEAD_DIM / 4] = {};
     for (int j = begin; j < end; j += ROWS) {
         __syncthreads();  // the last tile may still be read
@@ -61,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
         dot_rows(q_tile + row * PITCH, k_tile, quarter, x);
 #pragma unroll
         for (int n = 0; n < COLS; ++n) {
-            x[n] = logit(a, s, x[n], i, j + quarter + 4 * n, head, bias, slope, bend);
+            x[n] = logit(a, s, x[n], i, j + quarter + 4 * n, head, slope, bend);
             peak = fmaxf(peak, x[n]);
         }
         peak = row_reduce(peak, Max{});

@@ -1,0 +1,95 @@
+"""What all CUDA kernels of attention take: the problem as one struct, filled from the arguments."""
+
+import numpy as np
+
+from gpuattn import rng
+from gpuattn.arrays import get_xp
+
+STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias")
+POINTERS = ("bias_data", "key_lengths", "cu_q", "cu_k", "slopes", "sink", "device_step")
+PROBLEM = np.dtype(
+    [(name, np.int64, 4) for name in STRIDED]
+    + [(name, np.int64) for name in ("lse_batch", "lse_head")]
+    + [(name, np.uint64) for name in POINTERS]
+    + [(name, np.int32) for name in (
+        "sequences", "heads", "group", "queries", "keys", "head_dim", "value_dim", "left", "right",
+        "bottom_right", "bias_kind", "slopes_batch",
+    )]
+    + [(name, np.float32) for name in ("scale", "softcap", "keep_scale")]
+    + [(name, np.uint32) for name in ("threshold", "seed_low", "seed_high", "stream", "step")]
+)  # fmt: skip
+"""The struct Attention of ``rawkernels/common/attention.cuh``."""
+
+UNLIMITED = 1 << 30  # a side of the window without an end
+BIAS_KINDS = {"bool": 1, "float32": 2, "float16": 3, "bfloat16": 3}
+
+
+class Launch:
+    """A call's problem as kernels take it: ``problem`` by value, and what decides grids and tiles.
+
+    ``strided``: the arrays beside q, k and v whose strides kernels need, by their names in STRIDED.
+    Keeps alive what the struct points at.
+    """
+
+    def __init__(
+        self, q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, window, align, scale,
+        softcap, dropout_p, key, max_seqlen_q, max_seqlen_k, deterministic, **strided,
+    ):  # fmt: skip
+        packed = cu_q is not None
+        self.packed, self.deterministic = packed, deterministic
+        self.left, self.right = (UNLIMITED if s is None else min(s, UNLIMITED) for s in window)
+        self.sequences = len(cu_q) - 1 if packed else q.shape[0]
+        self.heads, self.kv_heads = q.shape[-2], k.shape[-2]
+        self.queries, self.keys = max_seqlen_q, max_seqlen_k
+        rows = q.shape[-3]  # T, or all tokens
+        fields, device_step = _dropout_fields(dropout_p, key)
+        fields |= {
+            "lse_batch": 0 if packed else self.heads * rows, "lse_head": rows,
+            "sequences": self.sequences, "heads": self.heads,
+            "group": self.heads // max(self.kv_heads, 1), "queries": self.queries,
+            "keys": self.keys, "head_dim": q.shape[-1], "value_dim": v.shape[-1],
+            "left": self.left, "right": self.right, "bottom_right": align == "bottom_right",
+            "scale": scale, "softcap": softcap or 0,
+        }  # fmt: skip
+        for name, x in {"q": q, "k": k, "v": v, **strided}.items():
+            fields[name] = _strides(x, packed)
+        if bias is not None:
+            fields["bias_kind"] = BIAS_KINDS[bias.dtype.name]
+            full = self.sequences, self.heads, self.queries, self.keys
+            batch, head, row, column = _strides(get_xp(q).broadcast_to(bias, full), False)
+            fields["bias"] = batch, row, head, column
+        if slopes is not None:
+            fields["slopes_batch"] = self.heads if slopes.ndim == 2 else 0
+        lengths, cu_q, cu_k = (_contiguous(x, np.int32) for x in (key_lengths, cu_q, cu_k))
+        slopes, sink = (_contiguous(x, np.float32) for x in (slopes, sink))
+        self.pointed_at = bias, lengths, cu_q, cu_k, slopes, sink, device_step
+        for name, x in zip(POINTERS, self.pointed_at, strict=True):
+            fields[name] = 0 if x is None else x.data.ptr
+        self.fields = fields
+        problem = np.zeros(1, PROBLEM)
+        for name, value in fields.items():
+            problem[name] = value
+        self.problem = problem.view(f"V{PROBLEM.itemsize}")
+
+
+def _strides(x, packed):
+    """Return the strides (batch, row, head, column) in elements; 0 for no batch axis."""
+    steps = [step // x.itemsize for step in x.strides]
+    return [0, *steps] if packed else steps
+
+
+def _contiguous(x, dtype):
+    return None if x is None else get_xp(x).ascontiguousarray(x, dtype)
+
+
+def _dropout_fields(dropout_p, key):
+    """Return the fields of PROBLEM, and the update's number on the device (or None)."""
+    if not dropout_p:
+        return {"threshold": 65536, "keep_scale": 1}, None
+    low, high, stream, step, device_step = rng.device_arguments(key)
+    fields = {
+        "threshold": rng.threshold(dropout_p),
+        "keep_scale": 1 / (1 - dropout_p) if dropout_p < 1 else 0,
+        "seed_low": low, "seed_high": high, "stream": stream, "step": step,
+    }  # fmt: skip
+    return fields, device_step

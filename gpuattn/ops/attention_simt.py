@@ -1,0 +1,91 @@
+"""Attention on any GPU, in float32 on CUDA cores: ``rawkernels/flash_attention_*_simt.cu``."""
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import ctype, get_xp
+from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.ops.attention_launch import Launch
+from gpuattn.ops.attention_reference import sink_gradient, sum_to
+
+MAX_HEAD_DIM = 256
+MAX_BLOCKS = 2**31 - 1
+WIDTHS = (32, 64, 128, 256)  # what HEAD_DIM is rounded up to
+
+
+def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **__):
+    if reason := kernel_refusal(q, "q"):
+        return reason
+    size = max(q.shape[-1], v.shape[-1])
+    if size > MAX_HEAD_DIM:
+        return f"the head size is {size}, the kernel takes 1 to {MAX_HEAD_DIM}"
+    sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
+    blocks = (max(max_seqlen_q, max_seqlen_k) // 16 + 1) * q.shape[-2] * sequences
+    if blocks > MAX_BLOCKS:
+        return f"{blocks} tiles, the kernel takes {MAX_BLOCKS}; give the true max_seqlen_q"
+    return None
+
+
+class _Tiles:
+    """The kernels of one call: which HEAD_DIM, and how many rows a block takes."""
+
+    def __init__(self, launch, q, v):
+        self.launch, self.scalar = launch, ctype(q.dtype)
+        self.width = next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
+        self.rows = 16 if self.width > 128 else 32
+
+    def kernel(self, part):
+        """Return the kernel ``flash_attention_<part>``."""
+        direction = "forward" if part == "forward" else "backward"
+        file = f"flash_attention_{direction}_simt.cu"
+        return kernel(file, f"flash_attention_{part}", scalar=self.scalar, HEAD_DIM=self.width)
+
+    def __call__(self, part, longest, heads, *args):
+        """Launch a kernel whose blocks take ``rows`` of the ``longest`` rows of a head."""
+        tiles, weights, numbers = (3, 1, 0) if part == "forward" else (4, 2, 2)
+        floats = tiles * (self.width + 4) + weights * (self.rows + 4) + numbers
+        grid = (-(-longest // self.rows) * heads * self.launch.sequences,)
+        run, shared_bytes = self.kernel(part), 4 * floats * self.rows
+        run(grid, (4 * self.rows,), self.launch.problem, *args, shared_bytes=shared_bytes)
+
+
+def forward(q, k, v, *extras, needs, **params):
+    *lead, rows, heads, _ = q.shape
+    out = arrays.empty(q, (*q.shape[:-1], v.shape[-1]))
+    lse = arrays.empty(q, (*lead, heads, rows), np.float32)
+    launch = Launch(q, k, v, *extras, **params, out=out)
+    _Tiles(launch, q, v)("forward", launch.queries, heads, q, k, v, out, lse)
+    return (out, lse), ((q, k, v, *extras, out, lse) if any(needs) else None)
+
+
+def delta_of(launch, tiles, out, dout, dlse, lse):
+    """Return rowsum(dout * out) - dlse, float32, in the shape of ``lse``."""
+    delta, rows = arrays.empty(out, lse.shape, np.float32), lse.size // max(launch.heads, 1)
+    dlse = None if dlse is None else get_xp(out).ascontiguousarray(dlse, np.float32)
+    grid = (-(-lse.size // 4),)
+    tiles.kernel("delta")(grid, (128,), launch.problem, out, dout, dlse, delta, rows)
+    return delta
+
+
+def backward(saved, dout, dlse, *, needs, into, **params):
+    q, k, v, *extras, out, lse = saved
+    bias, *_, sink = extras
+    dout = arrays.zeros(q, out.shape) if dout is None else dout.astype(q.dtype, copy=False)
+    dq, dk, dv = (arrays.empty(x, x.shape) for x in (q, k, v))
+    launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
+    tiles = _Tiles(launch, q, v)
+    delta = delta_of(launch, tiles, out, dout, dlse, lse)
+    dbias = dsink = None
+    if needs[3]:
+        full = launch.sequences, launch.heads, launch.queries, launch.keys
+        dbias = arrays.zeros(q, full, np.float32)
+    shared = q, k, v, dout, lse, delta
+    if needs[1] or needs[2]:
+        tiles("dkv", launch.keys, launch.kv_heads, *shared, dk, dv)
+    if needs[0] or needs[3]:
+        tiles("dq", launch.queries, launch.heads, *shared, dq, dbias)
+    if needs[3]:
+        dbias = sum_to(dbias, bias.shape).astype(bias.dtype, copy=False)
+    if needs[8]:
+        dsink = sink_gradient(sink, lse, delta)
+    return dq, dk, dv, dbias, None, None, None, None, dsink

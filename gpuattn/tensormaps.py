@@ -1,0 +1,70 @@
+"""Tensor maps: how Hopper's copy engine finds tiles of a strided array, encoded by the driver.
+
+A map is 128 bytes that a kernel takes by value (``const __grid_constant__ TensorMap``). It holds a
+bare address: whoever launches keeps the array alive.
+"""
+
+import ctypes
+import functools
+
+import numpy as np
+
+from gpuattn.arrays import ctype
+
+KINDS = {"f16": 6, "bf16": 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+COLUMNS = 64  # of a box: 128 bytes of 16-bit numbers, what the 128-byte swizzle spans
+SWIZZLE_128B, PROMOTE_L2_128B, MAX_BOX_ROWS = 3, 2, 256
+ALIGNMENT = 64  # bytes, that the driver asks of a map's own address
+
+
+def refusal(x, name):
+    """Return why no map describes (..., rows, heads, columns) ``x``, the argument ``name``."""
+    if ctype(x.dtype) not in KINDS:
+        return f"{name} is {x.dtype}, the copy engine's kernels take float16 and bfloat16"
+    if x.shape[-1] % 8:
+        return f"the head size of {name} is {x.shape[-1]}, the copy engine takes multiples of 8"
+    if x.strides[-1] != x.itemsize:
+        return f"the head axis of {name} is not contiguous; try xp.ascontiguousarray({name})"
+    steps = [step for n, step in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
+    if any(step % 16 or step <= 0 for step in steps) or x.data.ptr % 16:
+        return f"rows of {name} do not start at multiples of 16 bytes; try a contiguous copy"
+    return None
+
+
+def tensor_map(x, rows):
+    """Return the map of ``x``, (batches, rows, heads, columns) or packed (rows, heads, columns).
+
+    Boxes are ``rows`` x 64 columns x 1 head x 1 batch. Coordinates go (column, row, head, batch).
+    ``x`` is on the GPU, of 16-bit floats, and ``refusal`` has nothing against it.
+    """
+    shape = (1, *x.shape) if x.ndim == 3 else x.shape
+    strides = (0, *x.strides) if x.ndim == 3 else x.strides
+    # a stride never used still has to be a positive multiple of 16
+    steps = tuple(step if n > 1 else 16 for n, step in zip(shape, strides, strict=True))
+    return _encode(x.data.ptr, shape, steps, ctype(x.dtype), rows)
+
+
+@functools.lru_cache(4096)
+def _encode(pointer, shape, strides, kind, rows):
+    batches, length, heads, columns = (max(n, 1) for n in shape)
+    dims = (ctypes.c_uint64 * 4)(columns, length, heads, batches)
+    steps = (ctypes.c_uint64 * 3)(strides[1], strides[2], strides[0])
+    box = (ctypes.c_uint32 * 4)(COLUMNS, rows, 1, 1)
+    ones = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+    room = np.zeros(128 + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    words = room[start : start + 128]
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(words.ctypes.data), KINDS[kind], 4, ctypes.c_void_p(pointer), dims, steps,
+        box, ones, 0, SWIZZLE_128B, PROMOTE_L2_128B, 0,
+    )  # fmt: skip
+    if status:
+        raise RuntimeError(
+            f"cuTensorMapEncodeTiled failed with {status} for shape {shape}, strides {strides}"
+        )
+    return words.view("V128")
+
+
+@functools.cache
+def _driver():
+    return ctypes.CDLL("libcuda.so.1")
