@@ -1,0 +1,102 @@
+#pragma once
+// Matrix products of one warp (sm_80 and up): cp.async, ldmatrix and mma.sync as one wrapper per instruction.
+// A tile of R rows x C columns of 16-bit numbers is ceil(C / 64) slabs of R rows x 128 bytes, each on a 128-byte
+// boundary, the 16-byte chunk index XORed with the row modulo 8: reads and writes below meet no bank twice.
+//
+// mma: d (16 x 8) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, lane holds
+//   d[0..1] row g, columns 2t, 2t+1;  d[2..3] the same of row g + 8
+//   a[0] row g, k 2t, 2t+1;  a[1] row g + 8;  a[2] row g, k + 8;  a[3] row g + 8, k + 8
+//   b0 column g, k 2t, 2t+1;  b1 the same of k + 8
+// so two neighbouring 16 x 8 accumulators, packed, are one operand a.
+#include "common/barrier.cuh"
+
+// The dynamic shared memory: tiles here need no more than its own alignment.
+__device__ __forceinline__ u32 shared_tiles() {
+    extern __shared__ __align__(128) unsigned char tiles[];
+    return (u32)__cvta_generic_to_shared(tiles);
+}
+// The address of columns 8 chunk .. 8 chunk + 7 of a row, in a tile of ROWS rows.
+template <int ROWS> __device__ __forceinline__ u32 chunk_address(u32 tile, int row, int chunk) {
+    return tile + (chunk >> 3) * (ROWS * 128) + row * 128 + (((chunk ^ row) & 7) << 4);
+}
+
+// ---- 16 bytes from global to shared memory, asynchronously; zeros unless `there`
+__device__ __forceinline__ void cp_async(u32 address, const void* source, bool there = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(address), "l"(source), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last PENDING groups of this thread have arrived; others' need a __syncthreads more.
+template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+}
+
+// ---- ldmatrix: 16 x 16 numbers of a tile as one operand a, or as the operands b of 16 columns (r[0..1], r[2..3])
+//   tile is a as [row][k]:     ldmatrix            at straight
+//   tile is a as [k][row]:     ldmatrix_transposed at crossed
+//   tile is b as [column][k]:  ldmatrix            at crossed
+//   tile is b as [k][column]:  ldmatrix_transposed at straight
+__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+// What this lane passes for the 16 x 16 numbers at (0, 0) of a tile.
+__device__ __forceinline__ u32 straight(u32 tile) {
+    const int lane = threadIdx.x % 32;
+    return chunk_address<8>(tile, lane & 15, lane >> 4);
+}
+__device__ __forceinline__ u32 crossed(u32 tile) {
+    const int lane = threadIdx.x % 32;
+    return chunk_address<8>(tile, (lane & 7) + 8 * (lane >> 4), (lane >> 3) & 1);
+}
+// The same at (row, column), multiples of 8 and of 16, in a tile of ROWS rows.
+template <int ROWS> __device__ __forceinline__ u32 moved(u32 lane_address, int row, int column) {
+    return (lane_address ^ ((column & 63) << 1)) + (column >> 6) * (ROWS * 128) + row * 128;
+}
+
+// ---- mma.sync, m16n8k16
+__device__ __forceinline__ void mma(bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma(f16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// d += a b for 16 columns: what one ldmatrix of b serves.
+__device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], const u32 (&a)[4], const u32 (&b)[4]) {
+    mma(scalar(), left, a, b[0], b[1]);
+    mma(scalar(), right, a, b[2], b[3]);
+}
+
+// ---- accumulators to 16 bits
+__device__ __forceinline__ u32 pack_pair(bf16, float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ u32 pack_pair(f16, float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+// Two neighbouring 16 x 8 accumulators as one operand a (16 x 16), rounded to 16 bits.
+__device__ __forceinline__ void pack(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
+    a[0] = pack_pair(scalar(), left[0], left[1]);
+    a[1] = pack_pair(scalar(), left[2], left[3]);
+    a[2] = pack_pair(scalar(), right[0], right[1]);
+    a[3] = pack_pair(scalar(), right[2], right[3]);
+}
+// An accumulator into a tile of ROWS rows, rounded to 16 bits; row a multiple of 8, column too.
+template <int ROWS> __device__ __forceinline__ void store_fragment(u32 tile, int row, int column, const float (&d)[4]) {
+    const int lane = threadIdx.x % 32;
+    const u32 address = chunk_address<ROWS>(tile, row + lane / 4, column / 8) + lane % 4 * 4;
+    store_shared(address, pack_pair(scalar(), d[0], d[1]));
+    store_shared(address + 8 * 128, pack_pair(scalar(), d[2], d[3]));
+}
