@@ -217,7 +217,7 @@ def backward(
                 layout.put(target, grad, side)
             if dbias is not None:
                 members = layout.members if bias.shape[0] > 1 else slice(None)
-                dbias[members] += dbias_here.reshape(-1, *bias.shape[1:])
+                dbias[members] += dbias_here.reshape(dbias[members].shape)
 
     parts = layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k)
     # a bias that broadcasts over sequences is summed in order
