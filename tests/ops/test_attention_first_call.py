@@ -1,0 +1,65 @@
+"""How long the first call takes: to compile, and in later processes to load what was compiled."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from gpuattn.ops.flash_attention import IMPLS
+
+RAW = [impl.name for impl in IMPLS if impl.name.startswith("raw-")]
+COMPILE_SECONDS, LOAD_SECONDS = 2.0, 0.05
+PROGRAM = """
+import json, sys, time
+import cupy, numpy as np
+from gpuattn import kernels
+from gpuattn.ops.flash_attention import IMPLS
+name, D = sys.argv[1], int(sys.argv[2])
+impl = next(impl for impl in IMPLS if impl.name == name)
+q = cupy.zeros((2, 256, 4, D), np.float16)
+params = {"window": (None, 0), "align": "bottom_right", "scale": 0.1, "softcap": None,
+          "dropout_p": 0.0, "key": None, "max_seqlen_q": 256, "max_seqlen_k": 256,
+          "deterministic": False}
+inputs, needs = (q, q, q, *[None] * 6), (True,) * 3 + (False,) * 6
+reason = impl.refuse(*inputs, **params)
+if reason:
+    sys.exit(json.dumps({"refused": reason}))
+cupy.RawKernel('extern "C" __global__ void warm() {}', "warm")((1,), (1,), ())
+cupy.cuda.Device().synchronize()  # the context stands, and CuPy has loaded a module
+
+def seconds(function, *args, **kwargs):
+    begin = time.perf_counter()
+    result = function(*args, **kwargs)
+    cupy.cuda.Device().synchronize()
+    return time.perf_counter() - begin, result
+
+forward, ((out, lse), saved) = seconds(impl.forward, *inputs, needs=needs, **params)
+backward, _ = seconds(
+    impl.backward, saved, out, None, needs=needs, into=(None,) * 9, **params
+)
+print(json.dumps({"forward": forward, "backward": backward}))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("impl", RAW)
+def test_first_call(gpu, tmp_path, monkeypatch, impl, head_dim):
+    """Without imports and without making the context; forward and backward each by itself."""
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
+
+    def first_call():
+        command = [sys.executable, "-c", PROGRAM, impl, str(head_dim)]
+        run = subprocess.run(command, capture_output=True, text=True)
+        if "refused" in run.stderr:
+            pytest.skip(run.stderr)
+        assert run.returncode == 0, run.stderr
+        return json.loads(run.stdout)
+
+    compiled, loads = first_call(), [first_call() for _ in range(3)]
+    loaded = {part: min(load[part] for load in loads) for part in compiled}
+    told = f"{impl}, head size {head_dim}: seconds to compile {compiled}, to load {loaded}"
+    print(told)
+    assert max(compiled.values()) <= COMPILE_SECONDS, told
+    assert max(loaded.values()) <= LOAD_SECONDS, told
