@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpuattn.arrays import on_gpu
-from gpuattn.errors import SlowPathWarning, UnsupportedError
+from gpuattn.arrays import device_of, on_gpu
+from gpuattn.errors import KernelCompileError, SlowPathWarning, UnsupportedError
 
 _overrides = contextvars.ContextVar("gpuattn_overrides", default={})  # noqa: B039  never mutated
 _explaining = contextvars.ContextVar("gpuattn_explaining", default=False)
@@ -23,6 +23,8 @@ class Impl:
     ``forward(*arrays, needs, **params)`` returns ``(out or tuple of outs, saved)``;
     ``backward(saved, *grads, needs, into, **params)`` returns one gradient (or None) per array;
     ``refuse(*arrays, **params)`` returns None, or a sentence: why this way cannot run.
+    ``describe(*arrays, **params)`` returns what a call takes of the GPU, a dict with keys of
+    ``WORDS``; it may compile the kernel, and is called only where ``refuse`` returned None.
     ``differentiable_twice``: the backward works on Tensors too, so it can record itself.
     """
 
@@ -30,6 +32,7 @@ class Impl:
     forward: Callable
     backward: Callable | None = None
     refuse: Callable | None = None
+    describe: Callable | None = None
     differentiable_twice: bool = False
 
 
@@ -44,13 +47,31 @@ class Impls(tuple):
         return self
 
 
+WORDS = {  # what describe returns, as a person reads it
+    "tile": lambda sides: f"tile {' x '.join(map(str, sides))}",
+    "threads": lambda n: f"{n} threads",
+    "registers": lambda n: f"{n} registers each",
+    "shared_bytes": lambda n: f"{n / 1024:.1f} KiB of shared memory",
+    "blocks": lambda n: f"{n:,} blocks",
+    "tiles": lambda n: f"{n:,} tiles",
+    "waves": lambda n: f"{n:.2f} waves",
+    "limit": lambda text: f"limit: {text}",
+}
+
+
 @dataclass(frozen=True)
 class Explanation:
-    """Which implementation an op would run, and why not the others. Printing it shows a table."""
+    """Which implementation an op would run, and why not the others. Printing it shows a table.
+
+    ``details``: what the chosen one takes of the GPU, by the names in WORDS, or None: the sides of
+    a tile, threads of a block, registers of a thread, shared memory of a block, blocks (tiles where
+    blocks take several), how often they fill the GPU (waves), and what stands in the way (limit).
+    """
 
     op: str
     chosen: str | None
     reasons: tuple[tuple[str, str | None], ...]  # (implementation, refusal or None), best first
+    details: dict | None = None
 
     def __str__(self):
         width = max(len(name) for name, _ in self.reasons)
@@ -58,11 +79,15 @@ class Explanation:
         for name, reason in self.reasons:
             verdict = "runs" if name == self.chosen else (reason or "would run, but comes later")
             lines.append(f"  {name:{width}}  {verdict}")
+            if name == self.chosen and self.details:
+                found = [f"{WORDS[name](value)}" for name, value in self.details.items()]
+                lines += [f"  {'':{width}}  {', '.join(part)}" for part in (found[:4], found[4:])]
         return "\n".join(lines)
 
     def as_dict(self):
         reasons = [{"impl": name, "refusal": reason} for name, reason in self.reasons]
-        return {"op": self.op, "chosen": self.chosen, "implementations": reasons}
+        shared = {"op": self.op, "chosen": self.chosen, "details": self.details}
+        return shared | {"implementations": reasons}
 
 
 class _Explained(BaseException):
@@ -102,11 +127,15 @@ def choose_another(impls, broken, error, arrays, impl=None, **params):
 
     Raises ``error``, a KernelCompileError, where there is nothing else.
     """
-    _broken[impls.op, broken.name] = "; ".join(str(error).splitlines())
+    _note_broken(impls, broken, error)
     try:
         return choose(impls, arrays, impl, **params)
     except UnsupportedError:
         raise error from None
+
+
+def _note_broken(impls, broken, error):
+    _broken[impls.op, broken.name] = "; ".join(str(error).splitlines())
 
 
 def _refusal(impls, candidate, arrays, params):
@@ -129,15 +158,26 @@ def _matches(name, asked):
 
 def _explanation(impls, arrays, asked, params):
     reasons = tuple((i.name, _refusal(impls, i, arrays, params)) for i in impls)
-    accepted = [name for name, reason in reasons if reason is None and _matches(name, asked)]
-    return Explanation(impls.op, accepted[0] if accepted else None, reasons)
+    pairs = zip(impls, reasons, strict=True)
+    accepted = [i for i, (name, reason) in pairs if reason is None and _matches(name, asked)]
+    if not accepted:
+        return Explanation(impls.op, None, reasons)
+    chosen, details = accepted[0], None
+    if chosen.describe:
+        try:
+            with device_of(*arrays):
+                details = chosen.describe(*arrays, **params)
+        except KernelCompileError as error:
+            _note_broken(impls, chosen, error)
+            return _explanation(impls, arrays, asked, params)
+    return Explanation(impls.op, chosen.name, reasons, details)
 
 
 def explain(op, *args, **kwargs):
     """Return which implementation ``op(*args, **kwargs)`` would run, with every refusal, as data.
 
-    ``op``: a public op such as ``gpuattn.softmax``. Nothing is computed. Bad arguments raise what
-    the op itself raises.
+    ``op``: a public op such as ``gpuattn.softmax``. Nothing is computed, though a kernel may be
+    compiled to say what it takes. Bad arguments raise what the op itself raises.
     """
     # in a copy of the context, so that the op draws no seed of the caller's
     answer = contextvars.copy_context().run(_ask, op, args, kwargs)

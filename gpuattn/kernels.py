@@ -10,6 +10,7 @@ import functools
 import glob
 import hashlib
 import itertools
+import math
 import os
 import re
 import sys
@@ -36,7 +37,7 @@ SIGNATURE = re.compile(
     r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)',
     re.DOTALL,
 )
-MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+STATIC_SHARED, REGISTERS, MAX_DYNAMIC_SHARED = 1, 4, 8  # CU_FUNC_ATTRIBUTE_*
 STATIC_SHARED_LIMIT = 48 * 1024
 _lock = threading.Lock()
 launches = collections.Counter()  # kernel name -> launches in this process; tests ask which ran
@@ -57,13 +58,45 @@ class Kernel:
             raise TypeError(f"{self.name} takes ({wants}), got {len(args)} arguments")
         if 0 in grid:
             return
+        self._allow(shared_bytes)
+        cast = tuple([to(x) for to, x in zip(self.casts, args, strict=True)])
+        launches[self.name] += 1
+        self.function(grid, block, cast, shared_mem=shared_bytes)
+
+    def _allow(self, shared_bytes):
         if shared_bytes > self.shared_limit:
             driver = import_cupy().cuda.driver
             driver.funcSetAttribute(self.function.ptr, MAX_DYNAMIC_SHARED, shared_bytes)
             self.shared_limit = shared_bytes
-        cast = tuple([to(x) for to, x in zip(self.casts, args, strict=True)])
-        launches[self.name] += 1
-        self.function(grid, block, cast, shared_mem=shared_bytes)
+
+    def resources(self, grid, block, shared_bytes=0):
+        """Return what a launch takes of this GPU, by the names that ``impls.WORDS`` explains.
+
+        ``limit`` says why no more blocks run at a time.
+        """
+        runtime, driver = import_cupy().cuda.runtime, import_cupy().cuda.driver
+        self._allow(shared_bytes)
+        function, gpu = self.function.ptr, runtime.getDeviceProperties(runtime.getDevice())
+        registers = driver.funcGetAttribute(REGISTERS, function)
+        total_shared = shared_bytes + driver.funcGetAttribute(STATIC_SHARED, function)
+        threads, blocks = math.prod(block), math.prod(grid)
+        side_by_side = driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            function, threads, shared_bytes
+        )
+        count = gpu["multiProcessorCount"]
+        places = count * side_by_side
+        shares = {
+            "registers": registers * threads / gpu["regsPerMultiprocessor"],
+            "shared memory": total_shared / gpu["sharedMemPerMultiprocessor"],
+            "threads": threads / gpu["maxThreadsPerMultiProcessor"],
+        }
+        limit = f"{max(shares, key=shares.get)}, for {side_by_side} blocks on a multiprocessor"
+        if blocks < places:
+            limit = f"{blocks} blocks for {places} places on {count} multiprocessors"
+        return {
+            "threads": threads, "registers": registers, "shared_bytes": total_shared,
+            "blocks": blocks, "waves": blocks / places, "limit": limit,
+        }  # fmt: skip
 
 
 def _as_is(value):

@@ -21,7 +21,7 @@ def made(name):
 
 PICKY = Impls(
     "picky",
-    Impl("raw-hopper", made("raw-hopper"), refuse=lambda x: "the GPU is too old"),
+    Impl("raw-hopper", made("raw-hopper"), refuse=lambda x, **_: "the GPU is too old"),
     Impl("raw-simt", made("raw-simt"), refuse=lambda x: "x is odd" if x.size % 2 else None),
     Impl("reference", made("reference")),
 )
@@ -55,6 +55,44 @@ def test_explain_is_data_and_computes_nothing():
     assert "softmax: reference" in str(answer)
     assert "\n  raw-simt   x is a NumPy array; move it" in str(answer)
     assert str(answer).endswith("\n  reference  runs")
+
+
+TAKES = {
+    "tile": (128, 64), "threads": 256, "registers": 168, "shared_bytes": 100_352, "blocks": 1024,
+    "waves": 7.7576, "limit": "registers, for 1 blocks on a multiprocessor",
+}  # fmt: skip
+
+
+def described(describe):
+    """Return an op whose last implementation but one tells what it takes."""
+    raw = Impl("raw-simt", made("raw-simt"), describe=describe)
+    return Impls("op", PICKY[0], raw, Impl("reference", made("reference")))
+
+
+def test_explain_tells_what_the_chosen_takes():
+    op = described(lambda x, times: TAKES | {"blocks": times * x.size})
+    answer = explain(lambda: tape.apply(op, (X,), times=3))
+    assert answer.details["blocks"] == 24 == answer.as_dict()["details"]["blocks"]
+    assert str(answer).splitlines() == [
+        "op: raw-simt",
+        "  raw-hopper  the GPU is too old",
+        "  raw-simt    runs",
+        "              tile 128 x 64, 256 threads, 168 registers each, 98.0 KiB of shared memory",
+        "              24 blocks, 7.76 waves, limit: registers, for 1 blocks on a multiprocessor",
+        "  reference   would run, but comes later",
+    ]
+    assert explain(softmax, X).details is None
+
+
+def test_what_cannot_be_described_is_not_chosen(monkeypatch):
+    monkeypatch.setattr(impls, "_broken", {})
+
+    def broken(x):
+        raise KernelCompileError("x.cu does not compile")
+
+    answer = explain(lambda: tape.apply(described(broken), (X,)))
+    assert answer.chosen == "reference"
+    assert dict(answer.reasons)["raw-simt"] == "x.cu does not compile"
 
 
 def test_explain_refuses_what_has_no_choice():
@@ -104,8 +142,10 @@ TOKENS, FLAT = np.zeros(2, np.int32), np.zeros(128, np.float32)
 STATE = gpuattn.AdamWState(FLAT)
 CALLS = {
     "adamw": (FLAT, FLAT, FLAT, FLAT, STATE),
+    "append_kv": (X4, X4, X4[:, :1], X4[:, :1], np.zeros(1, np.int32)),
     "beam_step": (X, X[:1, :2]),
     "cross_entropy": (X, TOKENS),
+    "decode_attention": (X4, X4, X4, np.ones(1, np.int32)),
     "dropout": (X, 0.5),
     "dropout_add_norm": (X, X, X[0]),
     "embedding": (TOKENS, X),

@@ -40,13 +40,16 @@ class _Tiles:
         file = f"flash_attention_{direction}_simt.cu"
         return kernel(file, f"flash_attention_{part}", scalar=self.scalar, HEAD_DIM=self.width)
 
-    def __call__(self, part, longest, heads, *args):
-        """Launch a kernel whose blocks take ``rows`` of the ``longest`` rows of a head."""
+    def shape(self, part, longest, heads):
+        """Return (grid, block, shared bytes) where blocks take ``rows`` of a head's ``longest``."""
         tiles, weights, numbers = (3, 1, 0) if part == "forward" else (4, 2, 2)
         floats = tiles * (self.width + 4) + weights * (self.rows + 4) + numbers
         grid = (-(-longest // self.rows) * heads * self.launch.sequences,)
-        run, shared_bytes = self.kernel(part), 4 * floats * self.rows
-        run(grid, (4 * self.rows,), self.launch.problem, *args, shared_bytes=shared_bytes)
+        return grid, (4 * self.rows,), 4 * floats * self.rows
+
+    def __call__(self, part, longest, heads, *args):
+        grid, block, shared_bytes = self.shape(part, longest, heads)
+        self.kernel(part)(grid, block, self.launch.problem, *args, shared_bytes=shared_bytes)
 
 
 def forward(q, k, v, *extras, needs, **params):
@@ -56,6 +59,14 @@ def forward(q, k, v, *extras, needs, **params):
     launch = Launch(q, k, v, *extras, **params, out=out)
     _Tiles(launch, q, v)("forward", launch.queries, heads, q, k, v, out, lse)
     return (out, lse), ((q, k, v, *extras, out, lse) if any(needs) else None)
+
+
+def describe(q, k, v, *extras, **params):
+    """Return what the forward takes of the GPU: see ``impls.WORDS``."""
+    launch = Launch(q, k, v, *extras, **params)
+    tiles = _Tiles(launch, q, v)
+    taken = tiles.kernel("forward").resources(*tiles.shape("forward", launch.queries, launch.heads))
+    return {"tile": (tiles.rows, tiles.rows), **taken}
 
 
 def delta_of(launch, tiles, out, dout, dlse, lse):

@@ -163,7 +163,10 @@ def _backward_numba(saved, dout, dlse, *, needs, into, scale, window, align, **_
 
 IMPLS = Impls(
     "flash_attention",
-    Impl("raw-simt", attention_simt.forward, attention_simt.backward, attention_simt.refuse),
+    Impl(
+        "raw-simt", attention_simt.forward, attention_simt.backward, attention_simt.refuse,
+        attention_simt.describe,
+    ),
     Impl("numba", _forward_numba, _backward_numba, _refuse_numba),
     Impl("reference", attention_reference.forward, attention_reference.backward),
-)
+)  # fmt: skip
