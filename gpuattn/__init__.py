@@ -20,9 +20,11 @@ from gpuattn.autodiff.functional import (
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.impls import explain, use_impl
 from gpuattn.ops.adamw import AdamWState, adamw, gradient_statistics
+from gpuattn.ops.append_kv import append_kv
 from gpuattn.ops.beam_step import beam_step
 from gpuattn.ops.bias_activation import gelu, relu
 from gpuattn.ops.cross_entropy import cross_entropy
+from gpuattn.ops.decode_attention import decode_attention
 from gpuattn.ops.dropout import dropout
 from gpuattn.ops.dropout_add_norm import dropout_add_norm
 from gpuattn.ops.embedding import embedding
@@ -41,10 +43,12 @@ __all__ = [
     "AdamWState",
     "Tensor",
     "adamw",
+    "append_kv",
     "beam_step",
     "checkpoint",
     "cross_entropy",
     "debug",
+    "decode_attention",
     "dropout",
     "dropout_add_norm",
     "embedding",

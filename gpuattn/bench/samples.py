@@ -68,6 +68,13 @@ def _attention(shape, floats, integers):
     return [floats(shape), floats(shape), floats(shape)], {"causal": True}
 
 
+def _decode(shape, floats, integers):
+    batch, keys, heads, kv_heads, size = shape
+    caches = [floats((batch, keys, kv_heads, size)) for _ in "kv"]
+    lengths = integers((batch,), 1) + np.int32(keys)
+    return [floats((batch, 1, heads, size)), *caches, lengths], {}
+
+
 SAMPLES = {
     "softmax": Sample(gpuattn.softmax, "rows x columns", (8192, 1024), _rows(), (2, 3)),
     "layer_norm": Sample(
@@ -95,6 +102,10 @@ SAMPLES = {
     ),
     "flash_attention": Sample(
         gpuattn.flash_attention, "batch x tokens x heads x head size", (8, 1024, 16, 64), _attention
+    ),
+    "decode_attention": Sample(
+        gpuattn.decode_attention, "batch x keys x heads x KV heads x head size",
+        (64, 8192, 32, 8, 128), _decode,
     ),
 }  # fmt: skip
 

@@ -1,0 +1,77 @@
+"""The reference of ``decode_attention``: gather the keys, then softmax(q k^T) v."""
+
+import numpy as np
+
+from gpuattn.arrays import checked_index, get_xp, wide
+
+
+def forward(
+    q, k, v, lengths, page_table, slots, slopes, sink, *, needs, scale, window, softcap, splits,
+    batch_invariant,
+):  # fmt: skip
+    """Return (out, lse) and None; see ``decode_attention``. How keys are split changes nothing."""
+    xp, dtype, (B, T, H, D) = get_xp(q), wide(q.dtype), q.shape
+    sequences, kv_heads, value_dim = len(lengths), k.shape[2], v.shape[3]
+    sharers, group = B // max(sequences, 1), H // kv_heads
+    room = k.shape[1] * (1 if page_table is None else page_table.shape[1])
+    lengths = lengths.clip(0, room)
+    if xp is np:  # a GPU is asked nothing
+        room = int(lengths.max(initial=0))
+    keys = xp.arange(room)
+    at = lengths[:, None] - T + xp.arange(T)  # the key that each query stands at
+    real = keys < lengths[:, None]
+    if window is not None:
+        real &= keys >= at[:, :1] - window
+    k, v = (_gather(x, real, page_table, slots, dtype) for x in (k, v))
+
+    grouped = sequences, sharers, T, kv_heads, group
+    rows = q.reshape(*grouped, D).transpose(0, 3, 1, 2, 4, 5)  # (N, Hk, sharers, T, group, D)
+    flat = rows.reshape(sequences, kv_heads, sharers * T * group, D).astype(dtype)
+    with np.errstate(all="ignore"):
+        x = xp.matmul(flat * dtype.type(scale), k.transpose(0, 2, 3, 1))
+        x = x.reshape(*rows.shape[:-1], room)
+        if softcap is not None:
+            x = dtype.type(softcap) * xp.tanh(x / dtype.type(softcap))
+        back = (at[:, :, None] - keys)[:, None, None, :, None]
+        if slopes is not None:
+            slopes = xp.broadcast_to(slopes.astype(dtype), (B, H))
+            slopes = slopes.reshape(sequences, sharers, kv_heads, group).transpose(0, 2, 1, 3)
+            x -= slopes[:, :, :, None, :, None] * back.astype(dtype)
+        seen = (back >= 0) & real[:, None, None, None, None]
+        if window is not None:
+            seen = seen & (back <= window)
+        x = xp.where(seen, x, dtype.type(-np.inf))
+
+        top = x.max(-1, keepdims=True) if room else xp.full((*x.shape[:-1], 1), -np.inf, dtype)
+        if sink is not None:  # one more key, of value zero
+            sink = sink.astype(dtype).reshape(kv_heads, 1, 1, group, 1)
+            top = xp.maximum(top, sink)
+        base = xp.where(top == -np.inf, dtype.type(0), top)
+        p = xp.exp(x - base)
+        total = p.sum(-1, keepdims=True)
+        if sink is not None:
+            total = total + xp.exp(sink - base)
+        p = p.reshape(sequences, kv_heads, sharers * T * group, room)
+        out = xp.matmul(p, v.swapaxes(1, 2)).reshape(*rows.shape[:-1], value_dim)
+        out = out / xp.where(total == 0, dtype.type(1), total)
+        lse = (base + xp.log(total))[..., 0]
+    out = out.transpose(0, 2, 3, 1, 4, 5).reshape(B, T, H, value_dim).astype(q.dtype, copy=False)
+    return (out, lse.transpose(0, 2, 1, 4, 3).reshape(B, H, T)), None
+
+
+def _gather(cache, real, page_table, slots, dtype):
+    """Return (N, keys, Hk, D) as the sequences see them; zeros unless ``real`` (N, keys)."""
+    xp, (sequences, room) = get_xp(cache), real.shape
+    keys = xp.arange(room)
+    if page_table is not None:
+        page = cache.shape[1]
+        pages = xp.where(real, page_table[:, keys // page], 0)
+        found = cache[checked_index(pages, len(cache), "decode_attention: page_table"), keys % page]
+    elif slots is not None:
+        beam = slots.shape[1]
+        slot = xp.where(real, slots.reshape(sequences, slots.shape[2])[:, :room], 0)
+        first = xp.arange(sequences)[:, None] // beam * beam
+        found = cache[first + checked_index(slot, beam, "decode_attention: slots"), keys]
+    else:
+        found = cache[:, :room]
+    return xp.where(real[:, :, None, None], found.astype(dtype, copy=False), dtype.type(0))
