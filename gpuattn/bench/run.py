@@ -93,7 +93,7 @@ def _check(op, args, kwargs, impl, dtype):
         )
 
 
-def document(rows, command, xp):
+def document(rows, command, xp, ceilings=None):
     """Return rows with what makes them evidence: machine, versions, date, commit, ceilings."""
     gpu = driver = None
     if xp is not np:
@@ -103,7 +103,8 @@ def document(rows, command, xp):
     return {
         "gpu": gpu, "driver": driver, "versions": versions(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": _commit(),
-        "digest": digest(), "command": command, "ceilings": timing.ceilings(xp), "rows": rows,
+        "digest": digest(), "command": command, "ceilings": ceilings or timing.ceilings(xp),
+        "rows": rows,
     }  # fmt: skip
 
 

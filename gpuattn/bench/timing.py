@@ -1,4 +1,4 @@
-"""Times: wall clock on NumPy, CUDA events on a GPU; medians of many."""
+"""Times: wall clock on NumPy; CUDA events on a GPU, where graphs take the host out."""
 
 import statistics
 import time
@@ -6,6 +6,8 @@ import time
 from gpuattn.arrays import import_cupy
 
 SAMPLES = 20
+ROUNDS, PER_ROUND = 6, 8  # of ``alternate``
+PAUSE = 0.1  # seconds before each turn: a GPU that computes for long lowers its clock
 
 
 def time_call(call, on_gpu):
@@ -41,6 +43,56 @@ def _time_gpu(call):
     return samples
 
 
+class Graph:
+    """Calls captured one after the other as a CUDA graph on the current stream; to be replayed.
+
+    ``results``: what each captured call returned, in memory that every replay writes anew.
+    ``peak_bytes``: the device memory that running them took beside their inputs.
+    """
+
+    def __init__(self, calls):
+        cupy = import_cupy()
+        self.stream, self.calls = cupy.cuda.get_current_stream(), calls
+        self.pool = cupy.cuda.MemoryPool()  # of the graph, as long as it lives
+        with cupy.cuda.using_allocator(self.pool.malloc):
+            for call in calls:
+                call()  # compiles, and leaves its memory in the pool
+            self.peak_bytes = self.pool.total_bytes()
+            self.stream.begin_capture()
+            try:
+                self.results = [call() for call in calls]
+            finally:
+                self.graph = self.stream.end_capture()
+
+    def __call__(self):
+        self.graph.launch(self.stream)
+
+
+def alternate(launches, rounds=ROUNDS):
+    """Return ``{name: microseconds}`` for ``{name: launch}``, every launch on the current stream.
+
+    Each gets ``rounds`` turns of PER_ROUND samples, in both orders, each turn after a pause.
+    """
+    cupy = import_cupy()
+    stream = cupy.cuda.get_current_stream()
+    times, names = {name: [] for name in launches}, list(launches)
+    for turn in range(rounds):
+        for name in names if turn % 2 == 0 else reversed(names):
+            launch = launches[name]
+            stream.synchronize()
+            time.sleep(PAUSE)
+            launch()
+            launch()
+            pairs = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(PER_ROUND)]
+            for begin, end in pairs:
+                begin.record()
+                launch()
+                end.record()
+            stream.synchronize()
+            times[name] += [cupy.cuda.get_elapsed_time(*pair) * 1e3 for pair in pairs]
+    return times
+
+
 def median(samples):
     return statistics.median(samples)
 
@@ -50,12 +102,17 @@ def ceilings(xp):
     on_gpu = xp.__name__ == "cupy"
     n = 1 << (28 if on_gpu else 24)
     source, target = xp.ones(n, "float32"), xp.empty(n, "float32")
-    copy = median(time_call(lambda: xp.copyto(target, source), on_gpu))
     size = 8192 if on_gpu else 1024
-    a = xp.asarray(xp.random.default_rng(0).standard_normal((size, size), dtype="float32"))
+    rng = xp.random.default_rng(0)
+    a, b = (rng.standard_normal((size, size), dtype="float32") for _ in range(2))
     if on_gpu:
         import ml_dtypes
 
-        a = a.astype(ml_dtypes.bfloat16)
-    product = median(time_call(lambda: a @ a, on_gpu))
+        a, b = a.astype(ml_dtypes.bfloat16), b.astype(ml_dtypes.bfloat16)
+    calls = {"copy": lambda: xp.copyto(target, source), "product": lambda: a @ b}
+    if on_gpu:
+        times = alternate(calls)
+    else:
+        times = {name: time_call(call, False) for name, call in calls.items()}
+    copy, product = median(times["copy"]), median(times["product"])
     return {"copy_tbs": 8 * n / copy / 1e6, "matmul_tflops": 2 * size**3 / product / 1e6}

@@ -33,7 +33,7 @@ def plot_run(path, out, sentence=None):
     ``sentence``: the source whose translation is drawn, by default a rather long held-out one.
     Raises UnsupportedError without matplotlib, CheckpointError for a run without metrics yet.
     """
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     folder = RunFolder(path)
     config = folder.config()
     train, valid = folder.metrics.read("train"), folder.metrics.read("valid")
@@ -68,7 +68,7 @@ def plot_run(path, out, sentence=None):
         ]
 
 
-def _pyplot():
+def import_pyplot():
     try:
         import matplotlib
     except ImportError as error:

@@ -1,0 +1,313 @@
+"""The rivals of attention, where they are installed: PyTorch's backends and FlashAttention-4.
+
+Each works on tensors with our values, in the layout that it likes best, made before the clock runs.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from gpuattn.arrays import import_cupy
+from gpuattn.bench.samples import DTYPES
+from gpuattn.errors import UnsupportedError
+
+BUCKET = 8  # tokens: sequences whose lengths round up to the same multiple are padded together
+WARM_UPS = 3
+
+
+class Peer(NamedTuple):
+    """A rival on one problem, which it may split into parts (such as buckets of lengths).
+
+    ``into(x)``: the parts of a tensor in our layout; ``forward(part, q, k, v, bias)``: the output
+    of one; ``back(parts)``: such parts in our layout.
+    """
+
+    into: Callable
+    forward: Callable
+    back: Callable
+
+
+@functools.cache
+def _torch():
+    try:
+        import torch
+    except ImportError as error:
+        raise UnsupportedError(f"PyTorch cannot be imported: {error}") from error
+    if not torch.cuda.is_available():
+        raise UnsupportedError("PyTorch sees no GPU")
+    return torch
+
+
+def on_stream(stream):
+    """Return a context in which PyTorch works on a CuPy stream; an empty one without PyTorch."""
+    try:
+        torch = _torch()
+    except UnsupportedError:
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr))
+
+
+# ---- the rivals ---------------------------------------------------------------------------------
+
+
+def _heads_first(x):
+    return [x.transpose(1, 2).contiguous()]
+
+
+def _tokens_first(parts):
+    return parts[0].transpose(1, 2)
+
+
+def _sdpa(backend):
+    def peer(case):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        if case.window is not None:
+            raise UnsupportedError("scaled_dot_product_attention knows no window")
+
+        def forward(_, q, k, v, bias):
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                return scaled_dot_product_attention(
+                    q, k, v, attn_mask=bias, dropout_p=case.dropout, is_causal=case.causal,
+                    enable_gqa=case.kv_heads is not None,
+                )  # fmt: skip
+
+        return Peer(_heads_first, forward, _tokens_first)
+
+    return peer
+
+
+def _starts(case):
+    """Return the offsets of packed sequences on the GPU, and the longest length."""
+    torch, lengths = _torch(), case.lengths()
+    starts = np.cumsum([0, *lengths])
+    return torch.tensor(starts, dtype=torch.int32, device="cuda"), max(lengths)
+
+
+def _varlen(case):
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise UnsupportedError("this PyTorch has no torch.nn.attention.varlen") from error
+    starts, longest = _starts(case)
+    sides = {"window_size": (-1, -1)}
+    if case.causal:
+        sides = {"window_size": (-1 if case.window is None else case.window, 0)}
+    lead = () if case.captions else case.shape[:2]
+
+    def forward(_, q, k, v, bias):
+        return varlen_attn(q, k, v, starts, starts, longest, longest, **sides)
+
+    def back(parts):
+        return parts[0].unflatten(0, lead) if lead else parts[0]
+
+    return Peer(lambda x: [x.flatten(0, 1) if lead else x], forward, back)
+
+
+def _flash_attention_4(case):
+    try:
+        from flash_attn import cute
+    except ImportError as error:
+        raise UnsupportedError(f"flash_attn.cute cannot be imported: {error}") from error
+    options = {"causal": case.causal}
+    if case.window is not None:
+        options["window_size"] = case.window, 0
+    if case.deterministic:
+        options["deterministic"] = True
+    call = cute.flash_attn_func
+    if case.captions:
+        starts, longest = _starts(case)
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        call = cute.flash_attn_varlen_func
+
+    def forward(_, q, k, v, bias):
+        out = call(q, k, v, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return Peer(lambda x: [x], forward, lambda parts: parts[0])
+
+
+def _padded(bucket=None):
+    """Packed sequences as PyTorch takes them without packing: padded, with a mask over the keys."""
+
+    def peer(case):
+        from torch.nn.functional import scaled_dot_product_attention
+
+        torch, lengths = _torch(), np.array(case.lengths())
+        starts = np.cumsum(lengths) - lengths
+        widths = -(-lengths // bucket) if bucket else np.zeros_like(lengths)
+        places, masks = [], []
+        for width in np.unique(widths):
+            members = widths == width
+            column = np.arange(lengths[members].max())
+            real = column < lengths[members, None]
+            place = np.where(real, starts[members, None] + column, 0)
+            places.append(torch.tensor(place, device="cuda"))
+            masks.append(torch.tensor(real, device="cuda"))
+
+        def into(x):
+            zero = torch.zeros((), dtype=x.dtype, device=x.device)
+            parts = zip(places, masks, strict=True)
+            padded = [torch.where(real[..., None, None], x[place], zero) for place, real in parts]
+            return [part.transpose(1, 2).contiguous() for part in padded]
+
+        def forward(part, q, k, v, bias):
+            return scaled_dot_product_attention(q, k, v, attn_mask=masks[part][:, None, None])
+
+        def back(parts):
+            out = parts[0].new_empty((case.shape[1], *parts[0].shape[1::2]))
+            for part, place, real in zip(parts, places, masks, strict=True):
+                out[place[real]] = part.transpose(1, 2)[real]
+            return out
+
+        return Peer(into, forward, back)
+
+    return peer
+
+
+PEERS = {
+    "torch-cudnn": _sdpa("CUDNN_ATTENTION"),
+    "torch-fa2": _sdpa("FLASH_ATTENTION"),
+    "torch-efficient": _sdpa("EFFICIENT_ATTENTION"),
+    "torch-math": _sdpa("MATH"),
+    "torch-varlen": _varlen,
+    "torch-padded": _padded(),
+    "torch-buckets": _padded(BUCKET),
+    "flash-attn-4": _flash_attention_4,
+}
+
+
+# ---- one of them on given arrays ----------------------------------------------------------------
+
+
+class Call:
+    """Peer ``name`` on our arrays: ``run()`` computes, ``results(run())`` is in our layout."""
+
+    def __init__(self, name, case, direction, inputs, dout):
+        self.torch, self.case, self.trains = _torch(), case, direction != "forward"
+        self.peer = PEERS[name](case)
+        q, k, v, bias = (None if x is None else _tensor(x, case.dtype) for x in inputs[:4])
+        self.operands = [self._leaves(x) for x in (q, k, v)]
+        self.bias = None if bias is None else bias.detach().requires_grad_(self.trains)
+        self.dout = self.peer.into(_tensor(dout, case.dtype))
+        if direction == "forward":
+            self.run = self._forward
+        elif direction == "backward":
+            outs = self._forward()
+            self.run = lambda: self._backward(outs, keep=True)
+        else:
+            self.run = lambda: self._backward(self._forward(), keep=False)
+
+    def _leaves(self, x):
+        return [part.detach().requires_grad_(self.trains) for part in self.peer.into(x)]
+
+    def _forward(self):
+        parts = enumerate(zip(*self.operands, strict=True))
+        return [self.peer.forward(i, *part, self.bias) for i, part in parts]
+
+    def _backward(self, outs, keep):
+        leaves = [leaf for leaves in self.operands for leaf in leaves]
+        leaves += [] if self.bias is None else [self.bias]
+        with _deterministic(self.torch, self.case.deterministic):
+            return self.torch.autograd.grad(outs, leaves, self.dout, retain_graph=keep)
+
+    def results(self, parts):
+        """Return CuPy arrays in our layout: (out,), or (dq, dk, dv) and the bias's gradient."""
+        if not self.trains:
+            return (_array(self.peer.back(parts), self.case.dtype),)
+        n = len(self.dout)
+        grads = [self.peer.back(parts[i * n : (i + 1) * n]) for i in range(3)]
+        return tuple(_array(x, self.case.dtype) for x in (*grads, *parts[3 * n :]))
+
+
+class Graph:
+    """Calls captured one after the other as a CUDA graph on the current stream, to be replayed.
+
+    ``peak_bytes``: the device memory that running them took beside their inputs.
+    """
+
+    def __init__(self, calls):
+        torch = _torch()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(WARM_UPS):
+            for call in calls:
+                call.run()
+        torch.cuda.synchronize()
+        self.peak_bytes = torch.cuda.max_memory_allocated() - before
+        self.graph, self.calls = torch.cuda.CUDAGraph(), calls
+        with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+            self.parts = [call.run() for call in calls]
+
+    def __call__(self):
+        self.graph.replay()
+
+    def results(self):
+        """Return what the first call computed when the graph was last replayed, in our layout."""
+        return self.calls[0].results(self.parts[0])
+
+
+def capture(name, case, direction, sets):
+    """Return the Graph of a peer on several sets of (inputs, gradient of the output).
+
+    Raises UnsupportedError with the reason if the peer is missing or refuses; also out of memory.
+    """
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            return Graph([Call(name, case, direction, *arrays) for arrays in sets])
+        except UnsupportedError:
+            raise
+        except Exception as error:  # noqa: BLE001 what a foreign library raises is its reason
+            reason = _reason(error, heard)
+    release()
+    raise UnsupportedError(reason)
+
+
+def _reason(error, heard):
+    """Return what a peer said: its error, and the warnings that explain why a backend is out."""
+    said = [str(warning.message).partition(" (Triggered")[0] for warning in heard]
+    said = [text for text in said if not text.endswith("because:") and "disabled" not in text]
+    text = " / ".join(" ".join(part.split()) for part in dict.fromkeys([str(error), *said]))
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def release():
+    """Give PyTorch's unused device memory back."""
+    with contextlib.suppress(UnsupportedError):
+        _torch().cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _deterministic(torch, asked):
+    if not asked:
+        yield
+        return
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def _tensor(x, dtype):
+    """Return a tensor that shares memory with a CuPy array; 16-bit floats cross as integers."""
+    torch = _torch()
+    bits = x.view(f"i{x.itemsize}")
+    return torch.from_dlpack(bits).view(getattr(torch, dtype))
+
+
+def _array(x, dtype):
+    torch, target = _torch(), DTYPES[dtype]
+    bits = x.detach().contiguous().view(getattr(torch, f"int{8 * target.itemsize}"))
+    return import_cupy().from_dlpack(bits).view(target)

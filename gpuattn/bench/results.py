@@ -1,0 +1,115 @@
+"""Files of results: what a row holds, how rows of several runs share a file, what they say at once.
+
+A file is {"gpu", "driver", "versions", "date", "commit", "digest", "command", "ceilings", "rows"}.
+A row of a comparison with peers holds
+
+- ``op``, ``case``, ``direction``, ``impl``: what ran (``cases.py``);
+- ``us``, ``samples_us``: the median of the samples, in microseconds; ``peers``,
+  ``peer_samples_us``: the same by name; ``peers_missing``: why one was not measured, by name;
+- ``plain_us``, ``plain_samples_us``: ours without the case's features, where it has some;
+- ``tflops``, ``gbs``, ``ceiling_share`` (of the nearer ceiling, product or copy);
+- ``ratio_to_best_peer``: the best peer's time over ours, above 1 is ahead; None without peers.
+
+-1 stands for the microseconds of what ran out of memory.
+"""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+from gpuattn.bench.cases import REQUIRED, TABLE, Attention
+from gpuattn.errors import ConfigError
+
+OUT_OF_MEMORY = -1
+SAME = ("gpu", "commit", "digest")  # in files that rows may be added to
+
+
+def rated(row, ceilings):
+    """Return ``row`` with the rates and the ratio that follow from its times."""
+    case, us = Attention.from_dict(row["case"]), row["us"]
+    tflops = case.flops(row["direction"]) / us / 1e6
+    gbs = case.bytes(row["direction"]) / us / 1e3
+    share = max(tflops / ceilings["matmul_tflops"], gbs / 1e3 / ceilings["copy_tbs"])
+    best = min((t for t in row["peers"].values() if t != OUT_OF_MEMORY), default=None)
+    return row | {
+        "tflops": tflops, "gbs": gbs, "ceiling_share": share,
+        "ratio_to_best_peer": best and best / us,
+    }  # fmt: skip
+
+
+def write(path, document):
+    """Write ``document`` to ``path``, added to what the file holds of the same commit and GPU.
+
+    A row replaces an older one of the same cell and implementation; ceilings are the highest seen.
+    Returns what was written. Raises ConfigError for a file of another commit or GPU.
+    """
+    path = Path(path)
+    if path.exists():
+        document = _joined(path, json.loads(path.read_text()), document)
+    text = json.dumps(document, indent=1)
+    text = re.sub(r"\[[-\d.,\s]*\]", lambda numbers: " ".join(numbers[0].split()), text)
+    scratch = path.with_name(path.name + ".new")
+    scratch.write_text(text + "\n")
+    scratch.replace(path)
+    return document
+
+
+def _joined(path, old, new):
+    for name in SAME:
+        if old[name] != new[name]:
+            raise ConfigError(
+                f"{path} holds results of {name} {old[name]}, these are of {new[name]}: "
+                "give another file, or remove that one"
+            )
+    ceilings = {name: max(old["ceilings"][name], value) for name, value in new["ceilings"].items()}
+    fresh = [_place(row) for row in new["rows"]]
+    rows = [row for row in old["rows"] if _place(row) not in fresh] + new["rows"]
+    rows = [rated(row, ceilings) if "peers_missing" in row else row for row in rows]
+    commands = dict.fromkeys([*old["command"].split(" && "), new["command"]])
+    return new | {"command": " && ".join(commands), "ceilings": ceilings, "rows": rows}
+
+
+def _place(row):
+    return row["op"], row["case"], row["direction"], row["impl"]
+
+
+def is_comparison(row):
+    """Return whether a row stands beside peers, measured or excused."""
+    return bool(row.get("peers") or row.get("peers_missing"))
+
+
+def absent(rows):
+    """Return a sentence for every required cell and named peer that comparisons in ``rows`` lack.
+
+    Only ops that ``rows`` compare with peers at all must be complete.
+    """
+    rows = [row for row in rows if is_comparison(row)]
+    ops, lacks = {row["op"] for row in rows}, []
+    for cell in (cell for cell in REQUIRED if cell.op in ops):
+        place = f"{cell.op} {cell.case.shape} {cell.case} {cell.direction}"
+        found = [row for row in rows if cell.is_of(row)]
+        if not found:
+            lacks.append(f"{place}: no row")
+        for row in found:
+            named = {*row["peers"], *(name for name, why in row["peers_missing"].items() if why)}
+            lacks += [f"{place}: neither {name} nor why" for name in {*cell.peers} - named]
+    return lacks
+
+
+def verdict(rows):
+    """Return one line: in how many cells of the table we are ahead, and by how much on average."""
+    ratios = {"forward": [], "backward": []}
+    for cell in TABLE:
+        for row in filter(cell.is_of, rows):
+            if row["ratio_to_best_peer"]:
+                ratios[cell.direction].append(row["ratio_to_best_peer"])
+    every = sum(ratios.values(), [])
+    if not every:
+        return "no cell of the table was measured beside a peer"
+    means = {name: statistics.geometric_mean(part) for name, part in ratios.items() if part}
+    parts = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
+    ahead = sum(ratio >= 1 for ratio in every)
+    cells = f"{len(every)} cells" if len(every) == len(TABLE) else f"{len(every)} measured cells"
+    mean = statistics.geometric_mean(every)
+    return f"ahead in {ahead} of {cells}, geometric mean {mean:.2f} ({parts})"

@@ -1,0 +1,240 @@
+"""The benchmark of attention: what cells compute, right results only, peers or reasons, files."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gpuattn.bench import attention, cases, peers, results, timing
+from gpuattn.bench.cases import Attention, Cell
+from gpuattn.cli.main import main
+from gpuattn.errors import ConfigError, UnsupportedError
+
+CEILINGS = {"copy_tbs": 4.0, "matmul_tflops": 800.0}
+KINDS = {
+    "causal": Attention((1, 64, 2, 64), causal=True),
+    "window": Attention((1, 128, 2, 64), causal=True, window=16),
+    "groups": Attention((2, 64, 4, 64), kv_heads=2),
+    "dropout": Attention((2, 64, 2, 64), dropout=0.1),
+    "bias": Attention((2, 64, 2, 64), bias=True),
+    "captions": Attention((1, 128, 2, 64), captions=True),
+}
+
+
+# ---- cells --------------------------------------------------------------------------------------
+
+
+def test_the_table_is_the_fields():
+    assert len({str(cell) for cell in cases.TABLE}) == len(cases.TABLE) == 48
+    for cell in cases.TABLE:
+        batch, tokens, heads, head_dim = cell.case.shape
+        assert batch * tokens == 16384
+        assert heads * head_dim == 2048
+    assert {cell.direction for cell in cases.TABLE} == {"forward", "backward"}
+    assert set(cases.TABLE) < set(cases.REQUIRED)
+    assert {name for cell in cases.REQUIRED for name in cell.peers} <= set(peers.PEERS)
+
+
+@pytest.mark.parametrize("cell", cases.REQUIRED + cases.PUBLISHED, ids=str)
+def test_a_case_survives_json(cell):
+    assert Attention.from_dict(json.loads(json.dumps(cell.case.as_dict()))) == cell.case
+
+
+@pytest.mark.parametrize("window", [0, 3, 63, 64, 100])
+def test_pairs_in_a_window(window):
+    i, j = np.mgrid[:64, :64]
+    seen = ((j <= i) & (i - j <= window)).sum()
+    case = Attention((3, 64, 1, 8), causal=True, window=window)
+    assert case.pairs() == 3 * (64 * 64 / 2 if window >= 64 else seen)
+
+
+def test_flops_and_bytes_as_the_field_counts_them():
+    full, causal = (Attention((1, 16384, 16, 128), causal=causal) for causal in (False, True))
+    assert full.flops("forward") == 4 * 16384**2 * 16 * 128
+    assert causal.flops("backward") == 2.5 * full.flops("forward") / 2
+    assert full.bytes("forward") == 4 * 16384 * 2048 * 2
+    assert full.bytes("backward") == 8 * 16384 * 2048 * 2
+    grouped = Attention((4, 4096, 32, 128), kv_heads=8)
+    assert grouped.bytes("forward") == 2 * 16384 * (32 + 8) * 128 * 2
+    biased = Attention((4, 4096, 16, 128), bias=True)
+    assert biased.bytes("forward") == 4 * 16384 * 2048 * 2 + 16 * 4096**2 * 2
+
+
+def test_captions_fill_the_tokens():
+    lengths = cases.caption_lengths(8192)
+    assert sum(lengths) == 8192
+    assert 1 <= lengths[-1] <= 41
+    assert set(lengths[:-1]) <= set(range(5, 42))
+    drawn = sum(n * count for n, count in enumerate(cases.CAPTIONS, 5)) / sum(cases.CAPTIONS)
+    assert np.mean(lengths) == pytest.approx(drawn, rel=0.01)
+    assert sum(cases.CAPTIONS) == 29000
+
+
+# ---- correctness first --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_results_pass_and_wrong_ones_get_no_figure(kind, direction):
+    ours = attention.Ours(KINDS[kind], direction, np)
+    inputs, dout = ours.draw(0)
+    call = ours.call(ours.choose(inputs), inputs, dout)
+    ours.check(call(), inputs, dout)
+    for i in range(len(call())):
+        wrong = call()
+        wrong[i][...] *= 1.1  # views of all heads
+        with pytest.raises(AssertionError, match=f"result {i}: error .* gets no figure"):
+            ours.check(wrong, inputs, dout)
+
+
+def test_one_wrong_tile_does_not_drown():
+    want = np.ones((1, 16384, 1, 64))
+    got = want.copy()
+    got[0, 640:704] = 0
+    with pytest.raises(AssertionError, match="error 1;"):
+        attention.compare(got, want, 3e-2, "out")
+    got[0, 640:704] = np.nan
+    with pytest.raises(AssertionError, match="error nan"):
+        attention.compare(got, want, 3e-2, "out")
+
+
+# ---- peers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", peers.PEERS)
+def test_a_missing_peer_has_a_reason(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    peers._torch.cache_clear()
+    with pytest.raises(UnsupportedError, match="PyTorch cannot be imported"):
+        peers.capture(name, KINDS["causal"], "forward", [((None,) * 9, None)])
+    peers._torch.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_beside_peers(gpu, monkeypatch, kind, direction):
+    monkeypatch.setattr(timing, "PAUSE", 0)
+    cell = Cell("flash_attention", KINDS[kind], direction, tuple(peers.PEERS))
+    row = attention.measure(cell, gpu, CEILINGS, with_peers=True)
+    assert len(row["samples_us"]) == timing.ROUNDS * timing.PER_ROUND
+    assert {*row["peers"], *row["peers_missing"]} == set(peers.PEERS)
+    assert all(row["peers_missing"].values())
+    assert ("plain_us" in row) == (kind not in ("causal", "captions"))
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def row_of(cell, us=100.0, peer=110.0, impl="raw-hopper"):
+    row = {
+        "op": cell.op, "case": cell.case.as_dict(), "direction": cell.direction, "impl": impl,
+        "us": us, "samples_us": [us] * 20, "peers": dict.fromkeys(cell.peers, peer),
+        "peer_samples_us": {name: [peer] * 20 for name in cell.peers}, "peers_missing": {},
+    }  # fmt: skip
+    return results.rated(row, CEILINGS)
+
+
+def document_of(rows, **changes):
+    return {
+        "gpu": "one", "commit": "c", "digest": "d", "command": "gpuattn bench attention",
+        "ceilings": CEILINGS, "rows": rows, **changes,
+    }  # fmt: skip
+
+
+def test_a_row_is_rated():
+    row = row_of(cases.TABLE[0], 1000.0, 900.0)
+    assert row["tflops"] == pytest.approx(cases.TABLE[0].case.flops("forward") / 1e9)
+    assert row["ceiling_share"] == pytest.approx(row["tflops"] / 800)
+    assert row["ratio_to_best_peer"] == pytest.approx(0.9)
+    row["peers"]["torch-cudnn"] = results.OUT_OF_MEMORY
+    assert results.rated(row, CEILINGS)["ratio_to_best_peer"] == pytest.approx(0.9)
+    assert results.rated(row | {"peers": {}}, CEILINGS)["ratio_to_best_peer"] is None
+
+
+def test_runs_share_a_file(tmp_path):
+    path, (first, second) = tmp_path / "r.json", cases.TABLE[:2]
+    results.write(path, document_of([row_of(first), row_of(second)]))
+    higher = {"copy_tbs": 3.0, "matmul_tflops": 1000.0}
+    newer = document_of([row_of(second, us=50.0)], ceilings=higher, command="again")
+    written = results.write(path, newer)
+    assert json.loads(path.read_text()) == written
+    assert [row["us"] for row in written["rows"]] == [100.0, 50.0]
+    assert written["ceilings"] == {"copy_tbs": 4.0, "matmul_tflops": 1000.0}
+    shares = [row["ceiling_share"] for row in written["rows"]]
+    assert shares == [row["tflops"] / 1000 for row in written["rows"]]
+    assert written["command"] == "gpuattn bench attention && again"
+    assert path.read_text().count("\n") < 200, "samples stand on one line"
+    with pytest.raises(ConfigError, match="holds results of commit c, these are of x"):
+        results.write(path, document_of([], commit="x"))
+
+
+def test_what_is_absent_is_named():
+    rows = [row_of(cell) for cell in cases.REQUIRED]
+    assert results.absent(rows) == []
+    assert results.absent([]) == results.absent([{"op": "softmax", "peers": {}}]) == []
+    assert len(results.absent(rows[1:])) == 1
+    del rows[3]["peers"]["flash-attn-4"]
+    assert results.absent(rows)[0].endswith("forward: neither flash-attn-4 nor why")
+    rows[3]["peers_missing"]["flash-attn-4"] = ""
+    assert len(results.absent(rows)) == 1
+    rows[3]["peers_missing"]["flash-attn-4"] = "not installed"
+    assert results.absent(rows) == []
+
+
+def test_the_verdict_counts_the_table():
+    rows = [row_of(cell) for cell in cases.REQUIRED]
+    rows[0] = row_of(cases.TABLE[0], peer=99.0)
+    assert results.verdict(rows).startswith("ahead in 47 of 48 cells, geometric mean 1.10")
+    assert "2 measured cells" in results.verdict(rows[:2])
+    assert "no cell" in results.verdict([])
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+def call(*arguments):
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+def test_numpy_runs_a_small_table(tmp_path):
+    path = tmp_path / "rows.json"
+    options = ["--device", "numpy", "--peers", "--head-dim", 64, "--causal", "--json", path]
+    result = call("attention", *options)
+    assert result.exit_code == 0, result.stderr
+    assert "No GPU: NumPy on small float32 problems, without peers" in result.stdout
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    for row in rows:
+        assert row["us"] == timing.median(row["samples_us"]) > 0
+        assert row["impl"] == "reference"
+        assert row["peers"] == row["peers_missing"] == {}
+
+
+def test_a_picture(tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from gpuattn.bench.plot import draw
+
+    pyplot.switch_backend("agg")
+    for rows in ([row_of(cell) for cell in cases.TABLE], [row_of(cell) for cell in cases.SMALL]):
+        path = tmp_path / f"{len(rows)}.png"
+        draw(pyplot, {"rows": rows, "gpu": "a GPU", "date": "today"}, path)
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attention", "--shape", "8x8"], "attention goes alone"),
+        (["attention", "softmax"], "attention goes alone"),
+        (["softmax", "--peers"], "--peers is for: gpuattn bench attention"),
+        (["attention", "--device", "numpy", "--length", "7"], "no cell of the table is like that"),
+        (["attention", "--only", "foward"], "Did you mean 'forward'"),
+    ],
+)
+def test_wrong_usage(arguments, message):
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr

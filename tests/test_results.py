@@ -1,0 +1,63 @@
+"""The files of measured results agree with their own samples, and comparisons are complete."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from gpuattn.bench import results
+from gpuattn.bench.cases import Attention
+
+FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks" / "results"
+DOCUMENTS = {path.name: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
+DOCUMENTS = {name: document for name, document in DOCUMENTS.items() if "rows" in document}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_file_says_where_it_comes_from(name):
+    document = DOCUMENTS[name]
+    for key in ("gpu", "driver", "versions", "date", "digest", "command"):
+        assert document[key], key
+    assert document["ceilings"]["copy_tbs"] > 0
+    assert document["ceilings"]["matmul_tflops"] > 0
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_times_are_medians_of_samples(name):
+    for row in DOCUMENTS[name]["rows"]:
+        check_times(row["us"], row["samples_us"], row)
+        if "plain_us" in row:
+            check_times(row["plain_us"], row["plain_samples_us"], row)
+        for peer, us in row["peers"].items():
+            if us == results.OUT_OF_MEMORY:
+                assert row["peers_missing"][peer]
+            else:
+                check_times(us, row["peer_samples_us"][peer], row)
+
+
+def check_times(us, samples, row):
+    assert len(samples) >= 20, row["case"]
+    assert us == pytest.approx(statistics.median(samples), rel=1e-6), row["case"]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_rates_and_ratios_follow_from_times(name):
+    ceilings = DOCUMENTS[name]["ceilings"]
+    for row in filter(results.is_comparison, DOCUMENTS[name]["rows"]):
+        best = min((us for us in row["peers"].values() if us > 0), default=None)
+        ratio = None if best is None else pytest.approx(best / row["us"], rel=1e-6)
+        assert row["ratio_to_best_peer"] == ratio, row["case"]
+        if row["op"] == "flash_attention":
+            case = Attention.from_dict(row["case"])
+            tflops = case.flops(row["direction"]) / row["us"] / 1e6
+            gbs = case.bytes(row["direction"]) / row["us"] / 1e3
+            share = max(tflops / ceilings["matmul_tflops"], gbs / 1e3 / ceilings["copy_tbs"])
+            assert row["tflops"] == pytest.approx(tflops, rel=1e-6)
+            assert row["gbs"] == pytest.approx(gbs, rel=1e-6)
+            assert row["ceiling_share"] == pytest.approx(share, rel=1e-6)
+
+
+def test_comparisons_are_complete():
+    """An op compared with peers in any file has all required cells, with every peer or a reason."""
+    assert results.absent([row for each in DOCUMENTS.values() for row in each["rows"]]) == []
