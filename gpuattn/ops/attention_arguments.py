@@ -12,18 +12,32 @@ NAME = "flash_attention"
 
 
 def number(name, value, accepted, accepts):
+    """Return ``value`` as a float if ``accepts`` it; TypeError for what is no number."""
+    if not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(problem(NAME, name, f"a {type(value).__name__}", accepted))
     if not accepts(value):
         raise ValueError(problem(NAME, name, value, accepted))
     return float(value)
 
 
+def whole(name, value, accepted):
+    """Return ``value`` as an int >= 0, or raise."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        raise TypeError(problem(NAME, name, f"a {type(value).__name__}", accepted)) from None
+    if found < 0:
+        raise ValueError(problem(NAME, name, value, accepted))
+    return found
+
+
 def window_sides(causal, window):
     """Return (left, right), None for no limit."""
+    accepted = "None, or widths >= 0 as w or (left, right)"
     sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
-    if len(sides) != 2 or any(side is not None and operator.index(side) < 0 for side in sides):
-        accepted = "None, or widths >= 0 as w or (left, right)"
+    if len(sides) != 2:
         raise ValueError(problem(NAME, "window", window, accepted))
-    left, right = sides
+    left, right = (None if side is None else whole("window", side, accepted) for side in sides)
     return left, 0 if causal else right
 
 
@@ -40,7 +54,8 @@ def check(given, max_seqlen_q, max_seqlen_k):
             advice = "" if packed else "Packed sequences need cu_seqlens_q."
             raise ValueError(problem(NAME, f"{name}.shape", given[name].shape, form, advice))
     if not packed and q.shape[0] != k.shape[0]:
-        raise ValueError(f"{NAME}: q has batch size {q.shape[0]}, k has {k.shape[0]}")
+        accepted = f"batch size {q.shape[0]}, as in q"
+        raise ValueError(problem(NAME, "k.shape", k.shape, accepted))
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(problem(NAME, "v.shape", v.shape, f"{k.shape[:-1]} + (Dv,), as in k"))
     (H, D), (kv_heads, key_dim) = q.shape[-2:], k.shape[-2:]
@@ -52,15 +67,14 @@ def check(given, max_seqlen_q, max_seqlen_k):
         accepted = f"a multiple of the {kv_heads} heads of k and v"
         raise ValueError(problem(NAME, "the number of heads of q", H, accepted))
     if packed:
-        sequences = _check_offsets(
-            cu_q, cu_k, (q.shape[0], k.shape[0]), (max_seqlen_q, max_seqlen_k)
+        sequences, limits = _check_offsets(
+            (cu_q, cu_k), (q.shape[0], k.shape[0]), (max_seqlen_q, max_seqlen_k)
         )
-        limits = tuple(
-            n if limit is None else operator.index(limit)
-            for n, limit in ((q.shape[0], max_seqlen_q), (k.shape[0], max_seqlen_k))
-        )
-    elif cu_q is not None or max_seqlen_q is not None or max_seqlen_k is not None:
-        raise ValueError(f"{NAME}: max_seqlen_q and max_seqlen_k belong to cu_seqlens_q")
+    elif max_seqlen_q is not None or max_seqlen_k is not None:
+        name, got = "max_seqlen_q", max_seqlen_q
+        if got is None:
+            name, got = "max_seqlen_k", max_seqlen_k
+        raise ValueError(problem(NAME, name, got, "None, except with cu_seqlens_q"))
     else:
         sequences, limits = q.shape[0], (q.shape[1], k.shape[1])
     lengths, slopes, sink = given["key_lengths"], given["alibi_slopes"], given["sink"]
@@ -95,15 +109,26 @@ def _check_extra(name, x, kinds, shapes):
         raise ValueError(problem(NAME, f"{name}.shape", x.shape, " or ".join(map(str, shapes))))
 
 
-def _check_offsets(cu_q, cu_k, tokens, longest):
-    """Check cu_seqlens: on a GPU the values only in debug(), for reading them waits."""
-    if cu_q is None:
-        raise ValueError(f"{NAME}: cu_seqlens_k came without cu_seqlens_q")
-    for name, cu, n, limit in zip(("q", "k"), (cu_q, cu_k), tokens, longest, strict=True):
-        name = f"cu_seqlens_{name}"
+def _check_offsets(offsets, tokens, longest):
+    """Check cu_seqlens; return how many sequences there are and the longest lengths.
+
+    The values are looked at on a GPU only in debug(), for reading them waits.
+    """
+    if offsets[0] is None:
+        accepted = "None, except with cu_seqlens_q"
+        raise ValueError(problem(NAME, "cu_seqlens_k", "given", accepted))
+    limits = []
+    for side, cu, n, limit in zip("qk", offsets, tokens, longest, strict=True):
+        name, limit_name = f"cu_seqlens_{side}", f"max_seqlen_{side}"
         if cu.dtype != np.int32 or cu.ndim != 1 or len(cu) == 0:
             got = f"{cu.dtype} of shape {cu.shape}"
             raise ValueError(problem(NAME, name, got, "int32 of shape (B + 1,)"))
+        sequences, least = len(cu) - 1, "at least the longest length"
+        limit = n if limit is None else whole(limit_name, limit, least)
+        if limit * sequences < n:
+            accepted = f"{least}: there are {n} tokens in {sequences} sequences"
+            raise ValueError(problem(NAME, limit_name, limit, accepted))
+        limits.append(limit)
         if on_gpu(cu) and not tape.is_debugging():
             continue
         values = to_cpu(cu)
@@ -111,13 +136,9 @@ def _check_offsets(cu_q, cu_k, tokens, longest):
         if values[0] != 0 or values[-1] != n or (lengths < 0).any():
             accepted = f"offsets that start at 0, never fall and end at the {n} tokens"
             raise ValueError(problem(NAME, name, values, accepted))
-        if limit is not None and lengths.max(initial=0) > limit:
-            accepted = f"at least the longest length, {lengths.max()}"
-            raise ValueError(
-                problem(NAME, name.replace("cu_seqlens", "max_seqlen"), limit, accepted)
-            )
-    if len(cu_q) != len(cu_k):
-        raise ValueError(
-            f"{NAME}: {len(cu_q) - 1} query sequences but {len(cu_k) - 1} key sequences"
-        )
-    return len(cu_q) - 1
+        if lengths.max(initial=0) > limit:
+            raise ValueError(problem(NAME, limit_name, limit, f"{least}, {lengths.max()}"))
+    if len(offsets[0]) != len(offsets[1]):
+        got, accepted = len(offsets[1]) - 1, f"{len(offsets[0]) - 1}, as of queries"
+        raise ValueError(problem(NAME, "the number of key sequences", got, accepted))
+    return len(offsets[0]) - 1, tuple(limits)

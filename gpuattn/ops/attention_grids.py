@@ -99,7 +99,7 @@ class Grid:
         keep = keep_block(
             self.xp, numbers.ravel().astype(np.uint64), rows, cols, self.dropout_p, self.key
         )
-        factor = dtype.type(1 / (1 - self.dropout_p) if self.dropout_p < 1 else 0)
+        factor = dtype.type(1 / (1 - self.dropout_p))
         return keep.reshape(shape) * factor
 
 

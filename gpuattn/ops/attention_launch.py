@@ -60,6 +60,8 @@ class Launch:
             fields["bias"] = batch, row, head, column
         if slopes is not None:
             fields["slopes_batch"] = self.heads if slopes.ndim == 2 else 0
+        if key_lengths is not None and not np.can_cast(key_lengths.dtype, np.int32):
+            key_lengths = key_lengths.clip(0, max_seqlen_k)  # a cast would wrap
         lengths, cu_q, cu_k = (_contiguous(x, np.int32) for x in (key_lengths, cu_q, cu_k))
         slopes, sink = (_contiguous(x, np.float32) for x in (slopes, sink))
         self.pointed_at = bias, lengths, cu_q, cu_k, slopes, sink, device_step
@@ -89,7 +91,7 @@ def _dropout_fields(dropout_p, key):
     low, high, stream, step, device_step = rng.device_arguments(key)
     fields = {
         "threshold": rng.threshold(dropout_p),
-        "keep_scale": 1 / (1 - dropout_p) if dropout_p < 1 else 0,
+        "keep_scale": 1 / (1 - dropout_p),
         "seed_low": low, "seed_high": high, "stream": stream, "step": step,
     }  # fmt: skip
     return fields, device_step

@@ -46,8 +46,9 @@ def flash_attention(
     so many keys count; moves no offset. ``bias`` broadcasts to (B, H, T, S) (packed: to the longest
     lengths, by local i and j): bool (True: seen), or float in the dtype of ``q`` or float32.
     ``sink`` (H,): the logit of one more key whose value is zero.
-    ``dropout_p``: probabilities are dropped, the others scaled by 1 / (1 - p); ``seed``: None, an
-    int or a ``rng.Key``; bits as ``attention_dropout.attention_keep_mask`` returns them.
+    ``dropout_p`` in [0, 1): so many probabilities are dropped, the others scaled by 1 / (1 - p);
+    ``seed``: None, an int or a ``rng.Key``; the bits are those of
+    ``attention_dropout.attention_keep_mask``.
     ``lse``: log(sum(exp(logits))), float32, natural logarithm, (B, H, T) or (H, tokens).
     A query that sees no key gives 0, lse -inf (the sink, if there is one), and no gradient.
 
@@ -72,7 +73,7 @@ def flash_attention(
         inputs["bias"] = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
     if align not in ("bottom_right", "top_left"):
         raise ValueError(problem(NAME, "align", repr(align), "'bottom_right' or 'top_left'"))
-    dropout_p = number("dropout_p", dropout_p, "0 <= p <= 1", lambda p: 0 <= p <= 1)
+    dropout_p = number("dropout_p", dropout_p, "0 <= p < 1", lambda p: 0 <= p < 1)
     if dropout_p and max(limits) > MAX_DROPOUT_LENGTH:
         accepted = f"lengths up to {MAX_DROPOUT_LENGTH} with dropout"
         raise ValueError(problem(NAME, "the longest sequence", max(limits), accepted))

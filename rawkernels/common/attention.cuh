@@ -22,7 +22,7 @@ struct Attention {
     int bias_kind;                             // 0 none, 1 bool, 2 float, 3 scalar
     int slopes_batch;                          // stride of the ALiBi slopes
     float scale, softcap;                      // softcap 0: none
-    float keep_scale;                          // 1 / (1 - p), 0 when all is dropped
+    float keep_scale;                          // 1 / (1 - p)
     unsigned int threshold;                    // 16-bit numbers below it are kept
     unsigned int seed_low, seed_high, stream, step;
 };

@@ -1,14 +1,20 @@
 """What flash_attention is given: strides, NaN, extreme numbers, and what it refuses."""
 
+import re
 import tracemalloc
 
 import numpy as np
 import pytest
+from attention_formula import judge, refusal, repro
+from attention_problems import AWKWARD, Problem
 
-from gpuattn import Tensor, arrays, explain
+from gpuattn import Tensor, arrays, explain, kernels
 from gpuattn.autodiff import tape
-from gpuattn.errors import UnsupportedError
-from gpuattn.ops.flash_attention import flash_attention
+from gpuattn.errors import SlowPathWarning, UnsupportedError
+from gpuattn.impls import WORDS
+from gpuattn.ops.flash_attention import IMPLS, flash_attention
+
+RAW = [impl.name for impl in IMPLS if impl.name.startswith("raw-")]
 
 INF = float("inf")
 
@@ -31,6 +37,68 @@ def test_strides_and_misaligned_views(xp, rng):
     repeated = xp.ascontiguousarray(shared)
     both = (flash_attention(q, x, v).tolist() for x in (shared, repeated))
     np.testing.assert_allclose(next(both), next(both), atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", AWKWARD)
+def test_awkward_views_of_small_problems(layout):
+    for number in range(40):
+        problem = Problem(number, small=True, layout=layout)
+        assert not judge(problem, IMPLS[-1]), repro(problem, IMPLS[-1])
+
+
+@pytest.mark.parametrize("layout", AWKWARD)
+def test_awkward_views_on_the_gpu(gpu, layout):
+    """Columns from the second on, every other column, backwards, two bytes off: somebody takes it,
+    and whoever takes it answers rightly."""
+    for number in range(8):
+        problem = Problem(number, gpu, layout=layout)
+        takers = [impl for impl in IMPLS if refusal(problem, impl) is None]
+        assert takers[0].name.startswith("raw-")
+        for impl in takers:
+            assert not judge(problem, impl), repro(problem, impl)
+
+
+@pytest.mark.parametrize("impl", RAW)
+@pytest.mark.parametrize("large", ["queries", "batch", "keys"])
+def test_more_than_two_to_the_31_elements(gpu, impl, large):
+    """The last rows of arrays whose indices do not fit 32 bits are those of the rows alone."""
+    free, _ = gpu.cuda.runtime.memGetInfo()
+    if free < 40 << 30:
+        pytest.skip(f"{free >> 30} GiB of GPU memory are free, the test takes 40")
+    H, D = 16, 128
+    many = (1 << 31) // (H * D)  # rows
+    B, T, S = {"queries": (1, many + 100, 17), "batch": (many // 64 + 2, 64, 17),
+               "keys": (1, 3, many + 100)}[large]  # fmt: skip
+    shapes = (B, T, H, D), (B, S, 1 if large != "keys" else H, D)
+    q, k = (gpu.zeros(shape, np.float16) for shape in shapes)
+    v = gpu.zeros_like(k)
+    rng = np.random.default_rng(0)
+    for x in (q, k, v):
+        for end in (slice(0, 1), slice(x.shape[0] - 1, None)):
+            for rows in (slice(0, 70), slice(max(x.shape[1] - 70, 0), None)):
+                part = x[end, rows]
+                part[...] = gpu.asarray(rng.standard_normal(part.shape, np.float32))
+    window = (60, 0) if large == "keys" else None  # else most keys are zeros
+    try:
+        out, lse = flash_attention(q, k, v, window=window, impl=impl, return_lse=True)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    near = slice(max(S - 70, 0), None)
+    last = [gpu.ascontiguousarray(x) for x in (q[-1:, -5:], k[-1:, near], v[-1:, near])]
+    want, want_lse = flash_attention(*last, window=window, impl="reference", return_lse=True)
+    np.testing.assert_allclose(arrays.to_cpu(out[-1:, -5:]), arrays.to_cpu(want), atol=4e-3)
+    got_lse = arrays.to_cpu(lse[-1:, :, -5:])
+    np.testing.assert_allclose(got_lse, arrays.to_cpu(want_lse), atol=1e-5)
+    assert gpu.isfinite(out[0, :70]).all() and gpu.isfinite(out[-1]).all()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32", "int8"])
+def test_key_lengths_of_any_integers(xp, rng, dtype):
+    q, k, v = (xp.asarray(x) for x in draw(rng))
+    lengths = np.array([np.iinfo(dtype).max, 7], dtype)
+    want = flash_attention(q, k, v, key_lengths=xp.asarray([33, 7], np.int32))
+    got = flash_attention(q, k, v, key_lengths=xp.asarray(lengths))
+    assert (got == want).all()
 
 
 def test_packed_on_this_backend(xp, rng):
@@ -129,6 +197,7 @@ BAD = {
     "scale_nan": (lambda q, k, v: flash_attention(q, k, v, scale=np.nan), "scale is nan"),
     "scale_inf": (lambda q, k, v: flash_attention(q, k, v, scale=INF), "scale is inf"),
     "dropout": (lambda q, k, v: flash_attention(q, k, v, dropout_p=1.1), "dropout_p is 1.1"),
+    "dropout_all": (lambda q, k, v: flash_attention(q, k, v, dropout_p=1), "0 <= p < 1"),
     "dropout_nan": (lambda q, k, v: flash_attention(q, k, v, dropout_p=np.nan), "dropout_p"),
     "softcap": (lambda q, k, v: flash_attention(q, k, v, softcap=0), "softcap"),
     "bias": (lambda q, k, v: flash_attention(q, k, v, bias=q[..., :3]), "bias.shape"),
@@ -142,13 +211,74 @@ BAD = {
     ),
     "sink": (lambda q, k, v: flash_attention(q, k, v, sink=like(q, np.ones(3))), "sink.shape"),
     "max_seqlen": (lambda q, k, v: flash_attention(q, k, v, max_seqlen_q=3), "cu_seqlens_q"),
+    "max_seqlen_k": (lambda q, k, v: flash_attention(q, k, v, max_seqlen_k=3), "max_seqlen_k is 3"),
+    "packed": (
+        lambda q, k, v: flash_attention(q, k, v, cu_seqlens_q=like(q, [0, 2]).astype("i")),
+        r"q.shape is \(2, 17, 4, 8\); accepted: \(tokens, H, D\)",
+    ),
+    "cu_seqlens_k": (
+        lambda q, k, v: flash_attention(
+            *(x[0] for x in (q, k, v)), cu_seqlens_k=like(q, [0, 33]).astype("i")
+        ),
+        "cu_seqlens_k is given",
+    ),
+    "bias of 5 axes": (
+        lambda q, k, v: flash_attention(q, k, v, bias=like(q, np.ones((1,) * 5, bool))),
+        r"bias.shape is \(1, 1, 1, 1, 1\)",
+    ),
 }
+
+
+FORM = r"(?s)^flash_attention: .+ is .+; accepted: .+"  # argument, what came, what is accepted
 
 
 @pytest.mark.parametrize(("attend", "text"), BAD.values(), ids=BAD)
 def test_bad_values(xp, rng, attend, text):
-    with pytest.raises(ValueError, match=text):
+    before = kernels.launches.total()
+    with pytest.raises(ValueError, match=text) as info:
         attend(*(xp.asarray(x) for x in draw(rng)))
+    assert re.match(FORM, str(info.value))
+    assert kernels.launches.total() == before
+
+
+WRONG_TYPES = {
+    "scale": {"scale": "0.1"},
+    "softcap": {"softcap": np.ones(1)},
+    "dropout_p": {"dropout_p": 1j},
+    "window": {"window": (1.5, 0)},
+    "bias.dtype": {"bias": np.ones((17, 33), np.int32)},
+    "key_lengths.dtype": {"key_lengths": np.ones(2, np.float32)},
+    "alibi_slopes.dtype": {"alibi_slopes": np.ones(4, np.int32)},
+    "sink.dtype": {"sink": np.ones(4, np.int32)},
+    "q.dtype": {},
+}
+
+
+@pytest.mark.parametrize(("argument", "given"), WRONG_TYPES.items(), ids=WRONG_TYPES)
+def test_wrong_types(xp, rng, argument, given):
+    kind = np.int32 if argument == "q.dtype" else np.float32
+    qkv = [xp.asarray(x).astype(kind) for x in draw(rng)]
+    own = "bias", "key_lengths", "alibi_slopes", "sink"
+    given = {name: xp.asarray(x) if name in own else x for name, x in given.items()}
+    with pytest.raises(TypeError, match=f"flash_attention: {re.escape(argument)} is .*accepted: "):
+        flash_attention(*qkv, **given)
+
+
+def test_two_places(gpu, rng):
+    q, k, v = (gpu.asarray(x) for x in draw(rng))
+    before = kernels.launches.total()
+    for name, x in {"key_lengths": np.ones(2, np.int32), "bias": np.ones((17, 33), bool)}.items():
+        with pytest.raises(TypeError, match=f"q, k, v on the GPU but {name} in host memory"):
+            flash_attention(q, k, v, **{name: x})
+    assert kernels.launches.total() == before
+
+
+def test_sizes_that_no_kernel_takes(gpu):
+    x = gpu.ones((1, 2, 1, 320), np.float16)
+    with pytest.raises(UnsupportedError, match="raw-simt: the head size is 320, the kernel takes"):
+        flash_attention(x, x, x, impl="raw")
+    with pytest.warns(SlowPathWarning, match="the head size is 320"):
+        assert (flash_attention(x, x, x) == 1).all()
 
 
 OFFSETS = {
@@ -166,10 +296,15 @@ def test_bad_offsets(xp, offsets, text):
         flash_attention(x, x, x, cu_seqlens_q=cu)
     with pytest.raises(ValueError, match="int32"):
         flash_attention(x, x, x, cu_seqlens_q=cu.astype(np.int64))
-    good = xp.asarray([0, 9, 17], np.int32)
-    with tape.debug(), pytest.raises(ValueError, match="at least the longest length, 9"):
-        flash_attention(x, x, x, cu_seqlens_q=good, max_seqlen_q=8)
-    with pytest.raises(ValueError, match="2 query sequences but 1 key"):
+    good = xp.asarray([0, 10, 17], np.int32)
+    with tape.debug(), pytest.raises(ValueError, match="at least the longest length, 10"):
+        flash_attention(x, x, x, cu_seqlens_q=good, max_seqlen_q=9)
+    with pytest.raises(ValueError, match="max_seqlen_k is 8; .*17 tokens in 2 sequences"):
+        flash_attention(x, x, x, cu_seqlens_q=good, max_seqlen_k=8)  # seen without the offsets
+    for limit, error in ((-1, ValueError), (9.5, TypeError)):
+        with pytest.raises(error, match="max_seqlen_q is .*; accepted: at least the longest"):
+            flash_attention(x, x, x, cu_seqlens_q=good, max_seqlen_q=limit)
+    with pytest.raises(ValueError, match="key sequences is 1; accepted: 2"):
         flash_attention(x, x, x, cu_seqlens_q=good, cu_seqlens_k=good[::2])
 
 
@@ -195,6 +330,23 @@ def test_explain_says_why():
     assert "softcap given; the kernel knows causal, scale and key_lengths" in reasons["numba"]
     with pytest.raises(UnsupportedError, match="raw-simt: q is a NumPy array"):
         flash_attention(x, x, x, impl="raw")
+
+
+def test_explain_tells_what_the_kernel_takes(gpu):
+    x = gpu.ones((2, 100, 3, 64), np.float32)
+    told = explain(flash_attention, x, x, x)
+    assert told.chosen == "raw-simt"
+    details = told.details
+    assert (details["tile"], details["threads"], details["blocks"]) == ((32, 32), 128, 24)
+    assert 16 <= details["registers"] <= 255 and 8 << 10 < details["shared_bytes"] < 64 << 10
+    assert 0 < details["waves"] < 1 and "24 blocks for" in details["limit"]
+    assert "tile 32 x 32, 128 threads, " in str(told)
+    for impl in RAW:
+        half = gpu.ones((2, 1000, 3, 64), np.float16)
+        told = explain(flash_attention, half, half, half, impl=impl)
+        if told.chosen:
+            names = {"tile", "threads", "registers", "shared_bytes", "waves", "limit"}
+            assert names <= set(told.details) <= set(WORDS), impl
 
 
 def test_explain_on_the_gpu(gpu):

@@ -57,7 +57,6 @@ def test_dropout_draws_its_seed(xp, rng):
     q, k, v = (xp.asarray(x) for x in draw(rng))
     first, second = (scaled_dot_product_attention(q, k, v, dropout_p=0.5) for _ in range(2))
     assert (first != second).any()
-    assert not scaled_dot_product_attention(q, k, v, dropout_p=1.0).any()
 
 
 def test_refusals(rng):
