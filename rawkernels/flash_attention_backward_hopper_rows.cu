@@ -1,0 +1,155 @@
+// Around flash_attention_backward_hopper.cu: what it needs of each query's row before, and dq out of its sums after.
+// Constants: scalar = f16, bf16; WIDTH = 64, 128 (both head sizes rounded up)
+// Launch:    both: grid = (ceil(longest queries / BM) * heads * sequences,), block = (256,)
+// Arch: sm_90a
+#include "common/attention_backward_hopper.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int THREADS = 256, LANES = WIDTH / 8, PASSES = BM * LANES / THREADS;  // lanes of 16 bytes to a row
+
+__device__ __forceinline__ uint4 zeros() { return make_uint4(0, 0, 0, 0); }
+
+// The sum of the products of eight pairs of 16-bit numbers.
+__device__ __forceinline__ float dot8(uint4 x, uint4 y) {
+    const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        scalar a, b;
+        a.bits = (unsigned short)(xs[i / 2] >> 16 * (i % 2));
+        b.bits = (unsigned short)(ys[i / 2] >> 16 * (i % 2));
+        sum += (float)a * (float)b;
+    }
+    return sum;
+}
+
+// The index-th tile: inside sections of heads whose queries fit in L2, the first keys first, as causal masks leave them
+// the most queries.
+__device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles, int section) {
+    const int kv_heads = a.heads / a.group, heads = kv_heads * a.sequences, key_tiles = (a.keys + BN - 1) / BN;
+    Tile tile = {};
+    tile.first = -1;
+    if (index == tiles) return tile;
+    const int start = index / (key_tiles * section) * section, here = min(section, heads - start);
+    const int rest = index - start * key_tiles, sheet = start + rest % here;
+    const Sequence s = find_sequence(a, sheet / kv_heads);
+    tile.head = sheet % kv_heads;
+    tile.first = rest / here * BN;
+    tile.batch = a.cu_q ? 0 : s.number;
+    tile.key_row = (int)s.first_key + tile.first;
+    tile.keys = s.keys;
+    tile.key_rows = s.key_rows;
+    tile.shift = -s.offset;
+    tile.query_row = (int)s.first_query;
+    tile.row_block = first_row_block(a, s);
+    const int last = min(tile.first + BN, s.keys) - 1;
+    const int end = last < tile.first ? 0 : min(s.queries, last - s.offset + a.left + 1);
+    tile.begin = max(0, tile.first - s.offset - a.right) / BM;
+    tile.blocks = max(0, (end + BM - 1) / BM - tile.begin);
+    return tile;
+}
+
+// A block of rows of one head.
+struct Rows { Sequence s; int head, first, count; long long side; };  // side: its number in the side buffers
+__device__ __forceinline__ Rows rows_at(const Attention& a, int row_blocks) {
+    const int blocks = (a.queries + BM - 1) / BM, sheet = blockIdx.x / blocks, block = blockIdx.x % blocks;
+    Rows r;
+    r.s = find_sequence(a, sheet / a.heads);
+    r.head = sheet % a.heads;
+    r.first = block * BM;
+    r.count = min(BM, r.s.queries - r.first);
+    r.side = (long long)r.head * row_blocks + first_row_block(a, r.s) + block;
+    return r;
+}
+
+// delta = rowsum(dout * out) - dlse, lse in units of log 2, zeros where dq is summed, and the order of the tiles
+extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_rows(
+    const Attention a,
+    const scalar* __restrict__ out,      // (B, T, H, Dv) or (tokens, H, Dv) by strides, last axis contiguous
+    const scalar* __restrict__ dout,     // like out
+    const float* __restrict__ lse,       // (B, H, T) or (H, tokens)
+    const float* __restrict__ dlse,      // like lse, or null
+    float* __restrict__ lse_rows,        // (H, row_blocks, BM)
+    float* __restrict__ delta_rows,      // (H, row_blocks, BM)
+    float* __restrict__ delta,           // like lse, or null
+    float* __restrict__ dq_sum,          // (H, row_blocks, BM * WIDTH)
+    Tile* __restrict__ plan,             // (tiles + 1,)
+    int* __restrict__ counter,
+    int tiles,
+    int section,
+    int row_blocks) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i <= tiles; i += gridDim.x * THREADS) plan[i] = tile_at(a, i, tiles, section);
+
+    const Rows r = rows_at(a, row_blocks);
+    if (r.count <= 0) return;
+    const int lane = threadIdx.x % LANES, row0 = threadIdx.x / LANES;
+    const long long at = r.s.first_query + r.first;
+    const long long number = a.cu_q ? 0 : r.s.number;
+    out += number * a.out.batch + at * a.out.row + r.head * a.out.head + 8 * lane;
+    dout += number * a.dout.batch + at * a.dout.row + r.head * a.dout.head + 8 * lane;
+    const bool columns = 8 * lane < a.value_dim;
+    uint4 x[PASSES], y[PASSES];
+#pragma unroll
+    for (int i = 0; i < PASSES; ++i) {
+        const int row = row0 + i * (THREADS / LANES);
+        x[i] = columns && row < r.count ? *(const uint4*)(out + row * a.out.row) : zeros();
+        y[i] = columns && row < r.count ? *(const uint4*)(dout + row * a.dout.row) : zeros();
+    }
+    uint4* sums = (uint4*)(dq_sum + r.side * (BM * WIDTH));
+#pragma unroll
+    for (int i = 0; i < BM * WIDTH / 4 / THREADS; ++i) sums[i * THREADS + threadIdx.x] = zeros();
+#pragma unroll
+    for (int i = 0; i < PASSES; ++i) {
+        float sum = dot8(x[i], y[i]);
+#pragma unroll
+        for (int step = LANES / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (lane) continue;
+        const int row = row0 + i * (THREADS / LANES);
+        const bool inside = row < r.count;
+        const long long e = number * a.lse_batch + r.head * a.lse_head + at + row;
+        const float value = inside ? lse[e] : NEG_INF;
+        lse_rows[r.side * BM + row] = value == NEG_INF ? INF : value * 1.44269504f;
+        if (inside && dlse) sum -= dlse[e];
+        if (inside && delta) delta[e] = sum;
+        delta_rows[r.side * BM + row] = inside ? sum : 0.f;
+    }
+}
+
+// dq = scale * sum, from the order of fragments to rows
+extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_dq(
+    const Attention a,
+    const float* __restrict__ dq_sum,    // (H, row_blocks, BM * WIDTH)
+    scalar* __restrict__ dq,             // (B, T, H, D) or (tokens, H, D) by strides, last axis contiguous
+    int row_blocks) {
+    __shared__ __align__(1024) unsigned char staged[BM * WIDTH * 2];
+    const Rows r = rows_at(a, row_blocks);
+    if (r.count <= 0) return;
+    const int w = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+    const float4* sums = (const float4*)(dq_sum + r.side * (BM * WIDTH)) + w * (BM * WIDTH / 8) + thread;
+    float4 x[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = sums[i * 128];
+    u32 p[4][4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        p[i / 2][i % 2 * 2] = pack_pair(scalar(), x[i].x * a.scale, x[i].y * a.scale);
+        p[i / 2][i % 2 * 2 + 1] = pack_pair(scalar(), x[i].z * a.scale, x[i].w * a.scale);
+    }
+    // a warp holds 16 rows of 64 columns: of its warpgroup's 64 rows, or in its warpgroup's half of the columns
+    const u32 tile = (u32)__cvta_generic_to_shared(staged) + w * 64 * 128;
+    const int row0 = thread / 32 * 16, first_row = (WIDTH == 64 ? 64 * w : 0) + row0, first_column = WIDTH == 64 ? 0 : 64 * w;
+    store_tile<64>(tile, row0, p);
+    __syncwarp();
+    const long long number = a.cu_q ? 0 : r.s.number;
+    dq += number * a.dq.batch + (r.s.first_query + r.first) * a.dq.row + r.head * a.dq.head;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 8 + 4 * i, column = first_column + lane % 8 * 8;
+        if (first_row + row >= r.count || column >= a.head_dim) continue;
+        const u32 from = chunk_address<64>(tile, row0 + row, lane % 8);
+        uint4 y;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(from) : "memory");
+        *(uint4*)(dq + (first_row + row) * a.dq.row + column) = y;
+    }
+}
