@@ -48,7 +48,7 @@ def test_rates_and_ratios_follow_from_times(name):
         best = min((us for us in row["peers"].values() if us > 0), default=None)
         ratio = None if best is None else pytest.approx(best / row["us"], rel=1e-6)
         assert row["ratio_to_best_peer"] == ratio, row["case"]
-        if row["op"] == "flash_attention":
+        if row["op"] in ("flash_attention", "decode_attention"):
             case = Attention.from_dict(row["case"])
             tflops = case.flops(row["direction"]) / row["us"] / 1e6
             gbs = case.bytes(row["direction"]) / row["us"] / 1e3

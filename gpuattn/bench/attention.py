@@ -7,11 +7,12 @@ import math
 
 import numpy as np
 
+import gpuattn
 from gpuattn import rng
 from gpuattn.bench import peers, results, timing
 from gpuattn.bench.samples import DTYPES
 from gpuattn.errors import UnsupportedError
-from gpuattn.impls import choose
+from gpuattn.impls import OPS, choose, explain
 from gpuattn.ops.flash_attention import IMPLS
 
 TOLERANCE = {"bfloat16": 3e-2, "float16": 1e-2, "float32": 1e-3}
@@ -57,6 +58,7 @@ class Ours:
         return (q, k, v, bias, None, starts, starts, None, None), dout
 
     def choose(self, inputs):
+        """Return the implementation that runs."""
         return choose(IMPLS, inputs, self.wanted, **self.params)
 
     def call(self, impl, inputs, dout):
@@ -108,6 +110,42 @@ class Ours:
             compare(part(result, *where), wants[i], TOLERANCE[case.dtype], f"{case}, result {i}")
 
 
+class OursDecoding:
+    """The same of ``decode_attention``: the last tokens over a cache, all sequences at its end."""
+
+    def __init__(self, case, direction, xp, impl=None):
+        self.case, self.xp, self.wanted = case, xp, impl
+
+    def draw(self, seed):
+        case, random = self.case, self.xp.random.default_rng(seed)
+        batch, tokens, heads, head_dim = case.shape
+
+        def floats(*shape):
+            return random.standard_normal(shape, dtype=np.float32).astype(DTYPES[case.dtype])
+
+        q = floats(batch, tokens, heads, head_dim)
+        k, v = (floats(batch, case.keys, case.key_heads, head_dim) for _ in range(2))
+        return (q, k, v, self.xp.full(batch, case.keys, np.int32)), q
+
+    def choose(self, inputs):
+        name = explain(gpuattn.decode_attention, *inputs, impl=self.wanted).chosen
+        return next(impl for impl in OPS["decode_attention"] if impl.name == name)
+
+    def call(self, impl, inputs, dout):
+        return lambda: [gpuattn.decode_attention(*inputs, impl=impl.name)]
+
+    def check(self, results, inputs, dout):
+        q, k, v, lengths = inputs
+        group = q.shape[2] // k.shape[2]
+        exact = (x.astype(np.float64) for x in (q[:, :, -group:], k[:, :, -1:], v[:, :, -1:]))
+        want = gpuattn.decode_attention(*exact, lengths, impl="reference")
+        got = results[0][:, :, -group:].astype(np.float64)
+        compare(got, want, TOLERANCE[self.case.dtype], f"{self.case}, result 0")
+
+
+KINDS = {"flash_attention": Ours, "decode_attention": OursDecoding}
+
+
 def compare(got, want, tolerance, what):
     """Raise AssertionError unless |got - want| <= tolerance * |want| in every block."""
     width = min(BLOCK, want.size)
@@ -150,7 +188,7 @@ def measure(cell, xp, ceilings, impl=None, with_peers=False):
 
 def _measure_here(cell, impl):
     """Return (implementation, samples in microseconds) on NumPy."""
-    ours = Ours(cell.case, cell.direction, np, impl)
+    ours = KINDS[cell.op](cell.case, cell.direction, np, impl)
     inputs, dout = ours.draw(0)
     chosen = ours.choose(inputs)
     call = ours.call(chosen, inputs, dout)
@@ -160,14 +198,14 @@ def _measure_here(cell, impl):
 
 def _graphs(cell, xp, impl, names):
     """Return (implementation, {name: Graph}, {name: why there is none}), all of them right."""
-    case, direction = cell.case, cell.direction
-    chosen, ours, sets = _capture(case, direction, xp, impl)
+    case = cell.case
+    chosen, ours, sets = _capture(cell, xp, impl)
     graphs, missing = {"ours": ours}, {}
     if case.plain():
-        _, graphs["plain"], _ = _capture(case.plain(), direction, xp, impl)
+        _, graphs["plain"], _ = _capture(cell._replace(case=case.plain()), xp, impl)
     for name in names:
         try:
-            graph = peers.capture(name, case, direction, sets)
+            graph = peers.capture(name, case, cell.direction, sets)
             graph()
             if not case.dropout:  # whose bits are its own
                 _check_peer(graph.results(), ours.results[0], case)
@@ -184,10 +222,10 @@ def _check_peer(theirs, ours, case):
         compare(their.astype("f4"), our.astype("f4"), tolerance, f"differs from ours in result {i}")
 
 
-def _capture(case, direction, xp, impl):
+def _capture(cell, xp, impl):
     """Return (implementation, its Graph on several sets of inputs, the sets)."""
-    ours = Ours(case, direction, xp, impl)
-    sets = [ours.draw(seed) for seed in range(math.ceil(ROTATED / case.bytes("forward")))]
+    ours = KINDS[cell.op](cell.case, cell.direction, xp, impl)
+    sets = [ours.draw(seed) for seed in range(math.ceil(ROTATED / cell.case.bytes("forward")))]
     chosen = ours.choose(sets[0][0])
     graph = timing.Graph([ours.call(chosen, *arrays) for arrays in sets])
     graph()

@@ -20,7 +20,7 @@ CAPTIONS = (
 
 @dataclass(frozen=True)
 class Attention:
-    """A problem of attention. ``shape``: (B, T, H, D), as many keys as queries.
+    """A problem of attention. ``shape``: (B, T, H, D); ``keys``: how many, by default T.
 
     ``window``: the most keys seen to the left. ``bias``: (1, H, T, T), and backward its gradient.
     ``captions``: T tokens are packed sequences with the lengths of captions, and B is 1.
@@ -31,6 +31,7 @@ class Attention:
     causal: bool = False
     window: int | None = None
     kv_heads: int | None = None
+    keys: int | None = None
     dropout: float = 0.0
     bias: bool = False
     deterministic: bool = False
@@ -47,6 +48,8 @@ class Attention:
 
     def pairs(self):
         """Return how many (query, key) of one head see each other, over the whole batch."""
+        if self.keys:
+            return self.shape[0] * self.shape[1] * self.keys
         return sum(map(self._pairs, self.lengths()))
 
     def _pairs(self, length):
@@ -62,10 +65,11 @@ class Attention:
     def bytes(self, direction):
         """Return the bytes that must move: inputs and gradients in, results out, each once."""
         batch, tokens, heads, head_dim = self.shape
-        row = batch * tokens * head_dim * (4 if self.dtype == "float32" else 2)
-        bias = self.bias * heads * tokens**2 * 2
-        forward = 2 * row * (heads + self.key_heads) + bias
-        backward = 4 * row * (heads + self.key_heads) + 2 * bias
+        width = 4 if self.dtype == "float32" else 2
+        rows = tokens * heads + (self.keys or tokens) * self.key_heads
+        bias = self.bias * heads * tokens**2 * width
+        forward = 2 * batch * rows * head_dim * width + bias
+        backward = 4 * batch * rows * head_dim * width + 2 * bias
         return {
             "forward": forward, "backward": backward, "forward+backward": forward + backward,
         }[direction]  # fmt: skip
@@ -77,8 +81,8 @@ class Attention:
         return {name: value for name, value in given.items() if value}
 
     def plain(self):
-        """Return the problem without its features, or None for one that has none or is packed."""
-        if not self.features() or self.captions:
+        """Return the problem without its features; None if it has none, is packed or decodes."""
+        if not self.features() or self.captions or self.keys:
             return None
         return Attention(self.shape, self.dtype, self.causal)
 
@@ -161,6 +165,9 @@ FEATURES = [
     *_cells(
         Attention((1, 8192, 8, 64), captions=True),
         ("torch-padded", "torch-buckets", "torch-varlen", "flash-attn-4"),
+    ),
+    Cell(
+        "decode_attention", Attention((64, 1, 32, 128), kv_heads=8, keys=8192), "forward", FASTEST
     ),
 ]
 

@@ -5,6 +5,7 @@ Each works on tensors with our values, in the layout that it likes best, made be
 
 import contextlib
 import functools
+import importlib.metadata
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from gpuattn.errors import UnsupportedError
 
 BUCKET = 8  # tokens: sequences whose lengths round up to the same multiple are padded together
 WARM_UPS = 3
+LIBRARIES = ("torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4")
 
 
 class Peer(NamedTuple):
@@ -49,6 +51,15 @@ def on_stream(stream):
     except UnsupportedError:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr))
+
+
+def versions():
+    """Return ``{distribution: version}`` of the peers that are installed."""
+    found = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 # ---- the rivals ---------------------------------------------------------------------------------
@@ -192,9 +203,10 @@ class Call:
     def __init__(self, name, case, direction, inputs, dout):
         self.torch, self.case, self.trains = _torch(), case, direction != "forward"
         self.peer = PEERS[name](case)
-        q, k, v, bias = (None if x is None else _tensor(x, case.dtype) for x in inputs[:4])
-        self.operands = [self._leaves(x) for x in (q, k, v)]
-        self.bias = None if bias is None else bias.detach().requires_grad_(self.trains)
+        self.operands = [self._leaves(_tensor(x, case.dtype)) for x in inputs[:3]]
+        self.bias = None
+        if case.bias:
+            self.bias = _tensor(inputs[3], case.dtype).requires_grad_(self.trains)
         self.dout = self.peer.into(_tensor(dout, case.dtype))
         if direction == "forward":
             self.run = self._forward

@@ -6,6 +6,7 @@ import click
 import numpy as np
 
 from gpuattn.bench import attention, cases, results, run, timing
+from gpuattn.bench.peers import versions
 from gpuattn.bench.plot import draw
 from gpuattn.errors import UnsupportedError
 from gpuattn.train.plot import import_pyplot
@@ -32,6 +33,7 @@ def table(xp, path, line, *, peers, features, published, only, plot, impl, **sel
         f"copy {ceilings['copy_tbs']:.3f} TB/s"
     )
     document = run.document(rows, line, xp, ceilings)
+    document["versions"] |= versions()
     for number, cell in enumerate(chosen, 1):
         place = f"{number:3}/{len(chosen)} {_describe(cell)}"
         try:

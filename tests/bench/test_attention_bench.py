@@ -21,6 +21,7 @@ KINDS = {
     "bias": Attention((2, 64, 2, 64), bias=True),
     "captions": Attention((1, 128, 2, 64), captions=True),
 }
+DECODING = Attention((8, 1, 8, 64), kv_heads=2, keys=96)
 
 
 # ---- cells --------------------------------------------------------------------------------------
@@ -61,6 +62,10 @@ def test_flops_and_bytes_as_the_field_counts_them():
     biased = Attention((4, 4096, 16, 128), bias=True)
     assert biased.bytes("forward") == 4 * 16384 * 2048 * 2 + 16 * 4096**2 * 2
 
+    decoding = Attention((64, 1, 32, 128), kv_heads=8, keys=8192)
+    assert decoding.flops("forward") == 4 * 64 * 32 * 128 * 8192
+    assert decoding.bytes("forward") == 2 * 64 * (32 + 8 * 8192) * 128 * 2
+
 
 def test_captions_fill_the_tokens():
     lengths = cases.caption_lengths(8192)
@@ -75,10 +80,16 @@ def test_captions_fill_the_tokens():
 # ---- correctness first --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_right_results_pass_and_wrong_ones_get_no_figure(kind, direction):
-    ours = attention.Ours(KINDS[kind], direction, np)
+PROBLEMS = [
+    *[Cell("flash_attention", case, "forward", ()) for case in KINDS.values()],
+    *[Cell("flash_attention", case, "backward", ()) for case in KINDS.values()],
+    Cell("decode_attention", DECODING, "forward", ()),
+]
+
+
+@pytest.mark.parametrize("cell", PROBLEMS, ids=lambda cell: f"{cell.case}-{cell.direction}")
+def test_right_results_pass_and_wrong_ones_get_no_figure(cell):
+    ours = attention.KINDS[cell.op](cell.case, cell.direction, np)
     inputs, dout = ours.draw(0)
     call = ours.call(ours.choose(inputs), inputs, dout)
     ours.check(call(), inputs, dout)
@@ -113,16 +124,16 @@ def test_a_missing_peer_has_a_reason(name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_graphs_beside_peers(gpu, monkeypatch, kind, direction):
+@pytest.mark.parametrize("cell", PROBLEMS, ids=lambda cell: f"{cell.case}-{cell.direction}")
+def test_graphs_beside_peers(gpu, monkeypatch, cell):
     monkeypatch.setattr(timing, "PAUSE", 0)
-    cell = Cell("flash_attention", KINDS[kind], direction, tuple(peers.PEERS))
+    monkeypatch.setattr(attention, "ROTATED", 1e6)
+    cell = cell._replace(peers=("torch-fa2", "torch-varlen", "flash-attn-4"))
     row = attention.measure(cell, gpu, CEILINGS, with_peers=True)
     assert len(row["samples_us"]) == timing.ROUNDS * timing.PER_ROUND
-    assert {*row["peers"], *row["peers_missing"]} == set(peers.PEERS)
+    assert {*row["peers"], *row["peers_missing"]} == set(cell.peers)
     assert all(row["peers_missing"].values())
-    assert ("plain_us" in row) == (kind not in ("causal", "captions"))
+    assert ("plain_us" in row) == (cell.case.plain() is not None)
 
 
 # ---- files --------------------------------------------------------------------------------------
