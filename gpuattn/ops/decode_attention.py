@@ -245,7 +245,7 @@ def _launch(
     elif splits is None:
         splits = best_splits(blocks, span, blocks_per_sm * _multiprocessors(q.device.id))
     indexed = "page_table" if paged else "slots"
-    extras = [_contiguous(x, x.dtype) for x in (lengths, page_table, slots)]
+    extras = [_contiguous(x) for x in (lengths, page_table, slots)]
     extras += [_contiguous(x, np.float32) for x in (slopes, sink)]
     extras += [index_flag(q, f"{NAME}: {indexed}") if paged or slots is not None else None]
     fields = {
@@ -279,7 +279,7 @@ def _launch(
     return (out, lse), None
 
 
-def _contiguous(x, dtype):
+def _contiguous(x, dtype=None):
     return None if x is None else get_xp(x).ascontiguousarray(x, dtype)
 
 
