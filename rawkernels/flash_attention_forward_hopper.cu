@@ -1,0 +1,368 @@
+// Attention for Hopper, out = softmax(scale q k^T) v with its log-sum-exp, by wgmma on tiles that TMA feeds.
+// One thread loads keys and values, another the queries; each consumer warpgroup owns 64 queries of a tile. It issues the
+// q k^T of one key block and the p v of the block before together, then does its softmax while the tensor cores work on
+// that p v and for the other warpgroups. Warpgroups share the key blocks and nothing else: they drift apart, so that one's
+// prologue and epilogue run beside the others' products, and each passes over the blocks that its own queries do not see.
+// Thread blocks are persistent and take tiles from a counter, since causal tiles differ in length.
+// Constants: scalar = bf16, f16; HEAD_DIM = 64; BM = 192; BN = 128; BANDED = false, true; EXTRAS = false; DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = true; EXTRAS = false; DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; EXTRAS = true; DROPOUT = false, true
+// Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false; DROPOUT = true
+// Constants: scalar = bf16; HEAD_DIM = 96, 128; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false, true; DROPOUT = false, true
+// Constants: scalar = f16; HEAD_DIM = 128; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false, true; DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 112; BANDED = false, true; EXTRAS = false, true; DROPOUT = false, true
+// Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 80; BANDED = false, true; EXTRAS = false, true; DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 64; BANDED = false, true; EXTRAS = false, true; DROPOUT = true
+// Launch:    grid = (min(tiles, SMs),), block = (THREADS,), shared = SHARED_BYTES, *counter = 0 (and is left at 0);
+//            tiles = row_blocks * all_heads, see find_tile; maps of boxes of 64 (q, out), BN (k, v) and BM (bias) rows
+// Arch: sm_90a
+// HEAD_DIM: both head sizes rounded up; BM queries and BN keys a tile; BANDED: a causal mask or a window;
+// EXTRAS: softcap, bias, ALiBi or scale <= 0; DROPOUT: 0 <= threshold < 65536.
+#include "common/attention_hopper.cuh"
+#include "common/tma.cuh"
+
+static_assert(HEAD_DIM <= 256 && BM % 64 == 0 && BN % 16 == 0, "flash_attention_forward_hopper.cu: tile sizes");
+constexpr int WARPGROUPS = BM / 64, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112;
+constexpr bool RESCALE_FIRST = HEAD_DIM > 128;  // o is rescaled before p v instead of after: fewer registers live at once
+constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2, SLABS = (HEAD_DIM + 63) / 64;
+constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // queries of a warpgroup
+constexpr int BIAS_SLABS = EXTRAS && HEAD_DIM <= 128 ? (BN + 63) / 64 : 0, BIAS_BYTES = BM * BIAS_SLABS * 128;
+constexpr int OPERANDS = WARPGROUPS * Q_BYTES + STAGES * (2 * KV_BYTES + BIAS_BYTES);
+constexpr bool OWN_OUT = OPERANDS + WARPGROUPS * Q_BYTES <= 224 * 1024;  // else a warpgroup's out overwrites its queries
+
+// Shared memory, in bytes from shared_base() on; SHARED_BYTES = 2048 + OPERANDS + (OWN_OUT ? WARPGROUPS * Q_BYTES : 0).
+constexpr int Q_FULL = 0, Q_EMPTY = Q_FULL + 8 * WARPGROUPS, TILE_FULL = Q_EMPTY + 8 * WARPGROUPS, TILE_EMPTY = TILE_FULL + 16;
+constexpr int K_BARS = TILE_EMPTY + 16, V_BARS = K_BARS + 16 * STAGES, BIAS_BARS = V_BARS + 16 * STAGES;
+constexpr int TILE = 512, TILE_WORDS = 7;  // two tiles: the one at work and the next
+constexpr int Q = 1024, OUT = OWN_OUT ? Q + WARPGROUPS * Q_BYTES : Q;
+constexpr int K = OUT + WARPGROUPS * Q_BYTES, V = K + STAGES * KV_BYTES, BIAS = V + STAGES * KV_BYTES;
+
+__device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
+template <int ROWS, int COUNT> __device__ __forceinline__ void load_slabs(u32 tile, const TensorMap& map, u32 bar, int column,
+                                                                          int row, int head, int batch, u64 hint) {
+    mbar_expect(bar, COUNT * ROWS * 128);
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) tma_load(tile + n * ROWS * 128, map, bar, column + 64 * n, row, head, batch, hint);
+}
+
+// STAGES tiles of ROWS x 64 COUNT numbers: the i-th that this thread block loads goes through stage i % STAGES.
+template <int BARS, int TILES, int ROWS, int COUNT> struct Ring {
+    u32 shared;
+    __device__ __forceinline__ u32 full(int i) const { return shared + BARS + 16 * (i % STAGES); }
+    __device__ __forceinline__ u32 empty(int i) const { return full(i) + 8; }
+    __device__ __forceinline__ u32 tile(int i) const { return shared + TILES + i % STAGES * (ROWS * COUNT * 128); }
+    __device__ __forceinline__ void init() const {
+        for (int i = 0; i < STAGES; ++i) { mbar_init(full(i), 1); mbar_init(empty(i), 4 * WARPGROUPS); }
+    }
+    __device__ __forceinline__ void load(int i, const TensorMap& map, int column, int row, int head, int batch, u64 hint) const {
+        mbar_wait(empty(i), (i / STAGES & 1) ^ 1);
+        load_slabs<ROWS, COUNT>(tile(i), map, full(i), column, row, head, batch, hint);
+    }
+    __device__ __forceinline__ void wait(int i) const { mbar_wait(full(i), i / STAGES & 1); }
+    __device__ __forceinline__ void done(int i) const { release(empty(i)); }
+    __device__ __forceinline__ void pass(int i) const { wait(i); done(i); }
+};
+using Keys = Ring<K_BARS, K, BN, SLABS>;
+using Values = Ring<V_BARS, V, BN, SLABS>;
+using Biases = Ring<BIAS_BARS, BIAS, BM, BIAS_SLABS>;
+
+__device__ __forceinline__ void put_tile(u32 shared, int round, const Tile& t) {
+    const int word[TILE_WORDS] = {t.first, t.head, t.number, t.queries, t.keys, t.offset, t.first_query};
+#pragma unroll
+    for (int n = 0; n < TILE_WORDS; ++n) store_shared(shared + TILE + 64 * (round & 1) + 4 * n, word[n]);
+}
+__device__ __forceinline__ Tile get_tile(u32 shared, int round) {
+    int word[TILE_WORDS];
+    mbar_wait(shared + TILE_FULL + 8 * (round & 1), round / 2 & 1);
+#pragma unroll
+    for (int n = 0; n < TILE_WORDS; ++n) word[n] = load_shared(shared + TILE + 64 * (round & 1) + 4 * n);
+    return {word[0], word[1], word[2], word[3], word[4], word[5], word[6]};
+}
+
+// What a thread keeps of a tile: its two rows.
+struct Rows {
+    float o[HEAD_DIM / 2], base[2], total[2], fade[2];  // o and total count weights in units of 2^base; total: this thread's share
+    u32 p[BN / 16][4];
+    int i[2], low[2], high[2];  // queries; keys low .. high - 1 are seen, counted from this thread's first column
+};
+
+// Logits to weights 2^(unit s - base) under the new maximum, and fade, the factor for what was summed under the old one.
+__device__ __forceinline__ void online_softmax(Rows& rows, float (&s)[BN / 2], float unit) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float even = NEG_INF, odd = NEG_INF, sum_even = 0.f, sum_odd = 0.f;
+#pragma unroll
+        for (int e = 2 * r; e < BN / 2; e += 4) { even = fmaxf(even, s[e]); odd = fmaxf(odd, s[e + 1]); }
+        float peak = fmaxf(even, odd);
+        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+        peak = fmaxf(rows.base[r], peak * unit);
+        const float shift = peak == NEG_INF ? 0.f : peak;
+        rows.fade[r] = exp2_fast(rows.base[r] - shift);
+        rows.base[r] = peak;
+#pragma unroll
+        for (int e = 2 * r; e < BN / 2; e += 4) {
+            sum_even += s[e] = exp2_fast(s[e] * unit - shift);
+            sum_odd += s[e + 1] = exp2_fast(s[e + 1] * unit - shift);
+        }
+        rows.total[r] = rows.total[r] * rows.fade[r] + (sum_even + sum_odd);
+    }
+}
+__device__ __forceinline__ void rescale(Rows& rows) {
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] *= rows.fade[row_of(e)];
+}
+
+// The products of the n-th key block, the used-th of the ring, to weights. edge: some keys are hidden from some queries.
+__device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, u32 shared, int used,
+                                      int n, bool edge, int bias_by_tma) {
+    if (EXTRAS) {
+        const bool staged = BIAS_BYTES && bias_by_tma;
+        const Biases biases{shared};
+        if (staged) biases.wait(used);
+        to_logits<BM>(s, a, t, rows.i, n * BN + fragment_column(0), staged ? biases.tile(used) : 0);
+        if (staged) { __syncwarp(); biases.done(used); }
+    }
+    if (edge) {
+        hide_from(s, rows.high[0] - n * BN, rows.high[1] - n * BN);
+        if (BANDED && a.left < 1 << 30) hide_below(s, rows.low[0] - n * BN, rows.low[1] - n * BN);
+    }
+    online_softmax(rows, s, EXTRAS ? LOG2E : a.scale * LOG2E);
+}
+__device__ __forceinline__ void pack_weights(Rows& rows, const float (&s)[BN / 2], const Attention& a, const Tile& t, int n) {
+    pack(rows.p, s);
+    if (DROPOUT) {
+        const int lane = threadIdx.x % 32;
+        const u32 corner = (rows.i[0] - lane / 4) / 16 | n * (BN / 16) << 16;
+        drop(rows.p, key_of(a), corner, lane | (t.number * a.heads + t.head) << 5, a.threshold);
+    }
+}
+__device__ __forceinline__ void add_values(Rows& rows, u32 shared, int used) {  // o += p v, issued
+    const Values values{shared};
+    values.wait(used);
+    if (RESCALE_FIRST) rescale(rows);
+    hold(rows.o); hold(rows.p); wgmma_fence();
+    product<MN_MAJOR, BN>(rows.o, rows.p, values.tile(used), true);
+    wgmma_commit();
+}
+
+// One key block: its q k^T together with the p v of the block before, whose values are the used-th.
+__device__ __forceinline__ void step(Rows& rows, const Attention& a, const Tile& t, u32 shared, u32 q, int used, int n, bool edge,
+                                     int bias_by_tma) {
+    const Keys keys{shared};
+    float s[BN / 2];
+    keys.wait(used + 1);
+    hold(s); wgmma_fence();
+    product<K_MAJOR, K_MAJOR, 64, BN, HEAD_DIM>(s, q, keys.tile(used + 1));
+    wgmma_commit();
+    add_values(rows, shared, used);
+    wgmma_wait<1>(); hold(s);  // the logits are there; p v runs on
+    keys.done(used + 1);
+    weigh(rows, s, a, t, shared, used + 1, n, edge, bias_by_tma);  // ptxas sinks part of it below the wait, to mix it with pack
+    wgmma_wait<0>(); hold(rows.o); hold(rows.p);
+    Values{shared}.done(used);
+    pack_weights(rows, s, a, t, n);
+    if (!RESCALE_FIRST) rescale(rows);
+}
+
+// The rows of this warpgroup that its sequence has, of the 64 in a staged tile; or zeros, where staged is 0.
+__device__ __forceinline__ void store_rows(scalar* out, const Attention& a, const Tile& t, int first, u32 staged) {
+    const int chunks = a.value_dim / 8, count = min(64, t.queries - first);
+    out += (a.cu_q ? 0 : t.number) * a.out.batch + (t.first_query + first) * a.out.row + t.head * a.out.head;
+    for (int c = threadIdx.x % 128; c < count * chunks; c += 128) {
+        const int row = c / chunks, chunk = c % chunks;
+        const u32 address = chunk_address<64>(staged, row, chunk);
+        uint4 x = {0, 0, 0, 0};
+        if (staged) x = {load_shared(address), load_shared(address + 4), load_shared(address + 8), load_shared(address + 12)};
+        *(uint4*)(out + row * a.out.row + 8 * chunk) = x;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward_hopper(
+    const Attention a,
+    const __grid_constant__ TensorMap q_map,     // (B, T, H, D), or (tokens, H, D) with cu_q
+    const __grid_constant__ TensorMap k_map,     // (B, S, Hk, D)
+    const __grid_constant__ TensorMap v_map,     // (B, S, Hk, Dv)
+    const __grid_constant__ TensorMap out_map,   // (B, T, H, Dv)
+    const __grid_constant__ TensorMap bias_map,  // (B, T, H, S), where bias_by_tma
+    scalar* __restrict__ out,
+    float* __restrict__ lse,                     // (B, H, T)
+    int* __restrict__ counter, int row_blocks, int all_heads, int section, int bias_by_tma) {
+    const u32 shared = shared_base();
+    const Keys keys{shared};
+    const Values values{shared};
+    const Biases biases{shared};
+    if (threadIdx.x == 0) {
+        keys.init(); values.init(); biases.init();
+        for (int w = 0; w < WARPGROUPS; ++w) { mbar_init(shared + Q_FULL + 8 * w, 1); mbar_init(shared + Q_EMPTY + 8 * w, 4); }
+        for (int i = 0; i < 2; ++i) { mbar_init(shared + TILE_FULL + 8 * i, 1); mbar_init(shared + TILE_EMPTY + 8 * i, 4 * WARPGROUPS + 1); }
+        mbar_init_done();
+    }
+    __syncthreads();
+
+    if (warpgroup() == WARPGROUPS) {  // ------------------------------------------------------- producers
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
+        if (threadIdx.x == CONSUMERS) {  // finds tiles; loads keys, values and bias
+            const int tiles = row_blocks * all_heads;
+            int loaded = 0, index = blockIdx.x, round = 0;
+            for (;;) {
+                Tile t = {-1};
+                int first_key;
+                const bool more = index < tiles, found = more && find_tile<BM>(a, index, row_blocks, all_heads, section, t, first_key);
+                if (found || !more) {
+                    mbar_wait(shared + TILE_EMPTY + 8 * (round & 1), (round / 2 & 1) ^ 1);
+                    put_tile(shared, round, t);
+                    mbar_arrive(shared + TILE_FULL + 8 * (round++ & 1));
+                    if (!more) break;
+                }
+                const int taken = atomicAdd(counter, 1);
+                if (taken == tiles - 1) *counter = 0;  // every tile asks once for another: the last to ask resets
+                index = gridDim.x + taken;
+                if (!found) continue;
+                const Range range = key_range<BANDED, BM, BN>(a, t, t.first);
+                const int kv_head = t.head / a.group, batch = a.cu_q ? 0 : t.number;
+                if (range.begin < range.end) keys.load(loaded, k_map, 0, first_key + (range.end - 1) * BN, kv_head, batch, L2_EVICT_LAST);
+                for (int n = range.end - 1; n >= range.begin; --n, ++loaded) {  // from the last block to the first
+                    if (BIAS_BYTES && bias_by_tma)
+                        biases.load(loaded, bias_map, n * BN, t.first, a.bias.head ? t.head : 0, a.bias.batch ? t.number : 0, L2_NORMAL);
+                    if (n > range.begin)  // values come one behind
+                        keys.load(loaded + 1, k_map, 0, first_key + (n - 1) * BN, kv_head, batch, L2_EVICT_LAST);
+                    values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
+                }
+            }
+        } else if (threadIdx.x == CONSUMERS + 32) {  // loads queries
+            for (int round = 0;; ++round) {
+                const Tile t = get_tile(shared, round);
+                mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));
+                if (t.first < 0) break;
+                for (int w = 0; w < WARPGROUPS; ++w) {
+                    mbar_wait(shared + Q_EMPTY + 8 * w, (round & 1) ^ 1);
+                    load_slabs<64, SLABS>(shared + Q + w * Q_BYTES, q_map, shared + Q_FULL + 8 * w, 0, t.first_query + t.first + 64 * w,
+                                          t.head, a.cu_q ? 0 : t.number, L2_EVICT_FIRST);
+                }
+            }
+        }
+    } else {  // ------------------------------------------------------------------------------- consumers
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
+        const int w = warpgroup();
+        const u32 q = shared + Q + w * Q_BYTES, staged = shared + OUT + w * Q_BYTES;
+        const u32 q_full = shared + Q_FULL + 8 * w, q_empty = shared + Q_EMPTY + 8 * w;
+        int used = 0;  // value blocks behind us; key block `used` is the next
+        for (int round = 0;; ++round) {
+            const Tile t = get_tile(shared, round);
+            __syncwarp();
+            release(shared + TILE_EMPTY + 8 * (round & 1));
+            if (t.first < 0) break;
+            const int first = t.first + 64 * w;
+            const Range loaded = key_range<BANDED, BM, BN>(a, t, t.first), range = key_range<BANDED, 64, BN>(a, t, first);
+            const bool any = range.begin < range.end;
+            int n = loaded.end - 1;
+            const auto pass_to = [&](int last) {  // over blocks that only others see
+#pragma unroll 1
+                for (; n >= last; --n, ++used) {
+                    keys.pass(used);
+                    values.pass(used);
+                    if (BIAS_BYTES && bias_by_tma) biases.pass(used);
+                }
+            };
+            pass_to(any ? range.end : loaded.begin);
+            mbar_wait(q_full, round & 1);
+            Rows rows;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                rows.i[r] = first + fragment_row(2 * r);
+                const int at = rows.i[r] + t.offset;
+                rows.low[r] = at - a.left - fragment_column(0);
+                rows.high[r] = (BANDED ? min(t.keys, at + a.right + 1) : t.keys) - fragment_column(0);
+                rows.base[r] = NEG_INF;
+                rows.total[r] = 0.f;
+            }
+            if (any) {
+#pragma unroll
+                for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] = 0.f;
+                keys.wait(used);
+                {
+                    float s[BN / 2];
+                    hold(s); wgmma_fence();
+                    product<K_MAJOR, K_MAJOR, 64, BN, HEAD_DIM>(s, q, keys.tile(used));
+                    wgmma_commit(); wgmma_wait<0>(); hold(s);
+                    keys.done(used);
+                    weigh(rows, s, a, t, shared, used, n, true, bias_by_tma);
+                    pack_weights(rows, s, a, t, n);
+                }
+                const int past = range.end * BN - t.keys;
+                if (past > 0 && (a.cu_q || a.key_lengths)) {  // values of others, or garbage: a weight of 0 is no help against NaN
+                    values.wait(used);
+                    for (int c = threadIdx.x % 128; c < past * 8; c += 128)
+#pragma unroll
+                        for (int slab = 0; slab < SLABS; ++slab)
+                            store_shared(values.tile(used) + (slab * BN + BN - past) * 128 + c * 16, 0.f, 0.f, 0.f, 0.f);
+                    fence_async_proxy();
+                    bar_sync(1 + w, 128);
+                }
+                --n;
+                if (BANDED && (EXTRAS || HEAD_DIM > 128)) {  // one copy of the longest bodies
+#pragma unroll 1
+                    for (; n >= range.begin; --n, ++used)
+                        step(rows, a, t, shared, q, used, n, n >= range.inner_end || n < range.inner_begin, bias_by_tma);
+                } else {
+                    if (BANDED)
+#pragma unroll 1
+                        for (; n >= max(range.begin, range.inner_end); --n, ++used) step(rows, a, t, shared, q, used, n, true, bias_by_tma);
+#pragma unroll 1
+                    for (; n >= max(range.begin, range.inner_begin); --n, ++used) step(rows, a, t, shared, q, used, n, false, bias_by_tma);
+                    if (BANDED)
+#pragma unroll 1
+                        for (; n >= range.begin; --n, ++used) step(rows, a, t, shared, q, used, n, true, bias_by_tma);
+                }
+                if (OWN_OUT) release(q_empty);
+                add_values(rows, shared, used);
+                wgmma_wait<0>(); hold(rows.o);
+                values.done(used++);
+                pass_to(loaded.begin);
+            } else if (OWN_OUT) release(q_empty);
+
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float& total = rows.total[r];
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                float top = rows.base[r], factor = a.keep_scale;
+                if (a.sink) {  // one more key, of value zero
+                    const float sink = a.sink[t.head] * LOG2E;
+                    top = fmaxf(top, sink);
+                    const float shift = top == NEG_INF ? 0.f : top, fade = exp2_fast(rows.base[r] - shift);
+                    total = total * fade + exp2_fast(sink - shift);
+                    factor *= fade;
+                }
+                if (threadIdx.x % 4 == 0 && rows.i[r] < t.queries)
+                    lse[(a.cu_q ? 0 : t.number) * a.lse_batch + t.head * a.lse_head + t.first_query + rows.i[r]] =
+                        total > 0.f ? top * LN2 + logf(total) : NEG_INF;
+                rows.fade[r] = total > 0.f ? factor / total : 0.f;
+            }
+            const bool whole = any && (!a.cu_q || first + 64 <= t.queries);
+            if (any) {
+                rescale(rows);
+                u32 rounded[HEAD_DIM / 16][4];
+                pack(rounded, rows.o);
+                if (threadIdx.x % 128 == 0) bulk_wait_read();  // the last tile has left
+                bar_sync(1 + w, 128);
+                store_tile<64>(staged, threadIdx.x % 128 / 32 * 16, rounded);
+                fence_async_proxy();
+                bar_sync(1 + w, 128);
+            }
+            if (!whole) store_rows(out, a, t, first, any ? staged : 0);
+            if (whole && threadIdx.x % 128 == 0) {
+#pragma unroll
+                for (int slab = 0; slab < SLABS; ++slab)  // rows past T and columns past Dv are dropped
+                    tma_store(out_map, staged + slab * 64 * 128, 64 * slab, t.first_query + first, t.head, a.cu_q ? 0 : t.number);
+                bulk_commit();
+                if (!OWN_OUT) bulk_wait_read();
+            }
+            if (!OWN_OUT) { __syncwarp(); release(q_empty); }  // the first warp's arrival comes after the copy
+        }
+        if (threadIdx.x % 128 == 0) bulk_wait_read();
+    }
+}
