@@ -87,11 +87,17 @@ class Problem:
             if self.packed and rng.random() < 0.15:
                 T = 0
             self.lengths.append((T, T if same else S))
-        while self.H * self.B * max(T * S for T, S in self.lengths) > LOGITS:
+        while self._is_too_large():
             self.lengths = [(T // 2, S // 2) for T, S in self.lengths]
+        self.T, self.S = self.lengths[0]
         if not self.packed:
             self.lengths *= self.B
-            self.T, self.S = (T, T if same else S)
+
+    def _is_too_large(self):
+        copies = 1 if self.packed else self.B
+        rows = copies * max(sum(n) for n in zip(*self.lengths, strict=True))
+        logits = self.B * self.H * max(T * S for T, S in self.lengths)
+        return logits > LOGITS or rows * (self.H + 2 * self.Hk) * max(self.D, self.Dv) > VALUES
 
     def _shares_projection(self):
         return self.Dv == self.D and all(T == S for T, S in self.lengths)
