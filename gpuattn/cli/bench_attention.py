@@ -1,9 +1,8 @@
 """gpuattn bench attention: the cells asked for, one after the other, then tables and a verdict."""
 
-import itertools
-
 import click
 import numpy as np
+from rich.markup import escape
 
 from gpuattn.bench import attention, cases, results, run, timing
 from gpuattn.bench.peers import versions
@@ -11,7 +10,8 @@ from gpuattn.bench.plot import draw
 from gpuattn.errors import UnsupportedError
 from gpuattn.train.plot import import_pyplot
 
-WIDTH = 118  # of the tables where there is no terminal
+WIDTH = 140  # of the tables where there is no terminal
+COLUMNS = 4  # peers that have a column each
 
 
 def table(xp, path, line, *, peers, features, published, only, plot, impl, **selection):
@@ -38,7 +38,7 @@ def table(xp, path, line, *, peers, features, published, only, plot, impl, **sel
         place = f"{number:3}/{len(chosen)} {_describe(cell)}"
         try:
             row = attention.measure(cell, xp, ceilings, impl, peers or published)
-        except (AssertionError, UnsupportedError) as error:
+        except (AssertionError, UnsupportedError, MemoryError) as error:
             failed.append(f"{_describe(cell)}: {error}")
             click.echo(f"{place} {error}", err=True)
             continue
@@ -79,24 +79,33 @@ def _show(rows, ceilings):
 
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=WIDTH)
-    by_direction = itertools.groupby(rows, key=lambda row: row["direction"])
-    for direction, part in by_direction:
-        console.print(_table(direction, list(part), ceilings))
+    for direction in cases.WORK:
+        part = [row for row in rows if row["direction"] == direction]
+        if not part:
+            continue
+        console.print(_table(direction, part, ceilings))
+        missing = ((name, why) for row in part for name, why in row["peers_missing"].items())
+        for name, why in dict.fromkeys(missing):
+            console.print(f"[dim]without {name}: {escape(why)}[/]")
 
 
 def _table(direction, rows, ceilings):
     from rich.table import Table
 
-    names = list(dict.fromkeys(itertools.chain(*(_peers(row) for row in rows))))
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    apart = len(names) <= COLUMNS  # each peer has a column
     plain, memory = (any(key in row for row in rows) for key in ("plain_us", "peak_bytes"))
     impls = ", ".join(dict.fromkeys(row["impl"] for row in rows))
     title = f"[bold]{direction}[/], ours: {impls}" + "; peers in TFLOP/s" * bool(names)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("problem")
     heads = ["d", "T", "us", "TFLOP/s", "of product", "GB/s", "of copy"]
-    heads += ["to plain"] * plain + names + ["ratio"] * bool(names) + ["peak MiB"] * memory
-    for head in heads:
-        table.add_column(head.replace("torch-", "").replace("flash-attn-4", "fa4"), justify="right")
+    heads += ["to plain"] * plain + [_short_name(name) for name in names] * apart
+    heads += [" / ".join(["MiB: ours", *map(_short_name, names)])] * memory
+    for head in heads + ["ratio"] * bool(names):
+        table.add_column(head, justify="right")
+    if not apart:
+        table.add_column("peers")
     for row in rows:
         case = cases.Attention.from_dict(row["case"])
         flops = case.flops(direction) / 1e6
@@ -107,12 +116,15 @@ def _table(direction, rows, ceilings):
         ]  # fmt: skip
         if plain:
             cells.append(f"{row['us'] / row['plain_us']:.2f} x" if "plain_us" in row else "")
-        cells += [_rate(row, name, flops) for name in names]
+        rates = {name: _rate(us, flops) for name, us in row["peers"].items()}
+        cells += [rates.get(name, "-") for name in names] * apart
+        if memory:
+            peaks = (row["peak_bytes"].get(name) for name in ["ours", *names])
+            cells.append(" / ".join("-" if n is None else f"{n / 2**20:.0f}" for n in peaks))
         if names:
             cells.append(_ratio(row["ratio_to_best_peer"]))
-        if memory:
-            peaks = row.get("peak_bytes", {})
-            cells.append(" / ".join(f"{peak / 2**20:.0f}" for peak in peaks.values()))
+        if not apart:
+            cells.append(", ".join(f"{_short_name(name)} {rate}" for name, rate in rates.items()))
         table.add_row(*cells)
     return table
 
@@ -121,18 +133,15 @@ def _short(rate):
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _peers(row):
-    return [*row["peers"], *row["peers_missing"]]
+def _short_name(peer):
+    return peer.removeprefix("torch-").replace("flash-attn-4", "fa4")
 
 
-def _rate(row, name, flops):
-    us = row["peers"].get(name)
-    if us is None:
-        return "-" if name in row["peers_missing"] else ""
+def _rate(us, flops):
     return "no memory" if us == results.OUT_OF_MEMORY else _short(flops / us)
 
 
 def _ratio(ratio):
     if ratio is None:
-        return ""
+        return "-"
     return f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}[/]"

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from gpuattn.bench import attention, cases, peers, results, timing
 from gpuattn.bench.cases import Attention, Cell
+from gpuattn.cli import bench_attention
 from gpuattn.cli.main import main
 from gpuattn.errors import ConfigError, UnsupportedError
 
@@ -224,6 +225,25 @@ def test_numpy_runs_a_small_table(tmp_path):
         assert row["peers"] == row["peers_missing"] == {}
 
 
+def test_tables_show_peers_costs_and_memory(capsys):
+    features = [row_of(cell) | {"plain_us": 50.0} for cell in cases.FEATURES]
+    features[0]["peers_missing"] = {"flash-attn-4": "not [here]"}
+    bench_attention._show(features, CEILINGS)
+    shown = capsys.readouterr().out
+    assert shown.index("forward, ours: raw-hopper") < shown.index("backward, ours: raw-hopper")
+    assert "2.00 x" in shown
+    assert "without flash-attn-4: not [here]" in shown
+    assert "buckets" in shown
+    published = row_of(cases.PUBLISHED[-1]) | {
+        "peak_bytes": {"ours": 3 << 20, "torch-fa2": 5 << 20}
+    }
+    published["peers"]["torch-math"] = results.OUT_OF_MEMORY
+    bench_attention._show([published], CEILINGS)
+    shown = capsys.readouterr().out
+    assert "no memory" in shown
+    assert "3 / 5 / -" in shown
+
+
 def test_a_picture(tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     from gpuattn.bench.plot import draw
@@ -231,7 +251,7 @@ def test_a_picture(tmp_path):
     pyplot.switch_backend("agg")
     for rows in ([row_of(cell) for cell in cases.TABLE], [row_of(cell) for cell in cases.SMALL]):
         path = tmp_path / f"{len(rows)}.png"
-        draw(pyplot, {"rows": rows, "gpu": "a GPU", "date": "today"}, path)
+        draw(pyplot, document_of(rows, date="today"), path)
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
