@@ -78,9 +78,6 @@ def _sdpa(backend):
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
-        if case.window is not None:
-            raise UnsupportedError("scaled_dot_product_attention knows no window")
-
         def forward(_, q, k, v, bias):
             with sdpa_kernel(getattr(SDPBackend, backend)):
                 return scaled_dot_product_attention(
@@ -184,16 +181,29 @@ def _padded(bucket=None):
     return peer
 
 
-PEERS = {
-    "torch-cudnn": _sdpa("CUDNN_ATTENTION"),
-    "torch-fa2": _sdpa("FLASH_ATTENTION"),
-    "torch-efficient": _sdpa("EFFICIENT_ATTENTION"),
-    "torch-math": _sdpa("MATH"),
-    "torch-varlen": _varlen,
-    "torch-padded": _padded(),
-    "torch-buckets": _padded(BUCKET),
-    "flash-attn-4": _flash_attention_4,
-}
+_OF_SDPA = {"dropout", "bias", "kv_heads", "keys", "deterministic"}
+PEERS = {  # name -> (Peer of a case, the features it knows)
+    "torch-cudnn": (_sdpa("CUDNN_ATTENTION"), _OF_SDPA),
+    "torch-fa2": (_sdpa("FLASH_ATTENTION"), _OF_SDPA),
+    "torch-efficient": (_sdpa("EFFICIENT_ATTENTION"), _OF_SDPA),
+    "torch-math": (_sdpa("MATH"), _OF_SDPA),
+    "torch-varlen": (_varlen, {"captions", "window", "deterministic"}),
+    "torch-padded": (_padded(), {"captions"}),
+    "torch-buckets": (_padded(BUCKET), {"captions"}),
+    "flash-attn-4": (
+        _flash_attention_4, {"captions", "window", "kv_heads", "keys", "deterministic"},
+    ),
+}  # fmt: skip
+
+
+def _peer(name, case):
+    """Return the Peer ``name`` on a case, or raise UnsupportedError: why there is none."""
+    build, known = PEERS[name]
+    unknown = [feature for feature in case.features() if feature not in known]
+    if unknown:
+        raise UnsupportedError(f"{name} does not know {', '.join(unknown)}")
+    _torch()
+    return build(case)
 
 
 # ---- one of them on given arrays ----------------------------------------------------------------
@@ -203,8 +213,8 @@ class Call:
     """Peer ``name`` on our arrays: ``run()`` computes, ``results(run())`` is in our layout."""
 
     def __init__(self, name, case, direction, inputs, dout):
-        self.torch, self.case, self.trains = _torch(), case, direction != "forward"
-        self.peer = PEERS[name](case)
+        self.case, self.trains, self.peer = case, direction != "forward", _peer(name, case)
+        self.torch = _torch()
         self.operands = [self._leaves(_tensor(x, case.dtype)) for x in inputs[:3]]
         self.bias = None
         if case.bias:

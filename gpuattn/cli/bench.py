@@ -56,7 +56,8 @@ def command(ops, shape, dtype, device, path, **attention):
     "attention" is a table of its own: each direction by itself, in CUDA graphs, beside the peers.
     A result is checked against the reference before it is timed.
     """
-    words = [Path(word).name if word == path else word for word in sys.argv[1:]]
+    files = path, attention["plot"]
+    words = [Path(word).name if word in files else word for word in sys.argv[1:]]
     line = shlex.join(["gpuattn", *words])
     if ATTENTION in ops:
         if ops != (ATTENTION,) or shape or dtype:

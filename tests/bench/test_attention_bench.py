@@ -124,6 +124,15 @@ def test_a_missing_peer_has_a_reason(name, monkeypatch):
     peers._torch.cache_clear()
 
 
+def test_a_peer_that_lacks_a_feature_is_not_timed_without_it():
+    for name, kind in (("flash-attn-4", "dropout"), ("torch-cudnn", "window")):
+        with pytest.raises(UnsupportedError, match=f"{name} does not know {kind}"):
+            peers.capture(name, KINDS[kind], "forward", [((None,) * 9, None)])
+    for cell in cases.REQUIRED:
+        for name in cell.peers:
+            assert cell.case.features().keys() <= peers.PEERS[name][1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", PROBLEMS, ids=lambda cell: f"{cell.case}-{cell.direction}")
 def test_graphs_beside_peers(gpu, monkeypatch, cell):
