@@ -41,7 +41,8 @@ def rated(row, ceilings):
 def write(path, document):
     """Write ``document`` to ``path``, added to what the file holds of the same commit and GPU.
 
-    A row replaces an older one of the same cell and implementation; ceilings are the highest seen.
+    A row replaces an older one of its cell (and implementation, where several are timed without
+    peers); ceilings are the highest seen.
     Returns what was written. Raises ConfigError for a file of another commit or GPU.
     """
     path = Path(path)
@@ -71,7 +72,8 @@ def _joined(path, old, new):
 
 
 def _place(row):
-    return row["op"], row["case"], row["direction"], row["impl"]
+    impl = None if is_comparison(row) else row["impl"]
+    return row["op"], row["case"], row["direction"], impl
 
 
 def is_comparison(row):

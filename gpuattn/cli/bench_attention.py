@@ -32,7 +32,7 @@ def table(xp, path, line, *, peers, features, published, only, plot, impl, **sel
         f"ceilings measured here: product {ceilings['matmul_tflops']:.1f} TFLOP/s, "
         f"copy {ceilings['copy_tbs']:.3f} TB/s"
     )
-    document = run.document(rows, line, xp, ceilings)
+    document = known = run.document(rows, line, xp, ceilings)
     document["versions"] |= versions()
     for number, cell in enumerate(chosen, 1):
         place = f"{number:3}/{len(chosen)} {_describe(cell)}"
@@ -47,7 +47,8 @@ def table(xp, path, line, *, peers, features, published, only, plot, impl, **sel
         rate = f"{row['us']:10.1f} us {_short(row['tflops']):>6} TFLOP/s"
         beside = f"  ratio {ratio:.3f}" if ratio else ""
         click.echo(f"{place} {row['impl']:12} {rate}{beside}", err=True)
-        known = results.write(path, document) if path else document
+        if path:
+            known = results.write(path, document)
     _show(rows, ceilings)
     if rows and plot:
         draw(pyplot, known, plot)

@@ -179,7 +179,9 @@ def test_runs_share_a_file(tmp_path):
     path, (first, second) = tmp_path / "r.json", cases.TABLE[:2]
     results.write(path, document_of([row_of(first), row_of(second)]))
     higher = {"copy_tbs": 3.0, "matmul_tflops": 1000.0}
-    newer = document_of([row_of(second, us=50.0)], ceilings=higher, command="again")
+    newer = document_of(
+        [row_of(second, us=50.0, impl="raw-simt")], ceilings=higher, command="again"
+    )
     written = results.write(path, newer)
     assert json.loads(path.read_text()) == written
     assert [row["us"] for row in written["rows"]] == [100.0, 50.0]
@@ -262,6 +264,15 @@ def test_a_picture(tmp_path):
         path = tmp_path / f"{len(rows)}.png"
         draw(pyplot, document_of(rows, date="today"), path)
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_nothing_is_measured_by_an_implementation_that_does_not_exist(tmp_path):
+    path = tmp_path / "rows.json"
+    options = ["--device", "numpy", "--impl", "fast", "--length", 256, "--json", path]
+    result = call("attention", *options)
+    assert result.exit_code == 1
+    assert "impl='fast' is not one of" in result.stderr
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
