@@ -31,7 +31,8 @@ MAX_HEAD_DIM = 256
 MAX_BLOCKS = 2**31 - 1
 FIXED_SPLIT = 512  # keys of a split with batch_invariant
 SPLIT_KEYS = 64  # splits are whole multiples of it; common/decode.cuh
-SPLIT_COST = 3  # what a split costs besides its keys, in multiples of SPLIT_KEYS
+BLOCK_COST = 4  # what a block takes besides its keys, as the time of so many SPLIT_KEYS; measured
+COMBINE_COST = 3  # the same for combining splits
 MAX_SPLITS = 8192  # their weights fit into shared memory
 
 POINTERS = ("lengths", "pages", "slots", "slopes", "sink", "flag")
@@ -201,7 +202,8 @@ def _refuse_ampere(q, k, v, *others, **params):
         if x.shape[-1] % 8:
             return f"the head size of {name} is {x.shape[-1]}, the kernel takes multiples of 8"
         steps = [step for step, n in zip(x.strides[:3], x.shape[:3], strict=True) if n > 1]
-        if x.strides[-1] != x.itemsize or any(step % 16 for step in steps) or x.data.ptr % 16:
+        odd = x.strides[-1] != x.itemsize or x.data.ptr % 16 or any(step % 16 for step in steps)
+        if x.size and odd:
             return f"{name} does not lie in 16-byte steps: strides {x.strides} bytes"
     return None
 
@@ -288,12 +290,13 @@ def best_splits(blocks, keys, at_once):
     """Return into how many splits to cut ``keys``, for ``blocks`` blocks a split.
 
     ``at_once``: blocks that the GPU runs at a time. Counts the rounds that it takes and how long a
-    split lasts; of equal ones the fewest splits win.
+    block lasts; of equal ones the fewest splits win.
     """
     steps = -(-keys // SPLIT_KEYS)
 
     def cost(splits):
-        return -(-blocks * splits // at_once) * (-(-steps // splits) + SPLIT_COST)
+        rounds = -(-blocks * splits // at_once)
+        return rounds * (-(-steps // splits) + BLOCK_COST) + (COMBINE_COST if splits > 1 else 0)
 
     return min(range(1, min(steps, MAX_SPLITS, 4 * at_once) + 1), key=cost, default=1)
 

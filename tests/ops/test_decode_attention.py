@@ -11,7 +11,7 @@ from gpuattn.ops.decode_attention import FIXED_SPLIT, IMPLS, best_splits
 
 HERE = implementations(IMPLS)
 PLAIN = {
-    "scale": 0.3, "window": None, "softcap": None, "splits": None, "batch_invariant": False,
+    "scale": None, "window": None, "softcap": None, "splits": None, "batch_invariant": False,
 }  # fmt: skip
 
 
@@ -94,10 +94,11 @@ CASES = {
 
 
 def split(case):
-    return (
-        {name: x for name, x in case.items() if name not in PLAIN},
-        PLAIN | {name: x for name, x in case.items() if name in PLAIN},
-    )
+    sizes = {name: x for name, x in case.items() if name not in PLAIN}
+    params = PLAIN | {name: x for name, x in case.items() if name in PLAIN}
+    if params["scale"] is None:
+        params["scale"] = sizes.get("D", 16) ** -0.5
+    return sizes, params
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -193,7 +194,8 @@ def test_split_counts():
     assert best_splits(8, 8192, 264) * 8 <= 264, "one round"
     assert best_splits(8, 8192, 264) * 8 >= 200, "that most of the GPU shares"
     assert best_splits(8, 0, 264) == 1
-    assert best_splits(1, 10 * 64, 264) == 10
+    assert best_splits(1, 20 * 64, 264) == 20, "a step each"
+    assert best_splits(264, 100 * 64, 264) == 1, "the GPU is full already"
 
 
 @pytest.mark.parametrize("paged", [False, True])
