@@ -109,7 +109,7 @@ def _logits(p, b, n, q, k, wide):
     loads = abs(q) @ abs(k).swapaxes(1, 2) * abs(p.params["scale"])
     if cap:
         t = xp.tanh(x / cap)
-        x, bend = cap * t, 1 - t * t
+        x, bend, loads = cap * t, 1 - t * t, loads + cap  # a rounding of cap, by exponentials
     offset = S - T if p.params["align"] == "bottom_right" else 0
     i, j = xp.arange(T)[:, None] + offset, xp.arange(n + 1)
     left, right = p.params["window"]

@@ -23,6 +23,9 @@ except ImportError:
 
 def pytest_collection_modifyitems(items, config):
     """In the simulator only its own tests run; outside, test_simulator.py starts that run."""
+    for item in items:
+        if "gpu" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
     keep = [item for item in items if bool(item.get_closest_marker("simulator")) == SIMULATED]
     config.hook.pytest_deselected(items=[item for item in items if item not in keep])
     items[:] = sorted(keep, key=lambda item: bool(item.get_closest_marker("background")))
