@@ -90,7 +90,8 @@ class Kernel:
             "shared memory": total_shared / gpu["sharedMemPerMultiprocessor"],
             "threads": threads / gpu["maxThreadsPerMultiProcessor"],
         }
-        limit = f"{max(shares, key=shares.get)}, for {side_by_side} blocks on a multiprocessor"
+        most = max(shares, key=shares.get)
+        limit = f"{most}, {side_by_side} at a time on a multiprocessor"
         if blocks < places:
             limit = f"{blocks} blocks for {places} places on {count} multiprocessors"
         return {

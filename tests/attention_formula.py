@@ -276,7 +276,7 @@ def guarded_memory():
         room = xp.full(size + 2 * GUARD, 0xAB, np.uint8)
         guards.extend((room[:GUARD], room[GUARD + size :]))
         array = room[GUARD : GUARD + size].view(dtype).reshape(shape)
-        array.fill(NAN if arrays.is_floating(dtype) else 1 << 30)
+        array.fill(NAN if arrays.is_floating(dtype) else np.iinfo(dtype).max // 2)
         return array
 
     arrays.allocate = allocate

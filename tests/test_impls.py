@@ -59,7 +59,7 @@ def test_explain_is_data_and_computes_nothing():
 
 TAKES = {
     "tile": (128, 64), "threads": 256, "registers": 168, "shared_bytes": 100_352, "blocks": 1024,
-    "waves": 7.7576, "limit": "registers, for 1 blocks on a multiprocessor",
+    "waves": 7.7576, "limit": "registers, 1 at a time on a multiprocessor",
 }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_explain_tells_what_the_chosen_takes():
         "  raw-hopper  the GPU is too old",
         "  raw-simt    runs",
         "              tile 128 x 64, 256 threads, 168 registers each, 98.0 KiB of shared memory",
-        "              24 blocks, 7.76 waves, limit: registers, for 1 blocks on a multiprocessor",
+        "              24 blocks, 7.76 waves, limit: registers, 1 at a time on a multiprocessor",
         "  reference   would run, but comes later",
     ]
     assert explain(softmax, X).details is None

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import background
 import numpy as np
@@ -107,6 +108,33 @@ def test_an_empty_grid_launches_nothing():
         raise AssertionError("launched")
 
     kernels.Kernel(fail, "k", [])((4, 0), (32,))
+
+
+def test_resources_say_what_keeps_more_blocks_from_running(monkeypatch):
+    """On a GPU of our own: 4 multiprocessors of 64 Ki registers and 200 KiB of shared memory."""
+    gpu = {
+        "multiProcessorCount": 4, "regsPerMultiprocessor": 1 << 16,
+        "sharedMemPerMultiprocessor": 200 << 10, "maxThreadsPerMultiProcessor": 2048,
+    }  # fmt: skip
+    allowed = []
+    driver = SimpleNamespace(
+        funcGetAttribute=lambda attribute, function: {kernels.REGISTERS: 128}.get(attribute, 1024),
+        funcSetAttribute=lambda function, attribute, value: allowed.append(value),
+        occupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 2,
+    )
+    runtime = SimpleNamespace(getDevice=lambda: 0, getDeviceProperties=lambda device: gpu)
+    cuda = SimpleNamespace(runtime=runtime, driver=driver)
+    monkeypatch.setattr(kernels, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    kernel = kernels.Kernel(SimpleNamespace(ptr=1), "k", [])
+    assert kernel.resources((10, 2), (256,), 40 << 10) == {
+        "threads": 256, "registers": 128, "shared_bytes": 41 << 10, "blocks": 20, "waves": 2.5,
+        "limit": "registers, 2 at a time on a multiprocessor",
+    }  # fmt: skip
+    assert not allowed
+    told = kernel.resources((3,), (64,), 90 << 10)
+    assert told["limit"] == "3 blocks for 8 places on 4 multiprocessors" and told["waves"] == 3 / 8
+    assert allowed == [90 << 10]
+    assert kernel.resources((9,), (64,), 90 << 10)["limit"].startswith("shared memory, ")
 
 
 def test_wrong_argument_count_shows_the_signature():
