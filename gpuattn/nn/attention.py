@@ -1,13 +1,17 @@
 """Multi-head attention over packed or batched tokens, and its key-value cache."""
 
+import numpy as np
+
 from gpuattn import arrays
-from gpuattn.arrays import empty
+from gpuattn.arrays import empty, get_xp, on_gpu
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.nn.dropout import Dropout
 from gpuattn.nn.linear import Linear
 from gpuattn.nn.module import Module, generator
+from gpuattn.ops.append_kv import append_kv
+from gpuattn.ops.decode_attention import MAX_QUERIES, decode_attention
 from gpuattn.ops.flash_attention import flash_attention
 from gpuattn.ops.softmax import softmax
 
@@ -45,29 +49,69 @@ SPLIT_HEADS = Impls("split_heads", Impl("array", _forward_split, _backward_split
 
 
 class KeyValueCache:
-    """Keys and values of the tokens so far: two (N, max_length, Hk, D) arrays, allocated once."""
+    """Keys and values of the tokens so far: two (N, max_length, Hk, D) arrays, allocated once.
+
+    On a GPU their rows stay where they are when texts move: ``slots`` (1, N, max_length) names the
+    row that holds each token of a text, as ``decode_attention`` takes it. Else it is None.
+    """
 
     def __init__(self, like, rows, max_length, kv_heads, head_dim):
         shape = (rows, max_length, kv_heads, head_dim)
         self.k, self.v = arrays.zeros(like, shape), arrays.zeros(like, shape)
         self.length = 0
+        self.lengths = self.slots = None
+        if on_gpu(like) and rows <= np.iinfo(np.int16).max:
+            xp = get_xp(like)
+            self.lengths = xp.zeros(rows, np.int32)  # ``length``, where kernels read it
+            own = xp.arange(rows, dtype=np.int16)[:, None]
+            self.slots = xp.repeat(own, max_length, axis=1)[None]
 
     def extend(self, k, v):
-        """Store k and v (N, T, Hk, D) behind the others; return views of all so far."""
+        """Store k and v (N, T, Hk, D) behind the others; return all so far.
+
+        Views; with ``slots``, copies.
+        """
+        end = self._end(k)
+        self.k[:, self.length : end] = tape.raw(k)
+        self.v[:, self.length : end] = tape.raw(v)
+        self._set_length(end)
+        if self.slots is None:
+            return self.k[:, :end], self.v[:, :end]
+        rows, keys = self.slots[0, :, :end], get_xp(self.k).arange(end)
+        return self.k[rows, keys], self.v[rows, keys]
+
+    def decodes(self, q):
+        """Return whether ``attend`` takes the queries (N, T, H, D)."""
+        return self.slots is not None and q.shape[1] <= MAX_QUERIES
+
+    def attend(self, q, k, v):
+        """Store k and v (N, T, Hk, D) behind the others; return the causal attention of ``q``."""
+        end = self._end(k)
+        append_kv(self.k, self.v, k, v, self.lengths)
+        self._set_length(end)
+        return decode_attention(q, self.k, self.v, self.lengths, slots=self.slots)
+
+    def reorder(self, parents):
+        """Let row i go on from what was row ``parents[i]``."""
+        if self.slots is not None:
+            known = self.slots[0, :, : self.length]
+            known[...] = known[parents]
+            return
+        for store in (self.k, self.v):
+            store[:, : self.length] = store[parents, : self.length]
+
+    def _end(self, k):
         end = self.length + k.shape[1]
         if end > self.k.shape[1]:
             raise ValueError(
                 problem("KeyValueCache", "the length", end, f"up to max_length, {self.k.shape[1]}")
             )
-        self.k[:, self.length : end] = tape.raw(k)
-        self.v[:, self.length : end] = tape.raw(v)
-        self.length = end
-        return self.k[:, :end], self.v[:, :end]
+        return end
 
-    def reorder(self, parents):
-        """Let row i go on from what was row ``parents[i]``."""
-        for store in (self.k, self.v):
-            store[:, : self.length] = store[parents, : self.length]
+    def _set_length(self, end):
+        self.length = end
+        if self.lengths is not None:
+            self.lengths.fill(end)
 
 
 class MultiHeadAttention(Module):
@@ -117,6 +161,9 @@ class MultiHeadAttention(Module):
         if memory is None:
             counts = (self.heads, self.kv_heads, self.kv_heads)
             q, k, v = split_heads(self.qkv(x), counts, self.head_dim)
+            plain = self.causal and key_lengths is None and self.maps is None
+            if cache is not None and plain and not self.dropout.now()[0] and cache.decodes(q):
+                return self.out(cache.attend(q, k, v).reshape(x.shape))
             if cache is not None:
                 k, v = cache.extend(k, v)
             packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)

@@ -9,6 +9,7 @@ from gpuattn.decode.beam import beam_search
 from gpuattn.decode.greedy import greedy
 from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.models.translation import TranslationConfig, TranslationModel
+from gpuattn.nn import attention
 
 SOURCES = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14]]
 PROMPT = np.array([[5, 6, 7], [8, 9, 10]], np.int32)
@@ -36,9 +37,12 @@ def make(kind, beam, kv_cache):
     return model.stepper(model.pack(SOURCES), 6, beam, kv_cache)
 
 
+@pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("kind", ["pre", "post", "gpt2"])
 @pytest.mark.parametrize("beam", [1, 3])
-def test_cache_equals_recomputation_also_when_beams_move(kind, beam, rng):
+def test_cache_equals_recomputation_also_when_beams_move(kind, beam, rng, slots, monkeypatch):
+    if slots:  # as on a GPU
+        monkeypatch.setattr(attention, "on_gpu", lambda x: True)
     cached, whole = make(kind, beam, True), make(kind, beam, False)
     sentences = cached.sentences
     tokens = np.full(sentences * beam, BOS, np.int32)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from gpuattn import Tensor, nn, no_grad
+from gpuattn.nn import attention
 from gpuattn.nn.attention import split_heads
 
 LENGTHS = (3, 1, 5)
@@ -87,7 +88,11 @@ def test_memories_serve_several_rows_each(rng):
     np.testing.assert_allclose(shared, layer(x, memory.repeat(2, axis=0)).data, atol=1e-5)
 
 
-def test_cache_continues_and_reorders(rng):
+@pytest.mark.parametrize("slots", [False, True])
+def test_cache_continues_and_reorders(rng, monkeypatch, slots):
+    """With ``slots``, as on a GPU: rows stay, a table follows the texts."""
+    if slots:
+        monkeypatch.setattr(attention, "on_gpu", lambda x: True)
     layer = make(rng, causal=True, kv_heads=2)
     x = rng.standard_normal((3, 6, 24)).astype(np.float32)
     cache = layer.new_cache(3, 6)
@@ -103,6 +108,22 @@ def test_cache_continues_and_reorders(rng):
         np.testing.assert_allclose(got, layer(moved).data[:, 3:], atol=1e-5)
         with pytest.raises(ValueError, match="max_length, 6"):
             layer(x[:, :1], cache=cache)
+        assert (cache.slots is not None) == slots
+
+
+def test_a_cache_with_slots_takes_long_texts_and_moves_twice(rng, monkeypatch):
+    monkeypatch.setattr(attention, "on_gpu", lambda x: True)
+    layer = make(rng, causal=True, kv_heads=2)
+    x = rng.standard_normal((3, 45, 24)).astype(np.float32)
+    cache, text = layer.new_cache(3, 45), x[:, :0]
+    with no_grad():
+        for start, stop in ((0, 20), (20, 21), (21, 40), (40, 45)):  # above and below 16 at a time
+            text = np.concatenate([text, x[:, start:stop]], axis=1)
+            got = layer(text[:, start:], cache=cache).data
+            np.testing.assert_allclose(got, layer(text).data[:, start:], atol=1e-5)
+            parents = rng.integers(0, 3, 3)
+            cache.reorder(parents)
+            text = text[parents]
 
 
 def test_dropout_repeats_within_a_step_and_stops_in_evaluation(rng):
