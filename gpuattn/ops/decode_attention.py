@@ -181,15 +181,21 @@ def _check(q, k_cache, v_cache, lengths, page_table, slots, alibi_slopes, sink):
 # ---- raw: rawkernels/decode_attention*.cu -------------------------------------------------------
 
 
-def _refuse_simt(q, k, v, lengths, page_table, slots, slopes, sink, **_):
+def _refuse_simt(
+    q, k, v, lengths, page_table, slots, slopes, sink, *, splits, batch_invariant, **_
+):
     if reason := kernel_refusal(q, "q"):
         return reason
     size = max(q.shape[-1], v.shape[-1])
     if size > MAX_HEAD_DIM:
         return f"the head size is {size}, the kernel takes 1 to {MAX_HEAD_DIM}"
-    blocks = q.shape[0] * q.shape[1] * q.shape[2] * MAX_SPLITS
+    if batch_invariant:
+        splits = -(-_room(k, page_table) // FIXED_SPLIT)
+        if splits > MAX_SPLITS:
+            return f"{splits} splits of {FIXED_SPLIT} keys, the kernel takes {MAX_SPLITS}"
+    blocks = math.prod(q.shape[:3]) * (splits or 1)
     if blocks > MAX_BLOCKS:
-        return f"{blocks // MAX_SPLITS} query rows, the kernel takes {MAX_BLOCKS // MAX_SPLITS}"
+        return f"{blocks} blocks, the kernel takes {MAX_BLOCKS}"
     return None
 
 
@@ -238,7 +244,7 @@ def _launch(
     if B == 0:
         return (out, lse), None
     paged = page_table is not None
-    keys = page_table.shape[1] * k.shape[1] if paged else k.shape[1]
+    keys = _room(k, page_table)
     window = UNLIMITED if window is None else min(window, UNLIMITED)
     rows, span, chunk = B // sequences * T * (H // kv_heads), min(keys, window + T), 0
     blocks = kv_heads * -(-rows // block_rows) * sequences
@@ -264,9 +270,7 @@ def _launch(
         "slopes_batch": H if slopes is not None and slopes.ndim == 2 else 0, "splits": splits,
         "chunk": chunk, "scale": scale, "softcap": softcap or 0,
     }  # fmt: skip
-    problem = np.zeros(1, PROBLEM)
-    for name, value in fields.items():
-        problem[name] = value
+    problem = np.array([tuple([fields[name] for name in PROBLEM.names])], PROBLEM)
     parts = parts_lse = None
     if splits > 1:
         parts = arrays.empty(q, (splits, *out.shape), np.float32)
@@ -279,6 +283,11 @@ def _launch(
         arguments = parts, parts_lse, out, lse, splits, value_dim, T, H
         combine((B * T * H,), (256,), *arguments, shared_bytes=4 * splits)
     return (out, lse), None
+
+
+def _room(k, page_table):
+    """Return the most keys of a sequence."""
+    return k.shape[1] * (1 if page_table is None else page_table.shape[1])
 
 
 def _contiguous(x, dtype=None):

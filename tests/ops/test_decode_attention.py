@@ -1,13 +1,15 @@
+import re
+
 import numpy as np
 import pytest
 from checks import check_implementation, implementations, module_named
 
-from gpuattn import Tensor, append_kv, arrays, decode_attention, flash_attention
+from gpuattn import Tensor, append_kv, arrays, decode_attention, flash_attention, kernels
 from gpuattn.arrays import to_cpu
 from gpuattn.errors import UnsupportedError
 from gpuattn.impls import explain
 from gpuattn.ops.append_kv import IMPLS as APPEND
-from gpuattn.ops.decode_attention import FIXED_SPLIT, IMPLS, best_splits
+from gpuattn.ops.decode_attention import FIXED_SPLIT, IMPLS, PROBLEM, best_splits
 
 HERE = implementations(IMPLS)
 PLAIN = {
@@ -284,6 +286,14 @@ def test_pages_and_slots_out_of_range(rng, name, where):
     with pytest.raises(IndexError, match="decode_attention: slots is holding -1"):
         slots = xp.full((1, 2, 32), -1, np.int16)
         to_cpu(decode_attention(q, k, v, lengths, slots=slots, impl=name))
+
+
+def test_the_struct_has_the_fields_of_the_header():
+    text = (kernels.ROOT / "common/decode.cuh").read_text()
+    inside = re.sub(r"//[^\n]*", "", re.search(r"struct Decode \{(.*?)\};", text, re.DOTALL)[1])
+    words = re.findall(r"(?:Strides|long long|int|float|short)\b\s*([^;]+);", inside)
+    names = [name.strip(" *\n") for line in words for name in line.split(",")]
+    assert names == list(PROBLEM.names)
 
 
 # ---- arguments --------------------------------------------------------------------------------
