@@ -15,6 +15,12 @@ __device__ __forceinline__ u32 shared_tiles() {
     extern __shared__ __align__(128) unsigned char tiles[];
     return (u32)__cvta_generic_to_shared(tiles);
 }
+__device__ __forceinline__ uint4 load_shared_16(u32 address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
 // The address of columns 8 chunk .. 8 chunk + 7 of a row, in a tile of ROWS rows.
 template <int ROWS> __device__ __forceinline__ u32 chunk_address(u32 tile, int row, int chunk) {
     return tile + (chunk >> 3) * (ROWS * 128) + row * 128 + (((chunk ^ row) & 7) << 4);

@@ -1,0 +1,83 @@
+"""Attention on tensor cores, a warp at a time: ``rawkernels/flash_attention_forward_ampere.cu``."""
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import ctype, import_cupy
+from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.ops import attention_simt
+from gpuattn.ops.attention_launch import Launch
+
+MAX_HEAD_DIM = 256
+MAX_BLOCKS = 2**31 - 1
+WIDTHS = (32, 64, 96, 128, 256)  # what HEAD_DIM is rounded up to
+THREADS = 128
+
+backward = attention_simt.backward
+
+
+def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, **__):
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if reason := kernel_refusal(x, name) or rows_refusal(x, name):
+            return reason
+    size = max(q.shape[-1], v.shape[-1])
+    if size > MAX_HEAD_DIM:
+        return f"the head size is {size}, the kernel takes at most {MAX_HEAD_DIM}"
+    sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
+    blocks = (max_seqlen_q // 64 + 1) * q.shape[-2] * sequences
+    if blocks > MAX_BLOCKS:
+        return f"{blocks} tiles, the kernel takes {MAX_BLOCKS}; give the true max_seqlen_q"
+    return None
+
+
+def rows_refusal(x, name):
+    """Return why rows of ``x``, the argument ``name``, cannot be copied 16 bytes at a time."""
+    if ctype(x.dtype) not in ("f16", "bf16"):
+        return f"{name} is {x.dtype}, the kernel takes float16 and bfloat16"
+    if x.shape[-1] % 8:
+        return f"the head size of {name} is {x.shape[-1]}, the kernel takes multiples of 8"
+    if not x.size:
+        return None
+    if x.strides[-1] != x.itemsize:
+        return f"the head axis of {name} is not contiguous; try xp.ascontiguousarray({name})"
+    steps = [step for n, step in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
+    if any(step % 16 for step in steps) or x.data.ptr % 16:
+        return f"rows of {name} do not start at multiples of 16 bytes; try a contiguous copy"
+    return None
+
+
+def forward(q, k, v, *extras, needs, **params):
+    *lead, rows, heads, _ = q.shape
+    out = arrays.empty(q, (*q.shape[:-1], v.shape[-1]))
+    lse = arrays.empty(q, (*lead, heads, rows), np.float32)
+    launch = Launch(q, k, v, *extras, **params, out=out)
+    width = next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
+    features = {"EXTRAS": has_extras(launch), "DROPOUT": launch.fields["threshold"] < 65536}
+    run = kernel(
+        "flash_attention_forward_ampere.cu", "flash_attention_forward", scalar=ctype(q.dtype),
+        HEAD_DIM=width, **features,
+    )  # fmt: skip
+    capability = int(import_cupy().cuda.Device().compute_capability)
+    tile, shared_bytes = forward_tile(width, not any(features.values()), capability)
+    grid = (-(-launch.queries // tile) * heads * launch.sequences,)
+    run(grid, (THREADS,), launch.problem, q, k, v, out, lse, shared_bytes=shared_bytes)
+    return (out, lse), ((q, k, v, *extras, out, lse) if any(needs) else None)
+
+
+def forward_tile(width, plain, capability):
+    """Return (ROWS, SHARED_BYTES) of the forward kernel for HEAD_DIM = ``width``."""
+    rows, keys = 128, 32 if width > 64 else 48
+    if width > 128:
+        rows = 64
+    elif plain:
+        keys = 48 if width > 64 and capability < 90 else 64
+    return rows, -(-width // 64) * 128 * (rows + 4 * keys)
+
+
+def has_extras(launch):
+    """Return whether more than a positive scale is between a product and its logit."""
+    fields = launch.fields
+    _, _, _, _, slopes, *_ = launch.pointed_at
+    return bool(
+        fields["scale"] <= 0 or fields["softcap"] or "bias_kind" in fields or slopes is not None
+    )
