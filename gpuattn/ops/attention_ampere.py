@@ -16,7 +16,7 @@ THREADS = 128
 backward = attention_simt.backward
 
 
-def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, **__):
+def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **__):
     for name, x in {"q": q, "k": k, "v": v}.items():
         if reason := kernel_refusal(x, name) or rows_refusal(x, name):
             return reason
@@ -24,7 +24,7 @@ def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, **__):
     if size > MAX_HEAD_DIM:
         return f"the head size is {size}, the kernel takes at most {MAX_HEAD_DIM}"
     sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
-    blocks = (max_seqlen_q // 64 + 1) * q.shape[-2] * sequences
+    blocks = (max(max_seqlen_q, max_seqlen_k) // 16 + 1) * q.shape[-2] * sequences
     if blocks > MAX_BLOCKS:
         return f"{blocks} tiles, the kernel takes {MAX_BLOCKS}; give the true max_seqlen_q"
     return None
