@@ -23,7 +23,9 @@ def refusal(x, name):
         return f"{name} is {x.dtype}, the copy engine's kernels take float16 and bfloat16"
     if x.shape[-1] % 8:
         return f"the head size of {name} is {x.shape[-1]}, the copy engine takes multiples of 8"
-    if x.size and x.strides[-1] != x.itemsize:
+    if not x.size:
+        return None
+    if x.strides[-1] != x.itemsize:
         return f"the head axis of {name} is not contiguous; try xp.ascontiguousarray({name})"
     steps = [step for n, step in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
     if any(step % 16 or step <= 0 for step in steps) or x.data.ptr % 16:

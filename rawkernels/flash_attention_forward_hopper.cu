@@ -8,11 +8,15 @@
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = true; EXTRAS = false; DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; EXTRAS = true; DROPOUT = false, true
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false; DROPOUT = true
-// Constants: scalar = bf16; HEAD_DIM = 96, 128; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false, true; DROPOUT = false, true
+// Constants: scalar = bf16; HEAD_DIM = 96, 128; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false, true;
+//    DROPOUT = false, true
 // Constants: scalar = f16; HEAD_DIM = 128; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false, true; DROPOUT = false
-// Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 112; BANDED = false, true; EXTRAS = false, true; DROPOUT = false, true
+// Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 112; BANDED = false, true; EXTRAS = false; DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 96; BANDED = false, true; EXTRAS = true; DROPOUT = false, true
+// Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 96; BANDED = false, true; EXTRAS = false; DROPOUT = true
 // Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 80; BANDED = false, true; EXTRAS = false, true; DROPOUT = false
-// Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 64; BANDED = false, true; EXTRAS = false, true; DROPOUT = true
+// Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 64; BANDED = false, true; EXTRAS = false; DROPOUT = true
+// Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 32; BANDED = false, true; EXTRAS = true; DROPOUT = true
 // Launch:    grid = (min(tiles, SMs),), block = (THREADS,), shared = SHARED_BYTES, *counter = 0 (and is left at 0);
 //            tiles = row_blocks * all_heads, see find_tile; maps of boxes of 64 (q, out), BN (k, v) and BM (bias) rows
 // Arch: sm_90a
@@ -28,16 +32,20 @@ constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160
 constexpr bool RESCALE_FIRST = HEAD_DIM > 128;  // o is rescaled before p v instead of after: fewer registers live at once
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2, SLABS = (HEAD_DIM + 63) / 64;
 constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // queries of a warpgroup
-constexpr int BIAS_SLABS = EXTRAS && HEAD_DIM <= 128 ? (BN + 63) / 64 : 0, BIAS_BYTES = BM * BIAS_SLABS * 128;
+constexpr int BIAS_SLABS = EXTRAS && BN == 128 ? 2 : 0;  // of 16-bit numbers; a mask of bytes fills one
+constexpr int BIAS_BYTES = BM * BIAS_SLABS * 128;
 constexpr int OPERANDS = WARPGROUPS * Q_BYTES + STAGES * (2 * KV_BYTES + BIAS_BYTES);
 constexpr bool OWN_OUT = OPERANDS + WARPGROUPS * Q_BYTES <= 224 * 1024;  // else a warpgroup's out overwrites its queries
 
-// Shared memory, in bytes from shared_base() on; SHARED_BYTES = 2048 + OPERANDS + (OWN_OUT ? WARPGROUPS * Q_BYTES : 0).
+constexpr int SHARED_BYTES = 2048 + OPERANDS + (OWN_OUT ? WARPGROUPS * Q_BYTES : 0);  // 1024 for shared_base()
+
+// Shared memory, in bytes from shared_base() on.
 constexpr int Q_FULL = 0, Q_EMPTY = Q_FULL + 8 * WARPGROUPS, TILE_FULL = Q_EMPTY + 8 * WARPGROUPS, TILE_EMPTY = TILE_FULL + 16;
 constexpr int K_BARS = TILE_EMPTY + 16, V_BARS = K_BARS + 16 * STAGES, BIAS_BARS = V_BARS + 16 * STAGES;
 constexpr int TILE = 512, TILE_WORDS = 7;  // two tiles: the one at work and the next
 constexpr int Q = 1024, OUT = OWN_OUT ? Q + WARPGROUPS * Q_BYTES : Q;
 constexpr int K = OUT + WARPGROUPS * Q_BYTES, V = K + STAGES * KV_BYTES, BIAS = V + STAGES * KV_BYTES;
+static_assert(SHARED_BYTES <= 232448, "flash_attention_forward_hopper.cu: the tiles do not fit in shared memory");
 
 __device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
 template <int ROWS, int COUNT> __device__ __forceinline__ void load_slabs(u32 tile, const TensorMap& map, u32 bar, int column,
@@ -56,9 +64,11 @@ template <int BARS, int TILES, int ROWS, int COUNT> struct Ring {
     __device__ __forceinline__ void init() const {
         for (int i = 0; i < STAGES; ++i) { mbar_init(full(i), 1); mbar_init(empty(i), 4 * WARPGROUPS); }
     }
-    __device__ __forceinline__ void load(int i, const TensorMap& map, int column, int row, int head, int batch, u64 hint) const {
+    template <int SOME = COUNT>
+    __device__ __forceinline__ void load(int i, const TensorMap& map, int column, int row, int head, int batch,
+                                         u64 hint) const {
         mbar_wait(empty(i), (i / STAGES & 1) ^ 1);
-        load_slabs<ROWS, COUNT>(tile(i), map, full(i), column, row, head, batch, hint);
+        load_slabs<ROWS, SOME>(tile(i), map, full(i), column, row, head, batch, hint);
     }
     __device__ __forceinline__ void wait(int i) const { mbar_wait(full(i), i / STAGES & 1); }
     __device__ __forceinline__ void done(int i) const { release(empty(i)); }
@@ -81,11 +91,14 @@ __device__ __forceinline__ Tile get_tile(u32 shared, int round) {
     return {word[0], word[1], word[2], word[3], word[4], word[5], word[6]};
 }
 
+// Which 64 queries of a tile are a warpgroup's: short sequences, and the long and short rows of causal ones, go around.
+__device__ __forceinline__ int part_of(int w, int round) { return (w + round) % WARPGROUPS; }
+
 // What a thread keeps of a tile: its two rows.
 struct Rows {
-    float o[HEAD_DIM / 2], base[2], total[2], fade[2];  // o and total count weights in units of 2^base; total: this thread's share
+    float o[HEAD_DIM / 2], base[2], total[2], fade[2];  // o and total (this thread's share) count in units of 2^base
     u32 p[BN / 16][4];
-    int i[2], low[2], high[2];  // queries; keys low .. high - 1 are seen, counted from this thread's first column
+    int i;  // the first row's query; the second's is i + 8
 };
 
 // Logits to weights 2^(unit s - base) under the new maximum, and fade, the factor for what was summed under the old one.
@@ -118,26 +131,29 @@ __device__ __forceinline__ void rescale(Rows& rows) {
 // The products of the n-th key block, the used-th of the ring, to weights. edge: some keys are hidden from some queries.
 __device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, u32 shared, int used,
                                       int n, bool edge, int bias_by_tma) {
+    float factor = a.scale;
     if (EXTRAS) {
         const bool staged = BIAS_BYTES && bias_by_tma;
         const Biases biases{shared};
         if (staged) biases.wait(used);
-        to_logits<BM>(s, a, t, rows.i, n * BN + fragment_column(0), staged ? biases.tile(used) : 0);
+        factor = to_logits<BM>(s, a, t, rows.i, n * BN, staged ? biases.tile(used) : 0);
         if (staged) { __syncwarp(); biases.done(used); }
     }
     if (edge) {
-        hide_from(s, rows.high[0] - n * BN, rows.high[1] - n * BN);
-        if (BANDED && a.left < 1 << 30) hide_below(s, rows.low[0] - n * BN, rows.low[1] - n * BN);
+        const int first = n * BN + fragment_column(0), at = rows.i + t.offset - first;  // counted from our first column
+        const int end = t.keys - first, right = at + a.right + 1, left = at - a.left;
+        if (BANDED) hide_from(s, min(end, right), min(end, right + 8));
+        else hide_from(s, end, end);
+        if (BANDED && a.left < 1 << 30) hide_below(s, left, left + 8);
     }
-    online_softmax(rows, s, EXTRAS ? LOG2E : a.scale * LOG2E);
+    online_softmax(rows, s, factor * LOG2E);
 }
-__device__ __forceinline__ void pack_weights(Rows& rows, const float (&s)[BN / 2], const Attention& a, const Tile& t, int n) {
-    pack(rows.p, s);
+__device__ __forceinline__ void pack_weights(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, int n) {
     if (DROPOUT) {
-        const int lane = threadIdx.x % 32;
-        const u32 corner = (rows.i[0] - lane / 4) / 16 | n * (BN / 16) << 16;
-        drop(rows.p, key_of(a), corner, lane | (t.number * a.heads + t.head) << 5, a.threshold);
+        const u32 block = (rows.i - threadIdx.x % 32 / 4) / 16 | n * (BN / 16) << 16;
+        drop(s, key_of(a), block, t.number * a.heads + t.head, a.threshold);
     }
+    pack(rows.p, s);
 }
 __device__ __forceinline__ void add_values(Rows& rows, u32 shared, int used) {  // o += p v, issued
     const Values values{shared};
@@ -149,8 +165,8 @@ __device__ __forceinline__ void add_values(Rows& rows, u32 shared, int used) {  
 }
 
 // One key block: its q k^T together with the p v of the block before, whose values are the used-th.
-__device__ __forceinline__ void step(Rows& rows, const Attention& a, const Tile& t, u32 shared, u32 q, int used, int n, bool edge,
-                                     int bias_by_tma) {
+__device__ __forceinline__ void step(Rows& rows, const Attention& a, const Tile& t, u32 shared, u32 q, int used, int n,
+                                     bool edge, int bias_by_tma) {
     const Keys keys{shared};
     float s[BN / 2];
     keys.wait(used + 1);
@@ -197,7 +213,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
     if (threadIdx.x == 0) {
         keys.init(); values.init(); biases.init();
         for (int w = 0; w < WARPGROUPS; ++w) { mbar_init(shared + Q_FULL + 8 * w, 1); mbar_init(shared + Q_EMPTY + 8 * w, 4); }
-        for (int i = 0; i < 2; ++i) { mbar_init(shared + TILE_FULL + 8 * i, 1); mbar_init(shared + TILE_EMPTY + 8 * i, 4 * WARPGROUPS + 1); }
+        for (int i = 0; i < 2; ++i) {
+            mbar_init(shared + TILE_FULL + 8 * i, 1);
+            mbar_init(shared + TILE_EMPTY + 8 * i, 4 * WARPGROUPS + 1);  // and the loader of queries
+        }
         mbar_init_done();
     }
     __syncthreads();
@@ -210,7 +229,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
             for (;;) {
                 Tile t = {-1};
                 int first_key;
-                const bool more = index < tiles, found = more && find_tile<BM>(a, index, row_blocks, all_heads, section, t, first_key);
+                const bool more = index < tiles;
+                const bool found = more && find_tile<BM>(a, index, row_blocks, all_heads, section, t, first_key);
                 if (found || !more) {
                     mbar_wait(shared + TILE_EMPTY + 8 * (round & 1), (round / 2 & 1) ^ 1);
                     put_tile(shared, round, t);
@@ -223,24 +243,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 if (!found) continue;
                 const Range range = key_range<BANDED, BM, BN>(a, t, t.first);
                 const int kv_head = t.head / a.group, batch = a.cu_q ? 0 : t.number;
-                if (range.begin < range.end) keys.load(loaded, k_map, 0, first_key + (range.end - 1) * BN, kv_head, batch, L2_EVICT_LAST);
+                if (range.begin < range.end)
+                    keys.load(loaded, k_map, 0, first_key + (range.end - 1) * BN, kv_head, batch, L2_EVICT_LAST);
                 for (int n = range.end - 1; n >= range.begin; --n, ++loaded) {  // from the last block to the first
-                    if (BIAS_BYTES && bias_by_tma)
-                        biases.load(loaded, bias_map, n * BN, t.first, a.bias.head ? t.head : 0, a.bias.batch ? t.number : 0, L2_NORMAL);
+                    if (BIAS_BYTES && bias_by_tma) {
+                        const int head = a.bias.head ? t.head : 0, number = a.bias.batch ? t.number : 0;
+                        if (a.bias_kind == 1) biases.load<1>(loaded, bias_map, n * (BN / 2), t.first, head, number, L2_NORMAL);
+                        else biases.load(loaded, bias_map, n * BN, t.first, head, number, L2_NORMAL);
+                    }
                     if (n > range.begin)  // values come one behind
                         keys.load(loaded + 1, k_map, 0, first_key + (n - 1) * BN, kv_head, batch, L2_EVICT_LAST);
                     values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
                 }
             }
         } else if (threadIdx.x == CONSUMERS + 32) {  // loads queries
+            u32 loaded = 0;  // bit w: whether queries came to warpgroup w an odd number of times
             for (int round = 0;; ++round) {
                 const Tile t = get_tile(shared, round);
                 mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));
                 if (t.first < 0) break;
-                for (int w = 0; w < WARPGROUPS; ++w) {
-                    mbar_wait(shared + Q_EMPTY + 8 * w, (round & 1) ^ 1);
-                    load_slabs<64, SLABS>(shared + Q + w * Q_BYTES, q_map, shared + Q_FULL + 8 * w, 0, t.first_query + t.first + 64 * w,
+                int w = (WARPGROUPS - round % WARPGROUPS) % WARPGROUPS;  // of the first part
+                for (int first = t.first; first < min(t.first + BM, t.queries); first += 64) {
+                    mbar_wait(shared + Q_EMPTY + 8 * w, (loaded >> w & 1) ^ 1);
+                    load_slabs<64, SLABS>(shared + Q + w * Q_BYTES, q_map, shared + Q_FULL + 8 * w, 0, t.first_query + first,
                                           t.head, a.cu_q ? 0 : t.number, L2_EVICT_FIRST);
+                    loaded ^= 1 << w;
+                    w = (w + 1) % WARPGROUPS;
                 }
             }
         }
@@ -249,13 +277,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
         const int w = warpgroup();
         const u32 q = shared + Q + w * Q_BYTES, staged = shared + OUT + w * Q_BYTES;
         const u32 q_full = shared + Q_FULL + 8 * w, q_empty = shared + Q_EMPTY + 8 * w;
-        int used = 0;  // value blocks behind us; key block `used` is the next
+        int used = 0, taken = 0;  // value blocks behind us, key block `used` being the next; tiles in which we had queries
         for (int round = 0;; ++round) {
             const Tile t = get_tile(shared, round);
             __syncwarp();
             release(shared + TILE_EMPTY + 8 * (round & 1));
             if (t.first < 0) break;
-            const int first = t.first + 64 * w;
+            const int first = t.first + 64 * part_of(w, round);
             const Range loaded = key_range<BANDED, BM, BN>(a, t, t.first), range = key_range<BANDED, 64, BN>(a, t, first);
             const bool any = range.begin < range.end;
             int n = loaded.end - 1;
@@ -268,17 +296,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 }
             };
             pass_to(any ? range.end : loaded.begin);
-            mbar_wait(q_full, round & 1);
+            if (first >= t.queries) continue;
+            mbar_wait(q_full, taken++ & 1);
             Rows rows;
+            rows.i = first + fragment_row(0);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                rows.i[r] = first + fragment_row(2 * r);
-                const int at = rows.i[r] + t.offset;
-                rows.low[r] = at - a.left - fragment_column(0);
-                rows.high[r] = (BANDED ? min(t.keys, at + a.right + 1) : t.keys) - fragment_column(0);
-                rows.base[r] = NEG_INF;
-                rows.total[r] = 0.f;
-            }
+            for (int r = 0; r < 2; ++r) { rows.base[r] = NEG_INF; rows.total[r] = 0.f; }
             if (any) {
 #pragma unroll
                 for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] = 0.f;
@@ -293,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                     pack_weights(rows, s, a, t, n);
                 }
                 const int past = range.end * BN - t.keys;
-                if (past > 0 && (a.cu_q || a.key_lengths)) {  // values of others, or garbage: a weight of 0 is no help against NaN
+                if (past > 0 && (a.cu_q || a.key_lengths)) {  // values of others or garbage: 0 * NaN is NaN
                     values.wait(used);
                     for (int c = threadIdx.x % 128; c < past * 8; c += 128)
 #pragma unroll
@@ -310,9 +333,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 } else {
                     if (BANDED)
 #pragma unroll 1
-                        for (; n >= max(range.begin, range.inner_end); --n, ++used) step(rows, a, t, shared, q, used, n, true, bias_by_tma);
+                        for (; n >= max(range.begin, range.inner_end); --n, ++used)
+                            step(rows, a, t, shared, q, used, n, true, bias_by_tma);
 #pragma unroll 1
-                    for (; n >= max(range.begin, range.inner_begin); --n, ++used) step(rows, a, t, shared, q, used, n, false, bias_by_tma);
+                    for (; n >= max(range.begin, range.inner_begin); --n, ++used)
+                        step(rows, a, t, shared, q, used, n, false, bias_by_tma);
                     if (BANDED)
 #pragma unroll 1
                         for (; n >= range.begin; --n, ++used) step(rows, a, t, shared, q, used, n, true, bias_by_tma);
@@ -337,8 +362,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                     total = total * fade + exp2_fast(sink - shift);
                     factor *= fade;
                 }
-                if (threadIdx.x % 4 == 0 && rows.i[r] < t.queries)
-                    lse[(a.cu_q ? 0 : t.number) * a.lse_batch + t.head * a.lse_head + t.first_query + rows.i[r]] =
+                if (threadIdx.x % 4 == 0 && rows.i + 8 * r < t.queries)
+                    lse[(a.cu_q ? 0 : t.number) * a.lse_batch + t.head * a.lse_head + t.first_query + rows.i + 8 * r] =
                         total > 0.f ? top * LN2 + logf(total) : NEG_INF;
                 rows.fade[r] = total > 0.f ? factor / total : 0.f;
             }
@@ -357,7 +382,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
             if (whole && threadIdx.x % 128 == 0) {
 #pragma unroll
                 for (int slab = 0; slab < SLABS; ++slab)  // rows past T and columns past Dv are dropped
-                    tma_store(out_map, staged + slab * 64 * 128, 64 * slab, t.first_query + first, t.head, a.cu_q ? 0 : t.number);
+                    tma_store(out_map, staged + slab * 64 * 128, 64 * slab, t.first_query + first, t.head,
+                              a.cu_q ? 0 : t.number);
                 bulk_commit();
                 if (!OWN_OUT) bulk_wait_read();
             }

@@ -1,5 +1,6 @@
 """Attention on Hopper's matrix units: ``rawkernels/flash_attention_forward_hopper.cu``."""
 
+import functools
 import threading
 
 import numpy as np
@@ -7,70 +8,89 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, import_cupy
 from gpuattn.kernels import kernel, kernel_refusal
-from gpuattn.ops import attention_simt
+from gpuattn.ops import attention_hopper_backward, attention_simt
 from gpuattn.ops.attention_launch import UNLIMITED, Launch
 from gpuattn.tensormaps import refusal, tensor_map
 
-FILE, NAME = "flash_attention_forward_hopper.cu", "flash_attention_forward_hopper"
 CAPABILITY = "90"
 MAX_HEAD_DIM, MAX_TILES = 256, 2**31 - 1
-TILES = {64: (192, 128), 96: (128, 128), 128: (128, 128), 192: (128, 112), 256: (128, 80)}
-"""HEAD_DIM, both head sizes rounded up: queries and keys of a tile. A function of the head size,
-the features and the lengths alone, so that a sequence's bits depend on no other sequence."""
-FEATURE_TILE = 128, 128  # at HEAD_DIM 64 with EXTRAS or DROPOUT, which need the registers
-DROPOUT_TILE = 128, 64  # at HEAD_DIM 256, likewise
-SHORT_TILE, SHORT = (256, 64), 1024  # at HEAD_DIM 64 with a band and few queries
-TILE_BYTES = 224 << 10  # of shared memory, beside the barriers
+WIDTHS = (64, 96, 128, 192, 256)  # what both head sizes are rounded up to
+SHORT = 1024  # queries
+TILE_BYTES = 224 << 10  # of shared memory, beside 2048 for barriers and alignment
 L2_SECTION = 32 << 20  # bytes of keys and values that neighbouring tiles may keep in L2
+STAGED_BIAS_KEYS = 128  # of a tile whose bias the copy engine brings
 COUNTERS = 4096  # allocated at a time
 
 
 def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, **__):
     if reason := kernel_refusal(q, "q"):
         return reason
-    if q.device.compute_capability != CAPABILITY:
-        return f"the GPU has compute capability {q.device.compute_capability}, the kernel takes 90"
+    if (found := _gpu(q.device.id)[0]) != CAPABILITY:
+        return f"the GPU's compute capability is {found}, the kernel is made for 90 (Hopper)"
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         if reason := refusal(x, name):
             return reason
     size = max(q.shape[-1], v.shape[-1])
     if size > MAX_HEAD_DIM:
-        return f"the head size is {size}, the kernel takes 8 to {MAX_HEAD_DIM}"
+        return f"the head size is {size}, the kernel takes multiples of 8 up to {MAX_HEAD_DIM}"
     sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
     tiles = (max_seqlen_q // 64 + 1) * q.shape[-2] * sequences
     if tiles > MAX_TILES:
-        return f"{tiles} tiles, the kernel takes {MAX_TILES}"
+        return f"{tiles} tiles, the kernel takes {MAX_TILES}; give the true max_seqlen_q"
     return None
 
 
-def _tile(width, queries, bands, extras, dropout):
-    if width == 256 and dropout:
-        return DROPOUT_TILE
-    if width == 64 and (extras or dropout):
-        return FEATURE_TILE
-    return SHORT_TILE if width == 64 and bands and queries <= SHORT else TILES[width]
+@functools.cache
+def _gpu(number):
+    """Return the compute capability of a device and how many multiprocessors it has."""
+    device = import_cupy().cuda.Device(number)
+    return device.compute_capability, device.attributes["MultiProcessorCount"]
+
+
+def tile(width, queries, bands, extras, dropout):
+    """Return the queries and keys of a tile: as measured, as far as the registers reach.
+
+    ``width``: both head sizes rounded up; ``bands``: a causal mask or a window; ``extras``: a
+    softcap, a bias, ALiBi or scale <= 0. It depends on no other sequence and no number of heads,
+    so neither do a sequence's bits.
+    """
+    if width == 64:
+        if extras or dropout:
+            return 128, 128
+        return (256, 64) if bands and queries <= SHORT else (192, 128)
+    if width <= 128:
+        return 128, 128
+    if width == 192:
+        return 128, 96 if extras or dropout else 112
+    return 128, 80 if not dropout else 32 if extras else 64
+
+
+def shared_bytes(width, rows, keys, extras):
+    """Return the shared memory of a thread block, as the kernel lays it out."""
+    line, stages = -(-width // 64) * 128, 3 if width == 64 else 2
+    bias = rows * 2 * keys if extras and keys == STAGED_BIAS_KEYS else 0
+    operands = rows * line + stages * (2 * keys * line + bias)
+    own_out = operands + rows * line <= TILE_BYTES  # else out takes the place of q
+    return 2048 + operands + (rows * line if own_out else 0)
 
 
 class _Plan:
     """The kernel of one call, and how it is launched."""
 
-    def __init__(self, launch, q, v, bias):
+    def __init__(self, launch, q, bias):
         fields = launch.fields
-        size = max(fields["head_dim"], fields["value_dim"])
-        width = next(w for w in TILES if size <= w)
+        head_dim, value_dim = fields["head_dim"], fields["value_dim"]
+        width = next(w for w in WIDTHS if max(head_dim, value_dim) <= w)
         bands = min(launch.left, launch.right) < UNLIMITED
-        extras = bias is not None or fields["slopes"] or fields["softcap"] or fields["scale"] <= 0
+        extras = bool(
+            bias is not None or fields["slopes"] or fields["softcap"] or fields["scale"] <= 0
+        )
         dropout = fields["threshold"] < 65536
-        self.rows, self.keys = _tile(width, launch.queries, bands, extras, dropout)
+        self.rows, self.keys = tile(width, launch.queries, bands, extras, dropout)
         self.constants = {
             "scalar": ctype(q.dtype), "HEAD_DIM": width, "BM": self.rows, "BN": self.keys,
-            "BANDED": bands, "EXTRAS": bool(extras), "DROPOUT": dropout,
+            "BANDED": bands, "EXTRAS": extras, "DROPOUT": dropout,
         }  # fmt: skip
-        self.bias_by_copies = (
-            bias is not None and width <= 128 and bias.dtype == q.dtype
-            and bias.shape[-2:] == (launch.queries, launch.keys)
-            and refusal(bias.swapaxes(1, 2), "bias") is None
-        )  # fmt: skip
         if launch.packed:  # see find_tile
             self.row_blocks = q.shape[0] // self.rows + launch.sequences
             self.all_heads = launch.heads
@@ -80,21 +100,40 @@ class _Plan:
         self.tiles = self.row_blocks * self.all_heads
         self.section = 1
         if bands:
-            head = max(1, launch.keys * (fields["head_dim"] + fields["value_dim"]) * 2)
-            kv_heads = max(1, 1 << (L2_SECTION // head).bit_length() >> 1)  # a power of two
+            head_bytes = max(1, launch.keys * (head_dim + value_dim) * q.itemsize)
+            kv_heads = max(1, 1 << (L2_SECTION // head_bytes).bit_length() >> 1)  # a power of two
             self.section = max(1, min(self.all_heads, kv_heads * fields["group"]))
-        self.threads = 2 * self.rows + 128
-        self.shared_bytes = self._shared_bytes(width, extras)
-
-    def _shared_bytes(self, width, extras):
-        slabs = -(-width // 64)
-        q, kv = self.rows * slabs * 128, self.keys * slabs * 128
-        bias = self.rows * -(-self.keys // 64) * 128 if extras and width <= 128 else 0
-        operands = q + (3 if width == 64 else 2) * (2 * kv + bias)
-        return 2048 + operands + (q if operands + q <= TILE_BYTES else 0)
+        self.shared_bytes = shared_bytes(width, self.rows, self.keys, extras)
+        self.grid = (min(self.tiles, _gpu(q.device.id)[1]),)
+        self.block = (2 * self.rows + 128,)
+        self.stages_bias = extras and self.keys == STAGED_BIAS_KEYS
 
     def kernel(self):
-        return kernel(FILE, NAME, **self.constants)
+        name = "flash_attention_forward_hopper"
+        return kernel(f"{name}.cu", name, **self.constants)
+
+    def bias_map(self, bias, launch):
+        """Return the tensor map of the bias, or None where the kernel reads it by its rows."""
+        if not self.stages_bias or bias is None or bias.dtype == np.float32:
+            return None
+        if bias.shape[2:] != (launch.queries, launch.keys):
+            return None
+        if bias.dtype == bool:  # two of them as one 16-bit number
+            if launch.keys % 16:
+                return None
+            shape, strides = (*bias.shape[:3], launch.keys // 2), (*bias.strides[:3], 2)
+            bias = type(bias)(shape, np.float16, bias.data, strides)
+        bias = bias.swapaxes(1, 2)
+        return tensor_map(bias, self.rows) if bias.size and not refusal(bias, "bias") else None
+
+
+def _with_rows(bias, keys):
+    """Return the bias with contiguous rows of all keys, a copy where it is anything else."""
+    if bias is None or (bias.shape[3] == keys and bias.strides[3] == bias.itemsize):
+        return bias
+    copy = arrays.empty(bias, (*bias.shape[:3], keys))
+    copy[...] = bias
+    return copy
 
 
 def forward(q, k, v, *extras, needs, **params):
@@ -104,32 +143,42 @@ def forward(q, k, v, *extras, needs, **params):
     saved = (q, k, v, *extras, out, lse) if any(needs) else None
     if not out.size:
         return (out, lse), saved
-    launch, bias = Launch(q, k, v, *extras, **params, out=out), extras[0]
-    plan = _Plan(launch, q, v, bias)
-    q_map = tensor_map(q, 64)
+    bias = _with_rows(extras[0], params["max_seqlen_k"])
+    launch = Launch(q, k, v, bias, *extras[1:], **params, out=out)
+    plan = _Plan(launch, q, bias)
+    q_map, bias_map = tensor_map(q, 64), plan.bias_map(bias, launch)
     # without keys nothing is loaded, and there may be no address
     k_map, v_map = (tensor_map(x, plan.keys) if x.size else q_map for x in (k, v))
-    bias_map = tensor_map(bias.swapaxes(1, 2), plan.rows) if plan.bias_by_copies else q_map
     plan.kernel()(
-        (min(plan.tiles, _processors(q)),), (plan.threads,), launch.problem,
-        q_map, k_map, v_map, tensor_map(out, 64), bias_map, out, lse, _counter(),
-        plan.row_blocks, plan.all_heads, plan.section, plan.bias_by_copies,
-        shared_bytes=plan.shared_bytes,
+        plan.grid, plan.block, launch.problem, q_map, k_map, v_map, tensor_map(out, 64),
+        q_map if bias_map is None else bias_map, out, lse, _counter(), plan.row_blocks,
+        plan.all_heads, plan.section, bias_map is not None, shared_bytes=plan.shared_bytes,
     )  # fmt: skip
     return (out, lse), saved
 
 
-def _processors(x):
-    return x.device.attributes["MultiProcessorCount"]
+def describe(q, k, v, *extras, **params):
+    """Return what the forward takes of the GPU: see ``impls.WORDS``."""
+    plan = _Plan(Launch(q, k, v, *extras, **params), q, extras[0])
+    taken = plan.kernel().resources(plan.grid, plan.block, plan.shared_bytes)
+    waves = plan.tiles / _gpu(q.device.id)[1]
+    bound = "exponentials" if plan.constants["HEAD_DIM"] == 64 else "matrix products"
+    limit = "fewer tiles than multiprocessors" if waves < 1 else bound
+    return {
+        "tile": (plan.rows, plan.keys), **taken, "tiles": plan.tiles, "waves": waves, "limit": limit
+    }  # fmt: skip
 
 
-def backward(saved, dout, dlse, **params):
-    return attention_simt.backward(saved, dout, dlse, **params)
+def backward(saved, dout, dlse, *, needs, into, **params):
+    inputs = saved[:9]
+    refused = attention_hopper_backward.refuse_backward(*inputs, **params)
+    form = attention_simt if refused else attention_hopper_backward
+    return form.backward(saved, dout, dlse, needs=needs, into=into, **params)
 
 
 # ---- the counters from which a launch's thread blocks take their tiles ------------------------
 
-_free, _of_stream, _lock = {}, {}, threading.Lock()
+_of_stream, _free, _kept, _lock = {}, {}, [], threading.Lock()
 
 
 def _counter():
@@ -154,37 +203,7 @@ def _new_counter(cupy, device):
         memory = cupy.cuda.Memory(4 * COUNTERS)  # no pool's: kept for good, whatever is captured
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.runtime.memsetAsync(memory.ptr, 0, memory.size, stream.ptr)
-        stream.synchronize()
-        _free[device] = [(memory, memory.ptr + 4 * n) for n in range(COUNTERS)]
-    memory, address = _free[device].pop()
-    _kept.append(memory)
-    return np.uint64(address)
-
-
-_kept = []
-
-
-# ---- explain ----------------------------------------------------------------------------------
-
-
-def describe(q, k, v, *extras, needs=None, **params):
-    """Return the tile, the resources and the expected limit of a call's forward, as a dict."""
-    launch = Launch(q, k, v, *extras, **params, out=q[..., : v.shape[-1]])
-    plan = _Plan(launch, q, v, extras[0])
-    waves = plan.tiles / _processors(q)
-    work = plan.constants["HEAD_DIM"]
-    limit = "launch and prologue" if waves < 1 else "exponentials" if work <= 64 else "matrix units"
-    return {
-        "tile": (plan.rows, plan.keys),
-        "threads": plan.threads,
-        "registers": _registers(plan.kernel()),
-        "shared_bytes": plan.shared_bytes,
-        "tiles": plan.tiles,
-        "waves": waves,
-        "limit": limit,
-    }
-
-
-def _registers(compiled):
-    driver = import_cupy().cuda.driver
-    return driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, compiled.function.ptr)
+        stream.synchronize()  # once: the first launch may be on any stream
+        _kept.append(memory)
+        _free[device] = [memory.ptr + 4 * n for n in range(COUNTERS)]
+    return np.uint64(_free[device].pop())

@@ -34,7 +34,8 @@ template <int ROWS> __device__ __forceinline__ bool find_tile(const Attention& a
 
 // Of ROWS queries from `first` on, some see keys of the blocks begin .. end - 1, all see all of inner_begin .. inner_end - 1.
 struct Range { int begin, end, inner_begin, inner_end; };
-template <bool BAND, int ROWS, int COLUMNS> __device__ __forceinline__ Range key_range(const Attention& a, const Tile& t, int first) {
+template <bool BAND, int ROWS, int COLUMNS>
+__device__ __forceinline__ Range key_range(const Attention& a, const Tile& t, int first) {
     int from = 0, to = first < t.queries ? t.keys : 0, inner_from = 0, inner_to = t.keys;
     if (BAND) {
         const int at = first + t.offset, last = min(first + ROWS, t.queries) - 1 + t.offset;
@@ -74,67 +75,103 @@ __device__ __forceinline__ float2 unpack_pair(f16, u32 x) {
     return y;
 }
 
-// cap * tanh(x / cap) to within a rounding of cap.
-__device__ __forceinline__ float bend(float x, float cap, float two_over_cap_log2) {
-    return cap - __fdividef(2.f * cap, 1.f + exp2_fast(x * two_over_cap_log2));
+__device__ __forceinline__ u32 load_shared_pair(u32 address) {  // two bytes
+    unsigned short x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+    return x;
 }
 
-// q k^T to logits in natural units (attention.cuh, logit), but for what is hidden by the window and by lengths.
-// i: this thread's two queries; j: its first key. bias_tile: where the bias of the tile's ROWS queries and of these keys
-// is in shared memory, or 0: it is read by its strides.
-template <int ROWS, int R> __device__ __forceinline__ void to_logits(float (&s)[R], const Attention& a, const Tile& t,
-                                                                     const int (&i)[2], int j, u32 bias_tile) {
+// s * factor + bias, or s where the mask says so, for a bias whose rows are read from memory; j: the first key of the block.
+template <typename X> __device__ __forceinline__ void add_bias(float& s, float factor, X x) { s = s * factor + (float)x; }
+__device__ __forceinline__ void add_bias(float& s, float, bool seen) { s = seen ? s : NEG_INF; }
+template <typename X, int R> __device__ __forceinline__ void add_read_bias(float (&s)[R], float factor, const Attention& a,
+                                                                           const Tile& t, int i, int j) {
+    const int first = j + fragment_column(0), last = t.queries - 1;
+    const X* x = (const X*)a.bias_data + t.number * a.bias.batch + t.head * a.bias.head + first;
+    const X *row0 = x + min(i, last) * a.bias.row, *row1 = x + min(i + 8, last) * a.bias.row;
+    const bool two = a.bias.row != 0;
 #pragma unroll
-    for (int e = 0; e < R; ++e) s[e] *= a.scale;
-    if (a.softcap > 0.f) {
-        const float steep = 2.f * LOG2E / a.softcap;
-#pragma unroll
-        for (int e = 0; e < R; ++e) s[e] = bend(s[e], a.softcap, steep);
+    for (int e = 0; e < R; ++e) {
+        if (row_of(e)) continue;
+        const bool inside = column_of(e) < t.keys - first;
+        const X x0 = inside ? row0[column_of(e)] : X(), x1 = inside && two ? row1[column_of(e)] : x0;
+        add_bias(s[e], factor, x0);
+        add_bias(s[e + 2], factor, x1);
     }
-    if (bias_tile) {
-        const int lane = threadIdx.x % 32, row = i[0] - t.first - lane / 4;
+}
+// The same for the tile of the bias, ROWS x 2 R, that lies in shared memory: a slab of bytes, or slabs of 16-bit numbers.
+template <int ROWS, int R> __device__ __forceinline__ void add_staged_mask(float (&s)[R], u32 tile, int row) {
 #pragma unroll
-        for (int k = 0; k < R / 8; ++k) {
-            u32 word[4];
-            ldmatrix(word, chunk_address<ROWS>(bias_tile, row + (lane & 15), 2 * k + (lane >> 4)));
+    for (int e = 0; e < R; e += 2) {
+        const int at = row + 8 * row_of(e), column = column_of(e) + 2 * (threadIdx.x % 4);
+        const u32 seen = load_shared_pair(chunk_address<ROWS>(tile, at, column / 16) + column % 16);
+        add_bias(s[e], 1.f, (seen & 0xff) != 0);
+        add_bias(s[e + 1], 1.f, seen > 0xff);
+    }
+}
+template <int ROWS, int R> __device__ __forceinline__ void add_staged_bias(float (&s)[R], float factor, u32 tile, int row0) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                const float2 pair = unpack_pair(scalar(), word[n]);
-                s[8 * k + 2 * n] += pair.x;
-                s[8 * k + 2 * n + 1] += pair.y;
-            }
-        }
-    } else if (a.bias_kind) {
-        const long long start = t.number * a.bias.batch + t.head * a.bias.head;
+    for (int k = 0; k < R / 8; ++k) {
+        u32 word[4];
+        ldmatrix(word, chunk_address<ROWS>(tile, row0 + (lane & 15), 2 * k + (lane >> 4)));
 #pragma unroll
-        for (int e = 0; e < R; ++e) {
-            const int row = i[row_of(e)], column = j + column_of(e);
-            if (row >= t.queries || column >= t.keys) continue;
-            const long long at = start + row * a.bias.row + column * a.bias.column;
-            if (a.bias_kind == 1) s[e] = ((const bool*)a.bias_data)[at] ? s[e] : NEG_INF;
-            else s[e] += a.bias_kind == 2 ? ((const float*)a.bias_data)[at] : (float)((const scalar*)a.bias_data)[at];
+        for (int n = 0; n < 4; ++n) {
+            const float2 pair = unpack_pair(scalar(), word[n]);
+            add_bias(s[8 * k + 2 * n], factor, pair.x);
+            add_bias(s[8 * k + 2 * n + 1], factor, pair.y);
         }
     }
+}
+
+// q k^T to logits (attention.cuh, logit), but for what is hidden by the window and by lengths; returns the factor > 0 that
+// is still missing. i: this thread's first query, i + 8 its second; j: the first key of the block; bias_tile: the staged
+// bias of the tile's queries and these keys, or 0.
+template <int ROWS, int R> __device__ __forceinline__ float to_logits(float (&s)[R], const Attention& a, const Tile& t,
+                                                                      int i, int j, u32 bias_tile) {
+    float factor = a.scale;
+    if (a.softcap > 0.f) {  // cap * tanh(x / cap) to within a rounding of cap
+        const float steep = 2.f * LOG2E * a.scale / a.softcap;
+#pragma unroll
+        for (int e = 0; e < R; ++e) s[e] = a.softcap - __fdividef(2.f * a.softcap, 1.f + exp2_fast(s[e] * steep));
+        factor = 1.f;
+    } else if (factor <= 0.f) {
+#pragma unroll
+        for (int e = 0; e < R; ++e) s[e] *= factor;
+        factor = 1.f;
+    }
+    const int row = i - t.first;
+    if (bias_tile && a.bias_kind == 1) add_staged_mask<ROWS>(s, bias_tile, row);
+    else if (bias_tile) add_staged_bias<ROWS>(s, factor, bias_tile, row - threadIdx.x % 32 / 4);
+    else if (a.bias_kind == 1) add_read_bias<bool>(s, factor, a, t, i, j);
+    else if (a.bias_kind == 2) add_read_bias<float>(s, factor, a, t, i, j);
+    else if (a.bias_kind == 3) add_read_bias<scalar>(s, factor, a, t, i, j);
+    if (a.bias_kind > 1) factor = 1.f;
     if (a.slopes) {
         const float slope = slope_of(a, t.number, t.head);
-        const float at[2] = {(float)(i[0] + t.offset - j), (float)(i[1] + t.offset - j)};
+        const int at = i + t.offset - j - fragment_column(0);
 #pragma unroll
-        for (int e = 0; e < R; ++e) s[e] -= slope * fabsf(at[row_of(e)] - column_of(e));
+        for (int e = 0; e < R; ++e) s[e] = s[e] * factor - slope * fabsf((float)(at + 8 * row_of(e)) - column_of(e));
+        factor = 1.f;
     }
+    return factor;
 }
 
-// Dropped weights of packed accumulators become 0: one draw gives a lane its eight numbers of 16 x 16 weights.
-// c0: i / 16 | j / 16 << 16 of the first of them; c1: lane | (sequence * H + head) << 5.
-template <int STEPS> __device__ __forceinline__ void drop(u32 (&p)[STEPS][4], PhiloxKey key, u32 c0, u32 c1, u32 threshold) {
-    const u32 bound = threshold << 16;  // of the upper half of a word; the lower half is shifted there
+// Dropped weights become 0: one draw gives a lane its eight numbers of 16 x 16 weights. block: i / 16 | j / 16 << 16 of
+// the first of them; head: sequence * H + h. The lower halves become floats, for a difference clamped to [0, 1]: integer
+// comparisons of all would overload their pipe.
+template <int R> __device__ __forceinline__ void drop(float (&weight)[R], PhiloxKey key, u32 block, u32 head, u32 threshold) {
+    const float bound = 8388608.f + threshold;  // 2^23 + n is exact: its low bits are n
+    u32 lane = threadIdx.x % 32 | head << 5;
+    asm volatile("" : "+r"(lane), "+r"(key.seed_low), "+r"(key.seed_high));  // no round keys kept from block to block
 #pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
-        const uint4 draw = philox(key, c0 + (k << 16), c1);
+    for (int k = 0; k < R / 8; ++k) {
+        const uint4 draw = philox(key, block + (k << 16), lane);
         const u32 word[4] = {draw.x, draw.y, draw.z, draw.w};
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-            if (word[n] >= bound) p[k][n] &= 0x0000ffffu;
-            if (word[n] << 16 >= bound) p[k][n] &= 0xffff0000u;
+            weight[8 * k + 2 * n] *= __saturatef(bound - __uint_as_float(__byte_perm(word[n], 0x4b00, 0x5410)));
+            if (word[n] >= threshold << 16) weight[8 * k + 2 * n + 1] = 0.f;
         }
     }
 }
