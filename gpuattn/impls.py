@@ -16,6 +16,10 @@ _broken = {}  # (op, implementation) -> why its kernel does not compile here, on
 OPS = {}  # op name -> Impls of every op with a choice, filled as op modules are imported
 
 
+class Elsewhere(str):
+    """A refusal for want of another GPU: no argument could change it, so nobody is warned."""
+
+
 @dataclass(frozen=True)
 class Impl:
     """One way to compute an op and its gradient, on raw arrays.
@@ -110,16 +114,20 @@ def choose(impls, arrays, impl=None, **params):
             continue
         reason = _refusal(impls, candidate, arrays, params)
         if reason is None:
-            if refusals and any(map(on_gpu, arrays)):
-                text = f"{impls.op} uses {candidate.name} because:\n" + "\n".join(refusals)
+            if any(map(on_gpu, arrays)) and not all(isinstance(r, Elsewhere) for _, r in refusals):
+                text = f"{impls.op} uses {candidate.name} because:\n" + _listed(refusals)
                 warnings.warn(text, SlowPathWarning, stacklevel=_frames_to_the_user())
             return candidate
-        refusals.append(f"  {candidate.name}: {reason}")
+        refusals.append((candidate.name, reason))
     if not refusals:
         names = ", ".join(candidate.name for candidate in impls)
         raise UnsupportedError(f"{impls.op}: impl={asked!r} is not one of: {names}, raw")
-    text = f"{impls.op}: no implementation accepts these arguments:\n" + "\n".join(refusals)
+    text = f"{impls.op}: no implementation accepts these arguments:\n" + _listed(refusals)
     raise UnsupportedError(text)
+
+
+def _listed(refusals):
+    return "\n".join(f"  {name}: {reason}" for name, reason in refusals)
 
 
 def choose_another(impls, broken, error, arrays, impl=None, **params):

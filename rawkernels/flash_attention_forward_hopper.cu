@@ -29,6 +29,7 @@ static_assert(HEAD_DIM <= 256 && BM % 64 == 0 && BN % 16 == 0, "flash_attention_
 constexpr int WARPGROUPS = BM / 64, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112;
+constexpr float HUGE = 1 << 17;  // exponents whose rounding begins to matter
 constexpr bool RESCALE_FIRST = HEAD_DIM > 128;  // o is rescaled before p v instead of after: fewer registers live at once
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2, SLABS = (HEAD_DIM + 63) / 64;
 constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // queries of a warpgroup
@@ -103,22 +104,32 @@ struct Rows {
 
 // Logits to weights 2^(unit s - base) under the new maximum, and fade, the factor for what was summed under the old one.
 __device__ __forceinline__ void online_softmax(Rows& rows, float (&s)[BN / 2], float unit) {
+    float shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        float even = NEG_INF, odd = NEG_INF, sum_even = 0.f, sum_odd = 0.f;
+        float even = NEG_INF, odd = NEG_INF;
 #pragma unroll
         for (int e = 2 * r; e < BN / 2; e += 4) { even = fmaxf(even, s[e]); odd = fmaxf(odd, s[e + 1]); }
         float peak = fmaxf(even, odd);
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
         peak = fmaxf(rows.base[r], peak * unit);
-        const float shift = peak == NEG_INF ? 0.f : peak;
-        rows.fade[r] = exp2_fast(rows.base[r] - shift);
+        shift[r] = peak == NEG_INF ? 0.f : peak;
+        rows.fade[r] = exp2_fast(rows.base[r] - shift[r]);
         rows.base[r] = peak;
+    }
+    if (fmaxf(fabsf(shift[0]), fabsf(shift[1])) > HUGE) {  // round as the maximum was: a fused difference would not
+#pragma unroll
+        for (int e = 0; e < BN / 2; ++e) s[e] = __fmul_rn(s[e], unit);
+        unit = 1.f;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float sum_even = 0.f, sum_odd = 0.f;
 #pragma unroll
         for (int e = 2 * r; e < BN / 2; e += 4) {
-            sum_even += s[e] = exp2_fast(s[e] * unit - shift);
-            sum_odd += s[e + 1] = exp2_fast(s[e + 1] * unit - shift);
+            sum_even += s[e] = exp2_fast(s[e] * unit - shift[r]);
+            sum_odd += s[e + 1] = exp2_fast(s[e + 1] * unit - shift[r]);
         }
         rows.total[r] = rows.total[r] * rows.fade[r] + (sum_even + sum_odd);
     }

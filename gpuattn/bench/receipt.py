@@ -6,7 +6,9 @@ test. A CPU test fails when the digest is stale, so no kernel changes without a 
 
 import datetime
 import hashlib
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -64,6 +66,8 @@ def _shards():
 def _run(shard):
     report = ROOT / ".gpu_report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
+    if importlib.util.find_spec("xdist"):
+        command += ["-n", str(min(8, os.cpu_count()))]
     subprocess.run([*command, *map(str, shard)], cwd=ROOT, check=False)
     outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):

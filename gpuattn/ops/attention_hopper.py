@@ -7,6 +7,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, import_cupy
+from gpuattn.impls import Elsewhere
 from gpuattn.kernels import kernel, kernel_refusal
 from gpuattn.ops import attention_hopper_backward, attention_simt
 from gpuattn.ops.attention_launch import UNLIMITED, Launch
@@ -26,7 +27,7 @@ def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, **__):
     if reason := kernel_refusal(q, "q"):
         return reason
     if (found := _gpu(q.device.id)[0]) != CAPABILITY:
-        return f"the GPU's compute capability is {found}, the kernel is made for 90 (Hopper)"
+        return Elsewhere(f"the GPU's compute capability is {found}, the kernel wants 90 (Hopper)")
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         if reason := refusal(x, name):
             return reason
