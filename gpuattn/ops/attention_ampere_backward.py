@@ -1,0 +1,131 @@
+"""The gradient of attention by mma.sync: ``rawkernels/flash_attention_backward_ampere.cu``."""
+
+import functools
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import ctype, get_xp, import_cupy
+from gpuattn.kernels import kernel
+from gpuattn.ops import attention_ampere
+from gpuattn.ops.attention_ampere import MAX_BLOCKS, rows_refusal
+from gpuattn.ops.attention_launch import Launch
+from gpuattn.ops.attention_reference import sink_gradient, sum_to
+
+FILE = "flash_attention_backward_ampere.cu"
+CONSTANTS = "HEAD_DIM", "OWN", "STEP", "WARPS", "STAGES", "DS_TILES"
+TILES = (
+    (64, 128, 128, 8, 2, 2),
+    (64, 128, 64, 8, 2, 1),
+    (96, 128, 64, 8, 2, 2),
+    (128, 128, 64, 8, 2, 2),
+    (128, 64, 64, 8, 2, 2),
+    (128, 64, 64, 8, 1, 1),
+    (192, 64, 64, 8, 2, 2),
+    (256, 64, 64, 8, 2, 2),
+    (256, 64, 64, 8, 1, 1),
+    (256, 32, 32, 4, 1, 1),
+)
+"""What CONSTANTS may be: the first that is wide enough and fits in shared memory is taken."""
+PLAIN_ONLY = TILES[0]  # its registers are full
+UNIT = 16  # queries: the grain of stats and of the sum of dq
+
+
+def refuse_backward(q, k, v, bias, key_lengths, cu_q, *extras, max_seqlen_k, **params):
+    """Return why this gradient does not take what a forward call was given, or None."""
+    longest = {"max_seqlen_k": max_seqlen_k, **params}
+    if reason := attention_ampere.refuse(q, k, v, bias, key_lengths, cu_q, *extras, **longest):
+        return reason
+    sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
+    blocks = (max(params["max_seqlen_q"], max_seqlen_k) // UNIT + 1) * q.shape[-2] * sequences
+    if blocks > MAX_BLOCKS:
+        return f"{blocks} tiles, the kernel takes {MAX_BLOCKS}; give the true max_seqlen_k"
+    return None
+
+
+def choose_tile(size, extras, limit):
+    """Return the tile of TILES for a head size and ``limit`` bytes of shared memory in a block."""
+    return next(
+        tile
+        for tile in TILES
+        if size <= tile[0] and shared_bytes(*tile) <= limit and not (extras and tile == PLAIN_ONLY)
+    )
+
+
+def shared_bytes(width, own, step, warps, stages, ds_tiles):
+    """Return DKV_BYTES; DQ_BYTES is never more."""
+    row, weights = -(-width // 64) * 128, step * -(-own // 64) * 128
+    return 2 * own * row + stages * step * (2 * row + 8) + (1 + ds_tiles) * weights
+
+
+@functools.cache
+def _shared_limit(device):
+    return import_cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
+
+
+def backward(saved, dout, dlse, *, needs, into, **params):
+    """Return the gradients of q, k, v, bias and sink (None for the rest, and where not needed)."""
+    q, k, v, *extras, out, lse = saved
+    bias, *_, sink = extras
+    out = _by_16_bytes(out)
+    dout = arrays.zeros(q, out.shape) if dout is None else dout.astype(q.dtype, copy=False)
+    dout = _by_16_bytes(dout)
+    dlse = None if dlse is None else get_xp(q).ascontiguousarray(dlse, np.float32)
+    dq, dk, dv = (arrays.empty(x, x.shape) for x in (q, k, v))
+    launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
+    problem, heads, sequences = launch.problem, launch.heads, launch.sequences
+
+    extras = attention_ampere.has_extras(launch) or params["dropout_p"] > 0
+    limit = _shared_limit(import_cupy().cuda.runtime.getDevice())
+    tile = choose_tile(max(q.shape[-1], v.shape[-1]), extras, limit)
+    width, own, _, warps, *_ = tile
+    constants = dict(zip(CONSTANTS, tile, strict=True), scalar=ctype(q.dtype), EXTRAS=extras)
+
+    def run(name, grid, block, *args, bytes=0):
+        launch_kernel = kernel(FILE, f"flash_attention_{name}", **constants)
+        launch_kernel((grid,), (block,), problem, *args, shared_bytes=bytes)
+
+    units = -(-launch.queries // UNIT) * sequences
+    rows = UNIT * (q.shape[0] // UNIT + sequences if launch.packed else units)
+    stats = arrays.empty(q, (heads, rows, 2), np.float32)
+    delta = arrays.empty(q, lse.shape, np.float32) if needs[8] else None
+    run("rows", units, 256, out, dout, lse, dlse, stats, delta, rows)
+
+    shared = q, k, v, dout, stats, rows
+    by_keys = needs[1] or needs[2] or needs[3]
+    by_queries = needs[0] and (launch.deterministic or not by_keys)
+    dq_sum = dbias = None
+    if by_keys:
+        if needs[0] and not by_queries:
+            dq_sum = arrays.zeros(q, (rows, heads, width), np.float32)
+        if needs[3]:
+            full = sequences, heads, launch.queries, launch.keys
+            shape = full if launch.deterministic else bias.shape
+            dbias = arrays.zeros(q, shape, np.float32)
+        blocks = -(-launch.keys // own) * launch.kv_heads * sequences
+        args = *shared, dq_sum, dbias, _broadcast_strides(dbias), dk, dv
+        run("dkv", blocks, 32 * warps, *args, bytes=shared_bytes(*tile))
+    if by_queries:
+        blocks = -(-launch.queries // own) * heads * sequences
+        run("dq", blocks, 32 * warps, *shared, dq, bytes=shared_bytes(*tile))
+    elif needs[0]:
+        run("dq_store", units, 256, dq_sum, dq)
+    if needs[3]:
+        dbias = sum_to(dbias, bias.shape).astype(bias.dtype, copy=False)
+    dsink = sink_gradient(sink, lse, delta) if needs[8] else None
+    dq, dk, dv = (x if need else None for x, need in zip((dq, dk, dv), needs[:3], strict=True))
+    return dq, dk, dv, dbias, None, None, None, None, dsink
+
+
+def _by_16_bytes(x):
+    """Return ``x``, or a copy, such that its rows can be read 16 bytes at a time."""
+    return x.copy(order="C") if rows_refusal(x, "x") else x
+
+
+def _broadcast_strides(x):
+    """Return the struct Strides of a contiguous (B, H, T, S) array, 0 where it broadcasts."""
+    steps = [0] * 4
+    if x is not None:
+        steps = [step // x.itemsize if n > 1 else 0 for n, step in zip(x.shape, x.strides)]  # noqa: B905
+    batch, head, row, column = steps
+    return np.array([batch, row, head, column], np.int64).view("V32")
