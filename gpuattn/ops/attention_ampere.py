@@ -5,15 +5,13 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, import_cupy
 from gpuattn.kernels import kernel, kernel_refusal
-from gpuattn.ops import attention_simt
+from gpuattn.ops import attention_short
 from gpuattn.ops.attention_launch import Launch
 
 MAX_HEAD_DIM = 256
 MAX_BLOCKS = 2**31 - 1
 WIDTHS = (32, 64, 96, 128, 256)  # what HEAD_DIM is rounded up to
 THREADS = 128
-
-backward = attention_simt.backward
 
 
 def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **__):
@@ -47,10 +45,27 @@ def rows_refusal(x, name):
 
 
 def forward(q, k, v, *extras, needs, **params):
+    if attention_short.suits(q, k, v, *extras, **params):
+        return attention_short.forward(q, k, v, *extras, needs=needs, **params)
     *lead, rows, heads, _ = q.shape
     out = arrays.empty(q, (*q.shape[:-1], v.shape[-1]))
     lse = arrays.empty(q, (*lead, heads, rows), np.float32)
     launch = Launch(q, k, v, *extras, **params, out=out)
+    run, shape, _ = _plan(launch, q, v)
+    run(*shape[:2], launch.problem, q, k, v, out, lse, shared_bytes=shape[2])
+    return (out, lse), ((q, k, v, *extras, out, lse) if any(needs) else None)
+
+
+def describe(q, k, v, *extras, **params):
+    """Return what the forward takes of the GPU: see ``impls.WORDS``."""
+    if attention_short.suits(q, k, v, *extras, **params):
+        return attention_short.describe(q, k, v, *extras, **params)
+    run, shape, tile = _plan(Launch(q, k, v, *extras, **params), q, v)
+    return {"tile": tile, **run.resources(*shape)}
+
+
+def _plan(launch, q, v):
+    """Return the forward kernel, its (grid, block, shared bytes), and (queries, keys) of a tile."""
     width = next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
     features = {"EXTRAS": has_extras(launch), "DROPOUT": launch.fields["threshold"] < 65536}
     run = kernel(
@@ -58,20 +73,20 @@ def forward(q, k, v, *extras, needs, **params):
         HEAD_DIM=width, **features,
     )  # fmt: skip
     capability = int(import_cupy().cuda.Device().compute_capability)
-    tile, shared_bytes = forward_tile(width, not any(features.values()), capability)
-    grid = (-(-launch.queries // tile) * heads * launch.sequences,)
-    run(grid, (THREADS,), launch.problem, q, k, v, out, lse, shared_bytes=shared_bytes)
-    return (out, lse), ((q, k, v, *extras, out, lse) if any(needs) else None)
+    rows, keys = forward_tile(width, not any(features.values()), capability)
+    grid = (-(-launch.queries // rows) * launch.heads * launch.sequences,)
+    shared_bytes = -(-width // 64) * 128 * (rows + 4 * keys)
+    return run, (grid, (THREADS,), shared_bytes), (rows, keys)
 
 
 def forward_tile(width, plain, capability):
-    """Return (ROWS, SHARED_BYTES) of the forward kernel for HEAD_DIM = ``width``."""
+    """Return the queries and keys of a tile of the forward kernel for HEAD_DIM = ``width``."""
     rows, keys = 128, 32 if width > 64 else 48
     if width > 128:
         rows = 64
     elif plain:
         keys = 48 if width > 64 and capability < 90 else 64
-    return rows, -(-width // 64) * 128 * (rows + 4 * keys)
+    return rows, keys
 
 
 def has_extras(launch):

@@ -9,7 +9,7 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, import_cupy
 from gpuattn.impls import Elsewhere
 from gpuattn.kernels import kernel, kernel_refusal
-from gpuattn.ops import attention_hopper_backward, attention_simt
+from gpuattn.ops import attention_ampere_backward, attention_hopper_backward, attention_short
 from gpuattn.ops.attention_launch import UNLIMITED, Launch
 from gpuattn.tensormaps import refusal, tensor_map
 
@@ -138,6 +138,8 @@ def _with_rows(bias, keys):
 
 
 def forward(q, k, v, *extras, needs, **params):
+    if attention_short.suits(q, k, v, *extras, **params):
+        return attention_short.forward(q, k, v, *extras, needs=needs, **params)
     *lead, rows, heads, _ = q.shape
     out = arrays.empty(q, (*q.shape[:-1], v.shape[-1]))
     lse = arrays.empty(q, (*lead, heads, rows), np.float32)
@@ -160,6 +162,8 @@ def forward(q, k, v, *extras, needs, **params):
 
 def describe(q, k, v, *extras, **params):
     """Return what the forward takes of the GPU: see ``impls.WORDS``."""
+    if attention_short.suits(q, k, v, *extras, **params):
+        return attention_short.describe(q, k, v, *extras, **params)
     plan = _Plan(Launch(q, k, v, *extras, **params), q, extras[0])
     taken = plan.kernel().resources(plan.grid, plan.block, plan.shared_bytes)
     waves = plan.tiles / _gpu(q.device.id)[1]
@@ -172,8 +176,9 @@ def describe(q, k, v, *extras, **params):
 
 def backward(saved, dout, dlse, *, needs, into, **params):
     inputs = saved[:9]
-    refused = attention_hopper_backward.refuse_backward(*inputs, **params)
-    form = attention_simt if refused else attention_hopper_backward
+    form = attention_hopper_backward
+    if attention_short.suits(*inputs, **params) or form.refuse_backward(*inputs, **params):
+        form = attention_ampere_backward
     return form.backward(saved, dout, dlse, needs=needs, into=into, **params)
 
 

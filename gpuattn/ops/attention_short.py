@@ -9,10 +9,12 @@ from gpuattn.ops.attention_launch import Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
 MAX_LENGTH = 256
+SUITED_LENGTH = 64  # beyond, tiles of 64 queries and more are faster
 MAX_HEAD_DIM = 128
 MAX_REACH = 2**31  # elements, for 32-bit offsets
 WIDTHS = (32, 64, 128)  # what HEAD_DIM is rounded up to
 TILE, WARPS = 16, 4  # rows of a warp, warps of a block
+BLOCK = (32 * WARPS,)
 VECTOR = 16  # bytes that rows are read by
 
 
@@ -36,6 +38,13 @@ def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **_
     return None
 
 
+def suits(q, k, v, *extras, max_seqlen_q, max_seqlen_k, **params):
+    """Return whether a call is better done here than by tiles for long sequences."""
+    limits = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    short = max(limits.values()) <= SUITED_LENGTH
+    return short and refuse(q, k, v, *extras, **limits, **params) is None
+
+
 def _layout_refusal(x, name):
     if x.shape[-1] % 8:
         return f"the head size of {name} is {x.shape[-1]}, the kernel takes multiples of 8"
@@ -52,8 +61,8 @@ def _layout_refusal(x, name):
     return None
 
 
-def _run(part, launch, q, v, lengths, heads, *args):
-    """Launch ``flash_attention_short_<part>``: a warp for each place of a tile, in each head.
+def _plan(part, launch, q, v, lengths, heads):
+    """Return (kernel, grid, places, tiles): a warp for each place of a tile, in each head.
 
     ``lengths``: (rows, longest) of what is tiled. Packed sequences are either given places for
     their longest each, or, where that is fewer, as many as could be needed (see first_place).
@@ -71,8 +80,19 @@ def _run(part, launch, q, v, lengths, heads, *args):
         "flash_attention_short.cu", f"flash_attention_short_{part}",
         scalar=ctype(q.dtype), HEAD_DIM=width, PLAIN=plain,
     )  # fmt: skip
-    grid = (-(-items * heads // WARPS),)
-    run(grid, (32 * WARPS,), launch.problem, *args, items, tiles)
+    return run, (-(-items * heads // WARPS),), items, tiles
+
+
+def _run(part, launch, q, v, lengths, heads, *args):
+    run, grid, items, tiles = _plan(part, launch, q, v, lengths, heads)
+    run(grid, BLOCK, launch.problem, *args, items, tiles)
+
+
+def describe(q, k, v, *extras, **params):
+    """Return what the forward takes of the GPU: see ``impls.WORDS``."""
+    launch, rows = Launch(q, k, v, *extras, **params), q.shape[-3]
+    run, grid, *_ = _plan("forward", launch, q, v, [(rows, launch.queries)], launch.heads)
+    return {"tile": (TILE, TILE), **run.resources(grid, BLOCK)}
 
 
 def forward(q, k, v, *extras, needs, **params):

@@ -1,8 +1,8 @@
 """Attention, softmax(scale * q k^T) v, without storing the T x S logits.
 
 Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022);
-Dao, "FlashAttention-2" (2023). Reference: ``attention_reference.py``; CUDA: ``attention_simt.py``;
-to read: ``numbakernels/flash_attention.py``.
+Dao, "FlashAttention-2" (2023). Reference: ``attention_reference.py``; CUDA, by what the GPU has:
+``attention_{hopper,ampere,simt}.py``; to read: ``numbakernels/flash_attention.py``.
 """
 
 import math
@@ -16,7 +16,13 @@ from gpuattn.autodiff.tape import Box, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.numbakernels import device
-from gpuattn.ops import attention_reference, attention_simt
+from gpuattn.ops import (
+    attention_ampere,
+    attention_ampere_backward,
+    attention_hopper,
+    attention_reference,
+    attention_simt,
+)
 from gpuattn.ops.attention_arguments import NAME, check, number, window_sides
 from gpuattn.ops.attention_launch import UNLIMITED
 
@@ -53,8 +59,9 @@ def flash_attention(
     A query that sees no key gives 0, lse -inf (the sink, if there is one), and no gradient.
 
     Gradients flow to q, k, v, float bias and sink, from out and lse. ``deterministic``: never use
-    atomics in the gradient. ``impl``: "raw-simt" (head sizes to 256), "numba", "reference", or
-    None for the first that accepts. Raises ValueError for shapes or parameters that do not fit,
+    atomics in the gradient. ``impl``: "raw-hopper" (compute capability 9.0), "raw-ampere" (both:
+    16-bit, head sizes in steps of 8 to 256), "raw-simt" (head sizes to 256), "numba", "reference",
+    or None for the first that accepts. Raises ValueError for shapes or parameters that do not fit,
     TypeError for dtypes.
     """
     inputs = {
@@ -162,12 +169,15 @@ def _backward_numba(saved, dout, dlse, *, needs, into, scale, window, align, **_
     return dq, dk, dv, *(None,) * len(extras)
 
 
+def _cuda(name, form, backward):
+    return Impl(name, form.forward, backward, form.refuse, form.describe)
+
+
 IMPLS = Impls(
     "flash_attention",
-    Impl(
-        "raw-simt", attention_simt.forward, attention_simt.backward, attention_simt.refuse,
-        attention_simt.describe,
-    ),
+    _cuda("raw-hopper", attention_hopper, attention_hopper.backward),
+    _cuda("raw-ampere", attention_ampere, attention_ampere_backward.backward),
+    _cuda("raw-simt", attention_simt, attention_simt.backward),
     Impl("numba", _forward_numba, _backward_numba, _refuse_numba),
     Impl("reference", attention_reference.forward, attention_reference.backward),
-)  # fmt: skip
+)

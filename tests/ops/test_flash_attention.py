@@ -318,7 +318,9 @@ def run_case(rng, impl, where, dtype, case):
     call(impl, where, dtype, qkv, **case)
 
 
-SIMPLE = [p for p in implementations(IMPLS) if "simulator" not in p.id]
+# those on tensor cores round weights to 16 bits: test_attention_random.py judges them by that
+IN_FLOAT32 = [impl for impl in IMPLS if impl.name not in ("raw-hopper", "raw-ampere")]
+SIMPLE = [p for p in implementations(IN_FLOAT32) if "simulator" not in p.id]
 FULL = [p for p in SIMPLE if not p.id.startswith("numba")]
 
 
