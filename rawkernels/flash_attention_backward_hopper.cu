@@ -1,26 +1,36 @@
 // The gradient of attention on Hopper, second of three launches: dk and dv by key tiles, dq summed in fp32.
 // (first and third: flash_attention_backward_hopper_rows.cu)
-// Constants: scalar = f16, bf16; WIDTH = 64, 128 (both head sizes rounded up)
+// Constants: scalar = f16, bf16; WIDTH = 64, 128 (both head sizes rounded up); EXTRAS = false;
+//            DROPOUT = false, true; DETERMINISTIC = false, true (dq summed in the order of the tiles)
+// Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = true (softcap, bias, ALiBi); DROPOUT = false;
+//            DETERMINISTIC = false, true
 // Launch:    grid = (min(key tiles, SMs),), block = (384,), shared = SHARED bytes
 // Arch: sm_90a
 //
 // A block takes tiles of BN keys of one KV head from a counter, longest first. Keys and values stay in shared memory;
-// queries, dout, lse and delta pass by. One thread loads; two warpgroups of 64 keys compute, everything transposed:
+// queries, dout, lse and delta pass by. Two threads load, a warp adds dq to memory, two warpgroups of 64 keys compute,
+// everything transposed:
 //   S^T = K Q^T,  dP^T = V dO^T,  P^T = exp2(S^T c - lse),  dS^T = P^T (dP^T - delta),
 //   dV += P^T dO and dK += dS^T Q from registers,  dQ = dS K by way of shared memory.
-// The product for dK runs on into the next step, while dQ is added to memory.
+// While exponentials are taken dP^T runs, while dS^T is formed dV does, and while dQ is handed to the warp that adds it
+// to memory, S^T of the next step.
 #include "common/attention_backward_hopper.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
+static_assert(!EXTRAS || (WIDTH == 128 && !DROPOUT), "flash_attention_backward_hopper.cu: too few registers");
 constexpr int HALVES = BM / 64, STAGES = 2, CONSUMERS = 256;
 constexpr int Q_BYTES = BM * WIDTH * 2, K_BYTES = BN * WIDTH * 2, DS_BYTES = BN * BM * 2, ROWS_BYTES = BM * 4;
-[[maybe_unused]] constexpr int SHARED = 1024 + 1024 + 4 * ROWS_BYTES + 2 * K_BYTES + 2 * STAGES * Q_BYTES + 2 * DS_BYTES;
-enum { ALL = 1, OWN = 2 };  // named barriers: of all consumers; one per warpgroup
+constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
+[[maybe_unused]] constexpr int SHARED =
+    2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES;
+// The product for dP^T waits until P^T is there, as its registers are needed before.
+constexpr bool LATE = EXTRAS || DROPOUT;
+enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 6 };  // named barriers; all but ALL one per warpgroup
 
 struct Shared {
-    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile;
-    u32 lse, delta, k, v, q, grad, ds;
+    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, target, turn, tile;
+    u32 lse, delta, k, v, q, grad, ds, sums;
 };
 __device__ __forceinline__ Shared shared_layout() {
     Shared m;
@@ -32,14 +42,17 @@ __device__ __forceinline__ Shared shared_layout() {
     m.k_empty = m.k_full + 8;
     m.v_full = m.k_full + 16;
     m.v_empty = m.k_full + 24;
+    m.target = m.k_full + 32;
+    m.turn = m.k_full + 48;
     m.tile = m.k_full + 64;
     m.lse = m.q_full + 1024;
-    m.delta = m.lse + 2 * ROWS_BYTES;
-    m.k = m.lse + 4 * ROWS_BYTES;
+    m.delta = m.lse + STAGES * ROWS_BYTES;
+    m.k = m.delta + STAGES * ROWS_BYTES;
     m.v = m.k + K_BYTES;
     m.q = m.v + K_BYTES;
     m.grad = m.q + STAGES * Q_BYTES;
     m.ds = m.grad + STAGES * Q_BYTES;
+    m.sums = m.ds + 2 * DS_BYTES;
     return m;
 }
 
@@ -48,38 +61,77 @@ __device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, u32 ba
     for (int c = 0; c < WIDTH / 64; ++c) tma_load(tile + c * rows * 128, map, bar, 64 * c, row, head, batch);
 }
 __device__ __forceinline__ int field(u32 tile, int number) { return (int)load_shared(tile + 4 * number); }
-enum { HEAD, FIRST, BATCH, KEY_ROW, KEYS, KEY_ROWS, SHIFT, QUERY_ROW, BEGIN, BLOCKS, ROW_BLOCK };  // of a Tile
+// Of a Tile.
+enum { HEAD, FIRST, BATCH, KEY_ROW, KEYS, KEY_ROWS, SHIFT, QUERY_ROW, BEGIN, BLOCKS, START, ROW_BLOCK, NUMBER, QUERIES };
 
-// Ring of STAGES: the barrier of a step's stage, and the parity of its round.
-__device__ __forceinline__ u32 stage_bar(u32 bars, int step) { return bars + 8 * (step % STAGES); }
-__device__ __forceinline__ u32 parity(int step) { return step / STAGES & 1; }
+// A place in a ring of STAGES, and the parity of its round.
+struct Ring {
+    u32 stage = 0, parity = 0;
+    __device__ __forceinline__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
+};
 __device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
 
-__device__ __forceinline__ void add_to_memory(float* to, const float (&d)[32]) {
-#pragma unroll
-    for (int i = 0; i < 32; i += 4)
-        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                     :: "l"(to + i * 128), "f"(d[i]), "f"(d[i + 1]), "f"(d[i + 2]), "f"(d[i + 3]) : "memory");
+// Where a warpgroup's part of dq goes; null: there is no more.
+__device__ __forceinline__ void store_address(u32 at, float* to) {
+    store_shared(at, (u32)(u64)to);
+    store_shared(at + 4, (u32)((u64)to >> 32));
+}
+__device__ __forceinline__ float* load_address(u32 at) { return (float*)(load_shared(at) | (u64)load_shared(at + 4) << 32); }
+
+// Adding to dq in turns.
+__device__ __forceinline__ void await(const int* turn, int mine) {
+    int now;
+    do asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    while (now != mine);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ __forceinline__ void pass_on(int* turn) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(turn) : "memory");
 }
 
 // All queries of a tile with their lse, or dout with delta.
 template <bool QUERIES>
-__device__ __forceinline__ void load_steps(const Shared& m, const Attention& a, const TensorMap& map, const float* rows, int& step,
-                                           int row_blocks) {
+__device__ __forceinline__ void load_steps(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
+                                           Ring& ring, int row_blocks) {
     for (int n = 0, head = field(m.tile, HEAD) * a.group; n < a.group; ++n, ++head)
-        for (int block = field(m.tile, BEGIN), left = field(m.tile, BLOCKS); left > 0; --left, ++block, ++step) {
-            const u32 stage = step % STAGES, full = (QUERIES ? m.q_full : m.grad_full) + 8 * stage;
-            mbar_wait((QUERIES ? m.q_empty : m.grad_empty) + 8 * stage, parity(step) ^ 1);
+        for (int block = field(m.tile, START), left = field(m.tile, BLOCKS); left > 0; --left, ring.next()) {
+            const u32 full = (QUERIES ? m.q_full : m.grad_full) + 8 * ring.stage;
+            mbar_wait((QUERIES ? m.q_empty : m.grad_empty) + 8 * ring.stage, ring.parity ^ 1);
             mbar_expect(full, Q_BYTES + ROWS_BYTES);
-            load_tile((QUERIES ? m.q : m.grad) + stage * Q_BYTES, map, full, BM, field(m.tile, QUERY_ROW) + block * BM, head,
-                      field(m.tile, BATCH));
-            bulk_load((QUERIES ? m.lse : m.delta) + stage * ROWS_BYTES,
+            load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, full, BM,
+                      field(m.tile, QUERY_ROW) + block * BM, head, field(m.tile, BATCH));
+            bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES,
                       rows + (head * row_blocks + field(m.tile, ROW_BLOCK) + block) * BM, ROWS_BYTES, full);
+            if (++block == field(m.tile, BEGIN) + field(m.tile, BLOCKS)) block = field(m.tile, BEGIN);
         }
 }
 
+// What dropout leaves of a number, if bit `n` of `keep` says so.
+__device__ __forceinline__ float dropped(float x, u32 keep, int n, float scale) {
+    return !DROPOUT ? x : keep >> n & 1 ? x * scale : 0.f;
+}
+__device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM / 2], int first, float scale, u32 keep) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+        p[i / 4][i % 4] = pack_pair(scalar(), dropped(st[first + 2 * i], keep, 2 * i, scale),
+                                    dropped(st[first + 2 * i + 1], keep, 2 * i + 1, scale));
+}
+
+// Sixteen columns of packed accumulators into a tile of ROWS rows: store_tile's k-th part.
+template <int ROWS> __device__ __forceinline__ void store_fragment(u32 tile, int row0, int k, const u32 (&p)[4]) {
+    const int lane = threadIdx.x % 32;
+    stmatrix(chunk_address<ROWS>(tile, row0 + (lane & 15), 2 * k + (lane >> 4)), p);
+}
+// Keeps the compiler from computing all addresses at once or rounding all results late: there are no registers for it.
+__device__ __forceinline__ void hide(long long& at, u32& x, u32& y) {
+    asm volatile("" : "+l"(at), "+r"(x), "+r"(y));
+}
+
 // The rows of a gradient that lie in its sequence, where a whole tile would write into the next one.
-__device__ __forceinline__ void store_rows(scalar* to, const Strides& step, int rows, int columns, const u32 (&p)[WIDTH / 16][4]) {
+__device__ __forceinline__ void store_rows(scalar* to, const Strides& step, int rows, int columns,
+                                           const u32 (&p)[WIDTH / 16][4]) {
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; i += 2) {
         const int row = fragment_row(i), column = fragment_column(i);
@@ -101,6 +153,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     scalar* dk,                                  // where dk_map points
     scalar* dv,
     const Tile* plan,                            // (tiles + 1,)
+    float* dbias,                                // (B, H, T, S) of zeros, or null; not with softcap
+    int* turns,                                  // (H, row_blocks, 2) of zeros
     int* counter,                                // 0
     int tiles,
     int row_blocks) {
@@ -123,7 +177,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {  // tiles and keys, queries and lse
-            int step = 0, index = blockIdx.x;
+            Ring ring;
+            int index = blockIdx.x;
             for (u32 round = 0;; round ^= 1) {
                 mbar_wait(m.k_empty, round ^ 1);
                 const bool more = index < tiles;
@@ -134,25 +189,50 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 load_tile(m.k, k_map, m.k_full, BN, tile->key_row, tile->head, tile->batch);
                 index = gridDim.x + atomicAdd(counter, 1);
                 mbar_wait(m.k_full, round);
-                load_steps<true>(m, a, q_map, lse, step, row_blocks);
+                load_steps<true>(m, a, q_map, lse, ring, row_blocks);
             }
         } else if (threadIdx.x == 32) {  // values, dout and delta
-            int step = 0;
+            Ring ring;
             for (u32 round = 0;; round ^= 1) {
                 mbar_wait(m.k_full, round);
                 if (field(m.tile, FIRST) < 0) break;
                 mbar_wait(m.v_empty, round ^ 1);
                 mbar_expect(m.v_full, K_BYTES);
                 load_tile(m.v, v_map, m.v_full, BN, field(m.tile, KEY_ROW), field(m.tile, HEAD), field(m.tile, BATCH));
-                load_steps<false>(m, a, dout_map, delta, step, row_blocks);
+                load_steps<false>(m, a, dout_map, delta, ring, row_blocks);
                 mbar_arrive(m.k_empty);
             }
+        } else if (threadIdx.x / 32 == 2) {  // dq
+            for (int w = 0; w < 2; ++w) bar_arrive(FREE + w, 160);
+            for (bool more = true; more;)
+                for (int w = 0; w < 2; ++w) {
+                    bar_sync(WRITTEN + w, 160);
+                    float* to = load_address(m.target + 8 * w);
+                    more = to != nullptr;
+                    __syncwarp();
+                    if (more && threadIdx.x % 32 == 0) {
+                        int* turn = turns + load_shared(m.turn + 8 * w);
+                        if (DETERMINISTIC) await(turn, (int)load_shared(m.turn + 8 * w + 4));
+                        bulk_add(to, m.sums + w * SUM_BYTES, SUM_BYTES);
+                        bulk_commit();
+                        if (DETERMINISTIC) {
+                            bulk_wait();
+                            pass_on(turn);
+                        } else {
+                            bulk_wait_read();
+                        }
+                    }
+                    __syncwarp();
+                    if (more) bar_arrive(FREE + w, 160);
+                }
+            bulk_wait();
         }
     } else {  // ---- consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         const int w = warpgroup() - 1, thread = threadIdx.x % 128, warp_row = 64 * w + thread / 32 * 16;
-        const float scale_log2 = a.scale * 1.44269504f;
-        int step = 0;
+        const PhiloxKey key = key_of(a);
+        const float scale_log2 = a.scale * LOG2_E;
+        Ring ring;
         for (int round = 0;; ++round) {
             mbar_wait(m.k_full, round & 1);
             const int first = field(m.tile, FIRST), keys = field(m.tile, KEYS);
@@ -168,86 +248,156 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 fence_async_proxy();
                 bar_sync(ALL, CONSUMERS);
             }
-            const int begin = field(m.tile, BEGIN), end = begin + field(m.tile, BLOCKS), steps = (end - begin) * a.group;
             const int shift = first + field(m.tile, SHIFT);  // the query that stands at the tile's first key
-            int block = begin;
-            float* sums_of_head = dq_sum + ((long long)field(m.tile, HEAD) * a.group * row_blocks + field(m.tile, ROW_BLOCK)) * (BM * WIDTH);
+            int left = field(m.tile, BLOCKS) * a.group, block = field(m.tile, START), head = field(m.tile, HEAD) * a.group;
             float dk_sum[WIDTH / 2], dv_sum[WIDTH / 2];
 #pragma unroll
             for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] = dv_sum[i] = 0.f;
 
+            float st[BM / 2];
+            if (left) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
+            hold(st); wgmma_fence();
+            product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, m.q + ring.stage * Q_BYTES);
+            wgmma_commit(); wgmma_wait<0>(); hold(st);
 #pragma unroll 1
-            for (int i = 0; i < steps; ++i, ++step) {
-                const u32 stage = step % STAGES, q = m.q + stage * Q_BYTES, grad = m.grad + stage * Q_BYTES;
-                const u32 ds_tile = m.ds + stage * DS_BYTES;
-                float st[BM / 2], dst[BM / 2];
+            for (; left > 0; --left) {
+                const u32 q = m.q + ring.stage * Q_BYTES, lse_rows = m.lse + ring.stage * ROWS_BYTES;
+                const u32 grad = m.grad + ring.stage * Q_BYTES, delta_rows = m.delta + ring.stage * ROWS_BYTES;
+                const u32 ds_tile = m.ds + ring.stage * DS_BYTES;
+                float dst[BM / 2];
+                u32 keep[HALVES];
+                if (DROPOUT)
+#pragma unroll
+                    for (int h = 0; h < HALVES; ++h)
+                        keep[h] = keep_bits(a, key, block * BM + 64 * h, first + warp_row,
+                                            field(m.tile, NUMBER) * a.heads + head);
                 u32 p[HALVES][4][4], ds[HALVES][4][4];
-                mbar_wait(stage_bar(m.q_full, step), parity(step));
-                hold(st); wgmma_fence();
-                product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, q);
-                wgmma_commit();
-                mbar_wait(stage_bar(m.grad_full, step), parity(step));
-                hold(dst); wgmma_fence();
-                product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
-                wgmma_commit();
-                wgmma_wait<1>(); hold(st);  // S^T is there, dP^T runs
-                if (i) release(stage_bar(m.q_empty, step - 1));
+                mbar_wait(m.grad_full + 8 * ring.stage, ring.parity);
+                if (!LATE) {
+                    hold(dst); wgmma_fence();
+                    product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
+                    wgmma_commit();
+                }
 
                 const u32 column = 8 * (thread % 4);
                 const bool masked = first + BN > keys || shift + BN - 1 > block * BM + a.right
                                     || shift < block * BM + BM - 1 - a.left;
                 int low[2], high[2];
-                if (masked) {
+                if (masked || EXTRAS) {
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        const int row = warp_row + thread % 32 / 4 + 8 * r, at = shift + row - block * BM - 2 * (thread % 4);
+                        const int row = warp_row + thread % 32 / 4 + 8 * r;
+                        const int at = shift + row - block * BM - 2 * (thread % 4);
                         low[r] = at - a.right;
                         high[r] = first + row < keys ? at + a.left : -1;
                     }
                 }
 #pragma unroll
                 for (int h = 0; h < HALVES; ++h) {
+                    if (EXTRAS) {
+                        const int query = block * BM + 2 * (thread % 4), key_at = first + warp_row + thread % 32 / 4;
+                        const int number = field(m.tile, NUMBER), queries = field(m.tile, QUERIES);
+                        const float slope = slope_of(a, number, head);
+                        u32 rounded[4];
+                        long long at = number * a.bias.batch + head * a.bias.head + (query + 64 * h) * a.bias.row
+                                       + key_at * a.bias.column;
 #pragma unroll
-                    for (int i = 32 * h; i < 32 * h + 32; i += 4) {
-                        const float2 x = load_shared_float2(m.lse + stage * ROWS_BYTES + 32 * (i >> 2) + column);
-                        st[i] = exp2_fast(st[i] * scale_log2 - x.x);
-                        st[i + 1] = exp2_fast(st[i + 1] * scale_log2 - x.y);
-                        st[i + 2] = exp2_fast(st[i + 2] * scale_log2 - x.x);
-                        st[i + 3] = exp2_fast(st[i + 3] * scale_log2 - x.y);
-                    }
-                    if (masked) {
+                        for (int i = 32 * h; i < 32 * h + 32; i += 4) {
+                            const float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column);
+                            float weight[4];
 #pragma unroll
-                        for (int i = 32 * h; i < 32 * h + 32; ++i) {
-                            const int r = i >> 1 & 1, at = 8 * (i >> 2) + (i & 1);
-                            if (at < low[r] || at > high[r]) st[i] = 0.f;
+                            for (int n = 0; n < 4; ++n) {
+                                const int r = n / 2, c = 8 * (i >> 2) + n % 2;
+                                const bool seen = c >= low[r] && c <= high[r] && query + c < queries;
+                                const float penalty = slope * (float)abs(query + c + first - shift - key_at - 8 * r);
+                                float bend;
+                                weight[n] = weigh(a, st[i + n], n % 2 ? x.y : x.x, penalty,
+                                                  at + n % 2 * a.bias.row + 8 * r * a.bias.column, seen, bend);
+                                st[i + n] = weight[n] * bend;
+                                weight[n] = dropped(weight[n], keep[h], i % 32 + n, a.keep_scale);
+                            }
+                            rounded[i / 4 % 2 * 2] = pack_pair(scalar(), weight[0], weight[1]);
+                            rounded[i / 4 % 2 * 2 + 1] = pack_pair(scalar(), weight[2], weight[3]);
+                            if (i % 8) store_fragment<BN>(ds_tile + h * BN * 128, warp_row, i / 8 % 4, rounded);
+#pragma unroll
+                            for (int n = 0; n < 4; ++n) asm volatile("" : "+f"(st[i + n]));
+                            at += 8 * a.bias.row;
+                            hide(at, rounded[i / 4 % 2 * 2], rounded[i / 4 % 2 * 2 + 1]);
+                        }
+                    } else {
+#pragma unroll
+                        for (int i = 32 * h; i < 32 * h + 32; i += 4) {
+                            const float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column);
+                            st[i] = exp2_fast(st[i] * scale_log2 - x.x);
+                            st[i + 1] = exp2_fast(st[i + 1] * scale_log2 - x.y);
+                            st[i + 2] = exp2_fast(st[i + 2] * scale_log2 - x.x);
+                            st[i + 3] = exp2_fast(st[i + 3] * scale_log2 - x.y);
+                        }
+                        if (masked) {
+#pragma unroll
+                            for (int i = 32 * h; i < 32 * h + 32; ++i) {
+                                const int r = i >> 1 & 1, at = 8 * (i >> 2) + (i & 1);
+                                if (at < low[r] || at > high[r]) st[i] = 0.f;
+                            }
                         }
                     }
-                    if (h == 0) {
-#pragma unroll
-                        for (int i = 0; i < 16; ++i) p[0][i / 4][i % 4] = pack_pair(scalar(), st[2 * i], st[2 * i + 1]);
+                    if (h == 0 && !EXTRAS) {
+                        pack_half(p[0], st, 0, a.keep_scale, keep[0]);
                         hold(dv_sum); hold(p[0]); wgmma_fence();
                         product<MN_MAJOR, BM>(dv_sum, p[0], grad, true);
                         wgmma_commit();
                     }
                 }
-                wgmma_wait<1>(); hold(dst);  // dP^T is there, dV runs
+                if (EXTRAS) {  // P^T by way of where dS^T will be
+                    fence_async_proxy();
+                    bar_sync(OWN + w, 128);
+                    hold(dv_sum); wgmma_fence();
+                    product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dv_sum, ds_tile + w * 64 * 128, grad, true);
+                    wgmma_commit();
+                }
+                if (LATE) {
+                    hold(dst); wgmma_fence();
+                    product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
+                    wgmma_commit(); wgmma_wait<0>(); hold(dst); hold(dv_sum);
+                    if (!EXTRAS) hold(p[0]);
+                } else {
+                    wgmma_wait<1>(); hold(dst);  // dP^T is there, dV runs
+                }
 #pragma unroll
                 for (int h = 0; h < HALVES; ++h) {
-                    if (h > 0) {
-#pragma unroll
-                        for (int i = 0; i < 16; ++i)
-                            p[h][i / 4][i % 4] = pack_pair(scalar(), st[32 * h + 2 * i], st[32 * h + 2 * i + 1]);
+                    if (h > 0 && !EXTRAS) {
+                        pack_half(p[h], st, 32 * h, a.keep_scale, keep[h]);
                         hold(p[h]); wgmma_fence();
                         product<MN_MAJOR, BM>(dv_sum, p[h], grad + h * 64 * 128, true);
                         wgmma_commit();
                     }
+                    const int c = block * BM + 2 * (thread % 4), key_at = first + warp_row + thread % 32 / 4;
+                    const int queries = EXTRAS ? field(m.tile, QUERIES) : 0, number = EXTRAS ? field(m.tile, NUMBER) : 0;
+                    // in dbias
+                    long long at = ((long long)(number * a.heads + head) * a.queries + c + 64 * h) * a.keys + key_at;
 #pragma unroll
                     for (int i = 32 * h; i < 32 * h + 32; i += 4) {
-                        const float2 x = load_shared_float2(m.delta + stage * ROWS_BYTES + 32 * (i >> 2) + column);
-                        ds[h][i / 8 % 4][i / 4 % 2 * 2] = pack_pair(scalar(), st[i] * (dst[i] - x.x), st[i + 1] * (dst[i + 1] - x.y));
-                        ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1] = pack_pair(scalar(), st[i + 2] * (dst[i + 2] - x.x), st[i + 3] * (dst[i + 3] - x.y));
+                        const float2 x = load_shared_float2(delta_rows + 32 * (i >> 2) + column);
+                        float y[4];
+#pragma unroll
+                        for (int n = 0; n < 4; ++n)
+                            y[n] = st[i + n]
+                                   * (dropped(dst[i + n], keep[h], i % 32 + n, a.keep_scale) - (n % 2 ? x.y : x.x));
+                        ds[h][i / 8 % 4][i / 4 % 2 * 2] = pack_pair(scalar(), y[0], y[1]);
+                        ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1] = pack_pair(scalar(), y[2], y[3]);
+                        if (EXTRAS && dbias) {
+#pragma unroll
+                            for (int n = 0; n < 4; ++n)
+                                if (c + n % 2 + (i >> 2) * 8 < queries && key_at + n / 2 * 8 < keys)
+                                    dbias[at + n % 2 * a.keys + n / 2 * 8] = y[n];
+                            at += 8 * a.keys;
+                            hide(at, ds[h][i / 8 % 4][i / 4 % 2 * 2], ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1]);
+                        }
                     }
                     store_tile<BN>(ds_tile + h * BN * 128, warp_row, ds[h]);
+                    hold(ds[h]); wgmma_fence();
+                    product<MN_MAJOR, BM>(dk_sum, ds[h], q + h * 64 * 128, true);
+                    wgmma_commit();
                 }
                 fence_async_proxy();
                 bar_sync(ALL, CONSUMERS);  // dS is whole
@@ -256,26 +406,43 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 if (WIDTH == 64) product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq, ds_tile + w * BN * 128, m.k);
                 else product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq, ds_tile, m.k + w * BN * 128);
                 wgmma_commit();
-                product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dk_sum, ds_tile + w * 64 * 128, q, true);
-                wgmma_commit();
-                wgmma_wait<1>();  // dV and dQ are there, dK runs into the next step
+                wgmma_wait<1>();  // dV and dK are there, dQ runs
 #pragma unroll
-                for (int h = 0; h < HALVES; ++h) hold(p[h]);
-                release(stage_bar(m.grad_empty, step));
+                for (int h = 0; h < HALVES; ++h) { if (!EXTRAS && (!LATE || h > 0)) hold(p[h]); hold(ds[h]); }
+                release(m.grad_empty + 8 * ring.stage);
+                release(m.q_empty + 8 * ring.stage);
+                ring.next();
+                // behind the last step a product of whatever is there: ptxas serialises all of them for a branch
+                if (left > 1) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
+                hold(st); wgmma_fence();
+                product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, m.q + ring.stage * Q_BYTES);
+                wgmma_commit();
+                wgmma_wait<1>(); hold(dq);  // dQ is there, S^T of the next step runs
 
-                float* to = sums_of_head + (long long)block * (BM * WIDTH) + w * (BM * WIDTH / 2);
-                if (++block == end) {
-                    block = begin;
-                    sums_of_head += (long long)row_blocks * (BM * WIDTH);
+                const int part = (head * row_blocks + field(m.tile, ROW_BLOCK) + block) * 2 + w;  // of the sums
+                bar_sync(FREE + w, 160);
+                if (thread == 0) {
+                    store_address(m.target + 8 * w, dq_sum + (long long)part * (BM * WIDTH / 2));
+                    if (DETERMINISTIC) {  // tiles of keys add in their order, from the first that sees the block
+                        store_shared(m.turn + 8 * w, (u32)part);
+                        const int first_key = max(0, block * BM - (shift - first) - a.left);
+                        store_shared(m.turn + 8 * w + 4, (u32)(first / BN - first_key / BN));
+                    }
                 }
-                hold(dq);
-                add_to_memory(to + thread * 4, dq);
+#pragma unroll
+                for (int i = 0; i < 32; i += 4)
+                    store_shared(m.sums + w * SUM_BYTES + (i / 4 * 128 + thread) * 16,
+                                 dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+                fence_async_proxy();
+                bar_arrive(WRITTEN + w, 160);
+                if (++block == field(m.tile, BEGIN) + field(m.tile, BLOCKS)) block = field(m.tile, BEGIN);
+                if (block == field(m.tile, START)) ++head;
+                wgmma_wait<0>(); hold(st);
             }
 
             wgmma_wait<0>(); hold(dv_sum); hold(dk_sum);
-            if (steps) release(stage_bar(m.q_empty, step - 1));
             // dV leaves through this warpgroup's own values, dK through dS
-            const int head = field(m.tile, HEAD), batch = field(m.tile, BATCH), at = field(m.tile, KEY_ROW) + 64 * w;
+            const int kv_head = field(m.tile, HEAD), batch = field(m.tile, BATCH), at = field(m.tile, KEY_ROW) + 64 * w;
             const int key_rows = field(m.tile, KEY_ROWS) - first;
             const bool whole = !a.cu_q || key_rows >= BN;
             u32 rounded[WIDTH / 16][4];
@@ -286,9 +453,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 bar_sync(OWN + w, 128);
                 if (thread == 0)
                     for (int c = 0; c < WIDTH / 64; ++c)
-                        tma_store(dv_map, m.v + c * BN * 128 + w * 64 * 128, 64 * c, at, head, batch);
+                        tma_store(dv_map, m.v + c * BN * 128 + w * 64 * 128, 64 * c, at, kv_head, batch);
             } else {
-                store_rows(dv + at * a.dv.row + head * a.dv.head, a.dv, key_rows - 64 * w, a.value_dim, rounded);
+                store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows - 64 * w, a.value_dim, rounded);
             }
 #pragma unroll
             for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] *= a.scale;
@@ -302,16 +469,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 bar_sync(OWN + w, 128);
                 if (thread == 0) {
                     for (int c = 0; c < WIDTH / 64; ++c)
-                        tma_store(dk_map, tile_out + c * 64 * 128, 64 * c, at, head, batch);
+                        tma_store(dk_map, tile_out + c * 64 * 128, 64 * c, at, kv_head, batch);
                     bulk_commit();
                     bulk_wait_read();
                 }
             } else {
-                store_rows(dk + at * a.dk.row + head * a.dk.head, a.dk, key_rows - 64 * w, a.head_dim, rounded);
+                store_rows(dk + at * a.dk.row + kv_head * a.dk.head, a.dk, key_rows - 64 * w, a.head_dim, rounded);
             }
             bar_sync(ALL, CONSUMERS);
             release(m.v_empty);
         }
+        bar_sync(FREE + w, 160);
+        if (thread == 0) store_address(m.target + 8 * w, nullptr);
+        bar_arrive(WRITTEN + w, 160);
         if (thread == 0) bulk_wait();
     }
 }

@@ -25,7 +25,7 @@ __device__ __forceinline__ float dot8(uint4 x, uint4 y) {
 
 // The index-th tile: inside sections of heads whose queries fit in L2, the first keys first, as causal masks leave them
 // the most queries.
-__device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles, int section) {
+__device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles, int section, bool ordered) {
     const int kv_heads = a.heads / a.group, heads = kv_heads * a.sequences, key_tiles = (a.keys + BN - 1) / BN;
     Tile tile = {};
     tile.first = -1;
@@ -42,10 +42,14 @@ __device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles
     tile.shift = -s.offset;
     tile.query_row = (int)s.first_query;
     tile.row_block = first_row_block(a, s);
+    tile.number = s.number;
+    tile.queries = s.queries;
     const int last = min(tile.first + BN, s.keys) - 1;
     const int end = last < tile.first ? 0 : min(s.queries, last - s.offset + a.left + 1);
     tile.begin = max(0, tile.first - s.offset - a.right) / BM;
     tile.blocks = max(0, (end + BM - 1) / BM - tile.begin);
+    // side by side tiles of a head begin apart, so that they do not add to the same dq
+    tile.start = tile.begin + (tile.blocks && !ordered ? max(0, tile.first / BM - tile.begin) % tile.blocks : 0);
     return tile;
 }
 
@@ -75,11 +79,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
     float* __restrict__ dq_sum,          // (H, row_blocks, BM * WIDTH)
     Tile* __restrict__ plan,             // (tiles + 1,)
     int* __restrict__ counter,
+    int* __restrict__ turns,             // (H, row_blocks, 2) where dq is summed in order, or null
     int tiles,
     int section,
     int row_blocks) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i <= tiles; i += gridDim.x * THREADS) plan[i] = tile_at(a, i, tiles, section);
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i <= tiles; i += gridDim.x * THREADS)
+        plan[i] = tile_at(a, i, tiles, section, turns != nullptr);
 
     const Rows r = rows_at(a, row_blocks);
     if (r.count <= 0) return;
@@ -96,6 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
         x[i] = columns && row < r.count ? *(const uint4*)(out + row * a.out.row) : zeros();
         y[i] = columns && row < r.count ? *(const uint4*)(dout + row * a.dout.row) : zeros();
     }
+    if (turns && threadIdx.x < 2) turns[2 * r.side + threadIdx.x] = 0;
     uint4* sums = (uint4*)(dq_sum + r.side * (BM * WIDTH));
 #pragma unroll
     for (int i = 0; i < BM * WIDTH / 4 / THREADS; ++i) sums[i * THREADS + threadIdx.x] = zeros();
@@ -109,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
         const bool inside = row < r.count;
         const long long e = number * a.lse_batch + r.head * a.lse_head + at + row;
         const float value = inside ? lse[e] : NEG_INF;
-        lse_rows[r.side * BM + row] = value == NEG_INF ? INF : value * 1.44269504f;
+        lse_rows[r.side * BM + row] = value == NEG_INF ? INF : value * LOG2_E;
         if (inside && dlse) sum -= dlse[e];
         if (inside && delta) delta[e] = sum;
         delta_rows[r.side * BM + row] = inside ? sum : 0.f;
@@ -138,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_d
     }
     // a warp holds 16 rows of 64 columns: of its warpgroup's 64 rows, or in its warpgroup's half of the columns
     const u32 tile = (u32)__cvta_generic_to_shared(staged) + w * 64 * 128;
-    const int row0 = thread / 32 * 16, first_row = (WIDTH == 64 ? 64 * w : 0) + row0, first_column = WIDTH == 64 ? 0 : 64 * w;
+    const int row0 = thread / 32 * 16;
+    const int first_row = (WIDTH == 64 ? 64 * w : 0) + row0, first_column = WIDTH == 64 ? 0 : 64 * w;
     store_tile<64>(tile, row0, p);
     __syncwarp();
     const long long number = a.cu_q ? 0 : r.s.number;
@@ -149,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_d
         if (first_row + row >= r.count || column >= a.head_dim) continue;
         const u32 from = chunk_address<64>(tile, row0 + row, lane % 8);
         uint4 y;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(from) : "memory");
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(from) : "memory");
         *(uint4*)(dq + (first_row + row) * a.dq.row + column) = y;
     }
 }

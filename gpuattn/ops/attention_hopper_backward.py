@@ -8,16 +8,19 @@ from gpuattn import arrays, tensormaps
 from gpuattn.arrays import ctype, get_xp, import_cupy
 from gpuattn.kernels import kernel, kernel_refusal
 from gpuattn.ops.attention_launch import Launch
-from gpuattn.ops.attention_reference import sink_gradient
+from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
+FILE = "flash_attention_backward_hopper.cu"
+ROWS_FILE = "flash_attention_backward_hopper_rows.cu"
 WIDTHS = (64, 128)  # what both head sizes are rounded up to
 KEYS = 128  # of a tile
 TILE_BYTES = 64  # struct Tile of common/attention_backward_hopper.cuh
+SHARED_BYTES = 232448  # all there is: one block to a multiprocessor
 L2_BYTES = 32 << 20  # what one section of heads may keep busy
 
 
 def refuse_backward(
-    q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, softcap, dropout_p, deterministic, **_
+    q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, softcap, dropout_p, needs=None, **_
 ):
     """Return why these kernels do not take the gradient of this call, or None."""
     if reason := kernel_refusal(q, "q"):
@@ -30,12 +33,11 @@ def refuse_backward(
     size = max(q.shape[-1], v.shape[-1])
     if size > WIDTHS[-1]:
         return f"the head size is {size}, the kernel takes multiples of 8 up to {WIDTHS[-1]}"
-    if bias is not None or slopes is not None:
-        return "there is a bias or ALiBi, the kernel takes none"
-    if softcap or dropout_p:
-        return "there is a softcap or dropout, the kernel takes none"
-    if deterministic:
-        return "dq is summed in any order; deterministic=True asks for one"
+    extras = bias is not None or slopes is not None or softcap
+    if extras and dropout_p:
+        return "there is dropout beside a bias, ALiBi or softcap, the kernel takes either"
+    if softcap and bias is not None and (needs is None or needs[3]):
+        return "there is a softcap beside a bias with a gradient, the kernel takes either"
     return None
 
 
@@ -54,51 +56,56 @@ def _copyable(x):
 def backward(saved, dout, dlse, *, needs, into, **params):
     """Return the gradients of q, k, v and sink (None for the rest)."""
     q, k, v, *extras, out, lse = saved
-    sink = extras[-1]
+    bias, *_, slopes, sink = extras
     if q.size == 0 or k.size == 0 or v.size == 0:
-        dsink = arrays.zeros(sink, sink.shape) if needs[8] else None
-        return *(arrays.zeros(x, x.shape) for x in (q, k, v)), *[None] * 5, dsink
+        given = (x if need else None for x, need in zip((q, k, v, *extras), needs, strict=True))
+        return tuple(x if x is None else arrays.zeros(x, x.shape) for x in given)
     dout = arrays.zeros(q, out.shape) if dout is None else dout.astype(q.dtype, copy=False)
     out, dout = _copyable(out), _copyable(dout)
     dlse = None if dlse is None else get_xp(q).ascontiguousarray(dlse, np.float32)
     dq, dk, dv = (arrays.empty(x, x.shape) for x in (q, k, v))
     launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     delta = arrays.empty(q, lse.shape, np.float32) if needs[8] else None
-    _launch(launch, q, k, v, out, lse, dout, dlse, delta, dq, dk, dv)
-    dsink = sink_gradient(sink, lse, delta) if needs[8] else None
-    return dq, dk, dv, None, None, None, None, None, dsink
-
-
-def _launch(launch, q, k, v, out, lse, dout, dlse, delta, dq, dk, dv):
-    width = next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
-    rows = 128 if width == 64 else 64
+    dbias = None
+    if needs[3]:
+        full = launch.sequences, launch.heads, launch.queries, launch.keys
+        dbias = arrays.zeros(q, full, np.float32)
+    extras = bias is not None or slopes is not None or bool(params["softcap"])
+    width = 128 if extras else next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
+    constants = {"scalar": ctype(q.dtype), "WIDTH": width}
+    rows = 128 if width == 64 else 64  # queries of a tile
     heads, sequences = launch.heads, launch.sequences
     longest = -(-launch.queries // rows)
     # blocks of rows, of all sequences; packed ones each begin a block of their own
     row_blocks = q.shape[0] // rows + sequences if launch.packed else longest * sequences
     tiles = -(-launch.keys // KEYS) * launch.kv_heads * sequences
-    busy = launch.queries * (4 * width + 4 * width) * launch.fields["group"]
-    section = 1 << max(0, (L2_BYTES // max(busy, 1)).bit_length() - 1)
-    constants = {"scalar": ctype(q.dtype), "WIDTH": width}
-    file = "flash_attention_backward_hopper"
+    busy = launch.queries * 8 * width * launch.fields["group"]  # bytes of q, dout and dq
+    section = 1 << max(0, (L2_BYTES // busy).bit_length() - 1)
 
-    lse_rows, delta_rows = arrays.empty(q, (2, heads, row_blocks, rows), np.float32)
+    side = arrays.empty(q, (2, heads, row_blocks, rows), np.float32)  # lse and delta
     dq_sum = arrays.empty(q, (heads, row_blocks, rows * width), np.float32)
     plan = arrays.empty(q, ((tiles + 1) * TILE_BYTES + 16,), np.uint8)
     counter = plan[-16:]
-    problem, row_grid = launch.problem, (longest * heads * sequences,)
-    kernel(f"{file}_rows.cu", "flash_attention_backward_rows", **constants)(
-        row_grid, (256,), problem, out, dout, lse, dlse, lse_rows, delta_rows, delta, dq_sum,
-        plan, counter, tiles, section, row_blocks,
+    turns = arrays.empty(q, (heads, row_blocks, 2), np.int32) if launch.deterministic else None
+    before = kernel(ROWS_FILE, "flash_attention_backward_rows", **constants)
+    before(
+        (longest * heads * sequences,), (256,), launch.problem, out, dout, lse, dlse, side[0],
+        side[1], delta, dq_sum, plan, counter, turns, tiles, section, row_blocks,
     )  # fmt: skip
     maps = [tensormaps.tensor_map(x, n) for x, n in ((q, rows), (dout, rows), (k, KEYS), (v, KEYS))]
     maps += [tensormaps.tensor_map(x, 64) for x in (dk, dv)]
-    pair = 2 * KEYS * width * 2 + 4 * rows * width * 2  # keys and values; two stages of q and dout
-    shared = 2048 + 16 * rows + pair + 2 * KEYS * rows * 2
-    kernel(f"{file}.cu", "flash_attention_backward", **constants)(
-        (min(tiles, _device()[1]),), (384,), *maps, problem, lse_rows, delta_rows, dq_sum, dk, dv,
-        plan, counter, tiles, row_blocks, shared_bytes=shared,
+    main = kernel(
+        FILE, "flash_attention_backward", EXTRAS=extras, DROPOUT=bool(params["dropout_p"]),
+        DETERMINISTIC=launch.deterministic, **constants,
     )  # fmt: skip
-    kernel(f"{file}_rows.cu", "flash_attention_backward_dq", **constants)(
-        row_grid, (256,), problem, dq_sum, dq, row_blocks
-    )
+    main(
+        (min(tiles, _device()[1]),), (384,), *maps, launch.problem, side[0], side[1], dq_sum, dk,
+        dv, plan, dbias, turns, counter, tiles, row_blocks, shared_bytes=SHARED_BYTES,
+    )  # fmt: skip
+    after = kernel(ROWS_FILE, "flash_attention_backward_dq", **constants)
+    after((longest * heads * sequences,), (256,), launch.problem, dq_sum, dq, row_blocks)
+
+    if needs[3]:
+        dbias = sum_to(dbias, bias.shape).astype(bias.dtype, copy=False)
+    dsink = sink_gradient(sink, lse, delta) if needs[8] else None
+    return dq, dk, dv, dbias, None, None, None, None, dsink
