@@ -115,6 +115,24 @@ def check_floats(function, **arrays):
         first = first or (name, a.dtype)
 
 
+def rows_refusal(x, name):
+    """Return why rows of ``x``, the argument ``name``, cannot be read 16 bytes at a time, or None.
+
+    ``x``: (..., head size), on the GPU.
+    """
+    width = 16 // x.itemsize
+    if x.shape[-1] % width:
+        return f"the head size of {name} is {x.shape[-1]}, the kernel takes multiples of {width}"
+    if not x.size:
+        return None
+    if x.strides[-1] != x.itemsize:
+        return f"the head axis of {name} is not contiguous; try xp.ascontiguousarray({name})"
+    steps = (step for n, step in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1)
+    if any(step % 16 for step in steps) or x.data.ptr % 16:
+        return f"rows of {name} do not start at multiples of 16 bytes; try a contiguous copy"
+    return None
+
+
 def import_cupy():
     """Import CuPy, or raise DeviceMissingError with the remedy."""
     try:

@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from gpuattn.arrays import ctype
+from gpuattn.arrays import ctype, rows_refusal
 
 KINDS = {"f16": 6, "bf16": 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 COLUMNS = 64  # of a box: 128 bytes of 16-bit numbers, what the 128-byte swizzle spans
@@ -21,15 +21,11 @@ def refusal(x, name):
     """Return why no map describes (..., rows, heads, columns) ``x``, the argument ``name``."""
     if ctype(x.dtype) not in KINDS:
         return f"{name} is {x.dtype}, the copy engine's kernels take float16 and bfloat16"
-    if x.shape[-1] % 8:
-        return f"the head size of {name} is {x.shape[-1]}, the copy engine takes multiples of 8"
-    if not x.size:
-        return None
-    if x.strides[-1] != x.itemsize:
-        return f"the head axis of {name} is not contiguous; try xp.ascontiguousarray({name})"
-    steps = [step for n, step in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
-    if any(step % 16 or step <= 0 for step in steps) or x.data.ptr % 16:
-        return f"rows of {name} do not start at multiples of 16 bytes; try a contiguous copy"
+    if reason := rows_refusal(x, name):
+        return reason
+    steps = (step for n, step in zip(x.shape, x.strides, strict=True) if n > 1)
+    if x.size and any(step <= 0 for step in steps):
+        return f"{name} repeats rows or goes backwards; try a contiguous copy"
     return None
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import ctype, get_xp
+from gpuattn.arrays import ctype, get_xp, rows_refusal
 from gpuattn.kernels import kernel, kernel_refusal
 from gpuattn.ops.attention_launch import Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
@@ -15,7 +15,6 @@ MAX_REACH = 2**31  # elements, for 32-bit offsets
 WIDTHS = (32, 64, 128)  # what HEAD_DIM is rounded up to
 TILE, WARPS = 16, 4  # rows of a warp, warps of a block
 BLOCK = (32 * WARPS,)
-VECTOR = 16  # bytes that rows are read by
 
 
 def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **__):
@@ -46,17 +45,11 @@ def suits(q, k, v, *extras, max_seqlen_q, max_seqlen_k, **params):
 
 
 def _layout_refusal(x, name):
-    if x.shape[-1] % 8:
-        return f"the head size of {name} is {x.shape[-1]}, the kernel takes multiples of 8"
-    if x.size == 0:
-        return None
-    if x.strides[-1] != x.itemsize:
-        return f"the head axis of {name} is not contiguous; try xp.ascontiguousarray({name})"
-    steps = [(n, step) for n, step in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
-    if x.data.ptr % VECTOR or any(step % VECTOR for _, step in steps):
-        return f"rows of {name} do not start at multiples of 16 bytes; try a contiguous copy"
-    reach = sum(n * abs(step) for n, step in steps) // x.itemsize + TILE * x.shape[-1]
-    if reach >= MAX_REACH:
+    if reason := rows_refusal(x, name):
+        return reason
+    steps = zip(x.shape[:-1], x.strides[:-1], strict=True)
+    reach = sum(n * abs(step) for n, step in steps if n > 1) // x.itemsize + TILE * x.shape[-1]
+    if x.size and reach >= MAX_REACH:
         return f"{name} reaches over {reach} elements, the kernel takes fewer than {MAX_REACH}"
     return None
 

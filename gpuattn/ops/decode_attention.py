@@ -205,12 +205,8 @@ def _refuse_ampere(q, k, v, *others, **params):
     if q.dtype == np.float32:
         return "q is float32, tensor cores take float16 or bfloat16"
     for name, x in (("k_cache", k), ("v_cache", v)):
-        if x.shape[-1] % 8:
-            return f"the head size of {name} is {x.shape[-1]}, the kernel takes multiples of 8"
-        steps = [step for step, n in zip(x.strides[:3], x.shape[:3], strict=True) if n > 1]
-        odd = x.strides[-1] != x.itemsize or x.data.ptr % 16 or any(step % 16 for step in steps)
-        if x.size and odd:
-            return f"{name} does not lie in 16-byte steps: strides {x.strides} bytes"
+        if reason := arrays.rows_refusal(x, name):
+            return reason
     return None
 
 

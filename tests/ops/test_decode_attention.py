@@ -357,4 +357,4 @@ def test_what_tensor_cores_refuse(gpu, rng):
     assert "float32" in refusal(*(x.astype("f") for x in (q, k, v)))
     assert "12, the kernel takes multiples of 8" in refusal(*(x.astype("e") for x in (q, k, v)))
     q, k, v = (gpu.zeros((3, 4, 2, 65), "e")[..., 1:] for _ in "qkv")
-    assert "k_cache does not lie in 16-byte steps" in refusal(q, k, v)
+    assert "rows of k_cache do not start at multiples of 16 bytes" in refusal(q, k, v)
