@@ -13,6 +13,7 @@ SAYS = {
     "03_translate.py": "unseen phrases are exactly right",
     "04_explain.py": "refusals, each with its sentence",
     "05_naive_vs_flash.py": "times the tokens",
+    "06_every_implementation.py": "largest difference between any two",
 }
 
 
