@@ -1,6 +1,6 @@
 """Thirty inputs and faults that users meet, each with what must happen on both backends.
 
-Rows are numbered as in the table of faults; row 22 (paged caches) comes with paged decode.
+Rows are numbered as in the table of faults; row 26 (beams) is in ``decode/test_beam.py``.
 """
 
 import subprocess
@@ -252,6 +252,48 @@ def test_row_21_offsets_on_a_gpu(gpu):
         gpuattn.flash_attention(q, q, q, cu_seqlens_q=gpu.asarray([0, 8]))
     with gpuattn.debug(), pytest.raises(ValueError, match="cu_seqlens_q"):
         gpuattn.flash_attention(q, q, q, cu_seqlens_q=gpu.asarray([0, 9], "int32"))
+
+
+PAGE = 16  # keys
+
+
+def paged_cache(xp, pages, table, dtype=np.float32):
+    """A query, keys, values and a page table: sequences of up to two pages."""
+    q, k, v = (draw(xp, *shape, dtype=dtype, seed=i) for i, shape in enumerate(
+        ((2, 1, 2, 8), (pages, PAGE, 1, 8), (pages, PAGE, 1, 8))
+    ))  # fmt: skip
+    return q, k, v, xp.asarray(table, np.int32)
+
+
+def test_row_22_a_paged_cache_that_is_full(xp):
+    q, k, v, table = paged_cache(xp, 4, [[3, 0], [2, 1]])
+    full = xp.asarray([2 * PAGE, 2 * PAGE], np.int32)
+    out = gpuattn.decode_attention(q, k, v, full, page_table=table)
+    dense = [x[table].reshape(2, 2 * PAGE, 1, 8) for x in (k, v)]
+    np.testing.assert_allclose(to_cpu(out), to_cpu(gpuattn.flash_attention(q, *dense)), atol=2e-6)
+    beyond = gpuattn.decode_attention(q, k, v, full + 1, page_table=table)
+    np.testing.assert_array_equal(to_cpu(beyond), to_cpu(out), err_msg="lengths are clipped")
+    with pytest.raises(IndexError, match="append_kv: lengths"):
+        gpuattn.append_kv(k, v, k[:2, :1], v[:2, :1], full, page_table=table)
+        to_cpu(k)
+    with pytest.raises(ValueError, match="lengths.shape"):
+        gpuattn.decode_attention(q, k, v, full[:1], page_table=table)
+
+
+@pytest.mark.parametrize("page", [-1, 4])
+def test_row_22_pages_outside_the_pool(xp, page):
+    q, k, v, table = paged_cache(xp, 4, [[3, page], [2, 1]])
+    with pytest.raises(IndexError, match="page_table"):
+        to_cpu(gpuattn.decode_attention(q, k, v, xp.full(2, 2 * PAGE, np.int32), page_table=table))
+    unread = gpuattn.decode_attention(q, k, v, xp.full(2, PAGE, np.int32), page_table=table)
+    assert np.isfinite(to_cpu(unread)).all()
+    before = to_cpu(k).copy()
+    with pytest.raises(IndexError, match="page_table"):
+        lengths = xp.asarray([PAGE, 0], np.int32)
+        gpuattn.append_kv(k, v, k[:2, :1], v[:2, :1], lengths, page_table=table)
+        to_cpu(k)
+    changed = (to_cpu(k) != before).any((1, 2, 3))
+    assert not changed[[0, 1, 3]].any(), "only the sequence whose page exists is written"
 
 
 @pytest.mark.parametrize("token", [-1, 10])
