@@ -15,62 +15,15 @@
 // While exponentials are taken dP^T runs, while dS^T is formed dV does, and while dQ is handed to the warp that adds it
 // to memory, S^T of the next step.
 #include "common/attention_backward_hopper.cuh"
-#include "common/tma.cuh"
-#include "common/wgmma.cuh"
+#include "common/backward_pipeline_hopper.cuh"
 
+static_assert(WIDTH <= 128, "flash_attention_backward_hopper.cu: WIDTH is 64 or 128");
 static_assert(!EXTRAS || (WIDTH == 128 && !DROPOUT), "flash_attention_backward_hopper.cu: too few registers");
-constexpr int HALVES = BM / 64, STAGES = 2, CONSUMERS = 256;
-constexpr int Q_BYTES = BM * WIDTH * 2, K_BYTES = BN * WIDTH * 2, DS_BYTES = BN * BM * 2, ROWS_BYTES = BM * 4;
-constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
+constexpr int HALVES = BM / 64;
 [[maybe_unused]] constexpr int SHARED =
     2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES;
 // The product for dP^T waits until P^T is there, as its registers are needed before.
 constexpr bool LATE = EXTRAS || DROPOUT;
-enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 6 };  // named barriers; all but ALL one per warpgroup
-
-struct Shared {
-    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, target, turn, tile;
-    u32 lse, delta, k, v, q, grad, ds, sums;
-};
-__device__ __forceinline__ Shared shared_layout() {
-    Shared m;
-    m.q_full = shared_base();
-    m.q_empty = m.q_full + 8 * STAGES;
-    m.grad_full = m.q_empty + 8 * STAGES;
-    m.grad_empty = m.grad_full + 8 * STAGES;
-    m.k_full = m.grad_empty + 8 * STAGES;
-    m.k_empty = m.k_full + 8;
-    m.v_full = m.k_full + 16;
-    m.v_empty = m.k_full + 24;
-    m.target = m.k_full + 32;
-    m.turn = m.k_full + 48;
-    m.tile = m.k_full + 64;
-    m.lse = m.q_full + 1024;
-    m.delta = m.lse + STAGES * ROWS_BYTES;
-    m.k = m.delta + STAGES * ROWS_BYTES;
-    m.v = m.k + K_BYTES;
-    m.q = m.v + K_BYTES;
-    m.grad = m.q + STAGES * Q_BYTES;
-    m.ds = m.grad + STAGES * Q_BYTES;
-    m.sums = m.ds + 2 * DS_BYTES;
-    return m;
-}
-
-__device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, u32 bar, int rows, int row, int head, int batch) {
-#pragma unroll
-    for (int c = 0; c < WIDTH / 64; ++c) tma_load(tile + c * rows * 128, map, bar, 64 * c, row, head, batch);
-}
-__device__ __forceinline__ int field(u32 tile, int number) { return (int)load_shared(tile + 4 * number); }
-// Of a Tile.
-enum { HEAD, FIRST, BATCH, KEY_ROW, KEYS, KEY_ROWS, SHIFT, QUERY_ROW, BEGIN, BLOCKS, START, ROW_BLOCK, NUMBER, QUERIES };
-
-// A place in a ring of STAGES, and the parity of its round.
-struct Ring {
-    u32 stage = 0, parity = 0;
-    __device__ __forceinline__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
-};
-__device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
-
 // Where a warpgroup's part of dq goes; null: there is no more.
 __device__ __forceinline__ void store_address(u32 at, float* to) {
     store_shared(at, (u32)(u64)to);
@@ -89,23 +42,6 @@ __device__ __forceinline__ void pass_on(int* turn) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(turn) : "memory");
-}
-
-// All queries of a tile with their lse, or dout with delta.
-template <bool QUERIES>
-__device__ __forceinline__ void load_steps(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
-                                           Ring& ring, int row_blocks) {
-    for (int n = 0, head = field(m.tile, HEAD) * a.group; n < a.group; ++n, ++head)
-        for (int block = field(m.tile, START), left = field(m.tile, BLOCKS); left > 0; --left, ring.next()) {
-            const u32 full = (QUERIES ? m.q_full : m.grad_full) + 8 * ring.stage;
-            mbar_wait((QUERIES ? m.q_empty : m.grad_empty) + 8 * ring.stage, ring.parity ^ 1);
-            mbar_expect(full, Q_BYTES + ROWS_BYTES);
-            load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, full, BM,
-                      field(m.tile, QUERY_ROW) + block * BM, head, field(m.tile, BATCH));
-            bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES,
-                      rows + (head * row_blocks + field(m.tile, ROW_BLOCK) + block) * BM, ROWS_BYTES, full);
-            if (++block == field(m.tile, BEGIN) + field(m.tile, BLOCKS)) block = field(m.tile, BEGIN);
-        }
 }
 
 // What dropout leaves of a number, if bit `n` of `keep` says so.
@@ -129,16 +65,6 @@ __device__ __forceinline__ void hide(long long& at, u32& x, u32& y) {
     asm volatile("" : "+l"(at), "+r"(x), "+r"(y));
 }
 
-// The rows of a gradient that lie in its sequence, where a whole tile would write into the next one.
-__device__ __forceinline__ void store_rows(scalar* to, const Strides& step, int rows, int columns,
-                                           const u32 (&p)[WIDTH / 16][4]) {
-#pragma unroll
-    for (int i = 0; i < WIDTH / 2; i += 2) {
-        const int row = fragment_row(i), column = fragment_column(i);
-        if (row < rows && column < columns) *(u32*)(to + row * step.row + column) = p[i / 8][i / 2 % 4];
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     const __grid_constant__ TensorMap q_map,     // (B, T, H, D) or (tokens, H, D); boxes of BM rows
     const __grid_constant__ TensorMap dout_map,  // (B, T, H, Dv); boxes of BM rows
@@ -159,49 +85,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     int tiles,
     int row_blocks) {
     const Shared m = shared_layout();
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            mbar_init(m.q_full + 8 * i, 1);
-            mbar_init(m.grad_full + 8 * i, 1);
-            mbar_init(m.q_empty + 8 * i, CONSUMERS / 32);
-            mbar_init(m.grad_empty + 8 * i, CONSUMERS / 32);
-        }
-        mbar_init(m.k_full, 1);
-        mbar_init(m.v_full, 1);
-        mbar_init(m.k_empty, CONSUMERS / 32 + 1);  // and the second loader
-        mbar_init(m.v_empty, CONSUMERS / 32);
-        mbar_init_done();
-    }
-    __syncthreads();
+    init_barriers(m);
 
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 0) {  // tiles and keys, queries and lse
-            Ring ring;
-            int index = blockIdx.x;
-            for (u32 round = 0;; round ^= 1) {
-                mbar_wait(m.k_empty, round ^ 1);
-                const bool more = index < tiles;
-                const Tile* tile = plan + (more ? index : tiles);
-                mbar_expect(m.k_full, (more ? K_BYTES : 0) + (int)sizeof(Tile));
-                bulk_load(m.tile, tile, sizeof(Tile), m.k_full);
-                if (!more) break;
-                load_tile(m.k, k_map, m.k_full, BN, tile->key_row, tile->head, tile->batch);
-                index = gridDim.x + atomicAdd(counter, 1);
-                mbar_wait(m.k_full, round);
-                load_steps<true>(m, a, q_map, lse, ring, row_blocks);
-            }
-        } else if (threadIdx.x == 32) {  // values, dout and delta
-            Ring ring;
-            for (u32 round = 0;; round ^= 1) {
-                mbar_wait(m.k_full, round);
-                if (field(m.tile, FIRST) < 0) break;
-                mbar_wait(m.v_empty, round ^ 1);
-                mbar_expect(m.v_full, K_BYTES);
-                load_tile(m.v, v_map, m.v_full, BN, field(m.tile, KEY_ROW), field(m.tile, HEAD), field(m.tile, BATCH));
-                load_steps<false>(m, a, dout_map, delta, ring, row_blocks);
-                mbar_arrive(m.k_empty);
-            }
+        if (threadIdx.x == 0) {
+            load_keys_and_queries(m, a, k_map, q_map, lse, plan, counter, tiles, row_blocks);
+        } else if (threadIdx.x == 32) {
+            load_values_and_gradients(m, a, v_map, dout_map, delta, row_blocks);
         } else if (threadIdx.x / 32 == 2) {  // dq
             for (int w = 0; w < 2; ++w) bar_arrive(FREE + w, 160);
             for (bool more = true; more;)
@@ -238,16 +129,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
             const int first = field(m.tile, FIRST), keys = field(m.tile, KEYS);
             if (first < 0) break;
             mbar_wait(m.v_full, round & 1);
-            if ((a.cu_q || a.key_lengths) && first + BN > keys) {  // what lies there may be NaN
-                for (int c = threadIdx.x - 128; c < BN * WIDTH / 8; c += CONSUMERS) {
-                    const int row = c % BN;
-                    if (first + row < keys) continue;
-                    store_shared(chunk_address<BN>(m.k, row, c / BN), 0.f, 0.f, 0.f, 0.f);
-                    store_shared(chunk_address<BN>(m.v, row, c / BN), 0.f, 0.f, 0.f, 0.f);
-                }
-                fence_async_proxy();
-                bar_sync(ALL, CONSUMERS);
-            }
+            if ((a.cu_q || a.key_lengths) && first + BN > keys) clear_rows(m, keys - first);
             const int shift = first + field(m.tile, SHIFT);  // the query that stands at the tile's first key
             int left = field(m.tile, BLOCKS) * a.group, block = field(m.tile, START), head = field(m.tile, HEAD) * a.group;
             float dk_sum[WIDTH / 2], dv_sum[WIDTH / 2];
@@ -455,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                     for (int c = 0; c < WIDTH / 64; ++c)
                         tma_store(dv_map, m.v + c * BN * 128 + w * 64 * 128, 64 * c, at, kv_head, batch);
             } else {
-                store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows - 64 * w, a.value_dim, rounded);
+                store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows - 64 * w, 0, a.value_dim, rounded);
             }
 #pragma unroll
             for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] *= a.scale;
@@ -474,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                     bulk_wait_read();
                 }
             } else {
-                store_rows(dk + at * a.dk.row + kv_head * a.dk.head, a.dk, key_rows - 64 * w, a.head_dim, rounded);
+                store_rows(dk + at * a.dk.row + kv_head * a.dk.head, a.dk, key_rows - 64 * w, 0, a.head_dim, rounded);
             }
             bar_sync(ALL, CONSUMERS);
             release(m.v_empty);

@@ -1,5 +1,6 @@
-// Around flash_attention_backward_hopper.cu: what it needs of each query's row before, and dq out of its sums after.
-// Constants: scalar = f16, bf16; WIDTH = 64, 128 (both head sizes rounded up)
+// Around flash_attention_backward_hopper.cu and .._wide.cu: before, what they need of each query's row;
+// after, dq out of its sums.
+// Constants: scalar = f16, bf16; WIDTH = 64, 128, 256 (both head sizes rounded up)
 // Launch:    both: grid = (ceil(longest queries / BM) * heads * sequences,), block = (256,)
 // Arch: sm_90a
 #include "common/attention_backward_hopper.cuh"
@@ -95,31 +96,39 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
     out += number * a.out.batch + at * a.out.row + r.head * a.out.head + 8 * lane;
     dout += number * a.dout.batch + at * a.dout.row + r.head * a.dout.head + 8 * lane;
     const bool columns = 8 * lane < a.value_dim;
-    uint4 x[PASSES], y[PASSES];
-#pragma unroll
-    for (int i = 0; i < PASSES; ++i) {
-        const int row = row0 + i * (THREADS / LANES);
-        x[i] = columns && row < r.count ? *(const uint4*)(out + row * a.out.row) : zeros();
-        y[i] = columns && row < r.count ? *(const uint4*)(dout + row * a.dout.row) : zeros();
-    }
     if (turns && threadIdx.x < 2) turns[2 * r.side + threadIdx.x] = 0;
     uint4* sums = (uint4*)(dq_sum + r.side * (BM * WIDTH));
+    static_assert(PASSES % 4 == 0 && BM * WIDTH / 4 == 2 * PASSES * THREADS, "four passes at once, eight stores each");
+#pragma unroll 1
+    for (int pass = 0; pass < PASSES; pass += 4) {
+        uint4 x[4], y[4];
+        float sum[4];
 #pragma unroll
-    for (int i = 0; i < BM * WIDTH / 4 / THREADS; ++i) sums[i * THREADS + threadIdx.x] = zeros();
+        for (int i = 0; i < 4; ++i) {
+            const int row = row0 + (pass + i) * (THREADS / LANES);
+            x[i] = columns && row < r.count ? *(const uint4*)(out + row * a.out.row) : zeros();
+            y[i] = columns && row < r.count ? *(const uint4*)(dout + row * a.dout.row) : zeros();
+        }
 #pragma unroll
-    for (int i = 0; i < PASSES; ++i) {
-        float sum = dot8(x[i], y[i]);
+        for (int i = 0; i < 8; ++i) sums[(2 * pass + i) * THREADS + threadIdx.x] = zeros();
 #pragma unroll
-        for (int step = LANES / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (lane) continue;
-        const int row = row0 + i * (THREADS / LANES);
-        const bool inside = row < r.count;
-        const long long e = number * a.lse_batch + r.head * a.lse_head + at + row;
-        const float value = inside ? lse[e] : NEG_INF;
-        lse_rows[r.side * BM + row] = value == NEG_INF ? INF : value * LOG2_E;
-        if (inside && dlse) sum -= dlse[e];
-        if (inside && delta) delta[e] = sum;
-        delta_rows[r.side * BM + row] = inside ? sum : 0.f;
+        for (int i = 0; i < 4; ++i) {
+            sum[i] = dot8(x[i], y[i]);
+#pragma unroll
+            for (int step = LANES / 2; step; step /= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], step);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = row0 + (pass + i) * (THREADS / LANES);
+            const bool inside = row < r.count;
+            const long long e = number * a.lse_batch + r.head * a.lse_head + at + row;
+            if (lane) continue;
+            const float value = inside ? lse[e] : NEG_INF;
+            lse_rows[r.side * BM + row] = value == NEG_INF ? INF : value * LOG2_E;
+            if (inside && dlse) sum[i] -= dlse[e];
+            if (inside && delta) delta[e] = sum[i];
+            delta_rows[r.side * BM + row] = inside ? sum[i] : 0.f;
+        }
     }
 }
 
@@ -129,36 +138,40 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_d
     const float* __restrict__ dq_sum,    // (H, row_blocks, BM * WIDTH)
     scalar* __restrict__ dq,             // (B, T, H, D) or (tokens, H, D) by strides, last axis contiguous
     int row_blocks) {
-    __shared__ __align__(1024) unsigned char staged[BM * WIDTH * 2];
+    __shared__ __align__(1024) unsigned char staged[2 * 64 * 128];
     const Rows r = rows_at(a, row_blocks);
     if (r.count <= 0) return;
     const int w = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     const float4* sums = (const float4*)(dq_sum + r.side * (BM * WIDTH)) + w * (BM * WIDTH / 8) + thread;
-    float4 x[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = sums[i * 128];
-    u32 p[4][4];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        p[i / 2][i % 2 * 2] = pack_pair(scalar(), x[i].x * a.scale, x[i].y * a.scale);
-        p[i / 2][i % 2 * 2 + 1] = pack_pair(scalar(), x[i].z * a.scale, x[i].w * a.scale);
-    }
-    // a warp holds 16 rows of 64 columns: of its warpgroup's 64 rows, or in its warpgroup's half of the columns
+    // a warp holds 16 rows of 64 columns at a time: of its warpgroup's 64 rows, or in its warpgroup's half of the columns
     const u32 tile = (u32)__cvta_generic_to_shared(staged) + w * 64 * 128;
-    const int row0 = thread / 32 * 16;
-    const int first_row = (WIDTH == 64 ? 64 * w : 0) + row0, first_column = WIDTH == 64 ? 0 : 64 * w;
-    store_tile<64>(tile, row0, p);
-    __syncwarp();
+    const int row0 = thread / 32 * 16, first_row = (WIDTH == 64 ? 64 * w : 0) + row0;
     const long long number = a.cu_q ? 0 : r.s.number;
     dq += number * a.dq.batch + (r.s.first_query + r.first) * a.dq.row + r.head * a.dq.head;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int row = lane / 8 + 4 * i, column = first_column + lane % 8 * 8;
-        if (first_row + row >= r.count || column >= a.head_dim) continue;
-        const u32 from = chunk_address<64>(tile, row0 + row, lane % 8);
-        uint4 y;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(from) : "memory");
-        *(uint4*)(dq + (first_row + row) * a.dq.row + column) = y;
+    for (int part = 0; part < BM * WIDTH / 8192; ++part) {
+        const int first_column = WIDTH == 64 ? 0 : w * (WIDTH / 2) + 64 * part;
+        float4 x[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = sums[(8 * part + i) * 128];
+        u32 p[4][4];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            p[i / 2][i % 2 * 2] = pack_pair(scalar(), x[i].x * a.scale, x[i].y * a.scale);
+            p[i / 2][i % 2 * 2 + 1] = pack_pair(scalar(), x[i].z * a.scale, x[i].w * a.scale);
+        }
+        store_tile<64>(tile, row0, p);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane / 8 + 4 * i, column = first_column + lane % 8 * 8;
+            if (first_row + row >= r.count || column >= a.head_dim) continue;
+            const u32 from = chunk_address<64>(tile, row0 + row, lane % 8);
+            uint4 y;
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(from) : "memory");
+            *(uint4*)(dq + (first_row + row) * a.dq.row + column) = y;
+        }
+        __syncwarp();
     }
 }

@@ -43,7 +43,8 @@ def test_no_double_precision_instructions(nvrtc, file, tmp_path):
         assert not REQUIRED, "nvdisasm is missing: pip install nvidia-cuda-nvdisasm"
         pytest.skip("no nvdisasm")
     constants = kernels.variants(file)[0]
-    code, _ = kernels.compile_text(kernels.source_text(file, **constants), "sm_90", file)
+    arch = kernels.arch_for(file, "90")
+    code, _ = kernels.compile_text(kernels.source_text(file, **constants), arch, file)
     path = tmp_path / "kernel.cubin"
     path.write_bytes(code)
     sass = subprocess.run([tool, path], capture_output=True, text=True, check=True).stdout

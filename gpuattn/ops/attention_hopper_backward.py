@@ -11,16 +11,30 @@ from gpuattn.ops.attention_launch import Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
 FILE = "flash_attention_backward_hopper.cu"
+WIDE_FILE = "flash_attention_backward_hopper_wide.cu"  # head sizes above 128
 ROWS_FILE = "flash_attention_backward_hopper_rows.cu"
-WIDTHS = (64, 128)  # what both head sizes are rounded up to
-KEYS = 128  # of a tile
+TILES = {64: (128, 128), 128: (64, 128), 256: (64, 64)}  # head sizes, rounded up: queries, keys
 TILE_BYTES = 64  # struct Tile of common/attention_backward_hopper.cuh
 SHARED_BYTES = 232448  # all there is: one block to a multiprocessor
 L2_BYTES = 32 << 20  # what one section of heads may keep busy
 
 
 def refuse_backward(
-    q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, softcap, dropout_p, needs=None, **_
+    q,
+    k,
+    v,
+    bias,
+    key_lengths,
+    cu_q,
+    cu_k,
+    slopes,
+    sink,
+    *,
+    softcap,
+    dropout_p,
+    deterministic,
+    needs=None,
+    **_,
 ):
     """Return why these kernels do not take the gradient of this call, or None."""
     if reason := kernel_refusal(q, "q"):
@@ -31,9 +45,14 @@ def refuse_backward(
         if x.size and (reason := tensormaps.refusal(x, name)):
             return reason
     size = max(q.shape[-1], v.shape[-1])
-    if size > WIDTHS[-1]:
-        return f"the head size is {size}, the kernel takes multiples of 8 up to {WIDTHS[-1]}"
+    if size > 256:
+        return f"the head size is {size}, the kernel takes multiples of 8 up to 256"
     extras = bias is not None or slopes is not None or softcap
+    if size > 128 and (extras or dropout_p or deterministic):
+        return (
+            f"the head size is {size}; above 128 the kernel takes no bias, ALiBi, softcap or "
+            "dropout, and has no deterministic form"
+        )
     if extras and dropout_p:
         return "there is dropout beside a bias, ALiBi or softcap, the kernel takes either"
     if softcap and bias is not None and (needs is None or needs[3]):
@@ -71,14 +90,15 @@ def backward(saved, dout, dlse, *, needs, into, **params):
         full = launch.sequences, launch.heads, launch.queries, launch.keys
         dbias = arrays.zeros(q, full, np.float32)
     extras = bias is not None or slopes is not None or bool(params["softcap"])
-    width = 128 if extras else next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
+    size = max(q.shape[-1], v.shape[-1], 65 if extras else 0)  # of those there is no form for 64
+    width = next(w for w in TILES if size <= w)
+    rows, keys = TILES[width]
     constants = {"scalar": ctype(q.dtype), "WIDTH": width}
-    rows = 128 if width == 64 else 64  # queries of a tile
     heads, sequences = launch.heads, launch.sequences
     longest = -(-launch.queries // rows)
     # blocks of rows, of all sequences; packed ones each begin a block of their own
     row_blocks = q.shape[0] // rows + sequences if launch.packed else longest * sequences
-    tiles = -(-launch.keys // KEYS) * launch.kv_heads * sequences
+    tiles = -(-launch.keys // keys) * launch.kv_heads * sequences
     busy = launch.queries * 8 * width * launch.fields["group"]  # bytes of q, dout and dq
     section = 1 << max(0, (L2_BYTES // busy).bit_length() - 1)
 
@@ -92,15 +112,21 @@ def backward(saved, dout, dlse, *, needs, into, **params):
         (longest * heads * sequences,), (256,), launch.problem, out, dout, lse, dlse, side[0],
         side[1], delta, dq_sum, plan, counter, turns, tiles, section, row_blocks,
     )  # fmt: skip
-    maps = [tensormaps.tensor_map(x, n) for x, n in ((q, rows), (dout, rows), (k, KEYS), (v, KEYS))]
+    maps = [tensormaps.tensor_map(x, n) for x, n in ((q, rows), (dout, rows), (k, keys), (v, keys))]
     maps += [tensormaps.tensor_map(x, 64) for x in (dk, dv)]
-    main = kernel(
-        FILE, "flash_attention_backward", EXTRAS=extras, DROPOUT=bool(params["dropout_p"]),
-        DETERMINISTIC=launch.deterministic, **constants,
-    )  # fmt: skip
+    shared = side[0], side[1], dq_sum, dk, dv, plan
+    if width == 256:
+        main = kernel(WIDE_FILE, "flash_attention_backward_wide", **constants)
+    else:
+        shared += dbias, turns
+        main = kernel(
+            FILE, "flash_attention_backward", EXTRAS=extras, DROPOUT=bool(params["dropout_p"]),
+            DETERMINISTIC=bool(launch.deterministic), **constants,
+        )  # fmt: skip
+    grid = (min(tiles, _device()[1]),)
     main(
-        (min(tiles, _device()[1]),), (384,), *maps, launch.problem, side[0], side[1], dq_sum, dk,
-        dv, plan, dbias, turns, counter, tiles, row_blocks, shared_bytes=SHARED_BYTES,
+        grid, (384,), *maps, launch.problem, *shared, counter, tiles, row_blocks,
+        shared_bytes=SHARED_BYTES,
     )  # fmt: skip
     after = kernel(ROWS_FILE, "flash_attention_backward_dq", **constants)
     after((longest * heads * sequences,), (256,), launch.problem, dq_sum, dq, row_blocks)

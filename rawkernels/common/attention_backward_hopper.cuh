@@ -4,9 +4,9 @@
 #include "common/attention.cuh"
 #include "common/barrier.cuh"
 
-static_assert(WIDTH == 64 || WIDTH == 128, "flash_attention_backward_hopper: WIDTH is 64 or 128");
+static_assert(WIDTH == 64 || WIDTH == 128 || WIDTH == 256, "flash_attention_backward_hopper: WIDTH is 64, 128 or 256");
 // queries and keys of a tile
-constexpr int BM = WIDTH == 64 ? 128 : 64, BN = 128;
+constexpr int BM = WIDTH == 64 ? 128 : 64, BN = WIDTH == 256 ? 64 : 128;
 constexpr float LOG2_E = 1.44269504f;
 
 // A tile of keys of one KV head, and the blocks of queries that see them. The plan is an array of them, and a last one
