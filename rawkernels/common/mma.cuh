@@ -1,14 +1,13 @@
 #pragma once
 // Matrix products of one warp (sm_80 and up): cp.async, ldmatrix and mma.sync as one wrapper per instruction.
-// A tile of R rows x C columns of 16-bit numbers is ceil(C / 64) slabs of R rows x 128 bytes, each on a 128-byte
-// boundary, the 16-byte chunk index XORed with the row modulo 8: reads and writes below meet no bank twice.
+// Operands lie in tiles (tile.cuh) on 128-byte boundaries.
 //
 // mma: d (16 x 8) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, lane holds
 //   d[0..1] row g, columns 2t, 2t+1;  d[2..3] the same of row g + 8
 //   a[0] row g, k 2t, 2t+1;  a[1] row g + 8;  a[2] row g, k + 8;  a[3] row g + 8, k + 8
 //   b0 column g, k 2t, 2t+1;  b1 the same of k + 8
 // so two neighbouring 16 x 8 accumulators, packed, are one operand a.
-#include "common/barrier.cuh"
+#include "common/tile.cuh"
 
 // The dynamic shared memory: tiles here need no more than its own alignment.
 __device__ __forceinline__ u32 shared_tiles() {
@@ -20,10 +19,6 @@ __device__ __forceinline__ uint4 load_shared_16(u32 address) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
     return x;
-}
-// The address of columns 8 chunk .. 8 chunk + 7 of a row, in a tile of ROWS rows.
-template <int ROWS> __device__ __forceinline__ u32 chunk_address(u32 tile, int row, int chunk) {
-    return tile + (chunk >> 3) * (ROWS * 128) + row * 128 + (((chunk ^ row) & 7) << 4);
 }
 
 // ---- 16 bytes from global to shared memory, asynchronously; zeros unless `there`
@@ -82,16 +77,6 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 }
 
 // ---- accumulators to 16 bits
-__device__ __forceinline__ u32 pack_pair(bf16, float low, float high) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-__device__ __forceinline__ u32 pack_pair(f16, float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
 // Two neighbouring 16 x 8 accumulators as one operand a (16 x 16), rounded to 16 bits.
 __device__ __forceinline__ void pack(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
     a[0] = pack_pair(scalar(), left[0], left[1]);

@@ -1,16 +1,10 @@
 #pragma once
 // Hopper's matrix products: 64 x N accumulators in a warpgroup's registers, operands in shared memory.
-// A tile of R rows x C columns of 16-bit numbers is C / 64 slabs of R rows x 128 bytes, every slab on a 1024-byte
-// boundary, the 16-byte chunk index XORed with the row modulo 8 (TMA's 128-byte swizzle). The same bytes serve as a
-// K-major operand (its contiguous axis is the axis summed over) and as an MN-major one (it is not).
-#include "common/barrier.cuh"
+// Operands lie in tiles (tile.cuh), every slab on a 1024-byte boundary. The same bytes serve as a K-major operand (its
+// contiguous axis is the axis summed over) and as an MN-major one (it is not).
+#include "common/tile.cuh"
 
 [[maybe_unused]] constexpr int K_MAJOR = 0, MN_MAJOR = 1;
-
-// The address of columns 8 chunk .. 8 chunk + 7 of a row, in a tile of ROWS rows.
-template <int ROWS> __device__ __forceinline__ u32 chunk_address(u32 tile, int row, int chunk) {
-    return tile + (chunk >> 3) * (ROWS * 128) + row * 128 + (((chunk ^ row) & 7) << 4);
-}
 
 // The descriptor: address, leading and stride byte offsets in units of 16, layout 1 = 128-byte swizzle.
 // ROWS of the tile, along its strided axis; leading: from slab to slab (MN-major), else not used.
@@ -120,16 +114,6 @@ __device__ __forceinline__ int fragment_row(int i) {
 }
 __device__ __forceinline__ int fragment_column(int i) { return 8 * (i >> 2) + 2 * (threadIdx.x % 4) + (i & 1); }
 
-__device__ __forceinline__ u32 pack_pair(bf16, float low, float high) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-__device__ __forceinline__ u32 pack_pair(f16, float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
 // Accumulators rounded to 16 bits: step k holds columns 16k .. 16k + 15, in the order of an A operand and of stmatrix.
 template <int R> __device__ __forceinline__ void pack(u32 (&p)[R / 8][4], const float (&d)[R]) {
 #pragma unroll

@@ -1,0 +1,21 @@
+#pragma once
+// Tiles of 16-bit numbers in shared memory: R rows x C columns are ceil(C / 64) slabs of R rows x 128 bytes, the 16-byte
+// chunk index XORed with the row modulo 8 (the copy engine's 128-byte swizzle). Eight rows of a chunk meet no bank twice.
+#include "common/barrier.cuh"
+
+// The address of columns 8 chunk .. 8 chunk + 7 of a row, in a tile of ROWS rows.
+template <int ROWS> __device__ __forceinline__ u32 chunk_address(u32 tile, int row, int chunk) {
+    return tile + (chunk >> 3) * (ROWS * 128) + row * 128 + (((chunk ^ row) & 7) << 4);
+}
+
+// Two neighbours of a row, rounded to 16 bits.
+__device__ __forceinline__ u32 pack_pair(bf16, float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ u32 pack_pair(f16, float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
