@@ -1,9 +1,11 @@
-"""Every example runs on NumPy, small, and prints its claim's figure."""
+"""Every example runs on NumPy, small, and prints its claim's figure; so does the README's code."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -34,3 +36,17 @@ def test_add_an_op():
         cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "5 passed" in run.stdout, run.stdout + run.stderr
+
+
+def test_the_code_of_the_readme(capsys):
+    text = (EXAMPLES.parent / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    here = [block for block in blocks if "to_gpu" not in block]
+    assert len(here) == len(blocks) - 1
+    names = {"x": np.ones((5, 3)), "y": np.ones((5, 1))}
+    for block in here:
+        exec(block, names)
+    assert f"```\n{capsys.readouterr().out}```" in text
+    assert names["out"].shape == (2, 1, 8, 64)
+    assert names["lengths"].tolist() == [3, 3]
+    assert names["w"].grad.shape == (3, 1)
