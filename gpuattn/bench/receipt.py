@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 COVERED = (
     "rawkernels", "gpuattn/ops", "gpuattn/numbakernels", "gpuattn/autodiff", "gpuattn/kernels.py",
     "gpuattn/gemm.py", "gpuattn/arrays.py", "gpuattn/rng.py", "gpuattn/impls.py",
-    "gpuattn/train/graph.py", "gpuattn/train/workspace.py",
+    "gpuattn/tensormaps.py", "gpuattn/train/graph.py", "gpuattn/train/workspace.py",
 )  # fmt: skip
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 
