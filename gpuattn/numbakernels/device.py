@@ -18,10 +18,10 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 def refusal(array):
     """Return None where Numba kernels can run on ``array``, or the reason why not."""
-    if not _is_installed():
-        return "Numba is not installed; pip install 'gpuattn[cuda13x]'"
     if not SIMULATED and not on_gpu(array):
         return "the array is a NumPy array; move it with gpuattn.to_gpu(x)"
+    if not _is_installed():
+        return "Numba is not installed; pip install 'gpuattn[cuda13x]'"
     return None
 
 
