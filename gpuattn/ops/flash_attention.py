@@ -2,7 +2,7 @@
 
 Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022);
 Dao, "FlashAttention-2" (2023). Reference: ``attention_reference.py``; CUDA, by what the GPU has:
-``attention_{hopper,ampere,simt}.py``; to read: ``numbakernels/flash_attention.py``.
+``attention_{hopper,ampere,short,simt}.py``; to read: ``numbakernels/flash_attention.py``.
 """
 
 import math
