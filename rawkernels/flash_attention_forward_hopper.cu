@@ -73,7 +73,7 @@ template <int BARS, int TILES, int ROWS, int COUNT> struct Ring {
     }
     __device__ __forceinline__ void wait(int i) const { mbar_wait(full(i), i / STAGES & 1); }
     __device__ __forceinline__ void done(int i) const { release(empty(i)); }
-    __device__ __forceinline__ void pass(int i) const { wait(i); done(i); }
+    __device__ __forceinline__ void pass(int i) const { wait(i); __syncwarp(); done(i); }  // no lane is left at an old phase
 };
 using Keys = Ring<K_BARS, K, BN, SLABS>;
 using Values = Ring<V_BARS, V, BN, SLABS>;
@@ -358,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 wgmma_wait<0>(); hold(rows.o);
                 values.done(used++);
                 pass_to(loaded.begin);
-            } else if (OWN_OUT) release(q_empty);
+            } else if (OWN_OUT) { __syncwarp(); release(q_empty); }
 
 #pragma unroll
             for (int r = 0; r < 2; ++r) {

@@ -276,7 +276,8 @@ def guarded_memory():
         room = xp.full(size + 2 * GUARD, 0xAB, np.uint8)
         guards.extend((room[:GUARD], room[GUARD + size :]))
         array = room[GUARD : GUARD + size].view(dtype).reshape(shape)
-        array.fill(NAN if arrays.is_floating(dtype) else np.iinfo(dtype).max // 2)
+        floating, whole = arrays.is_floating(dtype), np.dtype(dtype) != bool
+        array.fill(NAN if floating else np.iinfo(dtype).max // 2 if whole else True)
         return array
 
     arrays.allocate = allocate
