@@ -5,12 +5,14 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.ops.attention_ampere import has_extras
 from gpuattn.ops.attention_launch import Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
 MAX_HEAD_DIM = 256
 MAX_BLOCKS = 2**31 - 1
 WIDTHS = (32, 64, 128, 256)  # what HEAD_DIM is rounded up to
+THREADS = 128
 
 
 def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **__):
@@ -26,30 +28,47 @@ def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **_
     return None
 
 
+def choose_tile(part, width, extras):
+    """Return the rows that a block owns and the rows of the other side that it takes at a time.
+
+    ``part``: "forward", "dkv" or "dq"; ``width``: HEAD_DIM; ``extras``: EXTRAS of the kernels.
+    """
+    if part == "forward":
+        return 64 if width > 64 else 128, 64 if width == 128 else 32
+    if width > 128:
+        return 32, 16
+    return 64 if width > 64 or extras else 128, 32
+
+
+def shared_bytes(part, width, extras):
+    """Return the bytes of a block's tiles: of one array of both sides, or of two (gradients)."""
+    return (4 if part == "forward" else 8) * sum(choose_tile(part, width, extras)) * (width + 4)
+
+
 class _Tiles:
-    """The kernels of one call: which HEAD_DIM, and how many rows a block takes."""
+    """The kernels of one call: which constants, and how many rows a block takes."""
 
     def __init__(self, launch, q, v):
         self.launch, self.scalar = launch, ctype(q.dtype)
         self.width = next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
-        self.rows = 16 if self.width > 128 else 32
+        self.extras = has_extras(launch) or launch.fields["threshold"] < 65536
 
     def kernel(self, part):
         """Return the kernel ``flash_attention_<part>``."""
         direction = "forward" if part == "forward" else "backward"
         file = f"flash_attention_{direction}_simt.cu"
-        return kernel(file, f"flash_attention_{part}", scalar=self.scalar, HEAD_DIM=self.width)
+        constants = {"scalar": self.scalar, "HEAD_DIM": self.width, "EXTRAS": self.extras}
+        return kernel(file, f"flash_attention_{part}", **constants)
 
     def shape(self, part, longest, heads):
-        """Return (grid, block, shared bytes) where blocks take ``rows`` of a head's ``longest``."""
-        tiles, weights, numbers = (3, 1, 0) if part == "forward" else (4, 2, 2)
-        floats = tiles * (self.width + 4) + weights * (self.rows + 4) + numbers
-        grid = (-(-longest // self.rows) * heads * self.launch.sequences,)
-        return grid, (4 * self.rows,), 4 * floats * self.rows
+        """Return (grid, block, shared bytes) where blocks own rows of a head's ``longest``."""
+        rows, _ = choose_tile(part, self.width, self.extras)
+        grid = (-(-longest // rows) * heads * self.launch.sequences,)
+        return grid, (THREADS,), shared_bytes(part, self.width, self.extras)
 
     def __call__(self, part, longest, heads, *args):
-        grid, block, shared_bytes = self.shape(part, longest, heads)
-        self.kernel(part)(grid, block, self.launch.problem, *args, shared_bytes=shared_bytes)
+        grid, block, size = self.shape(part, longest, heads)
+        self.kernel(part)(grid, block, self.launch.problem, *args, shared_bytes=size)
 
 
 def forward(q, k, v, *extras, needs, **params):
@@ -66,7 +85,7 @@ def describe(q, k, v, *extras, **params):
     launch = Launch(q, k, v, *extras, **params)
     tiles = _Tiles(launch, q, v)
     taken = tiles.kernel("forward").resources(*tiles.shape("forward", launch.queries, launch.heads))
-    return {"tile": (tiles.rows, tiles.rows), **taken}
+    return {"tile": choose_tile("forward", tiles.width, tiles.extras), **taken}
 
 
 def delta_of(launch, tiles, out, dout, dlse, lse):

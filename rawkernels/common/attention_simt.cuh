@@ -1,92 +1,218 @@
 #pragma once
-// What the attention kernels for any GPU share: tiles in shared memory, dropout.
-// A block works on ROWS rows (queries, or keys in the gradient of k and v) against tiles of ROWS
-// rows of the other kind. Four threads share a row: lane `quarter` of them takes the columns
-// quarter, quarter + 4, ... of the logits, and every fourth group of four head columns.
+// What the attention kernels for any GPU share: tiles in shared memory, products of tiles in registers, logits, dropout.
+//
+// A block of four warps owns some rows (queries, or keys in the gradient of k and v) and visits the rows of the other
+// side tile by tile. Each warp has 4 R of the block's rows to itself; its lanes stand in 4 x 8, at (down, across).
+// Of the products of its rows and a tile's a lane holds x[r][n]: row down + 4r of the warp, row across + 8n of the
+// tile. Of a weighted sum of a tile's rows it holds sum[r][..]: columns 4 across + 32c .. + 3 of row down + 4r.
 #include "common/attention.cuh"
 
-constexpr int ROWS = HEAD_DIM > 128 ? 16 : 32;
-constexpr int THREADS = 4 * ROWS;
+constexpr int THREADS = 128;
 constexpr int PITCH = HEAD_DIM + 4;  // floats between rows of a tile: spreads rows over the banks
-constexpr int WEIGHTS_PITCH = ROWS + 4;
-constexpr int COLS = ROWS / 4;
+constexpr int WIDTH = HEAD_DIM / 8;  // columns of a lane
 
-// Tile, head and sequence of this block; `limit` is the most rows of a sequence.
-struct Place { int first, head, number; };
+// Of every two neighbouring lanes, and of every two that are two apart, one pair reads one address: such loads of
+// 16 bytes take shared memory two cycles a warp, others four. So across has lane bits 0, 2, 3 and down bits 1, 4.
+__device__ inline int lane_at(int down, int across) {
+    return (across & 1) | (down & 1) << 1 | (across & 6) << 1 | (down & 2) << 3;
+}
+__device__ inline int lane_across() { return (threadIdx.x & 1) | (threadIdx.x >> 1 & 6); }
+__device__ inline int lane_down() { return (threadIdx.x >> 1 & 1) | (threadIdx.x >> 3 & 2); }
 
-__device__ inline Place find_place(int limit, int heads) {
-    int tiles = (limit + ROWS - 1) / ROWS, rest = blockIdx.x / tiles;
-    return {(int)(blockIdx.x % tiles) * ROWS, rest % heads, rest / heads};
+// The reduction of `value` over the lanes of a row.
+template <typename Op>
+__device__ inline float row_reduce(float value, Op op) {
+    value = op(value, __shfl_xor_sync(~0u, value, lane_at(0, 1)));
+    value = op(value, __shfl_xor_sync(~0u, value, lane_at(0, 2)));
+    return op(value, __shfl_xor_sync(~0u, value, lane_at(0, 4)));
+}
+
+// The block's tile of `rows` rows, head and sequence, where sequences have at most `limit` rows.
+struct Place { int tile, head, number; };
+
+__device__ inline Place find_place(int limit, int rows, int heads) {
+    const int tiles = (limit + rows - 1) / rows, rest = blockIdx.x / tiles;
+    return {(int)blockIdx.x % tiles, rest % heads, rest / heads};
 }
 
 // Copy `count` rows (at most ROWS) of `width` columns; zeros fill the rest of the tile.
+template <int ROWS>
 __device__ inline void load_tile(float* tile, const scalar* rows, const Strides& s, int count, int width) {
-    for (int e = threadIdx.x; e < ROWS * HEAD_DIM; e += THREADS) {
-        int r = e / HEAD_DIM, c = e % HEAD_DIM;
-        bool inside = r < count && c < width;
-        tile[r * PITCH + c] = inside ? (float)rows[r * s.row + c * s.column] : 0.f;
-    }
-}
-
-// s[n] = own . tile[quarter + 4 n]
-__device__ inline void dot_rows(const float* own, const float* tile, int quarter, float (&s)[COLS]) {
-#pragma unroll
-    for (int n = 0; n < COLS; ++n) s[n] = 0.f;
+    constexpr int APART = THREADS / (HEAD_DIM / 4);  // a thread takes four columns of every so many rows
+    struct alignas(4 * sizeof(scalar)) Four { scalar x, y, z, w; };
+    const int first = threadIdx.x / (HEAD_DIM / 4), c = threadIdx.x % (HEAD_DIM / 4) * 4;
+    const scalar* from = rows + first * s.row + c * s.column;
+    float* to = tile + first * PITCH + c;
+    long long step = APART * s.row;
+    asm volatile("" : "+l"(step));  // else its multiples are kept in registers around the loop
+    const size_t aligned = (size_t)rows | s.row * sizeof(scalar) | width * sizeof(scalar);
+    if (s.column == 1 && aligned % sizeof(Four) == 0) {
 #pragma unroll 4
+        for (int r = 0; r < ROWS; r += APART, from += step) {
+            Four x = {(scalar)0.f, (scalar)0.f, (scalar)0.f, (scalar)0.f};
+            if (first + r < count && c < width) x = *(const Four*)from;
+            *(float4*)(to + r * PITCH) = make_float4((float)x.x, (float)x.y, (float)x.z, (float)x.w);
+        }
+    } else {
+#pragma unroll 1
+        for (int r = 0; r < ROWS; r += APART, from += step)
+            for (int e = 0; e < 4; ++e)
+                to[r * PITCH + e] = first + r < count && c + e < width ? (float)from[e * s.column] : 0.f;
+    }
+}
+
+// x[r][n] = own row . tile row, where `own` and `tile` are this lane's first rows of both.
+template <int R, int N>
+__device__ inline void multiply(const float* own, const float* tile, float (&x)[R][N]) {
+#pragma unroll
+    for (int e = 0; e < R * N; ++e) x[e / N][e % N] = 0.f;
+#pragma unroll 1
     for (int d = 0; d < HEAD_DIM; d += 4) {
-        float4 x = *(const float4*)(own + d);
+        float4 z[R];
 #pragma unroll
-        for (int n = 0; n < COLS; ++n) {
-            float4 y = *(const float4*)(tile + (quarter + 4 * n) * PITCH + d);
-            s[n] += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+        for (int r = 0; r < R; ++r) z[r] = *(const float4*)(own + 4 * r * PITCH + d);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float4 y = *(const float4*)(tile + 8 * n * PITCH + d);
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+                x[r][n] += z[r].x * y.x;
+                x[r][n] += z[r].y * y.y;
+                x[r][n] += z[r].z * y.z;
+                x[r][n] += z[r].w * y.w;
+            }
         }
     }
 }
 
-// sum += weights[j] * tile[j] for j < count. Rows without weight do not count even if they hold NaN.
-__device__ inline void add_rows(const float* weights, const float* tile, int count, int quarter,
-                                float (&sum)[HEAD_DIM / 4]) {
-    for (int j = 0; j < count; ++j) {
-        float weight = weights[j];
-        if (weight == 0.f) continue;
+// sum += weights x tile. Weights go around the lanes of a row, that hold them.
+template <int R, int N>
+__device__ inline void add_product(const float (&weights)[R][N], const float* tile, float (&sum)[R][WIDTH]) {
+    const float* columns = tile + 4 * lane_across();
+#pragma unroll 1
+    for (int across = 0; across < 8; ++across, columns += PITCH) {
+        const int holder = lane_at(lane_down(), across);
 #pragma unroll
-        for (int c = 0; c < HEAD_DIM / 16; ++c) {
-            float4 y = *(const float4*)(tile + j * PITCH + 4 * (quarter + 4 * c));
-            sum[4 * c] += weight * y.x;
-            sum[4 * c + 1] += weight * y.y;
-            sum[4 * c + 2] += weight * y.z;
-            sum[4 * c + 3] += weight * y.w;
+        for (int n = 0; n < N; ++n) {
+            float weight[R];
+#pragma unroll
+            for (int r = 0; r < R; ++r) weight[r] = __shfl_sync(~0u, weights[r][n], holder);
+#pragma unroll
+            for (int c = 0; c < WIDTH; c += 4) {
+                const float4 y = *(const float4*)(columns + 8 * n * PITCH + 8 * c);
+#pragma unroll
+                for (int r = 0; r < R; ++r) {
+                    sum[r][c] += weight[r] * y.x;
+                    sum[r][c + 1] += weight[r] * y.y;
+                    sum[r][c + 2] += weight[r] * y.z;
+                    sum[r][c + 3] += weight[r] * y.w;
+                }
+            }
         }
     }
 }
 
-__device__ inline void store_row(scalar* row, long long column_stride, int width, int quarter, float factor,
-                                 const float (&sum)[HEAD_DIM / 4]) {
+__device__ inline void store_row(scalar* row, long long column_stride, int width, float factor,
+                                 const float (&sum)[WIDTH]) {
 #pragma unroll
-    for (int e = 0; e < HEAD_DIM / 4; ++e) {
-        int column = 4 * (quarter + 4 * (e / 4)) + e % 4;
+    for (int e = 0; e < WIDTH; ++e) {
+        const int column = 4 * lane_across() + 8 * (e / 4 * 4) + e % 4;
         if (column < width) row[column * column_stride] = (scalar)(sum[e] * factor);
     }
 }
 
-// Draw the dropout bits of the tile at (i, j): keep[row * ROWS + column]. See attention_keep_mask.
-__device__ inline void draw_keep(unsigned char* keep, const Attention& a, PhiloxKey key, int i, int j,
-                                 const Sequence& s, int head) {
-    unsigned int number = s.number * a.heads + head;
-    for (int e = threadIdx.x; e < ROWS * ROWS / 8; e += THREADS) {
-        int lane = e % 32, down = e / 32 / (ROWS / 16) * 16, across = e / 32 % (ROWS / 16) * 16;
-        uint4 words = philox(key, (i + down) / 16 | (j + across) / 16 << 16, lane | number << 5);
-        for (int half = 0; half < 8; ++half) {
-            int row = down + lane / 4 + half / 2 % 2 * 8;
-            int column = across + lane % 4 * 2 + half / 4 * 8 + half % 2;
-            keep[row * ROWS + column] = philox_lane(words, half) < a.threshold;
+// What follows is computed from i anew for every tile: kept around the loop it would crowd out the products.
+__device__ inline int anew(int i) {
+    asm volatile("" : "+r"(i));
+    return i;
+}
+
+// Where x[r][n] stands, given the query and the key of x[0][0]; KEYS_DOWN: a block owns keys and visits queries.
+template <bool KEYS_DOWN>
+struct Spot {
+    int i, j;
+    __device__ int query(int r, int n) const { return i + (KEYS_DOWN ? 8 * n : 4 * r); }
+    __device__ int key(int r, int n) const { return j + (KEYS_DOWN ? 4 * r : 8 * n); }
+};
+
+template <typename T> __device__ inline float add_bias(float x, T bias) { return x + (float)bias; }
+__device__ inline float add_bias(float x, bool seen) { return seen ? x : NEG_INF; }
+template <typename T, bool KEYS_DOWN, int R, int N>
+__device__ inline void add_biases(const Attention& a, const Sequence& s, int head, Spot<KEYS_DOWN> at,
+                                  float (&x)[R][N]) {
+    const T* bias = (const T*)a.bias_data + s.number * a.bias.batch + head * a.bias.head;
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const int i = at.query(r, n), j = at.key(r, n);
+            if (i < s.queries && j < s.keys) x[r][n] = add_bias(x[r][n], bias[i * a.bias.row + j * a.bias.column]);
         }
+}
+
+// Products of queries and keys become logits, -inf where hidden (as `logit` in attention.cuh).
+// `clear`: nothing here is hidden by the window or an end. `slopes`, if given, are multiplied by the softcap's.
+template <bool KEYS_DOWN, int R, int N>
+__device__ inline void apply_logits(const Attention& a, const Sequence& s, int head, Spot<KEYS_DOWN> at, bool clear,
+                                    float (&x)[R][N], float (*slopes)[N] = nullptr) {
+    at = {anew(at.i), anew(at.j)};
+#pragma unroll
+    for (int e = 0; e < R * N; ++e) x[e / N][e % N] *= a.scale;
+    if (EXTRAS && a.softcap > 0.f)
+#pragma unroll
+        for (int e = 0; e < R * N; ++e) {
+            const float t = tanhf(x[e / N][e % N] / a.softcap);
+            if (slopes) slopes[e / N][e % N] *= 1.f - t * t;
+            x[e / N][e % N] = a.softcap * t;
+        }
+    if (EXTRAS && a.slopes) {
+        const float slope = slope_of(a, s.number, head);
+#pragma unroll
+        for (int e = 0; e < R * N; ++e) {
+            const int r = e / N, n = e % N;
+            x[r][n] -= slope * (float)abs(at.query(r, n) + s.offset - at.key(r, n));
+        }
+    }
+    if (EXTRAS && a.bias_kind == 1) add_biases<bool>(a, s, head, at, x);
+    if (EXTRAS && a.bias_kind == 2) add_biases<float>(a, s, head, at, x);
+    if (EXTRAS && a.bias_kind == 3) add_biases<scalar>(a, s, head, at, x);
+    if (clear) return;
+#pragma unroll
+    for (int e = 0; e < R * N; ++e) {
+        const int r = e / N, n = e % N, i = at.query(r, n), j = at.key(r, n), here = i + s.offset;
+        const int low = here - a.left, high = i < s.queries ? min(s.keys - 1, here + a.right) : -1;
+        x[r][n] = (j < low) | (j > high) ? NEG_INF : x[r][n];
     }
 }
 
-// The reduction of `value` over the four threads of a row.
-template <typename Op>
-__device__ float row_reduce(float value, Op op) {
-    value = op(value, __shfl_xor_sync(~0u, value, 1));
-    return op(value, __shfl_xor_sync(~0u, value, 2));
+// Bit r N + n says whether dropout keeps x[r][n]. See attention_keep_mask: a draw is eight numbers of a lane's share of
+// 16 x 16 probabilities as mma.sync holds them, of which rows 8 apart and columns 8 apart are this lane's.
+template <bool KEYS_DOWN, int R, int N>
+__device__ inline unsigned int draw_kept(const Attention& a, const Sequence& s, int head, Spot<KEYS_DOWN> at) {
+    at = {anew(at.i), anew(at.j)};
+    const PhiloxKey key = key_of(a);
+    const unsigned int number = s.number * a.heads + head;
+    unsigned int kept = 0;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        if (r & 2) continue;  // the draw of r - 2
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            const int i = at.query(r, n), j = at.key(r, n);
+            const uint4 words = philox(key, i / 16 | j / 16 << 16, i % 8 * 4 + j % 8 / 2 | number << 5);
+#pragma unroll
+            for (int e = 0; e < (R > 2 ? 4 : 2); ++e) {
+                const int down = r + e / 2 * 2, across = n + e % 2;
+                const int half = at.query(down, across) / 8 % 2 * 2 + at.key(down, across) / 8 % 2 * 4 + j % 2;
+                kept |= (unsigned int)(philox_lane(words, half) < a.threshold) << (down * N + across);
+            }
+        }
+    }
+    return kept;
+}
+// x where kept, scaled by 1 / (1 - p); elsewhere 0.
+template <int R, int N>
+__device__ inline void drop(const Attention& a, unsigned int kept, float (&x)[R][N]) {
+#pragma unroll
+    for (int e = 0; e < R * N; ++e) x[e / N][e % N] *= kept >> e & 1 ? a.keep_scale : 0.f;
 }

@@ -285,6 +285,7 @@ CASES = {
     "empty_keys": {"S": 0},
     "empty_batch": {"B": 0},
     "key_lengths": {"key_lengths": np.array([20, 0], np.int32), "window": (None, 0)},
+    "key_lengths_in_tiles": {"T": 70, "S": 70, "key_lengths": np.array([50, 0], np.int32)},
     "scale_zero": {"scale": 0.0},
     "scale_negative": {"scale": -1.0},
 }
