@@ -1,0 +1,205 @@
+"""The kernels for Hopper without one: their own text, compiled by g++, on a machine of fibers.
+
+``translate.py`` turns the text into C++, ``machine.cpp`` runs thread blocks side by side in an
+order that a seed decides, ``ptx.cpp`` is what instructions do. It is made to find mistakes:
+
+- what the hardware does by itself (copies, products of matrices) happens at a random moment before
+  the wait that covers it, sometimes at the last; until then its target holds NaN, and its source
+  may not change;
+- lanes go their own ways but for instructions that they meet at, some lanes and warps are slow, and
+  a wait is for what the text waits for and nothing else;
+- shared memory begins as NaN; what a thread stored is an error for the copy engine and for wgmma
+  until that thread's fence; descriptors, swizzles and maps are followed bit by bit;
+- registers may not be touched while wgmma uses them;
+- of a wait without end it is said who waits where.
+
+It knows no caches and no time, sums in another order than tensor cores, and lets blocks see each
+other's stores to global memory at once.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+
+from emulator.translate import translate
+from gpuattn import arrays, kernels, tensormaps
+from gpuattn.ops import (
+    attention_hopper,
+    attention_hopper_backward,
+    attention_launch,
+    attention_short,
+)
+
+HERE = Path(__file__).parent
+SOURCES = ("machine.cpp", "ptx.cpp")
+COMPILE = ("g++", "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{HERE}")
+PROBE = (
+    "float f(_Float16 x) { return __builtin_bit_cast(unsigned short, x); }\n#include <ucontext.h>"
+)
+
+
+@functools.cache
+def refusal():
+    """Return why kernels cannot be emulated here, or None."""
+    if not shutil.which("g++"):
+        return "no g++"
+    command = [*COMPILE, "-x", "c++", "-fsyntax-only", "-"]
+    done = subprocess.run(command, input=PROBE, capture_output=True, text=True)
+    return None if done.returncode == 0 else f"g++ is too old or for another system: {done.stderr}"
+
+
+# ---- compiled kernels ---------------------------------------------------------------------------
+
+
+@functools.cache
+def library(file, constants):
+    """Return a file of ``rawkernels``, compiled for the host with these (name, value) pairs."""
+    expand = ("g++", "-E", "-P", "-x", "c++", f"-I{kernels.ROOT}", "-")
+    text = kernels.source_text(file, **dict(constants))
+    text = subprocess.run(expand, input=text, capture_output=True, text=True, check=True).stdout
+    text = translate(text, kernels.signatures(file))
+    objects = [_compiled((HERE / name).read_text(), "-O2", "-c") for name in SOURCES]
+    return ctypes.CDLL(_compiled(text, "-O1", "-shared", *objects))
+
+
+def _compiled(text, *options):
+    """Return the path of what g++ makes of C++, kept under a hash of all that goes into it."""
+    headers = [(HERE / name).read_text() for name in ("cuda.h", "machine.h")]
+    known = "\0".join([text, *headers, *COMPILE, *options])
+    folder = kernels.cache_folder().parent / "emulator"
+    path = folder / hashlib.sha256(known.encode()).hexdigest()[:32]
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder)
+        os.close(handle)
+        language = ("-x", "c++", "-", "-x", "none")
+        options = (*options[:2], *language, *options[2:], "-o", temporary)
+        done = subprocess.run([*COMPILE, *options], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+        os.replace(temporary, path)
+    return str(path)
+
+
+# ---- arrays that kernels take, in host memory ---------------------------------------------------
+
+
+class Array(np.ndarray):
+    """A NumPy array that answers as CuPy's do where launches ask."""
+
+    def __new__(cls, shape, dtype, memory, strides):
+        reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True) if n)
+        room = (ctypes.c_char * (reach + np.dtype(dtype).itemsize)).from_address(memory.ptr)
+        return np.ndarray.__new__(cls, shape, dtype, room, 0, strides)
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+    @property
+    def device(self):
+        return SimpleNamespace(id=0)
+
+
+def as_array(x):
+    return None if x is None else np.asarray(x).view(Array)
+
+
+class _Module:
+    """NumPy, whose new arrays are such arrays."""
+
+    def __getattr__(self, name):
+        found = getattr(np, name)
+        if name not in ("empty", "zeros", "full", "ascontiguousarray", "broadcast_to"):
+            return found
+        return lambda *args, **kwargs: as_array(found(*args, **kwargs))
+
+
+def _encode(words, kind, rank, pointer, sizes, steps, box, *_):
+    """Stand in for cuTensorMapEncodeTiled: struct Map of ptx.cpp."""
+    assert all(step % 16 == 0 and step > 0 for step in steps) and pointer.value % 16 == 0
+    fields = (pointer.value, *sizes, 2, *steps, box[1])
+    ctypes.memmove(words, (ctypes.c_int64 * len(fields))(*fields), 8 * len(fields))
+    return 0
+
+
+# ---- launches -----------------------------------------------------------------------------------
+
+
+class Machine:
+    """Runs kernels, and Hopper's attention on NumPy arrays. ``seed``: of the order of events."""
+
+    def __init__(self, seed, multiprocessors=2):
+        self.seed, self.multiprocessors = seed, multiprocessors
+        self.counter = np.zeros(1, np.int32)
+
+    def kernel(self, file, name, **constants):
+        """Stand in for ``kernels.kernel``; a launch raises AssertionError with what went wrong."""
+        run = getattr(library(file, tuple(sorted(constants.items()))), f"launch_{name}")
+        run.restype = ctypes.c_char_p
+        kinds = [kernels.SCALARS.get(kind) for kind, _ in kernels.signatures(file)[name]]
+
+        def launch(grid, block, *args, shared_bytes=0):
+            values = [_value(x, kind) for x, kind in zip(args, kinds, strict=True)]
+            pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
+            size = ctypes.c_size_t(shared_bytes)
+            wrong = run(grid[0], block[0], self.multiprocessors, size, self.seed, pointers)
+            assert wrong is None, f"{name} {constants}: {wrong.decode()}"
+
+        return launch
+
+    @contextlib.contextmanager
+    def in_place(self):
+        """Put this machine in the place of CuPy, the driver and the GPU."""
+        module, driver = _Module(), SimpleNamespace(cuTensorMapEncodeTiled=_encode)
+        gpu = "90", self.multiprocessors
+        replaced = {
+            arrays: {"get_xp": lambda *_: module},
+            attention_launch: {"get_xp": lambda *_: module},
+            tensormaps: {"_driver": lambda: driver},
+            attention_short: {"suits": lambda *_, **__: False},
+            attention_hopper: {
+                "kernel": self.kernel, "_gpu": lambda _: gpu,
+                "_counter": lambda: np.uint64(self.counter.ctypes.data),
+            },
+            attention_hopper_backward: {
+                "kernel": self.kernel, "_device": lambda: gpu, "get_xp": lambda *_: module,
+                "kernel_refusal": lambda *_: None,
+            },
+        }  # fmt: skip
+        tensormaps._encode.cache_clear()
+        with contextlib.ExitStack() as stack:
+            for where, names in replaced.items():
+                stack.enter_context(mock.patch.multiple(where, **names))
+            yield
+        assert not self.counter.any(), "the counter of tiles is not left at 0"
+
+    def forward(self, *inputs, **params):
+        with self.in_place():
+            return attention_hopper.forward(*map(as_array, inputs), **params)
+
+    def backward(self, saved, dout, dlse, **params):
+        saved = tuple(map(as_array, saved))
+        with self.in_place():
+            reason = attention_hopper_backward.refuse_backward(*saved[:9], **params)
+            assert reason is None, reason
+            return attention_hopper.backward(saved, as_array(dout), as_array(dlse), **params)
+
+
+def _value(x, kind):
+    """Return an array of the bytes that a kernel's parameter takes."""
+    if kind is not None:
+        return np.array([x], kind)
+    if isinstance(x, np.ndarray) and x.dtype.type is np.void:  # a struct or a map
+        return x
+    address = x.ctypes.data if isinstance(x, np.ndarray) else x or 0
+    return np.array([address], np.uint64)

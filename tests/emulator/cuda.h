@@ -1,0 +1,143 @@
+// What kernels find in CUDA C++ beyond C++, and the PTX that ours use: every `asm` statement has become a call of the
+// function named after its instruction, with the operands in the order in which the instruction names them.
+#pragma once
+#include <cfloat>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <tuple>
+#include <type_traits>
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __restrict__
+
+struct uint3 { unsigned x, y, z; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+extern uint3 threadIdx, blockIdx, gridDim;
+
+template <typename A, typename B> std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
+template <typename A, typename B> std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
+template <typename To, typename From> To bits_as(From x) { To y; memcpy(&y, &x, sizeof y); return y; }
+inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
+inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
+inline u32 __umulhi(u32 a, u32 b) { return (u64)a * b >> 32; }
+inline float __saturatef(float x) { return x > 0.f ? x < 1.f ? x : 1.f : 0.f; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdividef(float a, float b) { return fabsf(b) > 0x1p126f && fabsf(b) < INFINITY ? 0.f : a / b; }
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    const u64 bytes = a | (u64)b << 32;
+    u32 r = 0;
+    for (int i = 0; i < 4; ++i) r |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return r;
+}
+inline long long clock64() { return 0; }
+template <typename T> T atomicAdd(T* to, T x) { const T old = *to; *to += x; return old; }
+
+// ---- a thread's block and warp
+void __syncthreads();
+void __syncwarp();
+u32 shuffle(u32 x, int lane);  // the number of that lane
+u32 shuffle_xor(u32 x, int mask);
+template <typename T> T __shfl_sync(u32, T x, int lane) { return bits_as<T>(shuffle(bits_as<u32>(x), lane)); }
+template <typename T> T __shfl_xor_sync(u32, T x, int mask) { return bits_as<T>(shuffle_xor(bits_as<u32>(x), mask)); }
+void* dynamic_shared_memory();
+void* static_shared_memory();
+size_t __cvta_generic_to_shared(const void* p);
+
+// ---- numbers
+inline float widen_f16(u32 x) { return bits_as<_Float16>((unsigned short)x); }
+inline u32 narrow_f16(float x) { return bits_as<unsigned short>((_Float16)x); }
+inline u32 narrow_bf16(float x) {
+    const u32 u = __float_as_uint(x);
+    return x != x ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+inline void cvt_rn_bf16_f32(unsigned short& y, float x) { y = narrow_bf16(x); }
+inline void cvt_rn_f16_f32(unsigned short& y, float x) { y = narrow_f16(x); }
+inline void cvt_f32_f16(float& y, unsigned short x) { y = widen_f16(x); }
+inline void cvt_f32_f16(u32 x, float& low, float& high) { low = widen_f16(x), high = widen_f16(x >> 16); }
+inline void cvt_rn_bf16x2_f32(u32& y, float high, float low) { y = narrow_bf16(high) << 16 | narrow_bf16(low); }
+inline void cvt_rn_f16x2_f32(u32& y, float high, float low) { y = narrow_f16(high) << 16 | narrow_f16(low); }
+inline void ex2_approx_ftz_f32(float& y, float x) { y = exp2f(x); y = y < FLT_MIN ? 0.f : y; }
+
+// ---- shared memory
+void load(u32 address, void* to, u32 bytes);
+void store(u32 address, const void* from, u32 bytes);
+inline void ld_shared_b32(u32& x, u32 address) { load(address, &x, 4); }
+inline void ld_shared_u16(unsigned short& x, u32 address) { load(address, &x, 2); }
+inline void ld_shared_v2_f32(float& x, float& y, u32 address) { float v[2]; load(address, v, 8); x = v[0], y = v[1]; }
+inline void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
+    u32 v[4];
+    load(address, v, 16);
+    x = v[0], y = v[1], z = v[2], w = v[3];
+}
+inline void st_shared_b32(u32 address, u32 x) { store(address, &x, 4); }
+inline void st_shared_v4_f32(u32 address, float x, float y, float z, float w) {
+    const float v[] = {x, y, z, w};
+    store(address, v, 16);
+}
+void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 address, u32 a, u32 b, u32 c, u32 d);
+void stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32 address, u32 a, u32 b, u32 c, u32 d);
+void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 address);
+void movmatrix_sync_aligned_m8n8_trans_b16(u32& y, u32 x);
+void fence_proxy_async_shared_cta();
+
+// ---- global memory
+void st_global_b32(u64 address, int x);
+void ld_acquire_gpu_global_b32(int& x, const int* from);
+void red_release_gpu_global_add_s32(int* to);
+inline void red_global_add_v4_f32(float* to, float x, float y, float z, float w) {
+    to[0] += x, to[1] += y, to[2] += z, to[3] += w;
+}
+inline void fence_proxy_async_global() {}
+inline void fence_acq_rel_gpu() {}
+
+// ---- barriers
+void mbarrier_init_shared_cta_b64(u32 bar, u32 arrivals);
+inline void fence_mbarrier_init_release_cluster() {}
+void mbarrier_arrive_expect_tx_shared_cta_b64(u32 bar, u32 bytes);
+void mbarrier_arrive_shared_cta_b64(u32 bar);
+void mbarrier_try_wait_parity_shared_cta_b64(u32 bar, u32 parity, u32& done);  // waits, and never in vain
+void bar_sync(int id, int threads);
+void bar_arrive(int id, int threads);
+inline void setmaxnreg_dec_sync_aligned_u32(int = 0) {}
+inline void setmaxnreg_inc_sync_aligned_u32(int = 0) {}
+
+// ---- the copy engine
+void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(
+    u32 dst, const void* map, int column, int row, int head, int batch, u32 bar, u64 hint);
+void cp_async_bulk_tensor_4d_global_shared_cta_bulk_group(
+    const void* map, int column, int row, int head, int batch, u32 src);
+inline void prefetch_tensormap(const void*) {}
+void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 dst, const void* src, u32 bytes, u32 bar);
+void cp_async_bulk_global_shared_cta_bulk_group(void* dst, u32 src, u32 bytes);
+void cp_reduce_async_bulk_global_shared_cta_bulk_group_add_f32(float* dst, u32 src, u32 bytes);
+void cp_async_bulk_commit_group();
+void cp_async_bulk_wait_group(int pending = 0);
+void cp_async_bulk_wait_group_read(int pending = 0);
+
+// ---- products of matrices
+void wgmma_fence_sync_aligned();
+void wgmma_commit_group_sync_aligned();
+void wgmma_wait_group_sync_aligned(int pending);
+// d (64 x columns) = a b, or += with `add`; a: this thread's fragment, or null: what a_tile describes
+void wgmma(int columns, bool is_f16, bool add, float* d, const u32* a, u64 a_tile, u64 b_tile, bool a_mn, bool b_mn);
+template <int N, typename... X> void wgmma_mma_async(bool is_f16, int add, float& d, X&&... more) {
+    const auto x = std::forward_as_tuple(more...);  // the other accumulators, then the operands
+    constexpr int a = N / 2 - 1;
+    static_assert(sizeof...(X) == a + 4 || sizeof...(X) == a + 6);
+    if (&d + a != &std::get<a - 1>(x)) abort();
+    if constexpr (sizeof...(X) == a + 4)
+        wgmma(N, is_f16, add, &d, nullptr, std::get<a>(x), std::get<a + 1>(x), std::get<a + 2>(x), std::get<a + 3>(x));
+    else
+        wgmma(N, is_f16, add, &d, &std::get<a>(x), 0, std::get<a + 4>(x), false, std::get<a + 5>(x));
+}

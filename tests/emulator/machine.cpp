@@ -1,0 +1,196 @@
+// Blocks, fibers and the order in which they run.
+#include "machine.h"
+#include <cstdarg>
+#include <cstdio>
+#include <random>
+
+uint3 threadIdx, blockIdx, gridDim;
+
+namespace machine {
+constexpr u32 FIRST = 1024;     // where a block's shared memory begins
+constexpr u32 MISALIGNED = 16;  // all that dynamic shared memory is aligned to
+constexpr u32 STATIC = 48 << 10;
+constexpr size_t STACK = 96 << 10;
+constexpr long STEPS = 400000000;  // a launch that takes more hangs
+
+Thread* me;
+static jmp_buf scheduler, failure;
+static std::string message;
+static std::function<void()> body;
+static std::mt19937 numbers;
+static std::vector<TaskPtr> tasks;
+static std::vector<std::unique_ptr<Block>> blocks;
+static long steps;
+
+unsigned draw(unsigned below) { return numbers() % below; }
+
+void fail(const char* format, ...) {
+    char text[2000] = "";
+    const int begun = me ? snprintf(text, 100, "block %u, thread %u: ", me->block->number, me->number) : 0;
+    va_list list;
+    va_start(list, format);
+    vsnprintf(text + begun, sizeof text - begun, format, list);
+    va_end(list);
+    message = text;
+    _longjmp(failure, 1);
+}
+
+// ---- fibers
+void give_way() {
+    if (!_setjmp(me->here)) _longjmp(scheduler, 1);
+}
+static void fiber() {
+    body();
+    me->ended = true;
+    --me->block->running;
+    give_way();
+}
+static void resume(Thread& t) {
+    me = &t, threadIdx = {t.number, 0, 0}, blockIdx = {t.block->number, 0, 0};
+    if (!_setjmp(scheduler)) {
+        if (!t.stack.empty()) _longjmp(t.here, 1);
+        t.stack.resize(STACK);
+        getcontext(&t.start);
+        t.start.uc_stack.ss_sp = t.stack.data(), t.start.uc_stack.ss_size = STACK, t.start.uc_link = nullptr;
+        makecontext(&t.start, fiber, 0);
+        setcontext(&t.start);
+    }
+    me = nullptr;
+}
+static bool run(Warp& w) {  // each lane as far as it gets; false: none could
+    const unsigned first = draw(32);
+    bool any = false;
+    for (unsigned n = first; n < first + 32; ++n) {
+        Thread& t = *w.lane[n % 32];
+        if (t.ended || (t.ready && !t.ready(t.condition))) continue;
+        any = true;
+        if (!t.slow || !draw(8)) resume(t);
+    }
+    if ((steps += any) > STEPS) fail("hangs");
+    return any;
+}
+
+// ---- tasks
+TaskPtr begin(std::vector<std::function<void()>> stages, TaskPtr after) {
+    tasks.push_back(std::make_shared<Task>(Task{me->block, std::move(stages), after}));
+    return tasks.back();
+}
+static void advance_one() {
+    size_t n = draw(tasks.size());
+    while (tasks[n]->after && !tasks[n]->after->finished()) {
+        const TaskPtr before = tasks[n]->after;
+        for (n = 0; tasks[n] != before;) ++n;
+    }
+    const TaskPtr task = tasks[n];
+    task->stages[task->done++]();
+    if (task->finished()) tasks[n] = tasks.back(), tasks.pop_back(), task->after = nullptr;
+}
+
+// ---- shared memory
+unsigned char* Block::at(u32 address, u32 bytes, u32 alignment) {
+    if (address % alignment || address < FIRST || address + bytes > memory.size())
+        fail("%u bytes at %u of shared memory, which ends at %zu", bytes, address, memory.size());
+    return &memory[address];
+}
+unsigned char* Block::for_hardware(u32 address, u32 bytes) {
+    unsigned char* const found = at(address, bytes, 16);
+    for (u32 word = address / 4; word < (address + bytes) / 4; ++word)
+        if (const unsigned writer = words[word].writer)
+            fail("the copy engine or wgmma meets at %u what thread %u stored without a fence", 4 * word, writer - 1);
+    return found;
+}
+void Block::check_not_read(u32 address, u32 bytes) {
+    for (const TaskPtr& task : sources)
+        if (address < task->source + task->bytes && task->source < address + bytes)
+            fail("changes %u, from where a copy is on its way", address);
+}
+void Block::store(Thread& by, u32 address, const void* from, u32 bytes) {
+    unsigned char* to = at(address, bytes, bytes);
+    check_not_read(address, bytes);
+    for (u32 n = address / 4; n < (address + bytes) / 4; ++n, to += 4, from = (const char*)from + 4) {
+        if (memcmp(to, from, 4)) ++words[n].state, words[n].writer = by.number + 1;  // who stores the same may be late
+        if (words[n].writer) by.unfenced.push_back({n, words[n].state});
+        memcpy(to, from, 4);
+    }
+}
+
+// ---- launches
+static std::unique_ptr<Block> make_block(unsigned number, unsigned threads, size_t shared_bytes) {
+    auto b = std::make_unique<Block>();
+    b->number = number, b->running = threads;
+    b->memory.assign(FIRST + (shared_bytes ? MISALIGNED + shared_bytes : STATIC), 0xff);  // NaN
+    b->words.resize(b->memory.size() / 4);
+    b->threads.resize(threads);
+    b->warps.resize(threads / 32);
+    for (unsigned n = 0; n < threads; ++n) {
+        Warp& w = b->warps[n / 32];
+        w.number = n / 32, w.slow = !draw(4), w.lane[n % 32] = &b->threads[n];
+        Thread& t = b->threads[n];
+        t.block = b.get(), t.warp = &w, t.number = n, t.slow = !draw(50);
+    }
+    return b;
+}
+static void check_end(Block& b) {
+    for (const TaskPtr& task : tasks)
+        if (task->block == &b && !(task->stages.size() == 2 && task->done == 1))  // what was read may still be written
+            fail("block %u ended while the copy engine or wgmma uses its shared memory", b.number);
+    if (!b.sources.empty()) fail("block %u ended without a wait for its copies", b.number);
+    for (Warp& w : b.warps) {
+        const long first = b.warps[w.number / 4 * 4].issued;
+        if (w.issued != first) fail("warps of a warpgroup issued %ld and %ld wgmma", first, w.issued);
+    }
+}
+static void report_deadlock() {
+    std::map<std::string, int> waits;
+    for (auto& b : blocks)
+        for (Thread& t : b->threads) {
+            const std::string warp = "\n  block " + std::to_string(b->number) + " warp " + std::to_string(t.number / 32);
+            char text[200] = ": ended";
+            if (!t.ended) snprintf(text, sizeof text, " waits: %s (%u, %u)", t.waits_for, t.address, t.value);
+            ++waits[warp + text];
+        }
+    message = "deadlock";
+    for (auto& [wait, lanes] : waits) message += wait + ", " + std::to_string(lanes) + " lanes";
+    _longjmp(failure, 1);
+}
+static void run_blocks(unsigned grid, unsigned threads, unsigned resident, size_t shared_bytes) {
+    const unsigned choices[] = {2, 20, 500}, laziness = choices[draw(3)];  // of the hardware
+    for (unsigned started = 0, misses = 0; started < grid || !blocks.empty();) {
+        if (blocks.size() < resident && started < grid)
+            blocks.push_back(make_block(started++, threads, shared_bytes));
+        if (!tasks.empty() && !draw(laziness)) advance_one();
+        const unsigned n = draw(blocks.size());
+        Block& b = *blocks[n];
+        Warp& w = b.warps[draw(b.warps.size())];
+        if (w.slow && draw(20)) continue;
+        if (!run(w)) ++misses; else do misses = 0; while (draw(8) && run(w));
+        if (!b.running) {
+            check_end(b);
+            blocks.erase(blocks.begin() + n);
+        } else if (misses > 2 * b.warps.size()) {  // can anyone go on?
+            misses = 0;
+            bool any = false;
+            for (auto& block : blocks)
+                for (Warp& each : block->warps) any |= run(each) || !block->running;
+            if (!any && tasks.empty()) report_deadlock();
+            if (!any) advance_one();
+        }
+    }
+    while (!tasks.empty()) advance_one();
+}
+// Runs a grid, `resident` blocks at a time; returns null, or what went wrong.
+const char* launch(unsigned grid, unsigned threads, unsigned resident, size_t shared_bytes, unsigned seed,
+                   std::function<void()> kernel) {
+    body = kernel, gridDim = {grid, 1, 1}, steps = 0, me = nullptr;
+    numbers.seed(seed);
+    tasks.clear(), blocks.clear();
+    if (_setjmp(failure)) return message.c_str();
+    run_blocks(grid, threads, resident, shared_bytes);
+    return nullptr;
+}
+}  // namespace machine
+
+using namespace machine;
+void* dynamic_shared_memory() { return &me->block->memory[FIRST + MISALIGNED]; }
+void* static_shared_memory() { return &me->block->memory[FIRST]; }
+size_t __cvta_generic_to_shared(const void* p) { return (unsigned char*)p - me->block->memory.data(); }

@@ -1,0 +1,119 @@
+// A GPU of a few multiprocessors in one thread of the host: CUDA threads are fibers, which give way where they wait.
+#pragma once
+#include <csetjmp>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <ucontext.h>
+#include <vector>
+#include "cuda.h"
+
+namespace machine {
+struct Block;
+struct Warp;
+
+// What the hardware does by itself: a copy, a product of matrices. Its stages come each at a random moment.
+struct Task {
+    Block* block;
+    std::vector<std::function<void()>> stages;
+    std::shared_ptr<Task> after;  // the one that comes before
+    size_t done = 0;
+    u32 source = 0, bytes = 0;    // shared memory that it reads, not to be changed before its thread waited for that
+    bool finished() const { return done == stages.size(); }
+};
+using TaskPtr = std::shared_ptr<Task>;
+
+struct Thread {
+    Block* block;
+    Warp* warp;
+    unsigned number;
+    bool slow, ended = false;
+    bool (*ready)(void*) = nullptr;  // whether it may go on, asked of `condition`
+    void* condition;
+    const char* waits_for;
+    u32 address, value;              // of what it waits for, for the report
+    std::vector<std::pair<u32, u32>> unfenced;        // what it stored since its last fence: word, state
+    std::vector<std::vector<TaskPtr>> copies = {{}};  // bulk groups; the last one is open
+    jmp_buf here;
+    ucontext_t start;
+    std::vector<char> stack;
+};
+
+struct Accumulators {  // of a warp, in flight: its registers hold a NaN until a wait
+    float* registers[32];
+    std::vector<float> value;
+    long group;
+};
+struct Fragments {  // operands in registers, not to be changed before a wait
+    const u32* registers[32];
+    u32 value[32][4];
+    long group;
+};
+struct Product { long group; TaskPtr task; };
+
+struct Warp {
+    unsigned number;
+    Thread* lane[32];
+    bool slow;
+    int arrived = 0;  // lanes that wait at a collective instruction
+    const char* instruction;
+    void* posted[32];
+    long meetings = 0;
+    bool fenced = false;  // wgmma.fence since the last wait
+    long group = 0;       // wgmma groups committed
+    long issued = 0;      // wgmma
+    std::vector<std::shared_ptr<Accumulators>> accumulators;
+    std::vector<Fragments> fragments;
+    std::vector<Product> products;
+};
+
+struct Mbarrier { u32 count, pending; long bytes; u32 phase; };
+struct NamedBarrier { int expected = 0; std::set<unsigned> arrived; long meetings = 0; };
+struct Word { unsigned writer = 0, state = 0; };  // of shared memory: 1 + who stored it unfenced; how often it changed
+
+struct Block {
+    unsigned number, running;
+    std::vector<unsigned char> memory;  // shared
+    std::vector<Word> words;
+    std::vector<TaskPtr> sources;  // tasks that read it
+    std::map<u32, Mbarrier> mbarriers;
+    NamedBarrier named[16];
+    std::vector<Thread> threads;
+    std::vector<Warp> warps;
+
+    unsigned char* at(u32 address, u32 bytes, u32 alignment);
+    unsigned char* for_hardware(u32 address, u32 bytes);  // fails where a store is not fenced
+    void store(Thread& by, u32 address, const void* from, u32 bytes);
+    void check_not_read(u32 address, u32 bytes);
+};
+
+extern Thread* me;
+[[noreturn]] void fail(const char* format, ...);
+unsigned draw(unsigned below);  // a random number
+void give_way();
+TaskPtr begin(std::vector<std::function<void()>> stages, TaskPtr after = nullptr);
+
+template <typename F> void wait_until(F condition, const char* what, u32 address = 0, u32 value = 0) {
+    me->condition = &condition, me->waits_for = what, me->address = address, me->value = value;
+    me->ready = [](void* f) { return (*(F*)f)(); };
+    while (!condition()) give_way();
+    me->ready = nullptr;
+}
+
+// A warp's lanes meet; the last one does what there is to do, for all: together(T* of every lane).
+template <typename T, typename F> void collective(const char* instruction, T& mine, F together) {
+    Warp& w = *me->warp;
+    if (w.arrived && strcmp(w.instruction, instruction))
+        fail("lanes of a warp meet at %s and at %s", w.instruction, instruction);
+    w.instruction = instruction;
+    w.posted[me->number % 32] = &mine;
+    if (++w.arrived == 32) {
+        w.arrived = 0, ++w.meetings;
+        together((T**)w.posted);
+    } else {
+        wait_until([&w, now = w.meetings] { return w.meetings != now; }, instruction);
+    }
+}
+}  // namespace machine

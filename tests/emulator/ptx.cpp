@@ -1,0 +1,343 @@
+// What the instructions do.
+#include "machine.h"
+using namespace machine;
+
+template <typename T, typename F> static void remove_if(std::vector<T>& list, F gone) {
+    std::vector<T> kept;
+    for (T& x : list) if (!gone(x)) kept.push_back(x);
+    list = std::move(kept);
+}
+
+static void sometimes_give_way() {  // between two accesses to memory
+    if (!draw(64)) give_way();
+}
+
+// ---- warps
+static int nothing;
+void __syncwarp() { collective("syncwarp", nothing, [](int**) {}); }
+u32 shuffle(u32 x, int lane) {
+    struct Shuffle { u32 x, y; int from; } s = {x, 0, lane};
+    collective("shfl", s, [](Shuffle** all) {
+        for (int n = 0; n < 32; ++n) all[n]->y = all[all[n]->from]->x;
+    });
+    return s.y;
+}
+u32 shuffle_xor(u32 x, int mask) { return shuffle(x, me->number % 32 ^ mask); }
+
+// Four 8 x 8 matrices of 16-bit numbers: a lane holds numbers 2 (lane % 4) and the next of row lane / 4 of each, and
+// gives the address of row lane % 8 of matrix lane / 8.
+struct Matrices { u32 address, x[4]; };
+static unsigned short half_of(u32 x, int n) { return x >> 16 * n; }
+static void store_matrices(Matrices m, bool transposed) {
+    sometimes_give_way();
+    collective(transposed ? "stmatrix.trans" : "stmatrix", m, [transposed](Matrices** all) {
+        for (int lane = 0; lane < 32; ++lane) {
+            unsigned short row[8];
+            for (int c = 0; c < 8; ++c) {
+                const int r = transposed ? c : lane % 8, n = transposed ? lane % 8 : c;
+                row[c] = half_of(all[4 * r + n / 2]->x[lane / 8], n % 2);
+            }
+            me->block->store(*me->warp->lane[lane], all[lane]->address, row, 16);
+        }
+    });
+}
+void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    store_matrices({address, {a, b, c, d}}, false);
+}
+void stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    store_matrices({address, {a, b, c, d}}, true);
+}
+void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 address) {
+    sometimes_give_way();
+    Matrices m = {address, {}};
+    collective("ldmatrix", m, [](Matrices** all) {
+        for (int lane = 0; lane < 32; ++lane)
+            for (int n = 0; n < 4; ++n)
+                memcpy(&all[lane]->x[n], me->block->at(all[8 * n + lane / 4]->address, 16, 16) + lane % 4 * 4, 4);
+    });
+    a = m.x[0], b = m.x[1], c = m.x[2], d = m.x[3];
+}
+void movmatrix_sync_aligned_m8n8_trans_b16(u32& y, u32 x) {
+    struct Move { u32 x, y; } m = {x, 0};
+    collective("movmatrix", m, [](Move** all) {
+        for (int lane = 0; lane < 32; ++lane)
+            for (int n = 0; n < 2; ++n) {
+                const int row = lane % 4 * 2 + n, column = lane / 4;
+                all[lane]->y |= (u32)half_of(all[4 * row + column / 2]->x, column % 2) << 16 * n;
+            }
+    });
+    y = m.y;
+}
+
+// ---- shared memory
+void load(u32 address, void* to, u32 bytes) {
+    sometimes_give_way();
+    memcpy(to, me->block->at(address, bytes, bytes), bytes);
+}
+void store(u32 address, const void* from, u32 bytes) {
+    sometimes_give_way();
+    me->block->store(*me, address, from, bytes);
+}
+void fence_proxy_async_shared_cta() {
+    for (auto [word, state] : me->unfenced)
+        if (me->block->words[word].state == state) me->block->words[word].writer = 0;
+    me->unfenced.clear();
+}
+
+// ---- global memory
+void st_global_b32(u64, int) { fail("a wait ran out of time"); }
+void ld_acquire_gpu_global_b32(int& x, const int* from) { give_way(); x = *from; }
+void red_release_gpu_global_add_s32(int* to) { ++*to; }
+
+// ---- barriers
+static Mbarrier& mbarrier(Block& block, u32 address) {
+    const auto found = block.mbarriers.find(address);
+    if (found == block.mbarriers.end()) fail("no mbarrier at %u", address);
+    return found->second;
+}
+// The phase ends where no arrival and no byte is missing.
+static void arrive(Block& block, u32 bar, u32 arrivals, long bytes) {
+    Mbarrier& b = mbarrier(block, bar);
+    if (arrivals > b.pending) fail("one arrival too many at the mbarrier at %u", bar);
+    b.pending -= arrivals, b.bytes -= bytes;
+    if (!b.pending && !b.bytes) ++b.phase, b.pending = b.count;
+}
+void mbarrier_init_shared_cta_b64(u32 bar, u32 arrivals) {
+    me->block->at(bar, 8, 8);
+    if (me->block->mbarriers.count(bar)) fail("two mbarriers at %u", bar);
+    me->block->mbarriers[bar] = {arrivals, arrivals, 0, 0};
+}
+void mbarrier_arrive_expect_tx_shared_cta_b64(u32 bar, u32 bytes) { arrive(*me->block, bar, 1, -(long)bytes); }
+void mbarrier_arrive_shared_cta_b64(u32 bar) {
+    sometimes_give_way();
+    arrive(*me->block, bar, 1, 0);
+}
+void mbarrier_try_wait_parity_shared_cta_b64(u32 bar, u32 parity, u32& done) {
+    const Mbarrier& b = mbarrier(*me->block, bar);
+    wait_until([&b, parity] { return b.phase % 2 != parity; }, "mbarrier and parity", bar, parity);
+    done = 1;
+}
+static void arrive_at_named(int id, int threads) {
+    NamedBarrier& b = me->block->named[id];
+    if (b.arrived.empty()) b.expected = threads;
+    if (b.expected != threads) fail("named barrier %d is for %d threads and for %d", id, b.expected, threads);
+    if (!b.arrived.insert(me->number).second) fail("arrives twice at named barrier %d", id);
+    if ((int)b.arrived.size() == threads) b.arrived.clear(), ++b.meetings;
+}
+void bar_arrive(int id, int threads) {
+    sometimes_give_way();
+    arrive_at_named(id, threads);
+}
+void bar_sync(int id, int threads) {
+    sometimes_give_way();
+    const NamedBarrier& b = me->block->named[id];
+    const long now = b.meetings;
+    arrive_at_named(id, threads);
+    wait_until([&b, now] { return b.meetings != now; }, "named barrier and threads", id, threads);
+}
+void __syncthreads() { bar_sync(0, me->block->threads.size()); }
+
+// ---- the copy engine
+struct Map {  // written by __init__.py
+    unsigned char* pointer;
+    long long size[4], step[4], box_rows;  // (columns, rows, heads, batches); steps in bytes
+    unsigned char* at(int column, int row, int head, int batch) const {
+        const long long place[] = {column, row, head, batch};
+        unsigned char* p = pointer;
+        for (int n = 0; n < 4; ++n) {
+            if (place[n] < 0 || place[n] >= size[n]) return nullptr;
+            p += place[n] * step[n];
+        }
+        return p;
+    }
+};
+static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
+static void expect_later(u32 dst, u32 bytes) {
+    me->block->check_not_read(dst, bytes);
+    memset(me->block->for_hardware(dst, bytes), 0xff, bytes);
+}
+void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(
+    u32 dst, const void* map, int column, int row, int head, int batch, u32 bar, u64) {
+    const Map m = *(const Map*)map;
+    const u32 bytes = m.box_rows * 128;
+    Block* const block = me->block;
+    if (dst % 1024) fail("a tile at %u, which is no multiple of 1024", dst);
+    expect_later(dst, bytes);
+    begin({[=] {
+        for (int r = 0; r < m.box_rows; ++r)
+            for (int c = 0; c < 64; ++c) {
+                const unsigned char* const from = m.at(column + c, row + r, head, batch);
+                unsigned char* const to = &block->memory[swizzled(dst + 128 * r + 2 * c)];
+                if (from) memcpy(to, from, 2); else memset(to, 0, 2);
+            }
+        arrive(*block, bar, 0, bytes);
+    }});
+}
+void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 dst, const void* src, u32 bytes, u32 bar) {
+    Block* const block = me->block;
+    if ((u64)src % 16 || bytes % 16) fail("a bulk copy of %u bytes from %p", bytes, src);
+    expect_later(dst, bytes);
+    begin({[=] {
+        memcpy(&block->memory[dst], src, bytes);
+        arrive(*block, bar, 0, bytes);
+    }});
+}
+// Out of shared memory: first it is read, then the result shows.
+template <typename F> static void copy_out(u32 src, u32 bytes, F write) {
+    Block* const block = me->block;
+    block->for_hardware(src, bytes);
+    auto data = std::make_shared<std::vector<unsigned char>>();
+    const TaskPtr task = begin({
+        [=] { const auto* p = block->for_hardware(src, bytes); data->assign(p, p + bytes); },
+        [=] { write(data->data()); },
+    });
+    task->source = src, task->bytes = bytes;
+    block->sources.push_back(task);
+    me->copies.back().push_back(task);
+}
+void cp_async_bulk_tensor_4d_global_shared_cta_bulk_group(
+    const void* map, int column, int row, int head, int batch, u32 src) {
+    const Map m = *(const Map*)map;
+    if (src % 1024) fail("a tile at %u, which is no multiple of 1024", src);
+    copy_out(src, m.box_rows * 128, [=](const unsigned char* data) {
+        for (int r = 0; r < m.box_rows; ++r)
+            for (int c = 0; c < 64; ++c)
+                if (unsigned char* const to = m.at(column + c, row + r, head, batch))
+                    memcpy(to, data + swizzled(src + 128 * r + 2 * c) - src, 2);
+    });
+}
+void cp_async_bulk_global_shared_cta_bulk_group(void* dst, u32 src, u32 bytes) {
+    if ((u64)dst % 16 || bytes % 16) fail("a bulk copy of %u bytes to %p", bytes, dst);
+    copy_out(src, bytes, [=](const unsigned char* data) { memcpy(dst, data, bytes); });
+}
+void cp_reduce_async_bulk_global_shared_cta_bulk_group_add_f32(float* dst, u32 src, u32 bytes) {
+    if ((u64)dst % 16 || bytes % 16) fail("a bulk sum of %u bytes to %p", bytes, dst);
+    copy_out(src, bytes, [=](const unsigned char* data) {
+        for (u32 n = 0; n < bytes / 4; ++n) dst[n] += ((const float*)data)[n];
+    });
+}
+void cp_async_bulk_commit_group() { me->copies.push_back({}); }
+static void wait_for_copies(int pending, size_t stages, const char* what) {
+    Thread* const t = me;
+    std::vector<TaskPtr> awaited;
+    for (size_t n = 0; n + 1 + pending < t->copies.size(); ++n)
+        awaited.insert(awaited.end(), t->copies[n].begin(), t->copies[n].end());
+    wait_until([&] {
+        for (const TaskPtr& task : awaited) if (task->done < stages) return false;
+        return true;
+    }, what);
+    for (const TaskPtr& task : awaited)
+        remove_if(t->block->sources, [&task](const TaskPtr& source) { return source == task; });
+}
+void cp_async_bulk_wait_group(int pending) { wait_for_copies(pending, 2, "cp.async.bulk.wait_group"); }
+void cp_async_bulk_wait_group_read(int pending) { wait_for_copies(pending, 1, "cp.async.bulk.wait_group.read"); }
+
+// ---- products of matrices: a warp computes its 16 rows at some moment before the wait, as if no other warp were there
+constexpr u32 IN_FLIGHT = 0x7fdead00;  // a NaN
+static float widen(bool is_f16, unsigned short x) { return is_f16 ? widen_f16(x) : __uint_as_float((u32)x << 16); }
+
+// Eight neighbours of a tile with the 128-byte swizzle, by its descriptor: from number `along` of its contiguous axis
+// and number `across` of the other on.
+static const unsigned short* chunk(Block& block, u64 tile, bool mn_major, int along, int across) {
+    const u32 start = (tile & 0x3fff) << 4, leading = (tile >> 16 & 0x3fff) << 4, stride = (tile >> 32 & 0x3fff) << 4;
+    if (tile >> 62 != 1 || tile >> 49 & 7) fail("a descriptor %llx without the 128-byte swizzle", tile);
+    const u32 slab = mn_major ? along / 64 * leading : 0;
+    const u32 address = start + slab + across / 8 * stride + across % 8 * 128 + along % 64 * 2;
+    return (const unsigned short*)block.for_hardware(swizzled(address), 16);
+}
+struct Operand { u64 tile; bool mn_major, is_f16; };
+// x[k][n] of an operand, 16 x `count`, from its row or column `first` on.
+template <int MOST> static void read(Block& block, float (&x)[16][MOST], Operand o, int first, int count) {
+    for (int k = 0; k < 16; k += o.mn_major ? 1 : 8)
+        for (int n = 0; n < count; n += o.mn_major ? 8 : 1) {
+            const auto* from = chunk(block, o.tile, o.mn_major, o.mn_major ? first + n : k, o.mn_major ? k : first + n);
+            for (int e = 0; e < 8; ++e) (o.mn_major ? x[k][n + e] : x[k + e][n]) = widen(o.is_f16, from[e]);
+        }
+}
+// Where element i of a lane's fragment lies.
+static int row_of(int lane, int i) { return lane / 4 + 8 * (i >> 1 & 1); }
+static int column_of(int lane, int i) { return 8 * (i >> 2) + 2 * (lane % 4) + (i & 1); }
+
+struct Wgmma { float* d; const u32* a_registers; Operand a, b; bool add; int columns; };
+static void multiply(Block& block, int warp, const Wgmma& call, const u32 (&fragment)[32][4], std::vector<float>& d) {
+    static float a[16][16], b[16][256], sum[16][256];
+    if (!call.a_registers) read(block, a, call.a, 16 * (warp % 4), 16);
+    for (int lane = 0; lane < 32 && call.a_registers; ++lane)
+        for (int i = 0; i < 8; ++i)
+            a[column_of(lane, i)][row_of(lane, i)] = widen(call.a.is_f16, half_of(fragment[lane][i / 2], i % 2));
+    read(block, b, call.b, 0, call.columns);
+    memset(sum, 0, sizeof sum);
+    for (int k = 0; k < 16; ++k)
+        for (int row = 0; row < 16; ++row)
+            for (int column = 0; column < call.columns; ++column) sum[row][column] += a[k][row] * b[k][column];
+    for (int lane = 0, n = 0; lane < 32; ++lane)
+        for (int i = 0; i < call.columns / 2; ++i, ++n)
+            d[n] = (call.add ? d[n] : 0.f) + sum[row_of(lane, i)][column_of(lane, i)];
+}
+// The accumulators of a product: those of the product before it, or registers that go out of their threads' hands.
+static std::shared_ptr<Accumulators> take(Warp& w, Wgmma** all) {
+    for (auto& d : w.accumulators)
+        if (d->registers[0] == all[0]->d) return d;
+    auto d = std::make_shared<Accumulators>();
+    const int count = all[0]->columns / 2;
+    for (int lane = 0; lane < 32; ++lane) {
+        float* const x = d->registers[lane] = all[lane]->d;
+        d->value.insert(d->value.end(), x, x + count);
+        for (int i = 0; i < count; ++i) memcpy(&x[i], &IN_FLIGHT, 4);
+    }
+    w.accumulators.push_back(d);
+    return d;
+}
+static void issue(Warp& w, Wgmma** all) {
+    if (!w.fenced) fail("wgmma without wgmma.fence since the last wait");
+    const auto d = take(w, all);
+    d->group = w.group;
+    Fragments a = {{}, {}, w.group};
+    for (int lane = 0; lane < 32 && all[0]->a_registers; ++lane)
+        a.registers[lane] = all[lane]->a_registers, memcpy(a.value[lane], a.registers[lane], sizeof a.value[lane]);
+    if (all[0]->a_registers) w.fragments.push_back(a);
+    const TaskPtr before = w.products.empty() ? nullptr : w.products.back().task;
+    w.products.push_back({w.group, begin({[&block = *me->block, &w, call = *all[0], a, d] {
+        multiply(block, w.number, call, a.value, d->value);
+    }}, before)});
+    ++w.issued;
+}
+void wgmma(int columns, bool is_f16, bool add, float* d, const u32* a, u64 a_tile, u64 b_tile, bool a_mn, bool b_mn) {
+    Wgmma call = {d, a, {a_tile, a_mn, is_f16}, {b_tile, b_mn, is_f16}, add, columns};
+    collective("wgmma", call, [](Wgmma** all) { issue(*me->warp, all); });
+}
+void wgmma_fence_sync_aligned() {
+    collective("wgmma.fence", nothing, [](int**) { me->warp->fenced = true; });
+}
+void wgmma_commit_group_sync_aligned() {
+    collective("wgmma.commit_group", nothing, [](int**) { ++me->warp->group; });
+}
+static void finish(Warp& w, long end) {  // groups before `end` are done: their registers are the thread's again
+    remove_if(w.products, [end](Product& p) { return p.group < end; });
+    remove_if(w.fragments, [end](Fragments& f) {
+        for (int lane = 0; lane < 32 && f.group < end; ++lane)
+            if (memcmp(f.registers[lane], f.value[lane], sizeof f.value[lane]))
+                fail("an operand in registers was changed while wgmma was in flight");
+        return f.group < end;
+    });
+    remove_if(w.accumulators, [end](std::shared_ptr<Accumulators>& d) {
+        const size_t count = d->value.size() / 32;
+        for (size_t n = 0; n < d->value.size() && d->group < end; ++n) {
+            float& x = d->registers[n / count][n % count];
+            if (__float_as_uint(x) != IN_FLIGHT) fail("an accumulator was changed while wgmma was in flight");
+            x = d->value[n];
+        }
+        return d->group < end;
+    });
+    w.fenced = false;
+}
+void wgmma_wait_group_sync_aligned(int pending) {
+    Warp& w = *me->warp;
+    collective("wgmma.wait_group", nothing, [](int**) {});
+    const long end = w.group - pending;
+    wait_until([&w, end] {
+        for (const Product& p : w.products) if (p.group < end && !p.task->finished()) return false;
+        return true;
+    }, "wgmma.wait_group");
+    collective("the end of wgmma.wait_group", nothing, [&w, end](int**) { finish(w, end); });
+}

@@ -1,0 +1,85 @@
+"""From CUDA C++ to C++: `asm` statements become calls, shared arrays pointers, kernels launches."""
+
+import re
+
+TOKEN = r'"(?:\\.|[^"\\])*"'
+LAUNCH = """
+extern "C" const char* launch_{name}(unsigned grid, unsigned threads, unsigned resident,
+                                     size_t shared_bytes, unsigned seed, void** x) {{
+    return machine::launch(grid, threads, resident, shared_bytes, seed, [x] {{
+        {name}({arguments});
+    }});
+}}"""
+HEAD = """#include "cuda.h"
+#include <functional>
+namespace machine {
+const char* launch(unsigned, unsigned, unsigned, size_t, unsigned, std::function<void()>);
+}"""
+
+
+def translate(text, signatures):
+    """Return preprocessed CUDA C++ as C++ with a ``launch_`` for each of its kernels.
+
+    ``signatures``: what ``kernels.signatures`` says of the file.
+    """
+    parts, end = [HEAD, "\n"], 0
+    for match in re.finditer(r"\basm\b\s*(?:volatile\s*)?(?=\()", text):
+        close = _closing(text, match.end())
+        parts += [text[end : match.start()], _call(text[match.end() + 1 : close])]
+        end = close + 1
+    text = "".join([*parts, text[end:]])
+    dynamic = r"extern __shared__ ([\w ]+) (\w+)\[\];"
+    text = re.sub(dynamic, r"\1* \2 = (\1*)dynamic_shared_memory();", text)
+    static = r"__shared__ __align__\(\d+\) ([\w ]+) (\w+)\[(.*?)\];"
+    text, count = re.subn(static, r"auto& \2 = *(\1(*)[\3])static_shared_memory();", text)
+    assert count <= 1, "there is room for one static array"
+    for name, parameters in signatures.items():
+        arguments = ", ".join(f"*({kind}*)x[{n}]" for n, (kind, _) in enumerate(parameters))
+        text += LAUNCH.format(name=name, arguments=arguments)
+    return text
+
+
+def _closing(text, start):
+    """Return where the parenthesis that opens at ``start`` closes."""
+    depth = 0
+    for match in re.compile(rf"{TOKEN}|[()]").finditer(text, start):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if not depth:
+            return match.start()
+    raise ValueError("parentheses do not match")
+
+
+def _call(inside):
+    """Return the call for an asm statement: its instruction, the operands in its order."""
+    sections = _sections(inside)
+    template = "".join(re.findall(r'"((?:\\.|[^"\\])*)"', sections[0]))
+    if not template:  # it only keeps the compiler from something
+        return "(void)0"
+    given = [operand for section in sections[1:3] for operand in _operands(section)]
+    operands = [given[int(n)] for n in re.findall(r"%(\d+)", template)]
+    steps = [step.split()[0] for step in template.strip("{} ").split(";") if step.strip(" }")]
+    code = next(step for step in steps if not re.match(r"\.reg|setp|selp|mov\.", step))
+    if found := re.match(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)", code):
+        is_f16 = str(found[2] == "f16").lower()
+        return f"wgmma_mma_async<{found[1]}>({', '.join([is_f16, *operands])})"
+    return f"{re.sub(r'[^0-9a-zA-Z]+', '_', code)}({', '.join(operands)})"
+
+
+def _sections(inside):
+    """Return the parts between colons: template, outputs, inputs, clobbers."""
+    parts, depth = [""], 0
+    for token in re.findall(rf"{TOKEN}|[()\[\]:]|[^\"()\[\]:]+", inside):
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(token, 0)
+        if token == ":" and not depth:
+            parts.append("")
+        else:
+            parts[-1] += token
+    return parts
+
+
+def _operands(section):
+    found, at = [], 0
+    while match := re.compile(r'\s*,?\s*"[=+]?\w"\s*(?=\()').match(section, at):
+        at = _closing(section, match.end()) + 1
+        found.append(section[match.end() : at])
+    return found

@@ -1,0 +1,74 @@
+"""Hopper's attention kernels on any CPU, instruction by instruction: see ``emulator``."""
+
+import emulator
+import numpy as np
+import pytest
+from attention_formula import judge
+from attention_problems import Problem
+
+from gpuattn import tensormaps
+from gpuattn.impls import Impl
+
+PROBLEMS = {  # of several tiles each, so that what lies in shared memory is used again
+    1398: "a sink, NaN behind the keys' end, a window to the right, Dv != D, dq in a fixed order",
+    1577: "a bias that the copy engine brings, and its gradient; causal from the top left",
+    1043: "causal with dropout at head size 128",
+    2056: "packed and causal, dq in a fixed order",
+    555: "a head size above 128, a window",
+    1460: "packed with empty sequences, a softcap",
+}
+MISTAKES = {
+    1: "fewer bytes expected than come",
+    2: "no wait for the copies",
+    3: "a wait for the other phase",
+    4: "no fence before wgmma reads what was stored",
+    5: "no barrier before wgmma reads what other threads stored",
+    6: "no wgmma.fence",
+    7: "an operand overwritten before the wait",
+    8: "no wait for the product",
+    9: "no wait for the copy at the end",
+    10: "a barrier for more threads than there are",
+}
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    if reason := emulator.refusal():
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("number", PROBLEMS)
+def test_attention(number):
+    problem, machine = Problem(number), emulator.Machine(seed=number)
+    wrong = judge(problem, Impl("emulated", machine.forward, machine.backward))
+    assert not wrong, f"{problem}: {wrong}"
+
+
+def product(mistake, seed):
+    """Return what is wrong with ``product.cu``, or ""."""
+    numbers = np.random.default_rng(seed).integers(-4, 5, (2, 1, 64, 1, 64))
+    a, b = (emulator.as_array(x.astype(np.float16)) for x in numbers)
+    out, machine = emulator.as_array(np.full_like(a, np.nan)), emulator.Machine(seed)
+    with machine.in_place():
+        maps = [tensormaps.tensor_map(x, 64) for x in (a, b, out)]
+        run = machine.kernel(str(emulator.HERE / "product.cu"), "product_of_tiles", scalar="f16")
+        try:
+            run((1,), (128,), *maps, mistake, shared_bytes=2048 + 3 * 64 * 128)
+        except AssertionError as error:
+            return str(error)
+    return "" if (out[0, :, 0] == a[0, :, 0] @ b[0, :, 0].T).all() else "wrong numbers"
+
+
+def test_a_right_kernel_is_right_in_any_order():
+    assert not any(product(mistake=0, seed=seed) for seed in range(20))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_show(mistake):
+    """In some order of events, at least."""
+    found = {product(mistake, seed) for seed in range(20)} - {""}
+    assert found, MISTAKES[mistake]
+
+
+def test_a_wait_without_end_names_who_waits():
+    assert "block 0 warp 3 waits: named barrier and threads (1, 160), 32 lanes" in product(10, 1)
