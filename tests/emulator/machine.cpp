@@ -100,15 +100,21 @@ unsigned char* Block::for_hardware(u32 address, u32 bytes) {
     return found;
 }
 void Block::check_not_read(u32 address, u32 bytes) {
-    for (const TaskPtr& task : sources)
-        if (address < task->source + task->bytes && task->source < address + bytes)
-            fail("changes %u, from where a copy is on its way", address);
+    for (const TaskPtr& task : readers)
+        for (auto [from, count] : task->reads)
+            if (address < from + count && from < address + bytes)
+                fail("changes %u, which a copy or wgmma on its way reads", address);
+}
+void Block::forget_readers() {
+    remove_if(readers, [](const TaskPtr& task) { return task->awaited; });
 }
 void Block::store(Thread& by, u32 address, const void* from, u32 bytes) {
     unsigned char* to = at(address, bytes, bytes);
-    check_not_read(address, bytes);
     for (u32 n = address / 4; n < (address + bytes) / 4; ++n, to += 4, from = (const char*)from + 4) {
-        if (memcmp(to, from, 4)) ++words[n].state, words[n].writer = by.number + 1;  // who stores the same may be late
+        if (memcmp(to, from, 4)) {  // who stores what is there already may be late
+            check_not_read(4 * n, 4);
+            ++words[n].state, words[n].writer = by.number + 1;
+        }
         if (words[n].writer) by.unfenced.push_back({n, words[n].state});
         memcpy(to, from, 4);
     }
@@ -134,7 +140,7 @@ static void check_end(Block& b) {
     for (const TaskPtr& task : tasks)
         if (task->block == &b && !(task->stages.size() == 2 && task->done == 1))  // what was read may still be written
             fail("block %u ended while the copy engine or wgmma uses its shared memory", b.number);
-    if (!b.sources.empty()) fail("block %u ended without a wait for its copies", b.number);
+    if (!b.readers.empty()) fail("block %u ended without a wait for its copies or products", b.number);
     for (Warp& w : b.warps) {
         const long first = b.warps[w.number / 4 * 4].issued;
         if (w.issued != first) fail("warps of a warpgroup issued %ld and %ld wgmma", first, w.issued);

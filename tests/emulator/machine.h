@@ -18,9 +18,10 @@ struct Warp;
 struct Task {
     Block* block;
     std::vector<std::function<void()>> stages;
-    std::shared_ptr<Task> after;  // the one that comes before
+    std::shared_ptr<Task> after;                  // the one that comes before
     size_t done = 0;
-    u32 source = 0, bytes = 0;    // shared memory that it reads, not to be changed before its thread waited for that
+    std::vector<std::pair<u32, u32>> reads = {};  // address, bytes: not to be changed before its thread waited for it
+    bool awaited = false;
     bool finished() const { return done == stages.size(); }
 };
 using TaskPtr = std::shared_ptr<Task>;
@@ -77,7 +78,7 @@ struct Block {
     unsigned number, running;
     std::vector<unsigned char> memory;  // shared
     std::vector<Word> words;
-    std::vector<TaskPtr> sources;  // tasks that read it
+    std::vector<TaskPtr> readers;  // tasks that read it
     std::map<u32, Mbarrier> mbarriers;
     NamedBarrier named[16];
     std::vector<Thread> threads;
@@ -87,7 +88,14 @@ struct Block {
     unsigned char* for_hardware(u32 address, u32 bytes);  // fails where a store is not fenced
     void store(Thread& by, u32 address, const void* from, u32 bytes);
     void check_not_read(u32 address, u32 bytes);
+    void forget_readers();  // that have been waited for
 };
+
+template <typename T, typename F> void remove_if(std::vector<T>& list, F gone) {
+    std::vector<T> kept;
+    for (T& x : list) if (!gone(x)) kept.push_back(x);
+    list = std::move(kept);
+}
 
 extern Thread* me;
 [[noreturn]] void fail(const char* format, ...);

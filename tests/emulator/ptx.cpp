@@ -2,12 +2,6 @@
 #include "machine.h"
 using namespace machine;
 
-template <typename T, typename F> static void remove_if(std::vector<T>& list, F gone) {
-    std::vector<T> kept;
-    for (T& x : list) if (!gone(x)) kept.push_back(x);
-    list = std::move(kept);
-}
-
 static void sometimes_give_way() {  // between two accesses to memory
     if (!draw(64)) give_way();
 }
@@ -191,8 +185,8 @@ template <typename F> static void copy_out(u32 src, u32 bytes, F write) {
         [=] { const auto* p = block->for_hardware(src, bytes); data->assign(p, p + bytes); },
         [=] { write(data->data()); },
     });
-    task->source = src, task->bytes = bytes;
-    block->sources.push_back(task);
+    task->reads = {{src, bytes}};
+    block->readers.push_back(task);
     me->copies.back().push_back(task);
 }
 void cp_async_bulk_tensor_4d_global_shared_cta_bulk_group(
@@ -226,8 +220,8 @@ static void wait_for_copies(int pending, size_t stages, const char* what) {
         for (const TaskPtr& task : awaited) if (task->done < stages) return false;
         return true;
     }, what);
-    for (const TaskPtr& task : awaited)
-        remove_if(t->block->sources, [&task](const TaskPtr& source) { return source == task; });
+    for (const TaskPtr& task : awaited) task->awaited = true;
+    t->block->forget_readers();
 }
 void cp_async_bulk_wait_group(int pending) { wait_for_copies(pending, 2, "cp.async.bulk.wait_group"); }
 void cp_async_bulk_wait_group_read(int pending) { wait_for_copies(pending, 1, "cp.async.bulk.wait_group.read"); }
@@ -236,21 +230,31 @@ void cp_async_bulk_wait_group_read(int pending) { wait_for_copies(pending, 1, "c
 constexpr u32 IN_FLIGHT = 0x7fdead00;  // a NaN
 static float widen(bool is_f16, unsigned short x) { return is_f16 ? widen_f16(x) : __uint_as_float((u32)x << 16); }
 
-// Eight neighbours of a tile with the 128-byte swizzle, by its descriptor: from number `along` of its contiguous axis
-// and number `across` of the other on.
-static const unsigned short* chunk(Block& block, u64 tile, bool mn_major, int along, int across) {
-    const u32 start = (tile & 0x3fff) << 4, leading = (tile >> 16 & 0x3fff) << 4, stride = (tile >> 32 & 0x3fff) << 4;
-    if (tile >> 62 != 1 || tile >> 49 & 7) fail("a descriptor %llx without the 128-byte swizzle", tile);
-    const u32 slab = mn_major ? along / 64 * leading : 0;
-    const u32 address = start + slab + across / 8 * stride + across % 8 * 128 + along % 64 * 2;
-    return (const unsigned short*)block.for_hardware(swizzled(address), 16);
+// A tile with the 128-byte swizzle by its descriptor: steps from slab to slab, from one group of eight lines to the next.
+struct Operand {
+    u64 descriptor;
+    bool mn_major, is_f16;
+    u32 start() const { return (descriptor & 0x3fff) << 4; }
+    u32 slab() const { return mn_major ? (descriptor >> 16 & 0x3fff) << 4 : 0; }
+    u32 group() const { return (descriptor >> 32 & 0x3fff) << 4; }
+};
+// Eight neighbours: from number `along` of the contiguous axis and number `across` of the other on.
+static const unsigned short* chunk(Block& block, Operand o, int along, int across) {
+    if (o.descriptor >> 62 != 1 || o.descriptor >> 49 & 7) fail("a descriptor %llx without swizzle", o.descriptor);
+    const u32 line = o.start() + along / 64 * o.slab() + across / 8 * o.group() + across % 8 * 128;
+    return (const unsigned short*)block.for_hardware(swizzled(line + along % 64 * 2), 16);
 }
-struct Operand { u64 tile; bool mn_major, is_f16; };
-// x[k][n] of an operand, 16 x `count`, from its row or column `first` on.
+// Where a product finds 16 x `count` numbers of an operand, from its row or column `first` on.
+static void add_reads(std::vector<std::pair<u32, u32>>& reads, Operand o, int first, int count) {
+    if (!o.mn_major) reads.push_back({(o.start() & ~127) + first / 8 * o.group(), count / 8 * o.group()});
+    for (int slab = first / 64; o.mn_major && slab * 64 < first + count; ++slab)
+        reads.push_back({o.start() + slab * o.slab(), 2 * o.group()});
+}
+// Them, as x[k][n].
 template <int MOST> static void read(Block& block, float (&x)[16][MOST], Operand o, int first, int count) {
     for (int k = 0; k < 16; k += o.mn_major ? 1 : 8)
         for (int n = 0; n < count; n += o.mn_major ? 8 : 1) {
-            const auto* from = chunk(block, o.tile, o.mn_major, o.mn_major ? first + n : k, o.mn_major ? k : first + n);
+            const auto* from = o.mn_major ? chunk(block, o, first + n, k) : chunk(block, o, k, first + n);
             for (int e = 0; e < 8; ++e) (o.mn_major ? x[k][n + e] : x[k + e][n]) = widen(o.is_f16, from[e]);
         }
 }
@@ -297,9 +301,13 @@ static void issue(Warp& w, Wgmma** all) {
         a.registers[lane] = all[lane]->a_registers, memcpy(a.value[lane], a.registers[lane], sizeof a.value[lane]);
     if (all[0]->a_registers) w.fragments.push_back(a);
     const TaskPtr before = w.products.empty() ? nullptr : w.products.back().task;
-    w.products.push_back({w.group, begin({[&block = *me->block, &w, call = *all[0], a, d] {
+    const TaskPtr task = begin({[&block = *me->block, &w, call = *all[0], a, d] {
         multiply(block, w.number, call, a.value, d->value);
-    }}, before)});
+    }}, before);
+    if (!all[0]->a_registers) add_reads(task->reads, all[0]->a, 16 * (w.number % 4), 16);
+    add_reads(task->reads, all[0]->b, 0, all[0]->columns);
+    me->block->readers.push_back(task);
+    w.products.push_back({w.group, task});
     ++w.issued;
 }
 void wgmma(int columns, bool is_f16, bool add, float* d, const u32* a, u64 a_tile, u64 b_tile, bool a_mn, bool b_mn) {
@@ -313,7 +321,8 @@ void wgmma_commit_group_sync_aligned() {
     collective("wgmma.commit_group", nothing, [](int**) { ++me->warp->group; });
 }
 static void finish(Warp& w, long end) {  // groups before `end` are done: their registers are the thread's again
-    remove_if(w.products, [end](Product& p) { return p.group < end; });
+    remove_if(w.products, [end](Product& p) { return p.group < end ? p.task->awaited = true : false; });
+    me->block->forget_readers();
     remove_if(w.fragments, [end](Fragments& f) {
         for (int lane = 0; lane < 32 && f.group < end; ++lane)
             if (memcmp(f.registers[lane], f.value[lane], sizeof f.value[lane]))
