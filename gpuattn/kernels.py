@@ -125,6 +125,13 @@ def dtype_refusal(x, name="x"):
 
 
 @functools.cache
+def gpu(number):
+    """Return the compute capability of a device, such as "90", and its multiprocessors."""
+    device = import_cupy().cuda.Device(number)
+    return device.compute_capability, device.attributes["MultiProcessorCount"]
+
+
+@functools.cache
 def _kernel(device, file, name, constants):
     module = _module(device, file, tuple(sorted(constants)))
     return Kernel(module.get_function(name), name, signatures(file)[name])

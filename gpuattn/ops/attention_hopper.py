@@ -1,6 +1,5 @@
 """Attention on Hopper's matrix units: ``rawkernels/flash_attention_forward_hopper.cu``."""
 
-import functools
 import threading
 
 import numpy as np
@@ -8,7 +7,7 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, import_cupy
 from gpuattn.impls import Elsewhere
-from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.kernels import gpu, kernel, kernel_refusal
 from gpuattn.ops import attention_ampere_backward, attention_hopper_backward, attention_short
 from gpuattn.ops.attention_launch import UNLIMITED, Launch
 from gpuattn.tensormaps import refusal, tensor_map
@@ -26,7 +25,7 @@ COUNTERS = 4096  # allocated at a time
 def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, **__):
     if reason := kernel_refusal(q, "q"):
         return reason
-    if (found := _gpu(q.device.id)[0]) != CAPABILITY:
+    if (found := gpu(q.device.id)[0]) != CAPABILITY:
         return Elsewhere(f"the GPU's compute capability is {found}, the kernel wants 90 (Hopper)")
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         if reason := refusal(x, name):
@@ -39,13 +38,6 @@ def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, **__):
     if tiles > MAX_TILES:
         return f"{tiles} tiles, the kernel takes {MAX_TILES}; give the true max_seqlen_q"
     return None
-
-
-@functools.cache
-def _gpu(number):
-    """Return the compute capability of a device and how many multiprocessors it has."""
-    device = import_cupy().cuda.Device(number)
-    return device.compute_capability, device.attributes["MultiProcessorCount"]
 
 
 def tile(width, queries, bands, extras, dropout):
@@ -105,7 +97,7 @@ class _Plan:
             kv_heads = max(1, 1 << (L2_SECTION // head_bytes).bit_length() >> 1)  # a power of two
             self.section = max(1, min(self.all_heads, kv_heads * fields["group"]))
         self.shared_bytes = shared_bytes(width, self.rows, self.keys, extras)
-        self.grid = (min(self.tiles, _gpu(q.device.id)[1]),)
+        self.grid = (min(self.tiles, gpu(q.device.id)[1]),)
         self.block = (2 * self.rows + 128,)
         self.stages_bias = extras and self.keys == STAGED_BIAS_KEYS
 
@@ -166,7 +158,7 @@ def describe(q, k, v, *extras, **params):
         return attention_short.describe(q, k, v, *extras, **params)
     plan = _Plan(Launch(q, k, v, *extras, **params), q, extras[0])
     taken = plan.kernel().resources(plan.grid, plan.block, plan.shared_bytes)
-    waves = plan.tiles / _gpu(q.device.id)[1]
+    waves = plan.tiles / gpu(q.device.id)[1]
     bound = "exponentials" if plan.constants["HEAD_DIM"] == 64 else "matrix products"
     limit = "fewer tiles than multiprocessors" if waves < 1 else bound
     return {

@@ -1,12 +1,10 @@
 """The gradient of attention on Hopper: ``rawkernels/flash_attention_backward_hopper*.cu``."""
 
-import functools
-
 import numpy as np
 
 from gpuattn import arrays, tensormaps
-from gpuattn.arrays import ctype, get_xp, import_cupy
-from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.arrays import ctype, get_xp
+from gpuattn.kernels import gpu, kernel, kernel_refusal
 from gpuattn.ops.attention_launch import Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
@@ -39,7 +37,7 @@ def refuse_backward(
     """Return why these kernels do not take the gradient of this call, or None."""
     if reason := kernel_refusal(q, "q"):
         return reason
-    if (found := _device()[0]) != "90":
+    if (found := gpu(q.device.id)[0]) != "90":
         return f"the GPU's compute capability is {found}, the kernel is made for 90 (Hopper)"
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         if x.size and (reason := tensormaps.refusal(x, name)):
@@ -58,13 +56,6 @@ def refuse_backward(
     if softcap and bias is not None and (needs is None or needs[3]):
         return "there is a softcap beside a bias with a gradient, the kernel takes either"
     return None
-
-
-@functools.cache
-def _device():
-    cupy = import_cupy()
-    device = cupy.cuda.Device()
-    return device.compute_capability, device.attributes["MultiProcessorCount"]
 
 
 def _copyable(x):
@@ -123,7 +114,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
             FILE, "flash_attention_backward", EXTRAS=extras, DROPOUT=bool(params["dropout_p"]),
             DETERMINISTIC=bool(launch.deterministic), **constants,
         )  # fmt: skip
-    grid = (min(tiles, _device()[1]),)
+    grid = (min(tiles, gpu(q.device.id)[1]),)
     main(
         grid, (384,), *maps, launch.problem, *shared, counter, tiles, row_blocks,
         shared_bytes=SHARED_BYTES,

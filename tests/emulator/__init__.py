@@ -42,6 +42,14 @@ from gpuattn.ops import (
 
 HERE = Path(__file__).parent
 SOURCES = ("machine.cpp", "ptx.cpp")
+MODULES = (
+    arrays,
+    tensormaps,
+    attention_launch,
+    attention_short,
+    attention_hopper,
+    attention_hopper_backward,
+)
 COMPILE = ("g++", "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{HERE}")
 PROBE = (
     "float f(_Float16 x) { return __builtin_bit_cast(unsigned short, x); }\n#include <ucontext.h>"
@@ -162,23 +170,19 @@ class Machine:
         """Put this machine in the place of CuPy, the driver and the GPU."""
         module, driver = _Module(), SimpleNamespace(cuTensorMapEncodeTiled=_encode)
         gpu = "90", self.multiprocessors
-        replaced = {
-            arrays: {"get_xp": lambda *_: module},
-            attention_launch: {"get_xp": lambda *_: module},
-            tensormaps: {"_driver": lambda: driver},
-            attention_short: {"suits": lambda *_, **__: False},
-            attention_hopper: {
-                "kernel": self.kernel, "_gpu": lambda _: gpu,
-                "_counter": lambda: np.uint64(self.counter.ctypes.data),
-            },
-            attention_hopper_backward: {
-                "kernel": self.kernel, "_device": lambda: gpu, "get_xp": lambda *_: module,
-                "kernel_refusal": lambda *_: None,
-            },
+        stand_ins = {
+            "kernel": self.kernel,
+            "gpu": lambda _: gpu, "_gpu": lambda _: gpu, "_device": lambda: gpu,
+            "get_xp": lambda *_: module,
+            "kernel_refusal": lambda *_: None,
+            "suits": lambda *_, **__: False,  # of the form for short sequences
+            "_driver": lambda: driver,
+            "_counter": lambda: np.uint64(self.counter.ctypes.data),
         }  # fmt: skip
         tensormaps._encode.cache_clear()
         with contextlib.ExitStack() as stack:
-            for where, names in replaced.items():
+            for where in MODULES:
+                names = {name: x for name, x in stand_ins.items() if hasattr(where, name)}
                 stack.enter_context(mock.patch.multiple(where, **names))
             yield
         assert not self.counter.any(), "the counter of tiles is not left at 0"
