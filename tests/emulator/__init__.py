@@ -172,7 +172,7 @@ class Machine:
         gpu = "90", self.multiprocessors
         stand_ins = {
             "kernel": self.kernel,
-            "gpu": lambda _: gpu, "_gpu": lambda _: gpu, "_device": lambda: gpu,
+            "gpu": lambda _: gpu,
             "get_xp": lambda *_: module,
             "kernel_refusal": lambda *_: None,
             "suits": lambda *_, **__: False,  # of the form for short sequences
