@@ -3,13 +3,19 @@
 // Constants: scalar = bf16; HEAD_DIM = 32, 96, 256; EXTRAS = false; DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 256; EXTRAS = true; DROPOUT = true
 // Constants: scalar = f16; HEAD_DIM = 64, 128; EXTRAS = false; DROPOUT = false
+// Constants: scalar = float; HEAD_DIM = 32, 64, 96, 128; EXTRAS = false; DROPOUT = false
+// Constants: scalar = float; HEAD_DIM = 64, 128; EXTRAS = true; DROPOUT = true
+//   (both head sizes rounded up; floats are rounded to tf32)
 // Launch:    grid = (ceil(longest queries / ROWS) * heads * sequences,), block = (THREADS,), shared = SHARED_BYTES
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/attention_mma.cuh"
 
-static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= 256, "flash_attention_forward_ampere.cu: HEAD_DIM is 16 .. 256");
+constexpr bool TF32 = sizeof(scalar) == 4;
+static_assert(HEAD_DIM % (TF32 ? 32 : 16) == 0 && HEAD_DIM <= (TF32 ? 128 : 256),
+              "flash_attention_forward_ampere.cu: HEAD_DIM is 16 .. 256, or of float 32 .. 128");
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr int M = HEAD_DIM <= 128 ? 2 : 1;        // a warp's queries, in 16
+constexpr int ROW_BYTES = HEAD_DIM * (int)sizeof(scalar), CHUNK = 16 / (int)sizeof(scalar);  // columns in 16 bytes
+constexpr int M = ROW_BYTES <= 256 ? 2 : 1;       // a warp's queries, in 16
 constexpr int ROWS = 16 * M * WARPS;
 // Keys of a block: as many as registers hold without spilling, and few enough that sm_80 holds two blocks' tiles.
 #if __CUDA_ARCH__ >= 900
@@ -17,19 +23,19 @@ constexpr int PLAIN_KEYS = 64;
 #else
 constexpr int PLAIN_KEYS = HEAD_DIM > 64 ? 48 : 64;
 #endif
-constexpr int KEYS = HEAD_DIM > 128 ? 32 : !EXTRAS && !DROPOUT ? PLAIN_KEYS : HEAD_DIM > 64 ? 32 : 48;
-constexpr int N = KEYS / 8, STEPS = HEAD_DIM / 16;  // 16 x 8 accumulators of logits, products of 16 columns
-constexpr int SLABS = (HEAD_DIM + 63) / 64;
+constexpr int KEYS = TF32 || HEAD_DIM > 128 ? 32 : !EXTRAS && !DROPOUT ? PLAIN_KEYS : HEAD_DIM > 64 ? 32 : 48;
+constexpr int N = KEYS / 8, STEPS = ROW_BYTES / 32;  // 16 x 8 accumulators of logits, products of 32 bytes of columns
+constexpr int SLABS = (ROW_BYTES + 127) / 128;
 constexpr u32 Q_BYTES = SLABS * ROWS * 128, K_BYTES = SLABS * KEYS * 128;  // then k, k, v, v
-constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 64;
+constexpr bool Q_IN_REGISTERS = ROW_BYTES <= 128;
 constexpr float GROWTH = 8.f;  // the sums are rescaled when the largest logit grows by more (in log2)
 constexpr int SHARED_BYTES = Q_BYTES + 4 * K_BYTES;
 
 // Rows of an array into a tile, asynchronously; zeros past `rows` and past `columns`.
-// Eight threads take the 64 columns of a row and go on by APART rows; `source` is where this thread begins.
+// Eight threads take 128 bytes of a row and go on by APART rows; `source` is where this thread begins.
 constexpr int APART = THREADS / 8;
 __device__ __forceinline__ const scalar* thread_rows(const scalar* rows, long long stride) {
-    return rows + threadIdx.x / 8 * stride + threadIdx.x % 8 * 8;
+    return rows + threadIdx.x / 8 * stride + threadIdx.x % 8 * CHUNK;
 }
 template <int R>
 __device__ __forceinline__ void fetch(u32 tile, const scalar* source, long long stride, int rows, int columns) {
@@ -40,10 +46,23 @@ __device__ __forceinline__ void fetch(u32 tile, const scalar* source, long long 
     for (int i = 0; i < R / APART; ++i, source += step)
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab) {
-            const int column = 64 * slab + 8 * chunk;
-            if (HEAD_DIM % 64 == 0 || column < HEAD_DIM)
-                cp_async(chunk_address<R>(tile, row + i * APART, 8 * slab + chunk), source + 64 * slab,
+            const int column = 8 * CHUNK * slab + CHUNK * chunk;
+            if (ROW_BYTES % 128 == 0 || column < HEAD_DIM)
+                cp_async(chunk_address<R>(tile, row + i * APART, 8 * slab + chunk), source + 8 * CHUNK * slab,
                          row + i * APART < rows && column < columns);
+        }
+}
+
+// What this thread fetched becomes what mma rounds to nearest.
+template <int R> __device__ __forceinline__ void round_fetched(u32 tile) {
+#pragma unroll
+    for (int i = 0; i < R; i += APART)
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) {
+            const u32 address = chunk_address<R>(tile, threadIdx.x / 8 + i, 8 * slab + threadIdx.x % 8);
+            const uint4 x = load_shared_16(address);
+            store_shared(address, for_tf32(__uint_as_float(x.x)), for_tf32(__uint_as_float(x.y)),
+                         for_tf32(__uint_as_float(x.z)), for_tf32(__uint_as_float(x.w)));
         }
 }
 
@@ -58,7 +77,7 @@ struct Queries {
     }
     __device__ __forceinline__ const u32 (&operator[](int step) const)[M][4] { return held[Q_IN_REGISTERS ? step : 0]; }
 };
-// x += q k^T over one step of 16 columns.
+// x += q k^T over one step of 32 bytes of columns.
 __device__ __forceinline__ void multiply_step(float (&x)[M][N][4], Queries& q, u32 k_lane, int step) {
     u32 b[4];
     if (!Q_IN_REGISTERS) q.read(step);
@@ -67,6 +86,75 @@ __device__ __forceinline__ void multiply_step(float (&x)[M][N][4], Queries& q, u
         ldmatrix(b, moved<KEYS>(k_lane, 16 * n, 16 * step));
 #pragma unroll
         for (int m = 0; m < M; ++m) mma_pair(x[m][2 * n], x[m][2 * n + 1], q[step][m], b);
+    }
+}
+
+// Where this lane reads v: see add_values.
+__device__ __forceinline__ u32 lane_of_values(u32 v_tile) {
+    return TF32 ? chunk_address<KEYS>(v_tile, threadIdx.x % 4 * 2, threadIdx.x % 32 / 4) : straight(v_tile);
+}
+// The operands a of 16 keys' weights, of which x has two accumulators; floats stay there.
+template <typename T>
+__device__ __forceinline__ void drop_and_pack(T, u32 (&p)[4], float (&left)[4], float (&right)[4], const Attention& a,
+                                              const Sequence& s, int head, int i, int j) {
+    if constexpr (TF32) {
+        if (DROPOUT) drop(left, right, draw(a, s, head, i, j), a.threshold);
+    } else {
+        pack<T>(p, left, right);
+        if (DROPOUT) drop(p, draw(a, s, head, i, j), a.threshold);
+    }
+}
+// sum += weights v over the 16 keys of accumulators n and n + 1.
+__device__ __forceinline__ void add_values(float (&sum)[M][HEAD_DIM / 8][4], const float (&x)[M][N][4], int n,
+                                           const u32 (&p)[M][4], u32 v_lane) {
+    if (!TF32) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            u32 b[4];
+            ldmatrix_transposed(b, moved<KEYS>(v_lane, 8 * n, 16 * step));
+#pragma unroll
+            for (int m = 0; m < M; ++m) mma_pair(sum[m][2 * step], sum[m][2 * step + 1], p[m], b);
+        }
+        return;
+    }
+    // Keys may be summed in any order and columns may lie in any. So a lane, which has the weights of keys 2t and
+    // 2t + 1, reads those rows of v; and four columns side by side, one load, are the same column of four accumulators.
+#pragma unroll
+    for (int block = n; block < n + 2; ++block) {
+        u32 weights[M][4];
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) weights[m][e] = __float_as_uint(for_tf32(x[m][block][e % 2 * 2 + e / 2]));
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) {
+            const u32 address = v_lane + (slab * KEYS + 8 * block) * 128;
+            const uint4 even = load_shared_16(address), odd = load_shared_16((address ^ 16) + 128);
+            const u32 b[4][2] = {{even.x, odd.x}, {even.y, odd.y}, {even.z, odd.z}, {even.w, odd.w}};
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+#pragma unroll
+                for (int m = 0; m < M; ++m) mma(scalar(), sum[m][4 * slab + e], weights[m], b[e][0], b[e][1]);
+        }
+    }
+}
+// Sixteen rows of the output become their place in the Q tile.
+template <typename T> __device__ __forceinline__ void put_rows(T, u32 q_tile, int row, const float (&sum)[HEAD_DIM / 8][4]) {
+    if constexpr (!TF32) {
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; ++n) store_fragment<ROWS, T>(q_tile, row, 8 * n, sum[n]);
+    }
+}
+// Sixteen rows of the output, floats, to `rows`, of which `count` exist.
+__device__ __forceinline__ void store_floats(scalar* rows, const Attention& a, int count, const float (&sum)[HEAD_DIM / 8][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / 8; ++n) {  // accumulators n / 4 * 4 .. + 3 have columns 8t (+ 4) .. + 3 of a slab
+        const int row = lane / 4 + n % 4 / 2 * 8, column = n / 4 * 32 + lane % 4 * 8 + n % 2 * 4;
+        const auto& from = *(const float(*)[4][4])sum[n / 4 * 4];
+        if (row < count && column < a.value_dim)
+            *(float4*)(rows + row * a.out.row + column) =
+                make_float4(from[0][n % 4], from[1][n % 4], from[2][n % 4], from[3][n % 4]);
     }
 }
 
@@ -110,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
     }
     const float c = EXTRAS ? 1.f : a.scale * LOG2E;  // logits times this are in log2
 
-    float sum[M][2 * STEPS][4] = {}, total[M][2] = {}, top[M][2];
+    float sum[M][HEAD_DIM / 8][4] = {}, total[M][2] = {}, top[M][2];
 #pragma unroll
     for (int m = 0; m < M; ++m) top[m][0] = top[m][1] = NEG_INF;
     Queries queries;
@@ -118,8 +206,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
 
 #pragma unroll 1
     for (int j = begin; j < end; j += KEYS) {
-        const u32 k_lane = crossed(k_tiles + stage), v_lane = straight(v_tiles + stage);
+        const u32 k_lane = crossed(k_tiles + stage), v_lane = lane_of_values(v_tiles + stage);
         cp_async_wait<0>();
+        if (TF32) {
+            round_fetched<KEYS>(k_tiles + stage);
+            round_fetched<KEYS>(v_tiles + stage);
+            if (j == begin) round_fetched<ROWS>(q_tile);
+        }
         __syncthreads();
         if (Q_IN_REGISTERS && j == begin)
 #pragma unroll
@@ -159,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
                     top[m][h] = high;
                     total[m][h] *= fade;
 #pragma unroll
-                    for (int n = 0; n < 2 * STEPS; ++n) sum[m][n][2 * h] *= fade, sum[m][n][2 * h + 1] *= fade;
+                    for (int n = 0; n < HEAD_DIM / 8; ++n) sum[m][n][2 * h] *= fade, sum[m][n][2 * h + 1] *= fade;
                 }
         }
         stage ^= K_BYTES;
@@ -181,16 +274,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
                     y = exp2_fast(fmaf(y, c, base[m][e / 2 % 2]));
                     total[m][e / 2 % 2] += y;
                 }
-                pack(p[m], x[m][n], x[m][n + 1]);
-                if (DROPOUT) drop(p[m], draw(a, s, head, i + 16 * m, j + 8 * n), a.threshold);
+                drop_and_pack(scalar(), p[m], x[m][n], x[m][n + 1], a, s, head, i + 16 * m, j + 8 * n);
             }
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                u32 b[4];
-                ldmatrix_transposed(b, moved<KEYS>(v_lane, 8 * n, 16 * step));
-#pragma unroll
-                for (int m = 0; m < M; ++m) mma_pair(sum[m][2 * step], sum[m][2 * step + 1], p[m], b);
-            }
+            add_values(sum, x, n, p, v_lane);
         }
     }
 
@@ -211,13 +297,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
             if (lane % 4 == 0 && first + row < s.queries)
                 lse[s.number * a.lse_batch + head * a.lse_head + first_query + row] = LN2 * peak + logf(all);
 #pragma unroll
-            for (int n = 0; n < 2 * STEPS; ++n) sum[m][n][2 * h] *= factor, sum[m][n][2 * h + 1] *= factor;
+            for (int n = 0; n < HEAD_DIM / 8; ++n) sum[m][n][2 * h] *= factor, sum[m][n][2 * h + 1] *= factor;
         }
-#pragma unroll
-        for (int n = 0; n < 2 * STEPS; ++n) store_fragment<ROWS>(q_tile, own + 16 * m, 8 * n, sum[m][n]);
+        put_rows(scalar(), q_tile, own + 16 * m, sum[m]);
     }
     __syncwarp();
     scalar* rows = out + s.number * a.out.batch + first_query * a.out.row + head * a.out.head;
+    if (TF32) {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+            store_floats(rows + (own + 16 * m) * a.out.row, a, s.queries - first - own - 16 * m, sum[m]);
+        return;
+    }
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll

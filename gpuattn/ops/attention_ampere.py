@@ -3,44 +3,35 @@
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import ctype, import_cupy
+from gpuattn.arrays import ctype, import_cupy, rows_refusal
 from gpuattn.kernels import kernel, kernel_refusal
 from gpuattn.ops import attention_short
 from gpuattn.ops.attention_launch import Launch
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_TF32_HEAD_DIM = 256, 128
 MAX_BLOCKS = 2**31 - 1
 WIDTHS = (32, 64, 96, 128, 256)  # what HEAD_DIM is rounded up to
 THREADS = 128
 
 
-def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **__):
+def refuse(
+    q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, tf32=False, **__
+):  # fmt: skip
     for name, x in {"q": q, "k": k, "v": v}.items():
-        if reason := kernel_refusal(x, name) or rows_refusal(x, name):
+        if reason := kernel_refusal(x, name):
+            return reason
+        if x.dtype == np.float32 and not tf32:
+            return f"{name} is float32: tf32=True lets tensor cores round it to TF32"
+        if reason := rows_refusal(x, name):
             return reason
     size = max(q.shape[-1], v.shape[-1])
-    if size > MAX_HEAD_DIM:
-        return f"the head size is {size}, the kernel takes at most {MAX_HEAD_DIM}"
+    limit = MAX_TF32_HEAD_DIM if q.dtype == np.float32 else MAX_HEAD_DIM
+    if size > limit:
+        return f"the head size is {size}, of {q.dtype} the kernel takes at most {limit}"
     sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
     blocks = (max(max_seqlen_q, max_seqlen_k) // 16 + 1) * q.shape[-2] * sequences
     if blocks > MAX_BLOCKS:
         return f"{blocks} tiles, the kernel takes {MAX_BLOCKS}; give the true max_seqlen_q"
-    return None
-
-
-def rows_refusal(x, name):
-    """Return why rows of ``x``, the argument ``name``, cannot be copied 16 bytes at a time."""
-    if ctype(x.dtype) not in ("f16", "bf16"):
-        return f"{name} is {x.dtype}, the kernel takes float16 and bfloat16"
-    if x.shape[-1] % 8:
-        return f"the head size of {name} is {x.shape[-1]}, the kernel takes multiples of 8"
-    if not x.size:
-        return None
-    if x.strides[-1] != x.itemsize:
-        return f"the head axis of {name} is not contiguous; try xp.ascontiguousarray({name})"
-    steps = [step for n, step in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
-    if any(step % 16 for step in steps) or x.data.ptr % 16:
-        return f"rows of {name} do not start at multiples of 16 bytes; try a contiguous copy"
     return None
 
 
@@ -73,20 +64,25 @@ def _plan(launch, q, v):
         HEAD_DIM=width, **features,
     )  # fmt: skip
     capability = int(import_cupy().cuda.Device().compute_capability)
-    rows, keys = forward_tile(width, not any(features.values()), capability)
+    plain = not any(features.values())
+    rows, keys = tile = forward_tile(width, q.itemsize, plain, capability)
     grid = (-(-launch.queries // rows) * launch.heads * launch.sequences,)
-    shared_bytes = -(-width // 64) * 128 * (rows + 4 * keys)
-    return run, (grid, (THREADS,), shared_bytes), (rows, keys)
+    return run, (grid, (THREADS,), shared_bytes(width, q.itemsize, *tile)), tile
 
 
-def forward_tile(width, plain, capability):
+def forward_tile(width, itemsize, plain, capability):
     """Return the queries and keys of a tile of the forward kernel for HEAD_DIM = ``width``."""
-    rows, keys = 128, 32 if width > 64 else 48
-    if width > 128:
-        rows = 64
-    elif plain:
-        keys = 48 if width > 64 and capability < 90 else 64
-    return rows, keys
+    rows = 64 if width * itemsize > 256 else 128
+    if itemsize == 4 or width > 128:
+        return rows, 32
+    if plain:
+        return rows, 48 if width > 64 and capability < 90 else 64
+    return rows, 32 if width > 64 else 48
+
+
+def shared_bytes(width, itemsize, rows, keys):
+    """Return the bytes of the tiles: one of queries, two of keys, two of values."""
+    return -(-width * itemsize // 128) * 128 * (rows + 4 * keys)
 
 
 def has_extras(launch):

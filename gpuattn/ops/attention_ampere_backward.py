@@ -5,10 +5,10 @@ import functools
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import ctype, get_xp, import_cupy
+from gpuattn.arrays import ctype, get_xp, import_cupy, rows_refusal
 from gpuattn.kernels import kernel
-from gpuattn.ops import attention_ampere, attention_short
-from gpuattn.ops.attention_ampere import MAX_BLOCKS, rows_refusal
+from gpuattn.ops import attention_ampere, attention_short, attention_simt
+from gpuattn.ops.attention_ampere import MAX_BLOCKS
 from gpuattn.ops.attention_launch import Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
@@ -66,6 +66,8 @@ def _shared_limit(device):
 def backward(saved, dout, dlse, *, needs, into, **params):
     """Return the gradients of q, k, v, bias and sink (None for the rest, and where not needed)."""
     q, k, v, *extras, out, lse = saved
+    if q.dtype == np.float32:  # only the forward rounds to TF32
+        return attention_simt.backward(saved, dout, dlse, needs=needs, into=into, **params)
     if attention_short.suits(q, k, v, *extras, **params):
         return attention_short.backward(saved, dout, dlse, needs=needs, into=into, **params)
     bias, *_, sink = extras

@@ -33,7 +33,7 @@ class Launch:
 
     def __init__(
         self, q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, window, align, scale,
-        softcap, dropout_p, key, max_seqlen_q, max_seqlen_k, deterministic, **strided,
+        softcap, dropout_p, key, max_seqlen_q, max_seqlen_k, deterministic, tf32=False, **strided,
     ):  # fmt: skip
         packed = cu_q is not None
         self.packed, self.deterministic = packed, deterministic

@@ -34,7 +34,7 @@ def flash_attention(
     q, k, v, *, causal=False, align="bottom_right", window=None, scale=None, bias=None,
     key_lengths=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
     alibi_slopes=None, softcap=None, sink=None, dropout_p=0.0, seed=None, return_lse=False,
-    deterministic=False, impl=None,
+    deterministic=False, tf32=False, impl=None,
 ):  # fmt: skip
     """Return the output (B, T, H, Dv) in the dtype of ``q``; with ``return_lse``, (out, lse).
 
@@ -59,10 +59,12 @@ def flash_attention(
     A query that sees no key gives 0, lse -inf (the sink, if there is one), and no gradient.
 
     Gradients flow to q, k, v, float bias and sink, from out and lse. ``deterministic``: never use
-    atomics in the gradient. ``impl``: "raw-hopper" (compute capability 9.0), "raw-ampere" (both:
-    16-bit, head sizes in steps of 8 to 256), "raw-simt" (head sizes to 256), "numba", "reference",
-    or None for the first that accepts. Raises ValueError for shapes or parameters that do not fit,
-    TypeError for dtypes.
+    atomics in the gradient. ``tf32``: tensor cores may round float32 q, k, v and weights to TF32
+    (10 bits of mantissa) in the forward; the gradient stays in float32, 16-bit inputs as they are.
+    ``impl``: "raw-hopper" (compute capability 9.0), "raw-ampere" (both: 16-bit, head sizes in steps
+    of 8 to 256; the latter also TF32, in steps of 4 to 128), "raw-simt" (head sizes to 256),
+    "numba", "reference", or None for the first that accepts. Raises ValueError for shapes or
+    parameters that do not fit, TypeError for dtypes.
     """
     inputs = {
         "q": q, "k": k, "v": v, "bias": bias, "key_lengths": key_lengths,
@@ -101,6 +103,7 @@ def flash_attention(
         max_seqlen_q=limits[0],
         max_seqlen_k=limits[1],
         deterministic=bool(deterministic),
+        tf32=bool(tf32),
     )
     return (out, lse) if return_lse else out
 

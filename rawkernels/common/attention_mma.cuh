@@ -114,3 +114,13 @@ __device__ __forceinline__ void drop(u32 (&p)[4], uint4 numbers, u32 threshold) 
     for (int e = 0; e < 4; ++e)
         p[e] &= ((words[e] & 0xffffu) < threshold ? 0xffffu : 0u) | ((words[e] >> 16) < threshold ? 0xffff0000u : 0u);
 }
+// The same of the two accumulators that hold them.
+__device__ __forceinline__ void drop(float (&left)[4], float (&right)[4], uint4 numbers, u32 threshold) {
+    const u32 words[4] = {numbers.x, numbers.y, numbers.z, numbers.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        float* pair = (e < 2 ? left : right) + e % 2 * 2;
+        if ((words[e] & 0xffffu) >= threshold) pair[0] = 0.f;
+        if ((words[e] >> 16) >= threshold) pair[1] = 0.f;
+    }
+}

@@ -7,6 +7,11 @@
 //   a[0] row g, k 2t, 2t+1;  a[1] row g + 8;  a[2] row g, k + 8;  a[3] row g + 8, k + 8
 //   b0 column g, k 2t, 2t+1;  b1 the same of k + 8
 // so two neighbouring 16 x 8 accumulators, packed, are one operand a.
+//
+// Floats as tf32 (10 bits of mantissa): d (16 x 8) += a (16 x 8) b (8 x 8). Lane holds
+//   a[0] row g, k t;  a[1] row g + 8;  a[2] row g, k t + 4;  a[3] row g + 8, k t + 4
+//   b0 column g, k t;  b1 k t + 4
+// so ldmatrix of floats, taken for twice as many 16-bit numbers, gives operands (not transposed ones).
 #include "common/tile.cuh"
 
 // The dynamic shared memory: tiles here need no more than its own alignment.
@@ -70,6 +75,15 @@ __device__ __forceinline__ void mma(f16, float (&d)[4], const u32 (&a)[4], u32 b
         "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void mma(float, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// x such that the bits of tf32, which are all that mma reads, are it rounded to nearest.
+__device__ __forceinline__ float for_tf32(float x) {
+    return fabsf(x) < -NEG_INF ? __uint_as_float(__float_as_uint(x) + 0x1000) : x;
+}
 // d += a b for 16 columns: what one ldmatrix of b serves.
 __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], const u32 (&a)[4], const u32 (&b)[4]) {
     mma(scalar(), left, a, b[0], b[1]);
@@ -78,16 +92,18 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 
 // ---- accumulators to 16 bits
 // Two neighbouring 16 x 8 accumulators as one operand a (16 x 16), rounded to 16 bits.
+template <typename T = scalar>
 __device__ __forceinline__ void pack(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
-    a[0] = pack_pair(scalar(), left[0], left[1]);
-    a[1] = pack_pair(scalar(), left[2], left[3]);
-    a[2] = pack_pair(scalar(), right[0], right[1]);
-    a[3] = pack_pair(scalar(), right[2], right[3]);
+    a[0] = pack_pair(T(), left[0], left[1]);
+    a[1] = pack_pair(T(), left[2], left[3]);
+    a[2] = pack_pair(T(), right[0], right[1]);
+    a[3] = pack_pair(T(), right[2], right[3]);
 }
 // An accumulator into a tile of ROWS rows, rounded to 16 bits; row a multiple of 8, column too.
-template <int ROWS> __device__ __forceinline__ void store_fragment(u32 tile, int row, int column, const float (&d)[4]) {
+template <int ROWS, typename T = scalar>
+__device__ __forceinline__ void store_fragment(u32 tile, int row, int column, const float (&d)[4]) {
     const int lane = threadIdx.x % 32;
     const u32 address = chunk_address<ROWS>(tile, row + lane / 4, column / 8) + lane % 4 * 4;
-    store_shared(address, pack_pair(scalar(), d[0], d[1]));
-    store_shared(address + 8 * 128, pack_pair(scalar(), d[2], d[3]));
+    store_shared(address, pack_pair(T(), d[0], d[1]));
+    store_shared(address + 8 * 128, pack_pair(T(), d[2], d[3]));
 }
