@@ -72,6 +72,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
         return tuple(x if x is None else arrays.zeros(x, x.shape) for x in given)
     dout = arrays.zeros(q, out.shape) if dout is None else dout.astype(q.dtype, copy=False)
     out, dout = _copyable(out), _copyable(dout)
+    lse = get_xp(q).ascontiguousarray(lse)
     dlse = None if dlse is None else get_xp(q).ascontiguousarray(dlse, np.float32)
     dq, dk, dv = (arrays.empty(x, x.shape) for x in (q, k, v))
     launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
