@@ -13,7 +13,7 @@ from gpuattn.arrays import ctype, rows_refusal
 
 KINDS = {"f16": 6, "bf16": 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 COLUMNS = 64  # of a box: 128 bytes of 16-bit numbers, what the 128-byte swizzle spans
-SWIZZLE_128B, PROMOTE_L2_128B, MAX_BOX_ROWS = 3, 2, 256
+SWIZZLE_128B, PROMOTE_L2_128B = 3, 2
 ALIGNMENT = 64  # bytes, that the driver asks of a map's own address
 
 

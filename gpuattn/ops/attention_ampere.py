@@ -3,13 +3,12 @@
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import ctype, import_cupy, rows_refusal
-from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.arrays import ctype, rows_refusal
+from gpuattn.kernels import gpu, kernel, kernel_refusal
 from gpuattn.ops import attention_short
-from gpuattn.ops.attention_launch import Launch
+from gpuattn.ops.attention_launch import Launch, tiles_refusal
 
 MAX_HEAD_DIM, MAX_TF32_HEAD_DIM = 256, 128
-MAX_BLOCKS = 2**31 - 1
 WIDTHS = (32, 64, 96, 128, 256)  # what HEAD_DIM is rounded up to
 THREADS = 128
 
@@ -28,11 +27,7 @@ def refuse(
     limit = MAX_TF32_HEAD_DIM if q.dtype == np.float32 else MAX_HEAD_DIM
     if size > limit:
         return f"the head size is {size}, of {q.dtype} the kernel takes at most {limit}"
-    sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
-    blocks = (max(max_seqlen_q, max_seqlen_k) // 16 + 1) * q.shape[-2] * sequences
-    if blocks > MAX_BLOCKS:
-        return f"{blocks} tiles, the kernel takes {MAX_BLOCKS}; give the true max_seqlen_q"
-    return None
+    return tiles_refusal(q, cu_q, max_seqlen_q, max_seqlen_k)
 
 
 def forward(q, k, v, *extras, needs, **params):
@@ -58,12 +53,12 @@ def describe(q, k, v, *extras, **params):
 def _plan(launch, q, v):
     """Return the forward kernel, its (grid, block, shared bytes), and (queries, keys) of a tile."""
     width = next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
-    features = {"EXTRAS": has_extras(launch), "DROPOUT": launch.fields["threshold"] < 65536}
+    features = {"EXTRAS": launch.extras, "DROPOUT": launch.dropout}
     run = kernel(
         "flash_attention_forward_ampere.cu", "flash_attention_forward", scalar=ctype(q.dtype),
         HEAD_DIM=width, **features,
     )  # fmt: skip
-    capability = int(import_cupy().cuda.Device().compute_capability)
+    capability = int(gpu(q.device.id)[0])
     plain = not any(features.values())
     rows, keys = tile = forward_tile(width, q.itemsize, plain, capability)
     grid = (-(-launch.queries // rows) * launch.heads * launch.sequences,)
@@ -83,12 +78,3 @@ def forward_tile(width, itemsize, plain, capability):
 def shared_bytes(width, itemsize, rows, keys):
     """Return the bytes of the tiles: one of queries, two of keys, two of values."""
     return -(-width * itemsize // 128) * 128 * (rows + 4 * keys)
-
-
-def has_extras(launch):
-    """Return whether more than a positive scale is between a product and its logit."""
-    fields = launch.fields
-    _, _, _, _, slopes, *_ = launch.pointed_at
-    return bool(
-        fields["scale"] <= 0 or fields["softcap"] or "bias_kind" in fields or slopes is not None
-    )

@@ -7,8 +7,7 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp, import_cupy, rows_refusal
 from gpuattn.kernels import kernel
-from gpuattn.ops import attention_ampere, attention_short, attention_simt
-from gpuattn.ops.attention_ampere import MAX_BLOCKS
+from gpuattn.ops import attention_short, attention_simt
 from gpuattn.ops.attention_launch import Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
@@ -29,18 +28,6 @@ TILES = (
 """What CONSTANTS may be: the first that is wide enough and fits in shared memory is taken."""
 PLAIN_ONLY = TILES[0]  # its registers are full
 UNIT = 16  # queries: the grain of stats and of the sum of dq
-
-
-def refuse_backward(q, k, v, bias, key_lengths, cu_q, *extras, max_seqlen_k, **params):
-    """Return why this gradient does not take what a forward call was given, or None."""
-    longest = {"max_seqlen_k": max_seqlen_k, **params}
-    if reason := attention_ampere.refuse(q, k, v, bias, key_lengths, cu_q, *extras, **longest):
-        return reason
-    sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
-    blocks = (max(params["max_seqlen_q"], max_seqlen_k) // UNIT + 1) * q.shape[-2] * sequences
-    if blocks > MAX_BLOCKS:
-        return f"{blocks} tiles, the kernel takes {MAX_BLOCKS}; give the true max_seqlen_k"
-    return None
 
 
 def choose_tile(size, extras, limit):
@@ -79,7 +66,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     problem, heads, sequences = launch.problem, launch.heads, launch.sequences
 
-    extras = attention_ampere.has_extras(launch) or params["dropout_p"] > 0
+    extras = launch.extras or params["dropout_p"] > 0
     limit = _shared_limit(import_cupy().cuda.runtime.getDevice())
     tile = choose_tile(max(q.shape[-1], v.shape[-1]), extras, limit)
     width, own, _, warps, *_ = tile

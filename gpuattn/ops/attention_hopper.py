@@ -75,10 +75,7 @@ class _Plan:
         head_dim, value_dim = fields["head_dim"], fields["value_dim"]
         width = next(w for w in WIDTHS if max(head_dim, value_dim) <= w)
         bands = min(launch.left, launch.right) < UNLIMITED
-        extras = bool(
-            bias is not None or fields["slopes"] or fields["softcap"] or fields["scale"] <= 0
-        )
-        dropout = fields["threshold"] < 65536
+        extras, dropout = launch.extras, launch.dropout
         self.rows, self.keys = tile(width, launch.queries, bands, extras, dropout)
         self.constants = {
             "scalar": ctype(q.dtype), "HEAD_DIM": width, "BM": self.rows, "BN": self.keys,

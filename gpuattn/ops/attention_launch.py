@@ -20,6 +20,7 @@ PROBLEM = np.dtype(
 )  # fmt: skip
 """The struct Attention of ``rawkernels/common/attention.cuh``."""
 
+MAX_TILES = 2**31 - 1
 UNLIMITED = 1 << 30  # a side of the window without an end
 BIAS_KINDS = {"bool": 1, "float32": 2, "float16": 3, "bfloat16": 3}
 
@@ -72,6 +73,18 @@ class Launch:
         for name, value in fields.items():
             problem[name] = value
         self.problem = problem.view(f"V{PROBLEM.itemsize}")
+        self.dropout = fields["threshold"] < 65536
+        # more than a positive scale is between a product and its logit
+        self.extras = bool(scale <= 0 or softcap or bias is not None or slopes is not None)
+
+
+def tiles_refusal(q, cu_q, max_seqlen_q, max_seqlen_k):
+    """Return why there are too many tiles of 16 rows, the smallest, for one launch, or None."""
+    sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
+    tiles = (max(max_seqlen_q, max_seqlen_k) // 16 + 1) * q.shape[-2] * sequences
+    if tiles > MAX_TILES:
+        return f"{tiles} tiles, the kernel takes {MAX_TILES}; give the true max_seqlen_q"
+    return None
 
 
 def _strides(x, packed):

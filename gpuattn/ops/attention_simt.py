@@ -5,12 +5,10 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.kernels import kernel, kernel_refusal
-from gpuattn.ops.attention_ampere import has_extras
-from gpuattn.ops.attention_launch import Launch
+from gpuattn.ops.attention_launch import Launch, tiles_refusal
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
 MAX_HEAD_DIM = 256
-MAX_BLOCKS = 2**31 - 1
 WIDTHS = (32, 64, 128, 256)  # what HEAD_DIM is rounded up to
 THREADS = 128
 
@@ -21,11 +19,7 @@ def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **_
     size = max(q.shape[-1], v.shape[-1])
     if size > MAX_HEAD_DIM:
         return f"the head size is {size}, the kernel takes 1 to {MAX_HEAD_DIM}"
-    sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
-    blocks = (max(max_seqlen_q, max_seqlen_k) // 16 + 1) * q.shape[-2] * sequences
-    if blocks > MAX_BLOCKS:
-        return f"{blocks} tiles, the kernel takes {MAX_BLOCKS}; give the true max_seqlen_q"
-    return None
+    return tiles_refusal(q, cu_q, max_seqlen_q, max_seqlen_k)
 
 
 def choose_tile(part, width, extras):
@@ -51,7 +45,7 @@ class _Tiles:
     def __init__(self, launch, q, v):
         self.launch, self.scalar = launch, ctype(q.dtype)
         self.width = next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
-        self.extras = has_extras(launch) or launch.fields["threshold"] < 65536
+        self.extras = launch.extras or launch.dropout
 
     def kernel(self, part):
         """Return the kernel ``flash_attention_<part>``."""

@@ -20,7 +20,7 @@ from gpuattn.autodiff import tape
 from gpuattn.autodiff.tape import Box, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.kernels import gpu, kernel, kernel_refusal
 from gpuattn.ops import decode_reference
 from gpuattn.ops.attention_launch import UNLIMITED
 
@@ -247,7 +247,7 @@ def _launch(
     if batch_invariant:
         chunk, splits = FIXED_SPLIT, max(1, -(-span // FIXED_SPLIT))
     elif splits is None:
-        splits = best_splits(blocks, span, blocks_per_sm * _multiprocessors(q.device.id))
+        splits = best_splits(blocks, span, blocks_per_sm * gpu(q.device.id)[1])
     indexed = "page_table" if paged else "slots"
     extras = [_contiguous(x) for x in (lengths, page_table, slots)]
     extras += [_contiguous(x, np.float32) for x in (slopes, sink)]
@@ -304,11 +304,6 @@ def best_splits(blocks, keys, at_once):
         return rounds * (-(-steps // splits) + BLOCK_COST) + (COMBINE_COST if splits > 1 else 0)
 
     return min(range(1, min(steps, MAX_SPLITS, 4 * at_once) + 1), key=cost, default=1)
-
-
-@functools.cache
-def _multiprocessors(device):
-    return arrays.import_cupy().cuda.Device(device).attributes["MultiProcessorCount"]
 
 
 IMPLS = Impls(
