@@ -67,7 +67,7 @@ def _run(shard):
     report = ROOT / ".gpu_report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
     if importlib.util.find_spec("xdist"):
-        command += ["-n", str(min(8, os.cpu_count()))]
+        command += ["-n", str(max(1, os.cpu_count() - 2))]
     subprocess.run([*command, *map(str, shard)], cwd=ROOT, check=False)
     outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):

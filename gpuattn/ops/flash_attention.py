@@ -57,6 +57,8 @@ def flash_attention(
     ``attention_dropout.attention_keep_mask``.
     ``lse``: log(sum(exp(logits))), float32, natural logarithm, (B, H, T) or (H, tokens).
     A query that sees no key gives 0, lse -inf (the sink, if there is one), and no gradient.
+    A NaN in ``v`` reaches, on a GPU, queries nearby that a mask hides it from, as 0 * NaN does;
+    ``key_lengths`` and ``cu_seqlens_k`` keep it out.
 
     Gradients flow to q, k, v, float bias and sink, from out and lse. ``deterministic``: never use
     atomics in the gradient. ``tf32``: tensor cores may round float32 q, k, v and weights to TF32

@@ -261,6 +261,7 @@ def test_an_update_can_be_captured_because_it_reads_nothing_back(gpu, rng):
     p, g, m, v = buffers(gpu, rng, 128)
     state = AdamWState(p)
     stream = gpu.cuda.Stream(non_blocking=True)
+    gpu.cuda.Device().synchronize()
     with stream:
         gradient_statistics(g, state, max_norm=1.0, growth_interval=2)
         adamw(

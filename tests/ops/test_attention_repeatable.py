@@ -128,6 +128,7 @@ def test_in_a_graph(gpu, impl, case):
     """A captured call replays with the bits of a plain one, for inputs that came later too."""
     qkv, params = draw(gpu, **case)
     stream = gpu.cuda.Stream(non_blocking=True)
+    gpu.cuda.Device().synchronize()
     with stream:
         gradients(qkv, params, impl)  # compiles, and fills the memory pool
         forward(qkv, params, impl)
