@@ -57,8 +57,10 @@ def main(shards=None):
 
 
 def _shards():
-    """The test folders, and the loose test files as one shard: each stays under 8 minutes."""
+    """One for several processes; else the test folders and the loose files, each some minutes."""
     tests = ROOT / "tests"
+    if _parallel():
+        return [[tests]]
     folders = sorted(path for path in tests.iterdir() if list(path.glob("test_*.py")))
     return [sorted(tests.glob("test_*.py")), *[[folder] for folder in folders]]
 
@@ -66,9 +68,10 @@ def _shards():
 def _run(shard):
     report = ROOT / ".gpu_report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
-    if importlib.util.find_spec("xdist"):
-        command += ["-n", str(max(1, os.cpu_count() - 2))]
-    subprocess.run([*command, *map(str, shard)], cwd=ROOT, check=False)
+    if _parallel():
+        command += ["-n", str(max(1, os.cpu_count() - 2)), "--dist", "worksteal"]
+    alone = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the processes have the CPUs already
+    subprocess.run([*command, *map(str, shard)], cwd=ROOT, env=alone, check=False)
     outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
@@ -76,6 +79,10 @@ def _run(shard):
         outcomes[name] = min(kinds) if kinds else "passed"
     report.unlink()
     return outcomes
+
+
+def _parallel():
+    return importlib.util.find_spec("xdist") is not None
 
 
 def _machine():
