@@ -170,8 +170,7 @@ def measure(cell, xp, ceilings, impl=None, with_peers=False):
     stream = xp.cuda.Stream(non_blocking=True)
     with stream, peers.on_stream(stream):
         chosen, graphs, missing = _graphs(cell, xp, impl, cell.peers if with_peers else ())
-        rounds = timing.ROUNDS // 2 if cell.direction == "forward+backward" else timing.ROUNDS
-        times = timing.alternate(graphs, rounds)
+        times = timing.alternate(graphs)
         for name, graph in graphs.items():
             times[name] = [us / len(graph.calls) for us in times[name]]
         row = _row(cell, chosen, times, missing, ceilings)

@@ -6,6 +6,7 @@ Each works on tensors with our values, in the layout that it likes best, made be
 import contextlib
 import functools
 import importlib.metadata
+import os
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -118,6 +119,7 @@ def _varlen(case):
 
 
 def _flash_attention_4(case):
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # compiled once, for later
     try:
         from flash_attn import cute
     except ImportError as error:

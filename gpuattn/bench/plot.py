@@ -1,7 +1,7 @@
 """A picture of the table of attention: TFLOP/s over length, ours beside the peers'."""
 
 from gpuattn.bench.cases import LENGTHS, TABLE, Attention
-from gpuattn.bench.results import OUT_OF_MEMORY
+from gpuattn.bench.results import OUT_OF_MEMORY, is_comparison
 from gpuattn.train.plot import INK, STYLE
 
 OURS = "#c8102e"
@@ -17,9 +17,10 @@ def draw(pyplot, document, path):
     """Write the rows of the table that ``document`` holds as a picture to ``path``.
 
     A line of panels for each direction, a panel for each head size and mask; at the foot of each
-    our share of the best peer's rate. Rows outside the table are drawn where it has none (NumPy).
+    our share of the best peer's rate. Where the table has no rows beside peers, any are drawn.
     """
     rows = [row for row in document["rows"] if row["op"] == "flash_attention"]
+    rows = list(filter(is_comparison, rows)) or rows
     table = [row for row in rows if any(cell.is_of(row) for cell in TABLE)] or rows
     panels = {}
     for row in table:

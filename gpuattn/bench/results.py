@@ -45,9 +45,9 @@ def write(path, document):
     peers); ceilings are the highest seen.
     Returns what was written. Raises ConfigError for a file of another commit or GPU.
     """
-    path = Path(path)
-    if path.exists():
-        document = _joined(path, json.loads(path.read_text()), document)
+    path, old = Path(path), read(path, document)
+    if old:
+        document = _joined(old, document)
     text = json.dumps(document, indent=1)
     text = re.sub(r"\[[-\d.,\s]*\]", lambda numbers: " ".join(numbers[0].split()), text)
     scratch = path.with_name(path.name + ".new")
@@ -56,17 +56,29 @@ def write(path, document):
     return document
 
 
-def _joined(path, old, new):
+def read(path, document):
+    """Return what ``path`` holds, None without a file.
+
+    Raises ConfigError unless it is of the same commit and GPU as ``document``.
+    """
+    path = Path(path)
+    if not path.exists():
+        return None
+    old = json.loads(path.read_text())
     for name in SAME:
-        if old[name] != new[name]:
+        if old[name] != document[name]:
             raise ConfigError(
-                f"{path} holds results of {name} {old[name]}, these are of {new[name]}: "
+                f"{path} holds results of {name} {old[name]}, these are of {document[name]}: "
                 "give another file, or remove that one"
             )
+    return old
+
+
+def _joined(old, new):
     ceilings = {name: max(old["ceilings"][name], value) for name, value in new["ceilings"].items()}
     fresh = [_place(row) for row in new["rows"]]
     rows = [row for row in old["rows"] if _place(row) not in fresh] + new["rows"]
-    rows = [rated(row, ceilings) if "peers_missing" in row else row for row in rows]
+    rows = [rated(row, ceilings) if "ceiling_share" in row else row for row in rows]
     commands = dict.fromkeys([*old["command"].split(" && "), new["command"]])
     return new | {"command": " && ".join(commands), "ceilings": ceilings, "rows": rows}
 
@@ -79,6 +91,11 @@ def _place(row):
 def is_comparison(row):
     """Return whether a row stands beside peers, measured or excused."""
     return bool(row.get("peers") or row.get("peers_missing"))
+
+
+def holds(rows, cell, with_peers):
+    """Return whether ``rows`` have the results of a cell, beside its peers if asked."""
+    return any(cell.is_of(row) and (is_comparison(row) or not with_peers) for row in rows)
 
 
 def absent(rows):

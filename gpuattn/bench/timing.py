@@ -6,8 +6,11 @@ import time
 from gpuattn.arrays import import_cupy
 
 SAMPLES = 20
-ROUNDS, PER_ROUND = 6, 8  # of ``alternate``
-PAUSE = 0.1  # seconds before each turn: a GPU that computes for long lowers its clock
+TURNS = 4  # of each in ``alternate``, in both orders equally often
+LEAST, MOST = SAMPLES // TURNS, 12  # samples of a turn
+TURN = 0.03  # seconds that they take together, within these bounds
+WARM_UPS = 2  # launches before the samples of a turn, fewer where one takes as long as a turn
+REST, LONGEST_REST = 2, 0.1  # before a turn, times its length; seconds: long work lowers the clock
 
 
 def time_call(call, on_gpu):
@@ -68,29 +71,35 @@ class Graph:
         self.graph.launch(self.stream)
 
 
-def alternate(launches, rounds=ROUNDS):
+def alternate(launches):
     """Return ``{name: microseconds}`` for ``{name: launch}``, every launch on the current stream.
 
-    Each gets ``rounds`` turns of PER_ROUND samples, in both orders, each turn after a pause.
+    Each gets TURNS turns, in both orders, each turn after a rest; the longer a launch takes, the
+    fewer samples a turn has.
     """
-    cupy = import_cupy()
-    stream = cupy.cuda.get_current_stream()
     times, names = {name: [] for name in launches}, list(launches)
-    for turn in range(rounds):
+    lengths = {name: _samples(launches[name], 1)[0] / 1e6 for name in names}
+    for turn in range(TURNS):
         for name in names if turn % 2 == 0 else reversed(names):
-            launch = launches[name]
-            stream.synchronize()
-            time.sleep(PAUSE)
-            launch()
-            launch()
-            pairs = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(PER_ROUND)]
-            for begin, end in pairs:
-                begin.record()
+            launch, seconds = launches[name], lengths[name]
+            count = min(max(int(TURN / seconds), LEAST), MOST)
+            time.sleep(min(REST * count * seconds, LONGEST_REST))
+            for _ in range(min(int(TURN / seconds), WARM_UPS)):
                 launch()
-                end.record()
-            stream.synchronize()
-            times[name] += [cupy.cuda.get_elapsed_time(*pair) * 1e3 for pair in pairs]
+            times[name] += _samples(launch, count)
     return times
+
+
+def _samples(launch, count):
+    """Return the microseconds of ``count`` launches one behind the other, when all are done."""
+    cupy = import_cupy()
+    pairs = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(count)]
+    for begin, end in pairs:
+        begin.record()
+        launch()
+        end.record()
+    end.synchronize()
+    return [cupy.cuda.get_elapsed_time(*pair) * 1e3 for pair in pairs]
 
 
 def median(samples):

@@ -35,6 +35,7 @@ def _of_attention(*names, **settings):
 @_of_attention("--peers", is_flag=True, help="Time PyTorch's backends and FlashAttention-4 too.")
 @_of_attention("--features", is_flag=True, help="Dropout, bias, windows, packed captions, ...")
 @_of_attention("--published", is_flag=True, help="48 heads, ever longer, with peak memory.")
+@_of_attention("--missing", is_flag=True, help="Only cells that the --json file has not yet.")
 @_of_attention("--only", type=NearChoice(["forward", "backward"]), help="One direction.")
 @_of_attention("--head-dim", type=int, metavar="D", help="Only heads of this size.")
 @_of_attention("--causal/--full", default=None, help="Only with, or only without the causal mask.")

@@ -14,8 +14,10 @@ WIDTH = 140  # of the tables where there is no terminal
 COLUMNS = 4  # peers that have a column each
 
 
-def table(xp, path, line, *, peers, features, published, only, plot, impl, **selection):
+def table(xp, path, line, *, peers, features, published, missing, only, plot, impl, **selection):
     """Measure, show and keep the cells; ``path`` holds what is done even if the run is cut off."""
+    if missing and not path:
+        raise click.UsageError("--missing is what a file lacks: give it, --json FILE")
     if xp is np:
         click.echo("No GPU: NumPy on small float32 problems, without peers, graphs or features.")
         chosen = cases.SMALL
@@ -32,12 +34,16 @@ def table(xp, path, line, *, peers, features, published, only, plot, impl, **sel
         f"ceilings measured here: product {ceilings['matmul_tflops']:.1f} TFLOP/s, "
         f"copy {ceilings['copy_tbs']:.3f} TB/s"
     )
-    document = known = run.document(rows, line, xp, ceilings)
+    document = run.document(rows, line, xp, ceilings)
     document["versions"] |= versions()
+    known = (path and results.read(path, document)) or document
+    with_peers = peers or published
+    if missing:
+        chosen = [cell for cell in chosen if not results.holds(known["rows"], cell, with_peers)]
     for number, cell in enumerate(chosen, 1):
         place = f"{number:3}/{len(chosen)} {_describe(cell)}"
         try:
-            row = attention.measure(cell, xp, ceilings, impl, peers or published)
+            row = attention.measure(cell, xp, ceilings, impl, with_peers)
         except (AssertionError, UnsupportedError, MemoryError) as error:
             failed.append(f"{_describe(cell)}: {error}")
             click.echo(f"{place} {error}", err=True)
@@ -50,9 +56,9 @@ def table(xp, path, line, *, peers, features, published, only, plot, impl, **sel
         if path:
             known = results.write(path, document)
     _show(rows, ceilings)
-    if rows and plot:
+    if known["rows"] and plot:
         draw(pyplot, known, plot)
-    if rows and peers:
+    if known["rows"] and peers:
         click.echo(results.verdict(known["rows"]))
     if path and (lacks := results.absent(known["rows"])):
         click.echo(f"{path} does not hold {len(lacks)} of the required figures yet", err=True)

@@ -136,11 +136,11 @@ def test_a_peer_that_lacks_a_feature_is_not_timed_without_it():
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", PROBLEMS, ids=lambda cell: f"{cell.case}-{cell.direction}")
 def test_graphs_beside_peers(gpu, monkeypatch, cell):
-    monkeypatch.setattr(timing, "PAUSE", 0)
+    monkeypatch.setattr(timing, "REST", 0)
     monkeypatch.setattr(attention, "ROTATED", 1e6)
     cell = cell._replace(peers=("torch-fa2", "torch-varlen", "flash-attn-4"))
     row = attention.measure(cell, gpu, CEILINGS, with_peers=True)
-    assert len(row["samples_us"]) == timing.ROUNDS * timing.PER_ROUND
+    assert all(len(part) >= 20 for part in (row["samples_us"], *row["peer_samples_us"].values()))
     assert {*row["peers"], *row["peers_missing"]} == set(cell.peers)
     assert all(row["peers_missing"].values())
     assert ("plain_us" in row) == (cell.case.plain() is not None)
@@ -194,6 +194,15 @@ def test_runs_share_a_file(tmp_path):
         results.write(path, document_of([], commit="x"))
 
 
+def test_rows_of_ops_stay_as_they_are(tmp_path):
+    path, row = tmp_path / "r.json", {"op": "softmax", "case": {"shape": [8, 8]}, "us": 1.0}
+    row |= {"direction": "forward", "impl": "reference", "peers": {}, "peers_missing": {}}
+    for _ in range(2):
+        results.write(path, document_of([row]))
+    results.write(path, document_of([row_of(cases.TABLE[0])]))
+    assert json.loads(path.read_text())["rows"][0] == row
+
+
 def test_what_is_absent_is_named():
     rows = [row_of(cell) for cell in cases.REQUIRED]
     assert results.absent(rows) == []
@@ -215,6 +224,48 @@ def test_the_verdict_counts_the_table():
     assert "no cell" in results.verdict([])
 
 
+# ---- times --------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A GPU whose launches take as long as they say, and ``time``, as ``timing`` asks them."""
+
+    def __init__(self):
+        self.now, self.cuda, clock = 0.0, self, self
+
+        class Event:
+            def record(self):
+                self.at = clock.now
+
+            def synchronize(self):
+                pass
+
+        self.Event = Event
+
+    def get_elapsed_time(self, begin, end):
+        return (end.at - begin.at) * 1e3
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def launch(self, seconds):
+        return lambda: self.sleep(seconds)
+
+
+def test_the_longer_a_launch_the_fewer_samples(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timing, "import_cupy", lambda: clock)
+    monkeypatch.setattr(timing, "time", clock)
+    lengths = {"short": 1e-4, "middle": 4e-3, "long": 0.3}
+    times = timing.alternate({name: clock.launch(length) for name, length in lengths.items()})
+    assert {name: len(samples) for name, samples in times.items()} == {
+        "short": timing.TURNS * timing.MOST, "middle": timing.TURNS * 7, "long": 20,
+    }  # fmt: skip
+    for name, length in lengths.items():
+        assert times[name] == pytest.approx([length * 1e6] * len(times[name]))
+    assert clock.now < 21 * 0.3 + 1.5
+
+
 # ---- the command --------------------------------------------------------------------------------
 
 
@@ -234,6 +285,41 @@ def test_numpy_runs_a_small_table(tmp_path):
         assert row["us"] == timing.median(row["samples_us"]) > 0
         assert row["impl"] == "reference"
         assert row["peers"] == row["peers_missing"] == {}
+
+
+def samples_in(path):
+    return [row["samples_us"] for row in json.loads(path.read_text())["rows"]]
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch):
+    path, measure, cells = tmp_path / "rows.json", attention.measure, []
+
+    def cut_off(cell, *arguments):
+        cells.append(cell)
+        if len(cells) == 3:
+            raise KeyboardInterrupt
+        return measure(cell, *arguments)
+
+    monkeypatch.setattr(attention, "measure", cut_off)
+    options = ["attention", "--device", "numpy", "--head-dim", 64, "--json", path]
+    assert call(*options).exit_code != 0
+    first = samples_in(path)
+    assert len(first) == 2
+    result = call(*options, "--missing")
+    assert result.exit_code == 0, result.stderr
+    every = samples_in(path)
+    assert (len(cells), len(every), every[:2]) == (3 + 2, 4, first)
+    assert call(*options, "--missing").exit_code == 0
+    assert len(cells) == 3 + 2
+
+
+def test_a_file_of_another_commit_is_refused_at_once(tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(document_of([], gpu=None)))
+    monkeypatch.setattr(attention, "measure", None)
+    result = call("attention", "--device", "numpy", "--json", path)
+    assert result.exit_code == 2
+    assert "holds results of commit c" in result.stderr
 
 
 def test_tables_show_peers_costs_and_memory(capsys):
@@ -260,7 +346,8 @@ def test_a_picture(tmp_path):
     from gpuattn.bench.plot import draw
 
     pyplot.switch_backend("agg")
-    for rows in ([row_of(cell) for cell in cases.TABLE], [row_of(cell) for cell in cases.SMALL]):
+    alone = row_of(cases.TABLE[0], impl="raw-simt") | {"peers": {}}
+    for rows in ([alone, *map(row_of, cases.TABLE)], [*map(row_of, cases.SMALL)]):
         path = tmp_path / f"{len(rows)}.png"
         draw(pyplot, document_of(rows, date="today"), path)
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -282,6 +369,7 @@ def test_nothing_is_measured_by_an_implementation_that_does_not_exist(tmp_path):
         (["attention", "softmax"], "attention goes alone"),
         (["softmax", "--peers"], "--peers is for: gpuattn bench attention"),
         (["attention", "--device", "numpy", "--length", "7"], "no cell of the table is like that"),
+        (["attention", "--device", "numpy", "--missing"], "--missing is what a file lacks"),
         (["attention", "--only", "foward"], "Did you mean 'forward'"),
     ],
 )
