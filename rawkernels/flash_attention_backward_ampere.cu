@@ -1,42 +1,38 @@
-// The gradient of attention on tensor cores by mma.sync (sm_80 and up): delta and lse by rows; then a block keeps OWN
-// keys, dk and dv on chip and visits the queries that see them, STEP at a time, adding dq to float32 in global memory;
-// then dq is rounded. Without atomics dq has a kernel of its own, that keeps OWN queries and visits keys.
-// Dao, "FlashAttention-2" (2023). Design and figures: notes/ampere-backward.md.
-// Constants: scalar = f16, bf16; HEAD_DIM = 64; OWN = 128; STEP = 128; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = false
-// Constants: scalar = f16, bf16; HEAD_DIM = 64; OWN = 128; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 1; EXTRAS = true
-// Constants: scalar = f16, bf16; HEAD_DIM = 128; OWN = 128; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = false, true
-// Constants: scalar = bf16; HEAD_DIM = 96; OWN = 128; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = true
-// Constants: scalar = bf16; HEAD_DIM = 192; OWN = 64; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = true
-// Constants: scalar = f16; HEAD_DIM = 256; OWN = 64; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = true
-// Constants: scalar = bf16; HEAD_DIM = 128; OWN = 64; STEP = 64; WARPS = 8; STAGES = 1; DS_TILES = 1; EXTRAS = true
-// Constants: scalar = bf16; HEAD_DIM = 256; OWN = 32; STEP = 32; WARPS = 4; STAGES = 1; DS_TILES = 1; EXTRAS = true
+// The gradient of attention on tensor cores by mma.sync (sm_80 and up): delta and lse by rows; then a block keeps OWN keys
+// and visits the queries that see them, STEP at a time: four warps make p of q and k and keep dv, four make ds of dout and
+// v and keep dk, all add dq to float32 in global memory; then dq is rounded. Without atomics dq comes from
+// flash_attention_backward_ampere_dq.cu. Dao, "FlashAttention-2" (2023). Design and figures: notes/ampere-backward.md.
+// Constants: scalar = f16, bf16; HEAD_DIM = 64; OWN = 128; STEP = 128; STAGES = 2; EXTRAS = false
+// Constants: scalar = f16, bf16; HEAD_DIM = 64; OWN = 128; STEP = 64; STAGES = 2; EXTRAS = true
+// Constants: scalar = bf16; HEAD_DIM = 64; OWN = 64; STEP = 64; STAGES = 2; EXTRAS = false, true
+// Constants: scalar = f16, bf16; HEAD_DIM = 128; OWN = 128; STEP = 64; STAGES = 2; EXTRAS = false, true
+// Constants: scalar = bf16; HEAD_DIM = 96; OWN = 128; STEP = 64; STAGES = 2; EXTRAS = false, true
+// Constants: scalar = bf16; HEAD_DIM = 192; OWN = 64; STEP = 64; STAGES = 2; EXTRAS = false, true
+// Constants: scalar = f16; HEAD_DIM = 256; OWN = 64; STEP = 64; STAGES = 2; EXTRAS = false, true
+// Constants: scalar = bf16; HEAD_DIM = 128; OWN = 64; STEP = 64; STAGES = 1; EXTRAS = true
+// Constants: scalar = bf16; HEAD_DIM = 256; OWN = 32; STEP = 32; STAGES = 1; EXTRAS = true
 //   (both head sizes rounded up; gpuattn/ops/attention_ampere_backward.py: TILES; EXTRAS: softcap, bias, slopes, dropout)
 // Launch:    rows, dq_store: grid = (ceil(longest queries / 16) * sequences,), block = (256,)
-//            dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (32 WARPS,), shared = DKV_BYTES
-//            dq: grid = (ceil(longest queries / OWN) * heads * sequences,), block = (32 WARPS,), shared = DQ_BYTES
+//            dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), at most one block a multiprocessor where
+//            STAYS, block = (256,), shared = DKV_BYTES
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/attention_backward_mma.cuh"
 
-constexpr int THREADS = 32 * WARPS;
-constexpr int OWN_WARPS = OWN >= 64 ? OWN / 32 : 2, STEP_WARPS = WARPS / OWN_WARPS;  // the logits of a step, shared out
-constexpr int OWN_16 = OWN / 16 / OWN_WARPS, STEP_16 = STEP / 16 / STEP_WARPS;       // 16s of rows of a warp
-constexpr int WIDTH_16 = HEAD_DIM / 16 / STEP_WARPS;                                 // 16s of columns of its dk and dv
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr bool STAYS = !EXTRAS && __CUDA_ARCH__ == 900;  // blocks go from tile to tile; elsewhere registers do not suffice
+// 16s of rows and columns that a warp has: of a step's logits, of the block's dk or dv, of a step's dq
+constexpr int LOGITS_ACROSS = OWN > STEP ? 4 : 2, STEP_16 = STEP * LOGITS_ACROSS / 64, OWN_16 = OWN / 16 / LOGITS_ACROSS;
+constexpr int SUM_ACROSS = OWN >= 128 ? 2 : 4, SUM_16 = OWN * SUM_ACROSS / 64, WIDTH_16 = HEAD_DIM / 16 / SUM_ACROSS;
 constexpr int DQ_ACROSS = HEAD_DIM / 16 % (32 * WARPS / STEP) == 0 ? 32 * WARPS / STEP : 2, DQ_WARPS = WARPS / DQ_ACROSS;
-constexpr int DQ_16 = STEP / 16 / DQ_WARPS, DQ_WIDTH_16 = HEAD_DIM / 16 / DQ_ACROSS;  // of its part of a step's dq
+constexpr int DQ_16 = STEP / 16 / DQ_WARPS, DQ_WIDTH_16 = HEAD_DIM / 16 / DQ_ACROSS;
 constexpr int ROW_BYTES = (HEAD_DIM + 63) / 64 * 128;
 constexpr int OWN_BYTES = OWN * ROW_BYTES, STEP_BYTES = STEP * ROW_BYTES;
-constexpr int WEIGHTS_BYTES = STEP * ((OWN + 63) / 64 * 128), DS_BYTES = OWN * ((STEP + 63) / 64 * 128);
-constexpr int DKV_BYTES = 2 * OWN_BYTES + STAGES * (2 * STEP_BYTES + STEP * STATS_BYTES) + (1 + DS_TILES) * WEIGHTS_BYTES;
-constexpr int DQ_BYTES = 2 * OWN_BYTES + STAGES * 2 * STEP_BYTES + DS_BYTES + OWN * STATS_BYTES;
-constexpr int UNIT = 16;  // queries: the grain of stats and dq_sum
-constexpr int ROWS_THREADS = 256, ROWS_LANES = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32;
-static_assert(STEP_16 > 0 && DQ_16 > 0 && STEP_WARPS <= 4 && DQ_ACROSS <= 4 && HEAD_DIM / 16 % STEP_WARPS == 0 &&
-              HEAD_DIM / 16 % DQ_ACROSS == 0, "flash_attention_backward_ampere.cu: OWN, STEP and WARPS do not share out");
+constexpr int WEIGHTS_BYTES = STEP * ((OWN + 63) / 64 * 128), WEIGHT_TILES = 3 + EXTRAS;  // p; ds, twice; bends
+constexpr int PATCH_BYTES = 16 * 128, PATCHES_BYTES = WARPS * PATCH_BYTES;                 // in their place at the end
+constexpr int BETWEEN_BYTES = WEIGHT_TILES * WEIGHTS_BYTES < PATCHES_BYTES ? PATCHES_BYTES : WEIGHT_TILES * WEIGHTS_BYTES;
+constexpr int DKV_BYTES = 2 * OWN_BYTES + STAGES * (2 * STEP_BYTES + STEP * STATS_BYTES) + BETWEEN_BYTES + 16;
 
-// ---- stats (H, rows, 2) and dq_sum (rows / UNIT, H, HEAD_DIM / 8 accumulators of mma): sequences start at units
-__device__ __forceinline__ long long first_row(const Attention& a, const Sequence& s) {
-    return UNIT * (a.cu_q ? s.first_query / UNIT + s.number : (long long)s.number * ((a.queries + UNIT - 1) / UNIT));
-}
+// ---- dq_sum (rows / UNIT, H, HEAD_DIM / 8 accumulators of mma)
 __device__ __forceinline__ float* dq_unit(const Attention& a, float* dq_sum, long long row, int head) {
     return dq_sum + (row / UNIT * a.heads + head) * (UNIT * HEAD_DIM);
 }
@@ -60,6 +56,7 @@ __device__ __forceinline__ float2 fragment_pair(const float* sum, int row, int t
 #endif
 }
 
+constexpr int ROWS_THREADS = 256, ROWS_LANES = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32;
 __device__ __forceinline__ float product_of_pairs(u32 x, u32 y) {
     scalar a, b, c, d;
     a.bits = (unsigned short)x, b.bits = (unsigned short)(x >> 16);
@@ -75,10 +72,16 @@ extern "C" __global__ void __launch_bounds__(256) flash_attention_rows(
     const float* __restrict__ dlse,   // (B, H, T), or null
     float* __restrict__ stats,        // (H, rows, 2): lse / log(2), +inf where no key is seen or past the end; delta
     float* __restrict__ delta,        // (B, H, T) or null: rowsum(dout * out) - dlse
-    long long rows) {
+    long long rows,
+    float* __restrict__ dq_sum,       // becomes 0; or null
+    int* __restrict__ taken) {        // becomes 0
+    if (blockIdx.x == 0 && threadIdx.x == 0) *taken = 0;
     const int units = (a.queries + UNIT - 1) / UNIT, first = blockIdx.x % units * UNIT;
     const Sequence s = find_sequence(a, blockIdx.x / units);
     if (first >= s.queries) return;
+    if (dq_sum)
+        for (int e = threadIdx.x; e < a.heads * (UNIT * HEAD_DIM / 4); e += ROWS_THREADS)
+            ((float4*)dq_unit(a, dq_sum, first_row(a, s) + first, 0))[e] = make_float4(0.f, 0.f, 0.f, 0.f);
     const int column = threadIdx.x % ROWS_LANES * 8;
 #pragma unroll 4
     for (int task = threadIdx.x / ROWS_LANES; task < UNIT * a.heads; task += ROWS_THREADS / ROWS_LANES) {
@@ -130,65 +133,62 @@ extern "C" __global__ void __launch_bounds__(256) flash_attention_dq_store(
     }
 }
 
-// ---- tiles
-// Start to copy `count` rows (at most ROWS) of `width` columns, from `row0` on; zeros fill the rest of the tile.
-template <int ROWS>
-__device__ __forceinline__ void load_tile(u32 tile, const scalar* x, const Strides& t, const Sequence& s, long long row0,
-                                          int head, int count, int width) {
-    const scalar* rows = rows_of(x, t, s.number, row0, head);
-    const int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
+// A warp's dk or dv, times `factor`, to global memory, 16 x 16 at a time through `patch`.
+using Sums = float[SUM_16][2 * WIDTH_16][4];
+__device__ __forceinline__ void store_sums(u32 patch, scalar* x, const Strides& t, const Sequence& s, int first, int head,
+                                           int across, int count, int width, float factor, Sums& d) {
+    const int lane = threadIdx.x % 32, row = lane / 2;
+    scalar* rows = x + s.number * t.batch + (s.first_key + first + row) * t.row + head * t.head;
 #pragma unroll
-    for (int row = first; row < ROWS; row += THREADS / 8)
+    for (int m = 0; m < SUM_16; ++m)
 #pragma unroll
-        for (int column = 0; column < HEAD_DIM; column += 64)
-            cp_async(chunk_address<ROWS>(tile, row, column / 8 + chunk), rows + row * t.row + column + 8 * chunk,
-                     (row < count) & (column + 8 * chunk < width));
-}
-__device__ __forceinline__ void load_stats(u32 tile, const float* stats, int size, int count) {
-    const int row = 2 * threadIdx.x;
-    if (row < size) cp_async(tile + row * STATS_BYTES, stats + 2 * row, row < count);
-}
-// The accumulators of a warp's rows, times `factor`, into a tile of OWN rows; then all of it to global memory.
-__device__ __forceinline__ void put_tile(u32 tile, int row, int across, float factor, float (&d)[OWN_16][2 * WIDTH_16][4]) {
+        for (int n = 0; n < WIDTH_16; ++n) {
+            const int column = 16 * (across + SUM_ACROSS * n) + lane % 2 * 8;
 #pragma unroll
-    for (int m = 0; m < OWN_16; ++m)
+            for (int e = 0; e < 8; ++e) d[m][2 * n + e / 4][e % 4] *= factor;
+            __syncwarp();
+            store_fragments<16>(patch, 0, 16 * (n % 4), d[m][2 * n], d[m][2 * n + 1]);
 #pragma unroll
-        for (int n = 0; n < 2 * WIDTH_16; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) d[m][n][e] *= factor;
-            store_fragment<OWN>(tile, row + 16 * m, 16 * (across + STEP_WARPS * (n / 2)) + n % 2 * 8, d[m][n]);
+            for (int e = 0; e < 8; ++e) d[m][2 * n + e / 4][e % 4] = 0.f;
+            __syncwarp();
+            if (16 * m + row < count && column < width)
+                *(uint4*)(rows + 16 * m * t.row + column) =
+                    load_shared_16(chunk_address<16>(patch, row, n % 4 * 2 + lane % 2));
         }
 }
-__device__ __forceinline__ void store_tile(u32 tile, scalar* x, const Strides& t, const Sequence& s, long long row0,
-                                           int head, int count, int width) {
-    scalar* rows = x + s.number * t.batch + row0 * t.row + head * t.head;
-    const int chunk = threadIdx.x % 8;
-    for (int row = threadIdx.x / 8; row < min(count, OWN); row += THREADS / 8)
-#pragma unroll
-        for (int column = 0; column < HEAD_DIM; column += 64)
-            if (column + 8 * chunk < width) {
-                const u32 source = chunk_address<OWN>(tile, row, column / 8 + chunk);
-                *(uint4*)(rows + row * t.row + column + 8 * chunk) = load_shared_16(source);
-            }
-}
 
-__device__ __forceinline__ const float* stats_of(const Attention& a, const Sequence& s, const float* stats, long long rows,
-                                                 int head, int i) {
-    return stats + STATS_BYTES / 4 * (head * rows + first_row(a, s) + i);
+struct Queries { int head, i; };  // of a step: the head, and the first
+// A block's keys, and the queries that see them.
+struct KeyTile {
+    Sequence s;
+    int first, kv_head, begin, per_head, steps;
+
+    __device__ __forceinline__ Queries queries(int step, int group) const {
+        const int turn = step < per_head ? 0 : step / per_head;
+        return {kv_head * group + turn, begin + (step - turn * per_head) * STEP};
+    }
+};
+__device__ __forceinline__ KeyTile key_tile(const Attention& a, int number) {
+    const int tiles = (a.keys + OWN - 1) / OWN, kv_heads = a.heads / a.group;
+    KeyTile t = {find_sequence(a, number / tiles / kv_heads), number % tiles * OWN, number / tiles % kv_heads};
+    t.begin = max(0, t.first - t.s.offset - a.right) / STEP * STEP;
+    const int end = t.first < t.s.keys ? min(t.s.queries, min(t.first + OWN, t.s.keys) - t.s.offset + a.left) : 0;
+    t.per_head = max(0, (end - t.begin + STEP - 1) / STEP), t.steps = t.per_head * a.group;
+    return t;
 }
 
 // dq of the queries from `i` on: ds (queries, keys) k, added to what other keys add
 __device__ __forceinline__ void add_dq(const Attention& a, const Sequence& s, u32 ds, u32 k, float* dq_sum,
-                                       int head, int i) {
+                                       Queries at) {
     const int warp = threadIdx.x / 32, rows = warp / DQ_ACROSS * DQ_16 * 16, across = warp % DQ_ACROSS;
     float dq[DQ_16][2 * DQ_WIDTH_16][4] = {};
     add_product<false, OWN, STEP, DQ_ACROSS, DQ_16, DQ_WIDTH_16>(
         dq, moved<STEP>(straight(ds), rows, 0), moved<OWN>(straight(k), 0, 16 * across));
 #pragma unroll
     for (int m = 0; m < DQ_16; ++m) {
-        const int at = i + rows + 16 * m;
-        if (at >= s.queries) break;
-        float* unit = dq_unit(a, dq_sum, first_row(a, s) + at, head);
+        const int i = at.i + rows + 16 * m;
+        if (i >= s.queries) break;
+        float* unit = dq_unit(a, dq_sum, first_row(a, s) + i, at.head);
 #pragma unroll
         for (int n = 0; n < 2 * DQ_WIDTH_16; ++n)
             add_fragment(unit + (2 * (across + DQ_ACROSS * (n / 2)) + n % 2) * 8 * UNIT, dq[m][n]);
@@ -203,149 +203,114 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
     const scalar* __restrict__ dout,      // (B, T, H, Dv)
     const float* __restrict__ stats,      // as flash_attention_rows leaves them
     long long rows,
-    float* __restrict__ dq_sum,           // of zeros, or null
+    float* __restrict__ dq_sum,           // 0 at first; or null
     float* __restrict__ dbias,            // of zeros, by strides; or null
     const Strides dbias_strides,
+    int* __restrict__ taken,              // 0: key tiles that blocks have taken beside their first
     scalar* __restrict__ dk,              // (B, S, Hk, D)
     scalar* __restrict__ dv) {            // (B, S, Hk, Dv)
-    const int tiles = (a.keys + OWN - 1) / OWN, kv_heads = a.heads / a.group;
-    const int first = blockIdx.x % tiles * OWN, kv_head = blockIdx.x / tiles % kv_heads;
-    const Sequence s = find_sequence(a, blockIdx.x / tiles / kv_heads);
-    if (first >= s.key_rows) return;
-    const int begin = max(0, first - s.offset - a.right) / STEP * STEP;
-    const int end = first < s.keys ? min(s.queries, min(first + OWN, s.keys) - s.offset + a.left) : 0;
-    const int per_head = max(0, (end - begin + STEP - 1) / STEP), steps = per_head * a.group;
-
-    const int warp = threadIdx.x / 32, own = warp / STEP_WARPS * OWN_16 * 16, across = warp % STEP_WARPS;
-    const int step_row = across * STEP_16 * 16;
+    const int tiles = (a.keys + OWN - 1) / OWN * (a.heads / a.group) * a.sequences;
+    const int warp = threadIdx.x / 32, rank = warp % 4;
+    const bool weighs = warp < 4;
+    const int own = rank / (4 / LOGITS_ACROSS) * OWN_16 * 16, step_row = rank % (4 / LOGITS_ACROSS) * STEP_16 * 16;
+    const int sum_own = rank / SUM_ACROSS * SUM_16 * 16, across = rank % SUM_ACROSS;
     const u32 k_tile = shared_tiles(), v_tile = k_tile + OWN_BYTES, q_tiles = v_tile + OWN_BYTES;
     const u32 dout_tiles = q_tiles + STAGES * STEP_BYTES, p_tile = dout_tiles + STAGES * STEP_BYTES;
-    const u32 ds_tiles = p_tile + WEIGHTS_BYTES, stats_tiles = ds_tiles + DS_TILES * WEIGHTS_BYTES;
+    const u32 ds_tiles = p_tile + WEIGHTS_BYTES, bend_tile = ds_tiles + 2 * WEIGHTS_BYTES;
+    const u32 stats_tiles = p_tile + BETWEEN_BYTES, next_tile = stats_tiles + STAGES * STEP * STATS_BYTES;
 
-    const auto load_step = [&](int n) {
-        const int head = kv_head * a.group + n / per_head, i = begin + n % per_head * STEP, stage = n % STAGES;
-        const long long at = s.first_query + i;
-        load_tile<STEP>(q_tiles + stage * STEP_BYTES, q, a.q, s, at, head, s.queries - i, a.head_dim);
-        load_tile<STEP>(dout_tiles + stage * STEP_BYTES, dout, a.dout, s, at, head, s.queries - i, a.value_dim);
-        load_stats(stats_tiles + stage * STEP * STATS_BYTES, stats_of(a, s, stats, rows, head, i), STEP, s.queries - i);
+    const auto load_step = [&](const KeyTile& t, int n) {
+        const Queries at = t.queries(n, a.group);
+        const int left = t.s.queries - at.i, stage = n % STAGES;
+        const long long row = t.s.first_query + at.i;
+        load_tile<STEP, THREADS>(q_tiles + stage * STEP_BYTES, q, a.q, t.s, row, at.head, left, a.head_dim);
+        load_tile<STEP, THREADS>(dout_tiles + stage * STEP_BYTES, dout, a.dout, t.s, row, at.head, left, a.value_dim);
+        load_stats(stats_tiles + stage * STEP * STATS_BYTES, stats_of(a, t.s, stats, rows, at.head, at.i), STEP, left);
     };
-    const long long at = s.first_key + first;
-    load_tile<OWN>(k_tile, k, a.k, s, at, kv_head, s.keys - first, a.head_dim);
-    load_tile<OWN>(v_tile, v, a.v, s, at, kv_head, s.keys - first, a.value_dim);
-    if (STAGES == 2 && steps > 0) load_step(0);
-    cp_async_commit();
+    // all but K
+    const auto load_first = [&](const KeyTile& t) {
+        load_tile<OWN, THREADS>(v_tile, v, a.v, t.s, t.s.first_key + t.first, t.kv_head, t.s.keys - t.first, a.value_dim);
+        if (STAGES == 2 && t.steps > 0) load_step(t, 0);
+    };
+    const auto load_k = [&](const KeyTile& t) {
+        load_tile<OWN, THREADS>(k_tile, k, a.k, t.s, t.s.first_key + t.first, t.kv_head, t.s.keys - t.first, a.head_dim);
+        cp_async_commit();
+    };
 
-    float dk_sum[OWN_16][2 * WIDTH_16][4] = {}, dv_sum[OWN_16][2 * WIDTH_16][4] = {};
+    int number = blockIdx.x;
+    KeyTile tile = key_tile(a, number);
+    load_first(tile);
+    load_k(tile);
+    Sums sum = {};
+    if (STAYS && threadIdx.x == 0) store_shared(next_tile, atomicAdd(taken, 1) + gridDim.x);
 #pragma unroll 1
-    for (int n = 0; n <= steps; ++n) {
+    for (int n = 0;; ++n) {
+        const bool ends = n == tile.steps;
         // after this barrier the last step's ds are there, and nobody reads the tiles of that step any more
-        if (STAGES == 2) cp_async_wait<0>();
+        if (STAGES == 2 || ends) cp_async_wait<0>();
         __syncthreads();
-        const int next = n + STAGES - 1;
-        if (next < steps) load_step(next);
-        cp_async_commit();
-        if (dq_sum && n > 0)
-            add_dq(a, s, ds_tiles + (n - 1) % DS_TILES * WEIGHTS_BYTES, k_tile, dq_sum,
-                   kv_head * a.group + (n - 1) / per_head, begin + (n - 1) % per_head * STEP);
-        if (n == steps) break;
+        if (n + STAGES - 1 < tile.steps) {
+            load_step(tile, n + STAGES - 1);
+            cp_async_commit();
+        }
+        const auto last_dq = [&] {
+            if (dq_sum && n > 0)
+                add_dq(a, tile.s, ds_tiles + (n - 1) % 2 * WEIGHTS_BYTES, k_tile, dq_sum, tile.queries(n - 1, a.group));
+        };
+        KeyTile next;
+        if (ends) {
+            number = STAYS ? __shfl_sync(~0u, load_shared(next_tile), 0) : tiles;
+            if (number < tiles) {
+                next = key_tile(a, number);
+                load_first(next);
+            }
+        }
+        if (!weighs || ends) last_dq();
+        if (ends) {
+            __syncthreads();
+            if (STAYS && threadIdx.x == 0) store_shared(next_tile, atomicAdd(taken, 1) + gridDim.x);
+            if (number < tiles) load_k(next);
+            const int first = tile.first + sum_own, count = tile.s.key_rows - first;
+            store_sums(p_tile + warp * PATCH_BYTES, weighs ? dv : dk, weighs ? a.dv : a.dk, tile.s, first, tile.kv_head,
+                       across, count, weighs ? a.value_dim : a.head_dim, weighs ? a.keep_scale : a.scale, sum);
+            if (number >= tiles) break;
+            tile = next;
+            n = -1;
+            continue;
+        }
         if (STAGES == 1) {
             cp_async_wait<0>();
             __syncthreads();
         }
-        const int i = begin + n % per_head * STEP, stage = n % STAGES;
+        const Queries at = tile.queries(n, a.group);
+        const int stage = n % STAGES;
         const u32 q_tile = q_tiles + stage * STEP_BYTES, dout_tile = dout_tiles + stage * STEP_BYTES;
-        const u32 ds_tile = ds_tiles + n % DS_TILES * WEIGHTS_BYTES;
-        const Logits logits = {a, s, dbias, dbias_strides, kv_head * a.group + n / per_head, i + step_row,
-                               first + own, stats_tiles + (stage * STEP + step_row) * STATS_BYTES};
-        float x[STEP_16][2 * OWN_16][4], dp[STEP_16][2 * OWN_16][4];
-        logits.compute<STEP, OWN, STEP_16, OWN_16>(
-            x, dp, moved<STEP>(straight(q_tile), step_row, 0), moved<STEP>(straight(dout_tile), step_row, 0),
-            moved<OWN>(crossed(k_tile), own, 0), moved<OWN>(crossed(v_tile), own, 0), logits.partial(STEP, i, OWN, first));
-        if (STAGES == 2 && DS_TILES == 1) __syncthreads();  // until the last ds have been read
-        store_weights<STEP>(p_tile, step_row, own, x);
-        store_weights<STEP>(ds_tile, step_row, own, dp);
-        bar_sync(1 + warp / STEP_WARPS, 32 * STEP_WARPS);   // the warps of the same keys
-        add_product<true, STEP, STEP, STEP_WARPS, OWN_16, WIDTH_16>(
-            dv_sum, moved<STEP>(crossed(p_tile), 0, own), moved<STEP>(straight(dout_tile), 0, 16 * across));
-        add_product<true, STEP, STEP, STEP_WARPS, OWN_16, WIDTH_16>(
-            dk_sum, moved<STEP>(crossed(ds_tile), 0, own), moved<STEP>(straight(q_tile), 0, 16 * across));
-    }
-
-    cp_async_wait<0>();
-    __syncthreads();
-    put_tile(k_tile, own, across, a.scale, dk_sum);
-    put_tile(v_tile, own, across, 1.f, dv_sum);
-    __syncthreads();
-    const int count = s.key_rows - first;
-    store_tile(k_tile, dk, a.dk, s, at, kv_head, count, a.head_dim);
-    store_tile(v_tile, dv, a.dv, s, at, kv_head, count, a.value_dim);
-}
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dq(
-    const Attention a,
-    const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
-    const scalar* __restrict__ k,         // (B, S, Hk, D)
-    const scalar* __restrict__ v,         // (B, S, Hk, Dv)
-    const scalar* __restrict__ dout,      // (B, T, H, Dv)
-    const float* __restrict__ stats,      // as flash_attention_rows leaves them
-    long long rows,
-    scalar* __restrict__ dq) {            // (B, T, H, D)
-    const int tiles = (a.queries + OWN - 1) / OWN, first = blockIdx.x % tiles * OWN, head = blockIdx.x / tiles % a.heads;
-    const Sequence s = find_sequence(a, blockIdx.x / tiles / a.heads);
-    if (first >= s.queries) return;
-    const int kv_head = head / a.group, last = min(first + OWN, s.queries) - 1;
-    const int begin = max(0, first + s.offset - a.left) / STEP * STEP, end = min(s.keys, last + s.offset + a.right + 1);
-    const int steps = max(0, (end - begin + STEP - 1) / STEP);
-
-    const int warp = threadIdx.x / 32, own = warp / STEP_WARPS * OWN_16 * 16, across = warp % STEP_WARPS;
-    const int step_row = across * STEP_16 * 16;
-    const u32 q_tile = shared_tiles(), dout_tile = q_tile + OWN_BYTES, k_tiles = dout_tile + OWN_BYTES;
-    const u32 v_tiles = k_tiles + STAGES * STEP_BYTES, ds_tile = v_tiles + STAGES * STEP_BYTES;
-    const u32 stats_tile = ds_tile + DS_BYTES;
-
-    const auto load_step = [&](int n) {
-        const int j = begin + n * STEP, stage = n % STAGES;
-        const long long at = s.first_key + j;
-        load_tile<STEP>(k_tiles + stage * STEP_BYTES, k, a.k, s, at, kv_head, s.keys - j, a.head_dim);
-        load_tile<STEP>(v_tiles + stage * STEP_BYTES, v, a.v, s, at, kv_head, s.keys - j, a.value_dim);
-    };
-    const long long at = s.first_query + first;
-    load_tile<OWN>(q_tile, q, a.q, s, at, head, s.queries - first, a.head_dim);
-    load_tile<OWN>(dout_tile, dout, a.dout, s, at, head, s.queries - first, a.value_dim);
-    load_stats(stats_tile, stats_of(a, s, stats, rows, head, first), OWN, s.queries - first);
-    if (STAGES == 2 && steps > 0) load_step(0);
-    cp_async_commit();
-
-    const Strides none = {};
-    float dq_sum[OWN_16][2 * WIDTH_16][4] = {};
-#pragma unroll 1
-    for (int n = 0; n < steps; ++n) {
-        if (STAGES == 2) cp_async_wait<0>();
-        __syncthreads();  // nobody reads the last step's tiles any more
-        const int next = n + STAGES - 1;
-        if (next < steps) load_step(next);
-        cp_async_commit();
-        if (STAGES == 1) {
-            cp_async_wait<0>();
-            __syncthreads();
+        const u32 ds_tile = ds_tiles + n % 2 * WEIGHTS_BYTES;
+        float x[STEP_16][2 * OWN_16][4];
+        multiply_rows<STEP, OWN, STEP_16, OWN_16>(x, moved<STEP>(straight(weighs ? q_tile : dout_tile), step_row, 0),
+                                                  moved<OWN>(crossed(weighs ? k_tile : v_tile), own, 0));
+        const Logits logits = {a, tile.s, dbias, dbias_strides, at.head, at.i + step_row, tile.first + own,
+                               stats_tiles + (stage * STEP + step_row) * STATS_BYTES};
+        const bool hides = logits.partial(STEP, at.i, OWN, tile.first);
+        if (weighs) {
+#pragma unroll
+            for (int m = 0; m < STEP_16; ++m) {
+                logits.weigh<STEP, OWN_16>(x[m], 16 * m, p_tile, bend_tile, step_row, own, hides);
+                if (m == STEP_16 / 2 - 1) bar_arrive(9 + rank, 64);
+            }
+            bar_arrive(5 + rank, 64);
+        } else {
+#pragma unroll
+            for (int m = 0; m < STEP_16; ++m) {
+                if (m == 0 && STEP_16 > 1) bar_sync(9 + rank, 64);
+                if (m == STEP_16 / 2) bar_sync(5 + rank, 64);
+                logits.differentiate<STEP, OWN_16>(x[m], 16 * m, p_tile, bend_tile, ds_tile, step_row, own);
+            }
         }
-        const int j = begin + n * STEP, stage = n % STAGES;
-        const u32 k_tile = k_tiles + stage * STEP_BYTES, v_tile = v_tiles + stage * STEP_BYTES;
-        const Logits logits = {a, s, nullptr, none, head, first + own, j + step_row, stats_tile + own * STATS_BYTES};
-        float x[OWN_16][2 * STEP_16][4], ds[OWN_16][2 * STEP_16][4];
-        logits.compute<OWN, STEP, OWN_16, STEP_16>(
-            x, ds, moved<OWN>(straight(q_tile), own, 0), moved<OWN>(straight(dout_tile), own, 0),
-            moved<STEP>(crossed(k_tile), step_row, 0), moved<STEP>(crossed(v_tile), step_row, 0),
-            logits.partial(OWN, first, STEP, j));
-        store_weights<OWN>(ds_tile, own, step_row, ds);
-        bar_sync(1 + warp / STEP_WARPS, 32 * STEP_WARPS);   // the warps of the same queries
-        add_product<false, STEP, OWN, STEP_WARPS, OWN_16, WIDTH_16>(
-            dq_sum, moved<OWN>(straight(ds_tile), own, 0), moved<STEP>(straight(k_tile), 0, 16 * across));
+        bar_sync(1 + warp / SUM_ACROSS, 32 * SUM_ACROSS);   // the warps of the same keys
+        add_product<true, STEP, STEP, SUM_ACROSS, SUM_16, WIDTH_16, EXTRAS>(
+            sum, moved<STEP>(crossed(weighs ? p_tile : ds_tile), 0, sum_own),
+            moved<STEP>(straight(weighs ? dout_tile : q_tile), 0, 16 * across), weighs && a.threshold < 65536);
+        if (weighs) last_dq();
     }
-
-    cp_async_wait<0>();
-    __syncthreads();
-    put_tile(q_tile, own, across, a.scale, dq_sum);
-    __syncthreads();
-    store_tile(q_tile, dq, a.dq, s, at, head, s.queries - first, a.head_dim);
 }

@@ -1,4 +1,4 @@
-"""The gradient of attention by mma.sync: ``rawkernels/flash_attention_backward_ampere.cu``."""
+"""The gradient of attention by mma.sync: ``rawkernels/flash_attention_backward_ampere*.cu``."""
 
 import functools
 
@@ -6,28 +6,31 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp, import_cupy, rows_refusal
-from gpuattn.kernels import kernel
+from gpuattn.kernels import gpu, kernel
 from gpuattn.ops import attention_short, attention_simt
 from gpuattn.ops.attention_launch import Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
-FILE = "flash_attention_backward_ampere.cu"
-CONSTANTS = "HEAD_DIM", "OWN", "STEP", "WARPS", "STAGES", "DS_TILES"
+FILE, DQ_FILE = "flash_attention_backward_ampere.cu", "flash_attention_backward_ampere_dq.cu"
+CONSTANTS = "HEAD_DIM", "OWN", "STEP", "STAGES"
 TILES = (
-    (64, 128, 128, 8, 2, 2),
-    (64, 128, 64, 8, 2, 1),
-    (96, 128, 64, 8, 2, 2),
-    (128, 128, 64, 8, 2, 2),
-    (128, 64, 64, 8, 2, 2),
-    (128, 64, 64, 8, 1, 1),
-    (192, 64, 64, 8, 2, 2),
-    (256, 64, 64, 8, 2, 2),
-    (256, 64, 64, 8, 1, 1),
-    (256, 32, 32, 4, 1, 1),
+    (64, 128, 128, 2),
+    (64, 128, 64, 2),
+    (64, 64, 64, 2),
+    (96, 128, 64, 2),
+    (128, 128, 64, 2),
+    (128, 64, 64, 2),
+    (128, 64, 64, 1),
+    (192, 64, 64, 2),
+    (256, 64, 64, 2),
+    (256, 64, 64, 1),
+    (256, 32, 32, 1),
 )
 """What CONSTANTS may be: the first that is wide enough and fits in shared memory is taken."""
-PLAIN_ONLY = TILES[0]  # its registers are full
+PLAIN_ONLY = TILES[0]  # with extras its code is too long
 UNIT = 16  # queries: the grain of stats and of the sum of dq
+THREADS = 256
+STAYS = "90"  # the compute capability where blocks go from tile to tile
 
 
 def choose_tile(size, extras, limit):
@@ -35,14 +38,17 @@ def choose_tile(size, extras, limit):
     return next(
         tile
         for tile in TILES
-        if size <= tile[0] and shared_bytes(*tile) <= limit and not (extras and tile == PLAIN_ONLY)
+        if size <= tile[0]
+        and shared_bytes(*tile, extras) <= limit
+        and not (extras and tile == PLAIN_ONLY)
     )
 
 
-def shared_bytes(width, own, step, warps, stages, ds_tiles):
+def shared_bytes(width, own, step, stages, extras):
     """Return DKV_BYTES; DQ_BYTES is never more."""
     row, weights = -(-width // 64) * 128, step * -(-own // 64) * 128
-    return 2 * own * row + stages * step * (2 * row + 8) + (1 + ds_tiles) * weights
+    between = max((3 + extras) * weights, THREADS // 32 * 16 * 128)
+    return 2 * own * row + stages * step * (2 * row + 8) + between + 16
 
 
 @functools.cache
@@ -67,40 +73,46 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     problem, heads, sequences = launch.problem, launch.heads, launch.sequences
 
     extras = launch.extras or params["dropout_p"] > 0
-    limit = _shared_limit(import_cupy().cuda.runtime.getDevice())
-    tile = choose_tile(max(q.shape[-1], v.shape[-1]), extras, limit)
-    width, own, _, warps, *_ = tile
+    device = import_cupy().cuda.runtime.getDevice()
+    capability, multiprocessors = gpu(device)
+    tile = choose_tile(max(q.shape[-1], v.shape[-1]), extras, _shared_limit(device))
+    width, own, *_ = tile
     constants = dict(zip(CONSTANTS, tile, strict=True), scalar=ctype(q.dtype), EXTRAS=extras)
+    bytes = shared_bytes(*tile, extras)
 
-    def run(name, grid, block, *args, bytes=0):
-        launch_kernel = kernel(FILE, f"flash_attention_{name}", **constants)
-        launch_kernel((grid,), (block,), problem, *args, shared_bytes=bytes)
+    def run(name, grid, *args, file=FILE, threads=THREADS, bytes=0):
+        launch_kernel = kernel(file, f"flash_attention_{name}", **constants)
+        launch_kernel((grid,), (threads,), problem, *args, shared_bytes=bytes)
 
     units = -(-launch.queries // UNIT) * sequences
     rows = UNIT * (q.shape[0] // UNIT + sequences if launch.packed else units)
     stats = arrays.empty(q, (heads, rows, 2), np.float32)
     delta = arrays.empty(q, lse.shape, np.float32) if needs[8] else None
-    run("rows", units, 256, out, dout, lse, dlse, stats, delta, rows)
-
-    shared = q, k, v, dout, stats, rows
+    taken = (arrays.empty if units else arrays.zeros)(q, (1,), np.int32)  # rows makes it 0
     by_keys = needs[1] or needs[2] or needs[3]
     by_queries = needs[0] and (launch.deterministic or not by_keys)
-    dq_sum = dbias = None
+    adds = needs[0] and not by_queries
+    dq_sum = arrays.empty(q, (rows, heads, width), np.float32) if adds else None
+    run("rows", units, out, dout, lse, dlse, stats, delta, rows, dq_sum, taken)
+
+    shared = q, k, v, dout, stats, rows
+    dbias = None
     if by_keys:
-        if needs[0] and not by_queries:
-            dq_sum = arrays.zeros(q, (rows, heads, width), np.float32)
         if needs[3]:
             full = sequences, heads, launch.queries, launch.keys
             shape = full if launch.deterministic else bias.shape
             dbias = arrays.zeros(q, shape, np.float32)
         blocks = -(-launch.keys // own) * launch.kv_heads * sequences
-        args = *shared, dq_sum, dbias, _broadcast_strides(dbias), dk, dv
-        run("dkv", blocks, 32 * warps, *args, bytes=shared_bytes(*tile))
+        if capability == STAYS and not extras:
+            blocks = min(blocks, multiprocessors)
+        args = *shared, dq_sum, dbias, _broadcast_strides(dbias), taken, dk, dv
+        run("dkv", blocks, *args, bytes=bytes)
     if by_queries:
         blocks = -(-launch.queries // own) * heads * sequences
-        run("dq", blocks, 32 * warps, *shared, dq, bytes=shared_bytes(*tile))
+        threads = THREADS if own >= 64 else THREADS // 2
+        run("dq", blocks, *shared, dq, file=DQ_FILE, threads=threads, bytes=bytes)
     elif needs[0]:
-        run("dq_store", units, 256, dq_sum, dq)
+        run("dq_store", units, dq_sum, dq)
     if needs[3]:
         dbias = sum_to(dbias, bias.shape).astype(bias.dtype, copy=False)
     dsink = sink_gradient(sink, lse, delta) if needs[8] else None

@@ -19,3 +19,9 @@ __device__ __forceinline__ u32 pack_pair(f16, float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+
+// The inverse of ldmatrix (mma.cuh); sm_90 and up.
+__device__ __forceinline__ void stmatrix(u32 address, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}

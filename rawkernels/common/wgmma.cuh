@@ -119,10 +119,6 @@ template <int R> __device__ __forceinline__ void pack(u32 (&p)[R / 8][4], const 
 #pragma unroll
     for (int i = 0; i < R / 2; ++i) p[i / 4][i % 4] = pack_pair(scalar(), d[2 * i], d[2 * i + 1]);
 }
-__device__ __forceinline__ void stmatrix(u32 address, const u32 (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
 __device__ __forceinline__ void stmatrix_transposed(u32 address, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");

@@ -14,26 +14,33 @@ LIMITS = {"sm_86": 101_376, "sm_80": 166_912, "sm_90": 232_448}  # bytes a block
 @pytest.mark.parametrize("size", [8, 64, 72, 96, 104, 128, 136, 192, 200, 256])
 def test_every_head_size_has_a_tile_that_fits(size, extras, limit):
     tile = backward.choose_tile(size, extras, limit)
-    assert tile[0] >= size and backward.shared_bytes(*tile) <= limit
+    assert tile[0] >= size and backward.shared_bytes(*tile, extras) <= limit
     assert not (extras and tile == backward.PLAIN_ONLY)
     larger = [t for t in backward.TILES if size <= t[0] < tile[0]]
-    assert all(backward.shared_bytes(*t) > limit for t in larger)  # else columns would be wasted
+    assert all(
+        backward.shared_bytes(*t, extras) > limit for t in larger
+    )  # else columns would be wasted
 
 
 def test_hopper_takes_the_large_tiles():
     limit = LIMITS["sm_90"]
-    assert backward.choose_tile(64, False, limit) == (64, 128, 128, 8, 2, 2)
-    assert backward.choose_tile(128, True, limit) == (128, 128, 64, 8, 2, 2)
+    assert backward.choose_tile(64, False, limit) == (64, 128, 128, 2)
+    assert backward.choose_tile(128, True, limit) == (128, 128, 64, 2)
 
 
+@pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("tile", backward.TILES, ids=str)
-def test_bytes_are_those_of_the_kernel(nvrtc, tile):
-    constants = dict(zip(backward.CONSTANTS, tile, strict=True), scalar="bf16", EXTRAS=False)
-    text = kernels.source_text(backward.FILE, **constants)
-    sizes = text[: text.index("// ---- stats")]
-    count = backward.shared_bytes(*tile)
-    claim = f'static_assert(DKV_BYTES == {count} && DQ_BYTES <= DKV_BYTES, "");'
-    kernels.compile_text(f"{sizes}\n{claim}", "sm_80", backward.FILE)
+def test_bytes_are_those_of_the_kernel(nvrtc, tile, extras):
+    count = backward.shared_bytes(*tile, extras)
+    claims = {
+        backward.FILE: ("// ---- dq_sum", f"DKV_BYTES == {count} && THREADS == {backward.THREADS}"),
+        backward.DQ_FILE: ("// The accumulators", f"DQ_BYTES <= {count}"),
+    }
+    constants = dict(zip(backward.CONSTANTS, tile, strict=True), scalar="bf16", EXTRAS=extras)
+    for file, (end, claim) in claims.items():
+        text = kernels.source_text(file, **constants)
+        sizes = text[: text.index(end)]
+        kernels.compile_text(f'{sizes}\nstatic_assert({claim}, "");', "sm_80", file)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 6, 8), (1, 4, 1, 8), (1, 1, 1, 1), (2, 1, 6, 1)])
