@@ -13,24 +13,21 @@
 // Constants: scalar = bf16; HEAD_DIM = 256; OWN = 32; STEP = 32; STAGES = 1; EXTRAS = true
 //   (both head sizes rounded up; gpuattn/ops/attention_ampere_backward.py: TILES; EXTRAS: softcap, bias, slopes, dropout)
 // Launch:    rows, dq_store: grid = (ceil(longest queries / 16) * sequences,), block = (256,)
-//            dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), at most one block a multiprocessor where
-//            STAYS, block = (256,), shared = DKV_BYTES
+//            dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (256,), shared = DKV_BYTES
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/attention_backward_mma.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr bool STAYS = !EXTRAS && __CUDA_ARCH__ == 900;  // blocks go from tile to tile; elsewhere registers do not suffice
 // 16s of rows and columns that a warp has: of a step's logits, of the block's dk or dv, of a step's dq
 constexpr int LOGITS_ACROSS = OWN > STEP ? 4 : 2, STEP_16 = STEP * LOGITS_ACROSS / 64, OWN_16 = OWN / 16 / LOGITS_ACROSS;
 constexpr int SUM_ACROSS = OWN >= 128 ? 2 : 4, SUM_16 = OWN * SUM_ACROSS / 64, WIDTH_16 = HEAD_DIM / 16 / SUM_ACROSS;
-constexpr int DQ_ACROSS = HEAD_DIM / 16 % (32 * WARPS / STEP) == 0 ? 32 * WARPS / STEP : 2, DQ_WARPS = WARPS / DQ_ACROSS;
+constexpr int ADDERS = EXTRAS && HEAD_DIM <= 128 ? 4 : 8;  // warps that multiply dq: extras are enough work for p's
+constexpr int DQ_ACROSS = HEAD_DIM / 16 % (32 * ADDERS / STEP) == 0 ? 32 * ADDERS / STEP : 2, DQ_WARPS = ADDERS / DQ_ACROSS;
 constexpr int DQ_16 = STEP / 16 / DQ_WARPS, DQ_WIDTH_16 = HEAD_DIM / 16 / DQ_ACROSS;
 constexpr int ROW_BYTES = (HEAD_DIM + 63) / 64 * 128;
 constexpr int OWN_BYTES = OWN * ROW_BYTES, STEP_BYTES = STEP * ROW_BYTES;
 constexpr int WEIGHTS_BYTES = STEP * ((OWN + 63) / 64 * 128), WEIGHT_TILES = 3 + EXTRAS;  // p; ds, twice; bends
-constexpr int PATCH_BYTES = 16 * 128, PATCHES_BYTES = WARPS * PATCH_BYTES;                 // in their place at the end
-constexpr int BETWEEN_BYTES = WEIGHT_TILES * WEIGHTS_BYTES < PATCHES_BYTES ? PATCHES_BYTES : WEIGHT_TILES * WEIGHTS_BYTES;
-constexpr int DKV_BYTES = 2 * OWN_BYTES + STAGES * (2 * STEP_BYTES + STEP * STATS_BYTES) + BETWEEN_BYTES + 16;
+constexpr int DKV_BYTES = 2 * OWN_BYTES + STAGES * (2 * STEP_BYTES + STEP * STATS_BYTES) + WEIGHT_TILES * WEIGHTS_BYTES;
 
 // ---- dq_sum (rows / UNIT, H, HEAD_DIM / 8 accumulators of mma)
 __device__ __forceinline__ float* dq_unit(const Attention& a, float* dq_sum, long long row, int head) {
@@ -73,9 +70,7 @@ extern "C" __global__ void __launch_bounds__(256) flash_attention_rows(
     float* __restrict__ stats,        // (H, rows, 2): lse / log(2), +inf where no key is seen or past the end; delta
     float* __restrict__ delta,        // (B, H, T) or null: rowsum(dout * out) - dlse
     long long rows,
-    float* __restrict__ dq_sum,       // becomes 0; or null
-    int* __restrict__ taken) {        // becomes 0
-    if (blockIdx.x == 0 && threadIdx.x == 0) *taken = 0;
+    float* __restrict__ dq_sum) {     // becomes 0; or null
     const int units = (a.queries + UNIT - 1) / UNIT, first = blockIdx.x % units * UNIT;
     const Sequence s = find_sequence(a, blockIdx.x / units);
     if (first >= s.queries) return;
@@ -133,54 +128,11 @@ extern "C" __global__ void __launch_bounds__(256) flash_attention_dq_store(
     }
 }
 
-// A warp's dk or dv, times `factor`, to global memory, 16 x 16 at a time through `patch`.
-using Sums = float[SUM_16][2 * WIDTH_16][4];
-__device__ __forceinline__ void store_sums(u32 patch, scalar* x, const Strides& t, const Sequence& s, int first, int head,
-                                           int across, int count, int width, float factor, Sums& d) {
-    const int lane = threadIdx.x % 32, row = lane / 2;
-    scalar* rows = x + s.number * t.batch + (s.first_key + first + row) * t.row + head * t.head;
-#pragma unroll
-    for (int m = 0; m < SUM_16; ++m)
-#pragma unroll
-        for (int n = 0; n < WIDTH_16; ++n) {
-            const int column = 16 * (across + SUM_ACROSS * n) + lane % 2 * 8;
-#pragma unroll
-            for (int e = 0; e < 8; ++e) d[m][2 * n + e / 4][e % 4] *= factor;
-            __syncwarp();
-            store_fragments<16>(patch, 0, 16 * (n % 4), d[m][2 * n], d[m][2 * n + 1]);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) d[m][2 * n + e / 4][e % 4] = 0.f;
-            __syncwarp();
-            if (16 * m + row < count && column < width)
-                *(uint4*)(rows + 16 * m * t.row + column) =
-                    load_shared_16(chunk_address<16>(patch, row, n % 4 * 2 + lane % 2));
-        }
-}
-
 struct Queries { int head, i; };  // of a step: the head, and the first
-// A block's keys, and the queries that see them.
-struct KeyTile {
-    Sequence s;
-    int first, kv_head, begin, per_head, steps;
 
-    __device__ __forceinline__ Queries queries(int step, int group) const {
-        const int turn = step < per_head ? 0 : step / per_head;
-        return {kv_head * group + turn, begin + (step - turn * per_head) * STEP};
-    }
-};
-__device__ __forceinline__ KeyTile key_tile(const Attention& a, int number) {
-    const int tiles = (a.keys + OWN - 1) / OWN, kv_heads = a.heads / a.group;
-    KeyTile t = {find_sequence(a, number / tiles / kv_heads), number % tiles * OWN, number / tiles % kv_heads};
-    t.begin = max(0, t.first - t.s.offset - a.right) / STEP * STEP;
-    const int end = t.first < t.s.keys ? min(t.s.queries, min(t.first + OWN, t.s.keys) - t.s.offset + a.left) : 0;
-    t.per_head = max(0, (end - t.begin + STEP - 1) / STEP), t.steps = t.per_head * a.group;
-    return t;
-}
-
-// dq of the queries from `i` on: ds (queries, keys) k, added to what other keys add
-__device__ __forceinline__ void add_dq(const Attention& a, const Sequence& s, u32 ds, u32 k, float* dq_sum,
-                                       Queries at) {
-    const int warp = threadIdx.x / 32, rows = warp / DQ_ACROSS * DQ_16 * 16, across = warp % DQ_ACROSS;
+// dq of a step's queries: ds (queries, keys) k, added to what other keys add
+__device__ __forceinline__ void add_dq(const Attention& a, const Sequence& s, u32 ds, u32 k, float* dq_sum, Queries at) {
+    const int warp = threadIdx.x / 32 % ADDERS, rows = warp / DQ_ACROSS * DQ_16 * 16, across = warp % DQ_ACROSS;
     float dq[DQ_16][2 * DQ_WIDTH_16][4] = {};
     add_product<false, OWN, STEP, DQ_ACROSS, DQ_16, DQ_WIDTH_16>(
         dq, moved<STEP>(straight(ds), rows, 0), moved<OWN>(straight(k), 0, 16 * across));
@@ -206,97 +158,77 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
     float* __restrict__ dq_sum,           // 0 at first; or null
     float* __restrict__ dbias,            // of zeros, by strides; or null
     const Strides dbias_strides,
-    int* __restrict__ taken,              // 0: key tiles that blocks have taken beside their first
     scalar* __restrict__ dk,              // (B, S, Hk, D)
     scalar* __restrict__ dv) {            // (B, S, Hk, Dv)
-    const int tiles = (a.keys + OWN - 1) / OWN * (a.heads / a.group) * a.sequences;
+    const int tiles = (a.keys + OWN - 1) / OWN, kv_heads = a.heads / a.group;
+    const int first = blockIdx.x % tiles * OWN, kv_head = blockIdx.x / tiles % kv_heads;
+    const Sequence s = find_sequence(a, blockIdx.x / tiles / kv_heads);
+    if (first >= s.key_rows) return;
+    const int begin = max(0, first - s.offset - a.right) / STEP * STEP;
+    const int end = first < s.keys ? min(s.queries, min(first + OWN, s.keys) - s.offset + a.left) : 0;
+    const int per_head = max(0, (end - begin + STEP - 1) / STEP), steps = per_head * a.group;
+    const auto queries = [&](int n) -> Queries {
+        const int turn = n < per_head ? 0 : n / per_head;
+        return {kv_head * a.group + turn, begin + (n - turn * per_head) * STEP};
+    };
+
     const int warp = threadIdx.x / 32, rank = warp % 4;
-    const bool weighs = warp < 4;
-    const int own = rank / (4 / LOGITS_ACROSS) * OWN_16 * 16, step_row = rank % (4 / LOGITS_ACROSS) * STEP_16 * 16;
+    const bool weighs = warp < 4, adds = dq_sum && (ADDERS == WARPS || !weighs);
     const int sum_own = rank / SUM_ACROSS * SUM_16 * 16, across = rank % SUM_ACROSS;
     const u32 k_tile = shared_tiles(), v_tile = k_tile + OWN_BYTES, q_tiles = v_tile + OWN_BYTES;
     const u32 dout_tiles = q_tiles + STAGES * STEP_BYTES, p_tile = dout_tiles + STAGES * STEP_BYTES;
     const u32 ds_tiles = p_tile + WEIGHTS_BYTES, bend_tile = ds_tiles + 2 * WEIGHTS_BYTES;
-    const u32 stats_tiles = p_tile + BETWEEN_BYTES, next_tile = stats_tiles + STAGES * STEP * STATS_BYTES;
+    const u32 stats_tiles = p_tile + WEIGHT_TILES * WEIGHTS_BYTES;
 
-    const auto load_step = [&](const KeyTile& t, int n) {
-        const Queries at = t.queries(n, a.group);
-        const int left = t.s.queries - at.i, stage = n % STAGES;
-        const long long row = t.s.first_query + at.i;
-        load_tile<STEP, THREADS>(q_tiles + stage * STEP_BYTES, q, a.q, t.s, row, at.head, left, a.head_dim);
-        load_tile<STEP, THREADS>(dout_tiles + stage * STEP_BYTES, dout, a.dout, t.s, row, at.head, left, a.value_dim);
-        load_stats(stats_tiles + stage * STEP * STATS_BYTES, stats_of(a, t.s, stats, rows, at.head, at.i), STEP, left);
+    const auto load_step = [&](int n) {
+        const Queries at = queries(n);
+        const int left = s.queries - at.i, stage = n % STAGES;
+        const long long row = s.first_query + at.i;
+        load_tile<STEP, THREADS>(q_tiles + stage * STEP_BYTES, q, a.q, s, row, at.head, left, a.head_dim);
+        load_tile<STEP, THREADS>(dout_tiles + stage * STEP_BYTES, dout, a.dout, s, row, at.head, left, a.value_dim);
+        load_stats(stats_tiles + stage * STEP * STATS_BYTES, stats_of(a, s, stats, rows, at.head, at.i), STEP, left);
     };
-    // all but K
-    const auto load_first = [&](const KeyTile& t) {
-        load_tile<OWN, THREADS>(v_tile, v, a.v, t.s, t.s.first_key + t.first, t.kv_head, t.s.keys - t.first, a.value_dim);
-        if (STAGES == 2 && t.steps > 0) load_step(t, 0);
-    };
-    const auto load_k = [&](const KeyTile& t) {
-        load_tile<OWN, THREADS>(k_tile, k, a.k, t.s, t.s.first_key + t.first, t.kv_head, t.s.keys - t.first, a.head_dim);
-        cp_async_commit();
-    };
+    const long long row = s.first_key + first;
+    load_tile<OWN, THREADS>(k_tile, k, a.k, s, row, kv_head, s.keys - first, a.head_dim);
+    load_tile<OWN, THREADS>(v_tile, v, a.v, s, row, kv_head, s.keys - first, a.value_dim);
+    if (STAGES == 2 && steps > 0) load_step(0);
+    cp_async_commit();
 
-    int number = blockIdx.x;
-    KeyTile tile = key_tile(a, number);
-    load_first(tile);
-    load_k(tile);
-    Sums sum = {};
-    if (STAYS && threadIdx.x == 0) store_shared(next_tile, atomicAdd(taken, 1) + gridDim.x);
+    float sum[SUM_16][2 * WIDTH_16][4] = {};
 #pragma unroll 1
-    for (int n = 0;; ++n) {
-        const bool ends = n == tile.steps;
+    for (int n = 0; n <= steps; ++n) {
         // after this barrier the last step's ds are there, and nobody reads the tiles of that step any more
-        if (STAGES == 2 || ends) cp_async_wait<0>();
+        if (STAGES == 2) cp_async_wait<0>();
         __syncthreads();
-        if (n + STAGES - 1 < tile.steps) {
-            load_step(tile, n + STAGES - 1);
-            cp_async_commit();
-        }
+        if (n + STAGES - 1 < steps) load_step(n + STAGES - 1);
+        cp_async_commit();
         const auto last_dq = [&] {
-            if (dq_sum && n > 0)
-                add_dq(a, tile.s, ds_tiles + (n - 1) % 2 * WEIGHTS_BYTES, k_tile, dq_sum, tile.queries(n - 1, a.group));
+            if (adds && n > 0)
+                add_dq(a, s, ds_tiles + (n - 1) % 2 * WEIGHTS_BYTES, k_tile, dq_sum, queries(n - 1));
         };
-        KeyTile next;
-        if (ends) {
-            number = STAYS ? __shfl_sync(~0u, load_shared(next_tile), 0) : tiles;
-            if (number < tiles) {
-                next = key_tile(a, number);
-                load_first(next);
-            }
-        }
-        if (!weighs || ends) last_dq();
-        if (ends) {
-            __syncthreads();
-            if (STAYS && threadIdx.x == 0) store_shared(next_tile, atomicAdd(taken, 1) + gridDim.x);
-            if (number < tiles) load_k(next);
-            const int first = tile.first + sum_own, count = tile.s.key_rows - first;
-            store_sums(p_tile + warp * PATCH_BYTES, weighs ? dv : dk, weighs ? a.dv : a.dk, tile.s, first, tile.kv_head,
-                       across, count, weighs ? a.value_dim : a.head_dim, weighs ? a.keep_scale : a.scale, sum);
-            if (number >= tiles) break;
-            tile = next;
-            n = -1;
-            continue;
-        }
+        if (!weighs || n == steps) last_dq();
+        if (n == steps) break;
         if (STAGES == 1) {
             cp_async_wait<0>();
             __syncthreads();
         }
-        const Queries at = tile.queries(n, a.group);
-        const int stage = n % STAGES;
+        const Queries at = queries(n);
+        const int stage = n % STAGES, logits_rank = anew(rank);
+        const int own = logits_rank / (4 / LOGITS_ACROSS) * OWN_16 * 16;
+        const int step_row = logits_rank % (4 / LOGITS_ACROSS) * STEP_16 * 16;
         const u32 q_tile = q_tiles + stage * STEP_BYTES, dout_tile = dout_tiles + stage * STEP_BYTES;
         const u32 ds_tile = ds_tiles + n % 2 * WEIGHTS_BYTES;
         float x[STEP_16][2 * OWN_16][4];
         multiply_rows<STEP, OWN, STEP_16, OWN_16>(x, moved<STEP>(straight(weighs ? q_tile : dout_tile), step_row, 0),
                                                   moved<OWN>(crossed(weighs ? k_tile : v_tile), own, 0));
-        const Logits logits = {a, tile.s, dbias, dbias_strides, at.head, at.i + step_row, tile.first + own,
+        const Logits logits = {a, s, dbias, dbias_strides, at.head, at.i + step_row, first + own,
                                stats_tiles + (stage * STEP + step_row) * STATS_BYTES};
-        const bool hides = logits.partial(STEP, at.i, OWN, tile.first);
+        const bool hides = logits.partial(STEP, at.i, OWN, first);
         if (weighs) {
 #pragma unroll
             for (int m = 0; m < STEP_16; ++m) {
                 logits.weigh<STEP, OWN_16>(x[m], 16 * m, p_tile, bend_tile, step_row, own, hides);
-                if (m == STEP_16 / 2 - 1) bar_arrive(9 + rank, 64);
+                if (m == STEP_16 / 2 - 1) bar_arrive(9 + rank, 64);  // half of p for the warp that has the same dp
             }
             bar_arrive(5 + rank, 64);
         } else {
@@ -313,4 +245,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
             moved<STEP>(straight(weighs ? dout_tile : q_tile), 0, 16 * across), weighs && a.threshold < 65536);
         if (weighs) last_dq();
     }
+
+    cp_async_wait<0>();
+    __syncthreads();
+    const float factor = weighs ? a.keep_scale : a.scale;
+    put_tile<OWN, SUM_ACROSS, SUM_16, WIDTH_16>(weighs ? v_tile : k_tile, sum_own, across, factor, sum);
+    __syncthreads();
+    const int count = s.key_rows - first;
+    store_tile<OWN, THREADS>(k_tile, dk, a.dk, s, row, kv_head, count, a.head_dim);
+    store_tile<OWN, THREADS>(v_tile, dv, a.dv, s, row, kv_head, count, a.value_dim);
 }

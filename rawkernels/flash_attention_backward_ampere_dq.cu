@@ -24,30 +24,6 @@ constexpr int DQ_BYTES = 2 * OWN_BYTES + STAGES * 2 * STEP_BYTES + DS_BYTES + OW
 static_assert(STEP_16 > 0 && STEP_WARPS <= 4 && HEAD_DIM / 16 % STEP_WARPS == 0,
               "flash_attention_backward_ampere_dq.cu: OWN, STEP and WARPS do not share out");
 
-// The accumulators of a warp's rows, times `factor`, into a tile of OWN rows; then all of it to global memory.
-__device__ __forceinline__ void put_tile(u32 tile, int row, int across, float factor, float (&d)[OWN_16][2 * WIDTH_16][4]) {
-#pragma unroll
-    for (int m = 0; m < OWN_16; ++m)
-#pragma unroll
-        for (int n = 0; n < 2 * WIDTH_16; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) d[m][n][e] *= factor;
-            store_fragment<OWN>(tile, row + 16 * m, 16 * (across + STEP_WARPS * (n / 2)) + n % 2 * 8, d[m][n]);
-        }
-}
-__device__ __forceinline__ void store_tile(u32 tile, scalar* x, const Strides& t, const Sequence& s, long long row0,
-                                           int head, int count, int width) {
-    scalar* rows = x + s.number * t.batch + row0 * t.row + head * t.head;
-    const int chunk = threadIdx.x % 8;
-    for (int row = threadIdx.x / 8; row < min(count, OWN); row += THREADS / 8)
-#pragma unroll
-        for (int column = 0; column < HEAD_DIM; column += 64)
-            if (column + 8 * chunk < width) {
-                const u32 source = chunk_address<OWN>(tile, row, column / 8 + chunk);
-                *(uint4*)(rows + row * t.row + column + 8 * chunk) = load_shared_16(source);
-            }
-}
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dq(
     const Attention a,
     const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
@@ -112,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dq(
 
     cp_async_wait<0>();
     __syncthreads();
-    put_tile(q_tile, own, across, a.scale, dq_sum);
+    put_tile<OWN, STEP_WARPS, OWN_16, WIDTH_16>(q_tile, own, across, a.scale, dq_sum);
     __syncthreads();
-    store_tile(q_tile, dq, a.dq, s, at, head, s.queries - first, a.head_dim);
+    store_tile<OWN, THREADS>(q_tile, dq, a.dq, s, at, head, s.queries - first, a.head_dim);
 }

@@ -6,7 +6,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp, import_cupy, rows_refusal
-from gpuattn.kernels import gpu, kernel
+from gpuattn.kernels import kernel
 from gpuattn.ops import attention_short, attention_simt
 from gpuattn.ops.attention_launch import Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
@@ -30,7 +30,6 @@ TILES = (
 PLAIN_ONLY = TILES[0]  # with extras its code is too long
 UNIT = 16  # queries: the grain of stats and of the sum of dq
 THREADS = 256
-STAYS = "90"  # the compute capability where blocks go from tile to tile
 
 
 def choose_tile(size, extras, limit):
@@ -47,8 +46,7 @@ def choose_tile(size, extras, limit):
 def shared_bytes(width, own, step, stages, extras):
     """Return DKV_BYTES; DQ_BYTES is never more."""
     row, weights = -(-width // 64) * 128, step * -(-own // 64) * 128
-    between = max((3 + extras) * weights, THREADS // 32 * 16 * 128)
-    return 2 * own * row + stages * step * (2 * row + 8) + between + 16
+    return 2 * own * row + stages * step * (2 * row + 8) + (3 + extras) * weights
 
 
 @functools.cache
@@ -74,7 +72,6 @@ def backward(saved, dout, dlse, *, needs, into, **params):
 
     extras = launch.extras or params["dropout_p"] > 0
     device = import_cupy().cuda.runtime.getDevice()
-    capability, multiprocessors = gpu(device)
     tile = choose_tile(max(q.shape[-1], v.shape[-1]), extras, _shared_limit(device))
     width, own, *_ = tile
     constants = dict(zip(CONSTANTS, tile, strict=True), scalar=ctype(q.dtype), EXTRAS=extras)
@@ -88,12 +85,11 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     rows = UNIT * (q.shape[0] // UNIT + sequences if launch.packed else units)
     stats = arrays.empty(q, (heads, rows, 2), np.float32)
     delta = arrays.empty(q, lse.shape, np.float32) if needs[8] else None
-    taken = (arrays.empty if units else arrays.zeros)(q, (1,), np.int32)  # rows makes it 0
     by_keys = needs[1] or needs[2] or needs[3]
     by_queries = needs[0] and (launch.deterministic or not by_keys)
     adds = needs[0] and not by_queries
     dq_sum = arrays.empty(q, (rows, heads, width), np.float32) if adds else None
-    run("rows", units, out, dout, lse, dlse, stats, delta, rows, dq_sum, taken)
+    run("rows", units, out, dout, lse, dlse, stats, delta, rows, dq_sum)
 
     shared = q, k, v, dout, stats, rows
     dbias = None
@@ -103,9 +99,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
             shape = full if launch.deterministic else bias.shape
             dbias = arrays.zeros(q, shape, np.float32)
         blocks = -(-launch.keys // own) * launch.kv_heads * sequences
-        if capability == STAYS and not extras:
-            blocks = min(blocks, multiprocessors)
-        args = *shared, dq_sum, dbias, _broadcast_strides(dbias), taken, dk, dv
+        args = *shared, dq_sum, dbias, _broadcast_strides(dbias), dk, dv
         run("dkv", blocks, *args, bytes=bytes)
     if by_queries:
         blocks = -(-launch.queries // own) * heads * sequences

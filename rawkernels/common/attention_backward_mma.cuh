@@ -102,15 +102,6 @@ __device__ __forceinline__ void load_stats(u32 tile, const float* stats, int siz
     if (row < size) cp_async(tile + row * STATS_BYTES, stats + 2 * row, row < count);
 }
 
-// ---- from logits to weights
-__device__ __forceinline__ float2 unpack_pair(bf16, u32 x) {
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-}
-__device__ __forceinline__ float2 unpack_pair(f16, u32 x) {
-    float2 r;
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(r.x), "=f"(r.y) : "r"(x));
-    return r;
-}
 // Two neighbouring accumulators into a tile of ROWS rows, rounded to 16 bits; row a multiple of 8, column of 16.
 template <int ROWS> __device__ __forceinline__ void store_fragments(u32 tile, int row, int column, const float (&left)[4],
                                                                     const float (&right)[4]) {
@@ -122,6 +113,41 @@ template <int ROWS> __device__ __forceinline__ void store_fragments(u32 tile, in
     store_fragment<ROWS>(tile, row, column, left);
     store_fragment<ROWS>(tile, row, column + 8, right);
 #endif
+}
+// The accumulators of a warp's rows, times `factor`, into a tile of ROWS rows; then all of it to global memory.
+template <int ROWS, int ACROSS, int M, int N>
+__device__ __forceinline__ void put_tile(u32 tile, int row, int across, float factor, float (&d)[M][2 * N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) d[m][2 * n + e / 4][e % 4] *= factor;
+            store_fragments<ROWS>(tile, row + 16 * m, 16 * (across + ACROSS * n), d[m][2 * n], d[m][2 * n + 1]);
+        }
+}
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void store_tile(u32 tile, scalar* x, const Strides& t, const Sequence& s, long long row0,
+                                           int head, int count, int width) {
+    scalar* rows = x + s.number * t.batch + row0 * t.row + head * t.head;
+    const int chunk = threadIdx.x % 8;
+    for (int row = threadIdx.x / 8; row < min(count, ROWS); row += THREADS / 8)
+#pragma unroll
+        for (int column = 0; column < HEAD_DIM; column += 64)
+            if (column + 8 * chunk < width) {
+                const u32 source = chunk_address<ROWS>(tile, row, column / 8 + chunk);
+                *(uint4*)(rows + row * t.row + column + 8 * chunk) = load_shared_16(source);
+            }
+}
+
+// ---- from logits to weights
+__device__ __forceinline__ float2 unpack_pair(bf16, u32 x) {
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+__device__ __forceinline__ float2 unpack_pair(f16, u32 x) {
+    float2 r;
+    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(r.x), "=f"(r.y) : "r"(x));
+    return r;
 }
 // What a block's logits have in common. i0, j0: the first query and key of this warp's logits.
 struct Logits {

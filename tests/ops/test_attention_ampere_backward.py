@@ -34,7 +34,7 @@ def test_bytes_are_those_of_the_kernel(nvrtc, tile, extras):
     count = backward.shared_bytes(*tile, extras)
     claims = {
         backward.FILE: ("// ---- dq_sum", f"DKV_BYTES == {count} && THREADS == {backward.THREADS}"),
-        backward.DQ_FILE: ("// The accumulators", f"DQ_BYTES <= {count}"),
+        backward.DQ_FILE: ('extern "C"', f"DQ_BYTES <= {count}"),
     }
     constants = dict(zip(backward.CONSTANTS, tile, strict=True), scalar="bf16", EXTRAS=extras)
     for file, (end, claim) in claims.items():
