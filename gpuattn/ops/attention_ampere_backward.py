@@ -11,7 +11,7 @@ from gpuattn.ops import attention_short, attention_simt
 from gpuattn.ops.attention_launch import Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
-FILE, DQ_FILE = "flash_attention_backward_ampere.cu", "flash_attention_backward_ampere_dq.cu"
+FILE, ROWS, EXTRAS = (f"flash_attention_backward_ampere{s}.cu" for s in ("", "_rows", "_extras"))
 CONSTANTS = "HEAD_DIM", "OWN", "STEP", "STAGES"
 TILES = (
     (64, 128, 128, 2),
@@ -27,26 +27,51 @@ TILES = (
     (256, 32, 32, 1),
 )
 """What CONSTANTS may be: the first that is wide enough and fits in shared memory is taken."""
-PLAIN_ONLY = TILES[0]  # with extras its code is too long
+EXTRAS_CONSTANTS = "HEAD_DIM", "OWN", "STEP", "WARPS", "STAGES", "DS_TILES"
+EXTRAS_TILES = (
+    (64, 128, 128, 8, 2, 2),
+    (64, 128, 64, 8, 2, 1),
+    (96, 128, 64, 8, 2, 2),
+    (128, 128, 64, 8, 2, 2),
+    (128, 64, 64, 8, 2, 2),
+    (128, 64, 64, 8, 1, 1),
+    (192, 64, 64, 8, 2, 2),
+    (256, 64, 64, 8, 2, 2),
+    (256, 64, 64, 8, 1, 1),
+    (256, 32, 32, 4, 1, 1),
+)
+"""The same of the file EXTRAS."""
+PLAIN_ONLY = EXTRAS_TILES[0]  # its registers are full
 UNIT = 16  # queries: the grain of stats and of the sum of dq
 THREADS = 256
 
 
-def choose_tile(size, extras, limit):
+def choose_tile(size, limit):
     """Return the tile of TILES for a head size and ``limit`` bytes of shared memory in a block."""
+    return next(t for t in TILES if size <= t[0] and shared_bytes(*t) <= limit)
+
+
+def choose_extras_tile(size, extras, limit):
+    """Return the same of EXTRAS_TILES."""
     return next(
         tile
-        for tile in TILES
+        for tile in EXTRAS_TILES
         if size <= tile[0]
-        and shared_bytes(*tile, extras) <= limit
+        and extras_shared_bytes(*tile) <= limit
         and not (extras and tile == PLAIN_ONLY)
     )
 
 
-def shared_bytes(width, own, step, stages, extras):
-    """Return DKV_BYTES; DQ_BYTES is never more."""
+def shared_bytes(width, own, step, stages):
+    """Return DKV_BYTES."""
     row, weights = -(-width // 64) * 128, step * -(-own // 64) * 128
-    return 2 * own * row + stages * step * (2 * row + 8) + (3 + extras) * weights
+    return 2 * own * row + stages * step * (2 * row + 8) + 3 * weights
+
+
+def extras_shared_bytes(width, own, step, warps, stages, ds_tiles):
+    """Return DKV_BYTES of the file EXTRAS; its DQ_BYTES is never more."""
+    row, weights = -(-width // 64) * 128, step * -(-own // 64) * 128
+    return 2 * own * row + stages * step * (2 * row + 8) + (1 + ds_tiles) * weights
 
 
 @functools.cache
@@ -71,42 +96,52 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     problem, heads, sequences = launch.problem, launch.heads, launch.sequences
 
     extras = launch.extras or params["dropout_p"] > 0
-    device = import_cupy().cuda.runtime.getDevice()
-    tile = choose_tile(max(q.shape[-1], v.shape[-1]), extras, _shared_limit(device))
-    width, own, *_ = tile
-    constants = dict(zip(CONSTANTS, tile, strict=True), scalar=ctype(q.dtype), EXTRAS=extras)
-    bytes = shared_bytes(*tile, extras)
+    limit = _shared_limit(import_cupy().cuda.runtime.getDevice())
+    size, scalar = max(q.shape[-1], v.shape[-1]), ctype(q.dtype)
+    tile, extras_tile = choose_tile(size, limit), choose_extras_tile(size, extras, limit)
+    width = extras_tile[0] if extras else tile[0]
 
-    def run(name, grid, *args, file=FILE, threads=THREADS, bytes=0):
-        launch_kernel = kernel(file, f"flash_attention_{name}", **constants)
-        launch_kernel((grid,), (threads,), problem, *args, shared_bytes=bytes)
+    def run_rows(name, *args):
+        launch_kernel = kernel(ROWS, f"flash_attention_{name}", HEAD_DIM=width, scalar=scalar)
+        launch_kernel((units,), (THREADS,), problem, *args)
+
+    def run_extras(name, rows, heads, *args):
+        constants = dict(zip(EXTRAS_CONSTANTS, extras_tile, strict=True), EXTRAS=extras)
+        launch_kernel = kernel(EXTRAS, f"flash_attention_{name}", scalar=scalar, **constants)
+        grid = -(-rows // constants["OWN"]) * heads * sequences
+        block, bytes = 32 * constants["WARPS"], extras_shared_bytes(*extras_tile)
+        launch_kernel((grid,), (block,), problem, *args, shared_bytes=bytes)
 
     units = -(-launch.queries // UNIT) * sequences
     rows = UNIT * (q.shape[0] // UNIT + sequences if launch.packed else units)
     stats = arrays.empty(q, (heads, rows, 2), np.float32)
     delta = arrays.empty(q, lse.shape, np.float32) if needs[8] else None
-    by_keys = needs[1] or needs[2] or needs[3]
-    by_queries = needs[0] and (launch.deterministic or not by_keys)
-    adds = needs[0] and not by_queries
-    dq_sum = arrays.empty(q, (rows, heads, width), np.float32) if adds else None
-    run("rows", units, out, dout, lse, dlse, stats, delta, rows, dq_sum)
+    run_rows("rows", out, dout, lse, dlse, stats, delta, rows)
 
     shared = q, k, v, dout, stats, rows
-    dbias = None
+    by_keys = needs[1] or needs[2] or needs[3]
+    by_queries = needs[0] and (launch.deterministic or not by_keys)
+    dq_sum = dbias = None
     if by_keys:
+        if needs[0] and not by_queries:
+            dq_sum = arrays.zeros(q, (rows, heads, width), np.float32)
         if needs[3]:
             full = sequences, heads, launch.queries, launch.keys
             shape = full if launch.deterministic else bias.shape
             dbias = arrays.zeros(q, shape, np.float32)
-        blocks = -(-launch.keys // own) * launch.kv_heads * sequences
-        args = *shared, dq_sum, dbias, _broadcast_strides(dbias), dk, dv
-        run("dkv", blocks, *args, bytes=bytes)
+        if extras:
+            args = *shared, dq_sum, dbias, _broadcast_strides(dbias), dk, dv
+            run_extras("dkv", launch.keys, launch.kv_heads, *args)
+        else:
+            constants = dict(zip(CONSTANTS, tile, strict=True))
+            launch_kernel = kernel(FILE, "flash_attention_dkv", scalar=scalar, **constants)
+            grid = -(-launch.keys // constants["OWN"]) * launch.kv_heads * sequences
+            args, bytes = (*shared, dq_sum, dk, dv), shared_bytes(*tile)
+            launch_kernel((grid,), (THREADS,), problem, *args, shared_bytes=bytes)
     if by_queries:
-        blocks = -(-launch.queries // own) * heads * sequences
-        threads = THREADS if own >= 64 else THREADS // 2
-        run("dq", blocks, *shared, dq, file=DQ_FILE, threads=threads, bytes=bytes)
+        run_extras("dq", launch.queries, heads, *shared, dq)
     elif needs[0]:
-        run("dq_store", units, dq_sum, dq)
+        run_rows("dq_store", dq_sum, dq)
     if needs[3]:
         dbias = sum_to(dbias, bias.shape).astype(bias.dtype, copy=False)
     dsink = sink_gradient(sink, lse, delta) if needs[8] else None
