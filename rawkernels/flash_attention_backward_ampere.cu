@@ -23,6 +23,33 @@ constexpr int ROW_BYTES = (HEAD_DIM + 63) / 64 * 128;
 constexpr int OWN_BYTES = OWN * ROW_BYTES, STEP_BYTES = STEP * ROW_BYTES, WEIGHTS_BYTES = STEP * ((OWN + 63) / 64 * 128);
 constexpr int DKV_BYTES = 2 * OWN_BYTES + STAGES * (2 * STEP_BYTES + STEP * STATS_BYTES) + 3 * WEIGHTS_BYTES;
 
+// d = a b^T for this warp's logits, both as [row][head column]; a, b: what this lane passes to ldmatrix, straight and crossed
+__device__ __forceinline__ void multiply_rows(float (&d)[STEP_16][2 * OWN_16][4], u32 a, u32 b) {
+    u32 x[STEP_16][4], y[2][OWN_16][4];  // 16 rows of a are fetched when the last have been used: registers are few
+#pragma unroll
+    for (int m = 0; m < STEP_16; ++m) ldmatrix(x[m], moved<STEP>(a, 16 * m, 0));
+#pragma unroll
+    for (int n = 0; n < OWN_16; ++n) ldmatrix(y[0][n], moved<OWN>(b, 16 * n, 0));
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; ++k) {
+        const bool more = k + 1 < HEAD_DIM / 16;
+        if (more)
+#pragma unroll
+            for (int n = 0; n < OWN_16; ++n) ldmatrix(y[(k + 1) % 2][n], moved<OWN>(b, 16 * n, 16 * (k + 1)));
+#pragma unroll
+        for (int m = 0; m < STEP_16; ++m) {
+#pragma unroll
+            for (int n = 0; n < OWN_16; ++n) {
+                if (k == 0)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) d[m][2 * n][e] = d[m][2 * n + 1][e] = 0.f;
+                mma_pair(d[m][2 * n], d[m][2 * n + 1], x[m], y[k % 2][n]);
+            }
+            if (more) ldmatrix(x[m], moved<STEP>(a, 16 * m, 16 * (k + 1)));
+        }
+    }
+}
+
 __device__ __forceinline__ float2 unpack_pair(bf16, u32 x) {
     return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
@@ -86,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
 
     const int warp = threadIdx.x / 32, rank = warp % 4;
     const bool weighs = warp < 4;
+    const int own = rank / (4 / LOGITS_ACROSS) * OWN_16 * 16, step_row = rank % (4 / LOGITS_ACROSS) * STEP_16 * 16;
     const int sum_own = rank / SUM_ACROSS * SUM_16 * 16, across = rank % SUM_ACROSS;
     const u32 k_tile = shared_tiles(), v_tile = k_tile + OWN_BYTES, q_tiles = v_tile + OWN_BYTES;
     const u32 dout_tiles = q_tiles + STAGES * STEP_BYTES, p_tile = dout_tiles + STAGES * STEP_BYTES;
@@ -125,21 +153,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
             __syncthreads();
         }
         const Queries at = queries(n);
-        const int stage = n % STAGES, logits_rank = anew(rank);
-        const int own = logits_rank / (4 / LOGITS_ACROSS) * OWN_16 * 16;
-        const int step_row = logits_rank % (4 / LOGITS_ACROSS) * STEP_16 * 16;
+        const int stage = n % STAGES;
         const u32 q_tile = q_tiles + stage * STEP_BYTES, dout_tile = dout_tiles + stage * STEP_BYTES;
         const u32 ds_tile = ds_tiles + n % 2 * WEIGHTS_BYTES;
         float x[STEP_16][2 * OWN_16][4];
-        multiply_rows<STEP, OWN, STEP_16, OWN_16>(x, moved<STEP>(straight(weighs ? q_tile : dout_tile), step_row, 0),
-                                                  moved<OWN>(crossed(weighs ? k_tile : v_tile), own, 0));
-        const u32 row_stats = stats_tiles + (stage * STEP + step_row + threadIdx.x % 32 / 4) * STATS_BYTES;
+        multiply_rows(x, moved<STEP>(straight(weighs ? q_tile : dout_tile), step_row, 0),
+                      moved<OWN>(crossed(weighs ? k_tile : v_tile), own, 0));
+        const int lane = anew(threadIdx.x) % 32;
+        const u32 row_stats = stats_tiles + (stage * STEP + step_row + lane / 4) * STATS_BYTES;
         if (weighs) {
             const bool hides = is_partial(a, s, STEP, at.i, OWN, first);
 #pragma unroll
             for (int m = 0; m < STEP_16; ++m) {
                 const int row = step_row + 16 * m;
-                if (hides) hide(a, s, at.i + row + threadIdx.x % 32 / 4, first + own + threadIdx.x % 4 * 2, x[m]);
+                if (hides) hide(a, s, at.i + row + lane / 4, first + own + lane % 4 * 2, x[m]);
                 weigh(x[m], a.scale * LOG2E, row_stats + 16 * m * STATS_BYTES, p_tile, row, own);
                 if (m == STEP_16 / 2 - 1) bar_arrive(9 + rank, 64);  // half of p for the warp that has the same dp
             }

@@ -29,6 +29,33 @@ constexpr int DQ_BYTES = 2 * OWN_BYTES + STAGES * 2 * STEP_BYTES + DS_BYTES + OW
 static_assert(STEP_16 > 0 && STEP_WARPS <= 4 && HEAD_DIM / 16 % STEP_WARPS == 0,
               "flash_attention_backward_ampere_extras.cu: OWN, STEP and WARPS do not share out");
 
+// d = a b^T, both as [row][head column]; a, b: what this lane passes to ldmatrix, straight and crossed
+struct Nothing { __device__ void operator()(int) const {} };
+template <int A_ROWS, int B_ROWS, int M, int N, typename Meanwhile = Nothing>
+__device__ __forceinline__ void multiply_rows(float (&d)[M][2 * N][4], u32 a, u32 b, Meanwhile meanwhile = {}) {
+    u32 x[2][M][4], y[2][N][4];
+#pragma unroll
+    for (int k = -1; k < HEAD_DIM / 16; ++k) {
+        if (k + 1 < HEAD_DIM / 16) {
+#pragma unroll
+            for (int m = 0; m < M; ++m) ldmatrix(x[(k + 1) % 2][m], moved<A_ROWS>(a, 16 * m, 16 * (k + 1)));
+#pragma unroll
+            for (int n = 0; n < N; ++n) ldmatrix(y[(k + 1) % 2][n], moved<B_ROWS>(b, 16 * n, 16 * (k + 1)));
+        }
+        if (k < 0) continue;
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                if (k == 0)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) d[m][2 * n][e] = d[m][2 * n + 1][e] = 0.f;
+                mma_pair(d[m][2 * n], d[m][2 * n + 1], x[k % 2][m], y[k % 2][n]);
+            }
+        meanwhile(k);
+    }
+}
+
 // ---- from logits to weights
 // What a block's logits have in common. i0, j0: the first query and key of this warp's logits.
 struct Logits {

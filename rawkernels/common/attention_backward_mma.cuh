@@ -96,35 +96,6 @@ __device__ __forceinline__ void store_tile(u32 tile, scalar* x, const Strides& t
 }
 
 // ---- products; operands of the next 16 of the sum are fetched while those of the last are multiplied
-// d = a b^T, both as [row][head column]; a, b: what this lane passes to ldmatrix, straight and crossed
-struct Nothing { __device__ void operator()(int) const {} };
-template <int A_ROWS, int B_ROWS, int M, int N, typename Meanwhile = Nothing>
-__device__ __forceinline__ void multiply_rows(float (&d)[M][2 * N][4], u32 a, u32 b, Meanwhile meanwhile = {}) {
-    u32 x[M][4], y[2][N][4];  // of a each 16 rows as soon as they have been used: registers are few
-#pragma unroll
-    for (int m = 0; m < M; ++m) ldmatrix(x[m], moved<A_ROWS>(a, 16 * m, 0));
-#pragma unroll
-    for (int n = 0; n < N; ++n) ldmatrix(y[0][n], moved<B_ROWS>(b, 16 * n, 0));
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM / 16; ++k) {
-        const bool more = k + 1 < HEAD_DIM / 16;
-        if (more)
-#pragma unroll
-            for (int n = 0; n < N; ++n) ldmatrix(y[(k + 1) % 2][n], moved<B_ROWS>(b, 16 * n, 16 * (k + 1)));
-#pragma unroll
-        for (int m = 0; m < M; ++m) {
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                if (k == 0)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) d[m][2 * n][e] = d[m][2 * n + 1][e] = 0.f;
-                mma_pair(d[m][2 * n], d[m][2 * n + 1], x[m], y[k % 2][n]);
-            }
-            if (more) ldmatrix(x[m], moved<A_ROWS>(a, 16 * m, 16 * (k + 1)));
-        }
-        meanwhile(k);
-    }
-}
 // d += a b over K; b as [k][head column], of which this warp's 16s are ACROSS apart; a as [row][k], or as [k][row] CROSSED.
 template <bool CROSSED, int K, int A_ROWS, int ACROSS, int M, int N>
 __device__ __forceinline__ void add_product(float (&d)[M][2 * N][4], u32 a, u32 b) {
