@@ -53,7 +53,7 @@ def refuse_backward(
         )
     if extras and dropout_p:
         return "there is dropout beside a bias, ALiBi or softcap, the kernel takes either"
-    if softcap and bias is not None and (needs is None or needs[3]):
+    if softcap and bias is not None and bias.dtype != bool and (needs is None or needs[3]):
         return "there is a softcap beside a bias with a gradient, the kernel takes either"
     return None
 
