@@ -60,6 +60,7 @@ WORDS = {  # what describe returns, as a person reads it
     "tiles": lambda n: f"{n:,} tiles",
     "waves": lambda n: f"{n:.2f} waves",
     "limit": lambda text: f"limit: {text}",
+    "gradient": lambda text: f"gradient: {text}",
 }
 
 
@@ -69,7 +70,8 @@ class Explanation:
 
     ``details``: what the chosen one takes of the GPU, by the names in WORDS, or None: the sides of
     a tile, threads of a block, registers of a thread, shared memory of a block, blocks (tiles where
-    blocks take several), how often they fill the GPU (waves), and what stands in the way (limit).
+    blocks take several), how often they fill the GPU (waves), what stands in the way (limit), and
+    whose gradient follows where it is another one's, with the reason (gradient).
     """
 
     op: str
@@ -85,7 +87,8 @@ class Explanation:
             lines.append(f"  {name:{width}}  {verdict}")
             if name == self.chosen and self.details:
                 found = [f"{WORDS[name](value)}" for name, value in self.details.items()]
-                lines += [f"  {'':{width}}  {', '.join(part)}" for part in (found[:4], found[4:])]
+                parts = [found[i : i + 4] for i in range(0, len(found), 4)]
+                lines += [f"  {'':{width}}  {', '.join(part)}" for part in parts]
         return "\n".join(lines)
 
     def as_dict(self):

@@ -1,16 +1,18 @@
 // flash_attention_backward_hopper.cu for head sizes above 128: smaller tiles, and a warpgroup has half of the columns.
-// Constants: scalar = f16, bf16; WIDTH = 256 (both head sizes rounded up)
+// Constants: scalar = f16, bf16; WIDTH = 256 (of tiles); SIZE = 192, 256 (both head sizes rounded up)
 // Launch:    grid = (min(key tiles, SMs),), block = (384,), shared = SHARED bytes
 // Arch: sm_90a
 //
 // A tile is 64 keys, a step 64 queries: of dk and dv more do not fit in registers. The first warpgroup computes
 // P^T = exp2(K Q^T c - lse), the second dP^T = V dO^T meanwhile, and dS^T = P^T (dP^T - delta) from the rounded P^T.
 // Both pass through shared memory; then each warpgroup has half of the columns of dV += P^T dO, dK += dS^T Q, dQ = dS K.
+// Adding dq to memory is in the way of all that a multiprocessor loads and stores: it goes in two parts, each beside
+// products of the step or the next, and what the next step reads first is in registers before.
 #include "common/attention_backward_hopper.cuh"
 #include "common/backward_pipeline_hopper.cuh"
 
-static_assert(WIDTH == 256, "flash_attention_backward_hopper_wide.cu: WIDTH is 256");
-constexpr int HALF = WIDTH / 2, SLABS = HALF / 64;  // columns of a warpgroup
+static_assert(WIDTH == 256 && (SIZE == 192 || SIZE == 256), "flash_attention_backward_hopper_wide.cu: too wide");
+constexpr int HALF = WIDTH / 2;  // columns of a warpgroup; the second has fewer where SIZE is less
 constexpr int P_BYTES = BN * BM * 2;
 [[maybe_unused]] constexpr int SHARED = 2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 3 * P_BYTES;
 
@@ -24,6 +26,168 @@ __device__ __forceinline__ float unrounded(u32 pair, int half) {
     scalar x;
     x.bits = (unsigned short)(pair >> 16 * half);
     return (float)x;
+}
+__device__ __forceinline__ void load_rows(float2 (&x)[8], u32 from) {  // lse or delta of a step
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = load_shared_float2(from + 32 * i + 8 * (threadIdx.x % 4));
+}
+
+// A tile of keys, and the step that is next.
+struct Place {
+    int first, keys, shift, block, head;  // shift: the query that stands at the tile's first key
+    __device__ __forceinline__ void next(u32 tile) {
+        if (++block == field(tile, BEGIN) + field(tile, BLOCKS)) block = field(tile, BEGIN);
+        if (block == field(tile, START)) ++head;
+    }
+};
+// P^T of a step into its tile.
+__device__ __forceinline__ void store_weights(const Attention& a, const Place& at, float (&st)[32], const float2 (&lse)[8],
+                                              u32 tile) {
+    const float scale_log2 = a.scale * LOG2_E;
+    const int query = at.block * BM;
+#pragma unroll
+    for (int n = 0; n < 32; ++n) st[n] = exp2_fast(st[n] * scale_log2 - (n % 2 ? lse[n / 4].y : lse[n / 4].x));
+    if (at.first + BN > at.keys || at.shift + BN - 1 > query + a.right || at.shift < query + BM - 1 - a.left) {
+#pragma unroll
+        for (int n = 0; n < 32; ++n) {
+            const int row = fragment_row(n), distance = at.shift + row - query - fragment_column(n);
+            if (distance > a.right || distance < -a.left || at.first + row >= at.keys) st[n] = 0.f;
+        }
+    }
+    u32 p[4][4];
+    pack(p, st);
+    store_tile<BN>(tile, threadIdx.x % 128 / 32 * 16, p);
+    fence_async_proxy();
+}
+// dS^T from P^T in a tile and dP^T.
+__device__ __forceinline__ void store_gradients(const float (&dst)[32], const float2 (&delta)[8], u32 p_tile, u32 tile) {
+    const int row0 = threadIdx.x % 128 / 32 * 16;
+    u32 p[4][4], ds[4][4];
+    load_fragment<BN>(p, p_tile, row0);
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+        const u32 pair = p[n / 4][n % 4];
+        const float2 x = delta[n / 2];
+        ds[n / 4][n % 4] = pack_pair(scalar(), unrounded(pair, 0) * (dst[2 * n] - x.x),
+                                     unrounded(pair, 1) * (dst[2 * n + 1] - x.y));
+    }
+    store_tile<BN>(tile, row0, ds);
+    fence_async_proxy();
+}
+// A warpgroup's columns of dV and dK leave through the values and the keys.
+template <int W, int R>
+__device__ __forceinline__ void store_sums(const Shared& m, const Attention& a, u32 tile, const TensorMap& dk_map,
+                                           const TensorMap& dv_map, scalar* dk, scalar* dv, float (&dk_sum)[R],
+                                           const float (&dv_sum)[R]) {
+    constexpr int FIRST_SLAB = W * HALF / 64;
+    const int thread = threadIdx.x % 128, warp_row = thread / 32 * 16;
+    const int kv_head = field(tile, HEAD), batch = field(tile, BATCH), at = field(tile, KEY_ROW);
+    const int key_rows = field(tile, KEY_ROWS) - field(tile, FIRST);
+    const bool whole = !a.cu_q || key_rows >= BN;
+    u32 values[R / 8][4], rounded[R / 8][4];
+    pack(values, dv_sum);
+#pragma unroll
+    for (int i = 0; i < R; ++i) dk_sum[i] *= a.scale;
+    pack(rounded, dk_sum);
+    bar_sync(ALL, CONSUMERS);  // nobody reads them any more, nor the tile
+    if (whole) {
+        store_tile<BN>(m.v + FIRST_SLAB * BN * 128, warp_row, values);
+        store_tile<BN>(m.k + FIRST_SLAB * BN * 128, warp_row, rounded);
+        fence_async_proxy();
+        bar_sync(OWN + W, 128);
+        if (thread == 0) {
+            for (int c = FIRST_SLAB; c < FIRST_SLAB + R / 32; ++c) {
+                tma_store(dv_map, m.v + c * BN * 128, 64 * c, at, kv_head, batch);
+                tma_store(dk_map, m.k + c * BN * 128, 64 * c, at, kv_head, batch);
+            }
+            bulk_commit();
+            bulk_wait_read();
+        }
+        bar_sync(OWN + W, 128);
+    } else {
+        store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows, W * HALF, a.value_dim, values);
+        store_rows(dk + at * a.dk.row + kv_head * a.dk.head, a.dk, key_rows, W * HALF, a.head_dim, rounded);
+    }
+    release(m.k_empty);
+    release(m.v_empty);
+}
+
+// What the W-th of the warpgroups that compute does.
+template <int W> __device__ __forceinline__ void compute(const Shared& m, const Attention& a, const TensorMap& dk_map,
+                                                         const TensorMap& dv_map, scalar* dk, scalar* dv, float* dq_sum,
+                                                         int row_blocks) {
+    constexpr int COLUMNS = SIZE - W * HALF < HALF ? SIZE - W * HALF : HALF;
+    const u32 columns = W * HALF * 64 * 2;  // where they begin in tiles of 64 rows
+    const u32 own = W ? m.v : m.k, stream = W ? m.grad : m.q, rows_of_steps = W ? m.delta : m.lse;
+    const u32 full = W ? m.grad_full : m.q_full;  // of what it multiplies by its values or keys
+    const u32 tile = m.tile;
+    Ring ring;
+    for (int round = 0;; ++round) {
+        mbar_wait(m.k_full, round & 1);
+        Place place = {field(tile, FIRST), field(tile, KEYS)};
+        if (place.first < 0) break;
+        mbar_wait(m.v_full, round & 1);
+        if ((a.cu_q || a.key_lengths) && place.first + BN > place.keys) clear_rows(m, place.keys - place.first);
+        place.shift = place.first + field(tile, SHIFT);
+        place.block = field(tile, START);
+        place.head = field(tile, HEAD) * a.group;
+        int left = field(tile, BLOCKS) * a.group;
+        float dk_sum[COLUMNS / 2], dv_sum[COLUMNS / 2];
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) dk_sum[i] = dv_sum[i] = 0.f;
+
+        float st[32];  // S^T or dP^T
+        float2 rows[8];
+        if (left) mbar_wait(full + 8 * ring.stage, ring.parity);
+        hold(st); wgmma_fence();
+        product<K_MAJOR, K_MAJOR, BN, BM, SIZE>(st, own, stream + ring.stage * Q_BYTES);
+        wgmma_commit(); wgmma_wait<0>(); hold(st);
+        load_rows(rows, rows_of_steps + ring.stage * ROWS_BYTES);
+#pragma unroll 1
+        for (; left > 0; --left, place.next(tile)) {
+            const u32 stage = ring.stage, p_tile = m.ds + (1 + stage) * P_BYTES;
+            const long long part = ((long long)place.head * row_blocks + field(tile, ROW_BLOCK) + place.block) * 2 + W;
+            float* to = dq_sum + part * (BM * HALF) + threadIdx.x % 128 * 4;
+            if (W == 0) store_weights(a, place, st, rows, p_tile);
+            bar_sync(ALL, CONSUMERS);  // P^T is there
+            mbar_wait(m.grad_full + 8 * stage, ring.parity);
+            hold(dv_sum); wgmma_fence();
+            product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dv_sum, p_tile, m.grad + stage * Q_BYTES + columns, true);
+            wgmma_commit();
+            if (W == 1) store_gradients(st, rows, p_tile, m.ds);
+            bar_sync(ALL, CONSUMERS);  // dS^T is there
+            float dq[32];  // 64 columns at a time: there are no registers for more
+            mbar_wait(m.q_full + 8 * stage, ring.parity);
+            hold(dq); wgmma_fence();
+            product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq, m.ds, m.k + columns);
+            wgmma_commit();
+            hold(dk_sum); wgmma_fence();
+            product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dk_sum, m.ds, m.q + stage * Q_BYTES + columns, true);
+            wgmma_commit();
+            wgmma_wait<1>(); hold(dq);  // dV is there too, dK runs
+            release(m.grad_empty + 8 * stage);
+            add_to_memory(to, dq);
+            if (COLUMNS > 64) {
+                hold(dq); wgmma_fence();
+                product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq, m.ds, m.k + columns + BN * 128);
+                wgmma_commit();
+            }
+            ring.next();
+            // behind the last step a product of whatever is there: ptxas serialises all of them for a branch
+            if (left > 1) mbar_wait(full + 8 * ring.stage, ring.parity);
+            hold(st); wgmma_fence();
+            product<K_MAJOR, K_MAJOR, BN, BM, SIZE>(st, own, stream + ring.stage * Q_BYTES);
+            wgmma_commit();
+            wgmma_wait<1>(); hold(dq);  // dK is there too, the next step's product runs
+            load_rows(rows, rows_of_steps + ring.stage * ROWS_BYTES);  // before what follows is in the way
+            release(m.q_empty + 8 * stage);
+            if (COLUMNS > 64) add_to_memory(to + 32 * 128, dq);
+            wgmma_wait<0>(); hold(st);
+        }
+        wgmma_wait<0>(); hold(dv_sum); hold(dk_sum);
+        store_sums<W>(m, a, tile, dk_map, dv_map, dk, dv, dk_sum, dv_sum);
+    }
+    if (threadIdx.x % 128 == 0) bulk_wait();
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_wide(
@@ -50,131 +214,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_wi
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) load_keys_and_queries(m, a, k_map, q_map, lse, plan, counter, tiles, row_blocks);
         if (threadIdx.x == 32) load_values_and_gradients(m, a, v_map, dout_map, delta, row_blocks);
-    } else {  // ---- consumers
+    } else if (warpgroup() == 1) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        const int w = warpgroup() - 1, thread = threadIdx.x % 128, warp_row = thread / 32 * 16;
-        const float scale_log2 = a.scale * LOG2_E;
-        Ring ring;
-        for (int round = 0;; ++round) {
-            mbar_wait(m.k_full, round & 1);
-            const int first = field(m.tile, FIRST), keys = field(m.tile, KEYS);
-            if (first < 0) break;
-            mbar_wait(m.v_full, round & 1);
-            if ((a.cu_q || a.key_lengths) && first + BN > keys) clear_rows(m, keys - first);
-            const int shift = first + field(m.tile, SHIFT);  // the query that stands at the tile's first key
-            const int steps = field(m.tile, BLOCKS) * a.group;
-            int block = field(m.tile, START), head = field(m.tile, HEAD) * a.group;
-            float dk_sum[HALF / 2], dv_sum[HALF / 2];
-#pragma unroll
-            for (int i = 0; i < HALF / 2; ++i) dk_sum[i] = dv_sum[i] = 0.f;
-
-            u32 stage_before = 0;
-#pragma unroll 1
-            for (int i = 0; i < steps; ++i, ring.next()) {
-                const u32 q = m.q + ring.stage * Q_BYTES, grad = m.grad + ring.stage * Q_BYTES;
-                const u32 p_tile = m.ds + (1 + ring.stage) * P_BYTES;
-                float st[32];  // S^T or dP^T
-                mbar_wait((w ? m.grad_full : m.q_full) + 8 * ring.stage, ring.parity);
-                hold(st); wgmma_fence();
-                product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, w ? m.v : m.k, w ? grad : q);
-                wgmma_commit(); wgmma_wait<0>(); hold(st);  // and dK of the last step
-                if (i) release(m.q_empty + 8 * stage_before);
-
-                const u32 column = 8 * (thread % 4);
-                if (w == 0) {
-                    const bool masked = first + BN > keys || shift + BN - 1 > block * BM + a.right
-                                        || shift < block * BM + BM - 1 - a.left;
-                    u32 p[4][4];
-#pragma unroll
-                    for (int n = 0; n < 32; n += 4) {
-                        const float2 x = load_shared_float2(m.lse + ring.stage * ROWS_BYTES + 32 * (n >> 2) + column);
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) st[n + e] = exp2_fast(st[n + e] * scale_log2 - (e % 2 ? x.y : x.x));
-                    }
-                    if (masked) {
-#pragma unroll
-                        for (int n = 0; n < 32; ++n) {
-                            const int row = fragment_row(n), at = shift + row - block * BM - fragment_column(n);
-                            if (at > a.right || at < -a.left || first + row >= keys) st[n] = 0.f;
-                        }
-                    }
-                    pack(p, st);
-                    store_tile<BN>(p_tile, warp_row, p);
-                    fence_async_proxy();
-                }
-                bar_sync(ALL, CONSUMERS);  // P^T is there
-                mbar_wait(m.grad_full + 8 * ring.stage, ring.parity);
-                hold(dv_sum); wgmma_fence();
-                product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dv_sum, p_tile, grad + w * SLABS * BM * 128, true);
-                wgmma_commit();
-                if (w == 1) {
-                    u32 p[4][4], ds[4][4];
-                    load_fragment<BN>(p, p_tile, warp_row);
-#pragma unroll
-                    for (int n = 0; n < 32; n += 4) {
-                        const float2 x = load_shared_float2(m.delta + ring.stage * ROWS_BYTES + 32 * (n >> 2) + column);
-#pragma unroll
-                        for (int e = 0; e < 4; e += 2) {
-                            const u32 pair = p[n / 8][n / 4 % 2 * 2 + e / 2];
-                            ds[n / 8][n / 4 % 2 * 2 + e / 2] = pack_pair(scalar(), unrounded(pair, 0) * (st[n + e] - x.x),
-                                                                         unrounded(pair, 1) * (st[n + e + 1] - x.y));
-                        }
-                    }
-                    store_tile<BN>(m.ds, warp_row, ds);
-                    fence_async_proxy();
-                }
-                bar_sync(ALL, CONSUMERS);  // dS^T is there
-                float dq[HALF / 2];
-                mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
-                hold(dq); wgmma_fence();
-                product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq, m.ds, m.k + w * SLABS * BN * 128);
-                wgmma_commit();
-                hold(dk_sum); wgmma_fence();
-                product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dk_sum, m.ds, q + w * SLABS * BM * 128, true);
-                wgmma_commit();
-                wgmma_wait<1>(); hold(dq); hold(dv_sum);  // dK runs into the next step
-                release(m.grad_empty + 8 * ring.stage);
-                stage_before = ring.stage;
-
-                const long long part = ((long long)head * row_blocks + field(m.tile, ROW_BLOCK) + block) * 2 + w;
-                add_to_memory(dq_sum + part * (BM * HALF) + thread * 4, dq);
-                if (++block == field(m.tile, BEGIN) + field(m.tile, BLOCKS)) block = field(m.tile, BEGIN);
-                if (block == field(m.tile, START)) ++head;
-            }
-
-            wgmma_wait<0>(); hold(dv_sum); hold(dk_sum);
-            if (steps) release(m.q_empty + 8 * stage_before);
-            // dV and dK leave through the values and the keys
-            const int kv_head = field(m.tile, HEAD), batch = field(m.tile, BATCH), at = field(m.tile, KEY_ROW);
-            const int key_rows = field(m.tile, KEY_ROWS) - first;
-            const bool whole = !a.cu_q || key_rows >= BN;
-            u32 values[HALF / 16][4], rounded[HALF / 16][4];
-            pack(values, dv_sum);
-#pragma unroll
-            for (int i = 0; i < HALF / 2; ++i) dk_sum[i] *= a.scale;
-            pack(rounded, dk_sum);
-            bar_sync(ALL, CONSUMERS);  // nobody reads them any more, nor the tile
-            if (whole) {
-                store_tile<BN>(m.v + w * SLABS * BN * 128, warp_row, values);
-                store_tile<BN>(m.k + w * SLABS * BN * 128, warp_row, rounded);
-                fence_async_proxy();
-                bar_sync(OWN + w, 128);
-                if (thread == 0) {
-                    for (int c = w * SLABS; c < (w + 1) * SLABS; ++c) {
-                        tma_store(dv_map, m.v + c * BN * 128, 64 * c, at, kv_head, batch);
-                        tma_store(dk_map, m.k + c * BN * 128, 64 * c, at, kv_head, batch);
-                    }
-                    bulk_commit();
-                    bulk_wait_read();
-                }
-                bar_sync(OWN + w, 128);
-            } else {
-                store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows, w * HALF, a.value_dim, values);
-                store_rows(dk + at * a.dk.row + kv_head * a.dk.head, a.dk, key_rows, w * HALF, a.head_dim, rounded);
-            }
-            release(m.k_empty);
-            release(m.v_empty);
-        }
-        if (thread == 0) bulk_wait();
+        compute<0>(m, a, dk_map, dv_map, dk, dv, dq_sum, row_blocks);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        compute<1>(m, a, dk_map, dv_map, dk, dv, dq_sum, row_blocks);
     }
 }

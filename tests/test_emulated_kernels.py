@@ -14,7 +14,9 @@ PROBLEMS = {  # of several tiles each, so that what lies in shared memory is use
     1577: "a bias that the copy engine brings, and its gradient; causal from the top left",
     1043: "causal with dropout at head size 128",
     2056: "packed and causal, dq in a fixed order",
-    555: "a head size above 128, a window",
+    555: "a head size above 192, a window",
+    3096: "a head size above 128, causal",
+    1403: "a softcap beside a bias that wants no gradient",
     1460: "packed with empty sequences, a softcap",
 }
 MISTAKES = {

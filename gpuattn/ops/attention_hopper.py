@@ -158,15 +158,19 @@ def describe(q, k, v, *extras, **params):
     waves = plan.tiles / gpu(q.device.id)[1]
     bound = "exponentials" if plan.constants["HEAD_DIM"] == 64 else "matrix products"
     limit = "fewer tiles than multiprocessors" if waves < 1 else bound
-    return {
+    details = {
         "tile": (plan.rows, plan.keys), **taken, "tiles": plan.tiles, "waves": waves, "limit": limit
     }  # fmt: skip
+    if reason := attention_hopper_backward.refuse_backward(q, k, v, *extras, **params):
+        details["gradient"] = f"raw-ampere's, because {reason}"
+    return details
 
 
 def backward(saved, dout, dlse, *, needs, into, **params):
     inputs = saved[:9]
     form = attention_hopper_backward
-    if attention_short.suits(*inputs, **params) or form.refuse_backward(*inputs, **params):
+    short = attention_short.suits(*inputs, **params)
+    if short or form.refuse_backward(*inputs, **params, needs=needs):
         form = attention_ampere_backward
     return form.backward(saved, dout, dlse, needs=needs, into=into, **params)
 

@@ -53,7 +53,7 @@ def refuse_backward(
         )
     if extras and dropout_p:
         return "there is dropout beside a bias, ALiBi or softcap, the kernel takes either"
-    if softcap and bias is not None and (needs is None or needs[3]):
+    if softcap and bias is not None and bias.dtype != bool and (needs is None or needs[3]):
         return "there is a softcap beside a bias with a gradient, the kernel takes either"
     return None
 
@@ -108,7 +108,8 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     maps += [tensormaps.tensor_map(x, 64) for x in (dk, dv)]
     shared = side[0], side[1], dq_sum, dk, dv, plan
     if width == 256:
-        main = kernel(WIDE_FILE, "flash_attention_backward_wide", **constants)
+        name = "flash_attention_backward_wide"
+        main = kernel(WIDE_FILE, name, SIZE=192 if size <= 192 else 256, **constants)
     else:
         shared += dbias, turns
         main = kernel(

@@ -194,7 +194,9 @@ class Machine:
     def backward(self, saved, dout, dlse, **params):
         saved = tuple(map(as_array, saved))
         with self.in_place():
-            reason = attention_hopper_backward.refuse_backward(*saved[:9], **params)
+            reason = attention_hopper_backward.refuse_backward(
+                *saved[:9], **{"needs": None, **params}
+            )
             assert reason is None, reason
             return attention_hopper.backward(saved, as_array(dout), as_array(dlse), **params)
 

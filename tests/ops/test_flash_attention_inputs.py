@@ -355,6 +355,16 @@ def test_explain_tells_what_the_kernel_takes(gpu):
             assert names <= set(told.details) <= set(WORDS), impl
 
 
+def test_explain_tells_whose_gradient_follows(gpu):
+    x = gpu.ones((1, 700, 1, 192), np.float16)
+    told = explain(flash_attention, x, x, x, softcap=3)
+    if told.chosen != "raw-hopper":
+        pytest.skip(f"{told.chosen} has a gradient of its own")
+    assert "raw-ampere's, because the head size is 192; above 128" in told.details["gradient"]
+    assert "\n              gradient: raw-ampere's" in str(told)
+    assert "gradient" not in explain(flash_attention, x, x, x).details
+
+
 def test_explain_on_the_gpu(gpu):
     x = gpu.ones((1, 2, 1, 320), np.float32)
     told = dict(explain(flash_attention, x, x, x).reasons)
