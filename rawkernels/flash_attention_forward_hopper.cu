@@ -1,5 +1,5 @@
 // Attention for Hopper, out = softmax(scale q k^T) v with its log-sum-exp, by wgmma on tiles that TMA feeds.
-// One thread loads keys and values, another the queries; each consumer warpgroup owns 64 queries of a tile. It issues the
+// One thread finds tiles, one loads keys and values, one the queries; each consumer warpgroup owns 64 queries of a tile. It issues the
 // q k^T of one key block and the p v of the block before together, then does its softmax while the tensor cores work on
 // that p v and for the other warpgroups. Warpgroups share the key blocks and nothing else: they drift apart, so that one's
 // prologue and epilogue run beside the others' products, and each passes over the blocks that its own queries do not see.
@@ -29,7 +29,7 @@ static_assert(HEAD_DIM <= 256 && BM % 64 == 0 && BN % 16 == 0, "flash_attention_
 constexpr int WARPGROUPS = BM / 64, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112;
-constexpr float HUGE = 1 << 17;  // exponents whose rounding begins to matter
+constexpr float HUGE = 1 << 27;  // exponents that are rounded to multiples of 16
 constexpr bool RESCALE_FIRST = HEAD_DIM > 128;  // o is rescaled before p v instead of after: fewer registers live at once
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2, SLABS = (HEAD_DIM + 63) / 64;
 constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // queries of a warpgroup
@@ -43,7 +43,7 @@ constexpr int SHARED_BYTES = 2048 + OPERANDS + (OWN_OUT ? WARPGROUPS * Q_BYTES :
 // Shared memory, in bytes from shared_base() on.
 constexpr int Q_FULL = 0, Q_EMPTY = Q_FULL + 8 * WARPGROUPS, TILE_FULL = Q_EMPTY + 8 * WARPGROUPS, TILE_EMPTY = TILE_FULL + 16;
 constexpr int K_BARS = TILE_EMPTY + 16, V_BARS = K_BARS + 16 * STAGES, BIAS_BARS = V_BARS + 16 * STAGES;
-constexpr int TILE = 512, TILE_WORDS = 7;  // two tiles: the one at work and the next
+constexpr int TILE = 512, TILE_WORDS = 8;  // two tiles: the one at work and the next
 constexpr int Q = 1024, OUT = OWN_OUT ? Q + WARPGROUPS * Q_BYTES : Q;
 constexpr int K = OUT + WARPGROUPS * Q_BYTES, V = K + STAGES * KV_BYTES, BIAS = V + STAGES * KV_BYTES;
 static_assert(SHARED_BYTES <= 232448, "flash_attention_forward_hopper.cu: the tiles do not fit in shared memory");
@@ -79,16 +79,18 @@ using Keys = Ring<K_BARS, K, BN, SLABS>;
 using Values = Ring<V_BARS, V, BN, SLABS>;
 using Biases = Ring<BIAS_BARS, BIAS, BM, BIAS_SLABS>;
 
-__device__ __forceinline__ void put_tile(u32 shared, int round, const Tile& t) {
-    const int word[TILE_WORDS] = {t.first, t.head, t.number, t.queries, t.keys, t.offset, t.first_query};
+__device__ __forceinline__ void put_tile(u32 shared, int round, const Tile& t, int first_key) {
+    const int word[TILE_WORDS] = {t.first, t.head, t.number, t.queries, t.keys, t.offset, t.first_query, first_key};
 #pragma unroll
     for (int n = 0; n < TILE_WORDS; ++n) store_shared(shared + TILE + 64 * (round & 1) + 4 * n, word[n]);
+    mbar_arrive(shared + TILE_FULL + 8 * (round & 1));
 }
-__device__ __forceinline__ Tile get_tile(u32 shared, int round) {
+__device__ __forceinline__ Tile get_tile(u32 shared, int round, int& first_key) {
     int word[TILE_WORDS];
     mbar_wait(shared + TILE_FULL + 8 * (round & 1), round / 2 & 1);
 #pragma unroll
     for (int n = 0; n < TILE_WORDS; ++n) word[n] = load_shared(shared + TILE + 64 * (round & 1) + 4 * n);
+    first_key = word[7];
     return {word[0], word[1], word[2], word[3], word[4], word[5], word[6]};
 }
 
@@ -98,38 +100,36 @@ __device__ __forceinline__ int part_of(int w, int round) { return (w + round) % 
 // What a thread keeps of a tile: its two rows.
 struct Rows {
     float o[HEAD_DIM / 2], base[2], total[2], fade[2];  // o and total (this thread's share) count in units of 2^base
+    float unit;  // of an exponent: a logit of 1
     u32 p[BN / 16][4];
     int i;  // the first row's query; the second's is i + 8
 };
 
+// The power of two above: products with it are exact.
+__device__ __forceinline__ float power_above(float x) { return __uint_as_float((__float_as_uint(x) + 0x7fffff) & 0x7f800000); }
+
 // Logits to weights 2^(unit s - base) under the new maximum, and fade, the factor for what was summed under the old one.
+// base is rounded, the products below are not, and 2^their difference is finite up to HUGE. Beyond, logits are equal or far
+// apart, so a larger unit changes no weight.
 __device__ __forceinline__ void online_softmax(Rows& rows, float (&s)[BN / 2], float unit) {
-    float shift[2];
+    rows.unit = unit;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        float even = NEG_INF, odd = NEG_INF;
+        float even = NEG_INF, odd = NEG_INF, sum_even = 0.f, sum_odd = 0.f;
 #pragma unroll
         for (int e = 2 * r; e < BN / 2; e += 4) { even = fmaxf(even, s[e]); odd = fmaxf(odd, s[e + 1]); }
         float peak = fmaxf(even, odd);
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-        peak = fmaxf(rows.base[r], peak * unit);
-        shift[r] = peak == NEG_INF ? 0.f : peak;
-        rows.fade[r] = exp2_fast(rows.base[r] - shift[r]);
+        const float exact = fabsf(peak * unit) > HUGE ? power_above(unit) : unit;
+        peak = fmaxf(rows.base[r], peak * exact);
+        const float shift = peak == NEG_INF ? 0.f : peak;
+        rows.fade[r] = exp2_fast(rows.base[r] - shift);
         rows.base[r] = peak;
-    }
-    if (fmaxf(fabsf(shift[0]), fabsf(shift[1])) > HUGE) {  // round as the maximum was: a fused difference would not
-#pragma unroll
-        for (int e = 0; e < BN / 2; ++e) s[e] = __fmul_rn(s[e], unit);
-        unit = 1.f;
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float sum_even = 0.f, sum_odd = 0.f;
 #pragma unroll
         for (int e = 2 * r; e < BN / 2; e += 4) {
-            sum_even += s[e] = exp2_fast(s[e] * unit - shift[r]);
-            sum_odd += s[e + 1] = exp2_fast(s[e + 1] * unit - shift[r]);
+            sum_even += s[e] = exp2_fast(s[e] * exact - shift);
+            sum_odd += s[e + 1] = exp2_fast(s[e + 1] * exact - shift);
         }
         rows.total[r] = rows.total[r] * rows.fade[r] + (sum_even + sum_odd);
     }
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
         for (int w = 0; w < WARPGROUPS; ++w) { mbar_init(shared + Q_FULL + 8 * w, 1); mbar_init(shared + Q_EMPTY + 8 * w, 4); }
         for (int i = 0; i < 2; ++i) {
             mbar_init(shared + TILE_FULL + 8 * i, 1);
-            mbar_init(shared + TILE_EMPTY + 8 * i, 4 * WARPGROUPS + 1);  // and the loader of queries
+            mbar_init(shared + TILE_EMPTY + 8 * i, 4 * WARPGROUPS + 2);  // and both loaders
         }
         mbar_init_done();
     }
@@ -234,24 +234,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
 
     if (warpgroup() == WARPGROUPS) {  // ------------------------------------------------------- producers
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-        if (threadIdx.x == CONSUMERS) {  // finds tiles; loads keys, values and bias
+        int first_key = 0;
+        if (threadIdx.x == CONSUMERS) {  // finds tiles, one ahead of those who load
             const int tiles = row_blocks * all_heads;
-            int loaded = 0, index = blockIdx.x, round = 0;
-            for (;;) {
-                Tile t = {-1};
-                int first_key;
-                const bool more = index < tiles;
-                const bool found = more && find_tile<BM>(a, index, row_blocks, all_heads, section, t, first_key);
-                if (found || !more) {
-                    mbar_wait(shared + TILE_EMPTY + 8 * (round & 1), (round / 2 & 1) ^ 1);
-                    put_tile(shared, round, t);
-                    mbar_arrive(shared + TILE_FULL + 8 * (round++ & 1));
-                    if (!more) break;
-                }
+            const auto next = [&] {
                 const int taken = atomicAdd(counter, 1);
                 if (taken == tiles - 1) *counter = 0;  // every tile asks once for another: the last to ask resets
-                index = gridDim.x + taken;
-                if (!found) continue;
+                return (int)gridDim.x + taken;
+            };
+            int index = blockIdx.x;
+            for (int round = 0;; ++round) {
+                mbar_wait(shared + TILE_EMPTY + 8 * (round & 1), (round / 2 & 1) ^ 1);
+                if (round > 0) index = next();
+                Tile t = {-1};
+                while (index < tiles && !find_tile<BM>(a, index, row_blocks, all_heads, section, t, first_key)) index = next();
+                if (index >= tiles) t.first = -1;
+                put_tile(shared, round, t, first_key);
+                if (t.first < 0) break;
+            }
+        } else if (threadIdx.x == CONSUMERS + 32) {  // loads keys, values and bias
+            int loaded = 0;
+            for (int round = 0;; ++round) {
+                const Tile t = get_tile(shared, round, first_key);
+                if (t.first < 0) break;
                 const Range range = key_range<BANDED, BM, BN>(a, t, t.first);
                 const int kv_head = t.head / a.group, batch = a.cu_q ? 0 : t.number;
                 if (range.begin < range.end)
@@ -266,11 +271,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                         keys.load(loaded + 1, k_map, 0, first_key + (n - 1) * BN, kv_head, batch, L2_EVICT_LAST);
                     values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
                 }
+                mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));  // so late that no tile is taken too early
             }
-        } else if (threadIdx.x == CONSUMERS + 32) {  // loads queries
+        } else if (threadIdx.x == CONSUMERS + 64) {  // loads queries
             u32 loaded = 0;  // bit w: whether queries came to warpgroup w an odd number of times
             for (int round = 0;; ++round) {
-                const Tile t = get_tile(shared, round);
+                const Tile t = get_tile(shared, round, first_key);
                 mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));
                 if (t.first < 0) break;
                 int w = (WARPGROUPS - round % WARPGROUPS) % WARPGROUPS;  // of the first part
@@ -290,7 +296,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
         const u32 q_full = shared + Q_FULL + 8 * w, q_empty = shared + Q_EMPTY + 8 * w;
         int used = 0, taken = 0;  // value blocks behind us, key block `used` being the next; tiles in which we had queries
         for (int round = 0;; ++round) {
-            const Tile t = get_tile(shared, round);
+            int first_key;
+            const Tile t = get_tile(shared, round, first_key);
             __syncwarp();
             release(shared + TILE_EMPTY + 8 * (round & 1));
             if (t.first < 0) break;
@@ -313,6 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
             rows.i = first + fragment_row(0);
 #pragma unroll
             for (int r = 0; r < 2; ++r) { rows.base[r] = NEG_INF; rows.total[r] = 0.f; }
+            rows.unit = 1.f;
             if (any) {
 #pragma unroll
                 for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] = 0.f;
@@ -365,11 +373,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 float& total = rows.total[r];
                 total += __shfl_xor_sync(~0u, total, 1);
                 total += __shfl_xor_sync(~0u, total, 2);
-                float top = rows.base[r], factor = a.keep_scale;
+                float& top = rows.base[r];
+                float factor = a.keep_scale;
+                if (fabsf(top) > HUGE) top *= rows.unit / power_above(rows.unit);
                 if (a.sink) {  // one more key, of value zero
-                    const float sink = a.sink[t.head] * LOG2E;
+                    const float sink = a.sink[t.head] * LOG2E, before = top;
                     top = fmaxf(top, sink);
-                    const float shift = top == NEG_INF ? 0.f : top, fade = exp2_fast(rows.base[r] - shift);
+                    const float shift = top == NEG_INF ? 0.f : top, fade = exp2_fast(before - shift);
                     total = total * fade + exp2_fast(sink - shift);
                     factor *= fade;
                 }
