@@ -30,7 +30,10 @@ constexpr int WARPGROUPS = BM / 64, CONSUMERS = 128 * WARPGROUPS, THREADS = CONS
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112;
 constexpr float HUGE = 1 << 27;  // exponents that are rounded to multiples of 16
+constexpr float LOWEST = -3.4e38f;  // the maximum of no logits; finite, for differences
 constexpr bool RESCALE_FIRST = HEAD_DIM > 128;  // o is rescaled before p v instead of after: fewer registers live at once
+// Where p v of a block takes long, the wait for it stands amid the exponentials of the next; else ptxas puts it before them.
+constexpr bool WAIT_AMID = HEAD_DIM == 128 && BN > 128;
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2, SLABS = (HEAD_DIM + 63) / 64;
 constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // queries of a warpgroup
 constexpr int BIAS_SLABS = EXTRAS && BN == 128 ? 2 : 0;  // of 16-bit numbers; a mask of bytes fills one
@@ -94,13 +97,13 @@ __device__ __forceinline__ Tile get_tile(u32 shared, int round, int& first_key) 
     return {word[0], word[1], word[2], word[3], word[4], word[5], word[6]};
 }
 
-// Which 64 queries of a tile are a warpgroup's: short sequences, and the long and short rows of causal ones, go around.
-__device__ __forceinline__ int part_of(int w, int round) { return (w + round) % WARPGROUPS; }
+// Which 64 queries of a tile are a warpgroup's. Those of tiles that are not full go around: short sequences keep all busy.
+__device__ __forceinline__ int turn_of(const Tile& t, int round) { return t.first + BM > t.queries ? round % WARPGROUPS : 0; }
 
 // What a thread keeps of a tile: its two rows.
 struct Rows {
     float o[HEAD_DIM / 2], base[2], total[2], fade[2];  // o and total (this thread's share) count in units of 2^base
-    float unit;  // of an exponent: a logit of 1
+    float unit, exact[2];  // the exponents of a logit of 1
     u32 p[BN / 16][4];
     int i;  // the first row's query; the second's is i + 8
 };
@@ -108,38 +111,35 @@ struct Rows {
 // The power of two above: products with it are exact.
 __device__ __forceinline__ float power_above(float x) { return __uint_as_float((__float_as_uint(x) + 0x7fffff) & 0x7f800000); }
 
-// Logits to weights 2^(unit s - base) under the new maximum, and fade, the factor for what was summed under the old one.
-// base is rounded, the products below are not, and 2^their difference is finite up to HUGE. Beyond, logits are equal or far
-// apart, so a larger unit changes no weight.
-__device__ __forceinline__ void online_softmax(Rows& rows, float (&s)[BN / 2], float unit) {
-    rows.unit = unit;
+// A row's new maximum, and fade, the factor for what was summed under the old one. base is rounded and the differences from
+// it are not: up to HUGE their exponentials are finite. Beyond, logits are equal or far apart: a larger unit changes no weight.
+__device__ __forceinline__ void find_maximum(Rows& rows, const float (&s)[BN / 2], int r) {
+    float even = NEG_INF, odd = NEG_INF;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float even = NEG_INF, odd = NEG_INF, sum_even = 0.f, sum_odd = 0.f;
+    for (int e = 2 * r; e < BN / 2; e += 4) { even = fmaxf(even, s[e]); odd = fmaxf(odd, s[e + 1]); }
+    float peak = fmaxf(even, odd);
+    peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+    peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+    rows.exact[r] = fabsf(peak * rows.unit) > HUGE ? power_above(rows.unit) : rows.unit;
+    peak = fmaxf(rows.base[r], peak * rows.exact[r]);
+    rows.fade[r] = exp2_fast(rows.base[r] - peak);
+    rows.base[r] = peak;
+}
+__device__ __forceinline__ void take_exponentials(Rows& rows, float (&s)[BN / 2], int r) {  // logits to weights
+    float even = 0.f, odd = 0.f;
 #pragma unroll
-        for (int e = 2 * r; e < BN / 2; e += 4) { even = fmaxf(even, s[e]); odd = fmaxf(odd, s[e + 1]); }
-        float peak = fmaxf(even, odd);
-        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
-        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-        const float exact = fabsf(peak * unit) > HUGE ? power_above(unit) : unit;
-        peak = fmaxf(rows.base[r], peak * exact);
-        const float shift = peak == NEG_INF ? 0.f : peak;
-        rows.fade[r] = exp2_fast(rows.base[r] - shift);
-        rows.base[r] = peak;
-#pragma unroll
-        for (int e = 2 * r; e < BN / 2; e += 4) {
-            sum_even += s[e] = exp2_fast(s[e] * exact - shift);
-            sum_odd += s[e + 1] = exp2_fast(s[e + 1] * exact - shift);
-        }
-        rows.total[r] = rows.total[r] * rows.fade[r] + (sum_even + sum_odd);
+    for (int e = 2 * r; e < BN / 2; e += 4) {
+        even += s[e] = exp2_fast(s[e] * rows.exact[r] - rows.base[r]);
+        odd += s[e + 1] = exp2_fast(s[e + 1] * rows.exact[r] - rows.base[r]);
     }
+    rows.total[r] = rows.total[r] * rows.fade[r] + (even + odd);
 }
 __device__ __forceinline__ void rescale(Rows& rows) {
 #pragma unroll
     for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] *= rows.fade[row_of(e)];
 }
 
-// The products of the n-th key block, the used-th of the ring, to weights. edge: some keys are hidden from some queries.
+// The products of the n-th key block, the used-th of the ring, to logits and (WAIT_AMID: half of them) to weights. edge: some keys are hidden from some queries.
 __device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, u32 shared, int used,
                                       int n, bool edge, int bias_by_tma) {
     float factor = a.scale;
@@ -157,9 +157,14 @@ __device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const Atte
         else hide_from(s, end, end);
         if (BANDED && a.left < 1 << 30) hide_below(s, left, left + 8);
     }
-    online_softmax(rows, s, factor * LOG2E);
+    rows.unit = factor * LOG2E;
+    find_maximum(rows, s, 0);
+    if (WAIT_AMID) find_maximum(rows, s, 1);
+    take_exponentials(rows, s, 0);
+    if (!WAIT_AMID) { find_maximum(rows, s, 1); take_exponentials(rows, s, 1); }
 }
 __device__ __forceinline__ void pack_weights(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, int n) {
+    if (WAIT_AMID) take_exponentials(rows, s, 1);
     if (DROPOUT) {
         const u32 block = (rows.i - threadIdx.x % 32 / 4) / 16 | n * (BN / 16) << 16;
         drop(s, key_of(a), block, t.number * a.heads + t.head, a.threshold);
@@ -168,7 +173,7 @@ __device__ __forceinline__ void pack_weights(Rows& rows, float (&s)[BN / 2], con
 }
 __device__ __forceinline__ void add_values(Rows& rows, u32 shared, int used) {  // o += p v, issued
     const Values values{shared};
-    values.wait(used);
+    if (!WAIT_AMID) values.wait(used);
     if (RESCALE_FIRST) rescale(rows);
     hold(rows.o); hold(rows.p); wgmma_fence();
     product<MN_MAJOR, BN>(rows.o, rows.p, values.tile(used), true);
@@ -187,7 +192,8 @@ __device__ __forceinline__ void step(Rows& rows, const Attention& a, const Tile&
     add_values(rows, shared, used);
     wgmma_wait<1>(); hold(s);  // the logits are there; p v runs on
     keys.done(used + 1);
-    weigh(rows, s, a, t, shared, used + 1, n, edge, bias_by_tma);  // ptxas sinks part of it below the wait, to mix it with pack
+    weigh(rows, s, a, t, shared, used + 1, n, edge, bias_by_tma);
+    if (WAIT_AMID) Values{shared}.wait(used + 1);  // over its branch ptxas moves nothing
     wgmma_wait<0>(); hold(rows.o); hold(rows.p);
     Values{shared}.done(used);
     pack_weights(rows, s, a, t, n);
@@ -217,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
     scalar* __restrict__ out,
     float* __restrict__ lse,                     // (B, H, T)
     int* __restrict__ counter, int row_blocks, int all_heads, int section, int bias_by_tma) {
-    const u32 shared = shared_base();
+    const u32 shared = __shfl_sync(~0u, shared_base(), 0);  // else the main loop computes it anew, from a slow register
     const Keys keys{shared};
     const Values values{shared};
     const Biases biases{shared};
@@ -279,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 const Tile t = get_tile(shared, round, first_key);
                 mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));
                 if (t.first < 0) break;
-                int w = (WARPGROUPS - round % WARPGROUPS) % WARPGROUPS;  // of the first part
+                int w = (WARPGROUPS - turn_of(t, round)) % WARPGROUPS;  // of the first part
                 for (int first = t.first; first < min(t.first + BM, t.queries); first += 64) {
                     mbar_wait(shared + Q_EMPTY + 8 * w, (loaded >> w & 1) ^ 1);
                     load_slabs<64, SLABS>(shared + Q + w * Q_BYTES, q_map, shared + Q_FULL + 8 * w, 0, t.first_query + first,
@@ -301,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
             __syncwarp();
             release(shared + TILE_EMPTY + 8 * (round & 1));
             if (t.first < 0) break;
-            const int first = t.first + 64 * part_of(w, round);
+            const int first = t.first + 64 * ((w + turn_of(t, round)) % WARPGROUPS);
             const Range loaded = key_range<BANDED, BM, BN>(a, t, t.first), range = key_range<BANDED, 64, BN>(a, t, first);
             const bool any = range.begin < range.end;
             int n = loaded.end - 1;
@@ -319,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
             Rows rows;
             rows.i = first + fragment_row(0);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) { rows.base[r] = NEG_INF; rows.total[r] = 0.f; }
+            for (int r = 0; r < 2; ++r) { rows.base[r] = LOWEST; rows.total[r] = 0.f; }
             rows.unit = 1.f;
             if (any) {
 #pragma unroll
@@ -333,6 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                     keys.done(used);
                     weigh(rows, s, a, t, shared, used, n, true, bias_by_tma);
                     pack_weights(rows, s, a, t, n);
+                    if (WAIT_AMID) values.wait(used);
                 }
                 const int past = range.end * BN - t.keys;
                 if (past > 0 && (a.cu_q || a.key_lengths)) {  // values of others or garbage: 0 * NaN is NaN
@@ -379,8 +386,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 if (a.sink) {  // one more key, of value zero
                     const float sink = a.sink[t.head] * LOG2E, before = top;
                     top = fmaxf(top, sink);
-                    const float shift = top == NEG_INF ? 0.f : top, fade = exp2_fast(before - shift);
-                    total = total * fade + exp2_fast(sink - shift);
+                    const float fade = exp2_fast(before - top);
+                    total = total * fade + exp2_fast(sink - top);
                     factor *= fade;
                 }
                 if (threadIdx.x % 4 == 0 && rows.i + 8 * r < t.queries)
