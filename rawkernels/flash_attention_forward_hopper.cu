@@ -1,9 +1,9 @@
 // Attention for Hopper, out = softmax(scale q k^T) v with its log-sum-exp, by wgmma on tiles that TMA feeds.
-// One thread finds tiles, one loads keys and values, one the queries; each consumer warpgroup owns 64 queries of a tile. It issues the
-// q k^T of one key block and the p v of the block before together, then does its softmax while the tensor cores work on
-// that p v and for the other warpgroups. Warpgroups share the key blocks and nothing else: they drift apart, so that one's
-// prologue and epilogue run beside the others' products, and each passes over the blocks that its own queries do not see.
-// Thread blocks are persistent and take tiles from a counter, since causal tiles differ in length.
+// One thread finds tiles, one loads keys and values, one the queries; each consumer warpgroup owns 64 queries of a tile. It
+// issues the q k^T of one key block and the p v of the block before together, then does its softmax while the tensor cores
+// work on that p v and for the other warpgroups. Warpgroups share the key blocks and nothing else: they drift apart, so
+// that one's prologue and epilogue run beside the others' products, and each passes over the blocks that its own queries do
+// not see. Thread blocks are persistent and take tiles from a counter, since causal tiles differ in length.
 // Constants: scalar = bf16, f16; HEAD_DIM = 64; BM = 192; BN = 128; BANDED = false, true; EXTRAS = false; DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = true; EXTRAS = false; DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; EXTRAS = true; DROPOUT = false, true
@@ -98,7 +98,9 @@ __device__ __forceinline__ Tile get_tile(u32 shared, int round, int& first_key) 
 }
 
 // Which 64 queries of a tile are a warpgroup's. Those of tiles that are not full go around: short sequences keep all busy.
-__device__ __forceinline__ int turn_of(const Tile& t, int round) { return t.first + BM > t.queries ? round % WARPGROUPS : 0; }
+__device__ __forceinline__ int turn_of(const Tile& t, int round) {
+    return t.first + BM > t.queries ? round % WARPGROUPS : 0;
+}
 
 // What a thread keeps of a tile: its two rows.
 struct Rows {
@@ -109,10 +111,12 @@ struct Rows {
 };
 
 // The power of two above: products with it are exact.
-__device__ __forceinline__ float power_above(float x) { return __uint_as_float((__float_as_uint(x) + 0x7fffff) & 0x7f800000); }
+__device__ __forceinline__ float power_above(float x) {
+    return __uint_as_float((__float_as_uint(x) + 0x7fffff) & 0x7f800000);
+}
 
-// A row's new maximum, and fade, the factor for what was summed under the old one. base is rounded and the differences from
-// it are not: up to HUGE their exponentials are finite. Beyond, logits are equal or far apart: a larger unit changes no weight.
+// A row's new maximum, and fade, the factor for what was summed under the old one. base is rounded, differences from it are
+// not: up to HUGE their exponentials are finite. Beyond, logits are equal or far apart, and a larger unit changes no weight.
 __device__ __forceinline__ void find_maximum(Rows& rows, const float (&s)[BN / 2], int r) {
     float even = NEG_INF, odd = NEG_INF;
 #pragma unroll
@@ -129,8 +133,8 @@ __device__ __forceinline__ void take_exponentials(Rows& rows, float (&s)[BN / 2]
     float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int e = 2 * r; e < BN / 2; e += 4) {
-        even += s[e] = exp2_fast(s[e] * rows.exact[r] - rows.base[r]);
-        odd += s[e + 1] = exp2_fast(s[e + 1] * rows.exact[r] - rows.base[r]);
+        even += s[e] = exp2_fast(fmaf(s[e], rows.exact[r], -rows.base[r]));
+        odd += s[e + 1] = exp2_fast(fmaf(s[e + 1], rows.exact[r], -rows.base[r]));
     }
     rows.total[r] = rows.total[r] * rows.fade[r] + (even + odd);
 }
@@ -139,7 +143,8 @@ __device__ __forceinline__ void rescale(Rows& rows) {
     for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] *= rows.fade[row_of(e)];
 }
 
-// The products of the n-th key block, the used-th of the ring, to logits and (WAIT_AMID: half of them) to weights. edge: some keys are hidden from some queries.
+// The products of the n-th key block, the used-th of the ring, to weights, of both rows or (WAIT_AMID) the first alone.
+// edge: some keys are hidden from some queries.
 __device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, u32 shared, int used,
                                       int n, bool edge, int bias_by_tma) {
     float factor = a.scale;
@@ -253,7 +258,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 mbar_wait(shared + TILE_EMPTY + 8 * (round & 1), (round / 2 & 1) ^ 1);
                 if (round > 0) index = next();
                 Tile t = {-1};
-                while (index < tiles && !find_tile<BM>(a, index, row_blocks, all_heads, section, t, first_key)) index = next();
+                while (index < tiles && !find_tile<BM>(a, index, row_blocks, all_heads, section, t, first_key))
+                    index = next();
                 if (index >= tiles) t.first = -1;
                 put_tile(shared, round, t, first_key);
                 if (t.first < 0) break;

@@ -50,10 +50,6 @@ u32 shuffle(u32 x, int lane);  // the number of that lane
 u32 shuffle_xor(u32 x, int mask);
 template <typename T> T __shfl_sync(u32, T x, int lane) { return bits_as<T>(shuffle(bits_as<u32>(x), lane)); }
 template <typename T> T __shfl_xor_sync(u32, T x, int mask) { return bits_as<T>(shuffle_xor(bits_as<u32>(x), mask)); }
-inline bool __any_sync(u32, bool x) {
-    for (int mask = 1; mask < 32; mask *= 2) x |= shuffle_xor(x, mask) != 0;
-    return x;
-}
 void* dynamic_shared_memory();
 void* static_shared_memory();
 size_t __cvta_generic_to_shared(const void* p);
