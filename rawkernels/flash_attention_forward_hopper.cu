@@ -5,12 +5,13 @@
 // that one's prologue and epilogue run beside the others' products, and each passes over the blocks that its own queries do
 // not see. Thread blocks are persistent and take tiles from a counter, since causal tiles differ in length.
 // Constants: scalar = bf16, f16; HEAD_DIM = 64; BM = 192; BN = 128; BANDED = false, true; EXTRAS = false; DROPOUT = false
-// Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = true; EXTRAS = false; DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = false, true; EXTRAS = false; DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; EXTRAS = true; DROPOUT = false, true
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false; DROPOUT = true
 // Constants: scalar = bf16; HEAD_DIM = 96, 128; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false, true;
 //    DROPOUT = false, true
 // Constants: scalar = f16; HEAD_DIM = 128; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false, true; DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 128; BM = 128; BN = 176; BANDED = false; EXTRAS = false; DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 112; BANDED = false, true; EXTRAS = false; DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 96; BANDED = false, true; EXTRAS = true; DROPOUT = false, true
 // Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 96; BANDED = false, true; EXTRAS = false; DROPOUT = true
@@ -124,8 +125,10 @@ __device__ __forceinline__ void find_maximum(Rows& rows, const float (&s)[BN / 2
     float peak = fmaxf(even, odd);
     peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
     peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-    rows.exact[r] = fabsf(peak * rows.unit) > HUGE ? power_above(rows.unit) : rows.unit;
-    peak = fmaxf(rows.base[r], peak * rows.exact[r]);
+    const float usual = peak * rows.unit, coarse = power_above(rows.unit);
+    const bool huge = fabsf(usual) > HUGE;  // both ways at once: exponentials wait for this, and how soon they begin counts
+    rows.exact[r] = huge ? coarse : rows.unit;
+    peak = huge ? fmaxf(rows.base[r], peak * coarse) : fmaxf(rows.base[r], usual);
     rows.fade[r] = exp2_fast(rows.base[r] - peak);
     rows.base[r] = peak;
 }
@@ -164,9 +167,9 @@ __device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const Atte
     }
     rows.unit = factor * LOG2E;
     find_maximum(rows, s, 0);
-    if (WAIT_AMID) find_maximum(rows, s, 1);
+    find_maximum(rows, s, 1);
     take_exponentials(rows, s, 0);
-    if (!WAIT_AMID) { find_maximum(rows, s, 1); take_exponentials(rows, s, 1); }
+    if (!WAIT_AMID) take_exponentials(rows, s, 1);
 }
 __device__ __forceinline__ void pack_weights(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, int n) {
     if (WAIT_AMID) take_exponentials(rows, s, 1);
