@@ -1,16 +1,17 @@
 // Attention for Hopper, out = softmax(scale q k^T) v with its log-sum-exp, by wgmma on tiles that TMA feeds.
-// One thread loads keys and values, another the queries; each consumer warpgroup owns 64 queries of a tile. It issues the
-// q k^T of one key block and the p v of the block before together, then does its softmax while the tensor cores work on
-// that p v and for the other warpgroups. Warpgroups share the key blocks and nothing else: they drift apart, so that one's
-// prologue and epilogue run beside the others' products, and each passes over the blocks that its own queries do not see.
-// Thread blocks are persistent and take tiles from a counter, since causal tiles differ in length.
+// One thread finds tiles, one loads keys and values, one the queries; each consumer warpgroup owns 64 queries of a tile. It
+// issues the q k^T of one key block and the p v of the block before together, then does its softmax while the tensor cores
+// work on that p v and for the other warpgroups. Warpgroups share the key blocks and nothing else: they drift apart, so
+// that one's prologue and epilogue run beside the others' products, and each passes over the blocks that its own queries do
+// not see. Thread blocks are persistent and take tiles from a counter, since causal tiles differ in length.
 // Constants: scalar = bf16, f16; HEAD_DIM = 64; BM = 192; BN = 128; BANDED = false, true; EXTRAS = false; DROPOUT = false
-// Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = true; EXTRAS = false; DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = false, true; EXTRAS = false; DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; EXTRAS = true; DROPOUT = false, true
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false; DROPOUT = true
 // Constants: scalar = bf16; HEAD_DIM = 96, 128; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false, true;
 //    DROPOUT = false, true
 // Constants: scalar = f16; HEAD_DIM = 128; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false, true; DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 128; BM = 128; BN = 176; BANDED = false; EXTRAS = false; DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 112; BANDED = false, true; EXTRAS = false; DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 96; BANDED = false, true; EXTRAS = true; DROPOUT = false, true
 // Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 96; BANDED = false, true; EXTRAS = false; DROPOUT = true
@@ -29,8 +30,11 @@ static_assert(HEAD_DIM <= 256 && BM % 64 == 0 && BN % 16 == 0, "flash_attention_
 constexpr int WARPGROUPS = BM / 64, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112;
-constexpr float HUGE = 1 << 17;  // exponents whose rounding begins to matter
+constexpr float HUGE = 1 << 27;  // exponents that are rounded to multiples of 16
+constexpr float LOWEST = -3.4e38f;  // the maximum of no logits; finite, for differences
 constexpr bool RESCALE_FIRST = HEAD_DIM > 128;  // o is rescaled before p v instead of after: fewer registers live at once
+// Where p v of a block takes long, the wait for it stands amid the exponentials of the next; else ptxas puts it before them.
+constexpr bool WAIT_AMID = HEAD_DIM == 128 && BN > 128;
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2, SLABS = (HEAD_DIM + 63) / 64;
 constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // queries of a warpgroup
 constexpr int BIAS_SLABS = EXTRAS && BN == 128 ? 2 : 0;  // of 16-bit numbers; a mask of bytes fills one
@@ -43,7 +47,7 @@ constexpr int SHARED_BYTES = 2048 + OPERANDS + (OWN_OUT ? WARPGROUPS * Q_BYTES :
 // Shared memory, in bytes from shared_base() on.
 constexpr int Q_FULL = 0, Q_EMPTY = Q_FULL + 8 * WARPGROUPS, TILE_FULL = Q_EMPTY + 8 * WARPGROUPS, TILE_EMPTY = TILE_FULL + 16;
 constexpr int K_BARS = TILE_EMPTY + 16, V_BARS = K_BARS + 16 * STAGES, BIAS_BARS = V_BARS + 16 * STAGES;
-constexpr int TILE = 512, TILE_WORDS = 7;  // two tiles: the one at work and the next
+constexpr int TILE = 512, TILE_WORDS = 8;  // two tiles: the one at work and the next
 constexpr int Q = 1024, OUT = OWN_OUT ? Q + WARPGROUPS * Q_BYTES : Q;
 constexpr int K = OUT + WARPGROUPS * Q_BYTES, V = K + STAGES * KV_BYTES, BIAS = V + STAGES * KV_BYTES;
 static_assert(SHARED_BYTES <= 232448, "flash_attention_forward_hopper.cu: the tiles do not fit in shared memory");
@@ -79,67 +83,71 @@ using Keys = Ring<K_BARS, K, BN, SLABS>;
 using Values = Ring<V_BARS, V, BN, SLABS>;
 using Biases = Ring<BIAS_BARS, BIAS, BM, BIAS_SLABS>;
 
-__device__ __forceinline__ void put_tile(u32 shared, int round, const Tile& t) {
-    const int word[TILE_WORDS] = {t.first, t.head, t.number, t.queries, t.keys, t.offset, t.first_query};
+__device__ __forceinline__ void put_tile(u32 shared, int round, const Tile& t, int first_key) {
+    const int word[TILE_WORDS] = {t.first, t.head, t.number, t.queries, t.keys, t.offset, t.first_query, first_key};
 #pragma unroll
     for (int n = 0; n < TILE_WORDS; ++n) store_shared(shared + TILE + 64 * (round & 1) + 4 * n, word[n]);
+    mbar_arrive(shared + TILE_FULL + 8 * (round & 1));
 }
-__device__ __forceinline__ Tile get_tile(u32 shared, int round) {
+__device__ __forceinline__ Tile get_tile(u32 shared, int round, int& first_key) {
     int word[TILE_WORDS];
     mbar_wait(shared + TILE_FULL + 8 * (round & 1), round / 2 & 1);
 #pragma unroll
     for (int n = 0; n < TILE_WORDS; ++n) word[n] = load_shared(shared + TILE + 64 * (round & 1) + 4 * n);
+    first_key = word[7];
     return {word[0], word[1], word[2], word[3], word[4], word[5], word[6]};
 }
 
-// Which 64 queries of a tile are a warpgroup's: short sequences, and the long and short rows of causal ones, go around.
-__device__ __forceinline__ int part_of(int w, int round) { return (w + round) % WARPGROUPS; }
+// Which 64 queries of a tile are a warpgroup's. Those of tiles that are not full go around: short sequences keep all busy.
+__device__ __forceinline__ int turn_of(const Tile& t, int round) {
+    return t.first + BM > t.queries ? round % WARPGROUPS : 0;
+}
 
 // What a thread keeps of a tile: its two rows.
 struct Rows {
     float o[HEAD_DIM / 2], base[2], total[2], fade[2];  // o and total (this thread's share) count in units of 2^base
+    float unit, exact[2];  // the exponents of a logit of 1
     u32 p[BN / 16][4];
     int i;  // the first row's query; the second's is i + 8
 };
 
-// Logits to weights 2^(unit s - base) under the new maximum, and fade, the factor for what was summed under the old one.
-__device__ __forceinline__ void online_softmax(Rows& rows, float (&s)[BN / 2], float unit) {
-    float shift[2];
+// The power of two above: products with it are exact.
+__device__ __forceinline__ float power_above(float x) {
+    return __uint_as_float((__float_as_uint(x) + 0x7fffff) & 0x7f800000);
+}
+
+// A row's new maximum, and fade, the factor for what was summed under the old one. base is rounded, differences from it are
+// not: up to HUGE their exponentials are finite. Beyond, logits are equal or far apart, and a larger unit changes no weight.
+__device__ __forceinline__ void find_maximum(Rows& rows, const float (&s)[BN / 2], int r) {
+    float even = NEG_INF, odd = NEG_INF;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float even = NEG_INF, odd = NEG_INF;
+    for (int e = 2 * r; e < BN / 2; e += 4) { even = fmaxf(even, s[e]); odd = fmaxf(odd, s[e + 1]); }
+    float peak = fmaxf(even, odd);
+    peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+    peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+    const float usual = peak * rows.unit, coarse = power_above(rows.unit);
+    const bool huge = fabsf(usual) > HUGE;  // both ways at once: exponentials wait for this, and how soon they begin counts
+    rows.exact[r] = huge ? coarse : rows.unit;
+    peak = huge ? fmaxf(rows.base[r], peak * coarse) : fmaxf(rows.base[r], usual);
+    rows.fade[r] = exp2_fast(rows.base[r] - peak);
+    rows.base[r] = peak;
+}
+__device__ __forceinline__ void take_exponentials(Rows& rows, float (&s)[BN / 2], int r) {  // logits to weights
+    float even = 0.f, odd = 0.f;
 #pragma unroll
-        for (int e = 2 * r; e < BN / 2; e += 4) { even = fmaxf(even, s[e]); odd = fmaxf(odd, s[e + 1]); }
-        float peak = fmaxf(even, odd);
-        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
-        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-        peak = fmaxf(rows.base[r], peak * unit);
-        shift[r] = peak == NEG_INF ? 0.f : peak;
-        rows.fade[r] = exp2_fast(rows.base[r] - shift[r]);
-        rows.base[r] = peak;
+    for (int e = 2 * r; e < BN / 2; e += 4) {
+        even += s[e] = exp2_fast(fmaf(s[e], rows.exact[r], -rows.base[r]));
+        odd += s[e + 1] = exp2_fast(fmaf(s[e + 1], rows.exact[r], -rows.base[r]));
     }
-    if (fmaxf(fabsf(shift[0]), fabsf(shift[1])) > HUGE) {  // round as the maximum was: a fused difference would not
-#pragma unroll
-        for (int e = 0; e < BN / 2; ++e) s[e] = __fmul_rn(s[e], unit);
-        unit = 1.f;
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float sum_even = 0.f, sum_odd = 0.f;
-#pragma unroll
-        for (int e = 2 * r; e < BN / 2; e += 4) {
-            sum_even += s[e] = exp2_fast(s[e] * unit - shift[r]);
-            sum_odd += s[e + 1] = exp2_fast(s[e + 1] * unit - shift[r]);
-        }
-        rows.total[r] = rows.total[r] * rows.fade[r] + (sum_even + sum_odd);
-    }
+    rows.total[r] = rows.total[r] * rows.fade[r] + (even + odd);
 }
 __device__ __forceinline__ void rescale(Rows& rows) {
 #pragma unroll
     for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] *= rows.fade[row_of(e)];
 }
 
-// The products of the n-th key block, the used-th of the ring, to weights. edge: some keys are hidden from some queries.
+// The products of the n-th key block, the used-th of the ring, to weights, of both rows or (WAIT_AMID) the first alone.
+// edge: some keys are hidden from some queries.
 __device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, u32 shared, int used,
                                       int n, bool edge, int bias_by_tma) {
     float factor = a.scale;
@@ -157,9 +165,14 @@ __device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const Atte
         else hide_from(s, end, end);
         if (BANDED && a.left < 1 << 30) hide_below(s, left, left + 8);
     }
-    online_softmax(rows, s, factor * LOG2E);
+    rows.unit = factor * LOG2E;
+    find_maximum(rows, s, 0);
+    find_maximum(rows, s, 1);
+    take_exponentials(rows, s, 0);
+    if (!WAIT_AMID) take_exponentials(rows, s, 1);
 }
 __device__ __forceinline__ void pack_weights(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, int n) {
+    if (WAIT_AMID) take_exponentials(rows, s, 1);
     if (DROPOUT) {
         const u32 block = (rows.i - threadIdx.x % 32 / 4) / 16 | n * (BN / 16) << 16;
         drop(s, key_of(a), block, t.number * a.heads + t.head, a.threshold);
@@ -168,7 +181,7 @@ __device__ __forceinline__ void pack_weights(Rows& rows, float (&s)[BN / 2], con
 }
 __device__ __forceinline__ void add_values(Rows& rows, u32 shared, int used) {  // o += p v, issued
     const Values values{shared};
-    values.wait(used);
+    if (!WAIT_AMID) values.wait(used);
     if (RESCALE_FIRST) rescale(rows);
     hold(rows.o); hold(rows.p); wgmma_fence();
     product<MN_MAJOR, BN>(rows.o, rows.p, values.tile(used), true);
@@ -187,7 +200,8 @@ __device__ __forceinline__ void step(Rows& rows, const Attention& a, const Tile&
     add_values(rows, shared, used);
     wgmma_wait<1>(); hold(s);  // the logits are there; p v runs on
     keys.done(used + 1);
-    weigh(rows, s, a, t, shared, used + 1, n, edge, bias_by_tma);  // ptxas sinks part of it below the wait, to mix it with pack
+    weigh(rows, s, a, t, shared, used + 1, n, edge, bias_by_tma);
+    if (WAIT_AMID) Values{shared}.wait(used + 1);  // over its branch ptxas moves nothing
     wgmma_wait<0>(); hold(rows.o); hold(rows.p);
     Values{shared}.done(used);
     pack_weights(rows, s, a, t, n);
@@ -217,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
     scalar* __restrict__ out,
     float* __restrict__ lse,                     // (B, H, T)
     int* __restrict__ counter, int row_blocks, int all_heads, int section, int bias_by_tma) {
-    const u32 shared = shared_base();
+    const u32 shared = __shfl_sync(~0u, shared_base(), 0);  // else the main loop computes it anew, from a slow register
     const Keys keys{shared};
     const Values values{shared};
     const Biases biases{shared};
@@ -226,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
         for (int w = 0; w < WARPGROUPS; ++w) { mbar_init(shared + Q_FULL + 8 * w, 1); mbar_init(shared + Q_EMPTY + 8 * w, 4); }
         for (int i = 0; i < 2; ++i) {
             mbar_init(shared + TILE_FULL + 8 * i, 1);
-            mbar_init(shared + TILE_EMPTY + 8 * i, 4 * WARPGROUPS + 1);  // and the loader of queries
+            mbar_init(shared + TILE_EMPTY + 8 * i, 4 * WARPGROUPS + 2);  // and both loaders
         }
         mbar_init_done();
     }
@@ -234,24 +248,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
 
     if (warpgroup() == WARPGROUPS) {  // ------------------------------------------------------- producers
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-        if (threadIdx.x == CONSUMERS) {  // finds tiles; loads keys, values and bias
+        int first_key = 0;
+        if (threadIdx.x == CONSUMERS) {  // finds tiles, one ahead of those who load
             const int tiles = row_blocks * all_heads;
-            int loaded = 0, index = blockIdx.x, round = 0;
-            for (;;) {
-                Tile t = {-1};
-                int first_key;
-                const bool more = index < tiles;
-                const bool found = more && find_tile<BM>(a, index, row_blocks, all_heads, section, t, first_key);
-                if (found || !more) {
-                    mbar_wait(shared + TILE_EMPTY + 8 * (round & 1), (round / 2 & 1) ^ 1);
-                    put_tile(shared, round, t);
-                    mbar_arrive(shared + TILE_FULL + 8 * (round++ & 1));
-                    if (!more) break;
-                }
+            const auto next = [&] {
                 const int taken = atomicAdd(counter, 1);
                 if (taken == tiles - 1) *counter = 0;  // every tile asks once for another: the last to ask resets
-                index = gridDim.x + taken;
-                if (!found) continue;
+                return (int)gridDim.x + taken;
+            };
+            int index = blockIdx.x;
+            for (int round = 0;; ++round) {
+                mbar_wait(shared + TILE_EMPTY + 8 * (round & 1), (round / 2 & 1) ^ 1);
+                if (round > 0) index = next();
+                Tile t = {-1};
+                while (index < tiles && !find_tile<BM>(a, index, row_blocks, all_heads, section, t, first_key))
+                    index = next();
+                if (index >= tiles) t.first = -1;
+                put_tile(shared, round, t, first_key);
+                if (t.first < 0) break;
+            }
+        } else if (threadIdx.x == CONSUMERS + 32) {  // loads keys, values and bias
+            int loaded = 0;
+            for (int round = 0;; ++round) {
+                const Tile t = get_tile(shared, round, first_key);
+                if (t.first < 0) break;
                 const Range range = key_range<BANDED, BM, BN>(a, t, t.first);
                 const int kv_head = t.head / a.group, batch = a.cu_q ? 0 : t.number;
                 if (range.begin < range.end)
@@ -266,14 +286,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                         keys.load(loaded + 1, k_map, 0, first_key + (n - 1) * BN, kv_head, batch, L2_EVICT_LAST);
                     values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
                 }
+                mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));  // so late that no tile is taken too early
             }
-        } else if (threadIdx.x == CONSUMERS + 32) {  // loads queries
+        } else if (threadIdx.x == CONSUMERS + 64) {  // loads queries
             u32 loaded = 0;  // bit w: whether queries came to warpgroup w an odd number of times
             for (int round = 0;; ++round) {
-                const Tile t = get_tile(shared, round);
+                const Tile t = get_tile(shared, round, first_key);
                 mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));
                 if (t.first < 0) break;
-                int w = (WARPGROUPS - round % WARPGROUPS) % WARPGROUPS;  // of the first part
+                int w = (WARPGROUPS - turn_of(t, round)) % WARPGROUPS;  // of the first part
                 for (int first = t.first; first < min(t.first + BM, t.queries); first += 64) {
                     mbar_wait(shared + Q_EMPTY + 8 * w, (loaded >> w & 1) ^ 1);
                     load_slabs<64, SLABS>(shared + Q + w * Q_BYTES, q_map, shared + Q_FULL + 8 * w, 0, t.first_query + first,
@@ -290,11 +311,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
         const u32 q_full = shared + Q_FULL + 8 * w, q_empty = shared + Q_EMPTY + 8 * w;
         int used = 0, taken = 0;  // value blocks behind us, key block `used` being the next; tiles in which we had queries
         for (int round = 0;; ++round) {
-            const Tile t = get_tile(shared, round);
+            int first_key;
+            const Tile t = get_tile(shared, round, first_key);
             __syncwarp();
             release(shared + TILE_EMPTY + 8 * (round & 1));
             if (t.first < 0) break;
-            const int first = t.first + 64 * part_of(w, round);
+            const int first = t.first + 64 * ((w + turn_of(t, round)) % WARPGROUPS);
             const Range loaded = key_range<BANDED, BM, BN>(a, t, t.first), range = key_range<BANDED, 64, BN>(a, t, first);
             const bool any = range.begin < range.end;
             int n = loaded.end - 1;
@@ -312,7 +334,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
             Rows rows;
             rows.i = first + fragment_row(0);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) { rows.base[r] = NEG_INF; rows.total[r] = 0.f; }
+            for (int r = 0; r < 2; ++r) { rows.base[r] = LOWEST; rows.total[r] = 0.f; }
+            rows.unit = 1.f;
             if (any) {
 #pragma unroll
                 for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] = 0.f;
@@ -325,6 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                     keys.done(used);
                     weigh(rows, s, a, t, shared, used, n, true, bias_by_tma);
                     pack_weights(rows, s, a, t, n);
+                    if (WAIT_AMID) values.wait(used);
                 }
                 const int past = range.end * BN - t.keys;
                 if (past > 0 && (a.cu_q || a.key_lengths)) {  // values of others or garbage: 0 * NaN is NaN
@@ -365,12 +389,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 float& total = rows.total[r];
                 total += __shfl_xor_sync(~0u, total, 1);
                 total += __shfl_xor_sync(~0u, total, 2);
-                float top = rows.base[r], factor = a.keep_scale;
+                float& top = rows.base[r];
+                float factor = a.keep_scale;
+                if (fabsf(top) > HUGE) top *= rows.unit / power_above(rows.unit);
                 if (a.sink) {  // one more key, of value zero
-                    const float sink = a.sink[t.head] * LOG2E;
+                    const float sink = a.sink[t.head] * LOG2E, before = top;
                     top = fmaxf(top, sink);
-                    const float shift = top == NEG_INF ? 0.f : top, fade = exp2_fast(rows.base[r] - shift);
-                    total = total * fade + exp2_fast(sink - shift);
+                    const float fade = exp2_fast(before - top);
+                    total = total * fade + exp2_fast(sink - top);
                     factor *= fade;
                 }
                 if (threadIdx.x % 4 == 0 && rows.i + 8 * r < t.queries)

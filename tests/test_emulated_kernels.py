@@ -46,6 +46,27 @@ def test_attention(number):
     assert not wrong, f"{problem}: {wrong}"
 
 
+@pytest.mark.parametrize("seen", ["all", "half", "one"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_huge_logits(head_dim, seen):
+    """The largest logits are equal and their exponents rounded: the weights are, all the same."""
+    rng, huge = np.random.default_rng(head_dim), np.float16(65504)
+    v = rng.standard_normal((1, 200, 1, head_dim)).astype(np.float16)
+    q, k = np.full((1, 70, 1, head_dim), huge), np.full_like(v, huge)
+    keys = {"all": slice(None), "half": slice(0, None, 2), "one": slice(150, 151)}[seen]
+    if seen != "all":
+        k[:] = rng.standard_normal(k.shape)
+        k[:, keys] = huge
+    params = {
+        "window": (None, None), "align": "bottom_right", "scale": head_dim**-0.5, "softcap": None,
+        "dropout_p": 0, "key": None, "max_seqlen_q": 70, "max_seqlen_k": 200, "deterministic": True,
+    }  # fmt: skip
+    (out, lse), _ = emulator.Machine(seed=1).forward(q, k, v, *[None] * 6, needs=[False], **params)
+    want = v[:, keys].astype(np.float64).mean(1, keepdims=True)
+    np.testing.assert_allclose(out.astype(np.float64), np.broadcast_to(want, out.shape), atol=2e-3)
+    np.testing.assert_allclose(lse, float(huge) ** 2 * head_dim**0.5, rtol=1e-6)
+
+
 def product(mistake, seed):
     """Return what is wrong with ``product.cu``, or ""."""
     numbers = np.random.default_rng(seed).integers(-4, 5, (2, 1, 64, 1, 64))

@@ -15,7 +15,7 @@ from gpuattn.tensormaps import refusal, tensor_map
 CAPABILITY = "90"
 MAX_HEAD_DIM, MAX_TILES = 256, 2**31 - 1
 WIDTHS = (64, 96, 128, 192, 256)  # what both head sizes are rounded up to
-SHORT = 1024  # queries
+SHORT, SHORT_BANDED, LONG = 1024, 2048, 8192  # queries
 TILE_BYTES = 224 << 10  # of shared memory, beside 2048 for barriers and alignment
 L2_SECTION = 32 << 20  # bytes of keys and values that neighbouring tiles may keep in L2
 STAGED_BIAS_KEYS = 128  # of a tile whose bias the copy engine brings
@@ -50,7 +50,9 @@ def tile(width, queries, bands, extras, dropout):
     if width == 64:
         if extras or dropout:
             return 128, 128
-        return (256, 64) if bands and queries <= SHORT else (192, 128)
+        return (256, 64) if queries <= (SHORT_BANDED if bands else SHORT) else (192, 128)
+    if width == 128 and queries >= LONG and not (bands or extras or dropout):
+        return 128, 176
     if width <= 128:
         return 128, 128
     if width == 192:
