@@ -4,25 +4,41 @@
 // work on that p v and for the other warpgroups. Warpgroups share the key blocks and nothing else: they drift apart, so
 // that one's prologue and epilogue run beside the others' products, and each passes over the blocks that its own queries do
 // not see. Thread blocks are persistent and take tiles from a counter, since causal tiles differ in length.
-// Constants: scalar = bf16, f16; HEAD_DIM = 64; BM = 192; BN = 128; BANDED = false, true; EXTRAS = false; DROPOUT = false
-// Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = false, true; EXTRAS = false; DROPOUT = false
-// Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; EXTRAS = true; DROPOUT = false, true
-// Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false; DROPOUT = true
-// Constants: scalar = bf16; HEAD_DIM = 96, 128; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false, true;
+// Constants: scalar = bf16, f16; HEAD_DIM = 64; BM = 192; BN = 128; BANDED = false, true; BIAS = false; EXTRAS = false;
+//    DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = false, true; BIAS = false; EXTRAS = false;
+//    DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; BIAS = false; EXTRAS = true;
 //    DROPOUT = false, true
-// Constants: scalar = f16; HEAD_DIM = 128; BM = 128; BN = 128; BANDED = false, true; EXTRAS = false, true; DROPOUT = false
-// Constants: scalar = bf16; HEAD_DIM = 128; BM = 128; BN = 176; BANDED = false; EXTRAS = false; DROPOUT = false
-// Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 112; BANDED = false, true; EXTRAS = false; DROPOUT = false
-// Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 96; BANDED = false, true; EXTRAS = true; DROPOUT = false, true
-// Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 96; BANDED = false, true; EXTRAS = false; DROPOUT = true
-// Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 80; BANDED = false, true; EXTRAS = false, true; DROPOUT = false
-// Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 64; BANDED = false, true; EXTRAS = false; DROPOUT = true
-// Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 32; BANDED = false, true; EXTRAS = true; DROPOUT = true
+// Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; BIAS = false; EXTRAS = false;
+//    DROPOUT = true
+// Constants: scalar = bf16; HEAD_DIM = 96, 128; BM = 128; BN = 128; BANDED = false, true; BIAS = false;
+//    EXTRAS = false, true; DROPOUT = false, true
+// Constants: scalar = f16; HEAD_DIM = 128; BM = 128; BN = 128; BANDED = false, true; BIAS = false; EXTRAS = false, true;
+//    DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 128; BM = 128; BN = 176; BANDED = false; BIAS = false; EXTRAS = false;
+//    DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 112; BANDED = false, true; BIAS = false; EXTRAS = false;
+//    DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 96; BANDED = false, true; BIAS = false; EXTRAS = true;
+//    DROPOUT = false, true
+// Constants: scalar = bf16; HEAD_DIM = 192; BM = 128; BN = 96; BANDED = false, true; BIAS = false; EXTRAS = false;
+//    DROPOUT = true
+// Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 80; BANDED = false, true; BIAS = false; EXTRAS = false, true;
+//    DROPOUT = false
+// Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 64; BANDED = false, true; BIAS = false; EXTRAS = false;
+//    DROPOUT = true
+// Constants: scalar = bf16; HEAD_DIM = 256; BM = 128; BN = 32; BANDED = false, true; BIAS = false; EXTRAS = true;
+//    DROPOUT = true
+// Constants: scalar = bf16; HEAD_DIM = 64, 96, 128; BM = 128; BN = 128; BANDED = false, true; BIAS = true; EXTRAS = false;
+//    DROPOUT = false
+// Constants: scalar = f16; HEAD_DIM = 128; BM = 128; BN = 128; BANDED = true; BIAS = true; EXTRAS = false; DROPOUT = false
 // Launch:    grid = (min(tiles, SMs),), block = (THREADS,), shared = SHARED_BYTES, *counter = 0 (and is left at 0);
-//            tiles = row_blocks * all_heads, see find_tile; maps of boxes of 64 (q, out), BN (k, v) and BM (bias) rows
+//            tiles = row_blocks * all_heads, see find_tile; maps of boxes of 64 (q, out), BN (k, v) and BM or 1 (bias) rows
 // Arch: sm_90a
 // HEAD_DIM: both head sizes rounded up; BM queries and BN keys a tile; BANDED: a causal mask or a window;
-// EXTRAS: softcap, bias, ALiBi or scale <= 0; DROPOUT: 0 <= threshold < 65536.
+// BIAS: of 16 bits, and nothing else but a scale > 0 is between a product and its logit; EXTRAS: anything is;
+// DROPOUT: 0 <= threshold < 65536.
 #include "common/attention_hopper.cuh"
 #include "common/tma.cuh"
 
@@ -37,7 +53,7 @@ constexpr bool RESCALE_FIRST = HEAD_DIM > 128;  // o is rescaled before p v inst
 constexpr bool WAIT_AMID = HEAD_DIM == 128 && BN > 128;
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2, SLABS = (HEAD_DIM + 63) / 64;
 constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // queries of a warpgroup
-constexpr int BIAS_SLABS = EXTRAS && BN == 128 ? 2 : 0;  // of 16-bit numbers; a mask of bytes fills one
+constexpr int BIAS_SLABS = BIAS || (EXTRAS && BN == 128) ? 2 : 0;  // of 16-bit numbers; a mask of bytes fills one
 constexpr int BIAS_BYTES = BM * BIAS_SLABS * 128;
 constexpr int OPERANDS = WARPGROUPS * Q_BYTES + STAGES * (2 * KV_BYTES + BIAS_BYTES);
 constexpr bool OWN_OUT = OPERANDS + WARPGROUPS * Q_BYTES <= 224 * 1024;  // else a warpgroup's out overwrites its queries
@@ -49,13 +65,14 @@ constexpr int Q_FULL = 0, Q_EMPTY = Q_FULL + 8 * WARPGROUPS, TILE_FULL = Q_EMPTY
 constexpr int K_BARS = TILE_EMPTY + 16, V_BARS = K_BARS + 16 * STAGES, BIAS_BARS = V_BARS + 16 * STAGES;
 constexpr int TILE = 512, TILE_WORDS = 8;  // two tiles: the one at work and the next
 constexpr int Q = 1024, OUT = OWN_OUT ? Q + WARPGROUPS * Q_BYTES : Q;
-constexpr int K = OUT + WARPGROUPS * Q_BYTES, V = K + STAGES * KV_BYTES, BIAS = V + STAGES * KV_BYTES;
+constexpr int K = OUT + WARPGROUPS * Q_BYTES, V = K + STAGES * KV_BYTES, BIASES = V + STAGES * KV_BYTES;
 static_assert(SHARED_BYTES <= 232448, "flash_attention_forward_hopper.cu: the tiles do not fit in shared memory");
 
 __device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
 template <int ROWS, int COUNT> __device__ __forceinline__ void load_slabs(u32 tile, const TensorMap& map, u32 bar, int column,
-                                                                          int row, int head, int batch, u64 hint) {
-    mbar_expect(bar, COUNT * ROWS * 128);
+                                                                          int row, int head, int batch, u64 hint,
+                                                                          int rows = ROWS) {
+    mbar_expect(bar, COUNT * rows * 128);
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) tma_load(tile + n * ROWS * 128, map, bar, column + 64 * n, row, head, batch, hint);
 }
@@ -71,9 +88,9 @@ template <int BARS, int TILES, int ROWS, int COUNT> struct Ring {
     }
     template <int SOME = COUNT>
     __device__ __forceinline__ void load(int i, const TensorMap& map, int column, int row, int head, int batch,
-                                         u64 hint) const {
+                                         u64 hint, int rows = ROWS) const {
         mbar_wait(empty(i), (i / STAGES & 1) ^ 1);
-        load_slabs<ROWS, SOME>(tile(i), map, full(i), column, row, head, batch, hint);
+        load_slabs<ROWS, SOME>(tile(i), map, full(i), column, row, head, batch, hint, rows);
     }
     __device__ __forceinline__ void wait(int i) const { mbar_wait(full(i), i / STAGES & 1); }
     __device__ __forceinline__ void done(int i) const { release(empty(i)); }
@@ -81,7 +98,7 @@ template <int BARS, int TILES, int ROWS, int COUNT> struct Ring {
 };
 using Keys = Ring<K_BARS, K, BN, SLABS>;
 using Values = Ring<V_BARS, V, BN, SLABS>;
-using Biases = Ring<BIAS_BARS, BIAS, BM, BIAS_SLABS>;
+using Biases = Ring<BIAS_BARS, BIASES, BM, BIAS_SLABS>;
 
 __device__ __forceinline__ void put_tile(u32 shared, int round, const Tile& t, int first_key) {
     const int word[TILE_WORDS] = {t.first, t.head, t.number, t.queries, t.keys, t.offset, t.first_query, first_key};
@@ -146,17 +163,35 @@ __device__ __forceinline__ void rescale(Rows& rows) {
     for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] *= rows.fade[row_of(e)];
 }
 
+// A thread's numbers of a bias that is all there is, loaded while the products are under way.
+__device__ __forceinline__ void take_bias(u32 (&bias)[BN / 16][4], const Rows& rows, const Attention& a, const Tile& t,
+                                          u32 shared, int used) {
+    if (!BIAS) return;
+    const Biases biases{shared};
+    biases.wait(used);
+#pragma unroll
+    for (int k = 0; k < BN / 16; ++k)
+        load_staged_bias<BM>(bias[k], biases.tile(used), rows.i - t.first - threadIdx.x % 32 / 4, a.bias.row ? ~0 : 0, k);
+    __syncwarp();
+    biases.done(used);
+}
+
 // The products of the n-th key block, the used-th of the ring, to weights, of both rows or (WAIT_AMID) the first alone.
 // edge: some keys are hidden from some queries.
-__device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, u32 shared, int used,
-                                      int n, bool edge, int bias_by_tma) {
+__device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const u32 (&bias)[BN / 16][4], const Attention& a,
+                                      const Tile& t, u32 shared, int used, int n, bool edge, int bias_by_tma) {
     float factor = a.scale;
     if (EXTRAS) {
         const bool staged = BIAS_BYTES && bias_by_tma;
         const Biases biases{shared};
         if (staged) biases.wait(used);
-        factor = to_logits<BM>(s, a, t, rows.i, n * BN, staged ? biases.tile(used) : 0);
+        factor = to_logits<BM, (BIAS_BYTES > 0)>(s, a, t, rows.i, n * BN, staged ? biases.tile(used) : 0);
         if (staged) { __syncwarp(); biases.done(used); }
+    }
+    if (BIAS) {
+#pragma unroll
+        for (int k = 0; k < BN / 16; ++k) add_packed_bias(s, factor, bias[k], k);
+        factor = 1.f;
     }
     if (edge) {
         const int first = n * BN + fragment_column(0), at = rows.i + t.offset - first;  // counted from our first column
@@ -198,9 +233,11 @@ __device__ __forceinline__ void step(Rows& rows, const Attention& a, const Tile&
     product<K_MAJOR, K_MAJOR, 64, BN, HEAD_DIM>(s, q, keys.tile(used + 1));
     wgmma_commit();
     add_values(rows, shared, used);
+    u32 bias[BN / 16][4];
+    take_bias(bias, rows, a, t, shared, used + 1);
     wgmma_wait<1>(); hold(s);  // the logits are there; p v runs on
     keys.done(used + 1);
-    weigh(rows, s, a, t, shared, used + 1, n, edge, bias_by_tma);
+    weigh(rows, s, bias, a, t, shared, used + 1, n, edge, bias_by_tma);
     if (WAIT_AMID) Values{shared}.wait(used + 1);  // over its branch ptxas moves nothing
     wgmma_wait<0>(); hold(rows.o); hold(rows.p);
     Values{shared}.done(used);
@@ -227,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
     const __grid_constant__ TensorMap k_map,     // (B, S, Hk, D)
     const __grid_constant__ TensorMap v_map,     // (B, S, Hk, Dv)
     const __grid_constant__ TensorMap out_map,   // (B, T, H, Dv)
-    const __grid_constant__ TensorMap bias_map,  // (B, T, H, S), where bias_by_tma
+    const __grid_constant__ TensorMap bias_map,  // (B, T, H, S), where bias_by_tma: 16 bits or a mask
     scalar* __restrict__ out,
     float* __restrict__ lse,                     // (B, H, T)
     int* __restrict__ counter, int row_blocks, int all_heads, int section, int bias_by_tma) {
@@ -251,6 +288,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
         int first_key = 0;
         if (threadIdx.x == CONSUMERS) {  // finds tiles, one ahead of those who load
             const int tiles = row_blocks * all_heads;
+            const bool biased = (BIAS || EXTRAS) && a.bias_kind;
+            const bool across = biased && !a.cu_q && !a.bias.batch && a.bias.head;  // sequences share it, heads do not
             const auto next = [&] {
                 const int taken = atomicAdd(counter, 1);
                 if (taken == tiles - 1) *counter = 0;  // every tile asks once for another: the last to ask resets
@@ -261,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 mbar_wait(shared + TILE_EMPTY + 8 * (round & 1), (round / 2 & 1) ^ 1);
                 if (round > 0) index = next();
                 Tile t = {-1};
-                while (index < tiles && !find_tile<BM>(a, index, row_blocks, all_heads, section, t, first_key))
+                while (index < tiles && !find_tile<BM>(a, index, row_blocks, all_heads, section, across, t, first_key))
                     index = next();
                 if (index >= tiles) t.first = -1;
                 put_tile(shared, round, t, first_key);
@@ -274,16 +313,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 if (t.first < 0) break;
                 const Range range = key_range<BANDED, BM, BN>(a, t, t.first);
                 const int kv_head = t.head / a.group, batch = a.cu_q ? 0 : t.number;
-                if (range.begin < range.end)
-                    keys.load(loaded, k_map, 0, first_key + (range.end - 1) * BN, kv_head, batch, L2_EVICT_LAST);
+                const auto load_keys = [&](int i, int n) {
+                    keys.load(i, k_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
+                    if (!BIAS_BYTES || !bias_by_tma) return;
+                    const int head = a.bias.head ? t.head : 0, number = a.bias.batch ? t.number : 0;
+                    const int row = a.bias.row ? t.first : 0, rows = a.bias.row ? BM : 1;
+                    if (a.bias_kind == 1) biases.load<1>(i, bias_map, n * (BN / 2), row, head, number, L2_NORMAL, rows);
+                    else biases.load(i, bias_map, n * BN, row, head, number, L2_NORMAL, rows);
+                };
+                if (range.begin < range.end) load_keys(loaded, range.end - 1);
                 for (int n = range.end - 1; n >= range.begin; --n, ++loaded) {  // from the last block to the first
-                    if (BIAS_BYTES && bias_by_tma) {
-                        const int head = a.bias.head ? t.head : 0, number = a.bias.batch ? t.number : 0;
-                        if (a.bias_kind == 1) biases.load<1>(loaded, bias_map, n * (BN / 2), t.first, head, number, L2_NORMAL);
-                        else biases.load(loaded, bias_map, n * BN, t.first, head, number, L2_NORMAL);
-                    }
-                    if (n > range.begin)  // values come one behind
-                        keys.load(loaded + 1, k_map, 0, first_key + (n - 1) * BN, kv_head, batch, L2_EVICT_LAST);
+                    if (n > range.begin) load_keys(loaded + 1, n - 1);  // values come one behind
                     values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
                 }
                 mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));  // so late that no tile is taken too early
@@ -344,9 +384,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                     float s[BN / 2];
                     hold(s); wgmma_fence();
                     product<K_MAJOR, K_MAJOR, 64, BN, HEAD_DIM>(s, q, keys.tile(used));
-                    wgmma_commit(); wgmma_wait<0>(); hold(s);
+                    wgmma_commit();
+                    u32 bias[BN / 16][4];
+                    take_bias(bias, rows, a, t, shared, used);
+                    wgmma_wait<0>(); hold(s);
                     keys.done(used);
-                    weigh(rows, s, a, t, shared, used, n, true, bias_by_tma);
+                    weigh(rows, s, bias, a, t, shared, used, n, true, bias_by_tma);
                     pack_weights(rows, s, a, t, n);
                     if (WAIT_AMID) values.wait(used);
                 }
@@ -361,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                     bar_sync(1 + w, 128);
                 }
                 --n;
-                if (BANDED && (EXTRAS || HEAD_DIM > 128)) {  // one copy of the longest bodies
+                if (BANDED && (BIAS || EXTRAS || HEAD_DIM > 128)) {  // one copy of the longest bodies
 #pragma unroll 1
                     for (; n >= range.begin; --n, ++used)
                         step(rows, a, t, shared, q, used, n, n >= range.inner_end || n < range.inner_begin, bias_by_tma);

@@ -18,7 +18,8 @@ WIDTHS = (64, 96, 128, 192, 256)  # what both head sizes are rounded up to
 SHORT, SHORT_BANDED, LONG = 1024, 2048, 8192  # queries
 TILE_BYTES = 224 << 10  # of shared memory, beside 2048 for barriers and alignment
 L2_SECTION = 32 << 20  # bytes of keys and values that neighbouring tiles may keep in L2
-STAGED_BIAS_KEYS = 128  # of a tile whose bias the copy engine brings
+STAGED_BIAS_WIDTH = 128  # up to which the copy engine brings a bias that is not float32
+ROW = 16  # numbers of the bias: what the length of a copy's rows is rounded up to
 COUNTERS = 4096  # allocated at a time
 
 
@@ -40,31 +41,36 @@ def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, **__):
     return None
 
 
-def tile(width, queries, bands, extras, dropout):
-    """Return the queries and keys of a tile: as measured, as far as the registers reach.
+def variant(width, queries, bands, bias, extras, dropout):
+    """Return the kernel's constants but for the dtype: tiles as measured, as registers reach.
 
-    ``width``: both head sizes rounded up; ``bands``: a causal mask or a window; ``extras``: a
-    softcap, a bias, ALiBi or scale <= 0. It depends on no other sequence and no number of heads,
-    so neither do a sequence's bits.
+    ``width``: both head sizes rounded up; ``bands``: a causal mask or a window; ``bias``: there is
+    one; ``extras``: a softcap, ALiBi, scale <= 0 or a bias that is float32 or a mask. It depends on
+    no other sequence and no number of heads, so neither do a sequence's bits.
     """
-    if width == 64:
-        if extras or dropout:
-            return 128, 128
-        return (256, 64) if queries <= (SHORT_BANDED if bands else SHORT) else (192, 128)
-    if width == 128 and queries >= LONG and not (bands or extras or dropout):
-        return 128, 176
-    if width <= 128:
-        return 128, 128
-    if width == 192:
-        return 128, 96 if extras or dropout else 112
-    return 128, 80 if not dropout else 32 if extras else 64
+    alone = bias and not extras and not dropout and width <= STAGED_BIAS_WIDTH
+    extras = (bias or extras) and not alone
+    rows, keys = 128, 128
+    if width == 64 and not (alone or extras or dropout):
+        rows, keys = (256, 64) if queries <= (SHORT_BANDED if bands else SHORT) else (192, 128)
+    elif width == 128 and queries >= LONG and not (bands or alone or extras or dropout):
+        keys = 176
+    elif width == 192:
+        keys = 96 if extras or dropout else 112
+    elif width == 256:
+        keys = 80 if not dropout else 32 if extras else 64
+    return {
+        "HEAD_DIM": width, "BM": rows, "BN": keys, "BANDED": bands, "BIAS": alone,
+        "EXTRAS": extras, "DROPOUT": dropout,
+    }  # fmt: skip
 
 
-def shared_bytes(width, rows, keys, extras):
+def shared_bytes(constants):
     """Return the shared memory of a thread block, as the kernel lays it out."""
+    width, rows, keys = (constants[name] for name in ("HEAD_DIM", "BM", "BN"))
     line, stages = -(-width // 64) * 128, 3 if width == 64 else 2
-    bias = rows * 2 * keys if extras and keys == STAGED_BIAS_KEYS else 0
-    operands = rows * line + stages * (2 * keys * line + bias)
+    stages_bias = constants["BIAS"] or (constants["EXTRAS"] and width <= STAGED_BIAS_WIDTH)
+    operands = rows * line + stages * (2 * keys * line + (rows * 256 if stages_bias else 0))
     own_out = operands + rows * line <= TILE_BYTES  # else out takes the place of q
     return 2048 + operands + (rows * line if own_out else 0)
 
@@ -77,12 +83,13 @@ class _Plan:
         head_dim, value_dim = fields["head_dim"], fields["value_dim"]
         width = next(w for w in WIDTHS if max(head_dim, value_dim) <= w)
         bands = min(launch.left, launch.right) < UNLIMITED
-        extras, dropout = launch.extras, launch.dropout
-        self.rows, self.keys = tile(width, launch.queries, bands, extras, dropout)
-        self.constants = {
-            "scalar": ctype(q.dtype), "HEAD_DIM": width, "BM": self.rows, "BN": self.keys,
-            "BANDED": bands, "EXTRAS": extras, "DROPOUT": dropout,
-        }  # fmt: skip
+        bent = fields["scale"] <= 0 or fields["softcap"] or fields["slopes"]
+        extras = bool(bent or (bias is not None and bias.dtype != q.dtype))
+        constants = variant(
+            width, launch.queries, bands, bias is not None, extras, launch.dropout
+        )  # fmt: skip
+        self.constants = {"scalar": ctype(q.dtype), **constants}
+        self.rows, self.keys = constants["BM"], constants["BN"]
         if launch.packed:  # see find_tile
             self.row_blocks = q.shape[0] // self.rows + launch.sequences
             self.all_heads = launch.heads
@@ -90,40 +97,57 @@ class _Plan:
             self.row_blocks = -(-launch.queries // self.rows)
             self.all_heads = launch.heads * launch.sequences
         self.tiles = self.row_blocks * self.all_heads
-        self.section = 1
-        if bands:
-            head_bytes = max(1, launch.keys * (head_dim + value_dim) * q.itemsize)
-            kv_heads = max(1, 1 << (L2_SECTION // head_bytes).bit_length() >> 1)  # a power of two
-            self.section = max(1, min(self.all_heads, kv_heads * fields["group"]))
-        self.shared_bytes = shared_bytes(width, self.rows, self.keys, extras)
+        self.section = self._section(launch, bands, (head_dim + value_dim) * q.itemsize, bias)
+        self.shared_bytes = shared_bytes(constants)
         self.grid = (min(self.tiles, gpu(q.device.id)[1]),)
         self.block = (2 * self.rows + 128,)
-        self.stages_bias = extras and self.keys == STAGED_BIAS_KEYS
+        self.queries = launch.queries
+
+    def _section(self, launch, bands, row_bytes, bias):
+        """Return how many neighbouring heads take turns, see find_tile.
+
+        Their keys and values fit in L2. Where sequences share a bias, their same heads do.
+        """
+        across = bias is not None and not launch.packed and bias.shape[0] == 1 < bias.shape[1]
+        kv_heads = max(1, L2_SECTION // max(1, launch.keys * row_bytes))
+        kv_heads = 1 << kv_heads.bit_length() - 1  # a power of two
+        if across:
+            return max(1, min(launch.sequences, kv_heads))
+        return max(1, min(self.all_heads, kv_heads * launch.fields["group"])) if bands else 1
 
     def kernel(self):
         name = "flash_attention_forward_hopper"
         return kernel(f"{name}.cu", name, **self.constants)
 
-    def bias_map(self, bias, launch):
+    def bias_map(self, bias):
         """Return the tensor map of the bias, or None where the kernel reads it by its rows."""
-        if not self.stages_bias or bias is None or bias.dtype == np.float32:
+        width = self.constants["HEAD_DIM"]
+        if bias is None or not bias.size or bias.dtype == np.float32 or width > STAGED_BIAS_WIDTH:
             return None
-        if bias.shape[2:] != (launch.queries, launch.keys):
-            return None
-        if bias.dtype == bool:  # two of them as one 16-bit number
-            if launch.keys % 16:
-                return None
-            shape, strides = (*bias.shape[:3], launch.keys // 2), (*bias.strides[:3], 2)
-            bias = type(bias)(shape, np.float16, bias.data, strides)
-        bias = bias.swapaxes(1, 2)
-        return tensor_map(bias, self.rows) if bias.size and not refusal(bias, "bias") else None
+        one_row = bias.shape[2] == 1 < self.queries
+        return tensor_map(_in_16_bits(bias).swapaxes(1, 2), 1 if one_row else self.rows)
+
+
+def _in_16_bits(bias):
+    """Return a mask as half as many 16-bit numbers; a bias of 16 bits as it is."""
+    if bias.dtype != bool:
+        return bias
+    shape, strides = (*bias.shape[:3], -(-bias.shape[3] // 2)), (*bias.strides[:3], 2)
+    return type(bias)(shape, np.float16, bias.data, strides)
 
 
 def _with_rows(bias, keys):
-    """Return the bias with contiguous rows of all keys, a copy where it is anything else."""
-    if bias is None or (bias.shape[3] == keys and bias.strides[3] == bias.itemsize):
+    """Return the bias with each row of all keys once and contiguous, as the copy engine wants.
+
+    That is a copy where it is anything else.
+    """
+    if bias is None:
+        return None
+    bias = bias[tuple(slice(None if step else 1) for step in bias.strides[:3])]
+    whole = bias.shape[3] == keys and bias.strides[3] == bias.itemsize
+    if whole and (bias.dtype == np.float32 or not refusal(_in_16_bits(bias), "bias")):
         return bias
-    copy = arrays.empty(bias, (*bias.shape[:3], keys))
+    copy = arrays.empty(bias, (*bias.shape[:3], -(-keys // ROW) * ROW))[..., :keys]
     copy[...] = bias
     return copy
 
@@ -140,7 +164,7 @@ def forward(q, k, v, *extras, needs, **params):
     bias = _with_rows(extras[0], params["max_seqlen_k"])
     launch = Launch(q, k, v, bias, *extras[1:], **params, out=out)
     plan = _Plan(launch, q, bias)
-    q_map, bias_map = tensor_map(q, 64), plan.bias_map(bias, launch)
+    q_map, bias_map = tensor_map(q, 64), plan.bias_map(bias)
     # without keys nothing is loaded, and there may be no address
     k_map, v_map = (tensor_map(x, plan.keys) if x.size else q_map for x in (k, v))
     plan.kernel()(

@@ -12,11 +12,12 @@ struct Tile { int first, head, number, queries, keys, offset, first_query; };  /
 // The index-th of row_blocks * all_heads tiles; false where it holds no query. Long causal tiles come first, inside
 // sections of heads whose keys and values fit in L2. Packed: all_heads = heads, and sequence b owns the row blocks from
 // cu_q[b] / ROWS + b on, so that row_blocks = tokens / ROWS + sequences suffice, at most one a sequence in vain.
+// across: neighbours are the sequences' same heads instead of the heads of a sequence.
 template <int ROWS> __device__ __forceinline__ bool find_tile(const Attention& a, int index, int row_blocks, int all_heads,
-                                                              int section, Tile& t, int& first_key) {
+                                                              int section, bool across, Tile& t, int& first_key) {
     const int before = index / (row_blocks * section) * section, here = min(section, all_heads - before);
     const int rest = index - before * row_blocks, head = before + rest % here;
-    int block = row_blocks - 1 - rest / here, number = head / a.heads;
+    int block = row_blocks - 1 - rest / here, number = across ? head % a.sequences : head / a.heads;
     if (a.cu_q) {
         int high = a.sequences - 1;
         number = 0;
@@ -27,7 +28,8 @@ template <int ROWS> __device__ __forceinline__ bool find_tile(const Attention& a
         block -= a.cu_q[number] / ROWS + number;
     }
     const Sequence s = find_sequence(a, number);
-    t = {block * ROWS, head % a.heads, number, s.queries, s.keys, s.offset, (int)s.first_query};
+    t = {block * ROWS, across ? head / a.sequences : head % a.heads, number,
+         s.queries, s.keys, s.offset, (int)s.first_query};
     first_key = (int)s.first_key;
     return t.first < t.queries;
 }
@@ -100,35 +102,35 @@ template <typename X, int R> __device__ __forceinline__ void add_read_bias(float
     }
 }
 // The same for the tile of the bias, ROWS x 2 R, that lies in shared memory: a slab of bytes, or slabs of 16-bit numbers.
-template <int ROWS, int R> __device__ __forceinline__ void add_staged_mask(float (&s)[R], u32 tile, int row) {
+// rows: ~0, or 0 where its first row is everyone's.
+template <int ROWS, int R> __device__ __forceinline__ void add_staged_mask(float (&s)[R], u32 tile, int row, int rows) {
 #pragma unroll
     for (int e = 0; e < R; e += 2) {
-        const int at = row + 8 * row_of(e), column = column_of(e) + 2 * (threadIdx.x % 4);
+        const int at = (row + 8 * row_of(e)) & rows, column = column_of(e) + 2 * (threadIdx.x % 4);
         const u32 seen = load_shared_pair(chunk_address<ROWS>(tile, at, column / 16) + column % 16);
         add_bias(s[e], 1.f, (seen & 0xff) != 0);
         add_bias(s[e + 1], 1.f, seen > 0xff);
     }
 }
-template <int ROWS, int R> __device__ __forceinline__ void add_staged_bias(float (&s)[R], float factor, u32 tile, int row0) {
+template <int ROWS>
+__device__ __forceinline__ void load_staged_bias(u32 (&bias)[4], u32 tile, int row0, int rows, int k) {  // of 16 columns
     const int lane = threadIdx.x % 32;
+    ldmatrix(bias, chunk_address<ROWS>(tile, (row0 + (lane & 15)) & rows, 2 * k + (lane >> 4)));
+}
+template <int R> __device__ __forceinline__ void add_packed_bias(float (&s)[R], float factor, const u32 (&bias)[4], int k) {
 #pragma unroll
-    for (int k = 0; k < R / 8; ++k) {
-        u32 word[4];
-        ldmatrix(word, chunk_address<ROWS>(tile, row0 + (lane & 15), 2 * k + (lane >> 4)));
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const float2 pair = unpack_pair(scalar(), word[n]);
-            add_bias(s[8 * k + 2 * n], factor, pair.x);
-            add_bias(s[8 * k + 2 * n + 1], factor, pair.y);
-        }
+    for (int n = 0; n < 4; ++n) {
+        const float2 pair = unpack_pair(scalar(), bias[n]);
+        add_bias(s[8 * k + 2 * n], factor, pair.x);
+        add_bias(s[8 * k + 2 * n + 1], factor, pair.y);
     }
 }
 
 // q k^T to logits (attention.cuh, logit), but for what is hidden by the window and by lengths; returns the factor > 0 that
 // is still missing. i: this thread's first query, i + 8 its second; j: the first key of the block; bias_tile: the staged
-// bias of the tile's queries and these keys, or 0.
-template <int ROWS, int R> __device__ __forceinline__ float to_logits(float (&s)[R], const Attention& a, const Tile& t,
-                                                                      int i, int j, u32 bias_tile) {
+// bias of the tile's queries and these keys, or 0; STAGED: a bias is staged unless it is float.
+template <int ROWS, bool STAGED, int R>
+__device__ __forceinline__ float to_logits(float (&s)[R], const Attention& a, const Tile& t, int i, int j, u32 bias_tile) {
     float factor = a.scale;
     if (a.softcap > 0.f) {  // cap * tanh(x / cap) to within a rounding of cap
         const float steep = 2.f * LOG2E * a.scale / a.softcap;
@@ -140,12 +142,18 @@ template <int ROWS, int R> __device__ __forceinline__ float to_logits(float (&s)
         for (int e = 0; e < R; ++e) s[e] *= factor;
         factor = 1.f;
     }
-    const int row = i - t.first;
-    if (bias_tile && a.bias_kind == 1) add_staged_mask<ROWS>(s, bias_tile, row);
-    else if (bias_tile) add_staged_bias<ROWS>(s, factor, bias_tile, row - threadIdx.x % 32 / 4);
-    else if (a.bias_kind == 1) add_read_bias<bool>(s, factor, a, t, i, j);
+    const int row = i - t.first, rows = a.bias.row ? ~0 : 0;
+    if (bias_tile && a.bias_kind == 1) add_staged_mask<ROWS>(s, bias_tile, row, rows);
+    else if (bias_tile) {
+#pragma unroll
+        for (int k = 0; k < R / 8; ++k) {
+            u32 bias[4];
+            load_staged_bias<ROWS>(bias, bias_tile, row - threadIdx.x % 32 / 4, rows, k);
+            add_packed_bias(s, factor, bias, k);
+        }
+    } else if (!STAGED && a.bias_kind == 1) add_read_bias<bool>(s, factor, a, t, i, j);
     else if (a.bias_kind == 2) add_read_bias<float>(s, factor, a, t, i, j);
-    else if (a.bias_kind == 3) add_read_bias<scalar>(s, factor, a, t, i, j);
+    else if (!STAGED && a.bias_kind == 3) add_read_bias<scalar>(s, factor, a, t, i, j);
     if (a.bias_kind > 1) factor = 1.f;
     if (a.slopes) {
         const float slope = slope_of(a, t.number, t.head);

@@ -12,39 +12,38 @@ from gpuattn.ops import attention_hopper
 from gpuattn.ops.flash_attention import flash_attention
 
 FILE = "flash_attention_forward_hopper.cu"
-FLAGS = list(itertools.product((False, True), repeat=3))
+FLAGS = list(itertools.product((False, True), repeat=4))
 
 
-def constants(width, queries, bands, extras, dropout):
-    rows, keys = attention_hopper.tile(width, queries, bands, extras, dropout)
-    return {
-        "scalar": "bf16", "HEAD_DIM": width, "BM": rows, "BN": keys,
-        "BANDED": bands, "EXTRAS": extras, "DROPOUT": dropout,
-    }  # fmt: skip
+def constants(width, queries, *flags):
+    return {"scalar": "bf16", **attention_hopper.variant(width, queries, *flags)}
 
 
 def test_every_tile_in_use_is_compiled_in_the_tests():
     listed = kernels.variants(FILE)
-    for width, queries in itertools.product(attention_hopper.WIDTHS, (1, 1024, 1025)):
+    edges = attention_hopper.SHORT, attention_hopper.SHORT_BANDED, attention_hopper.LONG
+    lengths = 1, *edges, *(edge + 1 for edge in edges)
+    for width, queries in itertools.product(attention_hopper.WIDTHS, lengths):
         for flags in FLAGS:
             used = constants(width, queries, *flags)
             assert used in listed, f"{used} is not on the header's Constants lines"
 
 
 @pytest.mark.parametrize("width", attention_hopper.WIDTHS)
-def test_matrix_products_are_not_serialised(nvrtc, width):
+@pytest.mark.parametrize("bias", [False, True])
+def test_matrix_products_are_not_serialised(nvrtc, width, bias):
     """ptxas says C75xx where it waits for each product: a third of the speed."""
-    text = kernels.source_text(FILE, **constants(width, 4096, True, False, False))
+    text = kernels.source_text(FILE, **constants(width, 4096, True, bias, False, False))
     _, log = kernels.compile_text(text, "sm_90a", FILE)
     assert "C75" not in log, log
 
 
 @pytest.mark.parametrize("width", attention_hopper.WIDTHS)
-@pytest.mark.parametrize("extras", [False, True])
-def test_shared_memory_is_what_the_kernel_lays_out(nvrtc, width, extras):
+@pytest.mark.parametrize("bias, extras", [(False, False), (True, False), (False, True)])
+def test_shared_memory_is_what_the_kernel_lays_out(nvrtc, width, bias, extras):
     """The host's size, to the byte: the source with this line compiles for no other."""
-    used = constants(width, 4096, False, extras, False)
-    size = attention_hopper.shared_bytes(width, used["BM"], used["BN"], extras)
+    used = constants(width, 4096, False, bias, extras, False)
+    size = attention_hopper.shared_bytes(used)
     check = f'\nstatic_assert(SHARED_BYTES == {size}, "the host asks for another size");\n'
     kernels.compile_text(kernels.source_text(FILE, **used) + check, "sm_90a", FILE)
 
