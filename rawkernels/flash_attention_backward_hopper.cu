@@ -65,6 +65,309 @@ __device__ __forceinline__ void hide(long long& at, u32& x, u32& y) {
     asm volatile("" : "+l"(at), "+r"(x), "+r"(y));
 }
 
+__device__ __forceinline__ void store_half(u32 to, int thread, const float (&dq)[32]) {
+#pragma unroll
+    for (int i = 0; i < 32; i += 4)
+        store_shared(to + (i / 4 * 128 + thread) * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+}
+
+// A step: a block of queries on the tile's keys. SUMS: this warpgroup computes dQ; they take turns, so that one takes
+// exponentials while the other's products run.
+template <bool SUMS>
+__device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention& a, const PhiloxKey& key, int w, int open_from,
+                                     int open_to, int left, Ring& ring, int& block, int& head, float (&st)[BM / 2],
+                                     float (&dk_sum)[WIDTH / 2], float (&dv_sum)[WIDTH / 2], float* dq_sum, float* dbias,
+                                     int row_blocks) {
+    const int thread = threadIdx.x % 128, warp_row = 64 * w + thread / 32 * 16;
+    const float scale_log2 = a.scale * LOG2_E;
+    const u32 q = m.q + ring.stage * Q_BYTES, lse_rows = m.lse + ring.stage * ROWS_BYTES;
+    const u32 grad = m.grad + ring.stage * Q_BYTES, delta_rows = m.delta + ring.stage * ROWS_BYTES;
+    const u32 ds_tile = m.ds + ring.stage * DS_BYTES;
+    float dst[BM / 2];
+    u32 keep[HALVES];
+    if (DROPOUT)
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h)
+            keep[h] = keep_bits(a, key, block * BM + 64 * h, field(tile, FIRST) + warp_row,
+                                field(tile, NUMBER) * a.heads + head);
+    u32 p[HALVES][4][4], ds[HALVES][4][4];
+    mbar_wait(m.grad_full + 8 * ring.stage, ring.parity);
+    if (!LATE) {
+        hold(dst); wgmma_fence();
+        product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
+        wgmma_commit();
+    }
+
+    const u32 column = 8 * (thread % 4);
+    const bool masked = block < open_from || block >= open_to;
+    int low[2], high[2];
+    if (masked || EXTRAS) {
+        const int first = field(tile, FIRST), keys = field(tile, KEYS), shift = first + field(tile, SHIFT);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = warp_row + thread % 32 / 4 + 8 * r;
+            const int at = shift + row - block * BM - 2 * (thread % 4);
+            low[r] = at - a.right;
+            high[r] = first + row < keys ? at + a.left : -1;
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+        if (EXTRAS) {
+            const int first = field(tile, FIRST), shift = first + field(tile, SHIFT);
+            const int query = block * BM + 2 * (thread % 4), key_at = first + warp_row + thread % 32 / 4;
+            const int number = field(tile, NUMBER), queries = field(tile, QUERIES);
+            const float slope = slope_of(a, number, head);
+            u32 rounded[4];
+            long long at = number * a.bias.batch + head * a.bias.head + (query + 64 * h) * a.bias.row
+                           + key_at * a.bias.column;
+#pragma unroll
+            for (int i = 32 * h; i < 32 * h + 32; i += 4) {
+                const float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column);
+                float weight[4];
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    const int r = n / 2, c = 8 * (i >> 2) + n % 2;
+                    const bool seen = c >= low[r] && c <= high[r] && query + c < queries;
+                    const float penalty = slope * (float)abs(query + c + first - shift - key_at - 8 * r);
+                    float bend;
+                    weight[n] = weigh(a, st[i + n], n % 2 ? x.y : x.x, penalty,
+                                      at + n % 2 * a.bias.row + 8 * r * a.bias.column, seen, bend);
+                    st[i + n] = weight[n] * bend;
+                    weight[n] = dropped(weight[n], keep[h], i % 32 + n, a.keep_scale);
+                }
+                rounded[i / 4 % 2 * 2] = pack_pair(scalar(), weight[0], weight[1]);
+                rounded[i / 4 % 2 * 2 + 1] = pack_pair(scalar(), weight[2], weight[3]);
+                if (i % 8) store_fragment<BN>(ds_tile + h * BN * 128, warp_row, i / 8 % 4, rounded);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) asm volatile("" : "+f"(st[i + n]));
+                at += 8 * a.bias.row;
+                hide(at, rounded[i / 4 % 2 * 2], rounded[i / 4 % 2 * 2 + 1]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 32 * h; i < 32 * h + 32; i += 4) {
+                const float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column);
+                st[i] = exp2_fast(st[i] * scale_log2 - x.x);
+                st[i + 1] = exp2_fast(st[i + 1] * scale_log2 - x.y);
+                st[i + 2] = exp2_fast(st[i + 2] * scale_log2 - x.x);
+                st[i + 3] = exp2_fast(st[i + 3] * scale_log2 - x.y);
+            }
+            if (masked) {
+#pragma unroll
+                for (int i = 32 * h; i < 32 * h + 32; ++i) {
+                    const int r = i >> 1 & 1, at = 8 * (i >> 2) + (i & 1);
+                    if (at < low[r] || at > high[r]) st[i] = 0.f;
+                }
+            }
+        }
+        if (h == 0 && !EXTRAS) {
+            pack_half(p[0], st, 0, a.keep_scale, keep[0]);
+            hold(dv_sum); hold(p[0]); wgmma_fence();
+            product<MN_MAJOR, BM>(dv_sum, p[0], grad, true);
+            wgmma_commit();
+        }
+    }
+    if (EXTRAS) {  // P^T by way of where dS^T will be
+        fence_async_proxy();
+        bar_sync(OWN + w, 128);
+        hold(dv_sum); wgmma_fence();
+        product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dv_sum, ds_tile + w * 64 * 128, grad, true);
+        wgmma_commit();
+    }
+    if (LATE) {
+        hold(dst); wgmma_fence();
+        product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
+        wgmma_commit(); wgmma_wait<0>(); hold(dst); hold(dv_sum);
+        if (!EXTRAS) hold(p[0]);
+    } else {
+        wgmma_wait<1>(); hold(dst);  // dP^T is there, dV runs
+    }
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+        if (h > 0 && !EXTRAS) {
+            pack_half(p[h], st, 32 * h, a.keep_scale, keep[h]);
+            hold(p[h]); wgmma_fence();
+            product<MN_MAJOR, BM>(dv_sum, p[h], grad + h * 64 * 128, true);
+            wgmma_commit();
+        }
+        const int c = block * BM + 2 * (thread % 4), keys = EXTRAS ? field(tile, KEYS) : 0;
+        const int key_at = (EXTRAS ? field(tile, FIRST) : 0) + warp_row + thread % 32 / 4;
+        const int queries = EXTRAS ? field(tile, QUERIES) : 0, number = EXTRAS ? field(tile, NUMBER) : 0;
+        // in dbias
+        long long at = ((long long)(number * a.heads + head) * a.queries + c + 64 * h) * a.keys + key_at;
+#pragma unroll
+        for (int i = 32 * h; i < 32 * h + 32; i += 4) {
+            const float2 x = load_shared_float2(delta_rows + 32 * (i >> 2) + column);
+            float y[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n)
+                y[n] = st[i + n]
+                       * (dropped(dst[i + n], keep[h], i % 32 + n, a.keep_scale) - (n % 2 ? x.y : x.x));
+            ds[h][i / 8 % 4][i / 4 % 2 * 2] = pack_pair(scalar(), y[0], y[1]);
+            ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1] = pack_pair(scalar(), y[2], y[3]);
+            if (EXTRAS && dbias) {
+#pragma unroll
+                for (int n = 0; n < 4; ++n)
+                    if (c + n % 2 + (i >> 2) * 8 < queries && key_at + n / 2 * 8 < keys)
+                        dbias[at + n % 2 * a.keys + n / 2 * 8] = y[n];
+                at += 8 * a.keys;
+                hide(at, ds[h][i / 8 % 4][i / 4 % 2 * 2], ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1]);
+            }
+        }
+        store_tile<BN>(ds_tile + h * BN * 128, warp_row, ds[h]);
+        hold(ds[h]); wgmma_fence();
+        product<MN_MAJOR, BM>(dk_sum, ds[h], q + h * 64 * 128, true);
+        wgmma_commit();
+    }
+    fence_async_proxy();
+    float dq[2][32];  // each 64 queries and 64 columns
+    const u32 grad_empty = m.grad_empty + 8 * ring.stage, q_empty = m.q_empty + 8 * ring.stage;
+    if (SUMS) {
+        bar_sync(WHOLE + ring.stage, CONSUMERS);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            hold(dq[n]); wgmma_fence();
+            if (WIDTH == 64) product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq[n], ds_tile + n * BN * 128, m.k);
+            else product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq[n], ds_tile, m.k + n * BN * 128);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (n > 0) break;
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h) { if (!EXTRAS && (!LATE || h > 0)) hold(p[h]); hold(ds[h]); }
+            release(grad_empty);
+            release(q_empty);
+        }
+        hold(dq[0]);
+        bar_sync(FREE, 160);
+        store_half(m.sums, thread, dq[0]);
+    } else {
+        bar_sync(OWN + w, 128);  // all its warps are through with the dQ before
+        bar_arrive(WHOLE + ring.stage, CONSUMERS);
+    }
+    ring.next();
+    // behind the last step a product of whatever is there: ptxas serialises all of them for a branch
+    if (left > 1) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
+    hold(st); wgmma_fence();
+    product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, m.q + ring.stage * Q_BYTES);
+    wgmma_commit();
+    wgmma_wait<1>();  // S^T of the next step runs
+    if (SUMS) {
+        hold(dq[1]);
+        store_half(m.sums + SUM_BYTES, thread, dq[1]);
+        if (thread == 0) {
+            const int part = head * row_blocks + field(tile, ROW_BLOCK) + block;  // of the sums
+            store_address(m.target, dq_sum + (long long)part * (BM * WIDTH));
+            if (DETERMINISTIC) {  // tiles of keys add in their order, from the first that sees the block
+                store_shared(m.turn, (u32)(2 * part));
+                const int first = field(tile, FIRST), first_key = max(0, block * BM - field(tile, SHIFT) - a.left);
+                store_shared(m.turn + 4, (u32)(first / BN - first_key / BN));
+            }
+        }
+        fence_async_proxy();
+        bar_arrive(WRITTEN, 160);
+    } else {
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) { if (!EXTRAS && (!LATE || h > 0)) hold(p[h]); hold(ds[h]); }
+        release(grad_empty);
+        release(q_empty);
+    }
+    if (++block == field(tile, BEGIN) + field(tile, BLOCKS)) block = field(tile, BEGIN);
+    if (block == field(tile, START)) ++head;
+    wgmma_wait<0>(); hold(st);
+}
+
+template <int W>
+__device__ __forceinline__ void consume(const Shared& m, const Attention& a, const TensorMap& dk_map,
+                                        const TensorMap& dv_map, float* dq_sum, scalar* dk, scalar* dv, float* dbias,
+                                        int row_blocks) {
+    constexpr int w = W;
+    const int thread = threadIdx.x % 128, warp_row = 64 * w + thread / 32 * 16;
+    const PhiloxKey key = key_of(a);
+    Ring ring;
+    for (int round = 0;; ++round) {
+        const u32 tile = tile_of(m, round);
+        mbar_wait(m.tile_full + 8 * (round & 1), round / 2 & 1);
+        const int first = field(tile, FIRST), keys = field(tile, KEYS);
+        if (first < 0) break;
+        mbar_wait(m.k_full, round & 1);
+        if ((a.cu_q || a.key_lengths) && first + BN > keys) {
+            mbar_wait(m.v_full, round & 1);
+            clear_rows(m, keys - first);
+        }
+        const int shift = first + field(tile, SHIFT);  // the query that stands at the tile's first key
+        // the blocks of queries that see all keys of the tile
+        const int open_from = (shift + BN - 1 - a.right + BM - 1) / BM;
+        const int open_to = first + BN > keys ? 0 : (shift + a.left + 1) / BM;
+        int left = field(tile, BLOCKS) * a.group, block = field(tile, START), head = field(tile, HEAD) * a.group;
+        float dk_sum[WIDTH / 2], dv_sum[WIDTH / 2];
+#pragma unroll
+        for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] = dv_sum[i] = 0.f;
+
+        float st[BM / 2];
+        if (left) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
+        hold(st); wgmma_fence();
+        product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, m.q + ring.stage * Q_BYTES);
+        wgmma_commit();
+        mbar_wait(m.v_full, round & 1);
+        wgmma_wait<0>(); hold(st);
+#pragma unroll 1
+        for (; left > 0; --left) {
+            step<W == 0>(m, tile, a, key, w, open_from, open_to, left, ring, block, head, st, dk_sum, dv_sum, dq_sum, dbias,
+                         row_blocks);
+            if (--left == 0) break;
+            step<W == 1>(m, tile, a, key, w, open_from, open_to, left, ring, block, head, st, dk_sum, dv_sum, dq_sum, dbias,
+                         row_blocks);
+        }
+
+        wgmma_wait<0>(); hold(dv_sum); hold(dk_sum);
+        const int kv_head = field(tile, HEAD), batch = field(tile, BATCH), at = field(tile, KEY_ROW) + 64 * w;
+        const int key_rows = field(tile, KEY_ROWS) - first;
+        __syncwarp();
+        release(m.k_empty);  // and the tile's fields
+        // dV leaves through this warpgroup's own values, dK through dS
+        const bool whole = !a.cu_q || key_rows >= BN;
+        u32 rounded[WIDTH / 16][4];
+        pack(rounded, dv_sum);
+        if (whole) {
+            store_tile<BN>(m.v, warp_row, rounded);
+            fence_async_proxy();
+            bar_sync(OWN + w, 128);
+            if (thread == 0)
+                for (int c = 0; c < WIDTH / 64; ++c)
+                    tma_store(dv_map, m.v + c * BN * 128 + w * 64 * 128, 64 * c, at, kv_head, batch);
+        } else {
+            store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows - 64 * w, 0, a.value_dim, rounded);
+        }
+#pragma unroll
+        for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] *= a.scale;
+        pack(rounded, dk_sum);
+        bar_sync(ALL, CONSUMERS);
+        if (whole) {
+            const u32 tile_out = m.ds + w * 64 * WIDTH * 2;
+            store_tile<64>(tile_out, thread / 32 * 16, rounded);
+            fence_async_proxy();
+            bar_sync(OWN + w, 128);
+            if (thread == 0) {
+                for (int c = 0; c < WIDTH / 64; ++c)
+                    tma_store(dk_map, tile_out + c * 64 * 128, 64 * c, at, kv_head, batch);
+                bulk_commit();
+                bulk_wait_read();
+            }
+        } else {
+            store_rows(dk + at * a.dk.row + kv_head * a.dk.head, a.dk, key_rows - 64 * w, 0, a.head_dim, rounded);
+        }
+        bar_sync(ALL, CONSUMERS);
+        release(m.v_empty);
+    }
+    if (w == 0) {
+        bar_sync(FREE, 160);
+        if (thread == 0) store_address(m.target, nullptr);
+        bar_arrive(WRITTEN, 160);
+    }
+    if (thread == 0) bulk_wait();
+}
+
 extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     const __grid_constant__ TensorMap q_map,     // (B, T, H, D) or (tokens, H, D); boxes of BM rows
     const __grid_constant__ TensorMap dout_map,  // (B, T, H, Dv); boxes of BM rows
@@ -90,280 +393,36 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {
-            load_keys_and_queries(m, a, k_map, q_map, lse, plan, counter, tiles, row_blocks);
+            load_all<true>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks);
         } else if (threadIdx.x == 32) {
-            load_values_and_gradients(m, a, v_map, dout_map, delta, row_blocks);
+            load_all<false>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks);
         } else if (threadIdx.x / 32 == 2) {  // dq
-            for (int w = 0; w < 2; ++w) bar_arrive(FREE + w, 160);
-            for (bool more = true; more;)
-                for (int w = 0; w < 2; ++w) {
-                    bar_sync(WRITTEN + w, 160);
-                    float* to = load_address(m.target + 8 * w);
-                    more = to != nullptr;
-                    __syncwarp();
-                    if (more && threadIdx.x % 32 == 0) {
-                        int* turn = turns + load_shared(m.turn + 8 * w);
-                        if (DETERMINISTIC) await(turn, (int)load_shared(m.turn + 8 * w + 4));
-                        bulk_add(to, m.sums + w * SUM_BYTES, SUM_BYTES);
-                        bulk_commit();
-                        if (DETERMINISTIC) {
-                            bulk_wait();
-                            pass_on(turn);
-                        } else {
-                            bulk_wait_read();
-                        }
+            bar_arrive(FREE, 160);
+            for (;;) {
+                bar_sync(WRITTEN, 160);
+                float* to = load_address(m.target);
+                if (to == nullptr) break;
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) {
+                    int* turn = turns + load_shared(m.turn);
+                    if (DETERMINISTIC) await(turn, (int)load_shared(m.turn + 4));
+                    bulk_add(to, m.sums, 2 * SUM_BYTES);
+                    bulk_commit();
+                    if (DETERMINISTIC) {
+                        bulk_wait();
+                        pass_on(turn);
+                    } else {
+                        bulk_wait_read();
                     }
-                    __syncwarp();
-                    if (more) bar_arrive(FREE + w, 160);
                 }
+                __syncwarp();
+                bar_arrive(FREE, 160);
+            }
             bulk_wait();
         }
     } else {  // ---- consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        const int w = warpgroup() - 1, thread = threadIdx.x % 128, warp_row = 64 * w + thread / 32 * 16;
-        const PhiloxKey key = key_of(a);
-        const float scale_log2 = a.scale * LOG2_E;
-        Ring ring;
-        for (int round = 0;; ++round) {
-            mbar_wait(m.k_full, round & 1);
-            const int first = field(m.tile, FIRST), keys = field(m.tile, KEYS);
-            if (first < 0) break;
-            mbar_wait(m.v_full, round & 1);
-            if ((a.cu_q || a.key_lengths) && first + BN > keys) clear_rows(m, keys - first);
-            const int shift = first + field(m.tile, SHIFT);  // the query that stands at the tile's first key
-            int left = field(m.tile, BLOCKS) * a.group, block = field(m.tile, START), head = field(m.tile, HEAD) * a.group;
-            float dk_sum[WIDTH / 2], dv_sum[WIDTH / 2];
-#pragma unroll
-            for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] = dv_sum[i] = 0.f;
-
-            float st[BM / 2];
-            if (left) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
-            hold(st); wgmma_fence();
-            product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, m.q + ring.stage * Q_BYTES);
-            wgmma_commit(); wgmma_wait<0>(); hold(st);
-#pragma unroll 1
-            for (; left > 0; --left) {
-                const u32 q = m.q + ring.stage * Q_BYTES, lse_rows = m.lse + ring.stage * ROWS_BYTES;
-                const u32 grad = m.grad + ring.stage * Q_BYTES, delta_rows = m.delta + ring.stage * ROWS_BYTES;
-                const u32 ds_tile = m.ds + ring.stage * DS_BYTES;
-                float dst[BM / 2];
-                u32 keep[HALVES];
-                if (DROPOUT)
-#pragma unroll
-                    for (int h = 0; h < HALVES; ++h)
-                        keep[h] = keep_bits(a, key, block * BM + 64 * h, first + warp_row,
-                                            field(m.tile, NUMBER) * a.heads + head);
-                u32 p[HALVES][4][4], ds[HALVES][4][4];
-                mbar_wait(m.grad_full + 8 * ring.stage, ring.parity);
-                if (!LATE) {
-                    hold(dst); wgmma_fence();
-                    product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
-                    wgmma_commit();
-                }
-
-                const u32 column = 8 * (thread % 4);
-                const bool masked = first + BN > keys || shift + BN - 1 > block * BM + a.right
-                                    || shift < block * BM + BM - 1 - a.left;
-                int low[2], high[2];
-                if (masked || EXTRAS) {
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        const int row = warp_row + thread % 32 / 4 + 8 * r;
-                        const int at = shift + row - block * BM - 2 * (thread % 4);
-                        low[r] = at - a.right;
-                        high[r] = first + row < keys ? at + a.left : -1;
-                    }
-                }
-#pragma unroll
-                for (int h = 0; h < HALVES; ++h) {
-                    if (EXTRAS) {
-                        const int query = block * BM + 2 * (thread % 4), key_at = first + warp_row + thread % 32 / 4;
-                        const int number = field(m.tile, NUMBER), queries = field(m.tile, QUERIES);
-                        const float slope = slope_of(a, number, head);
-                        u32 rounded[4];
-                        long long at = number * a.bias.batch + head * a.bias.head + (query + 64 * h) * a.bias.row
-                                       + key_at * a.bias.column;
-#pragma unroll
-                        for (int i = 32 * h; i < 32 * h + 32; i += 4) {
-                            const float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column);
-                            float weight[4];
-#pragma unroll
-                            for (int n = 0; n < 4; ++n) {
-                                const int r = n / 2, c = 8 * (i >> 2) + n % 2;
-                                const bool seen = c >= low[r] && c <= high[r] && query + c < queries;
-                                const float penalty = slope * (float)abs(query + c + first - shift - key_at - 8 * r);
-                                float bend;
-                                weight[n] = weigh(a, st[i + n], n % 2 ? x.y : x.x, penalty,
-                                                  at + n % 2 * a.bias.row + 8 * r * a.bias.column, seen, bend);
-                                st[i + n] = weight[n] * bend;
-                                weight[n] = dropped(weight[n], keep[h], i % 32 + n, a.keep_scale);
-                            }
-                            rounded[i / 4 % 2 * 2] = pack_pair(scalar(), weight[0], weight[1]);
-                            rounded[i / 4 % 2 * 2 + 1] = pack_pair(scalar(), weight[2], weight[3]);
-                            if (i % 8) store_fragment<BN>(ds_tile + h * BN * 128, warp_row, i / 8 % 4, rounded);
-#pragma unroll
-                            for (int n = 0; n < 4; ++n) asm volatile("" : "+f"(st[i + n]));
-                            at += 8 * a.bias.row;
-                            hide(at, rounded[i / 4 % 2 * 2], rounded[i / 4 % 2 * 2 + 1]);
-                        }
-                    } else {
-#pragma unroll
-                        for (int i = 32 * h; i < 32 * h + 32; i += 4) {
-                            const float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column);
-                            st[i] = exp2_fast(st[i] * scale_log2 - x.x);
-                            st[i + 1] = exp2_fast(st[i + 1] * scale_log2 - x.y);
-                            st[i + 2] = exp2_fast(st[i + 2] * scale_log2 - x.x);
-                            st[i + 3] = exp2_fast(st[i + 3] * scale_log2 - x.y);
-                        }
-                        if (masked) {
-#pragma unroll
-                            for (int i = 32 * h; i < 32 * h + 32; ++i) {
-                                const int r = i >> 1 & 1, at = 8 * (i >> 2) + (i & 1);
-                                if (at < low[r] || at > high[r]) st[i] = 0.f;
-                            }
-                        }
-                    }
-                    if (h == 0 && !EXTRAS) {
-                        pack_half(p[0], st, 0, a.keep_scale, keep[0]);
-                        hold(dv_sum); hold(p[0]); wgmma_fence();
-                        product<MN_MAJOR, BM>(dv_sum, p[0], grad, true);
-                        wgmma_commit();
-                    }
-                }
-                if (EXTRAS) {  // P^T by way of where dS^T will be
-                    fence_async_proxy();
-                    bar_sync(OWN + w, 128);
-                    hold(dv_sum); wgmma_fence();
-                    product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dv_sum, ds_tile + w * 64 * 128, grad, true);
-                    wgmma_commit();
-                }
-                if (LATE) {
-                    hold(dst); wgmma_fence();
-                    product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
-                    wgmma_commit(); wgmma_wait<0>(); hold(dst); hold(dv_sum);
-                    if (!EXTRAS) hold(p[0]);
-                } else {
-                    wgmma_wait<1>(); hold(dst);  // dP^T is there, dV runs
-                }
-#pragma unroll
-                for (int h = 0; h < HALVES; ++h) {
-                    if (h > 0 && !EXTRAS) {
-                        pack_half(p[h], st, 32 * h, a.keep_scale, keep[h]);
-                        hold(p[h]); wgmma_fence();
-                        product<MN_MAJOR, BM>(dv_sum, p[h], grad + h * 64 * 128, true);
-                        wgmma_commit();
-                    }
-                    const int c = block * BM + 2 * (thread % 4), key_at = first + warp_row + thread % 32 / 4;
-                    const int queries = EXTRAS ? field(m.tile, QUERIES) : 0, number = EXTRAS ? field(m.tile, NUMBER) : 0;
-                    // in dbias
-                    long long at = ((long long)(number * a.heads + head) * a.queries + c + 64 * h) * a.keys + key_at;
-#pragma unroll
-                    for (int i = 32 * h; i < 32 * h + 32; i += 4) {
-                        const float2 x = load_shared_float2(delta_rows + 32 * (i >> 2) + column);
-                        float y[4];
-#pragma unroll
-                        for (int n = 0; n < 4; ++n)
-                            y[n] = st[i + n]
-                                   * (dropped(dst[i + n], keep[h], i % 32 + n, a.keep_scale) - (n % 2 ? x.y : x.x));
-                        ds[h][i / 8 % 4][i / 4 % 2 * 2] = pack_pair(scalar(), y[0], y[1]);
-                        ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1] = pack_pair(scalar(), y[2], y[3]);
-                        if (EXTRAS && dbias) {
-#pragma unroll
-                            for (int n = 0; n < 4; ++n)
-                                if (c + n % 2 + (i >> 2) * 8 < queries && key_at + n / 2 * 8 < keys)
-                                    dbias[at + n % 2 * a.keys + n / 2 * 8] = y[n];
-                            at += 8 * a.keys;
-                            hide(at, ds[h][i / 8 % 4][i / 4 % 2 * 2], ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1]);
-                        }
-                    }
-                    store_tile<BN>(ds_tile + h * BN * 128, warp_row, ds[h]);
-                    hold(ds[h]); wgmma_fence();
-                    product<MN_MAJOR, BM>(dk_sum, ds[h], q + h * 64 * 128, true);
-                    wgmma_commit();
-                }
-                fence_async_proxy();
-                bar_sync(ALL, CONSUMERS);  // dS is whole
-                float dq[32];
-                hold(dq); wgmma_fence();
-                if (WIDTH == 64) product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq, ds_tile + w * BN * 128, m.k);
-                else product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq, ds_tile, m.k + w * BN * 128);
-                wgmma_commit();
-                wgmma_wait<1>();  // dV and dK are there, dQ runs
-#pragma unroll
-                for (int h = 0; h < HALVES; ++h) { if (!EXTRAS && (!LATE || h > 0)) hold(p[h]); hold(ds[h]); }
-                release(m.grad_empty + 8 * ring.stage);
-                release(m.q_empty + 8 * ring.stage);
-                ring.next();
-                // behind the last step a product of whatever is there: ptxas serialises all of them for a branch
-                if (left > 1) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
-                hold(st); wgmma_fence();
-                product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, m.q + ring.stage * Q_BYTES);
-                wgmma_commit();
-                wgmma_wait<1>(); hold(dq);  // dQ is there, S^T of the next step runs
-
-                const int part = (head * row_blocks + field(m.tile, ROW_BLOCK) + block) * 2 + w;  // of the sums
-                bar_sync(FREE + w, 160);
-                if (thread == 0) {
-                    store_address(m.target + 8 * w, dq_sum + (long long)part * (BM * WIDTH / 2));
-                    if (DETERMINISTIC) {  // tiles of keys add in their order, from the first that sees the block
-                        store_shared(m.turn + 8 * w, (u32)part);
-                        const int first_key = max(0, block * BM - (shift - first) - a.left);
-                        store_shared(m.turn + 8 * w + 4, (u32)(first / BN - first_key / BN));
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < 32; i += 4)
-                    store_shared(m.sums + w * SUM_BYTES + (i / 4 * 128 + thread) * 16,
-                                 dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-                fence_async_proxy();
-                bar_arrive(WRITTEN + w, 160);
-                if (++block == field(m.tile, BEGIN) + field(m.tile, BLOCKS)) block = field(m.tile, BEGIN);
-                if (block == field(m.tile, START)) ++head;
-                wgmma_wait<0>(); hold(st);
-            }
-
-            wgmma_wait<0>(); hold(dv_sum); hold(dk_sum);
-            // dV leaves through this warpgroup's own values, dK through dS
-            const int kv_head = field(m.tile, HEAD), batch = field(m.tile, BATCH), at = field(m.tile, KEY_ROW) + 64 * w;
-            const int key_rows = field(m.tile, KEY_ROWS) - first;
-            const bool whole = !a.cu_q || key_rows >= BN;
-            u32 rounded[WIDTH / 16][4];
-            pack(rounded, dv_sum);
-            if (whole) {
-                store_tile<BN>(m.v, warp_row, rounded);
-                fence_async_proxy();
-                bar_sync(OWN + w, 128);
-                if (thread == 0)
-                    for (int c = 0; c < WIDTH / 64; ++c)
-                        tma_store(dv_map, m.v + c * BN * 128 + w * 64 * 128, 64 * c, at, kv_head, batch);
-            } else {
-                store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows - 64 * w, 0, a.value_dim, rounded);
-            }
-#pragma unroll
-            for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] *= a.scale;
-            pack(rounded, dk_sum);
-            bar_sync(ALL, CONSUMERS);
-            release(m.k_empty);  // behind the barrier: all lanes have read the tile
-            if (whole) {
-                const u32 tile_out = m.ds + w * 64 * WIDTH * 2;
-                store_tile<64>(tile_out, thread / 32 * 16, rounded);
-                fence_async_proxy();
-                bar_sync(OWN + w, 128);
-                if (thread == 0) {
-                    for (int c = 0; c < WIDTH / 64; ++c)
-                        tma_store(dk_map, tile_out + c * 64 * 128, 64 * c, at, kv_head, batch);
-                    bulk_commit();
-                    bulk_wait_read();
-                }
-            } else {
-                store_rows(dk + at * a.dk.row + kv_head * a.dk.head, a.dk, key_rows - 64 * w, 0, a.head_dim, rounded);
-            }
-            bar_sync(ALL, CONSUMERS);
-            release(m.v_empty);
-        }
-        bar_sync(FREE + w, 160);
-        if (thread == 0) store_address(m.target + 8 * w, nullptr);
-        bar_arrive(WRITTEN + w, 160);
-        if (thread == 0) bulk_wait();
+        if (warpgroup() == 1) consume<0>(m, a, dk_map, dv_map, dq_sum, dk, dv, dbias, row_blocks);
+        else consume<1>(m, a, dk_map, dv_map, dq_sum, dk, dv, dbias, row_blocks);
     }
 }

@@ -48,22 +48,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_wi
 
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 0) load_keys_and_queries(m, a, k_map, q_map, lse, plan, counter, tiles, row_blocks);
-        if (threadIdx.x == 32) load_values_and_gradients(m, a, v_map, dout_map, delta, row_blocks);
+        if (threadIdx.x == 0) load_all<true>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks);
+        if (threadIdx.x == 32) load_all<false>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks);
     } else {  // ---- consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         const int w = warpgroup() - 1, thread = threadIdx.x % 128, warp_row = thread / 32 * 16;
         const float scale_log2 = a.scale * LOG2_E;
         Ring ring;
         for (int round = 0;; ++round) {
-            mbar_wait(m.k_full, round & 1);
-            const int first = field(m.tile, FIRST), keys = field(m.tile, KEYS);
+            const u32 tile = tile_of(m, round);
+            mbar_wait(m.tile_full + 8 * (round & 1), round / 2 & 1);
+            const int first = field(tile, FIRST), keys = field(tile, KEYS);
             if (first < 0) break;
+            mbar_wait(m.k_full, round & 1);
             mbar_wait(m.v_full, round & 1);
             if ((a.cu_q || a.key_lengths) && first + BN > keys) clear_rows(m, keys - first);
-            const int shift = first + field(m.tile, SHIFT);  // the query that stands at the tile's first key
-            const int steps = field(m.tile, BLOCKS) * a.group;
-            int block = field(m.tile, START), head = field(m.tile, HEAD) * a.group;
+            const int shift = first + field(tile, SHIFT);  // the query that stands at the tile's first key
+            const int steps = field(tile, BLOCKS) * a.group;
+            int block = field(tile, START), head = field(tile, HEAD) * a.group;
             float dk_sum[HALF / 2], dv_sum[HALF / 2];
 #pragma unroll
             for (int i = 0; i < HALF / 2; ++i) dk_sum[i] = dv_sum[i] = 0.f;
@@ -136,17 +138,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_wi
                 release(m.grad_empty + 8 * ring.stage);
                 stage_before = ring.stage;
 
-                const long long part = ((long long)head * row_blocks + field(m.tile, ROW_BLOCK) + block) * 2 + w;
+                const long long part = ((long long)head * row_blocks + field(tile, ROW_BLOCK) + block) * 2 + w;
                 add_to_memory(dq_sum + part * (BM * HALF) + thread * 4, dq);
-                if (++block == field(m.tile, BEGIN) + field(m.tile, BLOCKS)) block = field(m.tile, BEGIN);
-                if (block == field(m.tile, START)) ++head;
+                if (++block == field(tile, BEGIN) + field(tile, BLOCKS)) block = field(tile, BEGIN);
+                if (block == field(tile, START)) ++head;
             }
 
             wgmma_wait<0>(); hold(dv_sum); hold(dk_sum);
             if (steps) release(m.q_empty + 8 * stage_before);
             // dV and dK leave through the values and the keys
-            const int kv_head = field(m.tile, HEAD), batch = field(m.tile, BATCH), at = field(m.tile, KEY_ROW);
-            const int key_rows = field(m.tile, KEY_ROWS) - first;
+            const int kv_head = field(tile, HEAD), batch = field(tile, BATCH), at = field(tile, KEY_ROW);
+            const int key_rows = field(tile, KEY_ROWS) - first;
             const bool whole = !a.cu_q || key_rows >= BN;
             u32 values[HALF / 16][4], rounded[HALF / 16][4];
             pack(values, dv_sum);
