@@ -74,12 +74,16 @@ __device__ __forceinline__ void store_half(u32 to, int thread, const float (&dq)
 // A step: a block of queries on the tile's keys. SUMS: this warpgroup computes dQ; they take turns, so that one takes
 // exponentials while the other's products run.
 template <bool SUMS>
-__device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention& a, const PhiloxKey& key, int w, int open_from,
-                                     int open_to, int left, Ring& ring, int& block, int& head, float (&st)[BM / 2],
+__device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention& a, const PhiloxKey& key, int w, int left,
+                                     Ring& ring, float (&st)[BM / 2],
                                      float (&dk_sum)[WIDTH / 2], float (&dv_sum)[WIDTH / 2], float* dq_sum, float* dbias,
                                      int row_blocks) {
-    const int thread = threadIdx.x % 128, warp_row = 64 * w + thread / 32 * 16;
+    int thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread));
+    const int warp_row = 64 * w + thread / 32 * 16;
     const float scale_log2 = a.scale * LOG2_E;
+    const u32 info = m.steps + 16 * ring.stage;
+    const int part = field(info, PART), block = field(info, BLOCK), head = EXTRAS || DROPOUT ? field(info, STEP_HEAD) : 0;
     const u32 q = m.q + ring.stage * Q_BYTES, lse_rows = m.lse + ring.stage * ROWS_BYTES;
     const u32 grad = m.grad + ring.stage * Q_BYTES, delta_rows = m.delta + ring.stage * ROWS_BYTES;
     const u32 ds_tile = m.ds + ring.stage * DS_BYTES;
@@ -99,7 +103,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     }
 
     const u32 column = 8 * (thread % 4);
-    const bool masked = block < open_from || block >= open_to;
+    const bool masked = field(info, MASKED);
     int low[2], high[2];
     if (masked || EXTRAS) {
         const int first = field(tile, FIRST), keys = field(tile, KEYS), shift = first + field(tile, SHIFT);
@@ -215,7 +219,9 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
                 hide(at, ds[h][i / 8 % 4][i / 4 % 2 * 2], ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1]);
             }
         }
-        store_tile<BN>(ds_tile + h * BN * 128, warp_row, ds[h]);
+        { const int lane = thread % 32;
+#pragma unroll
+ for (int k = 0; k < 4; ++k) stmatrix(chunk_address<BN>(ds_tile + h * BN * 128, warp_row + (lane & 15), 2 * k + (lane >> 4)), ds[h][k]); }
         hold(ds[h]); wgmma_fence();
         product<MN_MAJOR, BM>(dk_sum, ds[h], q + h * 64 * 128, true);
         wgmma_commit();
@@ -256,7 +262,6 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         hold(dq[1]);
         store_half(m.sums + SUM_BYTES, thread, dq[1]);
         if (thread == 0) {
-            const int part = head * row_blocks + field(tile, ROW_BLOCK) + block;  // of the sums
             store_address(m.target, dq_sum + (long long)part * (BM * WIDTH));
             if (DETERMINISTIC) {  // tiles of keys add in their order, from the first that sees the block
                 store_shared(m.turn, (u32)(2 * part));
@@ -272,8 +277,6 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         release(grad_empty);
         release(q_empty);
     }
-    if (++block == field(tile, BEGIN) + field(tile, BLOCKS)) block = field(tile, BEGIN);
-    if (block == field(tile, START)) ++head;
     wgmma_wait<0>(); hold(st);
 }
 
@@ -295,11 +298,7 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
             mbar_wait(m.v_full, round & 1);
             clear_rows(m, keys - first);
         }
-        const int shift = first + field(tile, SHIFT);  // the query that stands at the tile's first key
-        // the blocks of queries that see all keys of the tile
-        const int open_from = (shift + BN - 1 - a.right + BM - 1) / BM;
-        const int open_to = first + BN > keys ? 0 : (shift + a.left + 1) / BM;
-        int left = field(tile, BLOCKS) * a.group, block = field(tile, START), head = field(tile, HEAD) * a.group;
+        int left = field(tile, BLOCKS) * a.group;
         float dk_sum[WIDTH / 2], dv_sum[WIDTH / 2];
 #pragma unroll
         for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] = dv_sum[i] = 0.f;
@@ -307,16 +306,18 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
         float st[BM / 2];
         if (left) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
         hold(st); wgmma_fence();
-        product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, m.q + ring.stage * Q_BYTES);
+        u32 keys_tile = m.k + w * 64 * 128, q_tile = m.q + ring.stage * Q_BYTES;
+        asm volatile("" : "+r"(keys_tile), "+r"(q_tile));
+        product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, keys_tile, q_tile);
         wgmma_commit();
         mbar_wait(m.v_full, round & 1);
         wgmma_wait<0>(); hold(st);
 #pragma unroll 1
         for (; left > 0; --left) {
-            step<W == 0>(m, tile, a, key, w, open_from, open_to, left, ring, block, head, st, dk_sum, dv_sum, dq_sum, dbias,
+            step<W == 0>(m, tile, a, key, w, left, ring, st, dk_sum, dv_sum, dq_sum, dbias,
                          row_blocks);
             if (--left == 0) break;
-            step<W == 1>(m, tile, a, key, w, open_from, open_to, left, ring, block, head, st, dk_sum, dv_sum, dq_sum, dbias,
+            step<W == 1>(m, tile, a, key, w, left, ring, st, dk_sum, dv_sum, dq_sum, dbias,
                          row_blocks);
         }
 
@@ -391,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     init_barriers(m);
 
     if (warpgroup() == 0) {  // ---- producer
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) {
             load_all<true>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks);
         } else if (threadIdx.x == 32) {

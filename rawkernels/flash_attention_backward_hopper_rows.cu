@@ -49,6 +49,8 @@ __device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles
     const int end = last < tile.first ? 0 : min(s.queries, last - s.offset + a.left + 1);
     tile.begin = max(0, tile.first - s.offset - a.right) / BM;
     tile.blocks = max(0, (end + BM - 1) / BM - tile.begin);
+    tile.open_from = (tile.first - s.offset + BN - 1 - a.right + BM - 1) / BM;
+    tile.open_to = tile.first + BN > s.keys ? 0 : (tile.first - s.offset + a.left + 1) / BM;
     // side by side tiles of a head begin apart, so that they do not add to the same dq
     tile.start = tile.begin + (tile.blocks && !ordered ? max(0, tile.first / BM - tile.begin) % tile.blocks : 0);
     return tile;

@@ -11,7 +11,7 @@ constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
 enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 6, WHOLE = 8 };  // named barriers; OWN one per warpgroup, WHOLE one per stage
 
 struct Shared {
-    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, target, turn, tiles;
+    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, target, turn, steps, tiles;
     u32 lse, delta, k, v, q, grad, ds, sums;
 };
 __device__ __forceinline__ Shared shared_layout() {
@@ -27,6 +27,7 @@ __device__ __forceinline__ Shared shared_layout() {
     m.tile_full = m.k_full + 32;
     m.target = m.k_full + 48;
     m.turn = m.k_full + 64;
+    m.steps = m.q_full + 256;
     m.tiles = m.q_full + 512;
     m.lse = m.q_full + 1024;
     m.delta = m.lse + STAGES * ROWS_BYTES;
@@ -45,7 +46,10 @@ __device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, u32 ba
 }
 __device__ __forceinline__ int field(u32 tile, int number) { return (int)load_shared(tile + 4 * number); }
 // Of a Tile.
-enum { HEAD, FIRST, BATCH, KEY_ROW, KEYS, KEY_ROWS, SHIFT, QUERY_ROW, BEGIN, BLOCKS, START, ROW_BLOCK, NUMBER, QUERIES };
+enum { HEAD, FIRST, BATCH, KEY_ROW, KEYS, KEY_ROWS, SHIFT, QUERY_ROW, BEGIN, BLOCKS, START, ROW_BLOCK, NUMBER, QUERIES,
+       OPEN_FROM, OPEN_TO };
+// Of a step, known by its stage of queries: the part of dq, its queries' block and head, whether the mask cuts it.
+enum { PART, BLOCK, STEP_HEAD, MASKED };
 
 // A place in a ring of STAGES, and the parity of its round.
 struct Ring {
@@ -79,13 +83,20 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
         int block = field(tile, START), head = field(tile, HEAD) * a.group, left = (end - begin) * a.group;
         for (bool loaded = false; left > 0 || !loaded; --left) {
             if (left > 0) {
-                const u32 bar = full + 8 * ring.stage;
+                const u32 bar = full + 8 * ring.stage, step = m.steps + 16 * ring.stage;
+                const int part = head * row_blocks + field(tile, ROW_BLOCK) + block;
                 mbar_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+                if (QUERIES) {
+                    store_shared(step + 4 * PART, (u32)part);
+                    store_shared(step + 4 * BLOCK, (u32)block);
+                    store_shared(step + 4 * STEP_HEAD, (u32)head);
+                    store_shared(step + 4 * MASKED, block < field(tile, OPEN_FROM) || block >= field(tile, OPEN_TO));
+                }
                 mbar_expect(bar, Q_BYTES + ROWS_BYTES);
                 load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, bar, BM,
                           field(tile, QUERY_ROW) + block * BM, head, field(tile, BATCH));
                 bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES,
-                          rows + (head * row_blocks + field(tile, ROW_BLOCK) + block) * BM, ROWS_BYTES, bar);
+                          rows + part * BM, ROWS_BYTES, bar);
                 ring.next();
                 if (++block == end) block = begin;
                 if (block == field(tile, START)) ++head;
