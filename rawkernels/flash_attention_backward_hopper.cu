@@ -252,10 +252,10 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         bar_arrive(WHOLE + ring.stage, CONSUMERS);
     }
     ring.next();
-    // behind the last step a product of whatever is there: ptxas serialises all of them for a branch
+    // behind the last step a product for nothing: ptxas serialises all of them for a branch
     if (left > 1) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
     hold(st); wgmma_fence();
-    product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, m.q + ring.stage * Q_BYTES);
+    product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, left > 1 ? m.q + ring.stage * Q_BYTES : m.k);
     wgmma_commit();
     wgmma_wait<1>();  // S^T of the next step runs
     if (SUMS) {
@@ -307,9 +307,12 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
         if (left) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
         hold(st); wgmma_fence();
         u32 keys_tile = m.k + w * 64 * 128, q_tile = m.q + ring.stage * Q_BYTES;
+        if (!left) q_tile = m.k;
         asm volatile("" : "+r"(keys_tile), "+r"(q_tile));
         product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, keys_tile, q_tile);
         wgmma_commit();
+        if (thread == 0) bulk_wait_read();  // dK of the tile before is out
+        bar_sync(OWN + w, 128);
         mbar_wait(m.v_full, round & 1);
         wgmma_wait<0>(); hold(st);
 #pragma unroll 1
@@ -326,40 +329,34 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
         const int key_rows = field(tile, KEY_ROWS) - first;
         __syncwarp();
         release(m.k_empty);  // and the tile's fields
-        // dV leaves through this warpgroup's own values, dK through dS
+        // dV leaves through this warpgroup's own values, dK through its own dS
         const bool whole = !a.cu_q || key_rows >= BN;
         u32 rounded[WIDTH / 16][4];
         pack(rounded, dv_sum);
-        if (whole) {
-            store_tile<BN>(m.v, warp_row, rounded);
-            fence_async_proxy();
-            bar_sync(OWN + w, 128);
-            if (thread == 0)
-                for (int c = 0; c < WIDTH / 64; ++c)
-                    tma_store(dv_map, m.v + c * BN * 128 + w * 64 * 128, 64 * c, at, kv_head, batch);
-        } else {
-            store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows - 64 * w, 0, a.value_dim, rounded);
+        if (whole) store_tile<BN>(m.v, warp_row, rounded);
+        else store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows - 64 * w, 0, a.value_dim, rounded);
+        fence_async_proxy();
+        bar_sync(OWN + w, 128);
+        if (thread == 0) {
+            for (int c = 0; whole && c < WIDTH / 64; ++c)
+                tma_store(dv_map, m.v + c * BN * 128 + w * 64 * 128, 64 * c, at, kv_head, batch);
+            bulk_commit();
         }
 #pragma unroll
         for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] *= a.scale;
         pack(rounded, dk_sum);
-        bar_sync(ALL, CONSUMERS);
-        if (whole) {
-            const u32 tile_out = m.ds + w * 64 * WIDTH * 2;
-            store_tile<64>(tile_out, thread / 32 * 16, rounded);
-            fence_async_proxy();
-            bar_sync(OWN + w, 128);
-            if (thread == 0) {
-                for (int c = 0; c < WIDTH / 64; ++c)
-                    tma_store(dk_map, tile_out + c * 64 * 128, 64 * c, at, kv_head, batch);
-                bulk_commit();
-                bulk_wait_read();
-            }
-        } else {
-            store_rows(dk + at * a.dk.row + kv_head * a.dk.head, a.dk, key_rows - 64 * w, 0, a.head_dim, rounded);
+        bar_sync(ALL, CONSUMERS);  // no dQ reads dS
+        if (whole) store_tile<BN>(m.ds, warp_row, rounded);
+        else store_rows(dk + at * a.dk.row + kv_head * a.dk.head, a.dk, key_rows - 64 * w, 0, a.head_dim, rounded);
+        fence_async_proxy();
+        bar_sync(OWN + w, 128);
+        if (thread == 0) {
+            for (int c = 0; whole && c < WIDTH / 64; ++c)
+                tma_store(dk_map, m.ds + c * DS_BYTES + w * 64 * 128, 64 * c, at, kv_head, batch);
+            bulk_commit();
+            bulk_wait_read<1>();  // dV is out
+            mbar_arrive(m.v_empty);
         }
-        bar_sync(ALL, CONSUMERS);
-        release(m.v_empty);
     }
     if (w == 0) {
         bar_sync(FREE, 160);
@@ -389,10 +386,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     int tiles,
     int row_blocks) {
     const Shared m = shared_layout();
-    init_barriers(m);
+    init_barriers(m, 2);
 
     if (warpgroup() == 0) {  // ---- producer
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {
             load_all<true>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks);
         } else if (threadIdx.x == 32) {

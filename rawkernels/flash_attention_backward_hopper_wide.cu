@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_wi
     int tiles,
     int row_blocks) {
     const Shared m = shared_layout();  // dS^T at ds, two tiles of P^T behind it
-    init_barriers(m);
+    init_barriers(m, CONSUMERS / 32);
 
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");

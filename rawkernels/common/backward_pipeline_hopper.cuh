@@ -69,18 +69,16 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
     const u32 full = QUERIES ? m.q_full : m.grad_full, empty = QUERIES ? m.q_empty : m.grad_empty;
     const u32 kv_full = QUERIES ? m.k_full : m.v_full, kv_empty = QUERIES ? m.k_empty : m.v_empty;
     Ring ring;
-    int index = blockIdx.x;
     for (u32 round = 0;; ++round) {
         const u32 tile = tile_of(m, round), parity = round / 2 & 1, known = m.tile_full + 8 * (round & 1);
         if (QUERIES) {
+            const int index = round ? gridDim.x + atomicAdd(counter, 1) : blockIdx.x;
             mbar_expect(known, sizeof(Tile));
             bulk_load(tile, plan + min(index, tiles), sizeof(Tile), known);
-            index = gridDim.x + atomicAdd(counter, 1);
         }
         mbar_wait(known, parity);
         if (field(tile, FIRST) < 0) break;
-        const int begin = field(tile, BEGIN), end = begin + field(tile, BLOCKS);
-        int block = field(tile, START), head = field(tile, HEAD) * a.group, left = (end - begin) * a.group;
+        int block = field(tile, START), head = field(tile, HEAD) * a.group, left = field(tile, BLOCKS) * a.group;
         for (bool loaded = false; left > 0 || !loaded; --left) {
             if (left > 0) {
                 const u32 bar = full + 8 * ring.stage, step = m.steps + 16 * ring.stage;
@@ -98,7 +96,7 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
                 bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES,
                           rows + part * BM, ROWS_BYTES, bar);
                 ring.next();
-                if (++block == end) block = begin;
+                if (++block == field(tile, BEGIN) + field(tile, BLOCKS)) block = field(tile, BEGIN);
                 if (block == field(tile, START)) ++head;
             }
             if (loaded) continue;
@@ -111,7 +109,7 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
     }
 }
 
-__device__ __forceinline__ void init_barriers(const Shared& m) {
+__device__ __forceinline__ void init_barriers(const Shared& m, int value_users) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             mbar_init(m.q_full + 8 * i, 1);
@@ -124,7 +122,7 @@ __device__ __forceinline__ void init_barriers(const Shared& m) {
         mbar_init(m.tile_full, 1);
         mbar_init(m.tile_full + 8, 1);
         mbar_init(m.k_empty, CONSUMERS / 32 + 1);  // and the second loader
-        mbar_init(m.v_empty, CONSUMERS / 32);
+        mbar_init(m.v_empty, value_users);
         mbar_init_done();
     }
     __syncthreads();
