@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_half(u32 to, int thread, const float (&dq)
 // A step: a block of queries on the tile's keys. SUMS: this warpgroup computes dQ; they take turns, so that one takes
 // exponentials while the other's products run.
 template <bool SUMS>
-__device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention& a, const PhiloxKey& key, int w, int left,
+__device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention& a, int w, int left,
                                      Ring& ring, float (&st)[BM / 2],
                                      float (&dk_sum)[WIDTH / 2], float (&dv_sum)[WIDTH / 2], float* dq_sum, float* dbias,
                                      int row_blocks) {
@@ -83,17 +83,17 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     const int warp_row = 64 * w + thread / 32 * 16;
     const float scale_log2 = a.scale * LOG2_E;
     const u32 info = m.steps + 16 * ring.stage;
-    const int part = field(info, PART), block = field(info, BLOCK), head = EXTRAS || DROPOUT ? field(info, STEP_HEAD) : 0;
     const u32 q = m.q + ring.stage * Q_BYTES, lse_rows = m.lse + ring.stage * ROWS_BYTES;
     const u32 grad = m.grad + ring.stage * Q_BYTES, delta_rows = m.delta + ring.stage * ROWS_BYTES;
     const u32 ds_tile = m.ds + ring.stage * DS_BYTES;
     float dst[BM / 2];
     u32 keep[HALVES];
+    const PhiloxKey key = key_of(a);
     if (DROPOUT)
 #pragma unroll
         for (int h = 0; h < HALVES; ++h)
-            keep[h] = keep_bits(a, key, block * BM + 64 * h, field(tile, FIRST) + warp_row,
-                                field(tile, NUMBER) * a.heads + head);
+            keep[h] = keep_bits(a, key, field(info, BLOCK) * BM + 64 * h, field(tile, FIRST) + warp_row,
+                                field(tile, NUMBER) * a.heads + field(info, STEP_HEAD));
     u32 p[HALVES][4][4], ds[HALVES][4][4];
     mbar_wait(m.grad_full + 8 * ring.stage, ring.parity);
     if (!LATE) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = warp_row + thread % 32 / 4 + 8 * r;
-            const int at = shift + row - block * BM - 2 * (thread % 4);
+            const int at = shift + row - field(info, BLOCK) * BM - 2 * (thread % 4);
             low[r] = at - a.right;
             high[r] = first + row < keys ? at + a.left : -1;
         }
@@ -118,8 +118,8 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
         if (EXTRAS) {
-            const int first = field(tile, FIRST), shift = first + field(tile, SHIFT);
-            const int query = block * BM + 2 * (thread % 4), key_at = first + warp_row + thread % 32 / 4;
+            const int first = field(tile, FIRST), shift = first + field(tile, SHIFT), head = field(info, STEP_HEAD);
+            const int query = field(info, BLOCK) * BM + 2 * (thread % 4), key_at = first + warp_row + thread % 32 / 4;
             const int number = field(tile, NUMBER), queries = field(tile, QUERIES);
             const float slope = slope_of(a, number, head);
             u32 rounded[4];
@@ -195,7 +195,8 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             product<MN_MAJOR, BM>(dv_sum, p[h], grad + h * 64 * 128, true);
             wgmma_commit();
         }
-        const int c = block * BM + 2 * (thread % 4), keys = EXTRAS ? field(tile, KEYS) : 0;
+        const int c = (EXTRAS ? field(info, BLOCK) : 0) * BM + 2 * (thread % 4), head = EXTRAS ? field(info, STEP_HEAD) : 0;
+        const int keys = EXTRAS ? field(tile, KEYS) : 0;
         const int key_at = (EXTRAS ? field(tile, FIRST) : 0) + warp_row + thread % 32 / 4;
         const int queries = EXTRAS ? field(tile, QUERIES) : 0, number = EXTRAS ? field(tile, NUMBER) : 0;
         // in dbias
@@ -228,6 +229,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     }
     fence_async_proxy();
     float dq[2][32];  // each 64 queries and 64 columns
+    const int part = SUMS ? field(info, PART) : 0, block = SUMS && DETERMINISTIC ? field(info, BLOCK) : 0;
     const u32 grad_empty = m.grad_empty + 8 * ring.stage, q_empty = m.q_empty + 8 * ring.stage;
     if (SUMS) {
         bar_sync(WHOLE + ring.stage, CONSUMERS);
@@ -285,8 +287,6 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
                                         const TensorMap& dv_map, float* dq_sum, scalar* dk, scalar* dv, float* dbias,
                                         int row_blocks) {
     constexpr int w = W;
-    const int thread = threadIdx.x % 128, warp_row = 64 * w + thread / 32 * 16;
-    const PhiloxKey key = key_of(a);
     Ring ring;
     for (int round = 0;; ++round) {
         const u32 tile = tile_of(m, round);
@@ -311,22 +311,25 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
         asm volatile("" : "+r"(keys_tile), "+r"(q_tile));
         product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, keys_tile, q_tile);
         wgmma_commit();
-        if (thread == 0) bulk_wait_read();  // dK of the tile before is out
+        if (threadIdx.x % 128 == 0) bulk_wait_read();  // dK of the tile before is out
         bar_sync(OWN + w, 128);
         mbar_wait(m.v_full, round & 1);
         wgmma_wait<0>(); hold(st);
 #pragma unroll 1
         for (; left > 0; --left) {
-            step<W == 0>(m, tile, a, key, w, left, ring, st, dk_sum, dv_sum, dq_sum, dbias,
+            step<W == 0>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dq_sum, dbias,
                          row_blocks);
             if (--left == 0) break;
-            step<W == 1>(m, tile, a, key, w, left, ring, st, dk_sum, dv_sum, dq_sum, dbias,
+            step<W == 1>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dq_sum, dbias,
                          row_blocks);
         }
 
         wgmma_wait<0>(); hold(dv_sum); hold(dk_sum);
+        int thread = threadIdx.x % 128;
+        asm volatile("" : "+r"(thread));
+        const int warp_row = 64 * w + thread / 32 * 16;
         const int kv_head = field(tile, HEAD), batch = field(tile, BATCH), at = field(tile, KEY_ROW) + 64 * w;
-        const int key_rows = field(tile, KEY_ROWS) - first;
+        const int key_rows = field(tile, KEY_ROWS) - field(tile, FIRST);
         __syncwarp();
         release(m.k_empty);  // and the tile's fields
         // dV leaves through this warpgroup's own values, dK through its own dS
@@ -360,10 +363,10 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
     }
     if (w == 0) {
         bar_sync(FREE, 160);
-        if (thread == 0) store_address(m.target, nullptr);
+        if (threadIdx.x % 128 == 0) store_address(m.target, nullptr);
         bar_arrive(WRITTEN, 160);
     }
-    if (thread == 0) bulk_wait();
+    if (threadIdx.x % 128 == 0) bulk_wait();
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(

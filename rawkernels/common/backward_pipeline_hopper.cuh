@@ -146,9 +146,12 @@ __device__ __forceinline__ void clear_rows(const Shared& m, int count) {
 template <int STEPS>
 __device__ __forceinline__ void store_rows(scalar* to, const Strides& step, int rows, int first_column,
                                            int columns, const u32 (&p)[STEPS][4]) {
+    int thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread));  // or the compiler keeps rows and columns in registers from the kernel's begin on
+    const int first_row = thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 8 * STEPS; i += 2) {
-        const int row = fragment_row(i), column = first_column + fragment_column(i);
+        const int row = first_row + 8 * (i >> 1 & 1), column = first_column + 8 * (i >> 2) + 2 * (thread % 4);
         if (row < rows && column < columns) *(u32*)(to + row * step.row + column) = p[i / 8][i / 2 % 4];
     }
 }
