@@ -8,12 +8,13 @@
 // Arch: sm_90a
 //
 // A block takes tiles of BN keys of one KV head from a counter, longest first. Keys and values stay in shared memory;
-// queries, dout, lse and delta pass by. Two threads load, a warp adds dq to memory, two warpgroups of 64 keys compute,
-// everything transposed:
+// queries, dout, lse and delta pass by. Two threads load, already for the next tile; a warp adds dq to memory. Two
+// warpgroups of 64 keys compute, everything transposed:
 //   S^T = K Q^T,  dP^T = V dO^T,  P^T = exp2(S^T c - lse),  dS^T = P^T (dP^T - delta),
 //   dV += P^T dO and dK += dS^T Q from registers,  dQ = dS K by way of shared memory.
 // While exponentials are taken dP^T runs, while dS^T is formed dV does, and while dQ is handed to the warp that adds it
-// to memory, S^T of the next step.
+// to memory, S^T of the next step. dQ needs both warpgroups' dS^T: they take turns at it, so that neither waits for the
+// other, and one takes exponentials while the other's products run.
 #include "common/attention_backward_hopper.cuh"
 #include "common/backward_pipeline_hopper.cuh"
 
@@ -24,12 +25,8 @@ constexpr int HALVES = BM / 64;
     2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES;
 // The product for dP^T waits until P^T is there, as its registers are needed before.
 constexpr bool LATE = EXTRAS || DROPOUT;
-// Where a warpgroup's part of dq goes; null: there is no more.
-__device__ __forceinline__ void store_address(u32 at, float* to) {
-    store_shared(at, (u32)(u64)to);
-    store_shared(at + 4, (u32)((u64)to >> 32));
-}
-__device__ __forceinline__ float* load_address(u32 at) { return (float*)(load_shared(at) | (u64)load_shared(at + 4) << 32); }
+
+constexpr u32 NONE = ~0u;  // no part of dq: there is no more
 
 // Adding to dq in turns.
 __device__ __forceinline__ void await(const int* turn, int mine) {
@@ -56,8 +53,8 @@ __device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM /
 }
 
 // Sixteen columns of packed accumulators into a tile of ROWS rows: store_tile's k-th part.
-template <int ROWS> __device__ __forceinline__ void store_fragment(u32 tile, int row0, int k, const u32 (&p)[4]) {
-    const int lane = threadIdx.x % 32;
+template <int ROWS>
+__device__ __forceinline__ void store_fragment(u32 tile, int row0, int lane, int k, const u32 (&p)[4]) {
     stmatrix(chunk_address<ROWS>(tile, row0 + (lane & 15), 2 * k + (lane >> 4)), p);
 }
 // Keeps the compiler from computing all addresses at once or rounding all results late: there are no registers for it.
@@ -71,15 +68,14 @@ __device__ __forceinline__ void store_half(u32 to, int thread, const float (&dq)
         store_shared(to + (i / 4 * 128 + thread) * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
 }
 
-// A step: a block of queries on the tile's keys. SUMS: this warpgroup computes dQ; they take turns, so that one takes
-// exponentials while the other's products run.
+// A step: a block of queries on the tile's keys. SUMS: it is this warpgroup's turn at dQ.
 template <bool SUMS>
-__device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention& a, int w, int left,
-                                     Ring& ring, float (&st)[BM / 2],
-                                     float (&dk_sum)[WIDTH / 2], float (&dv_sum)[WIDTH / 2], float* dq_sum, float* dbias,
-                                     int row_blocks) {
+__device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention& a, int w, int left, Ring& ring,
+                                     float (&st)[BM / 2], float (&dk_sum)[WIDTH / 2], float (&dv_sum)[WIDTH / 2],
+                                     float* dbias) {
+    // hidden here and elsewhere: else the compiler keeps addresses in registers that the accumulators need
     int thread = threadIdx.x % 128;
-    asm volatile("" : "+r"(thread));
+    if (!EXTRAS) asm volatile("" : "+r"(thread));
     const int warp_row = 64 * w + thread / 32 * 16;
     const float scale_log2 = a.scale * LOG2_E;
     const u32 info = m.steps + 16 * ring.stage;
@@ -122,6 +118,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             const int query = field(info, BLOCK) * BM + 2 * (thread % 4), key_at = first + warp_row + thread % 32 / 4;
             const int number = field(tile, NUMBER), queries = field(tile, QUERIES);
             const float slope = slope_of(a, number, head);
+            const int room = queries - query, distance = query + first - shift - key_at;
             u32 rounded[4];
             long long at = number * a.bias.batch + head * a.bias.head + (query + 64 * h) * a.bias.row
                            + key_at * a.bias.column;
@@ -132,8 +129,8 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
 #pragma unroll
                 for (int n = 0; n < 4; ++n) {
                     const int r = n / 2, c = 8 * (i >> 2) + n % 2;
-                    const bool seen = c >= low[r] && c <= high[r] && query + c < queries;
-                    const float penalty = slope * (float)abs(query + c + first - shift - key_at - 8 * r);
+                    const bool seen = c >= low[r] && c <= high[r] && c < room;
+                    const float penalty = slope * (float)abs(distance + c - 8 * r);
                     float bend;
                     weight[n] = weigh(a, st[i + n], n % 2 ? x.y : x.x, penalty,
                                       at + n % 2 * a.bias.row + 8 * r * a.bias.column, seen, bend);
@@ -142,7 +139,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
                 }
                 rounded[i / 4 % 2 * 2] = pack_pair(scalar(), weight[0], weight[1]);
                 rounded[i / 4 % 2 * 2 + 1] = pack_pair(scalar(), weight[2], weight[3]);
-                if (i % 8) store_fragment<BN>(ds_tile + h * BN * 128, warp_row, i / 8 % 4, rounded);
+                if (i % 8) store_fragment<BN>(ds_tile + h * BN * 128, warp_row, thread % 32, i / 8 % 4, rounded);
 #pragma unroll
                 for (int n = 0; n < 4; ++n) asm volatile("" : "+f"(st[i + n]));
                 at += 8 * a.bias.row;
@@ -195,7 +192,8 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             product<MN_MAJOR, BM>(dv_sum, p[h], grad + h * 64 * 128, true);
             wgmma_commit();
         }
-        const int c = (EXTRAS ? field(info, BLOCK) : 0) * BM + 2 * (thread % 4), head = EXTRAS ? field(info, STEP_HEAD) : 0;
+        const int c = (EXTRAS ? field(info, BLOCK) : 0) * BM + 2 * (thread % 4);
+        const int head = EXTRAS ? field(info, STEP_HEAD) : 0;
         const int keys = EXTRAS ? field(tile, KEYS) : 0;
         const int key_at = (EXTRAS ? field(tile, FIRST) : 0) + warp_row + thread % 32 / 4;
         const int queries = EXTRAS ? field(tile, QUERIES) : 0, number = EXTRAS ? field(tile, NUMBER) : 0;
@@ -220,9 +218,8 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
                 hide(at, ds[h][i / 8 % 4][i / 4 % 2 * 2], ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1]);
             }
         }
-        { const int lane = thread % 32;
 #pragma unroll
- for (int k = 0; k < 4; ++k) stmatrix(chunk_address<BN>(ds_tile + h * BN * 128, warp_row + (lane & 15), 2 * k + (lane >> 4)), ds[h][k]); }
+        for (int k = 0; k < 4; ++k) store_fragment<BN>(ds_tile + h * BN * 128, warp_row, thread % 32, k, ds[h][k]);
         hold(ds[h]); wgmma_fence();
         product<MN_MAJOR, BM>(dk_sum, ds[h], q + h * 64 * 128, true);
         wgmma_commit();
@@ -264,11 +261,10 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         hold(dq[1]);
         store_half(m.sums + SUM_BYTES, thread, dq[1]);
         if (thread == 0) {
-            store_address(m.target, dq_sum + (long long)part * (BM * WIDTH));
+            store_shared(m.part, (u32)part);
             if (DETERMINISTIC) {  // tiles of keys add in their order, from the first that sees the block
-                store_shared(m.turn, (u32)(2 * part));
                 const int first = field(tile, FIRST), first_key = max(0, block * BM - field(tile, SHIFT) - a.left);
-                store_shared(m.turn + 4, (u32)(first / BN - first_key / BN));
+                store_shared(m.turn, (u32)(first / BN - first_key / BN));
             }
         }
         fence_async_proxy();
@@ -282,11 +278,10 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     wgmma_wait<0>(); hold(st);
 }
 
-template <int W>
+// All tiles, by a warpgroup: 64 w and on of their keys.
+template <int w>
 __device__ __forceinline__ void consume(const Shared& m, const Attention& a, const TensorMap& dk_map,
-                                        const TensorMap& dv_map, float* dq_sum, scalar* dk, scalar* dv, float* dbias,
-                                        int row_blocks) {
-    constexpr int w = W;
+                                        const TensorMap& dv_map, scalar* dk, scalar* dv, float* dbias) {
     Ring ring;
     for (int round = 0;; ++round) {
         const u32 tile = tile_of(m, round);
@@ -317,11 +312,9 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
         wgmma_wait<0>(); hold(st);
 #pragma unroll 1
         for (; left > 0; --left) {
-            step<W == 0>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dq_sum, dbias,
-                         row_blocks);
+            step<w == 0>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dbias);
             if (--left == 0) break;
-            step<W == 1>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dq_sum, dbias,
-                         row_blocks);
+            step<w == 1>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dbias);
         }
 
         wgmma_wait<0>(); hold(dv_sum); hold(dk_sum);
@@ -363,7 +356,7 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
     }
     if (w == 0) {
         bar_sync(FREE, 160);
-        if (threadIdx.x % 128 == 0) store_address(m.target, nullptr);
+        if (threadIdx.x % 128 == 0) store_shared(m.part, NONE);
         bar_arrive(WRITTEN, 160);
     }
     if (threadIdx.x % 128 == 0) bulk_wait();
@@ -401,13 +394,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
             bar_arrive(FREE, 160);
             for (;;) {
                 bar_sync(WRITTEN, 160);
-                float* to = load_address(m.target);
-                if (to == nullptr) break;
+                const u32 part = load_shared(m.part);
+                if (part == NONE) break;
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) {
-                    int* turn = turns + load_shared(m.turn);
-                    if (DETERMINISTIC) await(turn, (int)load_shared(m.turn + 4));
-                    bulk_add(to, m.sums, 2 * SUM_BYTES);
+                    int* turn = turns + 2 * part;
+                    if (DETERMINISTIC) await(turn, (int)load_shared(m.turn));
+                    bulk_add(dq_sum + (long long)part * (BM * WIDTH), m.sums, 2 * SUM_BYTES);
                     bulk_commit();
                     if (DETERMINISTIC) {
                         bulk_wait();
@@ -423,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
         }
     } else {  // ---- consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        if (warpgroup() == 1) consume<0>(m, a, dk_map, dv_map, dq_sum, dk, dv, dbias, row_blocks);
-        else consume<1>(m, a, dk_map, dv_map, dq_sum, dk, dv, dbias, row_blocks);
+        if (warpgroup() == 1) consume<0>(m, a, dk_map, dv_map, dk, dv, dbias);
+        else consume<1>(m, a, dk_map, dv_map, dk, dv, dbias);
     }
 }

@@ -8,10 +8,11 @@
 constexpr int STAGES = 2, CONSUMERS = 256;
 constexpr int Q_BYTES = BM * WIDTH * 2, K_BYTES = BN * WIDTH * 2, DS_BYTES = BN * BM * 2, ROWS_BYTES = BM * 4;
 constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
-enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 6, WHOLE = 8 };  // named barriers; OWN one per warpgroup, WHOLE one per stage
+// Named barriers; OWN: one per warpgroup, WHOLE: one per stage.
+enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 5, WHOLE = 6 };
 
 struct Shared {
-    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, target, turn, steps, tiles;
+    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, part, turn, steps, tiles;
     u32 lse, delta, k, v, q, grad, ds, sums;
 };
 __device__ __forceinline__ Shared shared_layout() {
@@ -25,7 +26,7 @@ __device__ __forceinline__ Shared shared_layout() {
     m.v_full = m.k_full + 16;
     m.v_empty = m.k_full + 24;
     m.tile_full = m.k_full + 32;
-    m.target = m.k_full + 48;
+    m.part = m.k_full + 48;
     m.turn = m.k_full + 64;
     m.steps = m.q_full + 256;
     m.tiles = m.q_full + 512;
@@ -65,7 +66,8 @@ __device__ __forceinline__ u32 tile_of(const Shared& m, u32 round) { return m.ti
 // The first step comes before keys and values, as its place is free before theirs.
 template <bool QUERIES>
 __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
-                                         const TensorMap& kv_map, const Tile* plan, int* counter, int tiles, int row_blocks) {
+                                         const TensorMap& kv_map, const Tile* plan, int* counter, int tiles,
+                                         int row_blocks) {
     const u32 full = QUERIES ? m.q_full : m.grad_full, empty = QUERIES ? m.q_empty : m.grad_empty;
     const u32 kv_full = QUERIES ? m.k_full : m.v_full, kv_empty = QUERIES ? m.k_empty : m.v_empty;
     Ring ring;
@@ -93,8 +95,7 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
                 mbar_expect(bar, Q_BYTES + ROWS_BYTES);
                 load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, bar, BM,
                           field(tile, QUERY_ROW) + block * BM, head, field(tile, BATCH));
-                bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES,
-                          rows + part * BM, ROWS_BYTES, bar);
+                bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES, rows + part * BM, ROWS_BYTES, bar);
                 ring.next();
                 if (++block == field(tile, BEGIN) + field(tile, BLOCKS)) block = field(tile, BEGIN);
                 if (block == field(tile, START)) ++head;
