@@ -25,6 +25,8 @@ constexpr int HALVES = BM / 64;
     2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES;
 // The product for dP^T waits until P^T is there, as its registers are needed before.
 constexpr bool LATE = EXTRAS || DROPOUT;
+// There are registers for S^T beside both halves of dQ.
+constexpr bool ROOM = WIDTH == 64;
 
 constexpr u32 NONE = ~0u;  // no part of dq: there is no more
 
@@ -62,10 +64,15 @@ __device__ __forceinline__ void hide(long long& at, u32& x, u32& y) {
     asm volatile("" : "+l"(at), "+r"(x), "+r"(y));
 }
 
-__device__ __forceinline__ void store_half(u32 to, int thread, const float (&dq)[32]) {
+// A half of dQ to where the warp that adds takes it.
+__device__ __forceinline__ void hand_over(const Shared& m, float (&dq)[32], int half) {
+    int thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread));
+    hold(dq);
+    if (half == 0) bar_sync(FREE, 160);
 #pragma unroll
     for (int i = 0; i < 32; i += 4)
-        store_shared(to + (i / 4 * 128 + thread) * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+        store_shared(m.sums + half * SUM_BYTES + (i / 4 * 128 + thread) * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
 }
 
 // A step: a block of queries on the tile's keys. SUMS: it is this warpgroup's turn at dQ.
@@ -243,9 +250,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             release(grad_empty);
             release(q_empty);
         }
-        hold(dq[0]);
-        bar_sync(FREE, 160);
-        store_half(m.sums, thread, dq[0]);
+        if (!ROOM) hand_over(m, dq[0], 0);
     } else {
         bar_sync(OWN + w, 128);  // all its warps are through with the dQ before
         bar_arrive(WHOLE + ring.stage, CONSUMERS);
@@ -258,8 +263,8 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     wgmma_commit();
     wgmma_wait<1>();  // S^T of the next step runs
     if (SUMS) {
-        hold(dq[1]);
-        store_half(m.sums + SUM_BYTES, thread, dq[1]);
+        if (ROOM) hand_over(m, dq[0], 0);
+        hand_over(m, dq[1], 1);
         if (thread == 0) {
             store_shared(m.part, (u32)part);
             if (DETERMINISTIC) {  // tiles of keys add in their order, from the first that sees the block

@@ -59,7 +59,9 @@ __device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles
 // A block of rows of one head.
 struct Rows { Sequence s; int head, first, count; long long side; };  // side: its number in the side buffers
 __device__ __forceinline__ Rows rows_at(const Attention& a, int row_blocks) {
-    const int blocks = (a.queries + BM - 1) / BM, sheet = blockIdx.x / blocks, block = blockIdx.x % blocks;
+    // from the end: L2 then holds what the next launch begins with
+    const int index = gridDim.x - 1 - blockIdx.x, blocks = (a.queries + BM - 1) / BM;
+    const int sheet = index / blocks, block = index % blocks;
     Rows r;
     r.s = find_sequence(a, sheet / a.heads);
     r.head = sheet % a.heads;
