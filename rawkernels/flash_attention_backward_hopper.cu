@@ -268,6 +268,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         if (thread == 0) {
             store_shared(m.part, (u32)part);
             if (DETERMINISTIC) {  // tiles of keys add in their order, from the first that sees the block
+                asm volatile("" : "+r"(tile));
                 const int first = field(tile, FIRST), first_key = max(0, block * BM - field(tile, SHIFT) - a.left);
                 store_shared(m.turn, (u32)(first / BN - first_key / BN));
             }
