@@ -49,6 +49,8 @@ __device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles
     const int end = last < tile.first ? 0 : min(s.queries, last - s.offset + a.left + 1);
     tile.begin = max(0, tile.first - s.offset - a.right) / BM;
     tile.blocks = max(0, (end + BM - 1) / BM - tile.begin);
+    tile.open_from = (tile.first - s.offset + BN - 1 - a.right + BM - 1) / BM;
+    tile.open_to = tile.first + BN > s.keys ? 0 : (tile.first - s.offset + a.left + 1) / BM;
     // side by side tiles of a head begin apart, so that they do not add to the same dq
     tile.start = tile.begin + (tile.blocks && !ordered ? max(0, tile.first / BM - tile.begin) % tile.blocks : 0);
     return tile;
@@ -57,7 +59,9 @@ __device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles
 // A block of rows of one head.
 struct Rows { Sequence s; int head, first, count; long long side; };  // side: its number in the side buffers
 __device__ __forceinline__ Rows rows_at(const Attention& a, int row_blocks) {
-    const int blocks = (a.queries + BM - 1) / BM, sheet = blockIdx.x / blocks, block = blockIdx.x % blocks;
+    // from the end: L2 then holds what the next launch begins with
+    const int index = gridDim.x - 1 - blockIdx.x, blocks = (a.queries + BM - 1) / BM;
+    const int sheet = index / blocks, block = index % blocks;
     Rows r;
     r.s = find_sequence(a, sheet / a.heads);
     r.head = sheet % a.heads;

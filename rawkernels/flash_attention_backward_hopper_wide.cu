@@ -120,12 +120,13 @@ template <int W> __device__ __forceinline__ void compute(const Shared& m, const 
     const u32 columns = W * HALF * 64 * 2;  // where they begin in tiles of 64 rows
     const u32 own = W ? m.v : m.k, stream = W ? m.grad : m.q, rows_of_steps = W ? m.delta : m.lse;
     const u32 full = W ? m.grad_full : m.q_full;  // of what it multiplies by its values or keys
-    const u32 tile = m.tile;
     Ring ring;
     for (int round = 0;; ++round) {
-        mbar_wait(m.k_full, round & 1);
+        const u32 tile = tile_of(m, round);
+        mbar_wait(m.tile_full + 8 * (round & 1), round / 2 & 1);
         Place place = {field(tile, FIRST), field(tile, KEYS)};
         if (place.first < 0) break;
+        mbar_wait(m.k_full, round & 1);
         mbar_wait(m.v_full, round & 1);
         if ((a.cu_q || a.key_lengths) && place.first + BN > place.keys) clear_rows(m, place.keys - place.first);
         place.shift = place.first + field(tile, SHIFT);
@@ -208,12 +209,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_wi
     int tiles,
     int row_blocks) {
     const Shared m = shared_layout();  // dS^T at ds, two tiles of P^T behind it
-    init_barriers(m);
+    init_barriers(m, CONSUMERS / 32);
 
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 0) load_keys_and_queries(m, a, k_map, q_map, lse, plan, counter, tiles, row_blocks);
-        if (threadIdx.x == 32) load_values_and_gradients(m, a, v_map, dout_map, delta, row_blocks);
+        if (threadIdx.x == 0) load_all<true>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks);
+        if (threadIdx.x == 32) load_all<false>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks);
     } else if (warpgroup() == 1) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         compute<0>(m, a, dk_map, dv_map, dk, dv, dq_sum, row_blocks);

@@ -1,5 +1,5 @@
 #pragma once
-// What the three launches of Hopper's attention backward share: tiles, the side buffers' order, and what a
+// What the launches of Hopper's attention backward share: tiles, the side buffers' order, and what a
 // weight is beside the plain one.
 #include "common/attention.cuh"
 #include "common/barrier.cuh"
@@ -15,7 +15,8 @@ struct alignas(16) Tile {
     int head, first, batch, key_row;             // first: of its sequence; key_row: in the arrays k, v
     int keys, key_rows, shift, query_row;        // of the sequence; shift: the query that stands at key 0
     int begin, blocks, start, row_block;         // blocks of queries, visited from start round to start
-    int number, queries, unused[2];              // of the sequence; row_block: its first block in the side buffers
+    int number, queries, open_from, open_to;     // of the sequence; row_block: its first block in the side buffers;
+                                                 // open: blocks whose queries all see all keys of the tile
 };
 
 // Blocks of BM queries of all sequences, laid end to end; packed ones each begin a block of their own.

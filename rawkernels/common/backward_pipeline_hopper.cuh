@@ -8,10 +8,11 @@
 constexpr int STAGES = 2, CONSUMERS = 256;
 constexpr int Q_BYTES = BM * WIDTH * 2, K_BYTES = BN * WIDTH * 2, DS_BYTES = BN * BM * 2, ROWS_BYTES = BM * 4;
 constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
-enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 6 };  // named barriers; all but ALL one per warpgroup
+// Named barriers; OWN: one per warpgroup, WHOLE: one per stage.
+enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 5, WHOLE = 6 };
 
 struct Shared {
-    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, target, turn, tile;
+    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, part, turn, steps, tiles;
     u32 lse, delta, k, v, q, grad, ds, sums;
 };
 __device__ __forceinline__ Shared shared_layout() {
@@ -24,9 +25,11 @@ __device__ __forceinline__ Shared shared_layout() {
     m.k_empty = m.k_full + 8;
     m.v_full = m.k_full + 16;
     m.v_empty = m.k_full + 24;
-    m.target = m.k_full + 32;
-    m.turn = m.k_full + 48;
-    m.tile = m.k_full + 64;
+    m.tile_full = m.k_full + 32;
+    m.part = m.k_full + 48;
+    m.turn = m.k_full + 64;
+    m.steps = m.q_full + 256;
+    m.tiles = m.q_full + 512;
     m.lse = m.q_full + 1024;
     m.delta = m.lse + STAGES * ROWS_BYTES;
     m.k = m.delta + STAGES * ROWS_BYTES;
@@ -44,7 +47,10 @@ __device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, u32 ba
 }
 __device__ __forceinline__ int field(u32 tile, int number) { return (int)load_shared(tile + 4 * number); }
 // Of a Tile.
-enum { HEAD, FIRST, BATCH, KEY_ROW, KEYS, KEY_ROWS, SHIFT, QUERY_ROW, BEGIN, BLOCKS, START, ROW_BLOCK, NUMBER, QUERIES };
+enum { HEAD, FIRST, BATCH, KEY_ROW, KEYS, KEY_ROWS, SHIFT, QUERY_ROW, BEGIN, BLOCKS, START, ROW_BLOCK, NUMBER, QUERIES,
+       OPEN_FROM, OPEN_TO };
+// Of a step, known by its stage of queries: the part of dq, its queries' block and head, whether the mask cuts it.
+enum { PART, BLOCK, STEP_HEAD, MASKED };
 
 // A place in a ring of STAGES, and the parity of its round.
 struct Ring {
@@ -53,24 +59,58 @@ struct Ring {
 };
 __device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
 
-// All queries of a tile with their lse, or dout with delta.
+// The tile of a round: while one is computed the next is loaded.
+__device__ __forceinline__ u32 tile_of(const Shared& m, u32 round) { return m.tiles + (round & 1) * (int)sizeof(Tile); }
+
+// All steps of all tiles, by one thread: queries with their lse and the tile's keys, or dout with delta and the values.
+// The first step comes before keys and values, as its place is free before theirs.
 template <bool QUERIES>
-__device__ __forceinline__ void load_steps(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
-                                           Ring& ring, int row_blocks) {
-    for (int n = 0, head = field(m.tile, HEAD) * a.group; n < a.group; ++n, ++head)
-        for (int block = field(m.tile, START), left = field(m.tile, BLOCKS); left > 0; --left, ring.next()) {
-            const u32 full = (QUERIES ? m.q_full : m.grad_full) + 8 * ring.stage;
-            mbar_wait((QUERIES ? m.q_empty : m.grad_empty) + 8 * ring.stage, ring.parity ^ 1);
-            mbar_expect(full, Q_BYTES + ROWS_BYTES);
-            load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, full, BM,
-                      field(m.tile, QUERY_ROW) + block * BM, head, field(m.tile, BATCH));
-            bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES,
-                      rows + (head * row_blocks + field(m.tile, ROW_BLOCK) + block) * BM, ROWS_BYTES, full);
-            if (++block == field(m.tile, BEGIN) + field(m.tile, BLOCKS)) block = field(m.tile, BEGIN);
+__device__ __forceinline__ void load_all(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
+                                         const TensorMap& kv_map, const Tile* plan, int* counter, int tiles,
+                                         int row_blocks) {
+    const u32 full = QUERIES ? m.q_full : m.grad_full, empty = QUERIES ? m.q_empty : m.grad_empty;
+    const u32 kv_full = QUERIES ? m.k_full : m.v_full, kv_empty = QUERIES ? m.k_empty : m.v_empty;
+    Ring ring;
+    for (u32 round = 0;; ++round) {
+        const u32 tile = tile_of(m, round), parity = round / 2 & 1, known = m.tile_full + 8 * (round & 1);
+        if (QUERIES) {
+            const int index = round ? gridDim.x + atomicAdd(counter, 1) : blockIdx.x;
+            mbar_expect(known, sizeof(Tile));
+            bulk_load(tile, plan + min(index, tiles), sizeof(Tile), known);
         }
+        mbar_wait(known, parity);
+        if (field(tile, FIRST) < 0) break;
+        int block = field(tile, START), head = field(tile, HEAD) * a.group, left = field(tile, BLOCKS) * a.group;
+        for (bool loaded = false; left > 0 || !loaded; --left) {
+            if (left > 0) {
+                const u32 bar = full + 8 * ring.stage, step = m.steps + 16 * ring.stage;
+                const int part = head * row_blocks + field(tile, ROW_BLOCK) + block;
+                mbar_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+                if (QUERIES) {
+                    store_shared(step + 4 * PART, (u32)part);
+                    store_shared(step + 4 * BLOCK, (u32)block);
+                    store_shared(step + 4 * STEP_HEAD, (u32)head);
+                    store_shared(step + 4 * MASKED, block < field(tile, OPEN_FROM) || block >= field(tile, OPEN_TO));
+                }
+                mbar_expect(bar, Q_BYTES + ROWS_BYTES);
+                load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, bar, BM,
+                          field(tile, QUERY_ROW) + block * BM, head, field(tile, BATCH));
+                bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES, rows + part * BM, ROWS_BYTES, bar);
+                ring.next();
+                if (++block == field(tile, BEGIN) + field(tile, BLOCKS)) block = field(tile, BEGIN);
+                if (block == field(tile, START)) ++head;
+            }
+            if (loaded) continue;
+            mbar_wait(kv_empty, (round & 1) ^ 1);
+            mbar_expect(kv_full, K_BYTES);
+            load_tile(QUERIES ? m.k : m.v, kv_map, kv_full, BN, field(tile, KEY_ROW), field(tile, HEAD), field(tile, BATCH));
+            loaded = true;
+        }
+        if (!QUERIES) mbar_arrive(m.k_empty);  // has read the tile
+    }
 }
 
-__device__ __forceinline__ void init_barriers(const Shared& m) {
+__device__ __forceinline__ void init_barriers(const Shared& m, int value_users) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             mbar_init(m.q_full + 8 * i, 1);
@@ -80,50 +120,20 @@ __device__ __forceinline__ void init_barriers(const Shared& m) {
         }
         mbar_init(m.k_full, 1);
         mbar_init(m.v_full, 1);
+        mbar_init(m.tile_full, 1);
+        mbar_init(m.tile_full + 8, 1);
         mbar_init(m.k_empty, CONSUMERS / 32 + 1);  // and the second loader
-        mbar_init(m.v_empty, CONSUMERS / 32);
+        mbar_init(m.v_empty, value_users);
         mbar_init_done();
     }
     __syncthreads();
 }
 
-// The first loading thread: tiles and keys, queries and lse.
-__device__ __forceinline__ void load_keys_and_queries(const Shared& m, const Attention& a, const TensorMap& k_map,
-                                                      const TensorMap& q_map, const float* lse, const Tile* plan,
-                                                      int* counter, int tiles, int row_blocks) {
-    Ring ring;
-    int index = blockIdx.x;
-    for (u32 round = 0;; round ^= 1) {
-        mbar_wait(m.k_empty, round ^ 1);
-        const bool more = index < tiles;
-        const Tile* tile = plan + (more ? index : tiles);
-        mbar_expect(m.k_full, (more ? K_BYTES : 0) + (int)sizeof(Tile));
-        bulk_load(m.tile, tile, sizeof(Tile), m.k_full);
-        if (!more) break;
-        load_tile(m.k, k_map, m.k_full, BN, tile->key_row, tile->head, tile->batch);
-        index = gridDim.x + atomicAdd(counter, 1);
-        mbar_wait(m.k_full, round);
-        load_steps<true>(m, a, q_map, lse, ring, row_blocks);
-    }
-}
-// The second: values, dout and delta.
-__device__ __forceinline__ void load_values_and_gradients(const Shared& m, const Attention& a, const TensorMap& v_map,
-                                                          const TensorMap& dout_map, const float* delta, int row_blocks) {
-    Ring ring;
-    for (u32 round = 0;; round ^= 1) {
-        mbar_wait(m.k_full, round);
-        if (field(m.tile, FIRST) < 0) break;
-        mbar_wait(m.v_empty, round ^ 1);
-        mbar_expect(m.v_full, K_BYTES);
-        load_tile(m.v, v_map, m.v_full, BN, field(m.tile, KEY_ROW), field(m.tile, HEAD), field(m.tile, BATCH));
-        load_steps<false>(m, a, dout_map, delta, ring, row_blocks);
-        mbar_arrive(m.k_empty);
-    }
-}
-
 // Zeros for keys and values behind the `count`-th: what lies there may be NaN.
 __device__ __forceinline__ void clear_rows(const Shared& m, int count) {
-    for (int c = threadIdx.x - 128; c < BN * WIDTH / 8; c += CONSUMERS) {
+    int c = threadIdx.x - 128;
+    asm volatile("" : "+r"(c));  // or the compiler keeps all addresses in registers that the steps need
+    for (; c < BN * WIDTH / 8; c += CONSUMERS) {
         const int row = c % BN;
         if (row < count) continue;
         store_shared(chunk_address<BN>(m.k, row, c / BN), 0.f, 0.f, 0.f, 0.f);
@@ -137,9 +147,12 @@ __device__ __forceinline__ void clear_rows(const Shared& m, int count) {
 template <int STEPS>
 __device__ __forceinline__ void store_rows(scalar* to, const Strides& step, int rows, int first_column,
                                            int columns, const u32 (&p)[STEPS][4]) {
+    int thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread));  // or the compiler keeps rows and columns in registers from the kernel's begin on
+    const int first_row = thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 8 * STEPS; i += 2) {
-        const int row = fragment_row(i), column = first_column + fragment_column(i);
+        const int row = first_row + 8 * (i >> 1 & 1), column = first_column + 8 * (i >> 2) + 2 * (thread % 4);
         if (row < rows && column < columns) *(u32*)(to + row * step.row + column) = p[i / 8][i / 2 % 4];
     }
 }
