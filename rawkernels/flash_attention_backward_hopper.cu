@@ -1,9 +1,11 @@
 // The gradient of attention on Hopper, second of three launches: dk and dv by key tiles, dq summed in fp32.
 // (first and third: flash_attention_backward_hopper_rows.cu)
 // Constants: scalar = f16, bf16; WIDTH = 64, 128 (both head sizes rounded up); EXTRAS = false;
-//            DROPOUT = false, true; DETERMINISTIC = false, true (dq summed in the order of the tiles)
-// Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = true (softcap, bias, ALiBi); DROPOUT = false;
+//            DROPOUT = false, true; BIASED = false; DETERMINISTIC = false, true (dq summed in the order of the tiles)
+// Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = true (softcap, any bias, ALiBi); DROPOUT = false; BIASED = false;
 //            DETERMINISTIC = false, true
+// Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = false; DROPOUT = false; BIASED = true (a bias of 16-bit numbers,
+//            by the copy engine, and nothing else); DETERMINISTIC = false, true
 // Launch:    grid = (min(key tiles, SMs),), block = (384,), shared = SHARED bytes
 // Arch: sm_90a
 //
@@ -19,11 +21,11 @@
 
 static_assert(WIDTH <= 128, "flash_attention_backward_hopper.cu: WIDTH is 64 or 128");
 static_assert(!EXTRAS || (WIDTH == 128 && !DROPOUT), "flash_attention_backward_hopper.cu: too few registers");
+static_assert(!BIASED || (WIDTH == 128 && !DROPOUT), "flash_attention_backward_hopper.cu: too little shared memory");
 constexpr int HALVES = BM / 64;
 [[maybe_unused]] constexpr int SHARED =
-    2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES;
-// The product for dP^T waits until P^T is there, as its registers are needed before.
-constexpr bool LATE = EXTRAS || DROPOUT;
+    2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES
+    + (BIASED ? STAGES * BIAS_BYTES : 0) + (DROPOUT ? 4 * CONSUMERS * HALVES : 0);
 // Where a warpgroup's part of dq goes; null: there is no more.
 __device__ __forceinline__ void store_address(u32 at, float* to) {
     store_shared(at, (u32)(u64)to);
@@ -40,19 +42,31 @@ __device__ __forceinline__ void await(const int* turn, int mine) {
 }
 __device__ __forceinline__ void pass_on(int* turn) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(turn) : "memory");
 }
 
-// What dropout leaves of a number, if bit `n` of `keep` says so.
-__device__ __forceinline__ float dropped(float x, u32 keep, int n, float scale) {
-    return !DROPOUT ? x : keep >> n & 1 ? x * scale : 0.f;
-}
-__device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM / 2], int first, float scale, u32 keep) {
+// What dropout leaves of a thread's n-th number of 32: 1 / (1 - p) comes later.
+__device__ __forceinline__ float dropped(float x, u32 keep, int n) { return !DROPOUT || keep & 1u << n ? x : 0.f; }
+__device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM / 2], int first, u32 keep) {
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-        p[i / 4][i % 4] = pack_pair(scalar(), dropped(st[first + 2 * i], keep, 2 * i, scale),
-                                    dropped(st[first + 2 * i + 1], keep, 2 * i + 1, scale));
+        p[i / 4][i % 4] = pack_pair(scalar(), dropped(st[first + 2 * i], keep, 2 * i),
+                                    dropped(st[first + 2 * i + 1], keep, 2 * i + 1));
+}
+
+// A step's keep_bits, into this thread's own words of shared memory.
+__device__ __forceinline__ void draw(u32 keep, const Attention& a, const PhiloxKey& key, int block, int j0, int sheet) {
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h)
+        store_shared(keep + 4 * CONSUMERS * h, keep_bits(a, key, block * BM + 64 * h, j0, sheet));
+}
+__device__ __forceinline__ u32 drawn(u32 keep, int h) { return DROPOUT ? load_shared(keep + 4 * CONSUMERS * h) : 0; }
+
+// What a lane passes to ldmatrix_transposed for the bias of 16 queries from one of the step's on and 16 keys, in the order
+// of accumulators.
+__device__ __forceinline__ u32 bias_address(const Shared& m, const Ring& ring, int query, int key) {
+    const int lane = threadIdx.x % 32;
+    return chunk_address<BM>(m.bias + ring.stage * BIAS_BYTES, query + lane % 8 + lane / 16 * 8, key / 8 + lane / 8 % 2);
 }
 
 // Sixteen columns of packed accumulators into a tile of ROWS rows: store_tile's k-th part.
@@ -83,38 +97,43 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     int* turns,                                  // (H, row_blocks, 2) of zeros
     int* counter,                                // 0
     int tiles,
-    int row_blocks) {
+    int row_blocks,
+    const __grid_constant__ TensorMap bias_map,  // BIASED: (B, T, H, S), or 1 for B and H; boxes of BM rows
+    const __grid_constant__ TensorMap ds_map,    // the gradient of all logits, (B, S, H, T); boxes of 64 rows
+    int stores_ds) {                             // 0: it is not asked for
     const Shared m = shared_layout();
     init_barriers(m);
 
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {
-            load_keys_and_queries(m, a, k_map, q_map, lse, plan, counter, tiles, row_blocks);
+            load_keys_and_queries<DETERMINISTIC, BIASED>(m, a, k_map, q_map, lse, plan, counter, tiles, row_blocks,
+                                                         bias_map);
         } else if (threadIdx.x == 32) {
-            load_values_and_gradients(m, a, v_map, dout_map, delta, row_blocks);
-        } else if (threadIdx.x / 32 == 2) {  // dq
-            for (int w = 0; w < 2; ++w) bar_arrive(FREE + w, 160);
+            load_values_and_gradients<DETERMINISTIC>(m, a, v_map, dout_map, delta, row_blocks);
+        } else if (threadIdx.x / 32 == 2 || (DETERMINISTIC && threadIdx.x / 32 == 3)) {  // dq
+            // one warp for both halves; where they are added in order one each, as either may have to wait
+            const int begin = DETERMINISTIC ? threadIdx.x / 32 - 2 : 0, end = DETERMINISTIC ? begin + 1 : 2;
+            for (int w = begin; w < end; ++w) bar_arrive(FREE + w, 160);
             for (bool more = true; more;)
-                for (int w = 0; w < 2; ++w) {
+                for (int w = begin; w < end; ++w) {
                     bar_sync(WRITTEN + w, 160);
                     float* to = load_address(m.target + 8 * w);
                     more = to != nullptr;
                     __syncwarp();
+                    int* turn = DETERMINISTIC ? turns + load_shared(m.turn + 8 * w) : nullptr;
                     if (more && threadIdx.x % 32 == 0) {
-                        int* turn = turns + load_shared(m.turn + 8 * w);
                         if (DETERMINISTIC) await(turn, (int)load_shared(m.turn + 8 * w + 4));
                         bulk_add(to, m.sums + w * SUM_BYTES, SUM_BYTES);
                         bulk_commit();
-                        if (DETERMINISTIC) {
-                            bulk_wait();
-                            pass_on(turn);
-                        } else {
-                            bulk_wait_read();
-                        }
+                        bulk_wait_read();
                     }
                     __syncwarp();
                     if (more) bar_arrive(FREE + w, 160);
+                    if (DETERMINISTIC && more && threadIdx.x % 32 == 0) {
+                        bulk_wait();
+                        pass_on(turn);
+                    }
                 }
             bulk_wait();
         }
@@ -122,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         const int w = warpgroup() - 1, thread = threadIdx.x % 128, warp_row = 64 * w + thread / 32 * 16;
         const PhiloxKey key = key_of(a);
-        const float scale_log2 = a.scale * LOG2_E;
+        const float scale_log2 = a.scale * LOG2_E, keep_scale = DROPOUT ? a.keep_scale : 1.f;
         Ring ring;
         for (int round = 0;; ++round) {
             mbar_wait(m.k_full, round & 1);
@@ -136,6 +155,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
 #pragma unroll
             for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] = dv_sum[i] = 0.f;
 
+            const u32 keep = m.keep + 4 * (threadIdx.x - 128);
+            if (DROPOUT) draw(keep, a, key, block, first + warp_row, field(m.tile, NUMBER) * a.heads + head);
             float st[BM / 2];
             if (left) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
             hold(st); wgmma_fence();
@@ -147,15 +168,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 const u32 grad = m.grad + ring.stage * Q_BYTES, delta_rows = m.delta + ring.stage * ROWS_BYTES;
                 const u32 ds_tile = m.ds + ring.stage * DS_BYTES;
                 float dst[BM / 2];
-                u32 keep[HALVES];
-                if (DROPOUT)
-#pragma unroll
-                    for (int h = 0; h < HALVES; ++h)
-                        keep[h] = keep_bits(a, key, block * BM + 64 * h, first + warp_row,
-                                            field(m.tile, NUMBER) * a.heads + head);
                 u32 p[HALVES][4][4], ds[HALVES][4][4];
                 mbar_wait(m.grad_full + 8 * ring.stage, ring.parity);
-                if (!LATE) {
+                if (!EXTRAS) {
                     hold(dst); wgmma_fence();
                     product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
                     wgmma_commit();
@@ -196,7 +211,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                                 weight[n] = weigh(a, st[i + n], n % 2 ? x.y : x.x, penalty,
                                                   at + n % 2 * a.bias.row + 8 * r * a.bias.column, seen, bend);
                                 st[i + n] = weight[n] * bend;
-                                weight[n] = dropped(weight[n], keep[h], i % 32 + n, a.keep_scale);
                             }
                             rounded[i / 4 % 2 * 2] = pack_pair(scalar(), weight[0], weight[1]);
                             rounded[i / 4 % 2 * 2 + 1] = pack_pair(scalar(), weight[2], weight[3]);
@@ -207,13 +221,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                             hide(at, rounded[i / 4 % 2 * 2], rounded[i / 4 % 2 * 2 + 1]);
                         }
                     } else {
+                        u32 bias[4];
 #pragma unroll
                         for (int i = 32 * h; i < 32 * h + 32; i += 4) {
-                            const float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column);
+                            float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column), y = x;  // of keys 0.., 8..
+                            if (BIASED) {
+                                if (i % 8 == 0) ldmatrix_transposed(bias, bias_address(m, ring, 2 * i, warp_row));
+                                const float2 u = unpack_pair(scalar(), bias[i / 2 % 4]);
+                                const float2 v = unpack_pair(scalar(), bias[i / 2 % 4 + 1]);
+                                y = {x.x - v.x * LOG2_E, x.y - v.y * LOG2_E};
+                                x = {x.x - u.x * LOG2_E, x.y - u.y * LOG2_E};
+                            }
                             st[i] = exp2_fast(st[i] * scale_log2 - x.x);
                             st[i + 1] = exp2_fast(st[i + 1] * scale_log2 - x.y);
-                            st[i + 2] = exp2_fast(st[i + 2] * scale_log2 - x.x);
-                            st[i + 3] = exp2_fast(st[i + 3] * scale_log2 - x.y);
+                            st[i + 2] = exp2_fast(st[i + 2] * scale_log2 - y.x);
+                            st[i + 3] = exp2_fast(st[i + 3] * scale_log2 - y.y);
                         }
                         if (masked) {
 #pragma unroll
@@ -224,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                         }
                     }
                     if (h == 0 && !EXTRAS) {
-                        pack_half(p[0], st, 0, a.keep_scale, keep[0]);
+                        pack_half(p[0], st, 0, drawn(keep, 0));
                         hold(dv_sum); hold(p[0]); wgmma_fence();
                         product<MN_MAJOR, BM>(dv_sum, p[0], grad, true);
                         wgmma_commit();
@@ -236,25 +258,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                     hold(dv_sum); wgmma_fence();
                     product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dv_sum, ds_tile + w * 64 * 128, grad, true);
                     wgmma_commit();
-                }
-                if (LATE) {
                     hold(dst); wgmma_fence();
                     product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
                     wgmma_commit(); wgmma_wait<0>(); hold(dst); hold(dv_sum);
-                    if (!EXTRAS) hold(p[0]);
                 } else {
                     wgmma_wait<1>(); hold(dst);  // dP^T is there, dV runs
                 }
 #pragma unroll
                 for (int h = 0; h < HALVES; ++h) {
                     if (h > 0 && !EXTRAS) {
-                        pack_half(p[h], st, 32 * h, a.keep_scale, keep[h]);
+                        pack_half(p[h], st, 32 * h, drawn(keep, h));
                         hold(p[h]); wgmma_fence();
                         product<MN_MAJOR, BM>(dv_sum, p[h], grad + h * 64 * 128, true);
                         wgmma_commit();
                     }
                     const int c = block * BM + 2 * (thread % 4), key_at = first + warp_row + thread % 32 / 4;
                     const int queries = EXTRAS ? field(m.tile, QUERIES) : 0, number = EXTRAS ? field(m.tile, NUMBER) : 0;
+                    const u32 kept = drawn(keep, h);
                     // in dbias
                     long long at = ((long long)(number * a.heads + head) * a.queries + c + 64 * h) * a.keys + key_at;
 #pragma unroll
@@ -263,8 +283,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                         float y[4];
 #pragma unroll
                         for (int n = 0; n < 4; ++n)
-                            y[n] = st[i + n]
-                                   * (dropped(dst[i + n], keep[h], i % 32 + n, a.keep_scale) - (n % 2 ? x.y : x.x));
+                            y[n] = st[i + n] * (dropped(dst[i + n], kept, i % 32 + n) * keep_scale - (n % 2 ? x.y : x.x));
                         ds[h][i / 8 % 4][i / 4 % 2 * 2] = pack_pair(scalar(), y[0], y[1]);
                         ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1] = pack_pair(scalar(), y[2], y[3]);
                         if (EXTRAS && dbias) {
@@ -282,7 +301,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                     wgmma_commit();
                 }
                 fence_async_proxy();
+                if (BIASED && thread == 0) bulk_wait_read();  // of the other stage
                 bar_sync(ALL, CONSUMERS);  // dS is whole
+                if (BIASED && stores_ds && thread == 0) {
+                    tma_store(ds_map, ds_tile + w * 64 * 128, block * BM, first + 64 * w, head, field(m.tile, NUMBER));
+                    bulk_commit();
+                }
                 float dq[32];
                 hold(dq); wgmma_fence();
                 if (WIDTH == 64) product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq, ds_tile + w * BN * 128, m.k);
@@ -290,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 wgmma_commit();
                 wgmma_wait<1>();  // dV and dK are there, dQ runs
 #pragma unroll
-                for (int h = 0; h < HALVES; ++h) { if (!EXTRAS && (!LATE || h > 0)) hold(p[h]); hold(ds[h]); }
+                for (int h = 0; h < HALVES; ++h) { if (!EXTRAS) hold(p[h]); hold(ds[h]); }
                 release(m.grad_empty + 8 * ring.stage);
                 release(m.q_empty + 8 * ring.stage);
                 ring.next();
@@ -299,6 +323,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 hold(st); wgmma_fence();
                 product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, m.q + ring.stage * Q_BYTES);
                 wgmma_commit();
+                if (DROPOUT) {  // while both products run
+                    const int next = next_block<DETERMINISTIC>(m, block);
+                    draw(keep, a, key, next, first + warp_row,
+                         field(m.tile, NUMBER) * a.heads + head + (next == field(m.tile, START)));
+                }
                 wgmma_wait<1>(); hold(dq);  // dQ is there, S^T of the next step runs
 
                 const int part = (head * row_blocks + field(m.tile, ROW_BLOCK) + block) * 2 + w;  // of the sums
@@ -307,8 +336,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                     store_address(m.target + 8 * w, dq_sum + (long long)part * (BM * WIDTH / 2));
                     if (DETERMINISTIC) {  // tiles of keys add in their order, from the first that sees the block
                         store_shared(m.turn + 8 * w, (u32)part);
-                        const int first_key = max(0, block * BM - (shift - first) - a.left);
-                        store_shared(m.turn + 8 * w + 4, (u32)(first / BN - first_key / BN));
+                        const int first_key = max(0, block * BM - field(m.tile, SHIFT) - a.left);
+                        store_shared(m.turn + 8 * w + 4, (u32)(field(m.tile, FIRST) / BN - first_key / BN));
                     }
                 }
 #pragma unroll
@@ -317,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                                  dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
                 fence_async_proxy();
                 bar_arrive(WRITTEN + w, 160);
-                if (++block == field(m.tile, BEGIN) + field(m.tile, BLOCKS)) block = field(m.tile, BEGIN);
+                block = next_block<DETERMINISTIC>(m, block);
                 if (block == field(m.tile, START)) ++head;
                 wgmma_wait<0>(); hold(st);
             }
@@ -328,6 +357,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
             const int key_rows = field(m.tile, KEY_ROWS) - first;
             const bool whole = !a.cu_q || key_rows >= BN;
             u32 rounded[WIDTH / 16][4];
+            if (DROPOUT)
+#pragma unroll
+                for (int i = 0; i < WIDTH / 2; ++i) dv_sum[i] *= keep_scale;
             pack(rounded, dv_sum);
             if (whole) {
                 store_tile<BN>(m.v, warp_row, rounded);
@@ -342,6 +374,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
 #pragma unroll
             for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] *= a.scale;
             pack(rounded, dk_sum);
+            if (BIASED && thread == 0) bulk_wait_read();
             bar_sync(ALL, CONSUMERS);
             release(m.k_empty);  // behind the barrier: all lanes have read the tile
             if (whole) {

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_wi
 
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 0) load_keys_and_queries(m, a, k_map, q_map, lse, plan, counter, tiles, row_blocks);
+        if (threadIdx.x == 0) load_keys_and_queries(m, a, k_map, q_map, lse, plan, counter, tiles, row_blocks, q_map);
         if (threadIdx.x == 32) load_values_and_gradients(m, a, v_map, dout_map, delta, row_blocks);
     } else {  // ---- consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");

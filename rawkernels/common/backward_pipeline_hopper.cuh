@@ -8,11 +8,12 @@
 constexpr int STAGES = 2, CONSUMERS = 256;
 constexpr int Q_BYTES = BM * WIDTH * 2, K_BYTES = BN * WIDTH * 2, DS_BYTES = BN * BM * 2, ROWS_BYTES = BM * 4;
 constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
+constexpr int BIAS_BYTES = BM * BN * 2;
 enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 6 };  // named barriers; all but ALL one per warpgroup
 
 struct Shared {
     u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, target, turn, tile;
-    u32 lse, delta, k, v, q, grad, ds, sums;
+    u32 lse, delta, k, v, q, grad, ds, sums, bias, keep;
 };
 __device__ __forceinline__ Shared shared_layout() {
     Shared m;
@@ -35,6 +36,7 @@ __device__ __forceinline__ Shared shared_layout() {
     m.grad = m.q + STAGES * Q_BYTES;
     m.ds = m.grad + STAGES * Q_BYTES;
     m.sums = m.ds + 2 * DS_BYTES;
+    m.bias = m.keep = m.sums + 2 * SUM_BYTES;  // no kernel has both
     return m;
 }
 
@@ -53,20 +55,31 @@ struct Ring {
 };
 __device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
 
-// All queries of a tile with their lse, or dout with delta.
-template <bool QUERIES>
+// The block of queries after one: they go round, up or DOWN.
+template <bool DOWN> __device__ __forceinline__ int next_block(const Shared& m, int block) {
+    if (DOWN) return block == field(m.tile, BEGIN) ? field(m.tile, START) : block - 1;
+    return ++block == field(m.tile, BEGIN) + field(m.tile, BLOCKS) ? field(m.tile, BEGIN) : block;
+}
+
+// All queries of a tile with their lse, and with BIASED their bias; or dout with delta.
+template <bool QUERIES, bool DOWN, bool BIASED = false>
 __device__ __forceinline__ void load_steps(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
-                                           Ring& ring, int row_blocks) {
+                                           Ring& ring, int row_blocks, const TensorMap& bias_map) {
     for (int n = 0, head = field(m.tile, HEAD) * a.group; n < a.group; ++n, ++head)
         for (int block = field(m.tile, START), left = field(m.tile, BLOCKS); left > 0; --left, ring.next()) {
             const u32 full = (QUERIES ? m.q_full : m.grad_full) + 8 * ring.stage;
             mbar_wait((QUERIES ? m.q_empty : m.grad_empty) + 8 * ring.stage, ring.parity ^ 1);
-            mbar_expect(full, Q_BYTES + ROWS_BYTES);
+            mbar_expect(full, Q_BYTES + ROWS_BYTES + (BIASED ? BIAS_BYTES : 0));
             load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, full, BM,
                       field(m.tile, QUERY_ROW) + block * BM, head, field(m.tile, BATCH));
             bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES,
                       rows + (head * row_blocks + field(m.tile, ROW_BLOCK) + block) * BM, ROWS_BYTES, full);
-            if (++block == field(m.tile, BEGIN) + field(m.tile, BLOCKS)) block = field(m.tile, BEGIN);
+            if (BIASED)
+#pragma unroll
+                for (int c = 0; c < BN / 64; ++c)
+                    tma_load(m.bias + ring.stage * BIAS_BYTES + c * BM * 128, bias_map, full, field(m.tile, FIRST) + 64 * c,
+                             block * BM, a.bias.head ? head : 0, a.bias.batch ? field(m.tile, NUMBER) : 0);
+            block = next_block<DOWN>(m, block);
         }
 }
 
@@ -87,10 +100,12 @@ __device__ __forceinline__ void init_barriers(const Shared& m) {
     __syncthreads();
 }
 
-// The first loading thread: tiles and keys, queries and lse.
+// The first loading thread: tiles and keys, queries and lse, bias.
+template <bool DOWN = false, bool BIASED = false>
 __device__ __forceinline__ void load_keys_and_queries(const Shared& m, const Attention& a, const TensorMap& k_map,
                                                       const TensorMap& q_map, const float* lse, const Tile* plan,
-                                                      int* counter, int tiles, int row_blocks) {
+                                                      int* counter, int tiles, int row_blocks,
+                                                      const TensorMap& bias_map) {
     Ring ring;
     int index = blockIdx.x;
     for (u32 round = 0;; round ^= 1) {
@@ -103,10 +118,11 @@ __device__ __forceinline__ void load_keys_and_queries(const Shared& m, const Att
         load_tile(m.k, k_map, m.k_full, BN, tile->key_row, tile->head, tile->batch);
         index = gridDim.x + atomicAdd(counter, 1);
         mbar_wait(m.k_full, round);
-        load_steps<true>(m, a, q_map, lse, ring, row_blocks);
+        load_steps<true, DOWN, BIASED>(m, a, q_map, lse, ring, row_blocks, bias_map);
     }
 }
 // The second: values, dout and delta.
+template <bool DOWN = false>
 __device__ __forceinline__ void load_values_and_gradients(const Shared& m, const Attention& a, const TensorMap& v_map,
                                                           const TensorMap& dout_map, const float* delta, int row_blocks) {
     Ring ring;
@@ -116,7 +132,7 @@ __device__ __forceinline__ void load_values_and_gradients(const Shared& m, const
         mbar_wait(m.v_empty, round ^ 1);
         mbar_expect(m.v_full, K_BYTES);
         load_tile(m.v, v_map, m.v_full, BN, field(m.tile, KEY_ROW), field(m.tile, HEAD), field(m.tile, BATCH));
-        load_steps<false>(m, a, dout_map, delta, ring, row_blocks);
+        load_steps<false, DOWN>(m, a, dout_map, delta, ring, row_blocks, dout_map);
         mbar_arrive(m.k_empty);
     }
 }
@@ -153,5 +169,9 @@ template <int R> __device__ __forceinline__ void add_to_memory(float* to, const 
 }
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
