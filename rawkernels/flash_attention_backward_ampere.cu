@@ -50,14 +50,6 @@ __device__ __forceinline__ void multiply_rows(float (&d)[STEP_16][2 * OWN_16][4]
     }
 }
 
-__device__ __forceinline__ float2 unpack_pair(bf16, u32 x) {
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-}
-__device__ __forceinline__ float2 unpack_pair(f16, u32 x) {
-    float2 r;
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(r.x), "=f"(r.y) : "r"(x));
-    return r;
-}
 // q k of 16 queries become p, at (row, column) of a tile of STEP queries. stats: of this lane's first query.
 __device__ __forceinline__ void weigh(float (&x)[2 * OWN_16][4], float scale, u32 stats, u32 tile, int row, int column) {
     const float lse[2] = {load_shared_float2(stats).x, load_shared_float2(stats + 8 * STATS_BYTES).x};

@@ -1,9 +1,11 @@
 // The gradient of attention on Hopper, second of three launches: dk and dv by key tiles, dq summed in fp32.
 // (first and third: flash_attention_backward_hopper_rows.cu)
 // Constants: scalar = f16, bf16; WIDTH = 64, 128 (both head sizes rounded up); EXTRAS = false;
-//            DROPOUT = false, true; DETERMINISTIC = false, true (dq summed in the order of the tiles)
-// Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = true (softcap, bias, ALiBi); DROPOUT = false;
+//            DROPOUT = false, true; BIASED = false; DETERMINISTIC = false, true (dq summed in the order of the tiles)
+// Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = true (softcap, any bias, ALiBi); DROPOUT = false; BIASED = false;
 //            DETERMINISTIC = false, true
+// Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = false; DROPOUT = false; BIASED = true (a bias of 16-bit numbers,
+//            by the copy engine, and nothing else); DETERMINISTIC = false, true
 // Launch:    grid = (min(key tiles, SMs),), block = (384,), shared = SHARED bytes
 // Arch: sm_90a
 //
@@ -20,11 +22,13 @@
 
 static_assert(WIDTH <= 128, "flash_attention_backward_hopper.cu: WIDTH is 64 or 128");
 static_assert(!EXTRAS || (WIDTH == 128 && !DROPOUT), "flash_attention_backward_hopper.cu: too few registers");
+static_assert(!BIASED || (WIDTH == 128 && !DROPOUT), "flash_attention_backward_hopper.cu: too little shared memory");
 constexpr int HALVES = BM / 64;
 [[maybe_unused]] constexpr int SHARED =
-    2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES;
+    2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES
+    + (BIASED ? STAGES * BIAS_BYTES : 0) + (DROPOUT ? 4 * CONSUMERS * HALVES : 0);
 // The product for dP^T waits until P^T is there, as its registers are needed before.
-constexpr bool LATE = EXTRAS || DROPOUT;
+constexpr bool LATE = EXTRAS || (DROPOUT && WIDTH == 128);
 // There are registers for S^T beside both halves of dQ.
 constexpr bool ROOM = WIDTH == 64;
 
@@ -39,19 +43,42 @@ __device__ __forceinline__ void await(const int* turn, int mine) {
 }
 __device__ __forceinline__ void pass_on(int* turn) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(turn) : "memory");
 }
 
-// What dropout leaves of a number, if bit `n` of `keep` says so.
-__device__ __forceinline__ float dropped(float x, u32 keep, int n, float scale) {
-    return !DROPOUT ? x : keep >> n & 1 ? x * scale : 0.f;
-}
-__device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM / 2], int first, float scale, u32 keep) {
+// What dropout leaves of a thread's n-th number of 32: 1 / (1 - p) comes later.
+__device__ __forceinline__ float dropped(float x, u32 keep, int n) { return !DROPOUT || keep & 1u << n ? x : 0.f; }
+__device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM / 2], int first, u32 keep) {
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-        p[i / 4][i % 4] = pack_pair(scalar(), dropped(st[first + 2 * i], keep, 2 * i, scale),
-                                    dropped(st[first + 2 * i + 1], keep, 2 * i + 1, scale));
+        p[i / 4][i % 4] = pack_pair(scalar(), dropped(st[first + 2 * i], keep, 2 * i),
+                                    dropped(st[first + 2 * i + 1], keep, 2 * i + 1));
+}
+
+// keep_bits of the step in the ring's stage, into this thread's own words of shared memory.
+__device__ __forceinline__ u32 own_words(const Shared& m) {
+    int thread = threadIdx.x - 128;
+    asm volatile("" : "+r"(thread));
+    return m.keep + 4 * thread;
+}
+__device__ __forceinline__ void draw(const Shared& m, u32 tile, const Attention& a, const Ring& ring) {
+    int warp = threadIdx.x / 32 - 4;
+    asm volatile("" : "+r"(warp), "+r"(tile));
+    const u32 info = m.steps + 16 * ring.stage;
+    const int first_query = field(info, BLOCK) * BM, first_key = field(tile, FIRST) + 16 * warp;
+    const int sheet = field(tile, NUMBER) * a.heads + field(info, STEP_HEAD);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h)
+        store_shared(own_words(m) + 4 * CONSUMERS * h, keep_bits(a, key_of(a), first_query + 64 * h, first_key, sheet));
+}
+__device__ __forceinline__ u32 drawn(const Shared& m, int h) { return load_shared(own_words(m) + 4 * CONSUMERS * h); }
+
+// What a lane passes to ldmatrix_transposed for the bias of 16 queries from one of the step's on and 16 keys, in the order
+// of accumulators.
+__device__ __forceinline__ u32 bias_address(const Shared& m, const Ring& ring, int query, int key) {
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane));
+    return chunk_address<BM>(m.bias + ring.stage * BIAS_BYTES, query + lane % 8 + lane / 16 * 8, key / 8 + lane / 8 % 2);
 }
 
 // Sixteen columns of packed accumulators into a tile of ROWS rows: store_tile's k-th part.
@@ -79,24 +106,17 @@ __device__ __forceinline__ void hand_over(const Shared& m, float (&dq)[32], int 
 template <bool SUMS>
 __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention& a, int w, int left, Ring& ring,
                                      float (&st)[BM / 2], float (&dk_sum)[WIDTH / 2], float (&dv_sum)[WIDTH / 2],
-                                     float* dbias) {
+                                     float* dbias, const TensorMap& ds_map, int stores_ds) {
     // hidden here and elsewhere: else the compiler keeps addresses in registers that the accumulators need
     int thread = threadIdx.x % 128;
     if (!EXTRAS) asm volatile("" : "+r"(thread));
     const int warp_row = 64 * w + thread / 32 * 16;
-    const float scale_log2 = a.scale * LOG2_E;
+    const float scale_log2 = a.scale * LOG2_E, keep_scale = DROPOUT ? a.keep_scale : 1.f;
     const u32 info = m.steps + 16 * ring.stage;
     const u32 q = m.q + ring.stage * Q_BYTES, lse_rows = m.lse + ring.stage * ROWS_BYTES;
     const u32 grad = m.grad + ring.stage * Q_BYTES, delta_rows = m.delta + ring.stage * ROWS_BYTES;
     const u32 ds_tile = m.ds + ring.stage * DS_BYTES;
     float dst[BM / 2];
-    u32 keep[HALVES];
-    const PhiloxKey key = key_of(a);
-    if (DROPOUT)
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h)
-            keep[h] = keep_bits(a, key, field(info, BLOCK) * BM + 64 * h, field(tile, FIRST) + warp_row,
-                                field(tile, NUMBER) * a.heads + field(info, STEP_HEAD));
     u32 p[HALVES][4][4], ds[HALVES][4][4];
     mbar_wait(m.grad_full + 8 * ring.stage, ring.parity);
     if (!LATE) {
@@ -142,7 +162,6 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
                     weight[n] = weigh(a, st[i + n], n % 2 ? x.y : x.x, penalty,
                                       at + n % 2 * a.bias.row + 8 * r * a.bias.column, seen, bend);
                     st[i + n] = weight[n] * bend;
-                    weight[n] = dropped(weight[n], keep[h], i % 32 + n, a.keep_scale);
                 }
                 rounded[i / 4 % 2 * 2] = pack_pair(scalar(), weight[0], weight[1]);
                 rounded[i / 4 % 2 * 2 + 1] = pack_pair(scalar(), weight[2], weight[3]);
@@ -153,13 +172,21 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
                 hide(at, rounded[i / 4 % 2 * 2], rounded[i / 4 % 2 * 2 + 1]);
             }
         } else {
+            u32 bias[4];
 #pragma unroll
             for (int i = 32 * h; i < 32 * h + 32; i += 4) {
-                const float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column);
+                float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column), y = x;  // of keys 0.., 8..
+                if (BIASED) {
+                    if (i % 8 == 0) ldmatrix_transposed(bias, bias_address(m, ring, 2 * i, warp_row));
+                    const float2 u = unpack_pair(scalar(), bias[i / 2 % 4]);
+                    const float2 v = unpack_pair(scalar(), bias[i / 2 % 4 + 1]);
+                    y = {x.x - v.x * LOG2_E, x.y - v.y * LOG2_E};
+                    x = {x.x - u.x * LOG2_E, x.y - u.y * LOG2_E};
+                }
                 st[i] = exp2_fast(st[i] * scale_log2 - x.x);
                 st[i + 1] = exp2_fast(st[i + 1] * scale_log2 - x.y);
-                st[i + 2] = exp2_fast(st[i + 2] * scale_log2 - x.x);
-                st[i + 3] = exp2_fast(st[i + 3] * scale_log2 - x.y);
+                st[i + 2] = exp2_fast(st[i + 2] * scale_log2 - y.x);
+                st[i + 3] = exp2_fast(st[i + 3] * scale_log2 - y.y);
             }
             if (masked) {
 #pragma unroll
@@ -170,7 +197,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             }
         }
         if (h == 0 && !EXTRAS) {
-            pack_half(p[0], st, 0, a.keep_scale, keep[0]);
+            pack_half(p[0], st, 0, DROPOUT ? drawn(m, 0) : 0);
             hold(dv_sum); hold(p[0]); wgmma_fence();
             product<MN_MAJOR, BM>(dv_sum, p[0], grad, true);
             wgmma_commit();
@@ -194,7 +221,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
         if (h > 0 && !EXTRAS) {
-            pack_half(p[h], st, 32 * h, a.keep_scale, keep[h]);
+            pack_half(p[h], st, 32 * h, DROPOUT ? drawn(m, h) : 0);
             hold(p[h]); wgmma_fence();
             product<MN_MAJOR, BM>(dv_sum, p[h], grad + h * 64 * 128, true);
             wgmma_commit();
@@ -204,6 +231,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         const int keys = EXTRAS ? field(tile, KEYS) : 0;
         const int key_at = (EXTRAS ? field(tile, FIRST) : 0) + warp_row + thread % 32 / 4;
         const int queries = EXTRAS ? field(tile, QUERIES) : 0, number = EXTRAS ? field(tile, NUMBER) : 0;
+        const u32 kept = DROPOUT ? drawn(m, h) : 0;
         // in dbias
         long long at = ((long long)(number * a.heads + head) * a.queries + c + 64 * h) * a.keys + key_at;
 #pragma unroll
@@ -212,8 +240,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             float y[4];
 #pragma unroll
             for (int n = 0; n < 4; ++n)
-                y[n] = st[i + n]
-                       * (dropped(dst[i + n], keep[h], i % 32 + n, a.keep_scale) - (n % 2 ? x.y : x.x));
+                y[n] = st[i + n] * (dropped(dst[i + n], kept, i % 32 + n) * keep_scale - (n % 2 ? x.y : x.x));
             ds[h][i / 8 % 4][i / 4 % 2 * 2] = pack_pair(scalar(), y[0], y[1]);
             ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1] = pack_pair(scalar(), y[2], y[3]);
             if (EXTRAS && dbias) {
@@ -235,8 +262,19 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     float dq[2][32];  // each 64 queries and 64 columns
     const int part = SUMS ? field(info, PART) : 0, block = SUMS && DETERMINISTIC ? field(info, BLOCK) : 0;
     const u32 grad_empty = m.grad_empty + 8 * ring.stage, q_empty = m.q_empty + 8 * ring.stage;
+    if (BIASED && thread == 0) bulk_wait_read();  // of the other stage
     if (SUMS) {
         bar_sync(WHOLE + ring.stage, CONSUMERS);
+    } else {
+        bar_sync(OWN + w, 128);  // all its warps are through with the dQ before
+        bar_arrive(WHOLE + ring.stage, CONSUMERS);
+    }
+    if (BIASED && stores_ds && thread == 0) {
+        tma_store(ds_map, ds_tile + w * 64 * 128, field(info, BLOCK) * BM, field(tile, FIRST) + 64 * w,
+                  field(info, STEP_HEAD), field(tile, NUMBER));
+        bulk_commit();
+    }
+    if (SUMS) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             hold(dq[n]); wgmma_fence();
@@ -251,9 +289,6 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             release(q_empty);
         }
         if (!ROOM) hand_over(m, dq[0], 0);
-    } else {
-        bar_sync(OWN + w, 128);  // all its warps are through with the dQ before
-        bar_arrive(WHOLE + ring.stage, CONSUMERS);
     }
     ring.next();
     // behind the last step a product for nothing: ptxas serialises all of them for a branch
@@ -281,13 +316,15 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         release(grad_empty);
         release(q_empty);
     }
+    if (DROPOUT) draw(m, tile, a, ring);  // of the next step; behind the last one for nothing
     wgmma_wait<0>(); hold(st);
 }
 
 // All tiles, by a warpgroup: 64 w and on of their keys.
 template <int w>
 __device__ __forceinline__ void consume(const Shared& m, const Attention& a, const TensorMap& dk_map,
-                                        const TensorMap& dv_map, scalar* dk, scalar* dv, float* dbias) {
+                                        const TensorMap& dv_map, scalar* dk, scalar* dv, float* dbias,
+                                        const TensorMap& ds_map, int stores_ds) {
     Ring ring;
     for (int round = 0;; ++round) {
         const u32 tile = tile_of(m, round);
@@ -312,15 +349,16 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
         asm volatile("" : "+r"(keys_tile), "+r"(q_tile));
         product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, keys_tile, q_tile);
         wgmma_commit();
+        if (DROPOUT) draw(m, tile, a, ring);
         if (threadIdx.x % 128 == 0) bulk_wait_read();  // dK of the tile before is out
         bar_sync(OWN + w, 128);
         mbar_wait(m.v_full, round & 1);
         wgmma_wait<0>(); hold(st);
 #pragma unroll 1
         for (; left > 0; --left) {
-            step<w == 0>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dbias);
+            step<w == 0>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dbias, ds_map, stores_ds);
             if (--left == 0) break;
-            step<w == 1>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dbias);
+            step<w == 1>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dbias, ds_map, stores_ds);
         }
 
         wgmma_wait<0>(); hold(dv_sum); hold(dk_sum);
@@ -334,7 +372,11 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
         // dV leaves through this warpgroup's own values, dK through its own dS
         const bool whole = !a.cu_q || key_rows >= BN;
         u32 rounded[WIDTH / 16][4];
+        if (DROPOUT)
+#pragma unroll
+            for (int i = 0; i < WIDTH / 2; ++i) dv_sum[i] *= a.keep_scale;
         pack(rounded, dv_sum);
+        if (BIASED && thread == 0) bulk_wait_read();  // dS is out
         if (whole) store_tile<BN>(m.v, warp_row, rounded);
         else store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows - 64 * w, 0, a.value_dim, rounded);
         fence_async_proxy();
@@ -386,16 +428,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     int* turns,                                  // (H, row_blocks, 2) of zeros
     int* counter,                                // 0
     int tiles,
-    int row_blocks) {
+    int row_blocks,
+    const __grid_constant__ TensorMap bias_map,  // BIASED: (B, T, H, S), or 1 for B and H; boxes of BM rows
+    const __grid_constant__ TensorMap ds_map,    // the gradient of all logits, (B, S, H, T); boxes of 64 rows
+    int stores_ds) {                             // 0: it is not asked for
     const Shared m = shared_layout();
     init_barriers(m, 2);
 
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {
-            load_all<true>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks);
+            load_all<true, DETERMINISTIC, BIASED>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks, bias_map);
         } else if (threadIdx.x == 32) {
-            load_all<false>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks);
+            load_all<false, DETERMINISTIC>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks, bias_map);
         } else if (threadIdx.x / 32 == 2) {  // dq
             bar_arrive(FREE, 160);
             for (;;) {
@@ -404,25 +449,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 if (part == NONE) break;
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) {
-                    int* turn = turns + 2 * part;
-                    if (DETERMINISTIC) await(turn, (int)load_shared(m.turn));
+                    if (DETERMINISTIC) await(turns + 2 * part, (int)load_shared(m.turn));
                     bulk_add(dq_sum + (long long)part * (BM * WIDTH), m.sums, 2 * SUM_BYTES);
                     bulk_commit();
-                    if (DETERMINISTIC) {
-                        bulk_wait();
-                        pass_on(turn);
-                    } else {
-                        bulk_wait_read();
-                    }
+                    bulk_wait_read();
                 }
                 __syncwarp();
                 bar_arrive(FREE, 160);
+                if (DETERMINISTIC && threadIdx.x % 32 == 0) {
+                    bulk_wait();
+                    pass_on(turns + 2 * part);
+                }
             }
             bulk_wait();
         }
     } else {  // ---- consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        if (warpgroup() == 1) consume<0>(m, a, dk_map, dv_map, dk, dv, dbias);
-        else consume<1>(m, a, dk_map, dv_map, dk, dv, dbias);
+        if (warpgroup() == 1) consume<0>(m, a, dk_map, dv_map, dk, dv, dbias, ds_map, stores_ds);
+        else consume<1>(m, a, dk_map, dv_map, dk, dv, dbias, ds_map, stores_ds);
     }
 }

@@ -51,8 +51,10 @@ __device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles
     tile.blocks = max(0, (end + BM - 1) / BM - tile.begin);
     tile.open_from = (tile.first - s.offset + BN - 1 - a.right + BM - 1) / BM;
     tile.open_to = tile.first + BN > s.keys ? 0 : (tile.first - s.offset + a.left + 1) / BM;
-    // side by side tiles of a head begin apart, so that they do not add to the same dq
-    tile.start = tile.begin + (tile.blocks && !ordered ? max(0, tile.first / BM - tile.begin) % tile.blocks : 0);
+    // side by side tiles of a head begin apart, so that they do not add to the same dq; where they add in order, all go
+    // down from their last block: so one that sees fewer, as with a causal mask, comes to each block after those before it
+    const int apart = tile.blocks ? max(0, tile.first / BM - tile.begin) % tile.blocks : 0;
+    tile.start = tile.begin + (ordered ? tile.blocks - 1 : apart);
     return tile;
 }
 

@@ -213,8 +213,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_wi
 
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 0) load_all<true>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks);
-        if (threadIdx.x == 32) load_all<false>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks);
+        if (threadIdx.x == 0) load_all<true>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks, q_map);
+        if (threadIdx.x == 32) load_all<false>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks, q_map);
     } else if (warpgroup() == 1) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         compute<0>(m, a, dk_map, dv_map, dk, dv, dq_sum, row_blocks);

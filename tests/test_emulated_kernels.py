@@ -12,7 +12,9 @@ from gpuattn.impls import Impl
 PROBLEMS = {  # of several tiles each, so that what lies in shared memory is used again
     1398: "a sink, NaN behind the keys' end, a window to the right, Dv != D, dq in a fixed order",
     1577: "a bias that the copy engine brings, and its gradient; causal from the top left",
+    332: "a bias that columns share, packed, a window, dq in a fixed order",
     1043: "causal with dropout at head size 128",
+    1285: "nearly all dropped at head size 64, packed, dq in a fixed order",
     2056: "packed and causal, dq in a fixed order",
     555: "a head size above 192, a window",
     3096: "a head size above 128, causal",

@@ -1,20 +1,24 @@
 """The gradient of attention on Hopper: ``rawkernels/flash_attention_backward_hopper*.cu``."""
 
+import math
+
 import numpy as np
 
 from gpuattn import arrays, tensormaps
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.kernels import gpu, kernel, kernel_refusal
-from gpuattn.ops.attention_launch import Launch
+from gpuattn.ops.attention_launch import UNLIMITED, Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
 FILE = "flash_attention_backward_hopper.cu"
 WIDE_FILE = "flash_attention_backward_hopper_wide.cu"  # head sizes above 128
 ROWS_FILE = "flash_attention_backward_hopper_rows.cu"
+BIAS_FILE = "flash_attention_backward_hopper_bias.cu"
 TILES = {64: (128, 128), 128: (64, 128), 256: (64, 64)}  # head sizes, rounded up: queries, keys
 TILE_BYTES = 64  # struct Tile of common/attention_backward_hopper.cuh
 SHARED_BYTES = 232448  # all there is: one block to a multiprocessor
 L2_BYTES = 32 << 20  # what one section of heads may keep busy
+COPY_BYTES = 1 << 30  # of a bias with all its rows and columns, where its gradient takes no more
 
 
 def refuse_backward(
@@ -63,6 +67,41 @@ def _copyable(x):
     return get_xp(x).ascontiguousarray(x) if tensormaps.refusal(x, "x") else x
 
 
+def _staged(bias, dtype, launch, needed):
+    """Return the bias as (B, T, H, S) that the copy engine takes, or None.
+
+    ``needed``: so is its gradient, which takes the memory of all logits.
+    """
+    if bias is None or bias.dtype != dtype:
+        return None
+    rows = launch.queries, launch.keys
+    if bias.shape[2:] != rows or tensormaps.refusal(bias.swapaxes(1, 2), "bias"):
+        shape = (*bias.shape[:2], rows[0], -(-rows[1] // 8) * 8)
+        if not needed and math.prod(shape) * bias.itemsize > COPY_BYTES:
+            return None
+        copy = arrays.empty(bias, shape)[..., : rows[1]]
+        copy[...] = bias
+        bias = copy
+    return bias.swapaxes(1, 2)
+
+
+def _bias_gradient(ds, bias, launch):
+    """Return the gradient of the bias out of that of all logits, ``ds`` (B, H, S, T)."""
+    batches, heads, rows, columns = bias.shape
+    shared = 1 if rows < launch.queries else 2 if columns < launch.keys else 0
+    rows, columns = -(-launch.queries // 64), -(-launch.keys // 64)
+    blocks = rows * columns * batches * heads
+    if shared == 0:
+        dbias = arrays.empty(bias, bias.shape)
+    else:
+        tiles = (rows, launch.keys) if shared == 1 else (launch.queries, columns)
+        dbias = arrays.empty(bias, (batches, heads, *tiles), np.float32)
+    kernel(BIAS_FILE, "flash_attention_backward_bias", scalar=ctype(bias.dtype))(
+        (blocks,), (256,), launch.problem, ds, dbias, batches, heads, shared, ds.shape[3]
+    )
+    return sum_to(dbias, bias.shape).astype(bias.dtype, copy=False)
+
+
 def backward(saved, dout, dlse, *, needs, into, **params):
     """Return the gradients of q, k, v and sink (None for the rest)."""
     q, k, v, *extras, out, lse = saved
@@ -77,12 +116,18 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     dq, dk, dv = (arrays.empty(x, x.shape) for x in (q, k, v))
     launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     delta = arrays.empty(q, lse.shape, np.float32) if needs[8] else None
-    dbias = None
+    extras = slopes is not None or bool(params["softcap"])
+    staged = None if extras else _staged(bias, q.dtype, launch, needs[3])
+    extras = extras or (bias is not None and staged is None)
+    # of those there is no form for 64
+    size = max(q.shape[-1], v.shape[-1], 65 if extras or staged is not None else 0)
+    dbias, ds = None, None
     if needs[3]:
-        full = launch.sequences, launch.heads, launch.queries, launch.keys
-        dbias = arrays.zeros(q, full, np.float32)
-    extras = bias is not None or slopes is not None or bool(params["softcap"])
-    size = max(q.shape[-1], v.shape[-1], 65 if extras else 0)  # of those there is no form for 64
+        sheets = launch.sequences, launch.heads
+        if staged is None:
+            dbias = arrays.zeros(q, (*sheets, launch.queries, launch.keys), np.float32)
+        else:
+            ds = arrays.empty(q, (*sheets, launch.keys, -(-launch.queries // 8) * 8))
     width = next(w for w in TILES if size <= w)
     rows, keys = TILES[width]
     constants = {"scalar": ctype(q.dtype), "WIDTH": width}
@@ -92,7 +137,11 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     row_blocks = q.shape[0] // rows + sequences if launch.packed else longest * sequences
     tiles = -(-launch.keys // keys) * launch.kv_heads * sequences
     busy = launch.queries * 8 * width * launch.fields["group"]  # bytes of q, dout and dq
-    section = 1 << max(0, (L2_BYTES // busy).bit_length() - 1)
+    section = L2_BYTES // busy
+    if launch.deterministic and launch.right < UNLIMITED:
+        # tiles of a head wait for each other: no more than two of them at a time
+        section = gpu(q.device.id)[1] // 2
+    section = 1 << max(0, section.bit_length() - 1)
 
     side = arrays.empty(q, (2, heads, row_blocks, rows), np.float32)  # lse and delta
     dq_sum = arrays.empty(q, (heads, row_blocks, rows * width), np.float32)
@@ -107,24 +156,33 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     maps = [tensormaps.tensor_map(x, n) for x, n in ((q, rows), (dout, rows), (k, keys), (v, keys))]
     maps += [tensormaps.tensor_map(x, 64) for x in (dk, dv)]
     shared = side[0], side[1], dq_sum, dk, dv, plan
+    by_copies = ()
     if width == 256:
         name = "flash_attention_backward_wide"
         main = kernel(WIDE_FILE, name, SIZE=192 if size <= 192 else 256, **constants)
     else:
         shared += dbias, turns
+        bias_map, ds_map = maps[0], maps[0]
+        if staged is not None:
+            bias_map = tensormaps.tensor_map(staged, rows)
+        if ds is not None:
+            ds_map = tensormaps.tensor_map(ds.swapaxes(1, 2), 64)
+        by_copies = bias_map, ds_map, ds is not None
         main = kernel(
             FILE, "flash_attention_backward", EXTRAS=extras, DROPOUT=bool(params["dropout_p"]),
-            DETERMINISTIC=bool(launch.deterministic), **constants,
+            BIASED=staged is not None, DETERMINISTIC=bool(launch.deterministic), **constants,
         )  # fmt: skip
     grid = (min(tiles, gpu(q.device.id)[1]),)
     main(
-        grid, (384,), *maps, launch.problem, *shared, counter, tiles, row_blocks,
+        grid, (384,), *maps, launch.problem, *shared, counter, tiles, row_blocks, *by_copies,
         shared_bytes=SHARED_BYTES,
     )  # fmt: skip
     after = kernel(ROWS_FILE, "flash_attention_backward_dq", **constants)
     after((longest * heads * sequences,), (256,), launch.problem, dq_sum, dq, row_blocks)
 
-    if needs[3]:
+    if ds is not None:
+        dbias = _bias_gradient(ds, bias, launch)
+    elif needs[3]:
         dbias = sum_to(dbias, bias.shape).astype(bias.dtype, copy=False)
     dsink = sink_gradient(sink, lse, delta) if needs[8] else None
     return dq, dk, dv, dbias, None, None, None, None, dsink

@@ -44,24 +44,28 @@ __device__ __forceinline__ float weigh(const Attention& a, float dot, float lse,
     return seen ? exp2_fast((x - penalty) * LOG2_E - lse) : 0.f;
 }
 
-// Which of this thread's 32 numbers of dP^T are kept, from queries i0 and keys j0 of its warp on; both multiples of 16.
-__device__ __forceinline__ u32 transposed(u32 x) {
-    u32 y;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
-}
+// Which of this thread's 32 numbers of P^T are kept, from queries i0 and keys j0 of its warp on; both multiples of 16.
+// P^T lies transposed in registers, so what a lane wants others draw: lanes l and l ^ 4 draw, as lanes L and L ^ 4, the
+// numbers of either, l the ones of queries with the parity of l / 4.
 __device__ __forceinline__ u32 keep_bits(const Attention& a, const PhiloxKey& key, int i0, int j0, int sheet) {
-    u32 bits = 0;
+    const u32 lane = threadIdx.x % 32, drawn = lane / 8 | (lane & 4) | lane % 4 << 3 | (u32)sheet << 5;
+    // Two 16-bit numbers at once: which are below the threshold? Where it has no bit 15, of their complements.
+    const u32 flip = a.threshold < 0x8000 ? ~0u : 0u, rest = (flip ? a.threshold : 0x10000 - a.threshold) * 0x10001;
+    u32 even = 0, odd = 0;
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-        const uint4 x = philox(key, (u32)(i0 / 16 + t) | (u32)(j0 / 16) << 16, threadIdx.x % 32 | (u32)sheet << 5);
-        const u32 words[4] = {transposed(x.x), transposed(x.z), transposed(x.y), transposed(x.w)};
+        const uint4 x = philox(key, (u32)(i0 / 16 + t) | (u32)(j0 / 16) << 16, drawn);
+        const u32 numbers[4] = {x.x, x.z, x.y, x.w};
+        u32 bits = 0;
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-            bits |= (u32)((words[n] & 0xffff) < a.threshold) << (8 * t + 2 * n);
-            bits |= (u32)((words[n] >> 16) < a.threshold) << (8 * t + 2 * n + 1);
+            const u32 y = numbers[n] ^ flip;
+            bits |= ((y & 0x7fff7fff) + rest & y & 0x80008000) >> (15 - 2 * n);
         }
-        asm volatile("" : "+r"(bits));  // now, not where they are asked for
+        even |= (bits & 0xff) << 8 * t;
+        odd |= bits >> 16 << 8 * t;
+        asm volatile("" : "+r"(even), "+r"(odd));  // now, not where they are asked for
     }
-    return bits;
+    const u32 other = __shfl_xor_sync(~0u, lane & 4 ? even : odd, 4);
+    return (lane & 4 ? odd << 1 | other : even | other << 1) ^ ~flip;
 }

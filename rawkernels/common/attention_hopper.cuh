@@ -68,14 +68,6 @@ __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
-__device__ __forceinline__ float2 unpack_pair(bf16, u32 x) {
-    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
-}
-__device__ __forceinline__ float2 unpack_pair(f16, u32 x) {
-    float2 y;
-    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(y.x), "=f"(y.y) : "r"(x));
-    return y;
-}
 
 __device__ __forceinline__ u32 load_shared_pair(u32 address) {  // two bytes
     unsigned short x;

@@ -8,12 +8,13 @@
 constexpr int STAGES = 2, CONSUMERS = 256;
 constexpr int Q_BYTES = BM * WIDTH * 2, K_BYTES = BN * WIDTH * 2, DS_BYTES = BN * BM * 2, ROWS_BYTES = BM * 4;
 constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
+constexpr int BIAS_BYTES = BM * BN * 2;
 // Named barriers; OWN: one per warpgroup, WHOLE: one per stage.
 enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 5, WHOLE = 6 };
 
 struct Shared {
     u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, part, turn, steps, tiles;
-    u32 lse, delta, k, v, q, grad, ds, sums;
+    u32 lse, delta, k, v, q, grad, ds, sums, bias, keep;
 };
 __device__ __forceinline__ Shared shared_layout() {
     Shared m;
@@ -38,6 +39,7 @@ __device__ __forceinline__ Shared shared_layout() {
     m.grad = m.q + STAGES * Q_BYTES;
     m.ds = m.grad + STAGES * Q_BYTES;
     m.sums = m.ds + 2 * DS_BYTES;
+    m.bias = m.keep = m.sums + 2 * SUM_BYTES;  // no kernel has both
     return m;
 }
 
@@ -62,12 +64,18 @@ __device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mb
 // The tile of a round: while one is computed the next is loaded.
 __device__ __forceinline__ u32 tile_of(const Shared& m, u32 round) { return m.tiles + (round & 1) * (int)sizeof(Tile); }
 
-// All steps of all tiles, by one thread: queries with their lse and the tile's keys, or dout with delta and the values.
-// The first step comes before keys and values, as its place is free before theirs.
-template <bool QUERIES>
+// The block of queries after one: they go round, up or DOWN.
+template <bool DOWN> __device__ __forceinline__ int next_block(u32 tile, int block) {
+    if (DOWN) return block == field(tile, BEGIN) ? field(tile, START) : block - 1;
+    return ++block == field(tile, BEGIN) + field(tile, BLOCKS) ? field(tile, BEGIN) : block;
+}
+
+// All steps of all tiles, by one thread: queries with their lse, with BIASED their bias, and the tile's keys; or dout with
+// delta and the values. The first step comes before keys and values, as its place is free before theirs.
+template <bool QUERIES, bool DOWN = false, bool BIASED = false>
 __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
                                          const TensorMap& kv_map, const Tile* plan, int* counter, int tiles,
-                                         int row_blocks) {
+                                         int row_blocks, const TensorMap& bias_map) {
     const u32 full = QUERIES ? m.q_full : m.grad_full, empty = QUERIES ? m.q_empty : m.grad_empty;
     const u32 kv_full = QUERIES ? m.k_full : m.v_full, kv_empty = QUERIES ? m.k_empty : m.v_empty;
     Ring ring;
@@ -92,12 +100,17 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
                     store_shared(step + 4 * STEP_HEAD, (u32)head);
                     store_shared(step + 4 * MASKED, block < field(tile, OPEN_FROM) || block >= field(tile, OPEN_TO));
                 }
-                mbar_expect(bar, Q_BYTES + ROWS_BYTES);
+                mbar_expect(bar, Q_BYTES + ROWS_BYTES + (BIASED ? BIAS_BYTES : 0));
                 load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, bar, BM,
                           field(tile, QUERY_ROW) + block * BM, head, field(tile, BATCH));
                 bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES, rows + part * BM, ROWS_BYTES, bar);
+                if (BIASED)
+#pragma unroll
+                    for (int c = 0; c < BN / 64; ++c)
+                        tma_load(m.bias + ring.stage * BIAS_BYTES + c * BM * 128, bias_map, bar, field(tile, FIRST) + 64 * c,
+                                 block * BM, a.bias.head ? head : 0, a.bias.batch ? field(tile, NUMBER) : 0);
                 ring.next();
-                if (++block == field(tile, BEGIN) + field(tile, BLOCKS)) block = field(tile, BEGIN);
+                block = next_block<DOWN>(tile, block);
                 if (block == field(tile, START)) ++head;
             }
             if (loaded) continue;
@@ -166,5 +179,9 @@ template <int R> __device__ __forceinline__ void add_to_memory(float* to, const 
 }
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }

@@ -19,6 +19,14 @@ __device__ __forceinline__ u32 pack_pair(f16, float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+__device__ __forceinline__ float2 unpack_pair(bf16, u32 x) {
+    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
+}
+__device__ __forceinline__ float2 unpack_pair(f16, u32 x) {
+    float2 y;
+    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(y.x), "=f"(y.y) : "r"(x));
+    return y;
+}
 
 // The inverse of ldmatrix (mma.cuh); sm_90 and up.
 __device__ __forceinline__ void stmatrix(u32 address, const u32 (&r)[4]) {

@@ -88,6 +88,7 @@ inline void st_shared_v4_f32(u32 address, float x, float y, float z, float w) {
 void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 address, u32 a, u32 b, u32 c, u32 d);
 void stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32 address, u32 a, u32 b, u32 c, u32 d);
 void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 address);
+void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 address);
 void movmatrix_sync_aligned_m8n8_trans_b16(u32& y, u32 x);
 void fence_proxy_async_shared_cta();
 

@@ -41,14 +41,27 @@ void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 address, u32 a, u32 b, u32 c, 
 void stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32 address, u32 a, u32 b, u32 c, u32 d) {
     store_matrices({address, {a, b, c, d}}, true);
 }
-void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 address) {
+static Matrices load_matrices(u32 address, bool transposed) {
     sometimes_give_way();
     Matrices m = {address, {}};
-    collective("ldmatrix", m, [](Matrices** all) {
+    collective(transposed ? "ldmatrix.trans" : "ldmatrix", m, [transposed](Matrices** all) {
         for (int lane = 0; lane < 32; ++lane)
-            for (int n = 0; n < 4; ++n)
-                memcpy(&all[lane]->x[n], me->block->at(all[8 * n + lane / 4]->address, 16, 16) + lane % 4 * 4, 4);
+            for (int n = 0; n < 8; ++n) {  // halves
+                const int pair = lane % 4 * 2 + n % 2, row = transposed ? pair : lane / 4;
+                const int column = transposed ? lane / 4 : pair;
+                unsigned short x;
+                memcpy(&x, me->block->at(all[n / 2 * 8 + row]->address, 16, 16) + 2 * column, 2);
+                all[lane]->x[n / 2] |= (u32)x << 16 * (n % 2);
+            }
     });
+    return m;
+}
+void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 address) {
+    const Matrices m = load_matrices(address, false);
+    a = m.x[0], b = m.x[1], c = m.x[2], d = m.x[3];
+}
+void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 address) {
+    const Matrices m = load_matrices(address, true);
     a = m.x[0], b = m.x[1], c = m.x[2], d = m.x[3];
 }
 void movmatrix_sync_aligned_m8n8_trans_b16(u32& y, u32 x) {
