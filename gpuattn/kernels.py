@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 
@@ -40,6 +41,7 @@ SIGNATURE = re.compile(
 STATIC_SHARED, REGISTERS, MAX_DYNAMIC_SHARED = 1, 4, 8  # CU_FUNC_ATTRIBUTE_*
 STATIC_SHARED_LIMIT = 48 * 1024
 _lock = threading.Lock()
+_compilers = ThreadPoolExecutor(2, "gpuattn-compiler")  # begun when first asked
 launches = collections.Counter()  # kernel name -> launches in this process; tests ask which ran
 
 
@@ -110,6 +112,11 @@ def kernel(file, name, **constants):
     return _kernel(device, file, name, tuple(constants.items()))
 
 
+def compile_ahead(file, **constants):
+    """Begin to compile what ``kernel`` will ask for, beside what is compiled before it."""
+    _code(import_cupy().cuda.runtime.getDevice(), file, tuple(sorted(constants.items())))
+
+
 def kernel_refusal(x, name="x"):
     """Return why no kernel takes the array ``x``, the argument ``name``; None where one may."""
     if not on_gpu(x):
@@ -139,12 +146,17 @@ def _kernel(device, file, name, constants):
 
 @functools.cache
 def _module(device, file, constants):
-    cupy = import_cupy()
+    code = _code(device, file, constants).result()
     with _lock:
-        module = cupy.cuda.function.Module()
-        arch = arch_for(file, cupy.cuda.Device(device).compute_capability)
-        module.load(cubin(file, arch, **dict(constants)))
+        module = import_cupy().cuda.function.Module()
+        module.load(code)
     return module
+
+
+@functools.cache
+def _code(device, file, constants):
+    """Return the future of a file's machine code, which another thread reads or compiles."""
+    return _compilers.submit(cubin, file, arch_for(file, gpu(device)[0]), **dict(constants))
 
 
 def cubin(file, arch, **constants):

@@ -47,7 +47,7 @@ constexpr int WARPGROUPS = BM / 64, CONSUMERS = 128 * WARPGROUPS, THREADS = CONS
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112;
 constexpr float HUGE = 1 << 27;  // exponents that are rounded to multiples of 16
-constexpr float LOWEST = -3.4e38f;  // the maximum of no logits; finite, for differences
+constexpr float LOWEST = -3.4e38f;  // the exponent of no logits; finite, for differences
 constexpr bool RESCALE_FIRST = HEAD_DIM > 128;  // o is rescaled before p v instead of after: fewer registers live at once
 // Where p v of a block takes long, the wait for it stands amid the exponentials of the next; else ptxas puts it before them.
 constexpr bool WAIT_AMID = HEAD_DIM == 128 && BN > 128;
@@ -122,8 +122,8 @@ __device__ __forceinline__ int turn_of(const Tile& t, int round) {
 
 // What a thread keeps of a tile: its two rows.
 struct Rows {
-    float o[HEAD_DIM / 2], base[2], total[2], fade[2];  // o and total (this thread's share) count in units of 2^base
-    float unit, exact[2];  // the exponents of a logit of 1
+    float o[HEAD_DIM / 2], total[2], fade[2];  // o and total (this thread's share) count in units of 2^shift
+    float peak[2], shift[2], unit, exact[2];  // the largest logit, its exponent; the exponents of a logit of 1
     u32 p[BN / 16][4];
     int i;  // the first row's query; the second's is i + 8
 };
@@ -133,28 +133,28 @@ __device__ __forceinline__ float power_above(float x) {
     return __uint_as_float((__float_as_uint(x) + 0x7fffff) & 0x7f800000);
 }
 
-// A row's new maximum, and fade, the factor for what was summed under the old one. base is rounded, differences from it are
+// A row's new maximum, and fade, the factor for what was summed under the old one. shift is rounded, differences from it are
 // not: up to HUGE their exponentials are finite. Beyond, logits are equal or far apart, and a larger unit changes no weight.
 __device__ __forceinline__ void find_maximum(Rows& rows, const float (&s)[BN / 2], int r) {
-    float even = NEG_INF, odd = NEG_INF;
+    float even = rows.peak[r], odd = NEG_INF;
 #pragma unroll
     for (int e = 2 * r; e < BN / 2; e += 4) { even = fmaxf(even, s[e]); odd = fmaxf(odd, s[e + 1]); }
     float peak = fmaxf(even, odd);
     peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
     peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-    const float usual = peak * rows.unit, coarse = power_above(rows.unit);
-    const bool huge = fabsf(usual) > HUGE;  // both ways at once: exponentials wait for this, and how soon they begin counts
+    const float coarse = power_above(rows.unit);
+    const bool huge = fabsf(peak) > HUGE / coarse;  // both ways at once: exponentials wait for this, and how soon they begin counts
     rows.exact[r] = huge ? coarse : rows.unit;
-    peak = huge ? fmaxf(rows.base[r], peak * coarse) : fmaxf(rows.base[r], usual);
-    rows.fade[r] = exp2_fast(rows.base[r] - peak);
-    rows.base[r] = peak;
+    rows.shift[r] = fmaxf(huge ? peak * coarse : peak * rows.unit, LOWEST);
+    rows.fade[r] = exp2_fast(fmaf(rows.peak[r], rows.exact[r], -rows.shift[r]));
+    rows.peak[r] = peak;
 }
 __device__ __forceinline__ void take_exponentials(Rows& rows, float (&s)[BN / 2], int r) {  // logits to weights
     float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int e = 2 * r; e < BN / 2; e += 4) {
-        even += s[e] = exp2_fast(fmaf(s[e], rows.exact[r], -rows.base[r]));
-        odd += s[e + 1] = exp2_fast(fmaf(s[e + 1], rows.exact[r], -rows.base[r]));
+        even += s[e] = exp2_fast(fmaf(s[e], rows.exact[r], -rows.shift[r]));
+        odd += s[e + 1] = exp2_fast(fmaf(s[e + 1], rows.exact[r], -rows.shift[r]));
     }
     rows.total[r] = rows.total[r] * rows.fade[r] + (even + odd);
 }
@@ -374,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
             Rows rows;
             rows.i = first + fragment_row(0);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) { rows.base[r] = LOWEST; rows.total[r] = 0.f; }
+            for (int r = 0; r < 2; ++r) { rows.peak[r] = NEG_INF; rows.total[r] = 0.f; }
             rows.unit = 1.f;
             if (any) {
 #pragma unroll
@@ -432,9 +432,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 float& total = rows.total[r];
                 total += __shfl_xor_sync(~0u, total, 1);
                 total += __shfl_xor_sync(~0u, total, 2);
-                float& top = rows.base[r];
-                float factor = a.keep_scale;
-                if (fabsf(top) > HUGE) top *= rows.unit / power_above(rows.unit);
+                float top = fmaxf(rows.peak[r] * rows.unit, LOWEST), factor = a.keep_scale;
                 if (a.sink) {  // one more key, of value zero
                     const float sink = a.sink[t.head] * LOG2E, before = top;
                     top = fmaxf(top, sink);

@@ -164,6 +164,12 @@ def forward(q, k, v, *extras, needs, **params):
     bias = _with_rows(extras[0], params["max_seqlen_k"])
     launch = Launch(q, k, v, bias, *extras[1:], **params, out=out)
     plan = _Plan(launch, q, bias)
+    inputs = q, k, v, *extras
+    if saved and bias is None and not attention_hopper_backward.refuse_backward(*inputs, **params):
+        attention_hopper_backward.compile_ahead(
+            q.device.id, q.dtype, max(q.shape[-1], v.shape[-1]), extras=launch.extras,
+            dropout=launch.dropout, biased=False, deterministic=launch.deterministic,
+        )  # fmt: skip
     q_map, bias_map = tensor_map(q, 64), plan.bias_map(bias)
     # without keys nothing is loaded, and there may be no address
     k_map, v_map = (tensor_map(x, plan.keys) if x.size else q_map for x in (k, v))

@@ -1,16 +1,17 @@
 """The gradient of attention on Hopper: ``rawkernels/flash_attention_backward_hopper*.cu``."""
 
+import functools
 import math
 
 import numpy as np
 
-from gpuattn import arrays, tensormaps
+from gpuattn import arrays, kernels, tensormaps
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.kernels import gpu, kernel, kernel_refusal
 from gpuattn.ops.attention_launch import UNLIMITED, Launch
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
-FILE = "flash_attention_backward_hopper.cu"
+NAME, FILE = "flash_attention_backward", "flash_attention_backward_hopper.cu"
 WIDE_FILE = "flash_attention_backward_hopper_wide.cu"  # head sizes above 128
 ROWS_FILE = "flash_attention_backward_hopper_rows.cu"
 BIAS_FILE = "flash_attention_backward_hopper_bias.cu"
@@ -62,6 +63,25 @@ def refuse_backward(
     return None
 
 
+def _main(dtype, size, *, extras, dropout, biased, deterministic):
+    """Return file, kernel and constants of the main launch, for both head sizes up to ``size``."""
+    if extras or biased:
+        size = max(size, 65)  # there is no form for 64
+    width = next(w for w in TILES if size <= w)
+    constants = {"scalar": ctype(dtype), "WIDTH": width}
+    if width == 256:
+        return WIDE_FILE, f"{NAME}_wide", constants | {"SIZE": 192 if size <= 192 else 256}
+    constants |= {"EXTRAS": extras, "DROPOUT": dropout, "BIASED": biased}
+    return FILE, NAME, constants | {"DETERMINISTIC": deterministic}
+
+
+@functools.lru_cache(1024)
+def compile_ahead(device, dtype, size, **form):
+    """Begin to compile the main kernel beside the forward's: it takes longer."""
+    file, _, constants = _main(dtype, size, **form)
+    kernels.compile_ahead(file, **constants)
+
+
 def _copyable(x):
     """Return ``x``, or a contiguous copy where the copy engine does not take its strides."""
     return get_xp(x).ascontiguousarray(x) if tensormaps.refusal(x, "x") else x
@@ -96,7 +116,7 @@ def _bias_gradient(ds, bias, launch):
     else:
         tiles = (rows, launch.keys) if shared == 1 else (launch.queries, columns)
         dbias = arrays.empty(bias, (batches, heads, *tiles), np.float32)
-    kernel(BIAS_FILE, "flash_attention_backward_bias", scalar=ctype(bias.dtype))(
+    kernel(BIAS_FILE, f"{NAME}_bias", scalar=ctype(bias.dtype))(
         (blocks,), (256,), launch.problem, ds, dbias, batches, heads, shared, ds.shape[3]
     )
     return sum_to(dbias, bias.shape).astype(bias.dtype, copy=False)
@@ -119,8 +139,11 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     extras = slopes is not None or bool(params["softcap"])
     staged = None if extras else _staged(bias, q.dtype, launch, needs[3])
     extras = extras or (bias is not None and staged is None)
-    # of those there is no form for 64
-    size = max(q.shape[-1], v.shape[-1], 65 if extras or staged is not None else 0)
+    file, name, constants = _main(
+        q.dtype, max(q.shape[-1], v.shape[-1]), extras=extras, dropout=bool(params["dropout_p"]),
+        biased=staged is not None, deterministic=bool(launch.deterministic),
+    )  # fmt: skip
+    width = constants["WIDTH"]
     dbias, ds = None, None
     if needs[3]:
         sheets = launch.sequences, launch.heads
@@ -128,9 +151,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
             dbias = arrays.zeros(q, (*sheets, launch.queries, launch.keys), np.float32)
         else:
             ds = arrays.empty(q, (*sheets, launch.keys, -(-launch.queries // 8) * 8))
-    width = next(w for w in TILES if size <= w)
     rows, keys = TILES[width]
-    constants = {"scalar": ctype(q.dtype), "WIDTH": width}
     heads, sequences = launch.heads, launch.sequences
     longest = -(-launch.queries // rows)
     # blocks of rows, of all sequences; packed ones each begin a block of their own
@@ -148,7 +169,8 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     plan = arrays.empty(q, ((tiles + 1) * TILE_BYTES + 16,), np.uint8)
     counter = plan[-16:]
     turns = arrays.empty(q, (heads, row_blocks, 2), np.int32) if launch.deterministic else None
-    before = kernel(ROWS_FILE, "flash_attention_backward_rows", **constants)
+    scalar = constants["scalar"]
+    before = kernel(ROWS_FILE, f"{NAME}_rows", scalar=scalar, WIDTH=width)
     before(
         (longest * heads * sequences,), (256,), launch.problem, out, dout, lse, dlse, side[0],
         side[1], delta, dq_sum, plan, counter, turns, tiles, section, row_blocks,
@@ -157,10 +179,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     maps += [tensormaps.tensor_map(x, 64) for x in (dk, dv)]
     shared = side[0], side[1], dq_sum, dk, dv, plan
     by_copies = ()
-    if width == 256:
-        name = "flash_attention_backward_wide"
-        main = kernel(WIDE_FILE, name, SIZE=192 if size <= 192 else 256, **constants)
-    else:
+    if width < 256:
         shared += dbias, turns
         bias_map, ds_map = maps[0], maps[0]
         if staged is not None:
@@ -168,16 +187,12 @@ def backward(saved, dout, dlse, *, needs, into, **params):
         if ds is not None:
             ds_map = tensormaps.tensor_map(ds.swapaxes(1, 2), 64)
         by_copies = bias_map, ds_map, ds is not None
-        main = kernel(
-            FILE, "flash_attention_backward", EXTRAS=extras, DROPOUT=bool(params["dropout_p"]),
-            BIASED=staged is not None, DETERMINISTIC=bool(launch.deterministic), **constants,
-        )  # fmt: skip
     grid = (min(tiles, gpu(q.device.id)[1]),)
-    main(
+    kernel(file, name, **constants)(
         grid, (384,), *maps, launch.problem, *shared, counter, tiles, row_blocks, *by_copies,
         shared_bytes=SHARED_BYTES,
     )  # fmt: skip
-    after = kernel(ROWS_FILE, "flash_attention_backward_dq", **constants)
+    after = kernel(ROWS_FILE, f"{NAME}_dq", scalar=scalar, WIDTH=width)
     after((longest * heads * sequences,), (256,), launch.problem, dq_sum, dq, row_blocks)
 
     if ds is not None:

@@ -177,6 +177,7 @@ class Machine:
             "kernel_refusal": lambda *_: None,
             "suits": lambda *_, **__: False,  # of the form for short sequences
             "_driver": lambda: driver,
+            "compile_ahead": lambda *_, **__: None,
             "_counter": lambda: np.uint64(self.counter.ctypes.data),
         }  # fmt: skip
         tensormaps._encode.cache_clear()
