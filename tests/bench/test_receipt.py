@@ -38,6 +38,22 @@ def test_the_digest_sees_a_changed_byte(monkeypatch, tmp_path):
 @pytest.mark.parametrize("outcome", ["failure", "skipped"])
 def test_no_receipt_unless_everything_passed(monkeypatch, tmp_path, outcome):
     monkeypatch.setattr(receipt, "RECEIPT", tmp_path / "receipt.json")
-    monkeypatch.setattr(receipt, "_run", lambda shard: {"a": "passed", "b": outcome})
+    monkeypatch.setattr(
+        receipt, "_run", lambda shard, processes=None: {"a": "passed", "b": outcome}
+    )
     assert receipt.main([["x"]]) == 1
     assert not (tmp_path / "receipt.json").exists()
+
+
+def test_what_failed_beside_others_may_pass_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(receipt, "RECEIPT", tmp_path / "receipt.json")
+    monkeypatch.setattr(receipt, "_parallel", lambda: True)
+    monkeypatch.setattr(receipt, "_machine", dict)
+
+    def run(shard, processes=None):
+        return {"b": "passed"} if processes == 0 else {"a": "passed", "b": "failure"}
+
+    monkeypatch.setattr(receipt, "_run", run)
+    assert receipt.main([["x"]]) == 0
+    stored = json.loads(receipt.RECEIPT.read_text())
+    assert stored["alone"] == ["b"] and stored["tests"] == {"a": "passed", "b": "passed"}
