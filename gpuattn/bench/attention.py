@@ -147,10 +147,15 @@ KINDS = {"flash_attention": Ours, "decode_attention": OursDecoding}
 
 
 def compare(got, want, tolerance, what):
-    """Raise AssertionError unless |got - want| <= tolerance * |want| in every block."""
+    """Raise AssertionError unless |got - want| <= tolerance * |want| in every block.
+
+    A block of almost nothing, such as the dq of queries that see one key, is rounding: what counts
+    for it is a tenth of the blocks' root mean square.
+    """
     width = min(BLOCK, want.size)
     got, want = got.reshape(-1, width), want.reshape(-1, width)
-    error = ((got - want) ** 2).sum(-1) / (want**2).sum(-1)
+    scale = (want**2).sum(-1)
+    error = ((got - want) ** 2).sum(-1) / scale.clip(scale.mean() / 100)
     worst = float(error.max()) ** 0.5
     if not worst <= tolerance:
         raise AssertionError(f"{what}: error {worst:.2g}; a wrong result gets no figure")
