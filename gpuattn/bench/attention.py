@@ -21,6 +21,12 @@ BLOCK = 4096  # elements compared at a time: a wrong tile must not drown in a lo
 DIGITS = 3  # of a sample in microseconds
 
 
+def _normal(xp, seed, dtype):
+    """Return ``floats(*shape)``, which draws normal numbers where they are used."""
+    random = xp.random.default_rng(seed)
+    return lambda *shape: random.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype])
+
+
 class Ours:
     """One of our implementations on a problem: ``call(inputs)`` computes one direction of it.
 
@@ -42,11 +48,7 @@ class Ours:
 
     def draw(self, seed):
         """Return random inputs, nine arrays or Nones, and the gradient of the output."""
-        case, random = self.case, self.xp.random.default_rng(seed)
-
-        def floats(*shape):
-            return random.standard_normal(shape, dtype=np.float32).astype(DTYPES[case.dtype])
-
+        case, floats = self.case, _normal(self.xp, seed, self.case.dtype)
         batch, tokens, heads, head_dim = case.shape
         lead = (tokens,) if case.captions else (batch, tokens)
         q, dout = (floats(*lead, heads, head_dim) for _ in range(2))
@@ -117,12 +119,8 @@ class OursDecoding:
         self.case, self.xp, self.wanted = case, xp, impl
 
     def draw(self, seed):
-        case, random = self.case, self.xp.random.default_rng(seed)
+        case, floats = self.case, _normal(self.xp, seed, self.case.dtype)
         batch, tokens, heads, head_dim = case.shape
-
-        def floats(*shape):
-            return random.standard_normal(shape, dtype=np.float32).astype(DTYPES[case.dtype])
-
         q = floats(batch, tokens, heads, head_dim)
         k, v = (floats(batch, case.keys, case.key_heads, head_dim) for _ in range(2))
         return (q, k, v, self.xp.full(batch, case.keys, np.int32)), q

@@ -78,8 +78,8 @@ def _run(shard, processes=None):
     if _parallel():
         processes = max(1, os.cpu_count() - 2) if processes is None else processes
         command += ["-n", str(processes), "--dist", "worksteal"]
-    alone = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the processes have the CPUs already
-    subprocess.run([*command, *map(str, shard)], cwd=ROOT, env=alone, check=False)
+    one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the processes have the CPUs already
+    subprocess.run([*command, *map(str, shard)], cwd=ROOT, env=one_thread, check=False)
     outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
