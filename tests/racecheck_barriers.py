@@ -9,8 +9,12 @@ import cupy
 
 SOURCE = r"""
 typedef unsigned u32;
-__device__ void sync(int id, int n) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(n) : "memory"); }
-__device__ void arrive(int id, int n) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(n) : "memory"); }
+__device__ void sync(int id, int n) {
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(n) : "memory");
+}
+__device__ void arrive(int id, int n) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(n) : "memory");
+}
 __device__ void fetch(uint4* to, const uint4* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
@@ -19,10 +23,12 @@ __device__ void fetch(uint4* to, const uint4* from) {
 __device__ u32 matrices(const uint4* row) {  // 4 of 8 x 8 numbers, a row from each lane
     u32 r[4];
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((u32)__cvta_generic_to_shared(row)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((u32)__cvta_generic_to_shared(row)) : "memory");
     return r[0] + 3 * r[1] + 5 * r[2] + 7 * r[3];
 }
-// Eight warps. Of 0 to 3 each writes a tile in a step, of 4 to 7 each reads one; all read all that cp.async brought.
+// Eight warps. In a step each of 0 to 3 writes a tile, each of 4 to 7 reads one, and all read all
+// that cp.async brought.
 extern "C" __global__ void NAME(const uint4* x, u32* out, int steps) {
     __shared__ __align__(128) uint4 ring[2][256];
     __shared__ u32 tiles[4][32];
@@ -34,7 +40,8 @@ extern "C" __global__ void NAME(const uint4* x, u32* out, int steps) {
     for (int n = 0; n < steps; ++n) {
         if (RING) asm volatile("cp.async.wait_group 0;" ::: "memory");
         if (BLOCK) __syncthreads();
-        if (RING && n + 1 < steps) fetch(&ring[(n + 1) % 2][threadIdx.x], x + (n + 1) * 256 + threadIdx.x);
+        const int next = n + 1;
+        if (RING && next < steps) fetch(&ring[next % 2][threadIdx.x], x + next * 256 + threadIdx.x);
         if (TILES && makes) {
             if (CYCLE) sync(5 + rank, 64);  // the tile is empty
             tiles[rank][lane] = sum + n;
