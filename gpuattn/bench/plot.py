@@ -20,6 +20,11 @@ LOOKS = {  # name in the rows -> (name in the picture, color)
     "liger": ("Liger", "#7b5ea7"),
 }
 GRAY = "#bbbbbb"
+PALETTE = (
+    "#c8102e", "#e08214", "#1f77b4", "#5b8c3e", "#7b5ea7", "#17a2a2", "#8c564b", "#e377c2",
+    "#8c8c8c", "#bcbd22", "#003f5c", "#000000",
+)  # fmt: skip
+MARKS = {"forward": "^", "backward": "v", "forward+backward": "D", "step": "o"}
 
 
 def draw(pyplot, document, path):
@@ -158,16 +163,16 @@ def draw_roofline(pyplot, document, path):
         left, right = min(places) / 2, max(2 * ridge, 2 * max(places))
         axis.plot([left, ridge], [left * copy, peak], color=INK, lw=1.2)
         axis.plot([ridge, right], [peak, peak], color=INK, lw=1.2)
-        axis.text(left, left * copy * 1.3, f"copy, {copy:.2f} TB/s", fontsize=8)
-        axis.text(right, peak * 1.12, f"matrix product, {peak:.0f} TFLOP/s", ha="right", fontsize=8)
-        axis.plot(places, [row["tflops"] for row in rows], "D", color=OURS, ms=4)
-        order = np.argsort(places, kind="stable")
-        for turn, i in enumerate(order):
-            row = rows[i]
-            axis.annotate(
-                f"{row['op']} {row['direction']}", (places[i], row["tflops"]), fontsize=6.5,
-                xytext=(4, -9 - 7 * (turn % 3)), textcoords="offset points",
-            )  # fmt: skip
+        axis.text(ridge / 9, peak / 9, f"copy, {copy:.2f} TB/s ", ha="right", fontsize=8)
+        axis.text(right, peak * 1.15, f"product, {peak:.0f} TFLOP/s", ha="right", fontsize=8)
+        colors = dict(zip(dict.fromkeys(row["op"] for row in rows), PALETTE, strict=False))
+        for op, color in colors.items():
+            axis.plot([], [], "s", color=color, label=op)
+        for direction, mark in MARKS.items():
+            axis.plot([], [], mark, color=INK, fillstyle="none", label=direction)
+        for x, row in zip(places, rows, strict=True):
+            axis.plot(x, row["tflops"], MARKS[row["direction"]], color=colors[row["op"]], ms=6)
+        figure.legend(loc="outside right upper", fontsize=8)
         axis.set(xscale="log", yscale="log", xlabel="FLOPs a byte that must move", ylabel="TFLOP/s")
         where = document["gpu"] or "NumPy"
         title = f"Roofline of {where}, ceilings measured, {document['date']}"
