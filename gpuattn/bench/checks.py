@@ -5,7 +5,7 @@ import numpy as np
 from gpuattn.arrays import get_xp
 from gpuattn.bench.samples import DTYPES
 
-TOLERANCE = {"bfloat16": 3e-2, "float16": 1e-2, "float32": 1e-3}
+TOLERANCE = {"bfloat16": 3e-2, "float16": 1e-2, "float32": 1e-3, "float64": 1e-5}
 BLOCK = 4096  # elements compared at a time: a wrong tile must not drown in a long sequence
 
 

@@ -3,6 +3,7 @@
 A result is compared with the reference (a peer's with ours) before it gets a figure.
 """
 
+import contextlib
 import functools
 import math
 
@@ -30,9 +31,9 @@ def measure(cell, xp, ceilings, impl=None, with_peers=False):
         chosen, samples = _measure_here(cell, impl)
         return _row(cell, chosen, {"ours": samples}, {}, ceilings)
     try:
-        stream = xp.cuda.Stream(non_blocking=True)
-        with stream, peers.on_stream(stream):
-            chosen, graphs, missing = _graphs(cell, xp, impl, cell.peers if with_peers else ())
+        stream, names = xp.cuda.Stream(non_blocking=True), cell.peers if with_peers else ()
+        with stream, peers.on_stream(stream) if names else contextlib.nullcontext():
+            chosen, graphs, missing = _graphs(cell, xp, impl, names)
             times = timing.alternate(graphs)
             for name, graph in graphs.items():
                 times[name] = [us / len(graph.calls) for us in times[name]]

@@ -32,7 +32,7 @@ class Fused:
     @property
     def width(self):
         """The bytes of an element."""
-        return 4 if self.dtype == "float32" else 2
+        return {"float64": 8, "float32": 4}.get(self.dtype, 2)
 
     def flops(self, direction):
         return FLOPS[self.op][direction] * self.elements()

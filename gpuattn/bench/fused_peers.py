@@ -250,7 +250,7 @@ class LigerCrossEntropy(Call):
 
         logits, labels = self.inputs
         self.own = logits.clone().requires_grad_()
-        settings = None, -100, 0.0, self.case.smoothing, "mean", None, False
+        settings = None, -100, 0.0, self.case.smoothing, "mean", None, False, False, False
 
         def run():
             loss = LigerCrossEntropyFunction.apply(self.own, labels, *settings)[0]

@@ -165,8 +165,8 @@ def _reason(error, heard):
 
 
 def release():
-    """Give PyTorch's unused device memory back."""
-    with contextlib.suppress(UnsupportedError):
+    """Give PyTorch's unused device memory back, if it was used."""
+    if torch_here.cache_info().currsize:
         torch_here().cuda.empty_cache()
 
 
