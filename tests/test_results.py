@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuattn.bench import results
-from gpuattn.bench.cases import Attention
+from gpuattn.bench import fused_cases, results
 
 FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks" / "results"
 DOCUMENTS = {path.name: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
@@ -44,12 +43,15 @@ def check_times(us, samples, row):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_rates_and_ratios_follow_from_times(name):
     ceilings = DOCUMENTS[name]["ceilings"]
-    for row in filter(results.is_comparison, DOCUMENTS[name]["rows"]):
+    for row in DOCUMENTS[name]["rows"]:
+        if "ratio_to_best_peer" not in row:
+            assert not results.is_comparison(row)
+            continue
         best = min((us for us in row["peers"].values() if us > 0), default=None)
         ratio = None if best is None else pytest.approx(best / row["us"], rel=1e-6)
         assert row["ratio_to_best_peer"] == ratio, row["case"]
-        if row["op"] in ("flash_attention", "decode_attention"):
-            case = Attention.from_dict(row["case"])
+        if "ceiling_share" in row:
+            case = results.case_of(row)
             tflops = case.flops(row["direction"]) / row["us"] / 1e6
             gbs = case.bytes(row["direction"]) / row["us"] / 1e3
             share = max(tflops / ceilings["matmul_tflops"], gbs / 1e3 / ceilings["copy_tbs"])
@@ -61,3 +63,13 @@ def test_rates_and_ratios_follow_from_times(name):
 def test_comparisons_are_complete():
     """An op compared with peers in any file has all required cells, with every peer or a reason."""
     assert results.absent([row for each in DOCUMENTS.values() for row in each["rows"]]) == []
+
+
+FUSED = [row for name in DOCUMENTS if name.startswith("fused") for row in DOCUMENTS[name]["rows"]]
+
+
+@pytest.mark.skipif(not FUSED, reason="the fused ops were not measured beside peers yet")
+def test_the_fused_ops_are_complete():
+    compared = {row["op"] for row in FUSED if results.is_comparison(row)}
+    assert compared == set(fused_cases.TABLES)
+    assert results.absent(FUSED) == []

@@ -1,30 +1,12 @@
-"""Attention beside its peers: on a GPU all as CUDA graphs, in turns, in one process.
-
-A result is compared with the float64 reference (a peer's with ours) before it gets a figure.
-"""
-
-import math
+"""Attention as ``comparison.py`` measures it: inputs, calls, and the float64 reference."""
 
 import numpy as np
 
 import gpuattn
 from gpuattn import rng
-from gpuattn.bench import peers, results, timing
-from gpuattn.bench.samples import DTYPES
-from gpuattn.errors import UnsupportedError
+from gpuattn.bench.checks import TOLERANCE, compare, normal
 from gpuattn.impls import OPS, choose, explain
 from gpuattn.ops.flash_attention import IMPLS
-
-TOLERANCE = {"bfloat16": 3e-2, "float16": 1e-2, "float32": 1e-3}
-ROTATED = 100e6  # bytes that the inputs have at least, in several sets: more than a cache holds
-BLOCK = 4096  # elements compared at a time: a wrong tile must not drown in a long sequence
-DIGITS = 3  # of a sample in microseconds
-
-
-def _normal(xp, seed, dtype):
-    """Return ``floats(*shape)``, which draws normal numbers where they are used."""
-    random = xp.random.default_rng(seed)
-    return lambda *shape: random.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype])
 
 
 class Ours:
@@ -32,6 +14,8 @@ class Ours:
 
     ``impl``: a name, or None for what the op itself would choose. Raises UnsupportedError.
     """
+
+    edits = False  # its inputs, in place
 
     def __init__(self, case, direction, xp, impl=None):
         self.case, self.direction, self.xp = case, direction, xp
@@ -48,7 +32,7 @@ class Ours:
 
     def draw(self, seed):
         """Return random inputs, nine arrays or Nones, and the gradient of the output."""
-        case, floats = self.case, _normal(self.xp, seed, self.case.dtype)
+        case, floats = self.case, normal(self.xp, seed, self.case.dtype)
         batch, tokens, heads, head_dim = case.shape
         lead = (tokens,) if case.captions else (batch, tokens)
         q, dout = (floats(*lead, heads, head_dim) for _ in range(2))
@@ -115,11 +99,13 @@ class Ours:
 class OursDecoding:
     """The same of ``decode_attention``: the last tokens over a cache, all sequences at its end."""
 
+    edits = False
+
     def __init__(self, case, direction, xp, impl=None):
         self.case, self.xp, self.wanted = case, xp, impl
 
     def draw(self, seed):
-        case, floats = self.case, _normal(self.xp, seed, self.case.dtype)
+        case, floats = self.case, normal(self.xp, seed, self.case.dtype)
         batch, tokens, heads, head_dim = case.shape
         q = floats(batch, tokens, heads, head_dim)
         k, v = (floats(batch, case.keys, case.key_heads, head_dim) for _ in range(2))
@@ -139,110 +125,3 @@ class OursDecoding:
         want = gpuattn.decode_attention(*exact, lengths, impl="reference")
         got = results[0][:, :, -group:].astype(np.float64)
         compare(got, want, TOLERANCE[self.case.dtype], f"{self.case}, result 0")
-
-
-KINDS = {"flash_attention": Ours, "decode_attention": OursDecoding}
-
-
-def compare(got, want, tolerance, what):
-    """Raise AssertionError unless |got - want| <= tolerance * |want| in every block.
-
-    A block of almost nothing, such as the dq of queries that see one key, is rounding: what counts
-    for it is a tenth of the blocks' root mean square.
-    """
-    width = min(BLOCK, want.size)
-    got, want = got.reshape(-1, width), want.reshape(-1, width)
-    scale = (want**2).sum(-1)
-    error = ((got - want) ** 2).sum(-1) / scale.clip(scale.mean() / 100)
-    worst = float(error.max()) ** 0.5
-    if not worst <= tolerance:
-        raise AssertionError(f"{what}: error {worst:.2g}; a wrong result gets no figure")
-
-
-# ---- rows ---------------------------------------------------------------------------------------
-
-
-def measure(cell, xp, ceilings, impl=None, with_peers=False):
-    """Return the row of results of a Cell; ``results.py`` says what it holds.
-
-    Raises UnsupportedError if no implementation accepts, AssertionError for a wrong result.
-    """
-    if xp is np:
-        chosen, samples = _measure_here(cell, impl)
-        return _row(cell, chosen, {"ours": samples}, {}, ceilings)
-    stream = xp.cuda.Stream(non_blocking=True)
-    with stream, peers.on_stream(stream):
-        chosen, graphs, missing = _graphs(cell, xp, impl, cell.peers if with_peers else ())
-        times = timing.alternate(graphs)
-        for name, graph in graphs.items():
-            times[name] = [us / len(graph.calls) for us in times[name]]
-        row = _row(cell, chosen, times, missing, ceilings)
-        if cell.direction == "forward+backward":
-            row["peak_bytes"] = {name: graph.peak_bytes for name, graph in graphs.items()}
-            for name, reason in missing.items():
-                if reason.startswith("OutOfMemoryError"):
-                    row["peers"][name] = results.OUT_OF_MEMORY
-        del graphs, graph
-    peers.release()
-    xp.get_default_memory_pool().free_all_blocks()
-    return row
-
-
-def _measure_here(cell, impl):
-    """Return (implementation, samples in microseconds) on NumPy."""
-    ours = KINDS[cell.op](cell.case, cell.direction, np, impl)
-    inputs, dout = ours.draw(0)
-    chosen = ours.choose(inputs)
-    call = ours.call(chosen, inputs, dout)
-    ours.check(call(), inputs, dout)
-    return chosen.name, timing.time_call(call, False)
-
-
-def _graphs(cell, xp, impl, names):
-    """Return (implementation, {name: Graph}, {name: why there is none}), all of them right."""
-    case = cell.case
-    chosen, ours, sets = _capture(cell, xp, impl)
-    graphs, missing = {"ours": ours}, {}
-    if case.plain():
-        _, graphs["plain"], _ = _capture(cell._replace(case=case.plain()), xp, impl)
-    for name in names:
-        try:
-            graph = peers.capture(name, case, cell.direction, sets)
-            graph()
-            if not case.dropout:  # whose bits are its own
-                _check_peer(graph.results(), ours.results[0], case)
-        except (UnsupportedError, AssertionError) as error:
-            missing[name] = str(error)
-        else:
-            graphs[name] = graph
-    return chosen, graphs, missing
-
-
-def _check_peer(theirs, ours, case):
-    for i, (their, our) in enumerate(zip(theirs, ours, strict=False)):
-        tolerance = 2 * TOLERANCE[case.dtype]
-        compare(their.astype("f4"), our.astype("f4"), tolerance, f"differs from ours in result {i}")
-
-
-def _capture(cell, xp, impl):
-    """Return (implementation, its Graph on several sets of inputs, the sets)."""
-    ours = KINDS[cell.op](cell.case, cell.direction, xp, impl)
-    sets = [ours.draw(seed) for seed in range(math.ceil(ROTATED / cell.case.bytes("forward")))]
-    chosen = ours.choose(sets[0][0])
-    graph = timing.Graph([ours.call(chosen, *arrays) for arrays in sets])
-    graph()
-    ours.check(graph.results[0], *sets[0])
-    return chosen.name, graph, sets
-
-
-def _row(cell, impl, times, missing, ceilings):
-    samples = {name: [round(us, DIGITS) for us in values] for name, values in times.items()}
-    us = {name: timing.median(values) for name, values in samples.items()}
-    row = {
-        "op": cell.op, "case": cell.case.as_dict(), "direction": cell.direction, "impl": impl,
-        "us": us.pop("ours"), "samples_us": samples.pop("ours"),
-    }  # fmt: skip
-    if "plain" in us:
-        row |= {"plain_us": us.pop("plain"), "plain_samples_us": samples.pop("plain")}
-    row |= {"peers": us, "peer_samples_us": samples, "peers_missing": missing}
-    return results.rated(row, ceilings)

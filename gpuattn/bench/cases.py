@@ -74,6 +74,10 @@ class Attention:
             "forward": forward, "backward": backward, "forward+backward": forward + backward,
         }[direction]  # fmt: skip
 
+    def set_bytes(self):
+        """Return the bytes of one set of inputs and results."""
+        return self.bytes("forward")
+
     def features(self):
         """Return what sets the problem apart from plain attention, causal or not."""
         plain = ("shape", "dtype", "causal")
@@ -116,17 +120,22 @@ def caption_lengths(tokens):
 
 
 class Cell(NamedTuple):
-    """A place in a table of results: ``peers`` must have been measured too, or be excused."""
+    """A place in a table of results: ``peers`` must have been measured too, or be excused.
+
+    ``case``: Attention or Fused. ``impl``: the implementation that the cell is about, or None for
+    what the op chooses.
+    """
 
     op: str
-    case: Attention
+    case: object
     direction: str
     peers: tuple[str, ...]
+    impl: str | None = None
 
     def is_of(self, row):
         """Return whether ``row`` holds this cell's results."""
-        mine = self.op, self.case.as_dict(), self.direction
-        return mine == (row["op"], row["case"], row["direction"])
+        mine = self.op, self.case.as_dict(), self.direction, self.impl
+        return mine == (row["op"], row["case"], row["direction"], row.get("asked"))
 
 
 TOKENS, WIDTH = 16384, 2048

@@ -1,41 +1,35 @@
-"""The rivals of attention, where they are installed: PyTorch's backends and FlashAttention-4.
+"""What rivals have in common: PyTorch, where it is installed, CUDA graphs, and reasons why not.
 
 Each works on tensors with our values, in the layout that it likes best, made before the clock runs.
+A call of one has ``run()``, which computes; ``results(run())``, arrays in our layout;
+``restart()``, which gives inputs that it edits their first values back; and ``is_captured``, False
+for what asks the host how to go on, so that it can be no CUDA graph.
 """
 
+import collections
 import contextlib
 import functools
 import importlib.metadata
-import os
+import signal
+import time
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
-
-import numpy as np
 
 from gpuattn.arrays import import_cupy
 from gpuattn.bench.samples import DTYPES
 from gpuattn.errors import UnsupportedError
 
-BUCKET = 8  # tokens: sequences whose lengths round up to the same multiple are padded together
 WARM_UPS = 3
-LIBRARIES = ("torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4")
-
-
-class Peer(NamedTuple):
-    """A rival on one problem, which it may split into parts (such as buckets of lengths).
-
-    ``into(x)``: the parts of a tensor in our layout; ``forward(part, q, k, v, bias)``: the output
-    of one; ``back(parts)``: such parts in our layout.
-    """
-
-    into: Callable
-    forward: Callable
-    back: Callable
+PATIENCE = {"torch-compile": 90, "quack": 90, "liger": 60}  # seconds of a run to build and compile
+LIBRARIES = (
+    "torch", "triton", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4", "quack-kernels",
+    "liger-kernel",
+)  # fmt: skip
+_spent = collections.Counter()
 
 
 @functools.cache
-def _torch():
+def torch_here():
+    """Return PyTorch. Raises UnsupportedError where it is not installed or sees no GPU."""
     try:
         import torch
     except ImportError as error:
@@ -48,7 +42,7 @@ def _torch():
 def on_stream(stream):
     """Return a context in which PyTorch works on a CuPy stream; an empty one without PyTorch."""
     try:
-        torch = _torch()
+        torch = torch_here()
     except UnsupportedError:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr))
@@ -63,238 +57,103 @@ def versions():
     return found
 
 
-# ---- the rivals ---------------------------------------------------------------------------------
+class Launches:
+    """Calls one after the other, on the current stream. ``peak_bytes``: see ``Graph``."""
+
+    is_captured = False
+
+    def __init__(self, calls):
+        self.calls = calls
+        self.warm_up()
+
+    def warm_up(self):
+        torch = torch_here()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(WARM_UPS):
+            self()
+        torch.cuda.synchronize()
+        self.peak_bytes = torch.cuda.max_memory_allocated() - before
+
+    def __call__(self):
+        self.parts = [call.run() for call in self.calls]
+
+    def first_results(self):
+        """Return what the first call computes of its inputs as they were given, in our layout."""
+        for call in self.calls:
+            call.restart()
+        self()
+        return self.calls[0].results(self.parts[0])
 
 
-def _heads_first(x):
-    return [x.transpose(1, 2).contiguous()]
-
-
-def _tokens_first(parts):
-    return parts[0].transpose(1, 2)
-
-
-def _sdpa(backend):
-    def peer(case):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-        from torch.nn.functional import scaled_dot_product_attention
-
-        def forward(_, q, k, v, bias):
-            with sdpa_kernel(getattr(SDPBackend, backend)):
-                return scaled_dot_product_attention(
-                    q, k, v, attn_mask=bias, dropout_p=case.dropout, is_causal=case.causal,
-                    enable_gqa=case.kv_heads is not None,
-                )  # fmt: skip
-
-        return Peer(_heads_first, forward, _tokens_first)
-
-    return peer
-
-
-def _starts(case):
-    """Return the offsets of packed sequences on the GPU, and the longest length."""
-    torch, lengths = _torch(), case.lengths()
-    starts = np.cumsum([0, *lengths])
-    return torch.tensor(starts, dtype=torch.int32, device="cuda"), max(lengths)
-
-
-def _varlen(case):
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
-        raise UnsupportedError("this PyTorch has no torch.nn.attention.varlen") from error
-    starts, longest = _starts(case)
-    sides = {"window_size": (-1, -1)}
-    if case.causal:
-        sides = {"window_size": (-1 if case.window is None else case.window, 0)}
-    lead = () if case.captions else case.shape[:2]
-
-    def forward(_, q, k, v, bias):
-        return varlen_attn(q, k, v, starts, starts, longest, longest, **sides)
-
-    def back(parts):
-        return parts[0].unflatten(0, lead) if lead else parts[0]
-
-    return Peer(lambda x: [x.flatten(0, 1) if lead else x], forward, back)
-
-
-def _flash_attention_4(case):
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # compiled once, for later
-    try:
-        from flash_attn import cute
-    except ImportError as error:
-        raise UnsupportedError(f"flash_attn.cute cannot be imported: {error}") from error
-    options = {"causal": case.causal}
-    if case.window is not None:
-        options["window_size"] = case.window, 0
-    if case.deterministic:
-        options["deterministic"] = True
-    if case.keys:
-        options["num_splits"] = 0  # as many as it likes
-    call = cute.flash_attn_func
-    if case.captions:
-        starts, longest = _starts(case)
-        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        call = cute.flash_attn_varlen_func
-
-    def forward(_, q, k, v, bias):
-        out = call(q, k, v, **options)
-        return out[0] if isinstance(out, tuple) else out
-
-    return Peer(lambda x: [x], forward, lambda parts: parts[0])
-
-
-def _padded(bucket=None):
-    """Packed sequences as PyTorch takes them without packing: padded, with a mask over the keys."""
-
-    def peer(case):
-        from torch.nn.functional import scaled_dot_product_attention
-
-        torch, lengths = _torch(), np.array(case.lengths())
-        starts = np.cumsum(lengths) - lengths
-        widths = -(-lengths // bucket) if bucket else np.zeros_like(lengths)
-        places, masks = [], []
-        for width in np.unique(widths):
-            members = widths == width
-            column = np.arange(lengths[members].max())
-            real = column < lengths[members, None]
-            place = np.where(real, starts[members, None] + column, 0)
-            places.append(torch.tensor(place, device="cuda"))
-            masks.append(torch.tensor(real, device="cuda"))
-
-        def into(x):
-            zero = torch.zeros((), dtype=x.dtype, device=x.device)
-            parts = zip(places, masks, strict=True)
-            padded = [torch.where(real[..., None, None], x[place], zero) for place, real in parts]
-            return [part.transpose(1, 2).contiguous() for part in padded]
-
-        def forward(part, q, k, v, bias):
-            return scaled_dot_product_attention(q, k, v, attn_mask=masks[part][:, None, None])
-
-        def back(parts):
-            out = parts[0].new_empty((case.shape[1], *parts[0].shape[1::2]))
-            for part, place, real in zip(parts, places, masks, strict=True):
-                out[place[real]] = part.transpose(1, 2)[real]
-            return out
-
-        return Peer(into, forward, back)
-
-    return peer
-
-
-_OF_SDPA = {"dropout", "bias", "kv_heads", "keys", "deterministic"}
-PEERS = {  # name -> (Peer of a case, the features it knows)
-    "torch-cudnn": (_sdpa("CUDNN_ATTENTION"), _OF_SDPA),
-    "torch-fa2": (_sdpa("FLASH_ATTENTION"), _OF_SDPA),
-    "torch-efficient": (_sdpa("EFFICIENT_ATTENTION"), _OF_SDPA),
-    "torch-math": (_sdpa("MATH"), _OF_SDPA),
-    "torch-varlen": (_varlen, {"captions", "window", "deterministic"}),
-    "torch-padded": (_padded(), {"captions"}),
-    "torch-buckets": (_padded(BUCKET), {"captions"}),
-    "flash-attn-4": (
-        _flash_attention_4, {"captions", "window", "kv_heads", "keys", "deterministic"},
-    ),
-}  # fmt: skip
-
-
-def _peer(name, case):
-    """Return the Peer ``name`` on a case, or raise UnsupportedError: why there is none."""
-    build, known = PEERS[name]
-    unknown = [feature for feature in case.features() if feature not in known]
-    if unknown:
-        raise UnsupportedError(f"{name} does not know {', '.join(unknown)}")
-    _torch()
-    return build(case)
-
-
-# ---- one of them on given arrays ----------------------------------------------------------------
-
-
-class Call:
-    """Peer ``name`` on our arrays: ``run()`` computes, ``results(run())`` is in our layout."""
-
-    def __init__(self, name, case, direction, inputs, dout):
-        self.case, self.trains, self.peer = case, direction != "forward", _peer(name, case)
-        self.torch = _torch()
-        self.operands = [self._leaves(_tensor(x, case.dtype)) for x in inputs[:3]]
-        self.bias = None
-        if case.bias:
-            self.bias = _tensor(inputs[3], case.dtype).requires_grad_(self.trains)
-        self.dout = self.peer.into(_tensor(dout, case.dtype))
-        if direction == "forward":
-            self.run = self._forward
-        elif direction == "backward":
-            outs = self._forward()
-            self.run = lambda: self._backward(outs, keep=True)
-        else:
-            self.run = lambda: self._backward(self._forward(), keep=False)
-
-    def _leaves(self, x):
-        return [part.detach().requires_grad_(self.trains) for part in self.peer.into(x)]
-
-    def _forward(self):
-        parts = enumerate(zip(*self.operands, strict=True))
-        return [self.peer.forward(i, *part, self.bias) for i, part in parts]
-
-    def _backward(self, outs, keep):
-        leaves = [leaf for leaves in self.operands for leaf in leaves]
-        leaves += [] if self.bias is None else [self.bias]
-        with _deterministic(self.torch, self.case.deterministic):
-            return self.torch.autograd.grad(outs, leaves, self.dout, retain_graph=keep)
-
-    def results(self, parts):
-        """Return CuPy arrays in our layout: (out,), or (dq, dk, dv) and the bias's gradient."""
-        if not self.trains:
-            return (_array(self.peer.back(parts), self.case.dtype),)
-        n = len(self.dout)
-        grads = [self.peer.back(parts[i * n : (i + 1) * n]) for i in range(3)]
-        return tuple(_array(x, self.case.dtype) for x in (*grads, *parts[3 * n :]))
-
-
-class Graph:
+class Graph(Launches):
     """Calls captured one after the other as a CUDA graph on the current stream, to be replayed.
 
     ``peak_bytes``: the device memory that running them took beside their inputs.
     """
 
+    is_captured = True
+
     def __init__(self, calls):
-        torch = _torch()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(WARM_UPS):
-            for call in calls:
-                call.run()
-        torch.cuda.synchronize()
-        self.peak_bytes = torch.cuda.max_memory_allocated() - before
-        self.graph, self.calls = torch.cuda.CUDAGraph(), calls
-        with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
-            self.parts = [call.run() for call in calls]
+        torch = torch_here()
+        self.graph = None
+        super().__init__(calls)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            super().__call__()
+        self.graph = graph
 
     def __call__(self):
-        self.graph.replay()
+        if self.graph is None:
+            super().__call__()
+        else:
+            self.graph.replay()
 
-    def results(self):
-        """Return what the first call computed when the graph was last replayed, in our layout."""
-        return self.calls[0].results(self.parts[0])
 
+def capture(name, make, sets):
+    """Return a peer's calls on several sets of (inputs, gradient of the output), to be launched.
 
-def capture(name, case, direction, sets):
-    """Return the Graph of a peer on several sets of (inputs, gradient of the output).
-
-    Raises UnsupportedError with the reason if the peer is missing or refuses; also out of memory.
+    ``make(*arrays)`` returns the call on a set. Raises UnsupportedError with the reason if the
+    peer is missing, refuses, or takes too long to compile; also out of memory.
     """
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            return Graph([Call(name, case, direction, *arrays) for arrays in sets])
+            with _patience(name):
+                calls = [make(*arrays) for arrays in sets]
+                calls[0].run()
+            return (Graph if calls[0].is_captured else Launches)(calls)
         except UnsupportedError:
             raise
         except Exception as error:  # noqa: BLE001 what a foreign library raises is its reason
             reason = _reason(error, heard)
     release()
     raise UnsupportedError(reason)
+
+
+@contextlib.contextmanager
+def _patience(name):
+    """End what is in the block, by TimeoutError, where a peer takes longer than PATIENCE in all."""
+    limit = PATIENCE.get(name)
+    if limit is None or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    left, begin = limit - _spent[name], time.perf_counter()
+    if left <= 0:
+        raise UnsupportedError(f"the {limit} s that it may compile in one run are over")
+
+    def end(*_):
+        raise TimeoutError(f"not compiled after {left:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, left)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        _spent[name] += time.perf_counter() - begin
 
 
 def _reason(error, heard):
@@ -306,34 +165,20 @@ def _reason(error, heard):
 
 
 def release():
-    """Give PyTorch's unused device memory back."""
-    with contextlib.suppress(UnsupportedError):
-        _torch().cuda.empty_cache()
+    """Give PyTorch's unused device memory back, if it was used."""
+    if torch_here.cache_info().currsize:
+        torch_here().cuda.empty_cache()
 
 
-@contextlib.contextmanager
-def _deterministic(torch, asked):
-    if not asked:
-        yield
-        return
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
-
-
-def _tensor(x, dtype):
+def tensor(x, dtype):
     """Return a tensor that shares memory with a CuPy array; 16-bit floats cross as integers."""
-    torch = _torch()
+    torch = torch_here()
     bits = x.view(f"i{x.itemsize}")
     return torch.from_dlpack(bits).view(getattr(torch, dtype))
 
 
-def _array(x, dtype):
-    torch, target = _torch(), DTYPES[dtype]
+def array(x, dtype):
+    """Return a CuPy array that shares memory with a tensor of this dtype."""
+    torch, target = torch_here(), DTYPES[dtype]
     bits = x.detach().contiguous().view(getattr(torch, f"int{8 * target.itemsize}"))
     return import_cupy().from_dlpack(bits).view(target)

@@ -1,7 +1,11 @@
-"""A picture of the table of attention: TFLOP/s over length, ours beside the peers'."""
+"""Pictures of tables: attention over length, fused ops as shares of a copy, and the roofline."""
 
+import numpy as np
+
+from gpuattn.bench import roofline
 from gpuattn.bench.cases import LENGTHS, TABLE, Attention
-from gpuattn.bench.results import OUT_OF_MEMORY, is_comparison
+from gpuattn.bench.fused_cases import TABLES
+from gpuattn.bench.results import OUT_OF_MEMORY, case_of, is_comparison
 from gpuattn.train.plot import INK, STYLE
 
 OURS = "#c8102e"
@@ -9,8 +13,18 @@ LOOKS = {  # name in the rows -> (name in the picture, color)
     "flash-attn-4": ("FlashAttention-4", "#1f77b4"),
     "torch-cudnn": ("cuDNN in PyTorch", "#5b8c3e"),
     "torch-fa2": ("FlashAttention-2 in PyTorch", "#8c8c8c"),
+    "torch": ("PyTorch", "#8c8c8c"),
+    "torch-fused": ("PyTorch, fused, does not clip", "#5b8c3e"),
+    "torch-compile": ("torch.compile", "#e08214"),
+    "quack": ("quack", "#1f77b4"),
+    "liger": ("Liger", "#7b5ea7"),
 }
 GRAY = "#bbbbbb"
+PALETTE = (
+    "#c8102e", "#e08214", "#1f77b4", "#5b8c3e", "#7b5ea7", "#17a2a2", "#8c564b", "#e377c2",
+    "#8c8c8c", "#bcbd22", "#003f5c", "#000000",
+)  # fmt: skip
+MARKS = {"forward": "^", "backward": "v", "forward+backward": "D", "step": "o"}
 
 
 def draw(pyplot, document, path):
@@ -81,3 +95,87 @@ def _draw_panel(axis, pairs, ceiling):
     ticks = lengths or LENGTHS
     axis.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
     axis.minorticks_off()
+
+
+# ---- fused ops ----------------------------------------------------------------------------------
+
+
+def draw_shares(pyplot, document, path):
+    """Write the fused ops that ``document`` holds as a picture to ``path``.
+
+    A line for each problem and direction, a dot on it for us and for each peer: the rate of the
+    bytes that must move, as a share of a copy's.
+    """
+    rows = [row for op in TABLES for row in document["rows"] if row["op"] == op]
+    panels = {op: [row for row in rows if row["op"] == op] for op in TABLES}
+    panels = {op: part for op, part in panels.items() if part}
+    copy = document["ceilings"]["copy_tbs"]
+    with pyplot.rc_context(STYLE):
+        heights = [len(part) + 1.5 for part in panels.values()]
+        figure, axes = pyplot.subplots(
+            len(panels), figsize=(8.5, 0.19 * sum(heights) + 1), sharex=True, squeeze=False,
+            height_ratios=heights,
+        )  # fmt: skip
+        for axis, (op, part) in zip(axes[:, 0], panels.items(), strict=True):
+            axis.set_title(op)
+            _draw_shares(axis, part, copy)
+        axes[-1, 0].set_xlabel("bytes that must move a second, as a share of a copy's rate")
+        axes[-1, 0].set_xlim(0)
+        handles = {}
+        for axis in axes.flat:
+            handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))
+        where = document["gpu"] or "NumPy"
+        title = f"Fused ops on {where}, {document['date']}: further right is faster"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
+        figure.savefig(path)
+        pyplot.close(figure)
+
+
+def _draw_shares(axis, rows, copy):
+    names = dict.fromkeys(name for row in rows for name in row["peers"])
+    places = range(len(rows))
+    moved = [case_of(row).bytes(row["direction"]) / copy / 1e6 for row in rows]  # us of a copy
+    for name in names:
+        label, color = LOOKS.get(name, (name, GRAY))
+        shares = [us / row["peers"].get(name, np.nan) for us, row in zip(moved, rows, strict=True)]
+        axis.plot(shares, places, "o", color=color, label=label, ms=4)
+    ours = [us / row["us"] for us, row in zip(moved, rows, strict=True)]
+    axis.plot(ours, places, "D", color=OURS, label="gpuattn", ms=5, zorder=3)
+    axis.axvline(1, color=INK, ls=":", lw=1)
+    labels = [f"{case_of(row)}, {row['direction']}" + ", Numba" * ("asked" in row) for row in rows]
+    axis.set_yticks(places, labels, fontsize=7.5)
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.grid(axis="y", visible=False)
+
+
+# ---- roofline -----------------------------------------------------------------------------------
+
+
+def draw_roofline(pyplot, document, path):
+    """Write FLOP/s over FLOPs a byte, a point for each row, under the machine's ceilings."""
+    ceilings, rows = document["ceilings"], document["rows"]
+    places = [roofline.place(row, ceilings)[0] for row in rows]
+    peak, copy = ceilings["matmul_tflops"], ceilings["copy_tbs"]
+    ridge = peak / copy
+    with pyplot.rc_context(STYLE):
+        figure, axis = pyplot.subplots(figsize=(8.5, 5))
+        left, right = min(places) / 2, max(2 * ridge, 2 * max(places))
+        axis.plot([left, ridge], [left * copy, peak], color=INK, lw=1.2)
+        axis.plot([ridge, right], [peak, peak], color=INK, lw=1.2)
+        axis.text(ridge / 9, peak / 9, f"copy, {copy:.2f} TB/s ", ha="right", fontsize=8)
+        axis.text(right, peak * 1.15, f"product, {peak:.0f} TFLOP/s", ha="right", fontsize=8)
+        colors = dict(zip(dict.fromkeys(row["op"] for row in rows), PALETTE, strict=False))
+        for op, color in colors.items():
+            axis.plot([], [], "s", color=color, label=op)
+        for direction, mark in MARKS.items():
+            axis.plot([], [], mark, color=INK, fillstyle="none", label=direction)
+        for x, row in zip(places, rows, strict=True):
+            axis.plot(x, row["tflops"], MARKS[row["direction"]], color=colors[row["op"]], ms=6)
+        figure.legend(loc="outside right upper", fontsize=8)
+        axis.set(xscale="log", yscale="log", xlabel="FLOPs a byte that must move", ylabel="TFLOP/s")
+        where = document["gpu"] or "NumPy"
+        title = f"Roofline of {where}, ceilings measured, {document['date']}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
+        figure.savefig(path)
+        pyplot.close(figure)

@@ -6,6 +6,8 @@ A row of a comparison with peers holds
 - ``op``, ``case``, ``direction``, ``impl``: what ran (``cases.py``);
 - ``us``, ``samples_us``: the median of the samples, in microseconds; ``peers``,
   ``peer_samples_us``: the same by name; ``peers_missing``: why one was not measured, by name;
+- ``asked``: the implementation that the cell is about, where it is about one;
+- ``outside_graphs``: peers that cannot be CUDA graphs, timed with the host;
 - ``plain_us``, ``plain_samples_us``: ours without the case's features, where it has some;
 - ``tflops``, ``gbs``, ``ceiling_share`` (of the nearer ceiling, product or copy);
 - ``ratio_to_best_peer``: the best peer's time over ours, above 1 is ahead; None without peers.
@@ -18,16 +20,24 @@ import re
 import statistics
 from pathlib import Path
 
-from gpuattn.bench.cases import REQUIRED, TABLE, Attention
+from gpuattn.bench import cases, fused_cases
 from gpuattn.errors import ConfigError
 
 OUT_OF_MEMORY = -1
 SAME = ("gpu", "commit", "digest")  # in files that rows may be added to
+REQUIRED = [*cases.REQUIRED, *fused_cases.REQUIRED]
+
+
+def case_of(row):
+    """Return the case of a row of a comparison."""
+    if row["op"] in fused_cases.AXES:
+        return fused_cases.Fused.from_dict(row["op"], row["case"])
+    return cases.Attention.from_dict(row["case"])
 
 
 def rated(row, ceilings):
     """Return ``row`` with the rates and the ratio that follow from its times."""
-    case, us = Attention.from_dict(row["case"]), row["us"]
+    case, us = case_of(row), row["us"]
     tflops = case.flops(row["direction"]) / us / 1e6
     gbs = case.bytes(row["direction"]) / us / 1e3
     share = max(tflops / ceilings["matmul_tflops"], gbs / 1e3 / ceilings["copy_tbs"])
@@ -84,7 +94,7 @@ def _joined(old, new):
 
 
 def _place(row):
-    impl = None if is_comparison(row) else row["impl"]
+    impl = row.get("asked") if is_comparison(row) else row["impl"]
     return row["op"], row["case"], row["direction"], impl
 
 
@@ -95,7 +105,8 @@ def is_comparison(row):
 
 def holds(rows, cell, with_peers):
     """Return whether ``rows`` have the results of a cell, beside its peers if asked."""
-    return any(cell.is_of(row) and (is_comparison(row) or not with_peers) for row in rows)
+    alone = not (with_peers and cell.peers)
+    return any(cell.is_of(row) and (alone or is_comparison(row)) for row in rows)
 
 
 def absent(rows):
@@ -103,11 +114,10 @@ def absent(rows):
 
     Only ops that ``rows`` compare with peers at all must be complete.
     """
-    rows = [row for row in rows if is_comparison(row)]
-    ops, lacks = {row["op"] for row in rows}, []
+    ops, lacks = {row["op"] for row in rows if is_comparison(row)}, []
     for cell in (cell for cell in REQUIRED if cell.op in ops):
         place = f"{cell.op} {cell.case.shape} {cell.case} {cell.direction}"
-        found = [row for row in rows if cell.is_of(row)]
+        found = [row for row in rows if cell.is_of(row) and (is_comparison(row) or not cell.peers)]
         if not found:
             lacks.append(f"{place}: no row")
         for row in found:
@@ -116,19 +126,20 @@ def absent(rows):
     return lacks
 
 
-def verdict(rows):
-    """Return one line: in how many cells of the table we are ahead, and by how much on average."""
-    ratios = {"forward": [], "backward": []}
-    for cell in TABLE:
+def verdict(rows, table):
+    """Return one line: in how many cells of a table we are ahead, and by how much on average."""
+    ratios = {}
+    for cell in table:
         for row in filter(cell.is_of, rows):
             if row["ratio_to_best_peer"]:
-                ratios[cell.direction].append(row["ratio_to_best_peer"])
+                ratios.setdefault(cell.direction, []).append(row["ratio_to_best_peer"])
     every = sum(ratios.values(), [])
     if not every:
         return "no cell of the table was measured beside a peer"
-    means = {name: statistics.geometric_mean(part) for name, part in ratios.items() if part}
+    means = {name: statistics.geometric_mean(part) for name, part in ratios.items()}
     parts = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
     ahead = sum(ratio >= 1 for ratio in every)
-    cells = f"{len(every)} cells" if len(every) == len(TABLE) else f"{len(every)} measured cells"
+    whole = len(every) == len([cell for cell in table if cell.peers])
+    cells = f"{len(every)} cells" if whole else f"{len(every)} measured cells"
     mean = statistics.geometric_mean(every)
     return f"ahead in {ahead} of {cells}, geometric mean {mean:.2f} ({parts})"

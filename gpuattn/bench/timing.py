@@ -53,6 +53,8 @@ class Graph:
     ``peak_bytes``: the device memory that running them took beside their inputs.
     """
 
+    is_captured = True
+
     def __init__(self, calls):
         cupy = import_cupy()
         self.stream, self.calls = cupy.cuda.get_current_stream(), calls

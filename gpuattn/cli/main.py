@@ -20,7 +20,7 @@ COMMANDS = {
     "plot": "Draw loss and BLEU curves and attention maps as PNG.",
     "doctor": "Say what works on this machine, with remedies.",
     "kernels": "List, compile and explain the CUDA kernels.",
-    "bench": "Time the ops, every implementation that accepts.",
+    "bench": "Time the ops, every implementation that accepts, and beside peers.",
 }
 EXIT_CODES = ((ConfigError, 2), (DeviceMissingError, 3), (Exception, 1))
 EXPECTED = ("gpuattn.errors", "builtins")  # where errors that users cause come from

@@ -1,5 +1,6 @@
 """The benchmark of attention: what cells compute, right results only, peers or reasons, files."""
 
+import functools
 import json
 import sys
 
@@ -7,7 +8,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gpuattn.bench import attention, cases, peers, results, timing
+from gpuattn.bench import (
+    attention_peers,
+    cases,
+    checks,
+    comparison,
+    peers,
+    results,
+    timing,
+)
 from gpuattn.bench.cases import Attention, Cell
 from gpuattn.cli import bench_attention
 from gpuattn.cli.main import main
@@ -36,7 +45,7 @@ def test_the_table_is_the_fields():
         assert heads * head_dim == 2048
     assert {cell.direction for cell in cases.TABLE} == {"forward", "backward"}
     assert set(cases.TABLE) < set(cases.REQUIRED)
-    assert {name for cell in cases.REQUIRED for name in cell.peers} <= set(peers.PEERS)
+    assert {name for cell in cases.REQUIRED for name in cell.peers} <= set(attention_peers.PEERS)
 
 
 @pytest.mark.parametrize("cell", cases.REQUIRED + cases.PUBLISHED, ids=str)
@@ -90,7 +99,7 @@ PROBLEMS = [
 
 @pytest.mark.parametrize("cell", PROBLEMS, ids=lambda cell: f"{cell.case}-{cell.direction}")
 def test_right_results_pass_and_wrong_ones_get_no_figure(cell):
-    ours = attention.KINDS[cell.op](cell.case, cell.direction, np)
+    ours = comparison.KINDS[cell.op][0](cell.case, cell.direction, np)
     inputs, dout = ours.draw(0)
     call = ours.call(ours.choose(inputs), inputs, dout)
     ours.check(call(), inputs, dout)
@@ -106,52 +115,57 @@ def test_one_wrong_tile_does_not_drown():
     got = want.copy()
     got[0, 640:704] = 0
     with pytest.raises(AssertionError, match="error 1;"):
-        attention.compare(got, want, 3e-2, "out")
+        checks.compare(got, want, 3e-2, "out")
     got[0, 640:704] = np.nan
     with pytest.raises(AssertionError, match="error nan"):
-        attention.compare(got, want, 3e-2, "out")
+        checks.compare(got, want, 3e-2, "out")
 
 
 def test_rounding_of_almost_nothing_is_no_error(rng):
     """dq of a query that sees one key is 0 but for rounding, which is every library's own."""
-    want = rng.standard_normal((4, attention.BLOCK)).astype("f4")
+    want = rng.standard_normal((4, checks.BLOCK)).astype("f4")
     want[0] *= 1e-3
     got = want.copy()
     got[0] = -want[0]
-    attention.compare(got, want, 3e-2, "dq")
+    checks.compare(got, want, 3e-2, "dq")
     got[0] *= 50
     with pytest.raises(AssertionError, match="dq: error 0.5"):
-        attention.compare(got, want, 3e-2, "dq")
+        checks.compare(got, want, 3e-2, "dq")
 
 
 # ---- peers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", peers.PEERS)
+def capture(name, kind):
+    make = functools.partial(attention_peers.Call, name, KINDS[kind], "forward")
+    return peers.capture(name, make, [((None,) * 9, None)])
+
+
+@pytest.mark.parametrize("name", attention_peers.PEERS)
 def test_a_missing_peer_has_a_reason(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    peers._torch.cache_clear()
+    peers.torch_here.cache_clear()
     with pytest.raises(UnsupportedError, match="PyTorch cannot be imported"):
-        peers.capture(name, KINDS["causal"], "forward", [((None,) * 9, None)])
-    peers._torch.cache_clear()
+        capture(name, "causal")
+    peers.torch_here.cache_clear()
 
 
 def test_a_peer_that_lacks_a_feature_is_not_timed_without_it():
     for name, kind in (("flash-attn-4", "dropout"), ("torch-cudnn", "window")):
         with pytest.raises(UnsupportedError, match=f"{name} does not know {kind}"):
-            peers.capture(name, KINDS[kind], "forward", [((None,) * 9, None)])
+            capture(name, kind)
     for cell in cases.REQUIRED:
         for name in cell.peers:
-            assert cell.case.features().keys() <= peers.PEERS[name][1]
+            assert cell.case.features().keys() <= attention_peers.PEERS[name][1]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", PROBLEMS, ids=lambda cell: f"{cell.case}-{cell.direction}")
 def test_graphs_beside_peers(gpu, monkeypatch, cell):
     monkeypatch.setattr(timing, "REST", 0)
-    monkeypatch.setattr(attention, "ROTATED", 1e6)
+    monkeypatch.setattr(comparison, "ROTATED", 1e6)
     cell = cell._replace(peers=("torch-fa2", "torch-varlen", "flash-attn-4"))
-    row = attention.measure(cell, gpu, CEILINGS, with_peers=True)
+    row = comparison.measure(cell, gpu, CEILINGS, with_peers=True)
     assert all(len(part) >= 20 for part in (row["samples_us"], *row["peer_samples_us"].values()))
     assert {*row["peers"], *row["peers_missing"]} == set(cell.peers)
     assert all(row["peers_missing"].values())
@@ -231,9 +245,11 @@ def test_what_is_absent_is_named():
 def test_the_verdict_counts_the_table():
     rows = [row_of(cell) for cell in cases.REQUIRED]
     rows[0] = row_of(cases.TABLE[0], peer=99.0)
-    assert results.verdict(rows).startswith("ahead in 47 of 48 cells, geometric mean 1.10")
-    assert "2 measured cells" in results.verdict(rows[:2])
-    assert "no cell" in results.verdict([])
+    assert results.verdict(rows, cases.TABLE).startswith(
+        "ahead in 47 of 48 cells, geometric mean 1.10"
+    )
+    assert "2 measured cells" in results.verdict(rows[:2], cases.TABLE)
+    assert "no cell" in results.verdict([], cases.TABLE)
 
 
 # ---- times --------------------------------------------------------------------------------------
@@ -304,7 +320,7 @@ def samples_in(path):
 
 
 def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch):
-    path, measure, cells = tmp_path / "rows.json", attention.measure, []
+    path, measure, cells = tmp_path / "rows.json", comparison.measure, []
 
     def cut_off(cell, *arguments):
         cells.append(cell)
@@ -312,7 +328,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return measure(cell, *arguments)
 
-    monkeypatch.setattr(attention, "measure", cut_off)
+    monkeypatch.setattr(comparison, "measure", cut_off)
     options = ["attention", "--device", "numpy", "--head-dim", 64, "--json", path]
     assert call(*options).exit_code != 0
     first = samples_in(path)
@@ -328,7 +344,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch):
 def test_a_file_of_another_commit_is_refused_at_once(tmp_path, monkeypatch):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(document_of([], gpu=None)))
-    monkeypatch.setattr(attention, "measure", None)
+    monkeypatch.setattr(comparison, "measure", None)
     result = call("attention", "--device", "numpy", "--json", path)
     assert result.exit_code == 2
     assert "holds results of commit c" in result.stderr
@@ -377,9 +393,10 @@ def test_nothing_is_measured_by_an_implementation_that_does_not_exist(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["attention", "--shape", "8x8"], "attention goes alone"),
+        (["attention", "--shape", "8x8"], "attention goes without --shape"),
         (["attention", "softmax"], "attention goes alone"),
-        (["softmax", "--peers"], "--peers is for: gpuattn bench attention"),
+        (["linear", "--peers"], "--peers is for tables: gpuattn bench attention, or fused"),
+        (["softmax", "--head-dim", "64"], "--head-dim is for: gpuattn bench attention"),
         (["attention", "--device", "numpy", "--length", "7"], "no cell of the table is like that"),
         (["attention", "--device", "numpy", "--missing"], "--missing is what a file lacks"),
         (["attention", "--only", "foward"], "Did you mean 'forward'"),

@@ -1,0 +1,124 @@
+"""Ours beside its peers: on a GPU all as CUDA graphs, in turns, in one process.
+
+A result is compared with the reference (a peer's with ours) before it gets a figure.
+"""
+
+import contextlib
+import functools
+import math
+
+import numpy as np
+
+from gpuattn.bench import attention, attention_peers, fused, fused_peers, peers, results, timing
+from gpuattn.bench.checks import TOLERANCE, compare
+from gpuattn.errors import UnsupportedError
+
+ROTATED = 100e6  # bytes that the inputs have at least, in several sets: more than a cache holds
+DIGITS = 3  # of a sample in microseconds
+KINDS = {  # op -> (ours, a peer's call); the fused ops share theirs
+    "flash_attention": (attention.Ours, attention_peers.Call),
+    "decode_attention": (attention.OursDecoding, attention_peers.Call),
+}
+
+
+def measure(cell, xp, ceilings, impl=None, with_peers=False):
+    """Return the row of results of a Cell; ``results.py`` says what it holds.
+
+    Raises UnsupportedError if no implementation accepts, AssertionError for a wrong result.
+    """
+    impl = impl or cell.impl
+    if xp is np:
+        chosen, samples = _measure_here(cell, impl)
+        return _row(cell, chosen, {"ours": samples}, {}, ceilings)
+    try:
+        stream, names = xp.cuda.Stream(non_blocking=True), cell.peers if with_peers else ()
+        with stream, peers.on_stream(stream) if names else contextlib.nullcontext():
+            chosen, graphs, missing = _graphs(cell, xp, impl, names)
+            times = timing.alternate(graphs)
+            for name, graph in graphs.items():
+                times[name] = [us / len(graph.calls) for us in times[name]]
+            row = _row(cell, chosen, times, missing, ceilings)
+            if by_hand := [name for name, graph in graphs.items() if not graph.is_captured]:
+                row["outside_graphs"] = by_hand
+            if cell.op == "flash_attention" and cell.direction == "forward+backward":
+                row["peak_bytes"] = {name: graph.peak_bytes for name, graph in graphs.items()}
+                for name, reason in missing.items():
+                    if reason.startswith("OutOfMemoryError"):
+                        row["peers"][name] = results.OUT_OF_MEMORY
+            del graphs, graph
+        return row
+    finally:
+        peers.release()
+        xp.get_default_memory_pool().free_all_blocks()
+
+
+def _kinds(cell):
+    return KINDS.get(cell.op, (fused.Ours, fused_peers.Call))
+
+
+def _measure_here(cell, impl):
+    """Return (implementation, samples in microseconds) on NumPy."""
+    ours = _kinds(cell)[0](cell.case, cell.direction, np, impl)
+    inputs, dout = ours.draw(0)
+    chosen = ours.choose(inputs)
+    call = ours.call(chosen, inputs, dout)
+    ours.check(call(), inputs, dout)
+    return chosen.name, timing.time_call(call, False)
+
+
+def _graphs(cell, xp, impl, names):
+    """Return (implementation, {name: Graph}, {name: why there is none}), all of them right."""
+    case = cell.case
+    chosen, ours, wanted, sets = _capture(cell, xp, impl)
+    graphs, missing = {"ours": ours}, {}
+    if case.plain():
+        _, graphs["plain"], *_ = _capture(cell._replace(case=case.plain()), xp, impl)
+    for name in names:
+        try:
+            make = functools.partial(_kinds(cell)[1], name, case, cell.direction)
+            graph = peers.capture(name, make, sets)
+            if not case.dropout:  # whose bits are its own
+                _check_peer(graph.first_results(), wanted, case)
+        except (UnsupportedError, AssertionError) as error:
+            missing[name] = str(error)
+        else:
+            graphs[name] = graph
+    return chosen, graphs, missing
+
+
+def _check_peer(theirs, ours, case):
+    for i, (their, our) in enumerate(zip(theirs, ours, strict=False)):
+        tolerance = 2 * TOLERANCE[case.dtype]
+        compare(their.astype("f4"), our.astype("f4"), tolerance, f"differs from ours in result {i}")
+
+
+def _capture(cell, xp, impl):
+    """Return (implementation, its Graph on several sets of inputs, its first results, the sets)."""
+    ours = _kinds(cell)[0](cell.case, cell.direction, xp, impl)
+    sets = [ours.draw(seed) for seed in range(math.ceil(ROTATED / cell.case.set_bytes()))]
+    chosen = ours.choose(sets[0][0])
+    graph = timing.Graph([ours.call(chosen, *arrays) for arrays in sets])
+    if ours.edits:
+        ours.restart(sets)
+    graph()
+    first = graph.results[0]
+    ours.check(first, *sets[0])
+    if ours.edits:
+        first = [x.copy() for x in first]
+        ours.restart(sets)
+    return chosen.name, graph, first, sets
+
+
+def _row(cell, impl, times, missing, ceilings):
+    samples = {name: [round(us, DIGITS) for us in values] for name, values in times.items()}
+    us = {name: timing.median(values) for name, values in samples.items()}
+    row = {
+        "op": cell.op, "case": cell.case.as_dict(), "direction": cell.direction, "impl": impl,
+        "us": us.pop("ours"), "samples_us": samples.pop("ours"),
+    }  # fmt: skip
+    if cell.impl:
+        row["asked"] = cell.impl
+    if "plain" in us:
+        row |= {"plain_us": us.pop("plain"), "plain_samples_us": samples.pop("plain")}
+    row |= {"peers": us, "peer_samples_us": samples, "peers_missing": missing}
+    return results.rated(row, ceilings)
