@@ -203,7 +203,7 @@ class Ours:
         """Return a function without arguments that computes, as a list of arrays."""
 
         def forward(*inputs):
-            return _listed(self.task.call(self.case, impl.name, *inputs))
+            return listed(self.task.call(self.case, impl.name, *inputs))
 
         if douts is None:
             return lambda: forward(*inputs)
@@ -237,8 +237,9 @@ class Ours:
             compare(got.astype("f4"), want.astype("f4"), TOLERANCE[self.case.dtype], what)
 
 
-def _listed(outs):
-    return list(outs) if isinstance(outs, tuple) else [outs]
+def listed(outs):
+    """Return what an op returns, one thing or several, as a list."""
+    return list(outs) if isinstance(outs, tuple | list) else [outs]
 
 
 def _array(x):

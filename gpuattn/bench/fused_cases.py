@@ -112,7 +112,6 @@ FLOPS = {  # of an element
     "gelu": {"forward": 9, "backward": 16},
     "topk_logprobs": {"forward": 4},
 }
-DIRECTIONS = tuple(dict.fromkeys(name for each in FLOPS.values() for name in each))
 
 
 @cache
@@ -141,7 +140,7 @@ def _cells(op, shapes, peers, **features):
 
 
 def _by_numba(op):
-    return [cell._replace(peers=(), impl="numba") for cell in _cells(op, [TALL[3], TALL[4]], ())]
+    return [cell._replace(impl="numba") for cell in _cells(op, [TALL[3], TALL[4]], ())]
 
 
 TABLES = {

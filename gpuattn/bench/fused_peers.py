@@ -6,7 +6,7 @@ torch.compile gets the same formulas as PyTorch, for the shapes of one cell at a
 import contextlib
 import functools
 
-from gpuattn.bench.fused import LEARNING_RATE, MAX_NORM, OPTIMIZER, STEPS, TASKS
+from gpuattn.bench.fused import LEARNING_RATE, MAX_NORM, OPTIMIZER, STEPS, TASKS, listed
 from gpuattn.bench.peers import array, tensor, torch_here
 from gpuattn.errors import UnsupportedError
 
@@ -188,7 +188,7 @@ class Call:
             leaves.append(self.inputs[place])
 
         def forward():
-            return _listed(function(*self.inputs))
+            return listed(function(*self.inputs))
 
         def backward(outs):
             return self.torch.autograd.grad(outs, leaves, self.douts, retain_graph=True)
@@ -305,7 +305,3 @@ SPECIAL = {
     ("cross_entropy", "liger"): LigerCrossEntropy,
     **{("adamw", name): Optimizer for name in ("torch", "torch-compile", "torch-fused")},
 }
-
-
-def _listed(outs):
-    return list(outs) if isinstance(outs, tuple | list) else [outs]

@@ -5,8 +5,7 @@ import numpy as np
 
 from gpuattn.bench import cases, results
 from gpuattn.bench.plot import draw
-from gpuattn.cli.bench_table import Measured, check_choice, colored, console, short, show_missing
-from gpuattn.train.plot import import_pyplot
+from gpuattn.cli.bench_table import begin, colored, console, short, show_missing, tflops
 
 COLUMNS = 4  # peers that have a column each
 
@@ -21,13 +20,11 @@ def table(xp, path, line, *, peers, features, published, missing, only, plot, im
     else:
         chosen = cases.TABLE + cases.WIDE
     chosen = [cell for cell in chosen if _selected(cell, only, **selection)]
-    check_choice(chosen, missing, path)
-    pyplot = import_pyplot() if plot else None  # says at once that there is none
-    measured, with_peers = Measured(xp, path, line), peers or published
-    if missing:
-        known = measured.document["rows"]
-        chosen = [cell for cell in chosen if not results.holds(known, cell, with_peers)]
-    measured.add(chosen, _describe, _rate_of, impl=impl, with_peers=with_peers)
+    with_peers = peers or published
+    measured, chosen, pyplot = begin(
+        xp, path, line, chosen, plot, missing=missing, with_peers=with_peers
+    )
+    measured.add(chosen, _describe, tflops, impl=impl, with_peers=with_peers)
     _show(measured.rows, measured.ceilings)
     rows = measured.document["rows"]
     if rows and plot:
@@ -47,10 +44,6 @@ def _selected(cell, only, head_dim, causal, length):
 def _describe(cell):
     _, length, _, head_dim = cell.case.shape
     return f"d{head_dim:<3} T {length:<5} {cell.case} {cell.direction}"
-
-
-def _rate_of(row):
-    return f"{short(row['tflops']):>6} TFLOP/s"
 
 
 # ---- tables -------------------------------------------------------------------------------------

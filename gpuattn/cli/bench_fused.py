@@ -1,5 +1,7 @@
 """gpuattn bench softmax layer_norm ...: the fused ops beside their peers, as shares of a copy."""
 
+from dataclasses import replace
+
 import click
 import numpy as np
 
@@ -8,8 +10,7 @@ from gpuattn.bench.cases import Cell
 from gpuattn.bench.fused_cases import AXES, FLOPS, TABLES, Fused
 from gpuattn.bench.plot import draw_shares
 from gpuattn.bench.precompile import compile_ahead
-from gpuattn.cli.bench_table import Measured, check_choice, colored, console, short, show_missing
-from gpuattn.train.plot import import_pyplot
+from gpuattn.cli.bench_table import begin, colored, console, describe, short, show_missing
 
 BY_HAND = "*"  # marks what is timed outside graphs
 
@@ -18,15 +19,12 @@ def table(xp, path, line, ops, *, peers, missing, only, plot, impl, shape, dtype
     """Measure, show and keep the cells of ``ops``, or ``shape`` of one op instead of its cells."""
     chosen = _cells(xp, ops, shape, dtype)
     chosen = [cell for cell in chosen if only in (None, cell.direction)]
-    check_choice(chosen, missing, path)
-    pyplot = import_pyplot() if plot else None  # says at once that there is none
-    measured = Measured(xp, path, line)
-    if missing:
-        known = measured.document["rows"]
-        chosen = [cell for cell in chosen if not results.holds(known, cell, peers)]
+    measured, chosen, pyplot = begin(
+        xp, path, line, chosen, plot, missing=missing, with_peers=peers
+    )
     if peers and xp is not np:
         compile_ahead(chosen)
-    measured.add(chosen, _describe, _rate, impl=impl, with_peers=peers)
+    measured.add(chosen, describe, _rate, impl=impl, with_peers=peers)
     _show(measured.rows, measured.ceilings)
     rows = measured.document["rows"]
     if rows and plot:
@@ -52,14 +50,8 @@ def _cells(xp, ops, shape, dtype):
         return [cell for cell in fused_cases.SMALL if cell.op in ops]
     cells = [cell for op in ops for cell in TABLES[op]]
     if dtype:
-        from dataclasses import replace
-
         cells = [cell._replace(case=replace(cell.case, dtype=dtype)) for cell in cells]
     return cells
-
-
-def _describe(cell):
-    return f"{cell.op} {cell.case} {cell.direction}"
 
 
 def _rate(row):

@@ -4,25 +4,19 @@ import numpy as np
 
 from gpuattn.bench import results, roofline
 from gpuattn.bench.plot import draw_roofline
-from gpuattn.cli.bench_table import Measured, console, short
-from gpuattn.train.plot import import_pyplot
+from gpuattn.cli.bench_table import begin, console, describe, short, tflops
 
 
 def chart(xp, path, line, plot):
     """Measure one problem of every op, print where it stands, and draw it to ``plot``."""
-    pyplot = import_pyplot() if plot else None  # says at once that there is none
-    measured = Measured(xp, path, line)
     cells = roofline.SMALL if xp is np else roofline.CELLS
-    measured.add(cells, lambda cell: f"{cell.op} {cell.case} {cell.direction}", _rate)
+    measured, cells, pyplot = begin(xp, path, line, cells, plot)
+    measured.add(cells, describe, tflops)
     if measured.rows:
         console().print(_table(measured.rows, measured.ceilings))
         if plot:
             draw_roofline(pyplot, {**measured.document, "rows": measured.rows}, plot)
     measured.finish()
-
-
-def _rate(row):
-    return f"{short(row['tflops']):>6} TFLOP/s"
 
 
 def _table(rows, ceilings):

@@ -5,6 +5,7 @@ import click
 from gpuattn.bench import comparison, results, run, timing
 from gpuattn.bench.peers import versions
 from gpuattn.errors import UnsupportedError
+from gpuattn.train.plot import import_pyplot
 
 WIDTH = 140  # of the tables where there is no terminal
 
@@ -54,12 +55,21 @@ class Measured:
             raise UnsupportedError("not measured:\n" + "\n".join(self.failed))
 
 
-def check_choice(chosen, missing, path):
-    """Raise UsageError for cells that cannot be measured so."""
+def begin(xp, path, line, chosen, plot, *, missing=False, with_peers=False):
+    """Return (Measured, the cells to measure, pyplot if there is to be a ``plot``).
+
+    ``missing``: only what the file lacks. Raises UsageError for a choice that cannot be measured.
+    """
     if missing and not path:
         raise click.UsageError("--missing is what a file lacks: give it, --json FILE")
     if not chosen:
         raise click.UsageError("no cell of the table is like that")
+    pyplot = import_pyplot() if plot else None  # says at once that there is none
+    measured = Measured(xp, path, line)
+    if missing:
+        known = measured.document["rows"]
+        chosen = [cell for cell in chosen if not results.holds(known, cell, with_peers)]
+    return measured, chosen, pyplot
 
 
 def _reason(error):
@@ -85,6 +95,14 @@ def show_missing(where, rows):
     missing = ((name, why) for row in rows for name, why in row["peers_missing"].items())
     for name, why in dict.fromkeys(missing):
         where.print(f"[dim]without {name}: {escape(why)}[/]")
+
+
+def describe(cell):
+    return f"{cell.op} {cell.case} {cell.direction}"
+
+
+def tflops(row):
+    return f"{short(row['tflops']):>6} TFLOP/s"
 
 
 def short(rate):
