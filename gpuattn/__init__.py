@@ -19,20 +19,26 @@ from gpuattn.autodiff.functional import (
 )
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.impls import explain, use_impl
-from gpuattn.ops.adamw import AdamWState, adamw, gradient_statistics
+from gpuattn.ops.adamw import adamw
 from gpuattn.ops.append_kv import append_kv
 from gpuattn.ops.beam_step import beam_step
-from gpuattn.ops.bias_activation import gelu, relu
+from gpuattn.ops.bias_activation import gelu, relu, swiglu
 from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.decode_attention import decode_attention
 from gpuattn.ops.dropout import dropout
 from gpuattn.ops.dropout_add_norm import dropout_add_norm
 from gpuattn.ops.embedding import embedding
 from gpuattn.ops.flash_attention import flash_attention
+from gpuattn.ops.gradient_statistics import OptimizerState, gradient_statistics
+from gpuattn.ops.lamb import TensorTable, lamb
 from gpuattn.ops.layer_norm import layer_norm
 from gpuattn.ops.linear import linear
+from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
+from gpuattn.ops.lion import lion
 from gpuattn.ops.rms_norm import rms_norm
+from gpuattn.ops.sample_tokens import sample_tokens
 from gpuattn.ops.scaled_dot_product_attention import scaled_dot_product_attention
+from gpuattn.ops.sgd import sgd
 from gpuattn.ops.softmax import softmax
 from gpuattn.ops.topk_logprobs import topk_logprobs
 from gpuattn.rng import manual_seed
@@ -40,8 +46,9 @@ from gpuattn.rng import manual_seed
 MODULES = ("models", "nn", "optim")  # imported when first asked for
 
 __all__ = [
-    "AdamWState",
+    "OptimizerState",
     "Tensor",
+    "TensorTable",
     "adamw",
     "append_kv",
     "beam_step",
@@ -59,15 +66,21 @@ __all__ = [
     "grad",
     "gradcheck",
     "gradient_statistics",
+    "lamb",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
+    "lion",
     "manual_seed",
     "no_grad",
     "relu",
     "rms_norm",
+    "sample_tokens",
     "scaled_dot_product_attention",
+    "sgd",
     "softmax",
     "stop_gradient",
+    "swiglu",
     "to_cpu",
     "to_gpu",
     "topk_logprobs",

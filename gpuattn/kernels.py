@@ -35,11 +35,11 @@ SCALARS = {
     "bool": np.bool_,
 }
 SIGNATURE = re.compile(
-    r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)',
+    r'extern "C" __global__ void\s+(?:__\w+__\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)',
     re.DOTALL,
 )
 STATIC_SHARED, REGISTERS, MAX_DYNAMIC_SHARED = 1, 4, 8  # CU_FUNC_ATTRIBUTE_*
-STATIC_SHARED_LIMIT = 48 * 1024
+STATIC_SHARED_LIMIT = 48 * 1024  # that and no more needs no permission
 _lock = threading.Lock()
 _compilers = ThreadPoolExecutor(2, "gpuattn-compiler")  # begun when first asked
 launches = collections.Counter()  # kernel name -> launches in this process; tests ask which ran
@@ -48,10 +48,10 @@ launches = collections.Counter()  # kernel name -> launches in this process; tes
 class Kernel:
     """A compiled kernel. Casts Python numbers to the types its signature declares."""
 
-    def __init__(self, function, name, parameters):
+    def __init__(self, function, name, parameters, static_shared=0):
         self.function, self.name, self.parameters = function, name, parameters
         self.casts = [SCALARS.get(ctype, _as_is) for ctype, _ in parameters]
-        self.shared_limit = STATIC_SHARED_LIMIT
+        self.shared_limit = STATIC_SHARED_LIMIT - static_shared
 
     def __call__(self, grid, block, *args, shared_bytes=0):
         """Launch on CuPy's current stream. A grid with a zero launches nothing."""
@@ -141,7 +141,9 @@ def gpu(number):
 @functools.cache
 def _kernel(device, file, name, constants):
     module = _module(device, file, tuple(sorted(constants)))
-    return Kernel(module.get_function(name), name, signatures(file)[name])
+    function = module.get_function(name)
+    static_shared = import_cupy().cuda.driver.funcGetAttribute(STATIC_SHARED, function.ptr)
+    return Kernel(function, name, signatures(file)[name], static_shared)
 
 
 @functools.cache

@@ -187,10 +187,10 @@ def check_gradient(fun, *inputs, eps=1e-6, tol=1e-6):
 
 
 def check_no_float64(kernel, *types):
-    """A Numba kernel compiles for the GPU and its PTX has no double arithmetic. Needs no GPU.
+    """A Numba kernel compiles for the GPU and its PTX, returned, has no double arithmetic.
 
-    For tests that ask for the fixture ``nvvm``. ``types``: Numba's types of the arguments, such as
-    ``numba.float32[:, ::1]``.
+    Needs no GPU. For tests that ask for the fixture ``nvvm``. ``types``: Numba's types of the
+    arguments, such as ``numba.float32[:, ::1]``.
     """
     from types import SimpleNamespace
     from unittest import mock
@@ -205,3 +205,4 @@ def check_no_float64(kernel, *types):
     assert ".entry" in ptx
     lines = [line for line in ptx.splitlines() if ".f64" in line]
     assert not lines, f"{kernel.py_func.__name__} computes in float64:\n" + "\n".join(lines)
+    return ptx

@@ -100,7 +100,8 @@ def test_row_07_any_strides(xp, view):
     }[view]  # fmt: skip
     copy = xp.ascontiguousarray(x)
     for op in (gpuattn.softmax, gpuattn.layer_norm, gpuattn.rms_norm, gpuattn.gelu, gpuattn.relu):
-        np.testing.assert_array_equal(to_cpu(op(x)), to_cpu(op(copy)), err_msg=op.__name__)
+        # on a GPU other threads may share a row that begins elsewhere: sums in another order
+        np.testing.assert_allclose(to_cpu(op(x)), to_cpu(op(copy)), 2e-6, 1e-6, err_msg=op.__name__)
     q = xp.broadcast_to(x[None, :, None, :], (1, x.shape[0], 2, x.shape[1]))
     want = gpuattn.flash_attention(*[xp.ascontiguousarray(q)] * 3)
     np.testing.assert_allclose(to_cpu(gpuattn.flash_attention(q, q, q)), to_cpu(want), atol=1e-6)
@@ -109,7 +110,7 @@ def test_row_07_any_strides(xp, view):
 def test_row_08_misaligned_views(xp):
     x = draw(xp, 8 * 64 + 1).astype(np.float16)[1:].reshape(8, 64)
     for op in (gpuattn.softmax, gpuattn.layer_norm, gpuattn.gelu):
-        np.testing.assert_array_equal(to_cpu(op(x)), to_cpu(op(x.copy())))
+        np.testing.assert_allclose(to_cpu(op(x)), to_cpu(op(x.copy())), 1e-3, 1e-3)
     q = x.reshape(1, 8, 4, 16)
     got, want = (to_cpu(gpuattn.flash_attention(x, x, x)) for x in (q, q.copy()))
     np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)  # on a GPU by different kernels

@@ -139,9 +139,12 @@ def test_use_impl_knows_every_public_op_with_a_choice():
 
 X4 = np.ones((1, 2, 2, 4), np.float32)
 TOKENS, FLAT = np.zeros(2, np.int32), np.zeros(128, np.float32)
-STATE = gpuattn.AdamWState(FLAT)
+STATE = gpuattn.OptimizerState(FLAT)
 CALLS = {
     "adamw": (FLAT, FLAT, FLAT, FLAT, STATE),
+    "lamb": (FLAT, FLAT, FLAT, FLAT, STATE, gpuattn.TensorTable(FLAT, (0,), 128, (True,))),
+    "lion": (FLAT, FLAT, FLAT, STATE),
+    "sgd": (FLAT, FLAT, None, STATE),
     "append_kv": (X4, X4, X4[:, :1], X4[:, :1], np.zeros(1, np.int32)),
     "beam_step": (X, X[:1, :2]),
     "cross_entropy": (X, TOKENS),
@@ -154,10 +157,13 @@ CALLS = {
     "gradient_statistics": (FLAT, STATE),
     "layer_norm": (X,),
     "linear": (X, X),
+    "linear_cross_entropy": (X, X, TOKENS),
     "relu": (X,),
     "rms_norm": (X,),
+    "sample_tokens": (X,),
     "scaled_dot_product_attention": (X4, X4, X4),
     "softmax": (X,),
+    "swiglu": (X,),
     "topk_logprobs": (X, 2),
 }
 

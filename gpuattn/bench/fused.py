@@ -134,7 +134,7 @@ def _draw_parameters(case, floats, seed, xp):
     (n,), wide = case.shape, normal(xp, seed + 1, "float32")
     params, momentum, squares = wide(n), 0.01 * wide(n), (0.01 * wide(n)) ** 2
     model = None if case.dtype == "float32" else params.astype(DTYPES[case.dtype])
-    state = gpuattn.AdamWState(params, learning_rate=LEARNING_RATE, step=STEPS)
+    state = gpuattn.OptimizerState(params, learning_rate=LEARNING_RATE, step=STEPS)
     return params, floats(n), momentum, squares, model, state
 
 

@@ -1,4 +1,4 @@
-"""The loop: packed batches, loss, gradients into the flat workspace, AdamW, evaluation, saving.
+"""The loop: packed batches, loss, gradients into the flat workspace, optimizer, evaluation, saving.
 
 What happens at update n is a function of the config and n, so that a run that was stopped, even by
 force, goes on bit for bit (NumPy; runs given as seconds aside, which go by the clock).
@@ -10,7 +10,7 @@ import time
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
 from gpuattn.errors import CheckpointError, DataError
-from gpuattn.optim import AdamW, ExponentialAverage, Schedule
+from gpuattn.optim import OPTIMIZERS, ExponentialAverage, Schedule
 from gpuattn.train import checkpoint, precision
 from gpuattn.train.device import array_module, batch_to, memory_in_use
 from gpuattn.train.metrics import rank
@@ -61,12 +61,15 @@ class Trainer:
         if device == "numpy":
             keep_freed_memory()
         self.precision = precision.choose(config.precision, device)
+        optimizer = OPTIMIZERS[config.optimizer]
         self.workspace = Workspace(
-            model, device, self.precision.dtype, self.precision.grad_dtype(config.accumulate)
-        )
-        self.optimizer = AdamW(
+            model, device, self.precision.dtype, self.precision.grad_dtype(config.accumulate),
+            moments=optimizer.moments, masters=self.precision.masters,
+        )  # fmt: skip
+        self.optimizer = optimizer(
             self.workspace, weight_decay=config.weight_decay, max_norm=config.clip or None,
             loss_scale=self.precision.loss_scale, growth_interval=self.precision.growth_interval,
+            seed=config.seed,
         )  # fmt: skip
         self.average = ExponentialAverage(self.workspace, config.ema) if config.ema else None
         total = config.length.amount if config.length.unit == "u" else None
@@ -173,8 +176,9 @@ class Trainer:
         for _ in range(config.accumulate):
             batch = batch_to(self._next_batch(), self.xp)
             self.model.random.step = at.draws
-            loss, sums = self.model.loss(batch, config.label_smoothing)
-            self.workspace.backward(loss, root * self.xp.float32(sums.tokens / config.batch))
+            dloss = root * self.xp.float32(len(batch.labels) / config.batch)
+            loss, sums = self.model.loss(batch, config.label_smoothing, dloss)
+            self.workspace.backward(loss, dloss)
             self._loss += sums.mean * sums.tokens
             at.draws += 1
             tokens += sums.tokens

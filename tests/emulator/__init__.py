@@ -34,6 +34,7 @@ import numpy as np
 from emulator.translate import translate
 from gpuattn import arrays, kernels, tensormaps
 from gpuattn.ops import (
+    attention_dropout,
     attention_hopper,
     attention_hopper_backward,
     attention_launch,
@@ -45,6 +46,7 @@ SOURCES = ("machine.cpp", "ptx.cpp")
 MODULES = (
     arrays,
     tensormaps,
+    attention_dropout,
     attention_launch,
     attention_short,
     attention_hopper,
@@ -72,7 +74,7 @@ def refusal():
 @functools.cache
 def library(file, constants):
     """Return a file of ``rawkernels``, compiled for the host with these (name, value) pairs."""
-    expand = ("g++", "-E", "-P", "-x", "c++", f"-I{kernels.ROOT}", "-")
+    expand = ("g++", "-E", "-P", "-x", "c++", "-D__CUDA_ARCH__=900", f"-I{kernels.ROOT}", "-")
     text = kernels.source_text(file, **dict(constants))
     text = subprocess.run(expand, input=text, capture_output=True, text=True, check=True).stdout
     text = translate(text, kernels.signatures(file))

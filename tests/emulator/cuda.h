@@ -15,14 +15,20 @@ typedef unsigned long long u64;
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __shared__ static
 #define __grid_constant__
 #define __restrict__
 
 struct uint3 { unsigned x, y, z; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 extern uint3 threadIdx, blockIdx, gridDim;
 
 template <typename A, typename B> std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
@@ -34,12 +40,17 @@ inline u32 __umulhi(u32 a, u32 b) { return (u64)a * b >> 32; }
 inline float __saturatef(float x) { return x > 0.f ? x < 1.f ? x : 1.f : 0.f; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return fabsf(b) > 0x1p126f && fabsf(b) < INFINITY ? 0.f : a / b; }
+template <typename T> T __ldg(const T* p) { return *p; }
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     const u64 bytes = a | (u64)b << 32;
     u32 r = 0;
     for (int i = 0; i < 4; ++i) r |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return r;
 }
+using std::isfinite;
+inline u32 __funnelshift_rc(u32 low, u32 high, u32 n) { return n < 32 ? (low | (u64)high << 32) >> n : high; }
+template <typename T> T __ldcs(const T* from) { return *from; }
+template <typename T> void __stcs(T* to, T x) { *to = x; }
 inline long long clock64() { return 0; }
 template <typename T> T atomicAdd(T* to, T x) { const T old = *to; *to += x; return old; }
 
@@ -52,6 +63,8 @@ template <typename T> T __shfl_sync(u32, T x, int lane) { return bits_as<T>(shuf
 template <typename T> T __shfl_xor_sync(u32, T x, int mask) { return bits_as<T>(shuffle_xor(bits_as<u32>(x), mask)); }
 void* dynamic_shared_memory();
 void* static_shared_memory();
+void* shared_variable(int site, size_t bytes);  // of this block, declared at this place of the text
+template <typename T> T& shared_variable(int site) { return *(T*)shared_variable(site, sizeof(T)); }
 size_t __cvta_generic_to_shared(const void* p);
 
 // ---- numbers
@@ -61,12 +74,22 @@ inline u32 narrow_bf16(float x) {
     const u32 u = __float_as_uint(x);
     return x != x ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
+inline void prmt_b32(u32& r, u32 a, u32 b, u32 selector) {  // a selector's bit 3: eight times the byte's sign
+    const u64 bytes = a | (u64)b << 32;
+    r = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 choice = selector >> 4 * i, byte = bytes >> 8 * (choice & 7) & 0xff;
+        r |= (choice & 8 ? byte >> 7 ? 0xff : 0 : byte) << 8 * i;
+    }
+}
 inline void cvt_rn_bf16_f32(unsigned short& y, float x) { y = narrow_bf16(x); }
 inline void cvt_rn_f16_f32(unsigned short& y, float x) { y = narrow_f16(x); }
 inline void cvt_f32_f16(float& y, unsigned short x) { y = widen_f16(x); }
 inline void cvt_f32_f16(u32 x, float& low, float& high) { low = widen_f16(x), high = widen_f16(x >> 16); }
 inline void cvt_rn_bf16x2_f32(u32& y, float high, float low) { y = narrow_bf16(high) << 16 | narrow_bf16(low); }
 inline void cvt_rn_f16x2_f32(u32& y, float high, float low) { y = narrow_f16(high) << 16 | narrow_f16(low); }
+inline void cvt_rn_relu_bf16x2_f32(u32& y, float high, float low) { cvt_rn_bf16x2_f32(y, high > 0.f ? high : 0.f, low > 0.f ? low : 0.f); }
+inline void cvt_rn_relu_f16x2_f32(u32& y, float high, float low) { cvt_rn_f16x2_f32(y, high > 0.f ? high : 0.f, low > 0.f ? low : 0.f); }
 inline void ex2_approx_ftz_f32(float& y, float x) { y = exp2f(x); y = y < FLT_MIN ? 0.f : y; }
 
 // ---- shared memory
@@ -75,6 +98,7 @@ void store(u32 address, const void* from, u32 bytes);
 inline void ld_shared_b32(u32& x, u32 address) { load(address, &x, 4); }
 inline void ld_shared_u16(unsigned short& x, u32 address) { load(address, &x, 2); }
 inline void ld_shared_v2_f32(float& x, float& y, u32 address) { float v[2]; load(address, v, 8); x = v[0], y = v[1]; }
+inline void ld_shared_v2_u32(u32& x, u32& y, u32 address) { u32 v[2]; load(address, v, 8); x = v[0], y = v[1]; }
 inline void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
     u32 v[4];
     load(address, v, 16);
@@ -93,9 +117,14 @@ void movmatrix_sync_aligned_m8n8_trans_b16(u32& y, u32 x);
 void fence_proxy_async_shared_cta();
 
 // ---- global memory
+template <typename T> T __ldcg(const T* from) { return *from; }
+template <typename T> void __stcg(T* to, T x) { *to = x; }
+inline void __threadfence() {}
 void st_global_b32(u64 address, int x);
 void ld_acquire_gpu_global_b32(int& x, const int* from);
 void red_release_gpu_global_add_s32(int* to);
+void ld_acquire_gpu_global_u32(u32& x, const u32* from);
+inline void st_release_gpu_global_u32(u32* to, u32 x) { *to = x; }
 inline void red_global_add_v4_f32(float* to, float x, float y, float z, float w) {
     to[0] += x, to[1] += y, to[2] += z, to[3] += w;
 }
@@ -112,6 +141,15 @@ void bar_sync(int id, int threads);
 void bar_arrive(int id, int threads);
 inline void setmaxnreg_dec_sync_aligned_u32(int = 0) {}
 inline void setmaxnreg_inc_sync_aligned_u32(int = 0) {}
+
+// ---- clusters, here of one block
+inline void barrier_cluster_arrive() {}
+inline void barrier_cluster_wait() {}
+inline void mapa_shared_cluster_u32(u32& there, u32 here, int) { there = here; }
+inline void st_shared_cluster_v2_f32(u32 address, float x, float y) {
+    const float v[] = {x, y};
+    store(address, v, 8);
+}
 
 // ---- the copy engine
 void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(

@@ -9,7 +9,7 @@ uint3 threadIdx, blockIdx, gridDim;
 namespace machine {
 constexpr u32 FIRST = 1024;     // where a block's shared memory begins
 constexpr u32 MISALIGNED = 16;  // all that dynamic shared memory is aligned to
-constexpr u32 STATIC = 48 << 10;
+constexpr u32 STATIC = 48 << 10, BESIDE = 1024;  // for a static array alone, and beside dynamic memory
 constexpr size_t STACK = 96 << 10;
 constexpr long STEPS = 400000000;  // a launch that takes more hangs
 
@@ -124,7 +124,7 @@ void Block::store(Thread& by, u32 address, const void* from, u32 bytes) {
 static std::unique_ptr<Block> make_block(unsigned number, unsigned threads, size_t shared_bytes) {
     auto b = std::make_unique<Block>();
     b->number = number, b->running = threads;
-    b->memory.assign(FIRST + (shared_bytes ? MISALIGNED + shared_bytes : STATIC), 0xff);  // NaN
+    b->memory.assign(FIRST + (shared_bytes ? BESIDE + MISALIGNED + shared_bytes : STATIC), 0xff);  // NaN
     b->words.resize(b->memory.size() / 4);
     b->threads.resize(threads);
     b->warps.resize(threads / 32);
@@ -197,6 +197,14 @@ const char* launch(unsigned grid, unsigned threads, unsigned resident, size_t sh
 }  // namespace machine
 
 using namespace machine;
-void* dynamic_shared_memory() { return &me->block->memory[FIRST + MISALIGNED]; }
+void* dynamic_shared_memory() { return &me->block->memory[FIRST + BESIDE + MISALIGNED]; }
 void* static_shared_memory() { return &me->block->memory[FIRST]; }
+void* shared_variable(int site, size_t bytes) {
+    auto& memory = me->block->variables[site];
+    if (memory.empty()) {
+        memory.resize(bytes / sizeof(std::max_align_t) + 1);
+        memset(memory.data(), 0xff, bytes);  // NaN
+    }
+    return memory.data();
+}
 size_t __cvta_generic_to_shared(const void* p) { return (unsigned char*)p - me->block->memory.data(); }
