@@ -72,21 +72,21 @@ struct Logits {
     // x = q k and dp = dout v become p, as it weighs v, and the gradient of x / scale
     template <int M, int N>
     __device__ __forceinline__ void weigh(float (&x)[M][N][4], float (&dp)[M][N][4], bool hides) const {
-        const bool drops = a.threshold < 65536;
+        const bool drops = a.query_words;
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int n = 0; n < N; n += 2) {  // 16 x 16 at a time, as random numbers come
+            for (int n = 0; n < N; n += 2) {  // 16 x 16 at a time, as dropout does
                 float (&logit)[2][4] = *(float (*)[2][4])&x[m][n], bend[2][4];
                 apply_extras(a, s, head, i() + 16 * m, j() + 8 * n, logit, bend);
                 if (hides) hide(a, s, i() + 16 * m, j() + 8 * n, logit);
-                uint4 numbers;
-                if (drops) numbers = draw(a, s, head, i0 + 16 * m, j0 + 8 * n);
+                Kept words;
+                if (drops) words = kept_anew(a, s, head, i() + 16 * m, j() + 8 * n);
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
                     const u32 at = anew((int)stats) + (16 * m + e / 2 % 2 * 8 + threadIdx.x % 32 / 4) * STATS_BYTES;
                     const float2 row = load_shared_float2(at);
-                    const bool keeps = !drops || philox_lane(numbers, e) < a.threshold;
+                    const bool keeps = !drops || kept(e % 2 ? words.odd : words.even, byte_of(e / 2));
                     const float factor = keeps ? a.keep_scale : 0.f, p = exp2_fast(logit[e / 4][e % 4] - row.x);
                     float& ds = dp[m][n + e / 4][e % 4];
                     ds = p == 0.f ? 0.f : p * (ds * factor - row.y);

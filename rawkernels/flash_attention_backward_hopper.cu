@@ -17,6 +17,8 @@
 // While exponentials are taken dP^T runs, while dS^T is formed dV does, and while dQ is handed to the warp that adds it
 // to memory, S^T of the next step. dQ needs both warpgroups' dS^T: they take turns at it, so that neither waits for the
 // other, and one takes exponentials while the other's products run.
+// With dropout P^T's signs say what is dropped, set amid the exponentials. dS^T counts in units of 1 / (1 - p): delta comes
+// in them, and dK and dQ are scaled at the end, so that nothing is where it is dropped and no factor elsewhere.
 #include "common/attention_backward_hopper.cuh"
 #include "common/backward_pipeline_hopper.cuh"
 
@@ -26,9 +28,7 @@ static_assert(!BIASED || (WIDTH == 128 && !DROPOUT), "flash_attention_backward_h
 constexpr int HALVES = BM / 64;
 [[maybe_unused]] constexpr int SHARED =
     2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES
-    + (BIASED ? STAGES * BIAS_BYTES : 0) + (DROPOUT ? 4 * CONSUMERS * HALVES : 0);
-// The product for dP^T waits until P^T is there, as its registers are needed before.
-constexpr bool LATE = EXTRAS || (DROPOUT && WIDTH == 128);
+    + (BIASED ? STAGES * BIAS_BYTES : 0) + (DROPOUT ? STAGES * WORD_BYTES + 8 * CONSUMERS : 0);
 // There are registers for S^T beside both halves of dQ.
 constexpr bool ROOM = WIDTH == 64;
 
@@ -46,32 +46,37 @@ __device__ __forceinline__ void pass_on(int* turn) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(turn) : "memory");
 }
 
-// What dropout leaves of a thread's n-th number of 32: 1 / (1 - p) comes later.
-__device__ __forceinline__ float dropped(float x, u32 keep, int n) { return !DROPOUT || keep & 1u << n ? x : 0.f; }
-__device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM / 2], int first, u32 keep) {
+// Dropout leaves its mark in the signs of P^T: a dropped weight becomes negative, rounding makes it zero.
+__device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM / 2], int first) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-        p[i / 4][i % 4] = pack_pair(scalar(), dropped(st[first + 2 * i], keep, 2 * i),
-                                    dropped(st[first + 2 * i + 1], keep, 2 * i + 1));
+    for (int i = 0; i < 16; ++i) {
+        const float x = st[first + 2 * i], y = st[first + 2 * i + 1];
+        p[i / 4][i % 4] = DROPOUT ? pack_positive(scalar(), x, y) : pack_pair(scalar(), x, y);
+    }
 }
-
-// keep_bits of the step in the ring's stage, into this thread's own words of shared memory.
+// The words of this thread's keys in the step of the ring's stage, for queries 2c and 2c + 1 of every 8, into its own part
+// of shared memory.
 __device__ __forceinline__ u32 own_words(const Shared& m) {
     int thread = threadIdx.x - 128;
     asm volatile("" : "+r"(thread));
-    return m.keep + 4 * thread;
+    return m.words + STAGES * WORD_BYTES + 8 * thread;
 }
-__device__ __forceinline__ void draw(const Shared& m, u32 tile, const Attention& a, const Ring& ring) {
+__device__ __forceinline__ void fetch_key_words(const Shared& m, u32 tile, const Attention& a, const Ring& ring) {
+    if (!DROPOUT) return;
     int warp = threadIdx.x / 32 - 4;
     asm volatile("" : "+r"(warp), "+r"(tile));
-    const u32 info = m.steps + 16 * ring.stage;
-    const int first_query = field(info, BLOCK) * BM, first_key = field(tile, FIRST) + 16 * warp;
-    const int sheet = field(tile, NUMBER) * a.heads + field(info, STEP_HEAD);
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h)
-        store_shared(own_words(m) + 4 * CONSUMERS * h, keep_bits(a, key_of(a), first_query + 64 * h, first_key, sheet));
+    const int lane = threadIdx.x % 32, head = field(m.steps + 16 * ring.stage, STEP_HEAD);
+    const u32* const words = key_words(a, field(tile, NUMBER), head) + (field(tile, FIRST) / 16 + warp) * KEY_WORDS;
+    store_shared(own_words(m), __ldg(words + lane % 4 * 16 + lane / 4));
+    store_shared(own_words(m) + 4, __ldg(words + lane % 4 * 16 + 8 + lane / 4));
 }
-__device__ __forceinline__ u32 drawn(const Shared& m, int h) { return load_shared(own_words(m) + 4 * CONSUMERS * h); }
+// The marks on eight weights, of 16 queries.
+__device__ __forceinline__ void mark(float* weight, uint4 words, u32 bounds, uint2 key_words) {
+    const u32 kept[2] = {kept_bytes(words.x, words.z, key_words.x, bounds),
+                         kept_bytes(words.y, words.w, key_words.y, bounds)};
+#pragma unroll
+    for (int n = 0; n < 8; ++n) weight[n] = mark_dropped(weight[n], kept[n % 2], n / 2);
+}
 
 // What a lane passes to ldmatrix_transposed for the bias of 16 queries from one of the step's on and 16 keys, in the order
 // of accumulators.
@@ -111,7 +116,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     int thread = threadIdx.x % 128;
     if (!EXTRAS) asm volatile("" : "+r"(thread));
     const int warp_row = 64 * w + thread / 32 * 16;
-    const float scale_log2 = a.scale * LOG2_E, keep_scale = DROPOUT ? a.keep_scale : 1.f;
+    const float scale_log2 = a.scale * LOG2_E;
     const u32 info = m.steps + 16 * ring.stage;
     const u32 q = m.q + ring.stage * Q_BYTES, lse_rows = m.lse + ring.stage * ROWS_BYTES;
     const u32 grad = m.grad + ring.stage * Q_BYTES, delta_rows = m.delta + ring.stage * ROWS_BYTES;
@@ -119,9 +124,11 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     float dst[BM / 2];
     u32 p[HALVES][4][4], ds[HALVES][4][4];
     mbar_wait(m.grad_full + 8 * ring.stage, ring.parity);
-    if (!LATE) {
+    if (!EXTRAS) {
+        u32 values = m.v + w * 64 * 128;
+        if (DROPOUT) asm volatile("" : "+r"(values));  // else ptxas spills a descriptor
         hold(dst); wgmma_fence();
-        product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
+        product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, values, grad);
         wgmma_commit();
     }
 
@@ -172,9 +179,17 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
                 hide(at, rounded[i / 4 % 2 * 2], rounded[i / 4 % 2 * 2 + 1]);
             }
         } else {
-            u32 bias[4];
+            u32 bias[4], bounds;
+            uint4 words;
+            uint2 key_words;
+            if (DROPOUT) key_words = load_shared_uint2(own_words(m));
 #pragma unroll
             for (int i = 32 * h; i < 32 * h + 32; i += 4) {
+                const u32 row = m.words + ring.stage * WORD_BYTES + i / 8 * (4 * QUERY_WORDS);
+                if (DROPOUT && i % 8 == 0) {  // for 16 queries, while their exponentials are taken
+                    words = load_shared_uint4(row + 16 * (thread % 32));
+                    bounds = load_shared(row + 4 * BOUNDS);
+                }
                 float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column), y = x;  // of keys 0.., 8..
                 if (BIASED) {
                     if (i % 8 == 0) ldmatrix_transposed(bias, bias_address(m, ring, 2 * i, warp_row));
@@ -187,6 +202,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
                 st[i + 1] = exp2_fast(st[i + 1] * scale_log2 - x.y);
                 st[i + 2] = exp2_fast(st[i + 2] * scale_log2 - y.x);
                 st[i + 3] = exp2_fast(st[i + 3] * scale_log2 - y.y);
+                if (DROPOUT && i % 8) mark(&st[i - 4], words, bounds, key_words);
             }
             if (masked) {
 #pragma unroll
@@ -197,7 +213,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             }
         }
         if (h == 0 && !EXTRAS) {
-            pack_half(p[0], st, 0, DROPOUT ? drawn(m, 0) : 0);
+            pack_half(p[0], st, 0);
             hold(dv_sum); hold(p[0]); wgmma_fence();
             product<MN_MAJOR, BM>(dv_sum, p[0], grad, true);
             wgmma_commit();
@@ -209,19 +225,16 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         hold(dv_sum); wgmma_fence();
         product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dv_sum, ds_tile + w * 64 * 128, grad, true);
         wgmma_commit();
-    }
-    if (LATE) {
-        hold(dst); wgmma_fence();
+        hold(dst); wgmma_fence();  // dP^T so late, as its registers were needed before
         product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
         wgmma_commit(); wgmma_wait<0>(); hold(dst); hold(dv_sum);
-        if (!EXTRAS) hold(p[0]);
     } else {
         wgmma_wait<1>(); hold(dst);  // dP^T is there, dV runs
     }
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
         if (h > 0 && !EXTRAS) {
-            pack_half(p[h], st, 32 * h, DROPOUT ? drawn(m, h) : 0);
+            pack_half(p[h], st, 32 * h);
             hold(p[h]); wgmma_fence();
             product<MN_MAJOR, BM>(dv_sum, p[h], grad + h * 64 * 128, true);
             wgmma_commit();
@@ -231,7 +244,6 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         const int keys = EXTRAS ? field(tile, KEYS) : 0;
         const int key_at = (EXTRAS ? field(tile, FIRST) : 0) + warp_row + thread % 32 / 4;
         const int queries = EXTRAS ? field(tile, QUERIES) : 0, number = EXTRAS ? field(tile, NUMBER) : 0;
-        const u32 kept = DROPOUT ? drawn(m, h) : 0;
         // in dbias
         long long at = ((long long)(number * a.heads + head) * a.queries + c + 64 * h) * a.keys + key_at;
 #pragma unroll
@@ -239,8 +251,11 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             const float2 x = load_shared_float2(delta_rows + 32 * (i >> 2) + column);
             float y[4];
 #pragma unroll
-            for (int n = 0; n < 4; ++n)
-                y[n] = st[i + n] * (dropped(dst[i + n], kept, i % 32 + n) * keep_scale - (n % 2 ? x.y : x.x));
+            for (int n = 0; n < 4; ++n) {
+                const float weight = st[i + n], at_row = n % 2 ? x.y : x.x;
+                if (DROPOUT) y[n] = __saturatef(weight) * dst[i + n] - fabsf(weight) * at_row;
+                else y[n] = weight * (dst[i + n] - at_row);
+            }
             ds[h][i / 8 % 4][i / 4 % 2 * 2] = pack_pair(scalar(), y[0], y[1]);
             ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1] = pack_pair(scalar(), y[2], y[3]);
             if (EXTRAS && dbias) {
@@ -284,7 +299,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             wgmma_wait<1>();
             if (n > 0) break;
 #pragma unroll
-            for (int h = 0; h < HALVES; ++h) { if (!EXTRAS && (!LATE || h > 0)) hold(p[h]); hold(ds[h]); }
+            for (int h = 0; h < HALVES; ++h) { if (!EXTRAS) hold(p[h]); hold(ds[h]); }
             release(grad_empty);
             release(q_empty);
         }
@@ -312,11 +327,11 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         bar_arrive(WRITTEN, 160);
     } else {
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) { if (!EXTRAS && (!LATE || h > 0)) hold(p[h]); hold(ds[h]); }
+        for (int h = 0; h < HALVES; ++h) { if (!EXTRAS) hold(p[h]); hold(ds[h]); }
         release(grad_empty);
         release(q_empty);
     }
-    if (DROPOUT) draw(m, tile, a, ring);  // of the next step; behind the last one for nothing
+    fetch_key_words(m, tile, a, ring);
     wgmma_wait<0>(); hold(st);
 }
 
@@ -349,7 +364,7 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
         asm volatile("" : "+r"(keys_tile), "+r"(q_tile));
         product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, keys_tile, q_tile);
         wgmma_commit();
-        if (DROPOUT) draw(m, tile, a, ring);
+        fetch_key_words(m, tile, a, ring);
         if (threadIdx.x % 128 == 0) bulk_wait_read();  // dK of the tile before is out
         bar_sync(OWN + w, 128);
         mbar_wait(m.v_full, round & 1);
@@ -387,7 +402,7 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
             bulk_commit();
         }
 #pragma unroll
-        for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] *= a.scale;
+        for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] *= a.scale * a.keep_scale;
         pack(rounded, dk_sum);
         bar_sync(ALL, CONSUMERS);  // no dQ reads dS
         if (whole) store_tile<BN>(m.ds, warp_row, rounded);
@@ -438,7 +453,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {
-            load_all<true, DETERMINISTIC, BIASED>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks, bias_map);
+            load_all<true, DETERMINISTIC, BIASED, DROPOUT>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks,
+                                                           bias_map);
         } else if (threadIdx.x == 32) {
             load_all<false, DETERMINISTIC>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks, bias_map);
         } else if (threadIdx.x / 32 == 2) {  // dq

@@ -73,7 +73,8 @@ __device__ __forceinline__ Rows rows_at(const Attention& a, int row_blocks) {
     return r;
 }
 
-// delta = rowsum(dout * out) - dlse, lse in units of log 2, zeros where dq is summed, and the order of the tiles
+// delta = rowsum(dout * out) - dlse (times 1 - p for the main launch), lse in units of log 2, zeros where dq is summed, and
+// the order of the tiles
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_rows(
     const Attention a,
     const scalar* __restrict__ out,      // (B, T, H, Dv) or (tokens, H, Dv) by strides, last axis contiguous
@@ -133,12 +134,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
             lse_rows[r.side * BM + row] = value == NEG_INF ? INF : value * LOG2_E;
             if (inside && dlse) sum[i] -= dlse[e];
             if (inside && delta) delta[e] = sum[i];
-            delta_rows[r.side * BM + row] = inside ? sum[i] : 0.f;
+            delta_rows[r.side * BM + row] = inside ? sum[i] / a.keep_scale : 0.f;
         }
     }
 }
 
-// dq = scale * sum, from the order of fragments to rows
+// dq = scale / (1 - p) * sum, from the order of fragments to rows
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_dq(
     const Attention a,
     const float* __restrict__ dq_sum,    // (H, row_blocks, BM * WIDTH)
@@ -161,10 +162,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_d
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] = sums[(8 * part + i) * 128];
         u32 p[4][4];
+        const float scale = a.scale * a.keep_scale;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            p[i / 2][i % 2 * 2] = pack_pair(scalar(), x[i].x * a.scale, x[i].y * a.scale);
-            p[i / 2][i % 2 * 2 + 1] = pack_pair(scalar(), x[i].z * a.scale, x[i].w * a.scale);
+            p[i / 2][i % 2 * 2] = pack_pair(scalar(), x[i].x * scale, x[i].y * scale);
+            p[i / 2][i % 2 * 2 + 1] = pack_pair(scalar(), x[i].z * scale, x[i].w * scale);
         }
         store_tile<64>(tile, row0, p);
         __syncwarp();

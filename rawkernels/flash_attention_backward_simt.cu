@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
 #pragma unroll
             for (int n = 0; n < N; ++n) stats[n] = row_stats(a, s, head, at.query(0, n), lse, delta);
             unsigned int kept = ~0u;
-            const bool drops = EXTRAS && a.threshold < 65536;
+            const bool drops = EXTRAS && a.query_words;
             if (drops) drop(a, kept = draw_kept<true, R, N>(a, s, head, at), ds);
 #pragma unroll
             for (int e = 0; e < R * N; ++e) ds[e / N][e % N] -= stats[e % N].delta;
@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
         float p[R][N], ds[R][N], bend[R][N];
         multiply(dout_tile + own * PITCH, v_tile + lane_across() * PITCH, ds);
         multiply(q_tile + own * PITCH, k_tile + lane_across() * PITCH, p);
-        if (EXTRAS && a.threshold < 65536) drop(a, draw_kept<false, R, N>(a, s, head, at), ds);
+        if (EXTRAS && a.query_words) drop(a, draw_kept<false, R, N>(a, s, head, at), ds);
 #pragma unroll
         for (int e = 0; e < R * N; ++e) bend[e / N][e % N] = 1.f;
         apply_logits(a, s, head, at, j >= clear_begin && j + STEP <= clear_end, p, bend);

@@ -98,10 +98,10 @@ template <typename T>
 __device__ __forceinline__ void drop_and_pack(T, u32 (&p)[4], float (&left)[4], float (&right)[4], const Attention& a,
                                               const Sequence& s, int head, int i, int j) {
     if constexpr (TF32) {
-        if (DROPOUT) drop(left, right, draw(a, s, head, i, j), a.threshold);
+        if (DROPOUT) drop(left, right, kept_anew(a, s, head, i, j));
     } else {
         pack<T>(p, left, right);
-        if (DROPOUT) drop(p, draw(a, s, head, i, j), a.threshold);
+        if (DROPOUT) drop(p, kept_anew(a, s, head, i, j));
     }
 }
 // sum += weights v over the 16 keys of accumulators n and n + 1.
@@ -274,7 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
                     y = exp2_fast(fmaf(y, c, base[m][e / 2 % 2]));
                     total[m][e / 2 % 2] += y;
                 }
-                drop_and_pack(scalar(), p[m], x[m][n], x[m][n + 1], a, s, head, i + 16 * m, j + 8 * n);
+                drop_and_pack(scalar(), p[m], x[m][n], x[m][n + 1], a, s, head, i + 16 * m,
+                              j + 8 * n + lane % 4 * 2);
             }
             add_values(sum, x, n, p, v_lane);
         }

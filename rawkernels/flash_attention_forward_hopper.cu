@@ -5,13 +5,11 @@
 // that one's prologue and epilogue run beside the others' products, and each passes over the blocks that its own queries do
 // not see. Thread blocks are persistent and take tiles from a counter, since causal tiles differ in length.
 // Constants: scalar = bf16, f16; HEAD_DIM = 64; BM = 192; BN = 128; BANDED = false, true; BIAS = false; EXTRAS = false;
-//    DROPOUT = false
+//    DROPOUT = false, true
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = false, true; BIAS = false; EXTRAS = false;
 //    DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; BIAS = false; EXTRAS = true;
 //    DROPOUT = false, true
-// Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; BIAS = false; EXTRAS = false;
-//    DROPOUT = true
 // Constants: scalar = bf16; HEAD_DIM = 96, 128; BM = 128; BN = 128; BANDED = false, true; BIAS = false;
 //    EXTRAS = false, true; DROPOUT = false, true
 // Constants: scalar = f16; HEAD_DIM = 128; BM = 128; BN = 128; BANDED = false, true; BIAS = false; EXTRAS = false, true;
@@ -38,7 +36,7 @@
 // Arch: sm_90a
 // HEAD_DIM: both head sizes rounded up; BM queries and BN keys a tile; BANDED: a causal mask or a window;
 // BIAS: of 16 bits, and nothing else but a scale > 0 is between a product and its logit; EXTRAS: anything is;
-// DROPOUT: 0 <= threshold < 65536.
+// DROPOUT: a.query_words is given.
 #include "common/attention_hopper.cuh"
 #include "common/tma.cuh"
 
@@ -55,7 +53,8 @@ constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2, SLABS = (HEAD_DIM + 63) / 64;
 constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // queries of a warpgroup
 constexpr int BIAS_SLABS = BIAS || (EXTRAS && BN == 128) ? 2 : 0;  // of 16-bit numbers; a mask of bytes fills one
 constexpr int BIAS_BYTES = BM * BIAS_SLABS * 128;
-constexpr int OPERANDS = WARPGROUPS * Q_BYTES + STAGES * (2 * KV_BYTES + BIAS_BYTES);
+constexpr int WORD_BYTES = DROPOUT && !BIAS_BYTES ? BN * KEY_WORDS / 4 : 0;  // of dropout's table; else not staged
+constexpr int OPERANDS = WARPGROUPS * Q_BYTES + STAGES * (2 * KV_BYTES + BIAS_BYTES + WORD_BYTES);
 constexpr bool OWN_OUT = OPERANDS + WARPGROUPS * Q_BYTES <= 224 * 1024;  // else a warpgroup's out overwrites its queries
 
 constexpr int SHARED_BYTES = 2048 + OPERANDS + (OWN_OUT ? WARPGROUPS * Q_BYTES : 0);  // 1024 for shared_base()
@@ -66,13 +65,14 @@ constexpr int K_BARS = TILE_EMPTY + 16, V_BARS = K_BARS + 16 * STAGES, BIAS_BARS
 constexpr int TILE = 512, TILE_WORDS = 8;  // two tiles: the one at work and the next
 constexpr int Q = 1024, OUT = OWN_OUT ? Q + WARPGROUPS * Q_BYTES : Q;
 constexpr int K = OUT + WARPGROUPS * Q_BYTES, V = K + STAGES * KV_BYTES, BIASES = V + STAGES * KV_BYTES;
+constexpr int WORDS = BIASES + STAGES * BIAS_BYTES;
 static_assert(SHARED_BYTES <= 232448, "flash_attention_forward_hopper.cu: the tiles do not fit in shared memory");
 
 __device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
 template <int ROWS, int COUNT> __device__ __forceinline__ void load_slabs(u32 tile, const TensorMap& map, u32 bar, int column,
                                                                           int row, int head, int batch, u64 hint,
-                                                                          int rows = ROWS) {
-    mbar_expect(bar, COUNT * rows * 128);
+                                                                          int rows = ROWS, int more = 0) {
+    mbar_expect(bar, COUNT * rows * 128 + more);
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) tma_load(tile + n * ROWS * 128, map, bar, column + 64 * n, row, head, batch, hint);
 }
@@ -88,9 +88,9 @@ template <int BARS, int TILES, int ROWS, int COUNT> struct Ring {
     }
     template <int SOME = COUNT>
     __device__ __forceinline__ void load(int i, const TensorMap& map, int column, int row, int head, int batch,
-                                         u64 hint, int rows = ROWS) const {
+                                         u64 hint, int rows = ROWS, int more = 0) const {
         mbar_wait(empty(i), (i / STAGES & 1) ^ 1);
-        load_slabs<ROWS, SOME>(tile(i), map, full(i), column, row, head, batch, hint, rows);
+        load_slabs<ROWS, SOME>(tile(i), map, full(i), column, row, head, batch, hint, rows, more);
     }
     __device__ __forceinline__ void wait(int i) const { mbar_wait(full(i), i / STAGES & 1); }
     __device__ __forceinline__ void done(int i) const { release(empty(i)); }
@@ -126,6 +126,7 @@ struct Rows {
     float peak[2], shift[2], unit, exact[2];  // the largest logit, its exponent; the exponents of a logit of 1
     u32 p[BN / 16][4];
     int i;  // the first row's query; the second's is i + 8
+    u32 factor[2], summand[2], bounds;  // of dropout: for columns 2c and 2c + 1 of every 8
 };
 
 // The power of two above: products with it are exact.
@@ -206,13 +207,26 @@ __device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const u32 
     take_exponentials(rows, s, 0);
     if (!WAIT_AMID) take_exponentials(rows, s, 1);
 }
-__device__ __forceinline__ void pack_weights(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, int n) {
-    if (WAIT_AMID) take_exponentials(rows, s, 1);
-    if (DROPOUT) {
-        const u32 block = (rows.i - threadIdx.x % 32 / 4) / 16 | n * (BN / 16) << 16;
-        drop(s, key_of(a), block, t.number * a.heads + t.head, a.threshold);
+// What dropout leaves of the packed weights. The words of the keys came with the values.
+__device__ __forceinline__ void drop(Rows& rows, const Attention& a, const Tile& t, u32 shared, int used, int n) {
+    const int lane = threadIdx.x % 32;
+    const u32* const rows_read = key_words(a, t.number, t.head) + n * (BN / 16) * KEY_WORDS;
+#pragma unroll
+    for (int k = 0; k < BN / 16; ++k) {
+        uint2 key;
+        if (WORD_BYTES) key = load_shared_uint2(shared + WORDS + used % STAGES * WORD_BYTES + 4 * k * KEY_WORDS + 8 * lane);
+        else key = __ldg((const uint2*)(rows_read + k * KEY_WORDS) + lane);
+        const Kept kept = {kept_bytes(rows.factor[0], rows.summand[0], key.x, rows.bounds),
+                           kept_bytes(rows.factor[1], rows.summand[1], key.y, rows.bounds)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rows.p[k][i] &= pair_mask(kept, byte_of(i));
     }
+}
+__device__ __forceinline__ void pack_weights(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, u32 shared,
+                                             int used, int n) {
+    if (WAIT_AMID) take_exponentials(rows, s, 1);
     pack(rows.p, s);
+    if (DROPOUT) drop(rows, a, t, shared, used, n);
 }
 __device__ __forceinline__ void add_values(Rows& rows, u32 shared, int used) {  // o += p v, issued
     const Values values{shared};
@@ -238,10 +252,10 @@ __device__ __forceinline__ void step(Rows& rows, const Attention& a, const Tile&
     wgmma_wait<1>(); hold(s);  // the logits are there; p v runs on
     keys.done(used + 1);
     weigh(rows, s, bias, a, t, shared, used + 1, n, edge, bias_by_tma);
-    if (WAIT_AMID) Values{shared}.wait(used + 1);  // over its branch ptxas moves nothing
+    if (WAIT_AMID || WORD_BYTES) Values{shared}.wait(used + 1);  // over its branch ptxas moves nothing
     wgmma_wait<0>(); hold(rows.o); hold(rows.p);
     Values{shared}.done(used);
-    pack_weights(rows, s, a, t, n);
+    pack_weights(rows, s, a, t, shared, used + 1, n);
     if (!RESCALE_FIRST) rescale(rows);
 }
 
@@ -313,6 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 if (t.first < 0) break;
                 const Range range = key_range<BANDED, BM, BN>(a, t, t.first);
                 const int kv_head = t.head / a.group, batch = a.cu_q ? 0 : t.number;
+                const u32* const words = WORD_BYTES ? key_words(a, t.number, t.head) : nullptr;
                 const auto load_keys = [&](int i, int n) {
                     keys.load(i, k_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
                     if (!BIAS_BYTES || !bias_by_tma) return;
@@ -324,7 +339,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 if (range.begin < range.end) load_keys(loaded, range.end - 1);
                 for (int n = range.end - 1; n >= range.begin; --n, ++loaded) {  // from the last block to the first
                     if (n > range.begin) load_keys(loaded + 1, n - 1);  // values come one behind
-                    values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
+                    values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST, BN, WORD_BYTES);
+                    if (WORD_BYTES)
+                        bulk_load(shared + WORDS + loaded % STAGES * WORD_BYTES, words + n * (WORD_BYTES / 4), WORD_BYTES,
+                                  values.full(loaded));
                 }
                 mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));  // so late that no tile is taken too early
             }
@@ -376,6 +394,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
 #pragma unroll
             for (int r = 0; r < 2; ++r) { rows.peak[r] = NEG_INF; rows.total[r] = 0.f; }
             rows.unit = 1.f;
+            if (DROPOUT) {
+                const u32* const words = query_words(a, t.number, t.head) + rows.i / 16 * QUERY_WORDS;
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    const int place = query_place(rows.i, fragment_column(n));
+                    rows.factor[n] = __ldg(words + place);
+                    rows.summand[n] = __ldg(words + place + 2);
+                }
+                rows.bounds = __ldg(words + BOUNDS);
+            }
             if (any) {
 #pragma unroll
                 for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] = 0.f;
@@ -390,8 +418,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                     wgmma_wait<0>(); hold(s);
                     keys.done(used);
                     weigh(rows, s, bias, a, t, shared, used, n, true, bias_by_tma);
-                    pack_weights(rows, s, a, t, n);
-                    if (WAIT_AMID) values.wait(used);
+                    if (WAIT_AMID || WORD_BYTES) values.wait(used);
+                    pack_weights(rows, s, a, t, shared, used, n);
                 }
                 const int past = range.end * BN - t.keys;
                 if (past > 0 && (a.cu_q || a.key_lengths)) {  // values of others or garbage: 0 * NaN is NaN

@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EXTRAS || HEAD_DIM > 128 ?
 #pragma unroll
             for (int e = 0; e < WIDTH; ++e) sum[r][e] *= fade;
         }
-        if (EXTRAS && a.threshold < 65536) drop(a, draw_kept<false, R, N>(a, s, head, at), x);
+        if (EXTRAS && a.query_words) drop(a, draw_kept<false, R, N>(a, s, head, at), x);
         __syncthreads();
         add_product(x, tile, sum);
     }

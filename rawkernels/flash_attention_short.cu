@@ -7,7 +7,7 @@
 //            HEAD_DIM; no bias, ALiBi or softcap. Rows start at multiples of 16 bytes, no array reaches over 2^31
 //            elements, head sizes are multiples of 8.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
-#include "common/attention.cuh"
+#include "common/attention_dropout.cuh"
 #include "common/mma.cuh"
 
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "flash_attention_short.cu: HEAD_DIM is 32, 64, 128");
@@ -224,16 +224,6 @@ __device__ __forceinline__ void logits(const Attention& a, const Sequence& s, in
     }
 }
 
-// Bit e: whether dropout keeps number e.
-__device__ __forceinline__ u32 kept(const Attention& a, const Sequence& s, int head, int i, int j) {
-    const u32 number = s.number * a.heads + head;
-    const uint4 words = philox(key_of(a), i / TILE | j / TILE << 16, threadIdx.x % 32 | number << 5);
-    u32 bits = 0;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) bits |= (philox_lane(words, e) < a.threshold) << e;
-    return bits;
-}
-
 // Over the four lanes that share a row.
 __device__ __forceinline__ float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -304,14 +294,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, FORWARD_BLOCKS) flash_a
             for (int c = 0; c < HEAD_DIM / 8; ++c)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) sum[c][e] *= fade[e / 2];
-        if (a.threshold < 65536) {
-            const u32 bits = kept(a, s, head, i, j);
-#pragma unroll
-            for (int e = 0; e < 8; ++e)
-                if (!(bits >> e & 1)) x[e / 4][e % 4] = 0.f;
-        }
         u32 p[4];
         pack(p, x[0], x[1]);
+        if (a.query_words) {
+            const Kept words = kept_of_lane(a, s, head, i + row_at(0), j + column_at(0));
+#pragma unroll
+            for (int n = 0; n < 4; ++n) p[n] &= pair_mask(words, byte_of(n));
+        }
 #pragma unroll
         for (int m = 0; m < VECTORS; ++m) {
             multiply(sum, p, v_tile[m], m);
@@ -380,11 +369,12 @@ __device__ __forceinline__ void differentiate(const Attention& a, const Sequence
         lse[r] = lse[r] == NEG_INF ? INF : lse[r] * LOG2E;  // rows without keys: p is 0
     }
     logits(a, s, head, i, j, x, bend);
-    const u32 bits = a.threshold < 65536 ? kept(a, s, head, i, j) : 0xff;
+    Kept words = {~0u, ~0u};
+    if (a.query_words) words = kept_of_lane(a, s, head, i + row_at(0), j + column_at(0));
     float weight[8];
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-        const float factor = bits >> e & 1 ? a.keep_scale : 0.f;
+        const float factor = kept(e % 2 ? words.odd : words.even, byte_of(e / 2)) ? a.keep_scale : 0.f;
         weight[e] = exp2_fast(x[e / 4][e % 4] - lse[e % 4 / 2]);
         x[e / 4][e % 4] = weight[e] * factor;
         dp[e / 4][e % 4] *= factor;

@@ -51,8 +51,9 @@ def variant(width, queries, bands, bias, extras, dropout):
     alone = bias and not extras and not dropout and width <= STAGED_BIAS_WIDTH
     extras = (bias or extras) and not alone
     rows, keys = 128, 128
-    if width == 64 and not (alone or extras or dropout):
-        rows, keys = (256, 64) if queries <= (SHORT_BANDED if bands else SHORT) else (192, 128)
+    if width == 64 and not (alone or extras):
+        short = queries <= (SHORT_BANDED if bands else SHORT) and not dropout
+        rows, keys = (256, 64) if short else (192, 128)
     elif width == 128 and queries >= LONG and not (bands or alone or extras or dropout):
         keys = 176
     elif width == 192:
@@ -70,7 +71,8 @@ def shared_bytes(constants):
     width, rows, keys = (constants[name] for name in ("HEAD_DIM", "BM", "BN"))
     line, stages = -(-width // 64) * 128, 3 if width == 64 else 2
     stages_bias = constants["BIAS"] or (constants["EXTRAS"] and width <= STAGED_BIAS_WIDTH)
-    operands = rows * line + stages * (2 * keys * line + (rows * 256 if stages_bias else 0))
+    side = rows * 256 if stages_bias else keys * 16 if constants["DROPOUT"] else 0
+    operands = rows * line + stages * (2 * keys * line + side)
     own_out = operands + rows * line <= TILE_BYTES  # else out takes the place of q
     return 2048 + operands + (rows * line if own_out else 0)
 

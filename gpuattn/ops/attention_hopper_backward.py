@@ -140,7 +140,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     staged = None if extras else _staged(bias, q.dtype, launch, needs[3])
     extras = extras or (bias is not None and staged is None)
     file, name, constants = _main(
-        q.dtype, max(q.shape[-1], v.shape[-1]), extras=extras, dropout=bool(params["dropout_p"]),
+        q.dtype, max(q.shape[-1], v.shape[-1]), extras=extras, dropout=launch.dropout,
         biased=staged is not None, deterministic=bool(launch.deterministic),
     )  # fmt: skip
     width = constants["WIDTH"]

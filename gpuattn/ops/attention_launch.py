@@ -4,19 +4,21 @@ import numpy as np
 
 from gpuattn import rng
 from gpuattn.arrays import get_xp
+from gpuattn.ops.attention_dropout import Tables
 
 STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias")
-POINTERS = ("bias_data", "key_lengths", "cu_q", "cu_k", "slopes", "sink", "device_step")
+POINTERS = (
+    "bias_data", "key_lengths", "cu_q", "cu_k", "slopes", "sink", "query_words", "key_words",
+)  # fmt: skip
 PROBLEM = np.dtype(
     [(name, np.int64, 4) for name in STRIDED]
     + [(name, np.int64) for name in ("lse_batch", "lse_head")]
     + [(name, np.uint64) for name in POINTERS]
     + [(name, np.int32) for name in (
         "sequences", "heads", "group", "queries", "keys", "head_dim", "value_dim", "left", "right",
-        "bottom_right", "bias_kind", "slopes_batch",
+        "bottom_right", "bias_kind", "slopes_batch", "query_rows", "key_rows",
     )]
     + [(name, np.float32) for name in ("scale", "softcap", "keep_scale")]
-    + [(name, np.uint32) for name in ("threshold", "seed_low", "seed_high", "stream", "step")]
 )  # fmt: skip
 """The struct Attention of ``rawkernels/common/attention.cuh``."""
 
@@ -43,14 +45,15 @@ class Launch:
         self.heads, self.kv_heads = q.shape[-2], k.shape[-2]
         self.queries, self.keys = max_seqlen_q, max_seqlen_k
         rows = q.shape[-3]  # T, or all tokens
-        fields, device_step = _dropout_fields(dropout_p, key)
-        fields |= {
+        self.dropout = rng.threshold(dropout_p) < 65536  # else p is too small to drop any
+        fields = {
             "lse_batch": 0 if packed else self.heads * rows, "lse_head": rows,
             "sequences": self.sequences, "heads": self.heads,
             "group": self.heads // max(self.kv_heads, 1), "queries": self.queries,
             "keys": self.keys, "head_dim": q.shape[-1], "value_dim": v.shape[-1],
             "left": self.left, "right": self.right, "bottom_right": align == "bottom_right",
             "scale": scale, "softcap": softcap or 0,
+            "keep_scale": 1 / (1 - dropout_p) if self.dropout else 1,
         }  # fmt: skip
         for name, x in {"q": q, "k": k, "v": v, **strided}.items():
             fields[name] = _strides(x, packed)
@@ -65,7 +68,17 @@ class Launch:
             key_lengths = key_lengths.clip(0, max_seqlen_k)  # a cast would wrap
         lengths, cu_q, cu_k = (_contiguous(x, np.int32) for x in (key_lengths, cu_q, cu_k))
         slopes, sink = (_contiguous(x, np.float32) for x in (slopes, sink))
-        self.pointed_at = bias, lengths, cu_q, cu_k, slopes, sink, device_step
+        tables = None, None
+        if self.dropout:
+            once = 1 if packed else self.sequences
+            drawn = Tables(
+                q, dropout_p, key, heads=self.heads, sequences=self.sequences,
+                queries=self.queries, keys=self.keys, tokens=(once * rows, once * k.shape[-3]),
+                cu_q=cu_q, cu_k=cu_k,
+            )  # fmt: skip
+            fields["query_rows"], fields["key_rows"] = drawn.rows
+            tables = drawn.query_words, drawn.key_words
+        self.pointed_at = bias, lengths, cu_q, cu_k, slopes, sink, *tables
         for name, x in zip(POINTERS, self.pointed_at, strict=True):
             fields[name] = 0 if x is None else x.data.ptr
         self.fields = fields
@@ -73,7 +86,6 @@ class Launch:
         for name, value in fields.items():
             problem[name] = value
         self.problem = problem.view(f"V{PROBLEM.itemsize}")
-        self.dropout = fields["threshold"] < 65536
         # more than a positive scale is between a product and its logit
         self.extras = bool(scale <= 0 or softcap or bias is not None or slopes is not None)
 
@@ -95,16 +107,3 @@ def _strides(x, packed):
 
 def _contiguous(x, dtype):
     return None if x is None else get_xp(x).ascontiguousarray(x, dtype)
-
-
-def _dropout_fields(dropout_p, key):
-    """Return the fields of PROBLEM, and the update's number on the device (or None)."""
-    if not dropout_p:
-        return {"threshold": 65536, "keep_scale": 1}, None
-    low, high, stream, step, device_step = rng.device_arguments(key)
-    fields = {
-        "threshold": rng.threshold(dropout_p),
-        "keep_scale": 1 / (1 - dropout_p),
-        "seed_low": low, "seed_high": high, "stream": stream, "step": step,
-    }  # fmt: skip
-    return fields, device_step

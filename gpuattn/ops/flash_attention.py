@@ -27,7 +27,6 @@ from gpuattn.ops.attention_arguments import NAME, check, number, window_sides
 from gpuattn.ops.attention_launch import UNLIMITED
 
 MAX_NUMBA_HEAD_DIM = 128
-MAX_DROPOUT_LENGTH = 1 << 20  # a 16 x 16 tile has two 16-bit coordinates in the Philox counter
 
 
 def flash_attention(
@@ -85,9 +84,6 @@ def flash_attention(
     if align not in ("bottom_right", "top_left"):
         raise ValueError(problem(NAME, "align", repr(align), "'bottom_right' or 'top_left'"))
     dropout_p = number("dropout_p", dropout_p, "0 <= p < 1", lambda p: 0 <= p < 1)
-    if dropout_p and max(limits) > MAX_DROPOUT_LENGTH:
-        accepted = f"lengths up to {MAX_DROPOUT_LENGTH} with dropout"
-        raise ValueError(problem(NAME, "the longest sequence", max(limits), accepted))
     if softcap is not None:
         softcap = number("softcap", softcap, "a positive number", lambda c: 0 < c < math.inf)
     head_dim = raw(q).shape[-1]

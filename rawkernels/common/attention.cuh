@@ -1,6 +1,5 @@
 #pragma once
 // What all attention kernels share: the problem, its sequences, and what one logit is.
-#include "common/philox.cuh"
 
 constexpr float INF = -NEG_INF;
 
@@ -13,7 +12,7 @@ struct Attention {
     const void* bias_data;                     // (B, H, T, S) by strides
     const int *key_lengths, *cu_q, *cu_k;      // (B,); (B + 1,) where sequences are packed; or null
     const float *slopes, *sink;                // (H,) or (B, H); (H,); or null
-    const unsigned int* device_step;           // the update's number on the device (graph replay), or null
+    const unsigned int *query_words, *key_words;  // dropout's tables (attention_dropout.cu), or null
     int sequences;
     int heads, group;                          // query heads, and how many of them share a KV head
     int queries, keys;                         // of the longest sequence
@@ -21,10 +20,9 @@ struct Attention {
     int left, right, bottom_right;             // the window around the key a query stands at
     int bias_kind;                             // 0 none, 1 bool, 2 float, 3 scalar
     int slopes_batch;                          // stride of the ALiBi slopes
+    int query_rows, key_rows;                  // of a head in dropout's tables
     float scale, softcap;                      // softcap 0: none
     float keep_scale;                          // 1 / (1 - p)
-    unsigned int threshold;                    // 16-bit numbers below it are kept
-    unsigned int seed_low, seed_high, stream, step;
 };
 
 struct Sequence {
@@ -51,10 +49,6 @@ __device__ inline const scalar* rows_of(const scalar* x, const Strides& s, int n
 
 __device__ inline float slope_of(const Attention& a, int number, int head) {
     return a.slopes ? a.slopes[number * a.slopes_batch + head] : 0.f;
-}
-
-__device__ inline PhiloxKey key_of(const Attention& a) {
-    return philox_key(a.seed_low, a.seed_high, a.stream, a.step, a.device_step);
 }
 
 // The logit of query i and key j, -inf where hidden; `bend` is its derivative by the softcap.

@@ -1,7 +1,7 @@
 #pragma once
 // What the launches of Hopper's attention backward share: tiles, the side buffers' order, and what a
 // weight is beside the plain one.
-#include "common/attention.cuh"
+#include "common/attention_dropout.cuh"
 #include "common/barrier.cuh"
 
 static_assert(WIDTH == 64 || WIDTH == 128 || WIDTH == 256, "flash_attention_backward_hopper: WIDTH is 64, 128 or 256");
@@ -42,30 +42,4 @@ __device__ __forceinline__ float weigh(const Attention& a, float dot, float lse,
         if (a.bias_kind == 3) x += (float)((const scalar*)a.bias_data)[at];
     }
     return seen ? exp2_fast((x - penalty) * LOG2_E - lse) : 0.f;
-}
-
-// Which of this thread's 32 numbers of P^T are kept, from queries i0 and keys j0 of its warp on; both multiples of 16.
-// P^T lies transposed in registers, so what a lane wants others draw: lanes l and l ^ 4 draw, as lanes L and L ^ 4, the
-// numbers of either, l the ones of queries with the parity of l / 4.
-__device__ __forceinline__ u32 keep_bits(const Attention& a, const PhiloxKey& key, int i0, int j0, int sheet) {
-    const u32 lane = threadIdx.x % 32, drawn = lane / 8 | (lane & 4) | lane % 4 << 3 | (u32)sheet << 5;
-    // Two 16-bit numbers at once: which are below the threshold? Where it has no bit 15, of their complements.
-    const u32 flip = a.threshold < 0x8000 ? ~0u : 0u, rest = (flip ? a.threshold : 0x10000 - a.threshold) * 0x10001;
-    u32 even = 0, odd = 0;
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-        const uint4 x = philox(key, (u32)(i0 / 16 + t) | (u32)(j0 / 16) << 16, drawn);
-        const u32 numbers[4] = {x.x, x.z, x.y, x.w};
-        u32 bits = 0;
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const u32 y = numbers[n] ^ flip;
-            bits |= ((y & 0x7fff7fff) + rest & y & 0x80008000) >> (15 - 2 * n);
-        }
-        even |= (bits & 0xff) << 8 * t;
-        odd |= bits >> 16 << 8 * t;
-        asm volatile("" : "+r"(even), "+r"(odd));  // now, not where they are asked for
-    }
-    const u32 other = __shfl_xor_sync(~0u, lane & 4 ? even : odd, 4);
-    return (lane & 4 ? odd << 1 | other : even | other << 1) ^ ~flip;
 }

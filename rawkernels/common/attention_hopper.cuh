@@ -1,7 +1,7 @@
 #pragma once
 // What Hopper's attention kernels share: which tile is the index-th, which key blocks its queries see, and what happens
 // to logits and weights in the accumulators of a warpgroup (m64nN fragments, wgmma.cuh).
-#include "common/attention.cuh"
+#include "common/attention_dropout.cuh"
 #include "common/wgmma.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -155,23 +155,4 @@ __device__ __forceinline__ float to_logits(float (&s)[R], const Attention& a, co
         factor = 1.f;
     }
     return factor;
-}
-
-// Dropped weights become 0: one draw gives a lane its eight numbers of 16 x 16 weights. block: i / 16 | j / 16 << 16 of
-// the first of them; head: sequence * H + h. The lower halves become floats, for a difference clamped to [0, 1]: integer
-// comparisons of all would overload their pipe.
-template <int R> __device__ __forceinline__ void drop(float (&weight)[R], PhiloxKey key, u32 block, u32 head, u32 threshold) {
-    const float bound = 8388608.f + threshold;  // 2^23 + n is exact: its low bits are n
-    u32 lane = threadIdx.x % 32 | head << 5;
-    asm volatile("" : "+r"(lane), "+r"(key.seed_low), "+r"(key.seed_high));  // no round keys kept from block to block
-#pragma unroll
-    for (int k = 0; k < R / 8; ++k) {
-        const uint4 draw = philox(key, block + (k << 16), lane);
-        const u32 word[4] = {draw.x, draw.y, draw.z, draw.w};
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            weight[8 * k + 2 * n] *= __saturatef(bound - __uint_as_float(__byte_perm(word[n], 0x4b00, 0x5410)));
-            if (word[n] >= threshold << 16) weight[8 * k + 2 * n + 1] = 0.f;
-        }
-    }
 }

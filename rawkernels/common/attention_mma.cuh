@@ -1,7 +1,7 @@
 #pragma once
 // Logits as the accumulators of mma.sync hold them (see mma.cuh): d[n] is 16 queries x keys 8n .. 8n + 7, of which a
 // lane has queries i, i + 8 and keys j + 8n, j + 8n + 1. They are in units of log2: p = exp2(logit - lse / log(2)).
-#include "common/attention.cuh"
+#include "common/attention_dropout.cuh"
 #include "common/mma.cuh"
 
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
@@ -102,25 +102,21 @@ template <int N> __device__ __forceinline__ void apply_extras(const Attention& a
     }
 }
 
-// ---- dropout: one draw is the eight numbers of a lane's share of 16 x 16 probabilities, words in the order of an operand a
-__device__ __forceinline__ uint4 draw(const Attention& a, const Sequence& s, int head, int i, int j) {
-    head = anew(head), i = anew(i), j = anew(j);
-    return philox(key_of(a), (u32)(i >> 4) | (u32)(j >> 4) << 16, threadIdx.x % 32 | (u32)(s.number * a.heads + head) << 5);
+// ---- dropout
+__device__ __forceinline__ Kept kept_anew(const Attention& a, const Sequence& s, int head, int i, int j) {
+    return kept_of_lane(a, s, anew(head), anew(i), anew(j));
 }
 // Zeros in place of the dropped ones of 16 x 16 packed probabilities.
-__device__ __forceinline__ void drop(u32 (&p)[4], uint4 numbers, u32 threshold) {
-    const u32 words[4] = {numbers.x, numbers.y, numbers.z, numbers.w};
+__device__ __forceinline__ void drop(u32 (&p)[4], Kept words) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-        p[e] &= ((words[e] & 0xffffu) < threshold ? 0xffffu : 0u) | ((words[e] >> 16) < threshold ? 0xffff0000u : 0u);
+    for (int n = 0; n < 4; ++n) p[n] &= pair_mask(words, byte_of(n));
 }
 // The same of the two accumulators that hold them.
-__device__ __forceinline__ void drop(float (&left)[4], float (&right)[4], uint4 numbers, u32 threshold) {
-    const u32 words[4] = {numbers.x, numbers.y, numbers.z, numbers.w};
+__device__ __forceinline__ void drop(float (&left)[4], float (&right)[4], Kept words) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-        float* pair = (e < 2 ? left : right) + e % 2 * 2;
-        if ((words[e] & 0xffffu) >= threshold) pair[0] = 0.f;
-        if ((words[e] >> 16) >= threshold) pair[1] = 0.f;
+    for (int n = 0; n < 4; ++n) {
+        float* pair = (n < 2 ? left : right) + n % 2 * 2;
+        if (!kept(words.even, byte_of(n))) pair[0] = 0.f;
+        if (!kept(words.odd, byte_of(n))) pair[1] = 0.f;
     }
 }

@@ -5,7 +5,7 @@
 // side tile by tile. Each warp has 4 R of the block's rows to itself; its lanes stand in 4 x 8, at (down, across).
 // Of the products of its rows and a tile's a lane holds x[r][n]: row down + 4r of the warp, row across + 8n of the
 // tile. Of a weighted sum of a tile's rows it holds sum[r][..]: columns 4 across + 32c .. + 3 of row down + 4r.
-#include "common/attention.cuh"
+#include "common/attention_dropout.cuh"
 
 constexpr int THREADS = 128;
 constexpr int PITCH = HEAD_DIM + 4;  // floats between rows of a tile: spreads rows over the banks
@@ -185,30 +185,27 @@ __device__ inline void apply_logits(const Attention& a, const Sequence& s, int h
     }
 }
 
-// Bit r N + n says whether dropout keeps x[r][n]. See attention_keep_mask: a draw is eight numbers of a lane's share of
-// 16 x 16 probabilities as mma.sync holds them, of which rows 8 apart and columns 8 apart are this lane's.
+// Bit r N + n says whether dropout keeps x[r][n]. A word is four numbers, rows 8 apart and columns 8 apart; those among
+// them are this lane's.
 template <bool KEYS_DOWN, int R, int N>
 __device__ inline unsigned int draw_kept(const Attention& a, const Sequence& s, int head, Spot<KEYS_DOWN> at) {
     at = {anew(at.i), anew(at.j)};
-    const PhiloxKey key = key_of(a);
-    const unsigned int number = s.number * a.heads + head;
-    unsigned int kept = 0;
+    unsigned int bits = 0;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-        if (r & 2) continue;  // the draw of r - 2
+        if (r & 2) continue;  // in the word of r - 2
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-            const int i = at.query(r, n), j = at.key(r, n);
-            const uint4 words = philox(key, i / 16 | j / 16 << 16, i % 8 * 4 + j % 8 / 2 | number << 5);
+            const unsigned int word = kept_bytes(a, s, head, at.query(r, n), at.key(r, n));
 #pragma unroll
             for (int e = 0; e < (R > 2 ? 4 : 2); ++e) {
                 const int down = r + e / 2 * 2, across = n + e % 2;
-                const int half = at.query(down, across) / 8 % 2 * 2 + at.key(down, across) / 8 % 2 * 4 + j % 2;
-                kept |= (unsigned int)(philox_lane(words, half) < a.threshold) << (down * N + across);
+                const int byte = at.query(down, across) / 8 % 2 * 2 + at.key(down, across) / 8 % 2;
+                bits |= (unsigned int)kept(word, byte) << (down * N + across);
             }
         }
     }
-    return kept;
+    return bits;
 }
 // x where kept, scaled by 1 / (1 - p); elsewhere 0.
 template <int R, int N>

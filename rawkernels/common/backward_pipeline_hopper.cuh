@@ -8,13 +8,13 @@
 constexpr int STAGES = 2, CONSUMERS = 256;
 constexpr int Q_BYTES = BM * WIDTH * 2, K_BYTES = BN * WIDTH * 2, DS_BYTES = BN * BM * 2, ROWS_BYTES = BM * 4;
 constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
-constexpr int BIAS_BYTES = BM * BN * 2;
+constexpr int BIAS_BYTES = BM * BN * 2, WORD_BYTES = BM / 16 * QUERY_WORDS * 4;
 // Named barriers; OWN: one per warpgroup, WHOLE: one per stage.
 enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 5, WHOLE = 6 };
 
 struct Shared {
     u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, part, turn, steps, tiles;
-    u32 lse, delta, k, v, q, grad, ds, sums, bias, keep;
+    u32 lse, delta, k, v, q, grad, ds, sums, bias, words;
 };
 __device__ __forceinline__ Shared shared_layout() {
     Shared m;
@@ -39,7 +39,7 @@ __device__ __forceinline__ Shared shared_layout() {
     m.grad = m.q + STAGES * Q_BYTES;
     m.ds = m.grad + STAGES * Q_BYTES;
     m.sums = m.ds + 2 * DS_BYTES;
-    m.bias = m.keep = m.sums + 2 * SUM_BYTES;  // no kernel has both
+    m.bias = m.words = m.sums + 2 * SUM_BYTES;  // no kernel has both
     return m;
 }
 
@@ -72,7 +72,7 @@ template <bool DOWN> __device__ __forceinline__ int next_block(u32 tile, int blo
 
 // All steps of all tiles, by one thread: queries with their lse, with BIASED their bias, and the tile's keys; or dout with
 // delta and the values. The first step comes before keys and values, as its place is free before theirs.
-template <bool QUERIES, bool DOWN = false, bool BIASED = false>
+template <bool QUERIES, bool DOWN = false, bool BIASED = false, bool DROPOUT = false>
 __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
                                          const TensorMap& kv_map, const Tile* plan, int* counter, int tiles,
                                          int row_blocks, const TensorMap& bias_map) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
                     store_shared(step + 4 * STEP_HEAD, (u32)head);
                     store_shared(step + 4 * MASKED, block < field(tile, OPEN_FROM) || block >= field(tile, OPEN_TO));
                 }
-                mbar_expect(bar, Q_BYTES + ROWS_BYTES + (BIASED ? BIAS_BYTES : 0));
+                mbar_expect(bar, Q_BYTES + ROWS_BYTES + (BIASED ? BIAS_BYTES : 0) + (DROPOUT ? WORD_BYTES : 0));
                 load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, bar, BM,
                           field(tile, QUERY_ROW) + block * BM, head, field(tile, BATCH));
                 bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES, rows + part * BM, ROWS_BYTES, bar);
@@ -109,6 +109,12 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
                     for (int c = 0; c < BN / 64; ++c)
                         tma_load(m.bias + ring.stage * BIAS_BYTES + c * BM * 128, bias_map, bar, field(tile, FIRST) + 64 * c,
                                  block * BM, a.bias.head ? head : 0, a.bias.batch ? field(tile, NUMBER) : 0);
+                if (DROPOUT) {
+                    const int number = field(tile, NUMBER), token = a.cu_q ? field(tile, QUERY_ROW) : number * a.queries;
+                    const int row = head * a.query_rows + token / 16 + number + block * (BM / 16);
+                    bulk_load(m.words + ring.stage * WORD_BYTES, a.query_words + (long long)row * QUERY_WORDS, WORD_BYTES,
+                              bar);
+                }
                 ring.next();
                 block = next_block<DOWN>(tile, block);
                 if (block == field(tile, START)) ++head;

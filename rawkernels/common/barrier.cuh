@@ -19,6 +19,17 @@ __device__ __forceinline__ float2 load_shared_float2(u32 address) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
     return x;
 }
+__device__ __forceinline__ uint2 load_shared_uint2(u32 address) {
+    uint2 x;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ uint4 load_shared_uint4(u32 address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
 __device__ __forceinline__ void store_shared(u32 address, u32 x) {
     asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(x) : "memory");
 }

@@ -19,6 +19,17 @@ __device__ __forceinline__ u32 pack_pair(f16, float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+// Zeros in place of negative ones.
+__device__ __forceinline__ u32 pack_positive(bf16, float low, float high) {
+    u32 x;
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+__device__ __forceinline__ u32 pack_positive(f16, float low, float high) {
+    u32 x;
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
 __device__ __forceinline__ float2 unpack_pair(bf16, u32 x) {
     return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
 }
