@@ -44,13 +44,14 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     "Optimisation": {
         "batch": ("N", "Tokens of a batch on its longer side, such as 8k."),
         "accumulate": ("N", "Batches summed for an update."),
+        "optimizer": ("", "What updates the parameters."),
         "lr": ("X", "Largest learning rate."),
         "schedule": ("", "How it falls after the warm-up."),
         "warmup": ("N|P%", "Updates, or a share of the run such as 5%."),
         "label_smoothing": ("P", "Share given to all words alike."),
         "clip": ("X", "Largest norm of the gradient; 0: any."),
-        "weight_decay": ("X", "Of AdamW, on matrices."),
-        "precision": ("", "auto: bf16 on a GPU, fp32 on NumPy."),
+        "weight_decay": ("X", "Of matrices; adam and sgd add it to the gradient."),
+        "precision": ("", "auto: bf16 on a GPU, fp32 on NumPy; pure-bf16: without fp32 masters."),
     },
     "Length of the run": {
         "length": ("N[e|u|s|m]", "30e epochs, 8000u updates, or 90s: planned to end by then."),

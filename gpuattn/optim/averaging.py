@@ -24,7 +24,7 @@ class ExponentialAverage:
         if not 0 <= decay < 1:
             raise ValueError(problem("ExponentialAverage", "decay", decay, "0 <= decay < 1"))
         self.workspace, self.decay, self.updates = workspace, decay, 0
-        self.average = workspace.masters.copy()
+        self.average = workspace.masters.astype(np.float32)
         self._scratch = arrays.empty(self.average, self.average.shape)
 
     def update(self):

@@ -13,7 +13,7 @@ from gpuattn.data.tasks import find_task
 from gpuattn.data.text import ON_LONG
 from gpuattn.errors import ConfigError
 from gpuattn.models.config import CHOICES
-from gpuattn.optim.schedule import SCHEDULES
+from gpuattn.optim import OPTIMIZERS, SCHEDULES
 from gpuattn.train.precision import PRECISIONS
 from gpuattn.train.units import (
     AUTO,
@@ -47,9 +47,9 @@ class TrainConfig:
     together; ``max_len`` the most tokens of a sentence, ``on_long`` what becomes of longer ones;
     ``seed`` decides data order, first parameters and dropout.
     Model: as ``models.translation.TranslationConfig``.
-    Optimisation: ``batch`` tokens on the longer side, ``accumulate`` batches an update, ``lr`` the
-    peak of ``schedule`` after ``warmup`` (updates, or a share of the run), ``label_smoothing``,
-    ``clip`` (0: never), ``weight_decay``.
+    Optimisation: ``batch`` tokens on the longer side, ``accumulate`` batches an update,
+    ``optimizer`` one of ``optim.OPTIMIZERS``, ``lr`` the peak of ``schedule`` after ``warmup``
+    (updates, or a share of the run), ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
     ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off).
     Evaluation: ``eval_every``, or "auto": as ``train.trainer`` says; ``score_pairs`` sentences are
     translated each time; ``beam`` and
@@ -80,6 +80,7 @@ class TrainConfig:
 
     batch: int = _option(8000, parse_count)
     accumulate: int = _option(1, whole(1))
+    optimizer: str = _option("adamw", choice(*OPTIMIZERS))
     lr: float = _option(5e-3, number(0, above=True))
     schedule: str = _option("cosine", choice(*SCHEDULES))
     warmup: int | float = _option(0.1, parse_warmup)

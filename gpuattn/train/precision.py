@@ -1,7 +1,8 @@
 """What a run computes in, and how fp16 is kept from underflow.
 
 Micikevicius et al., "Mixed precision training" (ICLR 2018): float32 masters, 16-bit model,
-and a loss scale that halves on overflow and doubles after a long clean stretch.
+and a loss scale that halves on overflow and doubles after a long clean stretch. Without masters:
+Gupta et al., "Deep learning with limited numerical precision" (ICML 2015), stochastic rounding.
 """
 
 import difflib
@@ -9,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 
 from gpuattn.errors import ConfigError, problem
-from gpuattn.ops.adamw import MAX_LOSS_SCALE, MIN_LOSS_SCALE
+from gpuattn.ops.gradient_statistics import MAX_LOSS_SCALE, MIN_LOSS_SCALE
 
 STUCK = 10  # skipped updates in a row, with nothing left to halve, after which a run is stopped
 
@@ -17,12 +18,14 @@ STUCK = 10  # skipped updates in a row, with nothing left to halve, after which 
 @dataclass(frozen=True)
 class Precision:
     """``dtype``: what the model computes in. The loss scale starts at ``loss_scale`` and doubles
-    after ``growth_interval`` clean updates (0: it never moves)."""
+    after ``growth_interval`` clean updates (0: it never moves). ``masters``: whether parameters
+    are kept in float32 too; without, new ones are rounded at random."""
 
     name: str
     dtype: str
     loss_scale: float = 1.0
     growth_interval: int = 0
+    masters: bool = True
 
     def grad_dtype(self, micro_batches):
         """Return the dtype of gradients: float32 where several micro-batches are summed."""
@@ -36,6 +39,7 @@ class Precision:
 PRECISIONS = {
     "fp32": Precision("fp32", "float32"),
     "bf16": Precision("bf16", "bfloat16"),
+    "pure-bf16": Precision("pure-bf16", "bfloat16", masters=False),
     "fp16": Precision("fp16", "float16", loss_scale=65536.0, growth_interval=2000),
 }
 _said = set()
@@ -53,7 +57,7 @@ def choose(name, device):
         accepted = ", ".join(("auto", *PRECISIONS))
         raise ConfigError(problem("precision", "the name", repr(name), accepted, advice))
     if device == "numpy":
-        if name in ("bf16", "fp16") and name not in _said:
+        if name not in ("auto", "fp32") and name not in _said:
             _said.add(name)
             warnings.warn(
                 f"precision {name} needs a GPU; on NumPy everything is computed in fp32",

@@ -12,7 +12,7 @@ import numpy as np
 from gpuattn.arrays import BFLOAT16, get_xp, import_cupy, to_gpu
 from gpuattn.autodiff import tape
 from gpuattn.errors import CheckpointError, GradientError, problem
-from gpuattn.ops.adamw import DECAY_BLOCK
+from gpuattn.ops.flat_update import DECAY_BLOCK
 from gpuattn.train.checkpoint import differences
 
 ALIGN = 128  # elements between starts of slices: 256 bytes in 16 bits, and one block of decay
@@ -38,18 +38,24 @@ class Workspace:
     "bfloat16". ``grad_dtype``: of the gradients, ``dtype`` unless given ("float32" when several
     micro-batches are summed).
 
-    ``params``: in ``dtype``. ``masters``: float32; the same array as ``params`` when ``dtype`` is.
-    ``model``: ``params`` where they are a 16-bit copy, else None. ``grads``, ``exp_avg``,
-    ``exp_avg_sq``. ``decay``: uint8, one for every 128 elements: whether weight decay applies; it
-    does not to parameters with less than two axes. ``slots``: {name: Slot}.
+    ``moments``: names of the float32 buffers that the optimizer needs, which become attributes.
+    ``masters``: False for 16-bit parameters without them, whose updates are rounded at random.
+
+    ``params``: in ``dtype``. ``masters``: float32; the same array as ``params`` when ``dtype`` is,
+    or when there are none. ``model``: ``params`` where they are a 16-bit copy, else None.
+    ``grads``. ``decay``: uint8, one for every 128 elements: whether weight decay applies; it does
+    not to parameters with less than two axes. ``slots``: {name: Slot}.
     ``on_grad_ready``: None, or a function of a slice of ``grads`` called in ``backward`` as soon
     as that part is final (where a reduction between GPUs may start).
 
-    Raises TypeError for parameters that are not float32, ValueError for an unknown dtype or device,
-    DeviceMissingError for "cuda" without CuPy.
+    Raises TypeError for parameters that are not float32, ValueError for an unknown dtype or device
+    and for float16 without masters, DeviceMissingError for "cuda" without CuPy.
     """
 
-    def __init__(self, module, device="numpy", dtype="float32", grad_dtype=None):
+    def __init__(
+        self, module, device="numpy", dtype="float32", grad_dtype=None, *,
+        moments=MOMENTS, masters=True,
+    ):  # fmt: skip
         xp = _module(device)
         dtype, grad_dtype = _dtype("dtype", dtype), _dtype("grad_dtype", grad_dtype or dtype)
         self.tensors = dict(module.named_parameters())
@@ -66,9 +72,15 @@ class Workspace:
         self.masters, self.decay = to_device(host), to_device(decay)
         same = dtype == np.float32
         self.params = self.masters if same else self.masters.astype(dtype)
-        self.model = None if same else self.params
+        if not masters:
+            if dtype == np.float16:
+                raise ValueError(problem("Workspace", "masters", False, "True for float16"))
+            self.masters = self.params
+        self.model = None if self.masters is self.params else self.params
         self.grads = xp.zeros(self.size, grad_dtype)
-        self.exp_avg, self.exp_avg_sq = (xp.zeros(self.size, np.float32) for _ in MOMENTS)
+        self.moments = tuple(moments)
+        for name in self.moments:
+            setattr(self, name, xp.zeros(self.size, np.float32))
         slots = self.slices(self.grads)
         for name, data in self.slices(self.params).items():
             tensor = self.tensors[name]
@@ -128,16 +140,17 @@ class Workspace:
     # ---- checkpoints ----
 
     def weights(self):
-        """Return {name: live float32 slice of the masters}."""
-        return self.slices(self.masters)
+        """Return {name: float32 array}: live slices of the masters, copies where there are none."""
+        weights = self.slices(self.masters)
+        return {name: view.astype(np.float32, copy=False) for name, view in weights.items()}
 
     def state_dict(self):
         """Return what an exact continuation needs, as live slices.
 
-        The masters by their names, the moments as ``exp_avg:name`` and ``exp_avg_sq:name``.
+        The masters by their names, moments such as ``exp_avg`` as ``exp_avg:name``.
         """
-        state = self.weights()
-        for moment in MOMENTS:
+        state = self.slices(self.masters)
+        for moment in self.moments:
             named = self.slices(getattr(self, moment))
             state |= {f"{moment}:{name}": view for name, view in named.items()}
         return state
@@ -147,17 +160,17 @@ class Workspace:
 
         Raises CheckpointError that names what is missing, unknown, or of another shape or dtype.
         """
-        self._load(self.state_dict(), tensors)
+        self._load(self.state_dict(), tensors, self.state_dict())
 
     def load_weights(self, tensors):
         """Copy {name: array} of ``weights`` back in, all of it or nothing; moments stay.
 
         Raises CheckpointError as ``load_state_dict``.
         """
-        self._load(self.weights(), tensors)
+        self._load(self.slices(self.masters), tensors, self.weights())
 
-    def _load(self, own, tensors):
-        other = differences(own, tensors)
+    def _load(self, own, tensors, expected):
+        other = differences(expected, tensors)
         if other:
             raise CheckpointError(f"the checkpoint is of another model: {other}")
         xp = get_xp(self.masters)

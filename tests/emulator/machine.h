@@ -1,6 +1,7 @@
 // A GPU of a few multiprocessors in one thread of the host: CUDA threads are fibers, which give way where they wait.
 #pragma once
 #include <csetjmp>
+#include <cstddef>
 #include <functional>
 #include <map>
 #include <memory>
@@ -78,6 +79,7 @@ struct Block {
     unsigned number, running;
     std::vector<unsigned char> memory;  // shared
     std::vector<Word> words;
+    std::map<int, std::vector<std::max_align_t>> variables;  // shared ones beside it, by where they are declared
     std::vector<TaskPtr> readers;  // tasks that read it
     std::map<u32, Mbarrier> mbarriers;
     NamedBarrier named[16];

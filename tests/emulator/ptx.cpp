@@ -94,6 +94,7 @@ void fence_proxy_async_shared_cta() {
 // ---- global memory
 void st_global_b32(u64, int) { fail("a wait ran out of time"); }
 void ld_acquire_gpu_global_b32(int& x, const int* from) { give_way(); x = *from; }
+void ld_acquire_gpu_global_u32(u32& x, const u32* from) { give_way(); x = *from; }
 void red_release_gpu_global_add_s32(int* to) { ++*to; }
 
 // ---- barriers

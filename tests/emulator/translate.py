@@ -1,5 +1,6 @@
 """From CUDA C++ to C++: `asm` statements become calls, shared arrays pointers, kernels launches."""
 
+import itertools
 import re
 
 TOKEN = r'"(?:\\.|[^"\\])*"'
@@ -32,7 +33,13 @@ def translate(text, signatures):
     text = re.sub(dynamic, r"\1* \2 = (\1*)dynamic_shared_memory();", text)
     static = r"__shared__ __align__\(\d+\) ([\w ]+) (\w+)\[(.*?)\];"
     text, count = re.subn(static, r"auto& \2 = *(\1(*)[\3])static_shared_memory();", text)
-    assert count <= 1, "there is room for one static array"
+    assert count <= 1, "there is room for one static array that the copy engine sees"
+    sites = itertools.count()
+    text = re.sub(
+        r"__shared__ ([\w ]+) (\w+)(\[[^\]]*\])?;",
+        lambda m: f"auto& {m[2]} = shared_variable<{m[1]}{m[3] or ''}>({next(sites)});",
+        text,
+    )
     for name, parameters in signatures.items():
         arguments = ", ".join(f"*({kind}*)x[{n}]" for n, (kind, _) in enumerate(parameters))
         text += LAUNCH.format(name=name, arguments=arguments)

@@ -29,7 +29,7 @@ def test_auto_takes_the_best_of_the_device():
     assert choose("fp16", "cuda").dtype == "float16"
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["bf16", "pure-bf16", "fp16"])
 def test_numpy_stays_in_fp32_and_says_so_once(monkeypatch, name):
     monkeypatch.setattr(precision, "_said", set())
     with pytest.warns(UserWarning, match=f"precision {name} needs a GPU; on NumPy .* fp32"):
@@ -41,7 +41,9 @@ def test_numpy_stays_in_fp32_and_says_so_once(monkeypatch, name):
 
 
 def test_an_unknown_name_gets_the_nearest():
-    with pytest.raises(ConfigError, match="'bf61'; accepted: auto, fp32, bf16, fp16. Did you mean"):
+    with pytest.raises(
+        ConfigError, match="'bf61'; accepted: auto, fp32, bf16, pure-bf16, fp16. Did you mean"
+    ):
         choose("bf61", "cuda")
 
 
@@ -53,7 +55,8 @@ def test_summed_micro_batches_are_kept_wide():
 def run(xp, name, updates, loss_of):
     """Train a line in a precision; return (workspace, optimizer)."""
     chosen, model = PRECISIONS[name], Line()
-    w = Workspace(model, "numpy" if xp is np else "cuda", chosen.dtype)
+    device = "numpy" if xp is np else "cuda"
+    w = Workspace(model, device, chosen.dtype, masters=chosen.masters)
     optimizer = AdamW(
         w, loss_scale=chosen.loss_scale, growth_interval=chosen.growth_interval, max_norm=1.0
     )
@@ -66,7 +69,7 @@ def run(xp, name, updates, loss_of):
     return w, optimizer
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", PRECISIONS)
 def test_learns_a_line_in_every_precision(xp, name):
     rng = np.random.default_rng(3)
     x = rng.standard_normal((64, 4)).astype(np.float32)
@@ -80,7 +83,7 @@ def test_learns_a_line_in_every_precision(xp, name):
     w, optimizer = run(xp, name, 300, loss)
     found = w.weights()["weight"]
     found = found if xp is np else found.get()
-    np.testing.assert_allclose(found, true, atol=2e-2 if name == "bf16" else 3e-3)
+    np.testing.assert_allclose(found, true, atol=2e-2 if "bf16" in name else 3e-3)
     state = optimizer.state.read()
     assert state["step"] + state["skipped"] == 300
     assert state["skipped"] < 10

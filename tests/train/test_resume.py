@@ -53,7 +53,8 @@ def assert_same_bits(one, other, names=("state", "last", "best")):
 
 
 @pytest.mark.parametrize("change", [
-    {}, {"length": "11u", "schedule": "cosine", "eval_every": "3u"}, {"ema": 0.0, "accumulate": 1},
+    {}, {"length": "11u", "schedule": "cosine", "eval_every": "3u"},
+    {"ema": 0.0, "accumulate": 1, "optimizer": "lion"},
 ], ids=["epochs", "updates", "plain"])  # fmt: skip
 def test_stopped_at_any_update_a_run_goes_on_bit_for_bit(config, tmp_path, change):
     config = dataclasses.replace(config, **change)

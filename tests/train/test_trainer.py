@@ -88,6 +88,22 @@ def test_a_run_learns_and_its_folder_translates(config, tmp_path):
     assert heard.steps and heard.steps[-1].rate > 0
 
 
+@pytest.mark.parametrize(
+    "optimizer, lr", [("adam", 1e-2), ("lamb", 3e-2), ("lion", 4e-3), ("sgd", 0.3)]
+)
+def test_every_optimizer_learns(config, tmp_path, optimizer, lr):
+    chosen = dataclasses.replace(
+        config, optimizer=optimizer, lr=lr, length="60u", eval_every="15u", dropout=0.0, ema=0.0,
+        score_pairs=0,
+    )  # fmt: skip
+    train(chosen, tmp_path / "run", device="numpy")
+    losses = [row["loss"] for row in RunFolder(tmp_path / "run").metrics.read("valid")]
+    assert losses[-1] < 0.75 * losses[0]
+    names = checkpoint.load(tmp_path / "run", "state")[0]
+    assert any(name.startswith("exp_avg:") for name in names)
+    assert any(name.startswith("exp_avg_sq:") for name in names) == (optimizer in ("adam", "lamb"))
+
+
 def test_what_a_run_leaves_in_its_folder(config, tmp_path):
     train(config, tmp_path / "run", device="numpy")
     names = {path.name for path in (tmp_path / "run").iterdir()}
@@ -300,7 +316,7 @@ def test_a_full_disk_leaves_the_run_as_it_was(config, tmp_path, monkeypatch):
 
 def test_on_a_gpu_a_run_learns_in_bf16_too(gpu, config, tmp_path):
     config = dataclasses.replace(config, length="60u", eval_every="30u", dim=32, dropout=0.0)
-    for precision in ("bf16", "fp16", "fp32"):
+    for precision in ("bf16", "pure-bf16", "fp16", "fp32"):
         chosen = dataclasses.replace(config, precision=precision)
         train(chosen, tmp_path / precision, device="cuda")
         losses = [row["loss"] for row in RunFolder(tmp_path / precision).metrics.read("valid")]

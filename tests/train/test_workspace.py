@@ -159,6 +159,25 @@ def test_state_goes_round(xp, dtype, rng):
     assert not fresh.exp_avg.any()
 
 
+def test_without_masters_the_parameters_are_all_there_is(xp, rng):
+    options = {"moments": ("exp_avg",), "masters": False}
+    w, other = (Workspace(Model(seed), device_of(xp), "bfloat16", **options) for seed in (1, 2))
+    assert w.masters is w.params and w.model is None and not hasattr(w, "exp_avg_sq")
+    w.exp_avg[...] = xp.asarray(rng.standard_normal(w.size).astype(np.float32))
+    state = {name: to_cpu(view).copy() for name, view in w.state_dict().items()}
+    assert set(state) == {f"{p}{n}" for p in ("", "exp_avg:") for n in SHAPES}
+    assert state["scale"].dtype == w.params.dtype
+    other.load_state_dict(state)
+    assert to_cpu(other.params).tobytes() == to_cpu(w.params).tobytes()
+    weights = {name: to_cpu(view) for name, view in w.weights().items()}
+    assert {a.dtype for a in weights.values()} == {np.dtype("float32")}
+    fresh = Workspace(Model(3), device_of(xp), "bfloat16", **options)
+    fresh.load_weights(weights)
+    assert to_cpu(fresh.params).tobytes() == to_cpu(w.params).tobytes()
+    with pytest.raises(ValueError, match="masters is False; accepted: True for float16"):
+        Workspace(Model(), device_of(xp), "float16", masters=False)
+
+
 def test_a_load_that_does_not_fit_changes_nothing():
     w = Workspace(Model(1))
     before = w.masters.tobytes()

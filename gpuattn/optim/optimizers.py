@@ -1,0 +1,137 @@
+"""The optimizers of a flat workspace: two launches an update."""
+
+import numpy as np
+
+from gpuattn.arrays import to_cpu
+from gpuattn.ops.adamw import adamw
+from gpuattn.ops.flat_update import DECAY_BLOCK
+from gpuattn.ops.gradient_statistics import OptimizerState, gradient_statistics
+from gpuattn.ops.lamb import TensorTable, lamb
+from gpuattn.ops.lion import lion
+from gpuattn.ops.sgd import sgd
+
+
+class Optimizer:
+    """What all have in common: gradients of a workspace in, parameters updated, where they are.
+
+    ``workspace``: has flat ``masters``, ``grads``, the buffers named in ``moments``, a ``decay``
+    table, and ``model`` (the 16-bit parameters, or None); see ``gpuattn.train.workspace``. Masters
+    in bfloat16 are rounded at random, by ``seed``.
+    ``max_norm``: clip the gradient's norm there, or None. ``loss_scale``, ``growth_interval``:
+    where the loss scale starts and after how many clean updates it doubles (0: never moves).
+    Raises ValueError for numbers out of range, at the first update.
+    """
+
+    moments = ()
+
+    def __init__(
+        self, workspace, *, max_norm=None, loss_scale=1.0, growth_interval=0, seed=0, **constants
+    ):
+        self.workspace = workspace
+        self.statistics = {"max_norm": max_norm, "growth_interval": growth_interval}
+        self.constants = {"seed": seed, **constants}
+        self.state = OptimizerState(workspace.masters, loss_scale=loss_scale)
+
+    def step(self, learning_rate, divisor=None):
+        """Update the parameters from the gradients in the workspace, without waiting for it.
+
+        ``divisor``: gradients are divided by it (the number of tokens they were summed over); None
+        leaves what ``state.divisor`` holds, 1 unless set.
+        """
+        state = self.state
+        state.learning_rate = learning_rate
+        if divisor is not None:
+            state.divisor = divisor
+        gradient_statistics(self.workspace.grads, state, **self.statistics)
+        self._update()
+
+    def _buffers(self):
+        """Return the first arguments of an update: parameters, gradients, moments, state."""
+        w = self.workspace
+        return w.masters, w.grads, *[getattr(w, name) for name in self.moments], self.state
+
+    def _update(self):
+        raise NotImplementedError
+
+
+class AdamW(Optimizer):
+    """AdamW. ``betas``, ``eps``, ``weight_decay``: as in ``gpuattn.ops.adamw.adamw``."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+    decoupled = True
+
+    def __init__(self, workspace, *, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0, **common):
+        super().__init__(
+            workspace, betas=tuple(betas), eps=eps, weight_decay=weight_decay, **common
+        )
+
+    def _update(self):
+        w = self.workspace
+        adamw(
+            *self._buffers(), model=w.model, decay=w.decay, decoupled=self.decoupled,
+            **self.constants,
+        )  # fmt: skip
+
+
+class Adam(AdamW):
+    """Adam, where weight decay is an L2 penalty: part of the gradient."""
+
+    decoupled = False
+
+
+class Lamb(Optimizer):
+    """LAMB: the ``workspace`` has ``slots`` too, {name: (start, ...)}.
+
+    ``betas``, ``eps``, ``weight_decay``: as in ``gpuattn.ops.lamb.lamb``. Tensors that do not
+    decay are not adapted.
+    """
+
+    moments = AdamW.moments
+
+    def __init__(self, workspace, *, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, **common):
+        super().__init__(
+            workspace, betas=tuple(betas), eps=eps, weight_decay=weight_decay, **common
+        )
+        starts = [slot[0] for slot in workspace.slots.values()]
+        decays = to_cpu(workspace.decay)[np.array(starts) // DECAY_BLOCK]
+        self.tensors = TensorTable(workspace.masters, starts, workspace.masters.size, decays)
+
+    def _update(self):
+        lamb(*self._buffers(), self.tensors, model=self.workspace.model, **self.constants)
+
+
+class Lion(Optimizer):
+    """Lion. ``betas``, ``weight_decay``: as in ``gpuattn.ops.lion.lion``."""
+
+    moments = ("exp_avg",)
+
+    def __init__(self, workspace, *, betas=(0.9, 0.99), weight_decay=0.0, **common):
+        super().__init__(workspace, betas=tuple(betas), weight_decay=weight_decay, **common)
+
+    def _update(self):
+        w = self.workspace
+        lion(*self._buffers(), model=w.model, decay=w.decay, **self.constants)
+
+
+class SGD(Optimizer):
+    """Gradient descent with momentum, whose velocity is the workspace's ``exp_avg``.
+
+    ``momentum``, ``nesterov``, ``weight_decay``: as in ``gpuattn.ops.sgd.sgd``.
+    """
+
+    moments = ("exp_avg",)
+
+    def __init__(self, workspace, *, momentum=0.9, nesterov=False, weight_decay=0.0, **common):
+        if not momentum:
+            self.moments = ()
+        numbers = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        super().__init__(workspace, **numbers, **common)
+
+    def _update(self):
+        w = self.workspace
+        *buffers, state = self._buffers()
+        velocity = None if not self.moments else buffers.pop()
+        sgd(*buffers, velocity, state, model=w.model, decay=w.decay, **self.constants)
+
+
+OPTIMIZERS = {"adamw": AdamW, "adam": Adam, "lamb": Lamb, "lion": Lion, "sgd": SGD}
