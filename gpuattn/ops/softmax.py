@@ -1,67 +1,119 @@
-"""Softmax over the last axis with a scale and a mask: y = exp(s - max s) / sum exp(s - max s).
+"""Softmax over the last axis: y = exp(s - max s) / sum exp(s - max s) of s = scale * x + mask.
 
-Device code: ``rawkernels/softmax.cu`` and, to read, ``gpuattn/numbakernels/softmax.py``.
+Dropout: ``dropout.py``. Device code: ``rawkernels/softmax.cu`` and, to read,
+``gpuattn/numbakernels/softmax.py``.
 """
 
 import math
 
 import numpy as np
 
-from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, wide
+from gpuattn import arrays, rng
+from gpuattn.arrays import (
+    as_array,
+    check_floats,
+    check_together,
+    ctype,
+    get_xp,
+    on_gpu,
+    wide,
+)
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import UnsupportedError, problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import dtype_refusal, kernel, kernel_refusal
+from gpuattn.kernels import dtype_refusal, gpu, kernel, kernel_refusal
 from gpuattn.numbakernels import device
+from gpuattn.ops.dropout import check_probability, device_numbers, drop, keep_of
 
-MAX_COLS = 2**31 - 1024  # columns are counted in 32 bits
-MAX_GRID = 2**31 - 1
-BLOCKS = ((1024, 128), (MAX_COLS, 512))  # (up to this many columns, threads a row)
+MAX_COLS = 2**31 - 2**20  # columns are counted in 32 bits
+LANES = 8, 16, 32, 64, 128, 256, 512  # threads of a block that may share a row
+BLOCK = 128  # threads of a block, at least
+FEW = 32  # vectors of 16 bytes of a row that the fewest threads take
+GOOD = {"forward": 2, "backward": 1}  # vectors a thread, as long as there are threads for it
+MOST = 4  # vectors a thread; a row that takes more is long, and a thread holds two at a time
+LONG_LANES = {"forward": 512, "backward": 256}
+SHARED = 72 << 10  # bytes of a block of long rows, if there are blocks for it: three side by side
+MAX_SHARED = 224 << 10  # bytes of a block
+CLUSTER = 8  # blocks that share a row, at most
+
+SOFTMAX = np.dtype(
+    [(name, np.uint64) for name in (
+        "x", "dy", "out", "undropped", "mask", "lengths", "device_step",
+    )]
+    + [(name, np.int64) for name in (
+        "rows", "x_stride", "dy_stride", "out_stride", "undropped_stride", "length_rows",
+    )]
+    + [("mask_sizes", np.int64, 2), ("mask_strides", np.int64, 4)]
+    + [(name, np.int32) for name in ("cols", "vectors", "queries")]
+    + [(name, np.float32) for name in ("scale", "factor")]
+    + [(name, np.uint32) for name in ("threshold", "seed_low", "seed_high", "stream", "step")]
+)  # fmt: skip
+"""The struct Softmax of ``rawkernels/common/softmax.cuh``."""
 
 
-def softmax(x, *, scale=1.0, mask=None, causal=False, impl=None):
+def softmax(
+    x, *, scale=1.0, mask=None, lengths=None, causal=False, dropout_p=0.0, seed=None,
+    donate=False, impl=None,
+):  # fmt: skip
     """Return the softmax of ``scale * x + mask`` over the last axis, in the dtype of ``x``.
 
     ``x``: (..., S), float array or Tensor, any strides. ``mask``: broadcasts to ``x``; bool (True
-    keeps an element) or additive, in the dtype of ``x``; it takes no gradient. ``causal``: on
-    (..., T, S), query i sees keys j <= i + S - T. ``impl``: "raw-simt", "numba", "reference", or
-    None for the first that accepts.
+    keeps an element) or additive, in the dtype of ``x``; it takes no gradient. ``lengths``:
+    integers of shape ``x.shape[:n]``, n < ``x.ndim``: in ``x[i]`` columns from ``lengths[i]`` on
+    are not seen. ``causal``: on (..., T, S), query i sees keys j <= i + S - T. ``dropout_p``,
+    ``seed``: dropout of the result, as in ``dropout``. ``donate``: the memory of ``x`` may be
+    overwritten by the result. ``impl``: "raw-simt", "numba", "reference", or None for the first
+    that accepts.
 
     A row with nothing to see (all -inf or masked) is 0 and has gradient 0. A row that holds +inf
     or NaN where it is seen is NaN, and no other row is. Raises TypeError for dtypes other than
-    float32, float16, bfloat16 and float64, ValueError for a scale that is not finite and for a
-    mask that does not broadcast.
+    float32, float16, bfloat16 and float64, ValueError for a scale that is not finite, a probability
+    outside 0..1, a mask that does not broadcast and lengths of another shape.
     """
-    x = x if isinstance(x, Box) else as_array(x, "softmax", "x")
-    mask = mask if mask is None or isinstance(mask, Box) else as_array(mask, "softmax", "mask")
-    _check(raw(x), raw(mask))
+    inputs = [
+        value if value is None or isinstance(value, Box) else as_array(value, "softmax", name)
+        for name, value in (("x", x), ("mask", mask), ("lengths", lengths))
+    ]
+    _check(*map(raw, inputs))
     if isinstance(mask, Box) and mask.requires_grad:
         raise UnsupportedError("softmax: mask takes no gradient; compute softmax(x + mask) instead")
     if not math.isfinite(scale):
         raise ValueError(problem("softmax", "scale", scale, "a finite number"))
-    if causal and raw(x).ndim < 2:
+    if causal and raw(inputs[0]).ndim < 2:
         accepted = "(..., T, S) with causal=True"
-        raise ValueError(problem("softmax", "x.shape", raw(x).shape, accepted))
-    return apply(IMPLS, (x, mask), impl, scale=float(scale), causal=bool(causal))
+        raise ValueError(problem("softmax", "x.shape", raw(inputs[0]).shape, accepted))
+    p = check_probability("softmax", dropout_p)
+    key = rng.as_key(seed) if p else None
+    if donate and isinstance(x, Box):
+        x.version[0] += 1  # whoever saved it for a gradient will notice
+    params = {"scale": float(scale), "causal": bool(causal), "p": p, "key": key}
+    return apply(IMPLS, inputs, impl, donate=bool(donate), **params)
 
 
-def _check(x, mask):
-    check_together("softmax", x=x, mask=mask)
+def _check(x, mask, lengths):
+    check_together("softmax", x=x, mask=mask, lengths=lengths)
     check_floats("softmax", x=x)
     if x.ndim == 0:
         raise ValueError(problem("softmax", "x.shape", x.shape, "at least one axis"))
-    if mask is None:
-        return
-    if mask.dtype not in (np.bool_, x.dtype):
-        raise TypeError(problem("softmax", "mask.dtype", mask.dtype, f"bool or {x.dtype}"))
+    if mask is not None:
+        if mask.dtype not in (np.bool_, x.dtype):
+            raise TypeError(problem("softmax", "mask.dtype", mask.dtype, f"bool or {x.dtype}"))
+        if not _broadcasts(mask.shape, x.shape):
+            accepted = f"a shape that broadcasts to {x.shape}"
+            raise ValueError(problem("softmax", "mask.shape", mask.shape, accepted))
+    if lengths is not None:
+        if lengths.dtype.kind not in "iu":
+            raise TypeError(problem("softmax", "lengths.dtype", lengths.dtype, "an integer dtype"))
+        if lengths.ndim >= x.ndim or lengths.shape != x.shape[: lengths.ndim]:
+            accepted = f"the first axes of {x.shape[:-1]}"
+            raise ValueError(problem("softmax", "lengths.shape", lengths.shape, accepted))
+
+
+def _broadcasts(shape, to):
     try:
-        fits = np.broadcast_shapes(mask.shape, x.shape) == x.shape
+        return np.broadcast_shapes(shape, to) == to
     except ValueError:
-        fits = False
-    if not fits:
-        accepted = f"a shape that broadcasts to {x.shape}"
-        raise ValueError(problem("softmax", "mask.shape", mask.shape, accepted))
+        return False
 
 
 def _mask_kind(mask):
@@ -72,84 +124,126 @@ def _mask_kind(mask):
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
 
 
-def _forward_reference(x, mask, *, needs, scale, causal):
+def _forward_reference(x, mask, lengths, *, needs, scale, causal, p, key, donate):
     xp, work = get_xp(x), wide(x.dtype)
     if x.size == 0:
         y = arrays.empty(x, x.shape)
-        return y, (y,)
-    p = x.astype(work, order="C")
+        return y, (y, None)
+    e = x.astype(work, order="C")
     if scale != 1:
-        p *= scale
-    keep = mask if mask is not None and mask.dtype == bool else None
-    if mask is not None and keep is None:
-        p += mask.astype(work, copy=False)
-    if causal:
-        queries, keys = x.shape[-2:]
-        visible = xp.tri(queries, keys, keys - queries, dtype=bool)
-        keep = visible if keep is None else keep & visible
+        e *= scale
+    if mask is not None and mask.dtype != bool:
+        e += mask.astype(work, copy=False)
+    keep = _visible(xp, x, mask, lengths, causal)
     if keep is not None:
-        p = xp.where(keep, p, work.type(-np.inf))
+        e = xp.where(keep, e, work.type(-np.inf))
     # the bound keeps -inf - (-inf), a NaN, out of rows that see nothing
-    p -= xp.maximum(p.max(-1, keepdims=True), np.finfo(work).min)
-    xp.exp(p, out=p)
-    total = p.sum(-1, keepdims=True)
+    e -= xp.maximum(e.max(-1, keepdims=True), np.finfo(work).min)
+    xp.exp(e, out=e)
+    total = e.sum(-1, keepdims=True)
     total += total == 0
-    p /= total
-    y = p.astype(x.dtype, copy=False)
-    return y, (y,) if any(needs) else None
+    e /= total
+    y, drawn = e.astype(x.dtype, copy=False), keep_of(x, p, key)
+    saved = (y, drawn) if any(needs) else None
+    return (y if drawn is None else drop(e, drawn, p).astype(x.dtype, copy=False)), saved
 
 
-def _backward_reference(saved, dy, *, needs, into, scale, causal):
-    (y,) = saved
+def _visible(xp, x, mask, lengths, causal):
+    """Return which elements of ``x`` are seen, broadcast to its shape; None for all."""
+    keep = mask if mask is not None and mask.dtype == bool else None
+    rows, cols = x.shape[-2:] if causal else (1, x.shape[-1])
+    if causal:
+        seen = xp.tri(rows, cols, cols - rows, dtype=bool)
+        keep = seen if keep is None else keep & seen
+    if lengths is not None:
+        ends = lengths.reshape(lengths.shape + (1,) * (x.ndim - lengths.ndim))
+        seen = xp.arange(cols) < ends
+        keep = seen if keep is None else keep & seen
+    return keep
+
+
+def _backward_reference(saved, dy, *, needs, into, scale, p, **_):
+    y, drawn = saved
     work = wide(y.dtype)
-    p, dp = y.astype(work, copy=False), dy.astype(work, order="C", copy=False)
-    ds = p * dp
-    ds -= p * ds.sum(-1, keepdims=True)
+    probability, dp = y.astype(work, copy=False), dy.astype(work, order="C", copy=False)
+    if drawn is not None:
+        dp = drop(dp, drawn, p)
+    ds = probability * dp
+    ds -= probability * ds.sum(-1, keepdims=True)
     if scale != 1:
         ds *= scale
-    return ds.astype(y.dtype, copy=False), None
+    return ds.astype(y.dtype, copy=False), None, None
 
 
 # ---- numba: gpuattn/numbakernels/softmax.py -----------------------------------------------------
 
 
-def _refuse_numba(x, mask, **params):
+def _refuse_numba(x, mask, lengths, *, p, **_):
+    if lengths is not None or p:
+        return "lengths and dropout are not in the form to read"
     return dtype_refusal(x) or device.refusal(x)
 
 
-def _forward_numba(x, mask, *, needs, scale, causal):
-    from gpuattn.numbakernels.reduce import THREADS
-    from gpuattn.numbakernels.softmax import softmax_forward
+def _matrix(x):
+    """Return ``x`` (..., S) as a matrix whose rows are whole vectors of 16 bytes."""
+    cols, rows, rest = x.shape[-1], x.size // x.shape[-1], -x.shape[-1] % (16 // x.itemsize)
+    at_16_bytes = not on_gpu(x) or x.data.ptr % 16 == 0
+    if x.flags.c_contiguous and at_16_bytes and not rest:
+        return x.reshape(rows, cols)
+    matrix = arrays.empty(x, (rows, cols + rest))
+    matrix[:, :cols] = x.reshape(rows, cols)
+    return matrix
 
-    rows = device.float_rows(x)
-    y = arrays.empty(x, rows.shape, np.float32)
-    full = rows if mask is None else device.float_rows(get_xp(x).broadcast_to(mask, x.shape))
+
+def _launch_numba(name, held, matrices, x, *numbers):
+    """Launch a kernel over the rows of ``x``; return the last of ``matrices`` in its shape.
+
+    ``held``: numbers of a row that a thread holds.
+    """
+    from gpuattn.numbakernels import softmax as kernels
+    from gpuattn.numbakernels.vectors import numbers as bits
+
+    (rows, room), cols = matrices[-1].shape, x.shape[-1]
+    warps = 1 if device.SIMULATED else min(-(-room // (32 * held)), 16)
+    given = [bits(matrix) for matrix in matrices]
+    device.launch(getattr(kernels, name), (rows,), (32 * warps,), *given, cols, *numbers)
+    return get_xp(x).ascontiguousarray(matrices[-1][:, :cols]).reshape(x.shape)
+
+
+def _forward_numba(x, mask, lengths, *, needs, scale, causal, **_):
+    if not x.size:
+        return _forward_reference(x, mask, lengths, needs=needs, scale=scale, causal=causal, **_)
+    from gpuattn.numbakernels.softmax import FORWARD
+
+    matrix, kind = _matrix(x), _mask_kind(mask)
+    keep, bias = get_xp(x).zeros((1, 1), bool), matrix  # neither is read
+    if kind == 1:
+        keep = get_xp(x).broadcast_to(mask, x.shape).reshape(len(matrix), -1)
+    if kind == 2:
+        bias = _matrix(get_xp(x).broadcast_to(mask, x.shape))
+    matrices = matrix, get_xp(x).ascontiguousarray(keep), bias, arrays.empty(x, matrix.shape)
     queries = x.shape[-2] if causal else 0
-    numbers = _mask_kind(mask), queries, np.float32(scale)
-    grid = (len(rows) if x.size else 0,)
-    device.launch(softmax_forward, grid, (THREADS,), rows, full, y, *numbers)
-    y = y.astype(x.dtype, copy=False).reshape(x.shape)
+    numbers = kind, queries, np.float32(scale)
+    y = _launch_numba("softmax_forward", FORWARD, matrices, x, *numbers)
     return y, (y,) if any(needs) else None
 
 
-def _backward_numba(saved, dy, *, needs, into, scale, causal):
-    from gpuattn.numbakernels.reduce import THREADS
-    from gpuattn.numbakernels.softmax import softmax_backward
+def _backward_numba(saved, dy, *, needs, into, scale, **_):
+    (y, *_) = saved
+    if not y.size:
+        return y, None, None
+    from gpuattn.numbakernels.softmax import BACKWARD
 
-    (y,) = saved
-    rows = device.float_rows(y)
-    dx = arrays.empty(y, rows.shape, np.float32)
-    grid = (len(rows) if y.size else 0,)
-    device.launch(
-        softmax_backward, grid, (THREADS,), rows, device.float_rows(dy), dx, np.float32(scale)
-    )
-    return dx.astype(y.dtype, copy=False).reshape(y.shape), None
+    matrices = _matrix(y), _matrix(dy.astype(y.dtype, copy=False))
+    matrices = *matrices, arrays.empty(y, matrices[0].shape)
+    dx = _launch_numba("softmax_backward", BACKWARD, matrices, y, np.float32(scale))
+    return dx, None, None
 
 
 # ---- raw: rawkernels/softmax.cu -----------------------------------------------------------------
 
 
-def _refuse_raw(x, mask, **params):
+def _refuse_raw(x, *_, **__):
     if reason := kernel_refusal(x):
         return reason
     if x.shape[-1] > MAX_COLS:
@@ -157,8 +251,79 @@ def _refuse_raw(x, mask, **params):
     return None
 
 
-def _block_for(cols):
-    return next(block for limit, block in BLOCKS if cols <= limit)
+def _threads(verb, vectors, edges):
+    """Return (threads, vectors of each) that hold a row of so many vectors, or None if none do.
+
+    ``edges``: vectors have to be looked at, which few threads do with fewer instructions.
+    """
+    if vectors <= FEW:
+        return LANES[0], max(-(-vectors // LANES[0]), 1)
+    choices = [(lanes, -(-vectors // lanes)) for lanes in LANES if vectors <= lanes * MOST]
+    filled = [choice for choice in choices if not edges and vectors % choice[0] == 0]
+    if filled:
+        return min(filled, key=lambda choice: abs(choice[1] - GOOD[verb]))
+    return choices[0] if choices else None
+
+
+def _launch(verb, lines, p, key, kind=0, edges=False, **fields):
+    """Launch a kernel. ``lines``: {name in SOFTMAX: (array, elements from row to row)}."""
+    x, cols = lines["x"][0], lines["x"][0].shape[-1]
+    itemsize, width, rows = x.itemsize, 16 // x.itemsize, x.size // cols
+    fields |= {"rows": rows, "cols": cols}
+    starts = {}
+    for name, (array, stride) in lines.items():
+        fields |= {name: array.data.ptr, f"{name}_stride": stride}
+        starts[name] = (array.data.ptr | stride * itemsize) % 16
+    vectors = -(-(cols + (width - 1 if starts["out"] else 0)) // width)
+    fields["vectors"] = vectors
+    constants = {"scalar": ctype(x.dtype), "MASK": kind, "DROPOUT": p > 0}
+    is_hopper, shared = int(gpu(x.device.id)[0]) >= 90, 0
+    edges = edges or any(starts.values()) or cols % width > 0
+    file, blocks, held = "softmax.cu", 1, _threads(verb, vectors, edges)
+    lanes, each = held or (LONG_LANES[verb], 2)
+    if not held and is_hopper:
+        read = 2 if verb == "backward" else 1
+        wanted = -(-16 * vectors * read // SHARED)
+        file, blocks = "softmax_hopper.cu", min(1 << (wanted - 1).bit_length(), CLUSTER)
+        shared = 16 + read * 16 * (-(-vectors // blocks) + 2)
+        shared = shared if shared <= MAX_SHARED else 0
+        constants |= {"CLUSTER": blocks, "STAGED": shared > 0}
+    else:
+        constants["LONG"] = held is None
+    edges = edges or vectors % (lanes * each * blocks) > 0
+    constants |= {"EDGES": edges, "LANES": lanes, "VECTORS": each}
+    numbers = device_numbers(p, key)
+    names = "threshold", "factor", "seed_low", "seed_high", "stream", "step", "device_step"
+    fields |= dict(zip(names, numbers, strict=True))
+    fields["device_step"] = 0 if numbers[-1] is None else numbers[-1].data.ptr
+    problem = np.zeros(1, SOFTMAX)
+    for name, value in fields.items():
+        problem[name] = value
+    block = max(lanes, BLOCK)
+    grid = (-(-rows // (block // lanes)) * blocks,)
+    function = kernel(file, f"softmax_{verb}", **constants)
+    function(grid, (block,), problem.view(f"V{SOFTMAX.itemsize}"), shared_bytes=shared)
+
+
+def _lines(x):
+    """Return ``x`` and the elements from one row to the next; a copy of it if they differ."""
+    merged = _merged(x.shape[:-1], x.strides[:-1])
+    if len(merged) > 1 or (x.shape[-1] > 1 and x.strides[-1] != x.itemsize):
+        return get_xp(x).ascontiguousarray(x), x.shape[-1]
+    return x, merged[0][1] // x.itemsize if merged else x.shape[-1]
+
+
+def _merged(shape, strides):
+    """Return [size, stride] of these axes, those that run on merged, without those of size 1."""
+    merged = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = [merged[-1][0] * size, stride]
+        else:
+            merged.append([size, stride])
+    return merged
 
 
 def _mask_layout(mask, shape):
@@ -168,14 +333,7 @@ def _mask_layout(mask, shape):
     """
     xp = get_xp(mask)
     full = xp.broadcast_to(mask, shape)
-    merged = []  # [size, stride] of the leading axes, those that run on merged
-    for size, stride in zip(shape[:-1], full.strides[:-1], strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == stride * size:
-            merged[-1] = [merged[-1][0] * size, stride]
-        else:
-            merged.append([size, stride])
+    merged = _merged(shape[:-1], full.strides[:-1])
     if len(merged) > 3:
         return _mask_layout(xp.ascontiguousarray(full), shape)
     merged = [[1, 0]] * (3 - len(merged)) + merged
@@ -183,32 +341,39 @@ def _mask_layout(mask, shape):
     return mask, [size for size, _ in merged[1:]], [*strides, full.strides[-1] // mask.itemsize]
 
 
-def _forward_raw(x, mask, *, needs, scale, causal):
-    cols = x.shape[-1]
-    x = get_xp(x).ascontiguousarray(x)
-    y = arrays.empty(x, x.shape)
-    rows, block = x.size // max(cols, 1), _block_for(cols)
-    sizes, strides = (1, 1), (0, 0, 0, 0)
-    if mask is not None and x.size:
-        mask, sizes, strides = _mask_layout(mask, x.shape)
-    constants = {"scalar": ctype(x.dtype), "MASK": _mask_kind(mask), "BLOCK": block}
-    forward = kernel("softmax.cu", "softmax_forward", **constants)
-    grid = (min(rows, MAX_GRID),)
-    queries = x.shape[-2] if causal else 0
-    forward(grid, (block,), x, mask, y, rows, cols, queries, scale, *sizes, *strides)
-    return y, (y,) if any(needs) else None
+def _forward_raw(x, mask, lengths, *, needs, scale, causal, p, key, donate):
+    if not x.size:
+        y = arrays.empty(x, x.shape)
+        return y, (y,)
+    cols, rows, given = x.shape[-1], x.size // x.shape[-1], x
+    x, stride = _lines(x)
+    free = x is not given or (donate and (rows == 1 or abs(stride) >= cols))
+    first = (x[...], stride) if free else (arrays.empty(x, x.shape), cols)
+    lines = {"x": (x, stride), "out": first}
+    if p > 0 and any(needs):  # what the gradient needs is not what dropout leaves
+        lines |= {"out": (arrays.empty(x, x.shape), cols), "undropped": first}
+    fields = {"scale": scale, "queries": x.shape[-2] if causal else 0}
+    if mask is not None:
+        mask, fields["mask_sizes"], fields["mask_strides"] = _mask_layout(mask, x.shape)
+        fields["mask"] = mask.data.ptr
+    if lengths is not None:
+        if lengths.dtype != np.int32:
+            lengths = get_xp(x).clip(lengths, 0, cols).astype(np.int32)
+        lengths = get_xp(x).ascontiguousarray(lengths)
+        fields |= {"lengths": lengths.data.ptr, "length_rows": rows // lengths.size}
+    edges = causal or lengths is not None
+    _launch("forward", lines, p, key, _mask_kind(mask), edges, **fields)
+    return lines["out"][0], (first[0],) if any(needs) else None
 
 
-def _backward_raw(saved, dy, *, needs, into, scale, causal):
+def _backward_raw(saved, dy, *, needs, into, scale, p, key, **_):
     (y,) = saved
-    cols = y.shape[-1]
-    rows, block = y.size // max(cols, 1), _block_for(cols)
-    dy = get_xp(y).ascontiguousarray(dy, y.dtype)
     dx = arrays.empty(y, y.shape)
-    constants = {"scalar": ctype(y.dtype), "MASK": _mask_kind(None), "BLOCK": block}
-    backward = kernel("softmax.cu", "softmax_backward", **constants)
-    backward((min(rows, MAX_GRID),), (block,), y, dy, dx, rows, cols, scale)
-    return dx, None
+    if y.size:
+        dy = dy.astype(y.dtype, copy=False)
+        lines = {"x": _lines(y), "dy": _lines(dy), "out": (dx, y.shape[-1])}
+        _launch("backward", lines, p, key, scale=scale)
+    return dx, None, None
 
 
 IMPLS = Impls(

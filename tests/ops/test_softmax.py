@@ -1,3 +1,7 @@
+import contextlib
+from unittest import mock
+
+import emulator
 import numpy as np
 import pytest
 from checks import (
@@ -10,13 +14,19 @@ from checks import (
     module_named,
 )
 
-from gpuattn import Tensor, explain
-from gpuattn.errors import UnsupportedError
-from gpuattn.ops.softmax import BLOCKS, IMPLS, MAX_COLS, _block_for, _mask_layout, softmax
+import gpuattn.ops.softmax as module
+from gpuattn import Tensor, arrays, explain
+from gpuattn import rng as random
+from gpuattn.errors import GradientError, UnsupportedError
+from gpuattn.impls import Impl
+from gpuattn.ops.softmax import IMPLS, LANES, _lines, _mask_layout, _threads, softmax
 
-# 257 and 1025: one past a block; 31: less than a warp
+# 257 and 1025: one past what fewer threads hold; 31: less than a warp; 256: no edges
 SHAPES = {"one": (1, 1), "odd": (3, 257), "batched": (2, 5, 31), "tail": (2, 1025), "vector": (64,)}
+SHAPES["whole"] = (5, 256)
+PLAIN = {"scale": 1.0, "causal": False, "p": 0.0, "key": None, "donate": False}
 HERE = implementations(IMPLS)
+EVERYTHING = [case for case in HERE if "numba" not in case.id]  # it has no lengths, no dropout
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -24,25 +34,26 @@ HERE = implementations(IMPLS)
 @pytest.mark.parametrize("name, where", HERE)
 def test_implementations_agree(name, where, rng, shape, dtype):
     x = 3 * rng.standard_normal(shape)
-    check_implementation(IMPLS, name, where, [x, None], dtype, scale=0.7, causal=False)
+    check_implementation(IMPLS, name, where, [x, None, None], dtype, **{**PLAIN, "scale": 0.7})
 
 
-@pytest.mark.parametrize("mask_shape", [(9, 33), (1, 33), (9, 1), (33,), (3, 1, 33), (2, 3, 9, 33)])
+@pytest.mark.parametrize("mask_shape", [(4, 33), (1, 33), (4, 1), (33,), (3, 1, 33), (2, 3, 4, 33)])
 @pytest.mark.parametrize("kind", ["keep", "add"])
 @pytest.mark.parametrize("name, where", HERE)
 def test_masks_agree(name, where, rng, mask_shape, kind):
-    x = rng.standard_normal((2, 3, 9, 33))
+    x = rng.standard_normal((2, 3, 4, 33))
     mask = rng.random(mask_shape) < 0.5 if kind == "keep" else rng.standard_normal(mask_shape)
-    check_implementation(
-        IMPLS, name, where, [x, mask], "float32", needs=(True, False), scale=0.5, causal=True
-    )
+    params, needs = {**PLAIN, "scale": 0.5, "causal": True}, (True, False, False)
+    check_implementation(IMPLS, name, where, [x, mask, None], "float32", needs=needs, **params)
 
 
 @pytest.mark.parametrize("queries, keys", [(5, 5), (3, 7), (7, 3), (1, 9)])
 @pytest.mark.parametrize("name, where", HERE)
 def test_causal_is_bottom_right(name, where, rng, queries, keys):
     x = rng.standard_normal((2, queries, keys))
-    check_implementation(IMPLS, name, where, [x, None], "float32", scale=1.0, causal=True)
+    check_implementation(
+        IMPLS, name, where, [x, None, None], "float32", **{**PLAIN, "causal": True}
+    )
     xp = module_named(where)
     got = softmax(xp.asarray(x, "float32"), causal=True, impl=name)
     visible = np.tri(queries, keys, keys - queries, dtype=bool)
@@ -84,12 +95,19 @@ def test_scale_zero_and_negative(name, where, scale, want):
 
 
 def views(xp, rng, dtype):
-    base = xp.asarray(rng.standard_normal((6, 8, 10)), dtype)
+    base = xp.asarray(rng.standard_normal((4, 5, 10)), dtype)
     yield "transposed", base.transpose(2, 0, 1)
     yield "sliced", base[::2, 1:, 3:9]
     yield "reversed", base[:, ::-1, ::-1]
     yield "broadcast", xp.broadcast_to(base[:1], base.shape)
     yield "offset by one", base.ravel()[1:61].reshape(4, 15)
+
+
+def close_to(got, want, name=""):
+    """The sums of rows that begin elsewhere are in another order: the last bit may differ."""
+    tolerance = 1e-6 if want.dtype == np.float32 else 2.0**-7
+    got, want = (arrays.to_cpu(x).astype("f") for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=tolerance, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -98,7 +116,7 @@ def test_strides(name, where, rng, dtype):
     xp = module_named(where)
     for view, x in views(xp, rng, dtype_of(dtype)):
         got, want = softmax(x, impl=name), softmax(x.copy(), impl=name)
-        assert got.tolist() == want.tolist(), view
+        close_to(got, want, view)
 
 
 @pytest.mark.parametrize("name, where", HERE)
@@ -120,8 +138,8 @@ def test_empty(name, where, shape):
         y = softmax(x, mask=mask, impl=name)
         assert (y.shape, y.dtype) == (shape, x.dtype)
     impl = next(i for i in IMPLS if i.name == name)
-    params = {"scale": 1.0, "causal": False}
-    dx, _ = impl.backward((y,), y, needs=(True, False), into=(None, None), **params)
+    y, saved = impl.forward(x, None, None, needs=(True, False, False), **PLAIN)
+    dx, *_ = impl.backward(saved, y, needs=(True, False, False), into=(None,) * 3, **PLAIN)
     assert dx.shape == shape
 
 
@@ -138,6 +156,146 @@ def test_mask_layout_finds_every_element(rng):
         found = np.lib.stride_tricks.as_strided(first, sizes, [8 * s for s in strides])
         want = np.broadcast_to(mask, shape)
         np.testing.assert_array_equal(found.ravel(), want.ravel())
+
+
+@pytest.mark.parametrize("kind, dtype", [
+    ("plain", "float16"), ("keep", "bfloat16"), ("add", "float32"),
+    ("odd", "bfloat16"), ("odd", "float32"),
+])  # fmt: skip
+@pytest.mark.parametrize("name, where", EVERYTHING)
+def test_lengths_and_dropout(name, where, rng, kind, dtype):
+    x, mask = rng.standard_normal((2, 3, 9, 45 if kind == "odd" else 40)), None
+    if kind in ("keep", "add"):
+        mask = rng.random((3, 1, 40)) < 0.5 if kind == "keep" else rng.standard_normal((3, 1, 40))
+    lengths = np.asarray([[0, 40, 3], [50, -1, 9]] if kind == "odd" else [7, 40])
+    params = {**PLAIN, "p": 0.3, "key": random.Key(5, 3, 2), "causal": kind == "odd"}
+    needs = (True, False, False)
+    check_implementation(IMPLS, name, where, [x, mask, lengths], dtype, needs=needs, **params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name, where", EVERYTHING)
+def test_dropout_is_drawn_as_everywhere(name, where, dtype):
+    """What NumPy draws for the row-major index, whatever the strides; what is kept is scaled."""
+    xp = module_named(where)
+    for shape in ((3, 64), (5, 77)):
+        x = xp.ones((shape[0], shape[1] + 3), dtype_of(dtype))[:, 3:]
+        got = arrays.to_cpu(softmax(x, dropout_p=0.4, seed=11, impl=name)).astype("f")
+        keep = random.keep_mask(np, shape, 0.4, random.as_key(11))
+        np.testing.assert_array_equal(got > 0, keep)
+        np.testing.assert_allclose(got[keep], 1 / 0.6 / shape[1], rtol=1e-2)
+
+
+def test_dropout_by_a_step_on_the_device(gpu):
+    x, step = gpu.ones((4, 80), "f"), gpu.zeros(1, "uint32")
+    for number in range(2):
+        step.fill(number)
+        got = softmax(x, dropout_p=0.5, seed=random.Key(3, 1, step)).get() > 0
+        np.testing.assert_array_equal(
+            got, random.keep_mask(np, x.shape, 0.5, random.Key(3, 1, number))
+        )
+
+
+@pytest.mark.parametrize("cols", [16385, 131_073, 300_001])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_rows(gpu, rng, cols, dtype):
+    """Rows that a block, a cluster, or no cluster holds; the last of three sees a part."""
+    x = 3 * rng.standard_normal((3, cols))
+    lengths = np.asarray([cols, cols - 9, 5])
+    for given in (None, lengths):
+        inputs, needs = [x, None, given], (True, False, False)
+        check_implementation(IMPLS, "raw-simt", "cupy", inputs, dtype, needs=needs, **PLAIN)
+
+
+def test_donated_memory_is_used(gpu, rng):
+    for x in (gpu.ones((4, 64), "f"), gpu.ones((4, 99), "f")[:, 3:80]):
+        want = softmax(x)
+        y = softmax(x, donate=True)
+        assert y.data.ptr == x.data.ptr
+        close_to(y, want)
+    leaf = Tensor(gpu.asarray(rng.standard_normal((4, 64)), "f"), requires_grad=True)
+    grads = []
+    for donate in (False, True):
+        y = softmax(leaf * 2, dropout_p=0.2, seed=1, donate=donate)
+        leaf.grad = None
+        (y * y).sum().backward()
+        grads.append(leaf.grad.get())
+    np.testing.assert_array_equal(*grads)
+
+
+def test_who_saved_what_is_donated_notices(xp):
+    x = Tensor(xp.ones((2, 3), "f"), requires_grad=True) * 1
+    squares = (x * x).sum()
+    softmax(x, donate=True)
+    with pytest.raises(GradientError, match="edited in place"):
+        squares.backward()
+
+
+def test_nothing_is_written_beside_the_rows(gpu, rng):
+    """Neither before or after a result nor, in memory given away, between its rows."""
+    for cols in (31, 64, 1000, 16389):
+        room = gpu.full((3, cols + 16), 7, "float16")
+        x = room[:, 5 : 5 + cols]
+        x[...] = gpu.asarray(rng.standard_normal(x.shape))
+        want = softmax(x.copy())
+        y = softmax(x, donate=True)
+        assert y.data.ptr == x.data.ptr
+        close_to(y, want)
+        assert (room[:, :5] == 7).all() and (room[:, 5 + cols :] == 7).all()
+
+
+@contextlib.contextmanager
+def emulated(staged):
+    """The kernel's text on the CPU, without clusters; ``staged``: with Hopper's copy engine."""
+    xp = emulator._Module()
+    kernel, gpu = emulator.Machine(seed=1).kernel, ("90" if staged else "80", 1)
+    with (
+        mock.patch.multiple(module, CLUSTER=1, get_xp=lambda *_: xp, kernel=kernel),
+        mock.patch.object(module, "gpu", lambda _: gpu),
+        mock.patch.object(arrays, "get_xp", lambda *_: xp),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("shape, dtype, kind, p, staged", [
+    ((5, 256), "bfloat16", None, 0.0, True),
+    ((5, 257), "float16", "lengths", 0.3, True),
+    ((2, 3, 9, 45), "float32", "keep", 0.0, False),
+    ((2, 3, 9, 40), "bfloat16", "add", 0.5, True),
+    ((2, 12345), "bfloat16", None, 0.0, False),
+    ((2, 9001), "float32", "keep", 0.2, True),
+    ((2, 9001), "float32", None, 0.0, False),
+])  # fmt: skip
+def test_the_kernel_on_any_cpu(rng, shape, dtype, kind, p, staged):
+    if reason := emulator.refusal():
+        pytest.skip(reason)
+
+    def forward(*inputs, **params):
+        with emulated(staged):
+            return module._forward_raw(*map(emulator.as_array, inputs), **params)
+
+    def backward(saved, dy, **params):
+        with emulated(staged):
+            return module._backward_raw(saved, emulator.as_array(dy), **params)
+
+    x, needs = rng.standard_normal(shape), (True, False, False)
+    mask = {"keep": rng.random(shape[-1]) < 0.5, "add": rng.standard_normal(shape[1:])}.get(kind)
+    lengths = np.arange(shape[0]) if kind == "lengths" else None
+    impls = (Impl("emulated", forward, backward), IMPLS[-1])
+    params = {**PLAIN, "scale": -0.7, "p": p, "key": random.as_key(3) if p else None}
+    inputs = [x, mask, lengths]
+    check_implementation(impls, "emulated", "numpy", inputs, dtype, needs=needs, **params)
+
+
+def test_lines_go_by_strides(rng):
+    base = rng.standard_normal((4, 6, 8))
+    for x, stride in ((base, 8), (base[:, :, 2:5], 8), (base[::2, 0], 96), (base[0, ::-1], -8)):
+        same, found = _lines(x)
+        assert same is x and found == stride
+    for x in (base[:, :5], base[..., ::2], base.transpose(2, 0, 1)):
+        copy, stride = _lines(x)
+        np.testing.assert_array_equal(copy, x)
+        assert copy.flags.c_contiguous and stride == x.shape[-1]
 
 
 def test_gradient(rng):
@@ -173,10 +331,19 @@ def test_float64_in_float64_out():
     (lambda xp: softmax(xp.ones(3, "f"), mask=xp.ones((2, 3), bool)), ValueError, "broadcasts"),
     (lambda xp: softmax(xp.ones(3, "f"), mask=xp.ones(3, int)), TypeError, "mask.dtype is int64"),
     (lambda xp: softmax(xp.ones(3, "f"), mask=xp.ones(3, "e")), TypeError, "bool or float32"),
+    (lambda xp: softmax(xp.ones((2, 3), "f"), lengths=xp.ones(2)), TypeError, "lengths.dtype is"),
+    (lambda xp: softmax(xp.ones((2, 3), "f"), lengths=xp.ones(3, int)), ValueError, "axes of"),
+    (lambda xp: softmax(xp.ones(3, "f"), lengths=xp.ones(3, int)), ValueError, "lengths.shape"),
+    (lambda xp: softmax(xp.ones(3, "f"), dropout_p=1.5), ValueError, "p is 1.5"),
 ])  # fmt: skip
 def test_bad_arguments(xp, bad, error, says):
     with pytest.raises(error, match=says):
         bad(xp)
+
+
+def test_numba_says_what_it_lacks(gpu):
+    with pytest.raises(UnsupportedError, match="not in the form to read"):
+        softmax(gpu.ones((2, 3), "f"), dropout_p=0.1, impl="numba")
 
 
 def test_arrays_in_two_places(gpu):
@@ -202,16 +369,31 @@ def test_raw_runs_on_a_gpu(gpu):
         softmax(gpu.ones((2, 3), "float64"))
 
 
-def test_block_table():
-    assert [_block_for(n) for n in (0, 1, 1024, 1025, MAX_COLS)] == [128, 128, 128, 512, 512]
-    assert BLOCKS[-1][0] == MAX_COLS
+@pytest.mark.parametrize("verb", ["forward", "backward"])
+@pytest.mark.parametrize("edges", [False, True])
+def test_threads_hold_every_row(verb, edges):
+    for vectors in [*range(1, 3000), 10**6]:
+        held = _threads(verb, vectors, edges)
+        assert (held is None) == (vectors > 512 * 4)
+        if held:
+            lanes, each = held
+            assert (
+                lanes in LANES and 1 <= each <= 4 and lanes * (each - 1) < vectors <= lanes * each
+            )
+    # rows of the usual widths fill the vectors of their threads
+    assert all(n % _threads(verb, n, False)[0] == 0 for n in (64, 96, 128, 512, 1024))
 
 
-def test_numba_kernels_compile_without_double_arithmetic(nvvm):
-    from numba import float32, int64
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint16"])
+def test_numba_kernels_compile_for_registers(nvvm, dtype):
+    """16 bytes at a time, and no double arithmetic; uint16 holds the bits of bfloat16."""
+    from numba import boolean, float32, from_dtype, int64
 
     from gpuattn.numbakernels import softmax as kernels
 
-    rows = float32[:, ::1]
-    check_no_float64(kernels.softmax_forward, rows, rows, rows, int64, int64, float32)
-    check_no_float64(kernels.softmax_backward, rows, rows, rows, float32)
+    rows, count = from_dtype(np.dtype(dtype))[:, ::1], int64
+    numbers = [count] * 3 + [float32]
+    forward = check_no_float64(kernels.softmax_forward, rows, boolean[:, ::1], rows, rows, *numbers)
+    backward = check_no_float64(kernels.softmax_backward, rows, rows, rows, count, float32)
+    for ptx in (forward, backward):
+        assert "ld.global.v4" in ptx and "st.global.v4" in ptx and ".local" not in ptx
