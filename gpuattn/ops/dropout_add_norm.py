@@ -7,24 +7,27 @@ code: ``rawkernels/dropout_add_norm.cu``.
 import numpy as np
 
 from gpuattn import arrays, rng
-from gpuattn.arrays import ctype, get_xp, wide, zeros
+from gpuattn.arrays import wide, zeros
 from gpuattn.autodiff.tape import apply
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel
 from gpuattn.ops.dropout import check_probability, device_numbers, drop, keep_of
 from gpuattn.ops.layer_norm import (
-    MAX_GRID,
-    add_parts,
-    block_for,
     check_inputs,
     column_sum,
     contiguous,
     normalize,
     normalized_gradient,
+    weighted,
+)
+from gpuattn.ops.norm_launch import (
+    add_parts,
+    backward_layout,
+    forward_layout,
     parts_of,
     refuse_raw,
-    weighted,
+    rows_of,
 )
 
 
@@ -93,42 +96,46 @@ def _backward_reference(saved, dnormed, dh, *, needs, into, p, key, rms, eps):
     return tuple(grads)
 
 
-# ---- raw: rawkernels/dropout_add_norm.cu --------------------------------------------------------
-
-
-def _kernel(verb, x, rms):
-    block = block_for(x.shape[-1])
-    constants = {"scalar": ctype(x.dtype), "RMS": rms, "BLOCK": block}
-    return kernel("dropout_add_norm.cu", f"dropout_add_norm_{verb}", **constants), (block,)
+# ---- raw: rawkernels/dropout_add_norm.cu, dropout_add_norm_backward.cu --------------------------
 
 
 def _forward_raw(x, residual, weight, bias, x_bias, *, needs, p, key, rms, eps):
-    inputs = contiguous(x, residual, weight, bias, x_bias)
+    (x, step), (residual, residual_step) = rows_of(x), rows_of(residual)
+    vectors = weight, bias, x_bias = contiguous(weight, bias, x_bias)
     rows, cols = x.size // max(x.shape[-1], 1), x.shape[-1]
     normed, h = arrays.empty(x, x.shape), arrays.empty(x, x.shape)
     mean = rstd = None
     if any(needs):
         mean, rstd = (arrays.empty(x, rows, np.float32) for _ in range(2))
-    forward, block = _kernel("forward", x, rms)
-    numbers = rows, cols, eps, *device_numbers(p, key)
-    forward((min(rows, MAX_GRID),), block, *inputs, normed, h, mean, rstd, *numbers)
-    return (normed, h), (h, inputs[2], mean, rstd) if any(needs) else None
+    names = zip(("WEIGHT", "BIAS", "X_BIAS"), vectors, strict=True)
+    given = {name: vector is not None for name, vector in names}
+    constants, block_rows = forward_layout(cols, x.dtype, 2, sum(given.values()))
+    constants = constants | given | {"RMS": rms}
+    forward = kernel("dropout_add_norm.cu", "dropout_add_norm_forward", **constants)
+    grid, block = (-(-rows // block_rows),), (constants["BLOCK"],)
+    numbers = rows, cols, step, residual_step, eps, *device_numbers(p, key)
+    forward(grid, block, x, residual, *vectors, normed, h, mean, rstd, *numbers)
+    return (normed, h), (h, weight, mean, rstd) if any(needs) else None
 
 
 def _backward_raw(saved, dnormed, dh, *, needs, into, p, key, rms, eps):
     h, weight, mean, rstd = saved
-    xp = get_xp(h)
-    dnormed = zeros(h, h.shape) if dnormed is None else xp.ascontiguousarray(dnormed, h.dtype)
-    dh = None if dh is None else xp.ascontiguousarray(dh, h.dtype)
+    dnormed = zeros(h, h.shape) if dnormed is None else dnormed.astype(h.dtype, copy=False)
+    dnormed, dnormed_step = rows_of(dnormed)
+    dh, dh_step = (None, 0) if dh is None else rows_of(dh.astype(h.dtype, copy=False))
     rows, cols = h.size // max(h.shape[-1], 1), h.shape[-1]
     dresidual = arrays.empty(h, h.shape)
     dx = arrays.empty(h, h.shape) if p else None
-    parts, sums = parts_of(h, needs[2:])
-    backward, block = _kernel("backward", h, rms)
-    grid = (parts if any(needs[2:]) else min(rows, MAX_GRID),)
-    numbers = rows, cols, *device_numbers(p, key)
-    backward(grid, block, h, weight, mean, rstd, dnormed, dh, dx, dresidual, *sums, *numbers)
-    vectors = (add_parts(*each, h.dtype) for each in zip(sums, into[2:], strict=True))
+    constants, grid, shared = backward_layout(h, 3, 2 + needs[4])
+    sums = parts_of(h, grid, needs[2:])
+    given = {"RMS": rms, "WEIGHT": weight is not None, "X_BIAS": needs[4]}
+    file, name = "dropout_add_norm_backward.cu", "dropout_add_norm_backward"
+    numbers = rows, cols, dnormed_step, dh_step, *device_numbers(p, key)
+    kernel(file, name, **constants, **given)(
+        (grid,), (constants["BLOCK"],), h, weight, mean, rstd, dnormed, dh, dx, dresidual, *sums,
+        *numbers, shared_bytes=shared,
+    )  # fmt: skip
+    vectors = add_parts(sums, into[2:], h.dtype)
     return dresidual if dx is None else dx, dresidual, *vectors
 
 

@@ -2,7 +2,8 @@
 
 Ba, Kiros and Hinton, "Layer normalization" (2016). Device code: ``rawkernels/layer_norm.cu``
 (RMSNorm's too) and, to read, ``gpuattn/numbakernels/layer_norm.py``. The functions without an
-underscore below are shared with ``rms_norm.py`` and ``dropout_add_norm.py``.
+underscore below are shared with ``rms_norm.py`` and ``dropout_add_norm.py``, the launches of all
+three are in ``norm_launch.py``.
 """
 
 import math
@@ -10,18 +11,23 @@ import math
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, wide
+from gpuattn.arrays import as_array, check_floats, check_together, get_xp, on_gpu, wide
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import dtype_refusal, kernel, kernel_refusal
+from gpuattn.kernels import dtype_refusal, kernel
 from gpuattn.numbakernels import device
+from gpuattn.ops.norm_launch import (
+    add_parts,
+    backward_layout,
+    forward_layout,
+    parts_of,
+    refuse_raw,
+    rows_of,
+)
 
-MAX_COLS = 2**31 - 1024  # columns are counted in 32 bits
-MAX_GRID = 2**31 - 1
-BLOCKS = ((1024, 128), (MAX_COLS, 512))  # (up to this many columns, threads a row)
-MAX_PARTS = 512  # blocks that each sum their rows for the weight gradient
-SUM_BLOCK = 128  # of column_sum.cu
+NUMBA_PARTS = 1056  # blocks that each sum their rows for the weight gradient
+NUMBA_THREADS, NUMBA_HELD = 512, 2  # that hold a row in the backward; vectors each
 
 
 def layer_norm(x, weight=None, bias=None, *, eps=1e-5, impl=None):
@@ -128,6 +134,11 @@ def column_sum(values, slot, dtype):
     """Return the sums over all rows of (..., D) in ``dtype``, or write them to ``slot``."""
     rows = math.prod(values.shape[:-1])
     total = get_xp(values).ones(rows, values.dtype) @ values.reshape(rows, values.shape[-1])
+    return put(total, slot, dtype)
+
+
+def put(total, slot, dtype):
+    """Return ``total`` in ``dtype``, or write it to ``slot``."""
     if slot is None:
         return total.astype(dtype, copy=False)
     place, accumulate = slot
@@ -162,123 +173,115 @@ def _backward_reference(saved, dy, *, needs, into, eps):
 
 
 def _refuse_numba(x, *others, **params):
-    return dtype_refusal(x) or device.refusal(x)
+    if reason := dtype_refusal(x) or device.refusal(x):
+        return reason
+    most = NUMBA_THREADS * NUMBA_HELD * 16 // x.itemsize
+    return f"x has {x.shape[-1]} columns, this form takes {most}" if x.shape[-1] > most else None
 
 
-def _float_vector(vector, like, missing):
-    xp = get_xp(like)
+def _matrix(x, cols):
+    """Return ``x`` as rows of whole vectors of 16 bytes, bfloat16 as its bits."""
+    from gpuattn.numbakernels.vectors import numbers
+
+    xp, rest = get_xp(x), -cols % (16 // x.itemsize)
+    x = xp.ascontiguousarray(x).reshape(x.size // cols, cols)
+    if rest or (on_gpu(x) and x.data.ptr % 16):
+        wide_rows = xp.zeros((len(x), cols + rest), x.dtype)
+        wide_rows[:, :cols] = x
+        x = wide_rows
+    return numbers(x)
+
+
+def _vector(vector, like, missing):
     if vector is None:
-        return xp.full(like.shape[-1], missing, np.float32)
-    return xp.ascontiguousarray(vector, np.float32)
+        vector = get_xp(like).full(like.shape[-1], missing, like.dtype)
+    return _matrix(vector, like.shape[-1])
+
+
+def _numba_block(x, vectors):
+    """Return the threads that hold a row, so many vectors of 16 bytes each."""
+    return (-(-x.shape[-1] * x.itemsize // (16 * vectors * 32)) * 32,)
 
 
 def _forward_numba(x, weight, bias, *, needs, eps):
-    from gpuattn.numbakernels.layer_norm import layer_norm_forward
-    from gpuattn.numbakernels.reduce import THREADS
+    from gpuattn.numbakernels.layer_norm import FORWARD, layer_norm_forward
+    from gpuattn.numbakernels.vectors import numbers
 
-    rows = device.float_rows(x)
-    y = arrays.empty(x, rows.shape, np.float32)
+    if not x.size:
+        return x.copy(), (x, weight, None, None) if any(needs) else None
+    cols = x.shape[-1]
+    rows = _matrix(x, cols)
+    y = arrays.empty(x, rows.shape)
     mean, rstd = (arrays.empty(x, len(rows), np.float32) for _ in range(2))
-    vectors = _float_vector(weight, x, 1), _float_vector(bias, x, 0)
-    grid = (len(rows) if x.size else 0,)
-    numbers = (np.float32(eps),)
-    device.launch(layer_norm_forward, grid, (THREADS,), rows, *vectors, y, mean, rstd, *numbers)
-    y = y.astype(x.dtype, copy=False).reshape(x.shape)
-    return y, (x, weight, mean, rstd) if any(needs) else None
+    vectors = _vector(weight, x, 1), _vector(bias, x, 0)
+    outs = numbers(y), mean, rstd, cols, np.float32(eps)
+    block = _numba_block(x, FORWARD)
+    device.launch(layer_norm_forward, (len(rows),), block, rows, *vectors, *outs)
+    return y[:, :cols].reshape(x.shape), (x, weight, mean, rstd) if any(needs) else None
 
 
 def _backward_numba(saved, dy, *, needs, into, eps):
-    from gpuattn.numbakernels.layer_norm import layer_norm_backward, layer_norm_sums
-    from gpuattn.numbakernels.reduce import THREADS
+    from gpuattn.numbakernels.layer_norm import BACKWARD, layer_norm_backward
+    from gpuattn.numbakernels.vectors import numbers
 
     x, weight, mean, rstd = saved
-    rows, dy = device.float_rows(x), device.float_rows(dy)
-    dx = arrays.empty(x, rows.shape, np.float32)
-    grid = (len(rows) if x.size else 0,)
-    vector = _float_vector(weight, x, 1)
-    device.launch(layer_norm_backward, grid, (THREADS,), rows, vector, dy, mean, rstd, dx)
-    parts = min(MAX_PARTS, len(rows))
-    sums = arrays.empty(x, (2, parts, x.shape[-1]), np.float32)
-    grid = (-(-x.shape[-1] // THREADS), parts)
-    device.launch(layer_norm_sums, grid, (THREADS,), rows, dy, mean, rstd, sums)
-    dweight, dbias = (
-        column_sum(sums[i - 1], into[i], x.dtype) if needs[i] else None for i in (1, 2)
-    )
-    return dx.astype(x.dtype, copy=False).reshape(x.shape), dweight, dbias
+    cols = x.shape[-1]
+    parts = min(NUMBA_PARTS, len(mean)) if x.size else 0
+    sums = arrays.empty(x, (2, parts, cols), np.float32)
+    dx = x.copy()
+    if x.size:
+        rows, block = _matrix(x, cols), _numba_block(x, BACKWARD)
+        out = arrays.empty(x, rows.shape)
+        dy = _matrix(dy.astype(x.dtype, copy=False), cols)
+        outs = numbers(out), *sums, cols
+        vector = _vector(weight, x, 1)
+        device.launch(layer_norm_backward, (parts,), block, rows, vector, dy, mean, rstd, *outs)
+        dx = out[:, :cols].reshape(x.shape)
+    total = sums.sum(1)
+    dweight, dbias = (put(total[i - 1], into[i], x.dtype) if needs[i] else None for i in (1, 2))
+    return dx, dweight, dbias
 
 
-# ---- raw: rawkernels/layer_norm.cu --------------------------------------------------------------
+# ---- raw: rawkernels/layer_norm.cu, layer_norm_backward.cu --------------------------------------
 
 
-def refuse_raw(x, *others, **params):
-    """Return why the norms' kernels do not take ``x``, or None."""
-    if reason := kernel_refusal(x):
-        return reason
-    if x.shape[-1] > MAX_COLS:
-        return f"x has {x.shape[-1]} columns, the kernel takes at most {MAX_COLS}"
-    return None
-
-
-def block_for(cols):
-    """Return the threads that reduce one row."""
-    return next(block for limit, block in BLOCKS if cols <= limit)
-
-
-def contiguous(*values):
-    """Return the arrays C-contiguous, None as None; those that are already are not copied."""
-    return [None if a is None else get_xp(a).ascontiguousarray(a) for a in values]
-
-
-def parts_of(x, wanted):
-    """Return (parts, [(parts, D) float32 array for a column sum, or None, for each ``wanted``])."""
-    rows = x.size // max(x.shape[-1], 1)
-    parts = min(rows, MAX_PARTS)
-    return parts, [
-        arrays.empty(x, (parts, x.shape[-1]), np.float32) if want else None for want in wanted
-    ]
-
-
-def add_parts(parts, slot, dtype):
-    """Return the sum over the rows of ``parts`` in ``dtype``, or write it to ``slot``."""
-    if parts is None:
-        return None
-    count, cols = parts.shape
-    direct = slot is not None and ctype(slot[0].dtype) is not None
-    out, accumulate = slot if direct else (arrays.empty(parts, cols, dtype), False)
-    finish = kernel("column_sum.cu", "column_sum", scalar=ctype(out.dtype), BLOCK=SUM_BLOCK)
-    finish((-(-cols // SUM_BLOCK),), (SUM_BLOCK,), parts, out, count, cols, accumulate)
-    return None if direct else out
+def contiguous(*vectors):
+    """Return the vectors contiguous and at a multiple of 16 bytes, None as None."""
+    return [None if a is None else rows_of(a)[0] for a in vectors]
 
 
 def forward_raw(x, weight, bias, needs, eps, rms):
     """Return (y, saved) of LayerNorm or RMSNorm."""
-    x, weight, bias = contiguous(x, weight, bias)
+    x, step = rows_of(x)
+    weight, bias = contiguous(weight, bias)
     rows, cols = x.size // max(x.shape[-1], 1), x.shape[-1]
     y, mean, rstd = arrays.empty(x, x.shape), None, None
     if any(needs):
         mean, rstd = (arrays.empty(x, rows, np.float32) for _ in range(2))
-    block = block_for(cols)
-    constants = {"scalar": ctype(x.dtype), "RMS": rms, "BLOCK": block}
-    forward = kernel("layer_norm.cu", "layer_norm_forward", **constants)
-    grid = (min(rows, MAX_GRID),)
-    forward(grid, (block,), x, weight, bias, y, mean, rstd, rows, cols, eps)
-    return y, (x, weight, mean, rstd) if any(needs) else None
+    given = {"WEIGHT": weight is not None, "BIAS": bias is not None}
+    constants, block_rows = forward_layout(cols, x.dtype, 1, sum(given.values()))
+    forward = kernel("layer_norm.cu", "layer_norm_forward", RMS=rms, **constants, **given)
+    grid = (-(-rows // block_rows),)
+    forward(grid, (constants["BLOCK"],), x, weight, bias, y, mean, rstd, rows, cols, step, eps)
+    return y, (x, step, weight, mean, rstd) if any(needs) else None
 
 
 def backward_raw(saved, dy, needs, into, rms):
     """Return (dx, dweight, dbias) of LayerNorm or RMSNorm; ``needs`` and ``into`` are for three."""
-    x, weight, mean, rstd = saved
-    dy = get_xp(x).ascontiguousarray(dy, x.dtype)
+    x, step, weight, mean, rstd = saved
+    dy, dy_step = rows_of(dy.astype(x.dtype, copy=False))
     rows, cols = x.size // max(x.shape[-1], 1), x.shape[-1]
-    block = block_for(cols)
     dx = arrays.empty(x, x.shape)
-    parts, sums = parts_of(x, needs[1:])
-    constants = {"scalar": ctype(x.dtype), "RMS": rms, "BLOCK": block}
-    backward = kernel("layer_norm.cu", "layer_norm_backward", **constants)
-    grid = (parts if any(needs[1:]) else min(rows, MAX_GRID),)
-    backward(grid, (block,), x, weight, dy, mean, rstd, dx, *sums, rows, cols)
-    dweight, dbias = (add_parts(*each, x.dtype) for each in zip(sums, into[1:], strict=True))
-    return dx, dweight, dbias
+    constants, grid, shared = backward_layout(x, 2, 2)
+    sums = parts_of(x, grid, needs[1:])
+    given = {"RMS": rms, "WEIGHT": weight is not None}
+    backward = kernel("layer_norm_backward.cu", "layer_norm_backward", **constants, **given)
+    numbers = rows, cols, step, dy_step
+    backward(
+        (grid,), (constants["BLOCK"],), x, weight, dy, mean, rstd, dx, *sums, *numbers,
+        shared_bytes=shared,
+    )  # fmt: skip
+    return dx, *add_parts(sums, into[1:], x.dtype)
 
 
 def _forward_raw(x, weight, bias, *, needs, eps):

@@ -13,9 +13,9 @@ from gpuattn.ops.layer_norm import (
     forward_raw,
     normalize,
     normalized_gradient,
-    refuse_raw,
     weighted,
 )
+from gpuattn.ops.norm_launch import refuse_raw
 
 
 def rms_norm(x, weight=None, *, eps=1e-6, impl=None):

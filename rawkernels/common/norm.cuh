@@ -1,62 +1,175 @@
 #pragma once
-#include "common/reduce.cuh"
-// What the norms share: a row's statistics and its gradient. `scalar` and BLOCK are the file's constants.
+// What the norms share: rows held by teams of threads, their statistics, and the sums of the gradient. The file's
+// constants: TEAM threads share a row, BLOCK / TEAM teams are a block; a thread holds PACKS packs of VEC neighbours,
+// TEAM * VEC columns apart, in registers. FULL: they are the row exactly. PACKS = 0: rows longer than that are read
+// again in each pass.
+#include "common/mma.cuh"
 
-// normalized = (x - pivot - mean) * rstd. LayerNorm subtracts the row's first element before it adds
-// up: exact for a constant row, and right however large the mean is beside the deviation. RMSNorm
-// subtracts nothing.
+static_assert(BLOCK % 32 == 0 && BLOCK % TEAM == 0 && (TEAM & (TEAM - 1)) == 0, "norm.cuh: BLOCK and TEAM");
+
+constexpr bool HELD = PACKS > 0;
+constexpr int SLOTS = HELD ? PACKS : 1, TEAMS = BLOCK / TEAM;
+
+// Which team of its block a thread is in, and which thread of the team it is.
+__device__ inline int team_of_thread() { return TEAMS == 1 ? 0 : threadIdx.x / TEAM; }
+__device__ inline int lane_of_thread() { return TEAMS == 1 ? threadIdx.x : threadIdx.x % TEAM; }
+
+struct alignas(VEC * sizeof(scalar)) Pack {
+    scalar x[VEC];
+    __device__ float operator[](int i) const { return x[i]; }
+};
+
+__device__ inline Pack load_pack(const scalar* from) { return *reinterpret_cast<const Pack*>(from); }
+
+template <typename T, typename P = Pack> __device__ __forceinline__ P round_pack(const float (&values)[VEC]) {
+    if constexpr (sizeof(T) == 2 && VEC == 8) {
+        const uint4 words = {pack_pair(T(), values[0], values[1]), pack_pair(T(), values[2], values[3]),
+                             pack_pair(T(), values[4], values[5]), pack_pair(T(), values[6], values[7])};
+        return __builtin_bit_cast(P, words);
+    } else {
+        P pack;
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) pack.x[i] = (T)values[i];
+        return pack;
+    }
+}
+
+__device__ inline void store_pack(scalar* to, const Pack& pack) { *reinterpret_cast<Pack*>(to) = pack; }
+__device__ inline void store_pack(scalar* to, const float (&values)[VEC]) { store_pack(to, round_pack<scalar>(values)); }
+
+// f(p, j) for this thread's packs: the p-th that it holds begins at column j.
+template <typename F> __device__ __forceinline__ void each_pack(int cols, F f) {
+    const int lane = lane_of_thread();
+    if constexpr (HELD) {
+#pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const int j = (p * TEAM + lane) * VEC;
+            if (FULL || j < cols) f(p, j);
+        }
+    } else {
+        for (int j = lane * VEC; j < cols; j += TEAM * VEC) f(0, j);
+    }
+}
+
+// This thread's packs of a vector; nothing where it is not GIVEN. EARLY: they are held like a row's.
+template <bool GIVEN> struct Vector {
+    static constexpr bool HERE = HELD && EARLY;
+    const scalar* from;
+    Pack held[GIVEN ? SLOTS : 1];
+
+    __device__ __forceinline__ Vector(const scalar* vector, int cols) : from(vector) {
+        if constexpr (GIVEN && HERE) each_pack(cols, [&](int p, int j) { held[p] = load_pack(from + j); });
+    }
+    // values *= the vector, and values += the vector, from column j on
+    __device__ __forceinline__ void scale(float (&values)[VEC], int p, int j) const {
+        if constexpr (GIVEN) {
+            const Pack pack = HERE ? held[p] : load_pack(from + j);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) values[i] *= pack[i];
+        }
+    }
+    __device__ __forceinline__ void shift(float (&values)[VEC], int p, int j) const {
+        if constexpr (GIVEN) {
+            const Pack pack = HERE ? held[p] : load_pack(from + j);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) values[i] += pack[i];
+        }
+    }
+};
+
+__device__ inline void team_barrier() {
+    if constexpr (TEAM <= 32) __syncwarp();
+    else if constexpr (TEAMS == 1) __syncthreads();
+    else bar_sync(1 + team_of_thread(), TEAM);
+}
+
+// The value of the team's first thread.
+__device__ __forceinline__ float team_first(float value) {
+    if constexpr (TEAM <= 32) return __shfl_sync(~0u, value, threadIdx.x % 32 / TEAM * TEAM);
+    __shared__ __align__(16) float first[TEAMS];
+    if (lane_of_thread() == 0) first[team_of_thread()] = value;
+    team_barrier();
+    return first[team_of_thread()];
+}
+
+// Sums over the team, in a fixed order, to each of its threads. `slot`: 0 and 1 in turn, so that one barrier is enough.
+template <int COUNT> __device__ __forceinline__ void team_sum(float (&values)[COUNT], int slot) {
+    constexpr int LANES = TEAM < 32 ? TEAM : 32, WARPS = TEAM / LANES, STEP = WARPS < 4 ? WARPS : 4;
+#pragma unroll
+    for (int lane = LANES / 2; lane > 0; lane /= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) values[i] += __shfl_xor_sync(~0u, values[i], lane);
+    if constexpr (WARPS > 1) {
+        struct alignas(STEP * 4) Few { float x[STEP]; };
+        __shared__ __align__(16) float partial[2 * TEAMS * WARPS * COUNT];
+        float* mine = partial + (slot * TEAMS + team_of_thread()) * (WARPS * COUNT);
+        if (threadIdx.x % 32 == 0)
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) mine[i * WARPS + lane_of_thread() / 32] = values[i];
+        team_barrier();
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            values[i] = 0.f;
+#pragma unroll
+            for (int warp = 0; warp < WARPS; warp += STEP) {
+                const Few few = *reinterpret_cast<const Few*>(mine + i * WARPS + warp);
+#pragma unroll
+                for (int n = 0; n < STEP; ++n) values[i] += few.x[n];
+            }
+        }
+    }
+}
+
+// ---- statistics. normalized = (x - pivot - mean) * rstd: LayerNorm subtracts the row's first element before it adds
+// up, exact for a constant row, and right however large the mean is beside the deviation. RMSNorm subtracts nothing.
 struct RowStatistics {
     float pivot, mean, rstd;
 
-    __device__ float operator()(scalar x) const { return ((float)x - pivot - mean) * rstd; }
+    __device__ float operator()(float x) const { return fmaf(x - pivot, rstd, -mean * rstd); }
 };
 
-template <bool RMS>
-__device__ float row_pivot(const scalar* x) {
-    return RMS ? 0.f : (float)x[0];
-}
+__device__ inline float row_pivot(const scalar* row) { return RMS ? 0.f : (float)row[0]; }
 
-template <bool RMS>
-__device__ RowStatistics row_statistics(const scalar* x, int cols, float eps) {
-    RowStatistics row{row_pivot<RMS>(x), 0.f, 1.f};
+// pack(p, j): the pack of the row that begins at column j. Two passes: the mean, then the squares of the deviations.
+template <typename Source>
+__device__ __forceinline__ RowStatistics row_statistics(float pivot, Source pack, int cols, float eps) {
+    RowStatistics row{pivot, 0.f, 1.f};
+    const float share = 1.f / cols;
+    float sum[1] = {0.f};
     if constexpr (!RMS) {
-        float sum = 0.f;
-        for (int j = threadIdx.x; j < cols; j += BLOCK) sum += (float)x[j] - row.pivot;
-        row.mean = block_reduce<BLOCK>(sum, Sum{}, 0.f) / cols;
+        each_pack(cols, [&](int p, int j) {
+            const Pack x = pack(p, j);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) sum[0] += x[i] - pivot;
+        });
+        team_sum(sum, 0);
+        row.mean = sum[0] * share;
+        sum[0] = 0.f;
     }
-    float square = 0.f;
-    for (int j = threadIdx.x; j < cols; j += BLOCK) square += row(x[j]) * row(x[j]);
-    row.rstd = 1.f / sqrtf(block_reduce<BLOCK>(square, Sum{}, 0.f) / cols + eps);
+    each_pack(cols, [&](int p, int j) {
+        const Pack x = pack(p, j);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+            const float deviation = x[i] - pivot - row.mean;
+            sum[0] = fmaf(deviation, deviation, sum[0]);
+        }
+    });
+    team_sum(sum, 1);
+    row.rstd = rsqrtf(sum[0] * share + eps);
     return row;
 }
 
-__device__ inline float at(const scalar* values, int j, float missing) {
-    return values ? (float)values[j] : missing;
-}
-
-// dx = rstd * (g - mean(g) - normalized * mean(g * normalized)) with g = weight * dy;
-// RMSNorm has no mean(g).
-struct RowGradient {
-    float mean, projection;
-};
-
-template <bool RMS>
-__device__ RowGradient row_gradient(RowStatistics row, const scalar* x, const scalar* weight, const scalar* dy,
-                                    int cols) {
-    float sum = 0.f, dot = 0.f;
-    for (int j = threadIdx.x; j < cols; j += BLOCK) {
-        float g = at(weight, j, 1.f) * (float)dy[j];
-        sum += g;
-        dot += g * row(x[j]);
-    }
-    if constexpr (RMS) sum = 0.f;
-    else sum = block_reduce<BLOCK>(sum, Sum{}, 0.f);
-    return {sum / cols, block_reduce<BLOCK>(dot, Sum{}, 0.f) / cols};
-}
-
-// Adds to this block's sum of a column; its first row begins the sum. Each column belongs to one thread.
-__device__ inline void add_to_column(float* sums, int cols, int j, bool first, float value) {
-    if (!sums) return;
-    float* sum = sums + (long long)blockIdx.x * cols + j;
-    *sum = first ? value : *sum + value;
+// normalized * weight + bias
+template <typename Source, bool WEIGHTED, bool BIASED>
+__device__ __forceinline__ void write_normed(scalar* y, RowStatistics row, Source pack, const Vector<WEIGHTED>& weight,
+                                             const Vector<BIASED>& bias, int cols) {
+    each_pack(cols, [&](int p, int j) {
+        const Pack x = pack(p, j);
+        float out[VEC];
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) out[i] = row(x[i]);
+        weight.scale(out, p, j);
+        bias.shift(out, p, j);
+        store_pack(y + j, out);
+    });
 }

@@ -10,16 +10,22 @@ from checks import (
     module_named,
 )
 
-from gpuattn import Tensor, explain
+from gpuattn import Tensor, explain, kernels
 from gpuattn.arrays import to_cpu
-from gpuattn.ops import layer_norm as layer_norm_module
+from gpuattn.ops import norm_launch
 from gpuattn.ops.dropout import dropout
 from gpuattn.ops.dropout_add_norm import IMPLS, dropout_add_norm
 from gpuattn.ops.layer_norm import layer_norm
 from gpuattn.ops.rms_norm import rms_norm
 from gpuattn.rng import Key, keep_mask
 
-SHAPES = {"one": (1, 1), "odd": (3, 257), "batched": (2, 5, 31), "tail": (2, 1025), "row": (64,)}
+SHAPES = {
+    "one": (1, 1), "odd": (3, 257), "batched": (2, 5, 31), "tail": (2, 1025), "row": (64,),
+    "whole": (5, 256),
+}  # fmt: skip
+# as in test_layer_norm.py
+WIDE = [(70, 512), (19, 768), (11, 1024), (9, 1000), (7, 2048), (5, 4096), (3, 8192), (2, 16392),
+        (2, 16387)]  # fmt: skip
 HERE = implementations(IMPLS)
 KEY = Key(0x123456789ABCDEF0, 3, 7)
 DROP = {"p": 0.3, "key": KEY, "rms": False, "eps": 1e-5}
@@ -48,10 +54,20 @@ def test_variants_agree(name, where, rng, p, rms):
         check_implementation(IMPLS, name, where, given, "float32", **params)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", WIDE)
+def test_wide_rows(gpu, rng, shape, dtype):
+    check_implementation(IMPLS, "raw-simt", "cupy", inputs(rng, shape), dtype, **DROP)
+    x, residual, weight, bias, _ = inputs(rng, shape)
+    given, params = [x, residual, weight, bias, None], {**DROP, "p": 0.0, "key": None}
+    check_implementation(IMPLS, "raw-simt", "cupy", given, dtype, **params)
+
+
+@pytest.mark.parametrize("cols", [33, 64])
 @pytest.mark.parametrize("name, where", HERE)
-def test_more_rows_than_parts(name, where, rng, monkeypatch):
-    monkeypatch.setattr(layer_norm_module, "MAX_PARTS", 4)
-    check_implementation(IMPLS, name, where, inputs(rng, (13, 33)), "float32", **DROP)
+def test_more_rows_than_blocks(name, where, rng, monkeypatch, cols):
+    monkeypatch.setattr(norm_launch, "gpu", lambda device: (kernels.gpu(device)[0], 1))
+    check_implementation(IMPLS, name, where, inputs(rng, (203, cols)), "float32", **DROP)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])

@@ -11,14 +11,23 @@ from checks import (
     module_named,
 )
 
-from gpuattn import Tensor, explain
+from gpuattn import Tensor, explain, kernels
 from gpuattn.arrays import to_cpu
 from gpuattn.errors import UnsupportedError
 from gpuattn.ops import layer_norm as module
-from gpuattn.ops.layer_norm import IMPLS, MAX_COLS, block_for, layer_norm
+from gpuattn.ops import norm_launch
+from gpuattn.ops.layer_norm import IMPLS, layer_norm
+from gpuattn.ops.norm_launch import layout
 
-# 257 and 1025: one past a block; 31: less than a warp
-SHAPES = {"one": (1, 1), "odd": (3, 257), "batched": (2, 5, 31), "tail": (2, 1025), "row": (64,)}
+# 257 and 1025: one past a team of threads; 31: less than a warp; 256: whole vectors
+SHAPES = {
+    "one": (1, 1), "odd": (3, 257), "batched": (2, 5, 31), "tail": (2, 1025), "row": (64,),
+    "whole": (5, 256),
+}  # fmt: skip
+# a width of every kind of team: 16 lanes and full, a warp, two, not full, a block, longer than
+# registers hold (whole vectors and not)
+WIDE = [(70, 512), (19, 768), (11, 1024), (9, 1000), (7, 2048), (5, 4096), (3, 8192), (2, 16392),
+        (2, 16387)]  # fmt: skip
 HERE = implementations(IMPLS)
 
 
@@ -41,10 +50,19 @@ def test_weight_and_bias_may_be_missing(name, where, rng):
         check_implementation(IMPLS, name, where, given, "float32", eps=1e-3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", WIDE)
+def test_wide_rows(gpu, rng, shape, dtype):
+    check_implementation(IMPLS, "raw-simt", "cupy", inputs(rng, shape), dtype, eps=1e-5)
+
+
+@pytest.mark.parametrize("cols", [33, 64])
 @pytest.mark.parametrize("name, where", HERE)
-def test_more_rows_than_parts(name, where, rng, monkeypatch):
-    monkeypatch.setattr(module, "MAX_PARTS", 4)
-    check_implementation(IMPLS, name, where, inputs(rng, (13, 33)), "float32", eps=1e-5)
+def test_more_rows_than_blocks(name, where, rng, monkeypatch, cols):
+    monkeypatch.setattr(module, "NUMBA_PARTS", 4)
+    monkeypatch.setattr(norm_launch, "gpu", lambda device: (kernels.gpu(device)[0], 1))
+    rows = 13 if name == "numba" else 203
+    check_implementation(IMPLS, name, where, inputs(rng, (rows, cols)), "float32", eps=1e-5)
 
 
 def exact(x, eps=1e-5):
@@ -203,16 +221,46 @@ def test_raw_runs_on_a_gpu(gpu):
         assert explain(layer_norm, gpu.ones((2, 3), dtype_of(dtype))).chosen == "raw-simt"
 
 
-def test_block_table():
-    assert [block_for(n) for n in (0, 1, 1024, 1025, MAX_COLS)] == [128, 128, 128, 512, 512]
+@pytest.mark.parametrize("cols, team, held, full", [
+    (1, 8, 8, False), (64, 8, 8, True), (512, 16, 32, True), (768, 32, 24, True),
+    (1000, 64, 16, False), (1024, 32, 32, True), (4096, 128, 32, True), (8192, 256, 32, True),
+    (16384, 512, 32, True), (16392, 512, 0, False), (1001, 64, 16, False),
+])  # fmt: skip
+def test_layout(cols, team, held, full):
+    constants, found = layout(cols, dtype_of("bfloat16"), 32, 32)
+    assert (constants["TEAM"], found, constants["FULL"]) == (team, held, full)
+    assert constants["PACKS"] * constants["VEC"] == found
+    assert not found or team * found >= cols
+    assert cols % constants["VEC"] == 0
+
+
+@pytest.mark.parametrize("cols", [256, 1024])
+def test_rows_apart_are_not_copied(gpu, rng, cols):
+    """Rows of a larger matrix, in and out of the tape, give what copies give."""
+    x, dy = (gpu.asarray(rng.standard_normal((6, 2 * cols)), "float16")[:, cols:] for _ in range(2))
+    assert norm_launch.rows_of(x) == (x, 2 * cols)
+    for a, b in zip(_both(x, dy), _both(x.copy(), dy.copy()), strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def _both(x, dy):
+    needs = True, True, True
+    y, saved = find(IMPLS, "raw-simt").forward(x, None, None, needs=needs, eps=1e-5)
+    return y, *find(IMPLS, "raw-simt").backward(saved, dy, needs=needs, into=(None,) * 3, eps=1e-5)
 
 
 def test_numba_kernels_compile_without_double_arithmetic(nvvm):
-    from numba import float32
+    from numba.cuda.types import float16, float32, int64, uint16
 
-    from gpuattn.numbakernels import layer_norm as kernels
+    from gpuattn.numbakernels import layer_norm as numba_form
 
-    m, v, sums = float32[:, ::1], float32[::1], float32[:, :, ::1]
-    check_no_float64(kernels.layer_norm_forward, m, v, v, m, v, v, float32)
-    check_no_float64(kernels.layer_norm_backward, m, v, m, v, v, m)
-    check_no_float64(kernels.layer_norm_sums, m, m, v, v, sums)
+    v, sums = float32[::1], float32[:, ::1]
+    for kind in (float32, float16, uint16):
+        m = kind[:, ::1]
+        forward = check_no_float64(numba_form.layer_norm_forward, m, m, m, m, v, v, int64, float32)
+        backward = check_no_float64(
+            numba_form.layer_norm_backward, m, m, m, v, v, m, sums, sums, int64
+        )
+        for ptx in (forward, backward):
+            assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+            assert ".local" not in ptx, "a row left its registers"
