@@ -1,100 +1,132 @@
-// Softmax cross entropy with label smoothing, and its gradient.
-// Constants: scalar = float, f16, bf16; label = int, long long; BLOCK = 256
-// Launch:    forward and backward: grid = (rows,), block = (BLOCK,), a block per row, two passes
-//            over it. reduce: grid = (1,), block = (BLOCK,).
+// Softmax cross entropy with label smoothing and z-loss, and its gradient: loss and gradient of donated logits in one pass.
+// Constants: scalar = float, f16, bf16; BLOCK = 128, 512
+// Launch:    prepare, sum: grid = (1,), block = (1024,). rows, gradient: grid = (rows,), block = (BLOCK,), a block per row;
+//            rows with 16 * room bytes of shared memory: what of a row does not fit is read twice.
+//            rescale: grid = (rows,), block = (BLOCK,).
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/cross_entropy.cuh"
 #include "common/index.cuh"
-#include "common/reduce.cuh"
 
-static_assert(BLOCK % 32 == 0, "cross_entropy.cu: BLOCK must be a multiple of the warp size");
+constexpr int THREADS = 1024;  // of the kernels that are one block
 
-extern "C" __global__ void cross_entropy_forward(
-    const scalar* __restrict__ logits,   // (rows, >= vocab), rows `stride` apart
-    const label* __restrict__ labels,    // (rows,)
-    float* __restrict__ loss,            // (rows,)
-    float* __restrict__ statistics,      // (rows, 2): maximum, and sum of exp(x - maximum)
+template <typename label> __device__ void prepare(
+    const label* __restrict__ labels, int* __restrict__ targets, Summary* summary, const float* dloss, long long rows,
+    int vocab, long long ignore_index, bool mean, long long* flag) {
+    float count = 0.f;
+#pragma unroll 8
+    for (long long row = threadIdx.x; row < rows; row += THREADS) {
+        const long long chosen = labels[row];
+        const bool counts = chosen != ignore_index;
+        targets[row] = !counts ? -1 : out_of_range(chosen, vocab, flag) ? 0 : (int)chosen;
+        count += counts ? 1.f : 0.f;
+    }
+    count = block_reduce<THREADS>(count, Sum{}, 0.f);
+    if (threadIdx.x > 0) return;
+    const float divisor = mean ? fmaxf(count, 1.f) : 1.f;
+    *summary = {0.f, divisor, (dloss ? *dloss : 1.f) / divisor, 0};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare_int(
+    const int* labels,     // (rows,)
+    int* targets,          // (rows,): the label, or -1 for a row that does not count
+    Summary* summary,
+    const float* dloss,    // () or null: what the gradient is multiplied by
+    long long rows,
+    int vocab,
+    long long ignore_index,
+    bool mean,
+    long long* flag) {
+    prepare(labels, targets, summary, dloss, rows, vocab, ignore_index, mean, flag);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare_long(
+    const long long* labels,
+    int* targets,
+    Summary* summary,
+    const float* dloss,
+    long long rows,
+    int vocab,
+    long long ignore_index,
+    bool mean,
+    long long* flag) {
+    prepare(labels, targets, summary, dloss, rows, vocab, ignore_index, mean, flag);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_rows(
+    scalar* logits,         // (rows, cols >= vocab), rows `stride` apart
+    const int* targets,     // (rows,)
+    float* losses,          // (rows,)
+    float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
+    Summary* summary,
     long long stride,
     int vocab,
+    int cols,
+    int room,
     float label_share,
     float other_share,
-    long long ignore_index,
-    long long* flag) {
-    const long long row = blockIdx.x;
-    const scalar* x = logits + row * stride;
-    long long chosen = labels[row];
-    if (chosen == ignore_index) {
-        if (threadIdx.x == 0) loss[row] = 0.f;
-        return;
-    }
-    if (out_of_range(chosen, vocab, flag)) chosen = 0;
-
-    float peak = NEG_INF;
-    for (int j = threadIdx.x; j < vocab; j += BLOCK) peak = fmaxf(peak, (float)x[j]);
-    peak = block_reduce<BLOCK>(peak, Max{}, NEG_INF);
-    float sum = 0.f, total = 0.f;
-    for (int j = threadIdx.x; j < vocab; j += BLOCK) {
-        const float shifted = (float)x[j] - peak;
-        sum += expf(shifted);
-        total += shifted;
-    }
-    sum = block_reduce<BLOCK>(sum, Sum{}, 0.f);
-    total = block_reduce<BLOCK>(total, Sum{}, 0.f);
-    if (threadIdx.x > 0) return;
-    float value = logf(sum) - (label_share - other_share) * ((float)x[chosen] - peak);
-    if (other_share > 0.f) value -= other_share * total;  // 0 * -inf is not a number
-    loss[row] = value;
-    statistics[2 * row] = peak;
-    statistics[2 * row + 1] = sum;
+    float z_loss,
+    bool with_gradient) {
+    const Goal goal{label_share, other_share, z_loss};
+    cross_entropy_row<BLOCK, 1>(logits, targets, losses, statistics, summary, stride, vocab, cols, room, goal, with_gradient);
 }
 
-extern "C" __global__ void cross_entropy_reduce(
-    const float* __restrict__ loss,     // (rows,)
-    const label* __restrict__ labels,   // (rows,)
-    float* __restrict__ divisor,        // (): the number of rows that count, at least 1; or 1
-    float* __restrict__ out,            // (): the sum of the losses over the divisor
-    long long rows,
-    long long ignore_index,
-    bool mean) {
-    float sum = 0.f, count = 0.f;
-    for (long long row = threadIdx.x; row < rows; row += BLOCK) {
-        sum += loss[row];
-        count += labels[row] != ignore_index ? 1.f : 0.f;
-    }
-    sum = block_reduce<BLOCK>(sum, Sum{}, 0.f);
-    count = block_reduce<BLOCK>(count, Sum{}, 0.f);
-    if (threadIdx.x > 0) return;
-    *divisor = mean ? fmaxf(count, 1.f) : 1.f;
-    *out = sum / *divisor;
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_sum(
+    const float* __restrict__ losses, Summary* summary, long long rows) {
+    float sum = 0.f;
+#pragma unroll 8
+    for (long long row = threadIdx.x; row < rows; row += THREADS) sum += losses[row];
+    sum = block_reduce<THREADS>(sum, Sum{}, 0.f);
+    if (threadIdx.x == 0) summary->loss = sum / summary->divisor;
 }
 
-extern "C" __global__ void cross_entropy_backward(
-    const scalar* logits,                   // (rows, >= vocab), rows `stride` apart
-    const label* __restrict__ labels,       // (rows,)
-    const float* __restrict__ statistics,   // (rows, 2)
-    const float* __restrict__ dloss,        // (rows,), or () with a divisor
-    const float* __restrict__ divisor,      // () or null
-    scalar* dlogits,                        // (rows, cols), rows `out_stride` apart; may be logits
+// The gradient where it has to wait for that of the loss.
+extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_gradient(
+    const scalar* logits,      // (rows, cols), rows `stride` apart
+    scalar* dlogits,           // (rows, cols), rows `out_stride` apart; may be logits
+    const int* targets,        // (rows,)
+    const float* statistics,   // (rows, 2)
+    const Summary* summary,
+    const float* dloss,        // (), or (rows,) where `each`
+    bool each,
     long long stride,
     long long out_stride,
     int vocab,
     int cols,
     float label_share,
     float other_share,
-    long long ignore_index) {
-    const long long row = blockIdx.x;
-    const scalar* x = logits + row * stride;
-    scalar* dx = dlogits + row * out_stride;
-    const long long chosen = labels[row];
-    if (chosen == ignore_index) {
-        for (int j = threadIdx.x; j < cols; j += BLOCK) dx[j] = (scalar)0.f;
+    float z_loss) {
+    const long long number = blockIdx.x;
+    const scalar* row = logits + number * stride;
+    scalar* out = dlogits + number * out_stride;
+    const int target = targets[number];
+    if (target < 0) {
+        for (int j = threadIdx.x; j < cols; j += BLOCK) out[j] = (scalar)0.f;
         return;
     }
-    const float weight = divisor ? *dloss / *divisor : dloss[row];
-    const float peak = statistics[2 * row], share = 1.f / statistics[2 * row + 1];
-    for (int j = threadIdx.x; j < cols; j += BLOCK) {
-        float gradient = 0.f;
-        if (j < vocab)
-            gradient = weight * (expf((float)x[j] - peak) * share - (j == chosen ? label_share : other_share));
-        dx[j] = (scalar)gradient;
+    for (int j = vocab + threadIdx.x; j < cols; j += BLOCK) out[j] = (scalar)0.f;
+    const float weight = dloss[each ? number : 0] / summary->divisor;
+    const Slope slope(statistics[2 * number], statistics[2 * number + 1], weight, {label_share, other_share, z_loss}, target);
+    const bool aligned = ((u64)row - (u64)out) % 16 == 0;
+    const Layout layout(row, aligned ? vocab : 0);
+    for (int v = threadIdx.x; v < layout.vectors; v += BLOCK) {
+        const int column = layout.vector(v);
+        store_vector(out + column, gradient_of(load_vector(row + column), column, slope));
     }
+    for (int i = threadIdx.x; i < vocab - layout.vectors * WIDTH; i += BLOCK) {
+        const int column = layout.edge(i);
+        out[column] = gradient_of(row[column], column, slope);
+    }
+}
+
+// x *= wanted / done, without a look at x where that is 1.
+extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_rescale(
+    scalar* x,             // (rows, cols), rows `stride` apart
+    const float* done,     // () or null for 1
+    const float* wanted,   // ()
+    long long stride,
+    int cols) {
+    const float ratio = *wanted / (done ? *done : 1.f);
+    if (ratio == 1.f) return;
+    scalar* row = x + blockIdx.x * stride;
+    for (int j = threadIdx.x; j < cols; j += BLOCK) row[j] = (scalar)((float)row[j] * ratio);
 }

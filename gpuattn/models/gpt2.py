@@ -97,10 +97,13 @@ class GPT2(Module):
         """Return (B, T, padded vocabulary) for int tokens (B, T): what may come after each."""
         return self.head(self.states(tokens))
 
-    def loss(self, tokens, labels):
-        """Return the mean cross-entropy of labels (B, T), each the token after, as a Tensor."""
-        vocab = self.config.vocab
-        return cross_entropy(self.logits(tokens), labels, vocab_size=vocab, donate=True)
+    def loss(self, tokens, labels, dloss=None):
+        """Return the mean cross-entropy of labels (B, T), each the token after, as a Tensor.
+
+        ``dloss``: what backward will be called with, see ``cross_entropy``.
+        """
+        logits, vocab = self.logits(tokens), self.config.vocab
+        return cross_entropy(logits, labels, vocab_size=vocab, donate=True, dloss=dloss)
 
     def stepper(self, prompt, max_length, beam=1, kv_cache=True):
         """Return a Stepper that continues int prompts (B, P), P >= 1, by ``max_length`` tokens.

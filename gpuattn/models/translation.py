@@ -125,10 +125,11 @@ class TranslationModel(Module):
         """Return (..., padded vocabulary) for decoder states (..., d_model)."""
         return self.head(x) if self.head else linear(x, self.source.weight)
 
-    def loss(self, batch, label_smoothing=0.1):
+    def loss(self, batch, label_smoothing=0.1, dloss=None):
         """Return (mean cross-entropy per target token as a Tensor, Sums) of a packed batch.
 
         ``batch``: a ``data.batching.Batch``, or anything with its fields, on the model's device.
+        ``dloss``: what backward will be called with, see ``cross_entropy``.
         Raises ValueError for a sentence longer than the model's ``max_length``.
         """
         self._check_length("target", batch.max_target)
@@ -140,7 +141,7 @@ class TranslationModel(Module):
         )  # fmt: skip
         loss = cross_entropy(
             self.logits(x), batch.labels, label_smoothing=label_smoothing,
-            vocab_size=self.config.vocab, donate=True,
+            vocab_size=self.config.vocab, donate=True, dloss=dloss,
         )  # fmt: skip
         return loss, Sums(loss.data, len(batch.labels))
 

@@ -1,10 +1,12 @@
-"""Softmax cross entropy with label smoothing, ignored labels and a padded vocabulary.
+"""Softmax cross entropy with label smoothing, ignored labels, a padded vocabulary, and z-loss.
 
 With q the share of the label's class and u that of each other one,
-loss = lse - (q - u) x[label] - u sum(x), and its gradient is softmax(x) - u - (q - u) [label].
+loss = lse - (q - u) x[label] - u sum(x) + z lse^2, and its gradient is
+(1 + 2 z lse) softmax(x) - u - (q - u) [label].
 Both rules of smoothing fit: "uniform" (Szegedy et al., "Rethinking the Inception Architecture",
-2016) spreads it over all classes, "others" over all but the label's.
-Device code: ``rawkernels/cross_entropy.cu``.
+2016) spreads it over all classes, "others" over all but the label's. The z-loss (Chowdhery et al.,
+"PaLM", 2022) keeps lse near 0.
+Device code: ``rawkernels/cross_entropy.cu`` and ``rawkernels/cross_entropy_cluster.cu``.
 """
 
 import numpy as np
@@ -14,16 +16,15 @@ from gpuattn.arrays import (
     as_array,
     check_floats,
     check_together,
-    ctype,
     get_xp,
     wide,
 )
 from gpuattn.autodiff import tape
 from gpuattn.errors import GradientError, problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.kernels import kernel_refusal
+from gpuattn.ops import cross_entropy_launch as launch
 
-BLOCK = 256
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -33,10 +34,13 @@ def cross_entropy(
     *,
     label_smoothing=0.0,
     smoothing="uniform",
+    z_loss=0.0,
     ignore_index=-100,
     vocab_size=None,
     reduction="mean",
+    accuracy=False,
     donate=False,
+    dloss=None,
     impl=None,
 ):
     """Return the cross entropy of ``softmax(logits)`` and ``labels``, in nats and in float32.
@@ -45,10 +49,17 @@ def cross_entropy(
     for a row that counts for nothing. ``vocab_size``: V <= C; columns from V on are padding, never
     read, with gradient zero.
     ``label_smoothing``: 0 to 1, by the rule ``smoothing``: "uniform" gives each class 1 / V of it,
-    "others" each class but the label's 1 / (V - 1).
+    "others" each class but the label's 1 / (V - 1). ``z_loss``: adds so much of lse^2.
     ``reduction``: "mean" over the rows that count (0 if none does), "sum", or "none" for (...,).
+    ``accuracy``: also return how many rows are right, () int32: those whose label is the first of
+    the largest logits. Ignored rows, and rows whose loss is not a number, are not.
+
     ``donate``: the logits' memory may be overwritten, in the end by their gradient; backward then
-    works once. ``impl``: an implementation's name, or None for the fastest that accepts.
+    works once. On a GPU "mean" and "sum" then leave the gradient there at once, for one read and
+    one write of the logits in all. ``dloss`` says for which gradient of the loss: a number, or a ()
+    float32 array that holds it on the device (such as a loss scale); 1 unless given, but without it
+    float16 waits for backward, since it may need a scale. Another one in backward costs a pass.
+    ``impl``: an implementation's name, or None for the fastest that accepts.
 
     float64 logits give a float64 loss. Raises IndexError for a label out of range: at once on
     NumPy, on a GPU at the next ``to_cpu`` or ``check_indices``. TypeError for other dtypes,
@@ -59,8 +70,6 @@ def cross_entropy(
     x = tape.raw(logits)
     check_together("cross_entropy", logits=x, labels=labels)
     check_floats("cross_entropy", logits=x)
-    if labels.dtype.kind not in "iu":
-        raise TypeError(problem("cross_entropy", "labels.dtype", labels.dtype, "an integer dtype"))
     if x.ndim == 0 or labels.shape != x.shape[:-1]:
         accepted = f"logits.shape[:-1], for logits.shape {x.shape}"
         raise ValueError(problem("cross_entropy", "labels.shape", labels.shape, accepted))
@@ -68,28 +77,56 @@ def cross_entropy(
     if not 1 <= vocab_size <= x.shape[-1]:
         accepted = f"1 to {x.shape[-1]}, the columns of logits"
         raise ValueError(problem("cross_entropy", "vocab_size", vocab_size, accepted))
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(problem("cross_entropy", "label_smoothing", label_smoothing, "0 to 1"))
-    if smoothing not in ("uniform", "others"):
-        raise ValueError(problem("cross_entropy", "smoothing", repr(smoothing), "uniform, others"))
     if reduction not in REDUCTIONS:
         accepted = ", ".join(REDUCTIONS)
         raise ValueError(problem("cross_entropy", "reduction", repr(reduction), accepted))
-    label_share, other_share = _shares(vocab_size, label_smoothing, smoothing)
+    shared = settings("cross_entropy", labels, vocab_size, label_smoothing, smoothing, z_loss)
     loss = tape.apply(
         IMPLS,
-        (logits, labels),
+        (logits, labels, scale_of_loss("cross_entropy", x, dloss)),
         impl,
-        vocab_size=int(vocab_size),
-        label_share=label_share,
-        other_share=other_share,
+        **shared,
         ignore_index=int(ignore_index),
         reduction=reduction,
+        accuracy=bool(accuracy),
         donate=bool(donate),
     )
     if donate and isinstance(logits, tape.Box):
         logits.version[0] += 1  # whoever saved them for a gradient will notice
     return loss
+
+
+def settings(function, labels, vocab_size, label_smoothing, smoothing, z_loss):
+    """Check what is said of the target distribution; return the parameters it comes to."""
+    if labels.dtype.kind not in "iu":
+        raise TypeError(problem(function, "labels.dtype", labels.dtype, "an integer dtype"))
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(problem(function, "label_smoothing", label_smoothing, "0 to 1"))
+    if smoothing not in ("uniform", "others"):
+        raise ValueError(problem(function, "smoothing", repr(smoothing), "uniform, others"))
+    if not 0 <= z_loss < np.inf:
+        raise ValueError(problem(function, "z_loss", z_loss, "0 or a little more, such as 1e-4"))
+    label_share, other_share = _shares(vocab_size, label_smoothing, smoothing)
+    return {
+        "vocab_size": int(vocab_size), "label_share": label_share, "other_share": other_share,
+        "z_loss": float(z_loss),
+    }  # fmt: skip
+
+
+def scale_of_loss(function, x, dloss):
+    """Return ``dloss`` as a () array beside the array ``x``, or None."""
+    if dloss is None:
+        return None
+    if isinstance(dloss, int | float):
+        if not dloss:
+            raise ValueError(problem(function, "dloss", dloss, "a number other than 0"))
+        return get_xp(x).full((), dloss, wide(x.dtype))
+    dloss = as_array(tape.raw(dloss), function, "dloss")
+    check_together(function, logits=x, dloss=dloss)
+    if dloss.shape != () or dloss.dtype != wide(x.dtype):
+        got = f"{dloss.dtype} of shape {dloss.shape}"
+        raise ValueError(problem(function, "dloss", got, f"a number, or {wide(x.dtype)} ()"))
+    return dloss
 
 
 def _shares(vocab_size, label_smoothing, smoothing):
@@ -106,8 +143,9 @@ def _shares(vocab_size, label_smoothing, smoothing):
 
 
 def _forward_reference(
-    logits, labels, *, needs, vocab_size, label_share, other_share, ignore_index, reduction, donate
-):
+    logits, labels, dloss=None, *, needs, vocab_size, label_share, other_share, z_loss,
+    ignore_index, reduction, accuracy, donate,
+):  # fmt: skip
     xp, dtype = get_xp(logits), wide(logits.dtype)
     if donate and xp is np and not logits.flags.writeable:
         raise ValueError(
@@ -120,6 +158,7 @@ def _forward_reference(
     rows = logits.reshape(labels.size, logits.shape[-1])
     x = rows[:, :vocab_size].astype(dtype, copy=False)
 
+    right = counts & (x.argmax(-1) == index) if accuracy else None
     peak = x.max(-1, keepdims=True)
     e = xp.subtract(x, peak, out=x if donate or dtype != logits.dtype else None)
     at_label = e[xp.arange(len(e)), index]
@@ -127,26 +166,33 @@ def _forward_reference(
     xp.exp(e, out=e)
     sums = e.sum(-1)
     loss = xp.log(sums)
+    lse = loss + peak[:, 0]
     loss -= (label_share - other_share) * at_label
     if other_share:
         loss -= other_share * total
+    if z_loss:
+        loss += z_loss * lse * lse
     loss = xp.where(counts, loss, 0)
 
     weight = counts.astype(dtype)
     if reduction == "mean":
         weight /= xp.maximum(weight.sum(), 1)
     out = loss.reshape(shape) if reduction == "none" else xp.asarray((loss * weight).sum())
+    if accuracy:
+        out = out, xp.asarray((right & (loss == loss)).sum(dtype=np.int32))
     if not any(needs):
         return out, None
     kept = e, rows if donate else None
-    return out, ([kept] if donate else kept, sums, weight, index, counts, rows.dtype, logits.shape)
+    kept = [kept] if donate else kept
+    slope = (1 + 2 * z_loss * lse) / sums
+    return out, (kept, slope, weight, index, counts, rows.dtype, logits.shape)
 
 
 def _backward_reference(
-    saved, dloss, *, needs, into, vocab_size, label_share, other_share, donate, **_
+    saved, dloss, dright=None, *, needs, into, vocab_size, label_share, other_share, donate, **_
 ):
-    kept, sums, weight, index, counts, dtype, shape = saved
-    e, rows = _take(kept)
+    kept, slope, weight, index, counts, dtype, shape = saved
+    e, rows = take(kept)
     xp = get_xp(e)
     if rows is None:
         rows = arrays.empty(e, (len(e), shape[-1]), dtype)
@@ -154,17 +200,17 @@ def _backward_reference(
     # of donated logits, `e` is the same memory
     inside = rows[:, :vocab_size] if rows.dtype == e.dtype else e if donate else None
     weight = weight * dloss.ravel()
-    dx = xp.multiply(e, (weight / sums)[:, None], out=inside)
+    dx = xp.multiply(e, (weight * slope)[:, None], out=inside)
     if other_share:
         dx -= (weight * other_share)[:, None]
     dx[xp.arange(len(dx)), index] -= weight * (label_share - other_share)
     dx[~counts] = 0
     if rows.dtype != dx.dtype:
         rows[:, :vocab_size] = dx
-    return rows.reshape(shape), None
+    return rows.reshape(shape), None, None
 
 
-def _take(kept):
+def take(kept):
     """Return what the gradient is computed from; of donated logits (in a list) it is there once."""
     if not isinstance(kept, list):
         return kept
@@ -184,56 +230,38 @@ def _refuse_raw(logits, *_, **__):
 
 
 def _forward_raw(
-    logits, labels, *, needs, vocab_size, label_share, other_share, ignore_index, reduction, donate
+    logits, labels, dloss=None, *, needs, reduction, ignore_index, accuracy, donate, **goal
 ):
-    rows = logits.reshape(labels.size, logits.shape[-1])
-    index = labels if labels.dtype in (np.int32, np.int64) else labels.astype(np.int64)
-    index = get_xp(logits).ascontiguousarray(index)
-    loss = arrays.empty(logits, labels.shape, np.float32)
-    statistics = arrays.empty(logits, (labels.size, 2), np.float32)
-    flag = arrays.index_flag(logits, "cross_entropy: labels")
-    forward, rows = _kernel("forward", rows, index)
-    forward(
-        (labels.size,), (BLOCK,), rows, index, loss, statistics, _row_stride(rows), vocab_size,
-        label_share, other_share, ignore_index, flag,
-    )  # fmt: skip
-    divisor, out = None, loss
+    rows = launch.as_rows(logits, labels.size)
+    mean = reduction == "mean"
+    plan = launch.prepare(rows, labels, dloss, goal["vocab_size"], ignore_index, mean)
+    at_once = donate and needs[0] and reduction != "none"
+    at_once = at_once and (dloss is not None or logits.dtype != np.float16)
+    later = needs[0] and not at_once
+    statistics = arrays.empty(rows, (len(rows), 2), np.float32) if later else None
+    losses = launch.run_rows(rows, plan, statistics, at_once, goal)
+    out = losses.reshape(labels.shape)
     if reduction != "none":
-        divisor, out = (arrays.empty(logits, (), np.float32) for _ in range(2))
-        reduce, _ = _kernel("reduce", rows, index)
-        mean = reduction == "mean"
-        reduce((1,), (BLOCK,), loss, index, divisor, out, labels.size, ignore_index, mean)
-    kept = [logits] if donate else logits
-    return out, ((kept, index, statistics, divisor) if any(needs) else None)
+        launch.run_sum(rows, losses, plan)
+        out = plan.loss
+    if accuracy:
+        out = out, plan.right
+    kept = [rows] if donate else rows
+    return out, ((kept, statistics, plan, dloss, logits.shape) if needs[0] else None)
 
 
 def _backward_raw(
-    saved, dloss, *, needs, into, vocab_size, label_share, other_share, ignore_index, donate, **_
+    saved, dloss, dright=None, *, needs, into, reduction, ignore_index, accuracy, donate, **goal
 ):
-    kept, index, statistics, divisor = saved
-    logits = _take(kept)
-    rows = logits.reshape(index.size, logits.shape[-1])
-    backward, rows = _kernel("backward", rows, index)
-    out = rows if donate else arrays.empty(rows, rows.shape)
+    kept, statistics, plan, done_for, shape = saved
+    rows = take(kept)
     dloss = get_xp(rows).ascontiguousarray(dloss.astype(np.float32, copy=False))
-    backward(
-        (index.size,), (BLOCK,), rows, index, statistics, dloss, divisor, out, _row_stride(rows),
-        _row_stride(out), vocab_size, rows.shape[1], label_share, other_share, ignore_index,
-    )  # fmt: skip
-    return out.reshape(logits.shape), None
-
-
-def _kernel(verb, rows, index):
-    """Return the kernel, and the rows with their columns next to each other: a copy if need be."""
-    label = "int" if index.dtype == np.int32 else "long long"
-    constants = {"scalar": ctype(rows.dtype), "label": label, "BLOCK": BLOCK}
-    if rows.strides[1] != rows.itemsize:
-        rows = get_xp(rows).ascontiguousarray(rows)
-    return kernel("cross_entropy.cu", f"cross_entropy_{verb}", **constants), rows
-
-
-def _row_stride(rows):
-    return rows.strides[0] // rows.itemsize
+    if statistics is None:
+        launch.rescale(rows, done_for, dloss)
+        return rows.reshape(shape), None, None
+    out = rows if donate else arrays.empty(rows, rows.shape)
+    launch.run_gradient(rows, out, statistics, plan, dloss, reduction == "none", goal)
+    return out.reshape(shape), None, None
 
 
 IMPLS = Impls(

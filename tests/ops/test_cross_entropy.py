@@ -1,13 +1,14 @@
-"""Cross entropy: both smoothing rules, ignored and wrong labels, padding, donation."""
+"""Cross entropy: both smoothing rules, z-loss, ignored and wrong labels, padding, donation."""
 
 import numpy as np
 import pytest
 from checks import DTYPES, check_gradient, check_implementation, dtype_of, implementations
 
-from gpuattn import Tensor, arrays
+from gpuattn import Tensor, arrays, kernels
 from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import tape
 from gpuattn.errors import GradientError
+from gpuattn.ops import cross_entropy_launch as launch
 from gpuattn.ops.cross_entropy import IMPLS, _shares, cross_entropy
 
 # (rows), columns, vocabulary; 257 and 300 are past one block
@@ -19,14 +20,22 @@ SHAPES = {
     "scalar": ((), 9, 9),
     "empty": ((0,), 9, 9),
 }
+# for one block, for clusters of two (rows that start anywhere; padding), four and eight
+LONG = {
+    "block": ((5,), 5000, 5000),
+    "two": ((3,), 50257, 50257),
+    "padded": ((3,), 50304, 50257),
+    "four": ((2,), 128256, 128250),
+    "eight": ((2,), 262144, 262144),
+}
 SMOOTHING = {"none": (0.0, "uniform"), "uniform": (0.1, "uniform"), "others": (0.3, "others")}
 
 
-def settings(vocab_size, eps=0.0, rule="uniform", reduction="mean", donate=False):
+def settings(vocab_size, eps=0.0, rule="uniform", reduction="mean", z_loss=0.0):
     q, u = _shares(vocab_size, eps, rule)
     return {
         "vocab_size": vocab_size, "label_share": q, "other_share": u, "ignore_index": -100,
-        "reduction": reduction, "donate": donate,
+        "reduction": reduction, "donate": False, "z_loss": z_loss, "accuracy": True,
     }  # fmt: skip
 
 
@@ -37,7 +46,7 @@ def draw(rng, rows, cols, vocab, dtype=np.int32):
     return logits, labels
 
 
-def written_out(logits, labels, eps, rule, reduction, vocab):
+def written_out(logits, labels, eps, rule, reduction, vocab, z_loss=0.0):
     """The definition, row by row, with the target distribution in full."""
     losses = np.zeros(labels.shape)
     for row in np.ndindex(labels.shape):
@@ -46,7 +55,8 @@ def written_out(logits, labels, eps, rule, reduction, vocab):
         target = np.full(vocab, eps / (vocab if rule == "uniform" else vocab - 1))
         target[labels[row]] = 1 - eps + (eps / vocab if rule == "uniform" else 0)
         x = logits[row][:vocab]
-        losses[row] = -(target * (x - np.log(np.exp(x).sum()))).sum()
+        lse = np.log(np.exp(x).sum())
+        losses[row] = -(target * (x - lse)).sum() + z_loss * lse**2
     if reduction == "none":
         return losses
     return losses.sum() / (max((labels != -100).sum(), 1) if reduction == "mean" else 1)
@@ -63,15 +73,40 @@ def test_implementations(rng, name, where, rows, cols, vocab, dtype, eps, rule, 
     check_implementation(IMPLS, name, where, [logits, labels], dtype, **params)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, cols, vocab", LONG.values(), ids=LONG)
+@pytest.mark.gpu
+def test_long_rows(rng, rows, cols, vocab, dtype):
+    logits, labels = draw(rng, rows, cols, vocab)
+    params = settings(vocab, 0.1, "uniform", "mean", 1e-3)
+    check_implementation(IMPLS, "raw-simt", "cupy", [logits, labels], dtype, **params)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_shared_memory_does_not_hold_is_read_twice(gpu, rng, monkeypatch, dtype):
+    monkeypatch.setattr(launch, "SHARED", dict.fromkeys(launch.SHARED, 1))
+    for vocab in (3000, 100003):
+        logits, labels = draw(rng, (3,), vocab, vocab)
+        params = settings(vocab, 0.1)
+        check_implementation(IMPLS, "raw-simt", "cupy", [logits, labels], dtype, **params)
+
+
+def test_tables_of_launches():
+    for table in (launch.CLUSTERS, launch.BLOCKS):
+        assert table == sorted(table)
+    most = max(4 * 262144 / blocks for _, blocks in launch.CLUSTERS[-1:])
+    assert most <= launch.SHARED["90"] << 10, "a row of 262,144 floats is read once"
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("eps, rule", SMOOTHING.values(), ids=SMOOTHING)
 def test_written_out_definition(xp, rng, eps, rule, reduction):
     logits, labels = draw(rng, (4, 5), 12, 11, np.int64)
-    want = written_out(logits, labels, eps, rule, reduction, 11)
+    want = written_out(logits, labels, eps, rule, reduction, 11, 1e-2)
     for dtype, rtol in ((np.float64, 1e-12), (np.float32, 2e-6)):
         got = cross_entropy(
             xp.asarray(logits.astype(dtype)), xp.asarray(labels), label_smoothing=eps,
-            smoothing=rule, reduction=reduction, vocab_size=11,
+            smoothing=rule, z_loss=1e-2, reduction=reduction, vocab_size=11,
         )  # fmt: skip
         assert got.dtype == dtype
         np.testing.assert_allclose(to_cpu(got), want, rtol=rtol, atol=1e-6)
@@ -84,10 +119,38 @@ def test_gradient(rng, eps, rule, reduction):
 
     def fun(logits):
         return cross_entropy(
-            logits, labels, label_smoothing=eps, smoothing=rule, reduction=reduction, vocab_size=6
-        )
+            logits, labels, label_smoothing=eps, smoothing=rule, z_loss=0.05, reduction=reduction,
+            vocab_size=6,
+        )  # fmt: skip
 
     check_gradient(fun, rng.standard_normal((2, 3, 7)))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+def test_accuracy(xp, dtype):
+    rows = {  # logits, label, right?
+        "the largest": ([0, 1, 9, 2, 0, 0, 0, 0, 0, 3], 2, 1),
+        "another": ([0, 1, 9, 2, 0, 0, 0, 0, 0, 3], 1, 0),
+        "first of equal ones": ([5, 5, 1, 0, 5, 0, 0, 0, 0, 5], 0, 1),
+        "second of equal ones": ([5, 5, 1, 0, 5, 0, 0, 0, 0, 5], 1, 0),
+        "last of equal ones": ([5, 5, 1, 0, 5, 0, 0, 0, 0, 5], 9, 0),
+        "the last alone": ([5, 5, 1, 0, 5, 0, 0, 0, 0, 6], 9, 1),
+        "ignored": ([9, 1, 0, 2, 0, 0, 0, 0, 0, 3], -100, 0),
+        "not a number": ([9, np.nan, 0, 2, 0, 0, 0, 0, 0, 3], 0, 0),
+        "some cannot be": ([-np.inf, 1, -np.inf, 0, 0, 0, 0, 0, 0, 0], 1, 1),
+        "none can be": ([-np.inf] * 10, 0, 0),
+    }
+    for case, (logits, label, right) in rows.items():
+        # as the only row, and the padding is larger
+        x = xp.asarray(np.array([[*logits, 99]]).astype(dtype_of(dtype)))
+        with np.errstate(all="ignore"):
+            _, got = cross_entropy(x, xp.asarray([label]), vocab_size=10, accuracy=True)
+        assert got.dtype == np.int32 and got.shape == ()
+        assert int(to_cpu(got)) == right, case
+    x = Tensor(xp.asarray(np.eye(3, 12, dtype=np.float32)), requires_grad=True)
+    loss, right = cross_entropy(x, xp.arange(3), accuracy=True)
+    loss.backward()
+    assert int(to_cpu(right.data)) == 3
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
@@ -147,6 +210,62 @@ def test_donated_logits_become_their_gradient(xp, rng, dtype, reduction):
     np.testing.assert_allclose(*grads, rtol)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_the_loss_may_be_said_ahead(xp, rng, dtype):
+    """Whatever was said, the gradient is for what backward is called with."""
+    logits, labels = draw(rng, (9,), 40, 37)
+    logits = logits.astype(dtype_of(dtype))
+    kwargs = {"label_smoothing": 0.1, "vocab_size": 37, "z_loss": 1e-3}
+    exact = Tensor(logits.astype(np.float64), requires_grad=True)
+    tape.backward(cross_entropy(exact, labels, **kwargs), np.full((), 24.0))
+    before = launch_count("cross_entropy_gradient")
+    for ahead in (None, 24, 8.0, xp.asarray(np.float32(24))):
+        x = Tensor(xp.array(logits), requires_grad=True)
+        y = np.reshape(x, (9, 40))
+        loss = cross_entropy(y, xp.asarray(labels), donate=True, dloss=ahead, **kwargs)
+        tape.backward(loss, xp.full((), 24.0, np.float32))
+        got = to_cpu(x.grad).astype(np.float64)
+        scale = np.abs(exact.grad).max()
+        np.testing.assert_allclose(got, exact.grad, atol=scale * TOLERANCE[dtype])
+    if xp is not np:  # float16 waits where nothing was said
+        waited = launch_count("cross_entropy_gradient") - before
+        assert waited == (dtype == "float16")
+
+
+TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+def launch_count(name):
+    return kernels.launches[name]
+
+
+def test_the_same_bits_twice_and_in_a_graph(gpu, rng):
+    logits, labels = draw(rng, (70,), 9000, 9000)
+    given = gpu.asarray(logits.astype(np.float32))
+    x, labels = given.copy(), gpu.asarray(labels)
+    dloss, found = gpu.ones((), np.float32), []
+
+    def step():
+        x[...] = given
+        y = Tensor(x, requires_grad=True)
+        loss = cross_entropy(np.reshape(y, (70, 9000)), labels, donate=True, dloss=dloss)
+        tape.backward(loss, dloss)
+        return loss.data
+
+    stream = gpu.cuda.Stream(non_blocking=True)
+    with stream:
+        for _ in range(3):
+            loss = step()
+            found.append((to_cpu(loss).tobytes(), to_cpu(x).tobytes()))
+        stream.begin_capture()
+        loss = step()
+        graph = stream.end_capture()
+        for _ in range(2):
+            graph.launch(stream)
+            found.append((to_cpu(loss).tobytes(), to_cpu(x).tobytes()))
+    assert len(set(found)) == 1
+
+
 def test_logits_that_another_op_needs_cannot_be_donated():
     x = np.tanh(Tensor(np.zeros((2, 3)), requires_grad=True))  # keeps its output
     with pytest.raises(ValueError, match="donate=True, but the logits are read-only, or kept"):
@@ -191,6 +310,7 @@ def test_views_of_any_strides(xp, rng):
         whole[:, ::2],
         whole[::-1, ::-1],
         xp.broadcast_to(whole[:1], (6, 20)),
+        whole[:, 3:13].T[:6],
     ):
         x = Tensor(view, requires_grad=True)
         loss = cross_entropy(x, labels)
@@ -223,6 +343,12 @@ def test_errors(xp):
     for eps in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="label_smoothing"):
             cross_entropy(x, labels, label_smoothing=eps)
+    for z_loss in (-1e-4, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="z_loss"):
+            cross_entropy(x, labels, z_loss=z_loss)
+    for dloss in (0, xp.ones(2, np.float32), xp.ones((), np.float16)):
+        with pytest.raises(ValueError, match="dloss"):
+            cross_entropy(x, labels, dloss=dloss)
     with pytest.raises(ValueError, match="smoothing is 'fairseq'"):
         cross_entropy(x, labels, smoothing="fairseq")
     with pytest.raises(ValueError, match="reduction is 'avg'; accepted: mean, sum, none"):
