@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import sys
 
@@ -131,6 +132,26 @@ def rows_refusal(x, name):
     if any(step % 16 for step in steps) or x.data.ptr % 16:
         return f"rows of {name} do not start at multiples of 16 bytes; try a contiguous copy"
     return None
+
+
+def strided_rows(x):
+    """Return (x, step): its rows, along the last axis, begin ``step`` elements apart.
+
+    ``x`` comes back as a C-contiguous copy if its memory is another.
+    """
+    sizes, strides = x.shape[:-1], x.strides
+    outer = [(n, step) for n, step in zip(sizes, strides, strict=False) if n > 1]
+    regular = all(step == n * inner for (_, step), (n, inner) in itertools.pairwise(outer))
+    packed = x.ndim and (x.shape[-1] < 2 or strides[-1] == x.itemsize)
+    if not (packed and regular and all(step > 0 and step % x.itemsize == 0 for _, step in outer)):
+        x = get_xp(x).ascontiguousarray(x)
+        return x, x.shape[-1]
+    return x, outer[-1][1] // x.itemsize if outer else x.shape[-1]
+
+
+def aligned_rows(x, step):
+    """Return whether rows ``step`` elements apart begin at multiples of 16 bytes; None has none."""
+    return x is None or (x.data.ptr | step * x.itemsize) % 16 == 0
 
 
 def import_cupy():

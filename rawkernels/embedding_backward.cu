@@ -1,52 +1,308 @@
 // Gradient of a table: dweight[id] = scale * the sum of the rows of dropout(dy) whose token is id.
-// Constants: scalar = float, f16, bf16; target = float, f16, bf16; BLOCK = 256; COLUMNS = 32
-// Launch:    grid = (segments, ceil(cols / COLUMNS)), block = (BLOCK,). A block owns COLUMNS columns
-//            of one id; each of its BLOCK / COLUMNS lanes adds every so manieth row, in order.
+// Constants: scalar = float, f16, bf16; target = float; token = int; VEC = 4
+// Constants: scalar = bf16; target = bf16; token = int; VEC = 4
+// Constants: scalar = f16; target = f16; token = long long; VEC = 1
+// Launch:    grid = (chunks + fills, slabs), block = (up to 128,), shared = TILE rows of dy, and of dweight to add to
+//            it, as wide as a slab: the columns of a block, VEC a thread. The tokens, sorted by id, are cut into
+//            `chunks` of `size`; a block adds the rows of one, in order, TILE at a time. An id within one chunk is
+//            written at once. Of others each chunk leaves a partial sum, and the block that is the last to do so adds
+//            them, in order. The `fills` blocks behind clear the rows of no token, WINDOW each.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/pack.cuh"
 #include "common/philox.cuh"
 
-static_assert(BLOCK % COLUMNS == 0, "embedding_backward.cu: BLOCK must be a multiple of COLUMNS");
+constexpr int TILE = 32, WINDOW = 128;  // as in gpuattn/ops/embedding.py
+static_assert(TILE == 32, "embedding_backward.cu: a tile's ends are the bits of a word");
+constexpr int BATCH = 8, PARTS = 16;    // rows, partial sums that a thread loads before it adds the first
 
-extern "C" __global__ void embedding_backward(
-    const scalar* __restrict__ dy,      // (tokens, cols)
-    const int* __restrict__ order,      // (tokens,): the tokens sorted by id
-    const int* __restrict__ segments,   // (gridDim.x,): where each id begins in `order`
-    const int* __restrict__ ids,        // (gridDim.x,), or null: segment s is id s
-    target* __restrict__ dweight,       // (rows, cols)
+// Which elements of dy are dropped: those whose 16 bits are not below `keep_below`.
+struct Dropout {
+    PhiloxKey key;
+    unsigned int keep_below;
+
+    // Clears what is dropped of neighbours, the first of which is element `at`.
+    __device__ void apply(Pack<scalar, VEC>& values, unsigned long long at) const {
+        const uint4 words = philox(key, (unsigned int)(at / 8), (unsigned int)(at / 8 >> 32));
+#pragma unroll
+        for (int i = 0; i < VEC; ++i)
+            if (philox_lane(words, (int)((at + i) % 8)) >= keep_below) values.x[i] = (scalar)0.f;
+    }
+};
+
+// The tokens by id. Without `ids` they are (repeats, length), and a token's id is its index along the last axis.
+struct Sorted {
+    const token* ids;
+    const int* order;
+    long long tokens, length;
+
+    __device__ long long row(long long place) const {
+        if (order) return order[place];
+        const long long repeats = tokens / length;
+        return place % repeats * length + place / repeats;
+    }
+    __device__ token id(long long place, long long row) const { return ids ? ids[row] : (token)(row % length); }
+    __device__ token id(long long place) const { return id(place, row(place)); }
+};
+
+// Clears what lies in the columns from `col` of rows `first` to `first + WINDOW` and is of no token.
+__device__ inline void clear(target* dweight, const Sorted& sorted, long long first, long long rows, long long col,
+                             long long cols) {
+    __shared__ bool used[WINDOW];
+    __shared__ u32 mask[WINDOW / 32];
+    for (int r = threadIdx.x; r < WINDOW; r += blockDim.x)
+        used[r] = first + r >= rows || (!sorted.ids && sorted.tokens && first + r < sorted.length);
+    __syncthreads();
+    const auto mark = [&](token id) {
+        if (first <= id && id < first + WINDOW) used[id - first] = true;
+    };
+    if (sorted.ids) {
+        constexpr int N = 16 / sizeof(token), FLIGHT = 8;
+        const long long packs = sorted.tokens / N;
+        for (long long begin = threadIdx.x; begin < packs; begin += FLIGHT * blockDim.x) {
+            Pack<token, N> ids[FLIGHT];
+#pragma unroll
+            for (int u = 0; u < FLIGHT; ++u) {
+                const long long pack = begin + u * blockDim.x;
+                ids[u] = load_pack<N>(sorted.ids + (pack < packs ? pack : begin) * N);
+            }
+#pragma unroll
+            for (int u = 0; u < FLIGHT; ++u)
+#pragma unroll
+                for (int i = 0; i < N; ++i) mark(ids[u].x[i]);
+        }
+        for (long long i = packs * N + threadIdx.x; i < sorted.tokens; i += blockDim.x) mark(sorted.ids[i]);
+    }
+    __syncthreads();
+    for (int r = threadIdx.x; r < WINDOW; r += blockDim.x) {
+        const u32 word = __ballot_sync(~0u, used[r]);
+        if (r % 32 == 0) mask[r / 32] = word;
+    }
+    __syncthreads();
+    if (col >= cols) return;
+    const float zeros[VEC] = {};
+    target* to = dweight + first * cols + col;
+    for (int word = 0; word < WINDOW / 32; ++word) {
+        const u32 here = mask[word];
+#pragma unroll
+        for (int r = 0; r < 32; ++r, to += cols)
+            if (!(here >> r & 1)) store_pack<VEC>(to, zeros);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
+    const scalar* __restrict__ dy,    // (tokens, cols), rows `stride` apart
+    const token* __restrict__ ids,    // (tokens,), 16-byte aligned; or null, see Sorted
+    const int* __restrict__ order,    // (tokens,): sorts them by id; null with them
+    target* __restrict__ dweight,     // (rows, cols)
+    float* __restrict__ partial,      // (chunks, 2, cols): of the id from the chunk before; of one that begins here
+    unsigned int* arrived,            // (slabs, chunks): partial sums of the id that begins there; 0 before and after
     long long tokens,
     long long rows,
     long long cols,
+    long long stride,
+    long long length,
+    int size,
+    int chunks,
     float scale,
     bool accumulate,
-    int keep_below,
+    unsigned int keep_below,
     float keep_scale,
     unsigned int seed_low,
     unsigned int seed_high,
     unsigned int stream,
     unsigned int step,
     const unsigned int* device_step) {
-    constexpr int LANES = BLOCK / COLUMNS;
-    __shared__ float partial[LANES][COLUMNS];
-    const int segment = blockIdx.x, lane = threadIdx.x / COLUMNS;
-    const long long col = blockIdx.y * (long long)COLUMNS + threadIdx.x % COLUMNS;
-    const long long id = ids ? ids[segment] : segment;
-    if (id < 0 || id >= rows) return;  // noted by the forward pass
-    const long long end = segment + 1 < (int)gridDim.x ? segments[segment + 1] : tokens;
-    const bool drops = keep_below < 65536;
-    const PhiloxKey key = philox_key(seed_low, seed_high, stream, step, device_step);
-    float sum = 0.f;
-    if (col < cols) {
-        for (long long place = segments[segment] + lane; place < end; place += LANES) {
-            const long long at = order[place] * cols + col;
-            const bool kept = !drops || (int)philox_u16(key, at) < keep_below;
-            if (kept) sum += (float)dy[at];
-        }
+    const Sorted sorted{ids, order, tokens, length};
+    const long long col = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * VEC;
+    const bool mine = col < cols;
+    const int chunk = blockIdx.x;
+    if (chunk >= chunks) {
+        clear(dweight, sorted, (chunk - chunks) * (long long)WINDOW, rows, col, cols);
+        return;
     }
-    partial[lane][threadIdx.x % COLUMNS] = sum;
+
+    // Of a tile: the rows and ids of its tokens and of one on each side.
+    __shared__ long long row_of[TILE + 2];
+    __shared__ token id_of[TILE + 2];
+    __shared__ bool last[2];  // of the ids at both ends of the chunk: is this the last block?
+    extern __shared__ __align__(16) unsigned char staged[];
+    // This thread's part of the rows of dy, and of those of dweight where a run of one id ends.
+    const int width = blockDim.x;
+    Pack<scalar, VEC>* ahead = reinterpret_cast<Pack<scalar, VEC>*>(staged) + threadIdx.x;
+    Pack<target, VEC>* old = reinterpret_cast<Pack<target, VEC>*>(staged + TILE * width * sizeof(*ahead)) + threadIdx.x;
+
+    const long long first = chunk * (long long)size, end = min(first + size, tokens);
+    const auto in_table = [&](token id) { return 0 <= id && id < rows; };  // others the forward pass noted
+    // Begins to fetch the tile from `begin`. Returns where in it a run of one id ends, or the chunk does.
+    const auto stage = [&](long long begin, int count) {
+        for (int t = threadIdx.x; t < TILE + 2; t += width) {
+            const long long place = begin + t - 1;
+            if (0 <= place && place < tokens) row_of[t] = sorted.row(place);
+        }
+        __syncthreads();
+        for (int t = threadIdx.x; t < TILE + 2; t += width) {
+            const long long place = begin + t - 1;
+            if (0 <= place && place < tokens) id_of[t] = sorted.id(place, row_of[t]);
+        }
+        if (mine)
+#pragma unroll 8
+            for (int t = 0; t < count; ++t) fetch_pack<VEC>(ahead + t * width, dy + row_of[t + 1] * stride + col);
+        __syncthreads();
+        const int t = threadIdx.x % 32;
+        const u32 ends = __ballot_sync(~0u, t < count && (begin + t + 1 == end || id_of[t + 2] != id_of[t + 1]));
+        if (accumulate && mine)
+#pragma unroll 8
+            for (int t = 0; t < count; ++t)
+                if ((ends >> t & 1) && in_table(id_of[t + 1]))
+                    fetch_pack<VEC>(old + t * width, dweight + id_of[t + 1] * cols + col);
+        return ends;
+    };
+    int count = min((long long)TILE, end - first);
+    u32 ends = stage(first, count);
+
+    // How many chunks to the left hold the first id too, and how many to the right the last one.
+    const bool alone = size == TILE;  // else the id beside the chunk's end is not here yet
+    const token id_at[2] = {id_of[1], alone ? id_of[count] : sorted.id(end - 1)};
+    const bool shared[2] = {first > 0 && id_of[0] == id_at[0], end < tokens && (alone ? id_of[count + 1] : sorted.id(end)) == id_at[1]};
+    int beside[2] = {0, 0};
+    for (int more = shared[0] || shared[1] ? width : 0; more == width;) {
+        bool same[2];
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            const long long other = chunk + (side ? 1 : -1) * (beside[side] + 1LL + threadIdx.x);
+            same[side] = shared[side] && 0 <= other && other < chunks;
+            if (same[side]) same[side] = sorted.id(other * size + (side ? 0 : size - 1)) == id_at[side];
+        }
+        const int left = __syncthreads_count(same[0]), right = __syncthreads_count(same[1]);
+        beside[0] += left, beside[1] += right;
+        more = max(left, right);
+    }
+    const int left = beside[0], right = beside[1];
+
+    const float factor = scale * keep_scale;
+    const auto write = [&](token id, float (&sum)[VEC], const Pack<target, VEC>& before) {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) sum[i] = factor * sum[i] + (accumulate ? (float)before.x[i] : 0.f);
+        store_pack<VEC>(dweight + id * cols + col, sum);
+    };
+    const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), keep_below};
+    float sum[VEC] = {};
+    bool from_left = left > 0;
+    for (long long at = first;;) {
+        fetch_wait();
+        if (keep_below < 65536 && mine)
+#pragma unroll 1
+            for (int t = 0; t < count; ++t) dropout.apply(ahead[t * width], row_of[t + 1] * cols + col);
+        for (int begin = 0; begin < count; begin += BATCH) {
+            Pack<scalar, VEC> row[BATCH];
+            Pack<target, VEC> before[BATCH];
+            token id[BATCH];
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u) {  // what is beyond the tile is not looked at
+                row[u] = ahead[(begin + u) * width], id[u] = id_of[begin + u + 1];
+                if (accumulate) before[u] = old[(begin + u) * width];
+            }
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u) {
+                if (begin + u < count)
+#pragma unroll
+                    for (int i = 0; i < VEC; ++i) sum[i] += (float)row[u].x[i];
+                if (!(ends >> (begin + u) & 1)) continue;
+                if (from_left || (right > 0 && at + begin + u + 1 == end)) {
+                    if (mine) store_pack<VEC>(partial + (chunk * 2LL + !from_left) * cols + col, sum);
+                } else if (mine && in_table(id[u])) {
+                    write(id[u], sum, before[u]);
+                }
+                from_left = false;
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) sum[i] = 0.f;
+            }
+        }
+        at += count;
+        if (at == end) break;
+        __syncthreads();  // all have read this tile
+        count = min((long long)TILE, end - at);
+        ends = stage(at, count);
+    }
+
+    // Of an id in several chunks, from the one where it begins, the last block to arrive adds the partial sums.
+    const bool through = left && right && id_at[0] == id_at[1];
+    const auto from = [&](int side) { return side ? chunk : chunk - left; };
+    const auto parts = [&](int side) {
+        return side ? (right && !through ? right + 1 : 0) : (left ? left + 1 + (through ? right : 0) : 0);
+    };
+    if (!left && !right) return;
+    __threadfence();
     __syncthreads();
-    if (lane > 0 || col >= cols) return;
-    for (int other = 1; other < LANES; ++other) sum += partial[other][threadIdx.x];
-    sum *= scale * keep_scale;
-    target* out = dweight + id * cols + col;
-    *out = (target)(accumulate ? (float)*out + sum : sum);
+    if (threadIdx.x < 2) {
+        const unsigned int n = parts(threadIdx.x);
+        last[threadIdx.x] = n && atomicInc(arrived + blockIdx.y * chunks + from(threadIdx.x), n - 1) == n - 1;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int side = 0; side < 2; ++side) {
+        const token id = side ? id_at[1] : id_at[0];
+        if (!last[side] || !mine || !in_table(id)) continue;
+        __threadfence();
+        Pack<target, VEC> before;
+        if (accumulate) before = load_pack<VEC>(dweight + id * cols + col);
+        const float* here = partial + from(side) * 2LL * cols + col;
+        const Pack<float, VEC> begun = load_pack_shared<VEC>(here + cols);
+        float total[VEC];
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) total[i] = begun.x[i];
+        for (int left_over = parts(side) - 1; left_over > 0; left_over -= PARTS) {
+            Pack<float, VEC> part[PARTS];
+#pragma unroll
+            for (int u = 0; u < PARTS; ++u) {
+                here += 2 * cols;
+                if (u < left_over) part[u] = load_pack_shared<VEC>(here);
+            }
+#pragma unroll
+            for (int u = 0; u < PARTS; ++u)
+#pragma unroll
+                for (int i = 0; i < VEC; ++i)
+                    if (u < left_over) total[i] += part[u].x[i];
+        }
+        write(id, total, before);
+    }
+}
+
+// The same by atomics, in no order: sums[id] += scale * the rows of dropout(dy). Grid: (ceil(tokens / FLIGHT), slabs).
+constexpr int FLIGHT = 4;  // ATOMIC_ROWS there
+
+extern "C" __global__ void __launch_bounds__(128) embedding_backward_atomic(
+    const scalar* __restrict__ dy,    // (tokens, cols), rows `stride` apart
+    const token* __restrict__ ids,    // (tokens,), or null, see Sorted
+    float* sums,                      // (rows, cols)
+    long long tokens,
+    long long rows,
+    long long cols,
+    long long stride,
+    long long length,
+    float scale,
+    unsigned int keep_below,
+    float keep_scale,
+    unsigned int seed_low,
+    unsigned int seed_high,
+    unsigned int stream,
+    unsigned int step,
+    const unsigned int* device_step) {
+    const long long col = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * VEC, first = blockIdx.x * (long long)FLIGHT;
+    if (col >= cols) return;
+    const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), keep_below};
+    Pack<scalar, VEC> ahead[FLIGHT];
+#pragma unroll
+    for (int u = 0; u < FLIGHT; ++u)
+        if (first + u < tokens) ahead[u] = load_pack<VEC>(dy + (first + u) * stride + col);
+#pragma unroll
+    for (int u = 0; u < FLIGHT; ++u) {
+        const long long row = first + u;
+        if (row >= tokens) break;
+        const long long id = ids ? (long long)ids[row] : row % length;
+        if (id < 0 || id >= rows) continue;
+        if (keep_below < 65536) dropout.apply(ahead[u], row * cols + col);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) atomicAdd(sums + id * cols + col + i, scale * keep_scale * (float)ahead[u].x[i]);
+    }
 }

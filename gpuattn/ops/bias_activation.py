@@ -1,7 +1,8 @@
-"""GELU and ReLU with an optional bias: y = f(x + bias).
+"""GELU, ReLU and SwiGLU with an optional bias, then dropout: y = dropout(f(x + bias)).
 
 GELU: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016; its tanh form is
 y = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
+SwiGLU: Shazeer, "GLU Variants Improve Transformer", 2020; y = gate sigmoid(gate) up.
 Device code: ``rawkernels/bias_activation.cu`` and ``rawkernels/column_sum.cu``.
 """
 
@@ -10,53 +11,78 @@ import math
 
 import numpy as np
 
-from gpuattn import arrays
+from gpuattn import arrays, rng
 from gpuattn.arrays import (
+    aligned_rows,
     as_array,
     check_floats,
     check_together,
     ctype,
     for_each,
     get_xp,
+    strided_rows,
     wide,
 )
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.ops.dropout import check_probability, device_numbers, factor, keep_of
 
 # the constant ACTIVATION of bias_activation.cu; "gelu" is the tanh form
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_exact": 3}
-BLOCK = 128
-MIN_ROWS, MAX_CHUNKS = 32, 512  # rows of one block at least, blocks along the rows at most
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_exact": 3, "swiglu": 4}
+BLOCK, SUM_BLOCK = 256, 128
+COLUMNS = 8  # of a thread
+MOST_LANES, LEAST_LANES = 32, 8  # threads that share a row, if it has so many columns
+ROWS = 2, 1  # of a thread in the forward kernel: one where a row has two parts
+MOST_PARTS = 100  # sums of a column that the second stage adds, if narrow slabs can help it
+BLOCKS = 528  # of a backward launch, about: four to a multiprocessor of an H200
 CPU_BLOCK = 1 << 17  # elements at a time on NumPy; shorter calls do not keep two threads busy
 TANH_INNER, TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
-def gelu(x, bias=None, *, approximate="tanh", impl=None):
-    """Return the GELU of ``x + bias``, in the shape and dtype of ``x``.
+def gelu(x, bias=None, *, approximate="tanh", p=0.0, seed=None, impl=None):
+    """Return ``dropout(GELU(x + bias))``, in the shape and dtype of ``x``.
 
     ``x``: (..., cols) float array or Tensor. ``bias``: (cols,) in the dtype of ``x``, or None.
     ``approximate``: "tanh", or "none" for the exact form x * Phi(x).
+    ``p``: the probability that dropout zeroes an element; ``seed``: None, an int or ``rng.Key``.
     ``impl``: an implementation's name, or None for the fastest that accepts the arguments.
-    Raises TypeError for other or mixed dtypes, ValueError for a bias that does not fit.
+    Raises TypeError for other or mixed dtypes, ValueError for a bias that does not fit or a p that
+    is no probability.
     """
-    x, bias = _checked("gelu", x, bias)
     if approximate not in ("tanh", "none"):
         raise ValueError(problem("gelu", "approximate", repr(approximate), '"tanh" or "none"'))
     activation = "gelu" if approximate == "tanh" else "gelu_exact"
-    return tape.apply(GELU, (x, bias), impl, activation=activation)
+    return _apply(GELU, x, bias, activation, p, seed, impl)
 
 
-def relu(x, bias=None, *, impl=None):
-    """Return ``max(x + bias, 0)``, in the shape and dtype of ``x``; NaN stays NaN.
+def relu(x, bias=None, *, p=0.0, seed=None, impl=None):
+    """Return ``dropout(max(x + bias, 0))``, in the shape and dtype of ``x``; NaN stays NaN.
 
-    ``x``: (..., cols) float array or Tensor. ``bias``: (cols,) in the dtype of ``x``, or None.
-    ``impl``: an implementation's name, or None for the fastest that accepts the arguments.
-    Raises TypeError for other or mixed dtypes, ValueError for a bias that does not fit.
+    All else is as in ``gelu``.
     """
-    x, bias = _checked("relu", x, bias)
-    return tape.apply(RELU, (x, bias), impl, activation="relu")
+    return _apply(RELU, x, bias, "relu", p, seed, impl)
+
+
+def swiglu(x, bias=None, *, p=0.0, seed=None, impl=None):
+    """Return ``dropout(gate * sigmoid(gate) * up)`` where ``x + bias`` is (gate, up): (..., cols).
+
+    ``x``: (..., 2 * cols), the gate in its first half. ``bias``: (2 * cols,) or None. All else is
+    as in ``gelu``. Raises ValueError for an odd number of columns.
+    """
+    columns = np.shape(tape.raw(x))[-1:]
+    if not columns or columns[0] % 2:
+        accepted = "an even number of columns, gate and up"
+        raise ValueError(problem("swiglu", "x.shape", np.shape(tape.raw(x)), accepted))
+    return _apply(SWIGLU, x, bias, "swiglu", p, seed, impl)
+
+
+def _apply(impls, x, bias, activation, p, seed, impl):
+    x, bias = _checked(impls.op, x, bias)
+    p = check_probability(impls.op, p)
+    key = rng.as_key(seed) if p else None
+    return tape.apply(impls, (x, bias), impl, activation=activation, p=p, key=key)
 
 
 def _checked(function, x, bias):
@@ -75,20 +101,34 @@ def _checked(function, x, bias):
 # ---- reference: NumPy or CuPy ----------------------------------------------------------------
 
 
-def _forward_reference(x, bias, *, needs, activation):
+def _forward_reference(x, bias, *, needs, activation, p=0.0, key=None):
     z = x.astype(wide(x.dtype), copy=False)
     if bias is not None:
         z = z + bias.astype(z.dtype, copy=False)
     y, slope = activate(z, activation, any(needs))
+    keep = keep_of(y, p, key)
+    if keep is not None:
+        share = keep * y.dtype.type(factor(p))
+        y = y * share
+        if any(needs):
+            slope = (_halves(slope, y) * share[..., None, :]).reshape(x.shape)
     return y.astype(x.dtype, copy=False), ((slope,) if any(needs) else None)
 
 
-def _backward_reference(saved, dy, *, needs, into, activation):
+def _backward_reference(saved, dy, *, needs, into, activation, p=0.0, key=None):
     (slope,) = saved
-    dz = dy.astype(wide(dy.dtype), copy=False) * slope
+    dz = dy.astype(wide(dy.dtype), copy=False)
+    dz = dz * slope if slope.shape == dy.shape else _halves(slope, dy) * dz[..., None, :]
+    dz = dz.reshape(slope.shape)
     dx = dz.astype(dy.dtype, copy=False) if needs[0] else None
     dbias = dz.reshape(-1, dz.shape[-1]).sum(0).astype(dy.dtype, copy=False) if needs[1] else None
     return dx, dbias
+
+
+def _halves(slope, y):
+    """Return the slope of each part of x beside y: (..., 1 or 2, cols)."""
+    parts = slope.shape[-1] // y.shape[-1] if slope.ndim and y.shape[-1] else 1
+    return slope.reshape(*y.shape[:-1], parts, *y.shape[-1:])
 
 
 def activate(z, activation, want_slope):
@@ -96,7 +136,8 @@ def activate(z, activation, want_slope):
     xp = get_xp(z)
     if activation == "relu":
         return xp.maximum(z, 0), (z > 0 if want_slope else None)
-    return (_gelu_tanh if activation == "gelu" else _gelu_exact)(xp, z, want_slope)
+    forms = {"gelu": _gelu_tanh, "gelu_exact": _gelu_exact, "swiglu": _swiglu}
+    return forms[activation](xp, z, want_slope)
 
 
 def _gelu_tanh(xp, z, want_slope):
@@ -139,6 +180,15 @@ def _gelu_exact(xp, z, want_slope):
     slope *= 1 / math.sqrt(2 * math.pi)
     slope += gate
     return y, slope
+
+
+def _swiglu(xp, z, want_slope):
+    gate, up = xp.split(z, 2, axis=-1)
+    share = (1 + xp.tanh(gate * 0.5)) * 0.5  # the sigmoid of the gate, without overflow
+    value = gate * share
+    if not want_slope:
+        return value * up, None
+    return value * up, xp.concatenate(((share + value * (1 - share)) * up, value), axis=-1)
 
 
 ERF_TOP = 6.0  # 1 - erf(6) is 2e-17
@@ -190,78 +240,114 @@ def refuse_raw(x, *_, **__):
     return kernel_refusal(x)
 
 
-def _forward_raw(x, bias, *, needs, activation):
-    x = get_xp(x).ascontiguousarray(x)
-    y = launch_forward(x, bias, arrays.empty(x, x.shape), activation)
+def _forward_raw(x, bias, *, needs, activation, p=0.0, key=None):
+    cols = x.shape[-1:] if activation != "swiglu" else (x.shape[-1] // 2,)
+    y = launch_forward(x, bias, arrays.empty(x, x.shape[:-1] + cols), activation, p, key)
     if not any(needs):
         return y, None
     return y, ((y, None) if activation == "relu" else (x, bias))
 
 
-def _backward_raw(saved, dy, *, needs, into, activation):
-    return launch_backward(*saved, dy, needs[1], into[1], activation)
+def _backward_raw(saved, dy, *, needs, into, activation, p=0.0, key=None):
+    return launch_backward(*saved, dy, needs[1], into[1], activation, p, key)
 
 
-def launch_forward(x, bias, y, activation):
-    """Write f(x + bias) to ``y``, which may be ``x``; both C-contiguous. Return ``y``."""
-    rows, cols = _rows_and_columns(x, bias is not None)
-    chunk = _rows_of_a_block(rows)
-    if bias is not None:
-        bias = get_xp(bias).ascontiguousarray(bias)
-    _kernel("forward", x, activation)(
-        _grid(rows, cols, chunk), (BLOCK,), x, bias, y, rows, cols, chunk
-    )
+def launch_forward(x, bias, y, activation, p=0.0, key=None):
+    """Write dropout(f(x + bias)) to ``y``, C-contiguous, which may be ``x``. Return ``y``."""
+    x, step = strided_rows(x)
+    bias = None if bias is None else get_xp(bias).ascontiguousarray(bias)
+    rows, cols = _rows_and_columns(y)
+    lanes, slabs = _lanes_and_slabs(rows, cols)
+    vector = _vector(cols, (x, step), (bias, 0), (y, 0))
+    rows_of_a_block = ROWS[activation == "swiglu"] * BLOCK // lanes
+    _kernel("forward", x, activation, vector, p)(
+        (slabs * -(-rows // rows_of_a_block),), (BLOCK,),
+        x, bias, y, rows, cols, step, slabs, lanes, *device_numbers(p, key),
+    )  # fmt: skip
     return y
 
 
-def launch_backward(x, bias, dy, want_bias, slot, activation):
+def launch_backward(x, bias, dy, want_bias, slot, activation, p=0.0, key=None):
     """Return (dx, dbias): the gradient ``dy`` times f'(x + bias), and its sum over the rows.
 
     ReLU takes its own output as ``x``, and no bias. dbias is None unless ``want_bias``, and when
     it went to ``slot`` = (place, add to it?). Without an activation x may be None and dx is dy.
     """
-    dy = get_xp(dy).ascontiguousarray(dy)
-    dx = dy if activation is None else arrays.empty(dy, dy.shape)
     if activation is None and not want_bias:
-        return dx, None
-    rows, cols = _rows_and_columns(dy, want_bias or bias is not None)
-    chunk = _rows_of_a_block(rows)
-    grid = _grid(rows, cols, chunk)
-    partial = arrays.empty(dy, (grid[1], cols), np.float32) if want_bias else None
-    _kernel("backward", dy, activation)(
-        grid, (BLOCK,), x, bias, dy, None if dx is dy else dx, partial, rows, cols, chunk
-    )
+        return dy, None
+    dx = dy if activation is None else arrays.empty(dy, x.shape)
+    shape, step = dx.shape, 0
+    if activation is None:
+        x = bias = None
+    else:
+        x, step = strided_rows(x)
+        bias = None if bias is None else get_xp(bias).ascontiguousarray(bias)
+    dy, dy_step = strided_rows(dy)
+    rows, cols = _rows_and_columns(dy)
+    lanes, slabs, chunk, parts = _chunks(rows, cols)
+    partial = arrays.empty(dy, (parts, shape[-1]), np.float32) if want_bias else None
+    vector = _vector(cols, (x, step), (bias, 0), (dy, dy_step))
+    _kernel("backward", dy, activation, vector, p)(
+        (slabs * parts,), (BLOCK,), x, bias, dy, None if activation is None else dx, partial,
+        rows, cols, step, dy_step, chunk, slabs, lanes, *device_numbers(p, key),
+    )  # fmt: skip
     if not want_bias:
         return dx, None
-    out, accumulate = slot or (arrays.empty(dy, (cols,)), False)
-    finish = kernel("column_sum.cu", "column_sum", scalar=ctype(out.dtype), BLOCK=BLOCK)
-    finish((-(-cols // BLOCK),), (BLOCK,), partial, out, grid[1], cols, accumulate)
+    out, accumulate = slot or (arrays.empty(dy, shape[-1:]), False)
+    finish = kernel("column_sum.cu", "column_sum", scalar=ctype(out.dtype), BLOCK=SUM_BLOCK)
+    grid = (-(-out.size // SUM_BLOCK),)
+    finish(grid, (SUM_BLOCK,), partial, out, parts, out.size, accumulate)
     return dx, None if slot else out
 
 
-def _kernel(verb, x, activation):
-    constants = {"scalar": ctype(x.dtype), "ACTIVATION": ACTIVATIONS[activation], "BLOCK": BLOCK}
+def _kernel(verb, x, activation, vector, p):
+    constants = {"scalar": ctype(x.dtype), "ACTIVATION": ACTIVATIONS[activation]}
+    constants |= {"VECTOR": vector, "DROPS": p > 0, "BLOCK": BLOCK}
     return kernel("bias_activation.cu", f"bias_activation_{verb}", **constants)
 
 
-def _rows_and_columns(x, by_column):
-    """Return the sizes that a kernel runs over: without a bias, all elements are one row."""
-    if not by_column:
-        return 1, x.size
-    return math.prod(x.shape[:-1]), x.shape[-1]
+def _vector(cols, *rows):
+    """Return whether a thread may take eight neighbours; ``rows``: pairs of an array and a step."""
+    return cols % COLUMNS == 0 and all(aligned_rows(x, step) for x, step in rows)
 
 
-def _rows_of_a_block(rows):
-    return max(MIN_ROWS, -(-rows // MAX_CHUNKS))
+def _rows_and_columns(x):
+    return math.prod(x.shape[:-1]), math.prod(x.shape[-1:])
 
 
-def _grid(rows, cols, chunk):
-    return -(-cols // BLOCK), -(-rows // chunk)
+def _lanes_and_slabs(rows, cols):
+    """Return how many threads share a row, a power of two, and how often they cover it.
+
+    So many that few are idle, be it for the end of a row or for want of rows.
+    """
+    packs, lanes = -(-cols // COLUMNS), MOST_LANES
+    while lanes > 1 and 8 * (-packs % lanes) > packs:
+        lanes //= 2
+    while lanes < min(packs, BLOCK) and rows * lanes < BLOCK:
+        lanes *= 2
+    return lanes, -(-packs // lanes)
 
 
-GELU = Impls(
-    "gelu",
-    Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw),
-    Impl("reference", _forward_reference, _backward_reference),
+def _chunks(rows, cols):
+    """Return lanes, slabs, the rows of a block that adds up, and how many such chunks there are.
+
+    Narrow slabs make few chunks, of which the second stage adds the sums.
+    """
+    lanes, _ = _lanes_and_slabs(rows, cols)
+    while True:
+        slabs = -(-cols // (COLUMNS * lanes))
+        chunk = max(-(-rows * slabs // BLOCKS), BLOCK // lanes)
+        parts = -(-rows // chunk)
+        if parts <= MOST_PARTS or lanes <= LEAST_LANES:
+            return lanes, slabs, chunk, parts
+        lanes //= 2
+
+
+GELU, RELU, SWIGLU = (
+    Impls(
+        op,
+        Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw),
+        Impl("reference", _forward_reference, _backward_reference),
+    )
+    for op in ("gelu", "relu", "swiglu")
 )
-RELU = Impls("relu", *GELU)

@@ -1,8 +1,8 @@
 """Token embedding with scale, positions and dropout, and its gradient without atomics.
 
 y = dropout(scale * weight[tokens] + position_weight[positions]).
-The gradient sorts the tokens by id, so that each row of the table has one owner that adds what is
-its own in a fixed order. Device code: ``rawkernels/embedding.cu`` and ``embedding_backward.cu``.
+The gradient takes the tokens sorted by id and adds the rows of an id in a fixed order, long runs in
+parts. Device code: ``rawkernels/embedding.cu`` and ``embedding_backward.cu``.
 """
 
 import math
@@ -10,14 +10,24 @@ import math
 import numpy as np
 
 from gpuattn import arrays, rng
-from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, wide
+from gpuattn.arrays import (
+    aligned_rows,
+    as_array,
+    check_floats,
+    check_together,
+    ctype,
+    get_xp,
+    strided_rows,
+    wide,
+)
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
 
-BLOCK = 256
-COLUMNS = 32  # columns that a block of the gradient owns; its BLOCK / COLUMNS lanes share the rows
+BLOCK, PACKS = 256, 2  # threads, and groups of rng.LANES elements that each of them makes
+MOST_THREADS, MOST_CHUNKS = 128, 512  # of the gradient: of a block, and of the sorted tokens
+TILE, WINDOW, ATOMIC_ROWS = 32, 128, 4  # as in embedding_backward.cu
 
 
 def embedding(
@@ -30,6 +40,7 @@ def embedding(
     p=0.0,
     seed=None,
     order=None,
+    deterministic=True,
     vocab_size=None,
     impl=None,
 ):
@@ -41,6 +52,8 @@ def embedding(
     ``p``: the probability that dropout zeroes an element; ``seed``: None, an int or ``rng.Key``.
     ``order``: (order, segments, ids), the int32 arrays of ``data.batching.token_order(tokens)``,
     for the gradient; without it they are made on the spot.
+    ``deterministic``: False lets a GPU add the gradients by float32 atomics, in no order, so that
+    none has to be made.
     ``vocab_size``: the rows that are tokens, V by default; those behind them are padding.
     ``impl``: an implementation's name, or None for the fastest that accepts the arguments.
 
@@ -66,7 +79,7 @@ def embedding(
     key = rng.as_key(seed) if p else None
     inputs = (tokens, weight, positions, position_weight, *order)
     numbers = {"scale": float(scale), "p": float(p), "vocab_size": int(vocab_size)}
-    return tape.apply(IMPLS, inputs, impl, **numbers, key=key)
+    return tape.apply(IMPLS, inputs, impl, **numbers, key=key, deterministic=deterministic)
 
 
 def _integers(name, index):
@@ -112,7 +125,7 @@ def _length(tokens):
 
 
 def _forward_reference(
-    tokens, weight, positions, position_weight, *order, needs, scale, p, key, vocab_size=None
+    tokens, weight, positions, position_weight, *order, needs, scale, p, key, vocab_size=None, **_
 ):
     xp, dtype = get_xp(weight), wide(weight.dtype)
     rows = len(weight) if vocab_size is None else vocab_size
@@ -198,63 +211,79 @@ def _refuse_raw(tokens, weight, *_, **__):
 
 
 def _forward_raw(
-    tokens, weight, positions, position_weight, *order, needs, scale, p, key, vocab_size=None
+    tokens,
+    weight,
+    positions,
+    position_weight,
+    *order,
+    needs,
+    scale,
+    p,
+    key,
+    vocab_size=None,
+    deterministic=True,
 ):
     index, places = _for_kernel(tokens), _for_kernel(positions)
     if places is not None and places.dtype != index.dtype:
         index, places = index.astype(np.int64), places.astype(np.int64)
-    contiguous = get_xp(weight).ascontiguousarray
-    token = "int" if index.dtype == np.int32 else "long long"
-    forward = kernel(
-        "embedding.cu", "embedding_forward", scalar=ctype(weight.dtype), token=token, BLOCK=BLOCK
-    )
     y = arrays.empty(weight, (*tokens.shape, weight.shape[1]))
-    position_rows, position_flag = 0, None
+    rows, step = strided_rows(weight)
+    table, table_step, position_flag = None, 0, None
     if position_weight is not None:
-        position_weight = contiguous(position_weight)
-        position_rows = len(position_weight)
+        table, table_step = strided_rows(position_weight)
         position_flag = arrays.index_flag(weight, "embedding: positions")
-    forward(
-        (tokens.size,),
-        (BLOCK,),
-        index,
-        contiguous(weight),
-        places,
-        position_weight,
-        y,
-        len(weight) if vocab_size is None else vocab_size,
-        position_rows,
-        weight.shape[1],
-        _length(tokens),
-        scale,
-        *_dropout_arguments(p, key),
-        arrays.index_flag(weight, "embedding: tokens"),
-        position_flag,
+    arrived = None
+    if deterministic and (needs[1] or needs[3]):
+        arrived = arrays.empty(
+            weight, (2, _chunks(tokens.size)[1] * -(-weight.shape[1] // MOST_THREADS)), np.uint32
+        )
+    aligned = weight.shape[1] % rng.LANES == 0 and all(
+        map(aligned_rows, (rows, table), (step, table_step))
     )
-    saved = (index, places, order, _table(weight), _table(position_weight))
+    constants = {"scalar": ctype(weight.dtype), "token": _token(index)}
+    constants |= {"ALIGNED": aligned, "BLOCK": BLOCK}
+    kernel("embedding.cu", "embedding_forward", **constants)(
+        (-(-y.size // (rng.LANES * PACKS * BLOCK)),), (BLOCK,),
+        index, rows, places, table, y, arrived, 0 if arrived is None else arrived.size,
+        tokens.size, len(weight) if vocab_size is None else vocab_size, step,
+        0 if table is None else len(table), table_step, weight.shape[1], _length(tokens),
+        scale, *_dropout_arguments(p, key),
+        arrays.index_flag(weight, "embedding: tokens"), position_flag,
+    )  # fmt: skip
+    saved = (index, places, order[0], _table(weight), _table(position_weight), arrived)
     return y, (saved if any(needs) else None)
 
 
-def _backward_raw(saved, dy, *, needs, into, scale, p, key, **_):
-    index, places, order, table, position_table = saved
-    dy = get_xp(dy).ascontiguousarray(dy)
+def _backward_raw(saved, dy, *, needs, into, scale, p, key, deterministic=True, **_):
+    index, places, order, table, position_table, arrived = saved
+    numbers = _dropout_arguments(p, key)
     grads = [None] * 7
+    if not deterministic:
+        if needs[1]:
+            grads[1] = _add_by_atomics(dy, index, table, scale, numbers, into[1])
+        if needs[3]:
+            grads[3] = _add_by_atomics(dy, places, position_table, 1, numbers, into[3])
+        return tuple(grads)
     if needs[1]:
-        order = order if order[0] is not None else _runs_of_all(index.ravel(), table[0][0])
-        grads[1] = _launch_backward(dy, order, table, scale, p, key, into[1])
+        order = _argsort(index) if order is None else order
+        grads[1] = _add_in_order(dy, index, order, table, scale, numbers, arrived[0], into[1])
     if needs[3]:
-        places = _default_positions(index) if places is None else places
-        order = _runs_of_all(places.ravel(), position_table[0][0])
-        grads[3] = _launch_backward(dy, order, position_table, 1, p, key, into[3])
+        order = None if places is None else _argsort(places)
+        grads[3] = _add_in_order(dy, places, order, position_table, 1, numbers, arrived[1], into[3])
     return tuple(grads)
 
 
 def _for_kernel(index):
-    """Return int32 and int64 indices as they are, others as int64; C-contiguous."""
+    """Return int32 and int64 indices as they are, others as int64; in one piece, aligned."""
     if index is None:
         return None
     known = index.dtype in (np.int32, np.int64)
-    return get_xp(index).ascontiguousarray(index if known else index.astype(np.int64))
+    index = get_xp(index).ascontiguousarray(index if known else index.astype(np.int64))
+    return index if aligned_rows(index, 0) else index.copy()
+
+
+def _token(index):
+    return "int" if index is None or index.dtype == np.int32 else "long long"
 
 
 def _dropout_arguments(p, key):
@@ -263,43 +292,73 @@ def _dropout_arguments(p, key):
     return rng.threshold(p), _keep_scale(p), *rng.device_arguments(key)
 
 
-def _runs_of_all(index, size):
-    """Return (order, segments, None) with a segment, often empty, for each of ``size`` ids.
+def _argsort(index):
+    return get_xp(index).argsort(index.ravel(), kind="stable")
 
-    Unlike ``_runs`` it needs no number from the GPU.
+
+def _add_in_order(dy, index, order, table, scale, numbers, arrived, slot):
+    """Return the gradient of a table (or None once it is in ``slot``): sums of rows by id.
+
+    Without ``index`` and ``order`` the id of a row is its place along the last axis but one.
     """
-    xp = get_xp(index)
-    order = xp.argsort(index, kind="stable")
-    return order, xp.searchsorted(index[order], xp.arange(size, dtype=index.dtype)), None
+    (rows, cols), dtype = table
+    out, accumulate = slot or (arrays.empty(dy, (rows, cols), dtype), False)
+    length = dy.shape[-2] if dy.ndim > 1 else 1
+    dy, step = strided_rows(dy)
+    tokens, vec, threads, slabs = _geometry(dy, step, out)
+    if order is not None:
+        order = get_xp(dy).ascontiguousarray(order.astype(np.int32, copy=False))
+    size, chunks = _chunks(tokens)
+    partial = arrays.empty(dy, (chunks, 2, cols), np.float32)
+    staged = TILE * threads * vec * (dy.itemsize + accumulate * out.itemsize)
+    _backward_kernel("embedding_backward", dy, out, index, vec)(
+        (chunks + (0 if accumulate else -(-rows // WINDOW)), slabs), (threads,),
+        dy, index, order, out, partial, arrived, tokens, rows, cols, step,
+        length, size, chunks, scale, accumulate, *numbers,
+        shared_bytes=staged,
+    )  # fmt: skip
+    return None if slot else out
 
 
-def _launch_backward(dy, order, table, scale, p, key, slot):
-    order, segments, ids = (
-        None if part is None else get_xp(dy).ascontiguousarray(part.astype(np.int32, copy=False))
-        for part in order
-    )
+def _add_by_atomics(dy, index, table, scale, numbers, slot):
+    """Return what ``_add_in_order`` does, added up in float32 in no order."""
     shape, dtype = table
     out, accumulate = slot or (arrays.empty(dy, shape, dtype), False)
-    if ids is not None and not accumulate:
-        out.fill(0)
-    constants = {"scalar": ctype(dy.dtype), "target": ctype(out.dtype)}
-    constants |= {"BLOCK": BLOCK, "COLUMNS": COLUMNS}
-    backward = kernel("embedding_backward.cu", "embedding_backward", **constants)
-    backward(
-        (segments.size, -(-shape[1] // COLUMNS)),
-        (BLOCK,),
-        dy,
-        order,
-        segments,
-        ids,
-        out,
-        order.size,
-        *shape,
-        scale,
-        accumulate,
-        *_dropout_arguments(p, key),
-    )
+    sums = out if out.dtype == np.float32 else arrays.empty(dy, shape, np.float32)
+    if not accumulate:
+        sums.fill(0)
+    elif sums is not out:
+        sums[...] = out.astype(np.float32)
+    length = dy.shape[-2] if dy.ndim > 1 else 1
+    dy, step = strided_rows(dy)
+    tokens, vec, threads, slabs = _geometry(dy, step, sums)
+    _backward_kernel("embedding_backward_atomic", dy, out, index, vec)(
+        (-(-tokens // ATOMIC_ROWS), slabs), (threads,),
+        dy, index, sums, tokens, *shape, step, length, scale, *numbers,
+    )  # fmt: skip
+    if sums is not out:
+        out[...] = sums.astype(out.dtype)
     return None if slot else out
+
+
+def _geometry(dy, step, out):
+    """Return the rows of ``dy``, the columns of a thread, and the threads and slabs of a row."""
+    cols = dy.shape[-1]
+    vec = 4 if cols % 4 == 0 and aligned_rows(dy, step) and aligned_rows(out, cols) else 1
+    threads = min(MOST_THREADS, -(-cols // (32 * vec)) * 32)
+    return math.prod(dy.shape[:-1]), vec, threads, -(-cols // (threads * vec)) if cols else 0
+
+
+def _chunks(tokens):
+    """Return the tokens of a chunk, a multiple of TILE, and the chunks."""
+    size = max(1, -(-tokens // (TILE * MOST_CHUNKS))) * TILE
+    return size, -(-tokens // size)
+
+
+def _backward_kernel(name, dy, out, index, vec):
+    constants = {"scalar": ctype(dy.dtype), "target": ctype(out.dtype)}
+    constants |= {"token": _token(index), "VEC": vec}
+    return kernel("embedding_backward.cu", name, **constants)
 
 
 IMPLS = Impls(

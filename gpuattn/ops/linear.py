@@ -109,7 +109,7 @@ def _forward_raw(x, weight, bias, *, needs, activation):
     out = y.reshape(*x.shape[:-1], len(weight))
     if not any(needs):
         return out, None
-    before = {None: (None, None), "relu": (out, None), "gelu": (z, bias)}[activation]
+    before = {None: (None, None), "relu": (y, None), "gelu": (z, bias)}[activation]
     return out, _kept(x, weight, needs, *before)
 
 

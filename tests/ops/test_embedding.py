@@ -11,12 +11,14 @@ from gpuattn.autodiff import tape
 from gpuattn.ops.embedding import IMPLS, embedding
 
 V, P = 11, 9
-# (tokens' shape), D; 33 is one past the columns of a block, 600 repeats every id often
+# (tokens' shape), D; 33 columns are no whole number of 16 bytes, 520 one thread past a block's; 600
+# tokens repeat every id often, over several chunks
 SHAPES = {
     "one": ((1,), 1),
     "odd": ((3, 7), 33),
     "stacked": ((2, 2, 5), 8),
     "long": ((600,), 5),
+    "wide": ((70,), 520),
     "scalar": ((), 4),
     "empty": ((0,), 4),
 }
@@ -32,13 +34,7 @@ def order_of(tokens):
     return tuple(np.array(part, np.int32) for part in (order, segments, ids))
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("form", ["plain", "index", "positions", "fixed positions"])
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape, cols", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name, where", implementations(IMPLS))
-def test_implementations(rng, name, where, shape, cols, dtype, p, form, ordered):
+def check(rng, name, where, shape, cols, dtype, p, form, ordered, deterministic=True):
     tokens = rng.integers(0, V, shape).astype(np.int32)
     weight, table = rng.standard_normal((V, cols)), None
     positions = None
@@ -50,8 +46,30 @@ def test_implementations(rng, name, where, shape, cols, dtype, p, form, ordered)
     inputs = [tokens, weight, positions, table, *order]
     needs = (False, True, False, table is not None and "fixed" not in form, *[False] * 3)
     params = {"scale": 2.5, "p": p, "key": random.Key(7, 3, 5) if p else None}
+    params["deterministic"] = deterministic
     slack = 4 if shape and max(shape) > 100 else 1  # long sums, added in other orders
     check_implementation(IMPLS, name, where, inputs, dtype, needs=needs, slack=slack, **params)
+
+
+@pytest.mark.parametrize(
+    "form, p, ordered",
+    [
+        ("plain", 0.0, False), ("plain", 0.3, True), ("index", 0.3, False),
+        ("positions", 0.0, True), ("positions", 0.3, False), ("fixed positions", 0.0, True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape, cols", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name, where", implementations(IMPLS))
+def test_implementations(rng, name, where, shape, cols, dtype, p, form, ordered):
+    check(rng, name, where, shape, cols, dtype, p, form, ordered)
+
+
+@pytest.mark.parametrize("form, p", [("index", 0.3), ("positions", 0.0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape, cols", SHAPES.values(), ids=SHAPES)
+def test_atomics(gpu, rng, shape, cols, dtype, form, p):
+    check(rng, "raw-simt", "cupy", shape, cols, dtype, p, form, False, deterministic=False)
 
 
 @pytest.mark.parametrize("positions", [None, np.array([[4, 0, 4], [1, 1, 2]])])
@@ -90,13 +108,13 @@ def test_dropout_is_a_function_of_the_key(xp):
     assert not to_cpu(embedding(tokens, weight, p=1.0, seed=1)).any()
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("ordered", [False, True, "atomics"])
 @pytest.mark.parametrize("slot_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_goes_to_its_place(xp, rng, dtype, slot_dtype, ordered):
     host = rng.integers(0, V - 1, 50).astype(np.int32)  # the last row is never used
     tokens, order = xp.asarray(host), None
-    if ordered:
+    if ordered is True:
         order = tuple(xp.asarray(part) for part in order_of(host))
     weight = Tensor(xp.ones((V, 3), np.float32).astype(dtype_of(dtype)), requires_grad=True)
     flat = xp.full(V * 3 + 2, np.nan, np.float32).astype(dtype_of(slot_dtype))
@@ -105,7 +123,8 @@ def test_the_gradient_goes_to_its_place(xp, rng, dtype, slot_dtype, ordered):
     want = np.zeros((V, 3))
     np.add.at(want, host, dy.astype(np.float64))
     for times in (1, 2):  # first written, then added to
-        tape.backward(embedding(tokens, weight, scale=2, order=order), xp.asarray(dy))
+        y = embedding(tokens, weight, scale=2, order=order, deterministic=ordered != "atomics")
+        tape.backward(y, xp.asarray(dy))
         got = to_cpu(flat).astype(np.float64)
         np.testing.assert_array_equal(got[1:-1].reshape(V, 3), 2 * times * want)
         assert np.isnan(got[[0, -1]]).all()
@@ -122,6 +141,97 @@ def test_the_gradient_has_the_same_bits_every_time(xp, rng, ordered):
         tape.backward(embedding(xp.asarray(host), weight, p=0.1, seed=3, order=order), dy)
         seen.add(to_cpu(weight.grad).tobytes())
     assert len(seen) == 1
+
+
+def zipf(rng, count, vocabulary):
+    """Token ids, few of them often and many of them once."""
+    chance = 1 / np.arange(1, vocabulary + 1) ** 1.1
+    return rng.choice(vocabulary, count, p=chance / chance.sum()).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", ["zipf", "one id", "all different", "ends of chunks"])
+@pytest.mark.parametrize("cols", [3, 64, 516])
+def test_runs_of_any_length(xp, rng, name, cols):
+    """Runs within a chunk of 32, over its end, and over many; rows of no token are cleared."""
+    count, rows = 1000, 1200
+    tokens = {
+        "zipf": zipf(rng, count, rows),
+        "one id": np.full(count, 7, np.int32),
+        "all different": rng.permutation(rows)[:count].astype(np.int32),
+        "ends of chunks": rng.permutation(np.repeat(np.arange(0, rows, 30), 32)[:count]),
+    }[name].astype(np.int32)
+    dy = rng.integers(-4, 5, (tokens.size, cols)).astype(np.float32)  # sums are exact
+    want = np.zeros((rows, cols))
+    np.add.at(want, tokens, dy)
+    weight = Tensor(xp.zeros((rows, cols), np.float32), requires_grad=True)
+    y = embedding(xp.asarray(tokens), weight)
+    for times in (1, 2):  # a record may be walked again
+        tape.backward(y, xp.asarray(dy), retain_graph=True)
+        np.testing.assert_array_equal(to_cpu(weight.grad), times * want)
+
+
+def test_rows_read_where_they_are(xp, rng):
+    """Tables and gradients with something between their rows."""
+    tokens = xp.asarray(rng.integers(0, V, (3, 20)).astype(np.int32))
+    whole, above = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((V, 24), (3, 20, 24))
+    )
+    found = []
+    for cut in (np.s_[..., 8:16], np.s_[..., 3:11]):
+        dy = xp.asarray(above[..., 8:16])
+        weight, table = (
+            Tensor(xp.asarray(np.roll(whole, cut[-1].start - 8, 1))[cut], requires_grad=True)
+            for _ in range(2)
+        )
+        y = embedding(tokens[:, :P], weight, position_weight=table, p=0.1, seed=1)
+        padded = xp.full((3, P, 24), np.nan, np.float32)
+        padded[cut] = dy[:, :P]
+        grads = tape.gradients([y], [padded[cut]], [weight, table])
+        found.append([to_cpu(a) for a in (y.data, *grads)])
+    for aligned, other in zip(*found, strict=True):
+        np.testing.assert_allclose(aligned, other, rtol=1e-6, atol=1e-6)
+
+
+def test_bits_in_a_graph_are_those_outside(gpu, rng):
+    tokens, rows, cols = zipf(rng, 3000, 400), 400, 64
+    order = tuple(map(gpu.asarray, order_of(tokens)))
+    weight = Tensor(gpu.zeros((rows, cols), arrays.BFLOAT16), requires_grad=True)
+    weight.grad_slot = gpu.zeros((rows, cols), np.float32)
+    dy = gpu.asarray(rng.standard_normal((tokens.size, cols)).astype(arrays.BFLOAT16))
+    tokens = gpu.asarray(tokens)
+
+    def step():
+        weight.grad_started = False
+        tape.backward(embedding(tokens, weight, p=0.1, seed=3, order=order), dy)
+
+    stream = gpu.cuda.Stream(non_blocking=True)
+    gpu.cuda.Device().synchronize()
+    with stream:
+        step()
+        want = to_cpu(weight.grad_slot)
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        for _ in range(2):
+            weight.grad_slot.fill(np.nan)
+            graph.launch(stream)
+            np.testing.assert_array_equal(to_cpu(weight.grad_slot), want)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_gradient_passes_over_what_is_no_token(gpu, deterministic):
+    """Ids out of range are said once, and nothing is written for them."""
+    tokens = gpu.asarray([3, -1, V, 3, 2**31 - 1, 0] * 20, np.int32)
+    guarded = gpu.full((V + 2, 4), 7, np.float32)
+    weight = Tensor(gpu.ones((V, 4), np.float32), requires_grad=True)
+    weight.grad_slot = guarded[1:-1]
+    y = embedding(tokens, weight, deterministic=deterministic)
+    tape.backward(y, gpu.ones((120, 4), np.float32))
+    with pytest.raises(IndexError, match="embedding: tokens is holding"):
+        to_cpu(y.data)
+    want = np.zeros((V + 2, 4))
+    want[[0, -1]], want[1 + 3], want[1 + 0] = 7, 40, 20
+    np.testing.assert_array_equal(to_cpu(guarded), want)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int16, np.uint8])

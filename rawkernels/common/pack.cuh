@@ -1,0 +1,84 @@
+#pragma once
+#include "common/tile.cuh"
+// N neighbours of a row, moved by one instruction where they are 16 bytes or less.
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
+    T x[N];
+};
+
+template <int N, typename T>
+__device__ inline Pack<T, N> load_pack(const T* from) {
+    return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
+// One instruction; of a plain store the compiler makes four now and then.
+__device__ inline void store_16_bytes(void* to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+template <int N, typename T>
+__device__ inline void store_pack(T* to, const float (&values)[N]) {
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+        u32 pair[N / 2];
+#pragma unroll
+        for (int i = 0; i < N; i += 2) pair[i / 2] = pack_pair(T(), values[i], values[i + 1]);
+        if constexpr (N == 8) store_16_bytes(to, pair[0], pair[1], pair[2], pair[3]);
+        else if constexpr (N == 4) *reinterpret_cast<uint2*>(to) = make_uint2(pair[0], pair[1]);
+        else *reinterpret_cast<u32*>(to) = pair[0];
+    } else if constexpr (sizeof(T) == 4 && N % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4)
+            store_16_bytes(to + i, __float_as_uint(values[i]), __float_as_uint(values[i + 1]),
+                           __float_as_uint(values[i + 2]), __float_as_uint(values[i + 3]));
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) to[i] = (T)values[i];
+    }
+}
+
+// The numbers of a pack.
+template <int N, typename T>
+__device__ inline void unpack(float (&values)[N], const Pack<T, N>& pack) {
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            const float2 pair = unpack_pair(T(), pack.x[i].bits | (u32)pack.x[i + 1].bits << 16);
+            values[i] = pair.x, values[i + 1] = pair.y;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) values[i] = (float)pack.x[i];
+    }
+}
+
+// What other blocks of this launch wrote: not by way of L1.
+template <int N>
+__device__ inline Pack<float, N> load_pack_shared(const float* from) {
+    Pack<float, N> pack;
+    if constexpr (N % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            const float4 four = __ldcg(reinterpret_cast<const float4*>(from + i));
+            pack.x[i] = four.x, pack.x[i + 1] = four.y, pack.x[i + 2] = four.z, pack.x[i + 3] = four.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) pack.x[i] = __ldcg(from + i);
+    }
+    return pack;
+}
+
+// Into shared memory, by cp.async where that can move so few bytes. The thread that fetched waits before it reads.
+template <int N, typename T>
+__device__ inline void fetch_pack(Pack<T, N>* to, const T* from) {
+    constexpr int BYTES = sizeof(T) * N;
+    if constexpr (BYTES == 4 || BYTES == 8 || BYTES == 16) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+                     :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from), "n"(BYTES));
+    } else {
+        *to = load_pack<N>(from);
+    }
+}
+
+__device__ inline void fetch_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
