@@ -1,52 +1,27 @@
 """The beam-search top-k, to read: the hierarchical auto-regressive search of LightSeq.
 
-Wang et al. (2021): retrieve a bound from the best of each group, filter what is above it, re-rank
-those few. A thread is a group: its elements are a stride apart. An element is a pair of a value
-and an index; the greater value comes first, NaN before all, and of equal ones the lower index.
+Wang et al. (2021): *retrieve* a bound from the best of each group, filter what reaches it, and
+*re-rank* those few. A thread is a group: its numbers are a stride apart. Two launches: each block
+searches a slice of a row, then one block a sentence scores and searches what they found.
+
+Of two elements, pairs of a value and an index, the greater value comes first, NaN before all, and
+of equal ones the lower index. Log-softmax keeps the order of a row, so slices compare logits.
 """
 
+import functools
 import math
 
 import numpy as np
 
-from gpuattn.numbakernels.device import cuda, jit
+from gpuattn.numbakernels.device import SIMULATED, cuda, jit
 from gpuattn.numbakernels.reduce import NEG_INF, THREADS, ZERO, block_max, block_sum
 
-CAPACITY = 4 * THREADS  # candidates that are ranked together
-
-
-@jit
-def score_continuations(logits, scores, banned, totals):
-    """totals[row, j] = scores[row] + log softmax(logits[row])[j], -inf where banned or dead.
-
-    ``logits``, ``totals``: float32 (rows, V); ``scores``: float32 (rows,); ``banned``: bool (V,).
-    Launch: grid = (rows,).
-    """
-    partial = cuda.shared.array(32, np.float32)
-    row, first, step = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
-    vocab, score = logits.shape[1], scores[row]
-    if score == NEG_INF:  # a dead beam: its logits are not read
-        for j in range(first, vocab, step):
-            totals[row, j] = NEG_INF
-        return
-
-    peak = NEG_INF
-    for j in range(first, vocab, step):
-        peak = max(peak, logits[row, j])
-    peak = block_max(peak, partial)
-    if peak == NEG_INF:
-        peak = ZERO  # nothing but -inf: exp(-inf - 0) = 0
-
-    total = ZERO
-    for j in range(first, vocab, step):
-        total += math.exp(logits[row, j] - peak)
-    total = block_sum(total, partial)
-    log_total = ZERO
-    if total != ZERO:
-        log_total = math.log(total)
-
-    for j in range(first, vocab, step):
-        totals[row, j] = NEG_INF if banned[j] else logits[row, j] - peak - log_total + score
+MAX_BEAM = 16
+CAPACITY = 2 * MAX_BEAM**2  # candidates that are ranked together: all of a sentence
+WORDS = 32 * THREADS  # 64-bit words of a slice, at most
+NO_TOKEN = np.int32(2**30)  # an index that comes after all; each thread adds its own
+LOWEST = np.float32(-3.4028235e38)
+MASK = np.uint64(0xFFFFFFFF)
 
 
 @jit(device=True)
@@ -57,99 +32,240 @@ def beats(value, index, other_value, other_index):
     return value > other_value or (value == other_value and index < other_index)
 
 
+# ---- the steps of the search ---------------------------------------------------------------------
+
+
 @jit(device=True)
-def retrieve(values, k, group_value, group_index):
+def retrieve(value, index, k, group_value, group_index):
     """Return the k-th best of the groups' bests: k elements reach it, so every winner does."""
-    me, n = cuda.threadIdx.x, values.shape[0]
-    value, index = NEG_INF, n + me  # comes after all elements, if the group has none
-    for j in range(me, n, cuda.blockDim.x):
-        if beats(values[j], j, value, index):
-            value, index = values[j], j
-    group_value[me], group_index[me] = value, index
-    cuda.syncthreads()
-    return kth_best(group_value, group_index, k)
-
-
-@jit(device=True)
-def kth_best(value, index, k):
-    """Return the k-th of as many elements as there are threads."""
+    me = cuda.threadIdx.x
     bound_value = cuda.shared.array(1, np.float32)
     bound_index = cuda.shared.array(1, np.int32)
-    me = cuda.threadIdx.x
-    if place_of(me, value, index, cuda.blockDim.x) == k - 1:
-        bound_value[0], bound_index[0] = value[me], index[me]
+    group_value[me], group_index[me] = value, index
+    cuda.syncthreads()
+    place = 0
+    for other in range(cuda.blockDim.x):
+        if beats(group_value[other], group_index[other], value, index):
+            place += 1
+    if place == k - 1:
+        bound_value[0], bound_index[0] = value, index
     cuda.syncthreads()
     return bound_value[0], bound_index[0]
 
 
 @jit(device=True)
-def place_of(c, value, index, count):
-    """Return how many of ``count`` elements come before element ``c``."""
+def keep(value, index, count, kept_value, kept_index):
+    """Put a candidate into the list, in any order; those beyond its capacity only count."""
+    place = cuda.atomic.add(count, 0, 1)
+    if place < CAPACITY:
+        kept_value[place], kept_index[place] = value, index
+
+
+@jit(device=True)
+def re_rank(c, count, kept_value, kept_index):
+    """Return the place of candidate ``c``: how many of ``count`` come before it."""
     place = 0
     for other in range(count):
-        if beats(value[other], index[other], value[c], index[c]):
+        if beats(kept_value[other], kept_index[other], kept_value[c], kept_index[c]):
             place += 1
     return place
 
 
-@jit(device=True)
-def keep_above(values, bound_value, bound_index, count, kept_value, kept_index):
-    """Filter: list the elements that reach the bound, in any order, and count them."""
-    if cuda.threadIdx.x == 0:
-        count[0] = 0
-    cuda.syncthreads()
-    for j in range(cuda.threadIdx.x, values.shape[0], cuda.blockDim.x):
-        if not beats(bound_value, bound_index, values[j], j):
-            place = cuda.atomic.add(count, 0, 1)
-            if place < CAPACITY:
-                kept_value[place], kept_index[place] = values[j], j
-    cuda.syncthreads()
+# ---- slices of rows ------------------------------------------------------------------------------
+
+
+if SIMULATED:
+
+    def float_of(bits):
+        return np.uint32(bits).view(np.float32)
+
+else:
+
+    @jit(device=True)
+    def float_of(bits):
+        """Return the float32 of 32 bits."""
+        return cuda.libdevice.int_as_float(np.int32(bits))
 
 
 @jit(device=True)
-def re_rank(count, kept_value, kept_index, best):
-    """Write the winners in order: a place is the number of candidates that come before."""
-    for c in range(cuda.threadIdx.x, count, cuda.blockDim.x):
-        place = place_of(c, kept_value, kept_index, count)
-        if place < best.shape[0]:
-            best[place] = kept_index[c]
+def of_two(word, e):
+    """Return float32 number ``e`` of the two in a word."""
+    return float_of((word >> np.uint64(32 * e)) & MASK)
 
 
 @jit(device=True)
-def fetch_one_by_one(values, best, group_value, group_index):
-    """Write the winners in order by one search for each, where too many reached the bound."""
-    me, n = cuda.threadIdx.x, values.shape[0]
-    last = -1
-    for r in range(best.shape[0]):
-        value, index = NEG_INF, n + me
-        for j in range(me, n, cuda.blockDim.x):
-            later = last < 0 or beats(values[last], last, values[j], j)
-            if later and beats(values[j], j, value, index):
-                value, index = values[j], j
-        group_value[me], group_index[me] = value, index
-        cuda.syncthreads()
-        _, last = kth_best(group_value, group_index, 1)
+def of_four(word, e):
+    """Return bfloat16 number ``e`` of the four in a word."""
+    return float_of(((word >> np.uint64(16 * e)) << np.uint64(16)) & MASK)
+
+
+@functools.cache
+def search_slices(per_word):
+    """Return the kernel for words of two float32 or four bfloat16 numbers."""
+    number = of_two if per_word == 2 else of_four
+
+    @jit(device=True)
+    def logit_at(words, banned, row, w, e):
+        """Return the logit and its token; -inf where banned. Behind V, padding comes after all."""
+        token = np.int32(w * per_word + e)
+        if token >= banned.shape[0] or banned[token]:
+            return NEG_INF, token
+        return number(words[row, w], e), token
+
+    @jit
+    def search(words, scores, banned, slice_words, normalisers, logits, tokens):
+        """Write the normaliser and, in order, the k best of each slice of each row.
+
+        ``words``: uint64 (rows, V / per_word rounded up), -inf behind V; ``scores``: float32
+        (rows,), -inf for a dead beam, whose logits are not read; ``banned``: bool (V,).
+        ``normalisers``: float32 (rows, slices, 2), peak and sum of exp(logit - peak); ``logits``:
+        float32, ``tokens``: int32 (rows, slices, k), token V or more where there are fewer.
+        Launch: grid = (rows, slices), block = (THREADS,).
+        """
+        group_value = cuda.shared.array(THREADS, np.float32)
+        group_index = cuda.shared.array(THREADS, np.int32)
+        kept_value = cuda.shared.array(CAPACITY, np.float32)
+        kept_index = cuda.shared.array(CAPACITY, np.int32)
+        partial = cuda.shared.array(32, np.float32)
+        count = cuda.shared.array(1, np.int32)
+        row, part, me, step = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x, cuda.blockDim.x
+        vocab, k = banned.shape[0], tokens.shape[2]
+        first, last = part * slice_words, min((part + 1) * slice_words, words.shape[1])
+        if scores[row] == NEG_INF:  # the first tokens stand for all, at -inf
+            for r in range(me, k, step):
+                logits[row, part, r] = NEG_INF
+                tokens[row, part, r] = r if part == 0 else vocab
+            if me == 0:
+                normalisers[row, part, 0], normalisers[row, part, 1] = ZERO, ZERO
+            return
+
+        # The normaliser as the numbers come in, and the group's best.
+        peak, total = LOWEST, ZERO
+        value, index = NEG_INF, NO_TOKEN + me
+        for w in range(first + me, last, step):
+            word = words[row, w]
+            higher = peak
+            for e in range(per_word):
+                higher = max(higher, number(word, e))
+            total *= math.exp(peak - higher)
+            peak = higher
+            for e in range(per_word):
+                total += math.exp(number(word, e) - peak)
+                logit, token = logit_at(words, banned, row, w, e)
+                if beats(logit, token, value, index):
+                    value, index = logit, token
+        highest = block_max(peak, partial)
+        total = block_sum(total * math.exp(peak - highest), partial)
         if me == 0:
-            best[r] = last
-        cuda.syncthreads()  # `group_value` is read above
+            normalisers[row, part, 0], normalisers[row, part, 1] = highest, total
+            count[0] = 0
+
+        bound_value, bound_index = retrieve(value, index, k, group_value, group_index)
+        if not beats(bound_value, bound_index, value, index):
+            for w in range(first + me, last, step):
+                for e in range(per_word):
+                    logit, token = logit_at(words, banned, row, w, e)
+                    if not beats(bound_value, bound_index, logit, token):
+                        keep(logit, token, count, kept_value, kept_index)
+        cuda.syncthreads()
+        if count[0] <= CAPACITY:
+            for c in range(me, count[0], step):
+                place = re_rank(c, count[0], kept_value, kept_index)
+                if place < k:
+                    logits[row, part, place] = kept_value[c]
+                    tokens[row, part, place] = kept_index[c]
+            for r in range(count[0] + me, k, step):
+                logits[row, part, r], tokens[row, part, r] = NEG_INF, vocab
+            return
+
+        # Too many reach it, as the greatest crowd in a few groups: fetch the winners one by one.
+        for r in range(k):
+            value, index = NEG_INF, NO_TOKEN + me
+            for w in range(first + me, last, step):
+                for e in range(per_word):
+                    logit, token = logit_at(words, banned, row, w, e)
+                    later = r == 0 or beats(bound_value, bound_index, logit, token)
+                    if later and beats(logit, token, value, index):
+                        value, index = logit, token
+            bound_value, bound_index = retrieve(value, index, 1, group_value, group_index)
+            if me == 0:
+                logits[row, part, r], tokens[row, part, r] = bound_value, bound_index
+
+    return search
+
+
+# ---- sentences -----------------------------------------------------------------------------------
+
+
+@jit(device=True)
+def place_in_row(logits, tokens, part, r):
+    """Return how many of a row's lists (slices, k) come before element ``r`` of list ``part``."""
+    place = r
+    for other in range(tokens.shape[0]):
+        if other != part:
+            for c in range(tokens.shape[1]):
+                if not beats(logits[other, c], tokens[other, c], logits[part, r], tokens[part, r]):
+                    break  # a list is in order
+                place += 1
+    return place
 
 
 @jit
-def search_best(totals, best):
-    """best[b] = where the k best of totals[b] are, in order; k <= THREADS.
+def merge_slices(normalisers, logits, tokens, vocab, scores, row_logits, row_tokens, found, flat):
+    """Write the 2K best of each sentence: their scores and places, beam * 2K + place in the row.
 
-    ``totals``: float32 (B, n); ``best``: int32 (B, k). Launch: grid = (B,), block = (THREADS,).
+    ``normalisers``, ``logits``, ``tokens``: by ``search_slices``, with a first axis of sentences;
+    ``scores``: (B, K). ``row_logits``, ``row_tokens``: (B, K, 2K), the best of each row in order,
+    ``found``, ``flat``: (B, 2K), written. Launch: grid = (B,), block = (THREADS,).
     """
     group_value = cuda.shared.array(THREADS, np.float32)
     group_index = cuda.shared.array(THREADS, np.int32)
     kept_value = cuda.shared.array(CAPACITY, np.float32)
     kept_index = cuda.shared.array(CAPACITY, np.int32)
+    rows = cuda.shared.array((MAX_BEAM, 3), np.float32)  # peak, log of the sum, score
     count = cuda.shared.array(1, np.int32)
-    values, mine = totals[cuda.blockIdx.x], best[cuda.blockIdx.x]
+    s, me, step = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
+    beam, parts, k = tokens.shape[1:]
 
-    bound_value, bound_index = retrieve(values, mine.shape[0], group_value, group_index)
-    keep_above(values, bound_value, bound_index, count, kept_value, kept_index)
-    if count[0] <= CAPACITY:
-        re_rank(count[0], kept_value, kept_index, mine)
-    else:
-        fetch_one_by_one(values, mine, group_value, group_index)
+    for b in range(me, beam, step):
+        peak = LOWEST
+        for part in range(parts):
+            peak = max(peak, normalisers[s, b, part, 0])
+        total = ZERO
+        for part in range(parts):
+            total += normalisers[s, b, part, 1] * math.exp(normalisers[s, b, part, 0] - peak)
+        rows[b, 0], rows[b, 1], rows[b, 2] = peak, ZERO, scores[s, b]
+        if total != ZERO:
+            rows[b, 1] = math.log(total)
+    for i in range(me, beam * parts * k, step):
+        b, part, r = i // (parts * k), i // k % parts, i % k
+        if tokens[s, b, part, r] < vocab:
+            place = place_in_row(logits[s, b], tokens[s, b], part, r)
+            if place < k:
+                row_logits[s, b, place] = logits[s, b, part, r]
+                row_tokens[s, b, place] = tokens[s, b, part, r]
+    if me == 0:
+        count[0] = 0
+    cuda.syncthreads()
+
+    each = min(k, vocab)  # of a row; they are in order, so lower places come first
+    value, index = NEG_INF, NO_TOKEN + me
+    for i in range(me, beam * each, step):
+        b, place = i // each, i % each
+        score = NEG_INF
+        if row_logits[s, b, place] != NEG_INF:
+            score = row_logits[s, b, place] - rows[b, 0] - rows[b, 1] + rows[b, 2]
+        row_logits[s, b, place] = score
+        if beats(score, b * k + place, value, index):
+            value, index = score, np.int32(b * k + place)
+    bound_value, bound_index = retrieve(value, index, k, group_value, group_index)
+    for i in range(me, beam * each, step):
+        b, place = i // each, i % each
+        score = row_logits[s, b, place]
+        if not beats(bound_value, bound_index, score, b * k + place):
+            keep(score, np.int32(b * k + place), count, kept_value, kept_index)
+    cuda.syncthreads()
+    for c in range(me, count[0], step):
+        place = re_rank(c, count[0], kept_value, kept_index)
+        if place < k:
+            found[s, place], flat[s, place] = kept_value[c], kept_index[c]

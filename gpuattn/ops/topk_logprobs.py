@@ -3,7 +3,8 @@
 log p = x - max x - log sum exp(x - max x). Only the k winners are ever written. The search is
 LightSeq's "hierarchical auto-regressive search" (Wang et al., 2021): the best of each group gives
 a bound that no winner can fall below (retrieve); the few numbers above it are ranked (re-rank).
-Device code: ``rawkernels/topk_logprobs.cu`` and ``rawkernels/common/topk.cuh``.
+Device code: ``rawkernels/topk_logprobs.cu``, ``rawkernels/common/logit_slice.cuh`` and
+``topk.cuh``: a block of threads searches a slice of a row, the last of a row merges their lists.
 """
 
 import math
@@ -17,9 +18,11 @@ from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.ops.logit_slices import BLOCK, slices, tickets
 
-BLOCKS = ((128, 256), (512, 1024))  # (up to this k, threads a row)
-MAX_COLS = 2**31 - 1024  # columns are counted in 32 bits
+MAX_GRID = 65535  # of the second and third axis
+MAX_K, WIDE = 512, 1024  # the most winners; threads of a block for more than BLOCK / 2
+MAX_COLS = 1 << 30  # columns are counted in 32 bits
 GROUP = 32  # columns of a group in the reference
 
 
@@ -55,6 +58,14 @@ def checked_vocab_size(function, vocab_size, cols):
         accepted = f"1 to {cols}, the columns of logits"
         raise ValueError(problem(function, "vocab_size", vocab_size, accepted))
     return operator.index(vocab_size)
+
+
+def checked_banned(function, banned, vocab_size):
+    """Raise unless ``banned`` is None or a bool array (V,)."""
+    if banned is not None and banned.dtype != np.bool_:
+        raise TypeError(problem(function, "banned.dtype", banned.dtype, "bool"))
+    if banned is not None and banned.shape != (vocab_size,):
+        raise ValueError(problem(function, "banned.shape", banned.shape, f"({vocab_size},)"))
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
@@ -102,17 +113,17 @@ def largest(x, k):
     xp, (rows, cols) = get_xp(x), x.shape
     groups = cols // GROUP
     if cols <= 2 * k * GROUP:
-        return _sorted(x, k)
+        return in_order(x, k)
     grouped = x[:, : groups * GROUP].reshape(rows, groups, GROUP)
-    retrieved = xp.sort(_sorted(grouped.max(-1), k), -1)
+    retrieved = xp.sort(in_order(grouped.max(-1), k), -1)
     candidates = (retrieved[:, :, None] * GROUP + xp.arange(GROUP)).reshape(rows, k * GROUP)
     rest = xp.broadcast_to(xp.arange(groups * GROUP, cols), (rows, cols - groups * GROUP))
     candidates = xp.concatenate([candidates, rest], axis=1)
-    winners = _sorted(xp.take_along_axis(x, candidates, -1), k)
+    winners = in_order(xp.take_along_axis(x, candidates, -1), k)
     return xp.take_along_axis(candidates, winners, -1)
 
 
-def _sorted(x, k):
+def in_order(x, k):
     """Return where the k largest are; of equal ones the first comes first, and NaN before all."""
     backwards = get_xp(x).argsort(x[:, ::-1], -1, kind="stable")[:, ::-1]
     return x.shape[1] - 1 - backwards[:, :k]
@@ -124,26 +135,34 @@ def _sorted(x, k):
 def _refuse_raw(logits, *, k, vocab_size):
     if reason := kernel_refusal(logits, "logits"):
         return reason
-    if k > BLOCKS[-1][0]:
-        return f"k is {k}, the kernel takes at most {BLOCKS[-1][0]}"
+    if k > MAX_K:
+        return f"k is {k}, the kernel takes at most {MAX_K}"
     if vocab_size > MAX_COLS:
         return f"the vocabulary is {vocab_size}, the kernel takes at most {MAX_COLS}"
     return None
 
 
-def _block_for(k):
-    return next(block for limit, block in BLOCKS if k <= limit)
-
-
 def _forward_raw(logits, *, needs, k, vocab_size):
-    shape, block = (*logits.shape[:-1], k), _block_for(k)
-    rows, stride = strided_rows(logits)
+    shape, block = (*logits.shape[:-1], k), BLOCK if 2 * k <= BLOCK else WIDE
     logprobs = arrays.empty(logits, shape, np.float32)
     indices = arrays.empty(logits, shape, np.int32)
-    constants = {"scalar": ctype(logits.dtype), "BLOCK": block}
-    forward = kernel("topk_logprobs.cu", "topk_logprobs_forward", **constants)
-    grid = (len(rows) if k else 0,)
-    forward(grid, (block,), rows, logprobs, indices, stride, vocab_size, k)
+    if math.prod(shape) == 0:
+        return (logprobs, indices), None
+    rows, stride = strided_rows(logits)
+    parts, size = slices(vocab_size, logits.itemsize)
+    shared = None, None, None
+    if parts > 1:
+        lists = arrays.empty(logits, (len(rows), k, parts), np.uint64)
+        normalisers = arrays.empty(logits, (len(rows), parts, 2), np.float32)
+        shared = lists, normalisers, tickets(len(rows))
+    forward = kernel(
+        "topk_logprobs.cu", "topk_logprobs_forward", scalar=ctype(logits.dtype), BLOCK=block
+    )
+    across = min(len(rows), MAX_GRID)
+    forward(
+        (parts, across, -(-len(rows) // across)), (block,), rows, *shared, logprobs, indices,
+        len(rows), stride, vocab_size, k, size, shared_bytes=16 * max(size + 1, block),
+    )  # fmt: skip
     return (logprobs, indices), None
 
 

@@ -1,92 +1,116 @@
 #pragma once
-// The log-softmax's normaliser of a row, and its k best, exactly, by a block of threads.
+// The k best of many numbers, exactly: LightSeq's hierarchical auto-regressive search (Wang et al., 2021).
+// Retrieve a bound from the best of each group of threads; filter what reaches it; re-rank those few.
+// What stands here every warp of every block goes through: few instructions matter more than anything else.
 #include "common/reduce.cuh"
 
-// A number and its index as one integer: the greater number first (NaN before all), then the lower
-// index. No key is 0: that stands for nothing.
-using Key = unsigned long long;
-
-__device__ inline Key make_key(float value, unsigned int index) {
-    unsigned int bits = __float_as_uint(value + 0.f);  // -0 + 0 = +0
-    bits = value != value ? ~0u : bits >> 31 ? ~bits : bits | 0x80000000u;
-    return (Key)bits << 32 | ~index;
+// Floats as integers of the same order, NaN before all; none is 0.
+__device__ inline unsigned int ordered(float value) {
+    const unsigned int bits = __float_as_uint(value + 0.f);  // -0 + 0 = +0
+    return value != value ? ~1u : bits >> 31 ? ~bits : bits | 0x80000000u;
 }
-
-__device__ inline float key_value(Key key) {
-    unsigned int bits = (unsigned int)(key >> 32);
+__device__ inline float from_ordered(unsigned int bits) {
     return __uint_as_float(bits >> 31 ? bits & 0x7fffffffu : ~bits);
 }
 
+// A number and its index as one integer: the greater number first, then the lower index. No key is 0:
+// that stands for nothing.
+using Key = unsigned long long;
+__device__ inline Key make_key(float value, unsigned int index) { return (Key)ordered(value) << 32 | ~index; }
+__device__ inline float key_value(Key key) { return from_ordered((unsigned int)(key >> 32)); }
 __device__ inline unsigned int key_index(Key key) { return ~(unsigned int)key; }
 
-struct LogSum { float peak, log; };  // log-probability = x - peak - log
-
-template <int BLOCK, typename T>
-__device__ LogSum block_log_sum(const T* x, int n) {
-    float peak = NEG_INF;
-    for (int j = threadIdx.x; j < n; j += BLOCK) peak = fmaxf(peak, (float)x[j]);
-    peak = block_reduce<BLOCK>(peak, Max{}, NEG_INF);
-    if (peak == NEG_INF) peak = 0.f;  // nothing but -inf: exp(-inf - 0) = 0, and NaN stays NaN
-    float total = 0.f;
-    for (int j = threadIdx.x; j < n; j += BLOCK) total += expf((float)x[j] - peak);
-    total = block_reduce<BLOCK>(total, Sum{}, 0.f);
-    return {peak, total == 0.f ? 0.f : logf(total)};
+// Retrieve: the least of the best of k groups of threads, k <= BLOCK / 2. k elements are at least that, so
+// no winner is less. For few winners few groups do: ranking groups costs more than candidates.
+// Threads meet between two calls.
+template <int BLOCK>
+__device__ unsigned int retrieve(unsigned int greatest, int k) {
+    __shared__ unsigned int of_thread[BLOCK], group[BLOCK], bound;
+    const int me = threadIdx.x, lane = me % 32;
+    of_thread[me] = greatest;
+    __syncthreads();
+    if (k <= 16) {
+        if (me < 32) {
+            unsigned int mine = 0;
+#pragma unroll
+            for (int t = lane; t < BLOCK; t += 32) mine = max(mine, of_thread[t]);
+            const unsigned int unique = (mine & ~31u) | lane;
+            int rank = 0;
+#pragma unroll 8
+            for (int g = 0; g < 32; ++g) rank += __shfl_sync(~0u, unique, g) > unique;
+            mine = __reduce_min_sync(~0u, rank < k ? mine : ~0u);  // of k groups, nearly the best
+            if (me == 0) bound = mine;
+        }
+        __syncthreads();
+        return bound;
+    }
+    int groups = 64;
+    while (groups < 2 * k) groups *= 2;
+    unsigned int mine = 0;
+    if (me < groups)
+        for (int t = me; t < BLOCK; t += groups) mine = max(mine, of_thread[t]);
+    group[me] = mine;
+    __syncthreads();
+    if (me < groups) {
+        int rank = 0;
+#pragma unroll 8
+        for (int g = 0; g < groups; ++g) rank += group[g] + (g < me) > mine;
+        if (rank == k - 1) bound = mine;
+    }
+    __syncthreads();
+    return bound;
 }
 
-// best[0 .. k) = the greatest of key(0) .. key(n - 1), in order; k <= n and k <= BLOCK / 2. Keys
-// differ, but for zeros, which come last and fill no place. `best` is written when this returns.
-// Hierarchical auto-regressive search (Wang et al., "LightSeq", 2021), with a group per thread.
-template <int BLOCK, typename KeyAt>
-__device__ void block_topk(const KeyAt& key, int n, int k, Key* best) {
-    constexpr int CAPACITY = 2 * BLOCK;
-    __shared__ Key groups[BLOCK], candidates[CAPACITY], threshold;
-    __shared__ int count;
+// Filtered elements in shared memory, in any order.
+template <typename T, int ROOM>
+struct Candidates {
+    T* list;     // (ROOM,)
+    int* count;  // how many there were; those beyond ROOM are not in the list
 
-    // Retrieve: the k-th greatest of the groups' maxima. k keys are at least that, so no winner is less.
-    Key greatest = 0;
-    for (int j = threadIdx.x; j < n; j += BLOCK) greatest = max(greatest, key(j));
-    groups[threadIdx.x] = greatest;
-    if (threadIdx.x == 0) {
-        threshold = 0;
-        count = 0;
+    __device__ void add(T candidate) const {
+        const int place = atomicAdd(count, 1);
+        if (place < ROOM) list[place] = candidate;
     }
-    __syncthreads();
-    int rank = 0;
-    for (int g = 0; g < BLOCK; ++g) rank += groups[g] > greatest;
-    if (rank == k - 1) threshold = greatest;
-    __syncthreads();
+    __device__ bool complete() const { return *count <= ROOM; }
 
-    // Filter. The order of arrival varies; the ranks do not depend on it.
-    for (int j = threadIdx.x; j < n; j += BLOCK) {
-        const Key candidate = key(j);
-        if (candidate < threshold) continue;
-        const int place = atomicAdd(&count, 1);
-        if (place < CAPACITY) candidates[place] = candidate;
-    }
-    __syncthreads();
-
-    // Re-rank: a winner's place is the number of greater candidates.
-    if (count <= CAPACITY) {
-        for (int c = threadIdx.x; c < count; c += BLOCK) {
-            rank = 0;
-            for (int other = 0; other < count; ++other) rank += candidates[other] > candidates[c];
-            if (rank < k && candidates[c]) best[rank] = candidates[c];
+    // Re-rank: a winner's place is the number of greater candidates, which all differ.
+    template <int BLOCK, typename Write>
+    __device__ void re_rank(int k, const Write& write) const {
+        const int n = *count;
+#pragma unroll 1
+        for (int c = threadIdx.x; c < n; c += BLOCK) {
+            const T mine = list[c];
+            int rank = 0;
+#pragma unroll 4
+            for (int other = 0; other < n; ++other) rank += list[other] > mine;
+            if (rank < k) write(rank, mine);
         }
-    } else {  // the greatest numbers crowd in a few groups: fetch the winners one by one
-        Key last = ~0ull;
-        for (int r = 0; r < k; ++r) {
-            greatest = 0;
-            for (int j = threadIdx.x; j < n; j += BLOCK) {
-                const Key candidate = key(j);
-                if (r == 0 || candidate < last) greatest = max(greatest, candidate);
-            }
-            groups[threadIdx.x] = greatest;
+    }
+};
+
+// Where the greatest crowd in a few groups: fetch the winners among at(0) .. at(n - 1) one by one. T{}
+// stands for nothing; `room` takes BLOCK elements.
+template <int BLOCK, typename T, typename At, typename Write>
+__device__ void fetch_one_by_one(const At& at, int n, int k, T* room, const Write& write) {
+    T last{};
+#pragma unroll 1
+    for (int r = 0; r < k; ++r) {
+        T greatest{};
+#pragma unroll 1
+        for (int j = threadIdx.x; j < n; j += BLOCK) {
+            const T mine = at(j);
+            if ((r == 0 || last > mine) && mine > greatest) greatest = mine;
+        }
+        room[threadIdx.x] = greatest;
+#pragma unroll 1
+        for (int half = BLOCK / 2; half > 0; half /= 2) {
             __syncthreads();
-            last = 0;
-            for (int g = 0; g < BLOCK; ++g) last = max(last, groups[g]);
-            if (threadIdx.x == 0) best[r] = last;
-            __syncthreads();  // `groups` is read above
+            if (threadIdx.x < half && room[threadIdx.x + half] > room[threadIdx.x])
+                room[threadIdx.x] = room[threadIdx.x + half];
         }
+        __syncthreads();
+        last = room[0];
+        if (threadIdx.x == 0) write(r, last);
+        __syncthreads();
     }
-    __syncthreads();
 }

@@ -116,14 +116,21 @@ def test_a_cold_sample_is_greedy(xp):
     assert [h.tokens for h in cold] == [h.tokens for h in greedy(model, max_length=8, **ENDS)]
 
 
-def test_numbers_are_philox():
-    from gpuattn.decode.sample import _uniform
-
+def test_a_step_takes_the_next_number():
+    model = Fake(np, 3, random_model(3, 25))
     key = rng.Key(12345, stream=6, step=2)
-    found = _uniform(np, key, 3, step=4)
-    for b in range(3):
-        words = rng.philox(12345, *(np.asarray(c, np.uint64) for c in (b, 0, 6, 6)))
-        assert found[b] == (int(words[0]) + 0.5) / 2**32
+    texts = sample(model, max_length=4, seed=key, bos=BOS, eos=None)
+    for b, h in enumerate(texts):
+        for t in range(4):
+            p = softmax(random_model(3, 25)(b, tuple(h.tokens[:t])))
+            word = rng.philox(12345, *(np.uint64(c) for c in (b, 0, 6, 2 + t)))[0]
+            assert h.tokens[t] == np.searchsorted(np.cumsum(p), word / 2**32, side="right")
+
+
+def test_min_p_leaves_what_is_near_the_best():
+    p = softmax(LOGITS)
+    want = softmax(np.where(p >= 0.3 * p.max(), LOGITS, -np.inf))
+    assert close(frequencies(min_p=0.3), want)
 
 
 def test_edges(xp):
@@ -138,7 +145,7 @@ def test_edges(xp):
 @pytest.mark.parametrize("settings, words", [
     ({"temperature": 0}, "greedy"), ({"temperature": float("nan")}, "temperature is nan"),
     ({"temperature": -1}, "temperature is -1"), ({"top_k": 0}, "top_k is 0"),
-    ({"top_p": 0}, "top_p is 0"), ({"top_p": 1.1}, "top_p is 1.1"),
+    ({"top_p": 0}, "top_p is 0"), ({"top_p": 1.1}, "top_p is 1.1"), ({"min_p": 2}, "min_p is 2"),
     ({"max_length": -1}, "max_length is -1"),
 ])  # fmt: skip
 def test_bad_settings(settings, words):

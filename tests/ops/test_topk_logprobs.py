@@ -5,7 +5,7 @@ from checks import DTYPES, check_implementation, dtype_of, implementations, modu
 from gpuattn import Tensor, explain
 from gpuattn.arrays import to_cpu
 from gpuattn.errors import UnsupportedError
-from gpuattn.ops.topk_logprobs import BLOCKS, GROUP, IMPLS, _block_for, largest, topk_logprobs
+from gpuattn.ops.topk_logprobs import GROUP, IMPLS, MAX_K, largest, topk_logprobs
 
 # 257: one past a block; 4099: odd, and enough for groups in the reference
 SHAPES = {"one": (1, 1), "short": (3, 31), "odd": (2, 3, 257), "long": (2, 4099), "vector": (64,)}
@@ -152,10 +152,28 @@ def test_there_is_no_gradient(rng):
         topk_logprobs(x, 2)[0].sum().backward()
 
 
-def test_explain_and_blocks():
+def test_explain():
     assert explain(topk_logprobs, np.zeros((2, 3), np.float32), 1).chosen == "reference"
-    assert [_block_for(k) for k in (0, 1, 128, 129, 512)] == [256, 256, 256, 1024, 1024]
-    assert all(k <= block // 2 for k, block in BLOCKS)  # what block_topk takes
+    assert 2 * MAX_K <= 1024  # what `retrieve` takes of the largest block
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 8, 16, 17, 128, 129, 512])
+def test_rows_in_many_slices(gpu, rng, k, dtype):
+    """Whole rows, rows that start anywhere, columns that end in a slice; the same bits for each."""
+    for cols in (16384, 70001):
+        x = rng.standard_normal((3, cols), np.float32).astype(dtype_of(dtype))
+        want = topk_logprobs(x, k)
+        results = []
+        for offset in (0, 3):
+            padded = gpu.full((3, cols + 8), np.nan, x.dtype)
+            padded[:, offset : offset + cols] = gpu.asarray(x)
+            mine = padded[:, offset:]
+            got = topk_logprobs(mine, k, vocab_size=cols, impl="raw-simt")
+            np.testing.assert_allclose(to_cpu(got[0]), want[0], rtol=2e-6)
+            np.testing.assert_array_equal(to_cpu(got[1]), want[1])
+            results.append(to_cpu(got[0]).tobytes())
+        assert len(set(results)) == 1
 
 
 def test_large_k_falls_back_aloud(gpu):
