@@ -8,8 +8,13 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.kernels import gpu, kernel
 
-CLUSTERS = [(72 << 10, 1), (144 << 10, 2), (288 << 10, 4), (1 << 40, 8)]  # (bytes of a row, blocks)
-BLOCKS = [(8 << 10, 128), (1 << 40, 512)]  # (bytes of a row, threads)
+CLUSTERS = [
+    (112 << 10, 1),
+    (144 << 10, 2),
+    (288 << 10, 4),
+    (1 << 40, 8),
+]  # (bytes of a row, blocks)
+BLOCKS = [(24 << 10, 128), (1 << 40, 512)]  # (bytes of a row, threads)
 SHARED = {
     "80": 160,
     "86": 96,

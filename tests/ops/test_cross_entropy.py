@@ -20,11 +20,13 @@ SHAPES = {
     "scalar": ((), 9, 9),
     "empty": ((0,), 9, 9),
 }
-# for one block, for clusters of two (rows that start anywhere; padding), four and eight
+# for a block of 128 and one of 512 threads (rows that start anywhere; padding), for clusters of two,
+# four and eight; twice as far in float32
 LONG = {
     "block": ((5,), 5000, 5000),
-    "two": ((3,), 50257, 50257),
+    "anywhere": ((3,), 50257, 50257),
     "padded": ((3,), 50304, 50257),
+    "two": ((3,), 65000, 64999),
     "four": ((2,), 128256, 128250),
     "eight": ((2,), 262144, 262144),
 }
