@@ -13,7 +13,7 @@
 
 constexpr int TILE = 32, WINDOW = 128;  // as in gpuattn/ops/embedding.py
 static_assert(TILE == 32, "embedding_backward.cu: a tile's ends are the bits of a word");
-constexpr int BATCH = 8, PARTS = 16;    // rows, partial sums that a thread loads before it adds the first
+constexpr int BATCH = 4, PARTS = 16;    // rows, partial sums that a thread loads before it adds the first
 
 // Which elements of dy are dropped: those whose 16 bits are not below `keep_below`.
 struct Dropout {
@@ -33,59 +33,59 @@ struct Dropout {
 struct Sorted {
     const token* ids;
     const int* order;
-    long long tokens, length;
+    u32 tokens, length;
 
-    __device__ long long row(long long place) const {
+    __device__ u32 row(u32 place) const {
         if (order) return order[place];
-        const long long repeats = tokens / length;
+        const u32 repeats = tokens / length;
         return place % repeats * length + place / repeats;
     }
-    __device__ token id(long long place, long long row) const { return ids ? ids[row] : (token)(row % length); }
-    __device__ token id(long long place) const { return id(place, row(place)); }
+    __device__ token id_of_row(u32 row) const { return ids ? ids[row] : (token)(row % length); }
+    __device__ token id(u32 place) const { return id_of_row(row(place)); }
 };
 
 // Clears what lies in the columns from `col` of rows `first` to `first + WINDOW` and is of no token.
 __device__ inline void clear(target* dweight, const Sorted& sorted, long long first, long long rows, long long col,
                              long long cols) {
     __shared__ bool used[WINDOW];
-    __shared__ u32 mask[WINDOW / 32];
+#pragma unroll 1
     for (int r = threadIdx.x; r < WINDOW; r += blockDim.x)
         used[r] = first + r >= rows || (!sorted.ids && sorted.tokens && first + r < sorted.length);
     __syncthreads();
-    const auto mark = [&](token id) {
-        if (first <= id && id < first + WINDOW) used[id - first] = true;
-    };
     if (sorted.ids) {
-        constexpr int N = 16 / sizeof(token), FLIGHT = 8;
-        const long long packs = sorted.tokens / N;
-        for (long long begin = threadIdx.x; begin < packs; begin += FLIGHT * blockDim.x) {
+        constexpr int N = 16 / sizeof(token), FLIGHT = 4;
+        const u32 packs = (sorted.tokens + N - 1) / N;  // the last one may be short
+#pragma unroll 1
+        for (u32 begin = threadIdx.x; begin < packs; begin += FLIGHT * blockDim.x) {
             Pack<token, N> ids[FLIGHT];
 #pragma unroll
             for (int u = 0; u < FLIGHT; ++u) {
-                const long long pack = begin + u * blockDim.x;
-                ids[u] = load_pack<N>(sorted.ids + (pack < packs ? pack : begin) * N);
+                const u32 pack = min(begin + u * blockDim.x, packs - 1);
+                if ((pack + 1) * N <= sorted.tokens) ids[u] = load_pack<N>(sorted.ids + pack * N);
+                else
+                    for (int i = 0; i < N; ++i) ids[u].x[i] = sorted.ids[min(pack * N + i, sorted.tokens - 1)];
             }
 #pragma unroll
             for (int u = 0; u < FLIGHT; ++u)
 #pragma unroll
-                for (int i = 0; i < N; ++i) mark(ids[u].x[i]);
+                for (int i = 0; i < N; ++i) {
+                    const long long r = ids[u].x[i] - first;
+                    if (0 <= r && r < WINDOW) used[r] = true;
+                }
         }
-        for (long long i = packs * N + threadIdx.x; i < sorted.tokens; i += blockDim.x) mark(sorted.ids[i]);
-    }
-    __syncthreads();
-    for (int r = threadIdx.x; r < WINDOW; r += blockDim.x) {
-        const u32 word = __ballot_sync(~0u, used[r]);
-        if (r % 32 == 0) mask[r / 32] = word;
     }
     __syncthreads();
     if (col >= cols) return;
     const float zeros[VEC] = {};
     target* to = dweight + first * cols + col;
-    for (int word = 0; word < WINDOW / 32; ++word) {
-        const u32 here = mask[word];
+#pragma unroll 1
+    for (int r = 0; r < WINDOW; r += 8, to += 8 * cols) {
+        bool keep[8];
 #pragma unroll
-        for (int r = 0; r < 32; ++r, to += cols)
-            if (!(here >> r & 1)) store_pack<VEC>(to, zeros);
+        for (int u = 0; u < 8; ++u) keep[u] = used[r + u];
+#pragma unroll
+        for (int u = 0; u < 8; ++u)
+            if (!keep[u]) store_pack<VEC>(to + u * cols, zeros);
     }
 }
 
@@ -96,11 +96,11 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
     target* __restrict__ dweight,     // (rows, cols)
     float* __restrict__ partial,      // (chunks, 2, cols): of the id from the chunk before; of one that begins here
     unsigned int* arrived,            // (slabs, chunks): partial sums of the id that begins there; 0 before and after
-    long long tokens,
+    unsigned int tokens,
     long long rows,
     long long cols,
     long long stride,
-    long long length,
+    unsigned int length,
     int size,
     int chunks,
     float scale,
@@ -115,84 +115,80 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
     const Sorted sorted{ids, order, tokens, length};
     const long long col = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * VEC;
     const bool mine = col < cols;
-    const int chunk = blockIdx.x;
+    const int chunk = blockIdx.x, width = blockDim.x;
     if (chunk >= chunks) {
         clear(dweight, sorted, (chunk - chunks) * (long long)WINDOW, rows, col, cols);
         return;
     }
 
     // Of a tile: the rows and ids of its tokens and of one on each side.
-    __shared__ long long row_of[TILE + 2];
+    __shared__ u32 row_of[TILE + 2];
     __shared__ token id_of[TILE + 2];
     __shared__ bool last[2];  // of the ids at both ends of the chunk: is this the last block?
     extern __shared__ __align__(16) unsigned char staged[];
     // This thread's part of the rows of dy, and of those of dweight where a run of one id ends.
-    const int width = blockDim.x;
     Pack<scalar, VEC>* ahead = reinterpret_cast<Pack<scalar, VEC>*>(staged) + threadIdx.x;
     Pack<target, VEC>* old = reinterpret_cast<Pack<target, VEC>*>(staged + TILE * width * sizeof(*ahead)) + threadIdx.x;
 
-    const long long first = chunk * (long long)size, end = min(first + size, tokens);
     const auto in_table = [&](token id) { return 0 <= id && id < rows; };  // others the forward pass noted
-    // Begins to fetch the tile from `begin`. Returns where in it a run of one id ends, or the chunk does.
-    const auto stage = [&](long long begin, int count) {
-        for (int t = threadIdx.x; t < TILE + 2; t += width) {
-            const long long place = begin + t - 1;
-            if (0 <= place && place < tokens) row_of[t] = sorted.row(place);
-        }
-        __syncthreads();
-        for (int t = threadIdx.x; t < TILE + 2; t += width) {
-            const long long place = begin + t - 1;
-            if (0 <= place && place < tokens) id_of[t] = sorted.id(place, row_of[t]);
-        }
-        if (mine)
-#pragma unroll 8
-            for (int t = 0; t < count; ++t) fetch_pack<VEC>(ahead + t * width, dy + row_of[t + 1] * stride + col);
-        __syncthreads();
-        const int t = threadIdx.x % 32;
-        const u32 ends = __ballot_sync(~0u, t < count && (begin + t + 1 == end || id_of[t + 2] != id_of[t + 1]));
-        if (accumulate && mine)
-#pragma unroll 8
-            for (int t = 0; t < count; ++t)
-                if ((ends >> t & 1) && in_table(id_of[t + 1]))
-                    fetch_pack<VEC>(old + t * width, dweight + id_of[t + 1] * cols + col);
-        return ends;
-    };
-    int count = min((long long)TILE, end - first);
-    u32 ends = stage(first, count);
-
-    // How many chunks to the left hold the first id too, and how many to the right the last one.
-    const bool alone = size == TILE;  // else the id beside the chunk's end is not here yet
-    const token id_at[2] = {id_of[1], alone ? id_of[count] : sorted.id(end - 1)};
-    const bool shared[2] = {first > 0 && id_of[0] == id_at[0], end < tokens && (alone ? id_of[count + 1] : sorted.id(end)) == id_at[1]};
-    int beside[2] = {0, 0};
-    for (int more = shared[0] || shared[1] ? width : 0; more == width;) {
-        bool same[2];
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-            const long long other = chunk + (side ? 1 : -1) * (beside[side] + 1LL + threadIdx.x);
-            same[side] = shared[side] && 0 <= other && other < chunks;
-            if (same[side]) same[side] = sorted.id(other * size + (side ? 0 : size - 1)) == id_at[side];
-        }
-        const int left = __syncthreads_count(same[0]), right = __syncthreads_count(same[1]);
-        beside[0] += left, beside[1] += right;
-        more = max(left, right);
-    }
-    const int left = beside[0], right = beside[1];
-
     const float factor = scale * keep_scale;
     const auto write = [&](token id, float (&sum)[VEC], const Pack<target, VEC>& before) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) sum[i] = factor * sum[i] + (accumulate ? (float)before.x[i] : 0.f);
         store_pack<VEC>(dweight + id * cols + col, sum);
     };
-    const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), keep_below};
+
+    const u32 first = chunk * (u32)size, end = min(first + size, tokens);
+    token id_at[2];       // the chunk's first and last id
+    int left = 0, right = 0;  // how many chunks to the left hold the first one too, and to the right the last one
     float sum[VEC] = {};
-    bool from_left = left > 0;
-    for (long long at = first;;) {
+    bool from_left = false;
+#pragma unroll 1
+    for (u32 at = first; at < end; at += TILE) {
+        const int count = min((u32)TILE, end - at);
+        __syncthreads();  // all have read the tile before
+#pragma unroll 1
+        for (int t = threadIdx.x; t < TILE + 2; t += width)
+            if (at + t - 1 < tokens) row_of[t] = sorted.row(at + t - 1);  // before the first token is beyond the last
+        __syncthreads();
+#pragma unroll 1
+        for (int t = threadIdx.x; t < TILE + 2; t += width)
+            if (at + t - 1 < tokens) id_of[t] = sorted.id_of_row(row_of[t]);
+        if (mine)
+#pragma unroll 4
+            for (int t = 0; t < count; ++t) fetch_pack<VEC>(ahead + t * width, dy + row_of[t + 1] * stride + col);
+        __syncthreads();
+        const int t = threadIdx.x % 32;
+        const u32 ends = __ballot_sync(~0u, t < count && (at + t + 1 == end || id_of[t + 2] != id_of[t + 1]));
+        if (accumulate && mine)
+#pragma unroll 4
+            for (int t = 0; t < count; ++t)
+                if ((ends >> t & 1) && in_table(id_of[t + 1]))
+                    fetch_pack<VEC>(old + t * width, dweight + id_of[t + 1] * cols + col);
+
+        if (at == first) {
+            id_at[0] = id_of[1], id_at[1] = end - at <= TILE ? id_of[count] : sorted.id(end - 1);
+            const bool more_left = at > 0 && id_of[0] == id_at[0];
+            const bool more_right = end < tokens && sorted.id(end) == id_at[1];
+            for (bool more = more_left || more_right; more;) {
+                const int before = chunk - left - 1 - (int)threadIdx.x, behind = chunk + right + 1 + (int)threadIdx.x;
+                const int found = __syncthreads_count(
+                    more_left && before >= 0 && sorted.id((before + 1u) * size - 1) == id_at[0]);
+                const int found_right = __syncthreads_count(
+                    more_right && behind < chunks && sorted.id(behind * (u32)size) == id_at[1]);
+                left += found, right += found_right;
+                more = found == width || found_right == width;
+            }
+            from_left = left > 0;
+        }
+
         fetch_wait();
-        if (keep_below < 65536 && mine)
+        if (keep_below < 65536 && mine) {
+            const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), keep_below};
 #pragma unroll 1
             for (int t = 0; t < count; ++t) dropout.apply(ahead[t * width], row_of[t + 1] * cols + col);
+        }
+#pragma unroll 1
         for (int begin = 0; begin < count; begin += BATCH) {
             Pack<scalar, VEC> row[BATCH];
             Pack<target, VEC> before[BATCH];
@@ -218,11 +214,6 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
                 for (int i = 0; i < VEC; ++i) sum[i] = 0.f;
             }
         }
-        at += count;
-        if (at == end) break;
-        __syncthreads();  // all have read this tile
-        count = min((long long)TILE, end - at);
-        ends = stage(at, count);
     }
 
     // Of an id in several chunks, from the one where it begins, the last block to arrive adds the partial sums.
@@ -275,11 +266,11 @@ extern "C" __global__ void __launch_bounds__(128) embedding_backward_atomic(
     const scalar* __restrict__ dy,    // (tokens, cols), rows `stride` apart
     const token* __restrict__ ids,    // (tokens,), or null, see Sorted
     float* sums,                      // (rows, cols)
-    long long tokens,
+    unsigned int tokens,
     long long rows,
     long long cols,
     long long stride,
-    long long length,
+    unsigned int length,
     float scale,
     unsigned int keep_below,
     float keep_scale,
@@ -299,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(128) embedding_backward_atomic(
     for (int u = 0; u < FLIGHT; ++u) {
         const long long row = first + u;
         if (row >= tokens) break;
-        const long long id = ids ? (long long)ids[row] : row % length;
+        const long long id = ids ? (long long)ids[row] : (u32)row % length;
         if (id < 0 || id >= rows) continue;
         if (keep_below < 65536) dropout.apply(ahead[u], row * cols + col);
 #pragma unroll
