@@ -20,8 +20,8 @@ SHAPES = {
     "scalar": ((), 9, 9),
     "empty": ((0,), 9, 9),
 }
-# for a block of 128 and one of 512 threads (rows that start anywhere; padding), for clusters of two,
-# four and eight; twice as far in float32
+# for a block of 128 and one of 512 threads (rows that start anywhere; padding), for clusters of
+# two, four and eight; twice as far in float32
 LONG = {
     "block": ((5,), 5000, 5000),
     "anywhere": ((3,), 50257, 50257),
