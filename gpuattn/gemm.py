@@ -44,6 +44,11 @@ def matmul(a, b, *, transpose_a=False, transpose_b=False, out=None, accumulate=F
     return out
 
 
+def capture_refusal():
+    """Return why products cannot be part of a CUDA graph, or None."""
+    return "CuPy refuses cuBLAS in a graph"
+
+
 def _product(a, b, out=None):
     """Return a @ b; from 16-bit operands NumPy gives float32 and CuPy the operands' dtype."""
     if get_xp(a, b) is np:

@@ -22,7 +22,7 @@ class TokenOrder(NamedTuple):
 
     ``order`` (N,) is the stable argsort of the ids; the places of ``ids[u]`` are
     ``order[segments[u] : segments[u + 1]]``. ``ids`` (U,) ascend, ``segments`` (U,) begin with 0.
-    All int32.
+    All int32. Batches of a fixed shape have no ``segments`` and ``ids``: kernels need none.
     """
 
     order: np.ndarray
@@ -37,7 +37,8 @@ class Batch:
     ``source`` (Ns,) ends each sentence with ``eos``; ``target_in`` (Nt,) begins each with ``bos``
     and ``labels`` (Nt,) are the tokens that follow, ``eos`` last. Sentence i is the slice
     ``cu_source[i] : cu_source[i + 1]``, and likewise ``cu_target``; both are (B + 1,).
-    ``sentences`` (B,) are indices into the loader's pairs.
+    ``sentences`` (B,) are indices into the loader's pairs. ``source_tokens``, ``target_tokens``:
+    how many count; a batch of a fixed shape has more, see ``fixed_shape``.
     """
 
     source: np.ndarray
@@ -52,10 +53,8 @@ class Batch:
     max_target: int
     target_order: TokenOrder
     sentences: np.ndarray
-
-    @property
-    def target_tokens(self):
-        return len(self.labels)
+    source_tokens: int
+    target_tokens: int
 
 
 class PackedLoader:
@@ -186,6 +185,8 @@ class PackedLoader:
             max_target=int(np.diff(cu_target).max()),
             target_order=token_order(target_in),
             sentences=sentences.astype(np.int32),
+            source_tokens=len(source),
+            target_tokens=len(labels),
         )
 
 

@@ -143,7 +143,7 @@ class TranslationModel(Module):
             self.logits(x), batch.labels, label_smoothing=label_smoothing,
             vocab_size=self.config.vocab, donate=True, dloss=dloss,
         )  # fmt: skip
-        return loss, Sums(loss.data, len(batch.labels))
+        return loss, Sums(loss.data, batch.target_tokens)
 
     def pack(self, sources):
         """Return ``Sources`` of lists of token ids without marks, on the model's device."""

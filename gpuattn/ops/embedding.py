@@ -51,7 +51,8 @@ def embedding(
     ``tokens``; without them a token's position is its index along the last axis.
     ``p``: the probability that dropout zeroes an element; ``seed``: None, an int or ``rng.Key``.
     ``order``: (order, segments, ids), the int32 arrays of ``data.batching.token_order(tokens)``,
-    for the gradient; without it they are made on the spot.
+    for the gradient; without it, or without the last two where they are needed (by NumPy), they are
+    made on the spot.
     ``deterministic``: False lets a GPU add the gradients by float32 atomics, in no order, so that
     none has to be made.
     ``vocab_size``: the rows that are tokens, V by default; those behind them are padding.
@@ -111,8 +112,8 @@ def _check(tokens, weight, positions, position_weight, order):
         if positions is None and _length(tokens) > len(position_weight):
             accepted = f"at most {len(position_weight)}, the rows of position_weight"
             raise ValueError(problem("embedding", "tokens.shape[-1]", _length(tokens), accepted))
-    if order[0] is not None and (order[0].size != tokens.size or order[1].size != order[2].size):
-        sizes = tuple(part.size for part in order)
+    sizes = tuple(None if part is None else part.size for part in order)
+    if order[0] is not None and (sizes[0] != tokens.size or sizes[1] != sizes[2]):
         accepted = f"({tokens.size}, U, U), for {tokens.size} tokens with U different ids"
         raise ValueError(problem("embedding", "the sizes of order", sizes, accepted))
 
@@ -156,7 +157,7 @@ def _backward_reference(saved, dy, *, needs, into, scale, p, key, **_):
         rows *= _keep_scale(p)
     grads = [None] * 7
     if needs[1]:
-        order = order if order[0] is not None else _runs(index.ravel())
+        order = _runs(index.ravel()) if order[1] is None else order
         grads[1] = _sum_rows(rows, order, table, scale, into[1])
     if needs[3]:
         places = _default_positions(index) if positions is None else positions

@@ -27,13 +27,19 @@ class ExponentialAverage:
         self.average = workspace.masters.astype(np.float32)
         self._scratch = arrays.empty(self.average, self.average.shape)
 
-    def update(self):
-        """Take the parameters as they are now into the average."""
+    def next_share(self):
+        """Count an update; return the share of the parameters that the average takes in it."""
         self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        return 1 - min(self.decay, (1 + self.updates) / (10 + self.updates))
+
+    def update(self, share):
+        """Take ``share`` of the parameters as they are now into the average.
+
+        ``share``: a number, or a () float32 array beside the parameters.
+        """
         self._scratch[...] = self.workspace.masters
         self._scratch -= self.average
-        self._scratch *= 1 - decay
+        self._scratch *= share
         self.average += self._scratch
 
     @contextlib.contextmanager

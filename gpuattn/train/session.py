@@ -28,12 +28,15 @@ class Outcome(NamedTuple):
     update: int
 
 
-def train(config, out, *, origins=None, device="auto", report=None, stop=None, overwrite=False):
+def train(
+    config, out, *, origins=None, device="auto", report=None, stop=None, overwrite=False,
+    graphs=True,
+):  # fmt: skip
     """Train as a TrainConfig says into the folder ``out``; go on where a run was stopped there.
 
     ``device``: "auto", "cuda" or "numpy". ``report``: a ``train.report.Report``. ``stop``: called
     after each update; once it is true, the run is saved and left. ``overwrite``: delete a run that
-    is in the folder. Returns an Outcome.
+    is in the folder. ``graphs``: see ``Trainer``. Returns an Outcome.
     Raises ConfigError when the folder has a run with other options, DataError for data that cannot
     be used, CheckpointError when a damaged run cannot go on or the disk is full,
     DeviceMissingError, and FloatingPointError when gradients are not finite for long.
@@ -50,7 +53,7 @@ def train(config, out, *, origins=None, device="auto", report=None, stop=None, o
         folder.check_empty()
     device, where = choose_device(device)
     report.say("device", where)
-    session = Session(config, folder, device, report, begun)
+    session = Session(config, folder, device, report, begun, graphs)
     if not begun:
         folder.create(config, origins, session.corpus.tokenizer)
     elif folder.config() != config:  # it only got longer
@@ -61,12 +64,12 @@ def train(config, out, *, origins=None, device="auto", report=None, stop=None, o
 class Session:
     """The parts of one run, put together; see ``train``."""
 
-    def __init__(self, config, folder, device, report, begun):
+    def __init__(self, config, folder, device, report, begun, graphs=True):
         self.config, self.folder, self.report = config, folder, report
         self.corpus = Corpus(config, folder.tokenizer() if begun else None)
         self.model = new_model(config, self.corpus.tokenizer)
         logged = _Logged(report, folder.metrics)
-        self.trainer = Trainer(config, self.model, self.corpus, device, logged)
+        self.trainer = Trainer(config, self.model, self.corpus, device, logged, graphs)
         self.translator = Translator(config, self.model, self.corpus.tokenizer)
         self._introduce(device)
         if begun and checkpoint.generations(folder.path, "state"):

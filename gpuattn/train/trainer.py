@@ -4,7 +4,9 @@ What happens at update n is a function of the config and n, so that a run that w
 force, goes on bit for bit (NumPy; runs given as seconds aside, which go by the clock).
 """
 
+import contextlib
 import dataclasses
+import functools
 import time
 
 from gpuattn.arrays import keep_freed_memory
@@ -13,6 +15,8 @@ from gpuattn.errors import CheckpointError, DataError
 from gpuattn.optim import OPTIMIZERS, ExponentialAverage, Schedule
 from gpuattn.train import checkpoint, precision
 from gpuattn.train.device import array_module, batch_to, memory_in_use
+from gpuattn.train.feed import DeviceFeed, HostFeed
+from gpuattn.train.graph import Replays, call_eagerly
 from gpuattn.train.metrics import rank
 from gpuattn.train.report import Progress
 from gpuattn.train.units import AUTO, Length
@@ -52,10 +56,11 @@ class Position:
 class Trainer:
     """Trains ``model`` on ``corpus`` as ``config`` says.
 
-    ``device``: "numpy" or "cuda". ``report``: a ``train.report.Report``. ``at``: the Position.
+    ``device``: "numpy" or "cuda". ``report``: a ``train.report.Report``. ``graphs``: whether a GPU
+    gets each update as CUDA graphs (the bits are the same). ``at``: the Position.
     """
 
-    def __init__(self, config, model, corpus, device, report):
+    def __init__(self, config, model, corpus, device, report, graphs=True):
         self.config, self.model, self.corpus, self.report = config, model, corpus, report
         self.xp = array_module(device)
         if device == "numpy":
@@ -76,9 +81,19 @@ class Trainer:
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total)
         self.at = Position(data=corpus.fingerprint)
         self._batches = None
+        self._stream, self.feed, self.steps = self._engine(graphs)
         self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
         self._since = [0, 0, 0.0]  # updates, target tokens, all tokens
         self._health = self.optimizer.state.read()
+
+    def _engine(self, graphs):
+        """Return (stream, feed, what calls the steps)."""
+        if self.xp.__name__ == "numpy":
+            return None, HostFeed(), call_eagerly
+        with self.xp.cuda.Stream(non_blocking=True) as stream:  # the usual one has no graphs
+            feed = DeviceFeed(self.config.batch, self.config.max_len + 1)
+            say = functools.partial(self.report.say, "graphs")
+            return stream, feed, Replays(say) if graphs else call_eagerly
 
     # ---- the run ----
 
@@ -89,6 +104,21 @@ class Trainer:
         the run after an evaluation, ``save(None)`` at a stop.
         Returns whether the run is over (False: stopped).
         """
+        with self._computing():
+            return self._run(stop, evaluate, save)
+
+    @contextlib.contextmanager
+    def _computing(self):
+        """Compute on the stream of the steps inside a block; what is outside waits, both ways."""
+        if self._stream is None:
+            yield
+            return
+        self.xp.cuda.Device().synchronize()
+        with self._stream:
+            yield
+        self._stream.synchronize()
+
+    def _run(self, stop, evaluate, save):
         begin = time.perf_counter() - self.at.seconds
         self._reported = time.perf_counter()
         while True:
@@ -170,29 +200,48 @@ class Trainer:
         """
         config, at = self.config, self.at
         rate = self.schedule(at.update, None if self.schedule.total else self.share())
-        root = self.precision.root_gradient(self.optimizer.state)
-        self.workspace.begin()
+        share = self.average.next_share() if self.average else 0
         tokens = 0
-        for _ in range(config.accumulate):
-            batch = batch_to(self._next_batch(), self.xp)
-            self.model.random.step = at.draws
-            dloss = root * self.xp.float32(len(batch.labels) / config.batch)
-            loss, sums = self.model.loss(batch, config.label_smoothing, dloss)
-            self.workspace.backward(loss, dloss)
-            self._loss += sums.mean * sums.tokens
+        for turn in range(config.accumulate):
+            batch = self._next_batch()
+            tokens += batch.target_tokens
+            self.feed.load(
+                batch, weight=batch.target_tokens / config.batch, tokens=batch.target_tokens,
+                draw=at.draws, learning_rate=rate, divisor=tokens / config.batch, share=share,
+            )  # fmt: skip
             at.draws += 1
-            tokens += sums.tokens
-            self._since[2] += sums.tokens + len(batch.source)
+            self._since[2] += batch.target_tokens + batch.source_tokens
+            more = turn > 0
+            step = functools.partial(self._gradients, more)
+            self.steps("more gradients" if more else "gradients", self.feed.shape, step)
             if self.share() >= 1:
                 break
-        self.workspace.finish()
-        self.optimizer.step(rate, tokens / config.batch)
-        if self.average:
-            self.average.update()
+        self.steps("update", None, self._apply)
         at.update += 1
         at.tokens += tokens
         self._since[0] += 1
         self._since[1] += tokens
+
+    # What follows are the steps that become graphs: nothing in them may differ between calls but
+    # what they read on the device.
+
+    def _gradients(self, more):
+        """Write the gradients of the batch, or with ``more`` add them to those before."""
+        numbers = self.feed.numbers
+        if not more:
+            self.workspace.begin()
+        self.model.random.step = numbers.draw.reshape(1)
+        dloss = self.precision.root_gradient(self.optimizer.state) * numbers.weight
+        loss, _ = self.model.loss(self.feed.batch, self.config.label_smoothing, dloss)
+        self.workspace.backward(loss, dloss)
+        self._loss += loss.data * numbers.tokens
+
+    def _apply(self):
+        numbers = self.feed.numbers
+        self.workspace.finish()
+        self.optimizer.step(numbers.learning_rate, numbers.divisor)
+        if self.average:
+            self.average.update(numbers.share)
 
     def _next_batch(self):
         at = self.at

@@ -25,7 +25,7 @@ def test_follows_the_formula(xp):
     average, want = ExponentialAverage(w, 0.3), 0.0
     for n in range(1, 20):
         w.masters[...] = n
-        average.update()
+        average.update(average.next_share())
         keep = min(0.3, (1 + n) / (10 + n))
         want = keep * want + (1 - keep) * n
         np.testing.assert_allclose(to_cpu(average.average), want, rtol=1e-6)
@@ -36,7 +36,7 @@ def test_applied_inside_a_block_only(xp):
     w = workspace(xp)
     average = ExponentialAverage(w, 0.5)
     w.masters[...] = 4
-    average.update()
+    average.update(average.next_share())
     mean = float(average.average[0])
     assert 0 < mean < 4
     with pytest.raises(KeyError), average.applied():

@@ -1,0 +1,65 @@
+"""Packed batches of one shape, so that one CUDA graph serves them all.
+
+What is left of the budget is filled with sentences of padding: their labels are ignored, and no
+other sentence sees them, so nothing changes but the time they take.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from gpuattn.data.batching import token_order
+from gpuattn.data.tokenizer import PAD
+
+IGNORED = -100  # the label that ``cross_entropy`` leaves out
+SENTENCES, LENGTH = 128, 32  # counts of sentences and greatest lengths are multiples of these
+
+
+def fixed_shape(batch, tokens, longest):
+    """Return a ``data.batching.Batch`` with ``tokens`` on either side, and few other shapes.
+
+    ``tokens``: the budget, at least what the batch has. ``longest``: what no sentence exceeds.
+    The number of sentences and the greatest lengths are rounded up, so that they seldom differ.
+    The fields ``source_tokens`` and ``target_tokens`` still say how many count.
+    """
+    limits = [min(longest, _up(most, LENGTH)) for most in (batch.max_source, batch.max_target)]
+    rest = [tokens - len(side) for side in (batch.source, batch.labels)]
+    more = max(-(-n // limit) for n, limit in zip(rest, limits, strict=True))
+    sentences = _up(len(batch.sentences) + more, SENTENCES)
+    source, source_positions, cu_source = _filled(
+        rest[0], limits[0], sentences, batch.source, batch.source_positions, batch.cu_source
+    )
+    target_in, target_positions, cu_target = _filled(
+        rest[1], limits[1], sentences, batch.target_in, batch.target_positions, batch.cu_target
+    )
+    return replace(
+        batch,
+        source=source, source_positions=source_positions, cu_source=cu_source,
+        max_source=limits[0], source_order=_order(source), target_in=target_in,
+        target_positions=target_positions, labels=_padded(batch.labels, tokens, IGNORED),
+        cu_target=cu_target, max_target=limits[1], target_order=_order(target_in),
+    )  # fmt: skip
+
+
+def _filled(rest, limit, sentences, ids, positions, bounds):
+    """Return ids, positions and bounds with ``rest`` tokens more, in sentences up to ``limit``."""
+    more = np.arange(rest, dtype=np.int32)
+    ends = np.minimum(np.arange(1, sentences - len(bounds) + 2) * limit, rest) + bounds[-1]
+    return (
+        _padded(ids, len(ids) + rest, PAD),
+        np.concatenate([positions, more % limit]),
+        np.concatenate([bounds, ends.astype(np.int32)]),
+    )
+
+
+def _order(ids):
+    """Return the TokenOrder, less what differs in length from batch to batch."""
+    return token_order(ids)._replace(segments=None, ids=None)
+
+
+def _padded(ids, count, value):
+    return np.concatenate([ids, np.full(count - len(ids), value, np.int32)])
+
+
+def _up(count, step):
+    return -(-count // step) * step

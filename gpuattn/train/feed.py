@@ -1,0 +1,145 @@
+"""What a step computes with, always in the same memory, so that a CUDA graph can be replayed.
+
+On a GPU a batch and the numbers of its update travel together, from one of two pinned buffers and
+on a second stream, while the step before still runs.
+"""
+
+from dataclasses import fields, replace
+
+import numpy as np
+
+from gpuattn.arrays import import_cupy
+from gpuattn.data.batching import TokenOrder
+from gpuattn.data.fixed_shape import fixed_shape
+
+NUMBERS = {  # four bytes each
+    "weight": np.float32,  # of the batch: its target tokens, as a share of the budget
+    "tokens": np.float32,  # target tokens of the batch
+    "draw": np.uint32,  # numbers the dropout
+    "learning_rate": np.float32,
+    "divisor": np.float32,  # gradients are sums over so many budgets
+    "share": np.float32,  # that the moving average takes of the parameters
+}
+ALIGN = 32  # words between starts of arrays: 128 bytes
+SLOTS = 2
+
+
+class Numbers:
+    """The ``NUMBERS`` by name, as live zero-dimensional arrays in ``words`` (uint32)."""
+
+    def __init__(self, words):
+        for i, (name, dtype) in enumerate(NUMBERS.items()):
+            setattr(self, name, words[i : i + 1].view(dtype).reshape(()))
+
+    def set(self, **values):
+        """Write values into NumPy's words."""
+        for name, value in values.items():
+            getattr(self, name)[...] = value
+
+
+class HostFeed:
+    """``numbers``, and ``batch`` as it came, of no fixed ``shape``: for steps on NumPy."""
+
+    def __init__(self):
+        self.numbers = Numbers(np.zeros(len(NUMBERS), np.uint32))
+        self.batch = self.shape = None
+
+    def load(self, batch, **numbers):
+        """Let the step compute with ``batch`` and with all ``NUMBERS``."""
+        self.batch = batch
+        self.numbers.set(**numbers)
+
+
+class DeviceFeed:
+    """``numbers`` and ``batch`` on the GPU, for steps on the stream that is current now.
+
+    ``tokens``, ``longest``: as ``fixed_shape`` takes them. Batches of one ``shape`` are all in the
+    same memory: each overwrites the one before, in the order of the stream.
+    """
+
+    def __init__(self, tokens, longest):
+        cupy = import_cupy()
+        self.tokens, self.longest = tokens, longest
+        self.stream, self.copies = (
+            cupy.cuda.get_current_stream(),
+            cupy.cuda.Stream(non_blocking=True),
+        )
+        self.words = cupy.zeros(ALIGN, np.uint32)
+        self.numbers, self.batch, self.shape = Numbers(self.words), None, None
+        self._places, self._slots = {}, [_Slot(cupy) for _ in range(SLOTS)]
+
+    def load(self, batch, **numbers):
+        """Let the step compute with ``batch`` and with all ``NUMBERS``, without waiting."""
+        batch = fixed_shape(batch, self.tokens, self.longest)
+        parts = [part for _, part in _arrays(batch)]
+        self.shape = (*map(len, parts), batch.max_source, batch.max_target)
+        place, self.batch = self._places.get(self.shape) or self._new_place(batch, parts)
+        slot = self._slots[0]
+        self._slots.append(self._slots.pop(0))
+        host = slot.fill(self.stream, self.copies, ALIGN + len(place))
+        Numbers(host).set(**numbers)
+        for begin, part in zip(_starts(parts), parts, strict=True):
+            host[ALIGN + begin :][: len(part)] = part.view(np.uint32)
+        slot.send(self.stream, self.copies, (self.words, place))
+
+    def _new_place(self, batch, parts):
+        *starts, size = _starts(parts, end=True)
+        place = import_cupy().empty(size, np.uint32)
+        ids = place.view(np.int32)
+        moved = iter(ids[a : a + len(part)] for a, part in zip(starts, parts, strict=True))
+        there = {name: next(moved) for name, _ in _arrays(batch)}
+        for name, array in there.items():
+            if isinstance(getattr(batch, name), TokenOrder):
+                there[name] = TokenOrder(array, None, None)
+        self._places[self.shape] = place, replace(batch, **there)
+        return self._places[self.shape]
+
+
+class _Slot:
+    """A pinned buffer and one on the device, between the host and where a step reads."""
+
+    def __init__(self, cupy):
+        self.came, self.read = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+        self.host = self.device = None
+
+    def fill(self, stream, copies, size):
+        """Return pinned words (size,) to be written, once the last ones are on the device."""
+        self.came.synchronize()
+        if self.host is None or len(self.host) < size:
+            import cupyx
+
+            self.read.synchronize()
+            self.host = cupyx.empty_pinned(size, np.uint32)
+            self.device = import_cupy().empty(size, np.uint32)
+            copies.wait_event(stream.record())
+        self.size = size
+        return self.host[:size]
+
+    def send(self, stream, copies, places):
+        """Copy the words to the ``places``, one behind the other."""
+        copies.wait_event(self.read)
+        self.device[: self.size].set(self.host[: self.size], copies)
+        self.came.record(copies)
+        stream.wait_event(self.came)
+        begin = 0
+        for place in places:
+            place[...] = self.device[begin : begin + len(place)]
+            begin += len(place)
+        self.read.record(stream)
+
+
+def _arrays(batch):
+    """Return [(name, array)] of the fields of a batch of a fixed shape that steps read."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    values |= {name: v.order for name, v in values.items() if isinstance(v, TokenOrder)}
+    return [
+        (name, value)
+        for name, value in values.items()
+        if isinstance(value, np.ndarray) and name != "sentences"
+    ]
+
+
+def _starts(parts, end=False):
+    """Return where each part begins, in words; with ``end`` also where the last one ends."""
+    sizes = [-(-len(part) // ALIGN) * ALIGN for part in parts]
+    return [0, *np.cumsum(sizes).tolist()][: len(parts) + end]

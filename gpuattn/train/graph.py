@@ -1,0 +1,65 @@
+"""Steps of a run as CUDA graphs: what the host would launch one by one is launched at once.
+
+A graph repeats the very launches of a step, with the same pointers, so that what differs between
+steps must be read from the device (``train.feed``), and results are the same bits.
+"""
+
+import contextlib
+
+from gpuattn.arrays import import_cupy
+from gpuattn.gemm import capture_refusal
+
+
+def call_eagerly(name, shape, step):
+    """Run a step as it is; see ``Replays.__call__``."""
+    step()
+
+
+class Replays:
+    """Captures each step the second time that it is asked for a shape, and replays it from then on.
+
+    ``say(sentence)`` is told why, should a step not be captured; it is then called as it is. The
+    first time it is too: kernels get compiled then. What steps allocate is shared by all graphs,
+    as they run one after the other on the stream that is current now.
+    """
+
+    def __init__(self, say):
+        cupy = import_cupy()
+        self.stream, self.pool = cupy.cuda.get_current_stream(), cupy.cuda.MemoryPool()
+        self.graphs, self._say = {}, say
+        self._refused = capture_refusal()
+        if self._refused:
+            say(f"no CUDA graphs: {self._refused}")
+
+    def __call__(self, name, shape, step):
+        """Run ``step()``, which is the same function of device memory for a name and a shape."""
+        if self._refused:
+            return step()
+        key = name, shape
+        if key not in self.graphs:
+            self.graphs[key] = None
+            return step()
+        if self.graphs[key] is None and not self._capture(key, step):
+            return step()
+        self.graphs[key].launch(self.stream)
+
+    def _capture(self, key, step):
+        cupy = import_cupy()
+        cupy.get_default_memory_pool().free_all_blocks()
+        with cupy.cuda.using_allocator(self.pool.malloc):
+            self.stream.begin_capture()
+            try:
+                step()
+                self.graphs[key] = self.stream.end_capture()
+                return True
+            except Exception as error:  # noqa: BLE001 whatever it is, it can be done without
+                self._end_failed()
+                self._refused = f"{type(error).__name__}: {error}"
+                self._say(f"no CUDA graphs: {self._refused}")
+        return False
+
+    def _end_failed(self):
+        if self.stream.is_capturing():
+            # it is invalid, and says so; the stream is free again
+            with contextlib.suppress(import_cupy().cuda.runtime.CUDARuntimeError):
+                self.stream.end_capture()

@@ -1,0 +1,78 @@
+"""Batches of one shape: what they hold, and that filling them up changes no result."""
+
+import numpy as np
+import pytest
+
+from gpuattn.data.batching import PackedLoader
+from gpuattn.data.fixed_shape import IGNORED, LENGTH, SENTENCES, fixed_shape
+from gpuattn.data.tokenizer import PAD
+from gpuattn.models.translation import TranslationConfig, TranslationModel
+
+BUDGET, LONGEST = 300, 40
+
+
+def batches(seed=0, count=150):
+    rng = np.random.default_rng(seed)
+
+    def sentence():
+        return rng.integers(4, 60, rng.integers(0, LONGEST)).tolist()
+
+    pairs = [(sentence(), sentence()) for _ in range(count)]
+    return list(PackedLoader(pairs, BUDGET, seed).epoch(0))
+
+
+def test_what_is_added_counts_for_nothing():
+    shapes = set()
+    for batch in batches():
+        fixed = fixed_shape(batch, BUDGET, LONGEST)
+        assert (fixed.source_tokens, fixed.target_tokens) == (len(batch.source), len(batch.labels))
+        for side, more, fill in [
+            ("source", "source", PAD), ("target_in", "target", PAD), ("labels", "target", IGNORED),
+        ]:  # fmt: skip
+            ids, before = getattr(fixed, side), getattr(batch, side)
+            assert ids.shape == (BUDGET,) and ids.dtype == np.int32
+            assert (ids[: len(before)] == before).all() and (ids[len(before) :] == fill).all()
+            bounds, longest = getattr(fixed, f"cu_{more}"), getattr(fixed, f"max_{more}")
+            old = getattr(batch, f"cu_{more}")
+            assert (bounds[: len(old)] == old).all() and bounds[-1] == BUDGET
+            assert bounds.dtype == np.int32 and (len(bounds) - 1) % SENTENCES == 0
+            lengths = np.diff(bounds)
+            assert lengths.min() >= 0 and lengths.max() <= longest <= LONGEST
+            assert longest % LENGTH == 0 or longest == LONGEST
+            positions = getattr(fixed, f"{more}_positions")
+            want = np.concatenate([np.arange(n) for n in lengths])
+            assert (positions == want).all() and positions.dtype == np.int32
+        assert (fixed.target_order.order == np.argsort(fixed.target_in, kind="stable")).all()
+        shapes.add((len(fixed.cu_source), fixed.max_source, fixed.max_target))
+    assert len(shapes) < 4
+
+
+def test_a_budget_that_is_full_stays_as_it_is():
+    (batch,) = PackedLoader([([5] * 9, [6] * 9)], 10, seed=0).epoch(0)
+    fixed = fixed_shape(batch, 10, 10)
+    for name in ("source", "target_in", "labels", "source_positions"):
+        assert (getattr(fixed, name) == getattr(batch, name)).all()
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_loss_and_gradients_are_those_of_the_batch(positions):
+    model = TranslationModel(
+        TranslationConfig(
+            vocab=60, d_model=16, heads=2, layers=(1, 1), ffn=16, dropout=0.0, max_length=LONGEST,
+            positions=positions,
+        ),
+    )  # fmt: skip
+    batch = min(batches(), key=lambda batch: len(batch.labels))  # of which most is filled up
+
+    def run(batch):
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss, sums = model.loss(batch)
+        loss.backward()
+        assert sums.tokens == batch.target_tokens
+        return loss.data, [parameter.grad for parameter in model.parameters()]
+
+    (loss, grads), (want, plain) = run(fixed_shape(batch, BUDGET, LONGEST)), run(batch)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    for grad, other in zip(grads, plain, strict=True):
+        np.testing.assert_allclose(grad, other, atol=2e-6 * abs(other).max() + 1e-9)

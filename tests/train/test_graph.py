@@ -1,0 +1,93 @@
+"""Updates as CUDA graphs: the bits of those without, replayed, and without them where it must be."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from test_trainer import write_corpus
+
+from gpuattn.arrays import to_cpu
+from gpuattn.data.fixed_shape import fixed_shape
+from gpuattn.train.config import TrainConfig
+from gpuattn.train.corpus import Corpus
+from gpuattn.train.feed import NUMBERS, DeviceFeed
+from gpuattn.train.graph import Replays
+from gpuattn.train.report import Report
+from gpuattn.train.run import new_model
+from gpuattn.train.trainer import Trainer
+
+
+class Heard(Report):
+    def __init__(self):
+        self.said = []
+
+    def say(self, topic, text):
+        self.said.append((topic, text))
+
+
+@pytest.fixture
+def config(tmp_path):
+    source, target = write_corpus(tmp_path)
+    return TrainConfig(
+        source=source, target=target, vocab_size=400, max_len=40, dim=64, heads=2, layers=(1, 1),
+        ffn=64, dropout=0.1, batch=256, lr=1e-2, warmup=4, length="25u", score_pairs=0,
+    )  # fmt: skip
+
+
+def trained(config, graphs):
+    """Return (trainer, what it said) after its run, with one evaluation in the midst."""
+    corpus, heard = Corpus(config), Heard()
+    model = new_model(config, corpus.tokenizer)
+    trainer = Trainer(config, model, corpus, "cuda", heard, graphs=graphs)
+    assert trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
+    return trainer, heard.said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"precision": "fp16", "accumulate": 2}, {"precision": "pure-bf16", "optimizer": "lion"}],
+    ids=["bf16", "fp16 in two batches", "no masters"],
+)
+def test_the_same_bits_with_and_without(gpu, config, changes):
+    config = dataclasses.replace(config, **changes)
+    (replayed, said), (plain, _) = (trained(config, graphs) for graphs in (True, False))
+    graphs = replayed.steps.graphs
+    assert not said and {name for name, _ in graphs} >= {"gradients", "update"}
+    assert all(graph is not None for (name, _), graph in graphs.items() if name == "update")
+    states, others = replayed.state()[0], plain.state()[0]
+    for name, array in states.items():
+        np.testing.assert_array_equal(to_cpu(array), to_cpu(others[name]), err_msg=name)
+    assert replayed.state()[1]["tokens"] == plain.state()[1]["tokens"]
+
+
+def test_a_step_that_cannot_be_captured_is_called_as_it_is(gpu):
+    heard, x = [], gpu.zeros(4)
+    with gpu.cuda.Stream(non_blocking=True):
+        steps = Replays(heard.append)
+
+        def step():
+            x[...] += 1
+            float(x[0])  # waits, which no capture allows
+
+        for _ in range(5):
+            steps("waits", None, step)
+        assert (to_cpu(x) == 5).all() and len(heard) == 1 and "no CUDA graphs" in heard[0]
+
+
+def test_a_batch_arrives_whole_and_in_turn(gpu, config):
+    corpus = Corpus(config)
+    batches = [batch for epoch in range(4) for batch in corpus.loader(0).epoch(epoch)]
+    with gpu.cuda.Stream(non_blocking=True):
+        feed, sums = DeviceFeed(config.batch, config.max_len + 1), []
+        for draw, batch in enumerate(batches):
+            numbers = dict.fromkeys(NUMBERS, 0) | {"draw": draw, "weight": 1 / (1 + draw)}
+            feed.load(batch, **numbers)
+            there, n = feed.batch, feed.numbers
+            sums.append([there.source.copy(), there.target_order.order.copy(), n.draw.copy(),
+                         n.weight.copy(), there.cu_target.copy()])  # fmt: skip
+        for draw, (batch, got) in enumerate(zip(batches, sums, strict=True)):
+            fixed = fixed_shape(batch, config.batch, config.max_len + 1)
+            want = [fixed.source, fixed.target_order.order, np.uint32(draw),
+                    np.float32(1 / (1 + draw)), fixed.cu_target]  # fmt: skip
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_array_equal(to_cpu(a), b)
