@@ -9,6 +9,8 @@ A row of a comparison with peers holds
 - ``asked``: the implementation that the cell is about, where it is about one;
 - ``outside_graphs``: peers that cannot be CUDA graphs, timed with the host;
 - ``plain_us``, ``plain_samples_us``: ours without the case's features, where it has some;
+- ``eager_us``, ``eager_samples_us``: of training steps, ours without a graph, which has a reason
+  ``no_graph`` where there is none; ``losses``: [first, last] of some updates, by name;
 - ``tflops``, ``gbs``, ``ceiling_share`` (of the nearer ceiling, product or copy);
 - ``ratio_to_best_peer``: the best peer's time over ours, above 1 is ahead; None without peers.
 
@@ -20,18 +22,20 @@ import re
 import statistics
 from pathlib import Path
 
-from gpuattn.bench import cases, fused_cases
+from gpuattn.bench import cases, fused_cases, train_cases
 from gpuattn.errors import ConfigError
 
 OUT_OF_MEMORY = -1
 SAME = ("gpu", "commit", "digest")  # in files that rows may be added to
-REQUIRED = [*cases.REQUIRED, *fused_cases.REQUIRED]
+REQUIRED = [*cases.REQUIRED, *fused_cases.REQUIRED, *train_cases.TABLE]
 
 
 def case_of(row):
     """Return the case of a row of a comparison."""
     if row["op"] in fused_cases.AXES:
         return fused_cases.Fused.from_dict(row["op"], row["case"])
+    if row["op"] == "train":
+        return train_cases.Step.from_dict(row["case"])
     return cases.Attention.from_dict(row["case"])
 
 

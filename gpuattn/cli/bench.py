@@ -9,14 +9,16 @@ import click
 from gpuattn.bench import results, run
 from gpuattn.bench.fused_cases import TABLES
 from gpuattn.bench.samples import DTYPES, SAMPLES
-from gpuattn.cli import bench_attention, bench_fused, bench_roofline
+from gpuattn.bench.train_cases import MODELS
+from gpuattn.cli import bench_attention, bench_fused, bench_roofline, bench_train
 from gpuattn.cli.kernels import parse_shape
 from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, device_option
 
-ATTENTION, FUSED = "attention", "fused"
+ATTENTION, FUSED, TRAIN = "attention", "fused", "train"
 HEADER = f"{'op':18} {'shape':>18} {'direction':>17} {'implementation':>14} {'us':>10} {'GB/s':>8}"
 OF_TABLES = "peers", "missing", "only", "impl"
 OF_ATTENTION = "features", "published", "head_dim", "causal", "length"
+NOT_OF_TRAIN = "only", "impl"
 
 
 def _option(*names, **settings):
@@ -37,7 +39,10 @@ def _of_attention(*names, **settings):
 
 @click.command("bench", cls=GroupedCommand)
 @click.argument(
-    "ops", nargs=-1, metavar="[OP]...", type=NearChoice([*{**SAMPLES, **TABLES}, ATTENTION, FUSED])
+    "ops",
+    nargs=-1,
+    metavar="[OP]...",
+    type=NearChoice([*{**SAMPLES, **TABLES}, ATTENTION, FUSED, TRAIN]),
 )
 @_of_ops("--shape", help="Such as 8192x1024; the meaning of the axes depends on the op.")
 @_of_ops("--dtype", type=NearChoice(DTYPES), help="Default: bfloat16, float32 on NumPy.")
@@ -52,34 +57,47 @@ def _of_attention(*names, **settings):
 @_of_attention("--head-dim", type=int, metavar="D", help="Only heads of this size.")
 @_of_attention("--causal/--full", default=None, help="Only with, or only without the causal mask.")
 @_of_attention("--length", type=int, metavar="T", help="Only sequences of this length.")
+@_option(
+    "--model",
+    "models",
+    multiple=True,
+    type=NearChoice(MODELS),
+    group="For train",
+    help="This model only; may be given several times.",
+)
 @device_option
 @click.option(
     "--json", "path", type=click.Path(dir_okay=False),
     help="Also write all samples here, beside those of the same commit and GPU.",
 )  # fmt: skip
-def command(ops, shape, dtype, device, path, plot, roofline, **options):
+def command(ops, shape, dtype, device, path, plot, roofline, models, **options):
     """Time OPS (default: all), forward and with backward, every implementation that accepts.
 
     \b
     gpuattn bench linear --shape 8192x512x2048
     gpuattn bench attention --peers --json attention.json --plot attention.png
     gpuattn bench softmax layer_norm --peers
+    gpuattn bench train --model base --peers
     gpuattn bench --roofline --plot roofline.png
 
     "attention" and softmax, layer_norm, rms_norm, dropout_add_norm, cross_entropy, embedding,
     adamw and beam_step ("fused": all of these) are tables: each direction by itself, in CUDA
     graphs, beside the peers. A result is checked against the reference before it is timed.
+    "train" is an update of whole models.
     """
     files = path, plot
     words = [Path(word).name if word in files else word for word in sys.argv[1:]]
     line, shape = shlex.join(["gpuattn", *words]), parse_shape(shape)
     kind = _kind(ops, roofline)
-    _check(kind, shape or dtype, plot, options)
+    _check(kind, shape or dtype, plot, models, options)
     xp = run.backend(device)
     if kind == "roofline":
         bench_roofline.chart(xp, path, line, plot)
     elif kind == ATTENTION:
         bench_attention.table(xp, path, line, plot=plot, **options)
+    elif kind == TRAIN:
+        given = {name: options[name] for name in OF_TABLES if name not in NOT_OF_TRAIN}
+        bench_train.table(xp, path, line, models, **given)
     elif kind == FUSED:
         ops = list(TABLES) if FUSED in ops else list(dict.fromkeys(ops))
         given = {name: options[name] for name in OF_TABLES}
@@ -94,10 +112,11 @@ def _kind(ops, roofline):
         if ops:
             raise click.UsageError("--roofline is of all ops: name none")
         return "roofline"
-    if ATTENTION in ops:
-        if ops != (ATTENTION,):
-            raise click.UsageError("attention goes alone")
-        return ATTENTION
+    for alone in (ATTENTION, TRAIN):
+        if alone in ops:
+            if ops != (alone,):
+                raise click.UsageError(f"{alone} goes alone")
+            return alone
     tables = [op for op in ops if op in TABLES or op == FUSED]
     if tables and len(tables) < len(ops):
         others = ", ".join(op for op in ops if op not in tables)
@@ -105,7 +124,7 @@ def _kind(ops, roofline):
     return FUSED if tables else None
 
 
-def _check(kind, given, plot, options):
+def _check(kind, given, plot, models, options):
     """Raise UsageError for options that mean nothing here."""
     options = {name: value for name, value in options.items() if value not in (None, False)}
     for name in options:
@@ -114,9 +133,15 @@ def _check(kind, given, plot, options):
             raise click.UsageError(f"--{word} is for: gpuattn bench attention")
         if kind in (None, "roofline"):
             raise click.UsageError(f"--{name} is for tables: gpuattn bench attention, or fused")
+        if kind == TRAIN and name in NOT_OF_TRAIN:
+            raise click.UsageError(f"train goes without --{name}")
+    if models and kind != TRAIN:
+        raise click.UsageError("--model is for: gpuattn bench train")
+    if plot and kind == TRAIN:
+        raise click.UsageError("train goes without --plot")
     if plot and kind is None:
         raise click.UsageError("--plot is for tables: gpuattn bench attention, or fused")
-    if given and kind in (ATTENTION, "roofline"):
+    if given and kind in (ATTENTION, TRAIN, "roofline"):
         raise click.UsageError(f"{kind} goes without --shape and --dtype")
 
 

@@ -27,12 +27,16 @@ class Measured:
         self.fresh["versions"] |= versions()
         self.document = (path and results.read(path, self.fresh)) or self.fresh
 
-    def add(self, chosen, describe, rate, *, impl=None, with_peers=False):
-        """Measure cells; ``describe(cell)`` and ``rate(row)`` say one and its figure."""
+    def add(self, chosen, describe, rate, *, measure=None, impl=None, with_peers=False):
+        """Measure cells; ``describe(cell)`` and ``rate(row)`` say one and its figure.
+
+        ``measure``: does it, ``comparison.measure`` unless given.
+        """
+        measure = measure or comparison.measure
         for number, cell in enumerate(chosen, 1):
             place = f"{number:3}/{len(chosen)} {describe(cell)}"
             try:
-                row = comparison.measure(cell, self.xp, self.ceilings, impl, with_peers)
+                row = measure(cell, self.xp, self.ceilings, impl, with_peers)
             except Exception as error:  # noqa: BLE001 the other cells are measured all the same
                 self.failed.append(f"{describe(cell)}: {_reason(error)}")
                 click.echo(f"{place} {_reason(error)}", err=True)

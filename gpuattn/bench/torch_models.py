@@ -1,0 +1,151 @@
+"""Our models as one writes them in PyTorch, with the same names of parameters.
+
+Batches are rectangles here, without padding, so that attention needs no mask.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpuattn.models.config import padded_rows
+from gpuattn.nn.embedding import sinusoidal_positions
+
+LETTERS = 1000
+
+
+class Attention(nn.Module):
+    """Multi-head attention, causal or not, or to a memory."""
+
+    def __init__(self, case, bias, causal=False, cross=False):
+        super().__init__()
+        width = case.width
+        self.heads, self.dropout, self.causal = case.heads, case.dropout, causal
+        if cross:
+            self.q = nn.Linear(width, width, bias)
+            self.kv = nn.Linear(width, 2 * width, bias)
+        else:
+            self.qkv = nn.Linear(width, 3 * width, bias)
+        self.out = nn.Linear(width, width, bias)
+
+    def forward(self, x, memory=None):
+        if memory is None:
+            q, k, v = self._split(self.qkv(x), 3)
+        else:
+            (q,), (k, v) = self._split(self.q(x), 1), self._split(self.kv(memory), 2)
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=p)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+    def _split(self, x, parts):
+        """Return tensors (B, H, T, D)."""
+        x = x.view(*x.shape[:2], parts, self.heads, -1)
+        return [part.transpose(1, 2) for part in x.unbind(2)]
+
+
+class FeedForward(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self, case, bias, activation):
+        super().__init__()
+        self.inner = nn.Linear(case.width, case.hidden, bias)
+        self.out = nn.Linear(case.hidden, case.width, bias)
+        self.activation = activation
+
+    def forward(self, x):
+        return self.out(self.activation(self.inner(x)))
+
+
+class Layer(nn.Module):
+    """A pre-norm layer of an encoder, a decoder with a memory, or a language model."""
+
+    def __init__(self, case, *, causal=False, cross=False, bias=True, activation=F.relu):
+        super().__init__()
+        self.attention = Attention(case, bias, causal=causal)
+        if cross:
+            self.cross_attention = Attention(case, bias, cross=True)
+        self.feed_forward = FeedForward(case, bias, activation)
+        self.norms = nn.ModuleList(nn.LayerNorm(case.width, bias=bias) for _ in range(2 + cross))
+        self.dropout = nn.Dropout(case.dropout)
+
+    def forward(self, x, memory=None):
+        x = x + self.dropout(self.attention(self.norms[0](x)))
+        if memory is not None:
+            x = x + self.dropout(self.cross_attention(self.norms[1](x), memory))
+        return x + self.dropout(self.feed_forward(self.norms[-1](x)))
+
+
+class Table(nn.Module):
+    """The embedding of tokens, with learned positions if there are ``positions`` of them."""
+
+    def __init__(self, rows, width, positions=0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+        if positions:
+            self.position_weight = nn.Parameter(torch.empty(positions, width))
+
+
+class Translator(nn.Module):
+    """``models.TranslationModel``: sinusoidal positions, one table for both sides and output."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.case = case
+        self.source = Table(_rows(case.vocab), case.width)
+        table = torch.as_tensor(sinusoidal_positions(case.shape[1], case.width))
+        self.register_buffer("positions", table.to(self.source.weight.device), persistent=False)
+        self.encoder = nn.ModuleList(Layer(case) for _ in range(case.layers[0]))
+        self.encoder_norm = nn.LayerNorm(case.width)
+        self.decoder = nn.ModuleList(
+            Layer(case, causal=True, cross=True) for _ in range(case.layers[1])
+        )
+        self.decoder_norm = nn.LayerNorm(case.width)
+        self.dropout = nn.Dropout(case.dropout)
+
+    def forward(self, source, target, labels):
+        memory = self._embed(source)
+        for layer in self.encoder:
+            memory = layer(memory)
+        memory, x = self.encoder_norm(memory), self._embed(target)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        logits = F.linear(self.decoder_norm(x), self.source.weight)
+        return _loss(logits, labels, self.case.smoothing)
+
+    def _embed(self, tokens):
+        x = F.embedding(tokens, self.source.weight) * self.case.width**0.5
+        return self.dropout(x + self.positions)
+
+
+class GPT(nn.Module):
+    """``models.GPT2``."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.embedding = Table(_rows(case.vocab), case.width, case.shape[1])
+        self.layers = nn.ModuleList(
+            Layer(case, causal=True, bias=False, activation=_gelu) for _ in range(*case.layers)
+        )
+        self.norm = nn.LayerNorm(case.width, bias=False)
+        self.dropout = nn.Dropout(case.dropout)
+
+    def forward(self, tokens, labels):
+        table = self.embedding
+        x = self.dropout(F.embedding(tokens, table.weight) + table.position_weight)
+        for layer in self.layers:
+            x = layer(x)
+        return _loss(F.linear(self.norm(x), table.weight), labels, 0.0)
+
+
+def _rows(vocab):
+    """As nanoGPT has it: a large vocabulary is padded, one of letters is not."""
+    return padded_rows(vocab) if vocab > LETTERS else vocab
+
+
+def _gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def _loss(logits, labels, smoothing):
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), label_smoothing=smoothing
+    )

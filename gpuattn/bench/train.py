@@ -1,0 +1,195 @@
+"""A whole training step, ours beside PyTorch's: forward, loss, backward, clipping and update.
+
+All begin with the same parameters, on one fixed batch without padding. A step gets a figure when
+its first loss is ours within ``NEAR``, and some updates later is still, and has fallen.
+"""
+
+import contextlib
+import functools
+
+import numpy as np
+
+from gpuattn.bench import peers, results, timing
+from gpuattn.bench.comparison import DIGITS
+from gpuattn.bench.fused_cases import zipf_tokens
+from gpuattn.bench.train_peers import Peer
+from gpuattn.data.batching import PackedLoader, token_order
+from gpuattn.data.tokenizer import UNK
+from gpuattn.errors import UnsupportedError
+from gpuattn.models import GPT2, GPT2Config, TranslationConfig, TranslationModel
+from gpuattn.optim import AdamW
+from gpuattn.train.device import batch_to
+from gpuattn.train.graph import Replays
+from gpuattn.train.workspace import Workspace
+
+UPDATES = 10  # of the check
+NEAR = 0.02  # how far a loss may be from ours, as a share: 16 bits, and other bits of dropout
+
+
+class Ours:
+    """Our model, its optimizer and a batch. ``loss``: of the last step, on the device.
+
+    ``inputs``: what the peers get, int32 (B, T): tokens, of translations both sides, and labels.
+    """
+
+    def __init__(self, case, xp):
+        self.model, self._loss, self.inputs = (_translation if case.translates else _text)(case, xp)
+        self.workspace = Workspace(self.model, "numpy" if xp is np else "cuda", case.dtype)
+        self.optimizer = AdamW(
+            self.workspace, betas=case.betas, eps=case.eps, weight_decay=case.weight_decay,
+            max_norm=case.clip,
+        )  # fmt: skip
+        self._first = {name: x.copy() for name, x in self.workspace.state_dict().items()}
+        self._state = self.optimizer.state.array.copy()
+        # As in graphs, what differs between updates is read where the device has it.
+        self._draw = self.model.random.step = xp.zeros(1, np.uint32)
+        self._rate = xp.full((), case.learning_rate, np.float32)
+        self._dloss, self.loss = xp.ones((), np.float32), xp.zeros((), np.float32)
+
+    def restart(self):
+        """Take back all updates."""
+        self.workspace.load_state_dict(self._first)
+        self.optimizer.state.array[...] = self._state
+        self._draw.fill(0)
+
+    def step(self):
+        """Update the parameters once."""
+        self.workspace.begin()
+        self._draw += 1
+        loss = self._loss(self._dloss)
+        self.workspace.backward(loss, self._dloss)
+        self.workspace.finish()
+        self.optimizer.step(self._rate)
+        self.loss[...] = loss.data
+
+    def weights(self):
+        """Return {name: float32 array} of the parameters before the first update."""
+        return {name: self._first[name] for name in self.workspace.slots}
+
+
+def _translation(case, xp):
+    """Return (model, its loss as a function of the loss's gradient, inputs of the peers)."""
+    sentences, length = case.shape
+    words = sentences * (length - 1), case.vocab - UNK - 1
+    sides = [zipf_tokens(*words, seed).reshape(sentences, -1) + UNK + 1 for seed in (0, 1)]
+    pairs = list(zip(*(side.tolist() for side in sides), strict=True))
+    (batch,) = PackedLoader(pairs, case.tokens, seed=0).epoch(0)
+    model = TranslationModel(
+        TranslationConfig(
+            case.vocab, case.width, case.heads, case.layers, case.hidden, case.dropout,
+            max_length=length,
+        )
+    )  # fmt: skip
+    there = batch_to(batch, xp)
+    inputs = [x.reshape(case.shape) for x in (batch.source, batch.target_in, batch.labels)]
+    return model, lambda dloss: model.loss(there, case.smoothing, dloss)[0], inputs
+
+
+def _text(case, xp):
+    """Return what ``_translation`` does, for a language model."""
+    text = zipf_tokens(case.tokens + 1, case.vocab)
+    inputs = [part.reshape(case.shape) for part in (text[:-1], text[1:])]
+    model = GPT2(
+        GPT2Config(
+            case.vocab, case.width, case.heads, *case.layers, case.shape[1], case.dropout,
+            bias=False,
+        )
+    )  # fmt: skip
+    tokens, labels = map(xp.asarray, inputs)
+    order = [xp.asarray(part) for part in token_order(text[:-1])]
+    return model, lambda dloss: model.loss(tokens, labels, dloss, order), inputs
+
+
+# ---- the comparison -----------------------------------------------------------------------------
+
+
+def measure(cell, xp, ceilings, impl=None, with_peers=False):
+    """Return the row of results of a Cell; ``results.py`` says what it holds.
+
+    Raises AssertionError where our loss does not fall, or is another as a CUDA graph.
+    """
+    if xp is np:
+        ours = Ours(cell.case, np)
+        losses = {"eager": _losses(ours, ours.step)}
+        _check("eager", losses)
+        return _row(cell, {"eager": timing.time_call(ours.step, False)}, losses, {}, ceilings)
+    stream, names = xp.cuda.Stream(non_blocking=True), cell.peers if with_peers else ()
+    try:
+        with stream, peers.on_stream(stream) if names else contextlib.nullcontext():
+            return _on_gpu(cell, xp, names, ceilings)
+    finally:
+        peers.release()
+        xp.get_default_memory_pool().free_all_blocks()
+
+
+def _on_gpu(cell, xp, names, ceilings):
+    launches, losses, peaks, missing = {}, {}, {}, {}
+    pool = xp.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+
+    ours = Ours(cell.case, xp)
+    launches["eager"] = ours.step
+    losses["eager"] = _losses(ours, ours.step)
+    _check("eager", losses)
+    peaks["eager"] = pool.total_bytes() - before
+
+    said = []
+    replays = Replays(said.append)
+    replay = functools.partial(replays, "step", None, ours.step)
+    for _ in range(2):  # the second time it is captured
+        replay()
+    if not said:
+        pool.free_all_blocks()
+        launches["graph"] = replay
+        losses["graph"] = _losses(ours, replay)
+        _check("graph", losses)
+        peaks["graph"] = pool.total_bytes() - before + replays.pool.total_bytes()
+
+    peer = Peer(cell.case, ours) if names else None
+    for name in names:
+        try:
+            launch = peers.capture(name, functools.partial(peer.call, name), [()])
+            losses[name] = _losses(peer, launch)
+            _check(name, losses)
+        except (UnsupportedError, AssertionError) as error:
+            missing[name] = str(error)
+        else:
+            launches[name], peaks[name] = launch, peer.held_bytes() + launch.peak_bytes
+    row = _row(cell, timing.alternate(launches), losses, missing, ceilings)
+    refusal = {"no_graph": said[0]} if said else {}
+    return row | {"peak_bytes": peaks} | refusal
+
+
+def _losses(trainer, launch):
+    """Return [first, last] loss of UPDATES from the start on."""
+    trainer.restart()
+    launch()
+    first = float(trainer.loss)
+    for _ in range(UPDATES - 1):
+        launch()
+    return [first, float(trainer.loss)]
+
+
+def _check(name, losses):
+    """Raise AssertionError unless ``losses[name]`` fall, and are those of ours."""
+    first, last = losses[name]
+    if not last < first:
+        raise AssertionError(f"{name}: the loss went from {first:.4g} to {last:.4g}")
+    for when, loss, our in zip(("first", "last"), losses[name], losses["eager"], strict=True):
+        if not abs(loss - our) <= NEAR * our:
+            raise AssertionError(f"{name}: the {when} loss is {loss:.4g}, ours is {our:.4g}")
+
+
+def _row(cell, times, losses, missing, ceilings):
+    samples = {name: [round(us, DIGITS) for us in values] for name, values in times.items()}
+    us = {name: timing.median(values) for name, values in samples.items()}
+    impl = "graph" if "graph" in us else "eager"
+    row = {
+        "op": cell.op, "case": cell.case.as_dict(), "direction": cell.direction, "impl": impl,
+        "us": us[impl], "samples_us": samples[impl], "eager_us": us.pop("eager"),
+        "eager_samples_us": samples.pop("eager"),
+    }  # fmt: skip
+    us.pop("graph", None), samples.pop("graph", None)
+    row |= {"peers": us, "peer_samples_us": samples, "peers_missing": missing, "losses": losses}
+    return results.rated(row, ceilings) | {"tokens_per_s": cell.case.tokens / row["us"] * 1e6}

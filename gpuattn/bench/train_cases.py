@@ -1,0 +1,116 @@
+"""The cells of whole training steps: models, batches, and the FLOPs that a step is worth.
+
+Model FLOPs as the field counts them: six for every weight of a linear layer and token that meets
+it (two forward, four backward: the famous 6 N T), the output layer included and the look-up of
+embeddings not, and 12 d for every visible pair of query and key in each attention of width d (half
+of T * T when causal). What is computed twice does not count.
+"""
+
+from dataclasses import asdict, dataclass, replace
+
+from gpuattn.bench.cases import Cell
+
+
+@dataclass(frozen=True)
+class Step:
+    """An update of ``model`` on ``shape`` = (sentences, tokens of each, on either side).
+
+    ``layers``: (encoder, decoder) of a translation model, (L,) of a language model. ``hidden``:
+    width inside the feed-forward networks. ``smoothing``: of labels. The optimizer is AdamW, with
+    gradients clipped at the norm ``clip``. Activations and our gradients are ``dtype``, with
+    float32 masters.
+    """
+
+    model: str
+    shape: tuple[int, int]
+    vocab: int
+    width: int
+    heads: int
+    layers: tuple[int, ...]
+    hidden: int
+    dropout: float = 0.1
+    smoothing: float = 0.1
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-9
+    learning_rate: float = 3e-4
+    clip: float = 1.0
+    dtype: str = "bfloat16"
+
+    @property
+    def translates(self):
+        return len(self.layers) == 2
+
+    @property
+    def tokens(self):
+        """Target tokens of a step."""
+        return self.shape[0] * self.shape[1]
+
+    def weights(self):
+        """Return how many weights of linear layers a token meets, source and target as one."""
+        attention, feed_forward = 4 * self.width**2, 2 * self.width * self.hidden
+        *encoder, decoder = self.layers
+        crossing = attention * decoder if self.translates else 0
+        inside = (attention + feed_forward) * (sum(encoder) + decoder) + crossing
+        return inside + self.width * self.vocab
+
+    def pairs(self):
+        """Return how many (query, key) see each other, over all sentences and attentions."""
+        *encoder, decoder = self.layers
+        whole = sum(encoder) + decoder * self.translates
+        return self.shape[0] * self.shape[1] ** 2 * (whole + decoder / 2)
+
+    def flops(self, direction):
+        return 6 * self.weights() * self.tokens + 12 * self.width * self.pairs()
+
+    def bytes(self, direction):
+        """Return the bytes that the parameters alone make a step move.
+
+        For each, 6 in forward and backward and 30 in the update: see ``Fused.bytes`` of adamw.
+        """
+        return 36 * self.weights()
+
+    def as_dict(self):
+        """Return the "case" of a row of results."""
+        flags = asdict(self) | {"layers": list(self.layers), "betas": list(self.betas)}
+        return {"shape": list(flags.pop("shape")), "dtype": flags.pop("dtype"), "flags": flags}
+
+    @classmethod
+    def from_dict(cls, case):
+        step = cls(shape=tuple(case["shape"]), dtype=case["dtype"], **case["flags"])
+        return replace(step, layers=tuple(step.layers), betas=tuple(step.betas))
+
+    def __str__(self):
+        """The model and its batch, as tables say them."""
+        return f"{self.model}, {self.shape[0]} x {self.shape[1]}"
+
+
+PEERS = ("torch-eager", "torch-compile", "torch-graph")
+
+
+def _gpt(model, shape, vocab, width, heads, layers, **rest):
+    rest = {"dropout": 0.0, "smoothing": 0.0, "weight_decay": 0.1, "betas": (0.9, 0.95), **rest}
+    return Step(model, shape, vocab, width, heads, (layers,), 4 * width, **rest)
+
+
+MODELS = {
+    case.model: case
+    for case in (
+        Step("tiny", (256, 32), 9728, 128, 4, (4, 4), 256),
+        Step("base", (128, 64), 32768, 512, 8, (6, 6), 2048),
+        Step("big", (128, 64), 32768, 1024, 16, (6, 6), 4096),
+        _gpt("gpt2-124m", (12, 1024), 50257, 768, 12, 12),
+        _gpt("shakespeare", (64, 256), 65, 384, 6, 6, dropout=0.2),
+    )
+}
+"""Vaswani et al.'s base and big, one for 29,000 captions, and two that nanoGPT is known for."""
+
+TABLE = [Cell("train", case, "step", PEERS) for case in MODELS.values()]
+
+
+def small(case):
+    """Return the like of a model that NumPy updates in a moment."""
+    return replace(
+        case, shape=(8, 16), vocab=min(case.vocab, 200), width=32, heads=2,
+        layers=(1,) * len(case.layers), hidden=128, dtype="float32",
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+"""gpuattn bench train: an update of whole models, ours beside PyTorch's."""
+
+import click
+import numpy as np
+
+from gpuattn.bench import results, train, train_cases
+from gpuattn.cli.bench_table import begin, colored, console, describe, short, show_missing
+
+
+def table(xp, path, line, models, *, peers, missing):
+    """Measure, show and keep the steps of ``models``, all of them if none is named."""
+    chosen = [cell for cell in train_cases.TABLE if not models or cell.case.model in models]
+    if xp is np:
+        click.echo("No GPU: NumPy on small float32 models, without peers or graphs.")
+        chosen = [cell._replace(case=train_cases.small(cell.case), peers=()) for cell in chosen]
+    measured, chosen, _ = begin(xp, path, line, chosen, None, missing=missing, with_peers=peers)
+    measured.add(chosen, describe, _rate, measure=train.measure, with_peers=peers)
+    _show(measured.rows, measured.ceilings)
+    if measured.rows and peers and xp is not np:
+        rows = measured.document["rows"]
+        click.echo(f"train: {results.verdict(rows, train_cases.TABLE)}")
+    measured.finish()
+
+
+def _rate(row):
+    return f"{row['tokens_per_s']:10,.0f} tokens/s"
+
+
+def _show(rows, ceilings):
+    if not rows:
+        return
+    where = console()
+    where.print(_table(rows, ceilings))
+    show_missing(where, rows)
+    for reason in dict.fromkeys(row["no_graph"] for row in rows if "no_graph" in row):
+        where.print(f"[dim]{reason}[/]")
+
+
+def _table(rows, ceilings):
+    from rich.table import Table
+
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    title = "[bold]training step[/], milliseconds; memory in GiB"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("model, batch")
+    heads = ["ours: graph", "eager", "gain", *names, *["ratio"] * bool(names), "target tokens/s"]
+    memory = any("peak_bytes" in row for row in rows)
+    heads += ["TFLOP/s", "MFU", *[" / ".join(["memory: ours", *names])] * memory]
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in rows:
+        graph = row["us"] if row["impl"] == "graph" else None
+        cells = [str(results.case_of(row)), _ms(graph), _ms(row["eager_us"])]
+        cells += [f"{row['eager_us'] / graph:.2f} x" if graph else "-"]
+        cells += [_ms(row["peers"].get(name)) for name in names]
+        cells += [colored(row["ratio_to_best_peer"])] * bool(names)
+        cells += [f"{row['tokens_per_s']:,.0f}", short(row["tflops"])]
+        cells += [f"{row['tflops'] / ceilings['matmul_tflops']:.0%}"]
+        if memory:
+            peaks = [row["peak_bytes"].get(name) for name in [row["impl"], *names]]
+            cells.append(" / ".join("-" if n is None else f"{n / 2**30:.2f}" for n in peaks))
+        table.add_row(*cells)
+    return table
+
+
+def _ms(us):
+    return "-" if us is None else f"{us / 1e3:.2f}"
