@@ -9,6 +9,7 @@ import functools
 
 import numpy as np
 
+from gpuattn.arrays import to_cpu
 from gpuattn.bench import peers, results, timing
 from gpuattn.bench.comparison import DIGITS
 from gpuattn.bench.fused_cases import zipf_tokens
@@ -29,7 +30,8 @@ NEAR = 0.02  # how far a loss may be from ours, as a share: 16 bits, and other b
 class Ours:
     """Our model, its optimizer and a batch. ``loss``: of the last step, on the device.
 
-    ``inputs``: what the peers get, int32 (B, T): tokens, of translations both sides, and labels.
+    What the peers get: ``weights``, {name: float32 array} before the first step, and ``inputs``,
+    int32 (B, T): tokens, of translations both sides, and labels.
     """
 
     def __init__(self, case, xp):
@@ -39,7 +41,7 @@ class Ours:
             self.workspace, betas=case.betas, eps=case.eps, weight_decay=case.weight_decay,
             max_norm=case.clip,
         )  # fmt: skip
-        self._first = {name: x.copy() for name, x in self.workspace.state_dict().items()}
+        self.weights = {name: np.array(to_cpu(x)) for name, x in self.workspace.weights().items()}
         self._state = self.optimizer.state.array.copy()
         # As in graphs, what differs between updates is read where the device has it.
         self._draw = self.model.random.step = xp.zeros(1, np.uint32)
@@ -48,7 +50,9 @@ class Ours:
 
     def restart(self):
         """Take back all updates."""
-        self.workspace.load_state_dict(self._first)
+        self.workspace.load_weights(self.weights)
+        for name in self.workspace.moments:
+            getattr(self.workspace, name).fill(0)
         self.optimizer.state.array[...] = self._state
         self._draw.fill(0)
 
@@ -61,10 +65,6 @@ class Ours:
         self.workspace.finish()
         self.optimizer.step(self._rate)
         self.loss[...] = loss.data
-
-    def weights(self):
-        """Return {name: float32 array} of the parameters before the first update."""
-        return {name: self._first[name] for name in self.workspace.slots}
 
 
 def _translation(case, xp):

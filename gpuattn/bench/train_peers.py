@@ -6,7 +6,7 @@ As it is ("torch-eager"), by torch.compile, and what torch.compile makes as one 
 
 import functools
 
-from gpuattn.bench.peers import tensor, torch_here
+from gpuattn.bench.peers import torch_here
 
 
 class Peer:
@@ -21,7 +21,10 @@ class Peer:
             self.model = (Translator if case.translates else GPT)(case)
             self.loss = torch.zeros(())
         self.inputs = [torch.from_numpy(x).cuda().long() for x in ours.inputs]
-        self._first = self._as_theirs(ours.weights())
+        self._first = {  # tables without the rows that only pad ours
+            name: torch.from_numpy(ours.weights[name][: len(own)]).cuda()
+            for name, own in self.model.state_dict().items()
+        }
         parameters = list(self.model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": case.weight_decay},
@@ -31,11 +34,7 @@ class Peer:
             groups, lr=case.learning_rate, betas=case.betas, eps=case.eps, fused=True,
             capturable=True,
         )  # fmt: skip
-
-    def _as_theirs(self, weights):
-        """Return our weights as tensors; tables without the rows that only pad ours."""
-        own = self.model.state_dict()
-        return {name: tensor(w, "float32")[: len(own[name])] for name, w in weights.items()}
+        self.restart()
 
     def restart(self):
         """Take back all updates."""
