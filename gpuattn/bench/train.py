@@ -149,7 +149,8 @@ def _on_gpu(cell, xp, names, ceilings):
     peer = Peer(cell.case, ours) if names else None
     for name in names:
         try:
-            launch = peers.capture(name, functools.partial(peer.call, name), [()])
+            which = f"{name} {cell.case.model}"  # each may take its time to compile
+            launch = peers.capture(which, functools.partial(peer.call, name), [()])
             losses[name] = _losses(peer, launch)
             _check(name, losses)
         except (UnsupportedError, AssertionError) as error:
