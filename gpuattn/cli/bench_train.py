@@ -40,12 +40,12 @@ def _table(rows, ceilings):
     from rich.table import Table
 
     names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    title = "[bold]training step[/], milliseconds; memory in GiB"
+    title = "[bold]training step[/], milliseconds; tokens of targets"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("model, batch")
-    heads = ["ours: graph", "eager", "gain", *names, *["ratio"] * bool(names), "target tokens/s"]
+    heads = ["graph", "eager", "gain", *names, *["ratio"] * bool(names), "tokens/s"]
     memory = any("peak_bytes" in row for row in rows)
-    heads += ["TFLOP/s", "MFU", *[" / ".join(["memory: ours", *names])] * memory]
+    heads += ["TFLOP/s", "MFU", *["GiB" + "/peers" * bool(names)] * memory]
     for head in heads:
         table.add_column(head, justify="right")
     for row in rows:
@@ -58,7 +58,7 @@ def _table(rows, ceilings):
         cells += [f"{row['tflops'] / ceilings['matmul_tflops']:.0%}"]
         if memory:
             peaks = [row["peak_bytes"].get(name) for name in [row["impl"], *names]]
-            cells.append(" / ".join("-" if n is None else f"{n / 2**30:.2f}" for n in peaks))
+            cells.append("/".join("-" if n is None else f"{n / 2**30:.2f}" for n in peaks))
         table.add_row(*cells)
     return table
 

@@ -1,0 +1,190 @@
+"""The benchmark of training steps: what a step is worth, right losses only, files, the command."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gpuattn.bench import results, timing, train, train_cases
+from gpuattn.bench.train_cases import MODELS, PEERS, TABLE, Step, small
+from gpuattn.cli import bench_train
+from gpuattn.cli.main import main
+
+CEILINGS = {"copy_tbs": 4.0, "matmul_tflops": 800.0}
+FAMILIES = ("tiny", "shakespeare")
+
+
+# ---- cells --------------------------------------------------------------------------------------
+
+
+def test_cases_survive_files():
+    for cell in TABLE:
+        assert Step.from_dict(json.loads(json.dumps(cell.case.as_dict()))) == cell.case
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_weights_of_a_case_are_those_of_its_model(name):
+    case = replace(small(MODELS[name]), vocab=128)  # a table without padding
+    model = train.Ours(case, np).model
+    tables = {p.size for path, p in model.named_parameters() if path.endswith("position_weight")}
+    matrices = sum(p.data.size for p in model.parameters() if p.ndim == 2)
+    assert case.weights() == matrices - sum(tables)
+
+
+def test_flops_of_a_step():
+    case = Step("none", (2, 8), vocab=100, width=4, heads=1, layers=(1,), hidden=16)
+    weights = 4 * 4 * 4 + 2 * 4 * 16 + 4 * 100
+    assert case.flops("step") == 6 * weights * 16 + 12 * 4 * 2 * 8 * 8 / 2
+    both = replace(case, layers=(1, 1))
+    weights = 3 * (4 * 4 * 4) + 2 * (2 * 4 * 16) + 4 * 100
+    assert both.flops("step") == 6 * weights * 16 + 12 * 4 * 2 * (2 * 8 * 8 + 8 * 8 / 2)
+
+
+def test_what_nanogpt_counts():
+    """124 M parameters and 12,288 tokens: 6 N T; see Karpathy's estimate_mfu."""
+    case = MODELS["gpt2-124m"]
+    products = case.flops("step") - 12 * case.width * case.pairs()
+    assert products == pytest.approx(6 * 123.6e6 * 12288, rel=1e-3)
+
+
+# ---- losses -------------------------------------------------------------------------------------
+
+
+def test_a_restart_takes_back_all_updates():
+    ours = train.Ours(small(MODELS["tiny"]), np)
+    first = train._losses(ours, ours.step)
+    assert train._losses(ours, ours.step) == first
+    train._check("eager", {"eager": first})
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        ([5.0, 5.1], "the loss went from 5 to 5.1"),
+        ([5.0, float("nan")], "the loss went from 5 to nan"),
+        ([5.2, 4.0], "the first loss is 5.2, ours is 5"),
+        ([5.0, 4.2], "the last loss is 4.2, ours is 4"),
+    ],
+)
+def test_a_step_that_learns_otherwise_gets_no_figure(losses, message):
+    train._check("peer", {"eager": [5.0, 4.0], "peer": [5.05, 4.05]})
+    with pytest.raises(AssertionError, match=f"peer: {message}"):
+        train._check("peer", {"eager": [5.0, 4.0], "peer": losses})
+
+
+# ---- files and tables ---------------------------------------------------------------------------
+
+
+def row_of(cell, missing=()):
+    times = {"eager": [40000.0] * 20, "graph": [10000.0] * 20}
+    times |= {name: [12000.0] * 20 for name in cell.peers if name not in missing}
+    row = train._row(cell, times, {}, dict.fromkeys(missing, "too [old]"), CEILINGS)
+    return row | {"peak_bytes": dict.fromkeys(times, 2**31)}
+
+
+def test_a_row_is_rated_by_its_graph():
+    row = row_of(TABLE[1])
+    assert (row["impl"], row["us"], row["eager_us"]) == ("graph", 10000, 40000)
+    assert row["ratio_to_best_peer"] == pytest.approx(1.2)
+    assert row["tokens_per_s"] == pytest.approx(8192 / 10e-3)
+    assert row["tflops"] == pytest.approx(TABLE[1].case.flops("step") / 1e10)
+    assert row["ceiling_share"] == pytest.approx(row["tflops"] / 800)
+
+
+def test_what_is_absent_is_named():
+    rows = [row_of(cell) for cell in TABLE]
+    assert results.absent(rows) == []
+    assert len(results.absent(rows[1:])) == 1
+    assert len(results.absent([*rows[1:], row_of(TABLE[0], missing=["torch-graph"])])) == 0
+    assert all(results.holds(rows, cell, with_peers=True) for cell in TABLE)
+
+
+def test_the_table_shows_peers(capsys):
+    rows = [row_of(TABLE[0], missing=PEERS[1:]), row_of(TABLE[1])]
+    bench_train._show([*rows, rows[1] | {"impl": "eager", "no_graph": "no graphs here"}], CEILINGS)
+    shown = capsys.readouterr().out
+    assert "base, 128 x 64" in shown and "4.00 x" in shown and "1.20" in shown
+    assert "without torch-graph: too [old]" in shown and "no graphs here" in shown
+    assert "2.00/2.00/-/-" in shown and "2.00/2.00/2.00/2.00" in shown
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+def call(*arguments):
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+def test_numpy_runs_small_models(tmp_path):
+    path = tmp_path / "rows.json"
+    named = [word for name in FAMILIES for word in ("--model", name)]
+    arguments = ["train", *named, "--device", "numpy", "--peers", "--json", path]
+    result = call(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "shakespeare, 8 x 16" in result.stdout
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"]["flags"]["model"] for row in rows] == list(FAMILIES)
+    for row in rows:
+        assert row["impl"] == "eager" and len(row["samples_us"]) >= 20
+        assert row["us"] == row["eager_us"] == timing.median(row["samples_us"])
+        first, last = row["losses"]["eager"]
+        assert last < first
+        case = results.case_of(row)
+        assert row["tokens_per_s"] == pytest.approx(case.tokens / row["us"] * 1e6)
+        assert row["tflops"] == pytest.approx(case.flops("step") / row["us"] / 1e6)
+    again = call(*arguments, "--missing")
+    assert again.exit_code == 0, again.stderr
+    assert json.loads(path.read_text())["rows"] == rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--model", "bases"], "'bases' is not one of"),
+        (["train", "--model", "bases"], "Did you mean 'base'?"),
+        (["train", "softmax"], "train goes alone"),
+        (["train", "--shape", "8x8"], "train goes without --shape"),
+        (["train", "--impl", "reference"], "train goes without --impl"),
+        (["train", "--plot", "x.png"], "train goes without --plot"),
+        (["train", "--causal"], "--causal is for: gpuattn bench attention"),
+        (["softmax", "--model", "base"], "--model is for: gpuattn bench train"),
+    ],
+)
+def test_wrong_usage(arguments, message):
+    result = call(*arguments, "--device", "numpy")
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_are_the_same_in_pytorch(gpu, name):
+    torch = pytest.importorskip("torch")
+    from gpuattn.bench.train_peers import Peer
+
+    case = replace(small(MODELS[name]), dropout=0.0)
+    ours = train.Ours(case, np)
+    peer = Peer(case, ours)
+    with torch.no_grad():
+        theirs = peer.model(*peer.inputs).item()
+    ours.step()
+    assert theirs == pytest.approx(float(ours.loss), rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_beside_pytorch(gpu, monkeypatch, name):
+    monkeypatch.setattr(timing, "REST", 0)
+    cell = next(cell for cell in train_cases.TABLE if cell.case.model == name)
+    case = replace(small(cell.case), dtype="bfloat16", shape=(32, 32), dropout=0.0)
+    cell = cell._replace(case=case, peers=("torch-eager",))
+    row = train.measure(cell, gpu, CEILINGS, with_peers=True)
+    assert row["peers_missing"] == {}
+    assert {"eager", "torch-eager", row["impl"]} == set(row["losses"]) == set(row["peak_bytes"])
+    assert row["impl"] == "graph" or row["no_graph"]
+    assert all(size > 0 for size in row["peak_bytes"].values())
