@@ -1,11 +1,15 @@
 """Matrix products: the one place that hands matrices to a library.
 
-NumPy's BLAS on the CPU, cuBLAS through CuPy on a GPU. Sums are kept in float32 for 16-bit
-operands and are never TF32 unless the process asks CuPy for it.
+NumPy's BLAS on the CPU; on a GPU cuBLASLt (``cublaslt.py``), or cuBLAS through CuPy where nvmath is
+not installed. Sums are kept in float32 for 16-bit operands and are never TF32 unless the process
+asks CuPy for it.
 """
+
+import math
 
 import numpy as np
 
+from gpuattn import cublaslt
 from gpuattn.arrays import check_floats, check_together, get_xp, on_gpu, wide
 
 
@@ -14,10 +18,16 @@ def matmul(a, b, *, transpose_a=False, transpose_b=False, out=None, accumulate=F
 
     ``transpose_a``, ``transpose_b``: the operand is stored as (K, M), or as (N, K).
     ``out``: (M, N) of any float dtype, such as a slice of a flat gradient buffer; it is written
-    (or added to, with ``accumulate``) and returned. Operands that are neither C- nor
-    Fortran-contiguous are copied first. Raises TypeError for mixed dtypes or backends and
-    ValueError for shapes that do not fit.
+    (or added to, with ``accumulate``) and returned. Operands of which neither rows nor columns are
+    contiguous are copied first. Raises TypeError for mixed dtypes or backends and ValueError for
+    shapes that do not fit.
     """
+    if on_gpu(a) and on_gpu(b) and (out is None or on_gpu(out)) and a.ndim == 2:
+        done = cublaslt.multiply(
+            a, b, out, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate
+        )
+        if done is not None:
+            return done
     check_together("matmul", a=a, b=b, out=out)
     check_floats("matmul", a=a, b=b)
     a, b = a.T if transpose_a else a, b.T if transpose_b else b
@@ -46,13 +56,47 @@ def matmul(a, b, *, transpose_a=False, transpose_b=False, out=None, accumulate=F
 
 def capture_refusal():
     """Return why products cannot be part of a CUDA graph, or None."""
-    return "CuPy refuses cuBLAS in a graph"
+    _, missing = cublaslt.library()
+    return missing
+
+
+def matmul_activated(x, weight, bias=None, activation=None, before=None):
+    """Return ``f(x @ weight.T + bias)`` by one launch, or None where no library can do that.
+
+    ``x``: (N, in). ``weight``: (out, in). ``bias``: (out,) or None. ``activation``: None, "relu" or
+    "gelu" (the tanh form). ``before``: None, or where to write what the activation is taken of,
+    (N, out). All GPU arrays of one dtype.
+    """
+    parts = [activation.upper()] if activation else []
+    parts += ["AUX"] * (before is not None) + ["BIAS"] * (bias is not None)
+    return cublaslt.multiply(
+        x, weight, transpose_b=True, epilogue="_".join(parts), vector=bias, aux=before
+    )
+
+
+def matmul_stacks(a, b):
+    """Return ``a @ b`` for stacks of matrices (..., M, K) and (..., K, N) of one float dtype.
+
+    For GPU arrays; leading axes broadcast. Returns None where cuBLASLt cannot do it.
+    """
+    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    shape = (*lead, a.shape[-2], b.shape[-1])
+    if b.ndim == 2:  # one product of two matrices
+        done = cublaslt.multiply(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b)
+    else:
+        xp, count = get_xp(a), math.prod(lead)
+        stacks = (xp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
+        done = cublaslt.multiply(*(x.reshape(count, *x.shape[-2:]) for x in stacks))
+    return None if done is None else done.reshape(shape)
 
 
 def _product(a, b, out=None):
-    """Return a @ b; from 16-bit operands NumPy gives float32 and CuPy the operands' dtype."""
+    """Return a @ b; from 16-bit operands NumPy gives float32 and a GPU the operands' dtype."""
     if get_xp(a, b) is np:
         return np.matmul(_for_blas(a), _for_blas(b), out=out)
+    done = cublaslt.multiply(a, b, out)
+    if done is not None:
+        return done
     if a.shape[0] == b.shape[1] == 1 and a.itemsize == 2:
         # CuPy sums a single element in 16 bits
         product = a.astype(np.float32).dot(b.astype(np.float32)).astype(a.dtype)

@@ -4,15 +4,21 @@ import math
 
 import numpy as np
 
+from gpuattn.arrays import on_gpu
 from gpuattn.autodiff.basic import array_op, compute, like, meta, rule
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import UnsupportedError
+from gpuattn.gemm import matmul_stacks
 
 
 def _product(a, b):
-    """``a @ b`` of arrays or Tensors; 16-bit stacks of matrices are computed in float32."""
+    """``a @ b`` of arrays or Tensors; sums of 16-bit stacks of matrices are kept in float32."""
     if isinstance(a, Box) or isinstance(b, Box):
         return a @ b
+    if on_gpu(a) and on_gpu(b) and a.dtype == b.dtype and min(a.ndim, b.ndim) > 1:
+        product = matmul_stacks(a, b)
+        if product is not None:
+            return product
     return compute(np.matmul, a, b, widen_gpu=a.ndim > 2 or b.ndim > 2)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gpuattn.data.batching import token_order
+from gpuattn.data.batching import TokenOrder
 from gpuattn.data.tokenizer import PAD
 
 IGNORED = -100  # the label that ``cross_entropy`` leaves out
@@ -35,9 +35,9 @@ def fixed_shape(batch, tokens, longest):
     return replace(
         batch,
         source=source, source_positions=source_positions, cu_source=cu_source,
-        max_source=limits[0], source_order=_order(source), target_in=target_in,
+        max_source=limits[0], source_order=_order(batch.source_order, tokens), target_in=target_in,
         target_positions=target_positions, labels=_padded(batch.labels, tokens, IGNORED),
-        cu_target=cu_target, max_target=limits[1], target_order=_order(target_in),
+        cu_target=cu_target, max_target=limits[1], target_order=_order(batch.target_order, tokens),
     )  # fmt: skip
 
 
@@ -52,9 +52,15 @@ def _filled(rest, limit, sentences, ids, positions, bounds):
     )
 
 
-def _order(ids):
-    """Return the TokenOrder, less what differs in length from batch to batch."""
-    return token_order(ids)._replace(segments=None, ids=None)
+def _order(old, tokens):
+    """Return the TokenOrder with padding up to ``tokens``, less what has no fixed shape.
+
+    PAD is the least id: those added come behind the ones there may be, before all others.
+    """
+    pads = int(old.segments[1]) if len(old.ids) > 1 and old.ids[0] == PAD else 0
+    added = np.arange(len(old.order), tokens, dtype=np.int32)
+    order = np.concatenate([old.order[:pads], added, old.order[pads:]])
+    return TokenOrder(order, None, None)
 
 
 def _padded(ids, count, value):

@@ -59,8 +59,7 @@ class OptimizerState:
 
     def read(self):
         """Return every field as a Python number, with one copy to the host."""
-        host = to_cpu(self.array)
-        return {name: field(host, name).item() for name in FIELDS}
+        return read_state(to_cpu(self.array))
 
     def __getattr__(self, name):
         if name not in FIELDS:
@@ -72,6 +71,11 @@ class OptimizerState:
             accepted = ", ".join(FIELDS)
             raise AttributeError(problem("OptimizerState", "the name", repr(name), accepted))
         self.field(name)[...] = value
+
+
+def read_state(host):
+    """Return every field of an ``OptimizerState.array`` on the host as a Python number."""
+    return {name: field(host, name).item() for name in FIELDS}
 
 
 def field(array, name):

@@ -1,7 +1,7 @@
 """A linear layer: y = f(x @ weight.T + bias).
 
-The product is a library's (``gpuattn/gemm.py``); bias and activation are one more kernel,
-``rawkernels/bias_activation.cu``, in place where nothing needs what it overwrites.
+The product is a library's (``gpuattn/gemm.py``), which adds the bias and applies the activation as
+it writes; where it cannot, they are one more kernel, ``rawkernels/bias_activation.cu``.
 """
 
 import math
@@ -10,7 +10,7 @@ from gpuattn import arrays
 from gpuattn.arrays import as_array, check_floats, check_together, get_xp, wide
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
-from gpuattn.gemm import matmul
+from gpuattn.gemm import matmul, matmul_activated
 from gpuattn.impls import Impl, Impls
 from gpuattn.ops.bias_activation import activate, launch_backward, launch_forward, refuse_raw
 
@@ -46,7 +46,7 @@ def _check(x, weight, bias):
 
 
 def _as_rows(x):
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 # ---- reference: NumPy or CuPy ----------------------------------------------------------------
@@ -101,12 +101,23 @@ def _product_gradients(x, weight, dz, dy, needs, into):
 
 
 def _forward_raw(x, weight, bias, *, needs, activation):
-    z = matmul(_as_rows(x), weight, transpose_b=True)
-    keep_z = any(needs) and activation == "gelu"
-    y = z
-    if bias is not None or activation is not None:
-        y = launch_forward(z, bias, arrays.empty(z, z.shape) if keep_z else z, activation)
-    out = y.reshape(*x.shape[:-1], len(weight))
+    rows, shape = _as_rows(x), (*x.shape[:-1], len(weight))
+    z = None
+    if activation == "gelu" and any(needs):
+        z = arrays.empty(x, (len(rows), len(weight)))
+    if bias is None and activation is None:
+        y = matmul(rows, weight, transpose_b=True)
+    else:
+        if bias is not None:
+            bias = get_xp(bias).ascontiguousarray(bias)
+        y = matmul_activated(rows, weight, bias, activation, z)
+        if y is None:
+            product = matmul(rows, weight, transpose_b=True, out=z)
+            y = arrays.empty(x, product.shape) if z is not None else product
+            launch_forward(product, bias, y, activation)
+        else:
+            bias = None  # z is with it
+    out = y.reshape(shape)
     if not any(needs):
         return out, None
     before = {None: (None, None), "relu": (y, None), "gelu": (z, bias)}[activation]

@@ -12,19 +12,21 @@ import time
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
 from gpuattn.errors import CheckpointError, DataError
+from gpuattn.ops.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, ExponentialAverage, Schedule
 from gpuattn.train import checkpoint, precision
 from gpuattn.train.device import array_module, batch_to, memory_in_use
 from gpuattn.train.feed import DeviceFeed, HostFeed
 from gpuattn.train.graph import Replays, call_eagerly
 from gpuattn.train.metrics import rank
+from gpuattn.train.readings import Reading
 from gpuattn.train.report import Progress
 from gpuattn.train.units import AUTO, Length
 from gpuattn.train.workspace import Workspace
 
 AUTO_SECONDS = 45  # between evaluations where epochs are longer and it is the trainer's choice
 AUTO_COST = 10  # and at least so many times what the last evaluation took
-REPORT_UPDATES = 20  # between readings of the loss: each one waits for a GPU
+REPORT_UPDATES = 20  # between reports
 
 
 @dataclasses.dataclass
@@ -84,6 +86,7 @@ class Trainer:
         self._stream, self.feed, self.steps = self._engine(graphs)
         self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
         self._since = [0, 0, 0.0]  # updates, target tokens, all tokens
+        self._noted = None  # what the next report says, as soon as it has come from the device
         self._health = self.optimizer.state.read()
 
     def _engine(self, graphs):
@@ -131,14 +134,16 @@ class Trainer:
             self._update()
             self.at.seconds = time.perf_counter() - begin
             if self._since[0] >= REPORT_UPDATES or time.perf_counter() - self._reported > 2:
-                self._tell()
+                self._note()
+            self._tell()
             if stop():
                 save(None)
                 return False
 
     def _evaluate(self, stop, evaluate, save):
         """Evaluate and save; return False when stopped meanwhile."""
-        self._tell()
+        self._note()
+        self._tell(wait=True)
         begin = time.perf_counter()
         row = evaluate()
         if row is None or stop():
@@ -254,27 +259,35 @@ class Trainer:
             at.epoch, at.batch, self._batches = at.epoch + 1, 0, None
         return batch
 
-    def _tell(self):
-        """Read the loss and the optimizer's health, and report them. Waits for a GPU."""
+    def _note(self):
+        """Let what a report says come to the host, while the GPU goes on."""
         updates, tokens, all_tokens = self._since
         if not updates:
             return
-        loss = float(self._loss) / tokens
-        now, before = self.optimizer.state.read(), self._health
-        self._health = now
-        for sentence in precision.trouble(before, now, self.workspace):
-            self.report.say("warning", sentence)
-        spent = time.perf_counter() - self._reported
-        share = self.share()
+        self._tell(wait=True)
+        now, share = time.perf_counter(), self.share()
         left = self.at.seconds * (1 - share) / share if share else float("inf")
-        progress = Progress(
-            self.at.update, self.at.epoch, self.at.seconds, share, loss, now["learning_rate"],
-            all_tokens / spent, left, memory_in_use(self.xp),
-        )  # fmt: skip
-        self.report.progress(progress)
+        facts = {
+            "update": self.at.update, "epoch": self.at.epoch, "seconds": self.at.seconds,
+            "share": share, "rate": all_tokens / (now - self._reported), "eta": left,
+            "memory": memory_in_use(self.xp),
+        }  # fmt: skip
+        self._noted = Reading(self._loss, self.optimizer.state.array), tokens, facts
         self._loss[...] = 0
         self._since = [0, 0, 0.0]
-        self._reported = time.perf_counter()
+        self._reported = now
+
+    def _tell(self, wait=False):
+        """Report what was noted, if it has come by now (or ``wait`` for it)."""
+        if not self._noted or not (wait or self._noted[0].ready()):
+            return
+        reading, tokens, facts = self._noted
+        (loss, state), self._noted = reading.values(), None
+        before, self._health = self._health, read_state(state)
+        for sentence in precision.trouble(before, self._health, self.workspace):
+            self.report.say("warning", sentence)
+        facts |= {"loss": float(loss) / tokens, "learning_rate": self._health["learning_rate"]}
+        self.report.progress(Progress(**facts))
 
     def valid_loss(self):
         """Return the mean cross-entropy per target token of the validation pairs, unsmoothed."""
