@@ -146,9 +146,10 @@ def _on_gpu(cell, xp, names, ceilings):
         _check("graph", losses)
         peaks["graph"] = pool.total_bytes() - before + replays.pool.total_bytes()
 
-    peer = Peer(cell.case, ours) if names else None
+    peer = None
     for name in names:
         try:
+            peer = peer or Peer(cell.case, ours)
             which = f"{name} {cell.case.model}"  # each may take its time to compile
             launch = peers.capture(which, functools.partial(peer.call, name), [()])
             losses[name] = _losses(peer, launch)
