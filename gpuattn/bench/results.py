@@ -11,6 +11,8 @@ A row of a comparison with peers holds
 - ``plain_us``, ``plain_samples_us``: ours without the case's features, where it has some;
 - ``eager_us``, ``eager_samples_us``: of training steps, ours without a graph, which has a reason
   ``no_graph`` where there is none; ``losses``: [first, last] of some updates, by name;
+- ``peak_bytes``: device memory, by name; of training steps with parameters and moments, all that
+  our memory pools hold and the most that PyTorch had in use at a time;
 - ``tflops``, ``gbs``, ``ceiling_share`` (of the nearer ceiling, product or copy);
 - ``ratio_to_best_peer``: the best peer's time over ours, above 1 is ahead; None without peers.
 

@@ -115,24 +115,21 @@ def measure(cell, xp, ceilings, impl=None, with_peers=False):
         return _row(cell, {"eager": timing.time_call(ours.step, False)}, losses, {}, ceilings)
     stream, names = xp.cuda.Stream(non_blocking=True), cell.peers if with_peers else ()
     try:
-        with stream, peers.on_stream(stream) if names else contextlib.nullcontext():
-            return _on_gpu(cell, xp, names, ceilings)
+        beside = peers.on_stream(stream) if names else contextlib.nullcontext()
+        pool = xp.cuda.MemoryPool()  # ours alone, so that it says what we take
+        with stream, beside, xp.cuda.using_allocator(pool.malloc):
+            return _on_gpu(cell, xp, pool, names, ceilings)
     finally:
         peers.release()
-        xp.get_default_memory_pool().free_all_blocks()
 
 
-def _on_gpu(cell, xp, names, ceilings):
+def _on_gpu(cell, xp, pool, names, ceilings):
     launches, losses, peaks, missing = {}, {}, {}, {}
-    pool = xp.get_default_memory_pool()
-    pool.free_all_blocks()
-    before = pool.total_bytes()
-
     ours = Ours(cell.case, xp)
     launches["eager"] = ours.step
     losses["eager"] = _losses(ours, ours.step)
     _check("eager", losses)
-    peaks["eager"] = pool.total_bytes() - before
+    peaks["eager"] = pool.total_bytes()
 
     said = []
     replays = Replays(said.append)
@@ -144,7 +141,7 @@ def _on_gpu(cell, xp, names, ceilings):
         launches["graph"] = replay
         losses["graph"] = _losses(ours, replay)
         _check("graph", losses)
-        peaks["graph"] = pool.total_bytes() - before + replays.pool.total_bytes()
+        peaks["graph"] = pool.total_bytes() + replays.pool.total_bytes()
 
     peer = None
     for name in names:
