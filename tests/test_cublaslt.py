@@ -14,6 +14,7 @@ from gpuattn.arrays import wide
 from gpuattn.autodiff import products
 
 M, K, N = 6, 33, 7
+start = cublaslt._handle
 
 
 @pytest.fixture
@@ -149,6 +150,18 @@ def test_a_failure_names_status_and_shape(fake):
     cublaslt.multiply(a, a.T)
     fake.status = 13
     with pytest.raises(RuntimeError, match=r"CUBLAS_STATUS_13.*\(2, 2\).*CUDA_LAUNCH_BLOCKING"):
+        cublaslt.multiply(a, a.T)
+
+
+def test_a_library_that_does_not_start(fake, monkeypatch):
+    a = gpu(np.zeros((2, 3), np.float32))
+
+    def create():
+        raise fake.cuBLASLtError(1)
+
+    monkeypatch.setattr(cublaslt, "_handle", start)
+    monkeypatch.setattr(fake, "create", create)
+    with pytest.raises(RuntimeError, match=r"CUBLAS_STATUS_1\) to start on device 0"):
         cublaslt.multiply(a, a.T)
 
 

@@ -145,3 +145,21 @@ def test_bias_gradient_of_many_rows(gpu, rng, dtype):
             error = np.abs(to_cpu(slot).astype(np.float64) - times * want).max()
             rounding = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
             assert error <= rounding * np.abs(times * want).max()
+
+
+def test_captured_layers_keep_their_biases(gpu, rng):
+    """Two layers of one kind share a plan; the pointers of each launch stay as they were."""
+    bfloat16 = dtype_of("bfloat16")
+    x, weight = (gpu.asarray(rng.standard_normal((64, 64)).astype(bfloat16)) for _ in range(2))
+    biases = gpu.asarray(rng.standard_normal((2, 64)).astype(bfloat16))
+    eager = [linear(x, weight, bias, activation="gelu") for bias in biases]
+    stream, pool = gpu.cuda.Stream(non_blocking=True), gpu.cuda.MemoryPool()
+    gpu.cuda.get_current_stream().synchronize()
+    with stream, gpu.cuda.using_allocator(pool.malloc):
+        stream.begin_capture()
+        captured = [linear(x, weight, bias, activation="gelu") for bias in biases]
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    for got, want in zip(captured, eager, strict=True):
+        assert to_cpu(got).tobytes() == to_cpu(want).tobytes()
