@@ -92,7 +92,18 @@ def library():
 
 @functools.cache
 def _handle(device):
-    return library()[0].create()
+    try:
+        return library()[0].create()
+    except library()[0].cuBLASLtError as error:
+        raise _failure(error, f"to start on device {device}") from error
+
+
+def _failure(error, what):
+    name = library()[0].get_status_name(error.status)
+    return RuntimeError(
+        f"matmul: cuBLASLt failed ({name}) {what}. Memory may be short, or earlier work on the GPU "
+        "may have failed: try CUDA_LAUNCH_BLOCKING=1 and CUBLASLT_LOG_LEVEL=2"
+    )
 
 
 def _workspace(cupy, device, stream):
@@ -164,7 +175,7 @@ def _plan(
     if target is None or (target.by_columns and epilogue) or (target.batch > 1 and not target.step):
         return None
     kind = f"{left} {right} {target} {a.dtype} {dtype} {accumulate} {epilogue} {alignment} {tf32}"
-    plan = Plan(lt, device, shape, copies, kind)
+    plan = Plan(lt, _handle(device), device, shape, copies, kind)
     compute = COMPUTE_64F if dtype == FLOAT64 else COMPUTE_TF32 if tf32 else COMPUTE_32F
     types = TYPES[a.dtype], TYPES[dtype]
     try:
@@ -172,7 +183,7 @@ def _plan(
         candidates = plan.candidates(alignment, 1)
     except lt.cuBLASLtError as error:
         if error.status not in NOTHING_FITS:
-            raise
+            raise _failure(error, f"to plan {shape} = {a.shape} @ {b.shape}") from error
         return None
     if not len(candidates):
         return None
@@ -183,8 +194,8 @@ def _plan(
 class Plan:
     """How to multiply matrices of one kind. Its descriptors are the library's, by address."""
 
-    def __init__(self, lt, device, shape, copies, kind):
-        self.lt, self.handle, self.device, self.shape = lt, _handle(device), device, shape
+    def __init__(self, lt, handle, device, shape, copies, kind):
+        self.lt, self.handle, self.device, self.shape = lt, handle, device, shape
         self.copy_a, self.copy_b = copies
         self.kind, self.tuned = kind, False
         self.vector = self.aux = 0  # addresses that the operation holds
@@ -298,13 +309,11 @@ class Plan:
                 out, target, out, target, self.algorithm_address, workspace, bytes_, stream,
             )  # fmt: skip
         except self.lt.cuBLASLtError as error:
-            name = self.lt.get_status_name(error.status)
-            raise RuntimeError(
-                f"matmul: cuBLASLt failed ({name}) on a product of shape {self.shape}. "
-                "Earlier work on the GPU may have failed: try CUDA_LAUNCH_BLOCKING=1"
-            ) from error
+            raise _failure(error, f"on a product of shape {self.shape}") from error
 
-    def __del__(self):
+    def __del__(self, ending=sys.is_finalizing):
+        if ending():  # the library may be gone
+            return
         for layout in self.layouts:
             self.lt.matrix_layout_destroy(layout)
         if hasattr(self, "operation"):

@@ -69,8 +69,8 @@ def _fastest(plan, cupy, a, b, out, vector, aux):
     before = out.copy() if plan.accumulate else None
     scratch = cupy.empty(FLUSH_BYTES, np.int8)
     pairs = {candidate: [] for candidate in candidates}
-    for _ in range(SAMPLES):
-        for candidate in candidates:
+    for turn in range(SAMPLES):
+        for candidate in candidates if turn % 2 else reversed(candidates):
             plan.take(candidate)
             begin, end = cupy.cuda.Event(), cupy.cuda.Event()
             scratch.fill(0)

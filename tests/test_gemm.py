@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from checks import DTYPES, dtype_of
 
+from gpuattn import cublaslt, tuning
 from gpuattn.arrays import to_cpu
+from gpuattn.autodiff import products
 from gpuattn.gemm import matmul
+from gpuattn.kernels import launches
 
 M, K, N = 5, 33, 7  # odd on purpose
 ROUNDING = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
@@ -90,3 +93,76 @@ def test_errors(xp):
         matmul(a, a.astype(np.float16), transpose_b=True)
     with pytest.raises(TypeError, match="int64"):
         matmul(a, xp.ones((3, 2), np.int64))
+
+
+# ---- on a GPU: cuBLASLt --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+def test_rows_with_a_step_are_not_copied(gpu, rng, dtype):
+    wide = gpu.asarray(rng.standard_normal((40, 3 * 16)).astype(dtype_of(dtype)))
+    b = gpu.asarray(rng.standard_normal((16, 24)).astype(dtype_of(dtype)))
+    before, pool = launches["matmul"], gpu.cuda.MemoryPool()
+    out = gpu.empty((40, 24), dtype_of(dtype))
+    with gpu.cuda.using_allocator(pool.malloc):
+        matmul(wide[:, 16:32], b, out=out)
+    assert launches["matmul"] == before + 1
+    assert pool.total_bytes() == 0
+    want = to_cpu(wide)[:, 16:32].astype(np.float64) @ to_cpu(b).astype(np.float64)
+    assert_close(out, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+@pytest.mark.parametrize("shapes", [((3, 5, 33), (3, 33, 7)), ((2, 3, 5, 33), (3, 33, 7))])
+def test_stacks(gpu, rng, shapes, dtype):
+    a, b = (rng.standard_normal(shape).astype(dtype_of(dtype)) for shape in shapes)
+    before = launches["matmul"]
+    got = products._product(gpu.asarray(a), gpu.asarray(b))
+    assert launches["matmul"] == before + 1
+    assert got.dtype == a.dtype
+    assert_close(got, a.astype(np.float64) @ b.astype(np.float64), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_captured_products_are_the_eager_ones(gpu, rng, dtype, monkeypatch):
+    """Even if a kind of product, or a stream, is met for the first time during the capture."""
+    monkeypatch.setattr(cublaslt, "_plans", {})
+    a, b = (
+        gpu.asarray(rng.standard_normal(shape).astype(dtype_of(dtype)))
+        for shape in ((3000, 104), (3000, 72))
+    )
+    total, pool = gpu.zeros((104, 72), np.float32), gpu.cuda.MemoryPool()
+    stream = gpu.cuda.Stream(non_blocking=True)
+    gpu.cuda.get_current_stream().synchronize()
+    with stream, gpu.cuda.using_allocator(pool.malloc):
+        stream.begin_capture()
+        product = matmul(a, b, transpose_a=True)
+        matmul(a, b, transpose_a=True, out=total, accumulate=True)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        graph.launch(stream)
+        stream.synchronize()
+    want = to_cpu(a).astype(np.float64).T @ to_cpu(b).astype(np.float64)
+    assert_close(total, 2 * want, "float32")
+    eager = matmul(a, b, transpose_a=True)
+    assert to_cpu(product).tobytes() == to_cpu(eager).tobytes()
+    assert to_cpu(matmul(a, b, transpose_a=True)).tobytes() == to_cpu(eager).tobytes()
+
+
+def test_tuned_products_are_right_and_stay_tuned(gpu, rng, monkeypatch, tmp_path):
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cublaslt, "_plans", {})
+    a, b = (
+        gpu.asarray(rng.standard_normal((512, 512)).astype(dtype_of("bfloat16"))) for _ in range(2)
+    )
+    out = gpu.ones((512, 512), np.float32)
+    tuning.tune(lambda: matmul(a, b, out=out, accumulate=True))
+    assert_close(out, to_cpu(a).astype(np.float64) @ to_cpu(b).astype(np.float64) + 1, "float32")
+    (plan,) = cublaslt._plans.values()
+    assert plan.tuned
+    (file,) = tmp_path.iterdir()
+    chosen = plan.candidate
+    cublaslt._plans.clear()
+    tuning.tune(lambda: matmul(a, b, out=out, accumulate=True))
+    (plan,) = cublaslt._plans.values()
+    assert plan.candidate == chosen

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpuattn import kernels
+from gpuattn import cublaslt, kernels
 from gpuattn.errors import DeviceMissingError, KernelCompileError
 
 LIBRARIES = (
@@ -181,10 +181,18 @@ def _numba():
 
 
 def _gemm():
-    if _version("nvmath-python") is None:
-        detail = "no nvmath-python: products run through CuPy, CUDA graphs are off"
-        return Check("nvmath", "missing", detail, "pip install 'gpuattn[cuda13x]'")
-    return Check("nvmath", "ok", f"nvmath-python {_version('nvmath-python')}")
+    library, reason = cublaslt.library()
+    if library is None:
+        remedy = "pip install 'gpuattn[cuda13x]'"
+        if _version("nvmath-python") is None:
+            reason = "no nvmath-python"
+        else:
+            remedy = f"{remedy}, which brings cuBLAS, and a driver for it"
+        detail = f"products run through CuPy and CUDA graphs are off: {reason}"
+        return Check("nvmath", "missing", detail, remedy)
+    version = library.get_version()
+    detail = f"nvmath-python {_version('nvmath-python')}, cuBLASLt {version // 10000}"
+    return Check("nvmath", "ok", f"{detail}.{version % 10000 // 100}.{version % 100}")
 
 
 def _cache():

@@ -10,7 +10,7 @@ from gpuattn import arrays
 from gpuattn.arrays import as_array, check_floats, check_together, get_xp, wide
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
-from gpuattn.gemm import matmul, matmul_activated
+from gpuattn.gemm import matmul, matmul_activated, matmul_and_sums
 from gpuattn.impls import Impl, Impls
 from gpuattn.ops.bias_activation import activate, launch_backward, launch_forward, refuse_raw
 
@@ -127,9 +127,29 @@ def _forward_raw(x, weight, bias, *, needs, activation):
 def _backward_raw(saved, dy, *, needs, into, activation):
     x, weight, z, bias = saved
     rows = get_xp(dy).ascontiguousarray(_as_rows(dy))
+    if activation is None and needs[1] and needs[2]:
+        found = _weight_and_bias_gradients(x, rows, into)
+        if found is not None:
+            dx, _ = _product_gradients(x, weight, rows, dy, (needs[0], False), into)
+            return dx, *found
     dz, dbias = launch_backward(z, bias, rows, needs[2], into[2], activation)
     dx, dweight = _product_gradients(x, weight, dz, dy, needs, into)
     return dx, dweight, dbias
+
+
+def _weight_and_bias_gradients(x, dz, into):
+    """Return (dweight, dbias), None if written into their places, by one launch; None if it can't.
+
+    It cannot add to a bias gradient.
+    """
+    out, accumulate = into[1] or (None, False)
+    dbias, add = into[2] or (arrays.empty(dz, dz.shape[1:]), False)
+    if add:
+        return None
+    dweight = matmul_and_sums(dz, _as_rows(x), dbias, out, accumulate)
+    if dweight is None:
+        return None
+    return None if into[1] else dweight, None if into[2] else dbias
 
 
 IMPLS = Impls(

@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from gpuattn import kernels
+from gpuattn import cublaslt, kernels
 from gpuattn.bench import doctor
 from gpuattn.cli.main import main
 from gpuattn.errors import KernelCompileError
@@ -51,6 +51,14 @@ def test_an_unwritable_cache_is_found(monkeypatch, tmp_path):
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
     assert "GPUATTN_CACHE_DIR" in result.stdout
+
+
+def test_a_product_library_that_does_not_load_is_found(monkeypatch):
+    monkeypatch.setattr(cublaslt, "library", lambda: (None, "libcublasLt.so.13: cannot open"))
+    check = next(check for check in doctor.examine() if check.name == "nvmath")
+    assert check.state == "missing"
+    assert "CUDA graphs are off" in check.detail
+    assert "pip install" in check.remedy
 
 
 def test_a_missing_compiler_is_found(monkeypatch):
