@@ -1,10 +1,10 @@
-"""LayerNorm over rows, a team of threads for each: ``rawkernels/layer_norm.cu`` to read.
+"""LayerNorm over rows, for each a team of threads: ``rawkernels/layer_norm.cu`` to read.
 
 A row is read once, 16 bytes at a time, and stays in registers. Matrices are (rows, cols) of one
-dtype, as ``vectors.numbers`` gives them, with room for whole vectors at the end of a row;
-``weight`` and ``bias`` are (1, cols), ``mean`` and ``rstd`` (rows,), float32. ``mean`` is that of
-the row less its first element, which loses nothing to a large mean. A team is a warp, of several
-in a block, or a block. What is known of the rows before the launch is known to the compiler.
+dtype, as ``vectors.numbers`` gives them, with room for whole vectors at the end of a row, zeros in
+what is read; ``weight`` and ``bias`` are such matrices of one row, ``mean`` and ``rstd`` (rows,),
+float32. ``mean`` is that of the row less its first element, which loses nothing to a large mean.
+What is known of the rows before the launch is known to the compiler, see ``reduce.layout``.
 """
 
 import functools
@@ -12,74 +12,63 @@ import math
 
 import numpy as np
 
-from gpuattn.numbakernels.device import cuda, jit
-from gpuattn.numbakernels.reduce import THREADS, ZERO, reductions
+from gpuattn.numbakernels.device import SIMULATED, cuda, jit
+from gpuattn.numbakernels.reduce import ZERO, reductions, teams_of_a_block
 from gpuattn.numbakernels.vectors import fetch, floats, gather, load, store
 
 ONE = np.float32(1)
-WARPS = 16  # of a block that adds the teams' sums
+NOTHING = np.uint32(0)
+SUMMING = 4 if SIMULATED else 32  # warps of a block that add the teams' sums
 
 
 @functools.cache
-def layer_norm_forward(team, vectors, width, edges, early=True):
+def layer_norm_forward(team, vectors, width, edges):
     """Return the kernel for rows of which each thread of a team holds so many vectors.
 
     ``width``: numbers of a vector. ``edges``: not every vector is inside the row.
     """
-    held, words, words_ahead = vectors * width, 4 * vectors, 8 * vectors
-    _, row_sum = reductions(team)
-    here = max(THREADS // team, 1)  # rows of a block
+    held, teams = vectors * width, teams_of_a_block(team)
+    _, team_sum = reductions(team)
 
     @jit
     def forward(x, weight, bias, y, mean, rstd, cols, eps):
-        """Write y = normalized * weight + bias. Launch: grid = (rows / rows of a block,)."""
+        """Write y = normalized * weight + bias.
+
+        Launch: grid = (rows / teams of a block,), block = (team * teams of a block,).
+        """
         partial = cuda.shared.array((2, 32), np.float32)
         values = cuda.local.array(held, np.float32)
-        scales = cuda.local.array(words, np.uint32)
-        shifts = cuda.local.array(words, np.uint32)
-        row = cuda.blockIdx.x * here + cuda.threadIdx.x // team
+        row = cuda.blockIdx.x * teams + cuda.threadIdx.x // team
         if row >= x.shape[0]:
             return
         first = cuda.threadIdx.x % team * width
-        pivot = load(x, row, 0)[0]
-        share = ONE / np.float32(cols)
+        pivot, share = load(x, row, 0)[0], ONE / np.float32(cols)
 
-        total = ZERO
         for i in range(vectors):
             column = first + i * team * width
             if not edges or column < cols:
                 part = load(x, row, column)
                 for k in range(width):
                     values[i * width + k] = part[k] - pivot
-        if early:
-            for i in range(vectors):
-                column = first + i * team * width
-                if not edges or column < cols:
-                    fetch(weight, 0, column, scales, 4 * i)
-                    fetch(bias, 0, column, shifts, 4 * i)
+        total = ZERO
         for i in range(vectors):
-            column = first + i * team * width
             for k in range(width):
-                if not edges or column + k < cols:
+                if not edges or first + i * team * width + k < cols:
                     total += values[i * width + k]
-        centre = row_sum(total, partial[0]) * share
+        centre = team_sum(total, partial[0]) * share
 
         total = ZERO
         for i in range(vectors):
-            column = first + i * team * width
             for k in range(width):
-                if not edges or column + k < cols:
+                if not edges or first + i * team * width + k < cols:
                     deviation = values[i * width + k] - centre
                     total += deviation * deviation
-        scale = ONE / math.sqrt(row_sum(total, partial[1]) * share + eps)
+        scale = ONE / math.sqrt(team_sum(total, partial[1]) * share + eps)
 
         for i in range(vectors):
             column = first + i * team * width
             if not edges or column < cols:
-                if not early:
-                    fetch(weight, 0, column, scales, 4 * i)
-                    fetch(bias, 0, column, shifts, 4 * i)
-                w, b = floats(weight, scales, 4 * i), floats(bias, shifts, 4 * i)
+                w, b = load(weight, 0, column), load(bias, 0, column)
                 for k in range(width):
                     normalized = (values[i * width + k] - centre) * scale
                     values[i * width + k] = normalized * w[k] + b[k]
@@ -92,115 +81,110 @@ def layer_norm_forward(team, vectors, width, edges, early=True):
 
 
 @functools.cache
-def layer_norm_backward(team, vectors, width, edges, ahead=True, max_registers=None):
+def layer_norm_backward(team, vectors, width, edges):
     """Return the gradient's kernel, for what ``layer_norm_forward`` takes."""
-    held, words, words_ahead = vectors * width, 4 * vectors, 8 * vectors
-    _, row_sum = reductions(team)
-    here = max(THREADS // team, 1)
+    held, words, both_words = vectors * width, 4 * vectors, 8 * vectors
+    teams = teams_of_a_block(team)
+    _, team_sum = reductions(team)
 
-    @jit(max_registers=max_registers)
+    @jit(device=True)
+    def read_ahead(x, dy, row, first, ahead):
+        """Put this thread's vectors of both rows into ``ahead``, x and dy in turns."""
+        for i in range(vectors):
+            column = first + i * team * width
+            if not edges or column < x.shape[1]:
+                fetch(x, row, column, ahead, 8 * i)
+                fetch(dy, row, column, ahead, 8 * i + 4)
+
+    @jit
     def backward(x, weight, dy, mean, rstd, dx, dweight, dbias, cols):
         """Write dx = rstd * (g - mean(g) - normalized * mean(g * normalized)), g = weight * dy.
 
-        ``dweight``, ``dbias``: (teams, cols), the sums of dy * normalized and of dy over the rows
-        of each team. Launch: grid = (teams / teams of a block,); each takes rows a grid apart.
+        ``dweight``, ``dbias``: (all teams, cols), the sums of dy * normalized and of dy over the
+        rows of each team, which are so many rows apart. Launch: grid = (all teams / teams of a
+        block,), block = (team * teams of a block,). A row is on its way while the one before it is
+        worked on: few threads, but each with many bytes under way.
         """
         partial = cuda.shared.array((2, 2, 32), np.float32)
-        rows_ahead = cuda.local.array(words_ahead, np.uint32)
+        ahead = cuda.local.array(both_words, np.uint32)
         weights = cuda.local.array(words, np.uint32)
         g = cuda.local.array(held, np.float32)
         normalized = cuda.local.array(held, np.float32)
         weight_sums = cuda.local.array(held, np.float32)
         bias_sums = cuda.local.array(held, np.float32)
-        rows = x.shape[0]
-        first = cuda.threadIdx.x % team * width
-        begin = cuda.blockIdx.x * here + cuda.threadIdx.x // team
-        step = cuda.gridDim.x * here
+        me = cuda.blockIdx.x * teams + cuda.threadIdx.x // team
+        first, last = cuda.threadIdx.x % team * width, x.shape[0] - 1
         share = ONE / np.float32(cols)
-        for i in range(held):
-            weight_sums[i] = ZERO
-            bias_sums[i] = ZERO
-        for i in range(vectors):
-            column = first + i * team * width
-            if not edges or column < cols:
-                fetch(weight, 0, column, weights, 4 * i)
-                if ahead:
-                    fetch(x, min(begin, rows - 1), column, rows_ahead, 8 * i)
-                    fetch(dy, min(begin, rows - 1), column, rows_ahead, 8 * i + 4)
-        turn, now = 0, min(begin, rows - 1)
-        next_pivot, next_centre, next_scale = load(x, now, 0)[0], mean[now], rstd[now]
-        for row in range(begin, rows, step):
-            pivot, centre, scale = next_pivot, next_centre, next_scale
-            turn = 1 - turn
-            total, dot = ZERO, ZERO
-            if not ahead:
-                for i in range(vectors):
-                    column = first + i * team * width
-                    if not edges or column < cols:
-                        fetch(x, row, column, rows_ahead, 8 * i)
-                        fetch(dy, row, column, rows_ahead, 8 * i + 4)
-            for i in range(vectors):
-                column = first + i * team * width
-                if not edges or column < cols:
-                    part, d = floats(x, rows_ahead, 8 * i), floats(dy, rows_ahead, 8 * i + 4)
-                    w = floats(weight, weights, 4 * i)
-                    for k in range(width):
-                        n = i * width + k
-                        normalized[n] = (part[k] - pivot - centre) * scale
-                        g[n] = d[k] * w[k]
-                        weight_sums[n] += d[k] * normalized[n]
-                        bias_sums[n] += d[k]
-                        if not edges or column + k < cols:
-                            total += g[n]
-                            dot += g[n] * normalized[n]
-            following = min(row + step, rows - 1)
-            next_pivot, next_centre, next_scale = (
-                load(x, following, 0)[0], mean[following], rstd[following]
-            )
-            if ahead:
-                for i in range(vectors):
-                    column = first + i * team * width
-                    if not edges or column < cols:
-                        fetch(x, following, column, rows_ahead, 8 * i)
-                        fetch(dy, following, column, rows_ahead, 8 * i + 4)
-            total = row_sum(total, partial[turn, 0]) * share
-            dot = row_sum(dot, partial[turn, 1]) * share
 
+        for n in range(held):
+            weight_sums[n], bias_sums[n] = ZERO, ZERO
+        for n in range(both_words):
+            ahead[n] = NOTHING
+        for i in range(vectors):
+            for n in range(4):
+                weights[4 * i + n] = NOTHING
+            if not edges or first + i * team * width < x.shape[1]:
+                fetch(weight, 0, first + i * team * width, weights, 4 * i)
+        turn, following = 0, min(me, last)
+        read_ahead(x, dy, following, first, ahead)
+        pivot, centre, scale = load(x, following, 0)[0], mean[following], rstd[following]
+
+        for row in range(me, x.shape[0], dweight.shape[0]):
+            total, dot = ZERO, ZERO
+            for i in range(vectors):
+                part, d = floats(x, ahead, 8 * i), floats(dy, ahead, 8 * i + 4)
+                w = floats(weight, weights, 4 * i)
+                for k in range(width):
+                    n = i * width + k
+                    normalized[n] = (part[k] - pivot - centre) * scale
+                    g[n] = d[k] * w[k]
+                    weight_sums[n] += d[k] * normalized[n]
+                    bias_sums[n] += d[k]
+                    total += g[n]
+                    dot += g[n] * normalized[n]
+            rstd_of_row = scale
+            following = min(row + dweight.shape[0], last)
+            read_ahead(x, dy, following, first, ahead)
+            pivot, centre, scale = load(x, following, 0)[0], mean[following], rstd[following]
+
+            turn = 1 - turn  # a slow warp may still read the sums of the row before
+            total = team_sum(total, partial[turn, 0]) * share
+            dot = team_sum(dot, partial[turn, 1]) * share
             for i in range(vectors):
                 column = first + i * team * width
-                if not edges or column < cols:
-                    for k in range(width):
-                        n = i * width + k
-                        g[n] = scale * (g[n] - total - normalized[n] * dot)
+                if not edges or column < dx.shape[1]:
+                    for n in range(i * width, (i + 1) * width):
+                        g[n] = rstd_of_row * (g[n] - total - normalized[n] * dot)
                     store(dx, row, column, gather(dx, g, i * width))
 
         for i in range(vectors):
             column = first + i * team * width
-            if not edges or column < cols:
+            if not edges or column < dweight.shape[1]:
                 for k in range(0, width, 4):
                     n = i * width + k
-                    store(dweight, begin, column + k, gather(dweight, weight_sums, n))
-                    store(dbias, begin, column + k, gather(dbias, bias_sums, n))
+                    store(dweight, me, column + k, gather(dweight, weight_sums, n))
+                    store(dbias, me, column + k, gather(dbias, bias_sums, n))
 
     return backward
 
 
 @jit
 def column_sums(parts, total):
-    """Write the sums over the second axis of ``parts`` (2, parts, cols) to ``total`` (2, cols).
+    """Write the sums over the second axis of ``parts`` (2, teams, cols) to ``total`` (2, cols).
 
-    Launch: grid = (cols / 32, 2), block = (32 * WARPS,).
+    Launch: grid = (cols / 32, 2), block = (32 * SUMMING,).
     """
-    partial = cuda.shared.array((WARPS, 32), np.float32)
+    partial = cuda.shared.array((SUMMING, 32), np.float32)
     lane, warp, which = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32, cuda.blockIdx.y
-    column = min(cuda.blockIdx.x * 32 + lane, parts.shape[2] - 1)
+    column = cuda.blockIdx.x * 32 + lane
     value = ZERO
-    for part in range(warp, parts.shape[1], WARPS):
-        value += parts[which, part, column]
+    if column < parts.shape[2]:
+        for part in range(warp, parts.shape[1], SUMMING):
+            value += parts[which, part, column]
     partial[warp, lane] = value
     cuda.syncthreads()
-    if warp == 0:
+    if warp == 0 and column < parts.shape[2]:
         value = ZERO
-        for other in range(WARPS):
+        for other in range(SUMMING):
             value += partial[other, lane]
         total[which, column] = value

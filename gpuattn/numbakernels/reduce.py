@@ -7,6 +7,8 @@ import numpy as np
 from gpuattn.numbakernels.device import SIMULATED, cuda, jit
 
 THREADS = 32 if SIMULATED else 128  # of a block that reduces one row
+TEAMS = 32, 64, 128, 256, 512  # threads that may share a row: a warp, or a block
+HELD = 4  # vectors of a row that a thread holds, at most
 ALL = 0xFFFFFFFF
 ZERO = np.float32(0)
 NEG_INF = np.float32(-np.inf)
@@ -42,16 +44,34 @@ def block_sum(value, partial):
     return value
 
 
+# ---- rows that fit into registers ----------------------------------------------------------------
+
+
+def layout(vectors):
+    """Return (threads that share a row of so many vectors, vectors that each of them holds).
+
+    The most of them that hold a longer row in steps.
+    """
+    full = [team for team in TEAMS if vectors % team == 0 and vectors <= team * HELD]
+    enough = [team for team in TEAMS if vectors <= team * HELD]
+    return (full[0], vectors // full[0]) if full else ((enough or TEAMS[-1:])[0], HELD)
+
+
+def teams_of_a_block(team):
+    """Return how many: several warps, or one team of several warps, which waits for its own."""
+    return 4 if team == 32 else 1
+
+
 @functools.cache
 def reductions(team):
-    """Return (max, sum) over ``team`` threads of a block: a warp, or several that are the block.
+    """Return the maximum and the sum over a team, functions of a value and ``partial``.
 
-    Both take a value and ``partial``, which no other reduction before the next barrier may use.
+    Every thread gets the result. ``partial`` is for no other before the next call but one.
     """
     warps = team // 32
 
     @jit(device=True)
-    def row_max(value, partial):
+    def team_max(value, partial):
         for lane in (16, 8, 4, 2, 1):
             value = max(value, cuda.shfl_xor_sync(ALL, value, lane))
         if warps > 1:
@@ -63,7 +83,7 @@ def reductions(team):
         return value
 
     @jit(device=True)
-    def row_sum(value, partial):
+    def team_sum(value, partial):
         for lane in (16, 8, 4, 2, 1):
             value += cuda.shfl_xor_sync(ALL, value, lane)
         if warps > 1:
@@ -75,4 +95,4 @@ def reductions(team):
                 value += partial[warp]
         return value
 
-    return row_max, row_sum
+    return team_max, team_sum

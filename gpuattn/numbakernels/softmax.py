@@ -3,8 +3,8 @@
 A row is read once, 16 bytes at a time, and stays in registers; one too long for that goes through
 them in steps and is read twice. All matrices are (rows, cols) of one dtype, as ``vectors.numbers``
 gives them, with room for whole vectors at the end of a row. What is known of the rows before the
-launch is known to the compiler.
-Launch: grid = (rows / rows of a block,), block = (team,), or (THREADS,) for several small teams.
+launch is known to the compiler, see ``reduce.layout``.
+Launch: grid = (rows / teams of a block,), block = (team * teams of a block,).
 """
 
 import functools
@@ -12,11 +12,11 @@ import functools
 import numpy as np
 
 from gpuattn.numbakernels.device import cuda, jit
-from gpuattn.numbakernels.reduce import NEG_INF, THREADS, ZERO, reductions
+from gpuattn.numbakernels.reduce import NEG_INF, ZERO, reductions, teams_of_a_block
 from gpuattn.numbakernels.vectors import exp2, gather, load, store
 
 ONE, LOG2_E = np.float32(1), np.float32(1.4426950408889634)
-LOWEST = np.float32(-1e38)  # as a bound it keeps -inf - (-inf) out of rows that see nothing
+LOWEST = np.finfo(np.float32).min  # as a bound it keeps -inf - (-inf) out of rows that see nothing
 KEEP, ADD = 1, 2
 
 
@@ -27,9 +27,8 @@ def softmax_forward(team, vectors, width, kind, edges, long):
     ``width``: numbers of a vector. ``kind``: 0 for no mask, KEEP (seen where true) or ADD.
     ``edges``: not every vector is inside the row and seen. ``long``: a row takes several steps.
     """
-    held = vectors * width
-    row_max, row_sum = reductions(team)
-    here = max(THREADS // team, 1)  # rows of a block
+    held, teams = vectors * width, teams_of_a_block(team)
+    team_max, team_sum = reductions(team)
 
     @jit(device=True)
     def read(x, mask, row, column, visible, scale, values):
@@ -62,9 +61,8 @@ def softmax_forward(team, vectors, width, kind, edges, long):
     def exponentials(values, peak):
         """Replace logits by exp(logit - peak) and return this thread's sum of them."""
         total = ZERO
-        bound = peak * LOG2_E
         for i in range(held):
-            values[i] = exp2(values[i] * LOG2_E - bound)
+            values[i] = exp2((values[i] - peak) * LOG2_E)
             total += values[i]
         return total
 
@@ -76,7 +74,7 @@ def softmax_forward(team, vectors, width, kind, edges, long):
         """
         partial = cuda.shared.array((3, 32), np.float32)
         values = cuda.local.array(held, np.float32)
-        row = cuda.blockIdx.x * here + cuda.threadIdx.x // team
+        row = cuda.blockIdx.x * teams + cuda.threadIdx.x // team
         if row >= x.shape[0]:
             return
         first = cuda.threadIdx.x % team * width
@@ -94,12 +92,12 @@ def softmax_forward(team, vectors, width, kind, edges, long):
             high = peak
             for i in range(held):
                 high = max(high, values[i])
-            high = row_max(high, partial[step % 2])
+            high = team_max(high, partial[step % 2])
             if long:
                 total *= exp2((peak - high) * LOG2_E)
             total += exponentials(values, high)
             peak = high
-        total = row_sum(total, partial[2])
+        total = team_sum(total, partial[2])
         factor = ZERO  # of a row that sees nothing
         if total != ZERO:
             factor = ONE / total
@@ -121,9 +119,8 @@ def softmax_forward(team, vectors, width, kind, edges, long):
 @functools.cache
 def softmax_backward(team, vectors, width, edges, long):
     """Return the gradient's kernel, for what ``softmax_forward`` takes."""
-    held = vectors * width
-    _, row_sum = reductions(team)
-    here = max(THREADS // team, 1)
+    held, teams = vectors * width, teams_of_a_block(team)
+    _, team_sum = reductions(team)
 
     @jit(device=True)
     def read(y, dy, row, column, cols, p, g):
@@ -151,7 +148,7 @@ def softmax_backward(team, vectors, width, edges, long):
         partial = cuda.shared.array(32, np.float32)
         p = cuda.local.array(held, np.float32)
         g = cuda.local.array(held, np.float32)
-        row = cuda.blockIdx.x * here + cuda.threadIdx.x // team
+        row = cuda.blockIdx.x * teams + cuda.threadIdx.x // team
         if row >= y.shape[0]:
             return
         first = cuda.threadIdx.x % team * width
@@ -163,7 +160,7 @@ def softmax_backward(team, vectors, width, edges, long):
         dot = ZERO
         for step in range(steps):
             dot += read(y, dy, row, first + step * stride, cols, p, g)
-        dot = row_sum(dot, partial)
+        dot = team_sum(dot, partial)
 
         for step in range(steps - 1, -1, -1):  # the last step's are still there
             if long and step < steps - 1:

@@ -59,7 +59,7 @@ def test_wide_rows(gpu, rng, shape, dtype):
 @pytest.mark.parametrize("cols", [33, 64])
 @pytest.mark.parametrize("name, where", HERE)
 def test_more_rows_than_blocks(name, where, rng, monkeypatch, cols):
-    monkeypatch.setattr(module, "NUMBA_PARTS", 4)
+    monkeypatch.setattr(module, "NUMBA_WARPS", 4)
     monkeypatch.setattr(norm_launch, "gpu", lambda device: (kernels.gpu(device)[0], 1))
     rows = 13 if name == "numba" else 203
     check_implementation(IMPLS, name, where, inputs(rng, (rows, cols)), "float32", eps=1e-5)
