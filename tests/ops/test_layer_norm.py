@@ -256,11 +256,14 @@ def test_numba_kernels_compile_without_double_arithmetic(nvvm):
 
     v, sums = float32[::1], float32[:, ::1]
     for kind in (float32, float16, uint16):
-        m = kind[:, ::1]
-        forward = check_no_float64(numba_form.layer_norm_forward, m, m, m, m, v, v, int64, float32)
-        backward = check_no_float64(
-            numba_form.layer_norm_backward, m, m, m, v, v, m, sums, sums, int64
-        )
-        for ptx in (forward, backward):
-            assert "ld.global.v4" in ptx and "st.global.v4" in ptx
-            assert ".local" not in ptx, "a row left its registers"
+        m, width = kind[:, ::1], 128 // kind.bitwidth
+        for constants in ((32, 4, width, False), (256, 4, width, True)):
+            forward = numba_form.layer_norm_forward(*constants)
+            backward = numba_form.layer_norm_backward(*constants)
+            for ptx in (
+                check_no_float64(forward, m, m, m, m, v, v, int64, float32),
+                check_no_float64(backward, m, m, m, v, v, m, sums, sums, int64),
+            ):
+                assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+                assert ".local" not in ptx, "a row left its registers"
+    check_no_float64(numba_form.column_sums, float32[:, :, ::1], sums)
