@@ -282,7 +282,7 @@ def backward_raw(saved, dy, needs, into, rms):
     dy, dy_step = rows_of(dy.astype(x.dtype, copy=False))
     rows, cols = x.size // max(x.shape[-1], 1), x.shape[-1]
     dx = arrays.empty(x, x.shape)
-    constants, grid, shared = backward_layout(x, 2, 2)
+    constants, grid, shared = backward_layout(x, 2, 2, pairs=True)
     sums = parts_of(x, grid, needs[1:])
     given = {"RMS": rms, "WEIGHT": weight is not None}
     backward = kernel("layer_norm_backward.cu", "layer_norm_backward", **constants, **given)
