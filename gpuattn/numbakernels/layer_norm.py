@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from gpuattn.numbakernels.device import SIMULATED, cuda, jit
-from gpuattn.numbakernels.reduce import ZERO, reductions, teams_of_a_block
+from gpuattn.numbakernels.reduce import ALL, ZERO, reductions, teams_of_a_block
 from gpuattn.numbakernels.vectors import fetch, floats, gather, load, store
 
 ONE = np.float32(1)
@@ -29,6 +29,17 @@ def layer_norm_forward(team, vectors, width, edges):
     """
     held, teams = vectors * width, teams_of_a_block(team)
     _, team_sum = reductions(team)
+
+    @jit(device=True)
+    def clear_beyond(values, first, cols):
+        """Put zeros where the row has ended."""
+        if edges:
+            for i in range(vectors):
+                column = first + i * team * width
+                if column + width > cols:
+                    for k in range(width):
+                        if column + k >= cols:
+                            values[i * width + k] = ZERO
 
     @jit
     def forward(x, weight, bias, y, mean, rstd, cols, eps):
@@ -50,19 +61,18 @@ def layer_norm_forward(team, vectors, width, edges):
                 part = load(x, row, column)
                 for k in range(width):
                     values[i * width + k] = part[k] - pivot
+        clear_beyond(values, first, cols)
         total = ZERO
-        for i in range(vectors):
-            for k in range(width):
-                if not edges or first + i * team * width + k < cols:
-                    total += values[i * width + k]
+        for n in range(held):
+            total += values[n]
         centre = team_sum(total, partial[0]) * share
 
+        for n in range(held):
+            values[n] -= centre
+        clear_beyond(values, first, cols)
         total = ZERO
-        for i in range(vectors):
-            for k in range(width):
-                if not edges or first + i * team * width + k < cols:
-                    deviation = values[i * width + k] - centre
-                    total += deviation * deviation
+        for n in range(held):
+            total += values[n] * values[n]
         scale = ONE / math.sqrt(team_sum(total, partial[1]) * share + eps)
 
         for i in range(vectors):
@@ -70,8 +80,7 @@ def layer_norm_forward(team, vectors, width, edges):
             if not edges or column < cols:
                 w, b = load(weight, 0, column), load(bias, 0, column)
                 for k in range(width):
-                    normalized = (values[i * width + k] - centre) * scale
-                    values[i * width + k] = normalized * w[k] + b[k]
+                    values[i * width + k] = values[i * width + k] * scale * w[k] + b[k]
                 store(y, row, column, gather(y, values, i * width))
         if cuda.threadIdx.x % team == 0:
             mean[row] = centre
@@ -170,21 +179,28 @@ def layer_norm_backward(team, vectors, width, edges):
 
 @jit
 def column_sums(parts, total):
-    """Write the sums over the second axis of ``parts`` (2, teams, cols) to ``total`` (2, cols).
+    """Write the sums over the rows of each half of ``parts`` (2 * teams, cols) to ``total``, (2, .).
 
-    Launch: grid = (cols / 32, 2), block = (32 * SUMMING,).
+    Launch: grid = (cols / 32, 2), block = (32 * SUMMING,). A warp reads 128 bytes of four rows.
     """
     partial = cuda.shared.array((SUMMING, 32), np.float32)
+    sums = cuda.local.array(4, np.float32)
     lane, warp, which = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32, cuda.blockIdx.y
-    column = cuda.blockIdx.x * 32 + lane
-    value = ZERO
-    if column < parts.shape[2]:
-        for part in range(warp, parts.shape[1], SUMMING):
-            value += parts[which, part, column]
-    partial[warp, lane] = value
+    begin, four, teams = cuda.blockIdx.x * 32, lane % 8 * 4, parts.shape[0] // 2
+    for k in range(4):
+        sums[k] = ZERO
+    if begin + four < parts.shape[1]:
+        for part in range(4 * warp + lane // 8, teams, 4 * SUMMING):
+            numbers = load(parts, which * teams + part, begin + four)
+            for k in range(4):
+                sums[k] += numbers[k]
+    for k in range(4):
+        for apart in (8, 16):
+            sums[k] += cuda.shfl_xor_sync(ALL, sums[k], apart)
+        partial[warp, four + k] = sums[k]
     cuda.syncthreads()
-    if warp == 0 and column < parts.shape[2]:
+    if warp == 0 and begin + lane < total.shape[1]:
         value = ZERO
         for other in range(SUMMING):
             value += partial[other, lane]
-        total[which, column] = value
+        total[which, begin + lane] = value

@@ -59,7 +59,7 @@ def layout(vectors):
 
 def teams_of_a_block(team):
     """Return how many: several warps, or one team of several warps, which waits for its own."""
-    return 4 if team == 32 else 1
+    return (2 if SIMULATED else 4) if team == 32 else 1
 
 
 @functools.cache

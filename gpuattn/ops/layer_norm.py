@@ -239,8 +239,9 @@ def _backward_numba(saved, dy, *, needs, into, eps):
     dx = arrays.empty(x, rows.shape)
     kernel, team, teams = _numba_kernel(layer_norm_backward, x)
     blocks = min(-(-len(rows) // teams), NUMBA_WARPS * 32 // (team * teams))
-    sums = arrays.empty(x, (2, blocks * teams, rows.shape[1]), np.float32)
-    outs = numbers(dx), *sums, cols
+    count = blocks * teams
+    sums = arrays.empty(x, (2 * count, rows.shape[1]), np.float32)
+    outs = numbers(dx), sums[:count], sums[count:], cols
     device.launch(kernel, (blocks,), (team * teams,), rows, vector, dy, mean, rstd, *outs)
     dweight = dbias = None
     if needs[1] or needs[2]:
