@@ -179,19 +179,20 @@ def layer_norm_backward(team, vectors, width, edges):
 
 @jit
 def column_sums(parts, total):
-    """Write the sums over the rows of each half of ``parts`` (2 * teams, cols) to ``total``, (2, .).
+    """Write the sums over each half of the rows of ``parts`` (2 * teams, cols) to ``total``.
 
-    Launch: grid = (cols / 32, 2), block = (32 * SUMMING,). A warp reads 128 bytes of four rows.
+    ``total``: (2, cols). Launch: grid = (cols / 32, 2), block = (32 * SUMMING,). A warp reads 128
+    bytes of four rows at a time.
     """
     partial = cuda.shared.array((SUMMING, 32), np.float32)
     sums = cuda.local.array(4, np.float32)
-    lane, warp, which = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32, cuda.blockIdx.y
+    lane, warp, half = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32, cuda.blockIdx.y
     begin, four, teams = cuda.blockIdx.x * 32, lane % 8 * 4, parts.shape[0] // 2
     for k in range(4):
         sums[k] = ZERO
     if begin + four < parts.shape[1]:
         for part in range(4 * warp + lane // 8, teams, 4 * SUMMING):
-            numbers = load(parts, which * teams + part, begin + four)
+            numbers = load(parts, half * teams + part, begin + four)
             for k in range(4):
                 sums[k] += numbers[k]
     for k in range(4):
@@ -203,4 +204,4 @@ def column_sums(parts, total):
         value = ZERO
         for other in range(SUMMING):
             value += partial[other, lane]
-        total[which, begin + lane] = value
+        total[half, begin + lane] = value

@@ -48,17 +48,18 @@ def block_sum(value, partial):
 
 
 def layout(vectors):
-    """Return (threads that share a row of so many vectors, vectors that each of them holds).
+    """Return (threads of a team, vectors that each holds) for rows of so many vectors.
 
-    The most of them that hold a longer row in steps.
+    The fewest threads that the row fills, else the fewest that hold it. A longer row takes several
+    steps of the most.
     """
-    full = [team for team in TEAMS if vectors % team == 0 and vectors <= team * HELD]
-    enough = [team for team in TEAMS if vectors <= team * HELD]
-    return (full[0], vectors // full[0]) if full else ((enough or TEAMS[-1:])[0], HELD)
+    enough = [team for team in TEAMS if vectors <= team * HELD] or TEAMS[-1:]
+    filled = [team for team in enough if vectors % team == 0 and vectors <= team * HELD]
+    return (filled[0], vectors // filled[0]) if filled else (enough[0], HELD)
 
 
 def teams_of_a_block(team):
-    """Return how many: several warps, or one team of several warps, which waits for its own."""
+    """Return how many: several warps, or one team of several, for which the block's barrier is."""
     return (2 if SIMULATED else 4) if team == 32 else 1
 
 
@@ -66,7 +67,7 @@ def teams_of_a_block(team):
 def reductions(team):
     """Return the maximum and the sum over a team, functions of a value and ``partial``.
 
-    Every thread gets the result. ``partial`` is for no other before the next call but one.
+    Every thread gets the result. The next call wants another ``partial``: this one is still read.
     """
     warps = team // 32
 

@@ -31,39 +31,35 @@ def softmax_forward(team, vectors, width, kind, edges, long):
     team_max, team_sum = reductions(team)
 
     @jit(device=True)
-    def read(x, mask, row, column, visible, scale, values):
+    def read(x, mask, row, first, visible, scale, values):
         """Put scale * x + mask into ``values``, -inf where the row does not see the column."""
         last = x.shape[1] - width  # read instead of what is beyond the row
         for i in range(vectors):
-            place = column + i * team * width
-            if edges:
-                place = min(place, last)
-            part = load(x, row, place)
+            column = first + i * team * width
+            part = load(x, row, min(column, last) if edges else column)
             for k in range(width):
                 values[i * width + k] = part[k] * scale
         if kind == ADD:
             for i in range(vectors):
-                place = column + i * team * width
-                if edges:
-                    place = min(place, last)
-                part = load(mask, row, place)
+                column = first + i * team * width
+                part = load(mask, row, min(column, last) if edges else column)
                 for k in range(width):
                     values[i * width + k] += part[k]
         if edges or kind == KEEP:
             for i in range(vectors):
-                place = column + i * team * width
-                if kind == KEEP or place + width > visible:
+                column = first + i * team * width
+                if kind == KEEP or column + width > visible:
                     for k in range(width):
-                        if place + k >= visible or (kind == KEEP and not mask[row, place + k]):
+                        if column + k >= visible or (kind == KEEP and not mask[row, column + k]):
                             values[i * width + k] = NEG_INF
 
     @jit(device=True)
     def exponentials(values, peak):
         """Replace logits by exp(logit - peak) and return this thread's sum of them."""
         total = ZERO
-        for i in range(held):
-            values[i] = exp2((values[i] - peak) * LOG2_E)
-            total += values[i]
+        for n in range(held):
+            values[n] = exp2((values[n] - peak) * LOG2_E)
+            total += values[n]
         return total
 
     @jit
@@ -77,11 +73,8 @@ def softmax_forward(team, vectors, width, kind, edges, long):
         row = cuda.blockIdx.x * teams + cuda.threadIdx.x // team
         if row >= x.shape[0]:
             return
-        first = cuda.threadIdx.x % team * width
-        stride = held * team
-        steps = 1
-        if long:
-            steps = (cols + stride - 1) // stride
+        first, stride = cuda.threadIdx.x % team * width, held * team
+        steps = (cols + stride - 1) // stride if long else 1
         visible = cols
         if edges and queries > 0:
             visible = min(cols, row % queries + 1 + cols - queries)
@@ -90,8 +83,8 @@ def softmax_forward(team, vectors, width, kind, edges, long):
         for step in range(steps):
             read(x, mask, row, first + step * stride, visible, scale, values)
             high = peak
-            for i in range(held):
-                high = max(high, values[i])
+            for n in range(held):
+                high = max(high, values[n])
             high = team_max(high, partial[step % 2])
             if long:
                 total *= exp2((peak - high) * LOG2_E)
@@ -106,12 +99,12 @@ def softmax_forward(team, vectors, width, kind, edges, long):
             if long and step < steps - 1:
                 read(x, mask, row, first + step * stride, visible, scale, values)
                 exponentials(values, peak)
-            for i in range(held):
-                values[i] *= factor
+            for n in range(held):
+                values[n] *= factor
             for i in range(vectors):
-                place = first + step * stride + i * team * width
-                if not edges or place < y.shape[1]:
-                    store(y, row, place, gather(y, values, i * width))
+                column = first + step * stride + i * team * width
+                if not edges or column < y.shape[1]:
+                    store(y, row, column, gather(y, values, i * width))
 
     return forward
 
@@ -123,23 +116,22 @@ def softmax_backward(team, vectors, width, edges, long):
     _, team_sum = reductions(team)
 
     @jit(device=True)
-    def read(y, dy, row, column, cols, p, g):
+    def read(y, dy, row, first, cols, p, g):
         """Put numbers of ``y`` and ``dy`` into ``p`` and ``g``; return this thread's sum of p g."""
         last = y.shape[1] - width
         for i in range(vectors):
-            place = column + i * team * width
-            if edges:
-                place = min(place, last)
+            column = first + i * team * width
+            place = min(column, last) if edges else column
             y_part, dy_part = load(y, row, place), load(dy, row, place)
             for k in range(width):
                 p[i * width + k], g[i * width + k] = y_part[k], dy_part[k]
-            if edges:
+            if edges and column + width > cols:
                 for k in range(width):
-                    if column + i * team * width + k >= cols:
+                    if column + k >= cols:
                         p[i * width + k], g[i * width + k] = ZERO, ZERO
         dot = ZERO
-        for i in range(held):
-            dot += p[i] * g[i]
+        for n in range(held):
+            dot += p[n] * g[n]
         return dot
 
     @jit
@@ -151,11 +143,8 @@ def softmax_backward(team, vectors, width, edges, long):
         row = cuda.blockIdx.x * teams + cuda.threadIdx.x // team
         if row >= y.shape[0]:
             return
-        first = cuda.threadIdx.x % team * width
-        stride = held * team
-        steps = 1
-        if long:
-            steps = (cols + stride - 1) // stride
+        first, stride = cuda.threadIdx.x % team * width, held * team
+        steps = (cols + stride - 1) // stride if long else 1
 
         dot = ZERO
         for step in range(steps):
@@ -165,11 +154,11 @@ def softmax_backward(team, vectors, width, edges, long):
         for step in range(steps - 1, -1, -1):  # the last step's are still there
             if long and step < steps - 1:
                 read(y, dy, row, first + step * stride, cols, p, g)
-            for i in range(held):
-                p[i] *= scale * (g[i] - dot)
+            for n in range(held):
+                p[n] *= scale * (g[n] - dot)
             for i in range(vectors):
-                place = first + step * stride + i * team * width
-                if not edges or place < dx.shape[1]:
-                    store(dx, row, place, gather(dx, p, i * width))
+                column = first + step * stride + i * team * width
+                if not edges or column < dx.shape[1]:
+                    store(dx, row, column, gather(dx, p, i * width))
 
     return backward
