@@ -1,14 +1,16 @@
-// The gradients of LayerNorm and RMSNorm: x and dy are read once.
+// The gradients of LayerNorm and RMSNorm: x and dy are read once. A team takes ROWS rows at a time.
 // Constants: scalar = f16, bf16; RMS = false, true; TEAM = 32; PACKS = 4; VEC = 8; FULL = true; BLOCK = 192;
-//   BLOCKS = 2; EARLY = true; STAGES = 2; WEIGHT = true
+//   BLOCKS = 2; EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = true
+// Constants: scalar = f16, bf16; RMS = false; TEAM = 512; PACKS = 2; VEC = 8; FULL = true; BLOCK = 512; BLOCKS = 1;
+//   EARLY = true; STAGES = 3; ROWS = 2; WEIGHT = true
 // Constants: scalar = bf16; RMS = false; TEAM = 8, 256; PACKS = 2; VEC = 8; FULL = false; BLOCK = 256; BLOCKS = 2;
-//   EARLY = true; STAGES = 2; WEIGHT = false, true
+//   EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = false, true
 // Constants: scalar = float; RMS = false; TEAM = 16, 512; PACKS = 4; VEC = 4; FULL = true; BLOCK = 512; BLOCKS = 1;
-//   EARLY = true; STAGES = 2; WEIGHT = true
+//   EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = true
 // Constants: scalar = float, bf16; RMS = false; TEAM = 256; PACKS = 0, 16; VEC = 1; FULL = false; BLOCK = 256;
-//   BLOCKS = 1; EARLY = true; STAGES = 2; WEIGHT = true
+//   BLOCKS = 1; EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = true
 // Launch:    grid = (up to BLOCKS a multiprocessor,), block = (BLOCK,), dynamic shared memory: STAGES
-//            times the packs of each array that it reads, and 4 bytes for each element held.
+//            times the packs of ROWS rows of each array, and 4 bytes for each element held.
 //            column_sum.cu then adds the blocks' sums, in order.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/norm_backward.cuh"
@@ -26,15 +28,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
     int cols,
     long long x_step,
     long long dy_step) {
-    using Rows = Ring<2>;
+    using Rows = Ring<2 * ROWS>;
     const int team = threadIdx.x / TEAM;  // left unknown to the compiler where it is 0
     const long long step = (long long)gridDim.x * TEAMS;
     float* const sums_out[2] = {dweight ? dweight + (long long)blockIdx.x * cols : nullptr,
                                 dbias ? dbias + (long long)blockIdx.x * cols : nullptr};
     const auto fetch = [&](int stage, long long r) {
-        const bool there = r < rows;
-        Rows::fetch(stage, 0, x + (there ? r : 0) * x_step, cols, there);
-        Rows::fetch(stage, 1, dy + (there ? r : 0) * dy_step, cols, there);
+#pragma unroll
+        for (int q = 0; q < ROWS; ++q, r += step) {
+            const bool there = r < rows;
+            Rows::fetch(stage, 2 * q, x + (there ? r : 0) * x_step, cols, there);
+            Rows::fetch(stage, 2 * q + 1, dy + (there ? r : 0) * dy_step, cols, there);
+        }
         Rows::end_fetch();
     };
     const auto statistics = [&](long long r) {
@@ -43,47 +48,59 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
     };
 
     long long first = (long long)blockIdx.x * TEAMS;
-    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage, first + team + stage * step);
-    RowStatistics next = statistics(first + team);
+    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage, first + team + stage * ROWS * step);
+    RowStatistics next[ROWS];
+#pragma unroll
+    for (int q = 0; q < ROWS; ++q) next[q] = statistics(first + team + q * step);
     ColumnSums sums[2] = {};  // of the weight's and of the bias's gradient
     int stage = 0, slot = 0;
     const float share = 1.f / cols;
-    for (bool begun = HELD; first < rows; first += step, begun = true) {
+    for (bool begun = HELD; first < rows; first += ROWS * step, begun = true) {
         const long long r = first + team;
-        const bool there = r < rows;
-        const scalar *row_x = x + (there ? r : 0) * x_step, *row_dy = dy + (there ? r : 0) * dy_step;
-        const RowStatistics row = next;
-        next = statistics(r + step);
-        fetch(stage == 0 ? STAGES - 1 : stage - 1, r + (STAGES - 1) * step);
+        RowStatistics row[ROWS];
+#pragma unroll
+        for (int q = 0; q < ROWS; ++q) {
+            row[q] = next[q];
+            next[q] = statistics(r + (ROWS + q) * step);
+        }
+        fetch(stage == 0 ? STAGES - 1 : stage - 1, r + (STAGES - 1) * ROWS * step);
         Rows::wait();
 
-        float g[SLOTS][VEC], normalized[SLOTS][VEC], dots[2] = {};
+        float g[ROWS][SLOTS][VEC], normalized[ROWS][SLOTS][VEC], dots[2 * ROWS] = {};
         const Vector<WEIGHT> weights(weight, cols);
-        const auto read = [&](int p, int j, bool adding) {
-            const Pack x_j = Rows::pack(stage, 0, p, row_x, j, there), dy_j = Rows::pack(stage, 1, p, row_dy, j, there);
+        const auto read = [&](int q, int p, int j, bool adding) {
+            const bool there = r + q * step < rows;
+            const long long place = there ? r + q * step : 0;
+            const Pack x_j = Rows::pack(stage, 2 * q, p, x + place * x_step, j, there);
+            const Pack dy_j = Rows::pack(stage, 2 * q + 1, p, dy + place * dy_step, j, there);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) g[p][i] = dy_j[i];
-            weights.scale(g[p], p, j);
+            for (int i = 0; i < VEC; ++i) g[q][p][i] = dy_j[i];
+            weights.scale(g[q][p], p, j);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                normalized[p][i] = row(x_j[i]);
+                normalized[q][p][i] = row[q](x_j[i]);
                 if (!adding) continue;
-                dots[0] += g[p][i];
-                dots[1] = fmaf(g[p][i], normalized[p][i], dots[1]);
-                sums[0].add(p, i, dy_j[i] * normalized[p][i], sums_out[0], j, begun);
+                dots[2 * q] += g[q][p][i];
+                dots[2 * q + 1] = fmaf(g[q][p][i], normalized[q][p][i], dots[2 * q + 1]);
+                sums[0].add(p, i, dy_j[i] * normalized[q][p][i], sums_out[0], j, begun);
                 sums[1].add(p, i, dy_j[i], sums_out[1], j, begun);
             }
         };
-        each_pack(cols, [&](int p, int j) { read(p, j, true); });
-        team_sum(dots, slot ^= 1);
-        const float mean_g = RMS ? 0.f : dots[0] * share, mean_dot = dots[1] * share;
-        if (there) each_pack(cols, [&](int p, int j) {
-            if constexpr (!HELD) read(p, j, false);
-            float out[VEC];
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) out[i] = element_gradient(row.rstd, g[p][i], mean_g, normalized[p][i], mean_dot);
-            store_pack(dx + r * cols + j, out);
-        });
+        for (int q = 0; q < ROWS; ++q) each_pack(cols, [&](int p, int j) { read(q, p, j, true); });
+        team_sum(dots, slot ^= 1);
+#pragma unroll
+        for (int q = 0; q < ROWS; ++q) {
+            const float mean_g = RMS ? 0.f : dots[2 * q] * share, mean_dot = dots[2 * q + 1] * share;
+            if (r + q * step < rows) each_pack(cols, [&](int p, int j) {
+                if constexpr (!HELD) read(q, p, j, false);
+                float out[VEC];
+#pragma unroll
+                for (int i = 0; i < VEC; ++i)
+                    out[i] = element_gradient(row[q].rstd, g[q][p][i], mean_g, normalized[q][p][i], mean_dot);
+                store_pack(dx + (r + q * step) * cols + j, out);
+            });
+        }
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     write_sums(sums, sums_out, cols);

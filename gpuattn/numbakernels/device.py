@@ -59,16 +59,12 @@ def _is_frozen(argument):
 
 
 def __getattr__(name):
-    """Import Numba when a kernel file first asks for ``cuda``, ``jit`` or ``exp``.
-
-    ``exp``: the one of the hardware, which is right to two roundings.
-    """
-    if name not in ("cuda", "jit", "exp"):
+    """Import Numba when a kernel file first asks for ``cuda`` or ``jit``."""
+    if name not in ("cuda", "jit"):
         raise AttributeError(name)
     from numba import config
     from numba import cuda as numba_cuda
 
     config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # small grids are right for small arrays
-    exp = math.exp if SIMULATED else numba_cuda.libdevice.fast_expf
-    globals().update(cuda=numba_cuda, jit=numba_cuda.jit, exp=exp)
+    globals().update(cuda=numba_cuda, jit=numba_cuda.jit)
     return globals()[name]

@@ -1,120 +1,207 @@
-"""LayerNorm over rows, a block of threads for each: ``rawkernels/layer_norm.cu`` to read.
+"""LayerNorm over rows, for each a team of threads: ``rawkernels/layer_norm.cu`` to read.
 
 A row is read once, 16 bytes at a time, and stays in registers. Matrices are (rows, cols) of one
-dtype, as ``vectors.numbers`` gives them, with room for whole vectors at the end of a row;
-``weight`` and ``bias`` are (1, cols), ``mean`` and ``rstd`` (rows,), float32. ``mean`` is that of
-the row less its first element, which loses nothing to a large mean.
+dtype, as ``vectors.numbers`` gives them, with room for whole vectors at the end of a row, zeros in
+what is read; ``weight`` and ``bias`` are such matrices of one row, ``mean`` and ``rstd`` (rows,),
+float32. ``mean`` is that of the row less its first element, which loses nothing to a large mean.
+What is known of the rows before the launch is known to the compiler, see ``reduce.layout``.
 """
 
+import functools
 import math
 
 import numpy as np
 
-from gpuattn.numbakernels.device import cuda, jit
-from gpuattn.numbakernels.reduce import ZERO, block_sum
-from gpuattn.numbakernels.vectors import gather, load, store
+from gpuattn.numbakernels.device import SIMULATED, cuda, jit
+from gpuattn.numbakernels.reduce import ALL, ZERO, reductions, teams_of_a_block
+from gpuattn.numbakernels.vectors import fetch, floats, gather, load, store
 
 ONE = np.float32(1)
-LANES = 8  # numbers of a vector at most
-FORWARD, BACKWARD = 4, 2  # vectors of a row that a thread holds
-HELD, HELD_BACK = FORWARD * LANES, BACKWARD * LANES
+NOTHING = np.uint32(0)
+SUMMING = 4 if SIMULATED else 32  # warps of a block that add the teams' sums
 
 
-@jit
-def layer_norm_forward(x, weight, bias, y, mean, rstd, cols, eps):
-    """Write y = normalized * weight + bias.
+@functools.cache
+def layer_norm_forward(team, vectors, width, edges):
+    """Return the kernel for rows of which each thread of a team holds so many vectors.
 
-    Launch: grid = (rows,); so many threads, in warps, as hold a row.
+    ``width``: numbers of a vector. ``edges``: not every vector is inside the row.
     """
-    partial = cuda.shared.array(32, np.float32)
-    values = cuda.local.array(HELD, np.float32)
-    row, me, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
-    pivot = load(x, row, 0)[0]
-    width = len(gather(x, values, 0))
-    count = np.float32(cols)
+    held, teams = vectors * width, teams_of_a_block(team)
+    _, team_sum = reductions(team)
 
-    total = ZERO
-    for i in range(FORWARD):
-        column = (i * threads + me) * width
-        if column < cols:
-            part = load(x, row, column)
-            for k in range(width):
-                values[i * LANES + k] = part[k] - pivot
-                if column + k < cols:
-                    total += part[k] - pivot
-    centre = block_sum(total, partial) / count
+    @jit(device=True)
+    def clear_beyond(values, first, cols):
+        """Put zeros where the row has ended."""
+        if edges:
+            for i in range(vectors):
+                column = first + i * team * width
+                if column + width > cols:
+                    for k in range(width):
+                        if column + k >= cols:
+                            values[i * width + k] = ZERO
 
-    total = ZERO
-    for i in range(FORWARD):
-        column = (i * threads + me) * width
-        for k in range(width):
-            if column + k < cols:
-                deviation = values[i * LANES + k] - centre
-                total += deviation * deviation
-    scale = ONE / math.sqrt(block_sum(total, partial) / count + eps)
+    @jit
+    def forward(x, weight, bias, y, mean, rstd, cols, eps):
+        """Write y = normalized * weight + bias.
 
-    for i in range(FORWARD):
-        column = (i * threads + me) * width
-        if column < cols:
-            w, b = load(weight, 0, column), load(bias, 0, column)
-            for k in range(width):
-                normalized = (values[i * LANES + k] - centre) * scale
-                values[i * LANES + k] = normalized * w[k] + b[k]
-            store(y, row, column, gather(y, values, i * LANES))
-    if me == 0:
-        mean[row] = centre
-        rstd[row] = scale
+        Launch: grid = (rows / teams of a block,), block = (team * teams of a block,).
+        """
+        partial = cuda.shared.array((2, 32), np.float32)
+        values = cuda.local.array(held, np.float32)
+        row = cuda.blockIdx.x * teams + cuda.threadIdx.x // team
+        if row >= x.shape[0]:
+            return
+        first = cuda.threadIdx.x % team * width
+        pivot, share = load(x, row, 0)[0], ONE / np.float32(cols)
 
-
-@jit
-def layer_norm_backward(x, weight, dy, mean, rstd, dx, dweight, dbias, cols):
-    """Write dx = rstd * (g - mean(g) - normalized * mean(g * normalized)), g = weight * dy.
-
-    ``dweight``, ``dbias``: (blocks, cols), the sums of dy * normalized and of dy over the rows of
-    each block. Launch: grid = (blocks,); so many threads, in warps, as hold a row.
-    """
-    partial = cuda.shared.array(32, np.float32)
-    g = cuda.local.array(HELD_BACK, np.float32)
-    normalized = cuda.local.array(HELD_BACK, np.float32)
-    weight_sums = cuda.local.array(HELD_BACK, np.float32)
-    bias_sums = cuda.local.array(HELD_BACK, np.float32)
-    me, threads = cuda.threadIdx.x, cuda.blockDim.x
-    width = len(gather(x, g, 0))
-    count = np.float32(cols)
-    for i in range(HELD_BACK):
-        weight_sums[i] = ZERO
-        bias_sums[i] = ZERO
-
-    for row in range(cuda.blockIdx.x, x.shape[0], cuda.gridDim.x):
-        pivot, centre, scale = load(x, row, 0)[0], mean[row], rstd[row]
-        total, dot = ZERO, ZERO
-        for i in range(BACKWARD):
-            column = (i * threads + me) * width
-            if column < cols:
-                part, d, w = load(x, row, column), load(dy, row, column), load(weight, 0, column)
+        for i in range(vectors):
+            column = first + i * team * width
+            if not edges or column < cols:
+                part = load(x, row, column)
                 for k in range(width):
-                    n = i * LANES + k
+                    values[i * width + k] = part[k] - pivot
+        clear_beyond(values, first, cols)
+        total = ZERO
+        for n in range(held):
+            total += values[n]
+        centre = team_sum(total, partial[0]) * share
+
+        for n in range(held):
+            values[n] -= centre
+        clear_beyond(values, first, cols)
+        total = ZERO
+        for n in range(held):
+            total += values[n] * values[n]
+        scale = ONE / math.sqrt(team_sum(total, partial[1]) * share + eps)
+
+        for i in range(vectors):
+            column = first + i * team * width
+            if not edges or column < cols:
+                w, b = load(weight, 0, column), load(bias, 0, column)
+                for k in range(width):
+                    values[i * width + k] = values[i * width + k] * scale * w[k] + b[k]
+                store(y, row, column, gather(y, values, i * width))
+        if cuda.threadIdx.x % team == 0:
+            mean[row] = centre
+            rstd[row] = scale
+
+    return forward
+
+
+@functools.cache
+def layer_norm_backward(team, vectors, width, edges):
+    """Return the gradient's kernel, for what ``layer_norm_forward`` takes."""
+    held, words, both_words = vectors * width, 4 * vectors, 8 * vectors
+    teams = teams_of_a_block(team)
+    _, team_sum = reductions(team)
+
+    @jit(device=True)
+    def read_ahead(x, dy, row, first, ahead):
+        """Put this thread's vectors of both rows into ``ahead``, x and dy in turns."""
+        for i in range(vectors):
+            column = first + i * team * width
+            if not edges or column < x.shape[1]:
+                fetch(x, row, column, ahead, 8 * i)
+                fetch(dy, row, column, ahead, 8 * i + 4)
+
+    @jit
+    def backward(x, weight, dy, mean, rstd, dx, dweight, dbias, cols):
+        """Write dx = rstd * (g - mean(g) - normalized * mean(g * normalized)), g = weight * dy.
+
+        ``dweight``, ``dbias``: (all teams, cols), the sums of dy * normalized and of dy over the
+        rows of each team, which are so many rows apart. Launch: grid = (all teams / teams of a
+        block,), block = (team * teams of a block,). A row is on its way while the one before it is
+        worked on: few threads, but each with many bytes under way.
+        """
+        partial = cuda.shared.array((2, 2, 32), np.float32)
+        ahead = cuda.local.array(both_words, np.uint32)
+        weights = cuda.local.array(words, np.uint32)
+        g = cuda.local.array(held, np.float32)
+        normalized = cuda.local.array(held, np.float32)
+        weight_sums = cuda.local.array(held, np.float32)
+        bias_sums = cuda.local.array(held, np.float32)
+        me = cuda.blockIdx.x * teams + cuda.threadIdx.x // team
+        first, last = cuda.threadIdx.x % team * width, x.shape[0] - 1
+        share = ONE / np.float32(cols)
+
+        for n in range(held):
+            weight_sums[n], bias_sums[n] = ZERO, ZERO
+        for n in range(both_words):
+            ahead[n] = NOTHING
+        for i in range(vectors):
+            for n in range(4):
+                weights[4 * i + n] = NOTHING
+            if not edges or first + i * team * width < x.shape[1]:
+                fetch(weight, 0, first + i * team * width, weights, 4 * i)
+        turn, following = 0, min(me, last)
+        read_ahead(x, dy, following, first, ahead)
+        pivot, centre, scale = load(x, following, 0)[0], mean[following], rstd[following]
+
+        for row in range(me, x.shape[0], dweight.shape[0]):
+            total, dot = ZERO, ZERO
+            for i in range(vectors):
+                part, d = floats(x, ahead, 8 * i), floats(dy, ahead, 8 * i + 4)
+                w = floats(weight, weights, 4 * i)
+                for k in range(width):
+                    n = i * width + k
                     normalized[n] = (part[k] - pivot - centre) * scale
                     g[n] = d[k] * w[k]
                     weight_sums[n] += d[k] * normalized[n]
                     bias_sums[n] += d[k]
-                    if column + k < cols:
-                        total += g[n]
-                        dot += g[n] * normalized[n]
-        total = block_sum(total, partial) / count
-        dot = block_sum(dot, partial) / count
+                    total += g[n]
+                    dot += g[n] * normalized[n]
+            rstd_of_row = scale
+            following = min(row + dweight.shape[0], last)
+            read_ahead(x, dy, following, first, ahead)
+            pivot, centre, scale = load(x, following, 0)[0], mean[following], rstd[following]
 
-        for i in range(BACKWARD):
-            column = (i * threads + me) * width
-            if column < cols:
-                for k in range(width):
-                    n = i * LANES + k
-                    g[n] = scale * (g[n] - total - normalized[n] * dot)
-                store(dx, row, column, gather(dx, g, i * LANES))
+            turn = 1 - turn  # a slow warp may still read the sums of the row before
+            total = team_sum(total, partial[turn, 0]) * share
+            dot = team_sum(dot, partial[turn, 1]) * share
+            for i in range(vectors):
+                column = first + i * team * width
+                if not edges or column < dx.shape[1]:
+                    for n in range(i * width, (i + 1) * width):
+                        g[n] = rstd_of_row * (g[n] - total - normalized[n] * dot)
+                    store(dx, row, column, gather(dx, g, i * width))
 
-    for i in range(BACKWARD):
-        column = (i * threads + me) * width
-        for k in range(width):
-            if column + k < cols:
-                dweight[cuda.blockIdx.x, column + k] = weight_sums[i * LANES + k]
-                dbias[cuda.blockIdx.x, column + k] = bias_sums[i * LANES + k]
+        for i in range(vectors):
+            column = first + i * team * width
+            if not edges or column < dweight.shape[1]:
+                for k in range(0, width, 4):
+                    n = i * width + k
+                    store(dweight, me, column + k, gather(dweight, weight_sums, n))
+                    store(dbias, me, column + k, gather(dbias, bias_sums, n))
+
+    return backward
+
+
+@jit
+def column_sums(parts, total):
+    """Write the sums over each half of the rows of ``parts`` (2 * teams, cols) to ``total``.
+
+    ``total``: (2, cols). Launch: grid = (cols / 32, 2), block = (32 * SUMMING,). A warp reads 128
+    bytes of four rows at a time.
+    """
+    partial = cuda.shared.array((SUMMING, 32), np.float32)
+    sums = cuda.local.array(4, np.float32)
+    lane, warp, half = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32, cuda.blockIdx.y
+    begin, four, teams = cuda.blockIdx.x * 32, lane % 8 * 4, parts.shape[0] // 2
+    for k in range(4):
+        sums[k] = ZERO
+    if begin + four < parts.shape[1]:
+        for part in range(4 * warp + lane // 8, teams, 4 * SUMMING):
+            numbers = load(parts, half * teams + part, begin + four)
+            for k in range(4):
+                sums[k] += numbers[k]
+    for k in range(4):
+        for apart in (8, 16):
+            sums[k] += cuda.shfl_xor_sync(ALL, sums[k], apart)
+        partial[warp, four + k] = sums[k]
+    cuda.syncthreads()
+    if warp == 0 and begin + lane < total.shape[1]:
+        value = ZERO
+        for other in range(SUMMING):
+            value += partial[other, lane]
+        total[half, begin + lane] = value

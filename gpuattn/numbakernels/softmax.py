@@ -1,146 +1,164 @@
-"""Softmax over rows, one block of threads a row: the readable form of ``rawkernels/softmax.cu``.
+"""Softmax over rows, for each a team of threads: the readable form of ``rawkernels/softmax.cu``.
 
 A row is read once, 16 bytes at a time, and stays in registers; one too long for that goes through
 them in steps and is read twice. All matrices are (rows, cols) of one dtype, as ``vectors.numbers``
-gives them, with room for whole vectors at the end of a row.
-Launch: grid = (rows,), block = any multiple of 32 threads.
+gives them, with room for whole vectors at the end of a row. What is known of the rows before the
+launch is known to the compiler, see ``reduce.layout``.
+Launch: grid = (rows / teams of a block,), block = (team * teams of a block,).
 """
+
+import functools
 
 import numpy as np
 
-from gpuattn.numbakernels.device import SIMULATED, cuda, exp, jit
-from gpuattn.numbakernels.reduce import NEG_INF, ZERO, block_max, block_sum
-from gpuattn.numbakernels.vectors import gather, load, store
+from gpuattn.numbakernels.device import cuda, jit
+from gpuattn.numbakernels.reduce import NEG_INF, ZERO, reductions, teams_of_a_block
+from gpuattn.numbakernels.vectors import exp2, gather, load, store
 
-ONE = np.float32(1)
+ONE, LOG2_E = np.float32(1), np.float32(1.4426950408889634)
 LOWEST = np.finfo(np.float32).min  # as a bound it keeps -inf - (-inf) out of rows that see nothing
 KEEP, ADD = 1, 2
-FORWARD, BACKWARD = (8, 8) if SIMULATED else (32, 16)  # numbers of a row that a thread holds
 
 
-@jit(device=True)
-def column_of(begin, i, width):
-    """Return where this thread's ``i``-th vector begins, of those from column ``begin`` on."""
-    return begin + (i * cuda.blockDim.x + cuda.threadIdx.x) * width
+@functools.cache
+def softmax_forward(team, vectors, width, kind, edges, long):
+    """Return the kernel for rows of which each thread of a team holds so many vectors.
 
-
-@jit(device=True)
-def read_logits(x, keep, bias, row, begin, kind, visible, scale, values):
-    """Put scale * x + mask into ``values``, -inf where the row does not see the column."""
-    width = len(load(x, 0, 0))  # known to the compiler
-    last = x.shape[1] - width  # read instead of what is beyond the row
-    for i in range(FORWARD // width):
-        part = load(x, row, min(column_of(begin, i, width), last))
-        for k in range(width):
-            values[i * width + k] = part[k] * scale
-    if kind == ADD:
-        for i in range(FORWARD // width):
-            part = load(bias, row, min(column_of(begin, i, width), last))
-            for k in range(width):
-                values[i * width + k] += part[k]
-    for i in range(FORWARD // width):
-        column = column_of(begin, i, width)
-        if kind == KEEP or column + width > visible:
-            for k in range(width):
-                if column + k >= visible or (kind == KEEP and not keep[row, column + k]):
-                    values[i * width + k] = NEG_INF
-
-
-@jit(device=True)
-def read_product(y, dy, row, begin, cols, p, g):
-    """Put numbers of ``y`` and ``dy`` into ``p`` and ``g``, and return this thread's sum of p g."""
-    width = len(load(y, 0, 0))
-    last = y.shape[1] - width
-    for i in range(BACKWARD // width):
-        column = column_of(begin, i, width)
-        y_part, dy_part = load(y, row, min(column, last)), load(dy, row, min(column, last))
-        for k in range(width):
-            p[i * width + k], g[i * width + k] = y_part[k], dy_part[k]
-        if column + width > cols:
-            for k in range(width):
-                if column + k >= cols:
-                    p[i * width + k], g[i * width + k] = ZERO, ZERO
-    dot = ZERO
-    for i in range(BACKWARD):
-        dot += p[i] * g[i]
-    return dot
-
-
-@jit(device=True)
-def write(y, row, begin, values, count):
-    """Write this thread's vectors of ``count`` numbers, those that are in the row."""
-    width = len(gather(y, values, 0))
-    for i in range(count // width):
-        column = column_of(begin, i, width)
-        if column < y.shape[1]:
-            store(y, row, column, gather(y, values, i * width))
-
-
-@jit(device=True)
-def exponentials(values, peak):
-    """Replace logits by exp(logit - peak) and return this thread's sum of them."""
-    total = ZERO
-    for i in range(FORWARD):
-        values[i] = exp(values[i] - peak)
-        total += values[i]
-    return total
-
-
-@jit
-def softmax_forward(x, keep, bias, y, cols, kind, queries, scale):
-    """Write softmax(scale * x + mask) to ``y``.
-
-    ``kind``: 0 for no mask, KEEP (the bool matrix ``keep``: seen where true) or ADD (``bias``).
-    ``queries``: causal over matrices of so many rows; 0 for not causal.
+    ``width``: numbers of a vector. ``kind``: 0 for no mask, KEEP (seen where true) or ADD.
+    ``edges``: not every vector is inside the row and seen. ``long``: a row takes several steps.
     """
-    partial = cuda.shared.array(32, np.float32)
-    values = cuda.local.array(FORWARD, np.float32)
-    row, stride = cuda.blockIdx.x, FORWARD * cuda.blockDim.x
-    steps = (cols + stride - 1) // stride
-    visible = cols
-    if queries > 0:
-        visible = min(cols, row % queries + 1 + cols - queries)
+    held, teams = vectors * width, teams_of_a_block(team)
+    team_max, team_sum = reductions(team)
 
-    peak, total = LOWEST, ZERO
-    for step in range(steps):
-        read_logits(x, keep, bias, row, step * stride, kind, visible, scale, values)
-        high = peak
-        for i in range(FORWARD):
-            high = max(high, values[i])
-        high = block_max(high, partial)
-        total = total * exp(peak - high) + exponentials(values, high)
-        peak = high
-    total = block_sum(total, partial)
-    factor = ZERO  # of a row that sees nothing
-    if total != ZERO:
-        factor = ONE / total
+    @jit(device=True)
+    def read(x, mask, row, first, visible, scale, values):
+        """Put scale * x + mask into ``values``, -inf where the row does not see the column."""
+        last = x.shape[1] - width  # read instead of what is beyond the row
+        for i in range(vectors):
+            column = first + i * team * width
+            part = load(x, row, min(column, last) if edges else column)
+            for k in range(width):
+                values[i * width + k] = part[k] * scale
+        if kind == ADD:
+            for i in range(vectors):
+                column = first + i * team * width
+                part = load(mask, row, min(column, last) if edges else column)
+                for k in range(width):
+                    values[i * width + k] += part[k]
+        if edges or kind == KEEP:
+            for i in range(vectors):
+                column = first + i * team * width
+                if kind == KEEP or column + width > visible:
+                    for k in range(width):
+                        if column + k >= visible or (kind == KEEP and not mask[row, column + k]):
+                            values[i * width + k] = NEG_INF
 
-    for step in range(steps - 1, -1, -1):  # the last step's are still there
-        if step < steps - 1:
-            read_logits(x, keep, bias, row, step * stride, kind, visible, scale, values)
-            exponentials(values, peak)
-        for i in range(FORWARD):
-            values[i] *= factor
-        write(y, row, step * stride, values, FORWARD)
+    @jit(device=True)
+    def exponentials(values, peak):
+        """Replace logits by exp(logit - peak) and return this thread's sum of them."""
+        total = ZERO
+        for n in range(held):
+            values[n] = exp2((values[n] - peak) * LOG2_E)
+            total += values[n]
+        return total
+
+    @jit
+    def forward(x, mask, y, cols, queries, scale):
+        """Write softmax(scale * x + mask) to ``y``.
+
+        ``queries``: causal over matrices of so many rows; 0 for not causal.
+        """
+        partial = cuda.shared.array((3, 32), np.float32)
+        values = cuda.local.array(held, np.float32)
+        row = cuda.blockIdx.x * teams + cuda.threadIdx.x // team
+        if row >= x.shape[0]:
+            return
+        first, stride = cuda.threadIdx.x % team * width, held * team
+        steps = (cols + stride - 1) // stride if long else 1
+        visible = cols
+        if edges and queries > 0:
+            visible = min(cols, row % queries + 1 + cols - queries)
+
+        peak, total = LOWEST, ZERO
+        for step in range(steps):
+            read(x, mask, row, first + step * stride, visible, scale, values)
+            high = peak
+            for n in range(held):
+                high = max(high, values[n])
+            high = team_max(high, partial[step % 2])
+            if long:
+                total *= exp2((peak - high) * LOG2_E)
+            total += exponentials(values, high)
+            peak = high
+        total = team_sum(total, partial[2])
+        factor = ZERO  # of a row that sees nothing
+        if total != ZERO:
+            factor = ONE / total
+
+        for step in range(steps - 1, -1, -1):  # the last step's are still there
+            if long and step < steps - 1:
+                read(x, mask, row, first + step * stride, visible, scale, values)
+                exponentials(values, peak)
+            for n in range(held):
+                values[n] *= factor
+            for i in range(vectors):
+                column = first + step * stride + i * team * width
+                if not edges or column < y.shape[1]:
+                    store(y, row, column, gather(y, values, i * width))
+
+    return forward
 
 
-@jit
-def softmax_backward(y, dy, dx, cols, scale):
-    """Write dx = scale * y * (dy - sum(y * dy))."""
-    partial = cuda.shared.array(32, np.float32)
-    p = cuda.local.array(BACKWARD, np.float32)
-    g = cuda.local.array(BACKWARD, np.float32)
-    row, stride = cuda.blockIdx.x, BACKWARD * cuda.blockDim.x
-    steps = (cols + stride - 1) // stride
+@functools.cache
+def softmax_backward(team, vectors, width, edges, long):
+    """Return the gradient's kernel, for what ``softmax_forward`` takes."""
+    held, teams = vectors * width, teams_of_a_block(team)
+    _, team_sum = reductions(team)
 
-    dot = ZERO
-    for step in range(steps):
-        dot += read_product(y, dy, row, step * stride, cols, p, g)
-    dot = block_sum(dot, partial)
+    @jit(device=True)
+    def read(y, dy, row, first, cols, p, g):
+        """Put numbers of ``y`` and ``dy`` into ``p`` and ``g``; return this thread's sum of p g."""
+        last = y.shape[1] - width
+        for i in range(vectors):
+            column = first + i * team * width
+            place = min(column, last) if edges else column
+            y_part, dy_part = load(y, row, place), load(dy, row, place)
+            for k in range(width):
+                p[i * width + k], g[i * width + k] = y_part[k], dy_part[k]
+            if edges and column + width > cols:
+                for k in range(width):
+                    if column + k >= cols:
+                        p[i * width + k], g[i * width + k] = ZERO, ZERO
+        dot = ZERO
+        for n in range(held):
+            dot += p[n] * g[n]
+        return dot
 
-    for step in range(steps - 1, -1, -1):  # the last step's are still there
-        if step < steps - 1:
-            read_product(y, dy, row, step * stride, cols, p, g)
-        for i in range(BACKWARD):
-            p[i] *= scale * (g[i] - dot)
-        write(dx, row, step * stride, p, BACKWARD)
+    @jit
+    def backward(y, dy, dx, cols, scale):
+        """Write dx = scale * y * (dy - sum(y * dy))."""
+        partial = cuda.shared.array(32, np.float32)
+        p = cuda.local.array(held, np.float32)
+        g = cuda.local.array(held, np.float32)
+        row = cuda.blockIdx.x * teams + cuda.threadIdx.x // team
+        if row >= y.shape[0]:
+            return
+        first, stride = cuda.threadIdx.x % team * width, held * team
+        steps = (cols + stride - 1) // stride if long else 1
+
+        dot = ZERO
+        for step in range(steps):
+            dot += read(y, dy, row, first + step * stride, cols, p, g)
+        dot = team_sum(dot, partial)
+
+        for step in range(steps - 1, -1, -1):  # the last step's are still there
+            if long and step < steps - 1:
+                read(y, dy, row, first + step * stride, cols, p, g)
+            for n in range(held):
+                p[n] *= scale * (g[n] - dot)
+            for i in range(vectors):
+                column = first + step * stride + i * team * width
+                if not edges or column < dx.shape[1]:
+                    store(dx, row, column, gather(dx, p, i * width))
+
+    return backward

@@ -16,6 +16,7 @@ def numbers(x):
 
 
 if SIMULATED:
+    exp2 = np.exp2
 
     def load(x, row, column):
         """Return the numbers of 16 bytes as a tuple of float32."""
@@ -29,6 +30,18 @@ if SIMULATED:
         dtype = ml_dtypes.bfloat16 if x.dtype == np.uint16 else x.dtype
         for i, value in enumerate(np.array(values, dtype).view(x.dtype)):
             x[row, column + i] = value
+
+    def fetch(x, row, column, words, start):
+        """Put 16 bytes, as they are, into four uint32 from ``words[start]`` on."""
+        count = 16 // x.dtype.itemsize
+        part = np.array([x[row, column + i] for i in range(count)], x.dtype)
+        words[start : start + 4] = part.view(np.uint32)
+
+    def floats(x, words, start):
+        """Return the numbers that ``fetch`` put there as a tuple of float32."""
+        part = words[start : start + 4].view(x.dtype)
+        part = part.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else part
+        return tuple(part.astype(np.float32))
 
     def gather(x, values, start):
         """Return what ``store`` writes to 16 bytes of ``x``: a part of an array of float32."""
@@ -63,6 +76,17 @@ else:
         widen = ir.InlineAsm(ir.FunctionType(FLOAT, [HALF_WORD]), "cvt.f32.f16 $0, $1;", "=f,h")
         return [builder.call(widen, [builder.trunc(half, HALF_WORD)]) for half in halves]
 
+    def _floats(builder, kind, words):
+        if kind == types.float32:
+            return [builder.bitcast(word, FLOAT) for word in words]
+        return [value for word in words for value in _two_floats(builder, kind, word)]
+
+    def _elements(context, builder, kind, array, start_type, start, count):
+        """Return the addresses of so many elements of a one-dimensional array."""
+        data = context.make_array(kind)(context, builder, array).data
+        first = builder.gep(data, [context.cast(builder, start, start_type, types.intp)])
+        return [builder.gep(first, [LONG(i)]) for i in range(count)]
+
     @intrinsic
     def load(typing, x, row, column):
         """Return the numbers of 16 bytes as a tuple of float32."""
@@ -70,13 +94,34 @@ else:
         def generate(context, builder, signature, arguments):
             vector = builder.load(_place(context, builder, signature, arguments), align=16)
             words = [builder.extract_element(vector, WORD(i)) for i in range(4)]
-            if x.dtype == types.float32:
-                values = [builder.bitcast(word, FLOAT) for word in words]
-            else:
-                values = [v for word in words for v in _two_floats(builder, x.dtype, word)]
+            values = _floats(builder, x.dtype, words)
             return context.make_tuple(builder, signature.return_type, values)
 
         return types.UniTuple(types.float32, 128 // x.dtype.bitwidth)(x, row, column), generate
+
+    @intrinsic
+    def fetch(typing, x, row, column, words, start):
+        """Put 16 bytes, as they are, into four uint32 from ``words[start]`` on."""
+
+        def generate(context, builder, signature, arguments):
+            vector = builder.load(_place(context, builder, signature, arguments), align=16)
+            places = _elements(context, builder, words, arguments[3], start, arguments[4], 4)
+            for i, place in enumerate(places):
+                builder.store(builder.extract_element(vector, WORD(i)), place)
+            return context.get_dummy_value()
+
+        return types.void(x, row, column, words, start), generate
+
+    @intrinsic
+    def floats(typing, x, words, start):
+        """Return the numbers that ``fetch`` put there as a tuple of float32."""
+
+        def generate(context, builder, signature, arguments):
+            places = _elements(context, builder, words, arguments[1], start, arguments[2], 4)
+            values = _floats(builder, x.dtype, [builder.load(place) for place in places])
+            return context.make_tuple(builder, signature.return_type, values)
+
+        return types.UniTuple(types.float32, 128 // x.dtype.bitwidth)(x, words, start), generate
 
     @intrinsic
     def store(typing, x, row, column, values):
@@ -100,16 +145,22 @@ else:
         return types.void(x, row, column, values), generate
 
     @intrinsic
+    def exp2(typing, x):
+        """Return 2**x by the instruction of the hardware, right to two roundings."""
+
+        def generate(context, builder, signature, arguments):
+            kind = ir.FunctionType(FLOAT, [FLOAT])
+            return builder.call(ir.InlineAsm(kind, "ex2.approx.ftz.f32 $0, $1;", "=f,f"), arguments)
+
+        return types.float32(types.float32), generate
+
+    @intrinsic
     def gather(typing, x, values, start):
         """Return what ``store`` writes to 16 bytes of ``x``: a part of an array of float32."""
 
         def generate(context, builder, signature, arguments):
-            array = context.make_array(values)(context, builder, arguments[1])
-            first = builder.gep(
-                array.data, [context.cast(builder, arguments[2], start, types.intp)]
-            )
             count = len(signature.return_type)
-            places = [builder.gep(first, [LONG(i)]) for i in range(count)]
+            places = _elements(context, builder, values, arguments[1], start, arguments[2], count)
             parts = [builder.load(place) for place in places]
             return context.make_tuple(builder, signature.return_type, parts)
 

@@ -26,8 +26,8 @@ from gpuattn.ops.norm_launch import (
     rows_of,
 )
 
-NUMBA_PARTS = 1056  # blocks that each sum their rows for the weight gradient
-NUMBA_THREADS, NUMBA_HELD = 512, 2  # that hold a row in the backward; vectors each
+NUMBA_WARPS = 1056  # of the backward, which keep their sums: 8 for a multiprocessor of an H200
+NUMBA_TEAM, NUMBA_HELD = 256, 4  # threads that hold a row, at most; vectors each
 
 
 def layer_norm(x, weight=None, bias=None, *, eps=1e-5, impl=None):
@@ -175,7 +175,7 @@ def _backward_reference(saved, dy, *, needs, into, eps):
 def _refuse_numba(x, *others, **params):
     if reason := dtype_refusal(x) or device.refusal(x):
         return reason
-    most = NUMBA_THREADS * NUMBA_HELD * 16 // x.itemsize
+    most = NUMBA_TEAM * NUMBA_HELD * 16 // x.itemsize
     return f"x has {x.shape[-1]} columns, this form takes {most}" if x.shape[-1] > most else None
 
 
@@ -198,13 +198,18 @@ def _vector(vector, like, missing):
     return _matrix(vector, like.shape[-1])
 
 
-def _numba_block(x, vectors):
-    """Return the threads that hold a row, so many vectors of 16 bytes each."""
-    return (-(-x.shape[-1] * x.itemsize // (16 * vectors * 32)) * 32,)
+def _numba_kernel(kernel_for, x):
+    """Return (kernel for the rows ``x``, threads of a team, teams of a block)."""
+    from gpuattn.numbakernels.reduce import layout, teams_of_a_block
+
+    cols, width = x.shape[-1], 16 // x.itemsize
+    team, vectors = layout(-(-cols // width))
+    edges = cols != team * vectors * width
+    return kernel_for(team, vectors, width, edges), team, teams_of_a_block(team)
 
 
 def _forward_numba(x, weight, bias, *, needs, eps):
-    from gpuattn.numbakernels.layer_norm import FORWARD, layer_norm_forward
+    from gpuattn.numbakernels.layer_norm import layer_norm_forward
     from gpuattn.numbakernels.vectors import numbers
 
     if not x.size:
@@ -215,31 +220,37 @@ def _forward_numba(x, weight, bias, *, needs, eps):
     mean, rstd = (arrays.empty(x, len(rows), np.float32) for _ in range(2))
     vectors = _vector(weight, x, 1), _vector(bias, x, 0)
     outs = numbers(y), mean, rstd, cols, np.float32(eps)
-    block = _numba_block(x, FORWARD)
-    device.launch(layer_norm_forward, (len(rows),), block, rows, *vectors, *outs)
+    kernel, team, teams = _numba_kernel(layer_norm_forward, x)
+    device.launch(kernel, (-(-len(rows) // teams),), (team * teams,), rows, *vectors, *outs)
     return y[:, :cols].reshape(x.shape), (x, weight, mean, rstd) if any(needs) else None
 
 
 def _backward_numba(saved, dy, *, needs, into, eps):
-    from gpuattn.numbakernels.layer_norm import BACKWARD, layer_norm_backward
+    from gpuattn.numbakernels.layer_norm import SUMMING, column_sums, layer_norm_backward
     from gpuattn.numbakernels.vectors import numbers
 
     x, weight, mean, rstd = saved
     cols = x.shape[-1]
-    parts = min(NUMBA_PARTS, len(mean)) if x.size else 0
-    sums = arrays.empty(x, (2, parts, cols), np.float32)
-    dx = x.copy()
-    if x.size:
-        rows, block = _matrix(x, cols), _numba_block(x, BACKWARD)
-        out = arrays.empty(x, rows.shape)
-        dy = _matrix(dy.astype(x.dtype, copy=False), cols)
-        outs = numbers(out), *sums, cols
-        vector = _vector(weight, x, 1)
-        device.launch(layer_norm_backward, (parts,), block, rows, vector, dy, mean, rstd, *outs)
-        dx = out[:, :cols].reshape(x.shape)
-    total = sums.sum(1)
-    dweight, dbias = (put(total[i - 1], into[i], x.dtype) if needs[i] else None for i in (1, 2))
-    return dx, dweight, dbias
+    if not x.size:
+        none = get_xp(x).zeros(cols, np.float32)
+        return x.copy(), *(put(none, into[i], x.dtype) if needs[i] else None for i in (1, 2))
+    rows, vector = _matrix(x, cols), _vector(weight, x, 1)
+    dy = _matrix(dy.astype(x.dtype, copy=False), cols)
+    dx = arrays.empty(x, rows.shape)
+    kernel, team, teams = _numba_kernel(layer_norm_backward, x)
+    blocks = min(-(-len(rows) // teams), NUMBA_WARPS * 32 // (team * teams))
+    count = blocks * teams
+    sums = arrays.empty(x, (2 * count, rows.shape[1]), np.float32)
+    outs = numbers(dx), sums[:count], sums[count:], cols
+    device.launch(kernel, (blocks,), (team * teams,), rows, vector, dy, mean, rstd, *outs)
+    dweight = dbias = None
+    if needs[1] or needs[2]:
+        total = arrays.empty(x, (2, rows.shape[1]), np.float32)
+        device.launch(column_sums, (-(-rows.shape[1] // 32), 2), (32 * SUMMING,), sums, total)
+        dweight, dbias = (
+            put(total[i - 1, :cols], into[i], x.dtype) if needs[i] else None for i in (1, 2)
+        )
+    return dx[:, :cols].reshape(x.shape), dweight, dbias
 
 
 # ---- raw: rawkernels/layer_norm.cu, layer_norm_backward.cu --------------------------------------
@@ -272,7 +283,7 @@ def backward_raw(saved, dy, needs, into, rms):
     dy, dy_step = rows_of(dy.astype(x.dtype, copy=False))
     rows, cols = x.size // max(x.shape[-1], 1), x.shape[-1]
     dx = arrays.empty(x, x.shape)
-    constants, grid, shared = backward_layout(x, 2, 2)
+    constants, grid, shared = backward_layout(x, 2, 2, pairs=True)
     sums = parts_of(x, grid, needs[1:])
     given = {"RMS": rms, "WEIGHT": weight is not None}
     backward = kernel("layer_norm_backward.cu", "layer_norm_backward", **constants, **given)

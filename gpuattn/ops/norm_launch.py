@@ -102,10 +102,11 @@ def forward_layout(cols, dtype, read, vectors):
     return constants, block // constants["TEAM"]
 
 
-def backward_layout(x, read, sums):
+def backward_layout(x, read, sums, pairs=False):
     """Return (a backward's constants, the most blocks, bytes of shared memory).
 
-    ``read``: arrays of rows that it reads; ``sums``: over columns that it keeps.
+    ``read``: arrays of rows that it reads; ``sums``: over columns that it keeps. ``pairs``: it has
+    ROWS, the rows that a team takes at a time.
     """
     cols, (capability, count) = x.shape[-1], gpu(x.device.id)
     constants, held = layout(cols, x.dtype, 16, 32 if x.itemsize == 2 else 16)
@@ -120,8 +121,13 @@ def backward_layout(x, read, sums):
     stage = 16 * constants["PACKS"] * block * read  # bytes of the rows that a block has on the way
     room = (216 if capability == "90" else 96) * 1024 // blocks
     stages = max(1, min(6 // read, room // max(stage, 1))) if constants["VEC"] > 1 else 1
-    shared = max(stages * stage if constants["VEC"] > 1 else 0, 4 * held * block)
     constants = constants | {"BLOCK": block, "BLOCKS": blocks, "STAGES": stages, "EARLY": True}
+    if pairs:
+        # all warps wait for a row's sums where it takes all of them: half as often with two rows
+        alone = team == 512 and constants["FULL"] and room >= 2 * stages * stage
+        constants["ROWS"] = 2 if alone and registers + 2 * held <= REGISTERS // block else 1
+        stage *= constants["ROWS"]
+    shared = max(stages * stage if constants["VEC"] > 1 else 0, 4 * held * block)
     rows = x.size // max(cols, 1)
     return constants, min(count * blocks, -(-rows * team // block)), shared
 

@@ -195,36 +195,36 @@ def _matrix(x):
     return matrix
 
 
-def _launch_numba(name, held, matrices, x, *numbers):
-    """Launch a kernel over the rows of ``x``; return the last of ``matrices`` in its shape.
-
-    ``held``: numbers of a row that a thread holds.
-    """
-    from gpuattn.numbakernels import softmax as kernels
+def _launch_numba(kernel_for, matrices, x, *numbers, edges=False, **constants):
+    """Launch a kernel over the rows of ``x``; return the last of ``matrices`` in its shape."""
+    from gpuattn.numbakernels.reduce import layout, teams_of_a_block
     from gpuattn.numbakernels.vectors import numbers as bits
 
-    (rows, room), cols = matrices[-1].shape, x.shape[-1]
-    warps = 1 if device.SIMULATED else min(-(-room // (32 * held)), 16)
+    (rows, room), cols, width = matrices[-1].shape, x.shape[-1], 16 // x.itemsize
+    team, vectors = layout(room // width)
+    held, teams = team * vectors * width, teams_of_a_block(team)
+    edges = edges or cols % held > 0
+    kernel = kernel_for(team, vectors, width, **constants, edges=edges, long=cols > held)
     given = [bits(matrix) for matrix in matrices]
-    device.launch(getattr(kernels, name), (rows,), (32 * warps,), *given, cols, *numbers)
+    device.launch(kernel, (-(-rows // teams),), (team * teams,), *given, cols, *numbers)
     return get_xp(x).ascontiguousarray(matrices[-1][:, :cols]).reshape(x.shape)
 
 
 def _forward_numba(x, mask, lengths, *, needs, scale, causal, **_):
     if not x.size:
         return _forward_reference(x, mask, lengths, needs=needs, scale=scale, causal=causal, **_)
-    from gpuattn.numbakernels.softmax import FORWARD
+    from gpuattn.numbakernels.softmax import softmax_forward
 
     matrix, kind = _matrix(x), _mask_kind(mask)
-    keep, bias = get_xp(x).zeros((1, 1), bool), matrix  # neither is read
+    seen = matrix  # not read
     if kind == 1:
         keep = get_xp(x).broadcast_to(mask, x.shape).reshape(len(matrix), -1)
+        seen = get_xp(x).ascontiguousarray(keep)
     if kind == 2:
-        bias = _matrix(get_xp(x).broadcast_to(mask, x.shape))
-    matrices = matrix, get_xp(x).ascontiguousarray(keep), bias, arrays.empty(x, matrix.shape)
-    queries = x.shape[-2] if causal else 0
-    numbers = kind, queries, np.float32(scale)
-    y = _launch_numba("softmax_forward", FORWARD, matrices, x, *numbers)
+        seen = _matrix(get_xp(x).broadcast_to(mask, x.shape))
+    matrices = matrix, seen, arrays.empty(x, matrix.shape)
+    numbers = x.shape[-2] if causal else 0, np.float32(scale)
+    y = _launch_numba(softmax_forward, matrices, x, *numbers, edges=causal, kind=kind)
     return y, (y,) if any(needs) else None
 
 
@@ -232,12 +232,11 @@ def _backward_numba(saved, dy, *, needs, into, scale, **_):
     (y, *_) = saved
     if not y.size:
         return y, None, None
-    from gpuattn.numbakernels.softmax import BACKWARD
+    from gpuattn.numbakernels.softmax import softmax_backward
 
     matrices = _matrix(y), _matrix(dy.astype(y.dtype, copy=False))
     matrices = *matrices, arrays.empty(y, matrices[0].shape)
-    dx = _launch_numba("softmax_backward", BACKWARD, matrices, y, np.float32(scale))
-    return dx, None, None
+    return _launch_numba(softmax_backward, matrices, y, np.float32(scale)), None, None
 
 
 # ---- raw: rawkernels/softmax.cu -----------------------------------------------------------------

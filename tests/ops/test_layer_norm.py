@@ -59,10 +59,17 @@ def test_wide_rows(gpu, rng, shape, dtype):
 @pytest.mark.parametrize("cols", [33, 64])
 @pytest.mark.parametrize("name, where", HERE)
 def test_more_rows_than_blocks(name, where, rng, monkeypatch, cols):
-    monkeypatch.setattr(module, "NUMBA_PARTS", 4)
+    monkeypatch.setattr(module, "NUMBA_WARPS", 4)
     monkeypatch.setattr(norm_launch, "gpu", lambda device: (kernels.gpu(device)[0], 1))
     rows = 13 if name == "numba" else 203
     check_implementation(IMPLS, name, where, inputs(rng, (rows, cols)), "float32", eps=1e-5)
+
+
+def test_two_rows_at_a_time(gpu, rng, monkeypatch):
+    monkeypatch.setattr(norm_launch, "gpu", lambda device: (kernels.gpu(device)[0], 2))
+    for rows in (1, 11):  # blocks with a pair, and with half of one
+        given = inputs(rng, (rows, 8192))
+        check_implementation(IMPLS, "raw-simt", "cupy", given, "bfloat16", eps=1e-5)
 
 
 def exact(x, eps=1e-5):
@@ -256,11 +263,14 @@ def test_numba_kernels_compile_without_double_arithmetic(nvvm):
 
     v, sums = float32[::1], float32[:, ::1]
     for kind in (float32, float16, uint16):
-        m = kind[:, ::1]
-        forward = check_no_float64(numba_form.layer_norm_forward, m, m, m, m, v, v, int64, float32)
-        backward = check_no_float64(
-            numba_form.layer_norm_backward, m, m, m, v, v, m, sums, sums, int64
-        )
-        for ptx in (forward, backward):
-            assert "ld.global.v4" in ptx and "st.global.v4" in ptx
-            assert ".local" not in ptx, "a row left its registers"
+        m, width = kind[:, ::1], 128 // kind.bitwidth
+        for constants in ((32, 4, width, False), (256, 4, width, True)):
+            forward = numba_form.layer_norm_forward(*constants)
+            backward = numba_form.layer_norm_backward(*constants)
+            for ptx in (
+                check_no_float64(forward, m, m, m, m, v, v, int64, float32),
+                check_no_float64(backward, m, m, m, v, v, m, sums, sums, int64),
+            ):
+                assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+                assert ".local" not in ptx, "a row left its registers"
+    check_no_float64(numba_form.column_sums, sums, sums)

@@ -19,6 +19,7 @@ from gpuattn import Tensor, arrays, explain
 from gpuattn import rng as random
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.impls import Impl
+from gpuattn.numbakernels import reduce
 from gpuattn.ops.softmax import IMPLS, LANES, _lines, _mask_layout, _threads, softmax
 
 # 257 and 1025: one past what fewer threads hold; 31: less than a warp; 256: no edges
@@ -391,9 +392,33 @@ def test_numba_kernels_compile_for_registers(nvvm, dtype):
 
     from gpuattn.numbakernels import softmax as kernels
 
-    rows, count = from_dtype(np.dtype(dtype))[:, ::1], int64
-    numbers = [count] * 3 + [float32]
-    forward = check_no_float64(kernels.softmax_forward, rows, boolean[:, ::1], rows, rows, *numbers)
-    backward = check_no_float64(kernels.softmax_backward, rows, rows, rows, count, float32)
-    for ptx in (forward, backward):
-        assert "ld.global.v4" in ptx and "st.global.v4" in ptx and ".local" not in ptx
+    dtype = np.dtype(dtype)
+    rows, width, count = from_dtype(dtype)[:, ::1], 16 // dtype.itemsize, int64
+    for team, kind, edges, long in ((32, 0, False, False), (512, kernels.KEEP, True, True)):
+        constants = team, 4, width
+        mask = boolean[:, ::1] if kind else rows
+        forward = kernels.softmax_forward(*constants, kind, edges, long)
+        backward = kernels.softmax_backward(*constants, edges, long)
+        for ptx in (
+            check_no_float64(forward, rows, mask, rows, count, count, float32),
+            check_no_float64(backward, rows, rows, rows, count, float32),
+        ):
+            assert "ld.global.v4" in ptx and "st.global.v4" in ptx and ".local" not in ptx
+
+
+@pytest.mark.parametrize("name, where", [case for case in HERE if "numba" in case.id])
+def test_numba_reads_a_long_row_in_steps(name, where, rng, monkeypatch):
+    monkeypatch.setattr(reduce, "TEAMS", (64,))
+    x = 3 * rng.standard_normal((3, 2100))  # two steps of 1024, and a part of one
+    check_implementation(
+        IMPLS, name, where, [x, None, None], "float32", **{**PLAIN, "causal": True}
+    )
+
+
+def test_numba_teams_hold_every_row():
+    for vectors in [*range(1, 2200), 10**6]:
+        team, held = reduce.layout(vectors)
+        assert team in reduce.TEAMS and 1 <= held <= reduce.HELD
+        assert team * held >= min(vectors, 2048)
+    # rows of the usual widths fill the vectors of their threads
+    assert all(np.prod(reduce.layout(n)) == n for n in (32, 96, 128, 192, 512, 1024, 2048))
