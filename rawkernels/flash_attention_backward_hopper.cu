@@ -126,7 +126,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     mbar_wait(m.grad_full + 8 * ring.stage, ring.parity);
     if (!EXTRAS) {
         u32 values = m.v + w * 64 * 128;
-        if (DROPOUT) asm volatile("" : "+r"(values));  // else ptxas spills a descriptor
+        if (DROPOUT || DETERMINISTIC) asm volatile("" : "+r"(values));  // else ptxas spills a descriptor
         hold(dst); wgmma_fence();
         product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, values, grad);
         wgmma_commit();

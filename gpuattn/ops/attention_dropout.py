@@ -110,7 +110,8 @@ class Tables:
         self.query_words = arrays.empty(like, (of_queries + of_keys, 4), np.uint32)
         self.key_words = self.query_words[of_queries:]
         low, high, stream, step, device_step = device_arguments(key)
+        blocks = -(-heads * sum(self.rows) // 32) if sequences else 0
         kernel("attention_dropout.cu", "attention_dropout_words")(
-            (-(-heads * sum(self.rows) // 32),), (256,), self.query_words, cu_q, cu_k, sequences,
+            (blocks,), (256,), self.query_words, cu_q, cu_k, sequences,
             heads, *self.rows, queries, keys, threshold(p), low, high, stream, step, device_step,
         )  # fmt: skip

@@ -136,6 +136,7 @@ __device__ __forceinline__ void init_barriers(const Shared& m, int value_users) 
             mbar_init(m.grad_full + 8 * i, 1);
             mbar_init(m.q_empty + 8 * i, CONSUMERS / 32);
             mbar_init(m.grad_empty + 8 * i, CONSUMERS / 32);
+            store_shared(m.steps + 16 * i + 4 * STEP_HEAD, 0u);  // read ahead of a step that may not come
         }
         mbar_init(m.k_full, 1);
         mbar_init(m.v_full, 1);

@@ -124,7 +124,8 @@ void Block::store(Thread& by, u32 address, const void* from, u32 bytes) {
 static std::unique_ptr<Block> make_block(unsigned number, unsigned threads, size_t shared_bytes) {
     auto b = std::make_unique<Block>();
     b->number = number, b->running = threads;
-    b->memory.assign(FIRST + (shared_bytes ? BESIDE + MISALIGNED + shared_bytes : STATIC), 0xff);  // NaN
+    b->memory.assign(FIRST + (shared_bytes ? BESIDE + MISALIGNED + shared_bytes : STATIC), 0xff);
+    for (size_t n = 3; n < b->memory.size(); n += 4) b->memory[n] = 0x7f;  // NaN, and as an index far from everything
     b->words.resize(b->memory.size() / 4);
     b->threads.resize(threads);
     b->warps.resize(threads / 32);
