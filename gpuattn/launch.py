@@ -1,8 +1,8 @@
-"""Programmatic dependent launches: a kernel's blocks may begin while the kernel before still runs.
+"""Programmatic dependent launches: a kernel's blocks may begin before the kernel before has ended.
 
-From compute capability 9.0 on, a kernel whose first statement is ``grid_dependency_wait()`` is
-launched so (``rawkernels/common/grid_dependency.cuh``). CuPy launches without attributes; this is
-the driver's ``cuLaunchKernelEx``, which streams and their capture take alike.
+On Hopper, a kernel whose first statement is ``grid_dependency_wait()`` is launched so
+(``rawkernels/common/grid_dependency.cuh``). CuPy launches without attributes; this is the driver's
+``cuLaunchKernelEx``, which streams and their capture take alike.
 """
 
 import ctypes
@@ -27,14 +27,14 @@ ATTRIBUTE_AT, EXTRA_AT, SIZE_AT, PARAMETERS_AT = (
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_*
 END, BUFFER_POINTER, BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 INVALID_CONTEXT = 201  # CUDA_ERROR_*
-CAPABILITY, DRIVER = 90, 12030  # the first with such launches, the first with them in graphs
+CAPABILITY = "90"  # later ones have such launches too, but nobody has seen ours there
+DRIVER = 12030  # the first that takes them in graphs
 
 
 @functools.cache
 def supported(capability):
-    """Return whether kernels are launched so on a device of a capability such as "90"."""
-    driver = import_cupy().cuda.runtime.driverGetVersion()
-    return int(capability) >= CAPABILITY and driver >= DRIVER
+    """Return whether kernels are launched so on a device of a compute capability."""
+    return capability == CAPABILITY and import_cupy().cuda.runtime.driverGetVersion() >= DRIVER
 
 
 class DependentLaunch:

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 import gpuattn
-from gpuattn import kernels, launch
-from gpuattn.ops import layer_norm
+from gpuattn import arrays, kernels, launch
+from gpuattn.autodiff.tensor import Tensor
+from gpuattn.bench.timing import Graph
+
+ALLOCATE = arrays.allocate
 
 
 class Attribute(ctypes.Structure):
@@ -107,3 +110,69 @@ def test_only_a_first_statement_counts(tmp_path, monkeypatch):
 def test_the_small_kernels_wait():
     assert kernels.waits_first("softmax.cu", "softmax_forward")
     assert kernels.waits_first("column_sum.cu", "column_sums")
+
+
+# ---- on a GPU: the same bits, whoever begins when ------------------------------------------------
+
+
+def results(x, weight, bias):
+    """Return what small kernels, some of few blocks, make of each other's results."""
+    found = []
+    for _ in range(2):
+        x = gpuattn.softmax(x)
+        tensors = [Tensor(a, requires_grad=True) for a in (x, weight, bias)]
+        y = gpuattn.layer_norm(*tensors)
+        y.backward(x)  # the sums over rows are a launch of their own
+        x = gpuattn.dropout_add_norm(y.data, tensors[0].grad, tensors[1].grad, p=0.1, seed=3)[0]
+        x = gpuattn.gelu(x, tensors[2].grad)
+        scores = x[: len(x) // 4 * 4, 0].reshape(-1, 4).astype(np.float32)  # CuPy's kernels
+        found += [x, *(t.grad for t in tensors), *gpuattn.beam_step(x, scores)]
+    return found
+
+
+def differences(some, others):
+    pairs = zip(some, others, strict=True)
+    return sum((a.view(np.uint8) != b.view(np.uint8)).sum() for a, b in pairs)
+
+
+@pytest.fixture
+def launched(gpu, monkeypatch):
+    """``launched(dependent, call)``: call() with such launches or without them."""
+    if kernels.gpu(0)[0] != launch.CAPABILITY:
+        pytest.skip("not a Hopper GPU")
+    monkeypatch.setattr(arrays, "allocate", ALLOCATE)  # poison would be a kernel in between
+
+    def run(dependent, call):
+        monkeypatch.setattr(kernels, "supported", lambda capability: dependent)
+        kernels._kernel.cache_clear()
+        return call()
+
+    yield run
+    kernels._kernel.cache_clear()
+
+
+@pytest.mark.parametrize("rows, cols", [(40, 512), (36, 1001), (6000, 512)])
+def test_the_same_bits_as_one_after_the_other(gpu, launched, rows, cols):
+    random = gpu.random.default_rng(rows)
+
+    def draw(*shape):
+        return random.standard_normal(shape, dtype=np.float32).astype(arrays.BFLOAT16)
+
+    x, weight, bias, inputs = draw(rows, cols), draw(cols), draw(cols), draw(3, rows, cols)
+
+    def call():
+        return results(x, weight, bias)
+
+    with gpu.cuda.Stream(non_blocking=True):
+        plain, dependent = (launched(d, lambda: Graph([call])) for d in (False, True))
+        wrong = gpu.zeros((), np.int64)
+        for replay in range(200):
+            gpu.copyto(x, inputs[replay % 3])  # so that what is read too early shows
+            plain()
+            dependent()
+            wrong += differences(dependent.results[0], plain.results[0])
+            if replay < 6:
+                wrong += differences(call(), plain.results[0])  # in the stream
+        kept = kernels.kernel("column_sum.cu", "column_sums", scalar="bf16", BLOCK=128)
+        assert isinstance(kept.launch, launch.DependentLaunch)
+        assert int(wrong) == 0
