@@ -43,6 +43,7 @@ extern "C" __global__ void column_sums(
     }
     sums[warp][lane] = sum;
     __syncthreads();
+    grid_launch_dependents();
     sum = sums[lane][warp];  // the warp's column
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0 && first + warp < cols) {

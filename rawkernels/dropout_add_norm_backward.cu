@@ -114,4 +114,5 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     write_sums(sums, sums_out, cols);
+    grid_launch_dependents();
 }

@@ -8,7 +8,6 @@
 //            written at once. Of others each chunk leaves a partial sum, and the block that is the last to do so adds
 //            them, in order. The `fills` blocks behind clear the rows of no token, WINDOW each.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
-#include "common/grid_dependency.cuh"
 #include "common/pack.cuh"
 #include "common/philox.cuh"
 
@@ -113,7 +112,6 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
     unsigned int stream,
     unsigned int step,
     const unsigned int* device_step) {
-    grid_dependency_wait();
     const Sorted sorted{ids, order, tokens, length};
     const long long col = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * VEC;
     const bool mine = col < cols;
@@ -281,7 +279,6 @@ extern "C" __global__ void __launch_bounds__(128) embedding_backward_atomic(
     unsigned int stream,
     unsigned int step,
     const unsigned int* device_step) {
-    grid_dependency_wait();
     const long long col = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * VEC, first = blockIdx.x * (long long)FLIGHT;
     if (col >= cols) return;
     const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), keep_below};

@@ -89,4 +89,5 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     write_sums(sums, sums_out, cols);
+    grid_launch_dependents();
 }
