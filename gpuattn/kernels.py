@@ -24,6 +24,7 @@ import numpy as np
 
 from gpuattn.arrays import ctype, import_cupy, on_gpu
 from gpuattn.errors import KernelCompileError
+from gpuattn.launch import DependentLaunch, supported
 
 ROOT = resources.files("rawkernels")
 SCALARS = {
@@ -48,9 +49,13 @@ launches = collections.Counter()  # kernel name -> launches in this process; tes
 class Kernel:
     """A compiled kernel. Casts Python numbers to the types its signature declares."""
 
-    def __init__(self, function, name, parameters, static_shared=0):
+    def __init__(self, function, name, parameters, static_shared=0, dependent=False):
         self.function, self.name, self.parameters = function, name, parameters
         self.casts = [SCALARS.get(ctype, _as_is) for ctype, _ in parameters]
+        self.launch = function
+        if dependent:
+            self.launch = DependentLaunch(function, [ctype for ctype, _ in parameters])
+            self.casts = [_as_is] * len(parameters)  # packing casts
         self.shared_limit = STATIC_SHARED_LIMIT - static_shared
 
     def __call__(self, grid, block, *args, shared_bytes=0):
@@ -63,7 +68,7 @@ class Kernel:
         self._allow(shared_bytes)
         cast = tuple([to(x) for to, x in zip(self.casts, args, strict=True)])
         launches[self.name] += 1
-        self.function(grid, block, cast, shared_mem=shared_bytes)
+        self.launch(grid, block, cast, shared_mem=shared_bytes)
 
     def _allow(self, shared_bytes):
         if shared_bytes > self.shared_limit:
@@ -143,7 +148,8 @@ def _kernel(device, file, name, constants):
     module = _module(device, file, tuple(sorted(constants)))
     function = module.get_function(name)
     static_shared = import_cupy().cuda.driver.funcGetAttribute(STATIC_SHARED, function.ptr)
-    return Kernel(function, name, signatures(file)[name], static_shared)
+    dependent = waits_first(file, name) and supported(gpu(device)[0])
+    return Kernel(function, name, signatures(file)[name], static_shared, dependent)
 
 
 @functools.cache
@@ -246,10 +252,19 @@ def _headers_digest():
 @functools.cache
 def signatures(file):
     """Return ``{kernel: [(C type, parameter), ...]}`` for every kernel of a file."""
-    text = re.sub(r"//[^\n]*", "", (ROOT / file).read_text())
-    return {
-        name: [_parameter(p) for p in inside.split(",")] for name, inside in SIGNATURE.findall(text)
-    }
+    found = SIGNATURE.findall(_without_comments(file))
+    return {name: [_parameter(p) for p in inside.split(",")] for name, inside in found}
+
+
+@functools.cache
+def waits_first(file, name):
+    """Return whether a kernel's first statement waits for the kernels before it: see ``launch``."""
+    begin = rf"\b{name}\([^)]*\) {{\s*grid_dependency_wait\(\);"
+    return bool(re.search(begin, _without_comments(file)))
+
+
+def _without_comments(file):
+    return re.sub(r"//[^\n]*", "", (ROOT / file).read_text())
 
 
 def _parameter(declaration):

@@ -4,6 +4,7 @@
 //            size + 4 more, at least 32 * BLOCK. A block per slice of a row; the last block of a sentence
 //            merges its lists.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/grid_dependency.cuh"
 #include "common/index.cuh"
 #include "common/logit_slice.cuh"
 
@@ -83,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 5) beam_step_forward(
     int vocab,
     int size,                              // the most vectors of a slice
     int listed) {
+    grid_dependency_wait();
     extern __shared__ uint4 vectors[];
     const int me = threadIdx.x, part = blockIdx.x, parts = gridDim.x, beam = gridDim.y, wanted = 2 * beam;
     const long long first_row = (long long)blockIdx.z * beam, row = first_row + blockIdx.y;

@@ -7,6 +7,7 @@
 //            rows, BLOCK / lanes at a time, so that sums over them have a fixed order; forward just ROWS for a thread.
 //            swiglu: rows of x are (gate, up), each of `cols`, and so are bias and dx.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/grid_dependency.cuh"
 #include "common/pack.cuh"
 #include "common/philox.cuh"
 
@@ -154,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) bias_activation_forward(
     unsigned int stream,
     unsigned int step,
     const unsigned int* device_step) {
+    grid_dependency_wait();
     const Columns columns(cols, lanes, blockIdx.x % slabs);
     if (!columns.has(0)) return;
     const int teams = BLOCK / lanes;
@@ -202,6 +204,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) bias_activation_ba
     unsigned int stream,
     unsigned int step,
     const unsigned int* device_step) {
+    grid_dependency_wait();
     const unsigned int slab = blockIdx.x % slabs, rank = blockIdx.x / slabs;
     const Columns columns(cols, lanes, slab);
     const bool mine = columns.has(0);

@@ -4,6 +4,7 @@
 //            column_sums: grid = (ceil(cols / 32), 3), block = (1024,). For few columns: a warp takes
 //            every 32nd part of 32 of them. Up to three sums at once.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/grid_dependency.cuh"
 
 extern "C" __global__ void column_sum(
     const float* __restrict__ partial,  // (parts, cols)
@@ -11,6 +12,7 @@ extern "C" __global__ void column_sum(
     int parts,
     long long cols,
     bool accumulate) {
+    grid_dependency_wait();
     const long long col = blockIdx.x * (long long)BLOCK + threadIdx.x;
     if (col >= cols) return;
     float sum = accumulate ? (float)out[col] : 0.f;
@@ -28,6 +30,7 @@ extern "C" __global__ void column_sums(
     int parts,
     int cols,
     int accumulate) {                    // bit n: add to what out<n> holds
+    grid_dependency_wait();
     const float* partial = blockIdx.y == 0 ? partial0 : blockIdx.y == 1 ? partial1 : partial2;
     scalar* out = blockIdx.y == 0 ? out0 : blockIdx.y == 1 ? out1 : out2;
     if (!out) return;
@@ -40,6 +43,7 @@ extern "C" __global__ void column_sums(
     }
     sums[warp][lane] = sum;
     __syncthreads();
+    grid_launch_dependents();
     sum = sums[lane][warp];  // the warp's column
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0 && first + warp < cols) {

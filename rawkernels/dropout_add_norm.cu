@@ -9,6 +9,7 @@
 //   BLOCKS = 1; EARLY = true; WEIGHT = true; BIAS = true; X_BIAS = true
 // Launch:    grid = (ceil(rows / (BLOCK / TEAM)),), block = (BLOCK,).
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/grid_dependency.cuh"
 #include "common/norm_dropout.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_forward(
@@ -33,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_for
     unsigned int stream,
     unsigned int step,
     const unsigned int* __restrict__ device_step) {
+    grid_dependency_wait();
     const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), threshold, factor};
     const long long r = (long long)blockIdx.x * TEAMS + team_of_thread();
     const bool there = TEAMS == 1 || r < rows;

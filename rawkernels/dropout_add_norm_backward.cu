@@ -11,6 +11,7 @@
 //            times the packs of each array that it reads, and 4 bytes for each element held.
 //            column_sum.cu then adds the blocks' sums, in order.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/grid_dependency.cuh"
 #include "common/norm_backward.cuh"
 #include "common/norm_dropout.cuh"
 
@@ -37,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
     unsigned int stream,
     unsigned int step,
     const unsigned int* __restrict__ device_step) {
+    grid_dependency_wait();
     using Rows = Ring<3>;
     const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), threshold, factor};
     const int team = threadIdx.x / TEAM;  // left unknown to the compiler where it is 0
@@ -112,4 +114,5 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     write_sums(sums, sums_out, cols);
+    grid_launch_dependents();
 }

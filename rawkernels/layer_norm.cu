@@ -9,6 +9,7 @@
 //   BLOCKS = 1; EARLY = true; WEIGHT = true; BIAS = true
 // Launch:    grid = (ceil(rows / (BLOCK / TEAM)),), block = (BLOCK,).
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/grid_dependency.cuh"
 #include "common/norm.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_forward(
@@ -22,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_forward(
     int cols,
     long long x_step,
     float eps) {
+    grid_dependency_wait();
     const long long r = (long long)blockIdx.x * TEAMS + team_of_thread();
     const bool there = TEAMS == 1 || r < rows;
     const scalar* row_x = x + (there ? r : rows - 1) * x_step;

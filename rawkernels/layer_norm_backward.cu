@@ -13,6 +13,7 @@
 //            times the packs of ROWS rows of each array, and 4 bytes for each element held.
 //            column_sum.cu then adds the blocks' sums, in order.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/grid_dependency.cuh"
 #include "common/norm_backward.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
@@ -28,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
     int cols,
     long long x_step,
     long long dy_step) {
+    grid_dependency_wait();
     using Rows = Ring<2 * ROWS>;
     const int team = threadIdx.x / TEAM;  // left unknown to the compiler where it is 0
     const long long step = (long long)gridDim.x * TEAMS;
@@ -104,4 +106,5 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     write_sums(sums, sums_out, cols);
+    grid_launch_dependents();
 }

@@ -4,6 +4,7 @@
 //            first pass reads it from memory, the others from caches: two (of float three) for top-k, as many
 //            for top-p, one to draw.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/grid_dependency.cuh"
 #include "common/logit_slice.cuh"
 #include "common/philox.cuh"
 
@@ -151,6 +152,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
     unsigned int seed_high,
     unsigned int stream,
     unsigned int step) {
+    grid_dependency_wait();
     const int me = threadIdx.x, warp = me / 32, lane = me % 32;
     Row row{logits + blockIdx.x * stride, banned, vocab, (vocab + W - 1) / W, NEG_INF, inverse_temperature};
 

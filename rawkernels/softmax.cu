@@ -8,7 +8,14 @@
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 constexpr int BLOCKS = 1;
 constexpr bool STAGED = false;
+#include "common/grid_dependency.cuh"
 #include "common/softmax.cuh"
 
-extern "C" __global__ void __launch_bounds__(BLOCK) softmax_forward(const Softmax a) { forward(a); }
-extern "C" __global__ void __launch_bounds__(BLOCK) softmax_backward(const Softmax a) { backward(a); }
+extern "C" __global__ void __launch_bounds__(BLOCK) softmax_forward(const Softmax a) {
+    grid_dependency_wait();
+    forward(a);
+}
+extern "C" __global__ void __launch_bounds__(BLOCK) softmax_backward(const Softmax a) {
+    grid_dependency_wait();
+    backward(a);
+}

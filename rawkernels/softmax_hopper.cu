@@ -9,12 +9,15 @@
 // Arch: sm_90 sm_100
 constexpr int BLOCKS = CLUSTER;
 constexpr bool LONG = true;
+#include "common/grid_dependency.cuh"
 #include "common/softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(LANES) __cluster_dims__(CLUSTER, 1, 1) softmax_forward(const Softmax a) {
+    grid_dependency_wait();
     forward(a);
 }
 
 extern "C" __global__ void __launch_bounds__(LANES) __cluster_dims__(CLUSTER, 1, 1) softmax_backward(const Softmax a) {
+    grid_dependency_wait();
     backward(a);
 }

@@ -3,6 +3,7 @@
 // Launch:    grid = (parts, up to 65535, rows / 65535 rounded up), block = (BLOCK,), shared memory: 16 * (size + 1)
 //            or 16 * BLOCK if that is more. A block per slice of a row; the last block of a row merges its lists.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/grid_dependency.cuh"
 #include "common/logit_slice.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK == 256 ? 5 : 1) topk_logprobs_forward(
@@ -17,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK == 256 ? 5 : 1) topk_l
     int vocab,
     int k,
     int size) {                          // the most vectors of a slice
+    grid_dependency_wait();
     extern __shared__ uint4 vectors[];
     __shared__ Key best[BLOCK / 2];
     __shared__ Normaliser whole;

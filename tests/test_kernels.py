@@ -1,9 +1,11 @@
 """Every CUDA source compiles for every architecture it names, without spills. Needs no GPU."""
 
+import functools
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,21 +45,70 @@ def test_compiles_without_spills(nvrtc, file, arch, result_of_background):
         assert most <= SPILLED.get(file, 0), f"{constants} spills on {arch}:\n{log}"
 
 
-@pytest.mark.parametrize("file", kernels.files())
-def test_no_double_precision_instructions(nvrtc, file, tmp_path):
-    """A float literal without its f makes a kernel 30 times slower: look at the machine code."""
+@functools.cache
+def machine_code(file):
+    """Return {kernel: its instructions, in order} of a file's first variant on a Hopper GPU."""
+    return disassembled(
+        kernels.source_text(file, **kernels.variants(file)[0]), kernels.arch_for(file, "90"), file
+    )
+
+
+def disassembled(text, arch, file):
     tool = nvdisasm()
     if tool is None:
         assert not REQUIRED, "nvdisasm is missing: pip install nvidia-cuda-nvdisasm"
         pytest.skip("no nvdisasm")
-    constants = kernels.variants(file)[0]
-    arch = kernels.arch_for(file, "90")
-    code, _ = kernels.compile_text(kernels.source_text(file, **constants), arch, file)
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(code)
-    sass = subprocess.run([tool, path], capture_output=True, text=True, check=True).stdout
-    assert "EXIT" in sass
-    assert not re.findall(r"\b(?:DFMA|DADD|DMUL)\b", sass), f"double arithmetic in {file}"
+    code, _ = kernels.compile_text(text, arch, file)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(code)
+        cubin.flush()
+        command = [tool, "-c", cubin.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, *sections = re.split(r"^\s*\.section\s+\.text\.(\w+).*$", sass, flags=re.MULTILINE)
+    instruction = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
+    pairs = zip(sections[::2], sections[1::2], strict=True)
+    return {name: instruction.findall(section) for name, section in pairs}
+
+
+@pytest.mark.parametrize("file", kernels.files())
+def test_no_double_precision_instructions(nvrtc, file):
+    """A float literal without its f makes a kernel 30 times slower: look at the machine code."""
+    code = machine_code(file)
+    assert set(code) == set(kernels.signatures(file))
+    for name, instructions in code.items():
+        text = "\n".join(instructions)
+        assert "EXIT" in text
+        assert not re.findall(r"\b(?:DFMA|DADD|DMUL)\b", text), f"double arithmetic in {name}"
+
+
+@pytest.mark.parametrize("file", kernels.files())
+def test_who_may_begin_early_waits_before_anything_else(nvrtc, file):
+    """Every block, before it touches memory, whatever the compiler moved; and nobody else waits."""
+    for name, instructions in machine_code(file).items():
+        waits = [text for text in instructions if "ACQBULK" in text]
+        if kernels.waits_first(file, name):
+            assert waits == ["ACQBULK"] and not harm_before_wait(instructions), name
+        else:
+            assert not waits, f"{name} waits, but not by its first statement"
+
+
+def harm_before_wait(instructions):
+    """Return the instructions before the wait that touch memory or go elsewhere."""
+    before = instructions[: next(i for i, text in enumerate(instructions) if "ACQBULK" in text)]
+    harm = r"(@\S+ )?(LD(?!C)|ST|AT|RED|CCTL|MEMBAR|SU|TEX|TLD|U?BLK|UTMA|BR|JMP|CALL|RET|EXIT|BAR)"
+    return [text for text in before if re.match(harm, text)]
+
+
+@pytest.mark.parametrize("early", ["", "if (y[1] > 0.f) ", "y[2] = 1.f; ", "if (n < 0) return; "])
+def test_harm_before_a_wait_is_seen(nvrtc, early):
+    text = f"""
+        #include "common/grid_dependency.cuh"
+        extern "C" __global__ void k(const float* x, float* y, int n) {{
+            {early}grid_dependency_wait();
+            y[0] = x[n];
+        }}"""
+    harm = harm_before_wait(disassembled(text, "sm_90", "k.cu")["k"])
+    assert bool(harm) == bool(early)
 
 
 def nvdisasm():

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 COVERED = (
     "rawkernels", "gpuattn/ops", "gpuattn/numbakernels", "gpuattn/autodiff", "gpuattn/kernels.py",
     "gpuattn/gemm.py", "gpuattn/cublaslt.py", "gpuattn/tuning.py", "gpuattn/arrays.py",
-    "gpuattn/rng.py", "gpuattn/impls.py", "gpuattn/tensormaps.py", "gpuattn/train/graph.py",
+    "gpuattn/rng.py", "gpuattn/impls.py", "gpuattn/launch.py", "gpuattn/tensormaps.py",
+    "gpuattn/train/feed.py", "gpuattn/train/graph.py",
     "gpuattn/train/workspace.py",
 )  # fmt: skip
 FEW = 8  # failed tests that may try again

@@ -1,0 +1,94 @@
+"""Programmatic dependent launches: a kernel's blocks may begin before the kernel before has ended.
+
+On Hopper, a kernel whose first statement is ``grid_dependency_wait()`` is launched so
+(``rawkernels/common/grid_dependency.cuh``). CuPy launches without attributes; this is the driver's
+``cuLaunchKernelEx``, which streams and their capture take alike.
+"""
+
+import ctypes
+import functools
+from struct import Struct
+
+import numpy as np
+
+from gpuattn.arrays import import_cupy
+
+FORMATS = {
+    "int": "i", "unsigned int": "I", "long long": "q", "unsigned long long": "Q", "float": "f",
+    "bool": "?",
+}  # fmt: skip
+CONFIG = "7IPPQ"  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their number
+ATTRIBUTE = "QQ56x"  # CUlaunchAttribute: its id, its value
+EXTRA = "5PQ"  # where the parameters are and where their size is, each behind its name; the size
+ATTRIBUTE_AT, EXTRA_AT, SIZE_AT, PARAMETERS_AT = (
+    Struct(head).size
+    for head in (CONFIG, CONFIG + ATTRIBUTE, CONFIG + ATTRIBUTE + "5P", CONFIG + ATTRIBUTE + EXTRA)
+)
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_*
+END, BUFFER_POINTER, BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
+INVALID_CONTEXT = 201  # CUDA_ERROR_*
+CAPABILITY = "90"  # later ones have such launches too, but nobody has seen ours there
+DRIVER = 12030  # the first that takes them in graphs
+
+
+@functools.cache
+def supported(capability):
+    """Return whether kernels are launched so on a device of a compute capability."""
+    return capability == CAPABILITY and import_cupy().cuda.runtime.driverGetVersion() >= DRIVER
+
+
+class DependentLaunch:
+    """Launches a CuPy ``function`` whose parameters have the C types ``kinds``."""
+
+    def __init__(self, function, kinds):
+        self.function, self.kinds, self.cuda = function, kinds, import_cupy().cuda
+        self.driver_launch = _driver_launch()
+        self.pointers = [i for i, kind in enumerate(kinds) if kind.endswith("*")]
+        given = {*self.pointers, *(i for i, kind in enumerate(kinds) if kind in FORMATS)}
+        self.structs = [i for i in range(len(kinds)) if i not in given]
+        self.layout = None
+
+    def __call__(self, grid, block, args, shared_mem):
+        values = list(args)
+        for i in self.pointers:
+            if values[i] is None:
+                values[i] = 0
+            elif type(values[i]) is not np.uint64:
+                values[i] = values[i].data.ptr
+        for i in self.structs:
+            values[i] = values[i].tobytes()
+        if self.layout is None:
+            self._lay_out(values)
+        gx, gy, gz = (*grid, 1, 1)[:3]
+        bx, by, bz = (*block, 1, 1)[:3]
+        stream = self.cuda.get_current_stream().ptr
+        memory = self.memory()  # of this call: threads may meet here
+        at = ctypes.addressof(memory)
+        self.layout.pack_into(
+            memory, 0, gx, gy, gz, bx, by, bz, shared_mem, stream, at + ATTRIBUTE_AT, 1,
+            PROGRAMMATIC_STREAM_SERIALIZATION, 1,
+            BUFFER_POINTER, at + PARAMETERS_AT, BUFFER_SIZE, at + SIZE_AT, END,
+            self.layout.size - PARAMETERS_AT, *values,
+        )  # fmt: skip
+        status = self.driver_launch(at, self.function.ptr, None, at + EXTRA_AT)
+        if status == INVALID_CONTEXT:  # the first call of this thread
+            self.cuda.Device().use()
+            status = self.driver_launch(at, self.function.ptr, None, at + EXTRA_AT)
+        if status:
+            self.cuda.driver.check_status(status)
+
+    def _lay_out(self, values):
+        """Set the layout of all that the driver reads; a struct has the size of the first one."""
+        head = CONFIG + ATTRIBUTE + EXTRA
+        formats = dict.fromkeys(self.pointers, "P")
+        formats |= {i: f"0Q{len(values[i])}s" for i in self.structs}
+        words = (formats.get(i) or FORMATS[kind] for i, kind in enumerate(self.kinds))
+        layout = Struct(head + "".join(words))
+        self.memory, self.layout = ctypes.c_char * layout.size, layout
+
+
+@functools.cache
+def _driver_launch():
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes = [ctypes.c_void_p] * 4
+    return launch
