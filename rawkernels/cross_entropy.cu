@@ -1,8 +1,7 @@
 // Softmax cross entropy with label smoothing and z-loss, and its gradient: loss and gradient of donated logits in one pass.
-// Constants: scalar = float, f16, bf16; BLOCK = 32, 64, 128, 192, 512
+// Constants: scalar = float, f16, bf16; BLOCK = 32, 128, 512
 // Launch:    prepare: grid = (32,), block = (256,). sum: grid = (1,), block = (1024,).
-//            rows: grid = (rows,), block = (BLOCK,), a block per row, 16 * room bytes of shared memory: what of a row does not
-//            fit is read twice.
+//            rows: grid = (rows,), block = (BLOCK,), 16 * room bytes of shared memory: what does not fit is read twice.
 //            gradient: grid = (rows,), block = (BLOCK,). rescale: grid = (up to rows,), block = (BLOCK,).
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/cross_entropy.cuh"

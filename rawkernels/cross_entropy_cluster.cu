@@ -1,5 +1,5 @@
 // Softmax cross entropy and its gradient (see cross_entropy.cu) of long rows, each on a cluster of blocks.
-// Constants: scalar = float, f16, bf16; CLUSTER = 6, 8; BLOCK = 192
+// Constants: scalar = float, f16, bf16; CLUSTER = 6; BLOCK = 192
 // Constants: scalar = float, f16, bf16; CLUSTER = 2, 8; BLOCK = 512
 // Launch:    grid = (rows * CLUSTER,), block = (BLOCK,), 16 * room bytes of shared memory: what of a block's share of a row
 //            does not fit is read twice.

@@ -1,12 +1,13 @@
 // Softmax cross entropy and its gradient (see cross_entropy.cu) of short rows, each in the registers of a warp.
-// Constants: scalar = float, f16, bf16; VECTORS = 1, 2, 4, 8
+// Constants: scalar = float, f16, bf16; VECTORS = 2, 4, 8
 // Launch:    grid = (ceil(rows / 4),), block = (128,). A row has up to 32 * VECTORS vectors of 16 bytes.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/cross_entropy.cuh"
 
 constexpr int WARPS = 4;
+constexpr int TOGETHER = VECTORS > 4 ? 5 : VECTORS > 2 ? 8 : __CUDA_ARCH__ == 900 ? 12 : 10;  // blocks of a multiprocessor, without spills
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) cross_entropy_rows_short(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy_rows_short(
     scalar* logits,         // (rows, cols >= vocab), rows `stride` apart
     const int* targets,     // (rows,)
     float* losses,          // (rows,)

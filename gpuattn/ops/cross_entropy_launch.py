@@ -1,4 +1,4 @@
-"""Launches of ``rawkernels/cross_entropy.cu`` and ``rawkernels/cross_entropy_cluster.cu``."""
+"""Launches of ``rawkernels/cross_entropy.cu``, ``_short.cu`` and ``_cluster.cu``."""
 
 from typing import Any, NamedTuple
 
@@ -8,11 +8,11 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.kernels import gpu, kernel
 
-# (bytes, what they take), the first that is enough
-SHORT = [(512, 1), (1 << 10, 2), (2 << 10, 4), (4 << 10, 8)]  # of a row: vectors a lane holds
-CLUSTERS = [(112 << 10, 1), (208 << 10, 2), (288 << 10, 6), (1 << 40, 8)]  # of a row: blocks
-BLOCKS = [  # of a block's share of a row: threads
-    (10 << 10, 32), (16 << 10, 64), (24 << 10, 128), (48 << 10, 192), (1 << 40, 512)
+# (bytes of a row, what it takes), the first that is enough
+SHORT = [(1 << 10, 2), (2 << 10, 4), (4 << 10, 8)]  # vectors that a lane of a warp holds
+LONG = [  # blocks, threads of each
+    (10 << 10, (1, 32)), (48 << 10, (1, 128)), (112 << 10, (1, 512)),
+    (208 << 10, (2, 512)), (288 << 10, (6, 192)), (1 << 40, (8, 512)),
 ]  # fmt: skip
 SHARED = {
     "80": 160,
@@ -21,7 +21,7 @@ SHARED = {
     "90": 224,
     "100": 224,
 }  # KiB that a block may keep a row in
-WARPS = 4  # rows of a block, where a warp holds one
+WARPS = 4  # of a block, where each has a row
 PREPARE = 32, 256  # blocks, and threads of each
 SUM = 1024  # threads of the one block
 
@@ -83,10 +83,11 @@ def run_rows(rows, plan, statistics, with_gradient, goal):
         launch((grid,), (block,), *head, len(rows), vocab, columns, *tail)
         return losses
     capability, _ = gpu(rows.device.id)
-    cluster = _first(CLUSTERS, size) if int(capability) >= 90 else 1
-    share = -(-size // cluster)
-    room = min(-(-share // 16), SHARED[capability] << 6)
-    constants["BLOCK"] = block = _first(BLOCKS, share)
+    cluster, block = _first(LONG, size)
+    if int(capability) < 90 and cluster > 1:
+        cluster, block = 1, 512
+    room = min(-(-size // (16 * cluster)), SHARED[capability] << 6)
+    constants["BLOCK"] = block
     if cluster == 1:
         launch = kernel("cross_entropy.cu", "cross_entropy_rows", **constants)
     else:
