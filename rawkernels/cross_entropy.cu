@@ -1,20 +1,20 @@
 // Softmax cross entropy with label smoothing and z-loss, and its gradient: loss and gradient of donated logits in one pass.
-// Constants: scalar = float, f16, bf16; BLOCK = 128, 512
-// Launch:    prepare, sum: grid = (1,), block = (1024,). rows, gradient: grid = (rows,), block = (BLOCK,), a block per row;
-//            rows with 16 * room bytes of shared memory: what of a row does not fit is read twice.
-//            rescale: grid = (rows,), block = (BLOCK,).
+// Constants: scalar = float, f16, bf16; BLOCK = 32, 128, 512
+// Launch:    prepare: grid = (32,), block = (256,). sum: grid = (1,), block = (1024,).
+//            rows: grid = (rows,), block = (BLOCK,), 16 * room bytes of shared memory: what does not fit is read twice.
+//            gradient: grid = (rows,), block = (BLOCK,). rescale: grid = (up to rows,), block = (BLOCK,).
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/cross_entropy.cuh"
 #include "common/index.cuh"
 
-constexpr int THREADS = 1024;  // of the kernels that are one block
+constexpr int THREADS = 256, ALONE = 1024;  // of a block of prepare, and of sum, which is one block
 
 template <typename label> __device__ void prepare(
     const label* __restrict__ labels, int* __restrict__ targets, Summary* summary, const float* dloss, long long rows,
     int vocab, long long ignore_index, bool mean, long long* flag) {
     float count = 0.f;
 #pragma unroll 8
-    for (long long row = threadIdx.x; row < rows; row += THREADS) {
+    for (long long row = blockIdx.x * THREADS + threadIdx.x; row < rows; row += COUNTERS * THREADS) {
         const long long chosen = labels[row];
         const bool counts = chosen != ignore_index;
         targets[row] = !counts ? -1 : out_of_range(chosen, vocab, flag) ? 0 : (int)chosen;
@@ -22,8 +22,8 @@ template <typename label> __device__ void prepare(
     }
     count = block_reduce<THREADS>(count, Sum{}, 0.f);
     if (threadIdx.x > 0) return;
-    const float divisor = mean ? fmaxf(count, 1.f) : 1.f;
-    *summary = {0.f, divisor, (dloss ? *dloss : 1.f) / divisor, 0};
+    summary->counts[blockIdx.x] = mean ? count : 0.f;
+    if (blockIdx.x == 0) summary->scale = dloss ? *dloss : 1.f, summary->right = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare_int(
@@ -70,13 +70,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_rows(
     cross_entropy_row<BLOCK, 1>(logits, targets, losses, statistics, summary, stride, vocab, cols, room, goal, with_gradient);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_sum(
-    const float* __restrict__ losses, Summary* summary, long long rows) {
+extern "C" __global__ void __launch_bounds__(ALONE) cross_entropy_sum(
+    const float* __restrict__ losses,  // (rows,), from a multiple of 16 bytes on
+    Summary* summary,
+    long long rows) {
     float sum = 0.f;
 #pragma unroll 8
-    for (long long row = threadIdx.x; row < rows; row += THREADS) sum += losses[row];
-    sum = block_reduce<THREADS>(sum, Sum{}, 0.f);
-    if (threadIdx.x == 0) summary->loss = sum / summary->divisor;
+    for (long long i = threadIdx.x; i < rows / 4; i += ALONE) {
+        const float4 x = ((const float4*)losses)[i];
+        sum += (x.x + x.y) + (x.z + x.w);
+    }
+    if (threadIdx.x < rows % 4) sum += losses[rows - 1 - threadIdx.x];
+    sum = block_reduce<ALONE>(sum, Sum{}, 0.f);
+    const float divisor = Divisor(summary).get();
+    if (threadIdx.x == 0) summary->loss = sum / divisor;
 }
 
 // The gradient where it has to wait for that of the loss.
@@ -99,12 +106,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_gradient(
     const scalar* row = logits + number * stride;
     scalar* out = dlogits + number * out_stride;
     const int target = targets[number];
+    const float weight = dloss[each ? number : 0] / Divisor(summary).get();
     if (target < 0) {
         for (int j = threadIdx.x; j < cols; j += BLOCK) out[j] = (scalar)0.f;
         return;
     }
     for (int j = vocab + threadIdx.x; j < cols; j += BLOCK) out[j] = (scalar)0.f;
-    const float weight = dloss[each ? number : 0] / summary->divisor;
     const Slope slope(statistics[2 * number], statistics[2 * number + 1], weight, {label_share, other_share, z_loss}, target);
     const bool aligned = ((u64)row - (u64)out) % 16 == 0;
     const Layout layout(row, aligned ? vocab : 0);
@@ -124,9 +131,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_rescale(
     const float* done,     // () or null for 1
     const float* wanted,   // ()
     long long stride,
+    long long rows,
     int cols) {
     const float ratio = *wanted / (done ? *done : 1.f);
     if (ratio == 1.f) return;
-    scalar* row = x + blockIdx.x * stride;
-    for (int j = threadIdx.x; j < cols; j += BLOCK) row[j] = (scalar)((float)row[j] * ratio);
+    for (long long number = blockIdx.x; number < rows; number += gridDim.x) {
+        scalar* row = x + number * stride;
+        for (int j = threadIdx.x; j < cols; j += BLOCK) row[j] = (scalar)((float)row[j] * ratio);
+    }
 }

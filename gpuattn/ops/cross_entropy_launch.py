@@ -1,4 +1,4 @@
-"""Launches of ``rawkernels/cross_entropy.cu`` and ``rawkernels/cross_entropy_cluster.cu``."""
+"""Launches of ``rawkernels/cross_entropy.cu``, ``_short.cu`` and ``_cluster.cu``."""
 
 from typing import Any, NamedTuple
 
@@ -8,13 +8,12 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.kernels import gpu, kernel
 
-CLUSTERS = [
-    (112 << 10, 1),
-    (144 << 10, 2),
-    (288 << 10, 4),
-    (1 << 40, 8),
-]  # (bytes of a row, blocks)
-BLOCKS = [(24 << 10, 128), (1 << 40, 512)]  # (bytes of a row, threads)
+# (bytes of a row, what it takes), the first that is enough
+SHORT = [(1 << 10, 2), (2 << 10, 4), (4 << 10, 8)]  # vectors that a lane of a warp holds
+LONG = [  # blocks, threads of each
+    (10 << 10, (1, 32)), (48 << 10, (1, 128)), (112 << 10, (1, 512)),
+    (208 << 10, (2, 512)), (288 << 10, (6, 192)), (1 << 40, (8, 512)),
+]  # fmt: skip
 SHARED = {
     "80": 160,
     "86": 96,
@@ -22,7 +21,9 @@ SHARED = {
     "90": 224,
     "100": 224,
 }  # KiB that a block may keep a row in
-ONE_BLOCK = 1024  # threads of prepare and sum
+WARPS = 4  # of a block, where each has a row
+PREPARE = 32, 256  # blocks, and threads of each
+SUM = 1024  # threads of the one block
 
 
 class Plan(NamedTuple):
@@ -37,7 +38,7 @@ class Plan(NamedTuple):
 
     @property
     def right(self):
-        return self.summary[3:].reshape(())
+        return self.summary[2:3].reshape(())
 
 
 def as_rows(logits, count):
@@ -52,10 +53,13 @@ def prepare(rows, labels, dloss, vocab_size, ignore_index, mean):
     """Return the Plan: labels checked, rows counted, what the gradient is multiplied by."""
     labels = labels.ravel()
     labels = labels if labels.dtype in (np.int32, np.int64) else labels.astype(np.int64)
-    plan = Plan(arrays.empty(rows, labels.shape, np.int32), arrays.empty(rows, (4,), np.int32))
+    blocks, threads = PREPARE
+    plan = Plan(
+        arrays.empty(rows, labels.shape, np.int32), arrays.empty(rows, (3 + blocks,), np.int32)
+    )
     word = "int" if labels.dtype == np.int32 else "long"
     _kernel(f"prepare_{word}", rows)(
-        (1,), (ONE_BLOCK,), get_xp(rows).ascontiguousarray(labels), plan.targets, plan.summary,
+        (blocks,), (threads,), get_xp(rows).ascontiguousarray(labels), plan.targets, plan.summary,
         dloss, labels.size, vocab_size, ignore_index, mean,
         arrays.index_flag(rows, "cross_entropy: labels"),
     )  # fmt: skip
@@ -68,26 +72,35 @@ def run_rows(rows, plan, statistics, with_gradient, goal):
     ``statistics``: None, or (rows, 2) for ``run_gradient``.
     """
     losses = arrays.empty(rows, rows.shape[:1], np.float32)
-    vectors = -(-goal["vocab_size"] * rows.itemsize // 16)
+    vocab, columns = goal["vocab_size"], rows.shape[1]
+    head = rows, plan.targets, losses, statistics, plan.summary, _stride(rows)
+    tail = goal["label_share"], goal["other_share"], goal["z_loss"], with_gradient
+    size, constants = vocab * rows.itemsize, {"scalar": ctype(rows.dtype)}
+    if size <= SHORT[-1][0]:
+        constants["VECTORS"] = _first(SHORT, size)
+        launch = kernel("cross_entropy_short.cu", "cross_entropy_rows_short", **constants)
+        grid, block = -(-len(rows) // WARPS), 32 * WARPS
+        launch((grid,), (block,), *head, len(rows), vocab, columns, *tail)
+        return losses
     capability, _ = gpu(rows.device.id)
-    cluster = _first(CLUSTERS, 16 * vectors) if int(capability) >= 90 else 1
-    room = min(-(-vectors // cluster), SHARED[capability] << 6)
+    cluster, block = _first(LONG, size)
+    if int(capability) < 90 and cluster > 1:
+        cluster, block = 1, 512
+    room = min(-(-size // (16 * cluster)), SHARED[capability] << 6)
+    constants["BLOCK"] = block
     if cluster == 1:
-        block, launch = _block(rows), _kernel("rows", rows)
+        launch = kernel("cross_entropy.cu", "cross_entropy_rows", **constants)
     else:
-        constants, block = {"scalar": ctype(rows.dtype), "CLUSTER": cluster}, 512
+        constants["CLUSTER"] = cluster
         launch = kernel("cross_entropy_cluster.cu", "cross_entropy_rows_cluster", **constants)
-    launch(
-        (len(rows) * cluster,), (block,), rows, plan.targets, losses, statistics, plan.summary,
-        _stride(rows), goal["vocab_size"], rows.shape[1], room, goal["label_share"],
-        goal["other_share"], goal["z_loss"], with_gradient, shared_bytes=16 * room,
-    )  # fmt: skip
+    grid = len(rows) * cluster
+    launch((grid,), (block,), *head, vocab, columns, room, *tail, shared_bytes=16 * room)
     return losses
 
 
 def run_sum(rows, losses, plan):
     """Write the sum of losses, or their mean where ``prepare`` was told so, into ``plan.loss``."""
-    _kernel("sum", rows)((1,), (ONE_BLOCK,), losses, plan.summary, losses.size)
+    _kernel("sum", rows)((1,), (SUM,), losses, plan.summary, losses.size)
 
 
 def run_gradient(rows, out, statistics, plan, dloss, each, goal):
@@ -101,7 +114,8 @@ def run_gradient(rows, out, statistics, plan, dloss, each, goal):
 
 def rescale(x, done_for, dloss):
     """Multiply the rows ``x`` by dloss / done_for in place: nothing is read where that is 1."""
-    _kernel("rescale", x)((len(x),), (_block(x),), x, done_for, dloss, _stride(x), x.shape[1])
+    grid = (min(len(x), 1024),)
+    _kernel("rescale", x)(grid, (_block(x),), x, done_for, dloss, _stride(x), len(x), x.shape[1])
 
 
 def _kernel(verb, rows):
@@ -110,7 +124,7 @@ def _kernel(verb, rows):
 
 
 def _block(rows):
-    return _first(BLOCKS, rows.shape[1] * rows.itemsize)
+    return 128 if rows.shape[1] * rows.itemsize <= 24 << 10 else 512
 
 
 def _first(table, size):

@@ -7,15 +7,21 @@ __device__ __forceinline__ int cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// All threads of all blocks arrive, and wait until all have; what was stored before is then seen.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+// All threads of all blocks arrive, and wait until all have. The arrival says nothing of what was stored: a fence that does
+// would wait for all that the thread has under way, copies included.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// Store a struct of words where `place` is in the shared memory of another block, which has to have begun.
-template <typename T> __device__ __forceinline__ void store_remote(T& place, const T& value, int rank) {
+__device__ __forceinline__ u32 address_in(u32 shared, int rank) {
     u32 address;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(address) : "r"((u32)__cvta_generic_to_shared(&place)), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+    return address;
+}
+// Send a struct of words to where `place` is in the shared memory of another block, which has to have begun, and count its
+// bytes there at the mbarrier `bar`: who waits for that sees it.
+template <typename T> __device__ __forceinline__ void send(T& place, const T& value, u32 bar, int rank) {
+    const u32 address = address_in((u32)__cvta_generic_to_shared(&place), rank), there = address_in(bar, rank);
     for (int i = 0; i < sizeof(T) / 4; ++i)
-        asm volatile("st.shared::cluster.b32 [%0], %1;" :: "r"(address + 4 * i), "r"(((const u32*)&value)[i]) : "memory");
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                     :: "r"(address + 4 * i), "r"(((const u32*)&value)[i]), "r"(there) : "memory");
 }

@@ -11,12 +11,21 @@ constexpr float LOG2_E = 1.4426950408889634f;
 // What the distribution over classes should be: q for the label, u for each other class; and the weight of lse^2.
 struct Goal { float q, u, z; };
 
+constexpr int COUNTERS = 32;
+
 // Of all rows.
 struct Summary {
     float loss;
-    float divisor;  // the rows that count, at least 1; 1 where losses are only summed
-    float weight;   // of a row in the gradient: that of the loss over the divisor
+    float scale;  // what the gradient is multiplied by
     int right;
+    float counts[COUNTERS];  // together the rows that count; 0 where losses are only summed
+};
+
+// What a row's loss is divided by. A lane loads its counter, and when that is here, all lanes of the warp ask for the sum.
+struct Divisor {
+    float count;
+    __device__ Divisor(const Summary* summary) : count(summary->counts[threadIdx.x % 32]) {}
+    __device__ float get() const { return fmaxf(warp_reduce(count, Sum{}), 1.f); }
 };
 
 // ---- parts of a row
@@ -68,9 +77,15 @@ __device__ __forceinline__ Part join(Part part) {
     return part;
 }
 
-// Every thread gets what all blocks of the cluster know. Between cluster_arrive() and the exit, once.
-template <int BLOCK, int CLUSTER> __device__ __forceinline__ Part join_all(Part part, int rank) {
-    __shared__ Part of_warps[BLOCK / 32], of_blocks[CLUSTER];
+// The label's logit, and whether no column before it in its vector has as much.
+struct Chosen { float logit; int leads; };
+struct Message { Part part; Chosen chosen; };
+
+// Every thread gets what all blocks of the cluster know. Between cluster_arrive_relaxed() and the exit, once; `bar` expects
+// a message of each block. Whoever has all of them may overwrite the row: `chosen`, read from it, was sent along.
+template <int BLOCK, int CLUSTER> __device__ __forceinline__ Part join_all(Part part, Chosen chosen, int rank, u32 bar) {
+    __shared__ Part of_warps[BLOCK / 32];
+    __shared__ Message of_blocks[CLUSTER];
     const int lane = threadIdx.x % 32;
     part = join(part);
     if (lane == 0) of_warps[threadIdx.x / 32] = part;
@@ -78,10 +93,9 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ Part join_all(Part 
     part = join(lane < BLOCK / 32 ? of_warps[lane] : nothing());
     if constexpr (CLUSTER > 1) {
         cluster_wait();  // all blocks run
-        if (threadIdx.x < CLUSTER) store_remote(of_blocks[rank], part, threadIdx.x);
-        cluster_arrive();
-        cluster_wait();
-        part = join(lane < CLUSTER ? of_blocks[lane] : nothing());
+        if (threadIdx.x < CLUSTER) send(of_blocks[rank], {part, chosen}, bar, threadIdx.x);
+        mbar_wait(bar, 0);
+        part = join(lane < CLUSTER ? of_blocks[lane].part : nothing());
     }
     return part;
 }
@@ -142,7 +156,12 @@ struct Slope {
         other = weight * goal.u, extra = weight * (goal.q - goal.u);
     }
     template <int N> __device__ __forceinline__ void apply(float (&x)[N], int column) const {
-        for (int i = 0; i < N; ++i) x[i] = scale * power(x[i] - base) - other;
+        for (int i = 0; i < N; ++i) x[i] = power(x[i] - base);
+        finish(x, column);
+    }
+    // Of powers that are known.
+    template <int N> __device__ __forceinline__ void finish(float (&x)[N], int column) const {
+        for (int i = 0; i < N; ++i) x[i] = scale * x[i] - other;
         if (0 <= label - column && label - column < N)
             for (int i = 0; i < N; ++i) x[i] -= i == label - column ? extra : 0.f;
     }
@@ -171,8 +190,10 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
     const Layout layout(row, vocab);
     const int share = (layout.vectors + CLUSTER - 1) / CLUSTER, first = rank * share;
     const int mine = max(0, min(share, layout.vectors - first)), kept = min(mine, room);
+
+    const Divisor divisor(summary);
+    const float scale = summary->scale;
     const int target = targets[number];
-    const float weight = summary->weight;
     if (with_gradient)
         for (int j = vocab + rank * BLOCK + thread; j < cols; j += CLUSTER * BLOCK) row[j] = (scalar)0.f;
     if (target < 0) {
@@ -190,12 +211,17 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
         for (; v < min(end, kept); v += BLOCK) cp_async(copy + 16 * v, row + layout.vector(first + v));
         cp_async_commit();
     }
-    if constexpr (CLUSTER > 1) cluster_arrive();
-    float at_label = 0.f;
-    bool leads = true;  // no column before the label's in its vector has as much
-    if (rank == 0 && thread == 0) {
-        at_label = row[target];
-        for (int j = layout.start(target); j < target; ++j) leads = leads && (float)row[j] != at_label;
+    u32 bar = 0;
+    if constexpr (CLUSTER > 1) {
+        __shared__ u64 barrier;
+        bar = (u32)__cvta_generic_to_shared(&barrier);
+        if (thread == 0) mbar_init(bar, 1), mbar_expect(bar, CLUSTER * sizeof(Message)), mbar_init_done();
+        cluster_arrive_relaxed();
+    }
+    Chosen chosen{0.f, true};
+    if (rank == 0 && thread < 32) {
+        chosen.logit = row[target];
+        for (int j = layout.start(target); j < target; ++j) chosen.leads &= (float)row[j] != chosen.logit;
     }
 
     Part part = nothing();
@@ -215,29 +241,32 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
         unpack(load_vector(row + layout.vector(first + v)), x);
         absorb(part, x, layout.vector(first + v));
     }
-    if (rank == 0 && thread < layout.edges) {
+    const bool has_edge = rank == 0 && thread < layout.edges;
+    if (has_edge) {
         const float edge[1] = {(float)row[layout.edge(thread)]};
         absorb(part, edge, layout.edge(thread));
+        if (edge[0] == part.peak) part.where = min(part.where, layout.edge(thread));  // it may lie before the vectors
     }
-    part = join_all<BLOCK, CLUSTER>(part, rank);
+    part = join_all<BLOCK, CLUSTER>(part, chosen, rank, bar);
 
     if (rank == 0 && thread == 0) {
         const float base = base_of(part.peak), log_sum = logf(part.sum), lse = base + log_sum;
-        float loss = log_sum - (goal.q - goal.u) * (at_label - base) + goal.z * lse * lse;
+        float loss = log_sum - (goal.q - goal.u) * (chosen.logit - base) + goal.z * lse * lse;
         if (goal.u > 0.f) loss -= goal.u * part.total;  // 0 * -inf is not a number
         losses[number] = loss;
         if (statistics) statistics[2 * number] = part.peak, statistics[2 * number + 1] = part.sum;
-        const bool right = leads && at_label == part.peak && part.where == layout.start(target) && loss == loss;
-        if (right) atomicAdd(&summary->right, 1);
+        const bool first = chosen.logit == part.peak && part.where == layout.start(target);
+        if (chosen.leads && first && loss == loss) atomicAdd(&summary->right, 1);
     }
     if (!with_gradient) return;
+    const float weight = scale / divisor.get();
     const Slope slope(part.peak, part.sum, weight, goal, target);
     for (int v = thread; v < mine; v += BLOCK) {
         const int column = layout.vector(first + v);
         const uint4 bits = v < kept ? load_shared_16(copy + 16 * v) : load_vector(row + column);
         store_vector(row + column, gradient_of(bits, column, slope));
     }
-    if (rank == 0 && thread < layout.edges) {
+    if (has_edge) {
         const int column = layout.edge(thread);
         row[column] = gradient_of(row[column], column, slope);
     }

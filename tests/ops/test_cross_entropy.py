@@ -20,15 +20,20 @@ SHAPES = {
     "scalar": ((), 9, 9),
     "empty": ((0,), 9, 9),
 }
-# for a block of 128 and one of 512 threads (rows that start anywhere; padding), for clusters of
-# two, four and eight; twice as far in float32
+# rows, columns, vocabulary: in a warp's registers, in a block of 32, 128 and 512 threads, and in
+# clusters of two, six and eight; rows that start anywhere, padding. Twice as far in float32
 LONG = {
-    "block": ((5,), 5000, 5000),
+    "two vectors a lane": ((70,), 250, 250),
+    "four": ((41,), 1003, 1000),
+    "eight": ((9,), 2001, 2001),
+    "32": ((9,), 4000, 4000),
+    "128": ((5,), 9728, 9720),
     "anywhere": ((3,), 50257, 50257),
     "padded": ((3,), 50304, 50257),
-    "two": ((3,), 65000, 64999),
-    "four": ((2,), 128256, 128250),
-    "eight": ((2,), 262144, 262144),
+    "512": ((3,), 50304, 50304),
+    "cluster of two": ((3,), 65000, 64999),
+    "cluster of six": ((9,), 128256, 128256),
+    "cluster of eight": ((2,), 262144, 262140),
 }
 SMOOTHING = {"none": (0.0, "uniform"), "uniform": (0.1, "uniform"), "others": (0.3, "others")}
 
@@ -85,6 +90,54 @@ def test_long_rows(rng, rows, cols, vocab, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, cols, vocab", LONG.values(), ids=LONG)
+def test_gradients_in_place(gpu, rng, rows, cols, vocab, dtype):
+    """Loss, accuracy and gradient in one pass; what is ignored may be anything."""
+    logits, labels = draw(rng, rows, cols, vocab)
+    logits[labels == -100] = np.nan
+    logits = logits.astype(dtype_of(dtype))
+    labels[0] = logits[0, :vocab].astype(np.float32).argmax()
+    kwargs = {"label_smoothing": 0.1, "vocab_size": vocab, "z_loss": 1e-3, "accuracy": True}
+    exact = Tensor(logits.astype(np.float64), requires_grad=True)
+    want, want_right = cross_entropy(exact, labels, **kwargs)
+    tape.backward(want, np.full((), 3.0))
+    x = gpu.asarray(logits)
+    y = np.reshape(Tensor(x, requires_grad=True), x.shape)
+    loss, right = cross_entropy(y, gpu.asarray(labels), donate=True, dloss=3, **kwargs)
+    got = to_cpu(x).astype(np.float64)
+    np.testing.assert_allclose(to_cpu(loss.data), want.data, rtol=5e-6)
+    assert int(to_cpu(right.data)) == int(want_right.data) >= 1
+    scale = np.abs(exact.grad).max()
+    np.testing.assert_allclose(got, exact.grad, atol=scale * TOLERANCE[dtype])
+    assert not got[labels == -100].any() and not got[:, vocab:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [503, 3001, 20000, 128256])
+def test_rows_that_are_not_finite_stay_alone(gpu, rng, vocab, dtype):
+    huge = 1e4 if dtype == "float16" else 1e30
+    logits = 3 * rng.standard_normal((8, vocab))
+    logits[1] = -np.inf
+    logits[2, :] = -np.inf
+    logits[2, 5] = 1
+    logits[3, 7] = np.nan
+    logits[4] *= huge / 16
+    logits[5] = huge
+    logits[6, : vocab // 2] = -np.inf
+    logits, labels = logits.astype(dtype_of(dtype)), np.array([0, 1, 5, 9, 4, 3, vocab - 1, 2])
+    with np.errstate(all="ignore"):
+        want = cross_entropy(logits.astype(np.float64), labels, reduction="none")
+    x = gpu.asarray(logits)
+    y = np.reshape(Tensor(x, requires_grad=True), x.shape)
+    got = to_cpu(cross_entropy(x, gpu.asarray(labels), reduction="none"))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert np.isnan(got).tolist() == [False, True, False, True, False, False, False, False]
+    cross_entropy(y, gpu.asarray(labels), reduction="sum", donate=True, dloss=1)
+    finite = np.isfinite(to_cpu(x).astype(np.float64)).all(1)
+    assert finite.tolist() == (~np.isnan(want)).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_shared_memory_does_not_hold_is_read_twice(gpu, rng, monkeypatch, dtype):
     monkeypatch.setattr(launch, "SHARED", dict.fromkeys(launch.SHARED, 1))
     for vocab in (3000, 100003):
@@ -94,10 +147,17 @@ def test_what_shared_memory_does_not_hold_is_read_twice(gpu, rng, monkeypatch, d
 
 
 def test_tables_of_launches():
-    for table in (launch.CLUSTERS, launch.BLOCKS):
+    for table in (launch.SHORT, launch.LONG):
         assert table == sorted(table)
-    most = max(4 * 262144 / blocks for _, blocks in launch.CLUSTERS[-1:])
-    assert most <= launch.SHARED["90"] << 10, "a row of 262,144 floats is read once"
+    for size, vectors in launch.SHORT:
+        assert size <= 32 * 16 * vectors
+        assert {"scalar": "bf16", "VECTORS": vectors} in kernels.variants("cross_entropy_short.cu")
+    for size, (cluster, block) in launch.LONG:
+        file = "cross_entropy_cluster.cu" if cluster > 1 else "cross_entropy.cu"
+        constants = {"scalar": "bf16", "CLUSTER": cluster, "BLOCK": block}
+        assert any(form.items() <= constants.items() for form in kernels.variants(file))
+        size = min(size, 4 * 262144)
+        assert size <= cluster * launch.SHARED["90"] << 10, "a row of 262,144 floats is read once"
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
