@@ -93,8 +93,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
         team_sum(dots, slot ^= 1);
 #pragma unroll
         for (int q = 0; q < ROWS; ++q) {
+            if (r + q * step >= rows) break;
             const float mean_g = RMS ? 0.f : dots[2 * q] * share, mean_dot = dots[2 * q + 1] * share;
-            if (r + q * step < rows) each_pack(cols, [&](int p, int j) {
+            each_pack(cols, [&](int p, int j) {
                 if constexpr (!HELD) read(q, p, j, false);
                 float out[VEC];
 #pragma unroll

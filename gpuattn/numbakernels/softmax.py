@@ -125,7 +125,7 @@ def softmax_backward(team, vectors, width, edges, long):
             y_part, dy_part = load(y, row, place), load(dy, row, place)
             for k in range(width):
                 p[i * width + k], g[i * width + k] = y_part[k], dy_part[k]
-            if edges and column + width > cols:
+            if edges:
                 for k in range(width):
                     if column + k >= cols:
                         p[i * width + k], g[i * width + k] = ZERO, ZERO

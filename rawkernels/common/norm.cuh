@@ -113,8 +113,12 @@ template <int COUNT> __device__ __forceinline__ void team_sum(float (&values)[CO
 #pragma unroll
             for (int warp = 0; warp < WARPS; warp += STEP) {
                 const Few few = *reinterpret_cast<const Few*>(mine + i * WARPS + warp);
+                if constexpr (COUNT > 2 && STEP == 4) {  // loads that share registers wait for these additions
+                    values[i] += (few.x[0] + few.x[1]) + (few.x[2] + few.x[3]);
+                } else {
 #pragma unroll
-                for (int n = 0; n < STEP; ++n) values[i] += few.x[n];
+                    for (int n = 0; n < STEP; ++n) values[i] += few.x[n];
+                }
             }
         }
     }
