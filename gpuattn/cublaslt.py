@@ -42,8 +42,9 @@ def multiply(
 
     ``a``, ``b``: CuPy arrays (M, K) and (K, N), or stacks of them (batch, ...); stored the other
     way round with ``transpose_a``, ``transpose_b``. ``out`` None: a new array in their dtype.
-    ``epilogue``: a name of ``cublasLtEpilogue_t``, for which ``vector`` (N,) is a bias or the place
-    of its gradient, and ``aux`` (M, N) the place of what the gradient reads.
+    ``epilogue``: a name of ``cublasLtEpilogue_t``, with ``vector``: a bias (N,), or for "BGRADB"
+    the place of the sums over rows of ``a`` (M,), and ``aux``: the place of what the gradient reads
+    (M, N). Both contiguous, in the dtype of ``out``, at multiples of 16 bytes.
     Raises RuntimeError where the library fails.
     """
     cupy, dtype = sys.modules["cupy"], a.dtype
@@ -51,7 +52,7 @@ def multiply(
     key = (
         a.shape, a.strides, b.shape, b.strides, dtype, b.dtype,
         None if out is None else (out.shape, out.strides, out.dtype, out.data.device_id),
-        transpose_a, transpose_b, accumulate, epilogue, low & -low,
+        transpose_a, transpose_b, accumulate and out is not None, epilogue, low & -low,
         dtype == FLOAT32 and _tf32(cupy),
         cupy.cuda.runtime.getDevice(), a.data.device_id, b.data.device_id,
     )  # fmt: skip
@@ -66,7 +67,9 @@ def multiply(
         out = arrays.empty(a, plan.shape)
     if tuner.get() is not None:
         tuner.get()(plan, cupy, a, b, out, vector, aux)
-    plan.run(cupy, a, b, out, vector, aux)
+    if not plan.run(cupy, a, b, out, vector, aux):
+        _plans[key] = None
+        return None
     return out
 
 
@@ -107,7 +110,10 @@ def _failure(error, what):
 
 
 def _workspace(cupy, device, stream):
-    """Return the address of memory that only products on this stream use."""
+    """Return the address of memory that only products on this stream use, and graphs of it.
+
+    Such a graph may run on another stream, but not beside this one.
+    """
     memory = _workspaces.get((device, stream))
     if memory is None:  # not from a pool: that of a graph would take it back
         memory = _workspaces[device, stream] = cupy.cuda.memory.Memory(WORKSPACE_BYTES)
@@ -174,6 +180,8 @@ def _plan(
     target = _packed(shape) if out is None else _matrix(out)
     if target is None or (target.by_columns and epilogue) or (target.batch > 1 and not target.step):
         return None
+    # matrices of a stack may lie worse than the first
+    alignment = math.gcd(alignment, *(m.step * a.itemsize for m in (left, right, target)))
     kind = f"{left} {right} {target} {a.dtype} {dtype} {accumulate} {epilogue} {alignment} {tf32}"
     plan = Plan(lt, _handle(device), device, shape, copies, kind)
     compute = COMPUTE_64F if dtype == FLOAT64 else COMPUTE_TF32 if tf32 else COMPUTE_32F
@@ -185,7 +193,7 @@ def _plan(
         if error.status not in NOTHING_FITS:
             raise _failure(error, f"to plan {shape} = {a.shape} @ {b.shape}") from error
         return None
-    if not len(candidates):
+    if not candidates:
         return None
     plan.take(candidates[0])
     return plan
@@ -218,15 +226,15 @@ class Plan:
             self._set(names.EPILOGUE, lt.Epilogue[epilogue], np.int32)
             if "AUX" in epilogue or epilogue[0] == "D":
                 self._set(names.EPILOGUE_AUX_LD, target.cols, np.int64)
-        self.layouts += [self._layout(first, operand_type), self._layout(second, operand_type)]
-        self.layouts += [self._layout(target, out_type)]
+        self.layouts += [self._place(first, operand_type), self._place(second, operand_type)]
+        self.layouts += [self._place(target, out_type)]
         self.first, self.second, self.target = self.layouts
 
     def _set(self, name, value, dtype):
         value = np.array([value], dtype)
         self.lt.matmul_desc_set_attribute(self.operation, name, value.ctypes.data, value.nbytes)
 
-    def _layout(self, matrix, dtype):
+    def _place(self, matrix, dtype):
         lt, names = self.lt, self.lt.MatrixLayoutAttribute
         sides = matrix.rows, matrix.cols
         sides = sides if matrix.by_columns else sides[::-1]
@@ -276,7 +284,7 @@ class Plan:
         self.algorithm_address, self.workspace_bytes = self.algorithm.ctypes.data, candidate[1]
 
     def run(self, cupy, a, b, out, vector=None, aux=None):
-        """Launch on CuPy's current stream."""
+        """Launch on CuPy's current stream; return False if the library plans it but refuses it."""
         if self.copy_a:
             a = cupy.ascontiguousarray(a)
         if self.copy_b:
@@ -285,7 +293,7 @@ class Plan:
             return self._launch(cupy, a, b, out)
         with _lock:  # another thread would set other addresses
             self._point(vector, aux)
-            self._launch(cupy, a, b, out)
+            return self._launch(cupy, a, b, out)
 
     def _point(self, vector, aux):
         names = self.lt.MatmulDescAttribute
@@ -297,7 +305,6 @@ class Plan:
             self._set(names.EPILOGUE_AUX_POINTER, self.aux, np.uint64)
 
     def _launch(self, cupy, a, b, out):
-        launches[self.name] += 1
         stream, bytes_ = cupy.cuda.get_current_stream().ptr, self.workspace_bytes
         workspace = _workspace(cupy, self.device, stream) if bytes_ else 0
         a, b, out, target = a.data.ptr, b.data.ptr, out.data.ptr, self.target
@@ -309,7 +316,11 @@ class Plan:
                 out, target, out, target, self.algorithm_address, workspace, bytes_, stream,
             )  # fmt: skip
         except self.lt.cuBLASLtError as error:
+            if error.status in NOTHING_FITS:
+                return False
             raise _failure(error, f"on a product of shape {self.shape}") from error
+        launches[self.name] += 1
+        return True
 
     def __del__(self, ending=sys.is_finalizing):
         if ending():  # the library may be gone

@@ -69,6 +69,8 @@ def matmul_activated(x, weight, bias=None, activation=None, before=None):
     """
     if activation == "gelu" and x.dtype == np.float32:
         return None  # the library's is good for 16 bits: 5e-6 off
+    if bias is not None and (not bias.flags.c_contiguous or bias.data.ptr % 16):
+        bias = bias.copy()
     parts = [activation.upper()] if activation else []
     parts += ["AUX"] * (before is not None) + ["BIAS"] * (bias is not None)
     return cublaslt.multiply(
@@ -83,7 +85,7 @@ def matmul_and_sums(dz, x, sums, out=None, accumulate=False):
     done, where no library can do that. GPU arrays of one dtype, and ``sums`` in that of ``out``.
     """
     dtype = x.dtype if out is None else out.dtype
-    if sums.dtype != dtype or not sums.flags.c_contiguous:
+    if sums.dtype != dtype or not sums.flags.c_contiguous or sums.data.ptr % 16:
         return None
     return cublaslt.multiply(
         dz, x, out, transpose_a=True, accumulate=accumulate, epilogue="BGRADB", vector=sums

@@ -6,6 +6,7 @@ program that tunes again, such as one that goes on with a training, takes the sa
 
 import contextlib
 import json
+import math
 import os
 import re
 import statistics
@@ -75,18 +76,21 @@ def _fastest(plan, cupy, a, b, out, vector, aux):
             begin, end = cupy.cuda.Event(), cupy.cuda.Event()
             scratch.fill(0)
             begin.record()
-            plan.run(cupy, a, b, out, vector, aux)
+            ran = plan.run(cupy, a, b, out, vector, aux)
             end.record()
-            pairs[candidate].append((begin, end))
+            if ran:
+                pairs[candidate].append((begin, end))
     end.synchronize()
     if before is not None:
         out[...] = before
     times = {
         candidate: statistics.median(cupy.cuda.get_elapsed_time(*pair) for pair in of_one)
         for candidate, of_one in pairs.items()
+        if of_one
     }
-    best = min(times, key=times.get)
-    return best if times[best] < WORTH * times[candidates[0]] else candidates[0]
+    first = candidates[0]
+    best = min(times, key=times.get, default=first)
+    return best if times.get(best, 0) < WORTH * times.get(first, math.inf) else first
 
 
 # ---- on disk -------------------------------------------------------------------------------------

@@ -92,6 +92,23 @@ def test_stacks(fake, rng, left, right):
     assert fake.ran
 
 
+def test_nothing_is_added_to_a_new_array(fake, rng):
+    a, b = whole(rng, M, K), whole(rng, K, N)
+    np.testing.assert_array_equal(gemm.matmul(gpu(a), gpu(b), accumulate=True), a @ b)
+
+
+def test_sums_beside_a_product(fake, rng):
+    dz, x = gpu(whole(rng, K, M)), gpu(whole(rng, K, N))
+    places = gpu(np.zeros(M + 4))
+    sums = places[-places.ctypes.data % 16 // 8 :][:M]
+    out = gpu(np.ones((M, N)))
+    assert gemm.matmul_and_sums(dz, x, sums, out, accumulate=True) is out
+    np.testing.assert_array_equal(out, dz.T @ x + 1)
+    np.testing.assert_array_equal(sums, dz.sum(0))
+    assert gemm.matmul_and_sums(dz, x, sums.astype(np.float32), out) is None
+    assert gemm.matmul_and_sums(dz, x, gpu(np.zeros(2 * M))[::2], out) is None
+
+
 def test_bias_and_activation(fake, rng):
     x, weight = gpu(whole(rng, M, K)), gpu(whole(rng, N, K))
     for bias in gpu(whole(rng, 2, N)):  # the pointer changes, the plan does not
@@ -151,6 +168,15 @@ def test_a_failure_names_status_and_shape(fake):
     fake.status = 13
     with pytest.raises(RuntimeError, match=r"CUBLAS_STATUS_13.*\(2, 2\).*CUDA_LAUNCH_BLOCKING"):
         cublaslt.multiply(a, a.T)
+
+
+def test_what_is_planned_but_refused_is_not_tried_again(fake, rng):
+    a = gpu(np.zeros((2, 3), np.float32))
+    assert cublaslt.multiply(a, a.T) is not None
+    fake.status = 7
+    assert cublaslt.multiply(a, a.T) is None
+    fake.status = 0
+    assert cublaslt.multiply(a, a.T) is None
 
 
 def test_a_library_that_does_not_start(fake, monkeypatch):

@@ -12,6 +12,7 @@ from gpuattn.kernels import launches
 
 M, K, N = 5, 33, 7  # odd on purpose
 ROUNDING = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+LONG_SUM = 2e-5  # error of float32 sums of thousands; TF32 would make it 1e-3
 
 
 def operands(xp, rng, dtype, transpose_a=False, transpose_b=False):
@@ -143,7 +144,7 @@ def test_captured_products_are_the_eager_ones(gpu, rng, dtype, monkeypatch):
         graph.launch(stream)
         stream.synchronize()
     want = to_cpu(a).astype(np.float64).T @ to_cpu(b).astype(np.float64)
-    assert_close(total, 2 * want, "float32")
+    assert np.abs(to_cpu(total) - 2 * want).max() <= LONG_SUM * np.abs(2 * want).max()
     eager = matmul(a, b, transpose_a=True)
     assert to_cpu(product).tobytes() == to_cpu(eager).tobytes()
     assert to_cpu(matmul(a, b, transpose_a=True)).tobytes() == to_cpu(eager).tobytes()
@@ -157,7 +158,8 @@ def test_tuned_products_are_right_and_stay_tuned(gpu, rng, monkeypatch, tmp_path
     )
     out = gpu.ones((512, 512), np.float32)
     tuning.tune(lambda: matmul(a, b, out=out, accumulate=True))
-    assert_close(out, to_cpu(a).astype(np.float64) @ to_cpu(b).astype(np.float64) + 1, "float32")
+    want = to_cpu(a).astype(np.float64) @ to_cpu(b).astype(np.float64) + 1
+    assert np.abs(to_cpu(out) - want).max() <= LONG_SUM * np.abs(want).max()
     (plan,) = cublaslt._plans.values()
     assert plan.tuned
     (file,) = tmp_path.iterdir()

@@ -108,8 +108,6 @@ def _forward_raw(x, weight, bias, *, needs, activation):
     if bias is None and activation is None:
         y = matmul(rows, weight, transpose_b=True)
     else:
-        if bias is not None:
-            bias = get_xp(bias).ascontiguousarray(bias)
         y = matmul_activated(rows, weight, bias, activation, z)
         if y is None:
             product = matmul(rows, weight, transpose_b=True, out=z)
