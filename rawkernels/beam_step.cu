@@ -68,11 +68,11 @@ struct Ranked {
 __device__ unsigned int leading(const Ranked& x) { return leading(x.score); }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 5) beam_step_forward(
-    const scalar* __restrict__ logits,     // (sentences * beam, >= vocab), rows `stride` apart
-    const float* __restrict__ scores,      // (sentences, beam); -inf: a dead beam, whose logits do not matter
-    const bool* __restrict__ banned,       // (vocab,) or null
-    const int* __restrict__ tokens,        // (sentences * beam, listed), -1 for none
-    const float* __restrict__ penalties,   // (sentences * beam, listed)
+    const scalar* logits,     // (sentences * beam, >= vocab), rows `stride` apart
+    const float* scores,      // (sentences, beam); -inf: a dead beam, whose logits do not matter
+    const bool* banned,       // (vocab,) or null
+    const int* tokens,        // (sentences * beam, listed), -1 for none
+    const float* penalties,   // (sentences * beam, listed)
     long long* __restrict__ flag,          // see common/index.cuh
     Key* lists,                            // (sentences, 2 * beam, beam, parts); 0 where there are fewer
     Normaliser* normalisers,               // (sentences, beam, parts)

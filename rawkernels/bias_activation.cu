@@ -141,7 +141,7 @@ __device__ inline Eight load_bias(const scalar* bias, const Columns& columns) {
 
 extern "C" __global__ void __launch_bounds__(BLOCK) bias_activation_forward(
     const scalar* x,                   // (rows, PARTS * cols), rows `stride` apart
-    const scalar* __restrict__ bias,   // (PARTS * cols,) or null
+    const scalar* bias,   // (PARTS * cols,) or null
     scalar* y,                         // (rows, cols), may be x
     long long rows,
     long long cols,
@@ -185,9 +185,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK) bias_activation_forward(
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) bias_activation_backward(
-    const scalar* __restrict__ x,      // (rows, PARTS * cols), rows `stride` apart; of relu y; unused without f
-    const scalar* __restrict__ bias,   // (PARTS * cols,) or null
-    const scalar* __restrict__ dy,     // (rows, cols), rows `dy_stride` apart
+    const scalar* x,      // (rows, PARTS * cols), rows `stride` apart; of relu y; unused without f
+    const scalar* bias,   // (PARTS * cols,) or null
+    const scalar* dy,     // (rows, cols), rows `dy_stride` apart
     scalar* __restrict__ dx,           // (rows, PARTS * cols) or null
     float* __restrict__ partial,       // (parts, PARTS * cols) or null: sums of dx over `chunk` rows
     long long rows,

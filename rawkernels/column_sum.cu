@@ -7,7 +7,7 @@
 #include "common/grid_dependency.cuh"
 
 extern "C" __global__ void column_sum(
-    const float* __restrict__ partial,  // (parts, cols)
+    const float* partial,  // (parts, cols)
     scalar* __restrict__ out,           // (cols,)
     int parts,
     long long cols,
@@ -21,9 +21,9 @@ extern "C" __global__ void column_sum(
 }
 
 extern "C" __global__ void column_sums(
-    const float* __restrict__ partial0,  // (parts, cols)
-    const float* __restrict__ partial1,
-    const float* __restrict__ partial2,
+    const float* partial0,  // (parts, cols)
+    const float* partial1,
+    const float* partial2,
     scalar* __restrict__ out0,           // (cols,); null: there is no such sum
     scalar* __restrict__ out1,
     scalar* __restrict__ out2,

@@ -4,7 +4,6 @@
 // Launch:    grid = (ceil(count / (8 * BLOCK)),), block = (BLOCK,).  A thread takes the eight elements
 //            whose bits come from one Philox counter.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
-#include "common/grid_dependency.cuh"
 #include "common/philox.cuh"
 
 extern "C" __global__ void dropout_apply(
@@ -18,7 +17,6 @@ extern "C" __global__ void dropout_apply(
     unsigned int stream,
     unsigned int step,
     const unsigned int* __restrict__ device_step) {
-    grid_dependency_wait();
     const long long counter = (long long)blockIdx.x * BLOCK + threadIdx.x;
     if (counter * 8 >= count) return;
     const PhiloxKey key = philox_key(seed_low, seed_high, stream, step, device_step);

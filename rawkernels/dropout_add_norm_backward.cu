@@ -16,12 +16,12 @@
 #include "common/norm_dropout.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_backward(
-    const scalar* __restrict__ h,        // (rows, cols)
-    const scalar* __restrict__ weight,   // (cols,), of WEIGHT
-    const float* __restrict__ mean,      // (rows,)
-    const float* __restrict__ rstd,      // (rows,)
-    const scalar* __restrict__ dnormed,  // (rows, cols), rows dnormed_step elements apart
-    const scalar* __restrict__ dh,       // (rows, cols), rows dh_step elements apart, of h as an output; null: zeros
+    const scalar* h,        // (rows, cols)
+    const scalar* weight,   // (cols,), of WEIGHT
+    const float* mean,      // (rows,)
+    const float* rstd,      // (rows,)
+    const scalar* dnormed,  // (rows, cols), rows dnormed_step elements apart
+    const scalar* dh,       // (rows, cols), rows dh_step elements apart, of h as an output; null: zeros
     scalar* __restrict__ dx,             // (rows, cols); null: without dropout it is dresidual
     scalar* __restrict__ dresidual,      // (rows, cols)
     float* dweight,                      // (grid, cols) sums over this block's rows; null: not wanted
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
     unsigned int seed_high,
     unsigned int stream,
     unsigned int step,
-    const unsigned int* __restrict__ device_step) {
+    const unsigned int* device_step) {
     grid_dependency_wait();
     using Rows = Ring<3>;
     const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), threshold, factor};

@@ -5,7 +5,6 @@
 //            neighbours of y, whose random bits come from one counter each. ALIGNED: a pack lies within a row, and
 //            all rows begin at multiples of 16 bytes.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
-#include "common/grid_dependency.cuh"
 #include "common/index.cuh"
 #include "common/pack.cuh"
 #include "common/philox.cuh"
@@ -37,7 +36,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4) embedding_forward(
     const unsigned int* device_step,
     long long* token_flag,
     long long* position_flag) {
-    grid_dependency_wait();
     const long long thread = blockIdx.x * (long long)BLOCK + threadIdx.x;
     for (long long i = thread; i < arrivals; i += gridDim.x * (long long)BLOCK) arrived[i] = 0;
 

@@ -13,9 +13,9 @@
 #include "common/norm.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_forward(
-    const scalar* __restrict__ x,       // (rows, cols), rows x_step elements apart
-    const scalar* __restrict__ weight,  // (cols,), of WEIGHT
-    const scalar* __restrict__ bias,    // (cols,), of BIAS
+    const scalar* x,       // (rows, cols), rows x_step elements apart
+    const scalar* weight,  // (cols,), of WEIGHT
+    const scalar* bias,    // (cols,), of BIAS
     scalar* __restrict__ y,             // (rows, cols)
     float* __restrict__ mean,           // (rows,) of x minus the row's first element; null: not wanted
     float* __restrict__ rstd,           // (rows,) or null

@@ -17,11 +17,11 @@
 #include "common/norm_backward.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
-    const scalar* __restrict__ x,       // (rows, cols), rows x_step elements apart
-    const scalar* __restrict__ weight,  // (cols,), of WEIGHT
-    const scalar* __restrict__ dy,      // (rows, cols), rows dy_step elements apart
-    const float* __restrict__ mean,     // (rows,)
-    const float* __restrict__ rstd,     // (rows,)
+    const scalar* x,       // (rows, cols), rows x_step elements apart
+    const scalar* weight,  // (cols,), of WEIGHT
+    const scalar* dy,      // (rows, cols), rows dy_step elements apart
+    const float* mean,     // (rows,)
+    const float* rstd,     // (rows,)
     scalar* __restrict__ dx,            // (rows, cols)
     float* dweight,                     // (grid, cols) sums over this block's rows; null: not wanted
     float* dbias,                       // (grid, cols) or null

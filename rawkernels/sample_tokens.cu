@@ -137,11 +137,11 @@ __device__ __noinline__ Cut cut_off(const Row& row, Cut cut, int count, unsigned
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_forward(
-    const scalar* __restrict__ logits,          // (rows, >= vocab), rows `stride` apart
-    const bool* __restrict__ banned,            // (vocab,) or null
+    const scalar* logits,          // (rows, >= vocab), rows `stride` apart
+    const bool* banned,            // (vocab,) or null
     int* __restrict__ tokens,                   // (rows,)
     float* __restrict__ logprobs,               // (rows,), at temperature 1, of all that is not banned
-    const unsigned int* __restrict__ device_step,
+    const unsigned int* device_step,
     long long stride,
     int vocab,
     float inverse_temperature,

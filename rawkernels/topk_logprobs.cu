@@ -7,7 +7,7 @@
 #include "common/logit_slice.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK == 256 ? 5 : 1) topk_logprobs_forward(
-    const scalar* __restrict__ logits,   // (rows, >= vocab), rows `stride` apart
+    const scalar* logits,   // (rows, >= vocab), rows `stride` apart
     Key* lists,                          // (rows, k, parts); not used if parts is 1, as the next two
     Normaliser* normalisers,             // (rows, parts)
     unsigned int* __restrict__ tickets,  // (rows,), 0

@@ -88,8 +88,18 @@ def test_who_may_begin_early_waits_before_anything_else(nvrtc, file):
         waits = [text for text in instructions if "ACQBULK" in text]
         if kernels.waits_first(file, name):
             assert waits == ["ACQBULK"] and not harm_before_wait(instructions), name
+            assert not [text for text in instructions if ".CONSTANT" in text], name
         else:
             assert not waits, f"{name} waits, but not by its first statement"
+
+
+@pytest.mark.parametrize("file", kernels.files())
+def test_who_waits_has_no_input_that_never_changes(file):
+    """ptxas moves loads of const __restrict__ over the wait, now and then, in some variant."""
+    text = kernels._without_comments(file)
+    for name, parameters in kernels.SIGNATURE.findall(text):
+        if kernels.waits_first(file, name):
+            assert not re.findall(r"const \w[\w ]*\*\s*__restrict__ \w+", parameters), name
 
 
 def harm_before_wait(instructions):

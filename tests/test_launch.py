@@ -112,67 +112,115 @@ def test_the_small_kernels_wait():
     assert kernels.waits_first("column_sum.cu", "column_sums")
 
 
-# ---- on a GPU: the same bits, whoever begins when ------------------------------------------------
+# ---- on a GPU: behind a kernel that lets others begin at once, and moves its data long after ----
+
+LATE = """#include "common/grid_dependency.cuh"
+extern "C" __global__ void late(const unsigned short* from, unsigned short* to, long long count) {
+    grid_launch_dependents();
+    for (const long long begin = clock64(); clock64() - begin < 4000000;) {}  // 2 ms
+    for (long long i = blockIdx.x * 256 + threadIdx.x; i < count; i += 1024) to[i] = from[i];
+}"""
+ROWS, COLS = 40, 1024
 
 
-def results(x, weight, bias):
-    """Return what small kernels, some of few blocks, make of each other's results."""
-    found = []
-    for _ in range(2):
-        x = gpuattn.softmax(x)
-        tensors = [Tensor(a, requires_grad=True) for a in (x, weight, bias)]
-        y = gpuattn.layer_norm(*tensors)
-        y.backward(x)  # the sums over rows are a launch of their own
-        x = gpuattn.dropout_add_norm(y.data, tensors[0].grad, tensors[1].grad, p=0.1, seed=3)[0]
-        x = gpuattn.gelu(x, tensors[2].grad)
-        scores = x[: len(x) // 4 * 4, 0].reshape(-1, 4).astype(np.float32)  # CuPy's kernels
-        found += [x, *(t.grad for t in tensors), *gpuattn.beam_step(x, scores)]
-    return found
+def gradients(function, dy, *inputs):
+    tensors = [Tensor(x, requires_grad=True) for x in inputs]
+    function(*tensors).backward(dy)
+    return [tensor.grad for tensor in tensors]
 
 
-def differences(some, others):
-    pairs = zip(some, others, strict=True)
-    return sum((a.view(np.uint8) != b.view(np.uint8)).sum() for a, b in pairs)
+def add_norm(x, residual, weight):
+    return gpuattn.dropout_add_norm(x, residual, weight, p=0.1, seed=3)[0]
+
+
+CALLS = {  # what is made of x, with another matrix, a vector and scores
+    "softmax": lambda x, *_: gpuattn.softmax(x),
+    "softmax, long rows": lambda x, *_: gpuattn.softmax(x.reshape(1, -1)),
+    "softmax, gradient": lambda x, y, *_: gradients(gpuattn.softmax, x, y),
+    "softmax, long rows, gradient": lambda x, y, *_: gradients(
+        gpuattn.softmax, x.reshape(1, -1), y.reshape(1, -1)
+    ),
+    "layer_norm": lambda x, y, v, *_: gpuattn.layer_norm(x, v, v),
+    "layer_norm, gradient": lambda x, y, v, *_: gradients(gpuattn.layer_norm, x, y, v, v),
+    "layer_norm, the one after the next": lambda x, y, v, *_: (
+        gpuattn.softmax(y), gpuattn.layer_norm(x, v, v)
+    ),
+    "dropout_add_norm": lambda x, y, v, *_: add_norm(x, y, v),
+    "dropout_add_norm, gradient": lambda x, y, v, *_: gradients(add_norm, x, y, y, v),
+    "gelu": lambda x, y, v, *_: gpuattn.gelu(x, v),
+    "gelu, gradient": lambda x, y, v, *_: gradients(gpuattn.gelu, x, y, v),
+    "beam_step": lambda x, y, v, scores: gpuattn.beam_step(x, scores),
+    "topk_logprobs": lambda x, *_: gpuattn.topk_logprobs(x, 8),
+    "sample_tokens": lambda x, *_: gpuattn.sample_tokens(x, seed=3),
+}  # fmt: skip
 
 
 @pytest.fixture
-def launched(gpu, monkeypatch):
-    """``launched(dependent, call)``: call() with such launches or without them."""
-    if kernels.gpu(0)[0] != launch.CAPABILITY:
+def late(gpu, monkeypatch):
+    """``late(a, b)`` copies a to b, of 16-bit numbers, when whoever follows could be done."""
+    capability = kernels.gpu(0)[0]
+    if not launch.supported(capability):
         pytest.skip("not a Hopper GPU")
     monkeypatch.setattr(arrays, "allocate", ALLOCATE)  # poison would be a kernel in between
-
-    def run(dependent, call):
-        monkeypatch.setattr(kernels, "supported", lambda capability: dependent)
-        kernels._kernel.cache_clear()
-        return call()
-
-    yield run
-    kernels._kernel.cache_clear()
+    module = gpu.cuda.function.Module()
+    module.load(kernels.compile_text(LATE, f"sm_{capability}", "late.cu")[0])
+    run = module.get_function("late")
+    return lambda a, b: run((4,), (256,), (a, b, np.int64(a.size)))
 
 
-@pytest.mark.parametrize("rows, cols", [(40, 512), (36, 1001), (6000, 512)])
-def test_the_same_bits_as_one_after_the_other(gpu, launched, rows, cols):
-    random = gpu.random.default_rng(rows)
+@pytest.fixture
+def inputs(gpu):
+    """Return what x holds first, what it shall hold, and the other arguments of ``CALLS``."""
+    random = gpu.random.default_rng(0)
 
     def draw(*shape):
         return random.standard_normal(shape, dtype=np.float32).astype(arrays.BFLOAT16)
 
-    x, weight, bias, inputs = draw(rows, cols), draw(cols), draw(cols), draw(3, rows, cols)
+    scores = gpu.zeros((ROWS // 4, 4), np.float32)
+    return draw(ROWS, COLS), draw(ROWS, COLS), (draw(ROWS, COLS), draw(COLS), scores)
 
-    def call():
-        return results(x, weight, bias)
 
+def same(some, others):
+    some, others = (x if isinstance(x, (tuple, list)) else [x] for x in (some, others))
+    pairs = zip(some, others, strict=True)
+    return all(bool((a.view(np.uint8) == b.view(np.uint8)).all()) for a, b in pairs)
+
+
+def test_nobody_reads_too_early(gpu, late, inputs):
+    before, after, others = inputs
+    wrong, x = [], before.copy()
+    launches = kernels.launches.copy()
     with gpu.cuda.Stream(non_blocking=True):
-        plain, dependent = (launched(d, lambda: Graph([call])) for d in (False, True))
-        wrong = gpu.zeros((), np.int64)
-        for replay in range(200):
-            gpu.copyto(x, inputs[replay % 3])  # so that what is read too early shows
-            plain()
-            dependent()
-            wrong += differences(dependent.results[0], plain.results[0])
-            if replay < 6:
-                wrong += differences(call(), plain.results[0])  # in the stream
-        kept = kernels.kernel("column_sum.cu", "column_sums", scalar="bf16", BLOCK=128)
-        assert isinstance(kept.launch, launch.DependentLaunch)
-        assert int(wrong) == 0
+        for name, call in CALLS.items():
+            want = call(after, *others)
+
+            def run(call=call):
+                late(after, x)
+                return call(x, *others)
+
+            graph = Graph([run])
+            gpu.copyto(x, before)
+            if not same(run(), want):
+                wrong.append(f"{name}, in a stream")
+            gpu.copyto(x, before)
+            graph()
+            if not same(graph.results[0], want):
+                wrong.append(f"{name}, in a graph")
+    assert not wrong
+    ran = {name for name, count in kernels.launches.items() if count > launches[name]}
+    assert {"column_sum", "column_sums"} <= ran
+    waiting = {
+        n for f in kernels.files() for n in kernels.signatures(f) if kernels.waits_first(f, n)
+    }
+    assert waiting <= ran, "no call here for these"
+
+
+def test_nobody_writes_too_early(gpu, late, inputs):
+    before, x, _ = inputs
+    kept, want = before.copy(), x.copy()
+    with gpu.cuda.Stream(non_blocking=True):
+        gpuattn.softmax(before, donate=True)
+        late(x, kept)
+        gpuattn.softmax(x, donate=True)
+        assert same(kept, want)
+        assert not same(x, want)

@@ -3,7 +3,8 @@
 // its blocks may begin before the kernel before it in the stream has ended (gpuattn/launch.py).
 
 // Until the kernels before have ended and what they wrote is seen. Before it no memory may be read or written: of nothing
-// that lies there is it known that they do not write it, and they may still read what this kernel overwrites.
+// that lies there is it known that they do not write it, and they may still read what this kernel overwrites. No input is
+// `const __restrict__` in such a kernel, and none read by __ldg: ptxas moves those loads (ld.global.nc) over the wait.
 __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
