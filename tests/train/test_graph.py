@@ -71,6 +71,10 @@ def test_a_language_model_has_one_shape_and_the_same_bits(gpu, tmp_path):
     (replayed, said), (plain, _) = (trained(config, graphs) for graphs in (True, False))
     assert not said and len(replayed.steps.graphs) == 2
     assert all(graph is not None for graph in replayed.steps.graphs.values())
+    last, there = replayed.corpus.loader(0).crops(24), replayed.feed.batch
+    for name in ("tokens", "labels"):
+        np.testing.assert_array_equal(to_cpu(getattr(there, name)), getattr(last, name))
+    np.testing.assert_array_equal(to_cpu(there.order.order), last.order.order)
     states, others = replayed.state()[0], plain.state()[0]
     for name, array in states.items():
         np.testing.assert_array_equal(to_cpu(array), to_cpu(others[name]), err_msg=name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from gpuattn.train.config import (
     to_toml,
 )
 from gpuattn.train.corpus import TextCorpus
+from gpuattn.train.device import batch_to
 from gpuattn.train.language_task import LanguageTask
 from gpuattn.train.report import Report
 from gpuattn.train.run import RunFolder, average_runs, load_run, summary
@@ -170,6 +172,16 @@ def test_held_out_loss_is_that_of_all_blocks(config):
     assert trainer.valid_loss() == pytest.approx(sum(losses) / tokens, rel=1e-6)
 
 
+def test_a_batch_goes_to_a_device_in_one_piece(config):
+    batch, copies = LanguageTask(config).corpus.loader(0).crops(3), []
+    elsewhere = SimpleNamespace(asarray=lambda flat: copies.append(flat) or flat)
+    moved = batch_to(batch, elsewhere)
+    assert len(copies) == 1 and moved.target_tokens == batch.target_tokens
+    for ours, theirs in [(batch.tokens, moved.tokens), (batch.labels, moved.labels),
+                         *zip(batch.order, moved.order, strict=True)]:  # fmt: skip
+        assert theirs.base is not None and np.array_equal(ours, theirs)
+
+
 class After:
     """Says stop from the call with this number on."""
 
@@ -218,3 +230,13 @@ def test_what_is_said_of_a_run_and_the_mean_of_two(config, tmp_path):
     (tmp_path / "text").write_text("cat red old\n" * 60)
     with pytest.raises(DataError, match="not the one that .* began with"):
         train(dataclasses.replace(config, seed=2), tmp_path / "2", device="numpy")
+
+
+def test_on_a_gpu_it_learns_and_writes(gpu, config, tmp_path):
+    config = dataclasses.replace(config, dim=32, length="20u", eval_every="10u")
+    outcome = train(config, tmp_path / "run", device="cuda")
+    rows = RunFolder(tmp_path / "run").metrics.read("valid")
+    assert outcome.finished and rows[1]["loss"] < rows[0]["loss"]
+    sampler = load_run(tmp_path / "run", device="cuda")
+    settings = {"tokens": 20, "seed": 1, "top_p": 0.9}
+    assert sampler.sample("red ", **settings) == sampler.sample("red ", **settings)
