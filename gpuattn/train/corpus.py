@@ -94,11 +94,11 @@ class TextCorpus:
         else:
             cut = len(whole) * (TEXT_SHARE - 1) // TEXT_SHARE
             train, valid = whole[:cut], whole[cut:]
-        if tokenizer is None and config.tokenizer == "chars":
-            tokenizer = CharTokenizer.train([whole])
-        self.tokenizer = tokenizer or Tokenizer.train(
-            _pieces(train), config.vocab_size, config.seed
-        )
+        if tokenizer is None:
+            chars = config.tokenizer == "chars"
+            subwords = (_pieces(train), config.vocab_size, config.seed)
+            tokenizer = CharTokenizer.train([whole]) if chars else Tokenizer.train(*subwords)
+        self.tokenizer = tokenizer
         ids, valid_ids = self._ids(config.lm, train), self._ids(config.valid_lm, valid)
         block, rows = config.block, config.batch // config.block
         if len(ids) <= block:

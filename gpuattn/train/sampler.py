@@ -43,7 +43,7 @@ class Sampler:
         key, end = rng.as_key(seed), len(ids) + tokens
         while texts.shape[1] < end:
             step = texts.shape[1] - len(ids)
-            texts = self._longer(texts, end, seed=key._replace(step=step), **settings)
+            texts = self._longer(texts, end, seed=key._replace(step=key.step + step), **settings)
         return [self.tokenizer.decode_text(text[len(begin) :].tolist()) for text in texts]
 
     def _longer(self, texts, end, **settings):
