@@ -174,21 +174,23 @@ class TrainConfig:
 
 OPTIONS = {option.name: option for option in fields(TrainConfig)}
 
-# Where an update of the default size takes seconds, smaller ones and fewer translations at an
-# evaluation let a run learn, and show it, within minutes.
-# GPT-2's suit a text of a million characters.
+# GPT-2's suit a text of a million characters. Evaluations are many, to keep the best of a model that
+# begins to know its text by heart.
 MODEL_DEFAULTS = {
     TRANSLATION: {},
     GPT2: {
         "length": "5000u", "dim": 384, "heads": 6, "layers": (6, 6), "block": 256, "dropout": 0.2,
         "batch": 64 * 256, "lr": 1e-3, "warmup": 100, "weight_decay": 0.1, "label_smoothing": 0.0,
+        "eval_every": "250u",
     },
 }  # fmt: skip
+# Where an update of the default size takes seconds, smaller ones and fewer translations at an
+# evaluation let a run learn, and show it, within minutes.
 DEVICE_DEFAULTS = {
     TRANSLATION: {"numpy": {"batch": 2000, "warmup": 400, "score_pairs": 200}},
     GPT2: {"numpy": {
         "length": "2000u", "dim": 128, "heads": 4, "layers": (4, 4), "block": 64, "dropout": 0.0,
-        "batch": 12 * 64,
+        "batch": 12 * 64, "eval_every": AUTO,
     }},
 }  # fmt: skip
 
