@@ -174,7 +174,7 @@ class TrainConfig:
 
 OPTIONS = {option.name: option for option in fields(TrainConfig)}
 
-# GPT-2's suit a text of a million characters. Evaluations are many, to keep the best of a model that
+# GPT-2's suit a text of a million characters; many evaluations, to keep the best of a model that
 # begins to know its text by heart.
 MODEL_DEFAULTS = {
     TRANSLATION: {},
