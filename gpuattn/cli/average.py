@@ -1,4 +1,4 @@
-"""gpuattn average: the mean of several weights, as a run to translate with."""
+"""gpuattn average: the mean of several weights, as a run to use."""
 
 import click
 
@@ -12,7 +12,7 @@ from gpuattn.train.run import average_runs
 @click.option("--last", type=COUNT, help="Of one run: its last N kept checkpoints.")
 def command(folders, out, last):
     """Average the best weights of several runs of one model, or the checkpoints that one run kept
-    (gpuattn train --average N), into a folder that translates.
+    (gpuattn train --average N), into a folder to use like a run.
 
     \b
     gpuattn average runs/de --out runs/de-mean

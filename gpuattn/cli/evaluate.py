@@ -5,6 +5,7 @@ import json
 import click
 
 from gpuattn.cli.options import NearChoice, decoding_options, device_option, run_argument
+from gpuattn.train.config import TRANSLATION
 from gpuattn.train.evaluation import evaluate, pairs_for
 from gpuattn.train.metrics import TOKENIZERS
 from gpuattn.train.run import load_run
@@ -26,7 +27,7 @@ def command(folder, files, as_json, lowercase, tokenize, beam, length_penalty, d
     """
     if len(files) not in (0, 2):
         raise click.UsageError("give a source and a reference file, or none")
-    translator = load_run(folder, device=device)
+    translator = load_run(folder, device=device, model=TRANSLATION)
     pairs = pairs_for(translator.config, *files)
     decoding = {"beam": beam, "length_penalty": length_penalty}
     beam = translator.config.beam if beam is None else beam

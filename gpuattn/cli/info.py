@@ -25,7 +25,7 @@ def command(folder, as_json):
     updates = f" after {found['updates']:,} updates, {duration(found['seconds'])}"
     _say("run", f"{found['folder']}: {found['task']}")
     _say("state", found["state"] + (updates if found["updates"] else ""))
-    _say("model", f"{found['parameters']:,} parameters, {found['vocabulary']:,} subwords")
+    _say("model", f"{found['parameters']:,} parameters, {found['vocabulary']:,} {found['units']}")
     best = found["best"]
     _say("best", describe(best) if best else "not evaluated yet")
     kinds = (best or {}).get("exact_by_kind", {})

@@ -12,8 +12,9 @@ from gpuattn.errors import ConfigError, DeviceMissingError
 from gpuattn.train.units import nearest
 
 COMMANDS = {
-    "train": "Train a translator; without arguments a toy one, in a minute.",
+    "train": "Train a translator, or GPT-2 on a text; without arguments a toy one, in a minute.",
     "translate": "Translate standard input, a line for each line.",
+    "sample": "Continue a text with a language model.",
     "evaluate": "Score a run's translations: exact match, BLEU, chrF.",
     "info": "Show what a run is and how it went.",
     "average": "Average the weights of runs, or of one run's last checkpoints.",
@@ -28,6 +29,7 @@ EPILOG = """\b
 gpuattn train                                            a toy translator, one minute
 echo "half past four" | gpuattn translate runs/toy
 gpuattn train train.en train.de --valid val.en val.de --out runs/de
+gpuattn train --lm book.txt && gpuattn sample runs/book
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no such device, 130/143 stopped after saving.
 """
@@ -142,4 +144,4 @@ def _version(ctx, parameter, value):
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version,
               help="Show the version and exit.")  # fmt: skip
 def main():
-    """Train small translators and use them, on NumPy or on a GPU."""
+    """Train small translators and language models and use them, on NumPy or on a GPU."""

@@ -13,7 +13,8 @@ from gpuattn.train.plot import plot_run
 @click.option("--out", type=click.Path(file_okay=False), help="Default: DIR/plots.")
 @click.option("--sentence", help="Whose attention to draw; default: a held-out one.")
 def command(folder, out, sentence):
-    """Draw the run in DIR: loss and scores, attention maps, and an overview of both.
+    """Draw the run in DIR: loss and scores, attention maps, and an overview of both; of a language
+    model loss and perplexity.
 
     Needs matplotlib: pip install 'gpuattn[plots]'. Prints the files it wrote.
     """

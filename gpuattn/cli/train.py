@@ -10,32 +10,41 @@ from click.core import ParameterSource
 
 from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, Parsed, device_option
 from gpuattn.cli.progress import new_report
-from gpuattn.data.tasks import TASKS, generate
+from gpuattn.data import tasks
 from gpuattn.train.config import (
     DEVICE_DEFAULTS,
+    GPT2,
+    MODEL_DEFAULTS,
     OPTIONS,
     PRESETS,
+    TRANSLATION,
     option_key,
     read_toml,
     resolve,
     shown,
 )
 from gpuattn.train.device import choose_device
+from gpuattn.train.run import TASKS
 from gpuattn.train.session import describe, train
 from gpuattn.train.stopping import StopOnSignal
 
 HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     "Data": {
+        "lm": ("FILE", "One text to learn instead: --model gpt2."),
+        "valid_lm": ("FILE", "For validation; otherwise the end of the text is held out."),
+        "tokenizer": ("", "Of a text: subwords, or its characters."),
         "vocab_size": ("N", "Most subwords, shared by both languages."),
         "max_len": ("N", "Most tokens of a sentence."),
         "on_long": ("", "What to do about longer sentences."),
         "seed": ("N", "Decides data order, first parameters and dropout."),
     },
     "Model": {
+        "model": ("", "A translator, or a language model."),
         "dim": ("N", "Width."),
         "heads": ("N", "Attention heads; they divide the width."),
         "layers": ("N[:N]", "4, or 4:2 for encoder and decoder."),
-        "ffn": ("N", "Width inside the feed-forward networks."),
+        "ffn": ("N", "Width inside the feed-forward networks; of gpt2 it is 4 * dim."),
+        "block": ("N", "Tokens that gpt2 sees."),
         "dropout": ("P", "Share of activations set to zero."),
         "norm": ("", "Normalise before or after each branch."),
         "positions": ("", "How tokens know their place."),
@@ -70,6 +79,7 @@ EPILOG = """\b
 gpuattn train                                 English to German phrases, one minute
 gpuattn train dates --out runs/dates          another built-in task
 gpuattn train train.en train.de --valid val.en val.de --out runs/de --for 30e --batch 8k
+gpuattn train --lm book.txt --tokenizer chars GPT-2, character by character
 gpuattn train --config runs/de/config.toml --seed 2 --out runs/de2
 
 The same command again goes on where it was stopped. Options may also stand in a TOML file
@@ -84,14 +94,21 @@ def _option(name, group, placeholder, help):
     kind = NearChoice(names) if names else Parsed(parse, placeholder)
     flags = [f"--{option_key(name)}", name]
     metavar = None if names else placeholder
-    help += f"  [default: {_default(name, percent='%' in placeholder)}]"
+    if OPTIONS[name].default is not None:
+        help += f"  [default: {_default(name, percent='%' in placeholder)}]"
     return GroupedOption(flags, type=kind, metavar=metavar, help=help, group=group)
 
 
 def _default(name, percent=False):
-    default, slower = OPTIONS[name].default, DEVICE_DEFAULTS["numpy"].get(name)
-    text = f"{default:.0%}" if percent else shown(default)
-    return text if slower is None else f"{text}, on NumPy {shown(slower)}"
+    only, texts = OPTIONS[name].metadata["only"], {}
+    for model in (TRANSLATION, GPT2):
+        value = MODEL_DEFAULTS[model].get(name, OPTIONS[name].default)
+        slower = DEVICE_DEFAULTS[model]["numpy"].get(name)
+        texts[model] = f"{value:.0%}" if percent and type(value) is float else shown(value)
+        texts[model] += "" if slower is None else f", on NumPy {shown(slower)}"
+    if only or len(set(texts.values())) == 1:
+        return texts[only or TRANSLATION]
+    return f"{texts[TRANSLATION]}; gpt2: {texts[GPT2]}"
 
 
 @click.command("train", cls=GroupedCommand, epilog=EPILOG)
@@ -110,12 +127,14 @@ def _default(name, percent=False):
 @click.pass_context
 def command(ctx, what, valid, out, overwrite, config_file, device, **values):
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
-    lines are translations of each other. Ctrl-C saves; the same command goes on."""
+    lines are translations of each other. Or train a language model, on one text: --lm FILE.
+    Ctrl-C saves; the same command goes on."""
     layers = _layers(ctx, what, valid, config_file, values)
     config, origins = resolve(*layers, device=choose_device(device)[0])
-    if out is None and config.task is None:
+    name = Path(config.lm).name.split(".")[0] if config.lm else config.task
+    if out is None and not name:
         raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
-    out = Path(out or f"runs/{config.task}")
+    out = Path(out or f"runs/{name}")
     report = new_report()
     wait = partial(report.say, "stopping", "saving first; once more ends at once, unsaved")
     with StopOnSignal(wait, report.close) as stop:
@@ -131,7 +150,9 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
         report.say("stopped", f"after update {outcome.update:,}; all is saved. Go on: {again}")
         sys.exit(stop.exit_code)
     report.say("done", describe(outcome.best))
-    report.say("next", f"echo {shlex.quote(_example(config))} | gpuattn translate {out}")
+    command = f"{TASKS[config.model].command} {out}"
+    text = f"echo {shlex.quote(_example(config))} | " if config.model == TRANSLATION else ""
+    report.say("next", text + command)
 
 
 command.params[1:1] = [
@@ -153,8 +174,8 @@ def _layers(ctx, what, valid, config_file, values):
     if valid:
         named |= {"valid_source": valid[0], "valid_target": valid[1]}
     from_file = read_toml(config_file) if config_file else {}
-    if what:
-        for name in ("task", "source", "target", "valid_source", "valid_target"):
+    if what or "lm" in named:
+        for name in ("task", "source", "target", "valid_source", "valid_target", "lm", "valid_lm"):
             from_file.pop(name, None)
     return (
         (str(config_file), from_file),
@@ -171,14 +192,16 @@ def _data(what):
         raise click.UsageError(
             f"{len(what)} arguments; accepted: a task, or a source and a target file"
         )
-    if what and what[0] not in TASKS and (Path(what[0]).exists() or Path(what[0]).suffix):
-        raise click.UsageError(f"{what[0]} is one file; accepted: a source and a target file")
+    if what and what[0] not in tasks.TASKS and (Path(what[0]).exists() or Path(what[0]).suffix):
+        raise click.UsageError(
+            f"{what[0]} is one file; accepted: a source and a target file, or --lm {what[0]}"
+        )
     return {"task": what[0]} if what else {}
 
 
 def _example(config):
     if config.task:
-        few = generate(config.task, "test", 20, config.seed)
+        few = tasks.generate(config.task, "test", 20, config.seed)
         return max((pair.source for pair in few), key=len)
     try:
         with open(config.valid_source or config.source, encoding="utf-8") as file:

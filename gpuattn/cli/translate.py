@@ -6,6 +6,7 @@ import click
 
 from gpuattn.cli.options import COUNT, decoding_options, device_option, run_argument
 from gpuattn.errors import DataError
+from gpuattn.train.config import TRANSLATION
 from gpuattn.train.run import load_run
 
 
@@ -26,7 +27,7 @@ def command(folder, beam, length_penalty, nbest, scores, no_kv_cache, device):
     With --nbest a line of input gives up to N lines: its number, the score (--scores), the text.
     A line that cannot be translated gives an empty one and a message; the exit code is then 1.
     """
-    translator = load_run(folder, device=device)
+    translator = load_run(folder, device=device, model=TRANSLATION)
     options = {"beam": beam, "length_penalty": length_penalty, "kv_cache": not no_kv_cache}
     writer = Writer(translator, nbest, scores, options)
     prompt = sys.stdin.isatty()

@@ -56,6 +56,16 @@ class Batch:
     source_tokens: int
     target_tokens: int
 
+    @property
+    def all_tokens(self):
+        """How many tokens count, on both sides."""
+        return self.source_tokens + self.target_tokens
+
+    @property
+    def limits(self):
+        """What a step depends on besides the shapes of the arrays."""
+        return self.max_source, self.max_target
+
 
 class PackedLoader:
     """Epochs of packed batches over pairs of token ids.
@@ -236,18 +246,31 @@ def _divide(plan, world):
     return plan
 
 
-class LanguageModelBatch(NamedTuple):
-    """``inputs`` (B, T) int32, and ``labels`` (B, T), the tokens that follow them."""
+@dataclass(frozen=True)
+class LanguageModelBatch:
+    """``tokens`` (B, T) int32, ``labels`` (B, T), the ones that follow them, and the ``order`` of
+    ``tokens.ravel()``. Batches for training have one shape."""
 
-    inputs: np.ndarray
+    tokens: np.ndarray
     labels: np.ndarray
+    order: TokenOrder
+
+    limits = ()
+
+    @property
+    def target_tokens(self):
+        """How many tokens count."""
+        return self.labels.size
+
+    all_tokens = target_tokens
 
 
 class LanguageModelLoader:
     """Random crops of one long text for training, and its consecutive blocks for evaluation.
 
     ``ids``: the text's token ids (N,). ``block``: T, tokens of a row. ``batch``: B, rows of this
-    rank. Raises DataError when the text is shorter than ``block + 1`` tokens.
+    rank. An epoch has about as many tokens as the text.
+    Raises DataError when the text is shorter than ``block + 1`` tokens.
     """
 
     def __init__(self, ids, block, batch, seed, rank=0, world=1):
@@ -268,6 +291,16 @@ class LanguageModelLoader:
         self.seed = seed
         self.rank = rank
         self.world = world
+
+    def epoch(self, number, start=0):
+        """Yield this rank's batches of an epoch, from its batch ``start`` on."""
+        count = self.batches(number)
+        for i in range(start, count):
+            yield self.crops(number * count + i)
+
+    def batches(self, number):
+        """Return how many batches each rank has in an epoch."""
+        return max(1, len(self.ids) // (self.block * self.batch * self.world))
 
     def crops(self, step):
         """Return the batch of an update: a function of (seed, step, rank, world)."""
@@ -290,6 +323,5 @@ class LanguageModelLoader:
 
     def _rows(self, starts, length):
         rows = self.ids[starts[:, None] + np.arange(length + 1)]
-        return LanguageModelBatch(
-            np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
-        )
+        tokens, labels = (np.ascontiguousarray(part) for part in (rows[:, :-1], rows[:, 1:]))
+        return LanguageModelBatch(tokens, labels, token_order(tokens.ravel()))

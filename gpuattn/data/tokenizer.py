@@ -7,6 +7,7 @@ SentencePiece: Kudo and Richardson, EMNLP 2018. Byte-pair encoding: Sennrich et 
 import io
 import json
 import re
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,14 @@ MAX_TRAINING_LINES = 1_000_000
 
 
 class BaseTokenizer:
-    """What the tokenizers share: ids 0 to 3 are padding, begin, end and unknown."""
+    """What the tokenizers share: ids 0 to 3 are padding, begin, end and unknown.
+
+    ``units``: what the ids stand for. ``line_end``: the id that ends a line of a text.
+    """
 
     pad, bos, eos, unk = PAD, BOS, EOS, UNK
+    units: str
+    line_end: int
 
     def save(self, path):
         """Write ``to_bytes()`` to a file."""
@@ -43,6 +49,8 @@ class Tokenizer(BaseTokenizer):
     Nothing is normalised, and what is not in the vocabulary is spelled in bytes: decoding gives
     back the very line, and ``<unk>`` is never produced.
     """
+
+    units = "subwords"
 
     def __init__(self, model):
         """``model``: the bytes of a SentencePiece model. Raises DataError for anything else."""
@@ -124,6 +132,25 @@ class Tokenizer(BaseTokenizer):
         """Return the line that ``ids`` spell; specials among them are dropped."""
         return self._processor.decode([int(i) for i in ids if i >= SPECIALS])
 
+    @property
+    def line_end(self):
+        return self._processor.piece_to_id("<0x0A>")
+
+    def encode_text(self, text):
+        """Return the ids of lines, with ``line_end`` between them."""
+        first, *others = self.encode_lines(text.split("\n"))
+        return [*first, *chain.from_iterable((self.line_end, *line) for line in others)]
+
+    def decode_text(self, ids):
+        """Return the lines that ``ids`` spell: what ``encode_text`` was given."""
+        end, lines = self.line_end, [[]]
+        for i in ids:
+            if i == end:
+                lines.append([])
+            else:
+                lines[-1].append(i)
+        return "\n".join(map(self.decode, lines))
+
 
 def _train_sentencepiece(lines, vocab_size):
     from sentencepiece import SentencePieceTrainer
@@ -151,6 +178,8 @@ def _train_sentencepiece(lines, vocab_size):
 
 class CharTokenizer(BaseTokenizer):
     """One id for each character of the training text, in code point order, after the specials."""
+
+    units = "characters and marks"
 
     def __init__(self, characters):
         """``characters``: distinct characters; the first one gets the id 4."""
@@ -195,6 +224,12 @@ class CharTokenizer(BaseTokenizer):
     def decode(self, ids):
         """Return the text that ``ids`` spell; specials among them are dropped."""
         return "".join(self.characters[i - SPECIALS] for i in ids if i >= SPECIALS)
+
+    @property
+    def line_end(self):
+        return self._ids.get("\n", SPECIALS)  # a text of one line has none: its first character
+
+    encode_text, decode_text = encode, decode
 
 
 def tokenizer_from_bytes(data):

@@ -77,11 +77,11 @@ class GPT2(Module):
                 p.data = normal(rng, p.shape, std).data
         self.embedding.weight.data[self.config.vocab :] = 0
 
-    def states(self, tokens, positions=None, *, order=None, caches=None):
+    def states(self, tokens, positions=None, *, caches=None, order=None):
         """Return the last layer's states (B, T, d_model) for int tokens (B, T), T up to ``block``.
 
         ``positions`` (B, T) and ``caches``, a KeyValueCache for each layer, continue a text.
-        ``order``: see ``gpuattn.embedding``.
+        ``order``: the loader's sorted token order, for the gradient of the embedding.
         """
         tokens = as_array(raw(tokens), "GPT2", "tokens")
         if tokens.shape[-1] > self.config.block:
@@ -98,14 +98,16 @@ class GPT2(Module):
         """Return (B, T, padded vocabulary) for int tokens (B, T): what may come after each."""
         return self.head(self.states(tokens))
 
-    def loss(self, tokens, labels, dloss=None, order=None):
+    def loss(self, tokens, labels, dloss=None, *, label_smoothing=0.0, order=None):
         """Return the mean cross-entropy of labels (B, T), each the token after, as a Tensor.
 
-        ``dloss``: what backward will be called with, see ``cross_entropy``. ``order``: of the
-        tokens, see ``gpuattn.embedding``; without it they are sorted, which no CUDA graph can do.
+        ``dloss``: what backward will be called with, see ``cross_entropy``. ``order``: as in
+        ``states``; without it tokens are sorted on the spot, which no CUDA graph can do.
         """
-        logits, vocab = self.head(self.states(tokens, order=order)), self.config.vocab
-        return cross_entropy(logits, labels, vocab_size=vocab, donate=True, dloss=dloss)
+        return cross_entropy(
+            self.head(self.states(tokens, order=order)), labels, vocab_size=self.config.vocab,
+            label_smoothing=label_smoothing, donate=True, dloss=dloss,
+        )  # fmt: skip
 
     def stepper(self, prompt, max_length, beam=1, kv_cache=True):
         """Return a Stepper that continues int prompts (B, P), P >= 1, by ``max_length`` tokens.

@@ -33,9 +33,12 @@ from gpuattn.train.units import (
 KEYS = {"length": "for"}  # fields that users know by another name: Python keeps this one
 
 
-def _option(default, parse):
-    """Declare a field by its default and what checks its value."""
-    return field(default=default, metadata={"parse": parse})
+TRANSLATION, GPT2 = "translation", "gpt2"
+
+
+def _option(default, parse, only=None):
+    """Declare a field by its default, what checks its value, and the model that has it alone."""
+    return field(default=default, metadata={"parse": parse, "only": only})
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,10 @@ class TrainConfig:
     ``valid_source``, ``valid_target`` files; ``vocab_size`` the most subwords, of both languages
     together; ``max_len`` the most tokens of a sentence, ``on_long`` what becomes of longer ones;
     ``seed`` decides data order, first parameters and dropout.
-    Model: as ``models.translation.TranslationConfig``.
+    Of a language model instead: ``lm`` and ``valid_lm`` name texts, ``tokenizer`` is "subwords"
+    or "chars", ``block`` the tokens that it sees.
+    Model: ``model`` is "translation" or "gpt2"; as ``models.translation.TranslationConfig`` and
+    ``models.gpt2.GPT2Config``.
     Optimisation: ``batch`` tokens on the longer side, ``accumulate`` batches an update,
     ``optimizer`` one of ``optim.OPTIMIZERS``, ``lr`` the peak of ``schedule`` after ``warmup``
     (updates, or a share of the run), ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
@@ -59,24 +65,29 @@ class TrainConfig:
     Raises ConfigError that names the option, what came, and what is accepted.
     """
 
-    task: str | None = _option(None, lambda name: find_task(name).name)
-    source: str | None = _option(None, text)
-    target: str | None = _option(None, text)
-    valid_source: str | None = _option(None, text)
-    valid_target: str | None = _option(None, text)
+    task: str | None = _option(None, lambda name: find_task(name).name, only=TRANSLATION)
+    source: str | None = _option(None, text, only=TRANSLATION)
+    target: str | None = _option(None, text, only=TRANSLATION)
+    valid_source: str | None = _option(None, text, only=TRANSLATION)
+    valid_target: str | None = _option(None, text, only=TRANSLATION)
+    lm: str | None = _option(None, text, only=GPT2)
+    valid_lm: str | None = _option(None, text, only=GPT2)
+    tokenizer: str = _option("subwords", choice("subwords", "chars"), only=GPT2)
     vocab_size: int = _option(10_000, parse_count)
-    max_len: int = _option(256, whole(1))
-    on_long: str = _option("skip", choice(*ON_LONG))
+    max_len: int = _option(256, whole(1), only=TRANSLATION)
+    on_long: str = _option("skip", choice(*ON_LONG), only=TRANSLATION)
     seed: int = _option(1, whole(0))
 
+    model: str = _option(TRANSLATION, choice(TRANSLATION, GPT2))
     dim: int = _option(128, whole(2))
     heads: int = _option(4, whole(1))
     layers: tuple[int, int] = _option((4, 4), parse_layers)
-    ffn: int = _option(256, whole(1))
+    ffn: int = _option(256, whole(1), only=TRANSLATION)
+    block: int = _option(256, whole(1), only=GPT2)
     dropout: float = _option(0.25, number(0, below=1))
-    norm: str = _option("pre", choice(*CHOICES["norm"]))
-    positions: str = _option("sinusoidal", choice(*CHOICES["positions"]))
-    activation: str = _option("relu", choice(*CHOICES["activation"]))
+    norm: str = _option("pre", choice(*CHOICES["norm"]), only=TRANSLATION)
+    positions: str = _option("sinusoidal", choice(*CHOICES["positions"]), only=TRANSLATION)
+    activation: str = _option("relu", choice(*CHOICES["activation"]), only=TRANSLATION)
 
     batch: int = _option(8000, parse_count)
     accumulate: int = _option(1, whole(1))
@@ -93,9 +104,9 @@ class TrainConfig:
     patience: int = _option(0, whole(0))
 
     eval_every: Length | str = _option(AUTO, parse_interval)
-    score_pairs: int = _option(1000, whole(0))
-    beam: int = _option(5, whole(1))
-    length_penalty: float = _option(1.0, number(0))
+    score_pairs: int = _option(1000, whole(0), only=TRANSLATION)
+    beam: int = _option(5, whole(1), only=TRANSLATION)
+    length_penalty: float = _option(1.0, number(0), only=TRANSLATION)
     ema: float = _option(0.998, number(0, below=1))
     average: int = _option(0, whole(0))
 
@@ -104,13 +115,11 @@ class TrainConfig:
             value = getattr(self, option.name)
             if value is not None:
                 object.__setattr__(self, option.name, parse_option(option.name, value))
-        files = (self.source, self.target)
-        if self.task and any((*files, self.valid_source, self.valid_target)):
-            raise ConfigError(f"task is {self.task!r} and there are files; accepted: one of both")
-        if not self.task and not all(files):
-            raise ConfigError("a task, or a source and a target file, is needed")
-        if (self.valid_source is None) != (self.valid_target is None):
-            raise ConfigError("validation needs two files: --valid SRC TGT")
+        (self._check_text if self.model == GPT2 else self._check_pairs)()
+        for name, option in OPTIONS.items():
+            if not self.has(name) and getattr(self, name) != option.default:
+                only = option.metadata["only"]
+                raise ConfigError(f"{option_key(name)} is for --model {only}, not {self.model}")
         if self.dim % self.heads:
             raise ConfigError(f"heads is {self.heads}; accepted: a divisor of dim, {self.dim}")
         if self.length.unit == "u" and self.warmup > self.length.amount:
@@ -120,10 +129,42 @@ class TrainConfig:
             )
         if self.schedule == "invsqrt" and not self.warmup:
             raise ConfigError("warmup is 0; accepted: above 0 for the schedule invsqrt")
+
+    def _check_pairs(self):
+        files = (self.source, self.target)
+        if self.lm:
+            raise ConfigError("lm is a text for --model gpt2, not for translation")
+        if self.task and any((*files, self.valid_source, self.valid_target)):
+            raise ConfigError(f"task is {self.task!r} and there are files; accepted: one of both")
+        if not self.task and not all(files):
+            raise ConfigError("a task, or a source and a target file, is needed")
+        if (self.valid_source is None) != (self.valid_target is None):
+            raise ConfigError("validation needs two files: --valid SRC TGT")
         if self.max_len >= self.batch:
             raise ConfigError(
                 f"max-len is {self.max_len}; accepted: less than a batch, {self.batch} tokens"
             )
+
+    def _check_text(self):
+        if not self.lm:
+            raise ConfigError("--model gpt2 learns from one text: --lm FILE")
+        if any((self.task, self.source, self.target, self.valid_source, self.valid_target)):
+            raise ConfigError(
+                "--lm FILE is all that a language model learns from; "
+                "accepted: it alone, or with --valid-lm FILE"
+            )
+        if self.layers[0] != self.layers[1]:
+            raise ConfigError(
+                f"layers is {shown(self.layers)}; accepted: one number, gpt2 is a decoder only"
+            )
+        if self.block > self.batch:
+            raise ConfigError(
+                f"block is {self.block}; accepted: up to a batch, {self.batch} tokens"
+            )
+
+    def has(self, name):
+        """Tell whether a field means something for the model."""
+        return OPTIONS[name].metadata["only"] in (None, self.model)
 
     @property
     def exact_match(self):
@@ -133,9 +174,25 @@ class TrainConfig:
 
 OPTIONS = {option.name: option for option in fields(TrainConfig)}
 
+# GPT-2's suit a text of a million characters; many evaluations, to keep the best of a model that
+# begins to know its text by heart.
+MODEL_DEFAULTS = {
+    TRANSLATION: {},
+    GPT2: {
+        "length": "5000u", "dim": 384, "heads": 6, "layers": (6, 6), "block": 256, "dropout": 0.2,
+        "batch": 64 * 256, "lr": 1e-3, "warmup": 100, "weight_decay": 0.1, "label_smoothing": 0.0,
+        "eval_every": "250u",
+    },
+}  # fmt: skip
 # Where an update of the default size takes seconds, smaller ones and fewer translations at an
 # evaluation let a run learn, and show it, within minutes.
-DEVICE_DEFAULTS = {"numpy": {"batch": 2000, "warmup": 400, "score_pairs": 200}}
+DEVICE_DEFAULTS = {
+    TRANSLATION: {"numpy": {"batch": 2000, "warmup": 400, "score_pairs": 200}},
+    GPT2: {"numpy": {
+        "length": "2000u", "dim": 128, "heads": 4, "layers": (4, 4), "block": 64, "dropout": 0.0,
+        "batch": 12 * 64, "eval_every": AUTO,
+    }},
+}  # fmt: skip
 
 # What suits a built-in task on two CPU cores: many small updates, a decay that ends with the time.
 # One table: the figures in the README come from it.
@@ -182,20 +239,29 @@ def parse_option(name, value):
 def resolve(*layers, device=None):
     """Return (TrainConfig, {field: origin}) from layers of (origin, {field: value}), lowest first.
 
-    Below them lie the defaults, those of ``device`` ("numpy", "cuda" or None) and those of the
-    built-in task; a layer may hold ``preset``, which lies right above the defaults.
+    Below them lie the defaults, those of the model, those of ``device`` ("numpy", "cuda" or None)
+    and those of the built-in task. A layer may hold ``preset``, which lies right above them.
     """
     given = {name: (value, origin) for origin, values in layers for name, value in values.items()}
     preset, _ = given.pop("preset", (None, None))
     if preset is not None:
         choice(*PRESETS)(preset)
-    if not any(name in given for name in ("task", "source", "target")):
+    if "lm" in given:
+        given.setdefault("model", (GPT2, "default"))
+    model = parse_option("model", given.get("model", (TRANSLATION, None))[0])
+    if model != GPT2 and not any(name in given for name in ("task", "source", "target")):
         given["task"] = ("toy", "default")
     task = given.get("task", (None, None))[0]
-    below = [(f"default on {device}", DEVICE_DEFAULTS.get(device, {}))]
+    below = [("default", MODEL_DEFAULTS[model])]
+    below += [(f"default on {device}", DEVICE_DEFAULTS[model].get(device, {}))]
     below += [("default", _task_defaults(task))] if task else []
     below += [(f"preset {preset}", PRESETS[preset])] if preset else []
-    lower = {name: (value, origin) for origin, values in below for name, value in values.items()}
+    lower = {
+        name: (value, origin)
+        for origin, values in below
+        for name, value in values.items()
+        if OPTIONS[name].metadata["only"] in (None, model)
+    }
     chosen = lower | given
     if "warmup" not in given and not _has_room_for_warmup(chosen):
         chosen["warmup"] = (0.1, "default")
@@ -243,7 +309,7 @@ def to_toml(config, origins=None):
     lines = []
     for name in OPTIONS:
         value = getattr(config, name)
-        if value is not None:
+        if value is not None and config.has(name):
             line = f"{option_key(name)} = {_toml_value(value)}"
             origin = (origins or {}).get(name, "default")
             lines.append(line if origin == "default" else f"{line}  # {origin}")
@@ -254,7 +320,7 @@ def _toml_value(value):
     if isinstance(value, Length):
         return f'"{value}"'
     if isinstance(value, tuple):
-        return f'"{value[0]}:{value[1]}"'
+        return f'"{shown(value)}"'
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
@@ -287,4 +353,4 @@ def shown(value):
     """Return a value as users write it."""
     if value is None:
         return "not given"
-    return ":".join(map(str, value)) if type(value) is tuple else str(value)
+    return ":".join(map(str, dict.fromkeys(value))) if type(value) is tuple else str(value)

@@ -1,4 +1,5 @@
-"""What a run learns from: pairs of a built-in task or of files, as token ids, and what is held out.
+"""What a run learns from, as token ids, and what is held out: pairs of a built-in task or of files,
+or one text.
 
 A built-in task has new pairs in every epoch, a function of (seed, epoch).
 """
@@ -10,14 +11,16 @@ from itertools import chain
 import numpy as np
 
 from gpuattn.data import tasks
-from gpuattn.data.batching import PackedLoader
-from gpuattn.data.text import encode_pairs, read_parallel
-from gpuattn.data.tokenizer import EOS, Tokenizer
+from gpuattn.data.batching import LanguageModelLoader, PackedLoader
+from gpuattn.data.text import encode_pairs, read_language_model, read_parallel
+from gpuattn.data.tokenizer import EOS, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
 
 TASK_PAIRS = 20_000  # an epoch of a built-in task
 HELD_OUT = 1000  # pairs, at most, for validation and for tests
 HELD_OUT_SHARE = 50  # of a corpus without validation files, one pair in so many
+TEXT_SHARE = 10  # of a text without a validation file, one character in so many, the last ones
+PIECE = 1000  # characters: SentencePiece learns nothing from lines much longer
 
 
 class Corpus:
@@ -45,7 +48,7 @@ class Corpus:
         self.valid = [self.valid[i] for i in kept]
         self.facts.append(
             f"{len(self.valid):,} pairs for validation, "
-            f"loss of guessing by frequency {_unigram_loss(self.valid_ids):.2f}"
+            f"loss of guessing by frequency {_unigram_loss(self._valid_targets()):.2f}"
         )
 
     def _loader(self, epoch):
@@ -59,6 +62,9 @@ class Corpus:
         """Yield the validation pairs in batches, always the same."""
         yield from PackedLoader(self.valid_ids, self.config.batch, seed=0).epoch(0)
 
+    def _valid_targets(self):
+        return [token for _, target in self.valid_ids for token in (*target, EOS)]
+
     def _encode(self, pairs):
         limits = {"max_tokens": self.config.max_len, "on_long": self.config.on_long}
         return encode_pairs(pairs, self.tokenizer, **limits)
@@ -71,6 +77,68 @@ class Corpus:
             f"{what}: {len(self.ids):,} pairs{each}, {source:,} + {target:,} tokens"
             f"{_left_out(train, kept, self.config)}"
         )
+
+
+class TextCorpus:
+    """Training batches of a text by epoch, consecutive blocks of what is held out, the tokenizer.
+
+    Attributes as those of Corpus. Without ``valid_lm`` the end of the text is held out. Characters
+    are those of the whole file, subwords are learned from the text to train on.
+    Raises DataError for files that cannot be used, and for too short ones.
+    """
+
+    def __init__(self, config, tokenizer=None):
+        whole = read_language_model(config.lm)
+        if config.valid_lm:
+            train, valid = whole, read_language_model(config.valid_lm)
+        else:
+            cut = len(whole) * (TEXT_SHARE - 1) // TEXT_SHARE
+            train, valid = whole[:cut], whole[cut:]
+        if tokenizer is None:
+            chars = config.tokenizer == "chars"
+            subwords = (_pieces(train), config.vocab_size, config.seed)
+            tokenizer = CharTokenizer.train([whole]) if chars else Tokenizer.train(*subwords)
+        self.tokenizer = tokenizer
+        ids, valid_ids = self._ids(config.lm, train), self._ids(config.valid_lm, valid)
+        block, rows = config.block, config.batch // config.block
+        if len(ids) <= block:
+            raise DataError(
+                f"{config.lm} has {len(ids)} tokens to learn from, and a block of {block} needs "
+                f"{block + 1}. Give more text or a smaller --block"
+            )
+        if len(valid_ids) < 2:
+            raise DataError(
+                f"{len(valid_ids)} token for validation, of {config.valid_lm or config.lm}; "
+                "accepted: two or more. Give more text"
+            )
+        self._train = LanguageModelLoader(ids, block, rows, config.seed)
+        self._valid = LanguageModelLoader(valid_ids, min(block, len(valid_ids) - 1), rows, seed=0)
+        self.fingerprint = zlib.crc32(train.encode())
+        self.facts = [
+            f"{config.lm}: {len(train):,} characters, {len(ids):,} tokens",
+            f"{len(valid_ids):,} tokens for validation, "
+            f"loss of guessing by frequency {_unigram_loss(valid_ids):.2f}",
+        ]
+
+    def _ids(self, path, text):
+        try:
+            return self.tokenizer.encode_text(text)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from None
+
+    def loader(self, epoch):
+        """Return the LanguageModelLoader of every epoch."""
+        return self._train
+
+    def valid_batches(self):
+        """Yield the held-out text as consecutive blocks, every token but the first once a label."""
+        yield from self._valid.blocks()
+
+
+def _pieces(text):
+    """Yield the lines of a text, long ones in parts."""
+    for line in text.split("\n"):
+        yield from (line[i : i + PIECE] for i in range(0, len(line), PIECE))
 
 
 def held_out(config):
@@ -110,10 +178,8 @@ def _file_pairs(config):
     return kept, valid
 
 
-def _unigram_loss(pairs):
-    """Return the entropy of target tokens, end marks among them, in nats: the least loss of a model
-    that looks at nothing."""
-    tokens = [token for _, target in pairs for token in (*target, EOS)]
+def _unigram_loss(tokens):
+    """Return the entropy of tokens, in nats: the least loss of a model that looks at nothing."""
     counts = np.unique(tokens, return_counts=True)[1]
     return float(np.log(len(tokens)) - (counts * np.log(counts)).sum() / len(tokens))
 

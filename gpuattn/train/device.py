@@ -37,14 +37,14 @@ def array_module(device):
 
 
 def batch_to(batch, xp):
-    """Return a ``data.batching.Batch`` with its arrays on the device, moved in one copy."""
+    """Return a batch of ``data.batching`` with its arrays on the device, moved in one copy."""
     if xp is np:
         return batch
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "sentences"}
     arrays = [a for value in values.values() for a in _arrays(value)]
-    flat = xp.asarray(np.concatenate(arrays))
-    bounds = np.cumsum([len(a) for a in arrays])
-    moved = iter(flat[end - len(a) : end] for a, end in zip(arrays, bounds, strict=True))
+    flat = xp.asarray(np.concatenate([a.ravel() for a in arrays]))
+    ends = np.cumsum([a.size for a in arrays])
+    moved = (flat[end - a.size : end].reshape(a.shape) for a, end in zip(arrays, ends, strict=True))
     return replace(batch, **{name: _moved(value, moved) for name, value in values.items()})
 
 

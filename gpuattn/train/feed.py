@@ -10,7 +10,6 @@ import numpy as np
 
 from gpuattn.arrays import import_cupy
 from gpuattn.data.batching import TokenOrder
-from gpuattn.data.fixed_shape import fixed_shape
 
 NUMBERS = {  # four bytes each
     "weight": np.float32,  # of the batch: its target tokens, as a share of the budget
@@ -53,13 +52,13 @@ class HostFeed:
 class DeviceFeed:
     """``numbers`` and ``batch`` on the GPU, for steps on the stream that is current now.
 
-    ``tokens``, ``longest``: as ``fixed_shape`` takes them. Batches of one ``shape`` are all in the
-    same memory: each overwrites the one before, in the order of the stream.
+    ``fixed_shape(batch)``: brings a batch to one of few shapes. Batches of one ``shape`` are all
+    in the same memory: each overwrites the one before, in the order of the stream.
     """
 
-    def __init__(self, tokens, longest):
+    def __init__(self, fixed_shape):
         cupy = import_cupy()
-        self.tokens, self.longest = tokens, longest
+        self.fixed_shape = fixed_shape
         self.stream, self.copies = (
             cupy.cuda.get_current_stream(),
             cupy.cuda.Stream(non_blocking=True),
@@ -70,23 +69,26 @@ class DeviceFeed:
 
     def load(self, batch, **numbers):
         """Let the step compute with ``batch`` and with all ``NUMBERS``, without waiting."""
-        batch = fixed_shape(batch, self.tokens, self.longest)
+        batch = self.fixed_shape(batch)
         parts = [part for _, part in _arrays(batch)]
-        self.shape = (*map(len, parts), batch.max_source, batch.max_target)
+        self.shape = (*(part.shape for part in parts), *batch.limits)
         place, self.batch = self._places.get(self.shape) or self._new_place(batch, parts)
         slot = self._slots[0]
         self._slots.append(self._slots.pop(0))
         host = slot.fill(self.stream, self.copies, ALIGN + len(place))
         Numbers(host).set(**numbers)
         for begin, part in zip(_starts(parts), parts, strict=True):
-            host[ALIGN + begin :][: len(part)] = part.view(np.uint32)
+            host[ALIGN + begin :][: part.size] = part.ravel().view(np.uint32)
         slot.send(self.stream, self.copies, (self.words, place))
 
     def _new_place(self, batch, parts):
         *starts, size = _starts(parts, end=True)
         place = import_cupy().empty(size, np.uint32)
         ids = place.view(np.int32)
-        moved = iter(ids[a : a + len(part)] for a, part in zip(starts, parts, strict=True))
+        moved = (
+            ids[a : a + part.size].reshape(part.shape)
+            for a, part in zip(starts, parts, strict=True)
+        )
         there = {name: next(moved) for name, _ in _arrays(batch)}
         for name, array in there.items():
             if isinstance(getattr(batch, name), TokenOrder):
@@ -141,5 +143,5 @@ def _arrays(batch):
 
 def _starts(parts, end=False):
     """Return where each part begins, in words; with ``end`` also where the last one ends."""
-    sizes = [-(-len(part) // ALIGN) * ALIGN for part in parts]
+    sizes = [-(-part.size // ALIGN) * ALIGN for part in parts]
     return [0, *np.cumsum(sizes).tolist()][: len(parts) + end]

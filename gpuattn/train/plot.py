@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpuattn.errors import CheckpointError, UnsupportedError
+from gpuattn.errors import CheckpointError, ConfigError, UnsupportedError
+from gpuattn.train.config import GPT2
 from gpuattn.train.corpus import held_out
 from gpuattn.train.run import RunFolder, load_run
 
@@ -31,6 +32,7 @@ def plot_run(path, out, sentence=None):
     """Write ``curves.png``, ``attention.png`` and ``overview.png`` into ``out``; return the paths.
 
     ``sentence``: the source whose translation is drawn, by default a rather long held-out one.
+    Of a language model there are ``curves.png`` alone, and no sentence to choose.
     Raises UnsupportedError without matplotlib, CheckpointError for a run without metrics yet.
     """
     pyplot = import_pyplot()
@@ -39,7 +41,12 @@ def plot_run(path, out, sentence=None):
     train, valid = folder.metrics.read("train"), folder.metrics.read("valid")
     if not train and not valid:
         raise CheckpointError(f"{path} has nothing to draw: it was not trained for a few updates")
-    attention = _attention(load_run(path, device="numpy"), sentence or _sentence(config))
+    if config.model == GPT2:
+        if sentence:
+            raise ConfigError(f"{path} does not translate: there is no map of a sentence to draw")
+        attention = None
+    else:
+        attention = _attention(load_run(path, device="numpy"), sentence or _sentence(config))
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
 
@@ -52,6 +59,8 @@ def plot_run(path, out, sentence=None):
         curves, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4))
         _draw_loss(left, train, valid)
         _draw_scores(right, train, valid, config)
+        if attention is None:
+            return [write("curves.png", curves)]
         heads = _draw_heads(pyplot, attention)
         overview, axes = pyplot.subplot_mosaic(
             [["loss", "map"], ["scores", "map"]], figsize=(9, 4.4), width_ratios=[1, 1.35]
@@ -101,9 +110,12 @@ def _draw_loss(axis, train, valid):
 
 def _draw_scores(axis, train, valid, config):
     figures = {"bleu": ("BLEU", BLUE), "chrf": ("chrF", ORANGE)}
-    if config.exact_match:
+    title = "Unseen sentences, greedy"
+    if config.model == GPT2:
+        figures, title = {"perplexity": ("perplexity", ORANGE)}, "Held-out text"
+    elif config.exact_match:
         figures = {"exact_match": ("exact match, %", BLUE), "bleu": ("BLEU", ORANGE)}
-    rows = [row for row in valid if "bleu" in row]
+    rows = [row for row in valid if figures.keys() <= row.keys()]
     clock = _clock(axis, train + valid)
     for name, (label, color) in figures.items():
         values = [row[name] for row in rows]
@@ -111,7 +123,7 @@ def _draw_scores(axis, train, valid, config):
     axis.set_ylim(0, 103 if config.exact_match else None)
     if rows:
         axis.legend()
-    axis.set_title("Unseen sentences, greedy")
+    axis.set_title(title)
 
 
 def _clock(axis, rows):

@@ -1,7 +1,7 @@
-"""The folder of a run: all that is needed to go on training, or to translate.
+"""The folder of a run: all that is needed to go on training, or to use what it learned.
 
 ``config.toml``, ``tokenizer.model``, ``best`` and ``last`` (weights), ``state`` (everything a
-continuation needs), ``metrics.jsonl``, ``valid/`` (translations of each evaluation).
+continuation needs), ``metrics.jsonl``, ``valid/`` (what the model wrote at each evaluation).
 """
 
 import shutil
@@ -10,10 +10,11 @@ from pathlib import Path
 from gpuattn.arrays import to_gpu
 from gpuattn.data.tokenizer import tokenizer_from_bytes
 from gpuattn.errors import CheckpointError, ConfigError, DataError
-from gpuattn.models.translation import TranslationConfig, TranslationModel
 from gpuattn.optim.averaging import average_tensors
 from gpuattn.train import checkpoint
 from gpuattn.train.config import (
+    GPT2,
+    TRANSLATION,
     differences,
     option_key,
     plain,
@@ -22,9 +23,11 @@ from gpuattn.train.config import (
     to_toml,
 )
 from gpuattn.train.device import choose_device
+from gpuattn.train.language_task import LanguageTask
 from gpuattn.train.metrics import MetricsLog, rank, write_text
-from gpuattn.train.translator import Translator
+from gpuattn.train.translation_task import TranslationTask
 
+TASKS = {TRANSLATION: TranslationTask, GPT2: LanguageTask}  # by ``TrainConfig.model``
 TOKENIZER = "tokenizer.model"
 SNAPSHOTS = "checkpoints"  # weights that --average needs
 
@@ -84,7 +87,7 @@ class RunFolder:
         """Raise ConfigError for a mean of weights, which training would write over."""
         if self.metrics.read("averaged"):
             raise ConfigError(
-                f"{self.path} is a mean of weights: it translates, but cannot go on training. "
+                f"{self.path} is a mean of weights: of use, but it cannot go on training. "
                 "Use another --out, or --overwrite to begin anew"
             )
 
@@ -122,29 +125,29 @@ class RunFolder:
 
 
 def new_model(config, tokenizer):
-    """Return the TranslationModel that a run begins with."""
-    return TranslationModel(
-        TranslationConfig(
-            vocab=len(tokenizer), d_model=config.dim, heads=config.heads, layers=config.layers,
-            ffn=config.ffn, dropout=config.dropout, norm=config.norm, positions=config.positions,
-            activation=config.activation, max_length=config.max_len + 1,
-        ),
-        seed=config.seed,
-    )  # fmt: skip
+    """Return the model that a run begins with."""
+    return TASKS[config.model].new_model(config, tokenizer)
 
 
-def load_run(path, *, device="auto", which="best"):
-    """Return the Translator of a run folder.
+def load_run(path, *, device="auto", which="best", model=None):
+    """Return the Translator of a run folder, or the Sampler of a language model's.
 
     ``device``: "auto", "cuda" or "numpy". ``which``: "best" or "last" weights; where a run has no
-    best yet, its last ones. On a GPU it computes in float32.
+    best yet, its last ones. ``model``: what it has to be, "translation" or "gpt2"; None takes any.
+    On a GPU it computes in float32.
     Raises CheckpointError for a folder that is no run, or is damaged or of another model;
-    DeviceMissingError for "cuda" without a GPU.
+    ConfigError where ``model`` is another; DeviceMissingError for "cuda" without a GPU.
     """
     folder = RunFolder(path)
-    config, tokenizer = folder.config(), folder.tokenizer()
+    config = folder.config()
+    task = TASKS[config.model]
+    if model not in (None, config.model):
+        raise ConfigError(
+            f"{path} is a run of --model {config.model}, to be used by: {task.command} {path}"
+        )
+    tokenizer = folder.tokenizer()
     device, _ = choose_device(device)
-    model = new_model(config, tokenizer).eval()
+    model = task.new_model(config, tokenizer).eval()
     if which == "best" and not checkpoint.generations(folder.path, "best"):
         which = "last"
     weights, metadata = checkpoint.load(folder.path, which, dict(model.named_parameters()))
@@ -152,7 +155,7 @@ def load_run(path, *, device="auto", which="best"):
     if device == "cuda":
         for parameter in model.parameters():
             parameter.data = to_gpu(parameter.data)
-    return Translator(config, model, tokenizer, metadata)
+    return task.new_user(config, model, tokenizer, metadata)
 
 
 def summary(path):
@@ -169,15 +172,17 @@ def summary(path):
     valid = [row for row in rows if row["event"] == "valid"]
     return {
         "folder": str(folder.path),
-        "task": config.task or f"{config.source} to {config.target}",
+        "model": config.model,
+        "task": TASKS[config.model].describe_data(config),
         "parameters": size,
         "vocabulary": len(tokenizer),
+        "units": tokenizer.units,
         "updates": last.get("update", 0),
         "seconds": round(last.get("seconds", 0.0), 1),
         "state": states.get(last.get("event"), "stopped"),
         "best": max(valid, key=rank, default=None),
         "options": {option_key(name): plain(value) for name, value in vars(config).items()
-                    if value is not None},
+                    if value is not None and config.has(name)},
     }  # fmt: skip
 
 

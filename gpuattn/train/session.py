@@ -1,4 +1,4 @@
-"""A training run from options to a folder that translates: begin or go on, evaluate, save, end."""
+"""A training run from options to a folder of use: begin or go on, evaluate, save, end."""
 
 import contextlib
 from importlib.metadata import PackageNotFoundError, version
@@ -7,16 +7,13 @@ from typing import NamedTuple
 from gpuattn.arrays import to_cpu
 from gpuattn.train import checkpoint
 from gpuattn.train.config import to_toml
-from gpuattn.train.corpus import Corpus
 from gpuattn.train.device import choose_device
-from gpuattn.train.metrics import rank, score, write_text
+from gpuattn.train.metrics import rank, write_text
 from gpuattn.train.report import Report
-from gpuattn.train.run import RunFolder, new_model
+from gpuattn.train.run import TASKS, RunFolder
 from gpuattn.train.trainer import Trainer
-from gpuattn.train.translator import Translator
 
-SAMPLES = 2  # translations shown at each evaluation
-CLIP = 80  # characters of one that are shown
+CLIP = 80  # characters of a text that are shown
 
 
 class Outcome(NamedTuple):
@@ -55,7 +52,7 @@ def train(
     report.say("device", where)
     session = Session(config, folder, device, report, begun, graphs)
     if not begun:
-        folder.create(config, origins, session.corpus.tokenizer)
+        folder.create(config, origins, session.task.corpus.tokenizer)
     elif folder.config() != config:  # it only got longer
         write_text(folder.path / "config.toml", to_toml(config, origins))
     return session.run(stop)
@@ -66,12 +63,10 @@ class Session:
 
     def __init__(self, config, folder, device, report, begun, graphs=True):
         self.config, self.folder, self.report = config, folder, report
-        self.corpus = Corpus(config, folder.tokenizer() if begun else None)
-        self.model = new_model(config, self.corpus.tokenizer)
+        self.task = TASKS[config.model](config, folder.tokenizer() if begun else None)
         logged = _Logged(report, folder.metrics)
-        self.trainer = Trainer(config, self.model, self.corpus, device, logged, graphs)
-        self.translator = Translator(config, self.model, self.corpus.tokenizer)
-        self._introduce(device)
+        self.trainer = Trainer(self.task, device, logged, graphs)
+        self._introduce()
         if begun and checkpoint.generations(folder.path, "state"):
             self.trainer.load(folder.path)
 
@@ -94,58 +89,40 @@ class Session:
         self.folder.metrics.add("end", update=at.update, seconds=at.seconds, best=at.best)
         return Outcome(True, at.best, at.update)
 
-    def _introduce(self, device):
-        config, corpus, say = self.config, self.corpus, self.report.say
+    def _introduce(self):
+        config, corpus, say = self.config, self.task.corpus, self.report.say
         say("gpuattn", f"{installed_version()}, {self.trainer.precision.name}")
         for fact in corpus.facts:
             say("data", fact)
-        size = sum(parameter.size for parameter in self.model.parameters())
-        layers = "+".join(map(str, config.layers))
-        say("model", f"{layers} layers, width {config.dim}, {len(corpus.tokenizer):,} subwords, "
+        model, tokenizer = self.task.model, corpus.tokenizer
+        size = sum(parameter.size for parameter in model.parameters())
+        say("model", f"{self.task.describe_model()}, {len(tokenizer):,} {tokenizer.units}, "
             f"{size / 1e6:.2f} M parameters")  # fmt: skip
-        tokens = config.batch * config.accumulate
         batches = f" in {config.accumulate} batches" if config.accumulate > 1 else ""
-        say("update", f"up to {tokens:,} tokens on a side{batches}, for {config.length.describe()}")
+        say("update", f"{self.task.describe_update()}{batches}, for {config.length.describe()}")
         say("folder", str(self.folder.path))
 
     # ---- evaluating ----
 
     def _evaluate(self, stop, **noted):
         """Return the metrics of the parameters (or their moving average), None if stopped."""
-        at, trainer, config = self.trainer.at, self.trainer, self.config
+        at, trainer = self.trainer.at, self.trainer
         with trainer.average.applied() if trainer.average else contextlib.nullcontext():
             self.weights = {
                 name: to_cpu(a).copy() for name, a in trainer.workspace.weights().items()
             }
             row = {"update": at.update, "epoch": at.epoch, "seconds": at.seconds,
                    "loss": trainer.valid_loss(), **noted}  # fmt: skip
-            pairs = self.corpus.valid[: config.score_pairs]
-            found = self.translator.translate([pair.source for pair in pairs], beam=1, stop=stop)
-        if stop():
+            found = self.task.evaluate(self.folder.path / "valid", at.update, row["loss"], stop)
+        if found is None:
             return None
-        row |= self._scores(found, pairs)
-        row["score"] = -row["loss"] if not pairs else row[self._figure()]
+        figures, texts = found
+        row |= figures
         self.folder.metrics.add("valid", **row)
         self.report.say("valid", describe(row))
-        for pair, translation in list(zip(pairs, found, strict=True))[:SAMPLES]:
-            self.report.say("", _clipped(pair.source))
-            self.report.say("", f"-> {_clipped(translation)}")
+        for text in texts:
+            self.report.say("", _clipped(text))
         return row
-
-    def _figure(self):
-        return "exact_match" if self.config.exact_match else "bleu"
-
-    def _scores(self, found, pairs):
-        if not pairs:
-            return {}
-        folder = self.folder.path / "valid"
-        folder.mkdir(exist_ok=True)
-        write_text(folder / f"update_{self.trainer.at.update:08d}.txt", _lines(found))
-        if not (folder / "reference.txt").exists():
-            write_text(folder / "source.txt", _lines(pair.source for pair in pairs))
-            write_text(folder / "reference.txt", _lines(pair.target for pair in pairs))
-        kinds = [pair.kind for pair in pairs]
-        return score(found, [pair.target for pair in pairs], kinds)
 
     # ---- saving ----
 
@@ -194,6 +171,8 @@ def describe(row):
     """Return a row of metrics in words."""
     mean = f" (mean of {row['averaged']} checkpoints)" if "averaged" in row else ""
     figures = [f"update {row['update']:,}{mean}", f"loss {row['loss']:.3f}"]
+    if "perplexity" in row:
+        figures.append(f"perplexity {row['perplexity']:.2f}")
     if row.get("exact_by_kind"):
         figures.append(f"{row['exact_match']:.1f} % exact")
     if "bleu" in row:
@@ -204,10 +183,6 @@ def describe(row):
 def _clipped(text):
     """Return a text as far as it fits into a line: early translations stutter without end."""
     return text if len(text) <= CLIP else f"{text[: CLIP - 3]}..."
-
-
-def _lines(texts):
-    return "".join(f"{text}\n" for text in texts)
 
 
 def installed_version():

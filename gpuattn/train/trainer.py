@@ -56,21 +56,23 @@ class Position:
 
 
 class Trainer:
-    """Trains ``model`` on ``corpus`` as ``config`` says.
+    """Trains the model of a ``train.task.Task`` as its config says.
 
     ``device``: "numpy" or "cuda". ``report``: a ``train.report.Report``. ``graphs``: whether a GPU
     gets each update as CUDA graphs (the bits are the same). ``at``: the Position.
     """
 
-    def __init__(self, config, model, corpus, device, report, graphs=True):
-        self.config, self.model, self.corpus, self.report = config, model, corpus, report
+    def __init__(self, task, device, report, graphs=True):
+        self.task, self.report = task, report
+        self.model, self.corpus = task.model, task.corpus
+        self.config = config = task.config
         self.xp = array_module(device)
         if device == "numpy":
             keep_freed_memory()
         self.precision = precision.choose(config.precision, device)
         optimizer = OPTIMIZERS[config.optimizer]
         self.workspace = Workspace(
-            model, device, self.precision.dtype, self.precision.grad_dtype(config.accumulate),
+            self.model, device, self.precision.dtype, self.precision.grad_dtype(config.accumulate),
             moments=optimizer.moments, masters=self.precision.masters,
         )  # fmt: skip
         self.optimizer = optimizer(
@@ -81,7 +83,7 @@ class Trainer:
         self.average = ExponentialAverage(self.workspace, config.ema) if config.ema else None
         total = config.length.amount if config.length.unit == "u" else None
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total)
-        self.at = Position(data=corpus.fingerprint)
+        self.at = Position(data=self.corpus.fingerprint)
         self._batches = None
         self._stream, self.feed, self.steps = self._engine(graphs)
         self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
@@ -94,8 +96,8 @@ class Trainer:
         if self.xp.__name__ == "numpy":
             return None, HostFeed(), call_eagerly
         with self.xp.cuda.Stream(non_blocking=True) as stream:  # the usual one has no graphs
-            feed = DeviceFeed(self.config.batch, self.config.max_len + 1)
             say = functools.partial(self.report.say, "graphs")
+            feed = DeviceFeed(self.task.fixed_shape)
             return stream, feed, Replays(say) if graphs else call_eagerly
 
     # ---- the run ----
@@ -215,7 +217,7 @@ class Trainer:
                 draw=at.draws, learning_rate=rate, divisor=tokens / config.batch, share=share,
             )  # fmt: skip
             at.draws += 1
-            self._since[2] += batch.target_tokens + batch.source_tokens
+            self._since[2] += batch.all_tokens
             more = turn > 0
             step = functools.partial(self._gradients, more)
             self.steps("more gradients" if more else "gradients", self.feed.shape, step)
@@ -237,7 +239,7 @@ class Trainer:
             self.workspace.begin()
         self.model.random.step = numbers.draw.reshape(1)
         dloss = self.precision.root_gradient(self.optimizer.state) * numbers.weight
-        loss, _ = self.model.loss(self.feed.batch, self.config.label_smoothing, dloss)
+        loss = self.task.loss(self.feed.batch, self.config.label_smoothing, dloss)
         self.workspace.backward(loss, dloss)
         self._loss += loss.data * numbers.tokens
 
@@ -290,13 +292,13 @@ class Trainer:
         self.report.progress(Progress(**facts))
 
     def valid_loss(self):
-        """Return the mean cross-entropy per target token of the validation pairs, unsmoothed."""
+        """Return the mean cross-entropy per target token of the validation batches, unsmoothed."""
         total, tokens = 0.0, 0
         with self.model.evaluating():
             for batch in self.corpus.valid_batches():
-                loss, sums = self.model.loss(batch_to(batch, self.xp), 0.0)
-                total += tape.raw(loss) * sums.tokens
-                tokens += sums.tokens
+                loss = self.task.loss(batch_to(batch, self.xp))
+                total += tape.raw(loss) * batch.target_tokens
+                tokens += batch.target_tokens
         return float(total) / tokens
 
     # ---- saving ----

@@ -109,17 +109,21 @@ def whole(least):
     return parse
 
 
-def number(least, below=math.inf, above=False):
-    """Return a parser of numbers: ``least`` (or, where ``above``, more) up to below ``below``."""
+def number(least, below=math.inf, above=False, most=math.inf):
+    """Return a parser of numbers: ``least`` (or, where ``above``, more) to ``most``, and all below
+    ``below``."""
     accepted = f"above {least:g}" if above else f"{least:g} or more"
     accepted += f", below {below:g}" if below < math.inf else ""
+    accepted += f", up to {most:g}" if most < math.inf else ""
 
     def parse(value):
         try:
             parsed = float("nan") if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
             parsed = float("nan")
-        if not (parsed > least if above else parsed >= least) or not parsed < below:
+        if not (parsed > least if above else parsed >= least) or not (
+            parsed < below and parsed <= most
+        ):
             raise ConfigError(f"{value!r} is out of range; accepted: a number {accepted}")
         return parsed
 

@@ -183,21 +183,35 @@ def test_crops(rng):
     text = ids.tobytes()
     loader = LanguageModelLoader(ids, block=16, batch=5, seed=3)
     batch = loader.crops(7)
-    assert batch.inputs.shape == batch.labels.shape == (5, 16)
-    assert batch.inputs.dtype == batch.labels.dtype == np.int32
-    assert np.array_equal(batch.inputs[:, 1:], batch.labels[:, :-1])
-    for row, label in zip(batch.inputs, batch.labels[:, -1], strict=True):
+    assert batch.tokens.shape == batch.labels.shape == (5, 16)
+    assert batch.tokens.dtype == batch.labels.dtype == np.int32
+    assert np.array_equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+    for row, label in zip(batch.tokens, batch.labels[:, -1], strict=True):
         assert np.append(row, label).astype(ids.dtype).tobytes() in text
     again = LanguageModelLoader(ids, 16, 5, 3).crops(7)
-    assert np.array_equal(batch.inputs, again.inputs)
-    assert not np.array_equal(batch.inputs, loader.crops(8).inputs)
-    ranks = [LanguageModelLoader(ids, 16, 5, 3, rank, 2).crops(7).inputs for rank in (0, 1)]
+    assert np.array_equal(batch.tokens, again.tokens)
+    assert not np.array_equal(batch.tokens, loader.crops(8).tokens)
+    ranks = [LanguageModelLoader(ids, 16, 5, 3, rank, 2).crops(7).tokens for rank in (0, 1)]
     assert not np.array_equal(*ranks)
+    order, segments, found = batch.order
+    want = token_order(batch.tokens.ravel())
+    assert all(map(np.array_equal, (order, segments, found), want))
+    assert batch.target_tokens == batch.all_tokens == 80
+
+
+def test_an_epoch_of_crops_is_as_long_as_the_text_and_resumes(rng):
+    loader = LanguageModelLoader(rng.integers(4, 60, size=500), block=16, batch=5, seed=3)
+    assert loader.batches(2) == 6
+    epoch = [batch.tokens.tobytes() for batch in loader.epoch(2)]
+    assert len(set(epoch)) == 6
+    assert [batch.tokens.tobytes() for batch in loader.epoch(2, start=4)] == epoch[4:]
+    assert epoch[0] == loader.crops(12).tokens.tobytes()
+    assert LanguageModelLoader(np.arange(17), 16, 5, 3).batches(0) == 1
 
 
 def test_crops_reach_both_ends():
     loader = LanguageModelLoader(np.arange(10), block=8, batch=64, seed=0)
-    assert set(loader.crops(0).inputs[:, 0]) == {0, 1}
+    assert set(loader.crops(0).tokens[:, 0]) == {0, 1}
 
 
 @pytest.mark.parametrize("size", [9, 10, 17, 24, 25, 26, 100])
@@ -207,9 +221,9 @@ def test_blocks_predict_each_token_once(size, batch):
     batches = list(LanguageModelLoader(ids, 8, batch, 0).blocks())
     assert np.concatenate([b.labels.ravel() for b in batches]).tolist() == list(range(1, size))
     for b in batches:
-        assert np.array_equal(b.inputs + 1, b.labels)
-        assert b.inputs.shape[0] <= batch
-        assert b.inputs.shape[1] <= 8
+        assert np.array_equal(b.tokens + 1, b.labels)
+        assert b.tokens.shape[0] <= batch
+        assert b.tokens.shape[1] <= 8
 
 
 def test_language_model_errors():

@@ -128,6 +128,19 @@ def test_unseen_pairs_use_trained_pieces(name):
         assert sum(numbers) / len(numbers) < 7
 
 
+@pytest.mark.parametrize("text", ["", "\n", "a cat", " two \n\n  lines\n", "\u00e9\r\n\tb\n"])
+def test_texts_of_several_lines_come_back(text):
+    tokenizer = Tokenizer.train(["a cat", "two lines", " two lines"], 300)
+    ids = tokenizer.encode_text(text)
+    assert ids.count(tokenizer.line_end) == text.count("\n")
+    assert tokenizer.decode_text(ids) == text
+    assert tokenizer.decode_text([1, *ids, 2]) == text
+    characters = CharTokenizer.train(["a\n", text])
+    assert characters.decode_text(characters.encode_text(text)) == text
+    assert characters.encode_text("\n") == [characters.line_end]
+    assert CharTokenizer.train("one line").line_end == 4
+
+
 def test_characters(tmp_path):
     tokenizer = CharTokenizer.train("hello\nworld é")
     assert tokenizer.characters == "\n dehlorwé"

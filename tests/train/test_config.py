@@ -159,7 +159,7 @@ def test_a_missing_toml_file(tmp_path):
 def test_differences_name_both_values():
     old = TrainConfig(task="toy", layers=(4, 4))
     new = dataclasses.replace(old, layers=(6, 6), lr=0.1)
-    assert differences(old, new) == ["--layers was 4:4, now 6:6", "--lr was 0.005, now 0.1"]
+    assert differences(old, new) == ["--layers was 4, now 6", "--lr was 0.005, now 0.1"]
     assert differences(old, old) == []
 
 

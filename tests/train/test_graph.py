@@ -8,11 +8,10 @@ import pytest
 from gpuattn.arrays import to_cpu
 from gpuattn.data.fixed_shape import fixed_shape
 from gpuattn.train.config import TrainConfig
-from gpuattn.train.corpus import Corpus
 from gpuattn.train.feed import NUMBERS, DeviceFeed
 from gpuattn.train.graph import Replays
 from gpuattn.train.report import Report
-from gpuattn.train.run import new_model
+from gpuattn.train.run import TASKS
 from gpuattn.train.trainer import Trainer
 
 
@@ -39,9 +38,8 @@ def config(tmp_path):
 
 def trained(config, graphs):
     """Return (trainer, what it said) after its run, with one evaluation in the midst."""
-    corpus, heard = Corpus(config), Heard()
-    model = new_model(config, corpus.tokenizer)
-    trainer = Trainer(config, model, corpus, "cuda", heard, graphs=graphs)
+    heard = Heard()
+    trainer = Trainer(TASKS[config.model](config), "cuda", heard, graphs=graphs)
     assert trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
     return trainer, heard.said
 
@@ -63,6 +61,25 @@ def test_the_same_bits_with_and_without(gpu, config, changes):
     assert replayed.state()[1]["tokens"] == plain.state()[1]["tokens"]
 
 
+def test_a_language_model_has_one_shape_and_the_same_bits(gpu, tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "text").write_text("".join(rng.choice(list("abcdefgh \n"), 3000)))
+    config = TrainConfig(
+        model="gpt2", lm=str(tmp_path / "text"), tokenizer="chars", dim=64, heads=2, layers=2,
+        block=32, dropout=0.1, batch=512, lr=1e-2, warmup=4, length="25u",
+    )  # fmt: skip
+    (replayed, said), (plain, _) = (trained(config, graphs) for graphs in (True, False))
+    assert not said and len(replayed.steps.graphs) == 2
+    assert all(graph is not None for graph in replayed.steps.graphs.values())
+    last, there = replayed.corpus.loader(0).crops(24), replayed.feed.batch
+    for name in ("tokens", "labels"):
+        np.testing.assert_array_equal(to_cpu(getattr(there, name)), getattr(last, name))
+    np.testing.assert_array_equal(to_cpu(there.order.order), last.order.order)
+    states, others = replayed.state()[0], plain.state()[0]
+    for name, array in states.items():
+        np.testing.assert_array_equal(to_cpu(array), to_cpu(others[name]), err_msg=name)
+
+
 def test_a_step_that_cannot_be_captured_is_called_as_it_is(gpu):
     heard, x = [], gpu.zeros(4)
     with gpu.cuda.Stream(non_blocking=True):
@@ -78,10 +95,10 @@ def test_a_step_that_cannot_be_captured_is_called_as_it_is(gpu):
 
 
 def test_a_batch_arrives_whole_and_in_turn(gpu, config):
-    corpus = Corpus(config)
-    batches = [batch for epoch in range(4) for batch in corpus.loader(0).epoch(epoch)]
+    task = TASKS[config.model](config)
+    batches = [batch for epoch in range(4) for batch in task.corpus.loader(0).epoch(epoch)]
     with gpu.cuda.Stream(non_blocking=True):
-        feed, sums = DeviceFeed(config.batch, config.max_len + 1), []
+        feed, sums = DeviceFeed(task.fixed_shape), []
         for draw, batch in enumerate(batches):
             numbers = dict.fromkeys(NUMBERS, 0) | {"draw": draw, "weight": 1 / (1 + draw)}
             feed.load(batch, **numbers)

@@ -13,9 +13,10 @@ from gpuattn.train.config import TrainConfig
 from gpuattn.train.corpus import Corpus
 from gpuattn.train.evaluation import evaluate, pairs_for
 from gpuattn.train.report import Report
-from gpuattn.train.run import RunFolder, average_runs, load_run, new_model, summary
+from gpuattn.train.run import RunFolder, average_runs, load_run, summary
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
+from gpuattn.train.translation_task import TranslationTask
 
 WORDS = [
     "red",
@@ -126,11 +127,12 @@ def test_accumulated_batches_make_one_update_of_their_tokens(config):
     parts = dataclasses.replace(config, dropout=0.0, batch=60, accumulate=50)
     norms = []
     for chosen in (whole, parts):
-        corpus = Corpus(chosen)
-        trainer = Trainer(chosen, new_model(chosen, corpus.tokenizer), corpus, "numpy", Report())
+        task = TranslationTask(chosen)
+        trainer = Trainer(task, "numpy", Report())
         if chosen is parts:
-            assert corpus.loader(0).batches(0) >= 4
-            trainer.config = dataclasses.replace(parts, accumulate=corpus.loader(0).batches(0))
+            batches = task.corpus.loader(0).batches(0)
+            assert batches >= 4
+            trainer.config = dataclasses.replace(parts, accumulate=batches)
         trainer._update()
         assert trainer.at.epoch == 1
         norms.append(trainer.optimizer.state.norm)
@@ -179,8 +181,7 @@ def test_evaluations_cost_a_tenth_of_the_time_unless_something_counts_them(
     config, change, now, took, due
 ):
     config = dataclasses.replace(config, **({"length": "9e", "eval_every": "auto"} | change))
-    corpus = Corpus(config)
-    trainer = Trainer(config, new_model(config, corpus.tokenizer), corpus, "numpy", Report())
+    trainer = Trainer(TranslationTask(config), "numpy", Report())
     at = trainer.at
     at.update, at.epoch, at.seconds, at.evaluation = *now, took
     assert trainer._due() == due
@@ -225,9 +226,7 @@ def test_runs_with_other_tokenizers_are_not_averaged(config, tmp_path):
 
 
 def test_gradients_that_are_not_finite_end_the_run_by_name(config, tmp_path):
-    corpus = Corpus(config)
-    model = new_model(config, corpus.tokenizer)
-    trainer = Trainer(config, model, corpus, "numpy", Report())
+    trainer = Trainer(TranslationTask(config), "numpy", Report())
     trainer.workspace.weights()["encoder_norm.weight"][0] = np.nan
     with pytest.raises(FloatingPointError, match="in a row"), np.errstate(invalid="ignore"):
         trainer.run(lambda: False, lambda: {"score": 0, "loss": 0}, lambda row: None)

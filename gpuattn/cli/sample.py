@@ -1,0 +1,36 @@
+"""gpuattn sample: texts that a language model writes."""
+
+import click
+
+from gpuattn.cli.options import COUNT, Parsed, device_option, run_argument
+from gpuattn.train.config import GPT2
+from gpuattn.train.run import load_run
+from gpuattn.train.sampler import TEMPERATURE
+from gpuattn.train.units import number, whole
+
+BETWEEN = "---"  # lines between texts
+
+
+@click.command("sample")
+@run_argument
+@click.option("--prompt", default="", help="What the texts begin with.  [default: a new line]")
+@click.option("--tokens", type=COUNT, default=500, show_default=True, help="Written behind it.")
+@click.option("--count", type=COUNT, default=1, show_default=True, help="How many texts.")
+@click.option("--temperature", type=Parsed(number(0, above=True), "X"), default=TEMPERATURE,
+              show_default=True, help="Less is more probable; 1: as the model has it.")  # fmt: skip
+@click.option("--top-k", type=COUNT, help="Only the K most probable tokens; 1: always the first.")
+@click.option("--top-p", type=Parsed(number(0, above=True, most=1), "P"), default=1.0,
+              help="Of those only the most probable that together reach P.")  # fmt: skip
+@click.option("--min-p", type=Parsed(number(0, most=1), "P"), default=0.0,
+              help="Of those only what has P times the largest probability.")  # fmt: skip
+@click.option("--seed", type=Parsed(whole(0), "N"), help="For the same texts again.")
+@device_option
+def command(folder, device, **settings):
+    """Continue a text with the language model in DIR.
+
+    \b
+    gpuattn sample runs/book --prompt "It was" --tokens 200
+    gpuattn sample runs/book --count 3 --top-p 0.9 --seed 1
+    """
+    sampler = load_run(folder, device=device, model=GPT2)
+    click.echo(f"\n{BETWEEN}\n".join(sampler.sample(**settings)))

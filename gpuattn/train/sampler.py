@@ -1,0 +1,59 @@
+"""A text in, the text and more out: a trained language model with its tokenizer."""
+
+import numpy as np
+
+from gpuattn import rng
+from gpuattn.arrays import get_xp
+from gpuattn.data.tokenizer import SPECIALS
+from gpuattn.decode.sample import sample
+from gpuattn.errors import ConfigError, problem
+
+TEMPERATURE = 0.8
+
+
+class Sampler:
+    """Continues texts with a GPT2.
+
+    ``config``: the run's TrainConfig. ``metrics``: what was known of the weights when they were
+    saved.
+    """
+
+    def __init__(self, config, model, tokenizer, metrics=None):
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.metrics = metrics or {}
+
+    def sample(
+        self, prompt="", *, tokens, count=1, temperature=TEMPERATURE, top_k=None, top_p=1.0,
+        min_p=0.0, seed=None,
+    ):  # fmt: skip
+        """Return ``count`` texts that begin with ``prompt`` and go on for so many tokens.
+
+        Without a prompt a text begins as a line does. ``temperature`` to ``seed``: see
+        ``decode.sample.sample``. The model sees ``block`` tokens: where a text gets longer, it
+        begins anew behind the last half of them, so that a step stays as cheap as in a short text.
+        Raises DataError for a prompt with characters that the tokenizer lacks.
+        """
+        if count < 1 or tokens < 0:
+            got = f"{count} and {tokens}"
+            raise ConfigError(problem("sample", "count and tokens", got, "from 1, and from 0 on"))
+        begin = [] if prompt else [self.tokenizer.line_end]
+        ids = begin + self.tokenizer.encode_text(prompt)
+        texts = np.array([ids] * count, np.int32)
+        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        key, end = rng.as_key(seed), len(ids) + tokens
+        while texts.shape[1] < end:
+            step = texts.shape[1] - len(ids)
+            texts = self._longer(texts, end, seed=key._replace(step=key.step + step), **settings)
+        return [self.tokenizer.decode_text(text[len(begin) :].tolist()) for text in texts]
+
+    def _longer(self, texts, end, **settings):
+        """Return texts (count, T) with more tokens, up to ``end`` if the block has the room."""
+        block, xp = self.model.config.block, get_xp(self.model.parameters()[0].data)
+        seen = texts[:, -max(1, block // 2, block + 1 - (end - texts.shape[1])) :]
+        more = min(end - texts.shape[1], block + 1 - seen.shape[1])
+        stepper = self.model.stepper(xp.asarray(seen), more)
+        found = sample(
+            stepper, bos=stepper.first_tokens, eos=None, max_length=more,
+            banned=range(SPECIALS), **settings,
+        )  # fmt: skip
+        return np.hstack([texts, np.array([text.tokens for text in found], np.int32)])

@@ -1,0 +1,70 @@
+"""Runs that learn to translate."""
+
+from gpuattn.data.fixed_shape import fixed_shape
+from gpuattn.models.translation import TranslationConfig, TranslationModel
+from gpuattn.train.corpus import Corpus
+from gpuattn.train.metrics import score, write_text
+from gpuattn.train.task import Task
+from gpuattn.train.translator import Translator
+
+SAMPLES = 2  # translations shown at each evaluation
+
+
+class TranslationTask(Task):
+    """Pairs of sentences, a TranslationModel, judged by exact matches or BLEU."""
+
+    new_corpus, new_user = Corpus, Translator
+    command = "gpuattn translate"
+
+    @staticmethod
+    def new_model(config, tokenizer):
+        return TranslationModel(
+            TranslationConfig(
+                vocab=len(tokenizer), d_model=config.dim, heads=config.heads, layers=config.layers,
+                ffn=config.ffn, dropout=config.dropout, norm=config.norm,
+                positions=config.positions, activation=config.activation,
+                max_length=config.max_len + 1,
+            ),
+            seed=config.seed,
+        )  # fmt: skip
+
+    @staticmethod
+    def describe_data(config):
+        return config.task or f"{config.source} to {config.target}"
+
+    def describe_model(self):
+        return f"{'+'.join(map(str, self.config.layers))} layers, width {self.config.dim}"
+
+    def describe_update(self):
+        return f"up to {self.config.batch * self.config.accumulate:,} tokens on a side"
+
+    def fixed_shape(self, batch):
+        return fixed_shape(batch, self.config.batch, self.config.max_len + 1)
+
+    def loss(self, batch, label_smoothing=0.0, dloss=None):
+        return self.model.loss(batch, label_smoothing, dloss)[0]
+
+    def evaluate(self, folder, update, loss, stop):
+        pairs = self.corpus.valid[: self.config.score_pairs]
+        found = self.user.translate([pair.source for pair in pairs], beam=1, stop=stop)
+        if stop():
+            return None
+        if not pairs:
+            return {"score": -loss}, []
+        self._keep(folder, update, pairs, found)
+        kinds = [pair.kind for pair in pairs]
+        figures = score(found, [pair.target for pair in pairs], kinds)
+        figures["score"] = figures["exact_match" if self.config.exact_match else "bleu"]
+        few = list(zip(pairs, found, strict=True))[:SAMPLES]
+        return figures, [text for pair, text in few for text in (pair.source, f"-> {text}")]
+
+    def _keep(self, folder, update, pairs, found):
+        folder.mkdir(exist_ok=True)
+        write_text(folder / f"update_{update:08d}.txt", _lines(found))
+        if not (folder / "reference.txt").exists():
+            write_text(folder / "source.txt", _lines(pair.source for pair in pairs))
+            write_text(folder / "reference.txt", _lines(pair.target for pair in pairs))
+
+
+def _lines(texts):
+    return "".join(f"{text}\n" for text in texts)

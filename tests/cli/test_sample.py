@@ -1,0 +1,100 @@
+"""gpuattn train --lm and gpuattn sample: a text learned and continued; and what is no such run."""
+
+import json
+
+import pytest
+
+from .conftest import invoke
+
+LINE = "the cat sat on the mat.\n"
+SMALL = [
+    "--tokenizer", "chars", "--dim", "32", "--heads", "2", "--layers", "1", "--block", "24",
+    "--batch", "192", "--lr", "0.01", "--ema", "0.9", "--device", "numpy",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory):
+    """The folder of a run that has learned a text of one line. Not to be changed."""
+    folder = tmp_path_factory.mktemp("language")
+    (folder / "cats.txt").write_text(LINE * 20)
+    command = ["train", "--model", "gpt2", "--lm", folder / "cats.txt", *SMALL, "--for", "120u"]
+    result = invoke(*command, "--out", folder / "cats")
+    assert result.exit_code == 0, result.stderr
+    topics = [line.split()[0] for line in result.stderr.splitlines()]
+    assert topics[:8] == ["device", "gpuattn", "data", "data", "model", "update", "folder", "valid"]
+    assert result.stderr.splitlines()[-1] == f"next     gpuattn sample {folder / 'cats'}"
+    return folder / "cats"
+
+
+def test_the_text_goes_on(call, language):
+    result = call("sample", language, "--prompt", "the cat", "--tokens", "41", "--top-k", "1")
+    assert result.exit_code == 0 and result.stdout == LINE * 2 + "\n"
+    settings = ["--tokens", "40", "--seed", "5", "--temperature", "3", "--count", "3"]
+    result = call("sample", language, *settings)
+    assert len(result.stdout.split("\n---\n")) == 3
+    assert call("sample", language, *settings).stdout == result.stdout
+    narrow = ["--top-p", "0.1", "--min-p", "0.9"]
+    assert call("sample", language, *settings, *narrow).stdout != result.stdout
+
+
+@pytest.mark.parametrize("arguments, code, message", [
+    (["--prompt", "a dog"], 1, "character 'd' at 2 was not in the training text"),
+    (["--temperature", "0"], 2, "above 0"), (["--top-p", "1.5"], 2, "up to 1"),
+    (["--top-k", "0"], 2, "1 or more"), (["--tokens", "-1"], 2, "1 or more"),
+])  # fmt: skip
+def test_wrong_settings(call, language, arguments, code, message):
+    result = call("sample", language, *arguments)
+    assert result.exit_code == code and result.stdout == ""
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_each_kind_of_run_names_its_command(call, language, trained):
+    for name in ("translate", "evaluate"):
+        result = call(name, language, input="the cat\n")
+        assert result.exit_code == 2 and result.stdout == ""
+        assert f"to be used by: gpuattn sample {language}" in result.stderr
+    result = call("sample", trained)
+    assert result.exit_code == 2
+    assert f"to be used by: gpuattn translate {trained}" in result.stderr
+
+
+def test_info_and_plot(call, language, tmp_path):
+    result = call("info", language)
+    assert "characters and marks" in result.stdout and "perplexity 1." in result.stdout
+    assert "layers 1, block 24" in " ".join(result.stdout.split())
+    found = json.loads(call("info", language, "--json").stdout)
+    assert found["model"] == "gpt2" and found["best"]["loss"] < 0.15
+    pytest.importorskip("matplotlib")
+    assert call("plot", language, "--out", tmp_path).stdout == f"{tmp_path / 'curves.png'}\n"
+    result = call("plot", language, "--out", tmp_path, "--sentence", "the cat")
+    assert result.exit_code == 2 and "does not translate" in result.stderr
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["toy", "--lm", "text"], "it alone"), (["a", "b", "--lm", "text"], "it alone"),
+    (["--lm", "text", "--layers", "4:2"], "layers is 4:2; accepted: one number"),
+    (["--model", "gpt2"], "--lm FILE"), (["--model", "gpt"], "Did you mean 'gpt2'"),
+    (["--lm", "text", "--model", "translation"], "--model gpt2"),
+    (["--lm", "text", "--beam", "3"], "beam is for --model translation"),
+    (["--lm", "text", "--valid", "a", "b"], "it alone"), (["text"], "--lm text"),
+    (["--lm", "none"], "cannot read none"), (["--lm", "text", "--block", "90"], "smaller --block"),
+])  # fmt: skip
+def test_wrong_usage(call, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("few words\n" * 5)
+    result = call("train", *arguments, "--tokenizer", "chars")
+    assert result.exit_code in (1, 2) and message in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_the_same_command_goes_on_in_the_folder_of_the_text(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cats.txt").write_text(LINE * 8)
+    command = ["train", "--lm", "cats.txt", *SMALL, "--for", "2u", "--schedule", "constant"]
+    assert call(*command).exit_code == 0
+    again = call(*command)
+    assert again.exit_code == 0 and "finished before, after 2 updates" in again.stderr
+    longer = call(*command, "--for", "3u", "--warmup", "1")
+    assert longer.exit_code == 2 and "--warmup was" in longer.stderr
+    assert (tmp_path / "runs/cats/tokenizer.model").read_bytes().startswith(b"{")
