@@ -97,7 +97,7 @@ def _text(case, xp):
     )  # fmt: skip
     tokens, labels = map(xp.asarray, inputs)
     order = [xp.asarray(part) for part in token_order(text[:-1])]
-    return model, lambda dloss: model.loss(tokens, labels, dloss, order), inputs
+    return model, lambda dloss: model.loss(tokens, labels, dloss, order=order), inputs
 
 
 # ---- the comparison -----------------------------------------------------------------------------
