@@ -16,6 +16,9 @@
 #include "common/grid_dependency.cuh"
 #include "common/norm_backward.cuh"
 
+// Of ROWS: two spill elsewhere, and the room for three stages of them is Hopper's.
+constexpr int AT_ONCE = __CUDA_ARCH__ == 900 ? ROWS : 1;
+
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
     const scalar* x,       // (rows, cols), rows x_step elements apart
     const scalar* weight,  // (cols,), of WEIGHT
@@ -30,14 +33,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
     long long x_step,
     long long dy_step) {
     grid_dependency_wait();
-    using Rows = Ring<2 * ROWS>;
+    using Rows = Ring<2 * AT_ONCE>;
     const int team = threadIdx.x / TEAM;  // left unknown to the compiler where it is 0
     const long long step = (long long)gridDim.x * TEAMS;
     float* const sums_out[2] = {dweight ? dweight + (long long)blockIdx.x * cols : nullptr,
                                 dbias ? dbias + (long long)blockIdx.x * cols : nullptr};
     const auto fetch = [&](int stage, long long r) {
 #pragma unroll
-        for (int q = 0; q < ROWS; ++q, r += step) {
+        for (int q = 0; q < AT_ONCE; ++q, r += step) {
             const bool there = r < rows;
             Rows::fetch(stage, 2 * q, x + (there ? r : 0) * x_step, cols, there);
             Rows::fetch(stage, 2 * q + 1, dy + (there ? r : 0) * dy_step, cols, there);
@@ -50,25 +53,25 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
     };
 
     long long first = (long long)blockIdx.x * TEAMS;
-    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage, first + team + stage * ROWS * step);
-    RowStatistics next[ROWS];
+    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage, first + team + stage * AT_ONCE * step);
+    RowStatistics next[AT_ONCE];
 #pragma unroll
-    for (int q = 0; q < ROWS; ++q) next[q] = statistics(first + team + q * step);
+    for (int q = 0; q < AT_ONCE; ++q) next[q] = statistics(first + team + q * step);
     ColumnSums sums[2] = {};  // of the weight's and of the bias's gradient
     int stage = 0, slot = 0;
     const float share = 1.f / cols;
-    for (bool begun = HELD; first < rows; first += ROWS * step, begun = true) {
+    for (bool begun = HELD; first < rows; first += AT_ONCE * step, begun = true) {
         const long long r = first + team;
-        RowStatistics row[ROWS];
+        RowStatistics row[AT_ONCE];
 #pragma unroll
-        for (int q = 0; q < ROWS; ++q) {
+        for (int q = 0; q < AT_ONCE; ++q) {
             row[q] = next[q];
-            next[q] = statistics(r + (ROWS + q) * step);
+            next[q] = statistics(r + (AT_ONCE + q) * step);
         }
-        fetch(stage == 0 ? STAGES - 1 : stage - 1, r + (STAGES - 1) * ROWS * step);
+        fetch(stage == 0 ? STAGES - 1 : stage - 1, r + (STAGES - 1) * AT_ONCE * step);
         Rows::wait();
 
-        float g[ROWS][SLOTS][VEC], normalized[ROWS][SLOTS][VEC], dots[2 * ROWS] = {};
+        float g[AT_ONCE][SLOTS][VEC], normalized[AT_ONCE][SLOTS][VEC], dots[2 * AT_ONCE] = {};
         const Vector<WEIGHT> weights(weight, cols);
         const auto read = [&](int q, int p, int j, bool adding) {
             const bool there = r + q * step < rows;
@@ -89,10 +92,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
             }
         };
 #pragma unroll
-        for (int q = 0; q < ROWS; ++q) each_pack(cols, [&](int p, int j) { read(q, p, j, true); });
+        for (int q = 0; q < AT_ONCE; ++q) each_pack(cols, [&](int p, int j) { read(q, p, j, true); });
         team_sum(dots, slot ^= 1);
 #pragma unroll
-        for (int q = 0; q < ROWS; ++q) {
+        for (int q = 0; q < AT_ONCE; ++q) {
             if (r + q * step >= rows) break;
             const float mean_g = RMS ? 0.f : dots[2 * q] * share, mean_dot = dots[2 * q + 1] * share;
             each_pack(cols, [&](int p, int j) {
