@@ -9,15 +9,14 @@
 //   BLOCKS = 1; EARLY = true; WEIGHT = true; BIAS = true; X_BIAS = true
 // Launch:    grid = (ceil(rows / (BLOCK / TEAM)),), block = (BLOCK,).
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
-#include "common/grid_dependency.cuh"
 #include "common/norm_dropout.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_forward(
-    const scalar* x,         // (rows, cols), rows x_step elements apart
-    const scalar* residual,  // (rows, cols), rows residual_step elements apart
-    const scalar* weight,    // (cols,), of WEIGHT
-    const scalar* bias,      // (cols,), of BIAS
-    const scalar* x_bias,    // (cols,), of X_BIAS
+    const scalar* __restrict__ x,         // (rows, cols), rows x_step elements apart
+    const scalar* __restrict__ residual,  // (rows, cols), rows residual_step elements apart
+    const scalar* __restrict__ weight,    // (cols,), of WEIGHT
+    const scalar* __restrict__ bias,      // (cols,), of BIAS
+    const scalar* __restrict__ x_bias,    // (cols,), of X_BIAS
     scalar* __restrict__ normed,          // (rows, cols)
     scalar* h,                            // (rows, cols); long rows are read again
     float* __restrict__ mean,             // (rows,) of h minus the row's first element; null: not wanted
@@ -33,8 +32,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_for
     unsigned int seed_high,
     unsigned int stream,
     unsigned int step,
-    const unsigned int* device_step) {
-    grid_dependency_wait();
+    const unsigned int* __restrict__ device_step) {
     const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), threshold, factor};
     const long long r = (long long)blockIdx.x * TEAMS + team_of_thread();
     const bool there = TEAMS == 1 || r < rows;

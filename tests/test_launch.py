@@ -145,7 +145,6 @@ CALLS = {  # what is made of x, with another matrix, a vector and scores
     "layer_norm, the one after the next": lambda x, y, v, *_: (
         gpuattn.softmax(y), gpuattn.layer_norm(x, v, v)
     ),
-    "dropout_add_norm": lambda x, y, v, *_: add_norm(x, y, v),
     "dropout_add_norm, gradient": lambda x, y, v, *_: gradients(add_norm, x, y, y, v),
     "gelu": lambda x, y, v, *_: gpuattn.gelu(x, v),
     "gelu, gradient": lambda x, y, v, *_: gradients(gpuattn.gelu, x, y, v),
