@@ -432,21 +432,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                     bar_sync(1 + w, 128);
                 }
                 --n;
-                if (BANDED && (BIAS || EXTRAS || HEAD_DIM > 128)) {  // one copy of the longest bodies
+                if (!BANDED || BIAS || EXTRAS || HEAD_DIM > 128) {  // no edges, or one copy of the longest bodies
 #pragma unroll 1
                     for (; n >= range.begin; --n, ++used)
-                        step(rows, a, t, shared, q, used, n, n >= range.inner_end || n < range.inner_begin, bias_by_tma);
-                } else {
-                    if (BANDED)
+                        step(rows, a, t, shared, q, used, n, BANDED && (n >= range.inner_end || n < range.inner_begin),
+                             bias_by_tma);
+                } else {  // a copy for blocks at an edge, before those that all see and behind them
 #pragma unroll 1
-                        for (; n >= max(range.begin, range.inner_end); --n, ++used)
-                            step(rows, a, t, shared, q, used, n, true, bias_by_tma);
+                    for (int stop = max(range.begin, range.inner_end);; stop = range.begin) {
 #pragma unroll 1
-                    for (; n >= max(range.begin, range.inner_begin); --n, ++used)
-                        step(rows, a, t, shared, q, used, n, false, bias_by_tma);
-                    if (BANDED)
+                        for (; n >= stop; --n, ++used) step(rows, a, t, shared, q, used, n, true, bias_by_tma);
+                        if (n < range.begin) break;
 #pragma unroll 1
-                        for (; n >= range.begin; --n, ++used) step(rows, a, t, shared, q, used, n, true, bias_by_tma);
+                        for (; n >= max(range.begin, range.inner_begin); --n, ++used)
+                            step(rows, a, t, shared, q, used, n, false, bias_by_tma);
+                    }
                 }
                 if (OWN_OUT) release(q_empty);
                 add_values(rows, shared, used);

@@ -181,7 +181,9 @@ def test_models_are_the_same_in_pytorch(gpu, name):
 def test_a_step_beside_pytorch(gpu, monkeypatch, name):
     monkeypatch.setattr(timing, "REST", 0)
     cell = next(cell for cell in train_cases.TABLE if cell.case.model == name)
-    case = replace(small(cell.case), dtype="bfloat16", shape=(32, 32), width=64, dropout=0.0)
+    case = replace(
+        small(cell.case), dtype="bfloat16", shape=(32, 32), width=64, hidden=256, dropout=0.0
+    )
     cell = cell._replace(case=case, peers=("torch-eager",))
     row = train.measure(cell, gpu, CEILINGS, with_peers=True)
     assert row["peers_missing"] == {}
