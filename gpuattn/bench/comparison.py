@@ -9,11 +9,22 @@ import math
 
 import numpy as np
 
-from gpuattn.bench import attention, attention_peers, fused, fused_peers, peers, results, timing
+from gpuattn.bench import (
+    attention,
+    attention_peers,
+    fused,
+    fused_cases,
+    fused_peers,
+    peers,
+    results,
+    timing,
+)
 from gpuattn.bench.checks import TOLERANCE, compare
 from gpuattn.errors import UnsupportedError
 
 ROTATED = 100e6  # bytes that the inputs have at least, in several sets: more than a cache holds
+CALLS = 24  # of a short kernel in a graph, whose own launch takes microseconds, at most; or as many
+MOVED = 1e9  # as move so many bytes
 DIGITS = 3  # of a sample in microseconds
 KINDS = {  # op -> (ours, a peer's call); the fused ops share theirs
     "flash_attention": (attention.Ours, attention_peers.Call),
@@ -95,7 +106,7 @@ def _check_peer(theirs, ours, case):
 def _capture(cell, xp, impl):
     """Return (implementation, its Graph on several sets of inputs, its first results, the sets)."""
     ours = _kinds(cell)[0](cell.case, cell.direction, xp, impl)
-    sets = [ours.draw(seed) for seed in range(math.ceil(ROTATED / cell.case.set_bytes()))]
+    sets = _sets(ours, cell)
     chosen = ours.choose(sets[0][0])
     graph = timing.Graph([ours.call(chosen, *arrays) for arrays in sets])
     if ours.edits:
@@ -107,6 +118,15 @@ def _capture(cell, xp, impl):
         first = [x.copy() for x in first]
         ours.restart(sets)
     return chosen.name, graph, first, sets
+
+
+def _sets(ours, cell):
+    """Return the sets of inputs of a graph's calls; those of short kernels come several times."""
+    sets = [ours.draw(seed) for seed in range(math.ceil(ROTATED / cell.case.set_bytes()))]
+    if cell.op not in fused_cases.AXES or ours.edits:  # what was edited is not what it was
+        return sets
+    times = math.ceil(MOVED / (len(sets) * cell.case.bytes(cell.direction)))
+    return sets * min(times, max(1, CALLS // len(sets)))
 
 
 def _row(cell, impl, times, missing, ceilings):

@@ -83,7 +83,11 @@ def _draw_labelled(case, floats, seed, xp):
 
 
 def _cross_entropy(case, impl, logits, labels):
-    return gpuattn.cross_entropy(logits, labels, label_smoothing=case.smoothing, impl=impl)
+    """The loss, and in the logits' memory at once their gradient: as a training step has it."""
+    logits = np.reshape(logits, logits.shape)  # of a leaf nothing may be given away
+    return gpuattn.cross_entropy(
+        logits, labels, label_smoothing=case.smoothing, donate=True, dloss=1, impl=impl
+    )
 
 
 def _draw_tokens(case, floats, seed, xp):
@@ -150,7 +154,7 @@ TASKS = {
     "rms_norm": Task(_draw_rows(1), _rms_norm, (0, 1)),
     "dropout_add_norm": Task(_draw_add_norm, _dropout_add_norm, (0, 1, 2, 3)),
     "gelu": Task(_draw_rows(1), _gelu, (0, 1)),
-    "cross_entropy": Task(_draw_labelled, _cross_entropy, (0,)),
+    "cross_entropy": Task(_draw_labelled, _cross_entropy, (0,), edits=True),
     "embedding": Task(_draw_tokens, _embedding, (1,)),
     "beam_step": Task(_draw_beams, _beam_step, shown=_shown_beams),
     "topk_logprobs": Task(_draw_logits, _topk_logprobs, shown=lambda inputs, outs: outs[:1]),
