@@ -130,8 +130,7 @@ def _sets(ours, cell):
 
 
 def _row(cell, impl, times, missing, ceilings):
-    samples = {name: [round(us, DIGITS) for us in values] for name, values in times.items()}
-    us = {name: timing.median(values) for name, values in samples.items()}
+    us, samples = medians(times)
     row = {
         "op": cell.op, "case": cell.case.as_dict(), "direction": cell.direction, "impl": impl,
         "us": us.pop("ours"), "samples_us": samples.pop("ours"),
@@ -142,3 +141,9 @@ def _row(cell, impl, times, missing, ceilings):
         row |= {"plain_us": us.pop("plain"), "plain_samples_us": samples.pop("plain")}
     row |= {"peers": us, "peer_samples_us": samples, "peers_missing": missing}
     return results.rated(row, ceilings)
+
+
+def medians(times):
+    """Return {name: median} of {name: microseconds}, and these samples, as a row holds them."""
+    samples = {name: [round(us, DIGITS) for us in values] for name, values in times.items()}
+    return {name: timing.median(values) for name, values in samples.items()}, samples

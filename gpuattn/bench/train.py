@@ -11,7 +11,7 @@ import numpy as np
 
 from gpuattn.arrays import to_cpu
 from gpuattn.bench import peers, results, timing
-from gpuattn.bench.comparison import DIGITS
+from gpuattn.bench.comparison import medians
 from gpuattn.bench.fused_cases import zipf_tokens
 from gpuattn.bench.train_peers import Peer
 from gpuattn.data.batching import PackedLoader, token_order
@@ -181,8 +181,7 @@ def _check(name, losses):
 
 
 def _row(cell, times, losses, missing, ceilings):
-    samples = {name: [round(us, DIGITS) for us in values] for name, values in times.items()}
-    us = {name: timing.median(values) for name, values in samples.items()}
+    us, samples = medians(times)
     impl = "graph" if "graph" in us else "eager"
     row = {
         "op": cell.op, "case": cell.case.as_dict(), "direction": cell.direction, "impl": impl,

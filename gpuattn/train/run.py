@@ -147,7 +147,7 @@ def load_run(path, *, device="auto", which="best", model=None):
         )
     tokenizer = folder.tokenizer()
     device, _ = choose_device(device)
-    model = task.new_model(config, tokenizer).eval()
+    model = new_model(config, tokenizer).eval()
     if which == "best" and not checkpoint.generations(folder.path, "best"):
         which = "last"
     weights, metadata = checkpoint.load(folder.path, which, dict(model.named_parameters()))
