@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from stopping import After, assert_same_bits
 
 from gpuattn.errors import ConfigError, DataError
-from gpuattn.train import checkpoint
 from gpuattn.train.config import (
     GPT2,
     OPTIONS,
@@ -182,17 +182,6 @@ def test_a_batch_goes_to_a_device_in_one_piece(config):
         assert theirs.base is not None and np.array_equal(ours, theirs)
 
 
-class After:
-    """Says stop from the call with this number on."""
-
-    def __init__(self, calls):
-        self.left = calls
-
-    def __call__(self):
-        self.left -= 1
-        return self.left <= 0
-
-
 @pytest.mark.parametrize("change", [
     {}, {"length": "3e", "accumulate": 2, "eval_every": "1e", "average": 2},
     {"tokenizer": "subwords", "vocab_size": 290, "ema": 0.0},
@@ -204,10 +193,7 @@ def test_stopped_at_any_update_a_run_goes_on_bit_for_bit(config, tmp_path, chang
         stopped = train(config, tmp_path / "parts", device="numpy", stop=After(calls))
         stops += not stopped.finished
     assert stops >= 3 and stopped.finished and stopped.update == whole.update
-    for name in ("state", "last", "best"):
-        a, b = (checkpoint.load(tmp_path / run, name)[0] for run in ("whole", "parts"))
-        assert a.keys() == b.keys()
-        assert [key for key in a if a[key].tobytes() != b[key].tobytes()] == [], name
+    assert_same_bits(tmp_path / "whole", tmp_path / "parts")
     rows = [RunFolder(tmp_path / name).metrics.read("valid") for name in ("whole", "parts")]
     losses = [{row["update"]: row["loss"] for row in each} for each in rows]
     assert losses[0] == losses[1]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stopping import After, assert_same_bits
 
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.train import checkpoint
@@ -31,25 +32,6 @@ def config(tmp_path):
         dim=16, heads=2, layers=(1, 1), ffn=16, dropout=0.3, batch=120, lr=1e-2, warmup=4,
         length="4e", eval_every="1e", score_pairs=3, ema=0.9, accumulate=2, average=2, beam=2,
     )  # fmt: skip
-
-
-class After:
-    """Says stop from the call with this number on."""
-
-    def __init__(self, calls):
-        self.left = calls
-
-    def __call__(self):
-        self.left -= 1
-        return self.left <= 0
-
-
-def assert_same_bits(one, other, names=("state", "last", "best")):
-    for name in names:
-        a, b = (checkpoint.load(path, name)[0] for path in (one, other))
-        assert a.keys() == b.keys()
-        different = [key for key in a if a[key].tobytes() != b[key].tobytes()]
-        assert different == [], name
 
 
 @pytest.mark.parametrize("change", [
