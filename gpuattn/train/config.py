@@ -54,8 +54,9 @@ class TrainConfig:
     Model: ``model`` is "translation" or "gpt2"; as ``models.translation.TranslationConfig`` and
     ``models.gpt2.GPT2Config``.
     Optimisation: ``batch`` tokens on the longer side, ``accumulate`` batches an update,
-    ``optimizer`` one of ``optim.OPTIMIZERS``, ``lr`` the peak of ``schedule`` after ``warmup``
-    (updates, or a share of the run), ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
+    ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and adam, ``lr`` the peak of
+    ``schedule`` after ``warmup`` (updates, or a share of the run), ``lr_floor`` the share of it
+    where cosine and linear end, ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
     ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off).
     Evaluation: ``eval_every``, or "auto": as ``train.trainer`` says; ``score_pairs`` sentences are
     translated each time; ``beam`` and
@@ -84,6 +85,7 @@ class TrainConfig:
     layers: tuple[int, int] = _option((4, 4), parse_layers)
     ffn: int = _option(256, whole(1), only=TRANSLATION)
     block: int = _option(256, whole(1), only=GPT2)
+    bias: str = _option("yes", choice("yes", "no"), only=GPT2)
     dropout: float = _option(0.25, number(0, below=1))
     norm: str = _option("pre", choice(*CHOICES["norm"]), only=TRANSLATION)
     positions: str = _option("sinusoidal", choice(*CHOICES["positions"]), only=TRANSLATION)
@@ -93,7 +95,9 @@ class TrainConfig:
     accumulate: int = _option(1, whole(1))
     optimizer: str = _option("adamw", choice(*OPTIMIZERS))
     lr: float = _option(5e-3, number(0, above=True))
+    beta2: float = _option(0.98, number(0, below=1))
     schedule: str = _option("cosine", choice(*SCHEDULES))
+    lr_floor: float = _option(0.0, number(0, most=1))
     warmup: int | float = _option(0.1, parse_warmup)
     label_smoothing: float = _option(0.1, number(0, below=1))
     clip: float = _option(1.0, number(0))
@@ -174,14 +178,14 @@ class TrainConfig:
 
 OPTIONS = {option.name: option for option in fields(TrainConfig)}
 
-# GPT-2's suit a text of a million characters; many evaluations, to keep the best of a model that
-# begins to know its text by heart.
+# GPT-2's suit a text of a million characters: those of nanoGPT's train_shakespeare_char.py. Many
+# evaluations, to keep the best of a model that begins to know its text by heart.
 MODEL_DEFAULTS = {
     TRANSLATION: {},
     GPT2: {
         "length": "5000u", "dim": 384, "heads": 6, "layers": (6, 6), "block": 256, "dropout": 0.2,
-        "batch": 64 * 256, "lr": 1e-3, "warmup": 100, "weight_decay": 0.1, "label_smoothing": 0.0,
-        "eval_every": "250u",
+        "bias": "no", "batch": 64 * 256, "beta2": 0.99, "lr": 1e-3, "lr_floor": 0.1, "warmup": 100,
+        "weight_decay": 0.1, "label_smoothing": 0.0, "eval_every": "250u", "ema": 0.0,
     },
 }  # fmt: skip
 # Where an update of the default size takes seconds, smaller ones and fewer translations at an

@@ -23,6 +23,7 @@ class LanguageTask(Task):
             GPT2Config(
                 vocab=len(tokenizer), d_model=config.dim, heads=config.heads,
                 layers=config.layers[0], block=config.block, dropout=config.dropout,
+                bias=config.bias == "yes",
             ),
             seed=config.seed,
         )  # fmt: skip
