@@ -53,6 +53,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     },
     "Optimisation": {
         "batch": ("N", "Tokens of a batch on its longer side, such as 8k."),
+        "batching": ("", "Sentences end to end, or padded to one length: sorted, or at random."),
         "accumulate": ("N", "Batches summed for an update."),
         "optimizer": ("", "What updates the parameters."),
         "beta2": ("P", "Decay of the mean squared gradient, of adamw and adam."),

@@ -9,6 +9,7 @@ import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from gpuattn.data.batching import BATCHING
 from gpuattn.data.tasks import find_task
 from gpuattn.data.text import ON_LONG
 from gpuattn.errors import ConfigError
@@ -53,7 +54,8 @@ class TrainConfig:
     or "chars", ``block`` the tokens that it sees.
     Model: ``model`` is "translation" or "gpt2"; as ``models.translation.TranslationConfig`` and
     ``models.gpt2.GPT2Config``.
-    Optimisation: ``batch`` tokens on the longer side, ``accumulate`` batches an update,
+    Optimisation: ``batch`` tokens on the longer side, ``batching`` one of
+    ``data.batching.BATCHING``, ``accumulate`` batches an update,
     ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and adam, ``lr`` the peak of
     ``schedule`` after ``warmup`` (updates, or a share of the run), ``lr_floor`` the share of it
     where cosine and linear end, ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
@@ -92,6 +94,7 @@ class TrainConfig:
     activation: str = _option("relu", choice(*CHOICES["activation"]), only=TRANSLATION)
 
     batch: int = _option(8000, parse_count)
+    batching: str = _option("packed", choice(*BATCHING), only=TRANSLATION)
     accumulate: int = _option(1, whole(1))
     optimizer: str = _option("adamw", choice(*OPTIMIZERS))
     lr: float = _option(5e-3, number(0, above=True))
@@ -146,7 +149,8 @@ class TrainConfig:
             raise ConfigError("validation needs two files: --valid SRC TGT")
         if self.max_len >= self.batch:
             raise ConfigError(
-                f"max-len is {self.max_len}; accepted: less than a batch, {self.batch} tokens"
+                f"max-len is {self.max_len}; accepted: less than a batch, {self.batch} tokens. "
+                "Raise --batch or lower --max-len"
             )
 
     def _check_text(self):
@@ -163,7 +167,8 @@ class TrainConfig:
             )
         if self.block > self.batch:
             raise ConfigError(
-                f"block is {self.block}; accepted: up to a batch, {self.batch} tokens"
+                f"block is {self.block}; accepted: up to a batch, {self.batch} tokens. "
+                "Raise --batch or lower --block"
             )
 
     def has(self, name):

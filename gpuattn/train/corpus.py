@@ -20,6 +20,7 @@ TASK_PAIRS = 20_000  # an epoch of a built-in task
 HELD_OUT = 1000  # pairs, at most, for validation and for tests
 HELD_OUT_SHARE = 50  # of a corpus without validation files, one pair in so many
 TEXT_SHARE = 10  # of a text without a validation file, one character in so many, the last ones
+SMALL = 10  # batches that a small corpus is advised to have
 PIECE = 1000  # characters: SentencePiece learns nothing from lines much longer
 
 
@@ -40,10 +41,10 @@ class Corpus:
             tokenizer = Tokenizer.train(lines, config.vocab_size, config.seed)
         self.tokenizer = tokenizer
         self.ids, kept = self._encode(train)
-        self._first_loader = PackedLoader(self.ids, config.batch, config.seed)
+        self._first_loader = self._new_loader(self.ids)
         self.loader = lru_cache(1)(self._loader)
         self.fingerprint = zlib.crc32("\n".join(chain.from_iterable(p[:2] for p in train)).encode())
-        self.facts = [self._counts(train, kept)]
+        self.facts = [self._counts(train, kept), *self._one_batch()]
         self.valid_ids, kept = self._encode(self.valid)
         self.valid = [self.valid[i] for i in kept]
         self.facts.append(
@@ -55,8 +56,12 @@ class Corpus:
         """Return the PackedLoader that has the pairs of an epoch."""
         if self.config.task and epoch > 0:
             ids, _ = self._encode(_task_epoch(self.config, epoch))
-            return PackedLoader(ids, self.config.batch, self.config.seed)
+            return self._new_loader(ids)
         return self._first_loader
+
+    def _new_loader(self, ids):
+        config = self.config
+        return PackedLoader(ids, config.batch, config.seed, batching=config.batching)
 
     def valid_batches(self):
         """Yield the validation pairs in batches, always the same."""
@@ -77,6 +82,14 @@ class Corpus:
             f"{what}: {len(self.ids):,} pairs{each}, {source:,} + {target:,} tokens"
             f"{_left_out(train, kept, self.config)}"
         )
+
+    def _one_batch(self):
+        """Return what to do where an epoch is a single batch."""
+        if self._first_loader.batches(0) > 1:
+            return []
+        used = self._first_loader.fill(0) * self.config.batch
+        small = max(int(used) // SMALL, self.config.max_len + 1)
+        return [f"all of it is one batch, so that updates differ little. Try --batch {small}"]
 
 
 class TextCorpus:
@@ -114,8 +127,13 @@ class TextCorpus:
         self._train = LanguageModelLoader(ids, block, rows, config.seed)
         self._valid = LanguageModelLoader(valid_ids, min(block, len(valid_ids) - 1), rows, seed=0)
         self.fingerprint = zlib.crc32(train.encode())
+        few = []
+        if len(ids) < config.batch:
+            small = max(block, len(ids) // SMALL)
+            few = [f"a batch is longer, so that updates differ little. Try --batch {small}"]
         self.facts = [
             f"{config.lm}: {len(train):,} characters, {len(ids):,} tokens",
+            *few,
             f"{len(valid_ids):,} tokens for validation, "
             f"loss of guessing by frequency {_unigram_loss(valid_ids):.2f}",
         ]

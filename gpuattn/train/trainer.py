@@ -83,9 +83,7 @@ class Trainer:
         )  # fmt: skip
         self.average = ExponentialAverage(self.workspace, config.ema) if config.ema else None
         total = config.length.amount if config.length.unit == "u" else None
-        self.schedule = Schedule(
-            config.schedule, config.lr, config.warmup, total, config.lr_floor
-        )
+        self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
         self._batches = None
         self._stream, self.feed, self.steps = self._engine(graphs)

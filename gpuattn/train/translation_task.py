@@ -36,7 +36,9 @@ class TranslationTask(Task):
         return f"{'+'.join(map(str, self.config.layers))} layers, width {self.config.dim}"
 
     def describe_update(self):
-        return f"up to {self.config.batch * self.config.accumulate:,} tokens on a side"
+        tokens = self.config.batch * self.config.accumulate
+        fill = self.corpus.loader(0).fill(0)
+        return f"up to {tokens:,} tokens on a side, {fill:.0%} of it filled"
 
     def fixed_shape(self, batch):
         return fixed_shape(batch, self.config.batch, self.config.max_len + 1)
