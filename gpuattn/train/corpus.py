@@ -28,7 +28,8 @@ class Corpus:
     """Training batches by epoch, validation pairs, and the tokenizer of a run.
 
     ``tokenizer``: the run's, or None to train one. ``valid``: list of Pair. ``facts``: sentences
-    on what was read, for the head of a run. ``fingerprint``: of the training text.
+    on what was read, for the head of a run; ``warnings``: on what to change. ``fingerprint``: of
+    the training text.
     ``loader(epoch)``: its PackedLoader.
     Raises DataError for files that cannot be used, ConfigError for limits nothing fits in.
     """
@@ -44,13 +45,16 @@ class Corpus:
         self._first_loader = self._new_loader(self.ids)
         self.loader = lru_cache(1)(self._loader)
         self.fingerprint = zlib.crc32("\n".join(chain.from_iterable(p[:2] for p in train)).encode())
-        self.facts = [self._counts(train, kept), *self._one_batch()]
+        self.facts = [self._counts(train, kept)]
         self.valid_ids, kept = self._encode(self.valid)
         self.valid = [self.valid[i] for i in kept]
         self.facts.append(
             f"{len(self.valid):,} pairs for validation, "
             f"loss of guessing by frequency {_unigram_loss(self._valid_targets()):.2f}"
         )
+        alone = self._first_loader.batches(0) == 1
+        tokens = int(self._first_loader.fill(0) * config.batch)
+        self.warnings = _one_batch(alone, tokens, config.max_len + 1)
 
     def _loader(self, epoch):
         """Return the PackedLoader that has the pairs of an epoch."""
@@ -82,14 +86,6 @@ class Corpus:
             f"{what}: {len(self.ids):,} pairs{each}, {source:,} + {target:,} tokens"
             f"{_left_out(train, kept, self.config)}"
         )
-
-    def _one_batch(self):
-        """Return what to do where an epoch is a single batch."""
-        if self._first_loader.batches(0) > 1:
-            return []
-        used = self._first_loader.fill(0) * self.config.batch
-        small = max(int(used) // SMALL, self.config.max_len + 1)
-        return [f"all of it is one batch, so that updates differ little. Try --batch {small}"]
 
 
 class TextCorpus:
@@ -126,14 +122,10 @@ class TextCorpus:
             )
         self._train = LanguageModelLoader(ids, block, rows, config.seed)
         self._valid = LanguageModelLoader(valid_ids, min(block, len(valid_ids) - 1), rows, seed=0)
+        self.warnings = _one_batch(len(ids) <= config.batch, len(ids), block)
         self.fingerprint = zlib.crc32(train.encode())
-        few = []
-        if len(ids) < config.batch:
-            small = max(block, len(ids) // SMALL)
-            few = [f"a batch is longer, so that updates differ little. Try --batch {small}"]
         self.facts = [
             f"{config.lm}: {len(train):,} characters, {len(ids):,} tokens",
-            *few,
             f"{len(valid_ids):,} tokens for validation, "
             f"loss of guessing by frequency {_unigram_loss(valid_ids):.2f}",
         ]
@@ -194,6 +186,14 @@ def _file_pairs(config):
     kept = type(train)([train[i] for i in left], [train.lines[i] for i in left],
                        train.empty, train.too_long)  # fmt: skip
     return kept, valid
+
+
+def _one_batch(alone, tokens, least):
+    """Return what to do where all ``tokens`` are one batch, which has ``least`` or more."""
+    if not alone:
+        return []
+    fewer = max(tokens // SMALL, least)
+    return [f"all of the text is one batch, so that updates differ little. Try --batch {fewer}"]
 
 
 def _unigram_loss(tokens):
