@@ -91,7 +91,8 @@ class Corpus:
 class TextCorpus:
     """Training batches of a text by epoch, consecutive blocks of what is held out, the tokenizer.
 
-    Attributes as those of Corpus. Without ``valid_lm`` the end of the text is held out. Characters
+    Attributes as those of Corpus; ``valid_loader``: the LanguageModelLoader of what is held out.
+    Without ``valid_lm`` the end of the text is held out. Characters
     are those of the whole file, subwords are learned from the text to train on.
     Raises DataError for files that cannot be used, and for too short ones.
     """
@@ -121,7 +122,9 @@ class TextCorpus:
                 "accepted: two or more. Give more text"
             )
         self._train = LanguageModelLoader(ids, block, rows, config.seed)
-        self._valid = LanguageModelLoader(valid_ids, min(block, len(valid_ids) - 1), rows, seed=0)
+        self.valid_loader = LanguageModelLoader(
+            valid_ids, min(block, len(valid_ids) - 1), rows, seed=0
+        )
         self.warnings = _one_batch(len(ids) <= config.batch, len(ids), block)
         self.fingerprint = zlib.crc32(train.encode())
         self.facts = [
@@ -142,7 +145,7 @@ class TextCorpus:
 
     def valid_batches(self):
         """Yield the held-out text as consecutive blocks, every token but the first once a label."""
-        yield from self._valid.blocks()
+        yield from self.valid_loader.blocks()
 
 
 def _pieces(text):

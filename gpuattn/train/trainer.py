@@ -301,7 +301,7 @@ class Trainer:
         tokens = 0
         self._valid[...] = 0
         with self.model.evaluating():
-            for batch in batches or self.corpus.valid_batches():
+            for batch in self.corpus.valid_batches() if batches is None else batches:
                 tokens += batch.target_tokens
                 self.feed.load(batch, tokens=batch.target_tokens)
                 self.steps("valid", self.feed.shape, self._add_loss)
