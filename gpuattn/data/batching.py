@@ -167,24 +167,34 @@ class PackedLoader:
         return [*plan, left]
 
     def _best_fit(self, pool):
-        """Put each sentence of ``pool``, longest first, into the fullest batch that can take it."""
-        source, target = self._source.lengths[pool].tolist(), self._target.lengths[pool].tolist()
+        """Put the sentences of ``pool``, longest first, into the fullest batch that can take them.
+
+        Those of one size go together, as many as fit: what remains is a loop over sizes.
+        """
+        ends = (np.flatnonzero(np.diff(self._sizes[pool], append=0)) + 1).tolist()
+        totals = [np.cumsum(side.lengths[pool]) for side in (self._source, self._target)]
         batches = []
         # (room, batch) in ascending order; the room is that of the fuller side, so that what fits
         # it fits both. ``sides`` holds the room of both.
-        rooms, sides = [], []
-        for sentence, ns, nt in zip(pool.tolist(), source, target, strict=True):
-            at = bisect_left(rooms, (max(ns, nt),))
-            if at == len(rooms):
-                batch = len(batches)
-                batches.append([])
-                sides.append((self.tokens, self.tokens))
-            else:
-                batch = rooms.pop(at)[1]
-            batches[batch].append(sentence)
-            room = sides[batch] = (sides[batch][0] - ns, sides[batch][1] - nt)
-            insort(rooms, (min(room), batch))
-        return [np.array(batch) for batch in batches]
+        rooms, sides, begin, done = [], [], 0, [0, 0]
+        for end in ends:
+            size = int(self._sizes[pool[begin]])
+            while begin < end:
+                at = bisect_left(rooms, (size,))
+                if at == len(rooms):
+                    batch = len(batches)
+                    batches.append([])
+                    sides.append([self.tokens, self.tokens])
+                else:
+                    batch = rooms.pop(at)[1]
+                most = [a + b for a, b in zip(done, sides[batch], strict=True)]
+                fit = [np.searchsorted(t, n, "right") for t, n in zip(totals, most, strict=True)]
+                stop = min(end, *map(int, fit))
+                batches[batch].append(pool[begin:stop])
+                begin, done = stop, [int(total[stop - 1]) for total in totals]
+                room = sides[batch] = [a - b for a, b in zip(most, done, strict=True)]
+                insort(rooms, (min(room), batch))
+        return [np.concatenate(parts) for parts in batches]
 
     def _batch(self, sentences):
         padded = self.batching != "packed"
@@ -246,7 +256,9 @@ def token_order(ids):
     keys = ids.astype(np.uint16) if ids.max(initial=0) < 1 << 16 else ids
     order = np.argsort(keys, kind="stable").astype(np.int32)
     sorted_ids = ids[order]
-    segments = np.flatnonzero(np.diff(sorted_ids, prepend=-1)).astype(np.int32)
+    first = np.ones(len(ids), bool)
+    np.not_equal(sorted_ids[1:], sorted_ids[:-1], out=first[1:])
+    segments = np.flatnonzero(first).astype(np.int32)
     return TokenOrder(order, segments, sorted_ids[segments])
 
 
