@@ -47,6 +47,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "block": ("N", "Tokens that gpt2 sees."),
         "bias": ("", "Whether linear layers and norms of gpt2 add one."),
         "dropout": ("P", "Share of activations set to zero."),
+        "attention_dropout": ("P", "Likewise of attention probabilities; of gpt2 it is --dropout."),
         "norm": ("", "Normalise before or after each branch."),
         "positions": ("", "How tokens know their place."),
         "activation": ("", "In the feed-forward networks."),

@@ -29,7 +29,8 @@ class TranslationConfig:
     """The size and kind of a TranslationModel. Raises ConfigError for what does not fit together.
 
     ``vocab``: number of tokens. ``layers``: (encoder, decoder). ``ffn``: width inside the
-    feed-forward networks. ``dropout``: of embeddings, branches and attention probabilities.
+    feed-forward networks. ``dropout``: of embeddings, branches and, without
+    ``attention_dropout``, attention probabilities.
     ``norm``: "pre" or "post". ``positions``: "sinusoidal" or "learned". ``activation``: "relu" or
     "gelu". ``tied``: one table for source, target and output. ``max_length``: tokens of a sentence
     on either side, marks included.
@@ -41,6 +42,7 @@ class TranslationConfig:
     layers: tuple[int, int] = (3, 3)
     ffn: int = 1024
     dropout: float = 0.1
+    attention_dropout: float | None = None
     norm: str = "pre"
     positions: str = "sinusoidal"
     activation: str = "relu"
@@ -97,8 +99,8 @@ class TranslationModel(Module):
             "scale": c.d_model**0.5, "dropout": c.dropout, "streams": streams, "rng": rng,
         }  # fmt: skip
         layer = {
-            "dropout": c.dropout, "norm": c.norm, "activation": c.activation, "streams": streams,
-            "rng": rng,
+            "dropout": c.dropout, "attention_dropout": c.attention_dropout, "norm": c.norm,
+            "activation": c.activation, "streams": streams, "rng": rng,
         }  # fmt: skip
         sizes = (c.d_model, c.heads, c.ffn)
         self.source = Embedding(rows, c.d_model, **table)

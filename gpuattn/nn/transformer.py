@@ -57,18 +57,20 @@ class TransformerEncoderLayer(_Layer):
     """Self-attention and a feed-forward network: (tokens, width) or (B, T, width) to the same.
 
     ``norm``: "pre" (Xiong et al., 2020) or "post" (Vaswani et al., 2017). ``causal`` makes it the
-    layer of a decoder-only model. ``dropout``: of both branches and of attention probabilities.
+    layer of a decoder-only model. ``dropout``: of both branches and, without
+    ``attention_dropout``, of attention probabilities.
     A call takes ``cu_seqlens``, ``max_seqlen`` for packed tokens, or ``key_lengths`` (B,).
     """
 
     def __init__(
-        self, width, heads, hidden, *, kv_heads=None, causal=False, dropout=0.0, norm="pre",
-        activation="relu", bias=True, streams=None, rng=None,
+        self, width, heads, hidden, *, kv_heads=None, causal=False, dropout=0.0,
+        attention_dropout=None, norm="pre", activation="relu", bias=True, streams=None, rng=None,
     ):  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
         self.attention = MultiHeadAttention(
-            width, heads, kv_heads=kv_heads, causal=causal, dropout=dropout, bias=bias,
+            width, heads, kv_heads=kv_heads, causal=causal,
+            dropout=dropout if attention_dropout is None else attention_dropout, bias=bias,
             streams=streams, rng=rng,
         )  # fmt: skip
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
@@ -94,13 +96,14 @@ class TransformerDecoderLayer(_Layer):
     """
 
     def __init__(
-        self, width, heads, hidden, *, kv_heads=None, dropout=0.0, norm="pre", activation="relu",
-        bias=True, streams=None, rng=None,
+        self, width, heads, hidden, *, kv_heads=None, dropout=0.0, attention_dropout=None,
+        norm="pre", activation="relu", bias=True, streams=None, rng=None,
     ):  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
         shared = {
-            "kv_heads": kv_heads, "dropout": dropout, "bias": bias, "streams": streams, "rng": rng,
+            "kv_heads": kv_heads, "bias": bias, "streams": streams, "rng": rng,
+            "dropout": dropout if attention_dropout is None else attention_dropout,
         }  # fmt: skip
         self.attention = MultiHeadAttention(width, heads, causal=True, **shared)
         self.cross_attention = MultiHeadAttention(width, heads, cross=True, **shared)

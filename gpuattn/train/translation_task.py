@@ -21,7 +21,8 @@ class TranslationTask(Task):
         return TranslationModel(
             TranslationConfig(
                 vocab=len(tokenizer), d_model=config.dim, heads=config.heads, layers=config.layers,
-                ffn=config.ffn, dropout=config.dropout, norm=config.norm,
+                ffn=config.ffn, dropout=config.dropout,
+                attention_dropout=config.attention_dropout, norm=config.norm,
                 positions=config.positions, activation=config.activation,
                 max_length=config.max_len + 1,
             ),
