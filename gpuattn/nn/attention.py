@@ -1,9 +1,11 @@
 """Multi-head attention over packed or batched tokens, and its key-value cache."""
 
+import itertools
+
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import empty, get_xp, on_gpu
+from gpuattn.arrays import empty, get_xp, on_gpu, same_memory
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
@@ -19,33 +21,44 @@ from gpuattn.ops.softmax import softmax
 def split_heads(x, counts, head_dim):
     """Return views (..., count, head_dim) of x (..., sum(counts) * head_dim), one per count.
 
-    Their gradients are laid side by side in one array.
+    Their gradients go side by side into one array.
     """
     return tape.apply(SPLIT_HEADS, (x,), counts=tuple(counts), head_dim=head_dim)
 
 
 def _forward_split(x, *, needs, counts, head_dim):
     heads = x.reshape(*x.shape[:-1], sum(counts), head_dim)
-    parts = [heads[..., part, :] for part in _slices(counts)]
-    return tuple(parts), (heads.shape, x.shape)
+    return tuple(_parts(heads, counts)), (heads.shape, x.shape)
+
+
+def _parts(heads, counts):
+    """Return views of the first, second, ... ``counts`` heads of (..., sum(counts), head_dim)."""
+    stops = itertools.accumulate(counts)
+    return [heads[..., n - count : n, :] for n, count in zip(stops, counts, strict=True)]
+
+
+def _places_of_parts(saved, out, into, *, counts, head_dim):
+    shape, original = saved
+    whole = empty(out, original) if into[0] is None else into[0]
+    return [whole], _parts(whole.reshape(shape), counts)
 
 
 def _backward_split(saved, *grads, needs, into, counts, head_dim):
     shape, original = saved
-    out = empty(next(g for g in grads if g is not None), shape)
-    for part, grad in zip(_slices(counts), grads, strict=True):
-        out[..., part, :] = 0 if grad is None else grad
-    return (out.reshape(original),)
+    whole, add = into[0] or (None, True)
+    if add:
+        whole = empty(next(g for g in grads if g is not None), original)
+    for part, grad in zip(_parts(whole.reshape(shape), counts), grads, strict=True):
+        if grad is None:
+            part[...] = 0
+        elif not same_memory(part, grad):
+            part[...] = grad
+    return (whole,)
 
 
-def _slices(counts):
-    stop = 0
-    for count in counts:
-        yield slice(stop, stop + count)
-        stop += count
-
-
-SPLIT_HEADS = Impls("split_heads", Impl("array", _forward_split, _backward_split))
+SPLIT_HEADS = Impls(
+    "split_heads", Impl("array", _forward_split, _backward_split, places=_places_of_parts)
+)
 
 
 class KeyValueCache:
