@@ -225,10 +225,7 @@ FORMS = {  # which kernels: (sizes of x, dtype, options)
 def test_kernels_write_gradients_where_they_belong(monkeypatch, rng, gpu, form, packed):
     (tokens, head_dim), dtype, options = FORMS[form]
     length = 64 if form == "short" else 256
-    bounds = list(range(0, tokens + 1, length))
-    if packed:
-        bounds[2:-1] = [bound - 3 for bound in bounds[2:-1]]
-    cu = gpu.asarray(bounds, "int32")
+    cu = gpu.asarray(sorted([*range(0, tokens + 1, length), *[length - 3] * packed]), "int32")
     x, dout = (
         gpu.asarray(rng.standard_normal(n).astype(np.float32)).astype(dtype_of(dtype))
         for n in ((tokens, 8 * head_dim), (tokens, 4, head_dim))
