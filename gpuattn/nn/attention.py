@@ -11,10 +11,11 @@ from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.nn.dropout import Dropout
 from gpuattn.nn.linear import Linear
-from gpuattn.nn.module import Module, generator
+from gpuattn.nn.module import Module, generator, xavier_uniform
 from gpuattn.ops.append_kv import append_kv
 from gpuattn.ops.decode_attention import MAX_QUERIES, decode_attention
 from gpuattn.ops.flash_attention import flash_attention
+from gpuattn.ops.rotary import rotary
 from gpuattn.ops.softmax import softmax
 
 
@@ -133,26 +134,33 @@ class MultiHeadAttention(Module):
     Tokens are packed, (tokens, width) with ``cu_seqlens``, or a batch (B, T, width).
     ``kv_heads``: heads of keys and values, which divide ``heads`` (grouped queries); by default as
     many. ``cross``: keys and values come from a memory. Parameters: ``qkv`` (or ``q`` and ``kv``)
-    packed in that order, and ``out``. ``dropout`` is that of the attention probabilities.
+    packed in that order, and ``out``; ``projects=False``: no ``kv``, a MemoryProjection has it.
+    ``rotary``: queries and keys turn by their positions, see ``gpuattn.rotary``.
+    ``dropout`` is that of the attention probabilities.
     Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023).
     """
 
     def __init__(
-        self, width, heads, *, kv_heads=None, cross=False, causal=False, dropout=0.0, bias=True,
-        streams=None, rng=None,
+        self, width, heads, *, kv_heads=None, cross=False, projects=True, rotary=False,
+        causal=False, dropout=0.0, bias=True, streams=None, rng=None,
     ):  # fmt: skip
         kv_heads = kv_heads or heads
         if heads < 1 or kv_heads < 1 or width % heads or heads % kv_heads:
             got = f"width {width}, heads {heads}, kv_heads {kv_heads}"
             accepted = "heads that divide the width, kv_heads that divide the heads"
             raise ValueError(problem("MultiHeadAttention", "the split", got, accepted))
+        if rotary and (cross or width // heads % 2):
+            got = f"a memory, cross={cross}" if cross else f"a head size of {width // heads}"
+            accepted = "self-attention with an even head size"
+            raise ValueError(problem("MultiHeadAttention", "rotary", f"for {got}", accepted))
         rng = generator(rng)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
-        self.causal = causal
+        self.rotary, self.causal = rotary, causal
         sizes = [n * self.head_dim for n in (heads, 2 * kv_heads)]
         if cross:
             self.q = Linear(width, sizes[0], bias=bias, rng=rng)
-            self.kv = Linear(width, sizes[1], bias=bias, rng=rng)
+            if projects:
+                self.kv = Linear(width, sizes[1], bias=bias, rng=rng)
         else:
             self.qkv = Linear(width, sum(sizes), bias=bias, rng=rng)
         self.out = Linear(width, width, bias=bias, rng=rng)
@@ -160,12 +168,14 @@ class MultiHeadAttention(Module):
         self.maps = None  # a list, while attention_maps() looks
 
     def __call__(
-        self, x, memory=None, *, key_lengths=None, cu_seqlens=None, max_seqlen=None,
-        cu_memory=None, max_memory=None, cache=None,
+        self, x, memory=None, *, positions=None, key_lengths=None, cu_seqlens=None,
+        max_seqlen=None, cu_memory=None, max_memory=None, cache=None,
     ):  # fmt: skip
         """Return the attended ``x``, of its shape.
 
-        ``memory``: what cross-attention reads: tokens, or what ``project(memory)`` returned.
+        ``memory``: what cross-attention reads: tokens, or their keys and values, as ``project`` or
+        a MemoryProjection returned them. ``positions``: int, of the tokens of x, for ``rotary``; by
+        default 0, 1, ... along their axis.
         ``key_lengths`` (B,): of the keys in a padded batch. ``cu_seqlens``, ``max_seqlen``: offsets
         and greatest length of packed x; ``cu_memory``, ``max_memory``: of packed memory.
         ``cache``: a KeyValueCache that x continues. A batch of B memories serves N = B * K rows
@@ -174,6 +184,8 @@ class MultiHeadAttention(Module):
         if memory is None:
             counts = (self.heads, self.kv_heads, self.kv_heads)
             q, k, v = split_heads(self.qkv(x), counts, self.head_dim)
+            if self.rotary:
+                q, k = rotary(q, k, positions, donate=True)
             plain = self.causal and key_lengths is None and self.maps is None
             if cache is not None and plain and not self.dropout.now()[0] and cache.decodes(q):
                 return self.out(cache.attend(q, k, v).reshape(x.shape))
@@ -212,3 +224,24 @@ class MultiHeadAttention(Module):
         logits = arrays.get_xp(q).matmul(grouped, k[:, :, None].swapaxes(-1, -2))
         logits = logits.reshape(B, H, T, -1)
         return softmax(logits, scale=D**-0.5, causal=self.causal)
+
+
+class MemoryProjection(Module):
+    """The keys and values of a memory (..., width) for cross-attention in several layers.
+
+    One product makes them all, one each their gradients. Parameters: ``kv``, for each layer its
+    keys and values. Returns [(k, v) for each layer], views (..., Hk, D) of one array.
+    """
+
+    def __init__(self, width, heads, layers, *, kv_heads=None, bias=True, rng=None):
+        rng = generator(rng)
+        self.layers, self.kv_heads, self.head_dim = layers, kv_heads or heads, width // heads
+        rows = 2 * self.kv_heads * self.head_dim
+        self.kv = Linear(width, layers * rows, bias=bias, rng=rng)
+        for own in np.split(self.kv.weight.data, layers):  # as wide as a layer's own would be
+            own[...] = xavier_uniform(rng, (rows, width)).data
+
+    def __call__(self, memory):
+        counts = (self.kv_heads,) * (2 * self.layers)
+        parts = split_heads(self.kv(memory), counts, self.head_dim)
+        return list(zip(parts[::2], parts[1::2], strict=True))

@@ -154,6 +154,27 @@ def test_runs_on_both_backends(xp, rng):
     np.testing.assert_allclose(got[2], by_hand(layer, parts[2], causal=True), rtol=1e-3, atol=1e-3)
 
 
+def test_rotary_positions_are_those_given_or_count_along_the_tokens(rng):
+    layer, parts = make(rng, causal=True, kv_heads=2, rotary=True), sequences(rng)
+    places_ = np.concatenate([np.arange(n) for n in LENGTHS])
+    packing = {"cu_seqlens": CU, "max_seqlen": 5}
+    packed = layer(np.concatenate(parts), positions=places_, **packing).data
+    for part, got in zip(parts, np.split(packed, CU[1:-1]), strict=True):
+        np.testing.assert_allclose(got, layer(part[None]).data[0], atol=1e-5)
+    assert abs(packed - by_layer_without(layer, parts, packing)).max() > 1e-3
+
+
+def by_layer_without(layer, parts, packing):
+    layer.rotary = False
+    return layer(np.concatenate(parts), **packing).data
+
+
+@pytest.mark.parametrize("options", [{"cross": True}, {"heads": 8}], ids=["cross", "odd"])
+def test_rotary_needs_even_heads_of_its_own(options):
+    with pytest.raises(ValueError, match="self-attention with an even head size"):
+        nn.MultiHeadAttention(24, **{"heads": 6, "rotary": True, **options})
+
+
 def test_heads_must_divide():
     for options in ({"heads": 5}, {"heads": 6, "kv_heads": 4}, {"heads": 0}):
         with pytest.raises(ValueError, match="divide"):
