@@ -233,7 +233,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     found = [None] * len(targets)
     nodes = _reachable(roots, ends)
     useful = None if leaves else _leading_to(nodes, wanted)
-    places = Places(ends)
+    places = Places({*ends, *wanted})
     waiting = _count_uses(nodes) if on_ready else None
     pending = {}  # node -> [gradient of each output]
 

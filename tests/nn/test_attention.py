@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from checks import dtype_of
 
-from gpuattn import Tensor, flash_attention, nn, no_grad, to_cpu
-from gpuattn.autodiff import places
+from gpuattn import Tensor, flash_attention, nn, no_grad, rotary, to_cpu
+from gpuattn.autodiff import places, tape
 from gpuattn.nn import attention
 from gpuattn.nn.attention import split_heads
 
@@ -274,6 +274,19 @@ def test_a_place_is_for_one(rng):
     step, eps = rng.standard_normal(x.shape), 1e-6
     up, down = (uses(Tensor(x + sign * eps * step)).item() for sign in (1, -1))
     np.testing.assert_allclose((leaf.grad * step).sum(), (up - down) / (2 * eps), rtol=1e-6)
+
+
+def test_a_gradient_that_is_asked_for_is_left_alone(rng):
+    """Turning back happens in place, but not in what the caller gets."""
+    x = Tensor(rng.standard_normal((2, 5, 64)), requires_grad=True)
+    q, k, v = split_heads(x, (4, 2, 2), 8)
+    turned = rotary(q, k)
+    out = flash_attention(*turned, v)
+    dout = rng.standard_normal(out.shape)
+    alone = tape.gradients([out], [dout], [turned[0]], retain_graph=True)[0].copy()
+    both = tape.gradients([out], [dout], [turned[0], x])
+    np.testing.assert_array_equal(both[0], alone)
+    assert (both[1][..., :32].reshape(alone.shape) != alone).any()
 
 
 def test_split_heads_of_a_leaf_add_to_its_gradient(rng):
