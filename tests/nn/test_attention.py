@@ -193,7 +193,8 @@ def test_split_heads_are_views_and_their_gradients_lie_side_by_side(rng):
 def packed_attention(x, cu, packed, counts=(4, 2, 2), head_dim=8, **options):
     """Attention of x (tokens, width), which holds queries, keys and values."""
     if packed:
-        options |= {"cu_seqlens_q": cu, "max_seqlen_q": int((cu[1:] - cu[:-1]).max())}
+        longest = int((cu[1:] - cu[:-1]).max())
+        options |= {"cu_seqlens_q": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
     else:
         x = x.reshape(len(cu) - 1, -1, x.shape[-1])
     q, k, v = split_heads(x, counts, head_dim)
