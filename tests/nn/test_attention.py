@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from checks import dtype_of
 
-from gpuattn import Tensor, flash_attention, nn, no_grad, rotary, to_cpu
+from gpuattn import Tensor, flash_attention, kernels, nn, no_grad, rotary, to_cpu
 from gpuattn.autodiff import places, tape
 from gpuattn.nn import attention
 from gpuattn.nn.attention import split_heads
@@ -253,9 +253,13 @@ def test_kernels_write_gradients_where_they_belong(monkeypatch, rng, gpu, form, 
         for n in ((tokens, 8 * head_dim), (tokens, 4, head_dim))
     )
     dout = dout if packed else dout.reshape(-1, length, 4, head_dim)
+    before = kernels.launches.copy()
     placed, copied, copies = gradient_and_copies(
         monkeypatch, x, dout, cu, packed, head_dim=head_dim, **options
     )
+    ran = kernels.launches - before
+    assert bool(ran["flash_attention_short_backward"]) == (form == "short")
+    assert bool(ran["flash_attention_backward"]) == (form == "hopper")
     np.testing.assert_array_equal(placed, copied)
     assert copies == [False] * 3, "all was copied without places, nothing with them"
     assert placed.astype(np.float32).any(axis=0).all()
