@@ -10,6 +10,7 @@ from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.linear import FeedForward
 from gpuattn.nn.module import Module, generator
 from gpuattn.nn.norm import LayerNorm
+from gpuattn.ops.linear import linear
 
 
 class _Layer(Module):
@@ -31,18 +32,20 @@ class _Layer(Module):
     def step(self, n, h, following, **context):
         """Run the branches; return (input of the next layer's first branch, residual stream).
 
+        A branch is what comes before its last linear layer, and that layer.
+
         ``n``: the input of the first branch; ``h``: the residual stream; ``following``: the norm
         behind a pre-norm layer, or None for no norm there.
         """
         norms = [*self.norms[1:], following] if self.pre_norm else self.norms
-        for branch, norm, dropout in zip(
+        for (inner, out), norm, dropout in zip(
             self._branches(**context), norms, self.dropouts, strict=True
         ):
-            branched = branch(n)
+            x = inner(n)
             if norm is None:
-                n = h = h + dropout(branched)
-            else:
-                n, h = norm.add(branched, h, dropout)
+                n = h = h + dropout(out(x))
+            else:  # it adds the bias, and its gradient costs next to nothing there
+                n, h = norm.add(linear(x, out.weight), h, dropout, out.bias)
                 h = h if self.pre_norm else n
         return n, h
 
@@ -73,7 +76,10 @@ class TransformerEncoderLayer(_Layer):
         self._residuals(width, 2, bias, dropout, streams)
 
     def _branches(self, **context):
-        return (lambda n: self.attention(n, **context)), self.feed_forward
+        return (
+            (lambda n: self.attention.attend(n, **context), self.attention.out),
+            (self.feed_forward.activated, self.feed_forward.out),
+        )
 
 
 class TransformerDecoderLayer(_Layer):
@@ -109,12 +115,18 @@ class TransformerDecoderLayer(_Layer):
     ):  # fmt: skip
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         return (
-            lambda n: self.attention(n, positions=positions, cache=cache, **packing),
-            lambda n: self.cross_attention(
-                n, memory, key_lengths=memory_lengths, cu_memory=cu_memory, max_memory=max_memory,
-                **packing,
+            (
+                lambda n: self.attention.attend(n, positions=positions, cache=cache, **packing),
+                self.attention.out,
             ),
-            self.feed_forward,
+            (
+                lambda n: self.cross_attention.attend(
+                    n, memory, key_lengths=memory_lengths, cu_memory=cu_memory,
+                    max_memory=max_memory, **packing,
+                ),
+                self.cross_attention.out,
+            ),
+            (self.feed_forward.activated, self.feed_forward.out),
         )  # fmt: skip
 
 
