@@ -8,7 +8,6 @@ import pytest
 from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import aside
 from gpuattn.data.batching import PackedLoader
-from gpuattn.data.fixed_shape import fixed_shape
 from gpuattn.models import GPT2, GPT2Config, TranslationConfig, TranslationModel
 from gpuattn.train.device import batch_to
 from gpuattn.train.workspace import Workspace
@@ -126,8 +125,7 @@ def test_the_same_bits_as_on_one_stream(gpu, kind, monkeypatch):
         model = TranslationModel(TranslationConfig(90, tied=kind == "tied", **sizes))
         pairs = [(rng.integers(4, 90, n).tolist(),) * 2 for n in rng.integers(2, 30, 80)]
         batches = PackedLoader(pairs, 500, seed=0).epoch(0)
-        batches = [batch_to(fixed_shape(batch, 500, 64), gpu) for batch in batches]
-        steps = [lambda batch=batch: model.loss(batch)[0] for batch in batches]
+        steps = [lambda b=batch_to(batch, gpu): model.loss(b)[0] for batch in batches]
     workspace = Workspace(model, "cuda", "bfloat16", "float32")
 
     def gradients():
