@@ -164,7 +164,8 @@ def _directional_error(fun, arrays, steps, eps, tol):
 def checkpoint(fun, *args):
     """Return ``fun(*args)`` and keep nothing of its inside: it runs again in the backward pass.
 
-    Trades a second forward for memory. Seeds that ops draw for themselves repeat, so dropout does
+    Trades a second forward for memory: Chen et al., "Training Deep Nets with Sublinear Memory Cost"
+    (2016). Seeds that ops draw for themselves repeat, so dropout does
     too. Gradients reach ``args`` and every Tensor used inside.
     """
     state = rng.remember()

@@ -251,7 +251,8 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     for box, grad in zip(roots, root_grads, strict=True):
         deliver(box, grad)
     with recording(create_graph):
-        for node in reversed(nodes):
+        while nodes:  # popped, so that with the last link to a node goes what its rule holds
+            node = nodes.pop()
             grads = pending.pop(node, None)
             if useful is not None and node not in useful:
                 continue

@@ -22,6 +22,7 @@ from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer, run_layers
 from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.linear import linear
+from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,11 @@ class TranslationModel(Module):
     """An encoder-decoder Transformer. ``seed`` decides the initial parameters and the dropout.
 
     The embedding table has its rows padded to a multiple of 64. ``random``: the RandomState that
-    all dropout reads; move ``random.step`` on with each update.
+    all dropout reads; move ``random.step`` on with each update. ``checkpoint``: one of
+    ``models.config.CHECKPOINT``.
     """
+
+    checkpoint = "none"
 
     def __init__(self, config, seed=0):
         self.config = config
@@ -115,15 +119,22 @@ class TranslationModel(Module):
         self._check_length("source", batch.max_source)
         x = self.source(batch.source, batch.source_positions, order=batch.source_order)
         packing = {"cu_seqlens": batch.cu_source, "max_seqlen": batch.max_source}
-        return run_layers(self.encoder, self.encoder_norm, x, **packing)
+        return run_layers(
+            self.encoder, self.encoder_norm, x, recompute=self.checkpoint != "none", **packing
+        )
 
     def decode(self, x, **context):
         """Return the decoder's last states for embedded targets; see TransformerDecoderLayer."""
-        return run_layers(self.decoder, self.decoder_norm, x, **context)
+        return run_layers(
+            self.decoder, self.decoder_norm, x, recompute=self.checkpoint != "none", **context
+        )
 
     def logits(self, x):
         """Return (..., padded vocabulary) for decoder states (..., d_model)."""
-        return self.head(x) if self.head else linear(x, self.source.weight)
+        return linear(x, self._head_weight())
+
+    def _head_weight(self):
+        return self.head.weight if self.head else self.source.weight
 
     def loss(self, batch, label_smoothing=0.1, dloss=None):
         """Return (mean cross-entropy per target token as a Tensor, Sums) of a packed batch.
@@ -139,10 +150,13 @@ class TranslationModel(Module):
             x, memory=memory, cu_seqlens=batch.cu_target, max_seqlen=batch.max_target,
             cu_memory=batch.cu_source, max_memory=batch.max_source,
         )  # fmt: skip
-        loss = cross_entropy(
-            self.logits(x), batch.labels, label_smoothing=label_smoothing,
-            vocab_size=self.config.vocab, donate=True, dloss=dloss,
-        )  # fmt: skip
+        settings = {
+            "vocab_size": self.config.vocab, "label_smoothing": label_smoothing, "dloss": dloss,
+        }  # fmt: skip
+        if self.checkpoint == "full" or not self.training:
+            loss = linear_cross_entropy(x, self._head_weight(), batch.labels, **settings)
+        else:
+            loss = cross_entropy(self.logits(x), batch.labels, donate=True, **settings)
         return loss, Sums(loss.data, batch.target_tokens)
 
     def pack(self, sources):

@@ -5,8 +5,11 @@ sum of a layer is fused with the first norm of the next one, so ``step`` is give
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from gpuattn.autodiff import tape
+from gpuattn.autodiff.functional import checkpoint
 from gpuattn.errors import problem
 from gpuattn.nn.attention import KeyValueCache, MultiHeadAttention
 from gpuattn.nn.dropout import Dropout, Streams
@@ -131,14 +134,17 @@ class TransformerDecoderLayer(_Layer):
         )  # fmt: skip
 
 
-def run_layers(layers, norm, x, *, caches=None, **context):
+def run_layers(layers, norm, x, *, caches=None, recompute=False, **context):
     """Return ``x`` after a stack of layers and the ``norm`` at its end (None for post-norm).
 
-    ``caches``: one for each layer, or None.
+    ``caches``: one for each layer, or None. ``recompute``: keep only what a layer is given, and run
+    it again in the backward pass.
     """
+    recompute = recompute and tape.is_recording()
     following = [layer.norms[0] for layer in layers[1:]] + [norm]
     n, h = layers[0].enter(x), x
     for i, layer in enumerate(layers):
         cache = {} if caches is None else {"cache": caches[i]}
-        n, h = layer.step(n, h, following[i], **cache, **context)
+        step = partial(layer.step, following=following[i], **cache, **context)
+        n, h = checkpoint(step, n, h) if recompute else step(n, h)
     return n

@@ -8,6 +8,7 @@ import contextlib
 
 from gpuattn.arrays import import_cupy
 from gpuattn.gemm import capture_refusal
+from gpuattn.train.device import is_out_of_memory
 
 
 def call_eagerly(name, shape, step):
@@ -20,16 +21,29 @@ class Replays:
 
     ``say(sentence)`` is told why, should a step not be captured; it is then called as it is. The
     first time it is too: kernels get compiled then. What steps allocate is shared by all graphs,
-    as they run one after the other on the stream that is current now.
+    as they run one after the other on the stream that is current now; it is theirs until the
+    Replays go. A capture for which memory is short raises what the allocation did.
     """
 
     def __init__(self, say):
         cupy = import_cupy()
-        self.stream, self.pool = cupy.cuda.get_current_stream(), cupy.cuda.MemoryPool()
+        self.stream, self.pool = cupy.cuda.get_current_stream(), cupy.cuda.MemoryPool(self._new)
+        self._kept = []
         self.graphs, self._say = {}, say
         self._refused = capture_refusal()
         if self._refused:
             say(f"no CUDA graphs: {self._refused}")
+
+    def _new(self, size):
+        """Allocate for the pool, which would give back to the driver what it has to spare, graphs
+        or not, before it says that memory is used up: so it never holds the last link."""
+        cupy = import_cupy()
+        self._kept.append(cupy.cuda.Memory(size))
+        return cupy.cuda.MemoryPointer(self._kept[-1], 0)
+
+    def held_bytes(self):
+        """Return what the graphs take."""
+        return sum(memory.size for memory in self._kept)
 
     def __call__(self, name, shape, step):
         """Run ``step()``, which is the same function of device memory for a name and a shape."""
@@ -54,6 +68,8 @@ class Replays:
                 return True
             except Exception as error:  # noqa: BLE001 whatever it is, it can be done without
                 self._end_failed()
+                if is_out_of_memory(error):
+                    raise
                 self._refused = f"{type(error).__name__}: {error}"
                 self._say(f"no CUDA graphs: {self._refused}")
         return False

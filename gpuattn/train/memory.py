@@ -1,0 +1,204 @@
+"""What training takes of a GPU's memory: known before it begins, and made to fit.
+
+The counts follow the ops: what each keeps for its gradient, in elements a token (of width d, hidden
+width f, vocabulary V). ``tests/train/test_memory.py`` compares them with what a step takes.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from gpuattn.errors import MemoryLimitError
+from gpuattn.models.config import padded_rows
+from gpuattn.ops.linear_cross_entropy import CHUNK_BYTES, LEAST_ROWS
+from gpuattn.optim import OPTIMIZERS
+from gpuattn.train.config import GPT2
+
+LIBRARY = 64 << 20  # workspaces of products, and the like
+MARGIN = 0.1  # of what is free stays so: blocks of a pool do not fill it without gaps
+LEAST_UPDATES = 16  # an epoch
+MOST_TOKENS = 1 << 19  # an update: GPT-2's and GPT-3's own; more make few updates, not better ones
+STEP = 512  # tokens that a batch of sentences is a multiple of
+BLOCKS = 8  # that a batch of blocks is a multiple of, so that it can be halved
+
+
+class Plan(NamedTuple):
+    """Bytes: of ``state`` (parameters, gradients, what optimizer and averages keep), of
+    ``activations`` (the most that a step holds), and of what is held ``beside`` the step's memory,
+    which its graph keeps: an evaluation, or the first step of another shape."""
+
+    state: int
+    activations: int
+    beside: int
+
+    @property
+    def total(self):
+        return self.state + self.activations + self.beside
+
+    def describe(self, card):
+        """Return the line that the head of a run has; ``card``: bytes in all."""
+        return (
+            f"{gigabytes(self.state)} parameters and optimizer + {gigabytes(self.activations)} "
+            f"activations + {gigabytes(self.beside)} beside, of {gigabytes(card)}"
+        )
+
+
+def gigabytes(count):
+    """Return bytes as people read them, such as "6.2 GB"."""
+    return f"{count / 1e9:.1f} GB"
+
+
+def plan(config, precision, parameters, vocab, tokens=None):
+    """Return the Plan of a run with ``parameters`` numbers in its model and ``vocab`` tokens.
+
+    ``precision``: a ``train.precision.Precision``. ``tokens``: of a batch, the config's by default.
+    """
+    tokens, itemsize = tokens or config.batch, 4 if precision.dtype == "float32" else 2
+    activations = _activations(config, vocab, itemsize, tokens)
+    beside = _evaluation(config, vocab, itemsize, tokens)
+    if config.model != GPT2:  # sentences: batches have several shapes
+        beside = max(beside, activations)
+    return Plan(parameters * _state(config, precision, itemsize), activations, beside)
+
+
+def _state(config, precision, itemsize):
+    """Return the bytes of a parameter and of all that goes with it."""
+    masters = 4 if precision.masters and itemsize < 4 else 0
+    gradient = 4 if precision.grad_dtype(config.accumulate) == "float32" else 2
+    moments = 4 * len(OPTIMIZERS[config.optimizer].moments)
+    # the average, what it computes in, and the own parameters while it takes their place
+    average = 8 + (masters or itemsize) if config.ema else 0
+    return itemsize + masters + gradient + moments + average
+
+
+def _layer(config, itemsize, crosses=False):
+    """Return the bytes a token of what a layer keeps, and of the most that it takes to go back.
+
+    Attention: its normalized input d, queries, keys and values 3 d, output d, the residual sum d;
+    cross-attention the same (keys and values by source tokens, as many). The feed-forward network:
+    normalized input and residual sum 2 d, hidden values f, with GELU before and after it.
+    Statistics are float32: a number for each head and query, two for each norm.
+    """
+    width, hidden = config.dim, 4 * config.dim if config.model == GPT2 else config.ffn
+    gelu = config.model == GPT2 or config.activation == "gelu"
+    attentions = 1 + crosses
+    values = attentions * 6 * width + 2 * width + (2 if gelu else 1) * hidden
+    statistics = 4 * attentions * config.heads + 8 * (attentions + 1)
+    back = (1 if gelu else 2) * hidden + 2 * width  # gradients of and before the hidden values
+    return values * itemsize + statistics, back * itemsize
+
+
+def _activations(config, vocab, itemsize, tokens):
+    width, table = config.dim, padded_rows(vocab)
+    stacks = [(config.layers[0], False)]
+    if config.model != GPT2:
+        stacks.append((config.layers[1], True))
+    kept = again = 0
+    for layers, crosses in stacks:
+        layer, back = _layer(config, itemsize, crosses)
+        kept += 2 * width * itemsize  # embedded tokens, and what the norm behind the layers makes
+        if config.checkpoint == "none":
+            kept += layers * layer
+        else:
+            kept += layers * 2 * width * itemsize
+            back += layer
+        again = max(again, back)
+    logits, fixed = table * itemsize, LIBRARY
+    if config.checkpoint == "full":
+        logits, fixed = 0, fixed + _slice(table, itemsize, tokens) + 4 * table * width
+    return fixed + tokens * (kept + max(logits + width * itemsize, again))
+
+
+def _evaluation(config, vocab, itemsize, tokens):
+    """Return the bytes of a forward pass that keeps nothing."""
+    hidden = 4 * config.dim if config.model == GPT2 else config.ffn
+    inside = 3 * config.dim + max(4 * config.dim, hidden + config.dim)
+    return _slice(padded_rows(vocab), itemsize, tokens) + tokens * inside * itemsize
+
+
+def _slice(table, itemsize, tokens):
+    """Return the bytes of the logits that ``linear_cross_entropy`` has at a time."""
+    return min(
+        max(CHUNK_BYTES[True], LEAST_ROWS[True] * table * itemsize), tokens * table * itemsize
+    )
+
+
+# ---- batches that fit --------------------------------------------------------------------------
+
+
+def least_tokens(config):
+    """Return the tokens of the smallest batch that a run can have."""
+    return config.block if config.model == GPT2 else config.max_len + 1
+
+
+def check_fits(config, precision, parameters, vocab, free):
+    """Raise MemoryLimitError when not even the smallest batch fits ``free`` bytes."""
+    least = plan(config, precision, parameters, vocab, least_tokens(config))
+    if least.total > free:
+        raise MemoryLimitError(
+            f"a model larger than the card: parameters and optimizer take {gigabytes(least.state)}"
+            f" and the smallest batch {gigabytes(least.total - least.state)}, {gigabytes(free)} "
+            f"are free. Try {'; '.join(_remedies(config))}"
+        )
+
+
+def _remedies(config):
+    if config.checkpoint != "full":
+        yield "--checkpoint full"
+    if config.precision != "pure-bf16":
+        yield "--precision pure-bf16"
+    if config.ema:
+        yield "--ema 0"
+    if len(OPTIMIZERS[config.optimizer].moments) > 1:
+        yield "--optimizer lion, with one moment"
+    yield "a smaller --dim or fewer --layers"
+    yield "a smaller --block" if config.model == GPT2 else "a smaller --max-len"
+
+
+def nothing_smaller(config, update, short):
+    """Return the sentence for a run that cannot go on after ``update``; ``short``: what failed."""
+    least = f"a block of {config.block:,}" if config.model == GPT2 else f"{config.batch:,}"
+    return (
+        f"memory is used up ({short}) by a batch of {least} tokens, the smallest that there can "
+        f"be; all is saved after update {update:,}. Go on with --checkpoint full, with more free "
+        f"memory, or begin anew: {'; '.join(_remedies(config))}"
+    )
+
+
+def fit(config, precision, parameters, vocab, free, epoch_tokens):
+    """Return the most tokens of a batch whose Plan fits ``free`` bytes, with a margin.
+
+    No more than leave LEAST_UPDATES updates to an epoch, and MOST_TOKENS to an update: past some
+    size a larger batch saves no updates (McCandlish et al., "An Empirical Model of Large-Batch
+    Training", 2018).
+    """
+    most = min(epoch_tokens // LEAST_UPDATES, MOST_TOKENS) // config.accumulate
+    least = least_tokens(config)
+    unit = config.block if config.model == GPT2 else STEP
+    if most >= BLOCKS * unit:
+        unit *= BLOCKS if config.model == GPT2 else 1
+    low, high = 0, max(1, most // unit)  # in units: all up to ``low`` fit
+    while low < high:
+        middle = (low + high + 1) // 2
+        need = plan(config, precision, parameters, vocab, middle * unit).total
+        low, high = (middle, high) if need <= (1 - MARGIN) * free else (low, middle - 1)
+    return max(low * unit, least)
+
+
+def next_parts(config, parts):
+    """Return into how many parts each batch of ``config`` is cut next, at least twice ``parts``.
+
+    Blocks are shared out evenly, so that an update has as many as before. None: they are as small
+    as can be.
+    """
+    if config.model == GPT2:
+        rows = config.batch // config.block
+        return next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
+    return 2 * parts if config.batch // (2 * parts) > config.max_len else None
+
+
+def in_parts(config, parts):
+    """Return the config with each batch cut into so many, for the same updates."""
+    size = config.batch // parts
+    if config.model == GPT2:
+        size = config.batch // config.block // parts * config.block
+    return dataclasses.replace(config, batch=size, accumulate=config.accumulate * parts)
