@@ -173,9 +173,10 @@ def checkpoint(fun, *args):
     with tape.witnessing() as seen:
         outs = fun(*[x.detach() if isinstance(x, Tensor) else x for x in args])
         seen.update((id(o), o) for o in _tuple(outs) if isinstance(o, Tensor) and o.requires_grad)
-    inputs = (*args, *seen.values())
+    inputs, results = (*args, *seen.values()), [outs]
 
     def forward(*arrays, needs):
+        outs = results.pop()  # not kept for as long as this function is
         return tuple([raw(o) for o in outs]) if isinstance(outs, tuple) else raw(outs), arrays
 
     def backward(saved, *grads, needs, into):

@@ -9,37 +9,41 @@ import contextlib
 from gpuattn.arrays import import_cupy
 from gpuattn.gemm import capture_refusal
 from gpuattn.train.device import is_out_of_memory
+from gpuattn.tuning import tune
 
 
-def call_eagerly(name, shape, step):
-    """Run a step as it is; see ``Replays.__call__``."""
-    step()
+class Calls:
+    """Runs steps one launch after the other; the products of new shapes find their algorithm."""
+
+    def __init__(self):
+        self.known = set()
+
+    def __call__(self, name, shape, step):
+        """Run ``step()``, which is the same function of device memory for a name and a shape."""
+        if (name, shape) in self.known:
+            return step()
+        self.known.add((name, shape))
+        return tune(step)
 
 
 class Replays:
     """Captures each step the second time that it is asked for a shape, and replays it from then on.
 
     ``say(sentence)`` is told why, should a step not be captured; it is then called as it is. The
-    first time it is too: kernels get compiled then. What steps allocate is shared by all graphs,
-    as they run one after the other on the stream that is current now; it is theirs until the
-    Replays go. A capture for which memory is short raises what the allocation did.
+    first time it is too: kernels get compiled and algorithms chosen then. What steps allocate is
+    shared by all graphs, as they run one after the other on the stream that is current now; it is
+    theirs until the Replays go. A capture for which memory is short raises what the allocation did.
     """
 
     def __init__(self, say):
         cupy = import_cupy()
-        self.stream, self.pool = cupy.cuda.get_current_stream(), cupy.cuda.MemoryPool(self._new)
+        self.stream = cupy.cuda.get_current_stream()
         self._kept = []
+        self.pool = cupy.cuda.MemoryPool(_allocator(self._kept))
         self.graphs, self._say = {}, say
         self._refused = capture_refusal()
         if self._refused:
             say(f"no CUDA graphs: {self._refused}")
-
-    def _new(self, size):
-        """Allocate for the pool, which would give back to the driver what it has to spare, graphs
-        or not, before it says that memory is used up: so it never holds the last link."""
-        cupy = import_cupy()
-        self._kept.append(cupy.cuda.Memory(size))
-        return cupy.cuda.MemoryPointer(self._kept[-1], 0)
 
     def held_bytes(self):
         """Return what the graphs take."""
@@ -52,7 +56,7 @@ class Replays:
         key = name, shape
         if key not in self.graphs:
             self.graphs[key] = None
-            return step()
+            return tune(step)
         if self.graphs[key] is None and not self._capture(key, step):
             return step()
         self.graphs[key].launch(self.stream)
@@ -79,3 +83,18 @@ class Replays:
             # it is invalid, and says so; the stream is free again
             with contextlib.suppress(import_cupy().cuda.runtime.CUDARuntimeError):
                 self.stream.end_capture()
+
+
+def _allocator(kept):
+    """Return what a pool allocates by; whatever it got is ``kept``.
+
+    Before it says that memory is used up, CuPy's pool gives back to the driver all that no array
+    has, but a graph may still use it.
+    """
+    cupy = import_cupy()
+
+    def allocate(size):
+        kept.append(cupy.cuda.Memory(size))
+        return cupy.cuda.MemoryPointer(kept[-1], 0)
+
+    return allocate

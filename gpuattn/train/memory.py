@@ -13,7 +13,7 @@ from gpuattn.ops.linear_cross_entropy import CHUNK_BYTES, LEAST_ROWS
 from gpuattn.optim import OPTIMIZERS
 from gpuattn.train.config import GPT2
 
-LIBRARY = 64 << 20  # workspaces of products, and the like
+LIBRARY = 192 << 20  # what products work in, and what choosing their algorithms takes
 MARGIN = 0.1  # of what is free stays so: blocks of a pool do not fill it without gaps
 LEAST_UPDATES = 16  # an epoch
 MOST_TOKENS = 1 << 19  # an update: GPT-2's and GPT-3's own; more make few updates, not better ones
@@ -95,9 +95,9 @@ def _activations(config, vocab, itemsize, tokens):
     kept = again = 0
     for layers, crosses in stacks:
         layer, back = _layer(config, itemsize, crosses)
-        kept += 2 * width * itemsize  # embedded tokens, and what the norm behind the layers makes
+        kept += width * itemsize  # what the norm behind the layers makes
         if config.checkpoint == "none":
-            kept += layers * layer
+            kept += width * itemsize + layers * layer  # and what comes out of the embedding
         else:
             kept += layers * 2 * width * itemsize
             back += layer

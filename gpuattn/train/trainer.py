@@ -18,7 +18,7 @@ from gpuattn.optim import OPTIMIZERS, ExponentialAverage, Schedule
 from gpuattn.train import checkpoint, memory, precision
 from gpuattn.train.device import array_module, batch_to, is_out_of_memory, memory_in_use
 from gpuattn.train.feed import DeviceFeed, HostFeed
-from gpuattn.train.graph import Replays, call_eagerly
+from gpuattn.train.graph import Calls, Replays
 from gpuattn.train.metrics import rank
 from gpuattn.train.readings import Reading
 from gpuattn.train.report import Progress
@@ -100,12 +100,12 @@ class Trainer:
         """Set what feeds the steps and what calls them, anew."""
         self.feed = self.steps = None
         if self._stream is None:
-            self.feed, self.steps = HostFeed(), call_eagerly
+            self.feed, self.steps = HostFeed(), Calls()
             return
         with self._stream:
             say = functools.partial(self.report.say, "graphs")
             self.feed = DeviceFeed(self.task.fixed_shape)
-            self.steps = Replays(say) if self._graphs else call_eagerly
+            self.steps = Replays(say) if self._graphs else Calls()
 
     # ---- the run ----
 
@@ -164,6 +164,8 @@ class Trainer:
         at.epoch, at.batch, at.draws = self._completed
         self._loss[...] = 0
         self._since, self._noted = [0, 0, 0.0], None
+        if self.average:
+            self.average.updates = at.averaged
         parts = memory.next_parts(self.whole, at.parts)
         if parts is None:
             self._use_parts(at.parts)  # frees what the steps held
@@ -277,6 +279,7 @@ class Trainer:
         self.steps("update", None, self._apply)
         at.update += 1
         at.tokens += tokens
+        at.averaged = self.average.updates if self.average else 0
         self._completed = at.epoch, at.batch, at.draws
         self._since[0] += 1
         self._since[1] += tokens
@@ -362,7 +365,6 @@ class Trainer:
         tensors["optimizer_state"] = self.optimizer.state.array
         if self.average:
             tensors["average"] = self.average.average
-            self.at.averaged = self.average.updates
         return tensors, dataclasses.asdict(self.at)
 
     def load(self, folder):
