@@ -14,7 +14,7 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import GradientError
 from gpuattn.impls import Impl, Impls
 
-# ids of the Tensors that the enclosing calls of grad differentiate with respect to
+# keys of the Tensors that the enclosing calls of grad differentiate with respect to
 _variables = contextvars.ContextVar("gpuattn_variables", default=frozenset())
 
 no_grad = tape.no_grad
@@ -54,7 +54,7 @@ def value_and_grad(fun, argnums=0):
         for i in positions:
             args[i] = _map(lambda x: _leaf(x, leaves), args[i])
         outside = _variables.get()
-        token = _variables.set(outside | {id(leaf) for leaf in leaves})
+        token = _variables.set(outside | {tape.key(leaf) for leaf in leaves})
         try:
             with tape.recording(True):
                 value = fun(*args, **kwargs)

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import itertools
+from collections import Counter
 
 from gpuattn.arrays import device_of, get_xp, is_array, to_cpu
 from gpuattn.autodiff.frozen import editable, freeze, thaw
@@ -45,12 +46,17 @@ class Node:
     )  # fmt: skip
 
     def __init__(self, op, impl, inputs, needs, params, saved, outs):
-        self.op, self.impl, self.inputs, self.needs = op, impl, inputs, needs
+        self.op, self.impl, self.needs = op, impl, needs
         self.params, self.saved, self.outputs = params, saved, len(outs)
         self.order = next(_order)
         self.frozen, self.watched = [], []
         # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or something else (None)
         self.links = [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
+        # of a result that is not saved only who made it, so that its memory is free again
+        self.inputs = tuple([
+            x if i in self.links or not isinstance(x, Box) or x.node is None else _without_data(x)
+            for i, x in enumerate(inputs)
+        ])  # fmt: skip
 
     def watch(self, boxes):
         """Notice later edits of what was saved: by version, and on NumPy by making it read-only."""
@@ -80,6 +86,18 @@ class Node:
 
     def __del__(self):
         thaw(self.frozen)
+
+
+def _without_data(box):
+    link = object.__new__(type(box))
+    Box.__init__(link, None, box.node, box.index)
+    link.requires_grad = box.requires_grad
+    return link
+
+
+def key(box):
+    """Return what is the same for a result and for a node's link to it: who made it."""
+    return id(box) if getattr(box, "node", None) is None else (box.node, box.index)
 
 
 def _find(saved, inputs, outs):
@@ -223,12 +241,12 @@ def gradients(
 
     ``independent``: take the targets as given, and look at nothing that they were made from.
     """
-    ends = {id(t) for t in targets} if independent else ()
+    ends = {key(t) for t in targets} if independent else ()
     return _walk(outputs, grads, targets, False, retain_graph, create_graph, None, ends)
 
 
 def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_ready, ends=()):
-    wanted = {id(t): i for i, t in enumerate(targets)}
+    wanted = {key(t): i for i, t in enumerate(targets)}
     found = [None] * len(targets)
     nodes = _reachable(roots, ends)
     useful = None if leaves else _leading_to(nodes, wanted)
@@ -238,14 +256,15 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     def deliver(box, grad):
         if grad is None or not box.requires_grad:
             return
-        if id(box) in wanted:
-            i = wanted[id(box)]
+        who = key(box)
+        if who in wanted:
+            i = wanted[who]
             found[i] = grad if found[i] is None else found[i] + grad
-        if box.node is not None and id(box) not in ends:
+        if box.node is not None and who not in ends:
             slots = pending.setdefault(box.node, [None] * box.node.outputs)
             old = slots[box.index]
             slots[box.index] = grad if old is None else old + grad
-        elif leaves and id(box) not in wanted:
+        elif leaves and who not in wanted:
             _accumulate(box, grad)
 
     for box, grad in zip(roots, root_grads, strict=True):
@@ -257,7 +276,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
             if useful is not None and node not in useful:
                 continue
             if grads is not None:
-                slots = [leaves or id(x) in ends for x in node.inputs]
+                slots = [leaves or key(x) in ends for x in node.inputs]
                 results = _call_backward(node, grads, create_graph, slots)
                 for x, grad in zip(node.inputs, results, strict=True):
                     if isinstance(x, Box):
@@ -288,32 +307,26 @@ def _reachable(roots, ends=()):
 
 def _makers(values, ends):
     return [
-        x.node for x in values if isinstance(x, Box) and x.node is not None and id(x) not in ends
+        x.node for x in values if isinstance(x, Box) and x.node is not None and key(x) not in ends
     ]
 
 
-def depends(box, ids):
-    """Return whether ``box`` was made from any of the Boxes with these ids."""
-    return bool(ids) and any(id(x) in ids for node in _reachable([box]) for x in node.inputs)
+def depends(box, keys):
+    """Return whether ``box`` was made from any of the Boxes with these keys."""
+    return bool(keys) and any(key(x) in keys for node in _reachable([box]) for x in node.inputs)
 
 
 def _leading_to(nodes, wanted):
     useful = set()
     for node in nodes:
-        for x in node.inputs:
-            if isinstance(x, Box) and (id(x) in wanted or x.node in useful):
-                useful.add(node)
-                break
+        if any(isinstance(x, Box) and (key(x) in wanted or x.node in useful) for x in node.inputs):
+            useful.add(node)
     return useful
 
 
 def _count_uses(nodes):
-    waiting = {}
-    for node in nodes:
-        for x in node.inputs:
-            if isinstance(x, Box) and x.node is None and x.requires_grad:
-                waiting[id(x)] = waiting.get(id(x), 0) + 1
-    return waiting
+    boxes = (x for node in nodes for x in node.inputs if isinstance(x, Box))
+    return Counter(id(x) for x in boxes if x.node is None and x.requires_grad)
 
 
 def _report_ready(node, waiting, on_ready):
@@ -382,8 +395,6 @@ def _accumulate(leaf, grad):
             leaf.grad_slot[...] = grad
         leaf.grad, leaf.grad_started = leaf.grad_slot, True
     elif leaf.grad is None:
-        leaf.grad = get_xp(grad).array(
-            grad, dtype=leaf.data.dtype
-        )  # a copy: rules may share arrays
+        leaf.grad = get_xp(grad).array(grad, leaf.data.dtype)  # a copy: rules may share arrays
     else:
         leaf.grad = leaf.grad + grad.astype(leaf.data.dtype, copy=False)
