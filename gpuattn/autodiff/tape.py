@@ -32,8 +32,7 @@ class Box:
     def __init__(self, data, node=None, index=0, requires_grad=False):
         self.data, self.node, self.index = data, node, index
         self.requires_grad = requires_grad or node is not None
-        self.grad = self.grad_slot = None
-        self.grad_started = False
+        self.grad, self.grad_slot, self.grad_started = None, None, False
         self.version = [0]  # shared with views of the same memory
 
 
@@ -48,8 +47,7 @@ class Node:
     def __init__(self, op, impl, inputs, needs, params, saved, outs):
         self.op, self.impl, self.needs = op, impl, needs
         self.params, self.saved, self.outputs = params, saved, len(outs)
-        self.order = next(_order)
-        self.frozen, self.watched = [], []
+        self.order, self.frozen, self.watched = next(_order), [], []
         # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or something else (None)
         self.links = [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
         # of a result that is not saved only who made it, so that its memory is free again
@@ -267,6 +265,13 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
         elif leaves and who not in wanted:
             _accumulate(box, grad)
 
+    def pass_on(node, grads):
+        slots = [leaves or key(x) in ends for x in node.inputs]
+        results = _call_backward(node, grads, create_graph, slots)
+        for x, grad in zip(node.inputs, results, strict=True):
+            if isinstance(x, Box):
+                deliver(x, grad)
+
     for box, grad in zip(roots, root_grads, strict=True):
         deliver(box, grad)
     with recording(create_graph):
@@ -276,11 +281,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
             if useful is not None and node not in useful:
                 continue
             if grads is not None:
-                slots = [leaves or key(x) in ends for x in node.inputs]
-                results = _call_backward(node, grads, create_graph, slots)
-                for x, grad in zip(node.inputs, results, strict=True):
-                    if isinstance(x, Box):
-                        deliver(x, grad)
+                pass_on(node, grads)
             if waiting:
                 _report_ready(node, waiting, on_ready)
             if not (retain_graph or create_graph):
@@ -306,9 +307,8 @@ def _reachable(roots, ends=()):
 
 
 def _makers(values, ends):
-    return [
-        x.node for x in values if isinstance(x, Box) and x.node is not None and key(x) not in ends
-    ]
+    boxes = [x for x in values if isinstance(x, Box) and x.node is not None]
+    return [x.node for x in boxes if key(x) not in ends]
 
 
 def depends(box, keys):
