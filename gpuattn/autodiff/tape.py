@@ -5,8 +5,9 @@ import contextvars
 import itertools
 from collections import Counter
 
-from gpuattn.arrays import device_of, get_xp, is_array, to_cpu
-from gpuattn.autodiff.frozen import editable, freeze, thaw
+from gpuattn.arrays import device_of, get_xp, is_array
+from gpuattn.autodiff.frozen import editable, fingerprint, freeze, thaw
+from gpuattn.autodiff.places import Places
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
 from gpuattn.impls import choose, choose_another
 
@@ -35,6 +36,15 @@ class Box:
         self.grad, self.grad_slot, self.grad_started = None, None, False
         self.version = [0]  # shared with views of the same memory
 
+    def link(self):
+        """Return itself without data, but for leaves and parts of an array, which have theirs."""
+        if self.node is None or self.node.impl.places is not None:
+            return self
+        link = object.__new__(type(self))
+        Box.__init__(link, None, self.node, self.index)
+        link.requires_grad = self.requires_grad
+        return link
+
 
 class Node:
     """One recorded call."""
@@ -45,14 +55,13 @@ class Node:
     )  # fmt: skip
 
     def __init__(self, op, impl, inputs, needs, params, saved, outs):
-        self.op, self.impl, self.needs = op, impl, needs
-        self.params, self.saved, self.outputs = params, saved, len(outs)
-        self.order, self.frozen, self.watched = next(_order), [], []
+        self.op, self.impl, self.needs, self.params, self.saved = op, impl, needs, params, saved
+        self.order, self.outputs, self.frozen, self.watched = next(_order), len(outs), [], []
         # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or something else (None)
         self.links = [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
         # of a result that is not saved only who made it, so that its memory is free again
         self.inputs = tuple([
-            x if i in self.links or not isinstance(x, Box) or x.node is None else _without_data(x)
+            x.link() if isinstance(x, Box) and i not in self.links else x
             for i, x in enumerate(inputs)
         ])  # fmt: skip
 
@@ -65,12 +74,12 @@ class Node:
             data = box.data if isinstance(box, Box) else box
             freeze(data, self.frozen)
             if isinstance(box, Box):
-                trace = _fingerprint(data) if _debugging.get() else None
+                trace = fingerprint(data) if _debugging.get() else None
                 self.watched.append((box.version, box.version[0], data if trace else None, trace))
 
     def check_unedited(self):
         for version, then, data, trace in self.watched:
-            if version[0] != then or (trace is not None and _fingerprint(data) != trace):
+            if version[0] != then or (trace is not None and fingerprint(data) != trace):
                 raise GradientError(
                     f"an array that {self.op} saved for its gradient was edited in place since. "
                     "Edit a copy, or call backward() first."
@@ -84,13 +93,6 @@ class Node:
 
     def __del__(self):
         thaw(self.frozen)
-
-
-def _without_data(box):
-    link = object.__new__(type(box))
-    Box.__init__(link, None, box.node, box.index)
-    link.requires_grad = box.requires_grad
-    return link
 
 
 def key(box):
@@ -115,10 +117,6 @@ def edit(box, key, value):
     with editable(box.data):
         box.data[key] = value
     box.version[0] += 1
-
-
-def _fingerprint(data):
-    return hash(to_cpu(data).tobytes())
 
 
 @contextlib.contextmanager
@@ -248,6 +246,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     found = [None] * len(targets)
     nodes = _reachable(roots, ends)
     useful = None if leaves else _leading_to(nodes, wanted)
+    places = Places(ends)
     waiting = _count_uses(nodes) if on_ready else None
     pending = {}  # node -> [gradient of each output]
 
@@ -267,7 +266,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
 
     def pass_on(node, grads):
         slots = [leaves or key(x) in ends for x in node.inputs]
-        results = _call_backward(node, grads, create_graph, slots)
+        results = _call_backward(node, grads, create_graph, slots, places)
         for x, grad in zip(node.inputs, results, strict=True):
             if isinstance(x, Box):
                 deliver(x, grad)
@@ -337,18 +336,19 @@ def _report_ready(node, waiting, on_ready):
                 on_ready(x)
 
 
-def _call_backward(node, grads, create_graph, slots):
+def _call_backward(node, grads, create_graph, slots, places):
     """Return the gradients of a node's inputs; ``slots``: which may be written to their place."""
     node.check_unedited()
     if node.impl.backward is None:
         raise UnsupportedError(f"{node.op}: {node.impl.name} has no gradient")
     if create_graph:
         return _call_backward_recorded(node, grads)
-    into = tuple([
-        _slot(x) if need and slot else None
-        for x, need, slot in zip(node.inputs, node.needs, slots, strict=True)
-    ])  # fmt: skip
     with device_of(*grads):
+        placed = places.into(node)
+        into = tuple([
+            (place, False) if place is not None else _slot(x) if need and slot else None
+            for x, need, slot, place in zip(node.inputs, node.needs, slots, placed, strict=True)
+        ])  # fmt: skip
         results = node.impl.backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:

@@ -5,6 +5,7 @@ steps must be read from the device (``train.feed``), and results are the same bi
 """
 
 import contextlib
+import sys
 
 from gpuattn.arrays import import_cupy
 from gpuattn.gemm import capture_refusal
@@ -38,8 +39,8 @@ class Replays:
     def __init__(self, say):
         cupy = import_cupy()
         self.stream = cupy.cuda.get_current_stream()
-        self._kept = []
-        self.pool = cupy.cuda.MemoryPool(_allocator(self._kept))
+        self.held = []  # (address, bytes) of the pool's memory
+        self.pool = cupy.cuda.MemoryPool(_allocator(self.held))
         self.graphs, self._say = {}, say
         self._refused = capture_refusal()
         if self._refused:
@@ -47,7 +48,14 @@ class Replays:
 
     def held_bytes(self):
         """Return what the graphs take."""
-        return sum(memory.size for memory in self._kept)
+        return sum(size for _, size in self.held)
+
+    def __del__(self, ending=sys.is_finalizing):
+        if ending():  # the driver may be gone
+            return
+        self.graphs.clear()
+        for pointer, _ in self.held:
+            import_cupy().cuda.runtime.free(pointer)
 
     def __call__(self, name, shape, step):
         """Run ``step()``, which is the same function of device memory for a name and a shape."""
@@ -85,16 +93,18 @@ class Replays:
                 self.stream.end_capture()
 
 
-def _allocator(kept):
-    """Return what a pool allocates by; whatever it got is ``kept``.
+def _allocator(held):
+    """Return what a pool allocates by, which notes (address, bytes) in ``held``.
 
-    Before it says that memory is used up, CuPy's pool gives back to the driver all that no array
-    has, but a graph may still use it.
+    The memory is nobody's but theirs who free it: before CuPy's pool says that memory is used up,
+    it gives back all that no array has, and a graph may still use it; and a pool that goes while an
+    array is alive gives nothing back.
     """
     cupy = import_cupy()
 
     def allocate(size):
-        kept.append(cupy.cuda.Memory(size))
-        return cupy.cuda.MemoryPointer(kept[-1], 0)
+        pointer, device = cupy.cuda.runtime.malloc(size), cupy.cuda.runtime.getDevice()
+        held.append((pointer, size))
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(pointer, size, None, device), 0)
 
     return allocate

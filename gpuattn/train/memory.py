@@ -8,7 +8,7 @@ import dataclasses
 from typing import NamedTuple
 
 from gpuattn.errors import MemoryLimitError
-from gpuattn.models.config import padded_rows
+from gpuattn.models.config import table_rows
 from gpuattn.ops.linear_cross_entropy import CHUNK_BYTES, LEAST_ROWS
 from gpuattn.optim import OPTIMIZERS
 from gpuattn.train.config import GPT2
@@ -47,79 +47,89 @@ def gigabytes(count):
     return f"{count / 1e9:.1f} GB"
 
 
-def plan(config, precision, parameters, vocab, tokens=None):
-    """Return the Plan of a run with ``parameters`` numbers in its model and ``vocab`` tokens.
+def plan(model, config, precision, tokens=None):
+    """Return the Plan of a run that trains ``model`` as a TrainConfig says.
 
     ``precision``: a ``train.precision.Precision``. ``tokens``: of a batch, the config's by default.
     """
     tokens, itemsize = tokens or config.batch, 4 if precision.dtype == "float32" else 2
-    activations = _activations(config, vocab, itemsize, tokens)
-    beside = _evaluation(config, vocab, itemsize, tokens)
-    if config.model != GPT2:  # sentences: batches have several shapes
-        beside = max(beside, activations)
-    return Plan(parameters * _state(config, precision, itemsize), activations, beside)
-
-
-def _state(config, precision, itemsize):
-    """Return the bytes of a parameter and of all that goes with it."""
+    parameters = sum(parameter.size for parameter in model.parameters())
     masters = 4 if precision.masters and itemsize < 4 else 0
     gradient = 4 if precision.grad_dtype(config.accumulate) == "float32" else 2
     moments = 4 * len(OPTIMIZERS[config.optimizer].moments)
-    # the average, what it computes in, and the own parameters while it takes their place
-    average = 8 + (masters or itemsize) if config.ema else 0
-    return itemsize + masters + gradient + moments + average
+    average = 8 if config.ema else 0  # and what it computes in
+    state = parameters * (itemsize + masters + gradient + moments + average)
+    activations = _activations(model.config, config.checkpoint, itemsize, tokens)
+    beside = _evaluation(model.config, itemsize, tokens)
+    if config.ema:
+        beside += parameters * (masters or itemsize)  # while the average takes their place
+    if config.model != GPT2:  # sentences: batches have several shapes
+        beside = max(beside, activations)
+    return Plan(state, activations, beside)
 
 
-def _layer(config, itemsize, crosses=False):
+def _widths(c):
+    """Return d, the width of all keys and values, and f, of a model's config."""
+    heads = c.kv_heads or c.heads
+    return c.d_model, 2 * heads * (c.d_model // c.heads), getattr(c, "ffn", 4 * c.d_model)
+
+
+def _layer(c, itemsize, crosses):
     """Return the bytes a token of what a layer keeps, and of the most that it takes to go back.
 
-    Attention: its normalized input d, queries, keys and values 3 d, output d, the residual sum d;
-    cross-attention the same (keys and values by source tokens, as many). The feed-forward network:
-    normalized input and residual sum 2 d, hidden values f, with GELU before and after it.
+    Attention: its normalized input d, queries d, keys and values, output d, the residual sum d;
+    cross-attention the same, but for keys and values. The feed-forward network: normalized input
+    and residual sum 2 d, hidden values f, and other activations than ReLU what they were made of.
     Statistics are float32: a number for each head and query, two for each norm.
     """
-    width, hidden = config.dim, 4 * config.dim if config.model == GPT2 else config.ffn
-    gelu = config.model == GPT2 or config.activation == "gelu"
-    attentions = 1 + crosses
-    values = attentions * 6 * width + 2 * width + (2 if gelu else 1) * hidden
-    statistics = 4 * attentions * config.heads + 8 * (attentions + 1)
-    back = (1 if gelu else 2) * hidden + 2 * width  # gradients of and before the hidden values
+    (width, keys, hidden), attentions = _widths(c), 1 + crosses
+    made_of = {"relu": 0, "swiglu": 2}.get(c.activation, 1) * hidden
+    values = attentions * 4 * width + keys + 2 * width + hidden + made_of
+    statistics = 4 * attentions * c.heads + 8 * (attentions + 1)
+    back = (made_of or 2 * hidden) + 2 * width  # gradients of hidden values, of the residual sum
     return values * itemsize + statistics, back * itemsize
 
 
-def _activations(config, vocab, itemsize, tokens):
-    width, table = config.dim, padded_rows(vocab)
-    stacks = [(config.layers[0], False)]
-    if config.model != GPT2:
-        stacks.append((config.layers[1], True))
-    kept = again = 0
+def _activations(c, checkpoint, itemsize, tokens):
+    width, keys, hidden = _widths(c)
+    stacks = [(c.layers, False)]
+    kept = again = memory = 0
+    if not isinstance(c.layers, int):
+        stacks = zip(c.layers, (False, True), strict=True)
+        kept = memory = c.layers[1] * keys * itemsize  # of cross-attention in all layers
     for layers, crosses in stacks:
-        layer, back = _layer(config, itemsize, crosses)
+        layer, back = _layer(c, itemsize, crosses)
         kept += width * itemsize  # what the norm behind the layers makes
-        if config.checkpoint == "none":
+        if checkpoint == "none":
             kept += width * itemsize + layers * layer  # and what comes out of the embedding
         else:
             kept += layers * 2 * width * itemsize
             back += layer
-        again = max(again, back)
-    logits, fixed = table * itemsize, LIBRARY
-    if config.checkpoint == "full":
-        logits, fixed = 0, fixed + _slice(table, itemsize, tokens) + 4 * table * width
-    return fixed + tokens * (kept + max(logits + width * itemsize, again))
+        again = max(again, back + memory)
+    if checkpoint != "none":
+        kept += hidden * itemsize  # passed through, in blocks of the pool too small for logits
+    table = table_rows(c)
+    head = tokens * width * itemsize
+    if checkpoint == "full":
+        head += _slice(table, itemsize, tokens) + 4 * table * width
+    else:
+        head += tokens * table * itemsize
+    return LIBRARY + tokens * kept + max(head, tokens * again)
 
 
-def _evaluation(config, vocab, itemsize, tokens):
+def _evaluation(c, itemsize, tokens):
     """Return the bytes of a forward pass that keeps nothing."""
-    hidden = 4 * config.dim if config.model == GPT2 else config.ffn
-    inside = 3 * config.dim + max(4 * config.dim, hidden + config.dim)
-    return _slice(padded_rows(vocab), itemsize, tokens) + tokens * inside * itemsize
+    width, keys, hidden = _widths(c)
+    inside = 3 * width + max(2 * width + keys, hidden + width)
+    if not isinstance(c.layers, int):
+        inside += c.layers[1] * keys
+    return _slice(table_rows(c), itemsize, tokens) + tokens * inside * itemsize
 
 
 def _slice(table, itemsize, tokens):
     """Return the bytes of the logits that ``linear_cross_entropy`` has at a time."""
-    return min(
-        max(CHUNK_BYTES[True], LEAST_ROWS[True] * table * itemsize), tokens * table * itemsize
-    )
+    row = table * itemsize
+    return min(max(CHUNK_BYTES[True], LEAST_ROWS[True] * row), tokens * row)
 
 
 # ---- batches that fit --------------------------------------------------------------------------
@@ -130,9 +140,9 @@ def least_tokens(config):
     return config.block if config.model == GPT2 else config.max_len + 1
 
 
-def check_fits(config, precision, parameters, vocab, free):
+def check_fits(model, config, precision, free):
     """Raise MemoryLimitError when not even the smallest batch fits ``free`` bytes."""
-    least = plan(config, precision, parameters, vocab, least_tokens(config))
+    least = plan(model, config, precision, least_tokens(config))
     if least.total > free:
         raise MemoryLimitError(
             f"a model larger than the card: parameters and optimizer take {gigabytes(least.state)}"
@@ -164,7 +174,7 @@ def nothing_smaller(config, update, short):
     )
 
 
-def fit(config, precision, parameters, vocab, free, epoch_tokens):
+def fit(model, config, precision, free, epoch_tokens):
     """Return the most tokens of a batch whose Plan fits ``free`` bytes, with a margin.
 
     No more than leave LEAST_UPDATES updates to an epoch, and MOST_TOKENS to an update: past some
@@ -179,7 +189,7 @@ def fit(config, precision, parameters, vocab, free, epoch_tokens):
     low, high = 0, max(1, most // unit)  # in units: all up to ``low`` fit
     while low < high:
         middle = (low + high + 1) // 2
-        need = plan(config, precision, parameters, vocab, middle * unit).total
+        need = plan(model, config, precision, middle * unit).total
         low, high = (middle, high) if need <= (1 - MARGIN) * free else (low, middle - 1)
     return max(low * unit, least)
 

@@ -86,14 +86,14 @@ class Session:
     def _plan_memory(self, config, fits):
         """Say what the run takes of the GPU; return the config, with a batch that ``fits`` it."""
         task, (free, card) = self.task, card_memory()
-        size = sum(parameter.size for parameter in task.model.parameters())
-        of_model = choose(config.precision, "cuda"), size, len(task.corpus.tokenizer)
-        memory.check_fits(config, *of_model, free)
+        precision = choose(config.precision, "cuda")
+        memory.check_fits(task.model, config, precision, free)
         if fits:
-            tokens = memory.fit(config, *of_model, free, task.corpus.epoch_tokens())
+            epoch = task.corpus.epoch_tokens()
+            tokens = memory.fit(task.model, config, precision, free, epoch)
             config = replace(config, batch=tokens)
             task.rebatch(config)
-        plan = memory.plan(config, *of_model)
+        plan = memory.plan(task.model, config, precision)
         self.report.say("memory", plan.describe(card))
         return config
 
