@@ -7,7 +7,8 @@ import numpy as np
 
 from gpuattn import rng
 from gpuattn.arrays import get_xp, is_array, is_floating, to_cpu, zeros
-from gpuattn.autodiff import tape
+from gpuattn.autodiff import frozen, tape
+from gpuattn.autodiff.aside import settle_all
 from gpuattn.autodiff.shapes import copy_of
 from gpuattn.autodiff.tape import raw
 from gpuattn.autodiff.tensor import Tensor
@@ -18,7 +19,7 @@ from gpuattn.impls import Impl, Impls
 _variables = contextvars.ContextVar("gpuattn_variables", default=frozenset())
 
 no_grad = tape.no_grad
-debug = tape.debug
+debug = frozen.debug
 
 
 def stop_gradient(x):
@@ -180,6 +181,7 @@ def checkpoint(fun, *args):
         return tuple([raw(o) for o in outs]) if isinstance(outs, tuple) else raw(outs), arrays
 
     def backward(saved, *grads, needs, into):
+        settle_all()  # what is computed again takes the memory of what was read aside
         boxes = [
             Tensor(x, requires_grad=need) if is_array(x) else x
             for x, need in zip(saved, needs, strict=True)

@@ -6,14 +6,14 @@ import itertools
 from collections import Counter
 
 from gpuattn.arrays import device_of, get_xp, is_array
-from gpuattn.autodiff.frozen import editable, fingerprint, freeze, thaw
+from gpuattn.autodiff.aside import settle
+from gpuattn.autodiff.frozen import editable, fingerprint, freeze, is_debugging, thaw
 from gpuattn.autodiff.places import Places
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
 from gpuattn.impls import choose, choose_another
 
 _order = itertools.count()
 _recording = contextvars.ContextVar("gpuattn_recording", default=True)
-_debugging = contextvars.ContextVar("gpuattn_debugging", default=False)
 _witnesses = contextvars.ContextVar("gpuattn_witnesses", default=None)
 _RELEASED = object()  # what a node holds as `saved` once it has been walked
 
@@ -74,7 +74,7 @@ class Node:
             data = box.data if isinstance(box, Box) else box
             freeze(data, self.frozen)
             if isinstance(box, Box):
-                trace = fingerprint(data) if _debugging.get() else None
+                trace = fingerprint(data) if is_debugging() else None
                 self.watched.append((box.version, box.version[0], data if trace else None, trace))
 
     def check_unedited(self):
@@ -117,21 +117,6 @@ def edit(box, key, value):
     with editable(box.data):
         box.data[key] = value
     box.version[0] += 1
-
-
-@contextlib.contextmanager
-def debug():
-    """Catch raw in-place edits of saved arrays too, by comparing their bytes (slow)."""
-    token = _debugging.set(True)
-    try:
-        yield
-    finally:
-        _debugging.reset(token)
-
-
-def is_debugging():
-    """Return whether slow checks are on here."""
-    return _debugging.get()
 
 
 # ---- forward ------------------------------------------------------------------------------------
@@ -349,6 +334,9 @@ def _call_backward(node, grads, create_graph, slots, places):
             (place, False) if place is not None else _slot(x) if need and slot else None
             for x, need, slot, place in zip(node.inputs, node.needs, slots, placed, strict=True)
         ])  # fmt: skip
+        for slot in into:
+            if slot is not None and slot[1]:
+                settle(slot[0])
         results = node.impl.backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
@@ -390,6 +378,7 @@ def _accumulate(leaf, grad):
         leaf.grad = grad if leaf.grad is None else leaf.grad + grad
     elif leaf.grad_slot is not None:
         if leaf.grad_started:
+            settle(leaf.grad_slot)
             leaf.grad_slot += grad.astype(leaf.grad_slot.dtype, copy=False)
         else:
             leaf.grad_slot[...] = grad

@@ -152,6 +152,14 @@ def choice(*names):
     return parse
 
 
+def flag(value):
+    """Return the bool of ``True`` or ``False``, or of these words."""
+    words = {"true": True, "false": False}
+    if str(value).lower() not in words:
+        raise ConfigError(f"{value!r} is neither true nor false")
+    return words[str(value).lower()]
+
+
 def text(value):
     """Parse a string, as it is."""
     if not isinstance(value, str):
