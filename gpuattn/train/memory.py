@@ -16,7 +16,7 @@ from gpuattn.train.config import GPT2
 LIBRARY = 192 << 20  # what products work in, and what choosing their algorithms takes
 MARGIN = 0.1  # of what is free stays so: blocks of a pool do not fill it without gaps
 LEAST_UPDATES = 16  # an epoch
-MOST_TOKENS = 1 << 19  # an update: GPT-2's and GPT-3's own; more make few updates, not better ones
+MOST_TOKENS = 1 << 19  # an update: what GPT-2 was trained with
 STEP = 512  # tokens that a batch of sentences is a multiple of
 BLOCKS = 8  # that a batch of blocks is a multiple of, so that it can be halved
 
@@ -38,7 +38,8 @@ class Plan(NamedTuple):
         """Return the line that the head of a run has; ``card``: bytes in all."""
         return (
             f"{gigabytes(self.state)} parameters and optimizer + {gigabytes(self.activations)} "
-            f"activations + {gigabytes(self.beside)} beside, of {gigabytes(card)}"
+            f"activations + {gigabytes(self.beside)} to evaluate and for new shapes, of "
+            f"{gigabytes(card)}"
         )
 
 
