@@ -54,8 +54,9 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "pad_vocab": ("", "Bring the vocabulary's tables to a multiple of 64 rows: faster."),
     },
     "Optimisation": {
-        "batch": ("N", "Tokens of a batch on its longer side, such as 8k."),
+        "batch": ("N|auto", "Tokens of a batch on its longer side, such as 8k; auto: what fits."),
         "accumulate": ("N", "Batches summed for an update."),
+        "checkpoint": ("", "Saves memory: computes layers twice; full: logits in slices, too."),
         "optimizer": ("", "What updates the parameters."),
         "lr": ("X", "Largest learning rate."),
         "schedule": ("", "How it falls after the warm-up."),

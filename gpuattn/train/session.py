@@ -1,17 +1,20 @@
 """A training run from options to a folder of use: begin or go on, evaluate, save, end."""
 
 import contextlib
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from gpuattn.arrays import to_cpu
-from gpuattn.train import checkpoint
-from gpuattn.train.config import to_toml
-from gpuattn.train.device import choose_device
+from gpuattn.train import checkpoint, memory
+from gpuattn.train.config import default_batch, to_toml
+from gpuattn.train.device import card_memory, choose_device
 from gpuattn.train.metrics import rank, write_text
+from gpuattn.train.precision import choose
 from gpuattn.train.report import Report
 from gpuattn.train.run import TASKS, RunFolder
 from gpuattn.train.trainer import Trainer
+from gpuattn.train.units import AUTO
 
 CLIP = 80  # characters of a text that are shown
 
@@ -43,6 +46,8 @@ def train(
     if overwrite:
         folder.remove()
     begun = folder.exists()
+    if begun and config.batch == AUTO:
+        config = replace(config, batch=folder.config().batch)
     if begun:
         folder.check_trainable()
         folder.check_same(config)
@@ -52,6 +57,8 @@ def train(
     report.say("device", where)
     session = Session(config, folder, device, report, begun, graphs)
     if not begun:
+        if config.batch == AUTO:
+            config, origins = session.config, {**(origins or {}), "batch": AUTO}
         folder.create(config, origins, session.task.corpus.tokenizer)
     elif folder.config() != config:  # it only got longer
         write_text(folder.path / "config.toml", to_toml(config, origins))
@@ -62,13 +69,33 @@ class Session:
     """The parts of one run, put together; see ``train``."""
 
     def __init__(self, config, folder, device, report, begun, graphs=True):
-        self.config, self.folder, self.report = config, folder, report
+        self.folder, self.report, fits = folder, report, config.batch == AUTO
+        if fits:
+            tokens = max(default_batch(config, device), memory.least_tokens(config))
+            config = replace(config, batch=tokens)
         self.task = TASKS[config.model](config, folder.tokenizer() if begun else None)
+        if device == "cuda":
+            config = self._plan_memory(config, fits)
+        self.config = config
         logged = _Logged(report, folder.metrics)
         self.trainer = Trainer(self.task, device, logged, graphs)
         self._introduce()
         if begun and checkpoint.generations(folder.path, "state"):
             self.trainer.load(folder.path)
+
+    def _plan_memory(self, config, fits):
+        """Say what the run takes of the GPU; return the config, with a batch that ``fits`` it."""
+        task, (free, card) = self.task, card_memory()
+        precision = choose(config.precision, "cuda")
+        memory.check_fits(task.model, config, precision, free)
+        if fits:
+            epoch = task.corpus.epoch_tokens()
+            tokens = memory.fit(task.model, config, precision, free, epoch)
+            config = replace(config, batch=tokens)
+            task.rebatch(config)
+        plan = memory.plan(task.model, config, precision)
+        self.report.say("memory", plan.describe(card))
+        return config
 
     def run(self, stop):
         at, trainer = self.trainer.at, self.trainer
