@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from gpuattn.models.flops import gpt2_flops
 from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.train.corpus import TextCorpus
 from gpuattn.train.metrics import write_text
@@ -43,6 +44,9 @@ class LanguageTask(Task):
 
     def fixed_shape(self, batch):
         return batch  # its shape is that of all others
+
+    def flops(self, batch):
+        return gpt2_flops(self.model.config, *batch.tokens.shape)
 
     def loss(self, batch, label_smoothing=0.0, dloss=None):
         return self.model.loss(

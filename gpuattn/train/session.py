@@ -86,7 +86,11 @@ class Session:
             return Outcome(False, at.best, at.update)
         if self.config.average > 1:
             self._average(stop)
-        self.folder.metrics.add("end", update=at.update, seconds=at.seconds, best=at.best)
+        trainer.meter.energy(at.spent, now=True)
+        self.folder.metrics.add(
+            "end", update=at.update, seconds=at.seconds, best=at.best, spent=at.spent
+        )
+        self.report.say("trained", trainer.meter.describe(at.spent, at.seconds))
         return Outcome(True, at.best, at.update)
 
     def _introduce(self):
@@ -161,7 +165,7 @@ class _Logged(Report):
         self.say, self._report, self._metrics = report.say, report, metrics
 
     def progress(self, progress):
-        row = progress._asdict()
+        row = {name: value for name, value in progress._asdict().items() if value is not None}
         del row["eta"], row["share"]
         self._metrics.add("train", **row)
         self._report.progress(progress)

@@ -1,6 +1,9 @@
 """Runs that learn to translate."""
 
+import numpy as np
+
 from gpuattn.data.fixed_shape import fixed_shape
+from gpuattn.models.flops import translation_flops
 from gpuattn.models.translation import TranslationConfig, TranslationModel
 from gpuattn.train.corpus import Corpus
 from gpuattn.train.metrics import score, write_text
@@ -41,6 +44,10 @@ class TranslationTask(Task):
 
     def fixed_shape(self, batch):
         return fixed_shape(batch, self.config.batch, self.config.max_len + 1)
+
+    def flops(self, batch):
+        lengths = np.diff(batch.cu_source), np.diff(batch.cu_target)
+        return translation_flops(self.model.config, *lengths)
 
     def loss(self, batch, label_smoothing=0.0, dloss=None):
         return self.model.loss(batch, label_smoothing, dloss)[0]
