@@ -136,8 +136,8 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
     lines are translations of each other. Or train a language model, on one text: --lm FILE.
     Ctrl-C saves; the same command goes on."""
-    layers = _layers(ctx, what, valid, config_file, values)
-    config, origins = resolve(*layers, device=choose_device(device)[0])
+    chosen = choose_device(device)[0]
+    config, origins = resolved(ctx, what, valid, config_file, values, chosen)
     name = Path(config.lm).name.split(".")[0] if config.lm else config.task
     if out is None and not name:
         raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
@@ -162,11 +162,17 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
     report.say("next", text + command)
 
 
-command.params[1:1] = [
-    _option(name, group, *shown)
-    for group, options in HELP.items()
-    for name, shown in options.items()
-]
+def options_of(group):
+    """Return the click options under one heading of HELP."""
+    return [_option(name, group, *shown) for name, shown in HELP[group].items()]
+
+
+command.params[1:1] = [option for group in HELP for option in options_of(group)]
+
+
+def resolved(ctx, what, valid, config_file, values, device):
+    """Return ``train.config.resolve`` of what a command was given, for "numpy" or "cuda"."""
+    return resolve(*_layers(ctx, what, valid, config_file, values), device=device)
 
 
 def _layers(ctx, what, valid, config_file, values):

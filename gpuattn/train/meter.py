@@ -16,6 +16,7 @@ class Meter:
 
     ``dtype``: of the model, whose fastest products are what its FLOPs are compared with. On NumPy
     they are compared with nothing: what a CPU reaches depends on who else computes.
+    ``tokens``, of both sides, and model ``flops``: since the last report.
     """
 
     def __init__(self, xp, dtype):
@@ -27,12 +28,12 @@ class Meter:
 
     def restart(self):
         """Begin to count: what came before was evaluation."""
-        self._begin, self._updates, self._tokens, self._flops = time.perf_counter(), 0, 0, 0.0
+        self._begin, self._updates, self.tokens, self.flops = time.perf_counter(), 0, 0, 0.0
 
     def count(self, tokens, flops):
         """Note a batch."""
-        self._tokens += tokens
-        self._flops += flops
+        self.tokens += tokens
+        self.flops += flops
 
     def facts(self, updates, spent):
         """Return what a Progress says of ``updates`` since the last time, and add it to ``spent``.
@@ -40,11 +41,11 @@ class Meter:
         What is not known is left out.
         """
         seconds = time.perf_counter() - self._begin
-        for name, value in zip(SPENT, (seconds, self._tokens, self._flops), strict=False):
+        for name, value in zip(SPENT, (seconds, self.tokens, self.flops), strict=False):
             spent[name] += value
-        facts = {"rate": self._tokens / seconds, "milliseconds": 1000 * seconds / updates}
+        facts = {"rate": self.tokens / seconds, "milliseconds": 1000 * seconds / updates}
         if self.peak:
-            facts["mfu"] = self._flops / seconds / self.peak
+            facts["mfu"] = self.flops / seconds / self.peak
         self.restart()
         return facts | self.energy(spent)
 

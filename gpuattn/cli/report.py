@@ -1,0 +1,6 @@
+import click
+
+
+@click.command("report")
+def command():
+    pass

@@ -1,0 +1,1 @@
+PROFILE = "profile.json"
