@@ -18,7 +18,7 @@ COMMANDS = {
     "evaluate": "Score a run's translations: exact match, BLEU, chrF.",
     "info": "Show what a run is and how it went.",
     "average": "Average the weights of runs, or of one run's last checkpoints.",
-    "report": "Write a run's page: curves, samples, attention, profile, environment.",
+    "report": "Write a run's page: curves, samples, attention, profile.",
     "plot": "Draw loss and BLEU curves and attention maps as PNG.",
     "doctor": "Say what works on this machine, with remedies.",
     "kernels": "List, compile and explain the CUDA kernels.",

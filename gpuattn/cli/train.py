@@ -148,13 +148,13 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
         try:
             outcome = train(
                 config, out, origins=origins, device=device, report=report, stop=stop,
-                overwrite=overwrite,
+                overwrite=overwrite, command=_typed(ctx),
             )  # fmt: skip
         finally:
             report.close()
     if not outcome.finished:
-        again = shlex.join(["gpuattn", "train", *_without_overwrite(ctx.meta["arguments"])])
-        report.say("stopped", f"after update {outcome.update:,}; all is saved. Go on: {again}")
+        done = f"after update {outcome.update:,}; all is saved"
+        report.say("stopped", f"{done}. Go on: {_typed(ctx)}")
         sys.exit(stop.exit_code)
     report.say("done", describe(outcome.best))
     command = f"{TASKS[config.model].command} {out}"
@@ -223,5 +223,7 @@ def _example(config):
         return "..."
 
 
-def _without_overwrite(arguments):
-    return [argument for argument in arguments if argument != "--overwrite"]
+def _typed(ctx):
+    """Return the command line that was given, as it goes on with the run."""
+    kept = [argument for argument in ctx.meta["arguments"] if argument != "--overwrite"]
+    return shlex.join(["gpuattn", "train", *kept])
