@@ -55,7 +55,7 @@ class Meter:
         if not self._draw:
             return {}
         facts = {} if self._draw.watts is None else {"watts": self._draw.watts}
-        if self._draw.joules is None:
+        if self._draw.joules is None or before.joules is None:
             return facts
         spent["joules"] += self._draw.joules - before.joules
         return facts | {"joules": spent["joules"]}

@@ -7,6 +7,7 @@ import pytest
 
 from gpuattn import Tensor, debug, no_grad, to_cpu, topk_logprobs
 from gpuattn.autodiff import tape
+from gpuattn.autodiff.watch import watching
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.impls import Impl, Impls
 
@@ -196,3 +197,25 @@ def test_plain_arrays_stay_plain():
     assert type(tape.apply(Impls("t", Impl("array", lambda x, needs: (x, ()))), (np.ones(2),))) is (
         np.ndarray
     )
+
+
+def test_a_watcher_stands_between_the_tape_and_the_ops():
+    seen = []
+
+    def watch(op, direction, function):
+        def noted(*arguments, **given):
+            seen.append((op, direction))
+            with watching(None):
+                return function(*arguments, **given)
+
+        return noted
+
+    x = Tensor(np.ones(3, np.float32), requires_grad=True)
+    with watching(watch):
+        np.sum(np.exp(x)).backward()
+    want = np.exp(np.ones(3, np.float32))
+    np.testing.assert_array_equal(x.grad, want)
+    np.exp(x)  # nobody looks any more
+    ops = [op for op, direction in seen if direction == "forward"]
+    assert ops == ["np.exp", "np.sum"]
+    assert [op for op, direction in seen if direction == "backward"] == ops[::-1]
