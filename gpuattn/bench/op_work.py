@@ -17,7 +17,10 @@ UPDATES = ("gradient_statistics", *OPTIMIZERS)  # ops that have no gradient but 
 
 def moved(op, direction, arguments, given, result):
     """Return the bytes of a call: ``function(*arguments, **given)`` gave ``result``."""
-    if op not in UPDATES and _views((result, given.get("into")), arguments):
+    donated = op == "cross_entropy" and given["donate"] and any(given["needs"])
+    if donated and direction == "backward" and arguments[0][1] is None:
+        return 0  # the forward has left the gradient there
+    if op not in UPDATES and not donated and _views((result, given.get("into")), arguments):
         return 0
     sizes = {}
     for x in arrays_in((arguments, given, result)):
@@ -31,8 +34,8 @@ def moved(op, direction, arguments, given, result):
         params, _, *others = arguments
         moments = [x for x in arrays_in(others) if x.shape == params.shape and x.itemsize == 4]
         twice = [params, *moments]
-    elif op == "cross_entropy" and given.get("donate") and any(given["needs"]):
-        twice = [arguments[0]] if direction == "forward" else []
+    elif donated:
+        twice = [arguments[0] if direction == "forward" else result[0]]
     return sum(sizes.values()) + sum(x.nbytes for x in twice)
 
 

@@ -55,13 +55,14 @@ def profile(task, device):
         return spent if device == "numpy" else timing.median(_samples(timing.Graph([again])))
 
     step, reach = trainer.look(at), ceilings(trainer.xp, dtype)
+    (batch,) = meter.batches
     size = sum(parameter.size for parameter in task.model.parameters())
     return {
         "where": choose_device(device)[1].removesuffix(", as asked"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "model": f"{task.describe_model()}, {size / 1e6:.2f} M parameters",
         "update": task.describe_update(), "dtype": str(np.dtype(dtype)), "ceilings": reach,
-        "tokens": meter.tokens, "model_flops": meter.flops, "step_us": step,
+        "tokens": batch.all_tokens, "model_flops": task.flops([batch]), "step_us": step,
         "rows": _rows(watcher.calls, step, reach),
     }  # fmt: skip
 
@@ -107,13 +108,14 @@ class _Watcher:
 
     def __call__(self, op, direction, function):
         def timed(*arguments, **given):
+            known = _fresh(arguments)
             with watching(None):
                 result, us, launches = self.time(op, direction, function, arguments, given)
             self.calls.append({
                 "op": op, "direction": "update" if op in op_work.UPDATES else direction, "us": us,
                 "launches": launches,
-                "bytes": op_work.moved(op, direction, arguments, given, result),
-                "flops": op_work.flops(op, direction, arguments, given),
+                "bytes": op_work.moved(op, direction, known, given, result),
+                "flops": op_work.flops(op, direction, known, given),
             })  # fmt: skip
             return result
 

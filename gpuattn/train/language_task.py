@@ -45,8 +45,9 @@ class LanguageTask(Task):
     def fixed_shape(self, batch):
         return batch  # its shape is that of all others
 
-    def flops(self, batch):
-        return gpt2_flops(self.model.config, *batch.tokens.shape)
+    def flops(self, batches):
+        rows = sum(len(batch.tokens) for batch in batches)
+        return gpt2_flops(self.model.config, rows, self.config.block)
 
     def loss(self, batch, label_smoothing=0.0, dloss=None):
         return self.model.loss(

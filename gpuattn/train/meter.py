@@ -16,24 +16,21 @@ class Meter:
 
     ``dtype``: of the model, whose fastest products are what its FLOPs are compared with. On NumPy
     they are compared with nothing: what a CPU reaches depends on who else computes.
-    ``tokens``, of both sides, and model ``flops``: since the last report.
+    ``flops``: that of a ``train.task.Task``. ``batches``: those since the last report, to which
+    whoever takes one appends it; what they come to is reckoned at the report, for all at once.
     """
 
-    def __init__(self, xp, dtype):
+    def __init__(self, xp, dtype, flops):
         found = None if xp is np else ceilings(xp, dtype)
         self.peak = found and found["matmul_tflops"] * 1e12
         self._power = None if xp is np else PowerMeter()
         self._draw = self._power and self._power.read(now=True)
+        self._flops = flops
         self.restart()
 
     def restart(self):
         """Begin to count: what came before was evaluation."""
-        self._begin, self._updates, self.tokens, self.flops = time.perf_counter(), 0, 0, 0.0
-
-    def count(self, tokens, flops):
-        """Note a batch."""
-        self.tokens += tokens
-        self.flops += flops
+        self._begin, self.batches = time.perf_counter(), []
 
     def facts(self, updates, spent):
         """Return what a Progress says of ``updates`` since the last time, and add it to ``spent``.
@@ -41,11 +38,13 @@ class Meter:
         What is not known is left out.
         """
         seconds = time.perf_counter() - self._begin
-        for name, value in zip(SPENT, (seconds, self.tokens, self.flops), strict=False):
+        tokens = sum(batch.all_tokens for batch in self.batches)
+        flops = self._flops(self.batches)
+        for name, value in zip(SPENT, (seconds, tokens, flops), strict=False):
             spent[name] += value
-        facts = {"rate": self.tokens / seconds, "milliseconds": 1000 * seconds / updates}
+        facts = {"rate": tokens / seconds, "milliseconds": 1000 * seconds / updates}
         if self.peak:
-            facts["mfu"] = self.flops / seconds / self.peak
+            facts["mfu"] = flops / seconds / self.peak
         self.restart()
         return facts | self.energy(spent)
 

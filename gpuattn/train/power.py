@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gpuattn.arrays import import_cupy
 
 LIBRARY = "nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1"
-FRESH = 1.0  # seconds that an answer is given again: asking may take milliseconds
+FRESH = 2.0  # seconds that an answer is given again: asking takes 3 ms
 
 
 class Draw(NamedTuple):
@@ -34,7 +34,7 @@ class PowerMeter:
             pass
 
     def read(self, now=False):
-        """Return the Draw of this second; with ``now``, of this moment."""
+        """Return the latest Draw, of the last FRESH seconds; with ``now``, of this moment."""
         if self._device and (now or time.perf_counter() - self._asked > FRESH):
             watts = self._ask("nvmlDeviceGetPowerUsage", ctypes.c_uint)
             joules = self._ask("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong)

@@ -44,8 +44,8 @@ class Task(abc.ABC):
         """Return a batch that is as good, in one of few shapes: for CUDA graphs."""
 
     @abc.abstractmethod
-    def flops(self, batch):
-        """Return the model FLOPs of a step on a batch of the corpus, see ``models.flops``."""
+    def flops(self, batches):
+        """Return the model FLOPs of steps on batches of the corpus, see ``models.flops``."""
 
     @abc.abstractmethod
     def loss(self, batch, label_smoothing=0.0, dloss=None):

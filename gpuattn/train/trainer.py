@@ -89,7 +89,7 @@ class Trainer:
         self.at = Position(data=self.corpus.fingerprint)
         self._batches = None
         self._stream, self.feed, self.steps = self._engine(graphs)
-        self.meter = Meter(self.xp, self.precision.dtype)
+        self.meter = Meter(self.xp, self.precision.dtype, task.flops)
         self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
         self._since = [0, 0]  # updates, target tokens
         self._noted = None  # what the next report says, as soon as it has come from the device
@@ -223,7 +223,7 @@ class Trainer:
                 draw=at.draws, learning_rate=rate, divisor=tokens / config.batch, share=share,
             )  # fmt: skip
             at.draws += 1
-            self.meter.count(batch.all_tokens, self.task.flops(batch))
+            self.meter.batches.append(batch)
             more = turn > 0
             step = functools.partial(self._gradients, more)
             self.steps("more gradients" if more else "gradients", self.feed.shape, step)

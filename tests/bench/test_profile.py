@@ -9,6 +9,7 @@ import pytest
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.autodiff.watch import watching
 from gpuattn.bench import op_work, profile
+from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.flash_attention import flash_attention
 from gpuattn.ops.linear import linear
 from gpuattn.train.config import TrainConfig
@@ -82,6 +83,18 @@ def test_views_move_nothing_and_updates_read_and_write(rng):
     assert moved == 4 * (4 * n + 16) + 4 * 3 * n
 
 
+def test_donated_logits_are_read_and_overwritten(rng):
+    x = Tensor(rng.standard_normal((4, 6), np.float32), requires_grad=True)
+    labels = np.zeros(4, np.int32)
+    once = work_of(lambda: cross_entropy(x * 1, labels))
+    donated = work_of(lambda: cross_entropy(x * 1, labels, donate=True))
+    moved = [{c[:2]: c[3] for c in calls}["cross_entropy", "forward"] for calls in (once, donated)]
+    assert moved[1] >= 2 * x.data.nbytes and moved[0] >= x.data.nbytes
+    done = (([], None, None, None, (4, 6)), np.ones((), np.float32))
+    given = {"donate": True, "needs": (True, False, False)}
+    assert op_work.moved("cross_entropy", "backward", done, given, (x.data, None, None)) == 0
+
+
 def task_of(tmp_path, model):
     if model == "gpt2":
         (tmp_path / "text").write_text("a rose is a rose is a rose\n" * 60)
@@ -121,7 +134,8 @@ def check(document, task):
     assert times == sorted(times, reverse=True)
     products = sum(rows["linear", way]["flops"] for way in ("forward", "backward"))
     pairs = rows["flash_attention", "forward"]["flops"] * 3
-    assert document["model_flops"] == pytest.approx(products + pairs, rel=0.6)
+    # less than what is computed: padding, of batches and of the vocabulary, is left out
+    assert 0.2 < document["model_flops"] / (products + pairs) <= 1.01
     for row in document["rows"]:
         assert row["roof"] is None or row["roof"] > 0
 
