@@ -108,14 +108,17 @@ class _Watcher:
 
     def __call__(self, op, direction, function):
         def timed(*arguments, **given):
-            known = _fresh(arguments)
+            def call():
+                return function(*_fresh(arguments), **given)
+
+            kind = op, direction, _kind(arguments), _kind({**given, "key": None})
             with watching(None):
-                result, us, launches = self.time(op, direction, function, arguments, given)
+                result, us, launches = self.time(call, kind)
             self.calls.append({
                 "op": op, "direction": "update" if op in op_work.UPDATES else direction, "us": us,
                 "launches": launches,
-                "bytes": op_work.moved(op, direction, known, given, result),
-                "flops": op_work.flops(op, direction, known, given),
+                "bytes": op_work.moved(op, direction, arguments, given, result),
+                "flops": op_work.flops(op, direction, arguments, given),
             })  # fmt: skip
             return result
 
@@ -123,9 +126,9 @@ class _Watcher:
 
 
 class _OnCPU(_Watcher):
-    def time(self, op, direction, function, arguments, given):
+    def time(self, call, kind):
         begin = time.perf_counter()
-        result = function(*arguments, **given)
+        result = call()
         return result, (time.perf_counter() - begin) * 1e6, None
 
 
@@ -134,12 +137,10 @@ class _OnGPU(_Watcher):
         super().__init__()
         self._known = {}  # kind of call -> (microseconds, launches)
 
-    def time(self, op, direction, function, arguments, given):
-        kind = op, direction, _kind(arguments), _kind({**given, "key": None})
-        again = _fresh(arguments)
-        result = function(*arguments, **given)
+    def time(self, call, kind):
+        result = call()
         if kind not in self._known:
-            self._known[kind] = _time(lambda: function(*_fresh(again), **given))
+            self._known[kind] = _time(call)
         return result, *self._known[kind]
 
 

@@ -17,7 +17,7 @@ from gpuattn.kernels import cache_folder
 from gpuattn.train.metrics import write_text
 
 SIZES = {"cupy": (1 << 28, 8192), "numpy": (1 << 24, 1024)}  # elements copied, sides of matrices
-SAMPLES = 10
+SAMPLES, TURNS, REST = 20, 4, 0.1  # of each; seconds before a turn
 
 
 def problems(xp, dtype):
@@ -75,17 +75,21 @@ def _on_cpu(call):
 
 
 def _on_gpu(call):
-    """Return the median microseconds of a call behind others of its kind."""
-    cuda = import_cupy().cuda
-    call()
-    events = [cuda.Event() for _ in range(SAMPLES + 1)]
-    events[0].record()
-    for event in events[1:]:
+    """Return the median microseconds of a call, in short turns: long work lowers the clock."""
+    cuda, times = import_cupy().cuda, []
+    call()  # sets up what it needs
+    for _ in range(TURNS):
+        time.sleep(REST)
         call()
-        event.record()
-    event.synchronize()
-    pairs = zip(events, events[1:], strict=False)
-    return statistics.median(cuda.get_elapsed_time(*pair) for pair in pairs) * 1e3
+        events = [cuda.Event() for _ in range(SAMPLES // TURNS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            call()
+            event.record()
+        event.synchronize()
+        pairs = zip(events, events[1:], strict=False)
+        times += [cuda.get_elapsed_time(*pair) * 1e3 for pair in pairs]
+    return statistics.median(times)
 
 
 def _path(cupy):
