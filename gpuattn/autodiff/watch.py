@@ -24,3 +24,8 @@ def watched(op, direction, function):
     """Return ``function``, or what a watcher has put in its place."""
     watch = _watch.get()
     return function if watch is None else watch(op, direction, function)
+
+
+def is_watched():
+    """Return whether a watcher looks."""
+    return _watch.get() is not None

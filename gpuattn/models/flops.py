@@ -17,10 +17,9 @@ def translation_flops(config, source, target):
     """
     source, target = (np.asarray(lengths, np.float64) for lengths in (source, target))
     encoder, decoder = config.layers
-    attention, feed_forward = 4 * config.d_model**2, 2 * config.d_model * config.ffn
-    crossing = attention / 2  # on either side: queries and output here, keys and values there
-    of_source = encoder * (attention + feed_forward) + decoder * crossing
-    of_target = decoder * (attention + feed_forward + crossing) + config.d_model * config.vocab
+    queries, keys, feed_forward = _weights(config, config.ffn)
+    of_source = encoder * (queries + keys + feed_forward) + decoder * keys  # of the memory
+    of_target = decoder * (2 * queries + keys + feed_forward) + config.d_model * config.vocab
     pairs = encoder * source @ source + decoder * (target @ target / 2 + source @ target)
     products = of_source * source.sum() + of_target * target.sum()
     return float(6 * products + 12 * config.d_model * pairs)
@@ -28,7 +27,15 @@ def translation_flops(config, source, target):
 
 def gpt2_flops(config, rows, tokens):
     """Return the FLOPs of a step on so many ``rows`` of ``tokens`` each. ``config``: GPT2Config."""
-    inside = config.layers * 12 * config.d_model**2  # attention 4, feed-forward 8
+    inside = config.layers * sum(_weights(config, 4 * config.d_model))
     pairs = config.layers * rows * tokens**2 / 2
     products = (inside + config.d_model * config.vocab) * rows * tokens
     return float(6 * products + 12 * config.d_model * pairs)
+
+
+def _weights(config, hidden):
+    """Return a layer's weights: of queries and output, of keys and values, of the feed-forward."""
+    width = config.d_model
+    shared = (config.kv_heads or config.heads) / config.heads
+    matrices = 3 if config.activation == "swiglu" else 2
+    return 2 * width**2, 2 * shared * width**2, matrices * width * hidden

@@ -17,20 +17,23 @@ def sizes(model, part):
     return sum(p.size for path, p in found if path.startswith(part) and p.ndim == 2)
 
 
-def test_each_side_meets_its_own_weights():
-    config = TranslationConfig(vocab=128, d_model=16, heads=2, layers=(2, 3), ffn=24)
+KINDS = [{}, {"kv_heads": 1, "activation": "swiglu", "positions": "rotary"}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_side_meets_its_own_weights(kind):
+    config = TranslationConfig(vocab=128, d_model=16, heads=2, layers=(2, 3), ffn=24, **kind)
     model, source, target = TranslationModel(config), np.array([3, 5, 9]), np.array([4, 4, 7])
-    from_memory = sum(p.size for path, p in model.named_parameters()
-                      if "cross_attention.kv" in path and p.ndim == 2)  # fmt: skip
-    of_source = sizes(model, "encoder.") + from_memory
-    of_target = sizes(model, "decoder.") - from_memory + 16 * 128
+    of_source = sizes(model, "encoder.") + sizes(model, "memory.")
+    of_target = sizes(model, "decoder.") + 16 * 128
     pairs = 2 * (9 + 25 + 81) + 3 * ((16 + 16 + 49) / 2 + 12 + 20 + 63)
     want = 6 * (of_source * 17 + of_target * 15) + 12 * 16 * pairs
     assert translation_flops(config, source, target) == pytest.approx(want)
 
 
-def test_a_language_model_meets_all_but_its_positions():
-    config = GPT2Config(vocab=128, d_model=16, heads=2, layers=3, block=8)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_language_model_meets_all_but_its_positions(kind):
+    config = GPT2Config(vocab=128, d_model=16, heads=2, layers=3, block=8, **kind)
     model = GPT2(config)
     weights = sizes(model, "") - sizes(model, "embedding.position")
     want = 6 * weights * 5 * 8 + 12 * 16 * 3 * 5 * 8 * 8 / 2
