@@ -9,6 +9,7 @@ from gpuattn.arrays import device_of, get_xp, is_array
 from gpuattn.autodiff.aside import settle
 from gpuattn.autodiff.frozen import editable, fingerprint, freeze, is_debugging, thaw
 from gpuattn.autodiff.places import Places
+from gpuattn.autodiff.watch import watched
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
 from gpuattn.impls import choose, choose_another
 
@@ -177,10 +178,12 @@ def apply(impls, inputs, impl=None, **params):
             seen.update((id(x), x) for x, want in zip(inputs, wanted, strict=True) if want)
     with device_of(*arrays):
         try:
-            out, saved = chosen.forward(*arrays, needs=needs, **params)
+            forward = watched(impls.op, "forward", chosen.forward)
+            out, saved = forward(*arrays, needs=needs, **params)
         except KernelCompileError as error:
             chosen = choose_another(impls, chosen, error, arrays, impl, **params)
-            out, saved = chosen.forward(*arrays, needs=needs, **params)
+            forward = watched(impls.op, "forward", chosen.forward)
+            out, saved = forward(*arrays, needs=needs, **params)
     if boxed is None:
         return out
     outs = out if isinstance(out, tuple) else (out,)
@@ -337,7 +340,8 @@ def _call_backward(node, grads, create_graph, slots, places):
         for slot in into:
             if slot is not None and slot[1]:
                 settle(slot[0])
-        results = node.impl.backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
+        backward = watched(node.op, "backward", node.impl.backward)
+        results = backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
             x.grad, x.grad_started = x.grad_slot, True

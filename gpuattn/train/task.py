@@ -50,6 +50,10 @@ class Task(abc.ABC):
         """Return a batch that is as good, in one of few shapes: for CUDA graphs."""
 
     @abc.abstractmethod
+    def flops(self, batches):
+        """Return the model FLOPs of steps on batches of the corpus, see ``models.flops``."""
+
+    @abc.abstractmethod
     def loss(self, batch, label_smoothing=0.0, dloss=None):
         """Return the mean loss per target token of a batch on the model's device, as a Tensor.
 

@@ -19,6 +19,7 @@ from gpuattn.train import checkpoint, memory, precision
 from gpuattn.train.device import array_module, batch_to, is_out_of_memory, memory_in_use
 from gpuattn.train.feed import DeviceFeed, HostFeed
 from gpuattn.train.graph import Calls, Replays
+from gpuattn.train.meter import SPENT, Meter
 from gpuattn.train.metrics import rank
 from gpuattn.train.readings import Reading
 from gpuattn.train.report import Progress
@@ -37,8 +38,9 @@ class Position:
     ``batch``: the next one of ``epoch``. ``draws``: batches taken, which number the dropout.
     ``seconds``: spent training. ``evaluated``: [update, epoch, seconds] of the last evaluation.
     ``evaluation``: seconds that it took, with its saving. ``best``: the row of metrics of the best
-    one. ``worse``: evaluations since then. ``data``: the corpus's
-    fingerprint. ``parts``: into how many each batch is cut, for want of memory.
+    one. ``worse``: evaluations since then. ``data``: the corpus's fingerprint. ``parts``: into how
+    many each batch is cut, for want of memory. ``spent``: by updates alone, seconds, tokens of both
+    sides and model FLOPs; joules of the GPU in all.
     """
 
     update: int = 0
@@ -55,6 +57,7 @@ class Position:
     finished: str = ""
     data: int = 0
     parts: int = 1
+    spent: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
 
 
 class Trainer:
@@ -91,8 +94,9 @@ class Trainer:
         if device != "numpy":
             self._stream = self.xp.cuda.Stream(non_blocking=True)  # the usual one has no graphs
         self._start_engine()
+        self.meter = Meter(self.xp, self.precision.dtype, task.flops)
         self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
-        self._since = [0, 0, 0.0]  # updates, target tokens, all tokens
+        self._since = [0, 0]  # updates, target tokens
         self._noted = None  # what the next report says, as soon as it has come from the device
         self._health = self.optimizer.state.read()
 
@@ -132,6 +136,7 @@ class Trainer:
 
     def _run(self, stop, evaluate, save):
         begin = time.perf_counter() - self.at.seconds
+        self.meter.restart()
         self._reported = time.perf_counter()
         while True:
             short = None
@@ -163,7 +168,7 @@ class Trainer:
         at = self.at
         at.epoch, at.batch, at.draws = self._completed
         self._loss[...] = 0
-        self._since, self._noted = [0, 0, 0.0], None
+        self._since, self._noted = [0, 0], None
         if self.average:
             self.average.updates = at.averaged
         parts = memory.next_parts(self.whole, at.parts)
@@ -215,6 +220,7 @@ class Trainer:
         elif self._reached_end():
             at.finished = self.config.length.describe()
         save(row)
+        self.meter.restart()
         self._reported = time.perf_counter()
         at.evaluation = self._reported - begin
         return True
@@ -270,7 +276,7 @@ class Trainer:
                 draw=at.draws, learning_rate=rate, divisor=tokens / config.batch, share=share,
             )  # fmt: skip
             at.draws += 1
-            self._since[2] += batch.all_tokens
+            self.meter.batches.append(batch)
             more = turn > 0
             step = functools.partial(self._gradients, more)
             self.steps("more gradients" if more else "gradients", self.feed.shape, step)
@@ -305,6 +311,20 @@ class Trainer:
         if self.average:
             self.average.update(numbers.share)
 
+    def look(self, at):
+        """Return ``at(update, again)``, called where updates compute, which is a stream on a GPU.
+
+        ``update()`` takes one; ``again()`` computes that of the last batch once more, as a run's
+        CUDA graphs do. For who wants to time them.
+        """
+
+        def again():
+            self._gradients(False)
+            self._apply()
+
+        with self._computing():
+            return at(self._update, again)
+
     def _next_batch(self):
         at = self.at
         loader = self.corpus.loader(at.epoch)
@@ -318,22 +338,22 @@ class Trainer:
 
     def _note(self):
         """Let what a report says come to the host, while the GPU goes on."""
-        updates, tokens, all_tokens = self._since
+        updates, tokens = self._since
         if not updates:
             return
         self._tell(wait=True)
-        now, share = time.perf_counter(), self.share()
+        share = self.share()
         held = self.steps.held_bytes() if isinstance(self.steps, Replays) else 0
         left = self.at.seconds * (1 - share) / share if share else float("inf")
         facts = {
             "update": self.at.update, "epoch": self.at.epoch, "seconds": self.at.seconds,
-            "share": share, "rate": all_tokens / (now - self._reported), "eta": left,
-            "memory": memory_in_use(self.xp) + held,
+            "share": share, "eta": left, "memory": memory_in_use(self.xp) + held,
+            **self.meter.facts(updates, self.at.spent),
         }  # fmt: skip
         self._noted = Reading(self._loss, self.optimizer.state.array), tokens, facts
         self._loss[...] = 0
-        self._since = [0, 0, 0.0]
-        self._reported = now
+        self._since = [0, 0]
+        self._reported = time.perf_counter()
 
     def _tell(self, wait=False):
         """Report what was noted, if it has come by now (or ``wait`` for it)."""

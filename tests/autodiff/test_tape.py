@@ -8,6 +8,7 @@ import pytest
 
 from gpuattn import Tensor, debug, no_grad, to_cpu, topk_logprobs
 from gpuattn.autodiff import tape
+from gpuattn.autodiff.watch import watching
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.impls import Impl, Impls
 
@@ -228,3 +229,25 @@ def test_what_backward_has_passed_is_freed_as_it_goes():
     del y
     loss.backward()
     assert alive == [[0, 1], [0], []]
+
+
+def test_a_watcher_stands_between_the_tape_and_the_ops():
+    seen = []
+
+    def watch(op, direction, function):
+        def noted(*arguments, **given):
+            seen.append((op, direction))
+            with watching(None):
+                return function(*arguments, **given)
+
+        return noted
+
+    x = Tensor(np.ones(3, np.float32), requires_grad=True)
+    with watching(watch):
+        np.sum(np.exp(x)).backward()
+    want = np.exp(np.ones(3, np.float32))
+    np.testing.assert_array_equal(x.grad, want)
+    np.exp(x)  # nobody looks any more
+    ops = [op for op, direction in seen if direction == "forward"]
+    assert ops == ["np.exp", "np.sum"]
+    assert [op for op, direction in seen if direction == "backward"] == ops[::-1]
