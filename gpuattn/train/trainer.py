@@ -169,6 +169,7 @@ class Trainer:
         at.epoch, at.batch, at.draws = self._completed
         self._loss[...] = 0
         self._since, self._noted = [0, 0], None
+        self.meter.restart()
         if self.average:
             self.average.updates = at.averaged
         parts = memory.next_parts(self.whole, at.parts)
