@@ -9,8 +9,8 @@ class Places:
     """The arrays that gradients go into, in one walk of the tape.
 
     A place is given away once: whoever comes second brings an array of its own, and what was added
-    up is copied. ``kept``: ids of Boxes whose gradients are asked for, or end there: they have no
-    place, as others work on in it.
+    up is copied. ``kept``: keys (``tape.key``) of Boxes whose gradients are asked for, or where the
+    walk ends: they have no place, as others work on in it.
     """
 
     def __init__(self, kept=()):
@@ -20,7 +20,7 @@ class Places:
     def take(self, x):
         """Return the array for the gradient of a Box ``x``, or None."""
         node = getattr(x, "node", None)
-        if node is None or node.impl.places is None or id(x) in self.kept:
+        if node is None or node.impl.places is None or (node, x.index) in self.kept:
             return None
         if node not in self.known:
             into = [self.take(part) for part in node.inputs]

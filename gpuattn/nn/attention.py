@@ -167,11 +167,18 @@ class MultiHeadAttention(Module):
         self.dropout = Dropout(dropout, streams)
         self.maps = None  # a list, while attention_maps() looks
 
-    def __call__(
+    def __call__(self, x, memory=None, **context):
+        """Return the attended ``x``, of its shape.
+
+        Arguments: those of ``attend``.
+        """
+        return self.out(self.attend(x, memory, **context))
+
+    def attend(
         self, x, memory=None, *, positions=None, key_lengths=None, cu_seqlens=None,
         max_seqlen=None, cu_memory=None, max_memory=None, cache=None,
     ):  # fmt: skip
-        """Return the attended ``x``, of its shape.
+        """Return what the heads found, side by side, of the shape of ``x``: ``out`` comes next.
 
         ``memory``: what cross-attention reads: tokens, or their keys and values, as ``project`` or
         a MemoryProjection returned them. ``positions``: int, of the tokens of x, for ``rotary``; by
@@ -188,7 +195,7 @@ class MultiHeadAttention(Module):
                 q, k = rotary(q, k, positions, donate=True)
             plain = self.causal and key_lengths is None and self.maps is None
             if cache is not None and plain and not self.dropout.now()[0] and cache.decodes(q):
-                return self.out(cache.attend(q, k, v).reshape(x.shape))
+                return cache.attend(q, k, v).reshape(x.shape)
             if cache is not None:
                 k, v = cache.extend(k, v)
             packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -206,7 +213,7 @@ class MultiHeadAttention(Module):
             q, k, v, causal=self.causal, key_lengths=key_lengths, dropout_p=p, seed=key,
             **dict(zip(names, packing, strict=True)),
         )  # fmt: skip
-        return self.out(out.reshape(x.shape))
+        return out.reshape(x.shape)
 
     def project(self, memory):
         """Return the keys and values (..., Hk, D) of a memory (..., width)."""

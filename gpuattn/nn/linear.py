@@ -41,6 +41,10 @@ class FeedForward(Module):
         self.out = Linear(hidden, width, bias=bias, rng=rng)
 
     def __call__(self, x):
+        return self.out(self.activated(x))
+
+    def activated(self, x):
+        """Return the input of ``out`` for ``x``."""
         if self.behind is None:
-            return self.out(self.inner(x))
-        return self.out(self.behind(linear(x, self.inner.weight), self.inner.bias))
+            return self.inner(x)
+        return self.behind(linear(x, self.inner.weight), self.inner.bias)

@@ -4,12 +4,17 @@ Every residual connection and the norm next to it are one fused op. In a pre-nor
 sum of a layer is fused with the first norm of the next one, so ``step`` is given that norm.
 """
 
+from functools import partial
+
+from gpuattn.autodiff import tape
+from gpuattn.autodiff.functional import checkpoint
 from gpuattn.errors import problem
 from gpuattn.nn.attention import MultiHeadAttention
 from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.linear import FeedForward
 from gpuattn.nn.module import Module, generator
 from gpuattn.nn.norm import LayerNorm
+from gpuattn.ops.linear import linear
 
 
 class _Layer(Module):
@@ -31,18 +36,20 @@ class _Layer(Module):
     def step(self, n, h, following, **context):
         """Run the branches; return (input of the next layer's first branch, residual stream).
 
+        A branch is what comes before its last linear layer, and that layer.
+
         ``n``: the input of the first branch; ``h``: the residual stream; ``following``: the norm
         behind a pre-norm layer, or None for no norm there.
         """
         norms = [*self.norms[1:], following] if self.pre_norm else self.norms
-        for branch, norm, dropout in zip(
+        for (inner, out), norm, dropout in zip(
             self._branches(**context), norms, self.dropouts, strict=True
         ):
-            branched = branch(n)
+            x = inner(n)
             if norm is None:
-                n = h = h + dropout(branched)
-            else:
-                n, h = norm.add(branched, h, dropout)
+                n = h = h + dropout(out(x))
+            else:  # it adds the bias, and its gradient costs next to nothing there
+                n, h = norm.add(linear(x, out.weight), h, dropout, out.bias)
                 h = h if self.pre_norm else n
         return n, h
 
@@ -73,7 +80,10 @@ class TransformerEncoderLayer(_Layer):
         self._residuals(width, 2, bias, dropout, streams)
 
     def _branches(self, **context):
-        return (lambda n: self.attention(n, **context)), self.feed_forward
+        return (
+            (lambda n: self.attention.attend(n, **context), self.attention.out),
+            (self.feed_forward.activated, self.feed_forward.out),
+        )
 
 
 class TransformerDecoderLayer(_Layer):
@@ -109,24 +119,33 @@ class TransformerDecoderLayer(_Layer):
     ):  # fmt: skip
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         return (
-            lambda n: self.attention(n, positions=positions, cache=cache, **packing),
-            lambda n: self.cross_attention(
-                n, memory, key_lengths=memory_lengths, cu_memory=cu_memory, max_memory=max_memory,
-                **packing,
+            (
+                lambda n: self.attention.attend(n, positions=positions, cache=cache, **packing),
+                self.attention.out,
             ),
-            self.feed_forward,
+            (
+                lambda n: self.cross_attention.attend(
+                    n, memory, key_lengths=memory_lengths, cu_memory=cu_memory,
+                    max_memory=max_memory, **packing,
+                ),
+                self.cross_attention.out,
+            ),
+            (self.feed_forward.activated, self.feed_forward.out),
         )  # fmt: skip
 
 
-def run_layers(layers, norm, x, *, caches=None, memories=None, **context):
+def run_layers(layers, norm, x, *, caches=None, memories=None, recompute=False, **context):
     """Return ``x`` after a stack of layers and the ``norm`` at its end (None for post-norm).
 
-    ``caches``, ``memories``: one for each layer, or None.
+    ``caches``, ``memories``: one for each layer, or None. ``recompute``: keep only what a layer is
+    given, and run it again in the backward pass.
     """
+    recompute = recompute and tape.is_recording()
     following = [layer.norms[0] for layer in layers[1:]] + [norm]
     n, h = layers[0].enter(x), x
     for i, layer in enumerate(layers):
         own = {} if caches is None else {"cache": caches[i]}
         own |= {} if memories is None else {"memory": memories[i]}
-        n, h = layer.step(n, h, following[i], **own, **context)
+        step = partial(layer.step, following=following[i], **own, **context)
+        n, h = checkpoint(step, n, h) if recompute else step(n, h)
     return n
