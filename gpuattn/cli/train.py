@@ -61,6 +61,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "clip": ("X", "Largest norm of the gradient; 0: any."),
         "weight_decay": ("X", "Of matrices; adam and sgd add it to the gradient."),
         "precision": ("", "auto: bf16 on a GPU, fp32 on NumPy; pure-bf16: without fp32 masters."),
+        "deterministic": ("", "The same bits in every run on a GPU too; slower."),
     },
     "Length of the run": {
         "length": ("N[e|u|s|m]", "30e epochs, 8000u updates, or 90s: planned to end by then."),
@@ -93,6 +94,8 @@ def _option(name, group, placeholder, help):
     names = getattr(parse, "names", None)
     kind = NearChoice(names) if names else Parsed(parse, placeholder)
     flags = [f"--{option_key(name)}", name]
+    if OPTIONS[name].default is False:
+        return GroupedOption(flags, is_flag=True, help=help, group=group)
     metavar = None if names else placeholder
     if OPTIONS[name].default is not None:
         help += f"  [default: {_default(name, percent='%' in placeholder)}]"

@@ -47,8 +47,8 @@ class Replays:
         cupy = import_cupy()
         cupy.get_default_memory_pool().free_all_blocks()
         with cupy.cuda.using_allocator(self.pool.malloc):
-            self.stream.begin_capture()
             try:
+                self.stream.begin_capture()
                 step()
                 self.graphs[key] = self.stream.end_capture()
                 return True

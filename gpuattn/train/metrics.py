@@ -81,8 +81,12 @@ class MetricsLog:
         return [row for row in rows if event in (None, row["event"])]
 
     def rewind(self, update):
-        """Drop what was noted after an update: a resumed run notes it again."""
-        kept = [row for row in self.read() if row["update"] <= update and row["event"] != "end"]
+        """Drop what was noted after an update, and of an end: a resumed run notes it again."""
+        kept = [
+            row
+            for row in self.read()
+            if row["update"] <= update and row["event"] != "end" and "averaged" not in row
+        ]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
         write_text(self.path, text)
 
@@ -90,7 +94,7 @@ class MetricsLog:
 def write_text(path, text):
     """Write a small file at once: another process sees the old text or the new, never a part."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # one that a kill left is written over
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

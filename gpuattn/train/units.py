@@ -142,6 +142,13 @@ def choice(*names):
     return parse
 
 
+def flag(value):
+    """Parse true or false."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{value!r} is neither true nor false")
+    return value
+
+
 def text(value):
     """Parse a string, as it is."""
     if not isinstance(value, str):
