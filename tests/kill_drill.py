@@ -31,7 +31,9 @@ def new_config(folder, device, kills):
     """Write a corpus of letters; return the options of a run that outlasts the kills."""
     rng = np.random.default_rng(1)
     least, most, count = (100, 200, 200) if device == "cuda" else (1, 9, 80)
-    lines = [" ".join(rng.choice(list("abcdefgh"), rng.integers(least, most))) for _ in range(count)]
+    lines = [
+        " ".join(rng.choice(list("abcdefgh"), rng.integers(least, most))) for _ in range(count)
+    ]
     (folder / "src").write_text("".join(f"{line}\n" for line in lines))
     (folder / "tgt").write_text("".join(f"{line[::-1]}\n" for line in lines))
     return TrainConfig(

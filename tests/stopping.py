@@ -36,9 +36,7 @@ def assert_same_bits(one, other, names=("state", "last", "best")):
 def assert_same_metrics(one, other):
     """Every evaluation is noted once, with the same figures."""
     rows = [MetricsLog(Path(path) / "metrics.jsonl").read("valid") for path in (one, other)]
-    a, b = (
-        [{key: row[key] for key in row if key not in CLOCKED} for row in each] for each in rows
-    )
+    a, b = ([{key: row[key] for key in row if key not in CLOCKED} for row in each] for each in rows)
     assert a == b
 
 

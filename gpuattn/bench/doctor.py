@@ -37,7 +37,7 @@ class Check:
 
 def examine():
     """Return a list of Checks: interpreter, libraries, BLAS, memory, GPU, compiler, cache."""
-    checks = [_python(), _blas(), _memory(), _cupy(), _device(), _nvrtc(), _launch()]
+    checks = [_python(), _blas(), _memory(), _cupy(), _device(), _nvrtc(), _launch(), _graphs()]
     return [*checks, _numba(), _gemm(), _cache()]
 
 
@@ -171,6 +171,25 @@ def _launch():
     if not right:
         return Check("kernel", "broken", "the test kernel computed wrong numbers", "check the GPU")
     return Check("kernel", "ok", "a test kernel ran and computed the right numbers")
+
+
+def _graphs():
+    try:
+        cupy = _gpu()
+    except DeviceMissingError:
+        return Check("graphs", "missing", "nothing to capture without a device")
+    try:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            x = cupy.zeros(1, "float32")
+            stream.begin_capture()
+            x.data.memset_async(0xFF, x.nbytes, stream)
+            stream.end_capture().launch(stream)
+            if not cupy.isnan(x).all():
+                return Check("graphs", "broken", "a CUDA graph did nothing", "check the GPU")
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        remedy = "install a newer NVIDIA driver; until then training is slower"
+        return Check("graphs", "missing", f"CUDA graphs are off: {error}", remedy)
+    return Check("graphs", "ok", "a CUDA graph was captured and ran")
 
 
 def _numba():

@@ -61,8 +61,8 @@ class TrainConfig:
     Evaluation: ``eval_every``, or "auto": as ``train.trainer`` says; ``score_pairs`` sentences are
     translated each time; ``beam`` and
     ``length_penalty`` of translations later; ``ema`` decay of a moving average of the parameters
-    (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``; ``deterministic``:
-    the same bits in every run on a GPU too.
+    (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``;
+    ``deterministic``: the same bits in every run on a GPU too.
 
     Raises ConfigError that names the option, what came, and what is accepted.
     """

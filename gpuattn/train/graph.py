@@ -29,7 +29,7 @@ class Replays:
         self.graphs, self._say = {}, say
         self._refused = capture_refusal()
         if self._refused:
-            say(f"no CUDA graphs: {self._refused}")
+            say(f"no CUDA graphs, steps are slower: {self._refused}. Run: gpuattn doctor")
 
     def __call__(self, name, shape, step):
         """Run ``step()``, which is the same function of device memory for a name and a shape."""
@@ -55,7 +55,7 @@ class Replays:
             except Exception as error:  # noqa: BLE001 whatever it is, it can be done without
                 self._end_failed()
                 self._refused = f"{type(error).__name__}: {error}"
-                self._say(f"no CUDA graphs: {self._refused}")
+                self._say(f"no CUDA graphs, steps are slower: {self._refused}")
         return False
 
     def _end_failed(self):

@@ -88,7 +88,8 @@ def trouble(before, now, workspace):
     sentences = []
     if skipped:
         scale = f"; the loss scale is {now['loss_scale']:g}" if _moves(before, now) else ""
-        sentences.append(f"{skipped} updates were skipped: inf or NaN in their gradients{scale}")
+        updates = "1 update was" if skipped == 1 else f"{skipped} updates were"
+        sentences.append(f"{updates} skipped: inf or NaN in their gradients{scale}")
     if now["clamped"] > before["clamped"]:
         end = "smallest" if now["loss_scale"] < MAX_LOSS_SCALE else "largest"
         sentences.append(f"the loss scale is at its {end}, {now['loss_scale']:g}, and stays there")

@@ -14,12 +14,13 @@ from gpuattn.errors import KernelCompileError
 def test_every_check_has_a_state_and_every_fault_a_remedy():
     checks = {check.name: check for check in doctor.examine()}
     assert set(checks) == {
-        "python", "blas", "memory", "cupy", "device", "nvrtc", "kernel", "numba", "nvmath", "cache",
+        "python", "blas", "memory", "cupy", "device", "nvrtc", "kernel", "graphs", "numba",
+        "nvmath", "cache",
     }  # fmt: skip
     for check in checks.values():
         assert check.state in ("ok", "missing", "broken")
         assert check.detail
-        if check.state != "ok" and check.name != "kernel":
+        if check.state != "ok" and check.name not in ("kernel", "graphs"):
             assert check.remedy, check
     assert checks["python"].state == checks["blas"].state == "ok"
 
@@ -74,4 +75,4 @@ def test_a_missing_compiler_is_found(monkeypatch):
 @pytest.mark.gpu
 def test_a_gpu_is_found(gpu):
     states = {check.name: check.state for check in doctor.examine()}
-    assert states["device"] == states["kernel"] == "ok"
+    assert states["device"] == states["kernel"] == states["graphs"] == "ok"

@@ -59,6 +59,7 @@ def test_values_that_are_none(parse, value):
     ("schedule", "cosin", "Did you mean 'cosine'"), ("task", "toyy", "Did you mean 'toy'"),
     ("max_len", 9000, "batch"), ("valid_source", "x", "one of both"),
     ("positions", "Learned", "Did you mean 'learned'"), ("precision", "fp8", "fp16"),
+    ("deterministic", "yes", "deterministic: 'yes' is neither true nor false"),
 ])  # fmt: skip
 def test_one_wrong_option_is_named(name, value, message):
     with pytest.raises(ConfigError, match=message):
@@ -130,7 +131,8 @@ def test_every_task_has_defaults_that_hold_together(name):
 
 
 def test_toml_gives_back_the_config(tmp_path):
-    layers = {"layers": "3:1", "warmup": "7%", "length": "12ku", "source": 'odd "name"\\ü'}
+    layers = {"layers": "3:1", "warmup": "7%", "length": "12ku", "source": 'odd "name"\\ü',
+              "deterministic": True}  # fmt: skip
     config, origins = resolve(("command line", layers | {"target": "b"}))
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config, origins), encoding="utf-8")

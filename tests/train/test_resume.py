@@ -8,10 +8,14 @@ from kill_drill import drill, new_config
 from stopping import After, assert_same_bits, assert_same_metrics
 
 from gpuattn.errors import ConfigError, DataError
+from gpuattn.nn import attention
 from gpuattn.train import checkpoint
 from gpuattn.train.config import TrainConfig
-from gpuattn.train.run import RunFolder
+from gpuattn.train.report import Report
+from gpuattn.train.run import TASKS, RunFolder
 from gpuattn.train.session import train
+from gpuattn.train.trainer import Trainer
+
 
 @pytest.fixture
 def config(tmp_path):
@@ -113,6 +117,26 @@ def test_on_a_gpu_a_deterministic_run_goes_on_bit_for_bit(gpu, tmp_path):
     assert outcome.finished
     assert_same_bits(tmp_path / "whole", tmp_path / "parts")
     assert_same_metrics(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("model", ["translation", "gpt2"])
+def test_deterministic_reaches_every_attention(config, tmp_path, monkeypatch, model):
+    if model == "gpt2":
+        config = TrainConfig(model="gpt2", lm=config.source, tokenizer="chars", dim=16, heads=2,
+                             layers=2, block=8, batch=16, length="1u", warmup=0)  # fmt: skip
+    asked, inner = [], attention.flash_attention
+
+    def noted(*arrays, deterministic, **options):
+        asked.append(deterministic)
+        return inner(*arrays, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(attention, "flash_attention", noted)
+    for deterministic in (False, True):
+        config = dataclasses.replace(config, deterministic=deterministic)
+        Trainer(TASKS[model](config), "numpy", Report())._update()
+        layers = {"translation": 3 * config.accumulate, "gpt2": 2}[model]
+        assert asked[-layers:] == [deterministic] * layers
+    assert len(asked) == 2 * layers
 
 
 def test_killed_before_it_began_a_run_begins(config, tmp_path):
