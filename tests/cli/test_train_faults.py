@@ -17,8 +17,8 @@ from .conftest import TINY
 @pytest.fixture
 def command(corpus, tmp_path):
     """A run of a hundred updates, evaluated every twenty."""
-    return ["train", corpus / "src", corpus / "tgt", *TINY, "--for", "100u",
-            "--out", tmp_path / "run"]  # fmt: skip
+    return ["train", corpus / "src", corpus / "tgt", *TINY, "--score-pairs", "0",
+            "--for", "100u", "--out", tmp_path / "run"]  # fmt: skip
 
 
 def only_error(result, code=1):
@@ -69,10 +69,14 @@ def test_a_disk_that_refuses_the_metrics(call, command, tmp_path, monkeypatch, n
 
 
 def test_a_read_only_folder(call, command, tmp_path, monkeypatch):
-    assert call(*command[:-4], "--for", "99u", "--out", tmp_path / "run").exit_code == 0
+    begun = [*command[:-4], "--schedule", "constant", "--out", tmp_path / "run", "--for"]
+    assert call(*begun, "2u").exit_code == 0
     with monkeypatch.context() as patch:
         refusing(patch, errno.EROFS, "a", "w", "wb")
         new = only_error(call(*command[:-1], tmp_path / "new"))
+        old = only_error(call(*begun, "4u"))
+    assert call(*begun, "4u").exit_code == 0
+    assert f"cannot write {tmp_path / 'run/config.toml'}: Read-only file system" in old
     assert f"cannot write to {tmp_path / 'new'}: Read-only file system. Choose another" in new
 
 
