@@ -209,6 +209,13 @@ def _gemm():
             remedy = f"{remedy}, which brings cuBLAS, and a driver for it"
         detail = f"products run through CuPy and CUDA graphs are off: {reason}"
         return Check("nvmath", "missing", detail, remedy)
+    try:
+        x = _gpu().ones((16, 16), "float32")
+        cublaslt.multiply(x, x)
+    except DeviceMissingError:
+        pass
+    except RuntimeError as error:
+        return Check("nvmath", "broken", str(error), "pip install 'gpuattn[cuda12x]' or [cuda13x]")
     version = library.get_version()
     detail = f"nvmath-python {_version('nvmath-python')}, cuBLASLt {version // 10000}"
     return Check("nvmath", "ok", f"{detail}.{version % 10000 // 100}.{version % 100}")

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -60,6 +61,17 @@ def test_a_product_library_that_does_not_load_is_found(monkeypatch):
     assert check.state == "missing"
     assert "CUDA graphs are off" in check.detail
     assert "pip install" in check.remedy
+
+
+def test_a_product_library_of_another_cuda_version_is_found(monkeypatch):
+    def failing(*_):
+        raise RuntimeError("matmul: cuBLASLt failed (CUBLAS_STATUS_NOT_INITIALIZED) to start")
+
+    monkeypatch.setattr(cublaslt, "library", lambda: (object(), ""))
+    monkeypatch.setattr(cublaslt, "multiply", failing)
+    monkeypatch.setattr(doctor, "_gpu", lambda: np)
+    check = doctor._gemm()
+    assert check.state == "broken" and "to start" in check.detail and "cuda12x" in check.remedy
 
 
 def test_a_missing_compiler_is_found(monkeypatch):
