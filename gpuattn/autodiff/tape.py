@@ -6,6 +6,7 @@ import itertools
 
 from gpuattn.arrays import device_of, get_xp, is_array, to_cpu
 from gpuattn.autodiff.frozen import editable, freeze, thaw
+from gpuattn.autodiff.places import Places
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
 from gpuattn.impls import choose, choose_another
 
@@ -232,6 +233,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     found = [None] * len(targets)
     nodes = _reachable(roots, ends)
     useful = None if leaves else _leading_to(nodes, wanted)
+    places = Places(ends)
     waiting = _count_uses(nodes) if on_ready else None
     pending = {}  # node -> [gradient of each output]
 
@@ -257,7 +259,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
                 continue
             if grads is not None:
                 slots = [leaves or id(x) in ends for x in node.inputs]
-                results = _call_backward(node, grads, create_graph, slots)
+                results = _call_backward(node, grads, create_graph, slots, places)
                 for x, grad in zip(node.inputs, results, strict=True):
                     if isinstance(x, Box):
                         deliver(x, grad)
@@ -323,18 +325,19 @@ def _report_ready(node, waiting, on_ready):
                 on_ready(x)
 
 
-def _call_backward(node, grads, create_graph, slots):
+def _call_backward(node, grads, create_graph, slots, places):
     """Return the gradients of a node's inputs; ``slots``: which may be written to their place."""
     node.check_unedited()
     if node.impl.backward is None:
         raise UnsupportedError(f"{node.op}: {node.impl.name} has no gradient")
     if create_graph:
         return _call_backward_recorded(node, grads)
-    into = tuple([
-        _slot(x) if need and slot else None
-        for x, need, slot in zip(node.inputs, node.needs, slots, strict=True)
-    ])  # fmt: skip
     with device_of(*grads):
+        placed = places.into(node)
+        into = tuple([
+            (place, False) if place is not None else _slot(x) if need and slot else None
+            for x, need, slot, place in zip(node.inputs, node.needs, slots, placed, strict=True)
+        ])  # fmt: skip
         results = node.impl.backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:

@@ -1,4 +1,4 @@
-"""GPT-2, the decoder-only language model: pre-norm, learned positions, tied output.
+"""GPT-2, the decoder-only language model: pre-norm, learned or rotary positions, tied output.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 """
@@ -10,7 +10,7 @@ import numpy as np
 from gpuattn.arrays import as_array
 from gpuattn.autodiff.tape import raw
 from gpuattn.errors import problem
-from gpuattn.models.config import check_config, padded_rows
+from gpuattn.models.config import CHOICES, check_config, table_rows
 from gpuattn.models.gpt2_stepper import GPT2Stepper
 from gpuattn.nn.dropout import RandomState, Streams
 from gpuattn.nn.embedding import Embedding
@@ -21,6 +21,7 @@ from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.linear import linear
 
 STD = 0.02  # of the initial weights
+POSITIONS = "learned", "rotary"  # a sinusoidal table would drown embeddings of that size
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class GPT2Config:
     """The size of a GPT2; the defaults are the smallest one published (124 M parameters).
 
     ``block``: the longest context. ``bias``: whether linear layers and norms have biases.
+    ``kv_heads``, ``positions``, ``activation``, ``pad_vocab``: as of a TranslationConfig.
     Raises ConfigError for what does not fit together.
     """
 
@@ -38,16 +40,21 @@ class GPT2Config:
     block: int = 1024
     dropout: float = 0.0
     bias: bool = True
+    kv_heads: int | None = None
+    positions: str = "learned"
+    activation: str = "gelu"
+    pad_vocab: bool = True
 
     def __post_init__(self):
-        check_config(self, vocab=self.vocab, layers=self.layers, block=self.block)
+        choices = CHOICES | {"positions": POSITIONS}
+        check_config(self, choices, vocab=self.vocab, layers=self.layers, block=self.block)
 
 
 class GPT2(Module):
     """A causal Transformer over (B, T) tokens. ``seed``: of initial parameters and dropout.
 
-    The embedding table has its rows padded to a multiple of 64. ``random``: the RandomState that
-    all dropout reads; move ``random.step`` on with each update.
+    The embedding table has its rows padded to a multiple of 64, unless ``pad_vocab`` is False.
+    ``random``: the RandomState that all dropout reads; move ``random.step`` on with each update.
     """
 
     def __init__(self, config, seed=0):
@@ -55,13 +62,15 @@ class GPT2(Module):
         self.random = RandomState(seed)
         rng, streams = np.random.Generator(np.random.Philox(seed)), Streams(self.random)
         self.embedding = Embedding(
-            padded_rows(c.vocab), c.d_model, used=c.vocab, positions="learned",
+            table_rows(c), c.d_model, used=c.vocab,
+            positions="learned" if c.positions == "learned" else None,
             max_length=c.block, dropout=c.dropout, streams=streams, rng=rng,
         )  # fmt: skip
         self.layers = [
             TransformerEncoderLayer(
-                c.d_model, c.heads, 4 * c.d_model, causal=True, dropout=c.dropout,
-                activation="gelu", bias=c.bias, streams=streams, rng=rng,
+                c.d_model, c.heads, 4 * c.d_model, kv_heads=c.kv_heads,
+                rotary=c.positions == "rotary", causal=True, dropout=c.dropout,
+                activation=c.activation, bias=c.bias, streams=streams, rng=rng,
             )
             for _ in range(c.layers)
         ]  # fmt: skip
@@ -88,7 +97,7 @@ class GPT2(Module):
             got, accepted = f"{tokens.shape[-1]} tokens", f"up to block, {self.config.block}"
             raise ValueError(problem("GPT2", "tokens", got, accepted, "Give the last ones only."))
         x = self.embedding(tokens, positions, order=order)
-        return run_layers(self.layers, self.norm, x, caches=caches)
+        return run_layers(self.layers, self.norm, x, caches=caches, positions=positions)
 
     def head(self, states):
         """Return (..., padded vocabulary) for states (..., d_model)."""

@@ -8,19 +8,29 @@ import contextlib
 
 from gpuattn.arrays import import_cupy
 from gpuattn.gemm import capture_refusal
+from gpuattn.tuning import tune
 
 
-def call_eagerly(name, shape, step):
-    """Run a step as it is; see ``Replays.__call__``."""
-    step()
+class Calls:
+    """Runs steps one launch after the other; the products of new shapes find their algorithm."""
+
+    def __init__(self):
+        self.known = set()
+
+    def __call__(self, name, shape, step):
+        """Run ``step()``, which is the same function of device memory for a name and a shape."""
+        if (name, shape) in self.known:
+            return step()
+        self.known.add((name, shape))
+        return tune(step)
 
 
 class Replays:
     """Captures each step the second time that it is asked for a shape, and replays it from then on.
 
     ``say(sentence)`` is told why, should a step not be captured; it is then called as it is. The
-    first time it is too: kernels get compiled then. What steps allocate is shared by all graphs,
-    as they run one after the other on the stream that is current now.
+    first time it is too: kernels get compiled and algorithms chosen then. What steps allocate is
+    shared by all graphs, as they run one after the other on the stream that is current now.
     """
 
     def __init__(self, say):
@@ -38,7 +48,7 @@ class Replays:
         key = name, shape
         if key not in self.graphs:
             self.graphs[key] = None
-            return step()
+            return tune(step)
         if self.graphs[key] is None and not self._capture(key, step):
             return step()
         self.graphs[key].launch(self.stream)

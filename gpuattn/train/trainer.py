@@ -18,7 +18,7 @@ from gpuattn.optim import OPTIMIZERS, ExponentialAverage, Schedule
 from gpuattn.train import checkpoint, precision
 from gpuattn.train.device import array_module, batch_to, memory_in_use
 from gpuattn.train.feed import DeviceFeed, HostFeed
-from gpuattn.train.graph import Replays, call_eagerly
+from gpuattn.train.graph import Calls, Replays
 from gpuattn.train.metrics import rank
 from gpuattn.train.readings import Reading
 from gpuattn.train.report import Progress
@@ -97,11 +97,11 @@ class Trainer:
     def _engine(self, graphs):
         """Return (stream, feed, what calls the steps)."""
         if self.xp.__name__ == "numpy":
-            return None, HostFeed(), call_eagerly
+            return None, HostFeed(), Calls()
         with self.xp.cuda.Stream(non_blocking=True) as stream:  # the usual one has no graphs
             say = functools.partial(self.report.say, "graphs")
             feed = DeviceFeed(self.task.fixed_shape)
-            return stream, feed, Replays(say) if graphs else call_eagerly
+            return stream, feed, Replays(say) if graphs else Calls()
 
     # ---- the run ----
 

@@ -46,8 +46,17 @@ def test_initial_loss_is_that_of_guessing(rng):
     np.testing.assert_allclose(loss.item(), np.log(20), rtol=0.02)
 
 
-def test_gradient_of_every_parameter_agrees_with_differences(rng):
-    model = GPT2(dataclasses.replace(TINY, dropout=0.2), seed=2)
+VARIANTS = {
+    "plain": {},
+    "rotary": {"positions": "rotary", "kv_heads": 1, "pad_vocab": False},
+    "swiglu": {"activation": "swiglu", "bias": False},
+    "gelu_exact": {"activation": "gelu_exact", "kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_gradient_of_every_parameter_agrees_with_differences(rng, options):
+    model = GPT2(dataclasses.replace(TINY, dropout=0.2, **options), seed=2)
     for p in model.parameters():
         p.data = p.data.astype(np.float64) * 5
     x, labels, eps = tokens(rng, 2, 8), tokens(rng, 2, 8), 1e-6
@@ -88,12 +97,31 @@ def test_learns_to_count(rng):
         assert [text.tokens for text in texts] == [[5, 6, 7, 8, 9, 10], [10, 11, 12, 13, 14, 15]]
 
 
+def test_options_decide_the_parameters():
+    plain = {name: p.shape for name, p in GPT2(TINY).named_parameters()}
+    shapes = {
+        name: p.shape
+        for name, p in GPT2(
+            dataclasses.replace(
+                TINY, kv_heads=1, positions="rotary", activation="swiglu", pad_vocab=False
+            )
+        ).named_parameters()
+    }
+    assert set(plain) - set(shapes) == {"embedding.position_weight"}
+    assert shapes["embedding.weight"] == (20, 16) and plain["embedding.weight"] == (64, 16)
+    assert shapes["layers.0.attention.qkv.weight"] == (16 + 2 * 8, 16)
+    assert shapes["layers.0.feed_forward.inner.weight"] == (2 * 64, 16)
+
+
 def test_texts_longer_than_the_block_are_refused(rng):
     with pytest.raises(ValueError, match="block, 8"):
         GPT2(TINY).logits(tokens(rng, 1, 9))
 
 
-@pytest.mark.parametrize("options", [{"block": 0}, {"heads": 3}, {"layers": 1.5}])
+FAULTS = [{"block": 0}, {"heads": 3}, {"layers": 1.5}, {"kv_heads": 3}, {"positions": "sinusoidal"}]
+
+
+@pytest.mark.parametrize("options", FAULTS)
 def test_configurations_that_do_not_fit_are_refused(options):
     with pytest.raises(ConfigError):
         dataclasses.replace(TINY, **options)
