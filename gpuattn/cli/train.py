@@ -27,6 +27,7 @@ from gpuattn.train.device import choose_device
 from gpuattn.train.run import TASKS
 from gpuattn.train.session import describe, train
 from gpuattn.train.stopping import StopOnSignal
+from gpuattn.train.units import flag
 
 HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     "Data": {
@@ -93,11 +94,12 @@ def _option(name, group, placeholder, help):
     parse = OPTIONS[name].metadata["parse"]
     names = getattr(parse, "names", None)
     kind = NearChoice(names) if names else Parsed(parse, placeholder)
-    flags = [f"--{option_key(name)}", name]
-    if OPTIONS[name].default is False:
-        return GroupedOption(flags, is_flag=True, help=help, group=group)
+    flags, default = [f"--{option_key(name)}", name], OPTIONS[name].default
+    if parse is flag:
+        flags[0] += f"/--no-{option_key(name)}"
+        return GroupedOption(flags, default=default, help=help, group=group)
     metavar = None if names else placeholder
-    if OPTIONS[name].default is not None:
+    if default is not None:
         help += f"  [default: {_default(name, percent='%' in placeholder)}]"
     return GroupedOption(flags, type=kind, metavar=metavar, help=help, group=group)
 

@@ -356,4 +356,6 @@ def shown(value):
     """Return a value as users write it."""
     if value is None:
         return "not given"
+    if isinstance(value, bool):
+        return str(value).lower()
     return ":".join(map(str, dict.fromkeys(value))) if type(value) is tuple else str(value)

@@ -12,31 +12,36 @@ from gpuattn.tuning import tune
 
 
 class Calls:
-    """Runs steps one launch after the other; the products of new shapes find their algorithm."""
+    """Runs steps one launch after the other.
 
-    def __init__(self):
-        self.known = set()
+    ``first(step)``: calls one of a new shape; ``tune`` finds the algorithms of its products, which
+    may be others in another process.
+    """
+
+    def __init__(self, first=tune):
+        self.first, self.known = first, set()
 
     def __call__(self, name, shape, step):
         """Run ``step()``, which is the same function of device memory for a name and a shape."""
         if (name, shape) in self.known:
             return step()
         self.known.add((name, shape))
-        return tune(step)
+        return self.first(step)
 
 
 class Replays:
     """Captures each step the second time that it is asked for a shape, and replays it from then on.
 
     ``say(sentence)`` is told why, should a step not be captured; it is then called as it is. The
-    first time it is too: kernels get compiled and algorithms chosen then. What steps allocate is
-    shared by all graphs, as they run one after the other on the stream that is current now.
+    first time it is too, by ``first`` as in ``Calls``: kernels get compiled then. What steps
+    allocate is shared by all graphs, as they run one after the other on the stream that is current
+    now.
     """
 
-    def __init__(self, say):
+    def __init__(self, say, first=tune):
         cupy = import_cupy()
         self.stream, self.pool = cupy.cuda.get_current_stream(), cupy.cuda.MemoryPool()
-        self.graphs, self._say = {}, say
+        self.graphs, self.first, self._say = {}, first, say
         self._refused = capture_refusal()
         if self._refused:
             say(f"no CUDA graphs, steps are slower: {self._refused}. Run: gpuattn doctor")
@@ -48,7 +53,7 @@ class Replays:
         key = name, shape
         if key not in self.graphs:
             self.graphs[key] = None
-            return tune(step)
+            return self.first(step)
         if self.graphs[key] is None and not self._capture(key, step):
             return step()
         self.graphs[key].launch(self.stream)

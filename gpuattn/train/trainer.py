@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+from operator import call
 
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
@@ -24,6 +25,7 @@ from gpuattn.train.readings import Reading
 from gpuattn.train.report import Progress
 from gpuattn.train.units import AUTO, Length
 from gpuattn.train.workspace import Workspace
+from gpuattn.tuning import tune
 
 AUTO_SECONDS = 45  # between evaluations where epochs are longer and it is the trainer's choice
 AUTO_COST = 10  # and at least so many times what the last evaluation took
@@ -96,12 +98,13 @@ class Trainer:
 
     def _engine(self, graphs):
         """Return (stream, feed, what calls the steps)."""
+        first = call if self.config.deterministic else tune
         if self.xp.__name__ == "numpy":
-            return None, HostFeed(), Calls()
+            return None, HostFeed(), Calls(first)
         with self.xp.cuda.Stream(non_blocking=True) as stream:  # the usual one has no graphs
             say = functools.partial(self.report.say, "graphs")
             feed = DeviceFeed(self.task.fixed_shape)
-            return stream, feed, Replays(say) if graphs else Calls()
+            return stream, feed, Replays(say, first) if graphs else Calls(first)
 
     # ---- the run ----
 

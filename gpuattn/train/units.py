@@ -143,10 +143,11 @@ def choice(*names):
 
 
 def flag(value):
-    """Parse true or false."""
-    if not isinstance(value, bool):
+    """Return the bool of ``True`` or ``False``, or of these words."""
+    words = {"true": True, "false": False}
+    if str(value).lower() not in words:
         raise ConfigError(f"{value!r} is neither true nor false")
-    return value
+    return words[str(value).lower()]
 
 
 def text(value):

@@ -15,6 +15,7 @@ from gpuattn.train.report import Report
 from gpuattn.train.run import TASKS, RunFolder
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
+from gpuattn.tuning import tune
 
 
 @pytest.fixture
@@ -133,7 +134,9 @@ def test_deterministic_reaches_every_attention(config, tmp_path, monkeypatch, mo
     monkeypatch.setattr(attention, "flash_attention", noted)
     for deterministic in (False, True):
         config = dataclasses.replace(config, deterministic=deterministic)
-        Trainer(TASKS[model](config), "numpy", Report())._update()
+        trainer = Trainer(TASKS[model](config), "numpy", Report())
+        trainer._update()
+        assert (trainer.steps.first is tune) != deterministic  # it goes by times
         layers = {"translation": 3 * config.accumulate, "gpt2": 2}[model]
         assert asked[-layers:] == [deterministic] * layers
     assert len(asked) == 2 * layers
