@@ -33,8 +33,10 @@ class Warned(Report):
 def spoiling(load, spoiled, value):
     """Return ``load`` of a feed, after which the gradients of some batches hold inf or NaN."""
 
-    def loading(*batch, draw, weight, **numbers):
-        load(*batch, draw=draw, weight=value if spoiled(draw) else weight, **numbers)
+    def loading(*batch, **numbers):
+        if "weight" in numbers and spoiled(numbers["draw"]):
+            numbers["weight"] = value
+        load(*batch, **numbers)
 
     return loading
 
