@@ -23,14 +23,14 @@ EARLY, SAVING = 0.2, 0.5  # shares of kills before there is anything new to lose
 MOST = 3  # saves between two kills
 SIZES = {
     "numpy": {"dim": 16, "heads": 2, "layers": (1, 1), "ffn": 16, "batch": 120, "max_len": 40},
-    "cuda": {"dim": 64, "heads": 2, "layers": (2, 2), "ffn": 128, "batch": 4096, "max_len": 250},
+    "cuda": {"dim": 64, "heads": 2, "layers": (1, 1), "ffn": 64, "batch": 4096, "max_len": 700},
 }
 
 
 def new_config(folder, device, kills):
     """Write a corpus of letters; return the options of a run that outlasts the kills."""
     rng = np.random.default_rng(1)
-    least, most, count = (100, 200, 200) if device == "cuda" else (1, 9, 80)
+    least, most, count = (400, 650, 200) if device == "cuda" else (1, 9, 80)
     lines = [
         " ".join(rng.choice(list("abcdefgh"), rng.integers(least, most))) for _ in range(count)
     ]

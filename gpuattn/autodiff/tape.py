@@ -5,6 +5,7 @@ import contextvars
 import itertools
 
 from gpuattn.arrays import device_of, get_xp, is_array, to_cpu
+from gpuattn.autodiff.aside import settle
 from gpuattn.autodiff.frozen import editable, freeze, thaw
 from gpuattn.autodiff.places import Places
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
@@ -338,6 +339,9 @@ def _call_backward(node, grads, create_graph, slots, places):
             (place, False) if place is not None else _slot(x) if need and slot else None
             for x, need, slot, place in zip(node.inputs, node.needs, slots, placed, strict=True)
         ])  # fmt: skip
+        for slot in into:
+            if slot is not None and slot[1]:
+                settle(slot[0])
         results = node.impl.backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
@@ -379,6 +383,7 @@ def _accumulate(leaf, grad):
         leaf.grad = grad if leaf.grad is None else leaf.grad + grad
     elif leaf.grad_slot is not None:
         if leaf.grad_started:
+            settle(leaf.grad_slot)
             leaf.grad_slot += grad.astype(leaf.grad_slot.dtype, copy=False)
         else:
             leaf.grad_slot[...] = grad

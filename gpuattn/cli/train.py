@@ -43,13 +43,15 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "model": ("", "A translator, or a language model."),
         "dim": ("N", "Width."),
         "heads": ("N", "Attention heads; they divide the width."),
+        "kv_heads": ("N", "Heads of keys and values; they divide --heads.  [default: as many]"),
         "layers": ("N[:N]", "4, or 4:2 for encoder and decoder."),
         "ffn": ("N", "Width inside the feed-forward networks; of gpt2 it is 4 * dim."),
         "block": ("N", "Tokens that gpt2 sees."),
         "dropout": ("P", "Share of activations set to zero."),
         "norm": ("", "Normalise before or after each branch."),
-        "positions": ("", "How tokens know their place."),
-        "activation": ("", "In the feed-forward networks."),
+        "positions": ("", "How tokens know their place; of gpt2 learned or rotary."),
+        "activation": ("", "In the feed-forward networks; swiglu adds a third matrix."),
+        "pad_vocab": ("", "Bring the vocabulary's tables to a multiple of 64 rows: faster."),
     },
     "Optimisation": {
         "batch": ("N", "Tokens of a batch on its longer side, such as 8k."),
@@ -94,12 +96,14 @@ def _option(name, group, placeholder, help):
     parse = OPTIONS[name].metadata["parse"]
     names = getattr(parse, "names", None)
     kind = NearChoice(names) if names else Parsed(parse, placeholder)
-    flags, default = [f"--{option_key(name)}", name], OPTIONS[name].default
+    key, own = option_key(name), name in MODEL_DEFAULTS[TRANSLATION]
     if parse is flag:
-        flags[0] += f"/--no-{option_key(name)}"
-        return GroupedOption(flags, default=default, help=help, group=group)
+        switch = f"--{key}/--no-{key}"
+        default = OPTIONS[name].default
+        return GroupedOption([switch, name], default=default, help=help, group=group)
+    flags = [f"--{key}", name]
     metavar = None if names else placeholder
-    if default is not None:
+    if own or OPTIONS[name].default is not None:
         help += f"  [default: {_default(name, percent='%' in placeholder)}]"
     return GroupedOption(flags, type=kind, metavar=metavar, help=help, group=group)
 

@@ -53,7 +53,7 @@ class TrainConfig:
     Of a language model instead: ``lm`` and ``valid_lm`` name texts, ``tokenizer`` is "subwords"
     or "chars", ``block`` the tokens that it sees.
     Model: ``model`` is "translation" or "gpt2"; as ``models.translation.TranslationConfig`` and
-    ``models.gpt2.GPT2Config``.
+    ``models.gpt2.GPT2Config``, whose ``positions`` and ``activation`` None stands for.
     Optimisation: ``batch`` tokens on the longer side, ``accumulate`` batches an update,
     ``optimizer`` one of ``optim.OPTIMIZERS``, ``lr`` the peak of ``schedule`` after ``warmup``
     (updates, or a share of the run), ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
@@ -83,13 +83,15 @@ class TrainConfig:
     model: str = _option(TRANSLATION, choice(TRANSLATION, GPT2))
     dim: int = _option(128, whole(2))
     heads: int = _option(4, whole(1))
+    kv_heads: int | None = _option(None, whole(1))
     layers: tuple[int, int] = _option((4, 4), parse_layers)
     ffn: int = _option(256, whole(1), only=TRANSLATION)
     block: int = _option(256, whole(1), only=GPT2)
     dropout: float = _option(0.25, number(0, below=1))
     norm: str = _option("pre", choice(*CHOICES["norm"]), only=TRANSLATION)
-    positions: str = _option("sinusoidal", choice(*CHOICES["positions"]), only=TRANSLATION)
-    activation: str = _option("relu", choice(*CHOICES["activation"]), only=TRANSLATION)
+    positions: str | None = _option(None, choice(*CHOICES["positions"]))
+    activation: str | None = _option(None, choice(*CHOICES["activation"]))
+    pad_vocab: bool = _option(True, flag)
 
     batch: int = _option(8000, parse_count)
     accumulate: int = _option(1, whole(1))
@@ -116,6 +118,8 @@ class TrainConfig:
     def __post_init__(self):
         for option in fields(self):
             value = getattr(self, option.name)
+            if value is None:
+                value = MODEL_DEFAULTS.get(self.model, {}).get(option.name)
             if value is not None:
                 object.__setattr__(self, option.name, parse_option(option.name, value))
         (self._check_text if self.model == GPT2 else self._check_pairs)()
@@ -125,6 +129,15 @@ class TrainConfig:
                 raise ConfigError(f"{option_key(name)} is for --model {only}, not {self.model}")
         if self.dim % self.heads:
             raise ConfigError(f"heads is {self.heads}; accepted: a divisor of dim, {self.dim}")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ConfigError(
+                f"kv-heads is {self.kv_heads}; accepted: a divisor of heads, {self.heads}"
+            )
+        if self.positions == "rotary" and self.dim // self.heads % 2:
+            raise ConfigError(
+                f"dim / heads is {self.dim // self.heads}; accepted: an even number for positions "
+                "rotary"
+            )
         if self.length.unit == "u" and self.warmup > self.length.amount:
             raise ConfigError(
                 f"warmup is {self.warmup} updates; accepted: at most those of the run, "
@@ -160,6 +173,8 @@ class TrainConfig:
             raise ConfigError(
                 f"layers is {shown(self.layers)}; accepted: one number, gpt2 is a decoder only"
             )
+        if self.positions == "sinusoidal":
+            raise ConfigError("positions is sinusoidal; accepted: learned or rotary for gpt2")
         if self.block > self.batch:
             raise ConfigError(
                 f"block is {self.block}; accepted: up to a batch, {self.batch} tokens"
@@ -180,8 +195,9 @@ OPTIONS = {option.name: option for option in fields(TrainConfig)}
 # GPT-2's suit a text of a million characters; many evaluations, to keep the best of a model that
 # begins to know its text by heart.
 MODEL_DEFAULTS = {
-    TRANSLATION: {},
+    TRANSLATION: {"positions": "sinusoidal", "activation": "relu"},
     GPT2: {
+        "positions": "learned", "activation": "gelu",
         "length": "5000u", "dim": 384, "heads": 6, "layers": (6, 6), "block": 256, "dropout": 0.2,
         "batch": 64 * 256, "lr": 1e-3, "warmup": 100, "weight_decay": 0.1, "label_smoothing": 0.0,
         "eval_every": "250u",

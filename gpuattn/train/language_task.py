@@ -23,6 +23,8 @@ class LanguageTask(Task):
             GPT2Config(
                 vocab=len(tokenizer), d_model=config.dim, heads=config.heads,
                 layers=config.layers[0], block=config.block, dropout=config.dropout,
+                kv_heads=config.kv_heads, positions=config.positions,
+                activation=config.activation, pad_vocab=config.pad_vocab,
             ),
             seed=config.seed,
         )  # fmt: skip

@@ -23,7 +23,8 @@ class TranslationTask(Task):
                 vocab=len(tokenizer), d_model=config.dim, heads=config.heads, layers=config.layers,
                 ffn=config.ffn, dropout=config.dropout, norm=config.norm,
                 positions=config.positions, activation=config.activation,
-                max_length=config.max_len + 1,
+                max_length=config.max_len + 1, kv_heads=config.kv_heads,
+                pad_vocab=config.pad_vocab,
             ),
             seed=config.seed,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpuattn.arrays import BFLOAT16, get_xp, import_cupy, to_gpu
-from gpuattn.autodiff import tape
+from gpuattn.autodiff import aside, tape
 from gpuattn.errors import CheckpointError, GradientError, problem
 from gpuattn.ops.flat_update import DECAY_BLOCK
 from gpuattn.train.checkpoint import differences
@@ -108,10 +108,12 @@ class Workspace:
         if not loss.requires_grad:
             raise GradientError("backward: the loss was not recorded; compute it outside no_grad()")
         grad = get_xp(loss.data).ones_like(loss.data) if grad is None else grad
-        tape.backward(loss, grad, on_ready=self._ready if self.on_grad_ready else None)
+        with aside.allowed(self.grads):
+            tape.backward(loss, grad, on_ready=self._ready if self.on_grad_ready else None)
 
     def _ready(self, tensor):
         if id(tensor) in self._parts:
+            aside.settle(tensor.grad_slot)
             self.on_grad_ready(self._parts[id(tensor)])
 
     def finish(self):

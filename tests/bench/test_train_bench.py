@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from gpuattn.bench import results, timing, train, train_cases
 from gpuattn.bench.train_cases import MODELS, PEERS, TABLE, Step, small
+from gpuattn.bench.train_peers import by_layers
 from gpuattn.cli import bench_train
 from gpuattn.cli.main import main
 
@@ -31,6 +32,16 @@ def test_the_weights_of_a_case_are_those_of_its_model(name):
     tables = {p.size for path, p in model.named_parameters() if path.endswith("position_weight")}
     matrices = sum(p.data.size for p in model.parameters() if p.ndim == 2)
     assert case.weights() == matrices - sum(tables)
+
+
+def test_peers_get_what_each_layer_makes_of_the_memory():
+    ours = train.Ours(replace(small(MODELS["tiny"]), layers=(1, 2)), np).weights
+    names = [f"decoder.{i}.cross_attention.kv.weight" for i in range(2)]
+    theirs = by_layers(ours, 2)
+    assert set(names) <= set(theirs) and not any(name.startswith("memory") for name in theirs)
+    whole = np.concatenate([theirs[name] for name in names])
+    np.testing.assert_array_equal(whole, ours["memory.kv.weight"])
+    assert theirs[names[0]].shape == (64, 32)
 
 
 def test_flops_of_a_step():

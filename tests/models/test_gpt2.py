@@ -5,9 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from gpuattn import to_cpu
 from gpuattn.decode.sample import sample
 from gpuattn.errors import ConfigError
 from gpuattn.models.gpt2 import GPT2, GPT2Config
+from gpuattn.train.workspace import Workspace
 
 TINY = GPT2Config(vocab=20, d_model=16, heads=2, layers=2, block=8)
 
@@ -125,3 +127,24 @@ FAULTS = [{"block": 0}, {"heads": 3}, {"layers": 1.5}, {"kv_heads": 3}, {"positi
 def test_configurations_that_do_not_fit_are_refused(options):
     with pytest.raises(ConfigError):
         dataclasses.replace(TINY, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_options_in_16_bits_on_a_gpu_are_near_float32(rng, gpu, dtype):
+    config = dataclasses.replace(
+        TINY, d_model=64, block=96, positions="rotary", kv_heads=1, activation="swiglu",
+        pad_vocab=False, vocab=33,
+    )  # fmt: skip
+    x, labels = (rng.integers(0, 33, (4, 96)).astype(np.int32) for _ in range(2))
+    plain, model = GPT2(config, seed=1), GPT2(config, seed=1)
+    want = plain.loss(x, labels)
+    want.backward()
+    workspace = Workspace(model, "cuda", dtype)
+    workspace.begin()
+    loss = model.loss(gpu.asarray(x), gpu.asarray(labels))
+    workspace.backward(loss)
+    np.testing.assert_allclose(loss.item(), want.item(), rtol=0.01)
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        got, wanted = to_cpu(q.grad).astype(np.float64), p.grad
+        error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+        assert error < 0.05 or "qkv.bias" in name, f"{name}: {error:.3f}"
