@@ -82,3 +82,10 @@ def settle(place):
     if helper is not None:
         here = (i for i, (*_, to) in enumerate(helper.running) if place.data.ptr in to)
         helper.wait(max(here, default=-1) + 1)
+
+
+def settle_all():
+    """Let what comes next wait for all that runs aside: what that read is free again."""
+    helper = _helper.get()
+    if helper is not None:
+        helper.wait(len(helper.running))

@@ -9,7 +9,7 @@ class Places:
     """The arrays that gradients go into, in one walk of the tape.
 
     A place is given away once: whoever comes second brings an array of its own, and what was added
-    up is copied. ``ends``: ids of Boxes that the walk does not go beyond.
+    up is copied. ``ends``: keys (``tape.key``) of Boxes that the walk does not go beyond.
     """
 
     def __init__(self, ends=()):
@@ -19,7 +19,7 @@ class Places:
     def take(self, x):
         """Return the array for the gradient of a Box ``x``, or None."""
         node = getattr(x, "node", None)
-        if node is None or node.impl.places is None or id(x) in self.ends:
+        if node is None or node.impl.places is None or (node, x.index) in self.ends:
             return None
         if node not in self.known:
             into = [self.take(part) for part in node.inputs]

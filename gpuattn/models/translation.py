@@ -23,6 +23,7 @@ from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer, run_layers
 from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.linear import linear
+from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,10 @@ class TranslationModel(Module):
 
     Cross-attention of all decoder layers takes its keys and values from ``memory``, one product.
     ``random``: the RandomState that all dropout reads; move ``random.step`` on with each update.
+    ``checkpoint``: one of ``models.config.CHECKPOINT``.
     """
+
+    checkpoint = "none"
 
     def __init__(self, config, seed=0):
         self.config = config
@@ -128,6 +132,7 @@ class TranslationModel(Module):
         return run_layers(
             self.encoder, self.encoder_norm, x, positions=batch.source_positions,
             cu_seqlens=batch.cu_source, max_seqlen=batch.max_source,
+            recompute=self.checkpoint != "none",
         )  # fmt: skip
 
     def decode(self, x, memory, **context):
@@ -137,11 +142,17 @@ class TranslationModel(Module):
         KeyValueCache for each layer.
         """
         memories = memory if isinstance(memory, list) else self.memory(memory)
-        return run_layers(self.decoder, self.decoder_norm, x, memories=memories, **context)
+        return run_layers(
+            self.decoder, self.decoder_norm, x, memories=memories,
+            recompute=self.checkpoint != "none", **context,
+        )  # fmt: skip
 
     def logits(self, x):
         """Return (..., padded vocabulary) for decoder states (..., d_model)."""
-        return self.head(x) if self.head else linear(x, self.source.weight)
+        return linear(x, self._head_weight())
+
+    def _head_weight(self):
+        return self.head.weight if self.head else self.source.weight
 
     def loss(self, batch, label_smoothing=0.1, dloss=None):
         """Return (mean cross-entropy per target token as a Tensor, Sums) of a packed batch.
@@ -157,10 +168,13 @@ class TranslationModel(Module):
             x, memory, positions=batch.target_positions, cu_seqlens=batch.cu_target,
             max_seqlen=batch.max_target, cu_memory=batch.cu_source, max_memory=batch.max_source,
         )  # fmt: skip
-        loss = cross_entropy(
-            self.logits(x), batch.labels, label_smoothing=label_smoothing,
-            vocab_size=self.config.vocab, donate=True, dloss=dloss,
-        )  # fmt: skip
+        settings = {
+            "vocab_size": self.config.vocab, "label_smoothing": label_smoothing, "dloss": dloss,
+        }  # fmt: skip
+        if self.checkpoint == "full" or not self.training:
+            loss = linear_cross_entropy(x, self._head_weight(), batch.labels, **settings)
+        else:
+            loss = cross_entropy(self.logits(x), batch.labels, donate=True, **settings)
         return loss, Sums(loss.data, batch.target_tokens)
 
     def pack(self, sources):

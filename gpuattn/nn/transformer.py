@@ -4,6 +4,10 @@ Every residual connection and the norm next to it are one fused op. In a pre-nor
 sum of a layer is fused with the first norm of the next one, so ``step`` is given that norm.
 """
 
+from functools import partial
+
+from gpuattn.autodiff import tape
+from gpuattn.autodiff.functional import checkpoint
 from gpuattn.errors import problem
 from gpuattn.nn.attention import MultiHeadAttention
 from gpuattn.nn.dropout import Dropout, Streams
@@ -130,15 +134,18 @@ class TransformerDecoderLayer(_Layer):
         )  # fmt: skip
 
 
-def run_layers(layers, norm, x, *, caches=None, memories=None, **context):
+def run_layers(layers, norm, x, *, caches=None, memories=None, recompute=False, **context):
     """Return ``x`` after a stack of layers and the ``norm`` at its end (None for post-norm).
 
-    ``caches``, ``memories``: one for each layer, or None.
+    ``caches``, ``memories``: one for each layer, or None. ``recompute``: keep only what a layer is
+    given, and run it again in the backward pass.
     """
+    recompute = recompute and tape.is_recording()
     following = [layer.norms[0] for layer in layers[1:]] + [norm]
     n, h = layers[0].enter(x), x
     for i, layer in enumerate(layers):
         own = {} if caches is None else {"cache": caches[i]}
         own |= {} if memories is None else {"memory": memories[i]}
-        n, h = layer.step(n, h, following[i], **own, **context)
+        step = partial(layer.step, following=following[i], **own, **context)
+        n, h = checkpoint(step, n, h) if recompute else step(n, h)
     return n

@@ -12,7 +12,7 @@ from pathlib import Path
 from gpuattn.data.tasks import find_task
 from gpuattn.data.text import ON_LONG
 from gpuattn.errors import ConfigError
-from gpuattn.models.config import CHOICES
+from gpuattn.models.config import CHECKPOINT, CHOICES
 from gpuattn.optim import OPTIMIZERS, SCHEDULES
 from gpuattn.train.precision import PRECISIONS
 from gpuattn.train.units import (
@@ -22,6 +22,7 @@ from gpuattn.train.units import (
     flag,
     nearest,
     number,
+    parse_batch,
     parse_count,
     parse_interval,
     parse_layers,
@@ -54,14 +55,16 @@ class TrainConfig:
     or "chars", ``block`` the tokens that it sees.
     Model: ``model`` is "translation" or "gpt2"; as ``models.translation.TranslationConfig`` and
     ``models.gpt2.GPT2Config``, whose ``positions`` and ``activation`` None stands for.
-    Optimisation: ``batch`` tokens on the longer side, ``accumulate`` batches an update,
+    Optimisation: ``batch`` tokens on the longer side, or "auto": what fits the GPU;
+    ``accumulate`` batches an update, ``checkpoint`` as in ``models.config.CHECKPOINT``,
     ``optimizer`` one of ``optim.OPTIMIZERS``, ``lr`` the peak of ``schedule`` after ``warmup``
     (updates, or a share of the run), ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
     ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off).
     Evaluation: ``eval_every``, or "auto": as ``train.trainer`` says; ``score_pairs`` sentences are
     translated each time; ``beam`` and
     ``length_penalty`` of translations later; ``ema`` decay of a moving average of the parameters
-    (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``.
+    (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``;
+    ``deterministic``: the same bits in every run on a GPU too.
 
     Raises ConfigError that names the option, what came, and what is accepted.
     """
@@ -92,8 +95,9 @@ class TrainConfig:
     activation: str | None = _option(None, choice(*CHOICES["activation"]))
     pad_vocab: bool = _option(True, flag)
 
-    batch: int = _option(8000, parse_count)
+    batch: int | str = _option(8000, parse_batch)
     accumulate: int = _option(1, whole(1))
+    checkpoint: str = _option("none", choice(*CHECKPOINT))
     optimizer: str = _option("adamw", choice(*OPTIMIZERS))
     lr: float = _option(5e-3, number(0, above=True))
     schedule: str = _option("cosine", choice(*SCHEDULES))
@@ -102,6 +106,7 @@ class TrainConfig:
     clip: float = _option(1.0, number(0))
     weight_decay: float = _option(0.0, number(0))
     precision: str = _option("auto", choice("auto", *PRECISIONS))
+    deterministic: bool = _option(False, flag)
 
     length: Length = _option(Length(120, "e"), parse_length)
     patience: int = _option(0, whole(0))
@@ -154,7 +159,7 @@ class TrainConfig:
             raise ConfigError("a task, or a source and a target file, is needed")
         if (self.valid_source is None) != (self.valid_target is None):
             raise ConfigError("validation needs two files: --valid SRC TGT")
-        if self.max_len >= self.batch:
+        if self.batch != AUTO and self.max_len >= self.batch:
             raise ConfigError(
                 f"max-len is {self.max_len}; accepted: less than a batch, {self.batch} tokens"
             )
@@ -173,7 +178,7 @@ class TrainConfig:
             )
         if self.positions == "sinusoidal":
             raise ConfigError("positions is sinusoidal; accepted: learned or rotary for gpt2")
-        if self.block > self.batch:
+        if self.batch != AUTO and self.block > self.batch:
             raise ConfigError(
                 f"block is {self.block}; accepted: up to a batch, {self.batch} tokens"
             )
@@ -286,6 +291,13 @@ def resolve(*layers, device=None):
     return config, {name: chosen[name][1] if name in chosen else "default" for name in OPTIONS}
 
 
+def default_batch(config, device):
+    """Return the tokens of a batch for the model and the data of a config, if none are given."""
+    data = {name: getattr(config, name) for name in ("model", "lm", "task", "source", "target")}
+    given = {name: value for name, value in data.items() if value is not None}
+    return resolve(("", given), device=device)[0].batch
+
+
 def _task_defaults(name):
     task = find_task(name)
     return {"vocab_size": task.vocab_size} | TASK_DEFAULTS[task.name]
@@ -346,13 +358,14 @@ def differences(old, new):
     return [
         f"--{option_key(name)} was {shown(getattr(old, name))}, now {shown(getattr(new, name))}"
         for name in OPTIONS
-        if getattr(old, name) != getattr(new, name) and not _may_grow(name, old, new)
+        if getattr(old, name) != getattr(new, name) and not _may_change(name, old, new)
     ]
 
 
-def _may_grow(name, old, new):
-    """Tell whether only the run gets longer, under a schedule that does not look at its end."""
-    return (
+def _may_change(name, old, new):
+    """Tell whether it is but what is kept in memory, or the run gets longer under a schedule that
+    does not look at its end."""
+    return name == "checkpoint" or (
         name == "length"
         and old.length.unit == new.length.unit != "s"
         and old.length.amount < new.length.amount

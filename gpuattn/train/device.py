@@ -65,6 +65,18 @@ def _moved(value, moved):
     return next(moved) if isinstance(value, np.ndarray) else value
 
 
+def is_out_of_memory(error):
+    """Return whether an exception says that memory is used up, that of the host or of a GPU."""
+    return isinstance(error, MemoryError) or "cudaErrorMemoryAllocation" in str(error)
+
+
+def card_memory():
+    """Return (free, all) bytes of the current GPU, once CuPy's pool has given back what it can."""
+    cupy = import_cupy()
+    cupy.get_default_memory_pool().free_all_blocks()
+    return cupy.cuda.runtime.memGetInfo()
+
+
 def memory_in_use(xp):
     """Return bytes: what CuPy's pool holds, or the most the process ever had on a CPU."""
     if xp is not np:

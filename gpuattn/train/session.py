@@ -2,18 +2,21 @@
 
 import contextlib
 import datetime
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from gpuattn.arrays import to_cpu
-from gpuattn.train import checkpoint
-from gpuattn.train.config import to_toml
-from gpuattn.train.device import choose_device, versions
+from gpuattn.train import checkpoint, memory
+from gpuattn.train.config import default_batch, to_toml
+from gpuattn.train.device import card_memory, choose_device, versions
 from gpuattn.train.metrics import describe, rank, write_text
 from gpuattn.train.page import write_page
+from gpuattn.train.precision import choose
 from gpuattn.train.report import Report
 from gpuattn.train.run import TASKS, RunFolder
 from gpuattn.train.trainer import Trainer
+from gpuattn.train.units import AUTO
 
 CLIP = 80  # characters of a text that are shown
 
@@ -46,6 +49,8 @@ def train(
     if overwrite:
         folder.remove()
     begun = folder.exists()
+    if begun and config.batch == AUTO:
+        config = replace(config, batch=folder.config().batch)
     if begun:
         folder.check_trainable()
         folder.check_same(config)
@@ -56,6 +61,8 @@ def train(
     noted = {"where": where.removesuffix(", as asked"), "command": command}
     session = Session(config, folder, device, report, begun, graphs, noted)
     if not begun:
+        if config.batch == AUTO:
+            config, origins = session.config, {**(origins or {}), "batch": AUTO}
         folder.create(config, origins, session.task.corpus.tokenizer)
     elif folder.config() != config:  # it only got longer
         write_text(folder.path / "config.toml", to_toml(config, origins))
@@ -66,20 +73,40 @@ class Session:
     """The parts of one run, put together; see ``train``. ``noted``: what its log begins with."""
 
     def __init__(self, config, folder, device, report, begun, graphs=True, noted=None):
-        self.config, self.folder, self.report = config, folder, report
+        self.folder, self.report, fits = folder, report, config.batch == AUTO
         self.noted = noted or {}
+        if fits:
+            tokens = max(default_batch(config, device), memory.least_tokens(config))
+            config = replace(config, batch=tokens)
         self.task = TASKS[config.model](config, folder.tokenizer() if begun else None)
+        if device == "cuda":
+            config = self._plan_memory(config, fits)
+        self.config = config
         logged = _Logged(report, folder.metrics)
         self.trainer = Trainer(self.task, device, logged, graphs)
         self._introduce()
         if begun and checkpoint.generations(folder.path, "state"):
             self.trainer.load(folder.path)
 
+    def _plan_memory(self, config, fits):
+        """Say what the run takes of the GPU; return the config, with a batch that ``fits`` it."""
+        task, (free, card) = self.task, card_memory()
+        precision = choose(config.precision, "cuda")
+        memory.check_fits(task.model, config, precision, free)
+        if fits:
+            epoch = task.corpus.epoch_tokens()
+            tokens = memory.fit(task.model, config, precision, free, epoch)
+            config = replace(config, batch=tokens)
+            task.rebatch(config)
+        plan = memory.plan(task.model, config, precision)
+        self.report.say("memory", plan.describe(card))
+        return config
+
     def run(self, stop):
         at, trainer = self.trainer.at, self.trainer
         if at.finished and trainer.share() < 1 and self.config.patience == 0:
             at.finished = ""  # asked to go on for longer than before
-        if at.finished:
+        if at.finished and self.folder.metrics.read("end"):
             self.report.say("run", f"finished before, after {at.update:,} updates ({at.finished})")
             return Outcome(True, at.best, at.update)
         self.folder.metrics.rewind(at.update)
@@ -89,11 +116,10 @@ class Session:
             "start", update=at.update, device=trainer.xp.__name__, **self.noted,
             versions=versions(), date=datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds"),
         )  # fmt: skip
-        if not trainer.run(stop, lambda: self._evaluate(stop), self._save):
+        over = trainer.run(stop, lambda: self._evaluate(stop), self._save)
+        if not over or (self.config.average > 1 and not self._average(stop)):
             self.folder.metrics.add("stop", update=at.update, seconds=at.seconds)
             return Outcome(False, at.best, at.update)
-        if self.config.average > 1:
-            self._average(stop)
         trainer.meter.energy(at.spent, now=True)
         self.folder.metrics.add(
             "end", update=at.update, seconds=at.seconds, best=at.best, spent=at.spent
@@ -158,7 +184,10 @@ class Session:
         checkpoint.save(path, "state", tensors, metadata)
 
     def _average(self, stop):
-        """Evaluate the mean of the last checkpoints; it becomes ``best`` if it is."""
+        """Evaluate the mean of the last checkpoints; it becomes ``best`` if it is.
+
+        Returns False when stopped meanwhile.
+        """
         trainer, at = self.trainer, self.trainer.at
         own = {name: a.copy() for name, a in trainer.workspace.weights().items()}
         trainer.average = None
@@ -168,6 +197,7 @@ class Session:
         if row is not None and rank(row) > rank(at.best):
             at.best = row
             checkpoint.save(self.folder.path, "best", self.weights, row)
+        return row is not None
 
 
 class _Logged(Report):

@@ -1,6 +1,7 @@
 """The tape itself: reuse, depth, several outputs, edits in place, where gradients are written."""
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -197,6 +198,37 @@ def test_plain_arrays_stay_plain():
     assert type(tape.apply(Impls("t", Impl("array", lambda x, needs: (x, ()))), (np.ones(2),))) is (
         np.ndarray
     )
+
+
+def test_what_no_gradient_reads_is_freed_at_once():
+    x = leaf(np.ones(3))
+    double = x * 2
+    memory = weakref.ref(double.data)
+    total = (double + 1).sum()
+    del double
+    assert memory() is None
+    total.backward()
+    assert x.grad.tolist() == [2.0] * 3
+
+
+def test_what_backward_has_passed_is_freed_as_it_goes():
+    x, alive, memories = leaf(np.ones(3)), [], []
+
+    def forward(x, *, needs):
+        return x + 1, (x,)
+
+    def backward(saved, dy, *, needs, into):
+        alive.append([i for i, memory in enumerate(memories) if memory() is not None])
+        return (dy,)
+
+    step, y = Impls("step", Impl("array", forward, backward)), x
+    for _ in range(3):
+        y = tape.apply(step, (y,))
+        memories.append(weakref.ref(y.data))
+    loss = y.sum()
+    del y
+    loss.backward()
+    assert alive == [[0, 1], [0], []]
 
 
 def test_a_watcher_stands_between_the_tape_and_the_ops():
