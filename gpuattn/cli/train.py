@@ -65,6 +65,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "clip": ("X", "Largest norm of the gradient; 0: any."),
         "weight_decay": ("X", "Of matrices; adam and sgd add it to the gradient."),
         "precision": ("", "auto: bf16 on a GPU, fp32 on NumPy; pure-bf16: without fp32 masters."),
+        "deterministic": ("", "The same bits in every run on a GPU too; slower."),
     },
     "Length of the run": {
         "length": ("N[e|u|s|m]", "30e epochs, 8000u updates, or 90s: planned to end by then."),
@@ -99,7 +100,8 @@ def _option(name, group, placeholder, help):
     key, own = option_key(name), name in MODEL_DEFAULTS[TRANSLATION]
     if parse is flag:
         switch = f"--{key}/--no-{key}"
-        return GroupedOption([switch, name], default=True, help=help, group=group)
+        default = OPTIONS[name].default
+        return GroupedOption([switch, name], default=default, help=help, group=group)
     flags = [f"--{key}", name]
     metavar = None if names else placeholder
     if own or OPTIONS[name].default is not None:

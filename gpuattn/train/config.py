@@ -63,7 +63,8 @@ class TrainConfig:
     Evaluation: ``eval_every``, or "auto": as ``train.trainer`` says; ``score_pairs`` sentences are
     translated each time; ``beam`` and
     ``length_penalty`` of translations later; ``ema`` decay of a moving average of the parameters
-    (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``.
+    (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``;
+    ``deterministic``: the same bits in every run on a GPU too.
 
     Raises ConfigError that names the option, what came, and what is accepted.
     """
@@ -105,6 +106,7 @@ class TrainConfig:
     clip: float = _option(1.0, number(0))
     weight_decay: float = _option(0.0, number(0))
     precision: str = _option("auto", choice("auto", *PRECISIONS))
+    deterministic: bool = _option(False, flag)
 
     length: Length = _option(Length(120, "e"), parse_length)
     patience: int = _option(0, whole(0))

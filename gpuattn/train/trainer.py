@@ -1,7 +1,8 @@
 """The loop: packed batches, loss, gradients into the flat workspace, optimizer, evaluation, saving.
 
 What happens at update n is a function of the config and n, so that a run that was stopped, even by
-force, goes on bit for bit (NumPy; runs given as seconds aside, which go by the clock).
+force, goes on bit for bit (NumPy, and a GPU with ``deterministic``; runs given as seconds aside,
+which go by the clock).
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import dataclasses
 import functools
 import gc
 import time
+from operator import call
 
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
@@ -25,6 +27,7 @@ from gpuattn.train.readings import Reading
 from gpuattn.train.report import Progress
 from gpuattn.train.units import AUTO, Length
 from gpuattn.train.workspace import Workspace
+from gpuattn.tuning import tune
 
 AUTO_SECONDS = 45  # between evaluations where epochs are longer and it is the trainer's choice
 AUTO_COST = 10  # and at least so many times what the last evaluation took
@@ -74,6 +77,8 @@ class Trainer:
         self.xp = array_module(device)
         if device == "numpy":
             keep_freed_memory()
+        for _, module in self.model.modules():
+            module.deterministic = config.deterministic
         self.precision = precision.choose(config.precision, device)
         optimizer = OPTIMIZERS[config.optimizer]
         self.workspace = Workspace(
@@ -103,13 +108,14 @@ class Trainer:
     def _start_engine(self):
         """Set what feeds the steps and what calls them, anew."""
         self.feed = self.steps = None
+        first = call if self.config.deterministic else tune
         if self._stream is None:
-            self.feed, self.steps = HostFeed(), Calls()
+            self.feed, self.steps = HostFeed(), Calls(first)
             return
         with self._stream:
             say = functools.partial(self.report.say, "graphs")
             self.feed = DeviceFeed(self.task.fixed_shape)
-            self.steps = Replays(say) if self._graphs else Calls()
+            self.steps = Replays(say, first) if self._graphs else Calls(first)
 
     # ---- the run ----
 
@@ -119,9 +125,13 @@ class Trainer:
         ``evaluate()`` returns a row of metrics, or None when stopped meanwhile. ``save(row)`` keeps
         the run after an evaluation, ``save(None)`` at a stop.
         Returns whether the run is over (False: stopped).
+        Raises FloatingPointError, after ``save(None)``, when gradients are not finite for long.
         """
         with self._computing():
-            return self._run(stop, evaluate, save)
+            try:
+                return self._run(stop, evaluate, save)
+            except FloatingPointError as error:
+                raise FloatingPointError(f"{error}. {_saved(save)}") from error
 
     @contextlib.contextmanager
     def _computing(self):
@@ -202,12 +212,12 @@ class Trainer:
             self.xp.get_default_memory_pool().free_all_blocks()
 
     def _evaluate(self, stop, evaluate, save):
-        """Evaluate and save; return False when stopped meanwhile."""
+        """Evaluate and save; return False when stopped meanwhile with updates to come."""
         self._note()
         self._tell(wait=True)
         begin = time.perf_counter()
         row = evaluate()
-        if row is None or stop():
+        if row is None:
             save(None)
             return False
         at = self.at
@@ -224,7 +234,7 @@ class Trainer:
         self.meter.restart()
         self._reported = time.perf_counter()
         at.evaluation = self._reported - begin
-        return True
+        return self._reached_end() or not stop()
 
     def share(self):
         """Return how much of the run is done, 0 to 1."""
@@ -410,3 +420,12 @@ class Trainer:
             self.average.updates = self.at.averaged
         self.workspace.load_state_dict(tensors)
         self._health = self.optimizer.state.read()
+
+
+def _saved(save):
+    """Save, and return a sentence about it: parameters with inf or NaN are never written."""
+    try:
+        save(None)
+    except CheckpointError as error:
+        return f"Nothing newer was saved: {error}"
+    return "All is saved as it was then"
