@@ -43,10 +43,10 @@ class Replays:
 
     def __init__(self, say, first=tune):
         cupy = import_cupy()
-        self.stream = cupy.cuda.get_current_stream()
-        self.held = []  # (address, bytes) of the pool's memory
-        self.pool = cupy.cuda.MemoryPool(_allocator(self.held))
         self.graphs, self.first, self._say = {}, first, say
+        self.held = []  # (address, bytes) of the pool's memory
+        self.stream = cupy.cuda.get_current_stream()
+        self.pool = cupy.cuda.MemoryPool(_allocator(self.held))
         self._refused = capture_refusal()
         if self._refused:
             say(f"no CUDA graphs, steps are slower: {self._refused}. Run: gpuattn doctor")
