@@ -32,7 +32,7 @@ class Check:
 
 def examine():
     """Return a list of Checks: interpreter, libraries, BLAS, memory, GPU, compiler, cache."""
-    checks = [_python(), _blas(), _memory(), _cupy(), _device(), _nvrtc(), _launch()]
+    checks = [_python(), _blas(), _memory(), _cupy(), _device(), _nvrtc(), _launch(), _graphs()]
     return [*checks, _numba(), _gemm(), _cache()]
 
 
@@ -154,6 +154,25 @@ def _launch():
     return Check("kernel", "ok", "a test kernel ran and computed the right numbers")
 
 
+def _graphs():
+    try:
+        cupy = _gpu()
+    except DeviceMissingError:
+        return Check("graphs", "missing", "nothing to capture without a device")
+    try:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            x = cupy.zeros(1, "float32")
+            stream.begin_capture()
+            x.data.memset_async(0xFF, x.nbytes, stream)
+            stream.end_capture().launch(stream)
+            if not cupy.isnan(x).all():
+                return Check("graphs", "broken", "a CUDA graph did nothing", "check the GPU")
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        remedy = "install a newer NVIDIA driver; until then training is slower"
+        return Check("graphs", "missing", f"CUDA graphs are off: {error}", remedy)
+    return Check("graphs", "ok", "a CUDA graph was captured and ran")
+
+
 def _numba():
     if version_of("numba-cuda") is None:
         remedy = "pip install 'gpuattn[cuda13x]'"
@@ -173,6 +192,13 @@ def _gemm():
             remedy = f"{remedy}, which brings cuBLAS, and a driver for it"
         detail = f"products run through CuPy and CUDA graphs are off: {reason}"
         return Check("nvmath", "missing", detail, remedy)
+    try:
+        x = _gpu().ones((16, 16), "float32")
+        cublaslt.multiply(x, x)
+    except DeviceMissingError:
+        pass
+    except RuntimeError as error:
+        return Check("nvmath", "broken", str(error), "pip install 'gpuattn[cuda12x]' or [cuda13x]")
     version = library.get_version()
     detail = f"nvmath-python {version_of('nvmath-python')}, cuBLASLt {version // 10000}"
     return Check("nvmath", "ok", f"{detail}.{version % 10000 // 100}.{version % 100}")

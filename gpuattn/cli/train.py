@@ -47,7 +47,9 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "layers": ("N[:N]", "4, or 4:2 for encoder and decoder."),
         "ffn": ("N", "Width inside the feed-forward networks; of gpt2 it is 4 * dim."),
         "block": ("N", "Tokens that gpt2 sees."),
+        "bias": ("", "Whether linear layers and norms of gpt2 add one."),
         "dropout": ("P", "Share of activations set to zero."),
+        "attention_dropout": ("P", "Likewise of attention probabilities; of gpt2 it is --dropout."),
         "norm": ("", "Normalise before or after each branch."),
         "positions": ("", "How tokens know their place; of gpt2 learned or rotary."),
         "activation": ("", "In the feed-forward networks; swiglu adds a third matrix."),
@@ -55,16 +57,20 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     },
     "Optimisation": {
         "batch": ("N|auto", "Tokens of a batch on its longer side, such as 8k; auto: what fits."),
+        "batching": ("", "Sentences end to end, or padded to one length: sorted, or at random."),
         "accumulate": ("N", "Batches summed for an update."),
         "checkpoint": ("", "Saves memory: computes layers twice; full: logits in slices, too."),
         "optimizer": ("", "What updates the parameters."),
+        "beta2": ("P", "Decay of the mean squared gradient, of adamw and adam."),
         "lr": ("X", "Largest learning rate."),
+        "lr_floor": ("P", "Share of lr where cosine and linear end."),
         "schedule": ("", "How it falls after the warm-up."),
         "warmup": ("N|P%", "Updates, or a share of the run such as 5%."),
         "label_smoothing": ("P", "Share given to all words alike."),
         "clip": ("X", "Largest norm of the gradient; 0: any."),
         "weight_decay": ("X", "Of matrices; adam and sgd add it to the gradient."),
         "precision": ("", "auto: bf16 on a GPU, fp32 on NumPy; pure-bf16: without fp32 masters."),
+        "deterministic": ("", "The same bits in every run on a GPU too; slower."),
     },
     "Length of the run": {
         "length": ("N[e|u|s|m]", "30e epochs, 8000u updates, or 90s: planned to end by then."),
@@ -99,7 +105,8 @@ def _option(name, group, placeholder, help):
     key, own = option_key(name), name in MODEL_DEFAULTS[TRANSLATION]
     if parse is flag:
         switch = f"--{key}/--no-{key}"
-        return GroupedOption([switch, name], default=True, help=help, group=group)
+        default = OPTIONS[name].default
+        return GroupedOption([switch, name], default=default, help=help, group=group)
     flags = [f"--{key}", name]
     metavar = None if names else placeholder
     if own or OPTIONS[name].default is not None:

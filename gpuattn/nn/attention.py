@@ -211,7 +211,7 @@ class MultiHeadAttention(Module):
         p, key = self.dropout.now()
         out = flash_attention(
             q, k, v, causal=self.causal, key_lengths=key_lengths, dropout_p=p, seed=key,
-            **dict(zip(names, packing, strict=True)),
+            deterministic=self.deterministic, **dict(zip(names, packing, strict=True)),
         )  # fmt: skip
         return out.reshape(x.shape)
 

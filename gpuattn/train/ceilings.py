@@ -12,7 +12,6 @@ import time
 import numpy as np
 
 from gpuattn.arrays import import_cupy
-from gpuattn.gemm import matmul
 from gpuattn.kernels import cache_folder
 from gpuattn.train.metrics import write_text
 
@@ -29,7 +28,8 @@ def problems(xp, dtype):
     a, b = (rng.standard_normal((side, side), np.float32).astype(dtype) for _ in range(2))
     return {
         "copy": (lambda: xp.copyto(target, source), 8 * count),
-        "product": (lambda: matmul(a, b), 2 * side**3),
+        # by cuBLAS: 780 TFLOP/s on an H200, where cuBLASLt's first choice reached 644
+        "product": (lambda: a @ b, 2 * side**3),
     }
 
 

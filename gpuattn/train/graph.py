@@ -14,37 +14,42 @@ from gpuattn.tuning import tune
 
 
 class Calls:
-    """Runs steps one launch after the other; the products of new shapes find their algorithm."""
+    """Runs steps one launch after the other.
 
-    def __init__(self):
-        self.known = set()
+    ``first(step)``: calls one of a new shape; ``tune`` finds the algorithms of its products, which
+    may be others in another process.
+    """
+
+    def __init__(self, first=tune):
+        self.first, self.known = first, set()
 
     def __call__(self, name, shape, step):
         """Run ``step()``, which is the same function of device memory for a name and a shape."""
         if (name, shape) in self.known:
             return step()
         self.known.add((name, shape))
-        return tune(step)
+        return self.first(step)
 
 
 class Replays:
     """Captures each step the second time that it is asked for a shape, and replays it from then on.
 
     ``say(sentence)`` is told why, should a step not be captured; it is then called as it is. The
-    first time it is too: kernels get compiled and algorithms chosen then. What steps allocate is
-    shared by all graphs, as they run one after the other on the stream that is current now; it is
-    theirs until the Replays go. A capture for which memory is short raises what the allocation did.
+    first time it is too, by ``first`` as in ``Calls``: kernels get compiled and algorithms chosen
+    then. What steps allocate is shared by all graphs, as they run one after the other on the stream
+    that is current now; it is theirs until the Replays go. A capture for which memory is short
+    raises what the allocation did.
     """
 
-    def __init__(self, say):
+    def __init__(self, say, first=tune):
         cupy = import_cupy()
         self.stream = cupy.cuda.get_current_stream()
         self.held = []  # (address, bytes) of the pool's memory
         self.pool = cupy.cuda.MemoryPool(_allocator(self.held))
-        self.graphs, self._say = {}, say
+        self.graphs, self.first, self._say = {}, first, say
         self._refused = capture_refusal()
         if self._refused:
-            say(f"no CUDA graphs: {self._refused}")
+            say(f"no CUDA graphs, steps are slower: {self._refused}. Run: gpuattn doctor")
 
     def held_bytes(self):
         """Return what the graphs take."""
@@ -64,7 +69,7 @@ class Replays:
         key = name, shape
         if key not in self.graphs:
             self.graphs[key] = None
-            return tune(step)
+            return self.first(step)
         if self.graphs[key] is None and not self._capture(key, step):
             return step()
         self.graphs[key].launch(self.stream)
@@ -73,8 +78,8 @@ class Replays:
         cupy = import_cupy()
         cupy.get_default_memory_pool().free_all_blocks()
         with cupy.cuda.using_allocator(self.pool.malloc):
-            self.stream.begin_capture()
             try:
+                self.stream.begin_capture()
                 step()
                 self.graphs[key] = self.stream.end_capture()
                 return True
@@ -83,7 +88,7 @@ class Replays:
                 if is_out_of_memory(error):
                     raise
                 self._refused = f"{type(error).__name__}: {error}"
-                self._say(f"no CUDA graphs: {self._refused}")
+                self._say(f"no CUDA graphs, steps are slower: {self._refused}")
         return False
 
     def _end_failed(self):

@@ -6,6 +6,7 @@ No script, no link to anything: it opens with a double click, today and in ten y
 import json
 
 from gpuattn.errors import CheckpointError
+from gpuattn.models.config import padded_rows
 from gpuattn.train import svg
 from gpuattn.train.config import GPT2
 from gpuattn.train.markup import Markup, tag
@@ -54,10 +55,6 @@ def write_page(path):
     folder = RunFolder(path)
     found = summary(path)
     rows = {event: folder.metrics.read(event) for event in ("start", "train", "valid", "end")}
-    try:
-        user = load_run(path, device="numpy")
-    except CheckpointError:  # nothing was saved yet
-        user = None
     what = "Language model of" if found["model"] == GPT2 else "Translation:"
     title = f"{what} {found['task']}"
     body = [
@@ -66,9 +63,9 @@ def write_page(path):
         tag("p", _cost(rows), class_="dim"),
         _section("Curves", _charts(rows)),
         _section("Samples", _samples(folder, found)),
-        _section("Attention", _attention(folder, found, user)),
+        _section("Attention", _attention(folder, found)),
         _section("Where the time of a step goes", _profile(folder)),
-        _section("Model", _model(found, user)),
+        _section("Model", _model(found, folder.config())),
         _section("Environment", _environment(folder, rows["start"])),
     ]
     head = tag(
@@ -174,14 +171,18 @@ def _samples(folder, found):
     return tag("div", tag("table", head, body), class_="wide") if triples else None
 
 
-def _attention(folder, found, user):
-    if found["model"] == GPT2 or user is None:
+def _attention(folder, found):
+    if found["model"] == GPT2:
         return None
     pairs = zip(_lines(folder.path / "valid/source.txt"), _written(folder, found), strict=False)
     pairs = [pair for pair in pairs if 0 < len(pair[0].split()) <= WORDS]
     if not pairs:
         return None
     source, target = sorted(pairs, key=lambda pair: len(pair[0]))[len(pairs) * 4 // 5]
+    try:
+        user = load_run(folder.path, device="numpy")
+    except CheckpointError:  # no weights, or damaged ones: the rest can be shown
+        return None
     maps = attention_of(user, source, " ".join(target.split()[:WORDS]))  # early ones stutter
     drawn = [
         svg.heat_map(heads.mean(0), maps.target, maps.source, f"layer {layer}, mean of heads")
@@ -231,19 +232,14 @@ def _profile(folder):
 # ---- what it is ---------------------------------------------------------------------------------
 
 
-def _model(found, user):
-    sentences = [f"{found['parameters']:,} parameters, {found['vocabulary']:,} {found['units']}."]
-    if user is not None:
-        model = user.model
-        rows = len((model.embedding if found["model"] == GPT2 else model.source).weight.data)
-        share = (rows - found["vocabulary"]) / rows
-        sentences.append(
-            f"The vocabulary's table has {rows:,} rows; {100 * share:.2g} % of them are padding, "
-            "which lets products run in whole tiles."
-            if share
-            else f"The vocabulary's table has {rows:,} rows, none of them padding."
-        )
-    return tag("p", " ".join(sentences))
+def _model(found, config):
+    size, units = found["vocabulary"], found["units"]
+    rows = padded_rows(size) if config.pad_vocab else size
+    share = f"{100 * (rows - size) / rows:.2g} % of them padding" if rows > size else "all in use"
+    text = (
+        f"{found['parameters']:,} parameters. {size:,} {units}, in tables of {rows:,} rows: {share}"
+    )
+    return tag("p", text, "." if rows == size else ", which lets products run in whole tiles.")
 
 
 def _environment(folder, starts):

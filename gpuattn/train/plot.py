@@ -156,7 +156,8 @@ def attention_of(translator, sentence, translation=None):
     source = translator.check(sentence)
     if translation is None:
         (translation,) = translator.translate([sentence])
-    target = tokenizer.encode(translation)
+    room = translator.model.config.max_length - 1  # a stutter may take more pieces than it was
+    target = tokenizer.encode(translation)[:room]
     cross = translator.model.attention_maps(source, target)["cross"]
     source_words, source_starts = _words(tokenizer, source)
     target_words, target_starts = _words(tokenizer, target)

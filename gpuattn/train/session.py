@@ -106,7 +106,7 @@ class Session:
         at, trainer = self.trainer.at, self.trainer
         if at.finished and trainer.share() < 1 and self.config.patience == 0:
             at.finished = ""  # asked to go on for longer than before
-        if at.finished:
+        if at.finished and self.folder.metrics.read("end"):
             self.report.say("run", f"finished before, after {at.update:,} updates ({at.finished})")
             return Outcome(True, at.best, at.update)
         self.folder.metrics.rewind(at.update)
@@ -116,11 +116,10 @@ class Session:
             "start", update=at.update, device=trainer.xp.__name__, **self.noted,
             versions=versions(), date=datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds"),
         )  # fmt: skip
-        if not trainer.run(stop, lambda: self._evaluate(stop), self._save):
+        over = trainer.run(stop, lambda: self._evaluate(stop), self._save)
+        if not over or (self.config.average > 1 and not self._average(stop)):
             self.folder.metrics.add("stop", update=at.update, seconds=at.seconds)
             return Outcome(False, at.best, at.update)
-        if self.config.average > 1:
-            self._average(stop)
         trainer.meter.energy(at.spent, now=True)
         self.folder.metrics.add(
             "end", update=at.update, seconds=at.seconds, best=at.best, spent=at.spent
@@ -144,6 +143,8 @@ class Session:
         batches = f" in {config.accumulate} batches" if config.accumulate > 1 else ""
         say("update", f"{self.task.describe_update()}{batches}, for {config.length.describe()}")
         say("folder", str(self.folder.path))
+        for sentence in corpus.warnings:
+            say("warning", sentence)
 
     # ---- evaluating ----
 
@@ -185,7 +186,10 @@ class Session:
         checkpoint.save(path, "state", tensors, metadata)
 
     def _average(self, stop):
-        """Evaluate the mean of the last checkpoints; it becomes ``best`` if it is."""
+        """Evaluate the mean of the last checkpoints; it becomes ``best`` if it is.
+
+        Returns False when stopped meanwhile.
+        """
         trainer, at = self.trainer, self.trainer.at
         own = {name: a.copy() for name, a in trainer.workspace.weights().items()}
         trainer.average = None
@@ -195,6 +199,7 @@ class Session:
         if row is not None and rank(row) > rank(at.best):
             at.best = row
             checkpoint.save(self.folder.path, "best", self.weights, row)
+        return row is not None
 
 
 class _Logged(Report):

@@ -1,7 +1,8 @@
 """The loop: packed batches, loss, gradients into the flat workspace, optimizer, evaluation, saving.
 
 What happens at update n is a function of the config and n, so that a run that was stopped, even by
-force, goes on bit for bit (NumPy; runs given as seconds aside, which go by the clock).
+force, goes on bit for bit (NumPy, and a GPU with ``deterministic``; runs given as seconds aside,
+which go by the clock).
 """
 
 import contextlib
@@ -9,14 +10,15 @@ import dataclasses
 import functools
 import gc
 import time
+from operator import call
 
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
 from gpuattn.errors import CheckpointError, DataError, MemoryLimitError
 from gpuattn.ops.gradient_statistics import read_state
-from gpuattn.optim import OPTIMIZERS, ExponentialAverage, Schedule
+from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
 from gpuattn.train import checkpoint, memory, precision
-from gpuattn.train.device import array_module, batch_to, is_out_of_memory, memory_in_use
+from gpuattn.train.device import array_module, is_out_of_memory, memory_in_use
 from gpuattn.train.feed import DeviceFeed, HostFeed
 from gpuattn.train.graph import Calls, Replays
 from gpuattn.train.meter import SPENT, Meter
@@ -25,6 +27,7 @@ from gpuattn.train.readings import Reading
 from gpuattn.train.report import Progress
 from gpuattn.train.units import AUTO, Length
 from gpuattn.train.workspace import Workspace
+from gpuattn.tuning import tune
 
 AUTO_SECONDS = 45  # between evaluations where epochs are longer and it is the trainer's choice
 AUTO_COST = 10  # and at least so many times what the last evaluation took
@@ -74,8 +77,11 @@ class Trainer:
         self.xp = array_module(device)
         if device == "numpy":
             keep_freed_memory()
+        for _, module in self.model.modules():
+            module.deterministic = config.deterministic
         self.precision = precision.choose(config.precision, device)
         optimizer = OPTIMIZERS[config.optimizer]
+        betas = {"betas": (0.9, config.beta2)} if issubclass(optimizer, AdamW) else {}
         self.workspace = Workspace(
             self.model, device, self.precision.dtype, self.precision.grad_dtype(config.accumulate),
             moments=optimizer.moments, masters=self.precision.masters,
@@ -83,11 +89,11 @@ class Trainer:
         self.optimizer = optimizer(
             self.workspace, weight_decay=config.weight_decay, max_norm=config.clip or None,
             loss_scale=self.precision.loss_scale, growth_interval=self.precision.growth_interval,
-            seed=config.seed,
+            seed=config.seed, **betas,
         )  # fmt: skip
         self.average = ExponentialAverage(self.workspace, config.ema) if config.ema else None
         total = config.length.amount if config.length.unit == "u" else None
-        self.schedule = Schedule(config.schedule, config.lr, config.warmup, total)
+        self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
         self._batches, self._completed = None, (0, 0, 0)
         self._graphs, self._stream = graphs, None
@@ -96,6 +102,7 @@ class Trainer:
         self._start_engine()
         self.meter = Meter(self.xp, self.precision.dtype, task.flops)
         self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
+        self._valid = self.xp.zeros((), "float32")
         self._since = [0, 0]  # updates, target tokens
         self._noted = None  # what the next report says, as soon as it has come from the device
         self._health = self.optimizer.state.read()
@@ -103,13 +110,14 @@ class Trainer:
     def _start_engine(self):
         """Set what feeds the steps and what calls them, anew."""
         self.feed = self.steps = None
+        first = call if self.config.deterministic else tune
         if self._stream is None:
-            self.feed, self.steps = HostFeed(), Calls()
+            self.feed, self.steps = HostFeed(), Calls(first)
             return
         with self._stream:
             say = functools.partial(self.report.say, "graphs")
             self.feed = DeviceFeed(self.task.fixed_shape)
-            self.steps = Replays(say) if self._graphs else Calls()
+            self.steps = Replays(say, first) if self._graphs else Calls(first)
 
     # ---- the run ----
 
@@ -119,9 +127,13 @@ class Trainer:
         ``evaluate()`` returns a row of metrics, or None when stopped meanwhile. ``save(row)`` keeps
         the run after an evaluation, ``save(None)`` at a stop.
         Returns whether the run is over (False: stopped).
+        Raises FloatingPointError, after ``save(None)``, when gradients are not finite for long.
         """
         with self._computing():
-            return self._run(stop, evaluate, save)
+            try:
+                return self._run(stop, evaluate, save)
+            except FloatingPointError as error:
+                raise FloatingPointError(f"{error}. {_saved(save)}") from error
 
     @contextlib.contextmanager
     def _computing(self):
@@ -202,12 +214,12 @@ class Trainer:
             self.xp.get_default_memory_pool().free_all_blocks()
 
     def _evaluate(self, stop, evaluate, save):
-        """Evaluate and save; return False when stopped meanwhile."""
+        """Evaluate and save; return False when stopped meanwhile with updates to come."""
         self._note()
         self._tell(wait=True)
         begin = time.perf_counter()
         row = evaluate()
-        if row is None or stop():
+        if row is None:
             save(None)
             return False
         at = self.at
@@ -224,7 +236,7 @@ class Trainer:
         self.meter.restart()
         self._reported = time.perf_counter()
         at.evaluation = self._reported - begin
-        return True
+        return self._reached_end() or not stop()
 
     def share(self):
         """Return how much of the run is done, 0 to 1."""
@@ -368,15 +380,22 @@ class Trainer:
         facts |= {"loss": float(loss) / tokens, "learning_rate": self._health["learning_rate"]}
         self.report.progress(Progress(**facts))
 
-    def valid_loss(self):
-        """Return the mean cross-entropy per target token of the validation batches, unsmoothed."""
-        total, tokens = 0.0, 0
+    def valid_loss(self, batches=None):
+        """Return the mean cross-entropy per target token of ``batches``, unsmoothed.
+
+        By default those of validation, all of them. To be called while the run evaluates.
+        """
+        tokens = 0
+        self._valid[...] = 0
         with self.model.evaluating():
-            for batch in self.corpus.valid_batches():
-                loss = self.task.loss(batch_to(batch, self.xp))
-                total += tape.raw(loss) * batch.target_tokens
+            for batch in self.corpus.valid_batches() if batches is None else batches:
                 tokens += batch.target_tokens
-        return float(total) / tokens
+                self.feed.load(batch, tokens=batch.target_tokens)
+                self.steps("valid", self.feed.shape, self._add_loss)
+        return float(self._valid) / tokens
+
+    def _add_loss(self):
+        self._valid += tape.raw(self.task.loss(self.feed.batch)) * self.feed.numbers.tokens
 
     # ---- saving ----
 
@@ -410,3 +429,12 @@ class Trainer:
             self.average.updates = self.at.averaged
         self.workspace.load_state_dict(tensors)
         self._health = self.optimizer.state.read()
+
+
+def _saved(save):
+    """Save, and return a sentence about it: parameters with inf or NaN are never written."""
+    try:
+        save(None)
+    except CheckpointError as error:
+        return f"Nothing newer was saved: {error}"
+    return "All is saved as it was then"

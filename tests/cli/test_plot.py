@@ -51,3 +51,9 @@ def test_attention_is_drawn_between_words_and_still_sums_to_one(trained):
     for weights in maps.layers:
         assert weights.shape[1:] == (len(maps.target), 4)
         np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+
+
+def test_a_translation_that_is_too_long_is_cut(trained):
+    translator = load_run(trained, device="numpy")
+    maps = attention_of(translator, "old red cat", "e\N{REPLACEMENT CHARACTER}" * 99)
+    assert maps.layers[0].shape[1:] == (len(maps.target), 4)

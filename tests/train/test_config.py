@@ -61,6 +61,7 @@ def test_values_that_are_none(parse, value):
     ("positions", "Learned", "Did you mean 'learned'"), ("precision", "fp8", "fp16"),
     ("kv_heads", 3, "kv-heads is 3; accepted: a divisor of heads, 4"), ("kv_heads", 0, "kv-heads"),
     ("pad_vocab", "maybe", "pad-vocab: 'maybe' is neither true nor false"),
+    ("deterministic", "yes", "deterministic: 'yes' is neither true nor false"),
 ])  # fmt: skip
 def test_one_wrong_option_is_named(name, value, message):
     with pytest.raises(ConfigError, match=message):
@@ -135,7 +136,7 @@ def test_every_task_has_defaults_that_hold_together(name):
 
 def test_toml_gives_back_the_config(tmp_path):
     layers = {"layers": "3:1", "warmup": "7%", "length": "12ku", "source": 'odd "name"\\ü'}
-    layers |= {"pad_vocab": False, "kv_heads": 2}
+    layers |= {"pad_vocab": False, "kv_heads": 2, "deterministic": True}
     config, origins = resolve(("command line", layers | {"target": "b"}))
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config, origins), encoding="utf-8")

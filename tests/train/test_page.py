@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -136,6 +137,11 @@ def test_a_language_model(tmp_path):
     for words in ("Language model of", "perplexity", "Samples", "characters", "padding"):
         assert words in found.text
     assert "Attention" not in found.text
+    share = 100 * (64 - len(RunFolder(tmp_path / "run").tokenizer())) / 64
+    assert f"in tables of 64 rows: {share:.2g} % of them padding" in found.text
+    unpadded = dataclasses.replace(config, pad_vocab=False, length="1u", warmup=1)
+    train(unpadded, tmp_path / "other", device="numpy")
+    assert "rows: all in use." in read(tmp_path / "other" / page.PAGE).text
 
 
 def test_a_page_that_cannot_be_written_is_a_warning(run, tmp_path, monkeypatch):
@@ -148,6 +154,14 @@ def test_a_page_that_cannot_be_written_is_a_warning(run, tmp_path, monkeypatch):
     config = dataclasses.replace(run[1], length="1u", warmup=1, score_pairs=0)
     assert train(config, tmp_path / "run", device="numpy", report=report).finished
     assert ("warning", "report.html cannot be written: No space left on device") in said
+
+
+def test_damaged_weights_cost_the_maps_alone(run, tmp_path):
+    shutil.copytree(run[0], tmp_path / "run")
+    for path in (tmp_path / "run").glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-100])
+    found = read(write_page(tmp_path / "run"))
+    assert "Samples" in found.text and "Attention" not in found.text
 
 
 # ---- markup and pictures ------------------------------------------------------------------------
