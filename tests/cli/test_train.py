@@ -141,7 +141,7 @@ def test_skipped_lines_are_counted(call, tmp_path, monkeypatch):
     bad_corpora(tmp_path)
     result = call("train", "long", "three", *TINY, "--for", "1u", "--out", "run",
                   "--valid", "three", "three")  # fmt: skip
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.stderr
     assert "1 longer than 40 tokens (line 2 first)" in result.stderr
 
 
