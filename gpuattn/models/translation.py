@@ -31,12 +31,13 @@ class TranslationConfig:
     """The size and kind of a TranslationModel. Raises ConfigError for what does not fit together.
 
     ``vocab``: number of tokens. ``layers``: (encoder, decoder). ``ffn``: width inside the
-    feed-forward networks. ``dropout``: of embeddings, branches and attention probabilities.
-    ``norm``: "pre" or "post". ``positions``: "sinusoidal", "learned", or "rotary" (in the
-    self-attention of both sides). ``activation``: as of ``nn.FeedForward``. ``tied``: one table for
-    source, target and output. ``max_length``: tokens of a sentence on either side, marks included.
-    ``kv_heads``: heads of keys and values, which divide ``heads``; None: as many. ``pad_vocab``:
-    tables have a multiple of 64 rows, which makes products with them faster.
+    feed-forward networks. ``dropout``: of embeddings, branches and, without
+    ``attention_dropout``, attention probabilities. ``norm``: "pre" or "post". ``positions``:
+    "sinusoidal", "learned", or "rotary" (in the self-attention of both sides). ``activation``: as
+    of ``nn.FeedForward``. ``tied``: one table for source, target and output. ``max_length``: tokens
+    of a sentence on either side, marks included. ``kv_heads``: heads of keys and values, which
+    divide ``heads``; None: as many. ``pad_vocab``: tables have a multiple of 64 rows, which makes
+    products with them faster.
     """
 
     vocab: int
@@ -45,6 +46,7 @@ class TranslationConfig:
     layers: tuple[int, int] = (3, 3)
     ffn: int = 1024
     dropout: float = 0.1
+    attention_dropout: float | None = None
     norm: str = "pre"
     positions: str = "sinusoidal"
     activation: str = "relu"
@@ -107,8 +109,9 @@ class TranslationModel(Module):
             "scale": c.d_model**0.5, "dropout": c.dropout, "streams": streams, "rng": rng,
         }  # fmt: skip
         layer = {
-            "kv_heads": c.kv_heads, "rotary": rotary, "dropout": c.dropout, "norm": c.norm,
-            "activation": c.activation, "streams": streams, "rng": rng,
+            "kv_heads": c.kv_heads, "rotary": rotary, "dropout": c.dropout,
+            "attention_dropout": c.attention_dropout, "norm": c.norm, "activation": c.activation,
+            "streams": streams, "rng": rng,
         }  # fmt: skip
         sizes = (c.d_model, c.heads, c.ffn)
         self.source = Embedding(rows, c.d_model, **table)

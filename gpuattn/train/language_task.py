@@ -25,7 +25,7 @@ class LanguageTask(Task):
                 vocab=len(tokenizer), d_model=config.dim, heads=config.heads,
                 layers=config.layers[0], block=config.block, dropout=config.dropout,
                 kv_heads=config.kv_heads, positions=config.positions,
-                activation=config.activation, pad_vocab=config.pad_vocab,
+                activation=config.activation, pad_vocab=config.pad_vocab, bias=config.bias,
             ),
             seed=config.seed,
         )  # fmt: skip

@@ -143,6 +143,8 @@ class Session:
         batches = f" in {config.accumulate} batches" if config.accumulate > 1 else ""
         say("update", f"{self.task.describe_update()}{batches}, for {config.length.describe()}")
         say("folder", str(self.folder.path))
+        for sentence in corpus.warnings:
+            say("warning", sentence)
 
     # ---- evaluating ----
 

@@ -7,7 +7,7 @@ class Task(abc.ABC):
     """The data of a run, its model, and how it is judged.
 
     ``corpus``: has ``loader(epoch)``, ``valid_batches()``, ``tokenizer``, ``facts`` (sentences on
-    what was read) and ``fingerprint``. ``model``: the Module that is trained.
+    what was read), ``warnings`` and ``fingerprint``. ``model``: the Module that is trained.
     ``tokenizer``: the run's, or None to make one.
     """
 

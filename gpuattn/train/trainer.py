@@ -16,9 +16,9 @@ from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
 from gpuattn.errors import CheckpointError, DataError, MemoryLimitError
 from gpuattn.ops.gradient_statistics import read_state
-from gpuattn.optim import OPTIMIZERS, ExponentialAverage, Schedule
+from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
 from gpuattn.train import checkpoint, memory, precision
-from gpuattn.train.device import array_module, batch_to, is_out_of_memory, memory_in_use
+from gpuattn.train.device import array_module, is_out_of_memory, memory_in_use
 from gpuattn.train.feed import DeviceFeed, HostFeed
 from gpuattn.train.graph import Calls, Replays
 from gpuattn.train.meter import SPENT, Meter
@@ -81,6 +81,7 @@ class Trainer:
             module.deterministic = config.deterministic
         self.precision = precision.choose(config.precision, device)
         optimizer = OPTIMIZERS[config.optimizer]
+        betas = {"betas": (0.9, config.beta2)} if issubclass(optimizer, AdamW) else {}
         self.workspace = Workspace(
             self.model, device, self.precision.dtype, self.precision.grad_dtype(config.accumulate),
             moments=optimizer.moments, masters=self.precision.masters,
@@ -88,11 +89,11 @@ class Trainer:
         self.optimizer = optimizer(
             self.workspace, weight_decay=config.weight_decay, max_norm=config.clip or None,
             loss_scale=self.precision.loss_scale, growth_interval=self.precision.growth_interval,
-            seed=config.seed,
+            seed=config.seed, **betas,
         )  # fmt: skip
         self.average = ExponentialAverage(self.workspace, config.ema) if config.ema else None
         total = config.length.amount if config.length.unit == "u" else None
-        self.schedule = Schedule(config.schedule, config.lr, config.warmup, total)
+        self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
         self._batches, self._completed = None, (0, 0, 0)
         self._graphs, self._stream = graphs, None
@@ -101,6 +102,7 @@ class Trainer:
         self._start_engine()
         self.meter = Meter(self.xp, self.precision.dtype, task.flops)
         self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
+        self._valid = self.xp.zeros((), "float32")
         self._since = [0, 0]  # updates, target tokens
         self._noted = None  # what the next report says, as soon as it has come from the device
         self._health = self.optimizer.state.read()
@@ -378,15 +380,22 @@ class Trainer:
         facts |= {"loss": float(loss) / tokens, "learning_rate": self._health["learning_rate"]}
         self.report.progress(Progress(**facts))
 
-    def valid_loss(self):
-        """Return the mean cross-entropy per target token of the validation batches, unsmoothed."""
-        total, tokens = 0.0, 0
+    def valid_loss(self, batches=None):
+        """Return the mean cross-entropy per target token of ``batches``, unsmoothed.
+
+        By default those of validation, all of them. To be called while the run evaluates.
+        """
+        tokens = 0
+        self._valid[...] = 0
         with self.model.evaluating():
-            for batch in self.corpus.valid_batches():
-                loss = self.task.loss(batch_to(batch, self.xp))
-                total += tape.raw(loss) * batch.target_tokens
+            for batch in self.corpus.valid_batches() if batches is None else batches:
                 tokens += batch.target_tokens
-        return float(total) / tokens
+                self.feed.load(batch, tokens=batch.target_tokens)
+                self.steps("valid", self.feed.shape, self._add_loss)
+        return float(self._valid) / tokens
+
+    def _add_loss(self):
+        self._valid += tape.raw(self.task.loss(self.feed.batch)) * self.feed.numbers.tokens
 
     # ---- saving ----
 

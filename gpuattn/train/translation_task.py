@@ -24,7 +24,8 @@ class TranslationTask(Task):
         return TranslationModel(
             TranslationConfig(
                 vocab=len(tokenizer), d_model=config.dim, heads=config.heads, layers=config.layers,
-                ffn=config.ffn, dropout=config.dropout, norm=config.norm,
+                ffn=config.ffn, dropout=config.dropout,
+                attention_dropout=config.attention_dropout, norm=config.norm,
                 positions=config.positions, activation=config.activation,
                 max_length=config.max_len + 1, kv_heads=config.kv_heads,
                 pad_vocab=config.pad_vocab,
@@ -40,7 +41,9 @@ class TranslationTask(Task):
         return f"{'+'.join(map(str, self.config.layers))} layers, width {self.config.dim}"
 
     def describe_update(self):
-        return f"up to {self.config.batch * self.config.accumulate:,} tokens on a side"
+        tokens = self.config.batch * self.config.accumulate
+        fill = self.corpus.loader(0).fill(0)
+        return f"up to {tokens:,} tokens on a side, {fill:.0%} of it filled"
 
     def fixed_shape(self, batch):
         return fixed_shape(batch, self.config.batch, self.config.max_len + 1)

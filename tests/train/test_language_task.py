@@ -62,6 +62,12 @@ def test_the_end_of_a_text_is_held_out(config, tmp_path):
     assert other.fingerprint != corpus.fingerprint
 
 
+def test_a_text_of_one_batch_is_told(config):
+    assert not TextCorpus(dataclasses.replace(config, batch=64)).warnings
+    (warning,) = TextCorpus(dataclasses.replace(config, batch=1000)).warnings
+    assert "all of the text is one batch" in warning and "Try --batch" in warning
+
+
 def test_subwords_spell_the_text(config, tmp_path):
     text = "  Two words,\n\nand a l\u00f6ng line\r\n" + "word " * 900 + "\n"
     (tmp_path / "text").write_text(text, newline="")

@@ -218,6 +218,12 @@ def test_the_loss_of_guessing_by_frequency_is_said(config):
     assert f"by frequency {-(p * np.log(p)).sum():.2f}" in corpus.facts[1]
 
 
+def test_a_corpus_of_one_batch_is_told(config):
+    assert not Corpus(config).warnings
+    (warning,) = Corpus(dataclasses.replace(config, batch=9000)).warnings
+    assert "all of the text is one batch" in warning and "Try --batch" in warning
+
+
 def test_averages_are_kept_and_used(config, tmp_path):
     config = dataclasses.replace(config, eval_every="3u", average=3, ema=0.9, score_pairs=0)
     train(config, tmp_path / "run", device="numpy")
