@@ -16,6 +16,7 @@ from gpuattn.train.metrics import write_text
 from gpuattn.train.page import PROFILE
 from gpuattn.train.plot import import_pyplot
 from gpuattn.train.run import TASKS, RunFolder
+from gpuattn.train.units import AUTO
 
 GROUPS = ("Data", "Model", "Optimisation")  # of gpuattn train's options
 EPILOG = """\b
@@ -51,6 +52,8 @@ def command(ctx, what, plot, path, config_file, device, **values):
         config, tokenizer = run.config(), run.tokenizer()
     else:
         config, tokenizer = resolved(ctx, what, None, config_file, values, chosen)[0], None
+    if config.batch == AUTO:
+        raise click.UsageError("--batch auto is what a run finds for itself: give a number here")
     document = profile(TASKS[config.model](replace(config, accumulate=1), tokenizer), chosen)
     for file in filter(None, (run and run.path / PROFILE, path and Path(path))):
         write_text(file, json.dumps(document, indent=1))

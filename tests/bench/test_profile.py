@@ -1,5 +1,6 @@
 """gpuattn profile: every op once, what it computes and moves, and the parts make the whole."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -118,6 +119,17 @@ def test_a_profile_on_numpy(tmp_path, model):
     document = json.loads(json.dumps(profile.profile(task, "numpy")))
     check(document, task)
     assert sum(row["us"] for row in document["rows"]) == pytest.approx(document["step_us"])
+
+
+def test_what_is_computed_again_is_seen(tmp_path):
+    counts = {}
+    for level in ("none", "block"):
+        config = dataclasses.replace(task_of(tmp_path, "gpt2").config, checkpoint=level)
+        document = profile.profile(TASKS["gpt2"](config), "numpy")
+        rows = {(row["op"], row["direction"]): row["calls"] for row in document["rows"]}
+        counts[level] = rows["linear", "forward"], rows["linear", "backward"]
+        assert "checkpoint" not in {op for op, _ in rows}
+    assert counts["block"][0] > counts["none"][0] and counts["block"][1] == counts["none"][1]
 
 
 def check(document, task):

@@ -59,6 +59,8 @@ def test_what_cannot_be_profiled_or_reported(call, tmp_path):
     assert result.exit_code == 2 and "is one file" in result.stderr
     result = call("profile", "toyy", "--device", "numpy")
     assert result.exit_code == 2 and "Did you mean 'toy'" in result.stderr
+    result = call("profile", "toy", "--batch", "auto", "--device", "numpy")
+    assert result.exit_code == 2 and "give a number" in result.stderr
     result = call("report", tmp_path)
     assert result.exit_code == 1 and "no config.toml" in result.stderr
 
