@@ -4,12 +4,13 @@
 // Launch:    grid = (ceil(tokens / (BLOCK / (packs * lanes))),), block = (BLOCK,). A thread takes a pack of a token,
 //            8 numbers if VECTOR, else a pair, in every `lanes`-th head of q and k together: sine and cosine once.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/attention.cuh"
+#include "common/grid_dependency.cuh"
 #include "common/pack.cuh"
 
 constexpr int NUMBERS = VECTOR ? 8 : 2, PAIRS = NUMBERS / 2;
 constexpr int HEADS = 4;  // that a thread has on their way at a time
 
-struct Strides { long long batch, row, head, column; };  // in elements
 struct Rates { float2 of[128]; };  // turns at position 1 of each pair, as the sum of two floats
 
 using Some = Pack<scalar, NUMBERS>;
@@ -40,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) rotary(
     const Strides k_strides,
     const Strides q_out_strides,
     const Strides k_out_strides,
-    const int* __restrict__ positions,  // (batches * rows,), or null: each row's number
+    const int* positions,               // (batches * rows,), or null: each row's number
     const __grid_constant__ Rates rates,
     int tokens,                         // batches * rows
     int rows,
@@ -49,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) rotary(
     int packs,                          // of a head
     int lanes,
     float direction) {                  // 1, or -1 to turn back
+    grid_dependency_wait();
     const int group = packs * lanes, slot = threadIdx.x / group, within = threadIdx.x % group;
     const int pack = within % packs, lane = within / packs;
     const int token = blockIdx.x * (BLOCK / group) + slot;

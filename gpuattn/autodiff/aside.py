@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 
 from gpuattn.arrays import import_cupy, on_gpu
+from gpuattn.autodiff.watch import is_watched
 
 AHEAD = 4  # blocks at most that the current stream has not waited for: they keep their arrays alive
 _helper = contextvars.ContextVar("gpuattn_aside", default=None)
@@ -47,8 +48,11 @@ class _Helper:
 
 @contextlib.contextmanager
 def allowed(like):
-    """Let ``beside`` blocks inside run aside if ``like`` is on a GPU; wait for all at the end."""
-    if not on_gpu(like):
+    """Let ``beside`` blocks inside run aside if ``like`` is on a GPU; wait for all at the end.
+
+    Not where ops are watched: what is timed by itself runs by itself.
+    """
+    if is_watched() or not on_gpu(like):
         yield
         return
     helper = _Helper(import_cupy())
@@ -78,3 +82,10 @@ def settle(place):
     if helper is not None:
         here = (i for i, (*_, to) in enumerate(helper.running) if place.data.ptr in to)
         helper.wait(max(here, default=-1) + 1)
+
+
+def settle_all():
+    """Let what comes next wait for all that runs aside: what that read is free again."""
+    helper = _helper.get()
+    if helper is not None:
+        helper.wait(len(helper.running))

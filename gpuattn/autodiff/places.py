@@ -9,17 +9,18 @@ class Places:
     """The arrays that gradients go into, in one walk of the tape.
 
     A place is given away once: whoever comes second brings an array of its own, and what was added
-    up is copied. ``ends``: ids of Boxes that the walk does not go beyond.
+    up is copied. ``kept``: keys (``tape.key``) of Boxes whose gradients are asked for, or where the
+    walk ends: they have no place, as others work on in it.
     """
 
-    def __init__(self, ends=()):
-        self.ends = ends
+    def __init__(self, kept=()):
+        self.kept = kept
         self.known = {}  # node -> arrays for its inputs, arrays for its outputs: see impls.Impl
 
     def take(self, x):
         """Return the array for the gradient of a Box ``x``, or None."""
         node = getattr(x, "node", None)
-        if node is None or node.impl.places is None or id(x) in self.ends:
+        if node is None or node.impl.places is None or (node, x.index) in self.kept:
             return None
         if node not in self.known:
             into = [self.take(part) for part in node.inputs]

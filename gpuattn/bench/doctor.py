@@ -1,7 +1,6 @@
 """What works on this machine, and the remedy for what does not."""
 
 import contextlib
-import importlib.metadata
 import io
 import os
 import platform
@@ -14,12 +13,8 @@ import numpy as np
 
 from gpuattn import cublaslt, kernels
 from gpuattn.errors import DeviceMissingError, KernelCompileError
+from gpuattn.train.device import version_of, versions
 
-LIBRARIES = (
-    "numpy", "ml_dtypes", "click", "rich", "safetensors", "sentencepiece", "sacrebleu",
-    "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "nvmath-python",
-    "cuda-bindings", "nvidia-ml-py", "nvidia-cuda-nvrtc", "mpi4py",
-)  # fmt: skip
 PROBE = """
 extern "C" __global__ void probe(float* y) { y[threadIdx.x] = 2.f * threadIdx.x; }
 """
@@ -44,20 +39,6 @@ def examine():
 def as_dict(checks):
     """Return the checks and every version as plain data, for bug reports."""
     return {"checks": [asdict(check) for check in checks], "versions": versions()}
-
-
-def versions():
-    """Return ``{distribution: version}`` of what is installed."""
-    found = {"gpuattn": _version("gpuattn"), "python": platform.python_version()}
-    found.update({name: _version(name) for name in LIBRARIES})
-    return {name: version for name, version in found.items() if version}
-
-
-def _version(name):
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _python():
@@ -193,17 +174,19 @@ def _graphs():
 
 
 def _numba():
-    if _version("numba-cuda") is None:
+    if version_of("numba-cuda") is None:
         remedy = "pip install 'gpuattn[cuda13x]'"
         return Check("numba", "missing", "no numba-cuda: the readable forms are off", remedy)
-    return Check("numba", "ok", f"numba {_version('numba')}, numba-cuda {_version('numba-cuda')}")
+    return Check(
+        "numba", "ok", f"numba {version_of('numba')}, numba-cuda {version_of('numba-cuda')}"
+    )
 
 
 def _gemm():
     library, reason = cublaslt.library()
     if library is None:
         remedy = "pip install 'gpuattn[cuda13x]'"
-        if _version("nvmath-python") is None:
+        if version_of("nvmath-python") is None:
             reason = "no nvmath-python"
         else:
             remedy = f"{remedy}, which brings cuBLAS, and a driver for it"
@@ -217,7 +200,7 @@ def _gemm():
     except RuntimeError as error:
         return Check("nvmath", "broken", str(error), "pip install 'gpuattn[cuda12x]' or [cuda13x]")
     version = library.get_version()
-    detail = f"nvmath-python {_version('nvmath-python')}, cuBLASLt {version // 10000}"
+    detail = f"nvmath-python {version_of('nvmath-python')}, cuBLASLt {version // 10000}"
     return Check("nvmath", "ok", f"{detail}.{version % 10000 // 100}.{version % 100}")
 
 

@@ -94,7 +94,12 @@ def _check(op, args, kwargs, impl, dtype):
 
 
 def document(rows, command, xp, ceilings=None):
-    """Return rows with what makes them evidence: machine, versions, date, commit, ceilings."""
+    """Return rows with what makes them evidence: ``origin``, ceilings."""
+    return origin(command, xp) | {"ceilings": ceilings or timing.ceilings(xp), "rows": rows}
+
+
+def origin(command, xp):
+    """Return where results come from: machine, versions, date, commit, command."""
     gpu = driver = None
     if xp is not np:
         runtime = xp.cuda.runtime
@@ -103,8 +108,7 @@ def document(rows, command, xp, ceilings=None):
     return {
         "gpu": gpu, "driver": driver, "versions": versions(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": _commit(),
-        "digest": digest(), "command": command, "ceilings": ceilings or timing.ceilings(xp),
-        "rows": rows,
+        "digest": digest(), "command": command,
     }  # fmt: skip
 
 

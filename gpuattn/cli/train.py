@@ -47,17 +47,23 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "layers": ("N[:N]", "4, or 4:2 for encoder and decoder."),
         "ffn": ("N", "Width inside the feed-forward networks; of gpt2 it is 4 * dim."),
         "block": ("N", "Tokens that gpt2 sees."),
+        "bias": ("", "Whether linear layers and norms of gpt2 add one."),
         "dropout": ("P", "Share of activations set to zero."),
+        "attention_dropout": ("P", "Likewise of attention probabilities; of gpt2 it is --dropout."),
         "norm": ("", "Normalise before or after each branch."),
         "positions": ("", "How tokens know their place; of gpt2 learned or rotary."),
         "activation": ("", "In the feed-forward networks; swiglu adds a third matrix."),
         "pad_vocab": ("", "Bring the vocabulary's tables to a multiple of 64 rows: faster."),
     },
     "Optimisation": {
-        "batch": ("N", "Tokens of a batch on its longer side, such as 8k."),
+        "batch": ("N|auto", "Tokens of a batch on its longer side, such as 8k; auto: what fits."),
+        "batching": ("", "Sentences end to end, or padded to one length: sorted, or at random."),
         "accumulate": ("N", "Batches summed for an update."),
+        "checkpoint": ("", "Saves memory: computes layers twice; full: logits in slices, too."),
         "optimizer": ("", "What updates the parameters."),
+        "beta2": ("P", "Decay of the mean squared gradient, of adamw and adam."),
         "lr": ("X", "Largest learning rate."),
+        "lr_floor": ("P", "Share of lr where cosine and linear end."),
         "schedule": ("", "How it falls after the warm-up."),
         "warmup": ("N|P%", "Updates, or a share of the run such as 5%."),
         "label_smoothing": ("P", "Share given to all words alike."),
@@ -138,8 +144,8 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
     lines are translations of each other. Or train a language model, on one text: --lm FILE.
     Ctrl-C saves; the same command goes on."""
-    layers = _layers(ctx, what, valid, config_file, values)
-    config, origins = resolve(*layers, device=choose_device(device)[0])
+    chosen = choose_device(device)[0]
+    config, origins = resolved(ctx, what, valid, config_file, values, chosen)
     name = Path(config.lm).name.split(".")[0] if config.lm else config.task
     if out is None and not name:
         raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
@@ -150,13 +156,13 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
         try:
             outcome = train(
                 config, out, origins=origins, device=device, report=report, stop=stop,
-                overwrite=overwrite,
+                overwrite=overwrite, command=_typed(ctx),
             )  # fmt: skip
         finally:
             report.close()
     if not outcome.finished:
-        again = shlex.join(["gpuattn", "train", *_without_overwrite(ctx.meta["arguments"])])
-        report.say("stopped", f"after update {outcome.update:,}; all is saved. Go on: {again}")
+        done = f"after update {outcome.update:,}; all is saved"
+        report.say("stopped", f"{done}. Go on: {_typed(ctx)}")
         sys.exit(stop.exit_code)
     report.say("done", describe(outcome.best))
     command = f"{TASKS[config.model].command} {out}"
@@ -164,11 +170,17 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
     report.say("next", text + command)
 
 
-command.params[1:1] = [
-    _option(name, group, *shown)
-    for group, options in HELP.items()
-    for name, shown in options.items()
-]
+def options_of(group):
+    """Return the click options under one heading of HELP."""
+    return [_option(name, group, *shown) for name, shown in HELP[group].items()]
+
+
+command.params[1:1] = [option for group in HELP for option in options_of(group)]
+
+
+def resolved(ctx, what, valid, config_file, values, device):
+    """Return ``train.config.resolve`` of what a command was given, for "numpy" or "cuda"."""
+    return resolve(*_layers(ctx, what, valid, config_file, values), device=device)
 
 
 def _layers(ctx, what, valid, config_file, values):
@@ -219,5 +231,7 @@ def _example(config):
         return "..."
 
 
-def _without_overwrite(arguments):
-    return [argument for argument in arguments if argument != "--overwrite"]
+def _typed(ctx):
+    """Return the command line that was given, as it goes on with the run."""
+    kept = [argument for argument in ctx.meta["arguments"] if argument != "--overwrite"]
+    return shlex.join(["gpuattn", "train", *kept])

@@ -1,4 +1,5 @@
-"""Packed batches: sentences laid end to end up to a budget of tokens, without padding.
+"""Packed batches: sentences laid end to end up to a budget of tokens, without padding; and, to see
+what that gains, padded ones.
 
 What comes out depends on (seed, epoch, rank, world) only, so that a run resumes exactly from the
 number of batches it has taken.
@@ -11,10 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpuattn.data.tokenizer import BOS, EOS
-from gpuattn.errors import ConfigError, DataError
+from gpuattn.data.tokenizer import BOS, EOS, PAD
+from gpuattn.errors import ConfigError, DataError, problem
 
 POOL_BATCHES = 64
+IGNORED = -100  # the label that ``cross_entropy`` leaves out
+BATCHING = ("packed", "bucketed", "padded")
 
 
 class TokenOrder(NamedTuple):
@@ -38,7 +41,9 @@ class Batch:
     and ``labels`` (Nt,) are the tokens that follow, ``eos`` last. Sentence i is the slice
     ``cu_source[i] : cu_source[i + 1]``, and likewise ``cu_target``; both are (B + 1,).
     ``sentences`` (B,) are indices into the loader's pairs. ``source_tokens``, ``target_tokens``:
-    how many count; a batch of a fixed shape has more, see ``fixed_shape``.
+    how many count; a batch of a fixed shape has more, see ``fixed_shape``. So has a padded one,
+    where each sentence is followed by one of padding, which no other sees: both offsets are
+    (2B + 1,), and labels of padding are ``IGNORED``.
     """
 
     source: np.ndarray
@@ -72,17 +77,22 @@ class PackedLoader:
 
     ``pairs``: a list of (source ids, target ids), without ``bos`` and ``eos``. ``tokens``: the
     budget of a batch; neither its source nor its target side has more, marks included.
-    ``world``: how many ranks share the batches; ``rank`` is this one. ``bucket``: put sentences of
-    near-equal length together, in a random order of batches.
+    ``world``: how many ranks share the batches; ``rank`` is this one. ``batching``: "packed" puts
+    sentences of near-equal length together, in a random order of batches. The other two are
+    rectangles, each side of a sentence filled with padding to the longest of the batch, which
+    counts in the budget: "bucketed" ones of sorted sentences, "padded" ones in random order.
 
     Each epoch holds each pair once over all ranks, and every rank gets as many batches.
     Raises ConfigError when the budget is smaller than the longest sentence, DataError when there
     are fewer pairs than ranks.
     """
 
-    def __init__(self, pairs, tokens, seed, rank=0, world=1, bucket=True):
+    def __init__(self, pairs, tokens, seed, rank=0, world=1, batching="packed"):
         if not 0 <= rank < world:
             raise ConfigError(f"PackedLoader: rank is {rank}; accepted: 0 to {world - 1}")
+        if batching not in BATCHING:
+            accepted = ", ".join(BATCHING)
+            raise ConfigError(problem("PackedLoader", "batching", repr(batching), accepted))
         if len(pairs) < world:
             raise DataError(
                 f"PackedLoader: {len(pairs)} pairs for {world} ranks; one each is needed"
@@ -100,7 +110,7 @@ class PackedLoader:
         self.seed = seed
         self.rank = rank
         self.world = world
-        self.bucket = bucket
+        self.batching = batching
         self._planned = (None, None)
 
     def epoch(self, number, start=0):
@@ -124,26 +134,27 @@ class PackedLoader:
         if self._planned[0] != number:
             rng = np.random.Generator(np.random.Philox([self.seed, number]))
             waiting = rng.permutation(len(self._sizes))
-            plan = self._pack(waiting, rng) if self.bucket else self._cut(waiting)
+            if self.batching == "bucketed":
+                waiting = waiting[np.argsort(self._sizes[waiting], kind="stable")]
+            packed = self.batching == "packed"
+            plan = self._pack(waiting) if packed else self._rectangles(waiting)
+            if self.batching != "padded":
+                plan = [plan[i] for i in rng.permutation(len(plan))]
             self._planned = (number, _divide(plan, self.world))
         return self._planned[1]
 
-    def _cut(self, waiting):
-        """Return batches of consecutive sentences, each as long as the budget allows."""
-        ends = [np.cumsum(side.lengths[waiting]) for side in (self._source, self._target)]
-        plan, begin = [], 0
-        while begin < len(waiting):
-            used = [end[begin - 1] if begin else 0 for end in ends]
-            end = min(
-                int(np.searchsorted(end, done + self.tokens, "right"))
-                for end, done in zip(ends, used, strict=True)
-            )
-            plan.append(waiting[begin:end])
-            begin = end
-        return plan
+    def _rectangles(self, waiting):
+        """Return batches of consecutive sentences, as many as the budget has padded room for."""
+        plan, begin, longest = [], 0, 0
+        for i, size in enumerate(self._sizes[waiting].tolist()):
+            longest = max(longest, size)
+            if (i + 1 - begin) * longest > self.tokens:
+                plan.append(waiting[begin:i])
+                begin, longest = i, size
+        return [*plan, waiting[begin:]]
 
-    def _pack(self, waiting, rng):
-        """Return batches of near-equal lengths, pool by pool, in a random order."""
+    def _pack(self, waiting):
+        """Return batches of near-equal lengths, pool by pool."""
         share = int(POOL_BATCHES * self.tokens / self._sizes.mean()) + 1
         plan, left = [], waiting[:0]
         for begin in range(0, len(waiting), share):
@@ -153,35 +164,46 @@ class PackedLoader:
             # The pool's last batch is the one that is not full: it waits for the next pool.
             left = packed.pop()
             plan += packed
-        plan.append(left)
-        return [plan[i] for i in rng.permutation(len(plan))]
+        return [*plan, left]
 
     def _best_fit(self, pool):
-        """Put each sentence of ``pool``, longest first, into the fullest batch that can take it."""
-        source, target = self._source.lengths[pool].tolist(), self._target.lengths[pool].tolist()
+        """Put the sentences of ``pool``, longest first, into the fullest batch that can take them.
+
+        Those of one size go together, as many as fit: what remains is a loop over sizes.
+        """
+        ends = (np.flatnonzero(np.diff(self._sizes[pool], append=0)) + 1).tolist()
+        totals = [np.cumsum(side.lengths[pool]) for side in (self._source, self._target)]
         batches = []
         # (room, batch) in ascending order; the room is that of the fuller side, so that what fits
         # it fits both. ``sides`` holds the room of both.
-        rooms, sides = [], []
-        for sentence, ns, nt in zip(pool.tolist(), source, target, strict=True):
-            at = bisect_left(rooms, (max(ns, nt),))
-            if at == len(rooms):
-                batch = len(batches)
-                batches.append([])
-                sides.append((self.tokens, self.tokens))
-            else:
-                batch = rooms.pop(at)[1]
-            batches[batch].append(sentence)
-            room = sides[batch] = (sides[batch][0] - ns, sides[batch][1] - nt)
-            insort(rooms, (min(room), batch))
-        return [np.array(batch) for batch in batches]
+        rooms, sides, begin, done = [], [], 0, [0, 0]
+        for end in ends:
+            size = int(self._sizes[pool[begin]])
+            while begin < end:
+                at = bisect_left(rooms, (size,))
+                if at == len(rooms):
+                    batch = len(batches)
+                    batches.append([])
+                    sides.append([self.tokens, self.tokens])
+                else:
+                    batch = rooms.pop(at)[1]
+                most = [a + b for a, b in zip(done, sides[batch], strict=True)]
+                fit = [np.searchsorted(t, n, "right") for t, n in zip(totals, most, strict=True)]
+                stop = min(end, *map(int, fit))
+                batches[batch].append(pool[begin:stop])
+                begin, done = stop, [int(total[stop - 1]) for total in totals]
+                room = sides[batch] = [a - b for a, b in zip(most, done, strict=True)]
+                insort(rooms, (min(room), batch))
+        return [np.concatenate(parts) for parts in batches]
 
     def _batch(self, sentences):
-        source, source_positions, cu_source = self._source.gather(sentences)
-        labels, target_positions, cu_target = self._target.gather(sentences)
+        padded = self.batching != "packed"
+        source, source_positions, cu_source = self._source.gather(sentences, PAD, padded)
+        labels, target_positions, cu_target = self._target.gather(sentences, IGNORED, padded)
         target_in = np.empty_like(labels)
         target_in[1:] = labels[:-1]
-        target_in[cu_target[:-1]] = BOS
+        target_in[labels == IGNORED] = PAD
+        target_in[cu_target[: -1 : 1 + padded]] = BOS
         return Batch(
             source=source,
             source_positions=source_positions,
@@ -195,8 +217,8 @@ class PackedLoader:
             max_target=int(np.diff(cu_target).max()),
             target_order=token_order(target_in),
             sentences=sentences.astype(np.int32),
-            source_tokens=len(source),
-            target_tokens=len(labels),
+            source_tokens=int(self._source.lengths[sentences].sum()),
+            target_tokens=int(self._target.lengths[sentences].sum()),
         )
 
 
@@ -210,12 +232,21 @@ class _Rows:
         flat = chain.from_iterable(chain(row, (EOS,)) for row in rows)
         self.flat = np.fromiter(flat, np.int32, total)
 
-    def gather(self, rows):
-        """Return these rows end to end, the position of each token in its row, and the bounds."""
-        lengths = self.lengths[rows]
+    def gather(self, rows, padding, padded):
+        """Return these rows end to end, the position of each token in its row, and the bounds.
+
+        ``padded``: behind each row comes one of the id ``padding``, so that every pair of rows has
+        the length of the longest.
+        """
+        starts, lengths = self.starts[rows], self.lengths[rows]
+        if padded:
+            starts = np.stack([starts, np.zeros_like(starts)], 1).ravel()
+            lengths = np.stack([lengths, lengths.max() - lengths], 1).ravel()
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
-        flat = self.flat[np.repeat(self.starts[rows], lengths) + positions]
+        flat = self.flat[np.repeat(starts, lengths) + positions]
+        if padded:
+            flat[np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)] = padding
         return flat, positions.astype(np.int32), bounds.astype(np.int32)
 
 
@@ -225,7 +256,9 @@ def token_order(ids):
     keys = ids.astype(np.uint16) if ids.max(initial=0) < 1 << 16 else ids
     order = np.argsort(keys, kind="stable").astype(np.int32)
     sorted_ids = ids[order]
-    segments = np.flatnonzero(np.diff(sorted_ids, prepend=-1)).astype(np.int32)
+    first = np.ones(len(ids), bool)
+    np.not_equal(sorted_ids[1:], sorted_ids[:-1], out=first[1:])
+    segments = np.flatnonzero(first).astype(np.int32)
     return TokenOrder(order, segments, sorted_ids[segments])
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from gpuattn.data.batching import TokenOrder
+from gpuattn.data.batching import IGNORED, TokenOrder
 from gpuattn.data.tokenizer import PAD
 
-IGNORED = -100  # the label that ``cross_entropy`` leaves out
 SENTENCES, LENGTH = 128, 32  # counts of sentences and greatest lengths are multiples of these
+PARTS = 16  # sides of rectangles are multiples of such a part of the budget
 
 
 def fixed_shape(batch, tokens, longest):
@@ -20,12 +20,17 @@ def fixed_shape(batch, tokens, longest):
 
     ``tokens``: the budget, at least what the batch has. ``longest``: what no sentence exceeds.
     The number of sentences and the greatest lengths are rounded up, so that they seldom differ.
+    With padding in the batch already, a side is not filled to the budget, but rounded up as well:
+    one side may be far shorter than the other.
     The fields ``source_tokens`` and ``target_tokens`` still say how many count.
     """
     limits = [min(longest, _up(most, LENGTH)) for most in (batch.max_source, batch.max_target)]
-    rest = [tokens - len(side) for side in (batch.source, batch.labels)]
+    sizes = [len(batch.source), len(batch.labels)]
+    padded = sizes != [batch.source_tokens, batch.target_tokens]
+    full = [min(tokens, _up(n, -(-tokens // PARTS))) if padded else tokens for n in sizes]
+    rest = [n - size for n, size in zip(full, sizes, strict=True)]
     more = max(-(-n // limit) for n, limit in zip(rest, limits, strict=True))
-    sentences = _up(len(batch.sentences) + more, SENTENCES)
+    sentences = _up(len(batch.cu_source) - 1 + more, SENTENCES)
     source, source_positions, cu_source = _filled(
         rest[0], limits[0], sentences, batch.source, batch.source_positions, batch.cu_source
     )
@@ -35,9 +40,9 @@ def fixed_shape(batch, tokens, longest):
     return replace(
         batch,
         source=source, source_positions=source_positions, cu_source=cu_source,
-        max_source=limits[0], source_order=_order(batch.source_order, tokens), target_in=target_in,
-        target_positions=target_positions, labels=_padded(batch.labels, tokens, IGNORED),
-        cu_target=cu_target, max_target=limits[1], target_order=_order(batch.target_order, tokens),
+        max_source=limits[0], source_order=_order(batch.source_order, full[0]), target_in=target_in,
+        target_positions=target_positions, labels=_padded(batch.labels, full[1], IGNORED),
+        cu_target=cu_target, max_target=limits[1], target_order=_order(batch.target_order, full[1]),
     )  # fmt: skip
 
 

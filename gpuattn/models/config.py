@@ -8,6 +8,9 @@ CHOICES = {
     "positions": ("sinusoidal", "learned", "rotary"),
     "activation": ("relu", "gelu", "gelu_exact", "swiglu"),
 }
+# What is computed again in the backward pass to save memory: nothing; layers, of which only the
+# inputs are kept; with "full", no more than a slice of the logits exists at a time, too.
+CHECKPOINT = ("none", "block", "full")
 
 
 def padded_rows(vocab):

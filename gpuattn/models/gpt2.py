@@ -19,6 +19,7 @@ from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerEncoderLayer, run_layers
 from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.linear import linear
+from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
 
 STD = 0.02  # of the initial weights
 POSITIONS = "learned", "rotary"  # a sinusoidal table would drown embeddings of that size
@@ -55,7 +56,10 @@ class GPT2(Module):
 
     The embedding table has its rows padded to a multiple of 64, unless ``pad_vocab`` is False.
     ``random``: the RandomState that all dropout reads; move ``random.step`` on with each update.
+    ``checkpoint``: one of ``models.config.CHECKPOINT``.
     """
+
+    checkpoint = "none"
 
     def __init__(self, config, seed=0):
         self.config = c = config
@@ -97,7 +101,10 @@ class GPT2(Module):
             got, accepted = f"{tokens.shape[-1]} tokens", f"up to block, {self.config.block}"
             raise ValueError(problem("GPT2", "tokens", got, accepted, "Give the last ones only."))
         x = self.embedding(tokens, positions, order=order)
-        return run_layers(self.layers, self.norm, x, caches=caches, positions=positions)
+        return run_layers(
+            self.layers, self.norm, x, caches=caches, positions=positions,
+            recompute=self.checkpoint != "none",
+        )  # fmt: skip
 
     def head(self, states):
         """Return (..., padded vocabulary) for states (..., d_model)."""
@@ -113,10 +120,13 @@ class GPT2(Module):
         ``dloss``: what backward will be called with, see ``cross_entropy``. ``order``: as in
         ``states``; without it tokens are sorted on the spot, which no CUDA graph can do.
         """
-        return cross_entropy(
-            self.head(self.states(tokens, order=order)), labels, vocab_size=self.config.vocab,
-            label_smoothing=label_smoothing, donate=True, dloss=dloss,
-        )  # fmt: skip
+        states = self.states(tokens, order=order)
+        settings = {
+            "vocab_size": self.config.vocab, "label_smoothing": label_smoothing, "dloss": dloss,
+        }  # fmt: skip
+        if self.checkpoint == "full" or not self.training:
+            return linear_cross_entropy(states, self.embedding.weight, labels, **settings)
+        return cross_entropy(self.head(states), labels, donate=True, **settings)
 
     def stepper(self, prompt, max_length, beam=1, kv_cache=True):
         """Return a Stepper that continues int prompts (B, P), P >= 1, by ``max_length`` tokens.

@@ -23,6 +23,7 @@ from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer, run_layers
 from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.linear import linear
+from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,13 @@ class TranslationConfig:
     """The size and kind of a TranslationModel. Raises ConfigError for what does not fit together.
 
     ``vocab``: number of tokens. ``layers``: (encoder, decoder). ``ffn``: width inside the
-    feed-forward networks. ``dropout``: of embeddings, branches and attention probabilities.
-    ``norm``: "pre" or "post". ``positions``: "sinusoidal", "learned", or "rotary" (in the
-    self-attention of both sides). ``activation``: as of ``nn.FeedForward``. ``tied``: one table for
-    source, target and output. ``max_length``: tokens of a sentence on either side, marks included.
-    ``kv_heads``: heads of keys and values, which divide ``heads``; None: as many. ``pad_vocab``:
-    tables have a multiple of 64 rows, which makes products with them faster.
+    feed-forward networks. ``dropout``: of embeddings, branches and, without
+    ``attention_dropout``, attention probabilities. ``norm``: "pre" or "post". ``positions``:
+    "sinusoidal", "learned", or "rotary" (in the self-attention of both sides). ``activation``: as
+    of ``nn.FeedForward``. ``tied``: one table for source, target and output. ``max_length``: tokens
+    of a sentence on either side, marks included. ``kv_heads``: heads of keys and values, which
+    divide ``heads``; None: as many. ``pad_vocab``: tables have a multiple of 64 rows, which makes
+    products with them faster.
     """
 
     vocab: int
@@ -44,6 +46,7 @@ class TranslationConfig:
     layers: tuple[int, int] = (3, 3)
     ffn: int = 1024
     dropout: float = 0.1
+    attention_dropout: float | None = None
     norm: str = "pre"
     positions: str = "sinusoidal"
     activation: str = "relu"
@@ -90,7 +93,10 @@ class TranslationModel(Module):
 
     Cross-attention of all decoder layers takes its keys and values from ``memory``, one product.
     ``random``: the RandomState that all dropout reads; move ``random.step`` on with each update.
+    ``checkpoint``: one of ``models.config.CHECKPOINT``.
     """
+
+    checkpoint = "none"
 
     def __init__(self, config, seed=0):
         self.config = config
@@ -103,8 +109,9 @@ class TranslationModel(Module):
             "scale": c.d_model**0.5, "dropout": c.dropout, "streams": streams, "rng": rng,
         }  # fmt: skip
         layer = {
-            "kv_heads": c.kv_heads, "rotary": rotary, "dropout": c.dropout, "norm": c.norm,
-            "activation": c.activation, "streams": streams, "rng": rng,
+            "kv_heads": c.kv_heads, "rotary": rotary, "dropout": c.dropout,
+            "attention_dropout": c.attention_dropout, "norm": c.norm, "activation": c.activation,
+            "streams": streams, "rng": rng,
         }  # fmt: skip
         sizes = (c.d_model, c.heads, c.ffn)
         self.source = Embedding(rows, c.d_model, **table)
@@ -128,6 +135,7 @@ class TranslationModel(Module):
         return run_layers(
             self.encoder, self.encoder_norm, x, positions=batch.source_positions,
             cu_seqlens=batch.cu_source, max_seqlen=batch.max_source,
+            recompute=self.checkpoint != "none",
         )  # fmt: skip
 
     def decode(self, x, memory, **context):
@@ -137,11 +145,17 @@ class TranslationModel(Module):
         KeyValueCache for each layer.
         """
         memories = memory if isinstance(memory, list) else self.memory(memory)
-        return run_layers(self.decoder, self.decoder_norm, x, memories=memories, **context)
+        return run_layers(
+            self.decoder, self.decoder_norm, x, memories=memories,
+            recompute=self.checkpoint != "none", **context,
+        )  # fmt: skip
 
     def logits(self, x):
         """Return (..., padded vocabulary) for decoder states (..., d_model)."""
-        return self.head(x) if self.head else linear(x, self.source.weight)
+        return linear(x, self._head_weight())
+
+    def _head_weight(self):
+        return self.head.weight if self.head else self.source.weight
 
     def loss(self, batch, label_smoothing=0.1, dloss=None):
         """Return (mean cross-entropy per target token as a Tensor, Sums) of a packed batch.
@@ -157,10 +171,13 @@ class TranslationModel(Module):
             x, memory, positions=batch.target_positions, cu_seqlens=batch.cu_target,
             max_seqlen=batch.max_target, cu_memory=batch.cu_source, max_memory=batch.max_source,
         )  # fmt: skip
-        loss = cross_entropy(
-            self.logits(x), batch.labels, label_smoothing=label_smoothing,
-            vocab_size=self.config.vocab, donate=True, dloss=dloss,
-        )  # fmt: skip
+        settings = {
+            "vocab_size": self.config.vocab, "label_smoothing": label_smoothing, "dloss": dloss,
+        }  # fmt: skip
+        if self.checkpoint == "full" or not self.training:
+            loss = linear_cross_entropy(x, self._head_weight(), batch.labels, **settings)
+        else:
+            loss = cross_entropy(self.logits(x), batch.labels, donate=True, **settings)
         return loss, Sums(loss.data, batch.target_tokens)
 
     def pack(self, sources):

@@ -4,6 +4,10 @@ Every residual connection and the norm next to it are one fused op. In a pre-nor
 sum of a layer is fused with the first norm of the next one, so ``step`` is given that norm.
 """
 
+from functools import partial
+
+from gpuattn.autodiff import tape
+from gpuattn.autodiff.functional import checkpoint
 from gpuattn.errors import problem
 from gpuattn.nn.attention import MultiHeadAttention
 from gpuattn.nn.dropout import Dropout, Streams
@@ -57,20 +61,21 @@ class TransformerEncoderLayer(_Layer):
     """Self-attention and a feed-forward network: (tokens, width) or (B, T, width) to the same.
 
     ``norm``: "pre" (Xiong et al., 2020) or "post" (Vaswani et al., 2017). ``causal`` makes it the
-    layer of a decoder-only model. ``dropout``: of both branches and of attention probabilities.
-    A call takes ``cu_seqlens``, ``max_seqlen`` for packed tokens, or ``key_lengths`` (B,), and
-    ``positions`` where attention is ``rotary``.
+    layer of a decoder-only model. ``dropout``: of both branches and, without
+    ``attention_dropout``, of attention probabilities. A call takes ``cu_seqlens``, ``max_seqlen``
+    for packed tokens, or ``key_lengths`` (B,), and ``positions`` where attention is ``rotary``.
     """
 
     def __init__(
         self, width, heads, hidden, *, kv_heads=None, rotary=False, causal=False, dropout=0.0,
-        norm="pre", activation="relu", bias=True, streams=None, rng=None,
+        attention_dropout=None, norm="pre", activation="relu", bias=True, streams=None, rng=None,
     ):  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
         self.attention = MultiHeadAttention(
-            width, heads, kv_heads=kv_heads, rotary=rotary, causal=causal, dropout=dropout,
-            bias=bias, streams=streams, rng=rng,
+            width, heads, kv_heads=kv_heads, rotary=rotary, causal=causal,
+            dropout=dropout if attention_dropout is None else attention_dropout, bias=bias,
+            streams=streams, rng=rng,
         )  # fmt: skip
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
         self._residuals(width, 2, bias, dropout, streams)
@@ -92,12 +97,13 @@ class TransformerDecoderLayer(_Layer):
 
     def __init__(
         self, width, heads, hidden, *, kv_heads=None, projects=True, rotary=False, dropout=0.0,
-        norm="pre", activation="relu", bias=True, streams=None, rng=None,
+        attention_dropout=None, norm="pre", activation="relu", bias=True, streams=None, rng=None,
     ):  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
         shared = {
-            "kv_heads": kv_heads, "dropout": dropout, "bias": bias, "streams": streams, "rng": rng,
+            "kv_heads": kv_heads, "bias": bias, "streams": streams, "rng": rng,
+            "dropout": dropout if attention_dropout is None else attention_dropout,
         }  # fmt: skip
         self.attention = MultiHeadAttention(width, heads, rotary=rotary, causal=True, **shared)
         self.cross_attention = MultiHeadAttention(
@@ -130,15 +136,18 @@ class TransformerDecoderLayer(_Layer):
         )  # fmt: skip
 
 
-def run_layers(layers, norm, x, *, caches=None, memories=None, **context):
+def run_layers(layers, norm, x, *, caches=None, memories=None, recompute=False, **context):
     """Return ``x`` after a stack of layers and the ``norm`` at its end (None for post-norm).
 
-    ``caches``, ``memories``: one for each layer, or None.
+    ``caches``, ``memories``: one for each layer, or None. ``recompute``: keep only what a layer is
+    given, and run it again in the backward pass.
     """
+    recompute = recompute and tape.is_recording()
     following = [layer.norms[0] for layer in layers[1:]] + [norm]
     n, h = layers[0].enter(x), x
     for i, layer in enumerate(layers):
         own = {} if caches is None else {"cache": caches[i]}
         own |= {} if memories is None else {"memory": memories[i]}
-        n, h = layer.step(n, h, following[i], **own, **context)
+        step = partial(layer.step, following=following[i], **own, **context)
+        n, h = checkpoint(step, n, h) if recompute else step(n, h)
     return n

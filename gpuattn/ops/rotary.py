@@ -145,7 +145,7 @@ def _rates(base, head_dim):
     exact, rates = turns(base, head_dim), np.zeros((1, MAX_HEAD_DIM // 2, 2), np.float32)
     rates[0, : len(exact), 0] = exact
     rates[0, : len(exact), 1] = exact - rates[0, : len(exact), 0]
-    return rates.reshape(1, -1).view(f"V{rates.nbytes}")[0]
+    return rates.reshape(1, -1).view(f"V{rates.nbytes}")
 
 
 def _strides(x):

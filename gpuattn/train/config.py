@@ -9,10 +9,11 @@ import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from gpuattn.data.batching import BATCHING
 from gpuattn.data.tasks import find_task
 from gpuattn.data.text import ON_LONG
 from gpuattn.errors import ConfigError
-from gpuattn.models.config import CHOICES
+from gpuattn.models.config import CHECKPOINT, CHOICES
 from gpuattn.optim import OPTIMIZERS, SCHEDULES
 from gpuattn.train.precision import PRECISIONS
 from gpuattn.train.units import (
@@ -22,6 +23,7 @@ from gpuattn.train.units import (
     flag,
     nearest,
     number,
+    parse_batch,
     parse_count,
     parse_interval,
     parse_layers,
@@ -54,9 +56,12 @@ class TrainConfig:
     or "chars", ``block`` the tokens that it sees.
     Model: ``model`` is "translation" or "gpt2"; as ``models.translation.TranslationConfig`` and
     ``models.gpt2.GPT2Config``, whose ``positions`` and ``activation`` None stands for.
-    Optimisation: ``batch`` tokens on the longer side, ``accumulate`` batches an update,
-    ``optimizer`` one of ``optim.OPTIMIZERS``, ``lr`` the peak of ``schedule`` after ``warmup``
-    (updates, or a share of the run), ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
+    Optimisation: ``batch`` tokens on the longer side, or "auto": what fits the GPU; ``batching``
+    one of ``data.batching.BATCHING``, ``accumulate`` batches an update, ``checkpoint`` as in
+    ``models.config.CHECKPOINT``, ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and
+    adam, ``lr`` the peak of ``schedule`` after ``warmup`` (updates, or a share of the run),
+    ``lr_floor`` the share of it where cosine and linear end, ``label_smoothing``, ``clip`` (0:
+    never), ``weight_decay``.
     ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off).
     Evaluation: ``eval_every``, or "auto": as ``train.trainer`` says; ``score_pairs`` sentences are
     translated each time; ``beam`` and
@@ -87,17 +92,23 @@ class TrainConfig:
     layers: tuple[int, int] = _option((4, 4), parse_layers)
     ffn: int = _option(256, whole(1), only=TRANSLATION)
     block: int = _option(256, whole(1), only=GPT2)
-    dropout: float = _option(0.25, number(0, below=1))
+    bias: bool = _option(True, flag, only=GPT2)
+    dropout: float = _option(0.3, number(0, below=1))
+    attention_dropout: float = _option(0.0, number(0, below=1), only=TRANSLATION)
     norm: str = _option("pre", choice(*CHOICES["norm"]), only=TRANSLATION)
     positions: str | None = _option(None, choice(*CHOICES["positions"]))
     activation: str | None = _option(None, choice(*CHOICES["activation"]))
     pad_vocab: bool = _option(True, flag)
 
-    batch: int = _option(8000, parse_count)
+    batch: int | str = _option(8000, parse_batch)
+    batching: str = _option("packed", choice(*BATCHING), only=TRANSLATION)
     accumulate: int = _option(1, whole(1))
+    checkpoint: str = _option("none", choice(*CHECKPOINT))
     optimizer: str = _option("adamw", choice(*OPTIMIZERS))
     lr: float = _option(5e-3, number(0, above=True))
+    beta2: float = _option(0.98, number(0, below=1))
     schedule: str = _option("cosine", choice(*SCHEDULES))
+    lr_floor: float = _option(0.0, number(0, most=1))
     warmup: int | float = _option(0.1, parse_warmup)
     label_smoothing: float = _option(0.1, number(0, below=1))
     clip: float = _option(1.0, number(0))
@@ -156,9 +167,10 @@ class TrainConfig:
             raise ConfigError("a task, or a source and a target file, is needed")
         if (self.valid_source is None) != (self.valid_target is None):
             raise ConfigError("validation needs two files: --valid SRC TGT")
-        if self.max_len >= self.batch:
+        if self.batch != AUTO and self.max_len >= self.batch:
             raise ConfigError(
-                f"max-len is {self.max_len}; accepted: less than a batch, {self.batch} tokens"
+                f"max-len is {self.max_len}; accepted: less than a batch, {self.batch} tokens. "
+                "Raise --batch or lower --max-len"
             )
 
     def _check_text(self):
@@ -175,9 +187,10 @@ class TrainConfig:
             )
         if self.positions == "sinusoidal":
             raise ConfigError("positions is sinusoidal; accepted: learned or rotary for gpt2")
-        if self.block > self.batch:
+        if self.batch != AUTO and self.block > self.batch:
             raise ConfigError(
-                f"block is {self.block}; accepted: up to a batch, {self.batch} tokens"
+                f"block is {self.block}; accepted: up to a batch, {self.batch} tokens. "
+                "Raise --batch or lower --block"
             )
 
     def has(self, name):
@@ -192,15 +205,15 @@ class TrainConfig:
 
 OPTIONS = {option.name: option for option in fields(TrainConfig)}
 
-# GPT-2's suit a text of a million characters; many evaluations, to keep the best of a model that
-# begins to know its text by heart.
+# GPT-2's suit a text of a million characters: those of nanoGPT's train_shakespeare_char.py. Many
+# evaluations, to keep the best of a model that begins to know its text by heart.
 MODEL_DEFAULTS = {
     TRANSLATION: {"positions": "sinusoidal", "activation": "relu"},
     GPT2: {
         "positions": "learned", "activation": "gelu",
         "length": "5000u", "dim": 384, "heads": 6, "layers": (6, 6), "block": 256, "dropout": 0.2,
-        "batch": 64 * 256, "lr": 1e-3, "warmup": 100, "weight_decay": 0.1, "label_smoothing": 0.0,
-        "eval_every": "250u",
+        "bias": False, "batch": 64 * 256, "beta2": 0.99, "lr": 1e-3, "lr_floor": 0.1, "warmup": 100,
+        "weight_decay": 0.1, "label_smoothing": 0.0, "eval_every": "250u", "ema": 0.0,
     },
 }  # fmt: skip
 # Where an update of the default size takes seconds, smaller ones and fewer translations at an
@@ -288,6 +301,13 @@ def resolve(*layers, device=None):
     return config, {name: chosen[name][1] if name in chosen else "default" for name in OPTIONS}
 
 
+def default_batch(config, device):
+    """Return the tokens of a batch for the model and the data of a config, if none are given."""
+    data = {name: getattr(config, name) for name in ("model", "lm", "task", "source", "target")}
+    given = {name: value for name, value in data.items() if value is not None}
+    return resolve(("", given), device=device)[0].batch
+
+
 def _task_defaults(name):
     task = find_task(name)
     return {"vocab_size": task.vocab_size} | TASK_DEFAULTS[task.name]
@@ -348,13 +368,14 @@ def differences(old, new):
     return [
         f"--{option_key(name)} was {shown(getattr(old, name))}, now {shown(getattr(new, name))}"
         for name in OPTIONS
-        if getattr(old, name) != getattr(new, name) and not _may_grow(name, old, new)
+        if getattr(old, name) != getattr(new, name) and not _may_change(name, old, new)
     ]
 
 
-def _may_grow(name, old, new):
-    """Tell whether only the run gets longer, under a schedule that does not look at its end."""
-    return (
+def _may_change(name, old, new):
+    """Tell whether it is but what is kept in memory, or the run gets longer under a schedule that
+    does not look at its end."""
+    return name == "checkpoint" or (
         name == "length"
         and old.length.unit == new.length.unit != "s"
         and old.length.amount < new.length.amount

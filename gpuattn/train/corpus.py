@@ -20,6 +20,7 @@ TASK_PAIRS = 20_000  # an epoch of a built-in task
 HELD_OUT = 1000  # pairs, at most, for validation and for tests
 HELD_OUT_SHARE = 50  # of a corpus without validation files, one pair in so many
 TEXT_SHARE = 10  # of a text without a validation file, one character in so many, the last ones
+SMALL = 10  # batches that a small corpus is advised to have
 PIECE = 1000  # characters: SentencePiece learns nothing from lines much longer
 
 
@@ -27,7 +28,8 @@ class Corpus:
     """Training batches by epoch, validation pairs, and the tokenizer of a run.
 
     ``tokenizer``: the run's, or None to train one. ``valid``: list of Pair. ``facts``: sentences
-    on what was read, for the head of a run. ``fingerprint``: of the training text.
+    on what was read, for the head of a run; ``warnings``: on what to change. ``fingerprint``: of
+    the training text.
     ``loader(epoch)``: its PackedLoader.
     Raises DataError for files that cannot be used, ConfigError for limits nothing fits in.
     """
@@ -40,8 +42,7 @@ class Corpus:
             tokenizer = Tokenizer.train(lines, config.vocab_size, config.seed)
         self.tokenizer = tokenizer
         self.ids, kept = self._encode(train)
-        self._first_loader = PackedLoader(self.ids, config.batch, config.seed)
-        self.loader = lru_cache(1)(self._loader)
+        self.rebatch(config)
         self.fingerprint = zlib.crc32("\n".join(chain.from_iterable(p[:2] for p in train)).encode())
         self.facts = [self._counts(train, kept)]
         self.valid_ids, kept = self._encode(self.valid)
@@ -50,13 +51,30 @@ class Corpus:
             f"{len(self.valid):,} pairs for validation, "
             f"loss of guessing by frequency {_unigram_loss(self._valid_targets()):.2f}"
         )
+        alone = self._first_loader.batches(0) == 1
+        tokens = int(self._first_loader.fill(0) * config.batch)
+        self.warnings = _one_batch(alone, tokens, config.max_len + 1)
+
+    def rebatch(self, config):
+        """Make batches as another config has them, of the same data."""
+        self.config = config
+        self._first_loader = self._new_loader(self.ids)
+        self.loader = lru_cache(1)(self._loader)
+
+    def epoch_tokens(self):
+        """Return the tokens of an epoch, on the longer side."""
+        return max(sum(len(pair[side]) for pair in self.ids) for side in (0, 1))
 
     def _loader(self, epoch):
         """Return the PackedLoader that has the pairs of an epoch."""
         if self.config.task and epoch > 0:
             ids, _ = self._encode(_task_epoch(self.config, epoch))
-            return PackedLoader(ids, self.config.batch, self.config.seed)
+            return self._new_loader(ids)
         return self._first_loader
+
+    def _new_loader(self, ids):
+        config = self.config
+        return PackedLoader(ids, config.batch, config.seed, batching=config.batching)
 
     def valid_batches(self):
         """Yield the validation pairs in batches, always the same."""
@@ -82,7 +100,8 @@ class Corpus:
 class TextCorpus:
     """Training batches of a text by epoch, consecutive blocks of what is held out, the tokenizer.
 
-    Attributes as those of Corpus. Without ``valid_lm`` the end of the text is held out. Characters
+    Attributes as those of Corpus; ``valid_loader``: the LanguageModelLoader of what is held out.
+    Without ``valid_lm`` the end of the text is held out. Characters
     are those of the whole file, subwords are learned from the text to train on.
     Raises DataError for files that cannot be used, and for too short ones.
     """
@@ -100,7 +119,7 @@ class TextCorpus:
             tokenizer = CharTokenizer.train([whole]) if chars else Tokenizer.train(*subwords)
         self.tokenizer = tokenizer
         ids, valid_ids = self._ids(config.lm, train), self._ids(config.valid_lm, valid)
-        block, rows = config.block, config.batch // config.block
+        block = config.block
         if len(ids) <= block:
             raise DataError(
                 f"{config.lm} has {len(ids)} tokens to learn from, and a block of {block} needs "
@@ -111,14 +130,25 @@ class TextCorpus:
                 f"{len(valid_ids)} token for validation, of {config.valid_lm or config.lm}; "
                 "accepted: two or more. Give more text"
             )
-        self._train = LanguageModelLoader(ids, block, rows, config.seed)
-        self._valid = LanguageModelLoader(valid_ids, min(block, len(valid_ids) - 1), rows, seed=0)
+        self._ids_of = ids, valid_ids
+        self.rebatch(config)
+        self.warnings = _one_batch(len(ids) <= config.batch, len(ids), block)
         self.fingerprint = zlib.crc32(train.encode())
         self.facts = [
             f"{config.lm}: {len(train):,} characters, {len(ids):,} tokens",
             f"{len(valid_ids):,} tokens for validation, "
             f"loss of guessing by frequency {_unigram_loss(valid_ids):.2f}",
         ]
+
+    def rebatch(self, config):
+        """Make batches as another config has them, of the same text."""
+        (ids, valid), block, rows = self._ids_of, config.block, config.batch // config.block
+        self._train = LanguageModelLoader(ids, block, rows, config.seed)
+        self.valid_loader = LanguageModelLoader(valid, min(block, len(valid) - 1), rows, seed=0)
+
+    def epoch_tokens(self):
+        """Return the tokens of the text."""
+        return len(self._ids_of[0])
 
     def _ids(self, path, text):
         try:
@@ -132,7 +162,7 @@ class TextCorpus:
 
     def valid_batches(self):
         """Yield the held-out text as consecutive blocks, every token but the first once a label."""
-        yield from self._valid.blocks()
+        yield from self.valid_loader.blocks()
 
 
 def _pieces(text):
@@ -176,6 +206,14 @@ def _file_pairs(config):
     kept = type(train)([train[i] for i in left], [train.lines[i] for i in left],
                        train.empty, train.too_long)  # fmt: skip
     return kept, valid
+
+
+def _one_batch(alone, tokens, least):
+    """Return what to do where all ``tokens`` are one batch, which has ``least`` or more."""
+    if not alone:
+        return []
+    fewer = max(tokens // SMALL, least)
+    return [f"all of the text is one batch, so that updates differ little. Try --batch {fewer}"]
 
 
 def _unigram_loss(tokens):

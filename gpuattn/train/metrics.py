@@ -55,6 +55,19 @@ def rank(row):
     return row["score"], -row["loss"]
 
 
+def describe(row):
+    """Return a row of metrics in words."""
+    mean = f" (mean of {row['averaged']} checkpoints)" if "averaged" in row else ""
+    figures = [f"update {row['update']:,}{mean}", f"loss {row['loss']:.3f}"]
+    if "perplexity" in row:
+        figures.append(f"perplexity {row['perplexity']:.2f}")
+    if row.get("exact_by_kind"):
+        figures.append(f"{row['exact_match']:.1f} % exact")
+    if "bleu" in row:
+        figures += [f"BLEU {row['bleu']:.1f}", f"chrF {row['chrf']:.1f}"]
+    return ", ".join(figures)
+
+
 class MetricsLog:
     """``metrics.jsonl`` of a run: a JSON object a line, each with ``event`` and ``update``.
 

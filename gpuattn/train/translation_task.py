@@ -1,6 +1,9 @@
 """Runs that learn to translate."""
 
+import numpy as np
+
 from gpuattn.data.fixed_shape import fixed_shape
+from gpuattn.models.flops import translation_flops
 from gpuattn.models.translation import TranslationConfig, TranslationModel
 from gpuattn.train.corpus import Corpus
 from gpuattn.train.metrics import score, write_text
@@ -21,7 +24,8 @@ class TranslationTask(Task):
         return TranslationModel(
             TranslationConfig(
                 vocab=len(tokenizer), d_model=config.dim, heads=config.heads, layers=config.layers,
-                ffn=config.ffn, dropout=config.dropout, norm=config.norm,
+                ffn=config.ffn, dropout=config.dropout,
+                attention_dropout=config.attention_dropout, norm=config.norm,
                 positions=config.positions, activation=config.activation,
                 max_length=config.max_len + 1, kv_heads=config.kv_heads,
                 pad_vocab=config.pad_vocab,
@@ -37,10 +41,17 @@ class TranslationTask(Task):
         return f"{'+'.join(map(str, self.config.layers))} layers, width {self.config.dim}"
 
     def describe_update(self):
-        return f"up to {self.config.batch * self.config.accumulate:,} tokens on a side"
+        tokens = self.config.batch * self.config.accumulate
+        fill = self.corpus.loader(0).fill(0)
+        return f"up to {tokens:,} tokens on a side, {fill:.0%} of it filled"
 
     def fixed_shape(self, batch):
         return fixed_shape(batch, self.config.batch, self.config.max_len + 1)
+
+    def flops(self, batches):
+        source = _lengths([batch.cu_source for batch in batches])
+        target = _lengths([batch.cu_target for batch in batches])
+        return translation_flops(self.model.config, source, target)
 
     def loss(self, batch, label_smoothing=0.0, dloss=None):
         return self.model.loss(batch, label_smoothing, dloss)[0]
@@ -65,6 +76,12 @@ class TranslationTask(Task):
         if not (folder / "reference.txt").exists():
             write_text(folder / "source.txt", _lines(pair.source for pair in pairs))
             write_text(folder / "reference.txt", _lines(pair.target for pair in pairs))
+
+
+def _lengths(bounds):
+    """Return the lengths of all sentences that lie between these bounds; each begins with 0."""
+    steps = np.diff(np.concatenate(bounds))
+    return steps[steps > 0]
 
 
 def _lines(texts):

@@ -66,6 +66,16 @@ def parse_count(value):
     return int(count)
 
 
+def parse_batch(value):
+    """Return the whole number of ``parse_count``, or "auto"."""
+    if value == AUTO:
+        return AUTO
+    try:
+        return parse_count(value)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or auto") from None
+
+
 def parse_layers(value):
     """Return (encoder layers, decoder layers) of ``4`` or ``4:2``."""
     parts = value if isinstance(value, list | tuple) else str(value).split(":")

@@ -8,7 +8,6 @@ import pytest
 from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import aside
 from gpuattn.data.batching import PackedLoader
-from gpuattn.data.fixed_shape import fixed_shape
 from gpuattn.models import GPT2, GPT2Config, TranslationConfig, TranslationModel
 from gpuattn.train.device import batch_to
 from gpuattn.train.workspace import Workspace
@@ -125,8 +124,7 @@ def test_the_same_bits_as_on_one_stream(gpu, kind, monkeypatch):
         sizes = {"d_model": 64, "heads": 2, "layers": (2, 3), "ffn": 128, "dropout": 0.1}
         model = TranslationModel(TranslationConfig(90, tied=kind == "tied", **sizes))
         pairs = [(rng.integers(4, 90, n).tolist(),) * 2 for n in rng.integers(2, 30, 80)]
-        batches = PackedLoader(pairs, 500, seed=0).epoch(0)
-        batches = [batch_to(fixed_shape(batch, 500, 64), gpu) for batch in batches]
+        batches = [batch_to(batch, gpu) for batch in PackedLoader(pairs, 500, seed=0).epoch(0)]
         steps = [lambda batch=batch: model.loss(batch)[0] for batch in batches]
     workspace = Workspace(model, "cuda", "bfloat16", "float32")
 

@@ -56,7 +56,7 @@ def test_flops_of_a_step():
 def test_what_nanogpt_counts():
     """124 M parameters and 12,288 tokens: 6 N T; see Karpathy's estimate_mfu."""
     case = MODELS["gpt2-124m"]
-    products = case.flops("step") - 12 * case.width * case.pairs()
+    products = case.flops("step") - 12 * case.width * 12 * 12 * 1024**2 / 2
     assert products == pytest.approx(6 * 123.6e6 * 12288, rel=1e-3)
 
 

@@ -5,8 +5,14 @@ import time
 import numpy as np
 import pytest
 
-from gpuattn.data.batching import LanguageModelLoader, PackedLoader, token_order
-from gpuattn.data.tokenizer import BOS, EOS
+from gpuattn.data.batching import (
+    BATCHING,
+    IGNORED,
+    LanguageModelLoader,
+    PackedLoader,
+    token_order,
+)
+from gpuattn.data.tokenizer import BOS, EOS, PAD
 from gpuattn.errors import ConfigError, DataError
 
 
@@ -28,27 +34,28 @@ def same(one, other):
     )
 
 
-# pairs, budget, ranks, bucket, share of empty sources
+# pairs, budget, ranks, batching, share of empty sources
 CASES = [
-    (1, 41, 1, True, 0.0),
-    (7, 41, 1, True, 0.0),
-    (300, 41, 1, False, 0.0),
-    (300, 64, 1, True, 0.0),
-    (500, 300, 1, True, 0.2),
-    (500, 100_000, 1, True, 0.0),
-    (500, 130, 4, True, 0.0),
-    (41, 5000, 3, True, 0.0),
-    (8, 5000, 8, False, 0.0),
+    (1, 41, 1, "packed", 0.0),
+    (7, 41, 1, "packed", 0.0),
+    (300, 41, 1, "padded", 0.0),
+    (300, 64, 1, "packed", 0.0),
+    (300, 64, 1, "bucketed", 0.1),
+    (500, 300, 1, "packed", 0.2),
+    (500, 100_000, 1, "packed", 0.0),
+    (500, 130, 4, "packed", 0.0),
+    (41, 5000, 3, "packed", 0.0),
+    (8, 5000, 8, "padded", 0.0),
 ]
 
 
-@pytest.mark.parametrize(("count", "tokens", "world", "bucket", "empty"), CASES)
-def test_every_sentence_once(count, tokens, world, bucket, empty, rng):
+@pytest.mark.parametrize(("count", "tokens", "world", "batching", "empty"), CASES)
+def test_every_sentence_once(count, tokens, world, batching, empty, rng):
     pairs = corpus(rng, count, empty=empty)
     for epoch in range(3):
         seen, counts = [], []
         for rank in range(world):
-            loader = PackedLoader(pairs, tokens, 5, rank, world, bucket)
+            loader = PackedLoader(pairs, tokens, 5, rank, world, batching)
             batches = list(loader.epoch(epoch))
             counts.append(len(batches))
             assert len(batches) == loader.batches(epoch)
@@ -107,13 +114,13 @@ def test_token_order(rng, top):
     assert [part.size for part in token_order(ids[:0])] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("bucket", [True, False])
-def test_resumes_exactly_from_anywhere(rng, bucket):
+@pytest.mark.parametrize("batching", BATCHING)
+def test_resumes_exactly_from_anywhere(rng, batching):
     pairs = corpus(rng, 300)
     for rank in range(2):
-        whole = list(PackedLoader(pairs, 200, 9, rank, 2, bucket).epoch(4))
+        whole = list(PackedLoader(pairs, 200, 9, rank, 2, batching).epoch(4))
         for start in (0, 1, len(whole) - 1, len(whole)):
-            loader = PackedLoader(pairs, 200, 9, rank, 2, bucket)
+            loader = PackedLoader(pairs, 200, 9, rank, 2, batching)
             next(loader.epoch(1))
             rest = list(loader.epoch(4, start))
             assert len(rest) == len(whole) - start
@@ -137,18 +144,47 @@ def test_epochs_seeds_and_ranks_differ(rng):
 
 
 def test_filled_and_of_equal_length(rng):
-    """Best fit fills what random cuts leave open; the same sentences, in near-equal lengths."""
+    """Best fit fills the budget, rectangles of sorted sentences nearly, of random ones half."""
     pairs = corpus(rng, 4000)
-    packed, cut = PackedLoader(pairs, 120, 0), PackedLoader(pairs, 120, 0, bucket=False)
-    print(f"fill: best fit {packed.fill(0):.1%}, cut {cut.fill(0):.1%}")
-    assert packed.fill(0) > 0.97 > cut.fill(0)
+    packed, sorted_, random = (PackedLoader(pairs, 400, 0, batching=name) for name in BATCHING)
+    print(f"fill: {packed.fill(0):.1%}, {sorted_.fill(0):.1%}, {random.fill(0):.1%}")
+    assert packed.fill(0) > 0.97 > sorted_.fill(0) > 0.85 > 0.65 > random.fill(0) > 0.4
 
     def spread(loader):
-        return np.mean([np.ptp(np.diff(batch.cu_source)) for batch in loader.epoch(0)])
+        lengths = np.array([len(source) for source, _ in pairs])
+        return np.mean([np.ptp(lengths[batch.sentences]) for batch in loader.epoch(0)])
 
-    assert spread(packed) < 0.7 * spread(cut)
-    sizes = [len(batch.sentences) for batch in packed.epoch(0)]
-    assert sizes != sorted(sizes)
+    assert spread(packed) < 0.7 * spread(random) and spread(sorted_) < 0.3 * spread(random)
+    for loader in (packed, sorted_):
+        sizes = [len(batch.sentences) for batch in loader.epoch(0)]
+        assert sizes not in (sorted(sizes), sorted(sizes, reverse=True))
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "padded"])
+def test_what_a_padded_batch_holds(rng, batching):
+    pairs = corpus(rng, 200, empty=0.1)
+    for batch in PackedLoader(pairs, 150, 0, batching=batching).epoch(0):
+        count, chosen = len(batch.sentences), [pairs[i] for i in batch.sentences]
+        assert batch.source_tokens == sum(len(source) + 1 for source, _ in chosen)
+        assert batch.target_tokens == sum(len(target) + 1 for _, target in chosen)
+        for side, ends in (
+            (batch.cu_source, batch.max_source),
+            (batch.cu_target, batch.max_target),
+        ):
+            assert side[::2].tolist() == list(range(0, count * ends + 1, ends))
+        assert batch.max_source == max(len(source) for source, _ in chosen) + 1
+        for name, padding, side, marks in (
+            ("source", PAD, 0, ([], [EOS])), ("target_in", PAD, 1, ([BOS], [])),
+            ("labels", IGNORED, 1, ([], [EOS])),
+        ):  # fmt: skip
+            rows = getattr(batch, name).reshape(count, -1)
+            for row, pair in zip(rows, chosen, strict=True):
+                text = [*marks[0], *pair[side], *marks[1]]
+                assert row.tolist() == text + [padding] * (rows.shape[1] - len(text))
+        lengths = np.diff(batch.cu_target)
+        positions = np.concatenate([np.arange(n) for n in lengths])
+        assert (batch.target_positions == positions).all()
+        assert (batch.target_order.order == np.argsort(batch.target_in, kind="stable")).all()
 
 
 def test_fast(rng):
@@ -171,6 +207,8 @@ def test_errors(rng):
         PackedLoader([], 31, 0)
     with pytest.raises(ConfigError, match="rank is 2; accepted: 0 to 1"):
         PackedLoader(pairs, 31, 0, rank=2, world=2)
+    with pytest.raises(ConfigError, match="'sorted'; accepted: packed, bucketed, padded"):
+        PackedLoader(pairs, 31, 0, batching="sorted")
     with pytest.raises(DataError, match="3 batches of one pair each cannot be shared by 2 ranks"):
         PackedLoader([([5] * 9, [6] * 9)] * 3, 10, 0, world=2).batches(0)
 

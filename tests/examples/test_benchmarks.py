@@ -1,5 +1,6 @@
 """The benchmarks among the examples run, small; their figures are for quiet machines."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,10 +9,38 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
-def test_cpu_step():
+def smoke(script, *options):
     run = subprocess.run(
-        [sys.executable, BENCHMARKS / "cpu_step.py", "--smoke"],
+        [sys.executable, BENCHMARKS / script, "--smoke", *options],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
-    assert re.search(r"gpuattn on NumPy .*: \d+\.\d ms", run.stdout)
+    return run.stdout
+
+
+def test_cpu_step():
+    assert re.search(r"gpuattn on NumPy .*: \d+\.\d ms", smoke("cpu_step.py"))
+
+
+def test_multi30k(tmp_path):
+    said = smoke("multi30k.py", "--seeds", "1", "2", "--json", tmp_path / "out.json")
+    assert said.count(" updates in ") == 2 and "asked 41, NOT reached" in said
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [row["seed"] for row in found["seeds"]] == [1, 2] and found["command"]
+    bleus = [row["test"]["bleu"] for row in found["seeds"]]
+    assert found["mean_bleu"] == sum(bleus) / 2 and found["versions"]
+
+
+def test_every_way_of_batching_is_timed(tmp_path):
+    said = smoke("multi30k.py", "--compare-batching", "--json", tmp_path / "out.json")
+    rates = json.loads((tmp_path / "out.json").read_text())["sentences_per_second"]
+    assert list(rates) == ["packed", "bucketed", "padded"] and min(rates.values()) > 0
+    assert "packed / padded: " in said
+
+
+def test_shakespeare(tmp_path):
+    said = smoke("shakespeare.py", "--seeds", "3", "--json", tmp_path / "out.json")
+    assert re.search(r"seed 3: loss \d\.\d{4} .* at update [24]; ", said)
+    (row,) = json.loads((tmp_path / "out.json").read_text())["seeds"]
+    assert [evaluation["update"] for evaluation in row["evaluations"]] == [2, 4]
+    assert row["best"]["val"] == min(evaluation["val"] for evaluation in row["evaluations"])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from checks import dtype_of
 
-from gpuattn import Tensor, flash_attention, nn, no_grad, to_cpu
-from gpuattn.autodiff import places
+from gpuattn import Tensor, flash_attention, kernels, nn, no_grad, rotary, to_cpu
+from gpuattn.autodiff import places, tape
 from gpuattn.nn import attention
 from gpuattn.nn.attention import split_heads
 
@@ -193,7 +193,8 @@ def test_split_heads_are_views_and_their_gradients_lie_side_by_side(rng):
 def packed_attention(x, cu, packed, counts=(4, 2, 2), head_dim=8, **options):
     """Attention of x (tokens, width), which holds queries, keys and values."""
     if packed:
-        options |= {"cu_seqlens_q": cu, "max_seqlen_q": int((cu[1:] - cu[:-1]).max())}
+        longest = int((cu[1:] - cu[:-1]).max())
+        options |= {"cu_seqlens_q": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
     else:
         x = x.reshape(len(cu) - 1, -1, x.shape[-1])
     q, k, v = split_heads(x, counts, head_dim)
@@ -252,9 +253,13 @@ def test_kernels_write_gradients_where_they_belong(monkeypatch, rng, gpu, form, 
         for n in ((tokens, 8 * head_dim), (tokens, 4, head_dim))
     )
     dout = dout if packed else dout.reshape(-1, length, 4, head_dim)
+    before = kernels.launches.copy()
     placed, copied, copies = gradient_and_copies(
         monkeypatch, x, dout, cu, packed, head_dim=head_dim, **options
     )
+    ran = kernels.launches - before
+    assert bool(ran["flash_attention_short_backward"]) == (form == "short")
+    assert bool(ran["flash_attention_backward"]) == (form == "hopper")
     np.testing.assert_array_equal(placed, copied)
     assert copies == [False] * 3, "all was copied without places, nothing with them"
     assert placed.astype(np.float32).any(axis=0).all()
@@ -274,6 +279,19 @@ def test_a_place_is_for_one(rng):
     step, eps = rng.standard_normal(x.shape), 1e-6
     up, down = (uses(Tensor(x + sign * eps * step)).item() for sign in (1, -1))
     np.testing.assert_allclose((leaf.grad * step).sum(), (up - down) / (2 * eps), rtol=1e-6)
+
+
+def test_a_gradient_that_is_asked_for_is_left_alone(rng):
+    """Turning back happens in place, but not in what the caller gets."""
+    x = Tensor(rng.standard_normal((2, 5, 64)), requires_grad=True)
+    q, k, v = split_heads(x, (4, 2, 2), 8)
+    turned = rotary(q, k)
+    out = flash_attention(*turned, v)
+    dout = rng.standard_normal(out.shape)
+    alone = tape.gradients([out], [dout], [turned[0]], retain_graph=True)[0].copy()
+    both = tape.gradients([out], [dout], [turned[0], x])
+    np.testing.assert_array_equal(both[0], alone)
+    assert (both[1][..., :32].reshape(alone.shape) != alone).any()
 
 
 def test_split_heads_of_a_leaf_add_to_its_gradient(rng):

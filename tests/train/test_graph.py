@@ -102,7 +102,8 @@ class OldDriver:
 
     def __init__(self):
         self.cuda, self.runtime = self, SimpleNamespace(CUDARuntimeError=RuntimeError)
-        self.get_current_stream = self.MemoryPool = self.get_default_memory_pool = lambda: self
+        self.get_current_stream = self.get_default_memory_pool = lambda: self
+        self.MemoryPool = lambda allocator: self
         self.using_allocator = contextlib.nullcontext
         self.malloc = self.free_all_blocks = lambda: None
 

@@ -33,8 +33,8 @@ def config(tmp_path):
 
 @pytest.mark.parametrize("change", [
     {}, {"length": "11u", "schedule": "cosine", "eval_every": "3u"},
-    {"ema": 0.0, "accumulate": 1, "optimizer": "lion"},
-], ids=["epochs", "updates", "plain"])  # fmt: skip
+    {"ema": 0.0, "accumulate": 1, "optimizer": "lion"}, {"batching": "padded"},
+], ids=["epochs", "updates", "plain", "padded"])  # fmt: skip
 def test_stopped_at_any_update_a_run_goes_on_bit_for_bit(config, tmp_path, change):
     config = dataclasses.replace(config, **change)
     whole = train(config, tmp_path / "whole", device="numpy")
