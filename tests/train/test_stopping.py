@@ -110,7 +110,8 @@ def test_a_signal_in_the_midst_of_a_print_is_noted_all_the_same():
 def test_on_a_gpu_a_signal_during_capture_saves_too(gpu, tmp_path, monkeypatch):
     from gpuattn.train.trainer import Trainer
 
-    config, inner, calls = new_config(tmp_path, "cuda", kills=0), Trainer._apply, []
+    config, inner, calls = new_config(tmp_path, "numpy", kills=0), Trainer._apply, []
+    config = dataclasses.replace(config, eval_every="10u")
 
     def interrupted(trainer):
         calls.append(trainer)
