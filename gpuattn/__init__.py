@@ -36,6 +36,7 @@ from gpuattn.ops.linear import linear
 from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
 from gpuattn.ops.lion import lion
 from gpuattn.ops.rms_norm import rms_norm
+from gpuattn.ops.rotary import rotary
 from gpuattn.ops.sample_tokens import sample_tokens
 from gpuattn.ops.scaled_dot_product_attention import scaled_dot_product_attention
 from gpuattn.ops.sgd import sgd
@@ -75,6 +76,7 @@ __all__ = [
     "no_grad",
     "relu",
     "rms_norm",
+    "rotary",
     "sample_tokens",
     "scaled_dot_product_attention",
     "sgd",

@@ -98,7 +98,12 @@ def _handle(device):
     try:
         return library()[0].create()
     except library()[0].cuBLASLtError as error:
-        raise _failure(error, f"to start on device {device}") from error
+        raise _failure(
+            error,
+            f"to start on device {device}: it may be of another CUDA version than the driver; see "
+            "gpuattn doctor, and pip install 'gpuattn[cuda12x]' or 'gpuattn[cuda13x]', whichever "
+            "the driver takes",
+        ) from error
 
 
 def _failure(error, what):

@@ -29,6 +29,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is damaged, incomplete, or belongs to another model."""
 
 
+class MemoryLimitError(RuntimeError):
+    """A model, or its smallest batch, does not fit into memory."""
+
+
 class SlowPathWarning(UserWarning):
     """A GPU array took a slower implementation than the fastest one."""
 

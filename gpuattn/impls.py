@@ -30,6 +30,10 @@ class Impl:
     ``describe(*arrays, **params)`` returns what a call takes of the GPU, a dict with keys of
     ``WORDS``; it may compile the kernel, and is called only where ``refuse`` returned None.
     ``differentiable_twice``: the backward works on Tensors too, so it can record itself.
+    ``places(saved, out, into, **params)``, of an op whose outputs are parts of one array: returns
+    the arrays that the gradients of its inputs and those of its outputs go into, so that the
+    latter come together without a copy. ``out`` is an output; ``into`` are such arrays for the
+    inputs, or None. ``fills_places``: the backward writes there, and returns what it wrote.
     """
 
     name: str
@@ -38,6 +42,8 @@ class Impl:
     refuse: Callable | None = None
     describe: Callable | None = None
     differentiable_twice: bool = False
+    places: Callable | None = None
+    fills_places: bool = False
 
 
 class Impls(tuple):

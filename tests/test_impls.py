@@ -160,6 +160,7 @@ CALLS = {
     "linear_cross_entropy": (X, X, TOKENS),
     "relu": (X,),
     "rms_norm": (X,),
+    "rotary": (X4, X4),
     "sample_tokens": (X,),
     "scaled_dot_product_attention": (X4, X4, X4),
     "softmax": (X,),

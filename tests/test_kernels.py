@@ -140,7 +140,7 @@ def test_header_is_a_contract(file):
     assert set(kernels.signatures(file)) == set(names)
     headers = "".join(path.read_text() for path in (kernels.ROOT / "common").iterdir())
     # passed as their bytes
-    structs = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+) {", headers, re.MULTILINE)
+    structs = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+) {", headers + text, re.MULTILINE)
     for name, parameters in kernels.signatures(file).items():
         for ctype, parameter in parameters:
             known = ctype.endswith("*") or ctype in kernels.SCALARS or ctype in structs

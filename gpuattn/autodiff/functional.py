@@ -7,18 +7,19 @@ import numpy as np
 
 from gpuattn import rng
 from gpuattn.arrays import get_xp, is_array, is_floating, to_cpu, zeros
-from gpuattn.autodiff import tape
+from gpuattn.autodiff import frozen, tape
+from gpuattn.autodiff.aside import settle_all
 from gpuattn.autodiff.shapes import copy_of
 from gpuattn.autodiff.tape import raw
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import GradientError
 from gpuattn.impls import Impl, Impls
 
-# ids of the Tensors that the enclosing calls of grad differentiate with respect to
+# keys of the Tensors that the enclosing calls of grad differentiate with respect to
 _variables = contextvars.ContextVar("gpuattn_variables", default=frozenset())
 
 no_grad = tape.no_grad
-debug = tape.debug
+debug = frozen.debug
 
 
 def stop_gradient(x):
@@ -54,7 +55,7 @@ def value_and_grad(fun, argnums=0):
         for i in positions:
             args[i] = _map(lambda x: _leaf(x, leaves), args[i])
         outside = _variables.get()
-        token = _variables.set(outside | {id(leaf) for leaf in leaves})
+        token = _variables.set(outside | {tape.key(leaf) for leaf in leaves})
         try:
             with tape.recording(True):
                 value = fun(*args, **kwargs)
@@ -164,7 +165,8 @@ def _directional_error(fun, arrays, steps, eps, tol):
 def checkpoint(fun, *args):
     """Return ``fun(*args)`` and keep nothing of its inside: it runs again in the backward pass.
 
-    Trades a second forward for memory. Seeds that ops draw for themselves repeat, so dropout does
+    Trades a second forward for memory: Chen et al., "Training Deep Nets with Sublinear Memory Cost"
+    (2016). Seeds that ops draw for themselves repeat, so dropout does
     too. Gradients reach ``args`` and every Tensor used inside.
     """
     state = rng.remember()
@@ -172,12 +174,14 @@ def checkpoint(fun, *args):
     with tape.witnessing() as seen:
         outs = fun(*[x.detach() if isinstance(x, Tensor) else x for x in args])
         seen.update((id(o), o) for o in _tuple(outs) if isinstance(o, Tensor) and o.requires_grad)
-    inputs = (*args, *seen.values())
+    inputs, results = (*args, *seen.values()), [outs]
 
     def forward(*arrays, needs):
+        outs = results.pop()  # not kept for as long as this function is
         return tuple([raw(o) for o in outs]) if isinstance(outs, tuple) else raw(outs), arrays
 
     def backward(saved, *grads, needs, into):
+        settle_all()  # what is computed again takes the memory of what was read aside
         boxes = [
             Tensor(x, requires_grad=need) if is_array(x) else x
             for x, need in zip(saved, needs, strict=True)

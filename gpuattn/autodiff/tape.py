@@ -3,15 +3,18 @@
 import contextlib
 import contextvars
 import itertools
+from collections import Counter
 
-from gpuattn.arrays import device_of, get_xp, is_array, to_cpu
-from gpuattn.autodiff.frozen import editable, freeze, thaw
+from gpuattn.arrays import device_of, get_xp, is_array
+from gpuattn.autodiff.aside import settle
+from gpuattn.autodiff.frozen import editable, fingerprint, freeze, is_debugging, thaw
+from gpuattn.autodiff.places import Places
+from gpuattn.autodiff.watch import watched
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
 from gpuattn.impls import choose, choose_another
 
 _order = itertools.count()
 _recording = contextvars.ContextVar("gpuattn_recording", default=True)
-_debugging = contextvars.ContextVar("gpuattn_debugging", default=False)
 _witnesses = contextvars.ContextVar("gpuattn_witnesses", default=None)
 _RELEASED = object()  # what a node holds as `saved` once it has been walked
 
@@ -31,9 +34,17 @@ class Box:
     def __init__(self, data, node=None, index=0, requires_grad=False):
         self.data, self.node, self.index = data, node, index
         self.requires_grad = requires_grad or node is not None
-        self.grad = self.grad_slot = None
-        self.grad_started = False
+        self.grad, self.grad_slot, self.grad_started = None, None, False
         self.version = [0]  # shared with views of the same memory
+
+    def link(self):
+        """Return itself without data, but for leaves and parts of an array, which have theirs."""
+        if self.node is None or self.node.impl.places is not None:
+            return self
+        link = object.__new__(type(self))
+        Box.__init__(link, None, self.node, self.index)
+        link.requires_grad = self.requires_grad
+        return link
 
 
 class Node:
@@ -45,12 +56,15 @@ class Node:
     )  # fmt: skip
 
     def __init__(self, op, impl, inputs, needs, params, saved, outs):
-        self.op, self.impl, self.inputs, self.needs = op, impl, inputs, needs
-        self.params, self.saved, self.outputs = params, saved, len(outs)
-        self.order = next(_order)
-        self.frozen, self.watched = [], []
+        self.op, self.impl, self.needs, self.params, self.saved = op, impl, needs, params, saved
+        self.order, self.outputs, self.frozen, self.watched = next(_order), len(outs), [], []
         # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or something else (None)
         self.links = [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
+        # of a result that is not saved only who made it, so that its memory is free again
+        self.inputs = tuple([
+            x.link() if isinstance(x, Box) and i not in self.links else x
+            for i, x in enumerate(inputs)
+        ])  # fmt: skip
 
     def watch(self, boxes):
         """Notice later edits of what was saved: by version, and on NumPy by making it read-only."""
@@ -61,12 +75,12 @@ class Node:
             data = box.data if isinstance(box, Box) else box
             freeze(data, self.frozen)
             if isinstance(box, Box):
-                trace = _fingerprint(data) if _debugging.get() else None
+                trace = fingerprint(data) if is_debugging() else None
                 self.watched.append((box.version, box.version[0], data if trace else None, trace))
 
     def check_unedited(self):
         for version, then, data, trace in self.watched:
-            if version[0] != then or (trace is not None and _fingerprint(data) != trace):
+            if version[0] != then or (trace is not None and fingerprint(data) != trace):
                 raise GradientError(
                     f"an array that {self.op} saved for its gradient was edited in place since. "
                     "Edit a copy, or call backward() first."
@@ -80,6 +94,11 @@ class Node:
 
     def __del__(self):
         thaw(self.frozen)
+
+
+def key(box):
+    """Return what is the same for a result and for a node's link to it: who made it."""
+    return id(box) if getattr(box, "node", None) is None else (box.node, box.index)
 
 
 def _find(saved, inputs, outs):
@@ -99,25 +118,6 @@ def edit(box, key, value):
     with editable(box.data):
         box.data[key] = value
     box.version[0] += 1
-
-
-def _fingerprint(data):
-    return hash(to_cpu(data).tobytes())
-
-
-@contextlib.contextmanager
-def debug():
-    """Catch raw in-place edits of saved arrays too, by comparing their bytes (slow)."""
-    token = _debugging.set(True)
-    try:
-        yield
-    finally:
-        _debugging.reset(token)
-
-
-def is_debugging():
-    """Return whether slow checks are on here."""
-    return _debugging.get()
 
 
 # ---- forward ------------------------------------------------------------------------------------
@@ -178,10 +178,12 @@ def apply(impls, inputs, impl=None, **params):
             seen.update((id(x), x) for x, want in zip(inputs, wanted, strict=True) if want)
     with device_of(*arrays):
         try:
-            out, saved = chosen.forward(*arrays, needs=needs, **params)
+            forward = watched(impls.op, "forward", chosen.forward)
+            out, saved = forward(*arrays, needs=needs, **params)
         except KernelCompileError as error:
             chosen = choose_another(impls, chosen, error, arrays, impl, **params)
-            out, saved = chosen.forward(*arrays, needs=needs, **params)
+            forward = watched(impls.op, "forward", chosen.forward)
+            out, saved = forward(*arrays, needs=needs, **params)
     if boxed is None:
         return out
     outs = out if isinstance(out, tuple) else (out,)
@@ -223,44 +225,50 @@ def gradients(
 
     ``independent``: take the targets as given, and look at nothing that they were made from.
     """
-    ends = {id(t) for t in targets} if independent else ()
+    ends = {key(t) for t in targets} if independent else ()
     return _walk(outputs, grads, targets, False, retain_graph, create_graph, None, ends)
 
 
 def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_ready, ends=()):
-    wanted = {id(t): i for i, t in enumerate(targets)}
+    wanted = {key(t): i for i, t in enumerate(targets)}
     found = [None] * len(targets)
     nodes = _reachable(roots, ends)
     useful = None if leaves else _leading_to(nodes, wanted)
+    places = Places({*ends, *wanted})
     waiting = _count_uses(nodes) if on_ready else None
     pending = {}  # node -> [gradient of each output]
 
     def deliver(box, grad):
         if grad is None or not box.requires_grad:
             return
-        if id(box) in wanted:
-            i = wanted[id(box)]
+        who = key(box)
+        if who in wanted:
+            i = wanted[who]
             found[i] = grad if found[i] is None else found[i] + grad
-        if box.node is not None and id(box) not in ends:
+        if box.node is not None and who not in ends:
             slots = pending.setdefault(box.node, [None] * box.node.outputs)
             old = slots[box.index]
             slots[box.index] = grad if old is None else old + grad
-        elif leaves and id(box) not in wanted:
+        elif leaves and who not in wanted:
             _accumulate(box, grad)
+
+    def pass_on(node, grads):
+        slots = [leaves or key(x) in ends for x in node.inputs]
+        results = _call_backward(node, grads, create_graph, slots, places)
+        for x, grad in zip(node.inputs, results, strict=True):
+            if isinstance(x, Box):
+                deliver(x, grad)
 
     for box, grad in zip(roots, root_grads, strict=True):
         deliver(box, grad)
     with recording(create_graph):
-        for node in reversed(nodes):
+        while nodes:  # popped, so that with the last link to a node goes what its rule holds
+            node = nodes.pop()
             grads = pending.pop(node, None)
             if useful is not None and node not in useful:
                 continue
             if grads is not None:
-                slots = [leaves or id(x) in ends for x in node.inputs]
-                results = _call_backward(node, grads, create_graph, slots)
-                for x, grad in zip(node.inputs, results, strict=True):
-                    if isinstance(x, Box):
-                        deliver(x, grad)
+                pass_on(node, grads)
             if waiting:
                 _report_ready(node, waiting, on_ready)
             if not (retain_graph or create_graph):
@@ -286,33 +294,26 @@ def _reachable(roots, ends=()):
 
 
 def _makers(values, ends):
-    return [
-        x.node for x in values if isinstance(x, Box) and x.node is not None and id(x) not in ends
-    ]
+    boxes = [x for x in values if isinstance(x, Box) and x.node is not None]
+    return [x.node for x in boxes if key(x) not in ends]
 
 
-def depends(box, ids):
-    """Return whether ``box`` was made from any of the Boxes with these ids."""
-    return bool(ids) and any(id(x) in ids for node in _reachable([box]) for x in node.inputs)
+def depends(box, keys):
+    """Return whether ``box`` was made from any of the Boxes with these keys."""
+    return bool(keys) and any(key(x) in keys for node in _reachable([box]) for x in node.inputs)
 
 
 def _leading_to(nodes, wanted):
     useful = set()
     for node in nodes:
-        for x in node.inputs:
-            if isinstance(x, Box) and (id(x) in wanted or x.node in useful):
-                useful.add(node)
-                break
+        if any(isinstance(x, Box) and (key(x) in wanted or x.node in useful) for x in node.inputs):
+            useful.add(node)
     return useful
 
 
 def _count_uses(nodes):
-    waiting = {}
-    for node in nodes:
-        for x in node.inputs:
-            if isinstance(x, Box) and x.node is None and x.requires_grad:
-                waiting[id(x)] = waiting.get(id(x), 0) + 1
-    return waiting
+    boxes = (x for node in nodes for x in node.inputs if isinstance(x, Box))
+    return Counter(id(x) for x in boxes if x.node is None and x.requires_grad)
 
 
 def _report_ready(node, waiting, on_ready):
@@ -323,19 +324,24 @@ def _report_ready(node, waiting, on_ready):
                 on_ready(x)
 
 
-def _call_backward(node, grads, create_graph, slots):
+def _call_backward(node, grads, create_graph, slots, places):
     """Return the gradients of a node's inputs; ``slots``: which may be written to their place."""
     node.check_unedited()
     if node.impl.backward is None:
         raise UnsupportedError(f"{node.op}: {node.impl.name} has no gradient")
     if create_graph:
         return _call_backward_recorded(node, grads)
-    into = tuple([
-        _slot(x) if need and slot else None
-        for x, need, slot in zip(node.inputs, node.needs, slots, strict=True)
-    ])  # fmt: skip
     with device_of(*grads):
-        results = node.impl.backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
+        placed = places.into(node)
+        into = tuple([
+            (place, False) if place is not None else _slot(x) if need and slot else None
+            for x, need, slot, place in zip(node.inputs, node.needs, slots, placed, strict=True)
+        ])  # fmt: skip
+        for slot in into:
+            if slot is not None and slot[1]:
+                settle(slot[0])
+        backward = watched(node.op, "backward", node.impl.backward)
+        results = backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
             x.grad, x.grad_started = x.grad_slot, True
@@ -376,13 +382,12 @@ def _accumulate(leaf, grad):
         leaf.grad = grad if leaf.grad is None else leaf.grad + grad
     elif leaf.grad_slot is not None:
         if leaf.grad_started:
+            settle(leaf.grad_slot)
             leaf.grad_slot += grad.astype(leaf.grad_slot.dtype, copy=False)
         else:
             leaf.grad_slot[...] = grad
         leaf.grad, leaf.grad_started = leaf.grad_slot, True
     elif leaf.grad is None:
-        leaf.grad = get_xp(grad).array(
-            grad, dtype=leaf.data.dtype
-        )  # a copy: rules may share arrays
+        leaf.grad = get_xp(grad).array(grad, leaf.data.dtype)  # a copy: rules may share arrays
     else:
         leaf.grad = leaf.grad + grad.astype(leaf.data.dtype, copy=False)

@@ -1,7 +1,6 @@
 """What works on this machine, and the remedy for what does not."""
 
 import contextlib
-import importlib.metadata
 import io
 import os
 import platform
@@ -14,12 +13,8 @@ import numpy as np
 
 from gpuattn import cublaslt, kernels
 from gpuattn.errors import DeviceMissingError, KernelCompileError
+from gpuattn.train.device import version_of, versions
 
-LIBRARIES = (
-    "numpy", "ml_dtypes", "click", "rich", "safetensors", "sentencepiece", "sacrebleu",
-    "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "nvmath-python",
-    "cuda-bindings", "nvidia-ml-py", "nvidia-cuda-nvrtc", "mpi4py",
-)  # fmt: skip
 PROBE = """
 extern "C" __global__ void probe(float* y) { y[threadIdx.x] = 2.f * threadIdx.x; }
 """
@@ -37,27 +32,13 @@ class Check:
 
 def examine():
     """Return a list of Checks: interpreter, libraries, BLAS, memory, GPU, compiler, cache."""
-    checks = [_python(), _blas(), _memory(), _cupy(), _device(), _nvrtc(), _launch()]
+    checks = [_python(), _blas(), _memory(), _cupy(), _device(), _nvrtc(), _launch(), _graphs()]
     return [*checks, _numba(), _gemm(), _cache()]
 
 
 def as_dict(checks):
     """Return the checks and every version as plain data, for bug reports."""
     return {"checks": [asdict(check) for check in checks], "versions": versions()}
-
-
-def versions():
-    """Return ``{distribution: version}`` of what is installed."""
-    found = {"gpuattn": _version("gpuattn"), "python": platform.python_version()}
-    found.update({name: _version(name) for name in LIBRARIES})
-    return {name: version for name, version in found.items() if version}
-
-
-def _version(name):
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _python():
@@ -173,25 +154,53 @@ def _launch():
     return Check("kernel", "ok", "a test kernel ran and computed the right numbers")
 
 
+def _graphs():
+    try:
+        cupy = _gpu()
+    except DeviceMissingError:
+        return Check("graphs", "missing", "nothing to capture without a device")
+    try:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            x = cupy.zeros(1, "float32")
+            stream.begin_capture()
+            x.data.memset_async(0xFF, x.nbytes, stream)
+            stream.end_capture().launch(stream)
+            if not cupy.isnan(x).all():
+                return Check("graphs", "broken", "a CUDA graph did nothing", "check the GPU")
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        remedy = "install a newer NVIDIA driver; until then training is slower"
+        return Check("graphs", "missing", f"CUDA graphs are off: {error}", remedy)
+    return Check("graphs", "ok", "a CUDA graph was captured and ran")
+
+
 def _numba():
-    if _version("numba-cuda") is None:
+    if version_of("numba-cuda") is None:
         remedy = "pip install 'gpuattn[cuda13x]'"
         return Check("numba", "missing", "no numba-cuda: the readable forms are off", remedy)
-    return Check("numba", "ok", f"numba {_version('numba')}, numba-cuda {_version('numba-cuda')}")
+    return Check(
+        "numba", "ok", f"numba {version_of('numba')}, numba-cuda {version_of('numba-cuda')}"
+    )
 
 
 def _gemm():
     library, reason = cublaslt.library()
     if library is None:
         remedy = "pip install 'gpuattn[cuda13x]'"
-        if _version("nvmath-python") is None:
+        if version_of("nvmath-python") is None:
             reason = "no nvmath-python"
         else:
             remedy = f"{remedy}, which brings cuBLAS, and a driver for it"
         detail = f"products run through CuPy and CUDA graphs are off: {reason}"
         return Check("nvmath", "missing", detail, remedy)
+    try:
+        x = _gpu().ones((16, 16), "float32")
+        cublaslt.multiply(x, x)
+    except DeviceMissingError:
+        pass
+    except RuntimeError as error:
+        return Check("nvmath", "broken", str(error), "pip install 'gpuattn[cuda12x]' or [cuda13x]")
     version = library.get_version()
-    detail = f"nvmath-python {_version('nvmath-python')}, cuBLASLt {version // 10000}"
+    detail = f"nvmath-python {version_of('nvmath-python')}, cuBLASLt {version // 10000}"
     return Check("nvmath", "ok", f"{detail}.{version % 10000 // 100}.{version % 100}")
 
 

@@ -179,3 +179,47 @@ def draw_roofline(pyplot, document, path):
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
         figure.savefig(path)
         pyplot.close(figure)
+
+
+def draw_profile(pyplot, document, path):
+    """Write a ``bench.profile`` document as a picture: the ops' times, and their places under the
+    ceilings, where each is as large as its share of the time."""
+    rows, ceilings = document["rows"], document["ceilings"]
+    names = list(dict.fromkeys(row["op"] for row in rows))
+    colors = {op: PALETTE[i % len(PALETTE)] for i, op in enumerate(names)}
+    with pyplot.rc_context(STYLE):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, max(4, 0.25 * len(rows) + 1)))
+        places, times = range(len(rows)), [row["us"] for row in rows]
+        looks = [colors[row["op"]] if row["calls"] else GRAY for row in rows]
+        left.barh(places, times, color=looks)
+        left.set_yticks(places, [f"{row['op']} {row['direction']}" for row in rows], fontsize=7.5)
+        left.set_ylim(len(rows) - 0.5, -0.5)
+        left.grid(axis="y", visible=False)
+        left.set_xlabel("microseconds of a step")
+        _draw_roofs(right, [row for row in rows if row["bytes"]], ceilings, colors)
+        title = f"One training step on {document['where']}, {document['model']}, {document['date']}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
+        figure.savefig(path)
+        pyplot.close(figure)
+
+
+def _draw_roofs(axis, rows, ceilings, colors):
+    """Draw FLOP/s over FLOPs a byte where there are products, bytes a second for all others."""
+    least = min([r["flops"] / r["bytes"] for r in rows if r["flops"]], default=1) / 4
+    for row in rows:
+        x = max(row["flops"] / row["bytes"], least)
+        rate = max(row["flops"], least * row["bytes"]) / row["us"] / 1e6
+        look = {"color": colors[row["op"]], "fillstyle": "full" if row["flops"] else "none"}
+        axis.plot(
+            x, rate, MARKS.get(row["direction"], "s"), ms=4 + 24 * row["share"] ** 0.5, **look
+        )
+    if ceilings:
+        peak, copy = ceilings["matmul_tflops"], ceilings["copy_tbs"]
+        right = 4 * max([peak / copy, *(r["flops"] / r["bytes"] for r in rows)])
+        axis.plot([least, peak / copy, right], [least * copy, peak, peak], color=INK, lw=1.2)
+    axis.set(xscale="log", yscale="log", xlabel="FLOPs a byte (hollow: none, by bytes alone)",
+             ylabel="TFLOP/s")  # fmt: skip
+    for name in ("forward", "backward"):
+        axis.plot([], [], MARKS[name], color=INK, fillstyle="none", label=name)
+    axis.plot([], [], "s", color=INK, fillstyle="none", label="update")
+    axis.legend(fontsize=8)

@@ -3,7 +3,10 @@
 import statistics
 import time
 
-from gpuattn.arrays import import_cupy
+import numpy as np
+
+from gpuattn.arrays import BFLOAT16, import_cupy
+from gpuattn.train import ceilings as reach
 
 SAMPLES = 20
 TURNS = 4  # of each in ``alternate``, in both orders equally often
@@ -111,21 +114,12 @@ def median(samples):
 def ceilings(xp):
     """Return measured ceilings: copy in TB/s (read + written), matrix product in TFLOP/s."""
     on_gpu = xp.__name__ == "cupy"
-    n = 1 << (28 if on_gpu else 24)
-    source, target = xp.ones(n, "float32"), xp.empty(n, "float32")
-    size = 8192 if on_gpu else 1024
-    rng = xp.random.default_rng(0)
-    a, b = (rng.standard_normal((size, size), dtype="float32") for _ in range(2))
-    if on_gpu:
-        import ml_dtypes
-
-        a, b = a.astype(ml_dtypes.bfloat16), b.astype(ml_dtypes.bfloat16)
-    calls = {"copy": lambda: xp.copyto(target, source), "product": lambda: a @ b}
+    problems = reach.problems(xp, BFLOAT16 if on_gpu else np.float32)
+    calls = {name: call for name, (call, _) in problems.items()}
     if on_gpu:
         for call in calls.values():
             call()  # sets up what it needs
         times = alternate(calls)
     else:
         times = {name: time_call(call, False) for name, call in calls.items()}
-    copy, product = median(times["copy"]), median(times["product"])
-    return {"copy_tbs": 8 * n / copy / 1e6, "matmul_tflops": 2 * size**3 / product / 1e6}
+    return reach.rates(problems, {name: median(samples) for name, samples in times.items()})

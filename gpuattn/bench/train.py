@@ -17,7 +17,7 @@ from gpuattn.bench.train_peers import Peer
 from gpuattn.data.batching import PackedLoader, token_order
 from gpuattn.data.tokenizer import UNK
 from gpuattn.errors import UnsupportedError
-from gpuattn.models import GPT2, GPT2Config, TranslationConfig, TranslationModel
+from gpuattn.models import GPT2, TranslationModel
 from gpuattn.optim import AdamW
 from gpuattn.train.device import batch_to
 from gpuattn.train.graph import Replays
@@ -74,12 +74,7 @@ def _translation(case, xp):
     sides = [zipf_tokens(*words, seed).reshape(sentences, -1) + UNK + 1 for seed in (0, 1)]
     pairs = list(zip(*(side.tolist() for side in sides), strict=True))
     (batch,) = PackedLoader(pairs, case.tokens, seed=0).epoch(0)
-    model = TranslationModel(
-        TranslationConfig(
-            case.vocab, case.width, case.heads, case.layers, case.hidden, case.dropout,
-            max_length=length,
-        )
-    )  # fmt: skip
+    model = TranslationModel(case.config())
     there = batch_to(batch, xp)
     inputs = [x.reshape(case.shape) for x in (batch.source, batch.target_in, batch.labels)]
     return model, lambda dloss: model.loss(there, case.smoothing, dloss)[0], inputs
@@ -89,12 +84,7 @@ def _text(case, xp):
     """Return what ``_translation`` does, for a language model."""
     text = zipf_tokens(case.tokens + 1, case.vocab)
     inputs = [part.reshape(case.shape) for part in (text[:-1], text[1:])]
-    model = GPT2(
-        GPT2Config(
-            case.vocab, case.width, case.heads, *case.layers, case.shape[1], case.dropout,
-            bias=False,
-        )
-    )  # fmt: skip
+    model = GPT2(case.config())
     tokens, labels = map(xp.asarray, inputs)
     order = [xp.asarray(part) for part in token_order(text[:-1])]
     return model, lambda dloss: model.loss(tokens, labels, dloss, order=order), inputs

@@ -1,14 +1,10 @@
-"""The cells of whole training steps: models, batches, and the FLOPs that a step is worth.
-
-Model FLOPs as the field counts them: six for every weight of a linear layer and token that meets
-it (two forward, four backward: the famous 6 N T), the output layer included and the look-up of
-embeddings not, and 12 d for every visible pair of query and key in each attention of width d (half
-of T * T when causal). What is computed twice does not count.
-"""
+"""The cells of whole training steps: models, batches, and the FLOPs that a step is worth."""
 
 from dataclasses import asdict, dataclass, replace
 
 from gpuattn.bench.cases import Cell
+from gpuattn.models import GPT2Config, TranslationConfig
+from gpuattn.models.flops import gpt2_flops, translation_flops
 
 
 @dataclass(frozen=True)
@@ -46,6 +42,16 @@ class Step:
         """Target tokens of a step."""
         return self.shape[0] * self.shape[1]
 
+    def config(self):
+        """Return what our model is made of."""
+        sizes = self.vocab, self.width, self.heads
+        if self.translates:
+            length = self.shape[1]
+            return TranslationConfig(
+                *sizes, self.layers, self.hidden, self.dropout, max_length=length
+            )
+        return GPT2Config(*sizes, *self.layers, self.shape[1], self.dropout, bias=False)
+
     def weights(self):
         """Return how many weights of linear layers a token meets, source and target as one."""
         attention, feed_forward = 4 * self.width**2, 2 * self.width * self.hidden
@@ -54,14 +60,12 @@ class Step:
         inside = (attention + feed_forward) * (sum(encoder) + decoder) + crossing
         return inside + self.width * self.vocab
 
-    def pairs(self):
-        """Return how many (query, key) see each other, over all sentences and attentions."""
-        *encoder, decoder = self.layers
-        whole = sum(encoder) + decoder * self.translates
-        return self.shape[0] * self.shape[1] ** 2 * (whole + decoder / 2)
-
     def flops(self, direction):
-        return 6 * self.weights() * self.tokens + 12 * self.width * self.pairs()
+        """Return the model FLOPs, see ``models.flops``."""
+        if self.translates:
+            lengths = [self.shape[1]] * self.shape[0]
+            return translation_flops(self.config(), lengths, lengths)
+        return gpt2_flops(self.config(), *self.shape)
 
     def bytes(self, direction):
         """Return the bytes that the parameters alone make a step move.

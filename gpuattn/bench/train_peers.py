@@ -6,6 +6,8 @@ As it is ("torch-eager"), by torch.compile, and what torch.compile makes as one 
 
 import functools
 
+import numpy as np
+
 from gpuattn.bench.peers import torch_here
 
 
@@ -21,8 +23,9 @@ class Peer:
             self.model = (Translator if case.translates else GPT)(case)
             self.loss = torch.zeros(())
         self.inputs = [torch.from_numpy(x).cuda().long() for x in ours.inputs]
+        weights = by_layers(ours.weights, case.layers[-1])
         self._first = {  # tables without the rows that only pad ours
-            name: torch.from_numpy(ours.weights[name][: len(own)]).cuda()
+            name: torch.from_numpy(weights[name][: len(own)]).cuda()
             for name, own in self.model.state_dict().items()
         }
         parameters = list(self.model.parameters())
@@ -68,6 +71,16 @@ class Peer:
         held = list(self.model.parameters())
         held += [x for state in self.optimizer.state.values() for x in state.values()]
         return sum(x.nbytes for x in held)
+
+
+def by_layers(weights, layers):
+    """Return our weights by the names of the peers, whose layers project the memory themselves."""
+    weights = dict(weights)
+    for kind in ("weight", "bias"):
+        whole = weights.pop(f"memory.kv.{kind}", None)
+        for i, own in enumerate([] if whole is None else np.split(whole, layers)):
+            weights[f"decoder.{i}.cross_attention.kv.{kind}"] = own
+    return weights
 
 
 class _Call:

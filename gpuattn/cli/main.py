@@ -18,9 +18,11 @@ COMMANDS = {
     "evaluate": "Score a run's translations: exact match, BLEU, chrF.",
     "info": "Show what a run is and how it went.",
     "average": "Average the weights of runs, or of one run's last checkpoints.",
+    "report": "Write a run's page: curves, samples, attention, profile.",
     "plot": "Draw loss and BLEU curves and attention maps as PNG.",
     "doctor": "Say what works on this machine, with remedies.",
     "kernels": "List, compile and explain the CUDA kernels.",
+    "profile": "Time every op of one training step, beside the roofline.",
     "bench": "Time the ops, every implementation that accepts, and beside peers.",
 }
 EXIT_CODES = ((ConfigError, 2), (DeviceMissingError, 3), (Exception, 1))

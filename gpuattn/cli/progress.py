@@ -6,6 +6,7 @@ import time
 
 import click
 
+from gpuattn.train.meter import short
 from gpuattn.train.report import Report
 from gpuattn.train.units import duration
 
@@ -21,13 +22,20 @@ def new_report():
 
 def facts(progress):
     """Return what to say of a ``train.report.Progress``, the most important first."""
-    return [
+    found = [
         f"loss {progress.loss:.3f}",
         f"{duration(progress.eta)} left",
-        f"{_short(progress.rate)} tokens/s",
+        f"{short(progress.rate)} tokens/s",
         f"{progress.memory / 2**30:.2f} GiB",
-        f"lr {progress.learning_rate:.1e}",
+        f"{progress.milliseconds:.3g} ms",
     ]
+    if progress.mfu is not None:
+        found.append(f"MFU {100 * progress.mfu:.3g} %")
+    if progress.watts is not None:
+        found.append(f"{progress.watts:.0f} W")
+    if progress.joules is not None:
+        found.append(f"{progress.joules / 1e3:.3g} kJ")
+    return [*found, f"lr {progress.learning_rate:.1e}"]
 
 
 class PlainReport(Report):
@@ -95,10 +103,3 @@ def _fitting(parts, room):
     while len("  ".join(parts)) > room:
         parts = parts[:-1]
     return "  ".join(parts)
-
-
-def _short(number):
-    for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:.0f}"

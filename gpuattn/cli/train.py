@@ -27,6 +27,7 @@ from gpuattn.train.device import choose_device
 from gpuattn.train.run import TASKS
 from gpuattn.train.session import describe, train
 from gpuattn.train.stopping import StopOnSignal
+from gpuattn.train.units import flag
 
 HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     "Data": {
@@ -42,6 +43,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "model": ("", "A translator, or a language model."),
         "dim": ("N", "Width."),
         "heads": ("N", "Attention heads; they divide the width."),
+        "kv_heads": ("N", "Heads of keys and values; they divide --heads.  [default: as many]"),
         "layers": ("N[:N]", "4, or 4:2 for encoder and decoder."),
         "ffn": ("N", "Width inside the feed-forward networks; of gpt2 it is 4 * dim."),
         "block": ("N", "Tokens that gpt2 sees."),
@@ -49,13 +51,15 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "dropout": ("P", "Share of activations set to zero."),
         "attention_dropout": ("P", "Likewise of attention probabilities; of gpt2 it is --dropout."),
         "norm": ("", "Normalise before or after each branch."),
-        "positions": ("", "How tokens know their place."),
-        "activation": ("", "In the feed-forward networks."),
+        "positions": ("", "How tokens know their place; of gpt2 learned or rotary."),
+        "activation": ("", "In the feed-forward networks; swiglu adds a third matrix."),
+        "pad_vocab": ("", "Bring the vocabulary's tables to a multiple of 64 rows: faster."),
     },
     "Optimisation": {
-        "batch": ("N", "Tokens of a batch on its longer side, such as 8k."),
+        "batch": ("N|auto", "Tokens of a batch on its longer side, such as 8k; auto: what fits."),
         "batching": ("", "Sentences end to end, or padded to one length: sorted, or at random."),
         "accumulate": ("N", "Batches summed for an update."),
+        "checkpoint": ("", "Saves memory: computes layers twice; full: logits in slices, too."),
         "optimizer": ("", "What updates the parameters."),
         "beta2": ("P", "Decay of the mean squared gradient, of adamw and adam."),
         "lr": ("X", "Largest learning rate."),
@@ -66,6 +70,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "clip": ("X", "Largest norm of the gradient; 0: any."),
         "weight_decay": ("X", "Of matrices; adam and sgd add it to the gradient."),
         "precision": ("", "auto: bf16 on a GPU, fp32 on NumPy; pure-bf16: without fp32 masters."),
+        "deterministic": ("", "The same bits in every run on a GPU too; 1 to 2 % slower."),
     },
     "Length of the run": {
         "length": ("N[e|u|s|m]", "30e epochs, 8000u updates, or 90s: planned to end by then."),
@@ -97,9 +102,14 @@ def _option(name, group, placeholder, help):
     parse = OPTIONS[name].metadata["parse"]
     names = getattr(parse, "names", None)
     kind = NearChoice(names) if names else Parsed(parse, placeholder)
-    flags = [f"--{option_key(name)}", name]
+    key, own = option_key(name), name in MODEL_DEFAULTS[TRANSLATION]
+    if parse is flag:
+        switch = f"--{key}/--no-{key}"
+        default = OPTIONS[name].default
+        return GroupedOption([switch, name], default=default, help=help, group=group)
+    flags = [f"--{key}", name]
     metavar = None if names else placeholder
-    if OPTIONS[name].default is not None:
+    if own or OPTIONS[name].default is not None:
         help += f"  [default: {_default(name, percent='%' in placeholder)}]"
     return GroupedOption(flags, type=kind, metavar=metavar, help=help, group=group)
 
@@ -134,8 +144,8 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
     lines are translations of each other. Or train a language model, on one text: --lm FILE.
     Ctrl-C saves; the same command goes on."""
-    layers = _layers(ctx, what, valid, config_file, values)
-    config, origins = resolve(*layers, device=choose_device(device)[0])
+    chosen = choose_device(device)[0]
+    config, origins = resolved(ctx, what, valid, config_file, values, chosen)
     name = Path(config.lm).name.split(".")[0] if config.lm else config.task
     if out is None and not name:
         raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
@@ -146,13 +156,13 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
         try:
             outcome = train(
                 config, out, origins=origins, device=device, report=report, stop=stop,
-                overwrite=overwrite,
+                overwrite=overwrite, command=_typed(ctx),
             )  # fmt: skip
         finally:
             report.close()
     if not outcome.finished:
-        again = shlex.join(["gpuattn", "train", *_without_overwrite(ctx.meta["arguments"])])
-        report.say("stopped", f"after update {outcome.update:,}; all is saved. Go on: {again}")
+        done = f"after update {outcome.update:,}; all is saved"
+        report.say("stopped", f"{done}. Go on: {_typed(ctx)}")
         sys.exit(stop.exit_code)
     report.say("done", describe(outcome.best))
     command = f"{TASKS[config.model].command} {out}"
@@ -160,11 +170,17 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
     report.say("next", text + command)
 
 
-command.params[1:1] = [
-    _option(name, group, *shown)
-    for group, options in HELP.items()
-    for name, shown in options.items()
-]
+def options_of(group):
+    """Return the click options under one heading of HELP."""
+    return [_option(name, group, *shown) for name, shown in HELP[group].items()]
+
+
+command.params[1:1] = [option for group in HELP for option in options_of(group)]
+
+
+def resolved(ctx, what, valid, config_file, values, device):
+    """Return ``train.config.resolve`` of what a command was given, for "numpy" or "cuda"."""
+    return resolve(*_layers(ctx, what, valid, config_file, values), device=device)
 
 
 def _layers(ctx, what, valid, config_file, values):
@@ -215,5 +231,7 @@ def _example(config):
         return "..."
 
 
-def _without_overwrite(arguments):
-    return [argument for argument in arguments if argument != "--overwrite"]
+def _typed(ctx):
+    """Return the command line that was given, as it goes on with the run."""
+    kept = [argument for argument in ctx.meta["arguments"] if argument != "--overwrite"]
+    return shlex.join(["gpuattn", "train", *kept])

@@ -1,4 +1,4 @@
-"""GPT-2, the decoder-only language model: pre-norm, learned positions, tied output.
+"""GPT-2, the decoder-only language model: pre-norm, learned or rotary positions, tied output.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 """
@@ -10,7 +10,7 @@ import numpy as np
 from gpuattn.arrays import as_array
 from gpuattn.autodiff.tape import raw
 from gpuattn.errors import problem
-from gpuattn.models.config import check_config, padded_rows
+from gpuattn.models.config import CHOICES, check_config, table_rows
 from gpuattn.models.gpt2_stepper import GPT2Stepper
 from gpuattn.nn.dropout import RandomState, Streams
 from gpuattn.nn.embedding import Embedding
@@ -19,8 +19,10 @@ from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerEncoderLayer, run_layers
 from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.linear import linear
+from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
 
 STD = 0.02  # of the initial weights
+POSITIONS = "learned", "rotary"  # a sinusoidal table would drown embeddings of that size
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class GPT2Config:
     """The size of a GPT2; the defaults are the smallest one published (124 M parameters).
 
     ``block``: the longest context. ``bias``: whether linear layers and norms have biases.
+    ``kv_heads``, ``positions``, ``activation``, ``pad_vocab``: as of a TranslationConfig.
     Raises ConfigError for what does not fit together.
     """
 
@@ -38,30 +41,40 @@ class GPT2Config:
     block: int = 1024
     dropout: float = 0.0
     bias: bool = True
+    kv_heads: int | None = None
+    positions: str = "learned"
+    activation: str = "gelu"
+    pad_vocab: bool = True
 
     def __post_init__(self):
-        check_config(self, vocab=self.vocab, layers=self.layers, block=self.block)
+        choices = CHOICES | {"positions": POSITIONS}
+        check_config(self, choices, vocab=self.vocab, layers=self.layers, block=self.block)
 
 
 class GPT2(Module):
     """A causal Transformer over (B, T) tokens. ``seed``: of initial parameters and dropout.
 
-    The embedding table has its rows padded to a multiple of 64. ``random``: the RandomState that
-    all dropout reads; move ``random.step`` on with each update.
+    The embedding table has its rows padded to a multiple of 64, unless ``pad_vocab`` is False.
+    ``random``: the RandomState that all dropout reads; move ``random.step`` on with each update.
+    ``checkpoint``: one of ``models.config.CHECKPOINT``.
     """
+
+    checkpoint = "none"
 
     def __init__(self, config, seed=0):
         self.config = c = config
         self.random = RandomState(seed)
         rng, streams = np.random.Generator(np.random.Philox(seed)), Streams(self.random)
         self.embedding = Embedding(
-            padded_rows(c.vocab), c.d_model, used=c.vocab, positions="learned",
+            table_rows(c), c.d_model, used=c.vocab,
+            positions="learned" if c.positions == "learned" else None,
             max_length=c.block, dropout=c.dropout, streams=streams, rng=rng,
         )  # fmt: skip
         self.layers = [
             TransformerEncoderLayer(
-                c.d_model, c.heads, 4 * c.d_model, causal=True, dropout=c.dropout,
-                activation="gelu", bias=c.bias, streams=streams, rng=rng,
+                c.d_model, c.heads, 4 * c.d_model, kv_heads=c.kv_heads,
+                rotary=c.positions == "rotary", causal=True, dropout=c.dropout,
+                activation=c.activation, bias=c.bias, streams=streams, rng=rng,
             )
             for _ in range(c.layers)
         ]  # fmt: skip
@@ -88,7 +101,10 @@ class GPT2(Module):
             got, accepted = f"{tokens.shape[-1]} tokens", f"up to block, {self.config.block}"
             raise ValueError(problem("GPT2", "tokens", got, accepted, "Give the last ones only."))
         x = self.embedding(tokens, positions, order=order)
-        return run_layers(self.layers, self.norm, x, caches=caches)
+        return run_layers(
+            self.layers, self.norm, x, caches=caches, positions=positions,
+            recompute=self.checkpoint != "none",
+        )  # fmt: skip
 
     def head(self, states):
         """Return (..., padded vocabulary) for states (..., d_model)."""
@@ -104,10 +120,13 @@ class GPT2(Module):
         ``dloss``: what backward will be called with, see ``cross_entropy``. ``order``: as in
         ``states``; without it tokens are sorted on the spot, which no CUDA graph can do.
         """
-        return cross_entropy(
-            self.head(self.states(tokens, order=order)), labels, vocab_size=self.config.vocab,
-            label_smoothing=label_smoothing, donate=True, dloss=dloss,
-        )  # fmt: skip
+        states = self.states(tokens, order=order)
+        settings = {
+            "vocab_size": self.config.vocab, "label_smoothing": label_smoothing, "dloss": dloss,
+        }  # fmt: skip
+        if self.checkpoint == "full" or not self.training:
+            return linear_cross_entropy(states, self.embedding.weight, labels, **settings)
+        return cross_entropy(self.head(states), labels, donate=True, **settings)
 
     def stepper(self, prompt, max_length, beam=1, kv_cache=True):
         """Return a Stepper that continues int prompts (B, P), P >= 1, by ``max_length`` tokens.

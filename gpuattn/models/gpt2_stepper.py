@@ -1,7 +1,5 @@
 """Continuing a text token by token, with or without a key-value cache."""
 
-import numpy as np
-
 from gpuattn.errors import problem
 from gpuattn.models.stepping import CachedStepper
 
@@ -34,10 +32,6 @@ class GPT2Stepper(CachedStepper):
         length = self.prompt.shape[1] - 1 + self.max_length
         return [layer.attention.new_cache(rows, length) for layer in self.model.layers]
 
-    def _stores(self):
-        return self.caches
-
     def _logits(self, tokens, first, caches):
-        positions = self.xp.arange(first, first + tokens.shape[1], dtype=np.int32)
-        positions = self.xp.broadcast_to(positions, tokens.shape)
+        positions = self._positions(tokens, first)
         return self.model.head(self.model.states(tokens, positions, caches=caches)[:, -1])

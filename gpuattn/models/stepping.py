@@ -1,5 +1,7 @@
 """What the steppers of the models share: rows of beams, caches, and the way without caches."""
 
+import numpy as np
+
 from gpuattn.arrays import get_xp
 from gpuattn.autodiff.tape import raw
 from gpuattn.decode.stepper import Stepper
@@ -10,8 +12,8 @@ class CachedStepper(Stepper):
     """A Stepper over sentences * beam texts that grow by a token at a step.
 
     With ``kv_cache`` a step computes the new tokens only; without, all of the text again.
-    A model supplies ``_new_caches(rows)``, ``_stores()``, the KeyValueCaches whose rows move with
-    the beams, and ``_logits(tokens (rows, T), first position, caches or None)`` (rows, columns).
+    A model supplies ``_new_caches(rows)``, the KeyValueCaches whose rows move with the beams, and
+    ``_logits(tokens (rows, T), first position, caches or None)`` (rows, columns).
     """
 
     def __init__(self, model, sentences, vocab, max_length, beam, kv_cache):
@@ -47,10 +49,14 @@ class CachedStepper(Stepper):
 
     def reorder(self, parents):
         if self.kv_cache:
-            for store in self._stores():
-                store.reorder(parents)
+            for cache in self.caches:
+                cache.reorder(parents)
         else:
             self.text = self.text[parents]
+
+    def _positions(self, tokens, first):
+        positions = self.xp.arange(first, first + tokens.shape[1], dtype=np.int32)
+        return self.xp.ascontiguousarray(self.xp.broadcast_to(positions, tokens.shape))
 
     def _begin(self, tokens):
         """Return what is computed at position 0 for the ``tokens`` (rows, 1) given there."""

@@ -12,8 +12,9 @@ import numpy as np
 from gpuattn.arrays import get_xp, to_cpu
 from gpuattn.data.tokenizer import BOS, EOS
 from gpuattn.errors import ConfigError, problem
-from gpuattn.models.config import check_config, padded_rows
+from gpuattn.models.config import check_config, table_rows
 from gpuattn.models.translation_stepper import TranslationStepper
+from gpuattn.nn.attention import MemoryProjection
 from gpuattn.nn.dropout import RandomState, Streams
 from gpuattn.nn.embedding import Embedding
 from gpuattn.nn.linear import Linear
@@ -22,6 +23,7 @@ from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer, run_layers
 from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.linear import linear
+from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,12 @@ class TranslationConfig:
 
     ``vocab``: number of tokens. ``layers``: (encoder, decoder). ``ffn``: width inside the
     feed-forward networks. ``dropout``: of embeddings, branches and, without
-    ``attention_dropout``, attention probabilities.
-    ``norm``: "pre" or "post". ``positions``: "sinusoidal" or "learned". ``activation``: "relu" or
-    "gelu". ``tied``: one table for source, target and output. ``max_length``: tokens of a sentence
-    on either side, marks included.
+    ``attention_dropout``, attention probabilities. ``norm``: "pre" or "post". ``positions``:
+    "sinusoidal", "learned", or "rotary" (in the self-attention of both sides). ``activation``: as
+    of ``nn.FeedForward``. ``tied``: one table for source, target and output. ``max_length``: tokens
+    of a sentence on either side, marks included. ``kv_heads``: heads of keys and values, which
+    divide ``heads``; None: as many. ``pad_vocab``: tables have a multiple of 64 rows, which makes
+    products with them faster.
     """
 
     vocab: int
@@ -48,6 +52,8 @@ class TranslationConfig:
     activation: str = "relu"
     tied: bool = True
     max_length: int = 256
+    kv_heads: int | None = None
+    pad_vocab: bool = True
 
     def __post_init__(self):
         if isinstance(self.layers, list):  # as JSON and TOML have it
@@ -85,22 +91,27 @@ class Sources(NamedTuple):
 class TranslationModel(Module):
     """An encoder-decoder Transformer. ``seed`` decides the initial parameters and the dropout.
 
-    The embedding table has its rows padded to a multiple of 64. ``random``: the RandomState that
-    all dropout reads; move ``random.step`` on with each update.
+    Cross-attention of all decoder layers takes its keys and values from ``memory``, one product.
+    ``random``: the RandomState that all dropout reads; move ``random.step`` on with each update.
+    ``checkpoint``: one of ``models.config.CHECKPOINT``.
     """
+
+    checkpoint = "none"
 
     def __init__(self, config, seed=0):
         self.config = config
         self.random = RandomState(seed)
         rng, streams = np.random.Generator(np.random.Philox(seed)), Streams(self.random)
-        c, rows = config, padded_rows(config.vocab)
+        c, rows, rotary = config, table_rows(config), config.positions == "rotary"
         table = {
-            "used": c.vocab, "positions": c.positions, "max_length": c.max_length,
+            "used": c.vocab, "positions": None if rotary else c.positions,
+            "max_length": c.max_length,
             "scale": c.d_model**0.5, "dropout": c.dropout, "streams": streams, "rng": rng,
         }  # fmt: skip
         layer = {
-            "dropout": c.dropout, "attention_dropout": c.attention_dropout, "norm": c.norm,
-            "activation": c.activation, "streams": streams, "rng": rng,
+            "kv_heads": c.kv_heads, "rotary": rotary, "dropout": c.dropout,
+            "attention_dropout": c.attention_dropout, "norm": c.norm, "activation": c.activation,
+            "streams": streams, "rng": rng,
         }  # fmt: skip
         sizes = (c.d_model, c.heads, c.ffn)
         self.source = Embedding(rows, c.d_model, **table)
@@ -108,7 +119,12 @@ class TranslationModel(Module):
         self.target = Embedding(rows, c.d_model, weight=shared, **table)
         self.encoder = [TransformerEncoderLayer(*sizes, **layer) for _ in range(c.layers[0])]
         self.encoder_norm = LayerNorm(c.d_model) if c.norm == "pre" else None
-        self.decoder = [TransformerDecoderLayer(*sizes, **layer) for _ in range(c.layers[1])]
+        self.memory = MemoryProjection(
+            c.d_model, c.heads, c.layers[1], kv_heads=c.kv_heads, rng=rng
+        )
+        self.decoder = [
+            TransformerDecoderLayer(*sizes, projects=False, **layer) for _ in range(c.layers[1])
+        ]
         self.decoder_norm = LayerNorm(c.d_model) if c.norm == "pre" else None
         self.head = None if c.tied else Linear(c.d_model, rows, bias=False, rng=rng)
 
@@ -116,16 +132,30 @@ class TranslationModel(Module):
         """Return the memory (source tokens, d_model) of a packed batch."""
         self._check_length("source", batch.max_source)
         x = self.source(batch.source, batch.source_positions, order=batch.source_order)
-        packing = {"cu_seqlens": batch.cu_source, "max_seqlen": batch.max_source}
-        return run_layers(self.encoder, self.encoder_norm, x, **packing)
+        return run_layers(
+            self.encoder, self.encoder_norm, x, positions=batch.source_positions,
+            cu_seqlens=batch.cu_source, max_seqlen=batch.max_source,
+            recompute=self.checkpoint != "none",
+        )  # fmt: skip
 
-    def decode(self, x, **context):
-        """Return the decoder's last states for embedded targets; see TransformerDecoderLayer."""
-        return run_layers(self.decoder, self.decoder_norm, x, **context)
+    def decode(self, x, memory, **context):
+        """Return the decoder's last states for embedded targets; see TransformerDecoderLayer.
+
+        ``memory``: from ``encode``, or what ``self.memory`` made of that. ``caches``: a
+        KeyValueCache for each layer.
+        """
+        memories = memory if isinstance(memory, list) else self.memory(memory)
+        return run_layers(
+            self.decoder, self.decoder_norm, x, memories=memories,
+            recompute=self.checkpoint != "none", **context,
+        )  # fmt: skip
 
     def logits(self, x):
         """Return (..., padded vocabulary) for decoder states (..., d_model)."""
-        return self.head(x) if self.head else linear(x, self.source.weight)
+        return linear(x, self._head_weight())
+
+    def _head_weight(self):
+        return self.head.weight if self.head else self.source.weight
 
     def loss(self, batch, label_smoothing=0.1, dloss=None):
         """Return (mean cross-entropy per target token as a Tensor, Sums) of a packed batch.
@@ -138,13 +168,16 @@ class TranslationModel(Module):
         memory = self.encode(batch)
         x = self.target(batch.target_in, batch.target_positions, order=batch.target_order)
         x = self.decode(
-            x, memory=memory, cu_seqlens=batch.cu_target, max_seqlen=batch.max_target,
-            cu_memory=batch.cu_source, max_memory=batch.max_source,
+            x, memory, positions=batch.target_positions, cu_seqlens=batch.cu_target,
+            max_seqlen=batch.max_target, cu_memory=batch.cu_source, max_memory=batch.max_source,
         )  # fmt: skip
-        loss = cross_entropy(
-            self.logits(x), batch.labels, label_smoothing=label_smoothing,
-            vocab_size=self.config.vocab, donate=True, dloss=dloss,
-        )  # fmt: skip
+        settings = {
+            "vocab_size": self.config.vocab, "label_smoothing": label_smoothing, "dloss": dloss,
+        }  # fmt: skip
+        if self.checkpoint == "full" or not self.training:
+            loss = linear_cross_entropy(x, self._head_weight(), batch.labels, **settings)
+        else:
+            loss = cross_entropy(self.logits(x), batch.labels, donate=True, **settings)
         return loss, Sums(loss.data, batch.target_tokens)
 
     def pack(self, sources):
@@ -185,7 +218,7 @@ class TranslationModel(Module):
             with self.evaluating():
                 x = self.source(xp.asarray([[*source, EOS]], np.int32))
                 memory = run_layers(self.encoder, self.encoder_norm, x)
-                self.decode(self.target(xp.asarray([[BOS, *target]], np.int32)), memory=memory)
+                self.decode(self.target(xp.asarray([[BOS, *target]], np.int32)), memory)
             return {
                 name: [to_cpu(attention.maps[0][0]) for attention in stack]
                 for name, stack in stacks.items()

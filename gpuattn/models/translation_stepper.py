@@ -1,7 +1,5 @@
 """Decoding a translation token by token, with or without a key-value cache."""
 
-import numpy as np
-
 from gpuattn.arrays import get_xp
 from gpuattn.autodiff.tape import raw
 from gpuattn.models.stepping import CachedStepper
@@ -20,18 +18,19 @@ class TranslationStepper(CachedStepper):
         xp = get_xp(memory)
         first, lengths = batch.cu_source[:-1], batch.cu_source[1:] - batch.cu_source[:-1]
         rows = first[:, None] + xp.arange(batch.max_source)
-        self.memory = memory[xp.minimum(rows, len(memory) - 1)]  # behind a sentence: never read
+        memory = memory[xp.minimum(rows, len(memory) - 1)]  # behind a sentence: never read
+        with model.evaluating():
+            self.memory = model.memory(memory) if kv_cache else memory
         self.lengths = lengths
         super().__init__(model, len(lengths), model.config.vocab, max_length, beam, kv_cache)
 
     def _new_caches(self, rows):
-        return [layer.new_cache(self.memory, rows, self.max_length) for layer in self.model.decoder]
-
-    def _stores(self):
-        return [cache.own for cache in self.caches]
+        return [layer.attention.new_cache(rows, self.max_length) for layer in self.model.decoder]
 
     def _logits(self, tokens, first, caches):
-        positions = self.xp.arange(first, first + tokens.shape[1], dtype=np.int32)
-        x = self.model.target(tokens, self.xp.broadcast_to(positions, tokens.shape))
-        x = self.model.decode(x, memory=self.memory, memory_lengths=self.lengths, caches=caches)
+        positions = self._positions(tokens, first)
+        x = self.model.decode(
+            self.model.target(tokens, positions), self.memory, positions=positions,
+            memory_lengths=self.lengths, caches=caches,
+        )  # fmt: skip
         return self.model.logits(x[:, -1])

@@ -1,6 +1,6 @@
 """Layers: modules whose calls run the fused ops, on packed tokens or batches."""
 
-from gpuattn.nn.attention import KeyValueCache, MultiHeadAttention
+from gpuattn.nn.attention import KeyValueCache, MemoryProjection, MultiHeadAttention
 from gpuattn.nn.dropout import Dropout, RandomState, Streams
 from gpuattn.nn.embedding import Embedding, sinusoidal_positions
 from gpuattn.nn.linear import FeedForward, Linear
@@ -15,6 +15,7 @@ __all__ = [
     "KeyValueCache",
     "LayerNorm",
     "Linear",
+    "MemoryProjection",
     "Module",
     "MultiHeadAttention",
     "RMSNorm",

@@ -1,51 +1,65 @@
 """Multi-head attention over packed or batched tokens, and its key-value cache."""
 
+import itertools
+
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import empty, get_xp, on_gpu
+from gpuattn.arrays import empty, get_xp, on_gpu, same_memory
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.nn.dropout import Dropout
 from gpuattn.nn.linear import Linear
-from gpuattn.nn.module import Module, generator
+from gpuattn.nn.module import Module, generator, xavier_uniform
 from gpuattn.ops.append_kv import append_kv
 from gpuattn.ops.decode_attention import MAX_QUERIES, decode_attention
 from gpuattn.ops.flash_attention import flash_attention
+from gpuattn.ops.rotary import rotary
 from gpuattn.ops.softmax import softmax
 
 
 def split_heads(x, counts, head_dim):
     """Return views (..., count, head_dim) of x (..., sum(counts) * head_dim), one per count.
 
-    Their gradients are laid side by side in one array.
+    Their gradients go side by side into one array.
     """
     return tape.apply(SPLIT_HEADS, (x,), counts=tuple(counts), head_dim=head_dim)
 
 
 def _forward_split(x, *, needs, counts, head_dim):
     heads = x.reshape(*x.shape[:-1], sum(counts), head_dim)
-    parts = [heads[..., part, :] for part in _slices(counts)]
-    return tuple(parts), (heads.shape, x.shape)
+    return tuple(_parts(heads, counts)), (heads.shape, x.shape)
+
+
+def _parts(heads, counts):
+    """Return views of the first, second, ... ``counts`` heads of (..., sum(counts), head_dim)."""
+    stops = itertools.accumulate(counts)
+    return [heads[..., n - count : n, :] for n, count in zip(stops, counts, strict=True)]
+
+
+def _places_of_parts(saved, out, into, *, counts, head_dim):
+    shape, original = saved
+    whole = empty(out, original) if into[0] is None else into[0]
+    return [whole], _parts(whole.reshape(shape), counts)
 
 
 def _backward_split(saved, *grads, needs, into, counts, head_dim):
     shape, original = saved
-    out = empty(next(g for g in grads if g is not None), shape)
-    for part, grad in zip(_slices(counts), grads, strict=True):
-        out[..., part, :] = 0 if grad is None else grad
-    return (out.reshape(original),)
+    whole, add = into[0] or (None, True)
+    if add:
+        whole = empty(next(g for g in grads if g is not None), original)
+    for part, grad in zip(_parts(whole.reshape(shape), counts), grads, strict=True):
+        if grad is None:
+            part[...] = 0
+        elif not same_memory(part, grad):
+            part[...] = grad
+    return (whole,)
 
 
-def _slices(counts):
-    stop = 0
-    for count in counts:
-        yield slice(stop, stop + count)
-        stop += count
-
-
-SPLIT_HEADS = Impls("split_heads", Impl("array", _forward_split, _backward_split))
+SPLIT_HEADS = Impls(
+    "split_heads", Impl("array", _forward_split, _backward_split, places=_places_of_parts)
+)
 
 
 class KeyValueCache:
@@ -120,39 +134,55 @@ class MultiHeadAttention(Module):
     Tokens are packed, (tokens, width) with ``cu_seqlens``, or a batch (B, T, width).
     ``kv_heads``: heads of keys and values, which divide ``heads`` (grouped queries); by default as
     many. ``cross``: keys and values come from a memory. Parameters: ``qkv`` (or ``q`` and ``kv``)
-    packed in that order, and ``out``. ``dropout`` is that of the attention probabilities.
+    packed in that order, and ``out``; ``projects=False``: no ``kv``, a MemoryProjection has it.
+    ``rotary``: queries and keys turn by their positions, see ``gpuattn.rotary``.
+    ``dropout`` is that of the attention probabilities.
     Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023).
     """
 
     def __init__(
-        self, width, heads, *, kv_heads=None, cross=False, causal=False, dropout=0.0, bias=True,
-        streams=None, rng=None,
+        self, width, heads, *, kv_heads=None, cross=False, projects=True, rotary=False,
+        causal=False, dropout=0.0, bias=True, streams=None, rng=None,
     ):  # fmt: skip
         kv_heads = kv_heads or heads
         if heads < 1 or kv_heads < 1 or width % heads or heads % kv_heads:
             got = f"width {width}, heads {heads}, kv_heads {kv_heads}"
             accepted = "heads that divide the width, kv_heads that divide the heads"
             raise ValueError(problem("MultiHeadAttention", "the split", got, accepted))
+        if rotary and (cross or width // heads % 2):
+            got = f"a memory, cross={cross}" if cross else f"a head size of {width // heads}"
+            accepted = "self-attention with an even head size"
+            raise ValueError(problem("MultiHeadAttention", "rotary", f"for {got}", accepted))
         rng = generator(rng)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
-        self.causal = causal
+        self.rotary, self.causal = rotary, causal
         sizes = [n * self.head_dim for n in (heads, 2 * kv_heads)]
         if cross:
             self.q = Linear(width, sizes[0], bias=bias, rng=rng)
-            self.kv = Linear(width, sizes[1], bias=bias, rng=rng)
+            if projects:
+                self.kv = Linear(width, sizes[1], bias=bias, rng=rng)
         else:
             self.qkv = Linear(width, sum(sizes), bias=bias, rng=rng)
         self.out = Linear(width, width, bias=bias, rng=rng)
         self.dropout = Dropout(dropout, streams)
         self.maps = None  # a list, while attention_maps() looks
 
-    def __call__(
-        self, x, memory=None, *, key_lengths=None, cu_seqlens=None, max_seqlen=None,
-        cu_memory=None, max_memory=None, cache=None,
-    ):  # fmt: skip
+    def __call__(self, x, memory=None, **context):
         """Return the attended ``x``, of its shape.
 
-        ``memory``: what cross-attention reads: tokens, or what ``project(memory)`` returned.
+        Arguments: those of ``attend``.
+        """
+        return self.out(self.attend(x, memory, **context))
+
+    def attend(
+        self, x, memory=None, *, positions=None, key_lengths=None, cu_seqlens=None,
+        max_seqlen=None, cu_memory=None, max_memory=None, cache=None,
+    ):  # fmt: skip
+        """Return what the heads found, side by side, of the shape of ``x``: ``out`` comes next.
+
+        ``memory``: what cross-attention reads: tokens, or their keys and values, as ``project`` or
+        a MemoryProjection returned them. ``positions``: int, of the tokens of x, for ``rotary``; by
+        default 0, 1, ... along their axis.
         ``key_lengths`` (B,): of the keys in a padded batch. ``cu_seqlens``, ``max_seqlen``: offsets
         and greatest length of packed x; ``cu_memory``, ``max_memory``: of packed memory.
         ``cache``: a KeyValueCache that x continues. A batch of B memories serves N = B * K rows
@@ -161,9 +191,11 @@ class MultiHeadAttention(Module):
         if memory is None:
             counts = (self.heads, self.kv_heads, self.kv_heads)
             q, k, v = split_heads(self.qkv(x), counts, self.head_dim)
+            if self.rotary:
+                q, k = rotary(q, k, positions, donate=True)
             plain = self.causal and key_lengths is None and self.maps is None
             if cache is not None and plain and not self.dropout.now()[0] and cache.decodes(q):
-                return self.out(cache.attend(q, k, v).reshape(x.shape))
+                return cache.attend(q, k, v).reshape(x.shape)
             if cache is not None:
                 k, v = cache.extend(k, v)
             packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -179,9 +211,9 @@ class MultiHeadAttention(Module):
         p, key = self.dropout.now()
         out = flash_attention(
             q, k, v, causal=self.causal, key_lengths=key_lengths, dropout_p=p, seed=key,
-            **dict(zip(names, packing, strict=True)),
+            deterministic=self.deterministic, **dict(zip(names, packing, strict=True)),
         )  # fmt: skip
-        return self.out(out.reshape(x.shape))
+        return out.reshape(x.shape)
 
     def project(self, memory):
         """Return the keys and values (..., Hk, D) of a memory (..., width)."""
@@ -199,3 +231,24 @@ class MultiHeadAttention(Module):
         logits = arrays.get_xp(q).matmul(grouped, k[:, :, None].swapaxes(-1, -2))
         logits = logits.reshape(B, H, T, -1)
         return softmax(logits, scale=D**-0.5, causal=self.causal)
+
+
+class MemoryProjection(Module):
+    """The keys and values of a memory (..., width) for cross-attention in several layers.
+
+    One product makes them all, one each their gradients. Parameters: ``kv``, for each layer its
+    keys and values. Returns [(k, v) for each layer], views (..., Hk, D) of one array.
+    """
+
+    def __init__(self, width, heads, layers, *, kv_heads=None, bias=True, rng=None):
+        rng = generator(rng)
+        self.layers, self.kv_heads, self.head_dim = layers, kv_heads or heads, width // heads
+        rows = 2 * self.kv_heads * self.head_dim
+        self.kv = Linear(width, layers * rows, bias=bias, rng=rng)
+        for own in np.split(self.kv.weight.data, layers):  # as wide as a layer's own would be
+            own[...] = xavier_uniform(rng, (rows, width)).data
+
+    def __call__(self, memory):
+        counts = (self.kv_heads,) * (2 * self.layers)
+        parts = split_heads(self.kv(memory), counts, self.head_dim)
+        return list(zip(parts[::2], parts[1::2], strict=True))

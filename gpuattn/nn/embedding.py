@@ -60,13 +60,15 @@ class Embedding(Module):
         self.dropout = Dropout(dropout, streams)
 
     def __call__(self, tokens, positions=None, *, order=None):
-        """``positions``: int, of the shape of ``tokens``; by default 0, 1, ... along the last axis.
+        """``positions``: int, of the shape of ``tokens``; by default 0, 1, ... along the last axis;
+        without a table of positions they mean nothing.
 
         ``order``: the loader's sorted token order, for the gradient; otherwise tokens are sorted.
         """
         p, key = self.dropout.now()
         return embedding(
-            tokens, self.weight, positions=positions, position_weight=self._positions(),
+            tokens, self.weight, positions=positions if self.positions else None,
+            position_weight=self._positions(),
             scale=self.scale, p=p, seed=key, order=order, vocab_size=self.used,
         )  # fmt: skip
 

@@ -1,7 +1,13 @@
 """Linear layers."""
 
+from functools import partial
+
 from gpuattn.nn.module import Module, constant, generator, xavier_uniform
+from gpuattn.ops.bias_activation import gelu, swiglu
 from gpuattn.ops.linear import linear
+
+BEHIND = {"gelu_exact": partial(gelu, approximate="none"), "swiglu": swiglu}
+"""Activations that no product applies as it writes."""
 
 
 class Linear(Module):
@@ -20,12 +26,25 @@ class Linear(Module):
 
 
 class FeedForward(Module):
-    """Two linear layers with an activation between them: (..., width) to (..., width)."""
+    """Two linear layers with an activation between them: (..., width) to (..., width).
+
+    ``activation``: "relu", "gelu" (tanh form), "gelu_exact" or "swiglu", whose first layer is twice
+    as wide, for the gate. Shazeer, "GLU Variants Improve Transformer" (2020).
+    """
 
     def __init__(self, width, hidden, *, activation="relu", bias=True, rng=None):
         rng = generator(rng)
-        self.inner = Linear(width, hidden, bias=bias, activation=activation, rng=rng)
+        self.behind = BEHIND.get(activation)
+        inner = 2 * hidden if activation == "swiglu" else hidden
+        fused = None if self.behind else activation
+        self.inner = Linear(width, inner, bias=bias, activation=fused, rng=rng)
         self.out = Linear(hidden, width, bias=bias, rng=rng)
 
     def __call__(self, x):
-        return self.out(self.inner(x))
+        return self.out(self.activated(x))
+
+    def activated(self, x):
+        """Return the input of ``out`` for ``x``."""
+        if self.behind is None:
+            return self.inner(x)
+        return self.behind(linear(x, self.inner.weight), self.inner.bias)

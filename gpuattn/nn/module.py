@@ -15,10 +15,11 @@ class Module:
     """A callable with parameters.
 
     A Tensor attribute with ``requires_grad`` is a parameter, a Module is a child; so are those in
-    lists, tuples and dicts. ``training``: whether dropout drops.
+    lists, tuples and dicts. ``training``: whether dropout drops. ``deterministic``: whether
+    gradients have the same bits every time, which takes longer on a GPU.
     """
 
-    training = True
+    training, deterministic = True, False
 
     def named_parameters(self):
         """Yield (path, Tensor) in order of construction; a shared one once, by its first path."""

@@ -20,15 +20,16 @@ class LayerNorm(Module):
     def __call__(self, x):
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
-    def add(self, branch, residual, dropout):
-        """Return (norm(h), h) for h = residual + dropout(branch), in one pass.
+    def add(self, branch, residual, dropout, branch_bias=None):
+        """Return (norm(h), h) for h = residual + dropout(branch + branch_bias), in one pass.
 
         ``dropout``: the Dropout module of the branch.
         """
         p, key = dropout.now()
         return dropout_add_norm(
-            branch, residual, self.weight, self.bias, p=p, seed=key, norm="layer", eps=self.eps
-        )
+            branch, residual, self.weight, self.bias, x_bias=branch_bias, p=p, seed=key,
+            norm="layer", eps=self.eps,
+        )  # fmt: skip
 
 
 class RMSNorm(Module):
@@ -44,9 +45,10 @@ class RMSNorm(Module):
     def __call__(self, x):
         return rms_norm(x, self.weight, eps=self.eps)
 
-    def add(self, branch, residual, dropout):
-        """Return (norm(h), h) for h = residual + dropout(branch); see ``LayerNorm.add``."""
+    def add(self, branch, residual, dropout, branch_bias=None):
+        """Return (norm(h), h) as ``LayerNorm.add`` does."""
         p, key = dropout.now()
         return dropout_add_norm(
-            branch, residual, self.weight, p=p, seed=key, norm="rms", eps=self.eps
-        )
+            branch, residual, self.weight, x_bias=branch_bias, p=p, seed=key, norm="rms",
+            eps=self.eps,
+        )  # fmt: skip

@@ -4,15 +4,17 @@ Every residual connection and the norm next to it are one fused op. In a pre-nor
 sum of a layer is fused with the first norm of the next one, so ``step`` is given that norm.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
+from gpuattn.autodiff import tape
+from gpuattn.autodiff.functional import checkpoint
 from gpuattn.errors import problem
-from gpuattn.nn.attention import KeyValueCache, MultiHeadAttention
+from gpuattn.nn.attention import MultiHeadAttention
 from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.linear import FeedForward
 from gpuattn.nn.module import Module, generator
 from gpuattn.nn.norm import LayerNorm
+from gpuattn.ops.linear import linear
 
 
 class _Layer(Module):
@@ -34,18 +36,20 @@ class _Layer(Module):
     def step(self, n, h, following, **context):
         """Run the branches; return (input of the next layer's first branch, residual stream).
 
+        A branch is what comes before its last linear layer, and that layer.
+
         ``n``: the input of the first branch; ``h``: the residual stream; ``following``: the norm
         behind a pre-norm layer, or None for no norm there.
         """
         norms = [*self.norms[1:], following] if self.pre_norm else self.norms
-        for branch, norm, dropout in zip(
+        for (inner, out), norm, dropout in zip(
             self._branches(**context), norms, self.dropouts, strict=True
         ):
-            branched = branch(n)
+            x = inner(n)
             if norm is None:
-                n = h = h + dropout(branched)
-            else:
-                n, h = norm.add(branched, h, dropout)
+                n = h = h + dropout(out(x))
+            else:  # it adds the bias, and its gradient costs next to nothing there
+                n, h = norm.add(linear(x, out.weight), h, dropout, out.bias)
                 h = h if self.pre_norm else n
         return n, h
 
@@ -58,18 +62,18 @@ class TransformerEncoderLayer(_Layer):
 
     ``norm``: "pre" (Xiong et al., 2020) or "post" (Vaswani et al., 2017). ``causal`` makes it the
     layer of a decoder-only model. ``dropout``: of both branches and, without
-    ``attention_dropout``, of attention probabilities.
-    A call takes ``cu_seqlens``, ``max_seqlen`` for packed tokens, or ``key_lengths`` (B,).
+    ``attention_dropout``, of attention probabilities. A call takes ``cu_seqlens``, ``max_seqlen``
+    for packed tokens, or ``key_lengths`` (B,), and ``positions`` where attention is ``rotary``.
     """
 
     def __init__(
-        self, width, heads, hidden, *, kv_heads=None, causal=False, dropout=0.0,
+        self, width, heads, hidden, *, kv_heads=None, rotary=False, causal=False, dropout=0.0,
         attention_dropout=None, norm="pre", activation="relu", bias=True, streams=None, rng=None,
     ):  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
         self.attention = MultiHeadAttention(
-            width, heads, kv_heads=kv_heads, causal=causal,
+            width, heads, kv_heads=kv_heads, rotary=rotary, causal=causal,
             dropout=dropout if attention_dropout is None else attention_dropout, bias=bias,
             streams=streams, rng=rng,
         )  # fmt: skip
@@ -77,27 +81,23 @@ class TransformerEncoderLayer(_Layer):
         self._residuals(width, 2, bias, dropout, streams)
 
     def _branches(self, **context):
-        return (lambda n: self.attention(n, **context)), self.feed_forward
-
-
-@dataclass
-class DecoderCache:
-    """What one decoder layer remembers: its own keys and values, and those of the memory."""
-
-    own: KeyValueCache
-    memory: tuple[Any, Any]
+        return (
+            (lambda n: self.attention.attend(n, **context), self.attention.out),
+            (self.feed_forward.activated, self.feed_forward.out),
+        )
 
 
 class TransformerDecoderLayer(_Layer):
     """Causal self-attention, attention to a memory, a feed-forward network; see the encoder's.
 
-    A call takes the memory, and for packed tokens ``cu_seqlens``, ``max_seqlen``, ``cu_memory``,
-    ``max_memory``; for batches ``memory_lengths`` (B,).
+    A call takes the memory (``projects=False``: as a MemoryProjection gives it to each layer), and
+    for packed tokens ``cu_seqlens``, ``max_seqlen``, ``cu_memory``, ``max_memory``; for batches
+    ``memory_lengths`` (B,). ``cache``: a KeyValueCache of ``attention``.
     """
 
     def __init__(
-        self, width, heads, hidden, *, kv_heads=None, dropout=0.0, attention_dropout=None,
-        norm="pre", activation="relu", bias=True, streams=None, rng=None,
+        self, width, heads, hidden, *, kv_heads=None, projects=True, rotary=False, dropout=0.0,
+        attention_dropout=None, norm="pre", activation="relu", bias=True, streams=None, rng=None,
     ):  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
@@ -105,43 +105,49 @@ class TransformerDecoderLayer(_Layer):
             "kv_heads": kv_heads, "bias": bias, "streams": streams, "rng": rng,
             "dropout": dropout if attention_dropout is None else attention_dropout,
         }  # fmt: skip
-        self.attention = MultiHeadAttention(width, heads, causal=True, **shared)
-        self.cross_attention = MultiHeadAttention(width, heads, cross=True, **shared)
+        self.attention = MultiHeadAttention(width, heads, rotary=rotary, causal=True, **shared)
+        self.cross_attention = MultiHeadAttention(
+            width, heads, cross=True, projects=projects, **shared
+        )
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
         self._residuals(width, 3, bias, dropout, streams)
 
     def __call__(self, x, memory, **context):
         return super().__call__(x, memory=memory, **context)
 
-    def new_cache(self, memory, rows, max_length):
-        """Return a DecoderCache for ``rows`` sequences that read a memory (B, S, width)."""
-        k, v = self.cross_attention.project(memory)
-        return DecoderCache(self.attention.new_cache(rows, max_length), (k, v))
-
     def _branches(
-        self, *, memory=None, memory_lengths=None, cu_seqlens=None, max_seqlen=None,
+        self, *, memory, memory_lengths=None, positions=None, cu_seqlens=None, max_seqlen=None,
         cu_memory=None, max_memory=None, cache=None,
     ):  # fmt: skip
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        own, memory = (cache.own, cache.memory) if cache else (None, memory)
         return (
-            lambda n: self.attention(n, cache=own, **packing),
-            lambda n: self.cross_attention(
-                n, memory, key_lengths=memory_lengths, cu_memory=cu_memory, max_memory=max_memory,
-                **packing,
+            (
+                lambda n: self.attention.attend(n, positions=positions, cache=cache, **packing),
+                self.attention.out,
             ),
-            self.feed_forward,
+            (
+                lambda n: self.cross_attention.attend(
+                    n, memory, key_lengths=memory_lengths, cu_memory=cu_memory,
+                    max_memory=max_memory, **packing,
+                ),
+                self.cross_attention.out,
+            ),
+            (self.feed_forward.activated, self.feed_forward.out),
         )  # fmt: skip
 
 
-def run_layers(layers, norm, x, *, caches=None, **context):
+def run_layers(layers, norm, x, *, caches=None, memories=None, recompute=False, **context):
     """Return ``x`` after a stack of layers and the ``norm`` at its end (None for post-norm).
 
-    ``caches``: one for each layer, or None.
+    ``caches``, ``memories``: one for each layer, or None. ``recompute``: keep only what a layer is
+    given, and run it again in the backward pass.
     """
+    recompute = recompute and tape.is_recording()
     following = [layer.norms[0] for layer in layers[1:]] + [norm]
     n, h = layers[0].enter(x), x
     for i, layer in enumerate(layers):
-        cache = {} if caches is None else {"cache": caches[i]}
-        n, h = layer.step(n, h, following[i], **cache, **context)
+        own = {} if caches is None else {"cache": caches[i]}
+        own |= {} if memories is None else {"memory": memories[i]}
+        step = partial(layer.step, following=following[i], **own, **context)
+        n, h = checkpoint(step, n, h) if recompute else step(n, h)
     return n

@@ -8,7 +8,7 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp, import_cupy, rows_refusal
 from gpuattn.kernels import kernel
 from gpuattn.ops import attention_short, attention_simt
-from gpuattn.ops.attention_launch import Launch
+from gpuattn.ops.attention_launch import Launch, gradient_arrays
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
 FILE, ROWS, EXTRAS = (f"flash_attention_backward_ampere{s}.cu" for s in ("", "_rows", "_extras"))
@@ -91,7 +91,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     dout = arrays.zeros(q, out.shape) if dout is None else dout.astype(q.dtype, copy=False)
     dout = _by_16_bytes(dout)
     dlse = None if dlse is None else get_xp(q).ascontiguousarray(dlse, np.float32)
-    dq, dk, dv = (arrays.empty(x, x.shape) for x in (q, k, v))
+    dq, dk, dv = gradient_arrays((q, k, v), into)
     launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     problem, heads, sequences = launch.problem, launch.heads, launch.sequences
 

@@ -8,7 +8,7 @@ import numpy as np
 from gpuattn import arrays, kernels, tensormaps
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.kernels import gpu, kernel, kernel_refusal
-from gpuattn.ops.attention_launch import UNLIMITED, Launch
+from gpuattn.ops.attention_launch import UNLIMITED, Launch, gradient_arrays
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
 NAME, FILE = "flash_attention_backward", "flash_attention_backward_hopper.cu"
@@ -133,7 +133,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     out, dout = _copyable(out), _copyable(dout)
     lse = get_xp(q).ascontiguousarray(lse)
     dlse = None if dlse is None else get_xp(q).ascontiguousarray(dlse, np.float32)
-    dq, dk, dv = (arrays.empty(x, x.shape) for x in (q, k, v))
+    dq, dk, dv = gradient_arrays((q, k, v), into)
     launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     delta = arrays.empty(q, lse.shape, np.float32) if needs[8] else None
     extras = slopes is not None or bool(params["softcap"])

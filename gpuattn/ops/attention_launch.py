@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gpuattn import rng
+from gpuattn import arrays, rng
 from gpuattn.arrays import get_xp
 from gpuattn.ops.attention_dropout import Tables
 
@@ -88,6 +88,21 @@ class Launch:
         self.problem = problem.view(f"V{PROBLEM.itemsize}")
         # more than a positive scale is between a product and its logit
         self.extras = bool(scale <= 0 or softcap or bias is not None or slopes is not None)
+
+
+def gradient_arrays(inputs, into):
+    """Return arrays for the gradients of ``inputs``: new ones, or their places in ``into``.
+
+    A place is taken if it lies as its input does, which kernels have accepted.
+    """
+    return [_gradient_array(x, slot) for x, slot in zip(inputs, into, strict=False)]
+
+
+def _gradient_array(x, slot):
+    place, add = slot or (None, True)
+    if add or (place.dtype, place.shape, place.strides) != (x.dtype, x.shape, x.strides):
+        return arrays.empty(x, x.shape)
+    return place if (place.data.ptr - x.data.ptr) % 16 == 0 else arrays.empty(x, x.shape)
 
 
 def tiles_refusal(q, cu_q, max_seqlen_q, max_seqlen_k):

@@ -185,6 +185,13 @@ def _target(like, shape, cu, dtype):
     return empty(like, (rows, *shape[1:]), dtype)
 
 
+def _gradient(x, slot, cu):
+    """Return the array for a gradient: its place in ``into``, unless the padding needs a row."""
+    place, add = slot or (None, True)
+    fits = cu is None and not add and (place.dtype, place.shape) == (x.dtype, x.shape)
+    return place if fits else _target(x, x.shape, cu, x.dtype)
+
+
 def backward(
     saved, dout, dlse, *, needs, into, scale, max_seqlen_q, max_seqlen_k, deterministic, **params
 ):
@@ -196,7 +203,7 @@ def backward(
     delta = row_dot(dout, out, dtype)  # (..., T, H)
     if dlse is not None:
         delta -= dlse.swapaxes(-1, -2)
-    dq, dk, dv = (_target(x, x.shape, cu_q, x.dtype) for x in (q, k, v))
+    dq, dk, dv = (_gradient(x, slot, cu_q) for x, slot in zip((q, k, v), into, strict=False))
     dbias = zeros(q, bias.shape, dtype) if needs[3] else None
 
     def run(layout):

@@ -5,7 +5,7 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp, rows_refusal
 from gpuattn.kernels import kernel, kernel_refusal
-from gpuattn.ops.attention_launch import Launch
+from gpuattn.ops.attention_launch import Launch, gradient_arrays
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
 MAX_LENGTH = 256
@@ -104,7 +104,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     dout = arrays.zeros(q, out.shape) if dout is None else dout.astype(q.dtype, copy=False)
     dout, out = (xp.ascontiguousarray(x) if _layout_refusal(x, "") else x for x in (dout, out))
     dlse = None if dlse is None else xp.ascontiguousarray(dlse, np.float32)
-    dq, dk, dv = (arrays.empty(x, x.shape) for x in (q, k, v))
+    dq, dk, dv = gradient_arrays((q, k, v), into)
     launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     delta = arrays.empty(q, lse.shape, np.float32) if needs[8] else None
     dbias = dsink = None

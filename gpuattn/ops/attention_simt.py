@@ -5,7 +5,7 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.kernels import kernel, kernel_refusal
-from gpuattn.ops.attention_launch import Launch, tiles_refusal
+from gpuattn.ops.attention_launch import Launch, gradient_arrays, tiles_refusal
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
 
 MAX_HEAD_DIM = 256
@@ -95,7 +95,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     q, k, v, *extras, out, lse = saved
     bias, *_, sink = extras
     dout = arrays.zeros(q, out.shape) if dout is None else dout.astype(q.dtype, copy=False)
-    dq, dk, dv = (arrays.empty(x, x.shape) for x in (q, k, v))
+    dq, dk, dv = gradient_arrays((q, k, v), into)
     launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     tiles = _Tiles(launch, q, v)
     delta = delta_of(launch, tiles, out, dout, dlse, lse)

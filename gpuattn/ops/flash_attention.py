@@ -171,7 +171,7 @@ def _backward_numba(saved, dout, dlse, *, needs, into, scale, window, align, **_
 
 
 def _cuda(name, form, backward):
-    return Impl(name, form.forward, backward, form.refuse, form.describe)
+    return Impl(name, form.forward, backward, form.refuse, form.describe, fills_places=True)
 
 
 IMPLS = Impls(
@@ -180,5 +180,5 @@ IMPLS = Impls(
     _cuda("raw-ampere", attention_ampere, attention_ampere_backward.backward),
     _cuda("raw-simt", attention_simt, attention_simt.backward),
     Impl("numba", _forward_numba, _backward_numba, _refuse_numba),
-    Impl("reference", attention_reference.forward, attention_reference.backward),
+    Impl("reference", attention_reference.forward, attention_reference.backward, fills_places=True),
 )

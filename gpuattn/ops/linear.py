@@ -9,10 +9,13 @@ import math
 from gpuattn import arrays
 from gpuattn.arrays import as_array, check_floats, check_together, get_xp, wide
 from gpuattn.autodiff import tape
+from gpuattn.autodiff.aside import beside
 from gpuattn.errors import problem
 from gpuattn.gemm import matmul, matmul_activated, matmul_and_sums
 from gpuattn.impls import Impl, Impls
 from gpuattn.ops.bias_activation import activate, launch_backward, launch_forward, refuse_raw
+
+ASIDE_FLOPS = 4e9  # of a product: some 6 us of an H200, about what a launch takes
 
 
 def linear(x, weight, bias=None, *, activation=None, impl=None):
@@ -124,15 +127,26 @@ def _forward_raw(x, weight, bias, *, needs, activation):
 
 def _backward_raw(saved, dy, *, needs, into, activation):
     x, weight, z, bias = saved
-    rows = get_xp(dy).ascontiguousarray(_as_rows(dy))
+    dz = get_xp(dy).ascontiguousarray(_as_rows(dy))
+    sums = None  # (dweight, dbias) where one launch does both
+    places = [slot and slot[0] for slot, need in zip(into[1:], needs[1:], strict=True) if need]
     if activation is None and needs[1] and needs[2]:
-        found = _weight_and_bias_gradients(x, rows, into)
-        if found is not None:
-            dx, _ = _product_gradients(x, weight, rows, dy, (needs[0], False), into)
-            return dx, *found
-    dz, dbias = launch_backward(z, bias, rows, needs[2], into[2], activation)
-    dx, dweight = _product_gradients(x, weight, dz, dy, needs, into)
+        with _aside(x, dz, places):
+            sums = _weight_and_bias_gradients(x, dz, into)
+    if sums is None:
+        dz, dbias = launch_backward(z, bias, dz, needs[2], into[2], activation)
+    dx, _ = _product_gradients(x, weight, dz, dy, (needs[0], False), into)
+    if sums is not None or not needs[1]:
+        return dx, *(sums or (None, dbias))
+    with _aside(x, dz, places[:1]):
+        _, dweight = _product_gradients(x, weight, dz, dy, (False, True), into)
     return dx, dweight, dbias
+
+
+def _aside(x, dz, places):
+    """Return a context for the gradients of parameters: aside, unless they fill a GPU anyway."""
+    small = 2 * dz.size * x.shape[-1] < ASIDE_FLOPS
+    return beside((x, dz), places if small else (None,))
 
 
 def _weight_and_bias_gradients(x, dz, into):

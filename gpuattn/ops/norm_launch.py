@@ -6,6 +6,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
+from gpuattn.autodiff.aside import beside
 from gpuattn.kernels import gpu, kernel, kernel_refusal
 
 MAX_COLS = 2**31 - 2**14  # columns are counted in 32 bits
@@ -151,9 +152,15 @@ def add_parts(parts, slots, dtype):
             outs.append(slot)
         else:
             outs.append((arrays.empty(part, part.shape[-1], dtype), False))
-    for scalar in {ctype(out.dtype) for out, _ in outs if out is not None}:
-        now = [out is not None and ctype(out.dtype) == scalar for out, _ in outs]
-        _add(parts, outs, now, scalar)
+    places = [
+        out if slot is not None and out is slot[0] else None
+        for (out, _), slot in zip(outs, slots, strict=True)
+        if out is not None
+    ]
+    with beside(parts, places):
+        for scalar in {ctype(out.dtype) for out, _ in outs if out is not None}:
+            now = [out is not None and ctype(out.dtype) == scalar for out, _ in outs]
+            _add(parts, outs, now, scalar)
     return [
         None if out is None or (slot is not None and out is slot[0]) else out
         for (out, _), slot in zip(outs, slots, strict=True)

@@ -48,7 +48,7 @@ def save(folder, name, tensors, metadata=None):
     """
     folder = Path(folder)
     host = {key: to_cpu(array) for key, array in tensors.items()}
-    _check_finite(host, f"save: {name}")
+    _check_finite(host, f"save: {name}", ". Begin anew with a smaller --lr")
     data = encode(host, metadata)
     path = _path(folder, name, max([0, *_numbers(folder, name)]) + 1, "safetensors")
     try:
@@ -271,10 +271,10 @@ def _check(tensors, expected, name):
     _check_finite(tensors, name)
 
 
-def _check_finite(tensors, name):
+def _check_finite(tensors, name, advice=""):
     for key, array in tensors.items():
         if is_floating(array.dtype) and not np.isfinite(array).all():
-            raise CheckpointError(f"{name}: {key} holds inf or NaN")
+            raise CheckpointError(f"{name}: {key} holds inf or NaN{advice}")
 
 
 # ---- names of files -----------------------------------------------------------------------------

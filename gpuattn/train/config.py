@@ -13,15 +13,17 @@ from gpuattn.data.batching import BATCHING
 from gpuattn.data.tasks import find_task
 from gpuattn.data.text import ON_LONG
 from gpuattn.errors import ConfigError
-from gpuattn.models.config import CHOICES
+from gpuattn.models.config import CHECKPOINT, CHOICES
 from gpuattn.optim import OPTIMIZERS, SCHEDULES
 from gpuattn.train.precision import PRECISIONS
 from gpuattn.train.units import (
     AUTO,
     Length,
     choice,
+    flag,
     nearest,
     number,
+    parse_batch,
     parse_count,
     parse_interval,
     parse_layers,
@@ -53,17 +55,19 @@ class TrainConfig:
     Of a language model instead: ``lm`` and ``valid_lm`` name texts, ``tokenizer`` is "subwords"
     or "chars", ``block`` the tokens that it sees.
     Model: ``model`` is "translation" or "gpt2"; as ``models.translation.TranslationConfig`` and
-    ``models.gpt2.GPT2Config``.
-    Optimisation: ``batch`` tokens on the longer side, ``batching`` one of
-    ``data.batching.BATCHING``, ``accumulate`` batches an update,
-    ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and adam, ``lr`` the peak of
-    ``schedule`` after ``warmup`` (updates, or a share of the run), ``lr_floor`` the share of it
-    where cosine and linear end, ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
+    ``models.gpt2.GPT2Config``, whose ``positions`` and ``activation`` None stands for.
+    Optimisation: ``batch`` tokens on the longer side, or "auto": what fits the GPU; ``batching``
+    one of ``data.batching.BATCHING``, ``accumulate`` batches an update, ``checkpoint`` as in
+    ``models.config.CHECKPOINT``, ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and
+    adam, ``lr`` the peak of ``schedule`` after ``warmup`` (updates, or a share of the run),
+    ``lr_floor`` the share of it where cosine and linear end, ``label_smoothing``, ``clip`` (0:
+    never), ``weight_decay``.
     ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off).
     Evaluation: ``eval_every``, or "auto": as ``train.trainer`` says; ``score_pairs`` sentences are
     translated each time; ``beam`` and
     ``length_penalty`` of translations later; ``ema`` decay of a moving average of the parameters
-    (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``.
+    (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``;
+    ``deterministic``: the same bits in every run on a GPU too.
 
     Raises ConfigError that names the option, what came, and what is accepted.
     """
@@ -84,19 +88,22 @@ class TrainConfig:
     model: str = _option(TRANSLATION, choice(TRANSLATION, GPT2))
     dim: int = _option(128, whole(2))
     heads: int = _option(4, whole(1))
+    kv_heads: int | None = _option(None, whole(1))
     layers: tuple[int, int] = _option((4, 4), parse_layers)
     ffn: int = _option(256, whole(1), only=TRANSLATION)
     block: int = _option(256, whole(1), only=GPT2)
-    bias: str = _option("yes", choice("yes", "no"), only=GPT2)
+    bias: bool = _option(True, flag, only=GPT2)
     dropout: float = _option(0.3, number(0, below=1))
     attention_dropout: float = _option(0.0, number(0, below=1), only=TRANSLATION)
     norm: str = _option("pre", choice(*CHOICES["norm"]), only=TRANSLATION)
-    positions: str = _option("sinusoidal", choice(*CHOICES["positions"]), only=TRANSLATION)
-    activation: str = _option("relu", choice(*CHOICES["activation"]), only=TRANSLATION)
+    positions: str | None = _option(None, choice(*CHOICES["positions"]))
+    activation: str | None = _option(None, choice(*CHOICES["activation"]))
+    pad_vocab: bool = _option(True, flag)
 
-    batch: int = _option(8000, parse_count)
+    batch: int | str = _option(8000, parse_batch)
     batching: str = _option("packed", choice(*BATCHING), only=TRANSLATION)
     accumulate: int = _option(1, whole(1))
+    checkpoint: str = _option("none", choice(*CHECKPOINT))
     optimizer: str = _option("adamw", choice(*OPTIMIZERS))
     lr: float = _option(5e-3, number(0, above=True))
     beta2: float = _option(0.98, number(0, below=1))
@@ -107,6 +114,7 @@ class TrainConfig:
     clip: float = _option(1.0, number(0))
     weight_decay: float = _option(0.0, number(0))
     precision: str = _option("auto", choice("auto", *PRECISIONS))
+    deterministic: bool = _option(False, flag)
 
     length: Length = _option(Length(120, "e"), parse_length)
     patience: int = _option(0, whole(0))
@@ -121,6 +129,8 @@ class TrainConfig:
     def __post_init__(self):
         for option in fields(self):
             value = getattr(self, option.name)
+            if value is None:
+                value = MODEL_DEFAULTS.get(self.model, {}).get(option.name)
             if value is not None:
                 object.__setattr__(self, option.name, parse_option(option.name, value))
         (self._check_text if self.model == GPT2 else self._check_pairs)()
@@ -130,6 +140,15 @@ class TrainConfig:
                 raise ConfigError(f"{option_key(name)} is for --model {only}, not {self.model}")
         if self.dim % self.heads:
             raise ConfigError(f"heads is {self.heads}; accepted: a divisor of dim, {self.dim}")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ConfigError(
+                f"kv-heads is {self.kv_heads}; accepted: a divisor of heads, {self.heads}"
+            )
+        if self.positions == "rotary" and self.dim // self.heads % 2:
+            raise ConfigError(
+                f"dim / heads is {self.dim // self.heads}; accepted: an even number for positions "
+                "rotary"
+            )
         if self.length.unit == "u" and self.warmup > self.length.amount:
             raise ConfigError(
                 f"warmup is {self.warmup} updates; accepted: at most those of the run, "
@@ -148,7 +167,7 @@ class TrainConfig:
             raise ConfigError("a task, or a source and a target file, is needed")
         if (self.valid_source is None) != (self.valid_target is None):
             raise ConfigError("validation needs two files: --valid SRC TGT")
-        if self.max_len >= self.batch:
+        if self.batch != AUTO and self.max_len >= self.batch:
             raise ConfigError(
                 f"max-len is {self.max_len}; accepted: less than a batch, {self.batch} tokens. "
                 "Raise --batch or lower --max-len"
@@ -166,7 +185,9 @@ class TrainConfig:
             raise ConfigError(
                 f"layers is {shown(self.layers)}; accepted: one number, gpt2 is a decoder only"
             )
-        if self.block > self.batch:
+        if self.positions == "sinusoidal":
+            raise ConfigError("positions is sinusoidal; accepted: learned or rotary for gpt2")
+        if self.batch != AUTO and self.block > self.batch:
             raise ConfigError(
                 f"block is {self.block}; accepted: up to a batch, {self.batch} tokens. "
                 "Raise --batch or lower --block"
@@ -187,10 +208,11 @@ OPTIONS = {option.name: option for option in fields(TrainConfig)}
 # GPT-2's suit a text of a million characters: those of nanoGPT's train_shakespeare_char.py. Many
 # evaluations, to keep the best of a model that begins to know its text by heart.
 MODEL_DEFAULTS = {
-    TRANSLATION: {},
+    TRANSLATION: {"positions": "sinusoidal", "activation": "relu"},
     GPT2: {
+        "positions": "learned", "activation": "gelu",
         "length": "5000u", "dim": 384, "heads": 6, "layers": (6, 6), "block": 256, "dropout": 0.2,
-        "bias": "no", "batch": 64 * 256, "beta2": 0.99, "lr": 1e-3, "lr_floor": 0.1, "warmup": 100,
+        "bias": False, "batch": 64 * 256, "beta2": 0.99, "lr": 1e-3, "lr_floor": 0.1, "warmup": 100,
         "weight_decay": 0.1, "label_smoothing": 0.0, "eval_every": "250u", "ema": 0.0,
     },
 }  # fmt: skip
@@ -286,6 +308,13 @@ def resolve(*layers, device=None):
     return config, {name: chosen[name][1] if name in chosen else "default" for name in OPTIONS}
 
 
+def default_batch(config, device):
+    """Return the tokens of a batch for the model and the data of a config, if none are given."""
+    data = {name: getattr(config, name) for name in ("model", "lm", "task", "source", "target")}
+    given = {name: value for name, value in data.items() if value is not None}
+    return resolve(("", given), device=device)[0].batch
+
+
 def _task_defaults(name):
     task = find_task(name)
     return {"vocab_size": task.vocab_size} | TASK_DEFAULTS[task.name]
@@ -338,7 +367,7 @@ def _toml_value(value):
         return f'"{value}"'
     if isinstance(value, tuple):
         return f'"{shown(value)}"'
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else repr(value)
 
 
 def differences(old, new):
@@ -346,13 +375,14 @@ def differences(old, new):
     return [
         f"--{option_key(name)} was {shown(getattr(old, name))}, now {shown(getattr(new, name))}"
         for name in OPTIONS
-        if getattr(old, name) != getattr(new, name) and not _may_grow(name, old, new)
+        if getattr(old, name) != getattr(new, name) and not _may_change(name, old, new)
     ]
 
 
-def _may_grow(name, old, new):
-    """Tell whether only the run gets longer, under a schedule that does not look at its end."""
-    return (
+def _may_change(name, old, new):
+    """Tell whether it is but what is kept in memory, or the run gets longer under a schedule that
+    does not look at its end."""
+    return name == "checkpoint" or (
         name == "length"
         and old.length.unit == new.length.unit != "s"
         and old.length.amount < new.length.amount
@@ -370,4 +400,6 @@ def shown(value):
     """Return a value as users write it."""
     if value is None:
         return "not given"
+    if isinstance(value, bool):
+        return str(value).lower()
     return ":".join(map(str, dict.fromkeys(value))) if type(value) is tuple else str(value)

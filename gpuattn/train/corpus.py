@@ -42,8 +42,7 @@ class Corpus:
             tokenizer = Tokenizer.train(lines, config.vocab_size, config.seed)
         self.tokenizer = tokenizer
         self.ids, kept = self._encode(train)
-        self._first_loader = self._new_loader(self.ids)
-        self.loader = lru_cache(1)(self._loader)
+        self.rebatch(config)
         self.fingerprint = zlib.crc32("\n".join(chain.from_iterable(p[:2] for p in train)).encode())
         self.facts = [self._counts(train, kept)]
         self.valid_ids, kept = self._encode(self.valid)
@@ -55,6 +54,16 @@ class Corpus:
         alone = self._first_loader.batches(0) == 1
         tokens = int(self._first_loader.fill(0) * config.batch)
         self.warnings = _one_batch(alone, tokens, config.max_len + 1)
+
+    def rebatch(self, config):
+        """Make batches as another config has them, of the same data."""
+        self.config = config
+        self._first_loader = self._new_loader(self.ids)
+        self.loader = lru_cache(1)(self._loader)
+
+    def epoch_tokens(self):
+        """Return the tokens of an epoch, on the longer side."""
+        return max(sum(len(pair[side]) for pair in self.ids) for side in (0, 1))
 
     def _loader(self, epoch):
         """Return the PackedLoader that has the pairs of an epoch."""
@@ -110,7 +119,7 @@ class TextCorpus:
             tokenizer = CharTokenizer.train([whole]) if chars else Tokenizer.train(*subwords)
         self.tokenizer = tokenizer
         ids, valid_ids = self._ids(config.lm, train), self._ids(config.valid_lm, valid)
-        block, rows = config.block, config.batch // config.block
+        block = config.block
         if len(ids) <= block:
             raise DataError(
                 f"{config.lm} has {len(ids)} tokens to learn from, and a block of {block} needs "
@@ -121,10 +130,8 @@ class TextCorpus:
                 f"{len(valid_ids)} token for validation, of {config.valid_lm or config.lm}; "
                 "accepted: two or more. Give more text"
             )
-        self._train = LanguageModelLoader(ids, block, rows, config.seed)
-        self.valid_loader = LanguageModelLoader(
-            valid_ids, min(block, len(valid_ids) - 1), rows, seed=0
-        )
+        self._ids_of = ids, valid_ids
+        self.rebatch(config)
         self.warnings = _one_batch(len(ids) <= config.batch, len(ids), block)
         self.fingerprint = zlib.crc32(train.encode())
         self.facts = [
@@ -132,6 +139,16 @@ class TextCorpus:
             f"{len(valid_ids):,} tokens for validation, "
             f"loss of guessing by frequency {_unigram_loss(valid_ids):.2f}",
         ]
+
+    def rebatch(self, config):
+        """Make batches as another config has them, of the same text."""
+        (ids, valid), block, rows = self._ids_of, config.block, config.batch // config.block
+        self._train = LanguageModelLoader(ids, block, rows, config.seed)
+        self.valid_loader = LanguageModelLoader(valid, min(block, len(valid) - 1), rows, seed=0)
+
+    def epoch_tokens(self):
+        """Return the tokens of the text."""
+        return len(self._ids_of[0])
 
     def _ids(self, path, text):
         try:

@@ -11,6 +11,11 @@ from gpuattn.data.batching import TokenOrder
 from gpuattn.errors import ConfigError, DeviceMissingError, problem
 
 DEVICES = ("auto", "cuda", "numpy")
+LIBRARIES = (
+    "numpy", "ml_dtypes", "click", "rich", "safetensors", "sentencepiece", "sacrebleu",
+    "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "nvmath-python",
+    "cuda-bindings", "nvidia-ml-py", "nvidia-cuda-nvrtc", "mpi4py",
+)  # fmt: skip
 
 
 def choose_device(name):
@@ -60,6 +65,18 @@ def _moved(value, moved):
     return next(moved) if isinstance(value, np.ndarray) else value
 
 
+def is_out_of_memory(error):
+    """Return whether an exception says that memory is used up, that of the host or of a GPU."""
+    return isinstance(error, MemoryError) or "cudaErrorMemoryAllocation" in str(error)
+
+
+def card_memory():
+    """Return (free, all) bytes of the current GPU, once CuPy's pool has given back what it can."""
+    cupy = import_cupy()
+    cupy.get_default_memory_pool().free_all_blocks()
+    return cupy.cuda.runtime.memGetInfo()
+
+
 def memory_in_use(xp):
     """Return bytes: what CuPy's pool holds, or the most the process ever had on a CPU."""
     if xp is not np:
@@ -70,6 +87,23 @@ def memory_in_use(xp):
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def versions():
+    """Return ``{distribution: version}`` of what is installed."""
+    found = {"gpuattn": version_of("gpuattn"), "python": platform.python_version()}
+    found.update({name: version_of(name) for name in LIBRARIES})
+    return {name: version for name, version in found.items() if version}
+
+
+def version_of(name):
+    """Return the version of an installed distribution, or None."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _missing_gpu():

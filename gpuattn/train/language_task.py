@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from gpuattn.models.flops import gpt2_flops
 from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.train.corpus import TextCorpus
 from gpuattn.train.metrics import write_text
@@ -23,7 +24,8 @@ class LanguageTask(Task):
             GPT2Config(
                 vocab=len(tokenizer), d_model=config.dim, heads=config.heads,
                 layers=config.layers[0], block=config.block, dropout=config.dropout,
-                bias=config.bias == "yes",
+                kv_heads=config.kv_heads, positions=config.positions,
+                activation=config.activation, pad_vocab=config.pad_vocab, bias=config.bias,
             ),
             seed=config.seed,
         )  # fmt: skip
@@ -42,6 +44,10 @@ class LanguageTask(Task):
 
     def fixed_shape(self, batch):
         return batch  # its shape is that of all others
+
+    def flops(self, batches):
+        rows = sum(len(batch.tokens) for batch in batches)
+        return gpt2_flops(self.model.config, rows, self.config.block)
 
     def loss(self, batch, label_smoothing=0.0, dloss=None):
         return self.model.loss(

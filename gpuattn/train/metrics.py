@@ -1,11 +1,12 @@
 """Scores of translations, and the log of a run as lines of JSON."""
 
+import contextlib
 import json
 import os
 from collections import Counter
 from pathlib import Path
 
-from gpuattn.errors import ConfigError, DataError, problem
+from gpuattn.errors import CheckpointError, ConfigError, DataError, problem
 
 TOKENIZERS = ("13a", "none")
 
@@ -54,6 +55,19 @@ def rank(row):
     return row["score"], -row["loss"]
 
 
+def describe(row):
+    """Return a row of metrics in words."""
+    mean = f" (mean of {row['averaged']} checkpoints)" if "averaged" in row else ""
+    figures = [f"update {row['update']:,}{mean}", f"loss {row['loss']:.3f}"]
+    if "perplexity" in row:
+        figures.append(f"perplexity {row['perplexity']:.2f}")
+    if row.get("exact_by_kind"):
+        figures.append(f"{row['exact_match']:.1f} % exact")
+    if "bleu" in row:
+        figures += [f"BLEU {row['bleu']:.1f}", f"chrF {row['chrf']:.1f}"]
+    return ", ".join(figures)
+
+
 class MetricsLog:
     """``metrics.jsonl`` of a run: a JSON object a line, each with ``event`` and ``update``.
 
@@ -64,8 +78,11 @@ class MetricsLog:
         self.path = Path(path)
 
     def add(self, event, **values):
-        """Append a line, so that it is there even if the process ends right after."""
-        with self.path.open("a", encoding="utf-8") as file:
+        """Append a line, so that it is there even if the process ends right after.
+
+        Raises CheckpointError when the disk refuses, as ``rewind`` does.
+        """
+        with _writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"event": event, **values}, ensure_ascii=False) + "\n")
 
     def read(self, event=None):
@@ -81,22 +98,43 @@ class MetricsLog:
         return [row for row in rows if event in (None, row["event"])]
 
     def rewind(self, update):
-        """Drop what was noted after an update: a resumed run notes it again."""
-        kept = [row for row in self.read() if row["update"] <= update and row["event"] != "end"]
+        """Drop what was noted after an update, and of an end: a resumed run notes it again."""
+        kept = [
+            row
+            for row in self.read()
+            if row["update"] <= update and row["event"] != "end" and "averaged" not in row
+        ]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
         write_text(self.path, text)
 
 
 def write_text(path, text):
-    """Write a small file at once: another process sees the old text or the new, never a part."""
+    """Write a small file at once: another process sees the old text or the new, never a part.
+
+    Raises CheckpointError when the disk refuses.
+    """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # one that a kill left is written over
+    with _writing(path):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+@contextlib.contextmanager
+def _writing(path):
+    """Say of a disk that refuses which file it was, and what to do."""
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}. Free some space, or choose another "
+            "--out; what was saved before is intact"
+        ) from error

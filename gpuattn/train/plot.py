@@ -46,7 +46,7 @@ def plot_run(path, out, sentence=None):
             raise ConfigError(f"{path} does not translate: there is no map of a sentence to draw")
         attention = None
     else:
-        attention = _attention(load_run(path, device="numpy"), sentence or _sentence(config))
+        attention = attention_of(load_run(path, device="numpy"), sentence or _sentence(config))
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
 
@@ -150,10 +150,14 @@ def _sentence(config):
     return pairs[len(pairs) * 4 // 5].source
 
 
-def _attention(translator, sentence):
+def attention_of(translator, sentence, translation=None):
+    """Return the Attention between a sentence and its translation, by default the model's own."""
     tokenizer = translator.tokenizer
     source = translator.check(sentence)
-    target = tokenizer.encode(translator.translate([sentence])[0])
+    if translation is None:
+        (translation,) = translator.translate([sentence])
+    room = translator.model.config.max_length - 1  # a stutter may take more pieces than it was
+    target = tokenizer.encode(translation)[:room]
     cross = translator.model.attention_maps(source, target)["cross"]
     source_words, source_starts = _words(tokenizer, source)
     target_words, target_starts = _words(tokenizer, target)

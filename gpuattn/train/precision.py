@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from gpuattn.errors import ConfigError, problem
 from gpuattn.ops.gradient_statistics import MAX_LOSS_SCALE, MIN_LOSS_SCALE
 
+WIDER = {"float16": ", or --precision bf16", "bfloat16": ", or --precision fp32"}
 STUCK = 10  # skipped updates in a row, with nothing left to halve, after which a run is stopped
 
 
@@ -81,13 +82,14 @@ def trouble(before, now, workspace):
         )
         raise FloatingPointError(
             f"{now['skipped_in_a_row']} updates in a row had gradients with inf or NaN, {where}; "
-            f"the last good update is {now['step']}. "
-            "Try a smaller --lr, --clip 1, or --precision bf16."
+            f"the last good one was number {now['step']}. Begin anew with a smaller --lr, a longer "
+            f"--warmup, or --clip 1{WIDER.get(str(workspace.params.dtype), '')}"
         )
     sentences = []
     if skipped:
         scale = f"; the loss scale is {now['loss_scale']:g}" if _moves(before, now) else ""
-        sentences.append(f"{skipped} updates were skipped: inf or NaN in their gradients{scale}")
+        updates = "1 update was" if skipped == 1 else f"{skipped} updates were"
+        sentences.append(f"{updates} skipped: inf or NaN in their gradients{scale}")
     if now["clamped"] > before["clamped"]:
         end = "smallest" if now["loss_scale"] < MAX_LOSS_SCALE else "largest"
         sentences.append(f"the loss scale is at its {end}, {now['loss_scale']:g}, and stays there")

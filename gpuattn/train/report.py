@@ -7,8 +7,10 @@ class Progress(NamedTuple):
     """Where a run stands.
 
     ``seconds``: spent training. ``share``: of the whole run, 0 to 1. ``loss``: mean per target
-    token since the last report. ``rate``: source and target tokens a second. ``eta``: seconds
-    left, as far as one can tell. ``memory``: bytes.
+    token since the last report. ``rate``: source and target tokens a second. ``milliseconds``: of
+    an update. ``eta``: seconds left, as far as one can tell. ``memory``: bytes.
+    On a GPU, where known: ``mfu``, model FLOPs (``models.flops``) as a share of what large products
+    reach on it (``train.ceilings``); ``watts`` that it draws, ``joules`` that the run has used.
     """
 
     update: int
@@ -18,8 +20,12 @@ class Progress(NamedTuple):
     loss: float
     learning_rate: float
     rate: float
+    milliseconds: float
     eta: float
     memory: int
+    mfu: float | None = None
+    watts: float | None = None
+    joules: float | None = None
 
 
 class Report:

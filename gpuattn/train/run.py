@@ -29,6 +29,7 @@ from gpuattn.train.translation_task import TranslationTask
 
 TASKS = {TRANSLATION: TranslationTask, GPT2: LanguageTask}  # by ``TrainConfig.model``
 TOKENIZER = "tokenizer.model"
+UNBEGUN = (TOKENIZER, ".config.toml.tmp")  # what a run has that was killed before it began
 SNAPSHOTS = "checkpoints"  # weights that --average needs
 
 
@@ -72,7 +73,7 @@ class RunFolder:
         """Tell whether there is more than a run that had no time to begin, or no room."""
         if not self.path.is_dir():
             return self.path.exists()
-        return any(path.name != TOKENIZER for path in self.path.iterdir())
+        return any(path.name not in UNBEGUN for path in self.path.iterdir())
 
     def check_same(self, config):
         """Raise ConfigError that lists every option in which a run differs from ``config``."""

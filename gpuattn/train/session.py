@@ -1,17 +1,22 @@
 """A training run from options to a folder of use: begin or go on, evaluate, save, end."""
 
 import contextlib
+import datetime
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from gpuattn.arrays import to_cpu
-from gpuattn.train import checkpoint
-from gpuattn.train.config import to_toml
-from gpuattn.train.device import choose_device
-from gpuattn.train.metrics import rank, write_text
+from gpuattn.train import checkpoint, memory
+from gpuattn.train.config import default_batch, to_toml
+from gpuattn.train.device import card_memory, choose_device, versions
+from gpuattn.train.metrics import describe, rank, write_text
+from gpuattn.train.page import write_page
+from gpuattn.train.precision import choose
 from gpuattn.train.report import Report
 from gpuattn.train.run import TASKS, RunFolder
 from gpuattn.train.trainer import Trainer
+from gpuattn.train.units import AUTO
 
 CLIP = 80  # characters of a text that are shown
 
@@ -27,13 +32,14 @@ class Outcome(NamedTuple):
 
 def train(
     config, out, *, origins=None, device="auto", report=None, stop=None, overwrite=False,
-    graphs=True,
+    graphs=True, command=None,
 ):  # fmt: skip
     """Train as a TrainConfig says into the folder ``out``; go on where a run was stopped there.
 
     ``device``: "auto", "cuda" or "numpy". ``report``: a ``train.report.Report``. ``stop``: called
     after each update; once it is true, the run is saved and left. ``overwrite``: delete a run that
-    is in the folder. ``graphs``: see ``Trainer``. Returns an Outcome.
+    is in the folder. ``graphs``: see ``Trainer``. ``command``: what was typed, for the report.
+    Returns an Outcome.
     Raises ConfigError when the folder has a run with other options, DataError for data that cannot
     be used, CheckpointError when a damaged run cannot go on or the disk is full,
     DeviceMissingError, and FloatingPointError when gradients are not finite for long.
@@ -43,6 +49,8 @@ def train(
     if overwrite:
         folder.remove()
     begun = folder.exists()
+    if begun and config.batch == AUTO:
+        config = replace(config, batch=folder.config().batch)
     if begun:
         folder.check_trainable()
         folder.check_same(config)
@@ -50,8 +58,11 @@ def train(
         folder.check_empty()
     device, where = choose_device(device)
     report.say("device", where)
-    session = Session(config, folder, device, report, begun, graphs)
+    noted = {"where": where.removesuffix(", as asked"), "command": command}
+    session = Session(config, folder, device, report, begun, graphs, noted)
     if not begun:
+        if config.batch == AUTO:
+            config, origins = session.config, {**(origins or {}), "batch": AUTO}
         folder.create(config, origins, session.task.corpus.tokenizer)
     elif folder.config() != config:  # it only got longer
         write_text(folder.path / "config.toml", to_toml(config, origins))
@@ -59,34 +70,65 @@ def train(
 
 
 class Session:
-    """The parts of one run, put together; see ``train``."""
+    """The parts of one run, put together; see ``train``. ``noted``: what its log begins with."""
 
-    def __init__(self, config, folder, device, report, begun, graphs=True):
-        self.config, self.folder, self.report = config, folder, report
+    def __init__(self, config, folder, device, report, begun, graphs=True, noted=None):
+        self.folder, self.report, fits = folder, report, config.batch == AUTO
+        self.noted = noted or {}
+        if fits:
+            tokens = max(default_batch(config, device), memory.least_tokens(config))
+            config = replace(config, batch=tokens)
         self.task = TASKS[config.model](config, folder.tokenizer() if begun else None)
+        if device == "cuda":
+            config = self._plan_memory(config, fits)
+        self.config = config
         logged = _Logged(report, folder.metrics)
         self.trainer = Trainer(self.task, device, logged, graphs)
         self._introduce()
         if begun and checkpoint.generations(folder.path, "state"):
             self.trainer.load(folder.path)
 
+    def _plan_memory(self, config, fits):
+        """Say what the run takes of the GPU; return the config, with a batch that ``fits`` it."""
+        task, (free, card) = self.task, card_memory()
+        precision = choose(config.precision, "cuda")
+        memory.check_fits(task.model, config, precision, free)
+        if fits:
+            epoch = task.corpus.epoch_tokens()
+            tokens = memory.fit(task.model, config, precision, free, epoch)
+            config = replace(config, batch=tokens)
+            task.rebatch(config)
+        plan = memory.plan(task.model, config, precision)
+        self.report.say("memory", plan.describe(card))
+        return config
+
     def run(self, stop):
         at, trainer = self.trainer.at, self.trainer
         if at.finished and trainer.share() < 1 and self.config.patience == 0:
             at.finished = ""  # asked to go on for longer than before
-        if at.finished:
+        if at.finished and self.folder.metrics.read("end"):
             self.report.say("run", f"finished before, after {at.update:,} updates ({at.finished})")
             return Outcome(True, at.best, at.update)
         self.folder.metrics.rewind(at.update)
         if at.update:
             self.report.say("run", f"going on from update {at.update:,} in {self.folder.path}")
-        self.folder.metrics.add("start", update=at.update, device=trainer.xp.__name__)
-        if not trainer.run(stop, lambda: self._evaluate(stop), self._save):
+        self.folder.metrics.add(
+            "start", update=at.update, device=trainer.xp.__name__, **self.noted,
+            versions=versions(), date=datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds"),
+        )  # fmt: skip
+        over = trainer.run(stop, lambda: self._evaluate(stop), self._save)
+        if not over or (self.config.average > 1 and not self._average(stop)):
             self.folder.metrics.add("stop", update=at.update, seconds=at.seconds)
             return Outcome(False, at.best, at.update)
-        if self.config.average > 1:
-            self._average(stop)
-        self.folder.metrics.add("end", update=at.update, seconds=at.seconds, best=at.best)
+        trainer.meter.energy(at.spent, now=True)
+        self.folder.metrics.add(
+            "end", update=at.update, seconds=at.seconds, best=at.best, spent=at.spent
+        )
+        self.report.say("trained", trainer.meter.describe(at.spent, at.seconds))
+        try:
+            self.report.say("report", str(write_page(self.folder.path)))
+        except OSError as error:  # the run itself is safe
+            self.report.say("warning", f"report.html cannot be written: {error.strerror}")
         return Outcome(True, at.best, at.update)
 
     def _introduce(self):
@@ -144,7 +186,10 @@ class Session:
         checkpoint.save(path, "state", tensors, metadata)
 
     def _average(self, stop):
-        """Evaluate the mean of the last checkpoints; it becomes ``best`` if it is."""
+        """Evaluate the mean of the last checkpoints; it becomes ``best`` if it is.
+
+        Returns False when stopped meanwhile.
+        """
         trainer, at = self.trainer, self.trainer.at
         own = {name: a.copy() for name, a in trainer.workspace.weights().items()}
         trainer.average = None
@@ -154,6 +199,7 @@ class Session:
         if row is not None and rank(row) > rank(at.best):
             at.best = row
             checkpoint.save(self.folder.path, "best", self.weights, row)
+        return row is not None
 
 
 class _Logged(Report):
@@ -163,23 +209,10 @@ class _Logged(Report):
         self.say, self._report, self._metrics = report.say, report, metrics
 
     def progress(self, progress):
-        row = progress._asdict()
+        row = {name: value for name, value in progress._asdict().items() if value is not None}
         del row["eta"], row["share"]
         self._metrics.add("train", **row)
         self._report.progress(progress)
-
-
-def describe(row):
-    """Return a row of metrics in words."""
-    mean = f" (mean of {row['averaged']} checkpoints)" if "averaged" in row else ""
-    figures = [f"update {row['update']:,}{mean}", f"loss {row['loss']:.3f}"]
-    if "perplexity" in row:
-        figures.append(f"perplexity {row['perplexity']:.2f}")
-    if row.get("exact_by_kind"):
-        figures.append(f"{row['exact_match']:.1f} % exact")
-    if "bleu" in row:
-        figures += [f"BLEU {row['bleu']:.1f}", f"chrF {row['chrf']:.1f}"]
-    return ", ".join(figures)
 
 
 def _clipped(text):

@@ -1,5 +1,6 @@
 """Stop when asked: the first signal lets an update finish and be saved, the second ends at once."""
 
+import contextlib
 import os
 import signal
 
@@ -31,7 +32,10 @@ class StopOnSignal:
 
     def _note(self, number, frame):
         if self.signal is not None:
-            self._last()
-            os._exit(128 + number)
+            try:
+                self._last()
+            finally:
+                os._exit(128 + number)
         self.signal = number
-        self._first()
+        with contextlib.suppress(RuntimeError):  # the signal came in the midst of a print
+            self._first()

@@ -16,6 +16,12 @@ class Task(abc.ABC):
         self.corpus = self.new_corpus(config, tokenizer)
         self.model = self.new_model(config, self.corpus.tokenizer)
         self.user = self.new_user(config, self.model, self.corpus.tokenizer)
+        self.model.checkpoint = config.checkpoint
+
+    def rebatch(self, config):
+        """Go on with batches as another config has them, which differs in nothing else."""
+        self.config = config
+        self.corpus.rebatch(config)
 
     new_corpus: type  # (config, tokenizer or None)
     new_user: type  # (config, model, tokenizer, metrics=None): what a trained model is used with
@@ -42,6 +48,10 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def fixed_shape(self, batch):
         """Return a batch that is as good, in one of few shapes: for CUDA graphs."""
+
+    @abc.abstractmethod
+    def flops(self, batches):
+        """Return the model FLOPs of steps on batches of the corpus, see ``models.flops``."""
 
     @abc.abstractmethod
     def loss(self, batch, label_smoothing=0.0, dloss=None):

@@ -1,28 +1,33 @@
 """The loop: packed batches, loss, gradients into the flat workspace, optimizer, evaluation, saving.
 
 What happens at update n is a function of the config and n, so that a run that was stopped, even by
-force, goes on bit for bit (NumPy; runs given as seconds aside, which go by the clock).
+force, goes on bit for bit (NumPy, and a GPU with ``deterministic``; runs given as seconds aside,
+which go by the clock).
 """
 
 import contextlib
 import dataclasses
 import functools
+import gc
 import time
+from operator import call
 
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
-from gpuattn.errors import CheckpointError, DataError
+from gpuattn.errors import CheckpointError, DataError, MemoryLimitError
 from gpuattn.ops.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
-from gpuattn.train import checkpoint, precision
-from gpuattn.train.device import array_module, memory_in_use
+from gpuattn.train import checkpoint, memory, precision
+from gpuattn.train.device import array_module, is_out_of_memory, memory_in_use
 from gpuattn.train.feed import DeviceFeed, HostFeed
-from gpuattn.train.graph import Replays, call_eagerly
+from gpuattn.train.graph import Calls, Replays
+from gpuattn.train.meter import SPENT, Meter
 from gpuattn.train.metrics import rank
 from gpuattn.train.readings import Reading
 from gpuattn.train.report import Progress
 from gpuattn.train.units import AUTO, Length
 from gpuattn.train.workspace import Workspace
+from gpuattn.tuning import tune
 
 AUTO_SECONDS = 45  # between evaluations where epochs are longer and it is the trainer's choice
 AUTO_COST = 10  # and at least so many times what the last evaluation took
@@ -36,8 +41,9 @@ class Position:
     ``batch``: the next one of ``epoch``. ``draws``: batches taken, which number the dropout.
     ``seconds``: spent training. ``evaluated``: [update, epoch, seconds] of the last evaluation.
     ``evaluation``: seconds that it took, with its saving. ``best``: the row of metrics of the best
-    one. ``worse``: evaluations since then. ``data``: the corpus's
-    fingerprint.
+    one. ``worse``: evaluations since then. ``data``: the corpus's fingerprint. ``parts``: into how
+    many each batch is cut, for want of memory. ``spent``: by updates alone, seconds, tokens of both
+    sides and model FLOPs; joules of the GPU in all.
     """
 
     update: int = 0
@@ -53,6 +59,8 @@ class Position:
     worse: int = 0
     finished: str = ""
     data: int = 0
+    parts: int = 1
+    spent: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
 
 
 class Trainer:
@@ -65,10 +73,12 @@ class Trainer:
     def __init__(self, task, device, report, graphs=True):
         self.task, self.report = task, report
         self.model, self.corpus = task.model, task.corpus
-        self.config = config = task.config
+        self.config = self.whole = config = task.config  # ``whole``: before batches are cut
         self.xp = array_module(device)
         if device == "numpy":
             keep_freed_memory()
+        for _, module in self.model.modules():
+            module.deterministic = config.deterministic
         self.precision = precision.choose(config.precision, device)
         optimizer = OPTIMIZERS[config.optimizer]
         betas = {"betas": (0.9, config.beta2)} if issubclass(optimizer, AdamW) else {}
@@ -85,22 +95,29 @@ class Trainer:
         total = config.length.amount if config.length.unit == "u" else None
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
-        self._batches = None
-        self._stream, self.feed, self.steps = self._engine(graphs)
+        self._batches, self._completed = None, (0, 0, 0)
+        self._graphs, self._stream = graphs, None
+        if device != "numpy":
+            self._stream = self.xp.cuda.Stream(non_blocking=True)  # the usual one has no graphs
+        self._start_engine()
+        self.meter = Meter(self.xp, self.precision.dtype, task.flops)
         self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
         self._valid = self.xp.zeros((), "float32")
-        self._since = [0, 0, 0.0]  # updates, target tokens, all tokens
+        self._since = [0, 0]  # updates, target tokens
         self._noted = None  # what the next report says, as soon as it has come from the device
         self._health = self.optimizer.state.read()
 
-    def _engine(self, graphs):
-        """Return (stream, feed, what calls the steps)."""
-        if self.xp.__name__ == "numpy":
-            return None, HostFeed(), call_eagerly
-        with self.xp.cuda.Stream(non_blocking=True) as stream:  # the usual one has no graphs
+    def _start_engine(self):
+        """Set what feeds the steps and what calls them, anew."""
+        self.feed = self.steps = None
+        first = call if self.config.deterministic else tune
+        if self._stream is None:
+            self.feed, self.steps = HostFeed(), Calls(first)
+            return
+        with self._stream:
             say = functools.partial(self.report.say, "graphs")
-            feed = DeviceFeed(self.task.fixed_shape)
-            return stream, feed, Replays(say) if graphs else call_eagerly
+            self.feed = DeviceFeed(self.task.fixed_shape)
+            self.steps = Replays(say, first) if self._graphs else Calls(first)
 
     # ---- the run ----
 
@@ -110,9 +127,13 @@ class Trainer:
         ``evaluate()`` returns a row of metrics, or None when stopped meanwhile. ``save(row)`` keeps
         the run after an evaluation, ``save(None)`` at a stop.
         Returns whether the run is over (False: stopped).
+        Raises FloatingPointError, after ``save(None)``, when gradients are not finite for long.
         """
         with self._computing():
-            return self._run(stop, evaluate, save)
+            try:
+                return self._run(stop, evaluate, save)
+            except FloatingPointError as error:
+                raise FloatingPointError(f"{error}. {_saved(save)}") from error
 
     @contextlib.contextmanager
     def _computing(self):
@@ -127,15 +148,25 @@ class Trainer:
 
     def _run(self, stop, evaluate, save):
         begin = time.perf_counter() - self.at.seconds
+        self.meter.restart()
         self._reported = time.perf_counter()
         while True:
-            # First of all: a run that was stopped before an evaluation that was due has it now.
-            if self._due() and not self._evaluate(stop, evaluate, save):
-                return False
-            if self._reached_end():
-                return True
-            self.at.seconds = time.perf_counter() - begin
-            self._update()
+            short = None
+            try:
+                # First of all: a run that was stopped before an evaluation that was due has it now.
+                if self._due() and not self._evaluate(stop, evaluate, save):
+                    return False
+                if self._reached_end():
+                    return True
+                self.at.seconds = time.perf_counter() - begin
+                self._update()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                short = str(error)  # only this: the error holds the arrays of the step
+            if short is not None:
+                self._make_room(short, save)
+                continue
             self.at.seconds = time.perf_counter() - begin
             if self._since[0] >= REPORT_UPDATES or time.perf_counter() - self._reported > 2:
                 self._note()
@@ -144,13 +175,51 @@ class Trainer:
                 save(None)
                 return False
 
+    def _make_room(self, short, save):
+        """Go on from the last whole update with batches in smaller parts, or save and give up."""
+        at = self.at
+        at.epoch, at.batch, at.draws = self._completed
+        self._loss[...] = 0
+        self._since, self._noted = [0, 0], None
+        self.meter.restart()
+        if self.average:
+            self.average.updates = at.averaged
+        parts = memory.next_parts(self.whole, at.parts)
+        if parts is None:
+            self._use_parts(at.parts)  # frees what the steps held
+            save(None)
+            raise MemoryLimitError(memory.nothing_smaller(self.config, at.update, short))
+        batches = self.corpus.loader(at.epoch).batches(at.epoch)
+        self._use_parts(parts)
+        at.batch = at.batch * self.corpus.loader(at.epoch).batches(at.epoch) // batches
+        self._completed, at.parts = (at.epoch, at.batch, at.draws), parts
+        config = self.config
+        self.report.say(
+            "memory", f"used up ({short}). Going on from update {at.update:,} with batches of "
+            f"{config.batch:,} tokens, {config.accumulate} an update",
+        )  # fmt: skip
+
+    def _use_parts(self, parts):
+        """Cut each batch into so many, and free what belongs to others."""
+        self.task.rebatch(memory.in_parts(self.whole, parts))
+        self.config, self._batches = self.task.config, None
+        if self._stream is not None:
+            self._stream.synchronize()
+        dtype = self.precision.grad_dtype(self.config.accumulate)
+        if self.workspace.grads.dtype != dtype:
+            self.workspace.keep_gradients_in(dtype)
+        self._start_engine()
+        gc.collect()
+        if self._stream is not None:
+            self.xp.get_default_memory_pool().free_all_blocks()
+
     def _evaluate(self, stop, evaluate, save):
-        """Evaluate and save; return False when stopped meanwhile."""
+        """Evaluate and save; return False when stopped meanwhile with updates to come."""
         self._note()
         self._tell(wait=True)
         begin = time.perf_counter()
         row = evaluate()
-        if row is None or stop():
+        if row is None:
             save(None)
             return False
         at = self.at
@@ -164,9 +233,10 @@ class Trainer:
         elif self._reached_end():
             at.finished = self.config.length.describe()
         save(row)
+        self.meter.restart()
         self._reported = time.perf_counter()
         at.evaluation = self._reported - begin
-        return True
+        return self._reached_end() or not stop()
 
     def share(self):
         """Return how much of the run is done, 0 to 1."""
@@ -219,7 +289,7 @@ class Trainer:
                 draw=at.draws, learning_rate=rate, divisor=tokens / config.batch, share=share,
             )  # fmt: skip
             at.draws += 1
-            self._since[2] += batch.all_tokens
+            self.meter.batches.append(batch)
             more = turn > 0
             step = functools.partial(self._gradients, more)
             self.steps("more gradients" if more else "gradients", self.feed.shape, step)
@@ -228,6 +298,8 @@ class Trainer:
         self.steps("update", None, self._apply)
         at.update += 1
         at.tokens += tokens
+        at.averaged = self.average.updates if self.average else 0
+        self._completed = at.epoch, at.batch, at.draws
         self._since[0] += 1
         self._since[1] += tokens
 
@@ -252,6 +324,20 @@ class Trainer:
         if self.average:
             self.average.update(numbers.share)
 
+    def look(self, at):
+        """Return ``at(update, again)``, called where updates compute, which is a stream on a GPU.
+
+        ``update()`` takes one; ``again()`` computes that of the last batch once more, as a run's
+        CUDA graphs do. For who wants to time them.
+        """
+
+        def again():
+            self._gradients(False)
+            self._apply()
+
+        with self._computing():
+            return at(self._update, again)
+
     def _next_batch(self):
         at = self.at
         loader = self.corpus.loader(at.epoch)
@@ -265,21 +351,22 @@ class Trainer:
 
     def _note(self):
         """Let what a report says come to the host, while the GPU goes on."""
-        updates, tokens, all_tokens = self._since
+        updates, tokens = self._since
         if not updates:
             return
         self._tell(wait=True)
-        now, share = time.perf_counter(), self.share()
+        share = self.share()
+        held = self.steps.held_bytes() if isinstance(self.steps, Replays) else 0
         left = self.at.seconds * (1 - share) / share if share else float("inf")
         facts = {
             "update": self.at.update, "epoch": self.at.epoch, "seconds": self.at.seconds,
-            "share": share, "rate": all_tokens / (now - self._reported), "eta": left,
-            "memory": memory_in_use(self.xp),
+            "share": share, "eta": left, "memory": memory_in_use(self.xp) + held,
+            **self.meter.facts(updates, self.at.spent),
         }  # fmt: skip
         self._noted = Reading(self._loss, self.optimizer.state.array), tokens, facts
         self._loss[...] = 0
-        self._since = [0, 0, 0.0]
-        self._reported = now
+        self._since = [0, 0]
+        self._reported = time.perf_counter()
 
     def _tell(self, wait=False):
         """Report what was noted, if it has come by now (or ``wait`` for it)."""
@@ -318,7 +405,6 @@ class Trainer:
         tensors["optimizer_state"] = self.optimizer.state.array
         if self.average:
             tensors["average"] = self.average.average
-            self.at.averaged = self.average.updates
         return tensors, dataclasses.asdict(self.at)
 
     def load(self, folder):
@@ -334,10 +420,21 @@ class Trainer:
                 f"the training text is not the one that {folder} began with, so the run cannot go "
                 "on. Put the text back, or use another --out"
             )
-        self.at = at
+        self.at, self._completed = at, (at.epoch, at.batch, at.draws)
+        if at.parts > 1:
+            self._use_parts(at.parts)
         self.optimizer.state.array[...] = self.xp.asarray(tensors.pop("optimizer_state"))
         if self.average:
             self.average.average[...] = self.xp.asarray(tensors.pop("average"))
             self.average.updates = self.at.averaged
         self.workspace.load_state_dict(tensors)
         self._health = self.optimizer.state.read()
+
+
+def _saved(save):
+    """Save, and return a sentence about it: parameters with inf or NaN are never written."""
+    try:
+        save(None)
+    except CheckpointError as error:
+        return f"Nothing newer was saved: {error}"
+    return "All is saved as it was then"

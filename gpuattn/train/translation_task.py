@@ -1,6 +1,9 @@
 """Runs that learn to translate."""
 
+import numpy as np
+
 from gpuattn.data.fixed_shape import fixed_shape
+from gpuattn.models.flops import translation_flops
 from gpuattn.models.translation import TranslationConfig, TranslationModel
 from gpuattn.train.corpus import Corpus
 from gpuattn.train.metrics import score, write_text
@@ -24,7 +27,8 @@ class TranslationTask(Task):
                 ffn=config.ffn, dropout=config.dropout,
                 attention_dropout=config.attention_dropout, norm=config.norm,
                 positions=config.positions, activation=config.activation,
-                max_length=config.max_len + 1,
+                max_length=config.max_len + 1, kv_heads=config.kv_heads,
+                pad_vocab=config.pad_vocab,
             ),
             seed=config.seed,
         )  # fmt: skip
@@ -43,6 +47,11 @@ class TranslationTask(Task):
 
     def fixed_shape(self, batch):
         return fixed_shape(batch, self.config.batch, self.config.max_len + 1)
+
+    def flops(self, batches):
+        source = _lengths([batch.cu_source for batch in batches])
+        target = _lengths([batch.cu_target for batch in batches])
+        return translation_flops(self.model.config, source, target)
 
     def loss(self, batch, label_smoothing=0.0, dloss=None):
         return self.model.loss(batch, label_smoothing, dloss)[0]
@@ -67,6 +76,12 @@ class TranslationTask(Task):
         if not (folder / "reference.txt").exists():
             write_text(folder / "source.txt", _lines(pair.source for pair in pairs))
             write_text(folder / "reference.txt", _lines(pair.target for pair in pairs))
+
+
+def _lengths(bounds):
+    """Return the lengths of all sentences that lie between these bounds; each begins with 0."""
+    steps = np.diff(np.concatenate(bounds))
+    return steps[steps > 0]
 
 
 def _lines(texts):

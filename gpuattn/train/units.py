@@ -66,6 +66,16 @@ def parse_count(value):
     return int(count)
 
 
+def parse_batch(value):
+    """Return the whole number of ``parse_count``, or "auto"."""
+    if value == AUTO:
+        return AUTO
+    try:
+        return parse_count(value)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or auto") from None
+
+
 def parse_layers(value):
     """Return (encoder layers, decoder layers) of ``4`` or ``4:2``."""
     parts = value if isinstance(value, list | tuple) else str(value).split(":")
@@ -140,6 +150,14 @@ def choice(*names):
 
     parse.names = names
     return parse
+
+
+def flag(value):
+    """Return the bool of ``True`` or ``False``, or of these words."""
+    words = {"true": True, "false": False}
+    if str(value).lower() not in words:
+        raise ConfigError(f"{value!r} is neither true nor false")
+    return words[str(value).lower()]
 
 
 def text(value):

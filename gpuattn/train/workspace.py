@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpuattn.arrays import BFLOAT16, get_xp, import_cupy, to_gpu
-from gpuattn.autodiff import tape
+from gpuattn.autodiff import aside, tape
 from gpuattn.errors import CheckpointError, GradientError, problem
 from gpuattn.ops.flat_update import DECAY_BLOCK
 from gpuattn.train.checkpoint import differences
@@ -77,16 +77,21 @@ class Workspace:
                 raise ValueError(problem("Workspace", "masters", False, "True for float16"))
             self.masters = self.params
         self.model = None if self.masters is self.params else self.params
-        self.grads = xp.zeros(self.size, grad_dtype)
         self.moments = tuple(moments)
         for name in self.moments:
             setattr(self, name, xp.zeros(self.size, np.float32))
-        slots = self.slices(self.grads)
         for name, data in self.slices(self.params).items():
+            self.tensors[name].data = data
+        self.keep_gradients_in(grad_dtype)
+
+    def keep_gradients_in(self, dtype):
+        """Make the buffer of gradients anew, in another dtype; those that were there are gone."""
+        self.grads = None
+        self.grads = get_xp(self.params).zeros(self.size, dtype)
+        for name, slot in self.slices(self.grads).items():
             tensor = self.tensors[name]
-            tensor.data = data
             tensor.grad, tensor.grad_started = None, False
-            tensor.grad_slot = slots[name] if tensor.requires_grad else None
+            tensor.grad_slot = slot if tensor.requires_grad else None
 
     def slices(self, flat):
         """Return {name: live view} of a flat buffer, each in the parameter's shape."""
@@ -108,10 +113,12 @@ class Workspace:
         if not loss.requires_grad:
             raise GradientError("backward: the loss was not recorded; compute it outside no_grad()")
         grad = get_xp(loss.data).ones_like(loss.data) if grad is None else grad
-        tape.backward(loss, grad, on_ready=self._ready if self.on_grad_ready else None)
+        with aside.allowed(self.grads):
+            tape.backward(loss, grad, on_ready=self._ready if self.on_grad_ready else None)
 
     def _ready(self, tensor):
         if id(tensor) in self._parts:
+            aside.settle(tensor.grad_slot)
             self.on_grad_ready(self._parts[id(tensor)])
 
     def finish(self):

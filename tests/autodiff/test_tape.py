@@ -1,12 +1,14 @@
 """The tape itself: reuse, depth, several outputs, edits in place, where gradients are written."""
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
 
 from gpuattn import Tensor, debug, no_grad, to_cpu, topk_logprobs
 from gpuattn.autodiff import tape
+from gpuattn.autodiff.watch import watching
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.impls import Impl, Impls
 
@@ -196,3 +198,56 @@ def test_plain_arrays_stay_plain():
     assert type(tape.apply(Impls("t", Impl("array", lambda x, needs: (x, ()))), (np.ones(2),))) is (
         np.ndarray
     )
+
+
+def test_what_no_gradient_reads_is_freed_at_once():
+    x = leaf(np.ones(3))
+    double = x * 2
+    memory = weakref.ref(double.data)
+    total = (double + 1).sum()
+    del double
+    assert memory() is None
+    total.backward()
+    assert x.grad.tolist() == [2.0] * 3
+
+
+def test_what_backward_has_passed_is_freed_as_it_goes():
+    x, alive, memories = leaf(np.ones(3)), [], []
+
+    def forward(x, *, needs):
+        return x + 1, (x,)
+
+    def backward(saved, dy, *, needs, into):
+        alive.append([i for i, memory in enumerate(memories) if memory() is not None])
+        return (dy,)
+
+    step, y = Impls("step", Impl("array", forward, backward)), x
+    for _ in range(3):
+        y = tape.apply(step, (y,))
+        memories.append(weakref.ref(y.data))
+    loss = y.sum()
+    del y
+    loss.backward()
+    assert alive == [[0, 1], [0], []]
+
+
+def test_a_watcher_stands_between_the_tape_and_the_ops():
+    seen = []
+
+    def watch(op, direction, function):
+        def noted(*arguments, **given):
+            seen.append((op, direction))
+            with watching(None):
+                return function(*arguments, **given)
+
+        return noted
+
+    x = Tensor(np.ones(3, np.float32), requires_grad=True)
+    with watching(watch):
+        np.sum(np.exp(x)).backward()
+    want = np.exp(np.ones(3, np.float32))
+    np.testing.assert_array_equal(x.grad, want)
+    np.exp(x)  # nobody looks any more
+    ops = [op for op, direction in seen if direction == "forward"]
+    assert ops == ["np.exp", "np.sum"]
+    assert [op for op, direction in seen if direction == "backward"] == ops[::-1]

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -14,12 +15,13 @@ from gpuattn.errors import KernelCompileError
 def test_every_check_has_a_state_and_every_fault_a_remedy():
     checks = {check.name: check for check in doctor.examine()}
     assert set(checks) == {
-        "python", "blas", "memory", "cupy", "device", "nvrtc", "kernel", "numba", "nvmath", "cache",
+        "python", "blas", "memory", "cupy", "device", "nvrtc", "kernel", "graphs", "numba",
+        "nvmath", "cache",
     }  # fmt: skip
     for check in checks.values():
         assert check.state in ("ok", "missing", "broken")
         assert check.detail
-        if check.state != "ok" and check.name != "kernel":
+        if check.state != "ok" and check.name not in ("kernel", "graphs"):
             assert check.remedy, check
     assert checks["python"].state == checks["blas"].state == "ok"
 
@@ -61,6 +63,17 @@ def test_a_product_library_that_does_not_load_is_found(monkeypatch):
     assert "pip install" in check.remedy
 
 
+def test_a_product_library_of_another_cuda_version_is_found(monkeypatch):
+    def failing(*_):
+        raise RuntimeError("matmul: cuBLASLt failed (CUBLAS_STATUS_NOT_INITIALIZED) to start")
+
+    monkeypatch.setattr(cublaslt, "library", lambda: (object(), ""))
+    monkeypatch.setattr(cublaslt, "multiply", failing)
+    monkeypatch.setattr(doctor, "_gpu", lambda: np)
+    check = doctor._gemm()
+    assert check.state == "broken" and "to start" in check.detail and "cuda12x" in check.remedy
+
+
 def test_a_missing_compiler_is_found(monkeypatch):
     def missing(*args):
         raise KernelCompileError("NVRTC, the CUDA run-time compiler, is not installed.")
@@ -74,4 +87,4 @@ def test_a_missing_compiler_is_found(monkeypatch):
 @pytest.mark.gpu
 def test_a_gpu_is_found(gpu):
     states = {check.name: check.state for check in doctor.examine()}
-    assert states["device"] == states["kernel"] == "ok"
+    assert states["device"] == states["kernel"] == states["graphs"] == "ok"

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from gpuattn.bench import results, timing, train, train_cases
 from gpuattn.bench.train_cases import MODELS, PEERS, TABLE, Step, small
+from gpuattn.bench.train_peers import by_layers
 from gpuattn.cli import bench_train
 from gpuattn.cli.main import main
 
@@ -33,6 +34,16 @@ def test_the_weights_of_a_case_are_those_of_its_model(name):
     assert case.weights() == matrices - sum(tables)
 
 
+def test_peers_get_what_each_layer_makes_of_the_memory():
+    ours = train.Ours(replace(small(MODELS["tiny"]), layers=(1, 2)), np).weights
+    names = [f"decoder.{i}.cross_attention.kv.weight" for i in range(2)]
+    theirs = by_layers(ours, 2)
+    assert set(names) <= set(theirs) and not any(name.startswith("memory") for name in theirs)
+    whole = np.concatenate([theirs[name] for name in names])
+    np.testing.assert_array_equal(whole, ours["memory.kv.weight"])
+    assert theirs[names[0]].shape == (64, 32)
+
+
 def test_flops_of_a_step():
     case = Step("none", (2, 8), vocab=100, width=4, heads=1, layers=(1,), hidden=16)
     weights = 4 * 4 * 4 + 2 * 4 * 16 + 4 * 100
@@ -45,7 +56,7 @@ def test_flops_of_a_step():
 def test_what_nanogpt_counts():
     """124 M parameters and 12,288 tokens: 6 N T; see Karpathy's estimate_mfu."""
     case = MODELS["gpt2-124m"]
-    products = case.flops("step") - 12 * case.width * case.pairs()
+    products = case.flops("step") - 12 * case.width * 12 * 12 * 1024**2 / 2
     assert products == pytest.approx(6 * 123.6e6 * 12288, rel=1e-3)
 
 

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from gpuattn.train.plot import _attention
+from gpuattn.train.plot import attention_of
 from gpuattn.train.run import load_run
 
 
@@ -45,9 +45,15 @@ def test_without_matplotlib_it_says_what_to_install(call, trained, monkeypatch):
 
 def test_attention_is_drawn_between_words_and_still_sums_to_one(trained):
     translator = load_run(trained, device="numpy")
-    maps = _attention(translator, "old red cat")
+    maps = attention_of(translator, "old red cat")
     assert maps.source == ["old", "red", "cat", "(end)"]
     assert " ".join(maps.target[:-1]) == translator.translate(["old red cat"])[0]
     for weights in maps.layers:
         assert weights.shape[1:] == (len(maps.target), 4)
         np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+
+
+def test_a_translation_that_is_too_long_is_cut(trained):
+    translator = load_run(trained, device="numpy")
+    maps = attention_of(translator, "old red cat", "e\N{REPLACEMENT CHARACTER}" * 99)
+    assert maps.layers[0].shape[1:] == (len(maps.target), 4)

@@ -10,7 +10,7 @@ from gpuattn.train.report import Progress
 from gpuattn.train.units import duration
 
 NOW = Progress(update=1234, epoch=3, seconds=90.0, share=0.25, loss=2.5, learning_rate=1e-3,
-               rate=24_600.0, eta=12_000.0, memory=1 << 28)  # fmt: skip
+               rate=24_600.0, milliseconds=12.34, eta=12_000.0, memory=1 << 28)  # fmt: skip
 
 
 @pytest.mark.parametrize("seconds, text", [
@@ -21,12 +21,20 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize("room, count", [(200, 5), (48, 4), (38, 3), (25, 2), (12, 1), (3, 0)])
+@pytest.mark.parametrize(
+    "room, count", [(200, 6), (58, 5), (48, 4), (38, 3), (25, 2), (12, 1), (3, 0)]
+)
 def test_the_most_important_facts_stay(room, count):
     parts = progress.facts(NOW)
-    assert parts[:4] == ["loss 2.500", "3.3 h left", "24.6k tokens/s", "0.25 GiB"]
+    assert parts[:5] == ["loss 2.500", "3.3 h left", "24.6k tokens/s", "0.25 GiB", "12.3 ms"]
     assert progress._fitting(parts, room) == "  ".join(parts[:count])
     assert len(progress._fitting(parts, room)) <= room
+
+
+def test_what_a_gpu_tells_is_shown_where_it_is_known():
+    assert progress.facts(NOW)[5:] == ["lr 1.0e-03"]
+    known = NOW._replace(mfu=0.1234, watts=312.4, joules=21_040.0)
+    assert progress.facts(known)[5:] == ["MFU 12.3 %", "312 W", "21 kJ", "lr 1.0e-03"]
 
 
 @pytest.fixture

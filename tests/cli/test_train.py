@@ -44,12 +44,16 @@ def test_flag_beats_variable_beats_file_beats_preset(call, corpus, tmp_path, mon
     (tmp_path / "x.toml").write_text('dim = 24\nheads = 3\nffn = 24\nfor = "1u"\nlayers = 1\n')
     monkeypatch.setenv("GPUATTN_TRAIN_FFN", "40")
     monkeypatch.setenv("GPUATTN_TRAIN_LR", "0.5")
+    monkeypatch.setenv("GPUATTN_TRAIN_DETERMINISTIC", "1")
     result = call(
         "train", *files(corpus), "--config", tmp_path / "x.toml", "--preset", "small",
         "--lr", "0.25", "--vocab-size", "400", "--device", "numpy", "--out", tmp_path / "run",
+        "--no-pad-vocab",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     text = (tmp_path / "run/config.toml").read_text()
+    assert "pad-vocab = false  # command line" in text
+    assert "deterministic = true  # environment" in text
     assert "ffn = 40  # environment" in text and "lr = 0.25  # command line" in text
     assert "dim = 24  # " in text and "x.toml" in text and "seed = 1\n" in text
     config = RunFolder(tmp_path / "run").config()
@@ -137,7 +141,7 @@ def test_skipped_lines_are_counted(call, tmp_path, monkeypatch):
     bad_corpora(tmp_path)
     result = call("train", "long", "three", *TINY, "--for", "1u", "--out", "run",
                   "--valid", "three", "three")  # fmt: skip
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.stderr
     assert "1 longer than 40 tokens (line 2 first)" in result.stderr
 
 

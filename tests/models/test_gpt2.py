@@ -5,9 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from gpuattn import to_cpu
 from gpuattn.decode.sample import sample
 from gpuattn.errors import ConfigError
 from gpuattn.models.gpt2 import GPT2, GPT2Config
+from gpuattn.train.workspace import Workspace
 
 TINY = GPT2Config(vocab=20, d_model=16, heads=2, layers=2, block=8)
 
@@ -46,8 +48,17 @@ def test_initial_loss_is_that_of_guessing(rng):
     np.testing.assert_allclose(loss.item(), np.log(20), rtol=0.02)
 
 
-def test_gradient_of_every_parameter_agrees_with_differences(rng):
-    model = GPT2(dataclasses.replace(TINY, dropout=0.2), seed=2)
+VARIANTS = {
+    "plain": {},
+    "rotary": {"positions": "rotary", "kv_heads": 1, "pad_vocab": False},
+    "swiglu": {"activation": "swiglu", "bias": False},
+    "gelu_exact": {"activation": "gelu_exact", "kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_gradient_of_every_parameter_agrees_with_differences(rng, options):
+    model = GPT2(dataclasses.replace(TINY, dropout=0.2, **options), seed=2)
     for p in model.parameters():
         p.data = p.data.astype(np.float64) * 5
     x, labels, eps = tokens(rng, 2, 8), tokens(rng, 2, 8), 1e-6
@@ -88,12 +99,52 @@ def test_learns_to_count(rng):
         assert [text.tokens for text in texts] == [[5, 6, 7, 8, 9, 10], [10, 11, 12, 13, 14, 15]]
 
 
+def test_options_decide_the_parameters():
+    plain = {name: p.shape for name, p in GPT2(TINY).named_parameters()}
+    shapes = {
+        name: p.shape
+        for name, p in GPT2(
+            dataclasses.replace(
+                TINY, kv_heads=1, positions="rotary", activation="swiglu", pad_vocab=False
+            )
+        ).named_parameters()
+    }
+    assert set(plain) - set(shapes) == {"embedding.position_weight"}
+    assert shapes["embedding.weight"] == (20, 16) and plain["embedding.weight"] == (64, 16)
+    assert shapes["layers.0.attention.qkv.weight"] == (16 + 2 * 8, 16)
+    assert shapes["layers.0.feed_forward.inner.weight"] == (2 * 64, 16)
+
+
 def test_texts_longer_than_the_block_are_refused(rng):
     with pytest.raises(ValueError, match="block, 8"):
         GPT2(TINY).logits(tokens(rng, 1, 9))
 
 
-@pytest.mark.parametrize("options", [{"block": 0}, {"heads": 3}, {"layers": 1.5}])
+FAULTS = [{"block": 0}, {"heads": 3}, {"layers": 1.5}, {"kv_heads": 3}, {"positions": "sinusoidal"}]
+
+
+@pytest.mark.parametrize("options", FAULTS)
 def test_configurations_that_do_not_fit_are_refused(options):
     with pytest.raises(ConfigError):
         dataclasses.replace(TINY, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_options_in_16_bits_on_a_gpu_are_near_float32(rng, gpu, dtype):
+    config = dataclasses.replace(
+        TINY, d_model=64, block=96, positions="rotary", kv_heads=1, activation="swiglu",
+        pad_vocab=False, vocab=33,
+    )  # fmt: skip
+    x, labels = (rng.integers(0, 33, (4, 96)).astype(np.int32) for _ in range(2))
+    plain, model = GPT2(config, seed=1), GPT2(config, seed=1)
+    want = plain.loss(x, labels)
+    want.backward()
+    workspace = Workspace(model, "cuda", dtype)
+    workspace.begin()
+    loss = model.loss(gpu.asarray(x), gpu.asarray(labels))
+    workspace.backward(loss)
+    np.testing.assert_allclose(loss.item(), want.item(), rtol=0.01)
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        got, wanted = to_cpu(q.grad).astype(np.float64), p.grad
+        error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+        assert error < 0.05 or "qkv.bias" in name, f"{name}: {error:.3f}"

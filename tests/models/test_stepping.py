@@ -15,30 +15,36 @@ SOURCES = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14]]
 PROMPT = np.array([[5, 6, 7], [8, 9, 10]], np.int32)
 
 
-def translator(norm="pre", positions="sinusoidal"):
+def translator(norm="pre", positions="sinusoidal", **options):
     config = TranslationConfig(
         vocab=20, d_model=16, heads=4, layers=(2, 2), ffn=24, dropout=0.2, norm=norm,
-        positions=positions, max_length=12,
+        positions=positions, max_length=12, **options,
     )  # fmt: skip
     return TranslationModel(config, seed=3)
 
 
-def language_model():
-    model = GPT2(GPT2Config(vocab=20, d_model=16, heads=4, layers=2, block=12, dropout=0.2), seed=3)
+OPTIONS = {"kv_heads": 2, "positions": "rotary", "activation": "swiglu", "pad_vocab": False}
+
+
+def language_model(**options):
+    sizes = {"vocab": 20, "d_model": 16, "heads": 4, "layers": 2, "block": 12, "dropout": 0.2}
+    model = GPT2(GPT2Config(**sizes, **options), seed=3)
     for p in model.parameters():  # as after some training: what came before matters
         p.data = p.data * 10
     return model
 
 
 def make(kind, beam, kv_cache):
-    if kind == "gpt2":
-        return language_model().stepper(PROMPT, 6, beam, kv_cache)
-    model = translator(kind)
+    name, _, options = kind.partition("-")
+    options = OPTIONS if options else {}
+    if name == "gpt2":
+        return language_model(**options).stepper(PROMPT, 6, beam, kv_cache)
+    model = translator(name, **options)
     return model.stepper(model.pack(SOURCES), 6, beam, kv_cache)
 
 
 @pytest.mark.parametrize("slots", [False, True])
-@pytest.mark.parametrize("kind", ["pre", "post", "gpt2"])
+@pytest.mark.parametrize("kind", ["pre", "post", "gpt2", "post-options", "gpt2-options"])
 @pytest.mark.parametrize("beam", [1, 3])
 def test_cache_equals_recomputation_also_when_beams_move(kind, beam, rng, slots, monkeypatch):
     if slots:  # as on a GPU
@@ -57,7 +63,7 @@ def test_cache_equals_recomputation_also_when_beams_move(kind, beam, rng, slots,
         tokens = rng.integers(0, 20, sentences * beam).astype(np.int32)
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rotary"])
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_stepping_greedily_equals_teacher_forcing(norm, positions):
     model = translator(norm, positions)
@@ -78,8 +84,9 @@ def test_stepping_greedily_equals_teacher_forcing(norm, positions):
     np.testing.assert_array_equal(forced, targets[batch.sentences])
 
 
-def test_gpt2_stepping_equals_the_whole_text():
-    model = language_model()
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+def test_gpt2_stepping_equals_the_whole_text(options):
+    model = language_model(**options)
     stepper = model.stepper(PROMPT, 6)
     text, tokens = PROMPT, stepper.first_tokens
     for position in range(6):
@@ -161,7 +168,7 @@ def test_lengths_beyond_the_model_are_refused():
         language_model().stepper(PROMPT[:, :0], 4)
 
 
-@pytest.mark.parametrize("kind", ["pre", "gpt2"])
+@pytest.mark.parametrize("kind", ["pre", "gpt2", "pre-options", "gpt2-options"])
 def test_runs_on_both_backends(xp, kind):
     want = make(kind, 2, True)
     tokens = np.full(want.sentences * 2, BOS, np.int32)
@@ -169,7 +176,7 @@ def test_runs_on_both_backends(xp, kind):
     expected = [want.step(tokens, 0), want.step(tokens, 1)]
     for p in model.parameters():
         p.data = xp.asarray(p.data)
-    sources = xp.asarray(PROMPT) if kind == "gpt2" else model.pack(SOURCES)
+    sources = xp.asarray(PROMPT) if kind.startswith("gpt2") else model.pack(SOURCES)
     stepper = model.stepper(sources, 6, 2)
     for position, logits in enumerate(expected):
         got = stepper.step(xp.asarray(tokens), position)

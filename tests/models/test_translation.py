@@ -35,6 +35,8 @@ VARIANTS = [
     {"norm": "post", "positions": "learned", "tied": False, "activation": "gelu", "dropout": 0.0},
     {"norm": "pre", "positions": "learned", "tied": True, "activation": "gelu", "dropout": 0.3},
     {"norm": "post", "positions": "sinusoidal", "tied": True, "dropout": 0.3},
+    {"norm": "pre", "positions": "rotary", "kv_heads": 1, "activation": "swiglu", "dropout": 0.0},
+    {"norm": "post", "positions": "rotary", "activation": "gelu_exact", "pad_vocab": False},
 ]
 
 
@@ -55,9 +57,9 @@ def test_gradient_of_every_parameter_agrees_with_differences(options, rng):
         assert abs(p.grad).max() > 1e-8, f"{name} has no gradient"
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_a_packed_batch_equals_its_sentences_alone(norm):
-    model = make(norm=norm).eval()
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda o: f"{o['norm']}-{o['positions']}")
+def test_a_packed_batch_equals_its_sentences_alone(options):
+    model = make(**options).eval()
     loss, sums = model.loss(one_batch())
     alone = [model.loss(one_batch([pair]))[1] for pair in PAIRS]
     assert sums.tokens == sum(s.tokens for s in alone) == 10
@@ -79,6 +81,61 @@ def test_padding_of_the_vocabulary_takes_no_part():
     before = model.eval().loss(batch)[0].item()
     model.source.weight.data[20:] = 1e4
     assert model.loss(batch)[0].item() == before
+
+
+def test_the_vocabulary_may_go_without_padding():
+    model, batch = make(pad_vocab=False, tied=False), one_batch()
+    assert model.source.weight.shape == model.head.weight.shape == (20, 8)
+    padded = make(tied=False)
+    grown = {
+        name: np.concatenate([x, np.zeros((44, 8))]) if len(x) == 20 and x.ndim == 2 else x
+        for name, x in model.state().items()
+    }
+    padded.load_state(grown)
+    assert model.eval().loss(batch)[0].item() == padded.eval().loss(batch)[0].item()
+
+
+def test_one_product_makes_all_keys_and_values_of_the_memory(monkeypatch):
+    """And one its gradient: each layer's attention writes into its part of it."""
+    from gpuattn.autodiff import places
+    from gpuattn.nn import attention
+
+    found, copies = [], []
+    same = attention.same_memory
+    note = lambda a, b: same(a, b) or copies.append(1)  # noqa: E731
+    monkeypatch.setattr(attention, "same_memory", note)
+    source = np.array([[5, 6, 7, 1], [8, 9, 10, 1]], np.int32)
+    for placed in (True, False):
+        model = make(kv_heads=1, dropout=0.0)
+        if not placed:
+            monkeypatch.setattr(places.Places, "take", lambda self, box: None)
+        states = model.decode(model.target(source), model.source(source))
+        (states * states).sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+        assert len(copies) == (0 if placed else 2 * (3 + 3)), "two layers: q k v, and q k v"
+    assert found[0]["memory.kv.weight"].shape == (2 * 2 * 4, 8)
+    for name, grad in found[0].items():
+        if grad is not None:
+            np.testing.assert_array_equal(grad, found[1][name], err_msg=name)
+
+
+def test_a_layer_with_its_own_product_is_the_same():
+    """What the projection holds for a layer is what the layer would hold for itself."""
+    from gpuattn import nn
+
+    rng = np.random.default_rng(2)
+    memory, x = (rng.standard_normal((2, n, 8)).astype(np.float32) for n in (5, 3))
+    shared = nn.MemoryProjection(8, 2, 3, kv_heads=1)
+    shared.kv.bias.data[:] = rng.standard_normal(24)
+    for i, pair in enumerate(shared(memory)):
+        own = nn.MultiHeadAttention(8, 2, cross=True, kv_heads=1)
+        rows = slice(8 * i, 8 * (i + 1))
+        own.kv.weight.data, own.kv.bias.data = (
+            shared.kv.weight.data[rows],
+            shared.kv.bias.data[rows],
+        )
+        np.testing.assert_allclose(own(x, pair).data, own(x, memory).data, atol=1e-6)
+        assert abs(own.kv.weight.data).max() > 0.5 * (6 / 16) ** 0.5
 
 
 def test_tied_parameters_come_once():
@@ -168,16 +225,19 @@ def test_attention_maps_show_what_the_model_computes():
     model = make(layers=(1, 1), heads=1, norm="post", positions="learned").eval()
     cross = model.decoder[0].cross_attention
     seen = {}
-    out, project = cross.out, cross.project
-    cross.out = lambda x: seen.update(out=x.data) or out(x)
+    attend, project = cross.attend, model.memory
+
+    def watched(*args, **context):
+        seen["out"] = attend(*args, **context)
+        return seen["out"]
 
     def naming(memory):
-        k, _ = project(memory)
-        return k, np.eye(k.shape[1], 8, dtype=np.float32).reshape(1, k.shape[1], 1, 8)
+        ((k, _),) = project(memory)
+        return [(k, np.eye(k.shape[1], 8, dtype=np.float32).reshape(1, k.shape[1], 1, 8))]
 
-    cross.project = naming
+    cross.attend, model.memory = watched, naming
     (attention,) = model.attention_maps([5, 6, 7], [8, 9])["cross"]
-    np.testing.assert_allclose(seen["out"][0, :, :4], attention[0], atol=1e-6)
+    np.testing.assert_allclose(seen["out"].data[0, :, :4], attention[0], atol=1e-6)
 
 
 def test_learns_eight_sentences_by_heart(rng):
@@ -214,8 +274,11 @@ FAULTS = [
     ({"layers": (0, 1)}, "encoder_layers is 0"),
     ({"dropout": 1.0}, "dropout is 1.0"),
     ({"norm": "sandwich"}, "'pre' or 'post'"),
-    ({"positions": "rotary"}, "'sinusoidal' or 'learned'"),
+    ({"positions": "relative"}, "'sinusoidal' or 'learned' or 'rotary'"),
     ({"activation": "swish"}, "'relu' or 'gelu'"),
+    ({"kv_heads": 3}, "kv_heads is 3; .* divide heads, 2"),
+    ({"d_model": 6, "positions": "rotary"}, "an even number for rotary"),
+    ({"pad_vocab": 1}, "True or False"),
     ({"d_model": 9, "heads": 3}, "even"),
     ({"ffn": 2.5}, "whole number"),
 ]

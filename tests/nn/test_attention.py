@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from checks import dtype_of
 
-from gpuattn import Tensor, nn, no_grad
+from gpuattn import Tensor, flash_attention, kernels, nn, no_grad, rotary, to_cpu
+from gpuattn.autodiff import places, tape
 from gpuattn.nn import attention
 from gpuattn.nn.attention import split_heads
 
@@ -152,6 +154,27 @@ def test_runs_on_both_backends(xp, rng):
     np.testing.assert_allclose(got[2], by_hand(layer, parts[2], causal=True), rtol=1e-3, atol=1e-3)
 
 
+def test_rotary_positions_are_those_given_or_count_along_the_tokens(rng):
+    layer, parts = make(rng, causal=True, kv_heads=2, rotary=True), sequences(rng)
+    places_ = np.concatenate([np.arange(n) for n in LENGTHS])
+    packing = {"cu_seqlens": CU, "max_seqlen": 5}
+    packed = layer(np.concatenate(parts), positions=places_, **packing).data
+    for part, got in zip(parts, np.split(packed, CU[1:-1]), strict=True):
+        np.testing.assert_allclose(got, layer(part[None]).data[0], atol=1e-5)
+    assert abs(packed - by_layer_without(layer, parts, packing)).max() > 1e-3
+
+
+def by_layer_without(layer, parts, packing):
+    layer.rotary = False
+    return layer(np.concatenate(parts), **packing).data
+
+
+@pytest.mark.parametrize("options", [{"cross": True}, {"heads": 8}], ids=["cross", "odd"])
+def test_rotary_needs_even_heads_of_its_own(options):
+    with pytest.raises(ValueError, match="self-attention with an even head size"):
+        nn.MultiHeadAttention(24, **{"heads": 6, "rotary": True, **options})
+
+
 def test_heads_must_divide():
     for options in ({"heads": 5}, {"heads": 6, "kv_heads": 4}, {"heads": 0}):
         with pytest.raises(ValueError, match="divide"):
@@ -165,3 +188,116 @@ def test_split_heads_are_views_and_their_gradients_lie_side_by_side(rng):
     assert all(np.shares_memory(part.data, x.data) for part in (q, k, v))
     (q.sum() + 5 * v.sum()).backward()  # k is not used
     np.testing.assert_array_equal(x.grad, [[1] * 6 + [0] * 2 + [5] * 2] * 4)
+
+
+def packed_attention(x, cu, packed, counts=(4, 2, 2), head_dim=8, **options):
+    """Attention of x (tokens, width), which holds queries, keys and values."""
+    if packed:
+        longest = int((cu[1:] - cu[:-1]).max())
+        options |= {"cu_seqlens_q": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    else:
+        x = x.reshape(len(cu) - 1, -1, x.shape[-1])
+    q, k, v = split_heads(x, counts, head_dim)
+    return q, k, v, flash_attention(q, k, v, causal=True, **options)
+
+
+def gradient_and_copies(monkeypatch, x, dout, cu, packed, **options):
+    """Return the gradient of ``packed_attention`` with places, without them, and what was copied.
+
+    Without them the gradients of queries, keys and values lie by themselves until they are copied.
+    """
+    found, copied, same = [], [], attention.same_memory
+    for placed in (True, False):
+        leaf = Tensor(x, requires_grad=True)
+
+        def note(a, b, placed=placed):
+            return same(a, b) or copied.append(placed)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "same_memory", note)
+            if not placed:
+                patch.setattr(places.Places, "take", lambda self, box: None)
+            packed_attention(leaf, cu, packed, **options)[-1].backward(dout)
+        found.append(to_cpu(leaf.grad))
+    return (*found, copied)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_parts_are_written_where_they_belong(monkeypatch, rng, packed):
+    x = rng.standard_normal((18, 64)).astype(np.float32)
+    cu = np.array([0, 5 if packed else 9, 18], np.int32)
+    dout = rng.standard_normal((18, 4, 8) if packed else (2, 9, 4, 8)).astype(np.float32)
+    placed, copied, copies = gradient_and_copies(monkeypatch, x, dout, cu, packed)
+    np.testing.assert_array_equal(placed, copied)
+    # the reference brings packed gradients in arrays of its own
+    assert copies == [True] * 3 * packed + [False] * 3
+
+
+FORMS = {  # which kernels: (sizes of x, dtype, options)
+    "hopper": ((2048, 64), "bfloat16", {"impl": "raw-hopper", "deterministic": True}),
+    "ampere": ((2048, 64), "float16", {"impl": "raw-ampere", "deterministic": True}),
+    "short": ((2048, 64), "bfloat16", {"impl": "raw-ampere"}),
+    "simt": ((2048, 24), "float32", {"impl": "raw-simt"}),
+    "unaligned": ((2048, 20), "bfloat16", {"impl": "raw-simt"}),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels_write_gradients_where_they_belong(monkeypatch, rng, gpu, form, packed):
+    (tokens, head_dim), dtype, options = FORMS[form]
+    length = 64 if form == "short" else 256
+    cu = gpu.asarray(sorted([*range(0, tokens + 1, length), *[length - 3] * packed]), "int32")
+    x, dout = (
+        gpu.asarray(rng.standard_normal(n).astype(np.float32)).astype(dtype_of(dtype))
+        for n in ((tokens, 8 * head_dim), (tokens, 4, head_dim))
+    )
+    dout = dout if packed else dout.reshape(-1, length, 4, head_dim)
+    before = kernels.launches.copy()
+    placed, copied, copies = gradient_and_copies(
+        monkeypatch, x, dout, cu, packed, head_dim=head_dim, **options
+    )
+    ran = kernels.launches - before
+    assert bool(ran["flash_attention_short_backward"]) == (form == "short")
+    assert bool(ran["flash_attention_backward"]) == (form == "hopper")
+    np.testing.assert_array_equal(placed, copied)
+    assert copies == [False] * 3, "all was copied without places, nothing with them"
+    assert placed.astype(np.float32).any(axis=0).all()
+
+
+def test_a_place_is_for_one(rng):
+    """What is used twice gets the sum of both gradients."""
+    x = rng.standard_normal((2, 5, 64))
+
+    def uses(x):
+        q, k, v, out = packed_attention(x.reshape(10, 64), (0, 5, 10), False)
+        again = flash_attention(q, k, k)
+        return (out * again).sum() + (2 * v).sum() + flash_attention(q[:, :2], k, v).sum()
+
+    leaf = Tensor(x, requires_grad=True)
+    uses(leaf).backward()
+    step, eps = rng.standard_normal(x.shape), 1e-6
+    up, down = (uses(Tensor(x + sign * eps * step)).item() for sign in (1, -1))
+    np.testing.assert_allclose((leaf.grad * step).sum(), (up - down) / (2 * eps), rtol=1e-6)
+
+
+def test_a_gradient_that_is_asked_for_is_left_alone(rng):
+    """Turning back happens in place, but not in what the caller gets."""
+    x = Tensor(rng.standard_normal((2, 5, 64)), requires_grad=True)
+    q, k, v = split_heads(x, (4, 2, 2), 8)
+    turned = rotary(q, k)
+    out = flash_attention(*turned, v)
+    dout = rng.standard_normal(out.shape)
+    alone = tape.gradients([out], [dout], [turned[0]], retain_graph=True)[0].copy()
+    both = tape.gradients([out], [dout], [turned[0], x])
+    np.testing.assert_array_equal(both[0], alone)
+    assert (both[1][..., :32].reshape(alone.shape) != alone).any()
+
+
+def test_split_heads_of_a_leaf_add_to_its_gradient(rng):
+    x = Tensor(rng.standard_normal((4, 6)), requires_grad=True)
+    x.grad_slot = np.full((4, 6), np.nan)
+    for times in (1, 2):
+        (part,) = split_heads(x, (3,), 2)
+        part.sum().backward()
+        np.testing.assert_array_equal(x.grad_slot, np.full((4, 6), times))

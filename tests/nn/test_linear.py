@@ -1,5 +1,7 @@
 """Linear layers and the feed-forward network."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -27,6 +29,23 @@ def test_initial_weights_keep_variances(rng):
     assert weight.dtype == np.float32
     assert abs(weight).max() <= (6 / 800) ** 0.5
     np.testing.assert_allclose(weight.var(), 2 / 800, rtol=0.02)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["gelu_exact", "swiglu"])
+def test_feed_forward_with_an_activation_behind_its_product(rng, activation, bias):
+    layer = nn.FeedForward(4, 16, activation=activation, bias=bias, rng=rng)
+    x = rng.standard_normal((7, 4)).astype(np.float32)
+    z = x @ layer.inner.weight.data.T
+    if bias:
+        layer.inner.bias.data[:] = rng.standard_normal(z.shape[1])
+        z += layer.inner.bias.data
+    if activation == "swiglu":
+        gate, up = np.split(z, 2, axis=1)
+        hidden = gate / (1 + np.exp(-gate)) * up
+    else:
+        hidden = z * np.vectorize(lambda t: (1 + math.erf(t / 2**0.5)) / 2)(z)
+    np.testing.assert_allclose(layer(x).data, hidden @ layer.out.weight.data.T, atol=1e-5)
 
 
 def test_feed_forward_widens_and_narrows(rng):

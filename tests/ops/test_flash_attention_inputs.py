@@ -8,8 +8,7 @@ import pytest
 from attention_formula import judge, refusal, repro
 from attention_problems import AWKWARD, Problem
 
-from gpuattn import Tensor, arrays, explain, kernels
-from gpuattn.autodiff import tape
+from gpuattn import Tensor, arrays, debug, explain, kernels
 from gpuattn.errors import SlowPathWarning, UnsupportedError
 from gpuattn.impls import WORDS
 from gpuattn.ops.flash_attention import IMPLS, flash_attention
@@ -298,12 +297,12 @@ OFFSETS = {
 @pytest.mark.parametrize(("offsets", "text"), OFFSETS.values(), ids=OFFSETS)
 def test_bad_offsets(xp, offsets, text):
     x, cu = xp.ones((17, 2, 4), np.float32), xp.asarray(offsets, np.int32)
-    with tape.debug(), pytest.raises(ValueError, match=text):
+    with debug(), pytest.raises(ValueError, match=text):
         flash_attention(x, x, x, cu_seqlens_q=cu)
     with pytest.raises(ValueError, match="int32"):
         flash_attention(x, x, x, cu_seqlens_q=cu.astype(np.int64))
     good = xp.asarray([0, 10, 17], np.int32)
-    with tape.debug(), pytest.raises(ValueError, match="at least the longest length, 10"):
+    with debug(), pytest.raises(ValueError, match="at least the longest length, 10"):
         flash_attention(x, x, x, cu_seqlens_q=good, max_seqlen_q=9)
     with pytest.raises(ValueError, match="max_seqlen_k is 8; .*17 tokens in 2 sequences"):
         flash_attention(x, x, x, cu_seqlens_q=good, max_seqlen_k=8)  # seen without the offsets

@@ -59,6 +59,9 @@ def test_values_that_are_none(parse, value):
     ("schedule", "cosin", "Did you mean 'cosine'"), ("task", "toyy", "Did you mean 'toy'"),
     ("max_len", 9000, "batch"), ("valid_source", "x", "one of both"),
     ("positions", "Learned", "Did you mean 'learned'"), ("precision", "fp8", "fp16"),
+    ("kv_heads", 3, "kv-heads is 3; accepted: a divisor of heads, 4"), ("kv_heads", 0, "kv-heads"),
+    ("pad_vocab", "maybe", "pad-vocab: 'maybe' is neither true nor false"),
+    ("deterministic", "yes", "deterministic: 'yes' is neither true nor false"),
 ])  # fmt: skip
 def test_one_wrong_option_is_named(name, value, message):
     with pytest.raises(ConfigError, match=message):
@@ -66,6 +69,8 @@ def test_one_wrong_option_is_named(name, value, message):
 
 
 def test_options_that_contradict_each_other():
+    with pytest.raises(ConfigError, match="dim / heads is 3; .* positions rotary"):
+        TrainConfig(task="toy", dim=12, heads=4, positions="rotary")
     with pytest.raises(ConfigError, match="warmup is 200 updates.*100"):
         TrainConfig(task="toy", warmup=200, length="100u")
     with pytest.raises(ConfigError, match="warmup is 0"):
@@ -131,11 +136,13 @@ def test_every_task_has_defaults_that_hold_together(name):
 
 def test_toml_gives_back_the_config(tmp_path):
     layers = {"layers": "3:1", "warmup": "7%", "length": "12ku", "source": 'odd "name"\\ü'}
+    layers |= {"pad_vocab": False, "kv_heads": 2, "deterministic": True}
     config, origins = resolve(("command line", layers | {"target": "b"}))
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config, origins), encoding="utf-8")
     assert resolve(("file", read_toml(path)))[0] == config
-    assert 'layers = "3:1"  # command line' in path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    assert 'layers = "3:1"  # command line' in text and "pad-vocab = false  # command" in text
 
 
 @pytest.mark.parametrize("text, message", [

@@ -1,12 +1,15 @@
 """Updates as CUDA graphs: the same bits as without them, which is how it goes where it must."""
 
+import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gpuattn.arrays import to_cpu
 from gpuattn.data.fixed_shape import fixed_shape
+from gpuattn.train import graph
 from gpuattn.train.config import TrainConfig
 from gpuattn.train.feed import NUMBERS, DeviceFeed
 from gpuattn.train.graph import Replays
@@ -92,6 +95,74 @@ def test_a_step_that_cannot_be_captured_is_called_as_it_is(gpu):
         for _ in range(5):
             steps("waits", None, step)
         assert (to_cpu(x) == 5).all() and len(heard) == 1 and "no CUDA graphs" in heard[0]
+
+
+class OldDriver:
+    """As much of CuPy as ``Replays`` uses, on a driver that cannot capture."""
+
+    def __init__(self):
+        self.cuda, self.runtime = self, SimpleNamespace(CUDARuntimeError=RuntimeError)
+        self.get_current_stream = self.get_default_memory_pool = lambda: self
+        self.MemoryPool = lambda allocator: self
+        self.using_allocator = contextlib.nullcontext
+        self.malloc = self.free_all_blocks = lambda: None
+
+    def begin_capture(self):
+        raise RuntimeError("cudaErrorNotSupported: operation not supported")
+
+    def is_capturing(self):
+        return False
+
+
+@pytest.mark.parametrize("refusal, reason", [
+    ("No module named 'nvmath'", "No module named 'nvmath'. Run: gpuattn doctor"),
+    (None, "RuntimeError: cudaErrorNotSupported: operation not supported"),
+], ids=["no nvmath", "old driver"])  # fmt: skip
+def test_without_graphs_steps_are_called_and_why_is_said_once(monkeypatch, refusal, reason):
+    monkeypatch.setattr(graph, "import_cupy", OldDriver)
+    monkeypatch.setattr(graph, "capture_refusal", lambda: refusal)
+    heard, calls = [], []
+    steps = Replays(heard.append)
+    for shape in (1, 2, 1, 2, 1):
+        steps("step", shape, lambda: calls.append(shape))  # noqa: B023 called at once
+    assert len(calls) == 5
+    assert heard == [f"no CUDA graphs, steps are slower: {reason}"]
+
+
+HOLD = r"""
+extern "C" __global__ void hold(long long nanoseconds) {
+    long long begin, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - begin < nanoseconds);
+}
+"""
+
+
+def test_a_replayed_update_waits_for_nothing(gpu, config):
+    """Twenty updates, two at a time behind a kernel that holds up the GPU: were there anything that
+    waits for the device, the kernel would be over once they are begun."""
+    config = dataclasses.replace(config, length="1000u", precision="fp16", accumulate=2)
+    trainer = Trainer(TASKS[config.model](config), "cuda", Heard())
+    batch, hold = trainer._next_batch(), gpu.RawKernel(HOLD, "hold")
+    trainer._next_batch = lambda: batch  # so that no shape is new
+    trainer._reported = 0.0
+    with trainer._computing():
+        stream = trainer._stream
+        for _ in range(8):
+            trainer._update()
+            trainer._note()
+            trainer._tell(wait=True)
+        assert len(trainer.steps.graphs) == 3 and all(trainer.steps.graphs.values())
+        for _ in range(10):
+            stream.synchronize()
+            trainer._tell(wait=True)
+            hold((1,), (1,), (np.int64(20_000_000),))
+            held = stream.record()
+            trainer._update()
+            trainer._note()
+            trainer._update()
+            assert not held.done
+    assert trainer.optimizer.state.step == 28
 
 
 def test_a_batch_arrives_whole_and_in_turn(gpu, config):

@@ -98,11 +98,22 @@ def test_texts_that_cannot_be_used(config, tmp_path, text, valid, message):
     ({"block": 65}, "block is 65; accepted: up to a batch, 64"), ({"task": "toy"}, "it alone"),
     ({"source": "a", "target": "b"}, "it alone"), ({"model": "translation"}, "lm is a text for"),
     ({"beam": 2}, "beam is for --model translation, not gpt2"), ({"ffn": 99}, "ffn is for"),
+    ({"positions": "sinusoidal"}, "learned or rotary for gpt2"), ({"kv_heads": 3}, "kv-heads is 3"),
     ({"model": "gpt3"}, "Did you mean 'gpt2'"), ({"tokenizer": "char"}, "Did you mean 'chars'"),
 ])  # fmt: skip
 def test_options_that_do_not_fit(config, change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(config, **change)
+
+
+def test_models_of_other_kinds_are_found_again_and_sample(config, tmp_path):
+    options = {"positions": "rotary", "kv_heads": 1, "activation": "swiglu", "pad_vocab": False}
+    train(dataclasses.replace(config, **options), tmp_path / "run", device="numpy")
+    sampler = load_run(tmp_path / "run", device="numpy")
+    for name, value in options.items():
+        assert getattr(sampler.model.config, name) == value
+    (text,) = sampler.sample(tokens=20, seed=1)  # beyond the block
+    assert len(text) == 20
 
 
 def test_options_of_language_models_are_not_for_translators():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuattn.errors import ConfigError, DataError
+from gpuattn.errors import CheckpointError, ConfigError, DataError
 from gpuattn.train.metrics import MetricsLog, score, write_text
 
 
@@ -59,7 +59,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "x.txt"
     write_text(path, "old")
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(CheckpointError, match="x.txt: No space left. Free some space"):
         write_text(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]

@@ -116,7 +116,7 @@ def test_trouble_is_said():
         "2 updates were skipped: inf or NaN in their gradients"
     ]
     assert trouble(values(loss_scale=8.0), values(skipped=1, loss_scale=4.0), w) == [
-        "1 updates were skipped: inf or NaN in their gradients; the loss scale is 4"
+        "1 update was skipped: inf or NaN in their gradients; the loss scale is 4"
     ]
     assert trouble(values(), values(clamped=1), w) == [
         "the loss scale is at its smallest, 1, and stays there"

@@ -1,24 +1,21 @@
-"""Going on: the same bits as without a stop, after a signal and after kill -9 during a save."""
+"""Going on: the same bits and figures as without a stop, after kill -9 too."""
 
 import dataclasses
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from stopping import After, assert_same_bits
+from kill_drill import drill, new_config
+from stopping import After, assert_same_bits, assert_same_metrics
 
 from gpuattn.errors import ConfigError, DataError
+from gpuattn.nn import attention
 from gpuattn.train import checkpoint
 from gpuattn.train.config import TrainConfig
-from gpuattn.train.run import RunFolder
+from gpuattn.train.report import Report
+from gpuattn.train.run import TASKS, RunFolder
 from gpuattn.train.session import train
-
-ROOT = Path(__file__).parents[2]
+from gpuattn.train.trainer import Trainer
+from gpuattn.tuning import tune
 
 
 @pytest.fixture
@@ -50,9 +47,7 @@ def test_stopped_at_any_update_a_run_goes_on_bit_for_bit(config, tmp_path, chang
     assert stops >= 3 and stopped.finished
     assert stopped.update == whole.update
     assert_same_bits(tmp_path / "whole", tmp_path / "parts")
-    rows = [RunFolder(tmp_path / name).metrics.read("valid") for name in ("whole", "parts")]
-    losses = [{row["update"]: row["loss"] for row in each} for each in rows]
-    assert losses[0] == losses[1]
+    assert_same_metrics(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_evaluations_by_the_clock_leave_training_alone(config, tmp_path):
@@ -110,81 +105,73 @@ def test_a_damaged_last_state_falls_back_to_the_one_before(config, tmp_path):
     assert_same_bits(tmp_path / "whole", tmp_path / "run")
 
 
-# ---- as a process ----
+def test_killed_at_random_moments_a_run_loses_nothing(tmp_path):
+    updates, torn = drill(tmp_path, "numpy", kills=6)
+    assert len(set(updates)) >= 3 and torn >= 1
 
 
-def start(config, out, tmp_path, **environment):
-    """Start ``gpuattn train`` with these options in a process of its own."""
-    from gpuattn.train.config import to_toml
-
-    (tmp_path / "options.toml").write_text(to_toml(config))
-    command = [sys.executable, "-m", "gpuattn", "train", "--config", tmp_path / "options.toml",
-               "--out", out, "--device", "numpy"]  # fmt: skip
-    return subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
+def test_on_a_gpu_a_deterministic_run_goes_on_bit_for_bit(gpu, tmp_path):
+    config = dataclasses.replace(new_config(tmp_path, "cuda", kills=0), eval_every="8u")
+    train(config, tmp_path / "whole", device="cuda")
+    for calls in (3, 9, 10_000):
+        outcome = train(config, tmp_path / "parts", device="cuda", stop=After(calls))
+    assert outcome.finished
+    assert_same_bits(tmp_path / "whole", tmp_path / "parts")
+    assert_same_metrics(tmp_path / "whole", tmp_path / "parts")
 
 
-def wait_for_state(out, process, generation=1):
-    """Wait until the run has saved its state so many times."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        found = checkpoint.generations(out, "state")
-        if found and int(found[0].stem.rsplit("-", 1)[1]) >= generation:
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"no state {generation}: {process.communicate()[1]}")
+@pytest.mark.parametrize("model", ["translation", "gpt2"])
+def test_deterministic_reaches_every_attention(config, tmp_path, monkeypatch, model):
+    if model == "gpt2":
+        config = TrainConfig(model="gpt2", lm=config.source, tokenizer="chars", dim=16, heads=2,
+                             layers=2, block=8, batch=16, length="1u", warmup=0)  # fmt: skip
+    asked, inner = [], attention.flash_attention
+
+    def noted(*arrays, deterministic, **options):
+        asked.append(deterministic)
+        return inner(*arrays, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(attention, "flash_attention", noted)
+    for deterministic in (False, True):
+        config = dataclasses.replace(config, deterministic=deterministic)
+        trainer = Trainer(TASKS[model](config), "numpy", Report())
+        trainer._update()
+        assert (trainer.steps.first is tune) != deterministic  # it goes by times
+        layers = {"translation": 3 * config.accumulate, "gpt2": 2}[model]
+        assert asked[-layers:] == [deterministic] * layers
+    assert len(asked) == 2 * layers
 
 
-def test_kill_9_during_saves_loses_nothing(config, tmp_path):
-    config = dataclasses.replace(
-        config, length="60u", eval_every="1u", score_pairs=0, average=0, accumulate=1
-    )
+def test_killed_before_it_began_a_run_begins(config, tmp_path):
+    """What is left where the tokenizer was written, and a part of the config."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tokenizer.model").write_bytes(b"half")
+    (tmp_path / "run/.config.toml.tmp").write_text("dim =")
+    assert train(config, tmp_path / "run", device="numpy", stop=After(2)).update > 0
+    assert not list((tmp_path / "run").rglob(".*.tmp"))
+
+
+def test_stopped_as_checkpoints_are_averaged_a_run_averages_them(config, tmp_path, monkeypatch):
     train(config, tmp_path / "whole", device="numpy")
-    rng = np.random.default_rng(0)
-    out, saved = tmp_path / "killed", 0
-    for _ in range(4):
-        process = start(config, out, tmp_path)
-        wait_for_state(out, process, saved + 3)
-        time.sleep(float(rng.uniform(0, 0.05)))  # an update and its saves take about this long
-        process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-        found = checkpoint.generations(out, "state")[0]
-        saved = int(found.stem.rsplit("-", 1)[1])
-    assert 0 < checkpoint.load(out, "state")[1]["update"] < 60
-    assert train(config, out, device="numpy").finished
-    assert_same_bits(tmp_path / "whole", out)
-    assert not list(out.glob(".*.tmp"))
+    inner, asked = RunFolder.average_snapshots, []
+
+    def stop():
+        return bool(asked)
+
+    def interrupted(*args):
+        asked.append(True)
+        return inner(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "average_snapshots", interrupted)
+        assert not train(config, tmp_path / "parts", device="numpy", stop=stop).finished
+        patch.setattr(RunFolder, "average_snapshots", raise_killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path / "parts", device="numpy")
+    assert train(config, tmp_path / "parts", device="numpy").finished
+    assert_same_bits(tmp_path / "whole", tmp_path / "parts")
+    assert_same_metrics(tmp_path / "whole", tmp_path / "parts")
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_says_how_to_go_on(config, tmp_path, number, code):
-    config = dataclasses.replace(config, length="100ku", eval_every="20u", accumulate=1, average=0)
-    process = start(config, tmp_path / "run", tmp_path)
-    wait_for_state(tmp_path / "run", process)
-    process.send_signal(number)
-    talk = process.communicate(timeout=30)[1]
-    assert process.returncode == code
-    assert "Traceback" not in talk
-    last = talk.strip().splitlines()[-1]
-    assert "Go on: gpuattn train --config" in last
-    update = checkpoint.load(tmp_path / "run", "state")[1]["update"]
-    assert f"after update {update:,};" in last
-
-
-def test_a_second_signal_ends_at_once():
-    code = (
-        "import os, signal, time\n"
-        "from gpuattn.train.stopping import StopOnSignal\n"
-        "tell = lambda word: lambda: print(word, flush=True)\n"
-        "with StopOnSignal(tell('saving'), tell('leaving')) as stop:\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    assert stop() and stop.exit_code == 130\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    time.sleep(60)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30, stdout=-1)
-    assert run.returncode == 143
-    assert run.stdout.split() == [b"saving", b"leaving"]
+def raise_killed(*_):
+    raise KeyboardInterrupt

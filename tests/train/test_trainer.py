@@ -89,6 +89,30 @@ def test_a_run_learns_and_its_folder_translates(config, tmp_path):
     assert heard.steps and heard.steps[-1].rate > 0
 
 
+MODELS = [
+    {"positions": "rotary", "kv_heads": 1, "activation": "swiglu", "pad_vocab": False},
+    {"positions": "learned", "norm": "post", "activation": "gelu_exact"},
+]
+
+
+@pytest.mark.parametrize("options", MODELS, ids=lambda options: options["positions"])
+def test_models_of_every_kind_are_found_again_and_translate(config, tmp_path, options):
+    config = dataclasses.replace(config, **options)
+    train(config, tmp_path / "run", device="numpy")
+    translator = load_run(tmp_path / "run", device="numpy")
+    model = translator.model
+    for name, value in options.items():
+        assert getattr(model.config, name) == value
+    rows = len(model.source.weight.data)
+    assert rows % 64 == 0 if model.config.pad_vocab else rows == model.config.vocab
+    lines = ["red cat", "old house and a dog"]
+    assert translator.translate(lines) == translator.translate(lines, kv_cache=False)
+    maps = model.attention_maps([5, 6, 7], [8, 9])
+    assert [m.shape for m in maps["cross"]] == [(2, 3, 4)]
+    with pytest.raises(ConfigError, match="other options"):
+        train(dataclasses.replace(config, kv_heads=2), tmp_path / "run", device="numpy")
+
+
 @pytest.mark.parametrize(
     "optimizer, lr", [("adam", 1e-2), ("lamb", 3e-2), ("lion", 4e-3), ("sgd", 0.3)]
 )

@@ -1,0 +1,209 @@
+"""Where the time of one training step goes, op by op.
+
+The step runs without a CUDA graph, and at each call of an op that call is timed by itself: on a GPU
+as a graph of some repetitions, which leaves the host out and keeps no other array alive; on NumPy
+by the clock, where it stands. Calls of one kind, as those of like layers, are timed once on a GPU.
+Arrays are then nearer, in the L2 cache, than in a step, and nothing runs beside an op: ``step_us``,
+the whole as one graph, says by how much the sum is off.
+"""
+
+import ctypes
+import datetime
+import time
+
+import numpy as np
+
+from gpuattn.arrays import import_cupy, is_array
+from gpuattn.autodiff.watch import watching
+from gpuattn.bench import op_work, timing
+from gpuattn.errors import UnsupportedError
+from gpuattn.gemm import capture_refusal
+from gpuattn.train.ceilings import ceilings
+from gpuattn.train.device import choose_device
+from gpuattn.train.report import Report
+from gpuattn.train.trainer import Trainer
+
+REPEATS, LONG = 20, 3000.0  # calls in a graph, at most; microseconds that they take, about
+SAMPLES = 7
+REST = "the rest"  # what is no op: sums of gradients, buffers that are filled, statistics
+
+
+def profile(task, device):
+    """Return a document of the training step that a ``train.task.Task`` takes on ``device``.
+
+    Keys: ``where``, ``date``, ``model`` and ``update`` in words, ``dtype``, ``ceilings`` (measured,
+    or None), ``tokens`` and ``model_flops`` of the step (``models.flops``), ``step_us``, and
+    ``rows``, the longest first, each an ``op`` in one ``direction`` ("forward", "backward",
+    "update"): how many ``calls`` and, on a GPU, ``launches``; ``us``, ``bytes`` and ``flops`` of
+    all calls (see ``op_work``); ``share`` of the time; ``roof``, the least time that the ceilings
+    allow as a share of ``us`` (None without bytes). On NumPy the times are of one and the same
+    update. Raises UnsupportedError where CUDA graphs cannot hold matrix products.
+    """
+    if device == "cuda" and (missing := capture_refusal()):
+        raise UnsupportedError(f"ops are timed in CUDA graphs, which do not work here: {missing}")
+    trainer = Trainer(task, device, Report(), graphs=False)
+    dtype, meter = trainer.precision.dtype, trainer.meter
+    watcher = (_OnCPU if device == "numpy" else _OnGPU)()
+
+    def at(update, again):
+        update()  # compiles, and lets caches fill
+        meter.restart()
+        begin = time.perf_counter()
+        with watching(watcher):
+            update()
+        spent = (time.perf_counter() - begin) * 1e6
+        return spent if device == "numpy" else timing.median(_samples(timing.Graph([again])))
+
+    step, reach = trainer.look(at), ceilings(trainer.xp, dtype)
+    (batch,) = meter.batches
+    size = sum(parameter.size for parameter in task.model.parameters())
+    return {
+        "where": choose_device(device)[1].removesuffix(", as asked"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "model": f"{task.describe_model()}, {size / 1e6:.2f} M parameters",
+        "update": task.describe_update(), "dtype": str(np.dtype(dtype)), "ceilings": reach,
+        "tokens": batch.all_tokens, "model_flops": task.flops([batch]), "step_us": step,
+        "rows": _rows(watcher.calls, step, reach),
+    }  # fmt: skip
+
+
+def _rows(calls, step, reach):
+    rows = {}
+    for call in calls:
+        key = call["op"], call["direction"]
+        row = rows.setdefault(key, dict.fromkeys(("calls", "launches", "us", "bytes", "flops"), 0))
+        row["calls"] += 1
+        for name in ("launches", "us", "bytes", "flops"):
+            row[name] = None if call[name] is None else row[name] + call[name]
+    rows = [
+        {"op": op, "direction": direction, **row}
+        for (op, direction), row in rows.items()
+        if row["launches"] != 0  # views
+    ]
+    whole = max(step, sum(row["us"] for row in rows))
+    rest = whole - sum(row["us"] for row in rows)
+    if rest > 0:
+        rows.append({"op": REST, "direction": "", "calls": None, "launches": None, "us": rest,
+                     "bytes": None, "flops": None})  # fmt: skip
+    for row in rows:
+        row["share"] = row["us"] / whole
+        row["roof"] = _roof(row, reach)
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+def _roof(row, reach):
+    """Return the least microseconds that the ceilings allow, as a share of those it took."""
+    if not reach or not row["bytes"] or not row["us"]:
+        return None
+    products = row["flops"] / reach["matmul_tflops"] / 1e6
+    copies = row["bytes"] / reach["copy_tbs"] / 1e6
+    return max(products, copies) / row["us"]
+
+
+class _Watcher:
+    """Notes every call of an op in ``calls``, with what it computes, moves and takes."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, op, direction, function):
+        if op == "checkpoint":
+            return function  # it is made of ops, which are watched
+
+        def timed(*arguments, **given):
+            def call():
+                return function(*_fresh(arguments), **given)
+
+            kind = op, direction, _kind(arguments), _kind({**given, "key": None})
+            with watching(None):
+                result, us, launches = self.time(call, kind)
+            self.calls.append({
+                "op": op, "direction": "update" if op in op_work.UPDATES else direction, "us": us,
+                "launches": launches,
+                "bytes": op_work.moved(op, direction, arguments, given, result),
+                "flops": op_work.flops(op, direction, arguments, given),
+            })  # fmt: skip
+            return result
+
+        return timed
+
+
+class _OnCPU(_Watcher):
+    def time(self, call, kind):
+        begin = time.perf_counter()
+        result = call()
+        return result, (time.perf_counter() - begin) * 1e6, None
+
+
+class _OnGPU(_Watcher):
+    def __init__(self):
+        super().__init__()
+        self._known = {}  # kind of call -> (microseconds, launches)
+
+    def time(self, call, kind):
+        result = call()
+        if kind not in self._known:
+            self._known[kind] = _time(call)
+        return result, *self._known[kind]
+
+
+def _kind(value):
+    """Return what calls that take as long have in common. Integers may be bounds: which ones."""
+    if is_array(value):
+        where = op_work.address(value) if value.dtype.kind in "iu" else None
+        return value.shape, str(value.dtype), value.strides, where
+    if isinstance(value, dict):
+        return tuple((name, _kind(part)) for name, part in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_kind, value))
+    return value if isinstance(value, str | int | float | None) else type(value).__name__
+
+
+def _fresh(value):
+    """Return nested tuples with lists of their own: some rules empty a list that they saved."""
+    if isinstance(value, tuple):
+        parts = (_fresh(part) for part in value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return list(value) if isinstance(value, list) else value
+
+
+def _time(call):
+    """Return (microseconds, launches) of a call, without the host."""
+    (about,) = _samples(call, 1)
+    count = max(1, min(REPEATS, int(LONG / about)))
+    graph = timing.Graph([*[call] * count, _captured])
+    launches = graph.results[-1]
+    if launches == 0:
+        return 0.0, 0
+    us = timing.median(_samples(graph)) / count
+    return us, None if launches is None else launches / count
+
+
+def _samples(call, count=SAMPLES):
+    cuda = import_cupy().cuda
+    times = []
+    for _ in range(count):
+        begin, end = cuda.Event(), cuda.Event()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(cuda.get_elapsed_time(begin, end) * 1e3)
+    return times
+
+
+def _captured():
+    """Return how many kernels, copies and fills the current stream has captured so far.
+
+    None where it captures nothing, or the driver does not say.
+    """
+    stream = ctypes.c_void_p(import_cupy().cuda.get_current_stream().ptr)
+    status, graph, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        about = ctypes.byref(status), None, ctypes.byref(graph), None, None
+        failed = driver.cuStreamGetCaptureInfo_v2(stream, *about)
+        failed = failed or not graph or driver.cuGraphGetNodes(graph, None, ctypes.byref(count))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else count.value

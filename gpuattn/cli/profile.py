@@ -1,0 +1,111 @@
+"""gpuattn profile: where the time of one training step goes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from gpuattn.bench.profile import profile
+from gpuattn.cli.bench_table import console, short
+from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, device_option
+from gpuattn.cli.train import options_of, resolved
+from gpuattn.train.config import PRESETS
+from gpuattn.train.device import choose_device
+from gpuattn.train.metrics import write_text
+from gpuattn.train.page import PROFILE
+from gpuattn.train.plot import import_pyplot
+from gpuattn.train.run import TASKS, RunFolder
+from gpuattn.train.units import AUTO
+
+GROUPS = ("Data", "Model", "Optimisation")  # of gpuattn train's options
+EPILOG = """\b
+gpuattn profile runs/toy                      the step of a run; its report shows the table too
+gpuattn profile --lm book.txt --plot step.png
+gpuattn profile train.en train.de --preset base --batch 8k --json step.json
+"""
+
+
+@click.command("profile", cls=GroupedCommand, epilog=EPILOG)
+@click.argument("what", nargs=-1, metavar="[RUN | TASK | SRC TGT]")
+@click.option("--plot", type=click.Path(dir_okay=False), cls=GroupedOption, group="Results",
+              help="Draw the ops under the roofline as PNG.")  # fmt: skip
+@click.option("--json", "path", type=click.Path(dir_okay=False), cls=GroupedOption,
+              group="Results", help="Write the table here.")  # fmt: skip
+@click.option("--config", "config_file", type=click.Path(dir_okay=False), cls=GroupedOption,
+              group="Data", help="A TOML file of options.")  # fmt: skip
+@click.option("--preset", type=NearChoice(list(PRESETS)), cls=GroupedOption, group="Model",
+              help="A size, with what suits it.")  # fmt: skip
+@device_option
+@click.pass_context
+def command(ctx, what, plot, path, config_file, device, **values):
+    """Time every op of one training step: launches, microseconds, bytes, FLOPs, and how near the
+    roofline each comes. Of the run in the folder RUN, or of what gpuattn train would train with
+    the same options.
+
+    On a GPU each kind of call is timed by itself, as a CUDA graph; on NumPy by the clock.
+    """
+    pyplot = import_pyplot() if plot else None  # says at once that there is none
+    chosen = choose_device(device)[0]
+    run = RunFolder(what[0]) if len(what) == 1 and RunFolder(what[0]).exists() else None
+    if run:
+        config, tokenizer = run.config(), run.tokenizer()
+    else:
+        config, tokenizer = resolved(ctx, what, None, config_file, values, chosen)[0], None
+    if config.batch == AUTO:
+        raise click.UsageError("--batch auto is what a run finds for itself: give a number here")
+    document = profile(TASKS[config.model](replace(config, accumulate=1), tokenizer), chosen)
+    for file in filter(None, (run and run.path / PROFILE, path and Path(path))):
+        write_text(file, json.dumps(document, indent=1))
+    _show(document)
+    if plot:
+        from gpuattn.bench.plot import draw_profile
+
+        draw_profile(pyplot, document, plot)
+
+
+command.params[1:1] = [option for group in GROUPS for option in options_of(group)]
+
+
+def _show(document):
+    from rich.table import Table
+
+    for topic in ("where", "model", "update"):
+        click.echo(f"{topic:8} {document[topic]}")
+    step, reach = document["step_us"], document["ceilings"]
+    rate = document["model_flops"] / step / 1e6
+    text = f"{step / 1e3:.3g} ms, {document['tokens']:,} tokens, {short(rate)} TFLOP/s"
+    if reach:
+        text += f", MFU {rate / reach['matmul_tflops']:.1%}"
+        click.echo(
+            f"{'ceilings':8} product {reach['matmul_tflops']:.1f} TFLOP/s in {document['dtype']}, "
+            f"copy {reach['copy_tbs']:.3f} TB/s, measured"
+        )
+    click.echo(f"{'step':8} {text}")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("op")
+    table.add_column("direction")
+    heads = ("calls", "launches", "us", "share", "MB", "GFLOP", "GB/s", "TFLOP/s", "of the roof")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in document["rows"]:
+        table.add_row(row["op"], row["direction"], *_figures(row))
+    console().print(table)
+    total = sum(row["us"] for row in document["rows"] if row["calls"])
+    click.echo(f"{'ops':8} {total / 1e3:.3g} ms one by one, {total / step:.0%} of the step")
+
+
+def _figures(row):
+    """Return the cells of a row, "-" for what is not known."""
+    moved, flops, us = row["bytes"], row["flops"], row["us"]
+    return [
+        f"{row['calls']:,}" if row["calls"] else "-",
+        "-" if row["launches"] is None else f"{row['launches']:.0f}",
+        f"{us:,.1f}",
+        f"{row['share']:.1%}",
+        short(moved / 1e6) if moved else "-",
+        short(flops / 1e9) if flops else "-",
+        short(moved / us / 1e3) if moved else "-",
+        short(flops / us / 1e6) if flops else "-",
+        "-" if row["roof"] is None else f"{row['roof']:.2f}",
+    ]

@@ -1,0 +1,18 @@
+"""gpuattn report: the page of a run."""
+
+import click
+
+from gpuattn.cli.options import run_argument
+from gpuattn.train.page import write_page
+
+
+@click.command("report")
+@run_argument
+def command(folder):
+    """Write DIR/report.html, one file that shows the run in any browser: curves, samples, attention
+    maps, the profile of a step (where gpuattn profile DIR was run), options and versions.
+
+    A run that ends writes it by itself; this does so again, or for one that was stopped. Prints the
+    file it wrote.
+    """
+    click.echo(write_page(folder))

@@ -1,0 +1,186 @@
+"""Rotary positions: queries and keys turned by angles that grow with the position of their token.
+
+Pair i of a head, (x_2i, x_2i+1) at position p, turns by p * base^(-2 i / D), so that a product of
+a query and a key knows only how far they are apart. Su et al., "RoFormer: Enhanced Transformer
+with Rotary Position Embedding" (2021). Device code: ``rawkernels/rotary.cu``.
+"""
+
+import functools
+import math
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, rows_refusal, wide
+from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.errors import problem
+from gpuattn.impls import Impl, Impls
+from gpuattn.kernels import kernel, kernel_refusal
+
+NAME = "rotary"
+BLOCK = 256
+NUMBERS = 8  # of a head that a thread turns at a time, where rows lie so
+HEADS = 4  # of a thread, at least
+MAX_HEAD_DIM, MAX_TOKENS = 256, 2**31 - 1
+
+
+def rotary(q, k, positions=None, *, base=10_000.0, donate=False, impl=None):
+    """Return ``q`` and ``k`` turned by the positions of their tokens.
+
+    ``q``: (B, T, H, D) or, packed, (tokens, H, D); ``k``: the same with Hk heads, arrays or Tensors
+    of one float dtype with any strides, D even. ``positions``: int, (B, T) or (tokens,); by default
+    0, 1, ... along T. ``base``: of the wavelengths, 2 pi * base^(2 i / D) tokens for pair i.
+    ``donate``: what is returned may lie in the memory of ``q`` and ``k``, whose values are lost.
+
+    Angles are exact for positions up to 2^24; on a GPU in float32, rounded once. ``impl``: an
+    implementation's name, or None for the fastest that accepts the arguments. Raises ValueError
+    for shapes that do not fit, TypeError for dtypes.
+    """
+    given = {"q": q, "k": k, "positions": positions}
+    for name, x in given.items():
+        if x is not None and not isinstance(x, Box):
+            given[name] = as_array(x, NAME, name)
+    q, k, positions = given.values()
+    _check(raw(q), raw(k), raw(positions))
+    if not (isinstance(base, int | float) and base > 0 and math.isfinite(base)):
+        raise ValueError(problem(NAME, "base", base, "a positive number"))
+    return apply(IMPLS, (q, k, positions), impl, base=float(base), donate=bool(donate))
+
+
+def _check(q, k, positions):
+    check_together(NAME, q=q, k=k, positions=positions)
+    check_floats(NAME, q=q, k=k)
+    if q.ndim not in (3, 4) or q.shape[-1] % 2 or not q.shape[-1]:
+        accepted = "(B, T, H, D) or (tokens, H, D) with an even D"
+        raise ValueError(problem(NAME, "q.shape", q.shape, accepted))
+    if k.ndim != q.ndim or (k.shape[:-2], k.shape[-1]) != (q.shape[:-2], q.shape[-1]):
+        accepted = f"{q.shape} but for the number of heads, as q"
+        raise ValueError(problem(NAME, "k.shape", k.shape, accepted))
+    if positions is None:
+        return
+    if positions.dtype.kind not in "iu":
+        raise TypeError(problem(NAME, "positions.dtype", positions.dtype, "integers"))
+    if positions.shape != q.shape[:-2]:
+        accepted = f"{q.shape[:-2]}, a position for each token of q"
+        raise ValueError(problem(NAME, "positions.shape", positions.shape, accepted))
+
+
+@functools.cache
+def turns(base, head_dim):
+    """Return the (D / 2,) float64 turns by which each pair of a head moves from token to token."""
+    return base ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)
+
+
+def _gradient(x, slot):
+    """Return the array for the gradient of what ``x`` came from: its place, or a new one."""
+    place, add = slot or (None, True)
+    fits = not add and (place.shape, place.dtype) == (x.shape, x.dtype)
+    return place if fits else arrays.empty(x, x.shape)
+
+
+def _places(saved, out, into, **params):
+    """A gradient is turned back where it lies."""
+    return into, into[:2]
+
+
+# ---- reference: NumPy or CuPy -------------------------------------------------------------------
+
+
+def _turn_reference(pairs, positions, base, direction):
+    """Write each x of ``pairs`` (x, out), turned, to its out."""
+    shape, head_dim = pairs[0][0].shape[:-2], pairs[0][0].shape[-1]
+    xp = get_xp(pairs[0][0])
+    if positions is None:
+        positions = xp.broadcast_to(xp.arange(shape[-1]), shape)
+    parts = positions[..., None] * xp.asarray(turns(base, head_dim))
+    angles = 2 * np.pi * (parts - xp.rint(parts))[..., None, :]
+    dtype = wide(pairs[0][0].dtype)
+    cosine, sine = xp.cos(angles).astype(dtype), (direction * xp.sin(angles)).astype(dtype)
+    for x, out in pairs:
+        a, b = (x[..., i::2].astype(dtype) for i in (0, 1))
+        out[..., 0::2] = (a * cosine - b * sine).astype(out.dtype, copy=False)
+        out[..., 1::2] = (a * sine + b * cosine).astype(out.dtype, copy=False)
+
+
+def _forward(turn, q, k, positions, needs, base, donate):
+    outs = (q, k) if donate else tuple(arrays.empty(x, x.shape) for x in (q, k))
+    turn(list(zip((q, k), outs, strict=True)), positions, base, 1)
+    return outs, (positions, q.dtype) if any(needs) else None
+
+
+def _backward(turn, saved, grads, into, base):
+    positions, dtype = saved
+    grads = [None if g is None else g.astype(dtype, copy=False) for g in grads]
+    outs = [None if g is None else _gradient(g, slot) for g, slot in zip(grads, into, strict=False)]
+    pairs = [pair for pair in zip(grads, outs, strict=True) if pair[1] is not None]
+    turn(pairs, positions, base, -1)
+    return (*outs, None)
+
+
+def _forward_reference(q, k, positions, *, needs, base, donate):
+    return _forward(_turn_reference, q, k, positions, needs, base, donate)
+
+
+def _backward_reference(saved, dq, dk, *, needs, into, base, donate):
+    return _backward(_turn_reference, saved, (dq, dk), into, base)
+
+
+# ---- raw: rawkernels/rotary.cu ------------------------------------------------------------------
+
+
+def _refuse_raw(q, k, positions, **params):
+    if reason := kernel_refusal(q, "q"):
+        return reason
+    if q.shape[-1] > MAX_HEAD_DIM:
+        return f"the head size is {q.shape[-1]}, the kernel takes at most {MAX_HEAD_DIM}"
+    tokens = math.prod(q.shape[:-2])
+    if tokens > MAX_TOKENS:
+        return f"{tokens} tokens, the kernel takes at most {MAX_TOKENS}"
+    return None
+
+
+@functools.cache
+def _rates(base, head_dim):
+    """Return the struct Rates."""
+    exact, rates = turns(base, head_dim), np.zeros((1, MAX_HEAD_DIM // 2, 2), np.float32)
+    rates[0, : len(exact), 0] = exact
+    rates[0, : len(exact), 1] = exact - rates[0, : len(exact), 0]
+    return rates.reshape(1, -1).view(f"V{rates.nbytes}")
+
+
+def _strides(x):
+    """Return the struct Strides."""
+    steps = [step // x.itemsize for step in x.strides]
+    return np.array([[0] * (4 - x.ndim) + steps]).view("V32")
+
+
+def _turn_raw(pairs, positions, base, direction):
+    (q, q_out), (k, k_out) = pairs[0], pairs[-1]
+    head_dim, rows, tokens = q.shape[-1], q.shape[-3], math.prod(q.shape[:-2])
+    heads = q.shape[-2], k.shape[-2] if len(pairs) == 2 else 0
+    everything = (x for pair in pairs for x in pair)
+    vector = head_dim % NUMBERS == 0 and not any(rows_refusal(x, "x") for x in everything)
+    packs = head_dim // (NUMBERS if vector else 2)
+    lanes = max(1, min(BLOCK // packs, -(-sum(heads) // HEADS)))
+    if positions is not None:
+        positions = get_xp(q).ascontiguousarray(positions, np.int32)
+    kernel("rotary.cu", NAME, scalar=ctype(q.dtype), VECTOR=vector, BLOCK=BLOCK)(
+        (-(-tokens // (BLOCK // (packs * lanes))),), (BLOCK,), q, k, q_out, k_out,
+        *map(_strides, (q, k, q_out, k_out)), positions, _rates(base, head_dim), tokens, rows,
+        *heads, packs, lanes, direction,
+    )  # fmt: skip
+
+
+def _forward_raw(q, k, positions, *, needs, base, donate):
+    return _forward(_turn_raw, q, k, positions, needs, base, donate)
+
+
+def _backward_raw(saved, dq, dk, *, needs, into, base, donate):
+    return _backward(_turn_raw, saved, (dq, dk), into, base)
+
+
+IMPLS = Impls(
+    NAME,
+    Impl("raw-simt", _forward_raw, _backward_raw, _refuse_raw, places=_places, fills_places=True),
+    Impl("reference", _forward_reference, _backward_reference, places=_places, fills_places=True),
+)

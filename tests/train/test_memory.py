@@ -1,0 +1,309 @@
+"""Memory: layers computed again give the same bits, plans are what steps take, smaller batches."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from stopping import After, assert_same_bits
+
+from gpuattn.arrays import to_cpu
+from gpuattn.cli.main import main
+from gpuattn.errors import ConfigError, MemoryLimitError
+from gpuattn.train import checkpoint, memory, precision
+from gpuattn.train.config import TrainConfig, default_batch
+from gpuattn.train.device import is_out_of_memory
+from gpuattn.train.graph import Replays
+from gpuattn.train.language_task import LanguageTask
+from gpuattn.train.report import Report
+from gpuattn.train.run import TASKS, RunFolder
+from gpuattn.train.session import train
+from gpuattn.train.trainer import Trainer
+from gpuattn.train.translation_task import TranslationTask
+
+
+class Heard(Report):
+    def __init__(self):
+        self.said = []
+
+    def say(self, topic, text):
+        self.said.append((topic, text))
+
+    def about(self, topic):
+        return [text for about, text in self.said if about == topic]
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    rng = np.random.default_rng(1)
+    lines = [" ".join(rng.choice(list("abcdefgh"), rng.integers(1, 9))) for _ in range(80)]
+    (tmp_path / "src").write_text("".join(f"{line}\n" for line in lines))
+    (tmp_path / "tgt").write_text("".join(f"{line[::-1]}\n" for line in lines))
+    return TrainConfig(
+        source=str(tmp_path / "src"), target=str(tmp_path / "tgt"), vocab_size=400, max_len=40,
+        dim=32, heads=2, layers=(2, 2), ffn=48, dropout=0.2, batch=240, lr=1e-2, warmup=4,
+        length="8u", eval_every="4u", score_pairs=0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "text").write_text("".join(rng.choice(list("abcdefgh \n"), 3000)))
+    return TrainConfig(
+        model="gpt2", lm=str(tmp_path / "text"), tokenizer="chars", dim=32, heads=2, layers=2,
+        block=16, dropout=0.2, batch=12 * 16, lr=1e-2, warmup=4, length="8u", label_smoothing=0.0,
+        eval_every="4u",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fails(monkeypatch):
+    """Returns a function that lets losses of more than ``most`` tokens need memory that there is
+    not, from the ``first`` batch of a run on."""
+
+    def arrange(task, most, first):
+        loss = task.loss
+
+        def short(self, batch, *args, **kwargs):
+            draw = int(np.ravel(self.model.random.step)[0])
+            if self.model.training and draw >= first and batch.labels.size > most:
+                raise MemoryError("no room")
+            return loss(self, batch, *args, **kwargs)
+
+        monkeypatch.setattr(task, "loss", short)
+
+    return arrange
+
+
+# ---- computed again ----------------------------------------------------------------------------
+
+
+def gradients(config, device="numpy", graphs=False):
+    """Return the state of a run of 3 updates: (parameters and moments, losses by report)."""
+    config = dataclasses.replace(config, length="3u", warmup=0)
+    trainer = Trainer(TASKS[config.model](config), device, Report(), graphs=graphs)
+    trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
+    return {name: to_cpu(array) for name, array in trainer.state()[0].items()}
+
+
+CASES = [("text", {}), ("pairs", {}), ("pairs", {"norm": "post", "activation": "gelu"})]
+
+
+@pytest.mark.parametrize(("data", "change"), CASES, ids=["gpt2", "pre-norm", "post-norm"])
+def test_layers_computed_again_give_the_same_bits(request, data, change):
+    config = dataclasses.replace(request.getfixturevalue(data), accumulate=2, **change)
+    kept, again, full = (
+        gradients(dataclasses.replace(config, checkpoint=level))
+        for level in ("none", "block", "full")
+    )
+    for name, array in kept.items():
+        np.testing.assert_array_equal(array, again[name], err_msg=name)
+        np.testing.assert_allclose(array, full[name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_a_layer_computed_again_keeps_its_input_alone(text):
+    def kept(level):
+        task = LanguageTask(dataclasses.replace(text, checkpoint=level))
+        batch = task.corpus.loader(0).crops(0)
+        nodes, sizes = [task.loss(batch).node], {}
+        while nodes:
+            node = nodes.pop()
+            for x in node.inputs:
+                if getattr(x, "node", None) is not None:
+                    sizes[id(x.data)] = 0 if x.data is None else x.size
+                    nodes.append(x.node)
+        return sum(sizes.values()) / batch.tokens.size / text.dim
+
+    assert kept("block") == 2 * 2 + 1  # two inputs of two layers, and the last states
+    assert kept("none") > 2 * kept("block")
+
+
+@pytest.mark.parametrize("level", ["block", "full"])
+def test_in_graphs_too(gpu, pairs, level):
+    config = dataclasses.replace(pairs, checkpoint=level, dim=64, ffn=64)
+    replayed, plain = (gradients(config, "cuda", graphs) for graphs in (True, False))
+    for name, array in plain.items():
+        np.testing.assert_array_equal(array, replayed[name], err_msg=name)
+
+
+# ---- plans -------------------------------------------------------------------------------------
+
+SHAPES = [
+    ("text", {"dim": 768, "heads": 12, "layers": (4, 4), "block": 256, "batch": 8192}),
+    ("pairs", {"dim": 512, "heads": 8, "layers": (3, 3), "ffn": 2048, "batch": 8192}),
+]
+
+
+@pytest.mark.parametrize(("data", "sizes"), SHAPES, ids=["gpt2", "translation"])
+@pytest.mark.parametrize("level", ["none", "block"])
+def test_a_plan_is_what_a_step_takes(gpu, request, data, sizes, level, monkeypatch):
+    monkeypatch.setattr("gpuattn.arrays.allocate", None)
+    monkeypatch.setattr("gpuattn.tuning.FLUSH_BYTES", 1 << 20)
+    config = dataclasses.replace(
+        request.getfixturevalue(data), **sizes, checkpoint=level, length="1u", warmup=0
+    )
+    task = TASKS[config.model](config)
+    pool = gpu.cuda.MemoryPool()
+    with gpu.cuda.using_allocator(pool.malloc):
+        trainer = Trainer(task, "cuda", Report(), graphs=False)
+        state = pool.used_bytes()
+        trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
+    plan = memory.plan(task.model, config, trainer.precision)
+    assert plan.state == pytest.approx(state, rel=0.02)
+    took, planned = pool.total_bytes(), plan.state + plan.activations - memory.LIBRARY
+    assert planned == pytest.approx(took, rel=0.1), f"{took / planned:.3f} of the plan"
+
+
+BF16 = precision.PRECISIONS["bf16"]
+
+
+@pytest.mark.parametrize("data", ["text", "pairs"])
+def test_more_tokens_and_more_parameters_take_more(request, data):
+    config = dataclasses.replace(request.getfixturevalue(data), layers=(6, 6))
+    model = TASKS[config.model](config).model
+    small, large = (memory.plan(model, config, BF16, tokens) for tokens in (10**5, 2 * 10**5))
+    assert small.state == large.state and small.activations < large.activations
+    levels = [
+        memory.plan(model, dataclasses.replace(config, checkpoint=level), BF16, 10**7).activations
+        for level in ("none", "block", "full")
+    ]
+    assert levels[0] > 1.5 * levels[1] and levels[1] >= levels[2]
+    assert "GB activations" in small.describe(80e9)
+
+
+def test_a_model_larger_than_the_card_is_refused(text):
+    config = dataclasses.replace(text, checkpoint="full", ema=0.0)
+    model = LanguageTask(config).model
+    with pytest.raises(MemoryLimitError, match=r"larger than the card.*optimizer lion") as error:
+        memory.check_fits(model, config, BF16, free=1e6)
+    assert "--checkpoint" not in str(error.value) and "--ema" not in str(error.value)
+    memory.check_fits(model, config, BF16, free=1e9)
+
+
+@pytest.mark.parametrize("data", ["text", "pairs"])
+def test_batches_that_fit_are_whole_blocks_and_leave_an_epoch_its_updates(request, data):
+    config = request.getfixturevalue(data)
+    model = TASKS[config.model](config).model
+    unit = config.block * memory.BLOCKS if data == "text" else memory.STEP
+    tokens = memory.fit(model, config, BF16, 1e9, 10**9)
+    need, more = (memory.plan(model, config, BF16, n).total for n in (tokens, tokens + unit))
+    assert tokens % unit == 0 and need <= 0.9e9 < more
+    assert memory.fit(model, config, BF16, 1e12, 10**9) == memory.MOST_TOKENS
+    few = memory.fit(model, config, BF16, 1e12, 10**6)
+    assert 10**6 / memory.LEAST_UPDATES - unit < few <= 10**6 / memory.LEAST_UPDATES
+    assert memory.fit(model, config, BF16, 1, 10**9) == memory.least_tokens(config)
+
+
+def test_a_batch_by_itself_is_the_default_on_numpy_and_stays(text, tmp_path):
+    config = dataclasses.replace(text, batch="auto")
+    outcome = train(config, tmp_path / "run", device="numpy", stop=After(2))
+    stored = RunFolder(tmp_path / "run").config()
+    assert stored.batch == default_batch(config, "numpy") == 12 * 64 and not outcome.finished
+    assert "batch = 768  # auto" in (tmp_path / "run" / "config.toml").read_text()
+    assert train(config, tmp_path / "run", device="numpy").finished
+    with pytest.raises(ConfigError, match="or auto"):
+        dataclasses.replace(text, batch="some")
+
+
+# ---- memory that is used up --------------------------------------------------------------------
+
+
+def test_blocks_are_shared_out_evenly(text, pairs):
+    parts, seen = 1, []
+    while parts:
+        config = memory.in_parts(text, parts)
+        seen.append((config.batch // text.block, config.accumulate))
+        assert config.batch * config.accumulate == text.batch
+        parts = memory.next_parts(text, parts)
+    assert seen == [(12, 1), (6, 2), (3, 4), (1, 12)]
+    assert memory.in_parts(pairs, 4).batch == 60 and memory.next_parts(pairs, 4) is None
+
+
+@pytest.mark.parametrize(("data", "task"), [("text", LanguageTask), ("pairs", TranslationTask)])
+def test_short_of_memory_a_run_takes_smaller_batches_and_keeps_to_them(
+    request, fails, tmp_path, data, task
+):
+    config = request.getfixturevalue(data)
+    fails(task, most=config.batch // 2, first=3)  # in the fourth update
+    heard = Heard()
+    whole = train(config, tmp_path / "whole", device="numpy", report=heard)
+    (said,) = heard.about("memory")
+    assert "no room" in said and f"{config.batch // 2:,} tokens, 2 an update" in said
+    assert whole.finished and whole.update == 8
+    state = checkpoint.load(tmp_path / "whole", "state")[1]
+    assert state["parts"] == 2 and state["draws"] > 2 * (8 - 4)
+    assert RunFolder(tmp_path / "whole").config() == config, "what was asked for stays"
+
+
+def test_resumed_it_goes_on_with_the_smaller_batches_bit_for_bit(pairs, fails, tmp_path):
+    config = dataclasses.replace(pairs, accumulate=2, ema=0.9, length="8e", eval_every="2e")
+    fails(TranslationTask, most=120, first=5)  # the second batch of the third update
+    for name, stops in (("whole", [10**6]), ("parts", [2, 3, 3, 10**6])):
+        for calls in stops:
+            outcome = train(config, tmp_path / name, device="numpy", stop=After(calls))
+        assert outcome.finished and outcome.update == 8
+    assert_same_bits(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_where_no_smaller_batch_fits_all_is_saved(text, fails, tmp_path, monkeypatch, capsys):
+    fails(LanguageTask, most=0, first=3)
+    with pytest.raises(MemoryLimitError, match=r"a block of 16 tokens.*--checkpoint full"):
+        train(text, tmp_path / "run", device="numpy")
+    assert checkpoint.load(tmp_path / "run", "state")[1]["update"] == 3
+    monkeypatch.undo()
+    assert train(text, tmp_path / "run", device="numpy").update == 8
+    fails(LanguageTask, most=0, first=0)
+    options = f"--lm {text.lm} --tokenizer chars --dim 16 --layers 1 --for 2u --warmup 0"
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *options.split(), "--device", "numpy", "--out", str(tmp_path / "cli")])
+    assert ended.value.code == 1 and "memory is used up" in capsys.readouterr().err
+
+
+def test_a_gpu_with_less_memory_gets_smaller_batches(gpu, text, monkeypatch):
+    monkeypatch.setattr("gpuattn.arrays.allocate", None)
+    monkeypatch.setattr("gpuattn.tuning.FLUSH_BYTES", 1 << 20)
+    config = dataclasses.replace(
+        text, dim=256, heads=4, layers=(4, 4), block=64, batch=64 * 256, length="6u"
+    )
+    heard, pool = Heard(), gpu.cuda.MemoryPool()
+    with gpu.cuda.using_allocator(pool.malloc):
+        trainer = Trainer(LanguageTask(config), "cuda", heard, graphs=True)
+        plan = memory.plan(trainer.model, config, trainer.precision)
+        # no limit for the graphs' own pool: what ends is the memory of the first steps
+        pool.set_limit(pool.total_bytes() + (plan.activations - memory.LIBRARY) * 2 // 3)
+        trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
+    (said,) = heard.about("memory")
+    assert "8,192 tokens, 2 an update" in said and trainer.at.parts == 2
+    assert trainer.workspace.grads.dtype == np.float32 and trainer.at.update == 6
+    assert isinstance(trainer.steps, Replays) and None not in trainer.steps.graphs.values()
+
+
+def test_what_graphs_use_is_given_back_with_them_and_not_before(gpu):
+    with gpu.cuda.Stream(non_blocking=True) as stream:
+        steps, x = Replays(print), gpu.arange(1 << 20, dtype=np.float32)
+        out, alive = gpu.zeros_like(x), []
+
+        def step():
+            alive[:] = [x + 1]
+            out[...] = x * 2
+
+        for _ in range(2):
+            steps("double", None, step)
+        pointers = [pointer for pointer, _ in steps.held]
+        steps.pool.free_all_blocks()  # as CuPy does when an allocation fails
+
+        def kinds():  # 2: memory of the device, 0: not any more
+            stream.synchronize()
+            return {gpu.cuda.runtime.pointerGetAttributes(p).type for p in pointers}
+
+        assert steps.held_bytes() >= 2 * x.nbytes and kinds() == {2}
+        out.fill(0)
+        steps("double", None, step)
+        np.testing.assert_array_equal(to_cpu(out), 2 * to_cpu(x))
+        del steps
+        assert kinds() == {0}
+
+
+def test_what_says_that_memory_is_used_up():
+    assert is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("memory"))
+    assert is_out_of_memory(RuntimeError("cudaErrorMemoryAllocation: out of memory"))

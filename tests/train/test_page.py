@@ -1,0 +1,209 @@
+"""report.html: whole for any run, escaped, in need of nothing; and the pictures in it."""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from gpuattn.errors import CheckpointError
+from gpuattn.train import page, svg
+from gpuattn.train.config import TrainConfig
+from gpuattn.train.markup import Markup, tag
+from gpuattn.train.page import write_page
+from gpuattn.train.report import Report
+from gpuattn.train.run import RunFolder
+from gpuattn.train.session import train
+
+NASTY = '<script>alert("&")</script>'
+PROFILE = {
+    "where": "a <GPU>", "dtype": "bfloat16", "step_us": 1234.0,
+    "ceilings": {"matmul_tflops": 700.0, "copy_tbs": 4.0},
+    "rows": [
+        {"op": "linear", "direction": "forward", "calls": 9, "launches": 9.0, "us": 800.0,
+         "bytes": 4e6, "flops": 2e11, "share": 0.65, "roof": 0.4},
+        {"op": "adamw", "direction": "update", "calls": 1, "launches": 1.0, "us": 100.0,
+         "bytes": 2e8, "flops": 0, "share": 0.08, "roof": 0.5},
+        {"op": "the rest", "direction": "", "calls": None, "launches": None, "us": 334.0,
+         "bytes": None, "flops": None, "share": 0.27, "roof": None},
+    ],
+}  # fmt: skip
+
+
+class Reader(HTMLParser):
+    """Checks that elements end where they must; keeps tags, attributes and text."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tags, self.values, self.text = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.values += [(name, value) for name, value in attrs]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def read(path):
+    """Return the Reader of a page, after looking for what would need a network or a script."""
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>\n<html")
+    found = Reader(text)
+    assert not {"script", "link", "iframe", "object", "img", "a"} & set(found.tags)
+    assert not {"src", "href"} & {name for name, _ in found.values}
+    assert not re.search(r"https?://|url\(|@import|javascript:", text)
+    assert not [name for name, _ in found.values if name.startswith("on")]
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two evaluations on words of which one wants to be escaped."""
+    folder, rng = tmp_path_factory.mktemp("page"), np.random.default_rng(0)
+    words = ["red", "green", "old", "cat", "dog"]
+    lines = [" ".join([*rng.choice(words, rng.integers(1, 6)), NASTY]) for _ in range(60)]
+    for name in ("src", "tgt"):
+        (folder / name).write_text("".join(f"{line}\n" for line in lines))
+    config = TrainConfig(
+        source=str(folder / "src"), target=str(folder / "tgt"), vocab_size=400, max_len=80, dim=16,
+        heads=2, layers=(1, 2), ffn=16, dropout=0.0, batch=200, lr=1e-2, warmup=4, length="40u",
+        eval_every="20u", score_pairs=4, beam=1,
+    )  # fmt: skip
+    train(config, folder / "run", device="numpy", command="gpuattn train <here>",
+          origins={"lr": "command line"})  # fmt: skip
+    return folder / "run", config
+
+
+def test_a_finished_run_has_its_page(run):
+    found = read(run[0] / page.PAGE)
+    for words in ("Finished after 40 updates", "BLEU", "Curves", "Samples", "Attention",
+                  "gpuattn profile", "rows", "gpuattn train <here>", "numpy",
+                  "lr = 0.01  # command line", NASTY):  # fmt: skip
+        assert words in found.text
+    raw = (run[0] / page.PAGE).read_text()
+    assert "<script" not in raw and "&lt;script&gt;" in raw
+    maps = [text for text in found.text.split("layer ")[1:] if ", " in text[:14]]
+    assert len(maps) == 2 + 2  # a mean of each layer, and the heads of the last
+    assert len(raw) < 400_000
+
+
+def test_a_profile_in_the_folder_is_shown(run):
+    (run[0] / page.PROFILE).write_text(json.dumps(PROFILE))
+    found = read(write_page(run[0]))
+    assert "a <GPU>" in found.text and "Ops under the roofline" in found.text
+    assert "adamw update: 100 us" in found.text and "gpuattn profile" not in found.text
+    (run[0] / page.PROFILE).write_text("{")
+    assert "gpuattn profile" in read(write_page(run[0])).text
+    (run[0] / page.PROFILE).unlink()
+
+
+def test_a_stopped_run_shows_what_there_is(run, tmp_path):
+    train(run[1], tmp_path / "run", device="numpy", stop=lambda: True)
+    assert not (tmp_path / "run" / page.PAGE).exists()
+    found = read(write_page(tmp_path / "run"))
+    assert "Stopped after 1 updates" in found.text and "not evaluated yet" in found.text
+    assert "Samples" not in found.text and "Attention" not in found.text
+
+
+def test_a_run_that_saved_nothing_still_has_a_page(run, tmp_path):
+    RunFolder(tmp_path / "run").create(run[1], {}, RunFolder(run[0]).tokenizer())
+    found = read(write_page(tmp_path / "run"))
+    assert "Stopped after 0 updates" in found.text and "Curves" not in found.text
+    with pytest.raises(CheckpointError, match="no config.toml"):
+        write_page(tmp_path)
+
+
+def test_a_language_model(tmp_path):
+    (tmp_path / "text").write_text(f"a rose {NASTY} is a rose\n" * 60)
+    config = TrainConfig(
+        model="gpt2", lm=str(tmp_path / "text"), tokenizer="chars", dim=16, heads=2, layers=1,
+        block=16, dropout=0.0, batch=64, lr=1e-2, warmup=4, length="20u", eval_every="10u",
+    )  # fmt: skip
+    train(config, tmp_path / "run", device="numpy")
+    found = read(tmp_path / "run" / page.PAGE)
+    for words in ("Language model of", "perplexity", "Samples", "characters", "padding"):
+        assert words in found.text
+    assert "Attention" not in found.text
+    share = 100 * (64 - len(RunFolder(tmp_path / "run").tokenizer())) / 64
+    assert f"in tables of 64 rows: {share:.2g} % of them padding" in found.text
+    unpadded = dataclasses.replace(config, pad_vocab=False, length="1u", warmup=1)
+    train(unpadded, tmp_path / "other", device="numpy")
+    assert "rows: all in use." in read(tmp_path / "other" / page.PAGE).text
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(run, tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gpuattn.train.session.write_page", full)
+    said, report = [], Report()
+    report.say = lambda topic, text: said.append((topic, text))
+    config = dataclasses.replace(run[1], length="1u", warmup=1, score_pairs=0)
+    assert train(config, tmp_path / "run", device="numpy", report=report).finished
+    assert ("warning", "report.html cannot be written: No space left on device") in said
+
+
+def test_damaged_weights_cost_the_maps_alone(run, tmp_path):
+    shutil.copytree(run[0], tmp_path / "run")
+    for path in (tmp_path / "run").glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-100])
+    found = read(write_page(tmp_path / "run"))
+    assert "Samples" in found.text and "Attention" not in found.text
+
+
+# ---- markup and pictures ------------------------------------------------------------------------
+
+
+def test_every_plain_string_is_escaped():
+    assert (
+        tag("b", "<", Markup("<i>"), ["&", None], class_='"')
+        == '<b class="&quot;">&lt;<i>&amp;</b>'
+    )
+    assert tag("meta", charset="utf-8") == '<meta charset="utf-8">'
+    assert tag("p", "a\x00\x1bb\tc") == "<p>ab\tc</p>"  # what XML cannot hold
+
+
+def test_curves_leave_out_what_has_no_place():
+    assert svg.curves({"a": [], "b": [(1, math.nan)]}, "s") is None
+    assert svg.curves({"a": [(1, -1.0)]}, "s", log=True) is None
+    drawn = svg.curves({"a": [(0, 1.0), (1, math.inf), (2, 3.0)], "b": []}, "seconds")
+    assert drawn.count("<polyline") == 1 and drawn.count("<circle") == 2 and "inf" not in drawn
+    assert svg.curves({"a": [(1, 5.0)]}, "s")  # a single point has a place too
+    many = svg.curves({"a": [(i, i) for i in range(1000)]}, "s")
+    assert len(re.search('points="([^"]*)"', many)[1].split()) == 250
+
+
+@pytest.mark.parametrize("values, log, texts", [
+    ([0, 10], False, ["0", "2", "4", "6", "8", "10"]), ([0, 24_000], False, ["0", "5k", "10k"]),
+    ([0.1, 4], True, ["0.1", "0.2", "0.5", "1", "2"]), ([1e9, 1e15], True, ["1G"]),
+])  # fmt: skip
+def test_ticks_are_round(values, log, texts):
+    found = svg._Axis(values, 0, 100, log).ticks()
+    assert [text for _, text in found][: len(texts)] == texts
+    assert len(found) <= 12
+
+
+def test_a_map_has_a_cell_for_each_weight_that_can_be_seen():
+    drawn = svg.heat_map(np.array([[0.9, 0.1, 0.0]]), ["a <"], ["x", "y", "z"], "t")
+    assert drawn.count('class="cell"') == 2 and "a &lt;" in drawn
+    Reader(drawn)
+
+
+def test_no_roofline_without_ceilings():
+    assert svg.roofline(PROFILE["rows"], None) is None
+    drawn = svg.roofline(PROFILE["rows"], PROFILE["ceilings"])
+    assert drawn.count("<circle") == 2
+    Reader(drawn)

@@ -1,0 +1,129 @@
+"""Signals: a run saves and says how to go on, wherever it is; a second one ends it at once."""
+
+import dataclasses
+import signal
+import subprocess
+import sys
+
+import pytest
+from kill_drill import new_config
+from stopping import ROOT, Training, assert_same_bits, assert_same_metrics
+
+from gpuattn.train import checkpoint
+from gpuattn.train.session import train
+from gpuattn.train.stopping import StopOnSignal
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+PLACES = {  # what a run does as a signal comes
+    "reading": ("gpuattn.train.corpus.Corpus", "__init__"),
+    "computing a step": ("gpuattn.train.trainer.Trainer", "_gradients"),
+    "evaluating": ("gpuattn.train.translation_task.TranslationTask", "evaluate"),
+    "saving": ("gpuattn.train.checkpoint", "save"),
+}
+INTERRUPT = """
+import os, pkgutil
+owner = pkgutil.resolve_name({owner!r})
+inner = getattr(owner, {name!r})
+def interrupted(*args, **kwargs):
+    setattr(owner, {name!r}, inner)
+    for number in {signals}:
+        os.kill(os.getpid(), number)
+    return inner(*args, **kwargs)
+setattr(owner, {name!r}, interrupted)
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that was left alone, and its config."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = new_config(folder, "numpy", kills=0)
+    config = dataclasses.replace(config, eval_every="10u", score_pairs=3)
+    train(config, folder / "run", device="numpy")
+    return folder / "run", config
+
+
+def assert_goes_on(run, whole):
+    """A stopped run ends as the one that was left alone."""
+    assert train(whole[1], run, device="numpy").finished
+    assert_same_bits(whole[0], run)
+    assert_same_metrics(whole[0], run)
+
+
+def interrupted(config, out, place, *signals):
+    """Return (exit code, what it said) of a run that gets signals at a place."""
+    owner, name = PLACES[place]
+    lines = INTERRUPT.format(owner=owner, name=name, signals=[int(number) for number in signals])
+    training = Training(config, out, lines=lines)
+    training.begin()
+    return training.end()
+
+
+@pytest.mark.parametrize("place, number", [
+    ("reading", signal.SIGTERM), ("computing a step", signal.SIGINT),
+    ("evaluating", signal.SIGTERM), ("saving", signal.SIGINT),
+])  # fmt: skip
+def test_a_signal_saves_and_says_how_to_go_on(whole, tmp_path, place, number):
+    code, said = interrupted(whole[1], tmp_path / "run", place, number)
+    assert code == EXIT_CODES[number], said
+    assert "Traceback" not in said
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("stopped") and "Go on: gpuattn train --config" in last
+    update = checkpoint.load(tmp_path / "run", "state")[1]["update"]
+    assert 0 < update < whole[1].length.amount and f"after update {update:,};" in last
+    assert_goes_on(tmp_path / "run", whole)
+
+
+def test_a_second_signal_leaves_at_once_and_what_was_saved_is_whole(whole, tmp_path):
+    signals = signal.SIGINT, signal.SIGTERM
+    code, said = interrupted(whole[1], tmp_path / "run", "saving", *signals)
+    assert code == EXIT_CODES[signal.SIGTERM]
+    assert "once more ends at once, unsaved" in said and "all is saved" not in said
+    assert_goes_on(tmp_path / "run", whole)
+
+
+def test_a_second_signal_does_not_wait_for_what_goes_on():
+    code = (
+        "import os, signal, time\n"
+        "from gpuattn.train.stopping import StopOnSignal\n"
+        "tell = lambda word: lambda: print(word, flush=True)\n"
+        "with StopOnSignal(tell('saving'), tell('leaving')) as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    assert stop() and stop.exit_code == 130\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30, stdout=-1)
+    assert run.returncode == 143
+    assert run.stdout.split() == [b"saving", b"leaving"]
+
+
+def test_a_signal_in_the_midst_of_a_print_is_noted_all_the_same():
+    def print_again():
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    with StopOnSignal(print_again) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop() and stop.exit_code == 143
+
+
+def test_on_a_gpu_a_signal_during_capture_saves_too(gpu, tmp_path, monkeypatch):
+    from gpuattn.train.trainer import Trainer
+
+    config, inner, calls = new_config(tmp_path, "numpy", kills=0), Trainer._apply, []
+    config = dataclasses.replace(config, eval_every="10u")
+
+    def interrupted(trainer):
+        calls.append(trainer)
+        if len(calls) == 2:  # the first is called as it is
+            assert trainer.steps.stream.is_capturing()
+            signal.raise_signal(signal.SIGTERM)
+        inner(trainer)
+
+    monkeypatch.setattr(Trainer, "_apply", interrupted)
+    with StopOnSignal() as stop:
+        assert train(config, tmp_path / "run", device="cuda", stop=stop).update == 2
+    assert stop.exit_code == 143
+    assert train(config, tmp_path / "run", device="cuda").finished
+    train(config, tmp_path / "whole", device="cuda")
+    assert_same_bits(tmp_path / "whole", tmp_path / "run")
