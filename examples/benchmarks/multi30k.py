@@ -2,10 +2,10 @@
 
 DATA is a folder with {train,val,test_2016_flickr}.lc.norm.tok.{en,de}, the lower-cased, normalised
 and tokenized files of Multi30k (Elliott et al., 2016), which are not part of this project. Each
-seed is one command, ``gpuattn train --preset tiny --for 7ku``, whose options were chosen on val alone. Its
-seconds are those of the whole command, in which the tokenizer is trained as well. Then ``gpuattn
-evaluate`` translates test_2016_flickr with the checkpoint that was best on val, by beam search.
-BLEU is sacrebleu's, without a tokenizer of its own.
+seed is one command, ``gpuattn train --preset tiny --for 7ku``, whose options were chosen on val
+alone. Its seconds are those of the whole command, in which the tokenizer is trained as well. Then
+``gpuattn evaluate`` translates test_2016_flickr with the checkpoint that was best on val, by beam
+search. BLEU is sacrebleu's, without a tokenizer of its own.
 
 The published text-only Transformer-Tiny has 41.02 (Wu et al., "Good for Misconceived Reasons",
 ACL 2021). Asked here: a mean of 41.0 over the seeds, each within 60 s.

@@ -12,7 +12,6 @@ nanoGPT's README has 1.4697. Asked here: a mean of 1.475 over the seeds, each wi
 """
 
 import argparse
-import contextlib
 import json
 import shlex
 import statistics
@@ -40,7 +39,6 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("file", nargs="?", help="the text (none with --smoke)")
 parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-parser.add_argument("--ema", type=float, default=0.0, help="decay of averaged weights; nanoGPT: 0")
 parser.add_argument("--json", metavar="FILE", help="write all figures there")
 parser.add_argument("--smoke", action="store_true", help="a small text and model, for the tests")
 parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # a seed: its figures as JSON
@@ -68,11 +66,10 @@ class Estimates:
         """Return the row of an evaluation."""
         trainer, update = self.trainer, self.trainer.at.update
         row = {"update": update}
-        with trainer.average.applied() if trainer.average else contextlib.nullcontext():
-            for name, loader in self.loaders.items():
-                steps = range(update * ESTIMATE, (update + 1) * ESTIMATE)
-                row[name] = trainer.valid_loss(map(loader.crops, steps))
-            row["loss"] = trainer.valid_loss()
+        for name, loader in self.loaders.items():
+            steps = range(update * ESTIMATE, (update + 1) * ESTIMATE)
+            row[name] = trainer.valid_loss(map(loader.crops, steps))
+        row["loss"] = trainer.valid_loss()
         self.rows.append(row | {"seconds": trainer.at.seconds})
         return row | {"score": -row["val"]}
 
@@ -90,7 +87,7 @@ def train(seed):
             text = f"{folder}/text"
             letters = np.random.default_rng(0).choice(list("to be or not\n"), 2000)
             Path(text).write_text("".join(letters))
-        given = {"lm": text, "tokenizer": "chars", "seed": seed, "ema": options.ema}
+        given = {"lm": text, "tokenizer": "chars", "seed": seed}
         given |= SMOKE if options.smoke else {}
         device, _ = choose_device("auto")
         config, _ = resolve(("this script", given), device=device)

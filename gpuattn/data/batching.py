@@ -67,6 +67,15 @@ class Batch:
         return self.source_tokens + self.target_tokens
 
     @property
+    def lengths(self):
+        """The tokens of each sentence, source (B,) and target (B,), as the loader made the batch.
+
+        Padding between sentences is not among them.
+        """
+        step = (len(self.cu_source) - 1) // len(self.sentences)
+        return np.diff(self.cu_source)[::step], np.diff(self.cu_target)[::step]
+
+    @property
     def limits(self):
         """What a step depends on besides the shapes of the arrays."""
         return self.max_source, self.max_target

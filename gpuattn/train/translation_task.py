@@ -49,9 +49,10 @@ class TranslationTask(Task):
         return fixed_shape(batch, self.config.batch, self.config.max_len + 1)
 
     def flops(self, batches):
-        source = _lengths([batch.cu_source for batch in batches])
-        target = _lengths([batch.cu_target for batch in batches])
-        return translation_flops(self.model.config, source, target)
+        lengths = [
+            np.concatenate(sides) for sides in zip(*(b.lengths for b in batches), strict=True)
+        ]
+        return translation_flops(self.model.config, *lengths)
 
     def loss(self, batch, label_smoothing=0.0, dloss=None):
         return self.model.loss(batch, label_smoothing, dloss)[0]
@@ -76,12 +77,6 @@ class TranslationTask(Task):
         if not (folder / "reference.txt").exists():
             write_text(folder / "source.txt", _lines(pair.source for pair in pairs))
             write_text(folder / "reference.txt", _lines(pair.target for pair in pairs))
-
-
-def _lengths(bounds):
-    """Return the lengths of all sentences that lie between these bounds; each begins with 0."""
-    steps = np.diff(np.concatenate(bounds))
-    return steps[steps > 0]
 
 
 def _lines(texts):

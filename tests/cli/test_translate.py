@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from gpuattn.train import checkpoint
 from gpuattn.train.run import load_run
 
 from .conftest import ROOT
@@ -126,6 +127,7 @@ def test_a_run_that_cannot_be_used_is_one_error(call, trained, tmp_path, damage,
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(call, trained, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained, run)
+    checkpoint.save(run, "best", *checkpoint.load(run, "best"))
     kept = sorted(run.glob("best-*.safetensors"))
     assert len(kept) == 2
     kept[-1].write_bytes(kept[-1].read_bytes()[:-1])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gpuattn.data.batching import PackedLoader
+from gpuattn.data.batching import BATCHING, PackedLoader
 from gpuattn.models import GPT2, GPT2Config, TranslationConfig, TranslationModel
 from gpuattn.models.flops import gpt2_flops, translation_flops
 from gpuattn.train.translation_task import TranslationTask
@@ -41,9 +41,10 @@ def test_a_language_model_meets_all_but_its_positions(kind):
     assert gpt2_flops(GPT2Config(), 1, 1024) == pytest.approx(6 * 123.6e6 * 1024, rel=0.08)
 
 
-def test_batches_count_by_the_lengths_of_their_sentences():
+@pytest.mark.parametrize("batching", BATCHING)
+def test_batches_count_by_the_lengths_of_their_sentences(batching):
     pairs = [([5] * n, [6] * (n + 1)) for n in (1, 3, 7, 2, 5, 4)]
-    batches = list(PackedLoader(pairs, 12, seed=0).epoch(0))
+    batches = list(PackedLoader(pairs, 12, seed=0, batching=batching).epoch(0))
     assert len(batches) > 1
     config = TranslationConfig(vocab=64, d_model=16, heads=2, layers=(1, 1), ffn=16)
     task = SimpleNamespace(model=SimpleNamespace(config=config))
