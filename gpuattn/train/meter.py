@@ -12,7 +12,7 @@ SPENT = ("seconds", "tokens", "flops", "joules")
 
 
 class Meter:
-    """Counts what updates take, beside the ``spent`` of a ``trainer.Position``.
+    """Counts what updates take, beside the ``spent`` of a ``position.Position``.
 
     ``dtype``: of the model, whose fastest products are what its FLOPs are compared with. On NumPy
     they are compared with nothing: what a CPU reaches depends on who else computes.

@@ -21,46 +21,15 @@ from gpuattn.train import checkpoint, memory, precision
 from gpuattn.train.device import array_module, is_out_of_memory, memory_in_use
 from gpuattn.train.feed import DeviceFeed, HostFeed
 from gpuattn.train.graph import Calls, Replays
-from gpuattn.train.meter import SPENT, Meter
+from gpuattn.train.meter import Meter
 from gpuattn.train.metrics import rank
+from gpuattn.train.position import Position
 from gpuattn.train.readings import Reading
 from gpuattn.train.report import Progress
-from gpuattn.train.units import AUTO, Length
 from gpuattn.train.workspace import Workspace
 from gpuattn.tuning import tune
 
-AUTO_SECONDS = 45  # between evaluations where epochs are longer and it is the trainer's choice
-AUTO_COST = 10  # and at least so many times what the last evaluation took
 REPORT_UPDATES = 20  # between reports
-
-
-@dataclasses.dataclass
-class Position:
-    """Where a run stands: all but the numbers in arrays. Saved as JSON.
-
-    ``batch``: the next one of ``epoch``. ``draws``: batches taken, which number the dropout.
-    ``seconds``: spent training. ``evaluated``: [update, epoch, seconds] of the last evaluation.
-    ``evaluation``: seconds that it took, with its saving. ``best``: the row of metrics of the best
-    one. ``worse``: evaluations since then. ``data``: the corpus's fingerprint. ``parts``: into how
-    many each batch is cut, for want of memory. ``spent``: by updates alone, seconds, tokens of both
-    sides and model FLOPs; joules of the GPU in all.
-    """
-
-    update: int = 0
-    epoch: int = 0
-    batch: int = 0
-    draws: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-    averaged: int = 0
-    evaluated: list = dataclasses.field(default_factory=lambda: [0, 0, 0.0])
-    evaluation: float = 0.0
-    best: dict | None = None
-    worse: int = 0
-    finished: str = ""
-    data: int = 0
-    parts: int = 1
-    spent: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
 
 
 class Trainer:
@@ -254,20 +223,10 @@ class Trainer:
 
     def _due(self):
         """Tell whether an evaluation is to be made of the parameters as they are."""
-        at, config = self.at, self.config
+        at = self.at
         if at.update == at.evaluated[0]:
             return False
-        if self._reached_end():
-            return True
-        every = config.eval_every
-        if every == AUTO and (config.patience or config.average):
-            every = Length(1, "e")  # they count evaluations: the clock must not decide
-        now = (at.update, at.epoch, at.seconds)
-        since = {u: b - a for u, a, b in zip("ues", at.evaluated, now, strict=True)}
-        if every != AUTO:
-            return since[every.unit] >= every.amount
-        spent = since["s"] - at.evaluation
-        return spent >= AUTO_COST * at.evaluation and (since["e"] >= 1 or spent >= AUTO_SECONDS)
+        return self._reached_end() or at.is_evaluation_due(self.config)
 
     # ---- an update ----
 
