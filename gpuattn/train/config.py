@@ -34,8 +34,6 @@ from gpuattn.train.units import (
 )
 
 KEYS = {"length": "for"}  # fields that users know by another name: Python keeps this one
-
-
 TRANSLATION, GPT2 = "translation", "gpt2"
 
 
@@ -227,7 +225,6 @@ DEVICE_DEFAULTS = {
 }  # fmt: skip
 
 # What suits a built-in task on two CPU cores: many small updates, a decay that ends with the time.
-# One table: the figures in the README come from it.
 _QUICK = {
     "heads": 4, "layers": (2, 2), "dropout": 0.0, "batch": 480, "lr": 4e-3, "schedule": "linear",
     "warmup": 0.1, "label_smoothing": 0.1, "clip": 1.0, "ema": 0.0,
@@ -236,12 +233,10 @@ _QUICK = {
 _SMALL = _QUICK | {"length": "30s", "dim": 64, "ffn": 128, "max_len": 64}
 TASK_DEFAULTS = {
     "toy": _QUICK | {"length": "60s", "dim": 96, "ffn": 256, "max_len": 96},
-    "dates": _SMALL,
-    "reverse": _SMALL,
-}
+    "dates": _SMALL, "reverse": _SMALL,
+}  # fmt: skip
 
-# Sizes with what suits translators of that size; gpt2 takes the sizes alone. "tiny" is the one that
-# Wu et al., "Good for Misconceived Reasons" (ACL 2021), train on Multi30k, with their schedule.
+# "tiny": as Wu et al., "Good for Misconceived Reasons" (ACL 2021), train on Multi30k.
 PRESETS = {
     "tiny": {
         "dim": 128, "heads": 4, "layers": (4, 4), "ffn": 256, "norm": "post", "dropout": 0.3,
@@ -250,7 +245,6 @@ PRESETS = {
     "small": {"dim": 256, "heads": 4, "layers": (4, 4), "ffn": 1024, "lr": 2e-3},
     "base": {"dim": 512, "heads": 8, "layers": (6, 6), "ffn": 2048, "lr": 7e-4, "warmup": 4000},
 }  # fmt: skip
-SIZES = ("dim", "heads", "layers")
 
 
 def option_key(name):
@@ -293,13 +287,14 @@ def resolve(*layers, device=None):
     below = [("default", MODEL_DEFAULTS[model])]
     below += [(f"default on {device}", DEVICE_DEFAULTS[model].get(device, {}))]
     below += [("default", _task_defaults(task))] if task else []
-    below += [(f"preset {preset}", PRESETS[preset])] if preset else []
+    if preset:
+        taken = PRESETS[preset] if model != GPT2 else ("dim", "heads", "layers")
+        below.append((f"preset {preset}", {name: PRESETS[preset][name] for name in taken}))
     lower = {
         name: (value, origin)
         for origin, values in below
         for name, value in values.items()
         if OPTIONS[name].metadata["only"] in (None, model)
-        and (model != GPT2 or not origin.startswith("preset") or name in SIZES)
     }
     chosen = lower | given
     if "warmup" not in given and not _has_room_for_warmup(chosen):

@@ -129,6 +129,8 @@ def test_a_text_makes_it_gpt2_with_defaults_of_its_own(tmp_path):
     assert (small.dim, small.batch, origins["dim"]) == (128, 768, "default on numpy")
     preset, _ = resolve(("command line", given | {"preset": "small", "layers": "3"}))
     assert (preset.dim, preset.layers, preset.ffn) == (256, (3, 3), OPTIONS["ffn"].default)
+    tiny, _ = resolve(("command line", given | {"preset": "tiny"}))
+    assert (tiny.dim, tiny.schedule, tiny.lr, tiny.ema) == (128, "cosine", 1e-3, 0.0)
     path = tmp_path / "config.toml"
     path.write_text(to_toml(preset))
     assert "beam" not in path.read_text() and 'layers = "3"' in path.read_text()
