@@ -32,7 +32,7 @@ from gpuattn.train.run import RunFolder
 BLEU, SECONDS, GAIN = 41.0, 60.0, 1.25  # asked
 TEST = "test_2016_flickr"
 RUN = "--preset tiny --for 7ku --eval-every 1750u"
-COMPARED = "--for 6s --eval-every 1000e --score-pairs 0"  # for each way of making batches
+COMPARED = "--for 10s --eval-every 1000e --score-pairs 0"  # for each way of making batches
 SMOKE = (
     "--for 4u --dim 16 --heads 1 --layers 1 --ffn 16 --vocab-size 400 --batch 400 --max-len 100 "
     "--score-pairs 2"

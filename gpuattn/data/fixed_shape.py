@@ -12,7 +12,7 @@ from gpuattn.data.batching import IGNORED, TokenOrder
 from gpuattn.data.tokenizer import PAD
 
 SENTENCES, LENGTH = 128, 32  # counts of sentences and greatest lengths are multiples of these
-PARTS = 16  # sides of rectangles are multiples of such a part of the budget
+PARTS, ROWS = 8, 64  # sides of rectangles are multiples of a part of the budget, and of rows
 
 
 def fixed_shape(batch, tokens, longest):
@@ -27,7 +27,8 @@ def fixed_shape(batch, tokens, longest):
     limits = [min(longest, _up(most, LENGTH)) for most in (batch.max_source, batch.max_target)]
     sizes = [len(batch.source), len(batch.labels)]
     padded = sizes != [batch.source_tokens, batch.target_tokens]
-    full = [min(tokens, _up(n, -(-tokens // PARTS))) if padded else tokens for n in sizes]
+    part = _up(-(-tokens // PARTS), ROWS)
+    full = [min(tokens, _up(n, part)) if padded else tokens for n in sizes]
     rest = [n - size for n, size in zip(full, sizes, strict=True)]
     more = max(-(-n // limit) for n, limit in zip(rest, limits, strict=True))
     sentences = _up(len(batch.cu_source) - 1 + more, SENTENCES)

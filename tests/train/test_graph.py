@@ -49,9 +49,10 @@ def trained(config, graphs):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"precision": "fp16", "accumulate": 2}, {"precision": "pure-bf16", "optimizer": "lion"}],
-    ids=["bf16", "fp16 in two batches", "no masters"],
-)
+    [{}, {"precision": "fp16", "accumulate": 2}, {"precision": "pure-bf16", "optimizer": "lion"},
+     {"batching": "padded"}],
+    ids=["bf16", "fp16 in two batches", "no masters", "padded"],
+)  # fmt: skip
 def test_the_same_bits_with_and_without(gpu, config, changes):
     config = dataclasses.replace(config, **changes)
     (replayed, said), (plain, _) = (trained(config, graphs) for graphs in (True, False))
