@@ -1,12 +1,14 @@
 // The gradient of attention on Hopper, second of three launches: dk and dv by key tiles, dq summed in fp32.
 // (first and third: flash_attention_backward_hopper_rows.cu)
-// Constants: scalar = f16, bf16; WIDTH = 64, 128 (both head sizes rounded up); EXTRAS = false;
-//            DROPOUT = false, true; BIASED = false; DETERMINISTIC = false, true (dq summed in the order of the tiles)
+// Constants: scalar = f16, bf16; WIDTH = 64, 128 (both head sizes rounded up); EXTRAS = false; DROPOUT = false, true;
+//            BIASED = false; DETERMINISTIC = false, true (dq summed in the order of the tiles); CHAINED = false
 // Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = true (softcap, any bias, ALiBi); DROPOUT = false; BIASED = false;
-//            DETERMINISTIC = false, true
+//            DETERMINISTIC = false, true; CHAINED = false
 // Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = false; DROPOUT = false; BIASED = true (a bias of 16-bit numbers,
-//            by the copy engine, and nothing else); DETERMINISTIC = false, true
-// Launch:    grid = (min(key tiles, SMs),), block = (384,), shared = SHARED bytes
+//            by the copy engine, and nothing else); DETERMINISTIC = false, true; CHAINED = false
+// Constants: scalar = f16, bf16; WIDTH = 64; EXTRAS = false; DROPOUT = false; BIASED = false; DETERMINISTIC = false;
+//            CHAINED = true (a block takes all tiles of a head: dq_sum needs no zeros)
+// Launch:    grid = (min(key tiles / chain, SMs),), block = (384,), shared = SHARED bytes
 // Arch: sm_90a
 //
 // A block takes tiles of BN keys of one KV head from a counter, longest first. Keys and values stay in shared memory;
@@ -436,6 +438,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     const float* lse,                            // (H, row_blocks, BM), times log2 e; inf: a row without keys or queries
     const float* delta,                          // (H, row_blocks, BM)
     float* dq_sum,                               // (H, row_blocks, BM * WIDTH) in the order of fragments, zeros before
+                                                 // unless CHAINED
     scalar* dk,                                  // where dk_map points
     scalar* dv,
     const Tile* plan,                            // (tiles + 1,)
@@ -446,15 +449,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     int row_blocks,
     const __grid_constant__ TensorMap bias_map,  // BIASED: (B, T, H, S), or 1 for B and H; boxes of BM rows
     const __grid_constant__ TensorMap ds_map,    // the gradient of all logits, (B, S, H, T); boxes of 64 rows
-    int stores_ds) {                             // 0: it is not asked for
+    int stores_ds,                               // 0: it is not asked for
+    int chain) {                                 // CHAINED: tiles of a head
     const Shared m = shared_layout();
     init_barriers(m, 2);
 
     if (warpgroup() == 0) {  // ---- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {
-            load_all<true, DETERMINISTIC, BIASED, DROPOUT>(m, a, q_map, lse, k_map, plan, counter, tiles, row_blocks,
-                                                           bias_map);
+            load_all<true, DETERMINISTIC, BIASED, DROPOUT, CHAINED>(m, a, q_map, lse, k_map, plan, counter, tiles,
+                                                                    row_blocks, bias_map, CHAINED ? chain : 1);
         } else if (threadIdx.x == 32) {
             load_all<false, DETERMINISTIC>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks, bias_map);
         } else if (threadIdx.x / 32 == 2) {  // dq
@@ -466,7 +470,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) {
                     if (DETERMINISTIC) await(turns + 2 * part, (int)load_shared(m.turn));
-                    bulk_add(dq_sum + (long long)part * (BM * WIDTH), m.sums, 2 * SUM_BYTES);
+                    float* const sums = dq_sum + (long long)(CHAINED ? part & ~FRESH : part) * (BM * WIDTH);
+                    if (CHAINED && part & FRESH) {
+                        bulk_store(sums, m.sums, 2 * SUM_BYTES);
+                    } else {
+                        if (CHAINED) bulk_wait();  // what this adds to is in memory
+                        bulk_add(sums, m.sums, 2 * SUM_BYTES);
+                    }
                     bulk_commit();
                     bulk_wait_read();
                 }

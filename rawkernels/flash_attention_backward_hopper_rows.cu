@@ -1,6 +1,7 @@
 // Around flash_attention_backward_hopper.cu and .._wide.cu: before, what they need of each query's row;
 // after, dq out of its sums.
-// Constants: scalar = f16, bf16; WIDTH = 64, 128, 256 (both head sizes rounded up)
+// Constants: scalar = f16, bf16; WIDTH = 64, 128, 256 (both head sizes rounded up); CHAINED = false
+// Constants: scalar = f16, bf16; WIDTH = 64; CHAINED = true (the main launch stores dq's sums before it adds: no zeros)
 // Launch:    both: grid = (ceil(longest queries / BM) * heads * sequences,), block = (256,)
 // Arch: sm_90a
 #include "common/attention_backward_hopper.cuh"
@@ -117,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
             y[i] = columns && row < r.count ? *(const uint4*)(dout + row * a.dout.row) : zeros();
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sums[(2 * pass + i) * THREADS + threadIdx.x] = zeros();
+        for (int i = 0; i < 8 && !CHAINED; ++i) sums[(2 * pass + i) * THREADS + threadIdx.x] = zeros();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             sum[i] = dot8(x[i], y[i]);

@@ -211,6 +211,27 @@ def expected(problem):
     return *solve(problem, "float64"), solve(problem, problem.dtype)[0]
 
 
+def gradients(impl, xp, *, queries, keys, heads, kv_heads, causal, head_dim=64):
+    """Return dq, dk and dv of random 16-bit numbers, as float32."""
+    rng = np.random.default_rng(0)
+    shapes = [(1, queries, heads, head_dim)] * 2 + [(1, keys, kv_heads, head_dim)] * 2
+    q, dout, k, v = (xp.asarray(rng.standard_normal(x, np.float32), np.float16) for x in shapes)
+    params = {
+        "window": (None, 0 if causal else None), "align": "bottom_right", "scale": head_dim**-0.5,
+        "softcap": None, "dropout_p": 0, "key": None, "max_seqlen_q": queries,
+        "max_seqlen_k": keys, "deterministic": False,
+    }  # fmt: skip
+    needs = (True,) * 3 + (False,) * 6
+    _, saved = impl.forward(q, k, v, *[None] * 6, needs=needs, **params)
+    found = impl.backward(saved, dout, None, needs=needs, into=(None,) * 9, **params)
+    return [x.astype(np.float32) for x in found[:3]]
+
+
+def assert_close(found, wanted):
+    for x, y in zip(found, wanted, strict=True):
+        assert abs(x - y).max() <= 0.004 * abs(y).max()
+
+
 def judge(problem, impl):
     """Return what is wrong with an implementation's results, as sentences.
 

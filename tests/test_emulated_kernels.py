@@ -3,11 +3,13 @@
 import emulator
 import numpy as np
 import pytest
-from attention_formula import judge
+from attention_formula import assert_close, gradients, judge
 from attention_problems import Problem
 
 from gpuattn import tensormaps
 from gpuattn.impls import Impl
+from gpuattn.ops import attention_hopper_backward
+from gpuattn.ops.flash_attention import IMPLS
 
 PROBLEMS = {  # of several tiles each, so that what lies in shared memory is used again
     1398: "a sink, NaN behind the keys' end, a window to the right, Dv != D, dq in a fixed order",
@@ -49,6 +51,24 @@ def test_attention(number):
 def test_attention_in_one_step():
     """One tile with dropout for a block: what a second step would bring is not there."""
     check(1173, emulator.Machine(seed=1, multiprocessors=32))
+
+
+@pytest.mark.parametrize("queries, heads, causal", [(300, 2, True), (200, 4, False)])
+def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal):
+    """Two heads of keys on two multiprocessors: dq is stored first, not added to zeros."""
+    machine, chains = emulator.Machine(seed=1), []
+    choose = attention_hopper_backward.chain_of
+
+    def chain_of(*args):
+        chains.append(choose(*args))
+        return chains[-1]
+
+    monkeypatch.setattr(attention_hopper_backward, "chain_of", chain_of)
+    shape = {"queries": queries, "keys": 330, "heads": heads, "kv_heads": 2, "causal": causal}
+    found = gradients(Impl("emulated", machine.forward, machine.backward), np, **shape)
+    assert chains[-1] == 3
+    reference = next(impl for impl in IMPLS if impl.name == "reference")
+    assert_close(found, gradients(reference, np, **shape))
 
 
 def check(number, machine):

@@ -171,6 +171,7 @@ def forward(q, k, v, *extras, needs, **params):
         attention_hopper_backward.compile_ahead(
             q.device.id, q.dtype, max(q.shape[-1], v.shape[-1]), extras=launch.extras,
             dropout=launch.dropout, biased=False, deterministic=launch.deterministic,
+            chained=attention_hopper_backward.chain_of(launch, q.device.id) > 1,
         )  # fmt: skip
     q_map, bias_map = tensor_map(q, 64), plan.bias_map(bias)
     # without keys nothing is loaded, and there may be no address

@@ -19,6 +19,8 @@ TILES = {64: (128, 128), 128: (64, 128), 256: (64, 64)}  # head sizes, rounded u
 TILE_BYTES = 64  # struct Tile of common/attention_backward_hopper.cuh
 SHARED_BYTES = 232448  # all there is: one block to a multiprocessor
 L2_BYTES = 32 << 20  # what one section of heads may keep busy
+LEAST_HEADS = 16  # of a causal section at head size 64, whatever L2 holds
+CHAIN, IDLE = 4, 1 / 16  # tiles of a head that a block takes in turn; see ``chain_of``
 COPY_BYTES = 1 << 30  # of a bias with all its rows and columns, where its gradient takes no more
 
 
@@ -63,7 +65,7 @@ def refuse_backward(
     return None
 
 
-def _main(dtype, size, *, extras, dropout, biased, deterministic):
+def _main(dtype, size, *, extras, dropout, biased, deterministic, chained):
     """Return file, kernel and constants of the main launch, for both head sizes up to ``size``."""
     if extras or biased:
         size = max(size, 65)  # there is no form for 64
@@ -72,7 +74,22 @@ def _main(dtype, size, *, extras, dropout, biased, deterministic):
     if width == 256:
         return WIDE_FILE, f"{NAME}_wide", constants | {"SIZE": 192 if size <= 192 else 256}
     constants |= {"EXTRAS": extras, "DROPOUT": dropout, "BIASED": biased}
-    return FILE, NAME, constants | {"DETERMINISTIC": deterministic}
+    return FILE, NAME, constants | {"DETERMINISTIC": deterministic, "CHAINED": chained}
+
+
+def chain_of(launch, device):
+    """Return how many tiles of keys a thread block takes in turn: 1, or all of a KV head.
+
+    Nobody else adds to that head's dq then, and the first tile, which all queries must see, stores
+    it, so that it needs no zeros. But heads fill the multiprocessors less evenly than tiles do, and
+    those of longer ones leave L2.
+    """
+    size = max(launch.fields["head_dim"], launch.fields["value_dim"])
+    plain = not (launch.extras or launch.dropout or launch.deterministic or launch.packed)
+    everywhere = launch.left >= launch.keys >= launch.queries and not launch.fields["key_lengths"]
+    heads, tiles = launch.kv_heads * launch.sequences, -(-launch.keys // TILES[64][1])
+    even = -heads % gpu(device)[1] <= IDLE * heads
+    return tiles if size <= 64 and plain and everywhere and even and tiles <= CHAIN else 1
 
 
 @functools.lru_cache(1024)
@@ -139,9 +156,10 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     extras = slopes is not None or bool(params["softcap"])
     staged = None if extras else _staged(bias, q.dtype, launch, needs[3])
     extras = extras or (bias is not None and staged is None)
+    chain = chain_of(launch, q.device.id)
     file, name, constants = _main(
         q.dtype, max(q.shape[-1], v.shape[-1]), extras=extras, dropout=launch.dropout,
-        biased=staged is not None, deterministic=bool(launch.deterministic),
+        biased=staged is not None, deterministic=bool(launch.deterministic), chained=chain > 1,
     )  # fmt: skip
     width = constants["WIDTH"]
     dbias, ds = None, None
@@ -159,18 +177,21 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     tiles = -(-launch.keys // keys) * launch.kv_heads * sequences
     busy = launch.queries * 8 * width * launch.fields["group"]  # bytes of q, dout and dq
     section = L2_BYTES // busy
+    if width == 64 and launch.right < UNLIMITED:
+        # many tiles of one head slow each other down, by more than DRAM does
+        section = max(section, LEAST_HEADS)
     if launch.deterministic and launch.right < UNLIMITED:
         # tiles of a head wait for each other: no more than two of them at a time
         section = gpu(q.device.id)[1] // 2
-    section = 1 << max(0, section.bit_length() - 1)
+    section = 1 if chain > 1 else 1 << max(0, section.bit_length() - 1)
 
     side = arrays.empty(q, (2, heads, row_blocks, rows), np.float32)  # lse and delta
     dq_sum = arrays.empty(q, (heads, row_blocks, rows * width), np.float32)
     plan = arrays.empty(q, ((tiles + 1) * TILE_BYTES + 16,), np.uint8)
     counter = plan[-16:]
     turns = arrays.empty(q, (heads, row_blocks, 2), np.int32) if launch.deterministic else None
-    scalar = constants["scalar"]
-    before = kernel(ROWS_FILE, f"{NAME}_rows", scalar=scalar, WIDTH=width)
+    around = {"scalar": constants["scalar"], "WIDTH": width, "CHAINED": chain > 1}
+    before = kernel(ROWS_FILE, f"{NAME}_rows", **around)
     before(
         (longest * heads * sequences,), (256,), launch.problem, out, dout, lse, dlse, side[0],
         side[1], delta, dq_sum, plan, counter, turns, tiles, section, row_blocks,
@@ -186,13 +207,13 @@ def backward(saved, dout, dlse, *, needs, into, **params):
             bias_map = tensormaps.tensor_map(staged, rows)
         if ds is not None:
             ds_map = tensormaps.tensor_map(ds.swapaxes(1, 2), 64)
-        by_copies = bias_map, ds_map, ds is not None
-    grid = (min(tiles, gpu(q.device.id)[1]),)
+        by_copies = bias_map, ds_map, ds is not None, chain
+    grid = (min(tiles // chain, gpu(q.device.id)[1]),)
     kernel(file, name, **constants)(
         grid, (384,), *maps, launch.problem, *shared, counter, tiles, row_blocks, *by_copies,
         shared_bytes=SHARED_BYTES,
     )  # fmt: skip
-    after = kernel(ROWS_FILE, f"{NAME}_dq", scalar=scalar, WIDTH=width)
+    after = kernel(ROWS_FILE, f"{NAME}_dq", **around)
     after((longest * heads * sequences,), (256,), launch.problem, dq_sum, dq, row_blocks)
 
     if ds is not None:

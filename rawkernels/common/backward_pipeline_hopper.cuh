@@ -13,7 +13,7 @@ constexpr int BIAS_BYTES = BM * BN * 2, WORD_BYTES = BM / 16 * QUERY_WORDS * 4;
 enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 5, WHOLE = 6 };
 
 struct Shared {
-    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, part, turn, steps, tiles;
+    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, part, turn, index, steps, tiles;
     u32 lse, delta, k, v, q, grad, ds, sums, bias, words;
 };
 __device__ __forceinline__ Shared shared_layout() {
@@ -29,6 +29,7 @@ __device__ __forceinline__ Shared shared_layout() {
     m.tile_full = m.k_full + 32;
     m.part = m.k_full + 48;
     m.turn = m.k_full + 64;
+    m.index = m.k_full + 72;
     m.steps = m.q_full + 256;
     m.tiles = m.q_full + 512;
     m.lse = m.q_full + 1024;
@@ -53,6 +54,7 @@ enum { HEAD, FIRST, BATCH, KEY_ROW, KEYS, KEY_ROWS, SHIFT, QUERY_ROW, BEGIN, BLO
        OPEN_FROM, OPEN_TO };
 // Of a step, known by its stage of queries: the part of dq, its queries' block and head, whether the mask cuts it.
 enum { PART, BLOCK, STEP_HEAD, MASKED };
+constexpr u32 FRESH = 1u << 31;  // with PART: nothing has been added to it
 
 // A place in a ring of STAGES, and the parity of its round.
 struct Ring {
@@ -71,18 +73,22 @@ template <bool DOWN> __device__ __forceinline__ int next_block(u32 tile, int blo
 }
 
 // All steps of all tiles, by one thread: queries with their lse, with BIASED their bias, and the tile's keys; or dout with
-// delta and the values. The first step comes before keys and values, as its place is free before theirs.
-template <bool QUERIES, bool DOWN = false, bool BIASED = false, bool DROPOUT = false>
+// delta and the values. The first step comes before keys and values, as its place is free before theirs. CHAINED: a block
+// takes the `chain` tiles of a KV head one after the other; the first, which all queries see, finds dq's sums fresh.
+template <bool QUERIES, bool DOWN = false, bool BIASED = false, bool DROPOUT = false, bool CHAINED = false>
 __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
                                          const TensorMap& kv_map, const Tile* plan, int* counter, int tiles,
-                                         int row_blocks, const TensorMap& bias_map) {
+                                         int row_blocks, const TensorMap& bias_map, int chain = 1) {
     const u32 full = QUERIES ? m.q_full : m.grad_full, empty = QUERIES ? m.q_empty : m.grad_empty;
     const u32 kv_full = QUERIES ? m.k_full : m.v_full, kv_empty = QUERIES ? m.k_empty : m.v_empty;
     Ring ring;
     for (u32 round = 0;; ++round) {
         const u32 tile = tile_of(m, round), parity = round / 2 & 1, known = m.tile_full + 8 * (round & 1);
         if (QUERIES) {
-            const int index = round ? gridDim.x + atomicAdd(counter, 1) : blockIdx.x;
+            int index = 0;
+            if (CHAINED && round % chain) index = load_shared(m.index) + 1;
+            else index = chain * (round ? gridDim.x + atomicAdd(counter, 1) : blockIdx.x);
+            if (CHAINED) store_shared(m.index, (u32)index);  // no register is left for it
             mbar_expect(known, sizeof(Tile));
             bulk_load(tile, plan + min(index, tiles), sizeof(Tile), known);
         }
@@ -95,7 +101,7 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
                 const int part = head * row_blocks + field(tile, ROW_BLOCK) + block;
                 mbar_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                 if (QUERIES) {
-                    store_shared(step + 4 * PART, (u32)part);
+                    store_shared(step + 4 * PART, (u32)part | (CHAINED && !field(tile, FIRST) ? FRESH : 0));
                     store_shared(step + 4 * BLOCK, (u32)block);
                     store_shared(step + 4 * STEP_HEAD, (u32)head);
                     store_shared(step + 4 * MASKED, block < field(tile, OPEN_FROM) || block >= field(tile, OPEN_TO));

@@ -4,12 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+from attention_formula import assert_close, gradients
 
 from gpuattn import kernels
 from gpuattn.arrays import BFLOAT16
 from gpuattn.errors import UnsupportedError
 from gpuattn.ops import attention_hopper
-from gpuattn.ops.flash_attention import flash_attention
+from gpuattn.ops.flash_attention import IMPLS, flash_attention
 
 FILE = "flash_attention_forward_hopper.cu"
 FLAGS = list(itertools.product((False, True), repeat=4))
@@ -90,3 +91,14 @@ def test_replays_beside_eager_calls(gpu):
     for each in (stream, other):
         each.synchronize()
     assert all((out.view(np.uint16) == want).all() for out in (*captured, eager))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_takes_all_tiles_of_a_head(gpu, causal):
+    """As many heads of keys as multiprocessors, of few tiles each: dq is not zeroed before."""
+    hopper(gpu)  # or skips
+    heads = gpu.cuda.Device().attributes["MultiProcessorCount"]
+    shape = {"queries": 450, "keys": 500, "heads": 2 * heads, "kv_heads": heads}
+    impls = {impl.name: impl for impl in IMPLS}
+    found = gradients(impls["raw-hopper"], gpu, **shape, causal=causal)
+    assert_close(found, gradients(impls["reference"], gpu, **shape, causal=causal))
