@@ -148,6 +148,7 @@ CALLS = {  # what is made of x, with another matrix, a vector and scores
     "dropout_add_norm, gradient": lambda x, y, v, *_: gradients(add_norm, x, y, y, v),
     "gelu": lambda x, y, v, *_: gpuattn.gelu(x, v),
     "gelu, gradient": lambda x, y, v, *_: gradients(gpuattn.gelu, x, y, v),
+    "rotary": lambda x, *_: gpuattn.rotary(*x.reshape(2, -1, 8, 64)),
     "beam_step": lambda x, y, v, scores: gpuattn.beam_step(x, scores),
     "topk_logprobs": lambda x, *_: gpuattn.topk_logprobs(x, 8),
     "sample_tokens": lambda x, *_: gpuattn.sample_tokens(x, seed=3),
