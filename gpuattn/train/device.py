@@ -14,7 +14,7 @@ DEVICES = ("auto", "cuda", "numpy")
 LIBRARIES = (
     "numpy", "ml_dtypes", "click", "rich", "safetensors", "sentencepiece", "sacrebleu",
     "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "nvmath-python",
-    "cuda-bindings", "nvidia-ml-py", "nvidia-cuda-nvrtc", "mpi4py",
+    "cuda-bindings", "nvidia-cuda-nvrtc", "mpi4py",
 )  # fmt: skip
 
 

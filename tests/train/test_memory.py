@@ -33,13 +33,9 @@ class Heard(Report):
 
 
 @pytest.fixture
-def pairs(tmp_path):
-    rng = np.random.default_rng(1)
-    lines = [" ".join(rng.choice(list("abcdefgh"), rng.integers(1, 9))) for _ in range(80)]
-    (tmp_path / "src").write_text("".join(f"{line}\n" for line in lines))
-    (tmp_path / "tgt").write_text("".join(f"{line[::-1]}\n" for line in lines))
+def pairs(reversed_text):
     return TrainConfig(
-        source=str(tmp_path / "src"), target=str(tmp_path / "tgt"), vocab_size=400, max_len=40,
+        **reversed_text, vocab_size=400, max_len=40,
         dim=32, heads=2, layers=(2, 2), ffn=48, dropout=0.2, batch=240, lr=1e-2, warmup=4,
         length="8u", eval_every="4u", score_pairs=0,
     )  # fmt: skip

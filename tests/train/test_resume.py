@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 from kill_drill import drill, new_config
 from stopping import After, assert_same_bits, assert_same_metrics
@@ -19,13 +18,9 @@ from gpuattn.tuning import tune
 
 
 @pytest.fixture
-def config(tmp_path):
-    rng = np.random.default_rng(1)
-    lines = [" ".join(rng.choice(list("abcdefgh"), rng.integers(1, 9))) for _ in range(80)]
-    (tmp_path / "src").write_text("".join(f"{line}\n" for line in lines))
-    (tmp_path / "tgt").write_text("".join(f"{line[::-1]}\n" for line in lines))
+def config(reversed_text):
     return TrainConfig(
-        source=str(tmp_path / "src"), target=str(tmp_path / "tgt"), vocab_size=400, max_len=40,
+        **reversed_text, vocab_size=400, max_len=40,
         dim=16, heads=2, layers=(1, 1), ffn=16, dropout=0.3, batch=120, lr=1e-2, warmup=4,
         length="4e", eval_every="1e", score_pairs=3, ema=0.9, accumulate=2, average=2, beam=2,
     )  # fmt: skip

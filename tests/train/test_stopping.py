@@ -111,7 +111,8 @@ def test_on_a_gpu_a_signal_during_capture_saves_too(gpu, tmp_path, monkeypatch):
     from gpuattn.train.trainer import Trainer
 
     config, inner, calls = new_config(tmp_path, "numpy", kills=0), Trainer._apply, []
-    config = dataclasses.replace(config, eval_every="10u")
+    # deterministic: other processes that tune products at the same time change nothing
+    config = dataclasses.replace(config, eval_every="10u", deterministic=True)
 
     def interrupted(trainer):
         calls.append(trainer)
