@@ -73,3 +73,20 @@ def test_the_fused_ops_are_complete():
     compared = {row["op"] for row in FUSED if results.is_comparison(row)}
     assert compared == set(fused_cases.TABLES)
     assert results.absent(FUSED) == []
+
+
+def test_the_readme_tells_what_updates_take():
+    readme = (FOLDER.parents[2] / "README.md").read_text(encoding="utf-8")
+    table = readme.split("### How long an update takes")[1].split("\n\n")[1]
+    names = ("torch-eager", "torch-compile", "torch-graph")
+    measured = []
+    for row in DOCUMENTS["train-h200.json"]["rows"]:
+        times = [row["us"], *(row["peers"][name] for name in names)]
+        measured.append([*(us / 1000 for us in times), row["ratio_to_best_peer"]])
+    told = [
+        [float(cell.strip("* x")) for cell in line.split("|")[2:-1]]
+        for line in table.splitlines()[2:]
+    ]
+    assert len(told) == len(measured)
+    for cells, figures in zip(told, measured, strict=True):
+        assert cells == pytest.approx(figures, rel=0.006)
