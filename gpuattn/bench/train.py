@@ -77,7 +77,7 @@ def _translation(case, xp):
     model = TranslationModel(case.config())
     there = batch_to(batch, xp)
     inputs = [x.reshape(case.shape) for x in (batch.source, batch.target_in, batch.labels)]
-    return model, lambda dloss: model.loss(there, case.smoothing, dloss)[0], inputs
+    return model, lambda dloss: model.loss(there, case.smoothing, dloss), inputs
 
 
 def _text(case, xp):

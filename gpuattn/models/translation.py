@@ -68,16 +68,6 @@ class TranslationConfig:
             raise ConfigError(problem("TranslationConfig", "d_model", self.d_model, accepted))
 
 
-class Sums(NamedTuple):
-    """What a batch adds to the statistics: its loss summed over ``tokens`` target tokens.
-
-    ``mean``: a 0-d array on the model's device; reading it waits for a GPU.
-    """
-
-    mean: Any
-    tokens: int
-
-
 class Sources(NamedTuple):
     """The source side of a ``data.batching.Batch``, for translation."""
 
@@ -158,7 +148,7 @@ class TranslationModel(Module):
         return self.head.weight if self.head else self.source.weight
 
     def loss(self, batch, label_smoothing=0.1, dloss=None):
-        """Return (mean cross-entropy per target token as a Tensor, Sums) of a packed batch.
+        """Return the mean cross-entropy per target token of a packed batch, as a Tensor.
 
         ``batch``: a ``data.batching.Batch``, or anything with its fields, on the model's device.
         ``dloss``: what backward will be called with, see ``cross_entropy``.
@@ -175,10 +165,8 @@ class TranslationModel(Module):
             "vocab_size": self.config.vocab, "label_smoothing": label_smoothing, "dloss": dloss,
         }  # fmt: skip
         if self.checkpoint == "full" or not self.training:
-            loss = linear_cross_entropy(x, self._head_weight(), batch.labels, **settings)
-        else:
-            loss = cross_entropy(self.logits(x), batch.labels, donate=True, **settings)
-        return loss, Sums(loss.data, batch.target_tokens)
+            return linear_cross_entropy(x, self._head_weight(), batch.labels, **settings)
+        return cross_entropy(self.logits(x), batch.labels, donate=True, **settings)
 
     def pack(self, sources):
         """Return ``Sources`` of lists of token ids without marks, on the model's device."""

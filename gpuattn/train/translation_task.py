@@ -55,7 +55,7 @@ class TranslationTask(Task):
         return translation_flops(self.model.config, *lengths)
 
     def loss(self, batch, label_smoothing=0.0, dloss=None):
-        return self.model.loss(batch, label_smoothing, dloss)[0]
+        return self.model.loss(batch, label_smoothing, dloss)
 
     def evaluate(self, folder, update, loss, stop):
         pairs = self.corpus.valid[: self.config.score_pairs]

@@ -43,13 +43,13 @@ VARIANTS = [
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda o: f"{o['norm']}-{o['positions']}")
 def test_gradient_of_every_parameter_agrees_with_differences(options, rng):
     model, batch, eps = in_float64(make(**options)), one_batch(), 1e-6
-    model.loss(batch)[0].backward()
+    model.loss(batch).backward()
     for name, p in model.named_parameters():
         step = rng.standard_normal(p.shape)
         home, sides = p.data, []
         for sign in (1, -1):
             p.data = home + sign * eps * step
-            sides.append(model.loss(batch)[0].item())
+            sides.append(model.loss(batch).item())
         p.data = home
         numeric, exact = (sides[0] - sides[1]) / (2 * eps), float((p.grad * step).sum())
         assert abs(numeric - exact) <= 2e-6 * max(1, abs(exact)), (name, numeric, exact)
@@ -60,27 +60,26 @@ def test_gradient_of_every_parameter_agrees_with_differences(options, rng):
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda o: f"{o['norm']}-{o['positions']}")
 def test_a_packed_batch_equals_its_sentences_alone(options):
     model = make(**options).eval()
-    loss, sums = model.loss(one_batch())
-    alone = [model.loss(one_batch([pair]))[1] for pair in PAIRS]
-    assert sums.tokens == sum(s.tokens for s in alone) == 10
-    total = sum(float(s.mean) * s.tokens for s in alone)
-    np.testing.assert_allclose(loss.item() * sums.tokens, total, rtol=1e-5)
+    together, alone = one_batch(), [one_batch([pair]) for pair in PAIRS]
+    assert together.target_tokens == sum(batch.target_tokens for batch in alone) == 10
+    total = sum(model.loss(batch).item() * batch.target_tokens for batch in alone)
+    np.testing.assert_allclose(model.loss(together).item() * 10, total, rtol=1e-5)
 
 
 def test_initial_loss_is_near_that_of_guessing():
     model = make(vocab=500, d_model=64).eval()
-    loss, _ = model.loss(one_batch(), label_smoothing=0.0)
+    loss = model.loss(one_batch(), label_smoothing=0.0)
     assert np.log(500) - 1 < loss.item() < np.log(500) + 1.5
 
 
 def test_padding_of_the_vocabulary_takes_no_part():
     model, batch = make(), one_batch()
     assert model.source.weight.shape == (64, 8)
-    model.loss(batch)[0].backward()
+    model.loss(batch).backward()
     assert (model.source.weight.grad[20:] == 0).all()
-    before = model.eval().loss(batch)[0].item()
+    before = model.eval().loss(batch).item()
     model.source.weight.data[20:] = 1e4
-    assert model.loss(batch)[0].item() == before
+    assert model.loss(batch).item() == before
 
 
 def test_the_vocabulary_may_go_without_padding():
@@ -92,7 +91,7 @@ def test_the_vocabulary_may_go_without_padding():
         for name, x in model.state().items()
     }
     padded.load_state(grown)
-    assert model.eval().loss(batch)[0].item() == padded.eval().loss(batch)[0].item()
+    assert model.eval().loss(batch).item() == padded.eval().loss(batch).item()
 
 
 def test_one_product_makes_all_keys_and_values_of_the_memory(monkeypatch):
@@ -157,16 +156,16 @@ def test_post_norm_has_no_norm_at_the_end():
 def test_seed_decides_parameters_and_dropout():
     one, same, other = make(seed=1), make(seed=1), make(seed=2)
     batch = one_batch()
-    assert one.loss(batch)[0].item() == same.loss(batch)[0].item()
+    assert one.loss(batch).item() == same.loss(batch).item()
     assert (one.source.weight.data != other.source.weight.data).any()
     same.random.step = 1
-    assert one.loss(batch)[0].item() != same.loss(batch)[0].item()
+    assert one.loss(batch).item() != same.loss(batch).item()
 
 
 def test_dropout_repeats_in_recomputation():
     kept, recomputed, batch = make(dropout=0.3), make(dropout=0.3), one_batch()
-    kept.loss(batch)[0].backward()
-    checkpoint(lambda _: recomputed.loss(batch)[0], Tensor(np.zeros(1))).backward()
+    kept.loss(batch).backward()
+    checkpoint(lambda _: recomputed.loss(batch), Tensor(np.zeros(1))).backward()
     for (name, a), b in zip(kept.named_parameters(), recomputed.parameters(), strict=True):
         np.testing.assert_array_equal(a.grad, b.grad, err_msg=name)
 
@@ -175,15 +174,15 @@ def test_the_order_of_the_loader_changes_no_gradient():
     batch = one_batch()
     plain = dataclasses.replace(batch, source_order=None, target_order=None)
     one, two = make(), make()
-    one.loss(batch)[0].backward()
-    two.loss(plain)[0].backward()
+    one.loss(batch).backward()
+    two.loss(plain).backward()
     np.testing.assert_array_equal(one.source.weight.grad, two.source.weight.grad)
 
 
 def test_state_goes_to_another_model_and_back():
     one, two, batch = make(seed=1), make(seed=2), one_batch()
     two.load_state(one.state())
-    assert one.eval().loss(batch)[0].item() == two.eval().loss(batch)[0].item()
+    assert one.eval().loss(batch).item() == two.eval().loss(batch).item()
     with pytest.raises(CheckpointError, match="another model.*encoder.1"):
         make(layers=(1, 2)).load_state(one.state())
 
@@ -249,7 +248,7 @@ def test_learns_eight_sentences_by_heart(rng):
     moments = [(np.zeros(p.shape), np.zeros(p.shape)) for p in model.parameters()]
     for step in range(1, 121):
         model.zero_grad()
-        loss, _ = model.loss(batch, label_smoothing=0.0)
+        loss = model.loss(batch, label_smoothing=0.0)
         loss.backward()
         for p, (m, v) in zip(model.parameters(), moments, strict=True):
             m += 0.1 * (p.grad - m)
@@ -299,7 +298,7 @@ def test_configuration_survives_json():
 
 def test_runs_on_both_backends(xp):
     model, batch = make(dropout=0.0), one_batch()
-    want = model.loss(batch)[0].item()
+    want = model.loss(batch).item()
     for p in model.parameters():
         p.data = xp.asarray(p.data)
     moved = {
@@ -307,8 +306,7 @@ def test_runs_on_both_backends(xp):
         else xp.asarray(value) if isinstance(value, np.ndarray) else value
         for name, value in vars(batch).items()
     }  # fmt: skip
-    loss, sums = model.loss(dataclasses.replace(batch, **moved))
+    loss = model.loss(dataclasses.replace(batch, **moved))
     loss.backward()
     assert all(isinstance(p.grad, xp.ndarray) for p in model.parameters())
     np.testing.assert_allclose(loss.item(), want, rtol=1e-4)
-    assert sums.tokens == 10
