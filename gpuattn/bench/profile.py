@@ -52,7 +52,7 @@ def profile(task, device):
         with watching(watcher):
             update()
         spent = (time.perf_counter() - begin) * 1e6
-        return spent if device == "numpy" else timing.median(_samples(timing.Graph([again])))
+        return spent if device == "numpy" else _median(timing.Graph([again]))
 
     step, reach = trainer.look(at), ceilings(trainer.xp, dtype)
     (batch,) = meter.batches
@@ -169,27 +169,18 @@ def _fresh(value):
 
 def _time(call):
     """Return (microseconds, launches) of a call, without the host."""
-    (about,) = _samples(call, 1)
+    (about,) = timing.sample(call, 1)
     count = max(1, min(REPEATS, int(LONG / about)))
     graph = timing.Graph([*[call] * count, _captured])
     launches = graph.results[-1]
     if launches == 0:
         return 0.0, 0
-    us = timing.median(_samples(graph)) / count
+    us = _median(graph) / count
     return us, None if launches is None else launches / count
 
 
-def _samples(call, count=SAMPLES):
-    cuda = import_cupy().cuda
-    times = []
-    for _ in range(count):
-        begin, end = cuda.Event(), cuda.Event()
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(cuda.get_elapsed_time(begin, end) * 1e3)
-    return times
+def _median(launch):
+    return timing.median(timing.sample(launch, SAMPLES))
 
 
 def _captured():

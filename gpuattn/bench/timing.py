@@ -83,7 +83,7 @@ def alternate(launches):
     fewer samples a turn has.
     """
     times, names = {name: [] for name in launches}, list(launches)
-    lengths = {name: _samples(launches[name], 1)[0] / 1e6 for name in names}
+    lengths = {name: sample(launches[name], 1)[0] / 1e6 for name in names}
     for turn in range(TURNS):
         for name in names if turn % 2 == 0 else reversed(names):
             launch, seconds = launches[name], lengths[name]
@@ -91,11 +91,11 @@ def alternate(launches):
             time.sleep(min(REST * count * seconds, LONGEST_REST))
             for _ in range(min(int(TURN / seconds), WARM_UPS)):
                 launch()
-            times[name] += _samples(launch, count)
+            times[name] += sample(launch, count)
     return times
 
 
-def _samples(launch, count):
+def sample(launch, count):
     """Return the microseconds of ``count`` launches one behind the other, when all are done."""
     cupy = import_cupy()
     pairs = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(count)]

@@ -4,7 +4,12 @@ from dataclasses import asdict, dataclass, replace
 
 from gpuattn.bench.cases import Cell
 from gpuattn.models import GPT2Config, TranslationConfig
-from gpuattn.models.flops import gpt2_flops, translation_flops
+from gpuattn.models.flops import (
+    gpt2_flops,
+    gpt2_weights,
+    translation_flops,
+    translation_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,8 @@ class Step:
 
     def weights(self):
         """Return how many weights of linear layers a token meets, source and target as one."""
-        attention, feed_forward = 4 * self.width**2, 2 * self.width * self.hidden
-        *encoder, decoder = self.layers
-        crossing = attention * decoder if self.translates else 0
-        inside = (attention + feed_forward) * (sum(encoder) + decoder) + crossing
-        return inside + self.width * self.vocab
+        config = self.config()
+        return sum(translation_weights(config)) if self.translates else gpt2_weights(config)
 
     def flops(self, direction):
         """Return the model FLOPs, see ``models.flops``."""

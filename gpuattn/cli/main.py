@@ -128,7 +128,7 @@ def _debug_option():
 
 def _version(ctx, parameter, value):
     if value and not ctx.resilient_parsing:
-        from gpuattn.train.session import installed_version
+        from gpuattn.train.device import installed_version
 
         click.echo(f"gpuattn {installed_version()}")
         ctx.exit()

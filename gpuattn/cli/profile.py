@@ -8,9 +8,8 @@ import click
 
 from gpuattn.bench.profile import profile
 from gpuattn.cli.bench_table import console, short
-from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, device_option
-from gpuattn.cli.train import options_of, resolved
-from gpuattn.train.config import PRESETS
+from gpuattn.cli.options import GroupedCommand, GroupedOption, device_option
+from gpuattn.cli.train import config_option, options_of, preset_option, resolved
 from gpuattn.train.device import choose_device
 from gpuattn.train.metrics import write_text
 from gpuattn.train.page import PROFILE
@@ -32,10 +31,8 @@ gpuattn profile train.en train.de --preset base --batch 8k --json step.json
               help="Draw the ops under the roofline as PNG.")  # fmt: skip
 @click.option("--json", "path", type=click.Path(dir_okay=False), cls=GroupedOption,
               group="Results", help="Write the table here.")  # fmt: skip
-@click.option("--config", "config_file", type=click.Path(dir_okay=False), cls=GroupedOption,
-              group="Data", help="A TOML file of options.")  # fmt: skip
-@click.option("--preset", type=NearChoice(list(PRESETS)), cls=GroupedOption, group="Model",
-              help="A size, with what suits it.")  # fmt: skip
+@config_option("Data")
+@preset_option
 @device_option
 @click.pass_context
 def command(ctx, what, plot, path, config_file, device, **values):

@@ -24,8 +24,9 @@ from gpuattn.train.config import (
     shown,
 )
 from gpuattn.train.device import choose_device
+from gpuattn.train.metrics import describe
 from gpuattn.train.run import TASKS
-from gpuattn.train.session import describe, train
+from gpuattn.train.session import train
 from gpuattn.train.stopping import StopOnSignal
 from gpuattn.train.units import flag
 
@@ -126,6 +127,16 @@ def _default(name, percent=False):
     return f"{texts[TRANSLATION]}; gpt2: {texts[GPT2]}"
 
 
+def config_option(group):
+    """Return the option --config, under a heading."""
+    return click.option("--config", "config_file", type=click.Path(dir_okay=False),
+                        cls=GroupedOption, group=group, help="A TOML file of options.")  # fmt: skip
+
+
+preset_option = click.option("--preset", type=NearChoice(list(PRESETS)), cls=GroupedOption,
+                             group="Model", help="A size, with what suits it.")  # fmt: skip
+
+
 @click.command("train", cls=GroupedCommand, epilog=EPILOG)
 @click.argument("what", nargs=-1, metavar="[TASK | SRC TGT]")
 @click.option("--valid", nargs=2, type=click.Path(), metavar="SRC TGT", cls=GroupedOption,
@@ -134,10 +145,8 @@ def _default(name, percent=False):
               help="The run's folder.  [default: runs/TASK]")  # fmt: skip
 @click.option("--overwrite", is_flag=True, cls=GroupedOption, group="Folder",
               help="Delete the run that is in the folder.")  # fmt: skip
-@click.option("--config", "config_file", type=click.Path(dir_okay=False), cls=GroupedOption,
-              group="Folder", help="A TOML file of options.")  # fmt: skip
-@click.option("--preset", type=NearChoice(list(PRESETS)), cls=GroupedOption, group="Model",
-              help="A size, with what suits it.")  # fmt: skip
+@config_option("Folder")
+@preset_option
 @device_option
 @click.pass_context
 def command(ctx, what, valid, out, overwrite, config_file, device, **values):

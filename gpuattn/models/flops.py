@@ -17,9 +17,7 @@ def translation_flops(config, source, target):
     """
     source, target = (np.asarray(lengths, np.float64) for lengths in (source, target))
     encoder, decoder = config.layers
-    queries, keys, feed_forward = _weights(config, config.ffn)
-    of_source = encoder * (queries + keys + feed_forward) + decoder * keys  # of the memory
-    of_target = decoder * (2 * queries + keys + feed_forward) + config.d_model * config.vocab
+    of_source, of_target = translation_weights(config)
     pairs = encoder * source @ source + decoder * (target @ target / 2 + source @ target)
     products = of_source * source.sum() + of_target * target.sum()
     return float(6 * products + 12 * config.d_model * pairs)
@@ -27,10 +25,24 @@ def translation_flops(config, source, target):
 
 def gpt2_flops(config, rows, tokens):
     """Return the FLOPs of a step on so many ``rows`` of ``tokens`` each. ``config``: GPT2Config."""
-    inside = config.layers * sum(_weights(config, 4 * config.d_model))
     pairs = config.layers * rows * tokens**2 / 2
-    products = (inside + config.d_model * config.vocab) * rows * tokens
+    products = gpt2_weights(config) * rows * tokens
     return float(6 * products + 12 * config.d_model * pairs)
+
+
+def translation_weights(config):
+    """Return how many weights of linear layers a source token meets, and a target token."""
+    encoder, decoder = config.layers
+    queries, keys, feed_forward = _weights(config, config.ffn)
+    of_source = encoder * (queries + keys + feed_forward) + decoder * keys  # of the memory
+    of_target = decoder * (2 * queries + keys + feed_forward) + config.d_model * config.vocab
+    return of_source, of_target
+
+
+def gpt2_weights(config):
+    """Return how many weights of linear layers a token meets."""
+    inside = config.layers * sum(_weights(config, 4 * config.d_model))
+    return inside + config.d_model * config.vocab
 
 
 def _weights(config, hidden):

@@ -23,9 +23,8 @@ from gpuattn.train.units import (
     flag,
     nearest,
     number,
-    parse_batch,
+    or_auto,
     parse_count,
-    parse_interval,
     parse_layers,
     parse_length,
     parse_warmup,
@@ -98,7 +97,7 @@ class TrainConfig:
     activation: str | None = _option(None, choice(*CHOICES["activation"]))
     pad_vocab: bool = _option(True, flag)
 
-    batch: int | str = _option(8000, parse_batch)
+    batch: int | str = _option(8000, or_auto(parse_count))
     batching: str = _option("packed", choice(*BATCHING), only=TRANSLATION)
     accumulate: int = _option(1, whole(1))
     checkpoint: str = _option("none", choice(*CHECKPOINT))
@@ -117,7 +116,7 @@ class TrainConfig:
     length: Length = _option(Length(120, "e"), parse_length)
     patience: int = _option(0, whole(0))
 
-    eval_every: Length | str = _option(AUTO, parse_interval)
+    eval_every: Length | str = _option(AUTO, or_auto(parse_length))
     score_pairs: int = _option(1000, whole(0), only=TRANSLATION)
     beam: int = _option(5, whole(1), only=TRANSLATION)
     length_penalty: float = _option(1.0, number(0), only=TRANSLATION)

@@ -96,6 +96,11 @@ def versions():
     return {name: version for name, version in found.items() if version}
 
 
+def installed_version():
+    """Return the version of the installed package."""
+    return version_of("gpuattn") or "from source"
+
+
 def version_of(name):
     """Return the version of an installed distribution, or None."""
     from importlib.metadata import PackageNotFoundError, version

@@ -6,7 +6,7 @@ import numpy as np
 
 from gpuattn.train.ceilings import ceilings
 from gpuattn.train.power import PowerMeter
-from gpuattn.train.units import duration
+from gpuattn.train.units import duration, prefixed
 
 SPENT = ("seconds", "tokens", "flops", "joules")
 
@@ -74,7 +74,5 @@ class Meter:
 
 def short(number):
     """Return such as "1.2M", "24.6k" or "812"."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:.0f}"
+    value, prefix = prefixed(number)
+    return f"{value:.3g}{prefix}" if prefix else f"{value:.0f}"

@@ -3,13 +3,12 @@
 import contextlib
 import datetime
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from gpuattn.arrays import to_cpu
 from gpuattn.train import checkpoint, memory
 from gpuattn.train.config import default_batch, to_toml
-from gpuattn.train.device import card_memory, choose_device, versions
+from gpuattn.train.device import card_memory, choose_device, installed_version, versions
 from gpuattn.train.metrics import describe, rank, write_text
 from gpuattn.train.page import write_page
 from gpuattn.train.precision import choose
@@ -218,11 +217,3 @@ class _Logged(Report):
 def _clipped(text):
     """Return a text as far as it fits into a line: early translations stutter without end."""
     return text if len(text) <= CLIP else f"{text[: CLIP - 3]}..."
-
-
-def installed_version():
-    """Return the version of the installed package."""
-    try:
-        return version("gpuattn")
-    except PackageNotFoundError:
-        return "from source"

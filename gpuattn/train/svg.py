@@ -6,6 +6,7 @@ Colors are the page's CSS variables, so that light and dark are up to who reads.
 import math
 
 from gpuattn.train.markup import tag
+from gpuattn.train.units import prefixed
 
 WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 40  # margins
@@ -173,10 +174,8 @@ def _round_step(step):
 
 
 def _short(value):
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.4g}{unit}"
-    return f"{value:.4g}"
+    value, prefix = prefixed(value)
+    return f"{value:.4g}{prefix}"
 
 
 def _thinned(points):

@@ -47,16 +47,6 @@ def parse_length(value):
     return Length(int(amount), match[3])
 
 
-def parse_interval(value):
-    """Return the Length between things that recur, or "auto"."""
-    if value == AUTO:
-        return AUTO
-    try:
-        return parse_length(value)
-    except ConfigError as error:
-        raise ConfigError(f"{error}, or auto") from None
-
-
 def parse_count(value):
     """Return the whole number of ``8192``, ``8k`` (8,000) or ``1.5M``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kM]?)", str(value).strip())
@@ -66,14 +56,18 @@ def parse_count(value):
     return int(count)
 
 
-def parse_batch(value):
-    """Return the whole number of ``parse_count``, or "auto"."""
-    if value == AUTO:
-        return AUTO
-    try:
-        return parse_count(value)
-    except ConfigError as error:
-        raise ConfigError(f"{error}, or auto") from None
+def or_auto(parse):
+    """Return a parser of "auto" and of what ``parse`` takes."""
+
+    def parse_or_auto(value):
+        if value == AUTO:
+            return AUTO
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or auto") from None
+
+    return parse_or_auto
 
 
 def parse_layers(value):
@@ -104,6 +98,14 @@ def duration(seconds):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def prefixed(number):
+    """Return (a number in units of "k", "M", "G" or "T", that prefix), "" for small ones."""
+    for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return number / limit, prefix
+    return number, ""
 
 
 def whole(least):
