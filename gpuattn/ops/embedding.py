@@ -242,9 +242,10 @@ def _forward_raw(
         map(aligned_rows, (rows, table), (step, table_step))
     )
     constants = {"scalar": ctype(weight.dtype), "token": _token(index)}
-    constants |= {"ALIGNED": aligned, "BLOCK": BLOCK}
-    kernel("embedding.cu", "embedding_forward", **constants)(
-        (-(-y.size // (rng.LANES * PACKS * BLOCK)),), (BLOCK,),
+    constants |= {"POSITIONS": table is not None, "DROPOUT": p > 0}
+    grid, block = _forward_grid(tokens.size, weight.shape[1], aligned)
+    kernel("embedding.cu", "embedding_forward", **constants, ALIGNED=aligned, BLOCK=BLOCK)(
+        grid, block,
         index, rows, places, table, y, arrived, 0 if arrived is None else arrived.size,
         tokens.size, len(weight) if vocab_size is None else vocab_size, step,
         0 if table is None else len(table), table_step, weight.shape[1], _length(tokens),
@@ -253,6 +254,17 @@ def _forward_raw(
     )  # fmt: skip
     saved = (index, places, order[0], _table(weight), _table(position_weight), arrived)
     return y, (saved if any(needs) else None)
+
+
+def _forward_grid(tokens, cols, aligned):
+    """Return (blocks, threads): along a row and over rows where its packs are ``aligned``."""
+    packs = -(-(cols if aligned else tokens * cols) // rng.LANES)
+    threads = -(-packs // PACKS)
+    if not aligned:
+        return (-(-threads // BLOCK),), (BLOCK,)
+    slabs = max(-(-threads // BLOCK), 1)
+    threads = max(-(-threads // slabs), 1)
+    return (-(-tokens // (BLOCK // threads)), slabs), (threads, BLOCK // threads)
 
 
 def _backward_raw(saved, dy, *, needs, into, scale, p, key, deterministic=True, **_):
