@@ -12,9 +12,10 @@
 #include "common/pack.cuh"
 #include "common/philox.cuh"
 
-constexpr int PACKS = 2;  // as in gpuattn/ops/embedding.py
+constexpr int PACKS = POSITIONS ? 1 : 2;  // as in gpuattn/ops/embedding.py
+constexpr int BLOCKS = ALIGNED && sizeof(scalar) == 2 ? 2048 / BLOCK : 4;  // of a multiprocessor, at least
 
-extern "C" __global__ void __launch_bounds__(BLOCK) embedding_forward(
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) embedding_forward(
     const token* tokens,             // (count,)
     const scalar* weight,            // (rows, cols), `stride` apart
     const token* positions,          // (count,), or null: index % length

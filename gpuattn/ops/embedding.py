@@ -25,8 +25,10 @@ from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
 
-BLOCK, PACKS = 256, 2  # threads, and groups of rng.LANES elements that each of them makes
+BLOCK = 256  # threads
+PACKS = {False: 2, True: 1}  # of rng.LANES elements that each of them makes, with positions or not
 MOST_THREADS, MOST_CHUNKS = 128, 512  # of the gradient: of a block, and of the sorted tokens
+MOST_COUNTED = 2**31 - 2**14  # in 32 bits
 TILE, WINDOW, ATOMIC_ROWS = 32, 128, 4  # as in embedding_backward.cu
 
 
@@ -208,6 +210,8 @@ def _sum_rows(rows, order, table, scale, slot):
 
 
 def _refuse_raw(tokens, weight, *_, **__):
+    if max(tokens.size, weight.shape[1]) > MOST_COUNTED:
+        return f"the kernel counts at most {MOST_COUNTED} tokens, and columns of weight"
     return kernel_refusal(weight, "weight")
 
 
@@ -243,7 +247,7 @@ def _forward_raw(
     )
     constants = {"scalar": ctype(weight.dtype), "token": _token(index)}
     constants |= {"POSITIONS": table is not None, "DROPOUT": p > 0}
-    grid, block = _forward_grid(tokens.size, weight.shape[1], aligned)
+    grid, block = _forward_grid(tokens.size, weight.shape[1], aligned, PACKS[table is not None])
     kernel("embedding.cu", "embedding_forward", **constants, ALIGNED=aligned, BLOCK=BLOCK)(
         grid, block,
         index, rows, places, table, y, arrived, 0 if arrived is None else arrived.size,
@@ -256,10 +260,13 @@ def _forward_raw(
     return y, (saved if any(needs) else None)
 
 
-def _forward_grid(tokens, cols, aligned):
-    """Return (blocks, threads): along a row and over rows where its packs are ``aligned``."""
+def _forward_grid(tokens, cols, aligned, each):
+    """Return (blocks, threads), which make so many packs ``each``.
+
+    Both are along a row and over rows where all packs are ``aligned``.
+    """
     packs = -(-(cols if aligned else tokens * cols) // rng.LANES)
-    threads = -(-packs // PACKS)
+    threads = -(-packs // each)
     if not aligned:
         return (-(-threads // BLOCK),), (BLOCK,)
     slabs = max(-(-threads // BLOCK), 1)
