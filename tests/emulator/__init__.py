@@ -35,6 +35,7 @@ from emulator.translate import translate
 from gpuattn import arrays, kernels, tensormaps
 from gpuattn.ops import (
     attention_dropout,
+    attention_head,
     attention_hopper,
     attention_hopper_backward,
     attention_launch,
@@ -49,6 +50,7 @@ MODULES = (
     attention_dropout,
     attention_launch,
     attention_short,
+    attention_head,
     attention_hopper,
     attention_hopper_backward,
 )
