@@ -8,7 +8,7 @@ from attention_problems import Problem
 
 from gpuattn import tensormaps
 from gpuattn.impls import Impl
-from gpuattn.ops import attention_head, attention_hopper_backward
+from gpuattn.ops import attention_hopper_backward, attention_hopper_head
 from gpuattn.ops.flash_attention import IMPLS
 
 PROBLEMS = {  # of several tiles each, so that what lies in shared memory is used again
@@ -83,7 +83,7 @@ def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal):
 @pytest.mark.parametrize("number", WHOLE_HEADS)
 def test_gradient_by_whole_heads(monkeypatch, number):
     """Also what others are faster at."""
-    monkeypatch.setattr(attention_head, "takes", attention_head.fits)
+    monkeypatch.setattr(attention_hopper_head, "takes", attention_hopper_head.fits)
     check(number, emulator.Machine(seed=number))
 
 

@@ -10,8 +10,8 @@ from gpuattn.impls import Elsewhere
 from gpuattn.kernels import gpu, kernel, kernel_refusal
 from gpuattn.ops import (
     attention_ampere_backward,
-    attention_head,
     attention_hopper_backward,
+    attention_hopper_head,
     attention_short,
 )
 from gpuattn.ops.attention_launch import UNLIMITED, Launch
@@ -172,8 +172,8 @@ def forward(q, k, v, *extras, needs, **params):
     launch = Launch(q, k, v, bias, *extras[1:], **params, out=out)
     plan = _Plan(launch, q, bias)
     inputs = q, k, v, *extras
-    if saved and attention_head.takes(*inputs, **params):
-        attention_head.compile_ahead(q.device.id, q.dtype, launch.dropout)
+    if saved and attention_hopper_head.takes(*inputs, **params):
+        attention_hopper_head.compile_ahead(q.device.id, q.dtype, launch.dropout)
     elif (
         saved and bias is None and not attention_hopper_backward.refuse_backward(*inputs, **params)
     ):
@@ -207,7 +207,7 @@ def describe(q, k, v, *extras, **params):
     }  # fmt: skip
     if reason := attention_hopper_backward.refuse_backward(q, k, v, *extras, **params):
         details["gradient"] = f"raw-ampere's, because {reason}"
-    elif attention_head.takes(q, k, v, *extras, **params):
+    elif attention_hopper_head.takes(q, k, v, *extras, **params):
         details["gradient"] = "a block for a whole head, in one launch"
     return details
 
@@ -218,8 +218,8 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     short = attention_short.suits(*inputs, **params)
     if short or form.refuse_backward(*inputs, **params, needs=needs):
         form = attention_ampere_backward
-    elif attention_head.takes(*inputs, **params):
-        form = attention_head
+    elif attention_hopper_head.takes(*inputs, **params):
+        form = attention_hopper_head
     return form.backward(saved, dout, dlse, needs=needs, into=into, **params)
 
 

@@ -35,9 +35,9 @@ from emulator.translate import translate
 from gpuattn import arrays, kernels, tensormaps
 from gpuattn.ops import (
     attention_dropout,
-    attention_head,
     attention_hopper,
     attention_hopper_backward,
+    attention_hopper_head,
     attention_launch,
     attention_short,
 )
@@ -50,7 +50,7 @@ MODULES = (
     attention_dropout,
     attention_launch,
     attention_short,
-    attention_head,
+    attention_hopper_head,
     attention_hopper,
     attention_hopper_backward,
 )

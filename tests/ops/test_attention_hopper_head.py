@@ -7,14 +7,14 @@ from checks import find
 
 from gpuattn import kernels, rng
 from gpuattn.arrays import BFLOAT16
-from gpuattn.ops import attention_head, attention_hopper, attention_hopper_backward
+from gpuattn.ops import attention_hopper, attention_hopper_backward, attention_hopper_head
 from gpuattn.ops.flash_attention import IMPLS
 
 
 @pytest.mark.parametrize("dropout", [False, True])
 def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, dropout):
     """ptxas says C7512 and the like where it waits for each product."""
-    file, size = attention_head.FILE, attention_head.shared_bytes(dropout)
+    file, size = attention_hopper_head.FILE, attention_hopper_head.shared_bytes(dropout)
     check = f'\nstatic_assert(SHARED == {size}, "the host asks for another size");\n'
     text = kernels.source_text(file, scalar="bf16", DROPOUT=dropout) + check
     _, log = kernels.compile_text(text, "sm_90a", file)
@@ -59,8 +59,8 @@ CASES = [  # changes, whether the kernel can, whether it does
 def test_what_is_taken(changes, can, does):
     (q, *others), params = arguments(np, **changes)
     with emulator.Machine(seed=1, multiprocessors=12).in_place():
-        assert attention_head.fits(q, *others, **params) == can
-        assert attention_head.takes(emulator.as_array(q), *others, **params) == does
+        assert attention_hopper_head.fits(q, *others, **params) == can
+        assert attention_hopper_head.takes(emulator.as_array(q), *others, **params) == does
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -72,7 +72,9 @@ def test_several_heads_of_each_block(gpu, causal, p):
     inputs, params = arguments(gpu, B=64, T=T, S=S, window=window, dropout_p=p, key=key)
     if reason := find(IMPLS, "raw-hopper").refuse(*inputs, **params):
         pytest.skip(reason)
-    assert attention_head.fits(*inputs, **params)
+    assert attention_hopper_head.fits(*inputs, **params)
+    if causal and not p:
+        assert "whole head" in attention_hopper.describe(*inputs, **params)["gradient"]
     needs = (True,) * 3 + (False,) * 6
     dout = arguments(gpu, B=64, T=S, S=T)[0][1]  # other numbers than q's
 
@@ -81,7 +83,7 @@ def test_several_heads_of_each_block(gpu, causal, p):
         grads = backward(saved, dout, None, needs=needs, into=(None,) * 9, **params)
         return [x.astype(np.float32) for x in (out, lse, *grads[:3])]
 
-    first, again = (run(attention_head.backward) for _ in range(2))
+    first, again = (run(attention_hopper_head.backward) for _ in range(2))
     assert all((x == y).all() for x, y in zip(first, again, strict=True))
     for x, want in zip(first, run(attention_hopper_backward.backward), strict=True):
         assert abs(x - want).max() <= 2**-6 * abs(want).max()

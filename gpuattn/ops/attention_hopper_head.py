@@ -1,4 +1,4 @@
-"""Attention's gradient by whole heads: ``rawkernels/flash_attention_backward_head.cu``."""
+"""Attention's gradient by whole heads: ``rawkernels/flash_attention_backward_hopper_head.cu``."""
 
 import functools
 
@@ -9,7 +9,7 @@ from gpuattn.arrays import ctype, get_xp
 from gpuattn.kernels import gpu, kernel
 from gpuattn.ops.attention_launch import Launch, gradient_arrays
 
-FILE, NAME = "flash_attention_backward_head.cu", "flash_attention_backward_head"
+FILE, NAME = "flash_attention_backward_hopper_head.cu", "flash_attention_backward_head"
 LEAST_LENGTH, MAX_LENGTH, MAX_HEAD_DIM = 97, 256, 64
 THREADS = 384
 BLOCK, BLOCKS, BLOCK_BYTES = 64, 4, 8192  # rows of a block, blocks of a head, bytes

@@ -11,7 +11,7 @@
 //   S^T = K Q^T,  dP^T = V dO^T,  P^T = exp2(S^T c - lse),  dS^T = P^T (dP^T - delta),
 //   dV += P^T dO and dK += dS^T Q from registers,  dQ = dS K by way of shared memory, from all keys at once.
 // The warpgroups take turns at dQ. Blocks of keys that no query before sees leave, and the next head's come.
-// With dropout P^T's signs say what is dropped; dS^T counts in units of 1 / (1 - p), as in flash_attention_backward_hopper.cu.
+// Dropout as in flash_attention_backward_hopper.cu: P^T's signs say what is dropped, dS^T counts in units of 1 / (1 - p).
 #include "common/attention_dropout.cuh"
 #include "common/dropout_bounds.cuh"
 #include "common/philox.cuh"
@@ -205,7 +205,8 @@ __device__ __forceinline__ void block(u32 shared, const Attention& a, int offset
 
 // A warp's 16 rows of a gradient leave by way of 2 KB of shared memory that is its own, when no more than PENDING of its
 // stores may still read theirs.
-template <int PENDING> __device__ __forceinline__ void store_warp(const TensorMap& map, u32 staged, float (&d)[32], float factor, int row,
+template <int PENDING>
+__device__ __forceinline__ void store_warp(const TensorMap& map, u32 staged, float (&d)[32], float factor, int row,
                                            const Head& h) {
 #pragma unroll
     for (int e = 0; e < 32; ++e) d[e] *= factor;
