@@ -268,7 +268,8 @@ def _backward_raw(saved, dy, *, needs, into, scale, p, key, deterministic=True, 
         return tuple(grads)
     if needs[1]:
         order = _argsort(index) if order is None else order
-        with beside((dy,), [into[1] and into[1][0]]):  # of both tables at once: neither fills a GPU
+        reads = dy, index, order, arrived
+        with beside(reads, [into[1] and into[1][0]]):  # neither table's fills a GPU
             grads[1] = _add_in_order(dy, index, order, table, scale, numbers, arrived[0], into[1])
     if needs[3]:
         order = None if places is None else _argsort(places)
