@@ -87,7 +87,8 @@ def _layer(c, itemsize, crosses):
     made_of = {"relu": 0, "swiglu": 2}.get(c.activation, 1) * hidden
     values = attentions * 4 * width + keys + 2 * width + hidden + made_of
     statistics = 4 * attentions * c.heads + 8 * (attentions + 1)
-    back = (made_of or 2 * hidden) + 2 * width  # gradients of hidden values, of the residual sum
+    # hidden values that a weight gradient aside still reads, their gradient; of the residual sum
+    back = 2 * hidden + 2 * width
     return values * itemsize + statistics, back * itemsize
 
 
