@@ -19,6 +19,7 @@ from gpuattn.bench import op_work, timing
 from gpuattn.errors import UnsupportedError
 from gpuattn.gemm import capture_refusal, matmul
 from gpuattn.models.config import padded_rows
+from gpuattn.models.loss import in_slices
 from gpuattn.ops.linear_cross_entropy import rows_at_a_time
 from gpuattn.train.ceilings import ceilings
 from gpuattn.train.device import choose_device
@@ -74,15 +75,15 @@ def profile(task, device):
 def _vocabulary(trainer):
     """Return microseconds of the three products of the vocabulary's table, padded and as it is.
 
-    Logits, and the gradients of states and table, of ``tokens`` at a time: the batch's, or of
-    ``--checkpoint full`` a slice. Keys: ``size`` of the vocabulary, ``rows`` of the padded table,
+    Logits, and the gradients of states and table, of ``tokens`` at a time: the batch's, or those
+    of a slice. Keys: ``size`` of the vocabulary, ``rows`` of the padded table,
     ``pads``: whether the model has it, ``tokens``, ``padded_us``, ``plain_us``.
     """
     config, xp, dtype = trainer.model.config, trainer.xp, trainer.workspace.params.dtype
     size, rows, count = config.vocab, padded_rows(config.vocab), trainer.feed.batch.labels.size
     if size == rows:
         return None
-    if trainer.model.checkpoint == "full":
+    if in_slices(count, rows, dtype.itemsize, trainer.model.checkpoint):
         count = rows_at_a_time(count, rows, dtype.itemsize, xp is not np)
     draw = xp.random.default_rng(0).standard_normal
     states, table = (draw((n, config.d_model), np.float32).astype(dtype) for n in (count, rows))
