@@ -5,11 +5,11 @@ CUDA graph, with and without ``--checkpoint block``. PyTorch's is autocast to bf
 attention and AdamW(fused=True), eager and by torch.compile (once, for batches of any size), and
 its allocator has expandable segments. Nothing but the update is in memory.
 
-Each has the GPU to itself, in a process of its own. It begins where a guess says: ours with the
-batch whose plan (``gpuattn.train.memory``) is all that is free, PyTorch's where the line through
-what two batches take is. From there batches grow or shrink by steps of 2 % of the guess, until one
-makes all its updates and one a step larger runs out of memory. Batches repeat the same texts, so
-that all must have the same losses, here and there.
+Either side has the GPU to itself, in a process of its own. A search begins where a guess says: ours
+with the batch whose plan (``gpuattn.train.memory``) is all that is free, PyTorch's where the line
+through what two batches take is. From there batches grow or shrink by steps of 2 % of the guess,
+until one makes all its updates and one a step larger runs out of memory. Batches repeat the same
+texts, so that all must have the same losses, here and there.
 
 Asked: 1.3 times as many as PyTorch.
 """
@@ -22,6 +22,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import call
 from pathlib import Path
@@ -46,6 +47,7 @@ MORE = 64  # texts of the second batch whose memory PyTorch's guess goes by
 ROOM = 20  # of the smoke test, in which nothing else is short: with more texts memory is
 LEVELS = ("none", "block")  # "full" is "block" here: so many logits come in slices anyway
 PEERS = ("torch-eager", "torch-compile")
+SIZES = ("bytes", "planned_bytes")  # as far as known
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -54,7 +56,7 @@ parser.add_argument("--only", nargs="+", choices=LEVELS + PEERS, metavar="NAME",
                     help=f"of {', '.join(LEVELS + PEERS)}")  # fmt: skip
 parser.add_argument("--json", metavar="FILE", help="write all figures there")
 parser.add_argument("--smoke", action="store_true", help="a small model on NumPy, for the tests")
-parser.add_argument("--one", help=argparse.SUPPRESS)  # a name: its figures as JSON
+parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)  # names: their figures as JSON
 options = parser.parse_args()
 CASE = replace(MODELS["gpt2-124m"], shape=(TEXTS, 1024))
 if options.smoke:
@@ -65,15 +67,18 @@ if options.smoke:
 
 
 class OurUpdates:
-    """Updates of ours, with a level of ``--checkpoint``."""
+    """Updates of ours."""
 
-    def __init__(self, level, device):
+    def __init__(self, device):
         self.xp = array_module(device)
         self.ours = Ours(CASE, self.xp)
-        self.ours.model.checkpoint = level
         self.first, self.steps = self.ours.inputs, None
-        self.config = TrainConfig(model="gpt2", lm="text", checkpoint=level, ema=0.0)
         self.precision = precision.choose("auto", device)
+
+    def choose(self, level):
+        """Go on with a level of ``--checkpoint``."""
+        self.ours.model.checkpoint = level
+        self.config = TrainConfig(model="gpt2", lm="text", checkpoint=level, ema=0.0)
 
     def planned(self, count):
         """Return the bytes (of parameters and optimizer, of activations) that are planned."""
@@ -125,17 +130,18 @@ class OurUpdates:
 class PeerUpdates:
     """Updates of PyTorch's, as ``OurUpdates`` has them."""
 
-    def __init__(self, name):
+    def __init__(self):
         import torch
 
         from gpuattn.bench.train_peers import Peer
 
         weights = {path: p.data for path, p in GPT2(CASE.config()).named_parameters()}
-        self.first = texts(CASE)
-        self.torch = torch
+        self.torch, self.first = torch, texts(CASE)
         self.peer = Peer(CASE, SimpleNamespace(weights=weights, inputs=self.first))
+
+    def choose(self, name):
         self.compiles = name == "torch-compile"
-        self.model = torch.compile(self.peer.model) if self.compiles else self.peer.model
+        self.model = self.torch.compile(self.peer.model) if self.compiles else self.peer.model
 
     def guess(self):
         took = [measure(self, count)["bytes"] for count in (TEXTS, MORE)]
@@ -169,8 +175,10 @@ class PeerUpdates:
 # ---- the search ----------------------------------------------------------------------------------
 
 
-def largest(updates):
+def largest(updates, name):
     """Return the figures of the most texts that fit, with the "guess" and all that were "tried"."""
+    begin = time.perf_counter()
+    updates.choose(name)
     reference = measure(updates, CASE.shape[0])["losses"]
     guess = count = updates.guess()
     step, tried, best = max(1, round(STEP * guess)), {}, None
@@ -178,8 +186,6 @@ def largest(updates):
     while short is None or short - fits > step:
         figures = attempt(updates, count)
         tried[count] = figures is not None
-        said = f"{figures['tokens_per_s']:,.0f} tokens/s" if figures else "too many"
-        print(f"  {count:,} texts: {said}", file=sys.stderr, flush=True)
         if figures:
             check(f"{count} texts", figures["losses"], reference)
             fits, best = count, figures
@@ -191,7 +197,8 @@ def largest(updates):
             count, stride = max(1, short - stride), 2 * stride
         else:
             count = fits + (short - fits) // step // 2 * step
-    return {"guess": guess, "step": step, "tried": tried, **best}
+    seconds = time.perf_counter() - begin
+    return {"guess": guess, "step": step, "tried": tried, "search_seconds": seconds, **best}
 
 
 def attempt(updates, count):
@@ -224,62 +231,70 @@ def check(name, losses, others):
         sys.exit(f"{name}: losses are {losses}, those of other batches {others}")
 
 
-def search(name):
-    """Return what ``largest`` finds for a level of --checkpoint, or for a peer."""
-    if name in PEERS:
-        return largest(PeerUpdates(name))
+def search(names):
+    """Print what ``largest`` finds for levels of --checkpoint or for peers, a line of JSON each."""
     device, _ = choose_device("numpy" if options.smoke else "auto")
-    if device == "numpy":
-        return largest(OurUpdates(name, device))
-    with array_module(device).cuda.Stream(non_blocking=True):
-        return largest(OurUpdates(name, device))
+    on_gpu = device != "numpy" and names[0] not in PEERS
+    stream = array_module(device).cuda.Stream(non_blocking=True) if on_gpu else nullcontext()
+    with stream:
+        updates = PeerUpdates() if names[0] in PEERS else OurUpdates(device)
+        for name in names:
+            print(json.dumps({"name": name, **largest(updates, name)}), flush=True)
 
 
 # ---- what is said --------------------------------------------------------------------------------
 
 
-def row(name):
-    """Search in a process of its own; return the figures, and print them."""
-    begin = time.perf_counter()
-    run = subprocess.run(
-        [sys.executable, *sys.argv, "--one", name], stdout=subprocess.PIPE, text=True, check=True,
-        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-    )  # fmt: skip
-    found = json.loads(run.stdout)
-    found["search_seconds"] = time.perf_counter() - begin
-    label = name if name in PEERS else f"--checkpoint {name}"
-    sizes = [memory.gigabytes(found[key]) for key in ("bytes", "planned_bytes") if key in found]
-    tried = ", ".join(f"{n}{'' if good else ' not'}" for n, good in found["tried"].items())
-    print(
-        f"{label:19} {found['texts']:5,} x {CASE.shape[1]:,}: {found['tokens_per_s']:9,.0f} "
-        f"tokens/s, {' of a plan of '.join(sizes)}; tried {tried}; {found['search_seconds']:.0f} s",
-        flush=True,
-    )
-    return found
+def rows(names):
+    """Yield the figures for each name from a process of their own, and print them."""
+    command = [sys.executable, *sys.argv, "--one", *names]
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | settings
+    ) as run:
+        for line in run.stdout:
+            found = json.loads(line)
+            name, sizes = found["name"], [found[key] for key in SIZES if key in found]
+            label = name if name in PEERS else f"--checkpoint {name}"
+            tried = ", ".join(f"{n}{'' if fits else ' not'}" for n, fits in found["tried"].items())
+            print(
+                f"{label:18} {found['texts']:5,} x {CASE.shape[1]:,} {found['tokens_per_s']:8,.0f} "
+                f"tokens/s {' of a plan of '.join(map(memory.gigabytes, sizes))}; tried {tried}: "
+                f"{found['search_seconds']:.0f} s",
+                flush=True,
+            )
+            yield found
+    if run.returncode:
+        sys.exit(f"{', '.join(names)}: failed")
 
 
 def main():
+    begin = time.perf_counter()
     device, where = choose_device("numpy" if options.smoke else "auto")
     print(where)
-    names = options.only or (LEVELS if device == "numpy" else LEVELS + PEERS)
-    rows = {name: row(name) for name in names}
-    first, *others = (found["losses"] for found in rows.values())
-    for name, losses in zip(names[1:], others, strict=True):
-        check(name, losses, first)
+    chosen = options.only or (LEVELS if device == "numpy" else LEVELS + PEERS)
+    found = {}
+    for side in (LEVELS, PEERS):
+        names = [name for name in side if name in chosen]
+        found |= {row["name"]: row for row in (rows(names) if names else ())}
+    first, *others = found.values()
+    for row in others:
+        check(row["name"], row["losses"], first["losses"])
     ratios = {
-        f"{level} / {peer}": rows[level]["texts"] / rows[peer]["texts"]
-        for level in LEVELS for peer in PEERS if {level, peer} <= rows.keys()
+        f"{level} / {peer}": found[level]["texts"] / found[peer]["texts"]
+        for level in LEVELS for peer in PEERS if {level, peer} <= found.keys()
     }  # fmt: skip
     for name, ratio in ratios.items():
         reached = "reached" if ratio >= RATIO else "NOT reached"
         print(f"{name}: {ratio:.2f}; asked {RATIO:g}, {reached}")
+    print(f"{time.perf_counter() - begin:.0f} s in all")
     if options.json:
-        found = origin(shlex.join(["python", *sys.argv]), array_module(device))
-        found |= {"tokens": CASE.shape[1], "asked": RATIO, "ratios": ratios, "largest": rows}
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+        document = origin(shlex.join(["python", *sys.argv]), array_module(device))
+        document |= {"tokens": CASE.shape[1], "asked": RATIO, "ratios": ratios, "largest": found}
+        Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
 
 
 if options.one is None:
     main()
 else:
-    print(json.dumps(search(options.one)))
+    search(options.one)
