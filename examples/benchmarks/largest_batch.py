@@ -63,6 +63,12 @@ if options.smoke:
     CASE = replace(small(CASE), shape=(4, 16))
 
 
+def wait_for_turn():
+    """Wait until the GPU is ours; until then a process may get ready on the host."""
+    if not sys.stdin.readline():
+        sys.exit("nobody is there any more")
+
+
 # ---- what is searched ----------------------------------------------------------------------------
 
 
@@ -70,6 +76,7 @@ class OurUpdates:
     """Updates of ours."""
 
     def __init__(self, device):
+        wait_for_turn()
         self.xp = array_module(device)
         self.ours = Ours(CASE, self.xp)
         self.first, self.steps = self.ours.inputs, None
@@ -85,7 +92,7 @@ class OurUpdates:
         tokens = count * CASE.shape[1]
         return memory.plan(self.ours.model, self.config, self.precision, tokens)[:2]
 
-    def guess(self):
+    def guess(self, took):
         """Return with how many texts the plan is all that is free."""
         if self.xp is np:
             return ROOM // 2
@@ -137,18 +144,19 @@ class PeerUpdates:
 
         weights = {path: p.data for path, p in GPT2(CASE.config()).named_parameters()}
         self.torch, self.first = torch, texts(CASE)
+        wait_for_turn()
         self.peer = Peer(CASE, SimpleNamespace(weights=weights, inputs=self.first))
 
     def choose(self, name):
         self.compiles = name == "torch-compile"
         self.model = self.torch.compile(self.peer.model) if self.compiles else self.peer.model
 
-    def guess(self):
-        took = [measure(self, count)["bytes"] for count in (TEXTS, MORE)]
+    def guess(self, took):
+        """Return where the line through ``took``, by TEXTS, and what MORE take is all there is."""
+        each = (measure(self, MORE)["bytes"] - took) / (MORE - TEXTS)
         self.free()
-        each = (took[1] - took[0]) / (MORE - TEXTS)
-        free = self.torch.cuda.mem_get_info()[0] + self.torch.cuda.memory_allocated()
-        return int((free - took[0]) / each) + TEXTS
+        there = self.torch.cuda.mem_get_info()[0] + self.torch.cuda.memory_allocated()
+        return int((there - took) / each) + TEXTS
 
     def begin(self, count):
         self.free()
@@ -179,15 +187,15 @@ def largest(updates, name):
     """Return the figures of the most texts that fit, with the "guess" and all that were "tried"."""
     begin = time.perf_counter()
     updates.choose(name)
-    reference = measure(updates, CASE.shape[0])["losses"]
-    guess = count = updates.guess()
+    few = measure(updates, CASE.shape[0])
+    guess = count = updates.guess(few.get("bytes"))
     step, tried, best = max(1, round(STEP * guess)), {}, None
     fits, short, stride = 0, None, step
     while short is None or short - fits > step:
         figures = attempt(updates, count)
         tried[count] = figures is not None
         if figures:
-            check(f"{count} texts", figures["losses"], reference)
+            check(f"{count} texts", figures["losses"], few["losses"])
             fits, best = count, figures
         else:
             short = count
@@ -233,39 +241,49 @@ def check(name, losses, others):
 
 def search(names):
     """Print what ``largest`` finds for levels of --checkpoint or for peers, a line of JSON each."""
+    if names[0] in PEERS:
+        return say_all(PeerUpdates(), names)
     device, _ = choose_device("numpy" if options.smoke else "auto")
-    on_gpu = device != "numpy" and names[0] not in PEERS
-    stream = array_module(device).cuda.Stream(non_blocking=True) if on_gpu else nullcontext()
-    with stream:
-        updates = PeerUpdates() if names[0] in PEERS else OurUpdates(device)
-        for name in names:
-            print(json.dumps({"name": name, **largest(updates, name)}), flush=True)
+    gpu = device != "numpy"
+    with array_module(device).cuda.Stream(non_blocking=True) if gpu else nullcontext():
+        return say_all(OurUpdates(device), names)
+
+
+def say_all(updates, names):
+    for name in names:
+        print(json.dumps({"name": name, **largest(updates, name)}), flush=True)
 
 
 # ---- what is said --------------------------------------------------------------------------------
 
 
-def rows(names):
-    """Yield the figures for each name from a process of their own, and print them."""
-    command = [sys.executable, *sys.argv, "--one", *names]
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | settings
-    ) as run:
-        for line in run.stdout:
-            found = json.loads(line)
-            name, sizes = found["name"], [found[key] for key in SIZES if key in found]
-            label = name if name in PEERS else f"--checkpoint {name}"
-            tried = ", ".join(f"{n}{'' if fits else ' not'}" for n, fits in found["tried"].items())
-            print(
-                f"{label:18} {found['texts']:5,} x {CASE.shape[1]:,} {found['tokens_per_s']:8,.0f} "
-                f"tokens/s {' of a plan of '.join(map(memory.gigabytes, sizes))}; tried {tried}: "
-                f"{found['search_seconds']:.0f} s",
-                flush=True,
-            )
-            yield found
-    if run.returncode:
-        sys.exit(f"{', '.join(names)}: failed")
+def start(names):
+    """Return a process that searches for each name, and waits for its turn."""
+    return subprocess.Popen(
+        [sys.executable, *sys.argv, "--one", *names], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    )  # fmt: skip
+
+
+def rows(process):
+    """Let a process have its turn; yield and print what it finds."""
+    process.stdin.write("go\n")
+    process.stdin.close()
+    for line in process.stdout:
+        found = json.loads(line)
+        name, sizes = found["name"], [found[key] for key in SIZES if key in found]
+        label = name if name in PEERS else f"--checkpoint {name}"
+        tried = ", ".join(f"{n}{'' if fits else ' not'}" for n, fits in found["tried"].items())
+        print(
+            f"{label:18} {found['texts']:5,} x {CASE.shape[1]:,} {found['tokens_per_s']:8,.0f} "
+            f"tokens/s {' of a plan of '.join(map(memory.gigabytes, sizes))}; tried {tried}: "
+            f"{found['search_seconds']:.0f} s",
+            flush=True,
+        )
+        yield found
+    if process.wait():
+        sys.exit("a search failed")
 
 
 def main():
@@ -273,10 +291,9 @@ def main():
     device, where = choose_device("numpy" if options.smoke else "auto")
     print(where)
     chosen = options.only or (LEVELS if device == "numpy" else LEVELS + PEERS)
-    found = {}
-    for side in (LEVELS, PEERS):
-        names = [name for name in side if name in chosen]
-        found |= {row["name"]: row for row in (rows(names) if names else ())}
+    sides = [[name for name in side if name in chosen] for side in (LEVELS, PEERS)]
+    processes = [start(names) for names in sides if names]
+    found = {row["name"]: row for process in processes for row in rows(process)}
     first, *others = found.values()
     for row in others:
         check(row["name"], row["losses"], first["losses"])
