@@ -27,7 +27,7 @@ from gpuattn.train.report import Report
 from gpuattn.train.trainer import Trainer
 
 REPEATS, LONG = 20, 3000.0  # calls in a graph, at most; microseconds that they take, about
-SAMPLES, TURNS = 7, 3  # on a GPU; on NumPy, where nothing is repeated but products
+SAMPLES, TURNS = 7, 3  # on a GPU; of the vocabulary's products on NumPy
 REST = "the rest"  # what is no op: sums of gradients, buffers that are filled, statistics
 
 

@@ -9,7 +9,8 @@ from gpuattn.cli.bench_table import begin, colored, console, describe, short, sh
 
 def table(xp, path, line, models, *, peers, missing):
     """Measure, show and keep the steps of ``models``, of all in the table if none is named."""
-    chosen = [train_cases.CELLS[name] for name in models or train_cases.MODELS]
+    names = models or train_cases.MODELS
+    chosen = [cell for name, cell in train_cases.CELLS.items() if name in names]
     if xp is np:
         click.echo("No GPU: NumPy on small float32 models, without peers or graphs.")
         chosen = [cell._replace(case=train_cases.small(cell.case), peers=()) for cell in chosen]

@@ -223,3 +223,13 @@ def test_a_step_beside_pytorch(gpu, monkeypatch, name):
     assert {"eager", "torch-eager", row["impl"]} == set(row["losses"]) == set(row["peak_bytes"])
     assert row["impl"] == "graph" or row["no_graph"]
     assert all(size > 0 for size in row["peak_bytes"].values())
+
+
+@pytest.mark.gpu
+def test_rows_of_odd_length_without_padding(gpu, monkeypatch):
+    monkeypatch.setattr(timing, "REST", 0)
+    cell = CELLS["gpt2-124m-unpadded"]
+    sizes = {"shape": (16, 32), "width": 64, "heads": 1, "layers": (1,), "hidden": 256}
+    row = train.measure(cell._replace(case=replace(cell.case, **sizes)), gpu, CEILINGS)
+    assert row["case"]["flags"]["vocab"] == 50257 and not row["case"]["flags"]["pad_vocab"]
+    assert set(row["losses"]) == {"eager", row["impl"]}
