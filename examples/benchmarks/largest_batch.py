@@ -24,6 +24,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from operator import call
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,7 +291,8 @@ def main():
     begin = time.perf_counter()
     device, where = choose_device("numpy" if options.smoke else "auto")
     print(where)
-    chosen = options.only or (LEVELS if device == "numpy" else LEVELS + PEERS)
+    beside = device != "numpy" and find_spec("torch") is not None
+    chosen = options.only or (LEVELS + PEERS if beside else LEVELS)
     sides = [[name for name in side if name in chosen] for side in (LEVELS, PEERS)]
     processes = [start(names) for names in sides if names]
     found = {row["name"]: row for process in processes for row in rows(process)}
