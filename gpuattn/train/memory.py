@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from gpuattn.errors import MemoryLimitError
 from gpuattn.models.config import table_rows
+from gpuattn.models.loss import in_slices
 from gpuattn.ops.linear_cross_entropy import CHUNK_BYTES, LEAST_ROWS
 from gpuattn.optim import OPTIMIZERS
 from gpuattn.train.config import GPT2
@@ -112,7 +113,7 @@ def _activations(c, checkpoint, itemsize, tokens):
         kept += hidden * itemsize  # passed through, in blocks of the pool too small for logits
     table = table_rows(c)
     head = tokens * width * itemsize
-    if checkpoint == "full":
+    if in_slices(tokens, table, itemsize, checkpoint):
         head += _slice(table, itemsize, tokens) + 4 * table * width
     else:
         head += tokens * table * itemsize
