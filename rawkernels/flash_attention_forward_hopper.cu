@@ -54,9 +54,10 @@ constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // queri
 constexpr int BIAS_SLABS = BIAS || (EXTRAS && BN == 128) ? 2 : 0;  // of 16-bit numbers; a mask of bytes fills one
 constexpr int BIAS_BYTES = BM * BIAS_SLABS * 128;
 constexpr int WORD_BYTES = DROPOUT && !BIAS_BYTES ? BN * KEY_WORDS / 4 : 0;  // of dropout's table; else not staged
-constexpr int OPERANDS = WARPGROUPS * Q_BYTES + STAGES * (2 * KV_BYTES + BIAS_BYTES + WORD_BYTES);
+constexpr int WORD_STAGES = STAGES + 1;  // they come with the keys and are read after those are released
+constexpr bool LATE_DROP = WORD_BYTES && HEAD_DIM > 64;  // behind that wait: amid the exponentials it delays them
+constexpr int OPERANDS = WARPGROUPS * Q_BYTES + STAGES * (2 * KV_BYTES + BIAS_BYTES) + WORD_STAGES * WORD_BYTES;
 constexpr bool OWN_OUT = OPERANDS + WARPGROUPS * Q_BYTES <= 224 * 1024;  // else a warpgroup's out overwrites its queries
-
 constexpr int SHARED_BYTES = 2048 + OPERANDS + (OWN_OUT ? WARPGROUPS * Q_BYTES : 0);  // 1024 for shared_base()
 
 // Shared memory, in bytes from shared_base() on.
@@ -207,15 +208,14 @@ __device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const u32 
     take_exponentials(rows, s, 0);
     if (!WAIT_AMID) take_exponentials(rows, s, 1);
 }
-// What dropout leaves of the packed weights. The words of the keys came with the values.
+// What dropout leaves of the packed weights.
 __device__ __forceinline__ void drop(Rows& rows, const Attention& a, const Tile& t, u32 shared, int used, int n) {
     const int lane = threadIdx.x % 32;
-    const u32* const rows_read = key_words(a, t.number, t.head) + n * (BN / 16) * KEY_WORDS;
+    const u32 words = shared + WORDS + used % WORD_STAGES * WORD_BYTES + 8 * lane;
+    const uint2* const rows_read = (const uint2*)(key_words(a, t.number, t.head) + n * (BN / 16) * KEY_WORDS) + lane;
 #pragma unroll
     for (int k = 0; k < BN / 16; ++k) {
-        uint2 key;
-        if (WORD_BYTES) key = load_shared_uint2(shared + WORDS + used % STAGES * WORD_BYTES + 4 * k * KEY_WORDS + 8 * lane);
-        else key = __ldg((const uint2*)(rows_read + k * KEY_WORDS) + lane);
+        const uint2 key = WORD_BYTES ? load_shared_uint2(words + 4 * k * KEY_WORDS) : __ldg(rows_read + k * KEY_WORDS / 2);
         const Kept kept = {kept_bytes(rows.factor[0], rows.summand[0], key.x, rows.bounds),
                            kept_bytes(rows.factor[1], rows.summand[1], key.y, rows.bounds)};
 #pragma unroll
@@ -252,7 +252,7 @@ __device__ __forceinline__ void step(Rows& rows, const Attention& a, const Tile&
     wgmma_wait<1>(); hold(s);  // the logits are there; p v runs on
     keys.done(used + 1);
     weigh(rows, s, bias, a, t, shared, used + 1, n, edge, bias_by_tma);
-    if (WAIT_AMID || WORD_BYTES) Values{shared}.wait(used + 1);  // over its branch ptxas moves nothing
+    if (WAIT_AMID || LATE_DROP) Values{shared}.wait(used + 1);  // over its branch ptxas moves nothing
     wgmma_wait<0>(); hold(rows.o); hold(rows.p);
     Values{shared}.done(used);
     pack_weights(rows, s, a, t, shared, used + 1, n);
@@ -329,7 +329,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 const int kv_head = t.head / a.group, batch = a.cu_q ? 0 : t.number;
                 const u32* const words = WORD_BYTES ? key_words(a, t.number, t.head) : nullptr;
                 const auto load_keys = [&](int i, int n) {
-                    keys.load(i, k_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
+                    keys.load(i, k_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST, BN, WORD_BYTES);
+                    const u32 staged = shared + WORDS + i % WORD_STAGES * WORD_BYTES;
+                    if (WORD_BYTES) bulk_load(staged, words + n * (WORD_BYTES / 4), WORD_BYTES, keys.full(i));
                     if (!BIAS_BYTES || !bias_by_tma) return;
                     const int head = a.bias.head ? t.head : 0, number = a.bias.batch ? t.number : 0;
                     const int row = a.bias.row ? t.first : 0, rows = a.bias.row ? BM : 1;
@@ -339,10 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 if (range.begin < range.end) load_keys(loaded, range.end - 1);
                 for (int n = range.end - 1; n >= range.begin; --n, ++loaded) {  // from the last block to the first
                     if (n > range.begin) load_keys(loaded + 1, n - 1);  // values come one behind
-                    values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST, BN, WORD_BYTES);
-                    if (WORD_BYTES)
-                        bulk_load(shared + WORDS + loaded % STAGES * WORD_BYTES, words + n * (WORD_BYTES / 4), WORD_BYTES,
-                                  values.full(loaded));
+                    values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
                 }
                 mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));  // so late that no tile is taken too early
             }
@@ -365,7 +364,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
     } else {  // ------------------------------------------------------------------------------- consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
         const int w = warpgroup();
-        const u32 q = shared + Q + w * Q_BYTES, staged = shared + OUT + w * Q_BYTES;
+        // Where both are one, w in two ways: else the products find q in no uniform register.
+        const u32 q = shared + Q + w * Q_BYTES, staged = shared + OUT + (OWN_OUT ? w : threadIdx.x / 128) * Q_BYTES;
         const u32 q_full = shared + Q_FULL + 8 * w, q_empty = shared + Q_EMPTY + 8 * w;
         int used = 0, taken = 0;  // value blocks behind us, key block `used` being the next; tiles in which we had queries
         for (int round = 0;; ++round) {
@@ -418,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                     wgmma_wait<0>(); hold(s);
                     keys.done(used);
                     weigh(rows, s, bias, a, t, shared, used, n, true, bias_by_tma);
-                    if (WAIT_AMID || WORD_BYTES) values.wait(used);
+                    if (WAIT_AMID) values.wait(used);
                     pack_weights(rows, s, a, t, shared, used, n);
                 }
                 const int past = range.end * BN - t.keys;
