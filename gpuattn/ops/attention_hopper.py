@@ -76,8 +76,9 @@ def shared_bytes(constants):
     width, rows, keys = (constants[name] for name in ("HEAD_DIM", "BM", "BN"))
     line, stages = -(-width // 64) * 128, 3 if width == 64 else 2
     stages_bias = constants["BIAS"] or (constants["EXTRAS"] and width <= STAGED_BIAS_WIDTH)
-    side = rows * 256 if stages_bias else keys * 16 if constants["DROPOUT"] else 0
-    operands = rows * line + stages * (2 * keys * line + side)
+    operands = rows * line + stages * (2 * keys * line + (rows * 256 if stages_bias else 0))
+    if constants["DROPOUT"] and not stages_bias:
+        operands += (stages + 1) * keys * 16
     own_out = operands + rows * line <= TILE_BYTES  # else out takes the place of q
     return 2048 + operands + (rows * line if own_out else 0)
 
