@@ -9,7 +9,7 @@ from attention_problems import Problem
 from gpuattn import tensormaps
 from gpuattn.arrays import BFLOAT16
 from gpuattn.impls import Impl
-from gpuattn.ops import attention_hopper_backward
+from gpuattn.ops import attention_hopper_backward, attention_hopper_head
 from gpuattn.ops.flash_attention import IMPLS
 from gpuattn.rng import Key
 
@@ -24,6 +24,15 @@ PROBLEMS = {  # of several tiles each, so that what lies in shared memory is use
     3096: "a head size above 128, causal",
     1403: "a softcap beside a bias that wants no gradient",
     1460: "packed with empty sequences, a softcap",
+}
+WHOLE_HEADS = {  # several for each block
+    1456: "causal, parts of one projection, with a gradient of lse",
+    1952: "three blocks of queries and keys, so that turns at dq go across heads",
+    1012: "dropout, four blocks, no mask, Dv != D",
+    3747: "dropout, a narrow window",
+    3142: "a window that hides blocks of keys, more keys than queries",
+    3791: "more queries than keys",
+    2208: "one block",
 }
 MISTAKES = {
     1: "fewer bytes expected than come",
@@ -71,6 +80,13 @@ def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal):
     assert chains[-1] == 3
     reference = next(impl for impl in IMPLS if impl.name == "reference")
     assert_close(found, gradients(reference, np, **shape))
+
+
+@pytest.mark.parametrize("number", WHOLE_HEADS)
+def test_gradient_by_whole_heads(monkeypatch, number):
+    """Also what others are faster at."""
+    monkeypatch.setattr(attention_hopper_head, "takes", attention_hopper_head.fits)
+    check(number, emulator.Machine(seed=number))
 
 
 def check(number, machine):
