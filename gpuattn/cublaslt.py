@@ -17,7 +17,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import BFLOAT16
-from gpuattn.kernels import launches
+from gpuattn.kernels import gpu, launches
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA asks for on Hopper
 MOST_PLANS = 4096  # then all are made anew: whoever has so many has ever new shapes
@@ -36,7 +36,7 @@ tuner = contextvars.ContextVar("gpuattn_tuner", default=None)  # of ``tuning.tun
 
 def multiply(
     a, b, out=None, *, transpose_a=False, transpose_b=False, accumulate=False,
-    epilogue=None, vector=None, aux=None,
+    epilogue=None, vector=None, aux=None, share=1,
 ):  # fmt: skip
     """Return ``out``, to which ``a @ b`` was written or added, or None where that cannot be done.
 
@@ -45,6 +45,7 @@ def multiply(
     ``epilogue``: a name of ``cublasLtEpilogue_t``, with ``vector``: a bias (N,), or for "BGRADB"
     the place of the sums over rows of ``a`` (M,), and ``aux``: the place of what the gradient reads
     (M, N). Both contiguous, in the dtype of ``out``, at multiples of 16 bytes.
+    ``share``: beside other work it may expect one of so many parts of the multiprocessors.
     Raises RuntimeError where the library fails.
     """
     cupy, dtype = sys.modules["cupy"], a.dtype
@@ -52,7 +53,7 @@ def multiply(
     key = (
         a.shape, a.strides, b.shape, b.strides, dtype, b.dtype,
         None if out is None else (out.shape, out.strides, out.dtype, out.data.device_id),
-        transpose_a, transpose_b, accumulate and out is not None, epilogue, low & -low,
+        transpose_a, transpose_b, accumulate and out is not None, epilogue, share, low & -low,
         dtype == FLOAT32 and _tf32(cupy),
         cupy.cuda.runtime.getDevice(), a.data.device_id, b.data.device_id,
     )  # fmt: skip
@@ -165,8 +166,9 @@ def _layout(shape, steps, turned):
 
 
 def _plan(
-    a, b, out, transpose_a, transpose_b, accumulate, epilogue, alignment, tf32, device, *others
-):
+    a, b, out, transpose_a, transpose_b, accumulate, epilogue, share, alignment, tf32, device,
+    *others,
+):  # fmt: skip
     """Return the Plan, or None: shapes, dtypes or places do not fit, or there is no algorithm."""
     lt, _ = library()
     dtype = a.dtype if out is None else out.dtype
@@ -188,11 +190,12 @@ def _plan(
     # matrices of a stack may lie worse than the first
     alignment = math.gcd(alignment, *(m.step * a.itemsize for m in (left, right, target)))
     kind = f"{left} {right} {target} {a.dtype} {dtype} {accumulate} {epilogue} {alignment} {tf32}"
+    kind += f" {share}" if share > 1 else ""
     plan = Plan(lt, _handle(device), device, shape, copies, kind)
     compute = COMPUTE_64F if dtype == FLOAT64 else COMPUTE_TF32 if tf32 else COMPUTE_32F
     types = TYPES[a.dtype], TYPES[dtype]
     try:
-        plan.describe(left, right, target, types, compute, accumulate, epilogue)
+        plan.describe(left, right, target, types, compute, accumulate, epilogue, share)
         candidates = plan.candidates(alignment, 1)
     except lt.cuBLASLtError as error:
         if error.status not in NOTHING_FITS:
@@ -214,7 +217,7 @@ class Plan:
         self.vector = self.aux = 0  # addresses that the operation holds
         self.layouts = []
 
-    def describe(self, left, right, target, types, compute, accumulate, epilogue):
+    def describe(self, left, right, target, types, compute, accumulate, epilogue, share):
         lt, operand_type, out_type = self.lt, *types
         self.name = f"matmul {epilogue}" if epilogue else "matmul"
         self.accumulate = accumulate
@@ -227,6 +230,8 @@ class Plan:
         names = lt.MatmulDescAttribute
         self._set(names.TRANSA, first.by_columns == self.swap, np.int32)
         self._set(names.TRANSB, second.by_columns == self.swap, np.int32)
+        if share > 1:
+            self._set(names.SM_COUNT_TARGET, gpu(self.device)[1] // share, np.int32)
         if epilogue:
             self._set(names.EPILOGUE, lt.Epilogue[epilogue], np.int32)
             if "AUX" in epilogue or epilogue[0] == "D":

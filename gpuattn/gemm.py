@@ -13,19 +13,20 @@ from gpuattn import cublaslt
 from gpuattn.arrays import check_floats, check_together, get_xp, on_gpu, wide
 
 
-def matmul(a, b, *, transpose_a=False, transpose_b=False, out=None, accumulate=False):
+def matmul(a, b, *, transpose_a=False, transpose_b=False, out=None, accumulate=False, share=1):
     """Return ``a @ b`` for ``a`` (M, K) and ``b`` (K, N), in their dtype.
 
     ``transpose_a``, ``transpose_b``: the operand is stored as (K, M), or as (N, K).
     ``out``: (M, N) of any float dtype, such as a slice of a flat gradient buffer; it is written
     (or added to, with ``accumulate``) and returned. Operands of which neither rows nor columns are
-    contiguous are copied first. Raises TypeError for mixed dtypes or backends and ValueError for
-    shapes that do not fit.
+    contiguous are copied first. ``share``: on a GPU, the n-th part of which it may expect for
+    itself. Raises TypeError for mixed dtypes or backends and ValueError for shapes that do not fit.
     """
     if on_gpu(a) and on_gpu(b) and (out is None or on_gpu(out)) and a.ndim == 2:
         done = cublaslt.multiply(
-            a, b, out, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate
-        )
+            a, b, out, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate,
+            share=share,
+        )  # fmt: skip
         if done is not None:
             return done
     check_together("matmul", a=a, b=b, out=out)
@@ -78,18 +79,20 @@ def matmul_activated(x, weight, bias=None, activation=None, before=None):
     )
 
 
-def matmul_and_sums(dz, x, sums, out=None, accumulate=False):
+def matmul_and_sums(dz, x, sums, out=None, accumulate=False, share=1):
     """Return ``dz.T @ x``, and write the sums of the columns of ``dz`` to ``sums``, by one launch.
 
-    ``out``, ``accumulate``: as in ``matmul``; of the product alone. Returns None, with nothing
-    done, where no library can do that. GPU arrays of one dtype, and ``sums`` in that of ``out``.
+    ``out``, ``accumulate``, ``share``: as in ``matmul``; of the product alone. Returns None, with
+    nothing done, where no library can do that. GPU arrays of one dtype, and ``sums`` in that of
+    ``out``.
     """
     dtype = x.dtype if out is None else out.dtype
     if sums.dtype != dtype or not sums.flags.c_contiguous or sums.data.ptr % 16:
         return None
     return cublaslt.multiply(
-        dz, x, out, transpose_a=True, accumulate=accumulate, epilogue="BGRADB", vector=sums
-    )
+        dz, x, out, transpose_a=True, accumulate=accumulate, epilogue="BGRADB", vector=sums,
+        share=share,
+    )  # fmt: skip
 
 
 def matmul_stacks(a, b):

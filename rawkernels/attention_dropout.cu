@@ -1,6 +1,7 @@
 // The random words of attention's dropout: Philox numbers in two tables, see gpuattn/ops/attention_dropout.py.
 // Launch:    grid = (ceil(8 * heads * (query_rows + key_rows) / 256),), block = (256,)
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/dropout_bounds.cuh"
 #include "common/philox.cuh"
 
 typedef unsigned int u32;
@@ -38,12 +39,5 @@ extern "C" __global__ void attention_dropout_words(
 #pragma unroll
     for (int n = 1; n < 8; n *= 2) point |= __shfl_xor_sync(~0u, point, n);
     if (of_keys || lane || !there) return;
-    const u32 whole = threshold / 512, rest = threshold % 512 * 128;
-    u32 bounds = 0;  // for the four bytes of a word
-#pragma unroll
-    for (int byte = 0; byte < 4; ++byte) {
-        const u32 quarter = byte % 2 * 2 + byte / 2;
-        bounds |= (whole + ((point + (quarter << 14) & 0xffff) + rest >> 16)) << 8 * byte;
-    }
-    to[32] = make_uint4(bounds, 0, 0, 0);
+    to[32] = make_uint4(round_bounds(point, threshold), 0, 0, 0);
 }

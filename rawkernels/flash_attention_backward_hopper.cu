@@ -30,7 +30,7 @@ static_assert(!BIASED || (WIDTH == 128 && !DROPOUT), "flash_attention_backward_h
 constexpr int HALVES = BM / 64;
 [[maybe_unused]] constexpr int SHARED =
     2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES
-    + (BIASED ? STAGES * BIAS_BYTES : 0) + (DROPOUT ? STAGES * WORD_BYTES + 8 * CONSUMERS : 0);
+    + (BIASED ? STAGES * BIAS_BYTES : 0) + (DROPOUT ? STAGES * (WORD_BYTES + KEY_WORD_BYTES) : 0);
 // There are registers for S^T beside both halves of dQ.
 constexpr bool ROOM = WIDTH == 64;
 
@@ -55,22 +55,6 @@ __device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM /
         const float x = st[first + 2 * i], y = st[first + 2 * i + 1];
         p[i / 4][i % 4] = DROPOUT ? pack_positive(scalar(), x, y) : pack_pair(scalar(), x, y);
     }
-}
-// The words of this thread's keys in the step of the ring's stage, for queries 2c and 2c + 1 of every 8, into its own part
-// of shared memory.
-__device__ __forceinline__ u32 own_words(const Shared& m) {
-    int thread = threadIdx.x - 128;
-    asm volatile("" : "+r"(thread));
-    return m.words + STAGES * WORD_BYTES + 8 * thread;
-}
-__device__ __forceinline__ void fetch_key_words(const Shared& m, u32 tile, const Attention& a, const Ring& ring) {
-    if (!DROPOUT) return;
-    int warp = threadIdx.x / 32 - 4;
-    asm volatile("" : "+r"(warp), "+r"(tile));
-    const int lane = threadIdx.x % 32, head = field(m.steps + 16 * ring.stage, STEP_HEAD);
-    const u32* const words = key_words(a, field(tile, NUMBER), head) + (field(tile, FIRST) / 16 + warp) * KEY_WORDS;
-    store_shared(own_words(m), __ldg(words + lane % 4 * 16 + lane / 4));
-    store_shared(own_words(m) + 4, __ldg(words + lane % 4 * 16 + 8 + lane / 4));
 }
 // The marks on eight weights, of 16 queries.
 __device__ __forceinline__ void mark(float* weight, uint4 words, u32 bounds, uint2 key_words) {
@@ -184,7 +168,11 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
             u32 bias[4], bounds;
             uint4 words;
             uint2 key_words;
-            if (DROPOUT) key_words = load_shared_uint2(own_words(m));
+            if (DROPOUT) {  // for queries 2c and 2c + 1 of every 8
+                const u32 at = m.key_words + ring.stage * KEY_WORD_BYTES + warp_row * (KEY_WORDS / 4)
+                               + (thread % 4 * 16 + thread % 32 / 4) * 4;
+                key_words = {load_shared(at), load_shared(at + 32)};
+            }
 #pragma unroll
             for (int i = 32 * h; i < 32 * h + 32; i += 4) {
                 const u32 row = m.words + ring.stage * WORD_BYTES + i / 8 * (4 * QUERY_WORDS);
@@ -333,7 +321,6 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         release(grad_empty);
         release(q_empty);
     }
-    fetch_key_words(m, tile, a, ring);
     wgmma_wait<0>(); hold(st);
 }
 
@@ -366,7 +353,6 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
         asm volatile("" : "+r"(keys_tile), "+r"(q_tile));
         product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, keys_tile, q_tile);
         wgmma_commit();
-        fetch_key_words(m, tile, a, ring);
         if (threadIdx.x % 128 == 0) bulk_wait_read();  // dK of the tile before is out
         bar_sync(OWN + w, 128);
         mbar_wait(m.v_full, round & 1);
@@ -460,7 +446,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
             load_all<true, DETERMINISTIC, BIASED, DROPOUT, CHAINED>(m, a, q_map, lse, k_map, plan, counter, tiles,
                                                                     row_blocks, bias_map, CHAINED ? chain : 1);
         } else if (threadIdx.x == 32) {
-            load_all<false, DETERMINISTIC>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks, bias_map);
+            load_all<false, DETERMINISTIC, false, DROPOUT>(m, a, dout_map, delta, v_map, plan, counter, tiles, row_blocks,
+                                                           bias_map);
         } else if (threadIdx.x / 32 == 2) {  // dq
             bar_arrive(FREE, 160);
             for (;;) {

@@ -54,14 +54,16 @@ constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // queri
 constexpr int BIAS_SLABS = BIAS || (EXTRAS && BN == 128) ? 2 : 0;  // of 16-bit numbers; a mask of bytes fills one
 constexpr int BIAS_BYTES = BM * BIAS_SLABS * 128;
 constexpr int WORD_BYTES = DROPOUT && !BIAS_BYTES ? BN * KEY_WORDS / 4 : 0;  // of dropout's table; else not staged
-constexpr int OPERANDS = WARPGROUPS * Q_BYTES + STAGES * (2 * KV_BYTES + BIAS_BYTES + WORD_BYTES);
+constexpr int WORD_STAGES = STAGES + 1;  // they come with the keys and are read after those are released
+constexpr bool LATE_DROP = WORD_BYTES && HEAD_DIM > 64;  // behind a wait for them: amid the exponentials it delays those
+constexpr int OPERANDS = WARPGROUPS * Q_BYTES + STAGES * (2 * KV_BYTES + BIAS_BYTES) + WORD_STAGES * WORD_BYTES;
 constexpr bool OWN_OUT = OPERANDS + WARPGROUPS * Q_BYTES <= 224 * 1024;  // else a warpgroup's out overwrites its queries
-
 constexpr int SHARED_BYTES = 2048 + OPERANDS + (OWN_OUT ? WARPGROUPS * Q_BYTES : 0);  // 1024 for shared_base()
 
 // Shared memory, in bytes from shared_base() on.
 constexpr int Q_FULL = 0, Q_EMPTY = Q_FULL + 8 * WARPGROUPS, TILE_FULL = Q_EMPTY + 8 * WARPGROUPS, TILE_EMPTY = TILE_FULL + 16;
 constexpr int K_BARS = TILE_EMPTY + 16, V_BARS = K_BARS + 16 * STAGES, BIAS_BARS = V_BARS + 16 * STAGES;
+constexpr int WORD_BARS = BIAS_BARS + 16 * STAGES;
 constexpr int TILE = 512, TILE_WORDS = 8;  // two tiles: the one at work and the next
 constexpr int Q = 1024, OUT = OWN_OUT ? Q + WARPGROUPS * Q_BYTES : Q;
 constexpr int K = OUT + WARPGROUPS * Q_BYTES, V = K + STAGES * KV_BYTES, BIASES = V + STAGES * KV_BYTES;
@@ -99,6 +101,11 @@ template <int BARS, int TILES, int ROWS, int COUNT> struct Ring {
 using Keys = Ring<K_BARS, K, BN, SLABS>;
 using Values = Ring<V_BARS, V, BN, SLABS>;
 using Biases = Ring<BIAS_BARS, BIASES, BM, BIAS_SLABS>;
+__device__ __forceinline__ u32 words_tile(u32 shared, int i) { return shared + WORDS + i % WORD_STAGES * WORD_BYTES; }
+__device__ __forceinline__ u32 words_full(u32 shared, int i) {
+    return LATE_DROP ? shared + WORD_BARS + 8 * (i % WORD_STAGES) : Keys{shared}.full(i);
+}
+__device__ __forceinline__ void wait_for_words(u32 shared, int i) { mbar_wait(words_full(shared, i), i / WORD_STAGES & 1); }
 
 __device__ __forceinline__ void put_tile(u32 shared, int round, const Tile& t, int first_key) {
     const int word[TILE_WORDS] = {t.first, t.head, t.number, t.queries, t.keys, t.offset, t.first_query, first_key};
@@ -126,7 +133,7 @@ struct Rows {
     float peak[2], shift[2], unit, exact[2];  // the largest logit, its exponent; the exponents of a logit of 1
     u32 p[BN / 16][4];
     int i;  // the first row's query; the second's is i + 8
-    u32 factor[2], summand[2], bounds;  // of dropout: for columns 2c and 2c + 1 of every 8
+    QueryWords words;  // of dropout
 };
 
 // The power of two above: products with it are exact.
@@ -207,19 +214,15 @@ __device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const u32 
     take_exponentials(rows, s, 0);
     if (!WAIT_AMID) take_exponentials(rows, s, 1);
 }
-// What dropout leaves of the packed weights. The words of the keys came with the values.
+// What dropout leaves of the packed weights.
 __device__ __forceinline__ void drop(Rows& rows, const Attention& a, const Tile& t, u32 shared, int used, int n) {
     const int lane = threadIdx.x % 32;
-    const u32* const rows_read = key_words(a, t.number, t.head) + n * (BN / 16) * KEY_WORDS;
+    const u32 words = words_tile(shared, used) + 8 * lane;
+    const uint2* const rows_read = (const uint2*)(key_words(a, t.number, t.head) + n * (BN / 16) * KEY_WORDS) + lane;
 #pragma unroll
     for (int k = 0; k < BN / 16; ++k) {
-        uint2 key;
-        if (WORD_BYTES) key = load_shared_uint2(shared + WORDS + used % STAGES * WORD_BYTES + 4 * k * KEY_WORDS + 8 * lane);
-        else key = __ldg((const uint2*)(rows_read + k * KEY_WORDS) + lane);
-        const Kept kept = {kept_bytes(rows.factor[0], rows.summand[0], key.x, rows.bounds),
-                           kept_bytes(rows.factor[1], rows.summand[1], key.y, rows.bounds)};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) rows.p[k][i] &= pair_mask(kept, byte_of(i));
+        const uint2 key = WORD_BYTES ? load_shared_uint2(words + 4 * k * KEY_WORDS) : __ldg(rows_read + k * KEY_WORDS / 2);
+        drop(rows.p[k], rows.words, key);
     }
 }
 __device__ __forceinline__ void pack_weights(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, u32 shared,
@@ -252,7 +255,8 @@ __device__ __forceinline__ void step(Rows& rows, const Attention& a, const Tile&
     wgmma_wait<1>(); hold(s);  // the logits are there; p v runs on
     keys.done(used + 1);
     weigh(rows, s, bias, a, t, shared, used + 1, n, edge, bias_by_tma);
-    if (WAIT_AMID || WORD_BYTES) Values{shared}.wait(used + 1);  // over its branch ptxas moves nothing
+    if (WAIT_AMID) Values{shared}.wait(used + 1);  // over a wait's branch ptxas moves nothing
+    if (LATE_DROP) wait_for_words(shared, used + 1);
     wgmma_wait<0>(); hold(rows.o); hold(rows.p);
     Values{shared}.done(used);
     pack_weights(rows, s, a, t, shared, used + 1, n);
@@ -288,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
     const Biases biases{shared};
     if (threadIdx.x == 0) {
         keys.init(); values.init(); biases.init();
+        for (int i = 0; LATE_DROP && i < WORD_STAGES; ++i) mbar_init(words_full(shared, i), 1);
         for (int w = 0; w < WARPGROUPS; ++w) { mbar_init(shared + Q_FULL + 8 * w, 1); mbar_init(shared + Q_EMPTY + 8 * w, 4); }
         for (int i = 0; i < 2; ++i) {
             mbar_init(shared + TILE_FULL + 8 * i, 1);
@@ -329,7 +334,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 const int kv_head = t.head / a.group, batch = a.cu_q ? 0 : t.number;
                 const u32* const words = WORD_BYTES ? key_words(a, t.number, t.head) : nullptr;
                 const auto load_keys = [&](int i, int n) {
-                    keys.load(i, k_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
+                    const int with_words = LATE_DROP ? 0 : WORD_BYTES;
+                    keys.load(i, k_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST, BN, with_words);
+                    if (LATE_DROP) mbar_expect(words_full(shared, i), WORD_BYTES);
+                    if (WORD_BYTES)
+                        bulk_load(words_tile(shared, i), words + n * (WORD_BYTES / 4), WORD_BYTES, words_full(shared, i));
                     if (!BIAS_BYTES || !bias_by_tma) return;
                     const int head = a.bias.head ? t.head : 0, number = a.bias.batch ? t.number : 0;
                     const int row = a.bias.row ? t.first : 0, rows = a.bias.row ? BM : 1;
@@ -339,10 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 if (range.begin < range.end) load_keys(loaded, range.end - 1);
                 for (int n = range.end - 1; n >= range.begin; --n, ++loaded) {  // from the last block to the first
                     if (n > range.begin) load_keys(loaded + 1, n - 1);  // values come one behind
-                    values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST, BN, WORD_BYTES);
-                    if (WORD_BYTES)
-                        bulk_load(shared + WORDS + loaded % STAGES * WORD_BYTES, words + n * (WORD_BYTES / 4), WORD_BYTES,
-                                  values.full(loaded));
+                    values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
                 }
                 mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));  // so late that no tile is taken too early
             }
@@ -365,7 +371,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
     } else {  // ------------------------------------------------------------------------------- consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
         const int w = warpgroup();
-        const u32 q = shared + Q + w * Q_BYTES, staged = shared + OUT + w * Q_BYTES;
+        // Where both are one, w in two ways: else the products find q in no uniform register.
+        const u32 q = shared + Q + w * Q_BYTES, staged = shared + OUT + (OWN_OUT ? w : threadIdx.x / 128) * Q_BYTES;
         const u32 q_full = shared + Q_FULL + 8 * w, q_empty = shared + Q_EMPTY + 8 * w;
         int used = 0, taken = 0;  // value blocks behind us, key block `used` being the next; tiles in which we had queries
         for (int round = 0;; ++round) {
@@ -394,16 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
 #pragma unroll
             for (int r = 0; r < 2; ++r) { rows.peak[r] = NEG_INF; rows.total[r] = 0.f; }
             rows.unit = 1.f;
-            if (DROPOUT) {
-                const u32* const words = query_words(a, t.number, t.head) + rows.i / 16 * QUERY_WORDS;
-#pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    const int place = query_place(rows.i, fragment_column(n));
-                    rows.factor[n] = __ldg(words + place);
-                    rows.summand[n] = __ldg(words + place + 2);
-                }
-                rows.bounds = __ldg(words + BOUNDS);
-            }
+            if (DROPOUT) rows.words = query_words_of_lane(a, t, rows.i);
             if (any) {
 #pragma unroll
                 for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] = 0.f;
@@ -418,7 +416,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                     wgmma_wait<0>(); hold(s);
                     keys.done(used);
                     weigh(rows, s, bias, a, t, shared, used, n, true, bias_by_tma);
-                    if (WAIT_AMID || WORD_BYTES) values.wait(used);
+                    if (WAIT_AMID) values.wait(used);
+                    if (LATE_DROP) wait_for_words(shared, used);
                     pack_weights(rows, s, a, t, shared, used, n);
                 }
                 const int past = range.end * BN - t.keys;

@@ -76,7 +76,7 @@ class CublasLt:
     MatmulDescAttribute = enum.IntEnum(
         "MatmulDescAttribute",
         {"TRANSA": 3, "TRANSB": 4, "EPILOGUE": 7, "BIAS_POINTER": 8}
-        | {"EPILOGUE_AUX_POINTER": 11, "EPILOGUE_AUX_LD": 12},
+        | {"EPILOGUE_AUX_POINTER": 11, "EPILOGUE_AUX_LD": 12, "SM_COUNT_TARGET": 15},
     )
     MatrixLayoutAttribute = enum.IntEnum(
         "MatrixLayoutAttribute", {"BATCH_COUNT": 5, "STRIDED_BATCH_OFFSET": 6}

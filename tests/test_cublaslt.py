@@ -109,6 +109,22 @@ def test_sums_beside_a_product(fake, rng):
     assert gemm.matmul_and_sums(dz, x, gpu(np.zeros(2 * M))[::2], out) is None
 
 
+def test_a_share_of_the_multiprocessors(fake, rng, monkeypatch):
+    monkeypatch.setattr(cublaslt, "gpu", lambda device: ("90", 132))
+    dz, x, sums = gpu(whole(rng, K, M)), gpu(whole(rng, K, N)), np.zeros(M + 4)
+    sums = gpu(sums[-sums.ctypes.data % 16 // 8 :][:M])
+    for share, asked in ((1, []), (2, [66]), (3, [44])):
+        for product in (
+            lambda share: gemm.matmul(dz, x, transpose_a=True, share=share),
+            lambda share: gemm.matmul_and_sums(dz, x, sums, share=share),
+        ):
+            cublaslt._plans.clear()
+            np.testing.assert_array_equal(product(share), dz.T @ x)
+            targets = [values.get("SM_COUNT_TARGET") for values in fake.objects.values()]
+            assert [target for target in targets if target] == asked
+    assert {plan.kind[-2:] for plan in cublaslt._plans.values()} == {" 3"}, "tuned by itself"
+
+
 def test_bias_and_activation(fake, rng):
     x, weight = gpu(whole(rng, M, K)), gpu(whole(rng, N, K))
     for bias in gpu(whole(rng, 2, N)):  # the pointer changes, the plan does not

@@ -7,9 +7,11 @@ from attention_formula import assert_close, gradients, judge
 from attention_problems import Problem
 
 from gpuattn import tensormaps
+from gpuattn.arrays import BFLOAT16
 from gpuattn.impls import Impl
-from gpuattn.ops import attention_hopper_backward
+from gpuattn.ops import attention_hopper_backward, attention_hopper_head
 from gpuattn.ops.flash_attention import IMPLS
+from gpuattn.rng import Key
 
 PROBLEMS = {  # of several tiles each, so that what lies in shared memory is used again
     1398: "a sink, NaN behind the keys' end, a window to the right, Dv != D, dq in a fixed order",
@@ -22,6 +24,15 @@ PROBLEMS = {  # of several tiles each, so that what lies in shared memory is use
     3096: "a head size above 128, causal",
     1403: "a softcap beside a bias that wants no gradient",
     1460: "packed with empty sequences, a softcap",
+}
+WHOLE_HEADS = {  # several for each block
+    1456: "causal, parts of one projection, with a gradient of lse",
+    1952: "three blocks of queries and keys, so that turns at dq go across heads",
+    1012: "dropout, four blocks, no mask, Dv != D",
+    3747: "dropout, a narrow window",
+    3142: "a window that hides blocks of keys, more keys than queries",
+    3791: "more queries than keys",
+    2208: "one block",
 }
 MISTAKES = {
     1: "fewer bytes expected than come",
@@ -71,6 +82,13 @@ def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal):
     assert_close(found, gradients(reference, np, **shape))
 
 
+@pytest.mark.parametrize("number", WHOLE_HEADS)
+def test_gradient_by_whole_heads(monkeypatch, number):
+    """Also what others are faster at."""
+    monkeypatch.setattr(attention_hopper_head, "takes", attention_hopper_head.fits)
+    check(number, emulator.Machine(seed=number))
+
+
 def check(number, machine):
     problem = Problem(number)
     wrong = judge(problem, Impl("emulated", machine.forward, machine.backward))
@@ -96,6 +114,25 @@ def test_huge_logits(head_dim, seen):
     want = v[:, keys].astype(np.float64).mean(1, keepdims=True)
     np.testing.assert_allclose(out.astype(np.float64), np.broadcast_to(want, out.shape), atol=2e-3)
     np.testing.assert_allclose(lse, float(huge) ** 2 * head_dim**0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropout_of_more_blocks_than_fit_in_shared_memory(head_dim, dtype):
+    rng = np.random.default_rng(head_dim)
+    shapes = [(1, rows, 1, head_dim) for rows in (70, 900, 900)]
+    q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
+    params = {
+        "window": (None, None), "align": "bottom_right", "scale": head_dim**-0.5, "softcap": None,
+        "dropout_p": 0.3, "key": Key(1), "max_seqlen_q": 70, "max_seqlen_k": 900,
+        "deterministic": True,
+    }  # fmt: skip
+    rest = dict(needs=[False], **params)
+    (out, _), _ = emulator.Machine(seed=1).forward(q, k, v, *[None] * 6, **rest)
+    reference = next(impl for impl in IMPLS if impl.name == "reference")
+    exact = (x.astype(np.float32) for x in (q, k, v))
+    (want, _), _ = reference.forward(*exact, *[None] * 6, tf32=False, **rest)
+    assert_close([out.astype(np.float32)], [want])
 
 
 def product(mistake, seed):

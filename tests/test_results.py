@@ -80,7 +80,7 @@ def test_the_readme_tells_what_updates_take():
     table = readme.split("### How long an update takes")[1].split("\n\n")[1]
     names = ("torch-eager", "torch-compile", "torch-graph")
     measured = []
-    for row in DOCUMENTS["train-h200.json"]["rows"]:
+    for row in filter(results.is_comparison, DOCUMENTS["train-h200.json"]["rows"]):
         times = [row["us"], *(row["peers"][name] for name in names)]
         measured.append([*(us / 1000 for us in times), row["ratio_to_best_peer"]])
     told = [
@@ -90,3 +90,21 @@ def test_the_readme_tells_what_updates_take():
     assert len(told) == len(measured)
     for cells, figures in zip(told, measured, strict=True):
         assert cells == pytest.approx(figures, rel=0.006)
+
+
+SEEDS = {
+    "multi30k-h200.json": ("mean_bleu", lambda seed: seed["test"]["bleu"]),
+    "shakespeare-h200.json": ("mean_loss", lambda seed: seed["best"]["val"]),
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_the_readme_tells_the_mean_of_seeds(name):
+    key, score = SEEDS[name]
+    document = json.loads((FOLDER / name).read_text())
+    scores = [score(seed) for seed in document["seeds"]]
+    assert len(scores) >= 3
+    assert document[key] == pytest.approx(statistics.mean(scores))
+    digits = 2 if key == "mean_bleu" else 4
+    readme = (FOLDER.parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"**{document[key]:.{digits}f}**" in readme

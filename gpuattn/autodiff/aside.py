@@ -31,7 +31,7 @@ class _Helper:
             self.wait(1)
         self.stream.wait_event(self._now(self.current))
         with self.stream:
-            yield
+            yield True
         self.running.append((self._now(self.stream), reads, {x.data.ptr for x in writes}))
 
     def _now(self, stream):
@@ -67,12 +67,13 @@ def allowed(like):
 def beside(reads, writes):
     """Return a context in which launches may run beside what the current stream gets next.
 
-    ``reads``: arrays that nobody may write to any more. ``writes``: all places of results; where
-    one is None, a new array that others read at once, the launches stay where they are.
+    It gives whether they do. ``reads``: arrays that nobody may write to any more. ``writes``: all
+    places of results; where one is None, a new array that others read at once, the launches stay
+    where they are.
     """
     helper = _helper.get()
     if helper is None or any(place is None for place in writes):
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(False)
     return helper.work(reads, writes)
 
 

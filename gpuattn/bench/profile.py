@@ -17,14 +17,17 @@ from gpuattn.arrays import import_cupy, is_array
 from gpuattn.autodiff.watch import watching
 from gpuattn.bench import op_work, timing
 from gpuattn.errors import UnsupportedError
-from gpuattn.gemm import capture_refusal
+from gpuattn.gemm import capture_refusal, matmul
+from gpuattn.models.config import padded_rows
+from gpuattn.models.loss import in_slices
+from gpuattn.ops.linear_cross_entropy import rows_at_a_time
 from gpuattn.train.ceilings import ceilings
 from gpuattn.train.device import choose_device
 from gpuattn.train.report import Report
 from gpuattn.train.trainer import Trainer
 
 REPEATS, LONG = 20, 3000.0  # calls in a graph, at most; microseconds that they take, about
-SAMPLES = 7
+SAMPLES, TURNS = 7, 3  # on a GPU; of the vocabulary's products on NumPy
 REST = "the rest"  # what is no op: sums of gradients, buffers that are filled, statistics
 
 
@@ -37,7 +40,8 @@ def profile(task, device):
     "update"): how many ``calls`` and, on a GPU, ``launches``; ``us``, ``bytes`` and ``flops`` of
     all calls (see ``op_work``); ``share`` of the time; ``roof``, the least time that the ceilings
     allow as a share of ``us`` (None without bytes). On NumPy the times are of one and the same
-    update. Raises UnsupportedError where CUDA graphs cannot hold matrix products.
+    update. ``vocabulary``: what padding its table gains, see ``_vocabulary``, None where there is
+    nothing to pad. Raises UnsupportedError where CUDA graphs cannot hold matrix products.
     """
     if device == "cuda" and (missing := capture_refusal()):
         raise UnsupportedError(f"ops are timed in CUDA graphs, which do not work here: {missing}")
@@ -55,6 +59,7 @@ def profile(task, device):
         return spent if device == "numpy" else _median(timing.Graph([again]))
 
     step, reach = trainer.look(at), ceilings(trainer.xp, dtype)
+    vocabulary = trainer.look(lambda *_: _vocabulary(trainer))
     (batch,) = meter.batches
     size = sum(parameter.size for parameter in task.model.parameters())
     return {
@@ -63,8 +68,52 @@ def profile(task, device):
         "model": f"{task.describe_model()}, {size / 1e6:.2f} M parameters",
         "update": task.describe_update(), "dtype": str(np.dtype(dtype)), "ceilings": reach,
         "tokens": batch.all_tokens, "model_flops": task.flops([batch]), "step_us": step,
-        "rows": _rows(watcher.calls, step, reach),
+        "vocabulary": vocabulary, "rows": _rows(watcher.calls, step, reach),
     }  # fmt: skip
+
+
+def _vocabulary(trainer):
+    """Return microseconds of the three products of the vocabulary's table, padded and as it is.
+
+    Logits, and the gradients of states and table, of ``tokens`` at a time: the batch's, or those
+    of a slice. Keys: ``size`` of the vocabulary, ``rows`` of the padded table,
+    ``pads``: whether the model has it, ``tokens``, ``padded_us``, ``plain_us``.
+    """
+    config, xp, dtype = trainer.model.config, trainer.xp, trainer.workspace.params.dtype
+    size, rows, count = config.vocab, padded_rows(config.vocab), trainer.feed.batch.labels.size
+    if size == rows:
+        return None
+    if in_slices(count, rows, dtype.itemsize, trainer.model.checkpoint):
+        count = rows_at_a_time(count, rows, dtype.itemsize, xp is not np)
+    draw = xp.random.default_rng(0).standard_normal
+    states, table = (draw((n, config.d_model), np.float32).astype(dtype) for n in (count, rows))
+    dstates, dtable, logits = states.copy(), table.copy(), xp.empty(count * rows, dtype)
+
+    def products(rows):
+        def call():
+            out = logits[: count * rows].reshape(count, rows)
+            matmul(states, table[:rows], transpose_b=True, out=out)
+            matmul(out, table[:rows], out=dstates)
+            matmul(out, states, transpose_a=True, out=dtable[:rows])
+
+        trainer.steps.first(call)  # as the run does, which may choose their algorithms
+        return call if xp is np else timing.Graph([call])
+
+    calls = {"padded_us": products(rows), "plain_us": products(size)}
+    times = _in_turns(calls) if xp is np else timing.alternate(calls)
+    times = {name: timing.median(samples) for name, samples in times.items()}
+    return {"size": size, "rows": rows, "pads": config.pad_vocab, "tokens": count, **times}
+
+
+def _in_turns(calls):
+    """Return {name: microseconds} of a few calls by the clock."""
+    times = {name: [] for name in calls}
+    for _ in range(TURNS):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - begin) * 1e6)
+    return times
 
 
 def _rows(calls, step, reach):

@@ -35,6 +35,7 @@ class Ours:
     """
 
     def __init__(self, case, xp):
+        self.xp = xp
         self.model, self._loss, self.inputs = (_translation if case.translates else _text)(case, xp)
         self.workspace = Workspace(self.model, "numpy" if xp is np else "cuda", case.dtype)
         self.optimizer = AdamW(
@@ -55,6 +56,10 @@ class Ours:
             getattr(self.workspace, name).fill(0)
         self.optimizer.state.array[...] = self._state
         self._draw.fill(0)
+
+    def read(self, inputs):
+        """Go on with other ``inputs``, of a language model: tokens and labels, int32 (B, T)."""
+        self._loss, self.inputs = _text_loss(self.model, inputs, self.xp), inputs
 
     def step(self):
         """Update the parameters once."""
@@ -82,12 +87,20 @@ def _translation(case, xp):
 
 def _text(case, xp):
     """Return what ``_translation`` does, for a language model."""
+    model, inputs = GPT2(case.config()), texts(case)
+    return model, _text_loss(model, inputs, xp), inputs
+
+
+def texts(case):
+    """Return the tokens and labels of a language model's case, int32 (B, T)."""
     text = zipf_tokens(case.tokens + 1, case.vocab)
-    inputs = [part.reshape(case.shape) for part in (text[:-1], text[1:])]
-    model = GPT2(case.config())
+    return [part.reshape(case.shape) for part in (text[:-1], text[1:])]
+
+
+def _text_loss(model, inputs, xp):
     tokens, labels = map(xp.asarray, inputs)
-    order = [xp.asarray(part) for part in token_order(text[:-1])]
-    return model, lambda dloss: model.loss(tokens, labels, dloss, order=order), inputs
+    order = [xp.asarray(part) for part in token_order(inputs[0].ravel())]
+    return lambda dloss: model.loss(tokens, labels, dloss, order=order)
 
 
 # ---- the comparison -----------------------------------------------------------------------------

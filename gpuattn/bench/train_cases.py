@@ -19,7 +19,7 @@ class Step:
     ``layers``: (encoder, decoder) of a translation model, (L,) of a language model. ``hidden``:
     width inside the feed-forward networks. ``smoothing``: of labels. The optimizer is AdamW, with
     gradients clipped at the norm ``clip``. Activations and our gradients are ``dtype``, with
-    float32 masters.
+    float32 masters. ``pad_vocab``: whether our table has a multiple of 64 rows.
     """
 
     model: str
@@ -37,6 +37,7 @@ class Step:
     learning_rate: float = 3e-4
     clip: float = 1.0
     dtype: str = "bfloat16"
+    pad_vocab: bool = True
 
     @property
     def translates(self):
@@ -53,9 +54,12 @@ class Step:
         if self.translates:
             length = self.shape[1]
             return TranslationConfig(
-                *sizes, self.layers, self.hidden, self.dropout, max_length=length
-            )
-        return GPT2Config(*sizes, *self.layers, self.shape[1], self.dropout, bias=False)
+                *sizes, self.layers, self.hidden, self.dropout, max_length=length,
+                pad_vocab=self.pad_vocab,
+            )  # fmt: skip
+        return GPT2Config(
+            *sizes, *self.layers, self.shape[1], self.dropout, bias=False, pad_vocab=self.pad_vocab
+        )
 
     def weights(self):
         """Return how many weights of linear layers a token meets, source and target as one."""
@@ -79,6 +83,8 @@ class Step:
     def as_dict(self):
         """Return the "case" of a row of results."""
         flags = asdict(self) | {"layers": list(self.layers), "betas": list(self.betas)}
+        if self.pad_vocab:  # as all are that have peers
+            flags.pop("pad_vocab")
         return {"shape": list(flags.pop("shape")), "dtype": flags.pop("dtype"), "flags": flags}
 
     @classmethod
@@ -112,6 +118,10 @@ MODELS = {
 """Vaswani et al.'s base and big, one for 29,000 captions, and two that nanoGPT is known for."""
 
 TABLE = [Cell("train", case, "step", PEERS) for case in MODELS.values()]
+
+UNPADDED = replace(MODELS["gpt2-124m"], model="gpt2-124m-unpadded", pad_vocab=False)
+CELLS = {cell.case.model: cell for cell in [*TABLE, Cell("train", UNPADDED, "step", ())]}
+"""By the names that may be asked for: the table, and what ``--no-pad-vocab`` costs."""
 
 
 def small(case):

@@ -22,10 +22,10 @@ class Peer:
         with torch.device("cuda"):
             self.model = (Translator if case.translates else GPT)(case)
             self.loss = torch.zeros(())
-        self.inputs = [torch.from_numpy(x).cuda().long() for x in ours.inputs]
+        self.read(ours.inputs)
         weights = by_layers(ours.weights, case.layers[-1])
-        self._first = {  # tables without the rows that only pad ours
-            name: torch.from_numpy(weights[name][: len(own)]).cuda()
+        self._first = {  # on the host; tables without the rows that only pad ours
+            name: torch.from_numpy(weights[name][: len(own)])
             for name, own in self.model.state_dict().items()
         }
         parameters = list(self.model.parameters())
@@ -38,6 +38,10 @@ class Peer:
             capturable=True,
         )  # fmt: skip
         self.restart()
+
+    def read(self, inputs):
+        """Go on with other ``inputs``, as ours has them."""
+        self.inputs = [torch_here().from_numpy(x).cuda().long() for x in inputs]
 
     def restart(self):
         """Take back all updates."""

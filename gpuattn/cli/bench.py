@@ -9,7 +9,7 @@ import click
 from gpuattn.bench import results, run
 from gpuattn.bench.fused_cases import TABLES
 from gpuattn.bench.samples import DTYPES, SAMPLES
-from gpuattn.bench.train_cases import MODELS
+from gpuattn.bench.train_cases import CELLS
 from gpuattn.cli import bench_attention, bench_fused, bench_roofline, bench_train
 from gpuattn.cli.kernels import parse_shape
 from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, device_option
@@ -61,7 +61,7 @@ def _of_attention(*names, **settings):
     "--model",
     "models",
     multiple=True,
-    type=NearChoice(MODELS),
+    type=NearChoice(CELLS),
     group="For train",
     help="This model only; may be given several times.",
 )

@@ -8,8 +8,9 @@ from gpuattn.cli.bench_table import begin, colored, console, describe, short, sh
 
 
 def table(xp, path, line, models, *, peers, missing):
-    """Measure, show and keep the steps of ``models``, all of them if none is named."""
-    chosen = [cell for cell in train_cases.TABLE if not models or cell.case.model in models]
+    """Measure, show and keep the steps of ``models``, of all in the table if none is named."""
+    names = models or train_cases.MODELS
+    chosen = [cell for name, cell in train_cases.CELLS.items() if name in names]
     if xp is np:
         click.echo("No GPU: NumPy on small float32 models, without peers or graphs.")
         chosen = [cell._replace(case=train_cases.small(cell.case), peers=()) for cell in chosen]

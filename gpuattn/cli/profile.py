@@ -12,7 +12,7 @@ from gpuattn.cli.options import GroupedCommand, GroupedOption, device_option
 from gpuattn.cli.train import config_option, options_of, preset_option, resolved
 from gpuattn.train.device import choose_device
 from gpuattn.train.metrics import write_text
-from gpuattn.train.page import PROFILE
+from gpuattn.train.page import PROFILE, describe_padding
 from gpuattn.train.plot import import_pyplot
 from gpuattn.train.run import TASKS, RunFolder
 from gpuattn.train.units import AUTO
@@ -88,6 +88,8 @@ def _show(document):
     for row in document["rows"]:
         table.add_row(row["op"], row["direction"], *_figures(row))
     console().print(table)
+    if document["vocabulary"]:
+        click.echo(f"{'padding':8} of the vocabulary: {describe_padding(document['vocabulary'])}")
     total = sum(row["us"] for row in document["rows"] if row["calls"])
     click.echo(f"{'ops':8} {total / 1e3:.3g} ms one by one, {total / step:.0%} of the step")
 

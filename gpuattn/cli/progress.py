@@ -1,5 +1,7 @@
 """Shows a run: a live bar on a terminal, plain lines elsewhere. All on standard error."""
 
+import contextlib
+import functools
 import os
 import sys
 import time
@@ -38,12 +40,24 @@ def facts(progress):
     return [*found, f"lr {progress.learning_rate:.1e}"]
 
 
+def _if_read(show):
+    """Return a method that gives up where standard error is closed: the run goes on without."""
+
+    @functools.wraps(show)
+    def shown(*args):
+        with contextlib.suppress(OSError):
+            show(*args)
+
+    return shown
+
+
 class PlainReport(Report):
     """Lines, for files and for other programs."""
 
     def __init__(self):
         self._shown = time.monotonic()
 
+    @_if_read
     def say(self, topic, text):
         click.echo(f"{topic:8} {text}", err=True)
 
@@ -71,6 +85,7 @@ class LiveReport(Report):
         self._bar = Progress(*columns, console=self._console, transient=True)
         self._task = None
 
+    @_if_read
     def say(self, topic, text):
         from rich.table import Table
         from rich.text import Text
@@ -84,6 +99,7 @@ class LiveReport(Report):
         line.add_row(head, text)
         self._console.print(line)
 
+    @_if_read
     def progress(self, progress):
         update = f"{progress.update:,}"
         room = self._console.width - self._bar_width - len(f"update {update}  100 % ")
@@ -93,6 +109,7 @@ class LiveReport(Report):
             self._task = self._bar.add_task("", total=1.0, **shown)
         self._bar.update(self._task, completed=progress.share, **shown)
 
+    @_if_read
     def close(self):
         if self._task is not None:
             self._bar.stop()

@@ -9,7 +9,8 @@ CHOICES = {
     "activation": ("relu", "gelu", "gelu_exact", "swiglu"),
 }
 # What is computed again in the backward pass to save memory: nothing; layers, of which only the
-# inputs are kept; with "full", no more than a slice of the logits exists at a time, too.
+# inputs are kept; with "full", no more than a slice of the logits exists at a time, as otherwise
+# where they are large.
 CHECKPOINT = ("none", "block", "full")
 
 

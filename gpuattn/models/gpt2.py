@@ -12,14 +12,13 @@ from gpuattn.autodiff.tape import raw
 from gpuattn.errors import problem
 from gpuattn.models.config import CHOICES, check_config, table_rows
 from gpuattn.models.gpt2_stepper import GPT2Stepper
+from gpuattn.models.loss import loss_of_states
 from gpuattn.nn.dropout import RandomState, Streams
 from gpuattn.nn.embedding import Embedding
 from gpuattn.nn.module import Module, normal
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerEncoderLayer, run_layers
-from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.linear import linear
-from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
 
 STD = 0.02  # of the initial weights
 POSITIONS = "learned", "rotary"  # a sinusoidal table would drown embeddings of that size
@@ -121,12 +120,10 @@ class GPT2(Module):
         ``states``; without it tokens are sorted on the spot, which no CUDA graph can do.
         """
         states = self.states(tokens, order=order)
-        settings = {
-            "vocab_size": self.config.vocab, "label_smoothing": label_smoothing, "dloss": dloss,
-        }  # fmt: skip
-        if self.checkpoint == "full" or not self.training:
-            return linear_cross_entropy(states, self.embedding.weight, labels, **settings)
-        return cross_entropy(self.head(states), labels, donate=True, **settings)
+        return loss_of_states(
+            self, states, self.embedding.weight, labels, vocab_size=self.config.vocab,
+            label_smoothing=label_smoothing, dloss=dloss,
+        )  # fmt: skip
 
     def stepper(self, prompt, max_length, beam=1, kv_cache=True):
         """Return a Stepper that continues int prompts (B, P), P >= 1, by ``max_length`` tokens.

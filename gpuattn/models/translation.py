@@ -13,6 +13,7 @@ from gpuattn.arrays import get_xp, to_cpu
 from gpuattn.data.tokenizer import BOS, EOS
 from gpuattn.errors import ConfigError, problem
 from gpuattn.models.config import check_config, table_rows
+from gpuattn.models.loss import loss_of_states
 from gpuattn.models.translation_stepper import TranslationStepper
 from gpuattn.nn.attention import MemoryProjection
 from gpuattn.nn.dropout import RandomState, Streams
@@ -21,9 +22,7 @@ from gpuattn.nn.linear import Linear
 from gpuattn.nn.module import Module
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer, run_layers
-from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.linear import linear
-from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -161,12 +160,10 @@ class TranslationModel(Module):
             x, memory, positions=batch.target_positions, cu_seqlens=batch.cu_target,
             max_seqlen=batch.max_target, cu_memory=batch.cu_source, max_memory=batch.max_source,
         )  # fmt: skip
-        settings = {
-            "vocab_size": self.config.vocab, "label_smoothing": label_smoothing, "dloss": dloss,
-        }  # fmt: skip
-        if self.checkpoint == "full" or not self.training:
-            return linear_cross_entropy(x, self._head_weight(), batch.labels, **settings)
-        return cross_entropy(self.logits(x), batch.labels, donate=True, **settings)
+        return loss_of_states(
+            self, x, self._head_weight(), batch.labels, vocab_size=self.config.vocab,
+            label_smoothing=label_smoothing, dloss=dloss,
+        )  # fmt: skip
 
     def pack(self, sources):
         """Return ``Sources`` of lists of token ids without marks, on the model's device."""

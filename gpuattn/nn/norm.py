@@ -1,7 +1,7 @@
 """Normalisation, alone or fused with the residual connection before it."""
 
 from gpuattn.nn.module import Module, constant
-from gpuattn.ops.dropout_add_norm import dropout_add_norm
+from gpuattn.ops.dropout_add_norm import dropout_add_norm, norm_beside
 from gpuattn.ops.layer_norm import layer_norm
 from gpuattn.ops.rms_norm import rms_norm
 
@@ -19,6 +19,10 @@ class LayerNorm(Module):
 
     def __call__(self, x):
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+    def beside(self, x):
+        """Return (norm(x), x), whose gradients come together in one pass."""
+        return norm_beside(x, self.weight, self.bias, norm="layer", eps=self.eps)
 
     def add(self, branch, residual, dropout, branch_bias=None):
         """Return (norm(h), h) for h = residual + dropout(branch + branch_bias), in one pass.
@@ -44,6 +48,10 @@ class RMSNorm(Module):
 
     def __call__(self, x):
         return rms_norm(x, self.weight, eps=self.eps)
+
+    def beside(self, x):
+        """Return (norm(x), x) as ``LayerNorm.beside`` does."""
+        return norm_beside(x, self.weight, norm="rms", eps=self.eps)
 
     def add(self, branch, residual, dropout, branch_bias=None):
         """Return (norm(h), h) as ``LayerNorm.add`` does."""

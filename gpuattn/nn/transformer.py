@@ -30,8 +30,8 @@ class _Layer(Module):
         self.dropouts = [Dropout(dropout, streams) for _ in range(branches)]
 
     def enter(self, x):
-        """Return the input of the first branch for the layer's input ``x``."""
-        return self.norms[0](x) if self.pre_norm else x
+        """Return (input of the first branch, residual stream) for the layer's input ``x``."""
+        return self.norms[0].beside(x) if self.pre_norm else (x, x)
 
     def step(self, n, h, following, **context):
         """Run the branches; return (input of the next layer's first branch, residual stream).
@@ -54,7 +54,7 @@ class _Layer(Module):
         return n, h
 
     def __call__(self, x, **context):
-        return self.step(self.enter(x), x, None, **context)[0]
+        return self.step(*self.enter(x), None, **context)[0]
 
 
 class TransformerEncoderLayer(_Layer):
@@ -144,7 +144,7 @@ def run_layers(layers, norm, x, *, caches=None, memories=None, recompute=False, 
     """
     recompute = recompute and tape.is_recording()
     following = [layer.norms[0] for layer in layers[1:]] + [norm]
-    n, h = layers[0].enter(x), x
+    n, h = layers[0].enter(x)
     for i, layer in enumerate(layers):
         own = {} if caches is None else {"cache": caches[i]}
         own |= {} if memories is None else {"memory": memories[i]}

@@ -8,7 +8,12 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, import_cupy
 from gpuattn.impls import Elsewhere
 from gpuattn.kernels import gpu, kernel, kernel_refusal
-from gpuattn.ops import attention_ampere_backward, attention_hopper_backward, attention_short
+from gpuattn.ops import (
+    attention_ampere_backward,
+    attention_hopper_backward,
+    attention_hopper_head,
+    attention_short,
+)
 from gpuattn.ops.attention_launch import UNLIMITED, Launch
 from gpuattn.tensormaps import refusal, tensor_map
 
@@ -71,8 +76,9 @@ def shared_bytes(constants):
     width, rows, keys = (constants[name] for name in ("HEAD_DIM", "BM", "BN"))
     line, stages = -(-width // 64) * 128, 3 if width == 64 else 2
     stages_bias = constants["BIAS"] or (constants["EXTRAS"] and width <= STAGED_BIAS_WIDTH)
-    side = rows * 256 if stages_bias else keys * 16 if constants["DROPOUT"] else 0
-    operands = rows * line + stages * (2 * keys * line + side)
+    operands = rows * line + stages * (2 * keys * line + (rows * 256 if stages_bias else 0))
+    if constants["DROPOUT"] and not stages_bias:
+        operands += (stages + 1) * keys * 16
     own_out = operands + rows * line <= TILE_BYTES  # else out takes the place of q
     return 2048 + operands + (rows * line if own_out else 0)
 
@@ -167,7 +173,11 @@ def forward(q, k, v, *extras, needs, **params):
     launch = Launch(q, k, v, bias, *extras[1:], **params, out=out)
     plan = _Plan(launch, q, bias)
     inputs = q, k, v, *extras
-    if saved and bias is None and not attention_hopper_backward.refuse_backward(*inputs, **params):
+    if saved and attention_hopper_head.takes(*inputs, **params):
+        attention_hopper_head.compile_ahead(q.device.id, q.dtype, launch.dropout)
+    elif (
+        saved and bias is None and not attention_hopper_backward.refuse_backward(*inputs, **params)
+    ):
         attention_hopper_backward.compile_ahead(
             q.device.id, q.dtype, max(q.shape[-1], v.shape[-1]), extras=launch.extras,
             dropout=launch.dropout, biased=False, deterministic=launch.deterministic,
@@ -198,6 +208,8 @@ def describe(q, k, v, *extras, **params):
     }  # fmt: skip
     if reason := attention_hopper_backward.refuse_backward(q, k, v, *extras, **params):
         details["gradient"] = f"raw-ampere's, because {reason}"
+    elif attention_hopper_head.takes(q, k, v, *extras, **params):
+        details["gradient"] = "a block for a whole head, in one launch"
     return details
 
 
@@ -207,6 +219,8 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     short = attention_short.suits(*inputs, **params)
     if short or form.refuse_backward(*inputs, **params, needs=needs):
         form = attention_ampere_backward
+    elif attention_hopper_head.takes(*inputs, **params):
+        form = attention_hopper_head
     return form.backward(saved, dout, dlse, needs=needs, into=into, **params)
 
 

@@ -31,12 +31,13 @@ class Launch:
     """A call's problem as kernels take it: ``problem`` by value, and what decides grids and tiles.
 
     ``strided``: the arrays beside q, k and v whose strides kernels need, by their names in STRIDED.
-    Keeps alive what the struct points at.
+    ``tables``: whether dropout's are drawn. Keeps alive what the struct points at.
     """
 
     def __init__(
         self, q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, window, align, scale,
-        softcap, dropout_p, key, max_seqlen_q, max_seqlen_k, deterministic, tf32=False, **strided,
+        softcap, dropout_p, key, max_seqlen_q, max_seqlen_k, deterministic, tf32=False,
+        tables=True, **strided,
     ):  # fmt: skip
         packed = cu_q is not None
         self.packed, self.deterministic = packed, deterministic
@@ -68,8 +69,8 @@ class Launch:
             key_lengths = key_lengths.clip(0, max_seqlen_k)  # a cast would wrap
         lengths, cu_q, cu_k = (_contiguous(x, np.int32) for x in (key_lengths, cu_q, cu_k))
         slopes, sink = (_contiguous(x, np.float32) for x in (slopes, sink))
-        tables = None, None
-        if self.dropout:
+        words = None, None
+        if self.dropout and tables:
             once = 1 if packed else self.sequences
             drawn = Tables(
                 q, dropout_p, key, heads=self.heads, sequences=self.sequences,
@@ -77,8 +78,8 @@ class Launch:
                 cu_q=cu_q, cu_k=cu_k,
             )  # fmt: skip
             fields["query_rows"], fields["key_rows"] = drawn.rows
-            tables = drawn.query_words, drawn.key_words
-        self.pointed_at = bias, lengths, cu_q, cu_k, slopes, sink, *tables
+            words = drawn.query_words, drawn.key_words
+        self.pointed_at = bias, lengths, cu_q, cu_k, slopes, sink, *words
         for name, x in zip(POINTERS, self.pointed_at, strict=True):
             fields[name] = 0 if x is None else x.data.ptr
         self.fields = fields

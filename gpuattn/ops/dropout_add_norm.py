@@ -4,10 +4,12 @@ The norm is that of ``layer_norm.py`` or ``rms_norm.py``, the mask that of ``dro
 code: ``rawkernels/dropout_add_norm.cu``.
 """
 
+from functools import partial
+
 import numpy as np
 
 from gpuattn import arrays, rng
-from gpuattn.arrays import wide, zeros
+from gpuattn.arrays import get_xp, wide, zeros
 from gpuattn.autodiff.tape import apply
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
@@ -17,6 +19,7 @@ from gpuattn.ops.layer_norm import (
     check_inputs,
     column_sum,
     contiguous,
+    forward_raw,
     normalize,
     normalized_gradient,
     weighted,
@@ -54,6 +57,17 @@ def dropout_add_norm(
     p = check_probability("dropout_add_norm", p)
     key = rng.as_key(seed) if p else None
     return apply(IMPLS, inputs, impl, p=p, key=key, rms=norm == "rms", eps=float(eps))
+
+
+def norm_beside(x, weight, bias=None, *, norm="layer", eps=1e-5, impl=None):
+    """Return (norm(x), x): the start of a residual stream, whose two gradients are added in a pass.
+
+    All else is as in ``dropout_add_norm``.
+    """
+    inputs = check_inputs("norm_beside", {"x": x}, {"weight": weight, "bias": bias}, eps)
+    if norm not in ("layer", "rms"):
+        raise ValueError(problem("norm_beside", "norm", repr(norm), "'layer' or 'rms'"))
+    return apply(BESIDE, inputs, impl, rms=norm == "rms", eps=float(eps))
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
@@ -94,6 +108,12 @@ def _backward_reference(saved, dnormed, dh, *, needs, into, p, key, rms, eps):
     if needs[4]:
         grads[4] = column_sum(g, into[4], dtype)
     return tuple(grads)
+
+
+def _beside_reference(x, weight, bias, *, needs, rms, eps):
+    normalized, rstd = normalize(x, eps, rms)
+    saved = (normalized, rstd, weight, None, x.dtype) if any(needs) else None
+    return (weighted(normalized, weight, bias, x.dtype), x.view()), saved
 
 
 # ---- raw: rawkernels/dropout_add_norm.cu, dropout_add_norm_backward.cu --------------------------
@@ -139,8 +159,26 @@ def _backward_raw(saved, dnormed, dh, *, needs, into, p, key, rms, eps):
     return dresidual if dx is None else dx, dresidual, *vectors
 
 
+def _beside_raw(x, weight, bias, *, needs, rms, eps):
+    h = get_xp(x).ascontiguousarray(x)
+    normed, saved = forward_raw(h, weight, bias, needs, eps, rms)
+    return (normed, h.view()), (h, *saved[2:]) if any(needs) else None
+
+
+def _beside_gradient(backward, saved, dnormed, dh, *, needs, into, rms, eps):
+    """Return what dropout_add_norm's gradient does for its residual, without dropout."""
+    needs, into = (False, *needs, False), (None, *into, None)
+    grads = backward(saved, dnormed, dh, needs=needs, into=into, p=0.0, key=None, rms=rms, eps=eps)
+    return grads[1:4]
+
+
 IMPLS = Impls(
     "dropout_add_norm",
     Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw),
     Impl("reference", _forward_reference, _backward_reference),
+)
+BESIDE = Impls(
+    "norm_beside",
+    Impl("raw-simt", _beside_raw, partial(_beside_gradient, _backward_raw), refuse_raw),
+    Impl("reference", _beside_reference, partial(_beside_gradient, _backward_reference)),
 )

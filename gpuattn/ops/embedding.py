@@ -21,6 +21,7 @@ from gpuattn.arrays import (
     wide,
 )
 from gpuattn.autodiff import tape
+from gpuattn.autodiff.aside import beside
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
@@ -286,7 +287,9 @@ def _backward_raw(saved, dy, *, needs, into, scale, p, key, deterministic=True, 
         return tuple(grads)
     if needs[1]:
         order = _argsort(index) if order is None else order
-        grads[1] = _add_in_order(dy, index, order, table, scale, numbers, arrived[0], into[1])
+        reads = dy, index, order, arrived
+        with beside(reads, [into[1] and into[1][0]]):  # neither table's fills a GPU
+            grads[1] = _add_in_order(dy, index, order, table, scale, numbers, arrived[0], into[1])
     if needs[3]:
         order = None if places is None else _argsort(places)
         grads[3] = _add_in_order(dy, places, order, position_table, 1, numbers, arrived[1], into[3])

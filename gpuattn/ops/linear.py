@@ -15,7 +15,8 @@ from gpuattn.gemm import matmul, matmul_activated, matmul_and_sums
 from gpuattn.impls import Impl, Impls
 from gpuattn.ops.bias_activation import activate, launch_backward, launch_forward, refuse_raw
 
-ASIDE_FLOPS = 4e9  # of a product: some 6 us of an H200, about what a launch takes
+ASIDE_TILES = 200  # of 128 x 128 numbers of a weight's gradient: so many fill a GPU
+ASIDE_SHARE = 2  # half of the multiprocessors are for what it runs beside
 
 
 def linear(x, weight, bias=None, *, activation=None, impl=None):
@@ -83,7 +84,7 @@ def _kept(x, weight, needs, *rest):
     return (x if needs[1] else None, weight if needs[0] else None, *rest)
 
 
-def _product_gradients(x, weight, dz, dy, needs, into):
+def _product_gradients(x, weight, dz, dy, needs, into, share=1):
     """Return (dx, dweight), or None where not needed or written into its place.
 
     The products are done in the dtype of ``dz`` (N, out), the gradient before the activation.
@@ -95,7 +96,7 @@ def _product_gradients(x, weight, dz, dy, needs, into):
     if needs[1]:
         rows = _as_rows(x).astype(dz.dtype, copy=False)
         out, accumulate = into[1] or (None, False)
-        dweight = matmul(dz, rows, transpose_a=True, out=out, accumulate=accumulate)
+        dweight = matmul(dz, rows, transpose_a=True, out=out, accumulate=accumulate, share=share)
         dweight = None if into[1] else dweight.astype(dy.dtype, copy=False)
     return dx, dweight
 
@@ -131,25 +132,26 @@ def _backward_raw(saved, dy, *, needs, into, activation):
     sums = None  # (dweight, dbias) where one launch does both
     places = [slot and slot[0] for slot, need in zip(into[1:], needs[1:], strict=True) if need]
     if activation is None and needs[1] and needs[2]:
-        with _aside(x, dz, places):
-            sums = _weight_and_bias_gradients(x, dz, into)
+        with _aside(x, dz, places) as apart:
+            sums = _weight_and_bias_gradients(x, dz, into, ASIDE_SHARE if apart else 1)
     if sums is None:
         dz, dbias = launch_backward(z, bias, dz, needs[2], into[2], activation)
     dx, _ = _product_gradients(x, weight, dz, dy, (needs[0], False), into)
     if sums is not None or not needs[1]:
         return dx, *(sums or (None, dbias))
-    with _aside(x, dz, places[:1]):
-        _, dweight = _product_gradients(x, weight, dz, dy, (False, True), into)
+    with _aside(x, dz, places[:1]) as apart:
+        share = ASIDE_SHARE if apart else 1
+        _, dweight = _product_gradients(x, weight, dz, dy, (False, True), into, share)
     return dx, dweight, dbias
 
 
 def _aside(x, dz, places):
     """Return a context for the gradients of parameters: aside, unless they fill a GPU anyway."""
-    small = 2 * dz.size * x.shape[-1] < ASIDE_FLOPS
-    return beside((x, dz), places if small else (None,))
+    tiles = math.prod(-(-array.shape[-1] // 128) for array in (x, dz))
+    return beside((x, dz), places if tiles < ASIDE_TILES else (None,))
 
 
-def _weight_and_bias_gradients(x, dz, into):
+def _weight_and_bias_gradients(x, dz, into, share):
     """Return (dweight, dbias), None if written into their places, by one launch; None if it can't.
 
     It cannot add to a bias gradient.
@@ -158,7 +160,7 @@ def _weight_and_bias_gradients(x, dz, into):
     dbias, add = into[2] or (arrays.empty(dz, dz.shape[1:]), False)
     if add:
         return None
-    dweight = matmul_and_sums(dz, _as_rows(x), dbias, out, accumulate)
+    dweight = matmul_and_sums(dz, _as_rows(x), dbias, out, accumulate, share)
     if dweight is None:
         return None
     return None if into[1] else dweight, None if into[2] else dbias

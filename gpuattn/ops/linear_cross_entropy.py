@@ -85,7 +85,7 @@ def linear_cross_entropy(
     )
 
 
-def _rows_at_a_time(rows, cols, itemsize, gpu):
+def rows_at_a_time(rows, cols, itemsize, gpu):
     """Return how many rows to take so that their logits fill about CHUNK_BYTES."""
     fit = CHUNK_BYTES[gpu] // (cols * itemsize) // 64 * 64
     return max(1, min(rows, max(fit, LEAST_ROWS[gpu])))
@@ -134,7 +134,7 @@ def _run(inner, x, weight, labels, scale, needs, *, accuracy, chunk_rows, **targ
     """
     xp, dtype = get_xp(x), wide(x.dtype)
     rows, labels = x.reshape(labels.size, x.shape[-1]), labels.ravel()
-    size = chunk_rows or _rows_at_a_time(len(rows), len(weight), x.itemsize, on_gpu(x))
+    size = chunk_rows or rows_at_a_time(len(rows), len(weight), x.itemsize, on_gpu(x))
     buffer = arrays.empty(x, (min(size, len(rows)), len(weight)))
     wanted = scale is not None
     dx = arrays.empty(x, rows.shape) if wanted and needs[0] else None

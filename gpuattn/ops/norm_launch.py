@@ -111,6 +111,8 @@ def backward_layout(x, read, sums, pairs=False):
     """
     cols, (capability, count) = x.shape[-1], gpu(x.device.id)
     constants, held = layout(cols, x.dtype, 16, 32 if x.itemsize == 2 else 16)
+    if read == 3 and x.itemsize == 2 and cols == 384:  # 32 threads would leave a fourth idle
+        constants, held = constants | {"TEAM": 16, "PACKS": 3, "FULL": True}, 24
     # a row's gradient and normalized values, the sums, a vector
     registers = held * (2 + sums) + words(constants, held, x.dtype) + 20 * (read - 1)
     constants, held, threads = fit(constants, held, registers)

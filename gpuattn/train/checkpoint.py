@@ -168,6 +168,20 @@ def load(folder, name, expected=None):
     raise CheckpointError(f"there is no checkpoint {name} in {folder}")
 
 
+def shapes(folder, name):
+    """Return {name: shape} of the newest generation of ``name`` by its header alone, unverified.
+
+    None where there is no header to read.
+    """
+    for manifest in generations(folder, name)[:1]:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            with open(manifest.with_suffix(".safetensors"), "rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            header.pop("__metadata__", None)
+            return {key: tuple(entry["shape"]) for key, entry in header.items()}
+    return None
+
+
 def read(path, expected=None):
     """Return (tensors, metadata) of one safetensors file of ours, checked as by ``load``.
 

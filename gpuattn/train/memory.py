@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from gpuattn.errors import MemoryLimitError
 from gpuattn.models.config import table_rows
+from gpuattn.models.loss import in_slices
 from gpuattn.ops.linear_cross_entropy import CHUNK_BYTES, LEAST_ROWS
 from gpuattn.optim import OPTIMIZERS
 from gpuattn.train.config import GPT2
@@ -87,7 +88,8 @@ def _layer(c, itemsize, crosses):
     made_of = {"relu": 0, "swiglu": 2}.get(c.activation, 1) * hidden
     values = attentions * 4 * width + keys + 2 * width + hidden + made_of
     statistics = 4 * attentions * c.heads + 8 * (attentions + 1)
-    back = (made_of or 2 * hidden) + 2 * width  # gradients of hidden values, of the residual sum
+    # hidden values that a weight gradient aside still reads, their gradient; of the residual sum
+    back = 2 * hidden + 2 * width
     return values * itemsize + statistics, back * itemsize
 
 
@@ -111,7 +113,7 @@ def _activations(c, checkpoint, itemsize, tokens):
         kept += hidden * itemsize  # passed through, in blocks of the pool too small for logits
     table = table_rows(c)
     head = tokens * width * itemsize
-    if checkpoint == "full":
+    if in_slices(tokens, table, itemsize, checkpoint):
         head += _slice(table, itemsize, tokens) + 4 * table * width
     else:
         head += tokens * table * itemsize

@@ -65,7 +65,7 @@ def write_page(path):
         _section("Samples", _samples(folder, found)),
         _section("Attention", _attention(folder, found)),
         _section("Where the time of a step goes", _profile(folder)),
-        _section("Model", _model(found, folder.config())),
+        _section("Model", _model(found, folder)),
         _section("Environment", _environment(folder, rows["start"])),
     ]
     head = tag(
@@ -196,10 +196,29 @@ def _attention(folder, found):
     return [tag("p", text, class_="dim"), tag("div", drawn, class_="charts")]
 
 
-def _profile(folder):
+def _read_profile(folder):
+    """Return what ``gpuattn profile`` left in the folder, or None."""
     try:
-        found = json.loads((folder.path / PROFILE).read_text(encoding="utf-8"))
+        return json.loads((folder.path / PROFILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return None
+
+
+def describe_padding(found):
+    """Return a sentence on what padding the vocabulary gains, by its entry in a profile."""
+    padded, plain = (found[key] / 1e3 for key in ("padded_us", "plain_us"))
+    gain = 1 - padded / plain
+    verb = "save" if gain >= 0 else "cost"
+    return (
+        f"the three products of its table take {padded:.3g} ms with {found['rows']:,} rows and "
+        f"{plain:.3g} ms with {found['size']:,}, measured at {found['tokens']:,} tokens: padding "
+        f"{f'{verb}s' if found['pads'] else f'would {verb}'} {abs(gain):.0%}"
+    )
+
+
+def _profile(folder):
+    found = _read_profile(folder)
+    if not found:
         command = tag("code", f"gpuattn profile {folder.path}")
         return tag("p", command, " measures it, for this page too.", class_="dim")
     names = ("op", "", "calls", "launches", "us", "share", "MB", "GFLOP", "of the roof")
@@ -232,14 +251,18 @@ def _profile(folder):
 # ---- what it is ---------------------------------------------------------------------------------
 
 
-def _model(found, config):
+def _model(found, folder):
     size, units = found["vocabulary"], found["units"]
-    rows = padded_rows(size) if config.pad_vocab else size
+    rows = padded_rows(size) if folder.config().pad_vocab else size
     share = f"{100 * (rows - size) / rows:.2g} % of them padding" if rows > size else "all in use"
     text = (
         f"{found['parameters']:,} parameters. {size:,} {units}, in tables of {rows:,} rows: {share}"
     )
-    return tag("p", text, "." if rows == size else ", which lets products run in whole tiles.")
+    measured = (_read_profile(folder) or {}).get("vocabulary")
+    return [
+        tag("p", text, "." if rows == size else ", which lets products run in whole tiles."),
+        tag("p", f"Of the vocabulary {describe_padding(measured)}.") if measured else None,
+    ]
 
 
 def _environment(folder, starts):

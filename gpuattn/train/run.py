@@ -4,6 +4,7 @@
 continuation needs), ``metrics.jsonl``, ``valid/`` (what the model wrote at each evaluation).
 """
 
+import math
 import shutil
 from pathlib import Path
 
@@ -167,7 +168,6 @@ def summary(path):
     folder = RunFolder(path)
     config, tokenizer = folder.config(), folder.tokenizer()
     rows = folder.metrics.read()
-    size = sum(parameter.size for parameter in new_model(config, tokenizer).parameters())
     last = next((row for row in reversed(rows) if row["event"] != "start"), {})
     states = {"end": "finished", "averaged": "averaged"}
     valid = [row for row in rows if row["event"] == "valid"]
@@ -175,7 +175,7 @@ def summary(path):
         "folder": str(folder.path),
         "model": config.model,
         "task": TASKS[config.model].describe_data(config),
-        "parameters": size,
+        "parameters": _count_parameters(folder, config, tokenizer),
         "vocabulary": len(tokenizer),
         "units": tokenizer.units,
         "updates": last.get("update", 0),
@@ -185,6 +185,15 @@ def summary(path):
         "options": {option_key(name): plain(value) for name, value in vars(config).items()
                     if value is not None and config.has(name)},
     }  # fmt: skip
+
+
+def _count_parameters(folder, config, tokenizer):
+    """Return how many there are: by what was saved, which is soon read, or by a new model."""
+    for which in ("best", "last"):
+        shapes = checkpoint.shapes(folder.path, which)
+        if shapes:
+            return sum(map(math.prod, shapes.values()))
+    return sum(parameter.size for parameter in new_model(config, tokenizer).parameters())
 
 
 def average_runs(paths, out, last=None):

@@ -5,17 +5,27 @@ import os
 import signal
 
 
+def _signals():
+    """Return those that end a run: Ctrl-C, an end that is asked for, a terminal that is closed.
+
+    Windows has no SIGHUP, and under ``nohup`` a run is to outlive its terminal.
+    """
+    hangup = getattr(signal, "SIGHUP", None)
+    heard = hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([hangup] if heard else [])]
+
+
 class StopOnSignal:
-    """A context in which SIGINT and SIGTERM are noted in ``signal``; called, it tells whether one
-    has come. ``exit_code``: 130 or 143 after it. ``first``, ``last``: called as a first signal
-    comes, and before a second one ends the process."""
+    """A context in which SIGINT, SIGTERM and SIGHUP are noted in ``signal``; called, it tells
+    whether one has come. ``exit_code``: 128 and its number. ``first``, ``last``: called as a first
+    signal comes, and before a second one ends the process."""
 
     def __init__(self, first=lambda: None, last=lambda: None):
         self.signal, self._first, self._last = None, first, last
         self._before = {}
 
     def __enter__(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _signals():
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -37,5 +47,6 @@ class StopOnSignal:
             finally:
                 os._exit(128 + number)
         self.signal = number
-        with contextlib.suppress(RuntimeError):  # the signal came in the midst of a print
+        # The signal came in the midst of a print, or what was printed to is gone.
+        with contextlib.suppress(RuntimeError, OSError):
             self._first()

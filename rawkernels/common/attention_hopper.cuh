@@ -118,6 +118,27 @@ template <int R> __device__ __forceinline__ void add_packed_bias(float (&s)[R], 
     }
 }
 
+// ---- dropout of 16 x 16 packed weights in the order of an operand a
+struct QueryWords { u32 factor[2], summand[2], bounds; };  // a lane's: of columns 2c and 2c + 1 of every 8
+__device__ __forceinline__ QueryWords query_words_of_lane(const Attention& a, const Tile& t, int i) {
+    const u32* const words = query_words(a, t.number, t.head) + i / 16 * QUERY_WORDS;
+    QueryWords q;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const int place = query_place(i, fragment_column(n));
+        q.factor[n] = __ldg(words + place);
+        q.summand[n] = __ldg(words + place + 2);
+    }
+    q.bounds = __ldg(words + BOUNDS);
+    return q;
+}
+__device__ __forceinline__ void drop(u32 (&p)[4], const QueryWords& q, uint2 key) {
+    const Kept kept = {kept_bytes(q.factor[0], q.summand[0], key.x, q.bounds),
+                       kept_bytes(q.factor[1], q.summand[1], key.y, q.bounds)};
+#pragma unroll
+    for (int n = 0; n < 4; ++n) p[n] &= pair_mask(kept, byte_of(n));
+}
+
 // q k^T to logits (attention.cuh, logit), but for what is hidden by the window and by lengths; returns the factor > 0 that
 // is still missing. i: this thread's first query, i + 8 its second; j: the first key of the block; bias_tile: the staged
 // bias of the tile's queries and these keys, or 0; STAGED: a bias is staged unless it is float.

@@ -8,13 +8,14 @@
 constexpr int STAGES = 2, CONSUMERS = 256;
 constexpr int Q_BYTES = BM * WIDTH * 2, K_BYTES = BN * WIDTH * 2, DS_BYTES = BN * BM * 2, ROWS_BYTES = BM * 4;
 constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
-constexpr int BIAS_BYTES = BM * BN * 2, WORD_BYTES = BM / 16 * QUERY_WORDS * 4;
+constexpr int BIAS_BYTES = BM * BN * 2;
+constexpr int WORD_BYTES = BM / 16 * QUERY_WORDS * 4, KEY_WORD_BYTES = BN / 16 * KEY_WORDS * 4;  // of dropout
 // Named barriers; OWN: one per warpgroup, WHOLE: one per stage.
 enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 5, WHOLE = 6 };
 
 struct Shared {
     u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, part, turn, index, steps, tiles;
-    u32 lse, delta, k, v, q, grad, ds, sums, bias, words;
+    u32 lse, delta, k, v, q, grad, ds, sums, bias, words, key_words;
 };
 __device__ __forceinline__ Shared shared_layout() {
     Shared m;
@@ -41,6 +42,7 @@ __device__ __forceinline__ Shared shared_layout() {
     m.ds = m.grad + STAGES * Q_BYTES;
     m.sums = m.ds + 2 * DS_BYTES;
     m.bias = m.words = m.sums + 2 * SUM_BYTES;  // no kernel has both
+    m.key_words = m.words + STAGES * WORD_BYTES;
     return m;
 }
 
@@ -73,8 +75,9 @@ template <bool DOWN> __device__ __forceinline__ int next_block(u32 tile, int blo
 }
 
 // All steps of all tiles, by one thread: queries with their lse, with BIASED their bias, and the tile's keys; or dout with
-// delta and the values. The first step comes before keys and values, as its place is free before theirs. CHAINED: a block
-// takes the `chain` tiles of a KV head one after the other; the first, which all queries see, finds dq's sums fresh.
+// delta and the values. With DROPOUT the first brings the queries' words too, the other the keys'. The first step comes
+// before keys and values, as its place is free before theirs. CHAINED: a block takes the `chain` tiles of a KV head one
+// after the other; the first, which all queries see, finds dq's sums fresh.
 template <bool QUERIES, bool DOWN = false, bool BIASED = false, bool DROPOUT = false, bool CHAINED = false>
 __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
                                          const TensorMap& kv_map, const Tile* plan, int* counter, int tiles,
@@ -106,7 +109,8 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
                     store_shared(step + 4 * STEP_HEAD, (u32)head);
                     store_shared(step + 4 * MASKED, block < field(tile, OPEN_FROM) || block >= field(tile, OPEN_TO));
                 }
-                mbar_expect(bar, Q_BYTES + ROWS_BYTES + (BIASED ? BIAS_BYTES : 0) + (DROPOUT ? WORD_BYTES : 0));
+                mbar_expect(bar, Q_BYTES + ROWS_BYTES + (BIASED ? BIAS_BYTES : 0)
+                                 + (DROPOUT ? (QUERIES ? WORD_BYTES : KEY_WORD_BYTES) : 0));
                 load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, bar, BM,
                           field(tile, QUERY_ROW) + block * BM, head, field(tile, BATCH));
                 bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES, rows + part * BM, ROWS_BYTES, bar);
@@ -115,11 +119,14 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
                     for (int c = 0; c < BN / 64; ++c)
                         tma_load(m.bias + ring.stage * BIAS_BYTES + c * BM * 128, bias_map, bar, field(tile, FIRST) + 64 * c,
                                  block * BM, a.bias.head ? head : 0, a.bias.batch ? field(tile, NUMBER) : 0);
-                if (DROPOUT) {
+                if (DROPOUT && QUERIES) {
                     const int number = field(tile, NUMBER), token = a.cu_q ? field(tile, QUERY_ROW) : number * a.queries;
                     const int row = head * a.query_rows + token / 16 + number + block * (BM / 16);
                     bulk_load(m.words + ring.stage * WORD_BYTES, a.query_words + (long long)row * QUERY_WORDS, WORD_BYTES,
                               bar);
+                } else if (DROPOUT) {  // this loader has registers to spare
+                    const u32* const words = key_words(a, field(tile, NUMBER), head) + field(tile, FIRST) / 16 * KEY_WORDS;
+                    bulk_load(m.key_words + ring.stage * KEY_WORD_BYTES, words, KEY_WORD_BYTES, bar);
                 }
                 ring.next();
                 block = next_block<DOWN>(tile, block);
@@ -142,7 +149,6 @@ __device__ __forceinline__ void init_barriers(const Shared& m, int value_users) 
             mbar_init(m.grad_full + 8 * i, 1);
             mbar_init(m.q_empty + 8 * i, CONSUMERS / 32);
             mbar_init(m.grad_empty + 8 * i, CONSUMERS / 32);
-            store_shared(m.steps + 16 * i + 4 * STEP_HEAD, 0u);  // read ahead of a step that may not come
         }
         mbar_init(m.k_full, 1);
         mbar_init(m.v_full, 1);

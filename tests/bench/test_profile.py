@@ -10,6 +10,7 @@ import pytest
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.autodiff.watch import watching
 from gpuattn.bench import op_work, profile
+from gpuattn.data.tokenizer import SPECIALS
 from gpuattn.ops.cross_entropy import cross_entropy
 from gpuattn.ops.flash_attention import flash_attention
 from gpuattn.ops.linear import linear
@@ -118,6 +119,7 @@ def test_a_profile_on_numpy(tmp_path, model):
     task = task_of(tmp_path, model)
     document = json.loads(json.dumps(profile.profile(task, "numpy")))
     check(document, task)
+    check_padding(document["vocabulary"], task)
     assert sum(row["us"] for row in document["rows"]) == pytest.approx(document["step_us"])
 
 
@@ -125,10 +127,11 @@ def test_what_is_computed_again_is_seen(tmp_path):
     counts = {}
     for level in ("none", "block"):
         config = dataclasses.replace(task_of(tmp_path, "gpt2").config, checkpoint=level)
-        document = profile.profile(TASKS["gpt2"](config), "numpy")
+        document = profile.profile(task := TASKS["gpt2"](config), "numpy")
         rows = {(row["op"], row["direction"]): row["calls"] for row in document["rows"]}
         counts[level] = rows["linear", "forward"], rows["linear", "backward"]
         assert "checkpoint" not in {op for op, _ in rows}
+        check_padding(document["vocabulary"], task)
     assert counts["block"][0] > counts["none"][0] and counts["block"][1] == counts["none"][1]
 
 
@@ -150,6 +153,22 @@ def check(document, task):
     assert 0.2 < document["model_flops"] / (products + pairs) <= 1.01
     for row in document["rows"]:
         assert row["roof"] is None or row["roof"] > 0
+
+
+def check_padding(found, task):
+    size = len(task.corpus.tokenizer)
+    assert (found["size"], found["rows"]) == (size, -(-size // 64) * 64) and found["pads"]
+    assert 32 <= found["tokens"] <= 128  # of targets in the batch, with padding on a GPU
+    assert found["padded_us"] > 0 and found["plain_us"] > 0
+
+
+def test_padding_is_timed_where_there_is_some(tmp_path):
+    task = task_of(tmp_path, "gpt2")
+    config = dataclasses.replace(task.config, pad_vocab=False, checkpoint="full")
+    found = profile.profile(TASKS["gpt2"](config), "numpy")["vocabulary"]
+    assert not found["pads"] and found["rows"] == 64 > found["size"]
+    (tmp_path / "text").write_text("".join(map(chr, range(200, 264 - SPECIALS))) * 30)
+    assert profile.profile(TASKS["gpt2"](task.config), "numpy")["vocabulary"] is None
 
 
 def test_calls_are_alike_by_shapes_and_by_which_bounds():
@@ -190,7 +209,22 @@ def test_a_profile_on_a_gpu(gpu, tmp_path, model):
     task = task_of(tmp_path, model)
     document = profile.profile(task, "cuda")
     check(document, task)
+    check_padding(document["vocabulary"], task)
     for row in document["rows"]:
         assert row["us"] > 0 and (row["calls"] is None or row["launches"] != 0)
     ops = sum(row["us"] for row in document["rows"] if row["calls"])
     assert 0.3 * document["step_us"] < ops < 3 * document["step_us"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["block", "full"])
+def test_what_is_computed_again_is_timed_on_a_gpu(gpu, tmp_path, level):
+    if missing := profile.capture_refusal():
+        pytest.skip(missing)
+    config = dataclasses.replace(task_of(tmp_path, "gpt2").config, checkpoint=level)
+    document = profile.profile(task := TASKS["gpt2"](config), "cuda")
+    rows = {(row["op"], row["direction"]): row for row in document["rows"]}
+    assert rows["linear", "forward"]["calls"] > rows["linear", "backward"]["calls"]
+    head = "linear_cross_entropy" if level == "full" else "cross_entropy"
+    assert rows[head, "forward"]["us"] > 0 and document["step_us"] > 0
+    check_padding(document["vocabulary"], task)

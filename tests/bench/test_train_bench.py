@@ -8,10 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from gpuattn.bench import results, timing, train, train_cases
-from gpuattn.bench.train_cases import MODELS, PEERS, TABLE, Step, small
+from gpuattn.bench.train_cases import CELLS, MODELS, PEERS, TABLE, Step, small
 from gpuattn.bench.train_peers import by_layers
 from gpuattn.cli import bench_train
 from gpuattn.cli.main import main
+from gpuattn.models.config import table_rows
 
 CEILINGS = {"copy_tbs": 4.0, "matmul_tflops": 800.0}
 FAMILIES = ("tiny", "shakespeare")
@@ -60,6 +61,19 @@ def test_what_nanogpt_counts():
     assert products == pytest.approx(6 * 123.6e6 * 12288, rel=1e-3)
 
 
+def test_a_vocabulary_without_padding_has_a_name_of_its_own():
+    case = CELLS["gpt2-124m-unpadded"].case
+    assert table_rows(case.config()) == case.vocab == 50257
+    assert case.as_dict()["flags"].pop("pad_vocab") is False
+    assert Step.from_dict(case.as_dict()) == case
+    padded = MODELS["gpt2-124m"]
+    assert table_rows(padded.config()) == 50304 and "pad_vocab" not in padded.as_dict()["flags"]
+    assert case.flops("step") == padded.flops("step")
+    ours = train.Ours(small(case), np)
+    assert len(ours.weights["embedding.weight"]) == small(case).vocab == 200
+    train._check("eager", {"eager": train._losses(ours, ours.step)})
+
+
 # ---- losses -------------------------------------------------------------------------------------
 
 
@@ -68,6 +82,14 @@ def test_a_restart_takes_back_all_updates():
     first = train._losses(ours, ours.step)
     assert train._losses(ours, ours.step) == first
     train._check("eager", {"eager": first})
+
+
+def test_a_step_goes_on_with_other_texts():
+    case = small(MODELS["gpt2-124m"])
+    ours = train.Ours(case, np)
+    few = train._losses(ours, ours.step)
+    ours.read([np.resize(part, (2 * len(part), part.shape[1])) for part in ours.inputs])
+    np.testing.assert_allclose(train._losses(ours, ours.step), few, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -201,3 +223,13 @@ def test_a_step_beside_pytorch(gpu, monkeypatch, name):
     assert {"eager", "torch-eager", row["impl"]} == set(row["losses"]) == set(row["peak_bytes"])
     assert row["impl"] == "graph" or row["no_graph"]
     assert all(size > 0 for size in row["peak_bytes"].values())
+
+
+@pytest.mark.gpu
+def test_rows_of_odd_length_without_padding(gpu, monkeypatch):
+    monkeypatch.setattr(timing, "REST", 0)
+    cell = CELLS["gpt2-124m-unpadded"]
+    sizes = {"shape": (16, 32), "width": 64, "heads": 1, "layers": (1,), "hidden": 256}
+    row = train.measure(cell._replace(case=replace(cell.case, **sizes)), gpu, CEILINGS)
+    assert row["case"]["flags"]["vocab"] == 50257 and not row["case"]["flags"]["pad_vocab"]
+    assert set(row["losses"]) == {"eager", row["impl"]}

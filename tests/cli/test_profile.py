@@ -33,6 +33,7 @@ def test_a_run_is_profiled_into_its_folder_and_its_report(call, run):
     ]
     assert "flash_attention" in result.stdout and "of the roof" in lines[5]
     assert lines[-1].startswith("ops") and "of the step" in lines[-1]
+    assert lines[-2].startswith("padding") and "with 448 rows" in lines[-2]
     assert {row["op"] for row in json.loads((run / PROFILE).read_text())["rows"]} > {"linear"}
     assert "gradient_statistics" not in (run / PAGE).read_text()
     result = call("report", run)

@@ -202,6 +202,16 @@ def test_ctrl_c_in_a_terminal_sized_process_saves_and_names_the_command(corpus, 
     assert checkpoint.load(tmp_path / "run", "state")[1]["update"] > 0
 
 
+def test_a_run_goes_on_when_nobody_reads_what_it_says(corpus, tmp_path):
+    command = [sys.executable, "-m", "gpuattn", "train", *files(corpus), *TINY]
+    command += ["--for", "4u", "--out", tmp_path / "run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    running.stderr.close()
+    assert running.wait(timeout=60) == 0
+    assert checkpoint.load(tmp_path / "run", "state")[1]["update"] == 4
+
+
 def test_a_terminal_gets_a_bar(corpus, tmp_path):
     """With a pseudo-terminal as standard error, progress is drawn; NO_COLOR is obeyed."""
     pty = pytest.importorskip("pty")

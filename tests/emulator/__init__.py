@@ -37,6 +37,7 @@ from gpuattn.ops import (
     attention_dropout,
     attention_hopper,
     attention_hopper_backward,
+    attention_hopper_head,
     attention_launch,
     attention_short,
 )
@@ -49,6 +50,7 @@ MODULES = (
     attention_dropout,
     attention_launch,
     attention_short,
+    attention_hopper_head,
     attention_hopper,
     attention_hopper_backward,
 )

@@ -38,6 +38,16 @@ def test_every_way_of_batching_is_timed(tmp_path):
     assert "packed / padded: " in said
 
 
+def test_largest_batch(tmp_path):
+    said = smoke("largest_batch.py", "--json", tmp_path / "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert list(found["largest"]) == ["none", "block"] and said.count("tried") == 2
+    for row in found["largest"].values():
+        assert row["texts"] == 20 == max(int(n) for n, fits in row["tried"].items() if fits)
+        assert min(int(n) for n, fits in row["tried"].items() if not fits) == 21
+        assert row["planned_bytes"] > 0 and row["losses"][-1] < row["losses"][0]
+
+
 def test_shakespeare(tmp_path):
     said = smoke("shakespeare.py", "--seeds", "3", "--json", tmp_path / "out.json")
     assert re.search(r"seed 3: loss \d\.\d{4} .* at update [24]; ", said)

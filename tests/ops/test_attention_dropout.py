@@ -119,12 +119,14 @@ def test_rows_and_columns_drop_as_many_as_chance_has_it(p):
 RAW = [impl.name for impl in IMPLS if impl.name.startswith("raw-")]
 FORMS = [
     *[(name, "bfloat16") for name in RAW],
+    ("raw-hopper", "float16"),
     ("raw-simt", "float32"),
 ]  # tensor cores take 16 bits
+LENGTHS = [(64, 64), (272, 200), (130, 900), ((200, 1, 0, 77), (90, 40, 5, 200))]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [(64, 64), (272, 200), ((200, 1, 0, 77), (90, 40, 5, 200))])
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("impl, dtype", FORMS)
 def test_every_form_has_this_mask(gpu, impl, lengths, D, dtype):

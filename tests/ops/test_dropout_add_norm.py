@@ -11,10 +11,10 @@ from checks import (
 )
 
 from gpuattn import Tensor, explain, kernels
-from gpuattn.arrays import to_cpu
+from gpuattn.arrays import same_memory, to_cpu
 from gpuattn.ops import norm_launch
 from gpuattn.ops.dropout import dropout
-from gpuattn.ops.dropout_add_norm import IMPLS, dropout_add_norm
+from gpuattn.ops.dropout_add_norm import BESIDE, IMPLS, dropout_add_norm, norm_beside
 from gpuattn.ops.layer_norm import layer_norm
 from gpuattn.ops.rms_norm import rms_norm
 from gpuattn.rng import Key, keep_mask
@@ -24,8 +24,8 @@ SHAPES = {
     "whole": (5, 256),
 }  # fmt: skip
 # as in test_layer_norm.py
-WIDE = [(70, 512), (19, 768), (11, 1024), (9, 1000), (7, 2048), (5, 4096), (3, 8192), (2, 16392),
-        (2, 16387)]  # fmt: skip
+WIDE = [(70, 384), (70, 512), (19, 768), (11, 1024), (9, 1000), (7, 2048), (5, 4096), (3, 8192),
+        (2, 16392), (2, 16387)]  # fmt: skip
 HERE = implementations(IMPLS)
 KEY = Key(0x123456789ABCDEF0, 3, 7)
 DROP = {"p": 0.3, "key": KEY, "rms": False, "eps": 1e-5}
@@ -198,3 +198,30 @@ def test_raw_runs_on_a_gpu(gpu):
     for dtype in DTYPES:
         x, weight = gpu.ones((2, 3), dtype_of(dtype)), gpu.ones(3, dtype_of(dtype))
         assert explain(dropout_add_norm, x, x, weight, p=0.5).chosen == "raw-simt"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("shape", [(7, 33), (2, 3, 384), (0, 8)], ids=str)
+@pytest.mark.parametrize("name, where", HERE)
+def test_norm_beside(name, where, rng, shape, rms, dtype):
+    x, _, weight, bias, _ = inputs(rng, shape)
+    for vectors in ((weight, bias), (None, None)):
+        check_implementation(BESIDE, name, where, [x, *vectors], dtype, rms=rms, eps=1e-3)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_gradient_of_norm_beside(rng, norm):
+    x, _, weight, bias, _ = inputs(rng, (2, 3, 7))
+    check_gradient(lambda *given: norm_beside(*given, norm=norm), x, weight, bias)
+    for bad in ({"norm": "batch"}, {"eps": 0}):
+        with pytest.raises(ValueError, match="norm_beside"):
+            norm_beside(x, weight, **bad)
+
+
+def test_what_is_beside_a_norm_is_its_input(xp, rng):
+    x = Tensor(xp.asarray(rng.standard_normal((4, 8)), "f"), requires_grad=True)
+    _, h = norm_beside(x, xp.ones(8, "f"))
+    assert h.data.shape == x.data.shape and same_memory(h.data, x.data)
+    h.backward(xp.ones((4, 8), "f"))
+    assert x.grad.tolist() == [[1.0] * 8] * 4

@@ -8,7 +8,7 @@ import gpuattn
 from gpuattn import Tensor, cross_entropy, linear, linear_cross_entropy
 from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import tape
-from gpuattn.ops.linear_cross_entropy import _rows_at_a_time
+from gpuattn.ops.linear_cross_entropy import rows_at_a_time
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "float16": 4e-3, "bfloat16": 3e-2}
 OPTIONS = {
@@ -117,10 +117,10 @@ def test_no_rows_and_no_rows_that_count(xp):
 
 
 def test_how_many_rows_at_a_time():
-    assert _rows_at_a_time(100_000, 32000, 2, True) == 8384
-    assert _rows_at_a_time(100_000, 262144, 4, True) == 2048
-    assert _rows_at_a_time(100, 32000, 2, True) == 100
-    assert _rows_at_a_time(0, 7, 4, False) == 1
+    assert rows_at_a_time(100_000, 32000, 2, True) == 8384
+    assert rows_at_a_time(100_000, 262144, 4, True) == 2048
+    assert rows_at_a_time(100, 32000, 2, True) == 100
+    assert rows_at_a_time(0, 7, 4, False) == 1
 
 
 def test_less_memory_than_all_logits(gpu):

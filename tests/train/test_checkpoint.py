@@ -73,6 +73,18 @@ def test_the_file_is_plain_safetensors(tmp_path):
     assert metadata == {"update": 1} and found["w"].sum() == 3
 
 
+def test_shapes_are_read_from_the_header(tmp_path):
+    assert checkpoint.shapes(tmp_path, "best") is None
+    path = save(tmp_path, "best", {"a": np.ones((2, 3), np.float32), "b": np.ones((), np.int32)})
+    assert checkpoint.shapes(tmp_path, "best") == {"a": (2, 3), "b": ()}
+    data = path.read_bytes()
+    path.write_bytes(data[:-8])  # what comes behind is not looked at
+    assert checkpoint.shapes(tmp_path, "best") == {"a": (2, 3), "b": ()}
+    for damaged in (data[:20], b"", b"\x02" + bytes(7) + b"[]", bytes(8) + data[8:]):
+        path.write_bytes(damaged)
+        assert checkpoint.shapes(tmp_path, "best") is None
+
+
 def test_two_generations_are_kept(tmp_path):
     for value in range(1, 6):
         save(tmp_path, "last", tensors(value))

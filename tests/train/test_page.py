@@ -23,6 +23,8 @@ NASTY = '<script>alert("&")</script>'
 PROFILE = {
     "where": "a <GPU>", "dtype": "bfloat16", "step_us": 1234.0,
     "ceilings": {"matmul_tflops": 700.0, "copy_tbs": 4.0},
+    "vocabulary": {"size": 50257, "rows": 50304, "pads": True, "tokens": 12288,
+                   "padded_us": 4100.0, "plain_us": 8200.0},
     "rows": [
         {"op": "linear", "direction": "forward", "calls": 9, "launches": 9.0, "us": 800.0,
          "bytes": 4e6, "flops": 2e11, "share": 0.65, "roof": 0.4},
@@ -105,9 +107,18 @@ def test_a_profile_in_the_folder_is_shown(run):
     found = read(write_page(run[0]))
     assert "a <GPU>" in found.text and "Ops under the roofline" in found.text
     assert "adamw update: 100 us" in found.text and "gpuattn profile" not in found.text
+    for words in ("4.1 ms with 50,304 rows and 8.2 ms with 50,257", "at 12,288 tokens",
+                  "padding saves 50%"):  # fmt: skip
+        assert words in found.text
     (run[0] / page.PROFILE).write_text("{")
     assert "gpuattn profile" in read(write_page(run[0])).text
     (run[0] / page.PROFILE).unlink()
+
+
+def test_padding_may_cost_and_a_run_may_do_without():
+    found = PROFILE["vocabulary"] | {"plain_us": 2050.0}
+    assert page.describe_padding(found).endswith("padding costs 100%")
+    assert page.describe_padding(found | {"pads": False}).endswith("padding would cost 100%")
 
 
 def test_a_stopped_run_shows_what_there_is(run, tmp_path):

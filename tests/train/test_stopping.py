@@ -13,7 +13,7 @@ from gpuattn.train import checkpoint
 from gpuattn.train.session import train
 from gpuattn.train.stopping import StopOnSignal
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 PLACES = {  # what a run does as a signal comes
     "reading": ("gpuattn.train.corpus.Corpus", "__init__"),
     "computing a step": ("gpuattn.train.trainer.Trainer", "_gradients"),
@@ -61,7 +61,7 @@ def interrupted(config, out, place, *signals):
 
 @pytest.mark.parametrize("place, number", [
     ("reading", signal.SIGTERM), ("computing a step", signal.SIGINT),
-    ("evaluating", signal.SIGTERM), ("saving", signal.SIGINT),
+    ("evaluating", signal.SIGTERM), ("saving", signal.SIGINT), ("computing a step", signal.SIGHUP),
 ])  # fmt: skip
 def test_a_signal_saves_and_says_how_to_go_on(whole, tmp_path, place, number):
     code, said = interrupted(whole[1], tmp_path / "run", place, number)
@@ -96,6 +96,16 @@ def test_a_second_signal_does_not_wait_for_what_goes_on():
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30, stdout=-1)
     assert run.returncode == 143
     assert run.stdout.split() == [b"saving", b"leaving"]
+
+
+def test_a_run_that_is_to_outlive_its_terminal_does():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopOnSignal() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_in_the_midst_of_a_print_is_noted_all_the_same():

@@ -1,0 +1,319 @@
+"""How many texts of 1,024 tokens an update of GPT-2 124M takes in, ours and PyTorch's.
+
+Ours is what ``gpuattn train`` runs: bfloat16 with float32 masters, AdamW, the whole update as one
+CUDA graph, with and without ``--checkpoint block``. PyTorch's is autocast to bfloat16, flash
+attention and AdamW(fused=True), eager and by torch.compile (once, for batches of any size), and
+its allocator has expandable segments. Nothing but the update is in memory.
+
+Either side has the GPU to itself, in a process of its own. A search begins where a guess says: ours
+with the batch whose plan (``gpuattn.train.memory``) is all that is free, PyTorch's where the line
+through what two batches take is. From there batches grow or shrink by steps of 2 % of the guess,
+until one makes all its updates and one a step larger runs out of memory. Batches repeat the same
+texts, so that all must have the same losses, here and there.
+
+Asked: 1.3 times as many as PyTorch.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib.util import find_spec
+from operator import call
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from gpuattn.bench.run import origin
+from gpuattn.bench.train import NEAR, Ours, texts
+from gpuattn.bench.train_cases import MODELS, small
+from gpuattn.models import GPT2
+from gpuattn.train import memory, precision
+from gpuattn.train.config import TrainConfig
+from gpuattn.train.device import array_module, card_memory, choose_device, is_out_of_memory
+from gpuattn.train.graph import Calls, Replays
+
+RATIO = 1.3  # asked
+STEP = 0.02  # of the guess, between batches
+UPDATES = 3  # of a batch: ours runs launch by launch, is captured, is replayed; the last is timed
+TEXTS = 48  # different ones. Beyond 42 PyTorch's logits need 64-bit indices: no second compilation
+MORE = 64  # texts of the second batch whose memory PyTorch's guess goes by
+ROOM = 20  # of the smoke test, in which nothing else is short: with more texts memory is
+LEVELS = ("none", "block")  # "full" is "block" here: so many logits come in slices anyway
+PEERS = ("torch-eager", "torch-compile")
+SIZES = ("bytes", "planned_bytes")  # as far as known
+
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument("--only", nargs="+", choices=LEVELS + PEERS, metavar="NAME",
+                    help=f"of {', '.join(LEVELS + PEERS)}")  # fmt: skip
+parser.add_argument("--json", metavar="FILE", help="write all figures there")
+parser.add_argument("--smoke", action="store_true", help="a small model on NumPy, for the tests")
+parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)  # names: their figures as JSON
+options = parser.parse_args()
+CASE = replace(MODELS["gpt2-124m"], shape=(TEXTS, 1024))
+if options.smoke:
+    CASE = replace(small(CASE), shape=(4, 16))
+
+
+def wait_for_turn():
+    """Wait until the GPU is ours; until then a process may get ready on the host."""
+    if not sys.stdin.readline():
+        sys.exit("nobody is there any more")
+
+
+# ---- what is searched ----------------------------------------------------------------------------
+
+
+class OurUpdates:
+    """Updates of ours."""
+
+    def __init__(self, device):
+        wait_for_turn()
+        self.xp = array_module(device)
+        self.ours = Ours(CASE, self.xp)
+        self.first, self.steps = self.ours.inputs, None
+        self.precision = precision.choose("auto", device)
+
+    def choose(self, level):
+        """Go on with a level of ``--checkpoint``."""
+        self.ours.model.checkpoint = level
+        self.config = TrainConfig(model="gpt2", lm="text", checkpoint=level, ema=0.0)
+
+    def planned(self, count):
+        """Return the bytes (of parameters and optimizer, of activations) that are planned."""
+        tokens = count * CASE.shape[1]
+        return memory.plan(self.ours.model, self.config, self.precision, tokens)[:2]
+
+    def guess(self, took):
+        """Return with how many texts the plan is all that is free."""
+        if self.xp is np:
+            return ROOM // 2
+        self.free()
+        free, count = card_memory()[0], 1
+        while self.planned(count + 1)[1] <= free:
+            count += 1
+        return count
+
+    def begin(self, count):
+        """Get ready for a batch."""
+        self.free()
+        if self.xp is np and count > ROOM:
+            raise MemoryError
+        self.steps = Calls(call) if self.xp is np else Replays(sys.exit, call)
+        self.ours.read([np.resize(part, (count, CASE.shape[1])) for part in self.first])
+        self.ours.restart()
+
+    def free(self):
+        """Give back what the batch before took."""
+        self.steps = None
+        gc.collect()
+        if self.xp is not np:
+            self.xp.cuda.get_current_stream().synchronize()
+            self.xp.get_default_memory_pool().free_all_blocks()
+
+    def update(self):
+        """Update once; return the loss."""
+        self.steps("update", None, self.ours.step)
+        return float(self.ours.loss)
+
+    def bytes(self, count):
+        """Return what the batch takes, and what was planned."""
+        planned = sum(self.planned(count))
+        if self.xp is np:
+            return {"planned_bytes": planned}
+        self.xp.get_default_memory_pool().free_all_blocks()
+        held = self.xp.get_default_memory_pool().total_bytes() + self.steps.held_bytes()
+        return {"bytes": held, "planned_bytes": planned}
+
+
+class PeerUpdates:
+    """Updates of PyTorch's, as ``OurUpdates`` has them."""
+
+    def __init__(self):
+        import torch
+
+        from gpuattn.bench.train_peers import Peer
+
+        weights = {path: p.data for path, p in GPT2(CASE.config()).named_parameters()}
+        self.torch, self.first = torch, texts(CASE)
+        wait_for_turn()
+        self.peer = Peer(CASE, SimpleNamespace(weights=weights, inputs=self.first))
+
+    def choose(self, name):
+        self.compiles = name == "torch-compile"
+        self.model = self.torch.compile(self.peer.model) if self.compiles else self.peer.model
+
+    def guess(self, took):
+        """Return where the line through ``took``, by TEXTS, and what MORE take is all there is."""
+        each = (measure(self, MORE)["bytes"] - took) / (MORE - TEXTS)
+        self.free()
+        there = self.torch.cuda.mem_get_info()[0] + self.torch.cuda.memory_allocated()
+        return int((there - took) / each) + TEXTS
+
+    def begin(self, count):
+        self.free()
+        self.peer.read([np.resize(part, (count, CASE.shape[1])) for part in self.first])
+        for x in self.peer.inputs if self.compiles else ():
+            self.torch._dynamo.mark_dynamic(x, 0)
+        self.peer.restart()
+        self.torch.cuda.reset_peak_memory_stats()
+
+    def free(self):
+        self.peer.inputs = None
+        self.peer.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        self.torch.cuda.empty_cache()
+
+    def update(self):
+        self.peer.step(self.model)
+        return float(self.peer.loss)
+
+    def bytes(self, count):
+        return {"bytes": self.torch.cuda.max_memory_allocated()}
+
+
+# ---- the search ----------------------------------------------------------------------------------
+
+
+def largest(updates, name):
+    """Return the figures of the most texts that fit, with the "guess" and all that were "tried"."""
+    begin = time.perf_counter()
+    updates.choose(name)
+    few = measure(updates, CASE.shape[0])
+    guess = count = updates.guess(few.get("bytes"))
+    step, tried, best = max(1, round(STEP * guess)), {}, None
+    fits, short, stride = 0, None, step
+    while short is None or short - fits > step:
+        figures = attempt(updates, count)
+        tried[count] = figures is not None
+        if figures:
+            check(f"{count} texts", figures["losses"], few["losses"])
+            fits, best = count, figures
+        else:
+            short = count
+        if short is None:
+            count, stride = fits + stride, 2 * stride
+        elif not fits:
+            count, stride = max(1, short - stride), 2 * stride
+        else:
+            count = fits + (short - fits) // step // 2 * step
+    seconds = time.perf_counter() - begin
+    return {"guess": guess, "step": step, "tried": tried, "search_seconds": seconds, **best}
+
+
+def attempt(updates, count):
+    """Return the figures of a batch, or None where it runs out of memory."""
+    try:
+        return measure(updates, count)
+    except Exception as error:
+        if count > 1 and (is_out_of_memory(error) or "out of memory" in str(error)):
+            return None
+        raise
+
+
+def measure(updates, count):
+    """Return the figures of UPDATES updates on a batch."""
+    updates.begin(count)
+    losses = []
+    for _ in range(UPDATES):
+        begin = time.perf_counter()
+        losses.append(updates.update())
+        seconds = time.perf_counter() - begin
+    rate = count * CASE.shape[1] / seconds
+    return {"texts": count, "losses": losses, "seconds": seconds, "tokens_per_s": rate,
+            **updates.bytes(count)}  # fmt: skip
+
+
+def check(name, losses, others):
+    """End this script unless losses fall and are those of another batch."""
+    near = all(abs(a - b) <= NEAR * b for a, b in zip(losses, others, strict=True))
+    if not (near and losses[-1] < losses[0]):
+        sys.exit(f"{name}: losses are {losses}, those of other batches {others}")
+
+
+def search(names):
+    """Print what ``largest`` finds for levels of --checkpoint or for peers, a line of JSON each."""
+    if names[0] in PEERS:
+        return say_all(PeerUpdates(), names)
+    device, _ = choose_device("numpy" if options.smoke else "auto")
+    gpu = device != "numpy"
+    with array_module(device).cuda.Stream(non_blocking=True) if gpu else nullcontext():
+        return say_all(OurUpdates(device), names)
+
+
+def say_all(updates, names):
+    for name in names:
+        print(json.dumps({"name": name, **largest(updates, name)}), flush=True)
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def start(names):
+    """Return a process that searches for each name, and waits for its turn."""
+    return subprocess.Popen(
+        [sys.executable, *sys.argv, "--one", *names], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    )  # fmt: skip
+
+
+def rows(process):
+    """Let a process have its turn; yield and print what it finds."""
+    process.stdin.write("go\n")
+    process.stdin.close()
+    for line in process.stdout:
+        found = json.loads(line)
+        name, sizes = found["name"], [found[key] for key in SIZES if key in found]
+        label = name if name in PEERS else f"--checkpoint {name}"
+        tried = ", ".join(f"{n}{'' if fits else ' not'}" for n, fits in found["tried"].items())
+        print(
+            f"{label:18} {found['texts']:5,} x {CASE.shape[1]:,} {found['tokens_per_s']:8,.0f} "
+            f"tokens/s {' of a plan of '.join(map(memory.gigabytes, sizes))}; tried {tried}: "
+            f"{found['search_seconds']:.0f} s",
+            flush=True,
+        )
+        yield found
+    if process.wait():
+        sys.exit("a search failed")
+
+
+def main():
+    begin = time.perf_counter()
+    device, where = choose_device("numpy" if options.smoke else "auto")
+    print(where)
+    beside = device != "numpy" and find_spec("torch") is not None
+    chosen = options.only or (LEVELS + PEERS if beside else LEVELS)
+    sides = [[name for name in side if name in chosen] for side in (LEVELS, PEERS)]
+    processes = [start(names) for names in sides if names]
+    found = {row["name"]: row for process in processes for row in rows(process)}
+    first, *others = found.values()
+    for row in others:
+        check(row["name"], row["losses"], first["losses"])
+    ratios = {
+        f"{level} / {peer}": found[level]["texts"] / found[peer]["texts"]
+        for level in LEVELS for peer in PEERS if {level, peer} <= found.keys()
+    }  # fmt: skip
+    for name, ratio in ratios.items():
+        reached = "reached" if ratio >= RATIO else "NOT reached"
+        print(f"{name}: {ratio:.2f}; asked {RATIO:g}, {reached}")
+    print(f"{time.perf_counter() - begin:.0f} s in all")
+    if options.json:
+        document = origin(shlex.join(["python", *sys.argv]), array_module(device))
+        document |= {"tokens": CASE.shape[1], "asked": RATIO, "ratios": ratios, "largest": found}
+        Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if options.one is None:
+    main()
+else:
+    search(options.one)

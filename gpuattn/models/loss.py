@@ -1,0 +1,24 @@
+"""The loss of a model's last states, by the logits of all rows at once or a slice at a time."""
+
+from gpuattn.autodiff.tape import raw
+from gpuattn.ops.cross_entropy import cross_entropy
+from gpuattn.ops.linear import linear
+from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
+
+WHOLE_BYTES = 2 << 30  # from here on slices are as fast
+
+
+def in_slices(rows, table, itemsize, checkpoint):
+    """Return whether training has a slice of the logits (rows, table) at a time."""
+    return checkpoint == "full" or rows * table * itemsize > WHOLE_BYTES
+
+
+def loss_of_states(model, states, weight, labels, **settings):
+    """Return the mean cross-entropy of ``softmax(states @ weight.T)`` and ``labels``, a Tensor.
+
+    ``settings``: as of ``cross_entropy``. ``model.checkpoint`` says how much memory is spent.
+    """
+    table, itemsize = len(raw(weight)), raw(states).itemsize
+    if not model.training or in_slices(labels.size, table, itemsize, model.checkpoint):
+        return linear_cross_entropy(states, weight, labels, **settings)
+    return cross_entropy(linear(states, weight), labels, donate=True, **settings)

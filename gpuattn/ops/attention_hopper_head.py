@@ -1,0 +1,76 @@
+"""Attention's gradient by whole heads: ``rawkernels/flash_attention_backward_hopper_head.cu``."""
+
+import functools
+
+import numpy as np
+
+from gpuattn import arrays, kernels, rng, tensormaps
+from gpuattn.arrays import ctype, get_xp
+from gpuattn.kernels import gpu, kernel
+from gpuattn.ops.attention_launch import Launch, gradient_arrays
+
+FILE, NAME = "flash_attention_backward_hopper_head.cu", "flash_attention_backward_head"
+LEAST_LENGTH, MAX_LENGTH, MAX_HEAD_DIM = 97, 256, 64
+THREADS = 384
+BLOCK, BLOCKS, BLOCK_BYTES = 64, 4, 8192  # rows of a block, blocks of a head, bytes
+WORD_BYTES = 2112  # of a block of queries in dropout's table
+MAX_ROWS = 2**31  # of all heads, for 32-bit offsets
+
+
+def fits(
+    q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, softcap, max_seqlen_q, max_seqlen_k,
+    **_,
+):  # fmt: skip
+    """Return whether the kernel can take a gradient that Hopper's others take."""
+    extras = bias, key_lengths, cu_q, slopes, sink
+    if softcap or any(x is not None for x in extras) or q.shape[-2] != k.shape[-2]:
+        return False
+    if max(max_seqlen_q, max_seqlen_k) > MAX_LENGTH or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+        return False
+    return min(q.size, k.size, v.size) > 0 and q.size // q.shape[-1] < MAX_ROWS
+
+
+def takes(q, k, v, *extras, window, max_seqlen_q, max_seqlen_k, **params):
+    """Return whether a gradient is computed here, as measured faster than by tiles.
+
+    That is causal self-attention, of heads enough to keep all multiprocessors busy.
+    """
+    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    causal = window[1] == 0 and max_seqlen_q == max_seqlen_k >= LEAST_LENGTH
+    if not causal or not fits(q, k, v, *extras, **lengths, **params):
+        return False
+    return q.shape[0] * q.shape[2] >= gpu(q.device.id)[1]
+
+
+def shared_bytes(dropout):
+    """Return the shared memory of a thread block, as the kernel lays it out."""
+    return 4096 + (6 * BLOCKS + 2) * BLOCK_BYTES + (BLOCKS * WORD_BYTES if dropout else 0)
+
+
+@functools.lru_cache
+def compile_ahead(device, dtype, dropout):
+    """Begin to compile the kernel beside the forward's."""
+    kernels.compile_ahead(FILE, scalar=ctype(dtype), DROPOUT=dropout)
+
+
+def backward(saved, dout, dlse, *, needs, into, key, dropout_p, **params):
+    """Return the gradients of q, k and v (None for the rest)."""
+    q, k, v, *extras, out, lse = saved
+    xp = get_xp(q)
+    dout = arrays.zeros(q, out.shape) if dout is None else dout.astype(q.dtype, copy=False)
+    out, dout = (xp.ascontiguousarray(x) if tensormaps.refusal(x, "x") else x for x in (out, dout))
+    lse = xp.ascontiguousarray(lse)
+    dlse = None if dlse is None else xp.ascontiguousarray(dlse, np.float32)
+    dq, dk, dv = gradient_arrays((q, k, v), into)
+    launch = Launch(q, k, v, *extras, **params, key=key, dropout_p=dropout_p, out=out, tables=False)
+    maps = [tensormaps.tensor_map(x, BLOCK) for x in (q, dout, k, v)]
+    maps += [tensormaps.tensor_map(x, 16) for x in (dq, dk, dv)]  # a warp's rows
+    random = 0, 0, 0, 0, 0, None
+    if launch.dropout:
+        random = rng.threshold(dropout_p), *rng.device_arguments(key)
+    grid = (min(launch.sequences * launch.heads, gpu(q.device.id)[1]),)
+    kernel(FILE, NAME, scalar=ctype(q.dtype), DROPOUT=launch.dropout)(
+        grid, (THREADS,), *maps, launch.problem, out, lse, dlse, *random,
+        shared_bytes=shared_bytes(launch.dropout),
+    )  # fmt: skip
+    return dq, dk, dv, *(None,) * 6

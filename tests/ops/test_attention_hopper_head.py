@@ -1,0 +1,89 @@
+"""Attention's gradient by whole heads: what cases for every implementation do not see."""
+
+import emulator
+import numpy as np
+import pytest
+from checks import find
+
+from gpuattn import kernels, rng
+from gpuattn.arrays import BFLOAT16
+from gpuattn.ops import attention_hopper, attention_hopper_backward, attention_hopper_head
+from gpuattn.ops.flash_attention import IMPLS
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, dropout):
+    """ptxas says C7512 and the like where it waits for each product."""
+    file, size = attention_hopper_head.FILE, attention_hopper_head.shared_bytes(dropout)
+    check = f'\nstatic_assert(SHARED == {size}, "the host asks for another size");\n'
+    text = kernels.source_text(file, scalar="bf16", DROPOUT=dropout) + check
+    _, log = kernels.compile_text(text, "sm_90a", file)
+    assert "C7512" not in log and "C7514" not in log and "0 bytes spill stores" in log, log
+
+
+def arguments(xp, *, B=2, T=256, S=256, H=6, D=64, Dv=64, Hk=None, **changes):
+    """Return the arguments of a call: q, k, v and six more, and parameters."""
+    rows = np.random.default_rng(0)
+    shapes = (B, T, H, D), (B, S, Hk or H, D), (B, S, Hk or H, Dv)
+    q, k, v = (xp.asarray(rows.standard_normal(x, np.float32).astype(BFLOAT16)) for x in shapes)
+    names = "bias", "key_lengths", "cu_q", "cu_k", "slopes", "sink"
+    extras = [changes.pop(name, None) for name in names]
+    params = {
+        "window": (None, 0), "align": "bottom_right", "scale": D**-0.5, "softcap": None,
+        "dropout_p": 0.0, "key": None, "max_seqlen_q": T, "max_seqlen_k": S, "deterministic": False,
+    }  # fmt: skip
+    return [q, k, v, *extras], params | changes
+
+
+CASES = [  # changes, whether the kernel can, whether it does
+    ({}, True, True),
+    ({"D": 40, "Dv": 8, "window": (3, 0), "dropout_p": 0.5, "scale": -1.0}, True, True),
+    ({"T": 97, "S": 97}, True, True),
+    ({"T": 96, "S": 96}, True, False),
+    ({"T": 200}, True, False),
+    ({"window": (None, None)}, True, False),
+    ({"B": 1}, True, False),
+    ({"T": 257, "S": 257}, False, False),
+    ({"D": 72}, False, False),
+    ({"Dv": 72}, False, False),
+    ({"Hk": 3}, False, False),
+    ({"S": 0}, False, False),
+    ({"softcap": 5.0}, False, False),
+    ({"sink": 1}, False, False),
+    ({"key_lengths": 1}, False, False),
+    ({"cu_q": 1}, False, False),
+]
+
+
+@pytest.mark.parametrize("changes, can, does", CASES)
+def test_what_is_taken(changes, can, does):
+    (q, *others), params = arguments(np, **changes)
+    with emulator.Machine(seed=1, multiprocessors=12).in_place():
+        assert attention_hopper_head.fits(q, *others, **params) == can
+        assert attention_hopper_head.takes(emulator.as_array(q), *others, **params) == does
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("p", [0, 0.2])
+def test_several_heads_of_each_block(gpu, causal, p):
+    """Against the form by tiles, and the same bits again."""
+    T, S = (200, 240) if p else (256, 256)
+    key, window = rng.Key(3, 1, 2) if p else None, (None, 0 if causal else None)
+    inputs, params = arguments(gpu, B=64, T=T, S=S, window=window, dropout_p=p, key=key)
+    if reason := find(IMPLS, "raw-hopper").refuse(*inputs, **params):
+        pytest.skip(reason)
+    assert attention_hopper_head.fits(*inputs, **params)
+    if causal and not p:
+        assert "whole head" in attention_hopper.describe(*inputs, **params)["gradient"]
+    needs = (True,) * 3 + (False,) * 6
+    dout = arguments(gpu, B=64, T=S, S=T)[0][1]  # other numbers than q's
+
+    def run(backward):
+        (out, lse), saved = attention_hopper.forward(*inputs, needs=needs, **params)
+        grads = backward(saved, dout, None, needs=needs, into=(None,) * 9, **params)
+        return [x.astype(np.float32) for x in (out, lse, *grads[:3])]
+
+    first, again = (run(attention_hopper_head.backward) for _ in range(2))
+    assert all((x == y).all() for x, y in zip(first, again, strict=True))
+    for x, want in zip(first, run(attention_hopper_backward.backward), strict=True):
+        assert abs(x - want).max() <= 2**-6 * abs(want).max()
