@@ -11,6 +11,7 @@
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
 #include "common/norm.cuh"
+#include "common/tma.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_forward(
     const scalar* x,       // (rows, cols), rows x_step elements apart
@@ -22,11 +23,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_forward(
     long long rows,
     int cols,
     long long x_step,
+    long long ahead,                    // which row after each is brought to L2; 0: none
     float eps) {
     grid_dependency_wait();
     const long long r = (long long)blockIdx.x * TEAMS + team_of_thread();
     const bool there = TEAMS == 1 || r < rows;
     const scalar* row_x = x + (there ? r : rows - 1) * x_step;
+    if (VEC > 1 && ahead && lane_of_thread() == 0 && r + ahead < rows)
+        bulk_prefetch(row_x + ahead * x_step, cols * sizeof(scalar));
     const float pivot = row_pivot(row_x);
     Pack held[SLOTS];
     if constexpr (HELD) each_pack(cols, [&](int p, int j) { held[p] = load_pack(row_x + j); });

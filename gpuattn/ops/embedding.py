@@ -26,8 +26,10 @@ from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
 
-BLOCK, PACKS = 256, 2  # threads, and groups of rng.LANES elements that each of them makes
+BLOCK = 256  # threads
+PACKS = {False: 2, True: 1}  # of rng.LANES elements that each of them makes, with positions or not
 MOST_THREADS, MOST_CHUNKS = 128, 512  # of the gradient: of a block, and of the sorted tokens
+MOST_COUNTED = 2**31 - 2**14  # in 32 bits
 TILE, WINDOW, ATOMIC_ROWS = 32, 128, 4  # as in embedding_backward.cu
 
 
@@ -209,6 +211,8 @@ def _sum_rows(rows, order, table, scale, slot):
 
 
 def _refuse_raw(tokens, weight, *_, **__):
+    if max(tokens.size, weight.shape[1]) > MOST_COUNTED:
+        return f"the kernel counts at most {MOST_COUNTED} tokens, and columns of weight"
     return kernel_refusal(weight, "weight")
 
 
@@ -243,9 +247,10 @@ def _forward_raw(
         map(aligned_rows, (rows, table), (step, table_step))
     )
     constants = {"scalar": ctype(weight.dtype), "token": _token(index)}
-    constants |= {"ALIGNED": aligned, "BLOCK": BLOCK}
-    kernel("embedding.cu", "embedding_forward", **constants)(
-        (-(-y.size // (rng.LANES * PACKS * BLOCK)),), (BLOCK,),
+    constants |= {"POSITIONS": table is not None, "DROPOUT": p > 0}
+    grid, block = _forward_grid(tokens.size, weight.shape[1], aligned, PACKS[table is not None])
+    kernel("embedding.cu", "embedding_forward", **constants, ALIGNED=aligned, BLOCK=BLOCK)(
+        grid, block,
         index, rows, places, table, y, arrived, 0 if arrived is None else arrived.size,
         tokens.size, len(weight) if vocab_size is None else vocab_size, step,
         0 if table is None else len(table), table_step, weight.shape[1], _length(tokens),
@@ -254,6 +259,20 @@ def _forward_raw(
     )  # fmt: skip
     saved = (index, places, order[0], _table(weight), _table(position_weight), arrived)
     return y, (saved if any(needs) else None)
+
+
+def _forward_grid(tokens, cols, aligned, each):
+    """Return (blocks, threads), which make so many packs ``each``.
+
+    Both are along a row and over rows where all packs are ``aligned``.
+    """
+    packs = -(-(cols if aligned else tokens * cols) // rng.LANES)
+    threads = -(-packs // each)
+    if not aligned:
+        return (-(-threads // BLOCK),), (BLOCK,)
+    slabs = max(-(-threads // BLOCK), 1)
+    threads = max(-(-threads // slabs), 1)
+    return (-(-tokens // (BLOCK // threads)), slabs), (threads, BLOCK // threads)
 
 
 def _backward_raw(saved, dy, *, needs, into, scale, p, key, deterministic=True, **_):

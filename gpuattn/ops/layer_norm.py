@@ -25,6 +25,7 @@ from gpuattn.ops.norm_launch import (
     refuse_raw,
     rows_of,
 )
+from gpuattn.ops.rows_ahead import rows_ahead
 
 NUMBA_WARPS = 1056  # of the backward, which keep their sums: 8 for a multiprocessor of an H200
 NUMBA_TEAM, NUMBA_HELD = 256, 4  # threads that hold a row, at most; vectors each
@@ -272,8 +273,10 @@ def forward_raw(x, weight, bias, needs, eps, rms):
     given = {"WEIGHT": weight is not None, "BIAS": bias is not None}
     constants, block_rows = forward_layout(cols, x.dtype, 1, sum(given.values()))
     forward = kernel("layer_norm.cu", "layer_norm_forward", RMS=rms, **constants, **given)
-    grid = (-(-rows // block_rows),)
-    forward(grid, (constants["BLOCK"],), x, weight, bias, y, mean, rstd, rows, cols, step, eps)
+    grid, ahead = (-(-rows // block_rows),), rows_ahead(x)
+    forward(
+        grid, (constants["BLOCK"],), x, weight, bias, y, mean, rstd, rows, cols, step, ahead, eps
+    )  # fmt: skip
     return y, (x, step, weight, mean, rstd) if any(needs) else None
 
 

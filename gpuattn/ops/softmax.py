@@ -24,6 +24,7 @@ from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import dtype_refusal, gpu, kernel, kernel_refusal
 from gpuattn.numbakernels import device
 from gpuattn.ops.dropout import check_probability, device_numbers, drop, keep_of
+from gpuattn.ops.rows_ahead import rows_ahead
 
 MAX_COLS = 2**31 - 2**20  # columns are counted in 32 bits
 LANES = 8, 16, 32, 64, 128, 256, 512  # threads of a block that may share a row
@@ -43,7 +44,7 @@ SOFTMAX = np.dtype(
     + [(name, np.int64) for name in (
         "rows", "x_stride", "dy_stride", "out_stride", "undropped_stride", "length_rows",
     )]
-    + [("mask_sizes", np.int64, 2), ("mask_strides", np.int64, 4)]
+    + [("mask_sizes", np.int64, 2), ("mask_strides", np.int64, 4), ("ahead", np.int64)]
     + [(name, np.int32) for name in ("cols", "vectors", "queries")]
     + [(name, np.float32) for name in ("scale", "factor")]
     + [(name, np.uint32) for name in ("threshold", "seed_low", "seed_high", "stream", "step")]
@@ -351,7 +352,7 @@ def _forward_raw(x, mask, lengths, *, needs, scale, causal, p, key, donate):
     lines = {"x": (x, stride), "out": first}
     if p > 0 and any(needs):  # what the gradient needs is not what dropout leaves
         lines |= {"out": (arrays.empty(x, x.shape), cols), "undropped": first}
-    fields = {"scale": scale, "queries": x.shape[-2] if causal else 0}
+    fields = {"scale": scale, "queries": x.shape[-2] if causal else 0, "ahead": rows_ahead(x)}
     if mask is not None:
         mask, fields["mask_sizes"], fields["mask_strides"] = _mask_layout(mask, x.shape)
         fields["mask"] = mask.data.ptr

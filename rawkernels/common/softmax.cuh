@@ -37,6 +37,7 @@ struct Softmax {  // by value; SOFTMAX of gpuattn/ops/softmax.py
     const unsigned int* device_step;  // of dropout, or null
     long long rows, x_stride, dy_stride, out_stride, undropped_stride;  // elements from row to row
     long long length_rows, mask_sizes[2], mask_strides[4];              // elements
+    long long ahead;                  // forward: which row after each is brought to L2; 0: none
     int cols;
     int vectors;                      // that cover a row of `out`, wherever it begins
     int queries;                      // causal: the rows of one matrix; 0: not causal
@@ -244,6 +245,8 @@ __device__ __forceinline__ void forward(const Softmax& a) {
     if (EDGES && a.queries) visible = min(visible, (int)(r % a.queries) + 1 + a.cols - a.queries);
     if (EDGES && a.lengths) visible = min(visible, a.lengths[r / a.length_rows]);
     const scalar* lines[] = {a.x + r * a.x_stride};
+    if (!EDGES && !LONG && a.ahead && threadIdx.x % LANES == 0 && r + a.ahead < a.rows)
+        bulk_prefetch(lines[0] + a.ahead * a.x_stride, a.cols * sizeof(scalar));
     if constexpr (STAGED) bring(lines, share, visible);
     long long at = 0;  // where the row's mask begins
     if constexpr (MASK != 0)

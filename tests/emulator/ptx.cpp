@@ -190,6 +190,11 @@ void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 dst, con
         arrive(*block, bar, 0, bytes);
     }});
 }
+// There are no caches, but what is asked for must be there.
+void cp_async_bulk_prefetch_L2_global(const void* src, u32 bytes) {
+    if ((u64)src % 16 || bytes % 16) fail("a prefetch of %u bytes from %p", bytes, src);
+    for (u32 i = 0; i < bytes; ++i) (void)((const volatile char*)src)[i];
+}
 // Out of shared memory: first it is read, then the result shows.
 template <typename F> static void copy_out(u32 src, u32 bytes, F write) {
     Block* const block = me->block;

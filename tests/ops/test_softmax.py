@@ -252,6 +252,7 @@ def emulated(staged):
     kernel, gpu = emulator.Machine(seed=1).kernel, ("90" if staged else "80", 1)
     with (
         mock.patch.multiple(module, CLUSTER=1, get_xp=lambda *_: xp, kernel=kernel),
+        mock.patch.object(module, "rows_ahead", lambda x: 3),
         mock.patch.object(module, "gpu", lambda _: gpu),
         mock.patch.object(arrays, "get_xp", lambda *_: xp),
     ):
