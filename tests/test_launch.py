@@ -133,7 +133,7 @@ def add_norm(x, residual, weight):
     return gpuattn.dropout_add_norm(x, residual, weight, p=0.1, seed=3)[0]
 
 
-CALLS = {  # what is made of x, with another matrix, a vector and scores
+CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
     "softmax": lambda x, *_: gpuattn.softmax(x),
     "softmax, long rows": lambda x, *_: gpuattn.softmax(x.reshape(1, -1)),
     "softmax, gradient": lambda x, y, *_: gradients(gpuattn.softmax, x, y),
@@ -149,7 +149,8 @@ CALLS = {  # what is made of x, with another matrix, a vector and scores
     "gelu": lambda x, y, v, *_: gpuattn.gelu(x, v),
     "gelu, gradient": lambda x, y, v, *_: gradients(gpuattn.gelu, x, y, v),
     "rotary": lambda x, *_: gpuattn.rotary(*x.reshape(2, -1, 8, 64)),
-    "beam_step": lambda x, y, v, scores: gpuattn.beam_step(x, scores),
+    "embedding": lambda x, y, v, scores, tokens: gpuattn.embedding(tokens, x),
+    "beam_step": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores),
     "topk_logprobs": lambda x, *_: gpuattn.topk_logprobs(x, 8),
     "sample_tokens": lambda x, *_: gpuattn.sample_tokens(x, seed=3),
 }  # fmt: skip
@@ -177,7 +178,8 @@ def inputs(gpu):
         return random.standard_normal(shape, dtype=np.float32).astype(arrays.BFLOAT16)
 
     scores = gpu.zeros((ROWS // 4, 4), np.float32)
-    return draw(ROWS, COLS), draw(ROWS, COLS), (draw(ROWS, COLS), draw(COLS), scores)
+    tokens = gpu.arange(ROWS, dtype=np.int32)[::-1].copy()
+    return draw(ROWS, COLS), draw(ROWS, COLS), (draw(ROWS, COLS), draw(COLS), scores, tokens)
 
 
 def same(some, others):
