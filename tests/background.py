@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gpuattn import kernels
 
-WHOLE = {"sm_80", "sm_90", "sm_90a"}
+OTHERS = "sm_86", "sm_89", "sm_100"  # than those that kernels were made for
 
 
 def start():
@@ -28,9 +28,10 @@ def _step_back():
 
 def variants(file, arch):
     """Return what of a header's list is compiled for an architecture: all where the kernels were
-    made for it, one in three elsewhere, whose compiler does with registers as its neighbours' do.
+    made for it, elsewhere one in three, each another third.
     """
-    return kernels.variants(file)[:: 1 if arch in WHOLE else 3]
+    every = kernels.variants(file)
+    return every[OTHERS.index(arch) % len(every) :: 3] if arch in OTHERS else every
 
 
 def compile_variants(file, arch):
