@@ -53,7 +53,7 @@ def write_page(path):
     Of a run that was stopped it shows what there is. Raises CheckpointError where there is no run.
     """
     folder = RunFolder(path)
-    found = summary(path)
+    found, profile = summary(path), _read_profile(folder)
     rows = {event: folder.metrics.read(event) for event in ("start", "train", "valid", "end")}
     what = "Language model of" if found["model"] == GPT2 else "Translation:"
     title = f"{what} {found['task']}"
@@ -64,8 +64,8 @@ def write_page(path):
         _section("Curves", _charts(rows)),
         _section("Samples", _samples(folder, found)),
         _section("Attention", _attention(folder, found)),
-        _section("Where the time of a step goes", _profile(folder)),
-        _section("Model", _model(found, folder)),
+        _section("Where the time of a step goes", _profile(folder, profile)),
+        _section("Model", _model(found, folder.config(), profile)),
         _section("Environment", _environment(folder, rows["start"])),
     ]
     head = tag(
@@ -208,16 +208,15 @@ def describe_padding(found):
     """Return a sentence on what padding the vocabulary gains, by its entry in a profile."""
     padded, plain = (found[key] / 1e3 for key in ("padded_us", "plain_us"))
     gain = 1 - padded / plain
-    verb = "save" if gain >= 0 else "cost"
+    saves, would_save = ("saves", "would save") if gain >= 0 else ("costs", "would cost")
     return (
         f"the three products of its table take {padded:.3g} ms with {found['rows']:,} rows and "
         f"{plain:.3g} ms with {found['size']:,}, measured at {found['tokens']:,} tokens: padding "
-        f"{f'{verb}s' if found['pads'] else f'would {verb}'} {abs(gain):.0%}"
+        f"{saves if found['pads'] else would_save} {abs(gain):.0%}"
     )
 
 
-def _profile(folder):
-    found = _read_profile(folder)
+def _profile(folder, found):
     if not found:
         command = tag("code", f"gpuattn profile {folder.path}")
         return tag("p", command, " measures it, for this page too.", class_="dim")
@@ -251,14 +250,14 @@ def _profile(folder):
 # ---- what it is ---------------------------------------------------------------------------------
 
 
-def _model(found, folder):
+def _model(found, config, profile):
     size, units = found["vocabulary"], found["units"]
-    rows = padded_rows(size) if folder.config().pad_vocab else size
+    rows = padded_rows(size) if config.pad_vocab else size
     share = f"{100 * (rows - size) / rows:.2g} % of them padding" if rows > size else "all in use"
     text = (
         f"{found['parameters']:,} parameters. {size:,} {units}, in tables of {rows:,} rows: {share}"
     )
-    measured = (_read_profile(folder) or {}).get("vocabulary")
+    measured = profile and profile.get("vocabulary")
     return [
         tag("p", text, "." if rows == size else ", which lets products run in whole tiles."),
         tag("p", f"Of the vocabulary {describe_padding(measured)}.") if measured else None,
