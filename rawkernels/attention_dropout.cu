@@ -1,8 +1,7 @@
 // The random words of attention's dropout: Philox numbers in two tables, see gpuattn/ops/attention_dropout.py.
 // Launch:    grid = (ceil(8 * heads * (query_rows + key_rows) / 256),), block = (256,)
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
-#include "common/dropout_bounds.cuh"
-#include "common/philox.cuh"
+#include "common/dropout_words.cuh"
 
 typedef unsigned int u32;
 
@@ -26,14 +25,12 @@ extern "C" __global__ void attention_dropout_words(
         if (first_row(middle) <= row) number = middle; else last = middle - 1;
     }
     const PhiloxKey key = philox_key(seed_low, seed_high, stream, step, device_step);
-    const u32 block = row - first_row(number) << 5, sheet = number * heads + head | (u32)of_keys << 31;
+    const u32 block = row - first_row(number), sheet = number * heads + head;
     uint4* const to = words + before * (of_keys ? 33ll : 0) + within * (of_keys ? 16ll : 33ll);
     const bool there = at < lines;
-    u32 point = 0;  // of the bounds: bits that the factors do not need, as they are odd
+    u32 point = 0;
     for (u32 draw = lane; draw < (of_keys ? 16 : 32); draw += 8) {
-        uint4 drawn = philox(key, block | draw, sheet);
-        if (draw < 16) point |= (drawn.x & 1) << draw;
-        if (!of_keys) drawn.x |= 1, drawn.y |= 1;
+        const uint4 drawn = draw_words(key, block, draw, sheet, of_keys, point);
         if (there) to[draw] = drawn;
     }
 #pragma unroll

@@ -13,8 +13,7 @@
 // The warpgroups take turns at dQ. Blocks of keys that no query before sees leave, and the next head's come.
 // Dropout as in flash_attention_backward_hopper.cu: P^T's signs say what is dropped, dS^T counts in units of 1 / (1 - p).
 #include "common/attention_dropout.cuh"
-#include "common/dropout_bounds.cuh"
-#include "common/philox.cuh"
+#include "common/dropout_words.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
@@ -89,20 +88,21 @@ __device__ __forceinline__ void draw_query_words(u32 shared, const PhiloxKey& ke
     const u32 lane = threadIdx.x % 32, sheet = h.number * a.heads + h.head;
 #pragma unroll 1
     for (int row = 0; row < 4; ++row) {
-        uint4 drawn = philox(key, 4 * w + row << 5 | lane, sheet);
-        u32 point = lane < 16 ? (drawn.x & 1) << lane : 0;
+        u32 point = 0;
+        const uint4 drawn = draw_words(key, 4 * w + row, lane, sheet, false, point);
 #pragma unroll
         for (int n = 1; n < 16; n *= 2) point |= __shfl_xor_sync(~0u, point, n);
         const u32 to = shared + WORDS + w * WORD_BYTES + row * ROW_BYTES;
-        store_shared(to + 16 * lane, __uint_as_float(drawn.x | 1), __uint_as_float(drawn.y | 1),
-                     __uint_as_float(drawn.z), __uint_as_float(drawn.w));
+        store_shared(to + 16 * lane, __uint_as_float(drawn.x), __uint_as_float(drawn.y), __uint_as_float(drawn.z),
+                     __uint_as_float(drawn.w));
         if (lane == 0) store_shared(to + 4 * BOUNDS, round_bounds(point, threshold));
     }
 }
 // The words of a warp's 16 keys for queries 2c and 2c + 1 of every 8: its lane draws, and takes them from other lanes.
 __device__ __forceinline__ uint2 draw_key_words(const PhiloxKey& key, const Attention& a, const Head& h, int row) {
     const int lane = threadIdx.x % 32, from = lane % 4 * 4 + lane / 16;
-    const uint4 drawn = philox(key, row << 5 | lane % 16, h.number * a.heads + h.head | 1u << 31);
+    u32 point = 0;  // of keys there is none
+    const uint4 drawn = draw_words(key, row, lane % 16, h.number * a.heads + h.head, true, point);
     const u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
     uint2 own = {0, 0};
 #pragma unroll

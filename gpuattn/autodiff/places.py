@@ -5,6 +5,12 @@ they belong in one array, are the gradient of that product without a copy.
 """
 
 
+def place_like(slot, x):
+    """Return the place in a slot of ``into`` if a gradient like ``x`` may be written there."""
+    place, add = slot or (None, True)
+    return None if add or (place.dtype, place.shape) != (x.dtype, x.shape) else place
+
+
 class Places:
     """The arrays that gradients go into, in one walk of the tape.
 

@@ -164,9 +164,14 @@ TABLE = [
 WIDE = _cells(_problem(256, 16384), FASTEST)
 _BIASED = _problem(128, 4096, bias=True)
 _LONG = _problem(128, 16384, True)
+_DROPPED = [
+    cell
+    for head_dim in (64, 128)
+    for length in (4096, 16384)
+    for cell in _cells(_problem(head_dim, length, dropout=0.1), ("torch-cudnn", "torch-fa2"))
+]
 FEATURES = [
-    *_cells(_problem(64, 4096, dropout=0.1), ("torch-cudnn", "torch-fa2")),
-    *_cells(_problem(128, 4096, dropout=0.1), ("torch-cudnn", "torch-fa2")),
+    *_DROPPED,
     *_cells(_BIASED, ("torch-cudnn", "torch-efficient")),
     *_cells(replace(_LONG, window=1024), ("flash-attn-4", "torch-varlen")),
     *_cells(Attention((4, 4096, 32, 128), causal=True, kv_heads=8), FASTEST),

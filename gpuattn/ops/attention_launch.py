@@ -4,6 +4,7 @@ import numpy as np
 
 from gpuattn import arrays, rng
 from gpuattn.arrays import get_xp
+from gpuattn.autodiff.places import place_like
 from gpuattn.ops.attention_dropout import Tables
 
 STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias")
@@ -100,10 +101,10 @@ def gradient_arrays(inputs, into):
 
 
 def _gradient_array(x, slot):
-    place, add = slot or (None, True)
-    if add or (place.dtype, place.shape, place.strides) != (x.dtype, x.shape, x.strides):
+    place = place_like(slot, x)
+    if place is None or place.strides != x.strides or (place.data.ptr - x.data.ptr) % 16:
         return arrays.empty(x, x.shape)
-    return place if (place.data.ptr - x.data.ptr) % 16 == 0 else arrays.empty(x, x.shape)
+    return place
 
 
 def tiles_refusal(q, cu_q, max_seqlen_q, max_seqlen_k):

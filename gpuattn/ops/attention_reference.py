@@ -7,6 +7,7 @@ products go straight to where they belong, and packed sequences into a few padde
 import numpy as np
 
 from gpuattn.arrays import empty, for_each, get_xp, wide, zeros
+from gpuattn.autodiff.places import place_like
 from gpuattn.ops.attention_grids import BLOCK, INF, by_heads, column, layouts, make_grid, part
 
 BLAS_ALONE = 1 << 18  # multiply-adds up to which OpenBLAS keeps a product to one thread
@@ -187,9 +188,8 @@ def _target(like, shape, cu, dtype):
 
 def _gradient(x, slot, cu):
     """Return the array for a gradient: its place in ``into``, unless the padding needs a row."""
-    place, add = slot or (None, True)
-    fits = cu is None and not add and (place.dtype, place.shape) == (x.dtype, x.shape)
-    return place if fits else _target(x, x.shape, cu, x.dtype)
+    place = place_like(slot, x) if cu is None else None
+    return _target(x, x.shape, cu, x.dtype) if place is None else place
 
 
 def backward(

@@ -12,6 +12,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, rows_refusal, wide
+from gpuattn.autodiff.places import place_like
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
@@ -73,9 +74,8 @@ def turns(base, head_dim):
 
 def _gradient(x, slot):
     """Return the array for the gradient of what ``x`` came from: its place, or a new one."""
-    place, add = slot or (None, True)
-    fits = not add and (place.shape, place.dtype) == (x.shape, x.dtype)
-    return place if fits else arrays.empty(x, x.shape)
+    place = place_like(slot, x)
+    return arrays.empty(x, x.shape) if place is None else place
 
 
 def _places(saved, out, into, **params):

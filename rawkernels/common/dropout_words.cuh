@@ -1,0 +1,25 @@
+#pragma once
+// What attention's dropout draws for its tables (gpuattn/ops/attention_dropout.py): words and bounds.
+#include "common/philox.cuh"
+
+// The draw-th four words of a row of 16 queries, or of 16 keys, of a sequence's head; sheet: number * heads + head.
+// Factors are odd, so they do not need their lowest bits: those of a row of queries come together in `point`.
+__device__ __forceinline__ uint4 draw_words(PhiloxKey key, unsigned int row, unsigned int draw, unsigned int sheet,
+                                            bool of_keys, unsigned int& point) {
+    uint4 drawn = philox(key, row << 5 | draw, sheet | (unsigned int)of_keys << 31);
+    if (of_keys) return drawn;
+    if (draw < 16) point |= (drawn.x & 1) << draw;
+    drawn.x |= 1, drawn.y |= 1;
+    return drawn;
+}
+// The bounds of 16 queries as four bytes: rounded up or down as `point`, of 16 random bits, decides.
+__device__ __forceinline__ unsigned int round_bounds(unsigned int point, unsigned int threshold) {
+    const unsigned int whole = threshold / 512, rest = threshold % 512 * 128;
+    unsigned int bounds = 0;
+#pragma unroll
+    for (int byte = 0; byte < 4; ++byte) {
+        const unsigned int quarter = byte % 2 * 2 + byte / 2;
+        bounds |= (whole + ((point + (quarter << 14) & 0xffff) + rest >> 16)) << 8 * byte;
+    }
+    return bounds;
+}
