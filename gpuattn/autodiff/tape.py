@@ -9,6 +9,7 @@ from gpuattn.arrays import device_of, get_xp, is_array
 from gpuattn.autodiff.aside import settle
 from gpuattn.autodiff.frozen import editable, fingerprint, freeze, is_debugging, thaw
 from gpuattn.autodiff.places import Places
+from gpuattn.autodiff.product import Folds
 from gpuattn.autodiff.watch import watched
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
 from gpuattn.impls import choose, choose_another
@@ -235,6 +236,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     nodes = _reachable(roots, ends)
     useful = None if leaves else _leading_to(nodes, wanted)
     places = Places({*ends, *wanted})
+    folds = Folds(nodes, places.kept)
     waiting = _count_uses(nodes) if on_ready else None
     pending = {}  # node -> [gradient of each output]
 
@@ -254,7 +256,8 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
 
     def pass_on(node, grads):
         slots = [leaves or key(x) in ends for x in node.inputs]
-        results = _call_backward(node, grads, create_graph, slots, places)
+        params = node.params | folds.offer(node, pending, pass_on)
+        results = _call_backward(node, grads, create_graph, slots, places, params)
         for x, grad in zip(node.inputs, results, strict=True):
             if isinstance(x, Box):
                 deliver(x, grad)
@@ -269,6 +272,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
                 continue
             if grads is not None:
                 pass_on(node, grads)
+            folds.walked(node)
             if waiting:
                 _report_ready(node, waiting, on_ready)
             if not (retain_graph or create_graph):
@@ -324,7 +328,7 @@ def _report_ready(node, waiting, on_ready):
                 on_ready(x)
 
 
-def _call_backward(node, grads, create_graph, slots, places):
+def _call_backward(node, grads, create_graph, slots, places, params):
     """Return the gradients of a node's inputs; ``slots``: which may be written to their place."""
     node.check_unedited()
     if node.impl.backward is None:
@@ -341,7 +345,7 @@ def _call_backward(node, grads, create_graph, slots, places):
             if slot is not None and slot[1]:
                 settle(slot[0])
         backward = watched(node.op, "backward", node.impl.backward)
-        results = backward(node.saved, *grads, needs=node.needs, into=into, **node.params)
+        results = backward(node.saved, *grads, needs=node.needs, into=into, **params)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
             x.grad, x.grad_started = x.grad_slot, True

@@ -10,6 +10,7 @@ from gpuattn import arrays
 from gpuattn.arrays import as_array, check_floats, check_together, get_xp, wide
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.aside import beside
+from gpuattn.autodiff.product import Product
 from gpuattn.errors import problem
 from gpuattn.gemm import matmul, matmul_activated, matmul_and_sums
 from gpuattn.impls import Impl, Impls
@@ -126,7 +127,7 @@ def _forward_raw(x, weight, bias, *, needs, activation):
     return out, _kept(x, weight, needs, *before)
 
 
-def _backward_raw(saved, dy, *, needs, into, activation):
+def _backward_raw(saved, dy, *, needs, into, activation, fold=None):
     x, weight, z, bias = saved
     dz = get_xp(dy).ascontiguousarray(_as_rows(dy))
     sums = None  # (dweight, dbias) where one launch does both
@@ -136,7 +137,10 @@ def _backward_raw(saved, dy, *, needs, into, activation):
             sums = _weight_and_bias_gradients(x, dz, into, ASIDE_SHARE if apart else 1)
     if sums is None:
         dz, dbias = launch_backward(z, bias, dz, needs[2], into[2], activation)
-    dx, _ = _product_gradients(x, weight, dz, dy, (needs[0], False), into)
+    ours = needs[0]  # unless the op that made x goes on from the product
+    if ours and fold is not None:
+        ours = not fold(Product(dz, weight, (*dy.shape[:-1], weight.shape[1])))
+    dx, _ = _product_gradients(x, weight, dz, dy, (ours, False), into)
     if sums is not None or not needs[1]:
         return dx, *(sums or (None, dbias))
     with _aside(x, dz, places[:1]) as apart:
@@ -168,6 +172,6 @@ def _weight_and_bias_gradients(x, dz, into, share):
 
 IMPLS = Impls(
     "linear",
-    Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw),
+    Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw, offers_product=True),
     Impl("reference", _forward_reference, _backward_reference),
 )
