@@ -7,7 +7,7 @@
 // Constants: scalar = bf16, f16; HEAD_DIM = 64; BM = 192; BN = 128; BANDED = false, true; BIAS = false; EXTRAS = false;
 //    DROPOUT = false, true
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = false, true; BIAS = false; EXTRAS = false;
-//    DROPOUT = false
+//    DROPOUT = false, true
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 128; BN = 128; BANDED = false, true; BIAS = false; EXTRAS = true;
 //    DROPOUT = false, true
 // Constants: scalar = bf16; HEAD_DIM = 96, 128; BM = 128; BN = 128; BANDED = false, true; BIAS = false;

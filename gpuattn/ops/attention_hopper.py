@@ -57,7 +57,7 @@ def variant(width, queries, bands, bias, extras, dropout):
     extras = (bias or extras) and not alone
     rows, keys = 128, 128
     if width == 64 and not (alone or extras):
-        short = queries <= (SHORT_BANDED if bands else SHORT) and not dropout
+        short = queries <= (SHORT_BANDED if bands else SHORT)
         rows, keys = (256, 64) if short else (192, 128)
     elif width == 128 and queries >= LONG and not (bands or alone or extras or dropout):
         keys = 176
