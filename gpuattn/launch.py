@@ -46,6 +46,8 @@ class DependentLaunch:
         self.pointers = [i for i, kind in enumerate(kinds) if kind.endswith("*")]
         given = {*self.pointers, *(i for i, kind in enumerate(kinds) if kind in FORMATS)}
         self.structs = [i for i in range(len(kinds)) if i not in given]
+        # where tensor maps lie among the parameters is the compiler's choice: each by its address
+        self.by_address = "TensorMap" in kinds
         self.layout = None
 
     def __call__(self, grid, block, args, shared_mem):
@@ -64,25 +66,33 @@ class DependentLaunch:
         stream = self.cuda.get_current_stream().ptr
         memory = self.memory()  # of this call: threads may meet here
         at = ctypes.addressof(memory)
+        if self.by_address:
+            places, given = [at + offset for offset in self.offsets], (at + EXTRA_AT, None)
+        else:
+            places = (
+                BUFFER_POINTER, at + PARAMETERS_AT, BUFFER_SIZE, at + SIZE_AT, END,
+                self.layout.size - PARAMETERS_AT,
+            )  # fmt: skip
+            given = None, at + EXTRA_AT
         self.layout.pack_into(
             memory, 0, gx, gy, gz, bx, by, bz, shared_mem, stream, at + ATTRIBUTE_AT, 1,
-            PROGRAMMATIC_STREAM_SERIALIZATION, 1,
-            BUFFER_POINTER, at + PARAMETERS_AT, BUFFER_SIZE, at + SIZE_AT, END,
-            self.layout.size - PARAMETERS_AT, *values,
+            PROGRAMMATIC_STREAM_SERIALIZATION, 1, *places, *values,
         )  # fmt: skip
-        status = self.driver_launch(at, self.function.ptr, None, at + EXTRA_AT)
+        status = self.driver_launch(at, self.function.ptr, *given)
         if status == INVALID_CONTEXT:  # the first call of this thread
             self.cuda.Device().use()
-            status = self.driver_launch(at, self.function.ptr, None, at + EXTRA_AT)
+            status = self.driver_launch(at, self.function.ptr, *given)
         if status:
             self.cuda.driver.check_status(status)
 
     def _lay_out(self, values):
         """Set the layout of all that the driver reads; a struct has the size of the first one."""
-        head = CONFIG + ATTRIBUTE + EXTRA
+        head = CONFIG + ATTRIBUTE + (f"{len(values)}P" if self.by_address else EXTRA)
         formats = dict.fromkeys(self.pointers, "P")
         formats |= {i: f"0Q{len(values[i])}s" for i in self.structs}
-        words = (formats.get(i) or FORMATS[kind] for i, kind in enumerate(self.kinds))
+        words = [formats.get(i) or FORMATS[kind] for i, kind in enumerate(self.kinds)]
+        ends = [Struct(head + "".join(words[: i + 1])).size for i in range(len(words))]
+        self.offsets = [end - Struct(word).size for end, word in zip(ends, words, strict=True)]
         layout = Struct(head + "".join(words))
         self.memory, self.layout = ctypes.c_char * layout.size, layout
 
