@@ -20,7 +20,7 @@ from gpuattn.tensormaps import refusal, tensor_map
 CAPABILITY = "90"
 MAX_HEAD_DIM, MAX_TILES = 256, 2**31 - 1
 WIDTHS = (64, 96, 128, 192, 256)  # what both head sizes are rounded up to
-SHORT, SHORT_BANDED, LONG = 1024, 2048, 8192  # queries
+SHORT, SHORT_BANDED, SHORT_DROPPED, LONG = 1024, 2048, 512, 8192  # queries
 TILE_BYTES = 224 << 10  # of shared memory, beside 2048 for barriers and alignment
 L2_SECTION = 32 << 20  # bytes of keys and values that neighbouring tiles may keep in L2
 STAGED_BIAS_WIDTH = 128  # up to which the copy engine brings a bias that is not float32
@@ -57,8 +57,8 @@ def variant(width, queries, bands, bias, extras, dropout):
     extras = (bias or extras) and not alone
     rows, keys = 128, 128
     if width == 64 and not (alone or extras):
-        short = queries <= (SHORT_BANDED if bands else SHORT)
-        rows, keys = (256, 64) if short else (192, 128)
+        short = SHORT_BANDED if bands else SHORT_DROPPED if dropout else SHORT
+        rows, keys = (256, 64) if queries <= short else (192, 128)
     elif width == 128 and queries >= LONG and not (bands or alone or extras or dropout):
         keys = 176
     elif width == 192:
