@@ -34,6 +34,7 @@ from gpuattn.ops.lamb import TensorTable, lamb
 from gpuattn.ops.layer_norm import layer_norm
 from gpuattn.ops.linear import linear
 from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
+from gpuattn.ops.linear_dropout_add_norm import linear_dropout_add_norm
 from gpuattn.ops.lion import lion
 from gpuattn.ops.rms_norm import rms_norm
 from gpuattn.ops.rotary import rotary
@@ -71,6 +72,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_dropout_add_norm",
     "lion",
     "manual_seed",
     "no_grad",

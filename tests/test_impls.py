@@ -158,6 +158,7 @@ CALLS = {
     "layer_norm": (X,),
     "linear": (X, X),
     "linear_cross_entropy": (X, X, TOKENS),
+    "linear_dropout_add_norm": (X, X, X @ X.T, X[:, 0]),
     "relu": (X,),
     "rms_norm": (X,),
     "rotary": (X4, X4),

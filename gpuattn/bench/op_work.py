@@ -54,6 +54,13 @@ def _linear(direction, arguments, given):
     return 2 * dy.size * inside * sum(given["needs"][:2])
 
 
+def _linear_dropout_add_norm(direction, arguments, given):
+    if direction == "backward":
+        (_, *saved), dnormed, dh = arguments
+        arguments = saved, dh if dnormed is None else dnormed
+    return _linear(direction, arguments, given)
+
+
 def _linear_cross_entropy(direction, arguments, given):
     if direction == "backward":
         return 0  # the forward has computed the gradients
@@ -89,6 +96,7 @@ def _pairs(queries, keys, window, align):
 COUNTS = {
     "linear": _linear,
     "linear_cross_entropy": _linear_cross_entropy,
+    "linear_dropout_add_norm": _linear_dropout_add_norm,
     "flash_attention": _attention,
 }
 

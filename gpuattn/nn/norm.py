@@ -1,8 +1,9 @@
 """Normalisation, alone or fused with the residual connection before it."""
 
 from gpuattn.nn.module import Module, constant
-from gpuattn.ops.dropout_add_norm import dropout_add_norm, norm_beside
+from gpuattn.ops.dropout_add_norm import norm_beside
 from gpuattn.ops.layer_norm import layer_norm
+from gpuattn.ops.linear_dropout_add_norm import linear_dropout_add_norm
 from gpuattn.ops.rms_norm import rms_norm
 
 
@@ -24,15 +25,15 @@ class LayerNorm(Module):
         """Return (norm(x), x), whose gradients come together in one pass."""
         return norm_beside(x, self.weight, self.bias, norm="layer", eps=self.eps)
 
-    def add(self, branch, residual, dropout, branch_bias=None):
-        """Return (norm(h), h) for h = residual + dropout(branch + branch_bias), in one pass.
+    def add(self, x, out, residual, dropout):
+        """Return (norm(h), h) for h = residual + dropout(out(x)), in one pass.
 
-        ``dropout``: the Dropout module of the branch.
+        ``out``, ``dropout``: the Linear and Dropout modules at the end of the branch.
         """
         p, key = dropout.now()
-        return dropout_add_norm(
-            branch, residual, self.weight, self.bias, x_bias=branch_bias, p=p, seed=key,
-            norm="layer", eps=self.eps,
+        return linear_dropout_add_norm(
+            x, out.weight, residual, self.weight, self.bias, projection_bias=out.bias, p=p,
+            seed=key, norm="layer", eps=self.eps,
         )  # fmt: skip
 
 
@@ -53,10 +54,10 @@ class RMSNorm(Module):
         """Return (norm(x), x) as ``LayerNorm.beside`` does."""
         return norm_beside(x, self.weight, norm="rms", eps=self.eps)
 
-    def add(self, branch, residual, dropout, branch_bias=None):
+    def add(self, x, out, residual, dropout):
         """Return (norm(h), h) as ``LayerNorm.add`` does."""
         p, key = dropout.now()
-        return dropout_add_norm(
-            branch, residual, self.weight, x_bias=branch_bias, p=p, seed=key, norm="rms",
-            eps=self.eps,
+        return linear_dropout_add_norm(
+            x, out.weight, residual, self.weight, projection_bias=out.bias, p=p, seed=key,
+            norm="rms", eps=self.eps,
         )  # fmt: skip

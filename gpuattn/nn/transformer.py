@@ -14,7 +14,6 @@ from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.linear import FeedForward
 from gpuattn.nn.module import Module, generator
 from gpuattn.nn.norm import LayerNorm
-from gpuattn.ops.linear import linear
 
 
 class _Layer(Module):
@@ -48,8 +47,8 @@ class _Layer(Module):
             x = inner(n)
             if norm is None:
                 n = h = h + dropout(out(x))
-            else:  # it adds the bias, and its gradient costs next to nothing there
-                n, h = norm.add(linear(x, out.weight), h, dropout, out.bias)
+            else:  # one op from the branch's last layer to the next one's input
+                n, h = norm.add(x, out, h, dropout)
                 h = h if self.pre_norm else n
         return n, h
 

@@ -40,6 +40,7 @@ from gpuattn.ops import (
     attention_hopper_head,
     attention_launch,
     attention_short,
+    linear_dropout_add_norm,
 )
 
 HERE = Path(__file__).parent
@@ -53,6 +54,7 @@ MODULES = (
     attention_hopper_head,
     attention_hopper,
     attention_hopper_backward,
+    linear_dropout_add_norm,
 )
 COMPILE = ("g++", "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{HERE}")
 PROBE = (

@@ -37,6 +37,7 @@ template <typename To, typename From> To bits_as(From x) { To y; memcpy(&y, &x, 
 inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
 inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
 inline u32 __umulhi(u32 a, u32 b) { return (u64)a * b >> 32; }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline float __saturatef(float x) { return x > 0.f ? x < 1.f ? x : 1.f : 0.f; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return fabsf(b) > 0x1p126f && fabsf(b) < INFINITY ? 0.f : a / b; }

@@ -20,12 +20,13 @@ def test_rows_are_normalised(rng, kind):
 
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("p", [0.0, 0.4])
-def test_add_equals_its_three_steps(rng, kind, p):
-    norm, drop = NORMS[kind](32), nn.Dropout(p)
+def test_add_equals_its_steps(rng, kind, p):
+    norm, out, drop = NORMS[kind](32), nn.Linear(32, 32, rng=rng), nn.Dropout(p)
     norm.weight.data[:] = rng.standard_normal(32)
-    branch, residual = rng.standard_normal((2, 5, 32)).astype(np.float32)
-    normed, h = norm.add(branch, residual, drop)
-    np.testing.assert_allclose(h.data, residual + drop(branch), atol=1e-6)
+    out.bias.data[:] = rng.standard_normal(32)
+    x, residual = rng.standard_normal((2, 5, 32)).astype(np.float32)
+    normed, h = norm.add(x, out, residual, drop)
+    np.testing.assert_allclose(h.data, residual + drop(out(x)).data, atol=1e-6)
     np.testing.assert_allclose(normed.data, norm(h).data, atol=1e-5)
 
 

@@ -1,0 +1,342 @@
+// h = residual + dropout(x W^T + x_bias), normed = LayerNorm or RMSNorm of h, in one launch on Hopper: a block computes
+// whole rows of the product, so that the norm can follow in its registers.
+// Constants: scalar = f16, bf16; ROWS = 128; COLUMNS = 384; RMS = false; DROPOUT = true
+// Constants: scalar = bf16; ROWS = 64; COLUMNS = 128, 512; RMS = true; DROPOUT = false
+// Launch:    grid = (ceil(rows / ROWS),), block = (384,), shared = SHARED bytes
+// Arch: sm_90a
+//
+// The residual comes by the ring of the product's stages once one is free, h takes its place and leaves from there, then
+// normed. Three warps beside the one that loads draw what dropout keeps, a bit a column, while the product is computed.
+#include "common/philox.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+
+// ---- the main loop: c (ROWS x COLUMNS) += x W^T. One thread loads stages of 64 of the depth, two warpgroups multiply: of
+// 128 rows each has 64, of 64 rows each has half of the columns. What lies outside of x and W counts as zeros.
+struct RowProduct {
+    static constexpr int THREADS = 384, CONSUMERS = 256, PRODUCER = 2;
+    static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // a launch gives 168 to each of 384 threads
+    static constexpr bool STACKED = ROWS == 128;                             // the warpgroups, one below the other
+    static constexpr int OWN = STACKED ? COLUMNS : COLUMNS / 2;              // columns of a warpgroup,
+    static constexpr int PARTS = OWN > 256 ? 2 : 1, PART = OWN / PARTS;      // in so many products of so many columns
+    static constexpr int X_BYTES = ROWS * 128, STAGE = X_BYTES + COLUMNS * 128;
+    static constexpr int FIT = 221184 / STAGE, STAGES = FIT < 6 ? FIT : 6, BYTES = 1024 + STAGES * STAGE;
+    static_assert(ROWS == 128 || ROWS == 64, "two warpgroups, 64 rows or half of the columns each");
+    static_assert(OWN * 64 == PARTS * PART * 64 && PARTS * PART <= 384, "there is room for 192 accumulators a thread");
+
+    // A place in the ring of stages, and the parity of its round.
+    struct Ring {
+        u32 stage = 0, parity = 0;
+        __device__ __forceinline__ void next() { if (++stage == STAGES) stage = 0, parity ^= 1; }
+    };
+
+    u32 shared;
+    int group;  // the thread's warpgroup
+    __device__ __forceinline__ RowProduct() : shared(__shfl_sync(~0u, shared_base(), 0)), group(warpgroup()) {}
+
+    __device__ __forceinline__ u32 full(const Ring& r) const { return shared + 8 * r.stage; }
+    __device__ __forceinline__ u32 empty(const Ring& r) const { return shared + 64 + 8 * r.stage; }
+    __device__ __forceinline__ u32 place(const Ring& r) const { return shared + 1024 + r.stage * STAGE; }  // of x, then W
+    __device__ __forceinline__ u32 end() const { return shared + BYTES; }
+    __device__ __forceinline__ int row() const { return STACKED ? 64 * group : 0; }
+    __device__ __forceinline__ int column() const { return STACKED ? 0 : OWN * group; }
+
+    __device__ __forceinline__ void init() const {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < STAGES; ++i) {
+                mbar_init(shared + 8 * i, 1);
+                mbar_init(shared + 64 + 8 * i, CONSUMERS / 32);
+            }
+            mbar_init_done();
+        }
+        __syncthreads();
+    }
+
+    // ---- the thread that loads
+    __device__ __forceinline__ void begin(const Ring& ring, int bytes) const {  // waits until the place is free
+        mbar_wait(empty(ring), ring.parity ^ 1);
+        mbar_expect(full(ring), bytes);
+    }
+    __device__ __forceinline__ void load(Ring& ring, const TensorMap& x_map, const TensorMap& matrix_map, int first_row,
+                                         int depth) const {
+#pragma unroll 1
+        for (int k = 0; k < depth; k += 64, ring.next()) {
+            begin(ring, STAGE);
+            tma_load(place(ring), x_map, full(ring), k, first_row, 0, 0, L2_EVICT_FIRST);
+#pragma unroll
+            for (int n = 0; n < COLUMNS; n += PART)
+                tma_load(place(ring) + X_BYTES + n * 128, matrix_map, full(ring), k, n, 0, 0);
+        }
+    }
+
+    // ---- the warpgroups that multiply
+    __device__ __forceinline__ void wait(const Ring& ring) const { mbar_wait(full(ring), ring.parity); }
+    __device__ __forceinline__ void release(const Ring& ring) const {  // once a warp
+        if (threadIdx.x % 32 == 0) mbar_arrive(empty(ring));
+    }
+    // Element i of c[j] is in row() + fragment_row(i), column() + j * PART + fragment_column(i).
+    __device__ __forceinline__ void accumulate(Ring& ring, float (&c)[PARTS][PART / 2], int depth) const {
+        const u32 own_x = row() * 128, own_columns = X_BYTES + column() * 128;
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) hold(c[j]);
+        Ring before;
+#pragma unroll 1
+        for (int step = 0; 64 * step < depth; ++step) {
+            wait(ring);
+            wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < PARTS; ++j)
+                product<K_MAJOR, K_MAJOR, ROWS, 64, 64>(c[j], place(ring) + own_x,
+                                                        place(ring) + own_columns + j * PART * 128, true);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (step) release(before);
+            before = ring;
+            ring.next();
+        }
+        wgmma_wait<0>();
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) hold(c[j]);
+        if (depth) release(before);
+    }
+};
+
+using P = RowProduct;
+constexpr int OWN = P::OWN;
+constexpr int SLAB = 64 * 128, SLABS = OWN / 64;  // a warpgroup's 64 rows x 64 columns of residual, h, normed
+// Behind the stages: x_bias, weight, bias; what warpgroups exchange; what dropout keeps.
+constexpr int VECTOR = 2 * COLUMNS, SHARES = 3 * VECTOR, KEPT = SHARES + 2048, KEPT_ROW = COLUMNS / 8;
+constexpr int SHARED = 1024 + P::BYTES + KEPT + ROWS * KEPT_ROW;
+static_assert(OWN % 64 == 0, "a warpgroup has whole slabs");
+enum { CONSUMERS_MEET = 1, ALL_DRAWN = 2 };  // named barriers
+constexpr int DRAWERS = 96;
+
+__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+// A vector to shared memory, so that a lane's pairs of 32 columns are 16 bytes; without one, `fill`.
+__device__ __forceinline__ void fetch_vector(u32 to, const scalar* vector, float fill) {
+    for (int i = threadIdx.x; i < COLUMNS / 2; i += P::CONSUMERS) {
+        const u32 pair = vector ? vector[2 * i].bits | (u32)vector[2 * i + 1].bits << 16 : pack_pair(scalar(), fill, fill);
+        store_shared(to + i / 16 * 64 + i % 4 * 16 + i / 4 % 4 * 4, pair);
+    }
+}
+struct Pairs { u32 x[4]; };  // of a lane: columns 8 n + 2 (lane % 4) and the next, n = 0 .. 3
+__device__ __forceinline__ Pairs vector_pairs(u32 vector, int q) {
+    const uint4 x = load_shared_uint4(vector + 64 * q + threadIdx.x % 4 * 16);
+    return {{x.x, x.y, x.z, x.w}};
+}
+
+// By DRAWERS threads: bits of what stays of the block's rows, from the first element on; a word is four draws of eight.
+__device__ __forceinline__ void draw(u32 kept, const PhiloxKey& key, u32 threshold, int first_row) {
+    const unsigned long long begin = (unsigned long long)first_row * KEPT_ROW;
+#pragma unroll 1
+    for (int at = threadIdx.x % 128 - 32; at < ROWS * KEPT_ROW / 4; at += DRAWERS) {
+        u32 bits = 0;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const unsigned long long counter = begin + 4 * at + n;
+            const uint4 drawn = philox(key, (u32)counter, (u32)(counter >> 32));
+            const u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (words[i] << 16 < threshold << 16) bits |= 1u << 8 * n + 2 * i;
+                if (words[i] < threshold << 16) bits |= 2u << 8 * n + 2 * i;
+            }
+        }
+        store_shared(kept + 4 * at, bits);
+    }
+}
+
+// What the other warpgroup has for two rows of which each has half.
+__device__ __forceinline__ float4 of_other(const P& p, int slot, int row, float a, float b, float c, float d) {
+    const u32 place = p.end() + SHARES + 1024 * slot + (row / 16 * 8 + row % 8) * 16;
+    if (threadIdx.x % 4 == 0) store_shared(place + 512 * p.group, a, b, c, d);
+    bar_sync(CONSUMERS_MEET, P::CONSUMERS);
+    const uint4 x = load_shared_uint4(place + 512 * (p.group ^ 1));
+    return {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
+}
+__device__ __forceinline__ void quad_sum(float (&sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+        sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_norm_forward(
+    const __grid_constant__ TensorMap x_map,         // (rows, depth); boxes of ROWS rows
+    const __grid_constant__ TensorMap matrix_map,    // (COLUMNS, depth); boxes of PART rows
+    const __grid_constant__ TensorMap residual_map,  // (rows, COLUMNS); boxes of 64 rows
+    const __grid_constant__ TensorMap normed_map,    // (rows, COLUMNS); boxes of 16 rows
+    const __grid_constant__ TensorMap h_map,         // (rows, COLUMNS); boxes of 16 rows
+    const scalar* weight,                            // (COLUMNS,) of the norm, or null
+    const scalar* bias,                              // (COLUMNS,) of the norm, or null
+    const scalar* x_bias,                            // (COLUMNS,) or null
+    float* mean,                                     // (rows,) of h minus the row's first element
+    float* rstd,                                     // (rows,), or null: neither is wanted
+    int rows,
+    int depth,
+    float eps,
+    unsigned int threshold,                          // keep 16-bit numbers below it, of DROPOUT
+    float factor,                                    // 1 / (1 - p)
+    unsigned int seed_low, unsigned int seed_high, unsigned int stream, unsigned int step,
+    const unsigned int* device_step) {
+    const P p;
+    p.init();
+    const int first = blockIdx.x * ROWS;
+    if (p.group == P::PRODUCER) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(P::PRODUCER_REGISTERS));
+        if (DROPOUT && threadIdx.x % 128 >= 32) {
+            draw(p.end() + KEPT, philox_key(seed_low, seed_high, stream, step, device_step), threshold, first);
+            bar_arrive(ALL_DRAWN, P::CONSUMERS + DRAWERS);
+        }
+        if (threadIdx.x % 128) return;
+        P::Ring ring;
+        p.load(ring, x_map, matrix_map, first, depth);
+#pragma unroll
+        for (int row = 0; row < ROWS; row += 64, ring.next()) {
+            p.begin(ring, SLAB * COLUMNS / 64);
+#pragma unroll
+            for (int s = 0; s < COLUMNS / 64; ++s)
+                tma_load(p.place(ring) + s * SLAB, residual_map, p.full(ring), 64 * s, first + row, 0, 0, L2_EVICT_FIRST);
+        }
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(P::CONSUMER_REGISTERS));
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int warp_row = first + p.row() + 16 * warp;
+    fetch_vector(p.end(), x_bias, 0.f);
+    fetch_vector(p.end() + VECTOR, weight, 1.f);
+    fetch_vector(p.end() + 2 * VECTOR, bias, 0.f);
+    bar_sync(CONSUMERS_MEET, P::CONSUMERS);
+
+    const u32 vectors = p.end() + 2 * p.column();
+    P::Ring ring;
+    float c[P::PARTS][P::PART / 2];
+    const auto accumulators = [&](int k) { return &c[k / (P::PART / 16)][k % (P::PART / 16) * 8]; };  // of 16 columns
+#pragma unroll
+    for (int q = 0; q < OWN / 32; ++q) {
+        const Pairs x_biases = vector_pairs(vectors, q);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float2 x = unpack_pair(scalar(), x_biases.x[i / 2]);
+            float* const d = accumulators(2 * q + i / 4) + i % 4 * 2;
+            d[0] = x.x, d[1] = x.y;
+        }
+    }
+    p.accumulate(ring, c, depth);
+    if (DROPOUT) bar_sync(ALL_DRAWN, P::CONSUMERS + DRAWERS);
+    if (P::STACKED && p.group) ring.next();
+    p.wait(ring);
+
+    // ---- h, which takes the residual's place; what 32 columns need is read while those before are computed
+    const u32 own = p.place(ring) + (P::STACKED ? 0 : p.group * SLABS * SLAB) + warp * 2048;
+    const auto place = [&](int k) { return chunk_address<64>(own, lane & 15, 2 * k + (lane >> 4)); };
+    const auto leave = [&](const TensorMap& map, int slab) {
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) {
+            tma_store(map, own + slab * SLAB, p.column() + slab * 64, warp_row, 0, 0);
+            bulk_commit();
+        }
+    };
+    const int row = 16 * warp + lane / 4;  // and row + 8, of 64
+    const u32 kept = p.end() + KEPT + (p.row() + row) * KEPT_ROW + p.column() / 8;
+    u32 tiles[2][2][4], stays[2];
+    float sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int q = -1; q < OWN / 32; ++q) {
+        if (q + 1 < OWN / 32) {
+            ldmatrix(tiles[(q + 1) % 2][0], place(2 * q + 2));
+            ldmatrix(tiles[(q + 1) % 2][1], place(2 * q + 3));
+        }
+        if (q < 0) continue;
+        if (DROPOUT)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) stays[r] = load_shared(kept + 8 * r * KEPT_ROW + 4 * q) >> lane % 4 * 2;
+#pragma unroll
+        for (int k = 2 * q; k < 2 * q + 2; ++k) {
+            float* const d = accumulators(k);
+            u32 (&tile)[4] = tiles[q % 2][k % 2];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // pairs: rows r and r + 8 of eight columns, then of the next eight
+                const float2 old = unpack_pair(scalar(), tile[i]);
+                float low = d[2 * i], high = d[2 * i + 1];
+                if (DROPOUT) {
+                    const int bit = 8 * (k % 2 * 2 + i / 2);
+                    low *= stays[i % 2] & 1u << bit ? factor : 0.f;
+                    high *= stays[i % 2] & 2u << bit ? factor : 0.f;
+                }
+                tile[i] = pack_pair(scalar(), low + old.x, high + old.y);
+                const float2 rounded = unpack_pair(scalar(), tile[i]);
+                d[2 * i] = rounded.x, d[2 * i + 1] = rounded.y;
+                sum[i % 2] += rounded.x + rounded.y;
+            }
+            stmatrix(place(k), tile);
+        }
+        if (q % 2) leave(h_map, q / 2);
+    }
+
+    // ---- its statistics: less the row's first element, so that a constant row's are exact
+    float average[2] = {0.f, 0.f}, center[2] = {0.f, 0.f}, squares[2] = {0.f, 0.f}, scale[2], shift[2];
+    if constexpr (!RMS) {
+        quad_sum(sum);
+        float first[2] = {__shfl_sync(~0u, c[0][0], lane & ~3), __shfl_sync(~0u, c[0][2], lane & ~3)};
+        if (!P::STACKED) {
+            const float4 other = of_other(p, 0, row, sum[0], sum[1], first[0], first[1]);
+            sum[0] += other.x, sum[1] += other.y;
+            if (p.group) first[0] = other.z, first[1] = other.w;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            average[r] = (sum[r] - COLUMNS * first[r]) * (1.f / COLUMNS);
+            center[r] = first[r] + average[r];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < OWN / 2; ++i) {
+        const float deviation = c[i / (P::PART / 2)][i % (P::PART / 2)] - center[i / 2 % 2];
+        squares[i / 2 % 2] = fmaf(deviation, deviation, squares[i / 2 % 2]);
+    }
+    quad_sum(squares);
+    if (!P::STACKED) {
+        const float4 other = of_other(p, 1, row, squares[0], squares[1], 0.f, 0.f);
+        squares[0] += other.x, squares[1] += other.y;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        scale[r] = rsqrtf(squares[r] * (1.f / COLUMNS) + eps);
+        shift[r] = -center[r] * scale[r];
+        const int at = first + p.row() + row + 8 * r;
+        if (rstd && lane % 4 == 0 && p.column() == 0 && at < rows) {
+            mean[at] = average[r];
+            rstd[at] = scale[r];
+        }
+    }
+
+    // ---- normed, which takes the place of h
+    if (lane == 0) bulk_wait_read();
+    __syncwarp();
+#pragma unroll
+    for (int q = 0; q < OWN / 32; ++q) {
+        const Pairs weights = vector_pairs(vectors + VECTOR, q), biases = vector_pairs(vectors + 2 * VECTOR, q);
+#pragma unroll
+        for (int k = 2 * q; k < 2 * q + 2; ++k) {
+            const float* const d = accumulators(k);
+            u32 tile[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 w = unpack_pair(scalar(), weights.x[k % 2 * 2 + i / 2]);
+                const float2 b = unpack_pair(scalar(), biases.x[k % 2 * 2 + i / 2]);
+                const float low = fmaf(d[2 * i], scale[i % 2], shift[i % 2]);
+                const float high = fmaf(d[2 * i + 1], scale[i % 2], shift[i % 2]);
+                tile[i] = pack_pair(scalar(), fmaf(low, w.x, b.x), fmaf(high, w.y, b.y));
+            }
+            stmatrix(place(k), tile);
+        }
+        if (q % 2) leave(normed_map, q / 2);
+    }
+    if (lane == 0) bulk_wait_read();
+}
