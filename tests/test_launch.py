@@ -8,8 +8,10 @@ import pytest
 
 import gpuattn
 from gpuattn import arrays, kernels, launch
+from gpuattn.autodiff.product import Product
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
+from gpuattn.ops import linear_hopper
 
 ALLOCATE = arrays.allocate
 
@@ -85,6 +87,27 @@ def test_the_driver_reads_what_cuda_h_lays_out(cuda):
     assert (got.rows, got.cols, *got.problem, got.eps) == (2**40, -7, 3, 4, 0.5)
 
 
+def test_parameters_with_tensor_maps_are_given_by_address(cuda, monkeypatch):
+    """The compiler aligns maps to 64 bytes from a place that it chooses."""
+    kinds = ["TensorMap", "int", "scalar*", "TensorMap", "Problem"]
+    sizes, seen = [128, 4, 8, 128, 12], []
+
+    def driver_launch(config, function, parameters, extra):
+        assert extra is None
+        places = (ctypes.c_void_p * len(kinds)).from_address(parameters)
+        pairs = zip(places, sizes, strict=True)
+        seen.extend(ctypes.string_at(place, size) for place, size in pairs)
+        return 0
+
+    monkeypatch.setattr(launch, "_driver_launch", lambda: driver_launch)
+    maps = [np.arange(n, n + 128, dtype=np.uint8).view("V128") for n in (0, 99)]
+    args = maps[0], 7, np.uint64(4096), maps[1], np.array([1, 2, 3], np.int32).view("V12")
+    run = kernels.Kernel(SimpleNamespace(ptr=99), "k", [(k, "") for k in kinds], dependent=True)
+    run((1,), (32,), *args)
+    numbers = np.int32(7).tobytes(), np.uint64(4096).tobytes()
+    assert seen == [maps[0].tobytes(), *numbers, maps[1].tobytes(), args[4].tobytes()]
+
+
 def test_a_thread_without_a_context_gets_one(cuda):
     cuda.answers = [0, launch.INVALID_CONTEXT]
     begin()
@@ -148,6 +171,9 @@ CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
     "dropout_add_norm, gradient": lambda x, y, v, *_: gradients(add_norm, x, y, y, v),
     "gelu": lambda x, y, v, *_: gpuattn.gelu(x, v),
     "gelu, gradient": lambda x, y, v, *_: gradients(gpuattn.gelu, x, y, v),
+    "gelu, gradient of a product": lambda x, y, *_: linear_hopper.backward(
+        Product(x, y.reshape(COLS, ROWS), None), y.reshape(-1, ROWS)[:ROWS], "gelu"
+    ),
     "rotary": lambda x, *_: gpuattn.rotary(*x.reshape(2, -1, 8, 64)),
     "embedding": lambda x, y, v, scores, tokens: gpuattn.embedding(tokens, x),
     "beam_step": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores),

@@ -18,6 +18,10 @@ class Product(NamedTuple):
     weight: Any
     shape: tuple[int, ...]
 
+    @property
+    def dtype(self):
+        return self.dz.dtype
+
     def finish(self):
         """Return the array."""
         return matmul(self.dz, self.weight).reshape(self.shape)

@@ -1,7 +1,8 @@
 """A linear layer: y = f(x @ weight.T + bias).
 
 The product is a library's (``gpuattn/gemm.py``), which adds the bias and applies the activation as
-it writes; where it cannot, they are one more kernel, ``rawkernels/bias_activation.cu``.
+it writes; where it cannot, they are one more kernel, ``rawkernels/bias_activation.cu``. In the
+gradient of two layers the activation between them comes with the product (``linear_hopper.py``).
 """
 
 import math
@@ -14,6 +15,7 @@ from gpuattn.autodiff.product import Product
 from gpuattn.errors import problem
 from gpuattn.gemm import matmul, matmul_activated, matmul_and_sums
 from gpuattn.impls import Impl, Impls
+from gpuattn.ops import linear_hopper
 from gpuattn.ops.bias_activation import activate, launch_backward, launch_forward, refuse_raw
 
 ASIDE_TILES = 200  # of 128 x 128 numbers of a weight's gradient: so many fill a GPU
@@ -129,7 +131,10 @@ def _forward_raw(x, weight, bias, *, needs, activation):
 
 def _backward_raw(saved, dy, *, needs, into, activation, fold=None):
     x, weight, z, bias = saved
-    dz = get_xp(dy).ascontiguousarray(_as_rows(dy))
+    if isinstance(dy, Product):
+        dz, activation = linear_hopper.backward(dy, z, activation), None
+    else:
+        dz = get_xp(dy).ascontiguousarray(_as_rows(dy))
     sums = None  # (dweight, dbias) where one launch does both
     places = [slot and slot[0] for slot, need in zip(into[1:], needs[1:], strict=True) if need]
     if activation is None and needs[1] and needs[2]:
@@ -147,6 +152,11 @@ def _backward_raw(saved, dy, *, needs, into, activation, fold=None):
         share = ASIDE_SHARE if apart else 1
         _, dweight = _product_gradients(x, weight, dz, dy, (False, True), into, share)
     return dx, dweight, dbias
+
+
+def _takes_product(saved, product, index, *, needs, activation):
+    _, _, z, bias = saved
+    return activation is not None and bias is None and linear_hopper.takes(product, z, activation)
 
 
 def _aside(x, dz, places):
@@ -172,6 +182,13 @@ def _weight_and_bias_gradients(x, dz, into, share):
 
 IMPLS = Impls(
     "linear",
-    Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw, offers_product=True),
+    Impl(
+        "raw-simt",
+        _forward_raw,
+        _backward_raw,
+        refuse_raw,
+        offers_product=True,
+        takes_product=_takes_product,
+    ),  # fmt: skip
     Impl("reference", _forward_reference, _backward_reference),
 )

@@ -41,6 +41,7 @@ from gpuattn.ops import (
     attention_launch,
     attention_short,
     linear_dropout_add_norm,
+    linear_hopper,
 )
 
 HERE = Path(__file__).parent
@@ -55,6 +56,7 @@ MODULES = (
     attention_hopper,
     attention_hopper_backward,
     linear_dropout_add_norm,
+    linear_hopper,
 )
 COMPILE = ("g++", "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{HERE}")
 PROBE = (

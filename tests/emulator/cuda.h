@@ -94,6 +94,21 @@ inline void cvt_rn_f16x2_f32(u32& y, float high, float low) { y = narrow_f16(hig
 inline void cvt_rn_relu_bf16x2_f32(u32& y, float high, float low) { cvt_rn_bf16x2_f32(y, high > 0.f ? high : 0.f, low > 0.f ? low : 0.f); }
 inline void cvt_rn_relu_f16x2_f32(u32& y, float high, float low) { cvt_rn_f16x2_f32(y, high > 0.f ? high : 0.f, low > 0.f ? low : 0.f); }
 inline void ex2_approx_ftz_f32(float& y, float x) { y = exp2f(x); y = y < FLT_MIN ? 0.f : y; }
+// Of two pairs of 16-bit numbers, each widened by `widen`; NaN where a is.
+template <typename F> u32 lesser_pair(u32 a, u32 b, float sign, F widen) {
+    u32 pair = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const u32 p = a >> shift & 0xffff, q = b >> shift & 0xffff;
+        pair |= (sign * widen(p) > sign * widen(q) ? q : p) << shift;
+    }
+    return pair;
+}
+inline float widen_bf16(u32 x) { return __uint_as_float(x << 16); }
+inline void min_NaN_bf16x2(u32& y, u32 a, u32 b) { y = lesser_pair(a, b, 1, widen_bf16); }
+inline void max_NaN_bf16x2(u32& y, u32 a, u32 b) { y = lesser_pair(a, b, -1, widen_bf16); }
+inline void min_NaN_f16x2(u32& y, u32 a, u32 b) { y = lesser_pair(a, b, 1, widen_f16); }
+inline void max_NaN_f16x2(u32& y, u32 a, u32 b) { y = lesser_pair(a, b, -1, widen_f16); }
+inline void rcp_approx_ftz_f32(float& y, float x) { y = 1 / x; }
 
 // ---- shared memory
 void load(u32 address, void* to, u32 bytes);
