@@ -101,7 +101,7 @@ def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, wi
     size, box = module.shared_bytes(width, rows), module.box(width, rows)
     constants = {"ROWS": rows, "COLUMNS": width, "RMS": False, "DROPOUT": dropout}
     check = f'\nstatic_assert(SHARED == {size}, "the host asks for another size");\n'
-    check += f'static_assert(P::B_BOX == {box}, "the host makes other boxes");\n'
+    check += f'static_assert(P::PART == {box}, "the host makes other boxes");\n'
     text = kernels.source_text(module.FILE, scalar="bf16", **constants) + check
     _, log = kernels.compile_text(text, "sm_90a", module.FILE)
     assert "C7512" not in log and "C7514" not in log and "0 bytes spill stores" in log, log
