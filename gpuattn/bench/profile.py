@@ -3,8 +3,9 @@
 The step runs without a CUDA graph, and at each call of an op that call is timed by itself: on a GPU
 as a graph of some repetitions, which leaves the host out and keeps no other array alive; on NumPy
 by the clock, where it stands. Calls of one kind, as those of like layers, are timed once on a GPU.
-Arrays are then nearer, in the L2 cache, than in a step, and nothing runs beside an op: ``step_us``,
-the whole as one graph, says by how much the sum is off.
+Arrays are then nearer, in the L2 cache, than in a step, and nothing runs beside an op or goes on
+from its product (``autodiff.product``): ``step_us``, the whole as one graph, says by how much the
+sum is off.
 """
 
 import ctypes
