@@ -41,7 +41,7 @@ def command(ctx, what, plot, path, config_file, device, **values):
     the same options.
 
     On a GPU each kind of call is timed by itself, as a CUDA graph; on NumPy by the clock. In a
-    step some run beside others, or in one kernel with them: its time is given too.
+    step some run beside others, or in one kernel with them; its own time is given too.
     """
     pyplot = import_pyplot() if plot else None  # says at once that there is none
     chosen = choose_device(device)[0]
