@@ -15,9 +15,21 @@ def compiler():
         pytest.skip(reason)
 
 
-def normed_sum(machine, dtype, rows, width, depth, *, p, rms, vectors):
-    """Return what the kernel gives and what it should: (normed, h, mean, rstd) twice."""
-    random = np.random.default_rng(width)
+def assert_rounded(found, want):
+    """To one unit in the last place, of numbers about 1 and more."""
+    unit = {np.dtype(np.float16): 2.0**-10}.get(found.dtype, 2.0**-7)
+    np.testing.assert_allclose(found.astype(np.float64), want, rtol=unit, atol=unit / 8)
+
+
+@pytest.mark.parametrize("dtype, rows, width, depth, p, rms, vectors", [
+    (BFLOAT16, 150, 384, 200, 0.2, False, (0, 1, 2)),
+    (np.float16, 70, 384, 456, 0.0, True, (0,)),
+    (np.float16, 140, 128, 72, 0.5, False, (2,)),
+    (BFLOAT16, 70, 512, 264, 0.2, False, (0, 1)),
+    (np.float16, 20, 256, 520, 0.2, True, ()),  # more steps than stages
+])  # fmt: skip
+def test_product_and_norm(dtype, rows, width, depth, p, rms, vectors):
+    machine, random = emulator.Machine(seed=rows), np.random.default_rng(width)
     shapes = [(rows, depth), (width, depth), (rows, width), *[(width,)] * 3]
     given = [random.standard_normal(shape).astype(dtype) for shape in shapes]
     given = [*given[:3], *(x if n in vectors else None for n, x in enumerate(given[3:]))]
@@ -42,24 +54,6 @@ def normed_sum(machine, dtype, rows, width, depth, *, p, rms, vectors):
     assert_rounded(normed, want)
     np.testing.assert_allclose(saved[-2], np.broadcast_to(mean - first, rows), atol=2e-5)
     np.testing.assert_allclose(saved[-1], rstd, rtol=2e-6)
-
-
-def assert_rounded(found, want):
-    """To one unit in the last place, of numbers about 1 and more."""
-    unit = {np.dtype(np.float16): 2.0**-10}.get(found.dtype, 2.0**-7)
-    np.testing.assert_allclose(found.astype(np.float64), want, rtol=unit, atol=unit / 8)
-
-
-@pytest.mark.parametrize("dtype, rows, width, depth, p, rms, vectors", [
-    (BFLOAT16, 150, 384, 200, 0.2, False, (0, 1, 2)),
-    (np.float16, 70, 384, 456, 0.0, True, (0,)),
-    (np.float16, 140, 128, 72, 0.5, False, (2,)),
-    (BFLOAT16, 70, 512, 264, 0.2, False, (0, 1)),
-    (np.float16, 20, 256, 520, 0.2, True, ()),  # more steps than stages
-])  # fmt: skip
-def test_product_and_norm(dtype, rows, width, depth, p, rms, vectors):
-    machine = emulator.Machine(seed=rows)
-    normed_sum(machine, dtype, rows, width, depth, p=p, rms=rms, vectors=vectors)
 
 
 def test_rows_apart():
