@@ -27,6 +27,25 @@ struct Dropout {
         for (int i = 0; i < VEC; ++i)
             if (philox_lane(words, (int)((at + i) % 8)) >= keep_below) values.x[i] = (scalar)0.f;
     }
+
+    // The same of elements of two rows, for two threads that share 8 of a row: each draws for one of the rows.
+    __device__ void apply(Pack<scalar, VEC>& here, Pack<scalar, VEC>& there, unsigned long long at,
+                          unsigned long long at_there) const {
+        const bool second = threadIdx.x % 2;
+        const unsigned long long block = (second ? at_there : at) / 8;
+        const uint4 words = philox(key, (unsigned int)block, (unsigned int)(block >> 32));
+        const u32 for_other[2] = {second ? words.x : words.z, second ? words.y : words.w};
+#pragma unroll
+        for (int i = 0; i < VEC / 2; ++i) {
+            const u32 own = second ? (i ? words.w : words.z) : (i ? words.y : words.x);
+            const u32 given = __shfl_xor_sync(~0u, for_other[i], 1);
+            drop(here, i, second ? given : own), drop(there, i, second ? own : given);
+        }
+    }
+    __device__ void drop(Pack<scalar, VEC>& values, int i, u32 word) const {
+        if ((word & 0xFFFF) >= keep_below) values.x[2 * i] = (scalar)0.f;
+        if (word >> 16 >= keep_below) values.x[2 * i + 1] = (scalar)0.f;
+    }
 };
 
 // The tokens by id. Without `ids` they are (repeats, length), and a token's id is its index along the last axis.
@@ -183,10 +202,19 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
         }
 
         fetch_wait();
-        if (keep_below < 65536 && mine) {
+        if (keep_below < 65536) {
             const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), keep_below};
+            if (VEC == 4 && width % 2 == 0 && cols % 8 == 0) {
+#pragma unroll 2
+                for (int t = 0; t < count; t += 2) {
+                    const int next = min(t + 1, count - 1);
+                    dropout.apply(ahead[t * width], ahead[next * width], row_of[t + 1] * cols + col,
+                                  row_of[next + 1] * cols + col);
+                }
+            } else {
 #pragma unroll 1
-            for (int t = 0; t < count; ++t) dropout.apply(ahead[t * width], row_of[t + 1] * cols + col);
+                for (int t = 0; t < count; ++t) dropout.apply(ahead[t * width], row_of[t + 1] * cols + col);
+            }
         }
 #pragma unroll 1
         for (int begin = 0; begin < count; begin += BATCH) {
