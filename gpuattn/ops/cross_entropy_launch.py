@@ -9,7 +9,10 @@ from gpuattn.arrays import ctype, get_xp
 from gpuattn.kernels import gpu, kernel
 
 # (bytes of a row, what it takes), the first that is enough
-SHORT = [(1 << 10, 2), (2 << 10, 4), (4 << 10, 8)]  # vectors that a lane of a warp holds
+SHORT = [  # lanes of a warp, and vectors that each holds
+    (1 << 8, (8, 2)), (1 << 9, (16, 2)), (1 << 10, (32, 2)), (2 << 10, (32, 4)), (4 << 10, (32, 8)),
+]  # fmt: skip
+WHOLE_WARPS = [plan for plan in SHORT if plan[1][0] == 32]  # also of rows that begin anywhere
 LONG = [  # blocks, threads of each
     (10 << 10, (1, 32)), (48 << 10, (1, 128)), (112 << 10, (1, 512)),
     (208 << 10, (2, 512)), (288 << 10, (6, 192)), (1 << 40, (8, 512)),
@@ -21,7 +24,7 @@ SHARED = {
     "90": 224,
     "100": 224,
 }  # KiB that a block may keep a row in
-WARPS = 4  # of a block, where each has a row
+WARPS = 4  # of a block, where each has a row, or several
 PREPARE = 32, 256  # blocks, and threads of each
 SUM = 1024  # threads of the one block
 
@@ -77,9 +80,11 @@ def run_rows(rows, plan, statistics, with_gradient, goal):
     tail = goal["label_share"], goal["other_share"], goal["z_loss"], with_gradient
     size, constants = vocab * rows.itemsize, {"scalar": ctype(rows.dtype)}
     if size <= SHORT[-1][0]:
-        constants["VECTORS"] = _first(SHORT, size)
+        aligned = (rows.data.ptr | rows.strides[0]) % 16 == 0
+        lanes, vectors = _first(SHORT if aligned else WHOLE_WARPS, size)
+        constants |= {"LANES": lanes, "VECTORS": vectors}
         launch = kernel("cross_entropy_short.cu", "cross_entropy_rows_short", **constants)
-        grid, block = -(-len(rows) // WARPS), 32 * WARPS
+        grid, block = -(-len(rows) * lanes // (32 * WARPS)), 32 * WARPS
         launch((grid,), (block,), *head, len(rows), vocab, columns, *tail)
         return losses
     capability, _ = gpu(rows.device.id)

@@ -20,9 +20,13 @@ SHAPES = {
     "scalar": ((), 9, 9),
     "empty": ((0,), 9, 9),
 }
-# rows, columns, vocabulary: in a warp's registers, in a block of 32, 128 and 512 threads, and in
-# clusters of two, six and eight; rows that start anywhere, padding. Twice as far in float32
+# rows, columns, vocabulary: several in a warp's registers, one, in a block of 32, 128 and 512
+# threads, and in clusters of two, six and eight; rows that start anywhere, padding. Twice as far in
+# float32
 LONG = {
+    "four to a warp, also float32": ((67,), 40, 37),
+    "four to a warp": ((67,), 72, 65),
+    "two to a warp": ((67,), 200, 199),
     "two vectors a lane": ((70,), 250, 250),
     "four": ((41,), 1003, 1000),
     "eight": ((9,), 2001, 2001),
@@ -149,9 +153,10 @@ def test_what_shared_memory_does_not_hold_is_read_twice(gpu, rng, monkeypatch, d
 def test_tables_of_launches():
     for table in (launch.SHORT, launch.LONG):
         assert table == sorted(table)
-    for size, vectors in launch.SHORT:
-        assert size <= 32 * 16 * vectors
-        assert {"scalar": "bf16", "VECTORS": vectors} in kernels.variants("cross_entropy_short.cu")
+    for size, (lanes, vectors) in launch.SHORT:
+        assert size <= lanes * 16 * vectors
+        constants = {"scalar": "bf16", "LANES": lanes, "VECTORS": vectors}
+        assert constants in kernels.variants("cross_entropy_short.cu")
     for size, (cluster, block) in launch.LONG:
         file = "cross_entropy_cluster.cu" if cluster > 1 else "cross_entropy.cu"
         constants = {"scalar": "bf16", "CLUSTER": cluster, "BLOCK": block}
