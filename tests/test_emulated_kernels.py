@@ -26,13 +26,14 @@ PROBLEMS = {  # of several tiles each, so that what lies in shared memory is use
     1460: "packed with empty sequences, a softcap",
 }
 WHOLE_HEADS = {  # several for each block
-    1456: "causal, parts of one projection, with a gradient of lse",
-    1952: "three blocks of queries and keys, so that turns at dq go across heads",
-    1012: "dropout, four blocks, no mask, Dv != D",
-    3747: "dropout, a narrow window",
-    3142: "a window that hides blocks of keys, more keys than queries",
-    3791: "more queries than keys",
-    2208: "one block",
+    1456: "parts of one projection, with a gradient of lse",
+    1952: "three blocks",
+    6610: "four blocks",
+    21552: "dropout, four blocks, the last not full",
+    10142: "dropout, a window that hides blocks of keys, Dv != D, a gradient of lse alone",
+    14306: "a window shorter than a block",
+    10696: "two blocks, a window of a few keys",
+    281: "dropout, one block",
 }
 MISTAKES = {
     1: "fewer bytes expected than come",

@@ -11,7 +11,7 @@ from gpuattn import arrays, kernels, launch
 from gpuattn.autodiff.product import Product
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
-from gpuattn.ops import linear_hopper
+from gpuattn.ops import attention_hopper_head, linear_hopper
 
 ALLOCATE = arrays.allocate
 
@@ -156,6 +156,18 @@ def add_norm(x, residual, weight):
     return gpuattn.dropout_add_norm(x, residual, weight, p=0.1, seed=3)[0]
 
 
+def attention_gradients(dout, y):
+    q, dout = (x.reshape(1, 80, 8, 64) for x in (y, dout))
+    lse = y.view(np.float32).reshape(-1)[: q[..., 0].size].reshape(1, 8, 80)
+    params = {
+        "window": (None, 0), "align": "bottom_right", "scale": 0.125, "softcap": None,
+        "dropout_p": 0, "key": None, "max_seqlen_q": 80, "max_seqlen_k": 80, "deterministic": False,
+    }  # fmt: skip
+    saved = q, q, q, *[None] * 6, q, lse
+    grads = attention_hopper_head.backward(saved, dout, None, needs=None, into=[None] * 9, **params)
+    return grads[:3]
+
+
 CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
     "softmax": lambda x, *_: gpuattn.softmax(x),
     "softmax, long rows": lambda x, *_: gpuattn.softmax(x.reshape(1, -1)),
@@ -174,6 +186,7 @@ CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
     "gelu, gradient of a product": lambda x, y, *_: linear_hopper.backward(
         Product(x, y.reshape(COLS, ROWS), None), y.reshape(-1, ROWS)[:ROWS], "gelu"
     ),
+    "attention, gradient by whole heads": lambda x, y, *_: attention_gradients(x, y),
     "rotary": lambda x, *_: gpuattn.rotary(*x.reshape(2, -1, 8, 64)),
     "embedding": lambda x, y, v, scores, tokens: gpuattn.embedding(tokens, x),
     "beam_step": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores),

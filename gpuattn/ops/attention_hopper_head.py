@@ -11,40 +11,44 @@ from gpuattn.ops.attention_launch import Launch, gradient_arrays
 
 FILE, NAME = "flash_attention_backward_hopper_head.cu", "flash_attention_backward_head"
 LEAST_LENGTH, MAX_LENGTH, MAX_HEAD_DIM = 97, 256, 64
-THREADS = 384
-BLOCK, BLOCKS, BLOCK_BYTES = 64, 4, 8192  # rows of a block, blocks of a head, bytes
-WORD_BYTES = 2112  # of a block of queries in dropout's table
+THREADS = 512
+BLOCK, BLOCK_BYTES, PLACES = 64, 8192, 5  # rows of a block, its bytes, places for queries
+ROW_BYTES, WORD_BYTES = 512, 2064 + 1024  # of a block: lse and delta; in dropout's tables
 MAX_ROWS = 2**31  # of all heads, for 32-bit offsets
 
 
 def fits(
-    q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, softcap, max_seqlen_q, max_seqlen_k,
-    **_,
+    q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, window, softcap, max_seqlen_q,
+    max_seqlen_k, **_,
 ):  # fmt: skip
-    """Return whether the kernel can take a gradient that Hopper's others take."""
+    """Return whether the kernel can take a gradient that Hopper's others take.
+
+    That is of causal self-attention.
+    """
     extras = bias, key_lengths, cu_q, slopes, sink
     if softcap or any(x is not None for x in extras) or q.shape[-2] != k.shape[-2]:
         return False
-    if max(max_seqlen_q, max_seqlen_k) > MAX_LENGTH or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+    if window[1] != 0 or not max_seqlen_q == max_seqlen_k <= MAX_LENGTH:
+        return False
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         return False
     return min(q.size, k.size, v.size) > 0 and q.size // q.shape[-1] < MAX_ROWS
 
 
-def takes(q, k, v, *extras, window, max_seqlen_q, max_seqlen_k, **params):
+def takes(q, k, v, *extras, **params):
     """Return whether a gradient is computed here, as measured faster than by tiles.
 
-    That is causal self-attention, of heads enough to keep all multiprocessors busy.
+    That is for heads enough to keep all multiprocessors busy.
     """
-    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    causal = window[1] == 0 and max_seqlen_q == max_seqlen_k >= LEAST_LENGTH
-    if not causal or not fits(q, k, v, *extras, **lengths, **params):
+    if params["max_seqlen_q"] < LEAST_LENGTH or not fits(q, k, v, *extras, **params):
         return False
     return q.shape[0] * q.shape[2] >= gpu(q.device.id)[1]
 
 
 def shared_bytes(dropout):
     """Return the shared memory of a thread block, as the kernel lays it out."""
-    return 4096 + (6 * BLOCKS + 2) * BLOCK_BYTES + (BLOCKS * WORD_BYTES if dropout else 0)
+    place = 4 * BLOCK_BYTES + ROW_BYTES + (WORD_BYTES if dropout else 0) + 4 * 8
+    return 1024 + PLACES * place + 6 * BLOCK_BYTES + 64
 
 
 @functools.lru_cache

@@ -2,16 +2,11 @@
 // Matrix products of one warp (sm_80 and up): cp.async, ldmatrix and mma.sync as one wrapper per instruction.
 // Operands lie in tiles (tile.cuh) on 128-byte boundaries.
 //
-// mma: d (16 x 8) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, lane holds
-//   d[0..1] row g, columns 2t, 2t+1;  d[2..3] the same of row g + 8
-//   a[0] row g, k 2t, 2t+1;  a[1] row g + 8;  a[2] row g, k + 8;  a[3] row g + 8, k + 8
-//   b0 column g, k 2t, 2t+1;  b1 the same of k + 8
-// so two neighbouring 16 x 8 accumulators, packed, are one operand a.
-//
 // Floats as tf32 (10 bits of mantissa): d (16 x 8) += a (16 x 8) b (8 x 8). Lane holds
 //   a[0] row g, k t;  a[1] row g + 8;  a[2] row g, k t + 4;  a[3] row g + 8, k t + 4
 //   b0 column g, k t;  b1 k t + 4
 // so ldmatrix of floats, taken for twice as many 16-bit numbers, gives operands (not transposed ones).
+#include "common/mma_sync.cuh"
 #include "common/tile.cuh"
 
 // The dynamic shared memory: tiles here need no more than its own alignment.
@@ -64,17 +59,7 @@ template <int ROWS> __device__ __forceinline__ u32 moved(u32 lane_address, int r
     return (lane_address ^ ((column & 63) << 1)) + (column >> 6) * (ROWS * 128) + row * 128;
 }
 
-// ---- mma.sync, m16n8k16
-__device__ __forceinline__ void mma(bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void mma(f16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+// ---- mma.sync for floats, and two of those for 16 bits
 __device__ __forceinline__ void mma(float, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -64,6 +64,11 @@ u32 shuffle(u32 x, int lane);  // the number of that lane
 u32 shuffle_xor(u32 x, int mask);
 template <typename T> T __shfl_sync(u32, T x, int lane) { return bits_as<T>(shuffle(bits_as<u32>(x), lane)); }
 template <typename T> T __shfl_xor_sync(u32, T x, int mask) { return bits_as<T>(shuffle_xor(bits_as<u32>(x), mask)); }
+u32 __ballot_sync(u32, int x);
+void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float&, float&, float&, float&, u32, u32, u32, u32, u32, u32, float,
+                                                         float, float, float);
+void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float&, float&, float&, float&, u32, u32, u32, u32, u32, u32, float,
+                                                       float, float, float);
 void* dynamic_shared_memory();
 void* static_shared_memory();
 void* shared_variable(int site, size_t bytes);  // of this block, declared at this place of the text

@@ -18,6 +18,16 @@ u32 shuffle(u32 x, int lane) {
 }
 u32 shuffle_xor(u32 x, int mask) { return shuffle(x, me->number % 32 ^ mask); }
 
+u32 __ballot_sync(u32, int x) {
+    struct Vote { bool x; u32 all; } v = {x != 0, 0};
+    collective("vote", v, [](Vote** all) {
+        u32 found = 0;
+        for (int n = 0; n < 32; ++n) found |= (u32)all[n]->x << n;
+        for (int n = 0; n < 32; ++n) all[n]->all = found;
+    });
+    return v.all;
+}
+
 // Four 8 x 8 matrices of 16-bit numbers: a lane holds numbers 2 (lane % 4) and the next of row lane / 4 of each, and
 // gives the address of row lane % 8 of matrix lane / 8.
 struct Matrices { u32 address, x[4]; };
@@ -280,6 +290,32 @@ template <int MOST> static void read(Block& block, float (&x)[16][MOST], Operand
 // Where element i of a lane's fragment lies.
 static int row_of(int lane, int i) { return lane / 4 + 8 * (i >> 1 & 1); }
 static int column_of(int lane, int i) { return 8 * (i >> 2) + 2 * (lane % 4) + (i & 1); }
+
+// mma.sync, m16n8k16.
+struct Mma { float d[4]; u32 a[4], b[2]; };
+static void multiply(float* const (&d)[4], bool is_f16, const u32 (&a)[4], u32 b0, u32 b1) {
+    Mma m = {{*d[0], *d[1], *d[2], *d[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+    collective(is_f16 ? "mma.f16" : "mma.bf16", m, [is_f16](Mma** all) {
+        float x[16][16], y[16][8];  // [row][k], [k][column]
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 8; ++i) {
+                x[row_of(lane, i)][column_of(lane, i)] = widen(is_f16, half_of(all[lane]->a[i / 2], i % 2));
+                if (i < 4) y[8 * (i / 2) + 2 * (lane % 4) + i % 2][lane / 4] = widen(is_f16, half_of(all[lane]->b[i / 2], i % 2));
+            }
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 4; ++i)
+                for (int k = 0; k < 16; ++k) all[lane]->d[i] += x[row_of(lane, i)][k] * y[k][column_of(lane, i)];
+    });
+    for (int i = 0; i < 4; ++i) *d[i] = m.d[i];
+}
+void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
+                                                         u32 a3, u32 b0, u32 b1, float, float, float, float) {
+    multiply({&d0, &d1, &d2, &d3}, false, {a0, a1, a2, a3}, b0, b1);
+}
+void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
+                                                       u32 a3, u32 b0, u32 b1, float, float, float, float) {
+    multiply({&d0, &d1, &d2, &d3}, true, {a0, a1, a2, a3}, b0, b1);
+}
 
 struct Wgmma { float* d; const u32* a_registers; Operand a, b; bool add; int columns; };
 static void multiply(Block& block, int warp, const Wgmma& call, const u32 (&fragment)[32][4], std::vector<float>& d) {

@@ -40,8 +40,9 @@ CASES = [  # changes, whether the kernel can, whether it does
     ({"D": 40, "Dv": 8, "window": (3, 0), "dropout_p": 0.5, "scale": -1.0}, True, True),
     ({"T": 97, "S": 97}, True, True),
     ({"T": 96, "S": 96}, True, False),
-    ({"T": 200}, True, False),
-    ({"window": (None, None)}, True, False),
+    ({"T": 200}, False, False),
+    ({"window": (None, None)}, False, False),
+    ({"window": (None, 1)}, False, False),
     ({"B": 1}, True, False),
     ({"T": 257, "S": 257}, False, False),
     ({"D": 72}, False, False),
@@ -63,20 +64,18 @@ def test_what_is_taken(changes, can, does):
         assert attention_hopper_head.takes(emulator.as_array(q), *others, **params) == does
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("p", [0, 0.2])
-def test_several_heads_of_each_block(gpu, causal, p):
+@pytest.mark.parametrize(
+    "T, left, p", [(256, None, 0.2), (256, 100, 0), (200, None, 0), (128, 40, 0.2)]
+)
+def test_several_heads_of_each_block(gpu, T, left, p):
     """Against the form by tiles, and the same bits again."""
-    T, S = (200, 240) if p else (256, 256)
-    key, window = rng.Key(3, 1, 2) if p else None, (None, 0 if causal else None)
-    inputs, params = arguments(gpu, B=64, T=T, S=S, window=window, dropout_p=p, key=key)
+    key = rng.Key(3, 1, 2) if p else None
+    inputs, params = arguments(gpu, B=64, T=T, S=T, window=(left, 0), dropout_p=p, key=key)
     if reason := find(IMPLS, "raw-hopper").refuse(*inputs, **params):
         pytest.skip(reason)
-    assert attention_hopper_head.fits(*inputs, **params)
-    if causal and not p:
-        assert "whole head" in attention_hopper.describe(*inputs, **params)["gradient"]
+    assert "whole head" in attention_hopper.describe(*inputs, **params)["gradient"]
     needs = (True,) * 3 + (False,) * 6
-    dout = arguments(gpu, B=64, T=S, S=T)[0][1]  # other numbers than q's
+    dout = arguments(gpu, B=64, T=T, S=T)[0][1]  # other numbers than q's
 
     def run(backward):
         (out, lse), saved = attention_hopper.forward(*inputs, needs=needs, **params)
