@@ -9,7 +9,11 @@ from attention_problems import Problem
 from gpuattn import tensormaps
 from gpuattn.arrays import BFLOAT16
 from gpuattn.impls import Impl
-from gpuattn.ops import attention_hopper_backward, attention_hopper_head
+from gpuattn.ops import (
+    attention_hopper_backward,
+    attention_hopper_head,
+    attention_hopper_head_forward,
+)
 from gpuattn.ops.flash_attention import IMPLS
 from gpuattn.rng import Key
 
@@ -34,6 +38,13 @@ WHOLE_HEADS = {  # several for each block
     14306: "a window shorter than a block",
     10696: "two blocks, a window of a few keys",
     281: "dropout, one block",
+}
+CAUSAL_HEADS = {  # six a block: T, sizes of a head, dropout, dtype, how much longer the last key is
+    "four blocks": (256, (64, 64), 0.3, BFLOAT16, 1),
+    "three blocks, smaller heads": (190, (40, 24), 0, np.float16, 1),
+    "two blocks, logits that grow beyond 16 bits": (128, (64, 64), 0.2, np.float16, 30),
+    "logits that grow by a factor of 2^60": (250, (64, 64), 0.2, BFLOAT16, 300),
+    "one block": (60, (64, 64), 0.5, BFLOAT16, 1),
 }
 MISTAKES = {
     1: "fewer bytes expected than come",
@@ -88,6 +99,31 @@ def test_gradient_by_whole_heads(monkeypatch, number):
     """Also what others are faster at."""
     monkeypatch.setattr(attention_hopper_head, "takes", attention_hopper_head.fits)
     check(number, emulator.Machine(seed=number))
+
+
+@pytest.mark.parametrize("case", CAUSAL_HEADS.values(), ids=CAUSAL_HEADS)
+def test_causal_attention_by_whole_heads(monkeypatch, case):
+    T, sizes, p, dtype, growth = case
+    monkeypatch.setattr(attention_hopper_head_forward, "LEAST_LENGTH", 1)
+    rng = np.random.default_rng(T)
+    q, k, v = (
+        rng.standard_normal((3, T, 4, size), np.float32) for size in (*sizes[:1] * 2, sizes[1])
+    )
+    k *= np.linspace(1, growth, T, dtype=np.float32)[:, None, None]
+    inputs = [x.astype(dtype) for x in (q, k, v)]
+    params = {
+        "window": (None, 0), "align": "top_left", "scale": sizes[0] ** -0.5, "softcap": None,
+        "dropout_p": p, "key": Key(1, 2, 3) if p else None, "max_seqlen_q": T, "max_seqlen_k": T,
+        "deterministic": False,
+    }  # fmt: skip
+    rest = dict(needs=[False], **params)
+    assert attention_hopper_head_forward.takes(*inputs, *[None] * 6, **params)
+    (out, lse), _ = emulator.Machine(seed=T).forward(*inputs, *[None] * 6, **rest)
+    reference = next(impl for impl in IMPLS if impl.name == "reference")
+    widened = [x.astype(np.float32) for x in inputs]
+    (want, want_lse), _ = reference.forward(*widened, *[None] * 6, **rest)
+    np.testing.assert_allclose(out.astype(np.float32), want, atol=2**-8 * abs(want).max())
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-6, atol=1e-5)
 
 
 def check(number, machine):

@@ -188,6 +188,9 @@ CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
     ),
     "attention, gradient by whole heads": lambda x, y, *_: attention_gradients(x, y),
     "rotary": lambda x, *_: gpuattn.rotary(*x.reshape(2, -1, 8, 64)),
+    "attention": lambda x, *_: gpuattn.flash_attention(
+        *[x.reshape(1, 160, 4, 64)] * 3, causal=True
+    ),
     "embedding": lambda x, y, v, scores, tokens: gpuattn.embedding(tokens, x),
     "beam_step": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores),
     "topk_logprobs": lambda x, *_: gpuattn.topk_logprobs(x, 8),

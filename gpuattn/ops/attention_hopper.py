@@ -12,6 +12,7 @@ from gpuattn.ops import (
     attention_ampere_backward,
     attention_hopper_backward,
     attention_hopper_head,
+    attention_hopper_head_forward,
     attention_short,
 )
 from gpuattn.ops.attention_launch import UNLIMITED, Launch
@@ -127,6 +128,15 @@ class _Plan:
         name = "flash_attention_forward_hopper"
         return kernel(f"{name}.cu", name, **self.constants)
 
+    def describe(self, device):
+        """Return what the launch takes of the GPU: see ``impls.WORDS``."""
+        taken = self.kernel().resources(self.grid, self.block, self.shared_bytes)
+        waves = self.tiles / gpu(device)[1]
+        bound = "exponentials" if self.constants["HEAD_DIM"] == 64 else "matrix products"
+        limit = "fewer tiles than multiprocessors" if waves < 1 else bound
+        tile = self.rows, self.keys
+        return {"tile": tile, **taken, "tiles": self.tiles, "waves": waves, "limit": limit}
+
     def bias_map(self, bias):
         """Return the tensor map of the bias, or None where the kernel reads it by its rows."""
         width = self.constants["HEAD_DIM"]
@@ -169,10 +179,10 @@ def forward(q, k, v, *extras, needs, **params):
     saved = (q, k, v, *extras, out, lse) if any(needs) else None
     if not out.size:
         return (out, lse), saved
-    bias = _with_rows(extras[0], params["max_seqlen_k"])
-    launch = Launch(q, k, v, bias, *extras[1:], **params, out=out)
-    plan = _Plan(launch, q, bias)
     inputs = q, k, v, *extras
+    whole_heads = attention_hopper_head_forward.takes(*inputs, **params)
+    bias = _with_rows(extras[0], params["max_seqlen_k"])
+    launch = Launch(q, k, v, bias, *extras[1:], **params, out=out, tables=not whole_heads)
     if saved and attention_hopper_head.takes(*inputs, **params):
         attention_hopper_head.compile_ahead(q.device.id, q.dtype, launch.dropout)
     elif (
@@ -183,6 +193,11 @@ def forward(q, k, v, *extras, needs, **params):
             dropout=launch.dropout, biased=False, deterministic=launch.deterministic,
             chained=attention_hopper_backward.chain_of(launch, q.device.id) > 1,
         )  # fmt: skip
+    if whole_heads:
+        random = {name: params[name] for name in ("key", "dropout_p")}
+        attention_hopper_head_forward.forward(launch, q, k, v, out, lse, **random)
+        return (out, lse), saved
+    plan = _Plan(launch, q, bias)
     q_map, bias_map = tensor_map(q, 64), plan.bias_map(bias)
     # without keys nothing is loaded, and there may be no address
     k_map, v_map = (tensor_map(x, plan.keys) if x.size else q_map for x in (k, v))
@@ -198,14 +213,12 @@ def describe(q, k, v, *extras, **params):
     """Return what the forward takes of the GPU: see ``impls.WORDS``."""
     if attention_short.suits(q, k, v, *extras, **params):
         return attention_short.describe(q, k, v, *extras, **params)
-    plan = _Plan(Launch(q, k, v, *extras, **params), q, extras[0])
-    taken = plan.kernel().resources(plan.grid, plan.block, plan.shared_bytes)
-    waves = plan.tiles / gpu(q.device.id)[1]
-    bound = "exponentials" if plan.constants["HEAD_DIM"] == 64 else "matrix products"
-    limit = "fewer tiles than multiprocessors" if waves < 1 else bound
-    details = {
-        "tile": (plan.rows, plan.keys), **taken, "tiles": plan.tiles, "waves": waves, "limit": limit
-    }  # fmt: skip
+    whole_heads = attention_hopper_head_forward.takes(q, k, v, *extras, **params)
+    launch = Launch(q, k, v, *extras, **params, tables=False)
+    if whole_heads:
+        details = attention_hopper_head_forward.describe(launch, q)
+    else:
+        details = _Plan(launch, q, extras[0]).describe(q.device.id)
     if reason := attention_hopper_backward.refuse_backward(q, k, v, *extras, **params):
         details["gradient"] = f"raw-ampere's, because {reason}"
     elif attention_hopper_head.takes(q, k, v, *extras, **params):

@@ -69,6 +69,13 @@ __device__ __forceinline__ void mbar_wait(u32 bar, u32 parity) {
 __device__ __forceinline__ void bar_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
+// Whether x holds for any of these threads.
+__device__ __forceinline__ bool bar_sync_or(int id, int threads, bool x) {
+    u32 any;
+    asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q; }"
+                 : "=r"(any) : "r"(id), "r"(threads), "r"((u32)x) : "memory");
+    return __shfl_sync(~0u, any, 0);  // the same in all lanes, and ptxas knows it
+}
 __device__ __forceinline__ void bar_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }

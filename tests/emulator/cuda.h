@@ -40,6 +40,8 @@ inline u32 __umulhi(u32 a, u32 b) { return (u64)a * b >> 32; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline float __saturatef(float x) { return x > 0.f ? x < 1.f ? x : 1.f : 0.f; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float fast_log2(float x) { return log2f(x); }
+#define __log2f fast_log2
 inline float __fdividef(float a, float b) { return fabsf(b) > 0x1p126f && fabsf(b) < INFINITY ? 0.f : a / b; }
 template <typename T> T __ldg(const T* p) { return *p; }
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
@@ -162,6 +164,7 @@ void mbarrier_arrive_shared_cta_b64(u32 bar);
 void mbarrier_try_wait_parity_shared_cta_b64(u32 bar, u32 parity, u32& done);  // waits, and never in vain
 void bar_sync(int id, int threads);
 void bar_arrive(int id, int threads);
+void bar_red_or_pred(u32 x, int id, int threads, u32& any);
 inline void setmaxnreg_dec_sync_aligned_u32(int = 0) {}
 inline void setmaxnreg_inc_sync_aligned_u32(int = 0) {}
 

@@ -72,7 +72,12 @@ struct Warp {
 };
 
 struct Mbarrier { u32 count, pending; long bytes; u32 phase; };
-struct NamedBarrier { int expected = 0; std::set<unsigned> arrived; long meetings = 0; };
+struct NamedBarrier {
+    int expected = 0;
+    std::set<unsigned> arrived;
+    long meetings = 0;
+    bool any[3] = {};  // whether somebody said yes, at the last meeting, this one and the next
+};
 struct Word { unsigned writer = 0, state = 0; };  // of shared memory: 1 + who stored it unfenced; how often it changed
 
 struct Block {

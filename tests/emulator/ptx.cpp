@@ -153,6 +153,14 @@ void bar_sync(int id, int threads) {
     arrive_at_named(id, threads);
     wait_until([&b, now] { return b.meetings != now; }, "named barrier and threads", id, threads);
 }
+void bar_red_or_pred(u32 x, int id, int threads, u32& any) {
+    NamedBarrier& b = me->block->named[id];
+    const long now = b.meetings;
+    b.any[now % 3] |= x != 0;
+    bar_sync(id, threads);
+    b.any[(now + 2) % 3] = false;  // all have read it, and nobody is there yet
+    any = b.any[now % 3];
+}
 void __syncthreads() { bar_sync(0, me->block->threads.size()); }
 
 // ---- the copy engine
