@@ -6,7 +6,9 @@
 // Arch: sm_90a
 //
 // The residual comes by the ring of the product's stages once one is free, h takes its place and leaves from there, then
-// normed. Three warps beside the one that loads draw what dropout keeps, a bit a column, while the product is computed.
+// normed. What dropout keeps, a bit a column, is drawn by three warps during the product, or before, where that is deep,
+// by all warps but the one that loads: drawing slows the product down.
+#include "common/grid_dependency.cuh"
 #include "common/philox.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
@@ -105,11 +107,12 @@ using P = RowProduct;
 constexpr int OWN = P::OWN;
 constexpr int SLAB = 64 * 128, SLABS = OWN / 64;  // a warpgroup's 64 rows x 64 columns of residual, h, normed
 // Behind the stages: x_bias, weight, bias; what warpgroups exchange; what dropout keeps.
-constexpr int VECTOR = 2 * COLUMNS, SHARES = 3 * VECTOR, KEPT = SHARES + 2048, KEPT_ROW = COLUMNS / 8;
+constexpr int VECTOR = 2 * COLUMNS, SHARES = 3 * VECTOR, KEPT = SHARES + 1024, KEPT_ROW = COLUMNS / 8;
 constexpr int SHARED = 1024 + P::BYTES + KEPT + ROWS * KEPT_ROW;
 static_assert(OWN % 64 == 0, "a warpgroup has whole slabs");
 enum { CONSUMERS_MEET = 1, ALL_DRAWN = 2 };  // named barriers
-constexpr int DRAWERS = 96;
+constexpr int DRAWERS = 96, ALL = P::THREADS - 32, DEEP = 1024;  // inputs from which on all draw
+constexpr int FACTOR = 512;  // where dropout's factor is
 
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -128,11 +131,12 @@ __device__ __forceinline__ Pairs vector_pairs(u32 vector, int q) {
     return {{x.x, x.y, x.z, x.w}};
 }
 
-// By DRAWERS threads: bits of what stays of the block's rows, from the first element on; a word is four draws of eight.
-__device__ __forceinline__ void draw(u32 kept, const PhiloxKey& key, u32 threshold, int first_row) {
+// By so many threads: bits of what stays of the block's rows. A word is four draws of eight, of 32 columns; a byte what lane
+// % 4 has of them.
+__device__ __forceinline__ void draw(u32 kept, const PhiloxKey& key, u32 threshold, int first_row, int thread, int threads) {
     const unsigned long long begin = (unsigned long long)first_row * KEPT_ROW;
 #pragma unroll 1
-    for (int at = threadIdx.x % 128 - 32; at < ROWS * KEPT_ROW / 4; at += DRAWERS) {
+    for (int at = thread; at < ROWS * KEPT_ROW / 4; at += threads) {
         u32 bits = 0;
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
@@ -141,8 +145,8 @@ __device__ __forceinline__ void draw(u32 kept, const PhiloxKey& key, u32 thresho
             const u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (words[i] << 16 < threshold << 16) bits |= 1u << 8 * n + 2 * i;
-                if (words[i] < threshold << 16) bits |= 2u << 8 * n + 2 * i;
+                if (words[i] << 16 < threshold << 16) bits |= 1u << 8 * i + 2 * n;
+                if (words[i] < threshold << 16) bits |= 2u << 8 * i + 2 * n;
             }
         }
         store_shared(kept + 4 * at, bits);
@@ -150,8 +154,8 @@ __device__ __forceinline__ void draw(u32 kept, const PhiloxKey& key, u32 thresho
 }
 
 // What the other warpgroup has for two rows of which each has half.
-__device__ __forceinline__ float4 of_other(const P& p, int slot, int row, float a, float b, float c, float d) {
-    const u32 place = p.end() + SHARES + 1024 * slot + (row / 16 * 8 + row % 8) * 16;
+__device__ __forceinline__ float4 of_other(const P& p, int row, float a, float b, float c, float d) {
+    const u32 place = p.end() + SHARES + (row / 16 * 8 + row % 8) * 16;
     if (threadIdx.x % 4 == 0) store_shared(place + 512 * p.group, a, b, c, d);
     bar_sync(CONSUMERS_MEET, P::CONSUMERS);
     const uint4 x = load_shared_uint4(place + 512 * (p.group ^ 1));
@@ -183,13 +187,20 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
     float factor,                                    // 1 / (1 - p)
     unsigned int seed_low, unsigned int seed_high, unsigned int stream, unsigned int step,
     const unsigned int* device_step) {
+    grid_dependency_wait();
     const P p;
+    if (threadIdx.x == 0) store_shared(p.shared + FACTOR, __float_as_uint(factor));
     p.init();
-    const int first = blockIdx.x * ROWS;
+    const int first = blockIdx.x * ROWS, thread = threadIdx.x;
+    const auto draw_as = [&](int of_them, int all) {
+        draw(p.end() + KEPT, philox_key(seed_low, seed_high, stream, step, device_step), threshold, first, of_them, all);
+    };
+    if (DROPOUT && depth >= DEEP && thread / 32 != P::CONSUMERS / 32)
+        draw_as(thread < P::CONSUMERS ? thread : thread - 32, ALL);
     if (p.group == P::PRODUCER) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(P::PRODUCER_REGISTERS));
         if (DROPOUT && threadIdx.x % 128 >= 32) {
-            draw(p.end() + KEPT, philox_key(seed_low, seed_high, stream, step, device_step), threshold, first);
+            if (depth < DEEP) draw_as(thread - P::CONSUMERS - 32, DRAWERS);
             bar_arrive(ALL_DRAWN, P::CONSUMERS + DRAWERS);
         }
         if (threadIdx.x % 128) return;
@@ -244,74 +255,69 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
     };
     const int row = 16 * warp + lane / 4;  // and row + 8, of 64
     const u32 kept = p.end() + KEPT + (p.row() + row) * KEPT_ROW + p.column() / 8;
-    u32 tiles[2][2][4], stays[2];
-    float sum[2] = {0.f, 0.f};
+    const float grown = load_shared_float(p.shared + FACTOR);  // a parameter would be loaded under each predicate
+    u32 h[OWN / 16][4], stays[2];
+    float sum[2] = {0.f, 0.f}, square[2] = {0.f, 0.f}, pivot[2] = {0.f, 0.f};
+    ldmatrix(h[0], place(0));
 #pragma unroll
-    for (int q = -1; q < OWN / 32; ++q) {
-        if (q + 1 < OWN / 32) {
-            ldmatrix(tiles[(q + 1) % 2][0], place(2 * q + 2));
-            ldmatrix(tiles[(q + 1) % 2][1], place(2 * q + 3));
-        }
-        if (q < 0) continue;
-        if (DROPOUT)
+    for (int k = 0; k < OWN / 16; ++k) {
+        if (k + 1 < OWN / 16) ldmatrix(h[k + 1], place(k + 1));
+        if (DROPOUT && k % 2 == 0)
 #pragma unroll
-            for (int r = 0; r < 2; ++r) stays[r] = load_shared(kept + 8 * r * KEPT_ROW + 4 * q) >> lane % 4 * 2;
+            for (int r = 0; r < 2; ++r) stays[r] = load_shared(kept + 8 * r * KEPT_ROW + 2 * k) >> lane % 4 * 8;
+        const float* const d = accumulators(k);
 #pragma unroll
-        for (int k = 2 * q; k < 2 * q + 2; ++k) {
-            float* const d = accumulators(k);
-            u32 (&tile)[4] = tiles[q % 2][k % 2];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // pairs: rows r and r + 8 of eight columns, then of the next eight
-                const float2 old = unpack_pair(scalar(), tile[i]);
-                float low = d[2 * i], high = d[2 * i + 1];
-                if (DROPOUT) {
-                    const int bit = 8 * (k % 2 * 2 + i / 2);
-                    low *= stays[i % 2] & 1u << bit ? factor : 0.f;
-                    high *= stays[i % 2] & 2u << bit ? factor : 0.f;
-                }
-                tile[i] = pack_pair(scalar(), low + old.x, high + old.y);
-                const float2 rounded = unpack_pair(scalar(), tile[i]);
-                d[2 * i] = rounded.x, d[2 * i + 1] = rounded.y;
-                sum[i % 2] += rounded.x + rounded.y;
+        for (int i = 0; i < 4; ++i) {  // pairs: rows r and r + 8 of eight columns, then of the next eight
+            float2 x = unpack_pair(scalar(), h[k][i]);
+            if (DROPOUT) {
+                const int bit = 2 * (k % 2 * 2 + i / 2);
+                if (stays[i % 2] & 1u << bit) x.x = fmaf(d[2 * i], grown, x.x);
+                if (stays[i % 2] & 2u << bit) x.y = fmaf(d[2 * i + 1], grown, x.y);
+            } else {
+                x.x += d[2 * i], x.y += d[2 * i + 1];
             }
-            stmatrix(place(k), tile);
+            h[k][i] = pack_pair(scalar(), x.x, x.y);
+            const float2 rounded = unpack_pair(scalar(), h[k][i]);
+            if (!RMS && k == 0 && i < 2) pivot[i] = __shfl_sync(~0u, rounded.x, lane & ~3);
+            const float low = rounded.x - pivot[i % 2], high = rounded.y - pivot[i % 2];
+            sum[i % 2] += low + high;
+            square[i % 2] = fmaf(low, low, fmaf(high, high, square[i % 2]));
         }
-        if (q % 2) leave(h_map, q / 2);
+        stmatrix(place(k), h[k]);
+        hold(sum), hold(square);  // not left for later, with all that they are of
+        if (k % 4 == 3) leave(h_map, k / 4);
     }
+    hold(h);  // not kept unpacked
+    grid_launch_dependents();
 
-    // ---- its statistics: less the row's first element, so that a constant row's are exact
-    float average[2] = {0.f, 0.f}, center[2] = {0.f, 0.f}, squares[2] = {0.f, 0.f}, scale[2], shift[2];
-    if constexpr (!RMS) {
-        quad_sum(sum);
-        float first[2] = {__shfl_sync(~0u, c[0][0], lane & ~3), __shfl_sync(~0u, c[0][2], lane & ~3)};
-        if (!P::STACKED) {
-            const float4 other = of_other(p, 0, row, sum[0], sum[1], first[0], first[1]);
-            sum[0] += other.x, sum[1] += other.y;
-            if (p.group) first[0] = other.z, first[1] = other.w;
-        }
+    // ---- its statistics, of what each element has more than one of them: that one is at most sqrt(N) deviations from the
+    // mean of N, so squares lose little beside the mean's, and a constant row's are exact
+    quad_sum(sum);
+    quad_sum(square);
+    float scale[2], shift[2], center[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float average = RMS ? 0.f : sum[r] * (1.f / OWN);
+        center[r] = pivot[r] + average;
+        square[r] = fmaf(-average, sum[r], square[r]);
+    }
+    if (!P::STACKED) {
+        const float4 other = of_other(p, row, center[0], center[1], square[0], square[1]);
+        const float centers[2] = {other.x, other.y}, squares[2] = {other.z, other.w};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            average[r] = (sum[r] - COLUMNS * first[r]) * (1.f / COLUMNS);
-            center[r] = first[r] + average[r];
+            const float apart = center[r] - centers[r];
+            square[r] = fmaf(apart * apart, OWN / 2, square[r] + squares[r]);
+            center[r] = (center[r] + centers[r]) * 0.5f;
         }
-    }
-#pragma unroll
-    for (int i = 0; i < OWN / 2; ++i) {
-        const float deviation = c[i / (P::PART / 2)][i % (P::PART / 2)] - center[i / 2 % 2];
-        squares[i / 2 % 2] = fmaf(deviation, deviation, squares[i / 2 % 2]);
-    }
-    quad_sum(squares);
-    if (!P::STACKED) {
-        const float4 other = of_other(p, 1, row, squares[0], squares[1], 0.f, 0.f);
-        squares[0] += other.x, squares[1] += other.y;
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        scale[r] = rsqrtf(squares[r] * (1.f / COLUMNS) + eps);
+        scale[r] = rsqrtf(square[r] * (1.f / COLUMNS) + eps);
         shift[r] = -center[r] * scale[r];
         const int at = first + p.row() + row + 8 * r;
         if (rstd && lane % 4 == 0 && p.column() == 0 && at < rows) {
-            mean[at] = average[r];
+            mean[at] = center[r] - pivot[r];
             rstd[at] = scale[r];
         }
     }
@@ -324,14 +330,13 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
         const Pairs weights = vector_pairs(vectors + VECTOR, q), biases = vector_pairs(vectors + 2 * VECTOR, q);
 #pragma unroll
         for (int k = 2 * q; k < 2 * q + 2; ++k) {
-            const float* const d = accumulators(k);
             u32 tile[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float2 w = unpack_pair(scalar(), weights.x[k % 2 * 2 + i / 2]);
                 const float2 b = unpack_pair(scalar(), biases.x[k % 2 * 2 + i / 2]);
-                const float low = fmaf(d[2 * i], scale[i % 2], shift[i % 2]);
-                const float high = fmaf(d[2 * i + 1], scale[i % 2], shift[i % 2]);
+                const float2 x = unpack_pair(scalar(), h[k][i]);
+                const float low = fmaf(x.x, scale[i % 2], shift[i % 2]), high = fmaf(x.y, scale[i % 2], shift[i % 2]);
                 tile[i] = pack_pair(scalar(), fmaf(low, w.x, b.x), fmaf(high, w.y, b.y));
             }
             stmatrix(place(k), tile);

@@ -27,6 +27,8 @@ def assert_rounded(found, want):
     (np.float16, 140, 128, 72, 0.5, False, (2,)),
     (BFLOAT16, 70, 512, 264, 0.2, False, (0, 1)),
     (np.float16, 20, 256, 520, 0.2, True, ()),  # more steps than stages
+    (BFLOAT16, 70, 384, 1032, 0.2, False, (0,)),  # deep
+    (np.float16, 20, 128, 1024, 0.5, False, (1,)),
 ])  # fmt: skip
 def test_product_and_norm(dtype, rows, width, depth, p, rms, vectors):
     machine, random = emulator.Machine(seed=rows), np.random.default_rng(width)

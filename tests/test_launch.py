@@ -12,6 +12,8 @@ from gpuattn.autodiff.product import Product
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
 from gpuattn.ops import attention_hopper_head, linear_hopper
+from gpuattn.ops import linear_dropout_add_norm as row_products
+from gpuattn.rng import Key
 
 ALLOCATE = arrays.allocate
 
@@ -168,6 +170,12 @@ def attention_gradients(dout, y):
     return grads[:3]
 
 
+def row_product(x, y, v):
+    given = x.reshape(-1, 128), y.reshape(-1, 128)[:128], y.reshape(-1, 128), v[:128], None, None
+    params = {"p": 0.1, "key": Key(3), "rms": False, "eps": 1e-5}
+    return row_products.IMPLS[0].forward(*given, needs=(False,) * 6, **params)[0]
+
+
 CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
     "softmax": lambda x, *_: gpuattn.softmax(x),
     "softmax, long rows": lambda x, *_: gpuattn.softmax(x.reshape(1, -1)),
@@ -181,6 +189,10 @@ CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
         gpuattn.softmax(y), gpuattn.layer_norm(x, v, v)
     ),
     "dropout_add_norm, gradient": lambda x, y, v, *_: gradients(add_norm, x, y, y, v),
+    "dropout_add_norm, gradient of pairs": lambda x, y, v, *_: gradients(
+        add_norm, x.reshape(-1, 256), y.reshape(-1, 256), y.reshape(-1, 256), v[:256]
+    ),
+    "linear_dropout_add_norm": lambda x, y, v, *_: row_product(x, y, v),
     "gelu": lambda x, y, v, *_: gpuattn.gelu(x, v),
     "gelu, gradient": lambda x, y, v, *_: gradients(gpuattn.gelu, x, y, v),
     "gelu, gradient of a product": lambda x, y, *_: linear_hopper.backward(

@@ -28,6 +28,7 @@ from gpuattn.ops.norm_launch import (
     add_parts,
     backward_layout,
     forward_layout,
+    pairs_layout,
     parts_of,
     refuse_raw,
     rows_of,
@@ -116,7 +117,7 @@ def _beside_reference(x, weight, bias, *, needs, rms, eps):
     return (weighted(normalized, weight, bias, x.dtype), x.view()), saved
 
 
-# ---- raw: rawkernels/dropout_add_norm.cu, dropout_add_norm_backward.cu --------------------------
+# ---- raw: rawkernels/dropout_add_norm.cu, its gradients dropout_add_norm_backward*.cu ------------
 
 
 def _forward_raw(x, residual, weight, bias, x_bias, *, needs, p, key, rms, eps):
@@ -145,15 +146,22 @@ def _backward_raw(saved, dnormed, dh, *, needs, into, p, key, rms, eps):
     dh, dh_step = (None, 0) if dh is None else rows_of(dh.astype(h.dtype, copy=False))
     rows, cols = h.size // max(h.shape[-1], 1), h.shape[-1]
     dresidual = arrays.empty(h, h.shape)
-    dx = arrays.empty(h, h.shape) if p else None
-    constants, grid, shared = backward_layout(h, 3, 2 + needs[4])
+    dx = arrays.empty(h, h.shape) if rng.threshold(p) < 65536 else None  # else it drops none
+    given = {"RMS": rms, "WEIGHT": weight is not None}
+    if layout := pairs_layout(h, needs[2:]):
+        name, (constants, block, grid, shared) = "dropout_add_norm_backward_pairs", layout
+        constants, counts = constants | {"DROPOUT": dx is not None}, (rows,)
+    else:
+        name, (constants, grid, shared) = (
+            "dropout_add_norm_backward", backward_layout(h, 3, 2 + needs[4]),
+        )  # fmt: skip
+        block, counts = constants["BLOCK"], (rows, cols)
+        constants = constants | {"X_BIAS": needs[4]}
     sums = parts_of(h, grid, needs[2:])
-    given = {"RMS": rms, "WEIGHT": weight is not None, "X_BIAS": needs[4]}
-    file, name = "dropout_add_norm_backward.cu", "dropout_add_norm_backward"
-    numbers = rows, cols, dnormed_step, dh_step, *device_numbers(p, key)
-    kernel(file, name, **constants, **given)(
-        (grid,), (constants["BLOCK"],), h, weight, mean, rstd, dnormed, dh, dx, dresidual, *sums,
-        *numbers, shared_bytes=shared,
+    numbers = *counts, dnormed_step, dh_step, *device_numbers(p, key)
+    kernel(f"{name}.cu", name, **constants, **given)(
+        (grid,), (block,), h, weight, mean, rstd, dnormed, dh, dx, dresidual, *sums, *numbers,
+        shared_bytes=shared,
     )  # fmt: skip
     vectors = add_parts(sums, into[2:], h.dtype)
     return dresidual if dx is None else dx, dresidual, *vectors

@@ -173,7 +173,7 @@ def shared_bytes(width, rows):
     """Return the shared memory of a block of so many rows, as the kernel lays it out."""
     stage = 128 * (rows + width)
     stages = min(STAGE_BYTES // stage, MAX_STAGES)
-    return 2048 + stages * stage + 6 * width + 2048 + rows * width // 8
+    return 2048 + stages * stage + 6 * width + 1024 + rows * width // 8
 
 
 def _forward_hopper(x, projection, residual, weight, bias, x_bias, *, needs, p, key, rms, eps):

@@ -12,6 +12,7 @@ from gpuattn.kernels import gpu, kernel, kernel_refusal
 MAX_COLS = 2**31 - 2**14  # columns are counted in 32 bits
 TEAMS = (8, 16, 32, 64, 128, 256, 512)  # threads that share a row
 REGISTERS = 65536  # of a multiprocessor
+PAIRS_COLS, PAIRS_THREADS = {256: 3, 384: 2}, 256  # columns: how many sums fit into registers
 SUM_COLS, SUM_THREADS = 32, 1024  # of a block of column_sums
 SUMS = 3  # of one launch of it
 
@@ -133,6 +134,24 @@ def backward_layout(x, read, sums, pairs=False):
     shared = max(stages * stage if constants["VEC"] > 1 else 0, 4 * held * block)
     rows = x.size // max(cols, 1)
     return constants, min(count * blocks, -(-rows * team // block)), shared
+
+
+def pairs_layout(x, wanted):
+    """Return (constants, threads, blocks, bytes of shared memory) where a warp takes two rows.
+
+    ``x``: the rows; ``wanted``: which of the sums over columns. None where that is not faster.
+    """
+    cols, count = x.shape[-1], sum(map(bool, wanted))
+    rows = x.size // max(cols, 1)
+    if x.itemsize != 2 or cols not in PAIRS_COLS or not 0 < count <= PAIRS_COLS[cols]:
+        return None
+    if rows > 2**31 - 2:
+        return None
+    sums = sum(1 << i for i, want in enumerate(wanted) if want)
+    constants = {"scalar": ctype(x.dtype), "COLUMNS": cols, "SUMS": sums}
+    warps = PAIRS_THREADS // 32
+    blocks = min(2 * gpu(x.device.id)[1], -(-rows // (2 * warps)))
+    return constants, PAIRS_THREADS, blocks, 4 * warps * count * cols
 
 
 def parts_of(x, grid, wanted):

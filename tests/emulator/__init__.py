@@ -41,8 +41,10 @@ from gpuattn.ops import (
     attention_hopper_head_forward,
     attention_launch,
     attention_short,
+    dropout_add_norm,
     linear_dropout_add_norm,
     linear_hopper,
+    norm_launch,
 )
 
 HERE = Path(__file__).parent
@@ -57,8 +59,10 @@ MODULES = (
     attention_hopper_head_forward,
     attention_hopper,
     attention_hopper_backward,
+    dropout_add_norm,
     linear_dropout_add_norm,
     linear_hopper,
+    norm_launch,
 )
 COMPILE = ("g++", "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{HERE}")
 PROBE = (

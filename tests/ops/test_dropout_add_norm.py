@@ -70,6 +70,33 @@ def test_more_rows_than_blocks(name, where, rng, monkeypatch, cols):
     check_implementation(IMPLS, name, where, inputs(rng, (203, cols)), "float32", **DROP)
 
 
+@pytest.mark.parametrize("shape, dtype, vectors, taken", [
+    ((203, 384), "bfloat16", (0, 1), True), ((12, 384), "float16", (0,), True),
+    ((5, 384), "bfloat16", (0, 1, 2), False), ((161, 256), "bfloat16", (0, 1, 2), True),
+    ((64, 256), "float16", (), False), ((64, 256), "float32", (0,), False),
+    ((0, 384), "bfloat16", (0,), True),
+])  # fmt: skip
+def test_rows_in_pairs(gpu, rng, monkeypatch, shape, dtype, vectors, taken):
+    """By a few blocks, whatever is wanted and whether or not something is dropped."""
+    monkeypatch.setattr(norm_launch, "gpu", lambda device: (kernels.gpu(device)[0], 2))
+    x, residual, *given = inputs(rng, shape)
+    given = [v if n in vectors else None for n, v in enumerate(given)]
+    kernels.launches.clear()
+    for more in ({}, {"p": 0.0, "key": None}, {"rms": True}):
+        params = DROP | more
+        check_implementation(IMPLS, "raw-simt", "cupy", [x, residual, *given], dtype, **params)
+    assert (kernels.launches["dropout_add_norm_backward_pairs"] > 0) == (taken and shape[0] > 0)
+
+
+@pytest.mark.parametrize("cols, sums", [(256, 7), (384, 3), (384, 5), (384, 6)])
+def test_the_sums_that_are_kept_fit_into_registers(nvrtc, cols, sums):
+    assert sums.bit_count() == norm_launch.PAIRS_COLS[cols]
+    file, constants = "dropout_add_norm_backward_pairs.cu", {"RMS": False, "WEIGHT": True}
+    constants |= {"scalar": "bf16", "COLUMNS": cols, "SUMS": sums, "DROPOUT": True}
+    _, log = kernels.compile_text(kernels.source_text(file, **constants), "sm_90", file)
+    assert "0 bytes spill stores, 0 bytes spill loads" in log, log
+
+
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("name, where", HERE)
 def test_it_is_its_parts(name, where, rng, norm):

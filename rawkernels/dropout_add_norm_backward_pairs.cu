@@ -1,0 +1,199 @@
+// The gradients of dropout_add_norm for 16-bit rows of a few hundred columns: a warp takes two rows at a time, straight to
+// registers, and draws what dropout keeps of them while they come.
+// Constants: scalar = f16, bf16; COLUMNS = 384; RMS = false, true; WEIGHT = true; SUMS = 1;
+//   DROPOUT = true
+// Constants: scalar = bf16; COLUMNS = 256; RMS = false; WEIGHT = false; SUMS = 7; DROPOUT = false
+// Launch:    grid = (up to 2 a multiprocessor,), block = (256,), shared = 32 * COLUMNS bytes for each of the SUMS.
+//            column_sum.cu then adds the blocks' sums, in order.
+// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/grid_dependency.cuh"
+#include "common/philox.cuh"
+#include "common/tile.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, PACKS = COLUMNS / 128;  // of four columns, in a lane
+// Bits of SUMS: which sums over rows are wanted.
+constexpr bool OF_WEIGHT = SUMS & 1, OF_BIAS = SUMS & 2, OF_X_BIAS = SUMS & 4;
+constexpr int BIAS_SUM = OF_WEIGHT, X_BIAS_SUM = BIAS_SUM + OF_BIAS, COUNT = X_BIAS_SUM + OF_X_BIAS;
+static_assert(COLUMNS % 128 == 0 && COUNT > 0, "whole packs, and something to add up");
+
+struct Pack {
+    uint2 words;
+
+    __device__ __forceinline__ void unpack(float (&x)[4]) const {
+        const float2 low = unpack_pair(scalar(), words.x), high = unpack_pair(scalar(), words.y);
+        x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+    }
+};
+__device__ __forceinline__ Pack load_pack(const scalar* from) { return {*reinterpret_cast<const uint2*>(from)}; }
+__device__ __forceinline__ void store_pack(scalar* to, const float (&x)[4]) {
+    *reinterpret_cast<uint2*>(to) = {pack_pair(scalar(), x[0], x[1]), pack_pair(scalar(), x[2], x[3])};
+}
+
+// Sums over the warp of two numbers of each of two rows, in all lanes. Half of the warp takes a row, half of that a number.
+__device__ __forceinline__ void warp_sums(float (&dots)[2][2]) {
+    const bool second_row = threadIdx.x & 16, second = threadIdx.x & 8;
+    float own[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const float other = __shfl_xor_sync(~0u, second_row ? dots[0][n] : dots[1][n], 16);
+        own[n] = (second_row ? dots[1][n] : dots[0][n]) + other;
+    }
+    float sum = (second ? own[1] : own[0]) + __shfl_xor_sync(~0u, second ? own[0] : own[1], 8);
+#pragma unroll
+    for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+#pragma unroll
+    for (int q = 0; q < 2; ++q)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) dots[q][n] = __shfl_sync(~0u, sum, 16 * q + 8 * n);
+}
+
+// Which of this lane's elements of rows first, first + 1 stay: bit 8 p + i for the i-th of pack p. Neighbours share eight
+// draws, so a lane draws for both, of one of the rows.
+__device__ __forceinline__ void draw(u32 (&stays)[2], const PhiloxKey& key, u32 threshold, int first) {
+    const int lane = threadIdx.x % 32;
+    u32 bits = 0;
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const unsigned long long counter = (unsigned long long)(first + lane % 2) * (COLUMNS / 8) + 16 * p + lane / 2;
+        const uint4 drawn = philox(key, (u32)counter, (u32)(counter >> 32));
+        const u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (words[i] << 16 < threshold << 16) bits |= 1u << 8 * p + 2 * i;
+            if (words[i] < threshold << 16) bits |= 2u << 8 * p + 2 * i;
+        }
+    }
+    const u32 other = __shfl_xor_sync(~0u, bits, 1);
+    stays[0] = (lane % 2 ? other : bits) >> lane % 2 * 4;
+    stays[1] = (lane % 2 ? bits : other) >> lane % 2 * 4;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) dropout_add_norm_backward_pairs(
+    const scalar* h,        // (rows, COLUMNS)
+    const scalar* weight,   // (COLUMNS,), of WEIGHT
+    const float* mean,      // (rows,)
+    const float* rstd,      // (rows,)
+    const scalar* dnormed,  // (rows, COLUMNS), rows dnormed_step elements apart
+    const scalar* dh,       // (rows, COLUMNS), rows dh_step elements apart, of h as an output; null: zeros
+    scalar* __restrict__ dx,         // (rows, COLUMNS), of DROPOUT; else it is dresidual
+    scalar* __restrict__ dresidual,  // (rows, COLUMNS)
+    float* dweight,                  // (grid, COLUMNS) sums over this block's rows, of OF_WEIGHT
+    float* dbias,                    // (grid, COLUMNS), of OF_BIAS
+    float* dx_bias,                  // (grid, COLUMNS), of OF_X_BIAS
+    int rows,
+    long long dnormed_step,
+    long long dh_step,
+    unsigned int threshold,
+    float factor,
+    unsigned int seed_low,
+    unsigned int seed_high,
+    unsigned int stream,
+    unsigned int step,
+    const unsigned int* device_step) {
+    grid_dependency_wait();
+    const PhiloxKey key = philox_key(seed_low, seed_high, stream, step, device_step);
+    const int warp = threadIdx.x / 32, column = threadIdx.x % 32 * 4;
+    const int pairs = rows / 2 + rows % 2;
+    const auto share = [&](int block) { return (int)((long long)block * pairs / gridDim.x); };
+    Pack weights[PACKS];
+    if (WEIGHT)
+#pragma unroll
+        for (int p = 0; p < PACKS; ++p) weights[p] = load_pack(weight + column + 128 * p);
+    const auto weight_of = [&](float (&w)[4], int p) {
+        if constexpr (WEIGHT) weights[p].unpack(w);
+        else w[0] = w[1] = w[2] = w[3] = 1.f;
+    };
+    float sums[COUNT][PACKS][4] = {};
+
+#pragma unroll 1
+    for (int pair = share(blockIdx.x) + warp; pair < share(blockIdx.x + 1); pair += WARPS) {
+        Pack rows_h[2][PACKS], rows_dnormed[2][PACKS], rows_dh[2][PACKS];
+        float center[2], scale[2], deviations[2][PACKS][4], dots[2][2] = {};
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const long long row = 2 * pair + (2 * pair + q < rows ? q : 0);  // one twice, counted once, where rows are odd
+#pragma unroll
+            for (int p = 0; p < PACKS; ++p) {
+                const int at = column + 128 * p;
+                rows_h[q][p] = load_pack(h + row * COLUMNS + at);
+                rows_dnormed[q][p] = load_pack(dnormed + row * dnormed_step + at);
+                rows_dh[q][p] = dh ? load_pack(dh + row * dh_step + at) : Pack{};
+            }
+            center[q] = RMS ? 0.f : mean[row];
+            scale[q] = rstd[row];
+        }
+        u32 stays[2];
+        if (DROPOUT) draw(stays, key, threshold, 2 * pair);
+
+        // ---- sums over the row and over columns
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const bool there = q == 0 || 2 * pair + 1 < rows;
+            if (!RMS) center[q] += __shfl_sync(~0u, unpack_pair(scalar(), rows_h[q][0].words.x).x, 0);
+#pragma unroll
+            for (int p = 0; p < PACKS; ++p) {
+                float x[4], dy[4], w[4];
+                rows_h[q][p].unpack(x);
+                rows_dnormed[q][p].unpack(dy);
+                weight_of(w, p);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float deviation = x[i] - center[q], product = dy[i] * deviation;
+                    dots[q][0] = fmaf(dy[i], w[i], dots[q][0]);
+                    dots[q][1] = fmaf(product, w[i], dots[q][1]);
+                    if (OF_WEIGHT) sums[0][p][i] = fmaf(product, there ? scale[q] : 0.f, sums[0][p][i]);
+                    if (OF_BIAS) sums[BIAS_SUM][p][i] += there ? dy[i] : 0.f;
+                    deviations[q][p][i] = deviation;
+                }
+            }
+        }
+        warp_sums(dots);
+
+        // ---- rstd (g - mean(g) - normalized mean(g normalized)) with g = weight * dnormed
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const bool there = q == 0 || 2 * pair + 1 < rows;
+            const float slope = -scale[q] * scale[q] * scale[q] * dots[q][1] * (1.f / COLUMNS);
+            const float shift = RMS ? 0.f : -scale[q] * dots[q][0] * (1.f / COLUMNS);
+#pragma unroll
+            for (int p = 0; p < PACKS; ++p) {
+                float dy[4], w[4], more[4], out[4];
+                rows_dnormed[q][p].unpack(dy);
+                rows_dh[q][p].unpack(more);
+                weight_of(w, p);
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    out[i] = fmaf(dy[i] * w[i], scale[q], fmaf(deviations[q][p][i], slope, more[i] + shift));
+                const long long at = (2 * pair + q) * (long long)COLUMNS + column + 128 * p;
+                if (there) store_pack(dresidual + at, out);
+                if (DROPOUT) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) out[i] *= stays[q] & 1u << 8 * p + i ? factor : 0.f;
+                    if (there) store_pack(dx + at, out);
+                }
+                if (OF_X_BIAS)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) sums[X_BIAS_SUM][p][i] += there ? out[i] : 0.f;
+            }
+        }
+    }
+
+    // ---- sums of columns, over the warps in order
+    extern __shared__ float4 packs[];  // (WARPS, COUNT, COLUMNS / 4)
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n)
+#pragma unroll
+        for (int p = 0; p < PACKS; ++p)
+            packs[((warp * COUNT + n) * COLUMNS + column) / 4 + 32 * p] =
+                {sums[n][p][0], sums[n][p][1], sums[n][p][2], sums[n][p][3]};
+    __syncthreads();
+    for (int j = threadIdx.x; j < COUNT * COLUMNS; j += THREADS) {
+        float total = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) total += reinterpret_cast<const float*>(packs)[w * COUNT * COLUMNS + j];
+        const int n = j / COLUMNS;
+        float* const out = OF_WEIGHT && n == 0 ? dweight : OF_BIAS && n == BIAS_SUM ? dbias : dx_bias;
+        out[blockIdx.x * (long long)COLUMNS + j % COLUMNS] = total;
+    }
+    grid_launch_dependents();
+}
