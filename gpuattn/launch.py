@@ -47,7 +47,7 @@ class DependentLaunch:
         given = {*self.pointers, *(i for i, kind in enumerate(kinds) if kind in FORMATS)}
         self.structs = [i for i in range(len(kinds)) if i not in given]
         # where tensor maps lie among the parameters is the compiler's choice: each by its address
-        self.by_address = "TensorMap" in kinds
+        self.by_address = any(kind.startswith("TensorMap") for kind in kinds)
         self.layout = None
 
     def __call__(self, grid, block, args, shared_mem):

@@ -11,7 +11,7 @@ from gpuattn import arrays, kernels, launch
 from gpuattn.autodiff.product import Product
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
-from gpuattn.ops import attention_hopper_head, linear_hopper
+from gpuattn.ops import attention_hopper_head, linear_hopper, weight_gradients
 from gpuattn.ops import linear_dropout_add_norm as row_products
 from gpuattn.rng import Key
 
@@ -91,7 +91,7 @@ def test_the_driver_reads_what_cuda_h_lays_out(cuda):
 
 def test_parameters_with_tensor_maps_are_given_by_address(cuda, monkeypatch):
     """The compiler aligns maps to 64 bytes from a place that it chooses."""
-    kinds = ["TensorMap", "int", "scalar*", "TensorMap", "Problem"]
+    kinds = ["TensorMap", "int", "scalar*", "TensorMaps", "Problem"]
     sizes, seen = [128, 4, 8, 128, 12], []
 
     def driver_launch(config, function, parameters, extra):
@@ -158,6 +158,13 @@ def add_norm(x, residual, weight):
     return gpuattn.dropout_add_norm(x, residual, weight, p=0.1, seed=3)[0]
 
 
+def weight_gradients_of(x, y):
+    """Of weights of 256 x 384, parts of two matrices."""
+    places = [arrays.empty(x, (256, 384)) for _ in range(24)]
+    weight_gradients.launch_kernel([(x[:, :256], y[:, :384], place, False) for place in places])
+    return places
+
+
 def attention_gradients(dout, y):
     q, dout = (x.reshape(1, 80, 8, 64) for x in (y, dout))
     lse = y.view(np.float32).reshape(-1)[: q[..., 0].size].reshape(1, 8, 80)
@@ -198,6 +205,7 @@ CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
     "gelu, gradient of a product": lambda x, y, *_: linear_hopper.backward(
         Product(x, y.reshape(COLS, ROWS), None), y.reshape(-1, ROWS)[:ROWS], "gelu"
     ),
+    "weight_gradients": lambda x, y, *_: weight_gradients_of(x, y),
     "attention, gradient by whole heads": lambda x, y, *_: attention_gradients(x, y),
     "rotary": lambda x, *_: gpuattn.rotary(*x.reshape(2, -1, 8, 64)),
     "attention": lambda x, *_: gpuattn.flash_attention(

@@ -10,12 +10,12 @@ import math
 from gpuattn import arrays
 from gpuattn.arrays import as_array, check_floats, check_together, get_xp, wide
 from gpuattn.autodiff import tape
-from gpuattn.autodiff.aside import beside
+from gpuattn.autodiff.aside import beside, later
 from gpuattn.autodiff.product import Product
 from gpuattn.errors import problem
 from gpuattn.gemm import matmul, matmul_activated, matmul_and_sums
 from gpuattn.impls import Impl, Impls
-from gpuattn.ops import linear_hopper
+from gpuattn.ops import linear_hopper, weight_gradients
 from gpuattn.ops.bias_activation import activate, launch_backward, launch_forward, refuse_raw
 
 ASIDE_TILES = 200  # of 128 x 128 numbers of a weight's gradient: so many fill a GPU
@@ -148,6 +148,8 @@ def _backward_raw(saved, dy, *, needs, into, activation, fold=None):
     dx, _ = _product_gradients(x, weight, dz, dy, (ours, False), into)
     if sums is not None or not needs[1]:
         return dx, *(sums or (None, dbias))
+    if _later(_as_rows(x), dz, into[1]):
+        return dx, None, dbias
     with _aside(x, dz, places[:1]) as apart:
         share = ASIDE_SHARE if apart else 1
         _, dweight = _product_gradients(x, weight, dz, dy, (False, True), into, share)
@@ -159,10 +161,20 @@ def _takes_product(saved, product, index, *, needs, activation):
     return activation is not None and bias is None and linear_hopper.takes(product, z, activation)
 
 
+def _later(x, dz, slot):
+    """Return whether the weight's gradient will be computed together with others."""
+    if slot is None or _tiles(x, dz) >= ASIDE_TILES or not weight_gradients.takes(dz, x, slot[0]):
+        return False
+    return later(weight_gradients.launch, (dz, x, *slot), (dz, x), slot[0])
+
+
 def _aside(x, dz, places):
     """Return a context for the gradients of parameters: aside, unless they fill a GPU anyway."""
-    tiles = math.prod(-(-array.shape[-1] // 128) for array in (x, dz))
-    return beside((x, dz), places if tiles < ASIDE_TILES else (None,))
+    return beside((x, dz), places if _tiles(x, dz) < ASIDE_TILES else (None,))
+
+
+def _tiles(x, dz):
+    return math.prod(-(-array.shape[-1] // 128) for array in (x, dz))
 
 
 def _weight_and_bias_gradients(x, dz, into, share):

@@ -14,7 +14,7 @@ from gpuattn.ops.linear_cross_entropy import CHUNK_BYTES, LEAST_ROWS
 from gpuattn.optim import OPTIMIZERS
 from gpuattn.train.config import GPT2
 
-LIBRARY = 192 << 20  # what products work in, and what choosing their algorithms takes
+LIBRARY = 224 << 20  # what products work in, and what choosing their algorithms takes
 MARGIN = 0.1  # of what is free stays so: blocks of a pool do not fill it without gaps
 LEAST_UPDATES = 16  # an epoch
 MOST_TOKENS = 1 << 19  # an update: what GPT-2 was trained with
@@ -82,7 +82,9 @@ def _layer(c, itemsize, crosses):
     Attention: its normalized input d, queries d, keys and values, output d, the residual sum d;
     cross-attention the same, but for keys and values. The feed-forward network: normalized input
     and residual sum 2 d, hidden values f, and other activations than ReLU what they were made of.
-    Statistics are float32: a number for each head and query, two for each norm.
+    Statistics are float32: a number for each head and query, two for each norm. Weight gradients
+    that are put off keep inputs and gradients of products, where all else that a layer kept is
+    free again: about as much.
     """
     (width, keys, hidden), attentions = _widths(c), 1 + crosses
     made_of = {"relu": 0, "swiglu": 2}.get(c.activation, 1) * hidden

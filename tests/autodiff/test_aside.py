@@ -57,8 +57,8 @@ class _Event:
 
 
 class Array:
-    def __init__(self, ptr):
-        self.data, self.ptr = self, ptr
+    def __init__(self, ptr, nbytes=0):
+        self.data, self.ptr, self.nbytes = self, ptr, nbytes
 
 
 @pytest.fixture
@@ -112,6 +112,27 @@ def test_new_arrays_and_other_calls_stay_where_they_are(log):
     with aside.allowed(Array(0)), aside.beside([], [Array(1), None]):
         pass
     assert not log
+
+
+def test_what_is_put_off_runs_together(log):
+    """At the end, as soon as a place is asked for, and before too much is kept alive."""
+    runs, half = [], aside.MOST_BYTES // 2
+    assert not aside.later(runs.append, 0, [], Array(0))
+    with aside.allowed(Array(0)):
+        for n in (1, 2):
+            assert aside.later(runs.append, n, [], Array(n))
+        aside.settle(Array(3))
+        assert not runs
+        aside.settle(Array(2))
+        assert runs == [[1, 2]]
+        for n in (3, 4, 5):
+            aside.later(runs.append, n, [Array(9, half)], Array(n))
+        assert runs == [[1, 2], [3, 4]]
+    assert runs == [[1, 2], [3, 4], [5]]
+    with contextlib.suppress(ZeroDivisionError), aside.allowed(Array(0)):
+        aside.later(runs.append, 6, [], Array(6))
+        raise ZeroDivisionError
+    assert len(runs) == 3
 
 
 @pytest.mark.parametrize("kind", ["translation", "tied", "gpt2"])

@@ -45,6 +45,7 @@ from gpuattn.ops import (
     linear_dropout_add_norm,
     linear_hopper,
     norm_launch,
+    weight_gradients,
 )
 
 HERE = Path(__file__).parent
@@ -63,6 +64,7 @@ MODULES = (
     linear_dropout_add_norm,
     linear_hopper,
     norm_launch,
+    weight_gradients,
 )
 COMPILE = ("g++", "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{HERE}")
 PROBE = (

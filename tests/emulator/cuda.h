@@ -149,6 +149,7 @@ void st_global_b32(u64 address, int x);
 void ld_acquire_gpu_global_b32(int& x, const int* from);
 void red_release_gpu_global_add_s32(int* to);
 void ld_acquire_gpu_global_u32(u32& x, const u32* from);
+inline void st_release_gpu_global_b32(int* to, int x) { *to = x; }
 inline void st_release_gpu_global_u32(u32* to, u32 x) { *to = x; }
 inline void red_global_add_v4_f32(float* to, float x, float y, float z, float w) {
     to[0] += x, to[1] += y, to[2] += z, to[3] += w;
@@ -168,18 +169,22 @@ void bar_red_or_pred(u32 x, int id, int threads, u32& any);
 inline void setmaxnreg_dec_sync_aligned_u32(int = 0) {}
 inline void setmaxnreg_inc_sync_aligned_u32(int = 0) {}
 
-// ---- clusters, here of one block
-inline void barrier_cluster_arrive() {}
-inline void barrier_cluster_wait() {}
-inline void mapa_shared_cluster_u32(u32& there, u32 here, int) { there = here; }
-inline void st_shared_cluster_v2_f32(u32 address, float x, float y) {
-    const float v[] = {x, y};
-    store(address, v, 8);
-}
+// ---- clusters: an address of another block has its rank in the bits above
+void mov_u32(int& rank);
+void barrier_cluster_arrive();
+void barrier_cluster_wait();
+inline void barrier_cluster_arrive_relaxed() { barrier_cluster_arrive(); }
+inline void barrier_cluster_wait_acquire() { barrier_cluster_wait(); }
+inline void mapa_shared_cluster_u32(u32& there, u32 here, int rank) { there = here | (rank + 1) << 24; }
+void mbarrier_arrive_shared_cluster_b64(u32 bar);
+void st_shared_cluster_v2_f32(u32 address, float x, float y);
+void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, u32 bar);
 
 // ---- the copy engine
 void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(
     u32 dst, const void* map, int column, int row, int head, int batch, u32 bar, u64 hint);
+void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_multicast_cluster(
+    u32 dst, const void* map, int column, int row, int head, int batch, u32 bar, unsigned short ranks);
 void cp_async_bulk_tensor_4d_global_shared_cta_bulk_group(
     const void* map, int column, int row, int head, int batch, u32 src);
 inline void prefetch_tensormap(const void*) {}

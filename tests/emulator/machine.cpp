@@ -20,7 +20,9 @@ static std::function<void()> body;
 static std::mt19937 numbers;
 static std::vector<TaskPtr> tasks;
 static std::vector<std::unique_ptr<Block>> blocks;
+static std::map<unsigned, Cluster> clusters;
 static long steps;
+unsigned cluster_size;
 
 unsigned draw(unsigned below) { return numbers() % below; }
 
@@ -33,6 +35,13 @@ void fail(const char* format, ...) {
     va_end(list);
     message = text;
     _longjmp(failure, 1);
+}
+
+Cluster& cluster() { return clusters[me->block->number / cluster_size]; }
+Block& block_of_cluster(unsigned rank) {
+    for (auto& block : blocks)
+        if (block->number == me->block->number / cluster_size * cluster_size + rank) return *block;
+    fail("block %u of its cluster has ended", rank);
 }
 
 // ---- fibers
@@ -163,8 +172,9 @@ static void report_deadlock() {
 static void run_blocks(unsigned grid, unsigned threads, unsigned resident, size_t shared_bytes) {
     const unsigned choices[] = {2, 20, 500}, laziness = choices[draw(3)];  // of the hardware
     for (unsigned started = 0, misses = 0; started < grid || !blocks.empty();) {
-        if (blocks.size() < resident && started < grid)
-            blocks.push_back(make_block(started++, threads, shared_bytes));
+        if (blocks.size() + cluster_size <= resident && started < grid)
+            for (unsigned rank = 0; rank < cluster_size; ++rank)
+                blocks.push_back(make_block(started++, threads, shared_bytes));
         if (!tasks.empty() && !draw(laziness)) advance_one();
         const unsigned n = draw(blocks.size());
         Block& b = *blocks[n];
@@ -186,8 +196,9 @@ static void run_blocks(unsigned grid, unsigned threads, unsigned resident, size_
     while (!tasks.empty()) advance_one();
 }
 // Runs a grid, `resident` blocks at a time; returns null, or what went wrong.
-const char* launch(unsigned grid, unsigned threads, unsigned resident, size_t shared_bytes, unsigned seed,
-                   std::function<void()> kernel) {
+const char* launch(unsigned grid, unsigned threads, unsigned size_of_cluster, unsigned resident, size_t shared_bytes,
+                   unsigned seed, std::function<void()> kernel) {
+    cluster_size = size_of_cluster, clusters.clear();
     body = kernel, gridDim = {grid, 1, 1}, steps = 0, me = nullptr;
     numbers.seed(seed);
     tasks.clear(), blocks.clear();

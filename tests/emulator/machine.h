@@ -38,6 +38,7 @@ struct Thread {
     u32 address, value;              // of what it waits for, for the report
     std::vector<std::pair<u32, u32>> unfenced;        // what it stored since its last fence: word, state
     std::vector<std::vector<TaskPtr>> copies = {{}};  // bulk groups; the last one is open
+    long meeting = -1;               // of the cluster, that it arrived at and has not waited for
     jmp_buf here;
     ucontext_t start;
     std::vector<char> stack;
@@ -78,6 +79,7 @@ struct NamedBarrier {
     long meetings = 0;
     bool any[3] = {};  // whether somebody said yes, at the last meeting, this one and the next
 };
+struct Cluster { unsigned arrived = 0; long meetings = 0; };
 struct Word { unsigned writer = 0, state = 0; };  // of shared memory: 1 + who stored it unfenced; how often it changed
 
 struct Block {
@@ -109,6 +111,9 @@ extern Thread* me;
 unsigned draw(unsigned below);  // a random number
 void give_way();
 TaskPtr begin(std::vector<std::function<void()>> stages, TaskPtr after = nullptr);
+Block& block_of_cluster(unsigned rank);  // this one's
+Cluster& cluster();
+extern unsigned cluster_size;
 
 template <typename F> void wait_until(F condition, const char* what, u32 address = 0, u32 value = 0) {
     me->condition = &condition, me->waits_for = what, me->address = address, me->value = value;

@@ -135,6 +135,34 @@ void mbarrier_try_wait_parity_shared_cta_b64(u32 bar, u32 parity, u32& done) {
     wait_until([&b, parity] { return b.phase % 2 != parity; }, "mbarrier and parity", bar, parity);
     done = 1;
 }
+void mov_u32(int& rank) { rank = me->block->number % cluster_size; }
+void mbarrier_arrive_shared_cluster_b64(u32 bar) {
+    sometimes_give_way();
+    arrive(block_of_cluster((bar >> 24) - 1), bar & 0xffffff, 1, 0);
+}
+void st_shared_cluster_v2_f32(u32 address, float x, float y) {
+    const float v[] = {x, y};
+    block_of_cluster((address >> 24) - 1).store(*me, address & 0xffffff, v, 8);
+}
+void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, u32 bar) {
+    Block* const block = &block_of_cluster((address >> 24) - 1);
+    begin({[=] {
+        memcpy(block->at(address & 0xffffff, 4, 4), &x, 4);
+        arrive(*block, bar & 0xffffff, 0, 4);
+    }})->block = block;
+}
+void barrier_cluster_arrive() {
+    sometimes_give_way();
+    Cluster& c = cluster();
+    if (me->meeting >= 0) fail("arrives twice at the barrier of its cluster");
+    me->meeting = c.meetings;
+    if (++c.arrived == cluster_size * me->block->threads.size()) c.arrived = 0, ++c.meetings;
+}
+void barrier_cluster_wait() {
+    const Cluster& c = cluster();
+    wait_until([&c, now = me->meeting] { return c.meetings != now; }, "barrier of the cluster");
+    me->meeting = -1;
+}
 static void arrive_at_named(int id, int threads) {
     NamedBarrier& b = me->block->named[id];
     if (b.arrived.empty()) b.expected = threads;
@@ -178,17 +206,15 @@ struct Map {  // written by __init__.py
     }
 };
 static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
-static void expect_later(u32 dst, u32 bytes) {
-    me->block->check_not_read(dst, bytes);
-    memset(me->block->for_hardware(dst, bytes), 0xff, bytes);
+static void expect_later(Block& block, u32 dst, u32 bytes) {
+    block.check_not_read(dst, bytes);
+    memset(block.for_hardware(dst, bytes), 0xff, bytes);
 }
-void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(
-    u32 dst, const void* map, int column, int row, int head, int batch, u32 bar, u64) {
+static void load_box(Block* block, u32 dst, const void* map, int column, int row, int head, int batch, u32 bar) {
     const Map m = *(const Map*)map;
     const u32 bytes = m.box_rows * 128;
-    Block* const block = me->block;
     if (dst % 1024) fail("a tile at %u, which is no multiple of 1024", dst);
-    expect_later(dst, bytes);
+    expect_later(*block, dst, bytes);
     begin({[=] {
         for (int r = 0; r < m.box_rows; ++r)
             for (int c = 0; c < 64; ++c) {
@@ -197,12 +223,21 @@ void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2
                 if (from) memcpy(to, from, 2); else memset(to, 0, 2);
             }
         arrive(*block, bar, 0, bytes);
-    }});
+    }})->block = block;
+}
+void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(
+    u32 dst, const void* map, int column, int row, int head, int batch, u32 bar, u64) {
+    load_box(me->block, dst, map, column, row, head, batch, bar);
+}
+void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_multicast_cluster(
+    u32 dst, const void* map, int column, int row, int head, int batch, u32 bar, unsigned short ranks) {
+    for (unsigned rank = 0; rank < cluster_size; ++rank)
+        if (ranks >> rank & 1) load_box(&block_of_cluster(rank), dst, map, column, row, head, batch, bar);
 }
 void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 dst, const void* src, u32 bytes, u32 bar) {
     Block* const block = me->block;
     if ((u64)src % 16 || bytes % 16) fail("a bulk copy of %u bytes from %p", bytes, src);
-    expect_later(dst, bytes);
+    expect_later(*block, dst, bytes);
     begin({[=] {
         memcpy(&block->memory[dst], src, bytes);
         arrive(*block, bar, 0, bytes);

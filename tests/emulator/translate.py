@@ -7,14 +7,14 @@ TOKEN = r'"(?:\\.|[^"\\])*"'
 LAUNCH = """
 extern "C" const char* launch_{name}(unsigned grid, unsigned threads, unsigned resident,
                                      size_t shared_bytes, unsigned seed, void** x) {{
-    return machine::launch(grid, threads, resident, shared_bytes, seed, [x] {{
+    return machine::launch(grid, threads, {cluster}, resident, shared_bytes, seed, [x] {{
         {name}({arguments});
     }});
 }}"""
 HEAD = """#include "cuda.h"
 #include <functional>
 namespace machine {
-const char* launch(unsigned, unsigned, unsigned, size_t, unsigned, std::function<void()>);
+const char* launch(unsigned, unsigned, unsigned, unsigned, size_t, unsigned, std::function<void()>);
 }"""
 
 
@@ -42,7 +42,8 @@ def translate(text, signatures):
     )
     for name, parameters in signatures.items():
         arguments = ", ".join(f"*({kind}*)x[{n}]" for n, (kind, _) in enumerate(parameters))
-        text += LAUNCH.format(name=name, arguments=arguments)
+        cluster = re.search(rf"__cluster_dims__\((\w+),[^)]*\)\s*{name}\(", text)
+        text += LAUNCH.format(name=name, arguments=arguments, cluster=cluster[1] if cluster else 1)
     return text
 
 
@@ -65,7 +66,8 @@ def _call(inside):
     given = [operand for section in sections[1:3] for operand in _operands(section)]
     operands = [given[int(n)] for n in re.findall(r"%(\d+)", template)]
     steps = [step.split()[0] for step in template.strip("{} ").split(";") if step.strip(" }")]
-    code = next(step for step in steps if not re.match(r"\.reg|setp|selp|mov\.", step))
+    aside = re.compile(r"\.reg|setp|selp|mov\.")
+    code = next((step for step in steps if not aside.match(step)), steps[0])
     if found := re.match(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)", code):
         is_f16 = str(found[2] == "f16").lower()
         return f"wgmma_mma_async<{found[1]}>({', '.join([is_f16, *operands])})"
