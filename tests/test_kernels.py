@@ -18,7 +18,11 @@ from gpuattn.errors import KernelCompileError
 
 REQUIRED = "nvrtc" in os.environ.get("GPUATTN_REQUIRE", "")
 EVERYWHERE = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100"}
-IN_PARTS = {"linear_dropout_add_norm": "dropout_add_norm"}  # whose forms do it elsewhere
+IN_PARTS = {  # whose forms do it elsewhere
+    "linear_dropout_add_norm": "dropout_add_norm",
+    "linear_gelu": "bias_activation",
+    "gelu_slopes": "bias_activation",
+}
 LIBRARY = {"weight_gradients"}  # what a library does elsewhere
 
 

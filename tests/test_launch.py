@@ -11,7 +11,7 @@ from gpuattn import arrays, kernels, launch
 from gpuattn.autodiff.product import Product
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
-from gpuattn.ops import attention_hopper_head, linear_hopper, weight_gradients
+from gpuattn.ops import attention_hopper_head, linear_gelu_hopper, linear_hopper, weight_gradients
 from gpuattn.ops import linear_dropout_add_norm as row_products
 from gpuattn.rng import Key
 
@@ -207,6 +207,13 @@ CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
     ),
     "weight_gradients": lambda x, y, *_: weight_gradients_of(x, y),
     "attention, gradient by whole heads": lambda x, y, *_: attention_gradients(x, y),
+    "linear, gelu": lambda x, y, *_: linear_gelu_hopper.forward(x, y),
+    "linear, gelu, gradient of a product": lambda x, y, *_: linear_gelu_hopper.backward(
+        Product(x, y.reshape(COLS, ROWS), None), linear_gelu_hopper.forward(x, y)[1]
+    ),
+    "linear, gelu, gradient": lambda x, y, *_: linear_gelu_hopper.backward_alone(
+        x[:, :ROWS].copy(), linear_gelu_hopper.forward(x, y)[1]
+    ),
     "rotary": lambda x, *_: gpuattn.rotary(*x.reshape(2, -1, 8, 64)),
     "attention": lambda x, *_: gpuattn.flash_attention(
         *[x.reshape(1, 160, 4, 64)] * 3, causal=True

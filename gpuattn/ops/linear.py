@@ -3,6 +3,7 @@
 The product is a library's (``gpuattn/gemm.py``), which adds the bias and applies the activation as
 it writes; where it cannot, they are one more kernel, ``rawkernels/bias_activation.cu``. In the
 gradient of two layers the activation between them comes with the product (``linear_hopper.py``).
+On Hopper a layer with GELU and no bias keeps slopes for that (``linear_gelu_hopper.py``).
 """
 
 import math
@@ -15,7 +16,7 @@ from gpuattn.autodiff.product import Product
 from gpuattn.errors import problem
 from gpuattn.gemm import matmul, matmul_activated, matmul_and_sums
 from gpuattn.impls import Impl, Impls
-from gpuattn.ops import linear_hopper, weight_gradients
+from gpuattn.ops import linear_gelu_hopper, linear_hopper, weight_gradients
 from gpuattn.ops.bias_activation import activate, launch_backward, launch_forward, refuse_raw
 
 ASIDE_TILES = 200  # of 128 x 128 numbers of a weight's gradient: so many fill a GPU
@@ -109,6 +110,10 @@ def _product_gradients(x, weight, dz, dy, needs, into, share=1):
 
 def _forward_raw(x, weight, bias, *, needs, activation):
     rows, shape = _as_rows(x), (*x.shape[:-1], len(weight))
+    slopes = activation == "gelu" and bias is None and any(needs)
+    if slopes and linear_gelu_hopper.takes(rows, weight):
+        y, codes = linear_gelu_hopper.forward(rows, weight)
+        return y.reshape(shape), _kept(x, weight, needs, codes, None)
     z = None
     if activation == "gelu" and any(needs):
         z = arrays.empty(x, (len(rows), len(weight)))
@@ -131,7 +136,13 @@ def _forward_raw(x, weight, bias, *, needs, activation):
 
 def _backward_raw(saved, dy, *, needs, into, activation, fold=None):
     x, weight, z, bias = saved
-    if isinstance(dy, Product):
+    if linear_gelu_hopper.are_codes(z):
+        if isinstance(dy, Product):
+            dz = linear_gelu_hopper.backward(dy, z)
+        else:
+            dz = linear_gelu_hopper.backward_alone(_as_rows(dy), z)
+        activation = None
+    elif isinstance(dy, Product):
         dz, activation = linear_hopper.backward(dy, z, activation), None
     else:
         dz = get_xp(dy).ascontiguousarray(_as_rows(dy))
@@ -158,6 +169,8 @@ def _backward_raw(saved, dy, *, needs, into, activation, fold=None):
 
 def _takes_product(saved, product, index, *, needs, activation):
     _, _, z, bias = saved
+    if linear_gelu_hopper.are_codes(z):
+        return linear_gelu_hopper.takes_product(product)
     return activation is not None and bias is None and linear_hopper.takes(product, z, activation)
 
 

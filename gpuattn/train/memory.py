@@ -81,7 +81,8 @@ def _layer(c, itemsize, crosses):
 
     Attention: its normalized input d, queries d, keys and values, output d, the residual sum d;
     cross-attention the same, but for keys and values. The feed-forward network: normalized input
-    and residual sum 2 d, hidden values f, and other activations than ReLU what they were made of.
+    and residual sum 2 d, hidden values f, and other activations than ReLU what they were made of
+    (GELU keeps half of that on Hopper where it has no bias, which is not counted).
     Statistics are float32: a number for each head and query, two for each norm. Weight gradients
     that are put off keep inputs and gradients of products, where all else that a layer kept is
     free again: about as much.

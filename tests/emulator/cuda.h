@@ -116,6 +116,14 @@ inline void max_NaN_bf16x2(u32& y, u32 a, u32 b) { y = lesser_pair(a, b, -1, wid
 inline void min_NaN_f16x2(u32& y, u32 a, u32 b) { y = lesser_pair(a, b, 1, widen_f16); }
 inline void max_NaN_f16x2(u32& y, u32 a, u32 b) { y = lesser_pair(a, b, -1, widen_f16); }
 inline void rcp_approx_ftz_f32(float& y, float x) { y = 1 / x; }
+inline void fma_rn_bf16x2(u32& y, u32 a, u32 b, u32 c) {
+    cvt_rn_bf16x2_f32(y, widen_bf16(a >> 16) * widen_bf16(b >> 16) + widen_bf16(c >> 16),
+                      widen_bf16(a) * widen_bf16(b) + widen_bf16(c));
+}
+inline void fma_rn_f16x2(u32& y, u32 a, u32 b, u32 c) {
+    cvt_rn_f16x2_f32(y, widen_f16(a >> 16) * widen_f16(b >> 16) + widen_f16(c >> 16),
+                     widen_f16(a) * widen_f16(b) + widen_f16(c));
+}
 
 // ---- shared memory
 void load(u32 address, void* to, u32 bytes);
@@ -146,6 +154,14 @@ template <typename T> T __ldcg(const T* from) { return *from; }
 template <typename T> void __stcg(T* to, T x) { *to = x; }
 inline void __threadfence() {}
 void st_global_b32(u64 address, int x);
+inline void st_global_cs_v4_b32(void* to, u32 x, u32 y, u32 z, u32 w) {
+    u32* at = (u32*)to;
+    at[0] = x, at[1] = y, at[2] = z, at[3] = w;
+}
+inline void ld_global_cs_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from) {
+    const u32* at = (const u32*)from;
+    x = at[0], y = at[1], z = at[2], w = at[3];
+}
 void ld_acquire_gpu_global_b32(int& x, const int* from);
 void red_release_gpu_global_add_s32(int* to);
 void ld_acquire_gpu_global_u32(u32& x, const u32* from);
