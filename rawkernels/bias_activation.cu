@@ -7,6 +7,7 @@
 //            rows, BLOCK / lanes at a time, so that sums over them have a fixed order; forward just ROWS for a thread.
 //            swiglu: rows of x are (gate, up), each of `cols`, and so are bias and dx.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/gelu.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/pack.cuh"
 #include "common/philox.cuh"
@@ -19,17 +20,8 @@ constexpr int ROWS = 2 / PARTS;                 // that a thread reads at a time
 constexpr int RESIDENT = VECTOR ? 8 / (int)sizeof(scalar) / PARTS : 1;
 
 constexpr float LOG2E = 1.4426950409f;
-constexpr float TANH_INNER = 0.7978845608f;  // sqrt(2 / pi)
-constexpr float TANH_CUBIC = 0.044715f;
-constexpr float EXPONENT = -2.f * LOG2E * TANH_INNER;
 constexpr float SQRT_HALF = 0.7071067812f;
 constexpr float DENSITY = 0.3989422804f;  // 1 / sqrt(2 pi)
-
-__device__ inline float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // 1 / (1 + 2^x), and that of -x: both to the last digits. Where 2^x is infinite `shut` is wrong, but only multiplies 0.
 struct Gate { float open, shut; };

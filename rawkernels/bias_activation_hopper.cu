@@ -9,7 +9,9 @@
 // and keeps it in registers beside the sums of its next tile. Those are made by wgmma, which runs by itself; in the meantime
 // the warpgroup finishes what it keeps, 16 columns at a time, evenly over the first SPREAD stages: it takes 16 x 16 numbers
 // of `before` out of shared memory and puts the result there in their place, from where the copy engine stores them.
+#include "common/gelu.cuh"
 #include "common/grid_dependency.cuh"
+#include "common/product_tiles.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
@@ -25,18 +27,7 @@ constexpr int STAGE_FULL = 0, STAGE_EMPTY = 64, SLOT_FULL = 128, SLOT_EMPTY = 19
 constexpr int STAGE = 1024, SLOT = STAGE + STAGES * STAGE_BYTES;  // a warpgroup's slots follow each other
 [[maybe_unused]] constexpr int SHARED = 1024 + SLOT + 2 * SLOTS * SLAB;
 
-struct Problem { int rows, columns, depth; };  // out is rows x columns
-
 // ---- slopes
-constexpr float TANH_INNER = 0.7978845608f, TANH_CUBIC = 0.044715f;  // sqrt(2 / pi)
-constexpr float EXPONENT = -2.f * 1.4426950409f * TANH_INNER;
-constexpr float STEEP = 2.f * TANH_INNER, STEEP_CUBIC = 6.f * TANH_INNER * TANH_CUBIC;
-
-__device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 // Two numbers brought to -7 .. 7, beyond which the slope of GELU is 0 or 1 within 4e-14; NaN stays.
 __device__ __forceinline__ u32 clamp_pair(bf16, u32 x) {
     asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(0x40e040e0));
@@ -61,16 +52,7 @@ __device__ __forceinline__ u32 times_slopes(u32 product, u32 before) {
     return pack_pair(scalar(), d.x * slope(x.x), d.y * slope(x.y));
 }
 
-// ---- tiles, in rows of tiles, one after the other to each block
-struct Tiles {
-    int across, count;
-    __device__ __forceinline__ Tiles(const Problem& p) {
-        across = (p.columns + COLUMNS - 1) / COLUMNS;
-        count = (p.rows + ROWS - 1) / ROWS * across;
-    }
-    __device__ __forceinline__ int row(int tile) const { return tile / across * ROWS; }
-    __device__ __forceinline__ int column(int tile) const { return tile % across * COLUMNS; }
-};
+using Tiles = ProductTiles<ROWS, COLUMNS>;
 // A place in a ring, and the parity of the round.
 template <int SIZE> struct Ring {
     int at = 0;
@@ -78,13 +60,8 @@ template <int SIZE> struct Ring {
     __device__ __forceinline__ void next() { if (++at == SIZE) at = 0, parity ^= 1; }
     __device__ __forceinline__ int before() const { return (at ? at : SIZE) - 1; }
 };
-__device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
 
 // ---- what the warpgroups do
-__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-}
 // The sums of a stage begin, or go on.
 __device__ __forceinline__ void multiply(float (&sum)[COLUMNS / 2], u32 shared, int w, const Ring<STAGES>& ring,
                                          bool add) {

@@ -60,7 +60,6 @@ __device__ __forceinline__ int last_seeing(const Attention& a, int j, int blocks
 
 struct Head { int number, head; };
 __device__ __forceinline__ Head head_at(const Attention& a, int index) { return {index / a.heads, index % a.heads}; }
-__device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
 
 // ---- rows and words: what a warp does for 16 rows of a block
 // A lane has the chunks lane % 4 and 4 more of rows lane / 4 and 8 more, the second chunk first in odd rows: so shared

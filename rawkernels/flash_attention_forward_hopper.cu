@@ -70,7 +70,6 @@ constexpr int K = OUT + WARPGROUPS * Q_BYTES, V = K + STAGES * KV_BYTES, BIASES 
 constexpr int WORDS = BIASES + STAGES * BIAS_BYTES;
 static_assert(SHARED_BYTES <= 232448, "flash_attention_forward_hopper.cu: the tiles do not fit in shared memory");
 
-__device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
 template <int ROWS, int COUNT> __device__ __forceinline__ void load_slabs(u32 tile, const TensorMap& map, u32 bar, int column,
                                                                           int row, int head, int batch, u64 hint,
                                                                           int rows = ROWS, int more = 0) {

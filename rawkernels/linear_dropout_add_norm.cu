@@ -114,10 +114,6 @@ enum { CONSUMERS_MEET = 1, ALL_DRAWN = 2 };  // named barriers
 constexpr int DRAWERS = 96, ALL = P::THREADS - 32, DEEP = 1024;  // inputs from which on all draw
 constexpr int FACTOR = 512;  // where dropout's factor is
 
-__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-}
 // A vector to shared memory, so that a lane's pairs of 32 columns are 16 bytes; without one, `fill`.
 __device__ __forceinline__ void fetch_vector(u32 to, const scalar* vector, float fill) {
     for (int i = threadIdx.x; i < COLUMNS / 2; i += P::CONSUMERS) {

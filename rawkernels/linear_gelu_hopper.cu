@@ -10,6 +10,7 @@
 // tiles, 64 of the sum in each of HELD places. The slopes' codes go straight from registers to memory and back.
 #include "common/gelu_slopes.cuh"
 #include "common/grid_dependency.cuh"
+#include "common/product_tiles.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
@@ -24,19 +25,7 @@ constexpr int STAGE_FULL = 0, STAGE_EMPTY = 64, HELD_FULL = 128;
 constexpr int STAGE = 1024, WEIGHT = STAGE + STAGES * STAGE_BYTES, OUT = WEIGHT + HELD * B_BYTES;
 [[maybe_unused]] constexpr int SHARED = 1024 + OUT + 8 * SLOTS * SLOT;
 
-struct Problem { int rows, columns, depth; };  // out is rows x columns
-
-// In rows of tiles, one after the other to each block; if HELD all of a block in one column.
-struct Tiles {
-    int across, count;
-    __device__ __forceinline__ Tiles(const Problem& p) {
-        across = (p.columns + COLUMNS - 1) / COLUMNS;
-        count = (p.rows + ROWS - 1) / ROWS * across;
-    }
-    __device__ __forceinline__ int row(int tile) const { return tile / across * ROWS; }
-    __device__ __forceinline__ int column(int tile) const { return tile % across * COLUMNS; }
-};
-__device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
+using Tiles = ProductTiles<ROWS, COLUMNS>;  // if HELD all of a block in one column
 
 // The sums of a stage begin, or go on.
 __device__ __forceinline__ void multiply(float (&sum)[PARTS][COLUMNS / 2], u32 a, u32 b, bool add) {

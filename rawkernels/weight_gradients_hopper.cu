@@ -77,7 +77,7 @@ __device__ __forceinline__ void tma_load_pair(u32 dst, const TensorMap& map, u32
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
                  :: "r"(dst), "l"(&map), "r"(bar), "r"(column), "r"(row), "r"(0), "r"(0), "h"((unsigned short)3) : "memory");
 }
-__device__ __forceinline__ void release(u32 bar) {  // in both blocks, once a warp
+__device__ __forceinline__ void release_both(u32 bar) {  // in both blocks, once a warp
     if (threadIdx.x % 32 > 1) return;
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(address_in(bar, threadIdx.x % 32)) : "memory");
 }
@@ -216,13 +216,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                         c[n], place + own, place + A_BYTES + n * (PART / 64) * SLAB, k > from);
                 wgmma_commit();
                 wgmma_wait<1>();
-                if (k > from) release(shared + EMPTY + 8 * before.stage);
+                if (k > from) release_both(shared + EMPTY + 8 * before.stage);
                 before = ring;
                 ring.next();
             }
             wgmma_wait<0>();
             hold(c[0]); hold(c[1]);
-            release(shared + EMPTY + 8 * before.stage);
+            release_both(shared + EMPTY + 8 * before.stage);
 
             if (from > 0) {
                 float4* const slot = workspace + (long long)blockIdx.x * ALL_QUADS + threadIdx.x;
@@ -251,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                         d[2] += __uint_as_float(x.z), d[3] += __uint_as_float(x.w);
                     }
                     __syncwarp();
-                    release(shared + EMPTY + 8 * ring.stage);
+                    release_both(shared + EMPTY + 8 * ring.stage);
                 }
             }
             const Tile tile = tile_at(problem, group * 2 * TEAM + member);

@@ -64,11 +64,6 @@ template <int R> __device__ __forceinline__ void hide_below(float (&s)[R], int l
     for (int e = 0; e < R; ++e) if (column_of(e) < (row_of(e) ? low1 : low0)) s[e] = NEG_INF;
 }
 
-__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-}
-
 __device__ __forceinline__ u32 load_shared_pair(u32 address) {  // two bytes
     unsigned short x;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");

@@ -63,7 +63,6 @@ struct Ring {
     u32 stage = 0, parity = 0;
     __device__ __forceinline__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
 };
-__device__ __forceinline__ void release(u32 bar) { if (threadIdx.x % 32 == 0) mbar_arrive(bar); }  // once a warp
 
 // The tile of a round: while one is computed the next is loaded.
 __device__ __forceinline__ u32 tile_of(const Shared& m, u32 round) { return m.tiles + (round & 1) * (int)sizeof(Tile); }
@@ -195,12 +194,4 @@ template <int R> __device__ __forceinline__ void add_to_memory(float* to, const 
     for (int i = 0; i < R; i += 4)
         asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                      :: "l"(to + i * 128), "f"(d[i]), "f"(d[i + 1]), "f"(d[i + 2]), "f"(d[i + 3]) : "memory");
-}
-__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }

@@ -3,18 +3,11 @@
 // number: of bf16 164 + 256 slope, of f16 1050 + 200 slope, both rounded. So 0 and 1 are exact; a slope, -0.13 to 1.13, is
 // off by 1/256 at most in bf16 (1/512 below 0.36), 1/400 in f16; what is no number becomes some slope.
 // Codes of 64 rows x 32 columns lie together, 16 of each thread, in the order of its accumulators (wgmma.cuh).
+#include "common/gelu.cuh"
 #include "common/tile.cuh"
 
-constexpr float TANH_INNER = 0.7978845608f, TANH_CUBIC = 0.044715f;  // sqrt(2 / pi)
-constexpr float EXPONENT = -2.f * 1.4426950409f * TANH_INNER;
-constexpr float STEEP = 2.f * TANH_INNER, STEEP_CUBIC = 6.f * TANH_INNER * TANH_CUBIC;
 constexpr int CODES = 16, CODE_BLOCK = 128 * CODES;  // bytes of a thread and of 64 rows x 32 columns
 
-__device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ u32 fma_pair(bf16, u32 a, u32 b, u32 c) {
     u32 y;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));

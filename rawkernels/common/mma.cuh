@@ -1,5 +1,5 @@
 #pragma once
-// Matrix products of one warp (sm_80 and up): cp.async, ldmatrix and mma.sync as one wrapper per instruction.
+// Matrix products of one warp (sm_80 and up): cp.async and mma.sync as one wrapper per instruction; where ldmatrix reads.
 // Operands lie in tiles (tile.cuh) on 128-byte boundaries.
 //
 // Floats as tf32 (10 bits of mantissa): d (16 x 8) += a (16 x 8) b (8 x 8). Lane holds
@@ -37,14 +37,6 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
 //   tile is a as [k][row]:     ldmatrix_transposed at crossed
 //   tile is b as [column][k]:  ldmatrix            at crossed
 //   tile is b as [k][column]:  ldmatrix_transposed at straight
-__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-}
 // What this lane passes for the 16 x 16 numbers at (0, 0) of a tile.
 __device__ __forceinline__ u32 straight(u32 tile) {
     const int lane = threadIdx.x % 32;

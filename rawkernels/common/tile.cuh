@@ -39,7 +39,15 @@ __device__ __forceinline__ float2 unpack_pair(f16, u32 x) {
     return y;
 }
 
-// The inverse of ldmatrix (mma.cuh); sm_90 and up.
+// 16 x 16 numbers of a tile to or from pairs of a warp: mma.cuh says whose. stmatrix: sm_90 and up.
+__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
 __device__ __forceinline__ void stmatrix(u32 address, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
