@@ -6,6 +6,7 @@ import math
 import numpy as np
 from checks import dtype_of
 
+from gpuattn.arrays import BFLOAT16
 from gpuattn.rng import Key
 
 INF, NAN = float("inf"), float("nan")
@@ -262,3 +263,20 @@ def place(xp, x, layout):
         return x
     view[...] = x
     return view
+
+
+def whole_head_arguments(
+    xp, *, B=2, T=256, S=None, H=6, D=64, Dv=64, Hk=None, growth=1, **changes,
+):  # fmt: skip
+    """Return q, k, v and six more, and parameters. The last key is ``growth`` times as long."""
+    rows, S = np.random.default_rng(0), T if S is None else S
+    shapes = (B, T, H, D), (B, S, Hk or H, D), (B, S, Hk or H, Dv)
+    q, k, v = (rows.standard_normal(shape, np.float32) for shape in shapes)
+    k *= np.linspace(1, growth, S, dtype=np.float32)[:, None, None]
+    names = "bias", "key_lengths", "cu_q", "cu_k", "slopes", "sink"
+    extras = [changes.pop(name, None) for name in names]
+    params = {
+        "window": (None, 0), "align": "bottom_right", "scale": D**-0.5, "softcap": None,
+        "dropout_p": 0.0, "key": None, "max_seqlen_q": T, "max_seqlen_k": S, "deterministic": False,
+    }  # fmt: skip
+    return [*(xp.asarray(x.astype(BFLOAT16)) for x in (q, k, v)), *extras], params | changes

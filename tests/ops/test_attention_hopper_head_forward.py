@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from attention_problems import whole_head_arguments as arguments
 from checks import find
 
 from gpuattn import kernels, rng
-from gpuattn.arrays import BFLOAT16
 from gpuattn.ops import attention_hopper
 from gpuattn.ops import attention_hopper_head_forward as whole_heads
 from gpuattn.ops.flash_attention import IMPLS
@@ -19,21 +19,6 @@ def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, dr
     text = kernels.source_text(file, scalar="bf16", DROPOUT=dropout) + check
     _, log = kernels.compile_text(text, "sm_90a", file)
     assert "C75" not in log and "0 bytes spill stores" in log, log
-
-
-def arguments(xp, *, B=2, T=256, S=None, H=6, D=64, Dv=64, Hk=None, growth=1, **changes):
-    """Return q, k, v and six more, and parameters. The last key is ``growth`` times as long."""
-    rows, S = np.random.default_rng(0), S or T
-    shapes = (B, T, H, D), (B, S, Hk or H, D), (B, S, Hk or H, Dv)
-    q, k, v = (rows.standard_normal(shape, np.float32) for shape in shapes)
-    k *= np.linspace(1, growth, S, dtype=np.float32)[:, None, None]
-    names = "bias", "key_lengths", "cu_q", "cu_k", "slopes", "sink"
-    extras = [changes.pop(name, None) for name in names]
-    params = {
-        "window": (None, 0), "align": "bottom_right", "scale": D**-0.5, "softcap": None,
-        "dropout_p": 0.0, "key": None, "max_seqlen_q": T, "max_seqlen_k": S, "deterministic": False,
-    }  # fmt: skip
-    return [*(xp.asarray(x.astype(BFLOAT16)) for x in (q, k, v)), *extras], params | changes
 
 
 CASES = [  # changes, whether it is computed so
