@@ -21,7 +21,8 @@ PLACES = {  # what a run does as a signal comes
     "saving": ("gpuattn.train.checkpoint", "save"),
 }
 INTERRUPT = """
-import os, pkgutil
+import os, pkgutil, signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started with, such as nohup
 owner = pkgutil.resolve_name({owner!r})
 inner = getattr(owner, {name!r})
 def interrupted(*args, **kwargs):
