@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
-from gpuattn import arrays
+from gpuattn import arrays, kernels
 from gpuattn.autodiff import tape
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -184,6 +184,20 @@ def check_gradient(fun, *inputs, eps=1e-6, tol=1e-6):
     numeric = (along(1) - along(-1)) / (2 * eps)
     exact = sum((g * s).sum() for g, s in zip(found, steps, strict=True) if g is not None)
     assert abs(numeric - exact) <= tol * max(1, abs(exact)), f"numeric {numeric}, exact {exact}"
+
+
+def check_hopper_compiles(file, shared_bytes, *claims, **constants):
+    """A kernel for Hopper compiles without spills, and wants the shared memory that the host asks.
+
+    Needs no GPU. For tests that ask for the fixture ``nvrtc``; ptxas's log is returned, which says
+    C7512 and the like where it waits for each product. ``claims``: more for ``static_assert``.
+    """
+    claims = f"SHARED == {shared_bytes}", *claims
+    asserts = "".join(f'static_assert({x}, "the host thinks otherwise");\n' for x in claims)
+    text = f"{kernels.source_text(file, scalar='bf16', **constants)}\n{asserts}"
+    _, log = kernels.compile_text(text, "sm_90a", file)
+    assert "C7512" not in log and "C7514" not in log and "0 bytes spill stores" in log, log
+    return log
 
 
 def check_no_float64(kernel, *types):

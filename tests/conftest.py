@@ -82,6 +82,15 @@ def nvrtc():
 
 
 @pytest.fixture
+def host_compiler():
+    """The C++ compiler that ``emulator`` needs; skips where kernels cannot be emulated."""
+    import emulator
+
+    if reason := emulator.refusal():
+        pytest.skip(reason)
+
+
+@pytest.fixture
 def nvvm():
     """Skips without Numba's compiler, which is too large for the ``test`` extra."""
     try:

@@ -60,10 +60,7 @@ MISTAKES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def compiler():
-    if reason := emulator.refusal():
-        pytest.skip(reason)
+pytestmark = pytest.mark.usefixtures("host_compiler")
 
 
 @pytest.mark.parametrize("number", PROBLEMS)

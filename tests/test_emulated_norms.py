@@ -10,11 +10,7 @@ from gpuattn.ops import dropout_add_norm as op
 from gpuattn.ops import norm_launch
 from gpuattn.rng import Key
 
-
-@pytest.fixture(autouse=True)
-def compiler():
-    if reason := emulator.refusal():
-        pytest.skip(reason)
+pytestmark = pytest.mark.usefixtures("host_compiler")
 
 
 @pytest.mark.parametrize("dtype, rows, cols, p, rms, needs, with_dh", [

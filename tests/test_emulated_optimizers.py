@@ -39,10 +39,7 @@ RULES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def compiler():
-    if reason := emulator.refusal():
-        pytest.skip(reason)
+pytestmark = pytest.mark.usefixtures("host_compiler")
 
 
 @contextlib.contextmanager

@@ -8,11 +8,7 @@ from gpuattn.arrays import BFLOAT16
 from gpuattn.ops import linear_dropout_add_norm as op
 from gpuattn.rng import Key, keep_mask
 
-
-@pytest.fixture(autouse=True)
-def compiler():
-    if reason := emulator.refusal():
-        pytest.skip(reason)
+pytestmark = pytest.mark.usefixtures("host_compiler")
 
 
 def assert_rounded(found, want):

@@ -4,21 +4,17 @@ import emulator
 import numpy as np
 import pytest
 from attention_problems import whole_head_arguments as arguments
-from checks import find
+from checks import check_hopper_compiles, find
 
-from gpuattn import kernels, rng
+from gpuattn import rng
 from gpuattn.ops import attention_hopper, attention_hopper_backward, attention_hopper_head
 from gpuattn.ops.flash_attention import IMPLS
 
 
 @pytest.mark.parametrize("dropout", [False, True])
 def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, dropout):
-    """ptxas says C7512 and the like where it waits for each product."""
-    file, size = attention_hopper_head.FILE, attention_hopper_head.shared_bytes(dropout)
-    check = f'\nstatic_assert(SHARED == {size}, "the host asks for another size");\n'
-    text = kernels.source_text(file, scalar="bf16", DROPOUT=dropout) + check
-    _, log = kernels.compile_text(text, "sm_90a", file)
-    assert "C7512" not in log and "C7514" not in log and "0 bytes spill stores" in log, log
+    size = attention_hopper_head.shared_bytes(dropout)
+    check_hopper_compiles(attention_hopper_head.FILE, size, DROPOUT=dropout)
 
 
 CASES = [  # changes, whether the kernel can, whether it does

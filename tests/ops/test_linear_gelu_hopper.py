@@ -3,6 +3,7 @@
 import emulator
 import numpy as np
 import pytest
+from checks import check_hopper_compiles
 
 from gpuattn import kernels
 from gpuattn.arrays import BFLOAT16, to_cpu
@@ -68,9 +69,7 @@ def check(x, weight, product, exact, dtype, like):
 
 
 @pytest.mark.parametrize("shape, dtype", PROBLEMS)
-def test_on_an_emulated_gpu(shape, dtype):
-    if reason := emulator.refusal():
-        pytest.skip(reason)
+def test_on_an_emulated_gpu(shape, dtype, host_compiler):
     x, weight, product, exact = problem(emulator.as_array, shape, dtype)
     with emulator.Machine(seed=sum(shape)).in_place():
         assert linear_gelu_hopper.fits(x, weight) and linear_gelu_hopper.takes_product(product)
@@ -78,10 +77,8 @@ def test_on_an_emulated_gpu(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_far_from_zero(dtype):
+def test_far_from_zero(dtype, host_compiler):
     """0 and 1 are exact; what is not finite is in the result."""
-    if reason := emulator.refusal():
-        pytest.skip(reason)
     z = np.array([-6e4, -30, -7, 7, 30, 6e4, np.nan, 0])
     one = np.zeros((1, 8), DTYPES[dtype])
     one[0, 0] = 1
@@ -98,9 +95,7 @@ def test_far_from_zero(dtype):
 
 
 @pytest.mark.parametrize("as_product", [True, False])
-def test_a_layer_goes_on_from_its_codes(monkeypatch, as_product):
-    if reason := emulator.refusal():
-        pytest.skip(reason)
+def test_a_layer_goes_on_from_its_codes(monkeypatch, as_product, host_compiler):
     x, weight, product, exact = problem(emulator.as_array, (70, 72, 136, 80), "f16")
     monkeypatch.setattr(linear_gelu_hopper, "takes", lambda *_: True)
     (raw, *_), needs = LINEAR, (True, True, False)
@@ -121,12 +116,8 @@ def test_a_layer_goes_on_from_its_codes(monkeypatch, as_product):
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("held", linear_gelu_hopper.SHARED_BYTES)
 def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, held, gradient):
-    """ptxas says C7512 and the like where it waits for each product."""
-    file, size = linear_gelu_hopper.FILE, linear_gelu_hopper.SHARED_BYTES[held]
-    text = kernels.source_text(file, scalar="bf16", GRADIENT=gradient, HELD=held)
-    text += f'\nstatic_assert(SHARED == {size}, "the host asks for another size");\n'
-    _, log = kernels.compile_text(text, "sm_90a", file)
-    assert "C7512" not in log and "C7514" not in log and "0 bytes spill stores" in log, log
+    size = linear_gelu_hopper.SHARED_BYTES[held]
+    check_hopper_compiles(linear_gelu_hopper.FILE, size, GRADIENT=gradient, HELD=held)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import emulator
 import numpy as np
 import pytest
+from checks import check_hopper_compiles
 
 from gpuattn import kernels
 from gpuattn.arrays import BFLOAT16, to_cpu
@@ -45,9 +46,7 @@ def check(found, exact, dtype, activation):
 
 
 @pytest.mark.parametrize("shape, dtype, activation", PROBLEMS)
-def test_on_an_emulated_gpu(shape, dtype, activation):
-    if reason := emulator.refusal():
-        pytest.skip(reason)
+def test_on_an_emulated_gpu(shape, dtype, activation, host_compiler):
     product, before, exact = problem(np, shape, dtype)
     product = product._replace(
         dz=emulator.as_array(product.dz), weight=emulator.as_array(product.weight)
@@ -58,10 +57,8 @@ def test_on_an_emulated_gpu(shape, dtype, activation):
     check(found, exact, dtype, activation)
 
 
-def test_far_from_zero_and_not_a_number():
+def test_far_from_zero_and_not_a_number(host_compiler):
     """The slope of GELU far from zero; NaN stays where it is."""
-    if reason := emulator.refusal():
-        pytest.skip(reason)
     largest = float(np.finfo(np.float16).max)
     before = np.array([[-np.inf, -largest, -7.5, -7, 7, 7.5, largest, np.inf, np.nan] + 7 * [0]])
     ones = emulator.as_array(np.ones((1, 72), np.float16))
@@ -75,12 +72,8 @@ def test_far_from_zero_and_not_a_number():
 
 
 def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc):
-    """ptxas says C7512 and the like where it waits for each product."""
-    file, size = linear_hopper.FILE, linear_hopper.SHARED_BYTES
-    text = kernels.source_text(file, scalar="bf16", ACTIVATION=2, SPREAD=6)
-    text += f'\nstatic_assert(SHARED == {size}, "the host asks for another size");\n'
-    _, log = kernels.compile_text(text, "sm_90a", file)
-    assert "C7512" not in log and "C7514" not in log and "0 bytes spill stores" in log, log
+    size = linear_hopper.SHARED_BYTES
+    check_hopper_compiles(linear_hopper.FILE, size, ACTIVATION=2, SPREAD=6)
 
 
 @pytest.mark.parametrize("activation", linear_hopper.ACTIVATIONS)

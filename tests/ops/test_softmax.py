@@ -268,10 +268,7 @@ def emulated(staged):
     ((2, 9001), "float32", "keep", 0.2, True),
     ((2, 9001), "float32", None, 0.0, False),
 ])  # fmt: skip
-def test_the_kernel_on_any_cpu(rng, shape, dtype, kind, p, staged):
-    if reason := emulator.refusal():
-        pytest.skip(reason)
-
+def test_the_kernel_on_any_cpu(rng, shape, dtype, kind, p, staged, host_compiler):
     def forward(*inputs, **params):
         with emulated(staged):
             return module._forward_raw(*map(emulator.as_array, inputs), **params)

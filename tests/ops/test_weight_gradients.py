@@ -42,9 +42,7 @@ def assert_equal(problems, want):
 
 @pytest.mark.parametrize("kinds", KINDS, ids=["bf16", "f16 to float32"])
 @pytest.mark.parametrize("case", SHAPES)
-def test_on_an_emulated_gpu(monkeypatch, case, kinds):
-    if reason := emulator.refusal():
-        pytest.skip(reason)
+def test_on_an_emulated_gpu(monkeypatch, case, kinds, host_compiler):
     shapes, rows, pairs = SHAPES[case]
     room = np.full((2 * pairs, op.ROWS * op.COLUMNS), np.nan, np.float32)
     given = np.zeros(2 * pairs, np.int32)
