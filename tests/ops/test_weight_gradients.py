@@ -3,6 +3,7 @@
 import emulator
 import numpy as np
 import pytest
+from checks import check_hopper_compiles
 
 from gpuattn import kernels
 from gpuattn.arrays import BFLOAT16, to_cpu
@@ -56,6 +57,11 @@ def test_on_an_emulated_gpu(monkeypatch, case, kinds, host_compiler):
         op.launch_kernel(problems)
     assert_equal(problems, want)
     assert not given.any(), "what was given is not taken"
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, wide):
+    check_hopper_compiles(op.FILE, op.SHARED_BYTES, WIDE=wide, TEAM=op.TEAM)
 
 
 @pytest.mark.parametrize("shape, turned", [
