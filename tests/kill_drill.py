@@ -39,7 +39,8 @@ def new_config(folder, device, kills):
     return TrainConfig(
         source=str(folder / "src"), target=str(folder / "tgt"), vocab_size=400, dropout=0.3,
         lr=1e-2, warmup=4, length=f"{2 * (MOST + 1) * kills + 20}u", eval_every="2u",
-        score_pairs=0, ema=0.9, accumulate=2, average=2, deterministic=True, **SIZES[device],
+        score_pairs=0, ema=0.9, accumulate=2, average=2, deterministic=True, threads=2,
+        **SIZES[device],
     )  # fmt: skip
 
 

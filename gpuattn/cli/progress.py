@@ -26,7 +26,7 @@ def facts(progress):
     """Return what to say of a ``train.report.Progress``, the most important first."""
     found = [
         f"loss {progress.loss:.3f}",
-        f"{duration(progress.eta)} left",
+        f"{'at most ' if progress.at_most else ''}{duration(progress.eta)} left",
         f"{short(progress.rate)} tokens/s",
         f"{progress.memory / 2**30:.2f} GiB",
         f"{progress.milliseconds:.3g} ms",

@@ -11,18 +11,8 @@ from click.core import ParameterSource
 from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, Parsed, device_option
 from gpuattn.cli.progress import new_report
 from gpuattn.data import tasks
-from gpuattn.train.config import (
-    DEVICE_DEFAULTS,
-    GPT2,
-    MODEL_DEFAULTS,
-    OPTIONS,
-    PRESETS,
-    TRANSLATION,
-    option_key,
-    read_toml,
-    resolve,
-    shown,
-)
+from gpuattn.train.config import OPTIONS, option_key, read_toml, resolve, shown
+from gpuattn.train.defaults import DEVICE_DEFAULTS, GPT2, MODEL_DEFAULTS, PRESETS, TRANSLATION
 from gpuattn.train.device import choose_device
 from gpuattn.train.metrics import describe
 from gpuattn.train.run import TASKS
@@ -65,17 +55,23 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "beta2": ("P", "Decay of the mean squared gradient, of adamw and adam."),
         "lr": ("X", "Largest learning rate."),
         "lr_floor": ("P", "Share of lr where cosine and linear end."),
+        "lr_decay": ("N", "Updates after which cosine and linear end; 0: with the run."),
         "schedule": ("", "How it falls after the warm-up."),
         "warmup": ("N|P%", "Updates, or a share of the run such as 5%."),
         "label_smoothing": ("P", "Share given to all words alike."),
         "clip": ("X", "Largest norm of the gradient; 0: any."),
         "weight_decay": ("X", "Of matrices; adam and sgd add it to the gradient."),
         "precision": ("", "auto: bf16 on a GPU, fp32 on NumPy; pure-bf16: without fp32 masters."),
+        "threads": ("N|auto", "Of BLAS on NumPy; auto: the fastest, measured as the run goes on."),
         "deterministic": ("", "The same bits in every run on a GPU too; 1 to 2 % slower."),
     },
     "Length of the run": {
         "length": ("N[e|u|s|m]", "30e epochs, 8000u updates, or 90s: planned to end by then."),
         "patience": ("N", "Stop after N evaluations without a better one; 0: don't."),
+        "until": (
+            "P",
+            "Stop when two evaluations in a row have P % of every kind exact; 0: don't.",
+        ),
     },
     "Evaluation and checkpoints": {
         "eval_every": ("N[e|u|s]", "auto: 1e or 45s, a tenth of the time at most."),

@@ -103,7 +103,13 @@ _MINUTES = (
     ("quarter past {h}", "Viertel nach {h}"),
     ("twenty past {h}", "zwanzig nach {h}"),
     ("twenty-five past {h}", "fünf vor halb {next}"),
+    ("twenty-six past {h}", "vier vor halb {next}"),
+    ("twenty-seven past {h}", "drei vor halb {next}"),
+    ("twenty-eight past {h}", "zwei vor halb {next}"),
     ("half past {h}", "halb {next}"),
+    ("twenty-eight to {h}", "zwei nach halb {h}"),
+    ("twenty-seven to {h}", "drei nach halb {h}"),
+    ("twenty-six to {h}", "vier nach halb {h}"),
     ("twenty-five to {h}", "fünf nach halb {h}"),
     ("twenty to {h}", "zwanzig vor {h}"),
     ("quarter to {h}", "Viertel vor {h}"),
@@ -236,7 +242,7 @@ def _table(rows, columns):
 KINDS = (
     Kind("numbers", 0.15, _RANGES, (tuple(range(100)),), _number),
     Kind("dates", 0.15, _CALENDAR, (_DATES, _YEARS), _date),
-    Kind("times", 0.15, _table(12, 12), (_OCCASIONS,), _time),
+    Kind("times", 0.15, _table(len(_MINUTES), 12), (_OCCASIONS,), _time),
     Kind(
         "prices",
         0.15,

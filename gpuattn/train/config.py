@@ -15,6 +15,14 @@ from gpuattn.data.text import ON_LONG
 from gpuattn.errors import ConfigError
 from gpuattn.models.config import CHECKPOINT, CHOICES
 from gpuattn.optim import OPTIMIZERS, SCHEDULES
+from gpuattn.train.defaults import (
+    DEVICE_DEFAULTS,
+    GPT2,
+    MODEL_DEFAULTS,
+    PRESETS,
+    TASK_DEFAULTS,
+    TRANSLATION,
+)
 from gpuattn.train.precision import PRECISIONS
 from gpuattn.train.units import (
     AUTO,
@@ -33,7 +41,6 @@ from gpuattn.train.units import (
 )
 
 KEYS = {"length": "for"}  # fields that users know by another name: Python keeps this one
-TRANSLATION, GPT2 = "translation", "gpt2"
 
 
 def _option(default, parse, only=None):
@@ -57,14 +64,18 @@ class TrainConfig:
     one of ``data.batching.BATCHING``, ``accumulate`` batches an update, ``checkpoint`` as in
     ``models.config.CHECKPOINT``, ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and
     adam, ``lr`` the peak of ``schedule`` after ``warmup`` (updates, or a share of the run),
-    ``lr_floor`` the share of it where cosine and linear end, ``label_smoothing``, ``clip`` (0:
+    ``lr_floor`` the share of it where cosine and linear end, ``lr_decay`` the updates after which they
+    end (0: those of the run), ``label_smoothing``, ``clip`` (0:
     never), ``weight_decay``.
-    ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off).
+    ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off);
+    ``until``: of a built-in task, it stops when two evaluations in a row reach this exact match, in
+    %, for every kind of pair (0: off).
     Evaluation: ``eval_every``, or "auto": as ``train.trainer`` says; ``score_pairs`` sentences are
     translated each time; ``beam`` and
     ``length_penalty`` of translations later; ``ema`` decay of a moving average of the parameters
     (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``;
-    ``deterministic``: the same bits in every run on a GPU too.
+    ``deterministic``: the same bits in every run on a GPU too; ``threads`` of BLAS on NumPy, or
+    "auto": as ``train.threads`` measures.
 
     Raises ConfigError that names the option, what came, and what is accepted.
     """
@@ -106,15 +117,18 @@ class TrainConfig:
     beta2: float = _option(0.98, number(0, below=1))
     schedule: str = _option("cosine", choice(*SCHEDULES))
     lr_floor: float = _option(0.0, number(0, most=1))
+    lr_decay: int = _option(0, whole(0))
     warmup: int | float = _option(0.1, parse_warmup)
     label_smoothing: float = _option(0.1, number(0, below=1))
     clip: float = _option(1.0, number(0))
     weight_decay: float = _option(0.0, number(0))
     precision: str = _option("auto", choice("auto", *PRECISIONS))
     deterministic: bool = _option(False, flag)
+    threads: int | str = _option(AUTO, or_auto(whole(1)))
 
     length: Length = _option(Length(120, "e"), parse_length)
     patience: int = _option(0, whole(0))
+    until: float = _option(0.0, number(0, most=100), only=TRANSLATION)
 
     eval_every: Length | str = _option(AUTO, or_auto(parse_length))
     score_pairs: int = _option(1000, whole(0), only=TRANSLATION)
@@ -162,6 +176,11 @@ class TrainConfig:
             raise ConfigError(f"task is {self.task!r} and there are files; accepted: one of both")
         if not self.task and not all(files):
             raise ConfigError("a task, or a source and a target file, is needed")
+        if self.until and not self.task:
+            raise ConfigError(
+                f"until is {self.until:g}; accepted: 0 for files, whose sentences have more than "
+                "one right translation. Try --patience N"
+            )
         if (self.valid_source is None) != (self.valid_target is None):
             raise ConfigError("validation needs two files: --valid SRC TGT")
         if self.batch != AUTO and self.max_len >= self.batch:
@@ -201,49 +220,6 @@ class TrainConfig:
 
 
 OPTIONS = {option.name: option for option in fields(TrainConfig)}
-
-# GPT-2's suit a text of a million characters: those of nanoGPT's train_shakespeare_char.py. Many
-# evaluations, to keep the best of a model that begins to know its text by heart.
-MODEL_DEFAULTS = {
-    TRANSLATION: {"positions": "sinusoidal", "activation": "relu"},
-    GPT2: {
-        "positions": "learned", "activation": "gelu",
-        "length": "5000u", "dim": 384, "heads": 6, "layers": (6, 6), "block": 256, "dropout": 0.2,
-        "bias": False, "batch": 64 * 256, "beta2": 0.99, "lr": 1e-3, "lr_floor": 0.1, "warmup": 100,
-        "weight_decay": 0.1, "label_smoothing": 0.0, "eval_every": "250u", "ema": 0.0,
-    },
-}  # fmt: skip
-# Where an update of the default size takes seconds, smaller ones and fewer translations at an
-# evaluation let a run learn, and show it, within minutes.
-DEVICE_DEFAULTS = {
-    TRANSLATION: {"numpy": {"batch": 2000, "warmup": 400, "score_pairs": 200}},
-    GPT2: {"numpy": {
-        "length": "2000u", "dim": 128, "heads": 4, "layers": (4, 4), "block": 64, "dropout": 0.0,
-        "batch": 12 * 64, "eval_every": AUTO,
-    }},
-}  # fmt: skip
-
-# What suits a built-in task on two CPU cores: many small updates, a decay that ends with the time.
-_QUICK = {
-    "heads": 4, "layers": (2, 2), "dropout": 0.0, "batch": 480, "lr": 4e-3, "schedule": "linear",
-    "warmup": 0.1, "label_smoothing": 0.1, "clip": 1.0, "ema": 0.0,
-    "eval_every": "10s", "score_pairs": 200, "beam": 1,
-}  # fmt: skip
-_SMALL = _QUICK | {"length": "30s", "dim": 64, "ffn": 128, "max_len": 64}
-TASK_DEFAULTS = {
-    "toy": _QUICK | {"length": "60s", "dim": 96, "ffn": 256, "max_len": 96},
-    "dates": _SMALL, "reverse": _SMALL,
-}  # fmt: skip
-
-# "tiny": as Wu et al., "Good for Misconceived Reasons" (ACL 2021), train on Multi30k.
-PRESETS = {
-    "tiny": {
-        "dim": 128, "heads": 4, "layers": (4, 4), "ffn": 256, "norm": "post", "dropout": 0.3,
-        "lr": 5e-3, "schedule": "invsqrt", "warmup": 2000, "clip": 25.0, "ema": 0.999,
-    },
-    "small": {"dim": 256, "heads": 4, "layers": (4, 4), "ffn": 1024, "lr": 2e-3},
-    "base": {"dim": 512, "heads": 8, "layers": (6, 6), "ffn": 2048, "lr": 7e-4, "warmup": 4000},
-}  # fmt: skip
 
 
 def option_key(name):
@@ -298,6 +274,8 @@ def resolve(*layers, device=None):
     chosen = lower | given
     if "warmup" not in given and not _has_room_for_warmup(chosen):
         chosen["warmup"] = (0.1, "default")
+    if "length" in given and "lr_decay" not in given and not _is_time(given["length"][0]):
+        chosen.pop("lr_decay", None)  # of a built-in task: the end that was asked for counts
     config = TrainConfig(**{name: value for name, (value, _) in chosen.items()})
     return config, {name: chosen[name][1] if name in chosen else "default" for name in OPTIONS}
 
@@ -312,6 +290,10 @@ def default_batch(config, device):
 def _task_defaults(name):
     task = find_task(name)
     return {"vocab_size": task.vocab_size} | TASK_DEFAULTS[task.name]
+
+
+def _is_time(length):
+    return parse_option("length", length).unit == "s"
 
 
 def _has_room_for_warmup(chosen):
@@ -374,9 +356,9 @@ def differences(old, new):
 
 
 def _may_change(name, old, new):
-    """Tell whether it is but what is kept in memory, or the run gets longer under a schedule that
-    does not look at its end."""
-    return name == "checkpoint" or (
+    """Tell whether it is but what is kept in memory or how many threads compute, or the run gets
+    longer under a schedule that does not look at its end."""
+    return name in ("checkpoint", "threads") or (
         name == "length"
         and old.length.unit == new.length.unit != "s"
         and old.length.amount < new.length.amount

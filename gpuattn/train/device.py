@@ -13,7 +13,7 @@ from gpuattn.errors import ConfigError, DeviceMissingError, problem
 DEVICES = ("auto", "cuda", "numpy")
 LIBRARIES = (
     "numpy", "ml_dtypes", "click", "rich", "safetensors", "sentencepiece", "sacrebleu",
-    "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "nvmath-python",
+    "threadpoolctl", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "nvmath-python",
     "cuda-bindings", "nvidia-cuda-nvrtc", "mpi4py",
 )  # fmt: skip
 

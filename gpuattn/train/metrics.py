@@ -55,6 +55,12 @@ def rank(row):
     return row["score"], -row["loss"]
 
 
+def is_right(row, percent):
+    """Tell whether so many of the translations of every kind of pair are exact."""
+    kinds = row.get("exact_by_kind")
+    return bool(kinds) and min(kinds.values()) >= percent
+
+
 def describe(row):
     """Return a row of metrics in words."""
     mean = f" (mean of {row['averaged']} checkpoints)" if "averaged" in row else ""
@@ -71,7 +77,8 @@ def describe(row):
 class MetricsLog:
     """``metrics.jsonl`` of a run: a JSON object a line, each with ``event`` and ``update``.
 
-    Events: "start", "train", "valid", "stop", "end"; "averaged" in a mean of weights.
+    Events: "start", "train", "valid", "stop", "end"; "threads", a choice of their number;
+    "averaged" in a mean of weights.
     """
 
     def __init__(self, path):
@@ -98,11 +105,15 @@ class MetricsLog:
         return [row for row in rows if event in (None, row["event"])]
 
     def rewind(self, update):
-        """Drop what was noted after an update, and of an end: a resumed run notes it again."""
+        """Drop what was noted after an update, and of an end: a resumed run notes it again.
+
+        Choices of threads stay: with them, updates that are repeated have the same bits.
+        """
         kept = [
             row
             for row in self.read()
-            if row["update"] <= update and row["event"] != "end" and "averaged" not in row
+            if row["event"] == "threads"
+            or (row["update"] <= update and row["event"] != "end" and "averaged" not in row)
         ]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
         write_text(self.path, text)

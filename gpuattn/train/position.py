@@ -16,7 +16,8 @@ class Position:
     ``batch``: the next one of ``epoch``. ``draws``: batches taken, which number the dropout.
     ``seconds``: spent training. ``evaluated``: [update, epoch, seconds] of the last evaluation.
     ``evaluation``: seconds that it took, with its saving. ``best``: the row of metrics of the best
-    one. ``worse``: evaluations since then. ``data``: the corpus's fingerprint. ``parts``: into how
+    one. ``worse``: evaluations since then; ``right``: in a row, that reached ``until``. ``finished``:
+    what ended the run, or ""; ``early``: that was before its length was reached. ``data``: the corpus's fingerprint. ``parts``: into how
     many each batch is cut, for want of memory. ``spent``: by updates alone, seconds, tokens of both
     sides and model FLOPs; joules of the GPU in all.
     """
@@ -32,7 +33,9 @@ class Position:
     evaluation: float = 0.0
     best: dict | None = None
     worse: int = 0
+    right: int = 0
     finished: str = ""
+    early: bool = False
     data: int = 0
     parts: int = 1
     spent: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
@@ -46,5 +49,8 @@ class Position:
         since = {u: b - a for u, a, b in zip("ues", self.evaluated, now, strict=True)}
         if every != AUTO:
             return since[every.unit] >= every.amount
+        if config.length.unit == "s" and not self.evaluation:
+            # what one takes has to be known for the last one to end in time
+            return since["e"] >= 1 or 2 * self.seconds >= config.length.amount
         spent = since["s"] - self.evaluation
         return spent >= AUTO_COST * self.evaluation and (since["e"] >= 1 or spent >= AUTO_SECONDS)

@@ -23,6 +23,7 @@ class Progress(NamedTuple):
     milliseconds: float
     eta: float
     memory: int
+    at_most: bool = False
     mfu: float | None = None
     watts: float | None = None
     joules: float | None = None

@@ -83,6 +83,8 @@ class Session:
         self.config = config
         logged = _Logged(report, folder.metrics)
         self.trainer = Trainer(self.task, device, logged, graphs)
+        if self.trainer.threads:
+            self._record_threads(self.trainer.threads)
         self._introduce()
         if begun and checkpoint.generations(folder.path, "state"):
             self.trainer.load(folder.path)
@@ -101,9 +103,25 @@ class Session:
         self.report.say("memory", plan.describe(card))
         return config
 
+    def _record_threads(self, threads):
+        """Take the choices of BLAS threads from the log, and add new ones to it."""
+        log, say = self.folder.metrics, self.report.say
+        threads.record = {row["update"]: row["threads"] for row in log.read("threads")}
+
+        def note(update, number, sentence):
+            log.add("threads", update=update, seconds=self.trainer.at.seconds, threads=number)
+            say("threads", sentence)
+
+        threads.on_choice = note
+        blas = self.noted["blas"] = threads.describe()
+        before = [row["blas"] for row in log.read("start") if "blas" in row]
+        if before and before[-1] != blas:
+            say("warning", f"products were computed by {before[-1]}, now by {blas}: bits may differ "
+                "from those of a run that was not stopped")  # fmt: skip
+
     def run(self, stop):
         at, trainer = self.trainer.at, self.trainer
-        if at.finished and trainer.share() < 1 and self.config.patience == 0:
+        if not at.early and at.finished != self.config.length.describe():
             at.finished = ""  # asked to go on for longer than before
         if at.finished and self.folder.metrics.read("end"):
             self.report.say("run", f"finished before, after {at.update:,} updates ({at.finished})")
@@ -123,6 +141,13 @@ class Session:
         self.folder.metrics.add(
             "end", update=at.update, seconds=at.seconds, best=at.best, spent=at.spent
         )
+        if at.early:
+            self.report.say("ended", f"{at.finished}, after {at.update:,} updates")
+        elif self.config.until:
+            self.report.say(
+                "warning", f"the run reached its limit before {self.config.until:g} % of every "
+                "kind was exact. A longer --for goes on",
+            )  # fmt: skip
         self.report.say("trained", trainer.meter.describe(at.spent, at.seconds))
         try:
             self.report.say("report", str(write_page(self.folder.path)))
@@ -140,7 +165,10 @@ class Session:
         say("model", f"{self.task.describe_model()}, {len(tokenizer):,} {tokenizer.units}, "
             f"{size / 1e6:.2f} M parameters")  # fmt: skip
         batches = f" in {config.accumulate} batches" if config.accumulate > 1 else ""
-        say("update", f"{self.task.describe_update()}{batches}, for {config.length.describe()}")
+        length = f"for {config.length.describe()}"
+        if config.until:
+            length = f"until {config.until:g} % of every kind is exact, {config.length.most()}"
+        say("update", f"{self.task.describe_update()}{batches}, {length}")
         say("folder", str(self.folder.path))
         for sentence in corpus.warnings:
             say("warning", sentence)
@@ -209,7 +237,7 @@ class _Logged(Report):
 
     def progress(self, progress):
         row = {name: value for name, value in progress._asdict().items() if value is not None}
-        del row["eta"], row["share"]
+        del row["eta"], row["share"], row["at_most"]
         self._metrics.add("train", **row)
         self._report.progress(progress)
 

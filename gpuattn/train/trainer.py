@@ -22,14 +22,16 @@ from gpuattn.train.device import array_module, is_out_of_memory, memory_in_use
 from gpuattn.train.feed import DeviceFeed, HostFeed
 from gpuattn.train.graph import Calls, Replays
 from gpuattn.train.meter import Meter
-from gpuattn.train.metrics import rank
+from gpuattn.train.metrics import is_right, rank
 from gpuattn.train.position import Position
 from gpuattn.train.readings import Reading
 from gpuattn.train.report import Progress
+from gpuattn.train.threads import BlasThreads
 from gpuattn.train.workspace import Workspace
 from gpuattn.tuning import tune
 
 REPORT_UPDATES = 20  # between reports
+RIGHT = 2  # evaluations in a row that reach ``until`` end a run
 
 
 class Trainer:
@@ -61,13 +63,14 @@ class Trainer:
             seed=config.seed, **betas,
         )  # fmt: skip
         self.average = ExponentialAverage(self.workspace, config.ema) if config.ema else None
-        total = config.length.amount if config.length.unit == "u" else None
+        total = config.lr_decay or (config.length.amount if config.length.unit == "u" else None)
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
         self._batches, self._completed = None, (0, 0, 0)
         self._graphs, self._stream = graphs, None
         if device != "numpy":
             self._stream = self.xp.cuda.Stream(non_blocking=True)  # the usual one has no graphs
+        self.threads = BlasThreads(config.threads, self._probe) if device == "numpy" else None
         self._start_engine()
         self.meter = Meter(self.xp, self.precision.dtype, task.flops)
         self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
@@ -108,7 +111,8 @@ class Trainer:
     def _computing(self):
         """Compute on the stream of the steps inside a block; what is outside waits, both ways."""
         if self._stream is None:
-            yield
+            with self.threads.kept():
+                yield
             return
         self.xp.cuda.Device().synchronize()
         with self._stream:
@@ -117,6 +121,8 @@ class Trainer:
 
     def _run(self, stop, evaluate, save):
         begin = time.perf_counter() - self.at.seconds
+        if self.threads:
+            self.threads.begin(self.at.update)
         self.meter.restart()
         self._reported = time.perf_counter()
         while True:
@@ -126,8 +132,13 @@ class Trainer:
                 if self._due() and not self._evaluate(stop, evaluate, save):
                     return False
                 if self._reached_end():
+                    if not self.at.finished:  # its time was over with the end of an evaluation
+                        self.at.finished = self.config.length.describe()
+                        save(None)
                     return True
                 self.at.seconds = time.perf_counter() - begin
+                if self.threads:
+                    self.threads.next(self.at.update)
                 self._update()
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -193,14 +204,21 @@ class Trainer:
             return False
         at = self.at
         at.evaluated = [at.update, at.epoch, at.seconds]
+        at.evaluation = time.perf_counter() - begin
+        at.seconds += at.evaluation  # a run of a given time may be over with it
         if at.best is None or rank(row) > rank(at.best):
             at.best, at.worse = row, 0
         else:
             at.worse += 1
+        until = self.config.until
+        at.right = at.right + 1 if until and is_right(row, until) else 0
         if 0 < self.config.patience <= at.worse:
             at.finished = f"no better evaluation in {at.worse}"
+        elif at.right == RIGHT:
+            at.finished = f"{until:g} % exact of every kind in {RIGHT} evaluations in a row"
         elif self._reached_end():
             at.finished = self.config.length.describe()
+        at.early = bool(at.finished) and at.finished != self.config.length.describe()
         save(row)
         self.meter.restart()
         self._reported = time.perf_counter()
@@ -208,7 +226,7 @@ class Trainer:
         return self._reached_end() or not stop()
 
     def share(self):
-        """Return how much of the run is done, 0 to 1."""
+        """Return how much of the run is done, 0 to 1. Of a time, the last evaluation is a part."""
         at, (amount, unit) = self.at, self.config.length
         if unit == "e":
             done = at.epoch
@@ -216,6 +234,8 @@ class Trainer:
                 done += at.batch / self.corpus.loader(at.epoch).batches(at.epoch)
         else:
             done = at.update if unit == "u" else at.seconds
+        if unit == "s":
+            amount -= min(at.evaluation * (2 if self.config.average > 1 else 1), amount / 2)
         return min(1.0, done / amount)
 
     def _reached_end(self):
@@ -283,6 +303,15 @@ class Trainer:
         if self.average:
             self.average.update(numbers.share)
 
+    def _probe(self):
+        """Compute the gradients of the batch that comes next; nothing of it is kept."""
+        at, before = self.at, self._loss.copy()
+        batch = next(self.corpus.loader(at.epoch).epoch(at.epoch, at.batch))
+        weight = batch.target_tokens / self.config.batch
+        self.feed.load(batch, weight=weight, tokens=batch.target_tokens, draw=at.draws)
+        self._gradients(False)
+        self._loss[...] = before
+
     def look(self, at):
         """Return ``at(update, again)``, called where updates compute, which is a stream on a GPU.
 
@@ -320,8 +349,11 @@ class Trainer:
         facts = {
             "update": self.at.update, "epoch": self.at.epoch, "seconds": self.at.seconds,
             "share": share, "eta": left, "memory": memory_in_use(self.xp) + held,
+            "at_most": bool(self.config.until or self.config.patience),
             **self.meter.facts(updates, self.at.spent),
         }  # fmt: skip
+        if self.threads:
+            self.threads.observe(facts["rate"])
         self._noted = Reading(self._loss, self.optimizer.state.array), tokens, facts
         self._loss[...] = 0
         self._since = [0, 0]

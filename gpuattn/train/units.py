@@ -32,6 +32,10 @@ class Length(NamedTuple):
         """Return such as "30 epochs" or "60 s"."""
         return f"{self.amount:g} {UNIT_NAMES[self.unit]}"
 
+    def most(self):
+        """Return such as "30 epochs at most" or "6.0 min at most"."""
+        return f"{duration(self.amount) if self.unit == 's' else self.describe()} at most"
+
 
 def parse_length(value):
     """Return the Length of ``30e``, ``8000u``, ``8ku``, ``90s``, ``5m`` or ``2h``."""
