@@ -64,9 +64,8 @@ class TrainConfig:
     one of ``data.batching.BATCHING``, ``accumulate`` batches an update, ``checkpoint`` as in
     ``models.config.CHECKPOINT``, ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and
     adam, ``lr`` the peak of ``schedule`` after ``warmup`` (updates, or a share of the run),
-    ``lr_floor`` the share of it where cosine and linear end, ``lr_decay`` the updates after which they
-    end (0: those of the run), ``label_smoothing``, ``clip`` (0:
-    never), ``weight_decay``.
+    ``lr_floor`` the share of it where cosine and linear end, ``lr_decay`` the updates after which
+    they end (0: those of the run), ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
     ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off);
     ``until``: of a built-in task, it stops when two evaluations in a row reach this exact match, in
     %, for every kind of pair (0: off).

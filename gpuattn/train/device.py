@@ -13,8 +13,8 @@ from gpuattn.errors import ConfigError, DeviceMissingError, problem
 DEVICES = ("auto", "cuda", "numpy")
 LIBRARIES = (
     "numpy", "ml_dtypes", "click", "rich", "safetensors", "sentencepiece", "sacrebleu",
-    "threadpoolctl", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "nvmath-python",
-    "cuda-bindings", "nvidia-cuda-nvrtc", "mpi4py",
+    "threadpoolctl", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda",
+    "nvmath-python", "cuda-bindings", "nvidia-cuda-nvrtc", "mpi4py",
 )  # fmt: skip
 
 

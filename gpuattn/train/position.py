@@ -16,10 +16,11 @@ class Position:
     ``batch``: the next one of ``epoch``. ``draws``: batches taken, which number the dropout.
     ``seconds``: spent training. ``evaluated``: [update, epoch, seconds] of the last evaluation.
     ``evaluation``: seconds that it took, with its saving. ``best``: the row of metrics of the best
-    one. ``worse``: evaluations since then; ``right``: in a row, that reached ``until``. ``finished``:
-    what ended the run, or ""; ``early``: that was before its length was reached. ``data``: the corpus's fingerprint. ``parts``: into how
-    many each batch is cut, for want of memory. ``spent``: by updates alone, seconds, tokens of both
-    sides and model FLOPs; joules of the GPU in all.
+    one. ``worse``: evaluations since then; ``right``: those in a row that reached ``until``.
+    ``finished``: what ended the run, or ""; ``early``: whether before its length was reached.
+    ``data``: the corpus's fingerprint. ``parts``: into how many each batch is cut, for want of
+    memory. ``spent``: by updates alone, seconds, tokens of both sides and model FLOPs; joules of
+    the GPU in all.
     """
 
     update: int = 0

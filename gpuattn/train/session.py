@@ -116,8 +116,10 @@ class Session:
         blas = self.noted["blas"] = threads.describe()
         before = [row["blas"] for row in log.read("start") if "blas" in row]
         if before and before[-1] != blas:
-            say("warning", f"products were computed by {before[-1]}, now by {blas}: bits may differ "
-                "from those of a run that was not stopped")  # fmt: skip
+            say(
+                "warning", f"products were computed by {before[-1]}, now by {blas}: bits may "
+                "differ from those of a run that was not stopped",
+            )  # fmt: skip
 
     def run(self, stop):
         at, trainer = self.trainer.at, self.trainer
