@@ -2,13 +2,18 @@
 
 import contextlib
 import json
+import math
 import os
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 from gpuattn.errors import CheckpointError, ConfigError, DataError, problem
+from gpuattn.train.units import round_step
 
 TOKENIZERS = ("13a", "none")
+TIMES = 6  # beside the updates of an axis, about
 
 
 def score(hypotheses, references, kinds=None, *, lowercase=False, tokenize="13a"):
@@ -72,6 +77,37 @@ def describe(row):
     if "bleu" in row:
         figures += [f"BLEU {row['bleu']:.1f}", f"chrF {row['chrf']:.1f}"]
     return ", ".join(figures)
+
+
+def loss_names(config):
+    """Return the names of both losses of a run, which smoothing makes two measures."""
+    smoothing = config.label_smoothing
+    if not smoothing:
+        return "training", "validation"
+    return f"training, smoothing {smoothing:g}", "validation, unsmoothed"
+
+
+def round_times(rows):
+    """Return [(update, such as "20 s")] for a few round times, by rows of metrics.
+
+    Between rows an update takes as long as the next. Times for which an axis of updates has no
+    room, where updates were slow, are left out.
+    """
+    known = {0: 0.0} | {row["update"]: row["seconds"] for row in rows}
+    updates, seconds = zip(*sorted(known.items()), strict=True)
+    end, longest = updates[-1], seconds[-1]
+    if not longest:
+        return []
+    units = ((3600, "h"), (60, "min"), (1, "s"))
+    size, unit = next(unit for unit in units if longest >= 3 * unit[0] or unit[0] == 1)
+    step = round_step(longest / size / TIMES)
+    found, last = [], -end
+    for n in range(1, math.floor(longest / size / step) + 1):
+        update = float(np.interp(n * step * size, seconds, updates))
+        if update - last >= 0.1 * end:
+            found.append((update, f"{n * step:.4g} {unit}"))
+            last = update
+    return found
 
 
 class MetricsLog:

@@ -11,10 +11,10 @@ from gpuattn.train import svg
 from gpuattn.train.config import GPT2
 from gpuattn.train.markup import Markup, tag
 from gpuattn.train.meter import short
-from gpuattn.train.metrics import describe, write_text
+from gpuattn.train.metrics import describe, loss_names, round_times, write_text
 from gpuattn.train.plot import attention_of
 from gpuattn.train.run import RunFolder, load_run, summary
-from gpuattn.train.units import duration
+from gpuattn.train.units import duration, with_unit
 
 PAGE, PROFILE = "report.html", "profile.json"
 SAMPLES = 12  # translations shown
@@ -26,24 +26,27 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e6ea; --dim: #99a; --paper: #16181c;
   --line: #353941; --soft: #1f2228; --s0: #6db3ec; --s1: #ff9a52; --s2: #93c572; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
+  max-width: 1088px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
-.verdict { font-size: 1.05rem; margin-top: .3rem; } .dim, figcaption { color: var(--dim); }
-.charts { display: flex; flex-wrap: wrap; gap: .5rem 1rem; } figure { margin: 0; }
-figcaption { font-size: .85rem; } svg { max-width: 100%; height: auto; }
-svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
+.verdict { font-size: 1.15rem; margin: .3rem 0; } .dim, figcaption { color: var(--dim); }
+.head { margin: 0; } figure { margin: 0; } figcaption { font-size: .85rem; }
+.charts { display: grid; gap: 1.2rem 1.5rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--least, 400px)), 1fr)); }
+svg { display: block; max-width: 100%; height: auto; } .charts svg { width: 100%; }
+svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } svg text.dim { fill: var(--dim); }
 .name, .up, .row { text-anchor: end; } .across { text-anchor: middle; }
-.grid { stroke: var(--line); } .line { fill: none; stroke-width: 1.6; } .frame { fill: none;
-  stroke: var(--line); } .roof { fill: none; stroke: var(--ink); } .cell { fill: var(--s0); }
-.ring { fill: none; stroke-width: 1.5; } .dot { fill-opacity: .75; }
-.line.s0, .ring.s0 { stroke: var(--s0); } .line.s1, .ring.s1 { stroke: var(--s1); }
-.line.s2 { stroke: var(--s2); } .dot.s0, svg text.s0 { fill: var(--s0); }
-.dot.s1, svg text.s1 { fill: var(--s1); } .dot.s2, svg text.s2 { fill: var(--s2); }
+.grid { stroke: var(--line); } .tick, .lead { stroke: var(--dim); stroke-width: .7; }
+.frame { fill: none; stroke: var(--line); } .roof { fill: none; stroke: var(--ink); }
+.cell { fill: var(--s0); } .line { fill: none; stroke-width: 2; } .dot { fill-opacity: .8; }
+.line.s0 { stroke: var(--s0); } .line.s1 { stroke: var(--s1); stroke-dasharray: 6 3; }
+.dot.s0, svg text.s0 { fill: var(--s0); } .dot.s1, svg text.s1 { fill: var(--s1); }
+.dot.s2, svg text.s2 { fill: var(--s2); } .wide > svg { min-width: 800px; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; width: 100%; }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line);
   vertical-align: top; } .right, .right th, td.n { text-align: right; white-space: nowrap; }
-pre { background: var(--soft); padding: .8rem; overflow-x: auto; font-size: .8rem;
-  white-space: pre-wrap; } code { background: var(--soft); padding: 0 .25rem; }
+.columns { column-width: 21rem; } pre { background: var(--soft); padding: .8rem;
+  overflow-x: auto; font-size: .8rem; white-space: pre-wrap; }
+code { background: var(--soft); padding: 0 .25rem; }
 """
 
 
@@ -60,8 +63,9 @@ def write_page(path):
     body = [
         tag("h1", title),
         tag("p", _verdict(found), class_="verdict"),
-        tag("p", _cost(rows), class_="dim"),
-        _section("Curves", _charts(rows)),
+        tag("p", _course(found), class_="dim head"),
+        tag("p", _cost(rows), class_="dim head"),
+        _section("Curves", _charts(rows, folder.config())),
         _section("Samples", _samples(folder, found)),
         _section("Attention", _attention(folder, found)),
         _section("Where the time of a step goes", _profile(folder, profile)),
@@ -83,11 +87,29 @@ def _section(title, content):
 
 
 def _verdict(found):
-    best = f"best: {describe(found['best'])}" if found["best"] else "not evaluated yet"
+    """Return in a line what the model can do, by the best evaluation."""
+    best = found["best"]
     if found["state"] == "averaged":
         return "A mean of weights."
+    if not best:
+        return "Not evaluated yet."
+    if "perplexity" in best:
+        return f"Perplexity {best['perplexity']:.2f} on held-out text."
+    if "bleu" not in best:
+        return f"Loss {best['loss']:.3f} nats per token of held-out sentences."
+    count = f"{best['sentences']:,} held-out sentence{'s' * (best['sentences'] != 1)}"
+    scores = f"BLEU {best['bleu']:.1f}"
+    if best["exact_by_kind"]:
+        return f"{best['exact_match']:.1f} % of {count} translated exactly, {scores}."
+    return f"{scores}, chrF {best['chrf']:.1f} on {count}."
+
+
+def _course(found):
+    if found["state"] == "averaged":
+        return None
+    best = f"; best: {describe(found['best'])}" if found["best"] else ""
     done = f"{found['updates']:,} updates, {duration(found['seconds'])}"
-    return f"{found['state'].capitalize()} after {done}; {best}."
+    return f"{found['state'].capitalize()} after {done}{best}."
 
 
 def _cost(rows):
@@ -97,7 +119,7 @@ def _cost(rows):
         return None
     tokens, seconds = spent["tokens"], spent["seconds"]
     parts = [f"{short(tokens)} tokens, {short(tokens / seconds)} a second",
-             f"{spent['flops'] / seconds / 1e12:.3g} TFLOP/s in updates"]  # fmt: skip
+             f"{with_unit(spent['flops'] / seconds, 'FLOP/s')} in updates"]  # fmt: skip
     shares = [row["mfu"] for row in rows["train"] if "mfu" in row]
     if shares:
         parts.append(f"MFU {100 * sorted(shares)[len(shares) // 2]:.3g} % (median)")
@@ -110,34 +132,34 @@ def _cost(rows):
 # ---- curves -------------------------------------------------------------------------------------
 
 
-def _charts(rows):
+def _charts(rows, config):
     train, valid = rows["train"], [row for row in rows["valid"] if row["update"]]
-    longest = max((row["seconds"] for row in train + valid), default=0)
-    size, unit = next(
-        (size, unit)
-        for size, unit in ((3600, "hours"), (60, "minutes"), (1, "seconds"))
-        if longest >= 3 * size or size == 1
-    )
+    times = round_times(train + valid)
 
     def points(of, name, scale=1):
-        return [(row["seconds"] / size, row[name] * scale) for row in of if name in row]
+        return [(row["update"], row[name] * scale) for row in of if name in row]
 
-    losses = {"training": points(train, "loss"), "validation": points(valid, "loss")}
+    parts = zip(loss_names(config), (train, valid), strict=True)
+    losses = {name: points(part, "loss") for name, part in parts}
     every = [y for part in losses.values() for _, y in part if y > 0]
     scores = {"exact match, %": points(valid, "exact_match"), "BLEU": points(valid, "bleu")}
     if any(row.get("exact_by_kind") == {} for row in valid):
         scores.pop("exact match, %")  # of texts hardly one is the reference, word for word
+    steep = bool(every) and max(every) > 10 * min(every)
     charts = (
-        ("Loss per target token (nats)", losses, bool(every) and max(every) > 10 * min(every)),
-        ("Held-out sentences, greedy", scores, False),
-        ("Perplexity of held-out text", {"": points(valid, "perplexity")}, False),
-        ("Learning rate", {"": points(train, "learning_rate")}, False),
-        ("Tokens a second", {"": points(train, "rate")}, False),
-        ("MFU, % of measured products", {"": points(train, "mfu", 100)}, False),
-        ("Power (W)", {"": points(train, "watts")}, False),
-    )
-    label = f"{unit} of training"
-    drawn = [svg.titled(title, svg.curves(series, label, log=log)) for title, series, log in charts]
+        ("Loss (nats per target token)", losses, {"log": steep}),
+        ("Held-out sentences, translated greedily", scores, {"span": (0, 100)}),
+        ("Perplexity of held-out text", {"": points(valid, "perplexity")}, {}),
+        ("Learning rate", {"": points(train, "learning_rate")}, {"span": (0,)}),
+        ("Tokens per second, source and target" if config.model != GPT2 else "Tokens per second",
+         {"": points(train, "rate")}, {"span": (0,)}),
+        ("MFU (% of measured products)", {"": points(train, "mfu", 100)}, {"span": (0,)}),
+        ("Power (W)", {"": points(train, "watts")}, {"span": (0,)}),
+    )  # fmt: skip
+    drawn = [
+        svg.titled(title, svg.curves(series, times=times, **given))
+        for title, series, given in charts
+    ]
     return tag("div", drawn, class_="charts") if any(drawn) else None
 
 
@@ -184,16 +206,13 @@ def _attention(folder, found):
     except CheckpointError:  # no weights, or damaged ones: the rest can be shown
         return None
     maps = attention_of(user, source, " ".join(target.split()[:WORDS]))  # early ones stutter
-    drawn = [
-        svg.heat_map(heads.mean(0), maps.target, maps.source, f"layer {layer}, mean of heads")
-        for layer, heads in enumerate(maps.layers, 1)
-    ]
-    drawn += [
-        svg.heat_map(head, maps.target, maps.source, f"layer {len(maps.layers)}, head {number}")
+    drawn = {f"layer {n}, mean of heads": heads.mean(0) for n, heads in enumerate(maps.layers, 1)}
+    drawn |= {
+        f"layer {len(maps.layers)}, head {number}": head
         for number, head in enumerate(maps.layers[-1], 1)
-    ]
+    }
     text = "Where the decoder looks in the source (columns) for each word it writes (rows)."
-    return [tag("p", text, class_="dim"), tag("div", drawn, class_="charts")]
+    return [tag("p", text, class_="dim"), svg.heat_maps(drawn, maps.target, maps.source)]
 
 
 def _read_profile(folder):
@@ -237,12 +256,13 @@ def _profile(folder, found):
     reach = found["ceilings"]
     text = f"{found['where']}, {found['dtype']}: a step takes {found['step_us'] / 1e3:.3g} ms"
     if reach:
-        text += (f"; measured ceilings {reach['matmul_tflops']:.3g} TFLOP/s and "
-                 f"{reach['copy_tbs']:.3g} TB/s")  # fmt: skip
-    chart = svg.titled("Ops under the roofline", svg.roofline(found["rows"], reach))
+        product, copy = reach["matmul_tflops"] * 1e12, reach["copy_tbs"] * 1e12
+        text += f"; measured ceilings {with_unit(product, 'FLOP/s')} and {with_unit(copy, 'B/s')}"
+    chart = svg.roofline(found["rows"], reach)
+    title = "Ops under the roofline, each as large as its share of the time"
     return [
         tag("p", text, class_="dim"),
-        chart,
+        svg.titled(title, tag("div", chart, class_="wide")) if chart else None,
         tag("div", tag("table", head, body), class_="wide"),
     ]
 
@@ -273,4 +293,8 @@ def _environment(folder, starts):
     rows = [tag("tr", tag("th", name), tag("td", value)) for name, value in facts.items() if value]
     text = (folder.path / "config.toml").read_text(encoding="utf-8")
     options = "Options, and where those came from that are no defaults:"
-    return [tag("table", rows) if rows else None, tag("p", options, class_="dim"), tag("pre", text)]
+    return [
+        tag("table", rows) if rows else None,
+        tag("p", options, class_="dim"),
+        tag("pre", text, class_="columns"),
+    ]

@@ -8,6 +8,7 @@ import numpy as np
 from gpuattn.errors import CheckpointError, ConfigError, UnsupportedError
 from gpuattn.train.config import GPT2
 from gpuattn.train.corpus import held_out
+from gpuattn.train.metrics import loss_names, round_times
 from gpuattn.train.run import RunFolder, load_run
 
 INK, BLUE, ORANGE = "#333333", "#1f77b4", "#d95f02"
@@ -17,6 +18,11 @@ STYLE = {
     "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False,
     "legend.frameon": False, "figure.constrained_layout.use": True, "savefig.dpi": 200,
 }  # fmt: skip
+LOOKS = (  # of two curves in one picture, to be told apart also where they lie on each other
+    {"color": BLUE, "marker": "o", "markersize": 4, "linewidth": 2},
+    {"color": ORANGE, "marker": "s", "markersize": 3.5, "linestyle": "--"},
+)
+MARKED = 20  # a curve of losses with fewer points has a mark at each
 SPACE = "\u2581"  # begins the first piece of a word
 
 
@@ -57,18 +63,17 @@ def plot_run(path, out, sentence=None):
 
     with pyplot.rc_context(STYLE):
         curves, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4))
-        _draw_loss(left, train, valid)
+        _draw_loss(left, train, valid, config)
         _draw_scores(right, train, valid, config)
         if attention is None:
             return [write("curves.png", curves)]
         heads = _draw_heads(pyplot, attention)
         overview, axes = pyplot.subplot_mosaic(
-            [["loss", "map"], ["scores", "map"]], figsize=(9, 4.4), width_ratios=[1, 1.35]
+            [["loss", "map"], ["scores", "map"]], figsize=(9, 4.8), width_ratios=[1, 1.35]
         )
-        _draw_loss(axes["loss"], train, valid)
+        _draw_loss(axes["loss"], train, valid, config)
         _draw_scores(axes["scores"], train, valid, config)
         _draw_map(axes["map"], attention.layers[-1].mean(0), attention)
-        axes["loss"].set_xlabel("")  # it is the one below
         axes["map"].set_title("Where the decoder looks for each word it writes")
         return [
             write("curves.png", curves),
@@ -93,50 +98,53 @@ def import_pyplot():
 # ---- curves -------------------------------------------------------------------------------------
 
 
-def _draw_loss(axis, train, valid):
-    clock = _clock(axis, train + valid)
-    for rows, color, label in ((train, BLUE, "training"), (valid, ORANGE, "validation")):
+def _draw_loss(axis, train, valid, config):
+    for rows, look, label in zip((train, valid), LOOKS, loss_names(config), strict=True):
         rows = [row for row in rows if row["update"]]
-        marker = "o" if rows is not train and len(rows) < 20 else None
-        axis.plot(clock(rows), [row["loss"] for row in rows], color=color, label=label,
-                  marker=marker, markersize=3)  # fmt: skip
+        mark = {} if len(rows) < MARKED else {"marker": None}
+        axis.plot(*_columns(rows, "loss"), label=label, **look | mark)
     losses = [row["loss"] for row in train + valid]
     if max(losses) > 10 * min(losses):
         axis.set_yscale("log")
+        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
         axis.tick_params(which="minor", length=0)
     axis.legend()
-    axis.set_title("Loss per target token (nats)")
+    axis.set_title("Loss (nats per target token)")
+    _draw_updates(axis, train + valid)
 
 
 def _draw_scores(axis, train, valid, config):
-    figures = {"bleu": ("BLEU", BLUE), "chrf": ("chrF", ORANGE)}
-    title = "Unseen sentences, greedy"
+    figures, title = {"bleu": "BLEU", "chrf": "chrF"}, "Held-out sentences, translated greedily"
     if config.model == GPT2:
-        figures, title = {"perplexity": ("perplexity", ORANGE)}, "Held-out text"
+        figures, title = {"perplexity": "perplexity"}, "Held-out text"
     elif config.exact_match:
-        figures = {"exact_match": ("exact match, %", BLUE), "bleu": ("BLEU", ORANGE)}
+        figures = {"exact_match": "exact match, %", "bleu": "BLEU"}
     rows = [row for row in valid if figures.keys() <= row.keys()]
-    clock = _clock(axis, train + valid)
-    for name, (label, color) in figures.items():
-        values = [row[name] for row in rows]
-        axis.plot(clock(rows), values, color=color, label=label, marker="o", markersize=3)
+    for (name, label), look in zip(figures.items(), LOOKS, strict=False):
+        axis.plot(*_columns(rows, name), label=label, **look)
     axis.set_ylim(0, 103 if config.exact_match else None)
     if rows:
         axis.legend()
     axis.set_title(title)
+    _draw_updates(axis, train + valid)
 
 
-def _clock(axis, rows):
-    """Label the axis of time by the length of the run; return what gives rows their place on it."""
-    longest = max((row["seconds"] for row in rows), default=0)
-    size, unit = next(
-        (size, unit)
-        for size, unit in ((3600, "hours"), (60, "minutes"), (1, "seconds"))
-        if longest >= 3 * size or size == 1
-    )
-    axis.set_xlabel(f"{unit} of training")
-    axis.set_xlim(0, max(longest, 1) / size * 1.02)
-    return lambda chosen: [row["seconds"] / size for row in chosen]
+def _columns(rows, name):
+    return [row["update"] for row in rows], [row[name] for row in rows]
+
+
+def _draw_updates(axis, rows):
+    """Let updates be the axis at the foot, and the time that they took the one at the top."""
+    most = max(1, *(row["update"] for row in rows))
+    axis.set_xlim(0, 1.02 * most)
+    axis.set_xlabel("updates")
+    times = round_times(rows)
+    above = axis.secondary_xaxis("top")
+    above.set_xticks([update for update, _ in times], [text for _, text in times])
+    above.tick_params(labelsize=8, length=2)
+    above.spines[:].set_visible(False)
 
 
 # ---- attention ----------------------------------------------------------------------------------

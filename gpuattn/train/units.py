@@ -112,6 +112,18 @@ def prefixed(number):
     return number, ""
 
 
+def round_step(step):
+    """Return 1, 2 or 5 times a power of ten, at least ``step``."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(lead * power for lead in (1, 2, 5, 10) if lead * power >= step * 0.999)
+
+
+def with_unit(number, unit):
+    """Return such as "9.67 GFLOP/s" of 9.67e9 "FLOP/s"."""
+    value, prefix = prefixed(number)
+    return f"{value:.3g} {prefix}{unit}"
+
+
 def whole(least):
     """Return a parser of whole numbers from ``least`` on."""
 

@@ -1,5 +1,6 @@
 """gpuattn plot: pictures of a run; without matplotlib, what to install."""
 
+import dataclasses
 import struct
 import sys
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpuattn.train.plot import attention_of
-from gpuattn.train.run import load_run
+from gpuattn.train.run import RunFolder, load_run
 
 
 def test_three_pictures(call, trained, tmp_path):
@@ -21,6 +22,34 @@ def test_three_pictures(call, trained, tmp_path):
         assert data[:8] == b"\x89PNG\r\n\x1a\n"
         width, height = struct.unpack(">II", data[16:24])
         assert width > 300 and height > 200
+
+
+def test_curves_over_updates_with_losses_and_scores_told_apart(trained):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from gpuattn.train import plot
+
+    rows = [{"update": 20 * n, "seconds": 2.0 * n, "loss": 9.0 / n} for n in range(1, 4)]
+    valid = [row | {"exact_match": 50.0, "bleu": 50.0} for row in rows]
+    config = RunFolder(trained).config()
+    figure, (left, right) = pyplot.subplots(1, 2)
+    plot._draw_loss(left, rows, valid, config)
+    plot._draw_scores(right, rows, valid, dataclasses.replace(config, task="dates", source=None,
+                                                              target=None))  # fmt: skip
+    for axis, names in (
+        (left, ["training, smoothing 0.1", "validation, unsmoothed"]),
+        (right, ["exact match, %", "BLEU"]),
+    ):
+        assert [text.get_text() for text in axis.get_legend().get_texts()] == names
+        first, second = axis.get_lines()
+        assert first.get_linestyle() != second.get_linestyle()
+        assert first.get_marker() != second.get_marker()
+        assert list(first.get_xdata()) == [20, 40, 60] and axis.get_xlabel() == "updates"
+        (above,) = axis.child_axes
+        assert [text.get_text() for text in above.get_xticklabels()] == [
+            f"{n} s" for n in range(1, 7)
+        ]
+        np.testing.assert_allclose(above.get_xticks(), range(10, 70, 10))
+    pyplot.close(figure)
 
 
 def test_a_sentence_of_ones_own(call, trained, tmp_path):

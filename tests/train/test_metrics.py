@@ -3,7 +3,7 @@
 import pytest
 
 from gpuattn.errors import CheckpointError, ConfigError, DataError
-from gpuattn.train.metrics import MetricsLog, score, write_text
+from gpuattn.train.metrics import MetricsLog, round_times, score, write_text
 
 
 def test_scores_of_known_sentences():
@@ -53,6 +53,22 @@ def test_the_log_skips_half_a_line_and_rewinds(tmp_path):
     assert [row["event"] for row in log.read()] == ["start", "valid"]
     log.add("train", update=6)
     assert [row["update"] for row in log.read()] == [0, 5, 6]
+
+
+def test_round_times_stand_where_updates_reached_them():
+    def rows(*pairs):
+        return [{"update": update, "seconds": seconds} for update, seconds in pairs]
+
+    assert round_times([]) == [] and round_times(rows((1, 0.0))) == []
+    assert round_times(rows((100, 10.0))) == [
+        (20, "2 s"), (40, "4 s"), (60, "6 s"), (80, "8 s"), (100, "10 s"),
+    ]  # fmt: skip
+    # The first ten updates take as long as the 90 others: times between have no room.
+    found = round_times(rows((100, 20.0), (10, 10.0)))
+    assert [text for _, text in found] == ["5 s", "15 s", "20 s"]
+    assert [update for update, _ in found] == [5, 55, 100]
+    assert [text for _, text in round_times(rows((9, 7200.0)))][0] == "20 min"
+    assert [text for _, text in round_times(rows((9, 5 * 3600.0)))][-1] == "5 h"
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
