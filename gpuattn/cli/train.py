@@ -141,11 +141,13 @@ preset_option = click.option("--preset", type=NearChoice(list(PRESETS)), cls=Gro
               help="The run's folder.  [default: runs/TASK]")  # fmt: skip
 @click.option("--overwrite", is_flag=True, cls=GroupedOption, group="Folder",
               help="Delete the run that is in the folder.")  # fmt: skip
+@click.option("--tensorboard", is_flag=True, cls=GroupedOption, group="Folder",
+              help="Write the metrics as TensorBoard events, too: OUT/tensorboard.")  # fmt: skip
 @config_option("Folder")
 @preset_option
 @device_option
 @click.pass_context
-def command(ctx, what, valid, out, overwrite, config_file, device, **values):
+def command(ctx, what, valid, out, overwrite, tensorboard, config_file, device, **values):
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
     lines are translations of each other. Or train a language model, on one text: --lm FILE.
     Ctrl-C saves; the same command goes on."""
@@ -161,7 +163,7 @@ def command(ctx, what, valid, out, overwrite, config_file, device, **values):
         try:
             outcome = train(
                 config, out, origins=origins, device=device, report=report, stop=stop,
-                overwrite=overwrite, command=_typed(ctx),
+                overwrite=overwrite, command=_typed(ctx), tensorboard=tensorboard,
             )  # fmt: skip
         finally:
             report.close()

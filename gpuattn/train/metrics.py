@@ -115,18 +115,22 @@ class MetricsLog:
 
     Events: "start", "train", "valid", "stop", "end"; "threads", a choice of their number;
     "averaged" in a mean of weights.
+    ``listener``: hears of rows, by ``begin(rows)`` of all that a rewind leaves and by ``add(row)``.
     """
 
     def __init__(self, path):
-        self.path = Path(path)
+        self.path, self.listener = Path(path), None
 
     def add(self, event, **values):
         """Append a line, so that it is there even if the process ends right after.
 
         Raises CheckpointError when the disk refuses, as ``rewind`` does.
         """
-        with _writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, **values}, ensure_ascii=False) + "\n")
+        row = {"event": event, **values}
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if self.listener:
+            self.listener.add(row)
 
     def read(self, event=None):
         """Return the lines as dicts, of one event or of all. A half-written last line is left."""
@@ -153,6 +157,8 @@ class MetricsLog:
         ]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
         write_text(self.path, text)
+        if self.listener:
+            self.listener.begin(kept)
 
 
 def write_text(path, text):
@@ -162,7 +168,7 @@ def write_text(path, text):
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")  # one that a kill left is written over
-    with _writing(path):
+    with writing(path):
         try:
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(text)
@@ -176,7 +182,7 @@ def write_text(path, text):
 
 
 @contextlib.contextmanager
-def _writing(path):
+def writing(path):
     """Say of a disk that refuses which file it was, and what to do."""
     try:
         yield

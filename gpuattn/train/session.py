@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gpuattn.arrays import to_cpu
-from gpuattn.train import checkpoint, memory
+from gpuattn.train import checkpoint, events, memory
 from gpuattn.train.config import default_batch, to_toml
 from gpuattn.train.device import card_memory, choose_device, installed_version, versions
 from gpuattn.train.metrics import describe, rank, write_text
@@ -31,18 +31,22 @@ class Outcome(NamedTuple):
 
 def train(
     config, out, *, origins=None, device="auto", report=None, stop=None, overwrite=False,
-    graphs=True, command=None,
+    graphs=True, command=None, tensorboard=False,
 ):  # fmt: skip
     """Train as a TrainConfig says into the folder ``out``; go on where a run was stopped there.
 
     ``device``: "auto", "cuda" or "numpy". ``report``: a ``train.report.Report``. ``stop``: called
     after each update; once it is true, the run is saved and left. ``overwrite``: delete a run that
     is in the folder. ``graphs``: see ``Trainer``. ``command``: what was typed, for the report.
+    ``tensorboard``: write the metrics as TensorBoard events, too; see ``train.events``.
     Returns an Outcome.
     Raises ConfigError when the folder has a run with other options, DataError for data that cannot
     be used, CheckpointError when a damaged run cannot go on or the disk is full,
-    DeviceMissingError, and FloatingPointError when gradients are not finite for long.
+    DeviceMissingError, UnsupportedError for ``tensorboard`` without the package of that name, and
+    FloatingPointError when gradients are not finite for long.
     """
+    if tensorboard:
+        events.import_tensorboard()
     report, stop = report or Report(), stop or (lambda: False)
     folder = RunFolder(out)
     if overwrite:
@@ -65,7 +69,8 @@ def train(
         folder.create(config, origins, session.task.corpus.tokenizer)
     elif folder.config() != config:  # it only got longer
         write_text(folder.path / "config.toml", to_toml(config, origins))
-    return session.run(stop)
+    with events.written(folder) if tensorboard else contextlib.nullcontext():
+        return session.run(stop)
 
 
 class Session:

@@ -110,9 +110,9 @@ def run(tmp_path_factory):
 
 def test_a_finished_run_has_its_page(run):
     found = read(run[0] / page.PAGE)
-    for words in ("Finished after 40 updates", " on 1 held-out sentence.", "BLEU", "Curves", "Samples",
-                  "Attention", "gpuattn profile", "rows", "gpuattn train <here>", "numpy",
-                  "lr = 0.01  # command line", NASTY):  # fmt: skip
+    for words in ("Finished after 40 updates", " on 1 held-out sentence.", "BLEU", "Curves",
+                  "Samples", "Attention", "gpuattn profile", "rows", "gpuattn train <here>",
+                  "numpy", "lr = 0.01  # command line", NASTY):  # fmt: skip
         assert words in found.text
     raw = (run[0] / page.PAGE).read_text()
     assert "<script" not in raw and "&lt;script&gt;" in raw
