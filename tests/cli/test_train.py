@@ -91,6 +91,19 @@ def test_cuda_without_a_gpu_is_exit_code_3(call, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_tensorboard_is_an_option_that_names_what_it_needs(call, corpus, tmp_path, monkeypatch):
+    command = ["train", *files(corpus), *TINY, "--for", "1u", "--out", tmp_path / "run"]
+    with monkeypatch.context() as without:
+        for name in ("tensorboard", "tensorboard.compat.proto.event_pb2"):
+            without.setitem(sys.modules, name, None)
+        result = call(*command, "--tensorboard")
+    assert result.exit_code == 1 and "pip install 'gpuattn[tensorboard]'" in result.stderr
+    assert not (tmp_path / "run").exists()
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    assert call(*command, "--tensorboard").exit_code == 0
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
+
+
 def test_the_same_command_goes_on_and_a_changed_one_is_refused(call, corpus, tmp_path):
     command = ["train", *files(corpus), *TINY, "--out", tmp_path / "run", "--for", "3u"]
     assert call(*command).exit_code == 0
