@@ -184,9 +184,9 @@ def _samples(folder, found):
         _lines(folder.path / "valid" / f"{n}.txt") for n in ("source", "reference")
     )
     triples = list(zip(sources, references, written, strict=False))[:SAMPLES]
-    head = tag("tr", [tag("th", name) for name in ("", "source", "reference", "translation")])
+    head = tag("tr", [tag("th", name) for name in ("exact", "source", "reference", "translation")])
     body = [
-        tag("tr", tag("td", "=" if reference == text else ""), tag("td", source),
+        tag("tr", tag("td", "\N{CHECK MARK}" if reference == text else ""), tag("td", source),
             tag("td", reference), tag("td", text))
         for source, reference, text in triples
     ]  # fmt: skip

@@ -14,6 +14,7 @@ MARKED = 40  # a curve with fewer points has a mark at each
 TICKS = 6  # of an axis, about
 LETTER = 6.4  # width of a letter, about
 LABEL_MOVES = 36  # of half a line, at most
+WORD = 16  # letters of a word beside a map, at most
 DIRECTIONS = ("forward", "backward", "update")  # of ops, in the order of the colors
 
 
@@ -188,9 +189,18 @@ def _map_layout(rows, columns):
     """Return the side of a cell, the size of letters, both margins, and the width of a map."""
     side = max(9, min(22, 420 // max(len(rows), len(columns))))
     size = min(12, side - 1)
-    left = 14 + max(len(word) for word in rows) * size * 0.62
-    top = 14 + max(len(word) for word in columns) * size * 0.5
+    left = 14 + min(WORD, max(map(len, rows))) * size * 0.62
+    top = 14 + min(WORD, max(map(len, columns))) * size * 0.5
     return side, size, left, top, left + side * len(columns) + 40
+
+
+def _word(word, **given):
+    """Return a word of a map; a long one is cut, and a pointer on it shows the whole."""
+    if len(word) > WORD:
+        return tag(
+            "text", tag("title", word), f"{word[: WORD - 1]}\N{HORIZONTAL ELLIPSIS}", **given
+        )
+    return tag("text", word, **given)
 
 
 def heat_map(weights, rows, columns, title):
@@ -206,17 +216,14 @@ def heat_map(weights, rows, columns, title):
     ]  # fmt: skip
     drawn.append(tag("rect", x=left, y=top, width=side * len(columns), height=side * len(rows),
                      class_="frame"))  # fmt: skip
+    look = {"style": f"font-size:{size}px"}
     for i, word in enumerate(rows):
         y = top + side * (i + 0.5) + size * 0.35
-        drawn.append(tag("text", word, x=left - 4, y=y, class_="row", style=f"font-size:{size}px"))
+        drawn.append(_word(word, x=left - 4, y=y, class_="row", **look))
     for j, word in enumerate(columns):
         x, y = left + side * (j + 0.6), top - 4
         turn = f"rotate(-40 {x:.1f} {y:.1f})"
-        drawn.append(
-            tag(
-                "text", word, x=x, y=y, class_="column", style=f"font-size:{size}px", transform=turn
-            )
-        )
+        drawn.append(_word(word, x=x, y=y, class_="column", transform=turn, **look))
     return _figure(title, _svg(width, height, drawn))
 
 

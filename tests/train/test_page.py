@@ -285,6 +285,9 @@ def test_a_map_has_a_cell_for_each_weight_that_can_be_seen():
     drawn = svg.heat_map(np.array([[0.9, 0.1, 0.0]]), ["a <"], ["x", "y", "z"], "t")
     assert drawn.count('class="cell"') == 2 and "a &lt;" in drawn
     Reader(drawn)
+    drawn = svg.heat_map(np.ones((1, 1)), ["a" * 16], ["b" * 17], "t")
+    assert f">{'a' * 16}</text>" in drawn
+    assert f"<title>{'b' * 17}</title>{'b' * 15}\N{HORIZONTAL ELLIPSIS}</text>" in drawn
 
 
 def test_maps_fill_the_width_in_columns_as_wide_as_words_need():
