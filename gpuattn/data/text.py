@@ -1,6 +1,7 @@
 """Text files of the user: parallel corpora, one sentence a line, and plain text."""
 
 import gzip
+import hashlib
 import zlib
 from pathlib import Path
 
@@ -28,20 +29,21 @@ class Corpus(list):
         self.too_long = too_long
 
 
-def read_parallel(source_path, target_path, *, max_length=MAX_LENGTH, on_long="skip"):
+def read_parallel(source_path, target_path, *, max_length=MAX_LENGTH, on_long="skip", digests=None):
     """Read two files, line i of one being the translation of line i of the other.
 
     Plain or ``.gz``, UTF-8. Outer spaces are stripped, pairs with an empty side left out.
     ``max_length``: the most characters of a line; pairs with a longer one are left out, or with
     ``on_long="error"`` are an error. No longer line is ever held in memory.
+    ``digests``: a dict that gets {path: SHA-256 of the text, unpacked} of both.
     Returns a ``Corpus`` of pairs whose kind is ``"text"``.
     Raises DataError for a missing, empty, damaged or non-UTF-8 file, and for files of different
     length; the message names file and line.
     """
     if on_long not in ON_LONG:
         raise ConfigError(f"read_parallel: on_long is {on_long!r}; accepted: {', '.join(ON_LONG)}")
-    source = _read_lines(source_path, max_length, on_long)
-    target = _read_lines(target_path, max_length, on_long)
+    source = _read_lines(source_path, max_length, on_long, digests)
+    target = _read_lines(target_path, max_length, on_long, digests)
     if len(source) != len(target):
         raise DataError(_mismatch(source_path, source, target_path, target))
     pairs, lines, empty, too_long = [], [], [], []
@@ -89,13 +91,14 @@ def encode_pairs(pairs, tokenizer, *, max_tokens, on_long="skip"):
     return ids, kept
 
 
-def read_language_model(path):
+def read_language_model(path, digests=None):
     """Return the text of a file, plain or ``.gz``, as one string, line ends as they are.
 
+    ``digests``: a dict that gets {path: SHA-256 of the text, unpacked}.
     Raises DataError for a missing, empty, damaged or non-UTF-8 file.
     """
     parts = []
-    for number, raw in enumerate(_raw_lines(path, limit=-1), 1):
+    for number, raw in enumerate(_raw_lines(path, -1, digests), 1):
         parts.append(_decode(path, number, raw))
     text = "".join(parts)
     if not text.strip():
@@ -103,10 +106,11 @@ def read_language_model(path):
     return text
 
 
-def _read_lines(path, max_length, on_long):
+def _read_lines(path, max_length, on_long, digests):
     """Return the stripped lines; None stands for one of more than ``max_length`` characters."""
     lines = []
-    for number, raw in enumerate(_raw_lines(path, BYTES_PER_CHARACTER * max_length + 2), 1):
+    limit = BYTES_PER_CHARACTER * max_length + 2
+    for number, raw in enumerate(_raw_lines(path, limit, digests), 1):
         line = None if raw is None else _decode(path, number, raw).strip()
         if line is None or len(line) > max_length:
             if on_long == "error":
@@ -121,20 +125,29 @@ def _read_lines(path, max_length, on_long):
     return lines
 
 
-def _raw_lines(path, limit):
-    """Yield each line's bytes, or None for one of ``limit`` bytes or more (-1: no limit)."""
+def _raw_lines(path, limit, digests=None):
+    """Yield each line's bytes, or None for one of ``limit`` bytes or more (-1: no limit).
+
+    ``digests`` gets the SHA-256 of all bytes at the end.
+    """
+    found = hashlib.sha256()
     try:
         with gzip.open(path) if str(path).endswith(".gz") else Path(path).open("rb") as file:
             while raw := file.readline(limit):
+                found.update(raw)
                 if raw.endswith(b"\n") or len(raw) != limit:
                     yield raw
                     continue
-                while (rest := file.readline(limit)) and not rest.endswith(b"\n"):
-                    pass
+                while rest := file.readline(limit):
+                    found.update(rest)
+                    if rest.endswith(b"\n"):
+                        break
                 yield None
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"cannot read {path}: {reason}") from error
+    if digests is not None:
+        digests[str(path)] = found.hexdigest()
 
 
 def _decode(path, number, raw):
