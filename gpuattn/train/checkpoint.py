@@ -3,6 +3,10 @@
 A generation is ``NAME-00000012.safetensors`` and ``NAME-00000012.json``. Both are written under
 another name, flushed to the disk and renamed, the manifest last: where it stands, its file is
 complete. The last two good generations are kept. Nothing is ever unpickled.
+
+A kill between the two renames leaves tensors without a manifest, beside the generations before;
+these are used, and the next save removes what was left. Where no generation has its manifest they
+were lost, and ``save`` refuses to remove anything.
 """
 
 import contextlib
@@ -10,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import warnings
 from pathlib import Path
 
@@ -20,6 +25,7 @@ from gpuattn.errors import CheckpointError, problem
 
 FORMAT = "gpuattn/1"
 KEPT = 2
+FILE = re.compile(r"([A-Za-z0-9_]+)-(\d{8})\.safetensors")
 DTYPES = {
     "F32": np.dtype("float32"),
     "F16": np.dtype("float16"),
@@ -43,10 +49,13 @@ def save(folder, name, tensors, metadata=None):
 
     ``tensors``: {name: NumPy or CuPy array}. ``metadata``: JSON-able values kept with them.
     Older generations but the last good one are removed, after the new one is safe on disk.
-    Raises CheckpointError, with the folder as it was, when a tensor holds inf or NaN or when the
-    disk refuses (full, read-only).
+    Raises CheckpointError, with the folder as it was, when a tensor holds inf or NaN, when the
+    disk refuses (full, read-only), and where the generations before have lost their manifests.
     """
     folder = Path(folder)
+    if not generations(folder, name) and _numbers(folder, name) - {1}:
+        lost = describe_unlisted(folder, unlisted(folder, name))
+        raise CheckpointError(f"cannot save {name} in {folder}: {lost}")
     host = {key: to_cpu(array) for key, array in tensors.items()}
     _check_finite(host, f"save: {name}", ". Begin anew with a smaller --lr")
     data = encode(host, metadata)
@@ -54,14 +63,8 @@ def save(folder, name, tensors, metadata=None):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove(folder.glob(f".{name}-*.tmp"))
-        manifest = {
-            "format": FORMAT,
-            "file": path.name,
-            "bytes": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
         _write(path, data)
-        _write(path.with_suffix(".json"), json.dumps(manifest, indent=1).encode())
+        _write(path.with_suffix(".json"), _manifest(path, data))
     except OSError as error:
         _remove([path.with_suffix(".json"), path])
         older = generations(folder, name)
@@ -73,6 +76,22 @@ def save(folder, name, tensors, metadata=None):
     _verified.add(_identity(path))
     _prune(folder, name)
     return path
+
+
+def adopt(path):
+    """Write the manifest of a safetensors file of ours that lost it.
+
+    Raises CheckpointError for a file that is not whole or holds inf or NaN, as ``read`` does.
+    """
+    read(path)
+    _write(path.with_suffix(".json"), _manifest(path, path.read_bytes()))
+
+
+def _manifest(path, data):
+    """Return the bytes of the manifest for a file with these bytes."""
+    digest = hashlib.sha256(data).hexdigest()
+    said = {"format": FORMAT, "file": path.name, "bytes": len(data), "sha256": digest}
+    return json.dumps(said, indent=1).encode()
 
 
 def encode(tensors, metadata=None):
@@ -144,28 +163,70 @@ def generations(folder, name):
     return sorted((path for path in paths if path.exists()), reverse=True)
 
 
+def exists(folder, name):
+    """Tell whether there is a generation of ``name``, be it one without a manifest."""
+    return bool(_numbers(folder, name))
+
+
+def unlisted(folder, name=None):
+    """Return the safetensors files of ours, of one name or of all, that have no manifest, newest
+    first."""
+    found = []
+    for path in sorted(Path(folder).glob("*.safetensors"), reverse=True):
+        match = FILE.fullmatch(path.name)
+        if match and name in (None, match[1]) and not path.with_suffix(".json").exists():
+            found.append(path)
+    return found
+
+
+def describe_unlisted(folder, files):
+    """Return what is the matter with files without manifests, and what to do."""
+    names = ", ".join(path.name for path in files)
+    return (
+        f"no manifest (.json) is left beside {names}, and nothing is written over them. Copy the "
+        f"manifests back, or write new ones: gpuattn recover {shlex.quote(str(folder))}"
+    )
+
+
 def load(folder, name, expected=None):
     """Return (tensors, metadata) of the newest good generation of ``name``, as NumPy arrays.
 
     ``expected``: {name: anything with ``shape`` and ``dtype``}; the tensors must be exactly these.
     Size and SHA-256 are checked first, then names, shapes, dtypes, and that all numbers are finite.
     A generation that fails is passed over with a warning; CheckpointError says what is wrong with
-    each when none is good, or that there is none.
+    each when none is good, or that there is none. Where no generation has its manifest, the newest
+    whole file is used, with a warning.
     """
-    faults = []
-    for manifest in generations(folder, name):
-        try:
-            tensors, metadata = decode(_verified_bytes(manifest), manifest.stem)
-            _check(tensors, expected, manifest.stem)
-        except CheckpointError as error:
-            faults.append(str(error))
-            continue
-        if faults:
-            warnings.warn(f"{'; '.join(faults)}; {manifest.stem} is used instead", stacklevel=2)
-        return tensors, metadata
+    listed, faults = None, []
+    while listed != (now := generations(folder, name)):  # again if a run saved meanwhile
+        listed, faults = now, []
+        for manifest in listed or unlisted(folder, name):
+            try:
+                tensors, metadata = _load_one(manifest, expected)
+            except CheckpointError as error:
+                faults.append(str(error))
+                continue
+            if faults:
+                warnings.warn(f"{'; '.join(faults)}; {manifest.stem} is used instead", stacklevel=2)
+            return tensors, metadata
     if faults:
         raise CheckpointError(f"no checkpoint {name} in {folder} can be used: {'; '.join(faults)}")
     raise CheckpointError(f"there is no checkpoint {name} in {folder}")
+
+
+def _load_one(path, expected):
+    """Return (tensors, metadata) by a manifest, or of a safetensors file that has none."""
+    if path.suffix == ".json":
+        tensors, metadata = decode(_verified_bytes(path), path.stem)
+        _check(tensors, expected, path.stem)
+        return tensors, metadata
+    found = read(path, expected)
+    warnings.warn(
+        f"{path.name} has no manifest, so its SHA-256 cannot be checked; write one: gpuattn "
+        f"recover {shlex.quote(str(path.parent))}",
+        stacklevel=3,
+    )
+    return found
 
 
 def shapes(folder, name):
@@ -173,12 +234,33 @@ def shapes(folder, name):
 
     None where there is no header to read.
     """
-    for manifest in generations(folder, name)[:1]:
+    found = _header(folder, name)
+    return found and found[0]
+
+
+def notes(folder, name):
+    """Return the metadata of the newest generation of ``name``, as ``shapes`` does, or None."""
+    found = _header(folder, name)
+    return found and found[1]
+
+
+def digest(tensors):
+    """Return the SHA-256 of {name: array}, names and values, whatever file they come from."""
+    found = hashlib.sha256()
+    for name, array in sorted(tensors.items()):
+        found.update(f"{name} {array.dtype} {array.shape} ".encode())
+        found.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return found.hexdigest()
+
+
+def _header(folder, name):
+    """Return ({name: shape}, metadata) of the newest generation, unverified, or None."""
+    for path in (generations(folder, name) or unlisted(folder, name))[:1]:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            with open(manifest.with_suffix(".safetensors"), "rb") as file:
+            with open(path.with_suffix(".safetensors"), "rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            header.pop("__metadata__", None)
-            return {key: tuple(entry["shape"]) for key, entry in header.items()}
+            noted = json.loads(header.pop("__metadata__", {}).get("metadata", "{}"))
+            return {key: tuple(entry["shape"]) for key, entry in header.items()}, noted
     return None
 
 
