@@ -17,6 +17,7 @@ COMMANDS = {
     "sample": "Continue a text with a language model.",
     "evaluate": "Score a run's translations: exact match, BLEU, chrF.",
     "info": "Show what a run is and how it went.",
+    "recover": "Write the manifests that a run's checkpoints have lost.",
     "average": "Average the weights of runs, or of one run's last checkpoints.",
     "report": "Write a run's page: curves, samples, attention, profile.",
     "plot": "Draw loss and BLEU curves and attention maps as PNG.",

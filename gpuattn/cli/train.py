@@ -44,6 +44,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "norm": ("", "Normalise before or after each branch."),
         "positions": ("", "How tokens know their place; of gpt2 learned or rotary."),
         "activation": ("", "In the feed-forward networks; swiglu adds a third matrix."),
+        "init_from": ("RUN", "Begin with another run's best weights, and its tokenizer."),
         "pad_vocab": ("", "Bring the vocabulary's tables to a multiple of 64 rows: faster."),
     },
     "Optimisation": {

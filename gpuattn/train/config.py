@@ -41,6 +41,7 @@ from gpuattn.train.units import (
 )
 
 KEYS = {"length": "for"}  # fields that users know by another name: Python keeps this one
+DATA_FILES = ("source", "target", "valid_source", "valid_target", "lm", "valid_lm")
 
 
 def _option(default, parse, only=None):
@@ -59,7 +60,8 @@ class TrainConfig:
     Of a language model instead: ``lm`` and ``valid_lm`` name texts, ``tokenizer`` is "subwords"
     or "chars", ``block`` the tokens that it sees.
     Model: ``model`` is "translation" or "gpt2"; as ``models.translation.TranslationConfig`` and
-    ``models.gpt2.GPT2Config``, whose ``positions`` and ``activation`` None stands for.
+    ``models.gpt2.GPT2Config``, whose ``positions`` and ``activation`` None stands for;
+    ``init_from``: the folder of a run that gives the first weights, and the tokenizer.
     Optimisation: ``batch`` tokens on the longer side, or "auto": what fits the GPU; ``batching``
     one of ``data.batching.BATCHING``, ``accumulate`` batches an update, ``checkpoint`` as in
     ``models.config.CHECKPOINT``, ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and
@@ -106,6 +108,7 @@ class TrainConfig:
     positions: str | None = _option(None, choice(*CHOICES["positions"]))
     activation: str | None = _option(None, choice(*CHOICES["activation"]))
     pad_vocab: bool = _option(True, flag)
+    init_from: str | None = _option(None, text)
 
     batch: int | str = _option(8000, or_auto(parse_count))
     batching: str = _option("packed", choice(*BATCHING), only=TRANSLATION)
@@ -345,25 +348,35 @@ def _toml_value(value):
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else repr(value)
 
 
-def differences(old, new):
-    """Return sentences on what differs between the config of a run and what is asked now."""
+def differences(old, new, names=None):
+    """Return sentences on what differs between the config of a run and what is asked now, in all
+    options or in those of ``names``."""
     return [
         f"--{option_key(name)} was {shown(getattr(old, name))}, now {shown(getattr(new, name))}"
-        for name in OPTIONS
+        f"{' (it may grow, in the same unit)' if name == 'length' else ''}"
+        for name in names or OPTIONS
         if getattr(old, name) != getattr(new, name) and not _may_change(name, old, new)
     ]
 
 
 def _may_change(name, old, new):
     """Tell whether it is but what is kept in memory or how many threads compute, or the run gets
-    longer under a schedule that does not look at its end."""
-    return name in ("checkpoint", "threads") or (
-        name == "length"
-        and old.length.unit == new.length.unit != "s"
-        and old.length.amount < new.length.amount
-        and new.schedule in ("invsqrt", "constant")
-        and isinstance(new.warmup, int)
-    )
+    longer, or a file has another name now, whose content is compared when it is read."""
+    if name == "length":
+        return old.length.unit == new.length.unit and old.length.amount < new.length.amount
+    if name in (*DATA_FILES, "init_from"):
+        return None not in (getattr(old, name), getattr(new, name))
+    return name in ("checkpoint", "threads")
+
+
+def describe_growth(old, new):
+    """Return what becomes of the learning rate in a run that gets longer, in words."""
+    text = f"--for was {old.length}, now {new.length}"
+    to_its_end = new.schedule in ("cosine", "linear") or isinstance(new.warmup, float)
+    if to_its_end and not new.lr_decay:
+        planned = f"the {new.schedule} schedule of {new.length.describe()}"
+        text += f": the learning rate goes on along {planned}"
+    return text
 
 
 def plain(value):

@@ -15,6 +15,7 @@ from gpuattn.data.batching import LanguageModelLoader, PackedLoader
 from gpuattn.data.text import encode_pairs, read_language_model, read_parallel
 from gpuattn.data.tokenizer import EOS, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
+from gpuattn.train.config import DATA_FILES
 
 TASK_PAIRS = 20_000  # an epoch of a built-in task
 HELD_OUT = 1000  # pairs, at most, for validation and for tests
@@ -29,14 +30,15 @@ class Corpus:
 
     ``tokenizer``: the run's, or None to train one. ``valid``: list of Pair. ``facts``: sentences
     on what was read, for the head of a run; ``warnings``: on what to change. ``fingerprint``: of
-    the training text.
+    the training text. ``digests``: {option: SHA-256} of the files.
     ``loader(epoch)``: its PackedLoader.
     Raises DataError for files that cannot be used, ConfigError for limits nothing fits in.
     """
 
     def __init__(self, config, tokenizer=None):
-        self.config = config
-        train, self.valid = _task_pairs(config) if config.task else _file_pairs(config)
+        self.config, digests = config, {}
+        train, self.valid = _task_pairs(config) if config.task else _file_pairs(config, digests)
+        self.digests = _by_option(config, digests)
         if tokenizer is None:
             lines = (line for pair in train for line in pair[:2])
             tokenizer = Tokenizer.train(lines, config.vocab_size, config.seed)
@@ -107,12 +109,14 @@ class TextCorpus:
     """
 
     def __init__(self, config, tokenizer=None):
-        whole = read_language_model(config.lm)
+        digests = {}
+        whole = read_language_model(config.lm, digests)
         if config.valid_lm:
-            train, valid = whole, read_language_model(config.valid_lm)
+            train, valid = whole, read_language_model(config.valid_lm, digests)
         else:
             cut = len(whole) * (TEXT_SHARE - 1) // TEXT_SHARE
             train, valid = whole[:cut], whole[cut:]
+        self.digests = _by_option(config, digests)
         if tokenizer is None:
             chars = config.tokenizer == "chars"
             subwords = (_pieces(train), config.vocab_size, config.seed)
@@ -181,6 +185,12 @@ def held_out(config):
     return _file_pairs(config)[1]
 
 
+def _by_option(config, digests):
+    """Return {option: SHA-256} of files by {path: SHA-256}."""
+    paths = {name: getattr(config, name) for name in DATA_FILES}
+    return {name: digests[path] for name, path in paths.items() if path is not None}
+
+
 def _task_pairs(config):
     valid = tasks.generate(config.task, "valid", HELD_OUT, config.seed)
     return _task_epoch(config, 0), valid
@@ -190,10 +200,11 @@ def _task_epoch(config, epoch):
     return tasks.generate(config.task, "train", TASK_PAIRS, config.seed << 32 | epoch)
 
 
-def _file_pairs(config):
-    train = read_parallel(config.source, config.target, on_long=config.on_long)
+def _file_pairs(config, digests=None):
+    files = (config.source, config.target)
+    train = read_parallel(*files, on_long=config.on_long, digests=digests)
     if config.valid_source:
-        return train, read_parallel(config.valid_source, config.valid_target)
+        return train, read_parallel(config.valid_source, config.valid_target, digests=digests)
     if len(train) < 2:
         raise DataError(
             f"{config.source} has one usable pair; accepted: two or more, or give --valid SRC TGT"

@@ -1,10 +1,14 @@
 """The folder of a run: all that is needed to go on training, or to use what it learned.
 
 ``config.toml``, ``tokenizer.model``, ``best`` and ``last`` (weights), ``state`` (everything a
-continuation needs), ``metrics.jsonl``, ``valid/`` (what the model wrote at each evaluation).
+continuation needs), ``metrics.jsonl``, ``valid/`` (what the model wrote at each evaluation),
+``digests.json`` (SHA-256 of the text files, and of the weights that it began with).
 """
 
+import contextlib
+import json
 import math
+import shlex
 import shutil
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from gpuattn.errors import CheckpointError, ConfigError, DataError
 from gpuattn.optim.averaging import average_tensors
 from gpuattn.train import checkpoint
 from gpuattn.train.config import (
+    DATA_FILES,
     GPT2,
     TRANSLATION,
     differences,
@@ -21,16 +26,24 @@ from gpuattn.train.config import (
     plain,
     read_toml,
     resolve,
+    shown,
     to_toml,
 )
 from gpuattn.train.device import choose_device
 from gpuattn.train.language_task import LanguageTask
+from gpuattn.train.lock import LOCK, locked
 from gpuattn.train.metrics import MetricsLog, rank, write_text
 from gpuattn.train.translation_task import TranslationTask
 
 TASKS = {TRANSLATION: TranslationTask, GPT2: LanguageTask}  # by ``TrainConfig.model``
-TOKENIZER = "tokenizer.model"
-UNBEGUN = (TOKENIZER, ".config.toml.tmp")  # what a run has that was killed before it began
+CONFIG, TOKENIZER, DIGESTS = "config.toml", "tokenizer.model", "digests.json"
+# what a run has that was killed before it began
+UNBEGUN = (LOCK, TOKENIZER, DIGESTS, f".{DIGESTS}.tmp", f".{CONFIG}.tmp")
+CHECKPOINTS = ("state", "best", "last")
+MODEL_OPTIONS = (
+    "model", "tokenizer", "dim", "heads", "kv_heads", "layers", "ffn", "bias", "norm",
+    "positions", "activation", "pad_vocab", "block", "max_len",
+)  # fmt: skip
 SNAPSHOTS = "checkpoints"  # weights that --average needs
 
 
@@ -43,14 +56,24 @@ class RunFolder:
 
     def exists(self):
         """Tell whether a run was begun here."""
-        return (self.path / "config.toml").exists()
+        return (self.path / CONFIG).exists()
 
-    def create(self, config, origins, tokenizer):
+    def lock(self):
+        """Return a context in which no other process writes here; see ``train.lock.locked``.
+
+        Raises ConfigError for a folder that is something else.
+        """
+        if not self.exists():
+            self.check_empty()
+        return locked(self.path)
+
+    def create(self, config, origins, tokenizer, digests=None):
         """Begin a run: write what never changes, its config last."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             tokenizer.save(self.path / TOKENIZER)
-            write_text(self.path / "config.toml", to_toml(config, origins))
+            self.keep_digests(digests or {})
+            write_text(self.path / CONFIG, to_toml(config, origins))
         except OSError as error:
             raise CheckpointError(
                 f"cannot write to {self.path}: {error.strerror}. Choose another --out"
@@ -59,15 +82,20 @@ class RunFolder:
     def remove(self):
         """Delete the run, if this is one. ConfigError for a folder that is something else."""
         if self.exists():
-            shutil.rmtree(self.path)
+            for path in sorted(self.path.iterdir(), key=lambda path: path.name == CONFIG):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != LOCK:  # which this process holds
+                    path.unlink()
         elif self._is_taken():
             raise ConfigError(f"{self.path} is not a run of gpuattn: it is left alone")
 
     def check_empty(self):
         """Raise ConfigError where a run may not begin: something else is there."""
         if self._is_taken():
+            lost = self._without_config()
             raise ConfigError(
-                f"{self.path} exists and is not a run of gpuattn. Choose another --out"
+                lost or f"{self.path} exists and is not a run of gpuattn. Choose another --out"
             )
 
     def _is_taken(self):
@@ -76,14 +104,88 @@ class RunFolder:
             return self.path.exists()
         return any(path.name not in UNBEGUN for path in self.path.iterdir())
 
+    def _without_config(self):
+        """Return what to do about checkpoints that stand here without config.toml, or ""."""
+        if not any(checkpoint.exists(self.path, name) for name in CHECKPOINTS):
+            return ""
+        typed = [row["command"] for row in self.metrics.read("start") if row.get("command")]
+        again = f": {typed[0]}" if typed else ""
+        return (
+            f"{self.path} has checkpoints and no config.toml; nothing is written over them. Put it "
+            "back, or copy the one that the command of this run writes in another --out" + again
+        )
+
     def check_same(self, config):
-        """Raise ConfigError that lists every option in which a run differs from ``config``."""
+        """Raise ConfigError that lists every option in which a run differs from ``config``.
+
+        Of files that have other names now ``check_data`` compares the content.
+        """
         found = differences(self.config(), config)
         if found:
+            raise ConfigError(self._has_other(found))
+
+    def _has_other(self, found):
+        return (
+            f"{self.path} is a run with other options: {'; '.join(found)}. Use another --out (and "
+            f"--init-from {shlex.quote(str(self.path))} to begin with its weights), or --overwrite "
+            "to begin anew"
+        )
+
+    def check_init(self, config):
+        """Raise ConfigError where the run that ``--init-from`` names is this one, or has another
+        model, with the options that differ."""
+        if config.init_from is None:
+            return
+        given = RunFolder(config.init_from)
+        if given.path.resolve() == self.path.resolve():
+            raise ConfigError(f"--init-from and --out are both {self.path}. Choose another --out")
+        there = given.config()
+        names = MODEL_OPTIONS if there.model == config.model else ("model",)
+        if there.positions != "learned":  # then no weights depend on the longest text
+            names = [name for name in names if name not in ("block", "max_len")]
+        found = differences(there, config, [name for name in names if config.has(name)])
+        if found:
             raise ConfigError(
-                f"{self.path} is a run with other options: {'; '.join(found)}. "
-                "Use another --out, or --overwrite to begin anew"
+                f"--init-from {given.path} is a run of another model: {'; '.join(found)}. Give the "
+                f"same options: --config {shlex.quote(str(given.path / CONFIG))} has them"
             )
+
+    def needs_init(self, config):
+        """Tell whether the weights that ``--init-from`` names are to be read: a run that has a
+        state only does so where they have another name now."""
+        if not config.init_from or not self.exists():
+            return bool(config.init_from)
+        state = checkpoint.exists(self.path, "state")
+        return not state or self.config().init_from != config.init_from
+
+    def check_data(self, config, digests):
+        """Raise DataError for a text file that is not the one a run began with.
+
+        ``digests``: {option: SHA-256} of what was read now. Where a run has none noted, other
+        names are other options: ConfigError.
+        """
+        noted, old = self.digests(), self.config()
+        for name in (*DATA_FILES, "init_from"):
+            path, before = getattr(config, name), getattr(old, name)
+            if name in noted and name in digests:
+                if noted[name] != digests[name]:
+                    raise DataError(_other_content(name, path, self.path))
+            elif path != before:
+                changed = f"--{option_key(name)} was {shown(before)}, now {shown(path)}"
+                raise ConfigError(self._has_other([changed]))
+
+    def digests(self):
+        """Return {option: SHA-256} of what a run began with; {} where that was not noted."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self.path / DIGESTS).read_bytes())
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def keep_digests(self, digests):
+        """Note {option: SHA-256} of what a run began with, where it is not noted yet."""
+        both = digests | self.digests()
+        if both != self.digests():
+            write_text(self.path / DIGESTS, json.dumps(both, indent=1))
 
     def check_trainable(self):
         """Raise ConfigError for a mean of weights, which training would write over."""
@@ -96,8 +198,9 @@ class RunFolder:
     def config(self):
         """Return the TrainConfig. CheckpointError where there is no run."""
         if not self.exists():
-            raise CheckpointError(f"{self.path} is no run: it has no config.toml")
-        return resolve(("config.toml", read_toml(self.path / "config.toml")))[0]
+            lost = self._without_config()
+            raise CheckpointError(lost or f"{self.path} is no run: it has no config.toml")
+        return resolve((CONFIG, read_toml(self.path / CONFIG)))[0]
 
     def tokenizer(self):
         """Return the tokenizer. CheckpointError if it is missing or damaged."""
@@ -126,6 +229,32 @@ class RunFolder:
         return average_tensors(checkpoint.load(self.path / SNAPSHOTS, name)[0] for name in names)
 
 
+def _other_content(name, path, folder):
+    """Return what to say of a file, or of weights, that a run did not begin with."""
+    if name == "init_from":
+        what, advice = f"the weights of --init-from {path} are not those", "--overwrite"
+    else:
+        kind = "validation" if name.startswith("valid") else "training"
+        what, advice = f"the {kind} text {path} is not the one", "put the text back"
+    return (
+        f"{what} that {folder} began with, so the run cannot go on. Use another --out, or {advice}"
+    )
+
+
+def begin_from(config, model):
+    """Set a model to the weights that ``--init-from`` names, the best ones or else the last.
+
+    Returns (what they are, in words; the SHA-256 of their values). Raises CheckpointError for a
+    folder that is no run, is damaged, or is of another model.
+    """
+    path = Path(config.init_from)
+    which = "best" if checkpoint.exists(path, "best") else "last"
+    weights, notes = checkpoint.load(path, which, dict(model.named_parameters()))
+    model.load_state(weights)
+    said = f"the {which} weights of {path}, of update {notes.get('update', 0):,}"
+    return said, checkpoint.digest(weights)
+
+
 def new_model(config, tokenizer):
     """Return the model that a run begins with."""
     return TASKS[config.model].new_model(config, tokenizer)
@@ -150,7 +279,7 @@ def load_run(path, *, device="auto", which="best", model=None):
     tokenizer = folder.tokenizer()
     device, _ = choose_device(device)
     model = new_model(config, tokenizer).eval()
-    if which == "best" and not checkpoint.generations(folder.path, "best"):
+    if which == "best" and not checkpoint.exists(folder.path, "best"):
         which = "last"
     weights, metadata = checkpoint.load(folder.path, which, dict(model.named_parameters()))
     model.load_state(weights)
@@ -171,6 +300,9 @@ def summary(path):
     last = next((row for row in reversed(rows) if row["event"] != "start"), {})
     states = {"end": "finished", "averaged": "averaged"}
     valid = [row for row in rows if row["event"] == "valid"]
+    if not rows:  # metrics.jsonl is lost, or nothing was noted yet
+        last, best = (checkpoint.notes(folder.path, which) or {} for which in ("last", "best"))
+        valid = [best] if "score" in best else []
     return {
         "folder": str(folder.path),
         "model": config.model,
@@ -204,9 +336,13 @@ def average_runs(paths, out, last=None):
     do not fit together, ConfigError when there is nothing to average or ``out`` is taken.
     """
     runs, new = [RunFolder(path) for path in paths], RunFolder(out)
-    new.check_empty()
-    if new.exists():
-        raise ConfigError(f"{out} is a run already. Choose another --out")
+    with new.lock():
+        if new.exists():
+            raise ConfigError(f"{out} is a run already. Choose another --out")
+        return _write_mean(runs, new, last)
+
+
+def _write_mean(runs, new, last):
     config, tokenizer = runs[0].config(), runs[0].tokenizer()
     for run in runs[1:]:
         if run.tokenizer().to_bytes() != tokenizer.to_bytes():

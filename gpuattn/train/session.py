@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from gpuattn.arrays import to_cpu
 from gpuattn.train import checkpoint, events, memory
-from gpuattn.train.config import default_batch, to_toml
+from gpuattn.train.config import default_batch, describe_growth, to_toml
+from gpuattn.train.damage import check_whole
 from gpuattn.train.device import card_memory, choose_device, installed_version, versions
 from gpuattn.train.metrics import describe, rank, write_text
 from gpuattn.train.page import write_page
 from gpuattn.train.precision import choose
 from gpuattn.train.report import Report
-from gpuattn.train.run import TASKS, RunFolder
+from gpuattn.train.run import TASKS, RunFolder, begin_from
 from gpuattn.train.trainer import Trainer
 from gpuattn.train.units import AUTO
 
@@ -49,6 +50,16 @@ def train(
         events.import_tensorboard()
     report, stop = report or Report(), stop or (lambda: False)
     folder = RunFolder(out)
+    with folder.lock():
+        session = _begin(config, folder, origins, device, report, overwrite, graphs, command)
+        with events.written(folder) if tensorboard else contextlib.nullcontext():
+            return session.run(stop)
+
+
+def _begin(config, folder, origins, device, report, overwrite, graphs, command):
+    """Return the Session of a new run, or of the one that goes on in the folder."""
+    if overwrite or not folder.exists():
+        folder.check_init(config)
     if overwrite:
         folder.remove()
     begun = folder.exists()
@@ -57,6 +68,8 @@ def train(
     if begun:
         folder.check_trainable()
         folder.check_same(config)
+        for sentence in check_whole(folder):
+            report.say("warning", sentence)
     else:
         folder.check_empty()
     device, where = choose_device(device)
@@ -82,7 +95,14 @@ class Session:
         if fits:
             tokens = max(default_batch(config, device), memory.least_tokens(config))
             config = replace(config, batch=tokens)
-        self.task = TASKS[config.model](config, folder.tokenizer() if begun else None)
+        owner = folder if begun else config.init_from and RunFolder(config.init_from)
+        self.task = TASKS[config.model](config, owner.tokenizer() if owner else None)
+        self.digests = dict(self.task.corpus.digests)
+        if folder.needs_init(config):
+            weights, self.digests["init_from"] = begin_from(config, self.task.model)
+            self.noted["init_from"] = {"weights": weights, "sha256": self.digests["init_from"]}
+        if begun:
+            folder.check_data(config, self.digests)
         if device == "cuda":
             config = self._plan_memory(config, fits)
         self.config = config
@@ -128,7 +148,8 @@ class Session:
 
     def run(self, stop):
         at, trainer = self.trainer.at, self.trainer
-        if not at.early and at.finished != self.config.length.describe():
+        lost_patience = 0 < self.config.patience <= at.worse
+        if at.finished and trainer.share() < 1 and not lost_patience:
             at.finished = ""  # asked to go on for longer than before
         if at.finished and self.folder.metrics.read("end"):
             self.report.say("run", f"finished before, after {at.update:,} updates ({at.finished})")

@@ -11,6 +11,7 @@ from gpuattn.train.config import (
     PRESETS,
     TASK_DEFAULTS,
     TrainConfig,
+    describe_growth,
     differences,
     read_toml,
     resolve,
@@ -170,11 +171,26 @@ def test_differences_name_both_values():
     assert differences(old, old) == []
 
 
-def test_a_run_may_grow_only_where_its_schedule_does_not_look_at_the_end():
+@pytest.mark.parametrize("change", [
+    {}, {"schedule": "cosine"}, {"warmup": 0.1}, {"length": Length(100, "e")},
+    {"length": Length(100, "s")},
+], ids=["invsqrt", "cosine", "a share", "epochs", "seconds"])  # fmt: skip
+def test_a_run_may_grow_in_its_unit_under_any_schedule(change):
     short = TrainConfig(task="toy", length="100u", warmup=10, schedule="invsqrt")
-    long = dataclasses.replace(short, length=Length(200, "u"))
+    short = dataclasses.replace(short, **change)
+    unit = short.length.unit
+    long = dataclasses.replace(short, length=Length(200, unit))
     assert differences(short, long) == []
-    assert differences(long, short)
-    for change in ({"schedule": "cosine"}, {"warmup": 0.1}):
-        pair = [dataclasses.replace(c, **change) for c in (short, long)]
-        assert differences(*pair) == ["--for was 100u, now 200u"]
+    planned = " learning rate goes on along " in describe_growth(short, long)
+    assert planned == (short.schedule == "cosine" or short.warmup == 0.1)
+    (shrunk,) = differences(long, short)
+    assert f"--for was 200{unit}, now 100{unit} (it may grow, in the same unit)" in shrunk
+    other = dataclasses.replace(short, length=Length(300, "u" if unit == "e" else "e"))
+    assert len(differences(short, other)) == 1
+
+
+def test_names_of_files_are_left_to_their_content():
+    old = TrainConfig(source="a", target="b", valid_source="c", valid_target="d")
+    assert differences(old, dataclasses.replace(old, source="../a", valid_target="../d")) == []
+    without = dataclasses.replace(old, valid_source=None, valid_target=None)
+    assert len(differences(old, without)) == 2
