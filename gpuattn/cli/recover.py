@@ -21,6 +21,8 @@ def command(folder):
     for name in done:
         click.echo(f"{name} has a manifest again")
     if faults:
-        raise CheckpointError(f"cannot be recovered: {'; '.join(faults)}")
+        raise CheckpointError(
+            f"not recovered: {'; '.join(faults)}. Put these files back or remove them"
+        )
     if not done:
         click.echo("every checkpoint has its manifest: nothing to do")

@@ -2,14 +2,14 @@
 
 ``config.toml``, ``tokenizer.model``, ``best`` and ``last`` (weights), ``state`` (everything a
 continuation needs), ``metrics.jsonl``, ``valid/`` (what the model wrote at each evaluation),
-``digests.json`` (SHA-256 of the text files, and of the weights that it began with).
+``digests.toml`` (SHA-256 of the text files, and of the weights that it began with).
 """
 
 import contextlib
-import json
 import math
 import shlex
 import shutil
+import tomllib
 from pathlib import Path
 
 from gpuattn.arrays import to_gpu
@@ -36,7 +36,7 @@ from gpuattn.train.metrics import MetricsLog, rank, write_text
 from gpuattn.train.translation_task import TranslationTask
 
 TASKS = {TRANSLATION: TranslationTask, GPT2: LanguageTask}  # by ``TrainConfig.model``
-CONFIG, TOKENIZER, DIGESTS = "config.toml", "tokenizer.model", "digests.json"
+CONFIG, TOKENIZER, DIGESTS = "config.toml", "tokenizer.model", "digests.toml"
 # what a run has that was killed before it began
 UNBEGUN = (LOCK, TOKENIZER, DIGESTS, f".{DIGESTS}.tmp", f".{CONFIG}.tmp")
 CHECKPOINTS = ("state", "best", "last")
@@ -72,6 +72,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             tokenizer.save(self.path / TOKENIZER)
+            (self.path / DIGESTS).unlink(missing_ok=True)  # of a run that never began
             self.keep_digests(digests or {})
             write_text(self.path / CONFIG, to_toml(config, origins))
         except OSError as error:
@@ -151,12 +152,12 @@ class RunFolder:
             )
 
     def needs_init(self, config):
-        """Tell whether the weights that ``--init-from`` names are to be read: a run that has a
-        state only does so where they have another name now."""
-        if not config.init_from or not self.exists():
-            return bool(config.init_from)
-        state = checkpoint.exists(self.path, "state")
-        return not state or self.config().init_from != config.init_from
+        """Tell whether the weights that ``--init-from`` names are to be read: of a run that has a
+        state only where they have another name now."""
+        if config.init_from is None:
+            return False
+        resumes = self.exists() and checkpoint.exists(self.path, "state")
+        return not resumes or self.config().init_from != config.init_from
 
     def check_data(self, config, digests):
         """Raise DataError for a text file that is not the one a run began with.
@@ -177,15 +178,15 @@ class RunFolder:
     def digests(self):
         """Return {option: SHA-256} of what a run began with; {} where that was not noted."""
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self.path / DIGESTS).read_bytes())
-            return found if isinstance(found, dict) else {}
+            return tomllib.loads((self.path / DIGESTS).read_text(encoding="utf-8"))
         return {}
 
     def keep_digests(self, digests):
         """Note {option: SHA-256} of what a run began with, where it is not noted yet."""
-        both = digests | self.digests()
-        if both != self.digests():
-            write_text(self.path / DIGESTS, json.dumps(both, indent=1))
+        noted = self.digests()
+        if not digests.keys() <= noted.keys():
+            lines = (f'{name} = "{digest}"\n' for name, digest in (digests | noted).items())
+            write_text(self.path / DIGESTS, "".join(lines))
 
     def check_trainable(self):
         """Raise ConfigError for a mean of weights, which training would write over."""
@@ -251,8 +252,8 @@ def begin_from(config, model):
     which = "best" if checkpoint.exists(path, "best") else "last"
     weights, notes = checkpoint.load(path, which, dict(model.named_parameters()))
     model.load_state(weights)
-    said = f"the {which} weights of {path}, of update {notes.get('update', 0):,}"
-    return said, checkpoint.digest(weights)
+    update = f", of update {notes['update']:,}" if "update" in notes else ""
+    return f"the {which} weights of {path}{update}", checkpoint.digest(weights)
 
 
 def new_model(config, tokenizer):

@@ -17,7 +17,7 @@ import pytest
 from gpuattn.arrays import BFLOAT16
 from gpuattn.errors import CheckpointError
 from gpuattn.train import checkpoint
-from gpuattn.train.checkpoint import decode, encode, generations, load, read, save
+from gpuattn.train.checkpoint import adopt, decode, encode, generations, load, read, save, unlisted
 
 
 def tensors(value=1.0):
@@ -146,6 +146,79 @@ def test_a_damaged_generation_is_not_kept_in_place_of_a_good_one(tmp_path, monke
         assert load(tmp_path, "last")[0]["scalar"] == 1
 
 
+def test_without_its_manifest_the_newest_is_left_for_the_one_before(tmp_path):
+    """As a kill between the two renames leaves it."""
+    for value in (1, 2):
+        save(tmp_path, "last", tensors(value))
+    generations(tmp_path, "last")[0].unlink()
+    assert [path.name for path in unlisted(tmp_path)] == ["last-00000002.safetensors"]
+    assert load(tmp_path, "last")[0]["scalar"] == 1
+    save(tmp_path, "last", tensors(3))
+    assert sorted(path.stem for path in tmp_path.glob("*.safetensors")) == [
+        "last-00000001", "last-00000003",
+    ]  # fmt: skip
+
+
+def test_a_first_save_that_was_killed_is_saved_again(tmp_path):
+    save(tmp_path, "last", tensors(1)).with_suffix(".json").unlink()
+    save(tmp_path, "last", tensors(2))
+    assert load(tmp_path, "last")[0]["scalar"] == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_where_all_manifests_are_lost_nothing_is_removed_and_all_can_be_read(tmp_path):
+    for value in (1, 2, 3):
+        save(tmp_path, "last", tensors(value), {"update": value})
+    save(tmp_path, "best", tensors(7))
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(CheckpointError) as error:
+        save(tmp_path, "last", tensors(4))
+    assert "beside last-00000003.safetensors, last-00000002.safetensors, and" in str(error.value)
+    assert f"gpuattn recover {tmp_path}" in str(error.value)
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.warns(UserWarning, match="last-00000003.safetensors has no manifest.*recover"):
+        assert load(tmp_path, "last", tensors())[0]["scalar"] == 3
+    assert checkpoint.exists(tmp_path, "best") and not generations(tmp_path, "best")
+    assert checkpoint.notes(tmp_path, "last") == {"update": 3}
+    assert checkpoint.shapes(tmp_path, "last")["half"] == (7,)
+    truncate(tmp_path / "last-00000003.safetensors")
+    with (
+        pytest.warns(UserWarning, match="last-00000002.safetensors has no manifest"),
+        pytest.warns(UserWarning, match="not a whole safetensors.*last-00000002 is used instead"),
+    ):
+        assert load(tmp_path, "last")[0]["scalar"] == 2
+
+
+def test_a_lost_manifest_is_written_again(tmp_path):
+    path = save(tmp_path, "last", tensors(1))
+    manifest = path.with_suffix(".json").read_bytes()
+    path.with_suffix(".json").unlink()
+    adopt(path)
+    assert path.with_suffix(".json").read_bytes() == manifest
+    path.with_suffix(".json").unlink()
+    truncate(path)
+    with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+        adopt(path)
+    assert [left.name for left in tmp_path.iterdir()] == [path.name]
+
+
+def test_generations_that_go_while_they_are_read_are_looked_for_again(tmp_path, monkeypatch):
+    save(tmp_path, "last", tensors(1))
+    inner, saved = checkpoint._verified_bytes, []
+
+    def after_two_saves(manifest):
+        if not saved:
+            saved.extend(save(tmp_path, "last", tensors(value)) for value in (2, 3, 4))
+        return inner(manifest)
+
+    monkeypatch.setattr(checkpoint, "_verified_bytes", after_two_saves)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(tmp_path, "last")[0]["scalar"] == 4
+
+
 CONTENT = {
     "pickle": (pickle.dumps({"w": 1}), "not a whole safetensors file"),
     "npy": (b"\x93NUMPY\x01\x00v\x00{'descr': '|O'}", "not a whole safetensors file"),
@@ -244,6 +317,13 @@ def test_there_is_none(tmp_path):
         load(tmp_path / "nowhere", "last")
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         read(tmp_path / "nowhere.safetensors")
+
+
+def test_a_digest_is_of_names_and_values(tmp_path):
+    save(tmp_path, "last", tensors(2), {"update": 1})
+    assert checkpoint.digest(load(tmp_path, "last")[0]) == checkpoint.digest(tensors(2))
+    others = [tensors(3), change(half=None), {key[1:]: a for key, a in tensors(2).items()}]
+    assert len({checkpoint.digest(each) for each in (tensors(2), *others)}) == 4
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
