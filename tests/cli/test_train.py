@@ -1,6 +1,7 @@
 """gpuattn train: every option, where values come from, going on, and what it refuses."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -243,3 +244,33 @@ def test_a_terminal_gets_a_bar(corpus, tmp_path):
     assert running.wait() == 0
     assert b"tokens/s" in shown and b"GiB" in shown and b"s left" in shown
     assert b"\x1b[3" not in shown  # no colour
+
+
+def test_manifests_that_are_lost_are_recovered(call, trained, corpus, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    command = ["train", *files(corpus), *TINY, "--for", "60u", "--out", run]
+    for path in run.glob("*.json"):
+        path.unlink()
+    refused = call(*command)
+    assert refused.exit_code == 1 and f"write new ones: gpuattn recover {run}" in refused.stderr
+    result = call("recover", run)
+    assert result.exit_code == 0 and "state-00000003.safetensors has a manifest" in result.stdout
+    assert "nothing to do" in call("recover", run).stdout
+    assert "finished before" in call(*command).stderr
+    (run / "state-00000003.json").unlink()
+    (run / "state-00000003.safetensors").write_bytes(b"")
+    result = call("recover", run)
+    assert result.exit_code == 1 and "not recovered: state-00000003.safetensors" in result.stderr
+
+
+def test_a_run_begins_with_the_weights_of_another(call, trained, corpus, tmp_path):
+    command = ["train", *files(corpus), *TINY, "--for", "2u", "--init-from", trained]
+    result = call(*command, "--lr", "0.001", "--out", tmp_path / "new")
+    assert result.exit_code == 0
+    assert f"begins   with the best weights of {trained}, of update" in result.stderr
+    text = (tmp_path / "new/config.toml").read_text()
+    assert f'init-from = "{trained}"  # command line' in text
+    result = call(*command, "--dim", "32", "--out", tmp_path / "other")
+    assert result.exit_code == 2 and "--dim was 16, now 32" in result.stderr
+    taken = ["--config", trained / "config.toml", "--device", "numpy", "--init-from", trained]
+    assert call("train", *taken, "--for", "2u", "--out", tmp_path / "other").exit_code == 0
