@@ -242,7 +242,7 @@ def test_averages_are_kept_and_used(config, tmp_path):
     found = checkpoint.load(tmp_path / "mean", "best")[0]
     assert all((found[name] == mean[name]).all() for name in mean)
     assert load_run(tmp_path / "mean", device="numpy").translate(["red"])
-    with pytest.raises(ConfigError, match="a run"):
+    with pytest.raises(ConfigError, match="mean is a run already"):
         average_runs([run.path], tmp_path / "mean")
     assert summary(tmp_path / "mean")["state"] == "averaged"
     with pytest.raises(ConfigError, match="is a mean of weights"):
