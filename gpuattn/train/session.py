@@ -79,11 +79,14 @@ def _begin(config, folder, origins, device, report, overwrite, graphs, command):
     if not begun:
         if config.batch == AUTO:
             config, origins = session.config, {**(origins or {}), "batch": AUTO}
-        folder.create(config, origins, session.task.corpus.tokenizer)
-    elif folder.config() != config:  # it only got longer
-        write_text(folder.path / "config.toml", to_toml(config, origins))
-    with events.written(folder) if tensorboard else contextlib.nullcontext():
-        return session.run(stop)
+        folder.create(config, origins, session.task.corpus.tokenizer, session.digests)
+    else:
+        folder.keep_digests(session.digests)
+        if (old := folder.config()) != config:  # it got longer, or files have other names
+            write_text(folder.path / "config.toml", to_toml(config, origins))
+        if old.length != config.length:
+            report.say("run", describe_growth(old, config))
+    return session
 
 
 class Session:
@@ -148,8 +151,7 @@ class Session:
 
     def run(self, stop):
         at, trainer = self.trainer.at, self.trainer
-        lost_patience = 0 < self.config.patience <= at.worse
-        if at.finished and trainer.share() < 1 and not lost_patience:
+        if not at.early and at.finished != self.config.length.describe():
             at.finished = ""  # asked to go on for longer than before
         if at.finished and self.folder.metrics.read("end"):
             self.report.say("run", f"finished before, after {at.update:,} updates ({at.finished})")
@@ -197,6 +199,8 @@ class Session:
         if config.until:
             length = f"until {config.until:g} % of every kind is exact, {config.length.most()}"
         say("update", f"{self.task.describe_update()}{batches}, {length}")
+        if "init_from" in self.noted:
+            say("begins", f"with {self.noted['init_from']['weights']}")
         say("folder", str(self.folder.path))
         for sentence in corpus.warnings:
             say("warning", sentence)

@@ -31,7 +31,7 @@ class BlasThreads:
         self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
         self._asked, self._step = asked, step
         self.record, self.on_choice = {}, lambda update, number, sentence: None
-        self._update, self._rate, self._due = 0, None, False
+        self._begun, self._update, self._rate, self._due = False, 0, None, False
 
     def describe(self):
         """Return what computes the products, such as "openblas 0.3.30 Haswell"."""
@@ -51,8 +51,11 @@ class BlasThreads:
             for library, number in zip(self._libraries, before, strict=True):
                 library.set_num_threads(number)
 
-    def begin(self, update):
-        """Set what holds from ``update`` on: what was recorded, or else a choice."""
+    def restart(self):
+        """Let ``next`` begin anew, with what was recorded, or else a choice."""
+        self._begun = False
+
+    def _begin(self, update):
         recorded = self._recorded(update)
         if self._asked not in (AUTO, recorded):
             self.record = {u: n for u, n in self.record.items() if u < update}
@@ -62,12 +65,14 @@ class BlasThreads:
             self._measure(update)
         else:
             self._use(recorded)
-        self._rate, self._due = None, False
+        self._begun, self._rate, self._due = True, None, False
 
     def next(self, update):
         """Set what holds for the update that comes now."""
         self._update = update
-        if update in self.record:
+        if not self._begun:
+            self._begin(update)
+        elif update in self.record:
             self._use(self.record[update])
             self._rate, self._due = None, False
         elif self._due:

@@ -122,12 +122,14 @@ class Trainer:
     def _run(self, stop, evaluate, save):
         begin = time.perf_counter() - self.at.seconds
         if self.threads:
-            self.threads.begin(self.at.update)
+            self.threads.restart()
         self.meter.restart()
         self._reported = time.perf_counter()
         while True:
             short = None
             try:
+                if self.threads:
+                    self.threads.next(self.at.update)
                 # First of all: a run that was stopped before an evaluation that was due has it now.
                 if self._due() and not self._evaluate(stop, evaluate, save):
                     return False
@@ -137,8 +139,6 @@ class Trainer:
                         save(None)
                     return True
                 self.at.seconds = time.perf_counter() - begin
-                if self.threads:
-                    self.threads.next(self.at.update)
                 self._update()
             except Exception as error:
                 if not is_out_of_memory(error):

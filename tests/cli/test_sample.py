@@ -22,7 +22,9 @@ def language(tmp_path_factory):
     result = invoke(*command, "--out", folder / "cats")
     assert result.exit_code == 0, result.stderr
     topics = [line.split()[0] for line in result.stderr.splitlines()]
-    assert topics[:8] == ["device", "gpuattn", "data", "data", "model", "update", "folder", "valid"]
+    assert topics[:9] == [
+        "device", "gpuattn", "data", "data", "model", "update", "folder", "threads", "valid",
+    ]  # fmt: skip
     assert result.stderr.splitlines()[-1] == f"next     gpuattn sample {folder / 'cats'}"
     return folder / "cats"
 
