@@ -1,7 +1,7 @@
 """Train the toy translator and ask it something it has never seen.
 
-Claim: with nothing downloaded, a minute on two CPU cores is enough to translate English numbers,
-times and clauses into German, with the verb at the end and the articles in agreement.
+Claim: with nothing downloaded, about a minute on two CPU cores is enough to translate English
+numbers, times and clauses into German, with the verb at the end and the articles in agreement.
 """
 
 import argparse

@@ -12,7 +12,7 @@ from gpuattn.errors import ConfigError, DeviceMissingError
 from gpuattn.train.units import nearest
 
 COMMANDS = {
-    "train": "Train a translator, or GPT-2 on a text; without arguments a toy one, in a minute.",
+    "train": "Train a translator, or GPT-2 on a text; without arguments a toy, in about a minute.",
     "translate": "Translate standard input, a line for each line.",
     "sample": "Continue a text with a language model.",
     "evaluate": "Score a run's translations: exact match, BLEU, chrF.",
@@ -29,7 +29,7 @@ COMMANDS = {
 EXIT_CODES = ((ConfigError, 2), (DeviceMissingError, 3), (Exception, 1))
 EXPECTED = ("gpuattn.errors", "builtins")  # where errors that users cause come from
 EPILOG = """\b
-gpuattn train                                            a toy translator, one minute
+gpuattn train                                            a toy translator, until it is right
 echo "half past four" | gpuattn translate runs/toy
 gpuattn train train.en train.de --valid val.en val.de --out runs/de
 gpuattn train --lm book.txt && gpuattn sample runs/book

@@ -84,7 +84,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     },
 }
 EPILOG = """\b
-gpuattn train                                 English to German phrases, one minute
+gpuattn train                                 English to German phrases, until it is right
 gpuattn train dates --out runs/dates          another built-in task
 gpuattn train train.en train.de --valid val.en val.de --out runs/de --for 30e --batch 8k
 gpuattn train --lm book.txt --tokenizer chars GPT-2, character by character
