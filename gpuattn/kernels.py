@@ -144,6 +144,12 @@ def gpu(number):
 
 
 @functools.cache
+def shared_limit(number):
+    """Return the bytes of shared memory that a block may ask for on a device."""
+    return import_cupy().cuda.Device(number).attributes["MaxSharedMemoryPerBlockOptin"]
+
+
+@functools.cache
 def _kernel(device, file, name, constants):
     module = _module(device, file, tuple(sorted(constants)))
     function = module.get_function(name)
@@ -283,10 +289,39 @@ def architectures(file):
     return re.search(r"^// Arch:\s*(.*)$", (ROOT / file).read_text(), re.MULTILINE)[1].split()
 
 
+@functools.cache
+def serves(file, capability):
+    """Return whether ``file`` is for devices such as "90", by its ``Arch:`` line.
+
+    A file that lists sm_80 runs on all later devices. Others run where an architecture of the same
+    major version is listed, and in its "a" form on that very device alone.
+    """
+    listed = architectures(file)
+    majors = {arch[3:-1] for arch in listed if not arch.endswith("a")}
+    return "sm_80" in listed or f"sm_{capability}a" in listed or capability[:-1] in majors
+
+
 def arch_for(file, capability):
     """Return what to compile ``file`` for on a device such as "90": its "a" form if listed."""
     exact = f"sm_{capability}a"
-    return exact if exact in architectures(file) else f"sm_{capability}"
+    return exact if exact in architectures(file) else architecture(capability)
+
+
+def architecture(capability):
+    """Return the newest architecture that NVRTC knows whose machine code a device can run.
+
+    That is its own, or one of the same major version and an earlier minor one: sm_120 for "121".
+    Raises KernelCompileError where NVRTC is too old for the device.
+    """
+    wanted, known = int(capability), nvrtc_architectures()
+    usable = [arch for arch in known if arch // 10 == wanted // 10 and arch <= wanted]
+    if not usable:
+        raise KernelCompileError(
+            f"NVRTC {nvrtc_version()} cannot compile for compute capability "
+            f"{wanted // 10}.{wanted % 10}; it knows up to sm_{max(known)}. Install a newer one: "
+            "pip install --upgrade 'gpuattn[cuda13x]'"
+        )
+    return f"sm_{max(usable)}"
 
 
 @functools.cache
@@ -351,6 +386,16 @@ def nvrtc_version():
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
+
+
+@functools.cache
+def nvrtc_architectures():
+    """Return the architectures that NVRTC compiles for, as numbers such as 90."""
+    count = ctypes.c_int()
+    nvrtc().nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    found = (ctypes.c_int * count.value)()
+    nvrtc().nvrtcGetSupportedArchs(found)
+    return list(found)
 
 
 def compile_text(text, arch, name="source.cu"):

@@ -2,16 +2,18 @@
 // A block takes up to 64 query rows on one KV head: (sharer, token, head of the group), flattened. Keys and values come
 // in stages of KEYS rows by cp.async, STAGES - 1 of them in flight. Warp w multiplies the 16 rows of tile w % tiles
 // with every (4 / tiles)-th group of 16 keys of a stage, and keeps its own maximum, sum and output until the end.
-// Constants: scalar = f16, bf16; HEAD_DIM = 64, 128, 256 (both head sizes rounded up)
+// Constants: scalar = f16, bf16; HEAD_DIM = 64 (both head sizes rounded up); STAGES = 4
+// Constants: scalar = f16, bf16; HEAD_DIM = 128; STAGES = 3, 2 (2 where a block has less than 100 KiB)
+// Constants: scalar = f16, bf16; HEAD_DIM = 256; STAGES = 3
 // Launch:    grid = (KV heads * ceil(rows / 64) * splits * sequences,), block = (128,),
-//            shared = STAGES * 2 * TILE bytes: 65,536 for HEAD_DIM 64, else 98,304
+//            shared = STAGES * 2 * TILE bytes
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/decode.cuh"
 #include "common/mma.cuh"
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256, "decode_attention.cu: HEAD_DIM is 64, 128 or 256");
 constexpr int THREADS = 128, WARPS = 4, ROWS = 64;
-constexpr int KEYS = HEAD_DIM == 256 ? 32 : 64, STAGES = HEAD_DIM == 64 ? 4 : 3;
+constexpr int KEYS = HEAD_DIM == 256 ? 32 : 64;
 constexpr int TILE = KEYS * HEAD_DIM * 2;   // bytes of the keys, or of the values, of a stage
 constexpr int CHUNKS = HEAD_DIM / 8;        // 16 bytes each, in a row
 constexpr int PITCH = HEAD_DIM + 8;         // floats between rows when warps merge: spreads rows over the banks

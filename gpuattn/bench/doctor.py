@@ -140,7 +140,7 @@ def _launch():
         return Check("kernel", "missing", "nothing to launch on without a device")
     try:
         capability = cupy.cuda.Device().compute_capability
-        code, _ = kernels.compile_text(PROBE, f"sm_{capability}", "probe.cu")
+        code, _ = kernels.compile_text(PROBE, kernels.architecture(capability), "probe.cu")
         module = cupy.cuda.function.Module()
         module.load(code)
         y = cupy.empty(32, "float32")

@@ -92,6 +92,7 @@ def _warm(files, arch):
         accepted = "sm_80 or newer, such as sm_90a"
         raise click.BadParameter(f"{arch!r}; accepted: {accepted}", param_hint="--arch")
     capability, begin, count = arch.removeprefix("sm_").rstrip("a"), time.perf_counter(), 0
+    files = [file for file in files if kernels.serves(file, capability)]
     total = sum(len(kernels.variants(file)) for file in files)
     with click.progressbar(length=total, label=f"compiling for {arch}", file=_stderr()) as bar:
         for file in files:

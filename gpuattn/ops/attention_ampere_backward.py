@@ -1,12 +1,10 @@
 """The gradient of attention by mma.sync: ``rawkernels/flash_attention_backward_ampere*.cu``."""
 
-import functools
-
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import ctype, get_xp, import_cupy, rows_refusal
-from gpuattn.kernels import kernel
+from gpuattn.arrays import ctype, get_xp, rows_refusal
+from gpuattn.kernels import kernel, shared_limit
 from gpuattn.ops import attention_short, attention_simt
 from gpuattn.ops.attention_launch import Launch, gradient_arrays
 from gpuattn.ops.attention_reference import sink_gradient, sum_to
@@ -74,11 +72,6 @@ def extras_shared_bytes(width, own, step, warps, stages, ds_tiles):
     return 2 * own * row + stages * step * (2 * row + 8) + (1 + ds_tiles) * weights
 
 
-@functools.cache
-def _shared_limit(device):
-    return import_cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
-
-
 def backward(saved, dout, dlse, *, needs, into, **params):
     """Return the gradients of q, k, v, bias and sink (None for the rest, and where not needed)."""
     q, k, v, *extras, out, lse = saved
@@ -96,7 +89,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     problem, heads, sequences = launch.problem, launch.heads, launch.sequences
 
     extras = launch.extras or params["dropout_p"] > 0
-    limit = _shared_limit(import_cupy().cuda.runtime.getDevice())
+    limit = shared_limit(q.device.id)
     size, scalar = max(q.shape[-1], v.shape[-1]), ctype(q.dtype)
     tile, extras_tile = choose_tile(size, limit), choose_extras_tile(size, extras, limit)
     width = extras_tile[0] if extras else tile[0]

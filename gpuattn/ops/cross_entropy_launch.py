@@ -6,7 +6,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
-from gpuattn.kernels import gpu, kernel
+from gpuattn.kernels import gpu, kernel, serves, shared_limit
 
 # (bytes of a row, what it takes), the first that is enough
 SHORT = [  # lanes of a warp, and vectors that each holds
@@ -17,13 +17,7 @@ LONG = [  # blocks, threads of each
     (10 << 10, (1, 32)), (48 << 10, (1, 128)), (112 << 10, (1, 512)),
     (208 << 10, (2, 512)), (288 << 10, (6, 192)), (1 << 40, (8, 512)),
 ]  # fmt: skip
-SHARED = {
-    "80": 160,
-    "86": 96,
-    "89": 96,
-    "90": 224,
-    "100": 224,
-}  # KiB that a block may keep a row in
+SPARE = 3 << 10  # bytes of shared memory that are not for a row
 WARPS = 4  # of a block, where each has a row, or several
 PREPARE = 32, 256  # blocks, and threads of each
 SUM = 1024  # threads of the one block
@@ -87,11 +81,11 @@ def run_rows(rows, plan, statistics, with_gradient, goal):
         grid, block = -(-len(rows) * lanes // (32 * WARPS)), 32 * WARPS
         launch((grid,), (block,), *head, len(rows), vocab, columns, *tail)
         return losses
-    capability, _ = gpu(rows.device.id)
+    device = rows.device.id
     cluster, block = _first(LONG, size)
-    if int(capability) < 90 and cluster > 1:
+    if cluster > 1 and not serves("cross_entropy_cluster.cu", gpu(device)[0]):
         cluster, block = 1, 512
-    room = min(-(-size // (16 * cluster)), SHARED[capability] << 6)
+    room = min(-(-size // (16 * cluster)), (shared_limit(device) - SPARE) // 16)
     constants["BLOCK"] = block
     if cluster == 1:
         launch = kernel("cross_entropy.cu", "cross_entropy_rows", **constants)

@@ -20,7 +20,7 @@ from gpuattn.autodiff import tape
 from gpuattn.autodiff.tape import Box, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import gpu, kernel, kernel_refusal
+from gpuattn.kernels import gpu, kernel, kernel_refusal, shared_limit
 from gpuattn.ops import decode_reference
 from gpuattn.ops.attention_launch import UNLIMITED
 
@@ -34,6 +34,8 @@ SPLIT_KEYS = 64  # splits are whole multiples of it; common/decode.cuh
 BLOCK_COST = 4  # what a block takes besides its keys, as the time of so many SPLIT_KEYS; measured
 COMBINE_COST = 3  # the same for combining splits
 MAX_SPLITS = 8192  # their weights fit into shared memory
+STAGES = {64: (64, 4), 128: (64, 3), 256: (32, 3)}  # HEAD_DIM: keys of a stage, stages at most
+SPOT_BYTES, FIXED_BYTES = 16, 512  # of shared memory for each key of a stage, for a block
 
 POINTERS = ("lengths", "pages", "slots", "slopes", "sink", "flag")
 PROBLEM = np.dtype(
@@ -216,9 +218,20 @@ def _forward_ampere(q, *others, needs, **params):
         q = get_xp(q).ascontiguousarray(q)  # it is read in pairs
     size = max(q.shape[-1], others[1].shape[-1])
     width = next(w for w in (64, 128, 256) if size <= w)
-    shared_bytes = 65536 if width == 64 else 98304
-    run = kernel("decode_attention.cu", NAME, scalar=ctype(q.dtype), HEAD_DIM=width)
+    stages, shared_bytes = pipeline(width, shared_limit(q.device.id))
+    constants = {"scalar": ctype(q.dtype), "HEAD_DIM": width, "STAGES": stages}
+    run = kernel("decode_attention.cu", NAME, **constants)
     return _launch(run, 64, 3 if width == 64 else 2, shared_bytes, q, *others, **params)
+
+
+def pipeline(width, limit):
+    """Return (stages, bytes of their tiles) for HEAD_DIM = ``width``.
+
+    ``limit``: bytes of shared memory that a block may have; it also holds where each key lies.
+    """
+    keys, most = STAGES[width]
+    stages = min(most, (limit - FIXED_BYTES) // (keys * (4 * width + SPOT_BYTES)))
+    return stages, stages * keys * 4 * width
 
 
 def _forward_simt(q, *others, needs, **params):

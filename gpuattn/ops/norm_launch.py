@@ -7,11 +7,12 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.autodiff.aside import beside
-from gpuattn.kernels import gpu, kernel, kernel_refusal
+from gpuattn.kernels import gpu, kernel, kernel_refusal, shared_limit
 
 MAX_COLS = 2**31 - 2**14  # columns are counted in 32 bits
 TEAMS = (8, 16, 32, 64, 128, 256, 512)  # threads that share a row
 REGISTERS = 65536  # of a multiprocessor
+MOST_SHARED, SPARE = 216 << 10, 3 << 10  # bytes of its blocks' rows; what is left to their sums
 PAIRS_COLS, PAIRS_THREADS = {256: 3, 384: 2}, 256  # columns: how many sums fit into registers
 SUM_COLS, SUM_THREADS = 32, 1024  # of a block of column_sums
 SUMS = 3  # of one launch of it
@@ -110,7 +111,7 @@ def backward_layout(x, read, sums, pairs=False):
     ``read``: arrays of rows that it reads; ``sums``: over columns that it keeps. ``pairs``: it has
     ROWS, the rows that a team takes at a time.
     """
-    cols, (capability, count) = x.shape[-1], gpu(x.device.id)
+    cols, (_, count) = x.shape[-1], gpu(x.device.id)
     constants, held = layout(cols, x.dtype, 16, 32 if x.itemsize == 2 else 16)
     if read == 3 and x.itemsize == 2 and cols == 384:  # 32 threads would leave a fourth idle
         constants, held = constants | {"TEAM": 16, "PACKS": 3, "FULL": True}, 24
@@ -123,7 +124,7 @@ def backward_layout(x, read, sums, pairs=False):
     block = max(share // team, 1) * team
     blocks = threads // block
     stage = 16 * constants["PACKS"] * block * read  # bytes of the rows that a block has on the way
-    room = (216 if capability == "90" else 96) * 1024 // blocks
+    room = min(MOST_SHARED, shared_limit(x.device.id) - SPARE) // blocks
     stages = max(1, min(6 // read, room // max(stage, 1))) if constants["VEC"] > 1 else 1
     constants = constants | {"BLOCK": block, "BLOCKS": blocks, "STAGES": stages, "EARLY": True}
     if pairs:

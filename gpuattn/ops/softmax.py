@@ -21,7 +21,7 @@ from gpuattn.arrays import (
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import UnsupportedError, problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import dtype_refusal, gpu, kernel, kernel_refusal
+from gpuattn.kernels import dtype_refusal, gpu, kernel, kernel_refusal, serves
 from gpuattn.numbakernels import device
 from gpuattn.ops.dropout import check_probability, device_numbers, drop, keep_of
 from gpuattn.ops.rows_ahead import rows_ahead
@@ -277,11 +277,11 @@ def _launch(verb, lines, p, key, kind=0, edges=False, **fields):
     vectors = -(-(cols + (width - 1 if starts["out"] else 0)) // width)
     fields["vectors"] = vectors
     constants = {"scalar": ctype(x.dtype), "MASK": kind, "DROPOUT": p > 0}
-    is_hopper, shared = int(gpu(x.device.id)[0]) >= 90, 0
+    in_clusters, shared = serves("softmax_hopper.cu", gpu(x.device.id)[0]), 0
     edges = edges or any(starts.values()) or cols % width > 0
     file, blocks, held = "softmax.cu", 1, _threads(verb, vectors, edges)
     lanes, each = held or (LONG_LANES[verb], 2)
-    if not held and is_hopper:
+    if not held and in_clusters:
         read = 2 if verb == "backward" else 1
         wanted = -(-16 * vectors * read // SHARED)
         file, blocks = "softmax_hopper.cu", min(1 << (wanted - 1).bit_length(), CLUSTER)

@@ -66,5 +66,7 @@ def test_kernels_lists_explains_and_compiles(nvrtc, tmp_path, monkeypatch):
     warm = call("kernels", "--warm", "--arch", "sm_90a", "--file", "softmax.cu")
     assert "kernels for sm_90a" in warm.stdout
     assert list(tmp_path.glob("softmax-sm_90*.cubin"))
+    warm = call("kernels", "--warm", "--arch", "sm_120", "--file", "softmax_hopper.cu")
+    assert "0 kernels for sm_120" in warm.stdout
     assert call("kernels", "--why", "softmax", "--shape", "8by16").exit_code == 2
     assert call("kernels", "--warm", "--arch", "hopper").exit_code == 2

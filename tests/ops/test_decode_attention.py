@@ -8,8 +8,9 @@ from gpuattn import Tensor, append_kv, arrays, decode_attention, flash_attention
 from gpuattn.arrays import to_cpu
 from gpuattn.errors import UnsupportedError
 from gpuattn.impls import explain
+from gpuattn.ops import decode_attention as module
 from gpuattn.ops.append_kv import IMPLS as APPEND
-from gpuattn.ops.decode_attention import FIXED_SPLIT, IMPLS, PROBLEM, best_splits
+from gpuattn.ops.decode_attention import FIXED_SPLIT, IMPLS, PROBLEM, best_splits, pipeline
 
 HERE = implementations(IMPLS)
 PLAIN = {
@@ -112,6 +113,24 @@ def test_reference_against_attention_of_each_row(rng, case):
     got, _ = IMPLS[-1].forward(*inputs, needs=(False,) * 8, **params)
     for g, w in zip(got, oracle(*inputs, **params), strict=True):
         np.testing.assert_allclose(g, w, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("width, limit, stages", [
+    (64, 99, 4), (128, 227, 3), (128, 163, 3), (128, 99, 2), (256, 99, 3),
+])  # fmt: skip
+def test_as_many_stages_as_fit(width, limit, stages):
+    found, size = pipeline(width, limit << 10)
+    assert found == stages and size % stages == 0 and size < limit << 10
+
+
+@pytest.mark.parametrize("T", [1, 12])
+def test_two_stages(gpu, rng, monkeypatch, T):
+    """What cards with 99 KiB of shared memory take, on any."""
+    monkeypatch.setattr(module, "shared_limit", lambda device: 99 << 10)
+    inputs = draw(rng, D=128, S=900, T=T, H=8, sink=True, lengths=[900, 1, 64])
+    params = PLAIN | {"scale": 0.1, "splits": 2}
+    more = {"needs": (False,) * 8, **params}
+    check_implementation(IMPLS, "raw-ampere", "cupy", inputs, "bfloat16", **more)
 
 
 HERE_BY_DTYPE = [

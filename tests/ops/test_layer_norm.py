@@ -74,16 +74,17 @@ def test_two_rows_at_a_time(gpu, rng, monkeypatch):
         check_implementation(IMPLS, "raw-simt", "cupy", given, "bfloat16", eps=1e-5)
 
 
-@pytest.mark.parametrize("capability, dtype, cols, rows", [
-    ("90", "bfloat16", 8192, 2), ("90", "float32", 8192, 1), ("90", "bfloat16", 8000, 1),
-    ("90", "bfloat16", 4096, 1), ("80", "bfloat16", 8192, 1),
+@pytest.mark.parametrize("shared, dtype, cols, rows", [
+    (227, "bfloat16", 8192, 2), (227, "float32", 8192, 1), (227, "bfloat16", 8000, 1),
+    (227, "bfloat16", 4096, 1), (99, "bfloat16", 8192, 1),
 ])  # fmt: skip
-def test_how_many_rows_at_a_time(monkeypatch, capability, dtype, cols, rows):
-    monkeypatch.setattr(norm_launch, "gpu", lambda device: (capability, 132))
+def test_how_many_rows_at_a_time(monkeypatch, shared, dtype, cols, rows):
+    monkeypatch.setattr(norm_launch, "gpu", lambda device: ("90", 132))
+    monkeypatch.setattr(norm_launch, "shared_limit", lambda device: shared << 10)
     x = mock.Mock(shape=(999, cols), size=999 * cols, dtype=dtype_of(dtype))
     x.itemsize = x.dtype.itemsize
-    constants, _, shared = norm_launch.backward_layout(x, 2, 2, pairs=True)
-    assert constants["ROWS"] == rows and shared <= 216 << 10
+    constants, _, bytes = norm_launch.backward_layout(x, 2, 2, pairs=True)
+    assert constants["ROWS"] == rows and bytes <= shared << 10
 
 
 def exact(x, eps=1e-5):

@@ -1,0 +1,202 @@
+"""Every kernel on every card: what launches ask for is there, and can be compiled."""
+
+import re
+
+import numpy as np
+import pytest
+from fake_gpu import CARDS, as_array, launches_on
+
+import gpuattn
+from gpuattn import Tensor, kernels
+from gpuattn.arrays import BFLOAT16
+from gpuattn.errors import KernelCompileError
+
+FLOAT32 = np.dtype("float32")
+DTYPES = FLOAT32, BFLOAT16
+BESIDE = (  # whose kernels declare shared memory too
+    "cross_entropy.cu", "decode_attention.cu", "dropout_add_norm_backward.cu",
+    "layer_norm_backward.cu",
+)  # fmt: skip
+CLUSTERS = {"cross_entropy_cluster.cu", "softmax_hopper.cu"}
+MOST_THREADS, MOST_ROWS = 1024, 65535  # of a block; of a grid along y and z
+COLUMNS = (64, 256, 384, 768, 1000, 2048, 4096, 8192, 16392, 40000)
+VOCABULARIES = (100, 1000, 2000, 5000, 20000, 50000, 60000, 120000, 300000)
+HEAD_SIZES = (32, 64, 96, 128, 192, 256)
+
+
+def floats(dtype, *shape):
+    return as_array(np.ones(shape, dtype))
+
+
+def wanting(*arrays):
+    return [Tensor(x, requires_grad=True) for x in arrays]
+
+
+def back(out):
+    """Run the backward pass of an op's result, or of several."""
+    for y in out if isinstance(out, tuple) else (out,):
+        y.backward(np.ones_like(y.data), retain_graph=True)
+
+
+def rows(dtype, cols):
+    """Ops along rows."""
+    x, residual = (floats(dtype, 5, cols) for _ in range(2))
+    weight, bias = floats(dtype, cols), floats(dtype, cols)
+    back(gpuattn.softmax(*wanting(x)))
+    back(gpuattn.softmax(*wanting(x), mask=residual[0] > 0, dropout_p=0.5, seed=1))
+    back(gpuattn.layer_norm(*wanting(x, weight, bias)))
+    back(gpuattn.rms_norm(*wanting(x, weight)))
+    back(gpuattn.dropout_add_norm(*wanting(x, residual, weight, bias), p=0.1, seed=1))
+    (x_bias,) = wanting(bias)
+    back(gpuattn.dropout_add_norm(*wanting(x, residual, weight), x_bias=x_bias))
+    back(gpuattn.gelu(*wanting(x, bias)))
+    back(gpuattn.relu(*wanting(x, bias)))
+    back(gpuattn.dropout(*wanting(x), 0.1, seed=1))
+
+
+def table(dtype, cols):
+    tokens = as_array(np.arange(6, dtype=np.int32).reshape(2, 3))
+    for deterministic in (True, False):
+        weight, places = wanting(floats(dtype, 9, cols), floats(dtype, 9, cols))
+        more = {"p": 0.1, "seed": 1, "deterministic": deterministic}
+        back(gpuattn.embedding(tokens, weight, position_weight=places, **more))
+
+
+def logits(dtype, size):
+    """Ops along the vocabulary."""
+    x, labels = floats(dtype, 4, size), as_array(np.arange(4))
+    for dloss in (None, floats(np.float32).reshape(())):
+        back(gpuattn.cross_entropy(*wanting(x), labels, label_smoothing=0.1, dloss=dloss))
+    gpuattn.cross_entropy(x, labels)
+    gpuattn.topk_logprobs(x, 8)
+    gpuattn.topk_logprobs(x, 99)
+    gpuattn.beam_step(x, floats(np.float32, 2, 2))
+    gpuattn.beam_step(x, floats(np.float32, 2, 2), banned=as_array(np.zeros(size, bool)))
+    for more in ({}, {"top_k": 9}, {"top_p": 0.5}):
+        gpuattn.sample_tokens(x, seed=1, **more)
+
+
+def attention(dtype, size):
+    for length in (40, 200):
+        q, k, v = (floats(dtype, 2, length, 2, size) for _ in range(3))
+        for more in (
+            {},
+            {"causal": True, "deterministic": True},
+            {"dropout_p": 0.1, "seed": 1},
+            {"bias": floats(dtype, 2, 2, length, length)},
+            {"softcap": 9.0},
+        ):
+            back(gpuattn.flash_attention(*wanting(q, k, v), **more))
+        if dtype == FLOAT32:
+            back(gpuattn.flash_attention(*wanting(q, k, v), tf32=True))
+    q, k, v, bias = wanting(q, k, v, floats(dtype, 2, 2, length, length))
+    back(gpuattn.flash_attention(q, k, v, bias=bias))
+
+
+def decoding(dtype, size):
+    cache, new = floats(dtype, 3, 640, 2, size), floats(dtype, 3, 1, 2, size)
+    lengths = as_array(np.full(3, 600, np.int32))
+    gpuattn.append_kv(cache, cache.copy(), new, new, lengths)
+    for more in ({}, {"splits": 4}, {"batch_invariant": True}):
+        gpuattn.decode_attention(floats(dtype, 3, 1, 8, size), cache, cache, lengths, **more)
+    back(gpuattn.rotary(*wanting(floats(dtype, 2, 9, 4, size), floats(dtype, 2, 9, 2, size))))
+
+
+def layers(dtype, cols):
+    x, weight, bias = floats(dtype, 40, cols), floats(dtype, cols, cols), floats(dtype, cols)
+    for activation in (None, "relu", "gelu"):
+        back(gpuattn.linear(*wanting(x, weight, bias), activation=activation))
+    norm = floats(dtype, cols)
+    back(gpuattn.linear_dropout_add_norm(*wanting(x, weight, x, norm, norm), p=0.1, seed=1))
+    labels = as_array(np.arange(40) % cols)
+    back(gpuattn.linear_cross_entropy(*wanting(x, weight), labels))
+
+
+def updates(dtype, size):
+    params, *moments = (floats(np.float32, size) for _ in range(3))
+    grads, decay = floats(dtype, size), as_array(np.ones(size // 128, np.uint8))
+    model = None if dtype == FLOAT32 else floats(dtype, size)
+    state = gpuattn.OptimizerState(params)
+    gpuattn.gradient_statistics(grads, state)
+    gpuattn.adamw(params, grads, *moments, state, decay=decay, model=model)
+    gpuattn.lion(params, grads, moments[0], state, decay=decay, model=model)
+    gpuattn.sgd(params, grads, moments[0], state, decay=decay, momentum=0.9, model=model)
+    tensors = gpuattn.TensorTable(params, [0, 128], size, [True, False])
+    gpuattn.lamb(params, grads, *moments, state, tensors, model=model)
+
+
+CASES = [
+    *[(rows, cols) for cols in COLUMNS], *[(table, cols) for cols in (64, 1000, 4096)],
+    *[(logits, size) for size in VOCABULARIES], *[(attention, size) for size in HEAD_SIZES],
+    *[(decoding, size) for size in HEAD_SIZES], (layers, 64), (layers, 384), (updates, 1024),
+]  # fmt: skip
+
+
+def plans(card):
+    """Return the Launches of all cases on a card."""
+    with launches_on(card) as noted:
+        for run, size in CASES:
+            for dtype in DTYPES:
+                run(dtype, size)
+    return noted
+
+
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_every_kernel_gets_what_the_card_has(card):
+    noted = plans(card)
+    launched = {launch.file for launch in noted}
+    portable = {file for file in kernels.files() if "sm_80" in kernels.architectures(file)}
+    assert portable <= launched
+    assert all(kernels.serves(file, card.capability) for file in launched)
+    assert launched & CLUSTERS == (CLUSTERS if card.capability[:-1] in ("9", "10") else set())
+    for launch in noted:
+        assert launch.shared_bytes <= card.shared << 10, launch
+        assert np.prod(launch.block) <= MOST_THREADS, launch
+        assert max(launch.grid[1:], default=0) <= MOST_ROWS, launch
+
+
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+def test_what_kernels_declare_beside_it_fits_too(nvrtc):
+    """On the card with the least shared memory: the largest launch of each file of BESIDE."""
+    card, largest = CARDS["12.0"], {}
+    for launch in plans(card):
+        before = largest.setdefault(launch.file, launch)
+        if launch.shared_bytes > before.shared_bytes:
+            largest[launch.file] = launch
+    for file in BESIDE:
+        size, constants = largest[file].shared_bytes, largest[file].constants
+        assert size > 90 << 10, "a launch that leaves little"
+        text = kernels.source_text(file, **dict(constants))
+        _, log = kernels.compile_text(text, kernels.arch_for(file, card.capability), file)
+        declared = max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0)
+        assert size + declared <= card.shared << 10, file
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_a_kernel_compiles_for_the_card_itself(nvrtc, card):
+    arch = kernels.arch_for("sgd.cu", card.capability)
+    assert arch == f"sm_{card.capability}"  # by the NVRTC that the tests install
+    text = kernels.source_text("sgd.cu", **kernels.variants("sgd.cu")[0])
+    assert kernels.compile_text(text, arch, "sgd.cu")[0].startswith(b"\x7fELF")
+
+
+def test_an_older_nvrtc_compiles_for_the_same_major_version(monkeypatch):
+    monkeypatch.setattr(kernels, "nvrtc_version", lambda: "12.8")
+    monkeypatch.setattr(kernels, "nvrtc_architectures", lambda: [75, 80, 86, 89, 90, 100, 120])
+    assert kernels.arch_for("sgd.cu", "103") == "sm_100"
+    assert kernels.arch_for("sgd.cu", "121") == "sm_120"
+    assert kernels.arch_for("flash_attention_forward_hopper.cu", "90") == "sm_90a"
+    monkeypatch.setattr(kernels, "nvrtc_architectures", lambda: [75, 80, 86, 89, 90])
+    with pytest.raises(KernelCompileError, match=r"compute capability 12\.0; it knows up to sm_90"):
+        kernels.arch_for("sgd.cu", "120")
+
+
+def test_which_files_serve_a_card():
+    def served(capability):
+        return {file for file in kernels.files() if kernels.serves(file, capability)}
+
+    portable = served("80")
+    assert portable == served("87") == served("89") == served("120") == served("121")
+    assert served("100") == served("103") == portable | CLUSTERS
+    assert served("90") == set(kernels.files())
