@@ -22,7 +22,7 @@ COVERED = (
     "gpuattn/train/feed.py", "gpuattn/train/graph.py",
     "gpuattn/train/workspace.py",
 )  # fmt: skip
-FEW = 8  # failed tests that may try again
+TIMED = "timing"  # the mark of tests that judge times
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 
 
@@ -42,23 +42,20 @@ def digest():
 def main(shards=None):
     """Run the GPU tests in shards (folders of tests), then write the receipt.
 
-    Where they ran beside each other, a few that failed run once more, one at a time; the receipt
-    names them. Refuses, with exit code 1, when a test failed, was skipped, or none ran.
+    Each test runs once. Those that judge times come last, one at a time, on a machine without other
+    tests. Refuses, with exit code 1, when a test failed, was skipped, or none ran.
     """
-    outcomes, alone = {}, []
+    outcomes = {}
     for shard in shards or _shards():
-        outcomes.update(_run(shard))
-    failed = sorted(test for test, outcome in outcomes.items() if outcome == "failure")
-    if _parallel() and 0 < len(failed) <= FEW:  # some judge times, and the machine was busy
-        alone = failed
-        outcomes.update(_run([ROOT / "tests", "--last-failed"], processes=0))
+        outcomes.update(_run(shard, f"gpu and not {TIMED}", beside=_parallel()))
+    outcomes.update(_run([ROOT / "tests"], f"gpu and {TIMED}", beside=False))
     bad = {test: outcome for test, outcome in outcomes.items() if outcome != "passed"}
     for test, outcome in bad.items():
         print(f"{outcome}: {test}", file=sys.stderr)
     if bad or not outcomes:
         print(f"no receipt: {len(bad)} of {len(outcomes)} tests did not pass", file=sys.stderr)
         return 1
-    receipt = {"digest": digest(), **_machine(), "alone": alone}
+    receipt = {"digest": digest(), **_machine()}
     receipt["tests"] = dict(sorted(outcomes.items()))
     RECEIPT.write_text(json.dumps(receipt, indent=1) + "\n")
     print(f"{len(outcomes)} GPU tests passed; wrote {RECEIPT}")
@@ -74,12 +71,12 @@ def _shards():
     return [sorted(tests.glob("test_*.py")), *[[folder] for folder in folders]]
 
 
-def _run(shard, processes=None):
+def _run(shard, mark, beside):
+    """Return {test: outcome} of the tests with a mark in a shard; ``beside`` each other or not."""
     report = ROOT / ".gpu_report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
-    if _parallel():
-        processes = max(1, os.cpu_count() - 2) if processes is None else processes
-        command += ["-n", str(processes), "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", mark, f"--junitxml={report}"]
+    if beside:
+        command += ["-n", str(max(1, os.cpu_count() - 2)), "--dist", "worksteal"]
     one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the processes have the CPUs already
     subprocess.run([*command, *map(str, shard)], cwd=ROOT, env=one_thread, check=False)
     outcomes = {}

@@ -206,6 +206,7 @@ def test_without_graphs_it_says_why(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 @pytest.mark.parametrize("model", ["translation", "gpt2"])
 def test_a_profile_on_a_gpu(gpu, tmp_path, model):
     if missing := profile.capture_refusal():

@@ -1,6 +1,7 @@
 """The receipt of the last GPU run is fresh and complete."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -38,22 +39,32 @@ def test_the_digest_sees_a_changed_byte(monkeypatch, tmp_path):
 @pytest.mark.parametrize("outcome", ["failure", "skipped"])
 def test_no_receipt_unless_everything_passed(monkeypatch, tmp_path, outcome):
     monkeypatch.setattr(receipt, "RECEIPT", tmp_path / "receipt.json")
-    monkeypatch.setattr(
-        receipt, "_run", lambda shard, processes=None: {"a": "passed", "b": outcome}
-    )
+
+    def run(shard, mark, beside):
+        return {"a": "passed", "b": outcome} if "not timing" in mark else {"c": "passed"}
+
+    monkeypatch.setattr(receipt, "_run", run)
     assert receipt.main([["x"]]) == 1
     assert not (tmp_path / "receipt.json").exists()
 
 
-def test_what_failed_beside_others_may_pass_alone(monkeypatch, tmp_path):
+def test_tests_of_time_run_alone_and_all_run_once(monkeypatch, tmp_path):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        (path,) = (word for word in command if word.startswith("--junitxml="))
+        text = f'<suite><testcase classname="t" name="{len(commands)}"/></suite>'
+        Path(path.partition("=")[2]).write_text(text)
+
     monkeypatch.setattr(receipt, "RECEIPT", tmp_path / "receipt.json")
+    monkeypatch.setattr(receipt, "ROOT", tmp_path)
     monkeypatch.setattr(receipt, "_parallel", lambda: True)
     monkeypatch.setattr(receipt, "_machine", dict)
-
-    def run(shard, processes=None):
-        return {"b": "passed"} if processes == 0 else {"a": "passed", "b": "failure"}
-
-    monkeypatch.setattr(receipt, "_run", run)
-    assert receipt.main([["x"]]) == 0
-    stored = json.loads(receipt.RECEIPT.read_text())
-    assert stored["alone"] == ["b"] and stored["tests"] == {"a": "passed", "b": "passed"}
+    monkeypatch.setattr(receipt.subprocess, "run", run)
+    assert receipt.main() == 0
+    together, alone = commands
+    assert "gpu and not timing" in together and "-n" in together
+    assert "gpu and timing" in alone and "-n" not in alone
+    stored = json.loads((tmp_path / "receipt.json").read_text())
+    assert stored["tests"] == {"t::1": "passed", "t::2": "passed"}

@@ -44,6 +44,7 @@ print(json.dumps({"library": library, "forward": forward, "backward": backward})
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("impl", RAW)
 def test_first_call(gpu, tmp_path, monkeypatch, impl, head_dim):

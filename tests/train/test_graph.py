@@ -139,6 +139,7 @@ extern "C" __global__ void hold(long long nanoseconds) {
 """
 
 
+@pytest.mark.timing
 def test_a_replayed_update_waits_for_nothing(gpu, config):
     """Twenty updates, two at a time behind a kernel that holds up the GPU: were there anything that
     waits for the device, the kernel would be over once they are begun."""

@@ -94,6 +94,7 @@ def test_short_numbers():
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_ceilings_are_measured_once_and_kept(gpu, monkeypatch, tmp_path):
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(ceilings, "SIZES", {"cupy": (1 << 24, 2048)})
@@ -108,6 +109,7 @@ def test_ceilings_are_measured_once_and_kept(gpu, monkeypatch, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_a_cards_energy_grows_by_its_power(gpu):
     card = PowerMeter()
     first, begin = card.read(now=True), time.perf_counter()
