@@ -3,6 +3,7 @@
 import os
 
 import background
+import delays
 import numpy as np
 import pytest
 
@@ -68,6 +69,13 @@ def gpu():
     if cupy is None:
         pytest.skip("no CUDA device")
     return cupy
+
+
+@pytest.fixture(params=delays.LATE)
+def delayed(request, gpu):
+    """Runs a test of a GPU as it is, and with work that comes late: see ``delays``."""
+    with delays.delays(gpu, request.param):
+        yield request.param
 
 
 @pytest.fixture

@@ -248,7 +248,9 @@ def inputs(gpu):
 
     scores = gpu.zeros((ROWS // 4, 4), np.float32)
     tokens = gpu.arange(ROWS, dtype=np.int32)[::-1].copy()
-    return draw(ROWS, COLS), draw(ROWS, COLS), (draw(ROWS, COLS), draw(COLS), scores, tokens)
+    drawn = draw(ROWS, COLS), draw(ROWS, COLS), (draw(ROWS, COLS), draw(COLS), scores, tokens)
+    gpu.cuda.Device().synchronize()
+    return drawn
 
 
 def same(some, others):
@@ -260,6 +262,7 @@ def same(some, others):
 def test_nobody_reads_too_early(gpu, late, inputs):
     before, after, others = inputs
     wrong, x = [], before.copy()
+    gpu.cuda.Device().synchronize()
     launches = kernels.launches.copy()
     with gpu.cuda.Stream(non_blocking=True):
         for name, call in CALLS.items():
@@ -289,6 +292,7 @@ def test_nobody_reads_too_early(gpu, late, inputs):
 def test_nobody_writes_too_early(gpu, late, inputs):
     before, x, _ = inputs
     kept, want = before.copy(), x.copy()
+    gpu.cuda.Device().synchronize()
     with gpu.cuda.Stream(non_blocking=True):
         gpuattn.softmax(before, donate=True)
         late(x, kept)

@@ -115,9 +115,10 @@ def _steps(dz):
 def _room(blocks):
     """Return what ``cublaslt`` calls a workspace, for launches on this stream."""
     cuda = import_cupy().cuda
-    key = cuda.runtime.getDevice(), cuda.get_current_stream().ptr
+    stream = cuda.get_current_stream().ptr
+    key = cuda.runtime.getDevice(), stream
     if key not in _rooms:  # not from a pool: that of a graph would take it back
         memory = cuda.memory.Memory(blocks * ROWS * COLUMNS * 4), cuda.memory.Memory(blocks * 4)
-        cuda.runtime.memset(memory[1].ptr, 0, memory[1].size)
+        cuda.runtime.memsetAsync(memory[1].ptr, 0, memory[1].size, stream)
         _rooms[key] = memory
     return [np.uint64(memory.ptr) for memory in _rooms[key]]

@@ -69,6 +69,8 @@ class DeviceFeed:
 
     def load(self, batch, **numbers):
         """Let the step compute with ``batch`` and with all ``NUMBERS``, without waiting."""
+        here = import_cupy().cuda.get_current_stream()
+        assert here == self.stream, "a step computes on another stream than Trainer.computing()'s"
         batch = self.fixed_shape(batch)
         parts = [part for _, part in _arrays(batch)]
         self.shape = (*(part.shape for part in parts), *batch.limits)

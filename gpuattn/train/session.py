@@ -115,7 +115,8 @@ class Session:
             self._record_threads(self.trainer.threads)
         self._introduce()
         if begun and checkpoint.generations(folder.path, "state"):
-            self.trainer.load(folder.path)
+            with self.trainer.computing():
+                self.trainer.load(folder.path)
 
     def _plan_memory(self, config, fits):
         """Say what the run takes of the GPU; return the config, with a batch that ``fits`` it."""
@@ -150,6 +151,11 @@ class Session:
             )  # fmt: skip
 
     def run(self, stop):
+        """Train to the end or until ``stop()``; return the Outcome."""
+        with self.trainer.computing():
+            return self._run(stop)
+
+    def _run(self, stop):
         at, trainer = self.trainer.at, self.trainer
         if not at.early and at.finished != self.config.length.describe():
             at.finished = ""  # asked to go on for longer than before

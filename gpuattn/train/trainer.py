@@ -101,15 +101,18 @@ class Trainer:
         Returns whether the run is over (False: stopped).
         Raises FloatingPointError, after ``save(None)``, when gradients are not finite for long.
         """
-        with self._computing():
+        with self.computing():
             try:
                 return self._run(stop, evaluate, save)
             except FloatingPointError as error:
                 raise FloatingPointError(f"{error}. {_saved(save)}") from error
 
     @contextlib.contextmanager
-    def _computing(self):
-        """Compute on the stream of the steps inside a block; what is outside waits, both ways."""
+    def computing(self):
+        """Compute on the stream of the steps inside a block; what is outside waits, both ways.
+
+        All that reads or writes what the steps do belongs inside: the stream waits for no other.
+        """
         if self._stream is None:
             with self.threads.kept():
                 yield
@@ -323,7 +326,7 @@ class Trainer:
             self._gradients(False)
             self._apply()
 
-        with self._computing():
+        with self.computing():
             return at(self._update, again)
 
     def _next_batch(self):

@@ -136,7 +136,7 @@ def test_what_is_put_off_runs_together(log):
 
 
 @pytest.mark.parametrize("kind", ["translation", "tied", "gpt2"])
-def test_the_same_bits_as_on_one_stream(gpu, kind, monkeypatch):
+def test_the_same_bits_as_on_one_stream(gpu, kind, monkeypatch, delayed):
     rng, steps = np.random.default_rng(0), []
     if kind == "gpt2":
         model = GPT2(GPT2Config(100, d_model=64, heads=2, layers=3, block=48, dropout=0.1))
@@ -158,6 +158,7 @@ def test_the_same_bits_as_on_one_stream(gpu, kind, monkeypatch):
         return to_cpu(workspace.grads).copy()
 
     stream = gpu.cuda.Stream(non_blocking=True)
+    gpu.cuda.Device().synchronize()
     monkeypatch.setattr(linear, "ASIDE_SHARE", 1)  # else products are planned for half of the GPU
     with stream:
         beside = [gradients() for _ in range(3)]

@@ -320,6 +320,7 @@ def test_the_same_bits_twice_and_in_a_graph(gpu, rng):
         return loss.data
 
     stream = gpu.cuda.Stream(non_blocking=True)
+    gpu.cuda.Device().synchronize()
     with stream:
         for _ in range(3):
             loss = step()

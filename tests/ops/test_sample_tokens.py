@@ -136,6 +136,7 @@ def test_a_captured_draw_follows_the_step_on_the_device(gpu):
 
     logits = gpu.asarray(np.random.default_rng(0).standard_normal((30, 500)), np.float32)
     stream, step = gpu.cuda.Stream(non_blocking=True), gpu.zeros(1, np.uint32)
+    gpu.cuda.Device().synchronize()
     with stream:
         graph = Graph([lambda: sample_tokens(logits, seed=rng.Key(1, 2, step), top_p=0.9)])
         drawn = []

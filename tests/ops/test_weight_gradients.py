@@ -1,5 +1,7 @@
 """Gradients of many weights in one launch of Hopper's: right, put off and caught up with."""
 
+from types import SimpleNamespace
+
 import emulator
 import numpy as np
 import pytest
@@ -99,6 +101,18 @@ def test_many(hopper, monkeypatch, shapes, rows, kinds):
     assert kernels.launches[op.NAME] - before == -(-len(shapes) // op.MOST)
 
 
+def test_what_blocks_leave_is_zeroed_on_the_stream_of_the_launch(monkeypatch):
+    zeroed, memory = [], SimpleNamespace(Memory=lambda size: SimpleNamespace(ptr=64, size=size))
+    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *args: zeroed.append(args))
+    stream = SimpleNamespace(ptr=77)
+    cuda = SimpleNamespace(memory=memory, runtime=runtime, get_current_stream=lambda: stream)
+    monkeypatch.setattr(op, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(op, "_rooms", {})
+    for _ in range(2):
+        assert op._room(12) == [64, 64]
+    assert zeroed == [(64, 0, 12 * 4, 77)]
+
+
 def test_a_few_tiles_are_the_librarys(hopper):
     problems, want = problem([(384, 384)], 4096, KINDS[1])
     problems = [(*map(hopper.asarray, arrays), add) for *arrays, add in problems]
@@ -126,6 +140,7 @@ def test_layers_put_their_gradients_off(hopper, rng):
             y.backward(hopper.asarray(dy))
         return kernels.launches[op.NAME] - before, [to_cpu(t.grad_slot) for t in tensors]
 
+    hopper.cuda.Device().synchronize()
     with hopper.cuda.Stream(non_blocking=True):
         for count, uses, launches in ((12, 1, 1), (6, 2, 0)):
             ran, found = gradients(count, uses)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from delays import HOLD
 
 from gpuattn.arrays import to_cpu
 from gpuattn.data.fixed_shape import fixed_shape
@@ -53,7 +54,7 @@ def trained(config, graphs):
      {"batching": "padded"}],
     ids=["bf16", "fp16 in two batches", "no masters", "padded"],
 )  # fmt: skip
-def test_the_same_bits_with_and_without(gpu, config, changes):
+def test_the_same_bits_with_and_without(gpu, config, changes, delayed):
     config = dataclasses.replace(config, **changes)
     (replayed, said), (plain, _) = (trained(config, graphs) for graphs in (True, False))
     graphs = replayed.steps.graphs
@@ -65,7 +66,7 @@ def test_the_same_bits_with_and_without(gpu, config, changes):
     assert replayed.state()[1]["tokens"] == plain.state()[1]["tokens"]
 
 
-def test_a_language_model_has_one_shape_and_the_same_bits(gpu, tmp_path):
+def test_a_language_model_has_one_shape_and_the_same_bits(gpu, tmp_path, delayed):
     rng = np.random.default_rng(0)
     (tmp_path / "text").write_text("".join(rng.choice(list("abcdefgh \n"), 3000)))
     config = TrainConfig(
@@ -86,6 +87,7 @@ def test_a_language_model_has_one_shape_and_the_same_bits(gpu, tmp_path):
 
 def test_a_step_that_cannot_be_captured_is_called_as_it_is(gpu):
     heard, x = [], gpu.zeros(4)
+    gpu.cuda.Device().synchronize()
     with gpu.cuda.Stream(non_blocking=True):
         steps = Replays(heard.append)
 
@@ -130,15 +132,6 @@ def test_without_graphs_steps_are_called_and_why_is_said_once(monkeypatch, refus
     assert heard == [f"no CUDA graphs, steps are slower: {reason}"]
 
 
-HOLD = r"""
-extern "C" __global__ void hold(long long nanoseconds) {
-    long long begin, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - begin < nanoseconds);
-}
-"""
-
-
 @pytest.mark.timing
 def test_a_replayed_update_waits_for_nothing(gpu, config):
     """Twenty updates, two at a time behind a kernel that holds up the GPU: were there anything that
@@ -148,7 +141,7 @@ def test_a_replayed_update_waits_for_nothing(gpu, config):
     batch, hold = trainer._next_batch(), gpu.RawKernel(HOLD, "hold")
     trainer._next_batch = lambda: batch  # so that no shape is new
     trainer._reported = 0.0
-    with trainer._computing():
+    with trainer.computing():
         stream = trainer._stream
         for _ in range(8):
             trainer._update()
@@ -167,7 +160,7 @@ def test_a_replayed_update_waits_for_nothing(gpu, config):
     assert trainer.optimizer.state.step == 28
 
 
-def test_a_batch_arrives_whole_and_in_turn(gpu, config):
+def test_a_batch_arrives_whole_and_in_turn(gpu, config, delayed):
     task = TASKS[config.model](config)
     batches = [batch for epoch in range(4) for batch in task.corpus.loader(0).epoch(epoch)]
     with gpu.cuda.Stream(non_blocking=True):

@@ -30,7 +30,7 @@ def losses(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(precision, "choose", lambda *_: PRECISIONS[name])  # on NumPy too
             trainer, found = Trainer(TranslationTask(config), device, Report()), []
-        with trainer._computing():
+        with trainer.computing():
             for _ in range(UPDATES):
                 trainer._loss[...], tokens = 0, trainer.at.tokens
                 trainer._update()

@@ -105,7 +105,7 @@ def test_killed_at_random_moments_a_run_loses_nothing(tmp_path):
     assert len(set(updates)) >= 3 and torn >= 1
 
 
-def test_on_a_gpu_a_deterministic_run_goes_on_bit_for_bit(gpu, tmp_path):
+def test_on_a_gpu_a_deterministic_run_goes_on_bit_for_bit(gpu, tmp_path, delayed):
     config = dataclasses.replace(new_config(tmp_path, "cuda", kills=0), eval_every="8u")
     train(config, tmp_path / "whole", device="cuda")
     for calls in (3, 9, 10_000):
