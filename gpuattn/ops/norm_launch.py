@@ -12,7 +12,7 @@ from gpuattn.kernels import gpu, kernel, kernel_refusal, shared_limit
 MAX_COLS = 2**31 - 2**14  # columns are counted in 32 bits
 TEAMS = (8, 16, 32, 64, 128, 256, 512)  # threads that share a row
 REGISTERS = 65536  # of a multiprocessor
-MOST_SHARED, SPARE = 216 << 10, 3 << 10  # bytes of its blocks' rows; what is left to their sums
+MOST_SHARED, SPARE = 216 << 10, 3 << 10  # bytes for rows on the way, at most; left for sums
 PAIRS_COLS, PAIRS_THREADS = {256: 3, 384: 2}, 256  # columns: how many sums fit into registers
 SUM_COLS, SUM_THREADS = 32, 1024  # of a block of column_sums
 SUMS = 3  # of one launch of it
