@@ -67,7 +67,7 @@ class Trainer:
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
         self._batches, self._completed = None, (0, 0, 0)
-        self._graphs, self._stream = graphs, None
+        self._graphs, self._stream, self._is_computing = graphs, None, False
         if device != "numpy":
             self._stream = self.xp.cuda.Stream(non_blocking=True)  # the usual one has no graphs
         self.threads = BlasThreads(config.threads, self._probe) if device == "numpy" else None
@@ -112,11 +112,20 @@ class Trainer:
         """Compute on the stream of the steps inside a block; what is outside waits, both ways.
 
         All that reads or writes what the steps do belongs inside: the stream waits for no other.
+        On NumPy, BLAS threads are those of the run until the end of the outermost block.
         """
-        if self._stream is None:
-            with self.threads.kept():
-                yield
+        if self._is_computing:
+            yield
             return
+        self._is_computing = True
+        try:
+            with self.threads.kept() if self._stream is None else self._on_stream():
+                yield
+        finally:
+            self._is_computing = False
+
+    @contextlib.contextmanager
+    def _on_stream(self):
         self.xp.cuda.Device().synchronize()
         with self._stream:
             yield

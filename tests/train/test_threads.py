@@ -9,6 +9,7 @@ from stopping import After, assert_same_bits
 from gpuattn.train import threads
 from gpuattn.train.metrics import MetricsLog
 from gpuattn.train.report import Report
+from gpuattn.train.run import RunFolder
 from gpuattn.train.session import train
 from gpuattn.train.threads import BlasThreads
 
@@ -174,6 +175,22 @@ def test_a_run_whose_choice_changed_goes_on_bit_for_bit(tmp_path, monkeypatch):
     assert train(config, tmp_path / "cut", device="numpy").finished  # from update 8
     assert used == {8: 2, 10: 1}
     assert_same_bits(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_the_mean_of_checkpoints_is_evaluated_with_the_threads_of_the_run(tmp_path, monkeypatch):
+    config = dataclasses.replace(new_config(tmp_path, "numpy", kills=0), threads=1, length="6u")
+    blas, used = BlasThreads(2, None), []
+
+    def noted(*args, inner=RunFolder.average_snapshots):
+        used.append({library.num_threads for library in blas._libraries})
+        return inner(*args)
+
+    monkeypatch.setattr(RunFolder, "average_snapshots", noted)
+    with blas.kept():
+        blas.begin(0)
+        train(config, tmp_path / "run", device="numpy")
+        assert {library.num_threads for library in blas._libraries} == {2}
+    assert used == [{1}]
 
 
 def test_another_blas_is_warned_of(tmp_path, monkeypatch):
