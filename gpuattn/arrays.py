@@ -19,6 +19,7 @@ CTYPES = {
     FLOATS[1]: "f16",
     BFLOAT16: "bf16",
 }  # names in common/types.cuh
+ARRAYS = "a NumPy or CuPy array, or an object with DLPack or __cuda_array_interface__"
 MAX_THREADS = 4  # of for_each: BLAS has threads of its own
 
 
@@ -62,20 +63,38 @@ def as_array(value, function, argument):
     """Return ``value`` as a NumPy or CuPy array without copying.
 
     Takes arrays, NumPy scalars, and anything with ``__cuda_array_interface__`` or DLPack.
-    Raises TypeError for lists and numbers: a silent host copy is never made.
+    Raises TypeError for lists and numbers: a silent host copy is never made. Also for arrays whose
+    values mean more than ours do: masked ones, ``np.matrix``, and tensors of other libraries that
+    want a gradient.
     """
-    if is_array(value):
+    if type(value) is np.ndarray or on_gpu(value):
         return value
     if isinstance(value, np.generic):
         return np.asarray(value)
-    if hasattr(value, "__cuda_array_interface__") or _on_cuda_by_dlpack(value):
-        cupy = import_cupy()
-        return cupy.from_dlpack(value) if hasattr(value, "__dlpack__") else cupy.asarray(value)
-    if hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value)
-    accepted = "a NumPy or CuPy array, or an object with DLPack or __cuda_array_interface__"
-    advice = f"Try numpy.asarray({argument})."
-    raise TypeError(problem(function, argument, f"a {type(value).__name__}", accepted, advice))
+    got, advice = f"a {type(value).__name__}", f"Try numpy.asarray({argument})."
+    if value is None:
+        got, advice = "None", ""
+    elif isinstance(value, np.ma.MaskedArray):
+        advice = f"Try {argument}.filled(0)."
+    elif isinstance(value, np.ndarray):
+        if not isinstance(value, np.matrix):
+            return value
+    elif getattr(value, "requires_grad", False):
+        got, advice = f"{got} that requires a gradient", f"Try {argument}.detach()."
+    elif hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__"):
+        return _imported(value, function, argument)
+    raise TypeError(problem(function, argument, got, ARRAYS, advice))
+
+
+def _imported(value, function, argument):
+    """Return the array of another library, without copying."""
+    cuda = hasattr(value, "__cuda_array_interface__") or _on_cuda_by_dlpack(value)
+    xp = import_cupy() if cuda else np
+    try:
+        return xp.from_dlpack(value) if hasattr(value, "__dlpack__") else xp.asarray(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        got = f"a {type(value).__name__} that cannot be exported ({error})"
+        raise TypeError(problem(function, argument, got, ARRAYS)) from error
 
 
 def _on_cuda_by_dlpack(value):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpuattn.arrays import device_of, on_gpu
-from gpuattn.errors import KernelCompileError, SlowPathWarning, UnsupportedError
+from gpuattn.errors import KernelCompileError, SlowPathWarning, UnsupportedError, problem
 
 _overrides = contextvars.ContextVar("gpuattn_overrides", default={})  # noqa: B039  never mutated
 _explaining = contextvars.ContextVar("gpuattn_explaining", default=False)
@@ -121,6 +121,9 @@ def choose(impls, arrays, impl=None, **params):
     means what ``use_impl`` says, and else the first. Passing over a faster one for a GPU array
     is said aloud, once per place and reason. Raises UnsupportedError with every refusal.
     """
+    if impl is not None and not isinstance(impl, str):
+        names = ", ".join(candidate.name for candidate in impls)
+        raise TypeError(problem(impls.op, "impl", f"a {type(impl).__name__}", f"{names}, raw"))
     asked = impl or _overrides.get().get(impls.op)
     if _explaining.get() and len(impls) > 1:
         raise _Explained(_explanation(impls, arrays, asked, params))

@@ -21,10 +21,30 @@ def test_numpy_scalars_become_arrays():
     assert arrays.as_array(np.float32(2), "f", "x").shape == ()
 
 
-@pytest.mark.parametrize("value", [[1.0, 2.0], 3.0, "abc", None], ids=type)
+@pytest.mark.parametrize("value", [[1.0, 2.0], 3.0, "abc"], ids=type)
 def test_lists_and_numbers_are_refused(value):
     with pytest.raises(TypeError, match=r"f: x is a \w+; accepted: .*DLPack.*numpy\.asarray\(x\)"):
         arrays.as_array(value, "f", "x")
+
+
+def test_nothing_is_no_array():
+    with pytest.raises(TypeError, match=r"f: x is None; accepted: .*__cuda_array_interface__$"):
+        arrays.as_array(None, "f", "x")
+
+
+def test_arrays_whose_values_mean_more_are_refused():
+    masked = np.ma.masked_array([1.0, 2.0], [True, False])
+    with pytest.raises(TypeError, match=r"f: x is a MaskedArray; .*Try x\.filled\(0\)"):
+        arrays.as_array(masked, "f", "x")
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix([[1.0]])
+    with pytest.raises(TypeError, match=r"f: x is a matrix; .*Try numpy\.asarray\(x\)"):
+        arrays.as_array(matrix, "f", "x")
+
+
+def test_files_in_memory_are_arrays(tmp_path):
+    x = np.memmap(tmp_path / "x", np.float32, "w+", shape=3)
+    assert arrays.as_array(x, "f", "x") is x
 
 
 class OnlyDlpack:
@@ -43,6 +63,18 @@ class OnlyDlpack:
 def test_dlpack_is_taken_without_a_copy():
     x = np.ones(3)
     assert np.shares_memory(arrays.as_array(OnlyDlpack(x), "f", "x"), x)
+
+
+def test_a_tensor_that_wants_a_gradient_says_how_to_detach_it():
+    tensor = OnlyDlpack(np.ones(3))
+    tensor.requires_grad = True
+    with pytest.raises(TypeError, match=r"OnlyDlpack that requires a gradient.*x\.detach\(\)"):
+        arrays.as_array(tensor, "f", "x")
+
+
+def test_what_cannot_be_exported_says_why():
+    with pytest.raises(TypeError, match=r"f: x is a OnlyDlpack that cannot be exported \(.+\);"):
+        arrays.as_array(OnlyDlpack(np.ones(3, arrays.BFLOAT16)), "f", "x")
 
 
 def test_dlpack_on_a_gpu_is_taken_without_a_copy(gpu):

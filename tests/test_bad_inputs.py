@@ -248,7 +248,7 @@ def test_row_21_offsets_of_packed_sequences(offsets):
 
 def test_row_21_offsets_on_a_gpu(gpu):
     q = draw(gpu, 8, 2, 8)
-    with pytest.raises(ValueError, match="int32"):
+    with pytest.raises(TypeError, match="int32"):
         gpuattn.flash_attention(q, q, q, cu_seqlens_q=gpu.asarray([0, 8]))
     with gpuattn.debug(), pytest.raises(ValueError, match="cu_seqlens_q"):
         gpuattn.flash_attention(q, q, q, cu_seqlens_q=gpu.asarray([0, 9], "int32"))

@@ -9,6 +9,7 @@ import numpy as np
 
 from gpuattn.arrays import get_xp
 from gpuattn.autodiff import tape
+from gpuattn.ops.arguments import check_flags, seed_key
 from gpuattn.ops.flat_update import (
     check,
     check_betas,
@@ -17,7 +18,6 @@ from gpuattn.ops.flat_update import (
     scale_rows,
     update_impls,
 )
-from gpuattn.rng import as_key
 
 
 def adamw(
@@ -56,9 +56,11 @@ def adamw(
     check("adamw", params, grads, moments, state, model, decay)
     check_betas("adamw", betas)
     check_numbers("adamw", weight_decay, eps)
+    check_flags("adamw", decoupled=decoupled)
+    seed = seed_key("adamw", seed).seed
     inputs = (params, grads, exp_avg, exp_avg_sq, state.array, model, decay)
     numbers = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-    tape.apply(IMPLS, inputs, impl, **numbers, decoupled=decoupled, seed=as_key(seed).seed)
+    tape.apply(IMPLS, inputs, impl, **numbers, decoupled=decoupled, seed=seed)
 
 
 def _rule(p, g, moments, learning_rate, step, decays, *, betas, eps, weight_decay, decoupled):

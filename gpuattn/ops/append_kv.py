@@ -6,12 +6,13 @@ Device code: ``rawkernels/append_kv.cu``.
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, check_together, checked_index, ctype, get_xp
+from gpuattn.arrays import check_floats, check_together, checked_index, ctype, get_xp
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.tape import raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.ops.arguments import take_arrays
 from gpuattn.ops.decode_attention import check_cache
 
 NAME = "append_kv"
@@ -30,11 +31,9 @@ def append_kv(k_cache, v_cache, k, v, lengths, *, page_table=None, impl=None):
     the cache's room, or a page out of range, is an IndexError and is not written (from a GPU: at
     the next ``to_cpu``). There is no gradient.
     """
-    given = {
-        "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "lengths": lengths,
-        "page_table": page_table,
-    }  # fmt: skip
-    given = {n: None if x is None else as_array(raw(x), NAME, n) for n, x in given.items()}
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "lengths": lengths}
+    given = take_arrays(NAME, caches, {"page_table": page_table})
+    given = {name: raw(x) for name, x in given.items()}
     check_together(NAME, **given)
     k_cache, v_cache, k, v = (given[name] for name in ("k_cache", "v_cache", "k", "v"))
     check_floats(NAME, k_cache=k_cache, v_cache=v_cache, k=k, v=v)

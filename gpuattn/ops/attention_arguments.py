@@ -1,34 +1,13 @@
 """What ``flash_attention`` accepts: shapes, dtypes and numbers, checked before anything runs."""
 
-import operator
-
 import numpy as np
 
 from gpuattn.arrays import check_floats, check_together, is_floating, on_gpu, to_cpu
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
+from gpuattn.ops.arguments import integer
 
 NAME = "flash_attention"
-
-
-def number(name, value, accepted, accepts):
-    """Return ``value`` as a float if ``accepts`` it; TypeError for what is no number."""
-    if not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(problem(NAME, name, f"a {type(value).__name__}", accepted))
-    if not accepts(value):
-        raise ValueError(problem(NAME, name, value, accepted))
-    return float(value)
-
-
-def whole(name, value, accepted):
-    """Return ``value`` as an int >= 0, or raise."""
-    try:
-        found = operator.index(value)
-    except TypeError:
-        raise TypeError(problem(NAME, name, f"a {type(value).__name__}", accepted)) from None
-    if found < 0:
-        raise ValueError(problem(NAME, name, value, accepted))
-    return found
 
 
 def window_sides(causal, window):
@@ -37,7 +16,9 @@ def window_sides(causal, window):
     sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
     if len(sides) != 2:
         raise ValueError(problem(NAME, "window", window, accepted))
-    left, right = (None if side is None else whole("window", side, accepted) for side in sides)
+    left, right = (
+        None if side is None else integer(NAME, "window", side, accepted) for side in sides
+    )
     return left, 0 if causal else right
 
 
@@ -92,7 +73,8 @@ def check(given, max_seqlen_q, max_seqlen_k):
 def _check_bias(bias, full, dtype):
     accepted = (dtype, np.dtype("float32"), np.dtype(bool))
     if bias.dtype not in accepted:
-        raise TypeError(problem(NAME, "bias.dtype", bias.dtype, f"{dtype}, float32 or bool"))
+        names = " or ".join(dict.fromkeys(map(str, accepted)))
+        raise TypeError(problem(NAME, "bias.dtype", bias.dtype, names))
     shape = (1,) * (4 - bias.ndim) + bias.shape
     if len(shape) > 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
         accepted = f"what broadcasts to (B, H, T, S) = {full}"
@@ -120,11 +102,13 @@ def _check_offsets(offsets, tokens, longest):
     limits = []
     for side, cu, n, limit in zip("qk", offsets, tokens, longest, strict=True):
         name, limit_name = f"cu_seqlens_{side}", f"max_seqlen_{side}"
-        if cu.dtype != np.int32 or cu.ndim != 1 or len(cu) == 0:
-            got = f"{cu.dtype} of shape {cu.shape}"
-            raise ValueError(problem(NAME, name, got, "int32 of shape (B + 1,)"))
+        if cu.dtype != np.int32:
+            advice = f"Try {name}.astype('int32')."
+            raise TypeError(problem(NAME, f"{name}.dtype", cu.dtype, "int32", advice))
+        if cu.ndim != 1 or len(cu) == 0:
+            raise ValueError(problem(NAME, f"{name}.shape", cu.shape, "(B + 1,)"))
         sequences, least = len(cu) - 1, "at least the longest length"
-        limit = n if limit is None else whole(limit_name, limit, least)
+        limit = n if limit is None else integer(NAME, limit_name, limit, least)
         if limit * sequences < n:
             accepted = f"{least}: there are {n} tokens in {sequences} sequences"
             raise ValueError(problem(NAME, limit_name, limit, accepted))

@@ -25,6 +25,7 @@ from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import dtype_refusal, kernel, kernel_refusal
 from gpuattn.numbakernels import device
+from gpuattn.ops.arguments import described
 from gpuattn.ops.logit_slices import BLOCK, slices, tickets
 from gpuattn.ops.topk_logprobs import (
     checked_banned,
@@ -65,7 +66,7 @@ def beam_step(logits, scores, *, banned=None, penalties=None, vocab_size=None, i
     banned = None if banned is None else as_array(banned, "beam_step", "banned")
     listed, amounts = None, None
     if penalties is not None:
-        listed, amounts = (as_array(raw(x), "beam_step", "penalties") for x in penalties)
+        listed, amounts = _pair(penalties)
     given = {"logits": logits, "scores": scores, "banned": banned}
     check_together("beam_step", **given, tokens=listed, amounts=amounts)
     check_floats("beam_step", logits=logits)
@@ -83,6 +84,13 @@ def beam_step(logits, scores, *, banned=None, penalties=None, vocab_size=None, i
     _check_penalties(listed, amounts, len(logits), scores.dtype)
     inputs = logits, scores, banned, listed, amounts
     return apply(IMPLS, inputs, impl, vocab_size=vocab_size)
+
+
+def _pair(penalties):
+    if not isinstance(penalties, tuple | list) or len(penalties) != 2:
+        accepted = "None, or (tokens, amounts)"
+        raise TypeError(problem("beam_step", "penalties", described(penalties), accepted))
+    return [as_array(raw(x), "beam_step", "penalties") for x in penalties]
 
 
 def _check_penalties(listed, amounts, rows, dtype):

@@ -11,10 +11,9 @@ import math
 
 import numpy as np
 
-from gpuattn import arrays, rng
+from gpuattn import arrays
 from gpuattn.arrays import (
     aligned_rows,
-    as_array,
     check_floats,
     check_together,
     ctype,
@@ -27,7 +26,8 @@ from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
-from gpuattn.ops.dropout import check_probability, device_numbers, factor, keep_of
+from gpuattn.ops.arguments import check_choice, dropout_key, probability, take_arrays
+from gpuattn.ops.dropout import device_numbers, factor, keep_of
 
 # the constant ACTIVATION of bias_activation.cu; "gelu" is the tanh form
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_exact": 3, "swiglu": 4}
@@ -51,8 +51,7 @@ def gelu(x, bias=None, *, approximate="tanh", p=0.0, seed=None, impl=None):
     Raises TypeError for other or mixed dtypes, ValueError for a bias that does not fit or a p that
     is no probability.
     """
-    if approximate not in ("tanh", "none"):
-        raise ValueError(problem("gelu", "approximate", repr(approximate), '"tanh" or "none"'))
+    check_choice("gelu", "approximate", approximate, "tanh", "none")
     activation = "gelu" if approximate == "tanh" else "gelu_exact"
     return _apply(GELU, x, bias, activation, p, seed, impl)
 
@@ -71,24 +70,23 @@ def swiglu(x, bias=None, *, p=0.0, seed=None, impl=None):
     ``x``: (..., 2 * cols), the gate in its first half. ``bias``: (2 * cols,) or None. All else is
     as in ``gelu``. Raises ValueError for an odd number of columns.
     """
-    columns = np.shape(tape.raw(x))[-1:]
+    (x,) = take_arrays("swiglu", {"x": x}, {}).values()
+    columns = x.shape[-1:]
     if not columns or columns[0] % 2:
         accepted = "an even number of columns, gate and up"
-        raise ValueError(problem("swiglu", "x.shape", np.shape(tape.raw(x)), accepted))
+        raise ValueError(problem("swiglu", "x.shape", x.shape, accepted))
     return _apply(SWIGLU, x, bias, "swiglu", p, seed, impl)
 
 
 def _apply(impls, x, bias, activation, p, seed, impl):
     x, bias = _checked(impls.op, x, bias)
-    p = check_probability(impls.op, p)
-    key = rng.as_key(seed) if p else None
+    p = probability(impls.op, "p", p)
+    key = dropout_key(impls.op, p, seed)
     return tape.apply(impls, (x, bias), impl, activation=activation, p=p, key=key)
 
 
 def _checked(function, x, bias):
-    x = x if isinstance(x, tape.Box) else as_array(x, function, "x")
-    if bias is not None:
-        bias = bias if isinstance(bias, tape.Box) else as_array(bias, function, "bias")
+    x, bias = take_arrays(function, {"x": x}, {"bias": bias}).values()
     raw_x, raw_bias = tape.raw(x), tape.raw(bias)
     check_together(function, x=raw_x, bias=raw_bias)
     check_floats(function, x=raw_x, bias=raw_bias)

@@ -9,6 +9,8 @@ Both rules of smoothing fit: "uniform" (Szegedy et al., "Rethinking the Inceptio
 Device code: ``rawkernels/cross_entropy.cu``, ``_short.cu`` and ``_cluster.cu``.
 """
 
+import math
+
 import numpy as np
 
 from gpuattn import arrays
@@ -24,8 +26,7 @@ from gpuattn.errors import GradientError, problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel_refusal
 from gpuattn.ops import cross_entropy_launch as launch
-
-REDUCTIONS = ("mean", "sum", "none")
+from gpuattn.ops.arguments import check_choice, check_flags, integer, number, take_arrays
 
 
 def cross_entropy(
@@ -65,7 +66,7 @@ def cross_entropy(
     NumPy, on a GPU at the next ``to_cpu`` or ``check_indices``. TypeError for other dtypes,
     ValueError for shapes or settings that do not fit.
     """
-    logits = logits if isinstance(logits, tape.Box) else as_array(logits, "cross_entropy", "logits")
+    (logits,) = take_arrays("cross_entropy", {"logits": logits}, {}).values()
     labels = as_array(tape.raw(labels), "cross_entropy", "labels")
     x = tape.raw(logits)
     check_together("cross_entropy", logits=x, labels=labels)
@@ -74,19 +75,19 @@ def cross_entropy(
         accepted = f"logits.shape[:-1], for logits.shape {x.shape}"
         raise ValueError(problem("cross_entropy", "labels.shape", labels.shape, accepted))
     vocab_size = x.shape[-1] if vocab_size is None else vocab_size
-    if not 1 <= vocab_size <= x.shape[-1]:
-        accepted = f"1 to {x.shape[-1]}, the columns of logits"
-        raise ValueError(problem("cross_entropy", "vocab_size", vocab_size, accepted))
-    if reduction not in REDUCTIONS:
-        accepted = ", ".join(REDUCTIONS)
-        raise ValueError(problem("cross_entropy", "reduction", repr(reduction), accepted))
+    accepted = f"1 to {x.shape[-1]}, the columns of logits"
+    vocab_size = integer("cross_entropy", "vocab_size", vocab_size, accepted, 1, x.shape[-1])
+    check_choice("cross_entropy", "reduction", reduction, "mean", "sum", "none")
+    check_flags("cross_entropy", accuracy=accuracy, donate=donate)
     shared = settings("cross_entropy", labels, vocab_size, label_smoothing, smoothing, z_loss)
     loss = tape.apply(
         IMPLS,
         (logits, labels, scale_of_loss("cross_entropy", x, dloss)),
         impl,
         **shared,
-        ignore_index=int(ignore_index),
+        ignore_index=integer(
+            "cross_entropy", "ignore_index", ignore_index, "an integer", -math.inf
+        ),
         reduction=reduction,
         accuracy=bool(accuracy),
         donate=bool(donate),
@@ -100,16 +101,16 @@ def settings(function, labels, vocab_size, label_smoothing, smoothing, z_loss):
     """Check what is said of the target distribution; return the parameters it comes to."""
     if labels.dtype.kind not in "iu":
         raise TypeError(problem(function, "labels.dtype", labels.dtype, "an integer dtype"))
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(problem(function, "label_smoothing", label_smoothing, "0 to 1"))
-    if smoothing not in ("uniform", "others"):
-        raise ValueError(problem(function, "smoothing", repr(smoothing), "uniform, others"))
-    if not 0 <= z_loss < np.inf:
-        raise ValueError(problem(function, "z_loss", z_loss, "0 or a little more, such as 1e-4"))
+    label_smoothing = number(
+        function, "label_smoothing", label_smoothing, "0 to 1", lambda share: 0 <= share <= 1
+    )
+    check_choice(function, "smoothing", smoothing, "uniform", "others")
+    accepted = "0 or a little more, such as 1e-4"
+    z_loss = number(function, "z_loss", z_loss, accepted, lambda z: 0 <= z < math.inf)
     label_share, other_share = _shares(vocab_size, label_smoothing, smoothing)
     return {
-        "vocab_size": int(vocab_size), "label_share": label_share, "other_share": other_share,
-        "z_loss": float(z_loss),
+        "vocab_size": vocab_size, "label_share": label_share, "other_share": other_share,
+        "z_loss": z_loss,
     }  # fmt: skip
 
 
@@ -123,9 +124,11 @@ def scale_of_loss(function, x, dloss):
         return get_xp(x).full((), dloss, wide(x.dtype))
     dloss = as_array(tape.raw(dloss), function, "dloss")
     check_together(function, logits=x, dloss=dloss)
-    if dloss.shape != () or dloss.dtype != wide(x.dtype):
-        got = f"{dloss.dtype} of shape {dloss.shape}"
-        raise ValueError(problem(function, "dloss", got, f"a number, or {wide(x.dtype)} ()"))
+    accepted = f"a number, or a () array of {wide(x.dtype)}"
+    if dloss.dtype != wide(x.dtype):
+        raise TypeError(problem(function, "dloss.dtype", dloss.dtype, accepted))
+    if dloss.shape != ():
+        raise ValueError(problem(function, "dloss.shape", dloss.shape, accepted))
     return dloss
 
 

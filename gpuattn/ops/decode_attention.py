@@ -10,18 +10,18 @@ the reading. Reference: ``decode_reference.py``. Device code: ``rawkernels/decod
 
 import functools
 import math
-import operator
 
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, index_flag
+from gpuattn.arrays import check_floats, check_together, ctype, get_xp, index_flag
 from gpuattn.autodiff import tape
-from gpuattn.autodiff.tape import Box, raw
+from gpuattn.autodiff.tape import raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import gpu, kernel, kernel_refusal, shared_limit
 from gpuattn.ops import decode_reference
+from gpuattn.ops.arguments import check_flags, integer, number, take_arrays
 from gpuattn.ops.attention_launch import UNLIMITED
 
 NAME = "decode_attention"
@@ -84,27 +84,25 @@ def decode_attention(
     parameters that do not fit, TypeError for dtypes; a page or a slot out of range is an IndexError
     (from a GPU: at the next ``to_cpu``).
     """
-    inputs = {
-        "q": q, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths,
-        "page_table": page_table, "slots": slots, "alibi_slopes": alibi_slopes, "sink": sink,
-    }  # fmt: skip
-    for name, x in inputs.items():
-        if x is not None and not isinstance(x, Box):
-            inputs[name] = as_array(x, NAME, name)
+    inputs = take_arrays(
+        NAME,
+        {"q": q, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths},
+        {"page_table": page_table, "slots": slots, "alibi_slopes": alibi_slopes, "sink": sink},
+    )
     given = {name: raw(x) for name, x in inputs.items()}
     check_together(NAME, **given)
     _check(**given)
-    if window is not None and operator.index(window) < 0:
-        raise ValueError(problem(NAME, "window", window, "None, or a width >= 0"))
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(problem(NAME, "softcap", softcap, "a positive number, or None"))
-    if splits is not None and not 1 <= operator.index(splits) <= MAX_SPLITS:
-        raise ValueError(problem(NAME, "splits", splits, f"1 to {MAX_SPLITS}, or None"))
+    check_flags(NAME, batch_invariant=batch_invariant, return_lse=return_lse)
+    if window is not None:
+        window = integer(NAME, "window", window, "None, or a width >= 0")
+    if softcap is not None:
+        accepted = "a positive number, or None"
+        softcap = number(NAME, "softcap", softcap, accepted, lambda c: 0 < c < math.inf)
+    if splits is not None:
+        splits = integer(NAME, "splits", splits, f"1 to {MAX_SPLITS}, or None", 1, MAX_SPLITS)
     if splits is not None and batch_invariant:
         raise ValueError(problem(NAME, "splits", splits, "None with batch_invariant"))
-    scale = given["q"].shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(problem(NAME, "scale", scale, "a finite number"))
+    scale = given["q"].shape[-1] ** -0.5 if scale is None else number(NAME, "scale", scale)
     out, lse = tape.apply(
         IMPLS, inputs.values(), impl, scale=scale, window=window, softcap=softcap, splits=splits,
         batch_invariant=bool(batch_invariant),

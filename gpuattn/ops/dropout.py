@@ -6,11 +6,11 @@ Bits: ``gpuattn/rng.py``, where an element's index is its row-major position in 
 """
 
 from gpuattn import arrays, rng
-from gpuattn.arrays import as_array, check_floats, ctype, get_xp, wide
-from gpuattn.autodiff.tape import Box, apply, raw
-from gpuattn.errors import problem
+from gpuattn.arrays import check_floats, ctype, get_xp, wide
+from gpuattn.autodiff.tape import apply, raw
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.ops.arguments import dropout_key, probability, take_arrays
 
 BLOCK = 256
 
@@ -23,19 +23,12 @@ def dropout(x, p, *, seed=None, impl=None):
     mask, drawn again. p = 1 gives zeros. The probability is kept in steps of 1 / 65536.
 
     Raises ValueError unless 0 <= p <= 1, TypeError for dtypes other than float32, float16,
-    bfloat16 and float64.
+    bfloat16 and float64, and for a seed that is no integer.
     """
-    x = x if isinstance(x, Box) else as_array(x, "dropout", "x")
+    (x,) = take_arrays("dropout", {"x": x}, {}).values()
     check_floats("dropout", x=raw(x))
-    p = check_probability("dropout", p)
-    return apply(IMPLS, (x,), impl, p=p, key=rng.as_key(seed) if p else None)
-
-
-def check_probability(function, p):
-    """Return ``p`` as a float, or raise ValueError unless 0 <= p <= 1."""
-    if not 0 <= p <= 1:
-        raise ValueError(problem(function, "p", p, "a probability, 0 <= p <= 1"))
-    return float(p)
+    p = probability("dropout", "p", p)
+    return apply(IMPLS, (x,), impl, p=p, key=dropout_key("dropout", p, seed))
 
 
 def factor(p):

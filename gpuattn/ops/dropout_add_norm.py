@@ -11,10 +11,10 @@ import numpy as np
 from gpuattn import arrays, rng
 from gpuattn.arrays import get_xp, wide, zeros
 from gpuattn.autodiff.tape import apply
-from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel
-from gpuattn.ops.dropout import check_probability, device_numbers, drop, keep_of
+from gpuattn.ops.arguments import check_choice, dropout_key, probability
+from gpuattn.ops.dropout import device_numbers, drop, keep_of
 from gpuattn.ops.layer_norm import (
     check_inputs,
     column_sum,
@@ -52,12 +52,11 @@ def dropout_add_norm(
     """
     rows = {"x": x, "residual": residual}
     vectors = {"weight": weight, "bias": bias, "x_bias": x_bias}
-    inputs = check_inputs("dropout_add_norm", rows, vectors, eps)
-    if norm not in ("layer", "rms"):
-        raise ValueError(problem("dropout_add_norm", "norm", repr(norm), "'layer' or 'rms'"))
-    p = check_probability("dropout_add_norm", p)
-    key = rng.as_key(seed) if p else None
-    return apply(IMPLS, inputs, impl, p=p, key=key, rms=norm == "rms", eps=float(eps))
+    inputs, eps = check_inputs("dropout_add_norm", rows, vectors, eps)
+    check_choice("dropout_add_norm", "norm", norm, "layer", "rms")
+    p = probability("dropout_add_norm", "p", p)
+    key = dropout_key("dropout_add_norm", p, seed)
+    return apply(IMPLS, inputs, impl, p=p, key=key, rms=norm == "rms", eps=eps)
 
 
 def norm_beside(x, weight, bias=None, *, norm="layer", eps=1e-5, impl=None):
@@ -65,10 +64,9 @@ def norm_beside(x, weight, bias=None, *, norm="layer", eps=1e-5, impl=None):
 
     All else is as in ``dropout_add_norm``.
     """
-    inputs = check_inputs("norm_beside", {"x": x}, {"weight": weight, "bias": bias}, eps)
-    if norm not in ("layer", "rms"):
-        raise ValueError(problem("norm_beside", "norm", repr(norm), "'layer' or 'rms'"))
-    return apply(BESIDE, inputs, impl, rms=norm == "rms", eps=float(eps))
+    inputs, eps = check_inputs("norm_beside", {"x": x}, {"weight": weight, "bias": bias}, eps)
+    check_choice("norm_beside", "norm", norm, "layer", "rms")
+    return apply(BESIDE, inputs, impl, rms=norm == "rms", eps=eps)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------

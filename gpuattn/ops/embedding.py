@@ -25,6 +25,15 @@ from gpuattn.autodiff.aside import beside
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.ops.arguments import (
+    check_flags,
+    described,
+    dropout_key,
+    integer,
+    number,
+    probability,
+    take_arrays,
+)
 
 BLOCK = 256  # threads
 PACKS = {False: 2, True: 1}  # of rng.LANES elements that each of them makes, with positions or not
@@ -65,30 +74,34 @@ def embedding(
     ``to_cpu`` or ``check_indices``. TypeError for other dtypes, ValueError for other shapes,
     0 <= p <= 1 not true, or a scale that is not finite.
     """
-    weight = weight if isinstance(weight, tape.Box) else as_array(weight, "embedding", "weight")
-    if position_weight is not None and not isinstance(position_weight, tape.Box):
-        position_weight = as_array(position_weight, "embedding", "position_weight")
-    tokens, positions = _integers("tokens", tokens), _integers("positions", positions)
-    order = (None,) * 3 if order is None else tuple(_integers("order", part) for part in order)
+    tables = take_arrays("embedding", {"weight": weight}, {"position_weight": position_weight})
+    weight, position_weight = tables.values()
+    tokens = _integers("tokens", tokens)
+    positions = None if positions is None else _integers("positions", positions)
+    order = (None,) * 3 if order is None else tuple(_order(order))
     _check(tokens, tape.raw(weight), positions, tape.raw(position_weight), order)
-    if not 0 <= p <= 1:
-        raise ValueError(problem("embedding", "p", p, "0 <= p <= 1"))
-    if not math.isfinite(scale):
-        raise ValueError(problem("embedding", "scale", scale, "a finite number"))
+    check_flags("embedding", deterministic=deterministic)
+    p = probability("embedding", "p", p)
     rows = len(tape.raw(weight))
     vocab_size = rows if vocab_size is None else vocab_size
-    if not 0 <= vocab_size <= rows:
-        accepted = f"0 to {rows}, the rows of weight"
-        raise ValueError(problem("embedding", "vocab_size", vocab_size, accepted))
-    key = rng.as_key(seed) if p else None
+    accepted = f"0 to {rows}, the rows of weight"
+    vocab_size = integer("embedding", "vocab_size", vocab_size, accepted, 0, rows)
+    key = dropout_key("embedding", p, seed)
     inputs = (tokens, weight, positions, position_weight, *order)
-    numbers = {"scale": float(scale), "p": float(p), "vocab_size": int(vocab_size)}
+    numbers = {"scale": number("embedding", "scale", scale), "p": p, "vocab_size": vocab_size}
     return tape.apply(IMPLS, inputs, impl, **numbers, key=key, deterministic=deterministic)
 
 
+def _order(order):
+    """Yield the parts of ``order``: three integer arrays, of which the last two may be None."""
+    if not isinstance(order, tuple | list) or len(order) != 3:
+        accepted = "None, or (order, segments, ids) of data.batching.token_order"
+        raise TypeError(problem("embedding", "order", described(order), accepted))
+    for part in order:
+        yield None if part is None else _integers("order", part)
+
+
 def _integers(name, index):
-    if index is None:
-        return None
     index = as_array(tape.raw(index), "embedding", name)
     if index.dtype.kind not in "iu":
         raise TypeError(problem("embedding", f"{name}.dtype", index.dtype, "an integer dtype"))

@@ -9,11 +9,10 @@ import math
 
 import numpy as np
 
-from gpuattn import arrays, rng
-from gpuattn.arrays import as_array, get_xp
+from gpuattn import arrays
+from gpuattn.arrays import get_xp
 from gpuattn.autodiff import tape
-from gpuattn.autodiff.tape import Box, raw
-from gpuattn.errors import problem
+from gpuattn.autodiff.tape import raw
 from gpuattn.impls import Impl, Impls
 from gpuattn.numbakernels import device
 from gpuattn.ops import (
@@ -23,7 +22,8 @@ from gpuattn.ops import (
     attention_reference,
     attention_simt,
 )
-from gpuattn.ops.attention_arguments import NAME, check, number, window_sides
+from gpuattn.ops.arguments import check_choice, check_flags, dropout_key, number, take_arrays
+from gpuattn.ops.attention_arguments import NAME, check, window_sides
 from gpuattn.ops.attention_launch import UNLIMITED
 
 MAX_NUMBA_HEAD_DIM = 128
@@ -67,26 +67,23 @@ def flash_attention(
     "numba", "reference", or None for the first that accepts. Raises ValueError for shapes or
     parameters that do not fit, TypeError for dtypes.
     """
-    inputs = {
-        "q": q, "k": k, "v": v, "bias": bias, "key_lengths": key_lengths,
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "alibi_slopes": alibi_slopes,
-        "sink": sink,
-    }  # fmt: skip
-    for name, x in inputs.items():
-        if x is not None and not isinstance(x, Box):
-            inputs[name] = as_array(x, NAME, name)
+    inputs = take_arrays(NAME, {"q": q, "k": k, "v": v}, {
+        "bias": bias, "key_lengths": key_lengths, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k, "alibi_slopes": alibi_slopes, "sink": sink,
+    })  # fmt: skip
     if inputs["cu_seqlens_k"] is None:
         inputs["cu_seqlens_k"] = inputs["cu_seqlens_q"]
     limits = check({name: raw(x) for name, x in inputs.items()}, max_seqlen_q, max_seqlen_k)
     bias = inputs["bias"]
     if bias is not None and bias.ndim < 4:
         inputs["bias"] = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
-    if align not in ("bottom_right", "top_left"):
-        raise ValueError(problem(NAME, "align", repr(align), "'bottom_right' or 'top_left'"))
-    dropout_p = number("dropout_p", dropout_p, "0 <= p < 1", lambda p: 0 <= p < 1)
+    check_flags(NAME, causal=causal, return_lse=return_lse, deterministic=deterministic, tf32=tf32)
+    check_choice(NAME, "align", align, "bottom_right", "top_left")
+    dropout_p = number(NAME, "dropout_p", dropout_p, "0 <= p < 1", lambda p: 0 <= p < 1)
     if softcap is not None:
-        softcap = number("softcap", softcap, "a positive number", lambda c: 0 < c < math.inf)
-    head_dim = raw(q).shape[-1]
+        accepted = "a positive number, or None"
+        softcap = number(NAME, "softcap", softcap, accepted, lambda c: 0 < c < math.inf)
+    head_dim = raw(inputs["q"]).shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
     out, lse = tape.apply(
         IMPLS,
@@ -94,10 +91,10 @@ def flash_attention(
         impl,
         window=window_sides(causal, window),
         align=align,
-        scale=number("scale", scale, "a finite number", math.isfinite),
+        scale=number(NAME, "scale", scale),
         softcap=softcap,
         dropout_p=dropout_p,
-        key=rng.as_key(seed) if dropout_p else None,
+        key=dropout_key(NAME, dropout_p, seed),
         max_seqlen_q=limits[0],
         max_seqlen_k=limits[1],
         deterministic=bool(deterministic),

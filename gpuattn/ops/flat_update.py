@@ -10,11 +10,12 @@ from functools import partial
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import check_together, ctype, for_each, get_xp, on_gpu
+from gpuattn.arrays import check_together, ctype, for_each, get_xp, is_array, on_gpu
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel
-from gpuattn.ops.gradient_statistics import check_flat, field, refuse_buffers
+from gpuattn.ops.arguments import described, number
+from gpuattn.ops.gradient_statistics import check_flat, check_state, field, refuse_buffers
 from gpuattn.rng import Key, lanes
 
 DECAY_BLOCK = 128  # elements that share one byte of the decay table
@@ -29,19 +30,21 @@ MODEL_DTYPES = (np.dtype("float16"), BFLOAT16)
 def check(function, params, grads, moments, state, model, decay=None):
     """Raise TypeError or ValueError unless the buffers suit each other.
 
-    ``moments``: {name: array or None}.
+    ``moments``: {name: array}.
     """
     check_flat(function, grads)
+    check_state(function, state)
     given = {"params": params, "grads": grads, **moments}
     check_together(function, **given, state=state.array, model=model, decay=decay)
     size = grads.size
     wanted = [("params", params, (FLOAT32, BFLOAT16), size)]
     wanted += [(name, array, (FLOAT32,), size) for name, array in moments.items()]
-    wanted += [("model", model, MODEL_DTYPES, size)]
-    wanted += [("decay", decay, (np.dtype("uint8"),), size // DECAY_BLOCK)]
+    if model is not None:
+        wanted += [("model", model, MODEL_DTYPES, size)]
+    if decay is not None:
+        wanted += [("decay", decay, (np.dtype("uint8"),), size // DECAY_BLOCK)]
     for name, array, dtypes, length in wanted:
-        if array is not None:
-            _check_buffer(function, name, array, dtypes, length)
+        _check_buffer(function, name, array, dtypes, length)
     if size % DECAY_BLOCK:
         accepted = f"a multiple of {DECAY_BLOCK}"
         raise ValueError(problem(function, "the size", size, accepted, "Pad with zeros."))
@@ -55,8 +58,11 @@ def check(function, params, grads, moments, state, model, decay=None):
 
 
 def _check_buffer(function, name, array, dtypes, length):
+    accepted = " or ".join(map(str, dtypes))
+    if not is_array(array):
+        accepted = f"a NumPy or CuPy array of {accepted}"
+        raise TypeError(problem(function, name, described(array), accepted))
     if array.dtype not in dtypes:
-        accepted = " or ".join(map(str, dtypes))
         raise TypeError(problem(function, f"{name}.dtype", array.dtype, accepted))
     if array.shape != (length,) or not array.flags.c_contiguous:
         got = f"{array.shape} with strides {array.strides}"
@@ -64,14 +70,15 @@ def _check_buffer(function, name, array, dtypes, length):
 
 
 def check_betas(function, betas):
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(problem(function, "betas", betas, "0 <= beta < 1"))
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(problem(function, "betas", described(betas), "two numbers, 0 <= beta < 1"))
+    for beta in betas:
+        number(function, "betas", beta, "0 <= beta < 1", lambda beta: 0 <= beta < 1)
 
 
 def check_numbers(function, weight_decay, eps=1.0):
-    if not (0 < eps < math.inf and 0 <= weight_decay < math.inf):
-        got = f"{eps}, weight_decay {weight_decay}"
-        raise ValueError(problem(function, "eps", got, "eps > 0 and weight_decay >= 0"))
+    number(function, "weight_decay", weight_decay, "0 or more", lambda w: 0 <= w < math.inf)
+    number(function, "eps", eps, "a positive number", lambda e: 0 < e < math.inf)
 
 
 def update_impls(op, rule, numbers):

@@ -16,6 +16,7 @@ from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel
+from gpuattn.ops.arguments import described, integer, number
 
 MIN_LOSS_SCALE, MAX_LOSS_SCALE = 1.0, 2.0**32
 CPU_DOT = 8192  # elements squared at a time: short enough that BLAS keeps to one thread, one order
@@ -94,22 +95,28 @@ def gradient_statistics(grads, state, *, max_norm=None, growth_interval=0, impl=
     a moving loss scale.
     Raises TypeError for other arrays, ValueError for parameters out of range.
     """
-    check_flat("gradient_statistics", grads)
-    check_together("gradient_statistics", grads=grads, state=state.array)
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(problem("gradient_statistics", "max_norm", max_norm, "> 0, or None"))
-    if growth_interval < 0:
-        accepted = "a count of updates, or 0 for a fixed loss scale"
-        got = problem("gradient_statistics", "growth_interval", growth_interval, accepted)
-        raise ValueError(got)
+    name, accepted = "gradient_statistics", "a count of updates, or 0 for a fixed loss scale"
+    check_flat(name, grads)
+    check_state(name, state)
+    check_together(name, grads=grads, state=state.array)
+    if max_norm is not None:
+        max_norm = number(name, "max_norm", max_norm, "> 0, or None", lambda norm: norm > 0)
+    growth_interval = integer(name, "growth_interval", growth_interval, accepted)
     params = {"max_norm": max_norm or math.inf, "growth_interval": growth_interval}
     tape.apply(IMPLS, (grads, state.array), impl, **params)
+
+
+def check_state(function, state):
+    """Raise TypeError unless ``state`` is an OptimizerState."""
+    if not isinstance(state, OptimizerState):
+        accepted = "a gpuattn.OptimizerState"
+        raise TypeError(problem(function, "state", described(state), accepted))
 
 
 def check_flat(function, grads):
     """Raise TypeError or ValueError unless ``grads`` is one flat buffer that kernels take."""
     if not arrays.is_array(grads) or ctype(grads.dtype) is None:
-        got = f"{grads.dtype}" if arrays.is_array(grads) else f"a {type(grads).__name__}"
+        got = f"{grads.dtype}" if arrays.is_array(grads) else described(grads)
         accepted = "a flat array of float32, float16 or bfloat16"
         raise TypeError(problem(function, "grads", got, accepted))
     if grads.ndim != 1 or not grads.flags.c_contiguous:

@@ -13,6 +13,7 @@ from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import gpu, kernel
 from gpuattn.ops.adamw import adam_direction, moment_numbers
+from gpuattn.ops.arguments import described, seed_key
 from gpuattn.ops.flat_update import (
     BLOCK,
     DECAY_BLOCK,
@@ -25,7 +26,7 @@ from gpuattn.ops.flat_update import (
     working_copy,
 )
 from gpuattn.ops.gradient_statistics import field, refuse_buffers, square_sum
-from gpuattn.rng import Key, as_key
+from gpuattn.rng import Key
 
 TILE = 4096 // DECAY_BLOCK  # decay blocks that a block of threads takes at a time
 NORMS, WEIGHTS, BOTH = range(3)  # `enum Pass` in lamb.cu
@@ -104,12 +105,14 @@ def lamb(
     check("lamb", params, grads, moments, state, model)
     check_betas("lamb", betas)
     check_numbers("lamb", weight_decay, eps)
+    if not isinstance(tensors, TensorTable):
+        raise TypeError(problem("lamb", "tensors", described(tensors), "a gpuattn.TensorTable"))
     if tensors.size != grads.size:
         accepted = f"one of buffers of {grads.size}"
         raise ValueError(problem("lamb", "tensors", f"a table of {tensors.size}", accepted))
     inputs = (params, grads, exp_avg, exp_avg_sq, state.array, model)
     numbers = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-    tape.apply(IMPLS, inputs, impl, tensors=tensors, **numbers, seed=as_key(seed).seed)
+    tape.apply(IMPLS, inputs, impl, tensors=tensors, **numbers, seed=seed_key("lamb", seed).seed)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------

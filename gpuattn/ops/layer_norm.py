@@ -11,12 +11,13 @@ import math
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, check_together, get_xp, on_gpu, wide
-from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.arrays import check_floats, check_together, get_xp, on_gpu, wide
+from gpuattn.autodiff.tape import apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import dtype_refusal, kernel
 from gpuattn.numbakernels import device
+from gpuattn.ops.arguments import number, take_arrays
 from gpuattn.ops.norm_launch import (
     add_parts,
     backward_layout,
@@ -42,19 +43,16 @@ def layer_norm(x, weight=None, bias=None, *, eps=1e-5, impl=None):
     Raises TypeError for dtypes other than float32, float16, bfloat16, float64 or for mixed ones,
     ValueError for shapes that do not fit and for an ``eps`` that is not positive and finite.
     """
-    inputs = check_inputs("layer_norm", {"x": x}, {"weight": weight, "bias": bias}, eps)
-    return apply(IMPLS, inputs, impl, eps=float(eps))
+    inputs, eps = check_inputs("layer_norm", {"x": x}, {"weight": weight, "bias": bias}, eps)
+    return apply(IMPLS, inputs, impl, eps=eps)
 
 
 def check_inputs(function, rows, vectors, eps):
-    """Return all inputs as Boxes, arrays or None, or raise what the public functions promise.
+    """Return (all inputs as Boxes, arrays or None; eps), or raise what the public functions say.
 
     ``rows``: name -> (..., D) of one shape. ``vectors``: name -> (D,) or None.
     """
-    given = {**rows, **vectors}
-    for name, value in given.items():
-        if value is not None and not isinstance(value, Box):
-            given[name] = as_array(value, function, name)
+    given = take_arrays(function, rows, vectors)
     plain = {name: raw(value) for name, value in given.items()}
     check_together(function, **plain)
     check_floats(function, **plain)
@@ -65,9 +63,8 @@ def check_inputs(function, rows, vectors, eps):
         want = shape if name in rows else shape[-1:]
         if value is not None and value.shape != want:
             raise ValueError(problem(function, f"{name}.shape", value.shape, want))
-    if not 0 < eps < math.inf:
-        raise ValueError(problem(function, "eps", eps, "a positive, finite number", "Try 1e-5."))
-    return tuple(given.values())
+    accepted = "a positive, finite number, such as 1e-5"
+    return tuple(given.values()), number(function, "eps", eps, accepted, lambda e: 0 < e < math.inf)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------

@@ -9,7 +9,7 @@ On Hopper a layer with GELU and no bias keeps slopes for that (``linear_gelu_hop
 import math
 
 from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, check_together, get_xp, wide
+from gpuattn.arrays import check_floats, check_together, get_xp, wide
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.aside import beside, later
 from gpuattn.autodiff.product import Product
@@ -17,6 +17,7 @@ from gpuattn.errors import problem
 from gpuattn.gemm import matmul, matmul_activated, matmul_and_sums
 from gpuattn.impls import Impl, Impls
 from gpuattn.ops import linear_gelu_hopper, linear_hopper, weight_gradients
+from gpuattn.ops.arguments import check_choice, take_arrays
 from gpuattn.ops.bias_activation import activate, launch_backward, launch_forward, refuse_raw
 
 ASIDE_TILES = 200  # of 128 x 128 numbers of a weight's gradient: so many fill a GPU
@@ -31,14 +32,10 @@ def linear(x, weight, bias=None, *, activation=None, impl=None):
     ``impl``: an implementation's name, or None for the fastest that accepts the arguments.
     Raises TypeError for other or mixed dtypes, ValueError for shapes that do not fit.
     """
-    x = x if isinstance(x, tape.Box) else as_array(x, "linear", "x")
-    weight = weight if isinstance(weight, tape.Box) else as_array(weight, "linear", "weight")
-    if bias is not None:
-        bias = bias if isinstance(bias, tape.Box) else as_array(bias, "linear", "bias")
-    _check(tape.raw(x), tape.raw(weight), tape.raw(bias))
-    if activation not in (None, "relu", "gelu"):
-        raise ValueError(problem("linear", "activation", repr(activation), 'None, "relu", "gelu"'))
-    return tape.apply(IMPLS, (x, weight, bias), impl, activation=activation)
+    inputs = tuple(take_arrays("linear", {"x": x, "weight": weight}, {"bias": bias}).values())
+    _check(*map(tape.raw, inputs))
+    check_choice("linear", "activation", activation, None, "relu", "gelu")
+    return tape.apply(IMPLS, inputs, impl, activation=activation)
 
 
 def _check(x, weight, bias):

@@ -5,6 +5,7 @@ overwritten by their gradient, and that multiplied into the gradients of ``x`` a
 Where these cannot be had in the forward pass, or are asked for again, the chunks run once more.
 """
 
+import math
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,7 @@ from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel_refusal
 from gpuattn.ops import cross_entropy as whole
 from gpuattn.ops import cross_entropy_launch as launch
+from gpuattn.ops.arguments import check_choice, check_flags, integer, take_arrays
 
 CHUNK_BYTES = {True: 512 << 20, False: 32 << 20}  # of logits: on a GPU, in a processor's cache
 LEAST_ROWS = {True: 2048, False: 64}  # with fewer, products are slow
@@ -51,8 +53,7 @@ def linear_cross_entropy(
     other or mixed dtypes, ValueError for shapes or settings that do not fit.
     """
     name = "linear_cross_entropy"
-    x = x if isinstance(x, tape.Box) else as_array(x, name, "x")
-    weight = weight if isinstance(weight, tape.Box) else as_array(weight, name, "weight")
+    x, weight = take_arrays(name, {"x": x, "weight": weight}, {}).values()
     labels = as_array(tape.raw(labels), name, "labels")
     rows, matrix = tape.raw(x), tape.raw(weight)
     check_together(name, x=rows, weight=matrix, labels=labels)
@@ -66,19 +67,18 @@ def linear_cross_entropy(
         accepted = f"x.shape[:-1], for x.shape {rows.shape}"
         raise ValueError(problem(name, "labels.shape", labels.shape, accepted))
     vocab_size = len(matrix) if vocab_size is None else vocab_size
-    if not 1 <= vocab_size <= len(matrix):
-        accepted = f"1 to {len(matrix)}, the rows of weight"
-        raise ValueError(problem(name, "vocab_size", vocab_size, accepted))
-    if reduction not in ("mean", "sum"):
-        raise ValueError(problem(name, "reduction", repr(reduction), "mean, sum"))
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(problem(name, "chunk_rows", chunk_rows, "1 or more"))
+    accepted = f"1 to {len(matrix)}, the rows of weight"
+    vocab_size = integer(name, "vocab_size", vocab_size, accepted, 1, len(matrix))
+    check_choice(name, "reduction", reduction, "mean", "sum")
+    if chunk_rows is not None:
+        chunk_rows = integer(name, "chunk_rows", chunk_rows, "1 or more, or None", 1)
+    check_flags(name, accuracy=accuracy)
     return tape.apply(
         IMPLS,
         (x, weight, labels, whole.scale_of_loss(name, rows, dloss)),
         impl,
         **whole.settings(name, labels, vocab_size, label_smoothing, smoothing, z_loss),
-        ignore_index=int(ignore_index),
+        ignore_index=integer(name, "ignore_index", ignore_index, "an integer", -math.inf),
         reduction=reduction,
         accuracy=bool(accuracy),
         chunk_rows=chunk_rows,

@@ -11,12 +11,13 @@ from functools import partial
 import numpy as np
 
 from gpuattn import arrays, rng
-from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp
-from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.arrays import check_floats, check_together, ctype, get_xp
+from gpuattn.autodiff.tape import apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Elsewhere, Impl, Impls
 from gpuattn.kernels import gpu, kernel, kernel_refusal
-from gpuattn.ops.dropout import check_probability, device_numbers
+from gpuattn.ops.arguments import check_choice, dropout_key, number, probability, take_arrays
+from gpuattn.ops.dropout import device_numbers
 from gpuattn.ops.dropout_add_norm import IMPLS as DROPOUT_ADD_NORM
 from gpuattn.ops.layer_norm import contiguous
 from gpuattn.ops.linear import IMPLS as LINEAR
@@ -47,20 +48,19 @@ def linear_dropout_add_norm(
     Raises TypeError for other or mixed dtypes, ValueError for shapes that do not fit and for what
     ``dropout_add_norm`` does not take.
     """
-    given = {
-        "x": x, "projection": projection, "residual": residual, "weight": weight, "bias": bias,
-        "projection_bias": projection_bias,
-    }  # fmt: skip
-    for name, value in given.items():
-        if value is not None and not isinstance(value, Box):
-            given[name] = as_array(value, "linear_dropout_add_norm", name)
-    _check({name: raw(value) for name, value in given.items()}, norm, eps)
-    p = check_probability("linear_dropout_add_norm", p)
-    key = rng.as_key(seed) if p else None
-    return apply(IMPLS, given.values(), impl, p=p, key=key, rms=norm == "rms", eps=float(eps))
+    name = "linear_dropout_add_norm"
+    rows = {"x": x, "projection": projection, "residual": residual}
+    vectors = {"weight": weight, "bias": bias, "projection_bias": projection_bias}
+    given = take_arrays(name, rows, vectors)
+    _check({name: raw(value) for name, value in given.items()})
+    check_choice(name, "norm", norm, "layer", "rms")
+    eps = number(name, "eps", eps, "a positive number", lambda e: 0 < e < math.inf)
+    p = probability(name, "p", p)
+    key = dropout_key(name, p, seed)
+    return apply(IMPLS, given.values(), impl, p=p, key=key, rms=norm == "rms", eps=eps)
 
 
-def _check(given, norm, eps):
+def _check(given):
     def wrong(name, found, accepted):
         return ValueError(problem("linear_dropout_add_norm", name, found, accepted))
 
@@ -77,10 +77,6 @@ def _check(given, norm, eps):
     for name in ("weight", "bias", "projection_bias"):
         if given[name] is not None and given[name].shape != shape[-1:]:
             raise wrong(f"{name}.shape", given[name].shape, shape[-1:])
-    if norm not in ("layer", "rms"):
-        raise wrong("norm", repr(norm), "'layer' or 'rms'")
-    if not (eps > 0 and math.isfinite(eps)):
-        raise wrong("eps", eps, "a positive number")
 
 
 # ---- as two ops ---------------------------------------------------------------------------------

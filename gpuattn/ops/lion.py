@@ -8,8 +8,8 @@ import numpy as np
 
 from gpuattn.arrays import get_xp
 from gpuattn.autodiff import tape
+from gpuattn.ops.arguments import seed_key
 from gpuattn.ops.flat_update import check, check_betas, check_numbers, scale_rows, update_impls
-from gpuattn.rng import as_key
 
 
 def lion(
@@ -35,9 +35,8 @@ def lion(
     check_betas("lion", betas)
     check_numbers("lion", weight_decay)
     inputs = (params, grads, exp_avg, state.array, model, decay)
-    tape.apply(
-        IMPLS, inputs, impl, betas=tuple(betas), weight_decay=weight_decay, seed=as_key(seed).seed
-    )
+    seed = seed_key("lion", seed).seed
+    tape.apply(IMPLS, inputs, impl, betas=tuple(betas), weight_decay=weight_decay, seed=seed)
 
 
 def _rule(p, g, moments, learning_rate, step, decays, *, betas, weight_decay):

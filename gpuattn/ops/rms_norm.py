@@ -28,8 +28,8 @@ def rms_norm(x, weight=None, *, eps=1e-6, impl=None):
     Raises TypeError for dtypes other than float32, float16, bfloat16, float64 or for mixed ones,
     ValueError for shapes that do not fit and for an ``eps`` that is not positive and finite.
     """
-    inputs = check_inputs("rms_norm", {"x": x}, {"weight": weight}, eps)
-    return apply(IMPLS, inputs, impl, eps=float(eps))
+    inputs, eps = check_inputs("rms_norm", {"x": x}, {"weight": weight}, eps)
+    return apply(IMPLS, inputs, impl, eps=eps)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------

@@ -11,12 +11,13 @@ import math
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, rows_refusal, wide
+from gpuattn.arrays import check_floats, check_together, ctype, get_xp, rows_refusal, wide
 from gpuattn.autodiff.places import place_like
-from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.autodiff.tape import apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.ops.arguments import check_flags, number, take_arrays
 
 NAME = "rotary"
 BLOCK = 256
@@ -37,15 +38,11 @@ def rotary(q, k, positions=None, *, base=10_000.0, donate=False, impl=None):
     implementation's name, or None for the fastest that accepts the arguments. Raises ValueError
     for shapes that do not fit, TypeError for dtypes.
     """
-    given = {"q": q, "k": k, "positions": positions}
-    for name, x in given.items():
-        if x is not None and not isinstance(x, Box):
-            given[name] = as_array(x, NAME, name)
-    q, k, positions = given.values()
-    _check(raw(q), raw(k), raw(positions))
-    if not (isinstance(base, int | float) and base > 0 and math.isfinite(base)):
-        raise ValueError(problem(NAME, "base", base, "a positive number"))
-    return apply(IMPLS, (q, k, positions), impl, base=float(base), donate=bool(donate))
+    inputs = tuple(take_arrays(NAME, {"q": q, "k": k}, {"positions": positions}).values())
+    _check(*map(raw, inputs))
+    check_flags(NAME, donate=donate)
+    base = number(NAME, "base", base, "a positive number", lambda b: 0 < b < math.inf)
+    return apply(IMPLS, inputs, impl, base=base, donate=bool(donate))
 
 
 def _check(q, k, positions):

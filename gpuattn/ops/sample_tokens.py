@@ -17,6 +17,7 @@ from gpuattn.autodiff.tape import apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.ops.arguments import integer, number, seed_key
 from gpuattn.ops.topk_logprobs import (
     checked_banned,
     checked_vocab_size,
@@ -73,26 +74,23 @@ def sample_tokens(
         raise ValueError(problem("sample_tokens", "the vocabulary", 0, "1 or more"))
     checked_banned("sample_tokens", banned, vocab_size)
     check_settings("sample_tokens", temperature, top_k, top_p, min_p)
+    key = seed_key("sample_tokens", seed)
     return apply(
         IMPLS, (logits, banned), impl, vocab_size=vocab_size, temperature=float(temperature),
         top_k=0 if top_k is None or top_k >= vocab_size else operator.index(top_k),
         top_p=0 if top_p == 1 else min(max(round(top_p * 2**32), 1), 2**32 - 1),
-        min_p=round(min_p * ONE), key=rng.as_key(seed),
+        min_p=round(min_p * ONE), key=key,
     )  # fmt: skip
 
 
 def check_settings(function, temperature, top_k, top_p, min_p):
-    """Raise ValueError for settings of sampling that are out of range."""
-    if not 0 < temperature < math.inf:
-        accepted = "a finite number above 0"
-        advice = "Greedy decoding is what 0 would mean: gpuattn.decode.greedy."
-        raise ValueError(problem(function, "temperature", temperature, accepted, advice))
-    if top_k is not None and top_k < 1:
-        raise ValueError(problem(function, "top_k", top_k, "None, or 1 or more"))
-    if not 0 < top_p <= 1:
-        raise ValueError(problem(function, "top_p", top_p, "0 < top_p <= 1"))
-    if not 0 <= min_p <= 1:
-        raise ValueError(problem(function, "min_p", min_p, "0 <= min_p <= 1"))
+    """Raise ValueError for settings of sampling that are out of range, TypeError for no numbers."""
+    accepted = "a finite number above 0 (0 would mean greedy decoding: gpuattn.decode.greedy)"
+    number(function, "temperature", temperature, accepted, lambda t: 0 < t < math.inf)
+    if top_k is not None:
+        integer(function, "top_k", top_k, "None, or 1 or more", 1)
+    number(function, "top_p", top_p, "0 < top_p <= 1", lambda p: 0 < p <= 1)
+    number(function, "min_p", min_p, "0 <= min_p <= 1", lambda p: 0 <= p <= 1)
 
 
 def inverse(temperature):

@@ -1,9 +1,8 @@
 """PyTorch's ``scaled_dot_product_attention``: its argument names and their meaning."""
 
-from gpuattn.arrays import as_array
-from gpuattn.autodiff.tape import Box
 from gpuattn.errors import problem
 from gpuattn.impls import OPS
+from gpuattn.ops.arguments import check_flags, number, take_arrays
 from gpuattn.ops.flash_attention import IMPLS, flash_attention
 
 NAME = "scaled_dot_product_attention"
@@ -22,12 +21,15 @@ def scaled_dot_product_attention(
     no key gives 0. Raises ValueError for shapes that do not fit, for a mask together with
     ``is_causal``, and for fewer KV heads without ``enable_gqa``; TypeError for dtypes.
     """
-    named = {"query": query, "key": key, "value": value}
+    named = take_arrays(NAME, {"query": query, "key": key, "value": value}, {})
+    (mask,) = take_arrays(NAME, {}, {"attn_mask": attn_mask}).values()
+    dropout_p = number(NAME, "dropout_p", dropout_p, "0 <= p < 1", lambda p: 0 <= p < 1)
+    scale = None if scale is None else number(NAME, "scale", scale)
+    check_flags(NAME, is_causal=is_causal, enable_gqa=enable_gqa)
     for name, x in named.items():
-        named[name] = x = x if isinstance(x, Box) else as_array(x, NAME, name)
         if len(x.shape) != 4:
             raise ValueError(problem(NAME, f"{name}.shape", tuple(x.shape), "(B, H, T, D)"))
-    if attn_mask is not None and is_causal:
+    if mask is not None and is_causal:
         raise ValueError(f"{NAME}: give attn_mask or is_causal, not both")
     heads, kv_heads = named["query"].shape[1], named["key"].shape[1]
     if heads != kv_heads and not enable_gqa:
@@ -41,7 +43,7 @@ def scaled_dot_product_attention(
         causal=is_causal,
         align="top_left",
         scale=scale,
-        bias=attn_mask,
+        bias=mask,
         dropout_p=dropout_p,
     )
     return out.transpose(0, 2, 1, 3)

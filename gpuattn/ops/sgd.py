@@ -9,8 +9,8 @@ import numpy as np
 
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
+from gpuattn.ops.arguments import check_flags, number, seed_key
 from gpuattn.ops.flat_update import check, check_numbers, scale_rows, update_impls
-from gpuattn.rng import as_key
 
 
 def sgd(
@@ -34,10 +34,12 @@ def sgd(
     ``velocity``: u, flat (n,) float32; None where ``momentum`` is 0. All else as in
     ``gpuattn.adamw``.
     """
-    check("sgd", params, grads, {"velocity": velocity}, state, model, decay)
+    moments = {} if velocity is None else {"velocity": velocity}
+    check("sgd", params, grads, moments, state, model, decay)
     check_numbers("sgd", weight_decay)
-    if not 0 <= momentum < 1:
-        raise ValueError(problem("sgd", "momentum", momentum, "0 <= momentum < 1"))
+    check_flags("sgd", nesterov=nesterov)
+    number("sgd", "momentum", momentum, "0 <= momentum < 1", lambda m: 0 <= m < 1)
+    seed = seed_key("sgd", seed).seed
     if nesterov and not momentum:
         raise ValueError(problem("sgd", "momentum", momentum, "above 0 with nesterov"))
     if (velocity is None) != (momentum == 0):
@@ -46,7 +48,7 @@ def sgd(
         raise ValueError(problem("sgd", "velocity", f"{got} for momentum {momentum}", accepted))
     inputs = (params, grads, velocity, state.array, model, decay)
     numbers = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    tape.apply(IMPLS, inputs, impl, **numbers, seed=as_key(seed).seed)
+    tape.apply(IMPLS, inputs, impl, **numbers, seed=seed)
 
 
 def _rule(p, g, moments, learning_rate, step, decays, *, momentum, nesterov, weight_decay):

@@ -4,13 +4,10 @@ Dropout: ``dropout.py``. Device code: ``rawkernels/softmax.cu`` and, to read,
 ``gpuattn/numbakernels/softmax.py``.
 """
 
-import math
-
 import numpy as np
 
-from gpuattn import arrays, rng
+from gpuattn import arrays
 from gpuattn.arrays import (
-    as_array,
     check_floats,
     check_together,
     ctype,
@@ -23,7 +20,8 @@ from gpuattn.errors import UnsupportedError, problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import dtype_refusal, gpu, kernel, kernel_refusal, serves
 from gpuattn.numbakernels import device
-from gpuattn.ops.dropout import check_probability, device_numbers, drop, keep_of
+from gpuattn.ops.arguments import check_flags, dropout_key, number, probability, take_arrays
+from gpuattn.ops.dropout import device_numbers, drop, keep_of
 from gpuattn.ops.rows_ahead import rows_ahead
 
 MAX_COLS = 2**31 - 2**20  # columns are counted in 32 bits
@@ -71,23 +69,20 @@ def softmax(
     float32, float16, bfloat16 and float64, ValueError for a scale that is not finite, a probability
     outside 0..1, a mask that does not broadcast and lengths of another shape.
     """
-    inputs = [
-        value if value is None or isinstance(value, Box) else as_array(value, "softmax", name)
-        for name, value in (("x", x), ("mask", mask), ("lengths", lengths))
-    ]
+    inputs = list(take_arrays("softmax", {"x": x}, {"mask": mask, "lengths": lengths}).values())
     _check(*map(raw, inputs))
+    check_flags("softmax", causal=causal, donate=donate)
     if isinstance(mask, Box) and mask.requires_grad:
         raise UnsupportedError("softmax: mask takes no gradient; compute softmax(x + mask) instead")
-    if not math.isfinite(scale):
-        raise ValueError(problem("softmax", "scale", scale, "a finite number"))
+    scale = number("softmax", "scale", scale)
     if causal and raw(inputs[0]).ndim < 2:
         accepted = "(..., T, S) with causal=True"
         raise ValueError(problem("softmax", "x.shape", raw(inputs[0]).shape, accepted))
-    p = check_probability("softmax", dropout_p)
-    key = rng.as_key(seed) if p else None
+    p = probability("softmax", "dropout_p", dropout_p)
+    key = dropout_key("softmax", p, seed)
     if donate and isinstance(x, Box):
         x.version[0] += 1  # whoever saved it for a gradient will notice
-    params = {"scale": float(scale), "causal": bool(causal), "p": p, "key": key}
+    params = {"scale": scale, "causal": bool(causal), "p": p, "key": key}
     return apply(IMPLS, inputs, impl, donate=bool(donate), **params)
 
 

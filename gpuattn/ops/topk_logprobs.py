@@ -8,16 +8,16 @@ Device code: ``rawkernels/topk_logprobs.cu``, ``rawkernels/common/logit_slice.cu
 """
 
 import math
-import operator
 
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import as_array, check_floats, ctype, get_xp, wide
-from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.arrays import check_floats, ctype, get_xp, wide
+from gpuattn.autodiff.tape import apply, raw
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.kernels import kernel, kernel_refusal
+from gpuattn.ops.arguments import integer, take_arrays
 from gpuattn.ops.logit_slices import BLOCK, slices, tickets
 
 MAX_GRID = 65535  # of the second and third axis
@@ -39,25 +39,22 @@ def topk_logprobs(logits, k, *, vocab_size=None, impl=None):
     log-probabilities. A row of nothing but -inf gives -inf. Raises TypeError for dtypes other than
     float32, float16, bfloat16 and float64, ValueError for k or vocab_size out of range.
     """
-    logits = logits if isinstance(logits, Box) else as_array(logits, "topk_logprobs", "logits")
+    (logits,) = take_arrays("topk_logprobs", {"logits": logits}, {}).values()
     x = raw(logits)
     check_floats("topk_logprobs", logits=x)
     if x.ndim == 0:
         raise ValueError(problem("topk_logprobs", "logits.shape", x.shape, "at least one axis"))
     vocab_size = checked_vocab_size("topk_logprobs", vocab_size, x.shape[-1])
-    if not 0 <= k <= vocab_size:
-        raise ValueError(problem("topk_logprobs", "k", k, f"0 to {vocab_size}, the vocabulary"))
-    return apply(IMPLS, (logits,), impl, k=operator.index(k), vocab_size=vocab_size)
+    k = integer("topk_logprobs", "k", k, f"0 to {vocab_size}, the vocabulary", 0, vocab_size)
+    return apply(IMPLS, (logits,), impl, k=k, vocab_size=vocab_size)
 
 
 def checked_vocab_size(function, vocab_size, cols):
     """Return the number of columns that are not padding; None means all of ``cols``."""
     if vocab_size is None:
         return cols
-    if not 1 <= vocab_size <= cols:
-        accepted = f"1 to {cols}, the columns of logits"
-        raise ValueError(problem(function, "vocab_size", vocab_size, accepted))
-    return operator.index(vocab_size)
+    accepted = f"1 to {cols}, the columns of logits"
+    return integer(function, "vocab_size", vocab_size, accepted, 1, cols)
 
 
 def checked_banned(function, banned, vocab_size):

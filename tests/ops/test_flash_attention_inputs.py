@@ -290,7 +290,7 @@ OFFSETS = {
     "start": ([1, 17], "start at 0"),
     "falling": ([0, 9, 8, 17], "never fall"),
     "end": ([0, 16], "17 tokens"),
-    "empty": ([], "int32 of shape"),
+    "empty": ([], r"cu_seqlens_q\.shape"),
 }
 
 
@@ -299,7 +299,7 @@ def test_bad_offsets(xp, offsets, text):
     x, cu = xp.ones((17, 2, 4), np.float32), xp.asarray(offsets, np.int32)
     with debug(), pytest.raises(ValueError, match=text):
         flash_attention(x, x, x, cu_seqlens_q=cu)
-    with pytest.raises(ValueError, match="int32"):
+    with pytest.raises(TypeError, match="int32"):
         flash_attention(x, x, x, cu_seqlens_q=cu.astype(np.int64))
     good = xp.asarray([0, 10, 17], np.int32)
     with debug(), pytest.raises(ValueError, match="at least the longest length, 10"):

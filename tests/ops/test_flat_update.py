@@ -268,7 +268,7 @@ BAD = {
     "decay is": (ValueError, {"decay": np.zeros(2, np.uint8)}),
     "betas": (ValueError, {"betas": (0.9, 1.0)}),
     "eps": (ValueError, {"eps": 0.0}),
-    "weight_decay nan": (ValueError, {"weight_decay": np.nan}),
+    "weight_decay is nan": (ValueError, {"weight_decay": np.nan}),
 }  # fmt: skip
 
 
@@ -293,7 +293,7 @@ def test_refuses_strides_and_sizes_between_blocks(xp):
     ({"momentum": 1.0}, "momentum is 1.0; accepted: 0 <= momentum < 1"),
     ({"nesterov": True}, "momentum is 0.0; accepted: above 0 with nesterov"),
     ({"momentum": 0.5}, "velocity is None for momentum 0.5"),
-    ({"weight_decay": -1.0}, "weight_decay -1.0"),
+    ({"weight_decay": -1.0}, "weight_decay is -1.0; accepted: 0 or more"),
 ])  # fmt: skip
 def test_sgd_refuses(constants, sentence):
     flat = np.zeros(128, np.float32)

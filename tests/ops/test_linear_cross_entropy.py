@@ -150,7 +150,7 @@ def test_errors(xp):
         for value in values:
             with pytest.raises(ValueError, match=name):
                 linear_cross_entropy(x, weight, labels, **{name: value})
-    with pytest.raises(ValueError, match="reduction is 'none'; accepted: mean, sum"):
+    with pytest.raises(ValueError, match="reduction is 'none'; accepted: 'mean' or 'sum'"):
         linear_cross_entropy(x, weight, labels, reduction="none")
     with pytest.raises(IndexError, match="labels is holding 5"):
         to_cpu(linear_cross_entropy(x, weight, labels + 5))
