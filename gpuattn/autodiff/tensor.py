@@ -1,8 +1,10 @@
 """The Tensor users hold: an array that takes part in NumPy's own protocols and is recorded."""
 
+import copy
+
 import numpy as np
 
-from gpuattn.arrays import as_array, is_array, is_floating, on_gpu, to_cpu
+from gpuattn.arrays import as_array, is_floating, on_gpu, to_cpu
 from gpuattn.autodiff import basic, composed, products, shapes, tape
 from gpuattn.autodiff.basic import PLAIN, RULES
 from gpuattn.autodiff.tape import raw
@@ -24,7 +26,7 @@ class Tensor(tape.Box):
     __hash__ = object.__hash__
 
     def __init__(self, data, node=None, index=0, requires_grad=False):
-        if not is_array(data):
+        if type(data) is not np.ndarray and not on_gpu(data):
             numbers = isinstance(data, int | float | list | tuple)
             data = np.asarray(data) if numbers else as_array(data, "Tensor", "data")
         if requires_grad and not is_floating(data.dtype):
@@ -58,6 +60,10 @@ class Tensor(tape.Box):
     def numpy(self):
         """Return the values as a NumPy array, off the tape (copies from a GPU)."""
         return to_cpu(self.data)
+
+    def tolist(self):
+        """Return the values as Python numbers in nested lists (copies from a GPU)."""
+        return self.numpy().tolist()
 
     def __format__(self, spec):
         return format(self.item(), spec) if spec else str(self)
@@ -104,10 +110,47 @@ class Tensor(tape.Box):
         """Return the same array off the tape."""
         return Tensor(self.data)
 
-    # ---- NumPy's protocols ----
+    # ---- copies: the values travel, the record stays ----
+
+    def __copy__(self):
+        """Return another name for the same array and the same record."""
+        other = object.__new__(type(self))
+        for name in tape.Box.__slots__:
+            if name != "__weakref__":
+                setattr(other, name, getattr(self, name))
+        return other
+
+    def __deepcopy__(self, memo):
+        """Return a leaf with copies of the values and of ``grad``; results cannot be copied."""
+        if self.node is not None:
+            raise GradientError(
+                f"copy.deepcopy: a result of {self.node.op} is part of a record; accepted: leaves. "
+                "Try copy.deepcopy(x.detach())."
+            )
+        other = type(self)(self.data.copy(), requires_grad=self.requires_grad)
+        other.grad = copy.deepcopy(self.grad, memo)
+        return other
+
+    def __reduce__(self):
+        """Pickle the values, and of a leaf ``requires_grad``: a result arrives detached."""
+        return _unpickled, (type(self), self.data, self.requires_grad and self.node is None)
+
+    # ---- the array protocols of NumPy and others ----
 
     def __array__(self, *args, **kwargs):
         raise TypeError("a plain array would lose the record of a Tensor; use x.numpy(), or x.data")
+
+    def __dlpack__(self, **options):
+        """Hand the array to another library, without a copy. BufferError if a gradient is due."""
+        if self.requires_grad:
+            raise BufferError(
+                "Tensor: another library would lose the record of a Tensor that requires a "
+                "gradient; export x.detach()"
+            )
+        return self.data.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.data.__dlpack_device__()
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **kwargs):
         name = f"np.{ufunc.__name__}"
@@ -209,6 +252,11 @@ class Tensor(tape.Box):
 
     def __ge__(self, other):
         return self.data >= raw(other)
+
+
+def _unpickled(kind, data, requires_grad):
+    writeable = on_gpu(data) or data.flags.writeable  # the tape may have held it when it was sent
+    return kind(data if writeable else data.copy(), requires_grad=requires_grad)
 
 
 def _dispatch(function, name, args, kwargs):

@@ -1,5 +1,9 @@
 """A Tensor in NumPy's own protocols, and what it refuses."""
 
+import copy
+import gc
+import pickle
+
 import numpy as np
 import pytest
 
@@ -187,3 +191,94 @@ def test_repr_says_where_and_what():
 def test_numpy_and_cupy_do_not_mix(gpu):
     with pytest.raises(TypeError):
         Tensor(np.ones(2), requires_grad=True) + gpu.ones(2)
+
+
+@pytest.fixture
+def unraisable(monkeypatch):
+    """Errors that Python can only print, such as those of ``__del__``."""
+    found = []
+    monkeypatch.setattr("sys.unraisablehook", found.append)
+    return found
+
+
+def test_deep_copies_of_leaves(xp):
+    x = Tensor(xp.asarray([1.0, 2.0]), requires_grad=True)
+    (x * x).sum().backward()
+    one, two = copy.deepcopy([x, x])
+    assert one is two, "shared ones stay shared"
+    assert one.requires_grad and one.tolist() == [1.0, 2.0]
+    assert to_cpu(one.grad).tolist() == [2.0, 4.0]
+    one[0] = 5.0
+    one.grad[...] = 0
+    assert x.tolist() == [1.0, 2.0] and to_cpu(x.grad).tolist() == [2.0, 4.0]
+
+
+def test_deep_copies_of_results_are_refused_in_words(unraisable):
+    x = Tensor(np.ones(2), requires_grad=True)
+    y = np.exp(x)
+    with pytest.raises(GradientError, match=r"a result of np\.exp .*leaves.*x\.detach\(\)"):
+        copy.deepcopy(y)
+    assert copy.deepcopy(y.detach()).tolist() == y.tolist()
+    y.sum().backward()
+    assert x.grad.tolist() == y.tolist()
+    gc.collect()
+    assert not unraisable
+
+
+def test_a_leaf_that_was_saved_is_copied_with_its_own_memory():
+    x = Tensor(np.ones(2), requires_grad=True)
+    y = x * x
+    other = copy.deepcopy(x)
+    other.data[0] = 3.0
+    y.sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_shallow_copy_is_another_name():
+    x = Tensor(np.ones(2), requires_grad=True)
+    y = copy.copy(np.exp(x))
+    y.sum().backward()
+    assert x.grad.tolist() == y.tolist()
+    assert copy.copy(x).data is x.data
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles(xp, protocol, unraisable):
+    x = Tensor(xp.asarray([1.0, 2.0]), requires_grad=True)
+    y = np.exp(x) * x
+    leaf, plain, result = pickle.loads(pickle.dumps((x, y.detach(), y), protocol))
+    assert [t.requires_grad for t in (leaf, plain, result)] == [True, False, False]
+    assert leaf.tolist() == x.tolist() and result.tolist() == plain.tolist() == y.tolist()
+    assert gpuattn.get_xp(leaf.data) is xp
+    for t in (leaf, plain, result):
+        t[0] = 7.0  # also of arrays that the tape holds read-only
+    y.sum().backward()
+    gc.collect()
+    assert not unraisable
+
+
+def test_lists(xp):
+    assert Tensor(xp.asarray([[1, 2], [3, 4]])).tolist() == [[1, 2], [3, 4]]
+    assert Tensor(xp.asarray(2.5)).tolist() == 2.5
+
+
+def test_another_library_takes_a_tensor_by_dlpack(xp):
+    x = Tensor(xp.asarray([1.0, 2.0]))
+    taken = xp.from_dlpack(x)
+    assert gpuattn.arrays.same_memory(taken, x.data)
+    assert x.__dlpack_device__() == x.data.__dlpack_device__()
+    assert Tensor(x).tolist() == x.tolist(), "a Tensor of a Tensor is one of its array"
+
+
+def test_dlpack_never_drops_the_record(xp):
+    x = Tensor(xp.ones(2), requires_grad=True)
+    for wants in (x, np.exp(x)):
+        with pytest.raises(BufferError, match=r"export x\.detach\(\)"):
+            xp.from_dlpack(wants)
+    with pytest.raises(TypeError, match=r"Tensor that requires a gradient.*\.detach\(\)"):
+        Tensor(x)
+
+
+def test_masked_arrays_do_not_become_tensors():
+    with pytest.raises(TypeError, match="Tensor: data is a MaskedArray"):
+        Tensor(np.ma.masked_array([1.0, 2.0], [True, False]))
