@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from gpuattn.arrays import get_xp
-from gpuattn.autodiff.basic import array_op, compute, rule, spread
+from gpuattn.arrays import get_xp, on_gpu
+from gpuattn.autodiff.basic import array_op, compute, evaluate, rule, spread
 from gpuattn.autodiff.products import tensordot
 from gpuattn.autodiff.shapes import concatenate, index, moveaxis, scatter
-from gpuattn.autodiff.tape import apply, raw
-from gpuattn.errors import UnsupportedError
+from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.errors import UnsupportedError, problem
 
 # ---- products ------------------------------------------------------------------------------------
 
@@ -57,6 +57,110 @@ def prod(x, axis=None, *, keepdims=False):
         pairs = x[:half] * x[half : 2 * half]
         x = concatenate([pairs, x[2 * half :]]) if len(x) % 2 else pairs
     return moveaxis(x, 0, axis) if keepdims else x[0]
+
+
+def _forward_cumprod(x, *, needs, axis):
+    out = compute(np.cumprod, x, axis=axis)
+    return out, (x, out)
+
+
+def _backward_cumprod(saved, grad, *, needs, into, axis):
+    return (evaluate(_cumprod_gradient, grad, *saved, axis=axis),)
+
+
+def _cumprod_gradient(grad, x, out, axis):
+    """Return what comes before x[i] times sums[i]: no quotient, so it is right at zeros.
+
+    sums[i] = grad[i] + x[i + 1] sums[i + 1], by doubling: ``products[i]`` has ``step`` factors.
+    """
+    x, out, sums = (np.moveaxis(part, axis, 0) for part in (x, out, grad))
+    products, ones = _later(x, 1, np.ones_like), np.ones_like(x[:1])
+    step = 1
+    while step < len(x):
+        sums = sums + products * _later(sums, step, np.zeros_like)
+        products = products * _later(products, step, np.zeros_like)
+        step *= 2
+    return np.moveaxis(np.concatenate([ones, out[:-1]]) * sums, 0, axis)
+
+
+def _later(x, step, like):
+    """Return ``x[i + step]`` at i; what ``like`` makes behind the end."""
+    return np.concatenate([x[step:], like(x[:step])])
+
+
+CUMPROD = array_op("np.cumprod", _forward_cumprod, _backward_cumprod)
+
+
+@rule(np.cumprod)
+def cumprod(x, axis=None):
+    if axis is None:
+        x, axis = np.ravel(x), 0
+    return apply(CUMPROD, (x,), axis=axis)
+
+
+# ---- averages ------------------------------------------------------------------------------------
+
+
+@rule(np.average)
+def average(a, axis=None, weights=None, *, keepdims=False):
+    """As ``np.average``: sum(weights * a) / sum(weights). ZeroDivisionError on NumPy for sum 0."""
+    if weights is None:
+        return np.mean(a, axis=axis, keepdims=keepdims)
+    if not isinstance(weights, Box):
+        weights = get_xp(raw(a)).asarray(weights)
+    if np.shape(weights) != np.shape(a):
+        weights = _along(weights, np.shape(a), axis)
+    total = np.sum(np.broadcast_to(weights, np.shape(a)), axis=axis, keepdims=keepdims)
+    if not on_gpu(raw(total)) and not np.all(total):
+        raise ZeroDivisionError("np.average: the weights of a result sum to 0")
+    return np.sum(np.multiply(a, weights), axis=axis, keepdims=keepdims) / total
+
+
+def _along(weights, shape, axis):
+    """Return weights of the axes ``axis`` as an array that broadcasts to ``shape``."""
+    axes = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    axes = [a % len(shape) for a in axes]
+    if not axes or np.shape(weights) != tuple(shape[a] for a in axes):
+        accepted = f"{shape}, as a, or the sizes of the axes averaged over"
+        raise ValueError(problem("np.average", "weights.shape", np.shape(weights), accepted))
+    weights = np.transpose(weights, np.argsort(axes).tolist())
+    return np.reshape(weights, [n if a in axes else 1 for a, n in enumerate(shape)])
+
+
+def _forward_median(x, *, needs):
+    ordered = compute(np.sort, x, axis=-1)
+    last, size = ordered[..., -1:], x.shape[-1]
+    middle = ordered[..., [(size - 1) // 2, size // 2]]
+    middle = np.where(np.isnan(last), last, middle)  # NaN is sorted to the end
+    return compute(np.mean, middle, axis=-1), (x, middle)
+
+
+def _backward_median(saved, grad, *, needs, into):
+    x, middle = map(raw, saved)
+    share = 0
+    for i in range(2):
+        tied = x == middle[..., i : i + 1]
+        share = share + tied / tied.sum(-1, keepdims=True) / 2
+    return (spread(grad, x.shape, -1, False) * share.astype(x.dtype),)
+
+
+MEDIAN = array_op("np.median", _forward_median, _backward_median)
+
+
+@rule(np.median)
+def median(a, axis=None, *, keepdims=False):
+    """As ``np.median``. Elements that are equal to a middle one share its gradient evenly."""
+    shape = np.shape(a)
+    if 0 in shape:
+        raise UnsupportedError(f"np.median: shape {shape} has no elements: nothing is recorded")
+    axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    axes = [axis % len(shape) for axis in axes]
+    others = [i for i in range(len(shape)) if i not in axes]
+    rows = np.reshape(np.transpose(a, [*others, *axes]), [*(shape[i] for i in others), -1])
+    out = apply(MEDIAN, (rows,))
+    return (
+        np.reshape(out, [1 if i in axes else n for i, n in enumerate(shape)]) if keepdims else out
+    )
 
 
 # ---- the norm: zero, not NaN, is its gradient at zero --------------------------------------------

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 
 from gpuattn.arrays import as_array, is_floating, on_gpu, to_cpu
-from gpuattn.autodiff import basic, composed, products, shapes, tape
+from gpuattn.autodiff import basic, composed, linalg, products, shapes, tape  # noqa: F401  linalg adds to RULES
 from gpuattn.autodiff.basic import PLAIN, RULES
 from gpuattn.autodiff.tape import raw
 from gpuattn.errors import GradientError, UnsupportedError
@@ -204,8 +204,8 @@ class Tensor(tape.Box):
         basic.sum, basic.mean, basic.max, basic.min, basic.var, basic.std,
     )  # fmt: skip
     cumsum, clip, ravel, squeeze = basic.cumsum, basic.clip, shapes.ravel, shapes.squeeze
-    flatten, dot, prod, repeat, take = (
-        shapes.ravel, products.dot, composed.prod, composed.repeat, shapes.take,
+    flatten, dot, prod, cumprod, repeat, take = (
+        shapes.ravel, products.dot, composed.prod, composed.cumprod, composed.repeat, shapes.take,
     )  # fmt: skip
     __neg__, __pos__, __abs__ = basic.negative, basic.positive, basic.absolute
     __add__ = __radd__ = basic.add

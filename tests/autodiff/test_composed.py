@@ -10,6 +10,12 @@ MATRIX, VECTOR, STACK = (4, 3), (5,), (2, 3, 3)
 ONE = {
     "prod": (np.prod, MATRIX), "prod axis": (lambda x: np.prod(x, axis=1), MATRIX),
     "prod keepdims": (lambda x: np.prod(x, axis=0, keepdims=True), MATRIX),
+    "cumprod": (np.cumprod, MATRIX), "cumprod axis": (lambda x: np.cumprod(x, axis=1), STACK),
+    "cumprod long": (lambda x: x.cumprod(-1), (2, 9)),
+    "average": (np.average, MATRIX),
+    "average rows": (lambda x: np.average(x, axis=1, weights=[1.0, 2.0, 4.0]), MATRIX),
+    "median": (np.median, MATRIX), "median axis": (lambda x: np.median(x, axis=1), MATRIX),
+    "median keepdims": (lambda x: np.median(x, axis=(2, 0), keepdims=True), STACK),
     "norm": (np.linalg.norm, MATRIX), "norm vector": (np.linalg.norm, VECTOR),
     "norm rows": (lambda x: np.linalg.norm(x, axis=-1, keepdims=True), MATRIX),
     "norm 1": (lambda x: np.linalg.norm(x, 1, axis=0), MATRIX),
@@ -50,6 +56,10 @@ TWO = {
     "tensordot": (np.tensordot, (2, 4, 3), (4, 3, 5)),
     "tensordot axes": (lambda a, b: np.tensordot(a, b, axes=([0, -1], [1, 0])), (2, 4, 3), (3, 2)),
     "tensordot 0": (lambda a, b: np.tensordot(a, b, 0), (2,), (3,)),
+    "average": (lambda a, w: np.average(a, weights=w**2 + 1), (4, 3), (4, 3)),
+    "average axes": (
+        lambda a, w: np.average(a, axis=(2, 0), weights=w**2 + 1, keepdims=True), (4, 3, 2), (2, 4)
+    ),
 }  # fmt: skip
 if hasattr(np, "matvec"):
     TWO |= {"matvec": (np.matvec, (2, 4, 3), (3,)), "vecmat": (np.vecmat, (4,), (2, 4, 3))}
@@ -80,6 +90,65 @@ def test_a_product_with_zeros(xp):
     assert np.prod(x[:0]).item() == 1.0
 
 
+@pytest.mark.parametrize("zeros", [[1], [0], [3], [1, 2], [0, 1, 2, 3]], ids=str)
+def test_cumulative_products_with_zeros(xp, zeros):
+    """Against the sum over all products, each without the factor it is differentiated by."""
+    x, grad = np.array([2.0, -3.0, 5.0, 7.0]), np.array([1.0, 10.0, 100.0, 1000.0])
+    x[zeros] = 0
+    leaf = Tensor(xp.asarray(x), requires_grad=True)
+    np.cumprod(leaf).backward(xp.asarray(grad))
+    want = [sum(grad[j] * np.prod(np.delete(x[: j + 1], i)) for j in range(i, 4)) for i in range(4)]
+    np.testing.assert_allclose(to_cpu(leaf.grad), want)
+
+
+def test_cumulative_products_of_little(xp):
+    for shape in ((0,), (1,), (0, 2)):
+        x = Tensor(xp.ones(shape), requires_grad=True)
+        np.cumprod(x, axis=0).sum().backward()
+        assert to_cpu(x.grad).tolist() == np.ones(shape).tolist()
+
+
+def test_ties_of_the_median_share_the_gradient(xp):
+    x = xp.asarray([[3.0, 1.0, 3.0, 9.0], [2.0, 2.0, 2.0, 8.0], [4.0, 6.0, 4.0, 6.0]])
+    x = Tensor(x, requires_grad=True)
+    np.median(x, axis=1).sum().backward()
+    want = [[0.5, 0, 0.5, 0], [1 / 3, 1 / 3, 1 / 3, 0], [0.25, 0.25, 0.25, 0.25]]
+    np.testing.assert_allclose(to_cpu(x.grad), want)
+
+
+def test_the_median_of_what_is_unknown_is_unknown(xp):
+    x = Tensor(xp.asarray([[1.0, np.nan, 3.0], [1.0, np.inf, 3.0]]), requires_grad=True)
+    out = np.median(x, axis=1)
+    np.testing.assert_array_equal(to_cpu(out.data), [np.nan, 3.0])
+    with np.errstate(invalid="ignore"):
+        out.sum().backward()
+    np.testing.assert_array_equal(to_cpu(x.grad), [[np.nan] * 3, [0.0, 0.0, 1.0]])
+
+
+def test_16_bit_products_and_medians_are_rounded_once(xp):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 8)).astype(np.float16)
+    for fun in (lambda x: np.cumprod(x, axis=1), lambda x: np.median(x, axis=1)):
+        exact, found = (Tensor(xp.asarray(x.astype(dtype)), requires_grad=True) for dtype in "df")
+        half = Tensor(xp.asarray(x), requires_grad=True)
+        outs = [fun(t) for t in (exact, found, half)]
+        for out in outs:
+            out.sum().backward()
+        assert outs[2].dtype == half.grad.dtype == np.float16
+        np.testing.assert_allclose(outs[2].numpy(), outs[0].numpy(), rtol=1e-3)
+        np.testing.assert_allclose(to_cpu(half.grad), to_cpu(exact.grad), rtol=2e-3, atol=1e-4)
+
+
+def test_averages_by_nothing_are_refused():
+    x = Tensor(np.ones((2, 3)), requires_grad=True)
+    with pytest.raises(ZeroDivisionError, match=r"np\.average"):
+        np.average(x, weights=np.zeros((2, 3)))
+    with pytest.raises(ValueError, match=r"np\.average: weights\.shape is \(2,\)"):
+        np.average(x, axis=1, weights=np.ones(2))
+    with pytest.raises(ValueError, match=r"weights\.shape is \(3,\); accepted: \(2, 3\)"):
+        np.average(x, weights=np.ones(3))
+
+
 def test_the_norm_of_zero_has_a_gradient_of_zero(xp):
     x = Tensor(xp.zeros(3), requires_grad=True)
     np.linalg.norm(x).backward()
@@ -89,6 +158,8 @@ def test_the_norm_of_zero_has_a_gradient_of_zero(xp):
 @pytest.mark.parametrize("fun", [
     lambda x: np.linalg.norm(x, 2), lambda x: np.linalg.norm(x, "nuc"),
     lambda x: np.pad(x, 1, "edge"), lambda x: np.prod(x, axis=(0, 1)),
+    lambda x: np.average(x, returned=True), lambda x: np.median(x, overwrite_input=True),
+    lambda x: np.median(x[:0]), lambda x: np.linalg.cholesky(x, upper=True),
 ])  # fmt: skip
 def test_what_is_not_recorded_is_said(fun):
     with pytest.raises(UnsupportedError, match="recorded"):
