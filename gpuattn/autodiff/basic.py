@@ -24,7 +24,7 @@ PLAIN = {
     np.array_equal, np.isclose, np.result_type, np.may_share_memory, np.shares_memory,
     np.floor_divide, np.trunc, np.round, np.signbit, np.nonzero, np.flatnonzero, np.count_nonzero,
     np.argpartition, np.searchsorted, np.unique,
-}  # fmt: skip  # piecewise constant: evaluate on the arrays, nothing to record
+}  # fmt: skip  # piecewise constant: computed on the arrays, nothing to record
 
 
 def rule(*functions):
@@ -48,7 +48,7 @@ def array_op(name, forward, backward):
 def compute(function, *arrays, widen_gpu=False, **params):
     """Return ``function(*arrays)`` in the arrays' own dtype: Python numbers never promote.
 
-    16-bit NumPy arrays are evaluate in float32 and cast once; ``widen_gpu``: 16-bit CuPy arrays
+    16-bit NumPy arrays are computed in float32 and cast once; ``widen_gpu``: 16-bit CuPy arrays
     too (their batched products do not exist).
     """
     narrow = {a.dtype for a in arrays if is_array(a) and a.dtype in NARROW}

@@ -6,7 +6,7 @@ from gpuattn.arrays import get_xp, on_gpu
 from gpuattn.autodiff.basic import array_op, compute, evaluate, rule, spread
 from gpuattn.autodiff.products import tensordot
 from gpuattn.autodiff.shapes import concatenate, index, moveaxis, scatter
-from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.autodiff.tape import apply, raw
 from gpuattn.errors import UnsupportedError, problem
 
 # ---- products ------------------------------------------------------------------------------------
@@ -60,12 +60,12 @@ def prod(x, axis=None, *, keepdims=False):
 
 
 def _forward_cumprod(x, *, needs, axis):
-    out = compute(np.cumprod, x, axis=axis)
+    out = compute(np.cumprod, x, axis=axis, widen_gpu=True)
     return out, (x, out)
 
 
 def _backward_cumprod(saved, grad, *, needs, into, axis):
-    return (evaluate(_cumprod_gradient, grad, *saved, axis=axis),)
+    return (evaluate(_cumprod_gradient, grad, *saved, axis=axis, widen_gpu=True),)
 
 
 def _cumprod_gradient(grad, x, out, axis):
@@ -106,7 +106,7 @@ def average(a, axis=None, weights=None, *, keepdims=False):
     """As ``np.average``: sum(weights * a) / sum(weights). ZeroDivisionError on NumPy for sum 0."""
     if weights is None:
         return np.mean(a, axis=axis, keepdims=keepdims)
-    if not isinstance(weights, Box):
+    if isinstance(weights, list | tuple):
         weights = get_xp(raw(a)).asarray(weights)
     if np.shape(weights) != np.shape(a):
         weights = _along(weights, np.shape(a), axis)
@@ -130,17 +130,17 @@ def _along(weights, shape, axis):
 def _forward_median(x, *, needs):
     ordered = compute(np.sort, x, axis=-1)
     last, size = ordered[..., -1:], x.shape[-1]
-    middle = ordered[..., [(size - 1) // 2, size // 2]]
+    middle = ordered[..., (size - 1) // 2 : size // 2 + 1]  # one, or two of an even number
     middle = np.where(np.isnan(last), last, middle)  # NaN is sorted to the end
     return compute(np.mean, middle, axis=-1), (x, middle)
 
 
 def _backward_median(saved, grad, *, needs, into):
     x, middle = map(raw, saved)
-    share = 0
-    for i in range(2):
+    share, count = 0, middle.shape[-1]
+    for i in range(count):
         tied = x == middle[..., i : i + 1]
-        share = share + tied / tied.sum(-1, keepdims=True) / 2
+        share = share + tied / (count * tied.sum(-1, keepdims=True))
     return (spread(grad, x.shape, -1, False) * share.astype(x.dtype),)
 
 

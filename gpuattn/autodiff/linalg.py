@@ -1,7 +1,7 @@
 """Linear algebra of matrices and stacks of them on the tape: inv, solve, det and cholesky.
 
 Derivatives as in Giles, "Collected matrix derivative results for forward and reverse mode
-algorithmic differentiation" (2008). 16-bit matrices are evaluate in float32 and cast once.
+algorithmic differentiation" (2008). 16-bit matrices are computed in float32 and cast once.
 """
 
 from functools import partial
