@@ -1,7 +1,7 @@
 """Attention, fused ops and autodiff for NumPy and CuPy arrays. This list is the public API.
 
 Layers are in ``gpuattn.nn``, models in ``gpuattn.models``, optimizers in ``gpuattn.optim``;
-how to decode, in the modules of ``gpuattn.decode``.
+how to decode, in the modules of ``gpuattn.decode``. ``load_run`` opens a trained model.
 """
 
 import importlib
@@ -74,6 +74,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_dropout_add_norm",
     "lion",
+    "load_run",
     "manual_seed",
     "no_grad",
     "relu",
@@ -94,6 +95,16 @@ __all__ = [
 
 
 def __getattr__(name):
+    """Import on first use what most programs do not need."""
     if name in MODULES:
         return importlib.import_module(f"gpuattn.{name}")
+    if name == "load_run":
+        return importlib.import_module("gpuattn.train.run").load_run
+    if name == "__version__":
+        return importlib.import_module("gpuattn.version").version()
     raise AttributeError(f"module 'gpuattn' has no attribute {name!r}")
+
+
+def __dir__():
+    """Return what is public: no module that holds parts of it."""
+    return sorted([*__all__, *MODULES, "__version__"])

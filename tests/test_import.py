@@ -1,7 +1,15 @@
 """Importing is cheap and touches no GPU."""
 
+import configparser
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+import gpuattn
+
+ROOT = Path(__file__).parents[1]
 
 HEAVY = ["cupy", "numba", "click", "rich", "sentencepiece", "sacrebleu", "safetensors",
          "matplotlib", "torch", "mpi4py"]  # fmt: skip
@@ -31,9 +39,39 @@ def test_threads_of_blas_sleep_soon_unless_the_user_says_otherwise(monkeypatch):
 
 
 def test_every_public_name_is_there():
-    import gpuattn
-
     assert sorted(gpuattn.__all__) == gpuattn.__all__
     assert [n for n in gpuattn.__all__ if not hasattr(gpuattn, n)] == []
     undocumented = [n for n in gpuattn.__all__ if not (getattr(gpuattn, n).__doc__ or "").strip()]
     assert undocumented == []
+
+
+def test_the_version_is_that_of_setup_cfg():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    assert gpuattn.__version__ == config["metadata"]["version"]
+
+
+@pytest.mark.parametrize("beside", [None, "[metadata]\nname = other\nversion = 3\n", "junk"])
+def test_without_a_source_tree_the_version_is_that_of_the_package(monkeypatch, tmp_path, beside):
+    installed = tmp_path / "gpuattn-9.8.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: gpuattn\nVersion: 9.8\n")
+    if beside:
+        (tmp_path / "setup.cfg").write_text(beside)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr("gpuattn.version.TREE", tmp_path)
+    assert gpuattn.__version__ == "9.8"
+
+
+def test_dir_shows_what_is_public():
+    shown = dir(gpuattn)
+    assert set(shown) == {*gpuattn.__all__, "models", "nn", "optim", "__version__"}
+    assert [name for name in shown if not hasattr(gpuattn, name)] == []
+
+
+def test_what_is_seldom_needed_is_imported_when_asked_for():
+    code = "import gpuattn, sys; before = 'gpuattn.train' in sys.modules; gpuattn.load_run; " \
+           "print(before, 'gpuattn.train.run' in sys.modules)"  # fmt: skip
+    assert python(code) == "False True"
+    with pytest.raises(AttributeError, match="no attribute 'loadrun'"):
+        _ = gpuattn.loadrun

@@ -1,6 +1,8 @@
 """Modules: attributes that are parameters, modules, or collections of them, found by looking."""
 
 import contextlib
+import inspect
+import itertools
 
 import numpy as np
 
@@ -91,20 +93,55 @@ class Module:
             xp = get_xp(parameter.data)
             tape.edit(parameter, ..., xp.asarray(arrays[path]))
 
+    def __repr__(self):
+        """Return a line for every module inside: settings, how many parameters, their shapes."""
+        return "\n".join(self._lines())
+
+    def _lines(self):
+        held, lines = list(self._held()), []
+        own = [
+            f"{n} {tuple(v.shape)}" for n, v in held if isinstance(v, Tensor) and v.requires_grad
+        ]
+        count = sum(parameter.size for parameter in self.parameters())
+        counted = f", {count:,} parameters" if count else ""
+        lines = [f"{self._title()}{counted}" + (f": {', '.join(own)}" if own else "")]
+        inside = [(n, v._lines()) for n, v in held if isinstance(v, Module)]
+        for (_, (head, *rest)), same in itertools.groupby(inside, _alike):
+            names = [name for name, _ in same]
+            several = f" to {names[-1]}, {len(names)} alike" if len(names) > 1 else ""
+            lines += [f"  {names[0]}{several}: {head}", *(f"  {line}" for line in rest)]
+        return lines
+
+    def _title(self):
+        """Return the class with those arguments that it keeps as numbers or words."""
+        kept = vars(self)
+        names = [n for n in inspect.signature(type(self)).parameters if n in kept]
+        settings = [f"{n}={kept[n]!r}" for n in names if isinstance(kept[n], int | float | str)]
+        return type(self).__name__ + (f"({', '.join(settings)})" if settings else "")
+
+    def _held(self):
+        """Yield (path, value) of every attribute, and of what is in lists, tuples and dicts."""
+        for name, value in vars(self).items():
+            if isinstance(value, list | tuple):
+                yield from ((f"{name}.{i}", child) for i, child in enumerate(value))
+            elif isinstance(value, dict):
+                yield from ((f"{name}.{i}", child) for i, child in value.items())
+            else:
+                yield name, value
+
     def _find(self, prefix, kind):
         """Yield (path, value) of every ``kind`` behind this module, depth first."""
-        for name, value in vars(self).items():
-            children = [(None, value)]
-            if isinstance(value, list | tuple):
-                children = enumerate(value)
-            elif isinstance(value, dict):
-                children = value.items()
-            for i, child in children:
-                path = f"{prefix}{name}" if i is None else f"{prefix}{name}.{i}"
-                if isinstance(child, kind):
-                    yield path, child
-                if isinstance(child, Module):
-                    yield from child._find(f"{path}.", kind)
+        for name, value in self._held():
+            if isinstance(value, kind):
+                yield f"{prefix}{name}", value
+            if isinstance(value, Module):
+                yield from value._find(f"{prefix}{name}.", kind)
+
+
+def _alike(named_lines):
+    """Return what is equal for modules that follow each other in a list and look the same."""
+    name, lines = named_lines
+    return name.rpartition(".")[0] or name, lines
 
 
 def generator(rng=None):

@@ -62,6 +62,10 @@ class OptimizerState:
         """Return every field as a Python number, with one copy to the host."""
         return read_state(to_cpu(self.array))
 
+    def __repr__(self):
+        fields = [f"{name}={value:.6g}" for name, value in self.read().items()]
+        return f"OptimizerState({', '.join(fields[:-1])})"  # the last is the kernel's own
+
     def __getattr__(self, name):
         if name not in FIELDS:
             raise AttributeError(name)

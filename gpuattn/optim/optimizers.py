@@ -45,6 +45,13 @@ class Optimizer:
         gradient_statistics(self.workspace.grads, state, **self.statistics)
         self._update()
 
+    def __repr__(self):
+        """Return the settings, the size of the buffers with their padding, and the state."""
+        settings = ", ".join(f"{n}={v!r}" for n, v in (self.statistics | self.constants).items())
+        masters = self.workspace.masters
+        size = f"{masters.size:,} elements of {masters.dtype}"
+        return f"{type(self).__name__}({settings})\n  {size}\n  {self.state!r}"
+
     def _buffers(self):
         """Return the first arguments of an update: parameters, gradients, moments, state."""
         w = self.workspace

@@ -9,6 +9,7 @@ import numpy as np
 from gpuattn.arrays import import_cupy
 from gpuattn.data.batching import TokenOrder
 from gpuattn.errors import ConfigError, DeviceMissingError, problem
+from gpuattn.version import version
 
 DEVICES = ("auto", "cuda", "numpy")
 LIBRARIES = (
@@ -91,23 +92,23 @@ def memory_in_use(xp):
 
 def versions():
     """Return ``{distribution: version}`` of what is installed."""
-    found = {"gpuattn": version_of("gpuattn"), "python": platform.python_version()}
+    found = {"gpuattn": version(), "python": platform.python_version()}
     found.update({name: version_of(name) for name in LIBRARIES})
     return {name: version for name, version in found.items() if version}
 
 
 def installed_version():
-    """Return the version of the installed package."""
-    return version_of("gpuattn") or "from source"
+    """Return the version of this package."""
+    return version()
 
 
 def version_of(name):
     """Return the version of an installed distribution, or None."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib import metadata
 
     try:
-        return version(name)
-    except PackageNotFoundError:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
         return None
 
 

@@ -39,7 +39,8 @@ class Translator:
         ``beam``: 1 is greedy. ``length_penalty``: exponent of the length that scores are divided
         by. ``kv_cache=False`` computes everything anew at each token. ``stop``: called between
         batches; once it is true, the lines that are left stay empty.
-        Raises DataError for a line longer than the model takes.
+        Raises DataError for a line longer than the model takes, TypeError for a str instead of
+        a list.
         """
         options = {"beam": beam, "length_penalty": length_penalty, "kv_cache": kv_cache}
         return [found[0].text for found in self.nbest(lines, 1, stop=stop, **options)]
@@ -49,6 +50,8 @@ class Translator:
 
         The beam is at least ``n``. Other arguments and errors as ``translate``.
         """
+        if isinstance(lines, str):
+            raise TypeError(problem("translate", "lines", "a str", "a list of str, a line each"))
         beam = max(n, self.config.beam if beam is None else beam)
         penalty = self.config.length_penalty if length_penalty is None else length_penalty
         if n < 1 or beam < 1:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import gpuattn
+from gpuattn.errors import CheckpointError
 from gpuattn.train import checkpoint
 from gpuattn.train.run import load_run
 
@@ -153,3 +155,17 @@ def test_a_terminal_gets_a_prompt(trained):
     assert running.returncode == 0
     assert [answer] == load_run(trained, device="numpy").translate(["red cat"])
     assert b"Ctrl-D" in talk and b"> " in talk
+
+
+def test_a_run_is_loaded_in_python_too(trained, call):
+    lines = ["red cat", "", "old green house"]
+    translator = gpuattn.load_run(trained)
+    found = translator.translate(lines)
+    said = call("translate", trained, input="\n".join(lines) + "\n").stdout
+    assert found == said.split("\n")[:3]
+    assert found[1] == "" and found[0]
+    assert gpuattn.load_run(str(trained), which="last").translate([]) == []
+    with pytest.raises(TypeError, match="translate: lines is a str; accepted: a list of str"):
+        translator.translate("red cat")
+    with pytest.raises(CheckpointError, match="is no run"):
+        gpuattn.load_run(trained.parent)

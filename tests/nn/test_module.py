@@ -1,5 +1,8 @@
 """Modules: which parameters they have, by which names, and how states come and go."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -123,3 +126,42 @@ def test_fresh_layers_repeat_after_manual_seed():
         weights.append(nn.Linear(4, 5).weight.data)
     np.testing.assert_array_equal(*weights)
     assert (nn.Linear(4, 5).weight.data != weights[0]).any()
+
+
+def test_reprs_are_trees_of_modules_with_sizes():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, norm="pre", dropout=0.1)
+    assert (
+        repr(layer)
+        == """\
+TransformerEncoderLayer, 2,224 parameters
+  attention: MultiHeadAttention(heads=2, kv_heads=2, rotary=False, causal=False), 1,088 parameters
+    qkv: Linear, 816 parameters: weight (48, 16), bias (48,)
+    out: Linear, 272 parameters: weight (16, 16), bias (16,)
+    dropout: Dropout(p=0.1)
+  feed_forward: FeedForward, 1,072 parameters
+    inner: Linear(activation='relu'), 544 parameters: weight (32, 16), bias (32,)
+    out: Linear, 528 parameters: weight (16, 32), bias (16,)
+  norms.0 to norms.1, 2 alike: LayerNorm(eps=1e-05), 32 parameters: weight (16,), bias (16,)
+  dropouts.0 to dropouts.1, 2 alike: Dropout(p=0.1)"""
+    )
+
+
+def test_reprs_count_shared_parameters_once():
+    first, *rest = repr(Outer()).splitlines()
+    assert first == "Outer, 17 parameters: first (4,), last (1,)"
+    assert rest == [
+        "  stack.0 to stack.1, 2 alike: Inner, 6 parameters: weight (2, 3)",
+        "    dropout: Dropout(p=0.5)",
+        "  tied: Inner, 6 parameters: weight (2, 3)",
+        "    dropout: Dropout(p=0.5)",
+    ]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_modules_are_copied_with_what_they_share(again):
+    outer = Outer()
+    other = again(outer)
+    assert repr(other) == repr(outer)
+    assert other.tied.weight is other.stack[0].weight is not outer.tied.weight
+    other.first[...] = 1.0
+    assert outer.first.tolist() == [0.0] * 4

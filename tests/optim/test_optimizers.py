@@ -115,3 +115,13 @@ def test_goes_on_bit_for_bit_from_its_state(xp, name):
 def test_a_bad_constant_is_refused_at_the_first_update():
     with pytest.raises(ValueError, match="adamw: betas is"):
         AdamW(workspace(np), betas=(0.9, 1.5)).step(0.1)
+
+
+def test_reprs_name_settings_and_state(xp):
+    optimizer = AdamW(workspace(xp), betas=(0.5, 0.25), max_norm=8.0)
+    optimizer.step(0.125)
+    first, size, state = repr(optimizer).splitlines()
+    assert first.startswith("AdamW(max_norm=8.0, growth_interval=0, seed=0, betas=(0.5, 0.25), ")
+    assert size == "  256 elements of float32"
+    assert state.startswith("  OptimizerState(learning_rate=0.125, step=1, divisor=1, ")
+    assert state.endswith(" clamped=0)")
