@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+
+from gpuattn.cli.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
@@ -38,15 +41,28 @@ def test_add_an_op():
     assert "5 passed" in run.stdout, run.stdout + run.stderr
 
 
-def test_the_code_of_the_readme(capsys):
+@pytest.fixture
+def toy_run(tmp_path, monkeypatch):
+    """The folder that the README's commands leave, but for how long it was trained."""
+    monkeypatch.chdir(tmp_path)
+    small = "--dim 16 --heads 2 --layers 1 --ffn 16 --batch 400 --beam 2 --score-pairs 5 --for 1u"
+    result = CliRunner().invoke(main, ["train", "--device", "numpy", *small.split()])
+    assert result.exit_code == 0, result.output
+
+
+def test_the_code_of_the_readme(capsys, toy_run):
+    """Every block runs, in order; what it prints is the block behind it."""
     text = (EXAMPLES.parent / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    here = [block for block in blocks if "to_gpu" not in block]
+    blocks = re.findall(r"```python\n(.*?)```\n(?:```\n(.*?)```)?", text, re.DOTALL)
+    here = [(code, said) for code, said in blocks if "to_gpu" not in code]
     assert len(here) == len(blocks) - 1
     names = {"x": np.ones((5, 3)), "y": np.ones((5, 1))}
-    for block in here:
-        exec(block, names)
-    assert f"```\n{capsys.readouterr().out}```" in text
+    capsys.readouterr()
+    for code, said in here:
+        exec(code, names)
+        assert capsys.readouterr().out == said
     assert names["out"].shape == (2, 1, 8, 64)
     assert names["lengths"].tolist() == [3, 3]
     assert names["w"].grad.shape == (3, 1)
+    assert names["loss"].item() < 0.01
+    assert [type(line) for line in names["german"]] == [str]
