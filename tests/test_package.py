@@ -49,7 +49,8 @@ def test_metadata_lives_in_setup_cfg():
     assert set(project["tool"]) == {"ruff"}
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    assert {"cuda12x", "cuda13x", "plots", "dist", "test"} == set(config["options.extras_require"])
+    extras = set(config["options.extras_require"])
+    assert extras == {"cuda12x", "cuda13x", "plots", "tensorboard", "dist", "test"}
 
 
 def test_a_file_has_one_idea():

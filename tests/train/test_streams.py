@@ -122,6 +122,7 @@ def test_who_is_late(late, want):
     assert held == want and len(cupy.stack) == 1
 
 
+@pytest.mark.timing  # the delay goes on while other processes have the GPU
 def test_what_does_not_wait_is_wrong_each_time(gpu):
     main, side = (gpu.cuda.Stream(non_blocking=True) for _ in range(2))
     x = gpu.zeros(1000, np.float32)
@@ -130,7 +131,9 @@ def test_what_does_not_wait_is_wrong_each_time(gpu):
     def write(value):
         x[...] = value
 
-    write(0), x.copy()  # compiled
+    for stream in (main, side):  # compile, and let the pool get memory, which waits for the GPU
+        with stream:
+            write(0), x.copy().tolist()
     gpu.cuda.Device().synchronize()
     with main, delays(gpu, "others"):
         for turn in range(1, 20):
