@@ -14,6 +14,7 @@ from gpuattn.train.units import duration
 
 PLAIN_SECONDS = 10  # between lines of progress where there is no terminal
 COMMANDS = ("stopped", "next")  # topics whose text is to be copied: not broken into lines
+NARROW = 24  # columns, below which text does not stand beside its topic
 
 
 def new_report():
@@ -77,9 +78,9 @@ class LiveReport(Report):
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._console = Console(stderr=True, highlight=False)
-        self._bar_width = min(20, self._console.width // 10)
+        self._column = BarColumn()
         columns = (
-            TextColumn("update {task.fields[update]}"), BarColumn(self._bar_width),
+            TextColumn("update {task.fields[update]}"), self._column,
             TextColumn("{task.percentage:3.0f} %"), TextColumn("{task.fields[facts]}"),
         )  # fmt: skip
         self._bar = Progress(*columns, console=self._console, transient=True)
@@ -92,7 +93,7 @@ class LiveReport(Report):
 
         style = "yellow" if topic == "warning" else "bold" if topic == "valid" else "dim"
         head, text = Text(f"{topic:8}", style), Text(text)
-        if topic in COMMANDS:
+        if topic in COMMANDS or self._console.width < NARROW:
             self._console.print(head, text, soft_wrap=True)
             return
         line = Table.grid(padding=(0, 1, 0, 0))
@@ -101,8 +102,9 @@ class LiveReport(Report):
 
     @_if_read
     def progress(self, progress):
-        update = f"{progress.update:,}"
-        room = self._console.width - self._bar_width - len(f"update {update}  100 % ")
+        update, width = f"{progress.update:,}", self._console.width  # which may change at any time
+        self._column.bar_width = min(20, width // 10)
+        room = width - self._column.bar_width - len(f"update {update}  100 % ")
         shown = {"update": update, "facts": _fitting(facts(progress), room)}
         if self._task is None:
             self._bar.start()
@@ -116,7 +118,7 @@ class LiveReport(Report):
 
 
 def _fitting(parts, room):
-    """Return as many of the first parts as have room in a line."""
-    while len("  ".join(parts)) > room:
+    """Return as many of the first parts as have room in a line; none where ``room`` is negative."""
+    while parts and len("  ".join(parts)) > room:
         parts = parts[:-1]
     return "  ".join(parts)

@@ -1,6 +1,7 @@
 """What a run shows on terminals of any width, and what is left of it."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -22,13 +23,14 @@ def test_durations(seconds, text):
 
 
 @pytest.mark.parametrize(
-    "room, count", [(200, 6), (58, 5), (48, 4), (38, 3), (25, 2), (12, 1), (3, 0)]
+    "room, count",
+    [(200, 6), (58, 5), (48, 4), (38, 3), (25, 2), (12, 1), (3, 0), (0, 0), (-1, 0), (-30, 0)],
 )
 def test_the_most_important_facts_stay(room, count):
     parts = progress.facts(NOW)
     assert parts[:5] == ["loss 2.500", "3.3 h left", "24.6k tokens/s", "0.25 GiB", "12.3 ms"]
     assert progress._fitting(parts, room) == "  ".join(parts[:count])
-    assert len(progress._fitting(parts, room)) <= room
+    assert len(progress._fitting(parts, room)) <= max(room, 0)
 
 
 def test_what_a_gpu_tells_is_shown_where_it_is_known():
@@ -38,12 +40,48 @@ def test_what_a_gpu_tells_is_shown_where_it_is_known():
 
 
 @pytest.fixture
-def live(monkeypatch):
-    """A LiveReport of 40 columns, and a function that gives what it wrote."""
-    screen = io.StringIO()
-    console = Console(file=screen, width=40, force_terminal=True, no_color=True)
+def console(monkeypatch):
+    """The terminal of a LiveReport, with 40 columns."""
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, no_color=True)
     monkeypatch.setattr("rich.console.Console", lambda **_: console)
-    return progress.LiveReport(), screen.getvalue
+    return console
+
+
+@pytest.fixture
+def live(console):
+    """A LiveReport of 40 columns, and a function that gives what it wrote."""
+    return progress.LiveReport(), console.file.getvalue
+
+
+def written_lines(console):
+    """Return the lines that were written since the last call, without control codes."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    console.file.seek(0)
+    console.file.truncate()
+    return re.split("[\r\n]+", text)
+
+
+def test_every_width_shows_a_bar_that_fits(console):
+    report = progress.LiveReport()
+    report._bar.live.auto_refresh = False  # no thread draws meanwhile
+    report.progress(NOW)
+    written_lines(console)
+    widths = [*range(301), *range(300, -1, -7), 120, 10, 200, 40, 0, 300]
+    for width in widths:
+        console.width = width
+        report.progress(NOW)
+        report._bar.refresh()
+        assert all(len(line) <= width for line in written_lines(console)), width
+    assert "loss 2.500" in report._bar.tasks[0].fields["facts"]
+    report.close()
+
+
+def test_text_on_a_narrow_terminal_is_whole(console):
+    report, text = progress.LiveReport(), "update 1,149, loss 0.002, 99.5 % exact"
+    for width in (1, 2, 5, 9, 17, 23):
+        console.width = width
+        report.say("valid", text)
+        assert "".join(written_lines(console)).split() == ["valid", *text.split()]
 
 
 def test_text_wraps_beside_its_topic_but_a_command_stays_whole(live):
