@@ -8,6 +8,7 @@ import warnings
 
 import click
 
+from gpuattn.cli.streams import replace_closed
 from gpuattn.errors import ConfigError, DeviceMissingError
 from gpuattn.train.units import nearest
 
@@ -72,6 +73,7 @@ class Commands(click.Group):
             return 0
 
     def main(self, *args, **kwargs):
+        replace_closed()
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             try:

@@ -159,8 +159,7 @@ def command(ctx, what, valid, out, overwrite, tensorboard, config_file, device, 
         raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
     out = Path(out or f"runs/{name}")
     report = new_report()
-    wait = partial(report.say, "stopping", "saving first; once more ends at once, unsaved")
-    with StopOnSignal(wait, report.close) as stop:
+    with StopOnSignal(partial(_stopping, ctx, report), report.close, lambda: report.begun) as stop:
         try:
             outcome = train(
                 config, out, origins=origins, device=device, report=report, stop=stop,
@@ -176,6 +175,14 @@ def command(ctx, what, valid, out, overwrite, tensorboard, config_file, device, 
     command = f"{TASKS[config.model].command} {out}"
     text = f"echo {shlex.quote(_example(config))} | " if config.model == TRANSLATION else ""
     report.say("next", text + command)
+
+
+def _stopping(ctx, report):
+    """Say what the first signal does."""
+    if report.begun:
+        report.say("stopping", "saving first; once more ends at once, unsaved")
+    else:
+        report.say("stopped", f"before training began. Go on: {_typed(ctx)}")
 
 
 def options_of(group):

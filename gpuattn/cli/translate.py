@@ -5,6 +5,7 @@ import sys
 import click
 
 from gpuattn.cli.options import COUNT, decoding_options, device_option, run_argument
+from gpuattn.cli.streams import STANDARD, reading, writing
 from gpuattn.errors import DataError
 from gpuattn.train.config import TRANSLATION
 from gpuattn.train.run import load_run
@@ -12,16 +13,21 @@ from gpuattn.train.run import load_run
 
 @click.command("translate")
 @run_argument
+@click.option("--input", "source", metavar="FILE", type=click.Path(), default=STANDARD,
+              help="UTF-8 text to translate.  [default: -, standard input]")  # fmt: skip
+@click.option("--output", "target", metavar="FILE", type=click.Path(), default=STANDARD,
+              help="Replaced when all is translated.  [default: -, standard output]")  # fmt: skip
 @decoding_options
 @click.option("--nbest", type=COUNT, help="Print the N best of each line, numbered.")
 @click.option("--scores", is_flag=True, help="Print log-probabilities, divided as in the search.")
 @click.option("--no-kv-cache", is_flag=True, help="Compute everything anew at each token.")
 @device_option
-def command(folder, beam, length_penalty, nbest, scores, no_kv_cache, device):
+def command(folder, source, target, beam, length_penalty, nbest, scores, no_kv_cache, device):
     """Translate standard input with the run in DIR, a line for each line; empty lines stay.
 
     \b
     gpuattn translate runs/toy < phrases.txt > translations.txt
+    gpuattn translate runs/toy --input phrases.txt --output translations.txt
     gpuattn translate runs/toy                  a prompt; leave it with Ctrl-D
 
     With --nbest a line of input gives up to N lines: its number, the score (--scores), the text.
@@ -29,42 +35,42 @@ def command(folder, beam, length_penalty, nbest, scores, no_kv_cache, device):
     """
     translator = load_run(folder, device=device, model=TRANSLATION)
     options = {"beam": beam, "length_penalty": length_penalty, "kv_cache": not no_kv_cache}
-    writer = Writer(translator, nbest, scores, options)
-    prompt = sys.stdin.isatty()
+    prompt = source == STANDARD and sys.stdin.isatty()
     if prompt:
         click.echo("Type a line and press Enter; Ctrl-D ends.", err=True)
-    for lines in _batches(sys.stdin.buffer, prompt):
-        writer.write(lines)
+    with reading(source) as stream, writing(target) as out:
+        writer = Writer(out, translator, nbest, scores, options)
+        for lines in _batches(stream, prompt):
+            writer.write(lines)
     if prompt:
         click.echo(err=True)  # whatever comes next begins a line of its own
     sys.exit(1 if writer.failed else 0)
 
 
 class Writer:
-    """Translates lists of lines and prints them, counting the lines."""
+    """Translates lists of lines and writes them to a binary stream, counting the lines."""
 
-    def __init__(self, translator, nbest, scores, options):
+    def __init__(self, out, translator, nbest, scores, options):
         self.translator, self.nbest, self.scores = translator, nbest, scores
-        self.options = options
+        self.out, self.options = out, options
         self.line, self.failed = 0, False
 
     def write(self, lines):
         """Translate raw lines and flush, so that a reader sees them at once."""
         texts = [self._decoded(self.line + i, raw) for i, raw in enumerate(lines, 1)]
         found = self.translator.nbest(texts, self.nbest or 1, **self.options)
-        out = sys.stdout.buffer
         for hypotheses in found:
             self.line += 1
             for text, value in hypotheses:
                 columns = [str(self.line)] if self.nbest else []
                 columns += [f"{value:.4f}"] if self.scores else []
-                out.write(("\t".join([*columns, text]) + "\n").encode())
-        out.flush()
+                self.out.write(("\t".join([*columns, text]) + "\n").encode())
+        self.out.flush()
 
     def _decoded(self, number, raw):
         """Return the text of a line; an empty one, with a message, where there is none to use."""
         try:
-            text = raw.decode("utf-8").strip()
+            text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()  # with a BOM or not
             self.translator.check(text)
         except (UnicodeDecodeError, DataError) as error:
             what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)

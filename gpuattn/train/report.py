@@ -30,7 +30,16 @@ class Progress(NamedTuple):
 
 
 class Report:
-    """Hears from a run, and says nothing. Subclasses show what they like."""
+    """Hears from a run, and says nothing. Subclasses show what they like.
+
+    ``begun``: whether training has begun, so that a stop saves it.
+    """
+
+    begun = False
+
+    def begin(self):
+        """Hear that all is read and training begins."""
+        self.begun = True
 
     def say(self, topic, text):
         """Hear a sentence; ``topic`` is a word such as "data", "model", "valid"."""

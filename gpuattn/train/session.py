@@ -157,6 +157,7 @@ class Session:
 
     def _run(self, stop):
         at, trainer = self.trainer.at, self.trainer
+        self.report.begin()
         if not at.early and at.finished != self.config.length.describe():
             at.finished = ""  # asked to go on for longer than before
         if at.finished and self.folder.metrics.read("end"):

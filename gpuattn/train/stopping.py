@@ -1,8 +1,12 @@
-"""Stop when asked: the first signal lets an update finish and be saved, the second ends at once."""
+"""Stop when asked: the first signal lets an update finish and be saved, the second ends at once.
+
+Before there is anything to save the first one ends at once too, also where reading waits.
+"""
 
 import contextlib
 import os
 import signal
+import sys
 
 
 def _signals():
@@ -18,10 +22,11 @@ def _signals():
 class StopOnSignal:
     """A context in which SIGINT, SIGTERM and SIGHUP are noted in ``signal``; called, it tells
     whether one has come. ``exit_code``: 128 and its number. ``first``, ``last``: called as a first
-    signal comes, and before a second one ends the process."""
+    signal comes, and before a second one ends the process. While ``begun()`` is false the first
+    one raises SystemExit with the exit code."""
 
-    def __init__(self, first=lambda: None, last=lambda: None):
-        self.signal, self._first, self._last = None, first, last
+    def __init__(self, first=lambda: None, last=lambda: None, begun=lambda: True):
+        self.signal, self._first, self._last, self._begun = None, first, last, begun
         self._before = {}
 
     def __enter__(self):
@@ -50,3 +55,5 @@ class StopOnSignal:
         # The signal came in the midst of a print, or what was printed to is gone.
         with contextlib.suppress(RuntimeError, OSError):
             self._first()
+        if not self._begun():
+            sys.exit(self.exit_code)

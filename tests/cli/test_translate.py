@@ -169,3 +169,17 @@ def test_a_run_is_loaded_in_python_too(trained, call):
         translator.translate("red cat")
     with pytest.raises(CheckpointError, match="is no run"):
         gpuattn.load_run(trained.parent)
+
+
+def test_files_in_and_out_and_a_byte_order_mark_is_none_of_the_text(call, trained, tmp_path):
+    plain = call("translate", trained, input="red cat\nold house\n").stdout
+    marked = b"\xef\xbb\xbfred cat\nold house\n"
+    assert call("translate", trained, input=marked).stdout == plain
+    source, target = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_bytes(marked)
+    result = call("translate", trained, "--input", source, "--output", target)
+    assert result.exit_code == 0 and result.stdout == "" and target.read_text() == plain
+    assert call("translate", trained, "--input", "-", "--output", "-", input=marked).stdout == plain
+    result = call("translate", trained, "--input", tmp_path / "none", "--output", target)
+    assert result.exit_code == 1 and f"{tmp_path / 'none'}: No such file" in result.stderr
+    assert target.read_text() == plain and len(os.listdir(tmp_path)) == 2

@@ -1,6 +1,7 @@
 """Signals: a run saves and says how to go on, wherever it is; a second one ends it at once."""
 
 import dataclasses
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from gpuattn.train.stopping import StopOnSignal
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 PLACES = {  # what a run does as a signal comes
-    "reading": ("gpuattn.train.corpus.Corpus", "__init__"),
     "computing a step": ("gpuattn.train.trainer.Trainer", "_gradients"),
     "evaluating": ("gpuattn.train.translation_task.TranslationTask", "evaluate"),
     "saving": ("gpuattn.train.checkpoint", "save"),
@@ -61,8 +61,8 @@ def interrupted(config, out, place, *signals):
 
 
 @pytest.mark.parametrize("place, number", [
-    ("reading", signal.SIGTERM), ("computing a step", signal.SIGINT),
-    ("evaluating", signal.SIGTERM), ("saving", signal.SIGINT), ("computing a step", signal.SIGHUP),
+    ("computing a step", signal.SIGINT), ("evaluating", signal.SIGTERM), ("saving", signal.SIGINT),
+    ("computing a step", signal.SIGHUP),
 ])  # fmt: skip
 def test_a_signal_saves_and_says_how_to_go_on(whole, tmp_path, place, number):
     code, said = interrupted(whole[1], tmp_path / "run", place, number)
@@ -73,6 +73,19 @@ def test_a_signal_saves_and_says_how_to_go_on(whole, tmp_path, place, number):
     update = checkpoint.load(tmp_path / "run", "state")[1]["update"]
     assert 0 < update < whole[1].length.amount and f"after update {update:,};" in last
     assert_goes_on(tmp_path / "run", whole)
+
+
+def test_a_signal_while_reading_waits_ends_at_once(whole, tmp_path):
+    os.mkfifo(tmp_path / "source")  # nobody writes: opening it waits
+    config = dataclasses.replace(whole[1], source=str(tmp_path / "source"))
+    training = Training(config, tmp_path / "run")
+    training.begin()
+    assert training.process.stderr.readline().startswith("device")
+    training.process.send_signal(signal.SIGTERM)
+    code, said = training.end()
+    assert code == EXIT_CODES[signal.SIGTERM], said
+    assert said.startswith("stopped  before training began. Go on: gpuattn train --config")
+    assert len(said.splitlines()) == 1 and not (tmp_path / "run").exists()
 
 
 def test_a_second_signal_leaves_at_once_and_what_was_saved_is_whole(whole, tmp_path):
