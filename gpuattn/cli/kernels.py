@@ -16,7 +16,7 @@ from gpuattn.train.units import nearest
 
 @click.command("kernels")
 @click.option("--warm", is_flag=True, help="Compile every kernel into the disk cache now.")
-@click.option("--arch", help="Architecture to compile for, such as sm_90a; default: this GPU's.")
+@click.option("--arch", help="Architecture for --warm, such as sm_90a; default: this GPU's.")
 @click.option(
     "--why",
     metavar="OP",
@@ -34,6 +34,10 @@ def command(warm, arch, why, shape, dtype, only):
     gpuattn kernels --warm --arch sm_90a             compile offline, no GPU needed
     gpuattn kernels --why softmax --shape 8192x1024  which one would run, and why
     """
+    if arch and not warm:
+        raise click.UsageError("--arch is for --warm: --why and the list are of this machine")
+    if why and warm:
+        raise click.UsageError("--why and --warm; accepted: one of them")
     if why:
         _why(why, parse_shape(shape), dtype)
     elif warm:
@@ -56,7 +60,10 @@ def parse_shape(text):
         return None
     if not re.fullmatch(r"\d+(x\d+)*", text):
         raise click.BadParameter(f"{text!r} is no shape; write 8192x1024", param_hint="--shape")
-    return tuple(int(n) for n in text.split("x"))
+    shape = tuple(int(n) for n in text.split("x"))
+    if 0 in shape:
+        raise click.BadParameter(f"{text} is empty; accepted: sizes from 1", param_hint="--shape")
+    return shape
 
 
 def _files(only):

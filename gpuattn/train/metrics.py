@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from gpuattn.train.units import round_step
 
 TOKENIZERS = ("13a", "none")
 TIMES = 6  # beside the updates of an axis, about
+NUMBERS = {  # event -> what its rows have beside ``update``
+    "train": ("seconds", "loss"), "valid": ("seconds", "loss", "score"), "threads": ("threads",),
+}  # fmt: skip
 
 
 def score(hypotheses, references, kinds=None, *, lowercase=False, tokenize="13a"):
@@ -133,16 +137,19 @@ class MetricsLog:
             self.listener.add(row)
 
     def read(self, event=None):
-        """Return the lines as dicts, of one event or of all. A half-written last line is left."""
+        """Return the lines as dicts, of one event or of all.
+
+        Lines that are no rows are left out: a half-written last one in silence, others with a
+        warning.
+        """
         if not self.path.exists():
             return []
-        rows = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                continue
-        return [row for row in rows if event in (None, row["event"])]
+        rows = [_row(line) for line in self.path.read_bytes().splitlines()]
+        damaged = [str(number) for number, row in enumerate(rows[:-1], 1) if row is None]
+        if damaged:
+            few = ", ".join(damaged[:3]) + (", ..." if len(damaged) > 3 else "")
+            warnings.warn(f"{self.path} is damaged: left out line {few}", stacklevel=2)
+        return [row for row in rows if row is not None and event in (None, row["event"])]
 
     def rewind(self, update):
         """Drop what was noted after an update, and of an end: a resumed run notes it again.
@@ -159,6 +166,16 @@ class MetricsLog:
         write_text(self.path, text)
         if self.listener:
             self.listener.begin(kept)
+
+
+def _row(line):
+    """Return the dict of a line of metrics, or None where it is none."""
+    try:
+        row = json.loads(line)
+        numbers = [row[name] for name in ("update", *NUMBERS.get(row["event"], ()))]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return row if all(type(number) in (int, float) for number in numbers) else None
 
 
 def write_text(path, text):

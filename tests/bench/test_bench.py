@@ -70,3 +70,16 @@ def test_kernels_lists_explains_and_compiles(nvrtc, tmp_path, monkeypatch):
     assert "0 kernels for sm_120" in warm.stdout
     assert call("kernels", "--why", "softmax", "--shape", "8by16").exit_code == 2
     assert call("kernels", "--warm", "--arch", "hopper").exit_code == 2
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["bench", "softmax", "--shape", "0x0"], "0x0 is empty; accepted: sizes from 1"),
+    (["bench", "linear", "--shape", "3x00x5"], "3x00x5 is empty"),
+    (["kernels", "--why", "softmax", "--shape", "0x4"], "0x4 is empty"),
+    (["kernels", "--why", "softmax", "--arch", "sm_90a"], "--arch is for --warm"),
+    (["kernels", "--arch", "sm_90a"], "--arch is for --warm"),
+    (["kernels", "--why", "softmax", "--warm"], "accepted: one of them"),
+])  # fmt: skip
+def test_what_cannot_be_meant(arguments, message):
+    result = call(*arguments)
+    assert result.exit_code == 2 and result.stdout == "" and message in result.stderr

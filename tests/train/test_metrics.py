@@ -42,16 +42,17 @@ def test_the_log_skips_half_a_line_and_rewinds(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
     assert log.read() == []
     log.add("start", update=0)
-    log.add("valid", update=5, text="ü")
-    log.add("train", update=10)
+    valid = {"update": 5, "seconds": 1.5, "loss": 2.5, "score": 0, "text": "ü\u2028"}
+    log.add("valid", **valid)
+    log.add("train", update=10, seconds=2, loss=2.0)
     log.add("end", update=10)
     with log.path.open("a") as file:
         file.write('{"event": "train", "upda')
     assert [row["update"] for row in log.read()] == [0, 5, 10, 10]
-    assert log.read("valid") == [{"event": "valid", "update": 5, "text": "ü"}]
+    assert log.read("valid") == [{"event": "valid", **valid}]
     log.rewind(5)
     assert [row["event"] for row in log.read()] == ["start", "valid"]
-    log.add("train", update=6)
+    log.add("end", update=6)
     assert [row["update"] for row in log.read()] == [0, 5, 6]
 
 
@@ -69,6 +70,24 @@ def test_round_times_stand_where_updates_reached_them():
     assert [update for update, _ in found] == [5, 55, 100]
     assert [text for _, text in round_times(rows((9, 7200.0)))][0] == "20 min"
     assert [text for _, text in round_times(rows((9, 5 * 3600.0)))][-1] == "5 h"
+
+
+@pytest.mark.parametrize("junk", [
+    b"5", b"null", b"[1]", b"\xff\xfe", b"{}", b"\0\0\0", b'{"event": "valid", "update": 3}', b"[" * 9999,
+    b'{"event": ["x"], "update": 1}', b'{"event": "end", "update": "x"}',
+])  # fmt: skip
+def test_a_damaged_line_is_named_and_left_out(tmp_path, junk):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.add("start", update=0)
+    with log.path.open("ab") as file:
+        file.write(junk + b"\n")
+    assert [row["event"] for row in log.read()] == ["start"]  # the last line may be a half
+    log.add("end", update=6)
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl is damaged: left out line 2$"):
+        assert [row["event"] for row in log.read()] == ["start", "end"]
+    with pytest.warns(UserWarning, match="line 2"):
+        log.rewind(5)
+    assert log.path.read_text() == '{"event": "start", "update": 0}\n'
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
