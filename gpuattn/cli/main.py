@@ -29,6 +29,11 @@ COMMANDS = {
 }
 EXIT_CODES = ((ConfigError, 2), (DeviceMissingError, 3), (Exception, 1))
 EXPECTED = ("gpuattn.errors", "builtins")  # where errors that users cause come from
+LESS_MEMORY = {  # what to try where a command needs more than there is
+    "train": "a smaller --batch, with --accumulate for as much an update, or a smaller --dim",
+    "profile": "a smaller --batch or --dim", "bench": "a smaller --shape",
+    "translate": "a smaller --beam", "evaluate": "a smaller --beam", "sample": "a smaller --count",
+}  # fmt: skip
 EPILOG = """\b
 gpuattn train                                            a toy translator, until it is right
 echo "half past four" | gpuattn translate runs/toy
@@ -43,6 +48,7 @@ class Commands(click.Group):
     """Knows names and short help of its commands; turns errors into messages and exit codes."""
 
     debug = False  # whether errors show where they come from
+    used = None  # the name of the command
 
     def list_commands(self, ctx):
         return list(COMMANDS)
@@ -58,6 +64,7 @@ class Commands(click.Group):
     def resolve_command(self, ctx, args):
         if args and args[0] not in COMMANDS:
             ctx.fail(f"no command {args[0]!r}{nearest(args[0], COMMANDS) or '.'}")
+        self.used = args[0] if args else None
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx, formatter):
@@ -85,7 +92,7 @@ class Commands(click.Group):
             except Exception as error:  # noqa: BLE001 the one place where errors become messages
                 if self.debug:
                     raise
-                code = _explain(error)
+                code = _explain(error, self.used)
         sys.exit(code)
 
 
@@ -100,11 +107,12 @@ def _explain_usage(error):
     return error.exit_code
 
 
-def _explain(error):
-    """Print what went wrong and return the exit code."""
+def _explain(error, command):
+    """Print what went wrong in a command and return the exit code."""
     text = str(error) or type(error).__name__
     if isinstance(error, MemoryError):
-        text = f"out of memory: {error}. Try a smaller --batch, with --accumulate for as much"
+        advice = f". Try {LESS_MEMORY[command]}" if command in LESS_MEMORY else ""
+        text = f"out of memory: {error}{advice}"
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, TypeError | KeyError | AttributeError):

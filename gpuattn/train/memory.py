@@ -5,6 +5,7 @@ width f, vocabulary V). ``tests/train/test_memory.py`` compares them with what a
 """
 
 import dataclasses
+import os
 from typing import NamedTuple
 
 from gpuattn.errors import MemoryLimitError
@@ -46,7 +47,7 @@ class Plan(NamedTuple):
 
 def gigabytes(count):
     """Return bytes as people read them, such as "6.2 GB"."""
-    return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e9:,.1f} GB"
 
 
 def plan(model, config, precision, tokens=None):
@@ -136,6 +137,47 @@ def _slice(table, itemsize, tokens):
     """Return the bytes of the logits that ``linear_cross_entropy`` has at a time."""
     row = table * itemsize
     return min(max(CHUNK_BYTES[True], LEAST_ROWS[True] * row), tokens * row)
+
+
+# ---- models that fit the host ------------------------------------------------------------------
+
+
+def check_host(config, device):
+    """Raise MemoryLimitError when a model is larger than the memory of this machine.
+
+    ``device``: "numpy", where the optimizer's state is in that memory too, or "cuda". Counted is
+    the least there is: the matrices of the layers.
+    """
+    each = 4  # bytes of a float32
+    if device == "numpy":
+        each *= 2 + len(OPTIMIZERS[config.optimizer].moments) + (2 if config.ema else 0)
+    count, memory = layer_weights(config), host_memory()
+    if each * count > memory:
+        raise MemoryLimitError(
+            f"a model larger than memory: its layers have {count / 1e6:,.0f} M parameters, which "
+            f"take {gigabytes(each * count)}; this machine has {gigabytes(memory)}. "
+            "Try a smaller --dim or fewer --layers"
+        )
+
+
+def layer_weights(config):
+    """Return how many numbers the matrices in the layers of a TrainConfig's model hold."""
+    width, gpt2 = config.dim, config.model == GPT2
+    keys = 2 * (config.kv_heads or config.heads) * (width // config.heads)
+    attention = 2 * width**2 + keys * width
+    hidden = 4 * width if gpt2 else config.ffn
+    feed_forward = (3 if config.activation == "swiglu" else 2) * width * hidden
+    if gpt2:
+        return config.layers[0] * (attention + feed_forward)
+    return sum(config.layers) * (attention + feed_forward) + config.layers[1] * attention
+
+
+def host_memory():
+    """Return the bytes of memory that this machine has, infinity where it does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # Windows
+        return float("inf")
 
 
 # ---- batches that fit --------------------------------------------------------------------------

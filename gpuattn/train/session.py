@@ -95,6 +95,7 @@ class Session:
     def __init__(self, config, folder, device, report, begun, graphs=True, noted=None):
         self.folder, self.report, fits = folder, report, config.batch == AUTO
         self.noted = noted or {}
+        memory.check_host(config, device)
         if fits:
             tokens = max(default_batch(config, device), memory.least_tokens(config))
             config = replace(config, batch=tokens)

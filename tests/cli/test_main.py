@@ -77,6 +77,24 @@ def test_exit_codes(call, monkeypatch, trained, error, code, message):
     assert len(result.stderr.splitlines()) <= 1
 
 
+@pytest.mark.parametrize("arguments, where, advice", [
+    (["train", "reverse"], "gpuattn.cli.train.train", "wanted. Try a smaller --batch, with"),
+    (["translate", "RUN"], "gpuattn.cli.translate.load_run", "wanted. Try a smaller --beam"),
+    (["info", "RUN"], "gpuattn.cli.info.summary", "wanted"),
+])  # fmt: skip
+def test_advice_against_short_memory_suits_the_command(
+    call, monkeypatch, trained, arguments, where, advice
+):
+    def fail(*_, **__):
+        raise MemoryError("8 GiB wanted")
+
+    monkeypatch.setattr(where, fail)
+    result = call(*(trained if word == "RUN" else word for word in arguments))
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"gpuattn: error: out of memory: 8 GiB {advice}")
+    assert ("Try" in result.stderr) == ("Try" in advice)
+
+
 def test_debug_shows_the_traceback(run_process, tmp_path):
     assert b"Traceback" not in run_process("info", tmp_path).stderr
     assert b"Traceback" in run_process("info", tmp_path, "--debug").stderr

@@ -176,6 +176,28 @@ def test_a_model_larger_than_the_card_is_refused(text):
     memory.check_fits(model, config, BF16, free=1e9)
 
 
+@pytest.mark.parametrize(("data", "change"), [
+    ("text", {}), ("text", {"kv_heads": 1, "positions": "rotary"}), ("pairs", {}),
+    ("pairs", {"kv_heads": 1, "layers": (1, 3), "activation": "swiglu"}),
+])  # fmt: skip
+def test_a_model_larger_than_memory_is_refused_before_it_is_made(
+    request, data, change, monkeypatch, tmp_path
+):
+    config = dataclasses.replace(request.getfixturevalue(data), **change)
+    outside = ("embedding", "source", "target")
+    weights = dict(TASKS[config.model](config).model.named_parameters()).items()
+    layers = sum(p.size for name, p in weights if p.ndim == 2 and name.split(".")[0] not in outside)
+    assert memory.layer_weights(config) == layers
+    monkeypatch.setattr(memory, "host_memory", lambda: 24 * layers)
+    memory.check_host(config, "numpy")  # parameters, gradients, two moments, the average and one
+    monkeypatch.setattr(memory, "host_memory", lambda: 24 * layers - 1)
+    memory.check_host(config, "cuda")
+    memory.check_host(dataclasses.replace(config, ema=0.0), "numpy")
+    with pytest.raises(MemoryLimitError, match="a smaller --dim or fewer --layers"):
+        train(config, tmp_path / "run", device="numpy")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("data", ["text", "pairs"])
 def test_batches_that_fit_are_whole_blocks_and_leave_an_epoch_its_updates(request, data):
     config = request.getfixturevalue(data)
