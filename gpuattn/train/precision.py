@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gpuattn.errors import ConfigError, problem
 from gpuattn.ops.gradient_statistics import MAX_LOSS_SCALE, MIN_LOSS_SCALE
 
-WIDER = {"float16": ", or --precision bf16", "bfloat16": ", or --precision fp32"}
+WIDER = {"float16": "--precision bf16", "bfloat16": "--precision fp32"}
 STUCK = 10  # skipped updates in a row, with nothing left to halve, after which a run is stopped
 
 
@@ -68,9 +68,10 @@ def choose(name, device):
     return PRECISIONS["bf16" if name == "auto" else name]
 
 
-def trouble(before, now, workspace):
+def trouble(before, now, workspace, config):
     """Return sentences about what went wrong between two ``state.read()``, to be shown.
 
+    ``config``: the run's TrainConfig, so that what to try is something else than it has.
     Raises FloatingPointError, naming parameters with bad gradients, when updates are skipped
     without end: ten in a row with a loss scale that cannot shrink any more.
     """
@@ -82,8 +83,8 @@ def trouble(before, now, workspace):
         )
         raise FloatingPointError(
             f"{now['skipped_in_a_row']} updates in a row had gradients with inf or NaN, {where}; "
-            f"the last good one was number {now['step']}. Begin anew with a smaller --lr, a longer "
-            f"--warmup, or --clip 1{WIDER.get(str(workspace.params.dtype), '')}"
+            f"the last good one was number {now['step']}. Begin anew with "
+            f"{', or '.join(_remedies(workspace, config))}"
         )
     sentences = []
     if skipped:
@@ -94,6 +95,15 @@ def trouble(before, now, workspace):
         end = "smallest" if now["loss_scale"] < MAX_LOSS_SCALE else "largest"
         sentences.append(f"the loss scale is at its {end}, {now['loss_scale']:g}, and stays there")
     return sentences
+
+
+def _remedies(workspace, config):
+    yield f"a smaller --lr than {config.lr:g}"
+    yield "a longer --warmup"
+    if not 0 < config.clip <= 1:
+        yield "--clip 1"
+    if str(workspace.params.dtype) in WIDER:
+        yield WIDER[str(workspace.params.dtype)]
 
 
 def _moves(before, now):

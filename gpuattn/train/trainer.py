@@ -12,6 +12,8 @@ import gc
 import time
 from operator import call
 
+import numpy as np
+
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
 from gpuattn.errors import CheckpointError, DataError, MemoryLimitError
@@ -119,7 +121,8 @@ class Trainer:
             return
         self._is_computing = True
         try:
-            with self.threads.kept() if self._stream is None else self._on_stream():
+            place = self.threads.kept() if self._stream is None else self._on_stream()
+            with place, np.errstate(all="ignore"):  # ``precision.trouble`` finds inf and NaN
                 yield
         finally:
             self._is_computing = False
@@ -378,7 +381,7 @@ class Trainer:
         reading, tokens, facts = self._noted
         (loss, state), self._noted = reading.values(), None
         before, self._health = self._health, read_state(state)
-        for sentence in precision.trouble(before, self._health, self.workspace):
+        for sentence in precision.trouble(before, self._health, self.workspace, self.config):
             self.report.say("warning", sentence)
         facts |= {"loss": float(loss) / tokens, "learning_rate": self._health["learning_rate"]}
         self.report.progress(Progress(**facts))

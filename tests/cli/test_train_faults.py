@@ -59,6 +59,19 @@ def test_ten_spoiled_updates_in_a_row(call, command, tmp_path, monkeypatch):
     assert call(*command).exit_code == 0
 
 
+def test_a_learning_rate_that_spoils_the_run_is_the_one_thing_said(call, command, tmp_path):
+    result = call(*command, "--lr", "1e9")
+    error = only_error(result)
+    assert "Begin anew with a smaller --lr than 1e+09, or a longer --warmup. All is" in error
+    assert "gpuattn: warning" not in result.stderr
+
+
+def test_a_model_that_no_memory_holds(call, command, tmp_path):
+    error = only_error(call(*command, "--dim", "1000000"))
+    assert "a model larger than memory" in error and "GB. Try a smaller --dim or" in error
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("number, reason", [
     (errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only file system"),
 ])  # fmt: skip

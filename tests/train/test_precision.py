@@ -1,5 +1,6 @@
 """What a run computes in, loss scaling on a toy problem, and when to give up."""
 
+import dataclasses
 import warnings
 
 import numpy as np
@@ -9,8 +10,12 @@ from gpuattn import Tensor
 from gpuattn.errors import ConfigError
 from gpuattn.optim import AdamW
 from gpuattn.train import precision
+from gpuattn.train.config import TrainConfig
 from gpuattn.train.precision import PRECISIONS, choose, trouble
 from gpuattn.train.workspace import Workspace
+
+
+CONFIG = TrainConfig(task="toy", lr=0.5, clip=1.0)
 
 
 class Line:
@@ -111,21 +116,21 @@ def values(**changes):
 
 def test_trouble_is_said():
     w = Workspace(Line())
-    assert trouble(values(), values(step=25), w) == []
-    assert trouble(values(), values(skipped=2), w) == [
+    assert trouble(values(), values(step=25), w, CONFIG) == []
+    assert trouble(values(), values(skipped=2), w, CONFIG) == [
         "2 updates were skipped: inf or NaN in their gradients"
     ]
-    assert trouble(values(loss_scale=8.0), values(skipped=1, loss_scale=4.0), w) == [
+    assert trouble(values(loss_scale=8.0), values(skipped=1, loss_scale=4.0), w, CONFIG) == [
         "1 update was skipped: inf or NaN in their gradients; the loss scale is 4"
     ]
-    assert trouble(values(), values(clamped=1), w) == [
+    assert trouble(values(), values(clamped=1), w, CONFIG) == [
         "the loss scale is at its smallest, 1, and stays there"
     ]
     assert (
         "at its largest, 4.29497e+09"
-        in trouble(values(clamped=1), values(clamped=2, loss_scale=2.0**32), w)[0]
+        in trouble(values(clamped=1), values(clamped=2, loss_scale=2.0**32), w, CONFIG)[0]
     )
-    assert trouble(values(clamped=3, skipped=4), values(clamped=3, skipped=4), w) == []
+    assert trouble(values(clamped=3, skipped=4), values(clamped=3, skipped=4), w, CONFIG) == []
 
 
 def test_a_run_that_cannot_go_on_stops_and_names_the_parameter():
@@ -135,5 +140,11 @@ def test_a_run_that_cannot_go_on_stops_and_names_the_parameter():
     with pytest.raises(
         FloatingPointError, match=r"10 updates in a row .*, first in bias \(1 of 2\)"
     ):
-        trouble(values(), now, w)
-    assert trouble(values(), now | {"loss_scale": 2.0}, w), "the scale can still be halved"
+        trouble(values(), now, w, CONFIG)
+    with pytest.raises(FloatingPointError, match=r"--lr than 0.5, or a longer --warmup$"):
+        trouble(values(), now, w, CONFIG)
+    for clip in (0.0, 2.0):
+        config = dataclasses.replace(CONFIG, clip=clip)
+        with pytest.raises(FloatingPointError, match=r"--warmup, or --clip 1$"):
+            trouble(values(), now, w, config)
+    assert trouble(values(), now | {"loss_scale": 2.0}, w, CONFIG), "the scale can still be halved"
