@@ -2,13 +2,13 @@
 
 import click
 
-from gpuattn.cli.options import COUNT
+from gpuattn.cli.options import COUNT, PathName
 from gpuattn.train.run import average_runs
 
 
 @click.command("average")
-@click.argument("folders", nargs=-1, required=True, metavar="DIR...", type=click.Path())
-@click.option("--out", required=True, type=click.Path(file_okay=False), help="The new folder.")
+@click.argument("folders", nargs=-1, required=True, metavar="DIR...", type=PathName())
+@click.option("--out", required=True, type=PathName(file_okay=False), help="The new folder.")
 @click.option("--last", type=COUNT, help="Of one run: its last N kept checkpoints.")
 def command(folders, out, last):
     """Average the best weights of several runs of one model, or the checkpoints that one run kept

@@ -12,7 +12,7 @@ from gpuattn.bench.samples import DTYPES, SAMPLES
 from gpuattn.bench.train_cases import CELLS
 from gpuattn.cli import bench_attention, bench_fused, bench_roofline, bench_train
 from gpuattn.cli.kernels import parse_shape
-from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, device_option
+from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, PathName, device_option
 
 ATTENTION, FUSED, TRAIN = "attention", "fused", "train"
 HEADER = f"{'op':18} {'shape':>18} {'direction':>17} {'implementation':>14} {'us':>10} {'GB/s':>8}"
@@ -50,7 +50,7 @@ def _of_attention(*names, **settings):
 @_of_tables("--missing", is_flag=True, help="Only cells that the --json file has not yet.")
 @_of_tables("--only", type=NearChoice(["forward", "backward"]), help="One direction.")
 @_of_tables("--impl", metavar="NAME", help="This implementation instead of the chosen one.")
-@_of_tables("--plot", type=click.Path(dir_okay=False), help="Draw the table, or the roofline.")
+@_of_tables("--plot", type=PathName(dir_okay=False), help="Draw the table, or the roofline.")
 @_of_tables("--roofline", is_flag=True, help="One problem of every op, FLOP/s over FLOPs a byte.")
 @_of_attention("--features", is_flag=True, help="Dropout, bias, windows, packed captions, ...")
 @_of_attention("--published", is_flag=True, help="48 heads, ever longer, with peak memory.")
@@ -67,7 +67,7 @@ def _of_attention(*names, **settings):
 )
 @device_option
 @click.option(
-    "--json", "path", type=click.Path(dir_okay=False),
+    "--json", "path", type=PathName(dir_okay=False),
     help="Also write all samples here, beside those of the same commit and GPU.",
 )  # fmt: skip
 def command(ops, shape, dtype, device, path, plot, roofline, models, **options):

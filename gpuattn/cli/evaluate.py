@@ -4,7 +4,7 @@ import json
 
 import click
 
-from gpuattn.cli.options import NearChoice, decoding_options, device_option, run_argument
+from gpuattn.cli.options import NearChoice, PathName, decoding_options, device_option, run_argument
 from gpuattn.train.config import TRANSLATION
 from gpuattn.train.evaluation import evaluate, pairs_for
 from gpuattn.train.metrics import TOKENIZERS
@@ -13,7 +13,7 @@ from gpuattn.train.run import load_run
 
 @click.command("evaluate")
 @run_argument
-@click.argument("files", nargs=-1, metavar="[SRC REF]", type=click.Path())
+@click.argument("files", nargs=-1, metavar="[SRC REF]", type=PathName())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--lowercase", is_flag=True, help="Compare in lower case.")
 @click.option("--tokenize", type=NearChoice(TOKENIZERS), default="13a", show_default=True,

@@ -24,7 +24,8 @@ def command(folder, as_json):
         return
     updates = f" after {found['updates']:,} updates, {duration(found['seconds'])}"
     _say("run", f"{found['folder']}: {found['task']}")
-    _say("state", found["state"] + (updates if found["updates"] else ""))
+    damaged = f", but damaged: {'; '.join(found['faults'])}" if found["faults"] else ""
+    _say("state", found["state"] + (updates if found["updates"] else "") + damaged)
     _say("model", f"{found['parameters']:,} parameters, {found['vocabulary']:,} {found['units']}")
     best = found["best"]
     _say("best", describe(best) if best else "not evaluated yet")

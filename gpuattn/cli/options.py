@@ -3,6 +3,7 @@
 import click
 
 from gpuattn.errors import ConfigError
+from gpuattn.train.config import MOST_BEAMS
 from gpuattn.train.device import DEVICES
 from gpuattn.train.units import nearest, number, whole
 
@@ -32,7 +33,17 @@ class Parsed(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class PathName(click.Path):
+    """A path by a name that is not empty: an empty one would be the folder one is in."""
+
+    def convert(self, value, param, ctx):
+        if not value:
+            self.fail("the name is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 COUNT = Parsed(whole(1), "N")
+BEAMS = Parsed(whole(1, MOST_BEAMS), "N")
 
 
 class GroupedCommand(click.Command):
@@ -77,7 +88,7 @@ def device_option(function):
 
 def run_argument(function):
     """Add the argument DIR, the folder of a run."""
-    return click.argument("folder", metavar="DIR", type=click.Path(file_okay=False))(function)
+    return click.argument("folder", metavar="DIR", type=PathName(file_okay=False))(function)
 
 
 def decoding_options(function):
@@ -87,6 +98,6 @@ def decoding_options(function):
         help="Exponent of the length that scores are divided by.  [default: the run's]",
     )  # fmt: skip
     beam = click.option(
-        "--beam", type=COUNT, help="Hypotheses kept; 1 is greedy.  [default: the run's]"
+        "--beam", type=BEAMS, help="Hypotheses kept; 1 is greedy.  [default: the run's]"
     )
     return beam(penalty(function))

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import click
 
-from gpuattn.cli.options import run_argument
+from gpuattn.cli.options import PathName, run_argument
 from gpuattn.train.plot import plot_run
 
 
 @click.command("plot")
 @run_argument
-@click.option("--out", type=click.Path(file_okay=False), help="Default: DIR/plots.")
+@click.option("--out", type=PathName(file_okay=False), help="Default: DIR/plots.")
 @click.option("--sentence", help="Whose attention to draw; default: a held-out one.")
 def command(folder, out, sentence):
     """Draw the run in DIR: loss and scores, attention maps, and an overview of both; of a language

@@ -8,7 +8,7 @@ import click
 
 from gpuattn.bench.profile import profile
 from gpuattn.cli.bench_table import console, short
-from gpuattn.cli.options import GroupedCommand, GroupedOption, device_option
+from gpuattn.cli.options import GroupedCommand, GroupedOption, PathName, device_option
 from gpuattn.cli.train import config_option, options_of, preset_option, resolved
 from gpuattn.train.device import choose_device
 from gpuattn.train.metrics import write_text
@@ -27,9 +27,9 @@ gpuattn profile train.en train.de --preset base --batch 8k --json step.json
 
 @click.command("profile", cls=GroupedCommand, epilog=EPILOG)
 @click.argument("what", nargs=-1, metavar="[RUN | TASK | SRC TGT]")
-@click.option("--plot", type=click.Path(dir_okay=False), cls=GroupedOption, group="Results",
+@click.option("--plot", type=PathName(dir_okay=False), cls=GroupedOption, group="Results",
               help="Draw the ops under the roofline as PNG.")  # fmt: skip
-@click.option("--json", "path", type=click.Path(dir_okay=False), cls=GroupedOption,
+@click.option("--json", "path", type=PathName(dir_okay=False), cls=GroupedOption,
               group="Results", help="Write the table here.")  # fmt: skip
 @config_option("Data")
 @preset_option

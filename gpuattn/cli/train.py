@@ -8,7 +8,14 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, Parsed, device_option
+from gpuattn.cli.options import (
+    GroupedCommand,
+    GroupedOption,
+    NearChoice,
+    Parsed,
+    PathName,
+    device_option,
+)
 from gpuattn.cli.progress import new_report
 from gpuattn.data import tasks
 from gpuattn.train.config import OPTIONS, option_key, read_toml, resolve, shown
@@ -126,7 +133,7 @@ def _default(name, percent=False):
 
 def config_option(group):
     """Return the option --config, under a heading."""
-    return click.option("--config", "config_file", type=click.Path(dir_okay=False),
+    return click.option("--config", "config_file", type=PathName(dir_okay=False),
                         cls=GroupedOption, group=group, help="A TOML file of options.")  # fmt: skip
 
 
@@ -136,9 +143,9 @@ preset_option = click.option("--preset", type=NearChoice(list(PRESETS)), cls=Gro
 
 @click.command("train", cls=GroupedCommand, epilog=EPILOG)
 @click.argument("what", nargs=-1, metavar="[TASK | SRC TGT]")
-@click.option("--valid", nargs=2, type=click.Path(), metavar="SRC TGT", cls=GroupedOption,
+@click.option("--valid", nargs=2, type=PathName(), metavar="SRC TGT", cls=GroupedOption,
               group="Data", help="For validation; otherwise some pairs are held out.")  # fmt: skip
-@click.option("--out", type=click.Path(file_okay=False), cls=GroupedOption, group="Folder",
+@click.option("--out", type=PathName(file_okay=False), cls=GroupedOption, group="Folder",
               help="The run's folder.  [default: runs/TASK]")  # fmt: skip
 @click.option("--overwrite", is_flag=True, cls=GroupedOption, group="Folder",
               help="Delete the run that is in the folder.")  # fmt: skip
@@ -172,7 +179,7 @@ def command(ctx, what, valid, out, overwrite, tensorboard, config_file, device, 
         report.say("stopped", f"{done}. Go on: {_typed(ctx)}")
         sys.exit(stop.exit_code)
     report.say("done", describe(outcome.best))
-    command = f"{TASKS[config.model].command} {out}"
+    command = f"{TASKS[config.model].command} {shlex.quote(str(out))}"
     text = f"echo {shlex.quote(_example(config))} | " if config.model == TRANSLATION else ""
     report.say("next", text + command)
 
@@ -230,7 +237,8 @@ def _data(what):
         )
     if what and what[0] not in tasks.TASKS and (Path(what[0]).exists() or Path(what[0]).suffix):
         raise click.UsageError(
-            f"{what[0]} is one file; accepted: a source and a target file, or --lm {what[0]}"
+            f"{what[0]} is one file; accepted: a source and a target file, or --lm "
+            f"{shlex.quote(what[0])}"
         )
     return {"task": what[0]} if what else {}
 

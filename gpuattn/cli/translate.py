@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from gpuattn.cli.options import COUNT, decoding_options, device_option, run_argument
+from gpuattn.cli.options import BEAMS, PathName, decoding_options, device_option, run_argument
 from gpuattn.cli.streams import STANDARD, reading, writing
 from gpuattn.errors import DataError
 from gpuattn.train.config import TRANSLATION
@@ -13,12 +13,12 @@ from gpuattn.train.run import load_run
 
 @click.command("translate")
 @run_argument
-@click.option("--input", "source", metavar="FILE", type=click.Path(), default=STANDARD,
+@click.option("--input", "source", metavar="FILE", type=PathName(), default=STANDARD,
               help="UTF-8 text to translate.  [default: -, standard input]")  # fmt: skip
-@click.option("--output", "target", metavar="FILE", type=click.Path(), default=STANDARD,
+@click.option("--output", "target", metavar="FILE", type=PathName(), default=STANDARD,
               help="Replaced when all is translated.  [default: -, standard output]")  # fmt: skip
 @decoding_options
-@click.option("--nbest", type=COUNT, help="Print the N best of each line, numbered.")
+@click.option("--nbest", type=BEAMS, help="Print the N best of each line, numbered.")
 @click.option("--scores", is_flag=True, help="Print log-probabilities, divided as in the search.")
 @click.option("--no-kv-cache", is_flag=True, help="Compute everything anew at each token.")
 @device_option

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import shlex
 import zlib
 from pathlib import Path
 
@@ -157,7 +158,7 @@ def _decode(path, number, raw):
         place = f"{path}, line {number}, byte {error.start + 1}"
         raise DataError(
             f"{place}, is not UTF-8 (0x{raw[error.start]:02x}). "
-            f"Convert the file: iconv -f ISO-8859-1 -t UTF-8 {path}"
+            f"Convert the file: iconv -f ISO-8859-1 -t UTF-8 {shlex.quote(str(path))}"
         ) from error
 
 

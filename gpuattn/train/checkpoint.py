@@ -318,8 +318,31 @@ def _once(pairs):
     return found
 
 
+def fault(folder, name):
+    """Return what is wrong with the newest generation of ``name``, or "": by its size alone."""
+    for manifest in generations(folder, name)[:1]:
+        try:
+            _sized(manifest)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
 def _verified_bytes(manifest):
     """Return the bytes a manifest speaks of. Raises CheckpointError unless they are these."""
+    path, said = _sized(manifest)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(data).hexdigest() != said.get("sha256"):
+        raise CheckpointError(f"{path.name} is damaged: its SHA-256 is not the one noted at saving")
+    _verified.add(_identity(path))
+    return data
+
+
+def _sized(manifest):
+    """Return (path, manifest) of a file with as many bytes as its manifest says."""
     path = manifest.with_suffix(".safetensors")
     try:
         said = json.loads(manifest.read_bytes())
@@ -334,13 +357,9 @@ def _verified_bytes(manifest):
         size = path.stat().st_size
         if size != said.get("bytes"):
             raise CheckpointError(f"{path.name} has {size} bytes, want {said.get('bytes')}")
-        data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
-    if hashlib.sha256(data).hexdigest() != said.get("sha256"):
-        raise CheckpointError(f"{path.name} is damaged: its SHA-256 is not the one noted at saving")
-    _verified.add(_identity(path))
-    return data
+    return path, said
 
 
 # ---- what must hold -----------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from gpuattn.train.units import (
 
 KEYS = {"length": "for"}  # fields that users know by another name: Python keeps this one
 DATA_FILES = ("source", "target", "valid_source", "valid_target", "lm", "valid_lm")
+MOST_BEAMS = 200  # a wider search takes memory and translates no better
 
 
 def _option(default, parse, only=None):
@@ -134,7 +135,7 @@ class TrainConfig:
 
     eval_every: Length | str = _option(AUTO, or_auto(parse_length))
     score_pairs: int = _option(1000, whole(0), only=TRANSLATION)
-    beam: int = _option(5, whole(1), only=TRANSLATION)
+    beam: int = _option(5, whole(1, MOST_BEAMS), only=TRANSLATION)
     length_penalty: float = _option(1.0, number(0), only=TRANSLATION)
     ema: float = _option(0.998, number(0, below=1))
     average: int = _option(0, whole(0))

@@ -275,7 +275,8 @@ def load_run(path, *, device="auto", which="best", model=None):
     task = TASKS[config.model]
     if model not in (None, config.model):
         raise ConfigError(
-            f"{path} is a run of --model {config.model}, to be used by: {task.command} {path}"
+            f"{path} is a run of --model {config.model}, to be used by: "
+            f"{task.command} {shlex.quote(str(path))}"
         )
     tokenizer = folder.tokenizer()
     device, _ = choose_device(device)
@@ -293,7 +294,8 @@ def load_run(path, *, device="auto", which="best", model=None):
 def summary(path):
     """Return what a run is, as JSON-able data: options, sizes, updates, best row of metrics.
 
-    ``state``: "finished", "stopped", or for a mean of weights "averaged".
+    ``state``: "finished", "stopped", or for a mean of weights "averaged". ``faults``: sentences on
+    files of weights and state that are not as long as they were written.
     """
     folder = RunFolder(path)
     config, tokenizer = folder.config(), folder.tokenizer()
@@ -304,6 +306,7 @@ def summary(path):
     if not rows:  # metrics.jsonl is lost, or nothing was noted yet
         last, best = (checkpoint.notes(folder.path, which) or {} for which in ("last", "best"))
         valid = [best] if "score" in best else []
+    faults = [checkpoint.fault(folder.path, name) for name in ("best", "last", "state")]
     return {
         "folder": str(folder.path),
         "model": config.model,
@@ -314,6 +317,7 @@ def summary(path):
         "updates": last.get("update", 0),
         "seconds": round(last.get("seconds", 0.0), 1),
         "state": states.get(last.get("event"), "stopped"),
+        "faults": list(filter(None, faults)),
         "best": max(valid, key=rank, default=None),
         "options": {option_key(name): plain(value) for name, value in vars(config).items()
                     if value is not None and config.has(name)},

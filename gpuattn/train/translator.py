@@ -8,6 +8,7 @@ from gpuattn.data.tokenizer import BOS, EOS, PAD, UNK
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.greedy import greedy
 from gpuattn.errors import ConfigError, DataError, problem
+from gpuattn.train.config import MOST_BEAMS
 
 BUCKET = 8  # sources whose lengths round up to the same multiple are translated together
 ROOM = {"cpu": 1 << 14, "gpu": 1 << 18}  # cached tokens of a batch: beams x limit of length
@@ -36,9 +37,9 @@ class Translator:
     def translate(self, lines, *, beam=None, length_penalty=None, kv_cache=True, stop=None):
         """Return the translation of each line, as a list of str; that of an empty line is empty.
 
-        ``beam``: 1 is greedy. ``length_penalty``: exponent of the length that scores are divided
-        by. ``kv_cache=False`` computes everything anew at each token. ``stop``: called between
-        batches; once it is true, the lines that are left stay empty.
+        ``beam``: 1 (greedy) to 200. ``length_penalty``: exponent of the length that scores are
+        divided by. ``kv_cache=False`` computes everything anew at each token. ``stop``: called
+        between batches; once it is true, the lines that are left stay empty.
         Raises DataError for a line longer than the model takes, TypeError for a str instead of
         a list.
         """
@@ -54,8 +55,9 @@ class Translator:
             raise TypeError(problem("translate", "lines", "a str", "a list of str, a line each"))
         beam = max(n, self.config.beam if beam is None else beam)
         penalty = self.config.length_penalty if length_penalty is None else length_penalty
-        if n < 1 or beam < 1:
-            raise ConfigError(problem("nbest", "n and beam", f"{n} and {beam}", "1 or more"))
+        if n < 1 or not 1 <= beam <= MOST_BEAMS:
+            accepted = f"1 to {MOST_BEAMS}"
+            raise ConfigError(problem("nbest", "n and beam", f"{n} and {beam}", accepted))
         sources = [self.check(line) for line in lines]
         found = [[Translation("", 0.0)] for _ in lines]
         for chosen, limit in self._batches(sources, beam):

@@ -124,14 +124,16 @@ def with_unit(number, unit):
     return f"{value:.3g} {prefix}{unit}"
 
 
-def whole(least):
-    """Return a parser of whole numbers from ``least`` on."""
+def whole(least, most=math.inf):
+    """Return a parser of whole numbers from ``least`` to ``most``."""
 
     def parse(value):
         if isinstance(value, bool) or not re.fullmatch(r"-?\d+", str(value).strip()):
             raise ConfigError(f"{value!r} is no whole number")
         if int(value) < least:
             raise ConfigError(f"{value} is too small; accepted: {least} or more")
+        if int(value) > most:
+            raise ConfigError(f"{value} is too large; accepted: {least} to {most}")
         return int(value)
 
     return parse

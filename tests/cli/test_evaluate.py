@@ -62,7 +62,8 @@ def test_average_of_one_run_and_of_several(call, corpus, tmp_path):
     result = call("average", *runs, "--out", tmp_path / "both")
     assert result.exit_code == 0, result.stderr
     assert call("translate", tmp_path / "both", input="red\n").exit_code == 0
-    assert call("average", *runs, "--out", tmp_path / "both").exit_code == 2
+    result = call("average", *runs, "--out", tmp_path / "both")
+    assert result.exit_code == 2 and f"{tmp_path / 'both'} is a run already" in result.stderr
 
 
 def test_a_run_without_kept_checkpoints_cannot_be_averaged(call, trained, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -131,6 +132,40 @@ def test_info_shows_a_run(call, trained):
     found = json.loads(call("info", trained, "--json").stdout)
     assert found["updates"] == 60 and found["best"]["bleu"] >= 0
     assert found["parameters"] > 1000
+
+
+def test_info_says_that_weights_are_damaged(call, trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    assert "damaged" not in call("info", run).stdout
+    (newest,) = run.glob("best-*.safetensors")
+    newest.write_bytes(newest.read_bytes()[:-7])
+    said = " ".join(call("info", run).stdout.split())
+    assert "finished after 60 updates, " in said and f", but damaged: {newest.name} has" in said
+    assert newest.name in json.loads(call("info", run, "--json").stdout)["faults"][0]
+    newest.unlink()
+    said = " ".join(call("info", run).stdout.split())
+    assert f"but damaged: {newest.name} cannot be read: No such file" in said
+
+
+def test_a_damaged_log_is_named(call, trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("5\n{}\n")
+    result = call("info", run)
+    assert result.exit_code == 0 and "finished after 60 updates" in result.stdout
+    assert f"gpuattn: warning: {run / 'metrics.jsonl'} is damaged: left out line" in result.stderr
+
+
+@pytest.mark.parametrize("arguments, name", [
+    (["train", "--out", ""], "--out"), (["train", "--valid", "", ""], "--valid"),
+    (["train", "--config", ""], "--config"), (["average", "a", "--out", ""], "--out"),
+    (["info", ""], "DIR"), (["translate", "RUN", "--input", ""], "--input"),
+])  # fmt: skip
+def test_an_empty_name_is_refused(call, trained, arguments, name):
+    result = call(*(trained if word == "RUN" else word for word in arguments))
+    assert result.exit_code == 2 and f"'{name}': the name is empty" in result.stderr
 
 
 def test_the_commands_agree_with_the_files():

@@ -18,8 +18,7 @@ from .conftest import ROOT
 def test_a_closed_standard_stream_is_said_in_words(trained, command, number, said):
     run = subprocess.run(
         [sys.executable, "-m", "gpuattn", command, str(trained)], cwd=ROOT, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: os.close(number),
+        stdin=subprocess.DEVNULL, capture_output=True, preexec_fn=lambda: os.close(number),
     )  # fmt: skip
     assert run.stderr == said and run.returncode == (1 if said else 0)
     assert bool(run.stdout) == (number == 2)

@@ -1,6 +1,7 @@
 """gpuattn train: every option, where values come from, going on, and what it refuses."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -41,6 +42,22 @@ def test_stdout_is_empty_and_the_first_lines_say_what_runs(call, corpus, tmp_pat
     assert f"gpuattn translate {tmp_path / 'run'}" in result.stderr.splitlines()[-1]
 
 
+def test_what_to_type_next_is_quoted(call, corpus, tmp_path):
+    out, text = tmp_path / "my run", tmp_path / "my text.txt"
+    result = call("train", *files(corpus), *TINY, "--for", "1u", "--out", out)
+    assert shlex.split(result.stderr.splitlines()[-1])[-3:] == ["gpuattn", "translate", str(out)]
+    result = call("sample", out)
+    assert shlex.split(result.stderr)[-3:] == ["gpuattn", "translate", str(out)]
+    text.write_bytes(b"B\xe4r\n")
+    result = call("train", text)
+    assert f"--lm '{text}'" in result.stderr
+    result = call("train", "--lm", text, "--out", tmp_path / "other")
+    assert shlex.split(result.stderr.splitlines()[-1])[-6:-1] == [
+        "iconv", "-f", "ISO-8859-1", "-t", "UTF-8"
+    ]  # fmt: skip
+    assert result.stderr.endswith(f" '{text}'\n")
+
+
 def test_flag_beats_variable_beats_file_beats_preset(call, corpus, tmp_path, monkeypatch):
     (tmp_path / "x.toml").write_text('dim = 24\nheads = 3\nffn = 24\nfor = "1u"\nlayers = 1\n')
     monkeypatch.setenv("GPUATTN_TRAIN_FFN", "40")
@@ -74,6 +91,7 @@ def test_flag_beats_variable_beats_file_beats_preset(call, corpus, tmp_path, mon
     (["toyy"], "Did you mean 'toy'"), (["a", "b", "c"], "3 arguments"), (["a", "b"], "--out DIR"),
     ([__file__], "one file"), (["--config", "none.toml"], "No such file"),
     (["--warmup", "9999", "--for", "10u"], "at most those of the run"), (["--seed", "x"], "whole"),
+    (["--beam", "999999"], "accepted: 1 to 200"),
 ])  # fmt: skip
 def test_wrong_usage_is_exit_code_2_with_the_remedy(
     call, tmp_path, monkeypatch, arguments, message

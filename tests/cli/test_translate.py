@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import gpuattn
-from gpuattn.errors import CheckpointError
+from gpuattn.errors import CheckpointError, ConfigError
 from gpuattn.train import checkpoint
 from gpuattn.train.run import load_run
 
@@ -49,6 +49,11 @@ def test_the_ways_of_decoding(call, trained):
     greedy = call("translate", trained, "--beam", "1", input=text)
     assert greedy.exit_code == 0 and len(greedy.stdout.splitlines()) == 2
     assert call("translate", trained, "--beam", "0", input=text).exit_code == 2
+    for option in ("--beam", "--nbest"):
+        wide = call("translate", trained, option, "999999", input=text)
+        assert wide.exit_code == 2 and "too large; accepted: 1 to 200" in wide.stderr
+    with pytest.raises(ConfigError, match="1 and 201; accepted: 1 to 200"):
+        load_run(trained, device="numpy").translate(["red"], beam=201)
     assert call("translate", trained, "--length-penalty", "-1", input=text).exit_code == 2
 
 

@@ -73,8 +73,9 @@ def test_round_times_stand_where_updates_reached_them():
 
 
 @pytest.mark.parametrize("junk", [
-    b"5", b"null", b"[1]", b"\xff\xfe", b"{}", b"\0\0\0", b'{"event": "valid", "update": 3}', b"[" * 9999,
-    b'{"event": ["x"], "update": 1}', b'{"event": "end", "update": "x"}',
+    b"5", b"null", b"[1]", b"\xff\xfe", b"{}", b"\0\0\0", b"[" * 9999,
+    b'{"event": "valid", "update": 3}', b'{"event": ["x"], "update": 1}',
+    b'{"event": "end", "update": "x"}',
 ])  # fmt: skip
 def test_a_damaged_line_is_named_and_left_out(tmp_path, junk):
     log = MetricsLog(tmp_path / "metrics.jsonl")

@@ -14,7 +14,6 @@ from gpuattn.train.config import TrainConfig
 from gpuattn.train.precision import PRECISIONS, choose, trouble
 from gpuattn.train.workspace import Workspace
 
-
 CONFIG = TrainConfig(task="toy", lr=0.5, clip=1.0)
 
 
