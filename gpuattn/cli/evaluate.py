@@ -1,45 +1,70 @@
-"""gpuattn evaluate: exact match, BLEU and chrF of a run."""
+"""gpuattn evaluate: exact match, BLEU and chrF of a translator, perplexity of a language model."""
 
 import json
 
 import click
+from click.core import ParameterSource
 
 from gpuattn.cli.options import NearChoice, PathName, decoding_options, device_option, run_argument
-from gpuattn.train.config import TRANSLATION
-from gpuattn.train.evaluation import evaluate, pairs_for
+from gpuattn.train.config import GPT2
+from gpuattn.train.evaluation import evaluate, evaluate_text, pairs_for
 from gpuattn.train.metrics import TOKENIZERS
 from gpuattn.train.run import load_run
+
+OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
 
 
 @click.command("evaluate")
 @run_argument
-@click.argument("files", nargs=-1, metavar="[SRC REF]", type=PathName())
+@click.argument("files", nargs=-1, metavar="[SRC REF | FILE]", type=PathName())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--lowercase", is_flag=True, help="Compare in lower case.")
 @click.option("--tokenize", type=NearChoice(TOKENIZERS), default="13a", show_default=True,
               help="How BLEU finds words.")  # fmt: skip
 @decoding_options
 @device_option
-def command(folder, files, as_json, lowercase, tokenize, beam, length_penalty, device):
+@click.pass_context
+def command(ctx, folder, files, as_json, device, **options):
     """Translate SRC with the run in DIR and score it against REF, all figures from 0 to 100.
+    Of a language model: the exact loss (nats a token) and the perplexity of the text in FILE.
 
-    Without files: the run's own held-out pairs, for built-in tasks ones never seen in training.
+    Without files: what the run held out, for built-in tasks pairs never seen in training.
     """
+    user = load_run(folder, device=device)
+    show = _of_text if user.config.model == GPT2 else _of_pairs
+    row, lines = show(ctx, user, files, options)
+    click.echo(json.dumps(row, indent=2) if as_json else "\n".join(lines))
+
+
+def _of_text(ctx, sampler, files, options):
+    """Return (row, lines to show) of a language model."""
+    for name in OF_TRANSLATORS:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            word = name.replace("_", "-")
+            raise click.UsageError(f"--{word} is for translators, and this is a language model")
+    if len(files) > 1:
+        raise click.UsageError("give one text file for a language model, or none")
+    row = evaluate_text(sampler, *files)
+    return row, [
+        f"loss         {row['loss']:.4f} nats a token",
+        f"perplexity   {row['perplexity']:.3f}",
+        f"tokens       {row['tokens']:,} at {row['tokens_per_second']:,.0f} tokens/s",
+    ]
+
+
+def _of_pairs(ctx, translator, files, options):
+    """Return (row, lines to show) of a translator."""
     if len(files) not in (0, 2):
-        raise click.UsageError("give a source and a reference file, or none")
-    translator = load_run(folder, device=device, model=TRANSLATION)
+        raise click.UsageError("give a source and a reference file for a translator, or none")
     pairs = pairs_for(translator.config, *files)
-    decoding = {"beam": beam, "length_penalty": length_penalty}
-    beam = translator.config.beam if beam is None else beam
+    beam = options["beam"] or translator.config.beam
     click.echo(f"translating {len(pairs):,} sentences, beam {beam} ...", err=True)
-    row = evaluate(translator, pairs, lowercase=lowercase, tokenize=tokenize, **decoding)
-    if as_json:
-        click.echo(json.dumps(row, indent=2))
-        return
-    click.echo(f"exact match  {row['exact_match']:6.2f} %")
+    row = evaluate(translator, pairs, **options)
     kinds = row["exact_by_kind"] if len(row["exact_by_kind"]) > 1 else {}
-    for name, value in kinds.items():
-        click.echo(f"  {name:10} {value:6.2f} %")
-    click.echo(f"BLEU         {row['bleu']:6.2f}    {row['bleu_signature']}")
-    click.echo(f"chrF         {row['chrf']:6.2f}")
-    click.echo(f"sentences    {row['sentences']:,} at {row['tokens_per_second']:,.0f} tokens/s")
+    return row, [
+        f"exact match  {row['exact_match']:6.2f} %",
+        *(f"  {name:10} {value:6.2f} %" for name, value in kinds.items()),
+        f"BLEU         {row['bleu']:6.2f}    {row['bleu_signature']}",
+        f"chrF         {row['chrf']:6.2f}",
+        f"sentences    {row['sentences']:,} at {row['tokens_per_second']:,.0f} tokens/s",
+    ]

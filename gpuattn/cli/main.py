@@ -16,7 +16,7 @@ COMMANDS = {
     "train": "Train a translator, or GPT-2 on a text; without arguments a toy, in about a minute.",
     "translate": "Translate standard input, a line for each line.",
     "sample": "Continue a text with a language model.",
-    "evaluate": "Score a run's translations: exact match, BLEU, chrF.",
+    "evaluate": "Score a run: exact match, BLEU, chrF; of a language model perplexity.",
     "info": "Show what a run is and how it went.",
     "recover": "Write the manifests that a run's checkpoints have lost.",
     "average": "Average the weights of runs, or of one run's last checkpoints.",

@@ -2,7 +2,9 @@
 
 import click
 
-from gpuattn.cli.options import COUNT, Parsed, device_option, run_argument
+from gpuattn.cli.options import COUNT, Parsed, PathName, device_option, run_argument
+from gpuattn.cli.streams import reading
+from gpuattn.errors import DataError
 from gpuattn.train.config import GPT2
 from gpuattn.train.run import load_run
 from gpuattn.train.sampler import TEMPERATURE
@@ -14,10 +16,12 @@ BETWEEN = "---"  # lines between texts
 @click.command("sample")
 @run_argument
 @click.option("--prompt", default="", help="What the texts begin with.  [default: a new line]")
+@click.option("--prompt-file", type=PathName(), metavar="FILE",
+              help="A UTF-8 file with it, all of it; -: standard input.")  # fmt: skip
 @click.option("--tokens", type=COUNT, default=500, show_default=True, help="Written behind it.")
 @click.option("--count", type=COUNT, default=1, show_default=True, help="How many texts.")
-@click.option("--temperature", type=Parsed(number(0, above=True), "X"), default=TEMPERATURE,
-              show_default=True, help="Less is more probable; 1: as the model has it.")  # fmt: skip
+@click.option("--temperature", type=Parsed(number(0), "X"), default=TEMPERATURE, show_default=True,
+              help="Less is more probable; 1: as the model has it; 0: the first.")  # fmt: skip
 @click.option("--top-k", type=COUNT, help="Only the K most probable tokens; 1: always the first.")
 @click.option("--top-p", type=Parsed(number(0, above=True, most=1), "P"), default=1.0,
               help="Of those only the most probable that together reach P.")  # fmt: skip
@@ -25,12 +29,24 @@ BETWEEN = "---"  # lines between texts
               help="Of those only what has P times the largest probability.")  # fmt: skip
 @click.option("--seed", type=Parsed(whole(0), "N"), help="For the same texts again.")
 @device_option
-def command(folder, device, **settings):
+def command(folder, device, prompt, prompt_file, **settings):
     """Continue a text with the language model in DIR.
 
     \b
     gpuattn sample runs/book --prompt "It was" --tokens 200
     gpuattn sample runs/book --count 3 --top-p 0.9 --seed 1
     """
+    if prompt and prompt_file:
+        raise click.UsageError("--prompt and --prompt-file; accepted: one of them")
     sampler = load_run(folder, device=device, model=GPT2)
-    click.echo(f"\n{BETWEEN}\n".join(sampler.sample(**settings)))
+    prompt = _text_of(prompt_file) if prompt_file else prompt
+    click.echo(f"\n{BETWEEN}\n".join(sampler.sample(prompt, **settings)))
+
+
+def _text_of(path):
+    with reading(path) as file:
+        raw = file.read()
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8, from byte {error.start + 1} on") from error

@@ -114,7 +114,7 @@ class TextCorpus:
         if config.valid_lm:
             train, valid = whole, read_language_model(config.valid_lm, digests)
         else:
-            cut = len(whole) * (TEXT_SHARE - 1) // TEXT_SHARE
+            cut = _held_out_from(whole)
             train, valid = whole[:cut], whole[cut:]
         self.digests = _by_option(config, digests)
         if tokenizer is None:
@@ -189,6 +189,19 @@ def _by_option(config, digests):
     """Return {option: SHA-256} of files by {path: SHA-256}."""
     paths = {name: getattr(config, name) for name in DATA_FILES}
     return {name: digests[path] for name, path in paths.items() if path is not None}
+
+
+def held_out_text(config):
+    """Return the text by which a language model's run is judged."""
+    if config.valid_lm:
+        return read_language_model(config.valid_lm)
+    whole = read_language_model(config.lm)
+    return whole[_held_out_from(whole) :]
+
+
+def _held_out_from(text):
+    """Return the index at which the held-out end of a text begins."""
+    return len(text) * (TEXT_SHARE - 1) // TEXT_SHARE
 
 
 def _task_pairs(config):

@@ -29,13 +29,16 @@ class Sampler:
         """Return ``count`` texts that begin with ``prompt`` and go on for so many tokens.
 
         Without a prompt a text begins as a line does. ``temperature`` to ``seed``: see
-        ``decode.sample.sample``. The model sees ``block`` tokens: where a text gets longer, it
-        begins anew behind the last half of them, so that a step stays as cheap as in a short text.
+        ``decode.sample.sample``; temperature 0 takes the most probable token each time. The model
+        sees ``block`` tokens: where a text gets longer, it begins anew behind the last half of
+        them, so that a step stays as cheap as in a short text.
         Raises DataError for a prompt with characters that the tokenizer lacks.
         """
         if count < 1 or tokens < 0:
             got = f"{count} and {tokens}"
             raise ConfigError(problem("sample", "count and tokens", got, "from 1, and from 0 on"))
+        if temperature == 0:
+            temperature, top_k = 1.0, 1
         begin = [] if prompt else [self.tokenizer.line_end]
         ids = begin + self.tokenizer.encode_text(prompt)
         texts = np.array([ids] * count, np.int32)

@@ -2,7 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
+
+from gpuattn.train.run import load_run
 
 from .conftest import invoke
 
@@ -40,9 +43,65 @@ def test_the_text_goes_on(call, language):
     assert call("sample", language, *settings, *narrow).stdout != result.stdout
 
 
+def test_a_prompt_from_a_file_or_standard_input(call, language, tmp_path):
+    greedy = ["--tokens", "9", "--temperature", "0"]
+    plain = call("sample", language, "--prompt", "the cat", *greedy).stdout
+    assert plain == LINE[:16] + "\n"
+    assert call("sample", language, "--prompt", "the cat", *greedy).stdout == plain
+    (tmp_path / "prompt").write_bytes(b"\xef\xbb\xbfthe cat")
+    result = call("sample", language, "--prompt-file", tmp_path / "prompt", *greedy)
+    assert result.exit_code == 0 and result.stdout == plain
+    assert call("sample", language, "--prompt-file", "-", *greedy, input="the cat").stdout == plain
+    (tmp_path / "latin").write_bytes(b"the \xe4")
+    for name, message in (("none", "No such file"), ("latin", "not UTF-8, from byte 5 on")):
+        result = call("sample", language, "--prompt-file", tmp_path / name)
+        assert result.exit_code == 1 and f"{tmp_path / name}" in result.stderr
+        assert message in result.stderr
+    result = call("sample", language, "--prompt-file", tmp_path / "prompt", "--prompt", "the")
+    assert result.exit_code == 2 and "accepted: one of them" in result.stderr
+
+
+def test_loss_and_perplexity_of_a_text(call, language, tmp_path):
+    held_out = json.loads(call("evaluate", language, "--json").stdout)
+    best = json.loads(call("info", language, "--json").stdout)["best"]
+    assert held_out["loss"] == pytest.approx(best["loss"], rel=1e-5)
+    assert held_out["perplexity"] == pytest.approx(np.exp(held_out["loss"]))
+    assert held_out["tokens"] == len(LINE) * 2 - 1 and held_out["tokens_per_second"] > 0
+    (tmp_path / "text").write_text(LINE * 3 + "the c")  # rows of 24 tokens, then one of 4
+    sampler = load_run(language, device="numpy")
+    ids = np.array([sampler.tokenizer.encode_text((tmp_path / "text").read_text())], np.int32)
+    cuts = [(i, min(i + 24, ids.shape[1] - 1)) for i in range(0, ids.shape[1] - 1, 24)]
+    with sampler.model.evaluating():
+        sums = [
+            sampler.model.loss(ids[:, begin:end], ids[:, begin + 1 : end + 1]).item()
+            * (end - begin)
+            for begin, end in cuts
+        ]
+    row = json.loads(call("evaluate", language, tmp_path / "text", "--json").stdout)
+    assert row["tokens"] == ids.shape[1] - 1
+    assert row["loss"] == pytest.approx(sum(sums) / row["tokens"], rel=1e-5)
+    shown = call("evaluate", language, tmp_path / "text").stdout
+    assert f"{row['loss']:.4f} nats" in shown and f"perplexity   {row['perplexity']:.3f}" in shown
+
+
+@pytest.mark.parametrize("arguments, code, message", [
+    (["a", "b"], 2, "one text file"), (["text", "--beam", "3"], 2, "--beam is for translators"),
+    (["text", "--length-penalty", "0"], 2, "--length-penalty is for translators"),
+    (["none"], 1, "cannot read none"), (["odd"], 1, "odd: "), (["short"], 1, "short has 1 token;"),
+])  # fmt: skip
+def test_what_a_language_model_is_not_scored_on(
+    call, language, tmp_path, monkeypatch, arguments, code, message
+):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("text", LINE), ("odd", "a dog"), ("short", "t")):
+        (tmp_path / name).write_text(text)
+    result = call("evaluate", language, *arguments)
+    assert result.exit_code == code and result.stdout == "" and message in result.stderr
+
+
 @pytest.mark.parametrize("arguments, code, message", [
     (["--prompt", "a dog"], 1, "character 'd' at 2 was not in the training text"),
-    (["--temperature", "0"], 2, "above 0"), (["--top-p", "1.5"], 2, "up to 1"),
+    (["--temperature", "-1"], 2, "0 or more"), (["--top-p", "1.5"], 2, "up to 1"),
     (["--top-k", "0"], 2, "1 or more"), (["--tokens", "-1"], 2, "1 or more"),
 ])  # fmt: skip
 def test_wrong_settings(call, language, arguments, code, message):
@@ -52,10 +111,9 @@ def test_wrong_settings(call, language, arguments, code, message):
 
 
 def test_each_kind_of_run_names_its_command(call, language, trained):
-    for name in ("translate", "evaluate"):
-        result = call(name, language, input="the cat\n")
-        assert result.exit_code == 2 and result.stdout == ""
-        assert f"to be used by: gpuattn sample {language}" in result.stderr
+    result = call("translate", language, input="the cat\n")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert f"to be used by: gpuattn sample {language}" in result.stderr
     result = call("sample", trained)
     assert result.exit_code == 2
     assert f"to be used by: gpuattn translate {trained}" in result.stderr
