@@ -15,10 +15,22 @@ from gpuattn.train.units import duration
 PLAIN_SECONDS = 10  # between lines of progress where there is no terminal
 COMMANDS = ("stopped", "next")  # topics whose text is to be copied: not broken into lines
 NARROW = 24  # columns, below which text does not stand beside its topic
+LEVELS = ("debug", "info", "warning", "error")
+URGENT = ("warning", "stopping", "stopped")  # topics of the level "warning"
 
 
-def new_report():
-    """Return the Report that suits standard error."""
+def new_report(level="info"):
+    """Return the Report that suits standard error and a level of LEVELS.
+
+    "debug": a line for every report of progress. "info": a bar, or a line now and then. "warning":
+    warnings, and what a signal does. "error": nothing, as errors are not a report's to tell.
+    """
+    if level == "error":
+        return Report()
+    if level == "warning":
+        return UrgentReport()
+    if level == "debug":
+        return PlainReport(every=0)
     lively = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return LiveReport() if lively else PlainReport()
 
@@ -53,21 +65,32 @@ def _if_read(show):
 
 
 class PlainReport(Report):
-    """Lines, for files and for other programs."""
+    """Lines, for files and for other programs. ``every``: seconds between those of progress."""
 
-    def __init__(self):
-        self._shown = time.monotonic()
+    def __init__(self, every=PLAIN_SECONDS):
+        self._every, self._shown = every, time.monotonic()
 
     @_if_read
     def say(self, topic, text):
         click.echo(f"{topic:8} {text}", err=True)
 
     def progress(self, progress):
-        if time.monotonic() - self._shown < PLAIN_SECONDS:
+        if time.monotonic() - self._shown < self._every:
             return
         self._shown = time.monotonic()
         done = f"{100 * progress.share:.0f} %"
         self.say("train", "  ".join([f"update {progress.update:,}", done, *facts(progress)]))
+
+
+class UrgentReport(PlainReport):
+    """Lines on what may be wrong, and on signals."""
+
+    def say(self, topic, text):
+        if topic in URGENT:
+            super().say(topic, text)
+
+    def progress(self, progress):
+        """Show nothing."""
 
 
 class LiveReport(Report):

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from gpuattn.cli.options import (
     PathName,
     device_option,
 )
-from gpuattn.cli.progress import new_report
+from gpuattn.cli.progress import LEVELS, new_report
 from gpuattn.data import tasks
 from gpuattn.train.config import OPTIONS, option_key, read_toml, resolve, shown
 from gpuattn.train.defaults import DEVICE_DEFAULTS, GPT2, MODEL_DEFAULTS, PRESETS, TRANSLATION
@@ -153,9 +154,15 @@ preset_option = click.option("--preset", type=NearChoice(list(PRESETS)), cls=Gro
               help="Write the metrics as TensorBoard events, too: OUT/tensorboard.")  # fmt: skip
 @config_option("Folder")
 @preset_option
+@click.option("--log-level", type=NearChoice(LEVELS), cls=GroupedOption, group="Messages",
+              help="debug: progress in lines; error: no warnings.  [default: info]")  # fmt: skip
+@click.option("--quiet", is_flag=True, cls=GroupedOption, group="Messages",
+              help="The same as --log-level warning: only warnings and errors.")  # fmt: skip
 @device_option
 @click.pass_context
-def command(ctx, what, valid, out, overwrite, tensorboard, config_file, device, **values):
+def command(
+    ctx, what, valid, out, overwrite, tensorboard, config_file, log_level, quiet, device, **values
+):  # fmt: skip
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
     lines are translations of each other. Or train a language model, on one text: --lm FILE.
     Ctrl-C saves; the same command goes on."""
@@ -165,7 +172,7 @@ def command(ctx, what, valid, out, overwrite, tensorboard, config_file, device, 
     if out is None and not name:
         raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
     out = Path(out or f"runs/{name}")
-    report = new_report()
+    report = new_report(_level(log_level, quiet))
     with StopOnSignal(partial(_stopping, ctx, report), report.close, lambda: report.begun) as stop:
         try:
             outcome = train(
@@ -182,6 +189,15 @@ def command(ctx, what, valid, out, overwrite, tensorboard, config_file, device, 
     command = f"{TASKS[config.model].command} {shlex.quote(str(out))}"
     text = f"echo {shlex.quote(_example(config))} | " if config.model == TRANSLATION else ""
     report.say("next", text + command)
+
+
+def _level(log_level, quiet):
+    """Return the one of LEVELS that is asked for; "error" silences Python's warnings too."""
+    if quiet and log_level not in (None, "warning"):
+        raise click.UsageError(f"--quiet and --log-level {log_level}; accepted: one of them")
+    if log_level == "error":
+        warnings.simplefilter("ignore")
+    return "warning" if quiet else log_level or "info"
 
 
 def _stopping(ctx, report):

@@ -103,6 +103,21 @@ def test_the_cursor_comes_back(live):
     assert written().rindex("\x1b[?25h") > written().rindex("\x1b[?25l")
 
 
+@pytest.mark.parametrize("level, topics", [
+    ("debug", ["model", "valid", "warning", "stopped", "train"]),
+    ("info", ["model", "valid", "warning", "stopped"]), ("warning", ["warning", "stopped"]),
+    ("error", []),
+])  # fmt: skip
+def test_a_level_decides_what_is_said(level, topics, capsys):
+    report = progress.new_report(level)
+    for topic in ("model", "valid", "warning", "stopped"):
+        report.say(topic, "a text")
+    report.progress(NOW)
+    report.close()
+    said = capsys.readouterr()
+    assert [line.split()[0] for line in said.err.splitlines()] == topics and said.out == ""
+
+
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "dumb")

@@ -72,14 +72,11 @@ def test_loss_and_perplexity_of_a_text(call, language, tmp_path):
     ids = np.array([sampler.tokenizer.encode_text((tmp_path / "text").read_text())], np.int32)
     cuts = [(i, min(i + 24, ids.shape[1] - 1)) for i in range(0, ids.shape[1] - 1, 24)]
     with sampler.model.evaluating():
-        sums = [
-            sampler.model.loss(ids[:, begin:end], ids[:, begin + 1 : end + 1]).item()
-            * (end - begin)
-            for begin, end in cuts
-        ]
+        losses = [sampler.model.loss(ids[:, i:j], ids[:, i + 1 : j + 1]).item() for i, j in cuts]
+    total = sum(loss * (j - i) for loss, (i, j) in zip(losses, cuts, strict=True))
     row = json.loads(call("evaluate", language, tmp_path / "text", "--json").stdout)
     assert row["tokens"] == ids.shape[1] - 1
-    assert row["loss"] == pytest.approx(sum(sums) / row["tokens"], rel=1e-5)
+    assert row["loss"] == pytest.approx(total / row["tokens"], rel=1e-5)
     shown = call("evaluate", language, tmp_path / "text").stdout
     assert f"{row['loss']:.4f} nats" in shown and f"perplexity   {row['perplexity']:.3f}" in shown
 

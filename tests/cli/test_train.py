@@ -42,6 +42,25 @@ def test_stdout_is_empty_and_the_first_lines_say_what_runs(call, corpus, tmp_pat
     assert f"gpuattn translate {tmp_path / 'run'}" in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("options, warned", [
+    (["--quiet"], True), (["--log-level", "warning"], True), (["--log-level", "error"], False),
+])  # fmt: skip
+def test_a_quiet_run_says_warnings_alone(call, corpus, tmp_path, monkeypatch, options, warned):
+    monkeypatch.setattr("gpuattn.train.precision._said", set())
+    command = ["train", *files(corpus), *TINY, "--for", "2u", "--out", tmp_path / "run"]
+    result = call(*command, *options, "--precision", "bf16")
+    assert result.exit_code == 0 and result.stdout == ""
+    said = [line.split(" is one batch")[0] for line in result.stderr.splitlines()]
+    assert said == warned * [
+        "gpuattn: warning: precision bf16 needs a GPU; on NumPy everything is computed in fp32",
+        "warning  all of the text",
+    ]
+    result = call(*command, "--quiet", "--dim", "32")
+    assert result.exit_code == 2 and "--dim was 16, now 32" in result.stderr
+    result = call(*command, "--quiet", "--log-level", "debug")
+    assert result.exit_code == 2 and "accepted: one of them" in result.stderr
+
+
 def test_what_to_type_next_is_quoted(call, corpus, tmp_path):
     out, text = tmp_path / "my run", tmp_path / "my text.txt"
     result = call("train", *files(corpus), *TINY, "--for", "1u", "--out", out)
