@@ -7,6 +7,7 @@ import sys
 import warnings
 
 import click
+from click.shell_completion import CompletionItem
 
 from gpuattn.cli.streams import replace_closed
 from gpuattn.errors import ConfigError, DeviceMissingError
@@ -62,10 +63,15 @@ class Commands(click.Group):
         return command
 
     def resolve_command(self, ctx, args):
-        if args and args[0] not in COMMANDS:
+        if args and args[0] not in COMMANDS and not ctx.resilient_parsing:
             ctx.fail(f"no command {args[0]!r}{nearest(args[0], COMMANDS) or '.'}")
         self.used = args[0] if args else None
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx, incomplete):
+        names = [name for name in COMMANDS if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=COMMANDS[name]) for name in names]  # imports no command
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx, formatter):
         with formatter.section("Commands"):

@@ -9,6 +9,7 @@ import time
 import warnings
 
 import pytest
+from click.testing import CliRunner
 
 from gpuattn import errors
 from gpuattn.cli import main as program
@@ -24,6 +25,21 @@ def test_help_names_every_command(call):
     assert result.exit_code == 0
     for name, summary in COMMANDS.items():
         assert f"  {name}" in result.stdout and summary.split(";")[0] in result.stdout
+
+
+@pytest.mark.parametrize("typed, found", [
+    ("tr", ["train", "translate"]), ("--v", ["--version"]), ("train --opti", ["--optimizer"]),
+    ("train --optimizer a", ["adamw", "adam"]), ("nosuch --x", []),
+])  # fmt: skip
+def test_a_shell_completes_commands_options_and_values(typed, found):
+    words = f"gpuattn {typed}"
+    given = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner(env=given | {"_GPUATTN_COMPLETE": "bash_complete"}).invoke(
+        program.main, [], prog_name="gpuattn"
+    )
+    lines = filter(None, result.stdout.splitlines())
+    assert [line.split(",")[1] for line in lines] == found
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
