@@ -4,6 +4,7 @@ No script, no link to anything: it opens with a double click, today and in ten y
 """
 
 import json
+import shlex
 
 from gpuattn.errors import CheckpointError
 from gpuattn.models.config import padded_rows
@@ -237,7 +238,7 @@ def describe_padding(found):
 
 def _profile(folder, found):
     if not found:
-        command = tag("code", f"gpuattn profile {folder.path}")
+        command = tag("code", f"gpuattn profile {shlex.quote(str(folder.path))}")
         return tag("p", command, " measures it, for this page too.", class_="dim")
     names = ("op", "", "calls", "launches", "us", "share", "MB", "GFLOP", "of the roof")
     head = tag("tr", [tag("th", name) for name in names[:2]],

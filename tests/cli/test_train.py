@@ -1,5 +1,6 @@
 """gpuattn train: every option, where values come from, going on, and what it refuses."""
 
+import html
 import os
 import shlex
 import shutil
@@ -65,6 +66,7 @@ def test_what_to_type_next_is_quoted(call, corpus, tmp_path):
     out, text = tmp_path / "my run", tmp_path / "my text.txt"
     result = call("train", *files(corpus), *TINY, "--for", "1u", "--out", out)
     assert shlex.split(result.stderr.splitlines()[-1])[-3:] == ["gpuattn", "translate", str(out)]
+    assert f"gpuattn profile '{out}'" in html.unescape((out / "report.html").read_text())
     result = call("sample", out)
     assert shlex.split(result.stderr)[-3:] == ["gpuattn", "translate", str(out)]
     text.write_bytes(b"B\xe4r\n")
