@@ -182,10 +182,9 @@ class Session:
         if at.early:
             self.report.say("ended", f"{at.finished}, after {at.update:,} updates")
         elif self.config.until:
-            self.report.say(
-                "warning", f"the run reached its limit before {self.config.until:g} % of every "
-                "kind was exact. A longer --for goes on",
-            )  # fmt: skip
+            wanted = f"{self.config.until:g} % exact of every kind"
+            text = f"{at.finished} are over, before {wanted}; a longer --for goes on"
+            self.report.say("ended", text)
         self.report.say("trained", trainer.meter.describe(at.spent, at.seconds))
         try:
             self.report.say("report", str(write_page(self.folder.path)))

@@ -187,7 +187,7 @@ def test_the_mean_of_checkpoints_is_evaluated_with_the_threads_of_the_run(tmp_pa
 
     monkeypatch.setattr(RunFolder, "average_snapshots", noted)
     with blas.kept():
-        blas.begin(0)
+        blas.next(0)
         train(config, tmp_path / "run", device="numpy")
         assert {library.num_threads for library in blas._libraries} == {2}
     assert used == [{1}]
