@@ -1,7 +1,8 @@
 """Long checks that need nobody: they run in other processes while the other tests run.
 
 A test marked ``background(run=function)`` has ``function`` called with its parameters as soon as it
-is collected, and asks for what came out with the fixture ``result_of_background``.
+is collected, once for all tests that name it with these parameters, and asks for what came out with
+the fixture ``result_of_background``. Those that are ``long`` begin first.
 """
 
 import os
@@ -10,10 +11,6 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-
-from gpuattn import kernels
-
-OTHERS = "sm_86", "sm_89", "sm_100"  # than those that kernels were made for
 
 
 def start():
@@ -24,22 +21,6 @@ def start():
 def _step_back():
     if hasattr(os, "nice"):
         os.nice(10)
-
-
-def variants(file, arch):
-    """Return what of a header's list is compiled for an architecture: all where the kernels were
-    made for it, elsewhere one in three, each another third.
-    """
-    every = kernels.variants(file)
-    return every[OTHERS.index(arch) % len(every) :: 3] if arch in OTHERS else every
-
-
-def compile_variants(file, arch):
-    """Return [(constants, NVRTC's log)] for the variants of a CUDA source."""
-    return [
-        (constants, kernels.compile_text(kernels.source_text(file, **constants), arch, file)[1])
-        for constants in variants(file, arch)
-    ]
 
 
 def run_simulator(order):

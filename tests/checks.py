@@ -2,6 +2,7 @@
 
 import warnings
 
+import compiled
 import numpy as np
 import pytest
 
@@ -13,6 +14,13 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 def dtype_of(name):
     return arrays.BFLOAT16 if name == "bfloat16" else np.dtype(name)
+
+
+def sampled(cases, count):
+    """Return pytest parameters of which the default tier runs the first ``count``."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    exhaustive = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases[count:]]
+    return [*(pytest.param(*case) for case in cases[:count]), *exhaustive]
 
 
 def implementations(impls):
@@ -194,8 +202,9 @@ def check_hopper_compiles(file, shared_bytes, *claims, **constants):
     """
     claims = f"SHARED == {shared_bytes}", *claims
     asserts = "".join(f'static_assert({x}, "the host thinks otherwise");\n' for x in claims)
-    text = f"{kernels.source_text(file, scalar='bf16', **constants)}\n{asserts}"
-    _, log = kernels.compile_text(text, "sm_90a", file)
+    text = kernels.source_text(file, scalar="bf16", **constants)
+    compiled.check_front_end(f"{text}\n{asserts}", "sm_90a", file)
+    _, log = compiled.machine_code(text, "sm_90a", file)
     assert "C7512" not in log and "C7514" not in log and "0 bytes spill stores" in log, log
     return log
 

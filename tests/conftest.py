@@ -12,7 +12,7 @@ from gpuattn.errors import KernelCompileError
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 REQUIRED = os.environ.get("GPUATTN_REQUIRE", "")  # tools whose lack fails tests, by commas
-POOL, JOB = pytest.StashKey(), pytest.StashKey()
+POOL, JOB, LEFT_OUT = pytest.StashKey(), pytest.StashKey(), pytest.StashKey()
 
 try:
     import cupy
@@ -22,24 +22,50 @@ except ImportError:
     cupy = None
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run the tests marked exhaustive too")
+
+
 def pytest_collection_modifyitems(items, config):
-    """In the simulator only its own tests run; outside, test_simulator.py starts that run."""
+    """In the simulator only its own tests run; outside, test_simulator.py starts that run.
+
+    Without ``--all``, the tests marked ``exhaustive`` are left out.
+    """
     for item in items:
         if "gpu" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
     keep = [item for item in items if bool(item.get_closest_marker("simulator")) == SIMULATED]
-    config.hook.pytest_deselected(items=[item for item in items if item not in keep])
+    if not config.option.all:
+        chosen = [item for item in keep if not item.get_closest_marker("exhaustive")]
+        config.stash[LEFT_OUT] = len(keep) - len(chosen)
+        keep = chosen
+    kept = set(keep)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = sorted(keep, key=lambda item: bool(item.get_closest_marker("background")))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{count} exhaustive tests were left out (kernel variants, emulated problems, orders "
+            "of the simulator); pytest --all runs them too."
+        )
 
 
 def pytest_collection_finish(session):
     """Start what runs behind the other tests; its own tests come last and wait for it."""
     marks = [(item, item.get_closest_marker("background")) for item in session.items]
     marks = [(item, mark) for item, mark in marks if mark]
+    marks.sort(key=lambda pair: not pair[1].kwargs.get("long"))
     if marks and not session.config.option.collectonly:
-        pool = session.stash[POOL] = background.start()
+        pool, jobs = background.start(), {}
+        session.stash[POOL] = pool
         for item, mark in marks:
-            item.stash[JOB] = pool.submit(mark.kwargs["run"], **item.callspec.params)
+            run, params = mark.kwargs["run"], item.callspec.params
+            key = run, str(params)
+            if key not in jobs:
+                jobs[key] = pool.submit(run, **params)
+            item.stash[JOB] = jobs[key]
 
 
 def pytest_sessionfinish(session):

@@ -1,15 +1,11 @@
 """Every CUDA source compiles for every architecture it names, without spills. Needs no GPU."""
 
-import functools
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import background
+import compiled
 import numpy as np
 import pytest
 
@@ -26,12 +22,6 @@ IN_PARTS = {  # whose forms do it elsewhere
 LIBRARY = {"weight_gradients"}  # what a library does elsewhere
 
 
-def cases():
-    for file in kernels.files():
-        for arch in kernels.architectures(file):
-            yield pytest.param(file, arch, id=f"{file}-{arch}")
-
-
 SPILLED = {
     "flash_attention_forward_ampere.cu": 48, "flash_attention_short.cu": 16,
     "flash_attention_backward_ampere_extras.cu": 20,
@@ -39,47 +29,46 @@ SPILLED = {
 """Bytes that a thread may spill: the words of dropout do not fit at head size 128."""
 
 
-@pytest.mark.background(run=background.compile_variants)
-@pytest.mark.parametrize("file, arch", list(cases()))
-def test_compiles_without_spills(nvrtc, file, arch, result_of_background):
-    logs = result_of_background()
-    assert [constants for constants, _ in logs] == background.variants(file, arch)
-    for constants, log in logs:
-        spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-        assert spills, f"no resource report for {constants}: {log}"
-        most = max(int(count) for pair in spills for count in pair)
-        assert most <= SPILLED.get(file, 0), f"{constants} spills on {arch}:\n{log}"
+def variants():
+    for number, (file, arch, constants, default) in enumerate(compiled.cases()):
+        marks = () if default else pytest.mark.exhaustive
+        yield pytest.param(file, arch, constants, marks=marks, id=f"{file}-{arch}-{number}")
 
 
-@functools.cache
-def machine_code(file):
-    """Return {kernel: its instructions, in order} of a file's first variant on a Hopper GPU."""
-    return disassembled(
-        kernels.source_text(file, **kernels.variants(file)[0]), kernels.arch_for(file, "90"), file
-    )
+@pytest.mark.background(run=compiled.compile_variant)
+@pytest.mark.parametrize("file, arch, constants", list(variants()))
+def test_compiles_without_spills(nvrtc, file, arch, constants, result_of_background):
+    log = result_of_background()
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert spills, f"no resource report for {constants}: {log}"
+    most = max(int(count) for pair in spills for count in pair)
+    assert most <= SPILLED.get(file, 0), f"{constants} spills on {arch}:\n{log}"
 
 
-def disassembled(text, arch, file):
-    tool = nvdisasm()
-    if tool is None:
+@pytest.mark.background(run=compiled.check_variants)
+@pytest.mark.parametrize("file", kernels.files())
+def test_the_front_end_takes_every_variant(nvrtc, file, result_of_background):
+    result_of_background()
+
+
+def test_the_default_tier_compiles_every_file_for_every_architecture():
+    chosen = [(file, arch) for file, arch, _, default in compiled.cases() if default]
+    listed = {(file, arch) for file in kernels.files() for arch in kernels.architectures(file)}
+    assert set(chosen) == listed and max(map(chosen.count, listed)) == compiled.MOST
+
+
+@pytest.fixture
+def nvdisasm():
+    if compiled.disassembler() is None:
         assert not REQUIRED, "nvdisasm is missing: pip install nvidia-cuda-nvdisasm"
         pytest.skip("no nvdisasm")
-    code, _ = kernels.compile_text(text, arch, file)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(code)
-        cubin.flush()
-        command = [tool, "-c", cubin.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    _, *sections = re.split(r"^\s*\.section\s+\.text\.(\w+).*$", sass, flags=re.MULTILINE)
-    instruction = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
-    pairs = zip(sections[::2], sections[1::2], strict=True)
-    return {name: instruction.findall(section) for name, section in pairs}
 
 
+@pytest.mark.background(run=compiled.hopper_instructions)
 @pytest.mark.parametrize("file", kernels.files())
-def test_no_double_precision_instructions(nvrtc, file):
+def test_no_double_precision_instructions(nvrtc, nvdisasm, file, result_of_background):
     """A float literal without its f makes a kernel 30 times slower: look at the machine code."""
-    code = machine_code(file)
+    code = result_of_background()
     assert set(code) == set(kernels.signatures(file))
     for name, instructions in code.items():
         text = "\n".join(instructions)
@@ -87,10 +76,13 @@ def test_no_double_precision_instructions(nvrtc, file):
         assert not re.findall(r"\b(?:DFMA|DADD|DMUL)\b", text), f"double arithmetic in {name}"
 
 
+@pytest.mark.background(run=compiled.hopper_instructions)
 @pytest.mark.parametrize("file", kernels.files())
-def test_who_may_begin_early_waits_before_anything_else(nvrtc, file):
+def test_who_may_begin_early_waits_before_anything_else(
+    nvrtc, nvdisasm, file, result_of_background
+):
     """Every block, before it touches memory, whatever the compiler moved; and nobody else waits."""
-    for name, instructions in machine_code(file).items():
+    for name, instructions in result_of_background().items():
         waits = [text for text in instructions if "ACQBULK" in text]
         if kernels.waits_first(file, name):
             assert waits == ["ACQBULK"] and not harm_before_wait(instructions), name
@@ -116,20 +108,15 @@ def harm_before_wait(instructions):
 
 
 @pytest.mark.parametrize("early", ["", "if (y[1] > 0.f) ", "y[2] = 1.f; ", "if (n < 0) return; "])
-def test_harm_before_a_wait_is_seen(nvrtc, early):
+def test_harm_before_a_wait_is_seen(nvrtc, nvdisasm, early):
     text = f"""
         #include "common/grid_dependency.cuh"
         extern "C" __global__ void k(const float* x, float* y, int n) {{
             {early}grid_dependency_wait();
             y[0] = x[n];
         }}"""
-    harm = harm_before_wait(disassembled(text, "sm_90", "k.cu")["k"])
+    harm = harm_before_wait(compiled.instructions(text, "sm_90", "k.cu")["k"])
     assert bool(harm) == bool(early)
-
-
-def nvdisasm():
-    places = [Path(p, "nvidia", c, "bin", "nvdisasm") for p in sys.path for c in ("cu13", "cu12")]
-    return next((path for path in places if path.exists()), None)
 
 
 def test_there_are_sources():

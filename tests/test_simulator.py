@@ -10,13 +10,14 @@ import re
 import background
 import numpy as np
 import pytest
+from checks import sampled
 
 REQUIRED = "simulator" in os.environ.get("GPUATTN_REQUIRE", "")
 ORDERS = ["forward", "reverse", "1", "2"]
 
 
-@pytest.mark.background(run=background.run_simulator)
-@pytest.mark.parametrize("order", ["forward", "reverse", "1"])
+@pytest.mark.background(run=background.run_simulator, long=True)
+@pytest.mark.parametrize("order", sampled(["forward", "reverse", "1"], 1))
 def test_numba_kernels_in_the_simulator(order, result_of_background):
     missing = [m for m in ("numba", "greenlet") if importlib.util.find_spec(m) is None]
     if missing:
