@@ -3,6 +3,7 @@
 import emulator
 import numpy as np
 import pytest
+from checks import sampled
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.ops import linear_dropout_add_norm as op
@@ -17,7 +18,7 @@ def assert_rounded(found, want):
     np.testing.assert_allclose(found.astype(np.float64), want, rtol=unit, atol=unit / 8)
 
 
-@pytest.mark.parametrize("dtype, rows, width, depth, p, rms, vectors", [
+@pytest.mark.parametrize("dtype, rows, width, depth, p, rms, vectors", sampled([
     (BFLOAT16, 150, 384, 200, 0.2, False, (0, 1, 2)),
     (np.float16, 70, 384, 456, 0.0, True, (0,)),
     (np.float16, 140, 128, 72, 0.5, False, (2,)),
@@ -25,7 +26,7 @@ def assert_rounded(found, want):
     (np.float16, 20, 256, 520, 0.2, True, ()),  # more steps than stages
     (BFLOAT16, 70, 384, 1032, 0.2, False, (0,)),  # deep
     (np.float16, 20, 128, 1024, 0.5, False, (1,)),
-])  # fmt: skip
+], 3))  # fmt: skip
 def test_product_and_norm(dtype, rows, width, depth, p, rms, vectors):
     machine, random = emulator.Machine(seed=rows), np.random.default_rng(width)
     shapes = [(rows, depth), (width, depth), (rows, width), *[(width,)] * 3]

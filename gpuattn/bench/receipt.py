@@ -74,7 +74,8 @@ def _shards():
 def _run(shard, mark, beside):
     """Return {test: outcome} of the tests with a mark in a shard; ``beside`` each other or not."""
     report = ROOT / ".gpu_report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", mark, f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "-q", "--all", "-m", mark]
+    command.append(f"--junitxml={report}")
     if beside:
         command += ["-n", str(max(1, os.cpu_count() - 2)), "--dist", "worksteal"]
     one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the processes have the CPUs already

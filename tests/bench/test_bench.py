@@ -63,9 +63,9 @@ def test_kernels_lists_explains_and_compiles(nvrtc, tmp_path, monkeypatch):
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
     assert "softmax.cu" in call("kernels").stdout
     assert "raw-simt" in call("kernels", "--why", "softmax", "--shape", "8x16").stdout
-    warm = call("kernels", "--warm", "--arch", "sm_90a", "--file", "softmax.cu")
+    warm = call("kernels", "--warm", "--arch", "sm_90a", "--file", "dropout.cu")
     assert "kernels for sm_90a" in warm.stdout
-    assert list(tmp_path.glob("softmax-sm_90*.cubin"))
+    assert list(tmp_path.glob("dropout-sm_90-*.cubin"))
     warm = call("kernels", "--warm", "--arch", "sm_120", "--file", "softmax_hopper.cu")
     assert "0 kernels for sm_120" in warm.stdout
     assert call("kernels", "--why", "softmax", "--shape", "8by16").exit_code == 2

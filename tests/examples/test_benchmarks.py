@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
@@ -31,6 +33,7 @@ def test_multi30k(tmp_path):
     assert found["mean_bleu"] == sum(bleus) / 2 and found["versions"]
 
 
+@pytest.mark.exhaustive
 def test_every_way_of_batching_is_timed(tmp_path):
     said = smoke("multi30k.py", "--compare-batching", "--json", tmp_path / "out.json")
     rates = json.loads((tmp_path / "out.json").read_text())["sentences_per_second"]

@@ -1,5 +1,6 @@
 """The tiles of the gradient by mma.sync: they fit, and Python counts their bytes as CUDA does."""
 
+import compiled
 import numpy as np
 import pytest
 
@@ -56,7 +57,7 @@ def test_bytes_are_those_of_the_kernel_with_extras(nvrtc, tile):
 def check_sizes(file, end, claim, constants):
     text = kernels.source_text(file, **constants)
     sizes = text[: text.index(end)]
-    kernels.compile_text(f'{sizes}\nstatic_assert({claim}, "");', "sm_80", file)
+    compiled.check_front_end(f'{sizes}\nstatic_assert({claim}, "");', "sm_80", file)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 6, 8), (1, 4, 1, 8), (1, 1, 1, 1), (2, 1, 6, 1)])

@@ -2,9 +2,11 @@
 
 import itertools
 
+import compiled
 import numpy as np
 import pytest
 from attention_formula import assert_close, gradients
+from checks import sampled
 
 from gpuattn import kernels
 from gpuattn.arrays import BFLOAT16
@@ -30,12 +32,12 @@ def test_every_tile_in_use_is_compiled_in_the_tests():
             assert used in listed, f"{used} is not on the header's Constants lines"
 
 
-@pytest.mark.parametrize("width", attention_hopper.WIDTHS)
+@pytest.mark.parametrize("width", sampled(attention_hopper.WIDTHS, 1))
 @pytest.mark.parametrize("bias", [False, True])
 def test_matrix_products_are_not_serialised(nvrtc, width, bias):
     """ptxas says C75xx where it waits for each product: a third of the speed."""
     text = kernels.source_text(FILE, **constants(width, 4096, True, bias, False, False))
-    _, log = kernels.compile_text(text, "sm_90a", FILE)
+    _, log = compiled.machine_code(text, "sm_90a", FILE)
     assert "C75" not in log, log
 
 
@@ -46,7 +48,7 @@ def test_shared_memory_is_what_the_kernel_lays_out(nvrtc, width, bias, extras):
     used = constants(width, 4096, False, bias, extras, False)
     size = attention_hopper.shared_bytes(used)
     check = f'\nstatic_assert(SHARED_BYTES == {size}, "the host asks for another size");\n'
-    kernels.compile_text(kernels.source_text(FILE, **used) + check, "sm_90a", FILE)
+    compiled.check_front_end(kernels.source_text(FILE, **used) + check, "sm_90a", FILE)
 
 
 def hopper(xp):

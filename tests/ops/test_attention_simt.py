@@ -2,6 +2,7 @@
 
 import itertools
 
+import compiled
 import pytest
 
 from gpuattn import kernels
@@ -23,5 +24,5 @@ def test_tiles_are_those_of_the_kernels(nvrtc, part, names, width, extras):
     own, step = simt.choose_tile(part, width, extras)
     size = simt.shared_bytes(part, width, extras)
     claim = f"{names[0]} == {own} && {names[1]} == {step} && SHARED_BYTES == {size}"
-    kernels.compile_text(f'{sizes}\nstatic_assert({claim}, "");', "sm_80", file)
+    compiled.check_front_end(f'{sizes}\nstatic_assert({claim}, "");', "sm_80", file)
     assert size <= LEAST_LIMIT

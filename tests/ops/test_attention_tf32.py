@@ -1,5 +1,6 @@
 """Attention of float32 arrays on tensor cores, which round them to TF32: only where asked for."""
 
+import compiled
 import numpy as np
 import pytest
 
@@ -53,7 +54,7 @@ def test_tiles_are_those_of_the_kernel(nvrtc, width, scalar, plain):
         count = ampere.shared_bytes(width, size, rows, keys)
         claim = f"ROWS == {rows} && KEYS == {keys} && SHARED_BYTES == {count}"
         sizes = text[: text.index("// Rows of an array into a tile")]
-        kernels.compile_text(f'{sizes}\nstatic_assert({claim}, "");', arch, file)
+        compiled.check_front_end(f'{sizes}\nstatic_assert({claim}, "");', arch, file)
         assert size == 2 or count <= LEAST_LIMIT
 
 

@@ -136,9 +136,9 @@ def test_what_is_not_finite_stays_in_its_row(name, where, rng):
 
 
 def views(xp, rng, dtype):
-    base = xp.asarray(rng.standard_normal((6, 8, 10)), dtype)
+    base = xp.asarray(rng.standard_normal((3, 4, 8)), dtype)
     yield "transposed", base.transpose(2, 0, 1)
-    yield "sliced", base[::2, 1:, 3:9]
+    yield "sliced", base[::2, 1:, 3:7]
     yield "reversed", base[:, ::-1, ::-1]
     yield "broadcast", xp.broadcast_to(base[:1], base.shape)
     yield "offset by one", base.ravel()[1:61].reshape(4, 15)

@@ -12,6 +12,7 @@ from checks import (
     dtype_of,
     implementations,
     module_named,
+    sampled,
 )
 
 import gpuattn.ops.softmax as module
@@ -38,11 +39,11 @@ def test_implementations_agree(name, where, rng, shape, dtype):
     check_implementation(IMPLS, name, where, [x, None, None], dtype, **{**PLAIN, "scale": 0.7})
 
 
-@pytest.mark.parametrize("mask_shape", [(4, 33), (1, 33), (4, 1), (33,), (3, 1, 33), (2, 3, 4, 33)])
+@pytest.mark.parametrize("mask_shape", [(2, 33), (1, 33), (2, 1), (33,), (3, 1, 33), (2, 3, 2, 33)])
 @pytest.mark.parametrize("kind", ["keep", "add"])
 @pytest.mark.parametrize("name, where", HERE)
 def test_masks_agree(name, where, rng, mask_shape, kind):
-    x = rng.standard_normal((2, 3, 4, 33))
+    x = rng.standard_normal((2, 3, 2, 33))
     mask = rng.random(mask_shape) < 0.5 if kind == "keep" else rng.standard_normal(mask_shape)
     params, needs = {**PLAIN, "scale": 0.5, "causal": True}, (True, False, False)
     check_implementation(IMPLS, name, where, [x, mask, None], "float32", needs=needs, **params)
@@ -96,9 +97,9 @@ def test_scale_zero_and_negative(name, where, scale, want):
 
 
 def views(xp, rng, dtype):
-    base = xp.asarray(rng.standard_normal((4, 5, 10)), dtype)
+    base = xp.asarray(rng.standard_normal((3, 4, 8)), dtype)
     yield "transposed", base.transpose(2, 0, 1)
-    yield "sliced", base[::2, 1:, 3:9]
+    yield "sliced", base[::2, 1:, 3:7]
     yield "reversed", base[:, ::-1, ::-1]
     yield "broadcast", xp.broadcast_to(base[:1], base.shape)
     yield "offset by one", base.ravel()[1:61].reshape(4, 15)
@@ -259,7 +260,7 @@ def emulated(staged):
         yield
 
 
-@pytest.mark.parametrize("shape, dtype, kind, p, staged", [
+@pytest.mark.parametrize("shape, dtype, kind, p, staged", sampled([
     ((5, 256), "bfloat16", None, 0.0, True),
     ((5, 257), "float16", "lengths", 0.3, True),
     ((2, 3, 9, 45), "float32", "keep", 0.0, False),
@@ -267,7 +268,7 @@ def emulated(staged):
     ((2, 12345), "bfloat16", None, 0.0, False),
     ((2, 9001), "float32", "keep", 0.2, True),
     ((2, 9001), "float32", None, 0.0, False),
-])  # fmt: skip
+], 4))  # fmt: skip
 def test_the_kernel_on_any_cpu(rng, shape, dtype, kind, p, staged, host_compiler):
     def forward(*inputs, **params):
         with emulated(staged):

@@ -13,6 +13,7 @@ import warnings
 
 import numpy as np
 import pytest
+from checks import sampled
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.errors import CheckpointError
@@ -391,9 +392,10 @@ for n in itertools.count(int(sys.argv[2])):
 """
 
 
-def test_kill_9_during_saves_loses_nothing(tmp_path):
+@pytest.mark.parametrize("kills", sampled([4, 10], 1))
+def test_kill_9_during_saves_loses_nothing(tmp_path, kills):
     rng, done = np.random.default_rng(5), -1
-    for _ in range(10):
+    for _ in range(kills):
         child = subprocess.Popen(
             [sys.executable, "-c", SAVER, tmp_path, str(done + 1)],
             stdout=subprocess.PIPE,

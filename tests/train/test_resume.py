@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from checks import sampled
 from kill_drill import drill, new_config
 from stopping import After, assert_same_bits, assert_same_metrics
 
@@ -100,9 +101,10 @@ def test_a_damaged_last_state_falls_back_to_the_one_before(config, tmp_path):
     assert_same_bits(tmp_path / "whole", tmp_path / "run")
 
 
-def test_killed_at_random_moments_a_run_loses_nothing(tmp_path):
-    updates, torn = drill(tmp_path, "numpy", kills=6)
-    assert len(set(updates)) >= 3 and torn >= 1
+@pytest.mark.parametrize("kills", sampled([3, 6], 1))
+def test_killed_at_random_moments_a_run_loses_nothing(tmp_path, kills):
+    updates, torn = drill(tmp_path, "numpy", kills)
+    assert len(set(updates)) >= kills // 2 and torn >= 1
 
 
 def test_on_a_gpu_a_deterministic_run_goes_on_bit_for_bit(gpu, tmp_path, delayed):
