@@ -46,9 +46,10 @@ def pytest_collection_modifyitems(items, config):
 
 def pytest_terminal_summary(terminalreporter, config):
     if count := config.stash.get(LEFT_OUT, 0):
+        tests = "1 exhaustive test was" if count == 1 else f"{count} exhaustive tests were"
         terminalreporter.write_line(
-            f"{count} exhaustive tests were left out (kernel variants, emulated problems, orders "
-            "of the simulator); pytest --all runs them too."
+            f"{tests} left out (of kernel variants, emulated problems, orders of the simulator and "
+            "kills); pytest --all runs them too."
         )
 
 

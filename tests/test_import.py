@@ -26,8 +26,9 @@ def test_import_brings_nothing_heavy():
 
 
 def test_import_time(bytecode):
-    code = "import time; t = time.perf_counter(); import gpuattn; print(time.perf_counter() - t)"
-    assert min(float(python(code)) for _ in range(10)) <= 0.3
+    """Of the CPU: other work on the machine does not count."""
+    code = "import time; t = time.process_time(); import gpuattn; print(time.process_time() - t)"
+    assert min(float(python(code)) for _ in range(5)) <= 0.3
 
 
 def test_threads_of_blas_sleep_soon_unless_the_user_says_otherwise(monkeypatch):

@@ -1,6 +1,7 @@
 """What a user installs: the wheel, its size on import, and the files that describe it."""
 
 import configparser
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,13 @@ def test_metadata_lives_in_setup_cfg():
     config.read(ROOT / "setup.cfg")
     extras = set(config["options.extras_require"])
     assert extras == {"cuda12x", "cuda13x", "plots", "tensorboard", "dist", "test"}
+
+
+def test_every_requirement_has_a_lowest_version():
+    script = ROOT / ".ci" / "lowest.py"
+    run = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True)
+    names = [re.fullmatch(r"([\w-]+)==[\d.]+", line)[1] for line in run.stdout.splitlines()]
+    assert {"numpy", "click", "rich"} <= set(names)
 
 
 def test_a_file_has_one_idea():

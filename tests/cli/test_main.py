@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 
 import pytest
@@ -51,18 +50,18 @@ def test_every_command_has_help_and_debug(call, name):
 
 def test_help_is_quick_and_imports_nothing_heavy(bytecode):
     code = (
-        "import sys\n"
+        "import sys, time\n"
         "from gpuattn.cli.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
-        f"print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"
+        f"print([m for m in {HEAVY} if m in sys.modules], time.process_time(), file=sys.stderr)"
     )
     times = []
-    for _ in range(10):
-        begin = time.perf_counter()
+    for _ in range(5):
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        times.append(time.perf_counter() - begin)
-        assert run.stderr.strip() == "[]"
+        heavy, seconds = run.stderr.split("] ")
+        times.append(float(seconds))  # of the CPU: other work on the machine does not count
+        assert heavy == "["
     assert min(times) <= 0.4
 
 
