@@ -3,6 +3,10 @@
 A test marked ``background(run=function)`` has ``function`` called with its parameters as soon as it
 is collected, once for all tests that name it with these parameters, and asks for what came out with
 the fixture ``result_of_background``. Those that are ``long`` begin first.
+
+This keeps all cores busy, so the tests in front run BLAS in one thread, unless the user has set
+OPENBLAS_NUM_THREADS: two threads that wait for each other took twice the time. ``conftest.py``
+imports this module before NumPy, which reads the variable as it is loaded.
 """
 
 import os
@@ -11,6 +15,8 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def start():
@@ -25,13 +31,10 @@ def _step_back():
 
 def run_simulator(order):
     """Run the tests marked ``simulator``; return pytest's (exit status, output)."""
-    environment = {
-        **os.environ, "NUMBA_ENABLE_CUDASIM": "1", "GPUATTN_SIM_ORDER": order,
-        "OPENBLAS_NUM_THREADS": "1",
-    }  # fmt: skip
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "GPUATTN_SIM_ORDER": order}
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "simulator", "tests"],
         cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True,
-        timeout=600, check=False,
+        timeout=1800, check=False,
     )  # fmt: skip
     return run.returncode, run.stdout + run.stderr

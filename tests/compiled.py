@@ -27,17 +27,17 @@ def cases():
 
     All variants for those it was made for; for each of ``OTHERS`` one in three, another third. The
     default tier takes at most ``MOST`` of them, evenly spread, for the first architecture of the
-    header, and one for each other.
+    header, one for Hopper, and one for one of the others, in turns.
     """
-    for file in kernels.files():
+    for turn, file in enumerate(kernels.files()):
         every = kernels.variants(file)
         for place, arch in enumerate(kernels.architectures(file)):
-            listed = every
+            listed, step = every, len(every) if place else -(-len(every) // MOST)
             if arch in OTHERS:
                 listed = every[OTHERS.index(arch) % len(every) :: 3]
-            step = len(listed) if place else -(-len(listed) // MOST)
+                step = len(listed) if arch == OTHERS[turn % 3] else None
             for number, constants in enumerate(listed):
-                yield file, arch, constants, number % step == 0
+                yield file, arch, constants, step is not None and number % step == 0
 
 
 def machine_code(text, arch, file):

@@ -21,6 +21,11 @@ from gpuattn.train.config import TrainConfig
 
 EARLY, SAVING = 0.2, 0.5  # shares of kills before there is anything new to lose, and in a save
 MOST = 3  # saves between two kills
+SLOW_SAVES = """
+import os, time
+inner = os.replace
+os.replace = lambda *names: (time.sleep(0.02), inner(*names))
+"""  # so that a kill comes before the file has its name
 SIZES = {
     "numpy": {"dim": 16, "heads": 2, "layers": (1, 1), "ffn": 16, "batch": 120, "max_len": 40},
     "cuda": {"dim": 64, "heads": 2, "layers": (1, 1), "ffn": 64, "batch": 4096, "max_len": 700},
@@ -49,14 +54,14 @@ def drill(folder, device, kills, seed=0):
     how many came in the midst of a save. Raises AssertionError unless the runs are the same."""
     rng, config = np.random.default_rng(seed), new_config(folder, device, kills)
     whole, out = Training(config, folder / "whole", device), folder / "killed"
-    waiting = deque(Training(config, out, device) for _ in range(2))
+    waiting = deque(Training(config, out, device, SLOW_SAVES) for _ in range(2))
     whole.begin()
     code, said = whole.end()
     assert code == 0, said
     updates, torn = [], 0
     for _ in range(kills):
         training = waiting.popleft()
-        waiting.append(Training(config, out, device))
+        waiting.append(Training(config, out, device, SLOW_SAVES))
         training.begin()
         kind = rng.random()
         if kind < EARLY:

@@ -51,10 +51,14 @@ def test_the_front_end_takes_every_variant(nvrtc, file, result_of_background):
     result_of_background()
 
 
-def test_the_default_tier_compiles_every_file_for_every_architecture():
+def test_the_default_tier_compiles_every_file_and_for_every_architecture():
     chosen = [(file, arch) for file, arch, _, default in compiled.cases() if default]
-    listed = {(file, arch) for file in kernels.files() for arch in kernels.architectures(file)}
-    assert set(chosen) == listed and max(map(chosen.count, listed)) == compiled.MOST
+    for file in kernels.files():
+        made_for, *more = kernels.architectures(file)
+        variants = len(kernels.variants(file))
+        assert min(2, variants) <= chosen.count((file, made_for)) <= compiled.MOST
+        assert "sm_90" not in more or (file, "sm_90") in chosen
+    assert all(sum(arch == other for _, arch in chosen) >= 10 for other in compiled.OTHERS)
 
 
 @pytest.fixture
