@@ -12,10 +12,12 @@ imports this module before NumPy, which reads the variable as it is loaded.
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
@@ -29,12 +31,21 @@ def _step_back():
         os.nice(10)
 
 
-def run_simulator(order):
+def run_simulator(order, options):
     """Run the tests marked ``simulator``; return pytest's (exit status, output)."""
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "GPUATTN_SIM_ORDER": order}
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "simulator", "tests"],
-        cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True,
+        [sys.executable, "-m", "pytest", "-q", "-m", "simulator", *options, "tests"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
         timeout=1800, check=False,
     )  # fmt: skip
     return run.returncode, run.stdout + run.stderr
+
+
+def run_example(name):
+    """Run a script of ``examples``, small; return the process that has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(
+            [sys.executable, ROOT / "examples" / name, "--smoke"],
+            cwd=folder, capture_output=True, text=True, check=False, timeout=600,
+        )  # fmt: skip

@@ -18,7 +18,7 @@ from pathlib import Path
 from gpuattn import kernels
 from gpuattn.errors import KernelCompileError
 
-MOST = 6  # variants of a file that the default tier compiles to machine code
+MOST = 4  # variants of a file that the default tier compiles to machine code
 OTHERS = "sm_86", "sm_89", "sm_100"  # architectures than those that kernels were made for
 
 

@@ -1,5 +1,6 @@
 """Fixtures: which array module, seeded numbers, poisoned memory; and which tests run where."""
 
+import collections
 import os
 
 import background
@@ -35,6 +36,8 @@ def pytest_collection_modifyitems(items, config):
         if "gpu" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
     keep = [item for item in items if bool(item.get_closest_marker("simulator")) == SIMULATED]
+    if SIMULATED:
+        sample_cases(keep)
     if not config.option.all:
         chosen = [item for item in keep if not item.get_closest_marker("exhaustive")]
         config.stash[LEFT_OUT] = len(keep) - len(chosen)
@@ -42,6 +45,16 @@ def pytest_collection_modifyitems(items, config):
     kept = set(keep)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = sorted(keep, key=lambda item: bool(item.get_closest_marker("background")))
+
+
+def sample_cases(items):
+    """Mark all but the first of each four cases of a test as exhaustive."""
+    seen = collections.Counter()
+    for item in items:
+        test = item.nodeid.split("[")[0]
+        if seen[test] % 4:
+            item.add_marker("exhaustive")
+        seen[test] += 1
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -17,8 +17,11 @@ ORDERS = ["forward", "reverse", "1", "2"]
 
 
 @pytest.mark.background(run=background.run_simulator, long=True)
-@pytest.mark.parametrize("order", sampled(["forward", "reverse", "1"], 1))
-def test_numba_kernels_in_the_simulator(order, result_of_background):
+@pytest.mark.parametrize(
+    "order, options",
+    sampled([("2", ()), *((order, ("--all",)) for order in ("forward", "reverse", "1"))], 1),
+)
+def test_numba_kernels_in_the_simulator(order, options, result_of_background):
     missing = [m for m in ("numba", "greenlet") if importlib.util.find_spec(m) is None]
     if missing:
         assert not REQUIRED, f"{missing} not installed: pip install '.[test]'"

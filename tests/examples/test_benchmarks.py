@@ -24,6 +24,7 @@ def test_cpu_step():
     assert re.search(r"gpuattn on NumPy .*: \d+\.\d ms", smoke("cpu_step.py"))
 
 
+@pytest.mark.exhaustive
 def test_multi30k(tmp_path):
     said = smoke("multi30k.py", "--seeds", "1", "2", "--json", tmp_path / "out.json")
     assert said.count(" updates in ") == 2 and "asked 41, NOT reached" in said

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import background
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -22,12 +23,10 @@ SAYS = {
 }
 
 
+@pytest.mark.background(run=background.run_example)
 @pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py")))
-def test_example(name, tmp_path):
-    run = subprocess.run(
-        [sys.executable, EXAMPLES / name, "--smoke"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+def test_example(name, result_of_background):
+    run = result_of_background()
     assert run.returncode == 0, run.stderr[-2000:]
     assert "Claim: " in run.stdout and SAYS[name] in run.stdout
 

@@ -19,8 +19,8 @@ UNIT = {"f16": 2.0**-10, "bf16": 2.0**-7}  # of the last place of 1
 SLOPE_ERROR = {"f16": 1 / 400, "bf16": 1 / 256}
 # rows, in, out, the next layer's out; where out is 256 or less the weight stays in shared memory
 PROBLEMS = [
-    ((300, 136, 232, 72), "bf16"),
     ((300, 136, 232, 72), "f16"),
+    ((300, 136, 232, 72), "bf16"),
     ((400, 72, 328, 136), "f16"),
     ((130, 392, 264, 8), "bf16"),
     ((1, 8, 8, 392), "bf16"),
@@ -76,7 +76,7 @@ def test_on_an_emulated_gpu(shape, dtype, host_compiler):
         check(x, weight, product, exact, dtype, emulator.as_array)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", sampled(DTYPES, 1))
 def test_far_from_zero(dtype, host_compiler):
     """0 and 1 are exact; what is not finite is in the result."""
     z = np.array([-6e4, -30, -7, 7, 30, 6e4, np.nan, 0])
