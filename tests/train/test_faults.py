@@ -1,6 +1,7 @@
 """Gradients with inf or NaN: skipped and said; a run that has no others ends, and is saved."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -95,7 +96,8 @@ def test_ten_in_a_row_end_a_run_that_is_saved_and_goes_on(xp, tmp_path, monkeypa
         with pytest.raises(FloatingPointError) as error, np.errstate(invalid="ignore"):
             train(config, tmp_path / "run", device=device)
     said = str(error.value)
-    assert "10 updates in a row had gradients with inf or NaN, first in " in said
+    found = re.match(r"(\d+) updates in a row had gradients with inf or NaN, first in ", said)
+    assert found and int(found[1]) >= 10, said  # reports come by the clock, too
     assert "the last good one was number 10. Begin anew with a smaller --lr" in said
     assert said.endswith("All is saved as it was then")
     tensors, at = checkpoint.load(tmp_path / "run", "state")
