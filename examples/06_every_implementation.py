@@ -8,7 +8,7 @@ import argparse
 import numpy as np
 
 import gpuattn
-from gpuattn.ops.attention_dropout import attention_keep_mask
+from gpuattn.ops.attention.dropout import attention_keep_mask
 from gpuattn.rng import as_key
 
 parser = argparse.ArgumentParser(description=__doc__)

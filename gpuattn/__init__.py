@@ -19,30 +19,30 @@ from gpuattn.autodiff.functional import (
 )
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.impls import explain, use_impl
-from gpuattn.ops.adamw import adamw
-from gpuattn.ops.append_kv import append_kv
-from gpuattn.ops.beam_step import beam_step
-from gpuattn.ops.bias_activation import gelu, relu, swiglu
-from gpuattn.ops.cross_entropy import cross_entropy
-from gpuattn.ops.decode_attention import decode_attention
+from gpuattn.ops.attention.append_kv import append_kv
+from gpuattn.ops.attention.decode_attention import decode_attention
+from gpuattn.ops.attention.flash_attention import flash_attention
+from gpuattn.ops.attention.scaled_dot_product_attention import scaled_dot_product_attention
 from gpuattn.ops.dropout import dropout
-from gpuattn.ops.dropout_add_norm import dropout_add_norm
 from gpuattn.ops.embedding import embedding
-from gpuattn.ops.flash_attention import flash_attention
-from gpuattn.ops.gradient_statistics import OptimizerState, gradient_statistics
-from gpuattn.ops.lamb import TensorTable, lamb
-from gpuattn.ops.layer_norm import layer_norm
-from gpuattn.ops.linear import linear
-from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
-from gpuattn.ops.linear_dropout_add_norm import linear_dropout_add_norm
-from gpuattn.ops.lion import lion
-from gpuattn.ops.rms_norm import rms_norm
+from gpuattn.ops.linear.bias_activation import gelu, relu, swiglu
+from gpuattn.ops.linear.linear import linear
+from gpuattn.ops.linear.linear_dropout_add_norm import linear_dropout_add_norm
+from gpuattn.ops.loss.cross_entropy import cross_entropy
+from gpuattn.ops.loss.linear_cross_entropy import linear_cross_entropy
+from gpuattn.ops.norm.dropout_add_norm import dropout_add_norm
+from gpuattn.ops.norm.layer_norm import layer_norm
+from gpuattn.ops.norm.rms_norm import rms_norm
 from gpuattn.ops.rotary import rotary
-from gpuattn.ops.sample_tokens import sample_tokens
-from gpuattn.ops.scaled_dot_product_attention import scaled_dot_product_attention
-from gpuattn.ops.sgd import sgd
+from gpuattn.ops.sampling.beam_step import beam_step
+from gpuattn.ops.sampling.sample_tokens import sample_tokens
+from gpuattn.ops.sampling.topk_logprobs import topk_logprobs
 from gpuattn.ops.softmax import softmax
-from gpuattn.ops.topk_logprobs import topk_logprobs
+from gpuattn.ops.update.adamw import adamw
+from gpuattn.ops.update.gradient_statistics import OptimizerState, gradient_statistics
+from gpuattn.ops.update.lamb import TensorTable, lamb
+from gpuattn.ops.update.lion import lion
+from gpuattn.ops.update.sgd import sgd
 from gpuattn.rng import manual_seed
 
 MODULES = ("models", "nn", "optim")  # imported when first asked for
@@ -99,7 +99,7 @@ def __getattr__(name):
     if name in MODULES:
         return importlib.import_module(f"gpuattn.{name}")
     if name == "load_run":
-        return importlib.import_module("gpuattn.train.run").load_run
+        return importlib.import_module("gpuattn.runs.folder").load_run
     if name == "__version__":
         return importlib.import_module("gpuattn.version").version()
     raise AttributeError(f"module 'gpuattn' has no attribute {name!r}")

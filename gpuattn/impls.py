@@ -35,8 +35,8 @@ class Impl:
     latter come together without a copy. ``out`` is an output; ``into`` are such arrays for the
     inputs, or None. ``fills_places``: the backward writes there, and returns what it wrote.
     ``offers_product``: the backward is given ``fold`` too, which may be None. ``fold(product)``, of
-    an ``autodiff.product.Product``, the gradient of the first input, returns whether the op that
-    made that input has gone on from it; then there is none to return.
+    an ``autodiff.pending_matmul.Product``, the gradient of the first input, returns whether the op
+    that made that input has gone on from it; then there is none to return.
     ``takes_product(saved, product, index, needs, **params)`` returns whether the backward takes a
     Product in the place of the gradient of output ``index``.
     """

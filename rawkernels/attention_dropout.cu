@@ -1,4 +1,4 @@
-// The random words of attention's dropout: Philox numbers in two tables, see gpuattn/ops/attention_dropout.py.
+// The random words of attention's dropout: Philox numbers in two tables, see gpuattn/ops/attention/dropout.py.
 // Launch:    grid = (ceil(8 * heads * (query_rows + key_rows) / 256),), block = (256,)
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/dropout_words.cuh"

@@ -10,7 +10,7 @@ constexpr int WIDTH = 16 / sizeof(scalar), IN_FLIGHT = 4;  // numbers of a load;
 constexpr float MIN_LOSS_SCALE = 1.f, MAX_LOSS_SCALE = 4294967296.f;
 static_assert(BLOCK % 32 == 0, "gradient_statistics.cu: BLOCK must be a multiple of the warp size");
 
-// See _reference in gpuattn/ops/gradient_statistics.py.
+// See _reference in gpuattn/ops/update/gradient_statistics.py.
 __device__ void conclude(unsigned int* state, float sum, float max_norm, unsigned int growth_interval) {
     float* numbers = (float*)state;
     const float scale = numbers[LOSS_SCALE];

@@ -373,7 +373,7 @@ def test_row_29_no_gpu_is_no_crash_at_import():
 
 
 def test_row_30_compile_failures_name_the_line():
-    from gpuattn import kernels
+    from gpuattn.cuda import kernels
     from gpuattn.errors import KernelCompileError
 
     try:

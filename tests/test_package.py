@@ -18,7 +18,7 @@ def wheel(tmp_path_factory):
     pytest.importorskip("build", reason="pip install build to build the wheel")
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "checkout"  # setuptools writes into the folder that it packs
-    skip = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "runs")
+    skip = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=skip)
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--outdir", folder, copy],

@@ -18,7 +18,7 @@ import numpy as np
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.models import GPT2, GPT2Config
 from gpuattn.optim import AdamW
-from gpuattn.train.workspace import Workspace
+from gpuattn.runtime.workspace import Workspace
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--smoke", action="store_true", help="few steps, for the tests")

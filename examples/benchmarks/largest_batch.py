@@ -35,10 +35,11 @@ from gpuattn.bench.run import origin
 from gpuattn.bench.train import NEAR, Ours, texts
 from gpuattn.bench.train_cases import MODELS, small
 from gpuattn.models import GPT2
-from gpuattn.train import memory, precision
-from gpuattn.train.config import TrainConfig
-from gpuattn.train.device import array_module, card_memory, choose_device, is_out_of_memory
-from gpuattn.train.graph import Calls, Replays
+from gpuattn.runs.config import TrainConfig
+from gpuattn.runtime import precision
+from gpuattn.runtime.device import array_module, card_memory, choose_device, is_out_of_memory
+from gpuattn.runtime.graphs import Calls, Replays
+from gpuattn.train import memory
 
 RATIO = 1.3  # asked
 STEP = 0.02  # of the guess, between batches
@@ -141,7 +142,7 @@ class PeerUpdates:
     def __init__(self):
         import torch
 
-        from gpuattn.bench.train_peers import Peer
+        from gpuattn.bench.peers.train import Peer
 
         weights = {path: p.data for path, p in GPT2(CASE.config()).named_parameters()}
         self.torch, self.first = torch, texts(CASE)

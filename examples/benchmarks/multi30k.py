@@ -26,8 +26,8 @@ from gpuattn.bench.run import origin
 from gpuattn.data import tasks
 from gpuattn.data.batching import BATCHING
 from gpuattn.data.text import read_parallel
-from gpuattn.train.device import array_module, choose_device
-from gpuattn.train.run import RunFolder
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runtime.device import array_module, choose_device
 
 BLEU, SECONDS, GAIN = 41.0, 60.0, 1.25  # asked
 TEST = "test_2016_flickr"

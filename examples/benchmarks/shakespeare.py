@@ -25,11 +25,11 @@ import numpy as np
 
 from gpuattn.bench.run import origin
 from gpuattn.data.batching import LanguageModelLoader
-from gpuattn.train import checkpoint
-from gpuattn.train.config import resolve, to_toml
-from gpuattn.train.device import array_module, choose_device
-from gpuattn.train.report import Report
-from gpuattn.train.run import TASKS
+from gpuattn.runs.config import resolve, to_toml
+from gpuattn.runs.folder import TASKS
+from gpuattn.runtime import checkpoint
+from gpuattn.runtime.device import array_module, choose_device
+from gpuattn.train.progress import Report
 from gpuattn.train.trainer import Trainer
 
 LOSS, SECONDS = 1.475, 50.0  # asked

@@ -8,8 +8,8 @@ import numpy as np
 from gpuattn import rng
 from gpuattn.arrays import get_xp, is_array, is_floating, to_cpu, zeros
 from gpuattn.autodiff import frozen, tape
-from gpuattn.autodiff.aside import settle_all
-from gpuattn.autodiff.shapes import copy_of
+from gpuattn.autodiff.numpy.shapes import copy_of
+from gpuattn.autodiff.side_stream import settle_all
 from gpuattn.autodiff.tape import raw
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import GradientError

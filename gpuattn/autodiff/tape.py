@@ -6,11 +6,11 @@ import itertools
 from collections import Counter
 
 from gpuattn.arrays import device_of, get_xp, is_array
-from gpuattn.autodiff.aside import settle
 from gpuattn.autodiff.frozen import editable, fingerprint, freeze, is_debugging, thaw
-from gpuattn.autodiff.places import Places
-from gpuattn.autodiff.product import Folds
-from gpuattn.autodiff.watch import watched
+from gpuattn.autodiff.gradient_layout import Places
+from gpuattn.autodiff.hooks import watched
+from gpuattn.autodiff.pending_matmul import Folds
+from gpuattn.autodiff.side_stream import settle
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
 from gpuattn.impls import choose, choose_another
 

@@ -5,8 +5,15 @@ import copy
 import numpy as np
 
 from gpuattn.arrays import as_array, is_floating, on_gpu, to_cpu
-from gpuattn.autodiff import basic, composed, linalg, products, shapes, tape  # noqa: F401  linalg adds to RULES
-from gpuattn.autodiff.basic import PLAIN, RULES
+from gpuattn.autodiff import tape
+from gpuattn.autodiff.numpy import (
+    composed,
+    elementwise,
+    linalg,  # noqa: F401  adds to RULES
+    products,
+    shapes,
+)
+from gpuattn.autodiff.numpy.elementwise import PLAIN, RULES
 from gpuattn.autodiff.tape import raw
 from gpuattn.errors import GradientError, UnsupportedError
 
@@ -198,36 +205,42 @@ class Tensor(tape.Box):
         return self.data.argmin(axis)
 
     def astype(self, dtype, copy=True):
-        return basic.astype(self, dtype)
+        return elementwise.astype(self, dtype)
 
     sum, mean, max, min, var, std = (
-        basic.sum, basic.mean, basic.max, basic.min, basic.var, basic.std,
+        elementwise.sum, elementwise.mean, elementwise.max,
+        elementwise.min, elementwise.var, elementwise.std,
     )  # fmt: skip
-    cumsum, clip, ravel, squeeze = basic.cumsum, basic.clip, shapes.ravel, shapes.squeeze
+    cumsum, clip, ravel, squeeze = (
+        elementwise.cumsum,
+        elementwise.clip,
+        shapes.ravel,
+        shapes.squeeze,
+    )
     flatten, dot, prod, cumprod, repeat, take = (
         shapes.ravel, products.dot, composed.prod, composed.cumprod, composed.repeat, shapes.take,
     )  # fmt: skip
-    __neg__, __pos__, __abs__ = basic.negative, basic.positive, basic.absolute
-    __add__ = __radd__ = basic.add
-    __mul__ = __rmul__ = basic.multiply
+    __neg__, __pos__, __abs__ = elementwise.negative, elementwise.positive, elementwise.absolute
+    __add__ = __radd__ = elementwise.add
+    __mul__ = __rmul__ = elementwise.multiply
 
     def __sub__(self, other):
-        return basic.subtract(self, other)
+        return elementwise.subtract(self, other)
 
     def __rsub__(self, other):
-        return basic.subtract(other, self)
+        return elementwise.subtract(other, self)
 
     def __truediv__(self, other):
-        return basic.divide(self, other)
+        return elementwise.divide(self, other)
 
     def __rtruediv__(self, other):
-        return basic.divide(other, self)
+        return elementwise.divide(other, self)
 
     def __pow__(self, other):
-        return basic.power(self, other)
+        return elementwise.power(self, other)
 
     def __rpow__(self, other):
-        return basic.power(other, self)
+        return elementwise.power(other, self)
 
     def __matmul__(self, other):
         return products.matmul(self, other)

@@ -6,7 +6,7 @@ import gpuattn
 from gpuattn import rng
 from gpuattn.bench.checks import TOLERANCE, compare, normal
 from gpuattn.impls import OPS, choose, explain
-from gpuattn.ops.flash_attention import IMPLS
+from gpuattn.ops.attention.flash_attention import IMPLS
 
 
 class Ours:

@@ -9,17 +9,11 @@ import math
 
 import numpy as np
 
-from gpuattn.bench import (
-    attention,
-    attention_peers,
-    fused,
-    fused_cases,
-    fused_peers,
-    peers,
-    results,
-    timing,
-)
+from gpuattn.bench import attention, fused, fused_cases, results, timing
 from gpuattn.bench.checks import TOLERANCE, compare
+from gpuattn.bench.peers import attention as attention_peers
+from gpuattn.bench.peers import fused as fused_peers
+from gpuattn.bench.peers import timing as peers
 from gpuattn.errors import UnsupportedError
 
 ROTATED = 100e6  # bytes that the inputs have at least, in several sets: more than a cache holds

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gpuattn import cublaslt, kernels
+from gpuattn.cuda import kernels
 from gpuattn.errors import DeviceMissingError, KernelCompileError
-from gpuattn.train.device import version_of, versions
+from gpuattn.gemm import cublaslt
+from gpuattn.runtime.device import version_of, versions
 
 PROBE = """
 extern "C" __global__ void probe(float* y) { y[threadIdx.x] = 2.f * threadIdx.x; }

@@ -6,7 +6,7 @@ from gpuattn.bench import roofline
 from gpuattn.bench.cases import LENGTHS, TABLE, Attention
 from gpuattn.bench.fused_cases import TABLES
 from gpuattn.bench.results import OUT_OF_MEMORY, case_of, is_comparison
-from gpuattn.train.plot import INK, STYLE
+from gpuattn.report.plot import INK, STYLE
 
 OURS = "#c8102e"
 LOOKS = {  # name in the rows -> (name in the picture, color)

@@ -3,9 +3,9 @@
 The step runs without a CUDA graph, and at each call of an op that call is timed by itself: on a GPU
 as a graph of some repetitions, which leaves the host out and keeps no other array alive; on NumPy
 by the clock, where it stands. Calls of one kind, as those of like layers, are timed once on a GPU.
-Arrays are then nearer, in the L2 cache, than in a step, and nothing runs beside an op or goes on
-from its product (``autodiff.product``): ``step_us``, the whole as one graph, says by how much the
-sum is off.
+Arrays are then nearer, in the L2 cache, than in a step, and nothing runs on a side stream or fuses
+with a pending matmul (``autodiff.pending_matmul``): ``step_us``, the whole as one graph, says by
+how much the sum is off.
 """
 
 import ctypes
@@ -15,16 +15,16 @@ import time
 import numpy as np
 
 from gpuattn.arrays import import_cupy, is_array
-from gpuattn.autodiff.watch import watching
+from gpuattn.autodiff.hooks import watching
 from gpuattn.bench import op_work, timing
+from gpuattn.cuda.ceilings import ceilings
 from gpuattn.errors import UnsupportedError
-from gpuattn.gemm import capture_refusal, matmul
+from gpuattn.gemm.matmul import capture_refusal, matmul
 from gpuattn.models.config import padded_rows
 from gpuattn.models.loss import in_slices
-from gpuattn.ops.linear_cross_entropy import rows_at_a_time
-from gpuattn.train.ceilings import ceilings
-from gpuattn.train.device import choose_device
-from gpuattn.train.report import Report
+from gpuattn.ops.loss.linear_cross_entropy import rows_at_a_time
+from gpuattn.runtime.device import choose_device
+from gpuattn.train.progress import Report
 from gpuattn.train.trainer import Trainer
 
 REPEATS, LONG = 20, 3000.0  # calls in a graph, at most; microseconds that they take, about
@@ -33,7 +33,7 @@ REST = "the rest"  # what is no op: sums of gradients, buffers that are filled, 
 
 
 def profile(task, device):
-    """Return a document of the training step that a ``train.task.Task`` takes on ``device``.
+    """Return a document of the training step that a ``tasks.task.Task`` takes on ``device``.
 
     Keys: ``where``, ``date``, ``model`` and ``update`` in words, ``dtype``, ``ceilings`` (measured,
     or None), ``tokens`` and ``model_flops`` of the step (``models.flops``), ``step_us``, and

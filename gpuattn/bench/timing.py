@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from gpuattn.arrays import BFLOAT16, import_cupy
-from gpuattn.train import ceilings as reach
+from gpuattn.cuda import ceilings as reach
 
 SAMPLES = 20
 TURNS = 4  # of each in ``alternate``, in both orders equally often

@@ -10,18 +10,19 @@ import functools
 import numpy as np
 
 from gpuattn.arrays import to_cpu
-from gpuattn.bench import peers, results, timing
+from gpuattn.bench import results, timing
 from gpuattn.bench.comparison import medians
 from gpuattn.bench.fused_cases import zipf_tokens
-from gpuattn.bench.train_peers import Peer
+from gpuattn.bench.peers import timing as peers
+from gpuattn.bench.peers.train import Peer
 from gpuattn.data.batching import PackedLoader, token_order
 from gpuattn.data.tokenizer import UNK
 from gpuattn.errors import UnsupportedError
 from gpuattn.models import GPT2, TranslationModel
 from gpuattn.optim import AdamW
-from gpuattn.train.device import batch_to
-from gpuattn.train.graph import Replays
-from gpuattn.train.workspace import Workspace
+from gpuattn.runtime.device import batch_to
+from gpuattn.runtime.graphs import Replays
+from gpuattn.runtime.workspace import Workspace
 
 UPDATES = 10  # of the check
 NEAR = 0.02  # how far a loss may be from ours, as a share: 16 bits, and other bits of dropout

@@ -3,7 +3,7 @@
 import click
 
 from gpuattn.cli.options import COUNT, PathName
-from gpuattn.train.run import average_runs
+from gpuattn.runs.folder import average_runs
 
 
 @click.command("average")

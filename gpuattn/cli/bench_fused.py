@@ -8,8 +8,8 @@ import numpy as np
 from gpuattn.bench import fused_cases, results
 from gpuattn.bench.cases import Cell
 from gpuattn.bench.fused_cases import AXES, FLOPS, TABLES, Fused
+from gpuattn.bench.peers.precompile import compile_ahead
 from gpuattn.bench.plot import draw_shares
-from gpuattn.bench.precompile import compile_ahead
 from gpuattn.cli.bench_table import begin, colored, console, describe, short, show_missing
 
 BY_HAND = "*"  # marks what is timed outside graphs

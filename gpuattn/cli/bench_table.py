@@ -3,9 +3,9 @@
 import click
 
 from gpuattn.bench import comparison, results, run, timing
-from gpuattn.bench.peers import versions
+from gpuattn.bench.peers.timing import versions
 from gpuattn.errors import UnsupportedError
-from gpuattn.train.plot import import_pyplot
+from gpuattn.report.plot import import_pyplot
 
 WIDTH = 140  # of the tables where there is no terminal
 

@@ -6,10 +6,10 @@ import click
 from click.core import ParameterSource
 
 from gpuattn.cli.options import NearChoice, PathName, decoding_options, device_option, run_argument
-from gpuattn.train.config import GPT2
-from gpuattn.train.evaluation import evaluate, evaluate_text, pairs_for
-from gpuattn.train.metrics import TOKENIZERS
-from gpuattn.train.run import load_run
+from gpuattn.runs.config import GPT2
+from gpuattn.runs.evaluation import evaluate, evaluate_text, pairs_for
+from gpuattn.runs.folder import load_run
+from gpuattn.tasks.score import TOKENIZERS
 
 OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
 

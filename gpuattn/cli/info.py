@@ -6,9 +6,9 @@ import textwrap
 import click
 
 from gpuattn.cli.options import run_argument
-from gpuattn.train.run import summary
+from gpuattn.runs.folder import summary
 from gpuattn.train.session import describe
-from gpuattn.train.units import duration
+from gpuattn.units import duration
 
 WIDTH = 80
 

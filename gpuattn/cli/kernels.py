@@ -6,12 +6,12 @@ import time
 import click
 import numpy as np
 
-from gpuattn import kernels
 from gpuattn.bench import run
 from gpuattn.bench.samples import DTYPES, SAMPLES, sample
 from gpuattn.cli.options import NearChoice
+from gpuattn.cuda import kernels
 from gpuattn.impls import explain
-from gpuattn.train.units import nearest
+from gpuattn.units import nearest
 
 
 @click.command("kernels")

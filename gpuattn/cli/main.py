@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 
 from gpuattn.cli.streams import replace_closed
 from gpuattn.errors import ConfigError, DeviceMissingError
-from gpuattn.train.units import nearest
+from gpuattn.units import nearest
 
 COMMANDS = {
     "train": "Train a translator, or GPT-2 on a text; without arguments a toy, in about a minute.",
@@ -145,7 +145,7 @@ def _debug_option():
 
 def _version(ctx, parameter, value):
     if value and not ctx.resilient_parsing:
-        from gpuattn.train.device import installed_version
+        from gpuattn.runtime.device import installed_version
 
         click.echo(f"gpuattn {installed_version()}")
         ctx.exit()

@@ -3,9 +3,9 @@
 import click
 
 from gpuattn.errors import ConfigError
-from gpuattn.train.config import MOST_BEAMS
-from gpuattn.train.device import DEVICES
-from gpuattn.train.units import nearest, number, whole
+from gpuattn.runtime.device import DEVICES
+from gpuattn.tasks.task import MOST_BEAMS
+from gpuattn.units import nearest, number, whole
 
 
 class NearChoice(click.Choice):
@@ -17,7 +17,7 @@ class NearChoice(click.Choice):
 
 
 class Parsed(click.ParamType):
-    """A value that one of ``gpuattn.train.units`` parses."""
+    """A value that one of ``gpuattn.units`` parses."""
 
     def __init__(self, parse, metavar):
         self.parse = parse

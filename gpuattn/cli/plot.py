@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from gpuattn.cli.options import PathName, run_argument
-from gpuattn.train.plot import plot_run
+from gpuattn.report.plot import plot_run
 
 
 @click.command("plot")

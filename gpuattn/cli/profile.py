@@ -10,12 +10,12 @@ from gpuattn.bench.profile import profile
 from gpuattn.cli.bench_table import console, short
 from gpuattn.cli.options import GroupedCommand, GroupedOption, PathName, device_option
 from gpuattn.cli.train import config_option, options_of, preset_option, resolved
-from gpuattn.train.device import choose_device
-from gpuattn.train.metrics import write_text
-from gpuattn.train.page import PROFILE, describe_padding
-from gpuattn.train.plot import import_pyplot
-from gpuattn.train.run import TASKS, RunFolder
-from gpuattn.train.units import AUTO
+from gpuattn.files import write_text
+from gpuattn.report.page import PROFILE, describe_padding
+from gpuattn.report.plot import import_pyplot
+from gpuattn.runs.folder import TASKS, RunFolder
+from gpuattn.runtime.device import choose_device
+from gpuattn.units import AUTO
 
 GROUPS = ("Data", "Model", "Optimisation")  # of gpuattn train's options
 EPILOG = """\b

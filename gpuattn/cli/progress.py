@@ -8,9 +8,8 @@ import time
 
 import click
 
-from gpuattn.train.meter import short
-from gpuattn.train.report import Report
-from gpuattn.train.units import duration
+from gpuattn.train.progress import Report
+from gpuattn.units import duration, short
 
 PLAIN_SECONDS = 10  # between lines of progress where there is no terminal
 COMMANDS = ("stopped", "next")  # topics whose text is to be copied: not broken into lines
@@ -36,7 +35,7 @@ def new_report(level="info"):
 
 
 def facts(progress):
-    """Return what to say of a ``train.report.Progress``, the most important first."""
+    """Return what to say of a ``train.progress.Progress``, the most important first."""
     found = [
         f"loss {progress.loss:.3f}",
         f"{'at most ' if progress.at_most else ''}{duration(progress.eta)} left",

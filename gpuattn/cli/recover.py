@@ -4,8 +4,8 @@ import click
 
 from gpuattn.cli.options import run_argument
 from gpuattn.errors import CheckpointError
-from gpuattn.train.damage import recover
-from gpuattn.train.run import RunFolder
+from gpuattn.runs.damage import recover
+from gpuattn.runs.folder import RunFolder
 
 
 @click.command("recover")

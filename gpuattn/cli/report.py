@@ -3,7 +3,7 @@
 import click
 
 from gpuattn.cli.options import run_argument
-from gpuattn.train.page import write_page
+from gpuattn.report.page import write_page
 
 
 @click.command("report")

@@ -5,10 +5,10 @@ import click
 from gpuattn.cli.options import COUNT, Parsed, PathName, device_option, run_argument
 from gpuattn.cli.streams import reading
 from gpuattn.errors import DataError
-from gpuattn.train.config import GPT2
-from gpuattn.train.run import load_run
-from gpuattn.train.sampler import TEMPERATURE
-from gpuattn.train.units import number, whole
+from gpuattn.runs.config import GPT2
+from gpuattn.runs.folder import load_run
+from gpuattn.tasks.sampler import TEMPERATURE
+from gpuattn.units import number, whole
 
 BETWEEN = "---"  # lines between texts
 

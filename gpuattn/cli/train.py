@@ -19,14 +19,14 @@ from gpuattn.cli.options import (
 )
 from gpuattn.cli.progress import LEVELS, new_report
 from gpuattn.data import tasks
-from gpuattn.train.config import OPTIONS, option_key, read_toml, resolve, shown
-from gpuattn.train.defaults import DEVICE_DEFAULTS, GPT2, MODEL_DEFAULTS, PRESETS, TRANSLATION
-from gpuattn.train.device import choose_device
-from gpuattn.train.metrics import describe
-from gpuattn.train.run import TASKS
+from gpuattn.runs.config import OPTIONS, option_key, read_toml, resolve, shown
+from gpuattn.runs.defaults import DEVICE_DEFAULTS, GPT2, MODEL_DEFAULTS, PRESETS, TRANSLATION
+from gpuattn.runs.folder import TASKS
+from gpuattn.runs.metrics import describe
+from gpuattn.runtime.device import choose_device
 from gpuattn.train.session import train
 from gpuattn.train.stopping import StopOnSignal
-from gpuattn.train.units import flag
+from gpuattn.units import flag
 
 HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     "Data": {
@@ -217,12 +217,12 @@ command.params[1:1] = [option for group in HELP for option in options_of(group)]
 
 
 def resolved(ctx, what, valid, config_file, values, device):
-    """Return ``train.config.resolve`` of what a command was given, for "numpy" or "cuda"."""
+    """Return ``runs.config.resolve`` of what a command was given, for "numpy" or "cuda"."""
     return resolve(*_layers(ctx, what, valid, config_file, values), device=device)
 
 
 def _layers(ctx, what, valid, config_file, values):
-    """Return the layers of ``train.config.resolve``, the lowest first."""
+    """Return the layers of ``runs.config.resolve``, the lowest first."""
     layers = {ParameterSource.ENVIRONMENT: {}, ParameterSource.COMMANDLINE: {}}
     for name, value in values.items():
         source = ctx.get_parameter_source(name)

@@ -7,8 +7,8 @@ import click
 from gpuattn.cli.options import BEAMS, PathName, decoding_options, device_option, run_argument
 from gpuattn.cli.streams import STANDARD, reading, writing
 from gpuattn.errors import DataError
-from gpuattn.train.config import TRANSLATION
-from gpuattn.train.run import load_run
+from gpuattn.runs.config import TRANSLATION
+from gpuattn.runs.folder import load_run
 
 
 @click.command("translate")

@@ -10,8 +10,8 @@ import numpy as np
 from gpuattn.arrays import to_cpu, wide
 from gpuattn.decode.stepper import Hypothesis, Limits, all_done
 from gpuattn.errors import problem
-from gpuattn.ops.beam_step import beam_step
-from gpuattn.ops.topk_logprobs import largest
+from gpuattn.ops.sampling.beam_step import beam_step
+from gpuattn.ops.sampling.topk_logprobs import largest
 
 MAX_PENALTY = 10  # beyond it, powers of a length leave what a float holds
 LENGTH_RULES = {

@@ -4,7 +4,7 @@ import numpy as np
 
 from gpuattn.arrays import to_cpu, wide
 from gpuattn.decode.stepper import Hypothesis, Limits, all_done
-from gpuattn.ops.beam_step import beam_step
+from gpuattn.ops.sampling.beam_step import beam_step
 
 
 def greedy(stepper, *, bos, eos, max_length, min_length=0, banned=()):

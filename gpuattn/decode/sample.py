@@ -6,7 +6,7 @@ Top-p: Holtzman et al., "The curious case of neural text degeneration" (2020).
 from gpuattn import rng
 from gpuattn.decode.greedy import follow
 from gpuattn.decode.stepper import Limits
-from gpuattn.ops.sample_tokens import check_settings, sample_tokens
+from gpuattn.ops.sampling.sample_tokens import check_settings, sample_tokens
 
 
 def sample(

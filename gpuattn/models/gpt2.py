@@ -18,7 +18,7 @@ from gpuattn.nn.embedding import Embedding
 from gpuattn.nn.module import Module, normal
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerEncoderLayer, run_layers
-from gpuattn.ops.linear import linear
+from gpuattn.ops.linear.linear import linear
 
 STD = 0.02  # of the initial weights
 POSITIONS = "learned", "rotary"  # a sinusoidal table would drown embeddings of that size

@@ -1,9 +1,9 @@
 """The loss of a model's last states, by the logits of all rows at once or a slice at a time."""
 
 from gpuattn.autodiff.tape import raw
-from gpuattn.ops.cross_entropy import cross_entropy
-from gpuattn.ops.linear import linear
-from gpuattn.ops.linear_cross_entropy import linear_cross_entropy
+from gpuattn.ops.linear.linear import linear
+from gpuattn.ops.loss.cross_entropy import cross_entropy
+from gpuattn.ops.loss.linear_cross_entropy import linear_cross_entropy
 
 WHOLE_BYTES = 2 << 30  # from here on slices are as fast
 

@@ -22,7 +22,7 @@ from gpuattn.nn.linear import Linear
 from gpuattn.nn.module import Module
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer, run_layers
-from gpuattn.ops.linear import linear
+from gpuattn.ops.linear.linear import linear
 
 
 @dataclass(frozen=True)

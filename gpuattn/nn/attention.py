@@ -12,9 +12,9 @@ from gpuattn.impls import Impl, Impls
 from gpuattn.nn.dropout import Dropout
 from gpuattn.nn.linear import Linear
 from gpuattn.nn.module import Module, generator, xavier_uniform
-from gpuattn.ops.append_kv import append_kv
-from gpuattn.ops.decode_attention import MAX_QUERIES, decode_attention
-from gpuattn.ops.flash_attention import flash_attention
+from gpuattn.ops.attention.append_kv import append_kv
+from gpuattn.ops.attention.decode_attention import MAX_QUERIES, decode_attention
+from gpuattn.ops.attention.flash_attention import flash_attention
 from gpuattn.ops.rotary import rotary
 from gpuattn.ops.softmax import softmax
 

@@ -3,8 +3,8 @@
 from functools import partial
 
 from gpuattn.nn.module import Module, constant, generator, xavier_uniform
-from gpuattn.ops.bias_activation import gelu, swiglu
-from gpuattn.ops.linear import linear
+from gpuattn.ops.linear.bias_activation import gelu, swiglu
+from gpuattn.ops.linear.linear import linear
 
 BEHIND = {"gelu_exact": partial(gelu, approximate="none"), "swiglu": swiglu}
 """Activations that no product applies as it writes."""

@@ -1,10 +1,10 @@
 """Normalisation, alone or fused with the residual connection before it."""
 
 from gpuattn.nn.module import Module, constant
-from gpuattn.ops.dropout_add_norm import norm_beside
-from gpuattn.ops.layer_norm import layer_norm
-from gpuattn.ops.linear_dropout_add_norm import linear_dropout_add_norm
-from gpuattn.ops.rms_norm import rms_norm
+from gpuattn.ops.linear.linear_dropout_add_norm import linear_dropout_add_norm
+from gpuattn.ops.norm.dropout_add_norm import norm_beside
+from gpuattn.ops.norm.layer_norm import layer_norm
+from gpuattn.ops.norm.rms_norm import rms_norm
 
 
 class LayerNorm(Module):

@@ -1,8 +1,8 @@
 """FlashAttention, to read: a thread per query (or key), tiles of the other side in shared memory.
 
-Dao et al. (2022), algorithm 1, float32. Arrays are (B, T, H, D) as in ``ops/flash_attention.py``;
-``lengths`` (B,) int32 says how many keys count; ``diagonal`` is 2**30 without a causal mask, else
-the offset: query i sees keys j <= i + diagonal.
+Dao et al. (2022), algorithm 1, float32. Arrays are (B, T, H, D) as in
+``ops/attention/flash_attention.py``; ``lengths`` (B,) int32 says how many keys count; ``diagonal``
+is 2**30 without a causal mask, else the offset: query i sees keys j <= i + diagonal.
 """
 
 import functools

@@ -8,8 +8,8 @@ Bits: ``gpuattn/rng.py``, where an element's index is its row-major position in 
 from gpuattn import arrays, rng
 from gpuattn.arrays import check_floats, ctype, get_xp, wide
 from gpuattn.autodiff.tape import apply, raw
+from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel, kernel_refusal
 from gpuattn.ops.arguments import dropout_key, probability, take_arrays
 
 BLOCK = 256

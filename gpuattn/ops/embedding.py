@@ -21,10 +21,10 @@ from gpuattn.arrays import (
     wide,
 )
 from gpuattn.autodiff import tape
-from gpuattn.autodiff.aside import beside
+from gpuattn.autodiff.side_stream import beside
+from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel, kernel_refusal
 from gpuattn.ops.arguments import (
     check_flags,
     described,

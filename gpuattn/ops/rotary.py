@@ -12,11 +12,11 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, check_together, ctype, get_xp, rows_refusal, wide
-from gpuattn.autodiff.places import place_like
+from gpuattn.autodiff.gradient_layout import place_like
 from gpuattn.autodiff.tape import apply, raw
+from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import kernel, kernel_refusal
 from gpuattn.ops.arguments import check_flags, number, take_arrays
 
 NAME = "rotary"

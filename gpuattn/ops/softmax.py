@@ -16,13 +16,13 @@ from gpuattn.arrays import (
     wide,
 )
 from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.cuda.kernels import dtype_refusal, gpu, kernel, kernel_refusal, serves
 from gpuattn.errors import UnsupportedError, problem
 from gpuattn.impls import Impl, Impls
-from gpuattn.kernels import dtype_refusal, gpu, kernel, kernel_refusal, serves
 from gpuattn.numbakernels import device
 from gpuattn.ops.arguments import check_flags, dropout_key, number, probability, take_arrays
 from gpuattn.ops.dropout import device_numbers, drop, keep_of
-from gpuattn.ops.rows_ahead import rows_ahead
+from gpuattn.ops.l2_prefetch import rows_ahead
 
 MAX_COLS = 2**31 - 2**20  # columns are counted in 32 bits
 LANES = 8, 16, 32, 64, 128, 256, 512  # threads of a block that may share a row

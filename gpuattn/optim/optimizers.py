@@ -3,20 +3,20 @@
 import numpy as np
 
 from gpuattn.arrays import to_cpu
-from gpuattn.ops.adamw import adamw
-from gpuattn.ops.flat_update import DECAY_BLOCK
-from gpuattn.ops.gradient_statistics import OptimizerState, gradient_statistics
-from gpuattn.ops.lamb import TensorTable, lamb
-from gpuattn.ops.lion import lion
-from gpuattn.ops.sgd import sgd
+from gpuattn.ops.update.adamw import adamw
+from gpuattn.ops.update.flat_update import DECAY_BLOCK
+from gpuattn.ops.update.gradient_statistics import OptimizerState, gradient_statistics
+from gpuattn.ops.update.lamb import TensorTable, lamb
+from gpuattn.ops.update.lion import lion
+from gpuattn.ops.update.sgd import sgd
 
 
 class Optimizer:
     """What all have in common: gradients of a workspace in, parameters updated, where they are.
 
     ``workspace``: has flat ``masters``, ``grads``, the buffers named in ``moments``, a ``decay``
-    table, and ``model`` (the 16-bit parameters, or None); see ``gpuattn.train.workspace``. Masters
-    in bfloat16 are rounded at random, by ``seed``.
+    table, and ``model`` (the 16-bit parameters, or None); see ``runtime.workspace``. Masters in
+    bfloat16 are rounded at random, by ``seed``.
     ``max_norm``: clip the gradient's norm there, or None. ``loss_scale``, ``growth_interval``:
     where the loss scale starts and after how many clean updates it doubles (0: never moves).
     Raises ValueError for numbers out of range, at the first update.
@@ -62,7 +62,7 @@ class Optimizer:
 
 
 class AdamW(Optimizer):
-    """AdamW. ``betas``, ``eps``, ``weight_decay``: as in ``gpuattn.ops.adamw.adamw``."""
+    """AdamW. ``betas``, ``eps``, ``weight_decay``: as in ``gpuattn.ops.update.adamw.adamw``."""
 
     moments = ("exp_avg", "exp_avg_sq")
     decoupled = True
@@ -89,7 +89,7 @@ class Adam(AdamW):
 class Lamb(Optimizer):
     """LAMB: the ``workspace`` has ``slots`` too, {name: (start, ...)}.
 
-    ``betas``, ``eps``, ``weight_decay``: as in ``gpuattn.ops.lamb.lamb``. Tensors that do not
+    ``betas``, ``eps``, ``weight_decay``: as in ``ops.update.lamb.lamb``. Tensors that do not
     decay are not adapted.
     """
 
@@ -108,7 +108,7 @@ class Lamb(Optimizer):
 
 
 class Lion(Optimizer):
-    """Lion. ``betas``, ``weight_decay``: as in ``gpuattn.ops.lion.lion``."""
+    """Lion. ``betas``, ``weight_decay``: as in ``gpuattn.ops.update.lion.lion``."""
 
     moments = ("exp_avg",)
 
@@ -123,7 +123,7 @@ class Lion(Optimizer):
 class SGD(Optimizer):
     """Gradient descent with momentum, whose velocity is the workspace's ``exp_avg``.
 
-    ``momentum``, ``nesterov``, ``weight_decay``: as in ``gpuattn.ops.sgd.sgd``.
+    ``momentum``, ``nesterov``, ``weight_decay``: as in ``gpuattn.ops.update.sgd.sgd``.
     """
 
     moments = ("exp_avg",)

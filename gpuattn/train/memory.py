@@ -11,9 +11,9 @@ from typing import NamedTuple
 from gpuattn.errors import MemoryLimitError
 from gpuattn.models.config import table_rows
 from gpuattn.models.loss import in_slices
-from gpuattn.ops.linear_cross_entropy import CHUNK_BYTES, LEAST_ROWS
+from gpuattn.ops.loss.linear_cross_entropy import CHUNK_BYTES, LEAST_ROWS
 from gpuattn.optim import OPTIMIZERS
-from gpuattn.train.config import GPT2
+from gpuattn.runs.config import GPT2
 
 LIBRARY = 224 << 20  # what products work in, and what choosing their algorithms takes
 MARGIN = 0.1  # of what is free stays so: blocks of a pool do not fill it without gaps
@@ -53,7 +53,7 @@ def gigabytes(count):
 def plan(model, config, precision, tokens=None):
     """Return the Plan of a run that trains ``model`` as a TrainConfig says.
 
-    ``precision``: a ``train.precision.Precision``. ``tokens``: of a batch, the config's by default.
+    ``precision``: a ``runtime.precision.Precision``. ``tokens``: of a batch (the config's).
     """
     tokens, itemsize = tokens or config.batch, 4 if precision.dtype == "float32" else 2
     parameters = sum(parameter.size for parameter in model.parameters())

@@ -4,9 +4,9 @@ import time
 
 import numpy as np
 
-from gpuattn.train.ceilings import ceilings
-from gpuattn.train.power import PowerMeter
-from gpuattn.train.units import duration, prefixed
+from gpuattn.cuda.ceilings import ceilings
+from gpuattn.cuda.power import PowerMeter
+from gpuattn.units import duration, short
 
 SPENT = ("seconds", "tokens", "flops", "joules")
 
@@ -16,7 +16,7 @@ class Meter:
 
     ``dtype``: of the model, whose fastest products are what its FLOPs are compared with. On NumPy
     they are compared with nothing: what a CPU reaches depends on who else computes.
-    ``flops``: that of a ``train.task.Task``. ``batches``: those since the last report, to which
+    ``flops``: that of a ``tasks.task.Task``. ``batches``: those since the last report, to which
     whoever takes one appends it; what they come to is reckoned at the report, for all at once.
     """
 
@@ -70,9 +70,3 @@ class Meter:
         if spent["joules"]:
             parts.append(f"{spent['joules'] / 1e3:.3g} kJ")
         return ", ".join(parts)
-
-
-def short(number):
-    """Return such as "1.2M", "24.6k" or "812"."""
-    value, prefix = prefixed(number)
-    return f"{value:.3g}{prefix}" if prefix else f"{value:.0f}"

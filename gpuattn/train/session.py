@@ -6,17 +6,20 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gpuattn.arrays import to_cpu
-from gpuattn.train import checkpoint, events, memory
-from gpuattn.train.config import default_batch, describe_growth, to_toml
-from gpuattn.train.damage import check_whole
-from gpuattn.train.device import card_memory, choose_device, installed_version, versions
-from gpuattn.train.metrics import describe, rank, write_text
-from gpuattn.train.page import write_page
-from gpuattn.train.precision import choose
-from gpuattn.train.report import Report
-from gpuattn.train.run import TASKS, RunFolder, begin_from
+from gpuattn.files import write_text
+from gpuattn.report.page import write_page
+from gpuattn.runs import events
+from gpuattn.runs.config import default_batch, describe_growth, to_toml
+from gpuattn.runs.damage import check_whole
+from gpuattn.runs.folder import TASKS, RunFolder, begin_from
+from gpuattn.runs.metrics import describe, rank
+from gpuattn.runtime import checkpoint
+from gpuattn.runtime.device import card_memory, choose_device, installed_version, versions
+from gpuattn.runtime.precision import choose
+from gpuattn.train import memory
+from gpuattn.train.progress import Report
 from gpuattn.train.trainer import Trainer
-from gpuattn.train.units import AUTO
+from gpuattn.units import AUTO
 
 CLIP = 80  # characters of a text that are shown
 
@@ -36,10 +39,10 @@ def train(
 ):  # fmt: skip
     """Train as a TrainConfig says into the folder ``out``; go on where a run was stopped there.
 
-    ``device``: "auto", "cuda" or "numpy". ``report``: a ``train.report.Report``. ``stop``: called
+    ``device``: "auto", "cuda" or "numpy". ``report``: a ``train.progress.Report``. ``stop``: called
     after each update; once it is true, the run is saved and left. ``overwrite``: delete a run that
     is in the folder. ``graphs``: see ``Trainer``. ``command``: what was typed, for the report.
-    ``tensorboard``: write the metrics as TensorBoard events, too; see ``train.events``.
+    ``tensorboard``: write the metrics as TensorBoard events, too; see ``runs.events``.
     Returns an Outcome.
     Raises ConfigError when the folder has a run with other options, DataError for data that cannot
     be used, CheckpointError when a damaged run cannot go on or the disk is full,

@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 
-from gpuattn.train.units import AUTO
+from gpuattn.units import AUTO
 
 STEPS, ENOUGH = 3, 0.3  # what is timed with each number: so many steps, or so many seconds of them
 WORTH = 0.95  # more threads are used where they take at most this share of the time

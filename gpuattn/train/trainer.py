@@ -17,30 +17,31 @@ import numpy as np
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
 from gpuattn.errors import CheckpointError, DataError, MemoryLimitError
-from gpuattn.ops.gradient_statistics import read_state
+from gpuattn.gemm.tuning import tune
+from gpuattn.ops.update.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
-from gpuattn.train import checkpoint, memory, precision
-from gpuattn.train.device import array_module, is_out_of_memory, memory_in_use
-from gpuattn.train.feed import DeviceFeed, HostFeed
-from gpuattn.train.graph import Calls, Replays
+from gpuattn.runs.metrics import is_right, rank
+from gpuattn.runtime import checkpoint, precision
+from gpuattn.runtime.device import array_module, is_out_of_memory, memory_in_use
+from gpuattn.runtime.feed import DeviceFeed, HostFeed
+from gpuattn.runtime.graphs import Calls, Replays
+from gpuattn.runtime.readback import Reading
+from gpuattn.runtime.workspace import Workspace
+from gpuattn.train import memory
 from gpuattn.train.meter import Meter
-from gpuattn.train.metrics import is_right, rank
-from gpuattn.train.position import Position
-from gpuattn.train.readings import Reading
-from gpuattn.train.report import Progress
+from gpuattn.train.progress import Progress
+from gpuattn.train.state import Position
 from gpuattn.train.threads import BlasThreads
-from gpuattn.train.workspace import Workspace
-from gpuattn.tuning import tune
 
 REPORT_UPDATES = 20  # between reports
 RIGHT = 2  # evaluations in a row that reach ``until`` end a run
 
 
 class Trainer:
-    """Trains the model of a ``train.task.Task`` as its config says.
+    """Trains the model of a ``tasks.task.Task`` as its config says.
 
-    ``device``: "numpy" or "cuda". ``report``: a ``train.report.Report``. ``graphs``: whether a GPU
-    gets each update as CUDA graphs (the bits are the same). ``at``: the Position.
+    ``device``: "numpy" or "cuda". ``report``: a ``train.progress.Report``. ``graphs``: whether a
+    GPU gets each update as CUDA graphs (the bits are the same). ``at``: the Position.
     """
 
     def __init__(self, task, device, report, graphs=True):

@@ -5,7 +5,7 @@ constexpr float INF = -NEG_INF;
 
 struct Strides { long long batch, row, head, column; };  // in elements; packed sequences: batch = 0
 
-// Filled by gpuattn/ops/attention_launch.py (PROBLEM): the same fields in the same order.
+// Filled by gpuattn/ops/attention/launch.py (PROBLEM): the same fields in the same order.
 struct Attention {
     Strides q, k, v, out, dout, dq, dk, dv, bias;
     long long lse_batch, lse_head;             // strides of lse and delta

@@ -1,5 +1,5 @@
 #pragma once
-// Which weights of attention are dropped: see gpuattn/ops/attention_dropout.py. The tables are drawn by
+// Which weights of attention are dropped: see gpuattn/ops/attention/dropout.py. The tables are drawn by
 // attention_dropout.cu; a is the Attention whose query_words and key_words point at them.
 #include "common/attention.cuh"
 

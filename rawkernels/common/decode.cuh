@@ -6,7 +6,7 @@
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr int SPLIT_KEYS = 64;  // splits are whole multiples of it
 
-// Filled by gpuattn/ops/decode_attention.py (PROBLEM): the same fields in the same order.
+// Filled by gpuattn/ops/attention/decode_attention.py (PROBLEM): the same fields in the same order.
 struct Decode {
     Strides q, k, v;              // of the caches: batch = from sequence to sequence, or from page to page
     long long outputs;            // B * T * H

@@ -1,5 +1,5 @@
 #pragma once
-// What attention's dropout draws for its tables (gpuattn/ops/attention_dropout.py): words and bounds.
+// What attention's dropout draws for its tables (gpuattn/ops/attention/dropout.py): words and bounds.
 #include "common/philox.cuh"
 
 // The draw-th four words of a row of 16 queries, or of 16 keys, of a sequence's head; sheet: number * heads + head.

@@ -1,6 +1,6 @@
 #pragma once
 // Hopper's copy engine: tiles by a tensor map, runs of bytes without one. Issued by one thread.
-// A map is encoded by gpuattn/tensormaps.py over (columns, rows, heads, batches) of 16-bit numbers.
+// A map is encoded by gpuattn/cuda/tensor_maps.py over (columns, rows, heads, batches) of 16-bit numbers.
 #include "common/barrier.cuh"
 
 struct alignas(64) TensorMap { u64 word[16]; };  // passed by value: const __grid_constant__ TensorMap

@@ -8,7 +8,7 @@ import pytest
 
 from gpuattn import Tensor, debug, no_grad, to_cpu, topk_logprobs
 from gpuattn.autodiff import tape
-from gpuattn.autodiff.watch import watching
+from gpuattn.autodiff.hooks import watching
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.impls import Impl, Impls
 

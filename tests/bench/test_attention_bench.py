@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gpuattn.bench import (
-    attention_peers,
-    cases,
-    checks,
-    comparison,
-    peers,
-    results,
-    timing,
-)
+from gpuattn.bench import cases, checks, comparison, results, timing
 from gpuattn.bench.cases import Attention, Cell
+from gpuattn.bench.peers import attention
+from gpuattn.bench.peers import timing as peers
 from gpuattn.cli import bench_attention
 from gpuattn.cli.main import main
 from gpuattn.errors import ConfigError, UnsupportedError
@@ -45,7 +39,7 @@ def test_the_table_is_the_fields():
         assert heads * head_dim == 2048
     assert {cell.direction for cell in cases.TABLE} == {"forward", "backward"}
     assert set(cases.TABLE) < set(cases.REQUIRED)
-    assert {name for cell in cases.REQUIRED for name in cell.peers} <= set(attention_peers.PEERS)
+    assert {name for cell in cases.REQUIRED for name in cell.peers} <= set(attention.PEERS)
 
 
 @pytest.mark.parametrize("cell", cases.REQUIRED + cases.PUBLISHED, ids=str)
@@ -137,11 +131,11 @@ def test_rounding_of_almost_nothing_is_no_error(rng):
 
 
 def capture(name, kind):
-    make = functools.partial(attention_peers.Call, name, KINDS[kind], "forward")
+    make = functools.partial(attention.Call, name, KINDS[kind], "forward")
     return peers.capture(name, make, [((None,) * 9, None)])
 
 
-@pytest.mark.parametrize("name", attention_peers.PEERS)
+@pytest.mark.parametrize("name", attention.PEERS)
 def test_a_missing_peer_has_a_reason(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     peers.torch_here.cache_clear()
@@ -156,7 +150,7 @@ def test_a_peer_that_lacks_a_feature_is_not_timed_without_it():
             capture(name, kind)
     for cell in cases.REQUIRED:
         for name in cell.peers:
-            assert cell.case.features().keys() <= attention_peers.PEERS[name][1]
+            assert cell.case.features().keys() <= attention.PEERS[name][1]
 
 
 @pytest.mark.gpu

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gpuattn import cublaslt, kernels
 from gpuattn.bench import doctor
 from gpuattn.cli.main import main
+from gpuattn.cuda import kernels
 from gpuattn.errors import KernelCompileError
+from gpuattn.gemm import cublaslt
 
 
 def test_every_check_has_a_state_and_every_fault_a_remedy():

@@ -9,19 +9,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gpuattn.bench import (
-    comparison,
-    fused,
-    fused_cases,
-    peers,
-    precompile,
-    results,
-    roofline,
-    timing,
-)
+from gpuattn.bench import comparison, fused, fused_cases, results, roofline, timing
 from gpuattn.bench.cases import Cell
 from gpuattn.bench.fused_cases import Fused
-from gpuattn.bench.fused_peers import Call
+from gpuattn.bench.peers import precompile
+from gpuattn.bench.peers import timing as peers
+from gpuattn.bench.peers.fused import Call
 from gpuattn.cli import bench_fused
 from gpuattn.cli.main import main
 from gpuattn.errors import UnsupportedError

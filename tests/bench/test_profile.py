@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from gpuattn.autodiff.hooks import watching
 from gpuattn.autodiff.tensor import Tensor
-from gpuattn.autodiff.watch import watching
 from gpuattn.bench import op_work, profile
 from gpuattn.data.tokenizer import SPECIALS
-from gpuattn.ops.cross_entropy import cross_entropy
-from gpuattn.ops.flash_attention import flash_attention
-from gpuattn.ops.linear import linear
-from gpuattn.train.config import TrainConfig
-from gpuattn.train.run import TASKS
+from gpuattn.ops.attention.flash_attention import flash_attention
+from gpuattn.ops.linear.linear import linear
+from gpuattn.ops.loss.cross_entropy import cross_entropy
+from gpuattn.runs.config import TrainConfig
+from gpuattn.runs.folder import TASKS
 
 WIDTH, OPS = 32, ("linear", "flash_attention", "embedding", "cross_entropy")
 

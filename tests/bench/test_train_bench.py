@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from gpuattn.bench import results, timing, train, train_cases
+from gpuattn.bench.peers.train import by_layers
 from gpuattn.bench.train_cases import CELLS, MODELS, PEERS, TABLE, Step, small
-from gpuattn.bench.train_peers import by_layers
 from gpuattn.cli import bench_train
 from gpuattn.cli.main import main
 from gpuattn.models.config import table_rows
@@ -198,7 +198,7 @@ def test_wrong_usage(arguments, message):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_are_the_same_in_pytorch(gpu, name):
     torch = pytest.importorskip("torch")
-    from gpuattn.bench.train_peers import Peer
+    from gpuattn.bench.peers.train import Peer
 
     case = replace(small(MODELS[name]), dropout=0.0)
     ours = train.Ours(case, np)

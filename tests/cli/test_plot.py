@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from gpuattn.train.plot import attention_of
-from gpuattn.train.run import RunFolder, load_run
+from gpuattn.report.plot import attention_of
+from gpuattn.runs.folder import RunFolder, load_run
 
 
 def test_three_pictures(call, trained, tmp_path):
@@ -26,7 +26,7 @@ def test_three_pictures(call, trained, tmp_path):
 
 def test_curves_over_updates_with_losses_and_scores_told_apart(trained):
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    from gpuattn.train import plot
+    from gpuattn.report import plot
 
     rows = [{"update": 20 * n, "seconds": 2.0 * n, "loss": 9.0 / n} for n in range(1, 4)]
     valid = [row | {"exact_match": 50.0, "bleu": 50.0} for row in rows]

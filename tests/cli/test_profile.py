@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gpuattn.train.page import PAGE, PROFILE
-from gpuattn.train.run import RunFolder
+from gpuattn.report.page import PAGE, PROFILE
+from gpuattn.runs.folder import RunFolder
 
 from .conftest import TINY
 

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from gpuattn.cli import progress
-from gpuattn.train.report import Progress
-from gpuattn.train.units import duration
+from gpuattn.train.progress import Progress
+from gpuattn.units import duration
 
 NOW = Progress(update=1234, epoch=3, seconds=90.0, share=0.25, loss=2.5, learning_rate=1e-3,
                rate=24_600.0, milliseconds=12.34, eta=12_000.0, memory=1 << 28)  # fmt: skip

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from gpuattn.train.run import load_run
+from gpuattn.runs.folder import load_run
 
 from .conftest import invoke
 

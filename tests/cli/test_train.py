@@ -12,9 +12,9 @@ import time
 import pytest
 
 from gpuattn.cli.train import HELP
-from gpuattn.train import checkpoint
-from gpuattn.train.config import OPTIONS, option_key
-from gpuattn.train.run import RunFolder
+from gpuattn.runs.config import OPTIONS, option_key
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runtime import checkpoint
 
 from .conftest import ROOT, TINY
 
@@ -47,7 +47,7 @@ def test_stdout_is_empty_and_the_first_lines_say_what_runs(call, corpus, tmp_pat
     (["--quiet"], True), (["--log-level", "warning"], True), (["--log-level", "error"], False),
 ])  # fmt: skip
 def test_a_quiet_run_says_warnings_alone(call, corpus, tmp_path, monkeypatch, options, warned):
-    monkeypatch.setattr("gpuattn.train.precision._said", set())
+    monkeypatch.setattr("gpuattn.runtime.precision._said", set())
     command = ["train", *files(corpus), *TINY, "--for", "2u", "--out", tmp_path / "run"]
     result = call(*command, *options, "--precision", "bf16")
     assert result.exit_code == 0 and result.stdout == ""
@@ -203,7 +203,7 @@ def test_a_disk_that_was_full_at_the_start_leaves_room_for_the_same_command(
 ):
     command = ["train", *files(corpus), *TINY, "--for", "1u", "--out", tmp_path / "run"]
     with monkeypatch.context() as patch:
-        patch.setattr("gpuattn.train.run.write_text", raise_full)
+        patch.setattr("gpuattn.runs.folder.write_text", raise_full)
         result = call(*command)
         assert result.exit_code == 1 and "No space left" in result.stderr
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokenizer.model"]

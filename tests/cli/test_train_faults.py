@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuattn.train import checkpoint
-from gpuattn.train.feed import HostFeed
-from gpuattn.train.run import RunFolder
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runtime import checkpoint
+from gpuattn.runtime.feed import HostFeed
 
 from .conftest import TINY
 

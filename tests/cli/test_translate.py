@@ -9,8 +9,8 @@ import pytest
 
 import gpuattn
 from gpuattn.errors import CheckpointError, ConfigError
-from gpuattn.train import checkpoint
-from gpuattn.train.run import load_run
+from gpuattn.runs.folder import load_run
+from gpuattn.runtime import checkpoint
 
 from .conftest import ROOT
 

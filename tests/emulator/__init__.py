@@ -32,38 +32,45 @@ from unittest import mock
 import numpy as np
 
 from emulator.translate import translate
-from gpuattn import arrays, kernels, tensormaps
-from gpuattn.ops import (
-    attention_dropout,
-    attention_hopper,
-    attention_hopper_backward,
-    attention_hopper_head,
-    attention_hopper_head_forward,
-    attention_launch,
-    attention_short,
-    dropout_add_norm,
+from gpuattn import arrays
+from gpuattn.cuda import kernels, tensor_maps
+from gpuattn.ops.attention import (
+    dropout,
+    hopper,
+    hopper_backward,
+    hopper_head_backward,
+    hopper_head_forward,
+    short,
+)
+from gpuattn.ops.attention import (
+    launch as attention_launch,
+)
+from gpuattn.ops.linear import (
+    gelu_hopper,
     linear_dropout_add_norm,
-    linear_gelu_hopper,
-    linear_hopper,
-    norm_launch,
     weight_gradients,
 )
+from gpuattn.ops.linear import (
+    hopper as linear_hopper,
+)
+from gpuattn.ops.norm import dropout_add_norm
+from gpuattn.ops.norm import launch as norm_launch
 
 HERE = Path(__file__).parent
 SOURCES = ("machine.cpp", "ptx.cpp")
 MODULES = (
     arrays,
-    tensormaps,
-    attention_dropout,
+    tensor_maps,
+    dropout,
     attention_launch,
-    attention_short,
-    attention_hopper_head,
-    attention_hopper_head_forward,
-    attention_hopper,
-    attention_hopper_backward,
+    short,
+    hopper_head_backward,
+    hopper_head_forward,
+    hopper,
+    hopper_backward,
     dropout_add_norm,
     linear_dropout_add_norm,
-    linear_gelu_hopper,
+    gelu_hopper,
     linear_hopper,
     norm_launch,
     weight_gradients,
@@ -199,7 +206,7 @@ class Machine:
             "compile_ahead": lambda *_, **__: None,
             "_counter": lambda: np.uint64(self.counter.ctypes.data),
         }  # fmt: skip
-        tensormaps._encode.cache_clear()
+        tensor_maps._encode.cache_clear()
         with contextlib.ExitStack() as stack:
             for where in MODULES:
                 names = {name: x for name, x in stand_ins.items() if hasattr(where, name)}
@@ -209,16 +216,14 @@ class Machine:
 
     def forward(self, *inputs, **params):
         with self.in_place():
-            return attention_hopper.forward(*map(as_array, inputs), **params)
+            return hopper.forward(*map(as_array, inputs), **params)
 
     def backward(self, saved, dout, dlse, **params):
         saved = tuple(map(as_array, saved))
         with self.in_place():
-            reason = attention_hopper_backward.refuse_backward(
-                *saved[:9], **{"needs": None, **params}
-            )
+            reason = hopper_backward.refuse_backward(*saved[:9], **{"needs": None, **params})
             assert reason is None, reason
-            return attention_hopper.backward(saved, as_array(dout), as_array(dlse), **params)
+            return hopper.backward(saved, as_array(dout), as_array(dlse), **params)
 
 
 def _value(x, kind):

@@ -8,7 +8,7 @@ import pytest
 from gpuattn.data.batching import BATCHING, PackedLoader
 from gpuattn.models import GPT2, GPT2Config, TranslationConfig, TranslationModel
 from gpuattn.models.flops import gpt2_flops, translation_flops
-from gpuattn.train.translation_task import TranslationTask
+from gpuattn.tasks.translation import TranslationTask
 
 
 def sizes(model, part):

@@ -9,7 +9,7 @@ from gpuattn import to_cpu
 from gpuattn.decode.sample import sample
 from gpuattn.errors import ConfigError
 from gpuattn.models.gpt2 import GPT2, GPT2Config
-from gpuattn.train.workspace import Workspace
+from gpuattn.runtime.workspace import Workspace
 
 TINY = GPT2Config(vocab=20, d_model=16, heads=2, layers=2, block=8)
 

@@ -96,7 +96,7 @@ def test_the_vocabulary_may_go_without_padding():
 
 def test_one_product_makes_all_keys_and_values_of_the_memory(monkeypatch):
     """And one its gradient: each layer's attention writes into its part of it."""
-    from gpuattn.autodiff import places
+    from gpuattn.autodiff import gradient_layout
     from gpuattn.nn import attention
 
     found, copies = [], []
@@ -107,7 +107,7 @@ def test_one_product_makes_all_keys_and_values_of_the_memory(monkeypatch):
     for placed in (True, False):
         model = make(kv_heads=1, dropout=0.0)
         if not placed:
-            monkeypatch.setattr(places.Places, "take", lambda self, box: None)
+            monkeypatch.setattr(gradient_layout.Places, "take", lambda self, box: None)
         states = model.decode(model.target(source), model.source(source))
         (states * states).sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters()})

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from checks import dtype_of
 
-from gpuattn import Tensor, flash_attention, kernels, nn, no_grad, rotary, to_cpu
-from gpuattn.autodiff import places, tape
+from gpuattn import Tensor, flash_attention, nn, no_grad, rotary, to_cpu
+from gpuattn.autodiff import gradient_layout, tape
+from gpuattn.cuda import kernels
 from gpuattn.nn import attention
 from gpuattn.nn.attention import split_heads
 
@@ -216,7 +217,7 @@ def gradient_and_copies(monkeypatch, x, dout, cu, packed, **options):
         with monkeypatch.context() as patch:
             patch.setattr(attention, "same_memory", note)
             if not placed:
-                patch.setattr(places.Places, "take", lambda self, box: None)
+                patch.setattr(gradient_layout.Places, "take", lambda self, box: None)
             packed_attention(leaf, cu, packed, **options)[-1].backward(dout)
         found.append(to_cpu(leaf.grad))
     return (*found, copied)

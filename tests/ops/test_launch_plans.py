@@ -7,8 +7,9 @@ import pytest
 from fake_gpu import CARDS, as_array, launches_on
 
 import gpuattn
-from gpuattn import Tensor, kernels
+from gpuattn import Tensor
 from gpuattn.arrays import BFLOAT16
+from gpuattn.cuda import kernels
 from gpuattn.errors import KernelCompileError
 
 FLOAT32 = np.dtype("float32")

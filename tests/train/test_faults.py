@@ -10,14 +10,14 @@ from stopping import assert_same_bits
 
 from gpuattn.arrays import to_cpu
 from gpuattn.errors import CheckpointError
-from gpuattn.train import checkpoint, precision
-from gpuattn.train.feed import DeviceFeed, HostFeed
-from gpuattn.train.precision import PRECISIONS
-from gpuattn.train.report import Report
-from gpuattn.train.run import RunFolder
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runtime import checkpoint, precision
+from gpuattn.runtime.feed import DeviceFeed, HostFeed
+from gpuattn.runtime.precision import PRECISIONS
+from gpuattn.tasks.translation import TranslationTask
+from gpuattn.train.progress import Report
 from gpuattn.train.session import Session, train
 from gpuattn.train.trainer import Trainer
-from gpuattn.train.translation_task import TranslationTask
 
 UPDATES, SPOILED = 25, (7, 8, 21)
 

@@ -9,16 +9,17 @@ from stopping import After, assert_same_bits
 from gpuattn.arrays import to_cpu
 from gpuattn.cli.main import main
 from gpuattn.errors import ConfigError, MemoryLimitError
-from gpuattn.train import checkpoint, memory, precision
-from gpuattn.train.config import TrainConfig, default_batch
-from gpuattn.train.device import is_out_of_memory
-from gpuattn.train.graph import Replays
-from gpuattn.train.language_task import LanguageTask
-from gpuattn.train.report import Report
-from gpuattn.train.run import TASKS, RunFolder
+from gpuattn.runs.config import TrainConfig, default_batch
+from gpuattn.runs.folder import TASKS, RunFolder
+from gpuattn.runtime import checkpoint, precision
+from gpuattn.runtime.device import is_out_of_memory
+from gpuattn.runtime.graphs import Replays
+from gpuattn.tasks.language import LanguageTask
+from gpuattn.tasks.translation import TranslationTask
+from gpuattn.train import memory
+from gpuattn.train.progress import Report
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
-from gpuattn.train.translation_task import TranslationTask
 
 
 class Heard(Report):
@@ -134,7 +135,7 @@ SHAPES = [
 @pytest.mark.parametrize("level", ["none", "block"])
 def test_a_plan_is_what_a_step_takes(gpu, request, data, sizes, level, monkeypatch):
     monkeypatch.setattr("gpuattn.arrays.allocate", None)
-    monkeypatch.setattr("gpuattn.tuning.FLUSH_BYTES", 1 << 20)
+    monkeypatch.setattr("gpuattn.gemm.tuning.FLUSH_BYTES", 1 << 20)
     config = dataclasses.replace(
         request.getfixturevalue(data), **sizes, checkpoint=level, length="1u", warmup=0
     )
@@ -279,7 +280,7 @@ def test_where_no_smaller_batch_fits_all_is_saved(text, fails, tmp_path, monkeyp
 
 def test_a_gpu_with_less_memory_gets_smaller_batches(gpu, text, monkeypatch):
     monkeypatch.setattr("gpuattn.arrays.allocate", None)
-    monkeypatch.setattr("gpuattn.tuning.FLUSH_BYTES", 1 << 20)
+    monkeypatch.setattr("gpuattn.gemm.tuning.FLUSH_BYTES", 1 << 20)
     config = dataclasses.replace(
         text, dim=256, heads=4, layers=(4, 4), block=64, batch=64 * 256, length="6u"
     )

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from gpuattn.arrays import BFLOAT16
-from gpuattn.train import ceilings, meter, power
-from gpuattn.train.ceilings import rates
-from gpuattn.train.meter import SPENT, Meter, short
-from gpuattn.train.power import Draw, PowerMeter
+from gpuattn.cuda import ceilings, power
+from gpuattn.cuda.ceilings import rates
+from gpuattn.cuda.power import Draw, PowerMeter
+from gpuattn.train import meter
+from gpuattn.train.meter import SPENT, Meter
+from gpuattn.units import short
 
 
 class Card:

@@ -8,14 +8,14 @@ from kill_drill import drill, new_config
 from stopping import After, assert_same_bits, assert_same_metrics
 
 from gpuattn.errors import ConfigError, DataError
+from gpuattn.gemm.tuning import tune
 from gpuattn.nn import attention
-from gpuattn.train import checkpoint
-from gpuattn.train.config import TrainConfig
-from gpuattn.train.report import Report
-from gpuattn.train.run import TASKS, RunFolder
+from gpuattn.runs.config import TrainConfig
+from gpuattn.runs.folder import TASKS, RunFolder
+from gpuattn.runtime import checkpoint
+from gpuattn.train.progress import Report
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
-from gpuattn.tuning import tune
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_evaluations_by_the_clock_leave_training_alone(config, tmp_path):
 
 
 def test_a_built_in_task_goes_on_into_later_epochs(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpuattn.train.corpus.TASK_PAIRS", 60)
+    monkeypatch.setattr("gpuattn.tasks.corpus.TASK_PAIRS", 60)
     config = TrainConfig(
         task="reverse", vocab_size=384, max_len=64, dim=16, heads=2, layers=(1, 1), ffn=16,
         batch=400, warmup=2, length="3e", eval_every="5u", score_pairs=0,

@@ -10,15 +10,15 @@ import pytest
 from kill_drill import new_config
 from stopping import ROOT, Training, assert_same_bits, assert_same_metrics
 
-from gpuattn.train import checkpoint
+from gpuattn.runtime import checkpoint
 from gpuattn.train.session import train
 from gpuattn.train.stopping import StopOnSignal
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 PLACES = {  # what a run does as a signal comes
     "computing a step": ("gpuattn.train.trainer.Trainer", "_gradients"),
-    "evaluating": ("gpuattn.train.translation_task.TranslationTask", "evaluate"),
-    "saving": ("gpuattn.train.checkpoint", "save"),
+    "evaluating": ("gpuattn.tasks.translation.TranslationTask", "evaluate"),
+    "saving": ("gpuattn.runtime.checkpoint", "save"),
 }
 INTERRUPT = """
 import os, pkgutil, signal

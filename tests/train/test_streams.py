@@ -10,18 +10,18 @@ from delays import delays
 from stopping import After
 
 from gpuattn.optim import ExponentialAverage
-from gpuattn.train import checkpoint
-from gpuattn.train.config import TrainConfig
-from gpuattn.train.feed import HostFeed
-from gpuattn.train.graph import Calls
-from gpuattn.train.metrics import MetricsLog
-from gpuattn.train.readings import Reading
-from gpuattn.train.report import Report
-from gpuattn.train.run import TASKS, RunFolder
+from gpuattn.runs.config import TrainConfig
+from gpuattn.runs.folder import TASKS, RunFolder
+from gpuattn.runs.metrics import MetricsLog
+from gpuattn.runtime import checkpoint
+from gpuattn.runtime.feed import HostFeed
+from gpuattn.runtime.graphs import Calls
+from gpuattn.runtime.readback import Reading
+from gpuattn.runtime.workspace import Workspace
+from gpuattn.tasks.translator import Translator
+from gpuattn.train.progress import Report
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
-from gpuattn.train.translator import Translator
-from gpuattn.train.workspace import Workspace
 
 
 @pytest.fixture

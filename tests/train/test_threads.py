@@ -6,10 +6,10 @@ import pytest
 from kill_drill import new_config
 from stopping import After, assert_same_bits
 
+from gpuattn.runs.folder import RunFolder
+from gpuattn.runs.metrics import MetricsLog
 from gpuattn.train import threads
-from gpuattn.train.metrics import MetricsLog
-from gpuattn.train.report import Report
-from gpuattn.train.run import RunFolder
+from gpuattn.train.progress import Report
 from gpuattn.train.session import train
 from gpuattn.train.threads import BlasThreads
 

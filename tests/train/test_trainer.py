@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from gpuattn.errors import CheckpointError, ConfigError, DataError, DeviceMissingError
-from gpuattn.train import checkpoint
-from gpuattn.train.config import TrainConfig
-from gpuattn.train.corpus import Corpus
-from gpuattn.train.evaluation import evaluate, pairs_for
-from gpuattn.train.report import Report
-from gpuattn.train.run import RunFolder, average_runs, load_run, summary
+from gpuattn.runs.config import TrainConfig
+from gpuattn.runs.evaluation import evaluate, pairs_for
+from gpuattn.runs.folder import RunFolder, average_runs, load_run, summary
+from gpuattn.runtime import checkpoint
+from gpuattn.tasks.corpus import Corpus
+from gpuattn.tasks.translation import TranslationTask
+from gpuattn.train.progress import Report
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
-from gpuattn.train.translation_task import TranslationTask
 
 WORDS = [
     "red",

@@ -3,12 +3,12 @@
 import pytest
 
 from gpuattn.errors import ConfigError
-from gpuattn.train.config import TrainConfig, resolve
-from gpuattn.train.metrics import MetricsLog, is_right
-from gpuattn.train.report import Report
+from gpuattn.runs.config import TrainConfig, resolve
+from gpuattn.runs.metrics import MetricsLog, is_right
+from gpuattn.tasks.translation import TranslationTask
+from gpuattn.train.progress import Report
 from gpuattn.train.session import train
-from gpuattn.train.translation_task import TranslationTask
-from gpuattn.train.units import Length
+from gpuattn.units import Length
 
 SMALL = {"task": "dates", "dim": 16, "heads": 2, "layers": (1, 1), "ffn": 16, "batch": 70,
          "max_len": 64, "vocab_size": 384, "score_pairs": 5, "warmup": 1}  # fmt: skip

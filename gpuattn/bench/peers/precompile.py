@@ -1,0 +1,62 @@
+"""What peers compile, compiled beforehand by several processes into the caches they have on disk.
+
+The process that measures then finds it there. Nothing is timed here, and no choice between
+kernels that was timed while others ran is kept.
+"""
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import time
+
+COMPILED = ("torch-compile", "quack", "liger")
+PROCESSES = 16
+SECONDS = 60
+ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # processes have the cores
+
+
+def compile_ahead(cells):
+    """Run the peers of ``cells`` that compile once, for SECONDS at most. Failures mean nothing."""
+    todo = [(cell, name) for cell in cells for name in cell.peers if name in COMPILED]
+    if not todo or importlib.util.find_spec("torch") is None:
+        return
+    os.environ.update(ONE_THREAD)
+    count = min(len(todo), PROCESSES, os.cpu_count())
+    command, end = [sys.executable, "-m", __name__], time.monotonic() + SECONDS
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    workers = [subprocess.Popen(command, stdin=subprocess.PIPE, **quiet) for _ in range(count)]
+    for i, worker in enumerate(workers):
+        with contextlib.suppress(BrokenPipeError), worker.stdin:
+            worker.stdin.write(pickle.dumps(todo[i::count]))
+    for worker in workers:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.wait(max(0, end - time.monotonic()))
+        worker.kill()
+        worker.wait()
+
+
+def _compile(cell, name):
+    import cupy
+
+    from gpuattn.bench import fused
+    from gpuattn.bench.peers import fused as fused_peers
+    from gpuattn.bench.peers import timing
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream, timing.on_stream(stream):
+        arrays = fused.Ours(cell.case, cell.direction, cupy).draw(0)
+        call = fused_peers.Call(name, cell.case, cell.direction, *arrays)
+        call.run()
+        stream.synchronize()
+    del call, arrays
+    timing.release()
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+if __name__ == "__main__":
+    for cell_and_name in pickle.load(sys.stdin.buffer):
+        with contextlib.suppress(Exception):
+            _compile(*cell_and_name)

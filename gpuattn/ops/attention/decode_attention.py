@@ -1,0 +1,325 @@
+"""Attention of a few new tokens over a key-value cache: the step of a decoder.
+
+All of the work is reading the cache once. A GPU reads it at full speed only with all of its
+multiprocessors, so the keys of a sequence are split over blocks, whose results are then combined
+("Flash-Decoding", Dao et al., 2023). Query heads that share keys, and batch rows that do, share
+the reading. Reference: ``decode_reference.py``. Device code: ``rawkernels/decode_attention.cu``
+(tensor cores), ``decode_attention_simt.cu`` (any dtype and strides),
+``decode_attention_combine.cu``.
+"""
+
+import functools
+import math
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import check_floats, check_together, ctype, get_xp, index_flag
+from gpuattn.autodiff import tape
+from gpuattn.autodiff.tape import raw
+from gpuattn.cuda.kernels import gpu, kernel, kernel_refusal, shared_limit
+from gpuattn.errors import problem
+from gpuattn.impls import Impl, Impls
+from gpuattn.ops.arguments import check_flags, integer, number, take_arrays
+from gpuattn.ops.attention import decode_reference
+from gpuattn.ops.attention.launch import UNLIMITED
+
+NAME = "decode_attention"
+MAX_QUERIES = 16
+PAGE_STEP = 16  # pages hold a multiple of so many keys
+MAX_HEAD_DIM = 256
+MAX_BLOCKS = 2**31 - 1
+FIXED_SPLIT = 512  # keys of a split with batch_invariant
+SPLIT_KEYS = 64  # splits are whole multiples of it; common/decode.cuh
+BLOCK_COST = 4  # what a block takes besides its keys, as the time of so many SPLIT_KEYS; measured
+COMBINE_COST = 3  # the same for combining splits
+MAX_SPLITS = 8192  # their weights fit into shared memory
+STAGES = {64: (64, 4), 128: (64, 3), 256: (32, 3)}  # HEAD_DIM: keys of a stage, stages at most
+SPOT_BYTES, FIXED_BYTES = 16, 512  # of shared memory for each key of a stage, for a block
+
+POINTERS = ("lengths", "pages", "slots", "slopes", "sink", "flag")
+PROBLEM = np.dtype(
+    [(name, np.int64, 4) for name in ("q", "k", "v")]
+    + [("outputs", np.int64)]
+    + [(name, np.uint64) for name in POINTERS]
+    + [(name, np.int32) for name in (
+        "sharers", "queries", "heads", "kv_heads", "group", "rows", "keys", "head_dim", "value_dim",
+        "page", "page_count", "max_pages", "beam", "window", "slopes_batch", "splits", "chunk",
+    )]
+    + [(name, np.float32) for name in ("scale", "softcap")],
+    align=True,
+)  # fmt: skip
+"""The struct Decode of ``rawkernels/common/decode.cuh``."""
+
+
+def decode_attention(
+    q, k_cache, v_cache, lengths, *, scale=None, window=None, softcap=None, alibi_slopes=None,
+    sink=None, page_table=None, slots=None, splits=None, batch_invariant=False, return_lse=False,
+    impl=None,
+):  # fmt: skip
+    """Return the output (B, T, H, Dv) in the dtype of ``q``; with ``return_lse``, (out, lse).
+
+    ``q``: (B, T, H, D), the last T tokens of each sequence, 1 to 16. ``k_cache``: (N, S, Hk, D),
+    ``v_cache``: (N, S, Hk, Dv), arrays of one float dtype with any strides; Hk divides H.
+    ``lengths`` (N,) int32, on the device: the keys that the last query sees (clipped to 0 .. S), so
+    query i stands at key lengths - T + i and sees none behind it. N divides B: rows n * B / N up to
+    (n + 1) * B / N of ``q`` share sequence n, as the beams of a sentence share its memory.
+
+    ``page_table`` (N, P) int32: the caches are pages (pages, page, Hk, D), page a multiple of 16;
+    key j of sequence n lies in row j % page of page ``page_table[n, j // page]``. Entries behind a
+    sequence's end are not read.
+    ``slots`` (N / K, K, S) int16, beam search over K beams without copies: key j of sequence
+    b * K + i lies in sequence b * K + ``slots[b, i, j]`` of the cache.
+
+    ``scale``, ``softcap``, ``alibi_slopes`` (H,) or (B, H), ``sink`` (H,) as in
+    ``flash_attention``; ``window``: the most keys seen before a query's own, None for all.
+    ``splits``: blocks that share the keys of one sequence, by default as many as fill the GPU.
+    ``batch_invariant``: split by a fixed number of keys, so that a sequence has the same bits in
+    any batch. ``lse``: log(sum(exp(logits))), float32 (float64 of float64), (B, H, T).
+    A query that sees no key gives 0, lse -inf (the sink, if there is one). There is no gradient.
+
+    Nothing is read back to the host and launches depend on shapes alone, so a CUDA graph can hold
+    the call and be replayed with other lengths. ``impl``: "raw-ampere" (16-bit, tensor cores),
+    "raw-simt", "reference", or None for the first that accepts. Raises ValueError for shapes or
+    parameters that do not fit, TypeError for dtypes; a page or a slot out of range is an IndexError
+    (from a GPU: at the next ``to_cpu``).
+    """
+    inputs = take_arrays(
+        NAME,
+        {"q": q, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths},
+        {"page_table": page_table, "slots": slots, "alibi_slopes": alibi_slopes, "sink": sink},
+    )
+    given = {name: raw(x) for name, x in inputs.items()}
+    check_together(NAME, **given)
+    _check(**given)
+    check_flags(NAME, batch_invariant=batch_invariant, return_lse=return_lse)
+    if window is not None:
+        window = integer(NAME, "window", window, "None, or a width >= 0")
+    if softcap is not None:
+        accepted = "a positive number, or None"
+        softcap = number(NAME, "softcap", softcap, accepted, lambda c: 0 < c < math.inf)
+    if splits is not None:
+        splits = integer(NAME, "splits", splits, f"1 to {MAX_SPLITS}, or None", 1, MAX_SPLITS)
+    if splits is not None and batch_invariant:
+        raise ValueError(problem(NAME, "splits", splits, "None with batch_invariant"))
+    scale = given["q"].shape[-1] ** -0.5 if scale is None else number(NAME, "scale", scale)
+    out, lse = tape.apply(
+        IMPLS, inputs.values(), impl, scale=scale, window=window, softcap=softcap, splits=splits,
+        batch_invariant=bool(batch_invariant),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def check_cache(function, k_cache, v_cache, lengths, page_table):
+    """Raise for a cache that does not fit together; return (sequences, keys of room, KV heads)."""
+    form = "(pages, page, Hk, D)" if page_table is not None else "(N, S, Hk, D)"
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.ndim != 4:
+            raise ValueError(problem(function, f"{name}.shape", x.shape, form))
+    if k_cache.shape[:-1] != v_cache.shape[:-1]:
+        accepted = f"{k_cache.shape[:-1]} + (Dv,), as in k_cache"
+        raise ValueError(problem(function, "v_cache.shape", v_cache.shape, accepted))
+    sequences, room, kv_heads, _ = k_cache.shape
+    if page_table is not None:
+        check_integers(function, "page_table", page_table, np.int32)
+        if page_table.ndim != 2 or not sequences:
+            got = f"of shape {page_table.shape} for {sequences} pages"
+            raise ValueError(problem(function, "page_table", got, "(N, P) for 1 page or more"))
+        if not room or room % PAGE_STEP:
+            accepted = f"a multiple of {PAGE_STEP}"
+            raise ValueError(problem(function, "the page, k_cache.shape[1],", room, accepted))
+        sequences, room = page_table.shape[0], page_table.shape[1] * room
+    check_integers(function, "lengths", lengths, np.int32)
+    if lengths.shape != (sequences,):
+        accepted = f"({sequences},), one for each sequence of the cache"
+        raise ValueError(problem(function, "lengths.shape", lengths.shape, accepted))
+    return sequences, room, kv_heads
+
+
+def check_integers(function, name, x, dtype):
+    if x.dtype != dtype:
+        raise TypeError(problem(function, f"{name}.dtype", x.dtype, np.dtype(dtype).name))
+
+
+def _check(q, k_cache, v_cache, lengths, page_table, slots, alibi_slopes, sink):
+    check_floats(NAME, q=q, k_cache=k_cache, v_cache=v_cache)
+    if q.ndim != 4:
+        raise ValueError(problem(NAME, "q.shape", q.shape, "(B, T, H, D)"))
+    B, T, H, D = q.shape
+    sequences, room, kv_heads = check_cache(NAME, k_cache, v_cache, lengths, page_table)
+    if not 1 <= T <= MAX_QUERIES:
+        advice = "Longer prompts are for flash_attention."
+        raise ValueError(problem(NAME, "T, q.shape[1],", T, f"1 to {MAX_QUERIES}", advice))
+    if k_cache.shape[-1] != D or not D or not v_cache.shape[-1]:
+        sizes = f"{D}, {k_cache.shape[-1]} and {v_cache.shape[-1]}"
+        accepted = "the same size >= 1 for q and k_cache, any size >= 1 for v_cache"
+        raise ValueError(problem(NAME, "the head size of q, k_cache and v_cache", sizes, accepted))
+    if not kv_heads or not H or H % kv_heads:
+        accepted = f"a multiple of the {kv_heads} heads of the caches"
+        raise ValueError(problem(NAME, "the number of heads of q", H, accepted))
+    if B % sequences if sequences else B:
+        accepted = f"a multiple of the {sequences} sequences of the cache"
+        raise ValueError(problem(NAME, "B, q.shape[0],", B, accepted))
+    if slots is not None:
+        if page_table is not None:
+            raise ValueError(problem(NAME, "slots", "given with page_table", "one of the two"))
+        check_integers(NAME, "slots", slots, np.int16)
+        fits = slots.ndim == 3 and slots.shape[0] * slots.shape[1] == sequences
+        if not fits or slots.shape[2] != room:
+            accepted = f"(N / K, K, S) for N = {sequences} sequences with S = {room} keys"
+            raise ValueError(problem(NAME, "slots.shape", slots.shape, accepted))
+    for name, x, shapes in (
+        ("alibi_slopes", alibi_slopes, ((H,), (B, H))), ("sink", sink, ((H,),)),
+    ):  # fmt: skip
+        if x is not None and not arrays.is_floating(x.dtype):
+            raise TypeError(problem(NAME, f"{name}.dtype", x.dtype, "a float dtype"))
+        if x is not None and x.shape not in shapes:
+            accepted = " or ".join(map(str, shapes))
+            raise ValueError(problem(NAME, f"{name}.shape", x.shape, accepted))
+
+
+# ---- raw: rawkernels/decode_attention*.cu -------------------------------------------------------
+
+
+def _refuse_simt(
+    q, k, v, lengths, page_table, slots, slopes, sink, *, splits, batch_invariant, **_
+):
+    if reason := kernel_refusal(q, "q"):
+        return reason
+    size = max(q.shape[-1], v.shape[-1])
+    if size > MAX_HEAD_DIM:
+        return f"the head size is {size}, the kernel takes 1 to {MAX_HEAD_DIM}"
+    if batch_invariant:
+        splits = -(-_room(k, page_table) // FIXED_SPLIT)
+        if splits > MAX_SPLITS:
+            return f"{splits} splits of {FIXED_SPLIT} keys, the kernel takes {MAX_SPLITS}"
+    blocks = math.prod(q.shape[:3]) * (splits or 1)
+    if blocks > MAX_BLOCKS:
+        return f"{blocks} blocks, the kernel takes {MAX_BLOCKS}"
+    return None
+
+
+def _refuse_ampere(q, k, v, *others, **params):
+    if reason := _refuse_simt(q, k, v, *others, **params):
+        return reason
+    if q.dtype == np.float32:
+        return "q is float32, tensor cores take float16 or bfloat16"
+    for name, x in (("k_cache", k), ("v_cache", v)):
+        if reason := arrays.rows_refusal(x, name):
+            return reason
+    return None
+
+
+def _forward_ampere(q, *others, needs, **params):
+    steps = [step for step, n in zip(q.strides[:3], q.shape[:3], strict=True) if n > 1]
+    if q.strides[-1] != q.itemsize or any(step % 4 for step in steps) or q.data.ptr % 4:
+        q = get_xp(q).ascontiguousarray(q)  # it is read in pairs
+    size = max(q.shape[-1], others[1].shape[-1])
+    width = next(w for w in (64, 128, 256) if size <= w)
+    stages, shared_bytes = pipeline(width, shared_limit(q.device.id))
+    constants = {"scalar": ctype(q.dtype), "HEAD_DIM": width, "STAGES": stages}
+    run = kernel("decode_attention.cu", NAME, **constants)
+    return _launch(run, 64, 3 if width == 64 else 2, shared_bytes, q, *others, **params)
+
+
+def pipeline(width, limit):
+    """Return (stages, bytes of their tiles) for HEAD_DIM = ``width``.
+
+    ``limit``: bytes of shared memory that a block may have; it also holds where each key lies.
+    """
+    keys, most = STAGES[width]
+    stages = min(most, (limit - FIXED_BYTES) // (keys * (4 * width + SPOT_BYTES)))
+    return stages, stages * keys * 4 * width
+
+
+def _forward_simt(q, *others, needs, **params):
+    width = 128 if max(q.shape[-1], others[1].shape[-1]) <= 128 else 256
+    constants = {"scalar": ctype(q.dtype), "HEAD_DIM": width}
+    run = kernel("decode_attention_simt.cu", f"{NAME}_simt", **constants)
+    return _launch(run, 1, 8, 0, q, *others, **params)
+
+
+def _launch(
+    run, block_rows, blocks_per_sm, shared_bytes, q, k, v, lengths, page_table, slots, slopes, sink,
+    *, scale, window, softcap, splits, batch_invariant,
+):  # fmt: skip
+    """Run one of the kernels, whose blocks take up to ``block_rows`` query rows, and combine."""
+    (B, T, H, D), kv_heads, value_dim = q.shape, k.shape[2], v.shape[3]
+    sequences = len(lengths)
+    out = arrays.empty(q, (B, T, H, value_dim))
+    lse = arrays.empty(q, (B, H, T), np.float32)
+    if B == 0:
+        return (out, lse), None
+    paged = page_table is not None
+    keys = _room(k, page_table)
+    window = UNLIMITED if window is None else min(window, UNLIMITED)
+    rows, span, chunk = B // sequences * T * (H // kv_heads), min(keys, window + T), 0
+    blocks = kv_heads * -(-rows // block_rows) * sequences
+    if batch_invariant:
+        chunk, splits = FIXED_SPLIT, max(1, -(-span // FIXED_SPLIT))
+    elif splits is None:
+        splits = best_splits(blocks, span, blocks_per_sm * gpu(q.device.id)[1])
+    indexed = "page_table" if paged else "slots"
+    extras = [_contiguous(x) for x in (lengths, page_table, slots)]
+    extras += [_contiguous(x, np.float32) for x in (slopes, sink)]
+    extras += [index_flag(q, f"{NAME}: {indexed}") if paged or slots is not None else None]
+    fields = {
+        name: 0 if x is None else x.data.ptr for name, x in zip(POINTERS, extras, strict=True)
+    }
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        fields[name] = [step // x.itemsize for step in x.strides]
+    fields |= {
+        "outputs": B * T * H, "sharers": B // sequences, "queries": T, "heads": H,
+        "kv_heads": kv_heads, "group": H // kv_heads, "rows": rows, "keys": keys, "head_dim": D,
+        "value_dim": value_dim, "page": k.shape[1], "page_count": k.shape[0],
+        "max_pages": page_table.shape[1] if paged else 0,
+        "beam": slots.shape[1] if slots is not None else 0, "window": window,
+        "slopes_batch": H if slopes is not None and slopes.ndim == 2 else 0, "splits": splits,
+        "chunk": chunk, "scale": scale, "softcap": softcap or 0,
+    }  # fmt: skip
+    problem = np.array([tuple([fields[name] for name in PROBLEM.names])], PROBLEM)
+    parts = parts_lse = None
+    if splits > 1:
+        parts = arrays.empty(q, (splits, *out.shape), np.float32)
+        parts_lse = arrays.empty(q, (splits, B, T, H), np.float32)
+    struct = problem.view(f"V{PROBLEM.itemsize}")
+    grid = (blocks * splits,)
+    run(grid, (128,), struct, q, k, v, out, lse, parts, parts_lse, shared_bytes=shared_bytes)
+    if splits > 1:
+        combine = kernel(f"{NAME}_combine.cu", f"{NAME}_combine", scalar=ctype(q.dtype))
+        arguments = parts, parts_lse, out, lse, splits, value_dim, T, H
+        combine((B * T * H,), (256,), *arguments, shared_bytes=4 * splits)
+    return (out, lse), None
+
+
+def _room(k, page_table):
+    """Return the most keys of a sequence."""
+    return k.shape[1] * (1 if page_table is None else page_table.shape[1])
+
+
+def _contiguous(x, dtype=None):
+    return None if x is None else get_xp(x).ascontiguousarray(x, dtype)
+
+
+@functools.lru_cache(1024)
+def best_splits(blocks, keys, at_once):
+    """Return into how many splits to cut ``keys``, for ``blocks`` blocks a split.
+
+    ``at_once``: blocks that the GPU runs at a time. Counts the rounds that it takes and how long a
+    block lasts; of equal ones the fewest splits win.
+    """
+    steps = -(-keys // SPLIT_KEYS)
+
+    def cost(splits):
+        rounds = -(-blocks * splits // at_once)
+        return rounds * (-(-steps // splits) + BLOCK_COST) + (COMBINE_COST if splits > 1 else 0)
+
+    return min(range(1, min(steps, MAX_SPLITS, 4 * at_once) + 1), key=cost, default=1)
+
+
+IMPLS = Impls(
+    NAME,
+    Impl("raw-ampere", _forward_ampere, refuse=_refuse_ampere),
+    Impl("raw-simt", _forward_simt, refuse=_refuse_simt),
+    Impl("reference", decode_reference.forward),
+)

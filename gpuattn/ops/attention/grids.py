@@ -1,0 +1,228 @@
+"""How a batch becomes grids: rectangles of sequences that the attention reference computes at once.
+
+Packed sequences are padded to the longest of their grid. In a grid every array is
+(N sequences, KV heads, queries per KV head, T, ...).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpuattn.arrays import get_xp, wide
+from gpuattn.ops.attention.dropout import TILE, keep_block
+
+BLOCK = 128  # keys at a time
+GRID_SIZE = 1 << 17  # elements of q in a grid on NumPy: larger ones leave the cache
+INF = float("inf")
+
+
+@dataclass
+class Grid:
+    """N sequences side by side: which keys a query sees, and what is added to its logits."""
+
+    xp: Any
+    T: int
+    S: int
+    groups: int  # query heads per KV head
+    numbers: Any  # (N,): which sequences of the batch
+    offset: Any  # the key that query 0 stands at: an int or (N, 1, 1, 1, 1)
+    reach: Any  # (least, greatest) offset where known without asking the device, else None
+    keys: Any  # how many keys exist: None for all S, or (N, 1, 1, 1, 1)
+    bias: Any  # added, broadcasts to the logits, or None
+    mask: Any  # True where a key is seen, broadcasts to the logits, or None
+    slopes: Any  # ALiBi, broadcasts to the logits, or None
+    window: tuple
+    softcap: float | None
+    dropout_p: float
+    key: Any
+
+    def blocks(self):
+        """Yield (rows, columns) slices that hold every visible logit."""
+        left, right = self.window
+        for start in range(0, self.S, BLOCK):
+            stop, first, last = min(start + BLOCK, self.S), 0, self.T
+            if self.reach and right is not None:
+                first = max(0, start - self.reach[1] - right)
+            if self.reach and left is not None:
+                last = min(self.T, stop - self.reach[0] + left)
+            if first < last:
+                yield slice(first, last), slice(start, stop)
+
+    def logits(self, q, k, rows, cols):
+        """Return the logits of a block, -inf where hidden, and their derivative by the softcap."""
+        xp, slope = self.xp, None
+        s = xp.matmul(q[..., rows, :], k[..., cols, :].swapaxes(-1, -2))
+        if self.softcap is not None:
+            s /= self.softcap
+            xp.tanh(s, out=s)
+            slope = 1 - s * s
+            s *= self.softcap
+        if self.bias is not None:
+            s += part(self.bias, rows, cols)
+        if self.slopes is not None:
+            i, j = self._positions(rows, cols)
+            s -= self.slopes * abs(i - j).astype(s.dtype)
+        seen = self._seen(rows, cols)
+        if seen is not None:
+            bound = xp.where(seen, s.dtype.type(INF), s.dtype.type(-INF))
+            xp.fmin(s, bound, out=s)  # fmin, unlike addition, hides NaN too
+        return s, slope
+
+    def _positions(self, rows, cols):
+        """Return queries (as the keys they stand at) down and keys across."""
+        i = self.xp.arange(rows.start, rows.stop)[:, None] + self.offset
+        return i, self.xp.arange(cols.start, cols.stop)
+
+    def _seen(self, rows, cols):
+        left, right = self.window
+        i, j = self._positions(rows, cols)
+        least, greatest = self.reach or (-INF, INF)
+        parts = []
+        if right is not None and cols.stop - 1 > rows.start + least + right:
+            parts.append(j <= i + right)
+        if left is not None and cols.start < rows.stop - 1 + greatest - left:
+            parts.append(j >= i - left)
+        if self.keys is not None:
+            parts.append(j < self.keys)
+        if self.mask is not None:
+            parts.append(part(self.mask, rows, cols))
+        seen = parts[0] if parts else None
+        for more in parts[1:]:
+            seen = seen & more
+        return seen
+
+    def keep(self, shape, rows, cols, dtype):
+        """Return the dropout mask of a block, 1 / (1 - p) where kept, 0 elsewhere."""
+        heads = shape[1] * shape[2]
+        numbers = self.numbers[:, None] * heads + self.xp.arange(heads)
+        keep = keep_block(
+            self.xp, numbers.ravel().astype(np.uint64), rows, cols, self.dropout_p, self.key
+        )
+        factor = dtype.type(1 / (1 - self.dropout_p))
+        return keep.reshape(shape) * factor
+
+
+def part(x, rows, cols):
+    """Return the block of an array that broadcasts to the logits."""
+    x = x[..., rows, :] if x.shape[-2] > 1 else x
+    return x[..., cols] if x.shape[-1] > 1 else x
+
+
+def by_heads(x, groups):
+    """Return (N, T, heads, D) as the view (N, KV heads, queries per KV head, T, D)."""
+    N, T, H, D = x.shape
+    return x.reshape(N, T, H // groups, groups, D).transpose(0, 2, 3, 1, 4)
+
+
+class Dense:
+    """Some sequences of a (B, T, H, D) batch."""
+
+    def __init__(self, q, k, members):
+        self.numbers = get_xp(q).arange(q.shape[0])[members]
+        self.T, self.S = q.shape[1], k.shape[1]
+        self.members = members
+        self.queries = self.keys = None
+        self.shifts = self.S - self.T
+
+    def take(self, x, side):
+        return x[self.members]
+
+    def put(self, target, values, side):
+        target[self.members] = values
+
+
+class Packed:
+    """Some sequences of a packed batch, padded to the longest of them."""
+
+    def __init__(self, xp, members, starts, lengths, longest, tokens):
+        self.members, self.tokens = members, tokens
+        self.numbers = xp.arange(len(starts[0]))[members]
+        self.queries, self.keys = (n[members] for n in lengths)
+        self.T, self.S = (min(n, t) for n, t in zip(longest, tokens, strict=True))
+        self.shifts = self.keys - self.queries
+        self.rows = []  # (N, T or S) token numbers; padding is one past the last token
+        for first, n, width, last in zip(
+            starts, (self.queries, self.keys), (self.T, self.S), tokens, strict=True
+        ):
+            i = xp.arange(width)
+            self.rows.append(xp.where(i < n[:, None], first[members][:, None] + i, last))
+
+    def take(self, x, side):
+        return x[get_xp(x).minimum(self.rows[side], self.tokens[side] - 1)]
+
+    def put(self, target, values, side):
+        target[self.rows[side]] = values  # targets have a row for the padding
+
+
+def layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k):
+    """Return what turns arrays into grids: on NumPy each about as large as the cache, else one."""
+    xp, row = get_xp(q), max(q.shape[-2] * q.shape[-1], 1)
+    if cu_q is None:
+        B, T = q.shape[:2]
+        # half the size: without padding two grids of a small batch are soon worth a thread each
+        grids = -(-2 * B * T * row // GRID_SIZE) if xp is np else 1
+        step = max(-(-B // max(grids, 1)), 1)
+        return [Dense(q, k, slice(first, first + step)) for first in range(0, B, step)]
+    tokens = q.shape[0], k.shape[0]
+    starts = [cu[:-1].astype(np.int64) for cu in (cu_q, cu_k)]
+    lengths = [cu[1:] - first for cu, first in zip((cu_q, cu_k), starts, strict=True)]
+    if xp is not np:  # lengths are on the device: one grid for all
+        longest = (max_seqlen_q, max_seqlen_k)
+        return [Packed(xp, slice(None), starts, lengths, longest, tokens)]
+    size = np.maximum(np.maximum(*lengths), TILE)
+    doublings = np.ceil(np.log2(size)).astype(int)  # in a grid no sequence is twice another
+    found = []
+    for d in np.unique(doublings):
+        alike = np.flatnonzero(doublings == d)
+        parts = -(-len(alike) * row * 2 ** int(d) // GRID_SIZE)
+        for members in np.array_split(alike, min(parts, len(alike))):
+            longest = [int(n[members].max()) for n in lengths]
+            found.append(Packed(np, members, starts, lengths, longest, tokens))
+    return found
+
+
+def make_grid(layout, q, k, extras, params):
+    """Return the Grid of a layout: whatever hides or moves logits, brought to its shape."""
+    bias, key_lengths, _, _, slopes, _ = extras
+    xp, dtype, groups = get_xp(q), wide(q.dtype), q.shape[-2] // max(k.shape[-2], 1) or 1
+    top_left = params["align"] == "top_left"
+    offset = 0 if top_left else layout.shifts
+    keys = layout.keys
+    if key_lengths is not None:
+        asked = key_lengths[layout.members]
+        keys = asked if keys is None else xp.minimum(keys, asked)
+    reach = None
+    if isinstance(offset, int):
+        reach = (offset, offset)
+    elif xp is np:
+        reach = (int(offset.min()), int(offset.max()))
+        offset = reach[0] if reach[0] == reach[1] else column(offset)
+    else:
+        offset = column(offset)
+    if bias is not None:
+        bias = _split_heads(bias, groups)
+        bias = bias[layout.members] if bias.shape[0] > 1 else bias
+    if slopes is not None:
+        slopes = slopes.astype(dtype, copy=False)
+        slopes = slopes[None] if slopes.ndim == 1 else slopes[layout.members]
+        slopes = slopes.reshape(len(slopes), -1, groups, 1, 1)
+    is_mask = bias is not None and bias.dtype == bool
+    return Grid(
+        xp, layout.T, layout.S, groups, layout.numbers, offset, reach,
+        keys=None if keys is None else column(keys),
+        bias=None if bias is None or is_mask else bias.astype(dtype, copy=False),
+        mask=bias if is_mask else None,
+        slopes=slopes,
+        **{name: params[name] for name in ("window", "softcap", "dropout_p", "key")},
+    )  # fmt: skip
+
+
+def column(x):
+    return x.reshape(-1, 1, 1, 1, 1)
+
+
+def _split_heads(x, groups):
+    """Return (N, H or 1, ...) as (N, KV heads or 1, queries per KV head or 1, ...)."""
+    shape = (1, 1) if x.shape[1] == 1 else (x.shape[1] // groups, groups)
+    return x.reshape(x.shape[0], *shape, *x.shape[2:])

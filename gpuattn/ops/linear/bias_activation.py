@@ -1,0 +1,351 @@
+"""GELU, ReLU and SwiGLU with an optional bias, then dropout: y = dropout(f(x + bias)).
+
+GELU: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016; its tanh form is
+y = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
+SwiGLU: Shazeer, "GLU Variants Improve Transformer", 2020; y = gate sigmoid(gate) up.
+Device code: ``rawkernels/bias_activation.cu`` and ``rawkernels/column_sum.cu``.
+"""
+
+import functools
+import math
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import (
+    aligned_rows,
+    check_floats,
+    check_together,
+    ctype,
+    for_each,
+    get_xp,
+    strided_rows,
+    wide,
+)
+from gpuattn.autodiff import tape
+from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.errors import problem
+from gpuattn.impls import Impl, Impls
+from gpuattn.ops.arguments import check_choice, dropout_key, probability, take_arrays
+from gpuattn.ops.dropout import device_numbers, factor, keep_of
+
+# the constant ACTIVATION of bias_activation.cu; "gelu" is the tanh form
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_exact": 3, "swiglu": 4}
+BLOCK, SUM_BLOCK = 256, 128
+COLUMNS = 8  # of a thread
+MOST_LANES, LEAST_LANES = 32, 8  # threads that share a row, if it has so many columns
+ROWS = 2, 1  # of a thread in the forward kernel: one where a row has two parts
+MOST_PARTS = 100  # sums of a column that the second stage adds, if narrow slabs can help it
+BLOCKS = 528  # of a backward launch, about: four to a multiprocessor of an H200
+CPU_BLOCK = 1 << 17  # elements at a time on NumPy; shorter calls do not keep two threads busy
+TANH_INNER, TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+
+def gelu(x, bias=None, *, approximate="tanh", p=0.0, seed=None, impl=None):
+    """Return ``dropout(GELU(x + bias))``, in the shape and dtype of ``x``.
+
+    ``x``: (..., cols) float array or Tensor. ``bias``: (cols,) in the dtype of ``x``, or None.
+    ``approximate``: "tanh", or "none" for the exact form x * Phi(x).
+    ``p``: the probability that dropout zeroes an element; ``seed``: None, an int or ``rng.Key``.
+    ``impl``: an implementation's name, or None for the fastest that accepts the arguments.
+    Raises TypeError for other or mixed dtypes, ValueError for a bias that does not fit or a p that
+    is no probability.
+    """
+    check_choice("gelu", "approximate", approximate, "tanh", "none")
+    activation = "gelu" if approximate == "tanh" else "gelu_exact"
+    return _apply(GELU, x, bias, activation, p, seed, impl)
+
+
+def relu(x, bias=None, *, p=0.0, seed=None, impl=None):
+    """Return ``dropout(max(x + bias, 0))``, in the shape and dtype of ``x``; NaN stays NaN.
+
+    All else is as in ``gelu``.
+    """
+    return _apply(RELU, x, bias, "relu", p, seed, impl)
+
+
+def swiglu(x, bias=None, *, p=0.0, seed=None, impl=None):
+    """Return ``dropout(gate * sigmoid(gate) * up)`` where ``x + bias`` is (gate, up): (..., cols).
+
+    ``x``: (..., 2 * cols), the gate in its first half. ``bias``: (2 * cols,) or None. All else is
+    as in ``gelu``. Raises ValueError for an odd number of columns.
+    """
+    (x,) = take_arrays("swiglu", {"x": x}, {}).values()
+    columns = x.shape[-1:]
+    if not columns or columns[0] % 2:
+        accepted = "an even number of columns, gate and up"
+        raise ValueError(problem("swiglu", "x.shape", x.shape, accepted))
+    return _apply(SWIGLU, x, bias, "swiglu", p, seed, impl)
+
+
+def _apply(impls, x, bias, activation, p, seed, impl):
+    x, bias = _checked(impls.op, x, bias)
+    p = probability(impls.op, "p", p)
+    key = dropout_key(impls.op, p, seed)
+    return tape.apply(impls, (x, bias), impl, activation=activation, p=p, key=key)
+
+
+def _checked(function, x, bias):
+    x, bias = take_arrays(function, {"x": x}, {"bias": bias}).values()
+    raw_x, raw_bias = tape.raw(x), tape.raw(bias)
+    check_together(function, x=raw_x, bias=raw_bias)
+    check_floats(function, x=raw_x, bias=raw_bias)
+    if raw_bias is not None and (raw_x.ndim == 0 or raw_bias.shape != raw_x.shape[-1:]):
+        accepted = f"the last axis of x, which has shape {raw_x.shape}"
+        raise ValueError(problem(function, "bias.shape", raw_bias.shape, accepted))
+    return x, bias
+
+
+# ---- reference: NumPy or CuPy ----------------------------------------------------------------
+
+
+def _forward_reference(x, bias, *, needs, activation, p=0.0, key=None):
+    z = x.astype(wide(x.dtype), copy=False)
+    if bias is not None:
+        z = z + bias.astype(z.dtype, copy=False)
+    y, slope = activate(z, activation, any(needs))
+    keep = keep_of(y, p, key)
+    if keep is not None:
+        share = keep * y.dtype.type(factor(p))
+        y = y * share
+        if any(needs):
+            slope = (_halves(slope, y) * share[..., None, :]).reshape(x.shape)
+    return y.astype(x.dtype, copy=False), ((slope,) if any(needs) else None)
+
+
+def _backward_reference(saved, dy, *, needs, into, activation, p=0.0, key=None):
+    (slope,) = saved
+    dz = dy.astype(wide(dy.dtype), copy=False)
+    dz = dz * slope if slope.shape == dy.shape else _halves(slope, dy) * dz[..., None, :]
+    dz = dz.reshape(slope.shape)
+    dx = dz.astype(dy.dtype, copy=False) if needs[0] else None
+    dbias = dz.reshape(-1, dz.shape[-1]).sum(0).astype(dy.dtype, copy=False) if needs[1] else None
+    return dx, dbias
+
+
+def _halves(slope, y):
+    """Return the slope of each part of x beside y: (..., 1 or 2, cols)."""
+    parts = slope.shape[-1] // y.shape[-1] if slope.ndim and y.shape[-1] else 1
+    return slope.reshape(*y.shape[:-1], parts, *y.shape[-1:])
+
+
+def activate(z, activation, want_slope):
+    """Return (f(z), f'(z) or None) for float32 or float64 ``z``; the slope of ReLU is boolean."""
+    xp = get_xp(z)
+    if activation == "relu":
+        return xp.maximum(z, 0), (z > 0 if want_slope else None)
+    forms = {"gelu": _gelu_tanh, "gelu_exact": _gelu_exact, "swiglu": _swiglu}
+    return forms[activation](xp, z, want_slope)
+
+
+def _gelu_tanh(xp, z, want_slope):
+    x = z.reshape(-1)
+    y, slope = xp.empty(x.shape, x.dtype), xp.empty(x.shape, x.dtype) if want_slope else None
+
+    def run(start):
+        part = slice(start, start + step)
+        here = x[part]
+        square = xp.multiply(here, here, out=slope[part] if want_slope else None)
+        gate = square * (TANH_INNER * TANH_CUBIC)
+        gate += TANH_INNER
+        gate *= here
+        xp.tanh(gate, out=gate)
+        gate *= 0.5
+        gate += 0.5
+        out = xp.multiply(here, gate, out=y[part])
+        if not want_slope:
+            return
+        square *= 6 * TANH_INNER * TANH_CUBIC  # gate + y (1 - gate) 2 u', tanh being taken of u
+        square += 2 * TANH_INNER
+        square *= out
+        square -= square * gate
+        square += gate
+
+    step = CPU_BLOCK if xp is np else max(x.size, 1)
+    for_each(run, range(0, x.size, step))
+    return y.reshape(z.shape), slope.reshape(z.shape) if want_slope else None
+
+
+def _gelu_exact(xp, z, want_slope):
+    gate = erf(z * math.sqrt(0.5))
+    gate += 1
+    gate *= 0.5
+    y = z * gate
+    if not want_slope:
+        return y, None
+    slope = xp.exp(z * z * -0.5)
+    slope *= z
+    slope *= 1 / math.sqrt(2 * math.pi)
+    slope += gate
+    return y, slope
+
+
+def _swiglu(xp, z, want_slope):
+    gate, up = xp.split(z, 2, axis=-1)
+    share = (1 + xp.tanh(gate * 0.5)) * 0.5  # the sigmoid of the gate, without overflow
+    value = gate * share
+    if not want_slope:
+        return value * up, None
+    return value * up, xp.concatenate(((share + value * (1 - share)) * up, value), axis=-1)
+
+
+ERF_TOP = 6.0  # 1 - erf(6) is 2e-17
+
+
+def erf(x):
+    """Return the error function of float32 or float64 ``x``, within 5e-7 or 1e-14.
+
+    erf(x) = 1 - exp(-x^2) p(w) for x > 0, where w = (1 / (2 + x)) scaled to -1 .. 1.
+    """
+    xp = get_xp(x)
+    size = xp.minimum(xp.abs(x), ERF_TOP)
+    first, last = 1 / (2 + ERF_TOP), 1 / 2
+    w = 1 / (size + 2)
+    w -= (first + last) / 2
+    w *= 2 / (last - first)
+    head, *tail = _erf_polynomial(8 if x.dtype == np.float32 else 18)
+    result = w * head
+    for coefficient in tail[:-1]:
+        result += coefficient
+        result *= w
+    result += tail[-1]
+    size *= size
+    xp.negative(size, out=size)
+    result *= xp.exp(size, out=size)
+    xp.subtract(1, result, out=result)
+    return xp.copysign(result, x)
+
+
+@functools.cache
+def _erf_polynomial(degree):
+    """Return the coefficients of p, highest power first, by interpolation of ``math.erfc``."""
+    from numpy.polynomial import chebyshev  # slow to import, seldom needed
+
+    first, last = 1 / (2 + ERF_TOP), 1 / 2
+
+    def scaled_erfc(w):
+        points = 2 / (w * (last - first) + first + last) - 2
+        return np.array([math.erfc(v) * math.exp(v * v) for v in points])
+
+    return tuple(chebyshev.cheb2poly(chebyshev.chebinterpolate(scaled_erfc, degree))[::-1].tolist())
+
+
+# ---- raw: rawkernels/bias_activation.cu, rawkernels/column_sum.cu ----------------------------
+
+
+def refuse_raw(x, *_, **__):
+    """Return why the kernels do not take ``x``, or None."""
+    return kernel_refusal(x)
+
+
+def _forward_raw(x, bias, *, needs, activation, p=0.0, key=None):
+    cols = x.shape[-1:] if activation != "swiglu" else (x.shape[-1] // 2,)
+    y = launch_forward(x, bias, arrays.empty(x, x.shape[:-1] + cols), activation, p, key)
+    if not any(needs):
+        return y, None
+    return y, ((y, None) if activation == "relu" else (x, bias))
+
+
+def _backward_raw(saved, dy, *, needs, into, activation, p=0.0, key=None):
+    return launch_backward(*saved, dy, needs[1], into[1], activation, p, key)
+
+
+def launch_forward(x, bias, y, activation, p=0.0, key=None):
+    """Write dropout(f(x + bias)) to ``y``, C-contiguous, which may be ``x``. Return ``y``."""
+    x, step = strided_rows(x)
+    bias = None if bias is None else get_xp(bias).ascontiguousarray(bias)
+    rows, cols = _rows_and_columns(y)
+    lanes, slabs = _lanes_and_slabs(rows, cols)
+    vector = _vector(cols, (x, step), (bias, 0), (y, 0))
+    rows_of_a_block = ROWS[activation == "swiglu"] * BLOCK // lanes
+    _kernel("forward", x, activation, vector, p)(
+        (slabs * -(-rows // rows_of_a_block),), (BLOCK,),
+        x, bias, y, rows, cols, step, slabs, lanes, *device_numbers(p, key),
+    )  # fmt: skip
+    return y
+
+
+def launch_backward(x, bias, dy, want_bias, slot, activation, p=0.0, key=None):
+    """Return (dx, dbias): the gradient ``dy`` times f'(x + bias), and its sum over the rows.
+
+    ReLU takes its own output as ``x``, and no bias. dbias is None unless ``want_bias``, and when
+    it went to ``slot`` = (place, add to it?). Without an activation x may be None and dx is dy.
+    """
+    if activation is None and not want_bias:
+        return dy, None
+    dx = dy if activation is None else arrays.empty(dy, x.shape)
+    shape, step = dx.shape, 0
+    if activation is None:
+        x = bias = None
+    else:
+        x, step = strided_rows(x)
+        bias = None if bias is None else get_xp(bias).ascontiguousarray(bias)
+    dy, dy_step = strided_rows(dy)
+    rows, cols = _rows_and_columns(dy)
+    lanes, slabs, chunk, parts = _chunks(rows, cols)
+    partial = arrays.empty(dy, (parts, shape[-1]), np.float32) if want_bias else None
+    vector = _vector(cols, (x, step), (bias, 0), (dy, dy_step))
+    _kernel("backward", dy, activation, vector, p)(
+        (slabs * parts,), (BLOCK,), x, bias, dy, None if activation is None else dx, partial,
+        rows, cols, step, dy_step, chunk, slabs, lanes, *device_numbers(p, key),
+    )  # fmt: skip
+    if not want_bias:
+        return dx, None
+    out, accumulate = slot or (arrays.empty(dy, shape[-1:]), False)
+    finish = kernel("column_sum.cu", "column_sum", scalar=ctype(out.dtype), BLOCK=SUM_BLOCK)
+    grid = (-(-out.size // SUM_BLOCK),)
+    finish(grid, (SUM_BLOCK,), partial, out, parts, out.size, accumulate)
+    return dx, None if slot else out
+
+
+def _kernel(verb, x, activation, vector, p):
+    constants = {"scalar": ctype(x.dtype), "ACTIVATION": ACTIVATIONS[activation]}
+    constants |= {"VECTOR": vector, "DROPS": p > 0, "BLOCK": BLOCK}
+    return kernel("bias_activation.cu", f"bias_activation_{verb}", **constants)
+
+
+def _vector(cols, *rows):
+    """Return whether a thread may take eight neighbours; ``rows``: pairs of an array and a step."""
+    return cols % COLUMNS == 0 and all(aligned_rows(x, step) for x, step in rows)
+
+
+def _rows_and_columns(x):
+    return math.prod(x.shape[:-1]), math.prod(x.shape[-1:])
+
+
+def _lanes_and_slabs(rows, cols):
+    """Return how many threads share a row, a power of two, and how often they cover it.
+
+    So many that few are idle, be it for the end of a row or for want of rows.
+    """
+    packs, lanes = -(-cols // COLUMNS), MOST_LANES
+    while lanes > 1 and 8 * (-packs % lanes) > packs:
+        lanes //= 2
+    while lanes < min(packs, BLOCK) and rows * lanes < BLOCK:
+        lanes *= 2
+    return lanes, -(-packs // lanes)
+
+
+def _chunks(rows, cols):
+    """Return lanes, slabs, the rows of a block that adds up, and how many such chunks there are.
+
+    Narrow slabs make few chunks, of which the second stage adds the sums.
+    """
+    lanes, _ = _lanes_and_slabs(rows, cols)
+    while True:
+        slabs = -(-cols // (COLUMNS * lanes))
+        chunk = max(-(-rows * slabs // BLOCKS), BLOCK // lanes)
+        parts = -(-rows // chunk)
+        if parts <= MOST_PARTS or lanes <= LEAST_LANES:
+            return lanes, slabs, chunk, parts
+        lanes //= 2
+
+
+GELU, RELU, SWIGLU = (
+    Impls(
+        op,
+        Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw),
+        Impl("reference", _forward_reference, _backward_reference),
+    )
+    for op in ("gelu", "relu", "swiglu")
+)

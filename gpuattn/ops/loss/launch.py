@@ -1,0 +1,134 @@
+"""Launches of ``rawkernels/cross_entropy.cu``, ``_short.cu`` and ``_cluster.cu``."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import ctype, get_xp
+from gpuattn.cuda.kernels import gpu, kernel, serves, shared_limit
+
+# (bytes of a row, what it takes), the first that is enough
+SHORT = [  # lanes of a warp, and vectors that each holds
+    (1 << 8, (8, 2)), (1 << 9, (16, 2)), (1 << 10, (32, 2)), (2 << 10, (32, 4)), (4 << 10, (32, 8)),
+]  # fmt: skip
+WHOLE_WARPS = [plan for plan in SHORT if plan[1][0] == 32]  # also of rows that begin anywhere
+LONG = [  # blocks, threads of each
+    (10 << 10, (1, 32)), (48 << 10, (1, 128)), (112 << 10, (1, 512)),
+    (208 << 10, (2, 512)), (288 << 10, (6, 192)), (1 << 40, (8, 512)),
+]  # fmt: skip
+SPARE = 3 << 10  # bytes of shared memory that are not for a row
+WARPS = 4  # of a block, where each has a row, or several
+PREPARE = 32, 256  # blocks, and threads of each
+SUM = 1024  # threads of the one block
+
+
+class Plan(NamedTuple):
+    """What the launches for one call share: arrays on the device."""
+
+    targets: Any  # (rows,) int32: the label, -1 for a row that does not count
+    summary: Any  # struct Summary of common/cross_entropy.cuh, as words
+
+    @property
+    def loss(self):
+        return self.summary[:1].view(np.float32).reshape(())
+
+    @property
+    def right(self):
+        return self.summary[2:3].reshape(())
+
+
+def as_rows(logits, count):
+    """Return logits as (count, columns), each row by itself and contiguous: a copy if need be."""
+    rows = logits.reshape(count, logits.shape[-1])
+    apart = count < 2 or abs(rows.strides[0]) >= rows.shape[1] * rows.itemsize
+    fits = apart and rows.strides[1] == rows.itemsize
+    return rows if fits else get_xp(rows).array(rows, order="C")
+
+
+def prepare(rows, labels, dloss, vocab_size, ignore_index, mean):
+    """Return the Plan: labels checked, rows counted, what the gradient is multiplied by."""
+    labels = labels.ravel()
+    labels = labels if labels.dtype in (np.int32, np.int64) else labels.astype(np.int64)
+    blocks, threads = PREPARE
+    plan = Plan(
+        arrays.empty(rows, labels.shape, np.int32), arrays.empty(rows, (3 + blocks,), np.int32)
+    )
+    word = "int" if labels.dtype == np.int32 else "long"
+    _kernel(f"prepare_{word}", rows)(
+        (blocks,), (threads,), get_xp(rows).ascontiguousarray(labels), plan.targets, plan.summary,
+        dloss, labels.size, vocab_size, ignore_index, mean,
+        arrays.index_flag(rows, "cross_entropy: labels"),
+    )  # fmt: skip
+    return plan
+
+
+def run_rows(rows, plan, statistics, with_gradient, goal):
+    """Return the losses (rows,); the gradient overwrites ``rows`` where asked for.
+
+    ``statistics``: None, or (rows, 2) for ``run_gradient``.
+    """
+    losses = arrays.empty(rows, rows.shape[:1], np.float32)
+    vocab, columns = goal["vocab_size"], rows.shape[1]
+    head = rows, plan.targets, losses, statistics, plan.summary, _stride(rows)
+    tail = goal["label_share"], goal["other_share"], goal["z_loss"], with_gradient
+    size, constants = vocab * rows.itemsize, {"scalar": ctype(rows.dtype)}
+    if size <= SHORT[-1][0]:
+        aligned = (rows.data.ptr | rows.strides[0]) % 16 == 0
+        lanes, vectors = _first(SHORT if aligned else WHOLE_WARPS, size)
+        constants |= {"LANES": lanes, "VECTORS": vectors}
+        launch = kernel("cross_entropy_short.cu", "cross_entropy_rows_short", **constants)
+        grid, block = -(-len(rows) * lanes // (32 * WARPS)), 32 * WARPS
+        launch((grid,), (block,), *head, len(rows), vocab, columns, *tail)
+        return losses
+    device = rows.device.id
+    cluster, block = _first(LONG, size)
+    if cluster > 1 and not serves("cross_entropy_cluster.cu", gpu(device)[0]):
+        cluster, block = 1, 512
+    room = min(-(-size // (16 * cluster)), (shared_limit(device) - SPARE) // 16)
+    constants["BLOCK"] = block
+    if cluster == 1:
+        launch = kernel("cross_entropy.cu", "cross_entropy_rows", **constants)
+    else:
+        constants["CLUSTER"] = cluster
+        launch = kernel("cross_entropy_cluster.cu", "cross_entropy_rows_cluster", **constants)
+    grid = len(rows) * cluster
+    launch((grid,), (block,), *head, vocab, columns, room, *tail, shared_bytes=16 * room)
+    return losses
+
+
+def run_sum(rows, losses, plan):
+    """Write the sum of losses, or their mean where ``prepare`` was told so, into ``plan.loss``."""
+    _kernel("sum", rows)((1,), (SUM,), losses, plan.summary, losses.size)
+
+
+def run_gradient(rows, out, statistics, plan, dloss, each, goal):
+    """Write the gradient into ``out``, for one float32 ``dloss`` or, with ``each``, one a row."""
+    _kernel("gradient", rows)(
+        (len(rows),), (_block(rows),), rows, out, plan.targets, statistics, plan.summary, dloss,
+        each, _stride(rows), _stride(out), goal["vocab_size"], rows.shape[1],
+        goal["label_share"], goal["other_share"], goal["z_loss"],
+    )  # fmt: skip
+
+
+def rescale(x, done_for, dloss):
+    """Multiply the rows ``x`` by dloss / done_for in place: nothing is read where that is 1."""
+    grid = (min(len(x), 1024),)
+    _kernel("rescale", x)(grid, (_block(x),), x, done_for, dloss, _stride(x), len(x), x.shape[1])
+
+
+def _kernel(verb, rows):
+    constants = {"scalar": ctype(rows.dtype), "BLOCK": _block(rows)}
+    return kernel("cross_entropy.cu", f"cross_entropy_{verb}", **constants)
+
+
+def _block(rows):
+    return 128 if rows.shape[1] * rows.itemsize <= 24 << 10 else 512
+
+
+def _first(table, size):
+    return next(value for limit, value in table if size <= limit)
+
+
+def _stride(rows):
+    return rows.strides[0] // rows.itemsize

@@ -1,0 +1,256 @@
+"""One step of beam search: log-softmax, running scores, and the 2K best continuations.
+
+2K, because at most K of them end a sentence and K must go on. The search over K x V scores is
+LightSeq's "hierarchical auto-regressive search" (Wang et al., 2021), see ``topk_logprobs``. A
+log-softmax keeps the order of its logits, so each row's best are chosen by logit, in one read, and
+scored when all of a sentence are known.
+Device code: ``rawkernels/beam_step.cu`` and, to read, ``gpuattn/numbakernels/beam_step.py``.
+"""
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import (
+    as_array,
+    check_floats,
+    check_together,
+    checked_index,
+    ctype,
+    get_xp,
+    index_flag,
+    wide,
+)
+from gpuattn.autodiff.tape import apply, raw
+from gpuattn.cuda.kernels import dtype_refusal, kernel, kernel_refusal
+from gpuattn.errors import problem
+from gpuattn.impls import Impl, Impls
+from gpuattn.numbakernels import device
+from gpuattn.ops.arguments import described
+from gpuattn.ops.sampling.logit_slices import BLOCK, slices, tickets
+from gpuattn.ops.sampling.topk_logprobs import (
+    checked_banned,
+    checked_vocab_size,
+    largest,
+    log_sum,
+    strided_rows,
+)
+
+MAX_BEAM = 64
+MAX_COLS = 1 << 26  # a token and its beam share 32 bits
+MAX_GRID = 65535
+WHAT = "beam_step: penalties"
+
+
+def beam_step(logits, scores, *, banned=None, penalties=None, vocab_size=None, impl=None):
+    """Return (scores, parents, tokens) of the 2K best continuations of each sentence's K beams.
+
+    ``logits``: (B * K, C) float array, any strides; row b * K + i belongs to beam i of sentence b.
+    ``scores``: (B, K), log-probabilities so far in float32 (float64 with float64 logits); a beam
+    at -inf is dead, its logits do not matter. ``banned``: bool (V,), True for tokens that may not
+    come. ``penalties``: (tokens, amounts), int32 and the dtype of the scores, each (B * K, L): from
+    the score of each listed token of a row its amount is subtracted, inf bans it, and the amounts
+    of one listed twice add up; -1 lists nothing. What else there is is not scaled up.
+    ``vocab_size``: V <= C, at least 2; columns from V on are padding and never read. ``impl``:
+    "raw-simt", "numba", "reference", or None for the first that accepts. There is no gradient.
+
+    Returned are, each (B, 2K): the new scores, sorted; the beam each continues (int32, 0 to K - 1);
+    the token it adds (int32). Of equal scores the lower beam comes first, within a beam the greater
+    logit (less its penalty), of equal ones the lower token. What is banned, dead or has a logit of
+    -inf scores -inf, and fills up where there is nothing better. NaN, from logits that hold NaN or
+    +inf, comes first, so that it is seen. Raises TypeError for other dtypes, ValueError for shapes
+    or a vocab_size that do not fit, IndexError for tokens out of range (from a GPU: at the next
+    ``to_cpu``).
+    """
+    logits = as_array(raw(logits), "beam_step", "logits")
+    scores = as_array(raw(scores), "beam_step", "scores")
+    banned = None if banned is None else as_array(banned, "beam_step", "banned")
+    listed, amounts = None, None
+    if penalties is not None:
+        listed, amounts = _pair(penalties)
+    given = {"logits": logits, "scores": scores, "banned": banned}
+    check_together("beam_step", **given, tokens=listed, amounts=amounts)
+    check_floats("beam_step", logits=logits)
+    if logits.ndim != 2 or scores.ndim != 2 or len(logits) != scores.size or scores.shape[1] == 0:
+        accepted = f"(B, K) with K >= 1 and B * K rows in logits, which is {logits.shape}"
+        raise ValueError(problem("beam_step", "scores.shape", scores.shape, accepted))
+    if scores.dtype != wide(logits.dtype):
+        accepted = f"{wide(logits.dtype)} with {logits.dtype} logits"
+        raise TypeError(problem("beam_step", "scores.dtype", scores.dtype, accepted))
+    vocab_size = checked_vocab_size("beam_step", vocab_size, logits.shape[1])
+    if vocab_size < 2:
+        accepted = "2 or more: K beams must have 2K continuations"
+        raise ValueError(problem("beam_step", "the vocabulary", vocab_size, accepted))
+    checked_banned("beam_step", banned, vocab_size)
+    _check_penalties(listed, amounts, len(logits), scores.dtype)
+    inputs = logits, scores, banned, listed, amounts
+    return apply(IMPLS, inputs, impl, vocab_size=vocab_size)
+
+
+def _pair(penalties):
+    if not isinstance(penalties, tuple | list) or len(penalties) != 2:
+        accepted = "None, or (tokens, amounts)"
+        raise TypeError(problem("beam_step", "penalties", described(penalties), accepted))
+    return [as_array(raw(x), "beam_step", "penalties") for x in penalties]
+
+
+def _check_penalties(listed, amounts, rows, dtype):
+    if listed is None:
+        return
+    for name, x, wanted in (("tokens", listed, np.dtype(np.int32)), ("amounts", amounts, dtype)):
+        if x.dtype != wanted:
+            raise TypeError(
+                problem("beam_step", f"the dtype of penalties' {name}", x.dtype, wanted)
+            )
+    if listed.ndim != 2 or len(listed) != rows or amounts.shape != listed.shape:
+        got = f"{listed.shape} and {amounts.shape}"
+        raise ValueError(problem("beam_step", "the shapes of penalties", got, f"({rows}, L) twice"))
+
+
+# ---- reference: NumPy or CuPy -------------------------------------------------------------------
+
+
+def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_size):
+    if len(logits) == 0:
+        return _outputs(scores), None
+    xp, (sentences, beam) = get_xp(logits), scores.shape
+    logits = logits[:, :vocab_size].astype(scores.dtype, order="C")
+    nothing = scores.dtype.type(-np.inf)
+    adjusted = xp.where(scores.reshape(-1, 1) == nothing, nothing, logits)
+    if listed is not None:
+        hidden = listed == -1
+        tokens = checked_index(xp.where(hidden, 0, listed), vocab_size, WHAT)
+        rows = xp.broadcast_to(xp.arange(len(logits))[:, None], tokens.shape)
+        less = -xp.where(hidden, 0, amounts).astype(scores.dtype)  # CuPy subtracts no floats so
+        xp.add.at(adjusted, (rows, tokens), less)
+    if banned is not None:
+        adjusted = xp.where(banned, nothing, adjusted)
+    each = min(2 * beam, vocab_size)
+    tokens = largest(adjusted, each)
+    found = xp.take_along_axis(adjusted, tokens, -1)
+    peak, log_total = log_sum(logits)
+    totals = xp.where(found == -np.inf, found, found - peak - log_total + scores.reshape(-1, 1))
+    totals, tokens = (x.reshape(sentences, beam * each) for x in (totals, tokens))
+    best = largest(totals, 2 * beam)  # of equal ones the first: a row's are in order
+    totals, tokens = (xp.take_along_axis(x, best, -1) for x in (totals, tokens))
+    return (totals, (best // each).astype(np.int32), tokens.astype(np.int32)), None
+
+
+def _outputs(scores):
+    """Return room for the scores, parents and tokens, each (B, 2K)."""
+    shape = (len(scores), 2 * scores.shape[1])
+    return tuple(arrays.empty(scores, shape, t) for t in (scores.dtype, np.int32, np.int32))
+
+
+# ---- numba: gpuattn/numbakernels/beam_step.py ---------------------------------------------------
+
+
+def _refuse_numba(logits, scores, banned, listed, amounts, *, vocab_size):
+    if reason := device.refusal(logits) or dtype_refusal(logits, "logits"):
+        return reason
+    if listed is not None:
+        return "penalties are given, the kernel takes bans only"
+    from gpuattn.numbakernels.beam_step import MAX_BEAM
+
+    if scores.shape[1] > MAX_BEAM:
+        return f"the beam is {scores.shape[1]}, the kernel takes at most {MAX_BEAM}"
+    if vocab_size > MAX_COLS:
+        return f"the vocabulary is {vocab_size}, the kernel takes at most {MAX_COLS}"
+    return None
+
+
+def _forward_numba(logits, scores, banned, listed, amounts, *, needs, vocab_size):
+    outputs = _outputs(scores)
+    if len(logits) == 0:
+        return outputs, None
+    from gpuattn.numbakernels.beam_step import WORDS, merge_slices, search_slices
+    from gpuattn.numbakernels.reduce import THREADS
+
+    xp, (sentences, beam) = get_xp(logits), scores.shape
+    words = _words(logits, vocab_size)
+    per_word = 4 if logits.dtype == arrays.BFLOAT16 else 2
+    parts = -(-words.shape[1] // WORDS)
+    size = -(-words.shape[1] // parts)
+    shape = sentences, beam, parts
+    normalisers = arrays.empty(logits, (*shape, 2), np.float32)
+    found = arrays.empty(logits, (*shape, 2 * beam), np.float32)
+    tokens = arrays.empty(logits, (*shape, 2 * beam), np.int32)
+    scores, flat = xp.ascontiguousarray(scores), outputs[1]
+    banned = arrays.zeros(logits, vocab_size, np.bool_) if banned is None else banned
+    slices_of_rows = [x.reshape(-1, *x.shape[2:]) for x in (normalisers, found, tokens)]
+    inputs = words, scores.ravel(), xp.ascontiguousarray(banned), size
+    grid = len(logits), parts
+    device.launch(search_slices(per_word), grid, (THREADS,), *inputs, *slices_of_rows)
+    row_logits = arrays.empty(logits, (sentences, beam, 2 * beam), np.float32)
+    row_tokens = arrays.empty(logits, row_logits.shape, np.int32)
+    lists = normalisers, found, tokens, vocab_size, scores, row_logits, row_tokens
+    device.launch(merge_slices, (sentences,), (THREADS,), *lists, outputs[0], flat)
+    tokens = xp.take_along_axis(row_tokens.reshape(sentences, -1), flat, -1)
+    return (outputs[0], flat // np.int32(2 * beam), tokens), None
+
+
+def _words(logits, vocab_size):
+    """Return the logits as 64-bit words (rows, ...), with -inf behind V: as they are, or copied.
+
+    float16 becomes float32: Numba has no other way from its bits to a number.
+    """
+    xp = get_xp(logits)
+    dtype = logits.dtype if logits.dtype == arrays.BFLOAT16 else np.dtype(np.float32)
+    per_word = 8 // dtype.itemsize
+    fits = logits.dtype == dtype and vocab_size % per_word == 0 and logits.flags.c_contiguous
+    if fits and logits.shape[1] == vocab_size and _address(logits) % 8 == 0:
+        return logits.view(np.uint64)
+    cols = -(-vocab_size // per_word) * per_word
+    padded = xp.full((len(logits), cols), -np.inf, dtype)
+    padded[:, :vocab_size] = logits[:, :vocab_size]
+    return padded.view(np.uint64)
+
+
+def _address(x):
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+
+
+# ---- raw: rawkernels/beam_step.cu ---------------------------------------------------------------
+
+
+def _refuse_raw(logits, scores, *_, vocab_size):
+    if reason := kernel_refusal(logits, "logits"):
+        return reason
+    sentences, beam = scores.shape
+    if beam > MAX_BEAM:
+        return f"the beam is {beam}, the kernel takes at most {MAX_BEAM}"
+    if vocab_size > MAX_COLS:
+        return f"the vocabulary is {vocab_size}, the kernel takes at most {MAX_COLS}"
+    if sentences > MAX_GRID:
+        return f"there are {sentences} sentences, the kernel takes at most {MAX_GRID}"
+    return None
+
+
+def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size):
+    xp, (sentences, beam) = get_xp(logits), scores.shape
+    outputs = _outputs(scores)
+    if sentences == 0:
+        return outputs, None
+    rows, stride = strided_rows(logits)
+    parts, size = slices(vocab_size, logits.itemsize)
+    hooks = banned is not None or listed is not None
+    extras = [None if x is None else xp.ascontiguousarray(x) for x in (banned, listed, amounts)]
+    count = 0 if listed is None else listed.shape[1]
+    flag = index_flag(logits, WHAT) if count else None
+    lists = arrays.empty(logits, (sentences, 2 * beam, beam, parts), np.uint64)
+    normalisers = arrays.empty(logits, (len(rows), parts, 2), np.float32)
+    constants = {"scalar": ctype(logits.dtype), "HOOKS": hooks, "BLOCK": BLOCK}
+    step = kernel("beam_step.cu", "beam_step_forward", **constants)
+    step(
+        (parts, beam, sentences), (BLOCK,), rows, xp.ascontiguousarray(scores), *extras, flag,
+        lists, normalisers, tickets(sentences), *outputs, stride, vocab_size, size, count,
+        shared_bytes=max(16 * (size + 1) + (size + 4 if hooks else 0), 32 * BLOCK),
+    )  # fmt: skip
+    return outputs, None
+
+
+IMPLS = Impls(
+    "beam_step",
+    Impl("raw-simt", _forward_raw, refuse=_refuse_raw),
+    Impl("numba", _forward_numba, refuse=_refuse_numba),
+    Impl("reference", _forward_reference),
+)

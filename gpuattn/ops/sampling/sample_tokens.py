@@ -1,0 +1,187 @@
+"""A token for each row of logits, drawn from what temperature, top-k, top-p and min-p leave of it.
+
+Top-p: Holtzman et al., "The curious case of neural text degeneration" (2020). Weights are integers,
+exp((x - max x) / T) in units of 2**-40: their sums depend on no order, so a drawn token does not
+either. The draw goes through the tokens in their order: nothing needs to be sorted.
+Device code: ``rawkernels/sample_tokens.cu``.
+"""
+
+import math
+import operator
+
+import numpy as np
+
+from gpuattn import arrays, rng
+from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, wide
+from gpuattn.autodiff.tape import apply, raw
+from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.errors import problem
+from gpuattn.impls import Impl, Impls
+from gpuattn.ops.arguments import integer, number, seed_key
+from gpuattn.ops.sampling.topk_logprobs import (
+    checked_banned,
+    checked_vocab_size,
+    in_order,
+    largest,
+    log_sum,
+    strided_rows,
+)
+
+NARROW, NARROW_BLOCK, BLOCK = 2048, 128, 1024  # up to so many columns; threads
+SHARED_BYTES = 32768  # for top-k and top-p
+MAX_COLS = 1 << 22  # of the most weights that a 64-bit sum takes
+ONE = 1 << 40  # the weight of the most probable token
+COARSE = 9  # bits that weights lose where they are summed for top-p
+
+
+def sample_tokens(
+    logits,
+    *,
+    seed=None,
+    temperature=1.0,
+    top_k=None,
+    top_p=1.0,
+    min_p=0.0,
+    banned=None,
+    vocab_size=None,
+    impl=None,
+):
+    """Return (tokens (rows,) int32, log-probabilities (rows,)): a token drawn for each row.
+
+    ``logits``: (rows, C) float array, any strides. ``seed``: int or ``rng.Key``; None draws one.
+    Row r takes the first word of Philox counter (r, 0, stream, step), on every backend and
+    whatever the other rows are. ``temperature``: > 0; logits are divided by it. Then, in this
+    order: ``top_k``: only the k most probable tokens stay; None or more than V: all. ``top_p``:
+    0 < p <= 1; of those only the most probable ones that together reach p. ``min_p``: 0 to 1; of
+    those only what has at least p times the probability of the most probable. Of equal ones the
+    lowest stay.
+    ``banned``: bool (V,), tokens that are as if their logit were -inf. ``vocab_size``: V <= C;
+    columns from V on are padding and never read. ``impl``: "raw-simt", "reference", or None.
+
+    The log-probabilities are those of the logits at temperature 1 among all that is not banned, in
+    float32 (float64 of float64). A row with NaN or +inf, or with nothing to draw from, gives its
+    first token by ``topk_logprobs``, NaN or -inf. There is no gradient. Raises ValueError for
+    settings out of range, TypeError for dtypes.
+    """
+    logits = as_array(raw(logits), "sample_tokens", "logits")
+    banned = None if banned is None else as_array(banned, "sample_tokens", "banned")
+    check_together("sample_tokens", logits=logits, banned=banned)
+    check_floats("sample_tokens", logits=logits)
+    if logits.ndim != 2:
+        raise ValueError(problem("sample_tokens", "logits.shape", logits.shape, "(rows, C)"))
+    vocab_size = checked_vocab_size("sample_tokens", vocab_size, logits.shape[1])
+    if vocab_size == 0:
+        raise ValueError(problem("sample_tokens", "the vocabulary", 0, "1 or more"))
+    checked_banned("sample_tokens", banned, vocab_size)
+    check_settings("sample_tokens", temperature, top_k, top_p, min_p)
+    key = seed_key("sample_tokens", seed)
+    return apply(
+        IMPLS, (logits, banned), impl, vocab_size=vocab_size, temperature=float(temperature),
+        top_k=0 if top_k is None or top_k >= vocab_size else operator.index(top_k),
+        top_p=0 if top_p == 1 else min(max(round(top_p * 2**32), 1), 2**32 - 1),
+        min_p=round(min_p * ONE), key=key,
+    )  # fmt: skip
+
+
+def check_settings(function, temperature, top_k, top_p, min_p):
+    """Raise ValueError for settings of sampling that are out of range, TypeError for no numbers."""
+    accepted = "a finite number above 0 (0 would mean greedy decoding: gpuattn.decode.greedy)"
+    number(function, "temperature", temperature, accepted, lambda t: 0 < t < math.inf)
+    if top_k is not None:
+        integer(function, "top_k", top_k, "None, or 1 or more", 1)
+    number(function, "top_p", top_p, "0 < top_p <= 1", lambda p: 0 < p <= 1)
+    number(function, "min_p", min_p, "0 <= min_p <= 1", lambda p: 0 <= p <= 1)
+
+
+def inverse(temperature):
+    """Return the float32 that differences of logits are multiplied by; finite and not 0."""
+    least, most = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    return np.float32(min(max(1 / temperature, least), most))
+
+
+# ---- reference: NumPy or CuPy -------------------------------------------------------------------
+
+
+def _forward_reference(
+    logits, banned, *, needs, vocab_size, temperature, top_k, top_p, min_p, key
+):  # fmt: skip
+    xp, rows = get_xp(logits), len(logits)
+    x = logits[:, :vocab_size].astype(wide(logits.dtype), order="C")
+    if rows == 0:
+        return (arrays.empty(x, 0, np.int32), arrays.empty(x, 0)), None
+    if banned is not None:
+        x = xp.where(banned, x.dtype.type(-np.inf), x)
+    peak, log_total = log_sum(x)
+    scaled = ((x - peak) * inverse(temperature)).astype(np.float64)
+    weights = xp.nan_to_num(xp.rint(xp.exp(scaled) * ONE), nan=0).astype(np.uint64)
+    if top_k or top_p:
+        weights = xp.where(_kept(xp, x, weights, top_k, top_p), weights, 0)
+    weights = xp.where(weights >= min_p, weights, 0)
+    reached = xp.cumsum(weights, axis=-1, dtype=np.uint64)
+    total = reached[:, -1:]
+    target = _share(total, _words(xp, key, rows)[:, None])
+    tokens = (reached <= target).sum(-1, keepdims=True)
+    tokens = xp.where(total == 0, largest(x, 1), tokens)
+    logprobs = (xp.take_along_axis(x, tokens, -1) - peak - log_total)[:, 0]
+    return (tokens[:, 0].astype(np.int32), logprobs), None
+
+
+def _kept(xp, x, weights, top_k, top_p):
+    """Return a bool mask of what top-k and then top-p leave of each row."""
+    order = in_order(x, x.shape[1])
+    kept = xp.broadcast_to(xp.arange(x.shape[1]) < (top_k or x.shape[1]), x.shape)
+    if top_p:
+        masses = xp.where(kept, xp.take_along_axis(weights, order, -1) >> COARSE, 0)
+        reached = xp.cumsum(masses, axis=-1, dtype=np.uint64)
+        goal = xp.maximum(_share(reached[:, -1:], np.uint64(top_p)), 1)
+        kept = kept & (reached - masses < goal)
+    return xp.take_along_axis(kept, xp.argsort(order, -1), -1)
+
+
+def _share(total, share):
+    """Return total * share // 2**32 of uint64, where the product would not fit."""
+    low, bits = np.uint64(0xFFFFFFFF), np.uint64(32)
+    return (total >> bits) * share + ((total & low) * share >> bits)
+
+
+def _words(xp, key, rows):
+    """Return the first word of Philox counter (row, 0, stream, step) for each row, as uint64."""
+    zero, stream = xp.zeros((), np.uint64), xp.full((), key.stream, np.uint64)
+    step = xp.asarray(key.step, np.uint64).reshape(())
+    return rng.philox(key.seed, xp.arange(rows, dtype=np.uint64), zero, stream, step)[0]
+
+
+# ---- raw: rawkernels/sample_tokens.cu -----------------------------------------------------------
+
+
+def _refuse_raw(logits, banned, *, vocab_size, **_):
+    if reason := kernel_refusal(logits, "logits"):
+        return reason
+    if vocab_size > MAX_COLS:
+        return f"the vocabulary is {vocab_size}, the kernel takes at most {MAX_COLS}"
+    return None
+
+
+def _forward_raw(logits, banned, *, needs, vocab_size, temperature, top_k, top_p, min_p, key):
+    rows, stride = strided_rows(logits)
+    tokens = arrays.empty(logits, len(rows), np.int32)
+    logprobs = arrays.empty(logits, len(rows), np.float32)
+    banned = None if banned is None else get_xp(logits).ascontiguousarray(banned)
+    seed_low, seed_high, stream, step, device_step = rng.device_arguments(key)
+    block = NARROW_BLOCK if vocab_size <= NARROW else BLOCK
+    forward = kernel(
+        "sample_tokens.cu", "sample_tokens_forward", scalar=ctype(logits.dtype), BLOCK=block
+    )
+    forward(
+        (len(rows),), (block,), rows, banned, tokens, logprobs, device_step, stride, vocab_size,
+        inverse(temperature), top_k, top_p, min_p, seed_low, seed_high, stream, step,
+        shared_bytes=SHARED_BYTES if top_k or top_p else 0,
+    )  # fmt: skip
+    return (tokens, logprobs), None
+
+
+IMPLS = Impls(
+    "sample_tokens",
+    Impl("raw-simt", _forward_raw, refuse=_refuse_raw),
+    Impl("reference", _forward_reference),
+)

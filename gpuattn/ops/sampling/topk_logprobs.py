@@ -1,0 +1,170 @@
+"""The k most probable classes of each row and their log-probabilities, exact and in order.
+
+log p = x - max x - log sum exp(x - max x). Only the k winners are ever written. The search is
+LightSeq's "hierarchical auto-regressive search" (Wang et al., 2021): the best of each group gives
+a bound that no winner can fall below (retrieve); the few numbers above it are ranked (re-rank).
+Device code: ``rawkernels/topk_logprobs.cu``, ``rawkernels/common/logit_slice.cuh`` and
+``topk.cuh``: a block of threads searches a slice of a row, the last of a row merges their lists.
+"""
+
+import math
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import check_floats, ctype, get_xp, wide
+from gpuattn.autodiff.tape import apply, raw
+from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.errors import problem
+from gpuattn.impls import Impl, Impls
+from gpuattn.ops.arguments import integer, take_arrays
+from gpuattn.ops.sampling.logit_slices import BLOCK, slices, tickets
+
+MAX_GRID = 65535  # of the second and third axis
+MAX_K, WIDE = 512, 1024  # the most winners; threads of a block for more than BLOCK / 2
+MAX_COLS = 1 << 30  # columns are counted in 32 bits
+GROUP = 32  # columns of a group in the reference
+
+
+def topk_logprobs(logits, k, *, vocab_size=None, impl=None):
+    """Return (logprobs (..., k), indices (..., k)) of the k largest logits of each row.
+
+    ``logits``: (..., C) float array or Tensor, any strides. ``k``: 0 to V. ``vocab_size``: V <= C;
+    columns from V on are padding and never read. ``impl``: "raw-simt", "reference", or None for
+    the first that accepts. Log-probabilities are natural, in float32 (float64 of float64), and
+    normalised over the V columns; indices are int32. There is no gradient.
+
+    Rows are sorted by logit, largest first; equal ones (-0 and +0 are equal) by index, lowest
+    first. NaN counts as larger than +inf, and a row that holds either has NaN for all its
+    log-probabilities. A row of nothing but -inf gives -inf. Raises TypeError for dtypes other than
+    float32, float16, bfloat16 and float64, ValueError for k or vocab_size out of range.
+    """
+    (logits,) = take_arrays("topk_logprobs", {"logits": logits}, {}).values()
+    x = raw(logits)
+    check_floats("topk_logprobs", logits=x)
+    if x.ndim == 0:
+        raise ValueError(problem("topk_logprobs", "logits.shape", x.shape, "at least one axis"))
+    vocab_size = checked_vocab_size("topk_logprobs", vocab_size, x.shape[-1])
+    k = integer("topk_logprobs", "k", k, f"0 to {vocab_size}, the vocabulary", 0, vocab_size)
+    return apply(IMPLS, (logits,), impl, k=k, vocab_size=vocab_size)
+
+
+def checked_vocab_size(function, vocab_size, cols):
+    """Return the number of columns that are not padding; None means all of ``cols``."""
+    if vocab_size is None:
+        return cols
+    accepted = f"1 to {cols}, the columns of logits"
+    return integer(function, "vocab_size", vocab_size, accepted, 1, cols)
+
+
+def checked_banned(function, banned, vocab_size):
+    """Raise unless ``banned`` is None or a bool array (V,)."""
+    if banned is not None and banned.dtype != np.bool_:
+        raise TypeError(problem(function, "banned.dtype", banned.dtype, "bool"))
+    if banned is not None and banned.shape != (vocab_size,):
+        raise ValueError(problem(function, "banned.shape", banned.shape, f"({vocab_size},)"))
+
+
+# ---- reference: NumPy or CuPy -------------------------------------------------------------------
+
+
+def _forward_reference(logits, *, needs, k, vocab_size):
+    shape, dtype = (*logits.shape[:-1], k), wide(logits.dtype)
+    if math.prod(shape) == 0:
+        return (arrays.empty(logits, shape, dtype), arrays.empty(logits, shape, np.int32)), None
+    xp = get_xp(logits)
+    x = strided_rows(logits)[0][:, :vocab_size].astype(dtype, copy=False)
+    indices = largest(x, k)
+    peak, log_total = log_sum(x)
+    logprobs = xp.take_along_axis(x, indices, -1)
+    logprobs -= peak
+    logprobs -= log_total
+    return (logprobs.reshape(shape), indices.astype(np.int32).reshape(shape)), None
+
+
+def strided_rows(logits):
+    """Return (matrix, elements between rows): columns next to each other, by a copy if need be."""
+    rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
+    if rows.shape[1] > 1 and rows.strides[1] != rows.itemsize:
+        rows = get_xp(rows).ascontiguousarray(rows)
+    return rows, rows.strides[0] // rows.itemsize
+
+
+def log_sum(x):
+    """Return (peak, log sum exp(x - peak)) of the rows of (rows, cols), each (rows, 1)."""
+    xp = get_xp(x)
+    # the bound keeps -inf - (-inf), a NaN, out of rows of nothing but -inf
+    peak = xp.maximum(x.max(-1, keepdims=True), np.finfo(x.dtype).min)
+    shifted = x - peak
+    total = xp.exp(shifted, out=shifted).sum(-1, keepdims=True)
+    total += total == 0
+    return peak, xp.log(total, out=total)
+
+
+def largest(x, k):
+    """Return where the k largest of each row of ``x`` (rows, cols) are, as ``topk_logprobs`` does.
+
+    The k groups with the largest maxima hold them all: an element of any other group is beaten by
+    those k maxima. Shapes do not depend on the values, so nothing is read back from a GPU.
+    """
+    xp, (rows, cols) = get_xp(x), x.shape
+    groups = cols // GROUP
+    if cols <= 2 * k * GROUP:
+        return in_order(x, k)
+    grouped = x[:, : groups * GROUP].reshape(rows, groups, GROUP)
+    retrieved = xp.sort(in_order(grouped.max(-1), k), -1)
+    candidates = (retrieved[:, :, None] * GROUP + xp.arange(GROUP)).reshape(rows, k * GROUP)
+    rest = xp.broadcast_to(xp.arange(groups * GROUP, cols), (rows, cols - groups * GROUP))
+    candidates = xp.concatenate([candidates, rest], axis=1)
+    winners = in_order(xp.take_along_axis(x, candidates, -1), k)
+    return xp.take_along_axis(candidates, winners, -1)
+
+
+def in_order(x, k):
+    """Return where the k largest are; of equal ones the first comes first, and NaN before all."""
+    backwards = get_xp(x).argsort(x[:, ::-1], -1, kind="stable")[:, ::-1]
+    return x.shape[1] - 1 - backwards[:, :k]
+
+
+# ---- raw: rawkernels/topk_logprobs.cu -----------------------------------------------------------
+
+
+def _refuse_raw(logits, *, k, vocab_size):
+    if reason := kernel_refusal(logits, "logits"):
+        return reason
+    if k > MAX_K:
+        return f"k is {k}, the kernel takes at most {MAX_K}"
+    if vocab_size > MAX_COLS:
+        return f"the vocabulary is {vocab_size}, the kernel takes at most {MAX_COLS}"
+    return None
+
+
+def _forward_raw(logits, *, needs, k, vocab_size):
+    shape, block = (*logits.shape[:-1], k), BLOCK if 2 * k <= BLOCK else WIDE
+    logprobs = arrays.empty(logits, shape, np.float32)
+    indices = arrays.empty(logits, shape, np.int32)
+    if math.prod(shape) == 0:
+        return (logprobs, indices), None
+    rows, stride = strided_rows(logits)
+    parts, size = slices(vocab_size, logits.itemsize)
+    shared = None, None, None
+    if parts > 1:
+        lists = arrays.empty(logits, (len(rows), k, parts), np.uint64)
+        normalisers = arrays.empty(logits, (len(rows), parts, 2), np.float32)
+        shared = lists, normalisers, tickets(len(rows))
+    forward = kernel(
+        "topk_logprobs.cu", "topk_logprobs_forward", scalar=ctype(logits.dtype), BLOCK=block
+    )
+    across = min(len(rows), MAX_GRID)
+    forward(
+        (parts, across, -(-len(rows) // across)), (block,), rows, *shared, logprobs, indices,
+        len(rows), stride, vocab_size, k, size, shared_bytes=16 * max(size + 1, block),
+    )  # fmt: skip
+    return (logprobs, indices), None
+
+
+IMPLS = Impls(
+    "topk_logprobs",
+    Impl("raw-simt", _forward_raw, refuse=_refuse_raw),
+    Impl("reference", _forward_reference),
+)

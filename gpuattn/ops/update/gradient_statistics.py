@@ -1,0 +1,200 @@
+"""What comes before an update: the norm of all gradients, clipping, whether to skip, loss scale.
+
+One launch, and nothing is read back to the host. Clipping by the global norm as in Pascanu et al.,
+"On the difficulty of training recurrent neural networks" (ICML 2013); loss scaling as in
+Micikevicius et al., "Mixed precision training" (ICLR 2018).
+Device code: ``rawkernels/gradient_statistics.cu``.
+"""
+
+import math
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import check_together, ctype, get_xp, on_gpu, to_cpu
+from gpuattn.autodiff import tape
+from gpuattn.cuda.kernels import kernel
+from gpuattn.errors import problem
+from gpuattn.impls import Impl, Impls
+from gpuattn.ops.arguments import described, integer, number
+
+MIN_LOSS_SCALE, MAX_LOSS_SCALE = 1.0, 2.0**32
+CPU_DOT = 8192  # elements squared at a time: short enough that BLAS keeps to one thread, one order
+BLOCK = 256
+BLOCKS = 1024  # of the first stage of the norm, at most
+PER_THREAD = 32  # elements that one has, at least, before there are more blocks
+
+FIELDS = {  # in this order in memory, four bytes each; as in common/optimizer_state.cuh
+    "learning_rate": np.float32,
+    "step": np.uint32,  # updates done, those skipped aside: what bias correction counts
+    "divisor": np.float32,  # gradients are sums over this many tokens (or 1)
+    "loss_scale": np.float32,  # what the loss was multiplied by before backward
+    "norm": np.float32,  # of the gradient, divisor and loss scale removed; before clipping
+    "coefficient": np.float32,  # what the update multiplies gradients by
+    "skip": np.uint32,  # 1 where this update's gradients hold inf or NaN
+    "clean_steps": np.uint32,  # since the loss scale last changed
+    "skipped": np.uint32,
+    "skipped_in_a_row": np.uint32,
+    "clamped": np.uint32,  # times the loss scale could not move further
+    "blocks_done": np.uint32,  # for the kernel's own use; zero between launches
+}
+
+
+class OptimizerState:
+    """Every scalar of an optimizer, in one small array where the parameters live.
+
+    Attributes are the names in ``FIELDS``: setting one writes to the device without waiting,
+    reading one waits for it. ``array``: uint32 (12,), floats by their bits.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, like, **values):
+        object.__setattr__(self, "array", arrays.zeros(like, (len(FIELDS),), np.uint32))
+        for name, value in {"divisor": 1.0, "loss_scale": 1.0, **values}.items():
+            setattr(self, name, value)
+
+    def field(self, name):
+        """Return the live zero-dimensional array that holds one field, on the device."""
+        return field(self.array, name)
+
+    def read(self):
+        """Return every field as a Python number, with one copy to the host."""
+        return read_state(to_cpu(self.array))
+
+    def __repr__(self):
+        fields = [f"{name}={value:.6g}" for name, value in self.read().items()]
+        return f"OptimizerState({', '.join(fields[:-1])})"  # the last is the kernel's own
+
+    def __getattr__(self, name):
+        if name not in FIELDS:
+            raise AttributeError(name)
+        return self.field(name).item()
+
+    def __setattr__(self, name, value):
+        if name not in FIELDS:
+            accepted = ", ".join(FIELDS)
+            raise AttributeError(problem("OptimizerState", "the name", repr(name), accepted))
+        self.field(name)[...] = value
+
+
+def read_state(host):
+    """Return every field of an ``OptimizerState.array`` on the host as a Python number."""
+    return {name: field(host, name).item() for name in FIELDS}
+
+
+def field(array, name):
+    """Return the live zero-dimensional array of one field of ``OptimizerState.array``."""
+    at = list(FIELDS).index(name)
+    return array[at : at + 1].view(FIELDS[name]).reshape(())
+
+
+def gradient_statistics(grads, state, *, max_norm=None, growth_interval=0, impl=None):
+    """Prepare an update: norm, clipping, whether to skip it, and the next loss scale. In ``state``.
+
+    ``grads``: flat (n,) float32, float16 or bfloat16: gradients times ``state.loss_scale`` times
+    ``state.divisor``. ``max_norm``: the norm to clip at, or None. ``growth_interval``: clean
+    updates after which the loss scale doubles; 0 keeps the scale as it is.
+    A gradient with inf or NaN (or a norm beyond float32) sets ``skip``, leaves ``step``, and halves
+    a moving loss scale.
+    Raises TypeError for other arrays, ValueError for parameters out of range.
+    """
+    name, accepted = "gradient_statistics", "a count of updates, or 0 for a fixed loss scale"
+    check_flat(name, grads)
+    check_state(name, state)
+    check_together(name, grads=grads, state=state.array)
+    if max_norm is not None:
+        max_norm = number(name, "max_norm", max_norm, "> 0, or None", lambda norm: norm > 0)
+    growth_interval = integer(name, "growth_interval", growth_interval, accepted)
+    params = {"max_norm": max_norm or math.inf, "growth_interval": growth_interval}
+    tape.apply(IMPLS, (grads, state.array), impl, **params)
+
+
+def check_state(function, state):
+    """Raise TypeError unless ``state`` is an OptimizerState."""
+    if not isinstance(state, OptimizerState):
+        accepted = "a gpuattn.OptimizerState"
+        raise TypeError(problem(function, "state", described(state), accepted))
+
+
+def check_flat(function, grads):
+    """Raise TypeError or ValueError unless ``grads`` is one flat buffer that kernels take."""
+    if not arrays.is_array(grads) or ctype(grads.dtype) is None:
+        got = f"{grads.dtype}" if arrays.is_array(grads) else described(grads)
+        accepted = "a flat array of float32, float16 or bfloat16"
+        raise TypeError(problem(function, "grads", got, accepted))
+    if grads.ndim != 1 or not grads.flags.c_contiguous:
+        got = f"{grads.shape} with strides {grads.strides}"
+        raise ValueError(problem(function, "grads", got, "one flat contiguous buffer"))
+
+
+# ---- reference: NumPy or CuPy -------------------------------------------------------------------
+
+
+def _reference(grads, state, *, needs, max_norm, growth_interval):
+    xp = get_xp(grads)
+    at = {name: field(state, name) for name in FIELDS}
+    with np.errstate(over="ignore", invalid="ignore"):
+        unscale = 1 / (at["loss_scale"] * at["divisor"])
+        norm = xp.sqrt(square_sum(xp, grads.astype(np.float32, copy=False))) * unscale
+        good = xp.isfinite(norm)
+        at["norm"][...] = norm
+        at["coefficient"][...] = unscale * xp.minimum(1, max_norm / (norm + 1e-6))
+    at["skip"][...] = ~good
+    at["step"][...] += good
+    at["skipped"][...] += ~good
+    at["skipped_in_a_row"][...] = xp.where(good, 0, at["skipped_in_a_row"] + 1)
+    if growth_interval:
+        clean = xp.where(good, at["clean_steps"] + 1, 0)
+        grow = clean >= growth_interval
+        old = at["loss_scale"]
+        wanted = xp.where(grow, old * 2, xp.where(good, old, old * 0.5))
+        scale = xp.clip(wanted, MIN_LOSS_SCALE, MAX_LOSS_SCALE)
+        at["clamped"][...] += scale != wanted
+        at["clean_steps"][...] = xp.where(grow, 0, clean)
+        at["loss_scale"][...] = scale
+    return state, None
+
+
+def square_sum(xp, x):
+    """Return the sum of squares of a flat float32 array, in an order that its size decides."""
+    if xp is not np:
+        return xp.dot(x, x)
+    whole = x[: x.size - x.size % CPU_DOT].reshape(-1, CPU_DOT)
+    rest = x[whole.size :]
+    return np.vecdot(whole, whole).sum() + np.dot(rest, rest)
+
+
+# ---- raw: rawkernels/gradient_statistics.cu -----------------------------------------------------
+
+
+def refuse_buffers(**buffers):
+    """Return why kernels do not take flat buffers (None aside), or None."""
+    for name, array in buffers.items():
+        if array is None:
+            continue
+        if not on_gpu(array):
+            return "the buffers are NumPy arrays; move them with gpuattn.to_gpu(x)"
+        if array.data.ptr % 16 and array.size:
+            return f"{name} does not start at a multiple of 16 bytes; try a copy"
+    return None
+
+
+def _refuse_raw(grads, state, **_):
+    return refuse_buffers(grads=grads)
+
+
+def _raw(grads, state, *, needs, max_norm, growth_interval):
+    blocks = max(1, min(BLOCKS, -(-grads.size // (BLOCK * PER_THREAD))))
+    partial = arrays.empty(grads, (blocks,), np.float32)
+    constants = {"scalar": ctype(grads.dtype), "BLOCK": BLOCK}
+    launch = kernel("gradient_statistics.cu", "gradient_statistics", **constants)
+    launch((blocks,), (BLOCK,), grads, partial, state, grads.size, max_norm, growth_interval)
+    return state, None
+
+
+IMPLS = Impls(
+    "gradient_statistics",
+    Impl("raw-simt", _raw, refuse=_refuse_raw),
+    Impl("reference", _reference),
+)

@@ -1,0 +1,71 @@
+"""Gradient descent with momentum over flat buffers, in one launch after ``gradient_statistics``.
+
+Sutskever et al., "On the importance of initialization and momentum in deep learning" (ICML 2013),
+in the form that keeps a velocity of gradients, as the field's libraries do.
+Device code: ``rawkernels/sgd.cu``.
+"""
+
+import numpy as np
+
+from gpuattn.autodiff import tape
+from gpuattn.errors import problem
+from gpuattn.ops.arguments import check_flags, number, seed_key
+from gpuattn.ops.update.flat_update import check, check_numbers, scale_rows, update_impls
+
+
+def sgd(
+    params,
+    grads,
+    velocity,
+    state,
+    *,
+    model=None,
+    decay=None,
+    momentum=0.0,
+    nesterov=False,
+    weight_decay=0.0,
+    seed=0,
+    impl=None,
+):
+    """Update ``params`` and ``velocity`` in place, as ``state`` says.
+
+    With g = ``state.coefficient`` * grads + weight_decay p: u = momentum u + g;
+    p -= learning_rate u, or with ``nesterov`` p -= learning_rate (g + momentum u).
+    ``velocity``: u, flat (n,) float32; None where ``momentum`` is 0. All else as in
+    ``gpuattn.adamw``.
+    """
+    moments = {} if velocity is None else {"velocity": velocity}
+    check("sgd", params, grads, moments, state, model, decay)
+    check_numbers("sgd", weight_decay)
+    check_flags("sgd", nesterov=nesterov)
+    number("sgd", "momentum", momentum, "0 <= momentum < 1", lambda m: 0 <= m < 1)
+    seed = seed_key("sgd", seed).seed
+    if nesterov and not momentum:
+        raise ValueError(problem("sgd", "momentum", momentum, "above 0 with nesterov"))
+    if (velocity is None) != (momentum == 0):
+        got = "None" if velocity is None else "an array"
+        accepted = "an array, or None where momentum is 0"
+        raise ValueError(problem("sgd", "velocity", f"{got} for momentum {momentum}", accepted))
+    inputs = (params, grads, velocity, state.array, model, decay)
+    numbers = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    tape.apply(IMPLS, inputs, impl, **numbers, seed=seed)
+
+
+def _rule(p, g, moments, learning_rate, step, decays, *, momentum, nesterov, weight_decay):
+    if weight_decay:
+        penalty = p.copy()
+        scale_rows(penalty, weight_decay * decays)
+        g += penalty
+    if momentum:
+        (velocity,) = moments
+        velocity *= np.float32(momentum)
+        velocity += g
+        g = g + np.float32(momentum) * velocity if nesterov else velocity
+    p -= learning_rate * g
+
+
+def _numbers(*, momentum, nesterov, weight_decay):
+    return momentum, weight_decay, nesterov
+
+
+IMPLS = update_impls("sgd", _rule, _numbers)

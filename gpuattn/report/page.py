@@ -1,0 +1,301 @@
+"""``report.html``: what a run was and what came of it, in one file that needs nothing else.
+
+No script, no link to anything: it opens with a double click, today and in ten years.
+"""
+
+import json
+import shlex
+
+from gpuattn.errors import CheckpointError
+from gpuattn.files import write_text
+from gpuattn.models.config import padded_rows
+from gpuattn.report import svg
+from gpuattn.report.markup import Markup, tag
+from gpuattn.report.plot import attention_of
+from gpuattn.runs.config import GPT2
+from gpuattn.runs.folder import RunFolder, load_run, summary
+from gpuattn.runs.metrics import describe, loss_names, round_times
+from gpuattn.units import duration, short, with_unit
+
+PAGE, PROFILE = "report.html", "profile.json"
+SAMPLES = 12  # translations shown
+WORDS = 30  # of sentences whose attention is drawn, at most
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #222; --dim: #667; --paper: #fff; --line: #d8dbe0;
+  --soft: #f4f5f7; --s0: #1f77b4; --s1: #d95f02; --s2: #5b8c3e; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e6ea; --dim: #99a; --paper: #16181c;
+  --line: #353941; --soft: #1f2228; --s0: #6db3ec; --s1: #ff9a52; --s2: #93c572; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 1088px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
+.verdict { font-size: 1.15rem; margin: .3rem 0; } .dim, figcaption { color: var(--dim); }
+.head { margin: 0; } figure { margin: 0; } figcaption { font-size: .85rem; }
+.charts { display: grid; gap: 1.2rem 1.5rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--least, 400px)), 1fr)); }
+svg { display: block; max-width: 100%; height: auto; } .charts svg { width: 100%; }
+svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } svg text.dim { fill: var(--dim); }
+.name, .up, .row { text-anchor: end; } .across { text-anchor: middle; }
+.grid { stroke: var(--line); } .tick, .lead { stroke: var(--dim); stroke-width: .7; }
+.frame { fill: none; stroke: var(--line); } .roof { fill: none; stroke: var(--ink); }
+.cell { fill: var(--s0); } .line { fill: none; stroke-width: 2; } .dot { fill-opacity: .8; }
+.line.s0 { stroke: var(--s0); } .line.s1 { stroke: var(--s1); stroke-dasharray: 6 3; }
+.dot.s0, svg text.s0 { fill: var(--s0); } .dot.s1, svg text.s1 { fill: var(--s1); }
+.dot.s2, svg text.s2 { fill: var(--s2); } .wide > svg { min-width: 800px; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; width: 100%; }
+th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line);
+  vertical-align: top; } .right, .right th, td.n { text-align: right; white-space: nowrap; }
+.columns { column-width: 21rem; } pre { background: var(--soft); padding: .8rem;
+  overflow-x: auto; font-size: .8rem; white-space: pre-wrap; }
+code { background: var(--soft); padding: 0 .25rem; }
+"""
+
+
+def write_page(path):
+    """Write ``report.html`` into the run folder ``path``; return where it is.
+
+    Of a run that was stopped it shows what there is. Raises CheckpointError where there is no run.
+    """
+    folder = RunFolder(path)
+    found, profile = summary(path), _read_profile(folder)
+    rows = {event: folder.metrics.read(event) for event in ("start", "train", "valid", "end")}
+    what = "Language model of" if found["model"] == GPT2 else "Translation:"
+    title = f"{what} {found['task']}"
+    body = [
+        tag("h1", title),
+        tag("p", _verdict(found), class_="verdict"),
+        tag("p", _course(found), class_="dim head"),
+        tag("p", _cost(rows), class_="dim head"),
+        _section("Curves", _charts(rows, folder.config())),
+        _section("Samples", _samples(folder, found)),
+        _section("Attention", _attention(folder, found)),
+        _section("Where the time of a step goes", _profile(folder, profile)),
+        _section("Model", _model(found, folder.config(), profile)),
+        _section("Environment", _environment(folder, rows["start"])),
+    ]
+    head = tag(
+        "head", tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title), tag("style", Markup(STYLE)),
+    )  # fmt: skip
+    page = folder.path / PAGE
+    write_text(page, f"<!DOCTYPE html>\n{tag('html', head, tag('body', body), lang='en')}\n")
+    return page
+
+
+def _section(title, content):
+    return tag("section", tag("h2", title), content) if content else None
+
+
+def _verdict(found):
+    """Return in a line what the model can do, by the best evaluation."""
+    best = found["best"]
+    if found["state"] == "averaged":
+        return "A mean of weights."
+    if not best:
+        return "Not evaluated yet."
+    if "perplexity" in best:
+        return f"Perplexity {best['perplexity']:.2f} on held-out text."
+    if "bleu" not in best:
+        return f"Loss {best['loss']:.3f} nats per token of held-out sentences."
+    count = f"{best['sentences']:,} held-out sentence{'s' * (best['sentences'] != 1)}"
+    scores = f"BLEU {best['bleu']:.1f}"
+    if best["exact_by_kind"]:
+        return f"{best['exact_match']:.1f} % of {count} translated exactly, {scores}."
+    return f"{scores}, chrF {best['chrf']:.1f} on {count}."
+
+
+def _course(found):
+    if found["state"] == "averaged":
+        return None
+    best = f"; best: {describe(found['best'])}" if found["best"] else ""
+    done = f"{found['updates']:,} updates, {duration(found['seconds'])}"
+    return f"{found['state'].capitalize()} after {done}{best}."
+
+
+def _cost(rows):
+    """Return what the last report of the run said of its speed, or of the whole if it ended."""
+    spent = rows["end"][-1].get("spent") if rows["end"] else None
+    if not spent or not spent["seconds"]:
+        return None
+    tokens, seconds = spent["tokens"], spent["seconds"]
+    parts = [f"{short(tokens)} tokens, {short(tokens / seconds)} a second",
+             f"{with_unit(spent['flops'] / seconds, 'FLOP/s')} in updates"]  # fmt: skip
+    shares = [row["mfu"] for row in rows["train"] if "mfu" in row]
+    if shares:
+        parts.append(f"MFU {100 * sorted(shares)[len(shares) // 2]:.3g} % (median)")
+    if spent["joules"]:
+        each = spent["joules"] / tokens * 1e3
+        parts.append(f"{spent['joules'] / 1e3:.3g} kJ, {each:.3g} J for 1,000 tokens")
+    return ", ".join(parts)
+
+
+# ---- curves -------------------------------------------------------------------------------------
+
+
+def _charts(rows, config):
+    train, valid = rows["train"], [row for row in rows["valid"] if row["update"]]
+    times = round_times(train + valid)
+
+    def points(of, name, scale=1):
+        return [(row["update"], row[name] * scale) for row in of if name in row]
+
+    parts = zip(loss_names(config), (train, valid), strict=True)
+    losses = {name: points(part, "loss") for name, part in parts}
+    every = [y for part in losses.values() for _, y in part if y > 0]
+    scores = {"exact match, %": points(valid, "exact_match"), "BLEU": points(valid, "bleu")}
+    if any(row.get("exact_by_kind") == {} for row in valid):
+        scores.pop("exact match, %")  # of texts hardly one is the reference, word for word
+    steep = bool(every) and max(every) > 10 * min(every)
+    charts = (
+        ("Loss (nats per target token)", losses, {"log": steep}),
+        ("Held-out sentences, translated greedily", scores, {"span": (0, 100)}),
+        ("Perplexity of held-out text", {"": points(valid, "perplexity")}, {}),
+        ("Learning rate", {"": points(train, "learning_rate")}, {"span": (0,)}),
+        ("Tokens per second, source and target" if config.model != GPT2 else "Tokens per second",
+         {"": points(train, "rate")}, {"span": (0,)}),
+        ("MFU (% of measured products)", {"": points(train, "mfu", 100)}, {"span": (0,)}),
+        ("Power (W)", {"": points(train, "watts")}, {"span": (0,)}),
+    )  # fmt: skip
+    drawn = [
+        svg.titled(title, svg.curves(series, times=times, **given))
+        for title, series, given in charts
+    ]
+    return tag("div", drawn, class_="charts") if any(drawn) else None
+
+
+# ---- what the model does ------------------------------------------------------------------------
+
+
+def _lines(path):
+    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+
+
+def _written(folder, found):
+    """Return the lines that the model wrote at the best evaluation."""
+    update = (found["best"] or {}).get("update", -1)
+    return _lines(folder.path / "valid" / f"update_{update:08d}.txt")
+
+
+def _samples(folder, found):
+    written = _written(folder, found)
+    if found["model"] == GPT2:
+        return tag("pre", "\n".join(written)) if written else None
+    sources, references = (
+        _lines(folder.path / "valid" / f"{n}.txt") for n in ("source", "reference")
+    )
+    triples = list(zip(sources, references, written, strict=False))[:SAMPLES]
+    head = tag("tr", [tag("th", name) for name in ("exact", "source", "reference", "translation")])
+    body = [
+        tag("tr", tag("td", "\N{CHECK MARK}" if reference == text else ""), tag("td", source),
+            tag("td", reference), tag("td", text))
+        for source, reference, text in triples
+    ]  # fmt: skip
+    return tag("div", tag("table", head, body), class_="wide") if triples else None
+
+
+def _attention(folder, found):
+    if found["model"] == GPT2:
+        return None
+    pairs = zip(_lines(folder.path / "valid/source.txt"), _written(folder, found), strict=False)
+    pairs = [pair for pair in pairs if 0 < len(pair[0].split()) <= WORDS]
+    if not pairs:
+        return None
+    source, target = sorted(pairs, key=lambda pair: len(pair[0]))[len(pairs) * 4 // 5]
+    try:
+        user = load_run(folder.path, device="numpy")
+    except CheckpointError:  # no weights, or damaged ones: the rest can be shown
+        return None
+    maps = attention_of(user, source, " ".join(target.split()[:WORDS]))  # early ones stutter
+    drawn = {f"layer {n}, mean of heads": heads.mean(0) for n, heads in enumerate(maps.layers, 1)}
+    drawn |= {
+        f"layer {len(maps.layers)}, head {number}": head
+        for number, head in enumerate(maps.layers[-1], 1)
+    }
+    text = "Where the decoder looks in the source (columns) for each word it writes (rows)."
+    return [tag("p", text, class_="dim"), svg.heat_maps(drawn, maps.target, maps.source)]
+
+
+def _read_profile(folder):
+    """Return what ``gpuattn profile`` left in the folder, or None."""
+    try:
+        return json.loads((folder.path / PROFILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def describe_padding(found):
+    """Return a sentence on what padding the vocabulary gains, by its entry in a profile."""
+    padded, plain = (found[key] / 1e3 for key in ("padded_us", "plain_us"))
+    gain = 1 - padded / plain
+    saves, would_save = ("saves", "would save") if gain >= 0 else ("costs", "would cost")
+    return (
+        f"the three products of its table take {padded:.3g} ms with {found['rows']:,} rows and "
+        f"{plain:.3g} ms with {found['size']:,}, measured at {found['tokens']:,} tokens: padding "
+        f"{saves if found['pads'] else would_save} {abs(gain):.0%}"
+    )
+
+
+def _profile(folder, found):
+    if not found:
+        command = tag("code", f"gpuattn profile {shlex.quote(str(folder.path))}")
+        return tag("p", command, " measures it, for this page too.", class_="dim")
+    names = ("op", "", "calls", "launches", "us", "share", "MB", "GFLOP", "of the roof")
+    head = tag("tr", [tag("th", name) for name in names[:2]],
+               [tag("th", name, class_="right") for name in names[2:]])  # fmt: skip
+    body = [
+        tag("tr", tag("td", row["op"]), tag("td", row["direction"]),
+            [tag("td", text, class_="n") for text in (
+                *("-" if row[key] is None else f"{row[key]:,.0f}" for key in ("calls", "launches")),
+                f"{row['us']:,.1f}", f"{row['share']:.1%}",
+                *(f"{row[key] / size:.3g}" if row[key] else "-"
+                  for key, size in (("bytes", 1e6), ("flops", 1e9))),
+                "-" if row["roof"] is None else f"{row['roof']:.2f}",
+            )])
+        for row in found["rows"]
+    ]  # fmt: skip
+    reach = found["ceilings"]
+    text = f"{found['where']}, {found['dtype']}: a step takes {found['step_us'] / 1e3:.3g} ms"
+    if reach:
+        product, copy = reach["matmul_tflops"] * 1e12, reach["copy_tbs"] * 1e12
+        text += f"; measured ceilings {with_unit(product, 'FLOP/s')} and {with_unit(copy, 'B/s')}"
+    chart = svg.roofline(found["rows"], reach)
+    title = "Ops under the roofline, each as large as its share of the time"
+    return [
+        tag("p", text, class_="dim"),
+        svg.titled(title, tag("div", chart, class_="wide")) if chart else None,
+        tag("div", tag("table", head, body), class_="wide"),
+    ]
+
+
+# ---- what it is ---------------------------------------------------------------------------------
+
+
+def _model(found, config, profile):
+    size, units = found["vocabulary"], found["units"]
+    rows = padded_rows(size) if config.pad_vocab else size
+    share = f"{100 * (rows - size) / rows:.2g} % of them padding" if rows > size else "all in use"
+    text = (
+        f"{found['parameters']:,} parameters. {size:,} {units}, in tables of {rows:,} rows: {share}"
+    )
+    measured = profile and profile.get("vocabulary")
+    return [
+        tag("p", text, "." if rows == size else ", which lets products run in whole tiles."),
+        tag("p", f"Of the vocabulary {describe_padding(measured)}.") if measured else None,
+    ]
+
+
+def _environment(folder, starts):
+    start = starts[-1] if starts else {}
+    facts = {"device": start.get("where"), "begun": start.get("date"),
+             "command": start.get("command")}  # fmt: skip
+    versions = ", ".join(f"{name} {version}" for name, version in start.get("versions", {}).items())
+    facts["versions"] = versions or None
+    rows = [tag("tr", tag("th", name), tag("td", value)) for name, value in facts.items() if value]
+    text = (folder.path / "config.toml").read_text(encoding="utf-8")
+    options = "Options, and where those came from that are no defaults:"
+    return [
+        tag("table", rows) if rows else None,
+        tag("p", options, class_="dim"),
+        tag("pre", text, class_="columns"),
+    ]

@@ -1,0 +1,316 @@
+"""Pictures of a run as SVG inside a page: curves, maps of attention, ops under the roofline.
+
+Colors are the page's CSS variables, so that light and dark are up to who reads.
+"""
+
+import math
+from typing import NamedTuple
+
+from gpuattn.report.markup import tag
+from gpuattn.units import prefixed, round_step, with_unit
+
+POINTS = 300  # of a curve, at most: more are averaged
+MARKED = 40  # a curve with fewer points has a mark at each
+TICKS = 6  # of an axis, about
+LETTER = 6.4  # width of a letter, about
+LABEL_MOVES = 36  # of half a line, at most
+WORD = 16  # letters of a word beside a map, at most
+DIRECTIONS = ("forward", "backward", "update")  # of ops, in the order of the colors
+
+
+class _Box(NamedTuple):
+    """The size of a chart, and how far its axes stay from each edge."""
+
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+
+
+CURVES = _Box(440, 260, 56, 14, 46, 38)
+ROOFLINE = _Box(1080, 460, 64, 20, 34, 42)
+STRIP = 310  # of the roofline, for ops without FLOPs
+
+
+def curves(series, *, times=(), log=False, span=()):
+    """Return a chart of ``series``, {name: [(update, y)]}.
+
+    ``times``: [(update, text)] of a second axis, at the top. ``log``: a logarithmic axis of y, for
+    values above 0. ``span``: values of y that the axis includes in any case. None where there is no
+    point to draw.
+    """
+    good = (lambda y: 0 < y < math.inf) if log else math.isfinite
+    series = {name: [p for p in points if good(p[1])] for name, points in series.items()}
+    series = {name: _thinned(points) for name, points in series.items() if points}
+    if not series:
+        return None
+    box, every = CURVES, [point for points in series.values() for point in points]
+    across = _Axis([0, *(x for x, _ in every)], box.left, box.width - box.right)
+    up = _Axis([*span, *(y for _, y in every)], box.height - box.bottom, box.top, log)
+    drawn, names, x = [], [], box.left
+    for i, (name, points) in enumerate(series.items()):
+        places = [(across(x), up(y)) for x, y in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        drawn.append(tag("polyline", points=path, class_=f"line s{i}"))
+        if len(points) < MARKED:
+            for place, (update, value) in zip(places, points, strict=True):
+                text = f"{name} {value:.4g} at update {update:,.0f}".strip()
+                drawn.append(_mark(i, *place, tag("title", text)))
+        if name:
+            names.append(tag("line", x1=x, x2=x + 22, y1=8, y2=8, class_=f"line s{i}"))
+            names += [_mark(i, x + 11, 8), tag("text", name, x=x + 27, y=12, class_=f"s{i}")]
+            x += 42 + LETTER * len(name)
+    times = [(update, text) for update, text in times if update <= across.most]
+    return _chart(box, across, up, "updates", [drawn, names], times)
+
+
+def _mark(i, x, y, title=None):
+    """Return a point of the curve number ``i``: a disc, of the second one a square."""
+    if i == 0:
+        return tag("circle", title, cx=x, cy=y, r=3, class_="dot s0")
+    return tag("rect", title, x=x - 2.6, y=y - 2.6, width=5.2, height=5.2, class_=f"dot s{i}")
+
+
+# ---- roofline -----------------------------------------------------------------------------------
+
+
+def roofline(rows, ceilings):
+    """Return a chart of the rows of a profile (see ``bench.profile``) under measured ceilings.
+
+    FLOP/s over FLOPs a byte, each dot with the name of its op. Ops without FLOPs have a strip at
+    the left, with the rate of a copy as their roof. None without ceilings or rows.
+    """
+    rows = [row for row in rows if row["bytes"] and row["us"]]
+    if not rows or not ceilings:
+        return None
+    peak, copy = ceilings["matmul_tflops"] * 1e12, ceilings["copy_tbs"] * 1e12
+    ridge, box = peak / copy, ROOFLINE
+    intensities = [row["flops"] / row["bytes"] for row in rows if row["flops"]]
+    least, most = min([ridge, *intensities]) / 3, 4 * max([ridge, *intensities])
+    across = _Axis([least, most], box.left + STRIP, box.width - box.right, log=True)
+    heights = [max(row["flops"], least * row["bytes"]) / row["us"] * 1e6 for row in rows]
+    up = _Axis([min(heights) / 6, peak * 1.6], box.height - box.bottom, box.top, log=True)
+    begin, right, floor = box.left + STRIP, across(most), least * copy
+    roof = [(box.left, up(floor)), (begin, up(floor)), (across(ridge), up(peak)), (right, up(peak))]
+    drawn = [
+        tag("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in roof), class_="roof"),
+        tag("line", x1=begin, x2=begin, y1=box.top, y2=box.height - box.bottom, class_="tick"),
+        tag("text", f"matrix product, {with_unit(peak, 'FLOP/s')}", class_="name dim",
+            x=right, y=up(peak) - 6),
+        tag("text", f"copy, {with_unit(copy, 'B/s')}", class_="dim", x=box.left + 8,
+            y=up(floor) - 6),
+        tag("text", "no FLOPs: by bytes, under the rate of a copy", class_="across",
+            x=box.left + STRIP / 2, y=box.height - box.bottom + 16),
+    ]  # fmt: skip
+    bare = sorted((i for i, row in enumerate(rows) if not row["flops"]), key=heights.__getitem__)
+    dots = []
+    for i, (row, height) in enumerate(zip(rows, heights, strict=True)):
+        if row["flops"]:
+            x = across(row["flops"] / row["bytes"])
+        else:
+            x = box.left + 20 + STRIP / 2 * (bare.index(i) % 2)  # in turns: less is covered
+        dots.append((x, up(height), 2.5 + 12 * row["share"] ** 0.5))
+    copy_text = (box.left, up(floor) - 18, begin, up(floor) + 1)
+    labels = label_places(dots, [LETTER * len(row["op"]) for row in rows], box, [copy_text])
+    drawn += [_named_dot(*parts) for parts in zip(rows, dots, labels, strict=True)]
+    names = [
+        [tag("circle", cx=box.left + 90 * i + 5, cy=8, r=4, class_=f"dot s{i}"),
+         tag("text", name, x=box.left + 90 * i + 14, y=12, class_=f"s{i}")]
+        for i, name in enumerate(DIRECTIONS)
+    ]  # fmt: skip
+    return _chart(box, across, up, "FLOPs per byte moved", [drawn, names], unit="FLOP/s")
+
+
+def _named_dot(row, dot, label):
+    """Return a dot with its name, and what a pointer on it tells."""
+    (x, y, radius), look = dot, f"s{DIRECTIONS.index(row['direction'])}"
+    facts = f"{row['op']} {row['direction']}: {row['us']:,.0f} us, {row['share']:.1%} of the step"
+    if row["roof"] is not None:
+        facts += f", {row['roof']:.0%} of the roof"
+    parts = [tag("title", facts), tag("circle", cx=x, cy=y, r=radius, class_=f"dot {look}")]
+    if label is not None:
+        left, middle, width = label
+        if abs(middle - y) > radius:
+            near = left if left > x else left + width
+            parts.append(tag("line", x1=x, y1=y, x2=near, y2=middle, class_="lead"))
+        parts.append(tag("text", row["op"], x=left, y=middle + 4, class_=look))
+    return tag("g", parts)
+
+
+def label_places(dots, widths, box, covered=(), height=12):
+    """Return where labels have room beside their dots: (left, middle, width) each, or None.
+
+    ``dots``: [(x, y, radius)]; ``widths`` of the labels; ``box`` they stay in; ``covered``:
+    rectangles (left, top, right, bottom) where they may not be. A label is right or left of its
+    dot, moved down (or else up) as little as it takes to cover no dot and no other label.
+    """
+    taken = [*covered, *((x - r, y - r, x + r, y + r) for x, y, r in dots)]
+    found = [None] * len(dots)
+    moves = [step * height / 2 for step in (*range(LABEL_MOVES), *range(-1, -LABEL_MOVES, -1))]
+    for i in sorted(range(len(dots)), key=lambda i: dots[i][1]):  # downwards: no lines cross
+        (x, y, radius), width = dots[i], widths[i]
+        for move in moves:
+            gap, middle = radius + (14 if move else 4), y + move
+            sides = [
+                (left, middle - height / 2, left + width, middle + height / 2)
+                for left in (x + gap, x - gap - width)
+            ]
+            free = [side for side in sides if _is_free(side, box, taken)]
+            if free:
+                taken.append(free[0])
+                found[i] = free[0][0], middle, width
+                break
+    return found
+
+
+def _is_free(place, box, taken):
+    """Tell whether a rectangle (left, top, right, bottom) is in a box and over none of others."""
+    left, top, right, bottom = place
+    across = box.left < left and right < box.width - box.right
+    up = box.top < top and bottom < box.height - box.bottom
+    return across and up and not any(
+        left < r and le < right and top < b and t < bottom for le, t, r, b in taken
+    )  # fmt: skip
+
+
+# ---- maps ---------------------------------------------------------------------------------------
+
+
+def heat_maps(titled, rows, columns):
+    """Return maps side by side, as many as have room: {title: weights}, see ``heat_map``."""
+    least = 0.8 * _map_layout(rows, columns)[-1]  # how narrow words can still be read
+    drawn = [heat_map(weights, rows, columns, title) for title, weights in titled.items()]
+    return tag("div", drawn, class_="charts", style=f"--least: {least:.0f}px")
+
+
+def _map_layout(rows, columns):
+    """Return the side of a cell, the size of letters, both margins, and the width of a map."""
+    side = max(9, min(22, 420 // max(len(rows), len(columns))))
+    size = min(12, side - 1)
+    left = 14 + min(WORD, max(map(len, rows))) * size * 0.62
+    top = 14 + min(WORD, max(map(len, columns))) * size * 0.5
+    return side, size, left, top, left + side * len(columns) + 40
+
+
+def _word(word, **given):
+    """Return a word of a map; a long one is cut, and a pointer on it shows the whole."""
+    if len(word) > WORD:
+        return tag(
+            "text", tag("title", word), f"{word[: WORD - 1]}\N{HORIZONTAL ELLIPSIS}", **given
+        )
+    return tag("text", word, **given)
+
+
+def heat_map(weights, rows, columns, title):
+    """Return a map of weights (rows, columns) from 0 to 1 with its words beside it."""
+    side, size, left, top, width = _map_layout(rows, columns)
+    height = top + side * len(rows) + 6
+    drawn = [
+        tag("rect", x=left + side * j, y=top + side * i, width=side, height=side, class_="cell",
+            fill_opacity=round(float(weight), 3))
+        for i, line in enumerate(weights)
+        for j, weight in enumerate(line)
+        if weight > 0.004
+    ]  # fmt: skip
+    drawn.append(tag("rect", x=left, y=top, width=side * len(columns), height=side * len(rows),
+                     class_="frame"))  # fmt: skip
+    look = {"style": f"font-size:{size}px"}
+    for i, word in enumerate(rows):
+        y = top + side * (i + 0.5) + size * 0.35
+        drawn.append(_word(word, x=left - 4, y=y, class_="row", **look))
+    for j, word in enumerate(columns):
+        x, y = left + side * (j + 0.6), top - 4
+        turn = f"rotate(-40 {x:.1f} {y:.1f})"
+        drawn.append(_word(word, x=x, y=y, class_="column", transform=turn, **look))
+    return _figure(title, _svg(width, height, drawn))
+
+
+def titled(title, chart):
+    """Return a chart below its title, or None without a chart."""
+    return None if chart is None else _figure(title, chart)
+
+
+def _figure(title, drawn):
+    return tag("figure", tag("figcaption", title), drawn)
+
+
+def _svg(width, height, drawn):
+    box = f"0 0 {width:.0f} {height:.0f}"
+    return tag("svg", drawn, viewBox=box, width=round(width), height=round(height), role="img")
+
+
+# ---- axes ---------------------------------------------------------------------------------------
+
+
+def _chart(box, across, up, label, drawn, above=(), unit=None):
+    """Return axes with what is drawn between them.
+
+    ``above``: [(value, text)] of a second axis at the top. ``unit`` of the upward axis, where no
+    title names it.
+    """
+    low, high, end = box.height - box.bottom, box.top, box.width - box.right
+    parts = []
+    for value, text in up.ticks():
+        y = up(value)
+        parts.append(tag("line", x1=box.left, x2=end, y1=y, y2=y, class_="grid"))
+        parts.append(tag("text", text, x=box.left - 6, y=y + 4, class_="up"))
+    for value, text in across.ticks():
+        x = across(value)
+        parts.append(tag("line", x1=x, x2=x, y1=high, y2=low, class_="grid"))
+        parts.append(tag("text", text, x=x, y=low + 16, class_="across"))
+    for value, text in above:
+        x = across(value)
+        parts.append(tag("line", x1=x, x2=x, y1=high - 4, y2=high, class_="tick"))
+        parts.append(tag("text", text, x=x, y=high - 8, class_="across dim"))
+    parts.append(tag("text", label, x=(across.begin + end) / 2, y=box.height - 5, class_="across"))
+    if unit:
+        parts.append(tag("text", unit, x=box.left - 6, y=high - 4, class_="up"))
+    return _svg(box.width, box.height, [parts, drawn])
+
+
+class _Axis:
+    """Turns values into places from ``begin`` to ``end``."""
+
+    def __init__(self, values, begin, end, log=False):
+        self.log, self.begin, self.end = log, begin, end
+        low, high = (math.log10(v) if log else v for v in (min(values), max(values)))
+        room = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
+        self.low = low if low == 0 and not log else low - room
+        self.high = high + room
+        self.most = max(values)
+
+    def __call__(self, value):
+        value = math.log10(value) if self.log else value
+        return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
+
+    def ticks(self):
+        """Return [(value, text)] at round numbers."""
+        if not self.log:
+            step = round_step((self.high - self.low) / TICKS)
+            first = math.ceil(self.low / step)
+            values = [n * step for n in range(first, math.floor(self.high / step) + 1)]
+        else:
+            whole = range(math.floor(self.low), math.ceil(self.high) + 1)
+            many = self.high - self.low > 2.5
+            every = max(1, round((self.high - self.low) / TICKS))
+            values = [
+                lead * 10.0**n
+                for n in whole
+                for lead in ((1,) if many else (1, 2, 5))
+                if n % every == 0 and self.low <= math.log10(lead) + n <= self.high
+            ]
+        return [(value, _short(value)) for value in values]
+
+
+def _short(value):
+    value, prefix = prefixed(value)
+    return f"{value:.4g}{prefix}"
+
+
+def _thinned(points):
+    """Return at most POINTS points, means of neighbours."""
+    size = -(-len(points) // POINTS)
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [tuple(sum(axis) / len(part) for axis in zip(*part, strict=True)) for part in parts]

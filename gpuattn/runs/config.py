@@ -1,0 +1,393 @@
+"""What a training run is told: one table of options with defaults, groups and limits.
+
+The command line, TOML files and programs all go through ``resolve``, so that they accept the same
+values and say the same about others.
+"""
+
+import json
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from gpuattn.data.batching import BATCHING
+from gpuattn.data.tasks import find_task
+from gpuattn.data.text import ON_LONG
+from gpuattn.errors import ConfigError
+from gpuattn.models.config import CHECKPOINT, CHOICES
+from gpuattn.optim import OPTIMIZERS, SCHEDULES
+from gpuattn.runs.defaults import (
+    DEVICE_DEFAULTS,
+    GPT2,
+    MODEL_DEFAULTS,
+    PRESETS,
+    TASK_DEFAULTS,
+    TRANSLATION,
+)
+from gpuattn.runtime.precision import PRECISIONS
+from gpuattn.tasks.task import DATA_FILES, MOST_BEAMS
+from gpuattn.units import (
+    AUTO,
+    Length,
+    choice,
+    flag,
+    nearest,
+    number,
+    or_auto,
+    parse_count,
+    parse_layers,
+    parse_length,
+    parse_warmup,
+    text,
+    whole,
+)
+
+KEYS = {"length": "for"}  # fields that users know by another name: Python keeps this one
+
+
+def _option(default, parse, only=None):
+    """Declare a field by its default, what checks its value, and the model that has it alone."""
+    return field(default=default, metadata={"parse": parse, "only": only})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides what a run computes. Values are parsed and checked on construction.
+
+    Data: ``task`` is a built-in one, or None where ``source`` and ``target`` name files;
+    ``valid_source``, ``valid_target`` files; ``vocab_size`` the most subwords, of both languages
+    together; ``max_len`` the most tokens of a sentence, ``on_long`` what becomes of longer ones;
+    ``seed`` decides data order, first parameters and dropout.
+    Of a language model instead: ``lm`` and ``valid_lm`` name texts, ``tokenizer`` is "subwords"
+    or "chars", ``block`` the tokens that it sees.
+    Model: ``model`` is "translation" or "gpt2"; as ``models.translation.TranslationConfig`` and
+    ``models.gpt2.GPT2Config``, whose ``positions`` and ``activation`` None stands for;
+    ``init_from``: the folder of a run that gives the first weights, and the tokenizer.
+    Optimisation: ``batch`` tokens on the longer side, or "auto": what fits the GPU; ``batching``
+    one of ``data.batching.BATCHING``, ``accumulate`` batches an update, ``checkpoint`` as in
+    ``models.config.CHECKPOINT``, ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and
+    adam, ``lr`` the peak of ``schedule`` after ``warmup`` (updates, or a share of the run),
+    ``lr_floor`` the share of it where cosine and linear end, ``lr_decay`` the updates after which
+    they end (0: those of the run), ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
+    ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off);
+    ``until``: of a built-in task, it stops when two evaluations in a row reach this exact match, in
+    %, for every kind of pair (0: off).
+    Evaluation: ``eval_every``, or "auto": as ``train.trainer`` says; ``score_pairs`` sentences are
+    translated each time; ``beam`` and
+    ``length_penalty`` of translations later; ``ema`` decay of a moving average of the parameters
+    (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``;
+    ``deterministic``: the same bits in every run on a GPU too; ``threads`` of BLAS on NumPy, or
+    "auto": as ``train.threads`` measures.
+
+    Raises ConfigError that names the option, what came, and what is accepted.
+    """
+
+    task: str | None = _option(None, lambda name: find_task(name).name, only=TRANSLATION)
+    source: str | None = _option(None, text, only=TRANSLATION)
+    target: str | None = _option(None, text, only=TRANSLATION)
+    valid_source: str | None = _option(None, text, only=TRANSLATION)
+    valid_target: str | None = _option(None, text, only=TRANSLATION)
+    lm: str | None = _option(None, text, only=GPT2)
+    valid_lm: str | None = _option(None, text, only=GPT2)
+    tokenizer: str = _option("subwords", choice("subwords", "chars"), only=GPT2)
+    vocab_size: int = _option(10_000, parse_count)
+    max_len: int = _option(256, whole(1), only=TRANSLATION)
+    on_long: str = _option("skip", choice(*ON_LONG), only=TRANSLATION)
+    seed: int = _option(1, whole(0))
+
+    model: str = _option(TRANSLATION, choice(TRANSLATION, GPT2))
+    dim: int = _option(128, whole(2))
+    heads: int = _option(4, whole(1))
+    kv_heads: int | None = _option(None, whole(1))
+    layers: tuple[int, int] = _option((4, 4), parse_layers)
+    ffn: int = _option(256, whole(1), only=TRANSLATION)
+    block: int = _option(256, whole(1), only=GPT2)
+    bias: bool = _option(True, flag, only=GPT2)
+    dropout: float = _option(0.3, number(0, below=1))
+    attention_dropout: float = _option(0.0, number(0, below=1), only=TRANSLATION)
+    norm: str = _option("pre", choice(*CHOICES["norm"]), only=TRANSLATION)
+    positions: str | None = _option(None, choice(*CHOICES["positions"]))
+    activation: str | None = _option(None, choice(*CHOICES["activation"]))
+    pad_vocab: bool = _option(True, flag)
+    init_from: str | None = _option(None, text)
+
+    batch: int | str = _option(8000, or_auto(parse_count))
+    batching: str = _option("packed", choice(*BATCHING), only=TRANSLATION)
+    accumulate: int = _option(1, whole(1))
+    checkpoint: str = _option("none", choice(*CHECKPOINT))
+    optimizer: str = _option("adamw", choice(*OPTIMIZERS))
+    lr: float = _option(5e-3, number(0, above=True))
+    beta2: float = _option(0.98, number(0, below=1))
+    schedule: str = _option("cosine", choice(*SCHEDULES))
+    lr_floor: float = _option(0.0, number(0, most=1))
+    lr_decay: int = _option(0, whole(0))
+    warmup: int | float = _option(0.1, parse_warmup)
+    label_smoothing: float = _option(0.1, number(0, below=1))
+    clip: float = _option(1.0, number(0))
+    weight_decay: float = _option(0.0, number(0))
+    precision: str = _option("auto", choice("auto", *PRECISIONS))
+    deterministic: bool = _option(False, flag)
+    threads: int | str = _option(AUTO, or_auto(whole(1)))
+
+    length: Length = _option(Length(120, "e"), parse_length)
+    patience: int = _option(0, whole(0))
+    until: float = _option(0.0, number(0, most=100), only=TRANSLATION)
+
+    eval_every: Length | str = _option(AUTO, or_auto(parse_length))
+    score_pairs: int = _option(1000, whole(0), only=TRANSLATION)
+    beam: int = _option(5, whole(1, MOST_BEAMS), only=TRANSLATION)
+    length_penalty: float = _option(1.0, number(0), only=TRANSLATION)
+    ema: float = _option(0.998, number(0, below=1))
+    average: int = _option(0, whole(0))
+
+    def __post_init__(self):
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is None:
+                value = MODEL_DEFAULTS.get(self.model, {}).get(option.name)
+            if value is not None:
+                object.__setattr__(self, option.name, parse_option(option.name, value))
+        (self._check_text if self.model == GPT2 else self._check_pairs)()
+        for name, option in OPTIONS.items():
+            if not self.has(name) and getattr(self, name) != option.default:
+                only = option.metadata["only"]
+                raise ConfigError(f"{option_key(name)} is for --model {only}, not {self.model}")
+        if self.dim % self.heads:
+            raise ConfigError(f"heads is {self.heads}; accepted: a divisor of dim, {self.dim}")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ConfigError(
+                f"kv-heads is {self.kv_heads}; accepted: a divisor of heads, {self.heads}"
+            )
+        if self.positions == "rotary" and self.dim // self.heads % 2:
+            raise ConfigError(
+                f"dim / heads is {self.dim // self.heads}; accepted: an even number for positions "
+                "rotary"
+            )
+        if self.length.unit == "u" and self.warmup > self.length.amount:
+            raise ConfigError(
+                f"warmup is {self.warmup} updates; accepted: at most those of the run, "
+                f"{self.length.amount}. Try --warmup 5%"
+            )
+        if self.schedule == "invsqrt" and not self.warmup:
+            raise ConfigError("warmup is 0; accepted: above 0 for the schedule invsqrt")
+
+    def _check_pairs(self):
+        files = (self.source, self.target)
+        if self.lm:
+            raise ConfigError("lm is a text for --model gpt2, not for translation")
+        if self.task and any((*files, self.valid_source, self.valid_target)):
+            raise ConfigError(f"task is {self.task!r} and there are files; accepted: one of both")
+        if not self.task and not all(files):
+            raise ConfigError("a task, or a source and a target file, is needed")
+        if self.until and not self.task:
+            raise ConfigError(
+                f"until is {self.until:g}; accepted: 0 for files, whose sentences have more than "
+                "one right translation. Try --patience N"
+            )
+        if (self.valid_source is None) != (self.valid_target is None):
+            raise ConfigError("validation needs two files: --valid SRC TGT")
+        if self.batch != AUTO and self.max_len >= self.batch:
+            raise ConfigError(
+                f"max-len is {self.max_len}; accepted: less than a batch, {self.batch} tokens. "
+                "Raise --batch or lower --max-len"
+            )
+
+    def _check_text(self):
+        if not self.lm:
+            raise ConfigError("--model gpt2 learns from one text: --lm FILE")
+        if any((self.task, self.source, self.target, self.valid_source, self.valid_target)):
+            raise ConfigError(
+                "--lm FILE is all that a language model learns from; "
+                "accepted: it alone, or with --valid-lm FILE"
+            )
+        if self.layers[0] != self.layers[1]:
+            raise ConfigError(
+                f"layers is {shown(self.layers)}; accepted: one number, gpt2 is a decoder only"
+            )
+        if self.positions == "sinusoidal":
+            raise ConfigError("positions is sinusoidal; accepted: learned or rotary for gpt2")
+        if self.batch != AUTO and self.block > self.batch:
+            raise ConfigError(
+                f"block is {self.block}; accepted: up to a batch, {self.batch} tokens. "
+                "Raise --batch or lower --block"
+            )
+
+    def has(self, name):
+        """Tell whether a field means something for the model."""
+        return OPTIONS[name].metadata["only"] in (None, self.model)
+
+    @property
+    def exact_match(self):
+        """Whether sentences have one right translation, as those of built-in tasks do."""
+        return self.task is not None
+
+
+OPTIONS = {option.name: option for option in fields(TrainConfig)}
+
+
+def option_key(name):
+    """Return how users write a field: ``eval_every`` as ``eval-every``, ``length`` as ``for``."""
+    return KEYS.get(name, name).replace("_", "-")
+
+
+def field_name(key):
+    """Return the field of an option as users write it, with dashes or underscores."""
+    name = key.replace("-", "_")
+    return next((field for field, known in KEYS.items() if known == name), name)
+
+
+def parse_option(name, value):
+    """Return the checked value of a field; ConfigError begins with the option."""
+    try:
+        return OPTIONS[name].metadata["parse"](value)
+    except ConfigError as error:
+        if name == "task":
+            raise
+        raise ConfigError(f"{option_key(name)}: {error}") from None
+
+
+def resolve(*layers, device=None):
+    """Return (TrainConfig, {field: origin}) from layers of (origin, {field: value}), lowest first.
+
+    Below them lie the defaults, those of the model, those of ``device`` ("numpy", "cuda" or None)
+    and those of the built-in task. A layer may hold ``preset``, which lies right above them.
+    """
+    given = {name: (value, origin) for origin, values in layers for name, value in values.items()}
+    preset, _ = given.pop("preset", (None, None))
+    if preset is not None:
+        choice(*PRESETS)(preset)
+    if "lm" in given:
+        given.setdefault("model", (GPT2, "default"))
+    model = parse_option("model", given.get("model", (TRANSLATION, None))[0])
+    if model != GPT2 and not any(name in given for name in ("task", "source", "target")):
+        given["task"] = ("toy", "default")
+    task = given.get("task", (None, None))[0]
+    below = [("default", MODEL_DEFAULTS[model])]
+    below += [(f"default on {device}", DEVICE_DEFAULTS[model].get(device, {}))]
+    below += [("default", _task_defaults(task))] if task else []
+    if preset:
+        taken = PRESETS[preset] if model != GPT2 else ("dim", "heads", "layers")
+        below.append((f"preset {preset}", {name: PRESETS[preset][name] for name in taken}))
+    lower = {
+        name: (value, origin)
+        for origin, values in below
+        for name, value in values.items()
+        if OPTIONS[name].metadata["only"] in (None, model)
+    }
+    chosen = lower | given
+    if "warmup" not in given and not _has_room_for_warmup(chosen):
+        chosen["warmup"] = (0.1, "default")
+    if "length" in given and "lr_decay" not in given and not _is_time(given["length"][0]):
+        chosen.pop("lr_decay", None)  # of a built-in task: the end that was asked for counts
+    config = TrainConfig(**{name: value for name, (value, _) in chosen.items()})
+    return config, {name: chosen[name][1] if name in chosen else "default" for name in OPTIONS}
+
+
+def default_batch(config, device):
+    """Return the tokens of a batch for the model and the data of a config, if none are given."""
+    data = {name: getattr(config, name) for name in ("model", "lm", "task", "source", "target")}
+    given = {name: value for name, value in data.items() if value is not None}
+    return resolve(("", given), device=device)[0].batch
+
+
+def _task_defaults(name):
+    task = find_task(name)
+    return {"vocab_size": task.vocab_size} | TASK_DEFAULTS[task.name]
+
+
+def _is_time(length):
+    return parse_option("length", length).unit == "s"
+
+
+def _has_room_for_warmup(chosen):
+    """Tell whether a default number of updates suits the length of the run."""
+    length = parse_option("length", chosen.get("length", (TrainConfig.length,))[0])
+    warmup = chosen.get("warmup", (TrainConfig.warmup,))[0]
+    if isinstance(warmup, float) or length.unit == "e":
+        return True
+    return length.unit == "u" and length.amount >= warmup
+
+
+def read_toml(path):
+    """Return {field: value} of a TOML file of options, ``preset`` among them.
+
+    Raises ConfigError for a missing or damaged file and an unknown key, with the nearest one.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML file: {error}") from error
+    values = {}
+    for key, value in table.items():
+        name = field_name(key)
+        if name != "preset" and name not in OPTIONS:
+            known = [*map(option_key, OPTIONS), "preset"]
+            raise ConfigError(f"{path}: unknown key {key!r}{nearest(key.replace('_', '-'), known)}")
+        values[name] = value if name == "preset" else parse_option(name, value)
+    return values
+
+
+def to_toml(config, origins=None):
+    """Return the text of ``read_toml`` for a config, each line with where its value came from."""
+    lines = []
+    for name in OPTIONS:
+        value = getattr(config, name)
+        if value is not None and config.has(name):
+            line = f"{option_key(name)} = {_toml_value(value)}"
+            origin = (origins or {}).get(name, "default")
+            lines.append(line if origin == "default" else f"{line}  # {origin}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value):
+    if isinstance(value, Length):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return f'"{shown(value)}"'
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else repr(value)
+
+
+def differences(old, new, names=None):
+    """Return sentences on what differs between the config of a run and what is asked now, in all
+    options or in those of ``names``."""
+    return [
+        f"--{option_key(name)} was {shown(getattr(old, name))}, now {shown(getattr(new, name))}"
+        f"{' (it may grow, in the same unit)' if name == 'length' else ''}"
+        for name in names or OPTIONS
+        if getattr(old, name) != getattr(new, name) and not _may_change(name, old, new)
+    ]
+
+
+def _may_change(name, old, new):
+    """Tell whether it is but what is kept in memory or how many threads compute, or the run gets
+    longer, or a file has another name now, whose content is compared when it is read."""
+    if name == "length":
+        return old.length.unit == new.length.unit and old.length.amount < new.length.amount
+    if name in (*DATA_FILES, "init_from"):
+        return None not in (getattr(old, name), getattr(new, name))
+    return name in ("checkpoint", "threads")
+
+
+def describe_growth(old, new):
+    """Return what becomes of the learning rate in a run that gets longer, in words."""
+    text = f"--for was {old.length}, now {new.length}"
+    to_its_end = new.schedule in ("cosine", "linear") or isinstance(new.warmup, float)
+    if to_its_end and not new.lr_decay:
+        planned = f"the {new.schedule} schedule of {new.length.describe()}"
+        text += f": the learning rate goes on along {planned}"
+    return text
+
+
+def plain(value):
+    """Return a value as JSON has it: numbers, and all else as users write it."""
+    return value if isinstance(value, int | float) else shown(value)
+
+
+def shown(value):
+    """Return a value as users write it."""
+    if value is None:
+        return "not given"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ":".join(map(str, dict.fromkeys(value))) if type(value) is tuple else str(value)

@@ -1,0 +1,65 @@
+"""How good a run is, on what it held out or on files."""
+
+import math
+import time
+
+from gpuattn.arrays import get_xp
+from gpuattn.data.batching import LanguageModelLoader
+from gpuattn.data.text import read_language_model, read_parallel
+from gpuattn.errors import DataError
+from gpuattn.runtime.device import batch_to
+from gpuattn.tasks.corpus import held_out, held_out_text
+from gpuattn.tasks.score import score
+
+
+def pairs_for(config, source=None, reference=None):
+    """Return the pairs of two files, or the held-out ones of a run. DataError for bad files."""
+    return read_parallel(source, reference) if source else held_out(config)
+
+
+def evaluate(translator, pairs, *, lowercase=False, tokenize="13a", beam=None, length_penalty=None):
+    """Return ``runs.metrics.score`` of a Translator on pairs, and its ``tokens_per_second``.
+
+    Tokens are those of the translations, end marks left out; loading the run is not counted.
+    """
+    begin = time.perf_counter()
+    sources = [pair.source for pair in pairs]
+    found = translator.translate(sources, beam=beam, length_penalty=length_penalty)
+    spent = time.perf_counter() - begin
+    tokens = sum(map(len, translator.tokenizer.encode_lines(found)))
+    references, kinds = [pair.target for pair in pairs], [pair.kind for pair in pairs]
+    row = score(found, references, kinds, lowercase=lowercase, tokenize=tokenize)
+    return row | {"tokens_per_second": tokens / spent}
+
+
+def evaluate_text(sampler, path=None):
+    """Return how well a Sampler's model predicts a text file, or what its run held out.
+
+    Keys: ``loss``, the exact mean cross-entropy of a token in nats; ``perplexity``, its
+    exponential; ``tokens`` that were predicted, all but the first; ``tokens_per_second``. As at an
+    evaluation of the run, the text is cut into blocks, and a token is predicted from those before
+    it in its block. Raises DataError for a file that cannot be used, or has fewer than two tokens.
+    """
+    config, model = sampler.config, sampler.model
+    name = path or config.valid_lm or config.lm
+    text = read_language_model(path) if path else held_out_text(config)
+    try:
+        ids = sampler.tokenizer.encode_text(text)
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from None
+    if len(ids) < 2:
+        raise DataError(f"{name} has {len(ids)} token; accepted: two or more. Give more text")
+    block, rows = min(config.block, len(ids) - 1), config.batch // config.block
+    total, tokens, begin = 0.0, 0, time.perf_counter()
+    xp = get_xp(model.parameters()[0].data)
+    with model.evaluating():
+        for batch in LanguageModelLoader(ids, block, rows, seed=0).blocks():
+            batch = batch_to(batch, xp)
+            loss = model.loss(batch.tokens, batch.labels, order=batch.order)
+            total += float(loss) * batch.target_tokens
+            tokens += batch.target_tokens
+    loss, spent = total / tokens, time.perf_counter() - begin
+    return {
+        "loss": loss, "perplexity": math.exp(loss), "tokens": tokens,
+        "tokens_per_second": tokens / spent,
+    }  # fmt: skip

@@ -1,0 +1,371 @@
+"""The folder of a run: all that is needed to go on training, or to use what it learned.
+
+``config.toml``, ``tokenizer.model``, ``best`` and ``last`` (weights), ``state`` (everything a
+continuation needs), ``metrics.jsonl``, ``valid/`` (what the model wrote at each evaluation),
+``digests.toml`` (SHA-256 of the text files, and of the weights that it began with).
+"""
+
+import contextlib
+import math
+import shlex
+import shutil
+import tomllib
+from pathlib import Path
+
+from gpuattn.arrays import to_gpu
+from gpuattn.data.tokenizer import tokenizer_from_bytes
+from gpuattn.errors import CheckpointError, ConfigError, DataError
+from gpuattn.files import write_text
+from gpuattn.optim.averaging import average_tensors
+from gpuattn.runs.config import (
+    GPT2,
+    TRANSLATION,
+    differences,
+    option_key,
+    plain,
+    read_toml,
+    resolve,
+    shown,
+    to_toml,
+)
+from gpuattn.runs.lock import LOCK, locked
+from gpuattn.runs.metrics import MetricsLog, rank
+from gpuattn.runtime import checkpoint
+from gpuattn.runtime.device import choose_device
+from gpuattn.tasks.language import LanguageTask
+from gpuattn.tasks.task import DATA_FILES
+from gpuattn.tasks.translation import TranslationTask
+
+TASKS = {TRANSLATION: TranslationTask, GPT2: LanguageTask}  # by ``TrainConfig.model``
+CONFIG, TOKENIZER, DIGESTS = "config.toml", "tokenizer.model", "digests.toml"
+# what a run has that was killed before it began
+UNBEGUN = (LOCK, TOKENIZER, DIGESTS, f".{DIGESTS}.tmp", f".{CONFIG}.tmp")
+CHECKPOINTS = ("state", "best", "last")
+MODEL_OPTIONS = (
+    "model", "tokenizer", "dim", "heads", "kv_heads", "layers", "ffn", "bias", "norm",
+    "positions", "activation", "pad_vocab", "block", "max_len",
+)  # fmt: skip
+SNAPSHOTS = "checkpoints"  # weights that --average needs
+
+
+class RunFolder:
+    """Paths and files of a run. Nothing is created or changed before ``create``."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.metrics = MetricsLog(self.path / "metrics.jsonl")
+
+    def exists(self):
+        """Tell whether a run was begun here."""
+        return (self.path / CONFIG).exists()
+
+    def lock(self):
+        """Return a context in which no other process writes here; see ``runs.lock.locked``.
+
+        Raises ConfigError for a folder that is something else.
+        """
+        if not self.exists():
+            self.check_empty()
+        return locked(self.path)
+
+    def create(self, config, origins, tokenizer, digests=None):
+        """Begin a run: write what never changes, its config last."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            tokenizer.save(self.path / TOKENIZER)
+            (self.path / DIGESTS).unlink(missing_ok=True)  # of a run that never began
+            self.keep_digests(digests or {})
+            write_text(self.path / CONFIG, to_toml(config, origins))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write to {self.path}: {error.strerror}. Choose another --out"
+            ) from error
+
+    def remove(self):
+        """Delete the run, if this is one. ConfigError for a folder that is something else."""
+        if self.exists():
+            for path in sorted(self.path.iterdir(), key=lambda path: path.name == CONFIG):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != LOCK:  # which this process holds
+                    path.unlink()
+        elif self._is_taken():
+            raise ConfigError(f"{self.path} is not a run of gpuattn: it is left alone")
+
+    def check_empty(self):
+        """Raise ConfigError where a run may not begin: something else is there."""
+        if self._is_taken():
+            lost = self._without_config()
+            raise ConfigError(
+                lost or f"{self.path} exists and is not a run of gpuattn. Choose another --out"
+            )
+
+    def _is_taken(self):
+        """Tell whether there is more than a run that had no time to begin, or no room."""
+        if not self.path.is_dir():
+            return self.path.exists()
+        return any(path.name not in UNBEGUN for path in self.path.iterdir())
+
+    def _without_config(self):
+        """Return what to do about checkpoints that stand here without config.toml, or ""."""
+        if not any(checkpoint.exists(self.path, name) for name in CHECKPOINTS):
+            return ""
+        typed = [row["command"] for row in self.metrics.read("start") if row.get("command")]
+        again = f": {typed[0]}" if typed else ""
+        return (
+            f"{self.path} has checkpoints and no config.toml; nothing is written over them. Put it "
+            "back, or copy the one that the command of this run writes in another --out" + again
+        )
+
+    def check_same(self, config):
+        """Raise ConfigError that lists every option in which a run differs from ``config``.
+
+        Of files that have other names now ``check_data`` compares the content.
+        """
+        found = differences(self.config(), config)
+        if found:
+            raise ConfigError(self._has_other(found))
+
+    def _has_other(self, found):
+        return (
+            f"{self.path} is a run with other options: {'; '.join(found)}. Use another --out (and "
+            f"--init-from {shlex.quote(str(self.path))} to begin with its weights), or --overwrite "
+            "to begin anew"
+        )
+
+    def check_init(self, config):
+        """Raise ConfigError where the run that ``--init-from`` names is this one, or has another
+        model, with the options that differ."""
+        if config.init_from is None:
+            return
+        given = RunFolder(config.init_from)
+        if given.path.resolve() == self.path.resolve():
+            raise ConfigError(f"--init-from and --out are both {self.path}. Choose another --out")
+        there = given.config()
+        names = MODEL_OPTIONS if there.model == config.model else ("model",)
+        if there.positions != "learned":  # then no weights depend on the longest text
+            names = [name for name in names if name not in ("block", "max_len")]
+        found = differences(there, config, [name for name in names if config.has(name)])
+        if found:
+            raise ConfigError(
+                f"--init-from {given.path} is a run of another model: {'; '.join(found)}. Give the "
+                f"same options: --config {shlex.quote(str(given.path / CONFIG))} has them"
+            )
+
+    def needs_init(self, config):
+        """Tell whether the weights that ``--init-from`` names are to be read: of a run that has a
+        state only where they have another name now."""
+        if config.init_from is None:
+            return False
+        resumes = self.exists() and checkpoint.exists(self.path, "state")
+        return not resumes or self.config().init_from != config.init_from
+
+    def check_data(self, config, digests):
+        """Raise DataError for a text file that is not the one a run began with.
+
+        ``digests``: {option: SHA-256} of what was read now. Where a run has none noted, other
+        names are other options: ConfigError.
+        """
+        noted, old = self.digests(), self.config()
+        for name in (*DATA_FILES, "init_from"):
+            path, before = getattr(config, name), getattr(old, name)
+            if name in noted and name in digests:
+                if noted[name] != digests[name]:
+                    raise DataError(_other_content(name, path, self.path))
+            elif path != before:
+                changed = f"--{option_key(name)} was {shown(before)}, now {shown(path)}"
+                raise ConfigError(self._has_other([changed]))
+
+    def digests(self):
+        """Return {option: SHA-256} of what a run began with; {} where that was not noted."""
+        with contextlib.suppress(OSError, ValueError):
+            return tomllib.loads((self.path / DIGESTS).read_text(encoding="utf-8"))
+        return {}
+
+    def keep_digests(self, digests):
+        """Note {option: SHA-256} of what a run began with, where it is not noted yet."""
+        noted = self.digests()
+        if not digests.keys() <= noted.keys():
+            lines = (f'{name} = "{digest}"\n' for name, digest in (digests | noted).items())
+            write_text(self.path / DIGESTS, "".join(lines))
+
+    def check_trainable(self):
+        """Raise ConfigError for a mean of weights, which training would write over."""
+        if self.metrics.read("averaged"):
+            raise ConfigError(
+                f"{self.path} is a mean of weights: of use, but it cannot go on training. "
+                "Use another --out, or --overwrite to begin anew"
+            )
+
+    def config(self):
+        """Return the TrainConfig. CheckpointError where there is no run."""
+        if not self.exists():
+            lost = self._without_config()
+            raise CheckpointError(lost or f"{self.path} is no run: it has no config.toml")
+        return resolve((CONFIG, read_toml(self.path / CONFIG)))[0]
+
+    def tokenizer(self):
+        """Return the tokenizer. CheckpointError if it is missing or damaged."""
+        path = self.path / TOKENIZER
+        try:
+            return tokenizer_from_bytes(path.read_bytes())
+        except (OSError, DataError) as error:
+            raise CheckpointError(f"{path} cannot be used: {error}") from error
+
+    def snapshots(self):
+        """Return the names of the kept checkpoints for averaging, oldest first."""
+        found = (self.path / SNAPSHOTS).glob("update_*.json")
+        return sorted({path.name.rsplit("-", 1)[0] for path in found})
+
+    def save_snapshot(self, update, weights, keep):
+        """Keep these weights for averaging, and only the last ``keep`` of them."""
+        folder = self.path / SNAPSHOTS
+        checkpoint.save(folder, f"update_{update:08d}", weights)
+        for name in self.snapshots()[:-keep]:
+            for path in folder.glob(f"{name}-*"):
+                path.unlink(missing_ok=True)
+
+    def average_snapshots(self, last):
+        """Return the mean of the last so many kept checkpoints, as {name: array}."""
+        names = self.snapshots()[-last:]
+        return average_tensors(checkpoint.load(self.path / SNAPSHOTS, name)[0] for name in names)
+
+
+def _other_content(name, path, folder):
+    """Return what to say of a file, or of weights, that a run did not begin with."""
+    if name == "init_from":
+        what, advice = f"the weights of --init-from {path} are not those", "--overwrite"
+    else:
+        kind = "validation" if name.startswith("valid") else "training"
+        what, advice = f"the {kind} text {path} is not the one", "put the text back"
+    return (
+        f"{what} that {folder} began with, so the run cannot go on. Use another --out, or {advice}"
+    )
+
+
+def begin_from(config, model):
+    """Set a model to the weights that ``--init-from`` names, the best ones or else the last.
+
+    Returns (what they are, in words; the SHA-256 of their values). Raises CheckpointError for a
+    folder that is no run, is damaged, or is of another model.
+    """
+    path = Path(config.init_from)
+    which = "best" if checkpoint.exists(path, "best") else "last"
+    weights, notes = checkpoint.load(path, which, dict(model.named_parameters()))
+    model.load_state(weights)
+    update = f", of update {notes['update']:,}" if "update" in notes else ""
+    return f"the {which} weights of {path}{update}", checkpoint.digest(weights)
+
+
+def new_model(config, tokenizer):
+    """Return the model that a run begins with."""
+    return TASKS[config.model].new_model(config, tokenizer)
+
+
+def load_run(path, *, device="auto", which="best", model=None):
+    """Return the Translator of a run folder, or the Sampler of a language model's.
+
+    ``device``: "auto", "cuda" or "numpy". ``which``: "best" or "last" weights; where a run has no
+    best yet, its last ones. ``model``: what it has to be, "translation" or "gpt2"; None takes any.
+    On a GPU it computes in float32.
+    Raises CheckpointError for a folder that is no run, or is damaged or of another model;
+    ConfigError where ``model`` is another; DeviceMissingError for "cuda" without a GPU.
+    """
+    folder = RunFolder(path)
+    config = folder.config()
+    task = TASKS[config.model]
+    if model not in (None, config.model):
+        raise ConfigError(
+            f"{path} is a run of --model {config.model}, to be used by: "
+            f"{task.command} {shlex.quote(str(path))}"
+        )
+    tokenizer = folder.tokenizer()
+    device, _ = choose_device(device)
+    model = new_model(config, tokenizer).eval()
+    if which == "best" and not checkpoint.exists(folder.path, "best"):
+        which = "last"
+    weights, metadata = checkpoint.load(folder.path, which, dict(model.named_parameters()))
+    model.load_state(weights)
+    if device == "cuda":
+        for parameter in model.parameters():
+            parameter.data = to_gpu(parameter.data)
+    return task.new_user(config, model, tokenizer, metadata)
+
+
+def summary(path):
+    """Return what a run is, as JSON-able data: options, sizes, updates, best row of metrics.
+
+    ``state``: "finished", "stopped", or for a mean of weights "averaged". ``faults``: sentences on
+    files of weights and state that are not as long as they were written.
+    """
+    folder = RunFolder(path)
+    config, tokenizer = folder.config(), folder.tokenizer()
+    rows = folder.metrics.read()
+    last = next((row for row in reversed(rows) if row["event"] != "start"), {})
+    states = {"end": "finished", "averaged": "averaged"}
+    valid = [row for row in rows if row["event"] == "valid"]
+    if not rows:  # metrics.jsonl is lost, or nothing was noted yet
+        last, best = (checkpoint.notes(folder.path, which) or {} for which in ("last", "best"))
+        valid = [best] if "score" in best else []
+    faults = [checkpoint.fault(folder.path, name) for name in ("best", "last", "state")]
+    return {
+        "folder": str(folder.path),
+        "model": config.model,
+        "task": TASKS[config.model].describe_data(config),
+        "parameters": _count_parameters(folder, config, tokenizer),
+        "vocabulary": len(tokenizer),
+        "units": tokenizer.units,
+        "updates": last.get("update", 0),
+        "seconds": round(last.get("seconds", 0.0), 1),
+        "state": states.get(last.get("event"), "stopped"),
+        "faults": list(filter(None, faults)),
+        "best": max(valid, key=rank, default=None),
+        "options": {option_key(name): plain(value) for name, value in vars(config).items()
+                    if value is not None and config.has(name)},
+    }  # fmt: skip
+
+
+def _count_parameters(folder, config, tokenizer):
+    """Return how many there are: by what was saved, which is soon read, or by a new model."""
+    for which in ("best", "last"):
+        shapes = checkpoint.shapes(folder.path, which)
+        if shapes:
+            return sum(map(math.prod, shapes.values()))
+    return sum(parameter.size for parameter in new_model(config, tokenizer).parameters())
+
+
+def average_runs(paths, out, last=None):
+    """Write the mean of weights as a new run folder; return how many were averaged.
+
+    ``paths``: folders of runs of one model, whose best weights count; or one folder, whose
+    checkpoints kept for averaging count, all or the ``last`` ones. Raises CheckpointError when they
+    do not fit together, ConfigError when there is nothing to average or ``out`` is taken.
+    """
+    runs, new = [RunFolder(path) for path in paths], RunFolder(out)
+    with new.lock():
+        if new.exists():
+            raise ConfigError(f"{out} is a run already. Choose another --out")
+        return _write_mean(runs, new, last)
+
+
+def _write_mean(runs, new, last):
+    config, tokenizer = runs[0].config(), runs[0].tokenizer()
+    for run in runs[1:]:
+        if run.tokenizer().to_bytes() != tokenizer.to_bytes():
+            raise CheckpointError(f"{run.path} and {runs[0].path} have different tokenizers")
+    expected = dict(new_model(config, tokenizer).named_parameters())
+    if len(runs) == 1:
+        count = len(runs[0].snapshots()[-(last or 0) :])
+        if count == 0:
+            raise ConfigError(
+                f"{runs[0].path} has kept no checkpoints. Train with --average N, "
+                "or name several runs"
+            )
+        weights = runs[0].average_snapshots(count)
+    else:
+        count = len(runs)
+        weights = average_tensors(checkpoint.load(run.path, "best", expected)[0] for run in runs)
+    new.create(config, {}, tokenizer)
+    checkpoint.save(new.path, "best", weights, {"averaged": count})
+    new.metrics.add("averaged", update=0, count=count)
+    return count

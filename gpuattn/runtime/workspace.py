@@ -1,0 +1,214 @@
+"""All parameters, gradients and moments of a model, each in one flat buffer.
+
+Every parameter is a live slice: the model computes with it, its gradient is written into the same
+place of the gradient buffer, and the optimizer never learns where one ends and the next begins.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from gpuattn.arrays import BFLOAT16, get_xp, import_cupy, to_gpu
+from gpuattn.autodiff import side_stream, tape
+from gpuattn.errors import CheckpointError, GradientError, problem
+from gpuattn.ops.update.flat_update import DECAY_BLOCK
+from gpuattn.runtime.checkpoint import differences
+
+ALIGN = 128  # elements between starts of slices: 256 bytes in 16 bits, and one block of decay
+TOTAL = 8192  # elements that the total is a multiple of: 16 KiB in 16 bits, so 64 ranks share it
+DTYPES = {"float32": np.dtype("float32"), "float16": np.dtype("float16"), "bfloat16": BFLOAT16}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Slot(NamedTuple):
+    """Where a parameter lies in each flat buffer: elements ``start`` to ``stop``, as ``shape``."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+class Workspace:
+    """The flat buffers of a module, whose parameters become slices of them on construction.
+
+    ``module``: ``named_parameters()`` yields (name, Tensor) in the order of construction, float32
+    NumPy. That order is the flat order, so gradients become ready from the end.
+    ``device``: "numpy" or "cuda". ``dtype``: what the model computes in: "float32", "float16" or
+    "bfloat16". ``grad_dtype``: of the gradients, ``dtype`` unless given ("float32" when several
+    micro-batches are summed).
+
+    ``moments``: names of the float32 buffers that the optimizer needs, which become attributes.
+    ``masters``: False for 16-bit parameters without them, whose updates are rounded at random.
+
+    ``params``: in ``dtype``. ``masters``: float32; the same array as ``params`` when ``dtype`` is,
+    or when there are none. ``model``: ``params`` where they are a 16-bit copy, else None.
+    ``grads``. ``decay``: uint8, one for every 128 elements: whether weight decay applies; it does
+    not to parameters with less than two axes. ``slots``: {name: Slot}.
+    ``on_grad_ready``: None, or a function of a slice of ``grads`` called in ``backward`` as soon
+    as that part is final (where a reduction between GPUs may start).
+
+    Raises TypeError for parameters that are not float32, ValueError for an unknown dtype or device
+    and for float16 without masters, DeviceMissingError for "cuda" without CuPy.
+    """
+
+    def __init__(
+        self, module, device="numpy", dtype="float32", grad_dtype=None, *,
+        moments=MOMENTS, masters=True,
+    ):  # fmt: skip
+        xp = _module(device)
+        dtype, grad_dtype = _dtype("dtype", dtype), _dtype("grad_dtype", grad_dtype or dtype)
+        self.tensors = dict(module.named_parameters())
+        self.slots, self.size = _layout(self.tensors)
+        self._parts = {id(t): slice(*self.slots[name][:2]) for name, t in self.tensors.items()}
+        self.on_grad_ready = None
+        host = np.zeros(self.size, np.float32)
+        decay = np.zeros(self.size // DECAY_BLOCK, np.uint8)
+        for name, (start, stop, shape) in self.slots.items():
+            host[start:stop] = self.tensors[name].data.ravel()
+            if len(shape) >= 2 and self.tensors[name].requires_grad:
+                decay[start // DECAY_BLOCK : -(-stop // DECAY_BLOCK)] = 1
+        to_device = np.asarray if xp is np else to_gpu
+        self.masters, self.decay = to_device(host), to_device(decay)
+        same = dtype == np.float32
+        self.params = self.masters if same else self.masters.astype(dtype)
+        if not masters:
+            if dtype == np.float16:
+                raise ValueError(problem("Workspace", "masters", False, "True for float16"))
+            self.masters = self.params
+        self.model = None if self.masters is self.params else self.params
+        self.moments = tuple(moments)
+        for name in self.moments:
+            setattr(self, name, xp.zeros(self.size, np.float32))
+        for name, data in self.slices(self.params).items():
+            self.tensors[name].data = data
+        self.keep_gradients_in(grad_dtype)
+
+    def keep_gradients_in(self, dtype):
+        """Make the buffer of gradients anew, in another dtype; those that were there are gone."""
+        self.grads = None
+        self.grads = get_xp(self.params).zeros(self.size, dtype)
+        for name, slot in self.slices(self.grads).items():
+            tensor = self.tensors[name]
+            tensor.grad, tensor.grad_started = None, False
+            tensor.grad_slot = slot if tensor.requires_grad else None
+
+    def slices(self, flat):
+        """Return {name: live view} of a flat buffer, each in the parameter's shape."""
+        return {name: flat[a:b].reshape(shape) for name, (a, b, shape) in self.slots.items()}
+
+    # ---- an update ----
+
+    def begin(self):
+        """Start the gradients anew: the first one written overwrites, later ones add."""
+        for tensor in self.tensors.values():
+            tensor.grad, tensor.grad_started = None, False
+
+    def backward(self, loss, grad=None):
+        """Write the gradients of ``loss`` into ``grads``, or add them to what came since ``begin``.
+
+        ``grad``: what ``loss`` is multiplied by, an array of its shape (such as the loss scale, on
+        the device), or None for one. Raises GradientError for a loss that was not recorded.
+        """
+        if not loss.requires_grad:
+            raise GradientError("backward: the loss was not recorded; compute it outside no_grad()")
+        grad = get_xp(loss.data).ones_like(loss.data) if grad is None else grad
+        with side_stream.allowed(self.grads):
+            tape.backward(loss, grad, on_ready=self._ready if self.on_grad_ready else None)
+
+    def _ready(self, tensor):
+        if id(tensor) in self._parts:
+            side_stream.settle(tensor.grad_slot)
+            self.on_grad_ready(self._parts[id(tensor)])
+
+    def finish(self):
+        """Fill the gradients of parameters that took no part with zeros; return their names."""
+        idle = [
+            name
+            for name, tensor in self.tensors.items()
+            if tensor.grad_slot is not None and not tensor.grad_started
+        ]
+        for name in idle:
+            self.tensors[name].grad_slot[...] = 0
+        return idle
+
+    def sync_model(self):
+        """Round the masters into the model's 16-bit parameters again, where there are such."""
+        if self.model is not None:
+            self.model[...] = self.masters
+
+    def unusable_gradients(self):
+        """Return the names of parameters whose gradients hold inf or NaN. Waits for the device."""
+        xp = get_xp(self.grads)
+        slices = self.slices(self.grads)
+        good = {name: xp.isfinite(g.astype(np.float32)).all() for name, g in slices.items()}
+        return [name for name in good if not good[name]]
+
+    # ---- checkpoints ----
+
+    def weights(self):
+        """Return {name: float32 array}: live slices of the masters, copies where there are none."""
+        weights = self.slices(self.masters)
+        return {name: view.astype(np.float32, copy=False) for name, view in weights.items()}
+
+    def state_dict(self):
+        """Return what an exact continuation needs, as live slices.
+
+        The masters by their names, moments such as ``exp_avg`` as ``exp_avg:name``.
+        """
+        state = self.slices(self.masters)
+        for moment in self.moments:
+            named = self.slices(getattr(self, moment))
+            state |= {f"{moment}:{name}": view for name, view in named.items()}
+        return state
+
+    def load_state_dict(self, tensors):
+        """Copy {name: array} of ``state_dict`` back in, all of it or nothing.
+
+        Raises CheckpointError that names what is missing, unknown, or of another shape or dtype.
+        """
+        self._load(self.state_dict(), tensors, self.state_dict())
+
+    def load_weights(self, tensors):
+        """Copy {name: array} of ``weights`` back in, all of it or nothing; moments stay.
+
+        Raises CheckpointError as ``load_state_dict``.
+        """
+        self._load(self.slices(self.masters), tensors, self.weights())
+
+    def _load(self, own, tensors, expected):
+        other = differences(expected, tensors)
+        if other:
+            raise CheckpointError(f"the checkpoint is of another model: {other}")
+        xp = get_xp(self.masters)
+        for name, view in own.items():
+            view[...] = xp.asarray(tensors[name])
+        self.sync_model()
+
+
+def _module(device):
+    if device == "numpy":
+        return np
+    if device == "cuda":
+        return import_cupy()
+    raise ValueError(problem("Workspace", "device", repr(device), "'numpy' or 'cuda'"))
+
+
+def _dtype(argument, name):
+    for dtype in DTYPES.values():
+        if name in (dtype, str(dtype)):
+            return dtype
+    raise ValueError(problem("Workspace", argument, repr(name), ", ".join(DTYPES)))
+
+
+def _layout(tensors):
+    """Return ({name: Slot}, size of the flat buffers)."""
+    slots, at = {}, 0
+    for name, tensor in tensors.items():
+        if not isinstance(tensor.data, np.ndarray) or tensor.data.dtype != np.float32:
+            got = f"{type(tensor.data).__module__} {tensor.data.dtype}"
+            raise TypeError(problem("Workspace", name, got, "a NumPy float32 parameter"))
+        size = math.prod(tensor.data.shape)
+        slots[name] = Slot(at, at + size, tensor.data.shape)
+        at += -(-size // ALIGN) * ALIGN
+    return slots, -(-at // TOTAL) * TOTAL

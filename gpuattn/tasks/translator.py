@@ -1,0 +1,104 @@
+"""Lines in, lines out: a trained model with its tokenizer."""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from gpuattn.arrays import on_gpu
+from gpuattn.data.tokenizer import BOS, EOS, PAD, UNK
+from gpuattn.decode.beam import beam_search
+from gpuattn.decode.greedy import greedy
+from gpuattn.errors import ConfigError, DataError, problem
+from gpuattn.tasks.task import MOST_BEAMS
+
+BUCKET = 8  # sources whose lengths round up to the same multiple are translated together
+ROOM = {"cpu": 1 << 14, "gpu": 1 << 18}  # cached tokens of a batch: beams x limit of length
+MARKS = (PAD, BOS, UNK)  # never part of a translation
+
+
+class Translation(NamedTuple):
+    """A text and its ``score``: the log-probability, divided by the length penalty."""
+
+    text: str
+    score: float
+
+
+class Translator:
+    """Translates lines with a TranslationModel.
+
+    ``config``: the run's TrainConfig, whose ``beam`` and ``length_penalty`` are the defaults.
+    ``metrics``: what was known of the weights when they were saved.
+    A line's translation does not depend on the lines around it.
+    """
+
+    def __init__(self, config, model, tokenizer, metrics=None):
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.metrics = metrics or {}
+
+    def translate(self, lines, *, beam=None, length_penalty=None, kv_cache=True, stop=None):
+        """Return the translation of each line, as a list of str; that of an empty line is empty.
+
+        ``beam``: 1 (greedy) to 200. ``length_penalty``: exponent of the length that scores are
+        divided by. ``kv_cache=False`` computes everything anew at each token. ``stop``: called
+        between batches; once it is true, the lines that are left stay empty.
+        Raises DataError for a line longer than the model takes, TypeError for a str instead of
+        a list.
+        """
+        options = {"beam": beam, "length_penalty": length_penalty, "kv_cache": kv_cache}
+        return [found[0].text for found in self.nbest(lines, 1, stop=stop, **options)]
+
+    def nbest(self, lines, n, *, beam=None, length_penalty=None, kv_cache=True, stop=None):
+        """Return, for each line, a list of up to ``n`` Translations, the best first.
+
+        The beam is at least ``n``. Other arguments and errors as ``translate``.
+        """
+        if isinstance(lines, str):
+            raise TypeError(problem("translate", "lines", "a str", "a list of str, a line each"))
+        beam = max(n, self.config.beam if beam is None else beam)
+        penalty = self.config.length_penalty if length_penalty is None else length_penalty
+        if n < 1 or not 1 <= beam <= MOST_BEAMS:
+            accepted = f"1 to {MOST_BEAMS}"
+            raise ConfigError(problem("nbest", "n and beam", f"{n} and {beam}", accepted))
+        sources = [self.check(line) for line in lines]
+        found = [[Translation("", 0.0)] for _ in lines]
+        for chosen, limit in self._batches(sources, beam):
+            if stop is not None and stop():
+                break
+            packed = self.model.pack([sources[i] for i in chosen])
+            stepper = self.model.stepper(packed, limit, beam, kv_cache=kv_cache)
+            ends = {"bos": BOS, "eos": EOS, "max_length": limit, "banned": MARKS}
+            if beam == 1:
+                hypotheses = [[one] for one in greedy(stepper, **ends)]
+            else:
+                ends |= {"beam": beam, "nbest": n, "length_penalty": penalty}
+                hypotheses = beam_search(stepper, **ends)
+            for i, best in zip(chosen, hypotheses, strict=True):
+                found[i] = [Translation(self._text(h.tokens), h.normalised) for h in best]
+        return found
+
+    def check(self, line):
+        """Return the token ids of a line. DataError if it is longer than the model takes."""
+        ids = self.tokenizer.encode(" ".join(line.split("\n")).strip())
+        if len(ids) > self.config.max_len:
+            accepted = f"up to {self.config.max_len} (--max-len of the run)"
+            raise DataError(problem("translate", "the line", f"{len(ids)} tokens long", accepted))
+        return ids
+
+    def _text(self, tokens):
+        """Return a translation as one line: bytes may spell what would break it."""
+        return " ".join(self.tokenizer.decode(tokens).split())
+
+    def _batches(self, sources, beam):
+        """Yield (indices, limit of length) of sources that are translated together.
+
+        The limit depends on the bucket alone, so a line gets the same one in any company.
+        """
+        buckets = defaultdict(list)
+        for i, source in enumerate(sources):
+            if source:
+                buckets[-(-len(source) // BUCKET) * BUCKET].append(i)
+        gpu = on_gpu(next(iter(self.model.parameters())).data)
+        for length, members in sorted(buckets.items()):
+            limit = min(2 * length + 16, self.model.config.max_length)
+            size = max(1, ROOM["gpu" if gpu else "cpu"] // (beam * limit))
+            for begin in range(0, len(members), size):
+                yield members[begin : begin + size], limit

@@ -1,0 +1,169 @@
+"""Gradients of parameters on a second stream: in order where it matters, and the same bits."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from gpuattn.arrays import to_cpu
+from gpuattn.autodiff import side_stream
+from gpuattn.data.batching import PackedLoader
+from gpuattn.models import GPT2, GPT2Config, TranslationConfig, TranslationModel
+from gpuattn.ops.linear import linear
+from gpuattn.runtime.device import batch_to
+from gpuattn.runtime.workspace import Workspace
+
+
+class Cupy:
+    """Writes down what streams are told, as what CuPy would be asked for."""
+
+    def __init__(self):
+        self.cuda = self.runtime = self
+        self.log, self.names = [], iter(["main", "aside"])
+        self.main = self.Stream()
+
+    def Stream(self, **_):
+        stream = _Stream()
+        stream.log, stream.ptr = self.log, next(self.names)
+        return stream
+
+    def Event(self, **_):
+        event = _Event()
+        event.cuda = self
+        return event
+
+    def get_current_stream(self):
+        return self.main
+
+    def getDevice(self):
+        return 0
+
+
+class _Stream:
+    def wait_event(self, event):
+        self.log.append((self.ptr, "waits for", event.name))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+class _Event:
+    def record(self, stream):
+        self.name = f"{stream.ptr} {sum(1 for entry in stream.log if entry[1] == 'is at')}"
+        stream.log.append((stream.ptr, "is at", self.name))
+
+
+class Array:
+    def __init__(self, ptr, nbytes=0):
+        self.data, self.ptr, self.nbytes = self, ptr, nbytes
+
+
+@pytest.fixture
+def log(monkeypatch):
+    cupy = Cupy()
+    monkeypatch.setattr(side_stream, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(side_stream, "on_gpu", lambda array: True)
+    monkeypatch.setattr(side_stream, "_streams", {})
+    return cupy.log
+
+
+def waits(log):
+    return [(who, event) for who, what, event in log if what == "waits for"]
+
+
+def test_the_end_waits_for_all(log):
+    with side_stream.allowed(Array(0)):
+        for ptr in (1, 2):
+            with side_stream.beside([Array(9)], [Array(ptr)]) as apart:
+                assert apart
+        assert waits(log) == [("aside", "main 0"), ("aside", "main 2")]
+    assert waits(log)[2:] == [("main", "aside 3")]
+
+
+def test_few_blocks_are_ahead(log):
+    with side_stream.allowed(Array(0)):
+        for ptr in range(side_stream.AHEAD + 2):
+            with side_stream.beside([], [Array(ptr)]):
+                pass
+    assert [event for who, event in waits(log) if who == "main"] == [
+        "aside 1", "aside 3", f"aside {2 * side_stream.AHEAD + 3}",
+    ]  # fmt: skip
+
+
+def test_a_place_that_is_read_again_is_waited_for(log):
+    with side_stream.allowed(Array(0)):
+        for ptr in (1, 2, 3):
+            with side_stream.beside([], [Array(ptr)]):
+                pass
+        side_stream.settle(Array(7))
+        assert len(waits(log)) == 3
+        side_stream.settle(Array(2))
+        assert waits(log)[3:] == [("main", "aside 3")]
+    assert waits(log)[4:] == [("main", "aside 5")]
+
+
+def test_new_arrays_and_other_calls_stay_where_they_are(log):
+    with side_stream.beside([], [Array(1)]) as apart:
+        assert not apart
+    side_stream.settle(Array(1))
+    with side_stream.allowed(Array(0)), side_stream.beside([], [Array(1), None]):
+        pass
+    assert not log
+
+
+def test_what_is_put_off_runs_together(log):
+    """At the end, as soon as a place is asked for, and before too much is kept alive."""
+    runs, half = [], side_stream.MOST_BYTES // 2
+    assert not side_stream.later(runs.append, 0, [], Array(0))
+    with side_stream.allowed(Array(0)):
+        for n in (1, 2):
+            assert side_stream.later(runs.append, n, [], Array(n))
+        side_stream.settle(Array(3))
+        assert not runs
+        side_stream.settle(Array(2))
+        assert runs == [[1, 2]]
+        for n in (3, 4, 5):
+            side_stream.later(runs.append, n, [Array(9, half)], Array(n))
+        assert runs == [[1, 2], [3, 4]]
+    assert runs == [[1, 2], [3, 4], [5]]
+    with contextlib.suppress(ZeroDivisionError), side_stream.allowed(Array(0)):
+        side_stream.later(runs.append, 6, [], Array(6))
+        raise ZeroDivisionError
+    assert len(runs) == 3
+
+
+@pytest.mark.parametrize("kind", ["translation", "tied", "gpt2"])
+def test_the_same_bits_as_on_one_stream(gpu, kind, monkeypatch, delayed):
+    rng, steps = np.random.default_rng(0), []
+    if kind == "gpt2":
+        model = GPT2(GPT2Config(100, d_model=64, heads=2, layers=3, block=48, dropout=0.1))
+        tokens = gpu.asarray(rng.integers(0, 100, (40, 49), np.int32))
+        steps = [lambda: model.loss(tokens[:, :-1], tokens[:, 1:])]
+    else:
+        sizes = {"d_model": 64, "heads": 2, "layers": (2, 3), "ffn": 128, "dropout": 0.1}
+        model = TranslationModel(TranslationConfig(90, tied=kind == "tied", **sizes))
+        pairs = [(rng.integers(4, 90, n).tolist(),) * 2 for n in rng.integers(2, 30, 80)]
+        batches = [batch_to(batch, gpu) for batch in PackedLoader(pairs, 500, seed=0).epoch(0)]
+        steps = [lambda batch=batch: model.loss(batch) for batch in batches]
+    workspace = Workspace(model, "cuda", "bfloat16", "float32")
+
+    def gradients():
+        workspace.begin()
+        for step in steps:
+            workspace.backward(step())
+        workspace.finish()
+        return to_cpu(workspace.grads).copy()
+
+    stream = gpu.cuda.Stream(non_blocking=True)
+    gpu.cuda.Device().synchronize()
+    monkeypatch.setattr(linear, "ASIDE_SHARE", 1)  # else products are planned for half of the GPU
+    with stream:
+        beside = [gradients() for _ in range(3)]
+        monkeypatch.setattr(side_stream, "allowed", lambda like: contextlib.nullcontext())
+        alone = gradients()
+    assert np.abs(alone).sum() > 0
+    for found in beside:
+        np.testing.assert_array_equal(found, alone)

@@ -1,0 +1,269 @@
+"""Every CUDA source compiles for every architecture it names, without spills. Needs no GPU."""
+
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import compiled
+import numpy as np
+import pytest
+
+from gpuattn.cuda import kernels
+from gpuattn.errors import KernelCompileError
+
+REQUIRED = "nvrtc" in os.environ.get("GPUATTN_REQUIRE", "")
+EVERYWHERE = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100"}
+IN_PARTS = {  # whose forms do it elsewhere
+    "linear_dropout_add_norm": "dropout_add_norm",
+    "linear_gelu": "bias_activation",
+    "gelu_slopes": "bias_activation",
+}
+LIBRARY = {"weight_gradients"}  # what a library does elsewhere
+
+
+SPILLED = {
+    "flash_attention_forward_ampere.cu": 48, "flash_attention_short.cu": 16,
+    "flash_attention_backward_ampere_extras.cu": 20,
+}  # fmt: skip
+"""Bytes that a thread may spill: the words of dropout do not fit at head size 128."""
+
+
+def variants():
+    for number, (file, arch, constants, default) in enumerate(compiled.cases()):
+        marks = () if default else pytest.mark.exhaustive
+        yield pytest.param(file, arch, constants, marks=marks, id=f"{file}-{arch}-{number}")
+
+
+@pytest.mark.background(run=compiled.compile_variant)
+@pytest.mark.parametrize("file, arch, constants", list(variants()))
+def test_compiles_without_spills(nvrtc, file, arch, constants, result_of_background):
+    log = result_of_background()
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert spills, f"no resource report for {constants}: {log}"
+    most = max(int(count) for pair in spills for count in pair)
+    assert most <= SPILLED.get(file, 0), f"{constants} spills on {arch}:\n{log}"
+
+
+@pytest.mark.background(run=compiled.check_variants)
+@pytest.mark.parametrize("file", kernels.files())
+def test_the_front_end_takes_every_variant(nvrtc, file, result_of_background):
+    result_of_background()
+
+
+def test_the_default_tier_compiles_every_file_and_for_every_architecture():
+    chosen = [(file, arch) for file, arch, _, default in compiled.cases() if default]
+    for file in kernels.files():
+        made_for, *more = kernels.architectures(file)
+        variants = len(kernels.variants(file))
+        assert min(2, variants) <= chosen.count((file, made_for)) <= compiled.MOST
+        assert "sm_90" not in more or (file, "sm_90") in chosen
+    assert all(sum(arch == other for _, arch in chosen) >= 10 for other in compiled.OTHERS)
+
+
+@pytest.fixture
+def nvdisasm():
+    if compiled.disassembler() is None:
+        assert not REQUIRED, "nvdisasm is missing: pip install nvidia-cuda-nvdisasm"
+        pytest.skip("no nvdisasm")
+
+
+@pytest.mark.background(run=compiled.hopper_instructions)
+@pytest.mark.parametrize("file", kernels.files())
+def test_no_double_precision_instructions(nvrtc, nvdisasm, file, result_of_background):
+    """A float literal without its f makes a kernel 30 times slower: look at the machine code."""
+    code = result_of_background()
+    assert set(code) == set(kernels.signatures(file))
+    for name, instructions in code.items():
+        text = "\n".join(instructions)
+        assert "EXIT" in text
+        assert not re.findall(r"\b(?:DFMA|DADD|DMUL)\b", text), f"double arithmetic in {name}"
+
+
+@pytest.mark.background(run=compiled.hopper_instructions)
+@pytest.mark.parametrize("file", kernels.files())
+def test_who_may_begin_early_waits_before_anything_else(
+    nvrtc, nvdisasm, file, result_of_background
+):
+    """Every block, before it touches memory, whatever the compiler moved; and nobody else waits."""
+    for name, instructions in result_of_background().items():
+        waits = [text for text in instructions if "ACQBULK" in text]
+        if kernels.waits_first(file, name):
+            assert waits == ["ACQBULK"] and not harm_before_wait(instructions), name
+            assert not [text for text in instructions if ".CONSTANT" in text], name
+        else:
+            assert not waits, f"{name} waits, but not by its first statement"
+
+
+@pytest.mark.parametrize("file", kernels.files())
+def test_who_waits_has_no_input_that_never_changes(file):
+    """ptxas moves loads of const __restrict__ over the wait, now and then, in some variant."""
+    text = kernels._without_comments(file)
+    for name, parameters in kernels.SIGNATURE.findall(text):
+        if kernels.waits_first(file, name):
+            assert not re.findall(r"const \w[\w ]*\*\s*__restrict__ \w+", parameters), name
+
+
+def harm_before_wait(instructions):
+    """Return the instructions before the wait that touch memory or go elsewhere."""
+    before = instructions[: next(i for i, text in enumerate(instructions) if "ACQBULK" in text)]
+    harm = r"(@\S+ )?(LD(?!C)|ST|AT|RED|CCTL|MEMBAR|SU|TEX|TLD|U?BLK|UTMA|BR|JMP|CALL|RET|EXIT|BAR)"
+    return [text for text in before if re.match(harm, text)]
+
+
+@pytest.mark.parametrize("early", ["", "if (y[1] > 0.f) ", "y[2] = 1.f; ", "if (n < 0) return; "])
+def test_harm_before_a_wait_is_seen(nvrtc, nvdisasm, early):
+    text = f"""
+        #include "common/grid_dependency.cuh"
+        extern "C" __global__ void k(const float* x, float* y, int n) {{
+            {early}grid_dependency_wait();
+            y[0] = x[n];
+        }}"""
+    harm = harm_before_wait(compiled.instructions(text, "sm_90", "k.cu")["k"])
+    assert bool(harm) == bool(early)
+
+
+def test_there_are_sources():
+    assert len(kernels.files()) >= 10
+
+
+@pytest.mark.parametrize("file", kernels.files())
+def test_header_is_a_contract(file):
+    text = (kernels.ROOT / file).read_text()
+    assert text.isascii()
+    assert "// Launch:" in text
+    assert kernels.signatures(file), "no kernel was found in the file"
+    names = re.findall(r'extern "C" __global__ void\s+(?:__\w+__\([^)]*\)\s*)*(\w+)', text)
+    assert set(kernels.signatures(file)) == set(names)
+    headers = "".join(path.read_text() for path in (kernels.ROOT / "common").iterdir())
+    # passed as their bytes
+    structs = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+) {", headers + text, re.MULTILINE)
+    for name, parameters in kernels.signatures(file).items():
+        for ctype, parameter in parameters:
+            known = ctype.endswith("*") or ctype in kernels.SCALARS or ctype in structs
+            assert known, f"{name}: the launcher cannot cast {ctype} {parameter}"
+
+
+def test_every_op_has_a_form_for_every_architecture():
+    forms = {}
+    for file in kernels.files():
+        op = re.sub(r"_(hopper|ampere|simt|cluster).*|\.cu$", "", file)
+        forms.setdefault(op, set()).update(kernels.architectures(file))
+    for op, part in IN_PARTS.items():
+        forms[op] |= forms[part]
+    assert {"flash_attention_forward", "flash_attention_backward"} <= set(forms)
+    lacking = {op: EVERYWHERE - archs for op, archs in forms.items() if EVERYWHERE - archs}
+    assert set(lacking) == LIBRARY
+
+
+def test_every_file_has_a_row_in_the_catalogue():
+    catalogue = (kernels.ROOT / "README.md").read_text()
+    files = [*kernels.files(), *(path.name for path in kernels.ROOT.glob("common/*"))]
+    assert [file for file in files if f"`{file}`" not in catalogue] == []
+
+
+def test_numbers_are_cast_to_the_declared_types():
+    seen = []
+    fake = kernels.Kernel(
+        lambda grid, block, args, shared_mem: seen.extend(args),
+        "k",
+        [("float", "eps"), ("int", "cols"), ("long long", "stride"), ("float*", "x")],
+    )
+    fake((1,), (32,), 1e-5, 7, 2**40, "pointer")
+    assert [type(x) for x in seen] == [np.float32, np.int32, np.int64, str]
+
+
+def test_an_empty_grid_launches_nothing():
+    def fail(*args, **kwargs):
+        raise AssertionError("launched")
+
+    kernels.Kernel(fail, "k", [])((4, 0), (32,))
+
+
+def test_resources_say_what_keeps_more_blocks_from_running(monkeypatch):
+    """On a GPU of our own: 4 multiprocessors of 64 Ki registers and 200 KiB of shared memory."""
+    gpu = {
+        "multiProcessorCount": 4, "regsPerMultiprocessor": 1 << 16,
+        "sharedMemPerMultiprocessor": 200 << 10, "maxThreadsPerMultiProcessor": 2048,
+    }  # fmt: skip
+    allowed = []
+    driver = SimpleNamespace(
+        funcGetAttribute=lambda attribute, function: {kernels.REGISTERS: 128}.get(attribute, 1024),
+        funcSetAttribute=lambda function, attribute, value: allowed.append(value),
+        occupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 2,
+    )
+    runtime = SimpleNamespace(getDevice=lambda: 0, getDeviceProperties=lambda device: gpu)
+    cuda = SimpleNamespace(runtime=runtime, driver=driver)
+    monkeypatch.setattr(kernels, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    kernel = kernels.Kernel(SimpleNamespace(ptr=1), "k", [])
+    assert kernel.resources((10, 2), (256,), 40 << 10) == {
+        "threads": 256, "registers": 128, "shared_bytes": 41 << 10, "blocks": 20, "waves": 2.5,
+        "limit": "registers, 2 at a time on a multiprocessor",
+    }  # fmt: skip
+    assert not allowed
+    told = kernel.resources((3,), (64,), 90 << 10)
+    assert told["limit"] == "3 blocks for 8 places on 4 multiprocessors" and told["waves"] == 3 / 8
+    assert allowed == [90 << 10]
+    assert kernel.resources((9,), (64,), 90 << 10)["limit"].startswith("shared memory, ")
+
+
+def test_wrong_argument_count_shows_the_signature():
+    with pytest.raises(TypeError, match=r"k takes \(float eps, int cols\), got 1 arguments"):
+        kernels.Kernel(None, "k", [("float", "eps"), ("int", "cols")])((1,), (32,), 1)
+
+
+def test_a_compile_error_names_our_file_and_line(nvrtc):
+    with pytest.raises(KernelCompileError, match=r'broken\.cu\(1\): error: .*"nothing"') as info:
+        kernels.compile_text(
+            '#line 1 "rawkernels/broken.cu"\n__device__ int x = nothing;', "sm_90", "broken.cu"
+        )
+    copy = Path(str(info.value).rsplit(" ", 1)[1])
+    assert "int x = nothing" in copy.read_text()
+    copy.unlink()
+
+
+def test_the_cubin_cache(nvrtc, tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "cache"))
+    file = kernels.files()[0]
+    constants = kernels.variants(file)[0]
+    code = kernels.cubin(file, "sm_90", **constants)
+    (path,) = (tmp_path / "cache").iterdir()
+    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
+    calls = []
+    compile_text = kernels.compile_text
+    monkeypatch.setattr(
+        kernels, "compile_text", lambda *a, **k: calls.append(1) or compile_text(*a, **k)
+    )
+    assert kernels.cubin(file, "sm_90", **constants) == code
+    assert not calls, "the second time comes from the disk"
+    damaged = bytearray(path.read_bytes())
+    damaged[100] ^= 1
+    path.write_bytes(damaged)
+    assert kernels.cubin(file, "sm_90", **constants) == code
+    assert calls, "a flipped bit is noticed and compiled again"
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(nvrtc, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    file = kernels.files()[0]
+    assert kernels.cubin(file, "sm_90", **kernels.variants(file)[0])
+
+
+def test_a_user_without_a_home_has_no_cache(nvrtc, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("GPUATTN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(kernels.Path, "home", homeless)
+    constants = {"scalar": "float", "BLOCK": 256}
+    assert kernels.cubin("dropout.cu", "sm_80", **constants).startswith(b"\x7fELF")
+    assert not kernels.cache_folder().exists()
+
+
+def test_the_cache_key_sees_the_headers(monkeypatch):
+    file = kernels.files()[0]
+    before = kernels.source_text(file)
+    monkeypatch.setattr(kernels, "_headers_digest", lambda: "other")
+    assert kernels.source_text(file) != before

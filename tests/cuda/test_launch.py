@@ -1,0 +1,303 @@
+"""Programmatic dependent launches: what the driver is told, and that nobody begins too early."""
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import gpuattn
+from gpuattn import arrays
+from gpuattn.autodiff.pending_matmul import Product
+from gpuattn.autodiff.tensor import Tensor
+from gpuattn.bench.timing import Graph
+from gpuattn.cuda import kernels, launch
+from gpuattn.ops.attention import hopper_head_backward
+from gpuattn.ops.linear import gelu_hopper, hopper, weight_gradients
+from gpuattn.ops.linear import linear_dropout_add_norm as row_products
+from gpuattn.rng import Key
+
+ALLOCATE = arrays.allocate
+
+
+class Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
+
+
+class Config(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class Parameters(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p), ("missing", ctypes.c_void_p), ("tickets", ctypes.c_void_p),
+        ("flag", ctypes.c_bool), ("rows", ctypes.c_longlong), ("cols", ctypes.c_int),
+        ("problem", ctypes.c_longlong * 2), ("eps", ctypes.c_float),
+    ]  # fmt: skip
+
+
+KINDS = ["scalar*", "float*", "int*", "bool", "long long", "int", "Problem", "float"]
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """What stands in for CuPy and the driver: ``calls`` that it got, ``answers`` that it gives."""
+    cuda = SimpleNamespace(
+        calls=[], answers=[], used=[], get_current_stream=lambda: SimpleNamespace(ptr=77)
+    )
+    cuda.Device = lambda: SimpleNamespace(use=lambda: cuda.used.append(1))
+    cuda.driver = SimpleNamespace(check_status=_fail)
+
+    def driver_launch(config, function, parameters, extra):
+        names = (ctypes.c_size_t * 5).from_address(extra)
+        assert function == 99 and parameters is None
+        assert names[0] == 1 and names[2] == 2 and names[4] == 0
+        size = ctypes.c_size_t.from_address(names[3]).value
+        config = Config.from_buffer_copy(ctypes.string_at(config, ctypes.sizeof(Config)))
+        attribute = Attribute.from_buffer_copy(config.attributes[0])
+        cuda.calls.append((config, attribute, ctypes.string_at(names[1], size)))
+        return cuda.answers.pop() if cuda.answers else 0
+
+    monkeypatch.setattr(launch, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(launch, "_driver_launch", lambda: driver_launch)
+    return cuda
+
+
+def _fail(status):
+    raise RuntimeError(f"status {status}")
+
+
+def begin(grid=(5,), block=(128,), shared=0):
+    x = SimpleNamespace(data=SimpleNamespace(ptr=4096))
+    problem = np.array([3, 4], np.int64).view("V16")
+    args = x, None, np.uint64(8192), True, 2**40, np.int32(-7), problem, 0.5
+    run = kernels.Kernel(SimpleNamespace(ptr=99), "k", [(k, "") for k in KINDS], dependent=True)
+    run(grid, block, *args, shared_bytes=shared)
+
+
+def test_the_driver_reads_what_cuda_h_lays_out(cuda):
+    begin((5, 2), (64, 1, 3), 1024)
+    ((config, attribute, packed),) = cuda.calls
+    assert (*config.grid, *config.block) == (5, 2, 1, 64, 1, 3)
+    assert (config.shared, config.stream, config.count) == (1024, 77, 1)
+    assert attribute.id == launch.PROGRAMMATIC_STREAM_SERIALIZATION and attribute.value[0] == 1
+    assert len(packed) == Parameters.eps.offset + 4
+    got = Parameters.from_buffer_copy(packed.ljust(ctypes.sizeof(Parameters)))
+    assert (got.x, got.missing, got.tickets, got.flag) == (4096, None, 8192, True)
+    assert (got.rows, got.cols, *got.problem, got.eps) == (2**40, -7, 3, 4, 0.5)
+
+
+def test_parameters_with_tensor_maps_are_given_by_address(cuda, monkeypatch):
+    """The compiler aligns maps to 64 bytes from a place that it chooses."""
+    kinds = ["TensorMap", "int", "scalar*", "TensorMaps", "Problem"]
+    sizes, seen = [128, 4, 8, 128, 12], []
+
+    def driver_launch(config, function, parameters, extra):
+        assert extra is None
+        places = (ctypes.c_void_p * len(kinds)).from_address(parameters)
+        pairs = zip(places, sizes, strict=True)
+        seen.extend(ctypes.string_at(place, size) for place, size in pairs)
+        return 0
+
+    monkeypatch.setattr(launch, "_driver_launch", lambda: driver_launch)
+    maps = [np.arange(n, n + 128, dtype=np.uint8).view("V128") for n in (0, 99)]
+    args = maps[0], 7, np.uint64(4096), maps[1], np.array([1, 2, 3], np.int32).view("V12")
+    run = kernels.Kernel(SimpleNamespace(ptr=99), "k", [(k, "") for k in kinds], dependent=True)
+    run((1,), (32,), *args)
+    numbers = np.int32(7).tobytes(), np.uint64(4096).tobytes()
+    assert seen == [maps[0].tobytes(), *numbers, maps[1].tobytes(), args[4].tobytes()]
+
+
+def test_a_thread_without_a_context_gets_one(cuda):
+    cuda.answers = [0, launch.INVALID_CONTEXT]
+    begin()
+    assert len(cuda.calls) == 2 and cuda.used
+
+
+def test_an_error_of_the_driver_is_raised(cuda):
+    cuda.answers = [1]
+    with pytest.raises(RuntimeError, match="status 1"):
+        begin()
+
+
+def test_only_a_first_statement_counts(tmp_path, monkeypatch):
+    (tmp_path / "k.cu").write_text(
+        'extern "C" __global__ void first(\n    int n) {  // (so)\n    grid_dependency_wait();\n}\n'
+        'extern "C" __global__ void later(int n) {\n    n += 1;\n    grid_dependency_wait();\n}\n'
+    )
+    monkeypatch.setattr(kernels, "ROOT", tmp_path)
+    assert [kernels.waits_first("k.cu", name) for name in ("first", "later")] == [True, False]
+    kernels.waits_first.cache_clear()
+
+
+def test_the_small_kernels_wait():
+    assert kernels.waits_first("softmax.cu", "softmax_forward")
+    assert kernels.waits_first("column_sum.cu", "column_sums")
+
+
+# ---- on a GPU: behind a kernel that lets others begin at once, and moves its data long after ----
+
+LATE = """#include "common/grid_dependency.cuh"
+extern "C" __global__ void late(const unsigned short* from, unsigned short* to, long long count) {
+    grid_launch_dependents();
+    for (const long long begin = clock64(); clock64() - begin < 4000000;) {}  // 2 ms
+    for (long long i = blockIdx.x * 256 + threadIdx.x; i < count; i += 1024) to[i] = from[i];
+}"""
+ROWS, COLS = 40, 1024
+
+
+def gradients(function, dy, *inputs):
+    tensors = [Tensor(x, requires_grad=True) for x in inputs]
+    function(*tensors).backward(dy)
+    return [tensor.grad for tensor in tensors]
+
+
+def add_norm(x, residual, weight):
+    return gpuattn.dropout_add_norm(x, residual, weight, p=0.1, seed=3)[0]
+
+
+def weight_gradients_of(x, y):
+    """Of weights of 256 x 384, parts of two matrices."""
+    places = [arrays.empty(x, (256, 384)) for _ in range(24)]
+    weight_gradients.launch_kernel([(x[:, :256], y[:, :384], place, False) for place in places])
+    return places
+
+
+def attention_gradients(dout, y):
+    q, dout = (x.reshape(1, 80, 8, 64) for x in (y, dout))
+    lse = y.view(np.float32).reshape(-1)[: q[..., 0].size].reshape(1, 8, 80)
+    params = {
+        "window": (None, 0), "align": "bottom_right", "scale": 0.125, "softcap": None,
+        "dropout_p": 0, "key": None, "max_seqlen_q": 80, "max_seqlen_k": 80, "deterministic": False,
+    }  # fmt: skip
+    saved = q, q, q, *[None] * 6, q, lse
+    grads = hopper_head_backward.backward(saved, dout, None, needs=None, into=[None] * 9, **params)
+    return grads[:3]
+
+
+def row_product(x, y, v):
+    given = x.reshape(-1, 128), y.reshape(-1, 128)[:128], y.reshape(-1, 128), v[:128], None, None
+    params = {"p": 0.1, "key": Key(3), "rms": False, "eps": 1e-5}
+    return row_products.IMPLS[0].forward(*given, needs=(False,) * 6, **params)[0]
+
+
+CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
+    "softmax": lambda x, *_: gpuattn.softmax(x),
+    "softmax, long rows": lambda x, *_: gpuattn.softmax(x.reshape(1, -1)),
+    "softmax, gradient": lambda x, y, *_: gradients(gpuattn.softmax, x, y),
+    "softmax, long rows, gradient": lambda x, y, *_: gradients(
+        gpuattn.softmax, x.reshape(1, -1), y.reshape(1, -1)
+    ),
+    "layer_norm": lambda x, y, v, *_: gpuattn.layer_norm(x, v, v),
+    "layer_norm, gradient": lambda x, y, v, *_: gradients(gpuattn.layer_norm, x, y, v, v),
+    "layer_norm, the one after the next": lambda x, y, v, *_: (
+        gpuattn.softmax(y), gpuattn.layer_norm(x, v, v)
+    ),
+    "dropout_add_norm, gradient": lambda x, y, v, *_: gradients(add_norm, x, y, y, v),
+    "dropout_add_norm, gradient of pairs": lambda x, y, v, *_: gradients(
+        add_norm, x.reshape(-1, 256), y.reshape(-1, 256), y.reshape(-1, 256), v[:256]
+    ),
+    "linear_dropout_add_norm": lambda x, y, v, *_: row_product(x, y, v),
+    "gelu": lambda x, y, v, *_: gpuattn.gelu(x, v),
+    "gelu, gradient": lambda x, y, v, *_: gradients(gpuattn.gelu, x, y, v),
+    "gelu, gradient of a product": lambda x, y, *_: hopper.backward(
+        Product(x, y.reshape(COLS, ROWS), None), y.reshape(-1, ROWS)[:ROWS], "gelu"
+    ),
+    "weight_gradients": lambda x, y, *_: weight_gradients_of(x, y),
+    "attention, gradient by whole heads": lambda x, y, *_: attention_gradients(x, y),
+    "linear, gelu": lambda x, y, *_: gelu_hopper.forward(x, y),
+    "linear, gelu, gradient of a product": lambda x, y, *_: gelu_hopper.backward(
+        Product(x, y.reshape(COLS, ROWS), None), gelu_hopper.forward(x, y)[1]
+    ),
+    "linear, gelu, gradient": lambda x, y, *_: gelu_hopper.backward_alone(
+        x[:, :ROWS].copy(), gelu_hopper.forward(x, y)[1]
+    ),
+    "rotary": lambda x, *_: gpuattn.rotary(*x.reshape(2, -1, 8, 64)),
+    "attention": lambda x, *_: gpuattn.flash_attention(
+        *[x.reshape(1, 160, 4, 64)] * 3, causal=True
+    ),
+    "embedding": lambda x, y, v, scores, tokens: gpuattn.embedding(tokens, x),
+    "beam_step": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores),
+    "topk_logprobs": lambda x, *_: gpuattn.topk_logprobs(x, 8),
+    "sample_tokens": lambda x, *_: gpuattn.sample_tokens(x, seed=3),
+}  # fmt: skip
+
+
+@pytest.fixture
+def late(gpu, monkeypatch):
+    """``late(a, b)`` copies a to b, of 16-bit numbers, when whoever follows could be done."""
+    capability = kernels.gpu(0)[0]
+    if not launch.supported(capability):
+        pytest.skip("not a Hopper GPU")
+    monkeypatch.setattr(arrays, "allocate", ALLOCATE)  # poison would be a kernel in between
+    module = gpu.cuda.function.Module()
+    module.load(kernels.compile_text(LATE, f"sm_{capability}", "late.cu")[0])
+    run = module.get_function("late")
+    return lambda a, b: run((4,), (256,), (a, b, np.int64(a.size)))
+
+
+@pytest.fixture
+def inputs(gpu):
+    """Return what x holds first, what it shall hold, and the other arguments of ``CALLS``."""
+    random = gpu.random.default_rng(0)
+
+    def draw(*shape):
+        return random.standard_normal(shape, dtype=np.float32).astype(arrays.BFLOAT16)
+
+    scores = gpu.zeros((ROWS // 4, 4), np.float32)
+    tokens = gpu.arange(ROWS, dtype=np.int32)[::-1].copy()
+    drawn = draw(ROWS, COLS), draw(ROWS, COLS), (draw(ROWS, COLS), draw(COLS), scores, tokens)
+    gpu.cuda.Device().synchronize()
+    return drawn
+
+
+def same(some, others):
+    some, others = (x if isinstance(x, (tuple, list)) else [x] for x in (some, others))
+    pairs = zip(some, others, strict=True)
+    return all(bool((a.view(np.uint8) == b.view(np.uint8)).all()) for a, b in pairs)
+
+
+def test_nobody_reads_too_early(gpu, late, inputs):
+    before, after, others = inputs
+    wrong, x = [], before.copy()
+    gpu.cuda.Device().synchronize()
+    launches = kernels.launches.copy()
+    with gpu.cuda.Stream(non_blocking=True):
+        for name, call in CALLS.items():
+            want = call(after, *others)
+
+            def run(call=call):
+                late(after, x)
+                return call(x, *others)
+
+            graph = Graph([run])
+            gpu.copyto(x, before)
+            if not same(run(), want):
+                wrong.append(f"{name}, in a stream")
+            gpu.copyto(x, before)
+            graph()
+            if not same(graph.results[0], want):
+                wrong.append(f"{name}, in a graph")
+    assert not wrong
+    ran = {name for name, count in kernels.launches.items() if count > launches[name]}
+    assert {"column_sum", "column_sums"} <= ran
+    waiting = {
+        n for f in kernels.files() for n in kernels.signatures(f) if kernels.waits_first(f, n)
+    }
+    assert waiting <= ran, "no call here for these"
+
+
+def test_nobody_writes_too_early(gpu, late, inputs):
+    before, x, _ = inputs
+    kept, want = before.copy(), x.copy()
+    gpu.cuda.Device().synchronize()
+    with gpu.cuda.Stream(non_blocking=True):
+        gpuattn.softmax(before, donate=True)
+        late(x, kept)
+        gpuattn.softmax(x, donate=True)
+        assert same(kept, want)
+        assert not same(x, want)

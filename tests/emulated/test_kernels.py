@@ -1,0 +1,197 @@
+"""Hopper's attention kernels on any CPU, instruction by instruction: see ``emulator``."""
+
+import emulator
+import numpy as np
+import pytest
+from attention_formula import assert_close, gradients, judge
+from attention_problems import Problem
+from checks import sampled
+
+from gpuattn.arrays import BFLOAT16
+from gpuattn.cuda import tensor_maps
+from gpuattn.impls import Impl
+from gpuattn.ops.attention import hopper_backward, hopper_head_backward, hopper_head_forward
+from gpuattn.ops.attention.flash_attention import IMPLS
+from gpuattn.rng import Key
+
+PROBLEMS = {  # of several tiles each, so that what lies in shared memory is used again
+    1577: "a bias that the copy engine brings, and its gradient; causal from the top left",
+    1285: "nearly all dropped at head size 64, packed, dq in a fixed order",
+    3096: "a head size above 128, causal",
+    1398: "a sink, NaN behind the keys' end, a window to the right, Dv != D, dq in a fixed order",
+    332: "a bias that columns share, packed, a window, dq in a fixed order",
+    1043: "causal with dropout at head size 128",
+    2056: "packed and causal, dq in a fixed order",
+    555: "a head size above 192, a window",
+    1403: "a softcap beside a bias that wants no gradient",
+    1460: "packed with empty sequences, a softcap",
+}
+WHOLE_HEADS = {  # several for each block
+    1456: "parts of one projection, with a gradient of lse",
+    21552: "dropout, four blocks, the last not full",
+    1952: "three blocks",
+    6610: "four blocks",
+    10142: "dropout, a window that hides blocks of keys, Dv != D, a gradient of lse alone",
+    14306: "a window shorter than a block",
+    10696: "two blocks, a window of a few keys",
+    281: "dropout, one block",
+}
+CAUSAL_HEADS = {  # six a block: T, sizes of a head, dropout, dtype, how much longer the last key is
+    "three blocks, smaller heads": (190, (40, 24), 0, np.float16, 1),
+    "two blocks, logits that grow beyond 16 bits": (128, (64, 64), 0.2, np.float16, 30),
+    "four blocks": (256, (64, 64), 0.3, BFLOAT16, 1),
+    "logits that grow by a factor of 2^60": (250, (64, 64), 0.2, BFLOAT16, 300),
+    "one block": (60, (64, 64), 0.5, BFLOAT16, 1),
+}
+MISTAKES = {
+    1: "fewer bytes expected than come",
+    2: "no wait for the copies",
+    3: "a wait for the other phase",
+    4: "no fence before wgmma reads what was stored",
+    5: "no barrier before wgmma reads what other threads stored",
+    6: "no wgmma.fence",
+    7: "an operand overwritten before the wait",
+    8: "no wait for the product",
+    9: "no wait for the copy at the end",
+    10: "a barrier for more threads than there are",
+}
+
+
+pytestmark = pytest.mark.usefixtures("host_compiler")
+
+
+@pytest.mark.parametrize("number", sampled(PROBLEMS, 3))
+def test_attention(number):
+    check(number, emulator.Machine(seed=number))
+
+
+@pytest.mark.exhaustive
+def test_attention_in_one_step():
+    """One tile with dropout for a block: what a second step would bring is not there."""
+    check(1173, emulator.Machine(seed=1, multiprocessors=32))
+
+
+@pytest.mark.parametrize("queries, heads, causal", sampled([(200, 4, False), (300, 2, True)], 1))
+def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal):
+    """Two heads of keys on two multiprocessors: dq is stored first, not added to zeros."""
+    machine, chains = emulator.Machine(seed=1), []
+    choose = hopper_backward.chain_of
+
+    def chain_of(*args):
+        chains.append(choose(*args))
+        return chains[-1]
+
+    monkeypatch.setattr(hopper_backward, "chain_of", chain_of)
+    shape = {"queries": queries, "keys": 330, "heads": heads, "kv_heads": 2, "causal": causal}
+    found = gradients(Impl("emulated", machine.forward, machine.backward), np, **shape)
+    assert chains[-1] == 3
+    reference = next(impl for impl in IMPLS if impl.name == "reference")
+    assert_close(found, gradients(reference, np, **shape))
+
+
+@pytest.mark.parametrize("number", sampled(WHOLE_HEADS, 2))
+def test_gradient_by_whole_heads(monkeypatch, number):
+    """Also what others are faster at."""
+    monkeypatch.setattr(hopper_head_backward, "takes", hopper_head_backward.fits)
+    check(number, emulator.Machine(seed=number))
+
+
+@pytest.mark.parametrize("case", sampled(CAUSAL_HEADS, 2))
+def test_causal_attention_by_whole_heads(monkeypatch, case):
+    T, sizes, p, dtype, growth = CAUSAL_HEADS[case]
+    monkeypatch.setattr(hopper_head_forward, "LEAST_LENGTH", 1)
+    rng = np.random.default_rng(T)
+    q, k, v = (
+        rng.standard_normal((3, T, 4, size), np.float32) for size in (*sizes[:1] * 2, sizes[1])
+    )
+    k *= np.linspace(1, growth, T, dtype=np.float32)[:, None, None]
+    inputs = [x.astype(dtype) for x in (q, k, v)]
+    params = {
+        "window": (None, 0), "align": "top_left", "scale": sizes[0] ** -0.5, "softcap": None,
+        "dropout_p": p, "key": Key(1, 2, 3) if p else None, "max_seqlen_q": T, "max_seqlen_k": T,
+        "deterministic": False,
+    }  # fmt: skip
+    rest = dict(needs=[False], **params)
+    assert hopper_head_forward.takes(*inputs, *[None] * 6, **params)
+    (out, lse), _ = emulator.Machine(seed=T).forward(*inputs, *[None] * 6, **rest)
+    reference = next(impl for impl in IMPLS if impl.name == "reference")
+    widened = [x.astype(np.float32) for x in inputs]
+    (want, want_lse), _ = reference.forward(*widened, *[None] * 6, **rest)
+    np.testing.assert_allclose(out.astype(np.float32), want, atol=2**-8 * abs(want).max())
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-6, atol=1e-5)
+
+
+def check(number, machine):
+    problem = Problem(number)
+    wrong = judge(problem, Impl("emulated", machine.forward, machine.backward))
+    assert not wrong, f"{problem}: {wrong}"
+
+
+@pytest.mark.parametrize("seen", ["all", "half", "one"])
+@pytest.mark.parametrize("head_dim", sampled([64, 128], 1))
+def test_huge_logits(head_dim, seen):
+    """The largest logits are equal and their exponents rounded: the weights are, all the same."""
+    rng, huge = np.random.default_rng(head_dim), np.float16(65504)
+    v = rng.standard_normal((1, 200, 1, head_dim)).astype(np.float16)
+    q, k = np.full((1, 70, 1, head_dim), huge), np.full_like(v, huge)
+    keys = {"all": slice(None), "half": slice(0, None, 2), "one": slice(150, 151)}[seen]
+    if seen != "all":
+        k[:] = rng.standard_normal(k.shape)
+        k[:, keys] = huge
+    params = {
+        "window": (None, None), "align": "bottom_right", "scale": head_dim**-0.5, "softcap": None,
+        "dropout_p": 0, "key": None, "max_seqlen_q": 70, "max_seqlen_k": 200, "deterministic": True,
+    }  # fmt: skip
+    (out, lse), _ = emulator.Machine(seed=1).forward(q, k, v, *[None] * 6, needs=[False], **params)
+    want = v[:, keys].astype(np.float64).mean(1, keepdims=True)
+    np.testing.assert_allclose(out.astype(np.float64), np.broadcast_to(want, out.shape), atol=2e-3)
+    np.testing.assert_allclose(lse, float(huge) ** 2 * head_dim**0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", sampled([np.float16, BFLOAT16], 1))
+@pytest.mark.parametrize("head_dim", sampled([64, 128], 1))
+def test_dropout_of_more_blocks_than_fit_in_shared_memory(head_dim, dtype):
+    rng = np.random.default_rng(head_dim)
+    shapes = [(1, rows, 1, head_dim) for rows in (70, 900, 900)]
+    q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
+    params = {
+        "window": (None, None), "align": "bottom_right", "scale": head_dim**-0.5, "softcap": None,
+        "dropout_p": 0.3, "key": Key(1), "max_seqlen_q": 70, "max_seqlen_k": 900,
+        "deterministic": True,
+    }  # fmt: skip
+    rest = dict(needs=[False], **params)
+    (out, _), _ = emulator.Machine(seed=1).forward(q, k, v, *[None] * 6, **rest)
+    reference = next(impl for impl in IMPLS if impl.name == "reference")
+    exact = (x.astype(np.float32) for x in (q, k, v))
+    (want, _), _ = reference.forward(*exact, *[None] * 6, tf32=False, **rest)
+    assert_close([out.astype(np.float32)], [want])
+
+
+def product(mistake, seed):
+    """Return what is wrong with ``product.cu``, or ""."""
+    numbers = np.random.default_rng(seed).integers(-4, 5, (2, 1, 64, 1, 64))
+    a, b = (emulator.as_array(x.astype(np.float16)) for x in numbers)
+    out, machine = emulator.as_array(np.full_like(a, np.nan)), emulator.Machine(seed)
+    with machine.in_place():
+        maps = [tensor_maps.tensor_map(x, 64) for x in (a, b, out)]
+        run = machine.kernel(str(emulator.HERE / "product.cu"), "product_of_tiles", scalar="f16")
+        try:
+            run((1,), (128,), *maps, mistake, shared_bytes=2048 + 3 * 64 * 128)
+        except AssertionError as error:
+            return str(error)
+    return "" if (out[0, :, 0] == a[0, :, 0] @ b[0, :, 0].T).all() else "wrong numbers"
+
+
+def test_a_right_kernel_is_right_in_any_order():
+    assert not any(product(mistake=0, seed=seed) for seed in range(20))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_show(mistake):
+    """In some order of events, at least."""
+    found = {product(mistake, seed) for seed in range(20)} - {""}
+    assert found, MISTAKES[mistake]
+
+
+def test_a_wait_without_end_names_who_waits():
+    assert "block 0 warp 3 waits: named barrier and threads (1, 160), 32 lanes" in product(10, 1)

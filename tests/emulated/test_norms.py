@@ -1,0 +1,57 @@
+"""The gradients of norms whose kernels take rows in pairs, on any CPU: see ``emulator``."""
+
+import emulator
+import numpy as np
+import pytest
+from checks import find, sampled
+
+from gpuattn.arrays import BFLOAT16
+from gpuattn.ops.norm import dropout_add_norm as op
+from gpuattn.ops.norm import launch
+from gpuattn.rng import Key
+
+pytestmark = pytest.mark.usefixtures("host_compiler")
+
+
+@pytest.mark.parametrize("dtype, rows, cols, p, rms, needs, with_dh", sampled([
+    (BFLOAT16, 47, 384, 0.2, False, (1, 1, 1, 0, 0), True),
+    (np.float16, 8, 384, 0.5, False, (1, 1, 1, 1, 0), False),
+    (BFLOAT16, 33, 384, 0.0, True, (1, 1, 1, 0, 0), True),
+    (BFLOAT16, 37, 256, 0.2, False, (1, 1, 1, 1, 1), True),
+    (np.float16, 1, 256, 1.0, True, (1, 1, 0, 0, 1), True),
+], 3))  # fmt: skip
+def test_pairs_of_rows(monkeypatch, dtype, rows, cols, p, rms, needs, with_dh):
+    """Odd rows and even ones, few and more than a block takes at once, rows that lie apart."""
+    machine, random = emulator.Machine(seed=rows), np.random.default_rng(cols)
+    monkeypatch.setattr(launch, "gpu", lambda device: ("90", 1))
+    monkeypatch.setattr(
+        op, "add_parts", lambda parts, *_: [p if p is None else p.sum(0) for p in parts]
+    )
+    h, dnormed, dh = random.standard_normal((3, rows, cols)).astype(dtype)
+    weight = None if not needs[2] else (1 + random.standard_normal(cols) / 9).astype(dtype)
+    params = {"p": p, "key": Key(5, 3, 2) if p else None, "rms": rms, "eps": 1e-5}
+    zeros, reference = np.zeros_like(h), find(op.IMPLS, "reference")
+    vectors = weight, None, None
+    _, saved = reference.forward(zeros, h, *vectors, needs=needs, **(params | {"p": 0.0}))
+    mask = reference.forward(zeros, h, *vectors, needs=needs, **params)[1][3]
+    normalized, rstd = saved[:2]
+    grads = dnormed, dh if with_dh else None
+    want = reference.backward(
+        (normalized, rstd, weight, mask, h.dtype), *grads, needs=needs, into=(None,) * 5, **params
+    )
+    exact = h.astype(np.float64)
+    mean = (exact.mean(-1) - exact[:, 0]).astype("f")
+    apart = [None if g is None else np.repeat(g, 2, 0)[::2] for g in grads]
+    with machine.in_place():
+        arrays = h, weight, mean, np.ascontiguousarray(rstd.astype("f").ravel()), *apart
+        given = [emulator.as_array(a) for a in arrays]
+        assert launch.pairs_layout(given[0], needs[2:])
+        got = find(op.IMPLS, "raw-simt").backward(
+            given[:4], *given[4:], needs=needs, into=(None,) * 5, **params
+        )
+    unit = 2.0**-10 if dtype is np.float16 else 2.0**-7
+    for mine, other, needed in zip(got, want, needs, strict=True):
+        assert (mine is None) == (not needed)
+        if needed:
+            mine, other = np.asarray(mine, np.float64), np.asarray(other, np.float64)
+            np.testing.assert_allclose(mine, other, rtol=unit, atol=unit / 8 * max(1, rows**0.5))

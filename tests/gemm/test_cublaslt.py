@@ -1,0 +1,265 @@
+"""Plans for cuBLASLt, against a stand-in that multiplies as the descriptors say; tuning."""
+
+import sys
+import threading
+
+import fake_cublaslt
+import numpy as np
+import pytest
+from checks import DTYPES, dtype_of
+from fake_cublaslt import gpu
+
+from gpuattn.arrays import wide
+from gpuattn.autodiff.numpy import products
+from gpuattn.gemm import cublaslt, matmul, tuning
+
+M, K, N = 6, 33, 7
+start = cublaslt._handle
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The stand-in library; arrays made by ``gpu`` pass for arrays on a GPU."""
+    library = fake_cublaslt.CublasLt()
+    monkeypatch.setitem(sys.modules, "cupy", fake_cublaslt.cupy())
+    monkeypatch.setattr(cublaslt, "library", lambda: (library, ""))
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: library.create())
+    monkeypatch.setattr(cublaslt, "_plans", {})
+    monkeypatch.setattr(cublaslt, "_workspaces", {})
+    return library
+
+
+def whole(rng, *shape):
+    """Whole numbers, of which all sums are exact in every dtype."""
+    return rng.integers(-2, 3, shape).astype(np.float64)
+
+
+@pytest.mark.parametrize("out_kind", ["new", "slice", "columns", "wide"])
+@pytest.mark.parametrize("kind", ["plain", "columns of a wider one", "every other"])
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+def test_layouts(fake, rng, dtype, transpose_a, transpose_b, kind, out_kind):
+    dtype = dtype_of(dtype)
+    operands = []
+    for rows, cols, turned in ((M, K, transpose_a), (K, N, transpose_b)):
+        shape = (cols, rows) if turned else (rows, cols)
+        double = gpu(whole(rng, shape[0], 2 * shape[1]).astype(dtype))
+        operands.append(
+            {
+                "plain": gpu(double[:, : shape[1]].copy()),
+                "columns of a wider one": double[:, shape[1] :],
+                "every other": double[:, ::2],
+            }[kind]
+        )
+    a, b = operands
+    wide_a, wide_b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    want = (wide_a.T if transpose_a else wide_a) @ (wide_b.T if transpose_b else wide_b)
+    how = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    if out_kind == "new":
+        got = cublaslt.multiply(a, b, **how)
+        assert got.dtype == dtype
+        return np.testing.assert_array_equal(np.asarray(got, np.float64), want)
+    flat = gpu(np.full(M * N + 2, 0.5).astype(wide(dtype) if out_kind == "wide" else dtype))
+    out = flat[1:-1].reshape(N, M).T if out_kind == "columns" else flat[1:-1].reshape(M, N)
+    for accumulate, expected in ((True, want + 0.5), (False, want)):
+        assert cublaslt.multiply(a, b, out, accumulate=accumulate, **how) is out
+        np.testing.assert_array_equal(np.asarray(out, np.float64), expected)
+    assert flat[[0, -1]].tolist() == [0.5, 0.5]
+
+
+def test_one_row_or_column(fake, rng):
+    for m, k, n in ((1, 5, 3), (4, 1, 3), (4, 5, 1), (1, 1, 1)):
+        a, b = whole(rng, m, k), whole(rng, k, n)
+        np.testing.assert_array_equal(cublaslt.multiply(gpu(a), gpu(b)), a @ b)
+        turned = cublaslt.multiply(gpu(a.T.copy()), gpu(b.T.copy()), None, transpose_a=True,
+                                   transpose_b=True)  # fmt: skip
+        np.testing.assert_array_equal(turned, a @ b)
+
+
+@pytest.mark.parametrize(
+    "left, right",
+    [((3, M, K), (3, K, N)), ((2, 3, M, K), (3, K, N)), ((3, M, K), (K, N)), ((M, K), (3, K, N))],
+)
+def test_stacks(fake, rng, left, right):
+    a, b = whole(rng, *left), whole(rng, *right)
+    for dtype in ("float32", "bfloat16"):
+        got = products._product(gpu(a.astype(dtype_of(dtype))), gpu(b.astype(dtype_of(dtype))))
+        assert got.dtype == dtype_of(dtype)
+        np.testing.assert_array_equal(np.asarray(got, np.float64), a @ b)
+    turned = products._product(gpu(a), gpu(np.swapaxes(b, -1, -2).copy()).swapaxes(-1, -2))
+    np.testing.assert_array_equal(turned, a @ b)
+    assert fake.ran
+
+
+def test_nothing_is_added_to_a_new_array(fake, rng):
+    a, b = whole(rng, M, K), whole(rng, K, N)
+    np.testing.assert_array_equal(matmul.matmul(gpu(a), gpu(b), accumulate=True), a @ b)
+
+
+def test_sums_beside_a_product(fake, rng):
+    dz, x = gpu(whole(rng, K, M)), gpu(whole(rng, K, N))
+    places = gpu(np.zeros(M + 4))
+    sums = places[-places.ctypes.data % 16 // 8 :][:M]
+    out = gpu(np.ones((M, N)))
+    assert matmul.matmul_and_sums(dz, x, sums, out, accumulate=True) is out
+    np.testing.assert_array_equal(out, dz.T @ x + 1)
+    np.testing.assert_array_equal(sums, dz.sum(0))
+    assert matmul.matmul_and_sums(dz, x, sums.astype(np.float32), out) is None
+    assert matmul.matmul_and_sums(dz, x, gpu(np.zeros(2 * M))[::2], out) is None
+
+
+def test_a_share_of_the_multiprocessors(fake, rng, monkeypatch):
+    monkeypatch.setattr(cublaslt, "gpu", lambda device: ("90", 132))
+    dz, x, sums = gpu(whole(rng, K, M)), gpu(whole(rng, K, N)), np.zeros(M + 4)
+    sums = gpu(sums[-sums.ctypes.data % 16 // 8 :][:M])
+    for share, asked in ((1, []), (2, [66]), (3, [44])):
+        for product in (
+            lambda share: matmul.matmul(dz, x, transpose_a=True, share=share),
+            lambda share: matmul.matmul_and_sums(dz, x, sums, share=share),
+        ):
+            cublaslt._plans.clear()
+            np.testing.assert_array_equal(product(share), dz.T @ x)
+            targets = [values.get("SM_COUNT_TARGET") for values in fake.objects.values()]
+            assert [target for target in targets if target] == asked
+    assert {plan.kind[-2:] for plan in cublaslt._plans.values()} == {" 3"}, "tuned by itself"
+
+
+def test_bias_and_activation(fake, rng):
+    x, weight = gpu(whole(rng, M, K)), gpu(whole(rng, N, K))
+    for bias in gpu(whole(rng, 2, N)):  # the pointer changes, the plan does not
+        got = matmul.matmul_activated(x, weight, bias)
+        np.testing.assert_array_equal(got, x @ weight.T + bias)
+        got = matmul.matmul_activated(x, weight, bias, "relu")
+        np.testing.assert_array_equal(got, np.maximum(x @ weight.T + bias, 0))
+    np.testing.assert_array_equal(
+        matmul.matmul_activated(x, weight, activation="relu"), np.maximum(x @ weight.T, 0)
+    )
+    assert fake.planned == len(cublaslt._plans) == 3
+
+
+def test_a_plan_serves_all_products_of_its_kind(fake, rng):
+    for _ in range(3):
+        cublaslt.multiply(gpu(whole(rng, M, K)), gpu(whole(rng, K, N)))
+    assert fake.planned <= 3  # one for each alignment that NumPy happened to give
+    a, b = np.zeros(4 * 64 + 1), gpu(np.zeros((8, 8)))
+    start = -a.ctypes.data % 512 // 8
+    plans = len(cublaslt._plans)
+    for offset in (0, 1):
+        x = gpu(a[start : start + 64]) if not offset else gpu(a[start + 1 : start + 65])
+        cublaslt.multiply(x.reshape(8, 8), b)
+    assert len(cublaslt._plans) > plans
+    asked = fake.preferences[-1]
+    assert asked["MIN_ALIGNMENT_A_BYTES"] == 8
+    assert asked["MAX_WORKSPACE_BYTES"] == cublaslt.WORKSPACE_BYTES
+
+
+def test_descriptors_are_given_back(fake, rng, monkeypatch):
+    monkeypatch.setattr(cublaslt, "MOST_PLANS", 2)
+    for k in range(1, 6):
+        cublaslt.multiply(gpu(whole(rng, M, k)), gpu(whole(rng, k, N)))
+    assert len(cublaslt._plans) <= 2
+    assert len(fake.objects) == 4 * len(cublaslt._plans)
+
+
+def test_what_does_not_fit_is_refused(fake):
+    a = gpu(np.zeros((2, 3), np.float32))
+    assert cublaslt.multiply(a, a) is None
+    assert cublaslt.multiply(a, a.astype(np.float64), transpose_b=True) is None
+    assert cublaslt.multiply(a, a.T, gpu(np.zeros((2, 3), np.float32))) is None
+    assert cublaslt.multiply(a, a.T, gpu(np.zeros((2, 2), np.float16))) is None
+    assert cublaslt.multiply(a[:0], a.T) is None
+    assert cublaslt.multiply(a.astype(np.int32), a.T.astype(np.int32)) is None
+    assert cublaslt.multiply(a[0], a.T) is None
+    fake.status = 15  # the library has no algorithm
+    assert cublaslt.multiply(a, a.T) is None
+    assert not fake.ran
+    with pytest.raises(ValueError, match=r"matmul: \(2, 3\) @ \(2, 3\)"):
+        matmul.matmul(a, a)
+
+
+def test_a_failure_names_status_and_shape(fake):
+    a = gpu(np.zeros((2, 3), np.float32))
+    cublaslt.multiply(a, a.T)
+    fake.status = 13
+    with pytest.raises(RuntimeError, match=r"CUBLAS_STATUS_13.*\(2, 2\).*CUDA_LAUNCH_BLOCKING"):
+        cublaslt.multiply(a, a.T)
+
+
+def test_what_is_planned_but_refused_is_not_tried_again(fake, rng):
+    a = gpu(np.zeros((2, 3), np.float32))
+    assert cublaslt.multiply(a, a.T) is not None
+    fake.status = 7
+    assert cublaslt.multiply(a, a.T) is None
+    fake.status = 0
+    assert cublaslt.multiply(a, a.T) is None
+
+
+def test_a_library_that_does_not_start(fake, monkeypatch):
+    a = gpu(np.zeros((2, 3), np.float32))
+
+    def create():
+        raise fake.cuBLASLtError(1)
+
+    monkeypatch.setattr(cublaslt, "_handle", start)
+    monkeypatch.setattr(fake, "create", create)
+    with pytest.raises(RuntimeError, match=r"STATUS_1\) to start on device 0: .*cuda12x"):
+        cublaslt.multiply(a, a.T)
+
+
+def test_threads_do_not_mix_their_biases(fake, rng):
+    x, weight = gpu(whole(rng, M, K)), gpu(whole(rng, N, K))
+    wrong = []
+
+    def work(bias):
+        want = x @ weight.T + bias
+        for _ in range(100):
+            if (matmul.matmul_activated(x, weight, bias) != want).any():
+                wrong.append(bias)
+
+    threads = [threading.Thread(target=work, args=(gpu(whole(rng, N)),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_tuning_takes_the_fastest_and_remembers(fake, rng, monkeypatch, tmp_path):
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "FLUSH_BYTES", 1)
+    fake.costs = 1.0, 0.99, 0.5
+    a, b, out = gpu(whole(rng, M, K)), gpu(whole(rng, K, N)), gpu(np.zeros((M, N)))
+    tuning.tune(lambda: cublaslt.multiply(a, b, out, accumulate=True))
+    np.testing.assert_array_equal(out, a @ b)  # added once, however often it was tried
+    assert len(fake.ran) == 3 * tuning.SAMPLES + 1
+    cublaslt.multiply(a, b, out, accumulate=True)
+    assert fake.ran[-2:] == [2, 2]
+    (file,) = tmp_path.iterdir()
+    assert file.name == "products-Fake-GPU-130000.json"
+
+    cublaslt._plans.clear()  # as in another process
+    cublaslt.multiply(a, b, out)
+    assert fake.ran[-1] == 0
+    cublaslt._plans.clear()
+    fake.ran.clear()
+    tuning.tune(lambda: cublaslt.multiply(a, b, out, accumulate=True))
+    assert fake.ran == [2]
+
+
+def test_tuning_keeps_the_first_unless_another_is_worth_it(fake, rng, monkeypatch, tmp_path):
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "file" / "none"))
+    (tmp_path / "file").write_text("no folder: nothing can be kept, which is no error")
+    monkeypatch.setattr(tuning, "FLUSH_BYTES", 1)
+    fake.costs = 1.0, 0.99, 0.98
+    a, b = gpu(whole(rng, M, K)), gpu(whole(rng, K, N))
+    np.testing.assert_array_equal(tuning.tune(lambda: cublaslt.multiply(a, b)), a @ b)
+    assert fake.ran[-1] == 0
+
+
+def test_nothing_is_timed_while_a_stream_is_captured(fake, rng, monkeypatch, tmp_path):
+    monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "cupy", fake_cublaslt.cupy(capturing=True))
+    a, b = gpu(whole(rng, M, K)), gpu(whole(rng, K, N))
+    tuning.tune(lambda: cublaslt.multiply(a, b))
+    assert fake.ran == [0]

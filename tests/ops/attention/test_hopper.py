@@ -1,0 +1,106 @@
+"""What the cases that every implementation must pass do not see of Hopper's attention."""
+
+import itertools
+
+import compiled
+import numpy as np
+import pytest
+from attention_formula import assert_close, gradients
+from checks import sampled
+
+from gpuattn.arrays import BFLOAT16
+from gpuattn.cuda import kernels
+from gpuattn.errors import UnsupportedError
+from gpuattn.ops.attention import hopper as attention_hopper
+from gpuattn.ops.attention.flash_attention import IMPLS, flash_attention
+
+FILE = "flash_attention_forward_hopper.cu"
+FLAGS = list(itertools.product((False, True), repeat=4))
+
+
+def constants(width, queries, *flags):
+    return {"scalar": "bf16", **attention_hopper.variant(width, queries, *flags)}
+
+
+def test_every_tile_in_use_is_compiled_in_the_tests():
+    listed = kernels.variants(FILE)
+    edges = attention_hopper.SHORT, attention_hopper.SHORT_BANDED, attention_hopper.LONG
+    lengths = 1, *edges, *(edge + 1 for edge in edges)
+    for width, queries in itertools.product(attention_hopper.WIDTHS, lengths):
+        for flags in FLAGS:
+            used = constants(width, queries, *flags)
+            assert used in listed, f"{used} is not on the header's Constants lines"
+
+
+@pytest.mark.parametrize("width", sampled(attention_hopper.WIDTHS, 1))
+@pytest.mark.parametrize("bias", [False, True])
+def test_matrix_products_are_not_serialised(nvrtc, width, bias):
+    """ptxas says C75xx where it waits for each product: a third of the speed."""
+    text = kernels.source_text(FILE, **constants(width, 4096, True, bias, False, False))
+    _, log = compiled.machine_code(text, "sm_90a", FILE)
+    assert "C75" not in log, log
+
+
+@pytest.mark.parametrize("width", attention_hopper.WIDTHS)
+@pytest.mark.parametrize("bias, extras", [(False, False), (True, False), (False, True)])
+def test_shared_memory_is_what_the_kernel_lays_out(nvrtc, width, bias, extras):
+    """The host's size, to the byte: the source with this line compiles for no other."""
+    used = constants(width, 4096, False, bias, extras, False)
+    size = attention_hopper.shared_bytes(used)
+    check = f'\nstatic_assert(SHARED_BYTES == {size}, "the host asks for another size");\n'
+    compiled.check_front_end(kernels.source_text(FILE, **used) + check, "sm_90a", FILE)
+
+
+def hopper(xp):
+    """Return arrays q, k, v for which the kernel runs here; skips where it does not."""
+    rng = np.random.default_rng(0)
+    qkv = [xp.asarray(rng.standard_normal((4, 700, 8, 64), np.float32).astype(BFLOAT16))] * 3
+    try:
+        flash_attention(*qkv, impl="raw-hopper")
+    except (UnsupportedError, ValueError) as error:
+        pytest.skip(str(error))
+    return qkv
+
+
+def test_launches_side_by_side_share_no_counter(gpu):
+    qkv = hopper(gpu)
+    want = flash_attention(*qkv, causal=True, impl="raw-hopper").view(np.uint16)
+    streams = [gpu.cuda.Stream(non_blocking=True) for _ in range(4)]
+    gpu.cuda.Device().synchronize()
+    found = []
+    for _ in range(50):
+        for stream in streams:
+            with stream:
+                found.append(flash_attention(*qkv, causal=True, impl="raw-hopper"))
+    for stream in streams:
+        stream.synchronize()
+    assert all((out.view(np.uint16) == want).all() for out in found)
+
+
+def test_replays_beside_eager_calls(gpu):
+    qkv = hopper(gpu)
+    want = flash_attention(*qkv, causal=True, impl="raw-hopper").view(np.uint16)
+    stream, other = (gpu.cuda.Stream(non_blocking=True) for _ in range(2))
+    gpu.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        captured = [flash_attention(*qkv, causal=True, impl="raw-hopper") for _ in range(3)]
+        graph = stream.end_capture()
+    for _ in range(20):
+        graph.launch(other)
+        with stream:
+            eager = flash_attention(*qkv, causal=True, impl="raw-hopper")
+    for each in (stream, other):
+        each.synchronize()
+    assert all((out.view(np.uint16) == want).all() for out in (*captured, eager))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_takes_all_tiles_of_a_head(gpu, causal):
+    """As many heads of keys as multiprocessors, of few tiles each: dq is not zeroed before."""
+    hopper(gpu)  # or skips
+    heads = gpu.cuda.Device().attributes["MultiProcessorCount"]
+    shape = {"queries": 450, "keys": 500, "heads": 2 * heads, "kv_heads": heads}
+    impls = {impl.name: impl for impl in IMPLS}
+    found = gradients(impls["raw-hopper"], gpu, **shape, causal=causal)
+    assert_close(found, gradients(impls["reference"], gpu, **shape, causal=causal))

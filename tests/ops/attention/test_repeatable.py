@@ -1,0 +1,145 @@
+"""The same bits every time: repeats, more batch entries and heads beside a row, a CUDA graph."""
+
+import numpy as np
+import pytest
+from checks import dtype_of
+
+from gpuattn import Tensor
+from gpuattn.autodiff import tape
+from gpuattn.errors import UnsupportedError
+from gpuattn.ops.attention.flash_attention import IMPLS, flash_attention
+from gpuattn.rng import Key
+
+RAW = [impl.name for impl in IMPLS if impl.name.startswith("raw-")]
+FORWARDS, BACKWARDS = 1000, 50
+CASES = {
+    "causal": {"T": 2048, "S": 2048, "causal": True},
+    "grouped": {"T": 1000, "S": 1111, "H": 4, "D": 128, "dtype": "float16"},
+    "packed": {"cu": [0, 700, 700, 701, 1034, 2048], "causal": True, "B": 5},
+    "features": {
+        "B": 2, "T": 300, "S": 331, "D": 80, "Dv": 96, "window": (100, 9), "softcap": 20.0,
+        "dropout_p": 0.2, "seed": Key(5, 1, 2), "bias": (1, 4, 300, 331), "sink": 4, "slopes": 4,
+        "key_lengths": [331, 200],
+    },
+}  # fmt: skip
+
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("impl", RAW)]
+
+
+def draw(xp, *, B=1, T=2048, S=2048, H=4, Hk=2, D=64, Dv=None, dtype="bfloat16", cu=None,
+         bias=None, sink=None, slopes=None, key_lengths=None, **params):  # fmt: skip
+    """Return ([q, k, v], keyword arguments of flash_attention)."""
+    rng = np.random.default_rng(0)
+    leads = ((2048,), (2048,)) if cu else ((B, T), (B, S))
+    shapes = (*leads[0], H, D), (*leads[1], Hk, D), (*leads[1], Hk, Dv or D)
+
+    def numbers(shape, kind=dtype):
+        return xp.asarray(rng.standard_normal(shape, np.float32).astype(dtype_of(kind)))
+
+    if cu:
+        longest = max(np.diff(cu))
+        params |= {"cu_seqlens_q": xp.asarray(cu, np.int32)}
+        params |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    if bias:
+        params["bias"] = numbers(bias)
+    if sink:
+        params["sink"] = numbers(sink, "float32")
+    if slopes:
+        params["alibi_slopes"] = abs(numbers(slopes, "float32"))
+    if key_lengths:
+        params["key_lengths"] = xp.asarray(key_lengths, np.int32)
+    return [numbers(shape) for shape in shapes], params
+
+
+def forward(qkv, params, impl):
+    """Return (out, lse); skips what the implementation refuses on this GPU."""
+    try:
+        return flash_attention(*qkv, **params, impl=impl, return_lse=True)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+def gradients(qkv, params, impl, deterministic=True):
+    """Return the gradients of out and lse by q, k, v and, where given, bias and sink."""
+    boxes = [Tensor(x, requires_grad=True) for x in qkv]
+    others = {name: Tensor(params[name], requires_grad=True)
+              for name in ("bias", "sink") if name in params}  # fmt: skip
+    params = params | others | {"deterministic": deterministic}
+    out, lse = forward(boxes, params, impl)
+    weights = out.data[..., ::-1] * 3, lse.data * 0 + 1  # some numbers, the same every time
+    return tape.gradients([out, lse], weights, [*boxes, *others.values()])
+
+
+def bits(x):
+    return x.view(f"u{x.itemsize}")
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_forward(gpu, impl, case):
+    qkv, params = draw(gpu, **case)
+    first = forward(qkv, params, impl)
+    differs = gpu.zeros((), bool)
+    for _ in range(FORWARDS - 1):
+        for x, want in zip(forward(qkv, params, impl), first, strict=True):
+            differs |= (bits(x) != bits(want)).any()
+    assert not differs
+    assert all(gpu.isfinite(x).all() for x in first)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_deterministic_backward(gpu, impl, case):
+    qkv, params = draw(gpu, **case)
+    first = gradients(qkv, params, impl)
+    differs = gpu.zeros((), bool)
+    for _ in range(BACKWARDS - 1):
+        for x, want in zip(gradients(qkv, params, impl), first, strict=True):
+            differs |= (bits(x) != bits(want)).any()
+    assert not differs
+    for x, want in zip(gradients(qkv, params, impl, False), first, strict=True):
+        x, want = x.astype(np.float32), want.astype(np.float32)
+        assert abs(x - want).max() <= 2**-7 * abs(want).max(), "a rounding of the largest"
+
+
+@pytest.mark.parametrize("T, S", [(1, 2048), (129, 129), (300, 1000)])
+@pytest.mark.parametrize("features", [{}, {"causal": True, "dropout_p": 0.1, "seed": 3}])
+def test_a_row_does_not_see_its_batch(gpu, impl, T, S, features):
+    """Sequence 0 and the heads of its first KV head, alone and beside many others."""
+    many, params = draw(gpu, B=40, T=T, S=S, H=12, Hk=6, **features)
+    heads = 2, 1, 1
+    few = [gpu.ascontiguousarray(x[:1, :, :n]) for x, n in zip(many, heads, strict=True)]
+    out, lse = forward(many, params, impl)
+    alone, lse_alone = forward(few, params, impl)
+    assert (bits(out[:1, :, :2]) == bits(alone)).all()
+    assert (bits(lse[:1, :2]) == bits(lse_alone)).all()
+
+
+def test_a_packed_row_does_not_see_its_batch(gpu, impl):
+    (q, k, v), params = draw(gpu, cu=[0, 500, 1500, 2048], causal=True)
+    first = params | {"cu_seqlens_q": gpu.asarray([0, 500], np.int32), "max_seqlen_q": 500,
+                      "max_seqlen_k": 500}  # fmt: skip
+    out, lse = forward((q, k, v), params, impl)
+    alone, lse_alone = forward((q[:500], k[:500], v[:500]), first, impl)
+    assert (bits(out[:500]) == bits(alone)).all()
+    assert (bits(gpu.ascontiguousarray(lse[:, :500])) == bits(lse_alone)).all()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_in_a_graph(gpu, impl, case):
+    """A captured call replays with the bits of a plain one, for inputs that came later too."""
+    qkv, params = draw(gpu, **case)
+    stream = gpu.cuda.Stream(non_blocking=True)
+    gpu.cuda.Device().synchronize()
+    with stream:
+        gradients(qkv, params, impl)  # compiles, and fills the memory pool
+        forward(qkv, params, impl)
+        stream.synchronize()
+        stream.begin_capture()
+        captured = [*forward(qkv, params, impl), *gradients(qkv, params, impl)]
+        graph = stream.end_capture()
+        for places, x in enumerate(qkv):
+            x[...] = gpu.roll(x, places, -1)
+        graph.launch(stream)
+        want = [*forward(qkv, params, impl), *gradients(qkv, params, impl)]
+        stream.synchronize()
+    for x, y in zip(captured, want, strict=True):
+        assert (bits(x) == bits(y)).all()

@@ -1,0 +1,28 @@
+"""The tiles of attention on any GPU: they fit everywhere, and Python knows them as CUDA does."""
+
+import itertools
+
+import compiled
+import pytest
+
+from gpuattn.cuda import kernels
+from gpuattn.ops.attention import simt
+
+LEAST_LIMIT = 101_376  # bytes a block may ask for on sm_86 and sm_89
+FORMS = list(itertools.product(simt.WIDTHS, (False, True)))
+
+
+@pytest.mark.parametrize(("width", "extras"), FORMS)
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [("forward", ("ROWS", "KEYS")), ("dkv", ("OWN", "STEP")), ("dq", ("OWN", "STEP"))],
+)
+def test_tiles_are_those_of_the_kernels(nvrtc, part, names, width, extras):
+    file = f"flash_attention_{'forward' if part == 'forward' else 'backward'}_simt.cu"
+    text = kernels.source_text(file, scalar="float", HEAD_DIM=width, EXTRAS=extras)
+    sizes = text[: text.index('extern "C"')]
+    own, step = simt.choose_tile(part, width, extras)
+    size = simt.shared_bytes(part, width, extras)
+    claim = f"{names[0]} == {own} && {names[1]} == {step} && SHARED_BYTES == {size}"
+    compiled.check_front_end(f'{sizes}\nstatic_assert({claim}, "");', "sm_80", file)
+    assert size <= LEAST_LIMIT

@@ -1,0 +1,195 @@
+"""GELU behind a linear layer on Hopper, its slopes as bytes, and the gradients from them."""
+
+import emulator
+import numpy as np
+import pytest
+from checks import check_hopper_compiles, sampled
+
+from gpuattn.arrays import BFLOAT16, to_cpu
+from gpuattn.autodiff.pending_matmul import Product
+from gpuattn.autodiff.tensor import Tensor
+from gpuattn.cuda import kernels
+from gpuattn.ops.linear import gelu_hopper
+from gpuattn.ops.linear.bias_activation import activate
+from gpuattn.ops.linear.linear import IMPLS as LINEAR
+from gpuattn.ops.linear.linear import linear
+
+DTYPES = {"f16": np.float16, "bf16": BFLOAT16}
+UNIT = {"f16": 2.0**-10, "bf16": 2.0**-7}  # of the last place of 1
+SLOPE_ERROR = {"f16": 1 / 400, "bf16": 1 / 256}
+# rows, in, out, the next layer's out; where out is 256 or less the weight stays in shared memory
+PROBLEMS = [
+    ((300, 136, 232, 72), "f16"),
+    ((300, 136, 232, 72), "bf16"),
+    ((400, 72, 328, 136), "f16"),
+    ((130, 392, 264, 8), "bf16"),
+    ((1, 8, 8, 392), "bf16"),
+]
+
+
+def problem(xp, shape, dtype, seed=0):
+    """Return x, the weight and a Product that is y's gradient, and all of them as float64."""
+    rows, depth, columns, width = shape
+    rng = np.random.default_rng(seed)
+    shapes = (rows, depth), (columns, depth), (rows, width), (width, columns)
+    exact = [rng.standard_normal(s, np.float32) for s in shapes]
+    exact[1] *= 2 / np.sqrt(depth)
+    exact = [x.astype(DTYPES[dtype]) for x in exact]
+    x, weight, dz, after = (xp(a) for a in exact)
+    return x, weight, Product(dz, after, (rows, columns)), [a.astype(np.float64) for a in exact]
+
+
+def close(found, want, unit, slack):
+    found = to_cpu(found).astype(np.float64)
+    assert not np.isnan(found).any()
+    assert (np.abs(found - want) <= unit / 2 * 1.01 * np.abs(want) + slack).all()
+
+
+def slopes_of(codes, dtype, shape, like):
+    """Return the slopes of ``shape`` that the codes stand for: of 1, each is exact in 16 bits."""
+    ones = like(np.ones(shape, DTYPES[dtype]))
+    return to_cpu(gelu_hopper.backward_alone(ones, codes)).astype(np.float64)
+
+
+def check(x, weight, product, exact, dtype, like):
+    rows, matrix, dz, after = exact
+    y, codes = gelu_hopper.forward(x, weight)
+    value, slope = activate(rows @ matrix.T, "gelu", True)
+    close(y, value, UNIT[dtype], 2e-6 * np.abs(rows) @ np.abs(matrix.T) + 1e-6)
+    slopes = slopes_of(codes, dtype, y.shape, like)
+    rounding = UNIT["f16"] if dtype == "f16" else 0  # a byte's slope is exact in bfloat16
+    assert np.abs(slopes - slope).max() <= SLOPE_ERROR[dtype] + rounding + 1e-4
+    want, sums = dz @ after, np.abs(dz) @ np.abs(after)
+    # the product is rounded, then the result
+    found = gelu_hopper.backward(product, codes)
+    close(found, want * slopes, 2 * UNIT[dtype], 1e-5 * sums)
+    dy = like(want.astype(DTYPES[dtype]))
+    found = gelu_hopper.backward_alone(dy, codes)
+    close(found, to_cpu(dy).astype(np.float64) * slopes, UNIT[dtype], 1e-6)
+
+
+@pytest.mark.parametrize("shape, dtype", sampled(PROBLEMS, 1))
+def test_on_an_emulated_gpu(shape, dtype, host_compiler):
+    x, weight, product, exact = problem(emulator.as_array, shape, dtype)
+    with emulator.Machine(seed=sum(shape)).in_place():
+        assert gelu_hopper.fits(x, weight) and gelu_hopper.takes_product(product)
+        check(x, weight, product, exact, dtype, emulator.as_array)
+
+
+@pytest.mark.parametrize("dtype", sampled(DTYPES, 1))
+def test_far_from_zero(dtype, host_compiler):
+    """0 and 1 are exact; what is not finite is in the result."""
+    z = np.array([-6e4, -30, -7, 7, 30, 6e4, np.nan, 0])
+    one = np.zeros((1, 8), DTYPES[dtype])
+    one[0, 0] = 1
+    weight = np.zeros((8, 8), DTYPES[dtype])
+    weight[:, 0] = z
+    with emulator.Machine(seed=1).in_place():
+        y, codes = gelu_hopper.forward(emulator.as_array(one), emulator.as_array(weight))
+        slopes = slopes_of(codes, dtype, y.shape, emulator.as_array)
+    y = y.astype(np.float64)
+    want = np.where(z < 0, 0, weight[:, 0].astype(float))
+    np.testing.assert_allclose(y[0, :6], want[:6], atol=1e-9)
+    np.testing.assert_array_equal(slopes[0, :6], [0, 0, 0, 1, 1, 1])
+    assert np.isnan(y[0, 6]) and y[0, 7] == 0 and abs(slopes[0, 7] - 0.5) <= SLOPE_ERROR[dtype]
+
+
+@pytest.mark.parametrize("as_product", [True, False])
+def test_a_layer_goes_on_from_its_codes(monkeypatch, as_product, host_compiler):
+    x, weight, product, exact = problem(emulator.as_array, (70, 72, 136, 80), "f16")
+    monkeypatch.setattr(gelu_hopper, "takes", lambda *_: True)
+    (raw, *_), needs = LINEAR, (True, True, False)
+    with emulator.Machine(seed=3).in_place():
+        _, saved = raw.forward(x, weight, None, needs=needs, activation="gelu")
+        assert gelu_hopper.are_codes(saved[2])
+        assert raw.takes_product(saved, product, 0, needs=needs, activation="gelu")
+        dy = product if as_product else emulator.as_array(product.dz @ product.weight)
+        into = None, None, None
+        dx, dweight, _ = raw.backward(saved, dy, needs=needs, into=into, activation="gelu")
+    rows, matrix, dz, after = exact
+    _, slope = activate(rows @ matrix.T, "gelu", True)
+    dz = dz @ after * slope
+    for found, want in (dx, dz @ matrix), (dweight, dz.T @ rows):
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-2 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("held", gelu_hopper.SHARED_BYTES)
+def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, held, gradient):
+    size = gelu_hopper.SHARED_BYTES[held]
+    check_hopper_compiles(gelu_hopper.FILE, size, GRADIENT=gradient, HELD=held)
+
+
+@pytest.mark.parametrize(
+    "rows, columns, depth, want",
+    [
+        (16384, 1536, 384, (gelu_hopper.HELD, 132)),
+        (16384, 1536, 392, (0, 132)),
+        (16384, 3072, 384, (0, 132)),  # 24 columns of tiles five times: 120
+        (1024, 1536, 384, (gelu_hopper.HELD, 96)),
+        (128, 50304, 384, (0, 132)),
+    ],
+)
+def test_plan(rows, columns, depth, want):
+    assert gelu_hopper.plan(rows, columns, depth, 132) == want
+
+
+def views():
+    """Inputs and weights that the kernel does not take."""
+    x, weight = np.zeros((256, 136), np.float16), np.zeros((264, 136), np.float16)
+    yield "wide", x.astype(np.float32), weight.astype(np.float32)
+    yield "mixed", x, weight.astype(BFLOAT16)
+    yield "odd columns", x, weight[:-1]
+    yield "odd depth", x[:, :-1], weight[:, :-1]
+    yield "by columns", x, np.asfortranarray(weight)
+    yield "no rows", x[:0], weight
+    yield "no depth", x[:, :0], weight[:, :0]
+
+
+@pytest.mark.parametrize("name, x, weight", list(views()))
+def test_what_does_not_fit(name, x, weight):
+    assert not gelu_hopper.fits(emulator.as_array(x), emulator.as_array(weight))
+
+
+# ---- on a GPU --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper(gpu):
+    if kernels.gpu(0)[0] != "90":
+        pytest.skip("not a Hopper GPU")
+    return gpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(3000, 384, 1536, 384), (2049, 776, 1544, 520), (333, 72, 2056, 128)], ids=str
+)
+def test_on_a_gpu(hopper, shape, dtype):
+    x, weight, product, exact = problem(hopper.asarray, shape, dtype)
+    check(x, weight, product, exact, dtype, hopper.asarray)
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["product", "array"])
+def test_two_layers(hopper, monkeypatch, watched):
+    """Gradients of all parameters as without the kernel, which runs once or twice."""
+    rng = np.random.default_rng(0)
+    shapes = [(1, 8192, 384), (2048, 384), (384, 2048)]
+    arrays = [hopper.asarray(rng.standard_normal(s, np.float32).astype(BFLOAT16)) for s in shapes]
+
+    def gradients():
+        x, w1, w2 = (Tensor(a, requires_grad=True) for a in arrays)
+        hidden = linear(x, w1 * 0.06, activation="gelu")
+        if watched:
+            hidden = hidden * 1.0
+        linear(hidden, w2 * 0.03).backward(arrays[0])
+        return [to_cpu(t.grad).astype(np.float64) for t in (x, w1, w2)]
+
+    names = gelu_hopper.NAME, gelu_hopper.ALONE
+    before = kernels.launches.copy()
+    found = gradients()
+    ran = tuple((kernels.launches - before)[name] for name in names)
+    assert ran == ((1, 1) if watched else (2, 0))
+    monkeypatch.setattr(gelu_hopper, "takes", lambda *_: False)
+    for got, want in zip(found, gradients(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-2 * np.abs(want).max())

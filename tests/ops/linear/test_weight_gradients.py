@@ -1,0 +1,152 @@
+"""Gradients of many weights in one launch of Hopper's: right, put off and caught up with."""
+
+from types import SimpleNamespace
+
+import emulator
+import numpy as np
+import pytest
+from checks import check_hopper_compiles
+
+from gpuattn.arrays import BFLOAT16, to_cpu
+from gpuattn.autodiff import side_stream
+from gpuattn.autodiff.tensor import Tensor
+from gpuattn.cuda import kernels
+from gpuattn.ops.linear import weight_gradients as op
+from gpuattn.ops.linear.linear import linear
+
+SHAPES = {  # of weights, rows, pairs of blocks, each a team
+    "a weight for each pair": ([(256, 384), (384, 256)], 70, 2),
+    "one shared by two, from the third step on": ([(256, 384), (256, 384), (256, 384)], 150, 2),
+    "one in three parts": ([(256, 384)], 330, 3),
+    "pairs of two weights, and none for the last block": ([(128, 384), (384, 256)], 200, 3),
+    "a gradient of two columns of tiles": ([(384, 768)], 100, 2),
+}
+KINDS = [(BFLOAT16, BFLOAT16), (np.float16, np.float32)]  # of what is multiplied, of gradients
+
+
+def problem(shapes, rows, kinds, seed=0):
+    """Return [(dz, x, place, accumulate)], adding to the second, and exact results by float64."""
+    rng, problems, want = np.random.default_rng(seed), [], []
+    for n, (out, into) in enumerate(shapes):
+        dz, x = (rng.integers(-2, 3, (rows, width)).astype(kinds[0]) for width in (out, into))
+        place = np.full((out, into), np.nan, kinds[1])
+        if n == 1:
+            place[:] = rng.integers(-8, 9, place.shape)
+        exact = dz.astype(np.float64).T @ x.astype(np.float64)
+        want.append((exact + (place.astype(np.float64) if n == 1 else 0)).astype(kinds[1]))
+        problems.append((dz, x, place, n == 1))
+    return problems, want
+
+
+def assert_equal(problems, want):
+    for (*_, place, _), exact in zip(problems, want, strict=True):
+        np.testing.assert_array_equal(to_cpu(place).astype(np.float64), exact.astype(np.float64))
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=["bf16", "f16 to float32"])
+@pytest.mark.parametrize("case", SHAPES)
+def test_on_an_emulated_gpu(monkeypatch, case, kinds, host_compiler):
+    shapes, rows, pairs = SHAPES[case]
+    room = np.full((2 * pairs, op.ROWS * op.COLUMNS), np.nan, np.float32)
+    given = np.zeros(2 * pairs, np.int32)
+    monkeypatch.setattr(op, "TEAM", 1)
+    places = [np.uint64(x.ctypes.data) for x in (room, given)]
+    monkeypatch.setattr(op, "_room", lambda blocks: places)
+    problems, want = problem(shapes, rows, kinds)
+    problems = [(*map(emulator.as_array, arrays), add) for *arrays, add in problems]
+    with emulator.Machine(seed=rows, multiprocessors=2 * pairs).in_place():
+        assert all(op.fits(*arrays) for *arrays, _ in problems)
+        op.launch_kernel(problems)
+    assert_equal(problems, want)
+    assert not given.any(), "what was given is not taken"
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, wide):
+    check_hopper_compiles(op.FILE, op.SHARED_BYTES, WIDE=wide, TEAM=op.TEAM)
+
+
+@pytest.mark.parametrize("shape, turned", [
+    ((1536, 384), False), ((384, 1536), True), ((384, 384), False), ((128, 768), False),
+    ((512, 512), None), ((384, 65), None),
+])  # fmt: skip
+def test_which_gradients_tiles_cover(shape, turned):
+    assert op._is_turned(shape) is turned
+
+
+# ---- Hopper ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper(gpu):
+    if kernels.gpu(0)[0] != "90":
+        pytest.skip("not a Hopper GPU")
+    return gpu
+
+
+LETTERS = [(1536, 384), (384, 1536), (1152, 384), (384, 384)]
+
+
+@pytest.mark.parametrize("shapes, rows", [
+    (LETTERS, 4096), (LETTERS * 3, 1000), (LETTERS * 7, 500), ([(768, 2304), (768, 768)], 4100),
+])  # fmt: skip
+@pytest.mark.parametrize("kinds", KINDS, ids=["bf16", "f16 to float32"])
+def test_many(hopper, monkeypatch, shapes, rows, kinds):
+    monkeypatch.setattr(op, "LEAST_STEPS", 0)
+    problems, want = problem(shapes, rows, kinds, seed=rows)
+    problems = [(*map(hopper.asarray, arrays), add) for *arrays, add in problems]
+    before = kernels.launches[op.NAME]
+    op.launch(problems)
+    assert_equal(problems, want)
+    assert kernels.launches[op.NAME] - before == -(-len(shapes) // op.MOST)
+
+
+def test_what_blocks_leave_is_zeroed_on_the_stream_of_the_launch(monkeypatch):
+    zeroed, memory = [], SimpleNamespace(Memory=lambda size: SimpleNamespace(ptr=64, size=size))
+    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *args: zeroed.append(args))
+    stream = SimpleNamespace(ptr=77)
+    cuda = SimpleNamespace(memory=memory, runtime=runtime, get_current_stream=lambda: stream)
+    monkeypatch.setattr(op, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(op, "_rooms", {})
+    for _ in range(2):
+        assert op._room(12) == [64, 64]
+    assert zeroed == [(64, 0, 12 * 4, 77)]
+
+
+def test_a_few_tiles_are_the_librarys(hopper):
+    problems, want = problem([(384, 384)], 4096, KINDS[1])
+    problems = [(*map(hopper.asarray, arrays), add) for *arrays, add in problems]
+    before = kernels.launches[op.NAME]
+    op.launch(problems)
+    assert_equal(problems, want)
+    assert kernels.launches[op.NAME] == before
+
+
+def test_layers_put_their_gradients_off(hopper, rng):
+    """One launch for a chain of layers; at once for a weight that has to be added to."""
+    x, dy = (rng.standard_normal((4096, 384), np.float32).astype(BFLOAT16) for _ in range(2))
+    weights = [rng.standard_normal((384, 384), np.float32) / 20 for _ in range(12)]
+    weights = [hopper.asarray(w.astype(BFLOAT16)) for w in weights]
+
+    def gradients(count, uses):
+        tensors = [Tensor(w, requires_grad=True) for w in weights[:count]]
+        for tensor in tensors:
+            tensor.grad_slot = hopper.full(tensor.data.shape, np.nan, np.float32)
+        y = Tensor(hopper.asarray(x), requires_grad=True)
+        for tensor in tensors * uses:
+            y = linear(y, tensor)
+        before = kernels.launches[op.NAME]
+        with side_stream.allowed(y.data):
+            y.backward(hopper.asarray(dy))
+        return kernels.launches[op.NAME] - before, [to_cpu(t.grad_slot) for t in tensors]
+
+    hopper.cuda.Device().synchronize()
+    with hopper.cuda.Stream(non_blocking=True):
+        for count, uses, launches in ((12, 1, 1), (6, 2, 0)):
+            ran, found = gradients(count, uses)
+            assert ran == launches
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(op, "takes", lambda *_: False)
+                _, want = gradients(count, uses)
+            for one, other in zip(found, want, strict=True):
+                assert np.abs(one - other).max() < 1e-4 * np.abs(other).max()

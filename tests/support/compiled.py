@@ -1,0 +1,119 @@
+"""CUDA sources compiled by NVRTC for tests, and kept on disk: a second run compiles nothing again.
+
+The key is a hash of the source text (with a digest of its headers), the architecture and NVRTC's
+version. The folder lies beside the cubins of ``gpuattn.cuda.kernels``.
+"""
+
+import ctypes
+import hashlib
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+from gpuattn.cuda import kernels
+from gpuattn.errors import KernelCompileError
+
+MOST = 4  # variants of a file that the default tier compiles to machine code
+OTHERS = "sm_86", "sm_89", "sm_100"  # architectures than those that kernels were made for
+
+
+def cases():
+    """Yield (file, architecture, constants, whether the default tier compiles it to machine code).
+
+    All variants for those it was made for; for each of ``OTHERS`` one in three, another third. The
+    default tier takes at most ``MOST`` of them, evenly spread, for the first architecture of the
+    header, one for Hopper, and one for one of the others, in turns.
+    """
+    for turn, file in enumerate(kernels.files()):
+        every = kernels.variants(file)
+        for place, arch in enumerate(kernels.architectures(file)):
+            listed, step = every, len(every) if place else -(-len(every) // MOST)
+            if arch in OTHERS:
+                listed = every[OTHERS.index(arch) % len(every) :: 3]
+                step = len(listed) if arch == OTHERS[turn % 3] else None
+            for number, constants in enumerate(listed):
+                yield file, arch, constants, step is not None and number % step == 0
+
+
+def machine_code(text, arch, file):
+    """Return (cubin, NVRTC's log) of a source text, as ``kernels.compile_text`` does."""
+    return _kept(kernels.compile_text, text, arch, file)
+
+
+def check_front_end(text, arch, file):
+    """Raise KernelCompileError where syntax, types or a ``static_assert`` are wrong.
+
+    No machine code is made: a twentieth of the time.
+    """
+    _kept(_front_end, text, arch, file)
+
+
+def compile_variant(file, arch, constants):
+    """Return NVRTC's log for a variant of a file in ``rawkernels``."""
+    return machine_code(kernels.source_text(file, **constants), arch, file)[1]
+
+
+def check_variants(file):
+    """Check that the front end takes every variant, for the architecture the file was made for."""
+    for constants in kernels.variants(file):
+        text = kernels.source_text(file, **constants)
+        check_front_end(text, kernels.architectures(file)[0], file)
+
+
+def hopper_instructions(file):
+    """Return {kernel: its instructions, in order} of a file's first variant on a Hopper GPU."""
+    text = kernels.source_text(file, **kernels.variants(file)[0])
+    return instructions(text, kernels.arch_for(file, "90"), file)
+
+
+def instructions(text, arch, file):
+    """Return {kernel: its instructions, in order} of a source text, by nvdisasm."""
+    code, _ = machine_code(text, arch, file)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(code)
+        cubin.flush()
+        command = [disassembler(), "-c", cubin.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, *sections = re.split(r"^\s*\.section\s+\.text\.(\w+).*$", sass, flags=re.MULTILINE)
+    instruction = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
+    pairs = zip(sections[::2], sections[1::2], strict=True)
+    return {name: instruction.findall(section) for name, section in pairs}
+
+
+def disassembler():
+    """Return the path of nvdisasm, or None."""
+    places = [Path(p, "nvidia", c, "bin", "nvdisasm") for p in sys.path for c in ("cu13", "cu12")]
+    return next((path for path in places if path.exists()), None)
+
+
+def _kept(compile_text, text, arch, file):
+    key = "\0".join([compile_text.__name__, text, arch, kernels.nvrtc_version()])
+    folder = kernels.cache_folder().parent / "compiled"
+    path = folder / hashlib.sha256(key.encode()).hexdigest()[:32]
+    if path.exists():
+        return pickle.loads(zlib.decompress(path.read_bytes()))
+    found = compile_text(text, arch, file)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
+        temporary.write(zlib.compress(pickle.dumps(found), 1))
+    os.replace(temporary.name, path)
+    return found
+
+
+def _front_end(text, arch, file):
+    """Compile to what a linker would optimize, without optimizing it."""
+    lib, program = kernels.nvrtc(), ctypes.c_void_p()
+    lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), file.encode(), 0, None, None)
+    options = [f"--gpu-architecture={arch}", "-std=c++17", f"-I{kernels.ROOT}", "-dlto"]
+    array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+    try:
+        if lib.nvrtcCompileProgram(program, len(options), array):
+            log = kernels._nvrtc_bytes(program, "ProgramLog").rstrip(b"\0").decode()
+            raise KernelCompileError(kernels._compile_message(text, arch, file, log))
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))

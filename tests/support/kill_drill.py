@@ -1,0 +1,99 @@
+"""Kills a training run at random moments, and shows that it ends as one that never was killed.
+
+    python tests/support/kill_drill.py --device cuda --kills 30
+
+Weights, optimizer, moving average and the figures of all evaluations must be the same, bit for bit.
+On a GPU the sentences are so long that attention's gradient would be added up in any order, were it
+not for ``deterministic``. The tests do the same on NumPy, with fewer kills.
+"""
+
+import argparse
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+from stopping import Training, assert_same_bits, assert_same_metrics, saves
+
+from gpuattn.runs.config import TrainConfig
+from gpuattn.runtime import checkpoint
+
+EARLY, SAVING = 0.2, 0.5  # shares of kills before there is anything new to lose, and in a save
+MOST = 3  # saves between two kills
+SLOW_SAVES = """
+import os, time
+inner = os.replace
+os.replace = lambda *names: (time.sleep(0.02), inner(*names))
+"""  # so that a kill comes before the file has its name
+SIZES = {
+    "numpy": {"dim": 16, "heads": 2, "layers": (1, 1), "ffn": 16, "batch": 120, "max_len": 40},
+    "cuda": {"dim": 64, "heads": 2, "layers": (1, 1), "ffn": 64, "batch": 4096, "max_len": 700},
+}
+
+
+def new_config(folder, device, kills):
+    """Write a corpus of letters; return the options of a run that outlasts the kills."""
+    rng = np.random.default_rng(1)
+    least, most, count = (400, 650, 200) if device == "cuda" else (1, 9, 80)
+    lines = [
+        " ".join(rng.choice(list("abcdefgh"), rng.integers(least, most))) for _ in range(count)
+    ]
+    (folder / "src").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "tgt").write_text("".join(f"{line[::-1]}\n" for line in lines))
+    return TrainConfig(
+        source=str(folder / "src"), target=str(folder / "tgt"), vocab_size=400, dropout=0.3,
+        lr=1e-2, warmup=4, length=f"{2 * (MOST + 1) * kills + 20}u", eval_every="2u",
+        score_pairs=0, ema=0.9, accumulate=2, average=2, deterministic=True, threads=2,
+        **SIZES[device],
+    )  # fmt: skip
+
+
+def drill(folder, device, kills, seed=0):
+    """Run once without and once with so many kills; return the updates after which each came, and
+    how many came in the midst of a save. Raises AssertionError unless the runs are the same."""
+    rng, config = np.random.default_rng(seed), new_config(folder, device, kills)
+    whole, out = Training(config, folder / "whole", device), folder / "killed"
+    waiting = deque(Training(config, out, device, SLOW_SAVES) for _ in range(2))
+    whole.begin()
+    code, said = whole.end()
+    assert code == 0, said
+    updates, torn = [], 0
+    for _ in range(kills):
+        training = waiting.popleft()
+        waiting.append(Training(config, out, device, SLOW_SAVES))
+        training.begin()
+        kind = rng.random()
+        if kind < EARLY:
+            time.sleep(rng.uniform(0, 0.5))
+        else:
+            training.wait_for_state(saves(out) + rng.integers(1, MOST + 1))
+            if kind < EARLY + SAVING:
+                training.wait_for_save()
+            else:
+                time.sleep(rng.uniform(0, 0.03))
+        torn += training.kill()
+        updates.append(checkpoint.load(out, "state")[1]["update"] if saves(out) else 0)
+    last, spare = waiting
+    spare.kill()
+    last.begin()
+    code, said = last.end()
+    assert code == 0, said
+    assert 0 < updates[-1] < config.length.amount
+    assert_same_bits(folder / "whole", out)
+    assert_same_metrics(folder / "whole", out)
+    assert not list(out.rglob(".*.tmp"))
+    return updates, torn
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=sorted(SIZES), default="numpy")
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.monotonic()
+        updates, torn = drill(Path(folder), given.device, given.kills, given.seed)
+    print(f"{given.kills} kills, {torn} of them in the midst of a save, after updates {updates}")
+    print(f"the same bits as without, in {time.monotonic() - begin:.0f} s")
