@@ -14,7 +14,7 @@ COMPILE_SECONDS, LOAD_SECONDS = 2.0, 0.05
 PROGRAM = """
 import json, sys, time
 import cupy, numpy as np
-from gpuattn import kernels
+from gpuattn.cuda import kernels
 from gpuattn.ops.attention.flash_attention import IMPLS
 name, D = sys.argv[1], int(sys.argv[2])
 impl = next(impl for impl in IMPLS if impl.name == name)
