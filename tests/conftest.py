@@ -165,6 +165,14 @@ def rng():
     return np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_blas_thread():
+    """Runs do not time numbers of BLAS threads; test_threads.py does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpuattn.train.threads.candidates", lambda: [1])
+        yield
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """What ``arrays.empty`` returns holds NaN (or a wild integer) until it is written."""

@@ -81,7 +81,7 @@ class BlasThreads:
     def observe(self, rate):
         """Hear the tokens a second since the last time; a large change calls for a new choice."""
         repeats = max(self.record, default=0) > self._update  # updates from before a stop
-        if self._asked != AUTO or repeats:
+        if self._asked != AUTO or repeats or len(candidates()) == 1:
             return
         if self._rate is None:
             self._rate = rate
@@ -96,9 +96,13 @@ class BlasThreads:
         self._rate, self._due = None, False
         if not self._libraries:
             return
+        numbers = candidates()
+        if len(numbers) == 1:
+            self._choose(update, numbers[0], f"BLAS uses {numbers[0]}, as there is one core")
+            return
         before, times = self._recorded(update), {}
         self._step()
-        for number in candidates():
+        for number in numbers:
             self._use(number)
             times[number] = self._time()
             best = min(times, key=times.get)

@@ -130,7 +130,8 @@ def test_measuring_changes_nothing_of_a_run(tmp_path):
     config = dataclasses.replace(new_config(tmp_path, "numpy", kills=0), threads=1)
     train(config, tmp_path / "given", device="numpy")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threads, "candidates", lambda: [1])
+        patch.setattr(threads, "candidates", lambda: [1, 2])
+        patch.setattr(BlasThreads, "_time", lambda blas: blas._step() or 1.0)  # none is faster
         train(dataclasses.replace(config, threads="auto"), tmp_path / "auto", device="numpy")
     assert_same_bits(tmp_path / "given", tmp_path / "auto")
     rows = MetricsLog(tmp_path / "auto" / "metrics.jsonl").read("threads")
@@ -202,3 +203,15 @@ def test_another_blas_is_warned_of(tmp_path, monkeypatch):
     train(config, tmp_path / "run", device="numpy", report=report)
     (text,) = [text for topic, text in said if topic == "warning" and "products" in text]
     assert "now by mkl 2027 Zen 9: bits may differ" in text
+
+
+def test_one_core_leaves_no_choice(choose, monkeypatch):
+    library = Library({1: 0.09})
+    blas, told = choose(library)
+    monkeypatch.setattr(threads, "candidates", lambda: [1])
+    blas.next(0)
+    blas.observe(1000)
+    blas.next(20)
+    blas.observe(1)
+    blas.next(40)
+    assert blas.record == {0: 1} and not library.steps and len(told) == 1
