@@ -139,7 +139,9 @@ class Session:
     def _record_threads(self, threads):
         """Take the choices of BLAS threads from the log, and add new ones to it."""
         log, say = self.folder.metrics, self.report.say
-        threads.record = {row["update"]: row["threads"] for row in log.read("threads")}
+        for row in log.read("threads"):  # a later row replaces what was chosen beyond its update
+            kept = {u: number for u, number in threads.record.items() if u < row["update"]}
+            threads.record = kept | {row["update"]: row["threads"]}
 
         def note(update, number, sentence):
             log.add("threads", update=update, seconds=self.trainer.at.seconds, threads=number)

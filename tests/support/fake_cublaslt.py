@@ -18,6 +18,8 @@ WORKSPACE = 1024
 
 
 class Array(np.ndarray):
+    """A NumPy array that answers as CuPy's do where launches ask."""
+
     @property
     def data(self):
         return SimpleNamespace(ptr=self.ctypes.data, device_id=0)

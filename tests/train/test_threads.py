@@ -215,3 +215,21 @@ def test_one_core_leaves_no_choice(choose, monkeypatch):
     blas.observe(1)
     blas.next(40)
     assert blas.record == {0: 1} and not library.steps and len(told) == 1
+
+
+def test_a_number_that_was_given_replaces_what_was_recorded_beyond_it(tmp_path, monkeypatch):
+    config = dataclasses.replace(new_config(tmp_path, "numpy", kills=0), length="12u")
+    log, used = MetricsLog(tmp_path / "run" / "metrics.jsonl"), {}
+
+    def note(blas, number, inner=BlasThreads._use):
+        inner(blas, number)
+        used[blas._update] = number
+
+    train(dataclasses.replace(config, threads=2), tmp_path / "run", device="numpy", stop=After(4))
+    log.add("threads", update=8, threads=2)  # chosen there by a process that was killed
+    one = dataclasses.replace(config, threads=1)
+    train(one, tmp_path / "run", device="numpy", stop=After(2))
+    monkeypatch.setattr(BlasThreads, "_use", note)
+    assert train(one, tmp_path / "run", device="numpy").finished
+    assert [(row["update"], row["threads"]) for row in log.read("threads")][1:] == [(8, 2), (2, 1)]
+    assert set(used.values()) == {1}
