@@ -37,6 +37,14 @@ class SlowPathWarning(UserWarning):
     """A GPU array took a slower implementation than the fastest one."""
 
 
+class HardwareRefusal(str):
+    """A refusal because of the GPU model: no argument can change it, so nobody is warned."""
+
+
+class SlowerRefusal(str):
+    """A refusal because another implementation was measured faster. Asked for by name, it runs."""
+
+
 def problem(function, argument, got, accepted, advice=""):
     """Return the sentence of our messages: where, what came, what is accepted, what to try."""
     text = f"{function}: {argument} is {got}; accepted: {accepted}"

@@ -1,23 +1,47 @@
-"""How an op picks one of its implementations, and how it says why."""
+"""How an op chooses one of its implementations, and how it explains the choice."""
 
 import contextlib
 import contextvars
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
-from gpuattn.arrays import device_of, on_gpu
-from gpuattn.errors import KernelCompileError, SlowPathWarning, UnsupportedError, problem
+from gpuattn.arrays import device_of, is_floating, on_gpu
+from gpuattn.errors import (
+    HardwareRefusal,
+    KernelCompileError,
+    SlowerRefusal,
+    SlowPathWarning,
+    UnsupportedError,
+    problem,
+)
 
 _overrides = contextvars.ContextVar("gpuattn_overrides", default={})  # noqa: B039  never mutated
-_explaining = contextvars.ContextVar("gpuattn_explaining", default=False)
 _broken = {}  # (op, implementation) -> why its kernel does not compile here, once that was seen
 OPS = {}  # op name -> Impls of every op with a choice, filled as op modules are imported
 
 
-class Elsewhere(str):
-    """A refusal for want of another GPU: no argument could change it, so nobody is warned."""
+@dataclass(frozen=True)
+class Fusion:
+    """How the gradient of an op meets the gradients of its neighbours: see ``autodiff``.
+
+    ``layout(saved, out, into, **params)``, of an op whose outputs are parts of one array: returns
+    the arrays that the gradients of its inputs and those of its outputs are written to, so that the
+    latter lie together without a copy. ``out`` is an output; ``into`` are such arrays for the
+    inputs, or None. ``writes_into_layout``: the backward writes there and returns what it wrote.
+    ``offers_matmul``: the backward takes ``fold`` too, which may be None. ``fold(matmul)``, of an
+    ``autodiff.pending_matmul.PendingMatmul``, the gradient of the first input, returns whether the
+    op that made that input consumed it; then the backward returns None for it.
+    ``takes_matmul(saved, matmul, index, needs, **params)`` returns whether the backward takes a
+    PendingMatmul in place of the gradient of output ``index``.
+    """
+
+    layout: Callable | None = None
+    writes_into_layout: bool = False
+    offers_matmul: bool = False
+    takes_matmul: Callable | None = None
 
 
 @dataclass(frozen=True)
@@ -26,19 +50,16 @@ class Impl:
 
     ``forward(*arrays, needs, **params)`` returns ``(out or tuple of outs, saved)``;
     ``backward(saved, *grads, needs, into, **params)`` returns one gradient (or None) per array;
-    ``refuse(*arrays, **params)`` returns None, or a sentence: why this way cannot run.
-    ``describe(*arrays, **params)`` returns what a call takes of the GPU, a dict with keys of
+    ``refuse(*arrays, needs, **params)`` returns None, or a sentence: why the forward cannot run.
+    ``refuse_backward``, of an op whose implementations all save the same arrays: the same for the
+    backward. The gradient then goes to the first implementation that accepts it, whichever one ran
+    the forward.
+    ``compile_backward(*arrays, needs, **params)`` starts to compile the gradient's kernel; it is
+    called before the forward, so that both compile at the same time.
+    ``describe(*arrays, **params)`` returns what a call uses of the GPU, a dict with keys of
     ``WORDS``; it may compile the kernel, and is called only where ``refuse`` returned None.
+    ``specialized``: made for some shapes; nobody is warned where it does not run.
     ``differentiable_twice``: the backward works on Tensors too, so it can record itself.
-    ``places(saved, out, into, **params)``, of an op whose outputs are parts of one array: returns
-    the arrays that the gradients of its inputs and those of its outputs go into, so that the
-    latter come together without a copy. ``out`` is an output; ``into`` are such arrays for the
-    inputs, or None. ``fills_places``: the backward writes there, and returns what it wrote.
-    ``offers_product``: the backward is given ``fold`` too, which may be None. ``fold(product)``, of
-    an ``autodiff.pending_matmul.Product``, the gradient of the first input, returns whether the op
-    that made that input has gone on from it; then there is none to return.
-    ``takes_product(saved, product, index, needs, **params)`` returns whether the backward takes a
-    Product in the place of the gradient of output ``index``.
     """
 
     name: str
@@ -46,98 +67,111 @@ class Impl:
     backward: Callable | None = None
     refuse: Callable | None = None
     describe: Callable | None = None
+    refuse_backward: Callable | None = None
+    compile_backward: Callable | None = None
+    specialized: bool = False
     differentiable_twice: bool = False
-    places: Callable | None = None
-    fills_places: bool = False
-    offers_product: bool = False
-    takes_product: Callable | None = None
+    fusion: Fusion = Fusion()
 
 
 class Impls(tuple):
     """The implementations of one op, best first. ``Impls("softmax", Impl(...), ...)``."""
 
-    def __new__(cls, op, *impls):
+    op: str
+    share_saved: bool  # every implementation saves the same arrays, so any may run the backward
+
+    def __new__(cls, op: str, *impls: Impl) -> "Impls":
         self = super().__new__(cls, impls)
         self.op = op
+        self.share_saved = any(impl.refuse_backward for impl in impls)
         if len(impls) > 1:
             OPS[op] = self
         return self
 
 
-WORDS = {  # what describe returns, as a person reads it
-    "tile": lambda sides: f"tile {' x '.join(map(str, sides))}",
-    "threads": lambda n: f"{n} threads",
-    "registers": lambda n: f"{n} registers each",
-    "shared_bytes": lambda n: f"{n / 1024:.1f} KiB of shared memory",
-    "blocks": lambda n: f"{n:,} blocks",
-    "tiles": lambda n: f"{n:,} tiles",
-    "waves": lambda n: f"{n:.2f} waves",
-    "limit": lambda text: f"limit: {text}",
-    "gradient": lambda text: f"gradient: {text}",
-}
+class Call:
+    """A call of an op with checked arguments: what the tape runs, and what ``explain`` reads.
 
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which implementation an op would run, and why not the others. Printing it shows a table.
-
-    ``details``: what the chosen one takes of the GPU, by the names in WORDS, or None: the sides of
-    a tile, threads of a block, registers of a thread, shared memory of a block, blocks (tiles where
-    blocks take several), how often they fill the GPU (waves), what stands in the way (limit), and
-    whose gradient follows where it is another one's, with the reason (gradient).
+    ``inputs``: arrays, Tensors or None. ``impl``: the name asked for, or None. ``params``: keyword
+    arguments of the implementations. ``donated``: Tensors whose memory the call overwrites.
+    ``finish(out)`` makes the op's result of the implementation's.
     """
 
-    op: str
-    chosen: str | None
-    reasons: tuple[tuple[str, str | None], ...]  # (implementation, refusal or None), best first
-    details: dict | None = None
+    __slots__ = ("donated", "finish", "impl", "impls", "inputs", "params")
 
-    def __str__(self):
-        width = max(len(name) for name, _ in self.reasons)
-        lines = [f"{self.op}: {self.chosen or 'no implementation accepts these arguments'}"]
-        for name, reason in self.reasons:
-            verdict = "runs" if name == self.chosen else (reason or "would run, but comes later")
-            lines.append(f"  {name:{width}}  {verdict}")
-            if name == self.chosen and self.details:
-                found = [f"{WORDS[name](value)}" for name, value in self.details.items()]
-                parts = [found[i : i + 4] for i in range(0, len(found), 4)]
-                lines += [f"  {'':{width}}  {', '.join(part)}" for part in parts]
-        return "\n".join(lines)
+    def __init__(
+        self,
+        impls: Impls,
+        inputs: Iterable,
+        impl: str | None = None,
+        *,
+        donated: tuple = (),
+        finish: Callable | None = None,
+        **params: Any,
+    ) -> None:
+        self.impls, self.inputs, self.impl, self.params = impls, tuple(inputs), impl, params
+        self.donated, self.finish = donated, finish
 
-    def as_dict(self):
-        reasons = [{"impl": name, "refusal": reason} for name, reason in self.reasons]
-        shared = {"op": self.op, "chosen": self.chosen, "details": self.details}
-        return shared | {"implementations": reasons}
+    @property
+    def arrays(self) -> list:
+        """The inputs as raw arrays or None."""
+        return [x.data if hasattr(x, "requires_grad") else x for x in self.inputs]
+
+    @property
+    def needs(self) -> tuple[bool, ...]:
+        """For each input, whether it wants a gradient."""
+        return tuple([getattr(x, "requires_grad", False) for x in self.inputs])
+
+    def choose(self) -> Impl:
+        """Return the implementation that runs the forward. Raises UnsupportedError if none does."""
+        return choose(self.impls, self.arrays, self.impl, needs=self.needs, **self.params)
+
+    def choose_backward(self, chosen: Impl, needs: tuple[bool, ...]) -> Impl:
+        """Return the implementation that computes the gradient after ``chosen`` ran the forward."""
+        return choose_backward(
+            self.impls, chosen, self.arrays, self.impl, needs=needs, **self.params
+        )
 
 
-class _Explained(BaseException):
-    """Carries the answer out of an op that `explain` called; never seen by users."""
+def prepare(op: Callable, *args: Any, **kwargs: Any) -> Call:
+    """Return the checked ``Call`` of ``op(*args, **kwargs)``, which has not run.
+
+    ``op``: a public op such as ``gpuattn.softmax``. Draws no random seed of the caller's. Raises
+    what the op raises for bad arguments, TypeError where ``op`` is no op with implementations.
+    """
+    check = getattr(op, "prepare", None)
+    if check is None:
+        name = getattr(op, "__name__", op)
+        raise TypeError(f"explain: {name} does not choose between implementations")
+    return contextvars.copy_context().run(check, *args, **kwargs)
 
 
-def choose(impls, arrays, impl=None, **params):
+# ---- choosing ------------------------------------------------------------------------------------
+
+
+def choose(
+    impls: Impls, arrays: list, impl: str | None = None, *, needs: tuple = (), **params: Any
+) -> Impl:
     """Return the first of ``impls`` that accepts the arguments, or the one asked for.
 
     ``impl``: an implementation's name, "raw" (the first ``raw-*`` that accepts), or None, which
-    means what ``use_impl`` says, and else the first. Passing over a faster one for a GPU array
-    is said aloud, once per place and reason. Raises UnsupportedError with every refusal.
+    means what ``use_impl`` says, and else the first. A GPU array that passes over a faster one
+    warns once per place and reason. Raises UnsupportedError with every refusal.
     """
     if impl is not None and not isinstance(impl, str):
         names = ", ".join(candidate.name for candidate in impls)
         raise TypeError(problem(impls.op, "impl", f"a {type(impl).__name__}", f"{names}, raw"))
     asked = impl or _overrides.get().get(impls.op)
-    if _explaining.get() and len(impls) > 1:
-        raise _Explained(_explanation(impls, arrays, asked, params))
     refusals = []
     for candidate in impls:
         if not _matches(candidate.name, asked):
             continue
-        reason = _refusal(impls, candidate, arrays, params)
+        reason = _refusal(impls, candidate, candidate.refuse, asked, arrays, needs, params)
         if reason is None:
-            if any(map(on_gpu, arrays)) and not all(isinstance(r, Elsewhere) for _, r in refusals):
-                text = f"{impls.op} uses {candidate.name} because:\n" + _listed(refusals)
-                warnings.warn(text, SlowPathWarning, stacklevel=_frames_to_the_user())
+            if refusals and any(map(on_gpu, arrays)):
+                _warn_of_slow_path(impls, candidate, refusals)
             return candidate
-        refusals.append((candidate.name, reason))
+        refusals.append((candidate, reason))
     if not refusals:
         names = ", ".join(candidate.name for candidate in impls)
         raise UnsupportedError(f"{impls.op}: impl={asked!r} is not one of: {names}, raw")
@@ -145,18 +179,67 @@ def choose(impls, arrays, impl=None, **params):
     raise UnsupportedError(text)
 
 
+def choose_backward(
+    impls: Impls,
+    chosen: Impl,
+    arrays: list,
+    impl: str | None = None,
+    *,
+    needs: tuple,
+    **params: Any,
+) -> Impl:
+    """Return the implementation whose backward follows the forward of ``chosen``.
+
+    That is ``chosen`` itself, unless all of ``impls`` save the same arrays; then it is the first
+    that accepts, from the one on that was asked for by name.
+    """
+    if not impls.share_saved:
+        return chosen
+    asked = impl or _overrides.get().get(impls.op)
+    for candidate in _backward_candidates(impls, chosen, asked):
+        refuse = candidate.refuse_backward
+        if _refusal(impls, candidate, refuse, asked, arrays, needs, params) is None:
+            return candidate
+    return chosen
+
+
+def _backward_candidates(impls, chosen, asked):
+    return impls[impls.index(chosen) :] if chosen.name == asked else impls
+
+
+def _warn_of_slow_path(impls, chosen, refusals):
+    """Warn of refusals that other arguments would avoid."""
+    avoidable = [
+        (candidate, reason)
+        for candidate, reason in refusals
+        if not (candidate.specialized or isinstance(reason, SlowerRefusal))
+    ]
+    if not all(isinstance(reason, HardwareRefusal) for _, reason in avoidable):
+        text = f"{impls.op} uses {chosen.name} because:\n" + _listed(avoidable)
+        warnings.warn(text, SlowPathWarning, stacklevel=_frames_to_the_user())
+
+
 def _listed(refusals):
-    return "\n".join(f"  {name}: {reason}" for name, reason in refusals)
+    return "\n".join(f"  {candidate.name}: {reason}" for candidate, reason in refusals)
 
 
-def choose_another(impls, broken, error, arrays, impl=None, **params):
-    """Return what runs now and in future instead of ``broken``, whose kernel does not compile.
+def choose_another(
+    impls: Impls,
+    broken: Impl,
+    error: KernelCompileError,
+    arrays: list,
+    impl: str | None = None,
+    *,
+    needs: tuple = (),
+    **params: Any,
+) -> Impl:
+    """Return what runs from now on instead of ``broken``, whose kernel does not compile.
 
-    Raises ``error``, a KernelCompileError, where there is nothing else.
+    Raises ``error`` where nothing else accepts.
     """
     _note_broken(impls, broken, error)
     try:
-        return choose(impls, arrays, impl, **params)
+        return choose(impls, arrays, impl, needs=needs, **params)
     except UnsupportedError:
         raise error from None
 
@@ -165,10 +248,12 @@ def _note_broken(impls, broken, error):
     _broken[impls.op, broken.name] = "; ".join(str(error).splitlines())
 
 
-def _refusal(impls, candidate, arrays, params):
-    if (impls.op, candidate.name) in _broken:
+def _refusal(impls, candidate, refuse, asked, arrays, needs, params):
+    """Return why a candidate cannot run, or None. One asked for by name may be a slower one."""
+    if _broken and (impls.op, candidate.name) in _broken:
         return _broken[impls.op, candidate.name]
-    return candidate.refuse(*arrays, **params) if candidate.refuse else None
+    reason = refuse(*arrays, needs=needs, **params) if refuse else None
+    return None if isinstance(reason, SlowerRefusal) and candidate.name == asked else reason
 
 
 def _frames_to_the_user():
@@ -183,48 +268,125 @@ def _matches(name, asked):
     return asked is None or name == asked or (asked == "raw" and name.startswith("raw-"))
 
 
-def _explanation(impls, arrays, asked, params):
-    reasons = tuple((i.name, _refusal(impls, i, arrays, params)) for i in impls)
-    pairs = zip(impls, reasons, strict=True)
-    accepted = [i for i, (name, reason) in pairs if reason is None and _matches(name, asked)]
-    if not accepted:
+# ---- explaining ----------------------------------------------------------------------------------
+
+WORDS = {  # what describe returns, in words
+    "tile": lambda sides: f"tile {' x '.join(map(str, sides))}",
+    "threads": lambda n: f"{n} threads",
+    "registers": lambda n: f"{n} registers each",
+    "shared_bytes": lambda n: f"{n / 1024:.1f} KiB of shared memory",
+    "blocks": lambda n: f"{n:,} blocks",
+    "tiles": lambda n: f"{n:,} tiles",
+    "waves": lambda n: f"{n:.2f} waves",
+    "limit": lambda text: f"limit: {text}",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which implementation an op would run, and why not the others. Printing it shows a table.
+
+    ``reasons``: (implementation, refusal or None), best first. ``details``: what the chosen one
+    uses of the GPU, by the names in WORDS, or None: the sides of a tile, threads of a block,
+    registers of a thread, shared memory of a block, blocks (tiles where blocks process several),
+    how often they fill the GPU (waves), and what bounds the speed (limit). ``gradient``,
+    ``gradient_reasons``: the same of the gradient, where it is chosen separately; else None.
+    """
+
+    op: str
+    chosen: str | None
+    reasons: tuple[tuple[str, str | None], ...]
+    details: dict[str, Any] | None = None
+    gradient: str | None = None
+    gradient_reasons: tuple[tuple[str, str | None], ...] | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.chosen or 'no implementation accepts these arguments'}"]
+        lines += _table(self.chosen, self.reasons, self.details)
+        if self.gradient_reasons is not None:
+            lines.append(f"its gradient: {self.gradient}")
+            lines += _table(self.gradient, self.gradient_reasons, None)
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON takes."""
+        found = {
+            "op": self.op, "chosen": self.chosen, "details": self.details,
+            "implementations": _as_dicts(self.reasons),
+        }  # fmt: skip
+        if self.gradient_reasons is not None:
+            found |= {"gradient": self.gradient, "gradients": _as_dicts(self.gradient_reasons)}
+        return found
+
+
+def _table(chosen, reasons, details):
+    width = max(len(name) for name, _ in reasons)
+    for name, reason in reasons:
+        verdict = "runs" if name == chosen else (reason or "would run, but comes later")
+        yield f"  {name:{width}}  {verdict}"
+        if name == chosen and details:
+            found = [f"{WORDS[name](value)}" for name, value in details.items()]
+            for i in range(0, len(found), 4):
+                yield f"  {'':{width}}  {', '.join(found[i : i + 4])}"
+
+
+def _as_dicts(reasons):
+    return [{"impl": name, "refusal": reason} for name, reason in reasons]
+
+
+def explain(op: Callable, *args: Any, **kwargs: Any) -> Explanation:
+    """Return which implementation ``op(*args, **kwargs)`` would run, with every refusal, as data.
+
+    ``op``: a public op such as ``gpuattn.softmax``. Nothing is computed, though a kernel may be
+    compiled to say what it uses. Bad arguments raise what the op itself raises; TypeError where
+    ``op`` does not choose between implementations.
+    """
+    call = prepare(op, *args, **kwargs)
+    impls, arrays, params = call.impls, call.arrays, call.params
+    asked = call.impl or _overrides.get().get(impls.op)
+    reasons, chosen = _reasons(impls, impls, "refuse", asked, arrays, call.needs, params)
+    if chosen is None:
         return Explanation(impls.op, None, reasons)
-    chosen, details = accepted[0], None
+    details = None
     if chosen.describe:
         try:
             with device_of(*arrays):
                 details = chosen.describe(*arrays, **params)
         except KernelCompileError as error:
             _note_broken(impls, chosen, error)
-            return _explanation(impls, arrays, asked, params)
-    return Explanation(impls.op, chosen.name, reasons, details)
+            return explain(op, *args, **kwargs)
+    found = Explanation(impls.op, chosen.name, reasons, details)
+    if not impls.share_saved:
+        return found
+    needs = call.needs if any(call.needs) else tuple(map(_may_need, arrays))
+    candidates = _backward_candidates(impls, chosen, asked)
+    reasons, best = _reasons(impls, candidates, "refuse_backward", asked, arrays, needs, params)
+    gradient = (best or chosen).name
+    return replace(found, gradient=gradient, gradient_reasons=reasons)
 
 
-def explain(op, *args, **kwargs):
-    """Return which implementation ``op(*args, **kwargs)`` would run, with every refusal, as data.
+def _reasons(impls, candidates, which, asked, arrays, needs, params):
+    """Return ((name, refusal or None) of each candidate, the first that accepts or None)."""
+    found, best = [], None
+    for candidate in candidates:
+        refuse = getattr(candidate, which)
+        reason = _refusal(impls, candidate, refuse, asked, arrays, needs, params)
+        found.append((candidate.name, reason))
+        fits = which == "refuse_backward" or _matches(candidate.name, asked)
+        if best is None and reason is None and fits:
+            best = candidate
+    return tuple(found), best
 
-    ``op``: a public op such as ``gpuattn.softmax``. Nothing is computed, though a kernel may be
-    compiled to say what it takes. Bad arguments raise what the op itself raises.
-    """
-    # in a copy of the context, so that the op draws no seed of the caller's
-    answer = contextvars.copy_context().run(_ask, op, args, kwargs)
-    if answer is not None:
-        return answer
-    name = getattr(op, "__name__", op)
-    raise TypeError(f"explain: {name} does not choose between implementations")
+
+def _may_need(x):
+    return x is not None and is_floating(x.dtype)
 
 
-def _ask(op, args, kwargs):
-    _explaining.set(True)
-    try:
-        op(*args, **kwargs)
-    except _Explained as answer:
-        return answer.args[0]
-    return None
+# ---- overriding ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def use_impl(**names):
+def use_impl(**names: str) -> Iterator[None]:
     """Run ops by the named implementation inside a block: ``use_impl(softmax="reference")``.
 
     Holds for this thread and context. ``scaled_dot_product_attention`` is ``flash_attention``.

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +10,14 @@ import pytest
 import gpuattn
 from gpuattn import impls, softmax, use_impl
 from gpuattn.autodiff import tape
-from gpuattn.errors import KernelCompileError, SlowPathWarning, UnsupportedError
-from gpuattn.impls import OPS, Impl, Impls, choose, explain
+from gpuattn.errors import (
+    HardwareRefusal,
+    KernelCompileError,
+    SlowerRefusal,
+    SlowPathWarning,
+    UnsupportedError,
+)
+from gpuattn.impls import OPS, Call, Impl, Impls, choose, choose_backward, explain
 
 X = np.ones((2, 4), np.float32)
 
@@ -22,7 +29,7 @@ def made(name):
 PICKY = Impls(
     "picky",
     Impl("raw-hopper", made("raw-hopper"), refuse=lambda x, **_: "the GPU is too old"),
-    Impl("raw-simt", made("raw-simt"), refuse=lambda x: "x is odd" if x.size % 2 else None),
+    Impl("raw-simt", made("raw-simt"), refuse=lambda x, **_: "x is odd" if x.size % 2 else None),
     Impl("reference", made("reference")),
 )
 
@@ -71,7 +78,7 @@ def described(describe):
 
 def test_explain_tells_what_the_chosen_takes():
     op = described(lambda x, times: TAKES | {"blocks": times * x.size})
-    answer = explain(lambda: tape.apply(op, (X,), times=3))
+    answer = explain(tape.op(lambda: Call(op, (X,), times=3)))
     assert answer.details["blocks"] == 24 == answer.as_dict()["details"]["blocks"]
     assert str(answer).splitlines() == [
         "op: raw-simt",
@@ -90,7 +97,7 @@ def test_what_cannot_be_described_is_not_chosen(monkeypatch):
     def broken(x):
         raise KernelCompileError("x.cu does not compile")
 
-    answer = explain(lambda: tape.apply(described(broken), (X,)))
+    answer = explain(tape.op(lambda: Call(described(broken), (X,))))
     assert answer.chosen == "reference"
     assert dict(answer.reasons)["raw-simt"] == "x.cu does not compile"
 
@@ -122,6 +129,78 @@ def test_use_impl_names_what_is_wrong():
         pass
     with pytest.raises(ValueError, match="softmax has no 'fast'"), use_impl(softmax="fast"):
         pass
+
+
+def rule(name, refuse_backward=None, **kwargs):
+    return Impl(
+        name, made(name), backward=lambda saved, grad, **_: (grad * len(name),),
+        refuse_backward=refuse_backward, **kwargs,
+    )  # fmt: skip
+
+
+def directed(forward=None, backward=None, **kwargs):
+    """Return an op whose first implementation may refuse either direction."""
+    first = rule("raw-fast", backward or (lambda x, **_: None), refuse=forward, **kwargs)
+    return Impls("directed", first, rule("raw-simt"), rule("reference"))
+
+
+def test_each_direction_is_chosen_by_itself():
+    op = directed(backward=lambda x, needs: "needs its own gradient" if needs[0] else None)
+    forward = choose(op, [X])
+    assert forward.name == "raw-fast"
+    assert choose_backward(op, forward, [X], needs=(True,)).name == "raw-simt"
+    assert choose_backward(op, forward, [X], needs=(False,)).name == "raw-fast"
+    other = directed(forward=lambda x, **_: "x is too small")
+    assert choose(other, [X]).name == "raw-simt"
+    assert choose_backward(other, other[1], [X], needs=(True,)).name == "raw-fast"
+    # whoever asks for one by name gets no other's gradient in front of it
+    assert choose_backward(other, other[1], [X], "raw-simt", needs=(True,)).name == "raw-simt"
+
+
+def test_the_tape_runs_the_backward_that_was_chosen():
+    op = directed(backward=lambda x, **_: "not here")
+    x = gpuattn.Tensor(np.ones(2), requires_grad=True)
+    op = Impls(op.op, *(replace(i, forward=lambda x, needs: (x.copy(), None)) for i in op))
+    tape.apply(op, (x,)).sum().backward()
+    np.testing.assert_array_equal(x.grad, len("raw-simt") * np.ones(2))
+
+
+def test_explain_tells_both_directions():
+    op = directed(backward=lambda x, needs: "x is odd" if needs[0] else None)
+    answer = explain(tape.op(lambda: Call(op, (X,))))
+    assert (answer.chosen, answer.gradient) == ("raw-fast", "raw-simt")
+    assert dict(answer.gradient_reasons)["raw-fast"] == "x is odd"
+    assert "its gradient: raw-simt\n  raw-fast   x is odd\n  raw-simt   runs" in str(answer)
+    assert answer.as_dict()["gradients"][0] == {"impl": "raw-fast", "refusal": "x is odd"}
+    assert explain(softmax, X).gradient is None
+
+
+def test_a_slower_one_runs_if_asked_for_by_name():
+    op = directed(forward=lambda x, **_: SlowerRefusal("raw-simt is faster for 4 columns"))
+    assert choose(op, [X]).name == "raw-simt"
+    assert choose(op, [X], "raw-fast").name == "raw-fast"
+    assert choose(op, [X], "raw").name == "raw-simt"
+
+
+@pytest.mark.parametrize("forward, kwargs", [
+    (lambda x, **_: SlowerRefusal("slower"), {}),
+    (lambda x, **_: HardwareRefusal("another GPU"), {}),
+    (lambda x, **_: "x has no 64 columns", {"specialized": True}),
+])  # fmt: skip
+def test_nobody_is_warned_of_what_no_argument_would_mend(as_if_on_gpu, forward, kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(directed(forward=forward, **kwargs), [X]).name == "raw-simt"
+
+
+def test_the_gradient_begins_to_compile_before_the_forward():
+    order = []
+    op = directed(compile_backward=lambda x, needs: order.append(needs))
+    op = Impls(op.op, replace(op[0], forward=lambda x, needs: (order.append("run") or x, None)))
+    tape.apply(op, (gpuattn.Tensor(X, requires_grad=True),))
+    assert order == [(True,), "run"]
+    tape.apply(op, (X,))
+    assert order[2:] == ["run"]
 
 
 def test_every_op_ends_with_a_reference():

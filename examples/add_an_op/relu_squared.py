@@ -1,14 +1,15 @@
 """A whole op in one file: y = max(x, 0)^2 (So et al., "Primer", 2021). The contributor's template.
 
-Two plain functions and one line make it work and differentiate on NumPy and CuPy; a kernel beside
-it, ``relu_squared.cu``, would be a third and fourth function and one more entry of ``IMPLS``.
+Two plain functions and one line make it work and differentiate on NumPy and CuPy. A kernel,
+``relu_squared.cu``, adds two functions and one entry of ``IMPLS``.
 """
 
 from gpuattn.arrays import as_array, get_xp, wide
-from gpuattn.autodiff.tape import Box, apply
-from gpuattn.impls import Impl, Impls
+from gpuattn.autodiff.tape import Box, op
+from gpuattn.impls import Call, Impl, Impls
 
 
+@op
 def relu_squared(x, *, impl=None):
     """Return max(x, 0) ** 2, element by element.
 
@@ -16,7 +17,7 @@ def relu_squared(x, *, impl=None):
     what is no array.
     """
     x = x if isinstance(x, Box) else as_array(x, "relu_squared", "x")
-    return apply(IMPLS, (x,), impl)
+    return Call(IMPLS, (x,), impl)
 
 
 def _forward(x, *, needs):

@@ -9,7 +9,7 @@ from gpuattn import rng
 from gpuattn.arrays import get_xp, is_array, is_floating, to_cpu, zeros
 from gpuattn.autodiff import frozen, tape
 from gpuattn.autodiff.numpy.shapes import copy_of
-from gpuattn.autodiff.side_stream import settle_all
+from gpuattn.autodiff.side_stream import wait_for_all
 from gpuattn.autodiff.tape import raw
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import GradientError
@@ -181,7 +181,7 @@ def checkpoint(fun, *args):
         return tuple([raw(o) for o in outs]) if isinstance(outs, tuple) else raw(outs), arrays
 
     def backward(saved, *grads, needs, into):
-        settle_all()  # what is computed again takes the memory of what was read aside
+        wait_for_all()  # what is computed again takes the memory of what was read aside
         boxes = [
             Tensor(x, requires_grad=need) if is_array(x) else x
             for x, need in zip(saved, needs, strict=True)

@@ -1,42 +1,44 @@
-"""Where the gradients of the parts of an array are written: side by side, as the parts lie.
+"""Gradients of the parts of an array, written side by side as the parts lie in it.
 
-The queries, keys and values of a layer are parts of one product. Their gradients, written where
-they belong in one array, are the gradient of that product without a copy.
+The queries, keys and values of a layer are parts of one matmul's result. Their gradients, written
+to their parts of one array, are the gradient of that matmul without a copy.
 """
 
 
-def place_like(slot, x):
-    """Return the place in a slot of ``into`` if a gradient like ``x`` may be written there."""
-    place, add = slot or (None, True)
-    return None if add or (place.dtype, place.shape) != (x.dtype, x.shape) else place
+def target_like(slot, x):
+    """Return the array of a slot of ``into`` if a gradient like ``x`` can be written there."""
+    target, add = slot or (None, True)
+    return None if add or (target.dtype, target.shape) != (x.dtype, x.shape) else target
 
 
-class Places:
-    """The arrays that gradients go into, in one walk of the tape.
+class GradientLayout:
+    """The arrays that gradients are written to, in one backward pass.
 
-    A place is given away once: whoever comes second brings an array of its own, and what was added
-    up is copied. ``kept``: keys (``tape.key``) of Boxes whose gradients are asked for, or where the
-    walk ends: they have no place, as others work on in it.
+    An array is handed out once: a second gradient of the same part gets its own array, and the sum
+    is copied. ``kept``: keys (``record.key``) of Boxes whose gradients the caller asked for, or
+    where the backward pass ends: they are never written in place, as others use them.
     """
 
     def __init__(self, kept=()):
         self.kept = kept
-        self.known = {}  # node -> arrays for its inputs, arrays for its outputs: see impls.Impl
+        self.known = {}  # node -> arrays for its inputs, arrays for its outputs: see impls.Fusion
 
     def take(self, x):
         """Return the array for the gradient of a Box ``x``, or None."""
         node = getattr(x, "node", None)
-        if node is None or node.impl.places is None or (node, x.index) in self.kept:
+        layout = node and node.impl.fusion.layout
+        if not layout or (node, x.index) in self.kept:
             return None
         if node not in self.known:
             into = [self.take(part) for part in node.inputs]
-            self.known[node] = node.impl.places(node.saved, x.data, into, **node.params)
+            self.known[node] = layout(node.saved, x.data, into, **node.params)
         outs = self.known[node][1]
-        place, outs[x.index] = outs[x.index], None
-        return place
+        target, outs[x.index] = outs[x.index], None
+        return target
 
     def into(self, node):
-        """Return the array, or None, for each input of a node that is walked now."""
+        """Return the array, or None, for each input of the node whose backward runs next."""
         if node in self.known:
             return self.known.pop(node)[0]
-        return [self.take(x) if node.impl.fills_places else None for x in node.inputs]
+        writes = node.impl.fusion.writes_into_layout
+        return [self.take(x) if writes else None for x in node.inputs]

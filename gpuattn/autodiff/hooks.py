@@ -1,31 +1,32 @@
-"""A place to stand between the tape and the ops, for who wants to see what is called."""
+"""Hooks that observe every op call: ``profile`` times ops with them."""
 
 import contextlib
 import contextvars
+from collections.abc import Callable, Iterator
 
-_watch = contextvars.ContextVar("gpuattn_watch", default=None)
+_hook = contextvars.ContextVar("gpuattn_hook", default=None)
 
 
 @contextlib.contextmanager
-def watching(watch):
-    """Have ``watch(op, direction, function)`` return what is called in place of each op in a block.
+def hooked(hook: Callable | None) -> Iterator[None]:
+    """Call, in a block, what ``hook(op, direction, function)`` returns in place of each function.
 
-    ``function``: the ``forward`` or ``backward`` of its ``impls.Impl``, as ``direction`` says.
-    ``watch`` None: nobody looks, such as while a watcher itself computes.
+    ``op``: the op's name. ``function``: the ``forward`` or ``backward`` of its ``impls.Impl``, as
+    ``direction`` says. ``hook`` None removes the hook, such as while a hook itself computes.
     """
-    token = _watch.set(watch)
+    token = _hook.set(hook)
     try:
         yield
     finally:
-        _watch.reset(token)
+        _hook.reset(token)
 
 
-def watched(op, direction, function):
-    """Return ``function``, or what a watcher has put in its place."""
-    watch = _watch.get()
-    return function if watch is None else watch(op, direction, function)
+def with_hook(op: str, direction: str, function: Callable) -> Callable:
+    """Return ``function``, or what the hook returns for it."""
+    hook = _hook.get()
+    return function if hook is None else hook(op, direction, function)
 
 
-def is_watched():
-    """Return whether a watcher looks."""
-    return _watch.get() is not None
+def is_hooked() -> bool:
+    """Return whether a hook is set. Then each op runs by itself, so that it can be timed."""
+    return _hook.get() is not None

@@ -1,17 +1,18 @@
-"""Gradients that are still products: the kernel of one op goes on from the product of another.
+"""Gradients that are matmuls not yet computed, and the ops that can fuse with one.
 
-The input of a linear layer often comes from one op alone, which would read its gradient as soon as
-it is written: a norm, or an activation. ``impls.Impl`` says how two such ops meet.
+The input of a linear layer often comes from one op alone, such as a norm or an activation, which
+would read its gradient as soon as it is written. A kernel that computes both saves that round trip
+through memory. ``impls.Fusion`` says how two such ops meet.
 """
 
 from collections import Counter
 from typing import Any, NamedTuple
 
-from gpuattn.autodiff.hooks import is_watched
+from gpuattn.autodiff.hooks import is_hooked
 from gpuattn.gemm.matmul import matmul
 
 
-class Product(NamedTuple):
+class PendingMatmul(NamedTuple):
     """``dz @ weight`` in ``shape`` (..., in). ``dz``: (rows, out). ``weight``: (out, in)."""
 
     dz: Any
@@ -22,53 +23,54 @@ class Product(NamedTuple):
     def dtype(self):
         return self.dz.dtype
 
-    def finish(self):
+    def compute(self):
         """Return the array."""
         return matmul(self.dz, self.weight).reshape(self.shape)
 
 
-class Folds:
-    """Who may go on from a product, in one walk of the tape: who is owed no other gradient.
+class Consumers:
+    """The ops that can fuse with a pending matmul, in one backward pass.
 
-    ``kept``: as of ``Places``.
+    Only an op that gets no other gradient can: ``owing`` counts the gradients still to come.
+    ``kept``: as in ``GradientLayout``.
     """
 
     def __init__(self, nodes, kept):
         self.owing = Counter(maker for node in nodes for maker in _takers(node))
         self.kept = kept
 
-    def walked(self, node):
-        """Note that ``node`` owes nothing any more."""
+    def done(self, node):
+        """Note that the backward of ``node`` ran, or that it gives no gradient."""
         self.owing.subtract(_takers(node))
 
-    def offer(self, node, pending, pass_on):
-        """Return {"fold": what ``impls.Impl`` says} if the rule of ``node`` wants it, else {}.
+    def offer(self, node, pending, propagate):
+        """Return {"fold": function of ``impls.Fusion``} if the backward of ``node`` takes it.
 
-        ``pending``: node -> [gradient of each output]; ``pass_on(node, grads)`` walks a node. What
-        is timed by itself runs by itself: there is no fold while ops are watched.
+        ``pending``: node -> [gradient of each output]; ``propagate(node, grads)`` runs a node's
+        backward. Nothing is fused while a hook observes ops: each is then timed by itself.
         """
-        if not node.impl.offers_product:
+        if not node.impl.fusion.offers_matmul:
             return {}
         box = node.inputs[0]
         maker = getattr(box, "node", None)
         closed = self.owing[maker] != 1 or (maker, box.index) in self.kept
-        if closed or is_watched():
+        if closed or is_hooked():
             return {"fold": None}
 
-        def fold(product):
+        def fold(matmul):
             grads = pending.get(maker, [None] * maker.outputs)
-            takes, params = maker.impl.takes_product, {"needs": maker.needs, **maker.params}
-            if grads[box.index] is not None or not takes(maker.saved, product, box.index, **params):
+            takes, params = maker.impl.fusion.takes_matmul, {"needs": maker.needs, **maker.params}
+            if grads[box.index] is not None or not takes(maker.saved, matmul, box.index, **params):
                 return False
             pending.pop(maker, None)
-            grads[box.index] = product
-            pass_on(maker, grads)
+            grads[box.index] = matmul
+            propagate(maker, grads)
             return True
 
         return {"fold": fold}
 
 
 def _takers(node):
-    """Return the makers of a node's inputs that take products, one for each such input."""
+    """Return the makers of a node's inputs that take pending matmuls, one for each such input."""
     makers = [getattr(x, "node", None) for x in node.inputs]
-    return [maker for maker in makers if maker is not None and maker.impl.takes_product]
+    return [maker for maker in makers if maker is not None and maker.impl.fusion.takes_matmul]

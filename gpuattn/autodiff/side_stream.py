@@ -1,26 +1,26 @@
-"""Gradients of parameters, computed beside the chain of gradients that leads on.
+"""Gradients of parameters, computed on a second stream or deferred and launched together.
 
-Nothing waits for them before the backward pass ends, and their products seldom fill a GPU: on a
-second stream they share it with what comes next. In a CUDA graph they are a branch. Or they are put
-off until there are so many that together they do.
+Nothing reads them before the backward pass ends, and their matmuls seldom fill a GPU. On a side
+stream they share it with the kernels that follow on the current one; in a CUDA graph they are a
+branch. Or they are deferred until there are enough of them to fill the GPU in one launch.
 """
 
 import contextlib
 import contextvars
 
 from gpuattn.arrays import import_cupy, on_gpu
-from gpuattn.autodiff.hooks import is_watched
+from gpuattn.autodiff.hooks import is_hooked
 
-AHEAD = 4  # blocks at most that the current stream has not waited for: they keep their arrays alive
-MOST_BYTES = 640 << 20  # at most that what is put off keeps alive
-_helper = contextvars.ContextVar("gpuattn_aside", default=None)
-_streams = {}  # (device, current stream) -> the second one
+MAX_UNJOINED = 4  # blocks of work the current stream has not waited for: they keep arrays alive
+MAX_DEFERRED_BYTES = 640 << 20  # of arrays that deferred launches keep alive
+_side = contextvars.ContextVar("gpuattn_side_stream", default=None)
+_streams = {}  # (device, current stream) -> its side stream
 
 
-class _Helper:
-    """A second stream, and what runs on it: [(event behind it, arrays read, places written)].
+class _SideStream:
+    """A side stream, and the work on it: [(event after it, arrays read, addresses written)].
 
-    ``later``: what is put off, [(its launch, its arguments)], and the ``places`` that it writes.
+    ``deferred``: [(launch, arguments)]; ``deferred_targets``: the addresses they write.
     """
 
     def __init__(self, cupy):
@@ -29,103 +29,103 @@ class _Helper:
         if key not in _streams:
             _streams[key] = cupy.cuda.Stream(non_blocking=True)
         self.stream, self.running = _streams[key], []
-        self.later, self.places, self.bytes = [], set(), 0
+        self.deferred, self.deferred_targets, self.deferred_bytes = [], set(), 0
 
     @contextlib.contextmanager
     def work(self, reads, writes):
-        if len(self.running) == AHEAD:
-            self.wait(1)
-        self.stream.wait_event(self._now(self.current))
+        if len(self.running) == MAX_UNJOINED:
+            self.join(1)
+        self.stream.wait_event(self._event_on(self.current))
         with self.stream:
             yield True
-        self.running.append((self._now(self.stream), reads, {x.data.ptr for x in writes}))
+        self.running.append((self._event_on(self.stream), reads, {x.data.ptr for x in writes}))
 
-    def _now(self, stream):
+    def _event_on(self, stream):
         event = self.cupy.cuda.Event(disable_timing=True)
         event.record(stream)
         return event
 
-    def put_off(self, launch, arguments, reads, place):
+    def defer(self, launch, arguments, reads, target):
         size = sum(x.nbytes for x in reads)
-        if self.bytes + size > MOST_BYTES:
-            self.catch_up()
-        self.later.append((launch, arguments))
-        self.places.add(place.data.ptr)
-        self.bytes += size
+        if self.deferred_bytes + size > MAX_DEFERRED_BYTES:
+            self.launch_deferred()
+        self.deferred.append((launch, arguments))
+        self.deferred_targets.add(target.data.ptr)
+        self.deferred_bytes += size
 
-    def catch_up(self):
-        """Launch what was put off, on the current stream."""
+    def launch_deferred(self):
+        """Launch what was deferred, on the current stream."""
         together = {}
-        for launch, arguments in self.later:
+        for launch, arguments in self.deferred:
             together.setdefault(launch, []).append(arguments)
-        self.later, self.places, self.bytes = [], set(), 0
+        self.deferred, self.deferred_targets, self.deferred_bytes = [], set(), 0
         for launch, arguments in together.items():
             launch(arguments)
 
-    def wait(self, count):
-        """Let the current stream wait for the first so many blocks."""
+    def join(self, count):
+        """Make the current stream wait for the first ``count`` blocks of work."""
         if count:
             self.current.wait_event(self.running[count - 1][0])
             del self.running[:count]
 
 
 @contextlib.contextmanager
-def allowed(like):
-    """Let blocks inside run ``beside`` others or ``later`` if ``like`` is on a GPU, until the end.
+def enabled(like):
+    """Let work in a block go to the side stream or be deferred, if ``like`` is on a GPU.
 
-    Not where ops are watched: what is timed by itself runs by itself.
+    The end of the block launches and joins everything. Disabled while a hook observes ops: each is
+    then timed by itself.
     """
-    if is_watched() or not on_gpu(like):
+    if is_hooked() or not on_gpu(like):
         yield
         return
-    helper = _Helper(import_cupy())
-    token = _helper.set(helper)
+    side = _SideStream(import_cupy())
+    token = _side.set(side)
     try:
         yield
-        helper.catch_up()
+        side.launch_deferred()
     finally:
-        _helper.reset(token)
-        helper.wait(len(helper.running))
+        _side.reset(token)
+        side.join(len(side.running))
 
 
-def beside(reads, writes):
-    """Return a context in which launches may run beside what the current stream gets next.
+def on_side_stream(reads, writes):
+    """Return a context whose launches may go to the side stream; it yields whether they do.
 
-    It gives whether they do. ``reads``: arrays that nobody may write to any more. ``writes``: all
-    places of results; where one is None, a new array that others read at once, the launches stay
-    where they are.
+    ``reads``: arrays that nothing writes to any more. ``writes``: the targets of all results; where
+    one is None, a new array that the current stream reads next, launches stay on that stream.
     """
-    helper = _helper.get()
-    if helper is None or any(place is None for place in writes):
+    side = _side.get()
+    if side is None or any(target is None for target in writes):
         return contextlib.nullcontext(False)
-    return helper.work(reads, writes)
+    return side.work(reads, writes)
 
 
-def later(launch, arguments, reads, place):
-    """Put ``launch([arguments])`` off, to be one of ``launch([arguments, ...])``; return whether.
+def defer(launch, arguments, reads, target):
+    """Defer ``launch([arguments])`` to a common ``launch([arguments, ...])``; return whether.
 
-    ``reads``, ``place``: as in ``beside``.
+    ``reads``: as in ``on_side_stream``. ``target``: the array it writes.
     """
-    helper = _helper.get()
-    if helper is None:
+    side = _side.get()
+    if side is None:
         return False
-    helper.put_off(launch, arguments, reads, place)
+    side.defer(launch, arguments, reads, target)
     return True
 
 
-def settle(place):
-    """Let what comes next find in ``place`` what was written to it aside, or will be."""
-    helper = _helper.get()
-    if helper is not None:
-        if place.data.ptr in helper.places:
-            helper.catch_up()
-        here = (i for i, (*_, to) in enumerate(helper.running) if place.data.ptr in to)
-        helper.wait(max(here, default=-1) + 1)
+def wait_for(target):
+    """Make the current stream wait for pending writes to ``target``, deferred ones included."""
+    side = _side.get()
+    if side is not None:
+        if target.data.ptr in side.deferred_targets:
+            side.launch_deferred()
+        here = (i for i, (*_, to) in enumerate(side.running) if target.data.ptr in to)
+        side.join(max(here, default=-1) + 1)
 
 
-def settle_all():
-    """Let what comes next wait for all that runs aside or will: what that read is free again."""
-    helper = _helper.get()
-    if helper is not None:
-        helper.catch_up()
-        helper.wait(len(helper.running))
+def wait_for_all():
+    """Make the current stream wait for all pending work: the memory it read can be reused."""
+    side = _side.get()
+    if side is not None:
+        side.launch_deferred()
+        side.join(len(side.running))

@@ -2,123 +2,21 @@
 
 import contextlib
 import contextvars
-import itertools
+import functools
 from collections import Counter
 
-from gpuattn.arrays import device_of, get_xp, is_array
-from gpuattn.autodiff.frozen import editable, fingerprint, freeze, is_debugging, thaw
-from gpuattn.autodiff.gradient_layout import Places
-from gpuattn.autodiff.hooks import watched
-from gpuattn.autodiff.pending_matmul import Folds
-from gpuattn.autodiff.side_stream import settle
+from gpuattn.arrays import device_of, get_xp
+from gpuattn.autodiff.frozen import is_debugging  # noqa: F401  part of this module's interface
+from gpuattn.autodiff.gradient_layout import GradientLayout
+from gpuattn.autodiff.hooks import with_hook
+from gpuattn.autodiff.pending_matmul import Consumers
+from gpuattn.autodiff.record import RELEASED, Box, Node, edit, key  # noqa: F401
+from gpuattn.autodiff.side_stream import wait_for
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
-from gpuattn.impls import choose, choose_another
+from gpuattn.impls import choose, choose_another, choose_backward
 
-_order = itertools.count()
 _recording = contextvars.ContextVar("gpuattn_recording", default=True)
 _witnesses = contextvars.ContextVar("gpuattn_witnesses", default=None)
-_RELEASED = object()  # what a node holds as `saved` once it has been walked
-
-
-class Box:
-    """An array that remembers the node that made it.
-
-    ``grad_slot``: a slice of a flat gradient buffer, or None. With one, gradients are written
-    there; ``grad_started`` says whether the next one adds (True) or overwrites (False).
-    """
-
-    __slots__ = (
-        "__weakref__", "data", "grad", "grad_slot", "grad_started", "index", "node",
-        "requires_grad", "version",
-    )  # fmt: skip
-
-    def __init__(self, data, node=None, index=0, requires_grad=False):
-        self.data, self.node, self.index = data, node, index
-        self.requires_grad = requires_grad or node is not None
-        self.grad, self.grad_slot, self.grad_started = None, None, False
-        self.version = [0]  # shared with views of the same memory
-
-    def link(self):
-        """Return itself without data, but for leaves and parts of an array, which have theirs."""
-        if self.node is None or self.node.impl.places is not None:
-            return self
-        link = object.__new__(type(self))
-        Box.__init__(link, None, self.node, self.index)
-        link.requires_grad = self.requires_grad
-        return link
-
-
-class Node:
-    """One recorded call."""
-
-    __slots__ = (
-        "frozen", "impl", "inputs", "links", "needs", "op", "order", "outputs", "params", "saved",
-        "watched",
-    )  # fmt: skip
-
-    def __init__(self, op, impl, inputs, needs, params, saved, outs):
-        self.op, self.impl, self.needs, self.params, self.saved = op, impl, needs, params, saved
-        self.order, self.outputs, self.frozen, self.watched = next(_order), len(outs), [], []
-        # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or something else (None)
-        self.links = [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
-        # of a result that is not saved only who made it, so that its memory is free again
-        self.inputs = tuple([
-            x.link() if isinstance(x, Box) and i not in self.links else x
-            for i, x in enumerate(inputs)
-        ])  # fmt: skip
-
-    def watch(self, boxes):
-        """Notice later edits of what was saved: by version, and on NumPy by making it read-only."""
-        for link in self.links:
-            if link is None:
-                continue
-            box = self.inputs[link] if link >= 0 else boxes[~link]
-            data = box.data if isinstance(box, Box) else box
-            freeze(data, self.frozen)
-            if isinstance(box, Box):
-                trace = fingerprint(data) if is_debugging() else None
-                self.watched.append((box.version, box.version[0], data if trace else None, trace))
-
-    def check_unedited(self):
-        for version, then, data, trace in self.watched:
-            if version[0] != then or (trace is not None and fingerprint(data) != trace):
-                raise GradientError(
-                    f"an array that {self.op} saved for its gradient was edited in place since. "
-                    "Edit a copy, or call backward() first."
-                )
-
-    def release(self):
-        """Drop what was saved. Chains of any length are freed node by node, without recursion."""
-        thaw(self.frozen)
-        self.saved = _RELEASED
-        self.inputs, self.links, self.watched = (), [], []
-
-    def __del__(self):
-        thaw(self.frozen)
-
-
-def key(box):
-    """Return what is the same for a result and for a node's link to it: who made it."""
-    return id(box) if getattr(box, "node", None) is None else (box.node, box.index)
-
-
-def _find(saved, inputs, outs):
-    if not is_array(saved):
-        return None
-    for i, x in enumerate(inputs):
-        if (x.data if isinstance(x, Box) else x) is saved:
-            return i
-    for i, out in enumerate(outs):
-        if out is saved:
-            return ~i
-    return None
-
-
-def edit(box, key, value):
-    """Set ``box.data[key] = value`` and let every node that saved it notice."""
-    with editable(box.data):
-        box.data[key] = value
-    box.version[0] += 1
 
 
 # ---- forward ------------------------------------------------------------------------------------
@@ -161,6 +59,24 @@ def witnessing():
         _witnesses.reset(token)
 
 
+def op(check):
+    """Make a public op of ``check``, which checks its arguments and returns an ``impls.Call``.
+
+    Calling the op runs the Call and returns its result. ``op.prepare`` is ``check`` itself.
+    """
+
+    @functools.wraps(check)
+    def run(*args, **kwargs):
+        call = check(*args, **kwargs)
+        for x in call.donated:
+            x.version[0] += 1  # nodes that saved x for a gradient notice that it is overwritten
+        out = apply(call.impls, call.inputs, call.impl, **call.params)
+        return out if call.finish is None else call.finish(out)
+
+    run.prepare = check
+    return run
+
+
 def apply(impls, inputs, impl=None, **params):
     """Run one of ``impls`` on ``inputs``: arrays in, arrays out; any Box in, recorded Boxes out.
 
@@ -168,7 +84,6 @@ def apply(impls, inputs, impl=None, **params):
     """
     inputs = tuple(inputs)
     arrays = [x.data if isinstance(x, Box) else x for x in inputs]
-    chosen = choose(impls, arrays, impl, **params)
     boxed = next((x for x in inputs if isinstance(x, Box)), None)
     needs = (False,) * len(inputs)
     if boxed is not None:
@@ -177,24 +92,39 @@ def apply(impls, inputs, impl=None, **params):
             needs = wanted
         elif (seen := _witnesses.get()) is not None:
             seen.update((id(x), x) for x, want in zip(inputs, wanted, strict=True) if want)
+    chosen = choose(impls, arrays, impl, needs=needs, **params)
+    rule = _backward_rule(impls, chosen, arrays, impl, needs, params)
     with device_of(*arrays):
         try:
-            forward = watched(impls.op, "forward", chosen.forward)
-            out, saved = forward(*arrays, needs=needs, **params)
+            out, saved = _forward(impls, chosen, rule, arrays, needs, params)
         except KernelCompileError as error:
-            chosen = choose_another(impls, chosen, error, arrays, impl, **params)
-            forward = watched(impls.op, "forward", chosen.forward)
-            out, saved = forward(*arrays, needs=needs, **params)
+            chosen = choose_another(impls, chosen, error, arrays, impl, needs=needs, **params)
+            rule = _backward_rule(impls, chosen, arrays, impl, needs, params)
+            out, saved = _forward(impls, chosen, rule, arrays, needs, params)
     if boxed is None:
         return out
     outs = out if isinstance(out, tuple) else (out,)
-    node = Node(impls.op, chosen, inputs, needs, params, saved, outs) if any(needs) else None
+    node = Node(impls.op, rule, inputs, needs, params, saved, outs) if rule else None
     boxes = [type(boxed)(data, node, i) for i, data in enumerate(outs)]
     for box in boxes:
         _share_version(box, inputs)
     if node is not None:
         node.watch(boxes)
     return tuple(boxes) if isinstance(out, tuple) else boxes[0]
+
+
+def _backward_rule(impls, chosen, arrays, impl, needs, params):
+    """Return the implementation that will compute the gradient, or None where none is needed."""
+    if True not in needs:
+        return None
+    return choose_backward(impls, chosen, arrays, impl, needs=needs, **params)
+
+
+def _forward(impls, chosen, rule, arrays, needs, params):
+    if rule is not None and rule.compile_backward is not None:
+        rule.compile_backward(*arrays, needs=needs, **params)
+    forward = with_hook(impls.op, "forward", chosen.forward)
+    return forward(*arrays, needs=needs, **params)
 
 
 def _share_version(box, inputs):
@@ -235,8 +165,8 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     found = [None] * len(targets)
     nodes = _reachable(roots, ends)
     useful = None if leaves else _leading_to(nodes, wanted)
-    places = Places({*ends, *wanted})
-    folds = Folds(nodes, places.kept)
+    layout = GradientLayout({*ends, *wanted})
+    consumers = Consumers(nodes, layout.kept)
     waiting = _count_uses(nodes) if on_ready else None
     pending = {}  # node -> [gradient of each output]
 
@@ -254,10 +184,10 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
         elif leaves and who not in wanted:
             _accumulate(box, grad)
 
-    def pass_on(node, grads):
+    def propagate(node, grads):
         slots = [leaves or key(x) in ends for x in node.inputs]
-        params = node.params | folds.offer(node, pending, pass_on)
-        results = _call_backward(node, grads, create_graph, slots, places, params)
+        params = node.params | consumers.offer(node, pending, propagate)
+        results = _call_backward(node, grads, create_graph, slots, layout, params)
         for x, grad in zip(node.inputs, results, strict=True):
             if isinstance(x, Box):
                 deliver(x, grad)
@@ -265,14 +195,14 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     for box, grad in zip(roots, root_grads, strict=True):
         deliver(box, grad)
     with recording(create_graph):
-        while nodes:  # popped, so that with the last link to a node goes what its rule holds
+        while nodes:  # popped, so that what a node saved is freed with the last link to it
             node = nodes.pop()
             grads = pending.pop(node, None)
             if useful is not None and node not in useful:
                 continue
             if grads is not None:
-                pass_on(node, grads)
-            folds.walked(node)
+                propagate(node, grads)
+            consumers.done(node)
             if waiting:
                 _report_ready(node, waiting, on_ready)
             if not (retain_graph or create_graph):
@@ -287,7 +217,7 @@ def _reachable(roots, ends=()):
         node = stack.pop()
         if node in seen:
             continue
-        if node.saved is _RELEASED:
+        if node.saved is RELEASED:
             raise GradientError(
                 f"backward a second time: the record of {node.op} is gone. "
                 "Pass retain_graph=True the first time, or compute the result again."
@@ -328,23 +258,23 @@ def _report_ready(node, waiting, on_ready):
                 on_ready(x)
 
 
-def _call_backward(node, grads, create_graph, slots, places, params):
-    """Return the gradients of a node's inputs; ``slots``: which may be written to their place."""
+def _call_backward(node, grads, create_graph, slots, layout, params):
+    """Return the gradients of a node's inputs; ``slots``: which may go to their ``grad_slot``."""
     node.check_unedited()
     if node.impl.backward is None:
         raise UnsupportedError(f"{node.op}: {node.impl.name} has no gradient")
     if create_graph:
         return _call_backward_recorded(node, grads)
     with device_of(*grads):
-        placed = places.into(node)
+        targets = layout.into(node)
         into = tuple([
-            (place, False) if place is not None else _slot(x) if need and slot else None
-            for x, need, slot, place in zip(node.inputs, node.needs, slots, placed, strict=True)
+            (target, False) if target is not None else _slot(x) if need and slot else None
+            for x, need, slot, target in zip(node.inputs, node.needs, slots, targets, strict=True)
         ])  # fmt: skip
         for slot in into:
             if slot is not None and slot[1]:
-                settle(slot[0])
-        backward = watched(node.op, "backward", node.impl.backward)
+                wait_for(slot[0])
+        backward = with_hook(node.op, "backward", node.impl.backward)
         results = backward(node.saved, *grads, needs=node.needs, into=into, **params)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
@@ -386,7 +316,7 @@ def _accumulate(leaf, grad):
         leaf.grad = grad if leaf.grad is None else leaf.grad + grad
     elif leaf.grad_slot is not None:
         if leaf.grad_started:
-            settle(leaf.grad_slot)
+            wait_for(leaf.grad_slot)
             leaf.grad_slot += grad.astype(leaf.grad_slot.dtype, copy=False)
         else:
             leaf.grad_slot[...] = grad

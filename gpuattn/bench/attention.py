@@ -3,10 +3,8 @@
 import numpy as np
 
 import gpuattn
-from gpuattn import rng
 from gpuattn.bench.checks import TOLERANCE, compare, normal
-from gpuattn.impls import OPS, choose, explain
-from gpuattn.ops.attention.flash_attention import IMPLS
+from gpuattn.impls import OPS, explain, prepare
 
 
 class Ours:
@@ -19,13 +17,6 @@ class Ours:
 
     def __init__(self, case, direction, xp, impl=None):
         self.case, self.direction, self.xp = case, direction, xp
-        longest = max(case.lengths())
-        self.params = {
-            "window": (case.window, 0 if case.causal else None), "align": "bottom_right",
-            "scale": case.shape[-1] ** -0.5, "softcap": None, "dropout_p": case.dropout,
-            "key": rng.as_key(1) if case.dropout else None, "max_seqlen_q": longest,
-            "max_seqlen_k": longest, "deterministic": case.deterministic,
-        }  # fmt: skip
         trains = direction != "forward"
         self.needs = (trains,) * 3 + (trains and case.bias,) + (False,) * 5
         self.wanted = impl
@@ -43,20 +34,32 @@ class Ours:
             starts = self.xp.asarray(np.cumsum([0, *case.lengths()]), np.int32)
         return (q, k, v, bias, None, starts, starts, None, None), dout
 
+    def prepare(self, inputs):
+        """Return the checked ``impls.Call`` on inputs of ``draw``."""
+        case, (q, k, v, bias, _, starts, *_) = self.case, inputs
+        longest = None if starts is None else max(case.lengths())
+        return prepare(
+            gpuattn.flash_attention, q, k, v, causal=case.causal, bias=bias, cu_seqlens_q=starts,
+            window=None if case.window is None else (case.window, None),
+            max_seqlen_q=longest, max_seqlen_k=longest,
+            dropout_p=case.dropout, seed=1 if case.dropout else None,
+            deterministic=case.deterministic, impl=self.wanted,
+        )  # fmt: skip
+
     def choose(self, inputs):
-        """Return the implementation that runs."""
-        return choose(IMPLS, inputs, self.wanted, **self.params)
+        """Return the implementation that runs the forward."""
+        return self.prepare(inputs).choose()
 
     def call(self, impl, inputs, dout):
         """Return a function without arguments that computes, as a list of arrays."""
+        prepared = self.prepare(inputs)
+        params, rule = prepared.params, prepared.choose_backward(impl, self.needs)
 
         def forward():
-            return impl.forward(*inputs, needs=self.needs, **self.params)
+            return impl.forward(*inputs, needs=self.needs, **params)
 
         def backward(saved):
-            grads = impl.backward(
-                saved, dout, None, needs=self.needs, into=(None,) * 9, **self.params
-            )
+            grads = rule.backward(saved, dout, None, needs=self.needs, into=(None,) * 9, **params)
             return [grad for grad in grads if grad is not None]
 
         if self.direction == "forward":
@@ -85,12 +88,12 @@ class Ours:
         by_input = [(-2, own), (-2, shared), (-2, shared), (1, own)]
         by_output = [(-2, own), (-2, own)] if self.direction == "forward" else by_input
         exact = [part(x, *by_input[min(i, 3)]) for i, x in enumerate(inputs)]
-        reference = IMPLS[-1]
-        outs, saved = reference.forward(*exact, needs=self.needs, **self.params)
+        reference, params = OPS["flash_attention"][-1], self.prepare(exact).params
+        outs, saved = reference.forward(*exact, needs=self.needs, **params)
         wants = outs
         if self.direction != "forward":
             wants = reference.backward(
-                saved, part(dout, -2, own), None, needs=self.needs, into=(None,) * 9, **self.params
+                saved, part(dout, -2, own), None, needs=self.needs, into=(None,) * 9, **params
             )
         for i, (result, where) in enumerate(zip(results, by_output, strict=False)):
             compare(part(result, *where), wants[i], TOLERANCE[case.dtype], f"{case}, result {i}")

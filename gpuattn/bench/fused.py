@@ -15,24 +15,45 @@ from gpuattn.bench.checks import TOLERANCE, compare, normal
 from gpuattn.bench.fused_cases import zipf_tokens
 from gpuattn.bench.samples import DTYPES
 from gpuattn.data.batching import token_order
-from gpuattn.errors import UnsupportedError
-from gpuattn.impls import OPS, Impl, explain
+from gpuattn.impls import Impl, prepare
+
+
+def _as_drawn(case, *inputs):
+    return inputs, {}
 
 
 @dataclass(frozen=True)
 class Task:
     """How an op is called.
 
-    ``draw(case, floats, seed, xp)``: its inputs. ``call(case, impl, *inputs)``: the op.
-    ``grads``: the places of the inputs that get a gradient. ``shown(inputs, outs)``: what of the
-    results is compared, by default all of them. ``edits``: inputs change in place.
+    ``draw(case, floats, seed, xp)``: its inputs. ``arguments(case, *inputs)``: positional and
+    keyword arguments of ``op``. ``grads``: the indices of the inputs that get a gradient.
+    ``shown(inputs, outs)``: what of the results is compared, by default all of them. ``edits``:
+    inputs change in place. ``before(impl, *inputs)`` runs first, and is part of what is timed.
+    ``results(*inputs)``: of an op that returns nothing, the inputs that it edits.
     """
 
+    op: Callable
     draw: Callable
-    call: Callable
+    arguments: Callable = _as_drawn
     grads: tuple[int, ...] = ()
     shown: Callable | None = None
     edits: bool = False
+    before: Callable | None = None
+    results: Callable | None = None
+
+    def call(self, case, impl, *inputs):
+        """Return the op's result by an implementation, by name."""
+        if self.before:
+            self.before(impl, *inputs)
+        args, kwargs = self.arguments(case, *inputs)
+        out = self.op(*args, impl=impl, **kwargs)
+        return self.results(*inputs) if self.results else out
+
+    def choose(self, case, impl, *inputs):
+        """Return the implementation that runs if ``impl``, a name or None, is asked for."""
+        args, kwargs = self.arguments(case, *inputs)
+        return prepare(self.op, *args, impl=impl, **kwargs).choose()
 
 
 # ---- rows ---------------------------------------------------------------------------------------
@@ -45,32 +66,14 @@ def _draw_rows(vectors):
     return draw
 
 
-def _softmax(case, impl, x):
-    return gpuattn.softmax(x, impl=impl)
-
-
-def _layer_norm(case, impl, x, weight, bias):
-    return gpuattn.layer_norm(x, weight, bias, impl=impl)
-
-
-def _rms_norm(case, impl, x, weight):
-    return gpuattn.rms_norm(x, weight, impl=impl)
-
-
 def _draw_add_norm(case, floats, seed, xp):
     vectors = (floats(case.shape[-1]) for _ in range(1 if case.rms else 2))
     return floats(*case.shape), floats(*case.shape), *vectors
 
 
-def _dropout_add_norm(case, impl, x, residual, weight, bias=None):
-    return gpuattn.dropout_add_norm(
-        x, residual, weight, bias, p=case.dropout, seed=1 if case.dropout else None,
-        norm="rms" if case.rms else "layer", impl=impl,
-    )  # fmt: skip
-
-
-def _gelu(case, impl, x, bias):
-    return gpuattn.gelu(x, bias, impl=impl)
+def _dropout_add_norm(case, *inputs):
+    seed, norm = 1 if case.dropout else None, "rms" if case.rms else "layer"
+    return inputs, {"p": case.dropout, "seed": seed, "norm": norm}
 
 
 # ---- vocabularies -------------------------------------------------------------------------------
@@ -82,12 +85,10 @@ def _draw_labelled(case, floats, seed, xp):
     return floats(rows, vocabulary), xp.asarray(labels)
 
 
-def _cross_entropy(case, impl, logits, labels):
-    """The loss, and in the logits' memory at once their gradient: as a training step has it."""
-    logits = np.reshape(logits, logits.shape)  # of a leaf nothing may be given away
-    return gpuattn.cross_entropy(
-        logits, labels, label_smoothing=case.smoothing, donate=True, dloss=1, impl=impl
-    )
+def _cross_entropy(case, logits, labels):
+    """As in a training step: the loss, and at once its gradient in the memory of the logits."""
+    logits = np.reshape(logits, logits.shape)  # a leaf's memory can't be donated
+    return (logits, labels), {"label_smoothing": case.smoothing, "donate": True, "dloss": 1}
 
 
 def _draw_tokens(case, floats, seed, xp):
@@ -96,17 +97,13 @@ def _draw_tokens(case, floats, seed, xp):
     return xp.asarray(ids), floats(vocabulary, width), *map(xp.asarray, token_order(ids))
 
 
-def _embedding(case, impl, tokens, weight, *order):
-    return gpuattn.embedding(tokens, weight, order=order, impl=impl)
+def _embedding(case, tokens, weight, *order):
+    return (tokens, weight), {"order": order}
 
 
 def _draw_beams(case, floats, seed, xp):
     sentences, beams, vocabulary = case.shape
     return floats(sentences * beams, vocabulary), floats(sentences, beams).astype(np.float32)
-
-
-def _beam_step(case, impl, logits, scores):
-    return gpuattn.beam_step(logits, scores, impl=impl)
 
 
 def _shown_beams(inputs, outs):
@@ -124,8 +121,8 @@ def _draw_logits(case, floats, seed, xp):
     return (floats(*case.shape),)
 
 
-def _topk_logprobs(case, impl, logits):
-    return gpuattn.topk_logprobs(logits, 8, impl=impl)
+def _topk_logprobs(case, logits):
+    return (logits, 8), {}
 
 
 # ---- the optimizer ------------------------------------------------------------------------------
@@ -142,23 +139,42 @@ def _draw_parameters(case, floats, seed, xp):
     return params, floats(n), momentum, squares, model, state
 
 
-def _adamw(case, impl, params, grads, momentum, squares, model, state):
+def _gradient_statistics(impl, params, grads, momentum, squares, model, state):
     gpuattn.gradient_statistics(grads, state, max_norm=MAX_NORM, impl=impl)
-    gpuattn.adamw(params, grads, momentum, squares, state, model=model, impl=impl, **OPTIMIZER)
+
+
+def _adamw(case, params, grads, momentum, squares, model, state):
+    return (params, grads, momentum, squares, state), {"model": model, **OPTIMIZER}
+
+
+def _updated(params, grads, momentum, squares, *_):
     return params, momentum, squares
 
 
 TASKS = {
-    "softmax": Task(_draw_rows(0), _softmax, (0,)),
-    "layer_norm": Task(_draw_rows(2), _layer_norm, (0, 1, 2)),
-    "rms_norm": Task(_draw_rows(1), _rms_norm, (0, 1)),
-    "dropout_add_norm": Task(_draw_add_norm, _dropout_add_norm, (0, 1, 2, 3)),
-    "gelu": Task(_draw_rows(1), _gelu, (0, 1)),
-    "cross_entropy": Task(_draw_labelled, _cross_entropy, (0,), edits=True),
-    "embedding": Task(_draw_tokens, _embedding, (1,)),
-    "beam_step": Task(_draw_beams, _beam_step, shown=_shown_beams),
-    "topk_logprobs": Task(_draw_logits, _topk_logprobs, shown=lambda inputs, outs: outs[:1]),
-    "adamw": Task(_draw_parameters, _adamw, edits=True),
+    "softmax": Task(gpuattn.softmax, _draw_rows(0), grads=(0,)),
+    "layer_norm": Task(gpuattn.layer_norm, _draw_rows(2), grads=(0, 1, 2)),
+    "rms_norm": Task(gpuattn.rms_norm, _draw_rows(1), grads=(0, 1)),
+    "dropout_add_norm": Task(
+        gpuattn.dropout_add_norm, _draw_add_norm, _dropout_add_norm, grads=(0, 1, 2, 3)
+    ),
+    "gelu": Task(gpuattn.gelu, _draw_rows(1), grads=(0, 1)),
+    "cross_entropy": Task(
+        gpuattn.cross_entropy, _draw_labelled, _cross_entropy, grads=(0,), edits=True
+    ),
+    "embedding": Task(gpuattn.embedding, _draw_tokens, _embedding, grads=(1,)),
+    "beam_step": Task(gpuattn.beam_step, _draw_beams, shown=_shown_beams),
+    "topk_logprobs": Task(
+        gpuattn.topk_logprobs, _draw_logits, _topk_logprobs, shown=lambda inputs, outs: outs[:1]
+    ),
+    "adamw": Task(
+        gpuattn.adamw,
+        _draw_parameters,
+        _adamw,
+        edits=True,
+        before=_gradient_statistics,
+        results=_updated,
+    ),
 }
 
 
@@ -198,10 +214,7 @@ class Ours:
 
     def choose(self, inputs):
         """Return the implementation that runs. Raises UnsupportedError if none accepts."""
-        answer = explain(self.task.call, self.case, self.wanted, *inputs)
-        if answer.chosen is None:
-            raise UnsupportedError(str(answer))
-        return next(impl for impl in OPS[answer.op] if impl.name == answer.chosen)
+        return self.task.choose(self.case, self.wanted, *inputs)
 
     def call(self, impl, inputs, douts):
         """Return a function without arguments that computes, as a list of arrays."""

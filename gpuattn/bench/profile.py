@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from gpuattn.arrays import import_cupy, is_array
-from gpuattn.autodiff.hooks import watching
+from gpuattn.autodiff.hooks import hooked
 from gpuattn.bench import op_work, timing
 from gpuattn.cuda.ceilings import ceilings
 from gpuattn.errors import UnsupportedError
@@ -54,7 +54,7 @@ def profile(task, device):
         update()  # compiles, and lets caches fill
         meter.restart()
         begin = time.perf_counter()
-        with watching(watcher):
+        with hooked(watcher):
             update()
         spent = (time.perf_counter() - begin) * 1e6
         return spent if device == "numpy" else _median(timing.Graph([again]))
@@ -165,7 +165,7 @@ class _Watcher:
                 return function(*_fresh(arguments), **given)
 
             kind = op, direction, _kind(arguments), _kind({**given, "key": None})
-            with watching(None):
+            with hooked(None):
                 result, us, launches = self.time(call, kind)
             self.calls.append({
                 "op": op, "direction": "update" if op in op_work.UPDATES else direction, "us": us,

@@ -8,7 +8,7 @@ from gpuattn import arrays
 from gpuattn.arrays import empty, get_xp, on_gpu, same_memory
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Fusion, Impl, Impls
 from gpuattn.nn.dropout import Dropout
 from gpuattn.nn.linear import Linear
 from gpuattn.nn.module import Module, generator, xavier_uniform
@@ -38,7 +38,7 @@ def _parts(heads, counts):
     return [heads[..., n - count : n, :] for n, count in zip(stops, counts, strict=True)]
 
 
-def _places_of_parts(saved, out, into, *, counts, head_dim):
+def _layout_of_parts(saved, out, into, *, counts, head_dim):
     shape, original = saved
     whole = empty(out, original) if into[0] is None else into[0]
     return [whole], _parts(whole.reshape(shape), counts)
@@ -58,7 +58,8 @@ def _backward_split(saved, *grads, needs, into, counts, head_dim):
 
 
 SPLIT_HEADS = Impls(
-    "split_heads", Impl("array", _forward_split, _backward_split, places=_places_of_parts)
+    "split_heads",
+    Impl("array", _forward_split, _backward_split, fusion=Fusion(layout=_layout_of_parts)),
 )
 
 

@@ -7,14 +7,15 @@ Bits: ``gpuattn/rng.py``, where an element's index is its row-major position in 
 
 from gpuattn import arrays, rng
 from gpuattn.arrays import check_floats, ctype, get_xp, wide
-from gpuattn.autodiff.tape import apply, raw
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel, kernel_refusal
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import dropout_key, probability, take_arrays
 
 BLOCK = 256
 
 
+@op
 def dropout(x, p, *, seed=None, impl=None):
     """Return ``x`` with each element zeroed with probability ``p``, the others times 1 / (1 - p).
 
@@ -28,7 +29,7 @@ def dropout(x, p, *, seed=None, impl=None):
     (x,) = take_arrays("dropout", {"x": x}, {}).values()
     check_floats("dropout", x=raw(x))
     p = probability("dropout", "p", p)
-    return apply(IMPLS, (x,), impl, p=p, key=dropout_key("dropout", p, seed))
+    return Call(IMPLS, (x,), impl, p=p, key=dropout_key("dropout", p, seed))
 
 
 def factor(p):

@@ -20,11 +20,11 @@ from gpuattn.arrays import (
     strided_rows,
     wide,
 )
-from gpuattn.autodiff import tape
-from gpuattn.autodiff.side_stream import beside
+from gpuattn.autodiff.side_stream import on_side_stream
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import (
     check_flags,
     described,
@@ -42,6 +42,7 @@ MOST_COUNTED = 2**31 - 2**14  # in 32 bits
 TILE, WINDOW, ATOMIC_ROWS = 32, 128, 4  # as in embedding_backward.cu
 
 
+@op
 def embedding(
     tokens,
     weight,
@@ -79,17 +80,17 @@ def embedding(
     tokens = _integers("tokens", tokens)
     positions = None if positions is None else _integers("positions", positions)
     order = (None,) * 3 if order is None else tuple(_order(order))
-    _check(tokens, tape.raw(weight), positions, tape.raw(position_weight), order)
+    _check(tokens, raw(weight), positions, raw(position_weight), order)
     check_flags("embedding", deterministic=deterministic)
     p = probability("embedding", "p", p)
-    rows = len(tape.raw(weight))
+    rows = len(raw(weight))
     vocab_size = rows if vocab_size is None else vocab_size
     accepted = f"0 to {rows}, the rows of weight"
     vocab_size = integer("embedding", "vocab_size", vocab_size, accepted, 0, rows)
     key = dropout_key("embedding", p, seed)
     inputs = (tokens, weight, positions, position_weight, *order)
     numbers = {"scale": number("embedding", "scale", scale), "p": p, "vocab_size": vocab_size}
-    return tape.apply(IMPLS, inputs, impl, **numbers, key=key, deterministic=deterministic)
+    return Call(IMPLS, inputs, impl, **numbers, key=key, deterministic=deterministic)
 
 
 def _order(order):
@@ -102,7 +103,7 @@ def _order(order):
 
 
 def _integers(name, index):
-    index = as_array(tape.raw(index), "embedding", name)
+    index = as_array(raw(index), "embedding", name)
     if index.dtype.kind not in "iu":
         raise TypeError(problem("embedding", f"{name}.dtype", index.dtype, "an integer dtype"))
     return index
@@ -301,7 +302,7 @@ def _backward_raw(saved, dy, *, needs, into, scale, p, key, deterministic=True, 
     if needs[1]:
         order = _argsort(index) if order is None else order
         reads = dy, index, order, arrived
-        with beside(reads, [into[1] and into[1][0]]):  # neither table's fills a GPU
+        with on_side_stream(reads, [into[1] and into[1][0]]):  # neither table's fills a GPU
             grads[1] = _add_in_order(dy, index, order, table, scale, numbers, arrived[0], into[1])
     if needs[3]:
         order = None if places is None else _argsort(places)

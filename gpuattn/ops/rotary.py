@@ -12,11 +12,11 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, check_together, ctype, get_xp, rows_refusal, wide
-from gpuattn.autodiff.gradient_layout import place_like
-from gpuattn.autodiff.tape import apply, raw
+from gpuattn.autodiff.gradient_layout import target_like
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Fusion, Impl, Impls
 from gpuattn.ops.arguments import check_flags, number, take_arrays
 
 NAME = "rotary"
@@ -26,6 +26,7 @@ HEADS = 4  # of a thread, at least
 MAX_HEAD_DIM, MAX_TOKENS = 256, 2**31 - 1
 
 
+@op
 def rotary(q, k, positions=None, *, base=10_000.0, donate=False, impl=None):
     """Return ``q`` and ``k`` turned by the positions of their tokens.
 
@@ -42,7 +43,7 @@ def rotary(q, k, positions=None, *, base=10_000.0, donate=False, impl=None):
     _check(*map(raw, inputs))
     check_flags(NAME, donate=donate)
     base = number(NAME, "base", base, "a positive number", lambda b: 0 < b < math.inf)
-    return apply(IMPLS, inputs, impl, base=base, donate=bool(donate))
+    return Call(IMPLS, inputs, impl, base=base, donate=bool(donate))
 
 
 def _check(q, k, positions):
@@ -71,13 +72,16 @@ def turns(base, head_dim):
 
 def _gradient(x, slot):
     """Return the array for the gradient of what ``x`` came from: its place, or a new one."""
-    place = place_like(slot, x)
+    place = target_like(slot, x)
     return arrays.empty(x, x.shape) if place is None else place
 
 
-def _places(saved, out, into, **params):
-    """A gradient is turned back where it lies."""
+def _layout(saved, out, into, **params):
+    """A gradient is turned back in place."""
     return into, into[:2]
+
+
+IN_PLACE = Fusion(layout=_layout, writes_into_layout=True)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
@@ -178,6 +182,6 @@ def _backward_raw(saved, dq, dk, *, needs, into, base, donate):
 
 IMPLS = Impls(
     NAME,
-    Impl("raw-simt", _forward_raw, _backward_raw, _refuse_raw, places=_places, fills_places=True),
-    Impl("reference", _forward_reference, _backward_reference, places=_places, fills_places=True),
+    Impl("raw-simt", _forward_raw, _backward_raw, _refuse_raw, fusion=IN_PLACE),
+    Impl("reference", _forward_reference, _backward_reference, fusion=IN_PLACE),
 )

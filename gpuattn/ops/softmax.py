@@ -15,10 +15,10 @@ from gpuattn.arrays import (
     on_gpu,
     wide,
 )
-from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.autodiff.tape import Box, op, raw
 from gpuattn.cuda.kernels import dtype_refusal, gpu, kernel, kernel_refusal, serves
 from gpuattn.errors import UnsupportedError, problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.numbakernels import device
 from gpuattn.ops.arguments import check_flags, dropout_key, number, probability, take_arrays
 from gpuattn.ops.dropout import device_numbers, drop, keep_of
@@ -50,6 +50,7 @@ SOFTMAX = np.dtype(
 """The struct Softmax of ``rawkernels/common/softmax.cuh``."""
 
 
+@op
 def softmax(
     x, *, scale=1.0, mask=None, lengths=None, causal=False, dropout_p=0.0, seed=None,
     donate=False, impl=None,
@@ -80,10 +81,9 @@ def softmax(
         raise ValueError(problem("softmax", "x.shape", raw(inputs[0]).shape, accepted))
     p = probability("softmax", "dropout_p", dropout_p)
     key = dropout_key("softmax", p, seed)
-    if donate and isinstance(x, Box):
-        x.version[0] += 1  # whoever saved it for a gradient will notice
     params = {"scale": scale, "causal": bool(causal), "p": p, "key": key}
-    return apply(IMPLS, inputs, impl, donate=bool(donate), **params)
+    donated = (x,) if donate and isinstance(x, Box) else ()
+    return Call(IMPLS, inputs, impl, donate=bool(donate), donated=donated, **params)
 
 
 def _check(x, mask, lengths):

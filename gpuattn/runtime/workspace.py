@@ -113,12 +113,12 @@ class Workspace:
         if not loss.requires_grad:
             raise GradientError("backward: the loss was not recorded; compute it outside no_grad()")
         grad = get_xp(loss.data).ones_like(loss.data) if grad is None else grad
-        with side_stream.allowed(self.grads):
+        with side_stream.enabled(self.grads):
             tape.backward(loss, grad, on_ready=self._ready if self.on_grad_ready else None)
 
     def _ready(self, tensor):
         if id(tensor) in self._parts:
-            side_stream.settle(tensor.grad_slot)
+            side_stream.wait_for(tensor.grad_slot)
             self.on_grad_ready(self._parts[id(tensor)])
 
     def finish(self):

@@ -5,10 +5,10 @@ import pytest
 
 import gpuattn
 from gpuattn.autodiff import tape
-from gpuattn.autodiff.hooks import watching
-from gpuattn.autodiff.pending_matmul import Product
+from gpuattn.autodiff.hooks import hooked
+from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Fusion, Impl, Impls
 
 
 class Pair:
@@ -19,9 +19,16 @@ class Pair:
 
     def __init__(self, takes=True):
         self.given = []
-        scales = Impl("array", self._scaled, self._unscaled, takes_product=lambda *_, **__: takes)
+        scales = Impl(
+            "array",
+            self._scaled,
+            self._unscaled,
+            fusion=Fusion(takes_matmul=lambda *_, **__: takes),
+        )
         self.scales = Impls("scales", scales)
-        self.linear = Impls("linear", Impl("array", self._times, self._offer, offers_product=True))
+        self.linear = Impls(
+            "linear", Impl("array", self._times, self._offer, fusion=Fusion(offers_matmul=True))
+        )
 
     def scaled(self, x):
         return tape.apply(self.scales, (x,))
@@ -34,8 +41,8 @@ class Pair:
 
     def _unscaled(self, saved, first, second, *, needs, into):
         self.given.append(type(first))
-        if isinstance(first, Product):
-            first = first.finish()
+        if isinstance(first, PendingMatmul):
+            first = first.compute()
         parts = [n * g for n, g in ((3, first), (5, second)) if g is not None]
         return (sum(parts[1:], parts[0]),)
 
@@ -44,8 +51,8 @@ class Pair:
 
     def _offer(self, saved, dz, *, needs, into, fold):
         x, weight = saved
-        product = Product(dz, weight, (*dz.shape[:-1], weight.shape[1]))
-        dx = None if fold and fold(product) else product.finish()
+        product = PendingMatmul(dz, weight, (*dz.shape[:-1], weight.shape[1]))
+        dx = None if fold and fold(product) else product.compute()
         return dx, dz.T @ x
 
 
@@ -69,7 +76,7 @@ def one_use(pair, x, weight, other):
 def test_goes_on_from_a_product(values):
     pair, plain = Pair(), Pair(takes=False)
     found, want = gradients(pair, values, one_use), gradients(plain, values, one_use)
-    assert pair.given == [Product] and plain.given == [np.ndarray]
+    assert pair.given == [PendingMatmul] and plain.given == [np.ndarray]
     for got, expected in zip(found, want, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-12)
 
@@ -109,7 +116,7 @@ def test_a_use_recorded_later_is_walked_before(values):
 
     pair = Pair()
     gradients(pair, values, program)
-    assert pair.given == [Product]
+    assert pair.given == [PendingMatmul]
 
 
 def test_a_chain_of_folds(values):
@@ -118,17 +125,13 @@ def test_a_chain_of_folds(values):
     class Both(Pair):
         def __init__(self):
             super().__init__()
-            impl = Impl(
-                "array", self._times, self._fold_both, offers_product=True,
-                takes_product=lambda *_, **__: True,
-            )  # fmt: skip
+            both = Fusion(offers_matmul=True, takes_matmul=lambda *_, **__: True)
+            impl = Impl("array", self._times, self._fold_both, fusion=both)
             self.linear = Impls("linear", impl)
 
         def _fold_both(self, saved, dz, *, needs, into, fold):
-            return self._offer(
-                saved, dz.finish() if isinstance(dz, Product) else dz, needs=needs, into=into,
-                fold=fold,
-            )  # fmt: skip
+            dz = dz.compute() if isinstance(dz, PendingMatmul) else dz
+            return self._offer(saved, dz, needs=needs, into=into, fold=fold)
 
     def program(pair, x, weight, other):
         normed, _ = pair.scaled(x)
@@ -136,7 +139,7 @@ def test_a_chain_of_folds(values):
 
     both = Both()
     found, want = gradients(both, values, program), gradients(Pair(False), values, program)
-    assert both.given == [Product]
+    assert both.given == [PendingMatmul]
     for got, expected in zip(found, want, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-12)
 
@@ -148,12 +151,12 @@ def test_not_where_the_gradient_between_is_asked_for(values):
     loss = pair.times(normed, weight).sum()
     (between,) = tape.gradients([loss], [np.ones(())], [normed])
     np.testing.assert_allclose(between, np.ones((4, 2)) @ values[1])
-    assert Product not in pair.given
+    assert PendingMatmul not in pair.given
 
 
 def test_not_while_ops_are_watched(values):
     pair = Pair()
-    with watching(lambda op, direction, function: function):
+    with hooked(lambda op, direction, function: function):
         gradients(pair, values, one_use)
     assert pair.given == [np.ndarray]
 
@@ -165,7 +168,7 @@ def test_parameters_are_reported_when_their_gradient_is_there(values):
     told = {}
     loss = one_use(pair, x, weight, None)
     tape.backward(loss, np.ones(()), on_ready=lambda leaf: told.update({id(leaf): leaf.grad}))
-    assert pair.given == [Product]
+    assert pair.given == [PendingMatmul]
     assert set(told) == {id(x), id(weight)} and all(grad is not None for grad in told.values())
 
 
@@ -178,5 +181,5 @@ def test_recomputed_layers_fold_too(values):
 
     x, weight, _ = (Tensor(v, requires_grad=True) for v in values)
     gpuattn.checkpoint(layer, x, weight).sum().backward()
-    assert pair.given == [Product]
+    assert pair.given == [PendingMatmul]
     np.testing.assert_allclose(weight.grad, np.ones((4, 2)).T @ (3 * values[0]))

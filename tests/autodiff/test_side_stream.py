@@ -75,62 +75,62 @@ def waits(log):
 
 
 def test_the_end_waits_for_all(log):
-    with side_stream.allowed(Array(0)):
+    with side_stream.enabled(Array(0)):
         for ptr in (1, 2):
-            with side_stream.beside([Array(9)], [Array(ptr)]) as apart:
+            with side_stream.on_side_stream([Array(9)], [Array(ptr)]) as apart:
                 assert apart
         assert waits(log) == [("aside", "main 0"), ("aside", "main 2")]
     assert waits(log)[2:] == [("main", "aside 3")]
 
 
 def test_few_blocks_are_ahead(log):
-    with side_stream.allowed(Array(0)):
-        for ptr in range(side_stream.AHEAD + 2):
-            with side_stream.beside([], [Array(ptr)]):
+    with side_stream.enabled(Array(0)):
+        for ptr in range(side_stream.MAX_UNJOINED + 2):
+            with side_stream.on_side_stream([], [Array(ptr)]):
                 pass
     assert [event for who, event in waits(log) if who == "main"] == [
-        "aside 1", "aside 3", f"aside {2 * side_stream.AHEAD + 3}",
+        "aside 1", "aside 3", f"aside {2 * side_stream.MAX_UNJOINED + 3}",
     ]  # fmt: skip
 
 
 def test_a_place_that_is_read_again_is_waited_for(log):
-    with side_stream.allowed(Array(0)):
+    with side_stream.enabled(Array(0)):
         for ptr in (1, 2, 3):
-            with side_stream.beside([], [Array(ptr)]):
+            with side_stream.on_side_stream([], [Array(ptr)]):
                 pass
-        side_stream.settle(Array(7))
+        side_stream.wait_for(Array(7))
         assert len(waits(log)) == 3
-        side_stream.settle(Array(2))
+        side_stream.wait_for(Array(2))
         assert waits(log)[3:] == [("main", "aside 3")]
     assert waits(log)[4:] == [("main", "aside 5")]
 
 
 def test_new_arrays_and_other_calls_stay_where_they_are(log):
-    with side_stream.beside([], [Array(1)]) as apart:
+    with side_stream.on_side_stream([], [Array(1)]) as apart:
         assert not apart
-    side_stream.settle(Array(1))
-    with side_stream.allowed(Array(0)), side_stream.beside([], [Array(1), None]):
+    side_stream.wait_for(Array(1))
+    with side_stream.enabled(Array(0)), side_stream.on_side_stream([], [Array(1), None]):
         pass
     assert not log
 
 
 def test_what_is_put_off_runs_together(log):
     """At the end, as soon as a place is asked for, and before too much is kept alive."""
-    runs, half = [], side_stream.MOST_BYTES // 2
-    assert not side_stream.later(runs.append, 0, [], Array(0))
-    with side_stream.allowed(Array(0)):
+    runs, half = [], side_stream.MAX_DEFERRED_BYTES // 2
+    assert not side_stream.defer(runs.append, 0, [], Array(0))
+    with side_stream.enabled(Array(0)):
         for n in (1, 2):
-            assert side_stream.later(runs.append, n, [], Array(n))
-        side_stream.settle(Array(3))
+            assert side_stream.defer(runs.append, n, [], Array(n))
+        side_stream.wait_for(Array(3))
         assert not runs
-        side_stream.settle(Array(2))
+        side_stream.wait_for(Array(2))
         assert runs == [[1, 2]]
         for n in (3, 4, 5):
-            side_stream.later(runs.append, n, [Array(9, half)], Array(n))
+            side_stream.defer(runs.append, n, [Array(9, half)], Array(n))
         assert runs == [[1, 2], [3, 4]]
     assert runs == [[1, 2], [3, 4], [5]]
-    with contextlib.suppress(ZeroDivisionError), side_stream.allowed(Array(0)):
-        side_stream.later(runs.append, 6, [], Array(6))
+    with contextlib.suppress(ZeroDivisionError), side_stream.enabled(Array(0)):
+        side_stream.defer(runs.append, 6, [], Array(6))
         raise ZeroDivisionError
     assert len(runs) == 3
 
@@ -162,7 +162,7 @@ def test_the_same_bits_as_on_one_stream(gpu, kind, monkeypatch, delayed):
     monkeypatch.setattr(linear, "ASIDE_SHARE", 1)  # else products are planned for half of the GPU
     with stream:
         beside = [gradients() for _ in range(3)]
-        monkeypatch.setattr(side_stream, "allowed", lambda like: contextlib.nullcontext())
+        monkeypatch.setattr(side_stream, "enabled", lambda like: contextlib.nullcontext())
         alone = gradients()
     assert np.abs(alone).sum() > 0
     for found in beside:

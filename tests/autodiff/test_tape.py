@@ -8,7 +8,7 @@ import pytest
 
 from gpuattn import Tensor, debug, no_grad, to_cpu, topk_logprobs
 from gpuattn.autodiff import tape
-from gpuattn.autodiff.hooks import watching
+from gpuattn.autodiff.hooks import hooked
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.impls import Impl, Impls
 
@@ -237,13 +237,13 @@ def test_a_watcher_stands_between_the_tape_and_the_ops():
     def watch(op, direction, function):
         def noted(*arguments, **given):
             seen.append((op, direction))
-            with watching(None):
+            with hooked(None):
                 return function(*arguments, **given)
 
         return noted
 
     x = Tensor(np.ones(3, np.float32), requires_grad=True)
-    with watching(watch):
+    with hooked(watch):
         np.sum(np.exp(x)).backward()
     want = np.exp(np.ones(3, np.float32))
     np.testing.assert_array_equal(x.grad, want)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gpuattn.autodiff.hooks import watching
+from gpuattn.autodiff.hooks import hooked
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench import op_work, profile
 from gpuattn.data.tokenizer import SPECIALS
@@ -40,7 +40,7 @@ class Seen:
 
 def work_of(call):
     """Return [(op, direction, FLOPs, bytes)] of a call and its gradient."""
-    with watching(seen := Seen()):
+    with hooked(seen := Seen()):
         out = call()
         out.backward(np.ones_like(out.data))
     call()  # nobody looks any more

@@ -8,7 +8,7 @@ import pytest
 
 import gpuattn
 from gpuattn import arrays
-from gpuattn.autodiff.pending_matmul import Product
+from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
 from gpuattn.cuda import kernels, launch
@@ -205,13 +205,13 @@ CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
     "gelu": lambda x, y, v, *_: gpuattn.gelu(x, v),
     "gelu, gradient": lambda x, y, v, *_: gradients(gpuattn.gelu, x, y, v),
     "gelu, gradient of a product": lambda x, y, *_: hopper.backward(
-        Product(x, y.reshape(COLS, ROWS), None), y.reshape(-1, ROWS)[:ROWS], "gelu"
+        PendingMatmul(x, y.reshape(COLS, ROWS), None), y.reshape(-1, ROWS)[:ROWS], "gelu"
     ),
     "weight_gradients": lambda x, y, *_: weight_gradients_of(x, y),
     "attention, gradient by whole heads": lambda x, y, *_: attention_gradients(x, y),
     "linear, gelu": lambda x, y, *_: gelu_hopper.forward(x, y),
     "linear, gelu, gradient of a product": lambda x, y, *_: gelu_hopper.backward(
-        Product(x, y.reshape(COLS, ROWS), None), gelu_hopper.forward(x, y)[1]
+        PendingMatmul(x, y.reshape(COLS, ROWS), None), gelu_hopper.forward(x, y)[1]
     ),
     "linear, gelu, gradient": lambda x, y, *_: gelu_hopper.backward_alone(
         x[:, :ROWS].copy(), gelu_hopper.forward(x, y)[1]

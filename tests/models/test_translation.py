@@ -107,7 +107,7 @@ def test_one_product_makes_all_keys_and_values_of_the_memory(monkeypatch):
     for placed in (True, False):
         model = make(kv_heads=1, dropout=0.0)
         if not placed:
-            monkeypatch.setattr(gradient_layout.Places, "take", lambda self, box: None)
+            monkeypatch.setattr(gradient_layout.GradientLayout, "take", lambda self, box: None)
         states = model.decode(model.target(source), model.source(source))
         (states * states).sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters()})

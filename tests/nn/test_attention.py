@@ -217,7 +217,7 @@ def gradient_and_copies(monkeypatch, x, dout, cu, packed, **options):
         with monkeypatch.context() as patch:
             patch.setattr(attention, "same_memory", note)
             if not placed:
-                patch.setattr(gradient_layout.Places, "take", lambda self, box: None)
+                patch.setattr(gradient_layout.GradientLayout, "take", lambda self, box: None)
             packed_attention(leaf, cu, packed, **options)[-1].backward(dout)
         found.append(to_cpu(leaf.grad))
     return (*found, copied)

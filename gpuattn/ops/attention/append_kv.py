@@ -7,17 +7,17 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, check_together, checked_index, ctype, get_xp
-from gpuattn.autodiff import tape
-from gpuattn.autodiff.tape import raw
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import take_arrays
 from gpuattn.ops.attention.decode_attention import check_cache
 
 NAME = "append_kv"
 
 
+@op
 def append_kv(k_cache, v_cache, k, v, lengths, *, page_table=None, impl=None):
     """Write the keys and values of T new tokens behind those in the cache. Returns nothing.
 
@@ -47,7 +47,7 @@ def append_kv(k_cache, v_cache, k, v, lengths, *, page_table=None, impl=None):
             raise ValueError(problem(NAME, f"{name}.shape", x.shape, accepted))
     if k.shape[1] != v.shape[1]:
         raise ValueError(problem(NAME, "v.shape", v.shape, f"{k.shape[1]} tokens, as in k"))
-    tape.apply(IMPLS, given.values(), impl)
+    return Call(IMPLS, given.values(), impl)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
@@ -74,7 +74,7 @@ def _forward_reference(k_cache, v_cache, k, v, lengths, page_table, *, needs):
 # ---- raw: rawkernels/append_kv.cu ---------------------------------------------------------------
 
 
-def _refuse_raw(k_cache, *_):
+def _refuse_raw(k_cache, *_, **__):
     return kernel_refusal(k_cache, "k_cache")
 
 

@@ -10,16 +10,16 @@ the reading. Reference: ``decode_reference.py``. Device code: ``rawkernels/decod
 
 import functools
 import math
+from operator import itemgetter
 
 import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, check_together, ctype, get_xp, index_flag
-from gpuattn.autodiff import tape
-from gpuattn.autodiff.tape import raw
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import gpu, kernel, kernel_refusal, shared_limit
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_flags, integer, number, take_arrays
 from gpuattn.ops.attention import decode_reference
 from gpuattn.ops.attention.launch import UNLIMITED
@@ -52,6 +52,7 @@ PROBLEM = np.dtype(
 """The struct Decode of ``rawkernels/common/decode.cuh``."""
 
 
+@op
 def decode_attention(
     q, k_cache, v_cache, lengths, *, scale=None, window=None, softcap=None, alibi_slopes=None,
     sink=None, page_table=None, slots=None, splits=None, batch_invariant=False, return_lse=False,
@@ -103,11 +104,10 @@ def decode_attention(
     if splits is not None and batch_invariant:
         raise ValueError(problem(NAME, "splits", splits, "None with batch_invariant"))
     scale = given["q"].shape[-1] ** -0.5 if scale is None else number(NAME, "scale", scale)
-    out, lse = tape.apply(
+    return Call(
         IMPLS, inputs.values(), impl, scale=scale, window=window, softcap=softcap, splits=splits,
-        batch_invariant=bool(batch_invariant),
+        batch_invariant=bool(batch_invariant), finish=None if return_lse else itemgetter(0),
     )  # fmt: skip
-    return (out, lse) if return_lse else out
 
 
 def check_cache(function, k_cache, v_cache, lengths, page_table):

@@ -6,14 +6,14 @@ Dao, "FlashAttention-2" (2023). Reference: ``attention_reference.py``; CUDA, by 
 """
 
 import math
+from operator import itemgetter
 
 import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import get_xp
-from gpuattn.autodiff import tape
-from gpuattn.autodiff.tape import raw
-from gpuattn.impls import Impl, Impls
+from gpuattn.autodiff.tape import op, raw
+from gpuattn.impls import Call, Fusion, Impl, Impls
 from gpuattn.numbakernels import device
 from gpuattn.ops.arguments import check_choice, check_flags, dropout_key, number, take_arrays
 from gpuattn.ops.attention import ampere, ampere_backward, hopper, reference, simt
@@ -23,6 +23,7 @@ from gpuattn.ops.attention.launch import UNLIMITED
 MAX_NUMBA_HEAD_DIM = 128
 
 
+@op
 def flash_attention(
     q, k, v, *, causal=False, align="bottom_right", window=None, scale=None, bias=None,
     key_lengths=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
@@ -79,7 +80,7 @@ def flash_attention(
         softcap = number(NAME, "softcap", softcap, accepted, lambda c: 0 < c < math.inf)
     head_dim = raw(inputs["q"]).shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
-    out, lse = tape.apply(
+    return Call(
         IMPLS,
         inputs.values(),
         impl,
@@ -93,8 +94,8 @@ def flash_attention(
         max_seqlen_k=limits[1],
         deterministic=bool(deterministic),
         tf32=bool(tf32),
+        finish=None if return_lse else itemgetter(0),
     )
-    return (out, lse) if return_lse else out
 
 
 # ---- numba: gpuattn/numbakernels/flash_attention.py --------------------------------------------
@@ -161,8 +162,11 @@ def _backward_numba(saved, dout, dlse, *, needs, into, scale, window, align, **_
     return dq, dk, dv, *(None,) * len(extras)
 
 
+IN_LAYOUT = Fusion(writes_into_layout=True)
+
+
 def _cuda(name, form, backward):
-    return Impl(name, form.forward, backward, form.refuse, form.describe, fills_places=True)
+    return Impl(name, form.forward, backward, form.refuse, form.describe, fusion=IN_LAYOUT)
 
 
 IMPLS = Impls(
@@ -171,5 +175,5 @@ IMPLS = Impls(
     _cuda("raw-ampere", ampere, ampere_backward.backward),
     _cuda("raw-simt", simt, simt.backward),
     Impl("numba", _forward_numba, _backward_numba, _refuse_numba),
-    Impl("reference", reference.forward, reference.backward, fills_places=True),
+    Impl("reference", reference.forward, reference.backward, fusion=IN_LAYOUT),
 )

@@ -8,7 +8,7 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, import_cupy
 from gpuattn.cuda.kernels import gpu, kernel, kernel_refusal
 from gpuattn.cuda.tensor_maps import refusal, tensor_map
-from gpuattn.impls import Elsewhere
+from gpuattn.errors import HardwareRefusal
 from gpuattn.ops.attention import (
     ampere_backward,
     hopper_backward,
@@ -35,7 +35,7 @@ def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, **__):
     if reason := kernel_refusal(q, "q"):
         return reason
     if (found := gpu(q.device.id)[0]) != CAPABILITY:
-        return Elsewhere(f"the GPU's compute capability is {found}, the kernel wants 90 (Hopper)")
+        return HardwareRefusal(f"the GPU's compute capability is {found}, the kernel needs 90")
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         if reason := refusal(x, name):
             return reason

@@ -4,7 +4,7 @@ import numpy as np
 
 from gpuattn import arrays, rng
 from gpuattn.arrays import get_xp
-from gpuattn.autodiff.gradient_layout import place_like
+from gpuattn.autodiff.gradient_layout import target_like
 from gpuattn.ops.attention.dropout import Tables
 
 STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias")
@@ -101,7 +101,7 @@ def gradient_arrays(inputs, into):
 
 
 def _gradient_array(x, slot):
-    place = place_like(slot, x)
+    place = target_like(slot, x)
     if place is None or place.strides != x.strides or (place.data.ptr - x.data.ptr) % 16:
         return arrays.empty(x, x.shape)
     return place

@@ -7,7 +7,7 @@ products go straight to where they belong, and packed sequences into a few padde
 import numpy as np
 
 from gpuattn.arrays import empty, for_each, get_xp, wide, zeros
-from gpuattn.autodiff.gradient_layout import place_like
+from gpuattn.autodiff.gradient_layout import target_like
 from gpuattn.ops.attention.grids import BLOCK, INF, by_heads, column, layouts, make_grid, part
 
 BLAS_ALONE = 1 << 18  # multiply-adds up to which OpenBLAS keeps a product to one thread
@@ -188,7 +188,7 @@ def _target(like, shape, cu, dtype):
 
 def _gradient(x, slot, cu):
     """Return the array for a gradient: its place in ``into``, unless the padding needs a row."""
-    place = place_like(slot, x) if cu is None else None
+    place = target_like(slot, x) if cu is None else None
     return _target(x, x.shape, cu, x.dtype) if place is None else place
 
 

@@ -1,5 +1,6 @@
 """PyTorch's ``scaled_dot_product_attention``: its argument names and their meaning."""
 
+from gpuattn.autodiff.tape import op
 from gpuattn.errors import problem
 from gpuattn.impls import OPS
 from gpuattn.ops.arguments import check_flags, number, take_arrays
@@ -9,6 +10,7 @@ NAME = "scaled_dot_product_attention"
 OPS[NAME] = IMPLS  # for use_impl
 
 
+@op
 def scaled_dot_product_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
@@ -36,7 +38,7 @@ def scaled_dot_product_attention(
         accepted, advice = f"{heads}, as in query", "Try enable_gqa=True."
         raise ValueError(problem(NAME, "the number of heads of key", kv_heads, accepted, advice))
     q, k, v = (x.transpose(0, 2, 1, 3) for x in named.values())
-    out = flash_attention(
+    call = flash_attention.prepare(
         q,
         k,
         v,
@@ -46,4 +48,9 @@ def scaled_dot_product_attention(
         bias=mask,
         dropout_p=dropout_p,
     )
-    return out.transpose(0, 2, 1, 3)
+    call.finish = _heads_first
+    return call
+
+
+def _heads_first(outs):
+    return outs[0].transpose(0, 2, 1, 3)

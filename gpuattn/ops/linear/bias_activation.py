@@ -22,10 +22,10 @@ from gpuattn.arrays import (
     strided_rows,
     wide,
 )
-from gpuattn.autodiff import tape
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_choice, dropout_key, probability, take_arrays
 from gpuattn.ops.dropout import device_numbers, factor, keep_of
 
@@ -41,6 +41,7 @@ CPU_BLOCK = 1 << 17  # elements at a time on NumPy; shorter calls do not keep tw
 TANH_INNER, TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
+@op
 def gelu(x, bias=None, *, approximate="tanh", p=0.0, seed=None, impl=None):
     """Return ``dropout(GELU(x + bias))``, in the shape and dtype of ``x``.
 
@@ -56,6 +57,7 @@ def gelu(x, bias=None, *, approximate="tanh", p=0.0, seed=None, impl=None):
     return _apply(GELU, x, bias, activation, p, seed, impl)
 
 
+@op
 def relu(x, bias=None, *, p=0.0, seed=None, impl=None):
     """Return ``dropout(max(x + bias, 0))``, in the shape and dtype of ``x``; NaN stays NaN.
 
@@ -64,6 +66,7 @@ def relu(x, bias=None, *, p=0.0, seed=None, impl=None):
     return _apply(RELU, x, bias, "relu", p, seed, impl)
 
 
+@op
 def swiglu(x, bias=None, *, p=0.0, seed=None, impl=None):
     """Return ``dropout(gate * sigmoid(gate) * up)`` where ``x + bias`` is (gate, up): (..., cols).
 
@@ -82,12 +85,12 @@ def _apply(impls, x, bias, activation, p, seed, impl):
     x, bias = _checked(impls.op, x, bias)
     p = probability(impls.op, "p", p)
     key = dropout_key(impls.op, p, seed)
-    return tape.apply(impls, (x, bias), impl, activation=activation, p=p, key=key)
+    return Call(impls, (x, bias), impl, activation=activation, p=p, key=key)
 
 
 def _checked(function, x, bias):
     x, bias = take_arrays(function, {"x": x}, {"bias": bias}).values()
-    raw_x, raw_bias = tape.raw(x), tape.raw(bias)
+    raw_x, raw_bias = raw(x), raw(bias)
     check_together(function, x=raw_x, bias=raw_bias)
     check_floats(function, x=raw_x, bias=raw_bias)
     if raw_bias is not None and (raw_x.ndim == 0 or raw_bias.shape != raw_x.shape[-1:]):

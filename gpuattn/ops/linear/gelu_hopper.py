@@ -61,8 +61,8 @@ def are_codes(kept):
     return kept is not None and kept.dtype == np.uint8
 
 
-def takes_product(product):
-    """Return whether ``backward`` can go on from a ``Product``."""
+def takes_matmul(product):
+    """Return whether ``backward`` can go on from a ``PendingMatmul``."""
     dz, weight = product.dz, product.weight
     if dz.dtype != weight.dtype or not 0 < len(weight) <= MAX_SIDE:
         return False
@@ -70,7 +70,7 @@ def takes_product(product):
 
 
 def backward(product, codes):
-    """Return ``product * slopes``: (rows, out), for an ``autodiff.pending_matmul.Product``.
+    """Return ``product * slopes``: (rows, out), for an ``autodiff.pending_matmul.PendingMatmul``.
 
     The product is rounded to its dtype before the slope multiplies it.
     """

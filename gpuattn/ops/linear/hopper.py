@@ -22,7 +22,7 @@ MAX_SIDE = 2**31 - 2**10  # for 32-bit coordinates
 
 
 def fits(product, before, activation):
-    """Return whether ``backward`` can go on from a ``Product``; ``before`` as there."""
+    """Return whether ``backward`` can go on from a ``PendingMatmul``; ``before`` as there."""
     dz, weight = product.dz, product.weight
     if (
         activation not in ACTIVATIONS
@@ -38,7 +38,7 @@ def fits(product, before, activation):
 
 
 def takes(product, before, activation):
-    """Return whether ``backward`` goes on from a ``Product``, as measured faster than without."""
+    """Return whether ``backward`` takes a ``PendingMatmul``, as measured faster than without."""
     dz = product.dz
     if not on_gpu(dz) or gpu(dz.device.id)[0] != "90":
         return False
@@ -46,7 +46,7 @@ def takes(product, before, activation):
 
 
 def backward(product, before, activation):
-    """Return ``product * f'``: (rows, in), for ``product`` an ``autodiff.pending_matmul.Product``.
+    """Return ``product * f'``: (rows, in), for ``product`` a ``PendingMatmul``.
 
     ``before``: (rows, in), what GELU was taken of, or ReLU's own result. 16-bit floats, all of one
     dtype. The product is rounded to it before the slope, at ``before``, multiplies it.

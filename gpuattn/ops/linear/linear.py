@@ -11,12 +11,12 @@ import math
 
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, check_together, get_xp, wide
-from gpuattn.autodiff import tape
-from gpuattn.autodiff.pending_matmul import Product
-from gpuattn.autodiff.side_stream import beside, later
+from gpuattn.autodiff.pending_matmul import PendingMatmul
+from gpuattn.autodiff.side_stream import defer, on_side_stream
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.errors import problem
 from gpuattn.gemm.matmul import matmul, matmul_activated, matmul_and_sums
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Fusion, Impl, Impls
 from gpuattn.ops.arguments import check_choice, take_arrays
 from gpuattn.ops.linear import gelu_hopper, hopper, weight_gradients
 from gpuattn.ops.linear.bias_activation import activate, launch_backward, launch_forward, refuse_raw
@@ -25,6 +25,7 @@ ASIDE_TILES = 200  # of 128 x 128 numbers of a weight's gradient: so many fill a
 ASIDE_SHARE = 2  # half of the multiprocessors are for what it runs beside
 
 
+@op
 def linear(x, weight, bias=None, *, activation=None, impl=None):
     """Return ``f(x @ weight.T + bias)``: (..., out), in the dtype of ``x``.
 
@@ -34,9 +35,9 @@ def linear(x, weight, bias=None, *, activation=None, impl=None):
     Raises TypeError for other or mixed dtypes, ValueError for shapes that do not fit.
     """
     inputs = tuple(take_arrays("linear", {"x": x, "weight": weight}, {"bias": bias}).values())
-    _check(*map(tape.raw, inputs))
+    _check(*map(raw, inputs))
     check_choice("linear", "activation", activation, None, "relu", "gelu")
-    return tape.apply(IMPLS, inputs, impl, activation=activation)
+    return Call(IMPLS, inputs, impl, activation=activation)
 
 
 def _check(x, weight, bias):
@@ -135,12 +136,12 @@ def _forward_raw(x, weight, bias, *, needs, activation):
 def _backward_raw(saved, dy, *, needs, into, activation, fold=None):
     x, weight, z, bias = saved
     if gelu_hopper.are_codes(z):
-        if isinstance(dy, Product):
+        if isinstance(dy, PendingMatmul):
             dz = gelu_hopper.backward(dy, z)
         else:
             dz = gelu_hopper.backward_alone(_as_rows(dy), z)
         activation = None
-    elif isinstance(dy, Product):
+    elif isinstance(dy, PendingMatmul):
         dz, activation = hopper.backward(dy, z, activation), None
     else:
         dz = get_xp(dy).ascontiguousarray(_as_rows(dy))
@@ -153,7 +154,7 @@ def _backward_raw(saved, dy, *, needs, into, activation, fold=None):
         dz, dbias = launch_backward(z, bias, dz, needs[2], into[2], activation)
     ours = needs[0]  # unless the op that made x goes on from the product
     if ours and fold is not None:
-        ours = not fold(Product(dz, weight, (*dy.shape[:-1], weight.shape[1])))
+        ours = not fold(PendingMatmul(dz, weight, (*dy.shape[:-1], weight.shape[1])))
     dx, _ = _product_gradients(x, weight, dz, dy, (ours, False), into)
     if sums is not None or not needs[1]:
         return dx, *(sums or (None, dbias))
@@ -165,10 +166,10 @@ def _backward_raw(saved, dy, *, needs, into, activation, fold=None):
     return dx, dweight, dbias
 
 
-def _takes_product(saved, product, index, *, needs, activation):
+def _takes_matmul(saved, product, index, *, needs, activation):
     _, _, z, bias = saved
     if gelu_hopper.are_codes(z):
-        return gelu_hopper.takes_product(product)
+        return gelu_hopper.takes_matmul(product)
     return activation is not None and bias is None and hopper.takes(product, z, activation)
 
 
@@ -176,12 +177,12 @@ def _later(x, dz, slot):
     """Return whether the weight's gradient will be computed together with others."""
     if slot is None or _tiles(x, dz) >= ASIDE_TILES or not weight_gradients.takes(dz, x, slot[0]):
         return False
-    return later(weight_gradients.launch, (dz, x, *slot), (dz, x), slot[0])
+    return defer(weight_gradients.launch, (dz, x, *slot), (dz, x), slot[0])
 
 
 def _aside(x, dz, places):
     """Return a context for the gradients of parameters: aside, unless they fill a GPU anyway."""
-    return beside((x, dz), places if _tiles(x, dz) < ASIDE_TILES else (None,))
+    return on_side_stream((x, dz), places if _tiles(x, dz) < ASIDE_TILES else (None,))
 
 
 def _tiles(x, dz):
@@ -210,8 +211,7 @@ IMPLS = Impls(
         _forward_raw,
         _backward_raw,
         refuse_raw,
-        offers_product=True,
-        takes_product=_takes_product,
+        fusion=Fusion(offers_matmul=True, takes_matmul=_takes_matmul),
     ),  # fmt: skip
     Impl("reference", _forward_reference, _backward_reference),
 )

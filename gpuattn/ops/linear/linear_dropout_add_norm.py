@@ -12,11 +12,11 @@ import numpy as np
 
 from gpuattn import arrays, rng
 from gpuattn.arrays import check_floats, check_together, ctype, get_xp
-from gpuattn.autodiff.tape import apply, raw
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import gpu, kernel, kernel_refusal
 from gpuattn.cuda.tensor_maps import tensor_map
-from gpuattn.errors import problem
-from gpuattn.impls import Elsewhere, Impl, Impls
+from gpuattn.errors import HardwareRefusal, SlowerRefusal, problem
+from gpuattn.impls import Call, Fusion, Impl, Impls
 from gpuattn.ops.arguments import check_choice, dropout_key, number, probability, take_arrays
 from gpuattn.ops.dropout import device_numbers
 from gpuattn.ops.linear.linear import IMPLS as LINEAR
@@ -33,6 +33,7 @@ LEAST_SHARE = 0.8  # of the multiprocessors' time that blocks fill, else two lau
 MAX_ROWS = 2**31 - 128
 
 
+@op
 def linear_dropout_add_norm(
     x, projection, residual, weight, bias=None, *, projection_bias=None, p=0.0, norm="layer",
     eps=1e-5, seed=None, impl=None,
@@ -57,7 +58,7 @@ def linear_dropout_add_norm(
     eps = number(name, "eps", eps, "a positive number", lambda e: 0 < e < math.inf)
     p = probability(name, "p", p)
     key = dropout_key(name, p, seed)
-    return apply(IMPLS, given.values(), impl, p=p, key=key, rms=norm == "rms", eps=eps)
+    return Call(IMPLS, given.values(), impl, p=p, key=key, rms=norm == "rms", eps=eps)
 
 
 def _check(given):
@@ -112,7 +113,7 @@ def _backward_by_two(product, border, saved, *grads, needs, into, fold=None, **p
     if not any(needs[:2]):
         return None, None, *rest
     places, params = (*into[:2], None), {"needs": _of_product(needs), "activation": None}
-    params |= {"fold": fold} if product.offers_product else {}
+    params |= {"fold": fold} if product.fusion.offers_matmul else {}
     dx, dprojection, _ = product.backward(kept, dy, into=places, **params)
     return dx, dprojection, *rest
 
@@ -124,18 +125,18 @@ def _refuse_hopper(x, projection, residual, *vectors, **params):
     if reason := kernel_refusal(x):
         return reason
     if (found := gpu(x.device.id)[0]) != CAPABILITY:
-        return Elsewhere(f"the GPU's compute capability is {found}, the kernel wants 90 (Hopper)")
+        return HardwareRefusal(f"the GPU's compute capability is {found}, the kernel needs 90")
     if x.itemsize != 2:
-        return Elsewhere(f"x is {x.dtype}, the kernel takes float16 and bfloat16")
+        return f"x is {x.dtype}, the kernel takes float16 and bfloat16"
     width, depth = projection.shape
     if width not in TILES:
-        return Elsewhere(f"{width} outputs, the kernel takes {', '.join(map(str, TILES))}")
+        return f"{width} outputs, the kernel takes {', '.join(map(str, TILES))}"
     if depth % 8 or not depth:
-        return Elsewhere(f"{depth} inputs, the kernel takes multiples of 8")
+        return f"{depth} inputs, the kernel takes multiples of 8"
     if (count := residual.size // width) > MAX_ROWS:
         return f"{count} rows, the kernel takes {MAX_ROWS}"
     if (share := share_of(count, block_rows(width, count, x.device.id), x.device.id)) < LEAST_SHARE:
-        return Elsewhere(f"its blocks would fill {share:.0%} of the multiprocessors' time")
+        return SlowerRefusal(f"its blocks would fill {share:.0%} of the multiprocessors' time")
     return None
 
 
@@ -201,7 +202,7 @@ def _implementation(name, forward=None, refuse=None, of="raw-simt"):
     return Impl(
         name, forward or partial(_forward_by_two, product, border),
         partial(_backward_by_two, product, border), refuse,
-        offers_product=product.offers_product,
+        fusion=Fusion(offers_matmul=product.fusion.offers_matmul),
     )  # fmt: skip
 
 

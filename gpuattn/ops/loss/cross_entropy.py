@@ -21,14 +21,15 @@ from gpuattn.arrays import (
     get_xp,
     wide,
 )
-from gpuattn.autodiff import tape
+from gpuattn.autodiff.tape import Box, op, raw
 from gpuattn.cuda.kernels import kernel_refusal
 from gpuattn.errors import GradientError, problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_choice, check_flags, integer, number, take_arrays
 from gpuattn.ops.loss import launch
 
 
+@op
 def cross_entropy(
     logits,
     labels,
@@ -67,8 +68,8 @@ def cross_entropy(
     ValueError for shapes or settings that do not fit.
     """
     (logits,) = take_arrays("cross_entropy", {"logits": logits}, {}).values()
-    labels = as_array(tape.raw(labels), "cross_entropy", "labels")
-    x = tape.raw(logits)
+    labels = as_array(raw(labels), "cross_entropy", "labels")
+    x = raw(logits)
     check_together("cross_entropy", logits=x, labels=labels)
     check_floats("cross_entropy", logits=x)
     if x.ndim == 0 or labels.shape != x.shape[:-1]:
@@ -80,7 +81,7 @@ def cross_entropy(
     check_choice("cross_entropy", "reduction", reduction, "mean", "sum", "none")
     check_flags("cross_entropy", accuracy=accuracy, donate=donate)
     shared = settings("cross_entropy", labels, vocab_size, label_smoothing, smoothing, z_loss)
-    loss = tape.apply(
+    return Call(
         IMPLS,
         (logits, labels, scale_of_loss("cross_entropy", x, dloss)),
         impl,
@@ -91,10 +92,8 @@ def cross_entropy(
         reduction=reduction,
         accuracy=bool(accuracy),
         donate=bool(donate),
+        donated=(logits,) if donate and isinstance(logits, Box) else (),
     )
-    if donate and isinstance(logits, tape.Box):
-        logits.version[0] += 1  # whoever saved them for a gradient will notice
-    return loss
 
 
 def settings(function, labels, vocab_size, label_smoothing, smoothing, z_loss):
@@ -122,7 +121,7 @@ def scale_of_loss(function, x, dloss):
         if not dloss:
             raise ValueError(problem(function, "dloss", dloss, "a number other than 0"))
         return get_xp(x).full((), dloss, wide(x.dtype))
-    dloss = as_array(tape.raw(dloss), function, "dloss")
+    dloss = as_array(raw(dloss), function, "dloss")
     check_together(function, logits=x, dloss=dloss)
     accepted = f"a number, or a () array of {wide(x.dtype)}"
     if dloss.dtype != wide(x.dtype):

@@ -12,11 +12,11 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import as_array, check_floats, check_together, get_xp, on_gpu, wide
-from gpuattn.autodiff import tape
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.gemm.matmul import matmul
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_choice, check_flags, integer, take_arrays
 from gpuattn.ops.loss import cross_entropy as whole
 from gpuattn.ops.loss import launch
@@ -25,6 +25,7 @@ CHUNK_BYTES = {True: 512 << 20, False: 32 << 20}  # of logits: on a GPU, in a pr
 LEAST_ROWS = {True: 2048, False: 64}  # with fewer, products are slow
 
 
+@op
 def linear_cross_entropy(
     x,
     weight,
@@ -54,8 +55,8 @@ def linear_cross_entropy(
     """
     name = "linear_cross_entropy"
     x, weight = take_arrays(name, {"x": x, "weight": weight}, {}).values()
-    labels = as_array(tape.raw(labels), name, "labels")
-    rows, matrix = tape.raw(x), tape.raw(weight)
+    labels = as_array(raw(labels), name, "labels")
+    rows, matrix = raw(x), raw(weight)
     check_together(name, x=rows, weight=matrix, labels=labels)
     check_floats(name, x=rows, weight=matrix)
     if matrix.ndim != 2:
@@ -73,7 +74,7 @@ def linear_cross_entropy(
     if chunk_rows is not None:
         chunk_rows = integer(name, "chunk_rows", chunk_rows, "1 or more, or None", 1)
     check_flags(name, accuracy=accuracy)
-    return tape.apply(
+    return Call(
         IMPLS,
         (x, weight, labels, whole.scale_of_loss(name, rows, dloss)),
         impl,

@@ -10,9 +10,9 @@ import numpy as np
 
 from gpuattn import arrays, rng
 from gpuattn.arrays import get_xp, wide, zeros
-from gpuattn.autodiff.tape import apply
+from gpuattn.autodiff.tape import op
 from gpuattn.cuda.kernels import kernel
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_choice, dropout_key, probability
 from gpuattn.ops.dropout import device_numbers, drop, keep_of
 from gpuattn.ops.norm.launch import (
@@ -35,6 +35,7 @@ from gpuattn.ops.norm.layer_norm import (
 )
 
 
+@op
 def dropout_add_norm(
     x, residual, weight, bias=None, *, x_bias=None, p=0.0, norm="layer", eps=1e-5, seed=None,
     impl=None,
@@ -56,9 +57,10 @@ def dropout_add_norm(
     check_choice("dropout_add_norm", "norm", norm, "layer", "rms")
     p = probability("dropout_add_norm", "p", p)
     key = dropout_key("dropout_add_norm", p, seed)
-    return apply(IMPLS, inputs, impl, p=p, key=key, rms=norm == "rms", eps=eps)
+    return Call(IMPLS, inputs, impl, p=p, key=key, rms=norm == "rms", eps=eps)
 
 
+@op
 def norm_beside(x, weight, bias=None, *, norm="layer", eps=1e-5, impl=None):
     """Return (norm(x), x): the start of a residual stream, whose two gradients are added in a pass.
 
@@ -66,7 +68,7 @@ def norm_beside(x, weight, bias=None, *, norm="layer", eps=1e-5, impl=None):
     """
     inputs, eps = check_inputs("norm_beside", {"x": x}, {"weight": weight, "bias": bias}, eps)
     check_choice("norm_beside", "norm", norm, "layer", "rms")
-    return apply(BESIDE, inputs, impl, rms=norm == "rms", eps=eps)
+    return Call(BESIDE, inputs, impl, rms=norm == "rms", eps=eps)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
-from gpuattn.autodiff.side_stream import beside
+from gpuattn.autodiff.side_stream import on_side_stream
 from gpuattn.cuda.kernels import gpu, kernel, kernel_refusal, shared_limit
 
 MAX_COLS = 2**31 - 2**14  # columns are counted in 32 bits
@@ -179,7 +179,7 @@ def add_parts(parts, slots, dtype):
         for (out, _), slot in zip(outs, slots, strict=True)
         if out is not None
     ]
-    with beside(parts, places):
+    with on_side_stream(parts, places):
         for scalar in {ctype(out.dtype) for out, _ in outs if out is not None}:
             now = [out is not None and ctype(out.dtype) == scalar for out, _ in outs]
             _add(parts, outs, now, scalar)

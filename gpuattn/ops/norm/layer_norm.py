@@ -12,10 +12,10 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, check_together, get_xp, on_gpu, wide
-from gpuattn.autodiff.tape import apply, raw
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import dtype_refusal, kernel
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.numbakernels import device
 from gpuattn.ops.arguments import number, take_arrays
 from gpuattn.ops.l2_prefetch import rows_ahead
@@ -32,6 +32,7 @@ NUMBA_WARPS = 1056  # of the backward, which keep their sums: 8 for a multiproce
 NUMBA_TEAM, NUMBA_HELD = 256, 4  # threads that hold a row, at most; vectors each
 
 
+@op
 def layer_norm(x, weight=None, bias=None, *, eps=1e-5, impl=None):
     """Return the rows of ``x`` with mean 0 and variance 1, times ``weight`` plus ``bias``.
 
@@ -44,7 +45,7 @@ def layer_norm(x, weight=None, bias=None, *, eps=1e-5, impl=None):
     ValueError for shapes that do not fit and for an ``eps`` that is not positive and finite.
     """
     inputs, eps = check_inputs("layer_norm", {"x": x}, {"weight": weight, "bias": bias}, eps)
-    return apply(IMPLS, inputs, impl, eps=eps)
+    return Call(IMPLS, inputs, impl, eps=eps)
 
 
 def check_inputs(function, rows, vectors, eps):

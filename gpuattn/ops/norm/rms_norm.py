@@ -4,8 +4,8 @@ Zhang and Sennrich, "Root mean square layer normalization" (2019). Device code:
 ``rawkernels/layer_norm.cu`` with RMS = true.
 """
 
-from gpuattn.autodiff.tape import apply
-from gpuattn.impls import Impl, Impls
+from gpuattn.autodiff.tape import op
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.norm.launch import refuse_raw
 from gpuattn.ops.norm.layer_norm import (
     backward_raw,
@@ -18,6 +18,7 @@ from gpuattn.ops.norm.layer_norm import (
 )
 
 
+@op
 def rms_norm(x, weight=None, *, eps=1e-6, impl=None):
     """Return the rows of ``x`` divided by their root mean square, times ``weight``.
 
@@ -29,7 +30,7 @@ def rms_norm(x, weight=None, *, eps=1e-6, impl=None):
     ValueError for shapes that do not fit and for an ``eps`` that is not positive and finite.
     """
     inputs, eps = check_inputs("rms_norm", {"x": x}, {"weight": weight}, eps)
-    return apply(IMPLS, inputs, impl, eps=eps)
+    return Call(IMPLS, inputs, impl, eps=eps)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------

@@ -20,10 +20,10 @@ from gpuattn.arrays import (
     index_flag,
     wide,
 )
-from gpuattn.autodiff.tape import apply, raw
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import dtype_refusal, kernel, kernel_refusal
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.numbakernels import device
 from gpuattn.ops.arguments import described
 from gpuattn.ops.sampling.logit_slices import BLOCK, slices, tickets
@@ -41,6 +41,7 @@ MAX_GRID = 65535
 WHAT = "beam_step: penalties"
 
 
+@op
 def beam_step(logits, scores, *, banned=None, penalties=None, vocab_size=None, impl=None):
     """Return (scores, parents, tokens) of the 2K best continuations of each sentence's K beams.
 
@@ -83,7 +84,7 @@ def beam_step(logits, scores, *, banned=None, penalties=None, vocab_size=None, i
     checked_banned("beam_step", banned, vocab_size)
     _check_penalties(listed, amounts, len(logits), scores.dtype)
     inputs = logits, scores, banned, listed, amounts
-    return apply(IMPLS, inputs, impl, vocab_size=vocab_size)
+    return Call(IMPLS, inputs, impl, vocab_size=vocab_size)
 
 
 def _pair(penalties):
@@ -144,7 +145,7 @@ def _outputs(scores):
 # ---- numba: gpuattn/numbakernels/beam_step.py ---------------------------------------------------
 
 
-def _refuse_numba(logits, scores, banned, listed, amounts, *, vocab_size):
+def _refuse_numba(logits, scores, banned, listed, amounts, *, vocab_size, **_):
     if reason := device.refusal(logits) or dtype_refusal(logits, "logits"):
         return reason
     if listed is not None:
@@ -212,7 +213,7 @@ def _address(x):
 # ---- raw: rawkernels/beam_step.cu ---------------------------------------------------------------
 
 
-def _refuse_raw(logits, scores, *_, vocab_size):
+def _refuse_raw(logits, scores, *_, vocab_size, **__):
     if reason := kernel_refusal(logits, "logits"):
         return reason
     sentences, beam = scores.shape

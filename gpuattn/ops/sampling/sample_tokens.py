@@ -13,10 +13,10 @@ import numpy as np
 
 from gpuattn import arrays, rng
 from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, wide
-from gpuattn.autodiff.tape import apply, raw
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import integer, number, seed_key
 from gpuattn.ops.sampling.topk_logprobs import (
     checked_banned,
@@ -34,6 +34,7 @@ ONE = 1 << 40  # the weight of the most probable token
 COARSE = 9  # bits that weights lose where they are summed for top-p
 
 
+@op
 def sample_tokens(
     logits,
     *,
@@ -75,7 +76,7 @@ def sample_tokens(
     checked_banned("sample_tokens", banned, vocab_size)
     check_settings("sample_tokens", temperature, top_k, top_p, min_p)
     key = seed_key("sample_tokens", seed)
-    return apply(
+    return Call(
         IMPLS, (logits, banned), impl, vocab_size=vocab_size, temperature=float(temperature),
         top_k=0 if top_k is None or top_k >= vocab_size else operator.index(top_k),
         top_p=0 if top_p == 1 else min(max(round(top_p * 2**32), 1), 2**32 - 1),

@@ -13,10 +13,10 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, ctype, get_xp, wide
-from gpuattn.autodiff.tape import apply, raw
+from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import integer, take_arrays
 from gpuattn.ops.sampling.logit_slices import BLOCK, slices, tickets
 
@@ -26,6 +26,7 @@ MAX_COLS = 1 << 30  # columns are counted in 32 bits
 GROUP = 32  # columns of a group in the reference
 
 
+@op
 def topk_logprobs(logits, k, *, vocab_size=None, impl=None):
     """Return (logprobs (..., k), indices (..., k)) of the k largest logits of each row.
 
@@ -46,7 +47,7 @@ def topk_logprobs(logits, k, *, vocab_size=None, impl=None):
         raise ValueError(problem("topk_logprobs", "logits.shape", x.shape, "at least one axis"))
     vocab_size = checked_vocab_size("topk_logprobs", vocab_size, x.shape[-1])
     k = integer("topk_logprobs", "k", k, f"0 to {vocab_size}, the vocabulary", 0, vocab_size)
-    return apply(IMPLS, (logits,), impl, k=k, vocab_size=vocab_size)
+    return Call(IMPLS, (logits,), impl, k=k, vocab_size=vocab_size)
 
 
 def checked_vocab_size(function, vocab_size, cols):
@@ -129,7 +130,7 @@ def in_order(x, k):
 # ---- raw: rawkernels/topk_logprobs.cu -----------------------------------------------------------
 
 
-def _refuse_raw(logits, *, k, vocab_size):
+def _refuse_raw(logits, *, k, vocab_size, **_):
     if reason := kernel_refusal(logits, "logits"):
         return reason
     if k > MAX_K:

@@ -8,7 +8,8 @@ Device code: ``rawkernels/adamw.cu``.
 import numpy as np
 
 from gpuattn.arrays import get_xp
-from gpuattn.autodiff import tape
+from gpuattn.autodiff.tape import op
+from gpuattn.impls import Call
 from gpuattn.ops.arguments import check_flags, seed_key
 from gpuattn.ops.update.flat_update import (
     check,
@@ -20,6 +21,7 @@ from gpuattn.ops.update.flat_update import (
 )
 
 
+@op
 def adamw(
     params,
     grads,
@@ -60,7 +62,7 @@ def adamw(
     seed = seed_key("adamw", seed).seed
     inputs = (params, grads, exp_avg, exp_avg_sq, state.array, model, decay)
     numbers = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-    tape.apply(IMPLS, inputs, impl, **numbers, decoupled=decoupled, seed=seed)
+    return Call(IMPLS, inputs, impl, **numbers, decoupled=decoupled, seed=seed)
 
 
 def _rule(p, g, moments, learning_rate, step, decays, *, betas, eps, weight_decay, decoupled):

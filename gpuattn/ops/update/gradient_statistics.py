@@ -12,10 +12,10 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import check_together, ctype, get_xp, on_gpu, to_cpu
-from gpuattn.autodiff import tape
+from gpuattn.autodiff.tape import op
 from gpuattn.cuda.kernels import kernel
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import described, integer, number
 
 MIN_LOSS_SCALE, MAX_LOSS_SCALE = 1.0, 2.0**32
@@ -89,6 +89,7 @@ def field(array, name):
     return array[at : at + 1].view(FIELDS[name]).reshape(())
 
 
+@op
 def gradient_statistics(grads, state, *, max_norm=None, growth_interval=0, impl=None):
     """Prepare an update: norm, clipping, whether to skip it, and the next loss scale. In ``state``.
 
@@ -107,7 +108,7 @@ def gradient_statistics(grads, state, *, max_norm=None, growth_interval=0, impl=
         max_norm = number(name, "max_norm", max_norm, "> 0, or None", lambda norm: norm > 0)
     growth_interval = integer(name, "growth_interval", growth_interval, accepted)
     params = {"max_norm": max_norm or math.inf, "growth_interval": growth_interval}
-    tape.apply(IMPLS, (grads, state.array), impl, **params)
+    return Call(IMPLS, (grads, state.array), impl, **params)
 
 
 def check_state(function, state):
@@ -153,7 +154,7 @@ def _reference(grads, state, *, needs, max_norm, growth_interval):
         at["clamped"][...] += scale != wanted
         at["clean_steps"][...] = xp.where(grow, 0, clean)
         at["loss_scale"][...] = scale
-    return state, None
+    return None, None
 
 
 def square_sum(xp, x):
@@ -190,7 +191,7 @@ def _raw(grads, state, *, needs, max_norm, growth_interval):
     constants = {"scalar": ctype(grads.dtype), "BLOCK": BLOCK}
     launch = kernel("gradient_statistics.cu", "gradient_statistics", **constants)
     launch((blocks,), (BLOCK,), grads, partial, state, grads.size, max_norm, growth_interval)
-    return state, None
+    return None, None
 
 
 IMPLS = Impls(

@@ -8,10 +8,10 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import get_xp, on_gpu
-from gpuattn.autodiff import tape
+from gpuattn.autodiff.tape import op
 from gpuattn.cuda.kernels import gpu, kernel
 from gpuattn.errors import problem
-from gpuattn.impls import Impl, Impls
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import described, seed_key
 from gpuattn.ops.update.adamw import adam_direction, moment_numbers
 from gpuattn.ops.update.flat_update import (
@@ -79,6 +79,7 @@ def plan(bounds, adapted):
     return norms + weights[::-1], tensors, max(len(norms), 1)
 
 
+@op
 def lamb(
     params,
     grads,
@@ -112,7 +113,7 @@ def lamb(
         raise ValueError(problem("lamb", "tensors", f"a table of {tensors.size}", accepted))
     inputs = (params, grads, exp_avg, exp_avg_sq, state.array, model)
     numbers = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-    tape.apply(IMPLS, inputs, impl, tensors=tensors, **numbers, seed=seed_key("lamb", seed).seed)
+    return Call(IMPLS, inputs, impl, tensors=tensors, **numbers, seed=seed_key("lamb", seed).seed)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
@@ -125,7 +126,7 @@ def _reference(
     xp = get_xp(params)
     skip = field(state, "skip") != 0
     if xp is np and skip:
-        return params, None
+        return None, None
     learning_rate, coefficient = field(state, "learning_rate"), field(state, "coefficient")
     step = field(state, "step")
     key, counted = Key(seed, ROUNDING, step), step.astype(np.float32)
@@ -147,7 +148,7 @@ def _reference(
                 put(xp, x, y, skip, key, begin)
             if model is not None:
                 put(xp, model[begin:end], p, skip)
-    return params, None
+    return None, None
 
 
 # ---- raw: rawkernels/lamb.cu --------------------------------------------------------------------
@@ -170,7 +171,7 @@ def _raw(
         tensors.items, tensors.tensors, tensors.sums, tensors.ratios, tensors.control, state,
         count, seed & 0xFFFFFFFF, seed >> 32, *moment_numbers(betas, eps), weight_decay,
     )  # fmt: skip
-    return params, None
+    return None, None
 
 
 IMPLS = Impls(

@@ -7,7 +7,8 @@ Device code: ``rawkernels/lion.cu``.
 import numpy as np
 
 from gpuattn.arrays import get_xp
-from gpuattn.autodiff import tape
+from gpuattn.autodiff.tape import op
+from gpuattn.impls import Call
 from gpuattn.ops.arguments import seed_key
 from gpuattn.ops.update.flat_update import (
     check,
@@ -18,6 +19,7 @@ from gpuattn.ops.update.flat_update import (
 )
 
 
+@op
 def lion(
     params,
     grads,
@@ -42,7 +44,7 @@ def lion(
     check_numbers("lion", weight_decay)
     inputs = (params, grads, exp_avg, state.array, model, decay)
     seed = seed_key("lion", seed).seed
-    tape.apply(IMPLS, inputs, impl, betas=tuple(betas), weight_decay=weight_decay, seed=seed)
+    return Call(IMPLS, inputs, impl, betas=tuple(betas), weight_decay=weight_decay, seed=seed)
 
 
 def _rule(p, g, moments, learning_rate, step, decays, *, betas, weight_decay):

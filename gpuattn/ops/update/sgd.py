@@ -7,12 +7,14 @@ Device code: ``rawkernels/sgd.cu``.
 
 import numpy as np
 
-from gpuattn.autodiff import tape
+from gpuattn.autodiff.tape import op
 from gpuattn.errors import problem
+from gpuattn.impls import Call
 from gpuattn.ops.arguments import check_flags, number, seed_key
 from gpuattn.ops.update.flat_update import check, check_numbers, scale_rows, update_impls
 
 
+@op
 def sgd(
     params,
     grads,
@@ -48,7 +50,7 @@ def sgd(
         raise ValueError(problem("sgd", "velocity", f"{got} for momentum {momentum}", accepted))
     inputs = (params, grads, velocity, state.array, model, decay)
     numbers = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    tape.apply(IMPLS, inputs, impl, **numbers, seed=seed)
+    return Call(IMPLS, inputs, impl, **numbers, seed=seed)
 
 
 def _rule(p, g, moments, learning_rate, step, decays, *, momentum, nesterov, weight_decay):

@@ -6,7 +6,7 @@ import pytest
 from checks import check_hopper_compiles, sampled
 
 from gpuattn.arrays import BFLOAT16, to_cpu
-from gpuattn.autodiff.pending_matmul import Product
+from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.cuda import kernels
 from gpuattn.ops.linear import gelu_hopper
@@ -28,7 +28,7 @@ PROBLEMS = [
 
 
 def problem(xp, shape, dtype, seed=0):
-    """Return x, the weight and a Product that is y's gradient, and all of them as float64."""
+    """Return x, the weight and a PendingMatmul that is y's gradient, and all of them as float64."""
     rows, depth, columns, width = shape
     rng = np.random.default_rng(seed)
     shapes = (rows, depth), (columns, depth), (rows, width), (width, columns)
@@ -36,7 +36,12 @@ def problem(xp, shape, dtype, seed=0):
     exact[1] *= 2 / np.sqrt(depth)
     exact = [x.astype(DTYPES[dtype]) for x in exact]
     x, weight, dz, after = (xp(a) for a in exact)
-    return x, weight, Product(dz, after, (rows, columns)), [a.astype(np.float64) for a in exact]
+    return (
+        x,
+        weight,
+        PendingMatmul(dz, after, (rows, columns)),
+        [a.astype(np.float64) for a in exact],
+    )
 
 
 def close(found, want, unit, slack):
@@ -72,7 +77,7 @@ def check(x, weight, product, exact, dtype, like):
 def test_on_an_emulated_gpu(shape, dtype, host_compiler):
     x, weight, product, exact = problem(emulator.as_array, shape, dtype)
     with emulator.Machine(seed=sum(shape)).in_place():
-        assert gelu_hopper.fits(x, weight) and gelu_hopper.takes_product(product)
+        assert gelu_hopper.fits(x, weight) and gelu_hopper.takes_matmul(product)
         check(x, weight, product, exact, dtype, emulator.as_array)
 
 
@@ -102,7 +107,7 @@ def test_a_layer_goes_on_from_its_codes(monkeypatch, as_product, host_compiler):
     with emulator.Machine(seed=3).in_place():
         _, saved = raw.forward(x, weight, None, needs=needs, activation="gelu")
         assert gelu_hopper.are_codes(saved[2])
-        assert raw.takes_product(saved, product, 0, needs=needs, activation="gelu")
+        assert raw.fusion.takes_matmul(saved, product, 0, needs=needs, activation="gelu")
         dy = product if as_product else emulator.as_array(product.dz @ product.weight)
         into = None, None, None
         dx, dweight, _ = raw.backward(saved, dy, needs=needs, into=into, activation="gelu")

@@ -6,7 +6,7 @@ import pytest
 from checks import check_hopper_compiles, sampled
 
 from gpuattn.arrays import BFLOAT16, to_cpu
-from gpuattn.autodiff.pending_matmul import Product
+from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.cuda import kernels
 from gpuattn.ops.linear import hopper as linear_hopper
@@ -25,14 +25,14 @@ PROBLEMS = [
 
 
 def problem(xp, shape, dtype, seed=0):
-    """Return (Product, what the activation was taken of), and both as float64."""
+    """Return (PendingMatmul, what the activation was taken of), and both as float64."""
     rows, depth, columns = shape
     rng = np.random.default_rng(seed)
     shapes = (rows, depth), (depth, columns), (rows, columns)
     exact = [rng.standard_normal(s, np.float32).astype(DTYPES[dtype]) for s in shapes]
     exact[2] *= exact[2].dtype.type(3)
     dz, weight, before = (xp.asarray(x) for x in exact)
-    return Product(dz, weight, before.shape), before, [x.astype(np.float64) for x in exact]
+    return PendingMatmul(dz, weight, before.shape), before, [x.astype(np.float64) for x in exact]
 
 
 def check(found, exact, dtype, activation):
@@ -64,7 +64,7 @@ def test_far_from_zero_and_not_a_number(host_compiler):
     ones = emulator.as_array(np.ones((1, 72), np.float16))
     weight = emulator.as_array(np.ones((72, 16), np.float16) / np.float16(72))
     with emulator.Machine(seed=1).in_place():
-        product = Product(ones, weight, before.shape)
+        product = PendingMatmul(ones, weight, before.shape)
         before = emulator.as_array(before.astype(np.float16))
         (found,) = linear_hopper.backward(product, before, "gelu")
     np.testing.assert_allclose(found[:8], [0] * 4 + [1] * 4, atol=2e-3)
@@ -99,14 +99,14 @@ def views():
 @pytest.mark.parametrize("name, dz, weight, before", list(views()))
 def test_what_does_not_fit(name, dz, weight, before):
     dz, weight, before = (emulator.as_array(x) for x in (dz, weight, before))
-    assert not linear_hopper.fits(Product(dz, weight, before.shape), before, "gelu")
+    assert not linear_hopper.fits(PendingMatmul(dz, weight, before.shape), before, "gelu")
 
 
 def test_what_fits():
     dz, weight, before = (np.zeros(s, np.float16) for s in ((256, 136), (136, 264), (256, 264)))
     whole = np.zeros((136, 272), np.float16)
     for w in (weight, whole[:, :264]):
-        product = Product(emulator.as_array(dz), emulator.as_array(w), before.shape)
+        product = PendingMatmul(emulator.as_array(dz), emulator.as_array(w), before.shape)
         assert linear_hopper.fits(product, emulator.as_array(before), "relu")
         assert not linear_hopper.fits(product, emulator.as_array(before), None)
 

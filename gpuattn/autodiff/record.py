@@ -1,0 +1,111 @@
+"""What the tape records: arrays that remember the call that made them, and the calls."""
+
+import itertools
+
+from gpuattn.arrays import is_array
+from gpuattn.autodiff.frozen import editable, fingerprint, freeze, is_debugging, thaw
+from gpuattn.errors import GradientError
+
+_order = itertools.count()
+RELEASED = object()  # what a node holds as ``saved`` once its gradient was computed
+
+
+class Box:
+    """An array that remembers the node that made it.
+
+    ``grad_slot``: a slice of a flat gradient buffer, or None. With one, gradients are written
+    there; ``grad_started`` says whether the next one adds (True) or overwrites (False).
+    """
+
+    __slots__ = (
+        "__weakref__", "data", "grad", "grad_slot", "grad_started", "index", "node",
+        "requires_grad", "version",
+    )  # fmt: skip
+
+    def __init__(self, data, node=None, index=0, requires_grad=False):
+        self.data, self.node, self.index = data, node, index
+        self.requires_grad = requires_grad or node is not None
+        self.grad, self.grad_slot, self.grad_started = None, None, False
+        self.version = [0]  # shared with views of the same memory
+
+    def link(self):
+        """Return a copy without data; itself for leaves and parts of an array, whose data stay."""
+        if self.node is None or self.node.impl.fusion.layout is not None:
+            return self
+        link = object.__new__(type(self))
+        Box.__init__(link, None, self.node, self.index)
+        link.requires_grad = self.requires_grad
+        return link
+
+
+class Node:
+    """One recorded call."""
+
+    __slots__ = (
+        "frozen", "impl", "inputs", "links", "needs", "op", "order", "outputs", "params", "saved",
+        "watched",
+    )  # fmt: skip
+
+    def __init__(self, op, impl, inputs, needs, params, saved, outs):
+        self.op, self.impl, self.needs, self.params, self.saved = op, impl, needs, params, saved
+        self.order, self.outputs, self.frozen, self.watched = next(_order), len(outs), [], []
+        # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or another value (None)
+        self.links = [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
+        # keep only the maker of an input that is not saved, so that its memory can be freed
+        self.inputs = tuple([
+            x.link() if isinstance(x, Box) and i not in self.links else x
+            for i, x in enumerate(inputs)
+        ])  # fmt: skip
+
+    def watch(self, boxes):
+        """Detect later edits of what was saved: by version, and on NumPy by making it read-only."""
+        for link in self.links:
+            if link is None:
+                continue
+            box = self.inputs[link] if link >= 0 else boxes[~link]
+            data = box.data if isinstance(box, Box) else box
+            freeze(data, self.frozen)
+            if isinstance(box, Box):
+                trace = fingerprint(data) if is_debugging() else None
+                self.watched.append((box.version, box.version[0], data if trace else None, trace))
+
+    def check_unedited(self):
+        for version, then, data, trace in self.watched:
+            if version[0] != then or (trace is not None and fingerprint(data) != trace):
+                raise GradientError(
+                    f"an array that {self.op} saved for its gradient was edited in place since. "
+                    "Edit a copy, or call backward() first."
+                )
+
+    def release(self):
+        """Drop what was saved. Chains of any length are freed node by node, without recursion."""
+        thaw(self.frozen)
+        self.saved = RELEASED
+        self.inputs, self.links, self.watched = (), [], []
+
+    def __del__(self):
+        thaw(self.frozen)
+
+
+def key(box):
+    """Return the identity of a result, which its Box and the links to it share: its maker."""
+    return id(box) if getattr(box, "node", None) is None else (box.node, box.index)
+
+
+def _find(saved, inputs, outs):
+    if not is_array(saved):
+        return None
+    for i, x in enumerate(inputs):
+        if (x.data if isinstance(x, Box) else x) is saved:
+            return i
+    for i, out in enumerate(outs):
+        if out is saved:
+            return ~i
+    return None
+
+
+def edit(box, key, value):
+    """Set ``box.data[key] = value``; nodes that saved it refuse their gradient from then on."""
+    with editable(box.data):
+        box.data[key] = value
+    box.version[0] += 1
