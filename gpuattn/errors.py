@@ -1,5 +1,8 @@
 """Errors that say what came, what is accepted, and what to try."""
 
+import sys
+import warnings
+
 
 class UnsupportedError(ValueError):
     """No implementation of an op accepts these arguments."""
@@ -49,3 +52,11 @@ def problem(function, argument, got, accepted, advice=""):
     """Return the sentence of our messages: where, what came, what is accepted, what to try."""
     text = f"{function}: {argument} is {got}; accepted: {accepted}"
     return f"{text}. {advice}" if advice else text
+
+
+def warn_slow_path(text: str) -> None:
+    """Warn at the line that called into this package: once per line and text, unless filtered."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == "gpuattn":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, SlowPathWarning, stacklevel=level)

@@ -3,6 +3,7 @@
 // Launch:    grid = (parts, beam, sentences), block = (BLOCK,), shared memory: 16 * (size + 1), with HOOKS
 //            size + 4 more, at least 32 * BLOCK. A block per slice of a row; the last block of a sentence
 //            merges its lists.
+//            dependent: beam_step_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
 #include "common/index.cuh"

@@ -6,6 +6,7 @@
 //            columns: neighbours if VECTOR, `lanes` apart otherwise; they are a slab. A block takes a slab of `chunk`
 //            rows, BLOCK / lanes at a time, so that sums over them have a fixed order; forward just ROWS for a thread.
 //            swiglu: rows of x are (gate, up), each of `cols`, and so are bias and dx.
+//            dependent: bias_activation_forward, bias_activation_backward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/gelu.cuh"
 #include "common/grid_dependency.cuh"

@@ -2,6 +2,7 @@
 // of which each tile is multiplied by the slopes while the next one is summed.
 // Constants: scalar = f16, bf16; ACTIVATION = 1, 2 (relu, gelu by tanh); SPREAD = 2, 4, 6, 8, 12
 // Launch:    grid = (min(tiles, SMs),), block = (384,), shared = SHARED bytes; depth > 64 (SPREAD - 1)
+//            dependent: product_activation_backward
 // Arch: sm_90a
 //
 // A tile is 128 rows x 256 columns, 64 rows for each of two warpgroups. A third one brings operands, 64 of the sum at a time,

@@ -3,6 +3,7 @@
 // Launch:    column_sum:  grid = (ceil(cols / BLOCK),), block = (BLOCK,). A thread owns one column.
 //            column_sums: grid = (ceil(cols / 32), 3), block = (1024,). For few columns: a warp takes
 //            every 32nd part of 32 of them. Up to three sums at once.
+//            dependent: column_sum, column_sums
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
 

@@ -5,6 +5,7 @@
 // Constants: scalar = bf16; COLUMNS = 256; RMS = false; WEIGHT = false; SUMS = 7; DROPOUT = false
 // Launch:    grid = (up to 2 a multiprocessor,), block = (256,), shared = 32 * COLUMNS bytes for each of the SUMS.
 //            column_sum.cu then adds the blocks' sums, in order.
+//            dependent: dropout_add_norm_backward_pairs
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
 #include "common/philox.cuh"

@@ -6,6 +6,7 @@
 //            ALIGNED, where a pack lies within a row and all rows begin at multiples of 16 bytes:
 //            grid = (ceil(tokens / rows), slabs of a row), block = (packs of a slab / PACKS, rows), at most BLOCK threads.
 //            Else grid = (ceil(tokens * cols / (8 * PACKS * BLOCK)),), block = (BLOCK,).
+//            dependent: embedding_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
 #include "common/index.cuh"

@@ -2,6 +2,7 @@
 // block takes a whole head at a time, so that dq, dk and dv are complete sums in registers, in a fixed order.
 // Constants: scalar = f16, bf16; DROPOUT = false, true
 // Launch:    grid = (min(sequences * heads, SMs),), block = (512,), shared = SHARED bytes; not packed, group = 1
+//            dependent: flash_attention_backward_head
 // Arch: sm_90a
 //
 // A head is up to four blocks of 64 queries and as many of keys; a step is a block of queries on a block of keys:

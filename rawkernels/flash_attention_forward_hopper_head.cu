@@ -2,6 +2,7 @@
 // head at a time, while the next one comes.
 // Constants: scalar = f16, bf16; DROPOUT = false, true
 // Launch:    grid = (min(sequences * heads, SMs),), block = (640,), shared = SHARED bytes; not packed, group = 1, scale > 0
+//            dependent: flash_attention_forward_head
 // Arch: sm_90a
 //
 // A head is up to four blocks of 64 queries and of 64 keys. Each of four warps brings one of either by the copy engine, and

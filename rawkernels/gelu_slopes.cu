@@ -1,6 +1,7 @@
 // dz = dy * slopes, where a layer's gradient comes as an array: the slopes are bytes, as linear_gelu_hopper.cu leaves them.
 // Constants: scalar = f16, bf16
 // Launch:    grid = (blocks of 64 rows x 32 columns,), block = (128,)
+//            dependent: gelu_slopes_backward
 // Arch: sm_90
 #include "common/gelu_slopes.cuh"
 #include "common/grid_dependency.cuh"

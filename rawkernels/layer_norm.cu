@@ -8,6 +8,7 @@
 // Constants: scalar = float, bf16; RMS = false; TEAM = 256; PACKS = 0, 16; VEC = 1; FULL = false; BLOCK = 256;
 //   BLOCKS = 1; EARLY = true; WEIGHT = true; BIAS = true
 // Launch:    grid = (ceil(rows / (BLOCK / TEAM)),), block = (BLOCK,).
+//            dependent: layer_norm_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
 #include "common/norm.cuh"

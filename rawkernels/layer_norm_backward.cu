@@ -12,6 +12,7 @@
 // Launch:    grid = (up to BLOCKS a multiprocessor,), block = (BLOCK,), dynamic shared memory: STAGES
 //            times the packs of ROWS rows of each array, and 4 bytes for each element held.
 //            column_sum.cu then adds the blocks' sums, in order.
+//            dependent: layer_norm_backward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
 #include "common/norm_backward.cuh"

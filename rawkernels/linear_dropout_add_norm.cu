@@ -3,6 +3,7 @@
 // Constants: scalar = f16, bf16; ROWS = 128; COLUMNS = 384; RMS = false; DROPOUT = true
 // Constants: scalar = bf16; ROWS = 64; COLUMNS = 128, 512; RMS = true; DROPOUT = false
 // Launch:    grid = (ceil(rows / ROWS),), block = (384,), shared = SHARED bytes
+//            dependent: linear_dropout_add_norm_forward
 // Arch: sm_90a
 //
 // The residual comes by the ring of the product's stages once one is free, h takes its place and leaves from there, then

@@ -3,6 +3,7 @@
 // Constants: scalar = f16, bf16; GRADIENT = false, true; HELD = 0, 6
 // Launch:    grid = (min(tiles, SMs),), with HELD a multiple of the tiles in a row; block = (384,), shared = SHARED bytes;
 //            depth <= 64 HELD if there is a HELD
+//            dependent: linear_gelu
 // Arch: sm_90a
 //
 // A tile is 128 x 128, of one warpgroup. Two of them take turns: while one finishes its sums the other one multiplies. A

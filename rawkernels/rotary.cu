@@ -3,6 +3,7 @@
 // Constants: scalar = float, f16, bf16; VECTOR = false, true; BLOCK = 256
 // Launch:    grid = (ceil(tokens / (BLOCK / (packs * lanes))),), block = (BLOCK,). A thread takes a pack of a token,
 //            8 numbers if VECTOR, else a pair, in every `lanes`-th head of q and k together: sine and cosine once.
+//            dependent: rotary
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/attention.cuh"
 #include "common/grid_dependency.cuh"

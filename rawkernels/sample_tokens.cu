@@ -3,6 +3,7 @@
 // Launch:    grid = (rows,), block = (BLOCK,), shared memory: 32768 with top-k or top-p. A block per row. The
 //            first pass reads it from memory, the others from caches: two (of float three) for top-k, as many
 //            for top-p, one to draw.
+//            dependent: sample_tokens_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
 #include "common/logit_slice.cuh"

@@ -5,6 +5,7 @@
 // Constants: scalar = float, bf16; MASK = 0; DROPOUT = false; EDGES = false; LANES = 8, 512; VECTORS = 2; LONG = false
 // Constants: scalar = f16; MASK = 2; DROPOUT = true; EDGES = true; LANES = 512; VECTORS = 2; LONG = true
 // Launch:    grid = (ceil(rows / (BLOCK / LANES)),), block = (BLOCK,) = (max(LANES, 128),)
+//            dependent: softmax_forward, softmax_backward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 constexpr int BLOCKS = 1;
 constexpr bool STAGED = false;

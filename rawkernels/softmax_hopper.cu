@@ -6,6 +6,7 @@
 //    STAGED = false, true
 // Launch:    grid = (rows * CLUSTER,), block = (LANES,), shared if STAGED: 16 bytes, and for x, or for y and dy each, a
 //            share and two vectors
+//            dependent: softmax_forward, softmax_backward
 // Arch: sm_90 sm_100
 constexpr int BLOCKS = CLUSTER;
 constexpr bool LONG = true;

@@ -2,6 +2,7 @@
 // Constants: scalar = float, f16, bf16; BLOCK = 256, 1024 (k up to BLOCK / 2)
 // Launch:    grid = (parts, up to 65535, rows / 65535 rounded up), block = (BLOCK,), shared memory: 16 * (size + 1)
 //            or 16 * BLOCK if that is more. A block per slice of a row; the last block of a row merges its lists.
+//            dependent: topk_logprobs_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
 #include "common/logit_slice.cuh"

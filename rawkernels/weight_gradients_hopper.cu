@@ -1,6 +1,7 @@
 // Gradients of many weights on Hopper in one launch: each (rows x columns) = a^T b, or += that, sums over as many rows.
 // Constants: scalar = f16, bf16; WIDE = false, true (gradients in float32, else of the same type); TEAM = 6
 // Launch:    grid = (a multiple of 2 TEAM, all blocks at once,), clusters of 2, block = (384,), shared = SHARED bytes
+//            dependent: weight_gradients
 // Arch: sm_90a
 //
 // A tile is 128 x 384 numbers of a gradient, 64 rows for each of two warpgroups; a third one brings 64 rows of a and b at a

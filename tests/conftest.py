@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpuattn import arrays
-from gpuattn.cuda import kernels
+from gpuattn.cuda import compiler
 from gpuattn.errors import KernelCompileError
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
@@ -123,7 +123,7 @@ def delayed(request, gpu):
 def nvrtc():
     """The CUDA compiler of our own sources; skips without it, unless GPUATTN_REQUIRE names it."""
     try:
-        return kernels.nvrtc()
+        return compiler.nvrtc()
     except KernelCompileError as error:
         if "nvrtc" in REQUIRED:
             raise

@@ -373,13 +373,13 @@ def test_row_29_no_gpu_is_no_crash_at_import():
 
 
 def test_row_30_compile_failures_name_the_line():
-    from gpuattn.cuda import kernels
+    from gpuattn.cuda import compiler
     from gpuattn.errors import KernelCompileError
 
     try:
-        kernels.nvrtc()
+        compiler.nvrtc()
     except KernelCompileError as error:
         assert "pip install" in str(error)
         return
     with pytest.raises(KernelCompileError, match=r"x\.cu\(1\): error"):
-        kernels.compile_text('#line 1 "rawkernels/x.cu"\nnonsense', "sm_80", "x.cu")
+        compiler.compile_text('#line 1 "rawkernels/x.cu"\nnonsense', "sm_80", "x.cu")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpuattn.cuda import kernels
+from gpuattn.cuda import compiler, disk_cache
 from gpuattn.errors import DeviceMissingError, KernelCompileError
 from gpuattn.gemm import cublaslt
 from gpuattn.runtime.device import version_of, versions
@@ -123,14 +123,14 @@ def _device():
 def _nvrtc():
     try:
         begin = time.perf_counter()
-        kernels.compile_text(PROBE, "sm_80", "probe.cu")
+        compiler.compile_text(PROBE, "sm_80", "probe.cu")
         spent = (time.perf_counter() - begin) * 1e3
     except KernelCompileError as error:
         return Check(
             "nvrtc", "missing", str(error).splitlines()[0], "pip install nvidia-cuda-nvrtc"
         )
     return Check(
-        "nvrtc", "ok", f"{kernels.nvrtc_version()}, test kernel compiled in {spent:.0f} ms"
+        "nvrtc", "ok", f"{compiler.nvrtc_version()}, test kernel compiled in {spent:.0f} ms"
     )
 
 
@@ -140,8 +140,8 @@ def _launch():
     except DeviceMissingError:
         return Check("kernel", "missing", "nothing to launch on without a device")
     try:
-        capability = cupy.cuda.Device().compute_capability
-        code, _ = kernels.compile_text(PROBE, kernels.architecture(capability), "probe.cu")
+        capability = int(cupy.cuda.Device().compute_capability)
+        code, _ = compiler.compile_text(PROBE, compiler.architecture(capability), "probe.cu")
         module = cupy.cuda.function.Module()
         module.load(code)
         y = cupy.empty(32, "float32")
@@ -206,7 +206,7 @@ def _gemm():
 
 
 def _cache():
-    folder = kernels.cache_folder()
+    folder = disk_cache.folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

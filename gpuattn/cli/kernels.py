@@ -9,7 +9,7 @@ import numpy as np
 from gpuattn.bench import run
 from gpuattn.bench.samples import DTYPES, SAMPLES, sample
 from gpuattn.cli.options import NearChoice
-from gpuattn.cuda import kernels
+from gpuattn.cuda import disk_cache, kernels
 from gpuattn.impls import explain
 from gpuattn.units import nearest
 
@@ -90,7 +90,7 @@ def _list(files):
         first = (kernels.ROOT / file).read_text().splitlines()[0].removeprefix("// ")
         names = ", ".join(kernels.signatures(file))
         click.echo(f"{file:32} {len(kernels.variants(file)):3} variants  {names}\n    {first}")
-    click.echo(f"cubins are kept in {kernels.cache_folder()}")
+    click.echo(f"cubins are kept in {disk_cache.folder()}")
 
 
 def _warm(files, arch):
@@ -98,7 +98,7 @@ def _warm(files, arch):
     if not re.fullmatch(r"sm_(8|9|1\d)\da?", arch):
         accepted = "sm_80 or newer, such as sm_90a"
         raise click.BadParameter(f"{arch!r}; accepted: {accepted}", param_hint="--arch")
-    capability, begin, count = arch.removeprefix("sm_").rstrip("a"), time.perf_counter(), 0
+    capability, begin, count = int(arch[3:].rstrip("a")), time.perf_counter(), 0
     files = [file for file in files if kernels.serves(file, capability)]
     total = sum(len(kernels.variants(file)) for file in files)
     with click.progressbar(length=total, label=f"compiling for {arch}", file=_stderr()) as bar:
@@ -109,7 +109,7 @@ def _warm(files, arch):
                 count += 1
                 bar.update(1)
     spent = time.perf_counter() - begin
-    click.echo(f"{count} kernels for {arch} in {spent:.1f} s, kept in {kernels.cache_folder()}")
+    click.echo(f"{count} kernels for {arch} in {spent:.1f} s, kept in {disk_cache.folder()}")
 
 
 def _stderr():

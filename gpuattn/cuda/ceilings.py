@@ -1,27 +1,31 @@
-"""What a device reaches in practice, in large matrix products and copies: measured, not looked up.
+"""Measured rates of a device in large matrix products and copies, as ceilings for other work.
 
-A GPU's figures are kept on disk beside the kernels, so that only the first run on it measures them.
+A GPU's rates are kept on disk beside the kernels, so that only the first run on it measures them.
 """
 
-import contextlib
-import json
-import re
 import statistics
 import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from gpuattn.arrays import import_cupy
-from gpuattn.cuda.kernels import cache_folder
-from gpuattn.files import write_text
+from gpuattn.cuda import disk_cache
 
+Problems = dict[str, tuple[Callable[[], Any], int]]
 SIZES = {"cupy": (1 << 28, 8192), "numpy": (1 << 24, 1024)}  # elements copied, sides of matrices
-SAMPLES, TURNS, REST = 20, 4, 0.1  # of each; seconds before a turn
+SAMPLES = 20  # of a problem, on a GPU in TURNS after a REST of so many seconds each
+TURNS, REST = 4, 0.1
 
 
-def problems(xp, dtype):
-    """Return {name: (call, amount)}: a "copy" of float32 and the bytes that it reads and writes, a
-    "product" of two square matrices in ``dtype`` and its FLOPs."""
+def problems(xp: ModuleType, dtype: Any) -> Problems:
+    """Return {name: (call, amount)}.
+
+    "copy": of float32, with the bytes that it reads and writes. "product": of two square matrices
+    in ``dtype``, with its FLOPs.
+    """
     count, side = SIZES[xp.__name__]
     source, target = xp.ones(count, np.float32), xp.empty(count, np.float32)
     rng = xp.random.default_rng(0)
@@ -33,39 +37,37 @@ def problems(xp, dtype):
     }
 
 
-def rates(problems, us):
-    """Return the ceilings that the microseconds of the problems mean: TB/s and TFLOP/s."""
+def rates(problems: Problems, us: dict[str, float]) -> dict[str, float]:
+    """Return {"copy_tbs": TB/s, "matmul_tflops": TFLOP/s} from the microseconds of problems."""
     found = {name: amount / us[name] / 1e6 for name, (_, amount) in problems.items()}
     return {"copy_tbs": found["copy"], "matmul_tflops": found["product"]}
 
 
-def ceilings(xp, dtype):
+def ceilings(xp: ModuleType, dtype: Any) -> dict[str, float] | None:
     """Return ``rates`` of this device for products in ``dtype``; a GPU's from disk if known.
 
-    None where a GPU has no room to measure: matrices and copies take 2.5 GiB.
+    None where a GPU has too little memory left to measure: matrices and copies take 2.5 GiB.
     """
     if xp is np:
         chosen = problems(np, dtype)
         return rates(chosen, {name: _on_cpu(call) for name, (call, _) in chosen.items()})
-    path, dtype = _path(xp), np.dtype(dtype)
-    known = _read(path)
+    path = disk_cache.json_path("ceilings", xp.cuda.runtime.getDevice())
+    dtype, known = np.dtype(dtype), disk_cache.read_json(path)
     if dtype.name not in known:
-        pool = xp.cuda.MemoryPool()  # given back as a whole
+        pool = xp.cuda.MemoryPool()  # of its own, so that all of it is freed after this
         try:
             with xp.cuda.using_allocator(pool.malloc):
                 chosen = problems(xp, dtype)
                 us = {name: _on_gpu(call) for name, (call, _) in chosen.items()}
         except xp.cuda.memory.OutOfMemoryError:
             return None
-        known = _read(path) | {dtype.name: rates(chosen, us)}
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_text(path, json.dumps(known))
+        known = disk_cache.read_json(path) | {dtype.name: rates(chosen, us)}
+        disk_cache.write_json(path, known)
     return known[dtype.name]
 
 
-def _on_cpu(call):
-    """Return the least microseconds of a call: other programs only ever add some."""
+def _on_cpu(call: Callable[[], Any]) -> float:
+    """Return the least microseconds of a call: other programs can only add to them."""
     times = []
     for _ in range(SAMPLES):
         begin = time.perf_counter()
@@ -74,10 +76,10 @@ def _on_cpu(call):
     return min(times) * 1e6
 
 
-def _on_gpu(call):
+def _on_gpu(call: Callable[[], Any]) -> float:
     """Return the median microseconds of a call, in short turns: long work lowers the clock."""
     cuda, times = import_cupy().cuda, []
-    call()  # sets up what it needs
+    call()  # the first call sets up the library
     for _ in range(TURNS):
         time.sleep(REST)
         call()
@@ -90,17 +92,3 @@ def _on_gpu(call):
         pairs = zip(events, events[1:], strict=False)
         times += [cuda.get_elapsed_time(*pair) * 1e3 for pair in pairs]
     return statistics.median(times)
-
-
-def _path(cupy):
-    runtime = cupy.cuda.runtime
-    name = runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
-    name = re.sub(r"\W+", "-", name)
-    return cache_folder() / f"ceilings-{name}.json"
-
-
-def _read(path):
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}

@@ -1,9 +1,9 @@
-"""Matrix products by cuBLASLt, through nvmath's bindings: the ones that a CUDA graph can capture.
+"""Matrix products by cuBLASLt, through nvmath's bindings: a CUDA graph can capture them.
 
-A plan is what the library has to know about a product: descriptors of the operation and of each
-matrix, and the algorithm that its heuristic ranks first. It is made once for every kind of product
-and launches nothing, so it may be made while a stream is captured. cuBLASLt counts columns first:
-our C = A B, by rows, is its C^T = B^T A^T, and what runs along its rows is one of our columns.
+A MatmulPlan holds what the library has to know about a product: descriptors of the operation and of
+each matrix, and the algorithm that its heuristic ranks first. A plan is made once for every kind of
+product. Making it launches nothing, so this may happen while a stream is captured. cuBLASLt stores
+matrices by columns: our C = A B, by rows, is its C^T = B^T A^T, and our rows are its columns.
 """
 
 import contextvars
@@ -11,42 +11,57 @@ import functools
 import math
 import sys
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import BFLOAT16
-from gpuattn.cuda.kernels import gpu, launches
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import launches
+from gpuattn.cuda.scratch import workspace
 
-WORKSPACE_BYTES = 32 << 20  # what NVIDIA asks for on Hopper
-MOST_PLANS = 4096  # then all are made anew: whoever has so many has ever new shapes
+WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends on Hopper
+MOST_PLANS = 4096  # then evict all: more plans than this means that shapes never repeat
 FLOAT32, FLOAT16, FLOAT64 = (np.dtype(name) for name in ("float32", "float16", "float64"))
 TYPES = {FLOAT32: 0, FLOAT64: 1, FLOAT16: 2, BFLOAT16: 14}  # cudaDataType_t
 COMPUTE_32F, COMPUTE_TF32, COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
-SUMS_IN_FLOAT32 = 2  # cublasLtReductionScheme_t: parts of a sum are not added in the dtype of C
+SUMS_IN_FLOAT32 = 2  # cublasLtReductionScheme_t: partial sums are not added in the dtype of C
 CUPY_TF32 = 7  # CuPy's COMPUTE_TYPE_TF32
 NOTHING_FITS = 7, 15  # CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED
+REFUSED = "cuBLASLt planned this product but refuses to launch it"
 FACTORS = {dtype: np.array([0, 1], dtype) for dtype in (FLOAT32, FLOAT64)}  # beta, or alpha
-_plans = {}  # the key in ``multiply`` -> Plan, or None where cuBLASLt has nothing
-_workspaces = {}  # (device, stream) -> memory: products on one stream follow each other
+Matrix = Any  # a CuPy array (rows, columns), or a stack of them
+Candidate = tuple[bytes, int]  # an algorithm, and the bytes of workspace that it needs
+_plans: "dict[tuple, MatmulPlan | str]" = {}  # by the key in ``multiply``; a str: why there is none
 _lock = threading.Lock()
-tuner = contextvars.ContextVar("gpuattn_tuner", default=None)  # of ``tuning.tune``
+tuner: contextvars.ContextVar[Callable[..., None] | None] = contextvars.ContextVar(
+    "gpuattn_tuner", default=None
+)  # set by ``tuning.tune``
+
+
+class ByDesign(str):
+    """A reason for which another path follows by design: nobody is warned."""
 
 
 def multiply(
-    a, b, out=None, *, transpose_a=False, transpose_b=False, accumulate=False,
-    epilogue=None, vector=None, aux=None, share=1,
-):  # fmt: skip
-    """Return ``out``, to which ``a @ b`` was written or added, or None where that cannot be done.
+    a: Matrix, b: Matrix, out: Matrix | None = None, *, transpose_a: bool = False,
+    transpose_b: bool = False, accumulate: bool = False, epilogue: str | None = None,
+    vector: Any = None, aux: Matrix | None = None, share: int = 1, launch: bool = True,
+) -> "Matrix | MatmulPlan | str":  # fmt: skip
+    """Return ``out``, to which ``a @ b`` was written or added, or a str: why that cannot be done.
 
-    ``a``, ``b``: CuPy arrays (M, K) and (K, N), or stacks of them (batch, ...); stored the other
-    way round with ``transpose_a``, ``transpose_b``. ``out`` None: a new array in their dtype.
-    ``epilogue``: a name of ``cublasLtEpilogue_t``, with ``vector``: a bias (N,), or for "BGRADB"
-    the place of the sums over rows of ``a`` (M,), and ``aux``: the place of what the gradient reads
+    ``a``, ``b``: CuPy arrays (M, K) and (K, N), or stacks of them (batch, ...); stored transposed
+    with ``transpose_a``, ``transpose_b``. ``out`` None: a new array in their dtype.
+    ``epilogue``: a name of ``cublasLtEpilogue_t``. ``vector``: its bias (N,), or for "BGRADB" where
+    it writes the sums over rows of ``a`` (M,). ``aux``: where it writes what the gradient reads
     (M, N). Both contiguous, in the dtype of ``out``, at multiples of 16 bytes.
-    ``share``: beside other work it may expect one of so many parts of the multiprocessors.
-    Raises RuntimeError where the library fails.
+    ``share``: beside other work it may expect 1 / ``share`` of the multiprocessors.
+    ``launch=False``: compute nothing and return the MatmulPlan, or the str.
+    Raises RuntimeError where the library fails. Nobody is warned here: the caller knows what
+    follows.
     """
     cupy, dtype = sys.modules["cupy"], a.dtype
     low = a.data.ptr | b.data.ptr | (0 if out is None else out.data.ptr) | 256
@@ -57,24 +72,24 @@ def multiply(
         dtype == FLOAT32 and _tf32(cupy),
         cupy.cuda.runtime.getDevice(), a.data.device_id, b.data.device_id,
     )  # fmt: skip
-    plan = _plans.get(key, _plans)
-    if plan is _plans:
+    plan = _plans.get(key)
+    if plan is None:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = _plan(a, b, out, *key[7:])
-    if plan is None:
-        return None
+    if isinstance(plan, str) or not launch:
+        return plan
     if out is None:
         out = arrays.empty(a, plan.shape)
     if tuner.get() is not None:
         tuner.get()(plan, cupy, a, b, out, vector, aux)
     if not plan.run(cupy, a, b, out, vector, aux):
-        _plans[key] = None
-        return None
+        _plans[key] = REFUSED
+        return REFUSED
     return out
 
 
-def _tf32(cupy):
+def _tf32(cupy: ModuleType) -> bool:
     """Return whether the process lets CuPy round float32 to TF32 (CUPY_TF32=1)."""
     return cupy._core._routines_linalg.get_compute_type(FLOAT32) == CUPY_TF32
 
@@ -83,8 +98,8 @@ def _tf32(cupy):
 
 
 @functools.cache
-def library():
-    """Return (nvmath's bindings, "") or (None, why there are none)."""
+def library() -> tuple[Any, str]:
+    """Return (nvmath's bindings, "") or (None, why they cannot be loaded)."""
     try:
         from nvmath.bindings import cublasLt
 
@@ -95,7 +110,7 @@ def library():
 
 
 @functools.cache
-def _handle(device):
+def _handle(device: int) -> int:
     try:
         return library()[0].create()
     except library()[0].cuBLASLtError as error:
@@ -107,7 +122,7 @@ def _handle(device):
         ) from error
 
 
-def _failure(error, what):
+def _failure(error: Exception, what: str) -> RuntimeError:
     name = library()[0].get_status_name(error.status)
     return RuntimeError(
         f"matmul: cuBLASLt failed ({name}) {what}. Memory may be short, or earlier work on the GPU "
@@ -115,43 +130,33 @@ def _failure(error, what):
     )
 
 
-def _workspace(cupy, device, stream):
-    """Return the address of memory that only products on this stream use, and graphs of it.
-
-    Such a graph may run on another stream, but not beside this one.
-    """
-    memory = _workspaces.get((device, stream))
-    if memory is None:  # not from a pool: that of a graph would take it back
-        memory = _workspaces[device, stream] = cupy.cuda.memory.Memory(WORKSPACE_BYTES)
-    return memory.ptr
-
-
 # ---- plans ---------------------------------------------------------------------------------------
 
 
 class _Matrix(NamedTuple):
-    """How a matrix, or each of a stack of them, lies in memory."""
+    """The layout of a matrix, or of each matrix of a stack."""
 
     rows: int
     cols: int
-    by_columns: bool  # neighbours in memory are rows, otherwise columns
-    leading: int  # elements from a row (by columns: from a column) to the next
-    batch: int  # matrices, and elements from one to the next
-    step: int
+    by_columns: bool  # a column is contiguous, otherwise a row
+    leading: int  # elements from one row to the next; from one column if ``by_columns``
+    batch: int  # how many matrices
+    step: int  # elements from one matrix to the next
 
 
-def _matrix(x, turned=False):
-    """Return the _Matrix of an array, transposed where ``turned``, or None: no such layout."""
+def _matrix(x: Matrix, turned: bool = False) -> _Matrix | None:
+    """Return the _Matrix of an array, transposed where ``turned``; None for other layouts."""
     if any(step % x.itemsize for step in x.strides):
         return None
     return _layout(x.shape, [step // x.itemsize for step in x.strides], turned)
 
 
-def _packed(shape, turned=False):
+def _packed(shape: tuple[int, ...], turned: bool = False) -> _Matrix | None:
+    """Return the _Matrix of a contiguous array."""
     return _layout(shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], turned)
 
 
-def _layout(shape, steps, turned):
+def _layout(shape: tuple[int, ...], steps: list[int], turned: bool) -> _Matrix | None:
     (*batch, rows, cols), (*step, down, right) = shape, steps
     if turned:
         rows, cols, down, right = cols, rows, right, down
@@ -165,33 +170,55 @@ def _layout(shape, steps, turned):
     return None
 
 
-def _plan(
-    a, b, out, transpose_a, transpose_b, accumulate, epilogue, share, alignment, tf32, device,
-    *others,
-):  # fmt: skip
-    """Return the Plan, or None: shapes, dtypes or places do not fit, or there is no algorithm."""
-    lt, _ = library()
+def _operands_refusal(a: Matrix, b: Matrix, out: Matrix | None, devices: set[int]) -> str | None:
+    """Return why no product of ``a`` and ``b`` is planned, whatever their layouts, or None."""
+    _, missing = library()
     dtype = a.dtype if out is None else out.dtype
-    fits = a.dtype == b.dtype and a.dtype in TYPES and a.ndim == b.ndim and a.ndim in (2, 3)
-    fits = fits and (dtype == a.dtype or (a.itemsize == 2 and dtype == FLOAT32))
-    if lt is None or not fits or not a.size or not b.size or {device} != set(others):
-        return None
+    if missing:
+        return f"cuBLASLt cannot be loaded: {missing}"
+    if a.dtype != b.dtype or a.dtype not in TYPES:
+        return ByDesign(f"a is {a.dtype} and b is {b.dtype}, cuBLASLt takes one float dtype")
+    if dtype != a.dtype and not (a.itemsize == 2 and dtype == FLOAT32):
+        return (
+            f"out is {dtype} and a is {a.dtype}: cuBLASLt writes that dtype, or float32 of 16 bits"
+        )
+    if a.ndim != b.ndim or a.ndim not in (2, 3):
+        return f"a has {a.ndim} axes and b has {b.ndim}, cuBLASLt takes 2 or 3 of both"
+    if not a.size or not b.size:
+        return ByDesign(f"nothing to multiply: {a.shape} @ {b.shape}")
+    if len(devices) > 1:
+        return f"the arrays and the current device are several GPUs: {sorted(devices)}"
+    return None
+
+
+def _plan(
+    a: Matrix, b: Matrix, out: Matrix | None, transpose_a: bool, transpose_b: bool,
+    accumulate: bool, epilogue: str | None, share: int, alignment: int, tf32: bool, device: int,
+    *others: int,
+) -> "MatmulPlan | str":  # fmt: skip
+    """Return the MatmulPlan, or why there is none. Arguments: see ``multiply``, and its key."""
+    if reason := _operands_refusal(a, b, out, {device, *others}):
+        return reason
+    dtype = a.dtype if out is None else out.dtype
     left, right = _matrix(a, transpose_a), _matrix(b, transpose_b)
     copies = left is None, right is None
     left, right = left or _packed(a.shape, transpose_a), right or _packed(b.shape, transpose_b)
     shape = (*a.shape[:-2], left.rows, right.cols)
     if left.cols != right.rows or left.batch != right.batch:
-        return None
+        return f"the shapes of a and b do not fit: {a.shape} @ {b.shape}"
     if out is not None and (out.shape != shape or out.data.device_id != device):
-        return None
+        return f"out is {out.shape} on GPU {out.data.device_id}, the product {shape} on {device}"
     target = _packed(shape) if out is None else _matrix(out)
-    if target is None or (target.by_columns and epilogue) or (target.batch > 1 and not target.step):
-        return None
-    # matrices of a stack may lie worse than the first
+    if target is None or (target.batch > 1 and not target.step):
+        return f"out has strides {out.strides}: neither its rows nor its columns are contiguous"
+    if target.by_columns and epilogue:
+        return f"out has strides {out.strides}: with a bias or sums its rows must be contiguous"
+    # later matrices of a stack may be aligned worse than the first
     alignment = math.gcd(alignment, *(m.step * a.itemsize for m in (left, right, target)))
     kind = f"{left} {right} {target} {a.dtype} {dtype} {accumulate} {epilogue} {alignment} {tf32}"
     kind += f" {share}" if share > 1 else ""
-    plan = Plan(lt, _handle(device), device, shape, copies, kind)
+    lt, _ = library()
+    plan = MatmulPlan(lt, _handle(device), device, shape, copies, kind)
     compute = COMPUTE_64F if dtype == FLOAT64 else COMPUTE_TF32 if tf32 else COMPUTE_32F
     types = TYPES[a.dtype], TYPES[dtype]
     try:
@@ -200,24 +227,45 @@ def _plan(
     except lt.cuBLASLtError as error:
         if error.status not in NOTHING_FITS:
             raise _failure(error, f"to plan {shape} = {a.shape} @ {b.shape}") from error
-        return None
+        candidates = []
     if not candidates:
-        return None
+        wanted = f" and {epilogue}" if epilogue else ""
+        return (
+            f"cuBLASLt has no algorithm for {shape} = {a.shape} @ {b.shape} in {a.dtype}{wanted}, "
+            f"at addresses of multiples of {alignment} bytes"
+        )
     plan.take(candidates[0])
     return plan
 
 
-class Plan:
-    """How to multiply matrices of one kind. Its descriptors are the library's, by address."""
+class MatmulPlan:
+    """How to multiply matrices of one kind. It owns descriptors of the library.
 
-    def __init__(self, lt, handle, device, shape, copies, kind):
+    ``lt``, ``handle``: nvmath's bindings and the library's handle of ``device``. ``shape``: of the
+    product. ``copies``: whether a and b are made contiguous first. ``kind``: the name of the kind
+    of product in the files of ``tuning``.
+    """
+
+    def __init__(
+        self,
+        lt: Any,
+        handle: int,
+        device: int,
+        shape: tuple[int, ...],
+        copies: tuple[bool, bool],
+        kind: str,
+    ) -> None:
         self.lt, self.handle, self.device, self.shape = lt, handle, device, shape
         self.copy_a, self.copy_b = copies
         self.kind, self.tuned = kind, False
-        self.vector = self.aux = 0  # addresses that the operation holds
+        self.vector = self.aux = 0  # addresses that the operation's descriptor holds
         self.layouts = []
 
-    def describe(self, left, right, target, types, compute, accumulate, epilogue, share):
+    def describe(
+        self, left: _Matrix, right: _Matrix, target: _Matrix, types: tuple[int, int], compute: int,
+        accumulate: bool, epilogue: str | None, share: int,
+    ) -> None:  # fmt: skip
+        """Create the descriptors. ``types``: of the operands and of the product, as in TYPES."""
         lt, operand_type, out_type = self.lt, *types
         self.name = f"matmul {epilogue}" if epilogue else "matmul"
         self.accumulate = accumulate
@@ -231,20 +279,20 @@ class Plan:
         self._set(names.TRANSA, first.by_columns == self.swap, np.int32)
         self._set(names.TRANSB, second.by_columns == self.swap, np.int32)
         if share > 1:
-            self._set(names.SM_COUNT_TARGET, gpu(self.device)[1] // share, np.int32)
+            self._set(names.SM_COUNT_TARGET, gpu(self.device).multiprocessors // share, np.int32)
         if epilogue:
             self._set(names.EPILOGUE, lt.Epilogue[epilogue], np.int32)
             if "AUX" in epilogue or epilogue[0] == "D":
                 self._set(names.EPILOGUE_AUX_LD, target.cols, np.int64)
-        self.layouts += [self._place(first, operand_type), self._place(second, operand_type)]
-        self.layouts += [self._place(target, out_type)]
+        for matrix, kind in ((first, operand_type), (second, operand_type), (target, out_type)):
+            self.layouts.append(self._layout_descriptor(matrix, kind))
         self.first, self.second, self.target = self.layouts
 
-    def _set(self, name, value, dtype):
+    def _set(self, name: int, value: Any, dtype: Any) -> None:
         value = np.array([value], dtype)
         self.lt.matmul_desc_set_attribute(self.operation, name, value.ctypes.data, value.nbytes)
 
-    def _place(self, matrix, dtype):
+    def _layout_descriptor(self, matrix: _Matrix, dtype: int) -> int:
         lt, names = self.lt, self.lt.MatrixLayoutAttribute
         sides = matrix.rows, matrix.cols
         sides = sides if matrix.by_columns else sides[::-1]
@@ -257,10 +305,10 @@ class Plan:
                 lt.matrix_layout_set_attribute(layout, name, value.ctypes.data, value.nbytes)
         return layout
 
-    def candidates(self, alignment, count):
-        """Return up to ``count`` algorithms as ``take`` takes them, what should be fastest first.
+    def candidates(self, alignment: int, count: int) -> list[Candidate]:
+        """Return up to ``count`` algorithms, the one that should be fastest first.
 
-        ``alignment``: of all arrays, in bytes.
+        ``alignment``: of the addresses of all arrays, in bytes.
         """
         lt, names = self.lt, self.lt.MatmulPreferenceAttribute
         wishes = [
@@ -287,25 +335,29 @@ class Plan:
         self.alignment = alignment
         return [(one["algo"].tobytes(), int(one["workspace_size"])) for one in results[: found[0]]]
 
-    def take(self, candidate):
-        """Use an algorithm, (its bytes, how many bytes of workspace it needs), from now on."""
+    def take(self, candidate: Candidate) -> None:
+        """Use an algorithm from now on."""
         self.candidate = candidate
         self.algorithm = np.frombuffer(candidate[0], np.uint64)
         self.algorithm_address, self.workspace_bytes = self.algorithm.ctypes.data, candidate[1]
 
-    def run(self, cupy, a, b, out, vector=None, aux=None):
-        """Launch on CuPy's current stream; return False if the library plans it but refuses it."""
+    def run(
+        self, cupy: ModuleType, a: Matrix, b: Matrix, out: Matrix, vector: Any = None,
+        aux: Matrix | None = None,
+    ) -> bool:  # fmt: skip
+        """Launch on CuPy's current stream; return False if the library refuses what it planned."""
         if self.copy_a:
             a = cupy.ascontiguousarray(a)
         if self.copy_b:
             b = cupy.ascontiguousarray(b)
         if vector is None and aux is None:
             return self._launch(cupy, a, b, out)
-        with _lock:  # another thread would set other addresses
+        with _lock:  # no other thread may set its addresses between these two
             self._point(vector, aux)
             return self._launch(cupy, a, b, out)
 
-    def _point(self, vector, aux):
+    def _point(self, vector: Any, aux: Matrix | None) -> None:
+        """Let the operation's descriptor hold the addresses of these arrays."""
         names = self.lt.MatmulDescAttribute
         if vector is not None and vector.data.ptr != self.vector:
             self.vector = vector.data.ptr
@@ -314,16 +366,16 @@ class Plan:
             self.aux = aux.data.ptr
             self._set(names.EPILOGUE_AUX_POINTER, self.aux, np.uint64)
 
-    def _launch(self, cupy, a, b, out):
-        stream, bytes_ = cupy.cuda.get_current_stream().ptr, self.workspace_bytes
-        workspace = _workspace(cupy, self.device, stream) if bytes_ else 0
+    def _launch(self, cupy: ModuleType, a: Matrix, b: Matrix, out: Matrix) -> bool:
+        stream, size = cupy.cuda.get_current_stream().ptr, self.workspace_bytes
+        memory = workspace("cuBLASLt", WORKSPACE_BYTES, self.device, stream) if size else 0
         a, b, out, target = a.data.ptr, b.data.ptr, out.data.ptr, self.target
         if self.swap:
             a, b = b, a
         try:
             self.lt.matmul(
                 self.handle, self.operation, self.alpha, a, self.first, b, self.second, self.beta,
-                out, target, out, target, self.algorithm_address, workspace, bytes_, stream,
+                out, target, out, target, self.algorithm_address, memory, size, stream,
             )  # fmt: skip
         except self.lt.cuBLASLtError as error:
             if error.status in NOTHING_FITS:
@@ -332,8 +384,8 @@ class Plan:
         launches[self.name] += 1
         return True
 
-    def __del__(self, ending=sys.is_finalizing):
-        if ending():  # the library may be gone
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ending():  # the library may have been unloaded
             return
         for layout in self.layouts:
             self.lt.matrix_layout_destroy(layout)

@@ -1,33 +1,42 @@
-"""Matrix products: the one place that hands matrices to a library.
+"""Matrix products: the only module that calls libraries for them.
 
-NumPy's BLAS on the CPU; on a GPU cuBLASLt (``cublaslt.py``), or cuBLAS through CuPy where nvmath is
-not installed. Sums are kept in float32 for 16-bit operands and are never TF32 unless the process
-asks CuPy for it.
+On the CPU that is NumPy's BLAS. On a GPU it is cuBLASLt (``cublaslt.py``), or cuBLAS through CuPy
+where cuBLASLt cannot do a product: then a SlowPathWarning says why. Sums are kept in float32 for
+16-bit operands, and are TF32 only if the process asks CuPy for it.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
 from gpuattn.arrays import check_floats, check_together, get_xp, on_gpu, wide
+from gpuattn.errors import warn_slow_path
 from gpuattn.gemm import cublaslt
+from gpuattn.gemm.cublaslt import ByDesign
+
+Array = Any
 
 
-def matmul(a, b, *, transpose_a=False, transpose_b=False, out=None, accumulate=False, share=1):
+def matmul(
+    a: Array, b: Array, *, transpose_a: bool = False, transpose_b: bool = False,
+    out: Array | None = None, accumulate: bool = False, share: int = 1,
+) -> Array:  # fmt: skip
     """Return ``a @ b`` for ``a`` (M, K) and ``b`` (K, N), in their dtype.
 
     ``transpose_a``, ``transpose_b``: the operand is stored as (K, M), or as (N, K).
     ``out``: (M, N) of any float dtype, such as a slice of a flat gradient buffer; it is written
     (or added to, with ``accumulate``) and returned. Operands of which neither rows nor columns are
-    contiguous are copied first. ``share``: on a GPU, the n-th part of which it may expect for
-    itself. Raises TypeError for mixed dtypes or backends and ValueError for shapes that do not fit.
+    contiguous are copied first. ``share``: on a GPU, it may expect 1 / ``share`` of the
+    multiprocessors. Raises TypeError for mixed dtypes or backends and ValueError for shapes that do
+    not fit.
     """
     if on_gpu(a) and on_gpu(b) and (out is None or on_gpu(out)) and a.ndim == 2:
         done = cublaslt.multiply(
             a, b, out, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate,
             share=share,
         )  # fmt: skip
-        if done is not None:
+        if not isinstance(done, str):
             return done
     check_together("matmul", a=a, b=b, out=out)
     check_floats("matmul", a=a, b=b)
@@ -55,50 +64,92 @@ def matmul(a, b, *, transpose_a=False, transpose_b=False, out=None, accumulate=F
     return out
 
 
-def capture_refusal():
-    """Return why products cannot be part of a CUDA graph, or None."""
+def fallback_reason(
+    a: Array, b: Array, *, transpose_a: bool = False, transpose_b: bool = False,
+    out: Array | None = None, accumulate: bool = False, share: int = 1,
+) -> str | None:  # fmt: skip
+    """Return why ``matmul`` with these arguments is not one launch of cuBLASLt, or None.
+
+    Nothing is computed. An ``out`` of a dtype or layout that cuBLASLt does not write costs a copy;
+    for other reasons CuPy multiplies.
+    """
+    given = {"a": a, "b": b, "out": out}
+    if here := [name for name, x in given.items() if x is not None and not on_gpu(x)]:
+        return f"{here[0]} is a NumPy array: NumPy's BLAS multiplies"
+    found = cublaslt.multiply(
+        a, b, out, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate,
+        share=share, launch=False,
+    )  # fmt: skip
+    return found if isinstance(found, str) else None
+
+
+def capture_refusal() -> str:
+    """Return why products cannot be part of a CUDA graph; "" where they can."""
     _, missing = cublaslt.library()
     return missing
 
 
-def matmul_activated(x, weight, bias=None, activation=None, before=None):
-    """Return ``f(x @ weight.T + bias)`` by one launch, or None where no library can do that.
+def matmul_activated(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    activation: str | None = None,
+    before: Array | None = None,
+) -> Array | str:
+    """Return ``f(x @ weight.T + bias)`` by one launch, or a str: why cuBLASLt cannot do that.
 
     ``x``: (N, in). ``weight``: (out, in). ``bias``: (out,) or None. ``activation``: None, "relu" or
-    "gelu" (the tanh form). ``before``: None, or where to write what the activation is taken of,
-    (N, out). All GPU arrays of one dtype.
+    "gelu" (the tanh form). ``before``: None, or where to write what the activation is applied to,
+    (N, out). All GPU arrays of one dtype. Unless another path follows by design, a SlowPathWarning
+    says the reason too.
     """
     if activation == "gelu" and x.dtype == np.float32:
-        return None  # the library's is good for 16 bits: 5e-6 off
+        return ByDesign("cuBLASLt's GELU is made for 16 bits: in float32 it is 5e-6 off")
     if bias is not None and (not bias.flags.c_contiguous or bias.data.ptr % 16):
         bias = bias.copy()
     parts = [activation.upper()] if activation else []
     parts += ["AUX"] * (before is not None) + ["BIAS"] * (bias is not None)
-    return cublaslt.multiply(
-        x, weight, transpose_b=True, epilogue="_".join(parts), vector=bias, aux=before
+    return _warned(
+        cublaslt.multiply(
+            x, weight, transpose_b=True, epilogue="_".join(parts), vector=bias, aux=before
+        )
     )
 
 
-def matmul_and_sums(dz, x, sums, out=None, accumulate=False, share=1):
+def matmul_and_sums(
+    dz: Array,
+    x: Array,
+    sums: Array,
+    out: Array | None = None,
+    accumulate: bool = False,
+    share: int = 1,
+) -> Array | str:
     """Return ``dz.T @ x``, and write the sums of the columns of ``dz`` to ``sums``, by one launch.
 
-    ``out``, ``accumulate``, ``share``: as in ``matmul``; of the product alone. Returns None, with
-    nothing done, where no library can do that. GPU arrays of one dtype, and ``sums`` in that of
-    ``out``.
+    ``dz``: (N, out). ``x``: (N, in). ``sums``: (out,), in the dtype of the product. ``out``,
+    ``accumulate``, ``share``: as in ``matmul``, of the product alone. GPU arrays. Returns a str
+    where cuBLASLt cannot do that: why, with nothing done. Unless another path follows by design, a
+    SlowPathWarning says the reason too.
     """
     dtype = x.dtype if out is None else out.dtype
     if sums.dtype != dtype or not sums.flags.c_contiguous or sums.data.ptr % 16:
-        return None
-    return cublaslt.multiply(
-        dz, x, out, transpose_a=True, accumulate=accumulate, epilogue="BGRADB", vector=sums,
-        share=share,
+        return ByDesign(
+            f"sums are {sums.dtype} with strides {sums.strides}, cuBLASLt takes contiguous {dtype} "
+            "at a multiple of 16 bytes"
+        )
+    return _warned(
+        cublaslt.multiply(
+            dz, x, out, transpose_a=True, accumulate=accumulate, epilogue="BGRADB", vector=sums,
+            share=share,
+        )
     )  # fmt: skip
 
 
-def matmul_stacks(a, b):
+def matmul_stacks(a: Array, b: Array) -> Array | str:
     """Return ``a @ b`` for stacks of matrices (..., M, K) and (..., K, N) of one float dtype.
 
-    For GPU arrays; leading axes broadcast. Returns None where cuBLASLt cannot do it.
+    For GPU arrays; leading axes broadcast. Returns a str where cuBLASLt cannot do that: why. Unless
+    another path follows by design, a SlowPathWarning says the reason too.
     """
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     shape = (*lead, a.shape[-2], b.shape[-1])
@@ -108,18 +159,25 @@ def matmul_stacks(a, b):
         xp, count = get_xp(a), math.prod(lead)
         stacks = (xp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
         done = cublaslt.multiply(*(x.reshape(count, *x.shape[-2:]) for x in stacks))
-    return None if done is None else done.reshape(shape)
+    return done if isinstance(_warned(done), str) else done.reshape(shape)
 
 
-def _product(a, b, out=None):
+def _warned(done: Array | str) -> Array | str:
+    """Return what ``cublaslt.multiply`` returned, and warn if that is a reason."""
+    if isinstance(done, str) and not isinstance(done, ByDesign):
+        warn_slow_path(f"a matrix product takes a slower path because {done}")
+    return done
+
+
+def _product(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return a @ b; from 16-bit operands NumPy gives float32 and a GPU the operands' dtype."""
     if get_xp(a, b) is np:
         return np.matmul(_for_blas(a), _for_blas(b), out=out)
-    done = cublaslt.multiply(a, b, out)
-    if done is not None:
+    done = _warned(cublaslt.multiply(a, b, out))
+    if not isinstance(done, str):
         return done
     if a.shape[0] == b.shape[1] == 1 and a.itemsize == 2:
-        # CuPy sums a single element in 16 bits
+        # CuPy computes this as a dot product, whose sum it keeps in 16 bits
         product = a.astype(np.float32).dot(b.astype(np.float32)).astype(a.dtype)
         if out is None:
             return product
@@ -128,7 +186,7 @@ def _product(a, b, out=None):
     return a.dot(b, out)
 
 
-def _for_blas(a):
-    """Return ``a`` as BLAS takes it: NumPy multiplies other layouts by a slow loop."""
+def _for_blas(a: np.ndarray) -> np.ndarray:
+    """Return ``a`` in a layout of BLAS: NumPy multiplies others by a slow loop."""
     a = a.astype(wide(a.dtype), copy=False)
     return a if a.flags.forc else np.ascontiguousarray(a)

@@ -1,33 +1,35 @@
-"""Products by the fastest of the algorithms that cuBLASLt proposes, found by trying them.
+"""Autotuning: times the algorithms that cuBLASLt proposes for a product and takes the fastest.
 
-What was found is kept on disk beside the kernels, for this GPU and this version of the library: a
-program that tunes again, such as one that goes on with a training, takes the same algorithms.
+The choice is kept on disk beside the kernels, for this GPU and this version of the library: a
+process that tunes again, for example to resume a training run, takes the same algorithms.
 """
 
-import contextlib
-import json
 import math
-import os
-import re
 import statistics
-import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
 
 import numpy as np
 
-from gpuattn.cuda.kernels import cache_folder
+from gpuattn.cuda import disk_cache
 from gpuattn.gemm import cublaslt
+from gpuattn.gemm.cublaslt import Candidate, MatmulPlan
 
+Result = TypeVar("Result")
+Table = dict[str, Candidate]  # by kind of product
 CANDIDATES = 8
-SAMPLES = 7  # of each, in turns
-WORTH = 0.97  # times the time of the heuristic's choice: less gain may be noise
+SAMPLES = 7  # of each candidate, in turns
+MOST_OF_FIRST = 0.97  # of the time of the heuristic's choice: a smaller gain may be noise
 FLUSH_BYTES = 128 << 20  # written before every sample: more than the L2 cache holds
 
 
-def tune(call):
-    """Return ``call()``; the matrix products in it take their fastest algorithm from now on.
+def tune(call: Callable[[], Result]) -> Result:
+    """Return ``call()``; the matrix products in it use their fastest algorithm from now on.
 
-    That is, this process's cuBLASLt products of the same shapes, layouts and dtypes. New kinds are
-    timed, in some milliseconds each, which waits for the GPU: tune before capturing a graph.
+    So do all of this process's cuBLASLt products of the same shapes, layouts and dtypes. New kinds
+    are timed, in some milliseconds each, which synchronizes: tune before capturing a graph.
     Another algorithm adds in another order, so last bits may change.
     """
     tuner = _Tuner()
@@ -40,32 +42,34 @@ def tune(call):
 
 
 class _Tuner:
-    def __init__(self):
-        self.tables = {}  # device -> {kind of product: (algorithm, bytes of workspace)}
-        self.new = set()  # devices of which the table has grown
+    def __init__(self) -> None:
+        self.tables: dict[int, Table] = {}  # by device
+        self.paths: dict[int, Path] = {}  # of the tables that have grown
 
-    def __call__(self, plan, cupy, *arrays):
-        """Let ``plan`` use its fastest algorithm; ``arrays``: of the product that is to be done."""
+    def __call__(self, plan: MatmulPlan, cupy: ModuleType, *arrays: Any) -> None:
+        """Let ``plan`` use its fastest algorithm; ``arrays``: of the product to be computed."""
         if plan.tuned:
             return
         table = self.tables.get(plan.device)
         if table is None:
-            table = self.tables[plan.device] = _read(_path(cupy, plan))
+            table = self.tables[plan.device] = _read(_path(plan))
         if plan.kind not in table:
             if cupy.cuda.get_current_stream().is_capturing():
                 return
             table[plan.kind] = _fastest(plan, cupy, *arrays)
-            self.new.add((plan.device, _path(cupy, plan)))
+            self.paths[plan.device] = _path(plan)
         plan.take(table[plan.kind])
         plan.tuned = True
 
-    def keep(self):
-        for device, path in self.new:
+    def keep(self) -> None:
+        for device, path in self.paths.items():
             _write(path, self.tables[device])
 
 
-def _fastest(plan, cupy, a, b, out, vector, aux):
-    """Return the fastest of the heuristic's candidates, the first unless another is worth it."""
+def _fastest(
+    plan: MatmulPlan, cupy: ModuleType, a: Any, b: Any, out: Any, vector: Any, aux: Any
+) -> Candidate:
+    """Return the heuristic's first candidate, or the fastest one if it is clearly faster."""
     candidates = plan.candidates(plan.alignment, CANDIDATES)
     before = out.copy() if plan.accumulate else None
     scratch = cupy.empty(FLUSH_BYTES, np.int8)
@@ -90,33 +94,27 @@ def _fastest(plan, cupy, a, b, out, vector, aux):
     }
     first = candidates[0]
     best = min(times, key=times.get, default=first)
-    return best if times.get(best, 0) < WORTH * times.get(first, math.inf) else first
+    return best if times.get(best, 0) < MOST_OF_FIRST * times.get(first, math.inf) else first
 
 
 # ---- on disk -------------------------------------------------------------------------------------
 
 
-def _path(cupy, plan):
-    name = cupy.cuda.runtime.getDeviceProperties(plan.device)["name"].decode()
-    name = re.sub(r"\W+", "-", name)
-    return cache_folder() / f"products-{name}-{plan.lt.get_version()}.json"
+def _path(plan: MatmulPlan) -> Path:
+    return disk_cache.json_path("products", plan.device, plan.lt.get_version())
 
 
-def _read(path):
+def _read(path: Path) -> Table:
     try:
-        stored = json.loads(path.read_text())
-        return {kind: (bytes.fromhex(code), size) for kind, (code, size) in stored.items()}
-    except (OSError, ValueError):
+        stored = disk_cache.read_json(path).items()
+        return {kind: (bytes.fromhex(code), size) for kind, (code, size) in stored}
+    except ValueError:
         return {}
 
 
-def _write(path, table):
-    """Store by rename, with what others have stored meanwhile; a full disk is no error."""
+def _write(path: Path, table: Table) -> None:
+    """Store a table, with what other processes have stored since it was read."""
     table = table | _read(path)
-    text = json.dumps({kind: (code.hex(), size) for kind, (code, size) in sorted(table.items())})
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
+    disk_cache.write_json(
+        path, {kind: (code.hex(), n) for kind, (code, n) in sorted(table.items())}
+    )

@@ -16,7 +16,8 @@ from gpuattn.arrays import (
     wide,
 )
 from gpuattn.autodiff.tape import Box, op, raw
-from gpuattn.cuda.kernels import dtype_refusal, gpu, kernel, kernel_refusal, serves
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import dtype_refusal, kernel, kernel_refusal, serves
 from gpuattn.errors import UnsupportedError, problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.numbakernels import device
@@ -272,7 +273,7 @@ def _launch(verb, lines, p, key, kind=0, edges=False, **fields):
     vectors = -(-(cols + (width - 1 if starts["out"] else 0)) // width)
     fields["vectors"] = vectors
     constants = {"scalar": ctype(x.dtype), "MASK": kind, "DROPOUT": p > 0}
-    in_clusters, shared = serves("softmax_hopper.cu", gpu(x.device.id)[0]), 0
+    in_clusters, shared = serves("softmax_hopper.cu", gpu(x.device.id).capability), 0
     edges = edges or any(starts.values()) or cols % width > 0
     file, blocks, held = "softmax.cu", 1, _threads(verb, vectors, edges)
     lanes, each = held or (LONG_LANES[verb], 2)

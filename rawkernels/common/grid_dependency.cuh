@@ -1,6 +1,6 @@
 #pragma once
 // Programmatic dependent launch (sm_90 and up): a kernel whose first statement is grid_dependency_wait() is launched so that
-// its blocks may begin before the kernel before it in the stream has ended (gpuattn/cuda/launch.py).
+// its blocks may begin before the kernel before it in the stream has ended (gpuattn/cuda/dependent_launch.py).
 
 // Until the kernels before have ended and what they wrote is seen. Before it no memory may be read or written: of nothing
 // that lies there is it known that they do not write it, and they may still read what this kernel overwrites. No input is

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from gpuattn.bench import doctor
 from gpuattn.cli.main import main
-from gpuattn.cuda import kernels
+from gpuattn.cuda import compiler
 from gpuattn.errors import KernelCompileError
 from gpuattn.gemm import cublaslt
 
@@ -79,7 +79,7 @@ def test_a_missing_compiler_is_found(monkeypatch):
     def missing(*args):
         raise KernelCompileError("NVRTC, the CUDA run-time compiler, is not installed.")
 
-    monkeypatch.setattr(kernels, "compile_text", missing)
+    monkeypatch.setattr(compiler, "compile_text", missing)
     nvrtc = next(check for check in doctor.examine() if check.name == "nvrtc")
     assert nvrtc.state == "missing"
     assert "pip install" in nvrtc.remedy

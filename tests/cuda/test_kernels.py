@@ -2,14 +2,16 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import compiled
 import numpy as np
 import pytest
+from fake_gpu import GPUS
 
-from gpuattn.cuda import kernels
+from gpuattn.cuda import compiler, disk_cache, kernels
 from gpuattn.errors import KernelCompileError
 
 REQUIRED = "nvrtc" in os.environ.get("GPUATTN_REQUIRE", "")
@@ -82,25 +84,55 @@ def test_no_double_precision_instructions(nvrtc, nvdisasm, file, result_of_backg
 
 @pytest.mark.background(run=compiled.hopper_instructions)
 @pytest.mark.parametrize("file", kernels.files())
-def test_who_may_begin_early_waits_before_anything_else(
-    nvrtc, nvdisasm, file, result_of_background
-):
-    """Every block, before it touches memory, whatever the compiler moved; and nobody else waits."""
+def test_dependent_kernels_wait_before_anything_else(nvrtc, nvdisasm, file, result_of_background):
+    """Every block, before it touches memory, whatever the compiler moved; no other kernel waits."""
     for name, instructions in result_of_background().items():
         waits = [text for text in instructions if "ACQBULK" in text]
-        if kernels.waits_first(file, name):
+        if name in kernels.dependent_kernels(file):
             assert waits == ["ACQBULK"] and not harm_before_wait(instructions), name
             assert not [text for text in instructions if ".CONSTANT" in text], name
         else:
-            assert not waits, f"{name} waits, but not by its first statement"
+            assert not waits, f"{name} waits, but its header does not say so"
+
+
+def waits_first(text, name):
+    """Return whether the first statement of a kernel waits for the kernels before it."""
+    begin = rf"\b{name}\([^)]*\) {{\s*grid_dependency_wait\(\);"
+    return bool(re.search(begin, re.sub(r"//[^\n]*", "", text)))
+
+
+def test_only_a_first_statement_counts():
+    text = (
+        'extern "C" __global__ void first(\n    int n) {  // (so)\n    grid_dependency_wait();\n}\n'
+        'extern "C" __global__ void later(int n) {\n    n += 1;\n    grid_dependency_wait();\n}\n'
+    )
+    assert [waits_first(text, name) for name in ("first", "later")] == [True, False]
 
 
 @pytest.mark.parametrize("file", kernels.files())
-def test_who_waits_has_no_input_that_never_changes(file):
+def test_the_header_lists_the_kernels_whose_first_statement_waits(file):
+    text = (kernels.ROOT / file).read_text()
+    waiting = {name for name in kernels.signatures(file) if waits_first(text, name)}
+    assert kernels.dependent_kernels(file) == waiting
+    calls = kernels._without_comments(file).count("grid_dependency_wait()")
+    assert calls == len(waiting), "a wait that is not a kernel's first statement"
+
+
+def test_dependent_kernels_are_read_from_the_launch_lines_alone(tmp_path, monkeypatch):
+    (tmp_path / "one.cu").write_text("// Launch: grid\n//    dependent: a, b\n// Arch: sm_80\n")
+    (tmp_path / "none.cu").write_text("// Launch: grid\n// Arch: sm_80\n//   dependent: a\n")
+    monkeypatch.setattr(kernels, "ROOT", tmp_path)
+    assert kernels.dependent_kernels("one.cu") == {"a", "b"}
+    assert kernels.dependent_kernels("none.cu") == frozenset()
+    kernels.dependent_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("file", kernels.files())
+def test_dependent_kernels_have_no_constant_input(file):
     """ptxas moves loads of const __restrict__ over the wait, now and then, in some variant."""
     text = kernels._without_comments(file)
     for name, parameters in kernels.SIGNATURE.findall(text):
-        if kernels.waits_first(file, name):
+        if name in kernels.dependent_kernels(file):
             assert not re.findall(r"const \w[\w ]*\*\s*__restrict__ \w+", parameters), name
 
 
@@ -181,19 +213,16 @@ def test_an_empty_grid_launches_nothing():
 
 
 def test_resources_say_what_keeps_more_blocks_from_running(monkeypatch):
-    """On a GPU of our own: 4 multiprocessors of 64 Ki registers and 200 KiB of shared memory."""
-    gpu = {
-        "multiProcessorCount": 4, "regsPerMultiprocessor": 1 << 16,
-        "sharedMemPerMultiprocessor": 200 << 10, "maxThreadsPerMultiProcessor": 2048,
-    }  # fmt: skip
+    """On a made-up GPU: 4 multiprocessors of 64 Ki registers and 200 KiB of shared memory."""
+    record = replace(GPUS["9.0"], multiprocessors=4, shared_bytes_per_multiprocessor=200 << 10)
     allowed = []
     driver = SimpleNamespace(
         funcGetAttribute=lambda attribute, function: {kernels.REGISTERS: 128}.get(attribute, 1024),
         funcSetAttribute=lambda function, attribute, value: allowed.append(value),
         occupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 2,
     )
-    runtime = SimpleNamespace(getDevice=lambda: 0, getDeviceProperties=lambda device: gpu)
-    cuda = SimpleNamespace(runtime=runtime, driver=driver)
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0), driver=driver)
+    monkeypatch.setattr(kernels, "gpu", lambda device: record)
     monkeypatch.setattr(kernels, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
     kernel = kernels.Kernel(SimpleNamespace(ptr=1), "k", [])
     assert kernel.resources((10, 2), (256,), 40 << 10) == {
@@ -214,7 +243,7 @@ def test_wrong_argument_count_shows_the_signature():
 
 def test_a_compile_error_names_our_file_and_line(nvrtc):
     with pytest.raises(KernelCompileError, match=r'broken\.cu\(1\): error: .*"nothing"') as info:
-        kernels.compile_text(
+        compiler.compile_text(
             '#line 1 "rawkernels/broken.cu"\n__device__ int x = nothing;', "sm_90", "broken.cu"
         )
     copy = Path(str(info.value).rsplit(" ", 1)[1])
@@ -256,10 +285,10 @@ def test_a_user_without_a_home_has_no_cache(nvrtc, monkeypatch):
 
     for name in ("GPUATTN_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(kernels.Path, "home", homeless)
+    monkeypatch.setattr(disk_cache.Path, "home", homeless)
     constants = {"scalar": "float", "BLOCK": 256}
     assert kernels.cubin("dropout.cu", "sm_80", **constants).startswith(b"\x7fELF")
-    assert not kernels.cache_folder().exists()
+    assert not disk_cache.folder().exists()
 
 
 def test_the_cache_key_sees_the_headers(monkeypatch):

@@ -1,9 +1,12 @@
 """The gradients of norms whose kernels take rows in pairs, on any CPU: see ``emulator``."""
 
+from dataclasses import replace
+
 import emulator
 import numpy as np
 import pytest
 from checks import find, sampled
+from fake_gpu import GPUS
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.ops.norm import dropout_add_norm as op
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("host_compiler")
 def test_pairs_of_rows(monkeypatch, dtype, rows, cols, p, rms, needs, with_dh):
     """Odd rows and even ones, few and more than a block takes at once, rows that lie apart."""
     machine, random = emulator.Machine(seed=rows), np.random.default_rng(cols)
-    monkeypatch.setattr(launch, "gpu", lambda device: ("90", 1))
+    monkeypatch.setattr(launch, "gpu", lambda device: replace(GPUS["9.0"], multiprocessors=1))
     monkeypatch.setattr(
         op, "add_parts", lambda parts, *_: [p if p is None else p.sum(0) for p in parts]
     )

@@ -1,6 +1,7 @@
 """The optimizers' kernels on any CPU, threads in random order (see ``emulator``), against NumPy."""
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -8,6 +9,7 @@ import emulator
 import numpy as np
 import pytest
 from checks import dtype_of
+from fake_gpu import GPUS
 
 from gpuattn import OptimizerState, TensorTable, adamw, gradient_statistics, lamb, lion, sgd
 from gpuattn.ops.update import flat_update
@@ -40,6 +42,7 @@ RULES = {
 
 
 pytestmark = pytest.mark.usefixtures("host_compiler")
+GPU = replace(GPUS["9.0"], multiprocessors=1)
 
 
 @contextlib.contextmanager
@@ -50,7 +53,7 @@ def emulated(seed):
         for module in (statistics, flat_update, lamb_module):
             changes = {"kernel": machine.kernel, "refuse_buffers": lambda **_: None}
             if module is lamb_module:
-                changes |= {"gpu": lambda _: ("90", 1), "on_gpu": lambda _: True}
+                changes |= {"gpu": lambda _: GPU, "on_gpu": lambda _: True}
                 arrays = SimpleNamespace(to_gpu=np.asarray, zeros=lambda _, *x: np.zeros(*x))
                 changes["arrays"] = arrays
             names = {name: x for name, x in changes.items() if hasattr(module, name)}

@@ -25,15 +25,17 @@ import os
 import shutil
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+from fake_gpu import GPUS
 
 from emulator.translate import translate
 from gpuattn import arrays
-from gpuattn.cuda import kernels, tensor_maps
+from gpuattn.cuda import disk_cache, kernels, tensor_maps
 from gpuattn.ops.attention import (
     dropout,
     hopper,
@@ -109,7 +111,7 @@ def _compiled(text, *options):
     """Return the path of what g++ makes of C++, kept under a hash of all that goes into it."""
     headers = [(HERE / name).read_text() for name in ("cuda.h", "machine.h")]
     known = "\0".join([text, *headers, *COMPILE, *options])
-    folder = kernels.cache_folder().parent / "emulator"
+    folder = disk_cache.folder().parent / "emulator"
     path = folder / hashlib.sha256(known.encode()).hexdigest()[:32]
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,17 +196,17 @@ class Machine:
     def in_place(self):
         """Put this machine in the place of CuPy, the driver and the GPU."""
         module, driver = _Module(), SimpleNamespace(cuTensorMapEncodeTiled=_encode)
-        gpu = "90", self.multiprocessors
+        hopper_gpu = replace(GPUS["9.0"], multiprocessors=self.multiprocessors)
         stand_ins = {
             "kernel": self.kernel,
-            "gpu": lambda _: gpu,
-            "shared_limit": lambda _: 227 << 10,
+            "gpu": lambda _: hopper_gpu,
+            "hopper_refusal": lambda _: None,
             "get_xp": lambda *_: module,
             "kernel_refusal": lambda *_: None,
             "suits": lambda *_, **__: False,  # of the form for short sequences
             "_driver": lambda: driver,
             "compile_ahead": lambda *_, **__: None,
-            "_counter": lambda: np.uint64(self.counter.ctypes.data),
+            "counters": lambda: np.uint64(self.counter.ctypes.data),
         }  # fmt: skip
         tensor_maps._encode.cache_clear()
         with contextlib.ExitStack() as stack:

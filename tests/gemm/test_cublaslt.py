@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from checks import DTYPES, dtype_of
 from fake_cublaslt import gpu
+from fake_gpu import GPUS
 
 from gpuattn.arrays import wide
 from gpuattn.autodiff.numpy import products
+from gpuattn.cuda import scratch
+from gpuattn.errors import SlowPathWarning
 from gpuattn.gemm import cublaslt, matmul, tuning
 
 M, K, N = 6, 33, 7
@@ -25,7 +28,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(cublaslt, "library", lambda: (library, ""))
     monkeypatch.setattr(cublaslt, "_handle", lambda device: library.create())
     monkeypatch.setattr(cublaslt, "_plans", {})
-    monkeypatch.setattr(cublaslt, "_workspaces", {})
+    monkeypatch.setattr(scratch, "_workspaces", {})
     return library
 
 
@@ -105,12 +108,13 @@ def test_sums_beside_a_product(fake, rng):
     assert matmul.matmul_and_sums(dz, x, sums, out, accumulate=True) is out
     np.testing.assert_array_equal(out, dz.T @ x + 1)
     np.testing.assert_array_equal(sums, dz.sum(0))
-    assert matmul.matmul_and_sums(dz, x, sums.astype(np.float32), out) is None
-    assert matmul.matmul_and_sums(dz, x, gpu(np.zeros(2 * M))[::2], out) is None
+    for other in (sums.astype(np.float32), gpu(np.zeros(2 * M))[::2]):
+        reason = matmul.matmul_and_sums(dz, x, other, out)
+        assert isinstance(reason, cublaslt.ByDesign) and "multiple of 16 bytes" in reason
 
 
 def test_a_share_of_the_multiprocessors(fake, rng, monkeypatch):
-    monkeypatch.setattr(cublaslt, "gpu", lambda device: ("90", 132))
+    monkeypatch.setattr(cublaslt, "gpu", lambda device: GPUS["9.0"])
     dz, x, sums = gpu(whole(rng, K, M)), gpu(whole(rng, K, N)), np.zeros(M + 4)
     sums = gpu(sums[-sums.ctypes.data % 16 // 8 :][:M])
     for share, asked in ((1, []), (2, [66]), (3, [44])):
@@ -162,20 +166,62 @@ def test_descriptors_are_given_back(fake, rng, monkeypatch):
     assert len(fake.objects) == 4 * len(cublaslt._plans)
 
 
-def test_what_does_not_fit_is_refused(fake):
+def test_what_does_not_fit_is_refused_with_a_reason(fake):
     a = gpu(np.zeros((2, 3), np.float32))
-    assert cublaslt.multiply(a, a) is None
-    assert cublaslt.multiply(a, a.astype(np.float64), transpose_b=True) is None
-    assert cublaslt.multiply(a, a.T, gpu(np.zeros((2, 3), np.float32))) is None
-    assert cublaslt.multiply(a, a.T, gpu(np.zeros((2, 2), np.float16))) is None
-    assert cublaslt.multiply(a[:0], a.T) is None
-    assert cublaslt.multiply(a.astype(np.int32), a.T.astype(np.int32)) is None
-    assert cublaslt.multiply(a[0], a.T) is None
-    fake.status = 15  # the library has no algorithm
-    assert cublaslt.multiply(a, a.T) is None
+    whole = gpu(np.zeros((4, 4), np.float32))
+    for reason, *operands in (
+        ("shapes of a and b do not fit: (2, 3) @ (2, 3)", a, a),
+        ("a is float32 and b is float64", a, a.T.astype(np.float64)),
+        ("a is int32 and b is int32", a.astype(np.int32), a.T.astype(np.int32)),
+        ("out is (2, 3) on GPU 0, the product (2, 2)", a, a.T, gpu(np.zeros((2, 3), np.float32))),
+        ("out is float16 and a is float32", a, a.T, gpu(np.zeros((2, 2), np.float16))),
+        ("neither its rows nor its columns are contiguous", a, a.T, whole[::2, ::2]),
+        ("nothing to multiply: (0, 3) @ (3, 2)", a[:0], a.T),
+        ("a has 1 axes and b has 2", a[0], a.T),
+    ):
+        for launch in (True, False):
+            found = cublaslt.multiply(*operands, launch=launch)
+            assert isinstance(found, str) and reason in found
+    assert "rows must be contiguous" in cublaslt.multiply(
+        a, a.T, gpu(np.zeros((2, 2), np.float32)).T, epilogue="RELU"
+    )
+    fake.status = 15
+    found = cublaslt.multiply(a, a.T, epilogue="RELU")
+    assert "no algorithm for (2, 2) = (2, 3) @ (3, 2) in float32 and RELU" in found
     assert not fake.ran
     with pytest.raises(ValueError, match=r"matmul: \(2, 3\) @ \(2, 3\)"):
         matmul.matmul(a, a)
+
+
+def test_a_fallback_warns_and_says_why(fake, rng):
+    a, b = gpu(whole(rng, M, K)), gpu(whole(rng, K, N))
+    assert matmul.fallback_reason(a, b) is None and not fake.ran
+    fake.status = 15
+    cublaslt._plans.clear()
+    reason = matmul.fallback_reason(a, b)
+    assert "cuBLASLt has no algorithm for (6, 7) = (6, 33) @ (33, 7) in float64" in reason
+    with pytest.warns(SlowPathWarning) as seen:
+        np.testing.assert_array_equal(matmul.matmul(a, b), a @ b)
+        assert "no algorithm" in matmul.matmul_stacks(gpu(a[None]), gpu(b[None]))
+        assert "BIAS" in matmul.matmul_activated(a, gpu(b.T.copy()), gpu(np.zeros(N)))
+        assert "BGRADB" in matmul.matmul_and_sums(gpu(a.T.copy()), b, gpu(np.zeros(M + 4))[:M])
+    said = [str(warning.message) for warning in seen]
+    assert len(said) >= 3 and all(text.startswith("a matrix product takes") for text in said)
+    assert said[0].endswith(reason)
+    assert {warning.filename for warning in seen} == {__file__}
+
+
+def test_reasons_by_design_do_not_warn(fake, recwarn):
+    a = gpu(np.zeros((2, 3), np.float32))
+    assert matmul.matmul(a[:0], a.T).shape == (0, 2)
+    assert isinstance(matmul.matmul_stacks(a[:0], a.T), cublaslt.ByDesign)
+    assert isinstance(matmul.matmul_stacks(a.astype(int), a.T.astype(int)), cublaslt.ByDesign)
+    assert isinstance(matmul.matmul_activated(a, a, activation="gelu"), cublaslt.ByDesign)
+    out = gpu(np.zeros((2, 2), np.float16))  # cuBLASLt multiplies, then the product is copied
+    assert matmul.matmul(a, a.T, out=out) is out and fake.ran
+    assert "out is float16" in matmul.fallback_reason(a, a.T, out=out)
+    assert "a is a NumPy array" in matmul.fallback_reason(np.zeros((2, 3)), a.T)
+    assert not recwarn
 
 
 def test_a_failure_names_status_and_shape(fake):
@@ -188,11 +234,11 @@ def test_a_failure_names_status_and_shape(fake):
 
 def test_what_is_planned_but_refused_is_not_tried_again(fake, rng):
     a = gpu(np.zeros((2, 3), np.float32))
-    assert cublaslt.multiply(a, a.T) is not None
+    assert not isinstance(cublaslt.multiply(a, a.T), str)
     fake.status = 7
-    assert cublaslt.multiply(a, a.T) is None
+    assert cublaslt.multiply(a, a.T) == cublaslt.REFUSED
     fake.status = 0
-    assert cublaslt.multiply(a, a.T) is None
+    assert cublaslt.multiply(a, a.T) == cublaslt.REFUSED
 
 
 def test_a_library_that_does_not_start(fake, monkeypatch):

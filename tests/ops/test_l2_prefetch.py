@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from checks import dtype_of
+from fake_gpu import GPUS
 
 import gpuattn
 from gpuattn.arrays import to_cpu
@@ -15,13 +16,13 @@ from gpuattn.ops.l2_prefetch import rows_ahead
 @pytest.mark.parametrize(
     "shape, itemsize, capability, want",
     [
-        ((16384, 8192), 2, "90", 128), ((4, 8192, 4096), 2, "90", 256), ((8192, 8192), 4, "90", 64),
-        ((4096, 4096), 2, "90", 0), ((65536, 2048), 2, "90", 0), ((16384, 8192), 2, "80", 0),
-        ((64, 2**20), 4, "90", 1), ((0, 8192), 2, "90", 0),
+        ((16384, 8192), 2, "9.0", 128), ((4, 8192, 4096), 2, "9.0", 256),
+        ((8192, 8192), 4, "9.0", 64), ((4096, 4096), 2, "9.0", 0), ((65536, 2048), 2, "9.0", 0),
+        ((16384, 8192), 2, "8.0", 0), ((64, 2**20), 4, "9.0", 1), ((0, 8192), 2, "9.0", 0),
     ],
 )  # fmt: skip
 def test_how_far(monkeypatch, shape, itemsize, capability, want):
-    monkeypatch.setattr(module, "gpu", lambda number: (capability, 132))
+    monkeypatch.setattr(module, "gpu", lambda device: GPUS[capability])
     nbytes = int(np.prod(shape)) * itemsize
     device = SimpleNamespace(id=0)
     x = SimpleNamespace(shape=shape, itemsize=itemsize, nbytes=nbytes, device=device)

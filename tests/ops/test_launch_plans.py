@@ -1,15 +1,16 @@
-"""Every kernel on every card: what launches ask for is there, and can be compiled."""
+"""Every kernel on every GPU: what launches ask for is there, and can be compiled."""
 
 import re
 
 import numpy as np
 import pytest
-from fake_gpu import CARDS, as_array, launches_on
+from fake_gpu import GPUS
+from fake_launches import as_array, launches_on
 
 import gpuattn
 from gpuattn import Tensor
 from gpuattn.arrays import BFLOAT16
-from gpuattn.cuda import kernels
+from gpuattn.cuda import compiler, kernels
 from gpuattn.errors import KernelCompileError
 
 FLOAT32 = np.dtype("float32")
@@ -133,9 +134,9 @@ CASES = [
 ]  # fmt: skip
 
 
-def plans(card):
-    """Return the Launches of all cases on a card."""
-    with launches_on(card) as noted:
+def plans(record):
+    """Return the Launches of all cases on the GPU of a Gpu record."""
+    with launches_on(record) as noted:
         for run, size in CASES:
             for dtype in DTYPES:
                 run(dtype, size)
@@ -143,25 +144,29 @@ def plans(card):
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_every_kernel_gets_what_the_card_has(card):
-    noted = plans(card)
+@pytest.mark.parametrize("record", GPUS.values(), ids=GPUS)
+def test_every_kernel_gets_what_the_gpu_has(record):
+    noted = plans(record)
     launched = {launch.file for launch in noted}
     portable = {file for file in kernels.files() if "sm_80" in kernels.architectures(file)}
     assert portable <= launched
-    assert all(kernels.serves(file, card.capability) for file in launched)
-    assert launched & CLUSTERS == (CLUSTERS if card.capability[:-1] in ("9", "10") else set())
+    assert all(kernels.serves(file, record.capability) for file in launched)
+    assert launched & CLUSTERS == (CLUSTERS if record.capability // 10 in (9, 10) else set())
+    assert record.has_clusters or not launched & CLUSTERS
     for launch in noted:
-        assert launch.shared_bytes <= card.shared << 10, launch
+        parameters = kernels.signatures(launch.file)[launch.name]
+        assert record.has_tma or not any("TensorMap" in kind for kind, _ in parameters), launch
+        assert record.has_wgmma or "sm_90a" not in kernels.architectures(launch.file), launch
+        assert launch.shared_bytes <= record.shared_bytes, launch
         assert np.prod(launch.block) <= MOST_THREADS, launch
         assert max(launch.grid[1:], default=0) <= MOST_ROWS, launch
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
 def test_what_kernels_declare_beside_it_fits_too(nvrtc):
-    """On the card with the least shared memory: the largest launch of each file of BESIDE."""
-    card, largest = CARDS["12.0"], {}
-    for launch in plans(card):
+    """On the GPU with the least shared memory: the largest launch of each file of BESIDE."""
+    record, largest = GPUS["12.0"], {}
+    for launch in plans(record):
         before = largest.setdefault(launch.file, launch)
         if launch.shared_bytes > before.shared_bytes:
             largest[launch.file] = launch
@@ -169,35 +174,35 @@ def test_what_kernels_declare_beside_it_fits_too(nvrtc):
         size, constants = largest[file].shared_bytes, largest[file].constants
         assert size > 90 << 10, "a launch that leaves little"
         text = kernels.source_text(file, **dict(constants))
-        _, log = kernels.compile_text(text, kernels.arch_for(file, card.capability), file)
+        _, log = compiler.compile_text(text, kernels.arch_for(file, record.capability), file)
         declared = max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0)
-        assert size + declared <= card.shared << 10, file
+        assert size + declared <= record.shared_bytes, file
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_a_kernel_compiles_for_the_card_itself(nvrtc, card):
-    arch = kernels.arch_for("sgd.cu", card.capability)
-    assert arch == f"sm_{card.capability}"  # by the NVRTC that the tests install
+@pytest.mark.parametrize("record", GPUS.values(), ids=GPUS)
+def test_a_kernel_compiles_for_the_gpu_itself(nvrtc, record):
+    arch = kernels.arch_for("sgd.cu", record.capability)
+    assert arch == f"sm_{record.capability}"  # by the NVRTC that the tests install
     text = kernels.source_text("sgd.cu", **kernels.variants("sgd.cu")[0])
-    assert kernels.compile_text(text, arch, "sgd.cu")[0].startswith(b"\x7fELF")
+    assert compiler.compile_text(text, arch, "sgd.cu")[0].startswith(b"\x7fELF")
 
 
 def test_an_older_nvrtc_compiles_for_the_same_major_version(monkeypatch):
-    monkeypatch.setattr(kernels, "nvrtc_version", lambda: "12.8")
-    monkeypatch.setattr(kernels, "nvrtc_architectures", lambda: [75, 80, 86, 89, 90, 100, 120])
-    assert kernels.arch_for("sgd.cu", "103") == "sm_100"
-    assert kernels.arch_for("sgd.cu", "121") == "sm_120"
-    assert kernels.arch_for("flash_attention_forward_hopper.cu", "90") == "sm_90a"
-    monkeypatch.setattr(kernels, "nvrtc_architectures", lambda: [75, 80, 86, 89, 90])
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: "12.8")
+    monkeypatch.setattr(compiler, "nvrtc_architectures", lambda: [75, 80, 86, 89, 90, 100, 120])
+    assert kernels.arch_for("sgd.cu", 103) == "sm_100"
+    assert kernels.arch_for("sgd.cu", 121) == "sm_120"
+    assert kernels.arch_for("flash_attention_forward_hopper.cu", 90) == "sm_90a"
+    monkeypatch.setattr(compiler, "nvrtc_architectures", lambda: [75, 80, 86, 89, 90])
     with pytest.raises(KernelCompileError, match=r"compute capability 12\.0; it knows up to sm_90"):
-        kernels.arch_for("sgd.cu", "120")
+        kernels.arch_for("sgd.cu", 120)
 
 
-def test_which_files_serve_a_card():
+def test_which_files_serve_a_gpu():
     def served(capability):
         return {file for file in kernels.files() if kernels.serves(file, capability)}
 
-    portable = served("80")
-    assert portable == served("87") == served("89") == served("120") == served("121")
-    assert served("100") == served("103") == portable | CLUSTERS
-    assert served("90") == set(kernels.files())
+    portable = served(80)
+    assert portable == served(87) == served(89) == served(120) == served(121)
+    assert served(100) == served(103) == portable | CLUSTERS
+    assert served(90) == set(kernels.files())

@@ -14,6 +14,7 @@ from checks import (
     module_named,
     sampled,
 )
+from fake_gpu import GPUS
 
 import gpuattn.ops.softmax as module
 from gpuattn import Tensor, arrays, explain
@@ -250,11 +251,11 @@ def test_nothing_is_written_beside_the_rows(gpu, rng):
 def emulated(staged):
     """The kernel's text on the CPU, without clusters; ``staged``: with Hopper's copy engine."""
     xp = emulator._Module()
-    kernel, gpu = emulator.Machine(seed=1).kernel, ("90" if staged else "80", 1)
+    kernel, record = emulator.Machine(seed=1).kernel, GPUS["9.0" if staged else "8.0"]
     with (
         mock.patch.multiple(module, CLUSTER=1, get_xp=lambda *_: xp, kernel=kernel),
         mock.patch.object(module, "rows_ahead", lambda x: 3),
-        mock.patch.object(module, "gpu", lambda _: gpu),
+        mock.patch.object(module, "gpu", lambda _: record),
         mock.patch.object(arrays, "get_xp", lambda *_: xp),
     ):
         yield

@@ -15,7 +15,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from gpuattn.cuda import kernels
+from gpuattn.cuda import compiler, disk_cache, kernels
 from gpuattn.errors import KernelCompileError
 
 MOST = 4  # variants of a file that the default tier compiles to machine code
@@ -41,8 +41,8 @@ def cases():
 
 
 def machine_code(text, arch, file):
-    """Return (cubin, NVRTC's log) of a source text, as ``kernels.compile_text`` does."""
-    return _kept(kernels.compile_text, text, arch, file)
+    """Return (cubin, NVRTC's log) of a source text, as ``compiler.compile_text`` does."""
+    return _kept(compiler.compile_text, text, arch, file)
 
 
 def check_front_end(text, arch, file):
@@ -68,7 +68,7 @@ def check_variants(file):
 def hopper_instructions(file):
     """Return {kernel: its instructions, in order} of a file's first variant on a Hopper GPU."""
     text = kernels.source_text(file, **kernels.variants(file)[0])
-    return instructions(text, kernels.arch_for(file, "90"), file)
+    return instructions(text, kernels.arch_for(file, 90), file)
 
 
 def instructions(text, arch, file):
@@ -92,8 +92,8 @@ def disassembler():
 
 
 def _kept(compile_text, text, arch, file):
-    key = "\0".join([compile_text.__name__, text, arch, kernels.nvrtc_version()])
-    folder = kernels.cache_folder().parent / "compiled"
+    key = "\0".join([compile_text.__name__, text, arch, compiler.nvrtc_version()])
+    folder = disk_cache.folder().parent / "compiled"
     path = folder / hashlib.sha256(key.encode()).hexdigest()[:32]
     if path.exists():
         return pickle.loads(zlib.decompress(path.read_bytes()))
@@ -107,13 +107,13 @@ def _kept(compile_text, text, arch, file):
 
 def _front_end(text, arch, file):
     """Compile to what a linker would optimize, without optimizing it."""
-    lib, program = kernels.nvrtc(), ctypes.c_void_p()
+    lib, program = compiler.nvrtc(), ctypes.c_void_p()
     lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), file.encode(), 0, None, None)
     options = [f"--gpu-architecture={arch}", "-std=c++17", f"-I{kernels.ROOT}", "-dlto"]
     array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     try:
         if lib.nvrtcCompileProgram(program, len(options), array):
-            log = kernels._nvrtc_bytes(program, "ProgramLog").rstrip(b"\0").decode()
-            raise KernelCompileError(kernels._compile_message(text, arch, file, log))
+            log = compiler._nvrtc_bytes(program, "ProgramLog").rstrip(b"\0").decode()
+            raise KernelCompileError(compiler._compile_message(text, arch, file, log))
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))

@@ -17,7 +17,7 @@ def _product(a, b):
         return a @ b
     if on_gpu(a) and on_gpu(b) and a.dtype == b.dtype and min(a.ndim, b.ndim) > 1:
         product = matmul_stacks(a, b)
-        if product is not None:
+        if not isinstance(product, str):
             return product
     return compute(np.matmul, a, b, widen_gpu=a.ndim > 2 or b.ndim > 2)
 

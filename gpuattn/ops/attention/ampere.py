@@ -4,7 +4,8 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, rows_refusal
-from gpuattn.cuda.kernels import gpu, kernel, kernel_refusal
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.ops.attention import short
 from gpuattn.ops.attention.launch import Launch, tiles_refusal
 
@@ -58,7 +59,7 @@ def _plan(launch, q, v):
         "flash_attention_forward_ampere.cu", "flash_attention_forward", scalar=ctype(q.dtype),
         HEAD_DIM=width, **features,
     )  # fmt: skip
-    capability = int(gpu(q.device.id)[0])
+    capability = gpu(q.device.id).capability
     plain = not any(features.values())
     rows, keys = tile = forward_tile(width, q.itemsize, plain, capability)
     grid = (-(-launch.queries // rows) * launch.heads * launch.sequences,)

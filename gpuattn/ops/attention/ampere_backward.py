@@ -4,7 +4,8 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp, rows_refusal
-from gpuattn.cuda.kernels import kernel, shared_limit
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel
 from gpuattn.ops.attention import short, simt
 from gpuattn.ops.attention.launch import Launch, gradient_arrays
 from gpuattn.ops.attention.reference import sink_gradient, sum_to
@@ -89,7 +90,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     problem, heads, sequences = launch.problem, launch.heads, launch.sequences
 
     extras = launch.extras or params["dropout_p"] > 0
-    limit = shared_limit(q.device.id)
+    limit = gpu(q.device.id).shared_bytes
     size, scalar = max(q.shape[-1], v.shape[-1]), ctype(q.dtype)
     tile, extras_tile = choose_tile(size, limit), choose_extras_tile(size, extras, limit)
     width = extras_tile[0] if extras else tile[0]

@@ -17,7 +17,8 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, check_together, ctype, get_xp, index_flag
 from gpuattn.autodiff.tape import op, raw
-from gpuattn.cuda.kernels import gpu, kernel, kernel_refusal, shared_limit
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_flags, integer, number, take_arrays
@@ -216,7 +217,7 @@ def _forward_ampere(q, *others, needs, **params):
         q = get_xp(q).ascontiguousarray(q)  # it is read in pairs
     size = max(q.shape[-1], others[1].shape[-1])
     width = next(w for w in (64, 128, 256) if size <= w)
-    stages, shared_bytes = pipeline(width, shared_limit(q.device.id))
+    stages, shared_bytes = pipeline(width, gpu(q.device.id).shared_bytes)
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": width, "STAGES": stages}
     run = kernel("decode_attention.cu", NAME, **constants)
     return _launch(run, 64, 3 if width == 64 else 2, shared_bytes, q, *others, **params)
@@ -258,7 +259,7 @@ def _launch(
     if batch_invariant:
         chunk, splits = FIXED_SPLIT, max(1, -(-span // FIXED_SPLIT))
     elif splits is None:
-        splits = best_splits(blocks, span, blocks_per_sm * gpu(q.device.id)[1])
+        splits = best_splits(blocks, span, blocks_per_sm * gpu(q.device.id).multiprocessors)
     indexed = "page_table" if paged else "slots"
     extras = [_contiguous(x) for x in (lengths, page_table, slots)]
     extras += [_contiguous(x, np.float32) for x in (slopes, sink)]

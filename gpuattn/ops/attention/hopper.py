@@ -1,14 +1,13 @@
 """Attention on Hopper's matrix units: ``rawkernels/flash_attention_forward_hopper.cu``."""
 
-import threading
-
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import ctype, import_cupy
-from gpuattn.cuda.kernels import gpu, kernel, kernel_refusal
+from gpuattn.arrays import ctype
+from gpuattn.cuda.gpu import gpu, hopper_refusal
+from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.cuda.scratch import counters
 from gpuattn.cuda.tensor_maps import refusal, tensor_map
-from gpuattn.errors import HardwareRefusal
 from gpuattn.ops.attention import (
     ampere_backward,
     hopper_backward,
@@ -20,7 +19,6 @@ from gpuattn.ops.attention import (
 )
 from gpuattn.ops.attention.launch import UNLIMITED, Launch
 
-CAPABILITY = "90"
 MAX_HEAD_DIM, MAX_TILES = 256, 2**31 - 1
 WIDTHS = (64, 96, 128, 192, 256)  # what both head sizes are rounded up to
 SHORT, SHORT_BANDED, SHORT_DROPPED, LONG = 1024, 2048, 512, 8192  # queries
@@ -28,14 +26,13 @@ TILE_BYTES = 224 << 10  # of shared memory, beside 2048 for barriers and alignme
 L2_SECTION = 32 << 20  # bytes of keys and values that neighbouring tiles may keep in L2
 STAGED_BIAS_WIDTH = 128  # up to which the copy engine brings a bias that is not float32
 ROW = 16  # numbers of the bias: what the length of a copy's rows is rounded up to
-COUNTERS = 4096  # allocated at a time
 
 
 def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, **__):
     if reason := kernel_refusal(q, "q"):
         return reason
-    if (found := gpu(q.device.id)[0]) != CAPABILITY:
-        return HardwareRefusal(f"the GPU's compute capability is {found}, the kernel needs 90")
+    if reason := hopper_refusal(q.device.id):
+        return reason
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         if reason := refusal(x, name):
             return reason
@@ -110,7 +107,7 @@ class _Plan:
         self.tiles = self.row_blocks * self.all_heads
         self.section = self._section(launch, bands, (head_dim + value_dim) * q.itemsize, bias)
         self.shared_bytes = shared_bytes(constants)
-        self.grid = (min(self.tiles, gpu(q.device.id)[1]),)
+        self.grid = (min(self.tiles, gpu(q.device.id).multiprocessors),)
         self.block = (2 * self.rows + 128,)
         self.queries = launch.queries
 
@@ -133,7 +130,7 @@ class _Plan:
     def describe(self, device):
         """Return what the launch takes of the GPU: see ``impls.WORDS``."""
         taken = self.kernel().resources(self.grid, self.block, self.shared_bytes)
-        waves = self.tiles / gpu(device)[1]
+        waves = self.tiles / gpu(device).multiprocessors
         bound = "exponentials" if self.constants["HEAD_DIM"] == 64 else "matrix products"
         limit = "fewer tiles than multiprocessors" if waves < 1 else bound
         tile = self.rows, self.keys
@@ -203,7 +200,7 @@ def forward(q, k, v, *extras, needs, **params):
     k_map, v_map = (tensor_map(x, plan.keys) if x.size else q_map for x in (k, v))
     plan.kernel()(
         plan.grid, plan.block, launch.problem, q_map, k_map, v_map, tensor_map(out, 64),
-        q_map if bias_map is None else bias_map, out, lse, _counter(), plan.row_blocks,
+        q_map if bias_map is None else bias_map, out, lse, counters(), plan.row_blocks,
         plan.all_heads, plan.section, bias_map is not None, shared_bytes=plan.shared_bytes,
     )  # fmt: skip
     return (out, lse), saved
@@ -235,36 +232,3 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     elif hopper_head_backward.takes(*inputs, **params):
         form = hopper_head_backward
     return form.backward(saved, dout, dlse, needs=needs, into=into, **params)
-
-
-# ---- the counters from which a launch's thread blocks take their tiles ------------------------
-
-_of_stream, _free, _kept, _lock = {}, {}, [], threading.Lock()
-
-
-def _counter():
-    """Return the address of an int32 0 that no other launch uses at the same time.
-
-    Launches on one stream follow each other, so they share one; the kernel leaves it at 0. A launch
-    under graph capture has one for good: a replay may run beside anything.
-    """
-    cupy = import_cupy()
-    device, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream()
-    with _lock:
-        if stream.ptr and stream.is_capturing():
-            return _new_counter(cupy, device)
-        key = device, threading.get_ident(), stream.ptr  # a per-thread stream has one address
-        if key not in _of_stream:
-            _of_stream[key] = _new_counter(cupy, device)
-        return _of_stream[key]
-
-
-def _new_counter(cupy, device):
-    if not _free.get(device):
-        memory = cupy.cuda.Memory(4 * COUNTERS)  # no pool's: kept for good, whatever is captured
-        stream = cupy.cuda.Stream(non_blocking=True)
-        cupy.cuda.runtime.memsetAsync(memory.ptr, 0, memory.size, stream.ptr)
-        stream.synchronize()  # once: the first launch may be on any stream
-        _kept.append(memory)
-        _free[device] = [memory.ptr + 4 * n for n in range(COUNTERS)]
-    return np.uint64(_free[device].pop())

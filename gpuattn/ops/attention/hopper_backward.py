@@ -8,7 +8,8 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.cuda import kernels, tensor_maps
-from gpuattn.cuda.kernels import gpu, kernel, kernel_refusal
+from gpuattn.cuda.gpu import gpu, hopper_refusal
+from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.ops.attention.launch import UNLIMITED, Launch, gradient_arrays
 from gpuattn.ops.attention.reference import sink_gradient, sum_to
 
@@ -45,8 +46,8 @@ def refuse_backward(
     """Return why these kernels do not take the gradient of this call, or None."""
     if reason := kernel_refusal(q, "q"):
         return reason
-    if (found := gpu(q.device.id)[0]) != "90":
-        return f"the GPU's compute capability is {found}, the kernel is made for 90 (Hopper)"
+    if reason := hopper_refusal(q.device.id):
+        return reason
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         if x.size and (reason := tensor_maps.refusal(x, name)):
             return reason
@@ -89,7 +90,7 @@ def chain_of(launch, device):
     plain = not (launch.extras or launch.dropout or launch.deterministic or launch.packed)
     everywhere = launch.left >= launch.keys >= launch.queries and not launch.fields["key_lengths"]
     heads, tiles = launch.kv_heads * launch.sequences, -(-launch.keys // TILES[64][1])
-    even = -heads % gpu(device)[1] <= IDLE * heads
+    even = -heads % gpu(device).multiprocessors <= IDLE * heads
     return tiles if size <= 64 and plain and everywhere and even and tiles <= CHAIN else 1
 
 
@@ -183,7 +184,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
         section = max(section, LEAST_HEADS)
     if launch.deterministic and launch.right < UNLIMITED:
         # tiles of a head wait for each other: no more than two of them at a time
-        section = gpu(q.device.id)[1] // 2
+        section = gpu(q.device.id).multiprocessors // 2
     section = 1 if chain > 1 else 1 << max(0, section.bit_length() - 1)
 
     side = arrays.empty(q, (2, heads, row_blocks, rows), np.float32)  # lse and delta
@@ -211,7 +212,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
         if ds is not None:
             ds_map = tensor_maps.tensor_map(ds.swapaxes(1, 2), 64)
         by_copies = bias_map, ds_map, ds is not None, chain
-    grid = (min(tiles // chain, gpu(q.device.id)[1]),)
+    grid = (min(tiles // chain, gpu(q.device.id).multiprocessors),)
     kernel(file, name, **constants)(
         grid, (384,), *maps, launch.problem, *shared, counter, tiles, row_blocks, *by_copies,
         shared_bytes=SHARED_BYTES,

@@ -7,7 +7,8 @@ import numpy as np
 from gpuattn import arrays, rng
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.cuda import kernels, tensor_maps
-from gpuattn.cuda.kernels import gpu, kernel
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel
 from gpuattn.ops.attention.launch import Launch, gradient_arrays
 
 FILE, NAME = "flash_attention_backward_hopper_head.cu", "flash_attention_backward_head"
@@ -43,7 +44,7 @@ def takes(q, k, v, *extras, **params):
     """
     if params["max_seqlen_q"] < LEAST_LENGTH or not fits(q, k, v, *extras, **params):
         return False
-    return q.shape[0] * q.shape[2] >= gpu(q.device.id)[1]
+    return q.shape[0] * q.shape[2] >= gpu(q.device.id).multiprocessors
 
 
 def shared_bytes(dropout):
@@ -73,7 +74,7 @@ def backward(saved, dout, dlse, *, needs, into, key, dropout_p, **params):
     random = 0, 0, 0, 0, 0, None
     if launch.dropout:
         random = rng.threshold(dropout_p), *rng.device_arguments(key)
-    grid = (min(launch.sequences * launch.heads, gpu(q.device.id)[1]),)
+    grid = (min(launch.sequences * launch.heads, gpu(q.device.id).multiprocessors),)
     kernel(FILE, NAME, scalar=ctype(q.dtype), DROPOUT=launch.dropout)(
         grid, (THREADS,), *maps, launch.problem, out, lse, dlse, *random,
         shared_bytes=shared_bytes(launch.dropout),

@@ -2,7 +2,8 @@
 
 from gpuattn import rng
 from gpuattn.arrays import ctype
-from gpuattn.cuda.kernels import gpu, kernel
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.ops.attention import hopper_head_backward
 from gpuattn.ops.attention.hopper_head_backward import BLOCK, BLOCK_BYTES, LEAST_LENGTH
@@ -32,7 +33,7 @@ def shared_bytes(dropout):
 
 def _kernel(q, launch):
     """Return the kernel of a call and its grid, block and shared memory."""
-    grid = (min(launch.sequences * launch.heads, gpu(q.device.id)[1]),)
+    grid = (min(launch.sequences * launch.heads, gpu(q.device.id).multiprocessors),)
     chosen = kernel(FILE, NAME, scalar=ctype(q.dtype), DROPOUT=launch.dropout)
     return chosen, grid, (THREADS,), shared_bytes(launch.dropout)
 
@@ -51,7 +52,7 @@ def describe(launch, q):
     """Return what it takes of the GPU: see ``impls.WORDS``."""
     run, *how = _kernel(q, launch)
     heads = launch.sequences * launch.heads
-    waves = heads / gpu(q.device.id)[1]
+    waves = heads / gpu(q.device.id).multiprocessors
     limit = "fewer heads than multiprocessors" if waves < 1 else "memory, and waits"
     tile, taken = (BLOCK, BLOCK), run.resources(*how)
     tiles = heads * -(-launch.queries // BLOCK)

@@ -13,7 +13,8 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp, on_gpu
 from gpuattn.cuda import tensor_maps
-from gpuattn.cuda.kernels import gpu, kernel
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel
 
 FILE, NAME = "linear_gelu_hopper.cu", "linear_gelu"
 ALONE_FILE, ALONE = "gelu_slopes.cu", "gelu_slopes_backward"
@@ -38,7 +39,7 @@ def fits(x, weight):
 
 def takes(x, weight):
     """Return whether ``forward`` is for a layer, as measured faster than a library's product."""
-    if not on_gpu(x) or gpu(x.device.id)[0] != "90" or not fits(x, weight):
+    if not on_gpu(x) or not gpu(x.device.id).has_wgmma or not fits(x, weight):
         return False
     least, most = DEPTHS
     tiles = _across(len(x)) * _across(len(weight))
@@ -98,7 +99,7 @@ def _launch(a, weight, out, codes, gradient):
         for x, box in ((a, TILE), (weight, DEPTH if gradient else TILE), (out, 16))
     ]
     problem = np.array([rows, columns, depth], np.int32).view("V12")
-    held, grid = plan(rows, columns, depth, gpu(a.device.id)[1])
+    held, grid = plan(rows, columns, depth, gpu(a.device.id).multiprocessors)
     kernel(FILE, NAME, scalar=ctype(a.dtype), GRADIENT=gradient, HELD=held)(
         (grid,), (THREADS,), *maps, codes, problem, shared_bytes=SHARED_BYTES[held]
     )

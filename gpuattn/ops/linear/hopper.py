@@ -10,7 +10,8 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, on_gpu
 from gpuattn.cuda import tensor_maps
-from gpuattn.cuda.kernels import gpu, kernel
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel
 
 FILE, NAME = "bias_activation_hopper.cu", "product_activation_backward"
 ACTIVATIONS = {"relu": 1, "gelu": 2}  # the constant ACTIVATION; "gelu" is the tanh form
@@ -40,7 +41,7 @@ def fits(product, before, activation):
 def takes(product, before, activation):
     """Return whether ``backward`` takes a ``PendingMatmul``, as measured faster than without."""
     dz = product.dz
-    if not on_gpu(dz) or gpu(dz.device.id)[0] != "90":
+    if not on_gpu(dz) or not gpu(dz.device.id).has_wgmma:
         return False
     return fits(product, before, activation) and _tiles(before) >= LEAST_TILES
 
@@ -58,7 +59,7 @@ def backward(product, before, activation):
         for x, rows in ((dz, ROWS), (weight, DEPTH), (before, 64), (out, 16))
     ]
     problem = np.array([*before.shape, len(weight)], np.int32).view("V12")
-    grid = (min(_tiles(before), gpu(dz.device.id)[1]),)
+    grid = (min(_tiles(before), gpu(dz.device.id).multiprocessors),)
     kernel(FILE, NAME, **constants_of(len(weight), dz.dtype, activation))(
         grid, (THREADS,), *maps, problem, shared_bytes=SHARED_BYTES
     )

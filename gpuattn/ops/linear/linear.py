@@ -120,7 +120,7 @@ def _forward_raw(x, weight, bias, *, needs, activation):
         y = matmul(rows, weight, transpose_b=True)
     else:
         y = matmul_activated(rows, weight, bias, activation, z)
-        if y is None:
+        if isinstance(y, str):
             product = matmul(rows, weight, transpose_b=True, out=z)
             y = arrays.empty(x, product.shape) if z is not None else product
             launch_forward(product, bias, y, activation)
@@ -199,7 +199,7 @@ def _weight_and_bias_gradients(x, dz, into, share):
     if add:
         return None
     dweight = matmul_and_sums(dz, _as_rows(x), dbias, out, accumulate, share)
-    if dweight is None:
+    if isinstance(dweight, str):
         return None
     return None if into[1] else dweight, None if into[2] else dbias
 

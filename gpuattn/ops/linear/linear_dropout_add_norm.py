@@ -13,7 +13,8 @@ import numpy as np
 from gpuattn import arrays, rng
 from gpuattn.arrays import check_floats, check_together, ctype, get_xp
 from gpuattn.autodiff.tape import op, raw
-from gpuattn.cuda.kernels import gpu, kernel, kernel_refusal
+from gpuattn.cuda.gpu import gpu, hopper_refusal
+from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.errors import HardwareRefusal, SlowerRefusal, problem
 from gpuattn.impls import Call, Fusion, Impl, Impls
@@ -25,7 +26,7 @@ from gpuattn.ops.norm.launch import refuse_raw, rows_of
 from gpuattn.ops.norm.layer_norm import contiguous
 
 FILE, NAME = "linear_dropout_add_norm.cu", "linear_dropout_add_norm_forward"
-CAPABILITY, THREADS = "90", 384
+THREADS = 384
 STAGE_BYTES, MAX_STAGES = 221184, 6  # of shared memory, as the kernel has it
 TILES = {128: (64,), 192: (128,), 256: (128, 64), 384: (128, 64), 512: (64,)}
 """Columns: rows of a block, as measured best first."""
@@ -124,8 +125,8 @@ def _backward_by_two(product, border, saved, *grads, needs, into, fold=None, **p
 def _refuse_hopper(x, projection, residual, *vectors, **params):
     if reason := kernel_refusal(x):
         return reason
-    if (found := gpu(x.device.id)[0]) != CAPABILITY:
-        return HardwareRefusal(f"the GPU's compute capability is {found}, the kernel needs 90")
+    if reason := hopper_refusal(x.device.id):
+        return reason
     if x.itemsize != 2:
         return f"x is {x.dtype}, the kernel takes float16 and bfloat16"
     width, depth = projection.shape
@@ -142,7 +143,7 @@ def _refuse_hopper(x, projection, residual, *vectors, **params):
 
 def share_of(count, rows, device):
     """Return which share of the time of all multiprocessors blocks of ``rows`` of rows fill."""
-    at_once = rows * gpu(device)[1]
+    at_once = rows * gpu(device).multiprocessors
     return count / (-(-count // at_once) * at_once) if count else 0.0
 
 

@@ -8,7 +8,9 @@ import numpy as np
 
 from gpuattn.arrays import ctype, import_cupy, on_gpu
 from gpuattn.cuda import tensor_maps
-from gpuattn.cuda.kernels import gpu, kernel
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel
+from gpuattn.cuda.scratch import workspace
 from gpuattn.gemm.matmul import matmul
 
 FILE, NAME = "weight_gradients_hopper.cu", "weight_gradients"
@@ -20,12 +22,11 @@ LEAST_TILES, LEAST_STEPS = 36, 2304  # of a launch; with less a library is faste
 SHARED_BYTES = 2048 + 3 * (ROWS + COLUMNS) * DEPTH * 2
 MAX_SIDE = 2**31 - 2**10  # for 32-bit coordinates
 WEIGHT = np.dtype("u8, i4, i4, i4, i4, i4, i4")
-_rooms = {}  # (device, stream) -> what blocks leave to others, and whether they did
 
 
 def takes(dz, x, out):
     """Return whether ``launch`` takes ``dz`` (N, out), ``x`` (N, in) for a place (out, in)."""
-    if not on_gpu(dz) or gpu(dz.device.id)[0] != "90":
+    if not on_gpu(dz) or not gpu(dz.device.id).has_wgmma:
         return False
     return len(dz) >= LEAST_ROWS and fits(dz, x, out)
 
@@ -69,11 +70,11 @@ def launch_kernel(problems):
     """
     dz, _, out, _ = problems[0]
     maps, problem = _arguments(problems)
-    blocks = gpu(dz.device.id)[1] // (2 * TEAM) * 2 * TEAM
-    room, given = _room(blocks)
+    blocks = gpu(dz.device.id).multiprocessors // (2 * TEAM) * 2 * TEAM
+    sums, given = _workspaces(blocks)
     constants = {"scalar": ctype(dz.dtype), "WIDE": out.dtype == np.float32, "TEAM": TEAM}
     kernel(FILE, NAME, **constants)(
-        (blocks,), (384,), maps, problem, room, given, shared_bytes=SHARED_BYTES
+        (blocks,), (384,), maps, problem, sums, given, shared_bytes=SHARED_BYTES
     )
 
 
@@ -112,13 +113,10 @@ def _steps(dz):
     return -(-len(dz) // DEPTH)
 
 
-def _room(blocks):
-    """Return what ``cublaslt`` calls a workspace, for launches on this stream."""
+def _workspaces(blocks):
+    """Return the addresses of what blocks leave to others, and of whether they did: zeros."""
     cuda = import_cupy().cuda
-    stream = cuda.get_current_stream().ptr
-    key = cuda.runtime.getDevice(), stream
-    if key not in _rooms:  # not from a pool: that of a graph would take it back
-        memory = cuda.memory.Memory(blocks * ROWS * COLUMNS * 4), cuda.memory.Memory(blocks * 4)
-        cuda.runtime.memsetAsync(memory[1].ptr, 0, memory[1].size, stream)
-        _rooms[key] = memory
-    return [np.uint64(memory.ptr) for memory in _rooms[key]]
+    device, stream = cuda.runtime.getDevice(), cuda.get_current_stream().ptr
+    sums = workspace(f"{NAME}: sums", blocks * ROWS * COLUMNS * 4, device, stream)
+    given = workspace(f"{NAME}: given", blocks * 4, device, stream, zeroed=True)
+    return np.uint64(sums), np.uint64(given)

@@ -6,7 +6,8 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
-from gpuattn.cuda.kernels import gpu, kernel, serves, shared_limit
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel, serves
 
 # (bytes of a row, what it takes), the first that is enough
 SHORT = [  # lanes of a warp, and vectors that each holds
@@ -81,11 +82,11 @@ def run_rows(rows, plan, statistics, with_gradient, goal):
         grid, block = -(-len(rows) * lanes // (32 * WARPS)), 32 * WARPS
         launch((grid,), (block,), *head, len(rows), vocab, columns, *tail)
         return losses
-    device = rows.device.id
+    device = gpu(rows.device.id)
     cluster, block = _first(LONG, size)
-    if cluster > 1 and not serves("cross_entropy_cluster.cu", gpu(device)[0]):
+    if cluster > 1 and not serves("cross_entropy_cluster.cu", device.capability):
         cluster, block = 1, 512
-    room = min(-(-size // (16 * cluster)), (shared_limit(device) - SPARE) // 16)
+    room = min(-(-size // (16 * cluster)), (device.shared_bytes - SPARE) // 16)
     constants["BLOCK"] = block
     if cluster == 1:
         launch = kernel("cross_entropy.cu", "cross_entropy_rows", **constants)

@@ -7,7 +7,8 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.autodiff.side_stream import on_side_stream
-from gpuattn.cuda.kernels import gpu, kernel, kernel_refusal, shared_limit
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel, kernel_refusal
 
 MAX_COLS = 2**31 - 2**14  # columns are counted in 32 bits
 TEAMS = (8, 16, 32, 64, 128, 256, 512)  # threads that share a row
@@ -111,7 +112,7 @@ def backward_layout(x, read, sums, pairs=False):
     ``read``: arrays of rows that it reads; ``sums``: over columns that it keeps. ``pairs``: it has
     ROWS, the rows that a team takes at a time.
     """
-    cols, (_, count) = x.shape[-1], gpu(x.device.id)
+    cols, device = x.shape[-1], gpu(x.device.id)
     constants, held = layout(cols, x.dtype, 16, 32 if x.itemsize == 2 else 16)
     if read == 3 and x.itemsize == 2 and cols == 384:  # 32 threads would leave a fourth idle
         constants, held = constants | {"TEAM": 16, "PACKS": 3, "FULL": True}, 24
@@ -124,7 +125,7 @@ def backward_layout(x, read, sums, pairs=False):
     block = max(share // team, 1) * team
     blocks = threads // block
     stage = 16 * constants["PACKS"] * block * read  # bytes of the rows that a block has on the way
-    room = min(MOST_SHARED, shared_limit(x.device.id) - SPARE) // blocks
+    room = min(MOST_SHARED, device.shared_bytes - SPARE) // blocks
     stages = max(1, min(6 // read, room // max(stage, 1))) if constants["VEC"] > 1 else 1
     constants = constants | {"BLOCK": block, "BLOCKS": blocks, "STAGES": stages, "EARLY": True}
     if pairs:
@@ -134,7 +135,7 @@ def backward_layout(x, read, sums, pairs=False):
         stage *= constants["ROWS"]
     shared = max(stages * stage if constants["VEC"] > 1 else 0, 4 * held * block)
     rows = x.size // max(cols, 1)
-    return constants, min(count * blocks, -(-rows * team // block)), shared
+    return constants, min(device.multiprocessors * blocks, -(-rows * team // block)), shared
 
 
 def pairs_layout(x, wanted):
@@ -151,7 +152,7 @@ def pairs_layout(x, wanted):
     sums = sum(1 << i for i, want in enumerate(wanted) if want)
     constants = {"scalar": ctype(x.dtype), "COLUMNS": cols, "SUMS": sums}
     warps = PAIRS_THREADS // 32
-    blocks = min(2 * gpu(x.device.id)[1], -(-rows // (2 * warps)))
+    blocks = min(2 * gpu(x.device.id).multiprocessors, -(-rows // (2 * warps)))
     return constants, PAIRS_THREADS, blocks, 4 * warps * count * cols
 
 

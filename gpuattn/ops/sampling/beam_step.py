@@ -22,11 +22,12 @@ from gpuattn.arrays import (
 )
 from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import dtype_refusal, kernel, kernel_refusal
+from gpuattn.cuda.scratch import counters
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.numbakernels import device
 from gpuattn.ops.arguments import described
-from gpuattn.ops.sampling.logit_slices import BLOCK, slices, tickets
+from gpuattn.ops.sampling.logit_slices import BLOCK, slices
 from gpuattn.ops.sampling.topk_logprobs import (
     checked_banned,
     checked_vocab_size,
@@ -243,7 +244,7 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size):
     step = kernel("beam_step.cu", "beam_step_forward", **constants)
     step(
         (parts, beam, sentences), (BLOCK,), rows, xp.ascontiguousarray(scores), *extras, flag,
-        lists, normalisers, tickets(sentences), *outputs, stride, vocab_size, size, count,
+        lists, normalisers, counters(sentences), *outputs, stride, vocab_size, size, count,
         shared_bytes=max(16 * (size + 1) + (size + 4 if hooks else 0), 32 * BLOCK),
     )  # fmt: skip
     return outputs, None

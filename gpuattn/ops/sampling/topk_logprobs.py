@@ -15,10 +15,11 @@ from gpuattn import arrays
 from gpuattn.arrays import check_floats, ctype, get_xp, wide
 from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.cuda.scratch import counters
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import integer, take_arrays
-from gpuattn.ops.sampling.logit_slices import BLOCK, slices, tickets
+from gpuattn.ops.sampling.logit_slices import BLOCK, slices
 
 MAX_GRID = 65535  # of the second and third axis
 MAX_K, WIDE = 512, 1024  # the most winners; threads of a block for more than BLOCK / 2
@@ -152,7 +153,7 @@ def _forward_raw(logits, *, needs, k, vocab_size):
     if parts > 1:
         lists = arrays.empty(logits, (len(rows), k, parts), np.uint64)
         normalisers = arrays.empty(logits, (len(rows), parts, 2), np.float32)
-        shared = lists, normalisers, tickets(len(rows))
+        shared = lists, normalisers, counters(len(rows))
     forward = kernel(
         "topk_logprobs.cu", "topk_logprobs_forward", scalar=ctype(logits.dtype), BLOCK=block
     )

@@ -9,7 +9,8 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import get_xp, on_gpu
 from gpuattn.autodiff.tape import op
-from gpuattn.cuda.kernels import gpu, kernel
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import described, seed_key
@@ -165,7 +166,7 @@ def _raw(
 ):  # fmt: skip
     launch = kernel("lamb.cu", "lamb_update", **constants_of(params, grads, model))
     count = len(tensors.items)
-    grid = (min(count, RESIDENT * gpu(params.device.id)[1]),)
+    grid = (min(count, RESIDENT * gpu(params.device.id).multiprocessors),)
     launch(
         grid, (BLOCK,), params, grads, exp_avg, exp_avg_sq, model,
         tensors.items, tensors.tensors, tensors.sums, tensors.ratios, tensors.control, state,

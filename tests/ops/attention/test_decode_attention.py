@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from checks import check_implementation, implementations, module_named
 from gpuattn import Tensor, append_kv, arrays, decode_attention, flash_attention
 from gpuattn.arrays import to_cpu
 from gpuattn.cuda import kernels
+from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.errors import UnsupportedError
 from gpuattn.impls import explain
 from gpuattn.ops.attention import decode_attention as module
@@ -132,8 +134,9 @@ def test_as_many_stages_as_fit(width, limit, stages):
 
 @pytest.mark.parametrize("T", [1, 12])
 def test_two_stages(gpu, rng, monkeypatch, T):
-    """What cards with 99 KiB of shared memory take, on any."""
-    monkeypatch.setattr(module, "shared_limit", lambda device: 99 << 10)
+    """What GPUs with 99 KiB of shared memory take, on any."""
+    record = replace(gpu_of(0), shared_bytes=99 << 10)
+    monkeypatch.setattr(module, "gpu", lambda device: record)
     inputs = draw(rng, D=128, S=900, T=T, H=8, sink=True, lengths=[900, 1, 64])
     params = PLAIN | {"scale": 0.1, "splits": 2}
     more = {"needs": (False,) * 8, **params}

@@ -37,7 +37,7 @@ def seconds(function, *args, **kwargs):
     cupy.cuda.Device().synchronize()
     return time.perf_counter() - begin, result
 
-library, _ = seconds(kernels.nvrtc_version)  # even the name of a stored kernel asks for it
+library, _ = seconds(compiler.nvrtc_version)  # even the name of a stored kernel asks for it
 forward, ((out, lse), saved) = seconds(impl.forward, *inputs, needs=needs, **params)
 backward, _ = seconds(
     impl.backward, saved, out, None, needs=needs, into=(None,) * 9, **params
@@ -45,8 +45,8 @@ backward, _ = seconds(
 spent = {"library": library, "forward": forward, "backward": backward}
 if len(sys.argv) > 3:  # a kernel to compare with
     text = kernels.source_text(sys.argv[3], **kernels.variants(sys.argv[3])[0])
-    arch = kernels.architecture(cupy.cuda.Device().compute_capability)
-    spent["reference"], _ = seconds(kernels.compile_text, text, arch)
+    arch = compiler.architecture(int(cupy.cuda.Device().compute_capability))
+    spent["reference"], _ = seconds(compiler.compile_text, text, arch)
 print(json.dumps(spent))
 """
 

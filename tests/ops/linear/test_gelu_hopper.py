@@ -9,6 +9,7 @@ from gpuattn.arrays import BFLOAT16, to_cpu
 from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.cuda import kernels
+from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.linear import gelu_hopper
 from gpuattn.ops.linear.bias_activation import activate
 from gpuattn.ops.linear.linear import IMPLS as LINEAR
@@ -161,7 +162,7 @@ def test_what_does_not_fit(name, x, weight):
 
 @pytest.fixture
 def hopper(gpu):
-    if kernels.gpu(0)[0] != "90":
+    if not gpu_of(0).has_wgmma:
         pytest.skip("not a Hopper GPU")
     return gpu
 

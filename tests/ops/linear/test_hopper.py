@@ -9,6 +9,7 @@ from gpuattn.arrays import BFLOAT16, to_cpu
 from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.cuda import kernels
+from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.linear import hopper as linear_hopper
 from gpuattn.ops.linear.bias_activation import activate
 from gpuattn.ops.linear.linear import linear
@@ -116,7 +117,7 @@ def test_what_fits():
 
 @pytest.fixture
 def hopper(gpu):
-    if kernels.gpu(0)[0] != "90":
+    if not gpu_of(0).has_wgmma:
         pytest.skip("not a Hopper GPU")
     return gpu
 

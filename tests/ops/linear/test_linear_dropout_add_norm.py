@@ -10,10 +10,11 @@ from checks import (
     implementations,
     sampled,
 )
+from fake_gpu import GPUS
 
 from gpuattn import Tensor, explain
 from gpuattn.arrays import BFLOAT16, to_cpu
-from gpuattn.cuda import kernels
+from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.linear import linear_dropout_add_norm as module
 from gpuattn.ops.linear.linear import linear
 from gpuattn.ops.linear.linear_dropout_add_norm import IMPLS, linear_dropout_add_norm
@@ -115,7 +116,7 @@ def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, wi
     (128, 8192, 64, 0.97), (384, 33000, 128, 0.98), (512, 100, 64, 0.01), (192, 0, 128, 0),
 ])  # fmt: skip
 def test_blocks_by_what_they_fill(monkeypatch, width, count, rows, share):
-    monkeypatch.setattr(module, "gpu", lambda device: ("90", 132))
+    monkeypatch.setattr(module, "gpu", lambda device: GPUS["9.0"])
     assert module.block_rows(width, count, 0) == rows
     assert module.share_of(count, rows, 0) == pytest.approx(share, abs=0.006)
 
@@ -124,7 +125,7 @@ def test_blocks_by_what_they_fill(monkeypatch, width, count, rows, share):
 def hopper(gpu, monkeypatch):
     """CuPy, and the kernel taken for as few rows as there are."""
     monkeypatch.setattr(module, "LEAST_SHARE", 0)
-    if kernels.gpu(0)[0] != module.CAPABILITY:
+    if not gpu_of(0).has_wgmma:
         pytest.skip("not a Hopper GPU")
     return gpu
 
@@ -171,10 +172,10 @@ def test_strided_rows(hopper, rng):
 
 
 def test_who_is_chosen(gpu):
-    if kernels.gpu(0)[0] != module.CAPABILITY:
+    if not gpu_of(0).has_wgmma:
         pytest.skip("not a Hopper GPU")
 
-    fitting = 64 * kernels.gpu(0)[1]
+    fitting = 64 * gpu_of(0).multiprocessors
 
     def choice(width, count=fitting, depth=64, dtype=BFLOAT16):
         shapes = (count, depth), (width, depth), (count, width), (width,)

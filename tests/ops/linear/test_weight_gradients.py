@@ -10,7 +10,8 @@ from checks import check_hopper_compiles
 from gpuattn.arrays import BFLOAT16, to_cpu
 from gpuattn.autodiff import side_stream
 from gpuattn.autodiff.tensor import Tensor
-from gpuattn.cuda import kernels
+from gpuattn.cuda import kernels, scratch
+from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.linear import weight_gradients as op
 from gpuattn.ops.linear.linear import linear
 
@@ -51,7 +52,7 @@ def test_on_an_emulated_gpu(monkeypatch, case, kinds, host_compiler):
     given = np.zeros(2 * pairs, np.int32)
     monkeypatch.setattr(op, "TEAM", 1)
     places = [np.uint64(x.ctypes.data) for x in (room, given)]
-    monkeypatch.setattr(op, "_room", lambda blocks: places)
+    monkeypatch.setattr(op, "_workspaces", lambda blocks: places)
     problems, want = problem(shapes, rows, kinds)
     problems = [(*map(emulator.as_array, arrays), add) for *arrays, add in problems]
     with emulator.Machine(seed=rows, multiprocessors=2 * pairs).in_place():
@@ -79,7 +80,7 @@ def test_which_gradients_tiles_cover(shape, turned):
 
 @pytest.fixture
 def hopper(gpu):
-    if kernels.gpu(0)[0] != "90":
+    if not gpu_of(0).has_wgmma:
         pytest.skip("not a Hopper GPU")
     return gpu
 
@@ -107,9 +108,10 @@ def test_what_blocks_leave_is_zeroed_on_the_stream_of_the_launch(monkeypatch):
     stream = SimpleNamespace(ptr=77)
     cuda = SimpleNamespace(memory=memory, runtime=runtime, get_current_stream=lambda: stream)
     monkeypatch.setattr(op, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(op, "_rooms", {})
+    monkeypatch.setattr(scratch, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(scratch, "_workspaces", {})
     for _ in range(2):
-        assert op._room(12) == [64, 64]
+        assert op._workspaces(12) == (64, 64)
     assert zeroed == [(64, 0, 12 * 4, 77)]
 
 

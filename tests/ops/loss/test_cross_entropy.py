@@ -1,5 +1,7 @@
 """Cross entropy: both smoothing rules, z-loss, ignored and wrong labels, padding, donation."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from checks import DTYPES, check_gradient, check_implementation, dtype_of, implementations
@@ -8,6 +10,7 @@ from gpuattn import Tensor, arrays
 from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import tape
 from gpuattn.cuda import kernels
+from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.errors import GradientError
 from gpuattn.ops.loss import launch
 from gpuattn.ops.loss.cross_entropy import IMPLS, _shares, cross_entropy
@@ -144,7 +147,8 @@ def test_rows_that_are_not_finite_stay_alone(gpu, rng, vocab, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_shared_memory_does_not_hold_is_read_twice(gpu, rng, monkeypatch, dtype):
-    monkeypatch.setattr(launch, "shared_limit", lambda device: launch.SPARE + (1 << 10))
+    record = replace(gpu_of(0), shared_bytes=launch.SPARE + (1 << 10))
+    monkeypatch.setattr(launch, "gpu", lambda device: record)
     for vocab in (3000, 100003):
         logits, labels = draw(rng, (3,), vocab, vocab)
         params = settings(vocab, 0.1)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from checks import (
@@ -12,7 +14,8 @@ from checks import (
 
 from gpuattn import Tensor, explain
 from gpuattn.arrays import same_memory, to_cpu
-from gpuattn.cuda import kernels
+from gpuattn.cuda import compiler, kernels
+from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.dropout import dropout
 from gpuattn.ops.norm import launch
 from gpuattn.ops.norm.dropout_add_norm import BESIDE, IMPLS, dropout_add_norm, norm_beside
@@ -67,7 +70,7 @@ def test_wide_rows(gpu, rng, shape, dtype):
 @pytest.mark.parametrize("cols", [33, 64])
 @pytest.mark.parametrize("name, where", HERE)
 def test_more_rows_than_blocks(name, where, rng, monkeypatch, cols):
-    monkeypatch.setattr(launch, "gpu", lambda device: (kernels.gpu(device)[0], 1))
+    monkeypatch.setattr(launch, "gpu", lambda device: replace(gpu_of(device), multiprocessors=1))
     check_implementation(IMPLS, name, where, inputs(rng, (203, cols)), "float32", **DROP)
 
 
@@ -79,7 +82,7 @@ def test_more_rows_than_blocks(name, where, rng, monkeypatch, cols):
 ])  # fmt: skip
 def test_rows_in_pairs(gpu, rng, monkeypatch, shape, dtype, vectors, taken):
     """By a few blocks, whatever is wanted and whether or not something is dropped."""
-    monkeypatch.setattr(launch, "gpu", lambda device: (kernels.gpu(device)[0], 2))
+    monkeypatch.setattr(launch, "gpu", lambda device: replace(gpu_of(device), multiprocessors=2))
     x, residual, *given = inputs(rng, shape)
     given = [v if n in vectors else None for n, v in enumerate(given)]
     kernels.launches.clear()
@@ -94,7 +97,7 @@ def test_the_sums_that_are_kept_fit_into_registers(nvrtc, cols, sums):
     assert sums.bit_count() == launch.PAIRS_COLS[cols]
     file, constants = "dropout_add_norm_backward_pairs.cu", {"RMS": False, "WEIGHT": True}
     constants |= {"scalar": "bf16", "COLUMNS": cols, "SUMS": sums, "DROPOUT": True}
-    _, log = kernels.compile_text(kernels.source_text(file, **constants), "sm_90", file)
+    _, log = compiler.compile_text(kernels.source_text(file, **constants), "sm_90", file)
     assert "0 bytes spill stores, 0 bytes spill loads" in log, log
 
 

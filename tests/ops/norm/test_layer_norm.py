@@ -1,3 +1,4 @@
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -12,10 +13,11 @@ from checks import (
     implementations,
     module_named,
 )
+from fake_gpu import GPUS
 
 from gpuattn import Tensor, explain
 from gpuattn.arrays import to_cpu
-from gpuattn.cuda import kernels
+from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.errors import UnsupportedError
 from gpuattn.ops.norm import launch
 from gpuattn.ops.norm import layer_norm as module
@@ -63,13 +65,13 @@ def test_wide_rows(gpu, rng, shape, dtype):
 @pytest.mark.parametrize("name, where", HERE)
 def test_more_rows_than_blocks(name, where, rng, monkeypatch, cols):
     monkeypatch.setattr(module, "NUMBA_WARPS", 4)
-    monkeypatch.setattr(launch, "gpu", lambda device: (kernels.gpu(device)[0], 1))
+    monkeypatch.setattr(launch, "gpu", lambda device: replace(gpu_of(device), multiprocessors=1))
     rows = 13 if name == "numba" else 203
     check_implementation(IMPLS, name, where, inputs(rng, (rows, cols)), "float32", eps=1e-5)
 
 
 def test_two_rows_at_a_time(gpu, rng, monkeypatch):
-    monkeypatch.setattr(launch, "gpu", lambda device: (kernels.gpu(device)[0], 2))
+    monkeypatch.setattr(launch, "gpu", lambda device: replace(gpu_of(device), multiprocessors=2))
     for rows in (1, 11):  # blocks with a pair, and with half of one
         given = inputs(rng, (rows, 8192))
         check_implementation(IMPLS, "raw-simt", "cupy", given, "bfloat16", eps=1e-5)
@@ -80,8 +82,8 @@ def test_two_rows_at_a_time(gpu, rng, monkeypatch):
     (227, "bfloat16", 4096, 1), (99, "bfloat16", 8192, 1),
 ])  # fmt: skip
 def test_how_many_rows_at_a_time(monkeypatch, shared, dtype, cols, rows):
-    monkeypatch.setattr(launch, "gpu", lambda device: ("90", 132))
-    monkeypatch.setattr(launch, "shared_limit", lambda device: shared << 10)
+    record = replace(GPUS["9.0"], shared_bytes=shared << 10)
+    monkeypatch.setattr(launch, "gpu", lambda device: record)
     x = mock.Mock(shape=(999, cols), size=999 * cols, dtype=dtype_of(dtype))
     x.itemsize = x.dtype.itemsize
     constants, _, bytes = launch.backward_layout(x, 2, 2, pairs=True)

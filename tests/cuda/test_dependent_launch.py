@@ -1,4 +1,4 @@
-"""Programmatic dependent launches: what the driver is told, and that nobody begins too early."""
+"""Programmatic dependent launches: what the driver is told, and that no kernel starts too early."""
 
 import ctypes
 from types import SimpleNamespace
@@ -11,7 +11,8 @@ from gpuattn import arrays
 from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
-from gpuattn.cuda import kernels, launch
+from gpuattn.cuda import compiler, dependent_launch, kernels
+from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.attention import hopper_head_backward
 from gpuattn.ops.linear import gelu_hopper, hopper, weight_gradients
 from gpuattn.ops.linear import linear_dropout_add_norm as row_products
@@ -45,7 +46,7 @@ KINDS = ["scalar*", "float*", "int*", "bool", "long long", "int", "Problem", "fl
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """What stands in for CuPy and the driver: ``calls`` that it got, ``answers`` that it gives."""
+    """A fake of CuPy and the driver: the ``calls`` that it got, the ``answers`` that it gives."""
     cuda = SimpleNamespace(
         calls=[], answers=[], used=[], get_current_stream=lambda: SimpleNamespace(ptr=77)
     )
@@ -62,8 +63,8 @@ def cuda(monkeypatch):
         cuda.calls.append((config, attribute, ctypes.string_at(names[1], size)))
         return cuda.answers.pop() if cuda.answers else 0
 
-    monkeypatch.setattr(launch, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(launch, "_driver_launch", lambda: driver_launch)
+    monkeypatch.setattr(dependent_launch, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(dependent_launch, "_driver_launch", lambda: driver_launch)
     return cuda
 
 
@@ -84,7 +85,10 @@ def test_the_driver_reads_what_cuda_h_lays_out(cuda):
     ((config, attribute, packed),) = cuda.calls
     assert (*config.grid, *config.block) == (5, 2, 1, 64, 1, 3)
     assert (config.shared, config.stream, config.count) == (1024, 77, 1)
-    assert attribute.id == launch.PROGRAMMATIC_STREAM_SERIALIZATION and attribute.value[0] == 1
+    assert (
+        attribute.id == dependent_launch.PROGRAMMATIC_STREAM_SERIALIZATION
+        and attribute.value[0] == 1
+    )
     assert len(packed) == Parameters.eps.offset + 4
     got = Parameters.from_buffer_copy(packed.ljust(ctypes.sizeof(Parameters)))
     assert (got.x, got.missing, got.tickets, got.flag) == (4096, None, 8192, True)
@@ -103,7 +107,7 @@ def test_parameters_with_tensor_maps_are_given_by_address(cuda, monkeypatch):
         seen.extend(ctypes.string_at(place, size) for place, size in pairs)
         return 0
 
-    monkeypatch.setattr(launch, "_driver_launch", lambda: driver_launch)
+    monkeypatch.setattr(dependent_launch, "_driver_launch", lambda: driver_launch)
     maps = [np.arange(n, n + 128, dtype=np.uint8).view("V128") for n in (0, 99)]
     args = maps[0], 7, np.uint64(4096), maps[1], np.array([1, 2, 3], np.int32).view("V12")
     run = kernels.Kernel(SimpleNamespace(ptr=99), "k", [(k, "") for k in kinds], dependent=True)
@@ -113,7 +117,7 @@ def test_parameters_with_tensor_maps_are_given_by_address(cuda, monkeypatch):
 
 
 def test_a_thread_without_a_context_gets_one(cuda):
-    cuda.answers = [0, launch.INVALID_CONTEXT]
+    cuda.answers = [0, dependent_launch.INVALID_CONTEXT]
     begin()
     assert len(cuda.calls) == 2 and cuda.used
 
@@ -122,21 +126,6 @@ def test_an_error_of_the_driver_is_raised(cuda):
     cuda.answers = [1]
     with pytest.raises(RuntimeError, match="status 1"):
         begin()
-
-
-def test_only_a_first_statement_counts(tmp_path, monkeypatch):
-    (tmp_path / "k.cu").write_text(
-        'extern "C" __global__ void first(\n    int n) {  // (so)\n    grid_dependency_wait();\n}\n'
-        'extern "C" __global__ void later(int n) {\n    n += 1;\n    grid_dependency_wait();\n}\n'
-    )
-    monkeypatch.setattr(kernels, "ROOT", tmp_path)
-    assert [kernels.waits_first("k.cu", name) for name in ("first", "later")] == [True, False]
-    kernels.waits_first.cache_clear()
-
-
-def test_the_small_kernels_wait():
-    assert kernels.waits_first("softmax.cu", "softmax_forward")
-    assert kernels.waits_first("column_sum.cu", "column_sums")
 
 
 # ---- on a GPU: behind a kernel that lets others begin at once, and moves its data long after ----
@@ -229,13 +218,13 @@ CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
 
 @pytest.fixture
 def late(gpu, monkeypatch):
-    """``late(a, b)`` copies a to b, of 16-bit numbers, when whoever follows could be done."""
-    capability = kernels.gpu(0)[0]
-    if not launch.supported(capability):
+    """``late(a, b)`` copies a to b, of 16-bit numbers, when the next kernel could be done."""
+    record = gpu_of(0)
+    if not record.has_dependent_launch:
         pytest.skip("not a Hopper GPU")
     monkeypatch.setattr(arrays, "allocate", ALLOCATE)  # poison would be a kernel in between
     module = gpu.cuda.function.Module()
-    module.load(kernels.compile_text(LATE, f"sm_{capability}", "late.cu")[0])
+    module.load(compiler.compile_text(LATE, f"sm_{record.capability}", "late.cu")[0])
     run = module.get_function("late")
     return lambda a, b: run((4,), (256,), (a, b, np.int64(a.size)))
 
@@ -261,7 +250,7 @@ def same(some, others):
     return all(bool((a.view(np.uint8) == b.view(np.uint8)).all()) for a, b in pairs)
 
 
-def test_nobody_reads_too_early(gpu, late, inputs):
+def test_no_kernel_reads_too_early(gpu, late, inputs):
     before, after, others = inputs
     wrong, x = [], before.copy()
     gpu.cuda.Device().synchronize()
@@ -285,13 +274,11 @@ def test_nobody_reads_too_early(gpu, late, inputs):
     assert not wrong
     ran = {name for name, count in kernels.launches.items() if count > launches[name]}
     assert {"column_sum", "column_sums"} <= ran
-    waiting = {
-        n for f in kernels.files() for n in kernels.signatures(f) if kernels.waits_first(f, n)
-    }
-    assert waiting <= ran, "no call here for these"
+    dependent = set().union(*map(kernels.dependent_kernels, kernels.files()))
+    assert dependent <= ran, "no call here for these"
 
 
-def test_nobody_writes_too_early(gpu, late, inputs):
+def test_no_kernel_writes_too_early(gpu, late, inputs):
     before, x, _ = inputs
     kept, want = before.copy(), x.copy()
     gpu.cuda.Device().synchronize()

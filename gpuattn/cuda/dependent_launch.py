@@ -1,13 +1,16 @@
-"""Programmatic dependent launches: a kernel's blocks may begin before the kernel before has ended.
+"""Programmatic dependent launches: a kernel's blocks may start before the kernel before it ended.
 
-On Hopper, a kernel whose first statement is ``grid_dependency_wait()`` is launched so
-(``rawkernels/common/grid_dependency.cuh``). CuPy launches without attributes; this is the driver's
-``cuLaunchKernelEx``, which streams and their capture take alike.
+Kernels that the ``Launch:`` lines of their headers call dependent are launched like this on
+GPUs with ``Gpu.has_dependent_launch``. Their first statement is ``grid_dependency_wait()``
+(``rawkernels/common/grid_dependency.cuh``). CuPy launches without attributes, so this calls the
+driver's ``cuLaunchKernelEx``, which can be captured in graphs too.
 """
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from struct import Struct
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +22,7 @@ FORMATS = {
 }  # fmt: skip
 CONFIG = "7IPPQ"  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their number
 ATTRIBUTE = "QQ56x"  # CUlaunchAttribute: its id, its value
-EXTRA = "5PQ"  # where the parameters are and where their size is, each behind its name; the size
+EXTRA = "5PQ"  # (name, address) of the parameters and of their size, END; then the size itself
 ATTRIBUTE_AT, EXTRA_AT, SIZE_AT, PARAMETERS_AT = (
     Struct(head).size
     for head in (CONFIG, CONFIG + ATTRIBUTE, CONFIG + ATTRIBUTE + "5P", CONFIG + ATTRIBUTE + EXTRA)
@@ -27,30 +30,24 @@ ATTRIBUTE_AT, EXTRA_AT, SIZE_AT, PARAMETERS_AT = (
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_*
 END, BUFFER_POINTER, BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 INVALID_CONTEXT = 201  # CUDA_ERROR_*
-CAPABILITY = "90"  # later ones have such launches too, but nobody has seen ours there
-DRIVER = 12030  # the first that takes them in graphs
-
-
-@functools.cache
-def supported(capability):
-    """Return whether kernels are launched so on a device of a compute capability."""
-    return capability == CAPABILITY and import_cupy().cuda.runtime.driverGetVersion() >= DRIVER
 
 
 class DependentLaunch:
     """Launches a CuPy ``function`` whose parameters have the C types ``kinds``."""
 
-    def __init__(self, function, kinds):
+    def __init__(self, function: Any, kinds: Sequence[str]) -> None:
         self.function, self.kinds, self.cuda = function, kinds, import_cupy().cuda
         self.driver_launch = _driver_launch()
         self.pointers = [i for i, kind in enumerate(kinds) if kind.endswith("*")]
         given = {*self.pointers, *(i for i, kind in enumerate(kinds) if kind in FORMATS)}
         self.structs = [i for i in range(len(kinds)) if i not in given]
-        # where tensor maps lie among the parameters is the compiler's choice: each by its address
+        # the compiler chooses where tensor maps lie among the parameters: pass each by its address
         self.by_address = any(kind.startswith("TensorMap") for kind in kinds)
         self.layout = None
 
-    def __call__(self, grid, block, args, shared_mem):
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int
+    ) -> None:
         values = list(args)
         for i in self.pointers:
             if values[i] is None:
@@ -64,7 +61,7 @@ class DependentLaunch:
         gx, gy, gz = (*grid, 1, 1)[:3]
         bx, by, bz = (*block, 1, 1)[:3]
         stream = self.cuda.get_current_stream().ptr
-        memory = self.memory()  # of this call: threads may meet here
+        memory = self.memory()  # one for each call: several threads may launch at a time
         at = ctypes.addressof(memory)
         if self.by_address:
             places, given = [at + offset for offset in self.offsets], (at + EXTRA_AT, None)
@@ -79,14 +76,14 @@ class DependentLaunch:
             PROGRAMMATIC_STREAM_SERIALIZATION, 1, *places, *values,
         )  # fmt: skip
         status = self.driver_launch(at, self.function.ptr, *given)
-        if status == INVALID_CONTEXT:  # the first call of this thread
+        if status == INVALID_CONTEXT:  # this thread's first call
             self.cuda.Device().use()
             status = self.driver_launch(at, self.function.ptr, *given)
         if status:
             self.cuda.driver.check_status(status)
 
-    def _lay_out(self, values):
-        """Set the layout of all that the driver reads; a struct has the size of the first one."""
+    def _lay_out(self, values: list[Any]) -> None:
+        """Set the layout of what the driver reads; structs have the sizes of the first call."""
         head = CONFIG + ATTRIBUTE + (f"{len(values)}P" if self.by_address else EXTRA)
         formats = dict.fromkeys(self.pointers, "P")
         formats |= {i: f"0Q{len(values[i])}s" for i in self.structs}
@@ -98,7 +95,7 @@ class DependentLaunch:
 
 
 @functools.cache
-def _driver_launch():
+def _driver_launch() -> Any:
     launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     launch.argtypes = [ctypes.c_void_p] * 4
     return launch
