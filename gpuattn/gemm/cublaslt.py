@@ -31,27 +31,31 @@ COMPUTE_32F, COMPUTE_TF32, COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
 SUMS_IN_FLOAT32 = 2  # cublasLtReductionScheme_t: partial sums are not added in the dtype of C
 CUPY_TF32 = 7  # CuPy's COMPUTE_TYPE_TF32
 NOTHING_FITS = 7, 15  # CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED
-REFUSED = "cuBLASLt planned this product but refuses to launch it"
 FACTORS = {dtype: np.array([0, 1], dtype) for dtype in (FLOAT32, FLOAT64)}  # beta, or alpha
 Matrix = Any  # a CuPy array (rows, columns), or a stack of them
 Candidate = tuple[bytes, int]  # an algorithm, and the bytes of workspace that it needs
-_plans: "dict[tuple, MatmulPlan | str]" = {}  # by the key in ``multiply``; a str: why there is none
+_plans: "dict[tuple, MatmulPlan | Reason]" = {}  # by the key in ``multiply``
 _lock = threading.Lock()
 tuner: contextvars.ContextVar[Callable[..., None] | None] = contextvars.ContextVar(
     "gpuattn_tuner", default=None
 )  # set by ``tuning.tune``
 
 
-class ByDesign(str):
-    """A reason for which another path follows by design: nobody is warned."""
+class Reason(str):
+    """Why cuBLASLt does not compute a product. ``by_design``: what follows needs no warning."""
+
+    def __new__(cls, text: str, by_design: bool = False) -> "Reason":
+        self = super().__new__(cls, text)
+        self.by_design = by_design
+        return self
 
 
 def multiply(
     a: Matrix, b: Matrix, out: Matrix | None = None, *, transpose_a: bool = False,
     transpose_b: bool = False, accumulate: bool = False, epilogue: str | None = None,
     vector: Any = None, aux: Matrix | None = None, share: int = 1, launch: bool = True,
-) -> "Matrix | MatmulPlan | str":  # fmt: skip
-    """Return ``out``, to which ``a @ b`` was written or added, or a str: why that cannot be done.
+) -> "Matrix | MatmulPlan | Reason":  # fmt: skip
+    """Return ``out``, to which ``a @ b`` was written or added, or the Reason why it was not.
 
     ``a``, ``b``: CuPy arrays (M, K) and (K, N), or stacks of them (batch, ...); stored transposed
     with ``transpose_a``, ``transpose_b``. ``out`` None: a new array in their dtype.
@@ -59,7 +63,7 @@ def multiply(
     it writes the sums over rows of ``a`` (M,). ``aux``: where it writes what the gradient reads
     (M, N). Both contiguous, in the dtype of ``out``, at multiples of 16 bytes.
     ``share``: beside other work it may expect 1 / ``share`` of the multiprocessors.
-    ``launch=False``: compute nothing and return the MatmulPlan, or the str.
+    ``launch=False``: compute nothing and return the MatmulPlan, or the Reason.
     Raises RuntimeError where the library fails. Nobody is warned here: the caller knows what
     follows.
     """
@@ -77,15 +81,15 @@ def multiply(
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = _plan(a, b, out, *key[7:])
-    if isinstance(plan, str) or not launch:
+    if type(plan) is Reason or not launch:
         return plan
     if out is None:
         out = arrays.empty(a, plan.shape)
     if tuner.get() is not None:
         tuner.get()(plan, cupy, a, b, out, vector, aux)
     if not plan.run(cupy, a, b, out, vector, aux):
-        _plans[key] = REFUSED
-        return REFUSED
+        plan = _plans[key] = Reason("cuBLASLt planned this product but refuses to launch it")
+        return plan
     return out
 
 
@@ -170,24 +174,22 @@ def _layout(shape: tuple[int, ...], steps: list[int], turned: bool) -> _Matrix |
     return None
 
 
-def _operands_refusal(a: Matrix, b: Matrix, out: Matrix | None, devices: set[int]) -> str | None:
+def _operands_refusal(a: Matrix, b: Matrix, out: Matrix | None, devices: set[int]) -> Reason | None:
     """Return why no product of ``a`` and ``b`` is planned, whatever their layouts, or None."""
     _, missing = library()
     dtype = a.dtype if out is None else out.dtype
     if missing:
-        return f"cuBLASLt cannot be loaded: {missing}"
+        return Reason(f"cuBLASLt cannot be loaded: {missing}")
     if a.dtype != b.dtype or a.dtype not in TYPES:
-        return ByDesign(f"a is {a.dtype} and b is {b.dtype}, cuBLASLt takes one float dtype")
+        return Reason(f"a is {a.dtype} and b is {b.dtype}, it takes one float dtype", True)
     if dtype != a.dtype and not (a.itemsize == 2 and dtype == FLOAT32):
-        return (
-            f"out is {dtype} and a is {a.dtype}: cuBLASLt writes that dtype, or float32 of 16 bits"
-        )
+        return Reason(f"out is {dtype} and a is {a.dtype}, only 16 bits take a float32 out")
     if a.ndim != b.ndim or a.ndim not in (2, 3):
-        return f"a has {a.ndim} axes and b has {b.ndim}, cuBLASLt takes 2 or 3 of both"
+        return Reason(f"a has {a.ndim} axes and b has {b.ndim}, it takes 2 or 3 of both")
     if not a.size or not b.size:
-        return ByDesign(f"nothing to multiply: {a.shape} @ {b.shape}")
+        return Reason(f"there is nothing to multiply: {a.shape} @ {b.shape}", True)
     if len(devices) > 1:
-        return f"the arrays and the current device are several GPUs: {sorted(devices)}"
+        return Reason(f"the arrays and the current device are several GPUs: {sorted(devices)}")
     return None
 
 
@@ -195,7 +197,7 @@ def _plan(
     a: Matrix, b: Matrix, out: Matrix | None, transpose_a: bool, transpose_b: bool,
     accumulate: bool, epilogue: str | None, share: int, alignment: int, tf32: bool, device: int,
     *others: int,
-) -> "MatmulPlan | str":  # fmt: skip
+) -> "MatmulPlan | Reason":  # fmt: skip
     """Return the MatmulPlan, or why there is none. Arguments: see ``multiply``, and its key."""
     if reason := _operands_refusal(a, b, out, {device, *others}):
         return reason
@@ -205,14 +207,15 @@ def _plan(
     left, right = left or _packed(a.shape, transpose_a), right or _packed(b.shape, transpose_b)
     shape = (*a.shape[:-2], left.rows, right.cols)
     if left.cols != right.rows or left.batch != right.batch:
-        return f"the shapes of a and b do not fit: {a.shape} @ {b.shape}"
+        return Reason(f"the shapes of a and b do not fit: {a.shape} @ {b.shape}")
     if out is not None and (out.shape != shape or out.data.device_id != device):
-        return f"out is {out.shape} on GPU {out.data.device_id}, the product {shape} on {device}"
+        there = out.data.device_id
+        return Reason(f"out is {out.shape} on GPU {there}, the product is {shape} on {device}")
     target = _packed(shape) if out is None else _matrix(out)
     if target is None or (target.batch > 1 and not target.step):
-        return f"out has strides {out.strides}: neither its rows nor its columns are contiguous"
+        return Reason(f"neither rows nor columns of out are contiguous: strides {out.strides}")
     if target.by_columns and epilogue:
-        return f"out has strides {out.strides}: with a bias or sums its rows must be contiguous"
+        return Reason(f"beside {epilogue} rows of out are contiguous, not strides {out.strides}")
     # later matrices of a stack may be aligned worse than the first
     alignment = math.gcd(alignment, *(m.step * a.itemsize for m in (left, right, target)))
     kind = f"{left} {right} {target} {a.dtype} {dtype} {accumulate} {epilogue} {alignment} {tf32}"
@@ -230,7 +233,7 @@ def _plan(
         candidates = []
     if not candidates:
         wanted = f" and {epilogue}" if epilogue else ""
-        return (
+        return Reason(
             f"cuBLASLt has no algorithm for {shape} = {a.shape} @ {b.shape} in {a.dtype}{wanted}, "
             f"at addresses of multiples of {alignment} bytes"
         )
@@ -247,14 +250,9 @@ class MatmulPlan:
     """
 
     def __init__(
-        self,
-        lt: Any,
-        handle: int,
-        device: int,
-        shape: tuple[int, ...],
-        copies: tuple[bool, bool],
+        self, lt: Any, handle: int, device: int, shape: tuple[int, ...], copies: tuple[bool, bool],
         kind: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.lt, self.handle, self.device, self.shape = lt, handle, device, shape
         self.copy_a, self.copy_b = copies
         self.kind, self.tuned = kind, False

@@ -13,7 +13,7 @@ import numpy as np
 from gpuattn.arrays import check_floats, check_together, get_xp, on_gpu, wide
 from gpuattn.errors import warn_slow_path
 from gpuattn.gemm import cublaslt
-from gpuattn.gemm.cublaslt import ByDesign
+from gpuattn.gemm.cublaslt import Reason
 
 Array = Any
 
@@ -36,7 +36,7 @@ def matmul(
             a, b, out, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate,
             share=share,
         )  # fmt: skip
-        if not isinstance(done, str):
+        if type(done) is not Reason:
             return done
     check_together("matmul", a=a, b=b, out=out)
     check_floats("matmul", a=a, b=b)
@@ -67,7 +67,7 @@ def matmul(
 def fallback_reason(
     a: Array, b: Array, *, transpose_a: bool = False, transpose_b: bool = False,
     out: Array | None = None, accumulate: bool = False, share: int = 1,
-) -> str | None:  # fmt: skip
+) -> Reason | None:  # fmt: skip
     """Return why ``matmul`` with these arguments is not one launch of cuBLASLt, or None.
 
     Nothing is computed. An ``out`` of a dtype or layout that cuBLASLt does not write costs a copy;
@@ -75,12 +75,12 @@ def fallback_reason(
     """
     given = {"a": a, "b": b, "out": out}
     if here := [name for name, x in given.items() if x is not None and not on_gpu(x)]:
-        return f"{here[0]} is a NumPy array: NumPy's BLAS multiplies"
+        return Reason(f"{here[0]} is a NumPy array: NumPy's BLAS multiplies", by_design=True)
     found = cublaslt.multiply(
         a, b, out, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate,
         share=share, launch=False,
     )  # fmt: skip
-    return found if isinstance(found, str) else None
+    return found if type(found) is Reason else None
 
 
 def capture_refusal() -> str:
@@ -95,16 +95,16 @@ def matmul_activated(
     bias: Array | None = None,
     activation: str | None = None,
     before: Array | None = None,
-) -> Array | str:
-    """Return ``f(x @ weight.T + bias)`` by one launch, or a str: why cuBLASLt cannot do that.
+) -> Array | Reason:
+    """Return ``f(x @ weight.T + bias)`` by one launch, or the Reason why cuBLASLt cannot.
 
     ``x``: (N, in). ``weight``: (out, in). ``bias``: (out,) or None. ``activation``: None, "relu" or
     "gelu" (the tanh form). ``before``: None, or where to write what the activation is applied to,
-    (N, out). All GPU arrays of one dtype. Unless another path follows by design, a SlowPathWarning
-    says the reason too.
+    (N, out). All GPU arrays of one dtype. A SlowPathWarning says the Reason, unless another path
+    follows by design.
     """
     if activation == "gelu" and x.dtype == np.float32:
-        return ByDesign("cuBLASLt's GELU is made for 16 bits: in float32 it is 5e-6 off")
+        return Reason("cuBLASLt's GELU is made for 16 bits: in float32 it is 5e-6 off", True)
     if bias is not None and (not bias.flags.c_contiguous or bias.data.ptr % 16):
         bias = bias.copy()
     parts = [activation.upper()] if activation else []
@@ -123,19 +123,20 @@ def matmul_and_sums(
     out: Array | None = None,
     accumulate: bool = False,
     share: int = 1,
-) -> Array | str:
+) -> Array | Reason:
     """Return ``dz.T @ x``, and write the sums of the columns of ``dz`` to ``sums``, by one launch.
 
     ``dz``: (N, out). ``x``: (N, in). ``sums``: (out,), in the dtype of the product. ``out``,
-    ``accumulate``, ``share``: as in ``matmul``, of the product alone. GPU arrays. Returns a str
-    where cuBLASLt cannot do that: why, with nothing done. Unless another path follows by design, a
-    SlowPathWarning says the reason too.
+    ``accumulate``, ``share``: as in ``matmul``, of the product alone. GPU arrays. Returns the
+    Reason why, with nothing done, where cuBLASLt cannot do that; a SlowPathWarning says it, unless
+    another path follows by design.
     """
     dtype = x.dtype if out is None else out.dtype
     if sums.dtype != dtype or not sums.flags.c_contiguous or sums.data.ptr % 16:
-        return ByDesign(
+        return Reason(
             f"sums are {sums.dtype} with strides {sums.strides}, cuBLASLt takes contiguous {dtype} "
-            "at a multiple of 16 bytes"
+            "at a multiple of 16 bytes",
+            by_design=True,
         )
     return _warned(
         cublaslt.multiply(
@@ -145,11 +146,11 @@ def matmul_and_sums(
     )  # fmt: skip
 
 
-def matmul_stacks(a: Array, b: Array) -> Array | str:
+def matmul_stacks(a: Array, b: Array) -> Array | Reason:
     """Return ``a @ b`` for stacks of matrices (..., M, K) and (..., K, N) of one float dtype.
 
-    For GPU arrays; leading axes broadcast. Returns a str where cuBLASLt cannot do that: why. Unless
-    another path follows by design, a SlowPathWarning says the reason too.
+    For GPU arrays; leading axes broadcast. Returns the Reason why where cuBLASLt cannot do that; a
+    SlowPathWarning says it, unless another path follows by design.
     """
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     shape = (*lead, a.shape[-2], b.shape[-1])
@@ -159,12 +160,12 @@ def matmul_stacks(a: Array, b: Array) -> Array | str:
         xp, count = get_xp(a), math.prod(lead)
         stacks = (xp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
         done = cublaslt.multiply(*(x.reshape(count, *x.shape[-2:]) for x in stacks))
-    return done if isinstance(_warned(done), str) else done.reshape(shape)
+    return done if type(_warned(done)) is Reason else done.reshape(shape)
 
 
-def _warned(done: Array | str) -> Array | str:
+def _warned(done: Array | Reason) -> Array | Reason:
     """Return what ``cublaslt.multiply`` returned, and warn if that is a reason."""
-    if isinstance(done, str) and not isinstance(done, ByDesign):
+    if type(done) is Reason and not done.by_design:
         warn_slow_path(f"a matrix product takes a slower path because {done}")
     return done
 
@@ -174,7 +175,7 @@ def _product(a: Array, b: Array, out: Array | None = None) -> Array:
     if get_xp(a, b) is np:
         return np.matmul(_for_blas(a), _for_blas(b), out=out)
     done = _warned(cublaslt.multiply(a, b, out))
-    if not isinstance(done, str):
+    if type(done) is not Reason:
         return done
     if a.shape[0] == b.shape[1] == 1 and a.itemsize == 2:
         # CuPy computes this as a dot product, whose sum it keeps in 16 bits

@@ -8,6 +8,7 @@ from gpuattn.arrays import on_gpu
 from gpuattn.autodiff.numpy.elementwise import array_op, compute, like, meta, rule
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import UnsupportedError
+from gpuattn.gemm.cublaslt import Reason
 from gpuattn.gemm.matmul import matmul_stacks
 
 
@@ -17,7 +18,7 @@ def _product(a, b):
         return a @ b
     if on_gpu(a) and on_gpu(b) and a.dtype == b.dtype and min(a.ndim, b.ndim) > 1:
         product = matmul_stacks(a, b)
-        if not isinstance(product, str):
+        if type(product) is not Reason:
             return product
     return compute(np.matmul, a, b, widen_gpu=a.ndim > 2 or b.ndim > 2)
 

@@ -15,6 +15,7 @@ from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.side_stream import defer, on_side_stream
 from gpuattn.autodiff.tape import op, raw
 from gpuattn.errors import problem
+from gpuattn.gemm.cublaslt import Reason
 from gpuattn.gemm.matmul import matmul, matmul_activated, matmul_and_sums
 from gpuattn.impls import Call, Fusion, Impl, Impls
 from gpuattn.ops.arguments import check_choice, take_arrays
@@ -120,7 +121,7 @@ def _forward_raw(x, weight, bias, *, needs, activation):
         y = matmul(rows, weight, transpose_b=True)
     else:
         y = matmul_activated(rows, weight, bias, activation, z)
-        if isinstance(y, str):
+        if type(y) is Reason:
             product = matmul(rows, weight, transpose_b=True, out=z)
             y = arrays.empty(x, product.shape) if z is not None else product
             launch_forward(product, bias, y, activation)
@@ -199,7 +200,7 @@ def _weight_and_bias_gradients(x, dz, into, share):
     if add:
         return None
     dweight = matmul_and_sums(dz, _as_rows(x), dbias, out, accumulate, share)
-    if isinstance(dweight, str):
+    if type(dweight) is Reason:
         return None
     return None if into[1] else dweight, None if into[2] else dbias
 
