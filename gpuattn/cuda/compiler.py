@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import resources
+from pathlib import Path
 
 from gpuattn.cuda.gpu import dotted
 from gpuattn.errors import KernelCompileError
@@ -94,7 +95,7 @@ def _nvrtc_bytes(program: ctypes.c_void_p, what: str) -> bytes:
 
 def _compile_message(text: str, arch: str, name: str, log: str) -> str:
     first = next((line for line in log.splitlines() if "error" in line), log.strip())
-    with tempfile.NamedTemporaryFile("w", suffix=f"-{name}", delete=False) as copy:
+    with tempfile.NamedTemporaryFile("w", suffix=f"-{Path(name).name}", delete=False) as copy:
         copy.write(f"{text}\n/*\n{log}\n*/\n")
     where = f"{name} does not compile for {arch} (NVRTC {nvrtc_version()})"
     return f"{where}: {first}\nfull text and log: {copy.name}"
