@@ -2,8 +2,6 @@
 
 import contextlib
 import contextvars
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +11,9 @@ from gpuattn.errors import (
     HardwareRefusal,
     KernelCompileError,
     SlowerRefusal,
-    SlowPathWarning,
     UnsupportedError,
     problem,
+    warn_slow_path,
 )
 
 _overrides = contextvars.ContextVar("gpuattn_overrides", default={})  # noqa: B039  never mutated
@@ -215,8 +213,7 @@ def _warn_of_slow_path(impls, chosen, refusals):
         if not (candidate.specialized or isinstance(reason, SlowerRefusal))
     ]
     if not all(isinstance(reason, HardwareRefusal) for _, reason in avoidable):
-        text = f"{impls.op} uses {chosen.name} because:\n" + _listed(avoidable)
-        warnings.warn(text, SlowPathWarning, stacklevel=_frames_to_the_user())
+        warn_slow_path(f"{impls.op} uses {chosen.name} because:\n{_listed(avoidable)}")
 
 
 def _listed(refusals):
@@ -254,14 +251,6 @@ def _refusal(impls, candidate, refuse, asked, arrays, needs, params):
         return _broken[impls.op, candidate.name]
     reason = refuse(*arrays, needs=needs, **params) if refuse else None
     return None if isinstance(reason, SlowerRefusal) and candidate.name == asked else reason
-
-
-def _frames_to_the_user():
-    """Return the stacklevel for ``choose`` to warn at the line that called into this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == "gpuattn":
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _matches(name, asked):

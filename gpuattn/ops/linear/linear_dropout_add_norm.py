@@ -16,7 +16,7 @@ from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.gpu import gpu, hopper_refusal
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.cuda.tensor_maps import tensor_map
-from gpuattn.errors import HardwareRefusal, SlowerRefusal, problem
+from gpuattn.errors import SlowerRefusal, problem
 from gpuattn.impls import Call, Fusion, Impl, Impls
 from gpuattn.ops.arguments import check_choice, dropout_key, number, probability, take_arrays
 from gpuattn.ops.dropout import device_numbers
