@@ -39,11 +39,11 @@ class DependentLaunch:
         self.function, self.kinds, self.cuda = function, kinds, import_cupy().cuda
         self.driver_launch = _driver_launch()
         self.pointers = [i for i, kind in enumerate(kinds) if kind.endswith("*")]
-        given = {*self.pointers, *(i for i, kind in enumerate(kinds) if kind in FORMATS)}
-        self.structs = [i for i in range(len(kinds)) if i not in given]
+        known = {*self.pointers, *(i for i, kind in enumerate(kinds) if kind in FORMATS)}
+        self.structs = [i for i in range(len(kinds)) if i not in known]
         # the compiler chooses where tensor maps lie among the parameters: pass each by its address
         self.by_address = any(kind.startswith("TensorMap") for kind in kinds)
-        self.layout = None
+        self.layout: Any = None
 
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int
@@ -63,6 +63,8 @@ class DependentLaunch:
         stream = self.cuda.get_current_stream().ptr
         memory = self.memory()  # one for each call: several threads may launch at a time
         at = ctypes.addressof(memory)
+        places: Sequence[int]
+        given: tuple[int | None, int | None]  # the driver takes one of two forms of parameters
         if self.by_address:
             places, given = [at + offset for offset in self.offsets], (at + EXTRA_AT, None)
         else:

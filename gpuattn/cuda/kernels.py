@@ -113,7 +113,7 @@ class Kernel:
             "shared memory": total_shared / device.shared_bytes_per_multiprocessor,
             "threads": threads / device.threads_per_multiprocessor,
         }
-        most = max(shares, key=shares.get)
+        most = max(shares, key=shares.__getitem__)
         limit = f"{most}, {per_multiprocessor} at a time on a multiprocessor"
         if blocks < at_once:
             limit = (
@@ -259,7 +259,7 @@ def files():
 @functools.cache
 def architectures(file: str) -> list[str]:
     """Return the architectures on the ``Arch:`` line of a file's header."""
-    return re.search(r"^// Arch:\s*(.*)$", (ROOT / file).read_text(), re.MULTILINE)[1].split()
+    return re.findall(r"^// Arch:\s*(.*)$", (ROOT / file).read_text(), re.MULTILINE)[0].split()
 
 
 @functools.cache

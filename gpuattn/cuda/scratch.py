@@ -13,10 +13,10 @@ import numpy as np
 from gpuattn.arrays import import_cupy
 
 CHUNK = 1 << 16  # int32 counters allocated at a time
-_counters = {}  # (device, thread, stream) -> (how many, address)
-_chunks = {}  # device -> (the newest memory of counters, how many of it are given out)
-_chunks_in_use = []  # all memory of counters
-_workspaces = {}  # (user, device, stream) -> memory
+_counters: dict[tuple[int, int, int], tuple[int, np.uint64]] = {}  # by device, thread and stream
+_chunks: dict[int, tuple[Any, int]] = {}  # by device: memory, how many of its counters are taken
+_chunks_in_use: list[Any] = []  # all memory of counters
+_workspaces: dict[tuple[str, int, int], Any] = {}  # by user, device and stream: memory
 _lock = threading.Lock()
 
 
@@ -34,7 +34,7 @@ def counters(count: int = 1) -> np.uint64:
             return _new_counters(cupy, device, count)
         # per-thread default streams of all threads have one address
         key = device, threading.get_ident(), stream.ptr
-        if _counters.get(key, (0,))[0] < count:
+        if key not in _counters or _counters[key][0] < count:
             _counters[key] = count, _new_counters(cupy, device, count)
         return _counters[key][1]
 

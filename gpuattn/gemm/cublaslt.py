@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -34,15 +34,18 @@ NOTHING_FITS = 7, 15  # CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED
 FACTORS = {dtype: np.array([0, 1], dtype) for dtype in (FLOAT32, FLOAT64)}  # beta, or alpha
 Matrix = Any  # a CuPy array (rows, columns), or a stack of them
 Candidate = tuple[bytes, int]  # an algorithm, and the bytes of workspace that it needs
-_plans: "dict[tuple, MatmulPlan | Reason]" = {}  # by the key in ``multiply``
+_plans: dict[tuple, Any] = {}  # the key in ``multiply`` -> MatmulPlan, or the Reason why not
 _lock = threading.Lock()
 tuner: contextvars.ContextVar[Callable[..., None] | None] = contextvars.ContextVar(
     "gpuattn_tuner", default=None
 )  # set by ``tuning.tune``
 
 
+@final
 class Reason(str):
     """Why cuBLASLt does not compute a product. ``by_design``: what follows needs no warning."""
+
+    by_design: bool
 
     def __new__(cls, text: str, by_design: bool = False) -> "Reason":
         self = super().__new__(cls, text)
@@ -54,7 +57,7 @@ def multiply(
     a: Matrix, b: Matrix, out: Matrix | None = None, *, transpose_a: bool = False,
     transpose_b: bool = False, accumulate: bool = False, epilogue: str | None = None,
     vector: Any = None, aux: Matrix | None = None, share: int = 1, launch: bool = True,
-) -> "Matrix | MatmulPlan | Reason":  # fmt: skip
+) -> Matrix | Reason:  # fmt: skip
     """Return ``out``, to which ``a @ b`` was written or added, or the Reason why it was not.
 
     ``a``, ``b``: CuPy arrays (M, K) and (K, N), or stacks of them (batch, ...); stored transposed
@@ -63,7 +66,7 @@ def multiply(
     it writes the sums over rows of ``a`` (M,). ``aux``: where it writes what the gradient reads
     (M, N). Both contiguous, in the dtype of ``out``, at multiples of 16 bytes.
     ``share``: beside other work it may expect 1 / ``share`` of the multiprocessors.
-    ``launch=False``: compute nothing and return the MatmulPlan, or the Reason.
+    ``launch=False``: compute nothing and return the Reason, or None.
     Raises RuntimeError where the library fails. Nobody is warned here: the caller knows what
     follows.
     """
@@ -81,12 +84,14 @@ def multiply(
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = _plan(a, b, out, *key[7:])
-    if type(plan) is Reason or not launch:
+    if type(plan) is Reason:
         return plan
+    if not launch:
+        return None
     if out is None:
         out = arrays.empty(a, plan.shape)
-    if tuner.get() is not None:
-        tuner.get()(plan, cupy, a, b, out, vector, aux)
+    if (tune := tuner.get()) is not None:
+        tune(plan, cupy, a, b, out, vector, aux)
     if not plan.run(cupy, a, b, out, vector, aux):
         plan = _plans[key] = Reason("cuBLASLt planned this product but refuses to launch it")
         return plan
@@ -126,7 +131,7 @@ def _handle(device: int) -> int:
         ) from error
 
 
-def _failure(error: Exception, what: str) -> RuntimeError:
+def _failure(error: Any, what: str) -> RuntimeError:
     name = library()[0].get_status_name(error.status)
     return RuntimeError(
         f"matmul: cuBLASLt failed ({name}) {what}. Memory may be short, or earlier work on the GPU "
@@ -155,16 +160,19 @@ def _matrix(x: Matrix, turned: bool = False) -> _Matrix | None:
     return _layout(x.shape, [step // x.itemsize for step in x.strides], turned)
 
 
-def _packed(shape: tuple[int, ...], turned: bool = False) -> _Matrix | None:
+def _packed(shape: tuple[int, ...], turned: bool = False) -> _Matrix:
     """Return the _Matrix of a contiguous array."""
-    return _layout(shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], turned)
+    steps = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    matrix = _layout(shape, steps, turned)
+    assert matrix is not None
+    return matrix
 
 
 def _layout(shape: tuple[int, ...], steps: list[int], turned: bool) -> _Matrix | None:
-    (*batch, rows, cols), (*step, down, right) = shape, steps
+    (*stack, rows, cols), (*apart, down, right) = shape, steps
     if turned:
         rows, cols, down, right = cols, rows, right, down
-    batch, step = (batch or [1])[0], (step or [0])[0]
+    batch, step = (stack or [1])[0], (apart or [0])[0]
     if step < 0:
         return None
     if (right == 1 or cols == 1) and (down >= cols or rows == 1):
@@ -193,6 +201,21 @@ def _operands_refusal(a: Matrix, b: Matrix, out: Matrix | None, devices: set[int
     return None
 
 
+def _target(
+    out: Matrix, shape: tuple[int, ...], device: int, epilogue: str | None
+) -> _Matrix | Reason:
+    """Return the _Matrix of ``out``, or why no product of a ``shape`` is written to it."""
+    there = out.data.device_id
+    if out.shape != shape or there != device:
+        return Reason(f"out is {out.shape} on GPU {there}, the product is {shape} on {device}")
+    target = _matrix(out)
+    if target is None or (target.batch > 1 and not target.step):
+        return Reason(f"neither rows nor columns of out are contiguous: strides {out.strides}")
+    if target.by_columns and epilogue:
+        return Reason(f"beside {epilogue} rows of out are contiguous, not strides {out.strides}")
+    return target
+
+
 def _plan(
     a: Matrix, b: Matrix, out: Matrix | None, transpose_a: bool, transpose_b: bool,
     accumulate: bool, epilogue: str | None, share: int, alignment: int, tf32: bool, device: int,
@@ -202,20 +225,15 @@ def _plan(
     if reason := _operands_refusal(a, b, out, {device, *others}):
         return reason
     dtype = a.dtype if out is None else out.dtype
-    left, right = _matrix(a, transpose_a), _matrix(b, transpose_b)
-    copies = left is None, right is None
-    left, right = left or _packed(a.shape, transpose_a), right or _packed(b.shape, transpose_b)
+    given_a, given_b = _matrix(a, transpose_a), _matrix(b, transpose_b)
+    copies = given_a is None, given_b is None
+    left, right = given_a or _packed(a.shape, transpose_a), given_b or _packed(b.shape, transpose_b)
     shape = (*a.shape[:-2], left.rows, right.cols)
     if left.cols != right.rows or left.batch != right.batch:
         return Reason(f"the shapes of a and b do not fit: {a.shape} @ {b.shape}")
-    if out is not None and (out.shape != shape or out.data.device_id != device):
-        there = out.data.device_id
-        return Reason(f"out is {out.shape} on GPU {there}, the product is {shape} on {device}")
-    target = _packed(shape) if out is None else _matrix(out)
-    if target is None or (target.batch > 1 and not target.step):
-        return Reason(f"neither rows nor columns of out are contiguous: strides {out.strides}")
-    if target.by_columns and epilogue:
-        return Reason(f"beside {epilogue} rows of out are contiguous, not strides {out.strides}")
+    target = _packed(shape) if out is None else _target(out, shape, device, epilogue)
+    if type(target) is Reason:
+        return target
     # later matrices of a stack may be aligned worse than the first
     alignment = math.gcd(alignment, *(m.step * a.itemsize for m in (left, right, target)))
     kind = f"{left} {right} {target} {a.dtype} {dtype} {accumulate} {epilogue} {alignment} {tf32}"
@@ -257,7 +275,7 @@ class MatmulPlan:
         self.copy_a, self.copy_b = copies
         self.kind, self.tuned = kind, False
         self.vector = self.aux = 0  # addresses that the operation's descriptor holds
-        self.layouts = []
+        self.layouts: list[int] = []
 
     def describe(
         self, left: _Matrix, right: _Matrix, target: _Matrix, types: tuple[int, int], compute: int,
@@ -309,7 +327,7 @@ class MatmulPlan:
         ``alignment``: of the addresses of all arrays, in bytes.
         """
         lt, names = self.lt, self.lt.MatmulPreferenceAttribute
-        wishes = [
+        wishes: list[tuple[int, np.ndarray]] = [
             (names.MAX_WORKSPACE_BYTES, np.array([WORKSPACE_BYTES], np.uint64)),
             (names.REDUCTION_SCHEME_MASK, np.array([SUMS_IN_FLOAT32], np.uint32)),
         ]

@@ -24,6 +24,7 @@ def matmul(
 ) -> Array:  # fmt: skip
     """Return ``a @ b`` for ``a`` (M, K) and ``b`` (K, N), in their dtype.
 
+    On a GPU that is one launch of cuBLASLt, unless ``fallback_reason`` says why not.
     ``transpose_a``, ``transpose_b``: the operand is stored as (K, M), or as (N, K).
     ``out``: (M, N) of any float dtype, such as a slice of a flat gradient buffer; it is written
     (or added to, with ``accumulate``) and returned. Operands of which neither rows nor columns are
@@ -76,11 +77,10 @@ def fallback_reason(
     given = {"a": a, "b": b, "out": out}
     if here := [name for name, x in given.items() if x is not None and not on_gpu(x)]:
         return Reason(f"{here[0]} is a NumPy array: NumPy's BLAS multiplies", by_design=True)
-    found = cublaslt.multiply(
+    return cublaslt.multiply(
         a, b, out, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate,
         share=share, launch=False,
     )  # fmt: skip
-    return found if type(found) is Reason else None
 
 
 def capture_refusal() -> str:
@@ -160,7 +160,8 @@ def matmul_stacks(a: Array, b: Array) -> Array | Reason:
         xp, count = get_xp(a), math.prod(lead)
         stacks = (xp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
         done = cublaslt.multiply(*(x.reshape(count, *x.shape[-2:]) for x in stacks))
-    return done if type(_warned(done)) is Reason else done.reshape(shape)
+    done = _warned(done)
+    return done if type(done) is Reason else done.reshape(shape)
 
 
 def _warned(done: Array | Reason) -> Array | Reason:

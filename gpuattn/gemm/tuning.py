@@ -73,7 +73,7 @@ def _fastest(
     candidates = plan.candidates(plan.alignment, CANDIDATES)
     before = out.copy() if plan.accumulate else None
     scratch = cupy.empty(FLUSH_BYTES, np.int8)
-    pairs = {candidate: [] for candidate in candidates}
+    pairs: dict[Candidate, list] = {candidate: [] for candidate in candidates}
     for turn in range(SAMPLES):
         for candidate in candidates if turn % 2 else reversed(candidates):
             plan.take(candidate)
@@ -93,7 +93,7 @@ def _fastest(
         if of_one
     }
     first = candidates[0]
-    best = min(times, key=times.get, default=first)
+    best = min(times, key=times.__getitem__, default=first)
     return best if times.get(best, 0) < MOST_OF_FIRST * times.get(first, math.inf) else first
 
 
