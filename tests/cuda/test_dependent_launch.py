@@ -128,7 +128,7 @@ def test_an_error_of_the_driver_is_raised(cuda):
         begin()
 
 
-# ---- on a GPU: behind a kernel that lets others begin at once, and moves its data long after ----
+# ---- on a GPU: after a kernel that lets others start at once and moves its data much later ------
 
 LATE = """#include "common/grid_dependency.cuh"
 extern "C" __global__ void late(const unsigned short* from, unsigned short* to, long long count) {
@@ -174,7 +174,7 @@ def row_product(x, y, v):
     return row_products.IMPLS[0].forward(*given, needs=(False,) * 6, **params)[0]
 
 
-CALLS = {  # what is made of x, with another matrix, a vector, scores and tokens
+CALLS = {  # a kernel that reads x; the others: a matrix, a vector, scores and tokens
     "softmax": lambda x, *_: gpuattn.softmax(x),
     "softmax, long rows": lambda x, *_: gpuattn.softmax(x.reshape(1, -1)),
     "softmax, gradient": lambda x, y, *_: gradients(gpuattn.softmax, x, y),
@@ -231,7 +231,7 @@ def late(gpu, monkeypatch):
 
 @pytest.fixture
 def inputs(gpu):
-    """Return what x holds first, what it shall hold, and the other arguments of ``CALLS``."""
+    """Return x before ``late`` writes to it, x after that, and the other arguments of ``CALLS``."""
     random = gpu.random.default_rng(0)
 
     def draw(*shape):

@@ -16,13 +16,12 @@ from gpuattn.errors import KernelCompileError
 
 REQUIRED = "nvrtc" in os.environ.get("GPUATTN_REQUIRE", "")
 EVERYWHERE = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100"}
-IN_PARTS = {  # whose forms do it elsewhere
+IN_PARTS = {  # by the op whose kernels compute the same on other GPUs
     "linear_dropout_add_norm": "dropout_add_norm",
     "linear_gelu": "bias_activation",
     "gelu_slopes": "bias_activation",
 }
-LIBRARY = {"weight_gradients"}  # what a library does elsewhere
-
+LIBRARY = {"weight_gradients"}  # computed by cuBLASLt on other GPUs
 
 SPILLED = {
     "flash_attention_forward_ampere.cu": 48, "flash_attention_short.cu": 16,
@@ -137,7 +136,7 @@ def test_dependent_kernels_have_no_constant_input(file):
 
 
 def harm_before_wait(instructions):
-    """Return the instructions before the wait that touch memory or go elsewhere."""
+    """Return the instructions before the wait that touch memory or branch."""
     before = instructions[: next(i for i, text in enumerate(instructions) if "ACQBULK" in text)]
     harm = r"(@\S+ )?(LD(?!C)|ST|AT|RED|CCTL|MEMBAR|SU|TEX|TLD|U?BLK|UTMA|BR|JMP|CALL|RET|EXIT|BAR)"
     return [text for text in before if re.match(harm, text)]
@@ -168,7 +167,7 @@ def test_header_is_a_contract(file):
     names = re.findall(r'extern "C" __global__ void\s+(?:__\w+__\([^)]*\)\s*)*(\w+)', text)
     assert set(kernels.signatures(file)) == set(names)
     headers = "".join(path.read_text() for path in (kernels.ROOT / "common").iterdir())
-    # passed as their bytes
+    # structs are passed by value, as their bytes
     structs = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+) {", headers + text, re.MULTILINE)
     for name, parameters in kernels.signatures(file).items():
         for ctype, parameter in parameters:

@@ -8,7 +8,7 @@ from gpuattn.cuda.tensor_maps import refusal
 
 
 def on_a_gpu(x, at=0):
-    """What is asked of a CuPy array, where there is no GPU: ``x`` at an address of its own."""
+    """Return an object with the attributes of a CuPy array that are read, at an address."""
     names = "shape", "strides", "size", "itemsize", "dtype"
     return SimpleNamespace(
         data=SimpleNamespace(ptr=at), **{name: getattr(x, name) for name in names}

@@ -23,7 +23,7 @@ start = cublaslt._handle
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The stand-in library; arrays made by ``gpu`` pass for arrays on a GPU."""
+    """The fake library; arrays made by ``gpu`` count as arrays on a GPU."""
     library = fake_cublaslt.CublasLt()
     monkeypatch.setitem(sys.modules, "cupy", fake_cublaslt.cupy())
     monkeypatch.setattr(cublaslt, "library", lambda: (library, ""))
@@ -34,7 +34,7 @@ def fake(monkeypatch):
 
 
 def whole(rng, *shape):
-    """Whole numbers, of which all sums are exact in every dtype."""
+    """Whole numbers so small that their sums are exact in every dtype."""
     return rng.integers(-2, 3, shape).astype(np.float64)
 
 

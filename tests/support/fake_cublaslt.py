@@ -18,7 +18,7 @@ WORKSPACE = 1024
 
 
 class Array(np.ndarray):
-    """A NumPy array that answers as CuPy's do where launches ask."""
+    """A NumPy array with the attributes of CuPy's arrays that launches read."""
 
     @property
     def data(self):
@@ -72,7 +72,7 @@ class Error(Exception):
 
 
 class CublasLt:
-    """What ``nvmath.bindings.cublasLt`` has, as far as it is called. Numbers as in its header."""
+    """The part of ``nvmath.bindings.cublasLt`` that we call, with the numbers of its header."""
 
     cuBLASLtError = Error
     MatmulDescAttribute = enum.IntEnum(
