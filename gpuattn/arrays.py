@@ -4,12 +4,12 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import os
 import sys
 
 import ml_dtypes
 import numpy as np
 
+from gpuattn.environment import usable_cores
 from gpuattn.errors import DeviceMissingError, problem
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -246,8 +246,7 @@ def _helpers():
     """Return (how many threads work beside the calling one, their pool)."""
     from concurrent.futures import ThreadPoolExecutor  # slow to import, seldom needed
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = min(cores or 1, MAX_THREADS) - 1
+    count = min(usable_cores(), MAX_THREADS) - 1
     return count, ThreadPoolExecutor(max(count, 1), thread_name_prefix="gpuattn")
 
 

@@ -24,7 +24,7 @@ from gpuattn.models.config import padded_rows
 from gpuattn.models.loss import in_slices
 from gpuattn.ops.loss.linear_cross_entropy import rows_at_a_time
 from gpuattn.runtime.device import choose_device
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.trainer import Trainer
 
 REPEATS, LONG = 20, 3000.0  # calls in a graph, at most; microseconds that they take, about
@@ -46,7 +46,7 @@ def profile(task, device):
     """
     if device == "cuda" and (missing := capture_refusal()):
         raise UnsupportedError(f"ops are timed in CUDA graphs, which do not work here: {missing}")
-    trainer = Trainer(task, device, Report(), graphs=False)
+    trainer = Trainer(task, device, Listener(), graphs=False)
     dtype, meter = trainer.precision.dtype, trainer.meter
     watcher = (_OnCPU if device == "numpy" else _OnGPU)()
 
@@ -81,7 +81,7 @@ def _vocabulary(trainer):
     ``pads``: whether the model has it, ``tokens``, ``padded_us``, ``plain_us``.
     """
     config, xp, dtype = trainer.model.config, trainer.xp, trainer.workspace.params.dtype
-    size, rows, count = config.vocab, padded_rows(config.vocab), trainer.feed.batch.labels.size
+    size, rows, count = config.vocab, padded_rows(config.vocab), trainer.step.feed.batch.labels.size
     if size == rows:
         return None
     if in_slices(count, rows, dtype.itemsize, trainer.model.checkpoint):
@@ -97,7 +97,7 @@ def _vocabulary(trainer):
             matmul(out, table[:rows], out=dstates)
             matmul(out, states, transpose_a=True, out=dtable[:rows])
 
-        trainer.steps.first(call)  # as the run does, which may choose their algorithms
+        trainer.step.calls.first(call)  # as the run does, which may choose their algorithms
         return call if xp is np else timing.Graph([call])
 
     calls = {"padded_us": products(rows), "plain_us": products(size)}

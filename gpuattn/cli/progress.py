@@ -8,7 +8,7 @@ import time
 
 import click
 
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.units import duration, short
 
 PLAIN_SECONDS = 10  # between lines of progress where there is no terminal
@@ -19,13 +19,13 @@ URGENT = ("warning", "stopping", "stopped")  # topics of the level "warning"
 
 
 def new_report(level="info"):
-    """Return the Report that suits standard error and a level of LEVELS.
+    """Return the Listener that suits standard error and a level of LEVELS.
 
     "debug": a line for every report of progress. "info": a bar, or a line now and then. "warning":
     warnings, and what a signal does. "error": nothing, as errors are not a report's to tell.
     """
     if level == "error":
-        return Report()
+        return Listener()
     if level == "warning":
         return UrgentReport()
     if level == "debug":
@@ -63,7 +63,7 @@ def _if_read(show):
     return shown
 
 
-class PlainReport(Report):
+class PlainReport(Listener):
     """Lines, for files and for other programs. ``every``: seconds between those of progress."""
 
     def __init__(self, every=PLAIN_SECONDS):
@@ -92,7 +92,7 @@ class UrgentReport(PlainReport):
         """Show nothing."""
 
 
-class LiveReport(Report):
+class LiveReport(Listener):
     """A bar that stays at the bottom of the terminal while lines pass above it."""
 
     def __init__(self):

@@ -176,7 +176,7 @@ def command(
     with StopOnSignal(partial(_stopping, ctx, report), report.close, lambda: report.begun) as stop:
         try:
             outcome = train(
-                config, out, origins=origins, device=device, report=report, stop=stop,
+                config, out, origins=origins, device=device, listener=report, stop=stop,
                 overwrite=overwrite, command=_typed(ctx), tensorboard=tensorboard,
             )  # fmt: skip
         finally:

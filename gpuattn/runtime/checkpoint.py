@@ -1,12 +1,14 @@
-"""Checkpoints that survive a kill, a full disk and a flipped bit: safetensors and a manifest.
+"""Checkpoint files that survive a kill, a full disk and a flipped bit: safetensors and manifests.
 
-A generation is ``NAME-00000012.safetensors`` and ``NAME-00000012.json``. Both are written under
-another name, flushed to the disk and renamed, the manifest last: where it stands, its file is
-complete. The last two good generations are kept. Nothing is ever unpickled.
+(``gpuattn.checkpoint``, which recomputes activations in the backward pass, is something else.)
 
-A kill between the two renames leaves tensors without a manifest, beside the generations before;
-these are used, and the next save removes what was left. Where no generation has its manifest they
-were lost, and ``save`` refuses to remove anything.
+A generation is ``NAME-00000012.safetensors`` and its manifest ``NAME-00000012.json``. Both are
+written under a temporary name, flushed to the disk and renamed, the manifest last: a file with a
+manifest is complete. The last two good generations are kept. Nothing is ever unpickled.
+
+A kill between the two renames leaves tensors without a manifest beside older generations; those
+are used, and the next save removes the rest. If no generation has a manifest, the manifests were
+lost, and ``save`` removes nothing.
 """
 
 import contextlib
@@ -17,6 +19,7 @@ import re
 import shlex
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,26 +41,28 @@ DTYPES = {
     "U8": np.dtype("uint8"),
     "BOOL": np.dtype("bool"),
 }
-_verified = set()  # (path, size, mtime) of files whose hash this process has seen to be right
+_verified = set()  # (path, size, mtime) of files whose hash this process has checked
 
 
 # ---- writing ------------------------------------------------------------------------------------
 
 
-def save(folder, name, tensors, metadata=None):
+def save(
+    folder: str | Path, name: str, tensors: dict[str, Any], metadata: dict[str, Any] | None = None
+) -> Path:
     """Write a new generation of the checkpoint ``name`` and return the path of its tensors.
 
-    ``tensors``: {name: NumPy or CuPy array}. ``metadata``: JSON-able values kept with them.
-    Older generations but the last good one are removed, after the new one is safe on disk.
-    Raises CheckpointError, with the folder as it was, when a tensor holds inf or NaN, when the
-    disk refuses (full, read-only), and where the generations before have lost their manifests.
+    ``tensors``: {name: NumPy or CuPy array}. ``metadata``: JSON-able values saved with them.
+    When the new generation is on the disk, older ones are removed except the last good one.
+    Raises CheckpointError, and leaves the folder as it was, when a tensor holds inf or NaN, when
+    the disk is full or read-only, and when all older generations have lost their manifests.
     """
     folder = Path(folder)
     if not generations(folder, name) and _numbers(folder, name) - {1}:
         lost = describe_unlisted(folder, unlisted(folder, name))
         raise CheckpointError(f"cannot save {name} in {folder}: {lost}")
     host = {key: to_cpu(array) for key, array in tensors.items()}
-    _check_finite(host, f"save: {name}", ". Begin anew with a smaller --lr")
+    _check_finite(host, f"save: {name}", ". Start again with a smaller --lr")
     data = encode(host, metadata)
     path = _path(folder, name, max([0, *_numbers(folder, name)]) + 1, "safetensors")
     try:
@@ -78,10 +83,10 @@ def save(folder, name, tensors, metadata=None):
     return path
 
 
-def adopt(path):
-    """Write the manifest of a safetensors file of ours that lost it.
+def adopt(path: Path) -> None:
+    """Write the manifest of a checkpoint's safetensors file that has lost it.
 
-    Raises CheckpointError for a file that is not whole or holds inf or NaN, as ``read`` does.
+    Raises CheckpointError for a damaged file or one with inf or NaN, as ``read`` does.
     """
     read(path)
     _write(path.with_suffix(".json"), _manifest(path, path.read_bytes()))
@@ -90,11 +95,11 @@ def adopt(path):
 def _manifest(path, data):
     """Return the bytes of the manifest for a file with these bytes."""
     digest = hashlib.sha256(data).hexdigest()
-    said = {"format": FORMAT, "file": path.name, "bytes": len(data), "sha256": digest}
-    return json.dumps(said, indent=1).encode()
+    manifest = {"format": FORMAT, "file": path.name, "bytes": len(data), "sha256": digest}
+    return json.dumps(manifest, indent=1).encode()
 
 
-def encode(tensors, metadata=None):
+def encode(tensors: dict[str, Any], metadata: dict[str, Any] | None = None) -> bytes:
     """Return NumPy arrays and JSON-able metadata as the bytes of a safetensors file."""
     from safetensors.numpy import save as to_bytes
 
@@ -103,7 +108,7 @@ def encode(tensors, metadata=None):
 
 
 def _write(path, data):
-    """Write a file so that it is there with all its bytes or not at all."""
+    """Write a file atomically: it has all its bytes, or does not exist."""
     temporary = path.with_name(f".{path.stem}-{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -118,7 +123,7 @@ def _write(path, data):
 
 
 def _sync_folder(folder):
-    if os.name == "nt":  # where folders cannot be opened, and renames are durable by themselves
+    if os.name == "nt":  # Windows cannot open folders, and its renames are durable
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -128,7 +133,7 @@ def _sync_folder(folder):
 
 
 def _prune(folder, name):
-    """Remove all but the last good generations, manifests first. What cannot be removed stays."""
+    """Remove all but the last good generations, manifests first; ignore errors."""
     good = []
     for manifest in generations(folder, name):
         if len(good) < KEPT and _is_good(manifest):
@@ -157,20 +162,19 @@ def _remove(paths):
 # ---- reading ------------------------------------------------------------------------------------
 
 
-def generations(folder, name):
-    """Return the manifests of ``name`` in ``folder``, newest first, unread."""
+def generations(folder: str | Path, name: str) -> list[Path]:
+    """Return the manifests of ``name`` in ``folder``, newest first, without reading them."""
     paths = (_path(Path(folder), name, n, "json") for n in _numbers(folder, name))
     return sorted((path for path in paths if path.exists()), reverse=True)
 
 
-def exists(folder, name):
-    """Tell whether there is a generation of ``name``, be it one without a manifest."""
+def exists(folder: str | Path, name: str) -> bool:
+    """Return whether there is a generation of ``name``, with or without a manifest."""
     return bool(_numbers(folder, name))
 
 
-def unlisted(folder, name=None):
-    """Return the safetensors files of ours, of one name or of all, that have no manifest, newest
-    first."""
+def unlisted(folder: str | Path, name: str | None = None) -> list[Path]:
+    """Return the checkpoint files, of one name or of all, without a manifest, newest first."""
     found = []
     for path in sorted(Path(folder).glob("*.safetensors"), reverse=True):
         match = FILE.fullmatch(path.name)
@@ -179,8 +183,8 @@ def unlisted(folder, name=None):
     return found
 
 
-def describe_unlisted(folder, files):
-    """Return what is the matter with files without manifests, and what to do."""
+def describe_unlisted(folder: str | Path, files: list[Path]) -> str:
+    """Return a sentence on files without manifests, and what to do."""
     names = ", ".join(path.name for path in files)
     return (
         f"no manifest (.json) is left beside {names}, and nothing is written over them. Copy the "
@@ -188,17 +192,19 @@ def describe_unlisted(folder, files):
     )
 
 
-def load(folder, name, expected=None):
+def load(
+    folder: str | Path, name: str, expected: dict[str, Any] | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return (tensors, metadata) of the newest good generation of ``name``, as NumPy arrays.
 
     ``expected``: {name: anything with ``shape`` and ``dtype``}; the tensors must be exactly these.
     Size and SHA-256 are checked first, then names, shapes, dtypes, and that all numbers are finite.
-    A generation that fails is passed over with a warning; CheckpointError says what is wrong with
-    each when none is good, or that there is none. Where no generation has its manifest, the newest
-    whole file is used, with a warning.
+    A generation that fails is skipped with a warning. Raises CheckpointError with the fault of each
+    when none is good, or when there is none. If no generation has a manifest, the newest intact
+    file is used, with a warning.
     """
     listed, faults = None, []
-    while listed != (now := generations(folder, name)):  # again if a run saved meanwhile
+    while listed != (now := generations(folder, name)):  # repeat if a run saved meanwhile
         listed, faults = now, []
         for manifest in listed or unlisted(folder, name):
             try:
@@ -215,7 +221,7 @@ def load(folder, name, expected=None):
 
 
 def _load_one(path, expected):
-    """Return (tensors, metadata) by a manifest, or of a safetensors file that has none."""
+    """Return (tensors, metadata) by a manifest, or of a safetensors file without one."""
     if path.suffix == ".json":
         tensors, metadata = decode(_verified_bytes(path), path.stem)
         _check(tensors, expected, path.stem)
@@ -229,23 +235,23 @@ def _load_one(path, expected):
     return found
 
 
-def shapes(folder, name):
-    """Return {name: shape} of the newest generation of ``name`` by its header alone, unverified.
+def shapes(folder: str | Path, name: str) -> dict[str, tuple[int, ...]] | None:
+    """Return {name: shape} of the newest generation of ``name`` from its header, unverified.
 
-    None where there is no header to read.
+    None if the header cannot be read.
     """
     found = _header(folder, name)
     return found and found[0]
 
 
-def notes(folder, name):
-    """Return the metadata of the newest generation of ``name``, as ``shapes`` does, or None."""
+def notes(folder: str | Path, name: str) -> dict[str, Any] | None:
+    """Return the metadata of the newest generation of ``name`` from its header, or None."""
     found = _header(folder, name)
     return found and found[1]
 
 
-def digest(tensors):
-    """Return the SHA-256 of {name: array}, names and values, whatever file they come from."""
+def digest(tensors: dict[str, np.ndarray]) -> str:
+    """Return the SHA-256 of the names, dtypes, shapes and values of {name: array}."""
     found = hashlib.sha256()
     for name, array in sorted(tensors.items()):
         found.update(f"{name} {array.dtype} {array.shape} ".encode())
@@ -264,10 +270,12 @@ def _header(folder, name):
     return None
 
 
-def read(path, expected=None):
-    """Return (tensors, metadata) of one safetensors file of ours, checked as by ``load``.
+def read(
+    path: str | Path, expected: dict[str, Any] | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return (tensors, metadata) of one checkpoint file, checked as by ``load`` but for the hash.
 
-    There is no hash to compare with. Raises CheckpointError.
+    Raises CheckpointError.
     """
     path = Path(path)
     try:
@@ -279,10 +287,10 @@ def read(path, expected=None):
     return tensors, metadata
 
 
-def decode(data, name):
-    """Return (tensors, metadata) from the bytes of a safetensors file of ours.
+def decode(data: bytes, name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return (tensors, metadata) from the bytes of a checkpoint's safetensors file.
 
-    ``name``: what errors call it. Raises CheckpointError for anything else.
+    ``name``: of the file, for errors. Raises CheckpointError for other bytes.
     """
     from safetensors import SafetensorError, deserialize
 
@@ -318,8 +326,8 @@ def _once(pairs):
     return found
 
 
-def fault(folder, name):
-    """Return what is wrong with the newest generation of ``name``, or "": by its size alone."""
+def fault(folder: str | Path, name: str) -> str:
+    """Return what is wrong with the newest generation of ``name``, or "". Checks only its size."""
     for manifest in generations(folder, name)[:1]:
         try:
             _sized(manifest)
@@ -329,44 +337,47 @@ def fault(folder, name):
 
 
 def _verified_bytes(manifest):
-    """Return the bytes a manifest speaks of. Raises CheckpointError unless they are these."""
-    path, said = _sized(manifest)
+    """Return the bytes of a manifest's file. Raises CheckpointError for another SHA-256."""
+    path, content = _sized(manifest)
     try:
         data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
-    if hashlib.sha256(data).hexdigest() != said.get("sha256"):
-        raise CheckpointError(f"{path.name} is damaged: its SHA-256 is not the one noted at saving")
+    if hashlib.sha256(data).hexdigest() != content.get("sha256"):
+        raise CheckpointError(f"{path.name} is damaged: its SHA-256 is not the one in its manifest")
     _verified.add(_identity(path))
     return data
 
 
 def _sized(manifest):
-    """Return (path, manifest) of a file with as many bytes as its manifest says."""
+    """Return (path of the tensors, content of the manifest), with the size checked."""
     path = manifest.with_suffix(".safetensors")
     try:
-        said = json.loads(manifest.read_bytes())
-        if not isinstance(said, dict) or said.get("format") != FORMAT:
+        content = json.loads(manifest.read_bytes())
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{manifest.name} cannot be read: {error}") from error
-    if said.get("file") != path.name:  # the name is never followed: it may lead anywhere
-        got = repr(said.get("file"))
+    if content.get("file") != path.name:  # never opened: the name in it could be any path
+        got = repr(content.get("file"))
         raise CheckpointError(problem("load", f"the file in {manifest.name}", got, path.name))
     try:
         size = path.stat().st_size
-        if size != said.get("bytes"):
-            raise CheckpointError(f"{path.name} has {size} bytes, want {said.get('bytes')}")
+        if size != content.get("bytes"):
+            raise CheckpointError(f"{path.name} has {size} bytes, want {content.get('bytes')}")
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
-    return path, said
+    return path, content
 
 
-# ---- what must hold -----------------------------------------------------------------------------
+# ---- checks -------------------------------------------------------------------------------------
 
 
-def differences(expected, found, most=5):
-    """Return how {name: array} ``found`` differs from ``expected`` in all but values, or ""."""
+def differences(expected: dict[str, Any], found: dict[str, Any], most: int = 5) -> str:
+    """Return how {name: array} ``found`` differs from ``expected`` in names, shapes and dtypes.
+
+    At most ``most`` differences; "" if there is none.
+    """
     faults = [f"{name} is missing" for name in expected if name not in found]
     for name, array in found.items():
         if name not in expected:

@@ -1,13 +1,15 @@
-"""Where a run computes, why, and how batches get there."""
+"""The device of a run: choice, memory, versions, and copies of batches to it."""
 
-import os
 import platform
 from dataclasses import fields, replace
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from gpuattn.arrays import import_cupy
 from gpuattn.data.batching import TokenOrder
+from gpuattn.environment import usable_cores
 from gpuattn.errors import ConfigError, DeviceMissingError, problem
 from gpuattn.version import version
 
@@ -19,31 +21,31 @@ LIBRARIES = (
 )  # fmt: skip
 
 
-def choose_device(name):
-    """Return ("numpy" or "cuda", a sentence that says what was chosen and why).
+def choose_device(name: str) -> tuple[str, str]:
+    """Return ("numpy" or "cuda", a sentence on what was chosen and why).
 
-    Raises DeviceMissingError when "cuda" is asked for and no GPU works, ConfigError for a name
+    Raises DeviceMissingError for "cuda" when no GPU works, ConfigError for a name
     that is not in ``DEVICES``.
     """
     if name not in DEVICES:
         raise ConfigError(problem("device", "the name", repr(name), ", ".join(DEVICES)))
     if name == "numpy":
-        return "numpy", f"{_cpu()}, as asked"
+        return "numpy", f"NumPy on {usable_cores()} cores, as asked"
     reason = _missing_gpu()
     if reason is None:
         return "cuda", _gpu()
     if name == "cuda":
         raise DeviceMissingError(f"no GPU to use: {reason}. Run: gpuattn doctor")
-    return "numpy", f"{_cpu()}, for want of a GPU ({reason})"
+    return "numpy", f"NumPy on {usable_cores()} cores, for want of a GPU ({reason})"
 
 
-def array_module(device):
+def array_module(device: str) -> ModuleType:
     """Return numpy or cupy for "numpy" or "cuda"."""
     return np if device == "numpy" else import_cupy()
 
 
-def batch_to(batch, xp):
-    """Return a batch of ``data.batching`` with its arrays on the device, moved in one copy."""
+def batch_to(batch: Any, xp: ModuleType) -> Any:
+    """Return a batch of ``data.batching`` with its arrays on the device, by one copy."""
     if xp is np:
         return batch
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "sentences"}
@@ -66,20 +68,20 @@ def _moved(value, moved):
     return next(moved) if isinstance(value, np.ndarray) else value
 
 
-def is_out_of_memory(error):
-    """Return whether an exception says that memory is used up, that of the host or of a GPU."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception means that host or GPU memory is used up."""
     return isinstance(error, MemoryError) or "cudaErrorMemoryAllocation" in str(error)
 
 
-def card_memory():
-    """Return (free, all) bytes of the current GPU, once CuPy's pool has given back what it can."""
+def card_memory() -> tuple[int, int]:
+    """Return (free, all) bytes of the current GPU, after CuPy's pool released its free blocks."""
     cupy = import_cupy()
     cupy.get_default_memory_pool().free_all_blocks()
     return cupy.cuda.runtime.memGetInfo()
 
 
-def memory_in_use(xp):
-    """Return bytes: what CuPy's pool holds, or the most the process ever had on a CPU."""
+def memory_in_use(xp: ModuleType) -> int:
+    """Return the bytes that CuPy's pool holds, or on NumPy the peak of the process."""
     if xp is not np:
         return xp.get_default_memory_pool().total_bytes()
     try:
@@ -90,19 +92,19 @@ def memory_in_use(xp):
     return peak if platform.system() == "Darwin" else peak * 1024
 
 
-def versions():
-    """Return ``{distribution: version}`` of what is installed."""
+def versions() -> dict[str, str]:
+    """Return ``{distribution: version}`` of Python, this package and installed libraries."""
     found = {"gpuattn": version(), "python": platform.python_version()}
     found.update({name: version_of(name) for name in LIBRARIES})
     return {name: version for name, version in found.items() if version}
 
 
-def installed_version():
+def installed_version() -> str:
     """Return the version of this package."""
     return version()
 
 
-def version_of(name):
+def version_of(name: str) -> str | None:
     """Return the version of an installed distribution, or None."""
     from importlib import metadata
 
@@ -113,7 +115,7 @@ def version_of(name):
 
 
 def _missing_gpu():
-    """Return why there is no GPU to use, or None."""
+    """Return the reason why no GPU works, or None."""
     try:
         cupy = import_cupy()
         return None if cupy.cuda.is_available() else "no CUDA device or driver"
@@ -125,8 +127,3 @@ def _gpu():
     runtime = import_cupy().cuda.runtime
     properties = runtime.getDeviceProperties(runtime.getDevice())
     return f"{properties['name'].decode()}, {properties['totalGlobalMem'] / 2**30:.0f} GiB"
-
-
-def _cpu():
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"NumPy on {cores} cores"

@@ -1,10 +1,12 @@
-"""What a step computes with, always in the same memory, so that a CUDA graph can be replayed.
+"""Inputs of a training step at fixed addresses, so that a CUDA graph can be replayed.
 
-On a GPU a batch and the numbers of its update travel together, from one of two pinned buffers and
+On a GPU a batch and the numbers of its update are copied together, from one of two pinned buffers
 on a second stream, while the step before still runs.
 """
 
+from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,39 +14,39 @@ from gpuattn.arrays import import_cupy
 from gpuattn.data.batching import TokenOrder
 
 NUMBERS = {  # four bytes each
-    "weight": np.float32,  # of the batch: its target tokens, as a share of the budget
+    "weight": np.float32,  # of the batch: its target tokens over those of a full batch
     "tokens": np.float32,  # target tokens of the batch
     "draw": np.uint32,  # numbers the dropout
     "learning_rate": np.float32,
-    "divisor": np.float32,  # gradients are sums over so many budgets
-    "share": np.float32,  # that the moving average takes of the parameters
+    "divisor": np.float32,  # of the gradients: the sum of the weights of an update
+    "share": np.float32,  # of the parameters in the moving average
 }
 ALIGN = 32  # words between starts of arrays: 128 bytes
-SLOTS = 2
+SLOTS = 2  # pinned buffers, used in turn
 
 
 class Numbers:
     """The ``NUMBERS`` by name, as live zero-dimensional arrays in ``words`` (uint32)."""
 
-    def __init__(self, words):
+    def __init__(self, words: Any) -> None:
         for i, (name, dtype) in enumerate(NUMBERS.items()):
             setattr(self, name, words[i : i + 1].view(dtype).reshape(()))
 
-    def set(self, **values):
-        """Write values into NumPy's words."""
+    def set(self, **values: float) -> None:
+        """Write values by name; ``words`` must be a NumPy array."""
         for name, value in values.items():
             getattr(self, name)[...] = value
 
 
 class HostFeed:
-    """``numbers``, and ``batch`` as it came, of no fixed ``shape``: for steps on NumPy."""
+    """``numbers`` and ``batch`` of a step on NumPy; ``shape`` is None."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.numbers = Numbers(np.zeros(len(NUMBERS), np.uint32))
         self.batch = self.shape = None
 
-    def load(self, batch, **numbers):
-        """Let the step compute with ``batch`` and with all ``NUMBERS``."""
+    def load(self, batch: Any, **numbers: float) -> None:
+        """Set the batch and the ``NUMBERS`` of the next step."""
         self.batch = batch
         self.numbers.set(**numbers)
 
@@ -52,11 +54,12 @@ class HostFeed:
 class DeviceFeed:
     """``numbers`` and ``batch`` on the GPU, for steps on the stream that is current now.
 
-    ``fixed_shape(batch)``: brings a batch to one of few shapes. Batches of one ``shape`` are all
-    in the same memory: each overwrites the one before, in the order of the stream.
+    ``fixed_shape(batch)``: returns an equivalent batch with one of few shapes. ``shape``: of the
+    last batch, hashable. Batches of one shape share memory: each overwrites the one before, in
+    the order of the stream.
     """
 
-    def __init__(self, fixed_shape):
+    def __init__(self, fixed_shape: Callable[[Any], Any]) -> None:
         cupy = import_cupy()
         self.fixed_shape = fixed_shape
         self.stream, self.copies = (
@@ -67,10 +70,10 @@ class DeviceFeed:
         self.numbers, self.batch, self.shape = Numbers(self.words), None, None
         self._places, self._slots = {}, [_Slot(cupy) for _ in range(SLOTS)]
 
-    def load(self, batch, **numbers):
-        """Let the step compute with ``batch`` and with all ``NUMBERS``, without waiting."""
+    def load(self, batch: Any, **numbers: float) -> None:
+        """Copy the batch and the ``NUMBERS`` of the next step, without synchronizing."""
         here = import_cupy().cuda.get_current_stream()
-        assert here == self.stream, "a step computes on another stream than Trainer.computing()'s"
+        assert here == self.stream, "a step computes on another stream than the one of its feed"
         batch = self.fixed_shape(batch)
         parts = [part for _, part in _arrays(batch)]
         self.shape = (*(part.shape for part in parts), *batch.limits)
@@ -100,15 +103,15 @@ class DeviceFeed:
 
 
 class _Slot:
-    """A pinned buffer and one on the device, between the host and where a step reads."""
+    """A pinned buffer and one on the device, between the host and the memory that steps read."""
 
     def __init__(self, cupy):
-        self.came, self.read = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+        self.copied, self.read = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self.host = self.device = None
 
     def fill(self, stream, copies, size):
-        """Return pinned words (size,) to be written, once the last ones are on the device."""
-        self.came.synchronize()
+        """Return pinned words (size,) to be written, when the last ones have been copied."""
+        self.copied.synchronize()
         if self.host is None or len(self.host) < size:
             import cupyx
 
@@ -120,11 +123,11 @@ class _Slot:
         return self.host[:size]
 
     def send(self, stream, copies, places):
-        """Copy the words to the ``places``, one behind the other."""
+        """Copy the words to the arrays ``places``, one after the other."""
         copies.wait_event(self.read)
         self.device[: self.size].set(self.host[: self.size], copies)
-        self.came.record(copies)
-        stream.wait_event(self.came)
+        self.copied.record(copies)
+        stream.wait_event(self.copied)
         begin = 0
         for place in places:
             place[...] = self.device[begin : begin + len(place)]
@@ -144,6 +147,6 @@ def _arrays(batch):
 
 
 def _starts(parts, end=False):
-    """Return where each part begins, in words; with ``end`` also where the last one ends."""
+    """Return the first word of each part; with ``end`` also the end of the last one."""
     sizes = [-(-part.size // ALIGN) * ALIGN for part in parts]
     return [0, *np.cumsum(sizes).tolist()][: len(parts) + end]

@@ -1,11 +1,13 @@
-"""Steps of a run as CUDA graphs: what the host would launch one by one is launched at once.
+"""Steps as CUDA graphs: the kernels of a step are launched at once instead of one by one.
 
-A graph repeats the very launches of a step, with the same pointers, so that what differs between
-steps must be read from the device (``runtime.feed``), and results are the same bits.
+A graph repeats the launches of a step with the same pointers. What differs between steps must
+therefore be in device memory (``runtime.feed``), and the results are the same bits.
 """
 
 import contextlib
 import sys
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from gpuattn.arrays import import_cupy
 from gpuattn.gemm.matmul import capture_refusal
@@ -14,17 +16,17 @@ from gpuattn.runtime.device import is_out_of_memory
 
 
 class Calls:
-    """Runs steps one launch after the other.
+    """Runs steps op by op.
 
-    ``first(step)``: calls one of a new shape; ``tune`` finds the algorithms of its products, which
-    may be others in another process.
+    ``first(step)``: calls a step of a new shape. ``tune`` chooses the algorithms of its matrix
+    products by timing them, so another process may choose others.
     """
 
-    def __init__(self, first=tune):
+    def __init__(self, first: Callable[[Callable], Any] = tune) -> None:
         self.first, self.known = first, set()
 
-    def __call__(self, name, shape, step):
-        """Run ``step()``, which is the same function of device memory for a name and a shape."""
+    def __call__(self, name: str, shape: Hashable, step: Callable[[], Any]) -> None:
+        """Run ``step()``, which must be the same function of device memory for a name and shape."""
         if (name, shape) in self.known:
             return step()
         self.known.add((name, shape))
@@ -32,38 +34,40 @@ class Calls:
 
 
 class Replays:
-    """Captures each step the second time that it is asked for a shape, and replays it from then on.
+    """Captures a step at its second call for a shape, and replays it from then on.
 
-    ``say(sentence)`` is told why, should a step not be captured; it is then called as it is. The
-    first time it is too, by ``first`` as in ``Calls``: kernels get compiled and algorithms chosen
-    then. What steps allocate is shared by all graphs, as they run one after the other on the stream
-    that is current now; it is theirs until the Replays go. A capture for which memory is short
-    raises what the allocation did.
+    The first call is ``first(step)`` as in ``Calls``: it compiles kernels and chooses algorithms.
+    ``notify(sentence)``: called with the reason if a step cannot be captured; steps then run op by
+    op. Graphs run one after the other on the stream that is current now, so they share one memory
+    pool, which is freed with the Replays. A capture that runs out of memory raises the error of the
+    allocation.
     """
 
-    def __init__(self, say, first=tune):
+    def __init__(
+        self, notify: Callable[[str], None], first: Callable[[Callable], Any] = tune
+    ) -> None:
         cupy = import_cupy()
-        self.graphs, self.first, self._say = {}, first, say
+        self.graphs, self.first, self._notify = {}, first, notify
         self.held = []  # (address, bytes) of the pool's memory
         self.stream = cupy.cuda.get_current_stream()
         self.pool = cupy.cuda.MemoryPool(_allocator(self.held))
         self._refused = capture_refusal()
         if self._refused:
-            say(f"no CUDA graphs, steps are slower: {self._refused}. Run: gpuattn doctor")
+            notify(f"no CUDA graphs, steps are slower: {self._refused}. Run: gpuattn doctor")
 
-    def held_bytes(self):
-        """Return what the graphs take."""
+    def held_bytes(self) -> int:
+        """Return the bytes of device memory that the graphs hold."""
         return sum(size for _, size in self.held)
 
     def __del__(self, ending=sys.is_finalizing):
-        if ending():  # the driver may be gone
+        if ending():  # the driver may be unloaded
             return
         self.graphs.clear()
         for pointer, _ in self.held:
             import_cupy().cuda.runtime.free(pointer)
 
-    def __call__(self, name, shape, step):
-        """Run ``step()``, which is the same function of device memory for a name and a shape."""
+    def __call__(self, name: str, shape: Hashable, step: Callable[[], Any]) -> None:
+        """Run ``step()``, which must be the same function of device memory for a name and shape."""
         if self._refused:
             return step()
         key = name, shape
@@ -83,27 +87,27 @@ class Replays:
                 step()
                 self.graphs[key] = self.stream.end_capture()
                 return True
-            except Exception as error:  # noqa: BLE001 whatever it is, it can be done without
+            except Exception as error:  # noqa: BLE001 steps can run without a graph
                 self._end_failed()
                 if is_out_of_memory(error):
                     raise
                 self._refused = f"{type(error).__name__}: {error}"
-                self._say(f"no CUDA graphs, steps are slower: {self._refused}")
+                self._notify(f"no CUDA graphs, steps are slower: {self._refused}")
         return False
 
     def _end_failed(self):
         if self.stream.is_capturing():
-            # it is invalid, and says so; the stream is free again
+            # raises, as the capture is invalid, and ends it
             with contextlib.suppress(import_cupy().cuda.runtime.CUDARuntimeError):
                 self.stream.end_capture()
 
 
 def _allocator(held):
-    """Return what a pool allocates by, which notes (address, bytes) in ``held``.
+    """Return an allocator for a memory pool, which appends (address, bytes) to ``held``.
 
-    The memory is nobody's but theirs who free it: before CuPy's pool says that memory is used up,
-    it gives back all that no array has, and a graph may still use it; and a pool that goes while an
-    array is alive gives nothing back.
+    The Replays own this memory; CuPy's pool must not release it. Before a pool raises out of
+    memory it frees every block without an array, and a graph may still use that block; a pool that
+    is deleted while one of its arrays lives frees nothing.
     """
     cupy = import_cupy()
 

@@ -1,4 +1,4 @@
-"""What a run computes in, and how fp16 is kept from underflow.
+"""The dtypes of a run, and the loss scale that keeps fp16 from underflow.
 
 Micikevicius et al., "Mixed precision training" (ICLR 2018): float32 masters, 16-bit model,
 and a loss scale that halves on overflow and doubles after a long clean stretch. Without masters:
@@ -8,19 +8,24 @@ Gupta et al., "Deep learning with limited numerical precision" (ICML 2015), stoc
 import difflib
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from gpuattn.errors import ConfigError, problem
 from gpuattn.ops.update.gradient_statistics import MAX_LOSS_SCALE, MIN_LOSS_SCALE
+from gpuattn.runtime.workspace import Workspace
 
 WIDER = {"float16": "--precision bf16", "bfloat16": "--precision fp32"}
-STUCK = 10  # skipped updates in a row, with nothing left to halve, after which a run is stopped
+MOST_SKIPPED = 10  # updates in a row, at the smallest loss scale, after which a run is stopped
 
 
 @dataclass(frozen=True)
 class Precision:
-    """``dtype``: what the model computes in. The loss scale starts at ``loss_scale`` and doubles
-    after ``growth_interval`` clean updates (0: it never moves). ``masters``: whether parameters
-    are kept in float32 too; without, new ones are rounded at random."""
+    """The dtypes of a run.
+
+    ``dtype``: of parameters and activations. The loss scale starts at ``loss_scale`` and doubles
+    after ``growth_interval`` clean updates (0: it is constant). ``masters``: whether parameters
+    have float32 masters; without them, updates are rounded stochastically.
+    """
 
     name: str
     dtype: str
@@ -28,13 +33,9 @@ class Precision:
     growth_interval: int = 0
     masters: bool = True
 
-    def grad_dtype(self, micro_batches):
+    def grad_dtype(self, micro_batches: int) -> str:
         """Return the dtype of gradients: float32 where several micro-batches are summed."""
         return "float32" if micro_batches > 1 else self.dtype
-
-    def root_gradient(self, state):
-        """Return what ``backward`` starts from: the loss scale, on the device, read by nobody."""
-        return state.field("loss_scale")
 
 
 PRECISIONS = {
@@ -43,14 +44,14 @@ PRECISIONS = {
     "pure-bf16": Precision("pure-bf16", "bfloat16", masters=False),
     "fp16": Precision("fp16", "float16", loss_scale=65536.0, growth_interval=2000),
 }
-_said = set()
+_warned = set()
 
 
-def choose(name, device):
+def choose(name: str, device: str) -> Precision:
     """Return the Precision called ``name``, or the device's best for "auto".
 
-    ``device``: "numpy" or "cuda". NumPy computes in float32 whatever is asked: it says so once.
-    Raises ConfigError for an unknown name.
+    ``device``: "numpy" or "cuda". NumPy always computes in float32, and warns once for another
+    name. Raises ConfigError for an unknown name.
     """
     if name not in ("auto", *PRECISIONS):
         near = difflib.get_close_matches(name, PRECISIONS, 1)
@@ -58,8 +59,8 @@ def choose(name, device):
         accepted = ", ".join(("auto", *PRECISIONS))
         raise ConfigError(problem("precision", "the name", repr(name), accepted, advice))
     if device == "numpy":
-        if name not in ("auto", "fp32") and name not in _said:
-            _said.add(name)
+        if name not in ("auto", "fp32") and name not in _warned:
+            _warned.add(name)
             warnings.warn(
                 f"precision {name} needs a GPU; on NumPy everything is computed in fp32",
                 stacklevel=2,
@@ -68,22 +69,22 @@ def choose(name, device):
     return PRECISIONS["bf16" if name == "auto" else name]
 
 
-def trouble(before, now, workspace, config):
-    """Return sentences about what went wrong between two ``state.read()``, to be shown.
+def trouble(
+    before: dict[str, float], now: dict[str, float], workspace: Workspace, config: Any
+) -> list[str]:
+    """Return warnings about skipped updates and the loss scale between two ``state.read()``.
 
-    ``config``: the run's TrainConfig, so that what to try is something else than it has.
-    Raises FloatingPointError, naming parameters with bad gradients, when updates are skipped
-    without end: ten in a row with a loss scale that cannot shrink any more.
+    ``config``: the run's TrainConfig, to suggest options that differ from its own.
+    Raises FloatingPointError, naming parameters with bad gradients, after MOST_SKIPPED skipped
+    updates in a row with a loss scale that cannot shrink.
     """
     skipped = now["skipped"] - before["skipped"]
-    if now["skipped_in_a_row"] >= STUCK and now["loss_scale"] <= MIN_LOSS_SCALE:
+    if now["skipped_in_a_row"] >= MOST_SKIPPED and now["loss_scale"] <= MIN_LOSS_SCALE:
         bad = workspace.unusable_gradients()
-        where = (
-            f"first in {bad[0]} ({len(bad)} of {len(workspace.slots)})" if bad else "by now gone"
-        )
+        where = f"first in {bad[0]} ({len(bad)} of {len(workspace.slots)})" if bad else "now finite"
         raise FloatingPointError(
             f"{now['skipped_in_a_row']} updates in a row had gradients with inf or NaN, {where}; "
-            f"the last good one was number {now['step']}. Begin anew with "
+            f"the last good one was number {now['step']}. Start again with "
             f"{', or '.join(_remedies(workspace, config))}"
         )
     sentences = []

@@ -1,4 +1,6 @@
-"""Numbers on their way from the device to the host, for whom nobody waits."""
+"""Asynchronous device-to-host copies."""
+
+from typing import Any
 
 import numpy as np
 
@@ -6,9 +8,12 @@ from gpuattn.arrays import get_xp, import_cupy
 
 
 class Reading:
-    """The arrays as they are at this place of the current stream."""
+    """Copies of arrays to the host, in the order of the current stream, without synchronizing.
 
-    def __init__(self, *arrays):
+    ``arrays``: NumPy or CuPy arrays; later writes to them do not change the copies.
+    """
+
+    def __init__(self, *arrays: Any) -> None:
         if get_xp(*arrays) is np:
             self._host, self._event = [array.copy() for array in arrays], None
             return
@@ -19,12 +24,12 @@ class Reading:
             array.get(out=host, blocking=False)
         self._event = import_cupy().cuda.get_current_stream().record()
 
-    def ready(self):
-        """Return whether ``values`` would not wait."""
+    def ready(self) -> bool:
+        """Return whether the copies are complete, so that ``values`` does not wait."""
         return self._event is None or self._event.done
 
-    def values(self):
-        """Return the arrays on the host, once they are there."""
+    def values(self) -> list[np.ndarray]:
+        """Return the copies as NumPy arrays; waits until they are complete."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

@@ -1,28 +1,31 @@
-"""All parameters, gradients and moments of a model, each in one flat buffer.
+"""The parameters, gradients and moments of a model, each in one flat buffer.
 
-Every parameter is a live slice: the model computes with it, its gradient is written into the same
-place of the gradient buffer, and the optimizer never learns where one ends and the next begins.
+Every parameter is a view of its slice. Its gradient is written into the same slice of the gradient
+buffer, and the optimizer updates whole buffers, in two launches.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpuattn.arrays import BFLOAT16, get_xp, import_cupy, to_gpu
 from gpuattn.autodiff import side_stream, tape
+from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError, GradientError, problem
+from gpuattn.nn.module import Module
 from gpuattn.ops.update.flat_update import DECAY_BLOCK
 from gpuattn.runtime.checkpoint import differences
 
-ALIGN = 128  # elements between starts of slices: 256 bytes in 16 bits, and one block of decay
-TOTAL = 8192  # elements that the total is a multiple of: 16 KiB in 16 bits, so 64 ranks share it
+ALIGN = 128  # elements that slices are aligned to: 256 bytes in 16 bits, one block of decay
+TOTAL = 8192  # elements that the size is a multiple of: 16 KiB in 16 bits, for up to 64 ranks
 DTYPES = {"float32": np.dtype("float32"), "float16": np.dtype("float16"), "bfloat16": BFLOAT16}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Slot(NamedTuple):
-    """Where a parameter lies in each flat buffer: elements ``start`` to ``stop``, as ``shape``."""
+    """A parameter's slice of each flat buffer: elements ``start`` to ``stop``, as ``shape``."""
 
     start: int
     stop: int
@@ -30,21 +33,21 @@ class Slot(NamedTuple):
 
 
 class Workspace:
-    """The flat buffers of a module, whose parameters become slices of them on construction.
+    """The flat buffers of a module. Its parameters become views of them on construction.
 
     ``module``: ``named_parameters()`` yields (name, Tensor) in the order of construction, float32
     NumPy. That order is the flat order, so gradients become ready from the end.
-    ``device``: "numpy" or "cuda". ``dtype``: what the model computes in: "float32", "float16" or
+    ``device``: "numpy" or "cuda". ``dtype``: of parameters and activations: "float32", "float16" or
     "bfloat16". ``grad_dtype``: of the gradients, ``dtype`` unless given ("float32" when several
     micro-batches are summed).
-
     ``moments``: names of the float32 buffers that the optimizer needs, which become attributes.
-    ``masters``: False for 16-bit parameters without them, whose updates are rounded at random.
+    ``masters``: False for 16-bit parameters without them, whose updates are rounded stochastically.
 
-    ``params``: in ``dtype``. ``masters``: float32; the same array as ``params`` when ``dtype`` is,
-    or when there are none. ``model``: ``params`` where they are a 16-bit copy, else None.
-    ``grads``. ``decay``: uint8, one for every 128 elements: whether weight decay applies; it does
-    not to parameters with less than two axes. ``slots``: {name: Slot}.
+    Attributes, all flat arrays of ``size`` elements: ``params``, in ``dtype``; ``masters``,
+    float32, or the same array as ``params`` when these are float32 or have no masters; ``model``:
+    ``params`` where they are a 16-bit copy, else None; ``grads``. ``decay``: uint8, one for every
+    128 elements: whether weight decay applies; it does not to parameters with fewer than two axes.
+    ``slots``: {name: Slot}. ``tensors``: {name: Tensor}.
     ``on_grad_ready``: None, or a function of a slice of ``grads`` called in ``backward`` as soon
     as that part is final (where a reduction between GPUs may start).
 
@@ -53,9 +56,9 @@ class Workspace:
     """
 
     def __init__(
-        self, module, device="numpy", dtype="float32", grad_dtype=None, *,
-        moments=MOMENTS, masters=True,
-    ):  # fmt: skip
+        self, module: Module, device: str = "numpy", dtype: str = "float32",
+        grad_dtype: str | None = None, *, moments: Sequence[str] = MOMENTS, masters: bool = True,
+    ) -> None:  # fmt: skip
         xp = _module(device)
         dtype, grad_dtype = _dtype("dtype", dtype), _dtype("grad_dtype", grad_dtype or dtype)
         self.tensors = dict(module.named_parameters())
@@ -84,8 +87,8 @@ class Workspace:
             self.tensors[name].data = data
         self.keep_gradients_in(grad_dtype)
 
-    def keep_gradients_in(self, dtype):
-        """Make the buffer of gradients anew, in another dtype; those that were there are gone."""
+    def keep_gradients_in(self, dtype: Any) -> None:
+        """Replace the buffer of gradients by one in another dtype; their values are lost."""
         self.grads = None
         self.grads = get_xp(self.params).zeros(self.size, dtype)
         for name, slot in self.slices(self.grads).items():
@@ -93,22 +96,22 @@ class Workspace:
             tensor.grad, tensor.grad_started = None, False
             tensor.grad_slot = slot if tensor.requires_grad else None
 
-    def slices(self, flat):
-        """Return {name: live view} of a flat buffer, each in the parameter's shape."""
+    def slices(self, flat: Any) -> dict[str, Any]:
+        """Return {name: view} of a flat buffer, each in the parameter's shape."""
         return {name: flat[a:b].reshape(shape) for name, (a, b, shape) in self.slots.items()}
 
     # ---- an update ----
 
-    def begin(self):
-        """Start the gradients anew: the first one written overwrites, later ones add."""
+    def begin(self) -> None:
+        """Begin an update: the first gradient of each parameter overwrites, later ones add."""
         for tensor in self.tensors.values():
             tensor.grad, tensor.grad_started = None, False
 
-    def backward(self, loss, grad=None):
-        """Write the gradients of ``loss`` into ``grads``, or add them to what came since ``begin``.
+    def backward(self, loss: Tensor, grad: Any = None) -> None:
+        """Write the gradients of ``loss`` into ``grads``, or add them to those since ``begin``.
 
-        ``grad``: what ``loss`` is multiplied by, an array of its shape (such as the loss scale, on
-        the device), or None for one. Raises GradientError for a loss that was not recorded.
+        ``grad``: an array of the loss's shape that the gradients are multiplied by, such as the
+        loss scale, or None for 1. Raises GradientError for a loss that was not recorded.
         """
         if not loss.requires_grad:
             raise GradientError("backward: the loss was not recorded; compute it outside no_grad()")
@@ -121,8 +124,8 @@ class Workspace:
             side_stream.wait_for(tensor.grad_slot)
             self.on_grad_ready(self._parts[id(tensor)])
 
-    def finish(self):
-        """Fill the gradients of parameters that took no part with zeros; return their names."""
+    def finish(self) -> list[str]:
+        """Zero the gradients of parameters that the losses did not use; return their names."""
         idle = [
             name
             for name, tensor in self.tensors.items()
@@ -132,13 +135,13 @@ class Workspace:
             self.tensors[name].grad_slot[...] = 0
         return idle
 
-    def sync_model(self):
-        """Round the masters into the model's 16-bit parameters again, where there are such."""
+    def sync_model(self) -> None:
+        """Round the masters into the model's 16-bit parameters, if it has such."""
         if self.model is not None:
             self.model[...] = self.masters
 
-    def unusable_gradients(self):
-        """Return the names of parameters whose gradients hold inf or NaN. Waits for the device."""
+    def unusable_gradients(self) -> list[str]:
+        """Return the names of parameters whose gradients hold inf or NaN. Synchronizes."""
         xp = get_xp(self.grads)
         slices = self.slices(self.grads)
         good = {name: xp.isfinite(g.astype(np.float32)).all() for name, g in slices.items()}
@@ -146,15 +149,15 @@ class Workspace:
 
     # ---- checkpoints ----
 
-    def weights(self):
-        """Return {name: float32 array}: live slices of the masters, copies where there are none."""
+    def weights(self) -> dict[str, Any]:
+        """Return {name: float32 array}: views of the masters, or copies where there are none."""
         weights = self.slices(self.masters)
         return {name: view.astype(np.float32, copy=False) for name, view in weights.items()}
 
-    def state_dict(self):
-        """Return what an exact continuation needs, as live slices.
+    def state_dict(self) -> dict[str, Any]:
+        """Return {name: view} of what an exact continuation needs.
 
-        The masters by their names, moments such as ``exp_avg`` as ``exp_avg:name``.
+        The masters have the names of parameters, a moment ``exp_avg`` is ``exp_avg:name``.
         """
         state = self.slices(self.masters)
         for moment in self.moments:
@@ -162,15 +165,15 @@ class Workspace:
             state |= {f"{moment}:{name}": view for name, view in named.items()}
         return state
 
-    def load_state_dict(self, tensors):
-        """Copy {name: array} of ``state_dict`` back in, all of it or nothing.
+    def load_state_dict(self, tensors: dict[str, Any]) -> None:
+        """Copy {name: array} of a ``state_dict`` into the buffers, all of it or nothing.
 
         Raises CheckpointError that names what is missing, unknown, or of another shape or dtype.
         """
         self._load(self.state_dict(), tensors, self.state_dict())
 
-    def load_weights(self, tensors):
-        """Copy {name: array} of ``weights`` back in, all of it or nothing; moments stay.
+    def load_weights(self, tensors: dict[str, Any]) -> None:
+        """Copy {name: array} of ``weights`` into the buffers, all or nothing; moments stay.
 
         Raises CheckpointError as ``load_state_dict``.
         """

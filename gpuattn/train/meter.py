@@ -1,6 +1,9 @@
-"""What a run costs and what it gets for it. Read at reports only, so that no update waits."""
+"""Tokens, FLOPs, seconds and energy of a run, counted every few updates."""
 
 import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -12,15 +15,15 @@ SPENT = ("seconds", "tokens", "flops", "joules")
 
 
 class Meter:
-    """Counts what updates take, beside the ``spent`` of a ``position.Position``.
+    """Counts what updates take, and adds it to the ``spent`` of a ``state.Position``.
 
-    ``dtype``: of the model, whose fastest products are what its FLOPs are compared with. On NumPy
-    they are compared with nothing: what a CPU reaches depends on who else computes.
-    ``flops``: that of a ``tasks.task.Task``. ``batches``: those since the last report, to which
-    whoever takes one appends it; what they come to is reckoned at the report, for all at once.
+    ``xp``: numpy or cupy. ``dtype``: of the model; its model FLOPs are compared with the measured
+    rate of large products in it. On NumPy they are not: the rate of a CPU depends on other
+    programs. ``flops(batches)``: that of a ``tasks.task.Task``. ``batches``: those since the last
+    ``facts``; the caller appends each one, and their tokens and FLOPs are summed in ``facts``.
     """
 
-    def __init__(self, xp, dtype, flops):
+    def __init__(self, xp: ModuleType, dtype: Any, flops: Callable[[list], float]) -> None:
         found = None if xp is np else ceilings(xp, dtype)
         self.peak = found and found["matmul_tflops"] * 1e12
         self._power = None if xp is np else PowerMeter()
@@ -28,14 +31,14 @@ class Meter:
         self._flops = flops
         self.restart()
 
-    def restart(self):
-        """Begin to count: what came before was evaluation."""
+    def restart(self) -> None:
+        """Start the clock again, after an evaluation."""
         self._begin, self.batches = time.perf_counter(), []
 
-    def facts(self, updates, spent):
-        """Return what a Progress says of ``updates`` since the last time, and add it to ``spent``.
+    def facts(self, updates: int, spent: dict[str, float]) -> dict[str, float]:
+        """Return fields of a Progress for the ``updates`` since the last call; add to ``spent``.
 
-        What is not known is left out.
+        Fields that are not known are left out.
         """
         seconds = time.perf_counter() - self._begin
         tokens = sum(batch.all_tokens for batch in self.batches)
@@ -48,8 +51,11 @@ class Meter:
         self.restart()
         return facts | self.energy(spent)
 
-    def energy(self, spent, now=False):
-        """Add to ``spent`` the energy since the last time, evaluations included; return facts."""
+    def energy(self, spent: dict[str, float], now: bool = False) -> dict[str, float]:
+        """Add the energy since the last call to ``spent``, and return fields of a Progress.
+
+        Evaluations are included. ``now``: read the meter now, not its latest sample.
+        """
         before, self._draw = self._draw, self._power and self._power.read(now)
         if not self._draw:
             return {}
@@ -59,8 +65,8 @@ class Meter:
         spent["joules"] += self._draw.joules - before.joules
         return facts | {"joules": spent["joules"]}
 
-    def describe(self, spent, seconds):
-        """Return in words what a run of ``seconds`` has ``spent``."""
+    def describe(self, spent: dict[str, float], seconds: float) -> str:
+        """Return a sentence on what a run of ``seconds`` has ``spent``."""
         parts = [f"{short(spent['tokens'])} tokens in {duration(seconds)}"]
         if spent["seconds"]:
             parts.append(f"{short(spent['tokens'] / spent['seconds'])} tokens/s in updates")

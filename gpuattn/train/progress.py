@@ -1,16 +1,18 @@
-"""What a run tells while it goes on. The command line puts a progress bar behind it."""
+"""Progress of a run, and the listener that receives it. The command line shows a progress bar."""
 
 from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """Where a run stands.
+    """The progress of a run.
 
     ``seconds``: spent training. ``share``: of the whole run, 0 to 1. ``loss``: mean per target
-    token since the last report. ``rate``: source and target tokens a second. ``milliseconds``: of
-    an update. ``eta``: seconds left, as far as one can tell. ``memory``: bytes.
-    On a GPU, where known: ``mfu``, model FLOPs (``models.flops``) as a share of what large products
-    reach on it (``cuda.ceilings``); ``watts`` that it draws, ``joules`` that the run has used.
+    token since the last Progress. ``rate``: source and target tokens a second. ``milliseconds``: of
+    an update. ``eta``: estimated seconds left. ``memory``: bytes. ``at_most``: whether the run may
+    end before its length.
+    On a GPU, where known: ``mfu``, model FLOPs (``models.flops``) as a share of the measured rate
+    of large matrix products (``cuda.ceilings``); ``watts`` that it draws now, ``joules`` that the
+    run has used.
     """
 
     update: int
@@ -29,23 +31,23 @@ class Progress(NamedTuple):
     joules: float | None = None
 
 
-class Report:
-    """Hears from a run, and says nothing. Subclasses show what they like.
+class Listener:
+    """A no-op progress listener. Subclasses show or record what they are told.
 
     ``begun``: whether training has begun, so that a stop saves it.
     """
 
     begun = False
 
-    def begin(self):
-        """Hear that all is read and training begins."""
+    def begin(self) -> None:
+        """Called when all data is read and training begins."""
         self.begun = True
 
-    def say(self, topic, text):
-        """Hear a sentence; ``topic`` is a word such as "data", "model", "valid"."""
+    def say(self, topic: str, text: str) -> None:
+        """Called with a sentence; ``topic`` is a word such as "data", "model", "valid"."""
 
-    def progress(self, progress):
-        """Hear a Progress, every few updates."""
+    def progress(self, progress: Progress) -> None:
+        """Called every few updates."""
 
-    def close(self):
-        """Hear that nothing more comes."""
+    def close(self) -> None:
+        """Called last."""

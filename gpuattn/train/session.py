@@ -1,15 +1,17 @@
-"""A training run from options to a folder of use: begin or go on, evaluate, save, end."""
+"""A training run, from options to a run folder: begin or continue, evaluate, save, end."""
 
 import contextlib
 import datetime
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from gpuattn.arrays import to_cpu
 from gpuattn.files import write_text
 from gpuattn.report.page import write_page
 from gpuattn.runs import events
-from gpuattn.runs.config import default_batch, describe_growth, to_toml
+from gpuattn.runs.config import TrainConfig, default_batch, describe_growth, to_toml
 from gpuattn.runs.damage import check_whole
 from gpuattn.runs.folder import TASKS, RunFolder, begin_from
 from gpuattn.runs.metrics import describe, rank
@@ -17,16 +19,16 @@ from gpuattn.runtime import checkpoint
 from gpuattn.runtime.device import card_memory, choose_device, installed_version, versions
 from gpuattn.runtime.precision import choose
 from gpuattn.train import memory
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.trainer import Trainer
 from gpuattn.units import AUTO
 
-CLIP = 80  # characters of a text that are shown
+SHOWN_CHARACTERS = 80  # of a sample text
 
 
 class Outcome(NamedTuple):
-    """How a call of ``train`` ended: ``finished``, or stopped and to be continued; the best row of
-    metrics so far, or None; the number of the last update."""
+    """How a call of ``train`` ended: ``finished``, or stopped before that; the ``best`` row of
+    metrics so far, or None; the number of the last ``update``."""
 
     finished: bool
     best: dict | None
@@ -34,33 +36,36 @@ class Outcome(NamedTuple):
 
 
 def train(
-    config, out, *, origins=None, device="auto", report=None, stop=None, overwrite=False,
-    graphs=True, command=None, tensorboard=False,
-):  # fmt: skip
-    """Train as a TrainConfig says into the folder ``out``; go on where a run was stopped there.
+    config: TrainConfig, out: str | Path, *, origins: dict[str, str] | None = None,
+    device: str = "auto", listener: Listener | None = None,
+    stop: Callable[[], bool] | None = None, overwrite: bool = False, graphs: bool = True,
+    command: str | None = None, tensorboard: bool = False,
+) -> Outcome:  # fmt: skip
+    """Train as a TrainConfig says into the folder ``out``; continue a run that was stopped there.
 
-    ``device``: "auto", "cuda" or "numpy". ``report``: a ``train.progress.Report``. ``stop``: called
-    after each update; once it is true, the run is saved and left. ``overwrite``: delete a run that
-    is in the folder. ``graphs``: see ``Trainer``. ``command``: what was typed, for the report.
-    ``tensorboard``: write the metrics as TensorBoard events, too; see ``runs.events``.
+    ``origins``: {option: where its value came from}, written beside the options. ``device``:
+    "auto", "cuda" or "numpy". ``listener``: a ``train.progress.Listener``. ``stop``: called after
+    each update; when it returns True, the run is saved and left. ``overwrite``: delete a run that
+    is in the folder. ``graphs``: see ``Trainer``. ``command``: the command line, for the report.
+    ``tensorboard``: also write the metrics as TensorBoard events; see ``runs.events``.
     Returns an Outcome.
     Raises ConfigError when the folder has a run with other options, DataError for data that cannot
-    be used, CheckpointError when a damaged run cannot go on or the disk is full,
+    be used, CheckpointError when a damaged run cannot continue or the disk is full,
     DeviceMissingError, UnsupportedError for ``tensorboard`` without the package of that name, and
     FloatingPointError when gradients are not finite for long.
     """
     if tensorboard:
         events.import_tensorboard()
-    report, stop = report or Report(), stop or (lambda: False)
+    listener, stop = listener or Listener(), stop or (lambda: False)
     folder = RunFolder(out)
     with folder.lock():
-        session = _begin(config, folder, origins, device, report, overwrite, graphs, command)
+        session = _begin(config, folder, origins, device, listener, overwrite, graphs, command)
         with events.written(folder) if tensorboard else contextlib.nullcontext():
             return session.run(stop)
 
 
-def _begin(config, folder, origins, device, report, overwrite, graphs, command):
-    """Return the Session of a new run, or of the one that goes on in the folder."""
+def _begin(config, folder, origins, device, listener, overwrite, graphs, command):
+    """Return the Session of a new run, or of the one in the folder, to be continued."""
     if overwrite or not folder.exists():
         folder.check_init(config)
     if overwrite:
@@ -72,31 +77,34 @@ def _begin(config, folder, origins, device, report, overwrite, graphs, command):
         folder.check_trainable()
         folder.check_same(config)
         for sentence in check_whole(folder):
-            report.say("warning", sentence)
+            listener.say("warning", sentence)
     else:
         folder.check_empty()
     device, where = choose_device(device)
-    report.say("device", where)
+    listener.say("device", where)
     noted = {"where": where.removesuffix(", as asked"), "command": command}
-    session = Session(config, folder, device, report, begun, graphs, noted)
+    session = Session(config, folder, device, listener, begun, graphs, noted)
     if not begun:
         if config.batch == AUTO:
             config, origins = session.config, {**(origins or {}), "batch": AUTO}
         folder.create(config, origins, session.task.corpus.tokenizer, session.digests)
     else:
         folder.keep_digests(session.digests)
-        if (old := folder.config()) != config:  # it got longer, or files have other names
+        if (old := folder.config()) != config:  # another length, or other names of files
             write_text(folder.path / "config.toml", to_toml(config, origins))
         if old.length != config.length:
-            report.say("run", describe_growth(old, config))
+            listener.say("run", describe_growth(old, config))
     return session
 
 
 class Session:
-    """The parts of one run, put together; see ``train``. ``noted``: what its log begins with."""
+    """The parts of one run; see ``train``. ``noted``: facts for the first row of its log."""
 
-    def __init__(self, config, folder, device, report, begun, graphs=True, noted=None):
-        self.folder, self.report, fits = folder, report, config.batch == AUTO
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, device: str, listener: Listener, begun: bool,
+        graphs: bool = True, noted: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.listener, fits = folder, listener, config.batch == AUTO
         self.noted = noted or {}
         memory.check_host(config, device)
         if fits:
@@ -113,7 +121,7 @@ class Session:
         if device == "cuda":
             config = self._plan_memory(config, fits)
         self.config = config
-        logged = _Logged(report, folder.metrics)
+        logged = _Logged(listener, folder.metrics)
         self.trainer = Trainer(self.task, device, logged, graphs)
         if self.trainer.threads:
             self._record_threads(self.trainer.threads)
@@ -123,7 +131,10 @@ class Session:
                 self.trainer.load(folder.path)
 
     def _plan_memory(self, config, fits):
-        """Say what the run takes of the GPU; return the config, with a batch that ``fits`` it."""
+        """Tell how much GPU memory the run needs, and return the config.
+
+        ``fits``: choose the largest batch that fits.
+        """
         task, (free, card) = self.task, card_memory()
         precision = choose(config.precision, "cuda")
         memory.check_fits(task.model, config, precision, free)
@@ -133,13 +144,13 @@ class Session:
             config = replace(config, batch=tokens)
             task.rebatch(config)
         plan = memory.plan(task.model, config, precision)
-        self.report.say("memory", plan.describe(card))
+        self.listener.say("memory", plan.describe(card))
         return config
 
     def _record_threads(self, threads):
-        """Take the choices of BLAS threads from the log, and add new ones to it."""
-        log, say = self.folder.metrics, self.report.say
-        for row in log.read("threads"):  # a later row replaces what was chosen beyond its update
+        """Read the choices of BLAS threads from the log, and append new ones."""
+        log, say = self.folder.metrics, self.listener.say
+        for row in log.read("threads"):  # a row replaces choices for later updates
             kept = {u: number for u, number in threads.record.items() if u < row["update"]}
             threads.record = kept | {row["update"]: row["threads"]}
 
@@ -153,25 +164,26 @@ class Session:
         if before and before[-1] != blas:
             say(
                 "warning", f"products were computed by {before[-1]}, now by {blas}: bits may "
-                "differ from those of a run that was not stopped",
+                "differ from those of an uninterrupted run",
             )  # fmt: skip
 
-    def run(self, stop):
-        """Train to the end or until ``stop()``; return the Outcome."""
+    def run(self, stop: Callable[[], bool]) -> Outcome:
+        """Train to the end or until ``stop()`` returns True; return the Outcome."""
         with self.trainer.computing():
             return self._run(stop)
 
     def _run(self, stop):
         at, trainer = self.trainer.at, self.trainer
-        self.report.begin()
+        self.listener.begin()
         if not at.early and at.finished != self.config.length.describe():
-            at.finished = ""  # asked to go on for longer than before
+            at.finished = ""  # the length is greater than before
         if at.finished and self.folder.metrics.read("end"):
-            self.report.say("run", f"finished before, after {at.update:,} updates ({at.finished})")
+            before = f"finished before, after {at.update:,} updates ({at.finished})"
+            self.listener.say("run", before)
             return Outcome(True, at.best, at.update)
         self.folder.metrics.rewind(at.update)
         if at.update:
-            self.report.say("run", f"going on from update {at.update:,} in {self.folder.path}")
+            self.listener.say("run", f"continuing from update {at.update:,} in {self.folder.path}")
         self.folder.metrics.add(
             "start", update=at.update, device=trainer.xp.__name__, **self.noted,
             versions=versions(), date=datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds"),
@@ -185,20 +197,20 @@ class Session:
             "end", update=at.update, seconds=at.seconds, best=at.best, spent=at.spent
         )
         if at.early:
-            self.report.say("ended", f"{at.finished}, after {at.update:,} updates")
+            self.listener.say("ended", f"{at.finished}, after {at.update:,} updates")
         elif self.config.until:
             wanted = f"{self.config.until:g} % exact of every kind"
-            text = f"{at.finished} are over, before {wanted}; a longer --for goes on"
-            self.report.say("ended", text)
-        self.report.say("trained", trainer.meter.describe(at.spent, at.seconds))
+            text = f"{at.finished} ended before {wanted}; continue with a longer --for"
+            self.listener.say("ended", text)
+        self.listener.say("trained", trainer.meter.describe(at.spent, at.seconds))
         try:
-            self.report.say("report", str(write_page(self.folder.path)))
-        except OSError as error:  # the run itself is safe
-            self.report.say("warning", f"report.html cannot be written: {error.strerror}")
+            self.listener.say("report", str(write_page(self.folder.path)))
+        except OSError as error:  # the run itself is saved
+            self.listener.say("warning", f"report.html cannot be written: {error.strerror}")
         return Outcome(True, at.best, at.update)
 
     def _introduce(self):
-        config, corpus, say = self.config, self.task.corpus, self.report.say
+        config, corpus, say = self.config, self.task.corpus, self.listener.say
         say("gpuattn", f"{installed_version()}, {self.trainer.precision.name}")
         for fact in corpus.facts:
             say("data", fact)
@@ -220,7 +232,7 @@ class Session:
     # ---- evaluating ----
 
     def _evaluate(self, stop, **noted):
-        """Return the metrics of the parameters (or their moving average), None if stopped."""
+        """Return a row of metrics of the parameters or their moving average, None if stopped."""
         at, trainer = self.trainer.at, self.trainer
         with trainer.average.applied() if trainer.average else contextlib.nullcontext():
             self.weights = {
@@ -234,15 +246,15 @@ class Session:
         figures, texts = found
         row |= figures
         self.folder.metrics.add("valid", **row)
-        self.report.say("valid", describe(row))
+        self.listener.say("valid", describe(row))
         for text in texts:
-            self.report.say("", _clipped(text))
+            self.listener.say("", _clipped(text))
         return row
 
     # ---- saving ----
 
     def _save(self, row):
-        """Keep the evaluated weights as ``last``, and ``best`` if they are; then the state."""
+        """Save the evaluated weights as ``last``, and as ``best`` if they are; then the state."""
         at, path, trainer = self.trainer.at, self.folder.path, self.trainer
         if row is None:
             with trainer.average.applied() if trainer.average else contextlib.nullcontext():
@@ -257,13 +269,13 @@ class Session:
         checkpoint.save(path, "state", tensors, metadata)
 
     def _average(self, stop):
-        """Evaluate the mean of the last checkpoints; it becomes ``best`` if it is.
+        """Evaluate the mean of the last checkpoints, and save it as ``best`` if it is.
 
         Returns False when stopped meanwhile.
         """
         trainer, at = self.trainer, self.trainer.at
         own = {name: a.copy() for name, a in trainer.workspace.weights().items()}
-        trainer.average = None
+        trainer.step.average = None
         trainer.workspace.load_weights(self.folder.average_snapshots(self.config.average))
         row = self._evaluate(stop, averaged=self.config.average)
         trainer.workspace.load_weights(own)
@@ -273,19 +285,19 @@ class Session:
         return row is not None
 
 
-class _Logged(Report):
-    """Notes progress in the metrics before passing everything on."""
+class _Logged(Listener):
+    """Writes progress to the metrics, then tells another listener."""
 
-    def __init__(self, report, metrics):
-        self.say, self._report, self._metrics = report.say, report, metrics
+    def __init__(self, listener, metrics):
+        self.say, self._inner, self._metrics = listener.say, listener, metrics
 
     def progress(self, progress):
         row = {name: value for name, value in progress._asdict().items() if value is not None}
         del row["eta"], row["share"], row["at_most"]
         self._metrics.add("train", **row)
-        self._report.progress(progress)
+        self._inner.progress(progress)
 
 
 def _clipped(text):
-    """Return a text as far as it fits into a line: early translations stutter without end."""
-    return text if len(text) <= CLIP else f"{text[: CLIP - 3]}..."
+    """Return a text cut to one line: early translations repeat a word many times."""
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."

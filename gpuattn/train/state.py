@@ -1,26 +1,28 @@
-"""Where a run stands: what is saved beside its arrays, so that it can go on."""
+"""The scalar state of a run, saved beside its arrays so that the run can continue."""
 
 import dataclasses
 
+from gpuattn.runs.config import TrainConfig
 from gpuattn.train.meter import SPENT
 from gpuattn.units import AUTO, Length
 
-AUTO_SECONDS = 45  # between evaluations where epochs are longer and it is the trainer's choice
-AUTO_COST = 10  # and at least so many times what the last evaluation took
+AUTO_SECONDS = 45  # ``eval_every`` "auto": between evaluations, if an epoch takes longer,
+AUTO_COST = 10  # and at least this many times the seconds of the last evaluation
 
 
 @dataclasses.dataclass
 class Position:
-    """Where a run stands: all but the numbers in arrays. Saved as JSON.
+    """The position of a run in its data and its length. Saved as JSON.
 
-    ``batch``: the next one of ``epoch``. ``draws``: batches taken, which number the dropout.
-    ``seconds``: spent training. ``evaluated``: [update, epoch, seconds] of the last evaluation.
-    ``evaluation``: seconds that it took, with its saving. ``best``: the row of metrics of the best
-    one. ``worse``: evaluations since then; ``right``: those in a row that reached ``until``.
-    ``finished``: what ended the run, or ""; ``early``: whether before its length was reached.
-    ``data``: the corpus's fingerprint. ``parts``: into how many each batch is cut, for want of
-    memory. ``spent``: by updates alone, seconds, tokens of both sides and model FLOPs; joules of
-    the GPU in all.
+    ``update``: updates done. ``batch``: the next one of ``epoch``. ``draws``: batches computed,
+    which number the dropout. ``seconds``: spent training. ``tokens``: of targets. ``averaged``:
+    updates of the moving average. ``evaluated``: [update, epoch, seconds] of the last evaluation;
+    ``evaluation``: the seconds that it took, with saving. ``best``: the row of metrics of the best
+    one; ``worse``: evaluations since then; ``right``: the last ones in a row that reached
+    ``until``. ``finished``: what ended the run, or ""; ``early``: whether it ended before its
+    length. ``data``: the corpus's fingerprint. ``parts``: into how many each batch is cut to fit
+    the memory. ``spent``: seconds, tokens of both sides and model FLOPs of updates alone, and all
+    joules of the GPU.
     """
 
     update: int = 0
@@ -41,17 +43,17 @@ class Position:
     parts: int = 1
     spent: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
 
-    def is_evaluation_due(self, config):
-        """Tell whether ``eval_every`` of a config wants one now; see AUTO_SECONDS for "auto"."""
+    def is_evaluation_due(self, config: TrainConfig) -> bool:
+        """Return whether ``eval_every`` of a config asks for an evaluation now."""
         every = config.eval_every
         if every == AUTO and (config.patience or config.average):
-            every = Length(1, "e")  # they count evaluations: the clock must not decide
+            every = Length(1, "e")  # these count evaluations: the clock must not decide
         now = (self.update, self.epoch, self.seconds)
         since = {u: b - a for u, a, b in zip("ues", self.evaluated, now, strict=True)}
         if every != AUTO:
             return since[every.unit] >= every.amount
         if config.length.unit == "s" and not self.evaluation:
-            # what one takes has to be known for the last one to end in time
+            # measure one, so that the last one ends in time
             return since["e"] >= 1 or 2 * self.seconds >= config.length.amount
         spent = since["s"] - self.evaluation
         return spent >= AUTO_COST * self.evaluation and (since["e"] >= 1 or spent >= AUTO_SECONDS)

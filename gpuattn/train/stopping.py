@@ -1,31 +1,34 @@
-"""Stop when asked: the first signal lets an update finish and be saved, the second ends at once.
+"""Stop on signals: the first one finishes and saves an update, the second exits at once.
 
-Before there is anything to save the first one ends at once too, also where reading waits.
+Before training has begun, when there is nothing to save, the first one exits at once, too.
 """
 
 import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 
 def _signals():
-    """Return those that end a run: Ctrl-C, an end that is asked for, a terminal that is closed.
-
-    Windows has no SIGHUP, and under ``nohup`` a run is to outlive its terminal.
-    """
+    """Return SIGINT, SIGTERM and SIGHUP; no SIGHUP on Windows or where ``nohup`` ignores it."""
     hangup = getattr(signal, "SIGHUP", None)
     heard = hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([hangup] if heard else [])]
 
 
 class StopOnSignal:
-    """A context in which SIGINT, SIGTERM and SIGHUP are noted in ``signal``; called, it tells
-    whether one has come. ``exit_code``: 128 and its number. ``first``, ``last``: called as a first
-    signal comes, and before a second one ends the process. While ``begun()`` is false the first
-    one raises SystemExit with the exit code."""
+    """A context that handles SIGINT, SIGTERM and SIGHUP; calling it returns whether one came.
 
-    def __init__(self, first=lambda: None, last=lambda: None, begun=lambda: True):
+    ``first``: called at the first signal; while ``begun()`` is false it raises SystemExit.
+    ``last``: called at the second signal, before the process exits. ``signal``: the number of the
+    first one, or None. ``exit_code``: 128 plus that number.
+    """
+
+    def __init__(
+        self, first: Callable[[], None] = lambda: None, last: Callable[[], None] = lambda: None,
+        begun: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
         self.signal, self._first, self._last, self._begun = None, first, last, begun
         self._before = {}
 
@@ -38,11 +41,11 @@ class StopOnSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def __call__(self):
+    def __call__(self) -> bool:
         return self.signal is not None
 
     @property
-    def exit_code(self):
+    def exit_code(self) -> int:
         return 128 + self.signal
 
     def _note(self, number, frame):
@@ -52,7 +55,7 @@ class StopOnSignal:
             finally:
                 os._exit(128 + number)
         self.signal = number
-        # The signal came in the midst of a print, or what was printed to is gone.
+        # The signal interrupted a print, or the terminal is gone.
         with contextlib.suppress(RuntimeError, OSError):
             self._first()
         if not self._begun():

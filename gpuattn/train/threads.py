@@ -1,31 +1,32 @@
-"""How many threads BLAS uses for a run on NumPy: measured, recorded, and kept when it goes on.
+"""The number of BLAS threads of a run on NumPy: measured, recorded, and used again on resume.
 
-A product that is split over another number of threads may round differently. A run therefore
-records each choice with the update from which it holds, and computes an update that it repeats
-after a stop with the same number again: it goes on bit for bit.
+A matrix product that is split over another number of threads may round differently. A run
+therefore records each choice with its first update, and an update that is computed again after a
+stop uses the same number: the run continues bit for bit.
 """
 
 import contextlib
-import os
 import time
+from collections.abc import Callable, Iterator
 
+from gpuattn.environment import usable_cores
 from gpuattn.units import AUTO
 
-STEPS, ENOUGH = 3, 0.3  # what is timed with each number: so many steps, or so many seconds of them
-WORTH = 0.95  # more threads are used where they take at most this share of the time
-CHANGED = 1.6  # a rate that differs by this factor from the one before calls for a new choice
+TIMED_STEPS, TIMED_SECONDS = 3, 0.3  # of each number of threads, whichever is reached first
+MOST_TIME_SHARE = 0.95  # of fewer threads' time that more threads may take to be chosen
+RATE_CHANGE = 1.6  # the factor in tokens a second beyond which the choice is measured again
 
 
 class BlasThreads:
-    """Chooses the number of BLAS threads of a run and tells others of each choice.
+    """Chooses the number of BLAS threads of a run.
 
     ``asked``: a number, or "auto": the fastest, measured before the first update and again when
-    the rate of tokens changes much. ``step``: computes the gradients of one batch, to be timed.
-    ``record``: {update: number} of the choices so far; set it to those of a run that goes on.
+    the tokens a second change by RATE_CHANGE. ``step()``: computes the gradients of one batch, to
+    be timed. ``record``: {update: number} of the choices so far; set it to continue a run.
     ``on_choice(update, number, sentence)``: called with each new choice, before it is used.
     """
 
-    def __init__(self, asked, step):
+    def __init__(self, asked: int | str, step: Callable[[], None]) -> None:
         from threadpoolctl import ThreadpoolController
 
         self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
@@ -33,8 +34,8 @@ class BlasThreads:
         self.record, self.on_choice = {}, lambda update, number, sentence: None
         self._begun, self._update, self._rate, self._due = False, 0, None, False
 
-    def describe(self):
-        """Return what computes the products, such as "openblas 0.3.30 Haswell"."""
+    def describe(self) -> str:
+        """Return the BLAS libraries, such as "openblas 0.3.30 Haswell"."""
         found = [library.info() for library in self._libraries]
         return ", ".join(
             " ".join(filter(None, (i["internal_api"], i["version"], i.get("architecture"))))
@@ -42,8 +43,8 @@ class BlasThreads:
         )
 
     @contextlib.contextmanager
-    def kept(self):
-        """Give each library its own number back at the end of a block."""
+    def kept(self) -> Iterator[None]:
+        """Restore the number of threads of each library at the end of a block."""
         before = [library.num_threads for library in self._libraries]
         try:
             yield
@@ -51,15 +52,15 @@ class BlasThreads:
             for library, number in zip(self._libraries, before, strict=True):
                 library.set_num_threads(number)
 
-    def restart(self):
-        """Let ``next`` begin anew, with what was recorded, or else a choice."""
+    def restart(self) -> None:
+        """Let ``next`` use the record again, or measure where there is none."""
         self._begun = False
 
     def _begin(self, update):
         recorded = self._recorded(update)
         if self._asked not in (AUTO, recorded):
             self.record = {u: n for u, n in self.record.items() if u < update}
-            other = f", no longer {recorded}: bits may differ from those of before"
+            other = f", no longer {recorded}: bits may differ from those before"
             self._choose(update, self._asked, f"BLAS uses {self._asked}{other if recorded else ''}")
         elif recorded is None:
             self._measure(update)
@@ -67,8 +68,8 @@ class BlasThreads:
             self._use(recorded)
         self._begun, self._rate, self._due = True, None, False
 
-    def next(self, update):
-        """Set what holds for the update that comes now."""
+    def next(self, update: int) -> None:
+        """Set the number of threads for an update that begins now."""
         self._update = update
         if not self._begun:
             self._begin(update)
@@ -78,14 +79,14 @@ class BlasThreads:
         elif self._due:
             self._measure(update)
 
-    def observe(self, rate):
-        """Hear the tokens a second since the last time; a large change calls for a new choice."""
-        repeats = max(self.record, default=0) > self._update  # updates from before a stop
+    def observe(self, rate: float) -> None:
+        """Note the tokens a second since the last call; measure again after a large change."""
+        repeats = max(self.record, default=0) > self._update  # updates computed before a stop
         if self._asked != AUTO or repeats or len(candidates()) == 1:
             return
         if self._rate is None:
             self._rate = rate
-        self._due = not 1 / CHANGED < rate / self._rate < CHANGED
+        self._due = not 1 / RATE_CHANGE < rate / self._rate < RATE_CHANGE
 
     def _recorded(self, update):
         held = [u for u in self.record if u <= update]
@@ -108,7 +109,7 @@ class BlasThreads:
             best = min(times, key=times.get)
             if number > best:
                 break
-        fewest = min(n for n in times if times[n] * WORTH <= times[best])
+        fewest = min(n for n in times if times[n] * MOST_TIME_SHARE <= times[best])
         shown = ", ".join(f"{1000 * seconds:.3g} ms with {n}" for n, seconds in times.items())
         if fewest == before:
             self._use(fewest)
@@ -118,7 +119,7 @@ class BlasThreads:
 
     def _time(self):
         begin, steps = time.perf_counter(), 0
-        while steps < STEPS and time.perf_counter() - begin < ENOUGH:
+        while steps < TIMED_STEPS and time.perf_counter() - begin < TIMED_SECONDS:
             self._step()
             steps += 1
         return (time.perf_counter() - begin) / steps
@@ -133,7 +134,7 @@ class BlasThreads:
             library.set_num_threads(number)
 
 
-def candidates():
-    """Return the numbers of threads to try: powers of two and as many as there are cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def candidates() -> list[int]:
+    """Return the numbers of threads to try: powers of two, and the number of usable cores."""
+    cores = usable_cores()
     return sorted({2**i for i in range(cores.bit_length()) if 2**i <= cores} | {cores})

@@ -1,51 +1,54 @@
-"""The loop: packed batches, loss, gradients into the flat workspace, optimizer, evaluation, saving.
+"""The training loop: schedule, evaluation, stopping, saving; ``runtime.training_step`` computes.
 
-What happens at update n is a function of the config and n, so that a run that was stopped, even by
-force, goes on bit for bit (NumPy, and a GPU with ``deterministic``; runs given as seconds aside,
-which go by the clock).
+Update n is a function of the config and n, so a run that was stopped or killed continues bit for
+bit (on NumPy, and on a GPU with ``deterministic``; not runs of a given time, which depend on the
+clock).
 """
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import time
-from operator import call
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
+from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError, DataError, MemoryLimitError
-from gpuattn.gemm.tuning import tune
 from gpuattn.ops.update.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
 from gpuattn.runs.metrics import is_right, rank
 from gpuattn.runtime import checkpoint, precision
 from gpuattn.runtime.device import array_module, is_out_of_memory, memory_in_use
-from gpuattn.runtime.feed import DeviceFeed, HostFeed
-from gpuattn.runtime.graphs import Calls, Replays
+from gpuattn.runtime.graphs import Replays
 from gpuattn.runtime.readback import Reading
+from gpuattn.runtime.training_step import TrainingStep
 from gpuattn.runtime.workspace import Workspace
+from gpuattn.tasks.task import Task
 from gpuattn.train import memory
 from gpuattn.train.meter import Meter
-from gpuattn.train.progress import Progress
+from gpuattn.train.progress import Listener, Progress
 from gpuattn.train.state import Position
 from gpuattn.train.threads import BlasThreads
 
-REPORT_UPDATES = 20  # between reports
-RIGHT = 2  # evaluations in a row that reach ``until`` end a run
+REPORT_UPDATES, REPORT_SECONDS = 20, 2  # between two Progress, whichever comes first
+EXACT_EVALUATIONS = 2  # in a row that reach ``until`` end a run
 
 
 class Trainer:
     """Trains the model of a ``tasks.task.Task`` as its config says.
 
-    ``device``: "numpy" or "cuda". ``report``: a ``train.progress.Report``. ``graphs``: whether a
-    GPU gets each update as CUDA graphs (the bits are the same). ``at``: the Position.
+    ``device``: "numpy" or "cuda". ``listener``: a ``train.progress.Listener``. ``graphs``: whether
+    updates run as CUDA graphs on a GPU (the bits are the same). ``at``: the Position. ``step``: the
+    TrainingStep.
     """
 
-    def __init__(self, task, device, report, graphs=True):
-        self.task, self.report = task, report
+    def __init__(self, task: Task, device: str, listener: Listener, graphs: bool = True) -> None:
+        self.task, self.listener = task, listener
         self.model, self.corpus = task.model, task.corpus
         self.config = self.whole = config = task.config  # ``whole``: before batches are cut
         self.xp = array_module(device)
@@ -65,43 +68,43 @@ class Trainer:
             loss_scale=self.precision.loss_scale, growth_interval=self.precision.growth_interval,
             seed=config.seed, **betas,
         )  # fmt: skip
-        self.average = ExponentialAverage(self.workspace, config.ema) if config.ema else None
+        self.step = TrainingStep(
+            self.model, self.optimizer, self._loss, tokens=config.batch,
+            average=ExponentialAverage(self.workspace, config.ema) if config.ema else None,
+            fixed_shape=task.fixed_shape, graphs=graphs, tuned=not config.deterministic,
+            notify=lambda sentence: self.listener.say("graphs", sentence),
+        )  # fmt: skip
         total = config.lr_decay or (config.length.amount if config.length.unit == "u" else None)
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
         self._batches, self._completed = None, (0, 0, 0)
-        self._graphs, self._stream, self._is_computing = graphs, None, False
-        if device != "numpy":
-            self._stream = self.xp.cuda.Stream(non_blocking=True)  # the usual one has no graphs
+        self._is_computing = False
         self.threads = BlasThreads(config.threads, self._probe) if device == "numpy" else None
-        self._start_engine()
         self.meter = Meter(self.xp, self.precision.dtype, task.flops)
-        self._loss = self.xp.zeros((), "float32")  # summed over the tokens since the last report
-        self._valid = self.xp.zeros((), "float32")
-        self._since = [0, 0]  # updates, target tokens
-        self._noted = None  # what the next report says, as soon as it has come from the device
+        self._valid_loss = self.xp.zeros((), "float32")
+        self._updates = 0  # since the last Progress
+        self._noted = None  # the next Progress, until its numbers are copied from the device
         self._health = self.optimizer.state.read()
 
-    def _start_engine(self):
-        """Set what feeds the steps and what calls them, anew."""
-        self.feed = self.steps = None
-        first = call if self.config.deterministic else tune
-        if self._stream is None:
-            self.feed, self.steps = HostFeed(), Calls(first)
-            return
-        with self._stream:
-            say = functools.partial(self.report.say, "graphs")
-            self.feed = DeviceFeed(self.task.fixed_shape)
-            self.steps = Replays(say, first) if self._graphs else Calls(first)
+    @property
+    def average(self) -> ExponentialAverage | None:
+        """The moving average of the parameters, if the config has one."""
+        return self.step.average
+
+    def _loss(self, batch: Any, dloss: Any) -> Tensor:
+        return self.task.loss(batch, self.config.label_smoothing, dloss)
 
     # ---- the run ----
 
-    def run(self, stop, evaluate, save):
-        """Train until the length is reached, patience is lost or ``stop()`` says so.
+    def run(
+        self, stop: Callable[[], bool], evaluate: Callable[[], dict | None],
+        save: Callable[[dict | None], None],
+    ) -> bool:  # fmt: skip
+        """Train until the length is reached, patience is lost or ``stop()`` returns True.
 
         ``evaluate()`` returns a row of metrics, or None when stopped meanwhile. ``save(row)`` keeps
         the run after an evaluation, ``save(None)`` at a stop.
-        Returns whether the run is over (False: stopped).
+        Returns whether the run is finished (False: stopped).
         Raises FloatingPointError, after ``save(None)``, when gradients are not finite for long.
         """
         with self.computing():
@@ -111,18 +114,19 @@ class Trainer:
                 raise FloatingPointError(f"{error}. {_saved(save)}") from error
 
     @contextlib.contextmanager
-    def computing(self):
-        """Compute on the stream of the steps inside a block; what is outside waits, both ways.
+    def computing(self) -> Iterator[None]:
+        """Compute on the stream of the training step inside a block; synchronize at both ends.
 
-        All that reads or writes what the steps do belongs inside: the stream waits for no other.
-        On NumPy, BLAS threads are those of the run until the end of the outermost block.
+        Everything that reads or writes what the steps compute belongs inside: other streams are
+        not ordered with that one. On NumPy, the run's number of BLAS threads holds until the end of
+        the outermost block.
         """
         if self._is_computing:
             yield
             return
         self._is_computing = True
         try:
-            place = self.threads.kept() if self._stream is None else self._on_stream()
+            place = self.threads.kept() if self.threads else self._on_stream()
             with place, np.errstate(all="ignore"):  # ``precision.trouble`` finds inf and NaN
                 yield
         finally:
@@ -131,9 +135,9 @@ class Trainer:
     @contextlib.contextmanager
     def _on_stream(self):
         self.xp.cuda.Device().synchronize()
-        with self._stream:
+        with self.step.stream:
             yield
-        self._stream.synchronize()
+        self.step.stream.synchronize()
 
     def _run(self, stop, evaluate, save):
         begin = time.perf_counter() - self.at.seconds
@@ -146,11 +150,11 @@ class Trainer:
             try:
                 if self.threads:
                     self.threads.next(self.at.update)
-                # First of all: a run that was stopped before an evaluation that was due has it now.
+                # A run that was stopped before an evaluation that was due makes it first.
                 if self._due() and not self._evaluate(stop, evaluate, save):
                     return False
                 if self._reached_end():
-                    if not self.at.finished:  # its time was over with the end of an evaluation
+                    if not self.at.finished:  # an evaluation used up the rest of its time
                         self.at.finished = self.config.length.describe()
                         save(None)
                     return True
@@ -159,12 +163,13 @@ class Trainer:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                short = str(error)  # only this: the error holds the arrays of the step
+                short = str(error)  # only the text: the error holds the arrays of the step
             if short is not None:
                 self._make_room(short, save)
                 continue
             self.at.seconds = time.perf_counter() - begin
-            if self._since[0] >= REPORT_UPDATES or time.perf_counter() - self._reported > 2:
+            since = time.perf_counter() - self._reported
+            if self._updates >= REPORT_UPDATES or since > REPORT_SECONDS:
                 self._note()
             self._tell()
             if stop():
@@ -172,11 +177,11 @@ class Trainer:
                 return False
 
     def _make_room(self, short, save):
-        """Go on from the last whole update with batches in smaller parts, or save and give up."""
+        """Continue from the last whole update with smaller batches, or save and raise."""
         at = self.at
         at.epoch, at.batch, at.draws = self._completed
-        self._loss[...] = 0
-        self._since, self._noted = [0, 0], None
+        self.step.clear_loss()
+        self._updates, self._noted = 0, None
         self.meter.restart()
         if self.average:
             self.average.updates = at.averaged
@@ -190,27 +195,28 @@ class Trainer:
         at.batch = at.batch * self.corpus.loader(at.epoch).batches(at.epoch) // batches
         self._completed, at.parts = (at.epoch, at.batch, at.draws), parts
         config = self.config
-        self.report.say(
-            "memory", f"used up ({short}). Going on from update {at.update:,} with batches of "
+        self.listener.say(
+            "memory", f"used up ({short}). Continuing from update {at.update:,} with batches of "
             f"{config.batch:,} tokens, {config.accumulate} an update",
         )  # fmt: skip
 
     def _use_parts(self, parts):
-        """Cut each batch into so many, and free what belongs to others."""
+        """Cut each batch into ``parts``, and free the memory of batches of other sizes."""
         self.task.rebatch(memory.in_parts(self.whole, parts))
         self.config, self._batches = self.task.config, None
-        if self._stream is not None:
-            self._stream.synchronize()
+        stream = self.step.stream
+        if stream is not None:
+            stream.synchronize()
         dtype = self.precision.grad_dtype(self.config.accumulate)
         if self.workspace.grads.dtype != dtype:
             self.workspace.keep_gradients_in(dtype)
-        self._start_engine()
+        self.step.rebatch(self.config.batch)
         gc.collect()
-        if self._stream is not None:
+        if stream is not None:
             self.xp.get_default_memory_pool().free_all_blocks()
 
     def _evaluate(self, stop, evaluate, save):
-        """Evaluate and save; return False when stopped meanwhile with updates to come."""
+        """Evaluate and save; return False when stopped meanwhile with updates left to do."""
         self._note()
         self._tell(wait=True)
         begin = time.perf_counter()
@@ -221,7 +227,7 @@ class Trainer:
         at = self.at
         at.evaluated = [at.update, at.epoch, at.seconds]
         at.evaluation = time.perf_counter() - begin
-        at.seconds += at.evaluation  # a run of a given time may be over with it
+        at.seconds += at.evaluation  # may complete a run of a given time
         if at.best is None or rank(row) > rank(at.best):
             at.best, at.worse = row, 0
         else:
@@ -230,8 +236,8 @@ class Trainer:
         at.right = at.right + 1 if until and is_right(row, until) else 0
         if 0 < self.config.patience <= at.worse:
             at.finished = f"no better evaluation in {at.worse}"
-        elif at.right == RIGHT:
-            at.finished = f"{until:g} % exact of every kind in {RIGHT} evaluations in a row"
+        elif at.right == EXACT_EVALUATIONS:
+            at.finished = f"{until:g} % exact of every kind in {at.right} evaluations in a row"
         elif self._reached_end():
             at.finished = self.config.length.describe()
         at.early = bool(at.finished) and at.finished != self.config.length.describe()
@@ -241,8 +247,8 @@ class Trainer:
         at.evaluation = self._reported - begin
         return self._reached_end() or not stop()
 
-    def share(self):
-        """Return how much of the run is done, 0 to 1. Of a time, the last evaluation is a part."""
+    def share(self) -> float:
+        """Return how much of the run is done, 0 to 1. A given time includes the last evaluation."""
         at, (amount, unit) = self.at, self.config.length
         if unit == "e":
             done = at.epoch
@@ -258,7 +264,7 @@ class Trainer:
         return bool(self.at.finished) or self.share() >= 1
 
     def _due(self):
-        """Tell whether an evaluation is to be made of the parameters as they are."""
+        """Return whether the parameters as they are now must be evaluated."""
         at = self.at
         if at.update == at.evaluated[0]:
             return False
@@ -267,80 +273,38 @@ class Trainer:
     # ---- an update ----
 
     def _update(self):
-        """Take ``accumulate`` batches, fewer at the end of a run, and update the parameters once.
-
-        Each batch counts by its target tokens. The weights are shares of the budget, near one, so
-        that 16-bit gradients stay in range.
-        """
-        config, at = self.config, self.at
-        rate = self.schedule(at.update, None if self.schedule.total else self.share())
-        share = self.average.next_share() if self.average else 0
-        tokens = 0
-        for turn in range(config.accumulate):
+        """Update once from ``accumulate`` batches, or fewer at the end of a run."""
+        at = self.at
+        self.step.begin(self.schedule(at.update, None if self.schedule.total else self.share()))
+        for _ in range(self.config.accumulate):
             batch = self._next_batch()
-            tokens += batch.target_tokens
-            self.feed.load(
-                batch, weight=batch.target_tokens / config.batch, tokens=batch.target_tokens,
-                draw=at.draws, learning_rate=rate, divisor=tokens / config.batch, share=share,
-            )  # fmt: skip
+            self.step.add(batch, at.draws)
             at.draws += 1
             self.meter.batches.append(batch)
-            more = turn > 0
-            step = functools.partial(self._gradients, more)
-            self.steps("more gradients" if more else "gradients", self.feed.shape, step)
             if self.share() >= 1:
                 break
-        self.steps("update", None, self._apply)
+        self.step.apply()
         at.update += 1
-        at.tokens += tokens
+        at.tokens += self.step.update_tokens
         at.averaged = self.average.updates if self.average else 0
         self._completed = at.epoch, at.batch, at.draws
-        self._since[0] += 1
-        self._since[1] += tokens
-
-    # What follows are the steps that become graphs: nothing in them may differ between calls but
-    # what they read on the device.
-
-    def _gradients(self, more):
-        """Write the gradients of the batch, or with ``more`` add them to those before."""
-        numbers = self.feed.numbers
-        if not more:
-            self.workspace.begin()
-        self.model.random.step = numbers.draw.reshape(1)
-        dloss = self.precision.root_gradient(self.optimizer.state) * numbers.weight
-        loss = self.task.loss(self.feed.batch, self.config.label_smoothing, dloss)
-        self.workspace.backward(loss, dloss)
-        self._loss += loss.data * numbers.tokens
-
-    def _apply(self):
-        numbers = self.feed.numbers
-        self.workspace.finish()
-        self.optimizer.step(numbers.learning_rate, numbers.divisor)
-        if self.average:
-            self.average.update(numbers.share)
+        self._updates += 1
 
     def _probe(self):
-        """Compute the gradients of the batch that comes next; nothing of it is kept."""
-        at, before = self.at, self._loss.copy()
-        batch = next(self.corpus.loader(at.epoch).epoch(at.epoch, at.batch))
-        weight = batch.target_tokens / self.config.batch
-        self.feed.load(batch, weight=weight, tokens=batch.target_tokens, draw=at.draws)
-        self._gradients(False)
-        self._loss[...] = before
+        """Compute the gradients of the next batch, without effect on the run."""
+        at = self.at
+        self.step.try_gradients(
+            next(self.corpus.loader(at.epoch).epoch(at.epoch, at.batch)), at.draws
+        )
 
-    def look(self, at):
-        """Return ``at(update, again)``, called where updates compute, which is a stream on a GPU.
+    def look(self, measure: Callable[[Callable, Callable], Any]) -> Any:
+        """Return ``measure(update, again)``, called on the stream of the updates, to time them.
 
-        ``update()`` takes one; ``again()`` computes that of the last batch once more, as a run's
-        CUDA graphs do. For who wants to time them.
+        ``update()`` makes the next one; ``again()`` computes that of the last batch once more, op
+        by op, as CUDA graphs replay it.
         """
-
-        def again():
-            self._gradients(False)
-            self._apply()
-
         with self.computing():
-            return at(self._update, again)
+            return measure(self._update, self.step.repeat)
 
     def _next_batch(self):
         at = self.at
@@ -354,59 +318,60 @@ class Trainer:
         return batch
 
     def _note(self):
-        """Let what a report says come to the host, while the GPU goes on."""
-        updates, tokens = self._since
-        if not updates:
+        """Start to copy the numbers of the next Progress to the host, without synchronizing."""
+        if not self._updates:
             return
         self._tell(wait=True)
         share = self.share()
-        held = self.steps.held_bytes() if isinstance(self.steps, Replays) else 0
+        held = self.step.calls.held_bytes() if isinstance(self.step.calls, Replays) else 0
         left = self.at.seconds * (1 - share) / share if share else float("inf")
         facts = {
             "update": self.at.update, "epoch": self.at.epoch, "seconds": self.at.seconds,
             "share": share, "eta": left, "memory": memory_in_use(self.xp) + held,
             "at_most": bool(self.config.until or self.config.patience),
-            **self.meter.facts(updates, self.at.spent),
+            **self.meter.facts(self._updates, self.at.spent),
         }  # fmt: skip
         if self.threads:
             self.threads.observe(facts["rate"])
-        self._noted = Reading(self._loss, self.optimizer.state.array), tokens, facts
-        self._loss[...] = 0
-        self._since = [0, 0]
+        reading = Reading(self.step.loss_sum, self.optimizer.state.array)
+        self._noted = reading, self.step.loss_tokens, facts
+        self.step.clear_loss()
+        self._updates = 0
         self._reported = time.perf_counter()
 
     def _tell(self, wait=False):
-        """Report what was noted, if it has come by now (or ``wait`` for it)."""
+        """Tell the listener what was noted once its numbers are on the host; ``wait``: now."""
         if not self._noted or not (wait or self._noted[0].ready()):
             return
         reading, tokens, facts = self._noted
         (loss, state), self._noted = reading.values(), None
         before, self._health = self._health, read_state(state)
         for sentence in precision.trouble(before, self._health, self.workspace, self.config):
-            self.report.say("warning", sentence)
+            self.listener.say("warning", sentence)
         facts |= {"loss": float(loss) / tokens, "learning_rate": self._health["learning_rate"]}
-        self.report.progress(Progress(**facts))
+        self.listener.progress(Progress(**facts))
 
-    def valid_loss(self, batches=None):
-        """Return the mean cross-entropy per target token of ``batches``, unsmoothed.
+    def valid_loss(self, batches: Iterable[Any] | None = None) -> float:
+        """Return the mean cross-entropy per target token of ``batches``, without label smoothing.
 
-        By default those of validation, all of them. To be called while the run evaluates.
+        By default of all batches of validation. Call it while the run evaluates.
         """
-        tokens = 0
-        self._valid[...] = 0
+        step, tokens = self.step, 0
+        self._valid_loss[...] = 0
         with self.model.evaluating():
             for batch in self.corpus.valid_batches() if batches is None else batches:
                 tokens += batch.target_tokens
-                self.feed.load(batch, tokens=batch.target_tokens)
-                self.steps("valid", self.feed.shape, self._add_loss)
-        return float(self._valid) / tokens
+                step.feed.load(batch, tokens=batch.target_tokens)
+                step.calls("valid", step.feed.shape, self._add_valid_loss)
+        return float(self._valid_loss) / tokens
 
-    def _add_loss(self):
-        self._valid += tape.raw(self.task.loss(self.feed.batch)) * self.feed.numbers.tokens
+    def _add_valid_loss(self):
+        feed = self.step.feed
+        self._valid_loss += tape.raw(self.task.loss(feed.batch)) * feed.numbers.tokens
 
     # ---- saving ----
 
-    def state(self):
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return ({name: array}, JSON-able metadata) of everything a continuation needs."""
         tensors = self.workspace.state_dict()
         tensors["optimizer_state"] = self.optimizer.state.array
@@ -414,8 +379,12 @@ class Trainer:
             tensors["average"] = self.average.average
         return tensors, dataclasses.asdict(self.at)
 
-    def load(self, folder):
-        """Go on from the state in a run folder. CheckpointError if it is damaged or another's."""
+    def load(self, folder: str | Path) -> None:
+        """Continue from the state in a run folder.
+
+        Raises CheckpointError for a damaged state or one of another model or version, DataError for
+        one of another training text.
+        """
         expected, _ = self.state()
         tensors, at = checkpoint.load(folder, "state", expected)
         try:

@@ -47,7 +47,7 @@ def test_stdout_is_empty_and_the_first_lines_say_what_runs(call, corpus, tmp_pat
     (["--quiet"], True), (["--log-level", "warning"], True), (["--log-level", "error"], False),
 ])  # fmt: skip
 def test_a_quiet_run_says_warnings_alone(call, corpus, tmp_path, monkeypatch, options, warned):
-    monkeypatch.setattr("gpuattn.runtime.precision._said", set())
+    monkeypatch.setattr("gpuattn.runtime.precision._warned", set())
     command = ["train", *files(corpus), *TINY, "--for", "2u", "--out", tmp_path / "run"]
     result = call(*command, *options, "--precision", "bf16")
     assert result.exit_code == 0 and result.stdout == ""

@@ -62,7 +62,7 @@ def test_ten_spoiled_updates_in_a_row(call, command, tmp_path, monkeypatch):
 def test_a_learning_rate_that_spoils_the_run_is_the_one_thing_said(call, command, tmp_path):
     result = call(*command, "--lr", "1e9")
     error = only_error(result)
-    assert "Begin anew with a smaller --lr than 1e+09, or a longer --warmup. All is" in error
+    assert "Start again with a smaller --lr than 1e+09, or a longer --warmup. All is" in error
     assert "gpuattn: warning" not in result.stderr
 
 

@@ -16,7 +16,7 @@ from gpuattn.report.markup import Markup, tag
 from gpuattn.report.page import write_page
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runs.folder import RunFolder
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 
 NASTY = '<script>alert("&")</script>'
@@ -188,10 +188,10 @@ def test_a_page_that_cannot_be_written_is_a_warning(run, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("gpuattn.train.session.write_page", full)
-    said, report = [], Report()
+    said, report = [], Listener()
     report.say = lambda topic, text: said.append((topic, text))
     config = dataclasses.replace(run[1], length="1u", warmup=1, score_pairs=0)
-    assert train(config, tmp_path / "run", device="numpy", report=report).finished
+    assert train(config, tmp_path / "run", device="numpy", listener=report).finished
     assert ("warning", "report.html cannot be written: No space left on device") in said
 
 

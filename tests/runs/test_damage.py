@@ -11,11 +11,11 @@ from gpuattn.errors import CheckpointError, ConfigError
 from gpuattn.runs.damage import check_whole, recover
 from gpuattn.runs.folder import RunFolder, load_run, summary
 from gpuattn.runtime import checkpoint
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 
 
-class Warned(Report):
+class Warned(Listener):
     def __init__(self):
         self.warnings = []
 
@@ -75,7 +75,7 @@ def assert_refused(config, run, message, error=CheckpointError):
 def assert_goes_on(config, run, whole):
     """A run ends as the one that nothing happened to; returns what it was warned of."""
     report = Warned()
-    assert train(config, run.path, device="numpy", report=report).finished
+    assert train(config, run.path, device="numpy", listener=report).finished
     assert_same_bits(whole, run.path)
     return report.warnings
 

@@ -9,12 +9,12 @@ from stopping import After, assert_same_bits, assert_same_metrics
 from gpuattn.errors import ConfigError
 from gpuattn.optim import Schedule
 from gpuattn.runs.folder import RunFolder, summary
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
 
 
-class Heard(Report):
+class Heard(Listener):
     def __init__(self):
         self.said = []
 
@@ -47,7 +47,7 @@ def rates(monkeypatch):
 def test_updates_to_come_follow_the_schedule_of_the_new_length(config, tmp_path, rates):
     train(changed(config, "8u"), tmp_path / "run", device="numpy")
     report = Heard()
-    train(changed(config, "12u"), tmp_path / "run", device="numpy", report=report)
+    train(changed(config, "12u"), tmp_path / "run", device="numpy", listener=report)
     short, long = (Schedule("linear", config.lr, config.warmup, total) for total in (8, 12))
     assert [rates[n] for n in range(8)] == [short(n) for n in range(8)]
     assert [rates[n] for n in range(8, 12)] == [long(n) for n in range(8, 12)]

@@ -15,11 +15,11 @@ from gpuattn.runs.folder import TASKS
 from gpuattn.runtime import graphs as graph
 from gpuattn.runtime.feed import NUMBERS, DeviceFeed
 from gpuattn.runtime.graphs import Replays
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.trainer import Trainer
 
 
-class Heard(Report):
+class Heard(Listener):
     def __init__(self):
         self.said = []
 
@@ -57,7 +57,7 @@ def trained(config, graphs):
 def test_the_same_bits_with_and_without(gpu, config, changes, delayed):
     config = dataclasses.replace(config, **changes)
     (replayed, said), (plain, _) = (trained(config, graphs) for graphs in (True, False))
-    graphs = replayed.steps.graphs
+    graphs = replayed.step.calls.graphs
     assert not said and {name for name, _ in graphs} >= {"gradients", "update"}
     assert all(graph is not None for (name, _), graph in graphs.items() if name == "update")
     states, others = replayed.state()[0], plain.state()[0]
@@ -74,9 +74,9 @@ def test_a_language_model_has_one_shape_and_the_same_bits(gpu, tmp_path, delayed
         block=32, dropout=0.1, batch=512, lr=1e-2, warmup=4, length="25u",
     )  # fmt: skip
     (replayed, said), (plain, _) = (trained(config, graphs) for graphs in (True, False))
-    assert not said and len(replayed.steps.graphs) == 2
-    assert all(graph is not None for graph in replayed.steps.graphs.values())
-    last, there = replayed.corpus.loader(0).crops(24), replayed.feed.batch
+    assert not said and len(replayed.step.calls.graphs) == 2
+    assert all(graph is not None for graph in replayed.step.calls.graphs.values())
+    last, there = replayed.corpus.loader(0).crops(24), replayed.step.feed.batch
     for name in ("tokens", "labels"):
         np.testing.assert_array_equal(to_cpu(getattr(there, name)), getattr(last, name))
     np.testing.assert_array_equal(to_cpu(there.order.order), last.order.order)
@@ -142,12 +142,12 @@ def test_a_replayed_update_waits_for_nothing(gpu, config):
     trainer._next_batch = lambda: batch  # so that no shape is new
     trainer._reported = 0.0
     with trainer.computing():
-        stream = trainer._stream
+        stream = trainer.step.stream
         for _ in range(8):
             trainer._update()
             trainer._note()
             trainer._tell(wait=True)
-        assert len(trainer.steps.graphs) == 3 and all(trainer.steps.graphs.values())
+        assert len(trainer.step.calls.graphs) == 3 and all(trainer.step.calls.graphs.values())
         for _ in range(10):
             stream.synchronize()
             trainer._tell(wait=True)

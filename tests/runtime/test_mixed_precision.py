@@ -10,7 +10,7 @@ from kill_drill import new_config
 from gpuattn.runtime import precision
 from gpuattn.runtime.precision import PRECISIONS
 from gpuattn.tasks.translation import TranslationTask
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.trainer import Trainer
 
 UPDATES = 80
@@ -29,12 +29,12 @@ def losses(tmp_path_factory):
     def run(device, name):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(precision, "choose", lambda *_: PRECISIONS[name])  # on NumPy too
-            trainer, found = Trainer(TranslationTask(config), device, Report()), []
+            trainer, found = Trainer(TranslationTask(config), device, Listener()), []
         with trainer.computing():
             for _ in range(UPDATES):
-                trainer._loss[...], tokens = 0, trainer.at.tokens
+                trainer.step.clear_loss()
                 trainer._update()
-                found.append(float(trainer._loss) / (trainer.at.tokens - tokens))
+                found.append(trainer.step.mean_loss())
         return np.array(found)
 
     return run

@@ -35,7 +35,7 @@ def test_auto_takes_the_best_of_the_device():
 
 @pytest.mark.parametrize("name", ["bf16", "pure-bf16", "fp16"])
 def test_numpy_stays_in_fp32_and_says_so_once(monkeypatch, name):
-    monkeypatch.setattr(precision, "_said", set())
+    monkeypatch.setattr(precision, "_warned", set())
     with pytest.warns(UserWarning, match=f"precision {name} needs a GPU; on NumPy .* fp32"):
         assert choose(name, "numpy").name == "fp32"
     with warnings.catch_warnings():
@@ -67,7 +67,7 @@ def run(xp, name, updates, loss_of):
     for n in range(updates):
         w.begin()
         with np.errstate(over="ignore", invalid="ignore"):
-            w.backward(loss_of(model, n), chosen.root_gradient(optimizer.state))
+            w.backward(loss_of(model, n), optimizer.state.field("loss_scale"))
         w.finish()
         optimizer.step(0.05)
     return w, optimizer

@@ -14,7 +14,7 @@ from gpuattn.runs.folder import RunFolder, average_runs, load_run, summary
 from gpuattn.runtime.device import batch_to
 from gpuattn.tasks.corpus import TextCorpus
 from gpuattn.tasks.language import LanguageTask
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
 
@@ -138,9 +138,9 @@ def test_a_run_learns_a_text_by_heart(config, tmp_path):
         config, dim=32, block=24, batch=192, dropout=0.0, length="120u", eval_every="60u"
     )
     heard = []
-    report = Report()
+    report = Listener()
     report.say = lambda topic, text: heard.append((topic, text))
-    outcome = train(config, tmp_path / "run", device="numpy", report=report)
+    outcome = train(config, tmp_path / "run", device="numpy", listener=report)
     rows = RunFolder(tmp_path / "run").metrics.read("valid")
     assert rows[0]["loss"] > rows[1]["loss"] < 0.15  # what follows the first t nobody knows
     assert rows[1]["perplexity"] == pytest.approx(np.exp(rows[1]["loss"]))
@@ -174,7 +174,7 @@ def test_samples_follow_seed_and_settings(config, tmp_path):
 
 def test_held_out_loss_is_that_of_all_blocks(config):
     task = LanguageTask(config)
-    trainer = Trainer(task, "numpy", Report())
+    trainer = Trainer(task, "numpy", Listener())
     batches = list(task.corpus.valid_batches())
     assert len({batch.tokens.shape for batch in batches}) == 2  # the last one is shorter
     with task.model.evaluating():

@@ -15,14 +15,14 @@ from gpuattn.runtime import checkpoint, precision
 from gpuattn.runtime.feed import DeviceFeed, HostFeed
 from gpuattn.runtime.precision import PRECISIONS
 from gpuattn.tasks.translation import TranslationTask
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import Session, train
 from gpuattn.train.trainer import Trainer
 
 UPDATES, SPOILED = 25, (7, 8, 21)
 
 
-class Warned(Report):
+class Warned(Listener):
     def __init__(self):
         self.warnings = []
 
@@ -52,7 +52,7 @@ def test_spoiled_updates_are_skipped_and_said(tmp_path, monkeypatch, name, value
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_spoiled_updates_are_skipped_in_graphs_too(gpu, tmp_path, monkeypatch, name):
     trainer = train_spoiled("cuda", tmp_path, monkeypatch, name, np.inf)
-    captured = {name for (name, _), graph in trainer.steps.graphs.items() if graph is not None}
+    captured = {name for (name, _), graph in trainer.step.calls.graphs.items() if graph is not None}
     assert captured == {"gradients", "more gradients", "update"}
 
 
@@ -64,7 +64,7 @@ def train_spoiled(device, tmp_path, monkeypatch, name, value):
     report, seen = Warned(), []
     trainer = Trainer(TranslationTask(config), device, report)
     batches = {config.accumulate * n for n in SPOILED}  # the first of an update
-    trainer.feed.load = spoiling(trainer.feed.load, batches.__contains__, value)
+    trainer.step.feed.load = spoiling(trainer.step.feed.load, batches.__contains__, value)
 
     def look():
         seen.append(to_cpu(trainer.workspace.masters).tobytes())
@@ -98,7 +98,7 @@ def test_ten_in_a_row_end_a_run_that_is_saved_and_goes_on(xp, tmp_path, monkeypa
     said = str(error.value)
     found = re.match(r"(\d+) updates in a row had gradients with inf or NaN, first in ", said)
     assert found and int(found[1]) >= 10, said  # reports come by the clock, too
-    assert "the last good one was number 10. Begin anew with a smaller --lr" in said
+    assert "the last good one was number 10. Start again with a smaller --lr" in said
     assert said.endswith("All is saved as it was then")
     tensors, at = checkpoint.load(tmp_path / "run", "state")
     assert all(np.isfinite(a.astype("f")).all() for a in tensors.values())
@@ -107,7 +107,7 @@ def test_ten_in_a_row_end_a_run_that_is_saved_and_goes_on(xp, tmp_path, monkeypa
     spoiled = range(20, 2 * at["update"])
     with monkeypatch.context() as patch:
         patch.setattr(feed, "load", spoiling(feed.load, spoiled.__contains__, np.nan))
-        patch.setattr(precision, "STUCK", 100)
+        patch.setattr(precision, "MOST_SKIPPED", 100)
         train(config, tmp_path / "skipped", device=device)
     assert_same_bits(tmp_path / "skipped", tmp_path / "run")
 
@@ -119,7 +119,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path, interval):
         new_config(tmp_path, "numpy", 0), length="100u", eval_every=interval, average=0
     )
     folder = RunFolder(tmp_path / "run")
-    session = Session(config, folder, "numpy", Report(), begun=False)
+    session = Session(config, folder, "numpy", Listener(), begun=False)
     folder.create(config, {}, session.task.corpus.tokenizer)
 
     def spoil():
@@ -129,5 +129,5 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path, interval):
     ends = pytest.raises((CheckpointError, FloatingPointError), match="holds inf or NaN")
     with ends as error, np.errstate(invalid="ignore"):
         session.run(spoil)
-    assert "begin anew with a smaller --lr" in str(error.value).lower()
+    assert "start again with a smaller --lr" in str(error.value).lower()
     assert len(checkpoint.generations(folder.path, "state")) == (interval == "5u")

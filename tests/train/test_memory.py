@@ -17,12 +17,12 @@ from gpuattn.runtime.graphs import Replays
 from gpuattn.tasks.language import LanguageTask
 from gpuattn.tasks.translation import TranslationTask
 from gpuattn.train import memory
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
 
 
-class Heard(Report):
+class Heard(Listener):
     def __init__(self):
         self.said = []
 
@@ -78,7 +78,7 @@ def fails(monkeypatch):
 def gradients(config, device="numpy", graphs=False):
     """Return the state of a run of 3 updates: (parameters and moments, losses by report)."""
     config = dataclasses.replace(config, length="3u", warmup=0)
-    trainer = Trainer(TASKS[config.model](config), device, Report(), graphs=graphs)
+    trainer = Trainer(TASKS[config.model](config), device, Listener(), graphs=graphs)
     trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
     return {name: to_cpu(array) for name, array in trainer.state()[0].items()}
 
@@ -142,12 +142,12 @@ def test_a_plan_is_what_a_step_takes(gpu, request, data, sizes, level, monkeypat
     task = TASKS[config.model](config)
     pool = gpu.cuda.MemoryPool()
     with gpu.cuda.using_allocator(pool.malloc):
-        trainer = Trainer(task, "cuda", Report(), graphs=False)
+        trainer = Trainer(task, "cuda", Listener(), graphs=False)
         state = pool.used_bytes()
         trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
     plan = memory.plan(task.model, config, trainer.precision)
     assert plan.state == pytest.approx(state, rel=0.02)
-    took, planned = pool.total_bytes(), plan.state + plan.activations - memory.LIBRARY
+    took, planned = pool.total_bytes(), plan.state + plan.activations - memory.LIBRARY_BYTES
     assert planned == pytest.approx(took, rel=0.1), f"{took / planned:.3f} of the plan"
 
 
@@ -203,7 +203,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_made(
 def test_batches_that_fit_are_whole_blocks_and_leave_an_epoch_its_updates(request, data):
     config = request.getfixturevalue(data)
     model = TASKS[config.model](config).model
-    unit = config.block * memory.BLOCKS if data == "text" else memory.STEP
+    unit = config.block * memory.BLOCKS_MULTIPLE if data == "text" else memory.TOKENS_MULTIPLE
     tokens = memory.fit(model, config, BF16, 1e9, 10**9)
     need, more = (memory.plan(model, config, BF16, n).total for n in (tokens, tokens + unit))
     assert tokens % unit == 0 and need <= 0.9e9 < more
@@ -245,7 +245,7 @@ def test_short_of_memory_a_run_takes_smaller_batches_and_keeps_to_them(
     config = request.getfixturevalue(data)
     fails(task, most=config.batch // 2, first=3)  # in the fourth update
     heard = Heard()
-    whole = train(config, tmp_path / "whole", device="numpy", report=heard)
+    whole = train(config, tmp_path / "whole", device="numpy", listener=heard)
     (said,) = heard.about("memory")
     assert "no room" in said and f"{config.batch // 2:,} tokens, 2 an update" in said
     assert whole.finished and whole.update == 8
@@ -289,12 +289,13 @@ def test_a_gpu_with_less_memory_gets_smaller_batches(gpu, text, monkeypatch):
         trainer = Trainer(LanguageTask(config), "cuda", heard, graphs=True)
         plan = memory.plan(trainer.model, config, trainer.precision)
         # no limit for the graphs' own pool: what ends is the memory of the first steps
-        pool.set_limit(pool.total_bytes() + (plan.activations - memory.LIBRARY) * 2 // 3)
+        pool.set_limit(pool.total_bytes() + (plan.activations - memory.LIBRARY_BYTES) * 2 // 3)
         trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
     (said,) = heard.about("memory")
     assert "8,192 tokens, 2 an update" in said and trainer.at.parts == 2
     assert trainer.workspace.grads.dtype == np.float32 and trainer.at.update == 6
-    assert isinstance(trainer.steps, Replays) and None not in trainer.steps.graphs.values()
+    calls = trainer.step.calls
+    assert isinstance(calls, Replays) and None not in calls.graphs.values()
 
 
 def test_what_graphs_use_is_given_back_with_them_and_not_before(gpu):

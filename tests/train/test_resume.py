@@ -13,7 +13,7 @@ from gpuattn.nn import attention
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runs.folder import TASKS, RunFolder
 from gpuattn.runtime import checkpoint
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
 
@@ -131,9 +131,9 @@ def test_deterministic_reaches_every_attention(config, tmp_path, monkeypatch, mo
     monkeypatch.setattr(attention, "flash_attention", noted)
     for deterministic in (False, True):
         config = dataclasses.replace(config, deterministic=deterministic)
-        trainer = Trainer(TASKS[model](config), "numpy", Report())
+        trainer = Trainer(TASKS[model](config), "numpy", Listener())
         trainer._update()
-        assert (trainer.steps.first is tune) != deterministic  # it goes by times
+        assert (trainer.step.calls.first is tune) != deterministic  # it goes by times
         layers = {"translation": 3 * config.accumulate, "gpt2": 2}[model]
         assert asked[-layers:] == [deterministic] * layers
     assert len(asked) == 2 * layers

@@ -141,7 +141,7 @@ def test_on_a_gpu_a_signal_during_capture_saves_too(gpu, tmp_path, monkeypatch):
     def interrupted(trainer):
         calls.append(trainer)
         if len(calls) == 2:  # the first is called as it is
-            assert trainer.steps.stream.is_capturing()
+            assert trainer.step.calls.stream.is_capturing()
             signal.raise_signal(signal.SIGTERM)
         inner(trainer)
 

@@ -19,7 +19,7 @@ from gpuattn.runtime.graphs import Calls
 from gpuattn.runtime.readback import Reading
 from gpuattn.runtime.workspace import Workspace
 from gpuattn.tasks.translator import Translator
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
 
@@ -160,13 +160,13 @@ def test_the_mean_of_checkpoints_is_evaluated_as_it_is(gpu, config, tmp_path, de
     *_, last, row = MetricsLog(tmp_path / "run/metrics.jsonl").read("valid")
     assert "averaged" not in last and row["averaged"] == 2
     mean = RunFolder(tmp_path / "run").average_snapshots(2)
-    trainer = Trainer(TASKS[config.model](config), "numpy", Report())
+    trainer = Trainer(TASKS[config.model](config), "numpy", Listener())
     trainer.workspace.load_weights(mean)
     assert row["loss"] == pytest.approx(trainer.valid_loss(), rel=1e-3)
 
 
 def test_a_step_elsewhere_is_refused(gpu, config):
-    trainer = Trainer(TASKS[config.model](config), "cuda", Report())
+    trainer = Trainer(TASKS[config.model](config), "cuda", Listener())
     with pytest.raises(AssertionError, match="computes on another stream"):
         trainer.valid_loss()
     with trainer.computing():

@@ -9,7 +9,7 @@ from stopping import After, assert_same_bits
 from gpuattn.runs.folder import RunFolder
 from gpuattn.runs.metrics import MetricsLog
 from gpuattn.train import threads
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 from gpuattn.train.threads import BlasThreads
 
@@ -196,11 +196,11 @@ def test_the_mean_of_checkpoints_is_evaluated_with_the_threads_of_the_run(tmp_pa
 
 def test_another_blas_is_warned_of(tmp_path, monkeypatch):
     config = dataclasses.replace(new_config(tmp_path, "numpy", kills=0), length="6u")
-    said, report = [], Report()
+    said, report = [], Listener()
     report.say = lambda topic, text: said.append((topic, text))
     train(config, tmp_path / "run", device="numpy", stop=After(2))
     monkeypatch.setattr(BlasThreads, "describe", lambda blas: "mkl 2027 Zen 9")
-    train(config, tmp_path / "run", device="numpy", report=report)
+    train(config, tmp_path / "run", device="numpy", listener=report)
     (text,) = [text for topic, text in said if topic == "warning" and "products" in text]
     assert "now by mkl 2027 Zen 9: bits may differ" in text
 

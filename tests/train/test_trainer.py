@@ -14,7 +14,7 @@ from gpuattn.runs.folder import RunFolder, average_runs, load_run, summary
 from gpuattn.runtime import checkpoint
 from gpuattn.tasks.corpus import Corpus
 from gpuattn.tasks.translation import TranslationTask
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
 
@@ -34,7 +34,7 @@ WORDS = [
 ]
 
 
-class Heard(Report):
+class Heard(Listener):
     """Remembers what was said."""
 
     def __init__(self):
@@ -69,7 +69,7 @@ def config(tmp_path):
 def test_a_run_learns_and_its_folder_translates(config, tmp_path):
     config = dataclasses.replace(config, length="150u", eval_every="75u", dim=32, dropout=0.0)
     heard = Heard()
-    outcome = train(config, tmp_path / "run", device="numpy", report=heard)
+    outcome = train(config, tmp_path / "run", device="numpy", listener=heard)
     assert outcome.finished and outcome.update == 150
     losses = [row["loss"] for row in RunFolder(tmp_path / "run").metrics.read("valid")]
     assert losses[-1] < min(0.5, losses[0])  # from log(400), 6
@@ -156,7 +156,7 @@ def test_accumulated_batches_make_one_update_of_their_tokens(config):
     norms = []
     for chosen in (whole, parts):
         task = TranslationTask(chosen)
-        trainer = Trainer(task, "numpy", Report())
+        trainer = Trainer(task, "numpy", Listener())
         if chosen is parts:
             batches = task.corpus.loader(0).batches(0)
             assert batches >= 4
@@ -184,7 +184,7 @@ def test_a_budget_of_seconds_ends_with_the_decay_done(config, tmp_path):
     changes = {"length": "2s", "eval_every": "10s", "schedule": "cosine", "warmup": 0.1}
     config = dataclasses.replace(config, **changes)
     heard = Heard()
-    train(config, tmp_path / "run", device="numpy", report=heard)
+    train(config, tmp_path / "run", device="numpy", listener=heard)
     rows = RunFolder(tmp_path / "run").metrics.read("valid")
     assert len(rows) == 1 and 2 <= rows[0]["seconds"] < 2.5
     assert heard.steps[-1].learning_rate < 0.02 * config.lr
@@ -209,7 +209,7 @@ def test_evaluations_cost_a_tenth_of_the_time_unless_something_counts_them(
     config, change, now, took, due
 ):
     config = dataclasses.replace(config, **({"length": "9e", "eval_every": "auto"} | change))
-    trainer = Trainer(TranslationTask(config), "numpy", Report())
+    trainer = Trainer(TranslationTask(config), "numpy", Listener())
     at = trainer.at
     at.update, at.epoch, at.seconds, at.evaluation = *now, took
     assert trainer._due() == due
@@ -260,7 +260,7 @@ def test_runs_with_other_tokenizers_are_not_averaged(config, tmp_path):
 
 
 def test_gradients_that_are_not_finite_end_the_run_by_name(config, tmp_path):
-    trainer = Trainer(TranslationTask(config), "numpy", Report())
+    trainer = Trainer(TranslationTask(config), "numpy", Listener())
     trainer.workspace.weights()["encoder_norm.weight"][0] = np.nan
     with pytest.raises(FloatingPointError, match="in a row"), np.errstate(invalid="ignore"):
         trainer.run(lambda: False, lambda: {"score": 0, "loss": 0}, lambda row: None)
@@ -325,7 +325,7 @@ def test_no_gpu_is_said_or_refused(config, tmp_path, monkeypatch):
     with pytest.raises(DeviceMissingError, match="gpuattn doctor"):
         train(config, tmp_path / "run", device="cuda")
     heard = Heard()
-    train(config, tmp_path / "run", device="auto", report=heard)
+    train(config, tmp_path / "run", device="auto", listener=heard)
     assert heard.said[0][0] == "device" and "for want of a GPU" in heard.said[0][1]
 
 

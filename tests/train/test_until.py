@@ -6,7 +6,7 @@ from gpuattn.errors import ConfigError
 from gpuattn.runs.config import TrainConfig, resolve
 from gpuattn.runs.metrics import MetricsLog, is_right
 from gpuattn.tasks.translation import TranslationTask
-from gpuattn.train.progress import Report
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 from gpuattn.units import Length
 
@@ -14,7 +14,7 @@ SMALL = {"task": "dates", "dim": 16, "heads": 2, "layers": (1, 1), "ffn": 16, "b
          "max_len": 64, "vocab_size": 384, "score_pairs": 5, "warmup": 1}  # fmt: skip
 
 
-class Heard(Report):
+class Heard(Listener):
     def __init__(self):
         self.lines, self.progresses = [], []
 
@@ -59,14 +59,14 @@ def test_a_run_ends_when_two_evaluations_in_a_row_are_right(tmp_path, scored):
     left = scored((50, 99), (99, 99), (100, 98), (99, 100), (99.5, 99), (0, 0))
     config = TrainConfig(**SMALL, length="90u", until=99, eval_every="2u")
     report = Heard()
-    outcome = train(config, tmp_path / "run", device="numpy", report=report)
+    outcome = train(config, tmp_path / "run", device="numpy", listener=report)
     assert outcome.finished and outcome.update == 10 and list(left) == [(0, 0)]
     ended = "99 % exact of every kind in 2 evaluations in a row"
     assert report.of("ended") == [f"{ended}, after 10 updates"]
     assert "until 99 % of every kind is exact, 90 updates at most" in report.of("update")[0]
     assert all(progress.at_most for progress in report.progresses)
     again = Heard()
-    assert train(config, tmp_path / "run", device="numpy", report=again).update == 10
+    assert train(config, tmp_path / "run", device="numpy", listener=again).update == 10
     assert again.of("run") == [f"finished before, after 10 updates ({ended})"]
 
 
@@ -82,8 +82,8 @@ def test_a_run_that_is_not_right_at_its_limit_says_so(tmp_path, scored):
     scored(*[(98, 100)] * 9)
     report = Heard()
     config = TrainConfig(**SMALL, length="6u", until=99, eval_every="2u")
-    assert train(config, tmp_path / "run", device="numpy", report=report).update == 6
-    text = "6 updates are over, before 99 % exact of every kind; a longer --for goes on"
+    assert train(config, tmp_path / "run", device="numpy", listener=report).update == 6
+    text = "6 updates ended before 99 % exact of every kind; continue with a longer --for"
     assert report.of("ended") == [text]
 
 
