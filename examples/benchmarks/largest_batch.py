@@ -1,17 +1,17 @@
-"""How many texts of 1,024 tokens an update of GPT-2 124M takes in, ours and PyTorch's.
+"""The largest batch, in texts of 1,024 tokens, of an update of GPT-2 124M, beside PyTorch.
 
-Ours is what ``gpuattn train`` runs: bfloat16 with float32 masters, AdamW, the whole update as one
-CUDA graph, with and without ``--checkpoint block``. PyTorch's is autocast to bfloat16, flash
-attention and AdamW(fused=True), eager and by torch.compile (once, for batches of any size), and
-its allocator has expandable segments. Nothing but the update is in memory.
+gpuattn runs its TrainingStep: bfloat16 with float32 masters, AdamW, CUDA graphs, with and without
+``--checkpoint block``. PyTorch runs autocast to bfloat16, flash attention and AdamW(fused=True),
+eager and by torch.compile (once, for batches of any size), with expandable segments in its
+allocator. Nothing but the update is in memory.
 
-Either side has the GPU to itself, in a process of its own. A search begins where a guess says: ours
-with the batch whose plan (``gpuattn.train.memory``) is all that is free, PyTorch's where the line
-through what two batches take is. From there batches grow or shrink by steps of 2 % of the guess,
-until one makes all its updates and one a step larger runs out of memory. Batches repeat the same
-texts, so that all must have the same losses, here and there.
+Each has the GPU to itself, in its own process. The search begins with a guess: for gpuattn the
+batch whose plan (``gpuattn.train.memory``) fills the free memory, for PyTorch a line through the
+bytes of two batches. From there batches grow or shrink by steps of 2 % of the guess, until one
+makes all its updates and one a step larger runs out of memory. Batches repeat the same texts, so
+all losses must be equal, within a tolerance.
 
-Asked: 1.3 times as many as PyTorch.
+Required: 1.3 times as many as PyTorch.
 """
 
 import argparse
@@ -25,20 +25,18 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
-from operator import call
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-from gpuattn.bench.run import origin
-from gpuattn.bench.train import NEAR, Ours, texts
+from gpuattn.bench.results import origin
+from gpuattn.bench.train import LOSS_TOLERANCE, Ours, Updates, texts
 from gpuattn.bench.train_cases import MODELS, small
 from gpuattn.models import GPT2
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runtime import precision
 from gpuattn.runtime.device import array_module, card_memory, choose_device, is_out_of_memory
-from gpuattn.runtime.graphs import Calls, Replays
 from gpuattn.train import memory
 
 RATIO = 1.3  # asked
@@ -46,7 +44,7 @@ STEP = 0.02  # of the guess, between batches
 UPDATES = 3  # of a batch: ours runs launch by launch, is captured, is replayed; the last is timed
 TEXTS = 48  # different ones. Beyond 42 PyTorch's logits need 64-bit indices: no second compilation
 MORE = 64  # texts of the second batch whose memory PyTorch's guess goes by
-ROOM = 20  # of the smoke test, in which nothing else is short: with more texts memory is
+ROOM = 20  # texts that fit in the smoke test
 LEVELS = ("none", "block")  # "full" is "block" here: so many logits come in slices anyway
 PEERS = ("torch-eager", "torch-compile")
 SIZES = ("bytes", "planned_bytes")  # as far as known
@@ -66,36 +64,36 @@ if options.smoke:
 
 
 def wait_for_turn():
-    """Wait until the GPU is ours; until then a process may get ready on the host."""
+    """Wait until this process may use the GPU; before that it prepares on the host."""
     if not sys.stdin.readline():
-        sys.exit("nobody is there any more")
+        sys.exit("the process that started this one has ended")
 
 
 # ---- what is searched ----------------------------------------------------------------------------
 
 
 class OurUpdates:
-    """Updates of ours."""
+    """Updates of gpuattn, as ``gpuattn train`` makes them."""
 
     def __init__(self, device):
         wait_for_turn()
         self.xp = array_module(device)
         self.ours = Ours(CASE, self.xp)
-        self.first, self.steps = self.ours.inputs, None
+        self.first, self.updates = self.ours.inputs, None
         self.precision = precision.choose("auto", device)
 
     def choose(self, level):
-        """Go on with a level of ``--checkpoint``."""
+        """Continue with a level of ``--checkpoint``."""
         self.ours.model.checkpoint = level
         self.config = TrainConfig(model="gpt2", lm="text", checkpoint=level, ema=0.0)
 
     def planned(self, count):
-        """Return the bytes (of parameters and optimizer, of activations) that are planned."""
+        """Return the planned bytes (of parameters and optimizer, of activations)."""
         tokens = count * CASE.shape[1]
         return memory.plan(self.ours.model, self.config, self.precision, tokens)[:2]
 
     def guess(self, took):
-        """Return with how many texts the plan is all that is free."""
+        """Return how many texts the plan fits into the free memory."""
         if self.xp is np:
             return ROOM // 2
         self.free()
@@ -105,17 +103,17 @@ class OurUpdates:
         return count
 
     def begin(self, count):
-        """Get ready for a batch."""
+        """Prepare a batch of ``count`` texts."""
         self.free()
         if self.xp is np and count > ROOM:
             raise MemoryError
-        self.steps = Calls(call) if self.xp is np else Replays(sys.exit, call)
         self.ours.read([np.resize(part, (count, CASE.shape[1])) for part in self.first])
-        self.ours.restart()
+        self.updates = Updates(self.ours, tuned=False, notify=sys.exit)
+        self.updates.restart()
 
     def free(self):
-        """Give back what the batch before took."""
-        self.steps = None
+        """Free the memory of the batch before."""
+        self.updates = None
         gc.collect()
         if self.xp is not np:
             self.xp.cuda.get_current_stream().synchronize()
@@ -123,21 +121,23 @@ class OurUpdates:
 
     def update(self):
         """Update once; return the loss."""
-        self.steps("update", None, self.ours.step)
-        return float(self.ours.loss)
+        self.updates()
+        return self.updates.loss()
 
     def bytes(self, count):
-        """Return what the batch takes, and what was planned."""
+        """Return the bytes that the batch takes, and those planned."""
         planned = sum(self.planned(count))
         if self.xp is np:
             return {"planned_bytes": planned}
         self.xp.get_default_memory_pool().free_all_blocks()
-        held = self.xp.get_default_memory_pool().total_bytes() + self.steps.held_bytes()
+        held = (
+            self.xp.get_default_memory_pool().total_bytes() + self.updates.step.calls.held_bytes()
+        )
         return {"bytes": held, "planned_bytes": planned}
 
 
 class PeerUpdates:
-    """Updates of PyTorch's, as ``OurUpdates`` has them."""
+    """Updates of PyTorch, with the methods of ``OurUpdates``."""
 
     def __init__(self):
         import torch
@@ -154,7 +154,7 @@ class PeerUpdates:
         self.model = self.torch.compile(self.peer.model) if self.compiles else self.peer.model
 
     def guess(self, took):
-        """Return where the line through ``took``, by TEXTS, and what MORE take is all there is."""
+        """Return how many texts fit, by the line through the bytes of TEXTS, ``took``, and MORE."""
         each = (measure(self, MORE)["bytes"] - took) / (MORE - TEXTS)
         self.free()
         there = self.torch.cuda.mem_get_info()[0] + self.torch.cuda.memory_allocated()
@@ -176,7 +176,7 @@ class PeerUpdates:
 
     def update(self):
         self.peer.step(self.model)
-        return float(self.peer.loss)
+        return self.peer.loss()
 
     def bytes(self, count):
         return {"bytes": self.torch.cuda.max_memory_allocated()}
@@ -186,7 +186,7 @@ class PeerUpdates:
 
 
 def largest(updates, name):
-    """Return the figures of the most texts that fit, with the "guess" and all that were "tried"."""
+    """Return the figures of the most texts that fit, with the "guess" and all counts "tried"."""
     begin = time.perf_counter()
     updates.choose(name)
     few = measure(updates, CASE.shape[0])
@@ -235,14 +235,14 @@ def measure(updates, count):
 
 
 def check(name, losses, others):
-    """End this script unless losses fall and are those of another batch."""
-    near = all(abs(a - b) <= NEAR * b for a, b in zip(losses, others, strict=True))
+    """Exit unless losses fall and are near those of another batch."""
+    near = all(abs(a - b) <= LOSS_TOLERANCE * b for a, b in zip(losses, others, strict=True))
     if not (near and losses[-1] < losses[0]):
         sys.exit(f"{name}: losses are {losses}, those of other batches {others}")
 
 
 def search(names):
-    """Print what ``largest`` finds for levels of --checkpoint or for peers, a line of JSON each."""
+    """Print ``largest`` for levels of --checkpoint or for peers, a line of JSON each."""
     if names[0] in PEERS:
         return say_all(PeerUpdates(), names)
     device, _ = choose_device("numpy" if options.smoke else "auto")
@@ -260,7 +260,7 @@ def say_all(updates, names):
 
 
 def start(names):
-    """Return a process that searches for each name, and waits for its turn."""
+    """Return a process that searches for each name; it waits for a line on its standard input."""
     return subprocess.Popen(
         [sys.executable, *sys.argv, "--one", *names], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -269,7 +269,7 @@ def start(names):
 
 
 def rows(process):
-    """Let a process have its turn; yield and print what it finds."""
+    """Let a process search; yield and print what it finds."""
     process.stdin.write("go\n")
     process.stdin.close()
     for line in process.stdout:

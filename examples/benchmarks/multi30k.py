@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gpuattn.bench.run import origin
+from gpuattn.bench.results import origin
 from gpuattn.data import tasks
 from gpuattn.data.batching import BATCHING
 from gpuattn.data.text import read_parallel

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpuattn.bench.run import origin
+from gpuattn.bench.results import origin
 from gpuattn.data.batching import LanguageModelLoader
 from gpuattn.runs.config import resolve, to_toml
 from gpuattn.runs.folder import TASKS

@@ -3,7 +3,7 @@
 import numpy as np
 
 import gpuattn
-from gpuattn.bench.checks import TOLERANCE, compare, normal
+from gpuattn.bench.correctness import TOLERANCE, compare, normal
 from gpuattn.impls import OPS, explain, prepare
 
 

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from gpuattn.bench import attention, fused, fused_cases, results, timing
-from gpuattn.bench.checks import TOLERANCE, compare
+from gpuattn.bench.correctness import TOLERANCE, compare
 from gpuattn.bench.peers import attention as attention_peers
 from gpuattn.bench.peers import fused as fused_peers
 from gpuattn.bench.peers import timing as peers

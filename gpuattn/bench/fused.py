@@ -11,7 +11,7 @@ import numpy as np
 import gpuattn
 from gpuattn.arrays import get_xp
 from gpuattn.autodiff import tape
-from gpuattn.bench.checks import TOLERANCE, compare, normal
+from gpuattn.bench.correctness import TOLERANCE, compare, normal
 from gpuattn.bench.fused_cases import zipf_tokens
 from gpuattn.bench.samples import DTYPES
 from gpuattn.data.batching import token_order

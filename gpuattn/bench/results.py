@@ -1,4 +1,4 @@
-"""Files of results: what a row holds, how rows of several runs share a file, what they say at once.
+"""Files of results: where they come from, their rows, files of several runs, a verdict.
 
 A file is {"gpu", "driver", "versions", "date", "commit", "digest", "command", "ceilings", "rows"}.
 A row of a comparison with peers holds
@@ -6,33 +6,80 @@ A row of a comparison with peers holds
 - ``op``, ``case``, ``direction``, ``impl``: what ran (``cases.py``);
 - ``us``, ``samples_us``: the median of the samples, in microseconds; ``peers``,
   ``peer_samples_us``: the same by name; ``peers_missing``: why one was not measured, by name;
-- ``asked``: the implementation that the cell is about, where it is about one;
-- ``outside_graphs``: peers that cannot be CUDA graphs, timed with the host;
-- ``plain_us``, ``plain_samples_us``: ours without the case's features, where it has some;
-- ``eager_us``, ``eager_samples_us``: of training steps, ours without a graph, which has a reason
-  ``no_graph`` where there is none; ``losses``: [first, last] of some updates, by name;
-- ``peak_bytes``: device memory, by name; of training steps with parameters and moments, all that
-  our memory pools hold and the most that PyTorch had in use at a time;
+- ``asked``: the implementation of the cell, if the cell names one;
+- ``outside_graphs``: peers that cannot be captured as CUDA graphs, timed with the host;
+- ``plain_us``, ``plain_samples_us``: gpuattn without the features of the case, if it has any;
+- ``eager_us``, ``eager_samples_us``: of training steps, gpuattn without graphs; ``no_graph``: the
+  reason if graphs do not work; ``losses``: [first, last] of some updates, by name;
+- ``peak_bytes``: device memory, by name; of training steps with parameters and moments: all bytes
+  of gpuattn's memory pools, and the peak of what PyTorch had allocated;
 - ``tflops``, ``gbs``, ``ceiling_share`` (of the nearer ceiling, product or copy);
-- ``ratio_to_best_peer``: the best peer's time over ours, above 1 is ahead; None without peers.
+- ``ratio_to_best_peer``: the best peer's time over ``us``, above 1 is ahead; None without peers.
 
--1 stands for the microseconds of what ran out of memory.
+-1 microseconds: the peer ran out of memory.
 """
 
+import datetime
 import json
 import re
 import statistics
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from gpuattn.bench import cases, fused_cases, train_cases
+import numpy as np
+
+from gpuattn.bench import cases, fused_cases, timing, train_cases
+from gpuattn.bench.cases import Cell
+from gpuattn.bench.receipt import digest
 from gpuattn.errors import ConfigError
+from gpuattn.runtime.device import versions
 
 OUT_OF_MEMORY = -1
-SAME = ("gpu", "commit", "digest")  # in files that rows may be added to
+SAME = ("gpu", "commit", "digest")  # must be equal where rows are added to a file
 REQUIRED = [*cases.REQUIRED, *fused_cases.REQUIRED, *train_cases.TABLE]
 
 
-def case_of(row):
+# ---- where results come from --------------------------------------------------------------------
+
+
+def document(
+    rows: list[dict], command: str, xp: ModuleType, ceilings: dict[str, float] | None = None
+) -> dict[str, Any]:
+    """Return the content of a file of results; ``ceilings`` are measured unless given."""
+    return origin(command, xp) | {"ceilings": ceilings or timing.ceilings(xp), "rows": rows}
+
+
+def origin(command: str, xp: ModuleType) -> dict[str, Any]:
+    """Return where results come from: machine, versions, date, commit, command."""
+    gpu = driver = None
+    if xp is not np:
+        runtime = xp.cuda.runtime
+        gpu = runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
+        driver = runtime.driverGetVersion()
+    return {
+        "gpu": gpu, "driver": driver, "versions": versions(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": _commit(),
+        "digest": digest(), "command": command,
+    }  # fmt: skip
+
+
+def _commit():
+    try:
+        run = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip()
+
+
+# ---- rows and files -----------------------------------------------------------------------------
+
+
+def case_of(row: dict) -> cases.Attention | fused_cases.Fused | train_cases.Step:
     """Return the case of a row of a comparison."""
     if row["op"] in fused_cases.AXES:
         return fused_cases.Fused.from_dict(row["op"], row["case"])
@@ -41,8 +88,8 @@ def case_of(row):
     return cases.Attention.from_dict(row["case"])
 
 
-def rated(row, ceilings):
-    """Return ``row`` with the rates and the ratio that follow from its times."""
+def rated(row: dict, ceilings: dict[str, float]) -> dict:
+    """Return ``row`` with the rates and the ratio computed from its times."""
     case, us = case_of(row), row["us"]
     tflops = case.flops(row["direction"]) / us / 1e6
     gbs = case.bytes(row["direction"]) / us / 1e3
@@ -54,12 +101,12 @@ def rated(row, ceilings):
     }  # fmt: skip
 
 
-def write(path, document):
-    """Write ``document`` to ``path``, added to what the file holds of the same commit and GPU.
+def write(path: str | Path, document: dict) -> dict:
+    """Write ``document`` to ``path``, added to the rows of the same commit and GPU in the file.
 
     A row replaces an older one of its cell (and implementation, where several are timed without
     peers); ceilings are the highest seen.
-    Returns what was written. Raises ConfigError for a file of another commit or GPU.
+    Returns the document written. Raises ConfigError for a file of another commit or GPU.
     """
     path, old = Path(path), read(path, document)
     if old:
@@ -72,10 +119,10 @@ def write(path, document):
     return document
 
 
-def read(path, document):
-    """Return what ``path`` holds, None without a file.
+def read(path: str | Path, document: dict) -> dict | None:
+    """Return the document in ``path``, None without a file.
 
-    Raises ConfigError unless it is of the same commit and GPU as ``document``.
+    Raises ConfigError if it is of another commit or GPU than ``document``.
     """
     path = Path(path)
     if not path.exists():
@@ -104,21 +151,21 @@ def _place(row):
     return row["op"], row["case"], row["direction"], impl
 
 
-def is_comparison(row):
-    """Return whether a row stands beside peers, measured or excused."""
+def is_comparison(row: dict) -> bool:
+    """Return whether a row has peers, measured or missing for a reason."""
     return bool(row.get("peers") or row.get("peers_missing"))
 
 
-def holds(rows, cell, with_peers):
-    """Return whether ``rows`` have the results of a cell, beside its peers if asked."""
+def holds(rows: Sequence[dict], cell: Cell, with_peers: bool) -> bool:
+    """Return whether ``rows`` have the results of a cell, also of its peers if ``with_peers``."""
     alone = not (with_peers and cell.peers)
     return any(cell.is_of(row) and (alone or is_comparison(row)) for row in rows)
 
 
-def absent(rows):
-    """Return a sentence for every required cell and named peer that comparisons in ``rows`` lack.
+def absent(rows: Sequence[dict]) -> list[str]:
+    """Return a sentence for each required cell and named peer that comparisons in ``rows`` lack.
 
-    Only ops that ``rows`` compare with peers at all must be complete.
+    Ops that ``rows`` do not compare with peers are not required.
     """
     ops, lacks = {row["op"] for row in rows if is_comparison(row)}, []
     for cell in (cell for cell in REQUIRED if cell.op in ops):
@@ -132,8 +179,8 @@ def absent(rows):
     return lacks
 
 
-def verdict(rows, table):
-    """Return one line: in how many cells of a table we are ahead, and by how much on average."""
+def verdict(rows: Sequence[dict], table: Sequence[Cell]) -> str:
+    """Return a line: the cells of a table with a ratio of 1 or more, and the mean ratio."""
     ratios = {}
     for cell in table:
         for row in filter(cell.is_of, rows):

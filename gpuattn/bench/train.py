@@ -1,43 +1,56 @@
-"""A whole training step, ours beside PyTorch's: forward, loss, backward, clipping and update.
+"""The training step of whole models beside PyTorch's: forward, loss, backward, clipping, update.
 
-All begin with the same parameters, on one fixed batch without padding. A step gets a figure when
-its first loss is ours within ``NEAR``, and some updates later is still, and has fallen.
+What is timed is ``runtime.training_step``, as a run calls it: with the copy of its batch from the
+host. All implementations begin with the same parameters and repeat one batch without padding; those
+of PyTorch have it on the GPU. A step is timed only if its first loss is within LOSS_TOLERANCE of
+gpuattn's, and so is the last one of some updates, which must be smaller.
 """
 
 import contextlib
 import functools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from gpuattn.arrays import to_cpu
+from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench import results, timing
+from gpuattn.bench.cases import Cell
 from gpuattn.bench.comparison import medians
 from gpuattn.bench.fused_cases import zipf_tokens
 from gpuattn.bench.peers import timing as peers
 from gpuattn.bench.peers.train import Peer
-from gpuattn.data.batching import PackedLoader, token_order
+from gpuattn.bench.train_cases import Step
+from gpuattn.data.batching import LanguageModelBatch, PackedLoader, token_order
 from gpuattn.data.tokenizer import UNK
 from gpuattn.errors import UnsupportedError
 from gpuattn.models import GPT2, TranslationModel
 from gpuattn.optim import AdamW
-from gpuattn.runtime.device import batch_to
-from gpuattn.runtime.graphs import Replays
+from gpuattn.runtime.training_step import TrainingStep
 from gpuattn.runtime.workspace import Workspace
 
-UPDATES = 10  # of the check
-NEAR = 0.02  # how far a loss may be from ours, as a share: 16 bits, and other bits of dropout
+UPDATES = 10  # of the check of losses
+LOSS_TOLERANCE = 0.02  # of a loss, relative: 16 bits, and other random bits of dropout
 
 
 class Ours:
-    """Our model, its optimizer and a batch. ``loss``: of the last step, on the device.
+    """Our model of a case, its optimizer and a batch.
 
-    What the peers get: ``weights``, {name: float32 array} before the first step, and ``inputs``,
-    int32 (B, T): tokens, of translations both sides, and labels.
+    For the peers: ``weights``, {name: float32 array} before the first step, and ``inputs``, int32
+    (B, T): tokens (of translations both sides) and labels.
     """
 
-    def __init__(self, case, xp):
-        self.xp = xp
-        self.model, self._loss, self.inputs = (_translation if case.translates else _text)(case, xp)
+    def __init__(self, case: Step, xp: ModuleType) -> None:
+        self.case, self.xp = case, xp
+        if case.translates:
+            self.model, self.batch = TranslationModel(case.config()), _translations(case)
+            arrays = self.batch.source, self.batch.target_in, self.batch.labels
+            self.inputs = [array.reshape(case.shape) for array in arrays]
+        else:
+            self.model = GPT2(case.config())
+            self.read(texts(case))
         self.workspace = Workspace(self.model, "numpy" if xp is np else "cuda", case.dtype)
         self.optimizer = AdamW(
             self.workspace, betas=case.betas, eps=case.eps, weight_decay=case.weight_decay,
@@ -45,82 +58,89 @@ class Ours:
         )  # fmt: skip
         self.weights = {name: np.array(to_cpu(x)) for name, x in self.workspace.weights().items()}
         self._state = self.optimizer.state.array.copy()
-        # As in graphs, what differs between updates is read where the device has it.
-        self._draw = self.model.random.step = xp.zeros(1, np.uint32)
-        self._rate = xp.full((), case.learning_rate, np.float32)
-        self._dloss, self.loss = xp.ones((), np.float32), xp.zeros((), np.float32)
 
-    def restart(self):
-        """Take back all updates."""
+    def read(self, inputs: Sequence[np.ndarray]) -> None:
+        """Continue with other ``inputs``, of a language model: tokens and labels, int32 (B, T)."""
+        self.inputs = inputs
+        self.batch = LanguageModelBatch(*inputs, token_order(inputs[0].ravel()))
+
+    def loss(self, batch: Any, dloss: Any) -> Tensor:
+        """Return the loss of a batch, as a TrainingStep asks for it."""
+        if self.case.translates:
+            return self.model.loss(batch, self.case.smoothing, dloss)
+        return self.model.loss(batch.tokens, batch.labels, dloss, order=batch.order)
+
+    def restart(self) -> None:
+        """Undo all updates."""
         self.workspace.load_weights(self.weights)
         for name in self.workspace.moments:
             getattr(self.workspace, name).fill(0)
         self.optimizer.state.array[...] = self._state
-        self._draw.fill(0)
-
-    def read(self, inputs):
-        """Go on with other ``inputs``, of a language model: tokens and labels, int32 (B, T)."""
-        self._loss, self.inputs = _text_loss(self.model, inputs, self.xp), inputs
-
-    def step(self):
-        """Update the parameters once."""
-        self.workspace.begin()
-        self._draw += 1
-        loss = self._loss(self._dloss)
-        self.workspace.backward(loss, self._dloss)
-        self.workspace.finish()
-        self.optimizer.step(self._rate)
-        self.loss[...] = loss.data
 
 
-def _translation(case, xp):
-    """Return (model, its loss as a function of the loss's gradient, inputs of the peers)."""
+class Updates:
+    """Updates of ``ours`` on its batch by a TrainingStep on the current stream, one a call.
+
+    ``settings``: of the TrainingStep.
+    """
+
+    def __init__(self, ours: Ours, **settings: Any) -> None:
+        self.ours, tokens = ours, ours.batch.target_tokens
+        stream = None if ours.xp is np else ours.xp.cuda.get_current_stream()
+        self.step = TrainingStep(
+            ours.model, ours.optimizer, ours.loss, tokens=tokens, stream=stream, **settings
+        )
+
+    def __call__(self) -> None:
+        self.step(self.ours.batch, learning_rate=self.ours.case.learning_rate)
+
+    def restart(self) -> None:
+        """Undo all updates."""
+        self.ours.restart()
+        self.step.clear_loss()
+        self.step.draws = 0
+
+    def loss(self) -> float:
+        """Return the mean loss of the updates since the last call."""
+        return self.step.mean_loss()
+
+
+def _translations(case):
+    """Return a packed batch of sentences of one length."""
     sentences, length = case.shape
     words = sentences * (length - 1), case.vocab - UNK - 1
     sides = [zipf_tokens(*words, seed).reshape(sentences, -1) + UNK + 1 for seed in (0, 1)]
     pairs = list(zip(*(side.tolist() for side in sides), strict=True))
     (batch,) = PackedLoader(pairs, case.tokens, seed=0).epoch(0)
-    model = TranslationModel(case.config())
-    there = batch_to(batch, xp)
-    inputs = [x.reshape(case.shape) for x in (batch.source, batch.target_in, batch.labels)]
-    return model, lambda dloss: model.loss(there, case.smoothing, dloss), inputs
+    return batch
 
 
-def _text(case, xp):
-    """Return what ``_translation`` does, for a language model."""
-    model, inputs = GPT2(case.config()), texts(case)
-    return model, _text_loss(model, inputs, xp), inputs
-
-
-def texts(case):
+def texts(case: Step) -> list[np.ndarray]:
     """Return the tokens and labels of a language model's case, int32 (B, T)."""
     text = zipf_tokens(case.tokens + 1, case.vocab)
     return [part.reshape(case.shape) for part in (text[:-1], text[1:])]
 
 
-def _text_loss(model, inputs, xp):
-    tokens, labels = map(xp.asarray, inputs)
-    order = [xp.asarray(part) for part in token_order(inputs[0].ravel())]
-    return lambda dloss: model.loss(tokens, labels, dloss, order=order)
-
-
 # ---- the comparison -----------------------------------------------------------------------------
 
 
-def measure(cell, xp, ceilings, impl=None, with_peers=False):
-    """Return the row of results of a Cell; ``results.py`` says what it holds.
+def measure(
+    cell: Cell, xp: ModuleType, ceilings: dict[str, float], impl: str | None = None,
+    with_peers: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the row of results of a Cell; ``results.py`` describes its fields.
 
-    Raises AssertionError where our loss does not fall, or is another as a CUDA graph.
+    Raises AssertionError if our loss does not fall, or differs with graphs.
     """
     if xp is np:
-        ours = Ours(cell.case, np)
-        losses = {"eager": _losses(ours, ours.step)}
+        updates = Updates(Ours(cell.case, np))
+        losses = {"eager": _losses(updates, updates)}
         _check("eager", losses)
-        return _row(cell, {"eager": timing.time_call(ours.step, False)}, losses, {}, ceilings)
+        return _row(cell, {"eager": timing.time_call(updates, False)}, losses, {}, ceilings)
     stream, names = xp.cuda.Stream(non_blocking=True), cell.peers if with_peers else ()
     try:
         beside = peers.on_stream(stream) if names else contextlib.nullcontext()
-        pool = xp.cuda.MemoryPool()  # ours alone, so that it says what we take
+        pool = xp.cuda.MemoryPool()  # of our arrays alone, to measure their memory
         with stream, beside, xp.cuda.using_allocator(pool.malloc):
             return _on_gpu(cell, xp, pool, names, ceilings)
     finally:
@@ -130,29 +150,28 @@ def measure(cell, xp, ceilings, impl=None, with_peers=False):
 def _on_gpu(cell, xp, pool, names, ceilings):
     launches, losses, peaks, missing = {}, {}, {}, {}
     ours = Ours(cell.case, xp)
-    launches["eager"] = ours.step
-    losses["eager"] = _losses(ours, ours.step)
+    launches["eager"] = eager = Updates(ours, graphs=False, tuned=False)
+    losses["eager"] = _losses(eager, eager)
     _check("eager", losses)
     peaks["eager"] = pool.total_bytes()
 
-    said = []
-    replays = Replays(said.append)
-    replay = functools.partial(replays, "step", None, ours.step)
-    for _ in range(2):  # the second time it is captured
-        replay()
-    if not said:
+    refusals = []
+    replayed = Updates(ours, notify=refusals.append)
+    for _ in range(2):  # graphs are captured the second time
+        replayed()
+    if not refusals:
         pool.free_all_blocks()
-        launches["graph"] = replay
-        losses["graph"] = _losses(ours, replay)
+        launches["graph"] = replayed
+        losses["graph"] = _losses(replayed, replayed)
         _check("graph", losses)
-        peaks["graph"] = pool.total_bytes() + replays.pool.total_bytes()
+        peaks["graph"] = pool.total_bytes() + replayed.step.calls.held_bytes()
 
     peer = None
     for name in names:
         try:
             peer = peer or Peer(cell.case, ours)
-            which = f"{name} {cell.case.model}"  # each may take its time to compile
-            launch = peers.capture(which, functools.partial(peer.call, name), [()])
+            compiled = f"{name} {cell.case.model}"  # each has its own limit of time to compile
+            launch = peers.capture(compiled, functools.partial(peer.call, name), [()])
             losses[name] = _losses(peer, launch)
             _check(name, losses)
         except (UnsupportedError, AssertionError) as error:
@@ -160,27 +179,29 @@ def _on_gpu(cell, xp, pool, names, ceilings):
         else:
             launches[name], peaks[name] = launch, peer.held_bytes() + launch.peak_bytes
     row = _row(cell, timing.alternate(launches), losses, missing, ceilings)
-    refusal = {"no_graph": said[0]} if said else {}
+    refusal = {"no_graph": refusals[0]} if refusals else {}
     return row | {"peak_bytes": peaks} | refusal
 
 
-def _losses(trainer, launch):
-    """Return [first, last] loss of UPDATES from the start on."""
-    trainer.restart()
+def _losses(updates, launch):
+    """Return the [first, last] loss of UPDATES calls of ``launch``, from the start."""
+    updates.restart()
     launch()
-    first = float(trainer.loss)
-    for _ in range(UPDATES - 1):
+    first = updates.loss()
+    for _ in range(UPDATES - 2):
         launch()
-    return [first, float(trainer.loss)]
+    updates.loss()
+    launch()
+    return [first, updates.loss()]
 
 
 def _check(name, losses):
-    """Raise AssertionError unless ``losses[name]`` fall, and are those of ours."""
+    """Raise AssertionError unless ``losses[name]`` fall and are near those of "eager"."""
     first, last = losses[name]
     if not last < first:
         raise AssertionError(f"{name}: the loss went from {first:.4g} to {last:.4g}")
     for when, loss, our in zip(("first", "last"), losses[name], losses["eager"], strict=True):
-        if not abs(loss - our) <= NEAR * our:
+        if not abs(loss - our) <= LOSS_TOLERANCE * our:
             raise AssertionError(f"{name}: the {when} loss is {loss:.4g}, ours is {our:.4g}")
 
 

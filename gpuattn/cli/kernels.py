@@ -6,11 +6,11 @@ import time
 import click
 import numpy as np
 
-from gpuattn.bench import run
 from gpuattn.bench.samples import DTYPES, SAMPLES, sample
 from gpuattn.cli.options import NearChoice
 from gpuattn.cuda import disk_cache, kernels
 from gpuattn.impls import explain
+from gpuattn.runtime.device import array_module, choose_device
 from gpuattn.units import nearest
 
 
@@ -47,7 +47,7 @@ def command(warm, arch, why, shape, dtype, only):
 
 
 def _why(op, shape, dtype):
-    xp = run.backend("auto")
+    xp = array_module(choose_device("auto")[0])
     fun, args, kwargs = sample(op, shape, dtype, xp)
     where = "on this GPU" if xp is not np else "on NumPy, for want of a GPU here"
     click.echo(f"{where}, {dtype}:")

@@ -26,7 +26,7 @@ COMMANDS = {
     "doctor": "Say what works on this machine, with remedies.",
     "kernels": "List, compile and explain the CUDA kernels.",
     "profile": "Time every op of one training step, beside the roofline.",
-    "bench": "Time the ops, every implementation that accepts, and beside peers.",
+    "bench": "Time ops and training steps, also beside other libraries.",
 }
 EXIT_CODES = ((ConfigError, 2), (DeviceMissingError, 3), (Exception, 1))
 EXPECTED = ("gpuattn.errors", "builtins")  # where errors that users cause come from
@@ -58,8 +58,9 @@ class Commands(click.Group):
         if name not in COMMANDS:
             return None
         command = importlib.import_module(f"gpuattn.cli.{name}").command
-        if not any(parameter.name == "debug" for parameter in command.params):
-            command.params.append(_debug_option())
+        for each in (command, *getattr(command, "commands", {}).values()):
+            if not any(parameter.name == "debug" for parameter in each.params):
+                each.params.append(_debug_option())
         return command
 
     def resolve_command(self, ctx, args):

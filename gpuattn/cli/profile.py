@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from gpuattn.bench.profile import profile
-from gpuattn.cli.bench_table import console, short
+from gpuattn.cli.bench.table import console, short
 from gpuattn.cli.options import GroupedCommand, GroupedOption, PathName, device_option
 from gpuattn.cli.train import config_option, options_of, preset_option, resolved
 from gpuattn.files import write_text
@@ -57,7 +57,7 @@ def command(ctx, what, plot, path, config_file, device, **values):
         write_text(file, json.dumps(document, indent=1))
     _show(document)
     if plot:
-        from gpuattn.bench.plot import draw_profile
+        from gpuattn.bench.charts import draw_profile
 
         draw_profile(pyplot, document, plot)
 

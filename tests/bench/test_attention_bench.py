@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gpuattn.bench import cases, checks, comparison, results, timing
+from gpuattn.bench import cases, comparison, correctness, results, timing
 from gpuattn.bench.cases import Attention, Cell
 from gpuattn.bench.peers import attention
 from gpuattn.bench.peers import timing as peers
-from gpuattn.cli import bench_attention
+from gpuattn.cli.bench import attention as command
 from gpuattn.cli.main import main
 from gpuattn.errors import ConfigError, UnsupportedError
 
@@ -109,22 +109,22 @@ def test_one_wrong_tile_does_not_drown():
     got = want.copy()
     got[0, 640:704] = 0
     with pytest.raises(AssertionError, match="error 1;"):
-        checks.compare(got, want, 3e-2, "out")
+        correctness.compare(got, want, 3e-2, "out")
     got[0, 640:704] = np.nan
     with pytest.raises(AssertionError, match="error nan"):
-        checks.compare(got, want, 3e-2, "out")
+        correctness.compare(got, want, 3e-2, "out")
 
 
 def test_rounding_of_almost_nothing_is_no_error(rng):
     """dq of a query that sees one key is 0 but for rounding, which is every library's own."""
-    want = rng.standard_normal((4, checks.BLOCK)).astype("f4")
+    want = rng.standard_normal((4, correctness.BLOCK)).astype("f4")
     want[0] *= 1e-3
     got = want.copy()
     got[0] = -want[0]
-    checks.compare(got, want, 3e-2, "dq")
+    correctness.compare(got, want, 3e-2, "dq")
     got[0] *= 50
     with pytest.raises(AssertionError, match="dq: error 0.5"):
-        checks.compare(got, want, 3e-2, "dq")
+        correctness.compare(got, want, 3e-2, "dq")
 
 
 # ---- peers --------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def test_a_file_of_another_commit_is_refused_at_once(tmp_path, monkeypatch):
 def test_tables_show_peers_costs_and_memory(capsys):
     features = [row_of(cell) | {"plain_us": 50.0} for cell in cases.FEATURES]
     features[0]["peers_missing"] = {"flash-attn-4": "not [here]"}
-    bench_attention._show(features, CEILINGS)
+    command._show(features, CEILINGS)
     shown = capsys.readouterr().out
     assert shown.index("forward, ours: raw-hopper") < shown.index("backward, ours: raw-hopper")
     assert "2.00 x" in shown
@@ -357,7 +357,7 @@ def test_tables_show_peers_costs_and_memory(capsys):
         "peak_bytes": {"ours": 3 << 20, "torch-fa2": 5 << 20}
     }
     published["peers"]["torch-math"] = results.OUT_OF_MEMORY
-    bench_attention._show([published], CEILINGS)
+    command._show([published], CEILINGS)
     shown = capsys.readouterr().out
     assert "no memory" in shown
     assert "3 / 5 / -" in shown
@@ -365,13 +365,13 @@ def test_tables_show_peers_costs_and_memory(capsys):
 
 def test_a_picture(tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    from gpuattn.bench.plot import draw
+    from gpuattn.bench.charts import draw_attention
 
     pyplot.switch_backend("agg")
     alone = row_of(cases.TABLE[0], impl="raw-simt") | {"peers": {}}
     for rows in ([alone, *map(row_of, cases.TABLE)], [*map(row_of, cases.SMALL)]):
         path = tmp_path / f"{len(rows)}.png"
-        draw(pyplot, document_of(rows, date="today"), path)
+        draw_attention(pyplot, document_of(rows, date="today"), path)
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -387,12 +387,11 @@ def test_nothing_is_measured_by_an_implementation_that_does_not_exist(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["attention", "--shape", "8x8"], "attention goes without --shape"),
-        (["attention", "softmax"], "attention goes alone"),
-        (["linear", "--peers"], "--peers is for tables: gpuattn bench attention, or fused"),
-        (["softmax", "--head-dim", "64"], "--head-dim is for: gpuattn bench attention"),
+        (["attention", "--shape", "8x8"], "No such option"),
+        (["attention", "softmax"], "unexpected extra argument (softmax)"),
+        (["fused", "--head-dim", "64"], "No such option"),
         (["attention", "--device", "numpy", "--length", "7"], "no cell of the table is like that"),
-        (["attention", "--device", "numpy", "--missing"], "--missing is what a file lacks"),
+        (["attention", "--device", "numpy", "--missing"], "--missing needs the file"),
         (["attention", "--only", "foward"], "Did you mean 'forward'"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gpuattn.bench import run, timing
+from gpuattn.bench import ops, timing
 from gpuattn.bench.samples import SAMPLES, sample
 from gpuattn.cli.main import main
 from gpuattn.errors import ConfigError
@@ -22,7 +22,7 @@ def test_every_op_can_be_explained(name):
 
 
 def test_a_row_has_samples_and_a_median():
-    rows = list(run.bench("softmax", (16, 32), "float32", "numpy"))
+    rows = list(ops.measure("softmax", (16, 32), "float32", np))
     assert [row["direction"] for row in rows] == ["forward", "forward+backward"]
     for row in rows:
         assert len(row["samples_us"]) >= 20
@@ -35,7 +35,7 @@ def test_a_wrong_result_gets_no_figure(monkeypatch):
         return x if impl == "reference" else x + 1
 
     with pytest.raises(AssertionError, match="a wrong result gets no figure"):
-        run._check(wrong, [np.ones(3, np.float32)], {}, "raw-simt", "float32")
+        ops._check(wrong, [np.ones(3, np.float32)], {}, "raw-simt", "float32")
 
 
 def test_unknown_op_and_shape():
@@ -53,7 +53,7 @@ def call(*arguments):
 def test_command_writes_json(tmp_path):
     path = tmp_path / "rows.json"
     options = ["softmax", "--shape", "16x32", "--device", "numpy", "--json", str(path)]
-    assert "softmax" in call("bench", *options).stdout
+    assert "softmax" in call("bench", "ops", *options).stdout
     document = json.loads(path.read_text())
     assert document["ceilings"]["copy_tbs"] > 0
     assert len(document["rows"]) == 2
@@ -73,8 +73,17 @@ def test_kernels_lists_explains_and_compiles(nvrtc, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["bench", "softmax", "--shape", "0x0"], "0x0 is empty; accepted: sizes from 1"),
-    (["bench", "linear", "--shape", "3x00x5"], "3x00x5 is empty"),
+    (["bench", "ops", "softmax", "--shape", "0x0"], "0x0 is empty; accepted: sizes from 1"),
+    (["bench", "fused", "softmax", "--shape", "3x00"], "3x00 is empty"),
+    (["bench", "softmax", "--shape", "16x32"],
+     "write: gpuattn bench ops softmax or gpuattn bench fused softmax"),
+    (["bench", "adamw", "--peers"], "an op, not a benchmark; write: gpuattn bench fused adamw"),
+    (["bench", "linear"], "is an op, not a benchmark; write: gpuattn bench ops linear  (see: "),
+    (["bench", "--roofline"], "write: gpuattn bench roofline"),
+    (["bench", "fusd"], "no benchmark 'fusd'. Did you mean 'fused'?"),
+    (["bench", "ops", "softmax", "--peers"], "No such option"),
+    (["bench", "ops", "sofmax"], "Did you mean 'softmax'?"),
+    (["bench", "roofline", "softmax"], "unexpected extra argument"),
     (["kernels", "--why", "softmax", "--shape", "0x4"], "0x4 is empty"),
     (["kernels", "--why", "softmax", "--arch", "sm_90a"], "--arch is for --warm"),
     (["kernels", "--arch", "sm_90a"], "--arch is for --warm"),

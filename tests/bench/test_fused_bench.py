@@ -15,7 +15,7 @@ from gpuattn.bench.fused_cases import Fused
 from gpuattn.bench.peers import precompile
 from gpuattn.bench.peers import timing as peers
 from gpuattn.bench.peers.fused import Call
-from gpuattn.cli import bench_fused
+from gpuattn.cli.bench import fused as command
 from gpuattn.cli.main import main
 from gpuattn.errors import UnsupportedError
 
@@ -207,7 +207,7 @@ def test_the_verdict_counts_cells_with_peers():
 
 def test_pictures(tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    from gpuattn.bench.plot import draw_roofline, draw_shares
+    from gpuattn.bench.charts import draw_roofline, draw_shares
 
     pyplot.switch_backend("agg")
     rows = [row_of(cell) for cell in fused_cases.REQUIRED]
@@ -247,7 +247,7 @@ def test_one_cell_that_fails_is_a_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(comparison, "measure", fails)
     path = tmp_path / "rows.json"
-    result = call("embedding", "rms_norm", "--device", "numpy", "--json", path)
+    result = call("fused", "embedding", "rms_norm", "--device", "numpy", "--json", path)
     assert result.exit_code == 1
     assert result.stderr.count("ValueError: broken") >= 2
     assert "rms_norm (rows x columns)" in result.stdout
@@ -258,7 +258,7 @@ def test_tables_show_peers(capsys):
     rows = [row_of(cell) for cell in fused_cases.TABLES["cross_entropy"]]
     rows[0] |= {"outside_graphs": ["liger"], "peers_missing": {"quack": "not [here]"}}
     del rows[0]["peers"]["quack"]
-    bench_fused._show(rows, CEILINGS)
+    command._show(rows, CEILINGS)
     shown = capsys.readouterr().out
     assert "110.0*" in shown
     assert "* with the host" in shown
@@ -268,7 +268,7 @@ def test_tables_show_peers(capsys):
 def test_the_roofline_has_every_op(tmp_path):
     pytest.importorskip("matplotlib.pyplot")
     path = tmp_path / "roof.png"
-    result = call("--roofline", "--device", "numpy", "--plot", path)
+    result = call("roofline", "--device", "numpy", "--plot", path)
     assert result.exit_code == 0, result.stderr
     assert all(op in result.stdout for op in fused_cases.TABLES)
     assert path.exists()
@@ -277,13 +277,12 @@ def test_the_roofline_has_every_op(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["softmax", "linear"], "softmax: tables by themselves, without linear"),
-        (["--roofline", "softmax"], "--roofline is of all ops"),
-        (["--roofline", "--peers"], "--peers is for tables"),
-        (["--plot", "x.png"], "--plot is for tables"),
-        (["softmax", "layer_norm", "--shape", "8x8"], "--shape is for one op"),
-        (["beam_step", "--shape", "8x8"], "takes a shape of sentences x beams x vocabulary"),
-        (["softmax", "--device", "numpy", "--missing"], "--missing is what a file lacks"),
+        (["fused", "softmax", "linear"], "'linear' is not one of"),
+        (["roofline", "--peers"], "No such option"),
+        (["ops", "--plot", "x.png"], "No such option"),
+        (["fused", "softmax", "layer_norm", "--shape", "8x8"], "--shape is for one op"),
+        (["fused", "beam_step", "--shape", "8x8"], "a shape of sentences x beams x vocabulary"),
+        (["fused", "softmax", "--device", "numpy", "--missing"], "--missing needs the file"),
     ],
 )
 def test_wrong_usage(arguments, message):

@@ -188,5 +188,7 @@ def test_the_commands_agree_with_the_files():
     folder = program.__file__.rsplit("/", 1)[0]
     import pathlib
 
-    found = {p.stem for p in pathlib.Path(folder).glob("*.py") if "def command(" in p.read_text()}
+    files = [*pathlib.Path(folder).glob("*.py"), *pathlib.Path(folder).glob("*/__init__.py")]
+    commands = [path for path in files if "def command(" in path.read_text()]
+    found = {path.parent.name if path.stem == "__init__" else path.stem for path in commands}
     assert found == set(COMMANDS)

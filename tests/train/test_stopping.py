@@ -16,7 +16,7 @@ from gpuattn.train.stopping import StopOnSignal
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 PLACES = {  # what a run does as a signal comes
-    "computing a step": ("gpuattn.train.trainer.Trainer", "_gradients"),
+    "computing a step": ("gpuattn.runtime.training_step.TrainingStep", "_gradients"),
     "evaluating": ("gpuattn.tasks.translation.TranslationTask", "evaluate"),
     "saving": ("gpuattn.runtime.checkpoint", "save"),
 }
@@ -132,20 +132,20 @@ def test_a_signal_in_the_midst_of_a_print_is_noted_all_the_same():
 
 
 def test_on_a_gpu_a_signal_during_capture_saves_too(gpu, tmp_path, monkeypatch):
-    from gpuattn.train.trainer import Trainer
+    from gpuattn.runtime import TrainingStep
 
-    config, inner, calls = new_config(tmp_path, "numpy", kills=0), Trainer._apply, []
+    config, inner, calls = new_config(tmp_path, "numpy", kills=0), TrainingStep._apply, []
     # deterministic: other processes that tune products at the same time change nothing
     config = dataclasses.replace(config, eval_every="10u", deterministic=True)
 
-    def interrupted(trainer):
-        calls.append(trainer)
-        if len(calls) == 2:  # the first is called as it is
-            assert trainer.step.calls.stream.is_capturing()
+    def interrupted(step):
+        calls.append(step)
+        if len(calls) == 2:  # the first runs op by op
+            assert step.calls.stream.is_capturing()
             signal.raise_signal(signal.SIGTERM)
-        inner(trainer)
+        inner(step)
 
-    monkeypatch.setattr(Trainer, "_apply", interrupted)
+    monkeypatch.setattr(TrainingStep, "_apply", interrupted)
     with StopOnSignal() as stop:
         assert train(config, tmp_path / "run", device="cuda", stop=stop).update == 2
     assert stop.exit_code == 143

@@ -1,7 +1,7 @@
 """PyTorch's training step: autocast to bfloat16, AdamW(fused=True), the gradient's norm clipped.
 
-As it is ("torch-eager"), by torch.compile, and what torch.compile makes as one CUDA graph
-("torch-graph"). All three are one model and one optimizer.
+Eager ("torch-eager"), by torch.compile, and the compiled step as one CUDA graph ("torch-graph").
+All three share one model and one optimizer.
 """
 
 import functools
@@ -12,7 +12,7 @@ from gpuattn.bench.peers.timing import torch_here
 
 
 class Peer:
-    """PyTorch's like of ``train.Ours``, with its first weights. ``loss``: of the last step."""
+    """The model of a ``train.Ours`` in PyTorch, with its first weights, its inputs and AdamW."""
 
     def __init__(self, case, ours):
         torch = torch_here()
@@ -21,10 +21,10 @@ class Peer:
         self.case = case
         with torch.device("cuda"):
             self.model = (Translator if case.translates else GPT)(case)
-            self.loss = torch.zeros(())
+            self._loss = torch.zeros(())
         self.read(ours.inputs)
         weights = by_layers(ours.weights, case.layers[-1])
-        self._first = {  # on the host; tables without the rows that only pad ours
+        self._first = {  # on the host; without the padding rows of our tables
             name: torch.from_numpy(weights[name][: len(own)])
             for name, own in self.model.state_dict().items()
         }
@@ -40,18 +40,18 @@ class Peer:
         self.restart()
 
     def read(self, inputs):
-        """Go on with other ``inputs``, as ours has them."""
+        """Continue with other ``inputs``, NumPy arrays as of ``train.Ours``."""
         self.inputs = [torch_here().from_numpy(x).cuda().long() for x in inputs]
 
     def restart(self):
-        """Take back all updates."""
+        """Undo all updates."""
         self.model.load_state_dict(self._first)
         for state in self.optimizer.state.values():
             for x in state.values():
                 x.zero_()
 
     def call(self, name):
-        """Return one of the three ways to step, as ``peers.capture`` takes it."""
+        """Return a step by ``name``, as ``peers.timing.capture`` takes it."""
         return _Call(self, self.model if name == "torch-eager" else self._compiled, name)
 
     @functools.cached_property
@@ -68,7 +68,11 @@ class Peer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss.copy_(loss.detach())
+        self._loss.copy_(loss.detach())
+
+    def loss(self):
+        """Return the loss of the last step as a float."""
+        return float(self._loss)
 
     def held_bytes(self):
         """Return the bytes of parameters and moments."""
@@ -78,7 +82,7 @@ class Peer:
 
 
 def by_layers(weights, layers):
-    """Return our weights by the names of the peers, whose layers project the memory themselves."""
+    """Return our weights by the names of the peer, whose layers each project the memory."""
     weights = dict(weights)
     for kind in ("weight", "bias"):
         whole = weights.pop(f"memory.kv.{kind}", None)
@@ -88,7 +92,7 @@ def by_layers(weights, layers):
 
 
 class _Call:
-    """A way to step."""
+    """A step of ``peer`` by one of its models."""
 
     def __init__(self, peer, model, name):
         self.is_captured = name == "torch-graph"

@@ -27,7 +27,7 @@ PALETTE = (
 MARKS = {"forward": "^", "backward": "v", "forward+backward": "D", "step": "o"}
 
 
-def draw(pyplot, document, path):
+def draw_attention(pyplot, document, path):
     """Write the rows of the table that ``document`` holds as a picture to ``path``.
 
     A line of panels for each direction, a panel for each head size and mask; at the foot of each

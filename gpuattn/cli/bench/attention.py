@@ -1,17 +1,54 @@
-"""gpuattn bench attention: the cells asked for, one after the other, then tables and a verdict."""
+"""gpuattn bench attention: cells one after the other, then tables and a verdict."""
 
 import click
 import numpy as np
 
 from gpuattn.bench import cases, results
-from gpuattn.bench.plot import draw
-from gpuattn.cli.bench_table import begin, colored, console, short, show_missing, tflops
+from gpuattn.bench.charts import draw_attention
+from gpuattn.cli.bench.table import (
+    begin,
+    colored,
+    console,
+    impl_option,
+    json_option,
+    missing_option,
+    only_option,
+    peers_option,
+    plot_option,
+    short,
+    show_missing,
+    tflops,
+)
+from gpuattn.cli.options import GroupedCommand, GroupedOption, device_option
+from gpuattn.runtime.device import array_module, choose_device
 
-COLUMNS = 4  # peers that have a column each
+PEER_COLUMNS = 4  # with more peers they share one column
 
 
-def table(xp, path, line, *, peers, features, published, missing, only, plot, impl, **selection):
-    """Measure, show and keep the cells; ``path`` holds what is done even if the run is cut off."""
+def _of_cells(*names, **settings):
+    return click.option(*names, cls=GroupedOption, group="Cells", **settings)
+
+
+@click.command("attention", cls=GroupedCommand)
+@_of_cells("--features", is_flag=True, help="Dropout, bias, windows, packed captions, ...")
+@_of_cells("--published", is_flag=True, help="48 heads, ever longer, with peak memory.")
+@_of_cells("--head-dim", type=int, metavar="D", help="Only heads of this size.")
+@_of_cells("--causal/--full", default=None, help="Only with, or only without the causal mask.")
+@_of_cells("--length", type=int, metavar="T", help="Only sequences of this length.")
+@peers_option
+@missing_option
+@only_option
+@impl_option
+@plot_option
+@device_option
+@json_option
+def command(device, path, peers, features, published, missing, only, plot, impl, **selection):
+    """Time attention over head sizes, masks and lengths.
+
+    Each direction is timed by itself in CUDA graphs. A cell is written to the --json file when it
+    is done; --missing continues such a file.
+    """
+    xp = array_module(choose_device(device)[0])
     if xp is np:
         click.echo("No GPU: NumPy on small float32 problems, without peers, graphs or features.")
         chosen = cases.SMALL
@@ -21,14 +58,12 @@ def table(xp, path, line, *, peers, features, published, missing, only, plot, im
         chosen = cases.TABLE + cases.WIDE
     chosen = [cell for cell in chosen if _selected(cell, only, **selection)]
     with_peers = peers or published
-    measured, chosen, pyplot = begin(
-        xp, path, line, chosen, plot, missing=missing, with_peers=with_peers
-    )
+    measured, chosen, pyplot = begin(xp, path, chosen, plot, missing=missing, with_peers=with_peers)
     measured.add(chosen, _describe, tflops, impl=impl, with_peers=with_peers)
     _show(measured.rows, measured.ceilings)
     rows = measured.document["rows"]
     if rows and plot:
-        draw(pyplot, measured.document, plot)
+        draw_attention(pyplot, measured.document, plot)
     if rows and peers:
         click.echo(results.verdict(rows, cases.TABLE))
     measured.finish()
@@ -36,9 +71,9 @@ def table(xp, path, line, *, peers, features, published, missing, only, plot, im
 
 def _selected(cell, only, head_dim, causal, length):
     _, tokens, _, size = cell.case.shape
-    wishes = (only, head_dim, causal, length)
-    facts = (cell.direction, size, cell.case.causal, tokens)
-    return all(wish in (None, fact) for wish, fact in zip(wishes, facts, strict=True))
+    wanted = (only, head_dim, causal, length)
+    found = (cell.direction, size, cell.case.causal, tokens)
+    return all(want in (None, value) for want, value in zip(wanted, found, strict=True))
 
 
 def _describe(cell):
@@ -62,13 +97,13 @@ def _table(direction, rows, ceilings):
     from rich.table import Table
 
     names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    apart = len(names) <= COLUMNS  # each peer has a column
+    apart = len(names) <= PEER_COLUMNS
     plain, memory = (any(key in row for row in rows) for key in ("plain_us", "peak_bytes"))
     impls = ", ".join(dict.fromkeys(row["impl"] for row in rows))
     title = f"[bold]{direction}[/], ours: {impls}" + "; peers in TFLOP/s" * bool(names)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("problem")
-    heads = ["d", "T", "us", "TFLOP/s", "of product", "GB/s", "of copy"]
+    heads = ["d", "T", "us", "TFLOP/s", "of matmul", "GB/s", "of copy"]
     heads += ["to plain"] * plain + [_short_name(name) for name in names] * apart
     heads += [" / ".join(["MiB: ours", *map(_short_name, names)])] * memory
     for head in heads + ["ratio"] * bool(names):

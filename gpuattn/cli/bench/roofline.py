@@ -1,16 +1,35 @@
-"""gpuattn bench --roofline: every op on one chart, by FLOPs a byte, under this machine's roof."""
+"""gpuattn bench roofline: every op on one chart, by FLOPs a byte, under this machine's ceilings."""
 
+import click
 import numpy as np
 
 from gpuattn.bench import results, roofline
-from gpuattn.bench.plot import draw_roofline
-from gpuattn.cli.bench_table import begin, console, describe, short, tflops
+from gpuattn.bench.charts import draw_roofline
+from gpuattn.cli.bench.table import (
+    begin,
+    console,
+    describe,
+    json_option,
+    plot_option,
+    short,
+    tflops,
+)
+from gpuattn.cli.options import GroupedCommand, device_option
+from gpuattn.runtime.device import array_module, choose_device
 
 
-def chart(xp, path, line, plot):
-    """Measure one problem of every op, print where it stands, and draw it to ``plot``."""
+@click.command("roofline", cls=GroupedCommand)
+@plot_option
+@device_option
+@json_option
+def command(device, path, plot):
+    """Time one problem of every op.
+
+    Each is compared with the ceilings of this machine: the rates of a copy and of a matmul.
+    """
+    xp = array_module(choose_device(device)[0])
     cells = roofline.SMALL if xp is np else roofline.CELLS
-    measured, cells, pyplot = begin(xp, path, line, cells, plot)
+    measured, cells, pyplot = begin(xp, path, cells, plot)
     measured.add(cells, describe, tflops)
     if measured.rows:
         console().print(_table(measured.rows, measured.ceilings))

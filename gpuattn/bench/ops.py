@@ -1,44 +1,33 @@
-"""Time ops on this machine, correctness first: no figure for a wrong result."""
+"""Every implementation of an op, timed as a user calls it, host included.
 
-import datetime
-import subprocess
+A result is compared with the reference before it is timed.
+"""
+
 import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 import gpuattn
-from gpuattn.arrays import import_cupy, is_array, on_gpu, to_cpu
+from gpuattn.arrays import is_array, on_gpu, to_cpu
 from gpuattn.bench import timing
-from gpuattn.bench.doctor import versions
-from gpuattn.bench.receipt import digest
 from gpuattn.bench.samples import SAMPLES, sample
 from gpuattn.impls import OPS, explain
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 
 
-def backend(device):
-    """Return numpy or cupy for "numpy", "cuda" or "auto"."""
-    if device != "numpy":
-        try:
-            cupy = import_cupy()
-            if cupy.cuda.is_available():
-                return cupy
-        except gpuattn.errors.DeviceMissingError:
-            pass
-        if device == "cuda":
-            raise gpuattn.errors.DeviceMissingError(
-                "no CUDA device works here. Run: gpuattn doctor"
-            )
-    return np
+def measure(
+    name: str, shape: tuple[int, ...] | None, dtype: str | None, xp: ModuleType
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of results for each implementation that accepts and each direction.
 
-
-def bench(name, shape=None, dtype=None, device="auto"):
-    """Yield one row per implementation that accepts and per direction, as design "proof" describes.
-
-    Raises ConfigError for an unknown op or shape.
+    ``shape``, ``dtype``: of the op's sample; by default its own shape, in bfloat16 or, on NumPy,
+    float32. ``xp``: numpy or cupy. Raises ConfigError for an unknown op or shape, AssertionError
+    for a wrong result.
     """
-    xp = backend(device)
     dtype = dtype or ("float32" if xp is np else "bfloat16")
     op, args, kwargs = sample(name, shape, dtype, xp)
     for impl, refusal in explain(op, *args, **kwargs).reasons:
@@ -91,32 +80,3 @@ def _check(op, args, kwargs, impl, dtype):
         raise AssertionError(
             f"{op.__name__} {impl}: error {error:.2g}; a wrong result gets no figure"
         )
-
-
-def document(rows, command, xp, ceilings=None):
-    """Return rows with what makes them evidence: ``origin``, ceilings."""
-    return origin(command, xp) | {"ceilings": ceilings or timing.ceilings(xp), "rows": rows}
-
-
-def origin(command, xp):
-    """Return where results come from: machine, versions, date, commit, command."""
-    gpu = driver = None
-    if xp is not np:
-        runtime = xp.cuda.runtime
-        gpu = runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
-        driver = runtime.driverGetVersion()
-    return {
-        "gpu": gpu, "driver": driver, "versions": versions(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": _commit(),
-        "digest": digest(), "command": command,
-    }  # fmt: skip
-
-
-def _commit():
-    try:
-        run = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return run.stdout.strip()

@@ -1,4 +1,4 @@
-"""gpuattn bench softmax layer_norm ...: the fused ops beside their peers, as shares of a copy."""
+"""gpuattn bench fused: fused ops, as shares of a copy's rate, beside their peers."""
 
 from dataclasses import replace
 
@@ -7,21 +7,55 @@ import numpy as np
 
 from gpuattn.bench import fused_cases, results
 from gpuattn.bench.cases import Cell
+from gpuattn.bench.charts import draw_shares
 from gpuattn.bench.fused_cases import AXES, FLOPS, TABLES, Fused
 from gpuattn.bench.peers.precompile import compile_ahead
-from gpuattn.bench.plot import draw_shares
-from gpuattn.cli.bench_table import begin, colored, console, describe, short, show_missing
+from gpuattn.bench.samples import DTYPES
+from gpuattn.cli.bench.table import (
+    begin,
+    colored,
+    console,
+    describe,
+    impl_option,
+    json_option,
+    missing_option,
+    only_option,
+    peers_option,
+    plot_option,
+    short,
+    show_missing,
+)
+from gpuattn.cli.kernels import parse_shape
+from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, device_option
+from gpuattn.runtime.device import array_module, choose_device
 
-BY_HAND = "*"  # marks what is timed outside graphs
+OUTSIDE_GRAPHS = "*"  # marks peers that are timed with the host
 
 
-def table(xp, path, line, ops, *, peers, missing, only, plot, impl, shape, dtype):
-    """Measure, show and keep the cells of ``ops``, or ``shape`` of one op instead of its cells."""
+@click.command("fused", cls=GroupedCommand)
+@click.argument("ops", nargs=-1, metavar="[OP]...", type=NearChoice(TABLES))
+@click.option("--shape", cls=GroupedOption, group="Cells",
+              help="This problem of one OP instead of its table, such as 8192x1024.")  # fmt: skip
+@click.option("--dtype", type=NearChoice(DTYPES), cls=GroupedOption, group="Cells",
+              help="Default: bfloat16, float32 on NumPy.")  # fmt: skip
+@peers_option
+@missing_option
+@only_option
+@impl_option
+@plot_option
+@device_option
+@json_option
+def command(ops, shape, dtype, device, path, peers, missing, only, impl, plot):
+    """Time fused OPS (default: all).
+
+    Each direction is timed by itself in CUDA graphs. OPS: softmax, layer_norm, rms_norm,
+    dropout_add_norm, cross_entropy, embedding, adamw and beam_step. Others: gpuattn bench ops.
+    """
+    xp, ops = array_module(choose_device(device)[0]), list(dict.fromkeys(ops or TABLES))
+    shape = parse_shape(shape)
     chosen = _cells(xp, ops, shape, dtype)
     chosen = [cell for cell in chosen if only in (None, cell.direction)]
-    measured, chosen, pyplot = begin(
-        xp, path, line, chosen, plot, missing=missing, with_peers=peers
-    )
+    measured, chosen, pyplot = begin(xp, path, chosen, plot, missing=missing, with_peers=peers)
     if peers and xp is not np:
         compile_ahead(chosen)
     measured.add(chosen, describe, _rate, impl=impl, with_peers=peers)
@@ -68,7 +102,7 @@ def _show(rows, ceilings):
         where.print(_table(op, part, ceilings))
         show_missing(where, part)
         if any("outside_graphs" in row for row in part):
-            where.print(f"[dim]{BY_HAND} with the host: it asks the GPU how to go on[/]")
+            where.print(f"[dim]{OUTSIDE_GRAPHS} with the host: it reads a result to go on[/]")
 
 
 def _table(op, rows, ceilings):
@@ -95,4 +129,4 @@ def _table(op, rows, ceilings):
 def _peer(row, name):
     if name not in row["peers"]:
         return "-"
-    return f"{row['peers'][name]:.1f}" + BY_HAND * (name in row.get("outside_graphs", ()))
+    return f"{row['peers'][name]:.1f}" + OUTSIDE_GRAPHS * (name in row.get("outside_graphs", ()))

@@ -1,20 +1,45 @@
-"""gpuattn bench train: an update of whole models, ours beside PyTorch's."""
+"""gpuattn bench train: training steps of whole models, beside PyTorch's."""
 
 import click
 import numpy as np
 
 from gpuattn.bench import results, train, train_cases
-from gpuattn.cli.bench_table import begin, colored, console, describe, short, show_missing
+from gpuattn.cli.bench.table import (
+    begin,
+    colored,
+    console,
+    describe,
+    json_option,
+    missing_option,
+    peers_option,
+    short,
+    show_missing,
+)
+from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, device_option
+from gpuattn.runtime.device import array_module, choose_device
 
 
-def table(xp, path, line, models, *, peers, missing):
-    """Measure, show and keep the steps of ``models``, of all in the table if none is named."""
+@click.command("train", cls=GroupedCommand)
+@click.option(
+    "--model", "models", multiple=True, type=NearChoice(train_cases.CELLS), cls=GroupedOption,
+    group="Cells", help="This model only; may be given several times.",
+)  # fmt: skip
+@peers_option
+@missing_option
+@device_option
+@json_option
+def command(models, device, path, peers, missing):
+    """Time training steps of whole models.
+
+    With and without CUDA graphs: the step that gpuattn train runs.
+    """
+    xp = array_module(choose_device(device)[0])
     names = models or train_cases.MODELS
     chosen = [cell for name, cell in train_cases.CELLS.items() if name in names]
     if xp is np:
         click.echo("No GPU: NumPy on small float32 models, without peers or graphs.")
         chosen = [cell._replace(case=train_cases.small(cell.case), peers=()) for cell in chosen]
-    measured, chosen, _ = begin(xp, path, line, chosen, None, missing=missing, with_peers=peers)
+    measured, chosen, _ = begin(xp, path, chosen, None, missing=missing, with_peers=peers)
     measured.add(chosen, describe, _rate, measure=train.measure, with_peers=peers)
     _show(measured.rows, measured.ceilings)
     if measured.rows and peers and xp is not np:

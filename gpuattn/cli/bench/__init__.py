@@ -1,0 +1,48 @@
+"""gpuattn bench: a group with one command for each benchmark."""
+
+import click
+
+from gpuattn.bench.fused_cases import TABLES
+from gpuattn.bench.samples import SAMPLES
+from gpuattn.cli.bench import attention, fused, ops, roofline, train
+from gpuattn.units import nearest
+
+
+class Benchmarks(click.Group):
+    """Explains what replaced ``gpuattn bench OP`` and ``gpuattn bench --roofline``."""
+
+    def parse_args(self, ctx, args):
+        first = args[0] if args else "-"
+        if not ctx.resilient_parsing:
+            if first in SAMPLES or first in TABLES:
+                calls = [f"gpuattn bench ops {first}"] * (first in SAMPLES)
+                calls += [f"gpuattn bench fused {first}"] * (first in TABLES)
+                ctx.fail(f"{first} is an op, not a benchmark; write: {' or '.join(calls)}")
+            if first == "--roofline":
+                ctx.fail("the roofline is a command; write: gpuattn bench roofline")
+            if not first.startswith("-") and first not in self.commands:
+                accepted = (
+                    nearest(first, self.commands) or f"; accepted: {', '.join(self.commands)}"
+                )
+                ctx.fail(f"no benchmark {first!r}{accepted}")
+        return super().parse_args(ctx, args)
+
+
+@click.group("bench", cls=Benchmarks, no_args_is_help=True)
+def command():
+    """Time ops, whole training steps, and the same in other libraries.
+
+    \b
+    gpuattn bench ops linear --shape 8192x512x2048
+    gpuattn bench attention --peers --json attention.json --plot attention.png
+    gpuattn bench fused softmax layer_norm --peers
+    gpuattn bench train --model base --peers
+    gpuattn bench roofline --plot roofline.png
+
+    A result is compared with the reference before it is timed. attention, fused, train and roofline
+    run in CUDA graphs; ops includes the host.
+    """
+
+
+for _module in (ops, attention, fused, train, roofline):
+    command.add_command(_module.command)
