@@ -45,7 +45,7 @@ from gpuattn.ops.update.lion import lion
 from gpuattn.ops.update.sgd import sgd
 from gpuattn.rng import manual_seed
 
-MODULES = ("models", "nn", "optim")  # imported when first asked for
+MODULES = ("models", "nn", "optim", "runtime")  # imported when first asked for
 
 __all__ = [
     "OptimizerState",

@@ -2,15 +2,14 @@
 
 The model: 4 layers, 4 heads, d 128, block 64, batch 12, vocabulary 65, no biases, no dropout
 (Karpathy's README of nanoGPT). A step is forward, backward, clipping and AdamW, in float32.
-Printed is the median of the steps, in milliseconds. Run it on a machine with nothing else to do.
+It prints the median time of a step in milliseconds. Run it on an idle machine.
 """
 
 import argparse
-import os
 import statistics
 import time
 
-import gpuattn.environment  # noqa: F401  first: it is read by NumPy's BLAS
+from gpuattn.environment import usable_cores  # first: it sets variables that NumPy's BLAS reads
 
 # isort: split
 import numpy as np
@@ -53,7 +52,7 @@ def ours(tokens, labels):
 
 
 def peers(torch, tokens, labels):
-    """The same model out of PyTorch's own layers."""
+    """Return a step of the same model made of PyTorch's own layers."""
     nn, functional = torch.nn, torch.nn.functional
 
     class Layer(nn.Module):
@@ -94,11 +93,11 @@ def peers(torch, tokens, labels):
 
 text = np.random.default_rng(0).integers(0, VOCAB, (BATCH, BLOCK + 1)).astype(np.int32)
 pair = np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
-print(f"{os.cpu_count()} cores; median of {STEPS} steps")
+print(f"{usable_cores()} cores; median of {STEPS} steps")
 print(f"gpuattn on NumPy {np.__version__}: {median_ms(ours(*pair)):.1f} ms")
 try:
     import torch
 except ImportError:
-    print("PyTorch is not installed: nothing to compare with")
+    print("PyTorch is not installed, so it is not compared")
 else:
     print(f"PyTorch {torch.__version__}: {median_ms(peers(torch, *pair)):.1f} ms")

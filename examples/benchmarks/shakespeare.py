@@ -1,14 +1,14 @@
-"""The works of Shakespeare, character by character: nanoGPT's configuration, by the clock.
+"""nanoGPT's character-level model of Shakespeare: loss and seconds of whole runs.
 
-FILE is the text of "Tiny Shakespeare" (1.1 million characters), no part of this project. What is
-trained is what nanoGPT's ``train_shakespeare_char.py`` trains (Karpathy, 2022), by the defaults of
-``gpuattn train --lm FILE --tokenizer chars``: 6 layers, 6 heads, width 384, block 256, batch 64,
-dropout 0.2, 5,000 updates. Every 250 of them the loss is estimated as nanoGPT does, on 200 random
-batches of the training text and 200 of what was held out; the exact loss of all that was held out
-stands beside it. The result of a seed is the least estimate; its seconds are those of a process of
-its own, from the start to the end, with everything compiled before.
+FILE is the text of "Tiny Shakespeare" (1.1 million characters), not part of this project. The model
+is that of nanoGPT's ``train_shakespeare_char.py`` (Karpathy, 2022), with the defaults of ``gpuattn
+train --lm FILE --tokenizer chars``: 6 layers, 6 heads, width 384, block 256, batch 64, dropout 0.2,
+5,000 updates. Every 250 updates the loss is estimated as in nanoGPT, on 200 random batches of the
+training text and 200 of the held-out text, beside the exact loss of all held-out text. The result
+of a seed is its smallest estimate; its seconds are those of its own process, from start to exit,
+with kernels compiled before.
 
-nanoGPT's README has 1.4697. Asked here: a mean of 1.475 over the seeds, each within 50 s.
+nanoGPT's README reports 1.4697. Required: a mean of 1.475 over the seeds, each within 50 s.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from gpuattn.runtime.device import array_module, choose_device
 from gpuattn.train.progress import Listener
 from gpuattn.train.trainer import Trainer
 
-LOSS, SECONDS = 1.475, 50.0  # asked
+LOSS, SECONDS = 1.475, 50.0  # required
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -41,7 +41,7 @@ parser.add_argument("file", nargs="?", help="the text (none with --smoke)")
 parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
 parser.add_argument("--json", metavar="FILE", help="write all figures there")
 parser.add_argument("--smoke", action="store_true", help="a small text and model, for the tests")
-parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # a seed: its figures as JSON
+parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # a seed: print its results as JSON
 options = parser.parse_args()
 if not (options.file or options.smoke):
     parser.error("the text is missing")
@@ -74,13 +74,13 @@ class Estimates:
         return row | {"score": -row["val"]}
 
     def save(self, row):
-        """Keep the weights, if they are the best ones."""
+        """Save the weights, if they are the best ones."""
         if self.trainer.at.best is row:
             checkpoint.save(self.folder, "best", self.trainer.workspace.weights(), row)
 
 
 def train(seed):
-    """Return the figures of a run."""
+    """Return the results of a run."""
     with tempfile.TemporaryDirectory() as folder:
         text = options.file
         if options.smoke:
@@ -98,14 +98,14 @@ def train(seed):
 
 
 def measure(seed):
-    """Return the figures of a seed from a process of its own, and print them."""
+    """Return the results of a seed from its own process, and print them."""
     command = [sys.executable, *sys.argv, "--one", str(seed)]
     begin = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     row = {"seed": seed, "seconds": time.perf_counter() - begin, **json.loads(done.stdout)}
     best = row["best"]
     print(
-        f"seed {seed}: loss {best['val']:.4f} ({best['loss']:.4f} of all that was held out, "
+        f"seed {seed}: loss {best['val']:.4f} ({best['loss']:.4f} of all held-out text, "
         f"{best['train']:.4f} in training) at update {best['update']:,}; {row['seconds']:.1f} s",
         flush=True,
     )

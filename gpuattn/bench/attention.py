@@ -1,27 +1,35 @@
 """Attention as ``comparison.py`` measures it: inputs, calls, and the float64 reference."""
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 import numpy as np
 
 import gpuattn
+from gpuattn.bench.cases import Attention
 from gpuattn.bench.correctness import TOLERANCE, compare, normal
-from gpuattn.impls import OPS, explain, prepare
+from gpuattn.impls import OPS, Call, Impl, explain, prepare
 
 
 class Ours:
-    """One of our implementations on a problem: ``call(inputs)`` computes one direction of it.
+    """An implementation of ours on a problem, in one direction.
 
-    ``impl``: a name, or None for what the op itself would choose. Raises UnsupportedError.
+    ``case``: a ``cases.Attention``. ``xp``: numpy or cupy. ``impl``: a name, or None for the choice
+    of the op. ``choose`` raises UnsupportedError if none accepts.
     """
 
-    edits = False  # its inputs, in place
+    edits = False  # whether calls change their inputs
 
-    def __init__(self, case, direction, xp, impl=None):
+    def __init__(
+        self, case: Attention, direction: str, xp: ModuleType, impl: str | None = None
+    ) -> None:
         self.case, self.direction, self.xp = case, direction, xp
         trains = direction != "forward"
         self.needs = (trains,) * 3 + (trains and case.bias,) + (False,) * 5
         self.wanted = impl
 
-    def draw(self, seed):
+    def draw(self, seed: int) -> tuple[tuple, Any]:
         """Return random inputs, nine arrays or Nones, and the gradient of the output."""
         case, floats = self.case, normal(self.xp, seed, self.case.dtype)
         batch, tokens, heads, head_dim = case.shape
@@ -34,7 +42,7 @@ class Ours:
             starts = self.xp.asarray(np.cumsum([0, *case.lengths()]), np.int32)
         return (q, k, v, bias, None, starts, starts, None, None), dout
 
-    def prepare(self, inputs):
+    def prepare(self, inputs: tuple) -> Call:
         """Return the checked ``impls.Call`` on inputs of ``draw``."""
         case, (q, k, v, bias, _, starts, *_) = self.case, inputs
         longest = None if starts is None else max(case.lengths())
@@ -46,12 +54,12 @@ class Ours:
             deterministic=case.deterministic, impl=self.wanted,
         )  # fmt: skip
 
-    def choose(self, inputs):
+    def choose(self, inputs: tuple) -> Impl:
         """Return the implementation that runs the forward."""
         return self.prepare(inputs).choose()
 
-    def call(self, impl, inputs, dout):
-        """Return a function without arguments that computes, as a list of arrays."""
+    def call(self, impl: Impl, inputs: tuple, dout: Any) -> Callable[[], list]:
+        """Return a function of no arguments that returns the results as a list of arrays."""
         prepared = self.prepare(inputs)
         params, rule = prepared.params, prepared.choose_backward(impl, self.needs)
 
@@ -69,10 +77,11 @@ class Ours:
             return lambda: backward(saved)
         return lambda: backward(forward()[1])
 
-    def check(self, results, inputs, dout):
-        """Raise AssertionError unless ``results`` of ``call`` are the reference's, on some heads.
+    def check(self, results: list, inputs: tuple, dout: Any) -> None:
+        """Raise AssertionError unless ``results`` of ``call`` equal the reference on some heads.
 
-        The bits of dropout are numbered by (sequence, head): there, the first of both.
+        The random bits of dropout are numbered by (sequence, head), so with dropout the first
+        sequence and head are compared.
         """
         case, heads = self.case, self.case.shape[2]
         group, batch = heads // case.key_heads, slice(0, 1) if case.dropout else slice(None)
@@ -100,7 +109,7 @@ class Ours:
 
 
 class OursDecoding:
-    """The same of ``decode_attention``: the last tokens over a cache, all sequences at its end."""
+    """As ``Ours``, for ``decode_attention``: the last tokens over a full cache."""
 
     edits = False
 

@@ -1,11 +1,11 @@
-"""The cells that a table of results must hold, and what each of them computes and moves.
+"""The cells of the tables of attention, with the FLOPs and bytes of each.
 
-FLOPs as the field counts them: 4 D for every visible pair of query and key forward (half of T * T
-when causal), 2.5 times that backward; what a kernel recomputes does not count.
+FLOPs as FlashAttention counts them: 4 D for every visible pair of query and key forward (T * T / 2
+when causal), 2.5 times that backward. What a kernel recomputes does not count.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,15 +15,16 @@ CAPTIONS = (
     8, 34, 211, 783, 1748, 2475, 3084, 3372, 3243, 2872, 2517, 2107, 1548, 1294, 953, 761, 551,
     420, 285, 197, 158, 105, 82, 49, 42, 24, 18, 12, 11, 9, 5, 10, 3, 1, 4, 3, 1,
 )  # fmt: skip
-"""How many of 29,000 English image captions have 5, 6, ... 41 tokens, words and an end mark."""
+"""Counts of 29,000 English image captions with 5, 6, ... 41 tokens: words and an end mark."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A problem of attention. ``shape``: (B, T, H, D); ``keys``: how many, by default T.
+    """A problem of attention. ``shape``: (B, T, H, D). ``keys``: number of keys, by default T.
 
-    ``window``: the most keys seen to the left. ``bias``: (1, H, T, T), and backward its gradient.
-    ``captions``: T tokens are packed sequences with the lengths of captions, and B is 1.
+    ``window``: the number of keys visible to the left of a query's own. ``bias``: (1, H, T, T),
+    and backward its gradient. ``captions``: the T tokens are packed sequences with the lengths of
+    captions, and B is 1.
     """
 
     shape: tuple[int, int, int, int]
@@ -38,16 +39,17 @@ class Attention:
     captions: bool = False
 
     @property
-    def key_heads(self):
+    def key_heads(self) -> int:
+        """Number of heads of keys and values."""
         return self.kv_heads or self.shape[2]
 
-    def lengths(self):
+    def lengths(self) -> list[int]:
         """Return the length of every sequence."""
         batch, tokens = self.shape[:2]
         return caption_lengths(tokens) if self.captions else [tokens] * batch
 
-    def pairs(self):
-        """Return how many (query, key) of one head see each other, over the whole batch."""
+    def pairs(self) -> float:
+        """Return the visible pairs (query, key) of one head in the whole batch."""
         if self.keys:
             return self.shape[0] * self.shape[1] * self.keys
         return sum(map(self._pairs, self.lengths()))
@@ -58,11 +60,12 @@ class Attention:
             return seen * (seen + 1) // 2 + (length - seen) * seen
         return length * length / 2 if self.causal else length * length
 
-    def flops(self, direction):
+    def flops(self, direction: str) -> float:
+        """Return the FLOPs of one direction."""
         _, _, heads, head_dim = self.shape
         return WORK[direction] * 4 * head_dim * heads * self.pairs()
 
-    def bytes(self, direction):
+    def bytes(self, direction: str) -> int:
         """Return the bytes that must move: inputs and gradients in, results out, each once."""
         batch, tokens, heads, head_dim = self.shape
         width = 4 if self.dtype == "float32" else 2
@@ -74,23 +77,23 @@ class Attention:
             "forward": forward, "backward": backward, "forward+backward": forward + backward,
         }[direction]  # fmt: skip
 
-    def set_bytes(self):
+    def set_bytes(self) -> int:
         """Return the bytes of one set of inputs and results."""
         return self.bytes("forward")
 
-    def features(self):
-        """Return what sets the problem apart from plain attention, causal or not."""
+    def features(self) -> dict[str, Any]:
+        """Return the fields other than shape, dtype and causal that are set."""
         plain = ("shape", "dtype", "causal")
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}
         return {name: value for name, value in given.items() if value}
 
-    def plain(self):
+    def plain(self) -> "Attention | None":
         """Return the problem without its features; None if it has none, is packed or decodes."""
         if not self.features() or self.captions or self.keys:
             return None
         return Attention(self.shape, self.dtype, self.causal)
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, Any]:
         """Return the "case" of a row of results."""
         flags = {"causal": True} if self.causal else {}
         return {
@@ -98,32 +101,33 @@ class Attention:
         }  # fmt: skip
 
     @classmethod
-    def from_dict(cls, case):
+    def from_dict(cls, case: dict[str, Any]) -> "Attention":
+        """Return the case of ``as_dict``."""
         return cls(tuple(case["shape"]), case["dtype"], **case["flags"])
 
     def __str__(self):
-        """The mask and features, as tables say them."""
+        """Return the mask and features, for tables."""
         words = ["causal" if self.causal else "full"]
         for name, value in self.features().items():
             words.append(name.replace("_", " ") if value is True else f"{name} {value}")
         return ", ".join(words).replace("kv_heads", "KV heads")
 
 
-def caption_lengths(tokens):
-    """Return lengths of sequences that add up to ``tokens``, spread as those of captions are."""
+def caption_lengths(tokens: int) -> list[int]:
+    """Return lengths of sequences, distributed as those of captions, that add up to ``tokens``."""
     bounds, lengths = np.cumsum(CAPTIONS), []
     while sum(lengths) < tokens:
-        share = len(lengths) * 0.6180339887498949 % 1  # the golden ratio meets all lengths evenly
+        share = len(lengths) * 0.6180339887498949 % 1  # golden ratio: an even spread
         lengths.append(FIRST_LENGTH + int(np.searchsorted(bounds, share * bounds[-1], "right")))
     lengths[-1] -= sum(lengths) - tokens
     return lengths
 
 
 class Cell(NamedTuple):
-    """A place in a table of results: ``peers`` must have been measured too, or be excused.
+    """A cell of a table of results; its file needs the time of each peer, or a reason without.
 
-    ``case``: Attention or Fused. ``impl``: the implementation that the cell is about, or None for
-    what the op chooses.
+    ``case``: an Attention, Fused or Step. ``direction``: "forward", "backward",
+    "forward+backward" or "step". ``impl``: an implementation, or None for the choice of the op.
     """
 
     op: str
@@ -132,7 +136,7 @@ class Cell(NamedTuple):
     peers: tuple[str, ...]
     impl: str | None = None
 
-    def is_of(self, row):
+    def is_of(self, row: dict[str, Any]) -> bool:
         """Return whether ``row`` holds this cell's results."""
         mine = self.op, self.case.as_dict(), self.direction, self.impl
         return mine == (row["op"], row["case"], row["direction"], row.get("asked"))
@@ -159,7 +163,7 @@ TABLE = [
     for causal in (False, True)
     for length in LENGTHS
 ]
-"""Batch x length = 16,384 tokens, heads x head size = 2,048: how the field compares attention."""
+"""Batch x length = 16,384 tokens, heads x head size = 2,048, as in the FlashAttention papers."""
 
 WIDE = _cells(_problem(256, 16384), FASTEST)
 _BIASED = _problem(128, 4096, bias=True)
@@ -192,7 +196,7 @@ PUBLISHED = [
     for length in (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
     for peers in [("torch-fa2", "torch-math")]
 ]
-"""One sequence of 48 heads, ever longer, until the form that stores the logits has no memory."""
+"""One sequence of 48 heads, up to lengths where storing all logits runs out of memory."""
 
 SMALL = [
     Cell("flash_attention", Attention((2, 256, 4, head_dim), "float32", causal), direction, ())
@@ -200,4 +204,4 @@ SMALL = [
     for head_dim in (64, 128)
     for causal in (False, True)
 ]
-"""What NumPy runs in a moment."""
+"""Small cells for NumPy."""

@@ -1,4 +1,7 @@
-"""Pictures of tables: attention over length, fused ops as shares of a copy, and the roofline."""
+"""Charts of results: attention over length, fused ops as shares of a copy, roofline, profile."""
+
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +30,11 @@ PALETTE = (
 MARKS = {"forward": "^", "backward": "v", "forward+backward": "D", "step": "o"}
 
 
-def draw_attention(pyplot, document, path):
-    """Write the rows of the table that ``document`` holds as a picture to ``path``.
+def draw_attention(pyplot: Any, document: dict, path: str | Path) -> None:
+    """Write a chart of the table of attention in ``document`` to ``path``.
 
-    A line of panels for each direction, a panel for each head size and mask; at the foot of each
-    our share of the best peer's rate. Where the table has no rows beside peers, any are drawn.
+    There is a row of panels for each direction and a panel for each head size and mask, with our
+    ratio to the best peer at its foot. Without rows of the table or of peers, all rows are drawn.
     """
     rows = [row for row in document["rows"] if row["op"] == "flash_attention"]
     rows = list(filter(is_comparison, rows)) or rows
@@ -84,7 +87,7 @@ def _draw_panel(axis, pairs, ceiling):
             if row["peers"].get(name, OUT_OF_MEMORY) != OUT_OF_MEMORY
         ]
         axis.plot(*zip(*points, strict=True), color=color, label=label, marker=".", lw=1.2)
-    axis.axhline(ceiling, color=INK, ls=":", lw=1, label="matrix product, measured")
+    axis.axhline(ceiling, color=INK, ls=":", lw=1, label="matmul, measured")
     foot = axis.get_xaxis_transform()
     for length, (_, row) in zip(lengths, pairs, strict=True):
         if ratio := row["ratio_to_best_peer"]:
@@ -100,11 +103,11 @@ def _draw_panel(axis, pairs, ceiling):
 # ---- fused ops ----------------------------------------------------------------------------------
 
 
-def draw_shares(pyplot, document, path):
-    """Write the fused ops that ``document`` holds as a picture to ``path``.
+def draw_shares(pyplot: Any, document: dict, path: str | Path) -> None:
+    """Write a chart of the fused ops in ``document`` to ``path``.
 
-    A line for each problem and direction, a dot on it for us and for each peer: the rate of the
-    bytes that must move, as a share of a copy's.
+    There is a line for each problem and direction, with a dot for us and for each peer: the rate of
+    the bytes that must move, as a share of a copy's.
     """
     rows = [row for op in TABLES for row in document["rows"] if row["op"] == op]
     panels = {op: [row for row in rows if row["op"] == op] for op in TABLES}
@@ -152,8 +155,8 @@ def _draw_shares(axis, rows, copy):
 # ---- roofline -----------------------------------------------------------------------------------
 
 
-def draw_roofline(pyplot, document, path):
-    """Write FLOP/s over FLOPs a byte, a point for each row, under the machine's ceilings."""
+def draw_roofline(pyplot: Any, document: dict, path: str | Path) -> None:
+    """Write a chart of FLOP/s over FLOPs a byte, a point for each row, under the ceilings."""
     ceilings, rows = document["ceilings"], document["rows"]
     places = [roofline.place(row, ceilings)[0] for row in rows]
     peak, copy = ceilings["matmul_tflops"], ceilings["copy_tbs"]
@@ -164,7 +167,7 @@ def draw_roofline(pyplot, document, path):
         axis.plot([left, ridge], [left * copy, peak], color=INK, lw=1.2)
         axis.plot([ridge, right], [peak, peak], color=INK, lw=1.2)
         axis.text(ridge / 9, peak / 9, f"copy, {copy:.2f} TB/s ", ha="right", fontsize=8)
-        axis.text(right, peak * 1.15, f"product, {peak:.0f} TFLOP/s", ha="right", fontsize=8)
+        axis.text(right, peak * 1.15, f"matmul, {peak:.0f} TFLOP/s", ha="right", fontsize=8)
         colors = dict(zip(dict.fromkeys(row["op"] for row in rows), PALETTE, strict=False))
         for op, color in colors.items():
             axis.plot([], [], "s", color=color, label=op)
@@ -181,9 +184,12 @@ def draw_roofline(pyplot, document, path):
         pyplot.close(figure)
 
 
-def draw_profile(pyplot, document, path):
-    """Write a ``bench.profile`` document as a picture: the ops' times, and their places under the
-    ceilings, where each is as large as its share of the time."""
+def draw_profile(pyplot: Any, document: dict, path: str | Path) -> None:
+    """Write a chart of a ``bench.profile`` document to ``path``.
+
+    On the left the times of the ops; on the right a roofline, with points as large as the share of
+    the time.
+    """
     rows, ceilings = document["rows"], document["ceilings"]
     names = list(dict.fromkeys(row["op"] for row in rows))
     colors = {op: PALETTE[i % len(PALETTE)] for i, op in enumerate(names)}
@@ -204,7 +210,7 @@ def draw_profile(pyplot, document, path):
 
 
 def _draw_roofs(axis, rows, ceilings, colors):
-    """Draw FLOP/s over FLOPs a byte where there are products, bytes a second for all others."""
+    """Draw FLOP/s over FLOPs a byte of matrix products, and bytes a second of all other ops."""
     least = min([r["flops"] / r["bytes"] for r in rows if r["flops"]], default=1) / 4
     for row in rows:
         x = max(row["flops"] / row["bytes"], least)

@@ -1,33 +1,40 @@
-"""Ours beside its peers: on a GPU all as CUDA graphs, in turns, in one process.
+"""Our ops beside their peers: on a GPU all as CUDA graphs, alternating, in one process.
 
-A result is compared with the reference (a peer's with ours) before it gets a figure.
+A result is compared with the reference (a peer's with ours) before it is timed.
 """
 
 import contextlib
 import functools
 import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from gpuattn.bench import attention, fused, fused_cases, results, timing
+from gpuattn.bench.cases import Cell
 from gpuattn.bench.correctness import TOLERANCE, compare
 from gpuattn.bench.peers import attention as attention_peers
 from gpuattn.bench.peers import fused as fused_peers
 from gpuattn.bench.peers import timing as peers
 from gpuattn.errors import UnsupportedError
 
-ROTATED = 100e6  # bytes that the inputs have at least, in several sets: more than a cache holds
-CALLS = 24  # of a short kernel in a graph, whose own launch takes microseconds, at most; or as many
-MOVED = 1e9  # as move so many bytes
-DIGITS = 3  # of a sample in microseconds
-KINDS = {  # op -> (ours, a peer's call); the fused ops share theirs
+INPUT_BYTES = 100e6  # of all sets of inputs, at least: more than the L2 cache holds
+GRAPH_CALLS = 24  # of a short kernel in a graph, at most: launching the graph takes microseconds
+GRAPH_BYTES = 1e9  # moved by all calls of a graph, about, unless GRAPH_CALLS are fewer
+DECIMALS = 3  # of a sample in microseconds
+KINDS = {  # op -> (ours, a peer's call); unless it is a fused op
     "flash_attention": (attention.Ours, attention_peers.Call),
     "decode_attention": (attention.OursDecoding, attention_peers.Call),
 }
 
 
-def measure(cell, xp, ceilings, impl=None, with_peers=False):
-    """Return the row of results of a Cell; ``results.py`` says what it holds.
+def measure(
+    cell: Cell, xp: ModuleType, ceilings: dict[str, float], impl: str | None = None,
+    with_peers: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the row of results of a Cell; ``results.py`` describes its fields.
 
     Raises UnsupportedError if no implementation accepts, AssertionError for a wrong result.
     """
@@ -43,8 +50,8 @@ def measure(cell, xp, ceilings, impl=None, with_peers=False):
             for name, graph in graphs.items():
                 times[name] = [us / len(graph.calls) for us in times[name]]
             row = _row(cell, chosen, times, missing, ceilings)
-            if by_hand := [name for name, graph in graphs.items() if not graph.is_captured]:
-                row["outside_graphs"] = by_hand
+            if outside := [name for name, graph in graphs.items() if not graph.is_captured]:
+                row["outside_graphs"] = outside
             if cell.op == "flash_attention" and cell.direction == "forward+backward":
                 row["peak_bytes"] = {name: graph.peak_bytes for name, graph in graphs.items()}
                 for name, reason in missing.items():
@@ -72,7 +79,7 @@ def _measure_here(cell, impl):
 
 
 def _graphs(cell, xp, impl, names):
-    """Return (implementation, {name: Graph}, {name: why there is none}), all of them right."""
+    """Return (implementation, {name: Graph}, {name: why there is none}); results are checked."""
     case = cell.case
     chosen, ours, wanted, sets = _capture(cell, xp, impl)
     graphs, missing = {"ours": ours}, {}
@@ -82,7 +89,7 @@ def _graphs(cell, xp, impl, names):
         try:
             make = functools.partial(_kinds(cell)[1], name, case, cell.direction)
             graph = peers.capture(name, make, sets)
-            if not case.dropout:  # whose bits are its own
+            if not case.dropout:  # random bits differ
                 _check_peer(graph.first_results(), wanted, case)
         except (UnsupportedError, AssertionError) as error:
             missing[name] = str(error)
@@ -115,12 +122,12 @@ def _capture(cell, xp, impl):
 
 
 def _sets(ours, cell):
-    """Return the sets of inputs of a graph's calls; those of short kernels come several times."""
-    sets = [ours.draw(seed) for seed in range(math.ceil(ROTATED / cell.case.set_bytes()))]
-    if cell.op not in fused_cases.AXES or ours.edits:  # what was edited is not what it was
+    """Return the sets of inputs of a graph's calls; those of short kernels are repeated."""
+    sets = [ours.draw(seed) for seed in range(math.ceil(INPUT_BYTES / cell.case.set_bytes()))]
+    if cell.op not in fused_cases.AXES or ours.edits:  # an edited input can be used once
         return sets
-    times = math.ceil(MOVED / (len(sets) * cell.case.bytes(cell.direction)))
-    return sets * min(times, max(1, CALLS // len(sets)))
+    times = math.ceil(GRAPH_BYTES / (len(sets) * cell.case.bytes(cell.direction)))
+    return sets * min(times, max(1, GRAPH_CALLS // len(sets)))
 
 
 def _row(cell, impl, times, missing, ceilings):
@@ -137,7 +144,9 @@ def _row(cell, impl, times, missing, ceilings):
     return results.rated(row, ceilings)
 
 
-def medians(times):
-    """Return {name: median} of {name: microseconds}, and these samples, as a row holds them."""
-    samples = {name: [round(us, DIGITS) for us in values] for name, values in times.items()}
+def medians(
+    times: dict[str, Sequence[float]],
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return {name: median} and {name: samples}, rounded, of {name: microseconds}."""
+    samples = {name: [round(us, DECIMALS) for us in values] for name, values in times.items()}
     return {name: timing.median(values) for name, values in samples.items()}, samples

@@ -1,4 +1,4 @@
-"""What works on this machine, and the remedy for what does not."""
+"""Checks of this machine: what works, and the remedy for what does not."""
 
 import contextlib
 import io
@@ -6,12 +6,15 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gpuattn.cuda import compiler, disk_cache
+from gpuattn.environment import usable_cores
 from gpuattn.errors import DeviceMissingError, KernelCompileError
 from gpuattn.gemm import cublaslt
 from gpuattn.runtime.device import version_of, versions
@@ -23,7 +26,7 @@ extern "C" __global__ void probe(float* y) { y[threadIdx.x] = 2.f * threadIdx.x;
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor: ``state`` is "ok", "missing" (a feature is off) or "broken"."""
+    """A check: ``state`` is "ok", "missing" (a feature is off) or "broken"."""
 
     name: str
     state: str
@@ -31,14 +34,14 @@ class Check:
     remedy: str = ""
 
 
-def examine():
-    """Return a list of Checks: interpreter, libraries, BLAS, memory, GPU, compiler, cache."""
+def examine() -> list[Check]:
+    """Return the checks: interpreter, libraries, BLAS, memory, GPU, compiler, cache."""
     checks = [_python(), _blas(), _memory(), _cupy(), _device(), _nvrtc(), _launch(), _graphs()]
     return [*checks, _numba(), _gemm(), _cache()]
 
 
-def as_dict(checks):
-    """Return the checks and every version as plain data, for bug reports."""
+def as_dict(checks: Sequence[Check]) -> dict[str, Any]:
+    """Return the checks and all versions as JSON-able data, for bug reports."""
     return {"checks": [asdict(check) for check in checks], "versions": versions()}
 
 
@@ -59,7 +62,7 @@ def _blas():
         x @ x
         times.append(time.perf_counter() - begin)
     rate = 2 * 768**3 / min(times) / 1e9
-    detail = f"{name}, {rate:.0f} GFLOP/s in float32 on {os.cpu_count()} cores"
+    detail = f"{name}, {rate:.0f} GFLOP/s in float32 on {usable_cores()} cores"
     if rate < 5:
         return Check(
             "blas", "broken", detail, "reinstall NumPy from PyPI: its wheels bring OpenBLAS"
@@ -138,7 +141,7 @@ def _launch():
     try:
         cupy = _gpu()
     except DeviceMissingError:
-        return Check("kernel", "missing", "nothing to launch on without a device")
+        return Check("kernel", "missing", "needs a device")
     try:
         capability = int(cupy.cuda.Device().compute_capability)
         code, _ = compiler.compile_text(PROBE, compiler.architecture(capability), "probe.cu")
@@ -159,7 +162,7 @@ def _graphs():
     try:
         cupy = _gpu()
     except DeviceMissingError:
-        return Check("graphs", "missing", "nothing to capture without a device")
+        return Check("graphs", "missing", "needs a device")
     try:
         with cupy.cuda.Stream(non_blocking=True) as stream:
             x = cupy.zeros(1, "float32")
@@ -191,7 +194,7 @@ def _gemm():
             reason = "no nvmath-python"
         else:
             remedy = f"{remedy}, which brings cuBLAS, and a driver for it"
-        detail = f"products run through CuPy and CUDA graphs are off: {reason}"
+        detail = f"matrix products run through CuPy and CUDA graphs are off: {reason}"
         return Check("nvmath", "missing", detail, remedy)
     try:
         x = _gpu().ones((16, 16), "float32")
@@ -213,6 +216,8 @@ def _cache():
             pass
     except OSError as error:
         detail = f"{folder} cannot be written ({error.strerror}): kernels compile in every process"
-        return Check("cache", "broken", detail, "set GPUATTN_CACHE_DIR to a folder of yours")
+        return Check(
+            "cache", "broken", detail, "set GPUATTN_CACHE_DIR to a folder that you can write"
+        )
     size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.is_file())
     return Check("cache", "ok", f"{folder}, {size / 2**20:.1f} MiB")

@@ -1,10 +1,12 @@
 """The fused ops as ``comparison.py`` measures them: how each is called, and its reference.
 
-Only public functions are called, each in one ``Task``.
+Only public functions are called, each by one ``OpSpec``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +14,7 @@ import gpuattn
 from gpuattn.arrays import get_xp
 from gpuattn.autodiff import tape
 from gpuattn.bench.correctness import TOLERANCE, compare, normal
-from gpuattn.bench.fused_cases import zipf_tokens
+from gpuattn.bench.fused_cases import Fused, zipf_tokens
 from gpuattn.bench.samples import DTYPES
 from gpuattn.data.batching import token_order
 from gpuattn.impls import Impl, prepare
@@ -23,13 +25,13 @@ def _as_drawn(case, *inputs):
 
 
 @dataclass(frozen=True)
-class Task:
+class OpSpec:
     """How an op is called.
 
     ``draw(case, floats, seed, xp)``: its inputs. ``arguments(case, *inputs)``: positional and
     keyword arguments of ``op``. ``grads``: the indices of the inputs that get a gradient.
-    ``shown(inputs, outs)``: what of the results is compared, by default all of them. ``edits``:
-    inputs change in place. ``before(impl, *inputs)`` runs first, and is part of what is timed.
+    ``shown(inputs, outs)``: the results to compare, by default all of them. ``edits``:
+    inputs change in place. ``before(impl, *inputs)`` runs first, and is timed too.
     ``results(*inputs)``: of an op that returns nothing, the inputs that it edits.
     """
 
@@ -107,7 +109,7 @@ def _draw_beams(case, floats, seed, xp):
 
 
 def _shown_beams(inputs, outs):
-    """The scores, and what the beams and tokens beside them really score: equal ones may swap."""
+    """Return the scores, and those of the chosen beams and tokens: equal ones may swap places."""
     (logits, scores), (best, parents, tokens) = inputs, outs
     xp = get_xp(logits)
     rows = logits.reshape(*scores.shape, -1).astype(np.float32)
@@ -151,23 +153,23 @@ def _updated(params, grads, momentum, squares, *_):
     return params, momentum, squares
 
 
-TASKS = {
-    "softmax": Task(gpuattn.softmax, _draw_rows(0), grads=(0,)),
-    "layer_norm": Task(gpuattn.layer_norm, _draw_rows(2), grads=(0, 1, 2)),
-    "rms_norm": Task(gpuattn.rms_norm, _draw_rows(1), grads=(0, 1)),
-    "dropout_add_norm": Task(
+OP_SPECS = {
+    "softmax": OpSpec(gpuattn.softmax, _draw_rows(0), grads=(0,)),
+    "layer_norm": OpSpec(gpuattn.layer_norm, _draw_rows(2), grads=(0, 1, 2)),
+    "rms_norm": OpSpec(gpuattn.rms_norm, _draw_rows(1), grads=(0, 1)),
+    "dropout_add_norm": OpSpec(
         gpuattn.dropout_add_norm, _draw_add_norm, _dropout_add_norm, grads=(0, 1, 2, 3)
     ),
-    "gelu": Task(gpuattn.gelu, _draw_rows(1), grads=(0, 1)),
-    "cross_entropy": Task(
+    "gelu": OpSpec(gpuattn.gelu, _draw_rows(1), grads=(0, 1)),
+    "cross_entropy": OpSpec(
         gpuattn.cross_entropy, _draw_labelled, _cross_entropy, grads=(0,), edits=True
     ),
-    "embedding": Task(gpuattn.embedding, _draw_tokens, _embedding, grads=(1,)),
-    "beam_step": Task(gpuattn.beam_step, _draw_beams, shown=_shown_beams),
-    "topk_logprobs": Task(
+    "embedding": OpSpec(gpuattn.embedding, _draw_tokens, _embedding, grads=(1,)),
+    "beam_step": OpSpec(gpuattn.beam_step, _draw_beams, shown=_shown_beams),
+    "topk_logprobs": OpSpec(
         gpuattn.topk_logprobs, _draw_logits, _topk_logprobs, shown=lambda inputs, outs: outs[:1]
     ),
-    "adamw": Task(
+    "adamw": OpSpec(
         gpuattn.adamw,
         _draw_parameters,
         _adamw,
@@ -182,21 +184,24 @@ REFERENCE = Impl("reference", None)
 
 
 class Ours:
-    """One of our implementations on a problem: ``call(inputs)`` computes one direction of it.
+    """An implementation of ours on a problem, in one direction.
 
-    ``impl``: a name, or None for what the op itself would choose.
+    ``case``: a ``fused_cases.Fused``. ``xp``: numpy or cupy. ``impl``: a name, or None for the
+    choice of the op.
     """
 
-    def __init__(self, case, direction, xp, impl=None):
+    def __init__(
+        self, case: Fused, direction: str, xp: ModuleType, impl: str | None = None
+    ) -> None:
         self.case, self.direction, self.xp, self.wanted = case, direction, xp, impl
-        self.task = TASKS[case.op]
-        self.edits = self.task.edits
+        self.spec = OP_SPECS[case.op]
+        self.edits = self.spec.edits
 
-    def draw(self, seed):
+    def draw(self, seed: int) -> tuple[tuple, list | None]:
         """Return random inputs, and the gradients of the outputs; the same for the same seed."""
         floats = normal(self.xp, seed, self.case.dtype)
-        inputs = self.task.draw(self.case, floats, seed, self.xp)
-        if self.direction == "forward" or not self.task.grads:
+        inputs = self.spec.draw(self.case, floats, seed, self.xp)
+        if self.direction == "forward" or not self.spec.grads:
             return inputs, None
         if self.case.op == "cross_entropy":
             return inputs, [self.xp.ones((), np.float32)]
@@ -205,27 +210,27 @@ class Ours:
         count = 2 if self.case.op == "dropout_add_norm" else 1
         return inputs, [floats(*shape) for _ in range(count)]
 
-    def restart(self, sets):
-        """Give the arrays of ``sets`` the values that they were drawn with."""
+    def restart(self, sets: Sequence[tuple]) -> None:
+        """Reset the arrays of ``sets``, one of each seed from 0 on, to the values of ``draw``."""
         for seed, (inputs, _) in enumerate(sets):
             for x, first in zip(inputs, self.draw(seed)[0], strict=True):
                 if x is not None:
                     _array(x)[...] = _array(first)
 
-    def choose(self, inputs):
+    def choose(self, inputs: tuple) -> Impl:
         """Return the implementation that runs. Raises UnsupportedError if none accepts."""
-        return self.task.choose(self.case, self.wanted, *inputs)
+        return self.spec.choose(self.case, self.wanted, *inputs)
 
-    def call(self, impl, inputs, douts):
-        """Return a function without arguments that computes, as a list of arrays."""
+    def call(self, impl: Impl, inputs: tuple, douts: list | None) -> Callable[[], list]:
+        """Return a function of no arguments that returns the results as a list of arrays."""
 
         def forward(*inputs):
-            return listed(self.task.call(self.case, impl.name, *inputs))
+            return listed(self.spec.call(self.case, impl.name, *inputs))
 
         if douts is None:
             return lambda: forward(*inputs)
         leaves, boxed = [], list(inputs)
-        for place in self.task.grads[: len(inputs)]:
+        for place in self.spec.grads[: len(inputs)]:
             boxed[place] = gpuattn.Tensor(inputs[place], requires_grad=True)
             leaves.append(boxed[place])
 
@@ -242,20 +247,20 @@ class Ours:
 
         return both
 
-    def check(self, results, inputs, douts):
-        """Raise AssertionError unless ``results`` of ``call`` are the reference's."""
+    def check(self, results: list, inputs: tuple, douts: list | None) -> None:
+        """Raise AssertionError unless ``results`` of ``call`` equal the reference."""
         fresh = self.draw(0)
         wants = self.call(REFERENCE, *fresh)()
-        if self.task.shown and douts is None:
-            results = self.task.shown(inputs, results)
-            wants = self.task.shown(fresh[0], wants)
+        if self.spec.shown and douts is None:
+            results = self.spec.shown(inputs, results)
+            wants = self.spec.shown(fresh[0], wants)
         for i, (got, want) in enumerate(zip(results, wants, strict=True)):
             what = f"{self.case.op} {self.case}, result {i}"
             compare(got.astype("f4"), want.astype("f4"), TOLERANCE[self.case.dtype], what)
 
 
-def listed(outs):
-    """Return what an op returns, one thing or several, as a list."""
+def listed(outs: Any) -> list:
+    """Return the result of an op, one array or several, as a list."""
     return list(outs) if isinstance(outs, tuple | list) else [outs]
 
 

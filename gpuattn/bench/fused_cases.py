@@ -1,11 +1,12 @@
-"""The cells of the fused ops, and what each of them computes and moves.
+"""The cells of the fused ops, with the FLOPs and bytes of each.
 
-Bytes as the field counts them: each big array that must be read or written, once; vectors of a
-row's length are left out. FLOPs are those of the formula, an exponential as one.
+Bytes: each large array that must be read or written, once; vectors of a row's length are not
+counted. FLOPs are those of the formula, an exponential as one.
 """
 
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ ZIPF = 1.1  # the exponent of token frequencies
 
 @dataclass(frozen=True)
 class Fused:
-    """A problem of ``op``. ``shape``: what ``AXES`` names.
+    """A problem of ``op``. ``shape``: the sizes of the axes in ``AXES``.
 
     ``smoothing``: of labels. ``dropout``: the probability. ``rms``: RMSNorm in place of LayerNorm.
     """
@@ -30,21 +31,22 @@ class Fused:
     rms: bool = False
 
     @property
-    def width(self):
-        """The bytes of an element."""
+    def width(self) -> int:
+        """Bytes of an element."""
         return {"float64": 8, "float32": 4}.get(self.dtype, 2)
 
-    def flops(self, direction):
+    def flops(self, direction: str) -> float:
+        """Return the FLOPs of one direction."""
         return FLOPS[self.op][direction] * self.elements()
 
-    def elements(self):
+    def elements(self) -> int:
         """Return how many elements the op works on."""
         if self.op == "embedding":
             return self.shape[0] * self.shape[2]
         return int(np.prod(self.shape, dtype=np.int64))
 
-    def bytes(self, direction):
-        """Return the bytes that must move."""
+    def bytes(self, direction: str) -> int:
+        """Return the bytes that one direction must read and write."""
         if self.op == "adamw":  # gradients twice: for the norm, and for the update
             return self.elements() * (3 * 8 + (2 + 1) * self.width)
         if self.op == "embedding":
@@ -56,24 +58,26 @@ class Fused:
             passes -= 1  # x and the residual have the same gradient
         return passes * self.elements() * self.width
 
-    def set_bytes(self):
+    def set_bytes(self) -> int:
         """Return the bytes of one set of inputs."""
         return self.elements() * self.width
 
-    def features(self):
+    def features(self) -> dict[str, Any]:
+        """Return the fields other than op, shape and dtype that are set."""
         plain = ("op", "shape", "dtype")
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}
         return {name: value for name, value in given.items() if value}
 
-    def plain(self):
-        """There is no form without features to compare with."""
+    def plain(self) -> None:
+        """Return None: there is no form without features to compare with."""
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, Any]:
         """Return the "case" of a row of results."""
         return {"shape": list(self.shape), "dtype": self.dtype, "flags": self.features()}
 
     @classmethod
-    def from_dict(cls, op, case):
+    def from_dict(cls, op: str, case: dict[str, Any]) -> "Fused":
+        """Return the case of ``as_dict``."""
         return cls(op, tuple(case["shape"]), case["dtype"], **case["flags"])
 
     def __str__(self):
@@ -115,15 +119,15 @@ FLOPS = {  # of an element
 
 
 @cache
-def zipf_tokens(tokens, vocabulary, seed=0):
-    """Return int32 ids whose frequencies fall as those of words do."""
+def zipf_tokens(tokens: int, vocabulary: int, seed: int = 0) -> np.ndarray:
+    """Return (tokens,) int32 ids with the frequencies of words, by Zipf's law."""
     share = np.arange(1, vocabulary + 1) ** -ZIPF
     random = np.random.default_rng(seed)
     return random.choice(vocabulary, tokens, p=share / share.sum()).astype(np.int32)
 
 
-def distinct(tokens, vocabulary):
-    """Return how many different ids are among them."""
+def distinct(tokens: int, vocabulary: int) -> int:
+    """Return how many different ids ``zipf_tokens`` has."""
     return len(np.unique(zipf_tokens(tokens, vocabulary)))
 
 
@@ -175,4 +179,4 @@ SMALL = [
     }.items()
     for direction in FLOPS[op]
 ]  # fmt: skip
-"""What NumPy runs in a moment."""
+"""Small cells for NumPy."""

@@ -1,10 +1,13 @@
-"""What a single call of an op computes and moves, by its arguments as the tape hands them over.
+"""FLOPs and bytes of a single call of an op, computed from the arguments that the tape passes.
 
-Bytes: every array that a call reads or writes, once; twice what it overwrites with news of the same
-array (parameters, moments, donated logits). Of a table that is looked up, no more than comes out.
-FLOPs: of matrix products alone, 2 m n k each; in attention 4 D for every visible pair of a query
-and a key forward, 2.5 times that backward, as ``cases`` counts them.
+Bytes: every array that a call reads or writes, once; arrays updated in place (parameters, moments,
+donated logits) twice. Of a table, no more than the rows that are looked up. FLOPs: of matrix
+products alone, 2 m n k each; in attention 4 D for every visible pair of a query and a key forward,
+2.5 times that backward, as in ``cases``.
 """
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -12,14 +15,14 @@ from gpuattn.arrays import is_array, to_cpu
 from gpuattn.bench.cases import WORK
 from gpuattn.optim import OPTIMIZERS
 
-UPDATES = ("gradient_statistics", *OPTIMIZERS)  # ops that have no gradient but use it
+UPDATES = ("gradient_statistics", *OPTIMIZERS)  # ops of the optimizer's update
 
 
-def moved(op, direction, arguments, given, result):
-    """Return the bytes of a call: ``function(*arguments, **given)`` gave ``result``."""
+def moved(op: str, direction: str, arguments: tuple, given: dict[str, Any], result: Any) -> int:
+    """Return the bytes of a call: ``function(*arguments, **given)`` returned ``result``."""
     donated = op == "cross_entropy" and given["donate"] and any(given["needs"])
     if donated and direction == "backward" and arguments[0][1] is None:
-        return 0  # the forward has left the gradient there
+        return 0  # the forward has computed the gradient
     if op not in UPDATES and not donated and _views((result, given.get("into")), arguments):
         return 0
     sizes = {}
@@ -39,8 +42,8 @@ def moved(op, direction, arguments, given, result):
     return sum(sizes.values()) + sum(x.nbytes for x in twice)
 
 
-def flops(op, direction, arguments, given):
-    """Return the FLOPs of a call, 0 for what is no product."""
+def flops(op: str, direction: str, arguments: tuple, given: dict[str, Any]) -> float:
+    """Return the FLOPs of a call, 0 without a matrix product."""
     count = COUNTS.get(op)
     return count(direction, arguments, given) if count else 0
 
@@ -83,7 +86,7 @@ def _attention(direction, arguments, given):
 
 
 def _pairs(queries, keys, window, align):
-    """Return how many keys all queries of a sequence see."""
+    """Return the visible pairs (query, key) of a sequence."""
     left, right = window
     if left is None and right is None:
         return int(queries) * int(keys)
@@ -102,7 +105,7 @@ COUNTS = {
 
 
 def _views(result, arguments):
-    """Tell whether all that a call gave, and saved, is memory that it was given."""
+    """Return whether all arrays that a call returned or saved are views of its arguments."""
     owned = {id(_owner(x)) for x in arrays_in(arguments)}
     return all(id(_owner(x)) in owned for x in arrays_in(result))
 
@@ -111,7 +114,7 @@ def _owner(x):
     return x if x.base is None else x.base
 
 
-def arrays_in(value):
+def arrays_in(value: Any) -> Iterator[Any]:
     """Yield the arrays in nested tuples, lists and dicts."""
     if is_array(value):
         yield value
@@ -122,6 +125,6 @@ def arrays_in(value):
             yield from arrays_in(part)
 
 
-def address(x):
-    """Return where an array begins."""
+def address(x: Any) -> int:
+    """Return the address of an array's first element."""
     return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr

@@ -1,16 +1,17 @@
-"""Where the time of one training step goes, op by op.
+"""The time of one training step, op by op.
 
-The step runs without a CUDA graph, and at each call of an op that call is timed by itself: on a GPU
-as a graph of some repetitions, which leaves the host out and keeps no other array alive; on NumPy
-by the clock, where it stands. Calls of one kind, as those of like layers, are timed once on a GPU.
-Arrays are then nearer, in the L2 cache, than in a step, and nothing runs on a side stream or fuses
-with a pending matmul (``autodiff.pending_matmul``): ``step_us``, the whole as one graph, says by
-how much the sum is off.
+The step runs op by op, and each call of an op is timed by itself: on a GPU as a CUDA graph of some
+repetitions, which excludes the host; on NumPy by the clock, within the step. On a GPU, calls with
+the same shapes and options, such as those of equal layers, are timed once. Repeated calls find
+their arrays in the L2 cache more often than a step does, and nothing runs on a side stream or fuses
+with a pending matmul (``autodiff.pending_matmul``). ``step_us``, the whole step as one graph, shows
+how far the sum is off.
 """
 
 import ctypes
 import datetime
 import time
+from typing import Any
 
 import numpy as np
 
@@ -24,25 +25,26 @@ from gpuattn.models.config import padded_rows
 from gpuattn.models.loss import in_slices
 from gpuattn.ops.loss.linear_cross_entropy import rows_at_a_time
 from gpuattn.runtime.device import choose_device
+from gpuattn.tasks.task import Task
 from gpuattn.train.progress import Listener
 from gpuattn.train.trainer import Trainer
 
-REPEATS, LONG = 20, 3000.0  # calls in a graph, at most; microseconds that they take, about
-SAMPLES, TURNS = 7, 3  # on a GPU; of the vocabulary's products on NumPy
-REST = "the rest"  # what is no op: sums of gradients, buffers that are filled, statistics
+GRAPH_CALLS, GRAPH_US = 20, 3000.0  # calls of a graph: at most so many, about so long
+SAMPLES, TURNS = 7, 3  # on a GPU; on NumPy, of the vocabulary's matrix products
+REST = "the rest"  # other kernels: sums of gradients, fills of buffers, statistics
 
 
-def profile(task, device):
-    """Return a document of the training step that a ``tasks.task.Task`` takes on ``device``.
+def profile(task: Task, device: str) -> dict[str, Any]:
+    """Return a document on the training step of a ``tasks.task.Task`` on ``device``.
 
     Keys: ``where``, ``date``, ``model`` and ``update`` in words, ``dtype``, ``ceilings`` (measured,
     or None), ``tokens`` and ``model_flops`` of the step (``models.flops``), ``step_us``, and
     ``rows``, the longest first, each an ``op`` in one ``direction`` ("forward", "backward",
     "update"): how many ``calls`` and, on a GPU, ``launches``; ``us``, ``bytes`` and ``flops`` of
     all calls (see ``op_work``); ``share`` of the time; ``roof``, the least time that the ceilings
-    allow as a share of ``us`` (None without bytes). On NumPy the times are of one and the same
-    update. ``vocabulary``: what padding its table gains, see ``_vocabulary``, None where there is
-    nothing to pad. Raises UnsupportedError where CUDA graphs cannot hold matrix products.
+    allow as a share of ``us`` (None without bytes). On NumPy all times are of the same update.
+    ``vocabulary``: the gain of padding its table, see ``_vocabulary``; None where there is nothing
+    to pad. Raises UnsupportedError where CUDA graphs cannot capture matrix products.
     """
     if device == "cuda" and (missing := capture_refusal()):
         raise UnsupportedError(f"ops are timed in CUDA graphs, which do not work here: {missing}")
@@ -50,8 +52,8 @@ def profile(task, device):
     dtype, meter = trainer.precision.dtype, trainer.meter
     watcher = (_OnCPU if device == "numpy" else _OnGPU)()
 
-    def at(update, again):
-        update()  # compiles, and lets caches fill
+    def measure(update, again):
+        update()  # compiles
         meter.restart()
         begin = time.perf_counter()
         with hooked(watcher):
@@ -59,7 +61,7 @@ def profile(task, device):
         spent = (time.perf_counter() - begin) * 1e6
         return spent if device == "numpy" else _median(timing.Graph([again]))
 
-    step, reach = trainer.look(at), ceilings(trainer.xp, dtype)
+    step, reach = trainer.look(measure), ceilings(trainer.xp, dtype)
     vocabulary = trainer.look(lambda *_: _vocabulary(trainer))
     (batch,) = meter.batches
     size = sum(parameter.size for parameter in task.model.parameters())
@@ -74,11 +76,11 @@ def profile(task, device):
 
 
 def _vocabulary(trainer):
-    """Return microseconds of the three products of the vocabulary's table, padded and as it is.
+    """Return the times of the vocabulary table's three matrix products, padded and not.
 
-    Logits, and the gradients of states and table, of ``tokens`` at a time: the batch's, or those
-    of a slice. Keys: ``size`` of the vocabulary, ``rows`` of the padded table,
-    ``pads``: whether the model has it, ``tokens``, ``padded_us``, ``plain_us``.
+    They are the logits and the gradients of states and table, for ``tokens`` at a time: those of
+    the batch or of a slice. Keys: ``size`` of the vocabulary, ``rows`` of the padded table,
+    ``pads``: whether the model's table is padded, ``tokens``, ``padded_us``, ``plain_us``.
     """
     config, xp, dtype = trainer.model.config, trainer.xp, trainer.workspace.params.dtype
     size, rows, count = config.vocab, padded_rows(config.vocab), trainer.step.feed.batch.labels.size
@@ -97,7 +99,7 @@ def _vocabulary(trainer):
             matmul(out, table[:rows], out=dstates)
             matmul(out, states, transpose_a=True, out=dtable[:rows])
 
-        trainer.step.calls.first(call)  # as the run does, which may choose their algorithms
+        trainer.step.calls.first(call)  # as a run does: may choose their algorithms
         return call if xp is np else timing.Graph([call])
 
     calls = {"padded_us": products(rows), "plain_us": products(size)}
@@ -107,7 +109,7 @@ def _vocabulary(trainer):
 
 
 def _in_turns(calls):
-    """Return {name: microseconds} of a few calls by the clock."""
+    """Return {name: [microseconds]} of TURNS calls each, by the clock."""
     times = {name: [] for name in calls}
     for _ in range(TURNS):
         for name, call in calls.items():
@@ -142,7 +144,7 @@ def _rows(calls, step, reach):
 
 
 def _roof(row, reach):
-    """Return the least microseconds that the ceilings allow, as a share of those it took."""
+    """Return the least time that the ceilings allow as a share of the measured time."""
     if not reach or not row["bytes"] or not row["us"]:
         return None
     products = row["flops"] / reach["matmul_tflops"] / 1e6
@@ -151,14 +153,14 @@ def _roof(row, reach):
 
 
 class _Watcher:
-    """Notes every call of an op in ``calls``, with what it computes, moves and takes."""
+    """Records every call of an op in ``calls``, with its FLOPs, bytes and time."""
 
     def __init__(self):
         self.calls = []
 
     def __call__(self, op, direction, function):
         if op == "checkpoint":
-            return function  # it is made of ops, which are watched
+            return function  # the ops in it are recorded
 
         def timed(*arguments, **given):
             def call():
@@ -198,7 +200,7 @@ class _OnGPU(_Watcher):
 
 
 def _kind(value):
-    """Return what calls that take as long have in common. Integers may be bounds: which ones."""
+    """Return a key that is equal for calls of equal time. Integer arrays count by address."""
     if is_array(value):
         where = op_work.address(value) if value.dtype.kind in "iu" else None
         return value.shape, str(value.dtype), value.strides, where
@@ -210,7 +212,7 @@ def _kind(value):
 
 
 def _fresh(value):
-    """Return nested tuples with lists of their own: some rules empty a list that they saved."""
+    """Return nested tuples with copies of their lists: some rules empty a list that they saved."""
     if isinstance(value, tuple):
         parts = (_fresh(part) for part in value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -218,9 +220,9 @@ def _fresh(value):
 
 
 def _time(call):
-    """Return (microseconds, launches) of a call, without the host."""
+    """Return (microseconds, launches) of a call, excluding the host."""
     (about,) = timing.sample(call, 1)
-    count = max(1, min(REPEATS, int(LONG / about)))
+    count = max(1, min(GRAPH_CALLS, int(GRAPH_US / about)))
     graph = timing.Graph([*[call] * count, _captured])
     launches = graph.results[-1]
     if launches == 0:
@@ -236,7 +238,7 @@ def _median(launch):
 def _captured():
     """Return how many kernels, copies and fills the current stream has captured so far.
 
-    None where it captures nothing, or the driver does not say.
+    None if it does not capture, or the driver lacks the function.
     """
     stream = ctypes.c_void_p(import_cupy().cuda.get_current_stream().ptr)
     status, graph, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()

@@ -1,7 +1,7 @@
 """The receipt of a GPU run: ``python -m gpuattn.bench.receipt`` writes tests/gpu_receipt.json.
 
-It holds a digest of everything that decides what a GPU computes, and the outcome of every GPU
-test. A CPU test fails when the digest is stale, so no kernel changes without a GPU run.
+It holds a digest of the sources that decide what a GPU computes, and the outcome of every GPU test.
+A CPU test fails when the digest is stale, so no kernel changes without a GPU run.
 """
 
 import datetime
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,12 +20,12 @@ COVERED = (
     "rawkernels", "gpuattn/ops", "gpuattn/numbakernels", "gpuattn/autodiff", "gpuattn/cuda",
     "gpuattn/gemm", "gpuattn/runtime", "gpuattn/arrays.py", "gpuattn/rng.py", "gpuattn/impls.py",
 )  # fmt: skip
-TIMED = "timing"  # the mark of tests that judge times
+TIMED = "timing"  # the marker of tests with time limits
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 
 
-def digest():
-    """Return a SHA-256 over the covered sources (names and contents); "" outside a checkout."""
+def digest() -> str:
+    """Return a SHA-256 over the names and contents of the covered sources."""
     total = hashlib.sha256()
     for place in COVERED:
         path = ROOT / place
@@ -36,16 +37,16 @@ def digest():
     return total.hexdigest()
 
 
-def main(shards=None):
-    """Run the GPU tests in shards (folders of tests), then write the receipt.
+def main(shards: Sequence[Sequence[Path]] | None = None) -> int:
+    """Run the GPU tests in shards (lists of folders and files), then write the receipt.
 
-    Each test runs once. Those that judge times come last, one at a time, on a machine without other
-    tests. Refuses, with exit code 1, when a test failed, was skipped, or none ran.
+    Each test runs once. Those with time limits run last, one at a time. Returns the exit code: 1,
+    without a receipt, when a test failed or was skipped, or none ran.
     """
     outcomes = {}
     for shard in shards or _shards():
-        outcomes.update(_run(shard, f"gpu and not {TIMED}", beside=_parallel()))
-    outcomes.update(_run([ROOT / "tests"], f"gpu and {TIMED}", beside=False))
+        outcomes.update(_run(shard, f"gpu and not {TIMED}", parallel=_has_xdist()))
+    outcomes.update(_run([ROOT / "tests"], f"gpu and {TIMED}", parallel=False))
     bad = {test: outcome for test, outcome in outcomes.items() if outcome != "passed"}
     for test, outcome in bad.items():
         print(f"{outcome}: {test}", file=sys.stderr)
@@ -60,40 +61,40 @@ def main(shards=None):
 
 
 def _shards():
-    """One for several processes; else the test folders and the loose files, each some minutes."""
+    """Return one shard for several processes; without xdist one a folder, each some minutes."""
     tests = ROOT / "tests"
-    if _parallel():
+    if _has_xdist():
         return [[tests]]
     folders = sorted(path for path in tests.iterdir() if list(path.glob("test_*.py")))
     return [sorted(tests.glob("test_*.py")), *[[folder] for folder in folders]]
 
 
-def _run(shard, mark, beside):
-    """Return {test: outcome} of the tests with a mark in a shard; ``beside`` each other or not."""
-    report = ROOT / ".gpu_report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "--all", "-m", mark]
-    command.append(f"--junitxml={report}")
-    if beside:
+def _run(shard, marker, parallel):
+    """Return {test: outcome} of the tests in a shard with a marker, in several processes or one."""
+    outcomes_file = ROOT / ".gpu_report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "--all", "-m", marker]
+    command.append(f"--junitxml={outcomes_file}")
+    if parallel:
         command += ["-n", str(max(1, os.cpu_count() - 2)), "--dist", "worksteal"]
-    one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the processes have the CPUs already
+    one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the processes use all cores
     subprocess.run([*command, *map(str, shard)], cwd=ROOT, env=one_thread, check=False)
     outcomes = {}
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in ElementTree.parse(outcomes_file).iter("testcase"):
         kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
         name = f"{case.get('classname')}::{case.get('name')}"
         outcomes[name] = min(kinds) if kinds else "passed"
-    report.unlink()
+    outcomes_file.unlink()
     return outcomes
 
 
-def _parallel():
+def _has_xdist():
     return importlib.util.find_spec("xdist") is not None
 
 
 def _machine():
     import cupy
 
-    from gpuattn.bench.doctor import versions
+    from gpuattn.runtime.device import versions
 
     runtime = cupy.cuda.runtime
     return {

@@ -1,4 +1,4 @@
-"""One problem of every op, and where it stands under the roof of the machine.
+"""One problem of every op, and its place under the roofline of the machine.
 
 Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009).
 """
@@ -26,8 +26,8 @@ CELLS = [
 SMALL = [*cases.SMALL[:1], *cases.SMALL[4:5], *fused_cases.SMALL]
 
 
-def place(row, ceilings):
-    """Return (FLOPs a byte, the TFLOP/s that the machine could reach there)."""
+def place(row: dict, ceilings: dict[str, float]) -> tuple[float, float]:
+    """Return (FLOPs a byte, the TFLOP/s of the roofline there)."""
     case, direction = case_of(row), row["direction"]
     intensity = case.flops(direction) / case.bytes(direction)
     return intensity, min(ceilings["matmul_tflops"], intensity * ceilings["copy_tbs"])

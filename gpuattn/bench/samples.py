@@ -1,7 +1,9 @@
-"""Arguments for every op: what ``kernels --why`` explains and ``bench`` times."""
+"""Arguments of every op, for ``gpuattn kernels --why`` and ``gpuattn bench ops``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +23,9 @@ DTYPES = {
 class Sample:
     """How to draw the arguments of one op.
 
-    ``shape``: the default; ``axes``: what its numbers mean. ``draw(shape, floats, integers)``
-    returns (positional, keyword) arguments. ``passes``: how often an array of ``shape`` is read or
-    written by the best forward and backward, for GB/s; None where a rate of bytes means little.
+    ``shape``: the default; ``axes``: the names of its axes. ``draw(shape, floats, integers)``
+    returns (positional, keyword) arguments. ``passes``: how often an ideal forward and backward
+    pass reads or writes an array of ``shape``, for GB/s; None for ops that memory does not bound.
     """
 
     op: Callable
@@ -110,8 +112,11 @@ SAMPLES = {
 }  # fmt: skip
 
 
-def sample(name, shape=None, dtype="bfloat16", xp=np, seed=0):
-    """Return (op, positional, keyword) arguments of the op ``name`` on the backend ``xp``.
+def sample(
+    name: str, shape: tuple[int, ...] | None = None, dtype: str = "bfloat16", xp: ModuleType = np,
+    seed: int = 0,
+) -> tuple[Callable, list, dict[str, Any]]:  # fmt: skip
+    """Return (op, positional arguments, keyword arguments) of the op ``name``, arrays of ``xp``.
 
     Raises ConfigError for an op without a sample or a shape with the wrong number of axes.
     """

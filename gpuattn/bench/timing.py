@@ -1,7 +1,10 @@
-"""Times: wall clock on NumPy; CUDA events on a GPU, where graphs take the host out."""
+"""Timing: wall clock on NumPy, CUDA events on a GPU, where graphs exclude the host."""
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -9,15 +12,15 @@ from gpuattn.arrays import BFLOAT16, import_cupy
 from gpuattn.cuda import ceilings as reach
 
 SAMPLES = 20
-TURNS = 4  # of each in ``alternate``, in both orders equally often
+TURNS = 4  # of each launch in ``alternate``, half of them in reverse order
 LEAST, MOST = SAMPLES // TURNS, 12  # samples of a turn
-TURN = 0.03  # seconds that they take together, within these bounds
-WARM_UPS = 2  # launches before the samples of a turn, fewer where one takes as long as a turn
-REST, LONGEST_REST = 2, 0.1  # before a turn, times its length; seconds: long work lowers the clock
+TURN = 0.03  # seconds of a turn, within these bounds
+WARM_UPS = 2  # launches before the samples of a turn; fewer if one takes as long as a turn
+REST, LONGEST_REST = 2, 0.1  # before a turn, in its length; seconds: long work lowers the clock
 
 
-def time_call(call, on_gpu):
-    """Return at least 20 sample times of ``call()`` in microseconds, after a warm-up."""
+def time_call(call: Callable[[], Any], on_gpu: bool) -> list[float]:
+    """Return SAMPLES times of ``call()`` in microseconds, after a warm-up."""
     call()
     return _time_gpu(call) if on_gpu else _time_cpu(call)
 
@@ -50,21 +53,21 @@ def _time_gpu(call):
 
 
 class Graph:
-    """Calls captured one after the other as a CUDA graph on the current stream; to be replayed.
+    """Calls captured one after the other as a CUDA graph on the current stream; calling replays it.
 
-    ``results``: what each captured call returned, in memory that every replay writes anew.
-    ``peak_bytes``: the device memory that running them took beside their inputs.
+    ``results``: what each captured call returned, in memory that every replay overwrites.
+    ``peak_bytes``: the device memory that they allocated, without their inputs.
     """
 
     is_captured = True
 
-    def __init__(self, calls):
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         cupy = import_cupy()
         self.stream, self.calls = cupy.cuda.get_current_stream(), calls
-        self.pool = cupy.cuda.MemoryPool()  # of the graph, as long as it lives
+        self.pool = cupy.cuda.MemoryPool()  # the graph's memory
         with cupy.cuda.using_allocator(self.pool.malloc):
             for call in calls:
-                call()  # compiles, and leaves its memory in the pool
+                call()  # compiles, and leaves its blocks in the pool
             self.peak_bytes = self.pool.total_bytes()
             self.stream.begin_capture()
             try:
@@ -72,15 +75,15 @@ class Graph:
             finally:
                 self.graph = self.stream.end_capture()
 
-    def __call__(self):
+    def __call__(self) -> None:
         self.graph.launch(self.stream)
 
 
-def alternate(launches):
+def alternate(launches: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     """Return ``{name: microseconds}`` for ``{name: launch}``, every launch on the current stream.
 
-    Each gets TURNS turns, in both orders, each turn after a rest; the longer a launch takes, the
-    fewer samples a turn has.
+    Each has TURNS turns, in alternating order, each after a rest. A turn has fewer samples the
+    longer a launch takes.
     """
     times, names = {name: [] for name in launches}, list(launches)
     lengths = {name: sample(launches[name], 1)[0] / 1e6 for name in names}
@@ -95,8 +98,8 @@ def alternate(launches):
     return times
 
 
-def sample(launch, count):
-    """Return the microseconds of ``count`` launches one behind the other, when all are done."""
+def sample(launch: Callable[[], Any], count: int) -> list[float]:
+    """Return the microseconds of ``count`` launches, one after the other. Synchronizes."""
     cupy = import_cupy()
     pairs = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(count)]
     for begin, end in pairs:
@@ -107,18 +110,19 @@ def sample(launch, count):
     return [cupy.cuda.get_elapsed_time(*pair) * 1e3 for pair in pairs]
 
 
-def median(samples):
+def median(samples: Sequence[float]) -> float:
+    """Return the median."""
     return statistics.median(samples)
 
 
-def ceilings(xp):
+def ceilings(xp: ModuleType) -> dict[str, float]:
     """Return measured ceilings: copy in TB/s (read + written), matrix product in TFLOP/s."""
     on_gpu = xp.__name__ == "cupy"
     problems = reach.problems(xp, BFLOAT16 if on_gpu else np.float32)
     calls = {name: call for name, (call, _) in problems.items()}
     if on_gpu:
         for call in calls.values():
-            call()  # sets up what it needs
+            call()  # compiles
         times = alternate(calls)
     else:
         times = {name: time_call(call, False) for name, call in calls.items()}

@@ -1,6 +1,7 @@
-"""The cells of whole training steps: models, batches, and the FLOPs that a step is worth."""
+"""The cells of whole training steps: models, batches, and model FLOPs."""
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from gpuattn.bench.cases import Cell
 from gpuattn.models import GPT2Config, TranslationConfig
@@ -19,7 +20,7 @@ class Step:
     ``layers``: (encoder, decoder) of a translation model, (L,) of a language model. ``hidden``:
     width inside the feed-forward networks. ``smoothing``: of labels. The optimizer is AdamW, with
     gradients clipped at the norm ``clip``. Activations and our gradients are ``dtype``, with
-    float32 masters. ``pad_vocab``: whether our table has a multiple of 64 rows.
+    float32 masters. ``pad_vocab``: whether our embedding table is padded to a multiple of 64 rows.
     """
 
     model: str
@@ -40,16 +41,17 @@ class Step:
     pad_vocab: bool = True
 
     @property
-    def translates(self):
+    def translates(self) -> bool:
+        """Whether the model is a translation model."""
         return len(self.layers) == 2
 
     @property
-    def tokens(self):
+    def tokens(self) -> int:
         """Target tokens of a step."""
         return self.shape[0] * self.shape[1]
 
-    def config(self):
-        """Return what our model is made of."""
+    def config(self) -> TranslationConfig | GPT2Config:
+        """Return the config of our model."""
         sizes = self.vocab, self.width, self.heads
         if self.translates:
             length = self.shape[1]
@@ -61,39 +63,40 @@ class Step:
             *sizes, *self.layers, self.shape[1], self.dropout, bias=False, pad_vocab=self.pad_vocab
         )
 
-    def weights(self):
-        """Return how many weights of linear layers a token meets, source and target as one."""
+    def weights(self) -> int:
+        """Return the weights of linear layers per token, a source and a target token as one."""
         config = self.config()
         return sum(translation_weights(config)) if self.translates else gpt2_weights(config)
 
-    def flops(self, direction):
+    def flops(self, direction: str) -> float:
         """Return the model FLOPs, see ``models.flops``."""
         if self.translates:
             lengths = [self.shape[1]] * self.shape[0]
             return translation_flops(self.config(), lengths, lengths)
         return gpt2_flops(self.config(), *self.shape)
 
-    def bytes(self, direction):
-        """Return the bytes that the parameters alone make a step move.
+    def bytes(self, direction: str) -> int:
+        """Return the bytes that a step moves for its parameters alone.
 
         For each, 6 in forward and backward and 30 in the update: see ``Fused.bytes`` of adamw.
         """
         return 36 * self.weights()
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, Any]:
         """Return the "case" of a row of results."""
         flags = asdict(self) | {"layers": list(self.layers), "betas": list(self.betas)}
-        if self.pad_vocab:  # as all are that have peers
+        if self.pad_vocab:  # the default, absent from recorded files
             flags.pop("pad_vocab")
         return {"shape": list(flags.pop("shape")), "dtype": flags.pop("dtype"), "flags": flags}
 
     @classmethod
-    def from_dict(cls, case):
+    def from_dict(cls, case: dict[str, Any]) -> "Step":
+        """Return the case of ``as_dict``."""
         step = cls(shape=tuple(case["shape"]), dtype=case["dtype"], **case["flags"])
         return replace(step, layers=tuple(step.layers), betas=tuple(step.betas))
 
     def __str__(self):
-        """The model and its batch, as tables say them."""
+        """Return the model and its batch, for tables."""
         return f"{self.model}, {self.shape[0]} x {self.shape[1]}"
 
 
@@ -115,17 +118,17 @@ MODELS = {
         _gpt("shakespeare", (64, 256), 65, 384, 6, 6, dropout=0.2),
     )
 }
-"""Vaswani et al.'s base and big, one for 29,000 captions, and two that nanoGPT is known for."""
+"""Vaswani et al.'s base and big, one for 29,000 captions, and two models of nanoGPT."""
 
 TABLE = [Cell("train", case, "step", PEERS) for case in MODELS.values()]
 
 UNPADDED = replace(MODELS["gpt2-124m"], model="gpt2-124m-unpadded", pad_vocab=False)
 CELLS = {cell.case.model: cell for cell in [*TABLE, Cell("train", UNPADDED, "step", ())]}
-"""By the names that may be asked for: the table, and what ``--no-pad-vocab`` costs."""
+"""{name of ``--model``: Cell}: the table, and one to measure the cost of ``--no-pad-vocab``."""
 
 
-def small(case):
-    """Return the like of a model that NumPy updates in a moment."""
+def small(case: Step) -> Step:
+    """Return a small case of the same family, for NumPy."""
     return replace(
         case, shape=(8, 16), vocab=min(case.vocab, 200), width=32, heads=2,
         layers=(1,) * len(case.layers), hidden=128, dtype="float32",

@@ -146,7 +146,7 @@ def test_a_missing_peer_has_a_reason(name, monkeypatch):
 
 def test_a_peer_that_lacks_a_feature_is_not_timed_without_it():
     for name, kind in (("flash-attn-4", "dropout"), ("torch-cudnn", "window")):
-        with pytest.raises(UnsupportedError, match=f"{name} does not know {kind}"):
+        with pytest.raises(UnsupportedError, match=f"{name} does not support {kind}"):
             capture(name, kind)
     for cell in cases.REQUIRED:
         for name in cell.peers:

@@ -129,10 +129,10 @@ def test_a_missing_peer_has_a_reason(name, monkeypatch):
 
 
 def test_a_peer_has_so_many_seconds(monkeypatch):
-    monkeypatch.setitem(peers.PATIENCE, "slow", 0.05)
+    monkeypatch.setitem(peers.COMPILE_SECONDS, "slow", 0.05)
     with pytest.raises(UnsupportedError, match="TimeoutError: not compiled after 0 s"):
         peers.capture("slow", lambda: time.sleep(5), [()])
-    with pytest.raises(UnsupportedError, match="may compile in one run are over"):
+    with pytest.raises(UnsupportedError, match="to compile in one run is used up"):
         peers.capture("slow", lambda: time.sleep(5), [()])
 
 

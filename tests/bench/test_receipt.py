@@ -40,8 +40,8 @@ def test_the_digest_sees_a_changed_byte(monkeypatch, tmp_path):
 def test_no_receipt_unless_everything_passed(monkeypatch, tmp_path, outcome):
     monkeypatch.setattr(receipt, "RECEIPT", tmp_path / "receipt.json")
 
-    def run(shard, mark, beside):
-        return {"a": "passed", "b": outcome} if "not timing" in mark else {"c": "passed"}
+    def run(shard, marker, parallel):
+        return {"a": "passed", "b": outcome} if "not timing" in marker else {"c": "passed"}
 
     monkeypatch.setattr(receipt, "_run", run)
     assert receipt.main([["x"]]) == 1
@@ -59,7 +59,7 @@ def test_tests_of_time_run_alone_and_all_run_once(monkeypatch, tmp_path):
 
     monkeypatch.setattr(receipt, "RECEIPT", tmp_path / "receipt.json")
     monkeypatch.setattr(receipt, "ROOT", tmp_path)
-    monkeypatch.setattr(receipt, "_parallel", lambda: True)
+    monkeypatch.setattr(receipt, "_has_xdist", lambda: True)
     monkeypatch.setattr(receipt, "_machine", dict)
     monkeypatch.setattr(receipt.subprocess, "run", run)
     assert receipt.main() == 0

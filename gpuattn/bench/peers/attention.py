@@ -1,4 +1,4 @@
-"""The rivals of attention: PyTorch's backends and FlashAttention-4; see ``peers.py``."""
+"""The peers of attention: PyTorch's backends and FlashAttention-4; see ``timing.py``."""
 
 import contextlib
 import os
@@ -10,14 +10,14 @@ import numpy as np
 from gpuattn.bench.peers.timing import array, tensor, torch_here
 from gpuattn.errors import UnsupportedError
 
-BUCKET = 8  # tokens: sequences whose lengths round up to the same multiple are padded together
+BUCKET = 8  # tokens: sequences with lengths in the same multiple are padded together
 
 
 class Peer(NamedTuple):
-    """A rival on one problem, which it may split into parts (such as buckets of lengths).
+    """A peer on one problem, which it may split into parts (such as buckets of lengths).
 
-    ``into(x)``: the parts of a tensor in our layout; ``forward(part, q, k, v, bias)``: the output
-    of one; ``back(parts)``: such parts in our layout.
+    ``into(x)``: the parts of a tensor in our layout. ``forward(part, q, k, v, bias)``: the output
+    of part number ``part``. ``back(parts)``: such outputs in our layout.
     """
 
     into: Callable
@@ -25,7 +25,7 @@ class Peer(NamedTuple):
     back: Callable
 
 
-# ---- the rivals ---------------------------------------------------------------------------------
+# ---- the peers ----------------------------------------------------------------------------------
 
 
 def _heads_first(x):
@@ -81,7 +81,7 @@ def _varlen(case):
 
 
 def _flash_attention_4(case):
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # compiled once, for later
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # keep what it compiles
     try:
         from flash_attn import cute
     except ImportError as error:
@@ -92,7 +92,7 @@ def _flash_attention_4(case):
     if case.deterministic:
         options["deterministic"] = True
     if case.keys:
-        options["num_splits"] = 0  # as many as it likes
+        options["num_splits"] = 0  # chosen by the library
     call = cute.flash_attn_func
     if case.captions:
         starts, longest = _starts(case)
@@ -108,7 +108,7 @@ def _flash_attention_4(case):
 
 
 def _padded(bucket=None):
-    """Packed sequences as PyTorch takes them without packing: padded, with a mask over the keys."""
+    """Return a peer that computes packed sequences padded, with a mask over the keys."""
 
     def peer(case):
         from torch.nn.functional import scaled_dot_product_attention
@@ -146,7 +146,7 @@ def _padded(bucket=None):
 
 
 _OF_SDPA = {"dropout", "bias", "kv_heads", "keys", "deterministic"}
-PEERS = {  # name -> (Peer of a case, the features it knows)
+PEERS = {  # name -> (function of a case to a Peer, the features that it supports)
     "torch-cudnn": (_sdpa("CUDNN_ATTENTION"), _OF_SDPA),
     "torch-fa2": (_sdpa("FLASH_ATTENTION"), _OF_SDPA),
     "torch-efficient": (_sdpa("EFFICIENT_ATTENTION"), _OF_SDPA),
@@ -161,20 +161,20 @@ PEERS = {  # name -> (Peer of a case, the features it knows)
 
 
 def _peer(name, case):
-    """Return the Peer ``name`` on a case, or raise UnsupportedError: why there is none."""
-    build, known = PEERS[name]
-    unknown = [feature for feature in case.features() if feature not in known]
-    if unknown:
-        raise UnsupportedError(f"{name} does not know {', '.join(unknown)}")
+    """Return the Peer ``name`` on a case. Raises UnsupportedError with the reason why not."""
+    build, supported = PEERS[name]
+    missing = [feature for feature in case.features() if feature not in supported]
+    if missing:
+        raise UnsupportedError(f"{name} does not support {', '.join(missing)}")
     torch_here()
     return build(case)
 
 
-# ---- one of them on given arrays ----------------------------------------------------------------
+# ---- a peer on given arrays ---------------------------------------------------------------------
 
 
 class Call:
-    """Peer ``name`` on our arrays."""
+    """A peer, by ``name``, on our arrays; its methods are described in ``timing.py``."""
 
     is_captured = True
 
@@ -208,7 +208,7 @@ class Call:
             return self.torch.autograd.grad(outs, leaves, self.dout, retain_graph=keep)
 
     def restart(self):
-        """Nothing is edited."""
+        """Do nothing: inputs are not changed."""
 
     def results(self, parts):
         """Return CuPy arrays in our layout: (out,), or (dq, dk, dv) and the bias's gradient."""

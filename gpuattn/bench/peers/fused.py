@@ -1,12 +1,12 @@
-"""The rivals of the fused ops: PyTorch, torch.compile, quack and Liger; see ``peers.py``.
+"""The peers of the fused ops: PyTorch, torch.compile, quack and Liger; see ``timing.py``.
 
-torch.compile gets the same formulas as PyTorch, for the shapes of one cell at a time.
+torch.compile compiles the same formulas as PyTorch's, for the shapes of one cell at a time.
 """
 
 import contextlib
 import functools
 
-from gpuattn.bench.fused import LEARNING_RATE, MAX_NORM, OPTIMIZER, STEPS, TASKS, listed
+from gpuattn.bench.fused import LEARNING_RATE, MAX_NORM, OP_SPECS, OPTIMIZER, STEPS, listed
 from gpuattn.bench.peers.timing import array, tensor, torch_here
 from gpuattn.errors import UnsupportedError
 
@@ -77,7 +77,7 @@ def _beam_step(case):
 
 
 def _update(params, grads, momentum, squares, model):
-    """AdamW with the norm, clipping and the check for inf and NaN, as one formula."""
+    """AdamW with the gradient norm, clipping and the check for inf and NaN, for torch.compile."""
     (beta1, beta2), step = OPTIMIZER["betas"], STEPS + 1
     g = grads.float()
     norm = g.square().sum().sqrt()
@@ -105,10 +105,10 @@ def _compiled(function):
     import torch._functorch.config
     import torch._inductor.config
 
-    torch._functorch.config.donated_buffer = False  # a backward runs again and again
-    with contextlib.suppress(AttributeError):  # choices made beside other processes do not count
+    torch._functorch.config.donated_buffer = False  # a backward pass is repeated
+    with contextlib.suppress(AttributeError):  # timed while other processes ran
         torch._inductor.config.autotune_local_cache = False
-    torch._dynamo.reset()  # shapes of other cells would make this one's sizes variables
+    torch._dynamo.reset()  # or sizes become dynamic after other cells
     return torch.compile(function, dynamic=False)
 
 
@@ -130,7 +130,7 @@ def _quack(case):
 def _liger(case):
     from liger_kernel import ops
 
-    how = 0.0, "llama", False  # the last: the gradient of the output is not overwritten
+    how = 0.0, "llama", False  # the last: do not overwrite the output gradient
     if case.op == "softmax":
         return ops.LigerSoftmaxFunction.apply
     if case.op == "layer_norm":
@@ -154,14 +154,14 @@ def _function(name, case):
     if name == "torch-compile":
         formula = _cross_entropy_wide if case.op == "cross_entropy" else FORMULAS[case.op]
         return _compiled(formula(case))
-    raise UnsupportedError(f"{name} is no peer of {case.op}")
+    raise UnsupportedError(f"{name} is not a peer of {case.op}")
 
 
-# ---- one of them on given arrays ----------------------------------------------------------------
+# ---- a peer on given arrays ---------------------------------------------------------------------
 
 
 class Call:
-    """Peer ``name`` on our arrays. ``__new__`` returns one of the classes below where it must."""
+    """A peer, by ``name``, on our arrays; ``__new__`` chooses one of the classes in SPECIAL."""
 
     is_captured = True
 
@@ -180,10 +180,10 @@ class Call:
         return tensor(x, x.dtype.name) if hasattr(x, "dtype") else None
 
     def prepare(self):
-        """Make ``run``."""
+        """Set ``run``."""
         function = _function(self.name, self.case)
         trains, leaves = bool(self.douts), []
-        for place in TASKS[self.case.op].grads[: len(self.inputs)] if trains else ():
+        for place in OP_SPECS[self.case.op].grads[: len(self.inputs)] if trains else ():
             self.inputs[place] = self.inputs[place].detach().requires_grad_()
             leaves.append(self.inputs[place])
 
@@ -202,7 +202,7 @@ class Call:
             self.run = lambda: [*(outs := forward()), *backward(outs)]
 
     def restart(self):
-        """Nothing is edited."""
+        """Do nothing: inputs are not changed."""
 
     def results(self, parts):
         """Return CuPy arrays in our order."""
@@ -210,7 +210,7 @@ class Call:
 
 
 class QuackLayerNorm(Call):
-    """quack's LayerNorm knows no autograd, and float32 weights only."""
+    """quack's LayerNorm, which has no autograd and takes float32 weights only."""
 
     def prepare(self):
         from quack.rmsnorm import layernorm_bwd, layernorm_fwd
@@ -225,13 +225,13 @@ class QuackLayerNorm(Call):
 
 
 class QuackCrossEntropy(Call):
-    """Loss and gradient of each row by one kernel; their mean is taken outside the clock."""
+    """Loss and gradient of each row by one kernel; the mean is not timed."""
 
     def prepare(self):
         from quack.cross_entropy import cross_entropy_fwd
 
         if self.case.smoothing:
-            raise UnsupportedError("quack does not know label smoothing")
+            raise UnsupportedError("quack does not support label smoothing")
         logits, labels = self.inputs
         self.run = lambda: cross_entropy_fwd(logits, labels, return_dx=True)
 
@@ -241,7 +241,7 @@ class QuackCrossEntropy(Call):
 
 
 class LigerCrossEntropy(Call):
-    """In place, on a copy made outside the clock; it asks the GPU how many labels count."""
+    """In place, on a copy that is not timed; it reads the number of valid labels on the host."""
 
     is_captured = False
 
@@ -263,7 +263,7 @@ class LigerCrossEntropy(Call):
 
 
 class Optimizer(Call):
-    """AdamW on copies of ours, in place."""
+    """AdamW in place, on copies of our arrays."""
 
     def prepare(self):
         self.own = [None if x is None else x.clone() for x in self.inputs[:5]]
@@ -294,7 +294,7 @@ class Optimizer(Call):
             self.step.fill_(STEPS)
 
     def results(self, parts):
-        if self.name == "torch-fused":  # does less: it does not clip
+        if self.name == "torch-fused":  # not comparable: it does not clip
             return []
         return super().results([self.own[0], self.own[2], self.own[3]])
 

@@ -1,7 +1,7 @@
-"""What peers compile, compiled beforehand by several processes into the caches they have on disk.
+"""Compiles the peers' kernels in several processes, into their caches on disk.
 
-The process that measures then finds it there. Nothing is timed here, and no choice between
-kernels that was timed while others ran is kept.
+The process that measures reads them there. Nothing is timed here, and choices between kernels that
+were timed while other processes ran are not kept.
 """
 
 import contextlib
@@ -11,20 +11,24 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+
+from gpuattn.bench.cases import Cell
+from gpuattn.environment import usable_cores
 
 COMPILED = ("torch-compile", "quack", "liger")
 PROCESSES = 16
 SECONDS = 60
-ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # processes have the cores
+ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # the processes use all cores
 
 
-def compile_ahead(cells):
-    """Run the peers of ``cells`` that compile once, for SECONDS at most. Failures mean nothing."""
+def compile_ahead(cells: Sequence[Cell]) -> None:
+    """Run each peer of ``cells`` that compiles once, for at most SECONDS. Ignores failures."""
     todo = [(cell, name) for cell in cells for name in cell.peers if name in COMPILED]
     if not todo or importlib.util.find_spec("torch") is None:
         return
     os.environ.update(ONE_THREAD)
-    count = min(len(todo), PROCESSES, os.cpu_count())
+    count = min(len(todo), PROCESSES, usable_cores())
     command, end = [sys.executable, "-m", __name__], time.monotonic() + SECONDS
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     workers = [subprocess.Popen(command, stdin=subprocess.PIPE, **quiet) for _ in range(count)]

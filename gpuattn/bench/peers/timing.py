@@ -1,9 +1,9 @@
-"""What rivals have in common: PyTorch, where it is installed, CUDA graphs, and reasons why not.
+"""Shared by the peers: PyTorch, if it is installed, CUDA graphs, and the reasons for missing peers.
 
-Each works on tensors with our values, in the layout that it likes best, made before the clock runs.
-A call of one has ``run()``, which computes; ``results(run())``, arrays in our layout;
-``restart()``, which gives inputs that it edits their first values back; and ``is_captured``, False
-for what asks the host how to go on, so that it can be no CUDA graph.
+A peer works on tensors with our values in its own layout; converting them is not timed. The call of
+a peer has ``run()``, which computes; ``results(run())``, arrays in our layout; ``restart()``, which
+resets inputs that it changes; and ``is_captured``: False if the host must read a result before the
+next launch, so that it cannot be a CUDA graph.
 """
 
 import collections
@@ -13,13 +13,17 @@ import importlib.metadata
 import signal
 import time
 import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
 
 from gpuattn.arrays import import_cupy
 from gpuattn.bench.samples import DTYPES
 from gpuattn.errors import UnsupportedError
 
 WARM_UPS = 3
-PATIENCE = {"torch-compile": 90, "quack": 90, "liger": 60}  # seconds of a run to build and compile
+COMPILE_SECONDS = {"torch-compile": 90, "quack": 90, "liger": 60}  # at most, in one run
 LIBRARIES = (
     "torch", "triton", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4", "quack-kernels",
     "liger-kernel",
@@ -28,7 +32,7 @@ _spent = collections.Counter()
 
 
 @functools.cache
-def torch_here():
+def torch_here() -> ModuleType:
     """Return PyTorch. Raises UnsupportedError where it is not installed or sees no GPU."""
     try:
         import torch
@@ -39,7 +43,7 @@ def torch_here():
     return torch
 
 
-def on_stream(stream):
+def on_stream(stream: Any) -> AbstractContextManager:
     """Return a context in which PyTorch works on a CuPy stream; an empty one without PyTorch."""
     try:
         torch = torch_here()
@@ -48,7 +52,7 @@ def on_stream(stream):
     return torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr))
 
 
-def versions():
+def versions() -> dict[str, str]:
     """Return ``{distribution: version}`` of the peers that are installed."""
     found = {}
     for name in LIBRARIES:
@@ -58,7 +62,7 @@ def versions():
 
 
 class Launches:
-    """Calls one after the other, on the current stream. ``peak_bytes``: see ``Graph``."""
+    """Calls one after the other, on the current stream. ``peak_bytes``: as of ``Graph``."""
 
     is_captured = False
 
@@ -80,7 +84,7 @@ class Launches:
         self.parts = [call.run() for call in self.calls]
 
     def first_results(self):
-        """Return what the first call computes of its inputs as they were given, in our layout."""
+        """Return the results of the first call on its original inputs, in our layout."""
         for call in self.calls:
             call.restart()
         self()
@@ -88,9 +92,9 @@ class Launches:
 
 
 class Graph(Launches):
-    """Calls captured one after the other as a CUDA graph on the current stream, to be replayed.
+    """Calls captured one after the other as a CUDA graph on the current stream; calling replays it.
 
-    ``peak_bytes``: the device memory that running them took beside their inputs.
+    ``peak_bytes``: the device memory that they allocated, without their inputs.
     """
 
     is_captured = True
@@ -111,37 +115,37 @@ class Graph(Launches):
             self.graph.replay()
 
 
-def capture(name, make, sets):
+def capture(name: str, make: Callable, sets: Sequence[tuple]) -> Launches:
     """Return a peer's calls on several sets of (inputs, gradient of the output), to be launched.
 
     ``make(*arrays)`` returns the call on a set. Raises UnsupportedError with the reason if the
-    peer is missing, refuses, or takes too long to compile; also out of memory.
+    peer is missing, refuses, takes too long to compile, or runs out of memory.
     """
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            with _patience(name):
+            with _time_limit(name):
                 calls = [make(*arrays) for arrays in sets]
                 calls[0].run()
             return (Graph if calls[0].is_captured else Launches)(calls)
         except UnsupportedError:
             raise
-        except Exception as error:  # noqa: BLE001 what a foreign library raises is its reason
+        except Exception as error:  # noqa: BLE001 any error of a peer is its reason
             reason = _reason(error, heard)
     release()
     raise UnsupportedError(reason)
 
 
 @contextlib.contextmanager
-def _patience(name):
-    """End what is in the block, by TimeoutError, where a peer takes longer than PATIENCE in all."""
-    limit = PATIENCE.get(name)
+def _time_limit(name):
+    """Raise TimeoutError in the block when a peer has taken COMPILE_SECONDS in this process."""
+    limit = COMPILE_SECONDS.get(name)
     if limit is None or not hasattr(signal, "SIGALRM"):
         yield
         return
     left, begin = limit - _spent[name], time.perf_counter()
     if left <= 0:
-        raise UnsupportedError(f"the {limit} s that it may compile in one run are over")
+        raise UnsupportedError(f"its limit of {limit} s to compile in one run is used up")
 
     def end(*_):
         raise TimeoutError(f"not compiled after {left:.0f} s")
@@ -157,27 +161,27 @@ def _patience(name):
 
 
 def _reason(error, heard):
-    """Return what a peer said: its error, and the warnings that explain why a backend is out."""
+    """Return a peer's error, and its warnings that explain why a backend refused."""
     said = [str(warning.message).partition(" (Triggered")[0] for warning in heard]
     said = [text for text in said if not text.endswith("because:") and "disabled" not in text]
     text = " / ".join(" ".join(part.split()) for part in dict.fromkeys([str(error), *said]))
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def release():
-    """Give PyTorch's unused device memory back, if it was used."""
+def release() -> None:
+    """Free PyTorch's unused device memory, if PyTorch was used."""
     if torch_here.cache_info().currsize:
         torch_here().cuda.empty_cache()
 
 
-def tensor(x, dtype):
-    """Return a tensor that shares memory with a CuPy array; 16-bit floats cross as integers."""
+def tensor(x: Any, dtype: str) -> Any:
+    """Return a tensor that shares memory with a CuPy array; floats are exchanged as integers."""
     torch = torch_here()
     bits = x.view(f"i{x.itemsize}")
     return torch.from_dlpack(bits).view(getattr(torch, dtype))
 
 
-def array(x, dtype):
+def array(x: Any, dtype: str) -> Any:
     """Return a CuPy array that shares memory with a tensor of this dtype."""
     torch, target = torch_here(), DTYPES[dtype]
     bits = x.detach().contiguous().view(getattr(torch, f"int{8 * target.itemsize}"))

@@ -1,6 +1,6 @@
-"""Our models as one writes them in PyTorch, with the same names of parameters.
+"""Our models written in PyTorch, with the same parameter names.
 
-Batches are rectangles here, without padding, so that attention needs no mask.
+All sentences of a batch have one length, so attention needs no mask.
 """
 
 import torch
@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from gpuattn.models.config import padded_rows
 from gpuattn.nn.embedding import sinusoidal_positions
 
-LETTERS = 1000
+CHARACTERS = 1000  # vocabularies up to this size are not padded
 
 
 class Attention(nn.Module):
-    """Multi-head attention, causal or not, or to a memory."""
+    """Multi-head self-attention, causal or not, or cross-attention to a memory."""
 
     def __init__(self, case, bias, causal=False, cross=False):
         super().__init__()
@@ -75,7 +75,7 @@ class Layer(nn.Module):
 
 
 class Table(nn.Module):
-    """The embedding of tokens, with learned positions if there are ``positions`` of them."""
+    """The embedding of tokens; with ``positions`` > 0 also that of positions."""
 
     def __init__(self, rows, width, positions=0):
         super().__init__()
@@ -137,8 +137,8 @@ class GPT(nn.Module):
 
 
 def _rows(vocab):
-    """As nanoGPT has it: a large vocabulary is padded, one of letters is not."""
-    return padded_rows(vocab) if vocab > LETTERS else vocab
+    """Return the rows of a table as in nanoGPT: only large vocabularies are padded."""
+    return padded_rows(vocab) if vocab > CHARACTERS else vocab
 
 
 def _gelu(x):
