@@ -115,7 +115,8 @@ class Attention:
 
 def caption_lengths(tokens: int) -> list[int]:
     """Return lengths of sequences, distributed as those of captions, that add up to ``tokens``."""
-    bounds, lengths = np.cumsum(CAPTIONS), []
+    bounds = np.cumsum(CAPTIONS)
+    lengths: list[int] = []
     while sum(lengths) < tokens:
         share = len(lengths) * 0.6180339887498949 % 1  # golden ratio: an even spread
         lengths.append(FIRST_LENGTH + int(np.searchsorted(bounds, share * bounds[-1], "right")))
@@ -131,7 +132,7 @@ class Cell(NamedTuple):
     """
 
     op: str
-    case: object
+    case: Any
     direction: str
     peers: tuple[str, ...]
     impl: str | None = None

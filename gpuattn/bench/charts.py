@@ -39,7 +39,7 @@ def draw_attention(pyplot: Any, document: dict, path: str | Path) -> None:
     rows = [row for row in document["rows"] if row["op"] == "flash_attention"]
     rows = list(filter(is_comparison, rows)) or rows
     table = [row for row in rows if any(cell.is_of(row) for cell in TABLE)] or rows
-    panels = {}
+    panels: dict[tuple, list] = {}
     for row in table:
         case = Attention.from_dict(row["case"])
         panels.setdefault((row["direction"], case.shape[3], str(case)), []).append((case, row))
@@ -58,7 +58,7 @@ def draw_attention(pyplot: Any, document: dict, path: str | Path) -> None:
             axes[0, place].set_title(f"head size {head_dim}, {mask}")
             axes[-1, place].set_xlabel("tokens in a sequence")
         axes[0, 0].set_ylim(0)
-        handles = {}
+        handles: dict[str, Any] = {}
         for axis in axes.flat:
             handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         where = {"loc": "outside lower center", "ncols": len(handles)}
@@ -124,7 +124,7 @@ def draw_shares(pyplot: Any, document: dict, path: str | Path) -> None:
             _draw_shares(axis, part, copy)
         axes[-1, 0].set_xlabel("bytes that must move a second, as a share of a copy's rate")
         axes[-1, 0].set_xlim(0)
-        handles = {}
+        handles: dict[str, Any] = {}
         for axis in axes.flat:
             handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))

@@ -25,7 +25,7 @@ def moved(op: str, direction: str, arguments: tuple, given: dict[str, Any], resu
         return 0  # the forward has computed the gradient
     if op not in UPDATES and not donated and _views((result, given.get("into")), arguments):
         return 0
-    sizes = {}
+    sizes: dict[int, int] = {}
     for x in arrays_in((arguments, given, result)):
         place = address(x)
         sizes[place] = max(sizes.get(place, 0), x.nbytes)

@@ -181,12 +181,12 @@ def absent(rows: Sequence[dict]) -> list[str]:
 
 def verdict(rows: Sequence[dict], table: Sequence[Cell]) -> str:
     """Return a line: the cells of a table with a ratio of 1 or more, and the mean ratio."""
-    ratios = {}
+    ratios: dict[str, list[float]] = {}
     for cell in table:
         for row in filter(cell.is_of, rows):
             if row["ratio_to_best_peer"]:
                 ratios.setdefault(cell.direction, []).append(row["ratio_to_best_peer"])
-    every = sum(ratios.values(), [])
+    every = [ratio for part in ratios.values() for ratio in part]
     if not every:
         return "no cell of the table was measured beside a peer"
     means = {name: statistics.geometric_mean(part) for name, part in ratios.items()}

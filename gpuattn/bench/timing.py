@@ -85,7 +85,8 @@ def alternate(launches: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     Each has TURNS turns, in alternating order, each after a rest. A turn has fewer samples the
     longer a launch takes.
     """
-    times, names = {name: [] for name in launches}, list(launches)
+    names = list(launches)
+    times: dict[str, list[float]] = {name: [] for name in names}
     lengths = {name: sample(launches[name], 1)[0] / 1e6 for name in names}
     for turn in range(TURNS):
         for name in names if turn % 2 == 0 else reversed(names):

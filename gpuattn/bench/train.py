@@ -44,6 +44,8 @@ class Ours:
 
     def __init__(self, case: Step, xp: ModuleType) -> None:
         self.case, self.xp = case, xp
+        self.model: Any
+        self.batch: Any
         if case.translates:
             self.model, self.batch = TranslationModel(case.config()), _translations(case)
             arrays = self.batch.source, self.batch.target_in, self.batch.labels
@@ -61,8 +63,8 @@ class Ours:
 
     def read(self, inputs: Sequence[np.ndarray]) -> None:
         """Continue with other ``inputs``, of a language model: tokens and labels, int32 (B, T)."""
-        self.inputs = inputs
-        self.batch = LanguageModelBatch(*inputs, token_order(inputs[0].ravel()))
+        self.inputs = tokens, labels = list(inputs)
+        self.batch = LanguageModelBatch(tokens, labels, token_order(tokens.ravel()))
 
     def loss(self, batch: Any, dloss: Any) -> Tensor:
         """Return the loss of a batch, as a TrainingStep asks for it."""

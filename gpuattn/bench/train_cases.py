@@ -56,12 +56,13 @@ class Step:
         if self.translates:
             length = self.shape[1]
             return TranslationConfig(
-                *sizes, self.layers, self.hidden, self.dropout, max_length=length,
-                pad_vocab=self.pad_vocab,
+                *sizes, (self.layers[0], self.layers[1]), self.hidden, self.dropout,
+                max_length=length, pad_vocab=self.pad_vocab,
             )  # fmt: skip
         return GPT2Config(
-            *sizes, *self.layers, self.shape[1], self.dropout, bias=False, pad_vocab=self.pad_vocab
-        )
+            *sizes, self.layers[0], self.shape[1], self.dropout, bias=False,
+            pad_vocab=self.pad_vocab,
+        )  # fmt: skip
 
     def weights(self) -> int:
         """Return the weights of linear layers per token, a source and a target token as one."""
@@ -93,7 +94,7 @@ class Step:
     def from_dict(cls, case: dict[str, Any]) -> "Step":
         """Return the case of ``as_dict``."""
         step = cls(shape=tuple(case["shape"]), dtype=case["dtype"], **case["flags"])
-        return replace(step, layers=tuple(step.layers), betas=tuple(step.betas))
+        return replace(step, layers=tuple(step.layers), betas=(step.betas[0], step.betas[1]))
 
     def __str__(self):
         """Return the model and its batch, for tables."""

@@ -41,7 +41,7 @@ DTYPES = {
     "U8": np.dtype("uint8"),
     "BOOL": np.dtype("bool"),
 }
-_verified = set()  # (path, size, mtime) of files whose hash this process has checked
+_verified: set[tuple] = set()  # (path, size, mtime) of files whose hash this process has checked
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -203,7 +203,8 @@ def load(
     when none is good, or when there is none. If no generation has a manifest, the newest intact
     file is used, with a warning.
     """
-    listed, faults = None, []
+    listed: list[Path] | None = None
+    faults: list[str] = []
     while listed != (now := generations(folder, name)):  # repeat if a run saved meanwhile
         listed, faults = now, []
         for manifest in listed or unlisted(folder, name):

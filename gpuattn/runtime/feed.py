@@ -26,7 +26,14 @@ SLOTS = 2  # pinned buffers, used in turn
 
 
 class Numbers:
-    """The ``NUMBERS`` by name, as live zero-dimensional arrays in ``words`` (uint32)."""
+    """The ``NUMBERS`` by name, as views () of ``words`` (uint32)."""
+
+    weight: Any
+    tokens: Any
+    draw: Any
+    learning_rate: Any
+    divisor: Any
+    share: Any
 
     def __init__(self, words: Any) -> None:
         for i, (name, dtype) in enumerate(NUMBERS.items()):
@@ -43,7 +50,8 @@ class HostFeed:
 
     def __init__(self) -> None:
         self.numbers = Numbers(np.zeros(len(NUMBERS), np.uint32))
-        self.batch = self.shape = None
+        self.batch: Any = None
+        self.shape = None
 
     def load(self, batch: Any, **numbers: float) -> None:
         """Set the batch and the ``NUMBERS`` of the next step."""
@@ -67,8 +75,11 @@ class DeviceFeed:
             cupy.cuda.Stream(non_blocking=True),
         )
         self.words = cupy.zeros(ALIGN, np.uint32)
-        self.numbers, self.batch, self.shape = Numbers(self.words), None, None
-        self._places, self._slots = {}, [_Slot(cupy) for _ in range(SLOTS)]
+        self.numbers = Numbers(self.words)
+        self.batch: Any = None
+        self.shape: tuple = ()
+        self._places: dict[tuple, tuple[Any, Any]] = {}  # shape -> (words on the device, batch)
+        self._slots = [_Slot(cupy) for _ in range(SLOTS)]
 
     def load(self, batch: Any, **numbers: float) -> None:
         """Copy the batch and the ``NUMBERS`` of the next step, without synchronizing."""

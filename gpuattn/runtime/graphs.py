@@ -23,7 +23,8 @@ class Calls:
     """
 
     def __init__(self, first: Callable[[Callable], Any] = tune) -> None:
-        self.first, self.known = first, set()
+        self.first = first
+        self.known: set[tuple] = set()
 
     def __call__(self, name: str, shape: Hashable, step: Callable[[], Any]) -> None:
         """Run ``step()``, which must be the same function of device memory for a name and shape."""
@@ -47,8 +48,9 @@ class Replays:
         self, notify: Callable[[str], None], first: Callable[[Callable], Any] = tune
     ) -> None:
         cupy = import_cupy()
-        self.graphs, self.first, self._notify = {}, first, notify
-        self.held = []  # (address, bytes) of the pool's memory
+        self.first, self._notify = first, notify
+        self.graphs: dict[tuple, Any] = {}  # (name, shape) -> graph, None before its capture
+        self.held: list[tuple[int, int]] = []  # (address, bytes) of the pool's memory
         self.stream = cupy.cuda.get_current_stream()
         self.pool = cupy.cuda.MemoryPool(_allocator(self.held))
         self._refused = capture_refusal()

@@ -44,7 +44,7 @@ PRECISIONS = {
     "pure-bf16": Precision("pure-bf16", "bfloat16", masters=False),
     "fp16": Precision("fp16", "float16", loss_scale=65536.0, growth_interval=2000),
 }
-_warned = set()
+_warned: set[str] = set()
 
 
 def choose(name: str, device: str) -> Precision:

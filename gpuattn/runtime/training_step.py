@@ -79,6 +79,9 @@ class TrainingStep:
     True
     """
 
+    feed: Any  # HostFeed or DeviceFeed
+    calls: Any  # Calls or Replays
+
     def __init__(
         self, model: Module, optimizer: Optimizer, loss: Callable[[Any, Any], Tensor], *,
         tokens: int, average: ExponentialAverage | None = None,
@@ -149,7 +152,7 @@ class TrainingStep:
     @contextlib.contextmanager
     def _ordered(self) -> Iterator[None]:
         """Make the step's stream current in a block, in order with the stream that is current."""
-        outside = None if self.xp is np else self.xp.cuda.get_current_stream()
+        outside: Any = None if self.xp is np else self.xp.cuda.get_current_stream()
         if outside == self.stream:
             yield
             return

@@ -6,12 +6,11 @@ width f, vocabulary V). ``tests/train/test_memory.py`` compares them with measur
 
 import dataclasses
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpuattn.errors import MemoryLimitError
 from gpuattn.models.config import table_rows
 from gpuattn.models.loss import in_slices
-from gpuattn.nn.module import Module
 from gpuattn.ops.loss.linear_cross_entropy import CHUNK_BYTES, LEAST_ROWS
 from gpuattn.optim import OPTIMIZERS
 from gpuattn.runs.config import GPT2, TrainConfig
@@ -54,13 +53,13 @@ def gigabytes(count: float) -> str:
 
 
 def plan(
-    model: Module, config: TrainConfig, precision: Precision, tokens: int | None = None
+    model: Any, config: TrainConfig, precision: Precision, tokens: int | None = None
 ) -> MemoryPlan:
     """Return the MemoryPlan of a run that trains ``model`` as a TrainConfig says.
 
     ``tokens``: of a batch; those of the config unless given.
     """
-    tokens, itemsize = tokens or config.batch, 4 if precision.dtype == "float32" else 2
+    tokens, itemsize = tokens or int(config.batch), 4 if precision.dtype == "float32" else 2
     parameters = sum(parameter.size for parameter in model.parameters())
     masters = 4 if precision.masters and itemsize < 4 else 0
     gradient = 4 if precision.grad_dtype(config.accumulate) == "float32" else 2
@@ -194,7 +193,7 @@ def least_tokens(config: TrainConfig) -> int:
     return config.block if config.model == GPT2 else config.max_len + 1
 
 
-def check_fits(model: Module, config: TrainConfig, precision: Precision, free: int) -> None:
+def check_fits(model: Any, config: TrainConfig, precision: Precision, free: int) -> None:
     """Raise MemoryLimitError when the smallest batch does not fit ``free`` bytes."""
     least = plan(model, config, precision, least_tokens(config))
     if least.total > free:
@@ -228,9 +227,7 @@ def nothing_smaller(config: TrainConfig, update: int, short: str) -> str:
     )
 
 
-def fit(
-    model: Module, config: TrainConfig, precision: Precision, free: int, epoch_tokens: int
-) -> int:
+def fit(model: Any, config: TrainConfig, precision: Precision, free: int, epoch_tokens: int) -> int:
     """Return the most tokens of a batch whose MemoryPlan fits ``free`` bytes less FREE_SHARE.
 
     An epoch of ``epoch_tokens`` has at least LEAST_UPDATES updates, and an update at most
@@ -257,14 +254,14 @@ def next_parts(config: TrainConfig, parts: int) -> int | None:
     possible.
     """
     if config.model == GPT2:
-        rows = config.batch // config.block
+        rows = int(config.batch) // config.block
         return next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
-    return 2 * parts if config.batch // (2 * parts) > config.max_len else None
+    return 2 * parts if int(config.batch) // (2 * parts) > config.max_len else None
 
 
 def in_parts(config: TrainConfig, parts: int) -> TrainConfig:
     """Return the config with each batch cut into ``parts``, for the same updates."""
-    size = config.batch // parts
+    size = int(config.batch) // parts
     if config.model == GPT2:
-        size = config.batch // config.block // parts * config.block
+        size = int(config.batch) // config.block // parts * config.block
     return dataclasses.replace(config, batch=size, accumulate=config.accumulate * parts)

@@ -27,13 +27,14 @@ class Meter:
         found = None if xp is np else ceilings(xp, dtype)
         self.peak = found and found["matmul_tflops"] * 1e12
         self._power = None if xp is np else PowerMeter()
-        self._draw = self._power and self._power.read(now=True)
+        self._draw = self._power.read(now=True) if self._power else None
         self._flops = flops
         self.restart()
 
     def restart(self) -> None:
         """Start the clock again, after an evaluation."""
-        self._begin, self.batches = time.perf_counter(), []
+        self._begin = time.perf_counter()
+        self.batches: list[Any] = []
 
     def facts(self, updates: int, spent: dict[str, float]) -> dict[str, float]:
         """Return fields of a Progress for the ``updates`` since the last call; add to ``spent``.
@@ -56,8 +57,8 @@ class Meter:
 
         Evaluations are included. ``now``: read the meter now, not its latest sample.
         """
-        before, self._draw = self._draw, self._power and self._power.read(now)
-        if not self._draw:
+        before, self._draw = self._draw, self._power.read(now) if self._power else None
+        if not before or not self._draw:
             return {}
         facts = {} if self._draw.watts is None else {"watts": self._draw.watts}
         if self._draw.joules is None or before.joules is None:

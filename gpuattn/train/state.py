@@ -50,7 +50,7 @@ class Position:
             every = Length(1, "e")  # these count evaluations: the clock must not decide
         now = (self.update, self.epoch, self.seconds)
         since = {u: b - a for u, a, b in zip("ues", self.evaluated, now, strict=True)}
-        if every != AUTO:
+        if isinstance(every, Length):
             return since[every.unit] >= every.amount
         if config.length.unit == "s" and not self.evaluation:
             # measure one, so that the last one ends in time

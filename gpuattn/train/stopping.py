@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 
 def _signals():
@@ -29,8 +30,9 @@ class StopOnSignal:
         self, first: Callable[[], None] = lambda: None, last: Callable[[], None] = lambda: None,
         begun: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
-        self.signal, self._first, self._last, self._begun = None, first, last, begun
-        self._before = {}
+        self.signal: int | None = None
+        self._first, self._last, self._begun = first, last, begun
+        self._before: dict[int, Any] = {}
 
     def __enter__(self):
         for number in _signals():
@@ -46,6 +48,7 @@ class StopOnSignal:
 
     @property
     def exit_code(self) -> int:
+        assert self.signal is not None, "no signal came"
         return 128 + self.signal
 
     def _note(self, number, frame):

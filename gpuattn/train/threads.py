@@ -31,8 +31,10 @@ class BlasThreads:
 
         self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
         self._asked, self._step = asked, step
-        self.record, self.on_choice = {}, lambda update, number, sentence: None
-        self._begun, self._update, self._rate, self._due = False, 0, None, False
+        self.record: dict[int, int] = {}
+        self.on_choice: Callable[[int, int, str], None] = lambda update, number, sentence: None
+        self._begun, self._update, self._due = False, 0, False
+        self._rate: float | None = None  # tokens a second that later ones are compared with
 
     def describe(self) -> str:
         """Return the BLAS libraries, such as "openblas 0.3.30 Haswell"."""
@@ -84,8 +86,7 @@ class BlasThreads:
         repeats = max(self.record, default=0) > self._update  # updates computed before a stop
         if self._asked != AUTO or repeats or len(candidates()) == 1:
             return
-        if self._rate is None:
-            self._rate = rate
+        self._rate = self._rate or rate
         self._due = not 1 / RATE_CHANGE < rate / self._rate < RATE_CHANGE
 
     def _recorded(self, update):

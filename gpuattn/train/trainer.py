@@ -251,7 +251,7 @@ class Trainer:
         """Return how much of the run is done, 0 to 1. A given time includes the last evaluation."""
         at, (amount, unit) = self.at, self.config.length
         if unit == "e":
-            done = at.epoch
+            done = float(at.epoch)
             if at.batch:
                 done += at.batch / self.corpus.loader(at.epoch).batches(at.epoch)
         else:
@@ -386,9 +386,9 @@ class Trainer:
         one of another training text.
         """
         expected, _ = self.state()
-        tensors, at = checkpoint.load(folder, "state", expected)
+        tensors, scalars = checkpoint.load(folder, "state", expected)
         try:
-            at = Position(**at)
+            at = Position(**scalars)
         except TypeError as error:
             raise CheckpointError(f"the state in {folder} is of another version") from error
         if at.data != self.corpus.fingerprint:

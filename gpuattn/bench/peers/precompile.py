@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from gpuattn.bench.cases import Cell
 from gpuattn.environment import usable_cores
@@ -30,11 +31,15 @@ def compile_ahead(cells: Sequence[Cell]) -> None:
     os.environ.update(ONE_THREAD)
     count = min(len(todo), PROCESSES, usable_cores())
     command, end = [sys.executable, "-m", __name__], time.monotonic() + SECONDS
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    workers = [subprocess.Popen(command, stdin=subprocess.PIPE, **quiet) for _ in range(count)]
+    null = subprocess.DEVNULL
+    workers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=null, stderr=null)
+        for _ in range(count)
+    ]
     for i, worker in enumerate(workers):
-        with contextlib.suppress(BrokenPipeError), worker.stdin:
-            worker.stdin.write(pickle.dumps(todo[i::count]))
+        pipe: Any = worker.stdin
+        with contextlib.suppress(BrokenPipeError), pipe:
+            pipe.write(pickle.dumps(todo[i::count]))
     for worker in workers:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.wait(max(0, end - time.monotonic()))

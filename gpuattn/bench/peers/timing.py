@@ -28,7 +28,7 @@ LIBRARIES = (
     "torch", "triton", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4", "quack-kernels",
     "liger-kernel",
 )  # fmt: skip
-_spent = collections.Counter()
+_spent: dict[str, float] = collections.defaultdict(float)
 
 
 @functools.cache

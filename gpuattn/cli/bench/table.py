@@ -52,7 +52,9 @@ class Measured:
     """
 
     def __init__(self, xp: ModuleType, path: str | None, line: str) -> None:
-        self.xp, self.path, self.rows, self.failed = xp, path, [], []
+        self.xp, self.path = xp, path
+        self.rows: list[dict] = []
+        self.failed: list[str] = []
         self.ceilings = timing.ceilings(xp)
         click.echo(
             f"ceilings measured here: product {self.ceilings['matmul_tflops']:.1f} TFLOP/s, "
