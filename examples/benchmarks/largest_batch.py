@@ -256,7 +256,7 @@ def say_all(updates, names):
         print(json.dumps({"name": name, **largest(updates, name)}), flush=True)
 
 
-# ---- what is said --------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def start(names):

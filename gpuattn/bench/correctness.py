@@ -30,7 +30,7 @@ def compare(got: Any, want: Any, tolerance: float, what: str) -> None:
     error = ((got - want) ** 2).sum(-1) / scale.clip(scale.mean() / 100)
     worst = float(error.max()) ** 0.5
     if not worst <= tolerance:
-        raise AssertionError(f"{what}: error {worst:.2g}; a wrong result gets no figure")
+        raise AssertionError(f"{what}: error {worst:.2g}; a wrong result is not timed")
 
 
 def _blocks(x):

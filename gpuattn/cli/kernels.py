@@ -49,7 +49,7 @@ def command(warm, arch, why, shape, dtype, only):
 def _why(op, shape, dtype):
     xp = array_module(choose_device("auto")[0])
     fun, args, kwargs = sample(op, shape, dtype, xp)
-    where = "on this GPU" if xp is not np else "on NumPy, for want of a GPU here"
+    where = "on this GPU" if xp is not np else "on NumPy, without a GPU"
     click.echo(f"{where}, {dtype}:")
     click.echo(str(explain(fun, *args, **kwargs)))
 

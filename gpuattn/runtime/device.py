@@ -36,7 +36,7 @@ def choose_device(name: str) -> tuple[str, str]:
         return "cuda", _gpu()
     if name == "cuda":
         raise DeviceMissingError(f"no GPU to use: {reason}. Run: gpuattn doctor")
-    return "numpy", f"NumPy on {usable_cores()} cores, for want of a GPU ({reason})"
+    return "numpy", f"NumPy on {usable_cores()} cores, without a GPU ({reason})"
 
 
 def array_module(device: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""The benchmark of attention: what cells compute, right results only, peers or reasons, files."""
+"""bench attention: FLOPs of cells, wrong results refused, peers or reasons, files, the command."""
 
 import functools
 import json
@@ -100,7 +100,7 @@ def test_right_results_pass_and_wrong_ones_get_no_figure(cell):
     for i in range(len(call())):
         wrong = call()
         wrong[i][...] *= 1.1  # views of all heads
-        with pytest.raises(AssertionError, match=f"result {i}: error .* gets no figure"):
+        with pytest.raises(AssertionError, match=f"result {i}: error .* is not timed"):
             ours.check(wrong, inputs, dout)
 
 
@@ -116,7 +116,7 @@ def test_one_wrong_tile_does_not_drown():
 
 
 def test_rounding_of_almost_nothing_is_no_error(rng):
-    """dq of a query that sees one key is 0 but for rounding, which is every library's own."""
+    """dq of a query that sees one key is 0 with rounding errors that differ between libraries."""
     want = rng.standard_normal((4, correctness.BLOCK)).astype("f4")
     want[0] *= 1e-3
     got = want.copy()
@@ -250,7 +250,7 @@ def test_the_verdict_counts_the_table():
 
 
 class Clock:
-    """A GPU whose launches take as long as they say, and ``time``, as ``timing`` asks them."""
+    """A fake of a GPU and of ``time``, whose launches take given times."""
 
     def __init__(self):
         self.now, self.cuda, clock = 0.0, self, self

@@ -1,4 +1,4 @@
-"""The bench: samples for every op, correctness before speed, rows as data."""
+"""bench ops: samples for every op, wrong results refused, rows of results, the command."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_a_wrong_result_gets_no_figure(monkeypatch):
     def wrong(x, impl=None):
         return x if impl == "reference" else x + 1
 
-    with pytest.raises(AssertionError, match="a wrong result gets no figure"):
+    with pytest.raises(AssertionError, match="a wrong result is not timed"):
         ops._check(wrong, [np.ones(3, np.float32)], {}, "raw-simt", "float32")
 
 
@@ -46,7 +46,7 @@ def test_unknown_op_and_shape():
 
 
 def call(*arguments):
-    """Run the program, as its commands share options and errors that it adds."""
+    """Run the program, which adds options and errors to its commands."""
     return CliRunner().invoke(main, arguments)
 
 

@@ -1,4 +1,4 @@
-"""gpuattn profile: every op once, what it computes and moves, and the parts make the whole."""
+"""gpuattn profile: FLOPs and bytes of every op, and the parts sum to the whole."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ WIDTH, OPS = 32, ("linear", "flash_attention", "embedding", "cross_entropy")
 
 
 class Seen:
-    """Notes the work of each call, without timing it."""
+    """Records FLOPs and bytes of each call, without timing it."""
 
     def __init__(self):
         self.calls = []
@@ -43,7 +43,7 @@ def work_of(call):
     with hooked(seen := Seen()):
         out = call()
         out.backward(np.ones_like(out.data))
-    call()  # nobody looks any more
+    call()  # not recorded
     return seen.calls
 
 

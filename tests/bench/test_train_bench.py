@@ -1,4 +1,4 @@
-"""The benchmark of training steps: what a step is worth, right losses only, files, the command."""
+"""bench train: FLOPs of a step, wrong losses refused, files, the command."""
 
 import json
 from dataclasses import replace

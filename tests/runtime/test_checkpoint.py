@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified before use, never worse off than the save before."""
+"""Checkpoint files: complete or absent, verified before use, and the one before stays."""
 
 import errno
 import hashlib
@@ -157,7 +157,7 @@ def test_a_damaged_generation_is_not_kept_in_place_of_a_good_one(tmp_path, monke
 
 
 def test_without_its_manifest_the_newest_is_left_for_the_one_before(tmp_path):
-    """As a kill between the two renames leaves it."""
+    """Remove the manifest, as a kill between the two renames does."""
     for value in (1, 2):
         save(tmp_path, "last", tensors(value))
     generations(tmp_path, "last")[0].unlink()

@@ -1,4 +1,4 @@
-"""Updates as CUDA graphs: the same bits as without them, which is how it goes where it must."""
+"""Updates as CUDA graphs: the same bits as without them, and op by op where graphs fail."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ def config(tmp_path):
 
 
 def trained(config, graphs):
-    """Return (trainer, what it said) after its run, with one evaluation in the midst."""
+    """Return (trainer, what its listener was told) after a run with one evaluation within."""
     heard = Heard()
     trainer = Trainer(TASKS[config.model](config), "cuda", heard, graphs=graphs)
     assert trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
@@ -101,7 +101,7 @@ def test_a_step_that_cannot_be_captured_is_called_as_it_is(gpu):
 
 
 class OldDriver:
-    """As much of CuPy as ``Replays`` uses, on a driver that cannot capture."""
+    """The parts of CuPy that ``Replays`` uses, on a driver that cannot capture."""
 
     def __init__(self):
         self.cuda, self.runtime = self, SimpleNamespace(CUDARuntimeError=RuntimeError)
@@ -134,8 +134,8 @@ def test_without_graphs_steps_are_called_and_why_is_said_once(monkeypatch, refus
 
 @pytest.mark.timing
 def test_a_replayed_update_waits_for_nothing(gpu, config):
-    """Twenty updates, two at a time behind a kernel that holds up the GPU: were there anything that
-    waits for the device, the kernel would be over once they are begun."""
+    """Twenty updates, two at a time behind a kernel that delays the GPU. If an update synchronized,
+    the kernel would be done when both are launched."""
     config = dataclasses.replace(config, length="1000u", precision="fp16", accumulate=2)
     trainer = Trainer(TASKS[config.model](config), "cuda", Heard())
     batch, hold = trainer._next_batch(), gpu.RawKernel(HOLD, "hold")

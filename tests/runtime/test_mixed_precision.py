@@ -1,4 +1,4 @@
-"""Losses in 16 bits stay with those in float32, on NumPy as on a GPU."""
+"""Losses in 16 bits stay near those in float32, on NumPy and on a GPU."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a run computes in, loss scaling on a toy problem, and when to give up."""
+"""The dtypes of a run, loss scaling on a toy problem, and when a run is stopped."""
 
 import dataclasses
 import warnings

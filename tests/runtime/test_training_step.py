@@ -1,4 +1,4 @@
-"""A training step of one's own: the bits of the trainer, its example, what it refuses."""
+"""TrainingStep alone: the bits of the trainer, its example, what it refuses."""
 
 import doctest
 import itertools

@@ -13,7 +13,7 @@ SHAPES = {"embedding": (10, 30), "norm.weight": (30,), "scale": (), "head.weight
 
 
 class Model:
-    """What a workspace asks of a module."""
+    """The parts of a module that a workspace uses."""
 
     def __init__(self, seed=0, frozen=()):
         rng = np.random.default_rng(seed)

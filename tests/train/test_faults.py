@@ -1,4 +1,4 @@
-"""Gradients with inf or NaN: skipped and said; a run that has no others ends, and is saved."""
+"""Gradients with inf or NaN: skipped with a warning; a run that has no others is saved and ends."""
 
 import dataclasses
 import re
@@ -57,7 +57,7 @@ def test_spoiled_updates_are_skipped_in_graphs_too(gpu, tmp_path, monkeypatch, n
 
 
 def train_spoiled(device, tmp_path, monkeypatch, name, value):
-    """Check a run in a precision with a few updates that are spoiled; return its Trainer."""
+    """Check a run in a precision with some spoiled updates; return its Trainer."""
     monkeypatch.setattr(precision, "choose", lambda *_: PRECISIONS[name])  # on NumPy too
     config = dataclasses.replace(new_config(tmp_path, "numpy", 0), schedule="constant")
     config = dataclasses.replace(config, length=f"{UPDATES}u", eval_every=f"{UPDATES}u")

@@ -1,4 +1,4 @@
-"""Memory: layers computed again give the same bits, plans are what steps take, smaller batches."""
+"""Memory: recomputed layers give the same bits, plans match steps, batches get smaller."""
 
 import dataclasses
 
@@ -55,8 +55,8 @@ def text(tmp_path):
 
 @pytest.fixture
 def fails(monkeypatch):
-    """Returns a function that lets losses of more than ``most`` tokens need memory that there is
-    not, from the ``first`` batch of a run on."""
+    """Return a function that makes losses of more than ``most`` tokens run out of memory, from the
+    ``first`` batch of a run on."""
 
     def arrange(task, most, first):
         loss = task.loss
@@ -76,7 +76,7 @@ def fails(monkeypatch):
 
 
 def gradients(config, device="numpy", graphs=False):
-    """Return the state of a run of 3 updates: (parameters and moments, losses by report)."""
+    """Return the state of a run of 3 updates: (parameters and moments, loss of each Progress)."""
     config = dataclasses.replace(config, length="3u", warmup=0)
     trainer = Trainer(TASKS[config.model](config), device, Listener(), graphs=graphs)
     trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)

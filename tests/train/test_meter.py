@@ -1,4 +1,4 @@
-"""What a run costs: only what is known is told, a GPU's ceilings are measured once."""
+"""The meter: unknown figures are left out, a GPU's ceilings are measured once."""
 
 import json
 import time
@@ -17,7 +17,7 @@ from gpuattn.units import short
 
 
 class Card:
-    """A power meter of a card that has used ``joules`` more at each reading."""
+    """A power meter whose GPU has used ``joules`` more at each reading."""
 
     def __init__(self, joules, watts=300.0):
         self.joules, self.watts, self.total = joules, watts, 5000.0

@@ -1,4 +1,4 @@
-"""Going on: the same bits and figures as without a stop, after kill -9 too."""
+"""Resume: the same bits and metrics as an uninterrupted run, also after kill -9."""
 
 import dataclasses
 
@@ -140,7 +140,7 @@ def test_deterministic_reaches_every_attention(config, tmp_path, monkeypatch, mo
 
 
 def test_killed_before_it_began_a_run_begins(config, tmp_path):
-    """What is left where the tokenizer was written, and a part of the config."""
+    """The tokenizer and a part of the config were written."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tokenizer.model").write_bytes(b"half")
     (tmp_path / "run/.config.toml.tmp").write_text("dim =")

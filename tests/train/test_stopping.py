@@ -1,4 +1,4 @@
-"""Signals: a run saves and says how to go on, wherever it is; a second one ends it at once."""
+"""Signals: a run saves and prints how to continue; a second signal ends it at once."""
 
 import dataclasses
 import os
@@ -36,7 +36,7 @@ setattr(owner, {name!r}, interrupted)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a run that was left alone, and its config."""
+    """The folder of an uninterrupted run, and its config."""
     folder = tmp_path_factory.mktemp("whole")
     config = new_config(folder, "numpy", kills=0)
     config = dataclasses.replace(config, eval_every="10u", score_pairs=3)
@@ -45,14 +45,14 @@ def whole(tmp_path_factory):
 
 
 def assert_goes_on(run, whole):
-    """A stopped run ends as the one that was left alone."""
+    """A stopped run, continued, has the bits and metrics of the uninterrupted one."""
     assert train(whole[1], run, device="numpy").finished
     assert_same_bits(whole[0], run)
     assert_same_metrics(whole[0], run)
 
 
 def interrupted(config, out, place, *signals):
-    """Return (exit code, what it said) of a run that gets signals at a place."""
+    """Return (exit code, standard error) of a run that gets signals at a place."""
     owner, name = PLACES[place]
     lines = INTERRUPT.format(owner=owner, name=name, signals=[int(number) for number in signals])
     training = Training(config, out, lines=lines)
@@ -76,7 +76,7 @@ def test_a_signal_saves_and_says_how_to_go_on(whole, tmp_path, place, number):
 
 
 def test_a_signal_while_reading_waits_ends_at_once(whole, tmp_path):
-    os.mkfifo(tmp_path / "source")  # nobody writes: opening it waits
+    os.mkfifo(tmp_path / "source")  # opening it waits for a writer
     config = dataclasses.replace(whole[1], source=str(tmp_path / "source"))
     training = Training(config, tmp_path / "run")
     training.begin()

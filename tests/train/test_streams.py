@@ -1,4 +1,4 @@
-"""All of a run computes on its stream; and ``delays``, which show what does not wait."""
+"""A run computes on its own stream; and ``delays``, which reveal missing synchronization."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ COMPUTING = [
 
 
 def test_everything_of_a_run_computes_on_its_stream(config, tmp_path, monkeypatch):
-    """A run that is stopped, goes on, and ends with the mean of its checkpoints."""
+    """A run that is stopped, continued, and ends with the mean of its checkpoints."""
     inside, outside, called = [], set(), set()
 
     @contextlib.contextmanager
@@ -75,7 +75,7 @@ def test_everything_of_a_run_computes_on_its_stream(config, tmp_path, monkeypatc
 
 
 class Cupy:
-    """Streams that are current or not, and no more."""
+    """A fake of CuPy with streams alone."""
 
     def __init__(self):
         self.cuda, self.stack = self, []

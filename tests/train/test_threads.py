@@ -15,7 +15,7 @@ from gpuattn.train.threads import BlasThreads
 
 
 class Library:
-    """Stands for OpenBLAS on a machine of four cores; ``seconds``: {threads: time of a step}."""
+    """A fake of OpenBLAS on a machine with four cores; ``seconds``: {threads: time of a step}."""
 
     def __init__(self, seconds):
         self.seconds, self.num_threads, self.now, self.steps = seconds, 4, 0.0, []
@@ -30,7 +30,7 @@ class Library:
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Return a function that makes (BlasThreads of a Library, the choices that it tells)."""
+    """Return a function that makes (BlasThreads of a Library, a list of its choices)."""
 
     def new(library, asked="auto"):
         told = []

@@ -1,4 +1,4 @@
-"""Runs on a tiny made-up corpus: what they learn, write, count, and when they stop."""
+"""Runs on a tiny synthetic corpus: what they learn, write, count, and when they stop."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ WORDS = [
 
 
 class Heard(Listener):
-    """Remembers what was said."""
+    """Records what it is told."""
 
     def __init__(self):
         self.said, self.steps = [], []
@@ -326,7 +326,7 @@ def test_no_gpu_is_said_or_refused(config, tmp_path, monkeypatch):
         train(config, tmp_path / "run", device="cuda")
     heard = Heard()
     train(config, tmp_path / "run", device="auto", listener=heard)
-    assert heard.said[0][0] == "device" and "for want of a GPU" in heard.said[0][1]
+    assert heard.said[0][0] == "device" and "without a GPU" in heard.said[0][1]
 
 
 def test_a_full_disk_leaves_the_run_as_it_was(config, tmp_path, monkeypatch):

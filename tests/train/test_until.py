@@ -1,4 +1,4 @@
-"""Runs that end when they are right, and the time that a run may take."""
+"""Runs that end when evaluations are exact, and runs of a given time."""
 
 import pytest
 
@@ -30,7 +30,7 @@ class Heard(Listener):
 
 @pytest.fixture
 def scored(monkeypatch):
-    """Return a function that sets what the evaluations of a run find: pairs of exact matches."""
+    """Return a function that sets the exact matches of a run's evaluations."""
 
     def script(*pairs):
         rows = iter(pairs)
@@ -104,7 +104,7 @@ def test_the_learning_rate_of_a_task_falls_over_the_updates_that_were_asked():
 
 
 class Clock:
-    """Time that passes only where a test says so."""
+    """A clock that a test moves."""
 
     now = 0.0
 
