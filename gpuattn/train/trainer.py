@@ -7,6 +7,7 @@ clock).
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,6 @@ import numpy as np
 
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
-from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError, DataError, MemoryLimitError
 from gpuattn.ops.update.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
@@ -68,11 +68,15 @@ class Trainer:
             loss_scale=self.precision.loss_scale, growth_interval=self.precision.growth_interval,
             seed=config.seed, **betas,
         )  # fmt: skip
+
+        def loss(batch, dloss):  # no method: a cycle of references would keep device memory
+            return task.loss(batch, config.label_smoothing, dloss)
+
         self.step = TrainingStep(
-            self.model, self.optimizer, self._loss, tokens=config.batch,
+            self.model, self.optimizer, loss, tokens=config.batch,
             average=ExponentialAverage(self.workspace, config.ema) if config.ema else None,
             fixed_shape=task.fixed_shape, graphs=graphs, tuned=not config.deterministic,
-            notify=lambda sentence: self.listener.say("graphs", sentence),
+            notify=functools.partial(listener.say, "graphs"),
         )  # fmt: skip
         total = config.lr_decay or (config.length.amount if config.length.unit == "u" else None)
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
@@ -90,9 +94,6 @@ class Trainer:
     def average(self) -> ExponentialAverage | None:
         """The moving average of the parameters, if the config has one."""
         return self.step.average
-
-    def _loss(self, batch: Any, dloss: Any) -> Tensor:
-        return self.task.loss(batch, self.config.label_smoothing, dloss)
 
     # ---- the run ----
 

@@ -1,8 +1,10 @@
 """Runs on a tiny synthetic corpus: what they learn, write, count, and when they stop."""
 
 import dataclasses
+import gc
 import json
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -264,6 +266,21 @@ def test_gradients_that_are_not_finite_end_the_run_by_name(config, tmp_path):
     trainer.workspace.weights()["encoder_norm.weight"][0] = np.nan
     with pytest.raises(FloatingPointError, match="in a row"), np.errstate(invalid="ignore"):
         trainer.run(lambda: False, lambda: {"score": 0, "loss": 0}, lambda row: None)
+
+
+def test_the_buffers_of_a_trainer_are_freed_with_it(config):
+    """Without the garbage collector, which does not know when a GPU's memory is short."""
+    trainer = Trainer(TranslationTask(config), "numpy", Listener())
+    trainer._update()
+    trainer.threads = None  # on NumPy alone; it calls the trainer
+    gc.collect()
+    gc.disable()
+    try:
+        workspace = weakref.ref(trainer.workspace)
+        del trainer
+        assert workspace() is None
+    finally:
+        gc.enable()
 
 
 def test_other_options_are_refused_by_name_and_nothing_is_lost(config, tmp_path):
