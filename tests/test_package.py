@@ -38,6 +38,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     packed = set(zipfile.ZipFile(wheel).namelist())
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "gpuattn").rglob("*.py")}
     assert modules <= packed
+    assert "gpuattn/py.typed" in packed  # type checkers then read the annotations
     tops = {name.split("/")[0] for name in packed}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"gpuattn", "rawkernels"}
 
