@@ -7,7 +7,8 @@ raises ConfigError with what came and what is accepted.
 import difflib
 import math
 import re
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 from gpuattn.errors import ConfigError
 
@@ -166,16 +167,22 @@ def number(least, below=math.inf, above=False, most=math.inf):
     return parse
 
 
-def choice(*names):
-    """Return a parser of one of ``names``, which it carries as ``.names``."""
+class OneOf:
+    """A parser of one of ``names``, as they are when it is called: they may grow."""
 
-    def parse(value):
+    def __init__(self, names: Collection[str]):
+        self.names = names
+
+    def __call__(self, value: Any) -> str:
+        names = tuple(self.names)
         if value not in names:
             raise ConfigError(f"{value!r} is not one of {', '.join(names)}{nearest(value, names)}")
         return value
 
-    parse.names = names
-    return parse
+
+def choice(*names: str) -> OneOf:
+    """Return a parser of one of ``names``."""
+    return OneOf(names)
 
 
 def flag(value):
@@ -197,3 +204,12 @@ def nearest(value, names):
     """Return the advice ". Did you mean 'x'?" where a name is near, else nothing."""
     near = difflib.get_close_matches(str(value), names, 1, cutoff=0.5)
     return f". Did you mean {near[0]!r}?" if near else ""
+
+
+def shown(value: Any) -> str:
+    """Return a value as users write it."""
+    if value is None:
+        return "not given"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ":".join(map(str, dict.fromkeys(value))) if type(value) is tuple else str(value)

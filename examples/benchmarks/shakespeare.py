@@ -26,9 +26,9 @@ import numpy as np
 from gpuattn.bench.results import origin
 from gpuattn.data.batching import LanguageModelLoader
 from gpuattn.runs.config import resolve, to_toml
-from gpuattn.runs.folder import TASKS
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.device import array_module, choose_device
+from gpuattn.tasks.registry import task_of
 from gpuattn.train.progress import Listener
 from gpuattn.train.trainer import Trainer
 
@@ -91,7 +91,7 @@ def train(seed):
         given |= SMOKE if options.smoke else {}
         device, _ = choose_device("auto")
         config, _ = resolve(("this script", given), device=device)
-        trainer = Trainer(TASKS[config.model](config), device, Listener())
+        trainer = Trainer(task_of(config)(config), device, Listener())
         estimates = Estimates(trainer, folder)
         trainer.run(lambda: False, estimates.evaluate, estimates.save)
         return {"best": trainer.at.best, "evaluations": estimates.rows, "config": to_toml(config)}

@@ -5,12 +5,6 @@ from typing import Any
 
 from gpuattn.bench.cases import Cell
 from gpuattn.models import GPT2Config, TranslationConfig
-from gpuattn.models.flops import (
-    gpt2_flops,
-    gpt2_weights,
-    translation_flops,
-    translation_weights,
-)
 
 
 @dataclass(frozen=True)
@@ -66,15 +60,12 @@ class Step:
 
     def weights(self) -> int:
         """Return the weights of linear layers per token, a source and a target token as one."""
-        config = self.config()
-        return sum(translation_weights(config)) if self.translates else gpt2_weights(config)
+        return self.config().token_weights()
 
     def flops(self, direction: str) -> float:
         """Return the model FLOPs, see ``models.flops``."""
-        if self.translates:
-            lengths = [self.shape[1]] * self.shape[0]
-            return translation_flops(self.config(), lengths, lengths)
-        return gpt2_flops(self.config(), *self.shape)
+        lengths = [self.shape[1]] * self.shape[0]
+        return self.config().flops(*[lengths] * len(self.layers))
 
     def bytes(self, direction: str) -> int:
         """Return the bytes that a step moves for its parameters alone.

@@ -6,9 +6,9 @@ import click
 from click.core import ParameterSource
 
 from gpuattn.cli.options import NearChoice, PathName, decoding_options, device_option, run_argument
-from gpuattn.runs.config import GPT2
 from gpuattn.runs.evaluation import evaluate, evaluate_text, pairs_for
 from gpuattn.runs.folder import load_run
+from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.score import TOKENIZERS
 
 OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
@@ -31,7 +31,7 @@ def command(ctx, folder, files, as_json, device, **options):
     Without files: what the run held out, for built-in tasks pairs never seen in training.
     """
     user = load_run(folder, device=device)
-    show = _of_text if user.config.model == GPT2 else _of_pairs
+    show = {"language": _of_text, "translation": _of_pairs}[task_of(user.config).name]
     row, lines = show(ctx, user, files, options)
     click.echo(json.dumps(row, indent=2) if as_json else "\n".join(lines))
 

@@ -13,8 +13,9 @@ from gpuattn.cli.train import config_option, options_of, preset_option, resolved
 from gpuattn.files import write_text
 from gpuattn.report.page import PROFILE, describe_padding
 from gpuattn.report.plot import import_pyplot
-from gpuattn.runs.folder import TASKS, RunFolder
+from gpuattn.runs.folder import RunFolder
 from gpuattn.runtime.device import choose_device
+from gpuattn.tasks.registry import task_of
 from gpuattn.units import AUTO
 
 GROUPS = ("Data", "Model", "Optimisation")  # of gpuattn train's options
@@ -52,7 +53,7 @@ def command(ctx, what, plot, path, config_file, device, **values):
         config, tokenizer = resolved(ctx, what, None, config_file, values, chosen)[0], None
     if config.batch == AUTO:
         raise click.UsageError("--batch auto is what a run finds for itself: give a number here")
-    document = profile(TASKS[config.model](replace(config, accumulate=1), tokenizer), chosen)
+    document = profile(task_of(config)(replace(config, accumulate=1), tokenizer), chosen)
     for file in filter(None, (run and run.path / PROFILE, path and Path(path))):
         write_text(file, json.dumps(document, indent=1))
     _show(document)

@@ -5,7 +5,6 @@ import click
 from gpuattn.cli.options import COUNT, Parsed, PathName, device_option, run_argument
 from gpuattn.cli.streams import reading
 from gpuattn.errors import DataError
-from gpuattn.runs.config import GPT2
 from gpuattn.runs.folder import load_run
 from gpuattn.tasks.sampler import TEMPERATURE
 from gpuattn.units import number, whole
@@ -38,7 +37,7 @@ def command(folder, device, prompt, prompt_file, **settings):
     """
     if prompt and prompt_file:
         raise click.UsageError("--prompt and --prompt-file; accepted: one of them")
-    sampler = load_run(folder, device=device, model=GPT2)
+    sampler = load_run(folder, device=device, task="language")
     prompt = _text_of(prompt_file) if prompt_file else prompt
     click.echo(f"\n{BETWEEN}\n".join(sampler.sample(prompt, **settings)))
 

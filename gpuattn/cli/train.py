@@ -4,6 +4,7 @@ import shlex
 import sys
 import warnings
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -19,14 +20,15 @@ from gpuattn.cli.options import (
 )
 from gpuattn.cli.progress import LEVELS, new_report
 from gpuattn.data import tasks
-from gpuattn.runs.config import OPTIONS, option_key, read_toml, resolve, shown
-from gpuattn.runs.defaults import DEVICE_DEFAULTS, GPT2, MODEL_DEFAULTS, PRESETS, TRANSLATION
-from gpuattn.runs.folder import TASKS
+from gpuattn.models.kinds import MODELS
+from gpuattn.runs.config import OPTIONS, option_key, read_toml, resolve
 from gpuattn.runs.metrics import describe
 from gpuattn.runtime.device import choose_device
+from gpuattn.tasks.registry import models_with, task_of
+from gpuattn.tasks.task import DATA_FILES
 from gpuattn.train.session import train
 from gpuattn.train.stopping import StopOnSignal
-from gpuattn.units import flag
+from gpuattn.units import OneOf, flag, shown
 
 HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     "Data": {
@@ -106,9 +108,9 @@ the file, the file over a preset.
 
 def _option(name, group, placeholder, help):
     parse = OPTIONS[name].metadata["parse"]
-    names = getattr(parse, "names", None)
+    names = tuple(parse.names) if isinstance(parse, OneOf) else ()
     kind = NearChoice(names) if names else Parsed(parse, placeholder)
-    key, own = option_key(name), name in MODEL_DEFAULTS[TRANSLATION]
+    key, own = option_key(name), any(name in model.defaults for model in MODELS.values())
     if parse is flag:
         switch = f"--{key}/--no-{key}"
         default = OPTIONS[name].default
@@ -121,15 +123,16 @@ def _option(name, group, placeholder, help):
 
 
 def _default(name, percent=False):
-    only, texts = OPTIONS[name].metadata["only"], {}
-    for model in (TRANSLATION, GPT2):
-        value = MODEL_DEFAULTS[model].get(name, OPTIONS[name].default)
-        slower = DEVICE_DEFAULTS[model]["numpy"].get(name)
+    """Return the default of an option in words, and those of models that have others."""
+    texts = {}
+    for model in models_with(name):
+        value = MODELS[model].defaults.get(name, OPTIONS[name].default)
+        slower = MODELS[model].device_defaults.get("numpy", {}).get(name)
         texts[model] = f"{value:.0%}" if percent and type(value) is float else shown(value)
         texts[model] += "" if slower is None else f", on NumPy {shown(slower)}"
-    if only or len(set(texts.values())) == 1:
-        return texts[only or TRANSLATION]
-    return f"{texts[TRANSLATION]}; gpt2: {texts[GPT2]}"
+    first, *others = texts.values()
+    others = (f"; {model}: {text}" for model, text in texts.items() if text != first)
+    return first + "".join(others)
 
 
 def config_option(group):
@@ -138,8 +141,10 @@ def config_option(group):
                         cls=GroupedOption, group=group, help="A TOML file of options.")  # fmt: skip
 
 
-preset_option = click.option("--preset", type=NearChoice(list(PRESETS)), cls=GroupedOption,
-                             group="Model", help="A size, with what suits it.")  # fmt: skip
+preset_option = click.option(
+    "--preset", type=NearChoice(dict.fromkeys(chain(*(m.presets for m in MODELS.values())))),
+    cls=GroupedOption, group="Model", help="A size, with what suits it.",
+)  # fmt: skip
 
 
 @click.command("train", cls=GroupedCommand, epilog=EPILOG)
@@ -168,7 +173,8 @@ def command(
     Ctrl-C saves; the same command goes on."""
     chosen = choose_device(device)[0]
     config, origins = resolved(ctx, what, valid, config_file, values, chosen)
-    name = Path(config.lm).name.split(".")[0] if config.lm else config.task
+    task = task_of(config)
+    name = task.run_name(config)
     if out is None and not name:
         raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
     out = Path(out or f"runs/{name}")
@@ -186,9 +192,9 @@ def command(
         report.say("stopped", f"{done}. Go on: {_typed(ctx)}")
         sys.exit(stop.exit_code)
     report.say("done", describe(outcome.best))
-    command = f"{TASKS[config.model].command} {shlex.quote(str(out))}"
-    text = f"echo {shlex.quote(_example(config))} | " if config.model == TRANSLATION else ""
-    report.say("next", text + command)
+    example = task.example(config)
+    piped = f"echo {shlex.quote(example)} | " if example is not None else ""
+    report.say("next", f"{piped}{task.command} {shlex.quote(str(out))}")
 
 
 def _level(log_level, quiet):
@@ -234,7 +240,7 @@ def _layers(ctx, what, valid, config_file, values):
         named |= {"valid_source": valid[0], "valid_target": valid[1]}
     from_file = read_toml(config_file) if config_file else {}
     if what or "lm" in named:
-        for name in ("task", "source", "target", "valid_source", "valid_target", "lm", "valid_lm"):
+        for name in ("task", *DATA_FILES):
             from_file.pop(name, None)
     return (
         (str(config_file), from_file),
@@ -257,17 +263,6 @@ def _data(what):
             f"{shlex.quote(what[0])}"
         )
     return {"task": what[0]} if what else {}
-
-
-def _example(config):
-    if config.task:
-        few = tasks.generate(config.task, "test", 20, config.seed)
-        return max((pair.source for pair in few), key=len)
-    try:
-        with open(config.valid_source or config.source, encoding="utf-8") as file:
-            return file.readline().strip()
-    except (OSError, UnicodeDecodeError):
-        return "..."
 
 
 def _typed(ctx):

@@ -7,7 +7,6 @@ import click
 from gpuattn.cli.options import BEAMS, PathName, decoding_options, device_option, run_argument
 from gpuattn.cli.streams import STANDARD, reading, writing
 from gpuattn.errors import DataError
-from gpuattn.runs.config import TRANSLATION
 from gpuattn.runs.folder import load_run
 
 
@@ -33,7 +32,7 @@ def command(folder, source, target, beam, length_penalty, nbest, scores, no_kv_c
     With --nbest a line of input gives up to N lines: its number, the score (--scores), the text.
     A line that cannot be translated gives an empty one and a message; the exit code is then 1.
     """
-    translator = load_run(folder, device=device, model=TRANSLATION)
+    translator = load_run(folder, device=device, task="translation")
     options = {"beam": beam, "length_penalty": length_penalty, "kv_cache": not no_kv_cache}
     prompt = source == STANDARD and sys.stdin.isatty()
     if prompt:

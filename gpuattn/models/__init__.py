@@ -1,6 +1,11 @@
-"""Models: configurations, and modules that compute a loss and decode."""
+"""Models: configurations, and modules that compute a loss and decode.
 
-from gpuattn.models.gpt2 import GPT2, GPT2Config
+Each module registers its model in ``models.kinds``; the first one is the default of ``--model``.
+"""
+
 from gpuattn.models.translation import TranslationConfig, TranslationModel
+
+# isort: split
+from gpuattn.models.gpt2 import GPT2, GPT2Config
 
 __all__ = ["GPT2", "GPT2Config", "TranslationConfig", "TranslationModel"]

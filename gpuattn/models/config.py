@@ -1,30 +1,76 @@
 """What the configurations of the models have in common."""
 
-from gpuattn.errors import ConfigError, problem
+import abc
+from typing import Any
 
-ROWS = 64  # tables of the vocabulary have a multiple of so many rows: products are faster
+from gpuattn.errors import ConfigError, problem
+from gpuattn.models import flops, memory
+
+ROWS = 64  # tables of the vocabulary have a multiple of so many rows: matmuls are faster
 CHOICES = {
     "norm": ("pre", "post"),
     "positions": ("sinusoidal", "learned", "rotary"),
     "activation": ("relu", "gelu", "gelu_exact", "swiglu"),
 }
-# What is computed again in the backward pass to save memory: nothing; layers, of which only the
-# inputs are kept; with "full", no more than a slice of the logits exists at a time, as otherwise
-# where they are large.
+# What is recomputed in the backward pass to save memory: nothing; the layers, of which only the
+# inputs are kept; with "full", also the logits, of which a slice exists at a time.
 CHECKPOINT = ("none", "block", "full")
 
 
-def padded_rows(vocab):
-    """Return how many rows a table for ``vocab`` tokens has."""
+def padded_rows(vocab: int) -> int:
+    """Return how many rows a padded table for ``vocab`` tokens has."""
     return -(-vocab // ROWS) * ROWS
 
 
-def table_rows(config):
-    """Return how many rows the tables of a model have: those of the vocabulary, or padded ones."""
-    return padded_rows(config.vocab) if config.pad_vocab else config.vocab
+class ModelConfig(abc.ABC):
+    """The size and kind of a Transformer, and the FLOPs and the memory of its training step.
+
+    A frozen dataclass with ``vocab``, ``d_model``, ``heads``, ``kv_heads``, ``ffn``,
+    ``activation`` and ``pad_vocab`` derives from it.
+    """
+
+    vocab: int
+    pad_vocab: bool
+
+    @property
+    @abc.abstractmethod
+    def stacks(self) -> tuple[tuple[int, bool], ...]:
+        """(number of layers, whether they have cross-attention) of each stack of layers."""
+
+    @abc.abstractmethod
+    def flops(self, *lengths: Any) -> float:
+        """Return the FLOPs of a step on sequences of ``lengths``, (B,) for each side of a batch.
+
+        How they are counted: ``models.flops``.
+        """
+
+    @abc.abstractmethod
+    def token_weights(self) -> int:
+        """Return how many weights of linear layers a token meets, on all sides together."""
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the tables: one for each token of the vocabulary, or padded."""
+        return padded_rows(self.vocab) if self.pad_vocab else self.vocab
+
+    def layer_weights(self) -> int:
+        """Return how many numbers the matrices in the layers hold."""
+        return flops.layer_weights(self)
+
+    def activation_bytes(self, tokens: int, itemsize: int, checkpoint: str) -> int:
+        """Return the most that the activations of a training step take, in bytes.
+
+        ``tokens``: of a batch. ``itemsize``: of the dtype that the step computes in.
+        ``checkpoint``: one of ``CHECKPOINT``.
+        """
+        return memory.activation_bytes(self, tokens, itemsize, checkpoint)
+
+    def evaluation_bytes(self, tokens: int, itemsize: int) -> int:
+        """Return the bytes of a forward pass that keeps nothing. Arguments: see above."""
+        return memory.evaluation_bytes(self, tokens, itemsize)
 
 
-def check_config(config, choices=CHOICES, **sizes):
+def check_config(config: Any, choices: dict[str, tuple] = CHOICES, **sizes: Any) -> None:
     """Raise ConfigError unless sizes are positive, heads divide the width and choices are known.
 
     ``config``: a dataclass with ``d_model``, ``heads``, ``kv_heads``, ``positions``, ``dropout``,

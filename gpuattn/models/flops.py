@@ -7,47 +7,57 @@ when causal). What is computed twice does not count, nor do padding and a vocabu
 Kaplan et al., "Scaling Laws for Neural Language Models" (2020).
 """
 
+from typing import Any
+
 import numpy as np
 
 
-def translation_flops(config, source, target):
+def encoder_decoder_flops(config: Any, source: Any, target: Any) -> float:
     """Return the FLOPs of a step on sentences with ``source`` and ``target`` tokens, (B,) each.
 
-    ``config``: a TranslationConfig. Lengths hold the marks; pairs are counted by them.
+    ``config``: a TranslationConfig. Lengths include the marks for beginning and end.
     """
     source, target = (np.asarray(lengths, np.float64) for lengths in (source, target))
     encoder, decoder = config.layers
-    of_source, of_target = translation_weights(config)
+    of_source, of_target = encoder_decoder_weights(config)
     pairs = encoder * source @ source + decoder * (target @ target / 2 + source @ target)
     products = of_source * source.sum() + of_target * target.sum()
     return float(6 * products + 12 * config.d_model * pairs)
 
 
-def gpt2_flops(config, rows, tokens):
-    """Return the FLOPs of a step on so many ``rows`` of ``tokens`` each. ``config``: GPT2Config."""
-    pairs = config.layers * rows * tokens**2 / 2
-    products = gpt2_weights(config) * rows * tokens
-    return float(6 * products + 12 * config.d_model * pairs)
+def decoder_flops(config: Any, lengths: Any) -> float:
+    """Return the FLOPs of a step on rows of so many tokens, (B,). ``config``: a GPT2Config."""
+    lengths = np.asarray(lengths, np.float64)
+    pairs = config.layers * (lengths @ lengths) / 2
+    return float(6 * decoder_weights(config) * lengths.sum() + 12 * config.d_model * pairs)
 
 
-def translation_weights(config):
+def encoder_decoder_weights(config: Any) -> tuple[int, int]:
     """Return how many weights of linear layers a source token meets, and a target token."""
     encoder, decoder = config.layers
-    queries, keys, feed_forward = _weights(config, config.ffn)
+    queries, keys, feed_forward = _weights(config)
     of_source = encoder * (queries + keys + feed_forward) + decoder * keys  # of the memory
     of_target = decoder * (2 * queries + keys + feed_forward) + config.d_model * config.vocab
     return of_source, of_target
 
 
-def gpt2_weights(config):
+def decoder_weights(config: Any) -> int:
     """Return how many weights of linear layers a token meets."""
-    inside = config.layers * sum(_weights(config, 4 * config.d_model))
-    return inside + config.d_model * config.vocab
+    return config.layers * sum(_weights(config)) + config.d_model * config.vocab
 
 
-def _weights(config, hidden):
+def layer_weights(config: Any) -> int:
+    """Return how many numbers the matrices in the layers of a ModelConfig's model hold."""
+    queries, keys, feed_forward = _weights(config)
+    return sum(
+        layers * ((1 + crosses) * (queries + keys) + feed_forward)
+        for layers, crosses in config.stacks
+    )
+
+
+def _weights(config):
     """Return a layer's weights: of queries and output, of keys and values, of the feed-forward."""
-    width = config.d_model
-    shared = (config.kv_heads or config.heads) / config.heads
+    width, heads = config.d_model, config.kv_heads or config.heads
     matrices = 3 if config.activation == "swiglu" else 2
-    return 2 * width**2, 2 * shared * width**2, matrices * width * hidden
+    keys = heads * (width // config.heads)
+    return 2 * width**2, 2 * width * keys, matrices * width * config.ffn

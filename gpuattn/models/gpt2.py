@@ -9,9 +9,11 @@ import numpy as np
 
 from gpuattn.arrays import as_array
 from gpuattn.autodiff.tape import raw
-from gpuattn.errors import problem
-from gpuattn.models.config import CHOICES, check_config, table_rows
+from gpuattn.errors import ConfigError, problem
+from gpuattn.models import flops
+from gpuattn.models.config import CHOICES, ModelConfig, check_config
 from gpuattn.models.gpt2_stepper import GPT2Stepper
+from gpuattn.models.kinds import ModelKind, register
 from gpuattn.models.loss import loss_of_states
 from gpuattn.nn.dropout import RandomState, Streams
 from gpuattn.nn.embedding import Embedding
@@ -19,13 +21,15 @@ from gpuattn.nn.module import Module, normal
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerEncoderLayer, run_layers
 from gpuattn.ops.linear.linear import linear
+from gpuattn.typing import Array
+from gpuattn.units import AUTO, shown
 
 STD = 0.02  # of the initial weights
 POSITIONS = "learned", "rotary"  # a sinusoidal table would drown embeddings of that size
 
 
 @dataclass(frozen=True)
-class GPT2Config:
+class GPT2Config(ModelConfig):
     """The size of a GPT2; the defaults are the smallest one published (124 M parameters).
 
     ``block``: the longest context. ``bias``: whether linear layers and norms have biases.
@@ -49,6 +53,22 @@ class GPT2Config:
         choices = CHOICES | {"positions": POSITIONS}
         check_config(self, choices, vocab=self.vocab, layers=self.layers, block=self.block)
 
+    @property
+    def ffn(self) -> int:
+        """Width inside the feed-forward networks."""
+        return 4 * self.d_model
+
+    @property
+    def stacks(self) -> tuple[tuple[int, bool], ...]:
+        return ((self.layers, False),)
+
+    def flops(self, *lengths: Array) -> float:
+        (rows,) = lengths
+        return flops.decoder_flops(self, rows)
+
+    def token_weights(self) -> int:
+        return flops.decoder_weights(self)
+
 
 class GPT2(Module):
     """A causal Transformer over (B, T) tokens. ``seed``: of initial parameters and dropout.
@@ -65,13 +85,13 @@ class GPT2(Module):
         self.random = RandomState(seed)
         rng, streams = np.random.Generator(np.random.Philox(seed)), Streams(self.random)
         self.embedding = Embedding(
-            table_rows(c), c.d_model, used=c.vocab,
+            c.table_rows, c.d_model, used=c.vocab,
             positions="learned" if c.positions == "learned" else None,
             max_length=c.block, dropout=c.dropout, streams=streams, rng=rng,
         )  # fmt: skip
         self.layers = [
             TransformerEncoderLayer(
-                c.d_model, c.heads, 4 * c.d_model, kv_heads=c.kv_heads,
+                c.d_model, c.heads, c.ffn, kv_heads=c.kv_heads,
                 rotary=c.positions == "rotary", causal=True, dropout=c.dropout,
                 activation=c.activation, bias=c.bias, streams=streams, rng=rng,
             )
@@ -131,3 +151,49 @@ class GPT2(Module):
         ``kv_cache=False`` computes the whole text again at each step, to show what it saves.
         """
         return GPT2Stepper(self, prompt, max_length, beam, kv_cache)
+
+
+# ---- in a run -----------------------------------------------------------------------------------
+
+
+def _configure(options, vocab):
+    """Return the GPT2Config of a TrainConfig."""
+    return GPT2Config(
+        vocab=vocab, d_model=options.dim, heads=options.heads, layers=options.layers[0],
+        block=options.block, dropout=options.dropout, kv_heads=options.kv_heads,
+        positions=options.positions, activation=options.activation, pad_vocab=options.pad_vocab,
+        bias=options.bias,
+    )  # fmt: skip
+
+
+def _check(options):
+    if options.layers[0] != options.layers[1]:
+        raise ConfigError(
+            f"layers is {shown(options.layers)}; accepted: one number, gpt2 is a decoder only"
+        )
+    if options.positions == "sinusoidal":
+        raise ConfigError("positions is sinusoidal; accepted: learned or rotary for gpt2")
+
+
+register(ModelKind(
+    name="gpt2", task="language", model=GPT2, configure=_configure, check=_check,
+    options=("block", "bias"),
+    # For a text of a million characters, as in nanoGPT's train_shakespeare_char.py. Evaluations are
+    # frequent, to keep the best weights of a model that begins to overfit.
+    defaults={
+        "positions": "learned", "activation": "gelu",
+        "length": "5000u", "dim": 384, "heads": 6, "layers": (6, 6), "block": 256, "dropout": 0.2,
+        "bias": False, "batch": 64 * 256, "beta2": 0.99, "lr": 1e-3, "lr_floor": 0.1, "warmup": 100,
+        "weight_decay": 0.1, "label_smoothing": 0.0, "eval_every": "250u", "ema": 0.0,
+    },
+    # An update of the default size takes seconds there.
+    device_defaults={"numpy": {
+        "length": "2000u", "dim": 128, "heads": 4, "layers": (4, 4), "block": 64, "dropout": 0.0,
+        "batch": 12 * 64, "eval_every": AUTO,
+    }},
+    presets={
+        "tiny": {"dim": 128, "heads": 4, "layers": (4, 4)},
+        "small": {"dim": 256, "heads": 4, "layers": (4, 4)},
+        "base": {"dim": 512, "heads": 8, "layers": (6, 6)},
+    },
+))  # fmt: skip

@@ -12,7 +12,9 @@ import numpy as np
 from gpuattn.arrays import get_xp, to_cpu
 from gpuattn.data.tokenizer import BOS, EOS
 from gpuattn.errors import ConfigError, problem
-from gpuattn.models.config import check_config, table_rows
+from gpuattn.models import flops
+from gpuattn.models.config import ModelConfig, check_config
+from gpuattn.models.kinds import ModelKind, register
 from gpuattn.models.loss import loss_of_states
 from gpuattn.models.translation_stepper import TranslationStepper
 from gpuattn.nn.attention import MemoryProjection
@@ -23,10 +25,11 @@ from gpuattn.nn.module import Module
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer, run_layers
 from gpuattn.ops.linear.linear import linear
+from gpuattn.typing import Array
 
 
 @dataclass(frozen=True)
-class TranslationConfig:
+class TranslationConfig(ModelConfig):
     """The size and kind of a TranslationModel. Raises ConfigError for what does not fit together.
 
     ``vocab``: number of tokens. ``layers``: (encoder, decoder). ``ffn``: width inside the
@@ -66,6 +69,17 @@ class TranslationConfig:
             accepted = "an even number for sinusoidal positions"
             raise ConfigError(problem("TranslationConfig", "d_model", self.d_model, accepted))
 
+    @property
+    def stacks(self) -> tuple[tuple[int, bool], ...]:
+        return ((self.layers[0], False), (self.layers[1], True))
+
+    def flops(self, *lengths: Array) -> float:
+        source, target = lengths
+        return flops.encoder_decoder_flops(self, source, target)
+
+    def token_weights(self) -> int:
+        return sum(flops.encoder_decoder_weights(self))
+
 
 class Sources(NamedTuple):
     """The source side of a ``data.batching.Batch``, for translation."""
@@ -91,7 +105,7 @@ class TranslationModel(Module):
         self.config = config
         self.random = RandomState(seed)
         rng, streams = np.random.Generator(np.random.Philox(seed)), Streams(self.random)
-        c, rows, rotary = config, table_rows(config), config.positions == "rotary"
+        c, rows, rotary = config, config.table_rows, config.positions == "rotary"
         table = {
             "used": c.vocab, "positions": None if rotary else c.positions,
             "max_length": c.max_length,
@@ -218,3 +232,35 @@ class TranslationModel(Module):
             advice = "Leave the sentence out, or train with a greater max_length."
             got = f"{length} tokens"
             raise ValueError(problem("TranslationModel", f"the {side}", got, accepted, advice))
+
+
+# ---- in a run -----------------------------------------------------------------------------------
+
+
+def _configure(options, vocab):
+    """Return the TranslationConfig of a TrainConfig."""
+    return TranslationConfig(
+        vocab=vocab, d_model=options.dim, heads=options.heads, layers=options.layers,
+        ffn=options.ffn, dropout=options.dropout, attention_dropout=options.attention_dropout,
+        norm=options.norm, positions=options.positions, activation=options.activation,
+        max_length=options.max_len + 1, kv_heads=options.kv_heads, pad_vocab=options.pad_vocab,
+    )  # fmt: skip
+
+
+register(ModelKind(
+    name="translation", task="translation", model=TranslationModel, configure=_configure,
+    options=("ffn", "attention_dropout", "norm"),
+    defaults={"positions": "sinusoidal", "activation": "relu"},
+    # Where an update of the default size takes seconds, smaller ones and fewer translations at an
+    # evaluation let a run learn, and show it, within minutes.
+    device_defaults={"numpy": {"batch": 2000, "warmup": 400, "score_pairs": 200}},
+    # "tiny": as Wu et al., "Good for Misconceived Reasons" (ACL 2021), train on Multi30k.
+    presets={
+        "tiny": {
+            "dim": 128, "heads": 4, "layers": (4, 4), "ffn": 256, "norm": "post", "dropout": 0.3,
+            "lr": 5e-3, "schedule": "invsqrt", "warmup": 2000, "clip": 25.0, "ema": 0.999,
+        },
+        "small": {"dim": 256, "heads": 4, "layers": (4, 4), "ffn": 1024, "lr": 2e-3},
+        "base": {"dim": 512, "heads": 8, "layers": (6, 6), "ffn": 2048, "lr": 7e-4, "warmup": 4000},
+    },
+))  # fmt: skip

@@ -12,9 +12,9 @@ from gpuattn.models.config import padded_rows
 from gpuattn.report import svg
 from gpuattn.report.markup import Markup, tag
 from gpuattn.report.plot import attention_of
-from gpuattn.runs.config import GPT2
 from gpuattn.runs.folder import RunFolder, load_run, summary
 from gpuattn.runs.metrics import describe, loss_names, round_times
+from gpuattn.tasks.registry import task_of
 from gpuattn.units import duration, short, with_unit
 
 PAGE, PROFILE = "report.html", "profile.json"
@@ -59,18 +59,18 @@ def write_page(path):
     folder = RunFolder(path)
     found, profile = summary(path), _read_profile(folder)
     rows = {event: folder.metrics.read(event) for event in ("start", "train", "valid", "end")}
-    what = "Language model of" if found["model"] == GPT2 else "Translation:"
-    title = f"{what} {found['task']}"
+    config = folder.config()
+    title = task_of(config).title(config)
     body = [
         tag("h1", title),
         tag("p", _verdict(found), class_="verdict"),
         tag("p", _course(found), class_="dim head"),
         tag("p", _cost(rows), class_="dim head"),
-        _section("Curves", _charts(rows, folder.config())),
+        _section("Curves", _charts(rows, config)),
         _section("Samples", _samples(folder, found)),
         _section("Attention", _attention(folder, found)),
         _section("Where the time of a step goes", _profile(folder, profile)),
-        _section("Model", _model(found, folder.config(), profile)),
+        _section("Model", _model(found, config, profile)),
         _section("Environment", _environment(folder, rows["start"])),
     ]
     head = tag(
@@ -152,8 +152,7 @@ def _charts(rows, config):
         ("Held-out sentences, translated greedily", scores, {"span": (0, 100)}),
         ("Perplexity of held-out text", {"": points(valid, "perplexity")}, {}),
         ("Learning rate", {"": points(train, "learning_rate")}, {"span": (0,)}),
-        ("Tokens per second, source and target" if config.model != GPT2 else "Tokens per second",
-         {"": points(train, "rate")}, {"span": (0,)}),
+        (task_of(config).rate_title, {"": points(train, "rate")}, {"span": (0,)}),
         ("MFU (% of measured products)", {"": points(train, "mfu", 100)}, {"span": (0,)}),
         ("Power (W)", {"": points(train, "watts")}, {"span": (0,)}),
     )  # fmt: skip
@@ -179,11 +178,11 @@ def _written(folder, found):
 
 def _samples(folder, found):
     written = _written(folder, found)
-    if found["model"] == GPT2:
-        return tag("pre", "\n".join(written)) if written else None
     sources, references = (
         _lines(folder.path / "valid" / f"{n}.txt") for n in ("source", "reference")
     )
+    if written and not sources:  # a text that goes on, no translations
+        return tag("pre", "\n".join(written))
     triples = list(zip(sources, references, written, strict=False))[:SAMPLES]
     head = tag("tr", [tag("th", name) for name in ("exact", "source", "reference", "translation")])
     body = [
@@ -195,8 +194,6 @@ def _samples(folder, found):
 
 
 def _attention(folder, found):
-    if found["model"] == GPT2:
-        return None
     pairs = zip(_lines(folder.path / "valid/source.txt"), _written(folder, found), strict=False)
     pairs = [pair for pair in pairs if 0 < len(pair[0].split()) <= WORDS]
     if not pairs:

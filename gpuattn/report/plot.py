@@ -6,10 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from gpuattn.errors import CheckpointError, ConfigError, UnsupportedError
-from gpuattn.runs.config import GPT2
 from gpuattn.runs.folder import RunFolder, load_run
 from gpuattn.runs.metrics import loss_names, round_times
 from gpuattn.tasks.corpus import held_out
+from gpuattn.tasks.registry import task_of
+from gpuattn.tasks.translator import Translator
 
 INK, BLUE, ORANGE = "#333333", "#1f77b4", "#d95f02"
 STYLE = {
@@ -47,12 +48,11 @@ def plot_run(path, out, sentence=None):
     train, valid = folder.metrics.read("train"), folder.metrics.read("valid")
     if not train and not valid:
         raise CheckpointError(f"{path} has nothing to draw: it was not trained for a few updates")
-    if config.model == GPT2:
-        if sentence:
-            raise ConfigError(f"{path} does not translate: there is no map of a sentence to draw")
-        attention = None
-    else:
+    attention = None
+    if task_of(config).new_user is Translator:
         attention = attention_of(load_run(path, device="numpy"), sentence or _sentence(config))
+    elif sentence:
+        raise ConfigError(f"{path} does not translate: there is no map of a sentence to draw")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
 
@@ -116,11 +116,7 @@ def _draw_loss(axis, train, valid, config):
 
 
 def _draw_scores(axis, train, valid, config):
-    figures, title = {"bleu": "BLEU", "chrf": "chrF"}, "Held-out sentences, translated greedily"
-    if config.model == GPT2:
-        figures, title = {"perplexity": "perplexity"}, "Held-out text"
-    elif config.exact_match:
-        figures = {"exact_match": "exact match, %", "bleu": "BLEU"}
+    title, figures = task_of(config).scores(config)
     rows = [row for row in valid if figures.keys() <= row.keys()]
     for (name, label), look in zip(figures.items(), LOOKS, strict=False):
         axis.plot(*_columns(rows, name), label=label, **look)

@@ -14,20 +14,15 @@ from gpuattn.data.tasks import find_task
 from gpuattn.data.text import ON_LONG
 from gpuattn.errors import ConfigError
 from gpuattn.models.config import CHECKPOINT, CHOICES
+from gpuattn.models.kinds import MODELS
 from gpuattn.optim import OPTIMIZERS, SCHEDULES
-from gpuattn.runs.defaults import (
-    DEVICE_DEFAULTS,
-    GPT2,
-    MODEL_DEFAULTS,
-    PRESETS,
-    TASK_DEFAULTS,
-    TRANSLATION,
-)
 from gpuattn.runtime.precision import PRECISIONS
+from gpuattn.tasks.registry import TASKS, models_of, models_with, task_of
 from gpuattn.tasks.task import DATA_FILES, MOST_BEAMS
 from gpuattn.units import (
     AUTO,
     Length,
+    OneOf,
     choice,
     flag,
     nearest,
@@ -37,6 +32,7 @@ from gpuattn.units import (
     parse_layers,
     parse_length,
     parse_warmup,
+    shown,
     text,
     whole,
 )
@@ -44,9 +40,12 @@ from gpuattn.units import (
 KEYS = {"length": "for"}  # fields that users know by another name: Python keeps this one
 
 
-def _option(default, parse, only=None):
-    """Declare a field by its default, what checks its value, and the model that has it alone."""
-    return field(default=default, metadata={"parse": parse, "only": only})
+DEFAULT_MODEL = next(iter(MODELS))
+
+
+def _option(default, parse):
+    """Declare a field by its default and what checks its value."""
+    return field(default=default, metadata={"parse": parse})
 
 
 @dataclass(frozen=True)
@@ -81,37 +80,37 @@ class TrainConfig:
     Raises ConfigError that names the option, what came, and what is accepted.
     """
 
-    task: str | None = _option(None, lambda name: find_task(name).name, only=TRANSLATION)
-    source: str | None = _option(None, text, only=TRANSLATION)
-    target: str | None = _option(None, text, only=TRANSLATION)
-    valid_source: str | None = _option(None, text, only=TRANSLATION)
-    valid_target: str | None = _option(None, text, only=TRANSLATION)
-    lm: str | None = _option(None, text, only=GPT2)
-    valid_lm: str | None = _option(None, text, only=GPT2)
-    tokenizer: str = _option("subwords", choice("subwords", "chars"), only=GPT2)
+    task: str | None = _option(None, lambda name: find_task(name).name)
+    source: str | None = _option(None, text)
+    target: str | None = _option(None, text)
+    valid_source: str | None = _option(None, text)
+    valid_target: str | None = _option(None, text)
+    lm: str | None = _option(None, text)
+    valid_lm: str | None = _option(None, text)
+    tokenizer: str = _option("subwords", choice("subwords", "chars"))
     vocab_size: int = _option(10_000, parse_count)
-    max_len: int = _option(256, whole(1), only=TRANSLATION)
-    on_long: str = _option("skip", choice(*ON_LONG), only=TRANSLATION)
+    max_len: int = _option(256, whole(1))
+    on_long: str = _option("skip", choice(*ON_LONG))
     seed: int = _option(1, whole(0))
 
-    model: str = _option(TRANSLATION, choice(TRANSLATION, GPT2))
+    model: str = _option(DEFAULT_MODEL, OneOf(MODELS))
     dim: int = _option(128, whole(2))
     heads: int = _option(4, whole(1))
     kv_heads: int | None = _option(None, whole(1))
     layers: tuple[int, int] = _option((4, 4), parse_layers)
-    ffn: int = _option(256, whole(1), only=TRANSLATION)
-    block: int = _option(256, whole(1), only=GPT2)
-    bias: bool = _option(True, flag, only=GPT2)
+    ffn: int = _option(256, whole(1))
+    block: int = _option(256, whole(1))
+    bias: bool = _option(True, flag)
     dropout: float = _option(0.3, number(0, below=1))
-    attention_dropout: float = _option(0.0, number(0, below=1), only=TRANSLATION)
-    norm: str = _option("pre", choice(*CHOICES["norm"]), only=TRANSLATION)
+    attention_dropout: float = _option(0.0, number(0, below=1))
+    norm: str = _option("pre", choice(*CHOICES["norm"]))
     positions: str | None = _option(None, choice(*CHOICES["positions"]))
     activation: str | None = _option(None, choice(*CHOICES["activation"]))
     pad_vocab: bool = _option(True, flag)
     init_from: str | None = _option(None, text)
 
     batch: int | str = _option(8000, or_auto(parse_count))
-    batching: str = _option("packed", choice(*BATCHING), only=TRANSLATION)
+    batching: str = _option("packed", choice(*BATCHING))
     accumulate: int = _option(1, whole(1))
     checkpoint: str = _option("none", choice(*CHECKPOINT))
     optimizer: str = _option("adamw", choice(*OPTIMIZERS))
@@ -130,27 +129,29 @@ class TrainConfig:
 
     length: Length = _option(Length(120, "e"), parse_length)
     patience: int = _option(0, whole(0))
-    until: float = _option(0.0, number(0, most=100), only=TRANSLATION)
+    until: float = _option(0.0, number(0, most=100))
 
     eval_every: Length | str = _option(AUTO, or_auto(parse_length))
-    score_pairs: int = _option(1000, whole(0), only=TRANSLATION)
-    beam: int = _option(5, whole(1, MOST_BEAMS), only=TRANSLATION)
-    length_penalty: float = _option(1.0, number(0), only=TRANSLATION)
+    score_pairs: int = _option(1000, whole(0))
+    beam: int = _option(5, whole(1, MOST_BEAMS))
+    length_penalty: float = _option(1.0, number(0))
     ema: float = _option(0.998, number(0, below=1))
     average: int = _option(0, whole(0))
 
     def __post_init__(self):
+        kind = MODELS.get(self.model)
         for option in fields(self):
             value = getattr(self, option.name)
             if value is None:
-                value = MODEL_DEFAULTS.get(self.model, {}).get(option.name)
+                value = kind.defaults.get(option.name) if kind else None
             if value is not None:
                 object.__setattr__(self, option.name, parse_option(option.name, value))
-        (self._check_text if self.model == GPT2 else self._check_pairs)()
+        task_of(self).check(self)
         for name, option in OPTIONS.items():
             if not self.has(name) and getattr(self, name) != option.default:
-                only = option.metadata["only"]
+                only = " or ".join(models_with(name))
                 raise ConfigError(f"{option_key(name)} is for --model {only}, not {self.model}")
+        MODELS[self.model].check(self)
         if self.dim % self.heads:
             raise ConfigError(f"heads is {self.heads}; accepted: a divisor of dim, {self.dim}")
         if self.heads % (self.kv_heads or self.heads):
@@ -170,50 +171,9 @@ class TrainConfig:
         if self.schedule == "invsqrt" and not self.warmup:
             raise ConfigError("warmup is 0; accepted: above 0 for the schedule invsqrt")
 
-    def _check_pairs(self):
-        files = (self.source, self.target)
-        if self.lm:
-            raise ConfigError("lm is a text for --model gpt2, not for translation")
-        if self.task and any((*files, self.valid_source, self.valid_target)):
-            raise ConfigError(f"task is {self.task!r} and there are files; accepted: one of both")
-        if not self.task and not all(files):
-            raise ConfigError("a task, or a source and a target file, is needed")
-        if self.until and not self.task:
-            raise ConfigError(
-                f"until is {self.until:g}; accepted: 0 for files, whose sentences have more than "
-                "one right translation. Try --patience N"
-            )
-        if (self.valid_source is None) != (self.valid_target is None):
-            raise ConfigError("validation needs two files: --valid SRC TGT")
-        if self.batch != AUTO and self.max_len >= self.batch:
-            raise ConfigError(
-                f"max-len is {self.max_len}; accepted: less than a batch, {self.batch} tokens. "
-                "Raise --batch or lower --max-len"
-            )
-
-    def _check_text(self):
-        if not self.lm:
-            raise ConfigError("--model gpt2 learns from one text: --lm FILE")
-        if any((self.task, self.source, self.target, self.valid_source, self.valid_target)):
-            raise ConfigError(
-                "--lm FILE is all that a language model learns from; "
-                "accepted: it alone, or with --valid-lm FILE"
-            )
-        if self.layers[0] != self.layers[1]:
-            raise ConfigError(
-                f"layers is {shown(self.layers)}; accepted: one number, gpt2 is a decoder only"
-            )
-        if self.positions == "sinusoidal":
-            raise ConfigError("positions is sinusoidal; accepted: learned or rotary for gpt2")
-        if self.batch != AUTO and self.block > self.batch:
-            raise ConfigError(
-                f"block is {self.block}; accepted: up to a batch, {self.batch} tokens. "
-                "Raise --batch or lower --block"
-            )
-
     def has(self, name):
-        """Tell whether a field means something for the model."""
-        return OPTIONS[name].metadata["only"] in (None, self.model)
+        """Return whether the model has a field."""
+        return self.model in models_with(name)
 
     @property
     def exact_match(self):
@@ -253,25 +213,24 @@ def resolve(*layers, device=None):
     """
     given = {name: (value, origin) for origin, values in layers for name, value in values.items()}
     preset, _ = given.pop("preset", (None, None))
+    for task in TASKS.values():
+        if any(name in given for name in task.chosen_by):
+            given.setdefault("model", (models_of(task)[0], "default"))
+    kind = MODELS[parse_option("model", given.get("model", (DEFAULT_MODEL, None))[0])]
+    task = TASKS[kind.task]
+    given |= {name: (value, "default") for name, value in task.default_data(given).items()}
+    below = [
+        ("default", kind.defaults),
+        (f"default on {device}", kind.device_defaults.get(device, {})),
+        ("default", task.data_defaults({name: value for name, (value, _) in given.items()})),
+    ]
     if preset is not None:
-        choice(*PRESETS)(preset)
-    if "lm" in given:
-        given.setdefault("model", (GPT2, "default"))
-    model = parse_option("model", given.get("model", (TRANSLATION, None))[0])
-    if model != GPT2 and not any(name in given for name in ("task", "source", "target")):
-        given["task"] = ("toy", "default")
-    task = given.get("task", (None, None))[0]
-    below = [("default", MODEL_DEFAULTS[model])]
-    below += [(f"default on {device}", DEVICE_DEFAULTS[model].get(device, {}))]
-    below += [("default", _task_defaults(task))] if task else []
-    if preset:
-        taken = PRESETS[preset] if model != GPT2 else ("dim", "heads", "layers")
-        below.append((f"preset {preset}", {name: PRESETS[preset][name] for name in taken}))
+        below.append((f"preset {preset}", kind.presets[OneOf(kind.presets)(preset)]))
     lower = {
         name: (value, origin)
         for origin, values in below
         for name, value in values.items()
-        if OPTIONS[name].metadata["only"] in (None, model)
+        if kind.name in models_with(name)
     }
     chosen = lower | given
     if "warmup" not in given and not _has_room_for_warmup(chosen):
@@ -284,14 +243,9 @@ def resolve(*layers, device=None):
 
 def default_batch(config, device):
     """Return the tokens of a batch for the model and the data of a config, if none are given."""
-    data = {name: getattr(config, name) for name in ("model", "lm", "task", "source", "target")}
+    data = {name: getattr(config, name) for name in ("model", "task", *DATA_FILES)}
     given = {name: value for name, value in data.items() if value is not None}
     return resolve(("", given), device=device)[0].batch
-
-
-def _task_defaults(name):
-    task = find_task(name)
-    return {"vocab_size": task.vocab_size} | TASK_DEFAULTS[task.name]
 
 
 def _is_time(length):
@@ -382,12 +336,3 @@ def describe_growth(old, new):
 def plain(value):
     """Return a value as JSON has it: numbers, and all else as users write it."""
     return value if isinstance(value, int | float) else shown(value)
-
-
-def shown(value):
-    """Return a value as users write it."""
-    if value is None:
-        return "not given"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ":".join(map(str, dict.fromkeys(value))) if type(value) is tuple else str(value)

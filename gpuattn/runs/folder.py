@@ -16,27 +16,24 @@ from gpuattn.arrays import to_gpu
 from gpuattn.data.tokenizer import tokenizer_from_bytes
 from gpuattn.errors import CheckpointError, ConfigError, DataError
 from gpuattn.files import write_text
+from gpuattn.models.kinds import new_model
 from gpuattn.optim.averaging import average_tensors
 from gpuattn.runs.config import (
-    GPT2,
-    TRANSLATION,
     differences,
     option_key,
     plain,
     read_toml,
     resolve,
-    shown,
     to_toml,
 )
 from gpuattn.runs.lock import LOCK, locked
 from gpuattn.runs.metrics import MetricsLog, rank
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.device import choose_device
-from gpuattn.tasks.language import LanguageTask
+from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
-from gpuattn.tasks.translation import TranslationTask
+from gpuattn.units import shown
 
-TASKS = {TRANSLATION: TranslationTask, GPT2: LanguageTask}  # by ``TrainConfig.model``
 CONFIG, TOKENIZER, DIGESTS = "config.toml", "tokenizer.model", "digests.toml"
 # what a run has that was killed before it began
 UNBEGUN = (LOCK, TOKENIZER, DIGESTS, f".{DIGESTS}.tmp", f".{CONFIG}.tmp")
@@ -257,27 +254,22 @@ def begin_from(config, model):
     return f"the {which} weights of {path}{update}", checkpoint.digest(weights)
 
 
-def new_model(config, tokenizer):
-    """Return the model that a run begins with."""
-    return TASKS[config.model].new_model(config, tokenizer)
-
-
-def load_run(path, *, device="auto", which="best", model=None):
+def load_run(path, *, device="auto", which="best", task=None):
     """Return the Translator of a run folder, or the Sampler of a language model's.
 
     ``device``: "auto", "cuda" or "numpy". ``which``: "best" or "last" weights; where a run has no
-    best yet, its last ones. ``model``: what it has to be, "translation" or "gpt2"; None takes any.
-    On a GPU it computes in float32.
+    best yet, its last ones. ``task``: "translation" or "language", which a run has to be; None
+    takes any. On a GPU it computes in float32.
     Raises CheckpointError for a folder that is no run, or is damaged or of another model;
-    ConfigError where ``model`` is another; DeviceMissingError for "cuda" without a GPU.
+    ConfigError where the run is of another task; DeviceMissingError for "cuda" without a GPU.
     """
     folder = RunFolder(path)
     config = folder.config()
-    task = TASKS[config.model]
-    if model not in (None, config.model):
+    kind = task_of(config)
+    if task not in (None, kind.name):
         raise ConfigError(
             f"{path} is a run of --model {config.model}, to be used by: "
-            f"{task.command} {shlex.quote(str(path))}"
+            f"{kind.command} {shlex.quote(str(path))}"
         )
     tokenizer = folder.tokenizer()
     device, _ = choose_device(device)
@@ -289,7 +281,7 @@ def load_run(path, *, device="auto", which="best", model=None):
     if device == "cuda":
         for parameter in model.parameters():
             parameter.data = to_gpu(parameter.data)
-    return task.new_user(config, model, tokenizer, metadata)
+    return kind.new_user(config, model, tokenizer, metadata)
 
 
 def summary(path):
@@ -311,7 +303,7 @@ def summary(path):
     return {
         "folder": str(folder.path),
         "model": config.model,
-        "task": TASKS[config.model].describe_data(config),
+        "task": task_of(config).describe_data(config),
         "parameters": _count_parameters(folder, config, tokenizer),
         "vocabulary": len(tokenizer),
         "units": tokenizer.units,

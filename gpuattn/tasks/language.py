@@ -1,38 +1,87 @@
 """Runs that learn to continue a text."""
 
+from pathlib import Path
+
 import numpy as np
 
+from gpuattn.errors import ConfigError
 from gpuattn.files import write_text
-from gpuattn.models.flops import gpt2_flops
-from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.tasks.corpus import TextCorpus
 from gpuattn.tasks.sampler import Sampler
 from gpuattn.tasks.task import Task
+from gpuattn.units import AUTO
 
 SAMPLE_TOKENS, SAMPLE_LINES = 120, 4  # of a text written and shown at each evaluation
+BLOCKS = 8  # that a large batch is a multiple of, so that it can be halved
 
 
 class LanguageTask(Task):
-    """One text, a GPT2, judged by its loss on what was held out."""
+    """One text and a language model such as GPT2, judged by its loss on the held-out text."""
 
+    name, command = "language", "gpuattn sample"
+    options = ("lm", "valid_lm", "tokenizer")
+    chosen_by = ("lm",)
     new_corpus, new_user = TextCorpus, Sampler
-    command = "gpuattn sample"
+    one_shape, smaller = True, "a smaller --block"
+    rate_title = "Tokens per second"
 
     @staticmethod
-    def new_model(config, tokenizer):
-        return GPT2(
-            GPT2Config(
-                vocab=len(tokenizer), d_model=config.dim, heads=config.heads,
-                layers=config.layers[0], block=config.block, dropout=config.dropout,
-                kv_heads=config.kv_heads, positions=config.positions,
-                activation=config.activation, pad_vocab=config.pad_vocab, bias=config.bias,
-            ),
-            seed=config.seed,
-        )  # fmt: skip
+    def check(config):
+        if not config.lm:
+            raise ConfigError(f"--model {config.model} learns from one text: --lm FILE")
+        pairs = (config.source, config.target, config.valid_source, config.valid_target)
+        if any((config.task, *pairs)):
+            raise ConfigError(
+                "--lm FILE is all that a language model learns from; "
+                "accepted: it alone, or with --valid-lm FILE"
+            )
+        if config.batch != AUTO and config.block > config.batch:
+            raise ConfigError(
+                f"block is {config.block}; accepted: up to a batch, {config.batch} tokens. "
+                "Raise --batch or lower --block"
+            )
+
+    @staticmethod
+    def run_name(config):
+        return Path(config.lm).name.split(".")[0]
 
     @staticmethod
     def describe_data(config):
         return config.lm
+
+    @staticmethod
+    def title(config):
+        return f"Language model of {config.lm}"
+
+    @staticmethod
+    def example(config):
+        return None
+
+    @staticmethod
+    def scores(config):
+        return "Held-out text", {"perplexity": "perplexity"}
+
+    @staticmethod
+    def least_tokens(config):
+        return config.block
+
+    @staticmethod
+    def describe_least(config):
+        return f"a block of {config.block:,}"
+
+    @staticmethod
+    def unit(config, most):
+        return config.block * (BLOCKS if most >= BLOCKS * config.block else 1)
+
+    @staticmethod
+    def next_parts(config, parts):
+        """Blocks are shared out evenly, so that an update has as many as before."""
+        rows = config.batch // config.block
+        return next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
+
+    @staticmethod
+    def part_tokens(config, parts):
+        return config.batch // config.block // parts * config.block
 
     def describe_model(self):
         return f"{self.config.layers[0]} layers, width {self.config.dim}"
@@ -47,7 +96,7 @@ class LanguageTask(Task):
 
     def flops(self, batches):
         rows = sum(len(batch.tokens) for batch in batches)
-        return gpt2_flops(self.model.config, rows, self.config.block)
+        return self.model.config.flops(np.full(rows, self.config.block))
 
     def loss(self, batch, label_smoothing=0.0, dloss=None):
         return self.model.loss(

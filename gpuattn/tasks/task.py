@@ -1,6 +1,11 @@
-"""What differs between runs that translate and runs that learn a text; all else is shared."""
+"""What differs between kinds of training: the data, the loss, how batches are cut and judged."""
 
 import abc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gpuattn.models.kinds import new_model
 
 DATA_FILES = ("source", "target", "valid_source", "valid_target", "lm", "valid_lm")
 MOST_BEAMS = 200  # a wider search takes memory and translates no better
@@ -11,60 +16,131 @@ class Task(abc.ABC):
 
     ``corpus``: has ``loader(epoch)``, ``valid_batches()``, ``tokenizer``, ``facts`` (sentences on
     what was read), ``warnings`` and ``fingerprint``. ``model``: the Module that is trained.
-    ``tokenizer``: the run's, or None to make one.
+    ``user``: what a trained model is used with. ``tokenizer``: the run's, or None to make one.
+
+    What is static is asked of a TrainConfig, ``config``, before there are data.
     """
 
-    def __init__(self, config, tokenizer=None):
+    name: ClassVar[str]  # as ``models.kinds.ModelKind.task`` has it
+    options: ClassVar[tuple[str, ...]]  # fields of a TrainConfig that other tasks do not have
+    chosen_by: ClassVar[tuple[str, ...]] = ()  # fields that choose the task where no model is given
+    command: ClassVar[str]  # of the shell: uses a trained model
+    one_shape: ClassVar[bool]  # whether all batches have the same shape
+    smaller: ClassVar[str]  # what to try for a smaller batch than the smallest
+    rate_title: ClassVar[str]  # of the chart of tokens per second
+    new_corpus: ClassVar[Callable[..., Any]]  # (config, tokenizer or None)
+    new_user: ClassVar[Callable[..., Any]]  # (config, model, tokenizer, metrics=None)
+
+    def __init__(self, config: Any, tokenizer: Any = None):
         self.config = config
         self.corpus = self.new_corpus(config, tokenizer)
-        self.model = self.new_model(config, self.corpus.tokenizer)
+        self.model = new_model(config, self.corpus.tokenizer)
         self.user = self.new_user(config, self.model, self.corpus.tokenizer)
         self.model.checkpoint = config.checkpoint
 
-    def rebatch(self, config):
+    def rebatch(self, config: Any) -> None:
         """Go on with batches as another config has them, which differs in nothing else."""
         self.config = config
         self.corpus.rebatch(config)
 
-    new_corpus: type  # (config, tokenizer or None)
-    new_user: type  # (config, model, tokenizer, metrics=None): what a trained model is used with
-    command: str  # likewise
+    # ---- options of a run ----
+
+    @staticmethod
+    def default_data(given: Collection[str]) -> dict[str, Any]:
+        """Return {field: value} of the data that a run has to which none of its fields is given."""
+        return {}
+
+    @staticmethod
+    def data_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return {field: value} that suit the data that ``values``, {field: value}, name."""
+        return {}
 
     @staticmethod
     @abc.abstractmethod
-    def new_model(config, tokenizer):
-        """Return the model that a run begins with."""
+    def check(config: Any) -> None:
+        """Raise ConfigError for data, or limits on them, that do not go together."""
 
     @staticmethod
     @abc.abstractmethod
-    def describe_data(config):
+    def run_name(config: Any) -> str | None:
+        """Return the name of the folder that a run has by default, if its data have a name."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def describe_data(config: Any) -> str:
         """Return what a run learns from, in words."""
 
+    @staticmethod
     @abc.abstractmethod
-    def describe_model(self):
+    def title(config: Any) -> str:
+        """Return the title of a run's report."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def example(config: Any) -> str | None:
+        """Return a line to pipe into ``command``; None where it needs none."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def scores(config: Any) -> tuple[str, dict[str, str]]:
+        """Return (title, {figure of ``evaluate``: its name in words}) of the curves to draw."""
+
+    # ---- sizes of batches ----
+
+    @staticmethod
+    @abc.abstractmethod
+    def least_tokens(config: Any) -> int:
+        """Return the tokens of the smallest batch that a run can have."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def describe_least(config: Any) -> str:
+        """Return the tokens of a batch that cannot be cut further, in words."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def unit(config: Any, most: int) -> int:
+        """Return what batches are a multiple of, in tokens, where they have up to ``most``."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def next_parts(config: Any, parts: int) -> int | None:
+        """Return into how many parts a batch is cut next, at least ``2 * parts``; None: no more."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def part_tokens(config: Any, parts: int) -> int:
+        """Return the tokens of a batch that is one of so many parts."""
+
+    # ---- a step ----
+
+    @abc.abstractmethod
+    def describe_model(self) -> str:
         """Return how large the model is, in words."""
 
     @abc.abstractmethod
-    def describe_update(self):
+    def describe_update(self) -> str:
         """Return how much an update takes, in words."""
 
     @abc.abstractmethod
-    def fixed_shape(self, batch):
-        """Return a batch that is as good, in one of few shapes: for CUDA graphs."""
+    def fixed_shape(self, batch: Any) -> Any:
+        """Return a batch with the same content in one of few shapes, for CUDA graphs."""
 
     @abc.abstractmethod
-    def flops(self, batches):
+    def flops(self, batches: Sequence[Any]) -> float:
         """Return the model FLOPs of steps on batches of the corpus, see ``models.flops``."""
 
     @abc.abstractmethod
-    def loss(self, batch, label_smoothing=0.0, dloss=None):
+    def loss(self, batch: Any, label_smoothing: float = 0.0, dloss: Any = None) -> Any:
         """Return the mean loss per target token of a batch on the model's device, as a Tensor.
 
         ``dloss``: what backward will be called with, see ``ops.loss.cross_entropy``.
         """
 
     @abc.abstractmethod
-    def evaluate(self, folder, update, loss, stop):
+    def evaluate(
+        self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
+    ) -> tuple[dict[str, Any], list[str]] | None:
         """Use the model as it is; return (figures, texts to show), or None once ``stop()`` is true.
 
         Figures go into the row of metrics, ``score`` among them: the more the better. ``folder``:

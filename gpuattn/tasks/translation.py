@@ -2,41 +2,128 @@
 
 import numpy as np
 
+from gpuattn.data import tasks
 from gpuattn.data.fixed_shape import fixed_shape
+from gpuattn.errors import ConfigError
 from gpuattn.files import write_text
-from gpuattn.models.flops import translation_flops
-from gpuattn.models.translation import TranslationConfig, TranslationModel
 from gpuattn.tasks.corpus import Corpus
 from gpuattn.tasks.score import score
 from gpuattn.tasks.task import Task
 from gpuattn.tasks.translator import Translator
+from gpuattn.units import AUTO
 
 SAMPLES = 2  # translations shown at each evaluation
+STEP = 512  # tokens that a batch is a multiple of
+
+# Suit the built-in pairs on two CPU cores: many small updates, until nearly all is right. After 800
+# updates the learning rate is low enough for that; on a slow machine they take longer.
+_QUICK = {
+    "heads": 4, "layers": (2, 2), "dropout": 0.0, "batch": 640, "lr": 4e-3, "schedule": "linear",
+    "lr_decay": 800, "lr_floor": 0.1, "warmup": 0.1, "label_smoothing": 0.1, "clip": 1.0,
+    "ema": 0.99, "length": "6m", "until": 99.0, "eval_every": "100u", "score_pairs": 1000,
+    "beam": 1,
+}  # fmt: skip
+_SMALL = _QUICK | {"dim": 64, "ffn": 128, "max_len": 64}
+BUILT_IN_DEFAULTS = {
+    "toy": _QUICK | {"dim": 96, "ffn": 256, "max_len": 96},
+    "dates": _SMALL, "reverse": _SMALL,
+}  # fmt: skip
 
 
 class TranslationTask(Task):
     """Pairs of sentences, a TranslationModel, judged by exact matches or BLEU."""
 
+    name, command = "translation", "gpuattn translate"
+    options = (
+        "task", "source", "target", "valid_source", "valid_target", "max_len", "on_long",
+        "batching", "until", "score_pairs", "beam", "length_penalty",
+    )  # fmt: skip
     new_corpus, new_user = Corpus, Translator
-    command = "gpuattn translate"
+    one_shape, smaller = False, "a smaller --max-len"
+    rate_title = "Tokens per second, source and target"
 
     @staticmethod
-    def new_model(config, tokenizer):
-        return TranslationModel(
-            TranslationConfig(
-                vocab=len(tokenizer), d_model=config.dim, heads=config.heads, layers=config.layers,
-                ffn=config.ffn, dropout=config.dropout,
-                attention_dropout=config.attention_dropout, norm=config.norm,
-                positions=config.positions, activation=config.activation,
-                max_length=config.max_len + 1, kv_heads=config.kv_heads,
-                pad_vocab=config.pad_vocab,
-            ),
-            seed=config.seed,
-        )  # fmt: skip
+    def default_data(given):
+        return {} if {"task", "source", "target"} & set(given) else {"task": "toy"}
+
+    @staticmethod
+    def data_defaults(values):
+        if not values.get("task"):
+            return {}
+        task = tasks.find_task(values["task"])
+        return {"vocab_size": task.vocab_size} | BUILT_IN_DEFAULTS[task.name]
+
+    @staticmethod
+    def check(config):
+        files = (config.source, config.target)
+        valid = (config.valid_source, config.valid_target)
+        if config.lm:
+            raise ConfigError(f"lm is a text for --model gpt2, not for {config.model}")
+        if config.task and any((*files, *valid)):
+            raise ConfigError(f"task is {config.task!r} and there are files; accepted: one of both")
+        if not config.task and not all(files):
+            raise ConfigError("a task, or a source and a target file, is needed")
+        if config.until and not config.task:
+            raise ConfigError(
+                f"until is {config.until:g}; accepted: 0 for files, whose sentences have more than "
+                "one right translation. Try --patience N"
+            )
+        if (config.valid_source is None) != (config.valid_target is None):
+            raise ConfigError("validation needs two files: --valid SRC TGT")
+        if config.batch != AUTO and config.max_len >= config.batch:
+            raise ConfigError(
+                f"max-len is {config.max_len}; accepted: less than a batch, {config.batch} tokens. "
+                "Raise --batch or lower --max-len"
+            )
+
+    @staticmethod
+    def run_name(config):
+        return config.task
 
     @staticmethod
     def describe_data(config):
         return config.task or f"{config.source} to {config.target}"
+
+    @staticmethod
+    def title(config):
+        return f"Translation: {TranslationTask.describe_data(config)}"
+
+    @staticmethod
+    def example(config):
+        if config.task:
+            few = tasks.generate(config.task, "test", 20, config.seed)
+            return max((pair.source for pair in few), key=len)
+        try:
+            with open(config.valid_source or config.source, encoding="utf-8") as file:
+                return file.readline().strip()
+        except (OSError, UnicodeDecodeError):
+            return "..."
+
+    @staticmethod
+    def scores(config):
+        exact = {"exact_match": "exact match, %", "bleu": "BLEU"}
+        figures = exact if config.exact_match else {"bleu": "BLEU", "chrf": "chrF"}
+        return "Held-out sentences, translated greedily", figures
+
+    @staticmethod
+    def least_tokens(config):
+        return config.max_len + 1
+
+    @staticmethod
+    def describe_least(config):
+        return f"{config.batch:,}"
+
+    @staticmethod
+    def unit(config, most):
+        return STEP
+
+    @staticmethod
+    def next_parts(config, parts):
+        return 2 * parts if config.batch // (2 * parts) > config.max_len else None
+
+    @staticmethod
+    def part_tokens(config, parts):
+        return config.batch // parts
 
     def describe_model(self):
         return f"{'+'.join(map(str, self.config.layers))} layers, width {self.config.dim}"
@@ -53,7 +140,7 @@ class TranslationTask(Task):
         lengths = [
             np.concatenate(sides) for sides in zip(*(b.lengths for b in batches), strict=True)
         ]
-        return translation_flops(self.model.config, *lengths)
+        return self.model.config.flops(*lengths)
 
     def loss(self, batch, label_smoothing=0.0, dloss=None):
         return self.model.loss(batch, label_smoothing, dloss)

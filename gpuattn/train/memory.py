@@ -1,7 +1,6 @@
 """The memory of training, computed before it begins, and batches that fit a GPU.
 
-The formulas add up what each op saves for its gradient, in elements a token (of width d, hidden
-width f, vocabulary V). ``tests/train/test_memory.py`` compares them with measured steps.
+The config of a model knows what its activations take: ``models.memory``.
 """
 
 import dataclasses
@@ -9,19 +8,16 @@ import os
 from typing import Any, NamedTuple
 
 from gpuattn.errors import MemoryLimitError
-from gpuattn.models.config import table_rows
-from gpuattn.models.loss import in_slices
-from gpuattn.ops.loss.linear_cross_entropy import CHUNK_BYTES, LEAST_ROWS
+from gpuattn.models.kinds import MODELS
 from gpuattn.optim import OPTIMIZERS
-from gpuattn.runs.config import GPT2, TrainConfig
+from gpuattn.runs.config import TrainConfig
 from gpuattn.runtime.precision import Precision
+from gpuattn.tasks.registry import task_of
 
 LIBRARY_BYTES = 224 << 20  # workspaces of matrix products, and those of choosing their algorithms
 FREE_SHARE = 0.1  # of the free memory that stays free: a pool's blocks leave gaps
 LEAST_UPDATES = 16  # an epoch
 MOST_TOKENS = 1 << 19  # an update, as GPT-2 was trained
-TOKENS_MULTIPLE = 512  # of the tokens of a batch of sentences
-BLOCKS_MULTIPLE = 8  # of the blocks of a batch, so that it can be halved
 
 
 class MemoryPlan(NamedTuple):
@@ -66,82 +62,14 @@ def plan(
     moments = 4 * len(OPTIMIZERS[config.optimizer].moments)
     average = 8 if config.ema else 0  # itself and its scratch buffer
     state = parameters * (itemsize + masters + gradient + moments + average)
-    activations = _activations(model.config, config.checkpoint, itemsize, tokens)
-    beside = _evaluation(model.config, itemsize, tokens)
+    sizes = model.config
+    activations = LIBRARY_BYTES + sizes.activation_bytes(tokens, itemsize, config.checkpoint)
+    beside = sizes.evaluation_bytes(tokens, itemsize)
     if config.ema:
         beside += parameters * (masters or itemsize)  # a copy, while the average replaces them
-    if config.model != GPT2:  # sentences: batches have several shapes
+    if not task_of(config).one_shape:
         beside = max(beside, activations)
     return MemoryPlan(state, activations, beside)
-
-
-def _widths(c):
-    """Return (d, width of all keys and values together, f) of a model's config."""
-    heads = c.kv_heads or c.heads
-    return c.d_model, 2 * heads * (c.d_model // c.heads), getattr(c, "ffn", 4 * c.d_model)
-
-
-def _layer(c, itemsize, crosses):
-    """Return the bytes a token that a layer saves, and the most that its backward pass adds.
-
-    Attention saves its normalized input d, queries d, keys and values, output d, and the residual
-    sum d; cross-attention the same without keys and values. The feed-forward network saves its
-    normalized input and residual sum 2 d, hidden values f, and with other activations than ReLU
-    their inputs (GELU saves half of that on Hopper without a bias, which is not counted).
-    Statistics are float32: a number for each head and query, two for each norm. Deferred weight
-    gradients keep the inputs and output gradients of matrix products when the rest of the layer is
-    free again: about as much.
-    """
-    (width, keys, hidden), attentions = _widths(c), 1 + crosses
-    inputs = {"relu": 0, "swiglu": 2}.get(c.activation, 1) * hidden
-    values = attentions * 4 * width + keys + 2 * width + hidden + inputs
-    statistics = 4 * attentions * c.heads + 8 * (attentions + 1)
-    # hidden values that a weight gradient on the side stream reads, their gradient; the residual's
-    back = 2 * hidden + 2 * width
-    return values * itemsize + statistics, back * itemsize
-
-
-def _activations(c, recompute, itemsize, tokens):
-    """Return the bytes of a step's activations; ``recompute``: a level of ``--checkpoint``."""
-    width, keys, hidden = _widths(c)
-    stacks = [(c.layers, False)]
-    kept = most_backward = memory = 0
-    if not isinstance(c.layers, int):
-        stacks = zip(c.layers, (False, True), strict=True)
-        kept = memory = c.layers[1] * keys * itemsize  # of all cross-attention layers
-    for layers, crosses in stacks:
-        layer, back = _layer(c, itemsize, crosses)
-        kept += width * itemsize  # the output of the norm after the layers
-        if recompute == "none":
-            kept += width * itemsize + layers * layer  # with the output of the embedding
-        else:
-            kept += layers * 2 * width * itemsize
-            back += layer
-        most_backward = max(most_backward, back + memory)
-    if recompute != "none":
-        kept += hidden * itemsize  # temporary, in blocks of the pool too small for logits
-    table = table_rows(c)
-    head = tokens * width * itemsize
-    if in_slices(tokens, table, itemsize, recompute):
-        head += _slice(table, itemsize, tokens) + 4 * table * width
-    else:
-        head += tokens * table * itemsize
-    return LIBRARY_BYTES + tokens * kept + max(head, tokens * most_backward)
-
-
-def _evaluation(c, itemsize, tokens):
-    """Return the bytes of a forward pass that saves nothing."""
-    width, keys, hidden = _widths(c)
-    inside = 3 * width + max(2 * width + keys, hidden + width)
-    if not isinstance(c.layers, int):
-        inside += c.layers[1] * keys
-    return _slice(table_rows(c), itemsize, tokens) + tokens * inside * itemsize
-
-
-def _slice(table, itemsize, tokens):
-    """Return the bytes of the logits that ``linear_cross_entropy`` computes at a time."""
-    row = table * itemsize
-    return min(max(CHUNK_BYTES[True], LEAST_ROWS[True] * row), tokens * row)
 
 
 # ---- models that fit the host ------------------------------------------------------------------
@@ -167,14 +95,8 @@ def check_host(config: TrainConfig, device: str) -> None:
 
 def layer_weights(config: TrainConfig) -> int:
     """Return the number of elements in the matrices of all layers of a TrainConfig's model."""
-    width, gpt2 = config.dim, config.model == GPT2
-    keys = 2 * (config.kv_heads or config.heads) * (width // config.heads)
-    attention = 2 * width**2 + keys * width
-    hidden = 4 * width if gpt2 else config.ffn
-    feed_forward = (3 if config.activation == "swiglu" else 2) * width * hidden
-    if gpt2:
-        return config.layers[0] * (attention + feed_forward)
-    return sum(config.layers) * (attention + feed_forward) + config.layers[1] * attention
+    any_vocab = 1  # before data are read
+    return MODELS[config.model].configure(config, any_vocab).layer_weights()
 
 
 def host_memory() -> float:
@@ -190,7 +112,7 @@ def host_memory() -> float:
 
 def least_tokens(config: TrainConfig) -> int:
     """Return the tokens of the smallest batch that a run can have."""
-    return config.block if config.model == GPT2 else config.max_len + 1
+    return task_of(config).least_tokens(config)
 
 
 def check_fits(model: Any, config: TrainConfig, precision: Precision, free: int) -> None:
@@ -214,12 +136,12 @@ def _remedies(config):
     if len(OPTIMIZERS[config.optimizer].moments) > 1:
         yield "--optimizer lion, with one moment"
     yield "a smaller --dim or fewer --layers"
-    yield "a smaller --block" if config.model == GPT2 else "a smaller --max-len"
+    yield task_of(config).smaller
 
 
 def nothing_smaller(config: TrainConfig, update: int, short: str) -> str:
     """Return the sentence for a run that cannot continue after ``update``; ``short``: its error."""
-    least = f"a block of {config.block:,}" if config.model == GPT2 else f"{config.batch:,}"
+    least = task_of(config).describe_least(config)
     return (
         f"memory is used up ({short}) by a batch of {least} tokens, the smallest possible; all is "
         f"saved after update {update:,}. Continue with --checkpoint full or with more free memory, "
@@ -236,9 +158,7 @@ def fit(model: Any, config: TrainConfig, precision: Precision, free: int, epoch_
     """
     most = min(epoch_tokens // LEAST_UPDATES, MOST_TOKENS) // config.accumulate
     least = least_tokens(config)
-    unit = config.block if config.model == GPT2 else TOKENS_MULTIPLE
-    if most >= BLOCKS_MULTIPLE * unit:
-        unit *= BLOCKS_MULTIPLE if config.model == GPT2 else 1
+    unit = task_of(config).unit(config, most)
     low, high = 0, max(1, most // unit)  # in units; up to ``low`` they fit
     while low < high:
         middle = (low + high + 1) // 2
@@ -250,18 +170,12 @@ def fit(model: Any, config: TrainConfig, precision: Precision, free: int, epoch_
 def next_parts(config: TrainConfig, parts: int) -> int | None:
     """Return into how many parts to cut each batch of ``config`` next, at least twice ``parts``.
 
-    Blocks are divided evenly, so that an update has as many as before. None: no smaller part is
-    possible.
+    None: no smaller part is possible.
     """
-    if config.model == GPT2:
-        rows = int(config.batch) // config.block
-        return next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
-    return 2 * parts if int(config.batch) // (2 * parts) > config.max_len else None
+    return task_of(config).next_parts(config, parts)
 
 
 def in_parts(config: TrainConfig, parts: int) -> TrainConfig:
     """Return the config with each batch cut into ``parts``, for the same updates."""
-    size = int(config.batch) // parts
-    if config.model == GPT2:
-        size = int(config.batch) // config.block // parts * config.block
-    return dataclasses.replace(config, batch=size, accumulate=config.accumulate * parts)
+    tokens = task_of(config).part_tokens(config, parts)
+    return dataclasses.replace(config, batch=tokens, accumulate=config.accumulate * parts)

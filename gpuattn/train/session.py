@@ -13,11 +13,12 @@ from gpuattn.report.page import write_page
 from gpuattn.runs import events
 from gpuattn.runs.config import TrainConfig, default_batch, describe_growth, to_toml
 from gpuattn.runs.damage import check_whole
-from gpuattn.runs.folder import TASKS, RunFolder, begin_from
+from gpuattn.runs.folder import RunFolder, begin_from
 from gpuattn.runs.metrics import describe, rank
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.device import card_memory, choose_device, installed_version, versions
 from gpuattn.runtime.precision import choose
+from gpuattn.tasks.registry import task_of
 from gpuattn.train import memory
 from gpuattn.train.progress import Listener
 from gpuattn.train.trainer import Trainer
@@ -111,7 +112,7 @@ class Session:
             tokens = max(default_batch(config, device), memory.least_tokens(config))
             config = replace(config, batch=tokens)
         owner = folder if begun else config.init_from and RunFolder(config.init_from)
-        self.task = TASKS[config.model](config, owner.tokenizer() if owner else None)
+        self.task = task_of(config)(config, owner.tokenizer() if owner else None)
         self.digests = dict(self.task.corpus.digests)
         if folder.needs_init(config):
             weights, self.digests["init_from"] = begin_from(config, self.task.model)

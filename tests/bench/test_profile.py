@@ -15,7 +15,7 @@ from gpuattn.ops.attention.flash_attention import flash_attention
 from gpuattn.ops.linear.linear import linear
 from gpuattn.ops.loss.cross_entropy import cross_entropy
 from gpuattn.runs.config import TrainConfig
-from gpuattn.runs.folder import TASKS
+from gpuattn.tasks.registry import task_of
 
 WIDTH, OPS = 32, ("linear", "flash_attention", "embedding", "cross_entropy")
 
@@ -97,7 +97,7 @@ def test_donated_logits_are_read_and_overwritten(rng):
     assert op_work.moved("cross_entropy", "backward", done, given, (x.data, None, None)) == 0
 
 
-def task_of(tmp_path, model):
+def new_task(tmp_path, model):
     if model == "gpt2":
         (tmp_path / "text").write_text("a rose is a rose is a rose\n" * 60)
         data = {"lm": str(tmp_path / "text"), "tokenizer": "chars", "block": 32, "layers": 2}
@@ -108,15 +108,16 @@ def task_of(tmp_path, model):
             (tmp_path / name).write_text("\n".join(lines) + "\n")
         data = {"source": str(tmp_path / "src"), "target": str(tmp_path / "tgt"), "max_len": 40,
                 "ffn": WIDTH, "layers": (1, 2)}  # fmt: skip
-    return TASKS[model](TrainConfig(
+    config = TrainConfig(
         model=model, **data, dim=WIDTH, heads=2, dropout=0.1, batch=128, warmup=1, vocab_size=300,
         length="9u",
-    ))  # fmt: skip
+    )  # fmt: skip
+    return task_of(config)(config)
 
 
 @pytest.mark.parametrize("model", ["translation", "gpt2"])
 def test_a_profile_on_numpy(tmp_path, model):
-    task = task_of(tmp_path, model)
+    task = new_task(tmp_path, model)
     document = json.loads(json.dumps(profile.profile(task, "numpy")))
     check(document, task)
     check_padding(document["vocabulary"], task)
@@ -126,8 +127,8 @@ def test_a_profile_on_numpy(tmp_path, model):
 def test_what_is_computed_again_is_seen(tmp_path):
     counts = {}
     for level in ("none", "block"):
-        config = dataclasses.replace(task_of(tmp_path, "gpt2").config, checkpoint=level)
-        document = profile.profile(task := TASKS["gpt2"](config), "numpy")
+        config = dataclasses.replace(new_task(tmp_path, "gpt2").config, checkpoint=level)
+        document = profile.profile(task := task_of(config)(config), "numpy")
         rows = {(row["op"], row["direction"]): row["calls"] for row in document["rows"]}
         counts[level] = rows["linear", "forward"], rows["linear", "backward"]
         assert "checkpoint" not in {op for op, _ in rows}
@@ -167,12 +168,12 @@ def check_padding(found, task):
 
 
 def test_padding_is_timed_where_there_is_some(tmp_path):
-    task = task_of(tmp_path, "gpt2")
+    task = new_task(tmp_path, "gpt2")
     config = dataclasses.replace(task.config, pad_vocab=False, checkpoint="full")
-    found = profile.profile(TASKS["gpt2"](config), "numpy")["vocabulary"]
+    found = profile.profile(task_of(config)(config), "numpy")["vocabulary"]
     assert not found["pads"] and found["rows"] == 64 > found["size"]
     (tmp_path / "text").write_text("".join(map(chr, range(200, 264 - SPECIALS))) * 30)
-    assert profile.profile(TASKS["gpt2"](task.config), "numpy")["vocabulary"] is None
+    assert profile.profile(task_of(task.config)(task.config), "numpy")["vocabulary"] is None
 
 
 def test_calls_are_alike_by_shapes_and_by_which_bounds():
@@ -211,7 +212,7 @@ def test_without_graphs_it_says_why(tmp_path, monkeypatch):
 def test_a_profile_on_a_gpu(gpu, tmp_path, model):
     if missing := profile.capture_refusal():
         pytest.skip(missing)
-    task = task_of(tmp_path, model)
+    task = new_task(tmp_path, model)
     document = profile.profile(task, "cuda")
     check(document, task)
     check_padding(document["vocabulary"], task)
@@ -226,8 +227,8 @@ def test_a_profile_on_a_gpu(gpu, tmp_path, model):
 def test_what_is_computed_again_is_timed_on_a_gpu(gpu, tmp_path, level):
     if missing := profile.capture_refusal():
         pytest.skip(missing)
-    config = dataclasses.replace(task_of(tmp_path, "gpt2").config, checkpoint=level)
-    document = profile.profile(task := TASKS["gpt2"](config), "cuda")
+    config = dataclasses.replace(new_task(tmp_path, "gpt2").config, checkpoint=level)
+    document = profile.profile(task := task_of(config)(config), "cuda")
     rows = {(row["op"], row["direction"]): row for row in document["rows"]}
     assert rows["linear", "forward"]["calls"] > rows["linear", "backward"]["calls"]
     head = "linear_cross_entropy" if level == "full" else "cross_entropy"

@@ -12,7 +12,6 @@ from gpuattn.bench.peers.train import by_layers
 from gpuattn.bench.train_cases import CELLS, MODELS, PEERS, TABLE, Step, small
 from gpuattn.cli.bench import train as command
 from gpuattn.cli.main import main
-from gpuattn.models.config import table_rows
 
 CEILINGS = {"copy_tbs": 4.0, "matmul_tflops": 800.0}
 FAMILIES = ("tiny", "shakespeare")
@@ -63,11 +62,11 @@ def test_what_nanogpt_counts():
 
 def test_a_vocabulary_without_padding_has_a_name_of_its_own():
     case = CELLS["gpt2-124m-unpadded"].case
-    assert table_rows(case.config()) == case.vocab == 50257
+    assert case.config().table_rows == case.vocab == 50257
     assert case.as_dict()["flags"].pop("pad_vocab") is False
     assert Step.from_dict(case.as_dict()) == case
     padded = MODELS["gpt2-124m"]
-    assert table_rows(padded.config()) == 50304 and "pad_vocab" not in padded.as_dict()["flags"]
+    assert padded.config().table_rows == 50304 and "pad_vocab" not in padded.as_dict()["flags"]
     assert case.flops("step") == padded.flops("step")
     ours = train.Ours(small(case), np)
     assert len(ours.weights["embedding.weight"]) == small(case).vocab == 200

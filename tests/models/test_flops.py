@@ -7,7 +7,6 @@ import pytest
 
 from gpuattn.data.batching import BATCHING, PackedLoader
 from gpuattn.models import GPT2, GPT2Config, TranslationConfig, TranslationModel
-from gpuattn.models.flops import gpt2_flops, translation_flops
 from gpuattn.tasks.translation import TranslationTask
 
 
@@ -28,7 +27,7 @@ def test_each_side_meets_its_own_weights(kind):
     of_target = sizes(model, "decoder.") + 16 * 128
     pairs = 2 * (9 + 25 + 81) + 3 * ((16 + 16 + 49) / 2 + 12 + 20 + 63)
     want = 6 * (of_source * 17 + of_target * 15) + 12 * 16 * pairs
-    assert translation_flops(config, source, target) == pytest.approx(want)
+    assert config.flops(source, target) == pytest.approx(want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,8 +36,8 @@ def test_a_language_model_meets_all_but_its_positions(kind):
     model = GPT2(config)
     weights = sizes(model, "") - sizes(model, "embedding.position")
     want = 6 * weights * 5 * 8 + 12 * 16 * 3 * 5 * 8 * 8 / 2
-    assert gpt2_flops(config, 5, 8) == pytest.approx(want)
-    assert gpt2_flops(GPT2Config(), 1, 1024) == pytest.approx(6 * 123.6e6 * 1024, rel=0.08)
+    assert config.flops([8] * 5) == pytest.approx(want)
+    assert GPT2Config().flops([1024]) == pytest.approx(6 * 123.6e6 * 1024, rel=0.08)
 
 
 @pytest.mark.parametrize("batching", BATCHING)
@@ -50,5 +49,5 @@ def test_batches_count_by_the_lengths_of_their_sentences(batching):
     task = SimpleNamespace(model=SimpleNamespace(config=config))
     lengths = [np.array([len(pair[side]) + 1 for pair in pairs]) for side in (0, 1)]
     found = TranslationTask.flops(task, batches)
-    assert found == pytest.approx(translation_flops(config, *lengths))
+    assert found == pytest.approx(config.flops(*lengths))
     assert found == pytest.approx(sum(TranslationTask.flops(task, [batch]) for batch in batches))

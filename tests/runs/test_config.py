@@ -6,10 +6,9 @@ import pytest
 
 from gpuattn.data.tasks import TASKS
 from gpuattn.errors import ConfigError
+from gpuattn.models.kinds import MODELS
 from gpuattn.runs.config import (
     OPTIONS,
-    PRESETS,
-    TASK_DEFAULTS,
     TrainConfig,
     describe_growth,
     differences,
@@ -17,6 +16,7 @@ from gpuattn.runs.config import (
     resolve,
     to_toml,
 )
+from gpuattn.tasks.translation import BUILT_IN_DEFAULTS
 from gpuattn.units import Length, parse_count, parse_layers, parse_length, parse_warmup
 
 
@@ -89,9 +89,9 @@ def test_the_upper_layer_wins_and_is_remembered():
         ("command line", {"heads": 8}),
     )
     assert (config.task, config.dim, config.heads, config.lr) == ("toy", 32, 8, 0.2)
-    assert config.ffn == PRESETS["small"]["ffn"]
+    assert config.ffn == MODELS["translation"].presets["small"]["ffn"]
     assert config.vocab_size == TASKS["toy"].vocab_size
-    assert config.length == parse_length(TASK_DEFAULTS["toy"]["length"])
+    assert config.length == parse_length(BUILT_IN_DEFAULTS["toy"]["length"])
     chosen = {name: origins[name] for name in ("dim", "lr", "heads", "ffn", "seed")}
     assert chosen == {
         "dim": "x.toml", "lr": "environment", "heads": "command line", "ffn": "preset small",
@@ -122,15 +122,17 @@ def test_a_default_warmup_shrinks_with_a_short_run_but_not_one_that_was_given():
     assert resolve(("command line", files))[0].warmup == 0.1
     assert resolve(("command line", files | {"length": "60s"}))[0].warmup == 0.1
     assert resolve(("command line", files | {"length": "2e"}))[0].warmup == 4000
-    assert resolve(("command line", {"length": "60s"}))[0].warmup == TASK_DEFAULTS["toy"]["warmup"]
+    assert (
+        resolve(("command line", {"length": "60s"}))[0].warmup == BUILT_IN_DEFAULTS["toy"]["warmup"]
+    )
     with pytest.raises(ConfigError, match="warmup"):
         resolve(("command line", files | {"warmup": 400}))
 
 
-@pytest.mark.parametrize("name", sorted(TASK_DEFAULTS))
+@pytest.mark.parametrize("name", sorted(BUILT_IN_DEFAULTS))
 def test_every_task_has_defaults_that_hold_together(name):
-    assert set(TASK_DEFAULTS) == set(TASKS)
-    for preset in (None, *PRESETS):
+    assert set(BUILT_IN_DEFAULTS) == set(TASKS)
+    for preset in (None, *MODELS["translation"].presets):
         given = {"task": name} | ({"preset": preset} if preset else {})
         assert resolve(("command line", given))[0].exact_match
 

@@ -11,10 +11,10 @@ from delays import HOLD
 from gpuattn.arrays import to_cpu
 from gpuattn.data.fixed_shape import fixed_shape
 from gpuattn.runs.config import TrainConfig
-from gpuattn.runs.folder import TASKS
 from gpuattn.runtime import graphs as graph
 from gpuattn.runtime.feed import NUMBERS, DeviceFeed
 from gpuattn.runtime.graphs import Replays
+from gpuattn.tasks.registry import task_of
 from gpuattn.train.progress import Listener
 from gpuattn.train.trainer import Trainer
 
@@ -43,7 +43,7 @@ def config(tmp_path):
 def trained(config, graphs):
     """Return (trainer, what its listener was told) after a run with one evaluation within."""
     heard = Heard()
-    trainer = Trainer(TASKS[config.model](config), "cuda", heard, graphs=graphs)
+    trainer = Trainer(task_of(config)(config), "cuda", heard, graphs=graphs)
     assert trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
     return trainer, heard.said
 
@@ -137,7 +137,7 @@ def test_a_replayed_update_waits_for_nothing(gpu, config):
     """Twenty updates, two at a time behind a kernel that delays the GPU. If an update synchronized,
     the kernel would be done when both are launched."""
     config = dataclasses.replace(config, length="1000u", precision="fp16", accumulate=2)
-    trainer = Trainer(TASKS[config.model](config), "cuda", Heard())
+    trainer = Trainer(task_of(config)(config), "cuda", Heard())
     batch, hold = trainer._next_batch(), gpu.RawKernel(HOLD, "hold")
     trainer._next_batch = lambda: batch  # so that no shape is new
     trainer._reported = 0.0
@@ -161,7 +161,7 @@ def test_a_replayed_update_waits_for_nothing(gpu, config):
 
 
 def test_a_batch_arrives_whole_and_in_turn(gpu, config, delayed):
-    task = TASKS[config.model](config)
+    task = task_of(config)(config)
     batches = [batch for epoch in range(4) for batch in task.corpus.loader(0).epoch(epoch)]
     with gpu.cuda.Stream(non_blocking=True):
         feed, sums = DeviceFeed(task.fixed_shape), []

@@ -9,7 +9,7 @@ import pytest
 from stopping import After, assert_same_bits
 
 from gpuattn.errors import ConfigError, DataError
-from gpuattn.runs.config import GPT2, OPTIONS, TrainConfig, differences, read_toml, resolve, to_toml
+from gpuattn.runs.config import OPTIONS, TrainConfig, differences, read_toml, resolve, to_toml
 from gpuattn.runs.folder import RunFolder, average_runs, load_run, summary
 from gpuattn.runtime.device import batch_to
 from gpuattn.tasks.corpus import TextCorpus
@@ -116,7 +116,7 @@ def test_options_of_language_models_are_not_for_translators():
 def test_a_text_makes_it_gpt2_with_defaults_of_its_own(tmp_path):
     given = {"lm": "book.txt"}
     config, origins = resolve(("command line", given))
-    assert (config.model, config.task, config.block, config.layers) == (GPT2, None, 256, (6, 6))
+    assert (config.model, config.task, config.block, config.layers) == ("gpt2", None, 256, (6, 6))
     small, origins = resolve(("command line", given), device="numpy")
     assert (small.dim, small.batch, origins["dim"]) == (128, 768, "default on numpy")
     preset, _ = resolve(("command line", given | {"preset": "small", "layers": "3"}))
@@ -223,7 +223,7 @@ def test_what_is_said_of_a_run_and_the_mean_of_two(config, tmp_path):
     assert average_runs([tmp_path / "1", tmp_path / "2"], tmp_path / "mean") == 2
     assert load_run(tmp_path / "mean", device="numpy").sample("red", tokens=4)
     with pytest.raises(ConfigError, match=r"--model gpt2, to be used by: gpuattn sample .*1$"):
-        load_run(tmp_path / "1", model="translation")
+        load_run(tmp_path / "1", task="translation")
     (tmp_path / "text").write_text("cat red old\n" * 60)
     with pytest.raises(DataError, match="not the one that .* began with"):
         train(dataclasses.replace(config, seed=2), tmp_path / "2", device="numpy")

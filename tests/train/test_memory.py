@@ -10,11 +10,13 @@ from gpuattn.arrays import to_cpu
 from gpuattn.cli.main import main
 from gpuattn.errors import ConfigError, MemoryLimitError
 from gpuattn.runs.config import TrainConfig, default_batch
-from gpuattn.runs.folder import TASKS, RunFolder
+from gpuattn.runs.folder import RunFolder
 from gpuattn.runtime import checkpoint, precision
 from gpuattn.runtime.device import is_out_of_memory
 from gpuattn.runtime.graphs import Replays
+from gpuattn.tasks import language, translation
 from gpuattn.tasks.language import LanguageTask
+from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.translation import TranslationTask
 from gpuattn.train import memory
 from gpuattn.train.progress import Listener
@@ -78,7 +80,7 @@ def fails(monkeypatch):
 def gradients(config, device="numpy", graphs=False):
     """Return the state of a run of 3 updates: (parameters and moments, loss of each Progress)."""
     config = dataclasses.replace(config, length="3u", warmup=0)
-    trainer = Trainer(TASKS[config.model](config), device, Listener(), graphs=graphs)
+    trainer = Trainer(task_of(config)(config), device, Listener(), graphs=graphs)
     trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
     return {name: to_cpu(array) for name, array in trainer.state()[0].items()}
 
@@ -139,7 +141,7 @@ def test_a_plan_is_what_a_step_takes(gpu, request, data, sizes, level, monkeypat
     config = dataclasses.replace(
         request.getfixturevalue(data), **sizes, checkpoint=level, length="1u", warmup=0
     )
-    task = TASKS[config.model](config)
+    task = task_of(config)(config)
     pool = gpu.cuda.MemoryPool()
     with gpu.cuda.using_allocator(pool.malloc):
         trainer = Trainer(task, "cuda", Listener(), graphs=False)
@@ -157,7 +159,7 @@ BF16 = precision.PRECISIONS["bf16"]
 @pytest.mark.parametrize("data", ["text", "pairs"])
 def test_more_tokens_and_more_parameters_take_more(request, data):
     config = dataclasses.replace(request.getfixturevalue(data), layers=(6, 6))
-    model = TASKS[config.model](config).model
+    model = task_of(config)(config).model
     small, large = (memory.plan(model, config, BF16, tokens) for tokens in (10**5, 2 * 10**5))
     assert small.state == large.state and small.activations < large.activations
     levels = [
@@ -186,7 +188,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_made(
 ):
     config = dataclasses.replace(request.getfixturevalue(data), **change)
     outside = ("embedding", "source", "target")
-    weights = dict(TASKS[config.model](config).model.named_parameters()).items()
+    weights = dict(task_of(config)(config).model.named_parameters()).items()
     layers = sum(p.size for name, p in weights if p.ndim == 2 and name.split(".")[0] not in outside)
     assert memory.layer_weights(config) == layers
     monkeypatch.setattr(memory, "host_memory", lambda: 24 * layers)
@@ -202,8 +204,8 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_made(
 @pytest.mark.parametrize("data", ["text", "pairs"])
 def test_batches_that_fit_are_whole_blocks_and_leave_an_epoch_its_updates(request, data):
     config = request.getfixturevalue(data)
-    model = TASKS[config.model](config).model
-    unit = config.block * memory.BLOCKS_MULTIPLE if data == "text" else memory.TOKENS_MULTIPLE
+    model = task_of(config)(config).model
+    unit = config.block * language.BLOCKS if data == "text" else translation.STEP
     tokens = memory.fit(model, config, BF16, 1e9, 10**9)
     need, more = (memory.plan(model, config, BF16, n).total for n in (tokens, tokens + unit))
     assert tokens % unit == 0 and need <= 0.9e9 < more

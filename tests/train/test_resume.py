@@ -11,8 +11,9 @@ from gpuattn.errors import ConfigError, DataError
 from gpuattn.gemm.tuning import tune
 from gpuattn.nn import attention
 from gpuattn.runs.config import TrainConfig
-from gpuattn.runs.folder import TASKS, RunFolder
+from gpuattn.runs.folder import RunFolder
 from gpuattn.runtime import checkpoint
+from gpuattn.tasks.registry import task_of
 from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
@@ -131,7 +132,7 @@ def test_deterministic_reaches_every_attention(config, tmp_path, monkeypatch, mo
     monkeypatch.setattr(attention, "flash_attention", noted)
     for deterministic in (False, True):
         config = dataclasses.replace(config, deterministic=deterministic)
-        trainer = Trainer(TASKS[model](config), "numpy", Listener())
+        trainer = Trainer(task_of(config)(config), "numpy", Listener())
         trainer._update()
         assert (trainer.step.calls.first is tune) != deterministic  # it goes by times
         layers = {"translation": 3 * config.accumulate, "gpt2": 2}[model]

@@ -11,13 +11,14 @@ from stopping import After
 
 from gpuattn.optim import ExponentialAverage
 from gpuattn.runs.config import TrainConfig
-from gpuattn.runs.folder import TASKS, RunFolder
+from gpuattn.runs.folder import RunFolder
 from gpuattn.runs.metrics import MetricsLog
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.feed import HostFeed
 from gpuattn.runtime.graphs import Calls
 from gpuattn.runtime.readback import Reading
 from gpuattn.runtime.workspace import Workspace
+from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.translator import Translator
 from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
@@ -160,13 +161,13 @@ def test_the_mean_of_checkpoints_is_evaluated_as_it_is(gpu, config, tmp_path, de
     *_, last, row = MetricsLog(tmp_path / "run/metrics.jsonl").read("valid")
     assert "averaged" not in last and row["averaged"] == 2
     mean = RunFolder(tmp_path / "run").average_snapshots(2)
-    trainer = Trainer(TASKS[config.model](config), "numpy", Listener())
+    trainer = Trainer(task_of(config)(config), "numpy", Listener())
     trainer.workspace.load_weights(mean)
     assert row["loss"] == pytest.approx(trainer.valid_loss(), rel=1e-3)
 
 
 def test_a_step_elsewhere_is_refused(gpu, config):
-    trainer = Trainer(TASKS[config.model](config), "cuda", Listener())
+    trainer = Trainer(task_of(config)(config), "cuda", Listener())
     with pytest.raises(AssertionError, match="computes on another stream"):
         trainer.valid_loss()
     with trainer.computing():
