@@ -48,7 +48,7 @@ def test_metadata_lives_in_setup_cfg():
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert set(project) == {"build-system", "tool"}
-    assert set(project["tool"]) == {"ruff"}
+    assert set(project["tool"]) == {"ruff", "mypy"}
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = set(config["options.extras_require"])
