@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from typing import Any
 
 
 class UnsupportedError(ValueError):
@@ -48,7 +49,7 @@ class SlowerRefusal(str):
     """A refusal because another implementation was measured faster. Asked for by name, it runs."""
 
 
-def problem(function, argument, got, accepted, advice=""):
+def problem(function: str, argument: str, got: Any, accepted: Any, advice: str = "") -> str:
     """Return the sentence of our messages: where, what came, what is accepted, what to try."""
     text = f"{function}: {argument} is {got}; accepted: {accepted}"
     return f"{text}. {advice}" if advice else text

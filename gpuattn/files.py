@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from gpuattn.errors import CheckpointError
+from gpuattn.typing import StrPath
 
 
-def write_text(path, text):
+def write_text(path: StrPath, text: str) -> None:
     """Write a small file at once: another process sees the old text or the new, never a part.
 
     Raises CheckpointError when the disk refuses.
@@ -28,7 +30,7 @@ def write_text(path, text):
 
 
 @contextlib.contextmanager
-def writing(path):
+def writing(path: StrPath) -> Iterator[None]:
     """Say of a disk that refuses which file it was, and what to do."""
     try:
         yield

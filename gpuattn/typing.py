@@ -4,10 +4,12 @@
 base class, and CuPy ships no types.
 """
 
+import os
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+StrPath: TypeAlias = str | os.PathLike[str]
 Shape: TypeAlias = tuple[int, ...]
 DType: TypeAlias = np.dtype | type | str  # what np.dtype() accepts and we use
 

@@ -7,7 +7,7 @@ raises ConfigError with what came and what is accepted.
 import difflib
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from gpuattn.errors import ConfigError
@@ -29,30 +29,31 @@ class Length(NamedTuple):
     def __str__(self):
         return f"{self.amount:g}{self.unit}" if self.unit == "s" else f"{self.amount}{self.unit}"
 
-    def describe(self):
+    def describe(self) -> str:
         """Return such as "30 epochs" or "60 s"."""
         return f"{self.amount:g} {UNIT_NAMES[self.unit]}"
 
-    def most(self):
+    def most(self) -> str:
         """Return such as "30 epochs at most" or "6.0 min at most"."""
         return f"{duration(self.amount) if self.unit == 's' else self.describe()} at most"
 
 
-def parse_length(value):
+def parse_length(value: Any) -> Length:
     """Return the Length of ``30e``, ``8000u``, ``8ku``, ``90s``, ``5m`` or ``2h``."""
     if isinstance(value, Length):
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(k?)([eusmh])", str(value).strip())
-    amount = float(match[1]) * (1000 if match[2] else 1) if match else 0
-    whole = bool(match) and (match[3] in SECONDS or amount == int(amount))
-    if not whole or amount <= 0 or (match[2] and match[3] != "u"):
+    digits, thousands, unit = match.groups() if match else ("0", "", "u")
+    amount = float(digits) * (1000 if thousands else 1)
+    whole = unit in SECONDS or amount == int(amount)
+    if not whole or amount <= 0 or (thousands and unit != "u"):
         raise ConfigError(f"{value!r} is no length; accepted: such as 30e, 8000u, 90s or 5m")
-    if match[3] in SECONDS:
-        return Length(amount * SECONDS[match[3]], "s")
-    return Length(int(amount), match[3])
+    if unit in SECONDS:
+        return Length(amount * SECONDS[unit], "s")
+    return Length(int(amount), unit)
 
 
-def parse_count(value):
+def parse_count(value: Any) -> int:
     """Return the whole number of ``8192``, ``8k`` (8,000) or ``1.5M``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kM]?)", str(value).strip())
     count = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6}[match[2]] if match else 0
@@ -61,7 +62,7 @@ def parse_count(value):
     return int(count)
 
 
-def or_auto(parse):
+def or_auto(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a parser of "auto" and of what ``parse`` takes."""
 
     def parse_or_auto(value):
@@ -75,7 +76,7 @@ def or_auto(parse):
     return parse_or_auto
 
 
-def parse_layers(value):
+def parse_layers(value: Any) -> tuple[int, int]:
     """Return (encoder layers, decoder layers) of ``4`` or ``4:2``."""
     parts = value if isinstance(value, list | tuple) else str(value).split(":")
     numbers = [int(part) for part in parts if re.fullmatch(r"[1-9]\d{0,2}", str(part))]
@@ -84,7 +85,7 @@ def parse_layers(value):
     return (numbers[0], numbers[-1])
 
 
-def parse_warmup(value):
+def parse_warmup(value: Any) -> int | float:
     """Return a number of updates (int), or a share of the run (float): ``400`` or ``5%``."""
     text = str(value).strip()
     if isinstance(value, float) and 0 <= value < 1:
@@ -97,7 +98,7 @@ def parse_warmup(value):
     return float(share[1]) / 100
 
 
-def duration(seconds):
+def duration(seconds: float) -> str:
     """Return such as "45 s", "3.4 min" or "4.7 h"."""
     for size, unit in ((3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:
@@ -105,7 +106,7 @@ def duration(seconds):
     return f"{seconds:.0f} s"
 
 
-def prefixed(number):
+def prefixed(number: float) -> tuple[float, str]:
     """Return (a number in units of "k", "M", "G" or "T", that prefix), "" for small ones."""
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= limit:
@@ -113,25 +114,25 @@ def prefixed(number):
     return number, ""
 
 
-def round_step(step):
+def round_step(step: float) -> float:
     """Return 1, 2 or 5 times a power of ten, at least ``step``."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(lead * power for lead in (1, 2, 5, 10) if lead * power >= step * 0.999)
 
 
-def with_unit(number, unit):
+def with_unit(number: float, unit: str) -> str:
     """Return such as "9.67 GFLOP/s" of 9.67e9 "FLOP/s"."""
     value, prefix = prefixed(number)
     return f"{value:.3g} {prefix}{unit}"
 
 
-def short(number):
+def short(number: float) -> str:
     """Return such as "1.2M", "24.6k" or "812"."""
     value, prefix = prefixed(number)
     return f"{value:.3g}{prefix}" if prefix else f"{value:.0f}"
 
 
-def whole(least, most=math.inf):
+def whole(least: float, most: float = math.inf) -> Callable[[Any], int]:
     """Return a parser of whole numbers from ``least`` to ``most``."""
 
     def parse(value):
@@ -146,7 +147,9 @@ def whole(least, most=math.inf):
     return parse
 
 
-def number(least, below=math.inf, above=False, most=math.inf):
+def number(
+    least: float, below: float = math.inf, above: bool = False, most: float = math.inf
+) -> Callable[[Any], float]:
     """Return a parser of numbers: ``least`` (or, where ``above``, more) to ``most``, and all below
     ``below``."""
     accepted = f"above {least:g}" if above else f"{least:g} or more"
@@ -185,7 +188,7 @@ def choice(*names: str) -> OneOf:
     return OneOf(names)
 
 
-def flag(value):
+def flag(value: Any) -> bool:
     """Return the bool of ``True`` or ``False``, or of these words."""
     words = {"true": True, "false": False}
     if str(value).lower() not in words:
@@ -193,14 +196,14 @@ def flag(value):
     return words[str(value).lower()]
 
 
-def text(value):
+def text(value: Any) -> str:
     """Parse a string, as it is."""
     if not isinstance(value, str):
         raise ConfigError(f"{value!r} is a {type(value).__name__}; accepted: text")
     return value
 
 
-def nearest(value, names):
+def nearest(value: Any, names: Iterable[str]) -> str:
     """Return the advice ". Did you mean 'x'?" where a name is near, else nothing."""
     near = difflib.get_close_matches(str(value), names, 1, cutoff=0.5)
     return f". Did you mean {near[0]!r}?" if near else ""

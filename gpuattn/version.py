@@ -7,7 +7,7 @@ from pathlib import Path
 TREE = Path(__file__).parents[1]
 
 
-def version():
+def version() -> str:
     """Return the version of this source tree, or else of the installed package."""
     config = configparser.ConfigParser()
     with contextlib.suppress(configparser.Error, UnicodeDecodeError):

@@ -6,9 +6,10 @@ number of batches it has taken.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,12 +63,12 @@ class Batch:
     target_tokens: int
 
     @property
-    def all_tokens(self):
+    def all_tokens(self) -> int:
         """How many tokens count, on both sides."""
         return self.source_tokens + self.target_tokens
 
     @property
-    def lengths(self):
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of each sentence, source (B,) and target (B,), as the loader made the batch.
 
         Padding between sentences is not among them.
@@ -76,7 +77,7 @@ class Batch:
         return np.diff(self.cu_source)[::step], np.diff(self.cu_target)[::step]
 
     @property
-    def limits(self):
+    def limits(self) -> Any:
         """What a step depends on besides the shapes of the arrays."""
         return self.max_source, self.max_target
 
@@ -122,16 +123,16 @@ class PackedLoader:
         self.batching = batching
         self._planned = (None, None)
 
-    def epoch(self, number, start=0):
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield this rank's batches of an epoch, from its batch ``start`` on."""
         for sentences in self._plan(number)[self.rank + start * self.world :: self.world]:
             yield self._batch(sentences)
 
-    def batches(self, number):
+    def batches(self, number: int) -> int:
         """Return how many batches each rank has in an epoch."""
         return len(self._plan(number)) // self.world
 
-    def fill(self, number):
+    def fill(self, number: int) -> float:
         """Return the share of the budget that the batches of an epoch use, on the fuller side."""
         plan = self._plan(number)
         sides = (self._source.lengths, self._target.lengths)
@@ -259,7 +260,7 @@ class _Rows:
         return flat, positions.astype(np.int32), bounds.astype(np.int32)
 
 
-def token_order(ids):
+def token_order(ids: np.ndarray) -> TokenOrder:
     """Return the ``TokenOrder`` of token ids (N,)."""
     # NumPy sorts 16-bit keys by radix: several times as fast, and stable as well.
     keys = ids.astype(np.uint16) if ids.max(initial=0) < 1 << 16 else ids
@@ -300,7 +301,7 @@ class LanguageModelBatch:
     limits = ()
 
     @property
-    def target_tokens(self):
+    def target_tokens(self) -> int:
         """How many tokens count."""
         return self.labels.size
 
@@ -334,23 +335,23 @@ class LanguageModelLoader:
         self.rank = rank
         self.world = world
 
-    def epoch(self, number, start=0):
+    def epoch(self, number: int, start: int = 0) -> Iterator[LanguageModelBatch]:
         """Yield this rank's batches of an epoch, from its batch ``start`` on."""
         count = self.batches(number)
         for i in range(start, count):
             yield self.crops(number * count + i)
 
-    def batches(self, number):
+    def batches(self, number: int) -> int:
         """Return how many batches each rank has in an epoch."""
         return max(1, len(self.ids) // (self.block * self.batch * self.world))
 
-    def crops(self, step):
+    def crops(self, step: int) -> LanguageModelBatch:
         """Return the batch of an update: a function of (seed, step, rank, world)."""
         rng = np.random.Generator(np.random.Philox([self.seed, step]))
         starts = rng.integers(len(self.ids) - self.block, size=(self.world, self.batch))[self.rank]
         return self._rows(starts, self.block)
 
-    def blocks(self):
+    def blocks(self) -> Iterator[LanguageModelBatch]:
         """Yield batches that hold each token but the first exactly once as a label.
 
         The last ones are smaller: fewer rows, then one row of what is left.

@@ -5,6 +5,7 @@ other sentence sees them, so nothing changes but the time they take.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ SENTENCES, LENGTH = 128, 32  # counts of sentences and greatest lengths are mult
 PARTS, ROWS = 8, 64  # sides of rectangles are multiples of a part of the budget, and of rows
 
 
-def fixed_shape(batch, tokens, longest):
+def fixed_shape(batch: Any, tokens: int, longest: int) -> Any:
     """Return a ``data.batching.Batch`` with ``tokens`` on either side, and few other shapes.
 
     ``tokens``: the budget, at least what the batch has. ``longest``: what no sentence exceeds.

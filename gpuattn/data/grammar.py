@@ -5,9 +5,10 @@ sixteenth diagonal of that table belongs to ``valid``, another one to ``test``, 
 those occurs in ``train`` while each row and each column does, in other combinations.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 SPLITS = ("train", "valid", "test")
 DIAGONALS = 16
@@ -29,7 +30,7 @@ class Kind:
     slots: tuple
     render: Callable
 
-    def draw(self, split, count, rng):
+    def draw(self, split: str, count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
         """Return ``count`` independent (source, target) of ``split``."""
         cells = [cell for cell in self.cells if split_of(*cell) == split]
         columns = [
@@ -37,12 +38,7 @@ class Kind:
         ]
         return list(map(self.render, *columns))
 
-    def distinct(self, split=None):
-        """Return how many different choices the grammar has, in one split or in all."""
-        cells = {cell for cell in self.cells if split in (None, split_of(*cell))}
-        return len(cells) * math.prod(len(set(slot)) for slot in self.slots)
 
-
-def split_of(row, column):
+def split_of(row: int, column: int) -> str:
     """Return the split that owns this cell of a kind's table."""
     return {VALID: "valid", TEST: "test"}.get((row + 3 * column) % DIAGONALS, "train")

@@ -1,7 +1,7 @@
 """English and German words of the toy grammar: numbers, noun phrases, verbs, the calendar."""
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 def _split(words):
@@ -50,7 +50,7 @@ WEEKDAYS = (
 
 
 @cache
-def number_en(n):
+def number_en(n: int) -> str:
     """British number words of 0 <= n < 1,000,000: ``four thousand two hundred and seven``."""
     if n < 20:
         return ONES_EN[n]
@@ -63,7 +63,7 @@ def number_en(n):
 
 
 @cache
-def number_de(n, last=True):
+def number_de(n: int, last: bool = True) -> str:
     """German number word of 0 <= n < 1,000,000: ``viertausendzweihundertsieben``.
 
     ``last=False`` gives the form before another part of the word: ``ein`` for 1, not ``eins``.
@@ -78,13 +78,13 @@ def number_de(n, last=True):
     return number_de(head, last=False) + name + (number_de(rest, last) if rest else "")
 
 
-def ordinal_en(n):
+def ordinal_en(n: int) -> str:
     """English ordinal word of 1 <= n < 100: ``twenty-third``."""
     head, dash, last = number_en(n).rpartition("-")
     return head + dash + ORDINALS_EN.get(last, f"{last}th")
 
 
-def ordinal_de(n):
+def ordinal_de(n: int) -> str:
     """German ordinal word of 1 <= n < 100, as after ``der``: ``dreiundzwanzigste``."""
     return ORDINALS_DE.get(n) or number_de(n) + ("te" if n < 20 else "ste")
 
@@ -235,7 +235,9 @@ VERBS = (
 
 
 @cache
-def noun_phrase(determiner, adjective, noun, plural, accusative=False):
+def noun_phrase(
+    determiner: Any, adjective: Any, noun: Any, plural: bool, accusative: bool = False
+) -> tuple[str, str]:
     """Return (English, German) of, say, *this old lamp*: the German words agree in gender,
     number and case. ``adjective`` is (English, German stem) or None."""
     column = 4 if plural else noun.gender + (accusative and noun.gender == 0)

@@ -116,7 +116,7 @@ TASKS = {
 }
 
 
-def generate(name, split, count, seed):
+def generate(name: str, split: str, count: int, seed: int) -> list[Pair]:
     """Return ``count`` pairs of a built-in task, drawn independently.
 
     The same arguments give the same pairs on every machine. No pair of ``valid`` or ``test`` is
@@ -138,10 +138,11 @@ def generate(name, split, count, seed):
         iter(kind.draw(split, amount, rng))
         for kind, amount in zip(task.kinds, amounts, strict=True)
     ]
-    return [Pair(*next(draws[kind]), task.kinds[kind].name) for kind in kinds]
+    found = ((*next(draws[kind]), task.kinds[kind].name) for kind in kinds)
+    return [Pair(source, target, kind) for source, target, kind in found]
 
 
-def find_task(name):
+def find_task(name: str) -> Task:
     """Return the built-in task of this name; ConfigError names the nearest one."""
     if name in TASKS:
         return TASKS[name]

@@ -4,12 +4,15 @@ import gzip
 import hashlib
 import shlex
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gpuattn.data.tasks import Pair
 from gpuattn.errors import ConfigError, DataError
+from gpuattn.typing import StrPath
 
 MAX_LENGTH = 2000
 BYTES_PER_CHARACTER = 4
@@ -30,7 +33,14 @@ class Corpus(list):
         self.too_long = too_long
 
 
-def read_parallel(source_path, target_path, *, max_length=MAX_LENGTH, on_long="skip", digests=None):
+def read_parallel(
+    source_path: StrPath,
+    target_path: StrPath,
+    *,
+    max_length: int | None = MAX_LENGTH,
+    on_long: str = "skip",
+    digests: dict[str, str] | None = None,
+) -> Any:
     """Read two files, line i of one being the translation of line i of the other.
 
     Plain or ``.gz``, UTF-8. Outer spaces are stripped, pairs with an empty side left out.
@@ -64,7 +74,9 @@ def read_parallel(source_path, target_path, *, max_length=MAX_LENGTH, on_long="s
     return Corpus(pairs, lines, empty, too_long)
 
 
-def encode_pairs(pairs, tokenizer, *, max_tokens, on_long="skip"):
+def encode_pairs(
+    pairs: Sequence[Any], tokenizer: Any, *, max_tokens: int, on_long: str = "skip"
+) -> tuple[list[tuple[list[int], list[int]]], list[int]]:
     """Return (ids, kept): the (source ids, target ids) of pairs, and their indices in ``pairs``.
 
     Pairs with more than ``max_tokens`` tokens on a side, the end mark not counted, are left out,
@@ -92,7 +104,7 @@ def encode_pairs(pairs, tokenizer, *, max_tokens, on_long="skip"):
     return ids, kept
 
 
-def read_language_model(path, digests=None):
+def read_language_model(path: StrPath, digests: dict[str, str] | None = None) -> str:
     """Return the text of a file, plain or ``.gz``, as one string, line ends as they are.
 
     ``digests``: a dict that gets {path: SHA-256 of the text, unpacked}.

@@ -4,41 +4,66 @@ language models.
 SentencePiece: Kudo and Richardson, EMNLP 2018. Byte-pair encoding: Sennrich et al., ACL 2016.
 """
 
+import abc
 import io
 import json
 import re
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
 from gpuattn.errors import ConfigError, DataError
+from gpuattn.typing import StrPath
 
 PAD, BOS, EOS, UNK = range(4)
 SPECIALS = 4
 MAX_TRAINING_LINES = 1_000_000
 
 
-class BaseTokenizer:
+class BaseTokenizer(abc.ABC):
     """What the tokenizers share: ids 0 to 3 are padding, begin, end and unknown.
 
-    ``units``: what the ids stand for. ``line_end``: the id that ends a line of a text.
+    ``units``: what the ids stand for.
     """
 
     pad, bos, eos, unk = PAD, BOS, EOS, UNK
     units: str
-    line_end: int
 
-    def save(self, path):
+    @property
+    @abc.abstractmethod
+    def line_end(self) -> int:
+        """The id that ends a line of a text."""
+
+    @classmethod
+    @abc.abstractmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the tokenizer that ``to_bytes`` wrote. DataError for anything else."""
+
+    @abc.abstractmethod
+    def to_bytes(self) -> bytes:
+        """Return all that the tokenizer is."""
+
+    @abc.abstractmethod
+    def encode(self, line: str) -> list[int]:
+        """Return the ids of one line, without ``bos`` and ``eos``."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text that ``ids`` spell; specials among them are dropped."""
+
+    def save(self, path: StrPath) -> None:
         """Write ``to_bytes()`` to a file."""
         Path(path).write_bytes(self.to_bytes())
 
     @classmethod
-    def load(cls, path):
+    def load(cls, path: StrPath) -> Self:
         """Read what ``save`` wrote. DataError for a file that is something else."""
         return cls.from_bytes(Path(path).read_bytes())
 
-    def encode_lines(self, lines):
+    def encode_lines(self, lines: Iterable[str]) -> list[list[int]]:
         """Return the ids of each line."""
         return [self.encode(line) for line in lines]
 
@@ -73,7 +98,7 @@ class Tokenizer(BaseTokenizer):
             )
 
     @classmethod
-    def train(cls, lines, vocab_size, seed=0):
+    def train(cls, lines: Iterable[str], vocab_size: int, seed: int = 0) -> Self:
         """Learn a byte-pair encoding from ``lines``: the same one for the same arguments.
 
         ``vocab_size``: the most pieces to have, 4 specials and 256 bytes among them; a small
@@ -105,10 +130,10 @@ class Tokenizer(BaseTokenizer):
                 vocab_size = int(limit[1])
 
     @classmethod
-    def from_bytes(cls, data):
+    def from_bytes(cls, data: bytes) -> Self:
         return cls(data)
 
-    def to_bytes(self):
+    def to_bytes(self) -> bytes:
         """Return the SentencePiece model."""
         return self._model
 
@@ -116,34 +141,35 @@ class Tokenizer(BaseTokenizer):
         return self._processor.get_piece_size()
 
     @property
-    def pieces(self):
+    def pieces(self) -> list[str]:
         """The vocabulary, by id; a piece that begins a word begins with U+2581."""
         return [self._processor.id_to_piece(i) for i in range(len(self))]
 
-    def encode(self, line):
+    def encode(self, line: str) -> list[int]:
         """Return the ids of one line, without ``bos`` and ``eos``."""
         return self._processor.encode(line)
 
-    def encode_lines(self, lines):
+    def encode_lines(self, lines: Iterable[str]) -> list[list[int]]:
         """Return the ids of each line, faster than one by one."""
         return self._processor.encode(list(lines))
 
-    def decode(self, ids):
+    def decode(self, ids: Iterable[int]) -> str:
         """Return the line that ``ids`` spell; specials among them are dropped."""
         return self._processor.decode([int(i) for i in ids if i >= SPECIALS])
 
     @property
-    def line_end(self):
+    def line_end(self) -> int:
         return self._processor.piece_to_id("<0x0A>")
 
-    def encode_text(self, text):
+    def encode_text(self, text: str) -> list[int]:
         """Return the ids of lines, with ``line_end`` between them."""
         first, *others = self.encode_lines(text.split("\n"))
         return [*first, *chain.from_iterable((self.line_end, *line) for line in others)]
 
-    def decode_text(self, ids):
+    def decode_text(self, ids: Iterable[int]) -> str:
         """Return the lines that ``ids`` spell: what ``encode_text`` was given."""
-        end, lines = self.line_end, [[]]
+        end = self.line_end
+        lines: list[list[int]] = [[]]
         for i in ids:
             if i == end:
                 lines.append([])
@@ -187,7 +213,7 @@ class CharTokenizer(BaseTokenizer):
         self._ids = {character: i for i, character in enumerate(self.characters, SPECIALS)}
 
     @classmethod
-    def train(cls, lines):
+    def train(cls, lines: Iterable[str]) -> Self:
         """Learn the characters of ``lines``: any strings, or one long one. DataError if empty."""
         characters = sorted(set().union(*lines))
         if not characters:
@@ -195,7 +221,7 @@ class CharTokenizer(BaseTokenizer):
         return cls(characters)
 
     @classmethod
-    def from_bytes(cls, data):
+    def from_bytes(cls, data: bytes) -> Self:
         try:
             return cls(json.loads(data)["characters"])
         except (ValueError, KeyError, TypeError) as error:
@@ -203,14 +229,14 @@ class CharTokenizer(BaseTokenizer):
                 f"CharTokenizer: {len(data)} bytes that are no such tokenizer"
             ) from error
 
-    def to_bytes(self):
+    def to_bytes(self) -> bytes:
         """Return a small JSON text."""
         return json.dumps({"characters": self.characters}).encode()
 
     def __len__(self):
         return SPECIALS + len(self.characters)
 
-    def encode(self, line):
+    def encode(self, line: str) -> list[int]:
         """Return the ids of a text. DataError names a character that training has not seen."""
         try:
             return [self._ids[character] for character in line]
@@ -221,17 +247,17 @@ class CharTokenizer(BaseTokenizer):
                 f"the training text; accepted: {self.characters!r}"
             ) from None
 
-    def decode(self, ids):
+    def decode(self, ids: Iterable[int]) -> str:
         """Return the text that ``ids`` spell; specials among them are dropped."""
         return "".join(self.characters[i - SPECIALS] for i in ids if i >= SPECIALS)
 
     @property
-    def line_end(self):
+    def line_end(self) -> int:
         return self._ids.get("\n", SPECIALS)  # a text of one line has none: its first character
 
     encode_text, decode_text = encode, decode
 
 
-def tokenizer_from_bytes(data):
+def tokenizer_from_bytes(data: bytes) -> BaseTokenizer:
     """Return the tokenizer, of either class, that ``to_bytes`` wrote. DataError if it is none."""
     return (CharTokenizer if data[:1] == b"{" else Tokenizer).from_bytes(data)

@@ -266,8 +266,3 @@ KINDS = (
         _clause,
     ),
 )
-
-
-def distinct_pairs(split=None):
-    """Return how many different pairs the grammar has, in one split or in all."""
-    return sum(kind.distinct(split) for kind in KINDS)

@@ -5,10 +5,13 @@ fairseq: an end mark counts only among the first K of the 2K best continuations)
 took is kept as (token, parent) and read backwards once, at the end.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 
 from gpuattn.arrays import to_cpu, wide
-from gpuattn.decode.stepper import Hypothesis, Limits, all_done
+from gpuattn.decode.stepper import Hypothesis, Limits, Stepper, all_done
 from gpuattn.errors import problem
 from gpuattn.ops.sampling.beam_step import beam_step
 from gpuattn.ops.sampling.topk_logprobs import largest
@@ -21,18 +24,18 @@ LENGTH_RULES = {
 
 
 def beam_search(
-    stepper,
+    stepper: Stepper,
     *,
-    bos,
-    eos,
-    max_length,
-    beam=5,
-    nbest=1,
-    length_penalty=1.0,
-    length_rule="power",
-    min_length=0,
-    banned=(),
-):
+    bos: Any,
+    eos: int | None,
+    max_length: int,
+    beam: int = 5,
+    nbest: int = 1,
+    length_penalty: float = 1.0,
+    length_rule: str = "power",
+    min_length: int = 0,
+    banned: Iterable[int] = (),
+) -> list[list[Hypothesis]]:
     """Return, for each sentence, a list of up to ``nbest`` Hypotheses, the best first.
 
     ``stepper``, ``bos``, ``eos``, ``max_length``, ``min_length``, ``banned`` as in ``greedy``.

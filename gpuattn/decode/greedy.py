@@ -1,13 +1,24 @@
 """Greedy decoding, and the loop that every way of taking one token after the other shares."""
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import numpy as np
 
 from gpuattn.arrays import to_cpu, wide
-from gpuattn.decode.stepper import Hypothesis, Limits, all_done
+from gpuattn.decode.stepper import Hypothesis, Limits, Stepper, all_done
 from gpuattn.ops.sampling.beam_step import beam_step
 
 
-def greedy(stepper, *, bos, eos, max_length, min_length=0, banned=()):
+def greedy(
+    stepper: Stepper,
+    *,
+    bos: Any,
+    eos: int | None,
+    max_length: int,
+    min_length: int = 0,
+    banned: Iterable[int] = (),
+) -> list[Hypothesis]:
     """Return, for each sentence, the Hypothesis that takes the most probable token at every step.
 
     ``stepper``: see ``Stepper``. ``bos``: the token that begins each text, or an integer array
@@ -27,7 +38,7 @@ def greedy(stepper, *, bos, eos, max_length, min_length=0, banned=()):
     return follow(stepper, most_probable, limits)
 
 
-def follow(stepper, choose, limits):
+def follow(stepper: Stepper, choose: Callable[..., Any], limits: Limits) -> list[Hypothesis]:
     """Return a Hypothesis for each sentence: one text that takes what ``choose`` says.
 
     ``choose(logits (B, V), step)`` returns (tokens (B,) int32, their log-probabilities (B,)).

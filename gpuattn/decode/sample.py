@@ -3,26 +3,29 @@
 Top-p: Holtzman et al., "The curious case of neural text degeneration" (2020).
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 from gpuattn import rng
 from gpuattn.decode.greedy import follow
-from gpuattn.decode.stepper import Limits
+from gpuattn.decode.stepper import Hypothesis, Limits, Stepper
 from gpuattn.ops.sampling.sample_tokens import check_settings, sample_tokens
 
 
 def sample(
-    stepper,
+    stepper: Stepper,
     *,
-    bos,
-    eos,
-    max_length,
-    min_length=0,
-    banned=(),
-    temperature=1.0,
-    top_k=None,
-    top_p=1.0,
-    min_p=0.0,
-    seed=None,
-):
+    bos: Any,
+    eos: int | None,
+    max_length: int,
+    min_length: int = 0,
+    banned: Iterable[int] = (),
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: Any = None,
+) -> list[Hypothesis]:
     """Return, for each sentence, a Hypothesis drawn from the model's distribution.
 
     ``stepper`` to ``banned`` as in ``greedy``. ``temperature``: > 0; the logits are divided by it.

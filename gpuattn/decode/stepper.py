@@ -7,6 +7,7 @@ import numpy as np
 
 from gpuattn.arrays import to_cpu
 from gpuattn.errors import problem
+from gpuattn.typing import Array, Xp
 
 CHECK_EVERY = 8  # steps between two looks at a GPU for whether all sentences are done
 
@@ -19,12 +20,15 @@ class Stepper(abc.ABC):
     row b * K + i is beam i of sentence b.
     """
 
+    sentences: int
+    xp: Xp
+
     @abc.abstractmethod
-    def start(self, beam):
+    def start(self, beam: int) -> None:
         """Forget everything and begin with ``beam`` rows for each sentence."""
 
     @abc.abstractmethod
-    def step(self, tokens, position):
+    def step(self, tokens: Array, position: int) -> Array:
         """Take the next token of each row and return what may follow.
 
         ``tokens``: int32 (rows,). ``position``: 0 for the tokens that begin the texts, then 1, 2...
@@ -32,7 +36,7 @@ class Stepper(abc.ABC):
         """
 
     @abc.abstractmethod
-    def reorder(self, parents):
+    def reorder(self, parents: Array) -> None:
         """Let each row go on from what was row ``parents[row]``; int32 (rows,)."""
 
 
@@ -71,13 +75,13 @@ class Limits:
         self.banned = tuple(banned)
         self._masks = None
 
-    def first_tokens(self, beam):
+    def first_tokens(self, beam: int) -> Array:
         """Return the tokens that begin the texts, int32 (B * beam,)."""
         xp, shape = self.stepper.xp, (self.stepper.sentences, beam)
         bos = xp.asarray(self.bos, np.int32)
         return xp.broadcast_to(bos[:, None] if bos.ndim else bos, shape).ravel()
 
-    def hidden(self, step, vocab):
+    def hidden(self, step: int, vocab: int) -> Array | None:
         """Return a bool mask (V,) of the tokens that may not come at ``step``, or None."""
         if self._masks is None:
             early = (*self.banned, self.eos) if self.eos >= 0 else self.banned
@@ -96,7 +100,7 @@ class Limits:
         return self.stepper.xp.asarray(mask)
 
 
-def all_done(done, step):
+def all_done(done: Array, step: int) -> bool:
     """Return whether all of ``done`` is true; a GPU is asked only every CHECK_EVERY-th step."""
     if not isinstance(done, np.ndarray) and (step + 1) % CHECK_EVERY:
         return False

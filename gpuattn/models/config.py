@@ -98,7 +98,7 @@ def check_config(config: Any, choices: dict[str, tuple] = CHOICES, **sizes: Any)
         raise ConfigError(problem(name, "pad_vocab", repr(config.pad_vocab), "True or False"))
     if not 0 <= config.dropout < 1:
         raise ConfigError(problem(name, "dropout", config.dropout, "0 <= dropout < 1"))
-    for field, accepted in choices.items():
-        value = getattr(config, field, accepted[0])
-        if value not in accepted:
-            raise ConfigError(problem(name, field, repr(value), " or ".join(map(repr, accepted))))
+    for field, values in choices.items():
+        value = getattr(config, field, values[0])
+        if value not in values:
+            raise ConfigError(problem(name, field, repr(value), " or ".join(map(repr, values))))

@@ -4,11 +4,13 @@ Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from gpuattn.arrays import as_array
 from gpuattn.autodiff.tape import raw
+from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import ConfigError, problem
 from gpuattn.models import flops
 from gpuattn.models.config import CHOICES, ModelConfig, check_config
@@ -109,7 +111,14 @@ class GPT2(Module):
                 p.data = normal(rng, p.shape, std).data
         self.embedding.weight.data[self.config.vocab :] = 0
 
-    def states(self, tokens, positions=None, *, caches=None, order=None):
+    def states(
+        self,
+        tokens: Array,
+        positions: Array | None = None,
+        *,
+        caches: list[Any] | None = None,
+        order: Any = None,
+    ) -> Any:
         """Return the last layer's states (B, T, d_model) for int tokens (B, T), T up to ``block``.
 
         ``positions`` (B, T) and ``caches``, a KeyValueCache for each layer, continue a text.
@@ -125,15 +134,23 @@ class GPT2(Module):
             recompute=self.checkpoint != "none",
         )  # fmt: skip
 
-    def head(self, states):
+    def head(self, states: Array) -> Any:
         """Return (..., padded vocabulary) for states (..., d_model)."""
         return linear(states, self.embedding.weight)
 
-    def logits(self, tokens):
+    def logits(self, tokens: Array) -> Any:
         """Return (B, T, padded vocabulary) for int tokens (B, T): what may come after each."""
         return self.head(self.states(tokens))
 
-    def loss(self, tokens, labels, dloss=None, *, label_smoothing=0.0, order=None):
+    def loss(
+        self,
+        tokens: Array,
+        labels: Array,
+        dloss: Any = None,
+        *,
+        label_smoothing: float = 0.0,
+        order: Any = None,
+    ) -> Tensor:
         """Return the mean cross-entropy of labels (B, T), each the token after, as a Tensor.
 
         ``dloss``: what backward will be called with, see ``cross_entropy``. ``order``: as in
@@ -145,7 +162,9 @@ class GPT2(Module):
             label_smoothing=label_smoothing, dloss=dloss,
         )  # fmt: skip
 
-    def stepper(self, prompt, max_length, beam=1, kv_cache=True):
+    def stepper(
+        self, prompt: Array, max_length: int, beam: int = 1, kv_cache: bool = True
+    ) -> GPT2Stepper:
         """Return a Stepper that continues int prompts (B, P), P >= 1, by ``max_length`` tokens.
 
         ``kv_cache=False`` computes the whole text again at each step, to show what it saves.

@@ -52,7 +52,7 @@ def register(kind: ModelKind) -> ModelKind:
     return kind
 
 
-def new_model(options: Any, tokenizer: Any) -> Module:
+def new_model(options: Any, tokenizer: Any) -> Any:
     """Return the model that a run begins with, by its TrainConfig and its tokenizer."""
     kind = MODELS[options.model]
     return kind.model(kind.configure(options, len(tokenizer)), seed=options.seed)

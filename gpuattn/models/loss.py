@@ -1,19 +1,23 @@
 """The loss of a model's last states, by the logits of all rows at once or a slice at a time."""
 
+from typing import Any
+
 from gpuattn.autodiff.tape import raw
+from gpuattn.autodiff.tensor import Tensor
 from gpuattn.ops.linear.linear import linear
 from gpuattn.ops.loss.cross_entropy import cross_entropy
 from gpuattn.ops.loss.linear_cross_entropy import linear_cross_entropy
+from gpuattn.typing import Array
 
 WHOLE_BYTES = 2 << 30  # from here on slices are as fast
 
 
-def in_slices(rows, table, itemsize, checkpoint):
+def in_slices(rows: int, table: int, itemsize: int, checkpoint: str) -> bool:
     """Return whether training has a slice of the logits (rows, table) at a time."""
     return checkpoint == "full" or rows * table * itemsize > WHOLE_BYTES
 
 
-def loss_of_states(model, states, weight, labels, **settings):
+def loss_of_states(model: Any, states: Any, weight: Any, labels: Array, **settings: Any) -> Tensor:
     """Return the mean cross-entropy of ``softmax(states @ weight.T)`` and ``labels``, a Tensor.
 
     ``settings``: as of ``cross_entropy``. ``model.checkpoint`` says how much memory is spent.

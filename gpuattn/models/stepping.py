@@ -1,19 +1,22 @@
 """What the steppers of the models share: rows of beams, caches, and the way without caches."""
 
+import abc
+from typing import Any
+
 import numpy as np
 
 from gpuattn.arrays import get_xp
 from gpuattn.autodiff.tape import raw
 from gpuattn.decode.stepper import Stepper
 from gpuattn.errors import problem
+from gpuattn.typing import Array
 
 
 class CachedStepper(Stepper):
     """A Stepper over sentences * beam texts that grow by a token at a step.
 
     With ``kv_cache`` a step computes the new tokens only; without, all of the text again.
-    A model supplies ``_new_caches(rows)``, the KeyValueCaches whose rows move with the beams, and
-    ``_logits(tokens (rows, T), first position, caches or None)`` (rows, columns).
+    A model supplies ``_new_caches`` and ``_logits``.
     """
 
     def __init__(self, model, sentences, vocab, max_length, beam, kv_cache):
@@ -22,12 +25,21 @@ class CachedStepper(Stepper):
         self.max_length, self.kv_cache = max_length, kv_cache
         self.start(beam)
 
-    def start(self, beam):
+    @abc.abstractmethod
+    def _new_caches(self, rows: int) -> list[Any]:
+        """Return an empty KeyValueCache for each layer, whose rows move with the beams."""
+
+    @abc.abstractmethod
+    def _logits(self, tokens: Array, first: int, caches: list[Any] | None) -> Any:
+        """Return (rows, columns) for tokens (rows, T), the first of them at position ``first``."""
+
+    def start(self, beam: int) -> None:
         self.beam, self.position = beam, 0
-        self.text = self.caches = None
+        self.text: Any = None
+        self.caches: Any = None
         self.length = 0  # tokens in the caches
 
-    def step(self, tokens, position):
+    def step(self, tokens: Array, position: int) -> Array:
         if position != self.position:
             accepted = f"the next one, {self.position}"
             raise ValueError(problem("step", "position", position, accepted))
@@ -47,7 +59,7 @@ class CachedStepper(Stepper):
         self.position += 1
         return logits[:, : self.vocab]
 
-    def reorder(self, parents):
+    def reorder(self, parents: Array) -> None:
         if self.kv_cache:
             for cache in self.caches:
                 cache.reorder(parents)

@@ -4,12 +4,14 @@ Vaswani et al., "Attention Is All You Need" (2017); pre-norm: Xiong et al., "On 
 in the Transformer Architecture" (2020); tied embeddings: Press and Wolf (2017).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpuattn.arrays import get_xp, to_cpu
+from gpuattn.autodiff.tensor import Tensor
 from gpuattn.data.tokenizer import BOS, EOS
 from gpuattn.errors import ConfigError, problem
 from gpuattn.models import flops
@@ -131,7 +133,7 @@ class TranslationModel(Module):
         self.decoder_norm = LayerNorm(c.d_model) if c.norm == "pre" else None
         self.head = None if c.tied else Linear(c.d_model, rows, bias=False, rng=rng)
 
-    def encode(self, batch):
+    def encode(self, batch: Any) -> Any:
         """Return the memory (source tokens, d_model) of a packed batch."""
         self._check_length("source", batch.max_source)
         x = self.source(batch.source, batch.source_positions, order=batch.source_order)
@@ -141,7 +143,7 @@ class TranslationModel(Module):
             recompute=self.checkpoint != "none",
         )  # fmt: skip
 
-    def decode(self, x, memory, **context):
+    def decode(self, x: Any, memory: Any, **context: Any) -> Any:
         """Return the decoder's last states for embedded targets; see TransformerDecoderLayer.
 
         ``memory``: from ``encode``, or what ``self.memory`` made of that. ``caches``: a
@@ -153,14 +155,14 @@ class TranslationModel(Module):
             recompute=self.checkpoint != "none", **context,
         )  # fmt: skip
 
-    def logits(self, x):
+    def logits(self, x: Any) -> Any:
         """Return (..., padded vocabulary) for decoder states (..., d_model)."""
         return linear(x, self._head_weight())
 
     def _head_weight(self):
         return self.head.weight if self.head else self.source.weight
 
-    def loss(self, batch, label_smoothing=0.1, dloss=None):
+    def loss(self, batch: Any, label_smoothing: float = 0.1, dloss: Any = None) -> Tensor:
         """Return the mean cross-entropy per target token of a packed batch, as a Tensor.
 
         ``batch``: a ``data.batching.Batch``, or anything with its fields, on the model's device.
@@ -179,17 +181,19 @@ class TranslationModel(Module):
             label_smoothing=label_smoothing, dloss=dloss,
         )  # fmt: skip
 
-    def pack(self, sources):
+    def pack(self, sources: Sequence[Sequence[int]]) -> Sources:
         """Return ``Sources`` of lists of token ids without marks, on the model's device."""
         xp = get_xp(self.source.weight.data)
         lengths = [len(source) + 1 for source in sources]
         flat = [token for source in sources for token in (*source, EOS)]
         positions = [i for length in lengths for i in range(length)]
         bounds = np.cumsum([0, *lengths])
-        arrays = (xp.asarray(values, np.int32) for values in (flat, positions, bounds))
-        return Sources(*arrays, max(lengths, default=0))
+        tokens, places, cu = (xp.asarray(values, np.int32) for values in (flat, positions, bounds))
+        return Sources(tokens, places, cu, max(lengths, default=0))
 
-    def stepper(self, source_batch, max_length, beam=1, kv_cache=True):
+    def stepper(
+        self, source_batch: Any, max_length: int, beam: int = 1, kv_cache: bool = True
+    ) -> TranslationStepper:
         """Return a Stepper that decodes the sources of a batch, up to ``max_length`` tokens each.
 
         ``kv_cache=False`` computes the whole prefix again at each step, to show what it saves.
@@ -197,7 +201,9 @@ class TranslationModel(Module):
         self._check_length("target", max_length)
         return TranslationStepper(self, source_batch, max_length, beam, kv_cache)
 
-    def attention_maps(self, source, target):
+    def attention_maps(
+        self, source: Sequence[int], target: Sequence[int]
+    ) -> dict[str, list[np.ndarray]]:
         """Return the attention probabilities of one sentence pair, for plots.
 
         ``source``, ``target``: token ids without marks. Rows of the maps are the queries

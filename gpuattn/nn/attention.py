@@ -1,6 +1,8 @@
 """Multi-head attention over packed or batched tokens, and its key-value cache."""
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +19,10 @@ from gpuattn.ops.attention.decode_attention import MAX_QUERIES, decode_attention
 from gpuattn.ops.attention.flash_attention import flash_attention
 from gpuattn.ops.rotary import rotary
 from gpuattn.ops.softmax import softmax
+from gpuattn.typing import Array
 
 
-def split_heads(x, counts, head_dim):
+def split_heads(x: Array, counts: Sequence[int], head_dim: int) -> list[Any]:
     """Return views (..., count, head_dim) of x (..., sum(counts) * head_dim), one per count.
 
     Their gradients go side by side into one array.
@@ -81,7 +84,7 @@ class KeyValueCache:
             own = xp.arange(rows, dtype=np.int16)[:, None]
             self.slots = xp.repeat(own, max_length, axis=1)[None]
 
-    def extend(self, k, v):
+    def extend(self, k: Array, v: Array) -> tuple[Array, Array]:
         """Store k and v (N, T, Hk, D) behind the others; return all so far.
 
         Views; with ``slots``, copies.
@@ -95,18 +98,18 @@ class KeyValueCache:
         rows, keys = self.slots[0, :, :end], get_xp(self.k).arange(end)
         return self.k[rows, keys], self.v[rows, keys]
 
-    def decodes(self, q):
+    def decodes(self, q: Array) -> bool:
         """Return whether ``attend`` takes the queries (N, T, H, D)."""
         return self.slots is not None and q.shape[1] <= MAX_QUERIES
 
-    def attend(self, q, k, v):
+    def attend(self, q: Array, k: Array, v: Array) -> Array:
         """Store k and v (N, T, Hk, D) behind the others; return the causal attention of ``q``."""
         end = self._end(k)
         append_kv(self.k, self.v, k, v, self.lengths)
         self._set_length(end)
         return decode_attention(q, self.k, self.v, self.lengths, slots=self.slots)
 
-    def reorder(self, parents):
+    def reorder(self, parents: Array) -> None:
         """Let row i go on from what was row ``parents[i]``."""
         if self.slots is not None:
             known = self.slots[0, :, : self.length]
@@ -176,9 +179,11 @@ class MultiHeadAttention(Module):
         return self.out(self.attend(x, memory, **context))
 
     def attend(
-        self, x, memory=None, *, positions=None, key_lengths=None, cu_seqlens=None,
-        max_seqlen=None, cu_memory=None, max_memory=None, cache=None,
-    ):  # fmt: skip
+        self, x: Any, memory: Any = None, *, positions: Array | None = None,
+        key_lengths: Array | None = None, cu_seqlens: Array | None = None,
+        max_seqlen: int | None = None, cu_memory: Array | None = None,
+        max_memory: int | None = None, cache: KeyValueCache | None = None,
+    ) -> Any:  # fmt: skip
         """Return what the heads found, side by side, of the shape of ``x``: ``out`` comes next.
 
         ``memory``: what cross-attention reads: tokens, or their keys and values, as ``project`` or
@@ -216,11 +221,12 @@ class MultiHeadAttention(Module):
         )  # fmt: skip
         return out.reshape(x.shape)
 
-    def project(self, memory):
+    def project(self, memory: Any) -> tuple[Any, Any]:
         """Return the keys and values (..., Hk, D) of a memory (..., width)."""
-        return split_heads(self.kv(memory), (self.kv_heads, self.kv_heads), self.head_dim)
+        k, v = split_heads(self.kv(memory), (self.kv_heads, self.kv_heads), self.head_dim)
+        return k, v
 
-    def new_cache(self, rows, max_length):
+    def new_cache(self, rows: int, max_length: int) -> KeyValueCache:
         """Return an empty KeyValueCache for ``rows`` sequences, beside the weights."""
         return KeyValueCache(self.out.weight.data, rows, max_length, self.kv_heads, self.head_dim)
 

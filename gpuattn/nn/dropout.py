@@ -27,7 +27,7 @@ class Streams:
         self.state = state or RandomState(rng.fresh_seed())
         self.count = 0
 
-    def next(self):
+    def next(self) -> int:
         self.count += 1
         return self.count - 1
 
@@ -48,7 +48,7 @@ class Dropout(Module):
         self.random = streams.state
         self.stream = streams.next()
 
-    def now(self):
+    def now(self) -> tuple[float, Any]:
         """Return (p, key) for an op that drops by itself: (0.0, None) outside of training."""
         if not self.training or self.p == 0:
             return 0.0, None

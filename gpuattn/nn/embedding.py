@@ -12,7 +12,7 @@ from gpuattn.ops.embedding import embedding
 
 
 @functools.cache
-def sinusoidal_positions(length, width):
+def sinusoidal_positions(length: int, width: int) -> np.ndarray:
     """Return the (length, width) float32 table with sin in even and cos in odd columns.
 
     Column pair i turns with wavelength 2 pi * 10000^(2i / width). Vaswani et al., "Attention Is

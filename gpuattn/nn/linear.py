@@ -1,10 +1,12 @@
 """Linear layers."""
 
 from functools import partial
+from typing import Any
 
 from gpuattn.nn.module import Module, constant, generator, xavier_uniform
 from gpuattn.ops.linear.bias_activation import gelu, swiglu
 from gpuattn.ops.linear.linear import linear
+from gpuattn.typing import Array
 
 BEHIND = {"gelu_exact": partial(gelu, approximate="none"), "swiglu": swiglu}
 """Activations that no product applies as it writes."""
@@ -43,7 +45,7 @@ class FeedForward(Module):
     def __call__(self, x):
         return self.out(self.activated(x))
 
-    def activated(self, x):
+    def activated(self, x: Array) -> Any:
         """Return the input of ``out`` for ``x``."""
         if self.behind is None:
             return self.inner(x)

@@ -3,6 +3,8 @@
 import contextlib
 import inspect
 import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from gpuattn.arrays import get_xp, is_floating, to_cpu
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError
+from gpuattn.typing import Array, Shape
 
 
 class Module:
@@ -23,7 +26,7 @@ class Module:
 
     training, deterministic = True, False
 
-    def named_parameters(self):
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (path, Tensor) in order of construction; a shared one once, by its first path."""
         seen = set()
         for path, parameter in self._find("", Tensor):
@@ -31,27 +34,27 @@ class Module:
                 seen.add(id(parameter))
                 yield path, parameter
 
-    def parameters(self):
+    def parameters(self) -> list[Tensor]:
         """Return the parameters as a list, each once."""
         return [parameter for _, parameter in self.named_parameters()]
 
-    def modules(self):
+    def modules(self) -> Iterator[tuple[str, "Module"]]:
         """Yield (path, module) of this module and of every one inside."""
         yield "", self
         yield from self._find("", Module)
 
-    def train(self, mode=True):
+    def train(self, mode: bool = True) -> Self:
         """Switch dropout on (or off) here and inside; return self."""
         for _, module in self.modules():
             module.training = mode
         return self
 
-    def eval(self):
+    def eval(self) -> Self:
         """Switch dropout off here and inside; return self."""
         return self.train(False)
 
     @contextlib.contextmanager
-    def evaluating(self):
+    def evaluating(self) -> Iterator[None]:
         """Neither drop nor record in a block; afterwards train on if it was training."""
         training = self.training
         if training:
@@ -63,16 +66,16 @@ class Module:
             if training:
                 self.train()
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         """Forget all gradients."""
         for parameter in self.parameters():
             parameter.grad, parameter.grad_started = None, False
 
-    def state(self):
+    def state(self) -> dict[str, np.ndarray]:
         """Return {path: copy of the parameter as a NumPy array}."""
         return {path: np.array(to_cpu(p.data)) for path, p in self.named_parameters()}
 
-    def load_state(self, arrays):
+    def load_state(self, arrays: Mapping[str, Array]) -> None:
         """Copy ``{path: array}`` into the parameters, in their dtype; all of them or none.
 
         Raises CheckpointError that lists the paths that are missing, unknown or of another shape.
@@ -144,17 +147,17 @@ def _alike(named_lines):
     return name.rpartition(".")[0] or name, lines
 
 
-def generator(rng=None):
+def generator(rng: np.random.Generator | None = None) -> np.random.Generator:
     """Return ``rng``, or a new generator seeded as ``manual_seed`` says."""
     return rng or np.random.Generator(np.random.Philox(random.fresh_seed()))
 
 
-def parameter(values):
+def parameter(values: Any) -> Tensor:
     """Return values as a float32 parameter."""
     return Tensor(np.asarray(values, np.float32), requires_grad=True)
 
 
-def xavier_uniform(rng, shape):
+def xavier_uniform(rng: np.random.Generator, shape: Shape) -> Tensor:
     """Return a (out, in) weight that keeps variances.
 
     Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural
@@ -164,11 +167,11 @@ def xavier_uniform(rng, shape):
     return parameter(rng.uniform(-bound, bound, shape))
 
 
-def normal(rng, shape, std):
+def normal(rng: np.random.Generator, shape: Shape, std: float) -> Tensor:
     """Return a normally distributed parameter."""
     return parameter(rng.standard_normal(shape, np.float32) * np.float32(std))
 
 
-def constant(value, width):
+def constant(value: float, width: int) -> Tensor:
     """Return a (width,) parameter of one value."""
     return parameter(np.full(width, value))

@@ -1,10 +1,13 @@
 """Normalisation, alone or fused with the residual connection before it."""
 
+from typing import Any
+
 from gpuattn.nn.module import Module, constant
 from gpuattn.ops.linear.linear_dropout_add_norm import linear_dropout_add_norm
 from gpuattn.ops.norm.dropout_add_norm import norm_beside
 from gpuattn.ops.norm.layer_norm import layer_norm
 from gpuattn.ops.norm.rms_norm import rms_norm
+from gpuattn.typing import Array
 
 
 class LayerNorm(Module):
@@ -21,11 +24,11 @@ class LayerNorm(Module):
     def __call__(self, x):
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
-    def beside(self, x):
+    def beside(self, x: Array) -> tuple[Any, Any]:
         """Return (norm(x), x), whose gradients come together in one pass."""
         return norm_beside(x, self.weight, self.bias, norm="layer", eps=self.eps)
 
-    def add(self, x, out, residual, dropout):
+    def add(self, x: Array, out: Any, residual: Any, dropout: Any) -> tuple[Any, Any]:
         """Return (norm(h), h) for h = residual + dropout(out(x)), in one pass.
 
         ``out``, ``dropout``: the Linear and Dropout modules at the end of the branch.
@@ -50,11 +53,11 @@ class RMSNorm(Module):
     def __call__(self, x):
         return rms_norm(x, self.weight, eps=self.eps)
 
-    def beside(self, x):
+    def beside(self, x: Array) -> tuple[Any, Any]:
         """Return (norm(x), x) as ``LayerNorm.beside`` does."""
         return norm_beside(x, self.weight, norm="rms", eps=self.eps)
 
-    def add(self, x, out, residual, dropout):
+    def add(self, x: Array, out: Any, residual: Any, dropout: Any) -> tuple[Any, Any]:
         """Return (norm(h), h) as ``LayerNorm.add`` does."""
         p, key = dropout.now()
         return linear_dropout_add_norm(

@@ -4,7 +4,9 @@ Every residual connection and the norm next to it are one fused op. In a pre-nor
 sum of a layer is fused with the first norm of the next one, so ``step`` is given that norm.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.functional import checkpoint
@@ -14,6 +16,7 @@ from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.linear import FeedForward
 from gpuattn.nn.module import Module, generator
 from gpuattn.nn.norm import LayerNorm
+from gpuattn.typing import Array
 
 
 class _Layer(Module):
@@ -135,7 +138,16 @@ class TransformerDecoderLayer(_Layer):
         )  # fmt: skip
 
 
-def run_layers(layers, norm, x, *, caches=None, memories=None, recompute=False, **context):
+def run_layers(
+    layers: Sequence[Any],
+    norm: Any,
+    x: Array,
+    *,
+    caches: list[Any] | None = None,
+    memories: list[Any] | None = None,
+    recompute: bool = False,
+    **context: Any,
+) -> Any:
     """Return ``x`` after a stack of layers and the ``norm`` at its end (None for post-norm).
 
     ``caches``, ``memories``: one for each layer, or None. ``recompute``: keep only what a layer is

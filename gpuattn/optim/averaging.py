@@ -4,6 +4,8 @@ Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (19
 """
 
 import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +29,12 @@ class ExponentialAverage:
         self.average = workspace.masters.astype(np.float32)
         self._scratch = arrays.empty(self.average, self.average.shape)
 
-    def next_share(self):
+    def next_share(self) -> float:
         """Count an update; return the share of the parameters that the average takes in it."""
         self.updates += 1
         return 1 - min(self.decay, (1 + self.updates) / (10 + self.updates))
 
-    def update(self, share):
+    def update(self, share: Any) -> None:
         """Take ``share`` of the parameters as they are now into the average.
 
         ``share``: a number, or a () float32 array beside the parameters.
@@ -43,7 +45,7 @@ class ExponentialAverage:
         self.average += self._scratch
 
     @contextlib.contextmanager
-    def applied(self):
+    def applied(self) -> Iterator[None]:
         """Let the model compute with the average inside a block; afterwards with its own again."""
         masters = self.workspace.masters
         own = masters.copy()
@@ -56,13 +58,14 @@ class ExponentialAverage:
             self.workspace.sync_model()
 
 
-def average_tensors(checkpoints):
+def average_tensors(checkpoints: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Return the mean of several {name: array}, in float64 and rounded once to each dtype.
 
     Integer arrays are taken from the last. Raises CheckpointError unless all have the same names
     and shapes, ValueError for no checkpoint at all.
     """
-    first, sums, count = None, {}, 0
+    first, count = None, 0
+    sums: dict[str, np.ndarray] = {}
     for tensors in checkpoints:
         count += 1
         shapes = {name: array.shape for name, array in tensors.items()}

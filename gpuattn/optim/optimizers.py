@@ -1,5 +1,7 @@
 """The optimizers of a flat workspace: two launches an update."""
 
+from typing import Any
+
 import numpy as np
 
 from gpuattn.arrays import to_cpu
@@ -22,7 +24,7 @@ class Optimizer:
     Raises ValueError for numbers out of range, at the first update.
     """
 
-    moments = ()
+    moments: tuple[str, ...] = ()
 
     def __init__(
         self, workspace, *, max_norm=None, loss_scale=1.0, growth_interval=0, seed=0, **constants
@@ -32,7 +34,7 @@ class Optimizer:
         self.constants = {"seed": seed, **constants}
         self.state = OptimizerState(workspace.masters, loss_scale=loss_scale)
 
-    def step(self, learning_rate, divisor=None):
+    def step(self, learning_rate: Any, divisor: Any = None) -> None:
         """Update the parameters from the gradients in the workspace, without waiting for it.
 
         ``divisor``: gradients are divided by it (the number of tokens they were summed over); None

@@ -1,6 +1,7 @@
 """HTML and SVG as nested calls, in which every plain string is escaped."""
 
 import html
+from typing import Any
 
 VOID = ("meta", "br")  # elements without an end
 
@@ -9,7 +10,7 @@ class Markup(str):
     """Text that is markup already."""
 
 
-def tag(name, /, *children, **attributes):
+def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
     """Return the element ``name`` as Markup.
 
     Children: Markup, other values (escaped), lists of them, or None (left out). Attributes: those
@@ -24,14 +25,14 @@ def tag(name, /, *children, **attributes):
     return Markup(f"<{name}{inside}>{joined(children)}</{name}>")
 
 
-def joined(children):
+def joined(children: Any) -> Markup:
     """Return children one behind the other, as Markup."""
     parts = []
     for child in children:
         if isinstance(child, list | tuple):
             parts.append(joined(child))
         elif child is not None:
-            parts.append(child if isinstance(child, Markup) else html.escape(_text(child)))
+            parts.append(child if isinstance(child, Markup) else Markup(html.escape(_text(child))))
     return Markup("".join(parts))
 
 

@@ -5,6 +5,9 @@ No script, no link to anything: it opens with a double click, today and in ten y
 
 import json
 import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from gpuattn.errors import CheckpointError
 from gpuattn.files import write_text
@@ -15,6 +18,7 @@ from gpuattn.report.plot import attention_of
 from gpuattn.runs.folder import RunFolder, load_run, summary
 from gpuattn.runs.metrics import describe, loss_names, round_times
 from gpuattn.tasks.registry import task_of
+from gpuattn.typing import StrPath
 from gpuattn.units import duration, short, with_unit
 
 PAGE, PROFILE = "report.html", "profile.json"
@@ -51,7 +55,7 @@ code { background: var(--soft); padding: 0 .25rem; }
 """
 
 
-def write_page(path):
+def write_page(path: StrPath) -> Path:
     """Write ``report.html`` into the run folder ``path``; return where it is.
 
     Of a run that was stopped it shows what there is. Raises CheckpointError where there is no run.
@@ -221,7 +225,7 @@ def _read_profile(folder):
         return None
 
 
-def describe_padding(found):
+def describe_padding(found: Mapping[str, Any]) -> str:
     """Return a sentence on what padding the vocabulary gains, by its entry in a profile."""
     padded, plain = (found[key] / 1e3 for key in ("padded_us", "plain_us"))
     gain = 1 - padded / plain

@@ -1,7 +1,7 @@
 """Pictures of a run: how loss and scores went, and where the decoder looks. Needs matplotlib."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from gpuattn.runs.metrics import loss_names, round_times
 from gpuattn.tasks.corpus import held_out
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.translator import Translator
+from gpuattn.typing import StrPath
 
 INK, BLUE, ORANGE = "#333333", "#1f77b4", "#d95f02"
 STYLE = {
@@ -35,7 +36,7 @@ class Attention(NamedTuple):
     layers: list
 
 
-def plot_run(path, out, sentence=None):
+def plot_run(path: StrPath, out: StrPath, sentence: str | None = None) -> list[Path]:
     """Write ``curves.png``, ``attention.png`` and ``overview.png`` into ``out``; return the paths.
 
     ``sentence``: the source whose translation is drawn, by default a rather long held-out one.
@@ -82,7 +83,7 @@ def plot_run(path, out, sentence=None):
         ]
 
 
-def import_pyplot():
+def import_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
@@ -154,7 +155,7 @@ def _sentence(config):
     return pairs[len(pairs) * 4 // 5].source
 
 
-def attention_of(translator, sentence, translation=None):
+def attention_of(translator: Any, sentence: str, translation: str | None = None) -> Attention:
     """Return the Attention between a sentence and its translation, by default the model's own."""
     tokenizer = translator.tokenizer
     source = translator.check(sentence)

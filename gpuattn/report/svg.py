@@ -4,9 +4,12 @@ Colors are the page's CSS variables, so that light and dark are up to who reads.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from gpuattn.report.markup import tag
+import numpy as np
+
+from gpuattn.report.markup import Markup, tag
 from gpuattn.units import prefixed, round_step, with_unit
 
 POINTS = 300  # of a curve, at most: more are averaged
@@ -34,7 +37,13 @@ ROOFLINE = _Box(1080, 460, 64, 20, 34, 42)
 STRIP = 310  # of the roofline, for ops without FLOPs
 
 
-def curves(series, *, times=(), log=False, span=()):
+def curves(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    times: Sequence[tuple[float, str]] = (),
+    log: bool = False,
+    span: Sequence[float] = (),
+) -> Markup | None:
     """Return a chart of ``series``, {name: [(update, y)]}.
 
     ``times``: [(update, text)] of a second axis, at the top. ``log``: a logarithmic axis of y, for
@@ -49,7 +58,7 @@ def curves(series, *, times=(), log=False, span=()):
     box, every = CURVES, [point for points in series.values() for point in points]
     across = _Axis([0, *(x for x, _ in every)], box.left, box.width - box.right)
     up = _Axis([*span, *(y for _, y in every)], box.height - box.bottom, box.top, log)
-    drawn, names, x = [], [], box.left
+    drawn, names, x = [], [], float(box.left)
     for i, (name, points) in enumerate(series.items()):
         places = [(across(x), up(y)) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -76,7 +85,9 @@ def _mark(i, x, y, title=None):
 # ---- roofline -----------------------------------------------------------------------------------
 
 
-def roofline(rows, ceilings):
+def roofline(
+    rows: Sequence[Mapping[str, Any]], ceilings: Mapping[str, float] | None
+) -> Markup | None:
     """Return a chart of the rows of a profile (see ``bench.profile``) under measured ceilings.
 
     FLOP/s over FLOPs a byte, each dot with the name of its op. Ops without FLOPs have a strip at
@@ -139,7 +150,9 @@ def _named_dot(row, dot, label):
     return tag("g", parts)
 
 
-def label_places(dots, widths, box, covered=(), height=12):
+def label_places(
+    dots: Any, widths: Any, box: Any, covered: Any = (), height: float = 12
+) -> list[Any]:
     """Return where labels have room beside their dots: (left, middle, width) each, or None.
 
     ``dots``: [(x, y, radius)]; ``widths`` of the labels; ``box`` they stay in; ``covered``:
@@ -147,7 +160,7 @@ def label_places(dots, widths, box, covered=(), height=12):
     dot, moved down (or else up) as little as it takes to cover no dot and no other label.
     """
     taken = [*covered, *((x - r, y - r, x + r, y + r) for x, y, r in dots)]
-    found = [None] * len(dots)
+    found: list[Any] = [None] * len(dots)
     moves = [step * height / 2 for step in (*range(LABEL_MOVES), *range(-1, -LABEL_MOVES, -1))]
     for i in sorted(range(len(dots)), key=lambda i: dots[i][1]):  # downwards: no lines cross
         (x, y, radius), width = dots[i], widths[i]
@@ -178,7 +191,7 @@ def _is_free(place, box, taken):
 # ---- maps ---------------------------------------------------------------------------------------
 
 
-def heat_maps(titled, rows, columns):
+def heat_maps(titled: Mapping[str, Any], rows: Sequence[str], columns: Sequence[str]) -> Markup:
     """Return maps side by side, as many as have room: {title: weights}, see ``heat_map``."""
     least = 0.8 * _map_layout(rows, columns)[-1]  # how narrow words can still be read
     drawn = [heat_map(weights, rows, columns, title) for title, weights in titled.items()]
@@ -203,7 +216,9 @@ def _word(word, **given):
     return tag("text", word, **given)
 
 
-def heat_map(weights, rows, columns, title):
+def heat_map(
+    weights: np.ndarray, rows: Sequence[str], columns: Sequence[str], title: str
+) -> Markup:
     """Return a map of weights (rows, columns) from 0 to 1 with its words beside it."""
     side, size, left, top, width = _map_layout(rows, columns)
     height = top + side * len(rows) + 6
@@ -227,7 +242,7 @@ def heat_map(weights, rows, columns, title):
     return _figure(title, _svg(width, height, drawn))
 
 
-def titled(title, chart):
+def titled(title: str, chart: Any) -> Markup | None:
     """Return a chart below its title, or None without a chart."""
     return None if chart is None else _figure(title, chart)
 

@@ -6,8 +6,10 @@ values and say the same about others.
 
 import json
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from gpuattn.data.batching import BATCHING
 from gpuattn.data.tasks import find_task
@@ -19,6 +21,7 @@ from gpuattn.optim import OPTIMIZERS, SCHEDULES
 from gpuattn.runtime.precision import PRECISIONS
 from gpuattn.tasks.registry import TASKS, models_of, models_with, task_of
 from gpuattn.tasks.task import DATA_FILES, MOST_BEAMS
+from gpuattn.typing import StrPath
 from gpuattn.units import (
     AUTO,
     Length,
@@ -171,12 +174,12 @@ class TrainConfig:
         if self.schedule == "invsqrt" and not self.warmup:
             raise ConfigError("warmup is 0; accepted: above 0 for the schedule invsqrt")
 
-    def has(self, name):
+    def has(self, name: str) -> bool:
         """Return whether the model has a field."""
         return self.model in models_with(name)
 
     @property
-    def exact_match(self):
+    def exact_match(self) -> bool:
         """Whether sentences have one right translation, as those of built-in tasks do."""
         return self.task is not None
 
@@ -184,18 +187,18 @@ class TrainConfig:
 OPTIONS = {option.name: option for option in fields(TrainConfig)}
 
 
-def option_key(name):
+def option_key(name: str) -> str:
     """Return how users write a field: ``eval_every`` as ``eval-every``, ``length`` as ``for``."""
     return KEYS.get(name, name).replace("_", "-")
 
 
-def field_name(key):
+def field_name(key: str) -> str:
     """Return the field of an option as users write it, with dashes or underscores."""
     name = key.replace("-", "_")
     return next((field for field, known in KEYS.items() if known == name), name)
 
 
-def parse_option(name, value):
+def parse_option(name: str, value: Any) -> Any:
     """Return the checked value of a field; ConfigError begins with the option."""
     try:
         return OPTIONS[name].metadata["parse"](value)
@@ -205,7 +208,9 @@ def parse_option(name, value):
         raise ConfigError(f"{option_key(name)}: {error}") from None
 
 
-def resolve(*layers, device=None):
+def resolve(
+    *layers: tuple[str, dict[str, Any]], device: str | None = None
+) -> tuple[TrainConfig, dict[str, str]]:
     """Return (TrainConfig, {field: origin}) from layers of (origin, {field: value}), lowest first.
 
     Below them lie the defaults, those of the model, those of ``device`` ("numpy", "cuda" or None)
@@ -221,7 +226,7 @@ def resolve(*layers, device=None):
     given |= {name: (value, "default") for name, value in task.default_data(given).items()}
     below = [
         ("default", kind.defaults),
-        (f"default on {device}", kind.device_defaults.get(device, {})),
+        (f"default on {device}", kind.device_defaults.get(device or "", {})),
         ("default", task.data_defaults({name: value for name, (value, _) in given.items()})),
     ]
     if preset is not None:
@@ -241,7 +246,7 @@ def resolve(*layers, device=None):
     return config, {name: chosen[name][1] if name in chosen else "default" for name in OPTIONS}
 
 
-def default_batch(config, device):
+def default_batch(config: TrainConfig, device: str) -> int | str:
     """Return the tokens of a batch for the model and the data of a config, if none are given."""
     data = {name: getattr(config, name) for name in ("model", "task", *DATA_FILES)}
     given = {name: value for name, value in data.items() if value is not None}
@@ -261,7 +266,7 @@ def _has_room_for_warmup(chosen):
     return length.unit == "u" and length.amount >= warmup
 
 
-def read_toml(path):
+def read_toml(path: StrPath) -> dict[str, Any]:
     """Return {field: value} of a TOML file of options, ``preset`` among them.
 
     Raises ConfigError for a missing or damaged file and an unknown key, with the nearest one.
@@ -282,7 +287,7 @@ def read_toml(path):
     return values
 
 
-def to_toml(config, origins=None):
+def to_toml(config: TrainConfig, origins: Mapping[str, str] | None = None) -> str:
     """Return the text of ``read_toml`` for a config, each line with where its value came from."""
     lines = []
     for name in OPTIONS:
@@ -302,7 +307,9 @@ def _toml_value(value):
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else repr(value)
 
 
-def differences(old, new, names=None):
+def differences(
+    old: TrainConfig, new: TrainConfig, names: Iterable[str] | None = None
+) -> list[str]:
     """Return sentences on what differs between the config of a run and what is asked now, in all
     options or in those of ``names``."""
     return [
@@ -323,7 +330,7 @@ def _may_change(name, old, new):
     return name in ("checkpoint", "threads")
 
 
-def describe_growth(old, new):
+def describe_growth(old: TrainConfig, new: TrainConfig) -> str:
     """Return what becomes of the learning rate in a run that gets longer, in words."""
     text = f"--for was {old.length}, now {new.length}"
     to_its_end = new.schedule in ("cosine", "linear") or isinstance(new.warmup, float)
@@ -333,6 +340,6 @@ def describe_growth(old, new):
     return text
 
 
-def plain(value):
+def plain(value: Any) -> int | float | str:
     """Return a value as JSON has it: numbers, and all else as users write it."""
     return value if isinstance(value, int | float) else shown(value)

@@ -1,13 +1,14 @@
 """A run folder that has lost files: what it can go on without, and what can be recovered."""
 
 import shlex
+from typing import Any
 
 from gpuattn.errors import CheckpointError
 from gpuattn.runs.folder import CHECKPOINTS, SNAPSHOTS
 from gpuattn.runtime import checkpoint
 
 
-def check_whole(folder):
+def check_whole(folder: Any) -> list[str]:
     """Return sentences on what is missing of a run that can go on without it.
 
     ``folder``: its RunFolder. Raises CheckpointError where the run would begin anew although it has
@@ -51,7 +52,7 @@ def _missing(folder, listed):
         yield f"the best weights are missing in {folder.path}: the last ones are used instead"
 
 
-def recover(folder):
+def recover(folder: Any) -> tuple[list[str], list[str]]:
     """Write the manifests that the checkpoints of a run have lost. ``folder``: its RunFolder.
 
     Returns (names of files that have one now, sentences on files that cannot be used). Raises

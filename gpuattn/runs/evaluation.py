@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from gpuattn.arrays import get_xp
 from gpuattn.data.batching import LanguageModelLoader
@@ -10,14 +12,25 @@ from gpuattn.errors import DataError
 from gpuattn.runtime.device import batch_to
 from gpuattn.tasks.corpus import held_out, held_out_text
 from gpuattn.tasks.score import score
+from gpuattn.typing import StrPath
 
 
-def pairs_for(config, source=None, reference=None):
+def pairs_for(
+    config: Any, source: StrPath | None = None, reference: StrPath | None = None
+) -> Sequence[Any]:
     """Return the pairs of two files, or the held-out ones of a run. DataError for bad files."""
-    return read_parallel(source, reference) if source else held_out(config)
+    return read_parallel(source, reference) if source and reference else held_out(config)
 
 
-def evaluate(translator, pairs, *, lowercase=False, tokenize="13a", beam=None, length_penalty=None):
+def evaluate(
+    translator: Any,
+    pairs: Sequence[Any],
+    *,
+    lowercase: bool = False,
+    tokenize: str = "13a",
+    beam: int | None = None,
+    length_penalty: float | None = None,
+) -> dict[str, Any]:
     """Return ``runs.metrics.score`` of a Translator on pairs, and its ``tokens_per_second``.
 
     Tokens are those of the translations, end marks left out; loading the run is not counted.
@@ -32,7 +45,7 @@ def evaluate(translator, pairs, *, lowercase=False, tokenize="13a", beam=None, l
     return row | {"tokens_per_second": tokens / spent}
 
 
-def evaluate_text(sampler, path=None):
+def evaluate_text(sampler: Any, path: StrPath | None = None) -> dict[str, Any]:
     """Return how well a Sampler's model predicts a text file, or what its run held out.
 
     Keys: ``loss``, the exact mean cross-entropy of a token in nats; ``perplexity``, its

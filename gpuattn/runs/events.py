@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from gpuattn.errors import UnsupportedError
 from gpuattn.files import writing
@@ -15,7 +17,7 @@ TAGS = {
 FLUSH_SECONDS = 2
 
 
-def import_tensorboard():
+def import_tensorboard() -> tuple[Any, Any, Any]:
     """Return the classes Event, SessionLog and EventFileWriter of the package tensorboard.
 
     Raises UnsupportedError where it is not installed.
@@ -32,7 +34,7 @@ def import_tensorboard():
 
 
 @contextlib.contextmanager
-def written(run):
+def written(run: Any) -> Iterator[None]:
     """Write the rows of a RunFolder's metrics as events: those from before and of the block.
 
     Raises UnsupportedError without tensorboard, CheckpointError when the disk refuses.
@@ -60,10 +62,10 @@ class EventLog:
         self._folder, self._writer = folder, None
 
     @property
-    def begun(self):
+    def begun(self) -> bool:
         return self._writer is not None
 
-    def begin(self, rows):
+    def begin(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rows into a new file and empty older ones, so that no update is there twice.
 
         An open TensorBoard drops what it has read of those, and could not go on from deleted ones.
@@ -79,7 +81,7 @@ class EventLog:
         for row in rows:
             self.add(row)
 
-    def add(self, row):
+    def add(self, row: Mapping[str, Any]) -> None:
         """Write a row of metrics, if it is of "train" or "valid"."""
         if row["event"] == "start":
             self._started = datetime.datetime.fromisoformat(row["date"]).timestamp()
@@ -97,7 +99,7 @@ class EventLog:
         with writing(self._folder):
             self._writer.add_event(event)
 
-    def close(self):
+    def close(self) -> None:
         """Write what is not written yet."""
         if self.begun:
             with writing(self._folder):

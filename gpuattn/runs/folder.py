@@ -10,7 +10,9 @@ import math
 import shlex
 import shutil
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gpuattn.arrays import to_gpu
 from gpuattn.data.tokenizer import tokenizer_from_bytes
@@ -19,6 +21,7 @@ from gpuattn.files import write_text
 from gpuattn.models.kinds import new_model
 from gpuattn.optim.averaging import average_tensors
 from gpuattn.runs.config import (
+    TrainConfig,
     differences,
     option_key,
     plain,
@@ -32,6 +35,7 @@ from gpuattn.runtime import checkpoint
 from gpuattn.runtime.device import choose_device
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
+from gpuattn.typing import Array, StrPath
 from gpuattn.units import shown
 
 CONFIG, TOKENIZER, DIGESTS = "config.toml", "tokenizer.model", "digests.toml"
@@ -52,11 +56,11 @@ class RunFolder:
         self.path = Path(path)
         self.metrics = MetricsLog(self.path / "metrics.jsonl")
 
-    def exists(self):
+    def exists(self) -> bool:
         """Tell whether a run was begun here."""
         return (self.path / CONFIG).exists()
 
-    def lock(self):
+    def lock(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which no other process writes here; see ``runs.lock.locked``.
 
         Raises ConfigError for a folder that is something else.
@@ -65,7 +69,13 @@ class RunFolder:
             self.check_empty()
         return locked(self.path)
 
-    def create(self, config, origins, tokenizer, digests=None):
+    def create(
+        self,
+        config: TrainConfig,
+        origins: Mapping[str, str],
+        tokenizer: Any,
+        digests: Mapping[str, str] | None = None,
+    ) -> None:
         """Begin a run: write what never changes, its config last."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -78,7 +88,7 @@ class RunFolder:
                 f"cannot write to {self.path}: {error.strerror}. Choose another --out"
             ) from error
 
-    def remove(self):
+    def remove(self) -> None:
         """Delete the run, if this is one. ConfigError for a folder that is something else."""
         if self.exists():
             for path in sorted(self.path.iterdir(), key=lambda path: path.name == CONFIG):
@@ -89,7 +99,7 @@ class RunFolder:
         elif self._is_taken():
             raise ConfigError(f"{self.path} is not a run of gpuattn: it is left alone")
 
-    def check_empty(self):
+    def check_empty(self) -> None:
         """Raise ConfigError where a run may not begin: something else is there."""
         if self._is_taken():
             lost = self._without_config()
@@ -114,7 +124,7 @@ class RunFolder:
             "back, or copy the one that the command of this run writes in another --out" + again
         )
 
-    def check_same(self, config):
+    def check_same(self, config: TrainConfig) -> None:
         """Raise ConfigError that lists every option in which a run differs from ``config``.
 
         Of files that have other names now ``check_data`` compares the content.
@@ -130,7 +140,7 @@ class RunFolder:
             "to begin anew"
         )
 
-    def check_init(self, config):
+    def check_init(self, config: TrainConfig) -> None:
         """Raise ConfigError where the run that ``--init-from`` names is this one, or has another
         model, with the options that differ."""
         if config.init_from is None:
@@ -139,7 +149,7 @@ class RunFolder:
         if given.path.resolve() == self.path.resolve():
             raise ConfigError(f"--init-from and --out are both {self.path}. Choose another --out")
         there = given.config()
-        names = MODEL_OPTIONS if there.model == config.model else ("model",)
+        names: Sequence[str] = MODEL_OPTIONS if there.model == config.model else ("model",)
         if there.positions != "learned":  # then no weights depend on the longest text
             names = [name for name in names if name not in ("block", "max_len")]
         found = differences(there, config, [name for name in names if config.has(name)])
@@ -149,7 +159,7 @@ class RunFolder:
                 f"same options: --config {shlex.quote(str(given.path / CONFIG))} has them"
             )
 
-    def needs_init(self, config):
+    def needs_init(self, config: TrainConfig) -> bool:
         """Tell whether the weights that ``--init-from`` names are to be read: of a run that has a
         state only where they have another name now."""
         if config.init_from is None:
@@ -157,7 +167,7 @@ class RunFolder:
         resumes = self.exists() and checkpoint.exists(self.path, "state")
         return not resumes or self.config().init_from != config.init_from
 
-    def check_data(self, config, digests):
+    def check_data(self, config: TrainConfig, digests: Mapping[str, str]) -> None:
         """Raise DataError for a text file that is not the one a run began with.
 
         ``digests``: {option: SHA-256} of what was read now. Where a run has none noted, other
@@ -173,20 +183,20 @@ class RunFolder:
                 changed = f"--{option_key(name)} was {shown(before)}, now {shown(path)}"
                 raise ConfigError(self._has_other([changed]))
 
-    def digests(self):
+    def digests(self) -> dict[str, str]:
         """Return {option: SHA-256} of what a run began with; {} where that was not noted."""
         with contextlib.suppress(OSError, ValueError):
             return tomllib.loads((self.path / DIGESTS).read_text(encoding="utf-8"))
         return {}
 
-    def keep_digests(self, digests):
+    def keep_digests(self, digests: Mapping[str, str]) -> None:
         """Note {option: SHA-256} of what a run began with, where it is not noted yet."""
         noted = self.digests()
         if not digests.keys() <= noted.keys():
-            lines = (f'{name} = "{digest}"\n' for name, digest in (digests | noted).items())
+            lines = (f'{name} = "{digest}"\n' for name, digest in {**digests, **noted}.items())
             write_text(self.path / DIGESTS, "".join(lines))
 
-    def check_trainable(self):
+    def check_trainable(self) -> None:
         """Raise ConfigError for a mean of weights, which training would write over."""
         if self.metrics.read("averaged"):
             raise ConfigError(
@@ -194,14 +204,14 @@ class RunFolder:
                 "Use another --out, or --overwrite to begin anew"
             )
 
-    def config(self):
+    def config(self) -> TrainConfig:
         """Return the TrainConfig. CheckpointError where there is no run."""
         if not self.exists():
             lost = self._without_config()
             raise CheckpointError(lost or f"{self.path} is no run: it has no config.toml")
         return resolve((CONFIG, read_toml(self.path / CONFIG)))[0]
 
-    def tokenizer(self):
+    def tokenizer(self) -> Any:
         """Return the tokenizer. CheckpointError if it is missing or damaged."""
         path = self.path / TOKENIZER
         try:
@@ -209,12 +219,12 @@ class RunFolder:
         except (OSError, DataError) as error:
             raise CheckpointError(f"{path} cannot be used: {error}") from error
 
-    def snapshots(self):
+    def snapshots(self) -> list[str]:
         """Return the names of the kept checkpoints for averaging, oldest first."""
         found = (self.path / SNAPSHOTS).glob("update_*.json")
         return sorted({path.name.rsplit("-", 1)[0] for path in found})
 
-    def save_snapshot(self, update, weights, keep):
+    def save_snapshot(self, update: int, weights: Mapping[str, Array], keep: int) -> None:
         """Keep these weights for averaging, and only the last ``keep`` of them."""
         folder = self.path / SNAPSHOTS
         checkpoint.save(folder, f"update_{update:08d}", weights)
@@ -222,7 +232,7 @@ class RunFolder:
             for path in folder.glob(f"{name}-*"):
                 path.unlink(missing_ok=True)
 
-    def average_snapshots(self, last):
+    def average_snapshots(self, last: int) -> dict[str, Array]:
         """Return the mean of the last so many kept checkpoints, as {name: array}."""
         names = self.snapshots()[-last:]
         return average_tensors(checkpoint.load(self.path / SNAPSHOTS, name)[0] for name in names)
@@ -240,13 +250,13 @@ def _other_content(name, path, folder):
     )
 
 
-def begin_from(config, model):
+def begin_from(config: TrainConfig, model: Any) -> tuple[str, str]:
     """Set a model to the weights that ``--init-from`` names, the best ones or else the last.
 
     Returns (what they are, in words; the SHA-256 of their values). Raises CheckpointError for a
     folder that is no run, is damaged, or is of another model.
     """
-    path = Path(config.init_from)
+    path = Path(config.init_from or "")
     which = "best" if checkpoint.exists(path, "best") else "last"
     weights, notes = checkpoint.load(path, which, dict(model.named_parameters()))
     model.load_state(weights)
@@ -254,7 +264,9 @@ def begin_from(config, model):
     return f"the {which} weights of {path}{update}", checkpoint.digest(weights)
 
 
-def load_run(path, *, device="auto", which="best", task=None):
+def load_run(
+    path: StrPath, *, device: str = "auto", which: str = "best", task: str | None = None
+) -> Any:
     """Return the Translator of a run folder, or the Sampler of a language model's.
 
     ``device``: "auto", "cuda" or "numpy". ``which``: "best" or "last" weights; where a run has no
@@ -284,7 +296,7 @@ def load_run(path, *, device="auto", which="best", task=None):
     return kind.new_user(config, model, tokenizer, metadata)
 
 
-def summary(path):
+def summary(path: StrPath) -> dict[str, Any]:
     """Return what a run is, as JSON-able data: options, sizes, updates, best row of metrics.
 
     ``state``: "finished", "stopped", or for a mean of weights "averaged". ``faults``: sentences on
@@ -293,7 +305,7 @@ def summary(path):
     folder = RunFolder(path)
     config, tokenizer = folder.config(), folder.tokenizer()
     rows = folder.metrics.read()
-    last = next((row for row in reversed(rows) if row["event"] != "start"), {})
+    last: dict[str, Any] = next((row for row in reversed(rows) if row["event"] != "start"), {})
     states = {"end": "finished", "averaged": "averaged"}
     valid = [row for row in rows if row["event"] == "valid"]
     if not rows:  # metrics.jsonl is lost, or nothing was noted yet
@@ -309,7 +321,7 @@ def summary(path):
         "units": tokenizer.units,
         "updates": last.get("update", 0),
         "seconds": round(last.get("seconds", 0.0), 1),
-        "state": states.get(last.get("event"), "stopped"),
+        "state": states.get(last.get("event", ""), "stopped"),
         "faults": list(filter(None, faults)),
         "best": max(valid, key=rank, default=None),
         "options": {option_key(name): plain(value) for name, value in vars(config).items()
@@ -326,7 +338,7 @@ def _count_parameters(folder, config, tokenizer):
     return sum(parameter.size for parameter in new_model(config, tokenizer).parameters())
 
 
-def average_runs(paths, out, last=None):
+def average_runs(paths: Sequence[StrPath], out: StrPath, last: int | None = None) -> int:
     """Write the mean of weights as a new run folder; return how many were averaged.
 
     ``paths``: folders of runs of one model, whose best weights count; or one folder, whose

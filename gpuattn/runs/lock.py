@@ -12,6 +12,8 @@ import json
 import os
 import socket
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 from gpuattn.errors import CheckpointError, ConfigError
 
@@ -26,7 +28,7 @@ BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK)
 
 
 @contextlib.contextmanager
-def locked(folder):
+def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, a Path, inside a block; make the folder if it is missing.
 
     Folders that were made and are empty at the end are removed. Where the file system has no

@@ -3,7 +3,9 @@
 import json
 import math
 import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,18 +18,18 @@ NUMBERS = {  # event -> what its rows have beside ``update``
 }  # fmt: skip
 
 
-def rank(row):
+def rank(row: Mapping[str, Any]) -> tuple[float, float]:
     """Return what orders evaluations: the score, and among equal ones the loss."""
     return row["score"], -row["loss"]
 
 
-def is_right(row, percent):
+def is_right(row: Mapping[str, Any], percent: float) -> bool:
     """Tell whether so many of the translations of every kind of pair are exact."""
-    kinds = row.get("exact_by_kind")
+    kinds = row.get("exact_by_kind") or {}
     return bool(kinds) and min(kinds.values()) >= percent
 
 
-def describe(row):
+def describe(row: Mapping[str, Any]) -> str:
     """Return a row of metrics in words."""
     mean = f" (mean of {row['averaged']} checkpoints)" if "averaged" in row else ""
     figures = [f"update {row['update']:,}{mean}", f"loss {row['loss']:.3f}"]
@@ -40,7 +42,7 @@ def describe(row):
     return ", ".join(figures)
 
 
-def loss_names(config):
+def loss_names(config: Any) -> tuple[str, str]:
     """Return the names of both losses of a run, which smoothing makes two measures."""
     smoothing = config.label_smoothing
     if not smoothing:
@@ -48,7 +50,7 @@ def loss_names(config):
     return f"training, smoothing {smoothing:g}", "validation, unsmoothed"
 
 
-def round_times(rows):
+def round_times(rows: Iterable[Mapping[str, Any]]) -> list[tuple[float, str]]:
     """Return [(update, such as "20 s")] for a few round times, by rows of metrics.
 
     Between rows an update takes as long as the next. Times for which an axis of updates has no
@@ -82,7 +84,7 @@ class MetricsLog:
     def __init__(self, path):
         self.path, self.listener = Path(path), None
 
-    def add(self, event, **values):
+    def add(self, event: str, **values: Any) -> None:
         """Append a line, so that it is there even if the process ends right after.
 
         Raises CheckpointError when the disk refuses, as ``rewind`` does.
@@ -93,7 +95,7 @@ class MetricsLog:
         if self.listener:
             self.listener.add(row)
 
-    def read(self, event=None):
+    def read(self, event: str | None = None) -> list[dict[str, Any]]:
         """Return the lines as dicts, of one event or of all.
 
         Lines that are no rows are left out: a half-written last one in silence, others with a
@@ -108,7 +110,7 @@ class MetricsLog:
             warnings.warn(f"{self.path} is damaged: left out line {few}", stacklevel=2)
         return [row for row in rows if row is not None and event in (None, row["event"])]
 
-    def rewind(self, update):
+    def rewind(self, update: int) -> None:
         """Drop what was noted after an update, and of an end: a resumed run notes it again.
 
         Choices of threads stay: with them, updates that are repeated have the same bits.

@@ -5,13 +5,15 @@ A built-in task has new pairs in every epoch, a function of (seed, epoch).
 """
 
 import zlib
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from gpuattn.data import tasks
-from gpuattn.data.batching import LanguageModelLoader, PackedLoader
+from gpuattn.data.batching import Batch, LanguageModelBatch, LanguageModelLoader, PackedLoader
 from gpuattn.data.text import encode_pairs, read_language_model, read_parallel
 from gpuattn.data.tokenizer import EOS, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
@@ -57,13 +59,13 @@ class Corpus:
         tokens = int(self._first_loader.fill(0) * config.batch)
         self.warnings = _one_batch(alone, tokens, config.max_len + 1)
 
-    def rebatch(self, config):
+    def rebatch(self, config: Any) -> None:
         """Make batches as another config has them, of the same data."""
         self.config = config
         self._first_loader = self._new_loader(self.ids)
         self.loader = lru_cache(1)(self._loader)
 
-    def epoch_tokens(self):
+    def epoch_tokens(self) -> int:
         """Return the tokens of an epoch, on the longer side."""
         return max(sum(len(pair[side]) for pair in self.ids) for side in (0, 1))
 
@@ -78,7 +80,7 @@ class Corpus:
         config = self.config
         return PackedLoader(ids, config.batch, config.seed, batching=config.batching)
 
-    def valid_batches(self):
+    def valid_batches(self) -> Iterator[Batch]:
         """Yield the validation pairs in batches, always the same."""
         yield from PackedLoader(self.valid_ids, self.config.batch, seed=0).epoch(0)
 
@@ -144,13 +146,13 @@ class TextCorpus:
             f"loss of guessing by frequency {_unigram_loss(valid_ids):.2f}",
         ]
 
-    def rebatch(self, config):
+    def rebatch(self, config: Any) -> None:
         """Make batches as another config has them, of the same text."""
         (ids, valid), block, rows = self._ids_of, config.block, config.batch // config.block
         self._train = LanguageModelLoader(ids, block, rows, config.seed)
         self.valid_loader = LanguageModelLoader(valid, min(block, len(valid) - 1), rows, seed=0)
 
-    def epoch_tokens(self):
+    def epoch_tokens(self) -> int:
         """Return the tokens of the text."""
         return len(self._ids_of[0])
 
@@ -160,11 +162,11 @@ class TextCorpus:
         except DataError as error:
             raise DataError(f"{path}: {error}") from None
 
-    def loader(self, epoch):
+    def loader(self, epoch: int) -> LanguageModelLoader:
         """Return the LanguageModelLoader of every epoch."""
         return self._train
 
-    def valid_batches(self):
+    def valid_batches(self) -> Iterator[LanguageModelBatch]:
         """Yield the held-out text as consecutive blocks, every token but the first once a label."""
         yield from self.valid_loader.blocks()
 
@@ -175,7 +177,7 @@ def _pieces(text):
         yield from (line[i : i + PIECE] for i in range(0, len(line), PIECE))
 
 
-def held_out(config):
+def held_out(config: Any) -> Sequence[Any]:
     """Return the pairs that ``evaluate`` uses for a run when no files are given.
 
     Of a built-in task the test split, else the pairs of validation.
@@ -191,7 +193,7 @@ def _by_option(config, digests):
     return {name: digests[path] for name, path in paths.items() if path is not None}
 
 
-def held_out_text(config):
+def held_out_text(config: Any) -> str:
     """Return the text by which a language model's run is judged."""
     if config.valid_lm:
         return read_language_model(config.valid_lm)

@@ -1,6 +1,8 @@
 """Runs that learn to continue a text."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +28,7 @@ class LanguageTask(Task):
     rate_title = "Tokens per second"
 
     @staticmethod
-    def check(config):
+    def check(config: Any) -> None:
         if not config.lm:
             raise ConfigError(f"--model {config.model} learns from one text: --lm FILE")
         pairs = (config.source, config.target, config.valid_source, config.valid_target)
@@ -42,68 +44,70 @@ class LanguageTask(Task):
             )
 
     @staticmethod
-    def run_name(config):
+    def run_name(config: Any) -> str | None:
         return Path(config.lm).name.split(".")[0]
 
     @staticmethod
-    def describe_data(config):
+    def describe_data(config: Any) -> str:
         return config.lm
 
     @staticmethod
-    def title(config):
+    def title(config: Any) -> str:
         return f"Language model of {config.lm}"
 
     @staticmethod
-    def example(config):
+    def example(config: Any) -> str | None:
         return None
 
     @staticmethod
-    def scores(config):
+    def scores(config: Any) -> tuple[str, dict[str, str]]:
         return "Held-out text", {"perplexity": "perplexity"}
 
     @staticmethod
-    def least_tokens(config):
+    def least_tokens(config: Any) -> int:
         return config.block
 
     @staticmethod
-    def describe_least(config):
+    def describe_least(config: Any) -> str:
         return f"a block of {config.block:,}"
 
     @staticmethod
-    def unit(config, most):
+    def unit(config: Any, most: int) -> int:
         return config.block * (BLOCKS if most >= BLOCKS * config.block else 1)
 
     @staticmethod
-    def next_parts(config, parts):
+    def next_parts(config: Any, parts: int) -> int | None:
         """Blocks are shared out evenly, so that an update has as many as before."""
         rows = config.batch // config.block
         return next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
 
     @staticmethod
-    def part_tokens(config, parts):
+    def part_tokens(config: Any, parts: int) -> int:
         return config.batch // config.block // parts * config.block
 
-    def describe_model(self):
+    def describe_model(self) -> str:
         return f"{self.config.layers[0]} layers, width {self.config.dim}"
 
-    def describe_update(self):
+    def describe_update(self) -> str:
         config = self.config
         rows = config.batch // config.block * config.accumulate
         return f"{rows:,} blocks of {config.block:,} tokens"
 
-    def fixed_shape(self, batch):
+    def fixed_shape(self, batch: Any) -> Any:
         return batch  # its shape is that of all others
 
-    def flops(self, batches):
+    def flops(self, batches: Sequence[Any]) -> float:
         rows = sum(len(batch.tokens) for batch in batches)
         return self.model.config.flops(np.full(rows, self.config.block))
 
-    def loss(self, batch, label_smoothing=0.0, dloss=None):
+    def loss(self, batch: Any, label_smoothing: float = 0.0, dloss: Any = None) -> Any:
         return self.model.loss(
             batch.tokens, batch.labels, dloss, label_smoothing=label_smoothing, order=batch.order
         )
 
-    def evaluate(self, folder, update, loss, stop):
+    def evaluate(
+        self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
+    ) -> tuple[dict[str, Any], list[str]] | None:
         (text,) = self.user.sample(tokens=SAMPLE_TOKENS, seed=self.config.seed)
         if stop():
             return None

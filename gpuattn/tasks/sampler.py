@@ -1,5 +1,7 @@
 """A text in, the text and more out: a trained language model with its tokenizer."""
 
+from typing import Any
+
 import numpy as np
 
 from gpuattn import rng
@@ -23,9 +25,9 @@ class Sampler:
         self.metrics = metrics or {}
 
     def sample(
-        self, prompt="", *, tokens, count=1, temperature=TEMPERATURE, top_k=None, top_p=1.0,
-        min_p=0.0, seed=None,
-    ):  # fmt: skip
+        self, prompt: str = "", *, tokens: int, count: int = 1, temperature: float = TEMPERATURE,
+        top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0, seed: Any = None,
+    ) -> list[str]:  # fmt: skip
         """Return ``count`` texts that begin with ``prompt`` and go on for so many tokens.
 
         Without a prompt a text begins as a line does. ``temperature`` to ``seed``: see

@@ -1,13 +1,22 @@
 """Scores of translations: exact match, BLEU and chrF."""
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 from gpuattn.errors import ConfigError, DataError, problem
 
 TOKENIZERS = ("13a", "none")
 
 
-def score(hypotheses, references, kinds=None, *, lowercase=False, tokenize="13a"):
+def score(
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    kinds: Sequence[str] | None = None,
+    *,
+    lowercase: bool = False,
+    tokenize: str = "13a",
+) -> dict[str, Any]:
     """Return how well sentences match their references, all figures from 0 to 100.
 
     Keys: ``exact_match``; ``exact_by_kind``, {kind: exact match} (empty without ``kinds``);

@@ -1,5 +1,9 @@
 """Runs that learn to translate."""
 
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
 from gpuattn.data import tasks
@@ -43,18 +47,18 @@ class TranslationTask(Task):
     rate_title = "Tokens per second, source and target"
 
     @staticmethod
-    def default_data(given):
+    def default_data(given: Collection[str]) -> dict[str, Any]:
         return {} if {"task", "source", "target"} & set(given) else {"task": "toy"}
 
     @staticmethod
-    def data_defaults(values):
+    def data_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         if not values.get("task"):
             return {}
         task = tasks.find_task(values["task"])
         return {"vocab_size": task.vocab_size} | BUILT_IN_DEFAULTS[task.name]
 
     @staticmethod
-    def check(config):
+    def check(config: Any) -> None:
         files = (config.source, config.target)
         valid = (config.valid_source, config.valid_target)
         if config.lm:
@@ -77,19 +81,19 @@ class TranslationTask(Task):
             )
 
     @staticmethod
-    def run_name(config):
+    def run_name(config: Any) -> str | None:
         return config.task
 
     @staticmethod
-    def describe_data(config):
+    def describe_data(config: Any) -> str:
         return config.task or f"{config.source} to {config.target}"
 
     @staticmethod
-    def title(config):
+    def title(config: Any) -> str:
         return f"Translation: {TranslationTask.describe_data(config)}"
 
     @staticmethod
-    def example(config):
+    def example(config: Any) -> str | None:
         if config.task:
             few = tasks.generate(config.task, "test", 20, config.seed)
             return max((pair.source for pair in few), key=len)
@@ -100,52 +104,54 @@ class TranslationTask(Task):
             return "..."
 
     @staticmethod
-    def scores(config):
+    def scores(config: Any) -> tuple[str, dict[str, str]]:
         exact = {"exact_match": "exact match, %", "bleu": "BLEU"}
         figures = exact if config.exact_match else {"bleu": "BLEU", "chrf": "chrF"}
         return "Held-out sentences, translated greedily", figures
 
     @staticmethod
-    def least_tokens(config):
+    def least_tokens(config: Any) -> int:
         return config.max_len + 1
 
     @staticmethod
-    def describe_least(config):
+    def describe_least(config: Any) -> str:
         return f"{config.batch:,}"
 
     @staticmethod
-    def unit(config, most):
+    def unit(config: Any, most: int) -> int:
         return STEP
 
     @staticmethod
-    def next_parts(config, parts):
+    def next_parts(config: Any, parts: int) -> int | None:
         return 2 * parts if config.batch // (2 * parts) > config.max_len else None
 
     @staticmethod
-    def part_tokens(config, parts):
+    def part_tokens(config: Any, parts: int) -> int:
         return config.batch // parts
 
-    def describe_model(self):
+    def describe_model(self) -> str:
         return f"{'+'.join(map(str, self.config.layers))} layers, width {self.config.dim}"
 
-    def describe_update(self):
+    def describe_update(self) -> str:
         tokens = self.config.batch * self.config.accumulate
         fill = self.corpus.loader(0).fill(0)
         return f"up to {tokens:,} tokens on a side, {fill:.0%} of it filled"
 
-    def fixed_shape(self, batch):
+    def fixed_shape(self, batch: Any) -> Any:
         return fixed_shape(batch, self.config.batch, self.config.max_len + 1)
 
-    def flops(self, batches):
+    def flops(self, batches: Sequence[Any]) -> float:
         lengths = [
             np.concatenate(sides) for sides in zip(*(b.lengths for b in batches), strict=True)
         ]
         return self.model.config.flops(*lengths)
 
-    def loss(self, batch, label_smoothing=0.0, dloss=None):
+    def loss(self, batch: Any, label_smoothing: float = 0.0, dloss: Any = None) -> Any:
         return self.model.loss(batch, label_smoothing, dloss)
 
-    def evaluate(self, folder, update, loss, stop):
+    def evaluate(
+        self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
+    ) -> tuple[dict[str, Any], list[str]] | None:
         pairs = self.corpus.valid[: self.config.score_pairs]
         found = self.user.translate([pair.source for pair in pairs], beam=1, stop=stop)
         if stop():

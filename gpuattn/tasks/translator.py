@@ -1,7 +1,8 @@
 """Lines in, lines out: a trained model with its tokenizer."""
 
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from gpuattn.arrays import on_gpu
 from gpuattn.data.tokenizer import BOS, EOS, PAD, UNK
@@ -34,7 +35,15 @@ class Translator:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.metrics = metrics or {}
 
-    def translate(self, lines, *, beam=None, length_penalty=None, kv_cache=True, stop=None):
+    def translate(
+        self,
+        lines: Sequence[str],
+        *,
+        beam: int | None = None,
+        length_penalty: float | None = None,
+        kv_cache: bool = True,
+        stop: Callable[[], bool] | None = None,
+    ) -> list[str]:
         """Return the translation of each line, as a list of str; that of an empty line is empty.
 
         ``beam``: 1 (greedy) to 200. ``length_penalty``: exponent of the length that scores are
@@ -43,10 +52,21 @@ class Translator:
         Raises DataError for a line longer than the model takes, TypeError for a str instead of
         a list.
         """
-        options = {"beam": beam, "length_penalty": length_penalty, "kv_cache": kv_cache}
+        options: dict[str, Any] = {
+            "beam": beam, "length_penalty": length_penalty, "kv_cache": kv_cache
+        }  # fmt: skip
         return [found[0].text for found in self.nbest(lines, 1, stop=stop, **options)]
 
-    def nbest(self, lines, n, *, beam=None, length_penalty=None, kv_cache=True, stop=None):
+    def nbest(
+        self,
+        lines: Sequence[str],
+        n: int,
+        *,
+        beam: int | None = None,
+        length_penalty: float | None = None,
+        kv_cache: bool = True,
+        stop: Callable[[], bool] | None = None,
+    ) -> list[list[Translation]]:
         """Return, for each line, a list of up to ``n`` Translations, the best first.
 
         The beam is at least ``n``. Other arguments and errors as ``translate``.
@@ -75,7 +95,7 @@ class Translator:
                 found[i] = [Translation(self._text(h.tokens), h.normalised) for h in best]
         return found
 
-    def check(self, line):
+    def check(self, line: str) -> list[int]:
         """Return the token ids of a line. DataError if it is longer than the model takes."""
         ids = self.tokenizer.encode(" ".join(line.split("\n")).strip())
         if len(ids) > self.config.max_len:
