@@ -1,10 +1,40 @@
-"""Attention, fused ops and autodiff for NumPy and CuPy arrays. This list is the public API.
+"""Flash attention, fused Transformer ops and autodiff for NumPy and CuPy arrays.
 
-Layers are in ``gpuattn.nn``, models in ``gpuattn.models``, optimizers in ``gpuattn.optim``;
-how to decode, in the modules of ``gpuattn.decode``. ``load_run`` opens a trained model.
+Arrays in, arrays out:
+
+>>> import numpy as np
+>>> import gpuattn
+>>> rng = np.random.default_rng(0)
+>>> q, k, v = rng.standard_normal((3, 2, 16, 4, 8), dtype="float32")  # each (B, T, H, D)
+>>> gpuattn.flash_attention(q, k, v, causal=True).shape
+(2, 16, 4, 8)
+
+``gpuattn.explain`` names the implementation that runs for given arguments, and for every other one
+the reason why it does not. A ``Tensor`` records what NumPy's functions and these ops compute:
+
+>>> x = gpuattn.Tensor([0.5, -1.0], requires_grad=True)
+>>> loss = np.sum(gpuattn.gelu(x) ** 2)
+>>> loss.backward()
+>>> x.grad.shape
+(2,)
+
+- Attention: `flash_attention`, `scaled_dot_product_attention`, `decode_attention`, `append_kv`,
+  `rotary`, `softmax`.
+- Layers: `linear`, `linear_dropout_add_norm`, `dropout_add_norm`, `layer_norm`, `rms_norm`,
+  `dropout`, `embedding`, `gelu`, `relu`, `swiglu`.
+- Loss: `cross_entropy`, `linear_cross_entropy`.
+- Sampling: `topk_logprobs`, `beam_step`, `sample_tokens`.
+- Updates of flat buffers: `adamw`, `lamb`, `lion`, `sgd`, `gradient_statistics`.
+- Autodiff: `Tensor`, `grad`, `value_and_grad`, `gradcheck`, `checkpoint`, `no_grad`,
+  `stop_gradient`.
+- Choice of implementation: `explain`, `use_impl`.
+
+Layers as modules are in `gpuattn.nn`, models in `gpuattn.models`, optimizers in `gpuattn.optim`.
+`load_run` opens a model that ``gpuattn train`` has trained.
 """
 
 import importlib
+from typing import Any
 
 import gpuattn.environment  # noqa: F401  before what imports NumPy
 from gpuattn.arrays import get_xp, to_cpu, to_gpu
@@ -44,8 +74,9 @@ from gpuattn.ops.update.lamb import TensorTable, lamb
 from gpuattn.ops.update.lion import lion
 from gpuattn.ops.update.sgd import sgd
 from gpuattn.rng import manual_seed
+from gpuattn.typing import StrPath
 
-MODULES = ("models", "nn", "optim", "runtime")  # imported when first asked for
+MODULES = ("models", "nn", "optim", "runtime")  # imported on first use
 
 __all__ = [
     "OptimizerState",
@@ -76,10 +107,14 @@ __all__ = [
     "lion",
     "load_run",
     "manual_seed",
+    "models",
+    "nn",
     "no_grad",
+    "optim",
     "relu",
     "rms_norm",
     "rotary",
+    "runtime",
     "sample_tokens",
     "scaled_dot_product_attention",
     "sgd",
@@ -94,17 +129,31 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
+def load_run(
+    path: StrPath, *, device: str = "auto", which: str = "best", task: str | None = None
+) -> Any:
+    """Return the Translator of a run folder, or the Sampler of a language model's.
+
+    ``device``: "auto", "cuda" or "numpy". ``which``: "best" or "last" weights; a run that has no
+    best weights yet gives its last ones. ``task``: "translation" or "language", to refuse runs of
+    another task; None accepts any. On a GPU it computes in float32.
+    Raises CheckpointError for a folder that is no run, or is damaged or of another model;
+    ConfigError for a run of another task; DeviceMissingError for "cuda" without a GPU.
+    """
+    from gpuattn.runs import folder  # imports what training needs
+
+    return folder.load_run(path, device=device, which=which, task=task)
+
+
+def __getattr__(name: str) -> Any:
     """Import on first use what most programs do not need."""
     if name in MODULES:
         return importlib.import_module(f"gpuattn.{name}")
-    if name == "load_run":
-        return importlib.import_module("gpuattn.runs.folder").load_run
     if name == "__version__":
         return importlib.import_module("gpuattn.version").version()
     raise AttributeError(f"module 'gpuattn' has no attribute {name!r}")
 
 
-def __dir__():
-    """Return what is public: no module that holds parts of it."""
-    return sorted([*__all__, *MODULES, "__version__"])
+def __dir__() -> list[str]:
+    """Return the public names, without the modules that they come from."""
+    return sorted([*__all__, "__version__"])

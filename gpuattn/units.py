@@ -39,7 +39,11 @@ class Length(NamedTuple):
 
 
 def parse_length(value: Any) -> Length:
-    """Return the Length of ``30e``, ``8000u``, ``8ku``, ``90s``, ``5m`` or ``2h``."""
+    """Return the Length of ``30e``, ``8000u``, ``8ku``, ``90s``, ``5m`` or ``2h``.
+
+    >>> parse_length("5m")
+    Length(amount=300.0, unit='s')
+    """
     if isinstance(value, Length):
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(k?)([eusmh])", str(value).strip())
@@ -54,7 +58,11 @@ def parse_length(value: Any) -> Length:
 
 
 def parse_count(value: Any) -> int:
-    """Return the whole number of ``8192``, ``8k`` (8,000) or ``1.5M``."""
+    """Return the whole number of ``8192``, ``8k`` (8,000) or ``1.5M``.
+
+    >>> parse_count("8k")
+    8000
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kM]?)", str(value).strip())
     count = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6}[match[2]] if match else 0
     if isinstance(value, bool) or count < 1 or count != int(count):
@@ -121,7 +129,11 @@ def round_step(step: float) -> float:
 
 
 def with_unit(number: float, unit: str) -> str:
-    """Return such as "9.67 GFLOP/s" of 9.67e9 "FLOP/s"."""
+    """Return a number with the prefix of its size.
+
+    >>> with_unit(9.67e9, "FLOP/s")
+    '9.67 GFLOP/s'
+    """
     value, prefix = prefixed(number)
     return f"{value:.3g} {prefix}{unit}"
 

@@ -66,13 +66,22 @@ def test_without_a_source_tree_the_version_is_that_of_the_package(monkeypatch, t
 
 def test_dir_shows_what_is_public():
     shown = dir(gpuattn)
-    assert set(shown) == {*gpuattn.__all__, "models", "nn", "optim", "runtime", "__version__"}
+    assert set(shown) == {*gpuattn.__all__, "__version__"}
     assert [name for name in shown if not hasattr(gpuattn, name)] == []
 
 
 def test_what_is_seldom_needed_is_imported_when_asked_for():
-    code = "import gpuattn, sys; before = 'gpuattn.train' in sys.modules; gpuattn.load_run; " \
-           "print(before, 'gpuattn.runs.folder' in sys.modules)"  # fmt: skip
-    assert python(code) == "False True"
+    code = """
+import sys
+import gpuattn
+before = 'gpuattn.runs' in sys.modules
+try:
+    gpuattn.load_run("nowhere")
+except RuntimeError as error:
+    print(before, "gpuattn.runs" in sys.modules, type(error).__name__)
+"""
+    assert python(code) == "False True CheckpointError"
+    code = "import gpuattn, sys; print('gpuattn.nn' in sys.modules, gpuattn.nn.__name__)"
+    assert python(code) == "False gpuattn.nn"
     with pytest.raises(AttributeError, match="no attribute 'loadrun'"):
         _ = gpuattn.loadrun

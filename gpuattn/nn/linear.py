@@ -16,6 +16,10 @@ class Linear(Module):
     """``activation(x @ weight.T + bias)``: (..., inputs) to (..., outputs).
 
     ``weight``: (outputs, inputs). ``activation``: None, "relu" or "gelu" (tanh form).
+
+    >>> import numpy as np
+    >>> Linear(3, 5)(np.ones((2, 4, 3), "float32")).shape
+    (2, 4, 5)
     """
 
     def __init__(self, inputs, outputs, *, bias=True, activation=None, rng=None):

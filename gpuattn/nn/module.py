@@ -22,6 +22,19 @@ class Module:
     A Tensor attribute with ``requires_grad`` is a parameter, a Module is a child; so are those in
     lists, tuples and dicts. ``training``: whether dropout drops. ``deterministic``: whether
     gradients have the same bits every time, which takes longer on a GPU.
+
+    >>> from gpuattn import nn
+    >>> class Network(nn.Module):
+    ...     def __init__(self):
+    ...         self.hidden = nn.Linear(1, 64, activation="gelu")
+    ...         self.out = nn.Linear(64, 1)
+    ...
+    ...     def __call__(self, x):
+    ...         return self.out(self.hidden(x))
+    >>> Network()
+    Network, 193 parameters
+      hidden: Linear(activation='gelu'), 128 parameters: weight (64, 1), bias (64,)
+      out: Linear, 65 parameters: weight (1, 64), bias (1,)
     """
 
     training, deterministic = True, False

@@ -23,6 +23,10 @@ class Schedule:
     ``total``: the updates of the whole run, or None for a run of a given time.
     ``floor``: where "cosine" and "linear" end, as a share of the peak.
     Raises ConfigError for an unknown name and for values that contradict each other.
+
+    >>> rate = Schedule("cosine", peak=0.1, warmup=10, total=100)
+    >>> [round(rate(update), 3) for update in (0, 9, 55, 99)]
+    [0.01, 0.1, 0.05, 0.0]
     """
 
     name: str

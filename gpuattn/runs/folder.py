@@ -267,14 +267,7 @@ def begin_from(config: TrainConfig, model: Any) -> tuple[str, str]:
 def load_run(
     path: StrPath, *, device: str = "auto", which: str = "best", task: str | None = None
 ) -> Any:
-    """Return the Translator of a run folder, or the Sampler of a language model's.
-
-    ``device``: "auto", "cuda" or "numpy". ``which``: "best" or "last" weights; where a run has no
-    best yet, its last ones. ``task``: "translation" or "language", which a run has to be; None
-    takes any. On a GPU it computes in float32.
-    Raises CheckpointError for a folder that is no run, or is damaged or of another model;
-    ConfigError where the run is of another task; DeviceMissingError for "cuda" without a GPU.
-    """
+    """Return the Translator or the Sampler of a run folder: see ``gpuattn.load_run``."""
     folder = RunFolder(path)
     config = folder.config()
     kind = task_of(config)
