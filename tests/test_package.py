@@ -70,3 +70,12 @@ def test_a_file_has_one_idea():
         if lines > (450 if path.suffix == ".py" else 550):
             long[path.name] = lines
     assert not long
+
+
+def test_the_readme_begins_with_code_figures_and_the_first_run():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert max(map(len, lines)) < 120
+    first = "\n".join(lines[:45])
+    assert first.index("```python") < first.index("| model, batch") < first.index("gpuattn train\n")
+    pictures = re.findall(r"^\[\w+\]: (\S+\.png)$", "\n".join(lines), re.MULTILINE)
+    assert len(pictures) == 3 and all((ROOT / path).exists() for path in pictures)

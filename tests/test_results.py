@@ -77,7 +77,7 @@ def test_the_fused_ops_are_complete():
 
 def test_the_readme_tells_what_updates_take():
     readme = (FOLDER.parents[2] / "README.md").read_text(encoding="utf-8")
-    table = readme.split("### How long an update takes")[1].split("\n\n")[1]
+    table = readme.split("## How long an update takes")[1].split("\n\n")[1]
     names = ("torch-eager", "torch-compile", "torch-graph")
     measured = []
     for row in filter(results.is_comparison, DOCUMENTS["train-h200.json"]["rows"]):
