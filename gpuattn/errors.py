@@ -1,4 +1,4 @@
-"""Errors that say what came, what is accepted, and what to try."""
+"""Errors, whose messages say what was given, what is accepted, and what to try."""
 
 import sys
 import warnings
@@ -10,7 +10,7 @@ class UnsupportedError(ValueError):
 
 
 class GradientError(RuntimeError):
-    """The tape cannot answer: used twice, edited in place, not a scalar, not recorded."""
+    """A gradient cannot be computed: tape used twice, array edited, no scalar, not recorded."""
 
 
 class KernelCompileError(RuntimeError):
@@ -18,7 +18,7 @@ class KernelCompileError(RuntimeError):
 
 
 class DeviceMissingError(RuntimeError):
-    """A GPU was asked for and there is none that works."""
+    """A GPU was requested and none works."""
 
 
 class ConfigError(ValueError):
@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 
 class DataError(ValueError):
-    """A text file, a corpus or a batch cannot be used as it is."""
+    """A text file, a corpus or a batch cannot be used."""
 
 
 class CheckpointError(RuntimeError):
@@ -50,7 +50,7 @@ class SlowerRefusal(str):
 
 
 def problem(function: str, argument: str, got: Any, accepted: Any, advice: str = "") -> str:
-    """Return the sentence of our messages: where, what came, what is accepted, what to try."""
+    """Return the sentence of a message: where, what was given, what is accepted, what to try."""
     text = f"{function}: {argument} is {got}; accepted: {accepted}"
     return f"{text}. {advice}" if advice else text
 

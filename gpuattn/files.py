@@ -1,4 +1,4 @@
-"""Small files that are written whole or not at all, with errors that name them."""
+"""Atomic writes of small files, with errors that name the file."""
 
 import contextlib
 import os
@@ -10,12 +10,12 @@ from gpuattn.typing import StrPath
 
 
 def write_text(path: StrPath, text: str) -> None:
-    """Write a small file at once: another process sees the old text or the new, never a part.
+    """Write a small file atomically: other processes see the old text or the new one.
 
-    Raises CheckpointError when the disk refuses.
+    Raises CheckpointError when writing fails.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")  # one that a kill left is written over
+    temporary = path.with_name(f".{path.name}.tmp")  # of a killed process: overwritten
     with writing(path):
         try:
             with temporary.open("w", encoding="utf-8") as file:
@@ -31,7 +31,7 @@ def write_text(path: StrPath, text: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: StrPath) -> Iterator[None]:
-    """Say of a disk that refuses which file it was, and what to do."""
+    """Return a context that turns OSError into a CheckpointError with the path and advice."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Values as people write them: ``30e``, ``8000u``, ``90s``, ``8k``, ``4:2``; and their limits.
+"""Values as users write them: ``30e``, ``8000u``, ``90s``, ``8k``, ``4:2``; and their limits.
 
 Each parser takes what the command line, a TOML file or a program gives, and returns the value or
 raises ConfigError with what came and what is accepted.
@@ -183,7 +183,7 @@ def number(
 
 
 class OneOf:
-    """A parser of one of ``names``, as they are when it is called: they may grow."""
+    """A parser of one of ``names``, a collection that may grow."""
 
     def __init__(self, names: Collection[str]):
         self.names = names
@@ -209,7 +209,7 @@ def flag(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """Parse a string, as it is."""
+    """Return a string unchanged."""
     if not isinstance(value, str):
         raise ConfigError(f"{value!r} is a {type(value).__name__}; accepted: text")
     return value

@@ -29,7 +29,7 @@ COMMANDS = {
     "bench": "Time ops and training steps, also beside other libraries.",
 }
 EXIT_CODES = ((ConfigError, 2), (DeviceMissingError, 3), (Exception, 1))
-EXPECTED = ("gpuattn.errors", "builtins")  # where errors that users cause come from
+EXPECTED = ("gpuattn.errors", "builtins")  # modules of errors that users cause
 LESS_MEMORY = {  # what to try where a command needs more than there is
     "train": "a smaller --batch, with --accumulate for as much an update, or a smaller --dim",
     "profile": "a smaller --batch or --dim", "bench": "a smaller --shape",
@@ -46,7 +46,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no such device, 130/143 stopped a
 
 
 class Commands(click.Group):
-    """Knows names and short help of its commands; turns errors into messages and exit codes."""
+    """Imports commands on use; turns errors into messages and exit codes."""
 
     debug = False  # whether errors show where they come from
     used = None  # the name of the command
@@ -81,7 +81,7 @@ class Commands(click.Group):
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # the reader has what it wanted; Python would complain at the end
+        except BrokenPipeError:  # the reader closed the pipe; Python would complain at exit
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0

@@ -34,7 +34,7 @@ class Parsed(click.ParamType):
 
 
 class PathName(click.Path):
-    """A path by a name that is not empty: an empty one would be the folder one is in."""
+    """A path whose name is not empty: the empty path would be the current folder."""
 
     def convert(self, value, param, ctx):
         if not value:

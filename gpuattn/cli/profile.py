@@ -44,7 +44,7 @@ def command(ctx, what, plot, path, config_file, device, **values):
     On a GPU each kind of call is timed by itself, as a CUDA graph; on NumPy by the clock. In a
     step some run beside others, or in one kernel with them; its own time is given too.
     """
-    pyplot = import_pyplot() if plot else None  # says at once that there is none
+    pyplot = import_pyplot() if plot else None  # fails at once without matplotlib
     chosen = choose_device(device)[0]
     run = RunFolder(what[0]) if len(what) == 1 and RunFolder(what[0]).exists() else None
     if run:

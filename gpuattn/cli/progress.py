@@ -22,7 +22,7 @@ def new_report(level="info"):
     """Return the Listener that suits standard error and a level of LEVELS.
 
     "debug": a line for every report of progress. "info": a bar, or a line now and then. "warning":
-    warnings, and what a signal does. "error": nothing, as errors are not a report's to tell.
+    warnings, and what a signal does. "error": nothing, since errors are printed by ``cli.main``.
     """
     if level == "error":
         return Listener()
@@ -35,7 +35,7 @@ def new_report(level="info"):
 
 
 def facts(progress):
-    """Return what to say of a ``train.progress.Progress``, the most important first."""
+    """Return the figures of a ``train.progress.Progress`` in words, most important first."""
     found = [
         f"loss {progress.loss:.3f}",
         f"{'at most ' if progress.at_most else ''}{duration(progress.eta)} left",
@@ -53,7 +53,7 @@ def facts(progress):
 
 
 def _if_read(show):
-    """Return a method that gives up where standard error is closed: the run goes on without."""
+    """Return a method that does nothing once standard error is closed: the run continues."""
 
     @functools.wraps(show)
     def shown(*args):
@@ -82,7 +82,7 @@ class PlainReport(Listener):
 
 
 class UrgentReport(PlainReport):
-    """Lines on what may be wrong, and on signals."""
+    """Lines for warnings and signals only."""
 
     def say(self, topic, text):
         if topic in URGENT:

@@ -31,9 +31,8 @@ class Closed(io.TextIOBase):
 
 
 def replace_closed():
-    """Give closed standard streams a substitute: errors in words, and no file on their numbers.
-
-    What is said to a closed standard error is dropped.
+    """Replace closed standard streams, so that using them raises an error in words and no file gets
+    their numbers. Text for a closed standard error is dropped.
     """
     for number in range(3):
         try:

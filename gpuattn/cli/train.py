@@ -198,7 +198,7 @@ def command(
 
 
 def _level(log_level, quiet):
-    """Return the one of LEVELS that is asked for; "error" silences Python's warnings too."""
+    """Return the requested one of LEVELS; "error" silences Python's warnings too."""
     if quiet and log_level not in (None, "warning"):
         raise click.UsageError(f"--quiet and --log-level {log_level}; accepted: one of them")
     if log_level == "error":
@@ -207,7 +207,7 @@ def _level(log_level, quiet):
 
 
 def _stopping(ctx, report):
-    """Say what the first signal does."""
+    """Print what the first signal does."""
     if report.begun:
         report.say("stopping", "saving first; once more ends at once, unsaved")
     else:

@@ -19,7 +19,7 @@ from gpuattn.runs.folder import load_run
 @decoding_options
 @click.option("--nbest", type=BEAMS, help="Print the N best of each line, numbered.")
 @click.option("--scores", is_flag=True, help="Print log-probabilities, divided as in the search.")
-@click.option("--no-kv-cache", is_flag=True, help="Compute everything anew at each token.")
+@click.option("--no-kv-cache", is_flag=True, help="Recompute the whole prefix at each token.")
 @device_option
 def command(folder, source, target, beam, length_penalty, nbest, scores, no_kv_cache, device):
     """Translate standard input with the run in DIR, a line for each line; empty lines stay.
@@ -42,7 +42,7 @@ def command(folder, source, target, beam, length_penalty, nbest, scores, no_kv_c
         for lines in _batches(stream, prompt):
             writer.write(lines)
     if prompt:
-        click.echo(err=True)  # whatever comes next begins a line of its own
+        click.echo(err=True)  # the shell's prompt begins on its own line
     sys.exit(1 if writer.failed else 0)
 
 
@@ -67,7 +67,7 @@ class Writer:
         self.out.flush()
 
     def _decoded(self, number, raw):
-        """Return the text of a line; an empty one, with a message, where there is none to use."""
+        """Return the text of a line; "", with a message, for one that cannot be used."""
         try:
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()  # with a BOM or not
             self.translator.check(text)

@@ -1,8 +1,8 @@
-"""Packed batches: sentences laid end to end up to a budget of tokens, without padding; and, to see
-what that gains, padded ones.
+"""Packed batches: sentences end to end up to a budget of tokens, without padding; and padded ones,
+for comparison.
 
-What comes out depends on (seed, epoch, rank, world) only, so that a run resumes exactly from the
-number of batches it has taken.
+Batches are a function of (seed, epoch, rank, world), so a run resumes exactly from the number of
+batches it has used.
 """
 
 from bisect import bisect_left, insort
@@ -22,7 +22,7 @@ BATCHING = ("packed", "bucketed", "padded")
 
 
 class TokenOrder(NamedTuple):
-    """Which places hold which token id, for an embedding gradient without atomics.
+    """The positions of each token id, for an embedding gradient without atomics.
 
     ``order`` (N,) is the stable argsort of the ids; the places of ``ids[u]`` are
     ``order[segments[u] : segments[u + 1]]``. ``ids`` (U,) ascend, ``segments`` (U,) begin with 0.
@@ -42,9 +42,9 @@ class Batch:
     and ``labels`` (Nt,) are the tokens that follow, ``eos`` last. Sentence i is the slice
     ``cu_source[i] : cu_source[i + 1]``, and likewise ``cu_target``; both are (B + 1,).
     ``sentences`` (B,) are indices into the loader's pairs. ``source_tokens``, ``target_tokens``:
-    how many count; a batch of a fixed shape has more, see ``fixed_shape``. So has a padded one,
-    where each sentence is followed by one of padding, which no other sees: both offsets are
-    (2B + 1,), and labels of padding are ``IGNORED``.
+    tokens without padding. A batch of a fixed shape also has padding, see ``fixed_shape``. In a
+    padded batch each sentence is followed by a sentence of padding, which no other attends to: both
+    offsets are (2B + 1,), and labels of padding are ``IGNORED``.
     """
 
     source: np.ndarray
@@ -64,7 +64,7 @@ class Batch:
 
     @property
     def all_tokens(self) -> int:
-        """How many tokens count, on both sides."""
+        """Tokens without padding, on both sides."""
         return self.source_tokens + self.target_tokens
 
     @property
@@ -171,7 +171,7 @@ class PackedLoader:
             pool = np.concatenate([left, waiting[begin : begin + share]])
             pool = pool[np.argsort(-self._sizes[pool], kind="stable")]
             packed = self._best_fit(pool)
-            # The pool's last batch is the one that is not full: it waits for the next pool.
+            # The last batch of a pool is not full: its sentences go into the next pool.
             left = packed.pop()
             plan += packed
         return [*plan, left]
@@ -179,7 +179,7 @@ class PackedLoader:
     def _best_fit(self, pool):
         """Put the sentences of ``pool``, longest first, into the fullest batch that can take them.
 
-        Those of one size go together, as many as fit: what remains is a loop over sizes.
+        Sentences of one size are placed together, so the loop runs over sizes.
         """
         ends = (np.flatnonzero(np.diff(self._sizes[pool], append=0)) + 1).tolist()
         totals = [np.cumsum(side.lengths[pool]) for side in (self._source, self._target)]
@@ -262,7 +262,7 @@ class _Rows:
 
 def token_order(ids: np.ndarray) -> TokenOrder:
     """Return the ``TokenOrder`` of token ids (N,)."""
-    # NumPy sorts 16-bit keys by radix: several times as fast, and stable as well.
+    # NumPy sorts 16-bit keys by radix sort: several times as fast, and stable.
     keys = ids.astype(np.uint16) if ids.max(initial=0) < 1 << 16 else ids
     order = np.argsort(keys, kind="stable").astype(np.int32)
     sorted_ids = ids[order]
@@ -302,7 +302,7 @@ class LanguageModelBatch:
 
     @property
     def target_tokens(self) -> int:
-        """How many tokens count."""
+        """Tokens without padding."""
         return self.labels.size
 
     all_tokens = target_tokens
@@ -354,7 +354,7 @@ class LanguageModelLoader:
     def blocks(self) -> Iterator[LanguageModelBatch]:
         """Yield batches that hold each token but the first exactly once as a label.
 
-        The last ones are smaller: fewer rows, then one row of what is left.
+        The last batches are smaller: fewer rows, then one shorter row.
         """
         predicted = len(self.ids) - 1
         starts = np.arange(0, predicted - self.block + 1, self.block)

@@ -1,7 +1,7 @@
 """Packed batches of one shape, so that one CUDA graph serves them all.
 
-What is left of the budget is filled with sentences of padding: their labels are ignored, and no
-other sentence sees them, so nothing changes but the time they take.
+The rest of the budget is filled with sentences of padding: their labels are ignored and no other
+sentence attends to them, so only the time of a step changes.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ PARTS, ROWS = 8, 64  # sides of rectangles are multiples of a part of the budget
 def fixed_shape(batch: Any, tokens: int, longest: int) -> Any:
     """Return a ``data.batching.Batch`` with ``tokens`` on either side, and few other shapes.
 
-    ``tokens``: the budget, at least what the batch has. ``longest``: what no sentence exceeds.
+    ``tokens``: the budget, at least what the batch has. ``longest``: the most tokens of a sentence.
     The number of sentences and the greatest lengths are rounded up, so that they seldom differ.
     With padding in the batch already, a side is not filled to the budget, but rounded up as well:
     one side may be far shorter than the other.

@@ -20,7 +20,7 @@ ON_LONG = ("skip", "error")
 
 
 class Corpus(list):
-    """A list of ``Pair``, and what became of the file's other lines.
+    """A list of ``Pair``, and the line numbers of the pairs that were left out.
 
     ``lines``: the line number, from 1, of each pair. ``empty``, ``too_long``: the numbers of the
     lines that were left out because a side has no text, or more than the limit.
@@ -175,7 +175,7 @@ def _decode(path, number, raw):
 
 
 def _mismatch(source_path, source, target_path, target):
-    """Say how long the two files are, and where one of them probably has a line too many.
+    """Return a sentence on the lengths of two files, and where one probably has an extra line.
 
     Translations have similar lengths. Of all places for the gap, the likeliest one makes the
     lengths of the lines before and, shifted by the difference, after it agree best; the last of

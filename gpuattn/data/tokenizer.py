@@ -44,7 +44,7 @@ class BaseTokenizer(abc.ABC):
 
     @abc.abstractmethod
     def to_bytes(self) -> bytes:
-        """Return all that the tokenizer is."""
+        """Return the tokenizer as bytes."""
 
     @abc.abstractmethod
     def encode(self, line: str) -> list[int]:
@@ -71,8 +71,8 @@ class BaseTokenizer(abc.ABC):
 class Tokenizer(BaseTokenizer):
     """Subwords by SentencePiece.
 
-    Nothing is normalised, and what is not in the vocabulary is spelled in bytes: decoding gives
-    back the very line, and ``<unk>`` is never produced.
+    Nothing is normalised, and what is not in the vocabulary is spelled in bytes: decoding returns
+    exactly the line, and ``<unk>`` is never produced.
     """
 
     units = "subwords"

@@ -1,8 +1,8 @@
 """Beam search over all sentences of a batch at once.
 
-K beams go on at each step; texts that end leave them for a pool of the K best (the rule of
-fairseq: an end mark counts only among the first K of the 2K best continuations). What each step
-took is kept as (token, parent) and read backwards once, at the end.
+K beams continue at each step; finished texts move to a pool of the K best (the rule of fairseq: an
+end mark counts only among the first K of the 2K best continuations). Each step stores (token,
+parent); the texts are traced back once, at the end.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from gpuattn.errors import problem
 from gpuattn.ops.sampling.beam_step import beam_step
 from gpuattn.ops.sampling.topk_logprobs import largest
 
-MAX_PENALTY = 10  # beyond it, powers of a length leave what a float holds
+MAX_PENALTY = 10  # beyond it, powers of a length overflow a float
 LENGTH_RULES = {
     "power": lambda length, penalty: max(length, 1) ** penalty,
     "gnmt": lambda length, penalty: ((5 + length) / 6) ** penalty,
@@ -71,7 +71,7 @@ def beam_search(
     place = xp.arange(2 * beam)
     first_row = xp.arange(sentences, dtype=np.int32)[:, None] * np.int32(beam)
     scores = xp.full((sentences, beam), -np.inf, np.float32)
-    scores[:, 0] = 0  # all beams of a sentence begin alike: one of them is enough
+    scores[:, 0] = 0  # all beams of a sentence begin alike: only the first one counts
     pool = _Pool(xp, sentences, beam)
     tokens, history = limits.first_tokens(beam), []
     stepper.start(beam)
@@ -108,7 +108,7 @@ class _Pool:
     """The K best texts of each sentence that need no further step, best first.
 
     A text is the ``steps`` tokens that end in beam ``beams`` after that many steps, and, if there
-    are fewer than ``max_length``, the end mark. Free places score -inf.
+    are fewer than ``max_length``, the end mark. Unused entries score -inf.
     """
 
     def __init__(self, xp, sentences, beam):
@@ -120,7 +120,7 @@ class _Pool:
         self.xp = xp
 
     def add(self, scores, beams, steps, divisor):
-        """Let texts (B, n) compete for the places; those at -inf are none. NaN takes the first."""
+        """Insert texts (B, n) into the pool; a score of -inf means no text, NaN ranks first."""
         xp, size = self.xp, self.normalised.shape[1]
         steps = xp.full(scores.shape, steps, np.int32)
         new = {"normalised": scores / divisor, "scores": scores, "beams": beams, "steps": steps}
@@ -130,14 +130,14 @@ class _Pool:
             setattr(self, name, xp.take_along_axis(array, best, -1))
 
     def full(self):
-        """Return for which sentences all places are taken."""
+        """Return which sentences have a full pool."""
         return self.normalised[:, -1] != -np.inf
 
     def out_of_reach(self, best_running, divisors, nbest):
-        """Return for which sentences no running text can still get among the first ``nbest``.
+        """Return for which sentences no running text can still reach the ``nbest`` best.
 
-        Scores only fall, so the best to hope for is today's, with the divisor of the shortest or
-        of the longest text to come.
+        Scores only fall, so the bound is the current score with the divisor of the shortest or the
+        longest possible text.
         """
         hope = self.xp.maximum(best_running / divisors[0], best_running / divisors[1])
         return hope <= self.normalised[:, nbest - 1]

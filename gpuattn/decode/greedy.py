@@ -1,4 +1,4 @@
-"""Greedy decoding, and the loop that every way of taking one token after the other shares."""
+"""Greedy decoding, and the loop that greedy decoding and sampling share."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,8 +24,8 @@ def greedy(
     ``stepper``: see ``Stepper``. ``bos``: the token that begins each text, or an integer array
     (B,). ``eos``: the token that ends one, or None for texts without end. ``max_length``: the most
     tokens a text takes, the end mark included; 0 gives empty texts. ``min_length``: tokens before
-    the end mark may come. ``banned``: tokens that never come. Of equally probable tokens the lowest
-    comes. ``normalised`` is the score per token, the end mark counted.
+    the end mark may come. ``banned``: tokens that never come. Ties go to the lowest token.
+    ``normalised`` is the score per token, the end mark counted.
     """
     limits = Limits("greedy", stepper, bos, eos, max_length, min_length, banned)
 
@@ -39,7 +39,7 @@ def greedy(
 
 
 def follow(stepper: Stepper, choose: Callable[..., Any], limits: Limits) -> list[Hypothesis]:
-    """Return a Hypothesis for each sentence: one text that takes what ``choose`` says.
+    """Return a Hypothesis for each sentence: a text whose tokens ``choose`` picks.
 
     ``choose(logits (B, V), step)`` returns (tokens (B,) int32, their log-probabilities (B,)).
     """
@@ -54,7 +54,7 @@ def follow(stepper: Stepper, choose: Callable[..., Any], limits: Limits) -> list
     for step in range(limits.max_length):
         chosen, logprobs = choose(stepper.step(tokens, step), step)
         scores = xp.where(done, scores, scores + logprobs)
-        tokens = xp.where(done, tokens, chosen)  # a text that is done stays at its end mark
+        tokens = xp.where(done, tokens, chosen)  # a finished text repeats its end mark
         done = tokens == limits.eos
         lengths += ~done
         history.append(tokens)

@@ -1,4 +1,5 @@
-"""Sampling: temperature, the k most probable (top-k), the nucleus (top-p), a least share (min-p).
+"""Sampling: temperature, the k most probable (top-k), the nucleus (top-p), a minimum probability
+(min-p).
 
 Top-p: Holtzman et al., "The curious case of neural text degeneration" (2020).
 """
@@ -29,11 +30,11 @@ def sample(
     """Return, for each sentence, a Hypothesis drawn from the model's distribution.
 
     ``stepper`` to ``banned`` as in ``greedy``. ``temperature``: > 0; the logits are divided by it.
-    ``top_k``: only the k most probable tokens are drawn from; None or more than V: all.
-    ``top_p``: 0 < p <= 1; of those, only the most probable ones that together reach p.
-    ``min_p``: 0 to 1; of those, only what has p times the probability of the most probable.
-    ``seed``: int or ``rng.Key``; None draws one. Step t of sentence b takes the number that the
-    seed has for (b, t), on every backend and whatever else is in the batch.
+    ``top_k``: only the k most probable tokens are drawn from; None or more than V: all. ``top_p``:
+    0 < p <= 1; of those, only the most probable ones that together reach p. ``min_p``: 0 to 1; of
+    those, only what has p times the probability of the most probable. ``seed``: int or ``rng.Key``;
+    None draws one. Step t of sentence b draws with the counter (b, t): the same number on every
+    backend and in any batch.
 
     ``score`` is the model's own: temperature 1, all tokens that are not banned.
     """

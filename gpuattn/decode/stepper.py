@@ -1,4 +1,4 @@
-"""What decoding asks of a model, what it returns, and the settings all of its ways share."""
+"""The interface between decoding and models, the results, and settings of all decoders."""
 
 import abc
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from gpuattn.arrays import to_cpu
 from gpuattn.errors import problem
 from gpuattn.typing import Array, Xp
 
-CHECK_EVERY = 8  # steps between two looks at a GPU for whether all sentences are done
+CHECK_EVERY = 8  # steps between two device reads of whether all sentences are done
 
 
 class Stepper(abc.ABC):
-    """A model in the middle of B texts. Decoding knows models by this alone; any object with
-    these members will do.
+    """A model in the middle of B texts: all that decoding needs of a model. Any object with these
+    members works.
 
     ``sentences``: B. ``xp``: ``numpy`` or ``cupy``, where tokens and logits live. With a beam of K,
     row b * K + i is beam i of sentence b.
@@ -25,11 +25,11 @@ class Stepper(abc.ABC):
 
     @abc.abstractmethod
     def start(self, beam: int) -> None:
-        """Forget everything and begin with ``beam`` rows for each sentence."""
+        """Reset, and begin with ``beam`` rows for each sentence."""
 
     @abc.abstractmethod
     def step(self, tokens: Array, position: int) -> Array:
-        """Take the next token of each row and return what may follow.
+        """Append a token to each row and return the logits of the next one.
 
         ``tokens``: int32 (rows,). ``position``: 0 for the tokens that begin the texts, then 1, 2...
         Returns logits (rows, V), of any float dtype.
@@ -37,7 +37,7 @@ class Stepper(abc.ABC):
 
     @abc.abstractmethod
     def reorder(self, parents: Array) -> None:
-        """Let each row go on from what was row ``parents[row]``; int32 (rows,)."""
+        """Let each row continue the text of row ``parents[row]``; int32 (rows,)."""
 
 
 class Hypothesis(NamedTuple):
@@ -55,7 +55,7 @@ class Hypothesis(NamedTuple):
 
 
 class Limits:
-    """Where texts begin and end, and which tokens may not come. Checked here, once for all ways.
+    """Begin and end marks, length limits and banned tokens of a decoder, checked.
 
     See ``greedy`` for the meaning of each setting.
     """
@@ -101,7 +101,8 @@ class Limits:
 
 
 def all_done(done: Array, step: int) -> bool:
-    """Return whether all of ``done`` is true; a GPU is asked only every CHECK_EVERY-th step."""
+    """Return whether all of ``done`` is true; a GPU array is read only every CHECK_EVERY-th
+    step."""
     if not isinstance(done, np.ndarray) and (step + 1) % CHECK_EVERY:
         return False
     return bool(to_cpu(done.all()))

@@ -1,9 +1,9 @@
-"""The FLOPs that a training step of a model is worth, whatever computes it.
+"""Model FLOPs of a training step, independent of the implementation.
 
 As the field counts them: six for every weight of a linear layer and token that meets it (two
-forward, four backward: the famous 6 N T), the output layer included and the look-up of embeddings
-not, and 12 d for every visible pair of query and key in each attention of width d (half of T * T
-when causal). What is computed twice does not count, nor do padding and a vocabulary's padded rows.
+forward, four backward: the usual 6 N T), with the output layer but without the embedding lookup,
+and 12 d for every visible pair of query and key in each attention of width d (half of T * T when
+causal). Recomputation, padding and the padded rows of a vocabulary do not count.
 Kaplan et al., "Scaling Laws for Neural Language Models" (2020).
 """
 

@@ -27,7 +27,7 @@ from gpuattn.typing import Array
 from gpuattn.units import AUTO, shown
 
 STD = 0.02  # of the initial weights
-POSITIONS = "learned", "rotary"  # a sinusoidal table would drown embeddings of that size
+POSITIONS = "learned", "rotary"  # sinusoidal values would be far larger than such embeddings
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ class GPT2(Module):
         self._initialise(rng)
 
     def _initialise(self, rng):
-        """Normal weights; what feeds the residual stream is smaller, for its 2 L branches."""
+        """Draw normal weights; the projections into the residual stream are scaled by its 2 L
+        branches."""
         for path, p in self.named_parameters():
             if p.ndim == 2:
                 branch = path.endswith("out.weight")
@@ -139,7 +140,7 @@ class GPT2(Module):
         return linear(states, self.embedding.weight)
 
     def logits(self, tokens: Array) -> Any:
-        """Return (B, T, padded vocabulary) for int tokens (B, T): what may come after each."""
+        """Return next-token logits (B, T, padded vocabulary) for int tokens (B, T)."""
         return self.head(self.states(tokens))
 
     def loss(
@@ -151,10 +152,10 @@ class GPT2(Module):
         label_smoothing: float = 0.0,
         order: Any = None,
     ) -> Tensor:
-        """Return the mean cross-entropy of labels (B, T), each the token after, as a Tensor.
+        """Return the mean cross-entropy of labels (B, T), the next tokens, as a Tensor.
 
         ``dloss``: what backward will be called with, see ``cross_entropy``. ``order``: as in
-        ``states``; without it tokens are sorted on the spot, which no CUDA graph can do.
+        ``states``; without it the tokens are sorted in the call, which a CUDA graph cannot hold.
         """
         states = self.states(tokens, order=order)
         return loss_of_states(
@@ -167,7 +168,7 @@ class GPT2(Module):
     ) -> GPT2Stepper:
         """Return a Stepper that continues int prompts (B, P), P >= 1, by ``max_length`` tokens.
 
-        ``kv_cache=False`` computes the whole text again at each step, to show what it saves.
+        ``kv_cache=False`` recomputes the whole text at each step, for comparison.
         """
         return GPT2Stepper(self, prompt, max_length, beam, kv_cache)
 

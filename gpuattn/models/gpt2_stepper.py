@@ -1,4 +1,4 @@
-"""Continuing a text token by token, with or without a key-value cache."""
+"""Decoding of a text token by token, with or without a key-value cache."""
 
 from gpuattn.errors import problem
 from gpuattn.models.stepping import CachedStepper
@@ -7,8 +7,8 @@ from gpuattn.models.stepping import CachedStepper
 class GPT2Stepper(CachedStepper):
     """Continues B prompts of equal length; see ``decode.stepper.Stepper``.
 
-    The last token of each prompt is what decoding begins with: pass ``bos=first_tokens``. The
-    others are computed before it, at position 0.
+    Decoding begins with the last token of each prompt: pass ``bos=first_tokens``. The tokens before
+    it are computed in the same step, at position 0.
     """
 
     def __init__(self, model, prompt, max_length, beam, kv_cache):

@@ -1,4 +1,4 @@
-"""The loss of a model's last states, by the logits of all rows at once or a slice at a time."""
+"""The loss of a model's last states, from all logits at once or from slices of them."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from gpuattn.ops.loss.cross_entropy import cross_entropy
 from gpuattn.ops.loss.linear_cross_entropy import linear_cross_entropy
 from gpuattn.typing import Array
 
-WHOLE_BYTES = 2 << 30  # from here on slices are as fast
+WHOLE_BYTES = 2 << 30  # above this size slices are as fast
 
 
 def in_slices(rows: int, table: int, itemsize: int, checkpoint: str) -> bool:
-    """Return whether training has a slice of the logits (rows, table) at a time."""
+    """Return whether training computes the logits (rows, table) in slices."""
     return checkpoint == "full" or rows * table * itemsize > WHOLE_BYTES
 
 

@@ -1,7 +1,7 @@
 """The memory that a step of a Transformer takes beside its parameters, in bytes.
 
-The counts follow the ops: what each keeps for its gradient, in elements a token (of width d, hidden
-width f, vocabulary V). ``tests/train/test_memory.py`` compares them with what a step takes.
+The counts follow the ops: what each keeps for its gradient, in elements per token (of width d,
+hidden width f, vocabulary V). ``tests/train/test_memory.py`` compares them with what a step takes.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def activation_bytes(c: Any, tokens: int, itemsize: int, checkpoint: str) -> int
     recomputed = 0
     for layers, crosses in c.stacks:
         layer, back = _layer(c, itemsize, crosses)
-        kept += width * itemsize  # the output of the norm behind the layers
+        kept += width * itemsize  # the output of the norm after the layers
         if checkpoint == "none":
             kept += width * itemsize + layers * layer  # and the output of the embedding
         else:
@@ -57,7 +57,7 @@ def _crossing_layers(c):
 
 
 def _layer(c, itemsize, crosses):
-    """Return the bytes a token that a layer keeps, and the most that its backward pass adds.
+    """Return the bytes per token that a layer keeps, and the most that its backward pass adds.
 
     Attention: its normalized input d, queries d, keys and values, output d, the residual sum d;
     cross-attention the same, but for keys and values. The feed-forward network: normalized input

@@ -1,4 +1,4 @@
-"""What the steppers of the models share: rows of beams, caches, and the way without caches."""
+"""What the steppers of the models share: rows of beams, with or without key-value caches."""
 
 import abc
 from typing import Any
@@ -15,7 +15,7 @@ from gpuattn.typing import Array
 class CachedStepper(Stepper):
     """A Stepper over sentences * beam texts that grow by a token at a step.
 
-    With ``kv_cache`` a step computes the new tokens only; without, all of the text again.
+    With ``kv_cache`` a step computes the new tokens only; without it the whole text.
     A model supplies ``_new_caches`` and ``_logits``.
     """
 

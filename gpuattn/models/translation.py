@@ -35,13 +35,13 @@ class TranslationConfig(ModelConfig):
     """The size and kind of a TranslationModel. Raises ConfigError for what does not fit together.
 
     ``vocab``: number of tokens. ``layers``: (encoder, decoder). ``ffn``: width inside the
-    feed-forward networks. ``dropout``: of embeddings, branches and, without
-    ``attention_dropout``, attention probabilities. ``norm``: "pre" or "post". ``positions``:
-    "sinusoidal", "learned", or "rotary" (in the self-attention of both sides). ``activation``: as
-    of ``nn.FeedForward``. ``tied``: one table for source, target and output. ``max_length``: tokens
-    of a sentence on either side, marks included. ``kv_heads``: heads of keys and values, which
-    divide ``heads``; None: as many. ``pad_vocab``: tables have a multiple of 64 rows, which makes
-    products with them faster.
+    feed-forward networks. ``dropout``: of embeddings, branches and, without ``attention_dropout``,
+    attention probabilities. ``norm``: "pre" or "post". ``positions``: "sinusoidal", "learned", or
+    "rotary" (in the self-attention of both sides). ``activation``: as of ``nn.FeedForward``.
+    ``tied``: one table for source, target and output. ``max_length``: tokens of a sentence on
+    either side, marks included. ``kv_heads``: heads of keys and values, which divide ``heads``;
+    None: as many. ``pad_vocab``: tables have a multiple of 64 rows, which makes matmuls with them
+    faster.
     """
 
     vocab: int
@@ -96,7 +96,7 @@ class Sources(NamedTuple):
 class TranslationModel(Module):
     """An encoder-decoder Transformer. ``seed`` decides the initial parameters and the dropout.
 
-    Cross-attention of all decoder layers takes its keys and values from ``memory``, one product.
+    One matmul, ``memory``, makes the keys and values of all cross-attention layers.
     ``random``: the RandomState that all dropout reads; move ``random.step`` on with each update.
     ``checkpoint``: one of ``models.config.CHECKPOINT``.
     """
@@ -196,7 +196,7 @@ class TranslationModel(Module):
     ) -> TranslationStepper:
         """Return a Stepper that decodes the sources of a batch, up to ``max_length`` tokens each.
 
-        ``kv_cache=False`` computes the whole prefix again at each step, to show what it saves.
+        ``kv_cache=False`` recomputes the whole prefix at each step, for comparison.
         """
         self._check_length("target", max_length)
         return TranslationStepper(self, source_batch, max_length, beam, kv_cache)

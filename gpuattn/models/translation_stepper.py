@@ -18,7 +18,7 @@ class TranslationStepper(CachedStepper):
         xp = get_xp(memory)
         first, lengths = batch.cu_source[:-1], batch.cu_source[1:] - batch.cu_source[:-1]
         rows = first[:, None] + xp.arange(batch.max_source)
-        memory = memory[xp.minimum(rows, len(memory) - 1)]  # behind a sentence: never read
+        memory = memory[xp.minimum(rows, len(memory) - 1)]  # past the end of a sentence: never read
         with model.evaluating():
             self.memory = model.memory(memory) if kv_cache else memory
         self.lengths = lengths

@@ -69,8 +69,8 @@ SPLIT_HEADS = Impls(
 class KeyValueCache:
     """Keys and values of the tokens so far: two (N, max_length, Hk, D) arrays, allocated once.
 
-    On a GPU their rows stay where they are when texts move: ``slots`` (1, N, max_length) names the
-    row that holds each token of a text, as ``decode_attention`` takes it. Else it is None.
+    On a GPU rows are not copied when beams are reordered: ``slots`` (1, N, max_length) has the row
+    that holds each token of a text, as ``decode_attention`` takes it. On NumPy it is None.
     """
 
     def __init__(self, like, rows, max_length, kv_heads, head_dim):
@@ -85,7 +85,7 @@ class KeyValueCache:
             self.slots = xp.repeat(own, max_length, axis=1)[None]
 
     def extend(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """Store k and v (N, T, Hk, D) behind the others; return all so far.
+        """Append k and v (N, T, Hk, D); return all so far.
 
         Views; with ``slots``, copies.
         """
@@ -99,18 +99,18 @@ class KeyValueCache:
         return self.k[rows, keys], self.v[rows, keys]
 
     def decodes(self, q: Array) -> bool:
-        """Return whether ``attend`` takes the queries (N, T, H, D)."""
+        """Return whether ``attend`` accepts the queries (N, T, H, D)."""
         return self.slots is not None and q.shape[1] <= MAX_QUERIES
 
     def attend(self, q: Array, k: Array, v: Array) -> Array:
-        """Store k and v (N, T, Hk, D) behind the others; return the causal attention of ``q``."""
+        """Append k and v (N, T, Hk, D); return the causal attention of ``q``."""
         end = self._end(k)
         append_kv(self.k, self.v, k, v, self.lengths)
         self._set_length(end)
         return decode_attention(q, self.k, self.v, self.lengths, slots=self.slots)
 
     def reorder(self, parents: Array) -> None:
-        """Let row i go on from what was row ``parents[i]``."""
+        """Let row i continue the text of row ``parents[i]``."""
         if self.slots is not None:
             known = self.slots[0, :, : self.length]
             known[...] = known[parents]
@@ -139,7 +139,7 @@ class MultiHeadAttention(Module):
     ``kv_heads``: heads of keys and values, which divide ``heads`` (grouped queries); by default as
     many. ``cross``: keys and values come from a memory. Parameters: ``qkv`` (or ``q`` and ``kv``)
     packed in that order, and ``out``; ``projects=False``: no ``kv``, a MemoryProjection has it.
-    ``rotary``: queries and keys turn by their positions, see ``gpuattn.rotary``.
+    ``rotary``: queries and keys are rotated by their positions, see ``gpuattn.rotary``.
     ``dropout`` is that of the attention probabilities.
     Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023).
     """
@@ -169,7 +169,7 @@ class MultiHeadAttention(Module):
             self.qkv = Linear(width, sum(sizes), bias=bias, rng=rng)
         self.out = Linear(width, width, bias=bias, rng=rng)
         self.dropout = Dropout(dropout, streams)
-        self.maps = None  # a list, while attention_maps() looks
+        self.maps = None  # a list while attention_maps() collects
 
     def __call__(self, x, memory=None, **context):
         """Return the attended ``x``, of its shape.
@@ -184,7 +184,7 @@ class MultiHeadAttention(Module):
         max_seqlen: int | None = None, cu_memory: Array | None = None,
         max_memory: int | None = None, cache: KeyValueCache | None = None,
     ) -> Any:  # fmt: skip
-        """Return what the heads found, side by side, of the shape of ``x``: ``out`` comes next.
+        """Return the heads' outputs, concatenated, in the shape of ``x``: the input of ``out``.
 
         ``memory``: what cross-attention reads: tokens, or their keys and values, as ``project`` or
         a MemoryProjection returned them. ``positions``: int, of the tokens of x, for ``rotary``; by
@@ -227,11 +227,11 @@ class MultiHeadAttention(Module):
         return k, v
 
     def new_cache(self, rows: int, max_length: int) -> KeyValueCache:
-        """Return an empty KeyValueCache for ``rows`` sequences, beside the weights."""
+        """Return an empty KeyValueCache for ``rows`` sequences, on the weights' device."""
         return KeyValueCache(self.out.weight.data, rows, max_length, self.kv_heads, self.head_dim)
 
     def _probabilities(self, q, k):
-        """Return softmax(q k^T) (B, H, T, S) of a batch, for looking at."""
+        """Return softmax(q k^T) (B, H, T, S) of a batch, for plots."""
         q, k = tape.raw(q).swapaxes(1, 2), tape.raw(k).swapaxes(1, 2)
         B, H, T, D = q.shape
         grouped = q.reshape(B, self.kv_heads, -1, T, D)
@@ -243,8 +243,8 @@ class MultiHeadAttention(Module):
 class MemoryProjection(Module):
     """The keys and values of a memory (..., width) for cross-attention in several layers.
 
-    One product makes them all, one each their gradients. Parameters: ``kv``, for each layer its
-    keys and values. Returns [(k, v) for each layer], views (..., Hk, D) of one array.
+    One matmul makes them all; the gradients take one matmul each. Parameters: ``kv``, for each
+    layer its keys and values. Returns [(k, v) for each layer], views (..., Hk, D) of one array.
     """
 
     def __init__(self, width, heads, layers, *, kv_heads=None, bias=True, rng=None):
@@ -252,7 +252,7 @@ class MemoryProjection(Module):
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads or heads, width // heads
         rows = 2 * self.kv_heads * self.head_dim
         self.kv = Linear(width, layers * rows, bias=bias, rng=rng)
-        for own in np.split(self.kv.weight.data, layers):  # as wide as a layer's own would be
+        for own in np.split(self.kv.weight.data, layers):  # initialised like a layer's own
             own[...] = xavier_uniform(rng, (rows, width)).data
 
     def __call__(self, memory):

@@ -1,4 +1,4 @@
-"""Dropout, and where each call that drops gets its random bits from."""
+"""Dropout, and the random streams of its calls."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from gpuattn.ops.dropout import dropout
 class RandomState:
     """The seed of a run and the number of the update: one object shared by a whole model.
 
-    The trainer moves ``step`` on before each update; it may be a one-element uint32 CuPy array.
+    The trainer increments ``step`` before each update; it may be a one-element uint32 CuPy array.
     """
 
     seed: int = 0
@@ -21,7 +21,7 @@ class RandomState:
 
 
 class Streams:
-    """Numbers the calls that drop, in order of construction, so that no two draw the same bits."""
+    """Numbers the dropout calls of a model in order of construction, one random stream for each."""
 
     def __init__(self, state=None):
         self.state = state or RandomState(rng.fresh_seed())
@@ -35,9 +35,9 @@ class Streams:
 class Dropout(Module):
     """Sets elements to zero with probability ``p`` and scales the others by 1 / (1 - p).
 
-    The bits are a function of (seed, stream, step) and the place, so a recomputed call drops the
-    same. ``streams``: the model's; a layer on its own makes its own. Raises ValueError for a ``p``
-    outside 0 to 1.
+    The bits are a function of (seed, stream, step) and the index of the element, so recomputation
+    drops the same elements. ``streams``: those of the model; by default the layer has its own.
+    Raises ValueError for a ``p`` outside 0 to 1.
     """
 
     def __init__(self, p, streams=None):
@@ -49,7 +49,7 @@ class Dropout(Module):
         self.stream = streams.next()
 
     def now(self) -> tuple[float, Any]:
-        """Return (p, key) for an op that drops by itself: (0.0, None) outside of training."""
+        """Return (p, key) for an op with fused dropout: (0.0, None) outside of training."""
         if not self.training or self.p == 0:
             return 0.0, None
         return self.p, rng.Key(self.random.seed, self.stream, self.random.step)

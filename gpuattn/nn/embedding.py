@@ -15,7 +15,7 @@ from gpuattn.ops.embedding import embedding
 def sinusoidal_positions(length: int, width: int) -> np.ndarray:
     """Return the (length, width) float32 table with sin in even and cos in odd columns.
 
-    Column pair i turns with wavelength 2 pi * 10000^(2i / width). Vaswani et al., "Attention Is
+    Column pair i has the wavelength 2 pi * 10000^(2i / width). Vaswani et al., "Attention Is
     All You Need" (2017), section 3.5. Raises ValueError for an odd width. Do not edit the table.
     """
     if width % 2:
@@ -30,10 +30,9 @@ def sinusoidal_positions(length: int, width: int) -> np.ndarray:
 class Embedding(Module):
     """``dropout(scale * weight[tokens] + position)``: int tokens (...) to (..., width).
 
-    ``rows``: the size of the table; ``used``: how many of them are tokens, the rest is padding
-    that starts as zeros, and no token may be one of it. ``positions``: None, "learned" or
-    "sinusoidal", up to ``max_length``.
-    ``weight``: the table of another Embedding, to share it.
+    ``rows``: the size of the table; ``used``: how many of them are tokens; the others are padding,
+    start as zeros and are never looked up. ``positions``: None, "learned" or "sinusoidal", up to
+    ``max_length``. ``weight``: the table of another Embedding, to share it.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Embedding(Module):
         if positions == "learned":
             self.position_weight = normal(rng, (max_length, width), width**-0.5)
         elif positions == "sinusoidal":
-            self._table = sinusoidal_positions(max_length, width)  # moves to where the weight is
+            self._table = sinusoidal_positions(max_length, width)  # moves to the weight's device
         self.dropout = Dropout(dropout, streams)
 
     def __call__(self, tokens, positions=None, *, order=None):
@@ -73,7 +72,7 @@ class Embedding(Module):
         )  # fmt: skip
 
     def _positions(self):
-        """Return what is added by position: a parameter, or the table beside the weight."""
+        """Return the position table: a parameter, or a constant on the weight's device."""
         if self.positions != "sinusoidal":
             return self.position_weight
         weight, xp = self.weight.data, get_xp(self.weight.data)

@@ -8,8 +8,8 @@ from gpuattn.ops.linear.bias_activation import gelu, swiglu
 from gpuattn.ops.linear.linear import linear
 from gpuattn.typing import Array
 
-BEHIND = {"gelu_exact": partial(gelu, approximate="none"), "swiglu": swiglu}
-"""Activations that no product applies as it writes."""
+UNFUSED_ACTIVATIONS = {"gelu_exact": partial(gelu, approximate="none"), "swiglu": swiglu}
+"""Activations that are not fused into the matmul."""
 
 
 class Linear(Module):
@@ -40,9 +40,9 @@ class FeedForward(Module):
 
     def __init__(self, width, hidden, *, activation="relu", bias=True, rng=None):
         rng = generator(rng)
-        self.behind = BEHIND.get(activation)
+        self.unfused = UNFUSED_ACTIVATIONS.get(activation)
         inner = 2 * hidden if activation == "swiglu" else hidden
-        fused = None if self.behind else activation
+        fused = None if self.unfused else activation
         self.inner = Linear(width, inner, bias=bias, activation=fused, rng=rng)
         self.out = Linear(hidden, width, bias=bias, rng=rng)
 
@@ -51,6 +51,6 @@ class FeedForward(Module):
 
     def activated(self, x: Array) -> Any:
         """Return the input of ``out`` for ``x``."""
-        if self.behind is None:
+        if self.unfused is None:
             return self.inner(x)
-        return self.behind(linear(x, self.inner.weight), self.inner.bias)
+        return self.unfused(linear(x, self.inner.weight), self.inner.bias)

@@ -1,4 +1,4 @@
-"""Modules: attributes that are parameters, modules, or collections of them, found by looking."""
+"""Modules, whose parameters and children are found among their attributes."""
 
 import contextlib
 import inspect
@@ -20,7 +20,7 @@ class Module:
     """A callable with parameters.
 
     A Tensor attribute with ``requires_grad`` is a parameter, a Module is a child; so are those in
-    lists, tuples and dicts. ``training``: whether dropout drops. ``deterministic``: whether
+    lists, tuples and dicts. ``training``: whether dropout is active. ``deterministic``: whether
     gradients have the same bits every time, which takes longer on a GPU.
 
     >>> from gpuattn import nn
@@ -40,7 +40,8 @@ class Module:
     training, deterministic = True, False
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (path, Tensor) in order of construction; a shared one once, by its first path."""
+        """Yield (path, Tensor) in order of construction; a shared parameter once, under its first
+        path."""
         seen = set()
         for path, parameter in self._find("", Tensor):
             if parameter.requires_grad and id(parameter) not in seen:
@@ -52,23 +53,23 @@ class Module:
         return [parameter for _, parameter in self.named_parameters()]
 
     def modules(self) -> Iterator[tuple[str, "Module"]]:
-        """Yield (path, module) of this module and of every one inside."""
+        """Yield (path, module) of this module and of all modules inside."""
         yield "", self
         yield from self._find("", Module)
 
     def train(self, mode: bool = True) -> Self:
-        """Switch dropout on (or off) here and inside; return self."""
+        """Switch to training (or evaluation) mode, here and inside; return self."""
         for _, module in self.modules():
             module.training = mode
         return self
 
     def eval(self) -> Self:
-        """Switch dropout off here and inside; return self."""
+        """Switch to evaluation mode, here and inside; return self."""
         return self.train(False)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Neither drop nor record in a block; afterwards train on if it was training."""
+        """Return a context in evaluation mode without recording; the mode before is restored."""
         training = self.training
         if training:
             self.eval()
@@ -80,7 +81,7 @@ class Module:
                 self.train()
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         for parameter in self.parameters():
             parameter.grad, parameter.grad_started = None, False
 
@@ -89,7 +90,8 @@ class Module:
         return {path: np.array(to_cpu(p.data)) for path, p in self.named_parameters()}
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
-        """Copy ``{path: array}`` into the parameters, in their dtype; all of them or none.
+        """Copy ``{path: array}`` into the parameters, in their dtype; all of them, or none after an
+        error.
 
         Raises CheckpointError that lists the paths that are missing, unknown or of another shape.
         """
@@ -129,7 +131,7 @@ class Module:
         return lines
 
     def _title(self):
-        """Return the class with those arguments that it keeps as numbers or words."""
+        """Return the class name with those constructor arguments that are kept as attributes."""
         kept = vars(self)
         names = [n for n in inspect.signature(type(self)).parameters if n in kept]
         settings = [f"{n}={kept[n]!r}" for n in names if isinstance(kept[n], int | float | str)]
@@ -146,7 +148,7 @@ class Module:
                 yield name, value
 
     def _find(self, prefix, kind):
-        """Yield (path, value) of every ``kind`` behind this module, depth first."""
+        """Yield (path, value) of every ``kind`` inside this module, depth first."""
         for name, value in self._held():
             if isinstance(value, kind):
                 yield f"{prefix}{name}", value
@@ -155,7 +157,7 @@ class Module:
 
 
 def _alike(named_lines):
-    """Return what is equal for modules that follow each other in a list and look the same."""
+    """Return a key that equal neighbours in a list of modules share."""
     name, lines = named_lines
     return name.rpartition(".")[0] or name, lines
 
@@ -171,7 +173,7 @@ def parameter(values: Any) -> Tensor:
 
 
 def xavier_uniform(rng: np.random.Generator, shape: Shape) -> Tensor:
-    """Return a (out, in) weight that keeps variances.
+    """Return a (out, in) weight whose scale preserves variances.
 
     Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural
     networks" (2010).
@@ -186,5 +188,5 @@ def normal(rng: np.random.Generator, shape: Shape, std: float) -> Tensor:
 
 
 def constant(value: float, width: int) -> Tensor:
-    """Return a (width,) parameter of one value."""
+    """Return a (width,) parameter filled with one value."""
     return parameter(np.full(width, value))

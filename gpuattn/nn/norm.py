@@ -25,7 +25,7 @@ class LayerNorm(Module):
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
     def beside(self, x: Array) -> tuple[Any, Any]:
-        """Return (norm(x), x), whose gradients come together in one pass."""
+        """Return (norm(x), x); the backward pass adds both gradients in one launch."""
         return norm_beside(x, self.weight, self.bias, norm="layer", eps=self.eps)
 
     def add(self, x: Array, out: Any, residual: Any, dropout: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Transformer layers, and how a stack of them shares its residual connections.
+"""Transformer layers, and how a stack of layers fuses their residual connections.
 
 Every residual connection and the norm next to it are one fused op. In a pre-norm stack the last
 sum of a layer is fused with the first norm of the next one, so ``step`` is given that norm.
@@ -38,10 +38,10 @@ class _Layer(Module):
     def step(self, n, h, following, **context):
         """Run the branches; return (input of the next layer's first branch, residual stream).
 
-        A branch is what comes before its last linear layer, and that layer.
+        A branch returns the input of its last linear layer, and that layer.
 
         ``n``: the input of the first branch; ``h``: the residual stream; ``following``: the norm
-        behind a pre-norm layer, or None for no norm there.
+        after a pre-norm layer, or None.
         """
         norms = [*self.norms[1:], following] if self.pre_norm else self.norms
         for (inner, out), norm, dropout in zip(
@@ -150,8 +150,8 @@ def run_layers(
 ) -> Any:
     """Return ``x`` after a stack of layers and the ``norm`` at its end (None for post-norm).
 
-    ``caches``, ``memories``: one for each layer, or None. ``recompute``: keep only what a layer is
-    given, and run it again in the backward pass.
+    ``caches``, ``memories``: one for each layer, or None. ``recompute``: keep only the inputs of a
+    layer, and run it again in the backward pass.
     """
     recompute = recompute and tape.is_recording()
     following = [layer.norms[0] for layer in layers[1:]] + [norm]

@@ -15,11 +15,11 @@ from gpuattn.errors import CheckpointError, problem
 
 
 class ExponentialAverage:
-    """A moving average of all parameters, kept beside them in one flat float32 buffer.
+    """An exponential moving average of all parameters, in one flat float32 buffer.
 
-    ``workspace``: has flat ``masters`` and ``sync_model()``. ``decay``: the share that stays at an
-    update, 0 to below 1; early on less, (1 + n) / (10 + n) at update n, so that the random start is
-    soon forgotten. Raises ValueError for another decay.
+    ``workspace``: has flat ``masters`` and ``sync_model()``. ``decay``: the weight of the old
+    average, 0 <= decay < 1; at update n at most (1 + n) / (10 + n), so that the random initial
+    values fade quickly. Raises ValueError for another decay.
     """
 
     def __init__(self, workspace, decay=0.999):
@@ -30,14 +30,14 @@ class ExponentialAverage:
         self._scratch = arrays.empty(self.average, self.average.shape)
 
     def next_share(self) -> float:
-        """Count an update; return the share of the parameters that the average takes in it."""
+        """Count an update; return the weight of the new parameters in it."""
         self.updates += 1
         return 1 - min(self.decay, (1 + self.updates) / (10 + self.updates))
 
     def update(self, share: Any) -> None:
-        """Take ``share`` of the parameters as they are now into the average.
+        """Add the current parameters to the average with weight ``share``.
 
-        ``share``: a number, or a () float32 array beside the parameters.
+        ``share``: a number, or a () float32 array on the parameters' device.
         """
         self._scratch[...] = self.workspace.masters
         self._scratch -= self.average
@@ -46,7 +46,7 @@ class ExponentialAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model compute with the average inside a block; afterwards with its own again."""
+        """Return a context in which the model has the averaged parameters."""
         masters = self.workspace.masters
         own = masters.copy()
         masters[...] = self.average

@@ -14,14 +14,14 @@ from gpuattn.ops.update.sgd import sgd
 
 
 class Optimizer:
-    """What all have in common: gradients of a workspace in, parameters updated, where they are.
+    """Base class: updates the parameters of a workspace in place from its gradients.
 
     ``workspace``: has flat ``masters``, ``grads``, the buffers named in ``moments``, a ``decay``
     table, and ``model`` (the 16-bit parameters, or None); see ``runtime.workspace``. Masters in
-    bfloat16 are rounded at random, by ``seed``.
-    ``max_norm``: clip the gradient's norm there, or None. ``loss_scale``, ``growth_interval``:
-    where the loss scale starts and after how many clean updates it doubles (0: never moves).
-    Raises ValueError for numbers out of range, at the first update.
+    bfloat16 are rounded stochastically, by ``seed``. ``max_norm``: clip the gradient's norm there,
+    or None. ``loss_scale``, ``growth_interval``: where the loss scale starts and after how many
+    clean updates it doubles (0: never moves). Raises ValueError for numbers out of range, at the
+    first update.
     """
 
     moments: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Optimizer:
         self.state = OptimizerState(workspace.masters, loss_scale=loss_scale)
 
     def step(self, learning_rate: Any, divisor: Any = None) -> None:
-        """Update the parameters from the gradients in the workspace, without waiting for it.
+        """Update the parameters from the gradients in the workspace, without synchronizing.
 
         ``divisor``: gradients are divided by it (the number of tokens they were summed over); None
         leaves what ``state.divisor`` holds, 1 unless set.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gpuattn.errors import ConfigError, problem
 
 SCHEDULES = ("invsqrt", "cosine", "linear", "constant")
-FIRST = 0.01  # share of the peak at the start of a warm-up by time: an update at zero is wasted
+FIRST_SHARE = 0.01  # of the peak, where a warm-up by time begins: an update at rate 0 is wasted
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Schedule:
         if not self.warmup:
             return math.inf, 0.0
         if isinstance(self.warmup, int):
-            # of a run by time the share is unknown: the fall then begins with the rise
+            # the share is unknown in a run by time: the decay then begins with the warm-up
             share = self.warmup / self.total if self.total else 0.0
             return (update + 1) / self.warmup, min(share, 1 - 1e-9)
         if self.total:
             return (update + 1) / max(1.0, self.warmup * self.total), self.warmup
-        return max(FIRST, progress / self.warmup), self.warmup
+        return max(FIRST_SHARE, progress / self.warmup), self.warmup

@@ -1,6 +1,6 @@
-"""``report.html``: what a run was and what came of it, in one file that needs nothing else.
+"""``report.html``: the options, curves and samples of a run in one file.
 
-No script, no link to anything: it opens with a double click, today and in ten years.
+Without scripts and links: any browser opens it offline.
 """
 
 import json
@@ -56,9 +56,9 @@ code { background: var(--soft); padding: 0 .25rem; }
 
 
 def write_page(path: StrPath) -> Path:
-    """Write ``report.html`` into the run folder ``path``; return where it is.
+    """Write ``report.html`` into the run folder ``path``; return its path.
 
-    Of a run that was stopped it shows what there is. Raises CheckpointError where there is no run.
+    A stopped run gives a page of what there is. Raises CheckpointError where there is no run.
     """
     folder = RunFolder(path)
     found, profile = summary(path), _read_profile(folder)
@@ -92,7 +92,7 @@ def _section(title, content):
 
 
 def _verdict(found):
-    """Return in a line what the model can do, by the best evaluation."""
+    """Return a line on the best evaluation."""
     best = found["best"]
     if found["state"] == "averaged":
         return "A mean of weights."
@@ -118,7 +118,7 @@ def _course(found):
 
 
 def _cost(rows):
-    """Return what the last report of the run said of its speed, or of the whole if it ended."""
+    """Return a sentence on speed and energy of a run that ended, or None."""
     spent = rows["end"][-1].get("spent") if rows["end"] else None
     if not spent or not spent["seconds"]:
         return None
@@ -149,7 +149,7 @@ def _charts(rows, config):
     every = [y for part in losses.values() for _, y in part if y > 0]
     scores = {"exact match, %": points(valid, "exact_match"), "BLEU": points(valid, "bleu")}
     if any(row.get("exact_by_kind") == {} for row in valid):
-        scores.pop("exact match, %")  # of texts hardly one is the reference, word for word
+        scores.pop("exact match, %")  # free texts hardly ever match the reference word for word
     steep = bool(every) and max(every) > 10 * min(every)
     charts = (
         ("Loss (nats per target token)", losses, {"log": steep}),
@@ -185,7 +185,7 @@ def _samples(folder, found):
     sources, references = (
         _lines(folder.path / "valid" / f"{n}.txt") for n in ("source", "reference")
     )
-    if written and not sources:  # a text that goes on, no translations
+    if written and not sources:  # a text that continues, not translations
         return tag("pre", "\n".join(written))
     triples = list(zip(sources, references, written, strict=False))[:SAMPLES]
     head = tag("tr", [tag("th", name) for name in ("exact", "source", "reference", "translation")])
@@ -207,7 +207,7 @@ def _attention(folder, found):
         user = load_run(folder.path, device="numpy")
     except CheckpointError:  # no weights, or damaged ones: the rest can be shown
         return None
-    maps = attention_of(user, source, " ".join(target.split()[:WORDS]))  # early ones stutter
+    maps = attention_of(user, source, " ".join(target.split()[:WORDS]))  # early models repeat words
     drawn = {f"layer {n}, mean of heads": heads.mean(0) for n, heads in enumerate(maps.layers, 1)}
     drawn |= {
         f"layer {len(maps.layers)}, head {number}": head

@@ -1,4 +1,4 @@
-"""Pictures of a run: how loss and scores went, and where the decoder looks. Needs matplotlib."""
+"""Pictures of a run: curves of loss and scores, and attention maps. Needs matplotlib."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ STYLE = {
     "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False,
     "legend.frameon": False, "figure.constrained_layout.use": True, "savefig.dpi": 200,
 }  # fmt: skip
-LOOKS = (  # of two curves in one picture, to be told apart also where they lie on each other
+LOOKS = (  # of two curves in one picture, distinguishable where they overlap
     {"color": BLUE, "marker": "o", "markersize": 4, "linewidth": 2},
     {"color": ORANGE, "marker": "s", "markersize": 3.5, "linestyle": "--"},
 )
-MARKED = 20  # a curve of losses with fewer points has a mark at each
+MARKED_POINTS = 20  # a curve of losses with fewer points has a mark at each
 SPACE = "\u2581"  # begins the first piece of a word
 
 
@@ -40,7 +40,7 @@ def plot_run(path: StrPath, out: StrPath, sentence: str | None = None) -> list[P
     """Write ``curves.png``, ``attention.png`` and ``overview.png`` into ``out``; return the paths.
 
     ``sentence``: the source whose translation is drawn, by default a rather long held-out one.
-    Of a language model there are ``curves.png`` alone, and no sentence to choose.
+    A language model has ``curves.png`` only, and no ``sentence``.
     Raises UnsupportedError without matplotlib, CheckpointError for a run without metrics yet.
     """
     pyplot = import_pyplot()
@@ -102,7 +102,7 @@ def import_pyplot() -> Any:
 def _draw_loss(axis, train, valid, config):
     for rows, look, label in zip((train, valid), LOOKS, loss_names(config), strict=True):
         rows = [row for row in rows if row["update"]]
-        mark = {} if len(rows) < MARKED else {"marker": None}
+        mark = {} if len(rows) < MARKED_POINTS else {"marker": None}
         axis.plot(*_columns(rows, "loss"), label=label, **look | mark)
     losses = [row["loss"] for row in train + valid]
     if max(losses) > 10 * min(losses):
@@ -133,7 +133,7 @@ def _columns(rows, name):
 
 
 def _draw_updates(axis, rows):
-    """Let updates be the axis at the foot, and the time that they took the one at the top."""
+    """Label the lower axis with updates and the upper one with the time."""
     most = max(1, *(row["update"] for row in rows))
     axis.set_xlim(0, 1.02 * most)
     axis.set_xlabel("updates")
@@ -161,7 +161,7 @@ def attention_of(translator: Any, sentence: str, translation: str | None = None)
     source = translator.check(sentence)
     if translation is None:
         (translation,) = translator.translate([sentence])
-    room = translator.model.config.max_length - 1  # a stutter may take more pieces than it was
+    room = translator.model.config.max_length - 1  # a repetitive text may take more
     target = tokenizer.encode(translation)[:room]
     cross = translator.model.attention_maps(source, target)["cross"]
     source_words, source_starts = _words(tokenizer, source)
@@ -176,7 +176,7 @@ def attention_of(translator: Any, sentence: str, translation: str | None = None)
 
 
 def _words(tokenizer, ids):
-    """Return the words that pieces make, an end mark as the last, and where each begins."""
+    """Return the words of pieces, with an end mark, and the index where each begins."""
     words, starts = [], []
     for i, piece in enumerate(tokenizer.pieces[id] for id in ids):
         if piece.startswith(SPACE) or not words:

@@ -1,6 +1,6 @@
 """Pictures of a run as SVG inside a page: curves, maps of attention, ops under the roofline.
 
-Colors are the page's CSS variables, so that light and dark are up to who reads.
+Colors are the page's CSS variables, which follow the reader's light or dark theme.
 """
 
 import math
@@ -13,7 +13,7 @@ from gpuattn.report.markup import Markup, tag
 from gpuattn.units import prefixed, round_step, with_unit
 
 POINTS = 300  # of a curve, at most: more are averaged
-MARKED = 40  # a curve with fewer points has a mark at each
+MARKED_POINTS = 40  # a curve with fewer points has a mark at each
 TICKS = 6  # of an axis, about
 LETTER = 6.4  # width of a letter, about
 LABEL_MOVES = 36  # of half a line, at most
@@ -47,8 +47,8 @@ def curves(
     """Return a chart of ``series``, {name: [(update, y)]}.
 
     ``times``: [(update, text)] of a second axis, at the top. ``log``: a logarithmic axis of y, for
-    values above 0. ``span``: values of y that the axis includes in any case. None where there is no
-    point to draw.
+    values above 0. ``span``: values of y that the axis always includes. Returns None without
+    points.
     """
     good = (lambda y: 0 < y < math.inf) if log else math.isfinite
     series = {name: [p for p in points if good(p[1])] for name, points in series.items()}
@@ -63,7 +63,7 @@ def curves(
         places = [(across(x), up(y)) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         drawn.append(tag("polyline", points=path, class_=f"line s{i}"))
-        if len(points) < MARKED:
+        if len(points) < MARKED_POINTS:
             for place, (update, value) in zip(places, points, strict=True):
                 text = f"{name} {value:.4g} at update {update:,.0f}".strip()
                 drawn.append(_mark(i, *place, tag("title", text)))
@@ -121,7 +121,7 @@ def roofline(
         if row["flops"]:
             x = across(row["flops"] / row["bytes"])
         else:
-            x = box.left + 20 + STRIP / 2 * (bare.index(i) % 2)  # in turns: less is covered
+            x = box.left + 20 + STRIP / 2 * (bare.index(i) % 2)  # alternating: less is covered
         dots.append((x, up(height), 2.5 + 12 * row["share"] ** 0.5))
     copy_text = (box.left, up(floor) - 18, begin, up(floor) + 1)
     labels = label_places(dots, [LETTER * len(row["op"]) for row in rows], box, [copy_text])
@@ -135,7 +135,7 @@ def roofline(
 
 
 def _named_dot(row, dot, label):
-    """Return a dot with its name, and what a pointer on it tells."""
+    """Return a dot with its name and a tooltip."""
     (x, y, radius), look = dot, f"s{DIRECTIONS.index(row['direction'])}"
     facts = f"{row['op']} {row['direction']}: {row['us']:,.0f} us, {row['share']:.1%} of the step"
     if row["roof"] is not None:
@@ -179,7 +179,7 @@ def label_places(
 
 
 def _is_free(place, box, taken):
-    """Tell whether a rectangle (left, top, right, bottom) is in a box and over none of others."""
+    """Return whether a rectangle (left, top, right, bottom) is in a box and overlaps no other."""
     left, top, right, bottom = place
     across = box.left < left and right < box.width - box.right
     up = box.top < top and bottom < box.height - box.bottom
@@ -192,7 +192,7 @@ def _is_free(place, box, taken):
 
 
 def heat_maps(titled: Mapping[str, Any], rows: Sequence[str], columns: Sequence[str]) -> Markup:
-    """Return maps side by side, as many as have room: {title: weights}, see ``heat_map``."""
+    """Return maps side by side, as many as fit: {title: weights}, see ``heat_map``."""
     least = 0.8 * _map_layout(rows, columns)[-1]  # how narrow words can still be read
     drawn = [heat_map(weights, rows, columns, title) for title, weights in titled.items()]
     return tag("div", drawn, class_="charts", style=f"--least: {least:.0f}px")
@@ -208,7 +208,7 @@ def _map_layout(rows, columns):
 
 
 def _word(word, **given):
-    """Return a word of a map; a long one is cut, and a pointer on it shows the whole."""
+    """Return a word of a map; a long one is cut, with the whole word as its tooltip."""
     if len(word) > WORD:
         return tag(
             "text", tag("title", word), f"{word[: WORD - 1]}\N{HORIZONTAL ELLIPSIS}", **given
@@ -286,7 +286,7 @@ def _chart(box, across, up, label, drawn, above=(), unit=None):
 
 
 class _Axis:
-    """Turns values into places from ``begin`` to ``end``."""
+    """Maps values to coordinates from ``begin`` to ``end``."""
 
     def __init__(self, values, begin, end, log=False):
         self.log, self.begin, self.end = log, begin, end

@@ -1,7 +1,7 @@
-"""What a training run is told: one table of options with defaults, groups and limits.
+"""The options of a training run: one table with defaults and limits.
 
 The command line, TOML files and programs all go through ``resolve``, so that they accept the same
-values and say the same about others.
+values and raise the same errors.
 """
 
 import json
@@ -40,7 +40,7 @@ from gpuattn.units import (
     whole,
 )
 
-KEYS = {"length": "for"}  # fields that users know by another name: Python keeps this one
+KEYS = {"length": "for"}  # fields whose option has another name
 
 
 DEFAULT_MODEL = next(iter(MODELS))
@@ -57,13 +57,12 @@ class TrainConfig:
 
     Data: ``task`` is a built-in one, or None where ``source`` and ``target`` name files;
     ``valid_source``, ``valid_target`` files; ``vocab_size`` the most subwords, of both languages
-    together; ``max_len`` the most tokens of a sentence, ``on_long`` what becomes of longer ones;
-    ``seed`` decides data order, first parameters and dropout.
-    Of a language model instead: ``lm`` and ``valid_lm`` name texts, ``tokenizer`` is "subwords"
-    or "chars", ``block`` the tokens that it sees.
-    Model: ``model`` is "translation" or "gpt2"; as ``models.translation.TranslationConfig`` and
-    ``models.gpt2.GPT2Config``, whose ``positions`` and ``activation`` None stands for;
-    ``init_from``: the folder of a run that gives the first weights, and the tokenizer.
+    together; ``max_len`` the most tokens of a sentence, ``on_long`` whether longer ones are left
+    out or an error; ``seed`` decides data order, first parameters and dropout. For a language model
+    instead: ``lm`` and ``valid_lm`` name texts, ``tokenizer`` is "subwords" or "chars", ``block``
+    the tokens that it sees. Model: ``model`` is a name in ``models.kinds.MODELS``, whose config has
+    the fields of the model; None for ``positions`` and ``activation``: the model's default;
+    ``init_from``: the folder of a run whose weights and tokenizer this run begins with.
     Optimisation: ``batch`` tokens on the longer side, or "auto": what fits the GPU; ``batching``
     one of ``data.batching.BATCHING``, ``accumulate`` batches an update, ``checkpoint`` as in
     ``models.config.CHECKPOINT``, ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and
@@ -71,10 +70,9 @@ class TrainConfig:
     ``lr_floor`` the share of it where cosine and linear end, ``lr_decay`` the updates after which
     they end (0: those of the run), ``label_smoothing``, ``clip`` (0: never), ``weight_decay``.
     ``length`` of the run; ``patience``: evaluations without a better one before it stops (0: off);
-    ``until``: of a built-in task, it stops when two evaluations in a row reach this exact match, in
-    %, for every kind of pair (0: off).
-    Evaluation: ``eval_every``, or "auto": as ``train.trainer`` says; ``score_pairs`` sentences are
-    translated each time; ``beam`` and
+    ``until``: for a built-in task, the exact match in % that every kind of pair must reach in two
+    evaluations in a row for the run to stop (0: off). Evaluation: ``eval_every``, or "auto": as
+    ``train.trainer`` says; ``score_pairs`` sentences are translated each time; ``beam`` and
     ``length_penalty`` of translations later; ``ema`` decay of a moving average of the parameters
     (0: off); ``average`` the last checkpoints in the end (0: off). ``precision``;
     ``deterministic``: the same bits in every run on a GPU too; ``threads`` of BLAS on NumPy, or
@@ -188,12 +186,13 @@ OPTIONS = {option.name: option for option in fields(TrainConfig)}
 
 
 def option_key(name: str) -> str:
-    """Return how users write a field: ``eval_every`` as ``eval-every``, ``length`` as ``for``."""
+    """Return the name of the option of a field: ``eval_every`` as ``eval-every``, ``length`` as
+    ``for``."""
     return KEYS.get(name, name).replace("_", "-")
 
 
 def field_name(key: str) -> str:
-    """Return the field of an option as users write it, with dashes or underscores."""
+    """Return the field of an option, written with dashes or underscores."""
     name = key.replace("-", "_")
     return next((field for field, known in KEYS.items() if known == name), name)
 
@@ -213,8 +212,8 @@ def resolve(
 ) -> tuple[TrainConfig, dict[str, str]]:
     """Return (TrainConfig, {field: origin}) from layers of (origin, {field: value}), lowest first.
 
-    Below them lie the defaults, those of the model, those of ``device`` ("numpy", "cuda" or None)
-    and those of the built-in task. A layer may hold ``preset``, which lies right above them.
+    Below them are the defaults, those of the model, those of ``device`` ("numpy", "cuda" or None)
+    and those of the built-in task. A layer may have ``preset``, which is right above the defaults.
     """
     given = {name: (value, origin) for origin, values in layers for name, value in values.items()}
     preset, _ = given.pop("preset", (None, None))
@@ -241,7 +240,7 @@ def resolve(
     if "warmup" not in given and not _has_room_for_warmup(chosen):
         chosen["warmup"] = (0.1, "default")
     if "length" in given and "lr_decay" not in given and not _is_time(given["length"][0]):
-        chosen.pop("lr_decay", None)  # of a built-in task: the end that was asked for counts
+        chosen.pop("lr_decay", None)  # of a built-in task: the requested length wins
     config = TrainConfig(**{name: value for name, (value, _) in chosen.items()})
     return config, {name: chosen[name][1] if name in chosen else "default" for name in OPTIONS}
 
@@ -258,7 +257,7 @@ def _is_time(length):
 
 
 def _has_room_for_warmup(chosen):
-    """Tell whether a default number of updates suits the length of the run."""
+    """Return whether the run is long enough for a default number of warm-up updates."""
     length = parse_option("length", chosen.get("length", (TrainConfig.length,))[0])
     warmup = chosen.get("warmup", (TrainConfig.warmup,))[0]
     if isinstance(warmup, float) or length.unit == "e":
@@ -288,7 +287,7 @@ def read_toml(path: StrPath) -> dict[str, Any]:
 
 
 def to_toml(config: TrainConfig, origins: Mapping[str, str] | None = None) -> str:
-    """Return the text of ``read_toml`` for a config, each line with where its value came from."""
+    """Return the text of ``read_toml`` for a config, with the origin of each value."""
     lines = []
     for name in OPTIONS:
         value = getattr(config, name)
@@ -310,8 +309,8 @@ def _toml_value(value):
 def differences(
     old: TrainConfig, new: TrainConfig, names: Iterable[str] | None = None
 ) -> list[str]:
-    """Return sentences on what differs between the config of a run and what is asked now, in all
-    options or in those of ``names``."""
+    """Return sentences on the options that differ between a run and a new request: among all
+    options, or ``names``."""
     return [
         f"--{option_key(name)} was {shown(getattr(old, name))}, now {shown(getattr(new, name))}"
         f"{' (it may grow, in the same unit)' if name == 'length' else ''}"
@@ -321,8 +320,8 @@ def differences(
 
 
 def _may_change(name, old, new):
-    """Tell whether it is but what is kept in memory or how many threads compute, or the run gets
-    longer, or a file has another name now, whose content is compared when it is read."""
+    """Return whether a resumed run may have another value: what is recomputed, the threads, a
+    longer length, and other names of files, whose content is compared when they are read."""
     if name == "length":
         return old.length.unit == new.length.unit and old.length.amount < new.length.amount
     if name in (*DATA_FILES, "init_from"):
@@ -331,7 +330,7 @@ def _may_change(name, old, new):
 
 
 def describe_growth(old: TrainConfig, new: TrainConfig) -> str:
-    """Return what becomes of the learning rate in a run that gets longer, in words."""
+    """Return a sentence on the learning rate of a run that gets longer."""
     text = f"--for was {old.length}, now {new.length}"
     to_its_end = new.schedule in ("cosine", "linear") or isinstance(new.warmup, float)
     if to_its_end and not new.lr_decay:
@@ -341,5 +340,5 @@ def describe_growth(old: TrainConfig, new: TrainConfig) -> str:
 
 
 def plain(value: Any) -> int | float | str:
-    """Return a value as JSON has it: numbers, and all else as users write it."""
+    """Return a value for JSON: a number, or else the text of the option."""
     return value if isinstance(value, int | float) else shown(value)

@@ -1,4 +1,4 @@
-"""A run folder that has lost files: what it can go on without, and what can be recovered."""
+"""Run folders with missing files: which ones a run can resume without, and recovery."""
 
 import shlex
 from typing import Any
@@ -9,10 +9,10 @@ from gpuattn.runtime import checkpoint
 
 
 def check_whole(folder: Any) -> list[str]:
-    """Return sentences on what is missing of a run that can go on without it.
+    """Return sentences on missing files that a run can resume without.
 
-    ``folder``: its RunFolder. Raises CheckpointError where the run would begin anew although it has
-    learned something: its state is gone, or checkpoints have lost their manifests.
+    ``folder``: its RunFolder. Raises CheckpointError where a run that was trained would restart
+    from nothing: its state is missing, or checkpoints have lost their manifests.
     """
     path, saved = folder.path, folder.metrics.read("stop") or folder.metrics.read("end")
     listed = {name: checkpoint.generations(path, name) for name in CHECKPOINTS}
@@ -38,7 +38,7 @@ def check_whole(folder: Any) -> list[str]:
 
 
 def _missing(folder, listed):
-    """Yield sentences on files that are missing beside a state; see ``check_whole``."""
+    """Yield sentences on missing files of a run that has a state; see ``check_whole``."""
     for name, manifests in listed.items():
         files = checkpoint.unlisted(folder.path, name)
         if files and manifests and files[0].stem > manifests[0].stem:

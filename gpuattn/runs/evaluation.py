@@ -1,4 +1,4 @@
-"""How good a run is, on what it held out or on files."""
+"""Evaluation of a run on its held-out data or on files."""
 
 import math
 import time

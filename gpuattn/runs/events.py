@@ -35,14 +35,15 @@ def import_tensorboard() -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def written(run: Any) -> Iterator[None]:
-    """Write the rows of a RunFolder's metrics as events: those from before and of the block.
+    """Write the rows of a RunFolder's metrics as events: the rows that exist, and those added in
+    the block.
 
-    Raises UnsupportedError without tensorboard, CheckpointError when the disk refuses.
+    Raises UnsupportedError without tensorboard, CheckpointError when writing fails.
     """
     log = run.metrics.listener = EventLog(run.path / FOLDER)
     try:
         yield
-        if not log.begun:  # a run that had ended before
+        if not log.begun:  # a resumed run that had ended
             log.begin(run.metrics.read())
     finally:
         run.metrics.listener = None

@@ -1,7 +1,7 @@
-"""The folder of a run: all that is needed to go on training, or to use what it learned.
+"""The folder of a run: all that is needed to resume training or to use the model.
 
-``config.toml``, ``tokenizer.model``, ``best`` and ``last`` (weights), ``state`` (everything a
-continuation needs), ``metrics.jsonl``, ``valid/`` (what the model wrote at each evaluation),
+``config.toml``, ``tokenizer.model``, ``best`` and ``last`` (weights), ``state`` (everything that
+resuming needs), ``metrics.jsonl``, ``valid/`` (what the model wrote at each evaluation),
 ``digests.toml`` (SHA-256 of the text files, and of the weights that it began with).
 """
 
@@ -39,7 +39,7 @@ from gpuattn.typing import Array, StrPath
 from gpuattn.units import shown
 
 CONFIG, TOKENIZER, DIGESTS = "config.toml", "tokenizer.model", "digests.toml"
-# what a run has that was killed before it began
+# files of a run that was killed before it began
 UNBEGUN = (LOCK, TOKENIZER, DIGESTS, f".{DIGESTS}.tmp", f".{CONFIG}.tmp")
 CHECKPOINTS = ("state", "best", "last")
 MODEL_OPTIONS = (
@@ -57,11 +57,11 @@ class RunFolder:
         self.metrics = MetricsLog(self.path / "metrics.jsonl")
 
     def exists(self) -> bool:
-        """Tell whether a run was begun here."""
+        """Return whether there is a run here."""
         return (self.path / CONFIG).exists()
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which no other process writes here; see ``runs.lock.locked``.
+        """Return a context that excludes other processes; see ``runs.lock.locked``.
 
         Raises ConfigError for a folder that is something else.
         """
@@ -76,7 +76,7 @@ class RunFolder:
         tokenizer: Any,
         digests: Mapping[str, str] | None = None,
     ) -> None:
-        """Begin a run: write what never changes, its config last."""
+        """Begin a run: write the files that never change, the config last."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             tokenizer.save(self.path / TOKENIZER)
@@ -89,7 +89,7 @@ class RunFolder:
             ) from error
 
     def remove(self) -> None:
-        """Delete the run, if this is one. ConfigError for a folder that is something else."""
+        """Delete the run. ConfigError for a folder that is something else."""
         if self.exists():
             for path in sorted(self.path.iterdir(), key=lambda path: path.name == CONFIG):
                 if path.is_dir() and not path.is_symlink():
@@ -100,7 +100,7 @@ class RunFolder:
             raise ConfigError(f"{self.path} is not a run of gpuattn: it is left alone")
 
     def check_empty(self) -> None:
-        """Raise ConfigError where a run may not begin: something else is there."""
+        """Raise ConfigError unless a run may begin here: the folder has no other files."""
         if self._is_taken():
             lost = self._without_config()
             raise ConfigError(
@@ -108,13 +108,13 @@ class RunFolder:
             )
 
     def _is_taken(self):
-        """Tell whether there is more than a run that had no time to begin, or no room."""
+        """Return whether there is more than the remains of a run that never began."""
         if not self.path.is_dir():
             return self.path.exists()
         return any(path.name not in UNBEGUN for path in self.path.iterdir())
 
     def _without_config(self):
-        """Return what to do about checkpoints that stand here without config.toml, or ""."""
+        """Return advice for checkpoints without a config.toml, or "" where there are none."""
         if not any(checkpoint.exists(self.path, name) for name in CHECKPOINTS):
             return ""
         typed = [row["command"] for row in self.metrics.read("start") if row.get("command")]
@@ -127,7 +127,7 @@ class RunFolder:
     def check_same(self, config: TrainConfig) -> None:
         """Raise ConfigError that lists every option in which a run differs from ``config``.
 
-        Of files that have other names now ``check_data`` compares the content.
+        ``check_data`` compares the content of files that have other names now.
         """
         found = differences(self.config(), config)
         if found:
@@ -141,8 +141,7 @@ class RunFolder:
         )
 
     def check_init(self, config: TrainConfig) -> None:
-        """Raise ConfigError where the run that ``--init-from`` names is this one, or has another
-        model, with the options that differ."""
+        """Raise ConfigError if ``--init-from`` names this run, or one with another model."""
         if config.init_from is None:
             return
         given = RunFolder(config.init_from)
@@ -150,7 +149,7 @@ class RunFolder:
             raise ConfigError(f"--init-from and --out are both {self.path}. Choose another --out")
         there = given.config()
         names: Sequence[str] = MODEL_OPTIONS if there.model == config.model else ("model",)
-        if there.positions != "learned":  # then no weights depend on the longest text
+        if there.positions != "learned":  # no weights depend on the longest text
             names = [name for name in names if name not in ("block", "max_len")]
         found = differences(there, config, [name for name in names if config.has(name)])
         if found:
@@ -160,8 +159,8 @@ class RunFolder:
             )
 
     def needs_init(self, config: TrainConfig) -> bool:
-        """Tell whether the weights that ``--init-from`` names are to be read: of a run that has a
-        state only where they have another name now."""
+        """Return whether the weights of ``--init-from`` must be read: for a run that has a state,
+        only if the option changed."""
         if config.init_from is None:
             return False
         resumes = self.exists() and checkpoint.exists(self.path, "state")
@@ -184,20 +183,20 @@ class RunFolder:
                 raise ConfigError(self._has_other([changed]))
 
     def digests(self) -> dict[str, str]:
-        """Return {option: SHA-256} of what a run began with; {} where that was not noted."""
+        """Return {option: SHA-256} of the run's data files; {} if they were not recorded."""
         with contextlib.suppress(OSError, ValueError):
             return tomllib.loads((self.path / DIGESTS).read_text(encoding="utf-8"))
         return {}
 
     def keep_digests(self, digests: Mapping[str, str]) -> None:
-        """Note {option: SHA-256} of what a run began with, where it is not noted yet."""
+        """Record {option: SHA-256} of the run's data files, unless recorded already."""
         noted = self.digests()
         if not digests.keys() <= noted.keys():
             lines = (f'{name} = "{digest}"\n' for name, digest in {**digests, **noted}.items())
             write_text(self.path / DIGESTS, "".join(lines))
 
     def check_trainable(self) -> None:
-        """Raise ConfigError for a mean of weights, which training would write over."""
+        """Raise ConfigError for averaged weights, which training would overwrite."""
         if self.metrics.read("averaged"):
             raise ConfigError(
                 f"{self.path} is a mean of weights: of use, but it cannot go on training. "
@@ -225,7 +224,7 @@ class RunFolder:
         return sorted({path.name.rsplit("-", 1)[0] for path in found})
 
     def save_snapshot(self, update: int, weights: Mapping[str, Array], keep: int) -> None:
-        """Keep these weights for averaging, and only the last ``keep`` of them."""
+        """Save weights for averaging; keep the last ``keep`` snapshots."""
         folder = self.path / SNAPSHOTS
         checkpoint.save(folder, f"update_{update:08d}", weights)
         for name in self.snapshots()[:-keep]:
@@ -233,13 +232,13 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def average_snapshots(self, last: int) -> dict[str, Array]:
-        """Return the mean of the last so many kept checkpoints, as {name: array}."""
+        """Return the mean of the ``last`` snapshots, as {name: array}."""
         names = self.snapshots()[-last:]
         return average_tensors(checkpoint.load(self.path / SNAPSHOTS, name)[0] for name in names)
 
 
 def _other_content(name, path, folder):
-    """Return what to say of a file, or of weights, that a run did not begin with."""
+    """Return the message for a file, or weights, that the run did not begin with."""
     if name == "init_from":
         what, advice = f"the weights of --init-from {path} are not those", "--overwrite"
     else:
@@ -290,7 +289,8 @@ def load_run(
 
 
 def summary(path: StrPath) -> dict[str, Any]:
-    """Return what a run is, as JSON-able data: options, sizes, updates, best row of metrics.
+    """Return a description of a run that JSON can hold: options, sizes, updates, best row of
+    metrics.
 
     ``state``: "finished", "stopped", or for a mean of weights "averaged". ``faults``: sentences on
     files of weights and state that are not as long as they were written.
@@ -301,7 +301,7 @@ def summary(path: StrPath) -> dict[str, Any]:
     last: dict[str, Any] = next((row for row in reversed(rows) if row["event"] != "start"), {})
     states = {"end": "finished", "averaged": "averaged"}
     valid = [row for row in rows if row["event"] == "valid"]
-    if not rows:  # metrics.jsonl is lost, or nothing was noted yet
+    if not rows:  # metrics.jsonl is lost or empty
         last, best = (checkpoint.notes(folder.path, which) or {} for which in ("last", "best"))
         valid = [best] if "score" in best else []
     faults = [checkpoint.fault(folder.path, name) for name in ("best", "last", "state")]
@@ -323,7 +323,7 @@ def summary(path: StrPath) -> dict[str, Any]:
 
 
 def _count_parameters(folder, config, tokenizer):
-    """Return how many there are: by what was saved, which is soon read, or by a new model."""
+    """Return the number of parameters: from saved shapes, or else from a new model."""
     for which in ("best", "last"):
         shapes = checkpoint.shapes(folder.path, which)
         if shapes:

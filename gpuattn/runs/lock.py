@@ -23,13 +23,13 @@ except ImportError:  # Windows
     import msvcrt
 
 LOCK = ".lock"
-FAR = 1 << 30  # the byte that Windows locks: others may read what stands before it
+LOCK_BYTE = 1 << 30  # the byte that Windows locks, far behind the text, which others may read
 BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK)
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, a Path, inside a block; make the folder if it is missing.
+    """Return a context that holds the lock of a folder; the folder is made if missing.
 
     Folders that were made and are empty at the end are removed. Where the file system has no
     locks, a warning says so. Raises ConfigError that names the process which holds the lock, and
@@ -64,13 +64,13 @@ def _acquire(folder):
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # whoever held it has removed the file since it was opened
+        os.close(handle)  # the former holder removed the file after it was opened
 
 
 def _lock(handle, folder):
     try:
         if os.name == "nt":
-            os.lseek(handle, FAR, os.SEEK_SET)
+            os.lseek(handle, LOCK_BYTE, os.SEEK_SET)
             msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
         else:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,7 +86,7 @@ def _lock(handle, folder):
 
 
 def _is_at(handle, path):
-    """Tell whether an open file is the one that has this path now."""
+    """Return whether an open file is still the one at this path."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def _is_at(handle, path):
 
 
 def _note(handle):
-    """Write who holds the lock. On a full disk the lock holds all the same."""
+    """Write who holds the lock. On a full disk the lock still holds."""
     since = datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds")
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
     with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ def _owner(handle):
 
 
 def _release(handle, path):
-    """Remove the file, then let go of it: who opened it before sees that it is gone."""
+    """Remove the file, then release the lock: waiting processes see that the file is gone."""
     with contextlib.suppress(OSError):  # Windows removes no open file
         path.unlink()
     os.close(handle)

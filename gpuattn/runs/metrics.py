@@ -24,7 +24,7 @@ def rank(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def is_right(row: Mapping[str, Any], percent: float) -> bool:
-    """Tell whether so many of the translations of every kind of pair are exact."""
+    """Return whether ``percent`` of the translations of every kind of pair are exact."""
     kinds = row.get("exact_by_kind") or {}
     return bool(kinds) and min(kinds.values()) >= percent
 
@@ -43,7 +43,7 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def loss_names(config: Any) -> tuple[str, str]:
-    """Return the names of both losses of a run, which smoothing makes two measures."""
+    """Return the names of both losses of a run, which differ with label smoothing."""
     smoothing = config.label_smoothing
     if not smoothing:
         return "training", "validation"
@@ -78,16 +78,16 @@ class MetricsLog:
 
     Events: "start", "train", "valid", "stop", "end"; "threads", a choice of their number;
     "averaged" in a mean of weights.
-    ``listener``: hears of rows, by ``begin(rows)`` of all that a rewind leaves and by ``add(row)``.
+    ``listener``: is told of rows by ``begin(rows)``, all that a rewind leaves, and ``add(row)``.
     """
 
     def __init__(self, path):
         self.path, self.listener = Path(path), None
 
     def add(self, event: str, **values: Any) -> None:
-        """Append a line, so that it is there even if the process ends right after.
+        """Append a line, which stays even if the process is killed right after.
 
-        Raises CheckpointError when the disk refuses, as ``rewind`` does.
+        Raises CheckpointError when writing fails, as ``rewind`` does.
         """
         row = {"event": event, **values}
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
@@ -98,7 +98,7 @@ class MetricsLog:
     def read(self, event: str | None = None) -> list[dict[str, Any]]:
         """Return the lines as dicts, of one event or of all.
 
-        Lines that are no rows are left out: a half-written last one in silence, others with a
+        Lines that are no rows are left out: a half-written last one silently, others with a
         warning.
         """
         if not self.path.exists():
@@ -111,7 +111,7 @@ class MetricsLog:
         return [row for row in rows if row is not None and event in (None, row["event"])]
 
     def rewind(self, update: int) -> None:
-        """Drop what was noted after an update, and of an end: a resumed run notes it again.
+        """Drop the rows after an update, and "end" rows: a resumed run writes them again.
 
         Choices of threads stay: with them, updates that are repeated have the same bits.
         """

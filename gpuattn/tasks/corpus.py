@@ -1,5 +1,4 @@
-"""What a run learns from, as token ids, and what is held out: pairs of a built-in task or of files,
-or one text.
+"""Training and validation data as token ids: pairs of a built-in task or of files, or one text.
 
 A built-in task has new pairs in every epoch, a function of (seed, epoch).
 """
@@ -23,18 +22,17 @@ TASK_PAIRS = 20_000  # an epoch of a built-in task
 HELD_OUT = 1000  # pairs, at most, for validation and for tests
 HELD_OUT_SHARE = 50  # of a corpus without validation files, one pair in so many
 TEXT_SHARE = 10  # of a text without a validation file, one character in so many, the last ones
-SMALL = 10  # batches that a small corpus is advised to have
+LEAST_BATCHES = 10  # batches of an epoch, at least, that the advice for small corpora aims at
 PIECE = 1000  # characters: SentencePiece learns nothing from lines much longer
 
 
 class Corpus:
     """Training batches by epoch, validation pairs, and the tokenizer of a run.
 
-    ``tokenizer``: the run's, or None to train one. ``valid``: list of Pair. ``facts``: sentences
-    on what was read, for the head of a run; ``warnings``: on what to change. ``fingerprint``: of
-    the training text. ``digests``: {option: SHA-256} of the files.
-    ``loader(epoch)``: its PackedLoader.
-    Raises DataError for files that cannot be used, ConfigError for limits nothing fits in.
+    ``tokenizer``: the run's, or None to train one. ``valid``: list of Pair. ``facts``: sentences on
+    the data, for the first lines of a run; ``warnings``: advice. ``fingerprint``: of the training
+    text. ``digests``: {option: SHA-256} of the files. ``loader(epoch)``: its PackedLoader. Raises
+    DataError for files that cannot be used, ConfigError for limits nothing fits in.
     """
 
     def __init__(self, config, tokenizer=None):
@@ -60,7 +58,7 @@ class Corpus:
         self.warnings = _one_batch(alone, tokens, config.max_len + 1)
 
     def rebatch(self, config: Any) -> None:
-        """Make batches as another config has them, of the same data."""
+        """Cut the same data into batches as another config says."""
         self.config = config
         self._first_loader = self._new_loader(self.ids)
         self.loader = lru_cache(1)(self._loader)
@@ -147,7 +145,7 @@ class TextCorpus:
         ]
 
     def rebatch(self, config: Any) -> None:
-        """Make batches as another config has them, of the same text."""
+        """Cut the same text into batches as another config says."""
         (ids, valid), block, rows = self._ids_of, config.block, config.batch // config.block
         self._train = LanguageModelLoader(ids, block, rows, config.seed)
         self.valid_loader = LanguageModelLoader(valid, min(block, len(valid) - 1), rows, seed=0)
@@ -194,7 +192,7 @@ def _by_option(config, digests):
 
 
 def held_out_text(config: Any) -> str:
-    """Return the text by which a language model's run is judged."""
+    """Return the validation text of a language model's run."""
     if config.valid_lm:
         return read_language_model(config.valid_lm)
     whole = read_language_model(config.lm)
@@ -235,15 +233,15 @@ def _file_pairs(config, digests=None):
 
 
 def _one_batch(alone, tokens, least):
-    """Return what to do where all ``tokens`` are one batch, which has ``least`` or more."""
+    """Return advice where all ``tokens`` are one batch; ``least``: the smallest batch."""
     if not alone:
         return []
-    fewer = max(tokens // SMALL, least)
+    fewer = max(tokens // LEAST_BATCHES, least)
     return [f"all of the text is one batch, so that updates differ little. Try --batch {fewer}"]
 
 
 def _unigram_loss(tokens):
-    """Return the entropy of tokens, in nats: the least loss of a model that looks at nothing."""
+    """Return the entropy of tokens, in nats: the least loss of a model without context."""
     counts = np.unique(tokens, return_counts=True)[1]
     return float(np.log(len(tokens)) - (counts * np.log(counts)).sum() / len(tokens))
 

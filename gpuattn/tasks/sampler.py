@@ -1,4 +1,4 @@
-"""A text in, the text and more out: a trained language model with its tokenizer."""
+"""Sampling from a trained language model with its tokenizer."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ TEMPERATURE = 0.8
 
 
 class Sampler:
-    """Continues texts with a GPT2.
+    """Continues texts with a language model such as GPT2.
 
-    ``config``: the run's TrainConfig. ``metrics``: what was known of the weights when they were
-    saved.
+    ``config``: the run's TrainConfig. ``metrics``: what was saved with the weights: update, loss,
+    scores.
     """
 
     def __init__(self, config, model, tokenizer, metrics=None):
@@ -28,13 +28,13 @@ class Sampler:
         self, prompt: str = "", *, tokens: int, count: int = 1, temperature: float = TEMPERATURE,
         top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0, seed: Any = None,
     ) -> list[str]:  # fmt: skip
-        """Return ``count`` texts that begin with ``prompt`` and go on for so many tokens.
+        """Return ``count`` texts that begin with ``prompt`` and continue it by ``tokens`` tokens.
 
-        Without a prompt a text begins as a line does. ``temperature`` to ``seed``: see
-        ``decode.sample.sample``; temperature 0 takes the most probable token each time. The model
-        sees ``block`` tokens: where a text gets longer, it begins anew behind the last half of
-        them, so that a step stays as cheap as in a short text.
-        Raises DataError for a prompt with characters that the tokenizer lacks.
+        Without a prompt a text begins like a line. ``temperature`` to ``seed``: see
+        ``decode.sample.sample``; temperature 0 takes the most probable token each time. The context
+        has ``block`` tokens: a longer text restarts with the last half of them as its prompt, so a
+        step costs as much as in a short text. Raises DataError for a prompt with characters that
+        the tokenizer lacks.
         """
         if count < 1 or tokens < 0:
             got = f"{count} and {tokens}"
@@ -52,7 +52,7 @@ class Sampler:
         return [self.tokenizer.decode_text(text[len(begin) :].tolist()) for text in texts]
 
     def _longer(self, texts, end, **settings):
-        """Return texts (count, T) with more tokens, up to ``end`` if the block has the room."""
+        """Return texts (count, T) with more tokens, up to ``end`` or to the end of the block."""
         block, xp = self.model.config.block, get_xp(self.model.parameters()[0].data)
         seen = texts[:, -max(1, block // 2, block + 1 - (end - texts.shape[1])) :]
         more = min(end - texts.shape[1], block + 1 - seen.shape[1])

@@ -39,7 +39,7 @@ class Task(abc.ABC):
         self.model.checkpoint = config.checkpoint
 
     def rebatch(self, config: Any) -> None:
-        """Go on with batches as another config has them, which differs in nothing else."""
+        """Continue with the batch sizes of another config, which is otherwise the same."""
         self.config = config
         self.corpus.rebatch(config)
 

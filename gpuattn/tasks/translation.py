@@ -17,9 +17,9 @@ from gpuattn.tasks.translator import Translator
 from gpuattn.units import AUTO
 
 SAMPLES = 2  # translations shown at each evaluation
-STEP = 512  # tokens that a batch is a multiple of
+BATCH_UNIT = 512  # tokens that a batch is a multiple of
 
-# Suit the built-in pairs on two CPU cores: many small updates, until nearly all is right. After 800
+# For the built-in pairs on two CPU cores: many small updates, until nearly all is right. After 800
 # updates the learning rate is low enough for that; on a slow machine they take longer.
 _QUICK = {
     "heads": 4, "layers": (2, 2), "dropout": 0.0, "batch": 640, "lr": 4e-3, "schedule": "linear",
@@ -119,7 +119,7 @@ class TranslationTask(Task):
 
     @staticmethod
     def unit(config: Any, most: int) -> int:
-        return STEP
+        return BATCH_UNIT
 
     @staticmethod
     def next_parts(config: Any, parts: int) -> int | None:

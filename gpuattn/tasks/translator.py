@@ -1,4 +1,4 @@
-"""Lines in, lines out: a trained model with its tokenizer."""
+"""Translation of lines with a trained model and its tokenizer."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -12,7 +12,10 @@ from gpuattn.errors import ConfigError, DataError, problem
 from gpuattn.tasks.task import MOST_BEAMS
 
 BUCKET = 8  # sources whose lengths round up to the same multiple are translated together
-ROOM = {"cpu": 1 << 14, "gpu": 1 << 18}  # cached tokens of a batch: beams x limit of length
+CACHED_TOKENS = {
+    "cpu": 1 << 14,
+    "gpu": 1 << 18,
+}  # cached tokens of a batch: beams x limit of length
 MARKS = (PAD, BOS, UNK)  # never part of a translation
 
 
@@ -27,7 +30,7 @@ class Translator:
     """Translates lines with a TranslationModel.
 
     ``config``: the run's TrainConfig, whose ``beam`` and ``length_penalty`` are the defaults.
-    ``metrics``: what was known of the weights when they were saved.
+    ``metrics``: what was saved with the weights: update, loss, scores.
     A line's translation does not depend on the lines around it.
     """
 
@@ -47,8 +50,8 @@ class Translator:
         """Return the translation of each line, as a list of str; that of an empty line is empty.
 
         ``beam``: 1 (greedy) to 200. ``length_penalty``: exponent of the length that scores are
-        divided by. ``kv_cache=False`` computes everything anew at each token. ``stop``: called
-        between batches; once it is true, the lines that are left stay empty.
+        divided by. ``kv_cache=False`` recomputes the whole prefix at each token. ``stop``: called
+        between batches; once it returns true, the remaining lines stay empty.
         Raises DataError for a line longer than the model takes, TypeError for a str instead of
         a list.
         """
@@ -104,13 +107,13 @@ class Translator:
         return ids
 
     def _text(self, tokens):
-        """Return a translation as one line: bytes may spell what would break it."""
+        """Return a translation as one line: byte tokens may spell line breaks."""
         return " ".join(self.tokenizer.decode(tokens).split())
 
     def _batches(self, sources, beam):
         """Yield (indices, limit of length) of sources that are translated together.
 
-        The limit depends on the bucket alone, so a line gets the same one in any company.
+        The limit depends on the bucket alone, so a line gets the same limit in any batch.
         """
         buckets = defaultdict(list)
         for i, source in enumerate(sources):
@@ -119,6 +122,6 @@ class Translator:
         gpu = on_gpu(next(iter(self.model.parameters())).data)
         for length, members in sorted(buckets.items()):
             limit = min(2 * length + 16, self.model.config.max_length)
-            size = max(1, ROOM["gpu" if gpu else "cpu"] // (beam * limit))
+            size = max(1, CACHED_TOKENS["gpu" if gpu else "cpu"] // (beam * limit))
             for begin in range(0, len(members), size):
                 yield members[begin : begin + size], limit

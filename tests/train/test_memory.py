@@ -205,7 +205,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_made(
 def test_batches_that_fit_are_whole_blocks_and_leave_an_epoch_its_updates(request, data):
     config = request.getfixturevalue(data)
     model = task_of(config)(config).model
-    unit = config.block * language.BLOCKS if data == "text" else translation.STEP
+    unit = config.block * language.BLOCKS if data == "text" else translation.BATCH_UNIT
     tokens = memory.fit(model, config, BF16, 1e9, 10**9)
     need, more = (memory.plan(model, config, BF16, n).total for n in (tokens, tokens + unit))
     assert tokens % unit == 0 and need <= 0.9e9 < more
