@@ -185,7 +185,7 @@ def number(
 class OneOf:
     """A parser of one of ``names``, a collection that may grow."""
 
-    def __init__(self, names: Collection[str]):
+    def __init__(self, names: Collection[str]) -> None:
         self.names = names
 
     def __call__(self, value: Any) -> str:

@@ -21,13 +21,17 @@ def untyped(name):
 
 
 def public(node):
-    """Yield (name, definition) of public functions, and of public methods of public classes."""
+    """Yield (name, definition) of public functions, and of what public classes have of them."""
     for child in node.body:
-        if isinstance(child, ast.FunctionDef) and not child.name.startswith("_"):
+        if isinstance(child, ast.FunctionDef) and is_public(child.name):
             yield child.name, child
         elif isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
             for name, method in public(child):
                 yield f"{child.name}.{name}", method
+
+
+def is_public(name):
+    return not name.startswith("_") or name in ("__init__", "__call__")
 
 
 def lacks(function):

@@ -200,7 +200,7 @@ def cubin(file: str, arch: str, **constants: Constant) -> bytes:
 # ---- source text ------------------------------------------------------------------------------
 
 
-def source_text(file, **constants):
+def source_text(file: str, **constants: Constant) -> str:
     """Return the text given to NVRTC: typed constants, the file, a digest of its headers."""
     lines = [_declare(name, value) for name, value in sorted(constants.items()) if name != "scalar"]
     head = ['#include "common/types.cuh"']
@@ -251,7 +251,7 @@ def _parameter(declaration: str) -> tuple[str, str]:
     return " ".join(words[:-1]), words[-1]
 
 
-def files():
+def files() -> list[str]:
     """Return the names of all CUDA sources, sorted."""
     return sorted(path.name for path in ROOT.iterdir() if path.name.endswith(".cu"))
 

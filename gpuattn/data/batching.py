@@ -6,7 +6,7 @@ batches it has used.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -97,7 +97,15 @@ class PackedLoader:
     are fewer pairs than ranks.
     """
 
-    def __init__(self, pairs, tokens, seed, rank=0, world=1, batching="packed"):
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        tokens: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        batching: str = "packed",
+    ) -> None:
         if not 0 <= rank < world:
             raise ConfigError(f"PackedLoader: rank is {rank}; accepted: 0 to {world - 1}")
         if batching not in BATCHING:
@@ -316,7 +324,9 @@ class LanguageModelLoader:
     Raises DataError when the text is shorter than ``block + 1`` tokens.
     """
 
-    def __init__(self, ids, block, batch, seed, rank=0, world=1):
+    def __init__(
+        self, ids: Sequence[int], block: int, batch: int, seed: int, rank: int = 0, world: int = 1
+    ) -> None:
         if not 0 <= rank < world:
             raise ConfigError(f"LanguageModelLoader: rank is {rank}; accepted: 0 to {world - 1}")
         if block < 1 or batch < 1:

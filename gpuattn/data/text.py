@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import shlex
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,13 @@ class Corpus(list):
     lines that were left out because a side has no text, or more than the limit.
     """
 
-    def __init__(self, pairs, lines, empty, too_long):
+    def __init__(
+        self,
+        pairs: Iterable[Any],
+        lines: Sequence[int],
+        empty: Sequence[int],
+        too_long: Sequence[int],
+    ) -> None:
         super().__init__(pairs)
         self.lines = lines
         self.empty = empty

@@ -77,7 +77,7 @@ class Tokenizer(BaseTokenizer):
 
     units = "subwords"
 
-    def __init__(self, model):
+    def __init__(self, model: bytes) -> None:
         """``model``: the bytes of a SentencePiece model. Raises DataError for anything else."""
         from sentencepiece import SentencePieceProcessor
 
@@ -207,7 +207,7 @@ class CharTokenizer(BaseTokenizer):
 
     units = "characters and marks"
 
-    def __init__(self, characters):
+    def __init__(self, characters: Iterable[str]) -> None:
         """``characters``: distinct characters; the first one gets the id 4."""
         self.characters = "".join(characters)
         self._ids = {character: i for i, character in enumerate(self.characters, SPECIALS)}

@@ -1,7 +1,8 @@
 """The interface between decoding and models, the results, and settings of all decoders."""
 
 import abc
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,7 +61,16 @@ class Limits:
     See ``greedy`` for the meaning of each setting.
     """
 
-    def __init__(self, function, stepper, bos, eos, max_length, min_length, banned):
+    def __init__(
+        self,
+        function: str,
+        stepper: Stepper,
+        bos: Any,
+        eos: int | None,
+        max_length: int,
+        min_length: int,
+        banned: Iterable[int],
+    ) -> None:
         if max_length < 0:
             raise ValueError(problem(function, "max_length", max_length, "0 or more"))
         if not 0 <= min_length <= max_length:
@@ -73,7 +83,7 @@ class Limits:
         self.eos = -1 if eos is None else eos
         self.max_length, self.min_length = max_length, min_length
         self.banned = tuple(banned)
-        self._masks = None
+        self._masks: Any = None
 
     def first_tokens(self, beam: int) -> Array:
         """Return the tokens that begin the texts, int32 (B * beam,)."""

@@ -82,7 +82,7 @@ class GPT2(Module):
 
     checkpoint = "none"
 
-    def __init__(self, config, seed=0):
+    def __init__(self, config: GPT2Config, seed: int = 0) -> None:
         self.config = c = config
         self.random = RandomState(seed)
         rng, streams = np.random.Generator(np.random.Philox(seed)), Streams(self.random)

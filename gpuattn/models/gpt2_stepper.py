@@ -1,7 +1,10 @@
 """Decoding of a text token by token, with or without a key-value cache."""
 
+from typing import Any
+
 from gpuattn.errors import problem
 from gpuattn.models.stepping import CachedStepper
+from gpuattn.typing import Array
 
 
 class GPT2Stepper(CachedStepper):
@@ -11,7 +14,9 @@ class GPT2Stepper(CachedStepper):
     it are computed in the same step, at position 0.
     """
 
-    def __init__(self, model, prompt, max_length, beam, kv_cache):
+    def __init__(
+        self, model: Any, prompt: Array, max_length: int, beam: int, kv_cache: bool
+    ) -> None:
         if prompt.ndim != 2 or prompt.shape[1] == 0:
             got = f"of shape {prompt.shape}"
             raise ValueError(problem("GPT2.stepper", "prompt", got, "(B, P) with P >= 1"))

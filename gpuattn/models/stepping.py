@@ -19,7 +19,9 @@ class CachedStepper(Stepper):
     A model supplies ``_new_caches`` and ``_logits``.
     """
 
-    def __init__(self, model, sentences, vocab, max_length, beam, kv_cache):
+    def __init__(
+        self, model: Any, sentences: int, vocab: int, max_length: int, beam: int, kv_cache: bool
+    ) -> None:
         self.model, self.sentences, self.vocab = model, sentences, vocab
         self.xp = get_xp(model.parameters()[0].data)
         self.max_length, self.kv_cache = max_length, kv_cache

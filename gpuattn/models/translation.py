@@ -103,17 +103,17 @@ class TranslationModel(Module):
 
     checkpoint = "none"
 
-    def __init__(self, config, seed=0):
+    def __init__(self, config: TranslationConfig, seed: int = 0) -> None:
         self.config = config
         self.random = RandomState(seed)
         rng, streams = np.random.Generator(np.random.Philox(seed)), Streams(self.random)
         c, rows, rotary = config, config.table_rows, config.positions == "rotary"
-        table = {
+        table: dict[str, Any] = {
             "used": c.vocab, "positions": None if rotary else c.positions,
             "max_length": c.max_length,
             "scale": c.d_model**0.5, "dropout": c.dropout, "streams": streams, "rng": rng,
         }  # fmt: skip
-        layer = {
+        layer: dict[str, Any] = {
             "kv_heads": c.kv_heads, "rotary": rotary, "dropout": c.dropout,
             "attention_dropout": c.attention_dropout, "norm": c.norm, "activation": c.activation,
             "streams": streams, "rng": rng,

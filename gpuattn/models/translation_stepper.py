@@ -1,5 +1,7 @@
 """Decoding a translation token by token, with or without a key-value cache."""
 
+from typing import Any
+
 from gpuattn.arrays import get_xp
 from gpuattn.autodiff.tape import raw
 from gpuattn.models.stepping import CachedStepper
@@ -12,7 +14,7 @@ class TranslationStepper(CachedStepper):
     serve all of its beams.
     """
 
-    def __init__(self, model, batch, max_length, beam, kv_cache):
+    def __init__(self, model: Any, batch: Any, max_length: int, beam: int, kv_cache: bool) -> None:
         with model.evaluating():
             memory = raw(model.encode(batch))
         xp = get_xp(memory)

@@ -11,7 +11,7 @@ from gpuattn.arrays import empty, get_xp, on_gpu, same_memory
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Fusion, Impl, Impls
-from gpuattn.nn.dropout import Dropout
+from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.linear import Linear
 from gpuattn.nn.module import Module, generator, xavier_uniform
 from gpuattn.ops.attention.append_kv import append_kv
@@ -73,7 +73,9 @@ class KeyValueCache:
     that holds each token of a text, as ``decode_attention`` takes it. On NumPy it is None.
     """
 
-    def __init__(self, like, rows, max_length, kv_heads, head_dim):
+    def __init__(
+        self, like: Array, rows: int, max_length: int, kv_heads: int, head_dim: int
+    ) -> None:
         shape = (rows, max_length, kv_heads, head_dim)
         self.k, self.v = arrays.zeros(like, shape), arrays.zeros(like, shape)
         self.length = 0
@@ -145,9 +147,10 @@ class MultiHeadAttention(Module):
     """
 
     def __init__(
-        self, width, heads, *, kv_heads=None, cross=False, projects=True, rotary=False,
-        causal=False, dropout=0.0, bias=True, streams=None, rng=None,
-    ):  # fmt: skip
+        self, width: int, heads: int, *, kv_heads: int | None = None, cross: bool = False,
+        projects: bool = True, rotary: bool = False, causal: bool = False, dropout: float = 0.0,
+        bias: bool = True, streams: Streams | None = None, rng: np.random.Generator | None = None,
+    ) -> None:  # fmt: skip
         kv_heads = kv_heads or heads
         if heads < 1 or kv_heads < 1 or width % heads or heads % kv_heads:
             got = f"width {width}, heads {heads}, kv_heads {kv_heads}"
@@ -169,9 +172,9 @@ class MultiHeadAttention(Module):
             self.qkv = Linear(width, sum(sizes), bias=bias, rng=rng)
         self.out = Linear(width, width, bias=bias, rng=rng)
         self.dropout = Dropout(dropout, streams)
-        self.maps = None  # a list while attention_maps() collects
+        self.maps: Any = None  # a list while attention_maps() collects
 
-    def __call__(self, x, memory=None, **context):
+    def __call__(self, x: Any, memory: Any = None, **context: Any) -> Any:
         """Return the attended ``x``, of its shape.
 
         Arguments: those of ``attend``.
@@ -247,7 +250,16 @@ class MemoryProjection(Module):
     layer its keys and values. Returns [(k, v) for each layer], views (..., Hk, D) of one array.
     """
 
-    def __init__(self, width, heads, layers, *, kv_heads=None, bias=True, rng=None):
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        layers: int,
+        *,
+        kv_heads: int | None = None,
+        bias: bool = True,
+        rng: np.random.Generator | None = None,
+    ) -> None:
         rng = generator(rng)
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads or heads, width // heads
         rows = 2 * self.kv_heads * self.head_dim
@@ -255,7 +267,7 @@ class MemoryProjection(Module):
         for own in np.split(self.kv.weight.data, layers):  # initialised like a layer's own
             own[...] = xavier_uniform(rng, (rows, width)).data
 
-    def __call__(self, memory):
+    def __call__(self, memory: Any) -> list[tuple[Any, Any]]:
         counts = (self.kv_heads,) * (2 * self.layers)
         parts = split_heads(self.kv(memory), counts, self.head_dim)
         return list(zip(parts[::2], parts[1::2], strict=True))

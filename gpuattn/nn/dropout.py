@@ -23,7 +23,7 @@ class RandomState:
 class Streams:
     """Numbers the dropout calls of a model in order of construction, one random stream for each."""
 
-    def __init__(self, state=None):
+    def __init__(self, state: RandomState | None = None) -> None:
         self.state = state or RandomState(rng.fresh_seed())
         self.count = 0
 
@@ -40,7 +40,7 @@ class Dropout(Module):
     Raises ValueError for a ``p`` outside 0 to 1.
     """
 
-    def __init__(self, p, streams=None):
+    def __init__(self, p: float, streams: Streams | None = None) -> None:
         if not 0 <= p <= 1:
             raise ValueError(problem("Dropout", "p", p, "0 <= p <= 1"))
         streams = streams or Streams()
@@ -54,6 +54,6 @@ class Dropout(Module):
             return 0.0, None
         return self.p, rng.Key(self.random.seed, self.stream, self.random.step)
 
-    def __call__(self, x):
+    def __call__(self, x: Any) -> Any:
         p, key = self.now()
         return dropout(x, p, seed=key) if p else x

@@ -1,14 +1,16 @@
 """Token embeddings, with learned or sinusoidal positions."""
 
 import functools
+from typing import Any
 
 import numpy as np
 
 from gpuattn.arrays import get_xp
 from gpuattn.errors import problem
-from gpuattn.nn.dropout import Dropout
+from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.module import Module, generator, normal, parameter
 from gpuattn.ops.embedding import embedding
+from gpuattn.typing import Array
 
 
 @functools.cache
@@ -36,9 +38,10 @@ class Embedding(Module):
     """
 
     def __init__(
-        self, rows, width, *, used=None, positions=None, max_length=None, scale=1.0, dropout=0.0,
-        weight=None, streams=None, rng=None,
-    ):  # fmt: skip
+        self, rows: int, width: int, *, used: int | None = None, positions: str | None = None,
+        max_length: int | None = None, scale: float = 1.0, dropout: float = 0.0,
+        weight: Any = None, streams: Streams | None = None, rng: np.random.Generator | None = None,
+    ) -> None:  # fmt: skip
         rng = generator(rng)
         if positions not in (None, "learned", "sinusoidal"):
             accepted = "None, 'learned' or 'sinusoidal'"
@@ -52,13 +55,13 @@ class Embedding(Module):
         self.weight, self.used = weight, used
         self.positions, self.max_length, self.scale = positions, max_length, scale
         self.position_weight = None
-        if positions == "learned":
+        if positions == "learned" and max_length is not None:
             self.position_weight = normal(rng, (max_length, width), width**-0.5)
         elif positions == "sinusoidal":
             self._table = sinusoidal_positions(max_length, width)  # moves to the weight's device
         self.dropout = Dropout(dropout, streams)
 
-    def __call__(self, tokens, positions=None, *, order=None):
+    def __call__(self, tokens: Array, positions: Array | None = None, *, order: Any = None) -> Any:
         """``positions``: int, of the shape of ``tokens``; by default 0, 1, ... along the last axis;
         without a table of positions they mean nothing.
 

@@ -3,6 +3,8 @@
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from gpuattn.nn.module import Module, constant, generator, xavier_uniform
 from gpuattn.ops.linear.bias_activation import gelu, swiglu
 from gpuattn.ops.linear.linear import linear
@@ -22,12 +24,20 @@ class Linear(Module):
     (2, 4, 5)
     """
 
-    def __init__(self, inputs, outputs, *, bias=True, activation=None, rng=None):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = True,
+        activation: str | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> None:
         self.weight = xavier_uniform(generator(rng), (outputs, inputs))
         self.bias = constant(0, outputs) if bias else None
         self.activation = activation
 
-    def __call__(self, x):
+    def __call__(self, x: Any) -> Any:
         return linear(x, self.weight, self.bias, activation=self.activation)
 
 
@@ -38,7 +48,15 @@ class FeedForward(Module):
     as wide, for the gate. Shazeer, "GLU Variants Improve Transformer" (2020).
     """
 
-    def __init__(self, width, hidden, *, activation="relu", bias=True, rng=None):
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: str = "relu",
+        bias: bool = True,
+        rng: np.random.Generator | None = None,
+    ) -> None:
         rng = generator(rng)
         self.unfused = UNFUSED_ACTIVATIONS.get(activation)
         inner = 2 * hidden if activation == "swiglu" else hidden
@@ -46,7 +64,7 @@ class FeedForward(Module):
         self.inner = Linear(width, inner, bias=bias, activation=fused, rng=rng)
         self.out = Linear(hidden, width, bias=bias, rng=rng)
 
-    def __call__(self, x):
+    def __call__(self, x: Any) -> Any:
         return self.out(self.activated(x))
 
     def activated(self, x: Array) -> Any:

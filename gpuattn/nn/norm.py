@@ -16,12 +16,12 @@ class LayerNorm(Module):
     Ba, Kiros and Hinton, "Layer Normalization" (2016).
     """
 
-    def __init__(self, width, *, bias=True, eps=1e-5):
+    def __init__(self, width: int, *, bias: bool = True, eps: float = 1e-5) -> None:
         self.weight = constant(1, width)
         self.bias = constant(0, width) if bias else None
         self.eps = eps
 
-    def __call__(self, x):
+    def __call__(self, x: Any) -> Any:
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
     def beside(self, x: Array) -> tuple[Any, Any]:
@@ -46,11 +46,11 @@ class RMSNorm(Module):
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    def __init__(self, width, *, eps=1e-6):
+    def __init__(self, width: int, *, eps: float = 1e-6) -> None:
         self.weight = constant(1, width)
         self.eps = eps
 
-    def __call__(self, x):
+    def __call__(self, x: Any) -> Any:
         return rms_norm(x, self.weight, eps=self.eps)
 
     def beside(self, x: Array) -> tuple[Any, Any]:

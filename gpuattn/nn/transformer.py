@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.functional import checkpoint
 from gpuattn.errors import problem
@@ -69,9 +71,11 @@ class TransformerEncoderLayer(_Layer):
     """
 
     def __init__(
-        self, width, heads, hidden, *, kv_heads=None, rotary=False, causal=False, dropout=0.0,
-        attention_dropout=None, norm="pre", activation="relu", bias=True, streams=None, rng=None,
-    ):  # fmt: skip
+        self, width: int, heads: int, hidden: int, *, kv_heads: int | None = None,
+        rotary: bool = False, causal: bool = False, dropout: float = 0.0,
+        attention_dropout: float | None = None, norm: str = "pre", activation: str = "relu",
+        bias: bool = True, streams: Streams | None = None, rng: np.random.Generator | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
         self.attention = MultiHeadAttention(
@@ -98,12 +102,14 @@ class TransformerDecoderLayer(_Layer):
     """
 
     def __init__(
-        self, width, heads, hidden, *, kv_heads=None, projects=True, rotary=False, dropout=0.0,
-        attention_dropout=None, norm="pre", activation="relu", bias=True, streams=None, rng=None,
-    ):  # fmt: skip
+        self, width: int, heads: int, hidden: int, *, kv_heads: int | None = None,
+        projects: bool = True, rotary: bool = False, dropout: float = 0.0,
+        attention_dropout: float | None = None, norm: str = "pre", activation: str = "relu",
+        bias: bool = True, streams: Streams | None = None, rng: np.random.Generator | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
-        shared = {
+        shared: dict[str, Any] = {
             "kv_heads": kv_heads, "bias": bias, "streams": streams, "rng": rng,
             "dropout": dropout if attention_dropout is None else attention_dropout,
         }  # fmt: skip
@@ -114,7 +120,7 @@ class TransformerDecoderLayer(_Layer):
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
         self._residuals(width, 3, bias, dropout, streams)
 
-    def __call__(self, x, memory, **context):
+    def __call__(self, x: Any, memory: Any, **context: Any) -> Any:  # type: ignore[override]
         return super().__call__(x, memory=memory, **context)
 
     def _branches(

@@ -22,7 +22,7 @@ class ExponentialAverage:
     values fade quickly. Raises ValueError for another decay.
     """
 
-    def __init__(self, workspace, decay=0.999):
+    def __init__(self, workspace: Any, decay: float = 0.999) -> None:
         if not 0 <= decay < 1:
             raise ValueError(problem("ExponentialAverage", "decay", decay, "0 <= decay < 1"))
         self.workspace, self.decay, self.updates = workspace, decay, 0

@@ -27,8 +27,15 @@ class Optimizer:
     moments: tuple[str, ...] = ()
 
     def __init__(
-        self, workspace, *, max_norm=None, loss_scale=1.0, growth_interval=0, seed=0, **constants
-    ):
+        self,
+        workspace: Any,
+        *,
+        max_norm: float | None = None,
+        loss_scale: float = 1.0,
+        growth_interval: int = 0,
+        seed: int = 0,
+        **constants: Any,
+    ) -> None:
         self.workspace = workspace
         self.statistics = {"max_norm": max_norm, "growth_interval": growth_interval}
         self.constants = {"seed": seed, **constants}
@@ -69,7 +76,15 @@ class AdamW(Optimizer):
     moments = ("exp_avg", "exp_avg_sq")
     decoupled = True
 
-    def __init__(self, workspace, *, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0, **common):
+    def __init__(
+        self,
+        workspace: Any,
+        *,
+        betas: tuple[float, float] = (0.9, 0.98),
+        eps: float = 1e-9,
+        weight_decay: float = 0.0,
+        **common: Any,
+    ) -> None:
         super().__init__(
             workspace, betas=tuple(betas), eps=eps, weight_decay=weight_decay, **common
         )
@@ -97,7 +112,15 @@ class Lamb(Optimizer):
 
     moments = AdamW.moments
 
-    def __init__(self, workspace, *, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, **common):
+    def __init__(
+        self,
+        workspace: Any,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        **common: Any,
+    ) -> None:
         super().__init__(
             workspace, betas=tuple(betas), eps=eps, weight_decay=weight_decay, **common
         )
@@ -114,7 +137,14 @@ class Lion(Optimizer):
 
     moments = ("exp_avg",)
 
-    def __init__(self, workspace, *, betas=(0.9, 0.99), weight_decay=0.0, **common):
+    def __init__(
+        self,
+        workspace: Any,
+        *,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **common: Any,
+    ) -> None:
         super().__init__(workspace, betas=tuple(betas), weight_decay=weight_decay, **common)
 
     def _update(self):
@@ -128,13 +158,21 @@ class SGD(Optimizer):
     ``momentum``, ``nesterov``, ``weight_decay``: as in ``gpuattn.ops.update.sgd.sgd``.
     """
 
-    moments = ("exp_avg",)
+    moments: tuple[str, ...] = ("exp_avg",)
 
-    def __init__(self, workspace, *, momentum=0.9, nesterov=False, weight_decay=0.0, **common):
+    def __init__(
+        self,
+        workspace: Any,
+        *,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        **common: Any,
+    ) -> None:
         if not momentum:
             self.moments = ()
-        numbers = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-        super().__init__(workspace, **numbers, **common)
+        common |= {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        super().__init__(workspace, **common)
 
     def _update(self):
         w = self.workspace

@@ -56,14 +56,14 @@ class Schedule:
             accepted = "above 0 for invsqrt, which falls as 1 / sqrt(update / warmup)"
             raise ConfigError(problem("Schedule", "warmup", self.warmup, accepted))
 
-    def __call__(self, update, progress=None):
+    def __call__(self, update: int, progress: float | None = None) -> float:
         """Return the learning rate of an update.
 
         ``update``: its number, from 0. ``progress``: how much of the run is over, 0 to 1; needed
         when ``total`` is None, and else ``update / total``.
         """
         if progress is None:
-            progress = update / self.total
+            progress = update / self.total  # type: ignore[operator]
         reached, warm_share = self._warmup(update, progress)
         rise = min(1.0, reached)
         if self.name == "constant":

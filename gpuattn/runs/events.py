@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from gpuattn.errors import UnsupportedError
@@ -58,9 +59,10 @@ class EventLog:
     date of the last start and the seconds of training since.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder: Path) -> None:
         self._event, self._session, self._new_writer = import_tensorboard()
-        self._folder, self._writer = folder, None
+        self._folder = folder
+        self._writer: Any = None
 
     @property
     def begun(self) -> bool:

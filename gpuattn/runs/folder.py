@@ -52,7 +52,7 @@ SNAPSHOTS = "checkpoints"  # weights that --average needs
 class RunFolder:
     """Paths and files of a run. Nothing is created or changed before ``create``."""
 
-    def __init__(self, path):
+    def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
         self.metrics = MetricsLog(self.path / "metrics.jsonl")
 

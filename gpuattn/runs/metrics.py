@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpuattn.files import write_text, writing
+from gpuattn.typing import StrPath
 from gpuattn.units import round_step
 
 TIMES = 6  # beside the updates of an axis, about
@@ -81,7 +82,7 @@ class MetricsLog:
     ``listener``: is told of rows by ``begin(rows)``, all that a rewind leaves, and ``add(row)``.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: StrPath) -> None:
         self.path, self.listener = Path(path), None
 
     def add(self, event: str, **values: Any) -> None:

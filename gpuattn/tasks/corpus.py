@@ -35,8 +35,9 @@ class Corpus:
     DataError for files that cannot be used, ConfigError for limits nothing fits in.
     """
 
-    def __init__(self, config, tokenizer=None):
-        self.config, digests = config, {}
+    def __init__(self, config: Any, tokenizer: Any = None) -> None:
+        self.config = config
+        digests: dict[str, str] = {}
         train, self.valid = _task_pairs(config) if config.task else _file_pairs(config, digests)
         self.digests = _by_option(config, digests)
         if tokenizer is None:
@@ -108,8 +109,8 @@ class TextCorpus:
     Raises DataError for files that cannot be used, and for too short ones.
     """
 
-    def __init__(self, config, tokenizer=None):
-        digests = {}
+    def __init__(self, config: Any, tokenizer: Any = None) -> None:
+        digests: dict[str, str] = {}
         whole = read_language_model(config.lm, digests)
         if config.valid_lm:
             train, valid = whole, read_language_model(config.valid_lm, digests)

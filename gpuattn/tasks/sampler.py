@@ -1,5 +1,6 @@
 """Sampling from a trained language model with its tokenizer."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ class Sampler:
     scores.
     """
 
-    def __init__(self, config, model, tokenizer, metrics=None):
+    def __init__(
+        self, config: Any, model: Any, tokenizer: Any, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.metrics = metrics or {}
 

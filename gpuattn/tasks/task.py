@@ -31,7 +31,7 @@ class Task(abc.ABC):
     new_corpus: ClassVar[Callable[..., Any]]  # (config, tokenizer or None)
     new_user: ClassVar[Callable[..., Any]]  # (config, model, tokenizer, metrics=None)
 
-    def __init__(self, config: Any, tokenizer: Any = None):
+    def __init__(self, config: Any, tokenizer: Any = None) -> None:
         self.config = config
         self.corpus = self.new_corpus(config, tokenizer)
         self.model = new_model(config, self.corpus.tokenizer)

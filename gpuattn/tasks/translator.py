@@ -1,7 +1,7 @@
 """Translation of lines with a trained model and its tokenizer."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpuattn.arrays import on_gpu
@@ -34,7 +34,9 @@ class Translator:
     A line's translation does not depend on the lines around it.
     """
 
-    def __init__(self, config, model, tokenizer, metrics=None):
+    def __init__(
+        self, config: Any, model: Any, tokenizer: Any, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.metrics = metrics or {}
 
