@@ -32,7 +32,7 @@ from gpuattn.units import OneOf, flag, shown
 
 HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     "Data": {
-        "lm": ("FILE", "One text to learn instead: --model gpt2."),
+        "lm": ("FILE", "One text to learn instead, by a language model."),
         "valid_lm": ("FILE", "For validation; otherwise the end of the text is held out."),
         "tokenizer": ("", "Of a text: subwords, or its characters."),
         "vocab_size": ("N", "Most subwords, shared by both languages."),
@@ -46,13 +46,13 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "heads": ("N", "Attention heads; they divide the width."),
         "kv_heads": ("N", "Heads of keys and values; they divide --heads.  [default: as many]"),
         "layers": ("N[:N]", "4, or 4:2 for encoder and decoder."),
-        "ffn": ("N", "Width inside the feed-forward networks; of gpt2 it is 4 * dim."),
-        "block": ("N", "Tokens that gpt2 sees."),
-        "bias": ("", "Whether linear layers and norms of gpt2 add one."),
+        "ffn": ("N", "Width inside the feed-forward networks."),
+        "block": ("N", "Tokens that a language model sees."),
+        "bias": ("", "Whether linear layers and norms of a language model add one."),
         "dropout": ("P", "Share of activations set to zero."),
-        "attention_dropout": ("P", "Likewise of attention probabilities; of gpt2 it is --dropout."),
+        "attention_dropout": ("P", "Likewise of attention probabilities."),
         "norm": ("", "Normalise before or after each branch."),
-        "positions": ("", "How tokens know their place; of gpt2 learned or rotary."),
+        "positions": ("", "How tokens know their place."),
         "activation": ("", "In the feed-forward networks; swiglu adds a third matrix."),
         "init_from": ("RUN", "Begin with another run's best weights, and its tokenizer."),
         "pad_vocab": ("", "Bring the vocabulary's tables to a multiple of 64 rows: faster."),
@@ -110,6 +110,9 @@ def _option(name, group, placeholder, help):
     parse = OPTIONS[name].metadata["parse"]
     names = tuple(parse.names) if isinstance(parse, OneOf) else ()
     kind = NearChoice(names) if names else Parsed(parse, placeholder)
+    for model in MODELS.values():
+        if name in model.notes:
+            help = f"{help.removesuffix('.')}; of {model.name} {model.notes[name]}."
     key, own = option_key(name), any(name in model.defaults for model in MODELS.values())
     if parse is flag:
         switch = f"--{key}/--no-{key}"

@@ -198,6 +198,8 @@ def _check(options):
 register(ModelKind(
     name="gpt2", task="language", model=GPT2, configure=_configure, check=_check,
     options=("block", "bias"),
+    notes={"ffn": "it is 4 * dim", "attention_dropout": "it is --dropout",
+           "positions": "learned or rotary"},
     # For a text of a million characters, as in nanoGPT's train_shakespeare_char.py. Evaluations are
     # frequent, to keep the best weights of a model that begins to overfit.
     defaults={

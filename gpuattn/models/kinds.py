@@ -27,6 +27,7 @@ class ModelKind:
     ``options``: fields of a TrainConfig that only some models have, this one among them.
     ``defaults``: of fields, where they differ from those of a TrainConfig; ``device_defaults``:
     {"numpy" or "cuda": defaults there}; ``presets``: {name: values}, for ``--preset``.
+    ``notes``: {field: what else its help says for this model}.
     ``check``: raises ConfigError for values of a TrainConfig that the model does not take.
     """
 
@@ -38,6 +39,7 @@ class ModelKind:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     device_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Any], None] = accept
 
 
