@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from gpuattn.bench.results import origin
-from gpuattn.data import tasks
+from gpuattn.data import generated
 from gpuattn.data.batching import BATCHING
 from gpuattn.data.text import read_parallel
 from gpuattn.runs.folder import RunFolder
@@ -143,7 +143,7 @@ def write_toy():
     """Write pairs of the toy task in place of the data."""
     options.data = SCRATCH.name
     for part, split, count in (("train", "train", 60), ("val", "valid", 4), (TEST, "test", 4)):
-        pairs = tasks.generate("toy", split, count, 1)
+        pairs = generated.generate("toy", split, count, 1)
         for side, path in enumerate(files(part)):
             Path(path).write_text("".join(f"{pair[side]}\n" for pair in pairs), encoding="utf-8")
 

@@ -19,7 +19,7 @@ from gpuattn.cli.options import (
     device_option,
 )
 from gpuattn.cli.progress import LEVELS, new_report
-from gpuattn.data import tasks
+from gpuattn.data import generated
 from gpuattn.models.kinds import MODELS
 from gpuattn.runs.config import OPTIONS, option_key, read_toml, resolve
 from gpuattn.runs.metrics import describe
@@ -260,7 +260,11 @@ def _data(what):
         raise click.UsageError(
             f"{len(what)} arguments; accepted: a task, or a source and a target file"
         )
-    if what and what[0] not in tasks.TASKS and (Path(what[0]).exists() or Path(what[0]).suffix):
+    if (
+        what
+        and what[0] not in generated.GENERATED
+        and (Path(what[0]).exists() or Path(what[0]).suffix)
+    ):
         raise click.UsageError(
             f"{what[0]} is one file; accepted: a source and a target file, or --lm "
             f"{shlex.quote(what[0])}"

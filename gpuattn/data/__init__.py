@@ -1,1 +1,1 @@
-"""Built-in tasks, tokenizers, text files and packed batches."""
+"""Built-in pairs, tokenizers, text files and packed batches."""

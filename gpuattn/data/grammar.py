@@ -21,7 +21,7 @@ class Kind:
 
     ``render(cell, *values)`` returns (source, target) for one of ``cells`` and one value of each
     of ``slots``. A cell or a value listed k times is drawn k times as often. ``share`` is the
-    kind's part of the task's pairs.
+    kind's share of the pairs.
     """
 
     name: str

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.data.tasks import Pair
+from gpuattn.data.generated import Pair
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.typing import StrPath
 

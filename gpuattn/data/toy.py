@@ -1,4 +1,4 @@
-"""The toy task: English phrases of five kinds and the one right German translation of each.
+"""The toy pairs: English phrases of five kinds and the one right German translation of each.
 
 A word-for-word dictionary fails on it: numbers become one word with tens and ones exchanged,
 *half past four* is *halb fünf*, verbs move to the end, articles and adjectives agree with gender,

@@ -181,4 +181,4 @@ class SGD(Optimizer):
         sgd(*buffers, velocity, state, model=w.model, decay=w.decay, **self.constants)
 
 
-OPTIMIZERS = {"adamw": AdamW, "adam": Adam, "lamb": Lamb, "lion": Lion, "sgd": SGD}
+OPTIMIZERS: dict[str, Any] = {"adamw": AdamW, "adam": Adam, "lamb": Lamb, "lion": Lion, "sgd": SGD}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuattn.data.batching import BATCHING
-from gpuattn.data.tasks import find_task
+from gpuattn.data.generated import find_generated
 from gpuattn.data.text import ON_LONG
 from gpuattn.errors import ConfigError
 from gpuattn.models.config import CHECKPOINT, CHOICES
@@ -81,7 +81,7 @@ class TrainConfig:
     Raises ConfigError that names the option, what came, and what is accepted.
     """
 
-    task: str | None = _option(None, lambda name: find_task(name).name)
+    task: str | None = _option(None, lambda name: find_generated(name).name)
     source: str | None = _option(None, text)
     target: str | None = _option(None, text)
     valid_source: str | None = _option(None, text)

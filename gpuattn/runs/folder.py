@@ -223,7 +223,7 @@ class RunFolder:
         found = (self.path / SNAPSHOTS).glob("update_*.json")
         return sorted({path.name.rsplit("-", 1)[0] for path in found})
 
-    def save_snapshot(self, update: int, weights: Mapping[str, Array], keep: int) -> None:
+    def save_snapshot(self, update: int, weights: dict[str, Array], keep: int) -> None:
         """Save weights for averaging; keep the last ``keep`` snapshots."""
         folder = self.path / SNAPSHOTS
         checkpoint.save(folder, f"update_{update:08d}", weights)

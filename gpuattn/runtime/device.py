@@ -94,7 +94,7 @@ def memory_in_use(xp: ModuleType) -> int:
 
 def versions() -> dict[str, str]:
     """Return ``{distribution: version}`` of Python, this package and installed libraries."""
-    found = {"gpuattn": version(), "python": platform.python_version()}
+    found: dict[str, str | None] = {"gpuattn": version(), "python": platform.python_version()}
     found.update({name: version_of(name) for name in LIBRARIES})
     return {name: version for name, version in found.items() if version}
 

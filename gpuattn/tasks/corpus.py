@@ -1,6 +1,6 @@
-"""Training and validation data as token ids: pairs of a built-in task or of files, or one text.
+"""Training and validation data as token ids: built-in pairs, pairs of files, or one text.
 
-A built-in task has new pairs in every epoch, a function of (seed, epoch).
+Built-in pairs are new in every epoch, a function of (seed, epoch).
 """
 
 import zlib
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.data import tasks
+from gpuattn.data import generated
 from gpuattn.data.batching import Batch, LanguageModelBatch, LanguageModelLoader, PackedLoader
 from gpuattn.data.text import encode_pairs, read_language_model, read_parallel
 from gpuattn.data.tokenizer import EOS, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
 from gpuattn.tasks.task import DATA_FILES
 
-TASK_PAIRS = 20_000  # an epoch of a built-in task
+GENERATED_PAIRS = 20_000  # an epoch of built-in pairs
 HELD_OUT = 1000  # pairs, at most, for validation and for tests
 HELD_OUT_SHARE = 50  # of a corpus without validation files, one pair in so many
 TEXT_SHARE = 10  # of a text without a validation file, one character in so many, the last ones
@@ -179,10 +179,10 @@ def _pieces(text):
 def held_out(config: Any) -> Sequence[Any]:
     """Return the pairs that ``evaluate`` uses for a run when no files are given.
 
-    Of a built-in task the test split, else the pairs of validation.
+    Of built-in pairs the test split, else the pairs of validation.
     """
     if config.task:
-        return tasks.generate(config.task, "test", HELD_OUT, config.seed)
+        return generated.generate(config.task, "test", HELD_OUT, config.seed)
     return _file_pairs(config)[1]
 
 
@@ -206,12 +206,12 @@ def _held_out_from(text):
 
 
 def _task_pairs(config):
-    valid = tasks.generate(config.task, "valid", HELD_OUT, config.seed)
+    valid = generated.generate(config.task, "valid", HELD_OUT, config.seed)
     return _task_epoch(config, 0), valid
 
 
 def _task_epoch(config, epoch):
-    return tasks.generate(config.task, "train", TASK_PAIRS, config.seed << 32 | epoch)
+    return generated.generate(config.task, "train", GENERATED_PAIRS, config.seed << 32 | epoch)
 
 
 def _file_pairs(config, digests=None):

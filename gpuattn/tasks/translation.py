@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.data import tasks
+from gpuattn.data import generated
 from gpuattn.data.fixed_shape import fixed_shape
 from gpuattn.errors import ConfigError
 from gpuattn.files import write_text
@@ -54,7 +54,7 @@ class TranslationTask(Task):
     def data_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         if not values.get("task"):
             return {}
-        task = tasks.find_task(values["task"])
+        task = generated.find_generated(values["task"])
         return {"vocab_size": task.vocab_size} | BUILT_IN_DEFAULTS[task.name]
 
     @staticmethod
@@ -95,7 +95,7 @@ class TranslationTask(Task):
     @staticmethod
     def example(config: Any) -> str | None:
         if config.task:
-            few = tasks.generate(config.task, "test", 20, config.seed)
+            few = generated.generate(config.task, "test", 20, config.seed)
             return max((pair.source for pair in few), key=len)
         try:
             with open(config.valid_source or config.source, encoding="utf-8") as file:

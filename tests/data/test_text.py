@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from gpuattn.data.tasks import Pair
+from gpuattn.data.generated import Pair
 from gpuattn.data.text import encode_pairs, read_language_model, read_parallel
 from gpuattn.data.tokenizer import CharTokenizer
 from gpuattn.errors import ConfigError, DataError

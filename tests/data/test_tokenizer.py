@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gpuattn.data.tasks import TASKS, generate
+from gpuattn.data.generated import GENERATED, generate
 from gpuattn.data.tokenizer import (
     CharTokenizer,
     Tokenizer,
@@ -110,11 +110,11 @@ def test_import_is_lazy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", GENERATED)
 def test_unseen_pairs_use_trained_pieces(name):
     """What the test set is spelled with, training has seen: no bytes, few pieces to a word."""
     train = generate(name, "train", 20_000, 0)
-    tokenizer = Tokenizer.train([line for p in train for line in p[:2]], TASKS[name].vocab_size)
+    tokenizer = Tokenizer.train([line for p in train for line in p[:2]], GENERATED[name].vocab_size)
     seen = {i for p in train for i in tokenizer.encode(p.target)}
     pairs = generate(name, "test", 1000, 0)
     ids = [i for p in pairs for i in tokenizer.encode(p.target)]

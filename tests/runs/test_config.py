@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gpuattn.data.tasks import TASKS
+from gpuattn.data.generated import GENERATED
 from gpuattn.errors import ConfigError
 from gpuattn.models.kinds import MODELS
 from gpuattn.runs.config import (
@@ -90,7 +90,7 @@ def test_the_upper_layer_wins_and_is_remembered():
     )
     assert (config.task, config.dim, config.heads, config.lr) == ("toy", 32, 8, 0.2)
     assert config.ffn == MODELS["translation"].presets["small"]["ffn"]
-    assert config.vocab_size == TASKS["toy"].vocab_size
+    assert config.vocab_size == GENERATED["toy"].vocab_size
     assert config.length == parse_length(BUILT_IN_DEFAULTS["toy"]["length"])
     chosen = {name: origins[name] for name in ("dim", "lr", "heads", "ffn", "seed")}
     assert chosen == {
@@ -131,7 +131,7 @@ def test_a_default_warmup_shrinks_with_a_short_run_but_not_one_that_was_given():
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN_DEFAULTS))
 def test_every_task_has_defaults_that_hold_together(name):
-    assert set(BUILT_IN_DEFAULTS) == set(TASKS)
+    assert set(BUILT_IN_DEFAULTS) == set(GENERATED)
     for preset in (None, *MODELS["translation"].presets):
         given = {"task": name} | ({"preset": preset} if preset else {})
         assert resolve(("command line", given))[0].exact_match

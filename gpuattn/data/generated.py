@@ -1,4 +1,4 @@
-"""Built-in tasks: generated parallel text with exact references and nothing to download."""
+"""Built-in pairs: generated parallel text with exact references and nothing to download."""
 
 import datetime
 import difflib
@@ -22,8 +22,8 @@ class Pair(NamedTuple):
     kind: str
 
 
-class Task(NamedTuple):
-    """A built-in task. ``vocab_size`` is the size of its joint SentencePiece model."""
+class Generated(NamedTuple):
+    """A built-in set of pairs. ``vocab_size`` is the size of its joint SentencePiece model."""
 
     name: str
     summary: str
@@ -83,22 +83,22 @@ def _reverse(cell, length, *middle):
     return " ".join(symbols), " ".join(reversed(symbols))
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task(
+GENERATED = {
+    made.name: made
+    for made in (
+        Generated(
             "toy",
             "English to German phrases: numbers, dates, times, prices, clauses",
             toy.KINDS,
             toy.VOCAB_SIZE,
         ),
-        Task(
+        Generated(
             "dates",
             "dates as people write them to ISO 8601",
             (Kind("dates", 1.0, _CALENDAR, (_FORMATS, tuple(range(1900, 2100))), _iso_date),),
             384,
         ),
-        Task(
+        Generated(
             "reverse",
             "a row of digits and letters, backwards",
             (
@@ -117,35 +117,35 @@ TASKS = {
 
 
 def generate(name: str, split: str, count: int, seed: int) -> list[Pair]:
-    """Return ``count`` pairs of a built-in task, drawn independently.
+    """Return ``count`` pairs of a built-in set, drawn independently.
 
     The same arguments give the same pairs on every machine. No pair of ``valid`` or ``test`` is
     ever in ``train``, whatever the seeds: they own other cells of each kind's table
     (``gpuattn.data.grammar``).
 
-    ``name``: a key of ``TASKS``. ``split``: ``"train"``, ``"valid"`` or ``"test"``.
+    ``name``: a key of ``GENERATED``. ``split``: ``"train"``, ``"valid"`` or ``"test"``.
     Raises ConfigError for another name or split, DataError for a negative count.
     """
-    task = find_task(name)
+    made = find_generated(name)
     if split not in SPLITS:
         raise ConfigError(f"generate: split is {split!r}; accepted: {', '.join(SPLITS)}")
     if count < 0:
         raise DataError(f"generate: count is {count}; accepted: 0 or more pairs")
     rng = np.random.Generator(np.random.Philox([seed, SPLITS.index(split)]))
-    kinds = rng.choice(len(task.kinds), size=count, p=[kind.share for kind in task.kinds])
-    amounts = np.bincount(kinds, minlength=len(task.kinds))
+    kinds = rng.choice(len(made.kinds), size=count, p=[kind.share for kind in made.kinds])
+    amounts = np.bincount(kinds, minlength=len(made.kinds))
     draws = [
         iter(kind.draw(split, amount, rng))
-        for kind, amount in zip(task.kinds, amounts, strict=True)
+        for kind, amount in zip(made.kinds, amounts, strict=True)
     ]
-    found = ((*next(draws[kind]), task.kinds[kind].name) for kind in kinds)
+    found = ((*next(draws[kind]), made.kinds[kind].name) for kind in kinds)
     return [Pair(source, target, kind) for source, target, kind in found]
 
 
-def find_task(name: str) -> Task:
-    """Return the built-in task of this name; ConfigError names the nearest one."""
-    if name in TASKS:
-        return TASKS[name]
-    near = difflib.get_close_matches(str(name), TASKS, n=1, cutoff=0.4)
+def find_generated(name: str) -> Generated:
+    """Return the built-in set of pairs of this name; ConfigError names the nearest one."""
+    if name in GENERATED:
+        return GENERATED[name]
+    near = difflib.get_close_matches(str(name), GENERATED, n=1, cutoff=0.4)
     advice = f". Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"task is {name!r}; accepted: {', '.join(TASKS)}{advice}")
+    raise ConfigError(f"task is {name!r}; accepted: {', '.join(GENERATED)}{advice}")
