@@ -114,7 +114,6 @@ __all__ = [
     "relu",
     "rms_norm",
     "rotary",
-    "runtime",
     "sample_tokens",
     "scaled_dot_product_attention",
     "sgd",
@@ -156,4 +155,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return the public names, without the modules that they come from."""
-    return sorted([*__all__, "__version__"])
+    return sorted({*__all__, *MODULES, "__version__"})

@@ -66,7 +66,7 @@ def test_without_a_source_tree_the_version_is_that_of_the_package(monkeypatch, t
 
 def test_dir_shows_what_is_public():
     shown = dir(gpuattn)
-    assert set(shown) == {*gpuattn.__all__, "__version__"}
+    assert set(shown) == {*gpuattn.__all__, "runtime", "__version__"}
     assert [name for name in shown if not hasattr(gpuattn, name)] == []
 
 
