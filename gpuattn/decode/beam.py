@@ -51,16 +51,7 @@ def beam_search(
     allows nothing). Logits with NaN give a sentence, and no other, scores of NaN.
     """
     limits = Limits("beam_search", stepper, bos, eos, max_length, min_length, banned)
-    if beam < 1:
-        raise ValueError(problem("beam_search", "beam", beam, "1 or more"))
-    if not 1 <= nbest <= beam:
-        raise ValueError(problem("beam_search", "nbest", nbest, f"1 to beam, {beam}"))
-    if not -MAX_PENALTY <= length_penalty <= MAX_PENALTY:
-        accepted = f"{-MAX_PENALTY} to {MAX_PENALTY}"
-        raise ValueError(problem("beam_search", "length_penalty", length_penalty, accepted))
-    if length_rule not in LENGTH_RULES:
-        accepted = ", ".join(LENGTH_RULES)
-        raise ValueError(problem("beam_search", "length_rule", repr(length_rule), accepted))
+    check_settings("beam_search", beam, nbest, length_penalty, length_rule)
 
     def divisor(length):
         return LENGTH_RULES[length_rule](length, length_penalty)
@@ -102,6 +93,22 @@ def beam_search(
         cut = xp.broadcast_to(xp.arange(beam, dtype=np.int32), scores.shape)
         pool.add(scores, cut, max_length, divisor(max_length))
     return pool.hypotheses(history, nbest, max_length)
+
+
+def check_settings(
+    function: str, beam: int, nbest: int, length_penalty: float, length_rule: str
+) -> None:
+    """Raise ValueError for settings of a beam search that are out of range."""
+    if beam < 1:
+        raise ValueError(problem(function, "beam", beam, "1 or more"))
+    if not 1 <= nbest <= beam:
+        raise ValueError(problem(function, "nbest", nbest, f"1 to beam, {beam}"))
+    if not -MAX_PENALTY <= length_penalty <= MAX_PENALTY:
+        accepted = f"{-MAX_PENALTY} to {MAX_PENALTY}"
+        raise ValueError(problem(function, "length_penalty", length_penalty, accepted))
+    if length_rule not in LENGTH_RULES:
+        accepted = ", ".join(LENGTH_RULES)
+        raise ValueError(problem(function, "length_rule", repr(length_rule), accepted))
 
 
 class _Pool:

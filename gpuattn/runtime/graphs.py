@@ -80,6 +80,11 @@ class Replays:
             return step()
         self.graphs[key].launch(self.stream)
 
+    def forget(self, which: Callable[[str, Any], bool]) -> None:
+        """Drop the graphs of which ``which(name, shape)`` is true."""
+        for key in [key for key in self.graphs if which(*key)]:
+            del self.graphs[key]
+
     def _capture(self, key, step):
         cupy = import_cupy()
         cupy.get_default_memory_pool().free_all_blocks()

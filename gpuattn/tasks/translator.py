@@ -8,14 +8,12 @@ from gpuattn.arrays import on_gpu
 from gpuattn.data.tokenizer import BOS, EOS, PAD, UNK
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.greedy import greedy
+from gpuattn.engine import Engine
 from gpuattn.errors import ConfigError, DataError, problem
 from gpuattn.tasks.task import MOST_BEAMS
 
 BUCKET = 8  # sources whose lengths round up to the same multiple are translated together
-CACHED_TOKENS = {
-    "cpu": 1 << 14,
-    "gpu": 1 << 18,
-}  # cached tokens of a batch: beams x limit of length
+CACHED_TOKENS = {"cpu": 1 << 14, "gpu": 1 << 18}  # of a batch: beams x limit of length
 MARKS = (PAD, BOS, UNK)  # never part of a translation
 
 
@@ -39,6 +37,7 @@ class Translator:
     ) -> None:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.metrics = metrics or {}
+        self._engine: Engine | None = None  # made when it is first needed
 
     def translate(
         self,
@@ -85,20 +84,45 @@ class Translator:
             raise ConfigError(problem("nbest", "n and beam", f"{n} and {beam}", accepted))
         sources = [self.check(line) for line in lines]
         found = [[Translation("", 0.0)] for _ in lines]
-        for chosen, limit in self._batches(sources, beam):
-            if stop is not None and stop():
-                break
-            packed = self.model.pack([sources[i] for i in chosen])
-            stepper = self.model.stepper(packed, limit, beam, kv_cache=kv_cache)
-            ends = {"bos": BOS, "eos": EOS, "max_length": limit, "banned": MARKS}
-            if beam == 1:
-                hypotheses = [[one] for one in greedy(stepper, **ends)]
-            else:
-                ends |= {"beam": beam, "nbest": n, "length_penalty": penalty}
-                hypotheses = beam_search(stepper, **ends)
+        options = {"bos": BOS, "eos": EOS, "banned": MARKS, "beam": beam, "nbest": n}
+        options["length_penalty"] = penalty if beam > 1 else 1.0
+        search = self._by_engine if kv_cache and self._on_gpu() else self._on_host
+        for chosen, hypotheses in search(sources, options, kv_cache):
             for i, best in zip(chosen, hypotheses, strict=True):
                 found[i] = [Translation(self._text(h.tokens), h.normalised) for h in best]
+            if stop is not None and stop():
+                break
         return found
+
+    def _by_engine(self, sources, options, kv_cache):
+        """Yield (indices, lists of Hypotheses) of batches that the engine translates."""
+        if self._engine is None:
+            self._engine = Engine(self.model)
+        chosen = [i for i, source in enumerate(sources) if source]
+        limits = [self._limit(len(sources[i])) for i in chosen]
+        given = [sources[i] for i in chosen]
+        batches = self._engine.translations(given, limits=limits, **options)
+        for members, hypotheses in batches:
+            yield [chosen[i] for i in members], hypotheses
+
+    def _on_host(self, sources, options, kv_cache):
+        """Yield the same of batches that are translated with the host in the loop."""
+        for chosen, limit in self._batches(sources, options["beam"]):
+            packed = self.model.pack([sources[i] for i in chosen])
+            stepper = self.model.stepper(packed, limit, options["beam"], kv_cache=kv_cache)
+            if options["beam"] == 1:
+                ends = {name: options[name] for name in ("bos", "eos", "banned")}
+                yield chosen, [[one] for one in greedy(stepper, max_length=limit, **ends)]
+            else:
+                yield chosen, beam_search(stepper, max_length=limit, **options)
+
+    def _on_gpu(self):
+        return on_gpu(next(iter(self.model.parameters())).data)
+
+    def _limit(self, length):
+        """Return the most tokens of a translation: by the bucket of its source alone."""
+        length = -(-length // BUCKET) * BUCKET
+        return min(2 * length + 16, self.model.config.max_length)
 
     def check(self, line: str) -> list[int]:
         """Return the token ids of a line. DataError if it is longer than the model takes."""
@@ -121,9 +145,9 @@ class Translator:
         for i, source in enumerate(sources):
             if source:
                 buckets[-(-len(source) // BUCKET) * BUCKET].append(i)
-        gpu = on_gpu(next(iter(self.model.parameters())).data)
+        room = CACHED_TOKENS["gpu" if self._on_gpu() else "cpu"]
         for length, members in sorted(buckets.items()):
-            limit = min(2 * length + 16, self.model.config.max_length)
-            size = max(1, CACHED_TOKENS["gpu" if gpu else "cpu"] // (beam * limit))
+            limit = self._limit(length)
+            size = max(1, room // (beam * limit))
             for begin in range(0, len(members), size):
                 yield members[begin : begin + size], limit

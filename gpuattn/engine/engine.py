@@ -1,0 +1,181 @@
+"""Generate texts with a trained model: many at a time, the search on the device.
+
+On a GPU a step of the search is a CUDA graph. The host queues bursts of replays and looks, a burst
+behind, at how many sentences still run: nothing waits for it. On NumPy the searches of
+``gpuattn.decode`` run instead; they are also what the tests hold the engine to.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gpuattn.arrays import import_cupy, on_gpu, to_cpu
+from gpuattn.decode.beam import LENGTH_RULES, beam_search, check_settings
+from gpuattn.decode.stepper import Hypothesis
+from gpuattn.engine.beam import TranslationSearch
+from gpuattn.errors import problem
+from gpuattn.ops.sampling.beam_step import MAX_BEAM
+from gpuattn.ops.sampling.beam_update import best_texts
+from gpuattn.runtime.graphs import Replays
+from gpuattn.runtime.readback import Reading
+
+BURST = 4  # steps between two looks at how many sentences still run
+MAX_TOKENS = 1 << 18  # cached tokens, beams x their room, of all searches that are kept
+
+
+def _ignore(sentence):
+    pass
+
+
+class Engine:
+    """Generates with ``model``, on the device where its parameters are.
+
+    ``max_rows``: the most beams of all sentences of a batch together.
+    """
+
+    def __init__(self, model: Any, *, max_rows: int = 2048, say: Any = _ignore) -> None:
+        self.model, self.max_rows = model, max_rows
+        self.on_gpu = on_gpu(model.parameters()[0].data)
+        self._searches: dict = {}  # what a search is for -> TranslationSearch
+        self._serials, self._weights = itertools.count(), None
+        if self.on_gpu:
+            self._stream = import_cupy().cuda.Stream(non_blocking=True)
+            with self._stream:
+                self._replays = Replays(say)
+
+    def translate(
+        self, sources: Sequence[Sequence[int]], *, limits: Sequence[int], **options: Any
+    ) -> list[list[Hypothesis]]:
+        """Return for each source a list of up to ``nbest`` Hypotheses, the best first.
+
+        Arguments and errors: those of ``translations``.
+        """
+        found: list = [[] for _ in sources]
+        for chosen, hypotheses in self.translations(sources, limits=limits, **options):
+            for i, best in zip(chosen, hypotheses, strict=True):
+                found[i] = best
+        return found
+
+    def translations(
+        self, sources: Sequence[Sequence[int]], *, limits: Sequence[int], bos: int, eos: int,
+        beam: int = 5, nbest: int = 1, length_penalty: float = 1.0, length_rule: str = "power",
+        min_length: int = 0, banned: Sequence[int] = (),
+    ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:  # fmt: skip
+        """Yield (indices of sources, their lists of up to ``nbest`` Hypotheses), batch by batch.
+
+        ``sources``: token ids without marks. ``limits``: the most tokens of each translation, the
+        end mark included. Other arguments as in ``decode.beam.beam_search``. Batches are of similar
+        lengths, the longest first. A translation does not depend on the sources in its batch, but
+        for rounding. Raises ValueError for settings out of range and for texts longer than the
+        model's ``max_length``.
+        """
+        check_settings("translate", beam, nbest, length_penalty, length_rule)
+        options = {
+            "bos": bos, "eos": eos, "nbest": nbest, "length_penalty": length_penalty,
+            "length_rule": length_rule, "min_length": min_length, "banned": tuple(banned),
+        }  # fmt: skip
+        most = self.model.config.max_length
+        if max(limits, default=0) > most:
+            accepted = f"up to the model's max_length, {most}"
+            raise ValueError(problem("translate", "a limit", max(limits), accepted))
+        run = self._on_device if self.on_gpu and beam <= MAX_BEAM else self._on_host
+        order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
+        tokens = beam * _rounded(max(limits, default=1), most)
+        size = max(1, min(self.max_rows // beam, MAX_TOKENS // tokens))
+        for begin in range(0, len(order), size):
+            chosen = order[begin : begin + size]
+            batch = [sources[i] for i in chosen], [limits[i] for i in chosen]
+            yield chosen, run(*batch, beam, options)
+
+    def _on_host(self, sources, limits, beam, options):
+        found = [None] * len(sources)
+        for limit in set(limits):  # one limit for all texts of a search
+            here = [i for i, own in enumerate(limits) if own == limit]
+            stepper = self.model.stepper(self.model.pack([sources[i] for i in here]), limit, beam)
+            best = beam_search(stepper, max_length=limit, beam=beam, **options)
+            for i, hypotheses in zip(here, best, strict=True):
+                found[i] = hypotheses
+        return found
+
+    def _on_device(self, sources, limits, beam, options):
+        cupy = import_cupy()
+        ready = cupy.cuda.get_current_stream().record()
+        with self._stream:
+            self._stream.wait_event(ready)
+            most = self.model.config.max_length
+            sizes = _rounded(max(limits), most), _rounded(max(map(len, sources)) + 1, most)
+            sentences = _rounded(len(sources), self.max_rows, least=1)
+            search = self._search((sentences, beam, *sizes, tuple(options.items())))
+            search.load(sources, limits)
+            self._replays("encode", (search.serial, search.token_room), search.encode)
+            self._run(search, max(limits))
+            return self._hypotheses(search, len(sources), limits)
+
+    def _search(self, key):
+        """Return the search for ``key``; graphs read parameters where they were at capture."""
+        weights = tuple(parameter.data.data.ptr for parameter in self.model.parameters())
+        if weights != self._weights:
+            self._drop(len(self._searches))
+            self._weights = weights
+        if key not in self._searches:
+            sentences, beam, room, source_room, options = key
+            tokens = sentences * beam * room
+            while self._searches and tokens + self._kept_tokens() > MAX_TOKENS:
+                self._drop(1)
+            options = dict(options)
+            rule, penalty = options.pop("length_rule"), options.pop("length_penalty")
+            divisor = partial(LENGTH_RULES[rule], penalty=penalty)
+            search = TranslationSearch(
+                self.model, sentences, beam, room, source_room, divisor=divisor, **options
+            )
+            search.serial = next(self._serials)
+            self._searches[key] = search
+        return self._searches[key]
+
+    def _kept_tokens(self):
+        return sum(sentences * beam * room for sentences, beam, room, *_ in self._searches)
+
+    def _drop(self, count):
+        """Forget the oldest searches and their graphs."""
+        for key in list(self._searches)[:count]:
+            serial = self._searches.pop(key).serial
+            self._replays.forget(lambda name, shape, serial=serial: shape[0] == serial)
+
+    def _run(self, search, steps):
+        """Queue steps until no sentence runs; the host looks a burst behind."""
+        behind = None
+        for begin in range(0, steps, BURST):
+            for _ in range(min(BURST, steps - begin)):
+                self._replays("step", (search.serial,), search.step)
+            reading = Reading(search.beams.live)
+            if behind is not None and behind.values()[0][0] == 0:
+                break
+            behind = reading
+
+    def _hypotheses(self, search, count, limits):
+        texts, lengths, scores, normalised = map(to_cpu, best_texts(search.beams, search.nbest))
+        return [
+            [
+                Hypothesis(
+                    tokens=texts[b, n, : lengths[b, n]].tolist(),
+                    score=float(scores[b, n]),
+                    normalised=float(normalised[b, n]),
+                    ended=bool(lengths[b, n] < limits[b]),
+                )
+                for n in range(search.nbest)
+                if scores[b, n] != -np.inf
+            ]
+            for b in range(count)
+        ]
+
+
+def _rounded(count, most, least=16):
+    """Return ``count`` rounded up to a power of two, or beyond 256 to a multiple of 64.
+
+    From ``least`` to ``most``. Batches whose rounded sizes are equal share a search.
+    """
+    rounded = max(least, 1 << (count - 1).bit_length()) if count <= 256 else -(-count // 64) * 64
+    return max(count, min(rounded, most))

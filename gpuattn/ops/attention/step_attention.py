@@ -1,0 +1,105 @@
+"""Attention of one new token of each text over a cache that its keys and values join.
+
+It is ``append_kv`` and ``decode_attention`` in one launch, for short texts: a warp for each row and
+head, and no splits to combine. Device code: ``rawkernels/step_attention.cu``.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import check_floats, check_together, ctype
+from gpuattn.autodiff.tape import op
+from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.errors import SlowerRefusal, problem
+from gpuattn.impls import Call, Impl, Impls
+from gpuattn.ops.attention.append_kv import append_kv
+from gpuattn.ops.attention.decode_attention import decode_attention
+
+NAME = "step_attention"
+WARPS = 4  # of a block
+HEAD_DIMS = 32, 64, 128
+SHORT_ROOM = 512  # keys of a text at most; beyond, splitting them over blocks is faster
+
+
+@op
+def step_attention(
+    q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, key_counts: Any, slots: Any, *,
+    impl: str | None = None,
+):  # fmt: skip
+    """Store k and v as the last keys and values of their texts; return the attention of ``q``.
+
+    ``q``: (N, 1, H, D); ``k``, ``v``: (N, 1, Hk, D). Row b * K + i is beam i of sentence b. The
+    caches: (N, S, Hk, D), contiguous. ``key_counts`` (N,) int32: keys of each text with the new
+    one, 1 to S, the same for all beams of a sentence. ``slots`` (N / K, K, S) int16: key j of row
+    b * K + i lies in row b * K + ``slots[b, i, j]``; of a new key that is i. Returns (N, 1, H, D).
+    Raises ValueError for shapes that do not fit, TypeError for dtypes. There is no gradient.
+    """
+    given = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+    check_together(NAME, **given, key_counts=key_counts, slots=slots)
+    check_floats(NAME, **given)
+    rows, room, kv_heads, head_dim = k_cache.shape
+    heads = q.shape[2] if q.ndim == 4 else 0
+    new = rows, 1, kv_heads, head_dim
+    for name, x, accepted in (
+        ("q", q, (rows, 1, heads, head_dim)), ("k", k, new), ("v", v, new),
+        ("v_cache", v_cache, k_cache.shape), ("key_counts", key_counts, (rows,)),
+        ("slots", slots, (slots.shape[0], rows // max(slots.shape[0], 1), room)),
+    ):  # fmt: skip
+        if x.shape != accepted:
+            raise ValueError(problem(NAME, f"{name}.shape", x.shape, accepted))
+    if heads % kv_heads:
+        accepted = f"a multiple of the {kv_heads} heads of k and v"
+        raise ValueError(problem(NAME, "the number of heads of q", heads, accepted))
+    return Call(IMPLS, (q, k, v, k_cache, v_cache, key_counts, slots), impl)
+
+
+# ---- by two ops ---------------------------------------------------------------------------------
+
+
+def _forward_by_two(q, k, v, k_cache, v_cache, key_counts, slots, *, needs):
+    append_kv(k_cache, v_cache, k, v, key_counts - 1)
+    return decode_attention(q, k_cache, v_cache, key_counts, slots=slots), None
+
+
+# ---- raw: rawkernels/step_attention.cu ----------------------------------------------------------
+
+
+def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, *, needs):
+    if reason := kernel_refusal(q, "q"):
+        return reason
+    if q.itemsize != 2:
+        return f"q is {q.dtype}, the kernel takes float16 or bfloat16"
+    head_dim, room = q.shape[-1], k_cache.shape[1]
+    if head_dim not in HEAD_DIMS:
+        return f"the head size is {head_dim}, the kernel takes 32, 64 or 128"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        by_heads = x.strides[-1] == x.itemsize and x.strides[-2] == head_dim * x.itemsize
+        if not by_heads or (x.strides[0] | x.data.ptr) % 16:
+            return f"the heads of a row of {name} do not lie side by side; try a contiguous copy"
+    if not (k_cache.flags.c_contiguous and v_cache.flags.c_contiguous):
+        return "the caches are not contiguous"
+    if room > SHORT_ROOM:
+        return SlowerRefusal(f"texts have up to {room} keys; splits are faster beyond {SHORT_ROOM}")
+    return None
+
+
+def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, *, needs):
+    rows, _, heads, head_dim = q.shape
+    out = arrays.empty(q, q.shape)
+    steps = [x.strides[0] // x.itemsize for x in (q, k, v)]
+    run = kernel("step_attention.cu", NAME, scalar=ctype(q.dtype), HEAD_DIM=head_dim)
+    run(
+        (-(-rows * heads // WARPS),), (32 * WARPS,), q, k, v, k_cache, v_cache, key_counts, slots,
+        out, *steps, rows, heads, k.shape[2], slots.shape[1], k_cache.shape[1],
+        np.float32(head_dim**-0.5),
+    )  # fmt: skip
+    return out, None
+
+
+IMPLS = Impls(
+    NAME,
+    Impl("raw-ampere", _forward_raw, refuse=_refuse_raw, specialized=True),
+    Impl("two-ops", _forward_by_two),
+)

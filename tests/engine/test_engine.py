@@ -1,0 +1,133 @@
+"""The engine's translations against gpuattn.decode, on NumPy and as CUDA graphs."""
+
+import numpy as np
+import pytest
+
+from gpuattn.arrays import to_cpu
+from gpuattn.decode.beam import beam_search
+from gpuattn.engine import Engine
+from gpuattn.engine import engine as engine_module
+from gpuattn.engine.beam import TranslationSearch
+from gpuattn.models.translation import TranslationConfig, TranslationModel
+from gpuattn.ops.sampling.beam_update import best_texts
+
+BOS, EOS, VOCAB = 1, 2, 40
+SIZE = {"d_model": 32, "heads": 2, "layers": (1, 2), "ffn": 64, "max_length": 48}
+
+
+@pytest.fixture(params=[{}, {"kv_heads": 1, "norm": "post"}, {"positions": "rotary"}], ids=str)
+def model(xp, request):
+    model = TranslationModel(TranslationConfig(vocab=VOCAB, **SIZE, **request.param), seed=3)
+    for parameter in model.parameters():
+        parameter.data = xp.asarray(parameter.data) * np.float32(2)
+    return model.eval()
+
+
+def options_of(rng):
+    beam, limit = int(rng.integers(1, 6)), int(rng.integers(1, 20))
+    return limit, {
+        "bos": BOS, "eos": EOS, "beam": beam, "nbest": int(rng.integers(1, beam + 1)),
+        "length_penalty": float(rng.choice([0, 0.6, 1, 2])), "banned": (0, BOS, 3),
+        "length_rule": str(rng.choice(["power", "gnmt"])),
+        "min_length": int(rng.integers(0, min(limit, 4))),
+    }  # fmt: skip
+
+
+def wanted(model, sources, limit, options):
+    return beam_search(model.stepper(model.pack(sources), limit), max_length=limit, **options)
+
+
+def check(found, want):
+    assert [[h.tokens for h in best] for best in found] == [[h.tokens for h in b] for b in want]
+    for best, other in zip(found, want, strict=True):
+        assert [h.ended for h in best] == [h.ended for h in other]
+        for name in ("score", "normalised"):
+            scores = [[getattr(h, name) for h in hypotheses] for hypotheses in (best, other)]
+            np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+def test_as_decode(model, seed):
+    rng = np.random.default_rng(seed)
+    engine = Engine(model, max_rows=20)
+    for _ in range(3):
+        limit, options = options_of(rng)
+        sources = [rng.integers(4, VOCAB, rng.integers(1, 16)).tolist() for _ in range(7)]
+        found = engine.translate(sources, limits=[limit] * 7, **options)
+        check(found, wanted(model, sources, limit, options))
+
+
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+def test_a_step_of_the_search_on_any_device(model):
+    """What a graph holds, called as it is: also on NumPy."""
+    rng, limit = np.random.default_rng(0), 12
+    sources = [rng.integers(4, VOCAB, n).tolist() for n in (3, 9, 1)]
+    options = {"bos": BOS, "eos": EOS, "nbest": 2, "banned": (0, BOS, 3), "min_length": 2}
+    search = TranslationSearch(
+        model, 4, 3, limit, 16, divisor=lambda length: length**0.6, **options
+    )
+    for _ in range(2):  # one search serves batch after batch
+        search.load(sources, [limit] * 3)
+        search.encode()
+        for _ in range(limit):
+            search.step()
+        assert int(search.beams.live[0]) == 0
+        texts, lengths, scores, _ = map(to_cpu, best_texts(search.beams, 2))
+        options = options | {"beam": 3, "length_penalty": 0.6}
+        for b, want in enumerate(wanted(model, sources, limit, options)):
+            assert [h.tokens for h in want] == [
+                texts[b, n, : lengths[b, n]].tolist() for n in (0, 1)
+            ]
+            np.testing.assert_allclose([h.score for h in want], scores[b], rtol=1e-4, atol=1e-4)
+
+
+def test_limits_of_each_sentence(model):
+    sources, limits = [[5, 6], [7], [8, 9, 10]], [3, 9, 1]
+    options = {"bos": BOS, "eos": EOS, "beam": 2, "banned": (0, BOS, EOS)}
+    found = Engine(model).translate(sources, limits=limits, **options)
+    assert [len(best[0].tokens) for best in found] == limits
+    assert not any(best[0].ended for best in found)
+
+
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+def test_searches_that_make_room_for_others(model, monkeypatch):
+    """Each needs all of the cache: the next one takes its place, and so do its graphs."""
+    monkeypatch.setattr(engine_module, "MAX_TOKENS", 1)
+    engine, options = Engine(model), {"bos": BOS, "eos": EOS, "banned": (0, BOS, 3)}
+    sources = [[5, 6, 7], [8, 9]]
+    for beam in (2, 3, 2, 2, 3):
+        found = engine.translate(sources, limits=[9, 9], beam=beam, **options)
+        check(found, wanted(model, sources, 9, options | {"beam": beam}))
+        assert len(engine._searches) <= 1
+
+
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+def test_weights_that_move(model):
+    """A graph holds addresses: those of weights that were replaced are not read again."""
+    engine, options = Engine(model), {"bos": BOS, "eos": EOS, "beam": 2}
+    sources = [[5, 6, 7], [8, 9]]
+    for _ in range(3):
+        engine.translate(sources, limits=[9, 9], **options)
+    old = [parameter.data for parameter in model.parameters()]  # kept, so that memory moves
+    for parameter in model.parameters():
+        parameter.data = parameter.data * np.float32(-1)
+    for _ in range(3):
+        found = engine.translate(sources, limits=[9, 9], **options)
+        check(found, wanted(model, sources, 9, options))
+    assert old
+
+
+@pytest.mark.parametrize("wrong, said", [
+    ({"beam": 0}, "beam is 0"), ({"nbest": 3}, "nbest is 3; accepted: 1 to beam, 2"),
+    ({"length_penalty": 11}, "length_penalty"), ({"length_rule": "log"}, "power, gnmt"),
+    ({"limits": [49]}, "a limit is 49; accepted: up to the model's max_length, 48"),
+])  # fmt: skip
+def test_settings_out_of_range(model, wrong, said):
+    options = {"bos": BOS, "eos": EOS, "beam": 2, "limits": [9]} | wrong
+    with pytest.raises(ValueError, match=said):
+        Engine(model).translate([[5]], **options)
+
+
+def test_no_sources(model):
+    assert Engine(model).translate([], limits=[], bos=BOS, eos=EOS) == []
