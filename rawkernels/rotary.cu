@@ -5,7 +5,7 @@
 //            8 numbers if VECTOR, else a pair, in every `lanes`-th head of q and k together: sine and cosine once.
 //            dependent: rotary
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
-#include "common/attention.cuh"
+#include "attention/common/attention.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/pack.cuh"
 

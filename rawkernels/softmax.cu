@@ -10,7 +10,7 @@
 constexpr int BLOCKS = 1;
 constexpr bool STAGED = false;
 #include "common/grid_dependency.cuh"
-#include "common/softmax.cuh"
+#include "softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK) softmax_forward(const Softmax a) {
     grid_dependency_wait();

@@ -11,7 +11,7 @@
 constexpr int BLOCKS = CLUSTER;
 constexpr bool LONG = true;
 #include "common/grid_dependency.cuh"
-#include "common/softmax.cuh"
+#include "softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(LANES) __cluster_dims__(CLUSTER, 1, 1) softmax_forward(const Softmax a) {
     grid_dependency_wait();

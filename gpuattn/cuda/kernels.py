@@ -38,6 +38,7 @@ SIGNATURE = re.compile(
     r'extern "C" __global__ void\s+(?:__\w+__\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)',
     re.DOTALL,
 )
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 STATIC_SHARED, REGISTERS, MAX_DYNAMIC_SHARED = 1, 4, 8  # CU_FUNC_ATTRIBUTE_*
 STATIC_SHARED_LIMIT = 48 * 1024  # a block may have so much without MAX_DYNAMIC_SHARED
 _lock = threading.Lock()
@@ -207,7 +208,7 @@ def source_text(file: str, **constants: Constant) -> str:
     if "scalar" in constants:
         head.append(f"using scalar = {constants['scalar']};")
     body = [f'#line 1 "rawkernels/{file}"', (ROOT / file).read_text()]
-    return "\n".join([*head, *lines, *body, f"// headers {_headers_digest()}\n"])
+    return "\n".join([*head, *lines, *body, f"// headers {_headers_digest(file)}\n"])
 
 
 def _declare(name, value):
@@ -219,9 +220,16 @@ def _declare(name, value):
 
 
 @functools.cache
-def _headers_digest():
-    headers = sorted((ROOT / "common").iterdir(), key=lambda path: path.name)
-    return hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()[:16]
+def _headers_digest(file: str) -> str:
+    """Return a digest of a file and of all headers that it includes, directly or by others."""
+    texts, names = {}, ["common/types.cuh", file]
+    while names:
+        name = names.pop()
+        if name not in texts:
+            texts[name] = (ROOT / name).read_text()
+            names += INCLUDE.findall(texts[name])
+    everything = "".join(text for _, text in sorted(texts.items()))
+    return hashlib.sha256(everything.encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -252,8 +260,8 @@ def _parameter(declaration: str) -> tuple[str, str]:
 
 
 def files() -> list[str]:
-    """Return the names of all CUDA sources, sorted."""
-    return sorted(path.name for path in ROOT.iterdir() if path.name.endswith(".cu"))
+    """Return the paths of all CUDA sources below ``rawkernels``, such as "norm/layer_norm.cu"."""
+    return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.cu"))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""LayerNorm over rows, for each a team of threads: ``rawkernels/layer_norm.cu`` to read.
+"""LayerNorm over rows, for each a team of threads: ``rawkernels/norm/layer_norm.cu`` to read.
 
 A row is read once, 16 bytes at a time, and stays in registers. Matrices are (rows, cols) of one
 dtype, as ``vectors.numbers`` gives them, with room for whole vectors at the end of a row, zeros in

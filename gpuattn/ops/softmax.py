@@ -48,7 +48,7 @@ SOFTMAX = np.dtype(
     + [(name, np.float32) for name in ("scale", "factor")]
     + [(name, np.uint32) for name in ("threshold", "seed_low", "seed_high", "stream", "step")]
 )  # fmt: skip
-"""The struct Softmax of ``rawkernels/common/softmax.cuh``."""
+"""The struct Softmax of ``rawkernels/softmax.cuh``."""
 
 
 @op

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +25,8 @@ IN_PARTS = {  # by the op whose kernels compute the same on other GPUs
 LIBRARY = {"weight_gradients"}  # computed by cuBLASLt on other GPUs
 
 SPILLED = {
-    "flash_attention_forward_ampere.cu": 48, "flash_attention_short.cu": 16,
-    "flash_attention_backward_ampere_extras.cu": 20,
+    "attention/flash_attention_forward_ampere.cu": 48, "attention/flash_attention_short.cu": 16,
+    "attention/flash_attention_backward_ampere_extras.cu": 20,
 }  # fmt: skip
 """Bytes that a thread may spill: the words of dropout do not fit at head size 128."""
 
@@ -166,7 +167,7 @@ def test_header_is_a_contract(file):
     assert kernels.signatures(file), "no kernel was found in the file"
     names = re.findall(r'extern "C" __global__ void\s+(?:__\w+__\([^)]*\)\s*)*(\w+)', text)
     assert set(kernels.signatures(file)) == set(names)
-    headers = "".join(path.read_text() for path in (kernels.ROOT / "common").iterdir())
+    headers = "".join(path.read_text() for path in kernels.ROOT.rglob("*.cuh"))
     # structs are passed by value, as their bytes
     structs = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+) {", headers + text, re.MULTILINE)
     for name, parameters in kernels.signatures(file).items():
@@ -178,7 +179,7 @@ def test_header_is_a_contract(file):
 def test_every_op_has_a_form_for_every_architecture():
     forms = {}
     for file in kernels.files():
-        op = re.sub(r"_(hopper|ampere|simt|cluster).*|\.cu$", "", file)
+        op = re.sub(r"_(hopper|ampere|simt|cluster).*", "", Path(file).stem)
         forms.setdefault(op, set()).update(kernels.architectures(file))
     for op, part in IN_PARTS.items():
         forms[op] |= forms[part]
@@ -189,8 +190,8 @@ def test_every_op_has_a_form_for_every_architecture():
 
 def test_every_file_has_a_row_in_the_catalogue():
     catalogue = (kernels.ROOT / "README.md").read_text()
-    files = [*kernels.files(), *(path.name for path in kernels.ROOT.glob("common/*"))]
-    assert [file for file in files if f"`{file}`" not in catalogue] == []
+    names = [path.name for path in kernels.ROOT.rglob("*.cu*")]
+    assert [name for name in names if f"`{name}`" not in catalogue] == []
 
 
 def test_numbers_are_cast_to_the_declared_types():
@@ -290,8 +291,29 @@ def test_a_user_without_a_home_has_no_cache(nvrtc, monkeypatch):
     assert not disk_cache.folder().exists()
 
 
-def test_the_cache_key_sees_the_headers(monkeypatch):
-    file = kernels.files()[0]
-    before = kernels.source_text(file)
-    monkeypatch.setattr(kernels, "_headers_digest", lambda: "other")
-    assert kernels.source_text(file) != before
+@pytest.mark.parametrize(
+    "header, norm, attention, update",
+    [
+        ("norm/norm.cuh", True, False, False),
+        ("common/barrier.cuh", True, True, False),
+        ("common/types.cuh", True, True, True),
+    ],
+)
+def test_an_edited_header_changes_the_keys_of_the_files_that_include_it(
+    tmp_path, monkeypatch, header, norm, attention, update
+):
+    def texts():
+        kernels._headers_digest.cache_clear()
+        return {file: kernels.source_text(file) for file in kernels.files()}
+
+    before = texts()
+    shutil.copytree(kernels.ROOT, tmp_path / "rawkernels")
+    monkeypatch.setattr(kernels, "ROOT", tmp_path / "rawkernels")
+    assert texts() == before
+    with (kernels.ROOT / header).open("a") as edited:
+        edited.write("// edited\n")
+    changed = {file for file, text in texts().items() if text != before[file]}
+    kernels._headers_digest.cache_clear()
+    assert ("norm/dropout_add_norm_backward.cu" in changed) == norm
+    assert ("attention/flash_attention_short.cu" in changed) == attention
+    assert ("update/sgd.cu" in changed) == update

@@ -16,10 +16,10 @@ from gpuattn.errors import KernelCompileError
 FLOAT32 = np.dtype("float32")
 DTYPES = FLOAT32, BFLOAT16
 BESIDE = (  # whose kernels declare shared memory too
-    "cross_entropy.cu", "decode_attention.cu", "dropout_add_norm_backward.cu",
-    "layer_norm_backward.cu",
+    "loss/cross_entropy.cu", "attention/decode_attention.cu", "norm/dropout_add_norm_backward.cu",
+    "norm/layer_norm_backward.cu",
 )  # fmt: skip
-CLUSTERS = {"cross_entropy_cluster.cu", "softmax_hopper.cu"}
+CLUSTERS = {"loss/cross_entropy_cluster.cu", "softmax_hopper.cu"}
 MOST_THREADS, MOST_ROWS = 1024, 65535  # of a block; of a grid along y and z
 COLUMNS = (64, 256, 384, 768, 1000, 2048, 4096, 8192, 16392, 40000)
 VOCABULARIES = (100, 1000, 2000, 5000, 20000, 50000, 60000, 120000, 300000)
@@ -181,21 +181,21 @@ def test_what_kernels_declare_beside_it_fits_too(nvrtc):
 
 @pytest.mark.parametrize("record", GPUS.values(), ids=GPUS)
 def test_a_kernel_compiles_for_the_gpu_itself(nvrtc, record):
-    arch = kernels.arch_for("sgd.cu", record.capability)
+    arch = kernels.arch_for("update/sgd.cu", record.capability)
     assert arch == f"sm_{record.capability}"  # by the NVRTC that the tests install
-    text = kernels.source_text("sgd.cu", **kernels.variants("sgd.cu")[0])
-    assert compiler.compile_text(text, arch, "sgd.cu")[0].startswith(b"\x7fELF")
+    text = kernels.source_text("update/sgd.cu", **kernels.variants("update/sgd.cu")[0])
+    assert compiler.compile_text(text, arch, "update/sgd.cu")[0].startswith(b"\x7fELF")
 
 
 def test_an_older_nvrtc_compiles_for_the_same_major_version(monkeypatch):
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: "12.8")
     monkeypatch.setattr(compiler, "nvrtc_architectures", lambda: [75, 80, 86, 89, 90, 100, 120])
-    assert kernels.arch_for("sgd.cu", 103) == "sm_100"
-    assert kernels.arch_for("sgd.cu", 121) == "sm_120"
-    assert kernels.arch_for("flash_attention_forward_hopper.cu", 90) == "sm_90a"
+    assert kernels.arch_for("update/sgd.cu", 103) == "sm_100"
+    assert kernels.arch_for("update/sgd.cu", 121) == "sm_120"
+    assert kernels.arch_for("attention/flash_attention_forward_hopper.cu", 90) == "sm_90a"
     monkeypatch.setattr(compiler, "nvrtc_architectures", lambda: [75, 80, 86, 89, 90])
     with pytest.raises(KernelCompileError, match=r"compute capability 12\.0; it knows up to sm_90"):
-        kernels.arch_for("sgd.cu", 120)
+        kernels.arch_for("update/sgd.cu", 120)
 
 
 def test_which_files_serve_a_gpu():

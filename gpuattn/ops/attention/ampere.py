@@ -1,4 +1,4 @@
-"""Attention on tensor cores, a warp at a time: ``rawkernels/flash_attention_forward_ampere.cu``."""
+"""Attention on tensor cores, a warp at a time: ``attention/flash_attention_forward_ampere.cu``."""
 
 import numpy as np
 
@@ -56,8 +56,8 @@ def _plan(launch, q, v):
     width = next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
     features = {"EXTRAS": launch.extras, "DROPOUT": launch.dropout}
     run = kernel(
-        "flash_attention_forward_ampere.cu", "flash_attention_forward", scalar=ctype(q.dtype),
-        HEAD_DIM=width, **features,
+        "attention/flash_attention_forward_ampere.cu", "flash_attention_forward",
+        scalar=ctype(q.dtype), HEAD_DIM=width, **features,
     )  # fmt: skip
     capability = gpu(q.device.id).capability
     plain = not any(features.values())

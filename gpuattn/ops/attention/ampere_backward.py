@@ -1,4 +1,4 @@
-"""The gradient of attention by mma.sync: ``rawkernels/flash_attention_backward_ampere*.cu``."""
+"""The gradient of attention by mma.sync: ``attention/flash_attention_backward_ampere*.cu``."""
 
 import numpy as np
 
@@ -10,7 +10,9 @@ from gpuattn.ops.attention import short, simt
 from gpuattn.ops.attention.launch import Launch, gradient_arrays
 from gpuattn.ops.attention.reference import sink_gradient, sum_to
 
-FILE, ROWS, EXTRAS = (f"flash_attention_backward_ampere{s}.cu" for s in ("", "_rows", "_extras"))
+FILE = "attention/flash_attention_backward_ampere.cu"
+ROWS = "attention/flash_attention_backward_ampere_rows.cu"
+EXTRAS = "attention/flash_attention_backward_ampere_extras.cu"
 CONSTANTS = "HEAD_DIM", "OWN", "STEP", "STAGES"
 TILES = (
     (64, 128, 128, 2),

@@ -1,6 +1,6 @@
 """New keys and values into a key-value cache, in place.
 
-Device code: ``rawkernels/append_kv.cu``.
+Device code: ``rawkernels/attention/append_kv.cu``.
 """
 
 import numpy as np
@@ -71,7 +71,7 @@ def _forward_reference(k_cache, v_cache, k, v, lengths, page_table, *, needs):
     return None, None
 
 
-# ---- raw: rawkernels/append_kv.cu ---------------------------------------------------------------
+# ---- raw: rawkernels/attention/append_kv.cu -----------------------------------------------------
 
 
 def _refuse_raw(k_cache, *_, **__):
@@ -79,7 +79,7 @@ def _refuse_raw(k_cache, *_, **__):
 
 
 def _forward_raw(k_cache, v_cache, k, v, lengths, page_table, *, needs):
-    run = kernel("append_kv.cu", NAME, scalar=ctype(k.dtype))
+    run = kernel("attention/append_kv.cu", NAME, scalar=ctype(k.dtype))
     sequences, tokens, kv_heads, head_dim = k.shape
     steps = [
         np.array([[step // x.itemsize for step in x.strides]]).view("V32")

@@ -3,7 +3,7 @@
 All of the work is reading the cache once. A GPU reads it at full speed only with all of its
 multiprocessors, so the keys of a sequence are split over blocks, whose results are then combined
 ("Flash-Decoding", Dao et al., 2023). Query heads that share keys, and batch rows that do, share
-the reading. Reference: ``decode_reference.py``. Device code: ``rawkernels/decode_attention.cu``
+the reading. Reference: ``decode_reference.py``. Device code: ``attention/decode_attention.cu``
 (tensor cores), ``decode_attention_simt.cu`` (any dtype and strides),
 ``decode_attention_combine.cu``.
 """
@@ -31,7 +31,7 @@ PAGE_STEP = 16  # pages hold a multiple of so many keys
 MAX_HEAD_DIM = 256
 MAX_BLOCKS = 2**31 - 1
 FIXED_SPLIT = 512  # keys of a split with batch_invariant
-SPLIT_KEYS = 64  # splits are whole multiples of it; common/decode.cuh
+SPLIT_KEYS = 64  # splits are whole multiples of it; attention/common/decode.cuh
 BLOCK_COST = 4  # what a block takes besides its keys, as the time of so many SPLIT_KEYS; measured
 COMBINE_COST = 3  # the same for combining splits
 MAX_SPLITS = 8192  # their weights fit into shared memory
@@ -50,7 +50,7 @@ PROBLEM = np.dtype(
     + [(name, np.float32) for name in ("scale", "softcap")],
     align=True,
 )  # fmt: skip
-"""The struct Decode of ``rawkernels/common/decode.cuh``."""
+"""The struct Decode of ``rawkernels/attention/common/decode.cuh``."""
 
 
 @op
@@ -219,7 +219,7 @@ def _forward_ampere(q, *others, needs, **params):
     width = next(w for w in (64, 128, 256) if size <= w)
     stages, shared_bytes = pipeline(width, gpu(q.device.id).shared_bytes)
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": width, "STAGES": stages}
-    run = kernel("decode_attention.cu", NAME, **constants)
+    run = kernel("attention/decode_attention.cu", NAME, **constants)
     return _launch(run, 64, 3 if width == 64 else 2, shared_bytes, q, *others, **params)
 
 
@@ -236,7 +236,7 @@ def pipeline(width, limit):
 def _forward_simt(q, *others, needs, **params):
     width = 128 if max(q.shape[-1], others[1].shape[-1]) <= 128 else 256
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": width}
-    run = kernel("decode_attention_simt.cu", f"{NAME}_simt", **constants)
+    run = kernel("attention/decode_attention_simt.cu", f"{NAME}_simt", **constants)
     return _launch(run, 1, 8, 0, q, *others, **params)
 
 
@@ -287,7 +287,7 @@ def _launch(
     grid = (blocks * splits,)
     run(grid, (128,), struct, q, k, v, out, lse, parts, parts_lse, shared_bytes=shared_bytes)
     if splits > 1:
-        combine = kernel(f"{NAME}_combine.cu", f"{NAME}_combine", scalar=ctype(q.dtype))
+        combine = kernel(f"attention/{NAME}_combine.cu", f"{NAME}_combine", scalar=ctype(q.dtype))
         arguments = parts, parts_lse, out, lse, splits, value_dim, T, H
         combine((B * T * H,), (256,), *arguments, shared_bytes=4 * splits)
     return (out, lse), None

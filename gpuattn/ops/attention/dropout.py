@@ -1,4 +1,4 @@
-"""The dropout bits of attention: the same in NumPy and in ``common/attention_dropout.cuh``.
+"""The dropout bits of attention: the same in NumPy and in ``rawkernels/attention``.
 
 Philox takes 14 wide products for eight numbers, longer than attention takes for eight logits. So it
 fills two tables: of every 16 queries of a head (8 x 8 factors F and summands A) and of every 16
@@ -111,7 +111,7 @@ class Tables:
         self.key_words = self.query_words[of_queries:]
         low, high, stream, step, device_step = device_arguments(key)
         blocks = -(-heads * sum(self.rows) // 32) if sequences else 0
-        kernel("attention_dropout.cu", "attention_dropout_words")(
+        kernel("attention/attention_dropout.cu", "attention_dropout_words")(
             (blocks,), (256,), self.query_words, cu_q, cu_k, sequences,
             heads, *self.rows, queries, keys, threshold(p), low, high, stream, step, device_step,
         )  # fmt: skip

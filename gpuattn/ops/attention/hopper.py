@@ -1,4 +1,4 @@
-"""Attention on Hopper's matrix units: ``rawkernels/flash_attention_forward_hopper.cu``."""
+"""Attention on Hopper's matrix units: ``attention/flash_attention_forward_hopper.cu``."""
 
 import numpy as np
 
@@ -125,7 +125,7 @@ class _Plan:
 
     def kernel(self):
         name = "flash_attention_forward_hopper"
-        return kernel(f"{name}.cu", name, **self.constants)
+        return kernel(f"attention/{name}.cu", name, **self.constants)
 
     def describe(self, device):
         """Return what the launch takes of the GPU: see ``impls.WORDS``."""

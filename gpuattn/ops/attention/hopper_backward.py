@@ -1,4 +1,4 @@
-"""The gradient of attention on Hopper: ``rawkernels/flash_attention_backward_hopper*.cu``."""
+"""The gradient of attention on Hopper: ``attention/flash_attention_backward_hopper*.cu``."""
 
 import functools
 import math
@@ -13,12 +13,12 @@ from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.ops.attention.launch import UNLIMITED, Launch, gradient_arrays
 from gpuattn.ops.attention.reference import sink_gradient, sum_to
 
-NAME, FILE = "flash_attention_backward", "flash_attention_backward_hopper.cu"
-WIDE_FILE = "flash_attention_backward_hopper_wide.cu"  # head sizes above 128
-ROWS_FILE = "flash_attention_backward_hopper_rows.cu"
-BIAS_FILE = "flash_attention_backward_hopper_bias.cu"
+NAME, FILE = "flash_attention_backward", "attention/flash_attention_backward_hopper.cu"
+WIDE_FILE = "attention/flash_attention_backward_hopper_wide.cu"  # head sizes above 128
+ROWS_FILE = "attention/flash_attention_backward_hopper_rows.cu"
+BIAS_FILE = "attention/flash_attention_backward_hopper_bias.cu"
 TILES = {64: (128, 128), 128: (64, 128), 256: (64, 64)}  # head sizes, rounded up: queries, keys
-TILE_BYTES = 64  # struct Tile of common/attention_backward_hopper.cuh
+TILE_BYTES = 64  # struct Tile of attention/common/attention_backward_hopper.cuh
 SHARED_BYTES = 232448  # all there is: one block to a multiprocessor
 L2_BYTES = 32 << 20  # what one section of heads may keep busy
 LEAST_HEADS = 16  # of a causal section at head size 64, whatever L2 holds

@@ -1,4 +1,4 @@
-"""Attention's gradient by whole heads: ``rawkernels/flash_attention_backward_hopper_head.cu``."""
+"""Attention's gradient by whole heads: ``flash_attention_backward_hopper_head.cu``."""
 
 import functools
 
@@ -11,7 +11,7 @@ from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
 from gpuattn.ops.attention.launch import Launch, gradient_arrays
 
-FILE, NAME = "flash_attention_backward_hopper_head.cu", "flash_attention_backward_head"
+FILE, NAME = "attention/flash_attention_backward_hopper_head.cu", "flash_attention_backward_head"
 LEAST_LENGTH, MAX_LENGTH, MAX_HEAD_DIM = 97, 256, 64
 THREADS = 512
 BLOCK, BLOCK_BYTES, PLACES = 64, 8192, 5  # rows of a block, its bytes, places for queries

@@ -1,4 +1,4 @@
-"""Causal attention by whole heads: ``rawkernels/flash_attention_forward_hopper_head.cu``."""
+"""Causal attention by whole heads: ``attention/flash_attention_forward_hopper_head.cu``."""
 
 from gpuattn import rng
 from gpuattn.arrays import ctype
@@ -8,7 +8,7 @@ from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.ops.attention import hopper_head_backward
 from gpuattn.ops.attention.hopper_head_backward import BLOCK, BLOCK_BYTES, LEAST_LENGTH
 
-FILE, NAME = "flash_attention_forward_hopper_head.cu", "flash_attention_forward_head"
+FILE, NAME = "attention/flash_attention_forward_hopper_head.cu", "flash_attention_forward_head"
 THREADS, BLOCKS = 640, 4  # blocks of a head
 WORD_BYTES = 14 << 10  # of a head in dropout's tables
 

@@ -21,7 +21,7 @@ PROBLEM = np.dtype(
     )]
     + [(name, np.float32) for name in ("scale", "softcap", "keep_scale")]
 )  # fmt: skip
-"""The struct Attention of ``rawkernels/common/attention.cuh``."""
+"""The struct Attention of ``rawkernels/attention/common/attention.cuh``."""
 
 MAX_TILES = 2**31 - 1
 UNLIMITED = 1 << 30  # a side of the window without an end

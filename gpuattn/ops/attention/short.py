@@ -1,4 +1,4 @@
-"""Attention for short sequences, a warp for 16 rows: ``rawkernels/flash_attention_short.cu``."""
+"""Attention for short sequences, a warp for 16 rows: ``attention/flash_attention_short.cu``."""
 
 import numpy as np
 
@@ -70,7 +70,7 @@ def _plan(part, launch, q, v, lengths, heads):
     if launch.packed and places < items:
         items, tiles = places, 0
     run = kernel(
-        "flash_attention_short.cu", f"flash_attention_short_{part}",
+        "attention/flash_attention_short.cu", f"flash_attention_short_{part}",
         scalar=ctype(q.dtype), HEAD_DIM=width, PLAIN=plain,
     )  # fmt: skip
     return run, (-(-items * heads // WARPS),), items, tiles

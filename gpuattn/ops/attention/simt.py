@@ -1,4 +1,4 @@
-"""Attention on any GPU, in float32 on CUDA cores: ``rawkernels/flash_attention_*_simt.cu``."""
+"""Attention on any GPU, in float32 on CUDA cores: ``attention/flash_attention_*_simt.cu``."""
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class _Tiles:
     def kernel(self, part):
         """Return the kernel ``flash_attention_<part>``."""
         direction = "forward" if part == "forward" else "backward"
-        file = f"flash_attention_{direction}_simt.cu"
+        file = f"attention/flash_attention_{direction}_simt.cu"
         constants = {"scalar": self.scalar, "HEAD_DIM": self.width, "EXTRAS": self.extras}
         return kernel(file, f"flash_attention_{part}", **constants)
 

@@ -3,7 +3,7 @@
 GELU: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016; its tanh form is
 y = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
 SwiGLU: Shazeer, "GLU Variants Improve Transformer", 2020; y = gate sigmoid(gate) up.
-Device code: ``rawkernels/bias_activation.cu`` and ``rawkernels/column_sum.cu``.
+Device code: ``rawkernels/linear/bias_activation.cu`` and ``rawkernels/column_sum.cu``.
 """
 
 import functools
@@ -233,7 +233,7 @@ def _erf_polynomial(degree):
     return tuple(chebyshev.cheb2poly(chebyshev.chebinterpolate(scaled_erfc, degree))[::-1].tolist())
 
 
-# ---- raw: rawkernels/bias_activation.cu, rawkernels/column_sum.cu ----------------------------
+# ---- raw: rawkernels/linear/bias_activation.cu, rawkernels/column_sum.cu ------------------------
 
 
 def refuse_raw(x, *_, **__):
@@ -304,7 +304,7 @@ def launch_backward(x, bias, dy, want_bias, slot, activation, p=0.0, key=None):
 def _kernel(verb, x, activation, vector, p):
     constants = {"scalar": ctype(x.dtype), "ACTIVATION": ACTIVATIONS[activation]}
     constants |= {"VECTOR": vector, "DROPS": p > 0, "BLOCK": BLOCK}
-    return kernel("bias_activation.cu", f"bias_activation_{verb}", **constants)
+    return kernel("linear/bias_activation.cu", f"bias_activation_{verb}", **constants)
 
 
 def _vector(cols, *rows):

@@ -16,8 +16,8 @@ from gpuattn.cuda import tensor_maps
 from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
 
-FILE, NAME = "linear_gelu_hopper.cu", "linear_gelu"
-ALONE_FILE, ALONE = "gelu_slopes.cu", "gelu_slopes_backward"
+FILE, NAME = "linear/linear_gelu_hopper.cu", "linear_gelu"
+ALONE_FILE, ALONE = "linear/gelu_slopes.cu", "gelu_slopes_backward"
 THREADS, TILE, DEPTH = 384, 128, 64  # rows and columns of a tile; of a stage of the sum
 HELD = 6  # stages of a weight that may stay in shared memory,
 LEAST_SHARE = 0.95  # if so many of the multiprocessors have a column of tiles then

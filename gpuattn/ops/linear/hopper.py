@@ -13,7 +13,7 @@ from gpuattn.cuda import tensor_maps
 from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
 
-FILE, NAME = "bias_activation_hopper.cu", "product_activation_backward"
+FILE, NAME = "linear/bias_activation_hopper.cu", "product_activation_backward"
 ACTIVATIONS = {"relu": 1, "gelu": 2}  # the constant ACTIVATION; "gelu" is the tanh form
 THREADS, ROWS, COLUMNS, DEPTH = 384, 128, 256, 64  # of a tile, and of a stage of the sum
 SPREADS = 12, 8, 6, 4, 2  # over how many stages the tile before is finished

@@ -2,7 +2,7 @@
 
 The product is a library's (``gpuattn/gemm/matmul.py``), which adds the bias and applies the
 activation as it writes; where it cannot, they are one more kernel,
-``rawkernels/bias_activation.cu``. In the gradient of two layers the activation between them comes
+``linear/bias_activation.cu``. In the gradient of two layers the activation between them comes
 with the product (``hopper.py``).
 On Hopper a layer with GELU and no bias keeps slopes for that (``linear_gelu_hopper.py``).
 """
@@ -105,7 +105,7 @@ def _product_gradients(x, weight, dz, dy, needs, into, share=1):
     return dx, dweight
 
 
-# ---- raw: rawkernels/bias_activation.cu, rawkernels/column_sum.cu ----------------------------
+# ---- raw: rawkernels/linear/bias_activation.cu, rawkernels/column_sum.cu ------------------------
 
 
 def _forward_raw(x, weight, bias, *, needs, activation):

@@ -1,7 +1,7 @@
 """A residual branch's last layer and the border behind it: h = residual + dropout(y), norm(h).
 
 y = x @ projection.T + projection_bias. On Hopper one kernel computes whole rows of y and goes on
-with them, ``rawkernels/linear_dropout_add_norm.cu``; else these are the two ops ``linear`` and
+with them, ``linear/linear_dropout_add_norm.cu``; else these are the two ops ``linear`` and
 ``dropout_add_norm``, whose gradients are this one's in any case.
 """
 
@@ -25,7 +25,7 @@ from gpuattn.ops.norm.dropout_add_norm import IMPLS as DROPOUT_ADD_NORM
 from gpuattn.ops.norm.launch import refuse_raw, rows_of
 from gpuattn.ops.norm.layer_norm import contiguous
 
-FILE, NAME = "linear_dropout_add_norm.cu", "linear_dropout_add_norm_forward"
+FILE, NAME = "linear/linear_dropout_add_norm.cu", "linear_dropout_add_norm_forward"
 THREADS = 384
 STAGE_BYTES, MAX_STAGES = 221184, 6  # of shared memory, as the kernel has it
 TILES = {128: (64,), 192: (128,), 256: (128, 64), 384: (128, 64), 512: (64,)}
@@ -119,7 +119,7 @@ def _backward_by_two(product, border, saved, *grads, needs, into, fold=None, **p
     return dx, dprojection, *rest
 
 
-# ---- Hopper: rawkernels/linear_dropout_add_norm.cu ----------------------------------------------
+# ---- Hopper: rawkernels/linear/linear_dropout_add_norm.cu ---------------------------------------
 
 
 def _refuse_hopper(x, projection, residual, *vectors, **params):

@@ -13,7 +13,7 @@ from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.scratch import workspace
 from gpuattn.gemm.matmul import matmul
 
-FILE, NAME = "weight_gradients_hopper.cu", "weight_gradients"
+FILE, NAME = "linear/weight_gradients_hopper.cu", "weight_gradients"
 ROWS, COLUMNS, DEPTH = 128, 384, 64  # of a tile, and of a stage of the sum
 TEAM = 6  # pairs of blocks
 MOST = 24  # weights of a launch

@@ -6,7 +6,7 @@ loss = lse - (q - u) x[label] - u sum(x) + z lse^2, and its gradient is
 Both rules of smoothing fit: "uniform" (Szegedy et al., "Rethinking the Inception Architecture",
 2016) spreads it over all classes, "others" over all but the label's. The z-loss (Chowdhery et al.,
 "PaLM", 2022) keeps lse near 0.
-Device code: ``rawkernels/cross_entropy.cu``, ``_short.cu`` and ``_cluster.cu``.
+Device code: ``rawkernels/loss/cross_entropy.cu``, ``_short.cu`` and ``_cluster.cu``.
 """
 
 import math
@@ -224,7 +224,7 @@ def take(kept):
     return kept.pop()
 
 
-# ---- raw: rawkernels/cross_entropy.cu --------------------------------------------------------
+# ---- raw: rawkernels/loss/cross_entropy.cu ------------------------------------------------------
 
 
 def _refuse_raw(logits, *_, **__):

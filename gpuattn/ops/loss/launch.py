@@ -1,4 +1,4 @@
-"""Launches of ``rawkernels/cross_entropy.cu``, ``_short.cu`` and ``_cluster.cu``."""
+"""Launches of ``rawkernels/loss/cross_entropy.cu``, ``_short.cu`` and ``_cluster.cu``."""
 
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     """What the launches for one call share: arrays on the device."""
 
     targets: Any  # (rows,) int32: the label, -1 for a row that does not count
-    summary: Any  # struct Summary of common/cross_entropy.cuh, as words
+    summary: Any  # struct Summary of loss/cross_entropy.cuh, as words
 
     @property
     def loss(self):
@@ -78,21 +78,21 @@ def run_rows(rows, plan, statistics, with_gradient, goal):
         aligned = (rows.data.ptr | rows.strides[0]) % 16 == 0
         lanes, vectors = _first(SHORT if aligned else WHOLE_WARPS, size)
         constants |= {"LANES": lanes, "VECTORS": vectors}
-        launch = kernel("cross_entropy_short.cu", "cross_entropy_rows_short", **constants)
+        launch = kernel("loss/cross_entropy_short.cu", "cross_entropy_rows_short", **constants)
         grid, block = -(-len(rows) * lanes // (32 * WARPS)), 32 * WARPS
         launch((grid,), (block,), *head, len(rows), vocab, columns, *tail)
         return losses
     device = gpu(rows.device.id)
     cluster, block = _first(LONG, size)
-    if cluster > 1 and not serves("cross_entropy_cluster.cu", device.capability):
+    if cluster > 1 and not serves("loss/cross_entropy_cluster.cu", device.capability):
         cluster, block = 1, 512
     room = min(-(-size // (16 * cluster)), (device.shared_bytes - SPARE) // 16)
     constants["BLOCK"] = block
     if cluster == 1:
-        launch = kernel("cross_entropy.cu", "cross_entropy_rows", **constants)
+        launch = kernel("loss/cross_entropy.cu", "cross_entropy_rows", **constants)
     else:
         constants["CLUSTER"] = cluster
-        launch = kernel("cross_entropy_cluster.cu", "cross_entropy_rows_cluster", **constants)
+        launch = kernel("loss/cross_entropy_cluster.cu", "cross_entropy_rows_cluster", **constants)
     grid = len(rows) * cluster
     launch((grid,), (block,), *head, vocab, columns, room, *tail, shared_bytes=16 * room)
     return losses
@@ -120,7 +120,7 @@ def rescale(x, done_for, dloss):
 
 def _kernel(verb, rows):
     constants = {"scalar": ctype(rows.dtype), "BLOCK": _block(rows)}
-    return kernel("cross_entropy.cu", f"cross_entropy_{verb}", **constants)
+    return kernel("loss/cross_entropy.cu", f"cross_entropy_{verb}", **constants)
 
 
 def _block(rows):

@@ -1,7 +1,7 @@
 """The border between two sub-layers in one pass: h = residual + dropout(x + x_bias), norm(h).
 
 The norm is that of ``layer_norm.py`` or ``rms_norm.py``, the mask that of ``dropout.py``. Device
-code: ``rawkernels/dropout_add_norm.cu``.
+code: ``rawkernels/norm/dropout_add_norm.cu``.
 """
 
 from functools import partial
@@ -117,7 +117,7 @@ def _beside_reference(x, weight, bias, *, needs, rms, eps):
     return (weighted(normalized, weight, bias, x.dtype), x.view()), saved
 
 
-# ---- raw: rawkernels/dropout_add_norm.cu, its gradients dropout_add_norm_backward*.cu ------------
+# ---- raw: rawkernels/norm/dropout_add_norm.cu, its gradients dropout_add_norm_backward*.cu ------
 
 
 def _forward_raw(x, residual, weight, bias, x_bias, *, needs, p, key, rms, eps):
@@ -132,7 +132,7 @@ def _forward_raw(x, residual, weight, bias, x_bias, *, needs, p, key, rms, eps):
     given = {name: vector is not None for name, vector in names}
     constants, block_rows = forward_layout(cols, x.dtype, 2, sum(given.values()))
     constants = constants | given | {"RMS": rms}
-    forward = kernel("dropout_add_norm.cu", "dropout_add_norm_forward", **constants)
+    forward = kernel("norm/dropout_add_norm.cu", "dropout_add_norm_forward", **constants)
     grid, block = (-(-rows // block_rows),), (constants["BLOCK"],)
     numbers = rows, cols, step, residual_step, eps, *device_numbers(p, key)
     forward(grid, block, x, residual, *vectors, normed, h, mean, rstd, *numbers)
@@ -159,7 +159,7 @@ def _backward_raw(saved, dnormed, dh, *, needs, into, p, key, rms, eps):
         constants = constants | {"X_BIAS": needs[4]}
     sums = parts_of(h, grid, needs[2:])
     numbers = *counts, dnormed_step, dh_step, *device_numbers(p, key)
-    kernel(f"{name}.cu", name, **constants, **given)(
+    kernel(f"norm/{name}.cu", name, **constants, **given)(
         (grid,), (block,), h, weight, mean, rstd, dnormed, dh, dx, dresidual, *sums, *numbers,
         shared_bytes=shared,
     )  # fmt: skip

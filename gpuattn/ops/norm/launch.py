@@ -57,7 +57,7 @@ def width(cols, dtype):
 
 @functools.cache
 def layout(cols, dtype, most, most_of_a_warp):
-    """Return (constants of ``common/norm.cuh``, elements of a row that a thread holds).
+    """Return (constants of ``norm/norm.cuh``, elements of a row that a thread holds).
 
     At most ``most``, or ``most_of_a_warp`` where that lets 32 threads, which need no barrier, hold
     the row; 16 where not every thread holds as many. 0: the row is longer, and read again.

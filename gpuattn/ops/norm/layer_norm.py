@@ -1,6 +1,6 @@
 """LayerNorm over the last axis: y = (x - mean) / sqrt(variance + eps) * weight + bias.
 
-Ba, Kiros and Hinton, "Layer normalization" (2016). Device code: ``rawkernels/layer_norm.cu``
+Ba, Kiros and Hinton, "Layer normalization" (2016). Device code: ``rawkernels/norm/layer_norm.cu``
 (RMSNorm's too) and, to read, ``gpuattn/numbakernels/layer_norm.py``. The functions without an
 underscore below are shared with ``rms_norm.py`` and ``dropout_add_norm.py``, the launches of all
 three are in ``norm_launch.py``.
@@ -252,7 +252,7 @@ def _backward_numba(saved, dy, *, needs, into, eps):
     return dx[:, :cols].reshape(x.shape), dweight, dbias
 
 
-# ---- raw: rawkernels/layer_norm.cu, layer_norm_backward.cu --------------------------------------
+# ---- raw: rawkernels/norm/layer_norm.cu, layer_norm_backward.cu ---------------------------------
 
 
 def contiguous(*vectors):
@@ -270,7 +270,7 @@ def forward_raw(x, weight, bias, needs, eps, rms):
         mean, rstd = (arrays.empty(x, rows, np.float32) for _ in range(2))
     given = {"WEIGHT": weight is not None, "BIAS": bias is not None}
     constants, block_rows = forward_layout(cols, x.dtype, 1, sum(given.values()))
-    forward = kernel("layer_norm.cu", "layer_norm_forward", RMS=rms, **constants, **given)
+    forward = kernel("norm/layer_norm.cu", "layer_norm_forward", RMS=rms, **constants, **given)
     grid, ahead = (-(-rows // block_rows),), rows_ahead(x)
     forward(
         grid, (constants["BLOCK"],), x, weight, bias, y, mean, rstd, rows, cols, step, ahead, eps
@@ -287,7 +287,7 @@ def backward_raw(saved, dy, needs, into, rms):
     constants, grid, shared = backward_layout(x, 2, 2, pairs=True)
     sums = parts_of(x, grid, needs[1:])
     given = {"RMS": rms, "WEIGHT": weight is not None}
-    backward = kernel("layer_norm_backward.cu", "layer_norm_backward", **constants, **given)
+    backward = kernel("norm/layer_norm_backward.cu", "layer_norm_backward", **constants, **given)
     numbers = rows, cols, step, dy_step
     backward(
         (grid,), (constants["BLOCK"],), x, weight, dy, mean, rstd, dx, *sums, *numbers,

@@ -1,7 +1,7 @@
 """RMSNorm over the last axis: y = x / sqrt(mean(x^2) + eps) * weight.
 
 Zhang and Sennrich, "Root mean square layer normalization" (2019). Device code:
-``rawkernels/layer_norm.cu`` with RMS = true.
+``rawkernels/norm/layer_norm.cu`` with RMS = true.
 """
 
 from gpuattn.autodiff.tape import op
@@ -54,7 +54,7 @@ def _backward_reference(saved, dy, *, needs, into, eps):
     return dx, dweight
 
 
-# ---- raw: rawkernels/layer_norm.cu --------------------------------------------------------------
+# ---- raw: rawkernels/norm/layer_norm.cu ---------------------------------------------------------
 
 
 def _forward_raw(x, weight, *, needs, eps):

@@ -4,7 +4,7 @@
 LightSeq's "hierarchical auto-regressive search" (Wang et al., 2021), see ``topk_logprobs``. A
 log-softmax keeps the order of its logits, so each row's best are chosen by logit, in one read, and
 scored when all of a sentence are known.
-Device code: ``rawkernels/beam_step.cu`` and, to read, ``gpuattn/numbakernels/beam_step.py``.
+Device code: ``sampling/beam_step.cu`` and, to read, ``gpuattn/numbakernels/beam_step.py``.
 """
 
 import numpy as np
@@ -211,7 +211,7 @@ def _address(x):
     return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
 
 
-# ---- raw: rawkernels/beam_step.cu ---------------------------------------------------------------
+# ---- raw: rawkernels/sampling/beam_step.cu ------------------------------------------------------
 
 
 def _refuse_raw(logits, scores, *_, vocab_size, **__):
@@ -241,7 +241,7 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size):
     lists = arrays.empty(logits, (sentences, 2 * beam, beam, parts), np.uint64)
     normalisers = arrays.empty(logits, (len(rows), parts, 2), np.float32)
     constants = {"scalar": ctype(logits.dtype), "HOOKS": hooks, "BLOCK": BLOCK}
-    step = kernel("beam_step.cu", "beam_step_forward", **constants)
+    step = kernel("sampling/beam_step.cu", "beam_step_forward", **constants)
     step(
         (parts, beam, sentences), (BLOCK,), rows, xp.ascontiguousarray(scores), *extras, flag,
         lists, normalisers, counters(sentences), *outputs, stride, vocab_size, size, count,

@@ -1,6 +1,6 @@
 """How rows of logits are split into slices, one for each thread block.
 
-See ``rawkernels/common/logit_slice.cuh``.
+See ``rawkernels/sampling/logit_slice.cuh``.
 """
 
 BLOCK = 256  # threads

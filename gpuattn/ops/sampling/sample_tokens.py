@@ -3,7 +3,7 @@
 Top-p: Holtzman et al., "The curious case of neural text degeneration" (2020). Weights are integers,
 exp((x - max x) / T) in units of 2**-40: their sums depend on no order, so a drawn token does not
 either. The draw goes through the tokens in their order: nothing needs to be sorted.
-Device code: ``rawkernels/sample_tokens.cu``.
+Device code: ``rawkernels/sampling/sample_tokens.cu``.
 """
 
 import math
@@ -152,7 +152,7 @@ def _words(xp, key, rows):
     return rng.philox(key.seed, xp.arange(rows, dtype=np.uint64), zero, stream, step)[0]
 
 
-# ---- raw: rawkernels/sample_tokens.cu -----------------------------------------------------------
+# ---- raw: rawkernels/sampling/sample_tokens.cu --------------------------------------------------
 
 
 def _refuse_raw(logits, banned, *, vocab_size, **_):
@@ -171,7 +171,10 @@ def _forward_raw(logits, banned, *, needs, vocab_size, temperature, top_k, top_p
     seed_low, seed_high, stream, step, device_step = rng.device_arguments(key)
     block = NARROW_BLOCK if vocab_size <= NARROW else BLOCK
     forward = kernel(
-        "sample_tokens.cu", "sample_tokens_forward", scalar=ctype(logits.dtype), BLOCK=block
+        "sampling/sample_tokens.cu",
+        "sample_tokens_forward",
+        scalar=ctype(logits.dtype),
+        BLOCK=block,
     )
     forward(
         (len(rows),), (block,), rows, banned, tokens, logprobs, device_step, stride, vocab_size,

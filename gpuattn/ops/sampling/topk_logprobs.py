@@ -3,7 +3,7 @@
 log p = x - max x - log sum exp(x - max x). Only the k winners are ever written. The search is
 LightSeq's "hierarchical auto-regressive search" (Wang et al., 2021): the best of each group gives
 a bound that no winner can fall below (retrieve); the few numbers above it are ranked (re-rank).
-Device code: ``rawkernels/topk_logprobs.cu``, ``rawkernels/common/logit_slice.cuh`` and
+Device code: ``rawkernels/sampling/topk_logprobs.cu``, ``rawkernels/sampling/logit_slice.cuh`` and
 ``topk.cuh``: a block of threads searches a slice of a row, the last of a row merges their lists.
 """
 
@@ -128,7 +128,7 @@ def in_order(x, k):
     return x.shape[1] - 1 - backwards[:, :k]
 
 
-# ---- raw: rawkernels/topk_logprobs.cu -----------------------------------------------------------
+# ---- raw: rawkernels/sampling/topk_logprobs.cu --------------------------------------------------
 
 
 def _refuse_raw(logits, *, k, vocab_size, **_):
@@ -155,7 +155,10 @@ def _forward_raw(logits, *, needs, k, vocab_size):
         normalisers = arrays.empty(logits, (len(rows), parts, 2), np.float32)
         shared = lists, normalisers, counters(len(rows))
     forward = kernel(
-        "topk_logprobs.cu", "topk_logprobs_forward", scalar=ctype(logits.dtype), BLOCK=block
+        "sampling/topk_logprobs.cu",
+        "topk_logprobs_forward",
+        scalar=ctype(logits.dtype),
+        BLOCK=block,
     )
     across = min(len(rows), MAX_GRID)
     forward(

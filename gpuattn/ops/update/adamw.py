@@ -2,7 +2,7 @@
 
 Loshchilov and Hutter, "Decoupled weight decay regularization" (ICLR 2019), with the bias
 correction of Kingma and Ba, "Adam" (ICLR 2015).
-Device code: ``rawkernels/adamw.cu``.
+Device code: ``rawkernels/update/adamw.cu``.
 """
 
 import numpy as np

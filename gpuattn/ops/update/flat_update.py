@@ -1,7 +1,7 @@
 """What the updates of optimizers share: flat buffers, their checks, and how weights are rounded.
 
-A rule is written twice: for one element in ``rawkernels/<op>.cu``, and for blocks of float32 arrays
-in ``gpuattn/ops/<op>.py``. Both are called from here and from ``common/optimizer.cuh``.
+A rule is written twice: for one element in ``update/<op>.cu``, and for blocks of float32 arrays
+in ``gpuattn/ops/<op>.py``. Both are called from here and from ``update/optimizer.cuh``.
 """
 
 import math
@@ -174,7 +174,7 @@ def _blocks(flat, size):
     return [slice(at, min(at + size, flat.size)) for at in range(0, flat.size, size)]
 
 
-# ---- raw: rawkernels/<op>.cu --------------------------------------------------------------------
+# ---- raw: rawkernels/update/<op>.cu -------------------------------------------------------------
 
 
 def _refuse_raw(params, grads, *rest, **_):
@@ -184,7 +184,7 @@ def _refuse_raw(params, grads, *rest, **_):
 
 
 def constants_of(params, grads, model):
-    """Return the constants that kernels of ``common/optimizer.cuh`` are compiled for."""
+    """Return the constants that kernels of ``update/optimizer.cuh`` are compiled for."""
     weight = ctype(params.dtype)
     copied = weight if model is None else ctype(model.dtype)
     return {"scalar": ctype(grads.dtype), "weight": weight, "copied": copied, "BLOCK": BLOCK}
@@ -192,7 +192,7 @@ def constants_of(params, grads, model):
 
 def _raw(op, numbers, params, grads, *rest, needs, seed, **constants):
     *moments, state, model, decay = rest
-    launch = kernel(f"{op}.cu", f"{op}_update", **constants_of(params, grads, model))
+    launch = kernel(f"update/{op}.cu", f"{op}_update", **constants_of(params, grads, model))
     grid = (-(-params.size // (BLOCK * PER_THREAD)),)
     buffers = (params, grads, *moments, model, decay, state)
     seeds = seed & 0xFFFFFFFF, seed >> 32

@@ -3,7 +3,7 @@
 One launch, and nothing is read back to the host. Clipping by the global norm as in Pascanu et al.,
 "On the difficulty of training recurrent neural networks" (ICML 2013); loss scaling as in
 Micikevicius et al., "Mixed precision training" (ICLR 2018).
-Device code: ``rawkernels/gradient_statistics.cu``.
+Device code: ``rawkernels/update/gradient_statistics.cu``.
 """
 
 import math
@@ -24,7 +24,7 @@ BLOCK = 256
 BLOCKS = 1024  # of the first stage of the norm, at most
 PER_THREAD = 32  # elements that one has, at least, before there are more blocks
 
-FIELDS = {  # in this order in memory, four bytes each; as in common/optimizer_state.cuh
+FIELDS = {  # in this order in memory, four bytes each; as in update/optimizer_state.cuh
     "learning_rate": np.float32,
     "step": np.uint32,  # updates done, those skipped aside: what bias correction counts
     "divisor": np.float32,  # gradients are sums over this many tokens (or 1)
@@ -166,7 +166,7 @@ def square_sum(xp, x):
     return np.vecdot(whole, whole).sum() + np.dot(rest, rest)
 
 
-# ---- raw: rawkernels/gradient_statistics.cu -----------------------------------------------------
+# ---- raw: rawkernels/update/gradient_statistics.cu ----------------------------------------------
 
 
 def refuse_buffers(**buffers):
@@ -189,7 +189,7 @@ def _raw(grads, state, *, needs, max_norm, growth_interval):
     blocks = max(1, min(BLOCKS, -(-grads.size // (BLOCK * PER_THREAD))))
     partial = arrays.empty(grads, (blocks,), np.float32)
     constants = {"scalar": ctype(grads.dtype), "BLOCK": BLOCK}
-    launch = kernel("gradient_statistics.cu", "gradient_statistics", **constants)
+    launch = kernel("update/gradient_statistics.cu", "gradient_statistics", **constants)
     launch((blocks,), (BLOCK,), grads, partial, state, grads.size, max_norm, growth_interval)
     return None, None
 

@@ -1,7 +1,7 @@
 """LAMB over flat buffers, in one launch after ``gradient_statistics``.
 
 You et al., "Large batch optimization for deep learning: training BERT in 76 minutes" (ICLR 2020).
-Device code: ``rawkernels/lamb.cu``.
+Device code: ``rawkernels/update/lamb.cu``.
 """
 
 import numpy as np
@@ -152,7 +152,7 @@ def _reference(
     return None, None
 
 
-# ---- raw: rawkernels/lamb.cu --------------------------------------------------------------------
+# ---- raw: rawkernels/update/lamb.cu -------------------------------------------------------------
 
 
 def _refuse_raw(params, grads, exp_avg, exp_avg_sq, state, model, **_):
@@ -164,7 +164,7 @@ def _raw(
     params, grads, exp_avg, exp_avg_sq, state, model, *,
     needs, tensors, betas, eps, weight_decay, seed,
 ):  # fmt: skip
-    launch = kernel("lamb.cu", "lamb_update", **constants_of(params, grads, model))
+    launch = kernel("update/lamb.cu", "lamb_update", **constants_of(params, grads, model))
     count = len(tensors.items)
     grid = (min(count, RESIDENT * gpu(params.device.id).multiprocessors),)
     launch(

@@ -1,7 +1,7 @@
 """Lion over flat buffers, in one launch after ``gradient_statistics``.
 
 Chen et al., "Symbolic discovery of optimization algorithms" (NeurIPS 2023).
-Device code: ``rawkernels/lion.cu``.
+Device code: ``rawkernels/update/lion.cu``.
 """
 
 import numpy as np

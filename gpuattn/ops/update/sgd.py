@@ -2,7 +2,7 @@
 
 Sutskever et al., "On the importance of initialization and momentum in deep learning" (ICML 2013),
 in the form that keeps a velocity of gradients, as the field's libraries do.
-Device code: ``rawkernels/sgd.cu``.
+Device code: ``rawkernels/update/sgd.cu``.
 """
 
 import numpy as np

@@ -11,7 +11,7 @@ from gpuattn.ops.attention.flash_attention import IMPLS
 
 RAW = [impl.name for impl in IMPLS if impl.name.startswith("raw-")]
 COMPILE_SECONDS, LOAD_SECONDS = 2.0, 0.05
-REFERENCE, REFERENCE_SECONDS = "flash_attention_backward_simt.cu", 0.7
+REFERENCE, REFERENCE_SECONDS = "attention/flash_attention_backward_simt.cu", 0.7
 """A kernel, and what NVRTC takes for it on a CPU that COMPILE_SECONDS are meant for. A slower CPU
 has as much more time: the limit is on the kernels, not on the CPU."""
 PROGRAM = """

@@ -14,7 +14,7 @@ from gpuattn.errors import UnsupportedError
 from gpuattn.ops.attention import hopper as attention_hopper
 from gpuattn.ops.attention.flash_attention import IMPLS, flash_attention
 
-FILE = "flash_attention_forward_hopper.cu"
+FILE = "attention/flash_attention_forward_hopper.cu"
 FLAGS = list(itertools.product((False, True), repeat=4))
 
 

@@ -18,7 +18,7 @@ FORMS = list(itertools.product(simt.WIDTHS, (False, True)))
     [("forward", ("ROWS", "KEYS")), ("dkv", ("OWN", "STEP")), ("dq", ("OWN", "STEP"))],
 )
 def test_tiles_are_those_of_the_kernels(nvrtc, part, names, width, extras):
-    file = f"flash_attention_{'forward' if part == 'forward' else 'backward'}_simt.cu"
+    file = f"attention/flash_attention_{'forward' if part == 'forward' else 'backward'}_simt.cu"
     text = kernels.source_text(file, scalar="float", HEAD_DIM=width, EXTRAS=extras)
     sizes = text[: text.index('extern "C"')]
     own, step = simt.choose_tile(part, width, extras)

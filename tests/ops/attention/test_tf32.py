@@ -48,7 +48,10 @@ def test_tiles_are_those_of_the_kernel(nvrtc, width, scalar, plain):
     size = 4 if scalar == "float" else 2
     if size == 4 and width > ampere.MAX_TF32_HEAD_DIM:
         return
-    file, constants = "flash_attention_forward_ampere.cu", {"EXTRAS": not plain, "DROPOUT": False}
+    file, constants = (
+        "attention/flash_attention_forward_ampere.cu",
+        {"EXTRAS": not plain, "DROPOUT": False},
+    )
     text = kernels.source_text(file, scalar=scalar, HEAD_DIM=width, **constants)
     for arch in ("sm_80", "sm_90"):
         rows, keys = ampere.forward_tile(width, size, plain, int(arch[3:]))

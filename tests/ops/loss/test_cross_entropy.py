@@ -161,9 +161,9 @@ def test_tables_of_launches():
     for size, (lanes, vectors) in launch.SHORT:
         assert size <= lanes * 16 * vectors
         constants = {"scalar": "bf16", "LANES": lanes, "VECTORS": vectors}
-        assert constants in kernels.variants("cross_entropy_short.cu")
+        assert constants in kernels.variants("loss/cross_entropy_short.cu")
     for size, (cluster, block) in launch.LONG:
-        file = "cross_entropy_cluster.cu" if cluster > 1 else "cross_entropy.cu"
+        file = "loss/cross_entropy_cluster.cu" if cluster > 1 else "loss/cross_entropy.cu"
         constants = {"scalar": "bf16", "CLUSTER": cluster, "BLOCK": block}
         assert any(form.items() <= constants.items() for form in kernels.variants(file))
         size = min(size, 4 * 262144)

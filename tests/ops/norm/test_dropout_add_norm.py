@@ -95,7 +95,7 @@ def test_rows_in_pairs(gpu, rng, monkeypatch, shape, dtype, vectors, taken):
 @pytest.mark.parametrize("cols, sums", [(256, 7), (384, 3), (384, 5), (384, 6)])
 def test_the_sums_that_are_kept_fit_into_registers(nvrtc, cols, sums):
     assert sums.bit_count() == launch.PAIRS_COLS[cols]
-    file, constants = "dropout_add_norm_backward_pairs.cu", {"RMS": False, "WEIGHT": True}
+    file, constants = "norm/dropout_add_norm_backward_pairs.cu", {"RMS": False, "WEIGHT": True}
     constants |= {"scalar": "bf16", "COLUMNS": cols, "SUMS": sums, "DROPOUT": True}
     _, log = compiler.compile_text(kernels.source_text(file, **constants), "sm_90", file)
     assert "0 bytes spill stores, 0 bytes spill loads" in log, log

@@ -1,0 +1,146 @@
+#pragma once
+// What the gradient kernels of mma.sync are made of: numbers of queries, tiles in shared memory and products of them.
+// HEAD_DIM is a constant of the file that includes this.
+#include "attention/common/attention_mma.cuh"
+
+constexpr int STATS_BYTES = 8;  // of a query: lse / log(2) and delta
+// stats (H, rows, 2) and dq_sum (rows / UNIT, H, ..): sequences start at units of rows
+constexpr int UNIT = 16;
+__device__ __forceinline__ long long first_row(const Attention& a, const Sequence& s) {
+    return UNIT * (a.cu_q ? s.first_query / UNIT + s.number : (long long)s.number * ((a.queries + UNIT - 1) / UNIT));
+}
+__device__ __forceinline__ const float* stats_of(const Attention& a, const Sequence& s, const float* stats, long long rows,
+                                                 int head, int i) {
+    return stats + STATS_BYTES / 4 * (head * rows + first_row(a, s) + i);
+}
+
+// ---- dq_sum (rows / UNIT, H, HEAD_DIM / 8 accumulators of mma)
+__device__ __forceinline__ float* dq_unit(const Attention& a, float* dq_sum, long long row, int head) {
+    return dq_sum + (row / UNIT * a.heads + head) * (UNIT * HEAD_DIM);
+}
+// One accumulator, such that lanes lie side by side.
+__device__ __forceinline__ void add_fragment(float* sum, const float (&d)[4]) {
+    const int lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(sum + 4 * lane), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3]) : "memory");
+#else
+    for (int e = 0; e < 4; ++e) atomicAdd(sum + 32 * e + lane, d[e]);
+#endif
+}
+// Of that accumulator, columns 2 t and 2 t + 1 of a row.
+__device__ __forceinline__ float2 fragment_pair(const float* sum, int row, int t) {
+    const int lane = row % 8 * 4 + t, e = row / 8 * 2;
+#if __CUDA_ARCH__ >= 900
+    return *(const float2*)(sum + 4 * lane + e);
+#else
+    return make_float2(sum[32 * e + lane], sum[32 * e + 32 + lane]);
+#endif
+}
+
+// ---- tiles
+// Start to copy `count` rows (at most ROWS) of `width` columns, from `row0` on; zeros fill the rest of the tile.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void load_tile(u32 tile, const scalar* x, const Strides& t, const Sequence& s, long long row0,
+                                          int head, int count, int width) {
+    const scalar* rows = rows_of(x, t, s.number, row0, head);
+    const int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
+#pragma unroll
+    for (int row = first; row < ROWS; row += THREADS / 8)
+#pragma unroll
+        for (int column = 0; column < HEAD_DIM; column += 64)
+            cp_async(chunk_address<ROWS>(tile, row, column / 8 + chunk), rows + row * t.row + column + 8 * chunk,
+                     (row < count) & (column + 8 * chunk < width));
+}
+__device__ __forceinline__ void load_stats(u32 tile, const float* stats, int size, int count) {
+    const int row = 2 * threadIdx.x;
+    if (row < size) cp_async(tile + row * STATS_BYTES, stats + 2 * row, row < count);
+}
+
+// Two neighbouring accumulators into a tile of ROWS rows, rounded to 16 bits; row a multiple of 8, column of 16.
+template <int ROWS> __device__ __forceinline__ void store_fragments(u32 tile, int row, int column, const float (&left)[4],
+                                                                    const float (&right)[4]) {
+#if __CUDA_ARCH__ >= 900
+    u32 r[4];
+    pack(r, left, right);
+    stmatrix(moved<ROWS>(straight(tile), row, column), r);
+#else
+    store_fragment<ROWS>(tile, row, column, left);
+    store_fragment<ROWS>(tile, row, column + 8, right);
+#endif
+}
+// The accumulators of a warp's rows, times `factor`, into a tile of ROWS rows; then all of it to global memory.
+template <int ROWS, int ACROSS, int M, int N>
+__device__ __forceinline__ void put_tile(u32 tile, int row, int across, float factor, float (&d)[M][2 * N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) d[m][2 * n + e / 4][e % 4] *= factor;
+            store_fragments<ROWS>(tile, row + 16 * m, 16 * (across + ACROSS * n), d[m][2 * n], d[m][2 * n + 1]);
+        }
+}
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void store_tile(u32 tile, scalar* x, const Strides& t, const Sequence& s, long long row0,
+                                           int head, int count, int width) {
+    scalar* rows = x + s.number * t.batch + row0 * t.row + head * t.head;
+    const int chunk = threadIdx.x % 8;
+    for (int row = threadIdx.x / 8; row < min(count, ROWS); row += THREADS / 8)
+#pragma unroll
+        for (int column = 0; column < HEAD_DIM; column += 64)
+            if (column + 8 * chunk < width) {
+                const u32 source = chunk_address<ROWS>(tile, row, column / 8 + chunk);
+                *(uint4*)(rows + row * t.row + column + 8 * chunk) = load_shared_16(source);
+            }
+}
+
+// ---- products; operands of the next 16 of the sum are fetched while those of the last are multiplied
+// d += a b over K; b as [k][head column], of which this warp's 16s are ACROSS apart; a as [row][k], or as [k][row] CROSSED.
+template <bool CROSSED, int K, int A_ROWS, int ACROSS, int M, int N>
+__device__ __forceinline__ void add_product(float (&d)[M][2 * N][4], u32 a, u32 b) {
+    u32 x[2][M][4], y[2][N][4];
+#pragma unroll
+    for (int k = -1; k < K / 16; ++k) {
+        if (k + 1 < K / 16) {
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+                if (CROSSED) ldmatrix_transposed(x[(k + 1) % 2][m], moved<A_ROWS>(a, 16 * (k + 1), 16 * m));
+                else ldmatrix(x[(k + 1) % 2][m], moved<A_ROWS>(a, 16 * m, 16 * (k + 1)));
+#pragma unroll
+            for (int n = 0; n < N; ++n) ldmatrix_transposed(y[(k + 1) % 2][n], moved<K>(b, 16 * (k + 1), 16 * ACROSS * n));
+        }
+        if (k < 0) continue;
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n) mma_pair(d[m][2 * n], d[m][2 * n + 1], x[k % 2][m], y[k % 2][n]);
+    }
+}
+
+// dq of STEP queries from i on: ds (queries, keys) k, added to what other keys add
+template <int OWN, int STEP, int WARPS>
+__device__ __forceinline__ void add_dq(const Attention& a, const Sequence& s, u32 ds, u32 k, float* dq_sum, int head,
+                                       int i) {
+    constexpr int ACROSS = HEAD_DIM / 16 % (32 * WARPS / STEP) == 0 ? 32 * WARPS / STEP : 2;  // warps, each 16s of columns
+    constexpr int M = STEP / 16 * ACROSS / WARPS, N = HEAD_DIM / 16 / ACROSS;
+    static_assert(M > 0 && ACROSS <= 8 && HEAD_DIM / 16 % ACROSS == 0, "the warps do not share out dq");
+    const int warp = threadIdx.x / 32, rows = warp / ACROSS * M * 16, across = warp % ACROSS;
+    float dq[M][2 * N][4] = {};
+    add_product<false, OWN, STEP, ACROSS, M, N>(
+        dq, moved<STEP>(straight(ds), rows, 0), moved<OWN>(straight(k), 0, 16 * across));
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+        const int at = i + rows + 16 * m;
+        if (at >= s.queries) break;
+        float* unit = dq_unit(a, dq_sum, first_row(a, s) + at, head);
+#pragma unroll
+        for (int n = 0; n < 2 * N; ++n) add_fragment(unit + (2 * (across + ACROSS * (n / 2)) + n % 2) * 8 * UNIT, dq[m][n]);
+    }
+}
+
+// Whether the band or an end runs through these queries and keys.
+__device__ __forceinline__ bool is_partial(const Attention& a, const Sequence& s, int queries, int i, int keys, int j) {
+    const int at = i + s.offset;
+    return i + queries > s.queries || j + keys > s.keys || j + keys - 1 > at + a.right || j < at + queries - 1 - a.left;
+}

@@ -1,0 +1,215 @@
+#pragma once
+// What the attention kernels for any GPU share: tiles in shared memory, products of tiles in registers, logits, dropout.
+//
+// A block of four warps owns some rows (queries, or keys in the gradient of k and v) and visits the rows of the other
+// side tile by tile. Each warp has 4 R of the block's rows to itself; its lanes stand in 4 x 8, at (down, across).
+// Of the products of its rows and a tile's a lane holds x[r][n]: row down + 4r of the warp, row across + 8n of the
+// tile. Of a weighted sum of a tile's rows it holds sum[r][..]: columns 4 across + 32c .. + 3 of row down + 4r.
+#include "attention/common/attention_dropout.cuh"
+
+constexpr int THREADS = 128;
+constexpr int PITCH = HEAD_DIM + 4;  // floats between rows of a tile: spreads rows over the banks
+constexpr int WIDTH = HEAD_DIM / 8;  // columns of a lane
+
+// Of every two neighbouring lanes, and of every two that are two apart, one pair reads one address: such loads of
+// 16 bytes take shared memory two cycles a warp, others four. So across has lane bits 0, 2, 3 and down bits 1, 4.
+__device__ inline int lane_at(int down, int across) {
+    return (across & 1) | (down & 1) << 1 | (across & 6) << 1 | (down & 2) << 3;
+}
+__device__ inline int lane_across() { return (threadIdx.x & 1) | (threadIdx.x >> 1 & 6); }
+__device__ inline int lane_down() { return (threadIdx.x >> 1 & 1) | (threadIdx.x >> 3 & 2); }
+
+// The reduction of `value` over the lanes of a row.
+template <typename Op>
+__device__ inline float row_reduce(float value, Op op) {
+    value = op(value, __shfl_xor_sync(~0u, value, lane_at(0, 1)));
+    value = op(value, __shfl_xor_sync(~0u, value, lane_at(0, 2)));
+    return op(value, __shfl_xor_sync(~0u, value, lane_at(0, 4)));
+}
+
+// The block's tile of `rows` rows, head and sequence, where sequences have at most `limit` rows.
+struct Place { int tile, head, number; };
+
+__device__ inline Place find_place(int limit, int rows, int heads) {
+    const int tiles = (limit + rows - 1) / rows, rest = blockIdx.x / tiles;
+    return {(int)blockIdx.x % tiles, rest % heads, rest / heads};
+}
+
+// Copy `count` rows (at most ROWS) of `width` columns; zeros fill the rest of the tile.
+template <int ROWS>
+__device__ inline void load_tile(float* tile, const scalar* rows, const Strides& s, int count, int width) {
+    constexpr int APART = THREADS / (HEAD_DIM / 4);  // a thread takes four columns of every so many rows
+    struct alignas(4 * sizeof(scalar)) Four { scalar x, y, z, w; };
+    const int first = threadIdx.x / (HEAD_DIM / 4), c = threadIdx.x % (HEAD_DIM / 4) * 4;
+    const scalar* from = rows + first * s.row + c * s.column;
+    float* to = tile + first * PITCH + c;
+    long long step = APART * s.row;
+    asm volatile("" : "+l"(step));  // else its multiples are kept in registers around the loop
+    const size_t aligned = (size_t)rows | s.row * sizeof(scalar) | width * sizeof(scalar);
+    if (s.column == 1 && aligned % sizeof(Four) == 0) {
+#pragma unroll 4
+        for (int r = 0; r < ROWS; r += APART, from += step) {
+            Four x = {(scalar)0.f, (scalar)0.f, (scalar)0.f, (scalar)0.f};
+            if (first + r < count && c < width) x = *(const Four*)from;
+            *(float4*)(to + r * PITCH) = make_float4((float)x.x, (float)x.y, (float)x.z, (float)x.w);
+        }
+    } else {
+#pragma unroll 1
+        for (int r = 0; r < ROWS; r += APART, from += step)
+            for (int e = 0; e < 4; ++e)
+                to[r * PITCH + e] = first + r < count && c + e < width ? (float)from[e * s.column] : 0.f;
+    }
+}
+
+// x[r][n] = own row . tile row, where `own` and `tile` are this lane's first rows of both.
+template <int R, int N>
+__device__ inline void multiply(const float* own, const float* tile, float (&x)[R][N]) {
+#pragma unroll
+    for (int e = 0; e < R * N; ++e) x[e / N][e % N] = 0.f;
+#pragma unroll 1
+    for (int d = 0; d < HEAD_DIM; d += 4) {
+        float4 z[R];
+#pragma unroll
+        for (int r = 0; r < R; ++r) z[r] = *(const float4*)(own + 4 * r * PITCH + d);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float4 y = *(const float4*)(tile + 8 * n * PITCH + d);
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+                x[r][n] += z[r].x * y.x;
+                x[r][n] += z[r].y * y.y;
+                x[r][n] += z[r].z * y.z;
+                x[r][n] += z[r].w * y.w;
+            }
+        }
+    }
+}
+
+// sum += weights x tile. Weights go around the lanes of a row, that hold them.
+template <int R, int N>
+__device__ inline void add_product(const float (&weights)[R][N], const float* tile, float (&sum)[R][WIDTH]) {
+    const float* columns = tile + 4 * lane_across();
+#pragma unroll 1
+    for (int across = 0; across < 8; ++across, columns += PITCH) {
+        const int holder = lane_at(lane_down(), across);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            float weight[R];
+#pragma unroll
+            for (int r = 0; r < R; ++r) weight[r] = __shfl_sync(~0u, weights[r][n], holder);
+#pragma unroll
+            for (int c = 0; c < WIDTH; c += 4) {
+                const float4 y = *(const float4*)(columns + 8 * n * PITCH + 8 * c);
+#pragma unroll
+                for (int r = 0; r < R; ++r) {
+                    sum[r][c] += weight[r] * y.x;
+                    sum[r][c + 1] += weight[r] * y.y;
+                    sum[r][c + 2] += weight[r] * y.z;
+                    sum[r][c + 3] += weight[r] * y.w;
+                }
+            }
+        }
+    }
+}
+
+__device__ inline void store_row(scalar* row, long long column_stride, int width, float factor,
+                                 const float (&sum)[WIDTH]) {
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) {
+        const int column = 4 * lane_across() + 8 * (e / 4 * 4) + e % 4;
+        if (column < width) row[column * column_stride] = (scalar)(sum[e] * factor);
+    }
+}
+
+// What follows is computed from i anew for every tile: kept around the loop it would crowd out the products.
+__device__ inline int anew(int i) {
+    asm volatile("" : "+r"(i));
+    return i;
+}
+
+// Where x[r][n] stands, given the query and the key of x[0][0]; KEYS_DOWN: a block owns keys and visits queries.
+template <bool KEYS_DOWN>
+struct Spot {
+    int i, j;
+    __device__ int query(int r, int n) const { return i + (KEYS_DOWN ? 8 * n : 4 * r); }
+    __device__ int key(int r, int n) const { return j + (KEYS_DOWN ? 4 * r : 8 * n); }
+};
+
+template <typename T> __device__ inline float add_bias(float x, T bias) { return x + (float)bias; }
+__device__ inline float add_bias(float x, bool seen) { return seen ? x : NEG_INF; }
+template <typename T, bool KEYS_DOWN, int R, int N>
+__device__ inline void add_biases(const Attention& a, const Sequence& s, int head, Spot<KEYS_DOWN> at,
+                                  float (&x)[R][N]) {
+    const T* bias = (const T*)a.bias_data + s.number * a.bias.batch + head * a.bias.head;
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const int i = at.query(r, n), j = at.key(r, n);
+            if (i < s.queries && j < s.keys) x[r][n] = add_bias(x[r][n], bias[i * a.bias.row + j * a.bias.column]);
+        }
+}
+
+// Products of queries and keys become logits, -inf where hidden (as `logit` in attention.cuh).
+// `clear`: nothing here is hidden by the window or an end. `slopes`, if given, are multiplied by the softcap's.
+template <bool KEYS_DOWN, int R, int N>
+__device__ inline void apply_logits(const Attention& a, const Sequence& s, int head, Spot<KEYS_DOWN> at, bool clear,
+                                    float (&x)[R][N], float (*slopes)[N] = nullptr) {
+    at = {anew(at.i), anew(at.j)};
+#pragma unroll
+    for (int e = 0; e < R * N; ++e) x[e / N][e % N] *= a.scale;
+    if (EXTRAS && a.softcap > 0.f)
+#pragma unroll
+        for (int e = 0; e < R * N; ++e) {
+            const float t = tanhf(x[e / N][e % N] / a.softcap);
+            if (slopes) slopes[e / N][e % N] *= 1.f - t * t;
+            x[e / N][e % N] = a.softcap * t;
+        }
+    if (EXTRAS && a.slopes) {
+        const float slope = slope_of(a, s.number, head);
+#pragma unroll
+        for (int e = 0; e < R * N; ++e) {
+            const int r = e / N, n = e % N;
+            x[r][n] -= slope * (float)abs(at.query(r, n) + s.offset - at.key(r, n));
+        }
+    }
+    if (EXTRAS && a.bias_kind == 1) add_biases<bool>(a, s, head, at, x);
+    if (EXTRAS && a.bias_kind == 2) add_biases<float>(a, s, head, at, x);
+    if (EXTRAS && a.bias_kind == 3) add_biases<scalar>(a, s, head, at, x);
+    if (clear) return;
+#pragma unroll
+    for (int e = 0; e < R * N; ++e) {
+        const int r = e / N, n = e % N, i = at.query(r, n), j = at.key(r, n), here = i + s.offset;
+        const int low = here - a.left, high = i < s.queries ? min(s.keys - 1, here + a.right) : -1;
+        x[r][n] = (j < low) | (j > high) ? NEG_INF : x[r][n];
+    }
+}
+
+// Bit r N + n says whether dropout keeps x[r][n]. A word is four numbers, rows 8 apart and columns 8 apart; those among
+// them are this lane's.
+template <bool KEYS_DOWN, int R, int N>
+__device__ inline unsigned int draw_kept(const Attention& a, const Sequence& s, int head, Spot<KEYS_DOWN> at) {
+    at = {anew(at.i), anew(at.j)};
+    unsigned int bits = 0;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        if (r & 2) continue;  // in the word of r - 2
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            const unsigned int word = kept_bytes(a, s, head, at.query(r, n), at.key(r, n));
+#pragma unroll
+            for (int e = 0; e < (R > 2 ? 4 : 2); ++e) {
+                const int down = r + e / 2 * 2, across = n + e % 2;
+                const int byte = at.query(down, across) / 8 % 2 * 2 + at.key(down, across) / 8 % 2;
+                bits |= (unsigned int)kept(word, byte) << (down * N + across);
+            }
+        }
+    }
+    return bits;
+}
+// x where kept, scaled by 1 / (1 - p); elsewhere 0.
+template <int R, int N>
+__device__ inline void drop(const Attention& a, unsigned int kept, float (&x)[R][N]) {
+#pragma unroll
+    for (int e = 0; e < R * N; ++e) x[e / N][e % N] *= kept >> e & 1 ? a.keep_scale : 0.f;
+}

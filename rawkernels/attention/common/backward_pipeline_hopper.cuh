@@ -1,0 +1,197 @@
+#pragma once
+// How Hopper's attention backward moves its tiles: what lies where in shared memory, the two threads that load, and what
+// the consumers do beside computing. For WIDTH, BM and BN see attention_backward_hopper.cuh.
+#include "attention/common/attention_backward_hopper.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int STAGES = 2, CONSUMERS = 256;
+constexpr int Q_BYTES = BM * WIDTH * 2, K_BYTES = BN * WIDTH * 2, DS_BYTES = BN * BM * 2, ROWS_BYTES = BM * 4;
+constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
+constexpr int BIAS_BYTES = BM * BN * 2;
+constexpr int WORD_BYTES = BM / 16 * QUERY_WORDS * 4, KEY_WORD_BYTES = BN / 16 * KEY_WORDS * 4;  // of dropout
+// Named barriers; OWN: one per warpgroup, WHOLE: one per stage.
+enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 5, WHOLE = 6 };
+
+struct Shared {
+    u32 q_full, q_empty, grad_full, grad_empty, k_full, k_empty, v_full, v_empty, tile_full, part, turn, index, steps, tiles;
+    u32 lse, delta, k, v, q, grad, ds, sums, bias, words, key_words;
+};
+__device__ __forceinline__ Shared shared_layout() {
+    Shared m;
+    m.q_full = shared_base();
+    m.q_empty = m.q_full + 8 * STAGES;
+    m.grad_full = m.q_empty + 8 * STAGES;
+    m.grad_empty = m.grad_full + 8 * STAGES;
+    m.k_full = m.grad_empty + 8 * STAGES;
+    m.k_empty = m.k_full + 8;
+    m.v_full = m.k_full + 16;
+    m.v_empty = m.k_full + 24;
+    m.tile_full = m.k_full + 32;
+    m.part = m.k_full + 48;
+    m.turn = m.k_full + 64;
+    m.index = m.k_full + 72;
+    m.steps = m.q_full + 256;
+    m.tiles = m.q_full + 512;
+    m.lse = m.q_full + 1024;
+    m.delta = m.lse + STAGES * ROWS_BYTES;
+    m.k = m.delta + STAGES * ROWS_BYTES;
+    m.v = m.k + K_BYTES;
+    m.q = m.v + K_BYTES;
+    m.grad = m.q + STAGES * Q_BYTES;
+    m.ds = m.grad + STAGES * Q_BYTES;
+    m.sums = m.ds + 2 * DS_BYTES;
+    m.bias = m.words = m.sums + 2 * SUM_BYTES;  // no kernel has both
+    m.key_words = m.words + STAGES * WORD_BYTES;
+    return m;
+}
+
+__device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, u32 bar, int rows, int row, int head, int batch) {
+#pragma unroll
+    for (int c = 0; c < WIDTH / 64; ++c) tma_load(tile + c * rows * 128, map, bar, 64 * c, row, head, batch);
+}
+__device__ __forceinline__ int field(u32 tile, int number) { return (int)load_shared(tile + 4 * number); }
+// Of a Tile.
+enum { HEAD, FIRST, BATCH, KEY_ROW, KEYS, KEY_ROWS, SHIFT, QUERY_ROW, BEGIN, BLOCKS, START, ROW_BLOCK, NUMBER, QUERIES,
+       OPEN_FROM, OPEN_TO };
+// Of a step, known by its stage of queries: the part of dq, its queries' block and head, whether the mask cuts it.
+enum { PART, BLOCK, STEP_HEAD, MASKED };
+constexpr u32 FRESH = 1u << 31;  // with PART: nothing has been added to it
+
+// A place in a ring of STAGES, and the parity of its round.
+struct Ring {
+    u32 stage = 0, parity = 0;
+    __device__ __forceinline__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
+};
+
+// The tile of a round: while one is computed the next is loaded.
+__device__ __forceinline__ u32 tile_of(const Shared& m, u32 round) { return m.tiles + (round & 1) * (int)sizeof(Tile); }
+
+// The block of queries after one: they go round, up or DOWN.
+template <bool DOWN> __device__ __forceinline__ int next_block(u32 tile, int block) {
+    if (DOWN) return block == field(tile, BEGIN) ? field(tile, START) : block - 1;
+    return ++block == field(tile, BEGIN) + field(tile, BLOCKS) ? field(tile, BEGIN) : block;
+}
+
+// All steps of all tiles, by one thread: queries with their lse, with BIASED their bias, and the tile's keys; or dout with
+// delta and the values. With DROPOUT the first brings the queries' words too, the other the keys'. The first step comes
+// before keys and values, as its place is free before theirs. CHAINED: a block takes the `chain` tiles of a KV head one
+// after the other; the first, which all queries see, finds dq's sums fresh.
+template <bool QUERIES, bool DOWN = false, bool BIASED = false, bool DROPOUT = false, bool CHAINED = false>
+__device__ __forceinline__ void load_all(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
+                                         const TensorMap& kv_map, const Tile* plan, int* counter, int tiles,
+                                         int row_blocks, const TensorMap& bias_map, int chain = 1) {
+    const u32 full = QUERIES ? m.q_full : m.grad_full, empty = QUERIES ? m.q_empty : m.grad_empty;
+    const u32 kv_full = QUERIES ? m.k_full : m.v_full, kv_empty = QUERIES ? m.k_empty : m.v_empty;
+    Ring ring;
+    for (u32 round = 0;; ++round) {
+        const u32 tile = tile_of(m, round), parity = round / 2 & 1, known = m.tile_full + 8 * (round & 1);
+        if (QUERIES) {
+            int index = 0;
+            if (CHAINED && round % chain) index = load_shared(m.index) + 1;
+            else index = chain * (round ? gridDim.x + atomicAdd(counter, 1) : blockIdx.x);
+            if (CHAINED) store_shared(m.index, (u32)index);  // no register is left for it
+            mbar_expect(known, sizeof(Tile));
+            bulk_load(tile, plan + min(index, tiles), sizeof(Tile), known);
+        }
+        mbar_wait(known, parity);
+        if (field(tile, FIRST) < 0) break;
+        int block = field(tile, START), head = field(tile, HEAD) * a.group, left = field(tile, BLOCKS) * a.group;
+        for (bool loaded = false; left > 0 || !loaded; --left) {
+            if (left > 0) {
+                const u32 bar = full + 8 * ring.stage, step = m.steps + 16 * ring.stage;
+                const int part = head * row_blocks + field(tile, ROW_BLOCK) + block;
+                mbar_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+                if (QUERIES) {
+                    store_shared(step + 4 * PART, (u32)part | (CHAINED && !field(tile, FIRST) ? FRESH : 0));
+                    store_shared(step + 4 * BLOCK, (u32)block);
+                    store_shared(step + 4 * STEP_HEAD, (u32)head);
+                    store_shared(step + 4 * MASKED, block < field(tile, OPEN_FROM) || block >= field(tile, OPEN_TO));
+                }
+                mbar_expect(bar, Q_BYTES + ROWS_BYTES + (BIASED ? BIAS_BYTES : 0)
+                                 + (DROPOUT ? (QUERIES ? WORD_BYTES : KEY_WORD_BYTES) : 0));
+                load_tile((QUERIES ? m.q : m.grad) + ring.stage * Q_BYTES, map, bar, BM,
+                          field(tile, QUERY_ROW) + block * BM, head, field(tile, BATCH));
+                bulk_load((QUERIES ? m.lse : m.delta) + ring.stage * ROWS_BYTES, rows + part * BM, ROWS_BYTES, bar);
+                if (BIASED)
+#pragma unroll
+                    for (int c = 0; c < BN / 64; ++c)
+                        tma_load(m.bias + ring.stage * BIAS_BYTES + c * BM * 128, bias_map, bar, field(tile, FIRST) + 64 * c,
+                                 block * BM, a.bias.head ? head : 0, a.bias.batch ? field(tile, NUMBER) : 0);
+                if (DROPOUT && QUERIES) {
+                    const int number = field(tile, NUMBER), token = a.cu_q ? field(tile, QUERY_ROW) : number * a.queries;
+                    const int row = head * a.query_rows + token / 16 + number + block * (BM / 16);
+                    bulk_load(m.words + ring.stage * WORD_BYTES, a.query_words + (long long)row * QUERY_WORDS, WORD_BYTES,
+                              bar);
+                } else if (DROPOUT) {  // this loader has registers to spare
+                    const u32* const words = key_words(a, field(tile, NUMBER), head) + field(tile, FIRST) / 16 * KEY_WORDS;
+                    bulk_load(m.key_words + ring.stage * KEY_WORD_BYTES, words, KEY_WORD_BYTES, bar);
+                }
+                ring.next();
+                block = next_block<DOWN>(tile, block);
+                if (block == field(tile, START)) ++head;
+            }
+            if (loaded) continue;
+            mbar_wait(kv_empty, (round & 1) ^ 1);
+            mbar_expect(kv_full, K_BYTES);
+            load_tile(QUERIES ? m.k : m.v, kv_map, kv_full, BN, field(tile, KEY_ROW), field(tile, HEAD), field(tile, BATCH));
+            loaded = true;
+        }
+        if (!QUERIES) mbar_arrive(m.k_empty);  // has read the tile
+    }
+}
+
+__device__ __forceinline__ void init_barriers(const Shared& m, int value_users) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            mbar_init(m.q_full + 8 * i, 1);
+            mbar_init(m.grad_full + 8 * i, 1);
+            mbar_init(m.q_empty + 8 * i, CONSUMERS / 32);
+            mbar_init(m.grad_empty + 8 * i, CONSUMERS / 32);
+        }
+        mbar_init(m.k_full, 1);
+        mbar_init(m.v_full, 1);
+        mbar_init(m.tile_full, 1);
+        mbar_init(m.tile_full + 8, 1);
+        mbar_init(m.k_empty, CONSUMERS / 32 + 1);  // and the second loader
+        mbar_init(m.v_empty, value_users);
+        mbar_init_done();
+    }
+    __syncthreads();
+}
+
+// Zeros for keys and values behind the `count`-th: what lies there may be NaN.
+__device__ __forceinline__ void clear_rows(const Shared& m, int count) {
+    int c = threadIdx.x - 128;
+    asm volatile("" : "+r"(c));  // or the compiler keeps all addresses in registers that the steps need
+    for (; c < BN * WIDTH / 8; c += CONSUMERS) {
+        const int row = c % BN;
+        if (row < count) continue;
+        store_shared(chunk_address<BN>(m.k, row, c / BN), 0.f, 0.f, 0.f, 0.f);
+        store_shared(chunk_address<BN>(m.v, row, c / BN), 0.f, 0.f, 0.f, 0.f);
+    }
+    fence_async_proxy();
+    bar_sync(ALL, CONSUMERS);
+}
+
+// The rows of a gradient that lie in its sequence, where a whole tile would write into the next one.
+template <int STEPS>
+__device__ __forceinline__ void store_rows(scalar* to, const Strides& step, int rows, int first_column,
+                                           int columns, const u32 (&p)[STEPS][4]) {
+    int thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread));  // or the compiler keeps rows and columns in registers from the kernel's begin on
+    const int first_row = thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 8 * STEPS; i += 2) {
+        const int row = first_row + 8 * (i >> 1 & 1), column = first_column + 8 * (i >> 2) + 2 * (thread % 4);
+        if (row < rows && column < columns) *(u32*)(to + row * step.row + column) = p[i / 8][i / 2 % 4];
+    }
+}
+
+// A warpgroup's part of dq from registers into the sums in memory; `to`: of this thread.
+template <int R> __device__ __forceinline__ void add_to_memory(float* to, const float (&d)[R]) {
+#pragma unroll
+    for (int i = 0; i < R; i += 4)
+        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                     :: "l"(to + i * 128), "f"(d[i]), "f"(d[i + 1]), "f"(d[i + 2]), "f"(d[i + 3]) : "memory");
+}

@@ -1,0 +1,308 @@
+// The gradient of attention by mma.sync where more is between products and weights than the scale and the band: a block
+// keeps OWN keys, dk and dv on chip and visits the queries that see them, STEP at a time, adding dq to float32 in global
+// memory. And dq without atomics, of any call: a block keeps OWN queries and visits keys. Notes: notes/ampere-backward.md.
+// Constants: scalar = f16, bf16; HEAD_DIM = 64; OWN = 128; STEP = 128; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = false
+// Constants: scalar = f16, bf16; HEAD_DIM = 64; OWN = 128; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 1; EXTRAS = true
+// Constants: scalar = f16, bf16; HEAD_DIM = 128; OWN = 128; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 2;
+//   EXTRAS = false, true
+// Constants: scalar = bf16; HEAD_DIM = 96; OWN = 128; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = true
+// Constants: scalar = bf16; HEAD_DIM = 192; OWN = 64; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = true
+// Constants: scalar = f16; HEAD_DIM = 256; OWN = 64; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = true
+// Constants: scalar = bf16; HEAD_DIM = 128; OWN = 64; STEP = 64; WARPS = 8; STAGES = 1; DS_TILES = 1; EXTRAS = true
+// Constants: scalar = bf16; HEAD_DIM = 256; OWN = 32; STEP = 32; WARPS = 4; STAGES = 1; DS_TILES = 1; EXTRAS = true
+//   (both head sizes rounded up; gpuattn/ops/attention/ampere_backward.py: EXTRAS_TILES;
+//   EXTRAS: softcap, bias, slopes, dropout)
+// Launch:    dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (32 WARPS,), shared = DKV_BYTES
+//            dq: grid = (ceil(longest queries / OWN) * heads * sequences,), block = (32 WARPS,), shared = DQ_BYTES
+// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "attention/common/attention_backward_mma.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int OWN_WARPS = OWN >= 64 ? OWN / 32 : 2, STEP_WARPS = WARPS / OWN_WARPS;  // the logits of a step, shared out
+constexpr int OWN_16 = OWN / 16 / OWN_WARPS, STEP_16 = STEP / 16 / STEP_WARPS;       // 16s of rows of a warp
+constexpr int WIDTH_16 = HEAD_DIM / 16 / STEP_WARPS;                                 // 16s of columns of its dk and dv
+constexpr int ROW_BYTES = (HEAD_DIM + 63) / 64 * 128;
+constexpr int OWN_BYTES = OWN * ROW_BYTES, STEP_BYTES = STEP * ROW_BYTES;
+constexpr int WEIGHTS_BYTES = STEP * ((OWN + 63) / 64 * 128), DS_BYTES = OWN * ((STEP + 63) / 64 * 128);
+constexpr int DKV_BYTES = 2 * OWN_BYTES + STAGES * (2 * STEP_BYTES + STEP * STATS_BYTES) + (1 + DS_TILES) * WEIGHTS_BYTES;
+constexpr int DQ_BYTES = 2 * OWN_BYTES + STAGES * 2 * STEP_BYTES + DS_BYTES + OWN * STATS_BYTES;
+static_assert(STEP_16 > 0 && STEP_WARPS <= 4 && HEAD_DIM / 16 % STEP_WARPS == 0,
+              "flash_attention_backward_ampere_extras.cu: OWN, STEP and WARPS do not share out");
+
+// d = a b^T, both as [row][head column]; a, b: what this lane passes to ldmatrix, straight and crossed
+struct Nothing { __device__ void operator()(int) const {} };
+template <int A_ROWS, int B_ROWS, int M, int N, typename Meanwhile = Nothing>
+__device__ __forceinline__ void multiply_rows(float (&d)[M][2 * N][4], u32 a, u32 b, Meanwhile meanwhile = {}) {
+    u32 x[2][M][4], y[2][N][4];
+#pragma unroll
+    for (int k = -1; k < HEAD_DIM / 16; ++k) {
+        if (k + 1 < HEAD_DIM / 16) {
+#pragma unroll
+            for (int m = 0; m < M; ++m) ldmatrix(x[(k + 1) % 2][m], moved<A_ROWS>(a, 16 * m, 16 * (k + 1)));
+#pragma unroll
+            for (int n = 0; n < N; ++n) ldmatrix(y[(k + 1) % 2][n], moved<B_ROWS>(b, 16 * n, 16 * (k + 1)));
+        }
+        if (k < 0) continue;
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                if (k == 0)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) d[m][2 * n][e] = d[m][2 * n + 1][e] = 0.f;
+                mma_pair(d[m][2 * n], d[m][2 * n + 1], x[k % 2][m], y[k % 2][n]);
+            }
+        meanwhile(k);
+    }
+}
+
+// ---- from logits to weights
+// What a block's logits have in common. i0, j0: the first query and key of this warp's logits.
+struct Logits {
+    const Attention& a;
+    const Sequence& s;
+    float* dbias;
+    const Strides& dbias_strides;
+    int head, i0, j0;
+    u32 stats;      // of i0
+
+    __device__ __forceinline__ int i() const { return i0 + threadIdx.x % 32 / 4; }
+    __device__ __forceinline__ int j() const { return j0 + threadIdx.x % 4 * 2; }
+
+    // x = q k and dp = dout v become p, as it weighs v, and the gradient of x / scale
+    template <int M, int N>
+    __device__ __forceinline__ void weigh(float (&x)[M][N][4], float (&dp)[M][N][4], bool hides) const {
+        const bool drops = a.query_words;
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {  // 16 x 16 at a time, as dropout does
+                float (&logit)[2][4] = *(float (*)[2][4])&x[m][n], bend[2][4];
+                apply_extras(a, s, head, i() + 16 * m, j() + 8 * n, logit, bend);
+                if (hides) hide(a, s, i() + 16 * m, j() + 8 * n, logit);
+                Kept words;
+                if (drops) words = kept_anew(a, s, head, i() + 16 * m, j() + 8 * n);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    const u32 at = anew((int)stats) + (16 * m + e / 2 % 2 * 8 + threadIdx.x % 32 / 4) * STATS_BYTES;
+                    const float2 row = load_shared_float2(at);
+                    const bool keeps = !drops || kept(e % 2 ? words.odd : words.even, byte_of(e / 2));
+                    const float factor = keeps ? a.keep_scale : 0.f, p = exp2_fast(logit[e / 4][e % 4] - row.x);
+                    float& ds = dp[m][n + e / 4][e % 4];
+                    ds = p == 0.f ? 0.f : p * (ds * factor - row.y);
+                    logit[e / 4][e % 4] = p * factor;
+                }
+                if (dbias) add_dbias(i() + 16 * m, j() + 8 * n, &dp[m][n]);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) dp[m][n + e / 4][e % 4] *= bend[e / 4][e % 4];
+            }
+    }
+    // ds of this lane's share of 16 x 16 logits from (i, j) on; outside the band and past the ends it is 0
+    __device__ __forceinline__ void add_dbias(int i, int j, const float (*ds)[4]) const {
+        i = anew(i), j = anew(j);
+        const Strides& t = dbias_strides;
+        const int row = (int)t.row, column = (int)t.column;
+        float* target = dbias + s.number * t.batch + head * t.head + i * t.row + j * column;
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+            if (ds[e / 4][e % 4] != 0.f)
+                atomicAdd(target + e / 2 % 2 * 8 * row + (e / 4 * 8 + e % 2) * column, ds[e / 4][e % 4]);
+    }
+
+    // both products, and from them both weights; q and dout: a straight, k and v: b crossed, as multiply_rows takes them
+    template <int Q_ROWS, int K_ROWS, int M, int N>
+    __device__ __forceinline__ void compute(float (&x)[M][2 * N][4], float (&dp)[M][2 * N][4], u32 q, u32 dout,
+                                            u32 k, u32 v, bool hides) const {
+        multiply_rows<Q_ROWS, K_ROWS, M, N>(x, q, k);
+        if constexpr (EXTRAS) {
+            multiply_rows<Q_ROWS, K_ROWS, M, N>(dp, dout, v);
+            weigh(x, dp, hides);
+            return;
+        }
+        if (hides)
+#pragma unroll
+            for (int m = 0; m < M; ++m) hide(a, s, i() + 16 * m, j(), x[m]);
+        float2 row[2 * M];
+#pragma unroll
+        for (int m = 0; m < 2 * M; ++m) row[m] = load_shared_float2(stats + (8 * m + threadIdx.x % 32 / 4) * STATS_BYTES);
+        const float scale = a.scale * LOG2E;
+        constexpr int PART = (M * N * 8 * 16 + HEAD_DIM - 1) / HEAD_DIM;  // exponentials while 16 columns are multiplied
+        multiply_rows<Q_ROWS, K_ROWS, M, N>(dp, dout, v, [&](int step) {
+#pragma unroll
+            for (int n = 0; n < PART; ++n) {
+                const int at = step * PART + n, m = at / (8 * N), e = at % 4;
+                if (m >= M) break;
+                float& value = x[m][at / 4 % (2 * N)][e];
+                value = exp2_fast(value * scale - row[2 * m + e / 2].x);
+            }
+        });
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < 2 * N; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) dp[m][n][e] = x[m][n][e] * (dp[m][n][e] - row[2 * m + e / 2].y);
+    }
+};
+template <int ROWS, int M, int N>
+__device__ __forceinline__ void store_weights(u32 tile, int row, int column, const float (&x)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n) store_fragment<ROWS>(tile, row + 16 * m, column + 8 * n, x[m][n]);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
+    const Attention a,
+    const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
+    const scalar* __restrict__ k,         // (B, S, Hk, D)
+    const scalar* __restrict__ v,         // (B, S, Hk, Dv)
+    const scalar* __restrict__ dout,      // (B, T, H, Dv)
+    const float* __restrict__ stats,      // as flash_attention_rows leaves them
+    long long rows,
+    float* __restrict__ dq_sum,           // of zeros, or null
+    float* __restrict__ dbias,            // of zeros, by strides; or null
+    const Strides dbias_strides,
+    scalar* __restrict__ dk,              // (B, S, Hk, D)
+    scalar* __restrict__ dv) {            // (B, S, Hk, Dv)
+    const int tiles = (a.keys + OWN - 1) / OWN, kv_heads = a.heads / a.group;
+    const int first = blockIdx.x % tiles * OWN, kv_head = blockIdx.x / tiles % kv_heads;
+    const Sequence s = find_sequence(a, blockIdx.x / tiles / kv_heads);
+    if (first >= s.key_rows) return;
+    const int begin = max(0, first - s.offset - a.right) / STEP * STEP;
+    const int end = first < s.keys ? min(s.queries, min(first + OWN, s.keys) - s.offset + a.left) : 0;
+    const int per_head = max(0, (end - begin + STEP - 1) / STEP), steps = per_head * a.group;
+
+    const int warp = threadIdx.x / 32, own = warp / STEP_WARPS * OWN_16 * 16, across = warp % STEP_WARPS;
+    const int step_row = across * STEP_16 * 16;
+    const u32 k_tile = shared_tiles(), v_tile = k_tile + OWN_BYTES, q_tiles = v_tile + OWN_BYTES;
+    const u32 dout_tiles = q_tiles + STAGES * STEP_BYTES, p_tile = dout_tiles + STAGES * STEP_BYTES;
+    const u32 ds_tiles = p_tile + WEIGHTS_BYTES, stats_tiles = ds_tiles + DS_TILES * WEIGHTS_BYTES;
+
+    const auto load_step = [&](int n) {
+        const int head = kv_head * a.group + n / per_head, i = begin + n % per_head * STEP, stage = n % STAGES;
+        const long long at = s.first_query + i;
+        load_tile<STEP, THREADS>(q_tiles + stage * STEP_BYTES, q, a.q, s, at, head, s.queries - i, a.head_dim);
+        load_tile<STEP, THREADS>(dout_tiles + stage * STEP_BYTES, dout, a.dout, s, at, head, s.queries - i, a.value_dim);
+        load_stats(stats_tiles + stage * STEP * STATS_BYTES, stats_of(a, s, stats, rows, head, i), STEP, s.queries - i);
+    };
+    const long long at = s.first_key + first;
+    load_tile<OWN, THREADS>(k_tile, k, a.k, s, at, kv_head, s.keys - first, a.head_dim);
+    load_tile<OWN, THREADS>(v_tile, v, a.v, s, at, kv_head, s.keys - first, a.value_dim);
+    if (STAGES == 2 && steps > 0) load_step(0);
+    cp_async_commit();
+
+    float dk_sum[OWN_16][2 * WIDTH_16][4] = {}, dv_sum[OWN_16][2 * WIDTH_16][4] = {};
+#pragma unroll 1
+    for (int n = 0; n <= steps; ++n) {
+        // after this barrier the last step's ds are there, and nobody reads the tiles of that step any more
+        if (STAGES == 2) cp_async_wait<0>();
+        __syncthreads();
+        const int next = n + STAGES - 1;
+        if (next < steps) load_step(next);
+        cp_async_commit();
+        if (dq_sum && n > 0)
+            add_dq<OWN, STEP, WARPS>(a, s, ds_tiles + (n - 1) % DS_TILES * WEIGHTS_BYTES, k_tile, dq_sum,
+                   kv_head * a.group + (n - 1) / per_head, begin + (n - 1) % per_head * STEP);
+        if (n == steps) break;
+        if (STAGES == 1) {
+            cp_async_wait<0>();
+            __syncthreads();
+        }
+        const int i = begin + n % per_head * STEP, stage = n % STAGES;
+        const u32 q_tile = q_tiles + stage * STEP_BYTES, dout_tile = dout_tiles + stage * STEP_BYTES;
+        const u32 ds_tile = ds_tiles + n % DS_TILES * WEIGHTS_BYTES;
+        const Logits logits = {a, s, dbias, dbias_strides, kv_head * a.group + n / per_head, i + step_row,
+                               first + own, stats_tiles + (stage * STEP + step_row) * STATS_BYTES};
+        float x[STEP_16][2 * OWN_16][4], dp[STEP_16][2 * OWN_16][4];
+        logits.compute<STEP, OWN, STEP_16, OWN_16>(
+            x, dp, moved<STEP>(straight(q_tile), step_row, 0), moved<STEP>(straight(dout_tile), step_row, 0),
+            moved<OWN>(crossed(k_tile), own, 0), moved<OWN>(crossed(v_tile), own, 0), is_partial(a, s, STEP, i, OWN, first));
+        if (STAGES == 2 && DS_TILES == 1) __syncthreads();  // until the last ds have been read
+        store_weights<STEP>(p_tile, step_row, own, x);
+        store_weights<STEP>(ds_tile, step_row, own, dp);
+        bar_sync(1 + warp / STEP_WARPS, 32 * STEP_WARPS);   // the warps of the same keys
+        add_product<true, STEP, STEP, STEP_WARPS, OWN_16, WIDTH_16>(
+            dv_sum, moved<STEP>(crossed(p_tile), 0, own), moved<STEP>(straight(dout_tile), 0, 16 * across));
+        add_product<true, STEP, STEP, STEP_WARPS, OWN_16, WIDTH_16>(
+            dk_sum, moved<STEP>(crossed(ds_tile), 0, own), moved<STEP>(straight(q_tile), 0, 16 * across));
+    }
+
+    cp_async_wait<0>();
+    __syncthreads();
+    put_tile<OWN, STEP_WARPS, OWN_16, WIDTH_16>(k_tile, own, across, a.scale, dk_sum);
+    put_tile<OWN, STEP_WARPS, OWN_16, WIDTH_16>(v_tile, own, across, 1.f, dv_sum);
+    __syncthreads();
+    const int count = s.key_rows - first;
+    store_tile<OWN, THREADS>(k_tile, dk, a.dk, s, at, kv_head, count, a.head_dim);
+    store_tile<OWN, THREADS>(v_tile, dv, a.dv, s, at, kv_head, count, a.value_dim);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dq(
+    const Attention a,
+    const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
+    const scalar* __restrict__ k,         // (B, S, Hk, D)
+    const scalar* __restrict__ v,         // (B, S, Hk, Dv)
+    const scalar* __restrict__ dout,      // (B, T, H, Dv)
+    const float* __restrict__ stats,      // as flash_attention_rows leaves them
+    long long rows,
+    scalar* __restrict__ dq) {            // (B, T, H, D)
+    const int tiles = (a.queries + OWN - 1) / OWN, first = blockIdx.x % tiles * OWN, head = blockIdx.x / tiles % a.heads;
+    const Sequence s = find_sequence(a, blockIdx.x / tiles / a.heads);
+    if (first >= s.queries) return;
+    const int kv_head = head / a.group, last = min(first + OWN, s.queries) - 1;
+    const int begin = max(0, first + s.offset - a.left) / STEP * STEP, end = min(s.keys, last + s.offset + a.right + 1);
+    const int steps = max(0, (end - begin + STEP - 1) / STEP);
+
+    const int warp = threadIdx.x / 32, own = warp / STEP_WARPS * OWN_16 * 16, across = warp % STEP_WARPS;
+    const int step_row = across * STEP_16 * 16;
+    const u32 q_tile = shared_tiles(), dout_tile = q_tile + OWN_BYTES, k_tiles = dout_tile + OWN_BYTES;
+    const u32 v_tiles = k_tiles + STAGES * STEP_BYTES, ds_tile = v_tiles + STAGES * STEP_BYTES;
+    const u32 stats_tile = ds_tile + DS_BYTES;
+
+    const auto load_step = [&](int n) {
+        const int j = begin + n * STEP, stage = n % STAGES;
+        const long long at = s.first_key + j;
+        load_tile<STEP, THREADS>(k_tiles + stage * STEP_BYTES, k, a.k, s, at, kv_head, s.keys - j, a.head_dim);
+        load_tile<STEP, THREADS>(v_tiles + stage * STEP_BYTES, v, a.v, s, at, kv_head, s.keys - j, a.value_dim);
+    };
+    const long long at = s.first_query + first;
+    load_tile<OWN, THREADS>(q_tile, q, a.q, s, at, head, s.queries - first, a.head_dim);
+    load_tile<OWN, THREADS>(dout_tile, dout, a.dout, s, at, head, s.queries - first, a.value_dim);
+    load_stats(stats_tile, stats_of(a, s, stats, rows, head, first), OWN, s.queries - first);
+    if (STAGES == 2 && steps > 0) load_step(0);
+    cp_async_commit();
+
+    const Strides none = {};
+    float dq_sum[OWN_16][2 * WIDTH_16][4] = {};
+#pragma unroll 1
+    for (int n = 0; n < steps; ++n) {
+        if (STAGES == 2) cp_async_wait<0>();
+        __syncthreads();  // nobody reads the last step's tiles any more
+        const int next = n + STAGES - 1;
+        if (next < steps) load_step(next);
+        cp_async_commit();
+        if (STAGES == 1) {
+            cp_async_wait<0>();
+            __syncthreads();
+        }
+        const int j = begin + n * STEP, stage = n % STAGES;
+        const u32 k_tile = k_tiles + stage * STEP_BYTES, v_tile = v_tiles + stage * STEP_BYTES;
+        const Logits logits = {a, s, nullptr, none, head, first + own, j + step_row, stats_tile + own * STATS_BYTES};
+        float x[OWN_16][2 * STEP_16][4], ds[OWN_16][2 * STEP_16][4];
+        logits.compute<OWN, STEP, OWN_16, STEP_16>(
+            x, ds, moved<OWN>(straight(q_tile), own, 0), moved<OWN>(straight(dout_tile), own, 0),
+            moved<STEP>(crossed(k_tile), step_row, 0), moved<STEP>(crossed(v_tile), step_row, 0),
+            is_partial(a, s, OWN, first, STEP, j));
+        store_weights<OWN>(ds_tile, own, step_row, ds);
+        bar_sync(1 + warp / STEP_WARPS, 32 * STEP_WARPS);   // the warps of the same queries
+        add_product<false, STEP, OWN, STEP_WARPS, OWN_16, WIDTH_16>(
+            dq_sum, moved<OWN>(straight(ds_tile), own, 0), moved<STEP>(straight(k_tile), 0, 16 * across));
+    }
+
+    cp_async_wait<0>();
+    __syncthreads();
+    put_tile<OWN, STEP_WARPS, OWN_16, WIDTH_16>(q_tile, own, across, a.scale, dq_sum);
+    __syncthreads();
+    store_tile<OWN, THREADS>(q_tile, dq, a.dq, s, at, head, s.queries - first, a.head_dim);
+}

@@ -1,0 +1,206 @@
+// The gradient of attention, without atomics: delta, then dk and dv by key tiles, then dq by query tiles.
+// Constants: scalar = float; HEAD_DIM = 32, 64, 128, 256; EXTRAS = false, true
+// Constants: scalar = f16, bf16; HEAD_DIM = 64; EXTRAS = true
+//   (both head sizes rounded up; EXTRAS: softcap, bias, slopes or dropout)
+// Launch:    delta: grid = (ceil(rows * heads / 4),), block = (128,), a warp per row and head
+//            dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (128,), shared = SHARED_BYTES
+//            dq: grid = (ceil(longest queries / OWN) * heads * sequences,), block = (128,), shared = SHARED_BYTES
+// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "attention/common/attention_simt.cuh"
+#include "common/reduce.cuh"
+
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_backward_simt.cu: HEAD_DIM is 32 .. 256");
+constexpr int R = HEAD_DIM > 128 ? 2 : HEAD_DIM > 64 || EXTRAS ? 4 : 8, N = HEAD_DIM > 128 ? 2 : 4;  // logits of a lane
+constexpr int OWN = 16 * R, STEP = 8 * N;  // rows of a block, rows of a tile of the other side
+constexpr int SHARED_BYTES = 4 * 2 * (OWN + STEP) * PITCH;
+
+// delta = rowsum(dout * out) - dlse
+extern "C" __global__ void __launch_bounds__(128) flash_attention_delta(
+    const Attention a,
+    const scalar* __restrict__ out,   // (rows, H, Dv) by strides
+    const scalar* __restrict__ dout,  // (rows, H, Dv) by strides
+    const float* __restrict__ dlse,   // like delta, or null
+    float* __restrict__ delta,        // (B, H, T), or (H, tokens)
+    long long rows) {                 // B * T, or tokens
+    const long long task = blockIdx.x * 4LL + threadIdx.x / 32;
+    if (task >= rows * a.heads) return;
+    const long long row = task / a.heads, number = row / a.lse_head, at = row % a.lse_head;
+    const int head = (int)(task % a.heads), lane = threadIdx.x % 32;
+    out += number * a.out.batch + at * a.out.row + head * a.out.head;
+    dout += number * a.dout.batch + at * a.dout.row + head * a.dout.head;
+    float sum = 0.f;
+    for (int c = lane; c < a.value_dim; c += 32)
+        sum += (float)out[c * a.out.column] * (float)dout[c * a.dout.column];
+    sum = warp_reduce(sum, Sum{});
+    const long long e = number * a.lse_batch + head * a.lse_head + at;
+    if (lane == 0) delta[e] = dlse ? sum - dlse[e] : sum;
+}
+
+// What p and ds of a row of logits are computed from; a row without keys, or past the end, has p = 0.
+struct RowStats { float lse, delta; };
+
+__device__ inline RowStats row_stats(const Attention& a, const Sequence& s, int head, int i, const float* lse,
+                                     const float* delta) {
+    if (i >= s.queries) return {INF, 0.f};
+    const long long e = s.number * a.lse_batch + head * a.lse_head + s.first_query + i;
+    return {lse[e] == NEG_INF ? INF : lse[e], delta[e]};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
+    const Attention a,
+    const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
+    const scalar* __restrict__ k,         // (B, S, Hk, D)
+    const scalar* __restrict__ v,         // (B, S, Hk, Dv)
+    const scalar* __restrict__ dout,      // (B, T, H, Dv)
+    const float* __restrict__ lse,        // (B, H, T)
+    const float* __restrict__ delta,      // (B, H, T)
+    scalar* __restrict__ dk,              // (B, S, Hk, D)
+    scalar* __restrict__ dv) {            // (B, S, Hk, Dv)
+    extern __shared__ __align__(16) float k_tile[];
+    float* v_tile = k_tile + OWN * PITCH;
+    float* q_tile = v_tile + OWN * PITCH;
+    float* dout_tile = q_tile + STEP * PITCH;
+
+    const Place place = find_place(a.keys, OWN, a.heads / a.group);
+    const Sequence s = find_sequence(a, place.number);
+    const int kv_head = place.head, first = place.tile * OWN;
+    if (first >= s.key_rows) return;
+    const int own = threadIdx.x / 32 * 4 * R + lane_down(), j = first + own;  // this lane's keys are j + 4r
+
+    // queries begin .. end - 1 see some key; queries clear_begin .. clear_end - 1 see all keys
+    const int last = min(first + OWN, s.keys) - 1;
+    const int begin = max(0, first - s.offset - a.right) / STEP * STEP;
+    const int end = first < s.keys ? min(s.queries, last - s.offset + a.left + 1) : 0;
+    const int clear_begin = last - s.offset - a.right;
+    const int clear_end = first + OWN <= s.keys ? min(s.queries, first - s.offset + a.left + 1) : 0;
+    load_tile<OWN>(k_tile, rows_of(k, a.k, s.number, s.first_key + first, kv_head), a.k, s.keys - first, a.head_dim);
+    load_tile<OWN>(v_tile, rows_of(v, a.v, s.number, s.first_key + first, kv_head), a.v, s.keys - first, a.value_dim);
+
+    float dk_sum[R][WIDTH] = {}, dv_sum[R][WIDTH] = {};
+    for (int head = kv_head * a.group; head < (kv_head + 1) * a.group; ++head)
+#pragma unroll 1
+        for (int i = begin; i < end; i += STEP) {
+            const scalar* q_rows = rows_of(q, a.q, s.number, s.first_query + i, head);
+            const scalar* dout_rows = rows_of(dout, a.dout, s.number, s.first_query + i, head);
+            __syncthreads();  // the last tiles may still be read
+            load_tile<STEP>(q_tile, q_rows, a.q, s.queries - i, a.head_dim);
+            load_tile<STEP>(dout_tile, dout_rows, a.dout, s.queries - i, a.value_dim);
+            __syncthreads();
+
+            const Spot<true> at = {i + lane_across(), j};
+            float p[R][N], ds[R][N];
+            multiply(v_tile + own * PITCH, dout_tile + lane_across() * PITCH, ds);
+            multiply(k_tile + own * PITCH, q_tile + lane_across() * PITCH, p);
+            RowStats stats[N];
+#pragma unroll
+            for (int n = 0; n < N; ++n) stats[n] = row_stats(a, s, head, at.query(0, n), lse, delta);
+            unsigned int kept = ~0u;
+            const bool drops = EXTRAS && a.query_words;
+            if (drops) drop(a, kept = draw_kept<true, R, N>(a, s, head, at), ds);
+#pragma unroll
+            for (int e = 0; e < R * N; ++e) ds[e / N][e % N] -= stats[e % N].delta;
+            apply_logits(a, s, head, at, i >= clear_begin && i + STEP <= clear_end, p, ds);
+#pragma unroll
+            for (int e = 0; e < R * N; ++e) {
+                const int r = e / N, n = e % N;
+                p[r][n] = expf(p[r][n] - stats[n].lse);
+                ds[r][n] = p[r][n] == 0.f ? 0.f : p[r][n] * ds[r][n];
+            }
+            if (drops) drop(a, kept, p);
+            add_product(p, dout_tile, dv_sum);
+            add_product(ds, q_tile, dk_sum);
+        }
+
+    const Sequence again = find_sequence(a, anew(s.number));  // rather than kept in registers
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        if (j + 4 * r >= again.key_rows) continue;
+        const long long row = again.first_key + j + 4 * r;
+        scalar* dk_row = dk + s.number * a.dk.batch + row * a.dk.row + kv_head * a.dk.head;
+        scalar* dv_row = dv + s.number * a.dv.batch + row * a.dv.row + kv_head * a.dv.head;
+        store_row(dk_row, a.dk.column, a.head_dim, a.scale, dk_sum[r]);
+        store_row(dv_row, a.dv.column, a.value_dim, 1.f, dv_sum[r]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
+    const Attention a,
+    const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
+    const scalar* __restrict__ k,         // (B, S, Hk, D)
+    const scalar* __restrict__ v,         // (B, S, Hk, Dv)
+    const scalar* __restrict__ dout,      // (B, T, H, Dv)
+    const float* __restrict__ lse,        // (B, H, T)
+    const float* __restrict__ delta,      // (B, H, T)
+    scalar* __restrict__ dq,              // (B, T, H, D)
+    float* __restrict__ dbias) {          // (B, H, T, S) of zeros, or null
+    extern __shared__ __align__(16) float q_tile[];
+    float* dout_tile = q_tile + OWN * PITCH;
+    float* k_tile = dout_tile + OWN * PITCH;
+    float* v_tile = k_tile + STEP * PITCH;
+
+    const Place place = find_place(a.queries, OWN, a.heads);
+    const Sequence s = find_sequence(a, place.number);
+    const int head = place.head, kv_head = head / a.group;
+    const int first = ((a.queries + OWN - 1) / OWN - 1 - place.tile) * OWN;  // the last ones have the most keys
+    if (first >= s.queries) return;
+    const int own = threadIdx.x / 32 * 4 * R + lane_down(), i = first + own;  // this lane's queries are i + 4r
+
+    // some query sees keys begin .. end - 1; all queries see clear_begin .. clear_end - 1
+    const int last = min(first + OWN, s.queries) - 1;
+    const int begin = max(0, first + s.offset - a.left) / STEP * STEP;
+    const int end = min(s.keys, last + s.offset + a.right + 1);
+    const int clear_begin = last + s.offset - a.left, clear_end = min(s.keys, first + s.offset + a.right + 1);
+    const long long at_first = s.first_query + first;
+    load_tile<OWN>(q_tile, rows_of(q, a.q, s.number, at_first, head), a.q, s.queries - first, a.head_dim);
+    load_tile<OWN>(dout_tile, rows_of(dout, a.dout, s.number, at_first, head), a.dout, s.queries - first, a.value_dim);
+    RowStats stats[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) stats[r] = row_stats(a, s, head, i + 4 * r, lse, delta);
+
+    float sum[R][WIDTH] = {};
+#pragma unroll 1
+    for (int j = begin; j < end; j += STEP) {
+        const scalar* k_rows = rows_of(k, a.k, s.number, s.first_key + j, kv_head);
+        const scalar* v_rows = rows_of(v, a.v, s.number, s.first_key + j, kv_head);
+        __syncthreads();  // the last tiles may still be read
+        load_tile<STEP>(k_tile, k_rows, a.k, s.keys - j, a.head_dim);
+        load_tile<STEP>(v_tile, v_rows, a.v, s.keys - j, a.value_dim);
+        __syncthreads();
+
+        const Spot<false> at = {i, j + lane_across()};
+        float p[R][N], ds[R][N], bend[R][N];
+        multiply(dout_tile + own * PITCH, v_tile + lane_across() * PITCH, ds);
+        multiply(q_tile + own * PITCH, k_tile + lane_across() * PITCH, p);
+        if (EXTRAS && a.query_words) drop(a, draw_kept<false, R, N>(a, s, head, at), ds);
+#pragma unroll
+        for (int e = 0; e < R * N; ++e) bend[e / N][e % N] = 1.f;
+        apply_logits(a, s, head, at, j >= clear_begin && j + STEP <= clear_end, p, bend);
+#pragma unroll
+        for (int e = 0; e < R * N; ++e) {
+            const int r = e / N, n = e % N;
+            p[r][n] = expf(p[r][n] - stats[r].lse);
+            ds[r][n] = p[r][n] == 0.f ? 0.f : p[r][n] * (ds[r][n] - stats[r].delta);
+        }
+        if (EXTRAS && dbias) {
+            float* sheet = dbias + ((long long)s.number * a.heads + head) * a.queries * a.keys;
+#pragma unroll
+            for (int e = 0; e < R * N; ++e) {
+                const int r = e / N, n = e % N, query = at.query(r, n), key = at.key(r, n);
+                if (query < s.queries && key < s.keys) sheet[(long long)query * a.keys + key] = ds[r][n];
+            }
+        }
+        if (EXTRAS)
+#pragma unroll
+            for (int e = 0; e < R * N; ++e) ds[e / N][e % N] *= bend[e / N][e % N];
+        add_product(ds, k_tile, sum);
+    }
+
+    const Sequence again = find_sequence(a, anew(s.number));  // rather than kept in registers
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        if (i + 4 * r >= again.queries) continue;
+        const long long row = again.first_query + i + 4 * r;
+        scalar* dq_row = dq + s.number * a.dq.batch + row * a.dq.row + head * a.dq.head;
+        store_row(dq_row, a.dq.column, a.head_dim, a.scale, sum[r]);
+    }
+}

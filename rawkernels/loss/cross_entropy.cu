@@ -1,0 +1,142 @@
+// Softmax cross entropy with label smoothing and z-loss, and its gradient: loss and gradient of donated logits in one pass.
+// Constants: scalar = float, f16, bf16; BLOCK = 32, 128, 512
+// Launch:    prepare: grid = (32,), block = (256,). sum: grid = (1,), block = (1024,).
+//            rows: grid = (rows,), block = (BLOCK,), 16 * room bytes of shared memory: what does not fit is read twice.
+//            gradient: grid = (rows,), block = (BLOCK,). rescale: grid = (up to rows,), block = (BLOCK,).
+// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "loss/cross_entropy.cuh"
+#include "common/index.cuh"
+
+constexpr int THREADS = 256, ALONE = 1024;  // of a block of prepare, and of sum, which is one block
+
+template <typename label> __device__ void prepare(
+    const label* __restrict__ labels, int* __restrict__ targets, Summary* summary, const float* dloss, long long rows,
+    int vocab, long long ignore_index, bool mean, long long* flag) {
+    float count = 0.f;
+#pragma unroll 8
+    for (long long row = blockIdx.x * THREADS + threadIdx.x; row < rows; row += COUNTERS * THREADS) {
+        const long long chosen = labels[row];
+        const bool counts = chosen != ignore_index;
+        targets[row] = !counts ? -1 : out_of_range(chosen, vocab, flag) ? 0 : (int)chosen;
+        count += counts ? 1.f : 0.f;
+    }
+    count = block_reduce<THREADS>(count, Sum{}, 0.f);
+    if (threadIdx.x > 0) return;
+    summary->counts[blockIdx.x] = mean ? count : 0.f;
+    if (blockIdx.x == 0) summary->scale = dloss ? *dloss : 1.f, summary->right = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare_int(
+    const int* labels,     // (rows,)
+    int* targets,          // (rows,): the label, or -1 for a row that does not count
+    Summary* summary,
+    const float* dloss,    // () or null: what the gradient is multiplied by
+    long long rows,
+    int vocab,
+    long long ignore_index,
+    bool mean,
+    long long* flag) {
+    prepare(labels, targets, summary, dloss, rows, vocab, ignore_index, mean, flag);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare_long(
+    const long long* labels,
+    int* targets,
+    Summary* summary,
+    const float* dloss,
+    long long rows,
+    int vocab,
+    long long ignore_index,
+    bool mean,
+    long long* flag) {
+    prepare(labels, targets, summary, dloss, rows, vocab, ignore_index, mean, flag);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_rows(
+    scalar* logits,         // (rows, cols >= vocab), rows `stride` apart
+    const int* targets,     // (rows,)
+    float* losses,          // (rows,)
+    float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
+    Summary* summary,
+    long long stride,
+    int vocab,
+    int cols,
+    int room,
+    float label_share,
+    float other_share,
+    float z_loss,
+    bool with_gradient) {
+    const Goal goal{label_share, other_share, z_loss};
+    cross_entropy_row<BLOCK, 1>(logits, targets, losses, statistics, summary, stride, vocab, cols, room, goal, with_gradient);
+}
+
+extern "C" __global__ void __launch_bounds__(ALONE) cross_entropy_sum(
+    const float* __restrict__ losses,  // (rows,), from a multiple of 16 bytes on
+    Summary* summary,
+    long long rows) {
+    float sum = 0.f;
+#pragma unroll 8
+    for (long long i = threadIdx.x; i < rows / 4; i += ALONE) {
+        const float4 x = ((const float4*)losses)[i];
+        sum += (x.x + x.y) + (x.z + x.w);
+    }
+    if (threadIdx.x < rows % 4) sum += losses[rows - 1 - threadIdx.x];
+    sum = block_reduce<ALONE>(sum, Sum{}, 0.f);
+    const float divisor = Divisor(summary).get();
+    if (threadIdx.x == 0) summary->loss = sum / divisor;
+}
+
+// The gradient where it has to wait for that of the loss.
+extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_gradient(
+    const scalar* logits,      // (rows, cols), rows `stride` apart
+    scalar* dlogits,           // (rows, cols), rows `out_stride` apart; may be logits
+    const int* targets,        // (rows,)
+    const float* statistics,   // (rows, 2)
+    const Summary* summary,
+    const float* dloss,        // (), or (rows,) where `each`
+    bool each,
+    long long stride,
+    long long out_stride,
+    int vocab,
+    int cols,
+    float label_share,
+    float other_share,
+    float z_loss) {
+    const long long number = blockIdx.x;
+    const scalar* row = logits + number * stride;
+    scalar* out = dlogits + number * out_stride;
+    const int target = targets[number];
+    const float weight = dloss[each ? number : 0] / Divisor(summary).get();
+    if (target < 0) {
+        for (int j = threadIdx.x; j < cols; j += BLOCK) out[j] = (scalar)0.f;
+        return;
+    }
+    for (int j = vocab + threadIdx.x; j < cols; j += BLOCK) out[j] = (scalar)0.f;
+    const Slope slope(statistics[2 * number], statistics[2 * number + 1], weight, {label_share, other_share, z_loss}, target);
+    const bool aligned = ((u64)row - (u64)out) % 16 == 0;
+    const Layout layout(row, aligned ? vocab : 0);
+    for (int v = threadIdx.x; v < layout.vectors; v += BLOCK) {
+        const int column = layout.vector(v);
+        store_vector(out + column, gradient_of(load_vector(row + column), column, slope));
+    }
+    for (int i = threadIdx.x; i < vocab - layout.vectors * WIDTH; i += BLOCK) {
+        const int column = layout.edge(i);
+        out[column] = gradient_of(row[column], column, slope);
+    }
+}
+
+// x *= wanted / done, without a look at x where that is 1.
+extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_rescale(
+    scalar* x,             // (rows, cols), rows `stride` apart
+    const float* done,     // () or null for 1
+    const float* wanted,   // ()
+    long long stride,
+    long long rows,
+    int cols) {
+    const float ratio = *wanted / (done ? *done : 1.f);
+    if (ratio == 1.f) return;
+    for (long long number = blockIdx.x; number < rows; number += gridDim.x) {
+        scalar* row = x + number * stride;
+        for (int j = threadIdx.x; j < cols; j += BLOCK) row[j] = (scalar)((float)row[j] * ratio);
+    }
+}

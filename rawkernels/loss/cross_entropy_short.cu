@@ -1,0 +1,118 @@
+// Softmax cross entropy and its gradient (see cross_entropy.cu) of short rows, each in the registers of LANES of a warp.
+// Constants: scalar = float, f16, bf16; LANES = 32; VECTORS = 2, 4, 8
+// Constants: scalar = float, f16, bf16; LANES = 8, 16; VECTORS = 2
+// Launch:    grid = (ceil(rows * LANES / 128),), block = (128,). A row has up to LANES * VECTORS vectors of 16 bytes, and
+//            begins at a multiple of 16 bytes where LANES < 32.
+// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "loss/cross_entropy.cuh"
+
+constexpr int WARPS = 4;
+constexpr int TOGETHER = VECTORS > 4 ? 5 : VECTORS > 2 ? 8 : LANES == 32 && __CUDA_ARCH__ == 900 ? 12 : 10;  // blocks of a multiprocessor, without spills
+
+// Of the lanes that share a row.
+template <typename Op> __device__ __forceinline__ float row_reduce(float value, Op op) {
+#pragma unroll
+    for (int lane = LANES / 2; lane > 0; lane /= 2) value = op(value, __shfl_xor_sync(~0u, value, lane));
+    return value;
+}
+__device__ __forceinline__ int row_min(int value) {
+    if constexpr (LANES == 32) return __reduce_min_sync(~0u, value);
+#pragma unroll
+    for (int lane = LANES / 2; lane > 0; lane /= 2) value = min(value, __shfl_xor_sync(~0u, value, lane));
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy_rows_short(
+    scalar* logits,         // (rows, cols >= vocab), rows `stride` apart
+    const int* targets,     // (rows,)
+    float* losses,          // (rows,)
+    float* statistics,      // (rows, 2) or null: maximum, and sum of exp(x - maximum)
+    Summary* summary,
+    long long stride,
+    long long rows,
+    int vocab,
+    int cols,
+    float label_share,
+    float other_share,
+    float z_loss,
+    bool with_gradient) {
+    constexpr int ROWS = 32 / LANES;  // of a warp, of which the last warp has fewer
+    const long long first_row = ((long long)blockIdx.x * WARPS + threadIdx.x / 32) * ROWS;
+    if (first_row >= rows) return;
+    const bool exists = ROWS == 1 || first_row + threadIdx.x % 32 / LANES < rows;
+    const long long number = exists ? first_row + threadIdx.x % 32 / LANES : rows - 1;
+    const Goal goal{label_share, other_share, z_loss};
+    const int lane = threadIdx.x % LANES, target = targets[number];
+    const Divisor divisor(summary);
+    const float scale = summary->scale;
+    scalar* row = logits + number * stride;
+    const Layout layout(row, vocab);
+    const bool counts = target >= 0, has_edge = lane < layout.edges;
+
+    uint4 bits[VECTORS];
+    for (int i = 0; i < VECTORS; ++i)
+        if (lane + LANES * i < layout.vectors) bits[i] = load_vector(row + layout.vector(lane + LANES * i));
+    float edge[1] = {has_edge ? (float)row[layout.edge(lane)] : NEG_INF};
+    const float at_label = counts ? (float)row[target] : 0.f;
+
+    float x[VECTORS][WIDTH], peak = edge[0];
+    int where = has_edge ? layout.edge(lane) : 0x7fffffff;  // the first column of the first vector with the peak
+    for (int i = 0; i < VECTORS; ++i) {
+        if (lane + LANES * i >= layout.vectors) continue;
+        unpack(bits[i], x[i]);
+        float top = x[i][0];
+        for (int j = 1; j < WIDTH; ++j) top = fmaxf(top, x[i][j]);
+        if (top > peak || top == peak && layout.vector(lane + LANES * i) < where) where = layout.vector(lane + LANES * i);
+        peak = fmaxf(peak, top);
+    }
+    const float mine = peak;
+    peak = row_reduce(peak, Max{});
+    const float base = base_of(peak);
+    float sum = 0.f, total = 0.f;
+    const auto take = [&](float& x) {
+        const float shifted = x - base;
+        total += shifted;
+        x = power(shifted);
+        sum += x;
+    };
+    for (int i = 0; i < VECTORS; ++i)
+        if (lane + LANES * i < layout.vectors)
+            for (int j = 0; j < WIDTH; ++j) take(x[i][j]);
+    if (has_edge) take(edge[0]);
+    sum = row_reduce(sum, Sum{});
+    if (goal.u > 0.f) total = row_reduce(total, Sum{});
+
+    const float log_sum = logf(sum), lse = base + log_sum;
+    float loss = log_sum - (goal.q - goal.u) * (at_label - base) + goal.z * lse * lse;
+    if (goal.u > 0.f) loss -= goal.u * total;  // 0 * -inf is not a number
+    if (exists && lane == 0) {
+        losses[number] = counts ? loss : 0.f;
+        if (statistics) statistics[2 * number] = peak, statistics[2 * number + 1] = sum;
+    }
+    bool leads = exists && counts && at_label == peak && loss == loss;
+    if (LANES == 32 ? leads : __any_sync(~0u, leads)) {
+        const int start = layout.start(target);
+        const int first = row_min(mine == peak ? where : 0x7fffffff);
+        leads = leads && first == start;
+        for (int j = start; j < target; ++j) leads = leads && (float)row[j] != at_label;
+        const u32 right = __ballot_sync(~0u, leads && lane == 0);
+        if (right && threadIdx.x % 32 == 0) atomicAdd(&summary->right, __popc(right));
+    }
+    if (!with_gradient) return;
+
+    const float weight = scale / divisor.get();
+    if (!exists) return;
+    const Slope slope(peak, sum, weight, goal, target);
+    for (int i = 0; i < VECTORS; ++i) {
+        const int column = layout.vector(lane + LANES * i);
+        if (lane + LANES * i >= layout.vectors) continue;
+        if (counts) slope.finish(x[i], column), bits[i] = pack(x[i]);
+        else bits[i] = {0, 0, 0, 0};
+        store_vector(row + column, bits[i]);
+    }
+    if (has_edge) {
+        slope.finish(edge, layout.edge(lane));
+        row[layout.edge(lane)] = (scalar)(counts ? edge[0] : 0.f);
+    }
+    for (int j = vocab + lane; j < cols; j += LANES) row[j] = (scalar)0.f;
+}
