@@ -1,8 +1,8 @@
 // Second stage of a column sum: adds the partial sums of each column, in order.
 // Constants: scalar = float, f16, bf16 (of the result); BLOCK = 128
 // Launch:    column_sum:  grid = (ceil(cols / BLOCK),), block = (BLOCK,). A thread owns one column.
-//            column_sums: grid = (ceil(cols / 32), 3), block = (1024,). For few columns: a warp takes
-//            every 32nd part of 32 of them. Up to three sums at once.
+//            column_sums: grid = (ceil(cols / 32), 3), block = (1024,). For few columns: a warp adds
+//            every 32nd part of 32 columns. Up to three sums per launch.
 //            dependent: column_sum, column_sums
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
@@ -25,12 +25,12 @@ extern "C" __global__ void column_sums(
     const float* partial0,  // (parts, cols)
     const float* partial1,
     const float* partial2,
-    scalar* __restrict__ out0,           // (cols,); null: there is no such sum
+    scalar* __restrict__ out0,           // (cols,), or null: skip this sum
     scalar* __restrict__ out1,
     scalar* __restrict__ out2,
     int parts,
     int cols,
-    int accumulate) {                    // bit n: add to what out<n> holds
+    int accumulate) {                    // bit n: add to out<n> instead of overwriting it
     grid_dependency_wait();
     const float* partial = blockIdx.y == 0 ? partial0 : blockIdx.y == 1 ? partial1 : partial2;
     scalar* out = blockIdx.y == 0 ? out0 : blockIdx.y == 1 ? out1 : out2;

@@ -1,8 +1,8 @@
-// Dropout: y = x * (kept ? factor : 0), forward and backward alike. Nothing is stored: the mask is a
-// function of the key and the element's index.
+// Dropout: y = x * (kept ? factor : 0), forward and backward. The mask is not stored: it is a function of the key and the
+// element's index.
 // Constants: scalar = float, f16, bf16; BLOCK = 256
-// Launch:    grid = (ceil(count / (8 * BLOCK)),), block = (BLOCK,).  A thread takes the eight elements
-//            whose bits come from one Philox counter.
+// Launch:    grid = (ceil(count / (8 * BLOCK)),), block = (BLOCK,). A thread takes the eight elements whose
+//            random bits come from one Philox counter.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/philox.cuh"
 
@@ -10,7 +10,7 @@ extern "C" __global__ void dropout_apply(
     const scalar* __restrict__ x,  // (count,)
     scalar* __restrict__ y,        // (count,)
     long long count,
-    unsigned int threshold,        // keep lanes below it; 65536 keeps all
+    unsigned int threshold,        // keep 16-bit numbers below it; 65536 keeps all
     float factor,                  // 1 / (1 - p)
     unsigned int seed_low,
     unsigned int seed_high,

@@ -2,10 +2,10 @@
 // Constants: scalar = float, f16; token = int; POSITIONS = true; DROPOUT = true; ALIGNED = true; BLOCK = 256
 // Constants: scalar = bf16; token = int; POSITIONS = false; DROPOUT = false; ALIGNED = true; BLOCK = 256
 // Constants: scalar = float, bf16; token = long long; POSITIONS = true; DROPOUT = true; ALIGNED = false; BLOCK = 256
-// Launch:    a thread makes PACKS packs of eight neighbours of y, whose random bits come from one counter each.
-//            ALIGNED, where a pack lies within a row and all rows begin at multiples of 16 bytes:
+// Launch:    a thread computes PACKS packs of eight adjacent elements of y; the random bits of a pack come from one
+//            Philox counter. ALIGNED, if every pack lies within a row and all rows are aligned to 16 bytes:
 //            grid = (ceil(tokens / rows), slabs of a row), block = (packs of a slab / PACKS, rows), at most BLOCK threads.
-//            Else grid = (ceil(tokens * cols / (8 * PACKS * BLOCK)),), block = (BLOCK,).
+//            Otherwise grid = (ceil(tokens * cols / (8 * PACKS * BLOCK)),), block = (BLOCK,).
 //            dependent: embedding_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
@@ -14,7 +14,8 @@
 #include "common/philox.cuh"
 
 constexpr int PACKS = POSITIONS ? 1 : 2;  // as in gpuattn/ops/embedding.py
-constexpr int BLOCKS = ALIGNED && sizeof(scalar) == 2 ? 2048 / BLOCK : 4;  // of a multiprocessor, at least
+// blocks per multiprocessor, at least
+constexpr int BLOCKS = ALIGNED && sizeof(scalar) == 2 ? 2048 / BLOCK : 4;
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) embedding_forward(
     const token* tokens,             // (count,)
@@ -22,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) embedding_forward(
     const token* positions,          // (count,), or null: index % length
     const scalar* position_weight,   // (position_rows, cols), `position_stride` apart, of POSITIONS
     scalar* __restrict__ y,          // (count, cols)
-    unsigned int* arrived,           // (arrivals,) that become 0 for the gradient, or null
+    unsigned int* arrived,           // (arrivals,) counters to set to 0 for the gradient, or null
     int arrivals,
     int count,
     long long rows,
@@ -32,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) embedding_forward(
     int cols,
     int length,
     float scale,
-    int keep_below,                  // an element is kept if its 16 bits are below, of DROPOUT
+    int keep_below,                  // of DROPOUT: keep elements whose 16-bit number is below
     float keep_scale,
     unsigned int seed_low,
     unsigned int seed_high,
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) embedding_forward(
         return out_of_range(place, position_rows, position_flag) ? 0 : place;
     };
     const PhiloxKey key = philox_key(seed_low, seed_high, stream, step, DROPOUT ? device_step : nullptr);
-    const auto drop = [&](float (&value)[8], long long at) {
+    const auto apply_dropout = [&](float (&value)[8], long long at) {
         const uint4 words = philox(key, (unsigned int)(at / 8), (unsigned int)(at / 8 >> 32));
 #pragma unroll
         for (int k = 0; k < 8; ++k)
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) embedding_forward(
                 value[k] = scale * (float)pack[p].x[k];
                 if constexpr (POSITIONS) value[k] += (float)more[p].x[k];
             }
-            if constexpr (DROPOUT) drop(value, first + p * apart);
+            if constexpr (DROPOUT) apply_dropout(value, first + p * apart);
             store_pack<8>(y + first + p * apart, value);
         }
     } else {
@@ -109,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) embedding_forward(
         for (int p = 0; p < PACKS; ++p) {
             const long long at = first + p * BLOCK * 8;
             if (at >= total) return;
-            if constexpr (DROPOUT) drop(value[p], at);
+            if constexpr (DROPOUT) apply_dropout(value[p], at);
 #pragma unroll
             for (int k = 0; k < 8; ++k)
                 if (at + k < total) y[at + k] = (scalar)value[p][k];

@@ -2,25 +2,26 @@
 // Constants: scalar = float, f16, bf16; target = float; token = int; VEC = 4
 // Constants: scalar = bf16; target = bf16; token = int; VEC = 4
 // Constants: scalar = f16; target = f16; token = long long; VEC = 1
-// Launch:    grid = (chunks + fills, slabs), block = (up to 128,), shared = TILE rows of dy, and of dweight to add to
-//            it, as wide as a slab: the columns of a block, VEC a thread. The tokens, sorted by id, are cut into
-//            `chunks` of `size`; a block adds the rows of one, in order, TILE at a time. An id within one chunk is
-//            written at once. Of others each chunk leaves a partial sum, and the block that is the last to do so adds
-//            them, in order. The `fills` blocks behind clear the rows of no token, WINDOW each.
+// Launch:    grid = (chunks + fills, slabs), block = (up to 128,), shared = TILE rows of dy and, to accumulate, of
+//            dweight, as wide as a slab: the columns of a block, VEC per thread. The tokens, sorted by id, are cut into
+//            `chunks` of `size`; a block adds the rows of one chunk, in order, TILE at a time. The sum of an id within
+//            one chunk is written directly. For other ids each chunk stores a partial sum, and the block that stores the
+//            last one adds them, in order. The `fills` blocks at the end clear the rows without tokens, WINDOW each.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/pack.cuh"
 #include "common/philox.cuh"
 
 constexpr int TILE = 32, WINDOW = 128;  // as in gpuattn/ops/embedding.py
-static_assert(TILE == 32, "embedding_backward.cu: a tile's ends are the bits of a word");
-constexpr int BATCH = 4, PARTS = 16;    // rows, partial sums that a thread loads before it adds the first
+static_assert(TILE == 32, "embedding_backward.cu: a word has one bit for each token of a tile");
+constexpr int BATCH = 4;   // rows that a thread loads before it adds the first
+constexpr int PARTS = 16;  // partial sums that it loads before it adds the first
 
-// Which elements of dy are dropped: those whose 16 bits are not below `keep_below`.
+// The dropout mask of dy: an element is kept if its 16-bit number is below `keep_below`.
 struct Dropout {
     PhiloxKey key;
     unsigned int keep_below;
 
-    // Clears what is dropped of neighbours, the first of which is element `at`.
+    // Clears the dropped elements of a pack, whose first element is number `at`.
     __device__ void apply(Pack<scalar, VEC>& values, unsigned long long at) const {
         const uint4 words = philox(key, (unsigned int)(at / 8), (unsigned int)(at / 8 >> 32));
 #pragma unroll
@@ -28,7 +29,7 @@ struct Dropout {
             if (philox_lane(words, (int)((at + i) % 8)) >= keep_below) values.x[i] = (scalar)0.f;
     }
 
-    // The same of elements of two rows, for two threads that share 8 of a row: each draws for one of the rows.
+    // The same for packs of two rows, by two threads that share 8 elements of a row: each samples one of the rows.
     __device__ void apply(Pack<scalar, VEC>& here, Pack<scalar, VEC>& there, unsigned long long at,
                           unsigned long long at_there) const {
         const bool second = threadIdx.x % 2;
@@ -39,16 +40,16 @@ struct Dropout {
         for (int i = 0; i < VEC / 2; ++i) {
             const u32 own = second ? (i ? words.w : words.z) : (i ? words.y : words.x);
             const u32 given = __shfl_xor_sync(~0u, for_other[i], 1);
-            drop(here, i, second ? given : own), drop(there, i, second ? own : given);
+            apply_word(here, i, second ? given : own), apply_word(there, i, second ? own : given);
         }
     }
-    __device__ void drop(Pack<scalar, VEC>& values, int i, u32 word) const {
+    __device__ void apply_word(Pack<scalar, VEC>& values, int i, u32 word) const {
         if ((word & 0xFFFF) >= keep_below) values.x[2 * i] = (scalar)0.f;
         if (word >> 16 >= keep_below) values.x[2 * i + 1] = (scalar)0.f;
     }
 };
 
-// The tokens by id. Without `ids` they are (repeats, length), and a token's id is its index along the last axis.
+// The tokens, sorted by id. Without `ids` the tokens are (repeats, length) and an id is the index along the last axis.
 struct Sorted {
     const token* ids;
     const int* order;
@@ -63,7 +64,7 @@ struct Sorted {
     __device__ token id(u32 place) const { return id_of_row(row(place)); }
 };
 
-// Clears what lies in the columns from `col` of rows `first` to `first + WINDOW` and is of no token.
+// Clears, from column `col` on, those of the rows first .. first + WINDOW - 1 that no token has.
 __device__ inline void clear(target* dweight, const Sorted& sorted, long long first, long long rows, long long col,
                              long long cols) {
     __shared__ bool used[WINDOW];
@@ -73,7 +74,7 @@ __device__ inline void clear(target* dweight, const Sorted& sorted, long long fi
     __syncthreads();
     if (sorted.ids) {
         constexpr int N = 16 / sizeof(token), FLIGHT = 4;
-        const u32 packs = (sorted.tokens + N - 1) / N;  // the last one may be short
+        const u32 packs = (sorted.tokens + N - 1) / N;  // the last one may be partial
 #pragma unroll 1
         for (u32 begin = threadIdx.x; begin < packs; begin += FLIGHT * blockDim.x) {
             Pack<token, N> ids[FLIGHT];
@@ -111,10 +112,10 @@ __device__ inline void clear(target* dweight, const Sorted& sorted, long long fi
 extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
     const scalar* __restrict__ dy,    // (tokens, cols), rows `stride` apart
     const token* __restrict__ ids,    // (tokens,), 16-byte aligned; or null, see Sorted
-    const int* __restrict__ order,    // (tokens,): sorts them by id; null with them
+    const int* __restrict__ order,    // (tokens,): sorts them by id; null with `ids`
     target* __restrict__ dweight,     // (rows, cols)
-    float* __restrict__ partial,      // (chunks, 2, cols): of the id from the chunk before; of one that begins here
-    unsigned int* arrived,            // (slabs, chunks): partial sums of the id that begins there; 0 before and after
+    float* __restrict__ partial,      // (chunks, 2, cols): sums of the id that continues, of the one that begins
+    unsigned int* arrived,            // (slabs, chunks): partial sums stored for the id that begins there; zeros
     unsigned int tokens,
     long long rows,
     long long cols,
@@ -140,16 +141,16 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
         return;
     }
 
-    // Of a tile: the rows and ids of its tokens and of one on each side.
+    // The rows and ids of a tile's tokens, and of one token on each side.
     __shared__ u32 row_of[TILE + 2];
     __shared__ token id_of[TILE + 2];
-    __shared__ bool last[2];  // of the ids at both ends of the chunk: is this the last block?
+    __shared__ bool last[2];  // for the ids at both ends of the chunk: whether this block is the last one
     extern __shared__ __align__(16) unsigned char staged[];
-    // This thread's part of the rows of dy, and of those of dweight where a run of one id ends.
-    Pack<scalar, VEC>* ahead = reinterpret_cast<Pack<scalar, VEC>*>(staged) + threadIdx.x;
-    Pack<target, VEC>* old = reinterpret_cast<Pack<target, VEC>*>(staged + TILE * width * sizeof(*ahead)) + threadIdx.x;
+    // This thread's part of the rows of dy, and of the rows of dweight where a run of one id ends.
+    Pack<scalar, VEC>* gradients = reinterpret_cast<Pack<scalar, VEC>*>(staged) + threadIdx.x;
+    Pack<target, VEC>* old = reinterpret_cast<Pack<target, VEC>*>(staged + TILE * width * sizeof(*gradients)) + threadIdx.x;
 
-    const auto in_table = [&](token id) { return 0 <= id && id < rows; };  // others the forward pass noted
+    const auto in_table = [&](token id) { return 0 <= id && id < rows; };  // the forward pass has flagged other ids
     const float factor = scale * keep_scale;
     const auto write = [&](token id, float (&sum)[VEC], const Pack<target, VEC>& before) {
 #pragma unroll
@@ -159,23 +160,23 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
 
     const u32 first = chunk * (u32)size, end = min(first + size, tokens);
     token id_at[2];       // the chunk's first and last id
-    int left = 0, right = 0;  // how many chunks to the left hold the first one too, and to the right the last one
+    int left = 0, right = 0;  // number of chunks before this one that also hold the first id, after it the last id
     float sum[VEC] = {};
     bool from_left = false;
 #pragma unroll 1
     for (u32 at = first; at < end; at += TILE) {
         const int count = min((u32)TILE, end - at);
-        __syncthreads();  // all have read the tile before
+        __syncthreads();  // the previous tile has been read
 #pragma unroll 1
         for (int t = threadIdx.x; t < TILE + 2; t += width)
-            if (at + t - 1 < tokens) row_of[t] = sorted.row(at + t - 1);  // before the first token is beyond the last
+            if (at + t - 1 < tokens) row_of[t] = sorted.row(at + t - 1);  // at = 0, t = 0 wraps around and is skipped
         __syncthreads();
 #pragma unroll 1
         for (int t = threadIdx.x; t < TILE + 2; t += width)
             if (at + t - 1 < tokens) id_of[t] = sorted.id_of_row(row_of[t]);
         if (mine)
 #pragma unroll 4
-            for (int t = 0; t < count; ++t) fetch_pack<VEC>(ahead + t * width, dy + row_of[t + 1] * stride + col);
+            for (int t = 0; t < count; ++t) fetch_pack<VEC>(gradients + t * width, dy + row_of[t + 1] * stride + col);
         __syncthreads();
         const int t = threadIdx.x % 32;
         const u32 ends = __ballot_sync(~0u, t < count && (at + t + 1 == end || id_of[t + 2] != id_of[t + 1]));
@@ -201,19 +202,19 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
             from_left = left > 0;
         }
 
-        fetch_wait();
+        cp_async_wait_all();
         if (keep_below < 65536) {
             const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), keep_below};
             if (VEC == 4 && width % 2 == 0 && cols % 8 == 0) {
 #pragma unroll 2
                 for (int t = 0; t < count; t += 2) {
                     const int next = min(t + 1, count - 1);
-                    dropout.apply(ahead[t * width], ahead[next * width], row_of[t + 1] * cols + col,
+                    dropout.apply(gradients[t * width], gradients[next * width], row_of[t + 1] * cols + col,
                                   row_of[next + 1] * cols + col);
                 }
             } else {
 #pragma unroll 1
-                for (int t = 0; t < count; ++t) dropout.apply(ahead[t * width], row_of[t + 1] * cols + col);
+                for (int t = 0; t < count; ++t) dropout.apply(gradients[t * width], row_of[t + 1] * cols + col);
             }
         }
 #pragma unroll 1
@@ -222,8 +223,8 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
             Pack<target, VEC> before[BATCH];
             token id[BATCH];
 #pragma unroll
-            for (int u = 0; u < BATCH; ++u) {  // what is beyond the tile is not looked at
-                row[u] = ahead[(begin + u) * width], id[u] = id_of[begin + u + 1];
+            for (int u = 0; u < BATCH; ++u) {  // elements past the tile are loaded and not used
+                row[u] = gradients[(begin + u) * width], id[u] = id_of[begin + u + 1];
                 if (accumulate) before[u] = old[(begin + u) * width];
             }
 #pragma unroll
@@ -244,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
         }
     }
 
-    // Of an id in several chunks, from the one where it begins, the last block to arrive adds the partial sums.
+    // For an id in several chunks, the last block to arrive adds the partial sums, from the chunk where the id begins.
     const bool through = left && right && id_at[0] == id_at[1];
     const auto from = [&](int side) { return side ? chunk : chunk - left; };
     const auto parts = [&](int side) {
@@ -266,10 +267,10 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
         Pack<target, VEC> before;
         if (accumulate) before = load_pack<VEC>(dweight + id * cols + col);
         const float* here = partial + from(side) * 2LL * cols + col;
-        const Pack<float, VEC> begun = load_pack_shared<VEC>(here + cols);
+        const Pack<float, VEC> first_part = load_pack_shared<VEC>(here + cols);
         float total[VEC];
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) total[i] = begun.x[i];
+        for (int i = 0; i < VEC; ++i) total[i] = first_part.x[i];
         for (int left_over = parts(side) - 1; left_over > 0; left_over -= PARTS) {
             Pack<float, VEC> part[PARTS];
 #pragma unroll
@@ -287,8 +288,8 @@ extern "C" __global__ void __launch_bounds__(128, 4) embedding_backward(
     }
 }
 
-// The same by atomics, in no order: sums[id] += scale * the rows of dropout(dy). Grid: (ceil(tokens / FLIGHT), slabs).
-constexpr int FLIGHT = 4;  // ATOMIC_ROWS there
+// The same by atomics, in no fixed order: sums[id] += scale * dropout(dy)[row]. Grid: (ceil(tokens / FLIGHT), slabs).
+constexpr int FLIGHT = 4;  // ATOMIC_ROWS in gpuattn/ops/embedding.py
 
 extern "C" __global__ void __launch_bounds__(128) embedding_backward_atomic(
     const scalar* __restrict__ dy,    // (tokens, cols), rows `stride` apart
@@ -310,18 +311,18 @@ extern "C" __global__ void __launch_bounds__(128) embedding_backward_atomic(
     const long long col = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * VEC, first = blockIdx.x * (long long)FLIGHT;
     if (col >= cols) return;
     const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), keep_below};
-    Pack<scalar, VEC> ahead[FLIGHT];
+    Pack<scalar, VEC> gradients[FLIGHT];
 #pragma unroll
     for (int u = 0; u < FLIGHT; ++u)
-        if (first + u < tokens) ahead[u] = load_pack<VEC>(dy + (first + u) * stride + col);
+        if (first + u < tokens) gradients[u] = load_pack<VEC>(dy + (first + u) * stride + col);
 #pragma unroll
     for (int u = 0; u < FLIGHT; ++u) {
         const long long row = first + u;
         if (row >= tokens) break;
         const long long id = ids ? (long long)ids[row] : (u32)row % length;
         if (id < 0 || id >= rows) continue;
-        if (keep_below < 65536) dropout.apply(ahead[u], row * cols + col);
+        if (keep_below < 65536) dropout.apply(gradients[u], row * cols + col);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) atomicAdd(sums + id * cols + col + i, scale * keep_scale * (float)ahead[u].x[i]);
+        for (int i = 0; i < VEC; ++i) atomicAdd(sums + id * cols + col + i, scale * keep_scale * (float)gradients[u].x[i]);
     }
 }

@@ -1,8 +1,8 @@
-// Rotary positions: neighbours (x, y) of a head turn by the token's position times base^(-2 i / head_dim), i the
-// number of the pair. The gradient turns back. Out may be in.
+// Rotary position embedding: pair i of adjacent elements (x, y) of a head is rotated by the angle position *
+// base^(-2 i / head_dim). The gradient is the inverse rotation. The output may be the input.
 // Constants: scalar = float, f16, bf16; VECTOR = false, true; BLOCK = 256
-// Launch:    grid = (ceil(tokens / (BLOCK / (packs * lanes))),), block = (BLOCK,). A thread takes a pack of a token,
-//            8 numbers if VECTOR, else a pair, in every `lanes`-th head of q and k together: sine and cosine once.
+// Launch:    grid = (ceil(tokens / (BLOCK / (packs * lanes))),), block = (BLOCK,). A thread takes one pack of a token,
+//            8 elements if VECTOR, else a pair, in every `lanes`-th head of q and k: one sine and cosine for all.
 //            dependent: rotary
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "attention/common/attention.cuh"
@@ -10,9 +10,9 @@
 #include "common/pack.cuh"
 
 constexpr int NUMBERS = VECTOR ? 8 : 2, PAIRS = NUMBERS / 2;
-constexpr int HEADS = 4;  // that a thread has on their way at a time
+constexpr int HEADS = 4;  // heads that a thread loads at a time
 
-struct Rates { float2 of[128]; };  // turns at position 1 of each pair, as the sum of two floats
+struct Rates { float2 of[128]; };  // full turns per position of each pair, as the sum of two floats
 
 using Some = Pack<scalar, NUMBERS>;
 
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) rotary(
     const Strides k_strides,
     const Strides q_out_strides,
     const Strides k_out_strides,
-    const int* positions,               // (batches * rows,), or null: each row's number
+    const int* positions,               // (batches * rows,), or null: the row's number
     const __grid_constant__ Rates rates,
     int tokens,                         // batches * rows
     int rows,
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) rotary(
     int k_heads,
     int packs,                          // of a head
     int lanes,
-    float direction) {                  // 1, or -1 to turn back
+    float direction) {                  // 1, or -1 for the inverse
     grid_dependency_wait();
     const int group = packs * lanes, slot = threadIdx.x / group, within = threadIdx.x % group;
     const int pack = within % packs, lane = within / packs;

@@ -1,5 +1,5 @@
 // Softmax over the last axis of scale * x + mask, with dropout, and its gradient. A row is read once and written once: it
-// stays in the registers of the threads that share it. One too long for that is read twice.
+// stays in the registers of the threads that share it. Longer rows are read twice.
 // Constants: scalar = float, bf16; MASK = 0, 1, 2 (none, keep where true, add); DROPOUT = true; EDGES = true; LANES = 64;
 //    VECTORS = 3; LONG = false
 // Constants: scalar = float, bf16; MASK = 0; DROPOUT = false; EDGES = false; LANES = 8, 512; VECTORS = 2; LONG = false

@@ -1,14 +1,15 @@
 #pragma once
-// Softmax of rows and its gradient, for kernels that say with
+// Softmax of rows and its gradient. The including file has the constants
 //    MASK     0, 1, 2: none, keep where true, add
-//    DROPOUT  whether there is any
-//    EDGES    whether threads may have vectors of 16 bytes that are not wholly in a row, or not seen; else rows fill them
-//    LANES    threads of a block that share a row, a power of 2; the block has 128 at least
-//    VECTORS  that each of them holds at a time
+//    DROPOUT  whether there is dropout
+//    EDGES    whether vectors of 16 bytes may be partly outside of a row, or masked; else vectors fill rows exactly
+//    LANES    threads of a block that share a row, a power of 2; a block has at least 128 threads
+//    VECTORS  vectors that each of them holds at a time
 //    LONG     whether a row may take several times as many
-//    BLOCKS   that share a row: a cluster if more than one
-//    STAGED   whether a block's share of a LONG row stays in shared memory, where the copy engine brings it, and so is read
-//             once; else it is read twice
+//    BLOCKS   blocks that share a row, a cluster if more than one
+//    STAGED   whether a block's share of a LONG row is loaded to shared memory by TMA and so read once; else it is read twice
+#include "common/cluster.cuh"
+#include "common/math.cuh"
 #include "common/philox.cuh"
 #include "common/reduce.cuh"
 #include "common/tma.cuh"
@@ -19,40 +20,40 @@ static_assert(LONG || !STAGED, "softmax: only long rows are STAGED");
 static_assert(0 <= MASK && MASK <= 2, "softmax: MASK is 0 (none), 1 (keep) or 2 (add)");
 
 constexpr int BLOCK = LANES > 128 ? LANES : 128;
-constexpr int ROWS = BLOCK / LANES;             // of a block
+constexpr int ROWS = BLOCK / LANES;             // rows of a block
 constexpr int WIDTH = 16 / sizeof(scalar);      // elements of a vector
-constexpr int GROUP = LANES < 32 ? LANES : 32;  // threads that share a row and a warp
-constexpr int GROUPS = LANES / GROUP;           // of a block that share a row
-constexpr int PARTS = BLOCKS * GROUPS;          // of a row, each for one group
+constexpr int GROUP = LANES < 32 ? LANES : 32;  // threads of a warp that share a row
+constexpr int GROUPS = LANES / GROUP;           // groups of a block that share a row
+constexpr int PARTS = BLOCKS * GROUPS;          // parts of a row, one per group
 constexpr int STEP = LANES * WIDTH;             // columns from a thread's vector to its next
-constexpr float LOWEST = -3.402823466e38f;      // as a bound it keeps -inf - (-inf), a NaN, out of rows that see nothing
+constexpr float LOWEST = -3.402823466e38f;      // initial maximum; avoids -inf - (-inf) = NaN in rows that are fully masked
 
 struct Softmax {  // by value; SOFTMAX of gpuattn/ops/softmax.py
     const scalar* x;                  // (rows, cols): the logits; backward: the result before dropout
     const scalar* dy;                 // (rows, cols), backward
-    scalar* out;                      // (rows, cols): the result, which may be in the memory of x; backward: dx
-    scalar* undropped;                // (rows, cols): the result before dropout, likewise; or null: not wanted
+    scalar* out;                      // (rows, cols): the result, may be x; backward: dx
+    scalar* undropped;                // (rows, cols): the result before dropout, may be x; or null
     const void* mask;                 // bool or scalar, broadcast by strides to (i0, mask_sizes, cols); or null
-    const int* lengths;               // (rows / length_rows,): columns from there on are not seen; or null
+    const int* lengths;               // (rows / length_rows,): columns from there on are masked; or null
     const unsigned int* device_step;  // of dropout, or null
     long long rows, x_stride, dy_stride, out_stride, undropped_stride;  // elements from row to row
     long long length_rows, mask_sizes[2], mask_strides[4];              // elements
-    long long ahead;                  // forward: which row after each is brought to L2; 0: none
+    long long ahead;                  // forward: prefetch the row this many rows later to L2; 0: do not
     int cols;
-    int vectors;                      // that cover a row of `out`, wherever it begins
-    int queries;                      // causal: the rows of one matrix; 0: not causal
+    int vectors;                      // vectors that cover a row of `out` at any alignment
+    int queries;                      // causal: the rows of a matrix; 0: not causal
     float scale;
     float factor;                     // 1 / (1 - p)
-    unsigned int threshold;           // dropout keeps lanes below it
+    unsigned int threshold;           // dropout keeps 16-bit numbers below it
     unsigned int seed_low, seed_high, stream, step;
 };
 
 template <typename T> struct alignas(WIDTH * sizeof(T)) Pack { T at[WIDTH]; };
 using Vector = Pack<scalar>;
 
-__device__ float exponential(float x) { return exp2_fast(x * 1.44269504088896341f); }
+__device__ float exponential(float x) { return exp2_fast(x * LOG2E); }
 
-// The reduction over LENGTH threads side by side, to all of them.
+// Reduces over LENGTH adjacent threads, which all get the result.
 template <int LENGTH, typename Op>
 __device__ float reduce(float value, Op op) {
 #pragma unroll
@@ -60,12 +61,12 @@ __device__ float reduce(float value, Op op) {
     return value;
 }
 
-// ---- who has what of a row ----------------------------------------------------------------------------------------------
+// ---- the share of a thread ----------------------------------------------------------------------------------------------
 
-// The columns of this block, up to `end`, and the first one of this thread. Vectors begin at multiples of 16 bytes of what
-// is written: with EDGES the first one may begin before the row.
+// The columns of this block, up to `end`, and the first one of this thread. Vectors are aligned to 16 bytes in the output:
+// with EDGES the first vector may begin before the row.
 struct Share {
-    long long row;  // beyond the last one it is that one, once more
+    long long row;  // past the end, the last row again
     int size, block_begin, begin, end, steps;  // of VECTORS vectors, STEP apart
     bool there;
 
@@ -82,18 +83,18 @@ struct Share {
     }
 };
 
-// Whether all elements from j to j + WIDTH - 1 are columns before `end`.
+// Whether all of j .. j + WIDTH - 1 are columns before `end`.
 __device__ bool whole(int j, int end) { return !EDGES || (j >= 0 && j + WIDTH <= end); }
 
-// Which of the elements j to j + WIDTH - 1 are columns before `end`, a bit each.
+// A bit for each of j .. j + WIDTH - 1: whether it is a column before `end`.
 __device__ unsigned int inside(int j, int end) {
     constexpr unsigned int ALL = (1u << WIDTH) - 1;
     const int last = min(max(end - j, 0), WIDTH);
     return ((1u << last) - 1) & ALL << max(-j, 0);
 }
 
-// This thread's vectors of a line that begin before `end`; what they hold from elsewhere may be anything. ANYWHERE: their
-// elements may be `stride` apart, or not at multiples of 16 bytes.
+// Reads this thread's vectors of a line that begin before `end`; elements outside of the line are undefined. ANYWHERE: the
+// elements may be `stride` apart, or not aligned to 16 bytes.
 template <bool ANYWHERE, typename T>
 __device__ void read(Pack<T> (&v)[VECTORS], const T* line, int begin, int end, long long stride = 1) {
     if (!ANYWHERE || (stride == 1 && (size_t)(line + begin) % sizeof(Pack<T>) == 0)) {
@@ -119,7 +120,7 @@ __device__ void write(scalar* line, int j, int end, const Vector& v) {
         const unsigned int there = inside(j, end);
         constexpr int SIZE = 8 * sizeof(scalar);
 #pragma unroll 1
-        for (int k = 0; k < WIDTH; ++k) {  // few threads come here: short is better than fast
+        for (int k = 0; k < WIDTH; ++k) {  // few threads run this: short code matters more than speed
             if (there >> k & 1) line[j + k] = *(const scalar*)&bits.x;
             bits.x = __funnelshift_rc(bits.x, bits.y, SIZE);
             bits.y = __funnelshift_rc(bits.y, bits.z, SIZE);
@@ -129,10 +130,10 @@ __device__ void write(scalar* line, int j, int end, const Vector& v) {
     }
 }
 
-// Has the copy engine bring this block's columns of lines, those before `end`, with what lies in the same 16 bytes, to
-// shared memory: a barrier, then for each line a share and two vectors. The pointers are then those to the copies.
+// Loads this block's columns before `end` of all lines to shared memory by TMA, extended to multiples of 16 bytes, and sets
+// the pointers to the copies. Shared memory has a barrier, then for each line a share and two vectors.
 template <int LINES>
-__device__ void bring(const scalar* (&lines)[LINES], const Share& share, int end) {
+__device__ void stage_rows(const scalar* (&lines)[LINES], const Share& share, int end) {
     extern __shared__ uint4 memory[];
     const u32 bar = (u32)__cvta_generic_to_shared(memory);
     const bool leads = threadIdx.x == 0;
@@ -159,7 +160,7 @@ __device__ PhiloxKey key_of(const Softmax& a) {
     return philox_key(a.seed_low, a.seed_high, a.stream, a.step, DROPOUT ? a.device_step : nullptr);
 }
 
-// Which of the elements index to index + WIDTH - 1 dropout keeps, a bit each.
+// A bit for each of the elements index .. index + WIDTH - 1: whether dropout keeps it.
 __device__ unsigned int kept(PhiloxKey key, long long index, unsigned int threshold) {
     const int skip = (int)index & (EDGES ? 7 : 8 - WIDTH);
     const long long counter = index >> 3;
@@ -174,15 +175,15 @@ __device__ unsigned int kept(PhiloxKey key, long long index, unsigned int thresh
     return bits;
 }
 
-// ---- what the groups of a row tell each other ---------------------------------------------------------------------------
+// ---- reductions over the groups of a row ----------------------------------------------------------------------------------
 
-// Shared memory of another block of the cluster may be written to once that block has begun.
-__device__ void begin() {
-    if constexpr (BLOCKS > 1) asm volatile("barrier.cluster.arrive;" ::: "memory");
+// Announces that this block has started: only then other blocks of the cluster may write to its shared memory.
+__device__ void start() {
+    if constexpr (BLOCKS > 1) cluster_arrive();
 }
 
-// Every group says what it found, once in a kernel; returns what all PARTS of the row found.
-__device__ const float2* tell(float2 mine) {
+// Publishes this group's result and returns those of all PARTS of the row. Called once in a kernel.
+__device__ const float2* exchange(float2 mine) {
     __shared__ __align__(8) float2 found[ROWS * PARTS];
     float2* parts = found + threadIdx.x / LANES * PARTS;
     float2* slot = parts + blockIdx.x % BLOCKS * GROUPS + threadIdx.x % LANES / GROUP;
@@ -191,25 +192,22 @@ __device__ const float2* tell(float2 mine) {
         if (lane == 0) *slot = mine;
         __syncthreads();
     } else {
-        asm volatile("barrier.cluster.wait;" ::: "memory");
-        if (lane < BLOCKS) {
-            unsigned int here = (unsigned int)__cvta_generic_to_shared(slot), there;
-            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(lane));
-            asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(there), "f"(mine.x), "f"(mine.y) : "memory");
-        }
-        asm volatile("barrier.cluster.arrive;\n\tbarrier.cluster.wait;" ::: "memory");
+        cluster_wait();
+        if (lane < BLOCKS) store_shared_at((u32)__cvta_generic_to_shared(slot), lane, mine);
+        cluster_arrive();
+        cluster_wait();
     }
     return parts;
 }
 
-constexpr int SPAN = PARTS < 32 ? PARTS : 32;  // threads that look at the parts
+constexpr int SPAN = PARTS < 32 ? PARTS : 32;  // threads that reduce the parts
 
-// 1 / the sum over the row of exp(logit), as a factor for exp(logit - peak); 0 for a row that sees nothing. `peak`: the
-// largest logit of this group; `total`: the sum of its exp(logit - peak).
+// Returns the factor that turns exp(logit - peak) into the softmax; 0 for a row that is fully masked. `peak` is this group's
+// largest logit, `total` its sum of exp(logit - peak).
 __device__ float normalizer(float peak, float total) {
     float high = peak, sum = total;
     if constexpr (PARTS > 1) {
-        const float2* parts = tell(make_float2(peak, total));
+        const float2* parts = exchange(make_float2(peak, total));
         const int lane = threadIdx.x % SPAN;
 #pragma unroll
         for (int part = 0; part < PARTS; part += SPAN) high = fmaxf(high, parts[part + lane].x);
@@ -226,7 +224,7 @@ __device__ float normalizer(float peak, float total) {
 __device__ float row_sum(float sum) {
     sum = reduce<GROUP>(sum, Sum{});
     if constexpr (PARTS > 1) {
-        const float2* parts = tell(make_float2(sum, 0.f));
+        const float2* parts = exchange(make_float2(sum, 0.f));
         sum = 0.f;
 #pragma unroll
         for (int part = 0; part < PARTS; part += SPAN) sum += parts[part + threadIdx.x % SPAN].x;
@@ -238,7 +236,7 @@ __device__ float row_sum(float sum) {
 // ---- both directions ----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void forward(const Softmax& a) {
-    begin();
+    start();
     const Share share(a);
     const long long r = share.row, size1 = a.mask_sizes[0], size2 = a.mask_sizes[1];
     int visible = share.end;
@@ -247,8 +245,8 @@ __device__ __forceinline__ void forward(const Softmax& a) {
     const scalar* lines[] = {a.x + r * a.x_stride};
     if (!EDGES && !LONG && a.ahead && threadIdx.x % LANES == 0 && r + a.ahead < a.rows)
         bulk_prefetch(lines[0] + a.ahead * a.x_stride, a.cols * sizeof(scalar));
-    if constexpr (STAGED) bring(lines, share, visible);
-    long long at = 0;  // where the row's mask begins
+    if constexpr (STAGED) stage_rows(lines, share, visible);
+    long long at = 0;  // offset of the row's mask
     if constexpr (MASK != 0)
         at = r / (size1 * size2) * a.mask_strides[0] + r / size2 % size1 * a.mask_strides[1] + r % size2 * a.mask_strides[2];
 
@@ -301,7 +299,7 @@ __device__ __forceinline__ void forward(const Softmax& a) {
     const float to_one = normalizer(peak, reduce<GROUP>(total, Sum{}));
 
     const PhiloxKey key = key_of(a);
-    for (int n = share.steps - 1; n >= 0; --n) {  // those of the last step are still there
+    for (int n = share.steps - 1; n >= 0; --n) {  // the last step is still in registers
         const int begin = share.begin + n * VECTORS * STEP;
         if (n < share.steps - 1) {
             read_logits(begin);
@@ -326,14 +324,14 @@ __device__ __forceinline__ void forward(const Softmax& a) {
 }
 
 __device__ __forceinline__ void backward(const Softmax& a) {
-    begin();
+    start();
     const Share share(a);
     const long long r = share.row;
     const int end = share.end;
     const PhiloxKey key = key_of(a);
     const float factor = DROPOUT ? a.factor : 1.f;
     const scalar* lines[] = {a.x + r * a.x_stride, a.dy + r * a.dy_stride};
-    if constexpr (STAGED) bring(lines, share, end);
+    if constexpr (STAGED) stage_rows(lines, share, end);
 
     Vector p[VECTORS], g[VECTORS];
     auto read_both = [&](int begin) {
@@ -369,7 +367,7 @@ __device__ __forceinline__ void backward(const Softmax& a) {
     }
     dot = row_sum(dot) * factor;
 
-    for (int n = share.steps - 1; n >= 0; --n) {  // those of the last step are still there
+    for (int n = share.steps - 1; n >= 0; --n) {  // the last step is still in registers
         const int begin = share.begin + n * VECTORS * STEP;
         if (n < share.steps - 1) read_both(begin);
         if (share.there)

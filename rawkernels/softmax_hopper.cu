@@ -1,11 +1,11 @@
-// Softmax of long rows and its gradient (see softmax.cu). A row stays in the shared memory of a cluster of blocks, each with
-// a share of it; one too long for that is read twice.
+// Softmax of long rows and its gradient (see softmax.cu). A row is distributed over the shared memory of a cluster of blocks.
+// Longer rows are read twice.
 // Constants: scalar = float, bf16; MASK = 0; DROPOUT = false; EDGES = false; LANES = 512; VECTORS = 2; CLUSTER = 1, 8;
 //    STAGED = true
 // Constants: scalar = f16; MASK = 2; DROPOUT = true; EDGES = true; LANES = 256; VECTORS = 2; CLUSTER = 8;
 //    STAGED = false, true
-// Launch:    grid = (rows * CLUSTER,), block = (LANES,), shared if STAGED: 16 bytes, and for x, or for y and dy each, a
-//            share and two vectors
+// Launch:    grid = (rows * CLUSTER,), block = (LANES,), shared if STAGED: 16 bytes, and a share and two vectors for x,
+//            or for each of y and dy
 //            dependent: softmax_forward, softmax_backward
 // Arch: sm_90 sm_100
 constexpr int BLOCKS = CLUSTER;

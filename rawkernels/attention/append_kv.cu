@@ -1,4 +1,4 @@
-// New keys and values into a cache, behind those that are there: token t of sequence b at lengths[b] + t.
+// Appends new keys and values to a cache: token t of sequence b goes to position lengths[b] + t.
 // Constants: scalar = float, f16, bf16
 // Launch:    grid = (sequences * tokens,), block = (128,). A block copies one token.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(128) append_kv(
     int kv_heads,
     int head_dim,
     int value_dim,
-    int room,                             // of a sequence in the cache
+    int room,                             // capacity of the cache per sequence
     int page,
     int page_count,
     long long* length_flag,

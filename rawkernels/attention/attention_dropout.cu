@@ -1,11 +1,10 @@
-// The random words of attention's dropout: Philox numbers in two tables, see gpuattn/ops/attention/dropout.py.
+// Samples the random words of attention's dropout: Philox numbers in two tables (gpuattn/ops/attention/dropout.py).
 // Launch:    grid = (ceil(8 * heads * (query_rows + key_rows) / 256),), block = (256,)
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "attention/common/dropout_words.cuh"
 
-typedef unsigned int u32;
-
-// Eight threads draw a row. Sequences are laid end to end, and each begins a row; rows behind the last belong to it.
+// Eight threads sample a row. Sequences follow each other, each starts a new row, and rows past the end belong to the last
+// sequence.
 extern "C" __global__ void attention_dropout_words(
     uint4* words,                            // (heads, query_rows, 33) of queries, then (heads, key_rows, 16) of keys
     const int* cu_q, const int* cu_k,        // (sequences + 1,), or null: sequences of `queries` and `keys` tokens
@@ -30,7 +29,7 @@ extern "C" __global__ void attention_dropout_words(
     const bool there = at < lines;
     u32 point = 0;
     for (u32 draw = lane; draw < (of_keys ? 16 : 32); draw += 8) {
-        const uint4 drawn = draw_words(key, block, draw, sheet, of_keys, point);
+        const uint4 drawn = sample_words(key, block, draw, sheet, of_keys, point);
         if (there) to[draw] = drawn;
     }
 #pragma unroll

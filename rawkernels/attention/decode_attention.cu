@@ -1,9 +1,9 @@
-// Attention of a few new tokens over a key-value cache: blocks split the keys, warps split a block's; tensor cores.
-// A block takes up to 64 query rows on one KV head: (sharer, token, head of the group), flattened. Keys and values come
-// in stages of KEYS rows by cp.async, STAGES - 1 of them in flight. Warp w multiplies the 16 rows of tile w % tiles
-// with every (4 / tiles)-th group of 16 keys of a stage, and keeps its own maximum, sum and output until the end.
+// Attention of a few new tokens over a key-value cache, on tensor cores: blocks split the keys, warps split a block's keys.
+// A block takes up to 64 query rows of one KV head: (sharer, token, head of the group), flattened. Keys and values are
+// loaded in stages of KEYS rows by cp.async, with STAGES - 1 of them in flight. Warp w multiplies the 16 rows of tile
+// w % tiles with every (4 / tiles)-th group of 16 keys of a stage, and keeps its own maximum, sum and output until the end.
 // Constants: scalar = f16, bf16; HEAD_DIM = 64 (both head sizes rounded up); STAGES = 4
-// Constants: scalar = f16, bf16; HEAD_DIM = 128; STAGES = 3, 2 (2 where a block has less than 100 KiB)
+// Constants: scalar = f16, bf16; HEAD_DIM = 128; STAGES = 3, 2 (2 if a block has less than 100 KiB)
 // Constants: scalar = f16, bf16; HEAD_DIM = 256; STAGES = 3
 // Launch:    grid = (KV heads * ceil(rows / 64) * splits * sequences,), block = (128,),
 //            shared = STAGES * 2 * TILE bytes
@@ -14,21 +14,21 @@
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256, "decode_attention.cu: HEAD_DIM is 64, 128 or 256");
 constexpr int THREADS = 128, WARPS = 4, ROWS = 64;
 constexpr int KEYS = HEAD_DIM == 256 ? 32 : 64;
-constexpr int TILE = KEYS * HEAD_DIM * 2;   // bytes of the keys, or of the values, of a stage
-constexpr int CHUNKS = HEAD_DIM / 8;        // 16 bytes each, in a row
-constexpr int PITCH = HEAD_DIM + 8;         // floats between rows when warps merge: spreads rows over the banks
-constexpr int WIDE = HEAD_DIM == 256 ? 1 : 2;  // groups of 16 keys that a warp takes at once where it has several
+constexpr int TILE = KEYS * HEAD_DIM * 2;   // bytes of a stage's keys, or of its values
+constexpr int CHUNKS = HEAD_DIM / 8;        // chunks of 16 bytes in a row
+constexpr int PITCH = HEAD_DIM + 8;         // floats from row to row when warps merge; avoids bank conflicts
+constexpr int WIDE = HEAD_DIM == 256 ? 1 : 2;  // groups of 16 keys that a warp processes at once, if it has several
 constexpr long long NOWHERE = 1ll << 62;
 
-// One warp's 16 rows. This lane holds numbers of rows lane / 4 and lane / 4 + 8.
+// A warp's 16 rows. A lane holds elements of rows lane / 4 and lane / 4 + 8.
 struct Rows {
     u32 q[HEAD_DIM / 16][4];
-    int at[2];            // the keys they stand at
+    int at[2];            // the keys at their positions
     float slope[2];
     float top[2], sum[2], o[CHUNKS][4];
 };
 
-// The rows see 16 * N keys of a stage: from its row `key`, which is key j of the sequence, on.
+// Attends to 16 * N keys of a stage, from its row `key` on, which is key j of the sequence.
 template <int N>
 __device__ __forceinline__ void attend(Rows& r, const Decode& a, u32 k_lane, u32 v_lane, int key, int j, int last) {
     const int quarter = threadIdx.x % 4;
@@ -38,14 +38,14 @@ __device__ __forceinline__ void attend(Rows& r, const Decode& a, u32 k_lane, u32
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             u32 b[4];
-            ldmatrix(b, moved<KEYS>(k_lane, key + 16 * n, 16 * step));
+            ldmatrix(b, offset_address<KEYS>(k_lane, key + 16 * n, 16 * step));
             mma_pair(x[2 * n], x[2 * n + 1], r.q[step], b);
         }
 #pragma unroll
     for (int i = 0; i < 8 * N; ++i) {
         const int half = i / 2 % 2, column = i / 4 * 8 + 2 * quarter + i % 2, back = r.at[half] - j - column;
         float& value = x[i / 4][i % 4];
-        value = bent(a, value) - r.slope[half] * back;
+        value = scaled_logit(a, value) - r.slope[half] * back;
         value = back < 0 || back > a.window || j + column >= last ? NEG_INF : value;
         peak[half] = fmaxf(peak[half], value);
     }
@@ -60,11 +60,11 @@ __device__ __forceinline__ void attend(Rows& r, const Decode& a, u32 k_lane, u32
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float new_top = fmaxf(r.top[half], peak[half]);
-            const float fade = exp2_fast(r.top[half] - finite_or_zero(new_top));
+            const float correction = exp2_fast(r.top[half] - finite_or_zero(new_top));
             r.top[half] = new_top;
-            r.sum[half] *= fade;
+            r.sum[half] *= correction;
 #pragma unroll
-            for (int n = 0; n < CHUNKS; ++n) r.o[n][2 * half] *= fade, r.o[n][2 * half + 1] *= fade;
+            for (int n = 0; n < CHUNKS; ++n) r.o[n][2 * half] *= correction, r.o[n][2 * half + 1] *= correction;
         }
     }
     const float base[2] = {finite_or_zero(r.top[0]), finite_or_zero(r.top[1])};
@@ -81,7 +81,7 @@ __device__ __forceinline__ void attend(Rows& r, const Decode& a, u32 k_lane, u32
 #pragma unroll
         for (int c = 0; c < CHUNKS; c += 2) {
             u32 b[4];
-            ldmatrix_transposed(b, moved<KEYS>(v_lane, key + 16 * n, 8 * c));
+            ldmatrix_transposed(b, offset_address<KEYS>(v_lane, key + 16 * n, 8 * c));
             mma_pair(r.o[c], r.o[c + 1], p, b);
         }
     }
@@ -99,24 +99,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_attention(
     __shared__ Spot spots[STAGES][KEYS];
     __shared__ float tops[WARPS][16], sums[WARPS][16];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, quarter = lane % 4;
-    const Work w = find_work<ROWS>(a);
+    const Work w = work_at<ROWS>(a);
     if (w.first == w.last && w.split > 0) {
-        if (thread < w.rows) store_lse(a, w, find_query(a, w, thread), NEG_INF, lse, parts_lse);
+        if (thread < w.rows) store_lse(a, w, query_at(a, w, thread), NEG_INF, lse, parts_lse);
         return;
     }
 
-    // ---- the pipeline: where keys lie is looked up a stage before they are loaded
+    // ---- the pipeline: the addresses of keys are looked up one stage before they are loaded
     const u32 tiles_at = shared_tiles();
     const int chunk = thread % CHUNKS, chunk_row = thread / CHUNKS;
     const bool k_inside = 8 * chunk < a.head_dim, v_inside = 8 * chunk < a.value_dim;
     auto look_up = [&](int stage) {
         const int j = w.first + stage * KEYS + thread;
-        return thread < KEYS && j < w.last ? find_outer(a, w.number, j) : -1;
+        return thread < KEYS && j < w.last ? outer_index(a, w.number, j) : -1;
     };
     auto note = [&](int stage, int outer) {
         const int j = w.first + stage * KEYS + thread;
         if (thread < KEYS)
-            spots[stage % STAGES][thread] = outer < 0 ? Spot{NOWHERE, NOWHERE} : find_spot(a, outer, j, w.kv_head);
+            spots[stage % STAGES][thread] = outer < 0 ? Spot{NOWHERE, NOWHERE} : spot_at(a, outer, j, w.kv_head);
     };
     auto load = [&](int stage) {
         const int place = stage % STAGES;
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_attention(
         cp_async_commit();
     }
 
-    // ---- this warp's rows: fragments of q; where rows lane / 4 and lane / 4 + 8 stand
+    // ---- this warp's rows: fragments of q, positions of rows lane / 4 and lane / 4 + 8
     const int tiles = w.rows > 32 ? 4 : w.rows > 16 ? 2 : 1, groups = WARPS / tiles;
     const int tile = warp % tiles, group = warp / tiles;
     Rows r = {};
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_attention(
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = 16 * tile + lane / 4 + 8 * half;
-        const Query query = find_query(a, w, row < w.rows ? row : 0);
+        const Query query = query_at(a, w, row < w.rows ? row : 0);
         const scalar* q_row = q + query.batch * a.q.batch + query.token * a.q.row + query.head * a.q.head;
         r.at[half] = query.at;
         r.slope[half] = slope_of(a, query);
@@ -163,11 +163,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_attention(
             }
     }
 
-    const u32 k_lane = crossed(tiles_at), v_lane = straight(tiles_at + TILE);
+    const u32 k_lane = lane_address_swapped(tiles_at), v_lane = lane_address(tiles_at + TILE);
     const int stride = 16 * groups;
     for (int stage = 0; stage < stages; ++stage) {
         cp_async_wait<STAGES - 2>();
-        __syncthreads();  // all have the stage, and are done with the one before
+        __syncthreads();  // the stage is complete, and the previous one has been read
         if (stage + STAGES - 1 < stages) load(stage + STAGES - 1);
         cp_async_commit();
         const int next = look_up(stage + STAGES);
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_attention(
         note(stage + STAGES, next);
     }
 
-    // ---- warps that took other keys of the same rows merge, through the memory of the tiles
+    // ---- merge the warps that took different keys of the same rows, in the shared memory of the tiles
     cp_async_wait<0>();
     __syncthreads();
     extern __shared__ __align__(128) float merged[];
@@ -201,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_attention(
     }
     __syncthreads();
     for (int row = warp; row < w.rows; row += WARPS) {
-        const Query query = find_query(a, w, row);
-        const int mine = row / 16, inside = row % 16;  // tile, and its row; group g of it is warp mine + g * tiles
+        const Query query = query_at(a, w, row);
+        const int mine = row / 16, inside = row % 16;  // tile, row in the tile; its group g is warp mine + g * tiles
         const float sink = sink_of(a, w, query);
         float peak = sink, weights[WARPS] = {};
         for (int g = 0; g < groups; ++g) peak = fmaxf(peak, tops[mine + g * tiles][inside]);

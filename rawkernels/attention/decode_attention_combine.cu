@@ -1,5 +1,5 @@
-// The splits of decode attention into one: out = sum_s w_s parts_s, w_s = exp(lse_s - max) / sum.
-// A block takes one query row; its threads take a column each, in as many groups of splits as there is room for.
+// Combines the splits of decode attention: out = sum_s w_s parts_s, w_s = exp(lse_s - max) / sum.
+// A block takes one query row. A thread takes one column, of every n-th split where the threads suffice for n groups.
 // Constants: scalar = float, f16, bf16
 // Launch:    grid = (B * T * H,), block = (256,), shared = 4 * splits bytes
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention_combine(
     const float factor = sum == 0.f ? 0.f : 1.f / sum;
 
     const int groups = max(1, THREADS / value_dim), group = thread / value_dim;
-    for (int first = 0; first < value_dim; first += THREADS) {  // once, up to a head size of 256
+    for (int first = 0; first < value_dim; first += THREADS) {  // one pass up to a head size of 256
         const int column = first + thread % value_dim;
         float y = 0.f;
         if (group < groups && column < value_dim) {

@@ -1,12 +1,12 @@
-// Attention of a few new tokens over a key-value cache: blocks split the keys; any GPU, fp32 on CUDA cores, any strides.
-// A block takes one query row; its warps take groups of four keys in turn, and merge at the end.
+// Attention of a few new tokens over a key-value cache, in float32 on CUDA cores, for any GPU and any strides: blocks split
+// the keys. A block takes one query row; its warps alternate in groups of four keys and merge at the end.
 // Constants: scalar = float, f16, bf16; HEAD_DIM = 128, 256 (both head sizes rounded up)
 // Launch:    grid = (KV heads * rows * splits * sequences,), block = (128,)
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "attention/common/decode.cuh"
 #include "common/reduce.cuh"
 
-constexpr int THREADS = 128, WARPS = 4, KEYS = 4, OWN = HEAD_DIM / 32;  // OWN columns a lane: lane, lane + 32, ...
+constexpr int THREADS = 128, WARPS = 4, KEYS = 4, OWN = HEAD_DIM / 32;  // a lane has OWN columns: lane, lane + 32, ...
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode_attention_simt(
     const Decode a,
@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention_simt(
     float* __restrict__ parts_lse) {      // (splits, B, T, H)
     __shared__ float tops[WARPS], sums[WARPS], merged[WARPS][HEAD_DIM];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const Work w = find_work<1>(a);
-    const Query query = find_query(a, w, 0);
+    const Work w = work_at<1>(a);
+    const Query query = query_at(a, w, 0);
     if (w.first == w.last && w.split > 0) {
         if (thread == 0) store_lse(a, w, query, NEG_INF, lse, parts_lse);
         return;
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention_simt(
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) {
             const int key = min(j + n, last - 1);
-            spots[n] = find_spot(a, find_outer(a, w.number, key), key, w.kv_head);
+            spots[n] = spot_at(a, outer_index(a, w.number, key), key, w.kv_head);
 #pragma unroll
             for (int e = 0; e < OWN; ++e) {
                 const int column = lane + 32 * e;
@@ -51,15 +51,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention_simt(
         }
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) {
-            const float value = bent(a, warp_reduce(x[n], Sum{})) - slope * (query.at - j - n);
+            const float value = scaled_logit(a, warp_reduce(x[n], Sum{})) - slope * (query.at - j - n);
             x[n] = j + n < last ? value : NEG_INF;
             peak = fmaxf(peak, x[n]);
         }
-        const float base = finite_or_zero(peak), fade = exp2f(top - base);
+        const float base = finite_or_zero(peak), correction = exp2f(top - base);
         top = peak;
-        sum *= fade;
+        sum *= correction;
 #pragma unroll
-        for (int e = 0; e < OWN; ++e) o[e] *= fade;
+        for (int e = 0; e < OWN; ++e) o[e] *= correction;
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) {
             const float p = exp2f(x[n] - base);

@@ -1,7 +1,8 @@
-// The gradient of attention by mma.sync (sm_80 and up) where only the scale and the band are between products and weights:
-// a block keeps OWN keys and visits the queries that see them, STEP at a time. Four warps make p of q and k and keep dv,
-// four make ds of dout and v and keep dk; all add dq to float32 in global memory. Before and after: ..._ampere_rows.cu.
-// Dao, "FlashAttention-2" (2023). Design and figures: notes/ampere-backward.md.
+// The gradient of attention by mma.sync (sm_80 and up), with only a scale and a window between products and probabilities. A
+// block owns OWN keys and loops over the queries that see them, STEP at a time. Four warps compute p from q and k and
+// accumulate dv, four compute ds from dout and v and accumulate dk; all add dq to float32 in global memory.
+// flash_attention_backward_ampere_rows.cu runs before and after. Dao, "FlashAttention-2" (2023). Design and figures:
+// notes/ampere-backward.md.
 // Constants: scalar = f16, bf16; HEAD_DIM = 64; OWN = 128; STEP = 128; STAGES = 2
 // Constants: scalar = f16, bf16; HEAD_DIM = 128; OWN = 128; STEP = 64; STAGES = 2
 // Constants: scalar = bf16; HEAD_DIM = 64, 128; OWN = 64; STEP = 64; STAGES = 2
@@ -16,26 +17,26 @@
 #include "attention/common/attention_backward_mma.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-// 16s of rows and columns that a warp has: of a step's logits, and of the block's dk or dv
+// Groups of 16 rows and columns of a warp, of a step's logits and of the block's dk or dv.
 constexpr int LOGITS_ACROSS = OWN > STEP ? 4 : 2, STEP_16 = STEP * LOGITS_ACROSS / 64, OWN_16 = OWN / 16 / LOGITS_ACROSS;
 constexpr int SUM_ACROSS = OWN >= 128 ? 2 : 4, SUM_16 = OWN * SUM_ACROSS / 64, WIDTH_16 = HEAD_DIM / 16 / SUM_ACROSS;
 constexpr int ROW_BYTES = (HEAD_DIM + 63) / 64 * 128;
 constexpr int OWN_BYTES = OWN * ROW_BYTES, STEP_BYTES = STEP * ROW_BYTES, WEIGHTS_BYTES = STEP * ((OWN + 63) / 64 * 128);
 constexpr int DKV_BYTES = 2 * OWN_BYTES + STAGES * (2 * STEP_BYTES + STEP * STATS_BYTES) + 3 * WEIGHTS_BYTES;
 
-// d = a b^T for this warp's logits, both as [row][head column]; a, b: what this lane passes to ldmatrix, straight and crossed
+// d = a b^T for this warp's logits, both as [row][head column]. a: lane_address of the tile, b: lane_address_swapped.
 __device__ __forceinline__ void multiply_rows(float (&d)[STEP_16][2 * OWN_16][4], u32 a, u32 b) {
-    u32 x[STEP_16][4], y[2][OWN_16][4];  // 16 rows of a are fetched when the last have been used: registers are few
+    u32 x[STEP_16][4], y[2][OWN_16][4];  // 16 rows of a are loaded when the previous ones have been used, to save registers
 #pragma unroll
-    for (int m = 0; m < STEP_16; ++m) ldmatrix(x[m], moved<STEP>(a, 16 * m, 0));
+    for (int m = 0; m < STEP_16; ++m) ldmatrix(x[m], offset_address<STEP>(a, 16 * m, 0));
 #pragma unroll
-    for (int n = 0; n < OWN_16; ++n) ldmatrix(y[0][n], moved<OWN>(b, 16 * n, 0));
+    for (int n = 0; n < OWN_16; ++n) ldmatrix(y[0][n], offset_address<OWN>(b, 16 * n, 0));
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
         const bool more = k + 1 < HEAD_DIM / 16;
         if (more)
 #pragma unroll
-            for (int n = 0; n < OWN_16; ++n) ldmatrix(y[(k + 1) % 2][n], moved<OWN>(b, 16 * n, 16 * (k + 1)));
+            for (int n = 0; n < OWN_16; ++n) ldmatrix(y[(k + 1) % 2][n], offset_address<OWN>(b, 16 * n, 16 * (k + 1)));
 #pragma unroll
         for (int m = 0; m < STEP_16; ++m) {
 #pragma unroll
@@ -45,13 +46,14 @@ __device__ __forceinline__ void multiply_rows(float (&d)[STEP_16][2 * OWN_16][4]
                     for (int e = 0; e < 4; ++e) d[m][2 * n][e] = d[m][2 * n + 1][e] = 0.f;
                 mma_pair(d[m][2 * n], d[m][2 * n + 1], x[m], y[k % 2][n]);
             }
-            if (more) ldmatrix(x[m], moved<STEP>(a, 16 * m, 16 * (k + 1)));
+            if (more) ldmatrix(x[m], offset_address<STEP>(a, 16 * m, 16 * (k + 1)));
         }
     }
 }
 
-// q k of 16 queries become p, at (row, column) of a tile of STEP queries. stats: of this lane's first query.
-__device__ __forceinline__ void weigh(float (&x)[2 * OWN_16][4], float scale, u32 stats, u32 tile, int row, int column) {
+// Turns q k of 16 queries into p and stores it at (row, column) of a tile of STEP queries. stats: of this lane's first query.
+__device__ __forceinline__ void probabilities(float (&x)[2 * OWN_16][4], float scale, u32 stats, u32 tile, int row,
+                                              int column) {
     const float lse[2] = {load_shared_float2(stats).x, load_shared_float2(stats + 8 * STATS_BYTES).x};
 #pragma unroll
     for (int n = 0; n < 2 * OWN_16; n += 2) {
@@ -60,14 +62,14 @@ __device__ __forceinline__ void weigh(float (&x)[2 * OWN_16][4], float scale, u3
         store_fragments<STEP>(tile, row, column + 8 * n, x[n], x[n + 1]);
     }
 }
-// dout v of the same queries become ds, at the same place of `tile`.
-__device__ __forceinline__ void differentiate(float (&x)[2 * OWN_16][4], u32 stats, u32 weights, u32 tile, int row,
+// Turns dout v of the same queries into ds and stores it at the same position of `tile`.
+__device__ __forceinline__ void compute_ds(float (&x)[2 * OWN_16][4], u32 stats, u32 weights, u32 tile, int row,
                                               int column) {
     const float delta[2] = {load_shared_float2(stats).y, load_shared_float2(stats + 8 * STATS_BYTES).y};
 #pragma unroll
     for (int n = 0; n < 2 * OWN_16; n += 2) {
         u32 packed[4];
-        ldmatrix(packed, moved<STEP>(straight(weights), row, column + 8 * n));
+        ldmatrix(packed, offset_address<STEP>(lane_address(weights), row, column + 8 * n));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const float2 p = unpack_pair(scalar(), packed[e]);
@@ -78,7 +80,7 @@ __device__ __forceinline__ void differentiate(float (&x)[2 * OWN_16][4], u32 sta
     }
 }
 
-struct Queries { int head, i; };  // of a step: the head, and the first
+struct Queries { int head, i; };  // of a step: the head and the first query
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
     const Attention a,
@@ -86,14 +88,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
     const scalar* __restrict__ k,         // (B, S, Hk, D)
     const scalar* __restrict__ v,         // (B, S, Hk, Dv)
     const scalar* __restrict__ dout,      // (B, T, H, Dv)
-    const float* __restrict__ stats,      // as flash_attention_rows leaves them
+    const float* __restrict__ stats,      // from flash_attention_rows
     long long rows,
-    float* __restrict__ dq_sum,           // of zeros, or null
+    float* __restrict__ dq_sum,           // zeros, or null
     scalar* __restrict__ dk,              // (B, S, Hk, D)
     scalar* __restrict__ dv) {            // (B, S, Hk, Dv)
     const int tiles = (a.keys + OWN - 1) / OWN, kv_heads = a.heads / a.group;
     const int first = blockIdx.x % tiles * OWN, kv_head = blockIdx.x / tiles % kv_heads;
-    const Sequence s = find_sequence(a, blockIdx.x / tiles / kv_heads);
+    const Sequence s = sequence_at(a, blockIdx.x / tiles / kv_heads);
     if (first >= s.key_rows) return;
     const int begin = max(0, first - s.offset - a.right) / STEP * STEP;
     const int end = first < s.keys ? min(s.queries, min(first + OWN, s.keys) - s.offset + a.left) : 0;
@@ -104,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
     };
 
     const int warp = threadIdx.x / 32, rank = warp % 4;
-    const bool weighs = warp < 4;
+    const bool computes_p = warp < 4;
     const int own = rank / (4 / LOGITS_ACROSS) * OWN_16 * 16, step_row = rank % (4 / LOGITS_ACROSS) * STEP_16 * 16;
     const int sum_own = rank / SUM_ACROSS * SUM_16 * 16, across = rank % SUM_ACROSS;
     const u32 k_tile = shared_tiles(), v_tile = k_tile + OWN_BYTES, q_tiles = v_tile + OWN_BYTES;
@@ -128,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
     float sum[SUM_16][2 * WIDTH_16][4] = {};
 #pragma unroll 1
     for (int n = 0; n <= steps; ++n) {
-        // after this barrier the last step's ds are there, and nobody reads the tiles of that step any more
+        // after this barrier ds of the previous step is complete, and the tiles of that step have been read
         if (STAGES == 2) cp_async_wait<0>();
         __syncthreads();
         if (n + STAGES - 1 < steps) load_step(n + STAGES - 1);
@@ -138,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
             const Queries last = queries(n - 1);
             add_dq<OWN, STEP, WARPS>(a, s, ds_tiles + (n - 1) % 2 * WEIGHTS_BYTES, k_tile, dq_sum, last.head, last.i);
         };
-        if (!weighs || n == steps) last_dq();
+        if (!computes_p || n == steps) last_dq();
         if (n == steps) break;
         if (STAGES == 1) {
             cp_async_wait<0>();
@@ -149,18 +151,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
         const u32 q_tile = q_tiles + stage * STEP_BYTES, dout_tile = dout_tiles + stage * STEP_BYTES;
         const u32 ds_tile = ds_tiles + n % 2 * WEIGHTS_BYTES;
         float x[STEP_16][2 * OWN_16][4];
-        multiply_rows(x, moved<STEP>(straight(weighs ? q_tile : dout_tile), step_row, 0),
-                      moved<OWN>(crossed(weighs ? k_tile : v_tile), own, 0));
-        const int lane = anew(threadIdx.x) % 32;
+        multiply_rows(x, offset_address<STEP>(lane_address(computes_p ? q_tile : dout_tile), step_row, 0),
+                      offset_address<OWN>(lane_address_swapped(computes_p ? k_tile : v_tile), own, 0));
+        const int lane = opaque((int)threadIdx.x) % 32;
         const u32 row_stats = stats_tiles + (stage * STEP + step_row + lane / 4) * STATS_BYTES;
-        if (weighs) {
-            const bool hides = is_partial(a, s, STEP, at.i, OWN, first);
+        if (computes_p) {
+            const bool masked = is_partial(a, s, STEP, at.i, OWN, first);
 #pragma unroll
             for (int m = 0; m < STEP_16; ++m) {
                 const int row = step_row + 16 * m;
-                if (hides) hide(a, s, at.i + row + lane / 4, first + own + lane % 4 * 2, x[m]);
-                weigh(x[m], a.scale * LOG2E, row_stats + 16 * m * STATS_BYTES, p_tile, row, own);
-                if (m == STEP_16 / 2 - 1) bar_arrive(9 + rank, 64);  // half of p for the warp that has the same dp
+                if (masked) apply_mask(a, s, at.i + row + lane / 4, first + own + lane % 4 * 2, x[m]);
+                probabilities(x[m], a.scale * LOG2E, row_stats + 16 * m * STATS_BYTES, p_tile, row, own);
+                if (m == STEP_16 / 2 - 1) bar_arrive(9 + rank, 64);  // half of p is complete for the warp with the same dp
             }
             bar_arrive(5 + rank, 64);
         } else {
@@ -168,20 +170,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
             for (int m = 0; m < STEP_16; ++m) {
                 if (m == 0 && STEP_16 > 1) bar_sync(9 + rank, 64);
                 if (m == STEP_16 / 2) bar_sync(5 + rank, 64);
-                differentiate(x[m], row_stats + 16 * m * STATS_BYTES, p_tile, ds_tile, step_row + 16 * m, own);
+                compute_ds(x[m], row_stats + 16 * m * STATS_BYTES, p_tile, ds_tile, step_row + 16 * m, own);
             }
         }
-        bar_sync(1 + warp / SUM_ACROSS, 32 * SUM_ACROSS);   // the warps of the same keys
+        bar_sync(1 + warp / SUM_ACROSS, 32 * SUM_ACROSS);   // the warps with the same keys
         add_product<true, STEP, STEP, SUM_ACROSS, SUM_16, WIDTH_16>(
-            sum, moved<STEP>(crossed(weighs ? p_tile : ds_tile), 0, sum_own),
-            moved<STEP>(straight(weighs ? dout_tile : q_tile), 0, 16 * across));
-        if (weighs) last_dq();
+            sum, offset_address<STEP>(lane_address_swapped(computes_p ? p_tile : ds_tile), 0, sum_own),
+            offset_address<STEP>(lane_address(computes_p ? dout_tile : q_tile), 0, 16 * across));
+        if (computes_p) last_dq();
     }
 
     cp_async_wait<0>();
     __syncthreads();
-    const float factor = weighs ? 1.f : a.scale;
-    put_tile<OWN, SUM_ACROSS, SUM_16, WIDTH_16>(weighs ? v_tile : k_tile, sum_own, across, factor, sum);
+    const float factor = computes_p ? 1.f : a.scale;
+    stage_tile<OWN, SUM_ACROSS, SUM_16, WIDTH_16>(computes_p ? v_tile : k_tile, sum_own, across, factor, sum);
     __syncthreads();
     const int count = s.key_rows - first;
     store_tile<OWN, THREADS>(k_tile, dk, a.dk, s, row, kv_head, count, a.head_dim);

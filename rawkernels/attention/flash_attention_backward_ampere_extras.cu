@@ -1,6 +1,6 @@
-// The gradient of attention by mma.sync where more is between products and weights than the scale and the band: a block
-// keeps OWN keys, dk and dv on chip and visits the queries that see them, STEP at a time, adding dq to float32 in global
-// memory. And dq without atomics, of any call: a block keeps OWN queries and visits keys. Notes: notes/ampere-backward.md.
+// The gradient of attention by mma.sync with softcap, bias, ALiBi or dropout. A block owns OWN keys, keeps dk and dv on chip
+// and loops over the queries that see the keys, STEP at a time, adding dq to float32 in global memory. flash_attention_dq
+// computes dq without atomics, for all calls: a block owns OWN queries and loops over keys. Notes: notes/ampere-backward.md.
 // Constants: scalar = f16, bf16; HEAD_DIM = 64; OWN = 128; STEP = 128; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = false
 // Constants: scalar = f16, bf16; HEAD_DIM = 64; OWN = 128; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 1; EXTRAS = true
 // Constants: scalar = f16, bf16; HEAD_DIM = 128; OWN = 128; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 2;
@@ -18,29 +18,29 @@
 #include "attention/common/attention_backward_mma.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int OWN_WARPS = OWN >= 64 ? OWN / 32 : 2, STEP_WARPS = WARPS / OWN_WARPS;  // the logits of a step, shared out
-constexpr int OWN_16 = OWN / 16 / OWN_WARPS, STEP_16 = STEP / 16 / STEP_WARPS;       // 16s of rows of a warp
-constexpr int WIDTH_16 = HEAD_DIM / 16 / STEP_WARPS;                                 // 16s of columns of its dk and dv
+constexpr int OWN_WARPS = OWN >= 64 ? OWN / 32 : 2, STEP_WARPS = WARPS / OWN_WARPS;  // the warps' grid for a step's logits
+constexpr int OWN_16 = OWN / 16 / OWN_WARPS, STEP_16 = STEP / 16 / STEP_WARPS;       // groups of 16 rows of a warp
+constexpr int WIDTH_16 = HEAD_DIM / 16 / STEP_WARPS;                                 // groups of 16 columns of its dk and dv
 constexpr int ROW_BYTES = (HEAD_DIM + 63) / 64 * 128;
 constexpr int OWN_BYTES = OWN * ROW_BYTES, STEP_BYTES = STEP * ROW_BYTES;
 constexpr int WEIGHTS_BYTES = STEP * ((OWN + 63) / 64 * 128), DS_BYTES = OWN * ((STEP + 63) / 64 * 128);
 constexpr int DKV_BYTES = 2 * OWN_BYTES + STAGES * (2 * STEP_BYTES + STEP * STATS_BYTES) + (1 + DS_TILES) * WEIGHTS_BYTES;
 constexpr int DQ_BYTES = 2 * OWN_BYTES + STAGES * 2 * STEP_BYTES + DS_BYTES + OWN * STATS_BYTES;
 static_assert(STEP_16 > 0 && STEP_WARPS <= 4 && HEAD_DIM / 16 % STEP_WARPS == 0,
-              "flash_attention_backward_ampere_extras.cu: OWN, STEP and WARPS do not share out");
+              "flash_attention_backward_ampere_extras.cu: logits do not divide among the warps");
 
-// d = a b^T, both as [row][head column]; a, b: what this lane passes to ldmatrix, straight and crossed
-struct Nothing { __device__ void operator()(int) const {} };
-template <int A_ROWS, int B_ROWS, int M, int N, typename Meanwhile = Nothing>
-__device__ __forceinline__ void multiply_rows(float (&d)[M][2 * N][4], u32 a, u32 b, Meanwhile meanwhile = {}) {
+// d = a b^T, both as [row][head column]. a: lane_address of the tile, b: lane_address_swapped; `overlap` runs in each step.
+struct NoOverlap { __device__ void operator()(int) const {} };
+template <int A_ROWS, int B_ROWS, int M, int N, typename Overlap = NoOverlap>
+__device__ __forceinline__ void multiply_rows(float (&d)[M][2 * N][4], u32 a, u32 b, Overlap overlap = {}) {
     u32 x[2][M][4], y[2][N][4];
 #pragma unroll
     for (int k = -1; k < HEAD_DIM / 16; ++k) {
         if (k + 1 < HEAD_DIM / 16) {
 #pragma unroll
-            for (int m = 0; m < M; ++m) ldmatrix(x[(k + 1) % 2][m], moved<A_ROWS>(a, 16 * m, 16 * (k + 1)));
+            for (int m = 0; m < M; ++m) ldmatrix(x[(k + 1) % 2][m], offset_address<A_ROWS>(a, 16 * m, 16 * (k + 1)));
 #pragma unroll
-            for (int n = 0; n < N; ++n) ldmatrix(y[(k + 1) % 2][n], moved<B_ROWS>(b, 16 * n, 16 * (k + 1)));
+            for (int n = 0; n < N; ++n) ldmatrix(y[(k + 1) % 2][n], offset_address<B_ROWS>(b, 16 * n, 16 * (k + 1)));
         }
         if (k < 0) continue;
 #pragma unroll
@@ -52,12 +52,12 @@ __device__ __forceinline__ void multiply_rows(float (&d)[M][2 * N][4], u32 a, u3
                     for (int e = 0; e < 4; ++e) d[m][2 * n][e] = d[m][2 * n + 1][e] = 0.f;
                 mma_pair(d[m][2 * n], d[m][2 * n + 1], x[k % 2][m], y[k % 2][n]);
             }
-        meanwhile(k);
+        overlap(k);
     }
 }
 
-// ---- from logits to weights
-// What a block's logits have in common. i0, j0: the first query and key of this warp's logits.
+// ---- from logits to probabilities and their gradient
+// Parameters of a step's logits. i0, j0: the first query and key of this warp's logits.
 struct Logits {
     const Attention& a;
     const Sequence& s;
@@ -69,22 +69,22 @@ struct Logits {
     __device__ __forceinline__ int i() const { return i0 + threadIdx.x % 32 / 4; }
     __device__ __forceinline__ int j() const { return j0 + threadIdx.x % 4 * 2; }
 
-    // x = q k and dp = dout v become p, as it weighs v, and the gradient of x / scale
+    // Turns x = q k and dp = dout v into p after dropout and the gradient of the scaled products.
     template <int M, int N>
-    __device__ __forceinline__ void weigh(float (&x)[M][N][4], float (&dp)[M][N][4], bool hides) const {
+    __device__ __forceinline__ void softmax_gradient(float (&x)[M][N][4], float (&dp)[M][N][4], bool masked) const {
         const bool drops = a.query_words;
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int n = 0; n < N; n += 2) {  // 16 x 16 at a time, as dropout does
-                float (&logit)[2][4] = *(float (*)[2][4])&x[m][n], bend[2][4];
-                apply_extras(a, s, head, i() + 16 * m, j() + 8 * n, logit, bend);
-                if (hides) hide(a, s, i() + 16 * m, j() + 8 * n, logit);
+            for (int n = 0; n < N; n += 2) {  // 16 x 16 at a time, the unit of dropout
+                float (&logit)[2][4] = *(float (*)[2][4])&x[m][n], softcap_grad[2][4];
+                apply_extras(a, s, head, i() + 16 * m, j() + 8 * n, logit, softcap_grad);
+                if (masked) apply_mask(a, s, i() + 16 * m, j() + 8 * n, logit);
                 Kept words;
-                if (drops) words = kept_anew(a, s, head, i() + 16 * m, j() + 8 * n);
+                if (drops) words = kept_of_lane_opaque(a, s, head, i() + 16 * m, j() + 8 * n);
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
-                    const u32 at = anew((int)stats) + (16 * m + e / 2 % 2 * 8 + threadIdx.x % 32 / 4) * STATS_BYTES;
+                    const u32 at = opaque((int)stats) + (16 * m + e / 2 % 2 * 8 + threadIdx.x % 32 / 4) * STATS_BYTES;
                     const float2 row = load_shared_float2(at);
                     const bool keeps = !drops || kept(e % 2 ? words.odd : words.even, byte_of(e / 2));
                     const float factor = keeps ? a.keep_scale : 0.f, p = exp2_fast(logit[e / 4][e % 4] - row.x);
@@ -94,12 +94,12 @@ struct Logits {
                 }
                 if (dbias) add_dbias(i() + 16 * m, j() + 8 * n, &dp[m][n]);
 #pragma unroll
-                for (int e = 0; e < 8; ++e) dp[m][n + e / 4][e % 4] *= bend[e / 4][e % 4];
+                for (int e = 0; e < 8; ++e) dp[m][n + e / 4][e % 4] *= softcap_grad[e / 4][e % 4];
             }
     }
-    // ds of this lane's share of 16 x 16 logits from (i, j) on; outside the band and past the ends it is 0
+    // Adds ds of this lane's share of 16 x 16 logits from (i, j) on; ds is 0 where masked.
     __device__ __forceinline__ void add_dbias(int i, int j, const float (*ds)[4]) const {
-        i = anew(i), j = anew(j);
+        i = opaque(i), j = opaque(j);
         const Strides& t = dbias_strides;
         const int row = (int)t.row, column = (int)t.column;
         float* target = dbias + s.number * t.batch + head * t.head + i * t.row + j * column;
@@ -109,24 +109,24 @@ struct Logits {
                 atomicAdd(target + e / 2 % 2 * 8 * row + (e / 4 * 8 + e % 2) * column, ds[e / 4][e % 4]);
     }
 
-    // both products, and from them both weights; q and dout: a straight, k and v: b crossed, as multiply_rows takes them
+    // Computes both products, then p and ds. q and dout are operands a, k and v operands b of multiply_rows.
     template <int Q_ROWS, int K_ROWS, int M, int N>
     __device__ __forceinline__ void compute(float (&x)[M][2 * N][4], float (&dp)[M][2 * N][4], u32 q, u32 dout,
-                                            u32 k, u32 v, bool hides) const {
+                                            u32 k, u32 v, bool masked) const {
         multiply_rows<Q_ROWS, K_ROWS, M, N>(x, q, k);
         if constexpr (EXTRAS) {
             multiply_rows<Q_ROWS, K_ROWS, M, N>(dp, dout, v);
-            weigh(x, dp, hides);
+            softmax_gradient(x, dp, masked);
             return;
         }
-        if (hides)
+        if (masked)
 #pragma unroll
-            for (int m = 0; m < M; ++m) hide(a, s, i() + 16 * m, j(), x[m]);
+            for (int m = 0; m < M; ++m) apply_mask(a, s, i() + 16 * m, j(), x[m]);
         float2 row[2 * M];
 #pragma unroll
         for (int m = 0; m < 2 * M; ++m) row[m] = load_shared_float2(stats + (8 * m + threadIdx.x % 32 / 4) * STATS_BYTES);
         const float scale = a.scale * LOG2E;
-        constexpr int PART = (M * N * 8 * 16 + HEAD_DIM - 1) / HEAD_DIM;  // exponentials while 16 columns are multiplied
+        constexpr int PART = (M * N * 8 * 16 + HEAD_DIM - 1) / HEAD_DIM;  // exponentials per step of the product
         multiply_rows<Q_ROWS, K_ROWS, M, N>(dp, dout, v, [&](int step) {
 #pragma unroll
             for (int n = 0; n < PART; ++n) {
@@ -158,16 +158,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
     const scalar* __restrict__ k,         // (B, S, Hk, D)
     const scalar* __restrict__ v,         // (B, S, Hk, Dv)
     const scalar* __restrict__ dout,      // (B, T, H, Dv)
-    const float* __restrict__ stats,      // as flash_attention_rows leaves them
+    const float* __restrict__ stats,      // from flash_attention_rows
     long long rows,
-    float* __restrict__ dq_sum,           // of zeros, or null
-    float* __restrict__ dbias,            // of zeros, by strides; or null
+    float* __restrict__ dq_sum,           // zeros, or null
+    float* __restrict__ dbias,            // zeros, by strides; or null
     const Strides dbias_strides,
     scalar* __restrict__ dk,              // (B, S, Hk, D)
     scalar* __restrict__ dv) {            // (B, S, Hk, Dv)
     const int tiles = (a.keys + OWN - 1) / OWN, kv_heads = a.heads / a.group;
     const int first = blockIdx.x % tiles * OWN, kv_head = blockIdx.x / tiles % kv_heads;
-    const Sequence s = find_sequence(a, blockIdx.x / tiles / kv_heads);
+    const Sequence s = sequence_at(a, blockIdx.x / tiles / kv_heads);
     if (first >= s.key_rows) return;
     const int begin = max(0, first - s.offset - a.right) / STEP * STEP;
     const int end = first < s.keys ? min(s.queries, min(first + OWN, s.keys) - s.offset + a.left) : 0;
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
     float dk_sum[OWN_16][2 * WIDTH_16][4] = {}, dv_sum[OWN_16][2 * WIDTH_16][4] = {};
 #pragma unroll 1
     for (int n = 0; n <= steps; ++n) {
-        // after this barrier the last step's ds are there, and nobody reads the tiles of that step any more
+        // after this barrier ds of the previous step is complete, and the tiles of that step have been read
         if (STAGES == 2) cp_async_wait<0>();
         __syncthreads();
         const int next = n + STAGES - 1;
@@ -216,22 +216,26 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
                                first + own, stats_tiles + (stage * STEP + step_row) * STATS_BYTES};
         float x[STEP_16][2 * OWN_16][4], dp[STEP_16][2 * OWN_16][4];
         logits.compute<STEP, OWN, STEP_16, OWN_16>(
-            x, dp, moved<STEP>(straight(q_tile), step_row, 0), moved<STEP>(straight(dout_tile), step_row, 0),
-            moved<OWN>(crossed(k_tile), own, 0), moved<OWN>(crossed(v_tile), own, 0), is_partial(a, s, STEP, i, OWN, first));
-        if (STAGES == 2 && DS_TILES == 1) __syncthreads();  // until the last ds have been read
+            x, dp, offset_address<STEP>(lane_address(q_tile), step_row, 0),
+            offset_address<STEP>(lane_address(dout_tile), step_row, 0),
+            offset_address<OWN>(lane_address_swapped(k_tile), own, 0),
+            offset_address<OWN>(lane_address_swapped(v_tile), own, 0), is_partial(a, s, STEP, i, OWN, first));
+        if (STAGES == 2 && DS_TILES == 1) __syncthreads();  // ds of the previous step has been read
         store_weights<STEP>(p_tile, step_row, own, x);
         store_weights<STEP>(ds_tile, step_row, own, dp);
-        bar_sync(1 + warp / STEP_WARPS, 32 * STEP_WARPS);   // the warps of the same keys
+        bar_sync(1 + warp / STEP_WARPS, 32 * STEP_WARPS);   // the warps with the same keys
         add_product<true, STEP, STEP, STEP_WARPS, OWN_16, WIDTH_16>(
-            dv_sum, moved<STEP>(crossed(p_tile), 0, own), moved<STEP>(straight(dout_tile), 0, 16 * across));
+            dv_sum, offset_address<STEP>(lane_address_swapped(p_tile), 0, own),
+            offset_address<STEP>(lane_address(dout_tile), 0, 16 * across));
         add_product<true, STEP, STEP, STEP_WARPS, OWN_16, WIDTH_16>(
-            dk_sum, moved<STEP>(crossed(ds_tile), 0, own), moved<STEP>(straight(q_tile), 0, 16 * across));
+            dk_sum, offset_address<STEP>(lane_address_swapped(ds_tile), 0, own),
+            offset_address<STEP>(lane_address(q_tile), 0, 16 * across));
     }
 
     cp_async_wait<0>();
     __syncthreads();
-    put_tile<OWN, STEP_WARPS, OWN_16, WIDTH_16>(k_tile, own, across, a.scale, dk_sum);
-    put_tile<OWN, STEP_WARPS, OWN_16, WIDTH_16>(v_tile, own, across, 1.f, dv_sum);
+    stage_tile<OWN, STEP_WARPS, OWN_16, WIDTH_16>(k_tile, own, across, a.scale, dk_sum);
+    stage_tile<OWN, STEP_WARPS, OWN_16, WIDTH_16>(v_tile, own, across, 1.f, dv_sum);
     __syncthreads();
     const int count = s.key_rows - first;
     store_tile<OWN, THREADS>(k_tile, dk, a.dk, s, at, kv_head, count, a.head_dim);
@@ -244,11 +248,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dq(
     const scalar* __restrict__ k,         // (B, S, Hk, D)
     const scalar* __restrict__ v,         // (B, S, Hk, Dv)
     const scalar* __restrict__ dout,      // (B, T, H, Dv)
-    const float* __restrict__ stats,      // as flash_attention_rows leaves them
+    const float* __restrict__ stats,      // from flash_attention_rows
     long long rows,
     scalar* __restrict__ dq) {            // (B, T, H, D)
     const int tiles = (a.queries + OWN - 1) / OWN, first = blockIdx.x % tiles * OWN, head = blockIdx.x / tiles % a.heads;
-    const Sequence s = find_sequence(a, blockIdx.x / tiles / a.heads);
+    const Sequence s = sequence_at(a, blockIdx.x / tiles / a.heads);
     if (first >= s.queries) return;
     const int kv_head = head / a.group, last = min(first + OWN, s.queries) - 1;
     const int begin = max(0, first + s.offset - a.left) / STEP * STEP, end = min(s.keys, last + s.offset + a.right + 1);
@@ -278,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dq(
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
         if (STAGES == 2) cp_async_wait<0>();
-        __syncthreads();  // nobody reads the last step's tiles any more
+        __syncthreads();  // the previous step's tiles have been read
         const int next = n + STAGES - 1;
         if (next < steps) load_step(next);
         cp_async_commit();
@@ -291,18 +295,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dq(
         const Logits logits = {a, s, nullptr, none, head, first + own, j + step_row, stats_tile + own * STATS_BYTES};
         float x[OWN_16][2 * STEP_16][4], ds[OWN_16][2 * STEP_16][4];
         logits.compute<OWN, STEP, OWN_16, STEP_16>(
-            x, ds, moved<OWN>(straight(q_tile), own, 0), moved<OWN>(straight(dout_tile), own, 0),
-            moved<STEP>(crossed(k_tile), step_row, 0), moved<STEP>(crossed(v_tile), step_row, 0),
+            x, ds, offset_address<OWN>(lane_address(q_tile), own, 0), offset_address<OWN>(lane_address(dout_tile), own, 0),
+            offset_address<STEP>(lane_address_swapped(k_tile), step_row, 0),
+            offset_address<STEP>(lane_address_swapped(v_tile), step_row, 0),
             is_partial(a, s, OWN, first, STEP, j));
         store_weights<OWN>(ds_tile, own, step_row, ds);
-        bar_sync(1 + warp / STEP_WARPS, 32 * STEP_WARPS);   // the warps of the same queries
+        bar_sync(1 + warp / STEP_WARPS, 32 * STEP_WARPS);   // the warps with the same queries
         add_product<false, STEP, OWN, STEP_WARPS, OWN_16, WIDTH_16>(
-            dq_sum, moved<OWN>(straight(ds_tile), own, 0), moved<STEP>(straight(k_tile), 0, 16 * across));
+            dq_sum, offset_address<OWN>(lane_address(ds_tile), own, 0),
+            offset_address<STEP>(lane_address(k_tile), 0, 16 * across));
     }
 
     cp_async_wait<0>();
     __syncthreads();
-    put_tile<OWN, STEP_WARPS, OWN_16, WIDTH_16>(q_tile, own, across, a.scale, dq_sum);
+    stage_tile<OWN, STEP_WARPS, OWN_16, WIDTH_16>(q_tile, own, across, a.scale, dq_sum);
     __syncthreads();
     store_tile<OWN, THREADS>(q_tile, dq, a.dq, s, at, head, s.queries - first, a.head_dim);
 }

@@ -1,4 +1,4 @@
-// The first and the last pass of the gradient by mma.sync (sm_80 and up): delta and lse by rows; dq rounded.
+// The first and the last launch of the gradient by mma.sync (sm_80 and up): delta and lse of rows; dq from its sums.
 // Constants: scalar = f16, bf16; HEAD_DIM = 64, 96, 128, 192, 256
 // Launch:    grid = (ceil(longest queries / 16) * sequences,), block = (256,)
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
@@ -6,7 +6,7 @@
 
 constexpr int ROWS_THREADS = 256, ROWS_LANES = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32;
 
-__device__ __forceinline__ float product_of_pairs(u32 x, u32 y) {
+__device__ __forceinline__ float dot_pairs(u32 x, u32 y) {
     scalar a, b, c, d;
     a.bits = (unsigned short)x, b.bits = (unsigned short)(x >> 16);
     c.bits = (unsigned short)y, d.bits = (unsigned short)(y >> 16);
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(256) flash_attention_rows(
     float* __restrict__ delta,        // (B, H, T) or null: rowsum(dout * out) - dlse
     long long rows) {
     const int units = (a.queries + UNIT - 1) / UNIT, first = blockIdx.x % units * UNIT;
-    const Sequence s = find_sequence(a, blockIdx.x / units);
+    const Sequence s = sequence_at(a, blockIdx.x / units);
     if (first >= s.queries) return;
     const int column = threadIdx.x % ROWS_LANES * 8;
 #pragma unroll 4
@@ -34,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(256) flash_attention_rows(
         if (inside && column < a.value_dim) {
             const uint4 x = *(const uint4*)(rows_of(out, a.out, s.number, s.first_query + i, head) + column);
             const uint4 y = *(const uint4*)(rows_of(dout, a.dout, s.number, s.first_query + i, head) + column);
-            sum = (product_of_pairs(x.x, y.x) + product_of_pairs(x.y, y.y)) +
-                  (product_of_pairs(x.z, y.z) + product_of_pairs(x.w, y.w));
+            sum = (dot_pairs(x.x, y.x) + dot_pairs(x.y, y.y)) +
+                  (dot_pairs(x.z, y.z) + dot_pairs(x.w, y.w));
         }
 #pragma unroll
         for (int lane = ROWS_LANES / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
@@ -51,13 +51,13 @@ extern "C" __global__ void __launch_bounds__(256) flash_attention_rows(
     }
 }
 
-// dq = scale * dq_sum, rounded
+// dq = scale * dq_sum, rounded to 16 bits.
 extern "C" __global__ void __launch_bounds__(256) flash_attention_dq_store(
     const Attention a,
     const float* __restrict__ dq_sum,
     scalar* __restrict__ dq) {        // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
     const int units = (a.queries + UNIT - 1) / UNIT, first = blockIdx.x % units * UNIT;
-    const Sequence s = find_sequence(a, blockIdx.x / units);
+    const Sequence s = sequence_at(a, blockIdx.x / units);
     const int row = threadIdx.x % UNIT, i = first + row;
     if (i >= s.queries) return;
 #pragma unroll 2

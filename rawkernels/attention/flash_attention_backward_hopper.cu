@@ -5,22 +5,22 @@
 // Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = true (softcap, any bias, ALiBi); DROPOUT = false; BIASED = false;
 //            DETERMINISTIC = false, true; CHAINED = false
 // Constants: scalar = f16, bf16; WIDTH = 128; EXTRAS = false; DROPOUT = false; BIASED = true (a bias of 16-bit numbers,
-//            by the copy engine, and nothing else); DETERMINISTIC = false, true; CHAINED = false
+//            loaded by TMA, and nothing else); DETERMINISTIC = false, true; CHAINED = false
 // Constants: scalar = f16, bf16; WIDTH = 64; EXTRAS = false; DROPOUT = false; BIASED = false; DETERMINISTIC = false;
-//            CHAINED = true (a block takes all tiles of a head: dq_sum needs no zeros)
+//            CHAINED = true (a block takes all tiles of a head: dq_sum is not cleared before)
 // Launch:    grid = (min(key tiles / chain, SMs),), block = (384,), shared = SHARED bytes
 // Arch: sm_90a
 //
-// A block takes tiles of BN keys of one KV head from a counter, longest first. Keys and values stay in shared memory;
-// queries, dout, lse and delta pass by. Two threads load, already for the next tile; a warp adds dq to memory. Two
-// warpgroups of 64 keys compute, everything transposed:
+// A persistent block takes tiles of BN keys of one KV head from a counter, longest first. Keys and values stay in shared
+// memory; queries, dout, lse and delta are streamed. Two producer threads load, up to the next tile; one warp adds dq to
+// global memory by TMA. Two consumer warpgroups of 64 keys compute, everything transposed:
 //   S^T = K Q^T,  dP^T = V dO^T,  P^T = exp2(S^T c - lse),  dS^T = P^T (dP^T - delta),
 //   dV += P^T dO and dK += dS^T Q from registers,  dQ = dS K by way of shared memory.
-// While exponentials are taken dP^T runs, while dS^T is formed dV does, and while dQ is handed to the warp that adds it
-// to memory, S^T of the next step. dQ needs both warpgroups' dS^T: they take turns at it, so that neither waits for the
-// other, and one takes exponentials while the other's products run.
-// With dropout P^T's signs say what is dropped, set amid the exponentials. dS^T counts in units of 1 / (1 - p): delta comes
-// in them, and dK and dQ are scaled at the end, so that nothing is where it is dropped and no factor elsewhere.
+// Overlap: dP^T runs during the exponentials, dV during the computation of dS^T, and S^T of the next step while dQ is passed
+// to the warp that adds it. dQ needs dS^T of both warpgroups: they alternate at it, so that neither waits for the other, and
+// one computes exponentials while the products of the other run.
+// Dropout: the signs of P^T, set during the exponentials, hold the mask. dS^T is in units of 1 / (1 - p): delta comes in these
+// units, and dK and dQ are scaled at the end, so the inner loop needs no factor.
 #include "attention/common/attention_backward_hopper.cuh"
 #include "attention/common/backward_pipeline_hopper.cuh"
 
@@ -31,24 +31,22 @@ constexpr int HALVES = BM / 64;
 [[maybe_unused]] constexpr int SHARED =
     2048 + 2 * STAGES * (Q_BYTES + ROWS_BYTES) + 2 * K_BYTES + 2 * DS_BYTES + 2 * SUM_BYTES
     + (BIASED ? STAGES * BIAS_BYTES : 0) + (DROPOUT ? STAGES * (WORD_BYTES + KEY_WORD_BYTES) : 0);
-// There are registers for S^T beside both halves of dQ.
+// Registers suffice for S^T together with both halves of dQ.
 constexpr bool ROOM = WIDTH == 64;
 
-constexpr u32 NONE = ~0u;  // no part of dq: there is no more
+constexpr u32 NONE = ~0u;  // instead of a part of dq: the end
 
-// Adding to dq in turns.
-__device__ __forceinline__ void await(const int* turn, int mine) {
-    int now;
-    do asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    while (now != mine);
-    asm volatile("fence.proxy.async.global;" ::: "memory");
+// The order of additions to dq.
+__device__ __forceinline__ void wait_turn(const int* turn, int mine) {
+    while (load_acquire(turn) != mine) {}
+    fence_async_proxy_global();
 }
-__device__ __forceinline__ void pass_on(int* turn) {
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(turn) : "memory");
+__device__ __forceinline__ void end_turn(int* turn) {
+    fence_async_proxy_global();
+    increment_release(turn);
 }
 
-// Dropout leaves its mark in the signs of P^T: a dropped weight becomes negative, rounding makes it zero.
+// Packs P^T. With dropout a dropped weight is negative and becomes zero.
 __device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM / 2], int first) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -56,53 +54,55 @@ __device__ __forceinline__ void pack_half(u32 (&p)[4][4], const float (&st)[BM /
         p[i / 4][i % 4] = DROPOUT ? pack_positive(scalar(), x, y) : pack_pair(scalar(), x, y);
     }
 }
-// The marks on eight weights, of 16 queries.
-__device__ __forceinline__ void mark(float* weight, uint4 words, u32 bounds, uint2 key_words) {
+// Sets the signs of eight weights, of 16 queries.
+__device__ __forceinline__ void mark_weights(float* weight, uint4 words, u32 bounds, uint2 key_words) {
     const u32 kept[2] = {kept_bytes(words.x, words.z, key_words.x, bounds),
                          kept_bytes(words.y, words.w, key_words.y, bounds)};
 #pragma unroll
     for (int n = 0; n < 8; ++n) weight[n] = mark_dropped(weight[n], kept[n % 2], n / 2);
 }
 
-// What a lane passes to ldmatrix_transposed for the bias of 16 queries from one of the step's on and 16 keys, in the order
-// of accumulators.
+// A lane's address for ldmatrix_transposed of the bias of 16 queries and 16 keys, from a query of the step and a key of the
+// tile on, in the layout of accumulators.
 __device__ __forceinline__ u32 bias_address(const Shared& m, const Ring& ring, int query, int key) {
     int lane = threadIdx.x % 32;
-    asm volatile("" : "+r"(lane));
+    lane = opaque(lane);
     return chunk_address<BM>(m.bias + ring.stage * BIAS_BYTES, query + lane % 8 + lane / 16 * 8, key / 8 + lane / 8 % 2);
 }
 
-// Sixteen columns of packed accumulators into a tile of ROWS rows: store_tile's k-th part.
+// Stores 16 columns of packed accumulators to a tile of ROWS rows: part k of store_tile.
 template <int ROWS>
 __device__ __forceinline__ void store_fragment(u32 tile, int row0, int lane, int k, const u32 (&p)[4]) {
     stmatrix(chunk_address<ROWS>(tile, row0 + (lane & 15), 2 * k + (lane >> 4)), p);
 }
-// Keeps the compiler from computing all addresses at once or rounding all results late: there are no registers for it.
-__device__ __forceinline__ void hide(long long& at, u32& x, u32& y) {
-    asm volatile("" : "+l"(at), "+r"(x), "+r"(y));
+// Keeps the compiler from computing all addresses at once or rounding all results late, which would spill.
+__device__ __forceinline__ void make_opaque(long long& at, u32& x, u32& y) {
+    at = opaque(at);
+    x = opaque(x);
+    y = opaque(y);
 }
 
-// A half of dQ to where the warp that adds takes it.
-__device__ __forceinline__ void hand_over(const Shared& m, float (&dq)[32], int half) {
+// Stores a half of dQ to shared memory for the warp that adds it.
+__device__ __forceinline__ void stage_dq(const Shared& m, float (&dq)[32], int half) {
     int thread = threadIdx.x % 128;
-    asm volatile("" : "+r"(thread));
-    hold(dq);
+    thread = opaque(thread);
+    keep_live(dq);
     if (half == 0) bar_sync(FREE, 160);
 #pragma unroll
     for (int i = 0; i < 32; i += 4)
         store_shared(m.sums + half * SUM_BYTES + (i / 4 * 128 + thread) * 16, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
 }
 
-// A step: a block of queries on the tile's keys. SUMS: it is this warpgroup's turn at dQ.
+// A step: a block of queries with the tile's keys. SUMS: this warpgroup computes dQ of the step.
 template <bool SUMS>
 __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention& a, int w, int left, Ring& ring,
                                      float (&st)[BM / 2], float (&dk_sum)[WIDTH / 2], float (&dv_sum)[WIDTH / 2],
                                      float* dbias, const TensorMap& ds_map, int stores_ds) {
-    // hidden here and elsewhere: else the compiler keeps addresses in registers that the accumulators need
+    // opaque, here and below: otherwise the compiler keeps addresses in registers that the accumulators need
     int thread = threadIdx.x % 128;
-    if (!EXTRAS) asm volatile("" : "+r"(thread));
+    if (!EXTRAS) thread = opaque(thread);
     const int warp_row = 64 * w + thread / 32 * 16;
-    const float scale_log2 = a.scale * LOG2_E;
+    const float scale_log2 = a.scale * LOG2E;
     const u32 info = m.steps + 16 * ring.stage;
     const u32 q = m.q + ring.stage * Q_BYTES, lse_rows = m.lse + ring.stage * ROWS_BYTES;
     const u32 grad = m.grad + ring.stage * Q_BYTES, delta_rows = m.delta + ring.stage * ROWS_BYTES;
@@ -112,8 +112,8 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     mbar_wait(m.grad_full + 8 * ring.stage, ring.parity);
     if (!EXTRAS) {
         u32 values = m.v + w * 64 * 128;
-        if (DROPOUT || DETERMINISTIC) asm volatile("" : "+r"(values));  // else ptxas spills a descriptor
-        hold(dst); wgmma_fence();
+        if (DROPOUT || DETERMINISTIC) values = opaque(values);  // otherwise ptxas spills a descriptor
+        keep_live(dst); wgmma_fence();
         product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, values, grad);
         wgmma_commit();
     }
@@ -151,24 +151,24 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
                     const int r = n / 2, c = 8 * (i >> 2) + n % 2;
                     const bool seen = c >= low[r] && c <= high[r] && c < room;
                     const float penalty = slope * (float)abs(distance + c - 8 * r);
-                    float bend;
-                    weight[n] = weigh(a, st[i + n], n % 2 ? x.y : x.x, penalty,
-                                      at + n % 2 * a.bias.row + 8 * r * a.bias.column, seen, bend);
-                    st[i + n] = weight[n] * bend;
+                    float softcap_grad;
+                    weight[n] = probability(a, st[i + n], n % 2 ? x.y : x.x, penalty,
+                                      at + n % 2 * a.bias.row + 8 * r * a.bias.column, seen, softcap_grad);
+                    st[i + n] = weight[n] * softcap_grad;
                 }
                 rounded[i / 4 % 2 * 2] = pack_pair(scalar(), weight[0], weight[1]);
                 rounded[i / 4 % 2 * 2 + 1] = pack_pair(scalar(), weight[2], weight[3]);
                 if (i % 8) store_fragment<BN>(ds_tile + h * BN * 128, warp_row, thread % 32, i / 8 % 4, rounded);
 #pragma unroll
-                for (int n = 0; n < 4; ++n) asm volatile("" : "+f"(st[i + n]));
+                for (int n = 0; n < 4; ++n) st[i + n] = opaque(st[i + n]);
                 at += 8 * a.bias.row;
-                hide(at, rounded[i / 4 % 2 * 2], rounded[i / 4 % 2 * 2 + 1]);
+                make_opaque(at, rounded[i / 4 % 2 * 2], rounded[i / 4 % 2 * 2 + 1]);
             }
         } else {
             u32 bias[4], bounds;
             uint4 words;
             uint2 key_words;
-            if (DROPOUT) {  // for queries 2c and 2c + 1 of every 8
+            if (DROPOUT) {  // the words for queries 2c and 2c + 1 of every 8
                 const u32 at = m.key_words + ring.stage * KEY_WORD_BYTES + warp_row * (KEY_WORDS / 4)
                                + (thread % 4 * 16 + thread % 32 / 4) * 4;
                 key_words = {load_shared(at), load_shared(at + 32)};
@@ -176,23 +176,23 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
 #pragma unroll
             for (int i = 32 * h; i < 32 * h + 32; i += 4) {
                 const u32 row = m.words + ring.stage * WORD_BYTES + i / 8 * (4 * QUERY_WORDS);
-                if (DROPOUT && i % 8 == 0) {  // for 16 queries, while their exponentials are taken
+                if (DROPOUT && i % 8 == 0) {  // for 16 queries, loaded before their exponentials
                     words = load_shared_uint4(row + 16 * (thread % 32));
                     bounds = load_shared(row + 4 * BOUNDS);
                 }
-                float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column), y = x;  // of keys 0.., 8..
+                float2 x = load_shared_float2(lse_rows + 32 * (i >> 2) + column), y = x;  // for keys 0 .. 7, 8 .. 15
                 if (BIASED) {
                     if (i % 8 == 0) ldmatrix_transposed(bias, bias_address(m, ring, 2 * i, warp_row));
                     const float2 u = unpack_pair(scalar(), bias[i / 2 % 4]);
                     const float2 v = unpack_pair(scalar(), bias[i / 2 % 4 + 1]);
-                    y = {x.x - v.x * LOG2_E, x.y - v.y * LOG2_E};
-                    x = {x.x - u.x * LOG2_E, x.y - u.y * LOG2_E};
+                    y = {x.x - v.x * LOG2E, x.y - v.y * LOG2E};
+                    x = {x.x - u.x * LOG2E, x.y - u.y * LOG2E};
                 }
                 st[i] = exp2_fast(st[i] * scale_log2 - x.x);
                 st[i + 1] = exp2_fast(st[i + 1] * scale_log2 - x.y);
                 st[i + 2] = exp2_fast(st[i + 2] * scale_log2 - y.x);
                 st[i + 3] = exp2_fast(st[i + 3] * scale_log2 - y.y);
-                if (DROPOUT && i % 8) mark(&st[i - 4], words, bounds, key_words);
+                if (DROPOUT && i % 8) mark_weights(&st[i - 4], words, bounds, key_words);
             }
             if (masked) {
 #pragma unroll
@@ -204,28 +204,28 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         }
         if (h == 0 && !EXTRAS) {
             pack_half(p[0], st, 0);
-            hold(dv_sum); hold(p[0]); wgmma_fence();
+            keep_live(dv_sum); keep_live(p[0]); wgmma_fence();
             product<MN_MAJOR, BM>(dv_sum, p[0], grad, true);
             wgmma_commit();
         }
     }
-    if (EXTRAS) {  // P^T by way of where dS^T will be
+    if (EXTRAS) {  // P^T is in shared memory, in the buffer of dS^T
         fence_async_proxy();
         bar_sync(OWN + w, 128);
-        hold(dv_sum); wgmma_fence();
+        keep_live(dv_sum); wgmma_fence();
         product<K_MAJOR, MN_MAJOR, BN, BM, BM>(dv_sum, ds_tile + w * 64 * 128, grad, true);
         wgmma_commit();
-        hold(dst); wgmma_fence();  // dP^T so late, as its registers were needed before
+        keep_live(dst); wgmma_fence();  // dP^T only now: its registers were in use
         product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(dst, m.v + w * 64 * 128, grad);
-        wgmma_commit(); wgmma_wait<0>(); hold(dst); hold(dv_sum);
+        wgmma_commit(); wgmma_wait<0>(); keep_live(dst); keep_live(dv_sum);
     } else {
-        wgmma_wait<1>(); hold(dst);  // dP^T is there, dV runs
+        wgmma_wait<1>(); keep_live(dst);  // dP^T is complete, dV still runs
     }
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
         if (h > 0 && !EXTRAS) {
             pack_half(p[h], st, 32 * h);
-            hold(p[h]); wgmma_fence();
+            keep_live(p[h]); wgmma_fence();
             product<MN_MAJOR, BM>(dv_sum, p[h], grad + h * 64 * 128, true);
             wgmma_commit();
         }
@@ -234,7 +234,7 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         const int keys = EXTRAS ? field(tile, KEYS) : 0;
         const int key_at = (EXTRAS ? field(tile, FIRST) : 0) + warp_row + thread % 32 / 4;
         const int queries = EXTRAS ? field(tile, QUERIES) : 0, number = EXTRAS ? field(tile, NUMBER) : 0;
-        // in dbias
+        // the element of dbias
         long long at = ((long long)(number * a.heads + head) * a.queries + c + 64 * h) * a.keys + key_at;
 #pragma unroll
         for (int i = 32 * h; i < 32 * h + 32; i += 4) {
@@ -254,24 +254,24 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
                     if (c + n % 2 + (i >> 2) * 8 < queries && key_at + n / 2 * 8 < keys)
                         dbias[at + n % 2 * a.keys + n / 2 * 8] = y[n];
                 at += 8 * a.keys;
-                hide(at, ds[h][i / 8 % 4][i / 4 % 2 * 2], ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1]);
+                make_opaque(at, ds[h][i / 8 % 4][i / 4 % 2 * 2], ds[h][i / 8 % 4][i / 4 % 2 * 2 + 1]);
             }
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) store_fragment<BN>(ds_tile + h * BN * 128, warp_row, thread % 32, k, ds[h][k]);
-        hold(ds[h]); wgmma_fence();
+        keep_live(ds[h]); wgmma_fence();
         product<MN_MAJOR, BM>(dk_sum, ds[h], q + h * 64 * 128, true);
         wgmma_commit();
     }
     fence_async_proxy();
-    float dq[2][32];  // each 64 queries and 64 columns
+    float dq[2][32];  // two halves of 64 queries x 64 columns
     const int part = SUMS ? field(info, PART) : 0, block = SUMS && DETERMINISTIC ? field(info, BLOCK) : 0;
     const u32 grad_empty = m.grad_empty + 8 * ring.stage, q_empty = m.q_empty + 8 * ring.stage;
-    if (BIASED && thread == 0) bulk_wait_read();  // of the other stage
+    if (BIASED && thread == 0) bulk_wait_read();  // dS of the other stage has been stored
     if (SUMS) {
         bar_sync(WHOLE + ring.stage, CONSUMERS);
     } else {
-        bar_sync(OWN + w, 128);  // all its warps are through with the dQ before
+        bar_sync(OWN + w, 128);  // all its warps have read dS of the previous dQ
         bar_arrive(WHOLE + ring.stage, CONSUMERS);
     }
     if (BIASED && stores_ds && thread == 0) {
@@ -282,33 +282,33 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
     if (SUMS) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            hold(dq[n]); wgmma_fence();
+            keep_live(dq[n]); wgmma_fence();
             if (WIDTH == 64) product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq[n], ds_tile + n * BN * 128, m.k);
             else product<MN_MAJOR, MN_MAJOR, BN, BN, BN>(dq[n], ds_tile, m.k + n * BN * 128);
             wgmma_commit();
             wgmma_wait<1>();
             if (n > 0) break;
 #pragma unroll
-            for (int h = 0; h < HALVES; ++h) { if (!EXTRAS) hold(p[h]); hold(ds[h]); }
+            for (int h = 0; h < HALVES; ++h) { if (!EXTRAS) keep_live(p[h]); keep_live(ds[h]); }
             release(grad_empty);
             release(q_empty);
         }
-        if (!ROOM) hand_over(m, dq[0], 0);
+        if (!ROOM) stage_dq(m, dq[0], 0);
     }
     ring.next();
-    // behind the last step a product for nothing: ptxas serialises all of them for a branch
+    // After the last step this product is computed and not used: with a branch ptxas would serialize all products.
     if (left > 1) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
-    hold(st); wgmma_fence();
+    keep_live(st); wgmma_fence();
     product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, m.k + w * 64 * 128, left > 1 ? m.q + ring.stage * Q_BYTES : m.k);
     wgmma_commit();
-    wgmma_wait<1>();  // S^T of the next step runs
+    wgmma_wait<1>();  // S^T of the next step still runs
     if (SUMS) {
-        if (ROOM) hand_over(m, dq[0], 0);
-        hand_over(m, dq[1], 1);
+        if (ROOM) stage_dq(m, dq[0], 0);
+        stage_dq(m, dq[1], 1);
         if (thread == 0) {
             store_shared(m.part, (u32)part);
-            if (DETERMINISTIC) {  // tiles of keys add in their order, from the first that sees the block
-                asm volatile("" : "+r"(tile));
+            if (DETERMINISTIC) {  // tiles of keys add in order, from the first one that sees the block
+                tile = opaque(tile);
                 const int first = field(tile, FIRST), first_key = max(0, block * BM - field(tile, SHIFT) - a.left);
                 store_shared(m.turn, (u32)(first / BN - first_key / BN));
             }
@@ -317,14 +317,14 @@ __device__ __forceinline__ void step(const Shared& m, u32 tile, const Attention&
         bar_arrive(WRITTEN, 160);
     } else {
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) { if (!EXTRAS) hold(p[h]); hold(ds[h]); }
+        for (int h = 0; h < HALVES; ++h) { if (!EXTRAS) keep_live(p[h]); keep_live(ds[h]); }
         release(grad_empty);
         release(q_empty);
     }
-    wgmma_wait<0>(); hold(st);
+    wgmma_wait<0>(); keep_live(st);
 }
 
-// All tiles, by a warpgroup: 64 w and on of their keys.
+// Consumer warpgroup w: keys 64 w .. 64 w + 63 of all tiles.
 template <int w>
 __device__ __forceinline__ void consume(const Shared& m, const Attention& a, const TensorMap& dk_map,
                                         const TensorMap& dv_map, scalar* dk, scalar* dv, float* dbias,
@@ -347,16 +347,17 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
 
         float st[BM / 2];
         if (left) mbar_wait(m.q_full + 8 * ring.stage, ring.parity);
-        hold(st); wgmma_fence();
+        keep_live(st); wgmma_fence();
         u32 keys_tile = m.k + w * 64 * 128, q_tile = m.q + ring.stage * Q_BYTES;
         if (!left) q_tile = m.k;
-        asm volatile("" : "+r"(keys_tile), "+r"(q_tile));
+        keys_tile = opaque(keys_tile);
+        q_tile = opaque(q_tile);
         product<K_MAJOR, K_MAJOR, BN, BM, WIDTH>(st, keys_tile, q_tile);
         wgmma_commit();
-        if (threadIdx.x % 128 == 0) bulk_wait_read();  // dK of the tile before is out
+        if (threadIdx.x % 128 == 0) bulk_wait_read();  // dK of the previous tile has been stored
         bar_sync(OWN + w, 128);
         mbar_wait(m.v_full, round & 1);
-        wgmma_wait<0>(); hold(st);
+        wgmma_wait<0>(); keep_live(st);
 #pragma unroll 1
         for (; left > 0; --left) {
             step<w == 0>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dbias, ds_map, stores_ds);
@@ -364,22 +365,22 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
             step<w == 1>(m, tile, a, w, left, ring, st, dk_sum, dv_sum, dbias, ds_map, stores_ds);
         }
 
-        wgmma_wait<0>(); hold(dv_sum); hold(dk_sum);
+        wgmma_wait<0>(); keep_live(dv_sum); keep_live(dk_sum);
         int thread = threadIdx.x % 128;
-        asm volatile("" : "+r"(thread));
+        thread = opaque(thread);
         const int warp_row = 64 * w + thread / 32 * 16;
         const int kv_head = field(tile, HEAD), batch = field(tile, BATCH), at = field(tile, KEY_ROW) + 64 * w;
         const int key_rows = field(tile, KEY_ROWS) - field(tile, FIRST);
         __syncwarp();
-        release(m.k_empty);  // and the tile's fields
-        // dV leaves through this warpgroup's own values, dK through its own dS
+        release(m.k_empty);  // the keys and the tile's fields have been read
+        // dV is staged in this warpgroup's part of the values, dK in its part of dS
         const bool whole = !a.cu_q || key_rows >= BN;
         u32 rounded[WIDTH / 16][4];
         if (DROPOUT)
 #pragma unroll
             for (int i = 0; i < WIDTH / 2; ++i) dv_sum[i] *= a.keep_scale;
         pack(rounded, dv_sum);
-        if (BIASED && thread == 0) bulk_wait_read();  // dS is out
+        if (BIASED && thread == 0) bulk_wait_read();  // dS has been stored
         if (whole) store_tile<BN>(m.v, warp_row, rounded);
         else store_rows(dv + at * a.dv.row + kv_head * a.dv.head, a.dv, key_rows - 64 * w, 0, a.value_dim, rounded);
         fence_async_proxy();
@@ -392,7 +393,7 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
 #pragma unroll
         for (int i = 0; i < WIDTH / 2; ++i) dk_sum[i] *= a.scale * a.keep_scale;
         pack(rounded, dk_sum);
-        bar_sync(ALL, CONSUMERS);  // no dQ reads dS
+        bar_sync(ALL, CONSUMERS);  // no product reads dS
         if (whole) store_tile<BN>(m.ds, warp_row, rounded);
         else store_rows(dk + at * a.dk.row + kv_head * a.dk.head, a.dk, key_rows - 64 * w, 0, a.head_dim, rounded);
         fence_async_proxy();
@@ -401,7 +402,7 @@ __device__ __forceinline__ void consume(const Shared& m, const Attention& a, con
             for (int c = 0; whole && c < WIDTH / 64; ++c)
                 tma_store(dk_map, m.ds + c * DS_BYTES + w * 64 * 128, 64 * c, at, kv_head, batch);
             bulk_commit();
-            bulk_wait_read<1>();  // dV is out
+            bulk_wait_read<1>();  // dV has been stored
             mbar_arrive(m.v_empty);
         }
     }
@@ -421,11 +422,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     const __grid_constant__ TensorMap dk_map,    // like k; boxes of 64 rows
     const __grid_constant__ TensorMap dv_map,    // like v; boxes of 64 rows
     const __grid_constant__ Attention a,
-    const float* lse,                            // (H, row_blocks, BM), times log2 e; inf: a row without keys or queries
+    const float* lse,                            // (H, row_blocks, BM), times log2(e); inf for rows without keys or queries
     const float* delta,                          // (H, row_blocks, BM)
-    float* dq_sum,                               // (H, row_blocks, BM * WIDTH) in the order of fragments, zeros before
-                                                 // unless CHAINED
-    scalar* dk,                                  // where dk_map points
+    float* dq_sum,                               // (H, row_blocks, BM * WIDTH) in the order of fragments; zeros unless
+                                                 // CHAINED
+    scalar* dk,                                  // the array of dk_map
     scalar* dv,
     const Tile* plan,                            // (tiles + 1,)
     float* dbias,                                // (B, H, T, S) of zeros, or null; not with softcap
@@ -435,13 +436,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
     int row_blocks,
     const __grid_constant__ TensorMap bias_map,  // BIASED: (B, T, H, S), or 1 for B and H; boxes of BM rows
     const __grid_constant__ TensorMap ds_map,    // the gradient of all logits, (B, S, H, T); boxes of 64 rows
-    int stores_ds,                               // 0: it is not asked for
-    int chain) {                                 // CHAINED: tiles of a head
+    int stores_ds,                               // 0: not wanted
+    int chain) {                                 // CHAINED: tiles per head
     const Shared m = shared_layout();
     init_barriers(m, 2);
 
     if (warpgroup() == 0) {  // ---- producer
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        decrease_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) {
             load_all<true, DETERMINISTIC, BIASED, DROPOUT, CHAINED>(m, a, q_map, lse, k_map, plan, counter, tiles,
                                                                     row_blocks, bias_map, CHAINED ? chain : 1);
@@ -456,12 +457,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 if (part == NONE) break;
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) {
-                    if (DETERMINISTIC) await(turns + 2 * part, (int)load_shared(m.turn));
+                    if (DETERMINISTIC) wait_turn(turns + 2 * part, (int)load_shared(m.turn));
                     float* const sums = dq_sum + (long long)(CHAINED ? part & ~FRESH : part) * (BM * WIDTH);
                     if (CHAINED && part & FRESH) {
                         bulk_store(sums, m.sums, 2 * SUM_BYTES);
                     } else {
-                        if (CHAINED) bulk_wait();  // what this adds to is in memory
+                        if (CHAINED) bulk_wait();  // the earlier sums are in memory
                         bulk_add(sums, m.sums, 2 * SUM_BYTES);
                     }
                     bulk_commit();
@@ -471,13 +472,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward(
                 bar_arrive(FREE, 160);
                 if (DETERMINISTIC && threadIdx.x % 32 == 0) {
                     bulk_wait();
-                    pass_on(turns + 2 * part);
+                    end_turn(turns + 2 * part);
                 }
             }
             bulk_wait();
         }
     } else {  // ---- consumers
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        increase_registers<CONSUMER_REGISTERS>();
         if (warpgroup() == 1) consume<0>(m, a, dk_map, dv_map, dk, dv, dbias, ds_map, stores_ds);
         else consume<1>(m, a, dk_map, dv_map, dk, dv, dbias, ds_map, stores_ds);
     }

@@ -1,5 +1,5 @@
-// The gradient of a bias out of that of all logits, after flash_attention_backward_hopper.cu: summed over the batches and
-// heads that share the bias, and transposed. Of a bias that rows or columns share, over those of each tile.
+// The gradient of a bias from the gradient of all logits, after flash_attention_backward_hopper.cu: the sum over batches and
+// heads that share the bias, transposed. If rows or columns share the bias, also over those of each tile.
 // Constants: scalar = f16, bf16
 // Launch:    grid = (ceil(queries / 64) * ceil(keys / 64) * heads * batches,), block = (256,)
 // Arch: sm_90a
@@ -7,7 +7,7 @@
 #include "common/tile.cuh"
 
 constexpr int SIDE = 64, PITCH = SIDE + 1;  // of a tile
-enum { NEITHER, ROWS, COLUMNS };            // what share it
+enum { NEITHER, ROWS, COLUMNS };            // what shares the bias
 
 // Whether query i of a sequence sees key j.
 __device__ __forceinline__ bool sees(const Attention& a, const Sequence& s, int i, int j) {
@@ -17,12 +17,12 @@ __device__ __forceinline__ bool sees(const Attention& a, const Sequence& s, int 
 
 extern "C" __global__ void __launch_bounds__(256) flash_attention_backward_bias(
     const Attention a,
-    const scalar* __restrict__ ds,     // (B, H, S, pitch), T of a row; only what queries see is written
-    void* __restrict__ dbias,          // scalar (batches, heads, T, S); if shared float, ceil(T / 64) rows or ceil(S / 64)
-                                       // columns
-    int batches,                       // B, or 1: all share the bias
+    const scalar* __restrict__ ds,     // (B, H, S, pitch), T of a row; undefined where masked
+    void* __restrict__ dbias,          // scalar (batches, heads, T, S); if shared float, with ceil(T / 64) rows or
+                                       // ceil(S / 64) columns
+    int batches,                       // B, or 1 if all share the bias
     int heads,                         // H, or 1
-    int shared,                        // by NEITHER, ROWS or COLUMNS
+    int shared,                        // NEITHER, ROWS or COLUMNS
     int pitch) {                       // a multiple of 8
     __shared__ __align__(16) float sums[SIDE * PITCH];
     const int across = (a.keys + SIDE - 1) / SIDE, tiles = (a.queries + SIDE - 1) / SIDE * across;
@@ -33,10 +33,10 @@ extern "C" __global__ void __launch_bounds__(256) flash_attention_backward_bias(
 
     float sum[2][8] = {};
     for (int b = batches > 1 ? sheet / heads : 0, end = batches > 1 ? b + 1 : a.sequences; b < end; ++b) {
-        const Sequence s = find_sequence(a, b);
+        const Sequence s = sequence_at(a, b);
         const int low = first_query + s.offset - a.left, high = first_query + SIDE - 1 + s.offset + a.right;
         if (first_key > high || first_key + SIDE <= low) continue;
-        // the corners that a window reaches last
+        // a window excludes one of these corners first
         const bool all = sees(a, s, first_query, first_key + SIDE - 1) && sees(a, s, first_query + SIDE - 1, first_key);
         const int head = heads > 1 ? sheet % heads : 0, count = heads > 1 ? 1 : a.heads;
         const long long line = (long long)(b * a.heads + head) * a.keys + first_key + row;

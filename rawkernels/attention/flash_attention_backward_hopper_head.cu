@@ -1,5 +1,5 @@
-// The gradient of causal self-attention on Hopper in one launch, for up to 256 tokens and heads of up to 64 columns: a
-// block takes a whole head at a time, so that dq, dk and dv are complete sums in registers, in a fixed order.
+// The gradient of causal self-attention for Hopper in one launch, for up to 256 tokens and heads of up to 64 columns. A block
+// computes a whole head at a time, so that dq, dk and dv are complete sums in registers, in a fixed order.
 // Constants: scalar = f16, bf16; DROPOUT = false, true
 // Launch:    grid = (min(sequences * heads, SMs),), block = (512,), shared = SHARED bytes; not packed, group = 1
 //            dependent: flash_attention_backward_head
@@ -8,53 +8,50 @@
 // A head is up to four blocks of 64 queries and as many of keys; a step is a block of queries on a block of keys:
 //   S^T = K Q^T,  dP^T = V dO^T,  P^T = exp2(S^T c - lse),  dS^T = P^T (dP^T - delta),
 //   dV += P^T dO and dK += dS^T Q from registers,  dQ += dS K by way of shared memory.
-// Two warpgroups compute, everything transposed, each for two blocks of keys, one after the other: 3 and 0, 2 and 1, as many
-// steps under a causal mask; of each the queries from the last block on. S^T of the next step, of the next head at the end,
-// runs beside dV and dK. A third warpgroup forms dQ from the dS of both, in turns. No more than two blocks of dQ are begun
-// and not complete: those of an even and of an odd number.
-// Blocks come by the copy engine into the places of two rings, queries with dout, keys with values, some of them a head
-// ahead. The warpgroup of dQ is the last to read a block, so it fills the places. The fourth warpgroup forms delta and lse
-// and draws dropout's words, 16 rows a warp of every block.
-// Dropout as in flash_attention_backward_hopper.cu: P^T's signs say what is dropped, dS^T counts in units of 1 / (1 - p).
+// Two warpgroups compute dK and dV, everything transposed, each for two blocks of keys in sequence: 3 and 0, 2 and 1, which
+// are equally many steps under a causal mask; for each block of keys the queries come from the last block on. S^T of the next
+// step, at the end of the next head, overlaps with dV and dK. A third warpgroup computes dQ from the dS of both, alternately.
+// At most two blocks of dQ are incomplete at a time: one of an even and one of an odd number.
+// TMA loads blocks into the stages of two rings, queries with dout and keys with values, some of them for the next head. The
+// warpgroup of dQ is the last to read a block, so it also issues the loads. The fourth warpgroup computes delta and lse and
+// samples dropout's words, 16 rows of every block per warp.
+// Dropout is as in flash_attention_backward_hopper.cu: the signs of P^T hold the mask, dS^T is in units of 1 / (1 - p).
 #include "attention/common/attention_dropout.cuh"
 #include "attention/common/dropout_words.cuh"
+#include "common/compiler.cuh"
 #include "common/grid_dependency.cuh"
+#include "common/math.cuh"
 #include "common/mma_sync.cuh"
+#include "common/pipeline.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
-constexpr float LOG2_E = 1.44269504f;
-constexpr int PLACES = 5, TILE = 64 * 128, PLACE = 2 * TILE;  // of a ring; bytes of 64 rows, of two such
+constexpr int STAGES = 5;                                      // of each ring
+constexpr int TILE = 64 * 128, STAGE_BYTES = 2 * TILE;         // bytes of 64 rows; of q and dout, or k and v
 constexpr int COMPUTE_REGISTERS = 176, DQ_REGISTERS = 96, ROW_REGISTERS = 64;  // with 512 threads a launch gives 128
-static_assert(2 * COMPUTE_REGISTERS + DQ_REGISTERS + ROW_REGISTERS == 4 * 128, "else a warpgroup waits for ever");
-// Shared memory, in bytes from shared_base() on: two rings, dS of two steps and dV on its way out for each computing
-// warpgroup; for each place lse, delta and words of queries and words of keys; barriers for each place and each dS.
-constexpr int ROW_BYTES = 4 * BOUNDS, KEY_ROW_BYTES = 4 * KEY_WORDS;  // of 16 queries, of 16 keys
+static_assert(2 * COMPUTE_REGISTERS + DQ_REGISTERS + ROW_REGISTERS == 4 * 128, 
+              "flash_attention_backward_hopper_head.cu: setmaxnreg would wait forever");
+// Shared memory, in bytes from shared_base() on: two rings; for each computing warpgroup dS of two steps and a staged dV; for
+// each stage lse, delta, words of queries and words of keys; barriers of each stage and each dS.
+constexpr int ROW_BYTES = 4 * BOUNDS, KEY_ROW_BYTES = 4 * KEY_WORDS;  // words of 16 queries, of 16 keys
 constexpr int WORD_BYTES = DROPOUT ? 4 * ROW_BYTES + 16 : 0, KEY_WORD_BYTES = DROPOUT ? 4 * KEY_ROW_BYTES : 0;
-constexpr int QUERIES = 0, KEYS = PLACES * PLACE, DS = 2 * KEYS, STAGED = DS + 4 * TILE, LSE = STAGED + 2 * TILE;
-constexpr int DELTA = LSE + PLACES * 256, WORDS = DELTA + PLACES * 256, WORDS_OF_KEYS = WORDS + PLACES * WORD_BYTES;
-constexpr int KEYS_FULL = WORDS_OF_KEYS + PLACES * KEY_WORD_BYTES, QUERIES_FULL = KEYS_FULL + 8 * PLACES;
-constexpr int ROWS_FULL = QUERIES_FULL + 8 * PLACES, WORDS_FULL = ROWS_FULL + 8 * PLACES;
-constexpr int DS_FULL = WORDS_FULL + 8 * PLACES, DS_EMPTY = DS_FULL + 32;
+constexpr int QUERIES = 0, KEYS = STAGES * STAGE_BYTES, DS = 2 * KEYS, STAGED = DS + 4 * TILE, LSE = STAGED + 2 * TILE;
+constexpr int DELTA = LSE + STAGES * 256, WORDS = DELTA + STAGES * 256, WORDS_OF_KEYS = WORDS + STAGES * WORD_BYTES;
+constexpr int KEYS_FULL = WORDS_OF_KEYS + STAGES * KEY_WORD_BYTES, QUERIES_FULL = KEYS_FULL + 8 * STAGES;
+constexpr int ROWS_FULL = QUERIES_FULL + 8 * STAGES, WORDS_FULL = ROWS_FULL + 8 * STAGES;
+constexpr int DS_FULL = WORDS_FULL + 8 * STAGES, DS_EMPTY = DS_FULL + 32;
 [[maybe_unused]] constexpr int SHARED = 1024 + DS_EMPTY + 32;
 constexpr int DQ_WARPS = 1;  // a named barrier
 
-// A place of a ring: the number-th block to come.
-struct Place {
-    u32 at, parity;
-    __device__ __forceinline__ explicit Place(u32 number) : at(number % PLACES), parity(number / PLACES & 1) {}
-    __device__ __forceinline__ void advance() {
-        if (++at == PLACES) at = 0, parity ^= 1;
-    }
-};
-// The order in which a head's blocks come, of `blocks`: queries 3 2 1 0, keys 3 2 0 1.
+using Ring = PipelineState<STAGES>;
+// The order in which a head's blocks are loaded: queries 3 2 1 0, keys 3 2 0 1.
 __device__ __forceinline__ int queries_of(int turn, int blocks) { return blocks - 1 - turn; }
 __device__ __forceinline__ int turn_of_queries(int i, int blocks) { return blocks - 1 - i; }
 __device__ __forceinline__ int keys_of(int turn, int blocks) {
     return turn < blocks - 2 ? blocks - 1 - turn : turn - max(blocks - 2, 0);
 }
 __device__ __forceinline__ int turn_of_keys(int j, int blocks) { return j > 1 ? blocks - 1 - j : max(blocks - 2, 0) + j; }
-// Of the blocks of queries that see keys of block j the first is j. This is the last one.
+// The last block of queries that sees keys of block j; the first one is j.
 __device__ __forceinline__ int last_seeing(const Attention& a, int j, int blocks) {
     return min(blocks - 1, (64 * j + 63 + a.left) / 64);
 }
@@ -62,11 +59,11 @@ __device__ __forceinline__ int last_seeing(const Attention& a, int j, int blocks
 struct Head { int number, head; };
 __device__ __forceinline__ Head head_at(const Attention& a, int index) { return {index / a.heads, index % a.heads}; }
 
-// ---- rows and words: what a warp does for 16 rows of a block
-// A lane has the chunks lane % 4 and 4 more of rows lane / 4 and 8 more, the second chunk first in odd rows: so shared
-// memory meets no bank twice.
+// ---- rows and words: a warp's work for 16 rows of a block
+// A lane has chunks lane % 4 and lane % 4 + 4 of rows lane / 4 and lane / 4 + 8, in odd rows the second chunk first, which
+// avoids bank conflicts.
 __device__ __forceinline__ int chunk_of(int n) { return threadIdx.x % 4 + 4 * ((threadIdx.x / 4 ^ n) & 1); }
-struct Rows { uint4 out[2][2]; float lse; };  // [row][chunk]; the row of the lane's number
+struct Rows { uint4 out[2][2]; float lse; };  // out: [row][chunk]; lse: of row `lane`
 __device__ __forceinline__ Rows load_rows(const Attention& a, const Head& h, int first, const scalar* out,
                                           const float* lse) {
     const int lane = threadIdx.x % 32, row = first + lane / 4;
@@ -85,13 +82,13 @@ __device__ __forceinline__ Rows load_rows(const Attention& a, const Head& h, int
         r.lse = lse[h.number * (int)a.lse_batch + h.head * (int)a.lse_head + first + lane];
     return r;
 }
-// delta = rowsum(dout * out) - dlse, times 1 - p, by the diagonal of dout out^T; lse in units of log 2, infinite for rows
-// without keys or queries. dlse: of `queries` rows, or null.
-__device__ __forceinline__ void form_rows(const Rows& r, u32 to_lse, u32 to_delta, u32 dout, int row0, float keep,
+// Computes delta = rowsum(dout * out) - dlse, times 1 - p, as the diagonal of dout out^T, and lse in base 2, infinite for
+// rows without keys or queries. dlse has `queries` rows, or is null.
+__device__ __forceinline__ void compute_rows(const Rows& r, u32 to_lse, u32 to_delta, u32 dout, int row0, float keep,
                                           const float* dlse, int queries) {
     const int lane = threadIdx.x % 32, row = lane / 4;
-    if (lane < 16) store_shared(to_lse + 4 * lane, __float_as_uint(r.lse == NEG_INF ? INF : r.lse * LOG2_E));
-    float low[4] = {}, high[4] = {};  // products of the first eight rows of out, and of the others
+    if (lane < 16) store_shared(to_lse + 4 * lane, __float_as_uint(r.lse == NEG_INF ? INF : r.lse * LOG2E));
+    float low[4] = {}, high[4] = {};  // products with the first and the last eight rows of out
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
         const uint4 x = load_shared_uint4(chunk_address<64>(dout, row0 + row, chunk_of(n)));
@@ -109,12 +106,12 @@ __device__ __forceinline__ void form_rows(const Rows& r, u32 to_lse, u32 to_delt
     store_shared(to_delta + 4 * row, __float_as_uint(sum * keep));
     store_shared(to_delta + 4 * row + 32, __float_as_uint(further * keep));
 }
-// A row of dropout's table of queries, as attention_dropout.cu draws it; then of keys.
+// A row of dropout's table of queries, then of keys, as attention_dropout.cu samples it.
 struct Words { uint4 drawn; u32 bounds; };
-__device__ __forceinline__ Words draw_query_words(const PhiloxKey& key, u32 row, u32 sheet, u32 threshold) {
+__device__ __forceinline__ Words sample_query_words(const PhiloxKey& key, u32 row, u32 sheet, u32 threshold) {
     Words words;
     u32 point = 0;
-    words.drawn = draw_words(key, row, threadIdx.x % 32, sheet, false, point);
+    words.drawn = sample_words(key, row, threadIdx.x % 32, sheet, false, point);
     words.bounds = round_bounds(__ballot_sync(~0u, point != 0), threshold);
     return words;
 }
@@ -122,35 +119,36 @@ __device__ __forceinline__ void store_words(u32 to, uint4 drawn) {
     store_shared(to + threadIdx.x % 32 * 16, __uint_as_float(drawn.x), __uint_as_float(drawn.y), __uint_as_float(drawn.z),
                  __uint_as_float(drawn.w));
 }
-__device__ __forceinline__ void draw_key_words(u32 to, const PhiloxKey& key, u32 row, u32 sheet) {
+__device__ __forceinline__ void sample_key_words(u32 to, const PhiloxKey& key, u32 row, u32 sheet) {
     const u32 lane = threadIdx.x % 32;
-    u32 point = 0;  // of keys there is none
-    const uint4 drawn = draw_words(key, row, lane % 16, sheet, true, point);
+    u32 point = 0;  // unused for keys
+    const uint4 drawn = sample_words(key, row, lane % 16, sheet, true, point);
     if (lane < 16) store_words(to, drawn);
 }
 
-// ---- what the other warpgroups do
-__device__ __forceinline__ void mark(float* weight, uint4 words, u32 bounds, uint2 key_words) {  // of 16 queries
+// ---- dK, dV and dQ
+// Sets the signs of eight weights, of 16 queries, to the dropout mask.
+__device__ __forceinline__ void mark_weights(float* weight, uint4 words, u32 bounds, uint2 key_words) {
     const u32 kept[2] = {kept_bytes(words.x, words.z, key_words.x, bounds),
                          kept_bytes(words.y, words.w, key_words.y, bounds)};
 #pragma unroll
     for (int n = 0; n < 8; ++n) weight[n] = mark_dropped(weight[n], kept[n % 2], n / 2);
 }
 
-// P^T from S^T of block i of queries, in this place, and block j of keys.
-__device__ __forceinline__ void weights(float (&st)[32], u32 shared, const Attention& a, int i, int j, const Place& place,
-                                        uint2 key_words) {
+// Turns S^T of query block i (stage q_state) and key block j into P^T.
+__device__ __forceinline__ void probabilities(float (&st)[32], u32 shared, const Attention& a, int i, int j,
+                                              const Ring& q_state, uint2 key_words) {
     int thread = threadIdx.x % 128;
-    asm volatile("" : "+r"(thread));  // else addresses take registers that the accumulators need
+    thread = opaque(thread);  // otherwise addresses take registers that the accumulators need
     const int lane = thread % 32;
-    const u32 lse = shared + LSE + 256 * place.at + lane % 4 * 8;
-    const float scale_log2 = a.scale * LOG2_E;
+    const u32 lse = shared + LSE + 256 * q_state.stage + lane % 4 * 8;
+    const float scale_log2 = a.scale * LOG2E;
 #pragma unroll
     for (int e = 0; e < 32; e += 4) {
         uint4 words;
         u32 bounds;
         if (DROPOUT && e % 8 == 0) {
-            const u32 from = shared + WORDS + place.at * WORD_BYTES;
+            const u32 from = shared + WORDS + q_state.stage * WORD_BYTES;
             words = load_shared_uint4(from + e / 8 * ROW_BYTES + 16 * lane);
             bounds = load_shared(from + 4 * ROW_BYTES + e / 2);
         }
@@ -159,7 +157,7 @@ __device__ __forceinline__ void weights(float (&st)[32], u32 shared, const Atten
         st[e + 1] = exp2_fast(st[e + 1] * scale_log2 - x.y);
         st[e + 2] = exp2_fast(st[e + 2] * scale_log2 - x.x);
         st[e + 3] = exp2_fast(st[e + 3] * scale_log2 - x.y);
-        if (DROPOUT && e % 8) mark(&st[e - 4], words, bounds, key_words);
+        if (DROPOUT && e % 8) mark_weights(&st[e - 4], words, bounds, key_words);
     }
     if (i == j || 64 * j + a.left < 64 * i + 63) {
 #pragma unroll
@@ -173,7 +171,7 @@ __device__ __forceinline__ void weights(float (&st)[32], u32 shared, const Atten
         }
     }
 }
-// dS^T from P^T, dP^T and delta.
+// Turns P^T into dS^T, with dP^T and delta.
 __device__ __forceinline__ void to_ds(float (&st)[32], const float (&dst)[32], u32 delta) {
     delta += threadIdx.x % 4 * 8;
 #pragma unroll
@@ -188,10 +186,10 @@ __device__ __forceinline__ void to_ds(float (&st)[32], const float (&dst)[32], u
     }
 }
 
-// A warp's 16 rows into their 2 KB of a tile.
+// Stores a warp's 16 rows to their 2 KB of a tile.
 __device__ __forceinline__ void store_rows(u32 tile, const u32 (&x)[4][4]) {
     u32 thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));  // else each address takes a register all the time
+    thread = opaque(thread);  // otherwise each address keeps a register
     const u32 first = chunk_address<64>(0, thread % 128 / 32 * 16 + thread % 16, thread / 16 % 2);
 #pragma unroll
     for (int k = 0; k < 4; ++k) stmatrix(tile + (first ^ k << 5), x[k]);
@@ -208,22 +206,22 @@ __device__ __forceinline__ void clear(float (&d)[32]) {
     for (int e = 0; e < 32; ++e) d[e] = 0.f;
 }
 
-// dS K of one step, behind which `meanwhile` runs.
+// Adds dS K of a step to dq; `overlap` runs during the product.
 template <typename F>
-__device__ __forceinline__ void add_dq(float (&dq)[32], u32 ds_tile, u32 keys, const F& meanwhile) {
-    hold(dq); wgmma_fence();
+__device__ __forceinline__ void add_dq(float (&dq)[32], u32 ds_tile, u32 keys, const F& overlap) {
+    keep_live(dq); wgmma_fence();
     product<MN_MAJOR, MN_MAJOR, 64, 64, 64>(dq, ds_tile, keys, true);
     wgmma_commit();
-    meanwhile();
-    wgmma_wait<0>(); hold(dq);
+    overlap();
+    wgmma_wait<0>(); keep_live(dq);
 }
 
-// The two tiles of a head's block into place `at` of a ring.
+// Loads the two tiles of a head's block into stage `at` of a ring.
 __device__ __forceinline__ void load(u32 shared, u32 ring, u32 full, const TensorMap& x_map, const TensorMap& y_map,
                                      const Attention& a, int index, int block, u32 at) {
     const Head h = head_at(a, index);
-    const u32 to = shared + ring + at * PLACE, bar = shared + full + 8 * at;
-    mbar_expect(bar, PLACE);
+    const u32 to = shared + ring + at * STAGE_BYTES, bar = shared + full + 8 * at;
+    mbar_expect(bar, STAGE_BYTES);
     tma_load(to, x_map, bar, 0, 64 * block, h.head, h.number);
     tma_load(to + TILE, y_map, bar, 0, 64 * block, h.head, h.number);
 }
@@ -245,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
     grid_dependency_wait();
     const u32 shared = __shfl_sync(~0u, shared_base(), 0);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < PLACES; ++i) {
+        for (int i = 0; i < STAGES; ++i) {
             mbar_init(shared + KEYS_FULL + 8 * i, 1);
             mbar_init(shared + QUERIES_FULL + 8 * i, 1);
             mbar_init(shared + ROWS_FULL + 8 * i, 4);
@@ -260,15 +258,15 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
     __syncthreads();
     const int heads = a.sequences * a.heads, blocks = (a.queries + 63) / 64;
     const int warp = threadIdx.x / 32 % 4;
-    u32 before = 0;  // blocks of earlier heads
+    u32 before = 0;  // number of blocks of earlier heads
 
     if (warpgroup() == 3) {  // ---- rows and words
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(ROW_REGISTERS));
+        decrease_registers<ROW_REGISTERS>();
         const PhiloxKey key = DROPOUT ? philox_key(seed_low, seed_high, stream, step_number, device_step) : PhiloxKey();
         const float keep = 1.f / a.keep_scale;
-        const int row0 = 16 * warp;  // of every block
+        const int row0 = 16 * warp;  // this warp's first row of every block
         int index = blockIdx.x, turn = 0;
-        Place place(0);
+        Ring q_state(0);
         Rows rows = load_rows(a, head_at(a, index), 64 * queries_of(0, blocks) + row0, out, lse);
         while (index < heads) {
             const Head h = head_at(a, index);
@@ -276,82 +274,82 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
             const u32 sheet = h.number * a.heads + h.head;
             Words words;
             if (DROPOUT) {
-                words = draw_query_words(key, first / 16, sheet, threshold);
-                mbar_wait(shared + KEYS_FULL + 8 * place.at, place.parity);
+                words = sample_query_words(key, first / 16, sheet, threshold);
+                mbar_wait(shared + KEYS_FULL + 8 * q_state.stage, q_state.parity);
                 __syncwarp();
-                draw_key_words(shared + WORDS_OF_KEYS + place.at * KEY_WORD_BYTES + warp * KEY_ROW_BYTES, key,
+                sample_key_words(shared + WORDS_OF_KEYS + q_state.stage * KEY_WORD_BYTES + warp * KEY_ROW_BYTES, key,
                                4 * keys_of(turn, blocks) + warp, sheet);
                 __syncwarp();
-                release(shared + WORDS_FULL + 8 * place.at);
+                release(shared + WORDS_FULL + 8 * q_state.stage);
             }
-            mbar_wait(shared + QUERIES_FULL + 8 * place.at, place.parity);
+            mbar_wait(shared + QUERIES_FULL + 8 * q_state.stage, q_state.parity);
             __syncwarp();
             if (DROPOUT) {
-                const u32 to = shared + WORDS + place.at * WORD_BYTES;
+                const u32 to = shared + WORDS + q_state.stage * WORD_BYTES;
                 store_words(to + warp * ROW_BYTES, words.drawn);
                 if (threadIdx.x % 32 == 0) store_shared(to + 4 * ROW_BYTES + 4 * warp, words.bounds);
             }
-            const u32 to = shared + 256 * place.at + 4 * row0;
-            const u32 dout = shared + QUERIES + place.at * PLACE + TILE;
+            const u32 to = shared + 256 * q_state.stage + 4 * row0;
+            const u32 dout = shared + QUERIES + q_state.stage * STAGE_BYTES + TILE;
             const float* const from = dlse ? dlse + h.number * (int)a.lse_batch + h.head * (int)a.lse_head + first : nullptr;
-            form_rows(rows, to + LSE, to + DELTA, dout, row0, keep, from, a.queries - first);
+            compute_rows(rows, to + LSE, to + DELTA, dout, row0, keep, from, a.queries - first);
             __syncwarp();
-            release(shared + ROWS_FULL + 8 * place.at);
-            place.advance();
+            release(shared + ROWS_FULL + 8 * q_state.stage);
+            q_state.next();
             if (++turn == blocks) turn = 0, index += gridDim.x;
             if (index < heads)
                 rows = load_rows(a, head_at(a, index), 64 * queries_of(turn, blocks) + row0, out, lse);
         }
     } else if (warpgroup() == 2) {  // ---- dQ
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(DQ_REGISTERS));
-        // The turn-th block of the head, or of the heads of this thread block that follow.
-        const auto bring_keys = [&](int index, int turn, u32 at) {
+        decrease_registers<DQ_REGISTERS>();
+        // Load block number `turn` of the head, or of the following heads of this thread block.
+        const auto load_keys = [&](int index, int turn, u32 at) {
             for (; turn >= blocks; turn -= blocks) index += gridDim.x;
             if (index < heads) load(shared, KEYS, KEYS_FULL, k_map, v_map, a, index, keys_of(turn, blocks), at);
         };
-        const auto bring_queries = [&](int index, int turn, u32 at) {
+        const auto load_queries = [&](int index, int turn, u32 at) {
             for (; turn >= blocks; turn -= blocks) index += gridDim.x;
             if (index < heads) load(shared, QUERIES, QUERIES_FULL, q_map, dout_map, a, index, queries_of(turn, blocks), at);
         };
-        for (int n = 0; threadIdx.x % 128 == 0 && n < PLACES; ++n) {
-            if (n == 2) {  // what is wanted first does not share the way with the rest
+        for (int n = 0; threadIdx.x % 128 == 0 && n < STAGES; ++n) {
+            if (n == 2) {  // the first blocks are loaded alone, at full bandwidth
                 mbar_wait(shared + KEYS_FULL, 0);
                 mbar_wait(shared + QUERIES_FULL, 0);
             }
-            bring_keys(blockIdx.x, n, n);
-            bring_queries(blockIdx.x, n, n);
+            load_keys(blockIdx.x, n, n);
+            load_queries(blockIdx.x, n, n);
         }
         __syncwarp();
         float even[32], odd[32];
         clear(even);
         clear(odd);
-        u32 steps[2] = {0, 0}, leaving = 0;  // the barrier of a tile that is not given back yet
+        u32 steps[2] = {0, 0}, pending = 0;  // the empty barrier of a tile of dS that TMA still reads, or 0
         for (int index = blockIdx.x; index < heads; index += gridDim.x, before += blocks) {
 #pragma unroll 1
-            for (int n = 0; n < 2 * (blocks + blocks / 4); ++n) {  // the n / 2-th of one of the warpgroups
-                const int w = n % 2, of_first = max(blocks - 3 + w, 0);
-                const int j = n / 2 < of_first ? 3 - w : w, i = blocks - 1 - n / 2 + (n / 2 < of_first ? 0 : of_first);
+            for (int n = 0; n < 2 * (blocks + blocks / 4); ++n) {  // step n / 2 of warpgroup n % 2
+                const int w = n % 2, first_steps = max(blocks - 3 + w, 0);
+                const int j = n / 2 < first_steps ? 3 - w : w, i = blocks - 1 - n / 2 + (n / 2 < first_steps ? 0 : first_steps);
                 if (i < j || i > last_seeing(a, j, blocks)) continue;
                 const u32 number = w ? steps[1]++ : steps[0]++, tile = 2 * w + number % 2;
-                const Place of_keys(before + turn_of_keys(j, blocks));
-                mbar_wait(shared + KEYS_FULL + 8 * of_keys.at, of_keys.parity);
+                const Ring k_state(before + turn_of_keys(j, blocks));
+                mbar_wait(shared + KEYS_FULL + 8 * k_state.stage, k_state.parity);
                 mbar_wait(shared + DS_FULL + 8 * tile, number / 2 & 1);
                 const bool last = j == max(min(i, 1), max(0, 64 * i - a.left) / 64);
-                const u32 ds_tile = shared + DS + tile * TILE, keys = shared + KEYS + of_keys.at * PLACE;
-                const auto give_back = [&] {  // where dQ left through dS
-                    if (!leaving || threadIdx.x % 32) return;
+                const u32 ds_tile = shared + DS + tile * TILE, keys = shared + KEYS + k_state.stage * STAGE_BYTES;
+                const auto release_ds = [&] {  // for a tile of dS in which dQ was staged
+                    if (!pending || threadIdx.x % 32) return;
                     bulk_wait_read();
-                    mbar_arrive(leaving);
+                    mbar_arrive(pending);
                 };
-                if (i % 2) add_dq(odd, ds_tile, keys, give_back);
-                else add_dq(even, ds_tile, keys, give_back);
-                leaving = last ? shared + DS_EMPTY + 8 * tile : 0;
+                if (i % 2) add_dq(odd, ds_tile, keys, release_ds);
+                else add_dq(even, ds_tile, keys, release_ds);
+                pending = last ? shared + DS_EMPTY + 8 * tile : 0;
                 if (!last) release(shared + DS_EMPTY + 8 * tile);
                 if (!last && i != j) continue;
-                bar_sync(DQ_WARPS, 128);  // nobody reads these keys or dS any more; what PLACES further on comes there
+                bar_sync(DQ_WARPS, 128);  // these keys and dS have been read: load the block STAGES later
                 const int turn_of_i = turn_of_queries(i, blocks), turn_of_j = turn_of_keys(j, blocks);
-                if (threadIdx.x % 128 == 0 && i == j) bring_keys(index, turn_of_j + PLACES, of_keys.at);
-                if (threadIdx.x % 128 == 32 && last) bring_queries(index, turn_of_i + PLACES, Place(before + turn_of_i).at);
+                if (threadIdx.x % 128 == 0 && i == j) load_keys(index, turn_of_j + STAGES, k_state.stage);
+                if (threadIdx.x % 128 == 32 && last) load_queries(index, turn_of_i + STAGES, Ring(before + turn_of_i).stage);
                 __syncwarp();
                 if (!last) continue;
                 if (i % 2) {
@@ -373,52 +371,52 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
         }
         if (threadIdx.x % 32 == 0) bulk_wait_read();
     } else {  // ---- dK and dV
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COMPUTE_REGISTERS));
+        increase_registers<COMPUTE_REGISTERS>();
         const int w = warpgroup(), lane = threadIdx.x % 32;
         if (w >= blocks) return;
         const u32 staged = shared + STAGED + w * TILE;
         int index = blockIdx.x, j = blocks > 3 - w ? 3 - w : w, i = last_seeing(a, j, blocks);
         const u32 of_lane = WORDS_OF_KEYS + warp * KEY_ROW_BYTES + lane % 4 * 64 + lane / 4 * 4;
         uint2 words = {};
-        bool begins = true;
-        Place place(before + turn_of_queries(i, blocks)), of_keys(before + turn_of_keys(j, blocks));
-        u32 keys = shared + KEYS + of_keys.at * PLACE;
+        bool new_keys = true;
+        Ring q_state(before + turn_of_queries(i, blocks)), k_state(before + turn_of_keys(j, blocks));
+        u32 keys = shared + KEYS + k_state.stage * STAGE_BYTES;
         float st[32], dk[32], dv[32];
         clear(dk);
         clear(dv);
-        mbar_wait(shared + KEYS_FULL + 8 * of_keys.at, of_keys.parity);
-        mbar_wait(shared + QUERIES_FULL + 8 * place.at, place.parity);
-        hold(st); wgmma_fence();
-        product<K_MAJOR, K_MAJOR, 64, 64, 64>(st, keys, shared + QUERIES + place.at * PLACE);
-        wgmma_commit(); wgmma_wait<0>(); hold(st);
-        for (u32 number = 0; index < heads; ++number) {  // S^T is there
-            if (DROPOUT && begins) {
-                const Place at(before + turn_of_keys(j, blocks));
-                mbar_wait(shared + WORDS_FULL + 8 * at.at, at.parity);
-                const u32 from = shared + of_lane + at.at * KEY_WORD_BYTES;
+        mbar_wait(shared + KEYS_FULL + 8 * k_state.stage, k_state.parity);
+        mbar_wait(shared + QUERIES_FULL + 8 * q_state.stage, q_state.parity);
+        keep_live(st); wgmma_fence();
+        product<K_MAJOR, K_MAJOR, 64, 64, 64>(st, keys, shared + QUERIES + q_state.stage * STAGE_BYTES);
+        wgmma_commit(); wgmma_wait<0>(); keep_live(st);
+        for (u32 number = 0; index < heads; ++number) {  // S^T is complete
+            if (DROPOUT && new_keys) {
+                const Ring at(before + turn_of_keys(j, blocks));
+                mbar_wait(shared + WORDS_FULL + 8 * at.stage, at.parity);
+                const u32 from = shared + of_lane + at.stage * KEY_WORD_BYTES;
                 words = {load_shared(from), load_shared(from + 32)};
             }
-            const u32 q = shared + QUERIES + place.at * PLACE;
+            const u32 q = shared + QUERIES + q_state.stage * STAGE_BYTES;
             float dst[32];
-            hold(dst); wgmma_fence();
+            keep_live(dst); wgmma_fence();
             product<K_MAJOR, K_MAJOR, 64, 64, 64>(dst, keys + TILE, q + TILE);
             wgmma_commit();
-            mbar_wait(shared + ROWS_FULL + 8 * place.at, place.parity);
-            weights(st, shared, a, i, j, place, words);
+            mbar_wait(shared + ROWS_FULL + 8 * q_state.stage, q_state.parity);
+            probabilities(st, shared, a, i, j, q_state, words);
             u32 p[4][4], ds[4][4];
 #pragma unroll
             for (int n = 0; n < 16; ++n) {
                 const float x = st[2 * n], y = st[2 * n + 1];
                 p[n / 4][n % 4] = DROPOUT ? pack_positive(scalar(), x, y) : pack_pair(scalar(), x, y);
             }
-            wgmma_wait<0>(); hold(dst);
-            to_ds(st, dst, shared + DELTA + 256 * place.at);
+            wgmma_wait<0>(); keep_live(dst);
+            to_ds(st, dst, shared + DELTA + 256 * q_state.stage);
             pack(ds, st);
-            hold(dv); hold(p); hold(dk); hold(ds); wgmma_fence();
+            keep_live(dv); keep_live(p); keep_live(dk); keep_live(ds); wgmma_fence();
             product<MN_MAJOR, 64>(dv, p, q + TILE, true);
             product<MN_MAJOR, 64>(dk, ds, q, true);
             wgmma_commit();
-            // the next step, and its S^T
+            // find the next step and issue its S^T
             const int done = j, of = index;
             const bool complete = i == j;
             if (complete) {
@@ -426,29 +424,29 @@ extern "C" __global__ void __launch_bounds__(512, 1) flash_attention_backward_he
                 j = j == w && blocks > 3 - w ? 3 - w : w;
                 i = last_seeing(a, j, blocks);
                 if (index < heads) {
-                    place = Place(before + turn_of_queries(i, blocks));
-                    const Place next(before + turn_of_keys(j, blocks));
-                    keys = shared + KEYS + next.at * PLACE;
-                    mbar_wait(shared + KEYS_FULL + 8 * next.at, next.parity);
+                    q_state = Ring(before + turn_of_queries(i, blocks));
+                    const Ring next_k(before + turn_of_keys(j, blocks));
+                    keys = shared + KEYS + next_k.stage * STAGE_BYTES;
+                    mbar_wait(shared + KEYS_FULL + 8 * next_k.stage, next_k.parity);
                 }
             } else {
                 --i;
-                place.advance();
+                q_state.next();
             }
-            if (index < heads) mbar_wait(shared + QUERIES_FULL + 8 * place.at, place.parity);
-            hold(st); wgmma_fence();
-            product<K_MAJOR, K_MAJOR, 64, 64, 64>(st, keys, shared + QUERIES + place.at * PLACE);
+            if (index < heads) mbar_wait(shared + QUERIES_FULL + 8 * q_state.stage, q_state.parity);
+            keep_live(st); wgmma_fence();
+            product<K_MAJOR, K_MAJOR, 64, 64, 64>(st, keys, shared + QUERIES + q_state.stage * STAGE_BYTES);
             wgmma_commit();
             const u32 tile = 2 * w + number % 2, parity = number / 2 % 2;
             mbar_wait(shared + DS_EMPTY + 8 * tile, parity ^ 1);
-            if (lane == 0) bulk_wait_read();  // dK of the keys before may still leave through this place
+            if (lane == 0) bulk_wait_read();  // dK of the previous keys may be staged in this tile
             __syncwarp();
             store_rows(shared + DS + tile * TILE, ds);
             fence_async_proxy();
-            wgmma_wait<0>(); hold(dk); hold(dv); hold(p); hold(ds); hold(st);
+            wgmma_wait<0>(); keep_live(dk); keep_live(dv); keep_live(p); keep_live(ds); keep_live(st);
             __syncwarp();
             release(shared + DS_FULL + 8 * tile);
-            begins = complete;
+            new_keys = complete;
             if (!complete) continue;
             const u32 other = 2 * w + (number + 1) % 2, leaves = shared + DS + other * TILE;
             mbar_wait(shared + DS_EMPTY + 8 * other, ((number + 1) / 2 % 2) ^ 1);

@@ -1,17 +1,17 @@
-// Around flash_attention_backward_hopper.cu and .._wide.cu: before, what they need of each query's row;
-// after, dq out of its sums.
+// The launches before and after flash_attention_backward_hopper.cu and .._wide.cu: first lse, delta and the order of tiles,
+// at the end dq from its sums.
 // Constants: scalar = f16, bf16; WIDTH = 64, 128, 256 (both head sizes rounded up); CHAINED = false
-// Constants: scalar = f16, bf16; WIDTH = 64; CHAINED = true (the main launch stores dq's sums before it adds: no zeros)
+// Constants: scalar = f16, bf16; WIDTH = 64; CHAINED = true (dq_sum is not cleared: the main launch stores to it first)
 // Launch:    both: grid = (ceil(longest queries / BM) * heads * sequences,), block = (256,)
 // Arch: sm_90a
 #include "attention/common/attention_backward_hopper.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int THREADS = 256, LANES = WIDTH / 8, PASSES = BM * LANES / THREADS;  // lanes of 16 bytes to a row
+constexpr int THREADS = 256, LANES = WIDTH / 8, PASSES = BM * LANES / THREADS;  // a lane has 16 bytes of a row
 
 __device__ __forceinline__ uint4 zeros() { return make_uint4(0, 0, 0, 0); }
 
-// The sum of the products of eight pairs of 16-bit numbers.
+// The dot product of eight pairs of 16-bit numbers.
 __device__ __forceinline__ float dot8(uint4 x, uint4 y) {
     const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
     float sum = 0.f;
@@ -25,8 +25,8 @@ __device__ __forceinline__ float dot8(uint4 x, uint4 y) {
     return sum;
 }
 
-// The index-th tile: inside sections of heads whose queries fit in L2, the first keys first, as causal masks leave them
-// the most queries.
+// Tile number `index`. Within sections of heads whose queries fit in L2, the first keys come first, because a causal mask
+// leaves them the most queries.
 __device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles, int section, bool ordered) {
     const int kv_heads = a.heads / a.group, heads = kv_heads * a.sequences, key_tiles = (a.keys + BN - 1) / BN;
     Tile tile = {};
@@ -34,7 +34,7 @@ __device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles
     if (index == tiles) return tile;
     const int start = index / (key_tiles * section) * section, here = min(section, heads - start);
     const int rest = index - start * key_tiles, sheet = start + rest % here;
-    const Sequence s = find_sequence(a, sheet / kv_heads);
+    const Sequence s = sequence_at(a, sheet / kv_heads);
     tile.head = sheet % kv_heads;
     tile.first = rest / here * BN;
     tile.batch = a.cu_q ? 0 : s.number;
@@ -52,21 +52,21 @@ __device__ __forceinline__ Tile tile_at(const Attention& a, int index, int tiles
     tile.blocks = max(0, (end + BM - 1) / BM - tile.begin);
     tile.open_from = (tile.first - s.offset + BN - 1 - a.right + BM - 1) / BM;
     tile.open_to = tile.first + BN > s.keys ? 0 : (tile.first - s.offset + a.left + 1) / BM;
-    // side by side tiles of a head begin apart, so that they do not add to the same dq; where they add in order, all go
-    // down from their last block: so one that sees fewer, as with a causal mask, comes to each block after those before it
+    // Concurrent tiles of a head start at different blocks, so that they do not add to the same dq. Where they add in order,
+    // all go downwards from their last block: a tile that sees fewer blocks then reaches each block after earlier tiles.
     const int apart = tile.blocks ? max(0, tile.first / BM - tile.begin) % tile.blocks : 0;
     tile.start = tile.begin + (ordered ? tile.blocks - 1 : apart);
     return tile;
 }
 
 // A block of rows of one head.
-struct Rows { Sequence s; int head, first, count; long long side; };  // side: its number in the side buffers
+struct Rows { Sequence s; int head, first, count; long long side; };  // side: the number of the block in lse_rows etc.
 __device__ __forceinline__ Rows rows_at(const Attention& a, int row_blocks) {
-    // from the end: L2 then holds what the next launch begins with
+    // from the end, so that L2 holds what the next launch reads first
     const int index = gridDim.x - 1 - blockIdx.x, blocks = (a.queries + BM - 1) / BM;
     const int sheet = index / blocks, block = index % blocks;
     Rows r;
-    r.s = find_sequence(a, sheet / a.heads);
+    r.s = sequence_at(a, sheet / a.heads);
     r.head = sheet % a.heads;
     r.first = block * BM;
     r.count = min(BM, r.s.queries - r.first);
@@ -74,8 +74,7 @@ __device__ __forceinline__ Rows rows_at(const Attention& a, int row_blocks) {
     return r;
 }
 
-// delta = rowsum(dout * out) - dlse (times 1 - p for the main launch), lse in units of log 2, zeros where dq is summed, and
-// the order of the tiles
+// delta = rowsum(dout * out) - dlse (times 1 - p for the main launch), lse in base 2, zeros in dq_sum, and the order of tiles.
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_rows(
     const Attention a,
     const scalar* __restrict__ out,      // (B, T, H, Dv) or (tokens, H, Dv) by strides, last axis contiguous
@@ -88,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
     float* __restrict__ dq_sum,          // (H, row_blocks, BM * WIDTH)
     Tile* __restrict__ plan,             // (tiles + 1,)
     int* __restrict__ counter,
-    int* __restrict__ turns,             // (H, row_blocks, 2) where dq is summed in order, or null
+    int* __restrict__ turns,             // (H, row_blocks, 2) if dq is summed in order, or null
     int tiles,
     int section,
     int row_blocks) {
@@ -106,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
     const bool columns = 8 * lane < a.value_dim;
     if (turns && threadIdx.x < 2) turns[2 * r.side + threadIdx.x] = 0;
     uint4* sums = (uint4*)(dq_sum + r.side * (BM * WIDTH));
-    static_assert(PASSES % 4 == 0 && BM * WIDTH / 4 == 2 * PASSES * THREADS, "four passes at once, eight stores each");
+    static_assert(PASSES % 4 == 0 && BM * WIDTH / 4 == 2 * PASSES * THREADS, "flash_attention_backward_hopper_rows.cu: passes");
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; pass += 4) {
         uint4 x[4], y[4];
@@ -132,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
             const long long e = number * a.lse_batch + r.head * a.lse_head + at + row;
             if (lane) continue;
             const float value = inside ? lse[e] : NEG_INF;
-            lse_rows[r.side * BM + row] = value == NEG_INF ? INF : value * LOG2_E;
+            lse_rows[r.side * BM + row] = value == NEG_INF ? INF : value * LOG2E;
             if (inside && dlse) sum[i] -= dlse[e];
             if (inside && delta) delta[e] = sum[i];
             delta_rows[r.side * BM + row] = inside ? sum[i] / a.keep_scale : 0.f;
@@ -140,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_r
     }
 }
 
-// dq = scale / (1 - p) * sum, from the order of fragments to rows
+// dq = scale / (1 - p) * sum, from the order of fragments to rows.
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_dq(
     const Attention a,
     const float* __restrict__ dq_sum,    // (H, row_blocks, BM * WIDTH)
@@ -151,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_d
     if (r.count <= 0) return;
     const int w = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     const float4* sums = (const float4*)(dq_sum + r.side * (BM * WIDTH)) + w * (BM * WIDTH / 8) + thread;
-    // a warp holds 16 rows of 64 columns at a time: of its warpgroup's 64 rows, or in its warpgroup's half of the columns
+    // A warp has 16 rows x 64 columns at a time: of its warpgroup's 64 rows, or of its warpgroup's half of the columns.
     const u32 tile = (u32)__cvta_generic_to_shared(staged) + w * 64 * 128;
     const int row0 = thread / 32 * 16, first_row = (WIDTH == 64 ? 64 * w : 0) + row0;
     const long long number = a.cu_q ? 0 : r.s.number;
@@ -176,10 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_d
             const int row = lane / 8 + 4 * i, column = first_column + lane % 8 * 8;
             if (first_row + row >= r.count || column >= a.head_dim) continue;
             const u32 from = chunk_address<64>(tile, row0 + row, lane % 8);
-            uint4 y;
-            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(from) : "memory");
-            *(uint4*)(dq + (first_row + row) * a.dq.row + column) = y;
+            *(uint4*)(dq + (first_row + row) * a.dq.row + column) = load_shared_uint4(from);
         }
         __syncwarp();
     }

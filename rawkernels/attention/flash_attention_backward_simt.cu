@@ -1,8 +1,9 @@
-// The gradient of attention, without atomics: delta, then dk and dv by key tiles, then dq by query tiles.
+// The gradient of attention in float32 on CUDA cores, without atomics: delta, then dk and dv by key tiles, then dq by query
+// tiles.
 // Constants: scalar = float; HEAD_DIM = 32, 64, 128, 256; EXTRAS = false, true
 // Constants: scalar = f16, bf16; HEAD_DIM = 64; EXTRAS = true
 //   (both head sizes rounded up; EXTRAS: softcap, bias, slopes or dropout)
-// Launch:    delta: grid = (ceil(rows * heads / 4),), block = (128,), a warp per row and head
+// Launch:    delta: grid = (ceil(rows * heads / 4),), block = (128,), one warp per row and head
 //            dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (128,), shared = SHARED_BYTES
 //            dq: grid = (ceil(longest queries / OWN) * heads * sequences,), block = (128,), shared = SHARED_BYTES
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(128) flash_attention_delta(
     if (lane == 0) delta[e] = dlse ? sum - dlse[e] : sum;
 }
 
-// What p and ds of a row of logits are computed from; a row without keys, or past the end, has p = 0.
+// A row's values for p and ds; a row without keys, or past the end, gets p = 0.
 struct RowStats { float lse, delta; };
 
 __device__ inline RowStats row_stats(const Attention& a, const Sequence& s, int head, int i, const float* lse,
@@ -61,18 +62,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
     float* q_tile = v_tile + OWN * PITCH;
     float* dout_tile = q_tile + STEP * PITCH;
 
-    const Place place = find_place(a.keys, OWN, a.heads / a.group);
-    const Sequence s = find_sequence(a, place.number);
+    const Place place = place_at(a.keys, OWN, a.heads / a.group);
+    const Sequence s = sequence_at(a, place.number);
     const int kv_head = place.head, first = place.tile * OWN;
     if (first >= s.key_rows) return;
     const int own = threadIdx.x / 32 * 4 * R + lane_down(), j = first + own;  // this lane's keys are j + 4r
 
-    // queries begin .. end - 1 see some key; queries clear_begin .. clear_end - 1 see all keys
+    // queries begin .. end - 1 see some key; queries unmasked_begin .. unmasked_end - 1 see all keys
     const int last = min(first + OWN, s.keys) - 1;
     const int begin = max(0, first - s.offset - a.right) / STEP * STEP;
     const int end = first < s.keys ? min(s.queries, last - s.offset + a.left + 1) : 0;
-    const int clear_begin = last - s.offset - a.right;
-    const int clear_end = first + OWN <= s.keys ? min(s.queries, first - s.offset + a.left + 1) : 0;
+    const int unmasked_begin = last - s.offset - a.right;
+    const int unmasked_end = first + OWN <= s.keys ? min(s.queries, first - s.offset + a.left + 1) : 0;
     load_tile<OWN>(k_tile, rows_of(k, a.k, s.number, s.first_key + first, kv_head), a.k, s.keys - first, a.head_dim);
     load_tile<OWN>(v_tile, rows_of(v, a.v, s.number, s.first_key + first, kv_head), a.v, s.keys - first, a.value_dim);
 
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
             load_tile<STEP>(dout_tile, dout_rows, a.dout, s.queries - i, a.value_dim);
             __syncthreads();
 
-            const Spot<true> at = {i + lane_across(), j};
+            const Position<true> at = {i + lane_across(), j};
             float p[R][N], ds[R][N];
             multiply(v_tile + own * PITCH, dout_tile + lane_across() * PITCH, ds);
             multiply(k_tile + own * PITCH, q_tile + lane_across() * PITCH, p);
@@ -96,22 +97,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dkv(
             for (int n = 0; n < N; ++n) stats[n] = row_stats(a, s, head, at.query(0, n), lse, delta);
             unsigned int kept = ~0u;
             const bool drops = EXTRAS && a.query_words;
-            if (drops) drop(a, kept = draw_kept<true, R, N>(a, s, head, at), ds);
+            if (drops) apply_dropout(a, kept = sample_kept<true, R, N>(a, s, head, at), ds);
 #pragma unroll
             for (int e = 0; e < R * N; ++e) ds[e / N][e % N] -= stats[e % N].delta;
-            apply_logits(a, s, head, at, i >= clear_begin && i + STEP <= clear_end, p, ds);
+            apply_logits(a, s, head, at, i >= unmasked_begin && i + STEP <= unmasked_end, p, ds);
 #pragma unroll
             for (int e = 0; e < R * N; ++e) {
                 const int r = e / N, n = e % N;
                 p[r][n] = expf(p[r][n] - stats[n].lse);
                 ds[r][n] = p[r][n] == 0.f ? 0.f : p[r][n] * ds[r][n];
             }
-            if (drops) drop(a, kept, p);
+            if (drops) apply_dropout(a, kept, p);
             add_product(p, dout_tile, dv_sum);
             add_product(ds, q_tile, dk_sum);
         }
 
-    const Sequence again = find_sequence(a, anew(s.number));  // rather than kept in registers
+    const Sequence again = sequence_at(a, opaque(s.number));  // computed again, to free registers
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         if (j + 4 * r >= again.key_rows) continue;
@@ -138,18 +139,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
     float* k_tile = dout_tile + OWN * PITCH;
     float* v_tile = k_tile + STEP * PITCH;
 
-    const Place place = find_place(a.queries, OWN, a.heads);
-    const Sequence s = find_sequence(a, place.number);
+    const Place place = place_at(a.queries, OWN, a.heads);
+    const Sequence s = sequence_at(a, place.number);
     const int head = place.head, kv_head = head / a.group;
-    const int first = ((a.queries + OWN - 1) / OWN - 1 - place.tile) * OWN;  // the last ones have the most keys
+    const int first = ((a.queries + OWN - 1) / OWN - 1 - place.tile) * OWN;  // the last tiles have the most keys
     if (first >= s.queries) return;
     const int own = threadIdx.x / 32 * 4 * R + lane_down(), i = first + own;  // this lane's queries are i + 4r
 
-    // some query sees keys begin .. end - 1; all queries see clear_begin .. clear_end - 1
+    // some query sees keys begin .. end - 1; all queries see unmasked_begin .. unmasked_end - 1
     const int last = min(first + OWN, s.queries) - 1;
     const int begin = max(0, first + s.offset - a.left) / STEP * STEP;
     const int end = min(s.keys, last + s.offset + a.right + 1);
-    const int clear_begin = last + s.offset - a.left, clear_end = min(s.keys, first + s.offset + a.right + 1);
+    const int unmasked_begin = last + s.offset - a.left, unmasked_end = min(s.keys, first + s.offset + a.right + 1);
     const long long at_first = s.first_query + first;
     load_tile<OWN>(q_tile, rows_of(q, a.q, s.number, at_first, head), a.q, s.queries - first, a.head_dim);
     load_tile<OWN>(dout_tile, rows_of(dout, a.dout, s.number, at_first, head), a.dout, s.queries - first, a.value_dim);
@@ -167,14 +168,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
         load_tile<STEP>(v_tile, v_rows, a.v, s.keys - j, a.value_dim);
         __syncthreads();
 
-        const Spot<false> at = {i, j + lane_across()};
-        float p[R][N], ds[R][N], bend[R][N];
+        const Position<false> at = {i, j + lane_across()};
+        float p[R][N], ds[R][N], softcap_grad[R][N];
         multiply(dout_tile + own * PITCH, v_tile + lane_across() * PITCH, ds);
         multiply(q_tile + own * PITCH, k_tile + lane_across() * PITCH, p);
-        if (EXTRAS && a.query_words) drop(a, draw_kept<false, R, N>(a, s, head, at), ds);
+        if (EXTRAS && a.query_words) apply_dropout(a, sample_kept<false, R, N>(a, s, head, at), ds);
 #pragma unroll
-        for (int e = 0; e < R * N; ++e) bend[e / N][e % N] = 1.f;
-        apply_logits(a, s, head, at, j >= clear_begin && j + STEP <= clear_end, p, bend);
+        for (int e = 0; e < R * N; ++e) softcap_grad[e / N][e % N] = 1.f;
+        apply_logits(a, s, head, at, j >= unmasked_begin && j + STEP <= unmasked_end, p, softcap_grad);
 #pragma unroll
         for (int e = 0; e < R * N; ++e) {
             const int r = e / N, n = e % N;
@@ -191,11 +192,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_dq(
         }
         if (EXTRAS)
 #pragma unroll
-            for (int e = 0; e < R * N; ++e) ds[e / N][e % N] *= bend[e / N][e % N];
+            for (int e = 0; e < R * N; ++e) ds[e / N][e % N] *= softcap_grad[e / N][e % N];
         add_product(ds, k_tile, sum);
     }
 
-    const Sequence again = find_sequence(a, anew(s.number));  // rather than kept in registers
+    const Sequence again = sequence_at(a, opaque(s.number));  // computed again, to free registers
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         if (i + 4 * r >= again.queries) continue;

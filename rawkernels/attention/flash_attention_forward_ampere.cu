@@ -1,11 +1,11 @@
-// Attention, softmax(scale * q k^T) v, on tensor cores one warp at a time (mma.sync). Dao, "FlashAttention-2" (2023).
+// Attention, softmax(scale * q k^T) v, on tensor cores by mma.sync. Dao, "FlashAttention-2" (2023).
 // Constants: scalar = bf16; HEAD_DIM = 64, 128; EXTRAS = false, true; DROPOUT = false, true
 // Constants: scalar = bf16; HEAD_DIM = 32, 96, 256; EXTRAS = false; DROPOUT = false
 // Constants: scalar = bf16; HEAD_DIM = 256; EXTRAS = true; DROPOUT = true
 // Constants: scalar = f16; HEAD_DIM = 64, 128; EXTRAS = false; DROPOUT = false
 // Constants: scalar = float; HEAD_DIM = 32, 64, 96, 128; EXTRAS = false; DROPOUT = false
 // Constants: scalar = float; HEAD_DIM = 64, 128; EXTRAS = true; DROPOUT = true
-//   (both head sizes rounded up; floats are rounded to tf32)
+//   (both head sizes rounded up; float32 is rounded to TF32)
 // Launch:    grid = (ceil(longest queries / ROWS) * heads * sequences,), block = (THREADS,), shared = SHARED_BYTES
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "attention/common/attention_mma.cuh"
@@ -15,24 +15,25 @@ static_assert(HEAD_DIM % (TF32 ? 32 : 16) == 0 && HEAD_DIM <= (TF32 ? 128 : 256)
               "flash_attention_forward_ampere.cu: HEAD_DIM is 16 .. 256, or of float 32 .. 128");
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int ROW_BYTES = HEAD_DIM * (int)sizeof(scalar), CHUNK = 16 / (int)sizeof(scalar);  // columns in 16 bytes
-constexpr int M = ROW_BYTES <= 256 ? 2 : 1;       // a warp's queries, in 16
+constexpr int M = ROW_BYTES <= 256 ? 2 : 1;       // groups of 16 queries of a warp
 constexpr int ROWS = 16 * M * WARPS;
-// Keys of a block: as many as registers hold without spilling, and few enough that sm_80 holds two blocks' tiles.
+// Keys of a step: as many as registers allow without spills, and few enough that shared memory of sm_80 has room for two
+// blocks.
 #if __CUDA_ARCH__ >= 900
 constexpr int PLAIN_KEYS = 64;
 #else
 constexpr int PLAIN_KEYS = HEAD_DIM > 64 ? 48 : 64;
 #endif
 constexpr int KEYS = TF32 || HEAD_DIM > 128 ? 32 : !EXTRAS && !DROPOUT ? PLAIN_KEYS : HEAD_DIM > 64 ? 32 : 48;
-constexpr int N = KEYS / 8, STEPS = ROW_BYTES / 32;  // 16 x 8 accumulators of logits, products of 32 bytes of columns
+constexpr int N = KEYS / 8, STEPS = ROW_BYTES / 32;  // accumulators of 16 x 8 logits; steps of 32 bytes along the head
 constexpr int SLABS = (ROW_BYTES + 127) / 128;
-constexpr u32 Q_BYTES = SLABS * ROWS * 128, K_BYTES = SLABS * KEYS * 128;  // then k, k, v, v
+constexpr u32 Q_BYTES = SLABS * ROWS * 128, K_BYTES = SLABS * KEYS * 128;  // followed by k, k, v, v
 constexpr bool Q_IN_REGISTERS = ROW_BYTES <= 128;
-constexpr float GROWTH = 8.f;  // the sums are rescaled when the largest logit grows by more (in log2)
+constexpr float GROWTH = 8.f;  // sums are rescaled only if the maximum grows by more than this, in base 2
 constexpr int SHARED_BYTES = Q_BYTES + 4 * K_BYTES;
 
-// Rows of an array into a tile, asynchronously; zeros past `rows` and past `columns`.
-// Eight threads take 128 bytes of a row and go on by APART rows; `source` is where this thread begins.
+// Copies rows of an array to a tile asynchronously, with zeros past `rows` and `columns`. Eight threads copy 128 bytes of
+// every APART-th row; `source` is where this thread starts.
 constexpr int APART = THREADS / 8;
 __device__ __forceinline__ const scalar* thread_rows(const scalar* rows, long long stride) {
     return rows + threadIdx.x / 8 * stride + threadIdx.x % 8 * CHUNK;
@@ -41,7 +42,7 @@ template <int R>
 __device__ __forceinline__ void fetch(u32 tile, const scalar* source, long long stride, int rows, int columns) {
     const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
     long long step = APART * stride;
-    asm volatile("" : "+l"(step));  // else its multiples are kept in registers around the loop
+    step = opaque(step);  // otherwise its multiples are kept in registers around the loop
 #pragma unroll
     for (int i = 0; i < R / APART; ++i, source += step)
 #pragma unroll
@@ -53,27 +54,27 @@ __device__ __forceinline__ void fetch(u32 tile, const scalar* source, long long 
         }
 }
 
-// What this thread fetched becomes what mma rounds to nearest.
+// Prepares what this thread copied so that mma.sync rounds it to nearest TF32.
 template <int R> __device__ __forceinline__ void round_fetched(u32 tile) {
 #pragma unroll
     for (int i = 0; i < R; i += APART)
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab) {
             const u32 address = chunk_address<R>(tile, threadIdx.x / 8 + i, 8 * slab + threadIdx.x % 8);
-            const uint4 x = load_shared_16(address);
+            const uint4 x = load_shared_uint4(address);
             store_shared(address, for_tf32(__uint_as_float(x.x)), for_tf32(__uint_as_float(x.y)),
                          for_tf32(__uint_as_float(x.z)), for_tf32(__uint_as_float(x.w)));
         }
 }
 
-// The warp's rows of Q: in registers where there is room, else read from shared memory at every step.
+// The warp's rows of Q, in registers where they fit, otherwise loaded from shared memory in every step.
 struct Queries {
     u32 lane_address, held[Q_IN_REGISTERS ? STEPS : 1][M][4];
 
     __device__ __forceinline__ void read(int step) {
 #pragma unroll
         for (int m = 0; m < M; ++m)
-            ldmatrix(held[Q_IN_REGISTERS ? step : 0][m], moved<ROWS>(lane_address, 16 * m, 16 * step));
+            ldmatrix(held[Q_IN_REGISTERS ? step : 0][m], offset_address<ROWS>(lane_address, 16 * m, 16 * step));
     }
     __device__ __forceinline__ const u32 (&operator[](int step) const)[M][4] { return held[Q_IN_REGISTERS ? step : 0]; }
 };
@@ -83,42 +84,43 @@ __device__ __forceinline__ void multiply_step(float (&x)[M][N][4], Queries& q, u
     if (!Q_IN_REGISTERS) q.read(step);
 #pragma unroll
     for (int n = 0; n < N / 2; ++n) {
-        ldmatrix(b, moved<KEYS>(k_lane, 16 * n, 16 * step));
+        ldmatrix(b, offset_address<KEYS>(k_lane, 16 * n, 16 * step));
 #pragma unroll
         for (int m = 0; m < M; ++m) mma_pair(x[m][2 * n], x[m][2 * n + 1], q[step][m], b);
     }
 }
 
-// Where this lane reads v: see add_values.
+// The address from which this lane reads v, see add_values.
 __device__ __forceinline__ u32 lane_of_values(u32 v_tile) {
-    return TF32 ? chunk_address<KEYS>(v_tile, threadIdx.x % 4 * 2, threadIdx.x % 32 / 4) : straight(v_tile);
+    return TF32 ? chunk_address<KEYS>(v_tile, threadIdx.x % 4 * 2, threadIdx.x % 32 / 4) : lane_address(v_tile);
 }
-// The operands a of 16 keys' weights, of which x has two accumulators; floats stay there.
+// Applies dropout to the weights of 16 keys, in two accumulators, and packs them to operands a; TF32 stays in the accumulators.
 template <typename T>
-__device__ __forceinline__ void drop_and_pack(T, u32 (&p)[4], float (&left)[4], float (&right)[4], const Attention& a,
+__device__ __forceinline__ void dropout_and_pack(T, u32 (&p)[4], float (&left)[4], float (&right)[4], const Attention& a,
                                               const Sequence& s, int head, int i, int j) {
     if constexpr (TF32) {
-        if (DROPOUT) drop(left, right, kept_anew(a, s, head, i, j));
+        if (DROPOUT) apply_dropout(left, right, kept_of_lane_opaque(a, s, head, i, j));
     } else {
         pack<T>(p, left, right);
-        if (DROPOUT) drop(p, kept_anew(a, s, head, i, j));
+        if (DROPOUT) apply_dropout(p, kept_of_lane_opaque(a, s, head, i, j));
     }
 }
-// sum += weights v over the 16 keys of accumulators n and n + 1.
+// sum += weights v for the 16 keys of accumulators n and n + 1.
 __device__ __forceinline__ void add_values(float (&sum)[M][HEAD_DIM / 8][4], const float (&x)[M][N][4], int n,
                                            const u32 (&p)[M][4], u32 v_lane) {
     if (!TF32) {
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             u32 b[4];
-            ldmatrix_transposed(b, moved<KEYS>(v_lane, 8 * n, 16 * step));
+            ldmatrix_transposed(b, offset_address<KEYS>(v_lane, 8 * n, 16 * step));
 #pragma unroll
             for (int m = 0; m < M; ++m) mma_pair(sum[m][2 * step], sum[m][2 * step + 1], p[m], b);
         }
         return;
     }
-    // Keys may be summed in any order and columns may lie in any. So a lane, which has the weights of keys 2t and
-    // 2t + 1, reads those rows of v; and four columns side by side, one load, are the same column of four accumulators.
+    // TF32: keys may be summed in any order, and columns may be assigned to accumulators in any order. A lane has the weights
+    // of keys 2t and 2t + 1, so it reads these rows of v; four adjacent columns, one load, go to one column of four
+    // accumulators.
 #pragma unroll
     for (int block = n; block < n + 2; ++block) {
         u32 weights[M][4];
@@ -129,7 +131,7 @@ __device__ __forceinline__ void add_values(float (&sum)[M][HEAD_DIM / 8][4], con
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab) {
             const u32 address = v_lane + (slab * KEYS + 8 * block) * 128;
-            const uint4 even = load_shared_16(address), odd = load_shared_16((address ^ 16) + 128);
+            const uint4 even = load_shared_uint4(address), odd = load_shared_uint4((address ^ 16) + 128);
             const u32 b[4][2] = {{even.x, odd.x}, {even.y, odd.y}, {even.z, odd.z}, {even.w, odd.w}};
 #pragma unroll
             for (int e = 0; e < 4; ++e)
@@ -138,14 +140,14 @@ __device__ __forceinline__ void add_values(float (&sum)[M][HEAD_DIM / 8][4], con
         }
     }
 }
-// Sixteen rows of the output become their place in the Q tile.
-template <typename T> __device__ __forceinline__ void put_rows(T, u32 q_tile, int row, const float (&sum)[HEAD_DIM / 8][4]) {
+// Stages 16 rows of the output in the Q tile.
+template <typename T> __device__ __forceinline__ void stage_rows(T, u32 q_tile, int row, const float (&sum)[HEAD_DIM / 8][4]) {
     if constexpr (!TF32) {
 #pragma unroll
         for (int n = 0; n < 2 * STEPS; ++n) store_fragment<ROWS, T>(q_tile, row, 8 * n, sum[n]);
     }
 }
-// Sixteen rows of the output, floats, to `rows`, of which `count` exist.
+// Stores 16 rows of float32 output to `rows`, of which `count` exist.
 __device__ __forceinline__ void store_floats(scalar* rows, const Attention& a, int count, const float (&sum)[HEAD_DIM / 8][4]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -165,10 +167,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
     const scalar* __restrict__ v,         // (B, S, Hk, Dv)
     scalar* __restrict__ out,             // (B, T, H, Dv)
     float* __restrict__ lse) {            // (B, H, T)
-    // tiles of one head together: they share K and V in the L2 cache; the last ones see most keys: they go first
+    // Tiles of one head are adjacent, so they share K and V in L2. The last tiles see the most keys and go first.
     const int tiles = (a.queries + ROWS - 1) / ROWS, pair = blockIdx.x / tiles, head = pair % a.heads;
     const int first = (tiles - 1 - blockIdx.x % tiles) * ROWS;
-    const Sequence s = find_sequence(a, pair / a.heads);
+    const Sequence s = sequence_at(a, pair / a.heads);
     if (first >= s.queries) return;
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp * 16 * M;
@@ -178,9 +180,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
     const scalar* k_next = thread_rows(rows_of(k, a.k, s.number, s.first_key, kv_head), a.k.row);
     const scalar* v_next = thread_rows(rows_of(v, a.v, s.number, s.first_key, kv_head), a.v.row);
 
-    // some query sees keys begin .. end - 1; all queries see clear_begin .. clear_end - 1
+    // keys begin .. end - 1 are seen by some query, keys unmasked_begin .. unmasked_end - 1 by all queries
     const int begin = max(0, first + s.offset - a.left) / KEYS * KEYS, end = min(s.keys, last + a.right + 1);
-    const int clear_begin = last - a.left, clear_end = min(s.keys, first + s.offset + a.right + 1);
+    const int unmasked_begin = last - a.left, unmasked_end = min(s.keys, first + s.offset + a.right + 1);
     k_next += begin * a.k.row;
     v_next += begin * a.v.row;
     auto fetch_block = [&](int j, u32 stage) {
@@ -196,17 +198,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
         fetch<ROWS>(q_tile, q_rows, a.q.row, s.queries - first, a.head_dim);
         fetch_block(begin, 0);
     }
-    const float c = EXTRAS ? 1.f : a.scale * LOG2E;  // logits times this are in log2
+    const float c = EXTRAS ? 1.f : a.scale * LOG2E;  // converts logits to base 2
 
     float sum[M][HEAD_DIM / 8][4] = {}, total[M][2] = {}, top[M][2];
 #pragma unroll
     for (int m = 0; m < M; ++m) top[m][0] = top[m][1] = NEG_INF;
     Queries queries;
-    queries.lane_address = straight(q_tile) + own * 128;
+    queries.lane_address = lane_address(q_tile) + own * 128;
 
 #pragma unroll 1
     for (int j = begin; j < end; j += KEYS) {
-        const u32 k_lane = crossed(k_tiles + stage), v_lane = lane_of_values(v_tiles + stage);
+        const u32 k_lane = lane_address_swapped(k_tiles + stage), v_lane = lane_of_values(v_tiles + stage);
         cp_async_wait<0>();
         if (TF32) {
             round_fetched<KEYS>(k_tiles + stage);
@@ -225,9 +227,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
 #pragma unroll
             for (int m = 0; m < M; ++m) apply_extras(a, s, head, i + 16 * m, j + lane % 4 * 2, x[m]);
         }
-        if (j < clear_begin || j + KEYS > clear_end) {
+        if (j < unmasked_begin || j + KEYS > unmasked_end) {
 #pragma unroll
-            for (int m = 0; m < M; ++m) hide(a, s, i + 16 * m, j + lane % 4 * 2, x[m]);
+            for (int m = 0; m < M; ++m) apply_mask(a, s, i + 16 * m, j + lane % 4 * 2, x[m]);
         }
         float peak[M][2];
         bool grown = false;
@@ -248,11 +250,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const float high = fmaxf(top[m][h], peak[m][h]);
-                    const float fade = high == NEG_INF ? 1.f : exp2_fast((top[m][h] - high) * c);
+                    const float correction = high == NEG_INF ? 1.f : exp2_fast((top[m][h] - high) * c);
                     top[m][h] = high;
-                    total[m][h] *= fade;
+                    total[m][h] *= correction;
 #pragma unroll
-                    for (int n = 0; n < HEAD_DIM / 8; ++n) sum[m][n][2 * h] *= fade, sum[m][n][2 * h + 1] *= fade;
+                    for (int n = 0; n < HEAD_DIM / 8; ++n) sum[m][n][2 * h] *= correction, sum[m][n][2 * h + 1] *= correction;
                 }
         }
         stage ^= K_BYTES;
@@ -262,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
         for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) base[m][h] = top[m][h] == NEG_INF ? 0.f : -top[m][h] * c;
-        // 16 keys at a time: the exponentials of the next ones run beside the products of these
+        // 16 keys at a time: the exponentials of the next keys overlap with the products of these
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             u32 p[M][4];
@@ -274,15 +276,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
                     y = exp2_fast(fmaf(y, c, base[m][e / 2 % 2]));
                     total[m][e / 2 % 2] += y;
                 }
-                drop_and_pack(scalar(), p[m], x[m][n], x[m][n + 1], a, s, head, i + 16 * m,
+                dropout_and_pack(scalar(), p[m], x[m][n], x[m][n + 1], a, s, head, i + 16 * m,
                               j + 8 * n + lane % 4 * 2);
             }
             add_values(sum, x, n, p, v_lane);
         }
     }
 
-    // the warp's own rows of the Q tile become its rows of the output
-    const long long first_query = find_sequence(a, anew(s.number)).first_query + first;
+    // the output is staged in the warp's own rows of the Q tile
+    const long long first_query = sequence_at(a, opaque(s.number)).first_query + first;
     const float sink = a.sink ? a.sink[head] * LOG2E : NEG_INF;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -291,16 +293,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
             float all = total[m][h] + __shfl_xor_sync(~0u, total[m][h], 1);
             all += __shfl_xor_sync(~0u, all, 2);
             const float high = all > 0.f ? top[m][h] * c : NEG_INF, peak = fmaxf(high, sink);
-            const float fade = all > 0.f ? exp2_fast(high - peak) : 0.f;
-            all = peak == NEG_INF ? 0.f : all * fade + exp2_fast(sink - peak);
-            const float factor = all > 0.f ? fade / all * a.keep_scale : 0.f;
+            const float correction = all > 0.f ? exp2_fast(high - peak) : 0.f;
+            all = peak == NEG_INF ? 0.f : all * correction + exp2_fast(sink - peak);
+            const float factor = all > 0.f ? correction / all * a.keep_scale : 0.f;
             const int row = own + lane / 4 + 16 * m + 8 * h;
             if (lane % 4 == 0 && first + row < s.queries)
                 lse[s.number * a.lse_batch + head * a.lse_head + first_query + row] = LN2 * peak + logf(all);
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 8; ++n) sum[m][n][2 * h] *= factor, sum[m][n][2 * h + 1] *= factor;
         }
-        put_rows(scalar(), q_tile, own + 16 * m, sum[m]);
+        stage_rows(scalar(), q_tile, own + 16 * m, sum[m]);
     }
     __syncwarp();
     scalar* rows = out + s.number * a.out.batch + first_query * a.out.row + head * a.out.head;
@@ -316,6 +318,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
         for (int r = 0; r < 4 * M; ++r) {
             const int row = own + 4 * r + lane / 8, column = 64 * slab + lane % 8 * 8;
             if (first + row < s.queries && column < a.value_dim)
-                *(uint4*)(rows + row * a.out.row + column) = load_shared_16(chunk_address<ROWS>(q_tile, row, column / 8));
+                *(uint4*)(rows + row * a.out.row + column) = load_shared_uint4(chunk_address<ROWS>(q_tile, row, column / 8));
         }
 }

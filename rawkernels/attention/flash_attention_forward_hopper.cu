@@ -1,9 +1,9 @@
-// Attention for Hopper, out = softmax(scale q k^T) v with its log-sum-exp, by wgmma on tiles that TMA feeds.
-// One thread finds tiles, one loads keys and values, one the queries; each consumer warpgroup owns 64 queries of a tile. It
-// issues the q k^T of one key block and the p v of the block before together, then does its softmax while the tensor cores
-// work on that p v and for the other warpgroups. Warpgroups share the key blocks and nothing else: they drift apart, so
-// that one's prologue and epilogue run beside the others' products, and each passes over the blocks that its own queries do
-// not see. Thread blocks are persistent and take tiles from a counter, since causal tiles differ in length.
+// Attention for Hopper, out = softmax(scale q k^T) v with its log-sum-exp: wgmma on tiles loaded by TMA, warp-specialized.
+// One producer thread schedules tiles, one loads keys and values, one loads queries; each consumer warpgroup has 64 queries
+// of a tile. It issues the q k^T of one key block together with the p v of the previous block, then computes the softmax
+// while the tensor cores run this p v and the products of the other warpgroups. Warpgroups share only the key blocks: they
+// drift apart, so that the prologue and epilogue of one overlap with the products of the others, and each skips the blocks
+// that its own queries do not see. Blocks are persistent and take tiles from a counter, since causal tiles differ in length.
 // Constants: scalar = bf16, f16; HEAD_DIM = 64; BM = 192; BN = 128; BANDED = false, true; BIAS = false; EXTRAS = false;
 //    DROPOUT = false, true
 // Constants: scalar = bf16; HEAD_DIM = 64; BM = 256; BN = 64; BANDED = false, true; BIAS = false; EXTRAS = false;
@@ -32,40 +32,45 @@
 //    DROPOUT = false
 // Constants: scalar = f16; HEAD_DIM = 128; BM = 128; BN = 128; BANDED = true; BIAS = true; EXTRAS = false; DROPOUT = false
 // Launch:    grid = (min(tiles, SMs),), block = (THREADS,), shared = SHARED_BYTES, *counter = 0 (and is left at 0);
-//            tiles = row_blocks * all_heads, see find_tile; maps of boxes of 64 (q, out), BN (k, v) and BM or 1 (bias) rows
+//            tiles = row_blocks * all_heads, see tile_at; maps with boxes of 64 (q, out), BN (k, v) and BM or 1 (bias) rows
 // Arch: sm_90a
-// HEAD_DIM: both head sizes rounded up; BM queries and BN keys a tile; BANDED: a causal mask or a window;
-// BIAS: of 16 bits, and nothing else but a scale > 0 is between a product and its logit; EXTRAS: anything is;
-// DROPOUT: a.query_words is given.
+// HEAD_DIM: both head sizes rounded up
+// BM, BN:   queries and keys of a tile
+// BANDED:   a causal mask or a window
+// BIAS:     a 16-bit bias, and apart from it only a scale > 0 between products and logits
+// EXTRAS:   anything between products and logits
+// DROPOUT:  a.query_words is not null
 #include "attention/common/attention_hopper.cuh"
+#include "common/pipeline.cuh"
 #include "common/tma.cuh"
 
 static_assert(HEAD_DIM <= 256 && BM % 64 == 0 && BN % 16 == 0, "flash_attention_forward_hopper.cu: tile sizes");
 constexpr int WARPGROUPS = BM / 64, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112;
-constexpr float HUGE = 1 << 27;  // exponents that are rounded to multiples of 16
-constexpr float LOWEST = -3.4e38f;  // the exponent of no logits; finite, for differences
-constexpr bool RESCALE_FIRST = HEAD_DIM > 128;  // o is rescaled before p v instead of after: fewer registers live at once
-// Where p v of a block takes long, the wait for it stands amid the exponentials of the next; else ptxas puts it before them.
-constexpr bool WAIT_AMID = HEAD_DIM == 128 && BN > 128;
+constexpr float HUGE = 1 << 27;     // exponents from here on are multiples of 16 as float32
+constexpr float LOWEST = -3.4e38f;  // the exponent of a row without logits; finite, so that differences are not NaN
+constexpr bool RESCALE_FIRST = HEAD_DIM > 128;  // rescale o before p v instead of after: fewer live registers
+// Where p v of a block takes long, the wait for it is placed between the exponentials of the two rows; otherwise ptxas moves
+// the wait before all of them.
+constexpr bool SPLIT_SOFTMAX = HEAD_DIM == 128 && BN > 128;
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2, SLABS = (HEAD_DIM + 63) / 64;
-constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // queries of a warpgroup
-constexpr int BIAS_SLABS = BIAS || (EXTRAS && BN == 128) ? 2 : 0;  // of 16-bit numbers; a mask of bytes fills one
+constexpr int Q_BYTES = 64 * SLABS * 128, KV_BYTES = BN * SLABS * 128;  // the queries of a warpgroup; a key block
+constexpr int BIAS_SLABS = BIAS || (EXTRAS && BN == 128) ? 2 : 0;  // of 16-bit numbers; a mask of bytes needs one
 constexpr int BIAS_BYTES = BM * BIAS_SLABS * 128;
-constexpr int WORD_BYTES = DROPOUT && !BIAS_BYTES ? BN * KEY_WORDS / 4 : 0;  // of dropout's table; else not staged
-constexpr int WORD_STAGES = STAGES + 1;  // they come with the keys and are read after those are released
-constexpr bool LATE_DROP = WORD_BYTES && HEAD_DIM > 64;  // behind a wait for them: amid the exponentials it delays those
+constexpr int WORD_BYTES = DROPOUT && !BIAS_BYTES ? BN * KEY_WORDS / 4 : 0;  // of dropout's table; 0: read from global memory
+constexpr int WORD_STAGES = STAGES + 1;  // words are loaded with the keys and read after the keys are released
+constexpr bool LATE_DROPOUT = WORD_BYTES && HEAD_DIM > 64;  // with a barrier of their own, awaited after the exponentials
 constexpr int OPERANDS = WARPGROUPS * Q_BYTES + STAGES * (2 * KV_BYTES + BIAS_BYTES) + WORD_STAGES * WORD_BYTES;
-constexpr bool OWN_OUT = OPERANDS + WARPGROUPS * Q_BYTES <= 224 * 1024;  // else a warpgroup's out overwrites its queries
-constexpr int SHARED_BYTES = 2048 + OPERANDS + (OWN_OUT ? WARPGROUPS * Q_BYTES : 0);  // 1024 for shared_base()
+constexpr bool SEPARATE_OUT = OPERANDS + WARPGROUPS * Q_BYTES <= 224 * 1024;  // otherwise out overwrites q
+constexpr int SHARED_BYTES = 2048 + OPERANDS + (SEPARATE_OUT ? WARPGROUPS * Q_BYTES : 0);  // 1024 for shared_base()
 
 // Shared memory, in bytes from shared_base() on.
 constexpr int Q_FULL = 0, Q_EMPTY = Q_FULL + 8 * WARPGROUPS, TILE_FULL = Q_EMPTY + 8 * WARPGROUPS, TILE_EMPTY = TILE_FULL + 16;
 constexpr int K_BARS = TILE_EMPTY + 16, V_BARS = K_BARS + 16 * STAGES, BIAS_BARS = V_BARS + 16 * STAGES;
 constexpr int WORD_BARS = BIAS_BARS + 16 * STAGES;
-constexpr int TILE = 512, TILE_WORDS = 8;  // two tiles: the one at work and the next
-constexpr int Q = 1024, OUT = OWN_OUT ? Q + WARPGROUPS * Q_BYTES : Q;
+constexpr int TILE = 512, TILE_WORDS = 8;  // the fields of two tiles: the current and the next
+constexpr int Q = 1024, OUT = SEPARATE_OUT ? Q + WARPGROUPS * Q_BYTES : Q;
 constexpr int K = OUT + WARPGROUPS * Q_BYTES, V = K + STAGES * KV_BYTES, BIASES = V + STAGES * KV_BYTES;
 constexpr int WORDS = BIASES + STAGES * BIAS_BYTES;
 static_assert(SHARED_BYTES <= 232448, "flash_attention_forward_hopper.cu: the tiles do not fit in shared memory");
@@ -78,8 +83,8 @@ template <int ROWS, int COUNT> __device__ __forceinline__ void load_slabs(u32 ti
     for (int n = 0; n < COUNT; ++n) tma_load(tile + n * ROWS * 128, map, bar, column + 64 * n, row, head, batch, hint);
 }
 
-// STAGES tiles of ROWS x 64 COUNT numbers: the i-th that this thread block loads goes through stage i % STAGES.
-template <int BARS, int TILES, int ROWS, int COUNT> struct Ring {
+// A ring of STAGES tiles of ROWS x 64 COUNT numbers, addressed by the number i of the tile since the block started.
+template <int BARS, int TILES, int ROWS, int COUNT> struct TileRing {
     u32 shared;
     __device__ __forceinline__ u32 full(int i) const { return shared + BARS + 16 * (i % STAGES); }
     __device__ __forceinline__ u32 empty(int i) const { return full(i) + 8; }
@@ -95,24 +100,24 @@ template <int BARS, int TILES, int ROWS, int COUNT> struct Ring {
     }
     __device__ __forceinline__ void wait(int i) const { mbar_wait(full(i), i / STAGES & 1); }
     __device__ __forceinline__ void done(int i) const { release(empty(i)); }
-    __device__ __forceinline__ void pass(int i) const { wait(i); __syncwarp(); done(i); }  // no lane is left at an old phase
+    __device__ __forceinline__ void pass(int i) const { wait(i); __syncwarp(); done(i); }  // before a lane could miss the phase
 };
-using Keys = Ring<K_BARS, K, BN, SLABS>;
-using Values = Ring<V_BARS, V, BN, SLABS>;
-using Biases = Ring<BIAS_BARS, BIASES, BM, BIAS_SLABS>;
+using Keys = TileRing<K_BARS, K, BN, SLABS>;
+using Values = TileRing<V_BARS, V, BN, SLABS>;
+using Biases = TileRing<BIAS_BARS, BIASES, BM, BIAS_SLABS>;
 __device__ __forceinline__ u32 words_tile(u32 shared, int i) { return shared + WORDS + i % WORD_STAGES * WORD_BYTES; }
 __device__ __forceinline__ u32 words_full(u32 shared, int i) {
-    return LATE_DROP ? shared + WORD_BARS + 8 * (i % WORD_STAGES) : Keys{shared}.full(i);
+    return LATE_DROPOUT ? shared + WORD_BARS + 8 * (i % WORD_STAGES) : Keys{shared}.full(i);
 }
 __device__ __forceinline__ void wait_for_words(u32 shared, int i) { mbar_wait(words_full(shared, i), i / WORD_STAGES & 1); }
 
-__device__ __forceinline__ void put_tile(u32 shared, int round, const Tile& t, int first_key) {
+__device__ __forceinline__ void publish_tile(u32 shared, int round, const Tile& t, int first_key) {
     const int word[TILE_WORDS] = {t.first, t.head, t.number, t.queries, t.keys, t.offset, t.first_query, first_key};
 #pragma unroll
     for (int n = 0; n < TILE_WORDS; ++n) store_shared(shared + TILE + 64 * (round & 1) + 4 * n, word[n]);
     mbar_arrive(shared + TILE_FULL + 8 * (round & 1));
 }
-__device__ __forceinline__ Tile get_tile(u32 shared, int round, int& first_key) {
+__device__ __forceinline__ Tile receive_tile(u32 shared, int round, int& first_key) {
     int word[TILE_WORDS];
     mbar_wait(shared + TILE_FULL + 8 * (round & 1), round / 2 & 1);
 #pragma unroll
@@ -121,28 +126,32 @@ __device__ __forceinline__ Tile get_tile(u32 shared, int round, int& first_key) 
     return {word[0], word[1], word[2], word[3], word[4], word[5], word[6]};
 }
 
-// Which 64 queries of a tile are a warpgroup's. Those of tiles that are not full go around: short sequences keep all busy.
-__device__ __forceinline__ int turn_of(const Tile& t, int round) {
+// The rotation of a tile's groups of 64 queries over the warpgroups. Tiles that are not full are rotated, so that short
+// sequences occupy all warpgroups.
+__device__ __forceinline__ int rotation(const Tile& t, int round) {
     return t.first + BM > t.queries ? round % WARPGROUPS : 0;
 }
 
-// What a thread keeps of a tile: its two rows.
+// A thread's state of a tile, for its two rows.
 struct Rows {
-    float o[HEAD_DIM / 2], total[2], fade[2];  // o and total (this thread's share) count in units of 2^shift
-    float peak[2], shift[2], unit, exact[2];  // the largest logit, its exponent; the exponents of a logit of 1
+    float o[HEAD_DIM / 2], total[2];  // output and sum of weights (this thread's share), in units of 2^shift
+    float correction[2];              // factor of o and total when the maximum changes
+    float peak[2], shift[2];          // the largest logit; its exponent
+    float unit, exact[2];             // the exponent of a logit of 1, and the one in use
     u32 p[BN / 16][4];
-    int i;  // the first row's query; the second's is i + 8
+    int i;                            // the query of the first row; that of the second is i + 8
     QueryWords words;  // of dropout
 };
 
-// The power of two above: products with it are exact.
+// The next power of two from x on: products with it are exact.
 __device__ __forceinline__ float power_above(float x) {
     return __uint_as_float((__float_as_uint(x) + 0x7fffff) & 0x7f800000);
 }
 
-// A row's new maximum, and fade, the factor for what was summed under the old one. shift is rounded, differences from it are
-// not: up to HUGE their exponentials are finite. Beyond, logits are equal or far apart, and a larger unit changes no weight.
-__device__ __forceinline__ void find_maximum(Rows& rows, const float (&s)[BN / 2], int r) {
+// Updates a row's maximum, and the correction for what was summed with the old maximum. shift is rounded, differences from it
+// are not: up to HUGE their exponentials are finite. Beyond HUGE logits are equal or far apart, and a larger unit does not
+// change the weights.
+__device__ __forceinline__ void update_maximum(Rows& rows, const float (&s)[BN / 2], int r) {
     float even = rows.peak[r], odd = NEG_INF;
 #pragma unroll
     for (int e = 2 * r; e < BN / 2; e += 4) { even = fmaxf(even, s[e]); odd = fmaxf(odd, s[e + 1]); }
@@ -150,28 +159,28 @@ __device__ __forceinline__ void find_maximum(Rows& rows, const float (&s)[BN / 2
     peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
     peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
     const float coarse = power_above(rows.unit);
-    const bool huge = fabsf(peak) > HUGE / coarse;  // both ways at once: exponentials wait for this, and how soon they begin counts
+    const bool huge = fabsf(peak) > HUGE / coarse;  // both cases are computed: this is on the critical path
     rows.exact[r] = huge ? coarse : rows.unit;
     rows.shift[r] = fmaxf(huge ? peak * coarse : peak * rows.unit, LOWEST);
-    rows.fade[r] = exp2_fast(fmaf(rows.peak[r], rows.exact[r], -rows.shift[r]));
+    rows.correction[r] = exp2_fast(fmaf(rows.peak[r], rows.exact[r], -rows.shift[r]));
     rows.peak[r] = peak;
 }
-__device__ __forceinline__ void take_exponentials(Rows& rows, float (&s)[BN / 2], int r) {  // logits to weights
+__device__ __forceinline__ void exponentiate(Rows& rows, float (&s)[BN / 2], int r) {  // logits to weights
     float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int e = 2 * r; e < BN / 2; e += 4) {
         even += s[e] = exp2_fast(fmaf(s[e], rows.exact[r], -rows.shift[r]));
         odd += s[e + 1] = exp2_fast(fmaf(s[e + 1], rows.exact[r], -rows.shift[r]));
     }
-    rows.total[r] = rows.total[r] * rows.fade[r] + (even + odd);
+    rows.total[r] = rows.total[r] * rows.correction[r] + (even + odd);
 }
 __device__ __forceinline__ void rescale(Rows& rows) {
 #pragma unroll
-    for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] *= rows.fade[row_of(e)];
+    for (int e = 0; e < HEAD_DIM / 2; ++e) rows.o[e] *= rows.correction[row_of(e)];
 }
 
-// A thread's numbers of a bias that is all there is, loaded while the products are under way.
-__device__ __forceinline__ void take_bias(u32 (&bias)[BN / 16][4], const Rows& rows, const Attention& a, const Tile& t,
+// Loads a thread's elements of the bias (BIAS) while the products run.
+__device__ __forceinline__ void load_bias(u32 (&bias)[BN / 16][4], const Rows& rows, const Attention& a, const Tile& t,
                                           u32 shared, int used) {
     if (!BIAS) return;
     const Biases biases{shared};
@@ -183,9 +192,9 @@ __device__ __forceinline__ void take_bias(u32 (&bias)[BN / 16][4], const Rows& r
     biases.done(used);
 }
 
-// The products of the n-th key block, the used-th of the ring, to weights, of both rows or (WAIT_AMID) the first alone.
-// edge: some keys are hidden from some queries.
-__device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const u32 (&bias)[BN / 16][4], const Attention& a,
+// Turns the products of key block n, number `used` in the ring, into weights, of both rows or (SPLIT_SOFTMAX) of the first.
+// edge: the block needs the mask.
+__device__ __forceinline__ void softmax(Rows& rows, float (&s)[BN / 2], const u32 (&bias)[BN / 16][4], const Attention& a,
                                       const Tile& t, u32 shared, int used, int n, bool edge, int bias_by_tma) {
     float factor = a.scale;
     if (EXTRAS) {
@@ -201,68 +210,70 @@ __device__ __forceinline__ void weigh(Rows& rows, float (&s)[BN / 2], const u32 
         factor = 1.f;
     }
     if (edge) {
-        const int first = n * BN + fragment_column(0), at = rows.i + t.offset - first;  // counted from our first column
+        const int first = n * BN + fragment_column(0);            // this thread's first column
+        const int at = rows.i + t.offset - first;                 // what follows is relative to it
         const int end = t.keys - first, right = at + a.right + 1, left = at - a.left;
-        if (BANDED) hide_from(s, min(end, right), min(end, right + 8));
-        else hide_from(s, end, end);
-        if (BANDED && a.left < 1 << 30) hide_below(s, left, left + 8);
+        if (BANDED) mask_from(s, min(end, right), min(end, right + 8));
+        else mask_from(s, end, end);
+        if (BANDED && a.left < 1 << 30) mask_below(s, left, left + 8);
     }
     rows.unit = factor * LOG2E;
-    find_maximum(rows, s, 0);
-    find_maximum(rows, s, 1);
-    take_exponentials(rows, s, 0);
-    if (!WAIT_AMID) take_exponentials(rows, s, 1);
+    update_maximum(rows, s, 0);
+    update_maximum(rows, s, 1);
+    exponentiate(rows, s, 0);
+    if (!SPLIT_SOFTMAX) exponentiate(rows, s, 1);
 }
-// What dropout leaves of the packed weights.
-__device__ __forceinline__ void drop(Rows& rows, const Attention& a, const Tile& t, u32 shared, int used, int n) {
+// Applies dropout to the packed weights.
+__device__ __forceinline__ void apply_dropout(Rows& rows, const Attention& a, const Tile& t, u32 shared, int used, int n) {
     const int lane = threadIdx.x % 32;
     const u32 words = words_tile(shared, used) + 8 * lane;
     const uint2* const rows_read = (const uint2*)(key_words(a, t.number, t.head) + n * (BN / 16) * KEY_WORDS) + lane;
 #pragma unroll
     for (int k = 0; k < BN / 16; ++k) {
         const uint2 key = WORD_BYTES ? load_shared_uint2(words + 4 * k * KEY_WORDS) : __ldg(rows_read + k * KEY_WORDS / 2);
-        drop(rows.p[k], rows.words, key);
+        apply_dropout(rows.p[k], rows.words, key);
     }
 }
 __device__ __forceinline__ void pack_weights(Rows& rows, float (&s)[BN / 2], const Attention& a, const Tile& t, u32 shared,
                                              int used, int n) {
-    if (WAIT_AMID) take_exponentials(rows, s, 1);
+    if (SPLIT_SOFTMAX) exponentiate(rows, s, 1);
     pack(rows.p, s);
-    if (DROPOUT) drop(rows, a, t, shared, used, n);
+    if (DROPOUT) apply_dropout(rows, a, t, shared, used, n);
 }
-__device__ __forceinline__ void add_values(Rows& rows, u32 shared, int used) {  // o += p v, issued
+// Issues o += p v.
+__device__ __forceinline__ void add_values(Rows& rows, u32 shared, int used) {
     const Values values{shared};
-    if (!WAIT_AMID) values.wait(used);
+    if (!SPLIT_SOFTMAX) values.wait(used);
     if (RESCALE_FIRST) rescale(rows);
-    hold(rows.o); hold(rows.p); wgmma_fence();
+    keep_live(rows.o); keep_live(rows.p); wgmma_fence();
     product<MN_MAJOR, BN>(rows.o, rows.p, values.tile(used), true);
     wgmma_commit();
 }
 
-// One key block: its q k^T together with the p v of the block before, whose values are the used-th.
+// A key block: its q k^T together with the p v of the previous block, whose values have number `used` in the ring.
 __device__ __forceinline__ void step(Rows& rows, const Attention& a, const Tile& t, u32 shared, u32 q, int used, int n,
                                      bool edge, int bias_by_tma) {
     const Keys keys{shared};
     float s[BN / 2];
     keys.wait(used + 1);
-    hold(s); wgmma_fence();
+    keep_live(s); wgmma_fence();
     product<K_MAJOR, K_MAJOR, 64, BN, HEAD_DIM>(s, q, keys.tile(used + 1));
     wgmma_commit();
     add_values(rows, shared, used);
     u32 bias[BN / 16][4];
-    take_bias(bias, rows, a, t, shared, used + 1);
-    wgmma_wait<1>(); hold(s);  // the logits are there; p v runs on
+    load_bias(bias, rows, a, t, shared, used + 1);
+    wgmma_wait<1>(); keep_live(s);  // the logits are complete; p v still runs
     keys.done(used + 1);
-    weigh(rows, s, bias, a, t, shared, used + 1, n, edge, bias_by_tma);
-    if (WAIT_AMID) Values{shared}.wait(used + 1);  // over a wait's branch ptxas moves nothing
-    if (LATE_DROP) wait_for_words(shared, used + 1);
-    wgmma_wait<0>(); hold(rows.o); hold(rows.p);
+    softmax(rows, s, bias, a, t, shared, used + 1, n, edge, bias_by_tma);
+    if (SPLIT_SOFTMAX) Values{shared}.wait(used + 1);  // ptxas moves nothing across the branch of a wait
+    if (LATE_DROPOUT) wait_for_words(shared, used + 1);
+    wgmma_wait<0>(); keep_live(rows.o); keep_live(rows.p);
     Values{shared}.done(used);
     pack_weights(rows, s, a, t, shared, used + 1, n);
     if (!RESCALE_FIRST) rescale(rows);
 }
 
-// The rows of this warpgroup that its sequence has, of the 64 in a staged tile; or zeros, where staged is 0.
+// Stores those of this warpgroup's 64 rows that its sequence has, from the staged tile; zeros if staged is 0.
 __device__ __forceinline__ void store_rows(scalar* out, const Attention& a, const Tile& t, int first, u32 staged) {
     const int chunks = a.value_dim / 8, count = min(64, t.queries - first);
     out += (a.cu_q ? 0 : t.number) * a.out.batch + (t.first_query + first) * a.out.row + t.head * a.out.head;
@@ -281,36 +292,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
     const __grid_constant__ TensorMap k_map,     // (B, S, Hk, D)
     const __grid_constant__ TensorMap v_map,     // (B, S, Hk, Dv)
     const __grid_constant__ TensorMap out_map,   // (B, T, H, Dv)
-    const __grid_constant__ TensorMap bias_map,  // (B, T, H, S), where bias_by_tma: 16 bits or a mask
+    const __grid_constant__ TensorMap bias_map,  // (B, T, H, S) if bias_by_tma: 16 bits or a mask
     scalar* __restrict__ out,
     float* __restrict__ lse,                     // (B, H, T)
     int* __restrict__ counter, int row_blocks, int all_heads, int section, int bias_by_tma) {
-    const u32 shared = __shfl_sync(~0u, shared_base(), 0);  // else the main loop computes it anew, from a slow register
+    const u32 shared = __shfl_sync(~0u, shared_base(), 0);  // otherwise the main loop recomputes it from a special register
     const Keys keys{shared};
     const Values values{shared};
     const Biases biases{shared};
     if (threadIdx.x == 0) {
         keys.init(); values.init(); biases.init();
-        for (int i = 0; LATE_DROP && i < WORD_STAGES; ++i) mbar_init(words_full(shared, i), 1);
+        for (int i = 0; LATE_DROPOUT && i < WORD_STAGES; ++i) mbar_init(words_full(shared, i), 1);
         for (int w = 0; w < WARPGROUPS; ++w) { mbar_init(shared + Q_FULL + 8 * w, 1); mbar_init(shared + Q_EMPTY + 8 * w, 4); }
         for (int i = 0; i < 2; ++i) {
             mbar_init(shared + TILE_FULL + 8 * i, 1);
-            mbar_init(shared + TILE_EMPTY + 8 * i, 4 * WARPGROUPS + 2);  // and both loaders
+            mbar_init(shared + TILE_EMPTY + 8 * i, 4 * WARPGROUPS + 2);  // the consumers' warps and both loading threads
         }
         mbar_init_done();
     }
     __syncthreads();
 
     if (warpgroup() == WARPGROUPS) {  // ------------------------------------------------------- producers
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
+        decrease_registers<PRODUCER_REGISTERS>();
         int first_key = 0;
-        if (threadIdx.x == CONSUMERS) {  // finds tiles, one ahead of those who load
+        if (threadIdx.x == CONSUMERS) {  // schedules tiles, one ahead of the loads
             const int tiles = row_blocks * all_heads;
             const bool biased = (BIAS || EXTRAS) && a.bias_kind;
-            const bool across = biased && !a.cu_q && !a.bias.batch && a.bias.head;  // sequences share it, heads do not
+            const bool across = biased && !a.cu_q && !a.bias.batch && a.bias.head;  // sequences share the bias, heads do not
             const auto next = [&] {
                 const int taken = atomicAdd(counter, 1);
-                if (taken == tiles - 1) *counter = 0;  // every tile asks once for another: the last to ask resets
+                if (taken == tiles - 1) *counter = 0;  // one request per tile: the last one resets
                 return (int)gridDim.x + taken;
             };
             int index = blockIdx.x;
@@ -318,24 +329,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 mbar_wait(shared + TILE_EMPTY + 8 * (round & 1), (round / 2 & 1) ^ 1);
                 if (round > 0) index = next();
                 Tile t = {-1};
-                while (index < tiles && !find_tile<BM>(a, index, row_blocks, all_heads, section, across, t, first_key))
+                while (index < tiles && !tile_at<BM>(a, index, row_blocks, all_heads, section, across, t, first_key))
                     index = next();
                 if (index >= tiles) t.first = -1;
-                put_tile(shared, round, t, first_key);
+                publish_tile(shared, round, t, first_key);
                 if (t.first < 0) break;
             }
         } else if (threadIdx.x == CONSUMERS + 32) {  // loads keys, values and bias
             int loaded = 0;
             for (int round = 0;; ++round) {
-                const Tile t = get_tile(shared, round, first_key);
+                const Tile t = receive_tile(shared, round, first_key);
                 if (t.first < 0) break;
                 const Range range = key_range<BANDED, BM, BN>(a, t, t.first);
                 const int kv_head = t.head / a.group, batch = a.cu_q ? 0 : t.number;
                 const u32* const words = WORD_BYTES ? key_words(a, t.number, t.head) : nullptr;
                 const auto load_keys = [&](int i, int n) {
-                    const int with_words = LATE_DROP ? 0 : WORD_BYTES;
+                    const int with_words = LATE_DROPOUT ? 0 : WORD_BYTES;
                     keys.load(i, k_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST, BN, with_words);
-                    if (LATE_DROP) mbar_expect(words_full(shared, i), WORD_BYTES);
+                    if (LATE_DROPOUT) mbar_expect(words_full(shared, i), WORD_BYTES);
                     if (WORD_BYTES)
                         bulk_load(words_tile(shared, i), words + n * (WORD_BYTES / 4), WORD_BYTES, words_full(shared, i));
                     if (!BIAS_BYTES || !bias_by_tma) return;
@@ -346,18 +357,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 };
                 if (range.begin < range.end) load_keys(loaded, range.end - 1);
                 for (int n = range.end - 1; n >= range.begin; --n, ++loaded) {  // from the last block to the first
-                    if (n > range.begin) load_keys(loaded + 1, n - 1);  // values come one behind
+                    if (n > range.begin) load_keys(loaded + 1, n - 1);  // values follow one block later
                     values.load(loaded, v_map, 0, first_key + n * BN, kv_head, batch, L2_EVICT_LAST);
                 }
-                mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));  // so late that no tile is taken too early
+                mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));  // only now: a tile is not taken before it can be loaded
             }
         } else if (threadIdx.x == CONSUMERS + 64) {  // loads queries
-            u32 loaded = 0;  // bit w: whether queries came to warpgroup w an odd number of times
+            u32 loaded = 0;  // bit w: the parity of warpgroup w's loads
             for (int round = 0;; ++round) {
-                const Tile t = get_tile(shared, round, first_key);
+                const Tile t = receive_tile(shared, round, first_key);
                 mbar_arrive(shared + TILE_EMPTY + 8 * (round & 1));
                 if (t.first < 0) break;
-                int w = (WARPGROUPS - turn_of(t, round)) % WARPGROUPS;  // of the first part
+                int w = (WARPGROUPS - rotation(t, round)) % WARPGROUPS;  // the warpgroup of the first 64 queries
                 for (int first = t.first; first < min(t.first + BM, t.queries); first += 64) {
                     mbar_wait(shared + Q_EMPTY + 8 * w, (loaded >> w & 1) ^ 1);
                     load_slabs<64, SLABS>(shared + Q + w * Q_BYTES, q_map, shared + Q_FULL + 8 * w, 0, t.first_query + first,
@@ -368,23 +379,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
             }
         }
     } else {  // ------------------------------------------------------------------------------- consumers
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
+        increase_registers<CONSUMER_REGISTERS>();
         const int w = warpgroup();
-        // Where both are one, w in two ways: else the products find q in no uniform register.
-        const u32 q = shared + Q + w * Q_BYTES, staged = shared + OUT + (OWN_OUT ? w : threadIdx.x / 128) * Q_BYTES;
+        // Without SEPARATE_OUT, q and staged are the same address. It is computed in two ways, because otherwise q is not in
+        // a uniform register for wgmma.
+        const u32 q = shared + Q + w * Q_BYTES, staged = shared + OUT + (SEPARATE_OUT ? w : threadIdx.x / 128) * Q_BYTES;
         const u32 q_full = shared + Q_FULL + 8 * w, q_empty = shared + Q_EMPTY + 8 * w;
-        int used = 0, taken = 0;  // value blocks behind us, key block `used` being the next; tiles in which we had queries
+        int used = 0;   // value blocks processed; also the number of the next key block
+        int taken = 0;  // tiles in which this warpgroup had queries
         for (int round = 0;; ++round) {
             int first_key;
-            const Tile t = get_tile(shared, round, first_key);
+            const Tile t = receive_tile(shared, round, first_key);
             __syncwarp();
             release(shared + TILE_EMPTY + 8 * (round & 1));
             if (t.first < 0) break;
-            const int first = t.first + 64 * ((w + turn_of(t, round)) % WARPGROUPS);
+            const int first = t.first + 64 * ((w + rotation(t, round)) % WARPGROUPS);
             const Range loaded = key_range<BANDED, BM, BN>(a, t, t.first), range = key_range<BANDED, 64, BN>(a, t, first);
             const bool any = range.begin < range.end;
             int n = loaded.end - 1;
-            const auto pass_to = [&](int last) {  // over blocks that only others see
+            const auto pass_to = [&](int last) {  // skips blocks that only other warpgroups see
 #pragma unroll 1
                 for (; n >= last; --n, ++used) {
                     keys.pass(used);
@@ -407,20 +420,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 keys.wait(used);
                 {
                     float s[BN / 2];
-                    hold(s); wgmma_fence();
+                    keep_live(s); wgmma_fence();
                     product<K_MAJOR, K_MAJOR, 64, BN, HEAD_DIM>(s, q, keys.tile(used));
                     wgmma_commit();
                     u32 bias[BN / 16][4];
-                    take_bias(bias, rows, a, t, shared, used);
-                    wgmma_wait<0>(); hold(s);
+                    load_bias(bias, rows, a, t, shared, used);
+                    wgmma_wait<0>(); keep_live(s);
                     keys.done(used);
-                    weigh(rows, s, bias, a, t, shared, used, n, true, bias_by_tma);
-                    if (WAIT_AMID) values.wait(used);
-                    if (LATE_DROP) wait_for_words(shared, used);
+                    softmax(rows, s, bias, a, t, shared, used, n, true, bias_by_tma);
+                    if (SPLIT_SOFTMAX) values.wait(used);
+                    if (LATE_DROPOUT) wait_for_words(shared, used);
                     pack_weights(rows, s, a, t, shared, used, n);
                 }
                 const int past = range.end * BN - t.keys;
-                if (past > 0 && (a.cu_q || a.key_lengths)) {  // values of others or garbage: 0 * NaN is NaN
+                if (past > 0 && (a.cu_q || a.key_lengths)) {  // these rows may hold NaN, and 0 * NaN is NaN
                     values.wait(used);
                     for (int c = threadIdx.x % 128; c < past * 8; c += 128)
 #pragma unroll
@@ -430,12 +443,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                     bar_sync(1 + w, 128);
                 }
                 --n;
-                if (!BANDED || BIAS || EXTRAS || HEAD_DIM > 128) {  // no edges, or one copy of the longest bodies
+                if (!BANDED || BIAS || EXTRAS || HEAD_DIM > 128) {  // no mask, or one copy of a long loop body
 #pragma unroll 1
                     for (; n >= range.begin; --n, ++used)
                         step(rows, a, t, shared, q, used, n, BANDED && (n >= range.inner_end || n < range.inner_begin),
                              bias_by_tma);
-                } else {  // a copy for blocks at an edge, before those that all see and behind them
+                } else {  // a copy of the loop body for blocks that need the mask, before and after the others
 #pragma unroll 1
                     for (int stop = max(range.begin, range.inner_end);; stop = range.begin) {
 #pragma unroll 1
@@ -446,12 +459,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                             step(rows, a, t, shared, q, used, n, false, bias_by_tma);
                     }
                 }
-                if (OWN_OUT) release(q_empty);
+                if (SEPARATE_OUT) release(q_empty);
                 add_values(rows, shared, used);
-                wgmma_wait<0>(); hold(rows.o);
+                wgmma_wait<0>(); keep_live(rows.o);
                 values.done(used++);
                 pass_to(loaded.begin);
-            } else if (OWN_OUT) { __syncwarp(); release(q_empty); }
+            } else if (SEPARATE_OUT) { __syncwarp(); release(q_empty); }
 
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -459,24 +472,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
                 total += __shfl_xor_sync(~0u, total, 1);
                 total += __shfl_xor_sync(~0u, total, 2);
                 float top = fmaxf(rows.peak[r] * rows.unit, LOWEST), factor = a.keep_scale;
-                if (a.sink) {  // one more key, of value zero
+                if (a.sink) {  // one more key, with a value of zero
                     const float sink = a.sink[t.head] * LOG2E, before = top;
                     top = fmaxf(top, sink);
-                    const float fade = exp2_fast(before - top);
-                    total = total * fade + exp2_fast(sink - top);
-                    factor *= fade;
+                    const float correction = exp2_fast(before - top);
+                    total = total * correction + exp2_fast(sink - top);
+                    factor *= correction;
                 }
                 if (threadIdx.x % 4 == 0 && rows.i + 8 * r < t.queries)
                     lse[(a.cu_q ? 0 : t.number) * a.lse_batch + t.head * a.lse_head + t.first_query + rows.i + 8 * r] =
                         total > 0.f ? top * LN2 + logf(total) : NEG_INF;
-                rows.fade[r] = total > 0.f ? factor / total : 0.f;
+                rows.correction[r] = total > 0.f ? factor / total : 0.f;
             }
             const bool whole = any && (!a.cu_q || first + 64 <= t.queries);
             if (any) {
                 rescale(rows);
                 u32 rounded[HEAD_DIM / 16][4];
                 pack(rounded, rows.o);
-                if (threadIdx.x % 128 == 0) bulk_wait_read();  // the last tile has left
+                if (threadIdx.x % 128 == 0) bulk_wait_read();  // the previous tile has been stored
                 bar_sync(1 + w, 128);
                 store_tile<64>(staged, threadIdx.x % 128 / 32 * 16, rounded);
                 fence_async_proxy();
@@ -485,13 +498,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_forward
             if (!whole) store_rows(out, a, t, first, any ? staged : 0);
             if (whole && threadIdx.x % 128 == 0) {
 #pragma unroll
-                for (int slab = 0; slab < SLABS; ++slab)  // rows past T and columns past Dv are dropped
+                for (int slab = 0; slab < SLABS; ++slab)  // TMA skips rows past T and columns past Dv
                     tma_store(out_map, staged + slab * 64 * 128, 64 * slab, t.first_query + first, t.head,
                               a.cu_q ? 0 : t.number);
                 bulk_commit();
-                if (!OWN_OUT) bulk_wait_read();
+                if (!SEPARATE_OUT) bulk_wait_read();
             }
-            if (!OWN_OUT) { __syncwarp(); release(q_empty); }  // the first warp's arrival comes after the copy
+            if (!SEPARATE_OUT) { __syncwarp(); release(q_empty); }  // the first warp arrives after TMA has read
         }
         if (threadIdx.x % 128 == 0) bulk_wait_read();
     }

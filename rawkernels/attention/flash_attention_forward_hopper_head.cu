@@ -1,54 +1,58 @@
-// Causal attention on Hopper with its log-sum-exp, for up to 256 tokens and heads of up to 64 columns: a block takes a whole
-// head at a time, while the next one comes.
+// Causal attention for Hopper with its log-sum-exp, for up to 256 tokens and heads of up to 64 columns. A block computes a
+// whole head at a time while the next head is loaded.
 // Constants: scalar = f16, bf16; DROPOUT = false, true
 // Launch:    grid = (min(sequences * heads, SMs),), block = (640,), shared = SHARED bytes; not packed, group = 1, scale > 0
 //            dependent: flash_attention_forward_head
 // Arch: sm_90a
 //
-// A head is up to four blocks of 64 queries and of 64 keys. Each of four warps brings one of either by the copy engine, and
-// draws their words of dropout's tables (attention_dropout.cu). Four warpgroups compute, each one block of queries of a head
-// from the first keys on, and go on to the next head by themselves: there another block is theirs.
-// A row's weights are counted from the largest of its first 64 logits. What follows may be larger and is not looked through:
-// sums are in float32 and bf16 has its exponents. Only where one might not be finite, all is done again with true maxima.
+// A head is up to four blocks of 64 queries and of 64 keys. Each of four producer warps loads one block of each by TMA, and
+// samples its words of dropout's tables (attention_dropout.cu). Each of four consumer warpgroups computes one block of
+// queries of a head, from the first keys on, and proceeds to the next head independently, where it has another block.
+// The softmax subtracts the maximum of a row's first 64 logits. Later logits may be larger and are not searched: sums are
+// float32, and bf16 has the same exponent range. Only if a sum exceeds a limit, the block is computed again with the running
+// maximum.
 #include "attention/common/attention_hopper.cuh"
 #include "attention/common/dropout_words.cuh"
 #include "common/grid_dependency.cuh"
+#include "common/pipeline.cuh"
 #include "common/tma.cuh"
 
-constexpr int SLOTS = 4, WARPGROUPS = SLOTS, TILE_BYTES = 64 * 128;  // blocks of a head; bytes of one
+constexpr int SLOTS = 4, WARPGROUPS = SLOTS;  // blocks of a head
+constexpr int TILE_BYTES = 64 * 128;          // bytes of a block
 constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 112;  // with 640 threads a launch gives 96 to each
-static_assert(PRODUCER_REGISTERS + 4 * CONSUMER_REGISTERS == 5 * 96, "else a warpgroup waits for registers for ever");
-constexpr float HUGE = 1 << 27;  // exponents that are rounded to multiples of 16
-constexpr float LOWEST = -3.4e38f;  // the exponent of no logits; finite, for differences
-// Up to it of a sum of weights, none is infinite as a 16-bit number.
-__device__ __forceinline__ constexpr float limit(bf16) { return 1ull << 60; }
-__device__ __forceinline__ constexpr float limit(f16) { return 1 << 15; }
+static_assert(PRODUCER_REGISTERS + 4 * CONSUMER_REGISTERS == 5 * 96, 
+              "flash_attention_forward_hopper_head.cu: setmaxnreg would wait forever");
+constexpr float HUGE = 1 << 27;     // exponents from here on are multiples of 16 as float32
+constexpr float LOWEST = -3.4e38f;  // the exponent of a row without logits; finite, so that differences are not NaN
+// A sum of weights up to this limit means that no weight overflows as a 16-bit number.
+__device__ __forceinline__ constexpr float sum_limit(bf16) { return 1ull << 60; }
+__device__ __forceinline__ constexpr float sum_limit(f16) { return 1 << 15; }
 // Shared memory, in bytes from shared_base() on: two heads, then their barriers.
-constexpr int QUERY_ROW = 4 * QUERY_WORDS, KEY_ROW = 4 * KEY_WORDS;  // bytes of words of 16
+constexpr int QUERY_ROW = 4 * QUERY_WORDS, KEY_ROW = 4 * KEY_WORDS;  // bytes of the words of 16 queries, 16 keys
 constexpr int Q = 0, K = Q + SLOTS * TILE_BYTES, V = K + SLOTS * TILE_BYTES, WORDS_OF_KEYS = V + SLOTS * TILE_BYTES;
 constexpr int WORDS_OF_QUERIES = WORDS_OF_KEYS + 4 * SLOTS * KEY_ROW, HEAD_BYTES = WORDS_OF_KEYS + (DROPOUT ? 14 * 1024 : 0);
 static_assert(4 * SLOTS * (KEY_ROW + QUERY_ROW) <= 14 * 1024, "flash_attention_forward_hopper_head.cu: room for words");
-constexpr int BARRIERS = 2 * HEAD_BYTES, KEYS_FULL = 0, QUERIES_FULL = 8 * SLOTS, EMPTY = 16 * SLOTS, OF_A_HEAD = EMPTY + 8;
-[[maybe_unused]] constexpr int SHARED = 1024 + BARRIERS + 2 * OF_A_HEAD;
+constexpr int BARRIERS = 2 * HEAD_BYTES, KEYS_FULL = 0, QUERIES_FULL = 8 * SLOTS, EMPTY = 16 * SLOTS, BARRIER_BYTES = EMPTY + 8;
+[[maybe_unused]] constexpr int SHARED = 1024 + BARRIERS + 2 * BARRIER_BYTES;
 
-// ---- what the four loading warps do
+// ---- producers
 __device__ __forceinline__ void store_words(u32 to, uint4 x) {
     store_shared(to, __uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
 }
-__device__ __forceinline__ void draw_key_words(u32 words, const PhiloxKey& key, int block, u32 sheet) {
+__device__ __forceinline__ void sample_key_words(u32 words, const PhiloxKey& key, int block, u32 sheet) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int draw = lane; draw < 64; draw += 32) {
-        u32 point = 0;  // of keys there is none
-        store_words(words + 16 * draw, draw_words(key, 4 * block + draw / 16, draw % 16, sheet, true, point));
+        u32 point = 0;  // unused for keys
+        store_words(words + 16 * draw, sample_words(key, 4 * block + draw / 16, draw % 16, sheet, true, point));
     }
 }
-__device__ __forceinline__ void draw_query_words(u32 words, const PhiloxKey& key, int block, u32 sheet, u32 threshold) {
+__device__ __forceinline__ void sample_query_words(u32 words, const PhiloxKey& key, int block, u32 sheet, u32 threshold) {
     const u32 lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int row = 0; row < 4; ++row) {
         u32 point = 0;
-        const uint4 drawn = draw_words(key, 4 * block + row, lane, sheet, false, point);
+        const uint4 drawn = sample_words(key, 4 * block + row, lane, sheet, false, point);
 #pragma unroll
         for (int n = 1; n < 16; n *= 2) point |= __shfl_xor_sync(~0u, point, n);
         store_words(words + row * QUERY_ROW + 16 * lane, drawn);
@@ -56,19 +60,20 @@ __device__ __forceinline__ void draw_query_words(u32 words, const PhiloxKey& key
     }
 }
 
-// ---- what the warpgroups do
-// What a thread keeps of 64 queries: its two rows.
+// ---- consumers
+// A thread's state of 64 queries, for its two rows.
 struct Rows {
-    float o[32], total[4];  // both in units of 2^shift; of total this thread's share, by the number of the column modulo 2
-    float peak[2], shift[2], exact[2];  // a logit before its scale, its exponent, the exponents of 1
+    float o[32];       // output, in units of 2^shift
+    float total[4];    // this thread's share of the sum of weights, for even and odd columns, in units of 2^shift
+    float peak[2], shift[2], exact[2];  // an unscaled logit; its exponent; the exponent of an unscaled logit of 1
     u32 p[4][4];
     QueryWords words;
 };
-// The largest logits, of the first keys or of these and those before. Exponents that are huge count in a power of two: see
+// Sets the maxima to those of the FIRST keys, or updates them. Huge exponents use a power of two as their unit, see
 // flash_attention_forward_hopper.cu.
-template <bool FIRST> __device__ __forceinline__ void find_peaks(Rows& rows, const float (&s)[32], float unit) {
+template <bool FIRST> __device__ __forceinline__ void update_maxima(Rows& rows, const float (&s)[32], float unit) {
     const float coarse = __uint_as_float((__float_as_uint(unit) + 0x7fffff) & 0x7f800000);
-    float fade[2];
+    float correction[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         float even = FIRST ? NEG_INF : rows.peak[r], odd = NEG_INF;
@@ -80,16 +85,16 @@ template <bool FIRST> __device__ __forceinline__ void find_peaks(Rows& rows, con
         const bool huge = fabsf(peak) > HUGE / coarse;
         rows.exact[r] = huge ? coarse : unit;
         rows.shift[r] = fmaxf(peak * rows.exact[r], LOWEST);
-        fade[r] = FIRST ? 0.f : exp2_fast(fmaf(rows.peak[r], rows.exact[r], -rows.shift[r]));
+        correction[r] = FIRST ? 0.f : exp2_fast(fmaf(rows.peak[r], rows.exact[r], -rows.shift[r]));
         rows.peak[r] = peak;
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) rows.total[e] = FIRST ? 0.f : rows.total[e] * fade[row_of(e)];
+    for (int e = 0; e < 4; ++e) rows.total[e] = FIRST ? 0.f : rows.total[e] * correction[row_of(e)];
 #pragma unroll
-    for (int e = 0; e < 32 && !FIRST; ++e) rows.o[e] *= fade[row_of(e)];
+    for (int e = 0; e < 32 && !FIRST; ++e) rows.o[e] *= correction[row_of(e)];
 }
-// Of a block's products with its own keys, those with later ones. A warp's 16 queries are the part-th.
-__device__ __forceinline__ void hide(float (&s)[32], int part) {
+// Masks the products of a block with its own keys; the warp has queries 16 part .. 16 part + 15.
+__device__ __forceinline__ void apply_causal_mask(float (&s)[32], int part) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         if (k > part)
@@ -102,8 +107,8 @@ __device__ __forceinline__ void hide(float (&s)[32], int part) {
         }
     }
 }
-// The products with 16 keys to packed weights.
-__device__ __forceinline__ void weigh(Rows& rows, const float (&s)[32], int k, u32 words) {
+// Turns the products with keys 16 k .. 16 k + 15 into packed weights.
+__device__ __forceinline__ void softmax(Rows& rows, const float (&s)[32], int k, u32 words) {
     float weight[8];
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
@@ -112,7 +117,7 @@ __device__ __forceinline__ void weigh(Rows& rows, const float (&s)[32], int k, u
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n) rows.p[k][n] = pack_pair(scalar(), weight[2 * n], weight[2 * n + 1]);
-    if (DROPOUT) drop(rows.p[k], rows.words, load_shared_uint2(words + 4 * k * KEY_WORDS + threadIdx.x % 32 * 8));
+    if (DROPOUT) apply_dropout(rows.p[k], rows.words, load_shared_uint2(words + 4 * k * KEY_WORDS + threadIdx.x % 32 * 8));
 }
 
 __device__ __forceinline__ QueryWords query_words_of_lane(u32 row) {
@@ -127,7 +132,7 @@ __device__ __forceinline__ QueryWords query_words_of_lane(u32 row) {
     q.bounds = load_shared(row + 4 * BOUNDS);
     return q;
 }
-// A warp's 16 rows of results, by way of its part of a tile.
+// Stores a warp's 16 rows of results, by way of its part of a tile in shared memory.
 __device__ __forceinline__ void store_rows(scalar* to, const Strides& s, int row0, int rows, int columns,
                                            const u32 (&p)[4][4], u32 tile, int part) {
     const int lane = threadIdx.x % 32, row = row0 + lane / 8, column = 8 * (lane % 8);
@@ -156,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(640, 1) flash_attention_forward_hea
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
     if (threadIdx.x == 0) {
         for (int n = 0; n < 2; ++n) {
-            const u32 bars = shared + BARRIERS + n * OF_A_HEAD;
-            for (int i = 0; i < 2 * SLOTS; ++i) mbar_init(bars + 8 * i, DROPOUT ? 2 : 1);  // what is copied, and the words
+            const u32 bars = shared + BARRIERS + n * BARRIER_BYTES;
+            for (int i = 0; i < 2 * SLOTS; ++i) mbar_init(bars + 8 * i, DROPOUT ? 2 : 1);  // TMA, and the words
             mbar_init(bars + EMPTY, 4 * WARPGROUPS);
         }
         mbar_init_done();
@@ -165,13 +170,13 @@ extern "C" __global__ void __launch_bounds__(640, 1) flash_attention_forward_hea
     __syncthreads();
 
     if (warpgroup() == WARPGROUPS) {  // ---- producers
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
+        decrease_registers<PRODUCER_REGISTERS>();
         const PhiloxKey key = DROPOUT ? philox_key(seed_low, seed_high, stream, step, device_step) : PhiloxKey();
-        const int lane = threadIdx.x % 32, j = warp, i = blocks - 1 - warp;  // queries with many keys come first
+        const int lane = threadIdx.x % 32, j = warp, i = blocks - 1 - warp;  // queries that see many keys come first
         if (i < 0) return;
         int round = 0;
         for (int index = blockIdx.x; index < heads; index += gridDim.x, ++round) {
-            const u32 at = shared + round % 2 * HEAD_BYTES, bars = shared + BARRIERS + round % 2 * OF_A_HEAD;
+            const u32 at = shared + round % 2 * HEAD_BYTES, bars = shared + BARRIERS + round % 2 * BARRIER_BYTES;
             mbar_wait(bars + EMPTY, round / 2 % 2 ^ 1);
             __syncwarp();
             if (lane == 0) {
@@ -185,8 +190,8 @@ extern "C" __global__ void __launch_bounds__(640, 1) flash_attention_forward_hea
             }
             __syncwarp();
             if (!DROPOUT) continue;
-            draw_key_words(at + WORDS_OF_KEYS + j * 4 * KEY_ROW, key, j, index);
-            draw_query_words(at + WORDS_OF_QUERIES + i * 4 * QUERY_ROW, key, i, index, threshold);
+            sample_key_words(at + WORDS_OF_KEYS + j * 4 * KEY_ROW, key, j, index);
+            sample_query_words(at + WORDS_OF_QUERIES + i * 4 * QUERY_ROW, key, i, index, threshold);
             __syncwarp();
             if (lane == 0) {
                 mbar_arrive(bars + KEYS_FULL + 8 * j);
@@ -194,70 +199,70 @@ extern "C" __global__ void __launch_bounds__(640, 1) flash_attention_forward_hea
             }
         }
     } else {  // ---- consumers
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
+        increase_registers<CONSUMER_REGISTERS>();
         const int w = warpgroup();
         const float unit = a.scale * LOG2E;
         int round = 0;
         for (int index = blockIdx.x; index < heads; index += gridDim.x, ++round) {
-            const u32 at = shared + round % 2 * HEAD_BYTES, bars = shared + BARRIERS + round % 2 * OF_A_HEAD;
+            const u32 at = shared + round % 2 * HEAD_BYTES, bars = shared + BARRIERS + round % 2 * BARRIER_BYTES;
             const u32 parity = round / 2 % 2;
             const int i = (w + round) % SLOTS;
-            mbar_wait(bars + KEYS_FULL, parity);  // by all in every round, so that no wait is for another of the same parity
+            mbar_wait(bars + KEYS_FULL, parity);  // in every round, or a wait could be satisfied by an older phase
             if (i >= blocks) {
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) mbar_arrive(bars + EMPTY);
                 continue;
             }
-            const u32 queries = at + Q + i * TILE_BYTES;  // where the results will be
+            const u32 queries = at + Q + i * TILE_BYTES;  // the results are staged here too
             float s[32];
             Rows rows;
-            const auto begin_products = [&](int j) {  // with the keys of a block
-                hold(s); wgmma_fence();
+            const auto issue_products = [&](int j) {  // with the keys of block j
+                keep_live(s); wgmma_fence();
                 product<K_MAJOR, K_MAJOR, 64, 64, 64>(s, queries, at + K + j * TILE_BYTES);
                 wgmma_commit();
             };
             const auto add_values = [&](int j) {
-                hold(rows.o); hold(rows.p); wgmma_fence();
+                keep_live(rows.o); keep_live(rows.p); wgmma_fence();
                 product<MN_MAJOR, 64>(rows.o, rows.p, at + V + j * TILE_BYTES, j > 0);
                 wgmma_commit();
             };
             mbar_wait(bars + QUERIES_FULL + 8 * i, parity);
             __syncwarp();
             if (DROPOUT) rows.words = query_words_of_lane(at + WORDS_OF_QUERIES + (4 * i + warp) * QUERY_ROW);
-            for (bool careful = false;; careful = true) {
-                begin_products(0);
-                wgmma_wait<0>(); hold(s);
-                if (i == 0) hide(s, warp);
-                find_peaks<true>(rows, s, unit);
+            for (bool exact_maxima = false;; exact_maxima = true) {
+                issue_products(0);
+                wgmma_wait<0>(); keep_live(s);
+                if (i == 0) apply_causal_mask(s, warp);
+                update_maxima<true>(rows, s, unit);
 #pragma unroll
-                for (int k = 0; k < 4; ++k) weigh(rows, s, k, at + WORDS_OF_KEYS);
+                for (int k = 0; k < 4; ++k) softmax(rows, s, k, at + WORDS_OF_KEYS);
 #pragma unroll 1
                 for (int j = 1; j <= i; ++j) {
                     mbar_wait(bars + KEYS_FULL + 8 * j, parity);
-                    begin_products(j);
+                    issue_products(j);
                     add_values(j - 1);
-                    wgmma_wait<0>(); hold(s); hold(rows.o); hold(rows.p);
+                    wgmma_wait<0>(); keep_live(s); keep_live(rows.o); keep_live(rows.p);
                     const u32 words = at + WORDS_OF_KEYS + j * 4 * KEY_ROW;
-                    if (j == i) hide(s, warp);
-                    if (careful) find_peaks<false>(rows, s, unit);
+                    if (j == i) apply_causal_mask(s, warp);
+                    if (exact_maxima) update_maxima<false>(rows, s, unit);
                     if (j < i || warp == 3) {
 #pragma unroll
-                        for (int k = 0; k < 4; ++k) weigh(rows, s, k, words);
+                        for (int k = 0; k < 4; ++k) softmax(rows, s, k, words);
                     } else {
 #pragma unroll
                         for (int k = 0; k < 4; ++k) {
-                            if (k < 3 && k <= warp) weigh(rows, s, k, words);
+                            if (k < 3 && k <= warp) softmax(rows, s, k, words);
                             else rows.p[k][0] = rows.p[k][1] = rows.p[k][2] = rows.p[k][3] = 0;
                         }
                     }
                 }
-                constexpr float most = limit(scalar());
+                constexpr float most = sum_limit(scalar());
                 const bool fine = rows.total[0] + rows.total[1] <= most && rows.total[2] + rows.total[3] <= most;
-                // Behind this barrier nobody reads the queries any more.
-                if (!bar_sync_or(1 + w, 128, !fine && !careful)) break;
+                // After this barrier no warp reads the queries.
+                if (!bar_sync_or(1 + w, 128, !fine && !exact_maxima)) break;
             }
             add_values(i);
-            wgmma_wait<0>(); hold(rows.o); hold(rows.p);
+            wgmma_wait<0>(); keep_live(rows.o); keep_live(rows.p);
             const int number = index / a.heads, head = index % a.heads, row = 64 * i + 16 * warp, lane = threadIdx.x % 32;
             float* const logs = lse + number * a.lse_batch + head * a.lse_head;
             float factor[2];

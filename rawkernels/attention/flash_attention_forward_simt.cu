@@ -1,4 +1,4 @@
-// Attention, softmax(scale * q k^T) v with an online softmax; any GPU, fp32 on CUDA cores.
+// Attention, softmax(scale * q k^T) v with an online softmax, in float32 on CUDA cores, for any GPU.
 // Constants: scalar = float; HEAD_DIM = 32, 64, 128, 256; EXTRAS = false, true
 // Constants: scalar = f16, bf16; HEAD_DIM = 64; EXTRAS = true
 //   (both head sizes rounded up; EXTRAS: softcap, bias, slopes or dropout)
@@ -22,22 +22,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, EXTRAS || HEAD_DIM > 128 ?
     extern __shared__ __align__(16) float q_tile[];
     float* tile = q_tile + ROWS * PITCH;  // of keys, then of their values
 
-    // tiles at the end of a causal sequence have the most keys: they go first
-    const Place place = find_place(a.queries, ROWS, a.heads);
-    const Sequence s = find_sequence(a, place.number);
+    // tiles at the end of a causal sequence have the most keys and go first
+    const Place place = place_at(a.queries, ROWS, a.heads);
+    const Sequence s = sequence_at(a, place.number);
     const int head = place.head, kv_head = head / a.group;
     const int first = ((a.queries + ROWS - 1) / ROWS - 1 - place.tile) * ROWS;
     if (first >= s.queries) return;
     const int own = threadIdx.x / 32 * 4 * R + lane_down(), i = first + own;  // this lane's queries are i + 4r
 
-    // some query sees keys begin .. end - 1; all queries see clear_begin .. clear_end - 1
+    // some query sees keys begin .. end - 1; all queries see unmasked_begin .. unmasked_end - 1
     const int last = min(first + ROWS, s.queries) - 1;
     const int begin = max(0, first + s.offset - a.left) / KEYS * KEYS;
     const int end = min(s.keys, last + s.offset + a.right + 1);
-    const int clear_begin = last + s.offset - a.left, clear_end = min(s.keys, first + s.offset + a.right + 1);
+    const int unmasked_begin = last + s.offset - a.left, unmasked_end = min(s.keys, first + s.offset + a.right + 1);
     load_tile<ROWS>(q_tile, rows_of(q, a.q, s.number, s.first_query + first, head), a.q, s.queries - first, a.head_dim);
 
-    // a sink is one more key, of value zero; `total` is this lane's share of the sum
+    // a sink is one more key with a value of zero; `total` is this lane's share of the sum
     float top[R], total[R], sum[R][WIDTH] = {};
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -56,28 +56,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, EXTRAS || HEAD_DIM > 128 ?
         __syncthreads();
         load_tile<KEYS>(tile, v_rows, a.v, s.keys - j, a.value_dim);
 
-        const Spot<false> at = {i, j + lane_across()};
-        apply_logits(a, s, head, at, j >= clear_begin && j + KEYS <= clear_end, x);
+        const Position<false> at = {i, j + lane_across()};
+        apply_logits(a, s, head, at, j >= unmasked_begin && j + KEYS <= unmasked_end, x);
 #pragma unroll
         for (int r = 0; r < R; ++r) {
             float peak = top[r];
 #pragma unroll
             for (int n = 0; n < N; ++n) peak = fmaxf(peak, x[r][n]);
             peak = row_reduce(peak, Max{});
-            const float finite = peak == NEG_INF ? 0.f : peak, fade = expf(top[r] - finite);
+            const float finite = peak == NEG_INF ? 0.f : peak, correction = expf(top[r] - finite);
             top[r] = peak;
-            total[r] *= fade;
+            total[r] *= correction;
 #pragma unroll
             for (int n = 0; n < N; ++n) total[r] += x[r][n] = expf(x[r][n] - finite);
 #pragma unroll
-            for (int e = 0; e < WIDTH; ++e) sum[r][e] *= fade;
+            for (int e = 0; e < WIDTH; ++e) sum[r][e] *= correction;
         }
-        if (EXTRAS && a.query_words) drop(a, draw_kept<false, R, N>(a, s, head, at), x);
+        if (EXTRAS && a.query_words) apply_dropout(a, sample_kept<false, R, N>(a, s, head, at), x);
         __syncthreads();
         add_product(x, tile, sum);
     }
 
-    const long long first_query = find_sequence(a, anew(s.number)).first_query;  // rather than kept in registers
+    const long long first_query = sequence_at(a, opaque(s.number)).first_query;  // computed again, to free registers
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         const float all = row_reduce(total[r], Sum{});

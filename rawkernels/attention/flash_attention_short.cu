@@ -1,28 +1,28 @@
-// Attention for short sequences, forward and backward. A warp takes 16 queries (or 16 keys) of one head by itself:
-// operands go from global memory to registers in the order that mma.sync wants, so that there is no shared memory,
-// no barrier and no atomic, and many small problems are in flight on every multiprocessor.
+// Attention for short sequences, forward and backward. A warp computes 16 queries (or 16 keys) of one head independently:
+// operands are loaded from global memory to registers in the layout of mma.sync, so there is no shared memory, no barrier and
+// no atomic, and many small problems are in flight on every multiprocessor.
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128 (both head sizes rounded up); PLAIN = false, true
 // Launch:    grid = (ceil(items * heads / WARPS),), block = (32 * WARPS,), no shared memory; heads: those of q
-//            forward, those of k backward. items: places for tiles of 16 rows, see find_task. PLAIN: head sizes are
-//            HEAD_DIM; no bias, ALiBi or softcap. Rows start at multiples of 16 bytes, no array reaches over 2^31
-//            elements, head sizes are multiples of 8.
+//            forward, those of k backward. items: tiles of 16 rows, see task_at. PLAIN: head sizes are HEAD_DIM; no
+//            bias, ALiBi or softcap. Rows are aligned to 16 bytes, arrays have at most 2^31 elements, head sizes are
+//            multiples of 8.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "attention/common/attention_dropout.cuh"
+#include "common/global_memory.cuh"
+#include "common/math.cuh"
 #include "common/mma.cuh"
 
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "flash_attention_short.cu: HEAD_DIM is 32, 64, 128");
 constexpr int WARPS = 4, TILE = 16;
-// blocks of a multiprocessor, at least: as many as registers allow without spills
+// blocks per multiprocessor, at least: as many as registers allow without spills
 constexpr int FORWARD_BLOCKS = HEAD_DIM == 128 ? 2 : HEAD_DIM == 64 ? (PLAIN ? 4 : 2) : (PLAIN ? 5 : 4);
 constexpr bool ADA = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890;
 constexpr int BACKWARD_BLOCKS = HEAD_DIM == 128 ? 2 : HEAD_DIM == 64 ? (PLAIN && !ADA ? 3 : 2) : 3;
-constexpr int UNLIMITED = 1 << 30;  // a side of the window without an end
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr int UNLIMITED = 1 << 30;  // a side of the window without a limit
 
 // ---- operands ---------------------------------------------------------------------------------
-// With g = lane / 4 and t = lane % 4, as in mma.cuh. A sum over columns may take them in any order that both operands
-// share, and accumulators may stand for any columns: the orders here make every load and store 16 bytes wide
-// (8 where HEAD_DIM is 32).
+// g = lane / 4 and t = lane % 4, as in mma.cuh. A sum over columns may use any order that is the same in both operands, and
+// accumulators may hold columns in any order: with the orders here every load and store has 16 bytes (8 if HEAD_DIM is 32).
 
 template <int WORDS> __device__ __forceinline__ void load(u32* x, const scalar* from, bool there) {
     if constexpr (WORDS == 4) {
@@ -34,24 +34,16 @@ template <int WORDS> __device__ __forceinline__ void load(u32* x, const scalar* 
     }
 }
 
-// x + by, in one instruction instead of three.
-template <typename T> __device__ __forceinline__ T* moved(T* x, int by) {
-    static_assert(sizeof(T) == 2);
-    T* y;
-    asm("mad.wide.s32 %0, %1, 2, %2;" : "=l"(y) : "r"(by), "l"(x));
-    return y;
-}
-
-// 16 rows of one head in global memory. Past the `last` that exists (at least the one before these), it is read again:
-// whoever uses such a row gives it no weight. Columns past `width` are zeros.
+// 16 rows of one head in global memory. Rows past `last`, the last one that exists, repeat it; they get a weight of 0.
+// Columns past `width` are zeros.
 struct Tile {
     const scalar* rows;
     int stride, last, width;
-    __device__ __forceinline__ const scalar* row(int r) const { return moved(rows, min(r, last) * stride); }
+    __device__ __forceinline__ const scalar* row(int r) const { return advance(rows, min(r, last) * stride); }
     __device__ __forceinline__ bool has(int column) const { return PLAIN || column < width; }
 };
 
-// COLUMNS columns of a tile, to be summed over: operand a, or b of two products (columns of b are rows of the tile).
+// COLUMNS columns of a tile as the axis summed over: operand a, or b of two products (columns of b are rows of the tile).
 // x[c][half]: row g + 8 half, columns 32 c + 8 t .. + 7.
 template <int COLUMNS> struct Rows {
     u32 x[COLUMNS / 32][2][4];
@@ -67,7 +59,7 @@ template <int COLUMNS> struct Rows {
     }
 };
 
-// d[n] += a b^T: a's 16 rows down, rows 8 n .. 8 n + 7 of b across.
+// d[n] += a b^T for the 16 rows of a and rows 8 n .. 8 n + 7 of b.
 template <int COLUMNS>
 __device__ __forceinline__ void multiply(float (&d)[2][4], const Rows<COLUMNS>& a, const Rows<COLUMNS>& b) {
 #pragma unroll
@@ -80,8 +72,8 @@ __device__ __forceinline__ void multiply(float (&d)[2][4], const Rows<COLUMNS>& 
         }
 }
 
-// A tile as operand b of products that sum over its rows, by VECTORS vectors of VECTOR columns: the m-th of rows 2t,
-// 2t+1, 2t+8, 2t+9. Column g of the product at m VECTOR + k is column 64 m + VECTOR (g / 2 + 4 (g % 2)) + k of the tile.
+// A tile as operand b of products that sum over its rows, in VECTORS vectors of VECTOR columns: vector m of rows 2t, 2t+1,
+// 2t+8, 2t+9. Column g of product m VECTOR + k is column 64 m + VECTOR (g / 2 + 4 (g % 2)) + k of the tile.
 constexpr int VECTOR = HEAD_DIM == 32 ? 4 : 8, VECTORS = HEAD_DIM == 128 ? 2 : 1;
 using Sum = float[HEAD_DIM / 8][4];
 
@@ -95,7 +87,7 @@ struct Columns {
     }
 };
 
-// The m-th vector of sum += a b.
+// sum += a b for vector m.
 __device__ __forceinline__ void multiply(Sum& sum, const u32 (&a)[4], const Columns& b, int m) {
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
@@ -113,7 +105,7 @@ __device__ __forceinline__ void multiply(Sum& sum, const u32 (&a)[4], const Tile
     }
 }
 
-// The first `count` of 16 rows become factor[half] * sum.
+// Stores factor[half] * sum to the first `count` of 16 rows.
 __device__ __forceinline__ void store(scalar* rows, int stride, int count, int width, const float (&factor)[2],
                                       const Sum& sum) {
     const int lane = threadIdx.x % 32;
@@ -121,7 +113,7 @@ __device__ __forceinline__ void store(scalar* rows, int stride, int count, int w
     for (int half = 0; half < 2; ++half) {
         const int row = lane / 4 + 8 * half;
         if (row >= count) continue;
-        scalar* to = moved(rows, row * stride + VECTOR * (lane % 4));
+        scalar* to = advance(rows, row * stride + VECTOR * (lane % 4));
 #pragma unroll
         for (int e = 0; e < 2; ++e)
 #pragma unroll
@@ -142,8 +134,7 @@ __device__ __forceinline__ void store(scalar* rows, int stride, int count, int w
 // The transpose of a 16 x 16 operand a.
 __device__ __forceinline__ void transpose(u32 (&to)[4], const u32 (&a)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to[i]) : "r"(a[i % 2 * 2 + i / 2]));
+    for (int i = 0; i < 4; ++i) to[i] = movmatrix(a[i % 2 * 2 + i / 2]);
 }
 
 // ---- work -------------------------------------------------------------------------------------
@@ -151,59 +142,59 @@ __device__ __forceinline__ void transpose(u32 (&to)[4], const u32 (&a)[4]) {
 // Tile `tile` of a head of a sequence.
 struct Task { int number, head, tile; };
 
-// Where the places of a packed sequence begin: at least as many as it has tiles of queries (and of keys, `both`).
-__device__ __forceinline__ int first_place(const Attention& a, int number, bool both) {
+// The first item of a packed sequence. It has at least as many items as tiles of queries (and, if `both`, of keys).
+__device__ __forceinline__ int first_item(const Attention& a, int number, bool both) {
     return (a.cu_q[number] + (both && a.cu_k != a.cu_q ? a.cu_k[number] : 0)) / TILE + number;
 }
 
-// The task of this warp: `items` places a head, `tiles` to a sequence; or 0: place first_place(number) and on.
-__device__ __forceinline__ Task find_task(const Attention& a, int items, int tiles, int heads, bool both) {
+// The task of this warp. A head has `items` items, `tiles` per sequence; if 0, sequence b has the items from first_item(b) on.
+__device__ __forceinline__ Task task_at(const Attention& a, int items, int tiles, int heads, bool both) {
     const unsigned warp = blockIdx.x * WARPS + __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int head = warp % heads, item = warp / heads;  // the heads of a row are neighbours in memory
+    const int head = warp % heads, item = warp / heads;  // the heads of a row are adjacent in memory
     if (tiles) return {(int)((unsigned)item / tiles), head, (int)((unsigned)item % tiles)};
     if (item >= items) return {0, head, item};
-    int first = 0, count = a.sequences;  // the sequence is one of these, 32 at a time are asked
+    int first = 0, count = a.sequences;  // the range of sequences to search, 32 at a time
     while (count > 1) {
         const int step = (count + 31) / 32;
-        const bool begun = (int)lane * step < count && first_place(a, first + lane * step, both) <= item;
-        const int last = (__popc(__ballot_sync(~0u, begun)) - 1) * step;
+        const bool started = (int)lane * step < count && first_item(a, first + lane * step, both) <= item;
+        const int last = (__popc(__ballot_sync(~0u, started)) - 1) * step;
         first += last;
         count = min(step, count - last);
     }
-    return {first, head, item - first_place(a, first, both)};
+    return {first, head, item - first_item(a, first, both)};
 }
 
-// No array reaches over 2^31 elements: with 32 bits an address takes a fraction of the instructions.
+// Arrays have at most 2^31 elements: 32-bit offsets take a fraction of the instructions.
 __device__ __forceinline__ int offset_of(const Strides& s, int number, int row, int head) {
     return number * (int)s.batch + row * (int)s.row + head * (int)s.head;
 }
-__device__ __forceinline__ int place_of(const Attention& a, const Sequence& s, int i, int head) {
+__device__ __forceinline__ int lse_index(const Attention& a, const Sequence& s, int i, int head) {
     return s.number * (int)a.lse_batch + head * (int)a.lse_head + (int)s.first_query + i;
 }
-// Most often heads have keys of their own: then no division.
+// Avoids the division in the common case.
 __device__ __forceinline__ int kv_head_of(const Attention& a, int head) { return a.group == 1 ? head : head / a.group; }
 
 __device__ __forceinline__ Tile query_tile(const scalar* x, const Strides& s, const Sequence& q, int i, int head,
                                            int width) {
-    return {moved(x, offset_of(s, q.number, (int)q.first_query + i, head)), (int)s.row, q.queries - 1 - i, width};
+    return {advance(x, offset_of(s, q.number, (int)q.first_query + i, head)), (int)s.row, q.queries - 1 - i, width};
 }
 __device__ __forceinline__ Tile key_tile(const scalar* x, const Strides& s, const Sequence& k, int j, int head, int width) {
-    return {moved(x, offset_of(s, k.number, (int)k.first_key + j, head)), (int)s.row, k.keys - 1 - j, width};
+    return {advance(x, offset_of(s, k.number, (int)k.first_key + j, head)), (int)s.row, k.keys - 1 - j, width};
 }
 
-// Where the eight numbers of a lane are: 16 x 16 logits as two accumulators.
+// The row and column of a lane's element e of 16 x 16 logits, which are two accumulators.
 __device__ __forceinline__ int row_at(int e) { return threadIdx.x % 32 / 4 + e % 4 / 2 * 8; }
 __device__ __forceinline__ int column_at(int e) { return threadIdx.x % 4 * 2 + e / 4 * 8 + e % 2; }
 
-// Logits in powers of 2, -inf where hidden, in place of the products; and their derivatives by the softcap.
+// Turns products into logits in base 2, -inf where masked, and sets the derivatives of the softcap.
 __device__ __forceinline__ void logits(const Attention& a, const Sequence& s, int head, int i, int j, float (&x)[2][4],
-                                       float (&bend)[PLAIN ? 1 : 8]) {
+                                       float (&softcap_grad)[PLAIN ? 1 : 8]) {
     if constexpr (!PLAIN) {
         const float slope = slope_of(a, s.number, head);
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
             float& value = x[e / 4][e % 4];
-            value = logit(a, s, value, i + row_at(e), j + column_at(e), head, slope, bend[e]) * LOG2E;
+            value = logit(a, s, value, i + row_at(e), j + column_at(e), head, slope, softcap_grad[e]) * LOG2E;
         }
         return;
     }
@@ -224,7 +215,7 @@ __device__ __forceinline__ void logits(const Attention& a, const Sequence& s, in
     }
 }
 
-// Over the four lanes that share a row.
+// Reductions over the four lanes that share a row.
 __device__ __forceinline__ float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -244,9 +235,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, FORWARD_BLOCKS) flash_a
     scalar* __restrict__ out,             // (B, T, H, Dv)
     float* __restrict__ lse,              // (B, H, T)
     int items, int tiles) {
-    const Task task = find_task(a, items, tiles, a.heads, false);
+    const Task task = task_at(a, items, tiles, a.heads, false);
     if (task.number >= a.sequences) return;
-    const Sequence s = find_sequence(a, task.number);
+    const Sequence s = sequence_at(a, task.number);
     const int head = task.head, kv_head = kv_head_of(a, head), i = task.tile * TILE, lane = threadIdx.x % 32;
     if (i >= s.queries) return;
 
@@ -262,28 +253,28 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, FORWARD_BLOCKS) flash_a
         for (int m = 0; m < VECTORS; ++m) v_tile[m].load_from(key_tile(v, a.v, s, begin, kv_head, a.value_dim), m);
     }
 
-    // a sink is one more key, of value zero; `total` is this lane's share of the sum; index: row g, row g + 8
+    // A sink is one more key with a value of zero. `total` is this lane's share of the sum. Index: rows g and g + 8.
     float top[2], total[2];
     top[0] = top[1] = a.sink ? a.sink[head] * LOG2E : NEG_INF;
     total[0] = total[1] = a.sink && lane % 4 == 0 ? 1.f : 0.f;
     Sum sum = {};
 #pragma unroll 1
     for (int j = begin; j < end; j += TILE) {
-        float x[2][4] = {}, bend[PLAIN ? 1 : 8];
+        float x[2][4] = {}, softcap_grad[PLAIN ? 1 : 8];
         multiply(x, q_tile, k_tile);
         const bool more = j + TILE < end;
         if (more) k_tile.load_from(key_tile(k, a.k, s, j + TILE, kv_head, a.head_dim), 0);
-        logits(a, s, head, i, j, x, bend);
+        logits(a, s, head, i, j, x, softcap_grad);
 
-        float fade[2];
+        float correction[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float peak = fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
             peak = row_max(fmaxf(top[r], peak));
             const float finite = peak == NEG_INF ? 0.f : peak;
-            fade[r] = exp2_fast(top[r] - finite);
+            correction[r] = exp2_fast(top[r] - finite);
             top[r] = peak;
-            total[r] *= fade[r];
+            total[r] *= correction[r];
 #pragma unroll
             for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -293,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, FORWARD_BLOCKS) flash_a
 #pragma unroll
             for (int c = 0; c < HEAD_DIM / 8; ++c)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) sum[c][e] *= fade[e / 2];
+                for (int e = 0; e < 4; ++e) sum[c][e] *= correction[e / 2];
         u32 p[4];
         pack(p, x[0], x[1]);
         if (a.query_words) {
@@ -316,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, FORWARD_BLOCKS) flash_a
     }
     const int at = (int)s.first_query + i;
     store(out + offset_of(a.out, s.number, at, head), (int)a.out.row, s.queries - i, a.value_dim, factor, sum);
-    float* lse_rows = lse + place_of(a, s, i, head);
+    float* lse_rows = lse + lse_index(a, s, i, head);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
         if (lane % 4 == 0 && i + lane / 4 + 8 * r < s.queries)
@@ -325,24 +316,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, FORWARD_BLOCKS) flash_a
 
 // ---- backward ---------------------------------------------------------------------------------
 
-struct Given {
+struct Inputs {
     const scalar *q, *k, *v, *out, *dout;
     const float *lse, *dlse;
 };
 
-// Of 16 queries from i and 16 keys from j: probabilities after dropout and gradients of the scaled products, as
-// operands a; and delta = rowsum(dout * out) - dlse of rows g and g + 8, which is rowsum(p * dp) - dlse where these
-// are `all_keys`. dbias is written where given.
-__device__ __forceinline__ void differentiate(const Attention& a, const Sequence& s, const Given& given, int head, int i,
+// For 16 queries from i on and 16 keys from j on: probabilities after dropout and gradients of the scaled products, as
+// operands a; and delta = rowsum(dout * out) - dlse of rows g and g + 8, which is rowsum(p * dp) - dlse if these are
+// `all_keys`. dbias is written unless null.
+__device__ __forceinline__ void compute_gradients(const Attention& a, const Sequence& s, const Inputs& inputs, int head, int i,
                                               int j, bool all_keys, float* dbias, u32 (&p)[4], u32 (&ds)[4],
                                               float (&delta)[2]) {
-    constexpr int STEP = HEAD_DIM == 64 || HEAD_DIM == 128 && !PLAIN ? 64 : 32;  // as registers allow
+    constexpr int STEP = HEAD_DIM == 64 || HEAD_DIM == 128 && !PLAIN ? 64 : 32;  // limited by registers
     const int lane = threadIdx.x % 32, g = lane / 4, kv_head = kv_head_of(a, head);
-    const Tile q = query_tile(given.q, a.q, s, i, head, a.head_dim);
-    const Tile k = key_tile(given.k, a.k, s, j, kv_head, a.head_dim);
-    const Tile v = key_tile(given.v, a.v, s, j, kv_head, a.value_dim);
-    const Tile dout = query_tile(given.dout, a.dout, s, i, head, a.value_dim);
-    float x[2][4] = {}, dp[2][4] = {}, dots[2][4] = {}, bend[PLAIN ? 1 : 8];
+    const Tile q = query_tile(inputs.q, a.q, s, i, head, a.head_dim);
+    const Tile k = key_tile(inputs.k, a.k, s, j, kv_head, a.head_dim);
+    const Tile v = key_tile(inputs.v, a.v, s, j, kv_head, a.value_dim);
+    const Tile dout = query_tile(inputs.dout, a.dout, s, i, head, a.value_dim);
+    float x[2][4] = {}, dp[2][4] = {}, dots[2][4] = {}, softcap_grad[PLAIN ? 1 : 8];
 #pragma unroll 1
     for (int first = 0; first < HEAD_DIM; first += STEP) {
         Rows<STEP> q_tile, k_tile, v_tile, dout_tile;
@@ -352,8 +343,8 @@ __device__ __forceinline__ void differentiate(const Attention& a, const Sequence
         v_tile.load_from(v, first);
         if (!all_keys) {
             Rows<STEP> out_tile;
-            out_tile.load_from(query_tile(given.out, a.out, s, i, head, a.value_dim), first);
-            multiply(dots, dout_tile, out_tile);  // its diagonal is wanted
+            out_tile.load_from(query_tile(inputs.out, a.out, s, i, head, a.value_dim), first);
+            multiply(dots, dout_tile, out_tile);  // only the diagonal is used
         }
         multiply(x, q_tile, k_tile);
         multiply(dp, dout_tile, v_tile);
@@ -361,14 +352,14 @@ __device__ __forceinline__ void differentiate(const Attention& a, const Sequence
 #pragma unroll
     for (int r = 0; r < 2; ++r)
         delta[r] = __shfl_sync(~0u, g % 2 ? dots[r][2 * r + 1] : dots[r][2 * r], lane & 28 | g / 2);
-    const int at = place_of(a, s, i, head);
+    const int at = lse_index(a, s, i, head);
     float lse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        lse[r] = i + g + 8 * r < s.queries ? given.lse[at + g + 8 * r] : INF;
+        lse[r] = i + g + 8 * r < s.queries ? inputs.lse[at + g + 8 * r] : INF;
         lse[r] = lse[r] == NEG_INF ? INF : lse[r] * LOG2E;  // rows without keys: p is 0
     }
-    logits(a, s, head, i, j, x, bend);
+    logits(a, s, head, i, j, x, softcap_grad);
     Kept words = {~0u, ~0u};
     if (a.query_words) words = kept_of_lane(a, s, head, i + row_at(0), j + column_at(0));
     float weight[8];
@@ -385,7 +376,7 @@ __device__ __forceinline__ void differentiate(const Attention& a, const Sequence
 #pragma unroll
         for (int e = 2 * r; e < 8; e += e % 2 ? 3 : 1) sum += weight[e] * dp[e / 4][e % 4];
         if (all_keys) delta[r] = row_sum(sum);
-        if (given.dlse && i + g + 8 * r < s.queries) delta[r] -= given.dlse[at + g + 8 * r];
+        if (inputs.dlse && i + g + 8 * r < s.queries) delta[r] -= inputs.dlse[at + g + 8 * r];
     }
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
@@ -396,7 +387,7 @@ __device__ __forceinline__ void differentiate(const Attention& a, const Sequence
             const long long sheet = (long long)s.number * a.heads + head;
             if (dbias && row < s.queries && column < s.keys)
                 dbias[(sheet * a.queries + row) * a.keys + column] = slot;
-            slot *= bend[e];
+            slot *= softcap_grad[e];
         }
     }
     pack(p, x[0], x[1]);
@@ -409,8 +400,8 @@ __device__ __forceinline__ void store_gradient(scalar* x, const Strides& strides
     store(x + offset_of(strides, s.number, row, head), (int)strides.row, count, width, factor, sum);
 }
 
-// A warp sums dk and dv of 16 keys over the queries, then dq of 16 queries over the keys. Where all keys are in one
-// tile, the first pass has all of dq too.
+// A warp sums dk and dv of 16 keys over the queries, then dq of 16 queries over the keys. If all keys are in one tile, the
+// first pass computes dq too.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BACKWARD_BLOCKS) flash_attention_short_backward(
     const Attention a,
     const scalar* __restrict__ q,         // (B, T, H, D), or (tokens, H, D) with cu_q, by strides
@@ -426,19 +417,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BACKWARD_BLOCKS) flash_
     float* __restrict__ dbias,            // (B, H, T, S) of zeros, or null
     float* __restrict__ deltas,           // (B, H, T) or null
     int items, int tiles) {
-    const Task task = find_task(a, items, tiles, a.heads / a.group, true);
+    const Task task = task_at(a, items, tiles, a.heads / a.group, true);
     if (task.number >= a.sequences) return;
-    const Sequence s = find_sequence(a, task.number);
-    const Given given = {q, k, v, out, dout, lse, dlse};
+    const Sequence s = sequence_at(a, task.number);
+    const Inputs inputs = {q, k, v, out, dout, lse, dlse};
     const int kv_head = task.head, first = task.tile * TILE, lane = threadIdx.x % 32;
     const bool one_tile = HEAD_DIM < 128 && s.keys > 0 && s.key_rows <= TILE;
     u32 p[4], ds[4], transposed[4];
     float delta[2] = {};
 
-    const auto finish_queries = [&](int i, int head, const Sum& sum) {
+    const auto store_dq = [&](int i, int head, const Sum& sum) {
         store_gradient(dq, a.dq, s, (int)s.first_query + i, s.queries - i, head, a.head_dim, a.scale, sum);
         if (!deltas || lane % 4) return;
-        float* rows = deltas + place_of(a, s, i, head);
+        float* rows = deltas + lse_index(a, s, i, head);
         if (i + lane / 4 < s.queries) rows[lane / 4] = delta[0];
         if (i + lane / 4 + 8 < s.queries) rows[lane / 4 + 8] = delta[1];
     };
@@ -452,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BACKWARD_BLOCKS) flash_
         for (int head = kv_head * a.group; head < (kv_head + 1) * a.group; ++head) {
 #pragma unroll 1
             for (int i = begin; i < end; i += TILE) {
-                differentiate(a, s, given, head, i, first, one_tile, dbias, p, ds, delta);
+                compute_gradients(a, s, inputs, head, i, first, one_tile, dbias, p, ds, delta);
                 transpose(transposed, p);
                 multiply(dv_sum, transposed, query_tile(dout, a.dout, s, i, head, a.value_dim));
                 transpose(transposed, ds);
@@ -460,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BACKWARD_BLOCKS) flash_
                 if (one_tile) {
                     Sum dq_sum = {};
                     multiply(dq_sum, ds, key_tile(k, a.k, s, first, kv_head, a.head_dim));
-                    finish_queries(i, head, dq_sum);
+                    store_dq(i, head, dq_sum);
                 }
             }
         }
@@ -475,15 +466,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BACKWARD_BLOCKS) flash_
     const int end = min(s.keys, last + s.offset + a.right + 1);
     for (int head = kv_head * a.group; head < (kv_head + 1) * a.group; ++head) {
         Sum dq_sum = {};
-        for (int r = 0; r < 2; ++r) {  // of a row that sees no key: its output is 0
+        for (int r = 0; r < 2; ++r) {  // for rows that see no key: their output is 0
             const int row = first + lane / 4 + 8 * r;
-            delta[r] = dlse && row < s.queries ? -dlse[place_of(a, s, row, head)] : 0.f;
+            delta[r] = dlse && row < s.queries ? -dlse[lse_index(a, s, row, head)] : 0.f;
         }
 #pragma unroll 1
         for (int j = begin; j < end; j += TILE) {
-            differentiate(a, s, given, head, first, j, false, nullptr, p, ds, delta);
+            compute_gradients(a, s, inputs, head, first, j, false, nullptr, p, ds, delta);
             multiply(dq_sum, ds, key_tile(k, a.k, s, j, kv_head, a.head_dim));
         }
-        finish_queries(first, head, dq_sum);
+        store_dq(first, head, dq_sum);
     }
 }

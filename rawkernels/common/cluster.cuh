@@ -1,5 +1,5 @@
 #pragma once
-// The blocks of a cluster (sm_90 and up), which see each other's shared memory: one wrapper per instruction.
+// Thread block clusters (sm_90 and up), whose blocks access each other's shared memory: one wrapper per instruction.
 #include "common/barrier.cuh"
 
 __device__ __forceinline__ int cluster_rank() {
@@ -7,18 +7,27 @@ __device__ __forceinline__ int cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// All threads of all blocks arrive, and wait until all have. The arrival says nothing of what was stored: a fence that does
-// would wait for all that the thread has under way, copies included.
+// All threads of all blocks of the cluster arrive, then wait for all arrivals. A relaxed arrival does not order stores; the
+// fence of the default one waits for all outstanding operations of the thread, copies included.
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
+// The address of `shared` in the block of this rank.
 __device__ __forceinline__ u32 address_in(u32 shared, int rank) {
     u32 address;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
     return address;
 }
-// Send a struct of words to where `place` is in the shared memory of another block, which has to have begun, and count its
-// bytes there at the mbarrier `bar`: who waits for that sees it.
+// One arrival at the mbarrier `bar` of another block.
+__device__ __forceinline__ void mbar_arrive_at(u32 bar, int rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(address_in(bar, rank)) : "memory");
+}
+__device__ __forceinline__ void store_shared_at(u32 address, int rank, float2 x) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(address_in(address, rank)), "f"(x.x), "f"(x.y) : "memory");
+}
+// Store a struct of 32-bit words to `place` in the shared memory of another block, which must have started. The bytes count
+// at that block's mbarrier `bar`: a thread that has waited for it sees the struct.
 template <typename T> __device__ __forceinline__ void send(T& place, const T& value, u32 bar, int rank) {
     const u32 address = address_in((u32)__cvta_generic_to_shared(&place), rank), there = address_in(bar, rank);
     for (int i = 0; i < sizeof(T) / 4; ++i)

@@ -1,18 +1,18 @@
 #pragma once
-// Programmatic dependent launch (sm_90 and up): a kernel whose first statement is grid_dependency_wait() is launched so that
-// its blocks may begin before the kernel before it in the stream has ended (gpuattn/cuda/dependent_launch.py).
+// Programmatic dependent launch (sm_90 and up): blocks of a kernel whose first statement is grid_dependency_wait() may start
+// before the previous kernel in the stream has ended (gpuattn/cuda/dependent_launch.py).
 
-// Until the kernels before have ended and what they wrote is seen. Before it no memory may be read or written: of nothing
-// that lies there is it known that they do not write it, and they may still read what this kernel overwrites. No input is
-// `const __restrict__` in such a kernel, and none read by __ldg: ptxas moves those loads (ld.global.nc) over the wait.
+// Waits until the previous kernels have ended and their writes are visible. No memory may be accessed before it: previous
+// kernels may still write any input, and may still read what this kernel overwrites. Inputs of such a kernel are not
+// `const __restrict__` and are not read by __ldg: ptxas moves those loads (ld.global.nc) above the wait.
 __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Blocks of the next kernel may come, up to its wait, as soon as all blocks of this one were here or have ended. For the
-// last lines of a kernel: blocks that come while others still wait for a place spread unevenly.
+// Once all blocks of this kernel have called this or ended, blocks of the next kernel may start and run up to its wait. Call
+// it near the end: if blocks of this kernel are still waiting for a multiprocessor, the next ones are placed unevenly.
 __device__ __forceinline__ void grid_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

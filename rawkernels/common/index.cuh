@@ -1,6 +1,6 @@
 #pragma once
-// Indices from outside. What is out of range is noted in a flag that the host reads when it next
-// copies something (gpuattn.arrays.check_indices), and never followed.
+// Range checks for indices given by the caller. An index out of range is recorded in a flag, which the host reads at its
+// next copy (gpuattn.arrays.check_indices), and is never used to access memory.
 
 __device__ inline bool out_of_range(long long index, long long size, long long* flag) {
     if (0 <= index && index < size) return false;

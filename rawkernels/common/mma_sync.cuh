@@ -1,12 +1,11 @@
 #pragma once
-// One warp's product of 16-bit numbers, m16n8k16 (sm_80 and up).
+// Products of 16-bit numbers by one warp: mma.sync m16n8k16 (sm_80 and up).
 //
-// mma: d (16 x 8) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, lane holds
-//   d[0..1] row g, columns 2t, 2t+1;  d[2..3] the same of row g + 8
+// mma: d (16 x 8) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, a lane holds
+//   d[0..1] row g, columns 2t, 2t+1;  d[2..3] the same columns of row g + 8
 //   a[0] row g, k 2t, 2t+1;  a[1] row g + 8;  a[2] row g, k + 8;  a[3] row g + 8, k + 8
-//   b0 column g, k 2t, 2t+1;  b1 the same of k + 8
-// so two neighbouring 16 x 8 accumulators, packed, are one operand a.
-typedef unsigned int u32;
+//   b0 column g, k 2t, 2t+1;  b1 the same with k + 8
+// so two adjacent 16 x 8 accumulators, packed, are one operand a.
 
 __device__ __forceinline__ void mma(bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -1,6 +1,8 @@
 #pragma once
-#include "common/tile.cuh"
-// N neighbours of a row, moved by one instruction where they are 16 bytes or less.
+#include "common/cp_async.cuh"
+#include "common/global_memory.cuh"
+#include "common/pair.cuh"
+// N adjacent elements of a row, moved by one instruction up to 16 bytes.
 
 template <typename T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
@@ -10,11 +12,6 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
 template <int N, typename T>
 __device__ inline Pack<T, N> load_pack(const T* from) {
     return *reinterpret_cast<const Pack<T, N>*>(from);
-}
-
-// One instruction; of a plain store the compiler makes four now and then.
-__device__ inline void store_16_bytes(void* to, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 template <int N, typename T>
@@ -37,7 +34,7 @@ __device__ inline void store_pack(T* to, const float (&values)[N]) {
     }
 }
 
-// The numbers of a pack.
+// The elements of a pack as float32.
 template <int N, typename T>
 __device__ inline void unpack(float (&values)[N], const Pack<T, N>& pack) {
     if constexpr (sizeof(T) == 2 && N % 2 == 0) {
@@ -52,7 +49,7 @@ __device__ inline void unpack(float (&values)[N], const Pack<T, N>& pack) {
     }
 }
 
-// What other blocks of this launch wrote: not by way of L1.
+// Loads past L1, for data that other blocks of this launch wrote.
 template <int N>
 __device__ inline Pack<float, N> load_pack_shared(const float* from) {
     Pack<float, N> pack;
@@ -69,16 +66,14 @@ __device__ inline Pack<float, N> load_pack_shared(const float* from) {
     return pack;
 }
 
-// Into shared memory, by cp.async where that can move so few bytes. The thread that fetched waits before it reads.
+// Copies a pack to shared memory, by cp.async where that supports the size. The thread must call cp_async_wait_all()
+// before it reads the copy.
 template <int N, typename T>
 __device__ inline void fetch_pack(Pack<T, N>* to, const T* from) {
     constexpr int BYTES = sizeof(T) * N;
     if constexpr (BYTES == 4 || BYTES == 8 || BYTES == 16) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
-                     :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from), "n"(BYTES));
+        cp_async_small<BYTES>((u32)__cvta_generic_to_shared(to), from);
     } else {
         *to = load_pack<N>(from);
     }
 }
-
-__device__ inline void fetch_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }

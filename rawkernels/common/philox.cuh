@@ -1,9 +1,9 @@
 #pragma once
-// Philox4x32-7, the same bits as gpuattn/rng.py. See there for the meaning of the counter.
+// Philox4x32-7: the same bits as gpuattn/rng.py, which explains the counter.
 
 struct PhiloxKey { unsigned int seed_low, seed_high, stream, step; };
 
-// `device_step`, where not null, holds the update's number on the device (graph replay).
+// `device_step`, unless null, holds the step in device memory and replaces `step` (for CUDA graphs).
 __device__ inline PhiloxKey philox_key(unsigned int seed_low, unsigned int seed_high, unsigned int stream,
                                        unsigned int step, const unsigned int* device_step) {
     return {seed_low, seed_high, stream, device_step ? *device_step : step};
@@ -25,13 +25,13 @@ __device__ inline uint4 philox(PhiloxKey key, unsigned int c0, unsigned int c1) 
     return make_uint4(c0, c1, c2, c3);
 }
 
-// The 16-bit lane (0..7) of four words, low half of a word first.
+// 16-bit number 0 .. 7 of four words, the low half of a word first.
 __device__ inline unsigned int philox_lane(uint4 words, int lane) {
     unsigned int word = lane < 4 ? (lane < 2 ? words.x : words.y) : (lane < 6 ? words.z : words.w);
     return lane % 2 ? word >> 16 : word & 0xFFFFu;
 }
 
-// The 16-bit number of one element by its logical index.
+// The 16-bit number of the element with this logical index.
 __device__ inline unsigned int philox_u16(PhiloxKey key, unsigned long long index) {
     unsigned long long block = index / 8;
     return philox_lane(philox(key, (unsigned int)block, (unsigned int)(block >> 32)), (int)(index % 8));

@@ -1,16 +1,17 @@
 #pragma once
+// Reductions over a warp and over a block, in a fixed order.
 
 struct Max { __device__ float operator()(float a, float b) const { return fmaxf(a, b); } };
 struct Sum { __device__ float operator()(float a, float b) const { return a + b; } };
 
-// Every lane of the warp gets the reduction of `value` over the warp.
+// Returns the reduction of `value` over the warp, in every lane.
 template <typename Op>
 __device__ float warp_reduce(float value, Op op) {
     for (int lane = 16; lane > 0; lane >>= 1) value = op(value, __shfl_xor_sync(~0u, value, lane));
     return value;
 }
 
-// Every thread of the block gets the reduction of `value` over the block, in a fixed order.
+// Returns the reduction of `value` over the block, in every thread.
 template <int BLOCK, typename Op>
 __device__ float block_reduce(float value, Op op, float identity) {
     __shared__ float partial[BLOCK / 32];

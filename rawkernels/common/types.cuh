@@ -1,6 +1,9 @@
 #pragma once
 // 16-bit floats without CUDA headers: stored as bits, computed in float, rounded to nearest even.
 
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
 struct f16 {
     unsigned short bits;
     f16() = default;

@@ -1,18 +1,18 @@
 #pragma once
-// Hopper's matrix products: 64 x N accumulators in a warpgroup's registers, operands in shared memory.
-// Operands lie in tiles (tile.cuh), every slab on a 1024-byte boundary. The same bytes serve as a K-major operand (its
-// contiguous axis is the axis summed over) and as an MN-major one (it is not).
+// wgmma, the matrix products of a warpgroup (sm_90a): 64 x N accumulators in registers, operands in shared memory.
+// Operands lie in tiles (tile.cuh), every slab on a 1024-byte boundary. The same tile can be a K-major operand (its
+// contiguous axis is the one summed over) or an MN-major one.
 #include "common/tile.cuh"
 
 [[maybe_unused]] constexpr int K_MAJOR = 0, MN_MAJOR = 1;
 
-// The descriptor: address, leading and stride byte offsets in units of 16, layout 1 = 128-byte swizzle.
-// ROWS of the tile, along its strided axis; leading: from slab to slab (MN-major), else not used.
+// The descriptor of a tile of ROWS rows: address, leading and stride byte offsets in units of 16, layout 1 = 128-byte
+// swizzle. The leading offset is from slab to slab where MN-major, unused otherwise.
 template <int MAJOR, int ROWS> __device__ __forceinline__ u64 operand(u32 tile) {
     const u64 leading = MAJOR == MN_MAJOR ? ROWS * 128 : 16;
     return (u64)((tile & 0x3ffff) >> 4) | leading >> 4 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
-// From k = 0 to the k-th group of 16.
+// What to add to a descriptor for the k-th group of 16 along the axis summed over.
 template <int MAJOR, int ROWS> __device__ __forceinline__ constexpr u64 k_step(int k) {
     return (MAJOR == MN_MAJOR ? k * 2048 : (k & 3) * 32 + (k >> 2) * (ROWS * 128)) >> 4;
 }
@@ -22,18 +22,19 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
-// Before the fence and after the wait: the compiler does not know that a product runs on after its instruction.
-template <int R> __device__ __forceinline__ void hold(float (&d)[R]) {
+// Keeps accumulators (or packed operands) live in their registers. Call it before the fence and after the wait: the
+// compiler does not know that a product still runs after its instruction.
+template <int R> __device__ __forceinline__ void keep_live(float (&d)[R]) {
 #pragma unroll
     for (int i = 0; i < R; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
-template <int R> __device__ __forceinline__ void hold(u32 (&p)[R][4]) {
+template <int R> __device__ __forceinline__ void keep_live(u32 (&p)[R][4]) {
 #pragma unroll
     for (int i = 0; i < R; ++i) asm volatile("" : "+r"(p[i][0]), "+r"(p[i][1]), "+r"(p[i][2]), "+r"(p[i][3]) :: "memory");
 }
 
-// ---- one instruction a width: d (64 x N) = a b, or += with `add`; a in shared memory or in registers
-// T: bf16 or f16; the accumulators d[N / 2] are operands 0 .. N / 2 - 1, named by LIST(N / 2)
+// ---- one instruction per width: d (64 x N) = a b, or += with `add`; a in shared memory or in registers
+// T is bf16 or f16; the accumulators d[N / 2] are the operands 0 .. N / 2 - 1.
 template <typename T, int A_MAJOR, int B_MAJOR, int N> struct Wgmma;
 #define WGMMA_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_8(d, i) WGMMA_4(d, i), WGMMA_4(d, i + 4)
@@ -65,7 +66,7 @@ template <typename T, int A_MAJOR, int B_MAJOR, int N> struct Wgmma;
 #define WGMMA_OUTPUTS_96 WGMMA_64(d, 0), WGMMA_32(d, 64)
 #define WGMMA_OUTPUTS_128 WGMMA_64(d, 0), WGMMA_64(d, 64)
 
-// N columns in R = N / 2 accumulators; a .. g: the names of the operands after them.
+// N columns in R = N / 2 accumulators; a .. g are the names of the operands that follow them.
 #define WGMMA_FORM(T, KIND, N, R, a, b, c, d4, e, f, g)                                                      \
     template <int A_MAJOR, int B_MAJOR> struct Wgmma<T, A_MAJOR, B_MAJOR, N> {                                        \
         static __device__ __forceinline__ void run(float (&d)[R], u64 x, u64 y, int add) {                            \
@@ -92,7 +93,7 @@ WGMMA_FORMS(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94")
 WGMMA_FORMS(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 WGMMA_FORMS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
-// ---- products over K, issued but not committed: d (64 x N) = a b, or += with `add`
+// ---- products over K, issued and not committed: d (64 x N) = a b, or += with `add`
 template <int A_MAJOR, int B_MAJOR, int A_ROWS, int B_ROWS, int K, int R>
 __device__ __forceinline__ void product(float (&d)[R], u32 a, u32 b, bool add = false) {
     const u64 da = operand<A_MAJOR, A_ROWS>(a), db = operand<B_MAJOR, B_ROWS>(b);
@@ -108,13 +109,13 @@ __device__ __forceinline__ void product(float (&d)[R], const u32 (&a)[STEPS][4],
         Wgmma<scalar, K_MAJOR, B_MAJOR, 2 * R>::run(d, a[k], db + k_step<B_MAJOR, B_ROWS>(k), add || k > 0);
 }
 
-// ---- accumulators of m64nN: element i of this thread lies in this row of the warpgroup's 64 and in this column
+// ---- accumulators of m64nN: the row (of the warpgroup's 64) and the column of this thread's element i
 __device__ __forceinline__ int fragment_row(int i) {
     return (threadIdx.x % 128) / 32 * 16 + (threadIdx.x % 32) / 4 + 8 * ((i >> 1) & 1);
 }
 __device__ __forceinline__ int fragment_column(int i) { return 8 * (i >> 2) + 2 * (threadIdx.x % 4) + (i & 1); }
 
-// Accumulators rounded to 16 bits: step k holds columns 16k .. 16k + 15, in the order of an A operand and of stmatrix.
+// Accumulators rounded to 16 bits: p[k] holds columns 16k .. 16k + 15 in the layout of an operand a and of stmatrix.
 template <int R> __device__ __forceinline__ void pack(u32 (&p)[R / 8][4], const float (&d)[R]) {
 #pragma unroll
     for (int i = 0; i < R / 2; ++i) p[i / 4][i % 4] = pack_pair(scalar(), d[2 * i], d[2 * i + 1]);
@@ -123,13 +124,13 @@ __device__ __forceinline__ void stmatrix_transposed(u32 address, const u32 (&r)[
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
-// Packed accumulators into a tile of ROWS rows; row0 = first of the 16 rows that this warp holds.
+// Stores packed accumulators to a tile of ROWS rows; row0 is the first of the 16 rows that this warp holds.
 template <int ROWS, int STEPS> __device__ __forceinline__ void store_tile(u32 tile, int row0, const u32 (&p)[STEPS][4]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) stmatrix(chunk_address<ROWS>(tile, row0 + (lane & 15), 2 * k + (lane >> 4)), p[k]);
 }
-// The same into the transposed tile: ROWS counts the accumulators' columns, row0 becomes a column.
+// Stores them to the transposed tile: ROWS counts the accumulators' columns, row0 is a column.
 template <int ROWS, int STEPS>
 __device__ __forceinline__ void store_tile_transposed(u32 tile, int row0, const u32 (&p)[STEPS][4]) {
     const int lane = threadIdx.x % 32;

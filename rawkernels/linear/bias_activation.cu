@@ -2,29 +2,29 @@
 // Constants: scalar = float, f16, bf16; ACTIVATION = 0, 1, 2, 3, 4 (none, relu, gelu by tanh, gelu by erf, swiglu);
 //   VECTOR = true; DROPS = false; BLOCK = 256
 // Constants: scalar = bf16; ACTIVATION = 1, 2, 4; VECTOR = false, true; DROPS = true; BLOCK = 256
-// Launch:    grid = (slabs * parts,), block = (BLOCK,). `lanes`, a power of two, threads share a row, each with eight
-//            columns: neighbours if VECTOR, `lanes` apart otherwise; they are a slab. A block takes a slab of `chunk`
-//            rows, BLOCK / lanes at a time, so that sums over them have a fixed order; forward just ROWS for a thread.
-//            swiglu: rows of x are (gate, up), each of `cols`, and so are bias and dx.
+// Launch:    grid = (slabs * parts,), block = (BLOCK,). `lanes` threads, a power of two, share a row. Each has eight
+//            columns, adjacent if VECTOR, else `lanes` apart; together these are a slab. A block takes a slab of `chunk`
+//            rows, BLOCK / lanes at a time, so that sums over rows have a fixed order; forward, ROWS per thread.
+//            swiglu: rows of x, bias and dx are (gate, up), each of `cols`.
 //            dependent: bias_activation_forward, bias_activation_backward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
-#include "linear/gelu.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/pack.cuh"
 #include "common/philox.cuh"
+#include "linear/gelu.cuh"
 
 static_assert(ACTIVATION >= 0 && ACTIVATION <= 4, "bias_activation.cu: ACTIVATION is 0 to 4");
 
-constexpr int PARTS = ACTIVATION == 4 ? 2 : 1;  // of a row of x
-constexpr int ROWS = 2 / PARTS;                 // that a thread reads at a time
-// blocks on a multiprocessor, for the registers of the gradient
+constexpr int PARTS = ACTIVATION == 4 ? 2 : 1;  // parts of a row of x
+constexpr int ROWS = 2 / PARTS;                 // rows that a thread reads at a time
+// blocks of the gradient per multiprocessor, which limits its registers
 constexpr int RESIDENT = VECTOR ? 8 / (int)sizeof(scalar) / PARTS : 1;
 
-constexpr float LOG2E = 1.4426950409f;
 constexpr float SQRT_HALF = 0.7071067812f;
 constexpr float DENSITY = 0.3989422804f;  // 1 / sqrt(2 pi)
 
-// 1 / (1 + 2^x), and that of -x: both to the last digits. Where 2^x is infinite `shut` is wrong, but only multiplies 0.
+// open = 1 / (1 + 2^x) and shut = 1 / (1 + 2^-x), both accurate to the last bits. Where 2^x is infinite `shut` is wrong, but
+// it only multiplies 0.
 struct Gate { float open, shut; };
 
 __device__ inline Gate gate_of(float x) {
@@ -32,7 +32,7 @@ __device__ inline Gate gate_of(float x) {
     return {open, fminf(odds, 1e38f) * open};
 }
 
-// The value of f and its slope; of swiglu's gate: silu.
+// The value of f and its derivative; for swiglu, f is the SiLU of the gate.
 struct Curve { float value, slope; };
 
 __device__ inline Curve curve(float z) {
@@ -64,7 +64,7 @@ __device__ inline Curve curve(float z) {
     return {value, gate.open + value * gate.shut};
 }
 
-// Which columns of a row are this thread's, and which of them there are.
+// The columns of a row that this thread has, and which of them exist.
 struct Columns {
     long long first, cols;
     int step;
@@ -79,7 +79,7 @@ struct Columns {
 
 using Eight = Pack<scalar, 8>;
 
-// Whoever calls these has columns.
+// Only called by threads that have columns.
 __device__ inline Eight load(const scalar* row, const Columns& columns) {
     if constexpr (VECTOR) return load_pack<8>(row + columns(0));
     Eight pack{};
@@ -101,10 +101,10 @@ __device__ inline void store(scalar* row, const Columns& columns, const float (&
 
 struct Dropout {
     PhiloxKey key;
-    unsigned int keep_below;  // an element is kept if its 16 bits are below
+    unsigned int keep_below;  // keep elements whose 16-bit number is below
     float keep_scale;
 
-    // values of a row, times 0 or keep_scale
+    // Multiplies values of a row by 0 or keep_scale.
     __device__ void apply(float (&values)[8], long long row, const Columns& columns) const {
         const unsigned long long at = row * columns.cols + columns(0);
         uint4 words;
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) bias_activation_forward(
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) bias_activation_backward(
-    const scalar* x,      // (rows, PARTS * cols), rows `stride` apart; of relu y; unused without f
+    const scalar* x,      // (rows, PARTS * cols), rows `stride` apart; y for relu; unused without f
     const scalar* bias,   // (PARTS * cols,) or null
     const scalar* dy,     // (rows, cols), rows `dy_stride` apart
     scalar* __restrict__ dx,           // (rows, PARTS * cols) or null
@@ -222,11 +222,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) bias_activation_ba
         Eight here[PARTS], above = upper;
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) here[part] = loaded[part];
-        fetch(row + teams);  // the next one's numbers are on their way meanwhile
+        fetch(row + teams);  // the next row's loads overlap with this row's arithmetic
         float gradient[PARTS][8], z[PARTS][8], dropped[8];
         unpack(dropped, above);
         if constexpr (ACTIVATION != 0) add_bias(z, here, shift);
-        if constexpr (DROPS && ACTIVATION == 1) {  // what was dropped has no slope
+        if constexpr (DROPS && ACTIVATION == 1) {  // y is 0 where dropped, so its slope is 0
 #pragma unroll
             for (int k = 0; k < 8; ++k) dropped[k] *= keep_scale;
         } else if constexpr (DROPS) {
@@ -251,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) bias_activation_ba
     }
     if (!partial) return;
 
-    // The teams' sums, in order.
+    // Add the teams' sums, in order.
     __shared__ float sums[8][BLOCK];
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {

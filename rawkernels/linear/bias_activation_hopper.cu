@@ -1,44 +1,45 @@
-// The gradient of an activation between two linear layers on Hopper, in one kernel: dz = (dy weight) f'(before), a product
-// of which each tile is multiplied by the slopes while the next one is summed.
+// The gradient of an activation between two linear layers, for Hopper, in one kernel: dz = (dy weight) f'(before). The
+// epilogue of each tile, which multiplies by the slopes, overlaps with the main loop of the next tile.
 // Constants: scalar = f16, bf16; ACTIVATION = 1, 2 (relu, gelu by tanh); SPREAD = 2, 4, 6, 8, 12
 // Launch:    grid = (min(tiles, SMs),), block = (384,), shared = SHARED bytes; depth > 64 (SPREAD - 1)
 //            dependent: product_activation_backward
 // Arch: sm_90a
 //
-// A tile is 128 rows x 256 columns, 64 rows for each of two warpgroups. A third one brings operands, 64 of the sum at a time,
-// and what the activation was taken of, 64 x 64 at a time for each warpgroup. A warpgroup rounds what it has summed to 16 bits
-// and keeps it in registers beside the sums of its next tile. Those are made by wgmma, which runs by itself; in the meantime
-// the warpgroup finishes what it keeps, 16 columns at a time, evenly over the first SPREAD stages: it takes 16 x 16 numbers
-// of `before` out of shared memory and puts the result there in their place, from where the copy engine stores them.
-#include "linear/gelu.cuh"
+// A tile is 128 rows x 256 columns, 64 rows for each of two consumer warpgroups. The producer warpgroup loads operands in
+// stages of K = 64, and `before`, the input of the activation, in slots of 64 x 64 for each consumer warpgroup.
+// A consumer rounds a finished tile to 16 bits and keeps it in registers beside the accumulators of the next tile. While
+// wgmma runs on these asynchronously, it processes the packed tile, 16 columns at a time, evenly over the first SPREAD
+// stages: it reads 16 x 16 numbers of `before` from a slot and overwrites them with the result, which TMA then stores.
 #include "common/grid_dependency.cuh"
-#include "linear/product_tiles.cuh"
+#include "common/pipeline.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
+#include "linear/gelu.cuh"
+#include "linear/product_tiles.cuh"
 
 static_assert(ACTIVATION == 1 || ACTIVATION == 2, "bias_activation_hopper.cu: ACTIVATION is 1 or 2");
 
-constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64, STAGES = 3, SLOTS = 4;
-constexpr int SLAB = 64 * 128, SLABS = COLUMNS / 64, GROUPS = COLUMNS / 16;  // bytes of 64 x 64 numbers
+constexpr int ROWS = 128, COLUMNS = 256;  // of a tile
+constexpr int DEPTH = 64, STAGES = 3;     // K of a stage; stages
+constexpr int SLOTS = 4;                  // slots of `before` per warpgroup
+constexpr int SLAB = 64 * 128;            // bytes of 64 x 64 numbers
+constexpr int SLABS = COLUMNS / 64, GROUPS = COLUMNS / 16;
 constexpr int DY_BYTES = 2 * SLAB, STAGE_BYTES = DY_BYTES + SLABS * SLAB;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // with 384 threads a launch gives 168 to each
-static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS == 3 * 168, "else a warpgroup waits for registers for ever");
-// Shared memory, in bytes from shared_base() on; a barrier for each stage and each slot.
+static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS == 3 * 168,
+              "bias_activation_hopper.cu: setmaxnreg would wait forever");
+// Shared memory, in bytes from shared_base() on. Each stage and each slot has a full and an empty barrier.
 constexpr int STAGE_FULL = 0, STAGE_EMPTY = 64, SLOT_FULL = 128, SLOT_EMPTY = 192;
-constexpr int STAGE = 1024, SLOT = STAGE + STAGES * STAGE_BYTES;  // a warpgroup's slots follow each other
+constexpr int STAGE = 1024, SLOT = STAGE + STAGES * STAGE_BYTES;  // the slots of a warpgroup are contiguous
 [[maybe_unused]] constexpr int SHARED = 1024 + SLOT + 2 * SLOTS * SLAB;
 
 // ---- slopes
-// Two numbers brought to -7 .. 7, beyond which the slope of GELU is 0 or 1 within 4e-14; NaN stays.
+// Clamps two numbers to -7 .. 7, beyond which the slope of GELU is 0 or 1 within 4e-14; NaN stays NaN.
 __device__ __forceinline__ u32 clamp_pair(bf16, u32 x) {
-    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(0x40e040e0));
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(0xc0e0c0e0));
-    return x;
+    return max_nan_pair(bf16(), min_nan_pair(bf16(), x, 0x40e040e0), 0xc0e0c0e0);
 }
 __device__ __forceinline__ u32 clamp_pair(f16, u32 x) {
-    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(0x47004700));
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(0xc700c700));
-    return x;
+    return max_nan_pair(f16(), min_nan_pair(f16(), x, 0x47004700), 0xc700c700);
 }
 // GELU is z / (1 + odds), odds = exp(-2 u(z)), and its slope (1 + odds (1 + 2 z u'(z))) / (1 + odds)^2.
 __device__ __forceinline__ float slope(float x) {
@@ -54,44 +55,37 @@ __device__ __forceinline__ u32 times_slopes(u32 product, u32 before) {
 }
 
 using Tiles = ProductTiles<ROWS, COLUMNS>;
-// A place in a ring, and the parity of the round.
-template <int SIZE> struct Ring {
-    int at = 0;
-    u32 parity = 0;
-    __device__ __forceinline__ void next() { if (++at == SIZE) at = 0, parity ^= 1; }
-    __device__ __forceinline__ int before() const { return (at ? at : SIZE) - 1; }
-};
 
-// ---- what the warpgroups do
-// The sums of a stage begin, or go on.
-__device__ __forceinline__ void multiply(float (&sum)[COLUMNS / 2], u32 shared, int w, const Ring<STAGES>& ring,
+// ---- consumers
+// Issues the products of a stage; add: to the sums so far.
+__device__ __forceinline__ void multiply(float (&sum)[COLUMNS / 2], u32 shared, int w, const PipelineState<STAGES>& ring,
                                          bool add) {
-    const u32 stage = shared + STAGE + ring.at * STAGE_BYTES;
-    mbar_wait(shared + STAGE_FULL + 8 * ring.at, ring.parity);
-    if (!add) hold(sum);
+    const u32 stage = shared + STAGE + ring.stage * STAGE_BYTES;
+    mbar_wait(shared + STAGE_FULL + 8 * ring.stage, ring.parity);
+    if (!add) keep_live(sum);
     wgmma_fence();
     product<K_MAJOR, MN_MAJOR, 64, DEPTH, DEPTH>(sum, stage + w * SLAB, stage + DY_BYTES, add);
     wgmma_commit();
 }
 
-// Where the rows of this warp that wait to be finished are; row < 0: there are none yet.
-struct Kept { int row, column; bool first; };
+// The position of this warp's packed rows in the result; row < 0: none yet.
+struct PackedTile { int row, column; bool first; };
 
-// Their g-th 16 columns.
-__device__ __forceinline__ void finish(u32 shared, int w, int g, const u32 (&kept)[4], const Kept& where, Ring<SLOTS>& ring,
-                                       const TensorMap& out_map) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, slot = w * SLOTS + ring.at;
+// Processes the g-th 16 columns of the packed tile.
+__device__ __forceinline__ void store_group(u32 shared, int w, int g, const u32 (&packed)[4], const PackedTile& where,
+                                            PipelineState<SLOTS>& ring, const TensorMap& out_map) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, slot = w * SLOTS + ring.stage;
     const u32 tile = shared + SLOT + slot * SLAB + warp * 2048;  // 16 rows
     if (g % 4 == 0) mbar_wait(shared + SLOT_FULL + 8 * slot, ring.parity);
     const u32 block = chunk_address<64>(tile, lane & 15, 2 * (g % 4) + (lane >> 4));
     u32 x[4];
     ldmatrix(x, block);
 #pragma unroll
-    for (int n = 0; n < 4; ++n) x[n] = times_slopes(kept[n], x[n]);
+    for (int n = 0; n < 4; ++n) x[n] = times_slopes(packed[n], x[n]);
     stmatrix(block, x);
-    if (g % 4 == 1 && lane == 0 && (g > 4 || !where.first)) {  // the slot before has long been stored
+    if (g % 4 == 1 && lane == 0 && (g > 4 || !where.first)) {  // the store from the previous slot was issued long ago
         bulk_wait_read();
-        mbar_arrive(shared + SLOT_EMPTY + 8 * (w * SLOTS + ring.before()));
+        mbar_arrive(shared + SLOT_EMPTY + 8 * (w * SLOTS + ring.previous()));
     }
     if (g % 4 == 3) {
         fence_async_proxy();
@@ -107,7 +101,7 @@ __device__ __forceinline__ void finish(u32 shared, int w, int g, const u32 (&kep
 extern "C" __global__ void __launch_bounds__(384, 1) product_activation_backward(
     const __grid_constant__ TensorMap dy_map,      // (rows, depth); boxes of 128 rows
     const __grid_constant__ TensorMap weight_map,  // (depth, columns); boxes of 64 rows
-    const __grid_constant__ TensorMap before_map,  // (rows, columns); boxes of 64 rows; of relu y
+    const __grid_constant__ TensorMap before_map,  // (rows, columns); boxes of 64 rows; y for relu
     const __grid_constant__ TensorMap out_map,     // (rows, columns); boxes of 16 rows
     const __grid_constant__ Problem problem) {
     grid_dependency_wait();
@@ -128,18 +122,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) product_activation_backward
     const int steps = (problem.depth + DEPTH - 1) / DEPTH;
 
     if (warpgroup() == 2) {  // ---- producers
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
+        decrease_registers<PRODUCER_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
         if (warp == 3 || threadIdx.x % 32 != 0) return;
-        Ring<STAGES> stages;
-        Ring<SLOTS> slots;
+        PipelineState<STAGES> stages;
+        PipelineState<SLOTS> slots;
 #pragma unroll 1
         for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
             const int row = tiles.row(tile), column = tiles.column(tile);
 #pragma unroll 1
             for (int k = 0; k < steps && warp == 2; ++k, stages.next()) {
-                const u32 full = shared + STAGE_FULL + 8 * stages.at, to = shared + STAGE + stages.at * STAGE_BYTES;
-                mbar_wait(shared + STAGE_EMPTY + 8 * stages.at, stages.parity ^ 1);
+                const u32 full = shared + STAGE_FULL + 8 * stages.stage, to = shared + STAGE + stages.stage * STAGE_BYTES;
+                mbar_wait(shared + STAGE_EMPTY + 8 * stages.stage, stages.parity ^ 1);
                 mbar_expect(full, STAGE_BYTES);
                 tma_load(to, dy_map, full, k * DEPTH, row, 0, 0);
 #pragma unroll
@@ -147,8 +141,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) product_activation_backward
                     tma_load(to + DY_BYTES + c * SLAB, weight_map, full, column + 64 * c, k * DEPTH, 0, 0);
             }
 #pragma unroll 1
-            for (int c = 0; c < SLABS && warp < 2; ++c, slots.next()) {  // of warpgroup `warp`
-                const int slot = warp * SLOTS + slots.at;
+            for (int c = 0; c < SLABS && warp < 2; ++c, slots.next()) {  // `before` for warpgroup `warp`
+                const int slot = warp * SLOTS + slots.stage;
                 const u32 full = shared + SLOT_FULL + 8 * slot;
                 mbar_wait(shared + SLOT_EMPTY + 8 * slot, slots.parity ^ 1);
                 mbar_expect(full, SLAB);
@@ -157,12 +151,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) product_activation_backward
             }
         }
     } else {  // ---- consumers
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
+        increase_registers<CONSUMER_REGISTERS>();
         const int w = warpgroup(), warp = threadIdx.x / 32 % 4;
-        Ring<STAGES> stages;
-        Ring<SLOTS> slots;
-        u32 kept[GROUPS][4];
-        Kept where{-1, 0, true};
+        PipelineState<STAGES> stages;
+        PipelineState<SLOTS> slots;
+        u32 packed[GROUPS][4];
+        PackedTile where{-1, 0, true};
 #pragma unroll 1
         for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
             float sum[COLUMNS / 2];
@@ -171,28 +165,28 @@ extern "C" __global__ void __launch_bounds__(384, 1) product_activation_backward
                 multiply(sum, shared, w, stages, k > 0);
                 if (k > 0) {
                     wgmma_wait<1>();
-                    release(shared + STAGE_EMPTY + 8 * stages.before());
+                    release(shared + STAGE_EMPTY + 8 * stages.previous());
                 }
                 stages.next();
                 if (where.row < 0) continue;
 #pragma unroll
                 for (int g = k * GROUPS / SPREAD; g < (k + 1) * GROUPS / SPREAD; ++g)
-                    finish(shared, w, g, kept[g], where, slots, out_map);
+                    store_group(shared, w, g, packed[g], where, slots, out_map);
             }
 #pragma unroll 1
             for (int k = SPREAD; k < steps; ++k) {
                 multiply(sum, shared, w, stages, true);
                 wgmma_wait<1>();
-                release(shared + STAGE_EMPTY + 8 * stages.before());
+                release(shared + STAGE_EMPTY + 8 * stages.previous());
                 stages.next();
             }
-            wgmma_wait<0>(); hold(sum);
-            release(shared + STAGE_EMPTY + 8 * stages.before());
-            pack(kept, sum);
+            wgmma_wait<0>(); keep_live(sum);
+            release(shared + STAGE_EMPTY + 8 * stages.previous());
+            pack(packed, sum);
             where = {tiles.row(tile) + 64 * w + 16 * warp, tiles.column(tile), where.row < 0};
         }
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) finish(shared, w, g, kept[g], where, slots, out_map);
+        for (int g = 0; g < GROUPS; ++g) store_group(shared, w, g, packed[g], where, slots, out_map);
         if (threadIdx.x % 32 == 0) bulk_wait_read();
     }
 }

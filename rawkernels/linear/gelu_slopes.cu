@@ -1,21 +1,21 @@
-// dz = dy * slopes, where a layer's gradient comes as an array: the slopes are bytes, as linear_gelu_hopper.cu leaves them.
+// dz = dy * slopes, for a gradient dy in memory; the slopes are codes of one byte, as linear_gelu_hopper.cu stores them.
 // Constants: scalar = f16, bf16
 // Launch:    grid = (blocks of 64 rows x 32 columns,), block = (128,)
 //            dependent: gelu_slopes_backward
 // Arch: sm_90
-#include "linear/gelu_slopes.cuh"
 #include "common/grid_dependency.cuh"
+#include "linear/gelu_slopes.cuh"
 
 extern "C" __global__ void __launch_bounds__(128) gelu_slopes_backward(
     const scalar* dy,  // (rows, columns), like dz; columns are a multiple of 8
-    const uint4* codes, scalar* dz, int rows, int columns, int across) {  // across: blocks a row
+    const uint4* codes, scalar* dz, int rows, int columns, int across) {  // across: blocks in a row
     grid_dependency_wait();
     const int lane = threadIdx.x % 32, block = blockIdx.x;
     const int first_row = block / across * 64 + threadIdx.x / 32 * 16 + lane / 4;
     const int first_column = block % across * 32 + lane % 4 * 2;
     const uint4 four = codes[block * 128ll + threadIdx.x];
     const u32 words[4] = {four.x, four.y, four.z, four.w};
-    u32 pairs[8];  // of two rows in turns, four groups of columns
+    u32 pairs[8];  // of two rows alternately, in four groups of columns
     const auto pair_at = [&](int n) { return ((first_row + n % 2 * 8ll) * columns + first_column + n / 2 * 8) / 2; };
     const auto is_there = [&](int n) { return first_row + n % 2 * 8 < rows && first_column + n / 2 * 8 < columns; };
 #pragma unroll

@@ -1,37 +1,36 @@
-// h = residual + dropout(x W^T + x_bias), normed = LayerNorm or RMSNorm of h, in one launch on Hopper: a block computes
-// whole rows of the product, so that the norm can follow in its registers.
+// h = residual + dropout(x W^T + x_bias), normed = LayerNorm or RMSNorm of h, in one launch, for Hopper. A block computes
+// whole rows of the product, so the norm can be computed in registers.
 // Constants: scalar = f16, bf16; ROWS = 128; COLUMNS = 384; RMS = false; DROPOUT = true
 // Constants: scalar = bf16; ROWS = 64; COLUMNS = 128, 512; RMS = true; DROPOUT = false
 // Launch:    grid = (ceil(rows / ROWS),), block = (384,), shared = SHARED bytes
 //            dependent: linear_dropout_add_norm_forward
 // Arch: sm_90a
 //
-// The residual comes by the ring of the product's stages once one is free, h takes its place and leaves from there, then
-// normed. What dropout keeps, a bit a column, is drawn by three warps during the product, or before, where that is deep,
-// by all warps but the one that loads: drawing slows the product down.
+// The residual is loaded into a stage of the product's ring, h overwrites it there and TMA stores it, then the same for
+// normed. The dropout mask, one bit per column, is sampled by three warps during the product or, where the product is deep,
+// before it by all warps except the loading one: sampling slows the product down.
 #include "common/grid_dependency.cuh"
 #include "common/philox.cuh"
+#include "common/pipeline.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
-// ---- the main loop: c (ROWS x COLUMNS) += x W^T. One thread loads stages of 64 of the depth, two warpgroups multiply: of
-// 128 rows each has 64, of 64 rows each has half of the columns. What lies outside of x and W counts as zeros.
+// ---- the main loop: c (ROWS x COLUMNS) += x W^T. One thread loads stages of K = 64, two warpgroups multiply: with 128 rows
+// each has 64 rows, with 64 rows each has half of the columns. Elements outside x and W are zeros.
 struct RowProduct {
     static constexpr int THREADS = 384, CONSUMERS = 256, PRODUCER = 2;
-    static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // a launch gives 168 to each of 384 threads
-    static constexpr bool STACKED = ROWS == 128;                             // the warpgroups, one below the other
-    static constexpr int OWN = STACKED ? COLUMNS : COLUMNS / 2;              // columns of a warpgroup,
-    static constexpr int PARTS = OWN > 256 ? 2 : 1, PART = OWN / PARTS;      // in so many products of so many columns
+    static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // with 384 threads a launch gives 168 to each
+    static constexpr bool STACKED = ROWS == 128;                 // the warpgroups have different rows, else columns
+    static constexpr int OWN = STACKED ? COLUMNS : COLUMNS / 2;  // columns of a warpgroup
+    static constexpr int PARTS = OWN > 256 ? 2 : 1;              // products per warpgroup
+    static constexpr int PART = OWN / PARTS;                     // columns of a product
     static constexpr int X_BYTES = ROWS * 128, STAGE = X_BYTES + COLUMNS * 128;
     static constexpr int FIT = 221184 / STAGE, STAGES = FIT < 6 ? FIT : 6, BYTES = 1024 + STAGES * STAGE;
-    static_assert(ROWS == 128 || ROWS == 64, "two warpgroups, 64 rows or half of the columns each");
-    static_assert(OWN * 64 == PARTS * PART * 64 && PARTS * PART <= 384, "there is room for 192 accumulators a thread");
+    static_assert(ROWS == 128 || ROWS == 64, "linear_dropout_add_norm.cu: ROWS is 64 or 128");
+    static_assert(OWN * 64 == PARTS * PART * 64 && PARTS * PART <= 384,
+                  "linear_dropout_add_norm.cu: at most 192 accumulators per thread");
 
-    // A place in the ring of stages, and the parity of its round.
-    struct Ring {
-        u32 stage = 0, parity = 0;
-        __device__ __forceinline__ void next() { if (++stage == STAGES) stage = 0, parity ^= 1; }
-    };
+    using Ring = PipelineState<STAGES>;
 
     u32 shared;
     int group;  // the thread's warpgroup
@@ -55,8 +54,8 @@ struct RowProduct {
         __syncthreads();
     }
 
-    // ---- the thread that loads
-    __device__ __forceinline__ void begin(const Ring& ring, int bytes) const {  // waits until the place is free
+    // ---- producer
+    __device__ __forceinline__ void begin(const Ring& ring, int bytes) const {  // waits until the stage is empty
         mbar_wait(empty(ring), ring.parity ^ 1);
         mbar_expect(full(ring), bytes);
     }
@@ -72,16 +71,16 @@ struct RowProduct {
         }
     }
 
-    // ---- the warpgroups that multiply
+    // ---- consumers
     __device__ __forceinline__ void wait(const Ring& ring) const { mbar_wait(full(ring), ring.parity); }
-    __device__ __forceinline__ void release(const Ring& ring) const {  // once a warp
+    __device__ __forceinline__ void release(const Ring& ring) const {  // one arrival per warp
         if (threadIdx.x % 32 == 0) mbar_arrive(empty(ring));
     }
-    // Element i of c[j] is in row() + fragment_row(i), column() + j * PART + fragment_column(i).
+    // Element i of c[j] has row row() + fragment_row(i) and column column() + j * PART + fragment_column(i).
     __device__ __forceinline__ void accumulate(Ring& ring, float (&c)[PARTS][PART / 2], int depth) const {
         const u32 own_x = row() * 128, own_columns = X_BYTES + column() * 128;
 #pragma unroll
-        for (int j = 0; j < PARTS; ++j) hold(c[j]);
+        for (int j = 0; j < PARTS; ++j) keep_live(c[j]);
         Ring before;
 #pragma unroll 1
         for (int step = 0; 64 * step < depth; ++step) {
@@ -99,38 +98,43 @@ struct RowProduct {
         }
         wgmma_wait<0>();
 #pragma unroll
-        for (int j = 0; j < PARTS; ++j) hold(c[j]);
+        for (int j = 0; j < PARTS; ++j) keep_live(c[j]);
         if (depth) release(before);
     }
 };
 
 using P = RowProduct;
 constexpr int OWN = P::OWN;
-constexpr int SLAB = 64 * 128, SLABS = OWN / 64;  // a warpgroup's 64 rows x 64 columns of residual, h, normed
-// Behind the stages: x_bias, weight, bias; what warpgroups exchange; what dropout keeps.
-constexpr int VECTOR = 2 * COLUMNS, SHARES = 3 * VECTOR, KEPT = SHARES + 1024, KEPT_ROW = COLUMNS / 8;
+constexpr int SLAB = 64 * 128, SLABS = OWN / 64;  // a warpgroup's 64 rows x 64 columns of residual, h or normed
+// Shared memory after the stages: x_bias, weight, bias; what the warpgroups exchange; the dropout mask.
+constexpr int VECTOR = 2 * COLUMNS;
+constexpr int SHARES = 3 * VECTOR;
+constexpr int KEPT = SHARES + 1024, KEPT_ROW = COLUMNS / 8;
 constexpr int SHARED = 1024 + P::BYTES + KEPT + ROWS * KEPT_ROW;
-static_assert(OWN % 64 == 0, "a warpgroup has whole slabs");
-enum { CONSUMERS_MEET = 1, ALL_DRAWN = 2 };  // named barriers
-constexpr int DRAWERS = 96, ALL = P::THREADS - 32, DEEP = 1024;  // inputs from which on all draw
-constexpr int FACTOR = 512;  // where dropout's factor is
+static_assert(OWN % 64 == 0, "linear_dropout_add_norm.cu: a warpgroup has whole slabs");
+enum { CONSUMERS_MEET = 1, ALL_SAMPLED = 2 };  // named barriers
+constexpr int SAMPLERS = 96;               // threads that sample during the product
+constexpr int ALL = P::THREADS - 32;       // threads that sample before a deep product
+constexpr int DEEP = 1024;                 // depth from which on a product is deep
+constexpr int FACTOR = 512;                // offset of dropout's factor in shared memory
 
-// A vector to shared memory, so that a lane's pairs of 32 columns are 16 bytes; without one, `fill`.
+// Copies a vector, or `fill` if null, to shared memory, with a lane's pairs of 32 columns in 16 contiguous bytes.
 __device__ __forceinline__ void fetch_vector(u32 to, const scalar* vector, float fill) {
     for (int i = threadIdx.x; i < COLUMNS / 2; i += P::CONSUMERS) {
         const u32 pair = vector ? vector[2 * i].bits | (u32)vector[2 * i + 1].bits << 16 : pack_pair(scalar(), fill, fill);
         store_shared(to + i / 16 * 64 + i % 4 * 16 + i / 4 % 4 * 4, pair);
     }
 }
-struct Pairs { u32 x[4]; };  // of a lane: columns 8 n + 2 (lane % 4) and the next, n = 0 .. 3
+struct Pairs { u32 x[4]; };  // a lane's columns 8 n + 2 (lane % 4) and the next one, n = 0 .. 3
 __device__ __forceinline__ Pairs vector_pairs(u32 vector, int q) {
     const uint4 x = load_shared_uint4(vector + 64 * q + threadIdx.x % 4 * 16);
     return {{x.x, x.y, x.z, x.w}};
 }
 
-// By so many threads: bits of what stays of the block's rows. A word is four draws of eight, of 32 columns; a byte what lane
-// % 4 has of them.
-__device__ __forceinline__ void draw(u32 kept, const PhiloxKey& key, u32 threshold, int first_row, int thread, int threads) {
+// Samples the dropout mask of the block's rows with `threads` threads. A word has the bits of 32 columns, from four Philox
+// counters; byte n has the columns of the lanes with lane % 4 = n.
+__device__ __forceinline__ void sample_mask(u32 kept, const PhiloxKey& key, u32 threshold, int first_row, int thread,
+                                            int threads) {
     const unsigned long long begin = (unsigned long long)first_row * KEPT_ROW;
 #pragma unroll 1
     for (int at = thread; at < ROWS * KEPT_ROW / 4; at += threads) {
@@ -150,7 +154,7 @@ __device__ __forceinline__ void draw(u32 kept, const PhiloxKey& key, u32 thresho
     }
 }
 
-// What the other warpgroup has for two rows of which each has half.
+// Exchanges four values of two rows, of which each warpgroup has half the columns; returns those of the other warpgroup.
 __device__ __forceinline__ float4 of_other(const P& p, int row, float a, float b, float c, float d) {
     const u32 place = p.end() + SHARES + (row / 16 * 8 + row % 8) * 16;
     if (threadIdx.x % 4 == 0) store_shared(place + 512 * p.group, a, b, c, d);
@@ -176,11 +180,11 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
     const scalar* bias,                              // (COLUMNS,) of the norm, or null
     const scalar* x_bias,                            // (COLUMNS,) or null
     float* mean,                                     // (rows,) of h minus the row's first element
-    float* rstd,                                     // (rows,), or null: neither is wanted
+    float* rstd,                                     // (rows,), or null: neither is stored
     int rows,
     int depth,
     float eps,
-    unsigned int threshold,                          // keep 16-bit numbers below it, of DROPOUT
+    unsigned int threshold,                          // of DROPOUT: keep 16-bit numbers below it
     float factor,                                    // 1 / (1 - p)
     unsigned int seed_low, unsigned int seed_high, unsigned int stream, unsigned int step,
     const unsigned int* device_step) {
@@ -189,16 +193,16 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
     if (threadIdx.x == 0) store_shared(p.shared + FACTOR, __float_as_uint(factor));
     p.init();
     const int first = blockIdx.x * ROWS, thread = threadIdx.x;
-    const auto draw_as = [&](int of_them, int all) {
-        draw(p.end() + KEPT, philox_key(seed_low, seed_high, stream, step, device_step), threshold, first, of_them, all);
+    const auto sample_as = [&](int of_them, int all) {
+        sample_mask(p.end() + KEPT, philox_key(seed_low, seed_high, stream, step, device_step), threshold, first, of_them, all);
     };
     if (DROPOUT && depth >= DEEP && thread / 32 != P::CONSUMERS / 32)
-        draw_as(thread < P::CONSUMERS ? thread : thread - 32, ALL);
+        sample_as(thread < P::CONSUMERS ? thread : thread - 32, ALL);
     if (p.group == P::PRODUCER) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(P::PRODUCER_REGISTERS));
+        decrease_registers<P::PRODUCER_REGISTERS>();
         if (DROPOUT && threadIdx.x % 128 >= 32) {
-            if (depth < DEEP) draw_as(thread - P::CONSUMERS - 32, DRAWERS);
-            bar_arrive(ALL_DRAWN, P::CONSUMERS + DRAWERS);
+            if (depth < DEEP) sample_as(thread - P::CONSUMERS - 32, SAMPLERS);
+            bar_arrive(ALL_SAMPLED, P::CONSUMERS + SAMPLERS);
         }
         if (threadIdx.x % 128) return;
         P::Ring ring;
@@ -212,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
         }
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(P::CONSUMER_REGISTERS));
+    increase_registers<P::CONSUMER_REGISTERS>();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int warp_row = first + p.row() + 16 * warp;
     fetch_vector(p.end(), x_bias, 0.f);
@@ -223,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
     const u32 vectors = p.end() + 2 * p.column();
     P::Ring ring;
     float c[P::PARTS][P::PART / 2];
-    const auto accumulators = [&](int k) { return &c[k / (P::PART / 16)][k % (P::PART / 16) * 8]; };  // of 16 columns
+    const auto accumulators = [&](int k) { return &c[k / (P::PART / 16)][k % (P::PART / 16) * 8]; };  // of the k-th 16 columns
 #pragma unroll
     for (int q = 0; q < OWN / 32; ++q) {
         const Pairs x_biases = vector_pairs(vectors, q);
@@ -235,11 +239,11 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
         }
     }
     p.accumulate(ring, c, depth);
-    if (DROPOUT) bar_sync(ALL_DRAWN, P::CONSUMERS + DRAWERS);
+    if (DROPOUT) bar_sync(ALL_SAMPLED, P::CONSUMERS + SAMPLERS);
     if (P::STACKED && p.group) ring.next();
     p.wait(ring);
 
-    // ---- h, which takes the residual's place; what 32 columns need is read while those before are computed
+    // ---- h, which overwrites the residual in shared memory; the next columns are read while these are computed
     const u32 own = p.place(ring) + (P::STACKED ? 0 : p.group * SLABS * SLAB) + warp * 2048;
     const auto place = [&](int k) { return chunk_address<64>(own, lane & 15, 2 * k + (lane >> 4)); };
     const auto leave = [&](const TensorMap& map, int slab) {
@@ -250,10 +254,10 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
             bulk_commit();
         }
     };
-    const int row = 16 * warp + lane / 4;  // and row + 8, of 64
+    const int row = 16 * warp + lane / 4;  // and row + 8, of the warpgroup's 64
     const u32 kept = p.end() + KEPT + (p.row() + row) * KEPT_ROW + p.column() / 8;
-    const float grown = load_shared_float(p.shared + FACTOR);  // a parameter would be loaded under each predicate
-    u32 h[OWN / 16][4], stays[2];
+    const float keep_scale = load_shared_float(p.shared + FACTOR);  // a kernel parameter is loaded under each predicate
+    u32 h[OWN / 16][4], kept_bits[2];
     float sum[2] = {0.f, 0.f}, square[2] = {0.f, 0.f}, pivot[2] = {0.f, 0.f};
     ldmatrix(h[0], place(0));
 #pragma unroll
@@ -261,15 +265,15 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
         if (k + 1 < OWN / 16) ldmatrix(h[k + 1], place(k + 1));
         if (DROPOUT && k % 2 == 0)
 #pragma unroll
-            for (int r = 0; r < 2; ++r) stays[r] = load_shared(kept + 8 * r * KEPT_ROW + 2 * k) >> lane % 4 * 8;
+            for (int r = 0; r < 2; ++r) kept_bits[r] = load_shared(kept + 8 * r * KEPT_ROW + 2 * k) >> lane % 4 * 8;
         const float* const d = accumulators(k);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // pairs: rows r and r + 8 of eight columns, then of the next eight
+        for (int i = 0; i < 4; ++i) {  // pairs of rows r and r + 8 in eight columns, then in the next eight
             float2 x = unpack_pair(scalar(), h[k][i]);
             if (DROPOUT) {
                 const int bit = 2 * (k % 2 * 2 + i / 2);
-                if (stays[i % 2] & 1u << bit) x.x = fmaf(d[2 * i], grown, x.x);
-                if (stays[i % 2] & 2u << bit) x.y = fmaf(d[2 * i + 1], grown, x.y);
+                if (kept_bits[i % 2] & 1u << bit) x.x = fmaf(d[2 * i], keep_scale, x.x);
+                if (kept_bits[i % 2] & 2u << bit) x.y = fmaf(d[2 * i + 1], keep_scale, x.y);
             } else {
                 x.x += d[2 * i], x.y += d[2 * i + 1];
             }
@@ -281,14 +285,14 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
             square[i % 2] = fmaf(low, low, fmaf(high, high, square[i % 2]));
         }
         stmatrix(place(k), h[k]);
-        hold(sum), hold(square);  // not left for later, with all that they are of
+        keep_live(sum), keep_live(square);  // computed now: later, all their terms would stay live
         if (k % 4 == 3) leave(h_map, k / 4);
     }
-    hold(h);  // not kept unpacked
+    keep_live(h);  // as packed words, not unpacked
     grid_launch_dependents();
 
-    // ---- its statistics, of what each element has more than one of them: that one is at most sqrt(N) deviations from the
-    // mean of N, so squares lose little beside the mean's, and a constant row's are exact
+    // ---- the statistics of h minus the row's first element. That element is at most sqrt(N) standard deviations from the
+    // mean of N elements, so the sum of squares loses little precision, and a constant row is exact.
     quad_sum(sum);
     quad_sum(square);
     float scale[2], shift[2], center[2];
@@ -319,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(P::THREADS, 1) linear_dropout_add_n
         }
     }
 
-    // ---- normed, which takes the place of h
+    // ---- normed, which overwrites h in shared memory
     if (lane == 0) bulk_wait_read();
     __syncwarp();
 #pragma unroll

@@ -1,34 +1,42 @@
-// GELU behind a linear layer on Hopper, in the layer's product and in that of its gradient.
-// Forward: y = gelu(x weight^T), and its slopes, a byte each. Gradient: dz = (dy weight) slopes.
+// GELU after a linear layer, for Hopper, fused into the layer's product and into the product of its gradient.
+// Forward: y = gelu(x weight^T), and its slopes, one byte each. Gradient: dz = (dy weight) slopes.
 // Constants: scalar = f16, bf16; GRADIENT = false, true; HELD = 0, 6
-// Launch:    grid = (min(tiles, SMs),), with HELD a multiple of the tiles in a row; block = (384,), shared = SHARED bytes;
-//            depth <= 64 HELD if there is a HELD
+// Launch:    grid = (min(tiles, SMs),), if HELD a multiple of the tiles in a row; block = (384,), shared = SHARED bytes;
+//            if HELD depth <= 64 * HELD
 //            dependent: linear_gelu
 // Arch: sm_90a
 //
-// A tile is 128 x 128, of one warpgroup. Two of them take turns: while one finishes its sums the other one multiplies. A
-// third one brings operands, 64 of the sum at a time. With HELD a block keeps its 128 columns of the weight for all its
-// tiles, 64 of the sum in each of HELD places. The slopes' codes go straight from registers to memory and back.
-#include "linear/gelu_slopes.cuh"
+// A tile is 128 x 128 and belongs to one consumer warpgroup. Two of them alternate (ping-pong): while one runs its epilogue
+// the other runs its main loop. The producer warpgroup loads operands in stages of K = 64. With HELD a block keeps its 128
+// columns of the weight in shared memory for all its tiles, in HELD parts of K = 64. The codes of the slopes go directly
+// between registers and global memory.
+#include "common/global_memory.cuh"
 #include "common/grid_dependency.cuh"
-#include "linear/product_tiles.cuh"
+#include "common/pipeline.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
+#include "linear/gelu_slopes.cuh"
+#include "linear/product_tiles.cuh"
 
-constexpr int ROWS = 128, COLUMNS = 128, DEPTH = 64, STAGES = HELD ? 6 : 5, SLOTS = 2;
-constexpr int PARTS = ROWS / 64, CHUNKS = COLUMNS / 32;  // of a tile: 64 rows each, 32 columns each
+constexpr int ROWS = 128, COLUMNS = 128;            // of a tile
+constexpr int DEPTH = 64, STAGES = HELD ? 6 : 5;    // K of a stage; stages
+constexpr int SLOTS = 2;                            // of results per warp
+constexpr int PARTS = ROWS / 64;                    // of 64 rows of a tile
+constexpr int CHUNKS = COLUMNS / 32;                // of 32 columns of a tile
 constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE_BYTES = A_BYTES + (HELD ? 0 : B_BYTES);
-constexpr int SLOT = 16 * 128;  // bytes of 16 x 64 results of a warp, on their way to memory
+constexpr int SLOT = 16 * 128;  // bytes of 16 x 64 results of a warp, to be stored by TMA
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // with 384 threads a launch gives 168 to each
-static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS == 3 * 168, "else a warpgroup waits for registers for ever");
-// Shared memory, in bytes from shared_base() on; a barrier for each stage and each 64 rows of the weight that stay.
+static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS == 3 * 168,
+              "linear_gelu_hopper.cu: setmaxnreg would wait forever");
+// Shared memory, in bytes from shared_base() on. Each stage has a full and an empty barrier, each held part of the weight a
+// full one.
 constexpr int STAGE_FULL = 0, STAGE_EMPTY = 64, HELD_FULL = 128;
 constexpr int STAGE = 1024, WEIGHT = STAGE + STAGES * STAGE_BYTES, OUT = WEIGHT + HELD * B_BYTES;
 [[maybe_unused]] constexpr int SHARED = 1024 + OUT + 8 * SLOTS * SLOT;
 
-using Tiles = ProductTiles<ROWS, COLUMNS>;  // if HELD all of a block in one column
+using Tiles = ProductTiles<ROWS, COLUMNS>;  // if HELD all tiles of a block are in one column
 
-// The sums of a stage begin, or go on.
+// Issues the products of a stage; add: to the sums so far.
 __device__ __forceinline__ void multiply(float (&sum)[PARTS][COLUMNS / 2], u32 a, u32 b, bool add) {
     wgmma_fence();
 #pragma unroll
@@ -39,17 +47,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PARTS][COLUMNS / 2], u32 a
     wgmma_commit();
 }
 
-__device__ __forceinline__ uint4 load_codes(const unsigned char* from) {  // read once
-    uint4 x;
-    asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
-    return x;
-}
-__device__ __forceinline__ void store_codes(unsigned char* to, const u32 (&x)[4]) {
-    asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
-
-// 16 x 16 sums of a warp, 8 of a thread, to pairs of results; words: of their codes.
+// 16 x 16 sums of a warp, 8 per thread, to packed results and to words of their codes.
 __device__ __forceinline__ void activate(u32 (&out)[4], u32 (&words)[2], const float* sum) {
     u32 codes[4];
 #pragma unroll
@@ -65,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
     const __grid_constant__ TensorMap a_map,       // x or dy: (rows, depth); boxes of 128 rows
     const __grid_constant__ TensorMap weight_map,  // (columns, depth), boxes of 128 rows; gradient (depth, columns), of 64
     const __grid_constant__ TensorMap out_map,     // (rows, columns); boxes of 16 rows
-    unsigned char* __restrict__ codes,             // of whole tiles of 128 x 128, blocks in rows of blocks
+    unsigned char* __restrict__ codes,             // of whole tiles of 128 x 128; code blocks row by row
     const __grid_constant__ Problem problem) {
     grid_dependency_wait();
     const u32 shared = __shfl_sync(~0u, shared_base(), 0);
@@ -82,9 +80,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
     const int steps = (problem.depth + DEPTH - 1) / DEPTH, first = blockIdx.x, stride = gridDim.x;
 
     if (warpgroup() == 2) {  // ---- the producer
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
+        decrease_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x % 128 != 0) return;
-        int at = 0;  // of the stages of a block's tiles, one behind the other
+        int at = 0;  // number of the stage, counted over all tiles of the block
 #pragma unroll 1
         for (int tile = first; tile < tiles.count; tile += stride) {
             const int row = tiles.row(tile), column = tiles.column(tile);
@@ -112,28 +110,28 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
     }
 
     // ---- consumers
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
+    increase_registers<CONSUMER_REGISTERS>();
     const int w = warpgroup(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const auto pass_turn = [w] { bar_arrive(2 - w, 256); };  // to the other warpgroup
+    const auto signal_other = [w] { bar_arrive(2 - w, 256); };
     const u32 slots = shared + OUT + (4 * w + warp) * SLOTS * SLOT;
     int at = w * steps, slot = 0;
-    if (w == 1) pass_turn();
+    if (w == 1) signal_other();
 #pragma unroll 1
     for (int tile = first + w * stride; tile < tiles.count; tile += 2 * stride) {
         const int row = tiles.row(tile), column = tiles.column(tile);
         const size_t below = (size_t)tiles.across * CHUNKS * CODE_BLOCK;  // 64 rows
         unsigned char* const own = codes + row / 64 * below + column / 32 * CODE_BLOCK + threadIdx.x % 128 * CODES;
         const auto codes_at = [&](int j, int c) { return own + (j ? below : 0) + c * CODE_BLOCK; };
-        uint4 ahead[PARTS * CHUNKS];  // the codes
+        uint4 loaded[PARTS * CHUNKS];  // codes
         if constexpr (GRADIENT) {
 #pragma unroll
-            for (int p = 0; p < PARTS * CHUNKS; ++p) ahead[p] = load_codes(codes_at(p / CHUNKS, p % CHUNKS));
+            for (int p = 0; p < PARTS * CHUNKS; ++p) loaded[p] = load_streaming(codes_at(p / CHUNKS, p % CHUNKS));
         }
         float sum[PARTS][COLUMNS / 2];
         bar_sync(1 + w, 256);
 #pragma unroll
-        for (int j = 0; j < PARTS; ++j) hold(sum[j]);
-        u32 before = 0;
+        for (int j = 0; j < PARTS; ++j) keep_live(sum[j]);
+        u32 previous = 0;
 #pragma unroll 1
         for (int k = 0; k < steps; ++k, ++at) {
             const int i = at % STAGES;
@@ -142,21 +140,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
             mbar_wait(shared + STAGE_FULL + 8 * i, at / STAGES & 1);
             multiply(sum, a, HELD ? shared + WEIGHT + k * B_BYTES : a + A_BYTES, k > 0);
             wgmma_wait<1>();
-            if (k > 0) release(before);
-            before = shared + STAGE_EMPTY + 8 * i;
+            if (k > 0) release(previous);
+            previous = shared + STAGE_EMPTY + 8 * i;
         }
-        if (tile + stride < tiles.count) pass_turn();
+        if (tile + stride < tiles.count) signal_other();
         at += steps;
         wgmma_wait<0>();
 #pragma unroll
-        for (int j = 0; j < PARTS; ++j) hold(sum[j]);
-        release(before);
+        for (int j = 0; j < PARTS; ++j) keep_live(sum[j]);
+        release(previous);
 #pragma unroll
         for (int p = 0; p < PARTS * CHUNKS; ++p) {
             const int j = p / CHUNKS, c = p % CHUNKS;
             const u32 to = slots + slot * SLOT;
             if (c % 2 == 0) {
-                if (lane == 0) bulk_wait_read<SLOTS - 1>();  // the slot has been stored
+                if (lane == 0) bulk_wait_read<SLOTS - 1>();  // the slot is free: its last store has been read
                 __syncwarp();
             }
             u32 words[2][2];
@@ -165,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
                 const float* own = sum[j] + 16 * c + 8 * i;
                 u32 out[4];
                 if constexpr (GRADIENT) {
-                    const u32 word[2] = {i ? ahead[p].z : ahead[p].x, i ? ahead[p].w : ahead[p].y};
+                    const u32 word[2] = {i ? loaded[p].z : loaded[p].x, i ? loaded[p].w : loaded[p].y};
 #pragma unroll
                     for (int n = 0; n < 4; ++n)
                         out[n] = times_slopes(pack_pair(scalar(), own[2 * n], own[2 * n + 1]), word[n / 2], n % 2);
@@ -174,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
                 }
                 stmatrix(chunk_address<64>(to, lane & 15, 4 * (c % 2) + 2 * i + (lane >> 4)), out);
             }
-            if constexpr (!GRADIENT) store_codes(codes_at(j, c), {words[0][0], words[0][1], words[1][0], words[1][1]});
+            if constexpr (!GRADIENT) store_streaming(codes_at(j, c), {words[0][0], words[0][1], words[1][0], words[1][1]});
             if (c % 2 == 1) {
                 fence_async_proxy();
                 __syncwarp();

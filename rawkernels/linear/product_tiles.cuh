@@ -1,5 +1,5 @@
 #pragma once
-// Tiles of ROWS x COLUMNS of a product's result, in rows of tiles, one after the other to each block.
+// The tiles of ROWS x COLUMNS of a matrix product's result, numbered row by row.
 struct Problem { int rows, columns, depth; };  // the result is rows x columns
 
 template <int ROWS, int COLUMNS> struct ProductTiles {

@@ -1,50 +1,59 @@
-// Gradients of many weights on Hopper in one launch: each (rows x columns) = a^T b, or += that, sums over as many rows.
+// Gradients of many weights in one launch, for Hopper: each gradient (rows x columns) = a^T b, or += a^T b.
 // Constants: scalar = f16, bf16; WIDE = false, true (gradients in float32, else of the same type); TEAM = 6
 // Launch:    grid = (a multiple of 2 TEAM, all blocks at once,), clusters of 2, block = (384,), shared = SHARED bytes
 //            dependent: weight_gradients
 // Arch: sm_90a
 //
-// A tile is 128 x 384 numbers of a gradient, 64 rows for each of two warpgroups; a third one brings 64 rows of a and b at a
-// time. The two blocks of a pair have tiles one above the other, for which each brings half of b to both. A team of six
-// pairs, which is a whole gradient of 1536 x 384, is always at the same depth, so that b comes from L2 to all of them but
-// one. All groups of a team's tiles, laid end to end, are shared out evenly among the teams (stream-K: Osama et al., 2023):
-// a team begins with the end of one group and ends with the beginning of another. Its sums of the first it leaves in the
-// workspace, where the team that has the beginning of that group, which comes to it last, finds them.
+// A tile is 128 x 384 elements of a gradient, 64 rows for each of two consumer warpgroups; the producer warpgroup loads
+// stages of 64 rows of a and b. The two blocks of a cluster, a pair, have vertically adjacent tiles: each loads half of b and
+// multicasts it to both. A team is six pairs, enough for a whole gradient of 1536 x 384, that advance through K together, so
+// that all but one pair find b in L2. The groups of tiles that a team computes at a time are divided evenly among the teams,
+// counted in steps of K (stream-K: Osama et al., 2023): a team starts in the middle of one group and ends in the middle of
+// another. It stores its partial sums of the first group to the workspace. The team that has the start of this group
+// processes it last, and adds them.
 #include "common/cluster.cuh"
+#include "common/compiler.cuh"
+#include "common/global_memory.cuh"
 #include "common/grid_dependency.cuh"
+#include "common/pipeline.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int ROWS = 128, COLUMNS = 384, DEPTH = 64, STAGES = 3;
-constexpr int PARTS = 2, PART = COLUMNS / PARTS;                                   // a product is at most 256 columns wide
-constexpr int SLAB = 64 * 128, A_SLABS = ROWS / 64, B_SLABS = COLUMNS / 64;        // bytes of 64 x 64 numbers
+constexpr int ROWS = 128, COLUMNS = 384;  // of a tile
+constexpr int DEPTH = 64, STAGES = 3;     // K of a stage; stages
+constexpr int PARTS = 2, PART = COLUMNS / PARTS;  // wgmma is at most 256 columns wide
+constexpr int SLAB = 64 * 128, A_SLABS = ROWS / 64, B_SLABS = COLUMNS / 64;  // bytes of 64 x 64 numbers
 constexpr int A_BYTES = A_SLABS * SLAB, STAGE_BYTES = A_BYTES + B_SLABS * SLAB;
-constexpr int THREADS = 256, QUADS = PART / 8, ALL_QUADS = ROWS * COLUMNS / 4;     // sums by four: of a product, of a tile
+constexpr int THREADS = 256;                  // of the consumers
+constexpr int QUADS = PART / 8;               // groups of four sums of a thread in a part
+constexpr int ALL_QUADS = ROWS * COLUMNS / 4; // groups of four sums in a tile
 constexpr int PIECES = ALL_QUADS * 16 / STAGE_BYTES, QUADS_OF_PIECE = PARTS * QUADS / PIECES;
-static_assert(PIECES * STAGE_BYTES == ALL_QUADS * 16 && PIECES * QUADS_OF_PIECE == PARTS * QUADS, "sums fill stages");
+static_assert(PIECES * STAGE_BYTES == ALL_QUADS * 16 && PIECES * QUADS_OF_PIECE == PARTS * QUADS,
+              "weight_gradients_hopper.cu: sums fill stages");
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // with 384 threads a launch gives 168 to each
-static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS == 3 * 168, "else a warpgroup waits for registers for ever");
-constexpr int FULL = 0, EMPTY = 64, STAGE = 1024;  // in bytes from shared_base() on; a barrier for each stage
+static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS == 3 * 168,
+              "weight_gradients_hopper.cu: setmaxnreg would wait forever");
+constexpr int FULL = 0, EMPTY = 64, STAGE = 1024;  // in bytes from shared_base() on
 [[maybe_unused]] constexpr int SHARED = 1024 + STAGE + STAGES * STAGE_BYTES;
-constexpr int MOST = 24;                           // weights
+constexpr int MOST = 24;  // weights per launch
 enum { CONSUMERS_MEET = 1 };
 
 template <bool, typename A, typename> struct Either { typedef A type; };
 template <typename A, typename B> struct Either<false, A, B> { typedef B type; };
-typedef Either<WIDE, float, scalar>::type Number;  // of a gradient
+typedef Either<WIDE, float, scalar>::type Number;  // element of a gradient
 
 struct Weight {
     Number* gradient;
     int rows, columns, row_step, column_step;  // multiples of ROWS and COLUMNS; one of the steps is 1
-    int accumulate, first;                     // its first tile, of those of all weights, each by columns of tiles
+    int accumulate, first;                     // first: its first tile; tiles are numbered weight by weight, by columns
 };
 struct Problem {
     Weight weight[MOST];
     int count, groups, steps, unused;
 };
-struct TensorMaps { TensorMap of[2 * MOST]; };  // of a weight a (depth, rows) and b (depth, columns); boxes of 64 rows
+struct TensorMaps { TensorMap of[2 * MOST]; };  // for each weight, a (depth, rows) and b (depth, columns); boxes of 64 rows
 
-struct Tile { int weight, row, column; };  // past the last weight's columns there is nothing to do
+struct Tile { int weight, row, column; };  // column = the weight's columns: nothing to do
 __device__ __forceinline__ Tile tile_at(const Problem& p, int number) {
     int weight = 0;
     while (weight + 1 < p.count && p.weight[weight + 1].first <= number) ++weight;
@@ -53,12 +62,7 @@ __device__ __forceinline__ Tile tile_at(const Problem& p, int number) {
     return {weight, at % down * ROWS, min(at / down * COLUMNS, w.columns)};
 }
 
-struct Ring {
-    u32 stage = 0, parity = 0;
-    __device__ __forceinline__ void next() { if (++stage == STAGES) stage = 0, parity ^= 1; }
-};
-
-// A team's share of all groups, in steps of 64 rows.
+// A team's share of all groups, in steps of DEPTH.
 struct Share {
     int teams, steps, all, begin, end;
     __device__ __forceinline__ Share(int team, int teams, int groups, int steps) : teams(teams), steps(steps) {
@@ -73,35 +77,24 @@ struct Share {
     __device__ __forceinline__ int last_team(int group) const { return ((long long)(group + 1) * steps * teams - 1) / all; }
 };
 
-// To both blocks of the pair, with the bytes counted by the barrier of each.
-__device__ __forceinline__ void tma_load_pair(u32 dst, const TensorMap& map, u32 bar, int column, int row) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-                 :: "r"(dst), "l"(&map), "r"(bar), "r"(column), "r"(row), "r"(0), "r"(0), "h"((unsigned short)3) : "memory");
-}
-__device__ __forceinline__ void release_both(u32 bar) {  // in both blocks, once a warp
-    if (threadIdx.x % 32 > 1) return;
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(address_in(bar, threadIdx.x % 32)) : "memory");
+__device__ __forceinline__ void release_both(u32 bar) {  // one arrival per warp, at both blocks
+    if (threadIdx.x % 32 < 2) mbar_arrive_at(bar, threadIdx.x % 32);
 }
 
-__device__ __forceinline__ u32 transposed(u32 pair) {  // 8 x 8 numbers of a warp
-    u32 turned;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
-    return turned;
-}
-// A thread's sums and their places: add what is there, or write them there. `step`: from row to row, or, not BY_ROWS, from
-// column to column.
+// For all sums of a thread: write them to the gradient, or add the gradient to them. `step`: elements from row to row if
+// BY_ROWS, else from column to column.
 template <bool BY_ROWS, bool WRITE, typename T>
 __device__ __forceinline__ void visit(float (&c)[PARTS][PART / 2], T* at, int step) {
 #pragma unroll
     for (int i = 0; i < PARTS * QUADS; ++i, at += BY_ROWS ? 8 : 8 * step) {
-        asm volatile("" : "+l"(at));  // else all places are computed ahead, and there is no room for them
+        at = opaque(at);  // otherwise all addresses are computed ahead and need registers
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             T* const to = at + (BY_ROWS ? 8ll * half * step : 8 * half);
             float &x = c[i / QUADS][i % QUADS * 4 + 2 * half], &y = c[i / QUADS][i % QUADS * 4 + 2 * half + 1];
             if constexpr (sizeof(T) == 2) {
                 u32 pair = WRITE ? pack_pair(scalar(), x, y) : *(const u32*)to;
-                if (!BY_ROWS) pair = transposed(pair);
+                if (!BY_ROWS) pair = movmatrix(pair);
                 if (WRITE) *(u32*)to = pair;
                 else { const float2 old = unpack_pair(scalar(), pair); x += old.x, y += old.y; }
             } else if (BY_ROWS) {
@@ -117,7 +110,7 @@ __device__ __forceinline__ void visit(float (&c)[PARTS][PART / 2], T* at, int st
 template <bool BY_ROWS> __device__ __forceinline__ void finish(
     float (&c)[PARTS][PART / 2], const Weight& w, int row, int column) {
     const int step = BY_ROWS ? w.row_step : w.column_step, lane = threadIdx.x % 32;
-    const bool turned = !WIDE && !BY_ROWS;  // of 8 x 8 numbers a lane holds two in a row, or then in a column
+    const bool turned = !WIDE && !BY_ROWS;  // a lane's two elements of 8 x 8 are then in a column
     row += threadIdx.x / 32 * 16 + (turned ? lane % 4 * 2 : lane / 4), column += turned ? lane / 4 : lane % 4 * 2;
     Number* const place = w.gradient + (BY_ROWS ? (long long)row * step + column : (long long)column * step + row);
     if (w.accumulate) visit<BY_ROWS, false>(c, place, step);
@@ -128,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
     const __grid_constant__ TensorMaps maps,
     const __grid_constant__ Problem problem,
     float4* workspace,  // (blocks, ALL_QUADS)
-    int* given) {       // (blocks,): whether a block's part of it is filled; zeros, and so again at the end
+    int* filled) {       // (blocks,): whether a block has filled its part of the workspace; zeros before and after
     grid_dependency_wait();
     const u32 shared = __shfl_sync(~0u, shared_base(), 0);
     if (threadIdx.x == 0) {
@@ -141,18 +134,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
     cluster_arrive_relaxed();
     cluster_wait();
     const int rank = blockIdx.x % 2, teams = gridDim.x / (2 * TEAM), from_start = blockIdx.x / (2 * TEAM);
-    const int team = teams - 1 - from_start;  // a team waits for later ones: for blocks that began before it
+    const int team = teams - 1 - from_start;  // teams wait for later teams, so these have the lower blocks, which start first
     const Share share(team, teams, problem.groups, problem.steps);
     const int first = share.first(), last = share.last(), member = blockIdx.x % (2 * TEAM);
 
-    if (warpgroup() == 2) {  // ---- the producer
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
+    if (warpgroup() == 2) {  // ---- producer
+        decrease_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x % 128 == 0) {
-            Ring ring;
+            PipelineState<STAGES> ring;
 #pragma unroll 1
             for (int group = first; group <= last; ++group) {
                 const int number = group * 2 * TEAM + member;
-                const Tile tile = tile_at(problem, number), mate = tile_at(problem, number ^ 1);  // of the pair
+                const Tile tile = tile_at(problem, number), mate = tile_at(problem, number ^ 1);  // of the pair's blocks
                 const bool together = tile.weight == mate.weight && tile.column == mate.column;
                 const TensorMap &a = maps.of[2 * tile.weight], &b = maps.of[2 * tile.weight + 1];
                 const int from = share.from(group), to = share.to(group);
@@ -168,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
 #pragma unroll 1
                         for (int i = 0; i < B_SLABS / 2; ++i) {
                             const int s = rank * (B_SLABS / 2) + i;
-                            tma_load_pair(place + A_BYTES + s * SLAB, b, full, tile.column + 64 * s, k * DEPTH);
+                            tma_load_multicast(place + A_BYTES + s * SLAB, b, full, tile.column + 64 * s, k * DEPTH, 0, 0, 3);
                         }
                     } else {
 #pragma unroll 1
@@ -180,32 +173,30 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                 const int others = share.last_team(group) - team;
 #pragma unroll 1
                 for (int other = 1; other <= others; ++other) {
-                    const int giver = blockIdx.x - other * 2 * TEAM;
-                    int is_given;
-                    do asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(is_given) : "l"(given + giver) : "memory");
-                    while (!is_given);
-                    given[giver] = 0;
-                    asm volatile("fence.proxy.async.global;" ::: "memory");
+                    const int source = blockIdx.x - other * 2 * TEAM;
+                    while (!load_acquire(filled + source)) {}
+                    filled[source] = 0;
+                    fence_async_proxy_global();
 #pragma unroll 1
                     for (int piece = 0; piece < PIECES; ++piece, ring.next()) {
                         const u32 full = shared + FULL + 8 * ring.stage;
                         mbar_wait(shared + EMPTY + 8 * ring.stage, ring.parity ^ 1);
                         mbar_expect(full, STAGE_BYTES);
                         bulk_load(shared + STAGE + ring.stage * STAGE_BYTES,
-                                  workspace + (long long)giver * ALL_QUADS + piece * (STAGE_BYTES / 16), STAGE_BYTES, full);
+                                  workspace + (long long)source * ALL_QUADS + piece * (STAGE_BYTES / 16), STAGE_BYTES, full);
                     }
                 }
             }
         }
     } else {  // ---- consumers
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
+        increase_registers<CONSUMER_REGISTERS>();
         const u32 own = warpgroup() * SLAB;
-        Ring ring, before;
+        PipelineState<STAGES> ring, before;
         float c[PARTS][PART / 2];
 #pragma unroll 1
         for (int group = first; group <= last; ++group) {
             const int from = share.from(group), to = share.to(group);
-            hold(c[0]); hold(c[1]);
+            keep_live(c[0]); keep_live(c[1]);
 #pragma unroll 1
             for (int k = from; k < to; ++k) {
                 const u32 place = shared + STAGE + ring.stage * STAGE_BYTES;
@@ -222,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                 ring.next();
             }
             wgmma_wait<0>();
-            hold(c[0]); hold(c[1]);
+            keep_live(c[0]); keep_live(c[1]);
             release_both(shared + EMPTY + 8 * before.stage);
 
             if (from > 0) {
@@ -233,8 +224,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
                     __stcg(slot + i * THREADS, make_float4(d[0], d[1], d[2], d[3]));
                 }
                 bar_sync(CONSUMERS_MEET, THREADS);
-                if (threadIdx.x == 0)
-                    asm volatile("st.release.gpu.global.b32 [%0], %1;" :: "l"(given + blockIdx.x), "r"(1) : "memory");
+                if (threadIdx.x == 0) store_release(filled + blockIdx.x, 1);
                 continue;
             }
             const int others = to < share.steps ? share.last_team(group) - team : 0;
@@ -262,6 +252,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) w
             else finish<false>(c, w, tile.row, tile.column);
         }
     }
-    cluster_arrive_relaxed();  // nobody leaves while the other may still send to it
+    cluster_arrive_relaxed();  // no block exits while the other may still access its shared memory
     cluster_wait();
 }

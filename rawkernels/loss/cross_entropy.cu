@@ -1,13 +1,13 @@
-// Softmax cross entropy with label smoothing and z-loss, and its gradient: loss and gradient of donated logits in one pass.
+// Softmax cross entropy with label smoothing and z-loss, and its gradient. With donated logits, one pass computes both.
 // Constants: scalar = float, f16, bf16; BLOCK = 32, 128, 512
 // Launch:    prepare: grid = (32,), block = (256,). sum: grid = (1,), block = (1024,).
-//            rows: grid = (rows,), block = (BLOCK,), 16 * room bytes of shared memory: what does not fit is read twice.
+//            rows: grid = (rows,), block = (BLOCK,), 16 * room bytes of shared memory; the rest of a row is read twice.
 //            gradient: grid = (rows,), block = (BLOCK,). rescale: grid = (up to rows,), block = (BLOCK,).
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "loss/cross_entropy.cuh"
 #include "common/index.cuh"
 
-constexpr int THREADS = 256, ALONE = 1024;  // of a block of prepare, and of sum, which is one block
+constexpr int THREADS = 256, ALONE = 1024;  // threads of a block of prepare, and of the single block of sum
 
 template <typename label> __device__ void prepare(
     const label* __restrict__ labels, int* __restrict__ targets, Summary* summary, const float* dloss, long long rows,
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_prepare_int(
     const int* labels,     // (rows,)
     int* targets,          // (rows,): the label, or -1 for a row that does not count
     Summary* summary,
-    const float* dloss,    // () or null: what the gradient is multiplied by
+    const float* dloss,    // () or null: the factor of the gradient
     long long rows,
     int vocab,
     long long ignore_index,
@@ -66,12 +66,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_rows(
     float other_share,
     float z_loss,
     bool with_gradient) {
-    const Goal goal{label_share, other_share, z_loss};
-    cross_entropy_row<BLOCK, 1>(logits, targets, losses, statistics, summary, stride, vocab, cols, room, goal, with_gradient);
+    const LossTerms terms{label_share, other_share, z_loss};
+    cross_entropy_row<BLOCK, 1>(logits, targets, losses, statistics, summary, stride, vocab, cols, room, terms, with_gradient);
 }
 
 extern "C" __global__ void __launch_bounds__(ALONE) cross_entropy_sum(
-    const float* __restrict__ losses,  // (rows,), from a multiple of 16 bytes on
+    const float* __restrict__ losses,  // (rows,), aligned to 16 bytes
     Summary* summary,
     long long rows) {
     float sum = 0.f;
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(ALONE) cross_entropy_sum(
     if (threadIdx.x == 0) summary->loss = sum / divisor;
 }
 
-// The gradient where it has to wait for that of the loss.
+// The gradient, if it is computed after the gradient of the loss is known.
 extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_gradient(
     const scalar* logits,      // (rows, cols), rows `stride` apart
     scalar* dlogits,           // (rows, cols), rows `out_stride` apart; may be logits
@@ -112,20 +112,21 @@ extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_gradient(
         return;
     }
     for (int j = vocab + threadIdx.x; j < cols; j += BLOCK) out[j] = (scalar)0.f;
-    const Slope slope(statistics[2 * number], statistics[2 * number + 1], weight, {label_share, other_share, z_loss}, target);
+    const LossTerms terms{label_share, other_share, z_loss};
+    const Gradient gradient(statistics[2 * number], statistics[2 * number + 1], weight, terms, target);
     const bool aligned = ((u64)row - (u64)out) % 16 == 0;
     const Layout layout(row, aligned ? vocab : 0);
     for (int v = threadIdx.x; v < layout.vectors; v += BLOCK) {
         const int column = layout.vector(v);
-        store_vector(out + column, gradient_of(load_vector(row + column), column, slope));
+        store_vector(out + column, gradient_of(load_vector(row + column), column, gradient));
     }
     for (int i = threadIdx.x; i < vocab - layout.vectors * WIDTH; i += BLOCK) {
         const int column = layout.edge(i);
-        out[column] = gradient_of(row[column], column, slope);
+        out[column] = gradient_of(row[column], column, gradient);
     }
 }
 
-// x *= wanted / done, without a look at x where that is 1.
+// x *= wanted / done; x is not read where the ratio is 1.
 extern "C" __global__ void __launch_bounds__(BLOCK) cross_entropy_rescale(
     scalar* x,             // (rows, cols), rows `stride` apart
     const float* done,     // () or null for 1

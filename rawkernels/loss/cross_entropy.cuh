@@ -1,27 +1,28 @@
 #pragma once
-// Softmax cross entropy of a row: read once, kept in shared memory, and overwritten by its gradient.
-// Threads, warps, blocks and the blocks of a cluster each know a part of the row; parts are joined in a fixed order.
+// Softmax cross entropy of a row, which is read once, kept in shared memory and overwritten by its gradient.
+// Threads, warps, blocks and the blocks of a cluster each reduce a part of the row; parts are joined in a fixed order.
 #include "common/cluster.cuh"
-#include "common/mma.cuh"
+#include "common/cp_async.cuh"
+#include "common/math.cuh"
+#include "common/pair.cuh"
 #include "common/reduce.cuh"
 
-constexpr int WIDTH = 16 / (int)sizeof(scalar);  // of a vector, 16 bytes
-constexpr float LOG2_E = 1.4426950408889634f;
+constexpr int WIDTH = 16 / (int)sizeof(scalar);  // elements of a vector of 16 bytes
 
-// What the distribution over classes should be: q for the label, u for each other class; and the weight of lse^2.
-struct Goal { float q, u, z; };
+// The target distribution: q for the label, u for each other class; and the weight z of lse^2.
+struct LossTerms { float q, u, z; };
 
 constexpr int COUNTERS = 32;
 
-// Of all rows.
+// Results over all rows.
 struct Summary {
     float loss;
-    float scale;  // what the gradient is multiplied by
-    int right;
-    float counts[COUNTERS];  // together the rows that count; 0 where losses are only summed
+    float scale;  // the factor of the gradient
+    int right;    // rows whose first maximum is at the label
+    float counts[COUNTERS];  // their sum is the number of rows that count; 0 where losses are summed, not averaged
 };
 
-// What a row's loss is divided by. A lane loads its counter, and when that is here, all lanes of the warp ask for the sum.
+// The divisor of the losses. Each lane loads one counter; get() sums them over the warp.
 struct Divisor {
     float count;
     __device__ Divisor(const Summary* summary) : count(summary->counts[threadIdx.x % 32]) {}
@@ -31,24 +32,24 @@ struct Divisor {
 // ---- parts of a row
 
 struct Part {
-    float peak;   // the largest
-    float sum;    // of exp(x - peak)
-    float total;  // of x - peak
-    float count;
-    int where;    // the first column of the first vector with the peak
+    float peak;   // maximum of x
+    float sum;    // sum of exp(x - peak)
+    float total;  // sum of x - peak
+    float count;  // number of x
+    int where;    // first column of the first vector that holds the peak
 };
-__device__ __forceinline__ Part nothing() { return {NEG_INF, 0.f, 0.f, 0.f, 0x7fffffff}; }
-// What exponents are taken against; 0 as long as all are -inf.
+__device__ __forceinline__ Part empty_part() { return {NEG_INF, 0.f, 0.f, 0.f, 0x7fffffff}; }
+// The number to subtract before the exponential: the peak, or 0 where all x are -inf.
 __device__ __forceinline__ float base_of(float peak) { return peak == NEG_INF ? 0.f : peak; }
-__device__ __forceinline__ float power(float x) { return exp2_fast(x * LOG2_E); }
+__device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * LOG2E); }
 
-template <int N> __device__ __forceinline__ void absorb(Part& part, const float (&x)[N], int where) {
+template <int N> __device__ __forceinline__ void accumulate(Part& part, const float (&x)[N], int where) {
     float top = x[0];
     for (int i = 1; i < N; ++i) top = fmaxf(top, x[i]);
     if (top > part.peak) {
         if (part.peak > NEG_INF) {
             const float shift = part.peak - top;
-            part.sum *= power(shift);
+            part.sum *= exp_fast(shift);
             part.total += part.count * shift;
         }
         part.peak = top;
@@ -59,17 +60,17 @@ template <int N> __device__ __forceinline__ void absorb(Part& part, const float 
     for (int i = 0; i < N; ++i) {
         const float shifted = x[i] - base;
         total += shifted;
-        sum += power(shifted);
+        sum += exp_fast(shifted);
     }
     part.sum += sum;
     part.total += total;
     part.count += N;
 }
 
-// Every lane gets what all lanes of the warp know.
+// Joins the parts of a warp; every lane gets the result.
 __device__ __forceinline__ Part join(Part part) {
     const float peak = warp_reduce(part.peak, Max{}), shift = base_of(part.peak) - base_of(peak);
-    part.sum = warp_reduce(part.peak == NEG_INF ? part.sum : part.sum * power(shift), Sum{});
+    part.sum = warp_reduce(part.peak == NEG_INF ? part.sum : part.sum * exp_fast(shift), Sum{});
     part.total = warp_reduce(part.total + part.count * shift, Sum{});
     part.count = warp_reduce(part.count, Sum{});
     part.where = __reduce_min_sync(~0u, part.peak == peak ? part.where : 0x7fffffff);
@@ -77,12 +78,12 @@ __device__ __forceinline__ Part join(Part part) {
     return part;
 }
 
-// The label's logit, and whether no column before it in its vector has as much.
+// The label's logit, and whether no earlier column of its vector has the same logit.
 struct Chosen { float logit; int leads; };
 struct Message { Part part; Chosen chosen; };
 
-// Every thread gets what all blocks of the cluster know. Between cluster_arrive_relaxed() and the exit, once; `bar` expects
-// a message of each block. Whoever has all of them may overwrite the row: `chosen`, read from it, was sent along.
+// Joins the parts of all blocks of the cluster; every thread gets the result. Call it once, after cluster_arrive_relaxed();
+// `bar` expects a message from each block. Afterwards the row may be overwritten: `chosen` was read before it was sent.
 template <int BLOCK, int CLUSTER> __device__ __forceinline__ Part join_all(Part part, Chosen chosen, int rank, u32 bar) {
     __shared__ Part of_warps[BLOCK / 32];
     __shared__ Message of_blocks[CLUSTER];
@@ -90,12 +91,12 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ Part join_all(Part 
     part = join(part);
     if (lane == 0) of_warps[threadIdx.x / 32] = part;
     __syncthreads();
-    part = join(lane < BLOCK / 32 ? of_warps[lane] : nothing());
+    part = join(lane < BLOCK / 32 ? of_warps[lane] : empty_part());
     if constexpr (CLUSTER > 1) {
-        cluster_wait();  // all blocks run
+        cluster_wait();  // all blocks have started
         if (threadIdx.x < CLUSTER) send(of_blocks[rank], {part, chosen}, bar, threadIdx.x);
         mbar_wait(bar, 0);
-        part = join(lane < CLUSTER ? of_blocks[lane].part : nothing());
+        part = join(lane < CLUSTER ? of_blocks[lane].part : empty_part());
     }
     return part;
 }
@@ -121,11 +122,11 @@ template <typename T = scalar> __device__ __forceinline__ uint4 pack(const float
     }
     return {word[0], word[1], word[2], word[3]};
 }
-// Global memory, past L1 (what is read again is in shared memory).
+// Global memory, past L1: data that is read again is in shared memory.
 __device__ __forceinline__ uint4 load_vector(const scalar* from) { return __ldcg((const uint4*)from); }
 __device__ __forceinline__ void store_vector(scalar* to, const uint4& bits) { *(uint4*)to = bits; }
 
-// How a row lies in memory: `head` columns up to the first multiple of 16 bytes, vectors, and up to WIDTH - 1 more.
+// A row in memory: `head` columns up to the first multiple of 16 bytes, vectors, and up to WIDTH - 1 columns after them.
 struct Layout {
     int head, vectors, edges;  // edges: the columns outside vectors
 
@@ -136,7 +137,7 @@ struct Layout {
     }
     __device__ int edge(int i) const { return i < head ? i : vectors * WIDTH + i; }
     __device__ int vector(int v) const { return head + v * WIDTH; }
-    // The first column of the vector that holds a column, or that column where none does.
+    // The first column of the vector that holds `column`, or `column` itself where no vector does.
     __device__ int start(int column) const {
         const int v = (column - head) / WIDTH;
         return column < head || v >= vectors ? column : vector(v);
@@ -145,45 +146,45 @@ struct Layout {
 
 // ---- the gradient
 
-struct Slope {
-    float base, scale;    // scale * exp(x - base), less
-    float other, extra;   // what each class, and the label more, is away from it
+struct Gradient {
+    float base, scale;    // gradient = scale * exp(x - base) - other, and at the label also - extra
+    float other, extra;
     int label;
 
-    __device__ Slope(float peak, float sum, float weight, Goal goal, int label) : label(label) {
+    __device__ Gradient(float peak, float sum, float weight, LossTerms terms, int label) : label(label) {
         base = base_of(peak);
-        scale = weight * (1.f + 2.f * goal.z * (base + logf(sum))) / sum;
-        other = weight * goal.u, extra = weight * (goal.q - goal.u);
+        scale = weight * (1.f + 2.f * terms.z * (base + logf(sum))) / sum;
+        other = weight * terms.u, extra = weight * (terms.q - terms.u);
     }
     template <int N> __device__ __forceinline__ void apply(float (&x)[N], int column) const {
-        for (int i = 0; i < N; ++i) x[i] = power(x[i] - base);
+        for (int i = 0; i < N; ++i) x[i] = exp_fast(x[i] - base);
         finish(x, column);
     }
-    // Of powers that are known.
+    // The same from exponentials that are known.
     template <int N> __device__ __forceinline__ void finish(float (&x)[N], int column) const {
         for (int i = 0; i < N; ++i) x[i] = scale * x[i] - other;
         if (0 <= label - column && label - column < N)
             for (int i = 0; i < N; ++i) x[i] -= i == label - column ? extra : 0.f;
     }
 };
-__device__ __forceinline__ uint4 gradient_of(const uint4& bits, int column, const Slope& slope) {
+__device__ __forceinline__ uint4 gradient_of(const uint4& bits, int column, const Gradient& gradient) {
     float x[WIDTH];
     unpack(bits, x);
-    slope.apply(x, column);
+    gradient.apply(x, column);
     return pack(x);
 }
-__device__ __forceinline__ scalar gradient_of(scalar logit, int column, const Slope& slope) {
+__device__ __forceinline__ scalar gradient_of(scalar logit, int column, const Gradient& gradient) {
     float x[1] = {(float)logit};
-    slope.apply(x, column);
+    gradient.apply(x, column);
     return (scalar)x[0];
 }
 
 // ---- a row on a cluster of blocks
 
-// Loss of row blockIdx.x / CLUSTER and, where asked for, its gradient in place; `room` vectors of shared memory.
+// The loss of row blockIdx.x / CLUSTER and, with_gradient, its gradient in place. There is shared memory for `room` vectors.
 template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_row(
     scalar* logits, const int* targets, float* losses, float* statistics, Summary* summary, long long stride, int vocab,
-    int cols, int room, Goal goal, bool with_gradient) {
+    int cols, int room, LossTerms terms, bool with_gradient) {
     const int rank = CLUSTER > 1 ? cluster_rank() : 0, thread = threadIdx.x;
     const long long number = blockIdx.x / CLUSTER;
     scalar* row = logits + number * stride;
@@ -204,7 +205,7 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
         return;
     }
 
-    // a thread reads no shared memory but its own; what has come is read while the rest comes
+    // A thread reads only what it copied itself. The copies are four groups, so that the first is read while others arrive.
     const u32 copy = shared_tiles();
     const int quarter = (kept + 4 * BLOCK - 1) / (4 * BLOCK) * BLOCK;
     for (int end = quarter, v = thread, i = 0; i < 4; ++i, end += quarter) {
@@ -224,12 +225,12 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
         for (int j = layout.start(target); j < target; ++j) chosen.leads &= (float)row[j] != chosen.logit;
     }
 
-    Part part = nothing();
+    Part part = empty_part();
     float x[WIDTH];
     const auto read_until = [&](int end, int& v) {
         for (; v < min(end, kept); v += BLOCK) {
-            unpack(load_shared_16(copy + 16 * v), x);
-            absorb(part, x, layout.vector(first + v));
+            unpack(load_shared_uint4(copy + 16 * v), x);
+            accumulate(part, x, layout.vector(first + v));
         }
     };
     int v = thread;
@@ -239,20 +240,20 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
     cp_async_wait<0>(), read_until(4 * quarter, v);
     for (; v < mine; v += BLOCK) {
         unpack(load_vector(row + layout.vector(first + v)), x);
-        absorb(part, x, layout.vector(first + v));
+        accumulate(part, x, layout.vector(first + v));
     }
     const bool has_edge = rank == 0 && thread < layout.edges;
     if (has_edge) {
         const float edge[1] = {(float)row[layout.edge(thread)]};
-        absorb(part, edge, layout.edge(thread));
-        if (edge[0] == part.peak) part.where = min(part.where, layout.edge(thread));  // it may lie before the vectors
+        accumulate(part, edge, layout.edge(thread));
+        if (edge[0] == part.peak) part.where = min(part.where, layout.edge(thread));  // it may precede the vectors
     }
     part = join_all<BLOCK, CLUSTER>(part, chosen, rank, bar);
 
     if (rank == 0 && thread == 0) {
         const float base = base_of(part.peak), log_sum = logf(part.sum), lse = base + log_sum;
-        float loss = log_sum - (goal.q - goal.u) * (chosen.logit - base) + goal.z * lse * lse;
-        if (goal.u > 0.f) loss -= goal.u * part.total;  // 0 * -inf is not a number
+        float loss = log_sum - (terms.q - terms.u) * (chosen.logit - base) + terms.z * lse * lse;
+        if (terms.u > 0.f) loss -= terms.u * part.total;  // avoids 0 * -inf = NaN
         losses[number] = loss;
         if (statistics) statistics[2 * number] = part.peak, statistics[2 * number + 1] = part.sum;
         const bool first = chosen.logit == part.peak && part.where == layout.start(target);
@@ -260,14 +261,14 @@ template <int BLOCK, int CLUSTER> __device__ __forceinline__ void cross_entropy_
     }
     if (!with_gradient) return;
     const float weight = scale / divisor.get();
-    const Slope slope(part.peak, part.sum, weight, goal, target);
+    const Gradient gradient(part.peak, part.sum, weight, terms, target);
     for (int v = thread; v < mine; v += BLOCK) {
         const int column = layout.vector(first + v);
-        const uint4 bits = v < kept ? load_shared_16(copy + 16 * v) : load_vector(row + column);
-        store_vector(row + column, gradient_of(bits, column, slope));
+        const uint4 bits = v < kept ? load_shared_uint4(copy + 16 * v) : load_vector(row + column);
+        store_vector(row + column, gradient_of(bits, column, gradient));
     }
     if (has_edge) {
         const int column = layout.edge(thread);
-        row[column] = gradient_of(row[column], column, slope);
+        row[column] = gradient_of(row[column], column, gradient);
     }
 }

@@ -1,8 +1,8 @@
-// Softmax cross entropy and its gradient (see cross_entropy.cu) of long rows, each on a cluster of blocks.
+// Softmax cross entropy and its gradient (see cross_entropy.cu) for long rows, one cluster of blocks per row.
 // Constants: scalar = float, f16, bf16; CLUSTER = 6; BLOCK = 192
 // Constants: scalar = float, f16, bf16; CLUSTER = 2, 8; BLOCK = 512
-// Launch:    grid = (rows * CLUSTER,), block = (BLOCK,), 16 * room bytes of shared memory: what of a block's share of a row
-//            does not fit is read twice.
+// Launch:    grid = (rows * CLUSTER,), block = (BLOCK,), 16 * room bytes of shared memory; the rest of a block's share of
+//            the row is read twice.
 // Arch: sm_90 sm_100
 #include "loss/cross_entropy.cuh"
 
@@ -20,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) __cluster_dims__(CLUSTER, 1,
     float other_share,
     float z_loss,
     bool with_gradient) {
-    const Goal goal{label_share, other_share, z_loss};
-    cross_entropy_row<BLOCK, CLUSTER>(logits, targets, losses, statistics, summary, stride, vocab, cols, room, goal, with_gradient);
+    const LossTerms terms{label_share, other_share, z_loss};
+    cross_entropy_row<BLOCK, CLUSTER>(logits, targets, losses, statistics, summary, stride, vocab, cols, room, terms,
+                                      with_gradient);
 }

@@ -1,15 +1,16 @@
-// Softmax cross entropy and its gradient (see cross_entropy.cu) of short rows, each in the registers of LANES of a warp.
+// Softmax cross entropy and its gradient (see cross_entropy.cu) for short rows, each in the registers of LANES lanes.
 // Constants: scalar = float, f16, bf16; LANES = 32; VECTORS = 2, 4, 8
 // Constants: scalar = float, f16, bf16; LANES = 8, 16; VECTORS = 2
-// Launch:    grid = (ceil(rows * LANES / 128),), block = (128,). A row has up to LANES * VECTORS vectors of 16 bytes, and
-//            begins at a multiple of 16 bytes where LANES < 32.
+// Launch:    grid = (ceil(rows * LANES / 128),), block = (128,). A row has up to LANES * VECTORS vectors of 16 bytes;
+//            where LANES < 32 it begins at a multiple of 16 bytes.
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "loss/cross_entropy.cuh"
 
 constexpr int WARPS = 4;
-constexpr int TOGETHER = VECTORS > 4 ? 5 : VECTORS > 2 ? 8 : LANES == 32 && __CUDA_ARCH__ == 900 ? 12 : 10;  // blocks of a multiprocessor, without spills
+// blocks per multiprocessor, as many as run without spills
+constexpr int TOGETHER = VECTORS > 4 ? 5 : VECTORS > 2 ? 8 : LANES == 32 && __CUDA_ARCH__ == 900 ? 12 : 10;
 
-// Of the lanes that share a row.
+// Reductions over the lanes that share a row.
 template <typename Op> __device__ __forceinline__ float row_reduce(float value, Op op) {
 #pragma unroll
     for (int lane = LANES / 2; lane > 0; lane /= 2) value = op(value, __shfl_xor_sync(~0u, value, lane));
@@ -36,12 +37,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     float other_share,
     float z_loss,
     bool with_gradient) {
-    constexpr int ROWS = 32 / LANES;  // of a warp, of which the last warp has fewer
+    constexpr int ROWS = 32 / LANES;  // rows of a warp; the last warp may have fewer
     const long long first_row = ((long long)blockIdx.x * WARPS + threadIdx.x / 32) * ROWS;
     if (first_row >= rows) return;
     const bool exists = ROWS == 1 || first_row + threadIdx.x % 32 / LANES < rows;
     const long long number = exists ? first_row + threadIdx.x % 32 / LANES : rows - 1;
-    const Goal goal{label_share, other_share, z_loss};
+    const LossTerms terms{label_share, other_share, z_loss};
     const int lane = threadIdx.x % LANES, target = targets[number];
     const Divisor divisor(summary);
     const float scale = summary->scale;
@@ -56,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     const float at_label = counts ? (float)row[target] : 0.f;
 
     float x[VECTORS][WIDTH], peak = edge[0];
-    int where = has_edge ? layout.edge(lane) : 0x7fffffff;  // the first column of the first vector with the peak
+    int where = has_edge ? layout.edge(lane) : 0x7fffffff;  // first column of the first vector that holds the peak
     for (int i = 0; i < VECTORS; ++i) {
         if (lane + LANES * i >= layout.vectors) continue;
         unpack(bits[i], x[i]);
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
     const auto take = [&](float& x) {
         const float shifted = x - base;
         total += shifted;
-        x = power(shifted);
+        x = exp_fast(shifted);
         sum += x;
     };
     for (int i = 0; i < VECTORS; ++i)
@@ -80,11 +81,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
             for (int j = 0; j < WIDTH; ++j) take(x[i][j]);
     if (has_edge) take(edge[0]);
     sum = row_reduce(sum, Sum{});
-    if (goal.u > 0.f) total = row_reduce(total, Sum{});
+    if (terms.u > 0.f) total = row_reduce(total, Sum{});
 
     const float log_sum = logf(sum), lse = base + log_sum;
-    float loss = log_sum - (goal.q - goal.u) * (at_label - base) + goal.z * lse * lse;
-    if (goal.u > 0.f) loss -= goal.u * total;  // 0 * -inf is not a number
+    float loss = log_sum - (terms.q - terms.u) * (at_label - base) + terms.z * lse * lse;
+    if (terms.u > 0.f) loss -= terms.u * total;  // avoids 0 * -inf = NaN
     if (exists && lane == 0) {
         losses[number] = counts ? loss : 0.f;
         if (statistics) statistics[2 * number] = peak, statistics[2 * number + 1] = sum;
@@ -102,16 +103,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOGETHER) cross_entropy
 
     const float weight = scale / divisor.get();
     if (!exists) return;
-    const Slope slope(peak, sum, weight, goal, target);
+    const Gradient gradient(peak, sum, weight, terms, target);
     for (int i = 0; i < VECTORS; ++i) {
         const int column = layout.vector(lane + LANES * i);
         if (lane + LANES * i >= layout.vectors) continue;
-        if (counts) slope.finish(x[i], column), bits[i] = pack(x[i]);
+        if (counts) gradient.finish(x[i], column), bits[i] = pack(x[i]);
         else bits[i] = {0, 0, 0, 0};
         store_vector(row + column, bits[i]);
     }
     if (has_edge) {
-        slope.finish(edge, layout.edge(lane));
+        gradient.finish(edge, layout.edge(lane));
         row[layout.edge(lane)] = (scalar)(counts ? edge[0] : 0.f);
     }
     for (int j = vocab + lane; j < cols; j += LANES) row[j] = (scalar)0.f;

@@ -1,4 +1,4 @@
-// h = residual + dropout(x + x_bias), normed = LayerNorm or RMSNorm of h: everything is read once.
+// h = residual + dropout(x + x_bias), normed = LayerNorm or RMSNorm of h. Every input is read once.
 // Constants: scalar = f16, bf16; RMS = false, true; TEAM = 32; PACKS = 4; VEC = 8; FULL = true; BLOCK = 128;
 //   BLOCKS = 4; EARLY = true; WEIGHT = true; BIAS = true; X_BIAS = true
 // Constants: scalar = bf16; RMS = false; TEAM = 8, 256; PACKS = 2; VEC = 8; FULL = false; BLOCK = 256; BLOCKS = 2;
@@ -18,15 +18,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_for
     const scalar* __restrict__ bias,      // (cols,), of BIAS
     const scalar* __restrict__ x_bias,    // (cols,), of X_BIAS
     scalar* __restrict__ normed,          // (rows, cols)
-    scalar* h,                            // (rows, cols); long rows are read again
-    float* __restrict__ mean,             // (rows,) of h minus the row's first element; null: not wanted
+    scalar* h,                            // (rows, cols); read again where rows are long
+    float* __restrict__ mean,             // (rows,) of h minus the row's first element; or null
     float* __restrict__ rstd,             // (rows,) or null
     long long rows,
     int cols,
     long long x_step,
     long long residual_step,
     float eps,
-    unsigned int threshold,               // keep lanes below it; 65536 keeps all
+    unsigned int threshold,               // keep 16-bit numbers below it; 65536 keeps all
     float factor,                         // 1 / (1 - p)
     unsigned int seed_low,
     unsigned int seed_high,

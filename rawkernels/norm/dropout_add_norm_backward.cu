@@ -1,4 +1,4 @@
-// The gradients of dropout_add_norm: h, dnormed and dh are read once.
+// The gradients of dropout_add_norm. h, dnormed and dh are read once.
 // Constants: scalar = f16, bf16; RMS = false, true; TEAM = 32; PACKS = 4; VEC = 8; FULL = true; BLOCK = 128;
 //   BLOCKS = 2; EARLY = true; STAGES = 2; WEIGHT = true; X_BIAS = false
 // Constants: scalar = bf16; RMS = false; TEAM = 8, 256; PACKS = 2; VEC = 8; FULL = false; BLOCK = 256; BLOCKS = 2;
@@ -7,8 +7,8 @@
 //   EARLY = true; STAGES = 2; WEIGHT = true; X_BIAS = false
 // Constants: scalar = float, bf16; RMS = false; TEAM = 256; PACKS = 0, 16; VEC = 1; FULL = false; BLOCK = 256;
 //   BLOCKS = 1; EARLY = true; STAGES = 2; WEIGHT = true; X_BIAS = false
-// Launch:    grid = (up to BLOCKS a multiprocessor,), block = (BLOCK,), dynamic shared memory: STAGES
-//            times the packs of each array that it reads, and 4 bytes for each element held.
+// Launch:    grid = (up to BLOCKS per multiprocessor,), block = (BLOCK,), dynamic shared memory: STAGES
+//            times the packs of each array that it reads, or 4 bytes for each element in registers if that is more.
 //            column_sum.cu then adds the blocks' sums, in order.
 //            dependent: dropout_add_norm_backward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
@@ -23,9 +23,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
     const float* rstd,      // (rows,)
     const scalar* dnormed,  // (rows, cols), rows dnormed_step elements apart
     const scalar* dh,       // (rows, cols), rows dh_step elements apart, of h as an output; null: zeros
-    scalar* __restrict__ dx,             // (rows, cols); null: without dropout it is dresidual
+    scalar* __restrict__ dx,             // (rows, cols); null without dropout, when dx = dresidual
     scalar* __restrict__ dresidual,      // (rows, cols)
-    float* dweight,                      // (grid, cols) sums over this block's rows; null: not wanted
+    float* dweight,                      // (grid, cols) sums over this block's rows, or null
     float* dbias,                        // (grid, cols) or null
     float* dx_bias,                      // (grid, cols), of X_BIAS
     long long rows,
@@ -40,9 +40,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
     unsigned int step,
     const unsigned int* device_step) {
     grid_dependency_wait();
-    using Rows = Ring<3>;
+    using Rows = RowStages<3>;
     const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), threshold, factor};
-    const int team = threadIdx.x / TEAM;  // left unknown to the compiler where it is 0
+    const int team = threadIdx.x / TEAM;  // a runtime value even where it is always 0
     const long long next_rows = (long long)gridDim.x * TEAMS;
     const long long mine = (long long)blockIdx.x * cols;
     constexpr int SUMS = X_BIAS ? 3 : 2;
@@ -63,10 +63,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
     long long first = (long long)blockIdx.x * TEAMS;
     for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage, first + team + stage * next_rows);
     RowStatistics next = statistics(first + team);
-    ColumnSums sums[SUMS] = {};  // of the weight's, the bias's and x's bias's gradient
+    ColumnSums sums[SUMS] = {};  // the gradients of weight, bias and x_bias
     int stage = 0, slot = 0;
     const float share = 1.f / cols;
-    for (bool begun = HELD; first < rows; first += next_rows, begun = true) {
+    for (bool started = HELD; first < rows; first += next_rows, started = true) {
         const long long r = first + team;
         const bool there = r < rows;
         const scalar *row_h = h + (there ? r : 0) * cols, *row_dnormed = dnormed + (there ? r : 0) * dnormed_step;
@@ -88,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
                 if (!adding) continue;
                 dots[0] += g[p][i];
                 dots[1] = fmaf(g[p][i], normalized[p][i], dots[1]);
-                sums[0].add(p, i, dy_j[i] * normalized[p][i], sums_out[0], j, begun);
-                sums[1].add(p, i, dy_j[i], sums_out[1], j, begun);
+                sums[0].add(p, i, dy_j[i] * normalized[p][i], sums_out[0], j, started);
+                sums[1].add(p, i, dy_j[i], sums_out[1], j, started);
             }
         };
         each_pack(cols, [&](int p, int j) { read(p, j, true); });
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
             if (dx) store_pack(dx + r * cols + j, out);
             if constexpr (X_BIAS)
 #pragma unroll
-                for (int i = 0; i < VEC; ++i) sums[2].add(p, i, out[i], sums_out[2], j, begun);
+                for (int i = 0; i < VEC; ++i) sums[2].add(p, i, out[i], sums_out[2], j, started);
         });
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }

@@ -1,9 +1,9 @@
-// The gradients of dropout_add_norm for 16-bit rows of a few hundred columns: a warp takes two rows at a time, straight to
-// registers, and draws what dropout keeps of them while they come.
+// The gradients of dropout_add_norm for 16-bit rows of a few hundred columns. A warp loads two rows at a time to registers
+// and samples their dropout mask while the loads are in flight.
 // Constants: scalar = f16, bf16; COLUMNS = 384; RMS = false, true; WEIGHT = true; SUMS = 1;
 //   DROPOUT = true
 // Constants: scalar = bf16; COLUMNS = 256; RMS = false; WEIGHT = false; SUMS = 7; DROPOUT = false
-// Launch:    grid = (up to 2 a multiprocessor,), block = (256,), shared = 32 * COLUMNS bytes for each of the SUMS.
+// Launch:    grid = (up to 2 per multiprocessor,), block = (256,), shared = 32 * COLUMNS bytes for each of the SUMS.
 //            column_sum.cu then adds the blocks' sums, in order.
 //            dependent: dropout_add_norm_backward_pairs
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
@@ -11,11 +11,11 @@
 #include "common/philox.cuh"
 #include "common/tile.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, PACKS = COLUMNS / 128;  // of four columns, in a lane
-// Bits of SUMS: which sums over rows are wanted.
+constexpr int THREADS = 256, WARPS = THREADS / 32, PACKS = COLUMNS / 128;  // packs of four columns per lane
+// Bits of SUMS: the column sums to compute.
 constexpr bool OF_WEIGHT = SUMS & 1, OF_BIAS = SUMS & 2, OF_X_BIAS = SUMS & 4;
 constexpr int BIAS_SUM = OF_WEIGHT, X_BIAS_SUM = BIAS_SUM + OF_BIAS, COUNT = X_BIAS_SUM + OF_X_BIAS;
-static_assert(COLUMNS % 128 == 0 && COUNT > 0, "whole packs, and something to add up");
+static_assert(COLUMNS % 128 == 0 && COUNT > 0, "dropout_add_norm_backward_pairs.cu: COLUMNS is a multiple of 128, SUMS not 0");
 
 struct Pack {
     uint2 words;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_pack(scalar* to, const float (&x)[4]) {
     *reinterpret_cast<uint2*>(to) = {pack_pair(scalar(), x[0], x[1]), pack_pair(scalar(), x[2], x[3])};
 }
 
-// Sums over the warp of two numbers of each of two rows, in all lanes. Half of the warp takes a row, half of that a number.
+// Sums dots[row][n] over the warp, for all lanes. Half of the warp reduces one row, a quarter one number.
 __device__ __forceinline__ void warp_sums(float (&dots)[2][2]) {
     const bool second_row = threadIdx.x & 16, second = threadIdx.x & 8;
     float own[2];
@@ -48,9 +48,9 @@ __device__ __forceinline__ void warp_sums(float (&dots)[2][2]) {
         for (int n = 0; n < 2; ++n) dots[q][n] = __shfl_sync(~0u, sum, 16 * q + 8 * n);
 }
 
-// Which of this lane's elements of rows first, first + 1 stay: bit 8 p + i for the i-th of pack p. Neighbours share eight
-// draws, so a lane draws for both, of one of the rows.
-__device__ __forceinline__ void draw(u32 (&stays)[2], const PhiloxKey& key, u32 threshold, int first) {
+// Which of this lane's elements of rows first and first + 1 are kept: bit 8 p + i for element i of pack p. Two adjacent
+// lanes share eight random numbers, so each lane samples those of one row for both.
+__device__ __forceinline__ void sample_mask(u32 (&kept)[2], const PhiloxKey& key, u32 threshold, int first) {
     const int lane = threadIdx.x % 32;
     u32 bits = 0;
 #pragma unroll
@@ -65,8 +65,8 @@ __device__ __forceinline__ void draw(u32 (&stays)[2], const PhiloxKey& key, u32 
         }
     }
     const u32 other = __shfl_xor_sync(~0u, bits, 1);
-    stays[0] = (lane % 2 ? other : bits) >> lane % 2 * 4;
-    stays[1] = (lane % 2 ? bits : other) >> lane % 2 * 4;
+    kept[0] = (lane % 2 ? other : bits) >> lane % 2 * 4;
+    kept[1] = (lane % 2 ? bits : other) >> lane % 2 * 4;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) dropout_add_norm_backward_pairs(
@@ -112,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) dropout_add_norm_backwa
         float center[2], scale[2], deviations[2][PACKS][4], dots[2][2] = {};
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
-            const long long row = 2 * pair + (2 * pair + q < rows ? q : 0);  // one twice, counted once, where rows are odd
+            // a last row without a partner is read twice and counted once
+            const long long row = 2 * pair + (2 * pair + q < rows ? q : 0);
 #pragma unroll
             for (int p = 0; p < PACKS; ++p) {
                 const int at = column + 128 * p;
@@ -123,10 +124,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) dropout_add_norm_backwa
             center[q] = RMS ? 0.f : mean[row];
             scale[q] = rstd[row];
         }
-        u32 stays[2];
-        if (DROPOUT) draw(stays, key, threshold, 2 * pair);
+        u32 kept[2];
+        if (DROPOUT) sample_mask(kept, key, threshold, 2 * pair);
 
-        // ---- sums over the row and over columns
+        // ---- row sums, and this lane's part of the column sums
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
             const bool there = q == 0 || 2 * pair + 1 < rows;
@@ -169,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) dropout_add_norm_backwa
                 if (there) store_pack(dresidual + at, out);
                 if (DROPOUT) {
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) out[i] *= stays[q] & 1u << 8 * p + i ? factor : 0.f;
+                    for (int i = 0; i < 4; ++i) out[i] *= kept[q] & 1u << 8 * p + i ? factor : 0.f;
                     if (there) store_pack(dx + at, out);
                 }
                 if (OF_X_BIAS)
@@ -179,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) dropout_add_norm_backwa
         }
     }
 
-    // ---- sums of columns, over the warps in order
+    // ---- column sums over the warps, in order
     extern __shared__ float4 packs[];  // (WARPS, COUNT, COLUMNS / 4)
 #pragma unroll
     for (int n = 0; n < COUNT; ++n)

@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm over the last axis: a row is read once and stays in registers.
+// LayerNorm and RMSNorm over the last axis. A row is read once and stays in registers.
 // Constants: scalar = f16, bf16; RMS = false, true; TEAM = 32; PACKS = 4; VEC = 8; FULL = true; BLOCK = 128;
 //   BLOCKS = 6; EARLY = true; WEIGHT = true; BIAS = true
 // Constants: scalar = bf16; RMS = false; TEAM = 8, 256; PACKS = 2; VEC = 8; FULL = false; BLOCK = 256; BLOCKS = 4;
@@ -19,12 +19,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_forward(
     const scalar* weight,  // (cols,), of WEIGHT
     const scalar* bias,    // (cols,), of BIAS
     scalar* __restrict__ y,             // (rows, cols)
-    float* __restrict__ mean,           // (rows,) of x minus the row's first element; null: not wanted
+    float* __restrict__ mean,           // (rows,) of x minus the row's first element, or null
     float* __restrict__ rstd,           // (rows,) or null
     long long rows,
     int cols,
     long long x_step,
-    long long ahead,                    // which row after each is brought to L2; 0: none
+    long long ahead,                    // prefetch the row this many rows later to L2; 0: do not
     float eps) {
     grid_dependency_wait();
     const long long r = (long long)blockIdx.x * TEAMS + team_of_thread();

@@ -1,4 +1,4 @@
-// The gradients of LayerNorm and RMSNorm: x and dy are read once. A team takes ROWS rows at a time.
+// The gradients of LayerNorm and RMSNorm. x and dy are read once; a team takes ROWS rows at a time.
 // Constants: scalar = f16, bf16; RMS = false, true; TEAM = 32; PACKS = 4; VEC = 8; FULL = true; BLOCK = 192;
 //   BLOCKS = 2; EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = true
 // Constants: scalar = f16, bf16; RMS = false; TEAM = 512; PACKS = 2; VEC = 8; FULL = true; BLOCK = 512; BLOCKS = 1;
@@ -9,15 +9,15 @@
 //   EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = true
 // Constants: scalar = float, bf16; RMS = false; TEAM = 256; PACKS = 0, 16; VEC = 1; FULL = false; BLOCK = 256;
 //   BLOCKS = 1; EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = true
-// Launch:    grid = (up to BLOCKS a multiprocessor,), block = (BLOCK,), dynamic shared memory: STAGES
-//            times the packs of ROWS rows of each array, and 4 bytes for each element held.
+// Launch:    grid = (up to BLOCKS per multiprocessor,), block = (BLOCK,), dynamic shared memory: STAGES
+//            times the packs of ROWS rows of each array, or 4 bytes for each element in registers if that is more.
 //            column_sum.cu then adds the blocks' sums, in order.
 //            dependent: layer_norm_backward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
 #include "norm/norm_backward.cuh"
 
-// Of ROWS: two spill elsewhere, and the room for three stages of them is Hopper's.
+// ROWS on Hopper only: elsewhere two rows spill, and shared memory has no room for three stages of them.
 constexpr int AT_ONCE = __CUDA_ARCH__ == 900 ? ROWS : 1;
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
@@ -27,15 +27,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
     const float* mean,     // (rows,)
     const float* rstd,     // (rows,)
     scalar* __restrict__ dx,            // (rows, cols)
-    float* dweight,                     // (grid, cols) sums over this block's rows; null: not wanted
+    float* dweight,                     // (grid, cols) sums over this block's rows, or null
     float* dbias,                       // (grid, cols) or null
     long long rows,
     int cols,
     long long x_step,
     long long dy_step) {
     grid_dependency_wait();
-    using Rows = Ring<2 * AT_ONCE>;
-    const int team = threadIdx.x / TEAM;  // left unknown to the compiler where it is 0
+    using Rows = RowStages<2 * AT_ONCE>;
+    const int team = threadIdx.x / TEAM;  // a runtime value even where it is always 0
     const long long step = (long long)gridDim.x * TEAMS;
     float* const sums_out[2] = {dweight ? dweight + (long long)blockIdx.x * cols : nullptr,
                                 dbias ? dbias + (long long)blockIdx.x * cols : nullptr};
@@ -58,10 +58,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
     RowStatistics next[AT_ONCE];
 #pragma unroll
     for (int q = 0; q < AT_ONCE; ++q) next[q] = statistics(first + team + q * step);
-    ColumnSums sums[2] = {};  // of the weight's and of the bias's gradient
+    ColumnSums sums[2] = {};  // the gradients of weight and bias
     int stage = 0, slot = 0;
     const float share = 1.f / cols;
-    for (bool begun = HELD; first < rows; first += AT_ONCE * step, begun = true) {
+    for (bool started = HELD; first < rows; first += AT_ONCE * step, started = true) {
         const long long r = first + team;
         RowStatistics row[AT_ONCE];
 #pragma unroll
@@ -88,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
                 if (!adding) continue;
                 dots[2 * q] += g[q][p][i];
                 dots[2 * q + 1] = fmaf(g[q][p][i], normalized[q][p][i], dots[2 * q + 1]);
-                sums[0].add(p, i, dy_j[i] * normalized[q][p][i], sums_out[0], j, begun);
-                sums[1].add(p, i, dy_j[i], sums_out[1], j, begun);
+                sums[0].add(p, i, dy_j[i] * normalized[q][p][i], sums_out[0], j, started);
+                sums[1].add(p, i, dy_j[i], sums_out[1], j, started);
             }
         };
 #pragma unroll

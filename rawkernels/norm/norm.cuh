@@ -1,16 +1,20 @@
 #pragma once
-// What the norms share: rows held by teams of threads, their statistics, and the sums of the gradient. The file's
-// constants: TEAM threads share a row, BLOCK / TEAM teams are a block; a thread holds PACKS packs of VEC neighbours,
-// TEAM * VEC columns apart, in registers. FULL: they are the row exactly. PACKS = 0: rows longer than that are read
-// again in each pass.
-#include "common/mma.cuh"
+// Rows of a norm in the registers of teams of threads, and their statistics. The constants of the including file:
+//   TEAM    threads that share a row; a block has BLOCK / TEAM teams
+//   VEC     adjacent columns in a pack
+//   PACKS   packs in a thread's registers, TEAM * VEC columns apart; 0 for longer rows, which each pass reads again
+//   FULL    whether the packs cover the row exactly
+//   EARLY   whether vectors such as the weight are loaded to registers together with the row
+#include "common/barrier.cuh"
+#include "common/cp_async.cuh"
+#include "common/pair.cuh"
 
 static_assert(BLOCK % 32 == 0 && BLOCK % TEAM == 0 && (TEAM & (TEAM - 1)) == 0, "norm.cuh: BLOCK and TEAM");
 
 constexpr bool HELD = PACKS > 0;
 constexpr int SLOTS = HELD ? PACKS : 1, TEAMS = BLOCK / TEAM;
 
-// Which team of its block a thread is in, and which thread of the team it is.
+// The team of a thread in its block, and the thread's number in the team.
 __device__ inline int team_of_thread() { return TEAMS == 1 ? 0 : threadIdx.x / TEAM; }
 __device__ inline int lane_of_thread() { return TEAMS == 1 ? threadIdx.x : threadIdx.x % TEAM; }
 
@@ -37,7 +41,7 @@ template <typename T, typename P = Pack> __device__ __forceinline__ P round_pack
 __device__ inline void store_pack(scalar* to, const Pack& pack) { *reinterpret_cast<Pack*>(to) = pack; }
 __device__ inline void store_pack(scalar* to, const float (&values)[VEC]) { store_pack(to, round_pack<scalar>(values)); }
 
-// f(p, j) for this thread's packs: the p-th that it holds begins at column j.
+// Calls f(p, j) for each pack of this thread: pack p begins at column j.
 template <typename F> __device__ __forceinline__ void each_pack(int cols, F f) {
     const int lane = lane_of_thread();
     if constexpr (HELD) {
@@ -51,7 +55,7 @@ template <typename F> __device__ __forceinline__ void each_pack(int cols, F f) {
     }
 }
 
-// This thread's packs of a vector; nothing where it is not GIVEN. EARLY: they are held like a row's.
+// This thread's packs of a vector of the norm; does nothing unless GIVEN.
 template <bool GIVEN> struct Vector {
     static constexpr bool HERE = HELD && EARLY;
     const scalar* from;
@@ -60,7 +64,7 @@ template <bool GIVEN> struct Vector {
     __device__ __forceinline__ Vector(const scalar* vector, int cols) : from(vector) {
         if constexpr (GIVEN && HERE) each_pack(cols, [&](int p, int j) { held[p] = load_pack(from + j); });
     }
-    // values *= the vector, and values += the vector, from column j on
+    // scale: values *= vector; shift: values += vector; from column j on
     __device__ __forceinline__ void scale(float (&values)[VEC], int p, int j) const {
         if constexpr (GIVEN) {
             const Pack pack = HERE ? held[p] : load_pack(from + j);
@@ -83,7 +87,7 @@ __device__ inline void team_barrier() {
     else bar_sync(1 + team_of_thread(), TEAM);
 }
 
-// The value of the team's first thread.
+// Returns the value of the team's first thread.
 __device__ __forceinline__ float team_first(float value) {
     if constexpr (TEAM <= 32) return __shfl_sync(~0u, value, threadIdx.x % 32 / TEAM * TEAM);
     __shared__ __align__(16) float first[TEAMS];
@@ -92,7 +96,8 @@ __device__ __forceinline__ float team_first(float value) {
     return first[team_of_thread()];
 }
 
-// Sums over the team, in a fixed order, to each of its threads. `slot`: 0 and 1 in turn, so that one barrier is enough.
+// Sums over the team in a fixed order; all its threads get the sums. Alternate `slot` between 0 and 1, so that one barrier
+// per call is enough.
 template <int COUNT> __device__ __forceinline__ void team_sum(float (&values)[COUNT], int slot) {
     constexpr int LANES = TEAM < 32 ? TEAM : 32, WARPS = TEAM / LANES, STEP = WARPS < 4 ? WARPS : 4;
 #pragma unroll
@@ -113,7 +118,7 @@ template <int COUNT> __device__ __forceinline__ void team_sum(float (&values)[CO
 #pragma unroll
             for (int warp = 0; warp < WARPS; warp += STEP) {
                 const Few few = *reinterpret_cast<const Few*>(mine + i * WARPS + warp);
-                if constexpr (COUNT > 2 && STEP == 4) {  // loads that share registers wait for these additions
+                if constexpr (COUNT > 2 && STEP == 4) {  // summed pairwise: otherwise the next load waits for its registers
                     values[i] += (few.x[0] + few.x[1]) + (few.x[2] + few.x[3]);
                 } else {
 #pragma unroll
@@ -124,8 +129,9 @@ template <int COUNT> __device__ __forceinline__ void team_sum(float (&values)[CO
     }
 }
 
-// ---- statistics. normalized = (x - pivot - mean) * rstd: LayerNorm subtracts the row's first element before it adds
-// up, exact for a constant row, and right however large the mean is beside the deviation. RMSNorm subtracts nothing.
+// ---- statistics. normalized = (x - pivot - mean) * rstd. LayerNorm subtracts the row's first element, the pivot, before
+// it sums: this is exact for a constant row and accurate even if the mean is much larger than the deviation. RMSNorm
+// subtracts nothing.
 struct RowStatistics {
     float pivot, mean, rstd;
 
@@ -134,7 +140,7 @@ struct RowStatistics {
 
 __device__ inline float row_pivot(const scalar* row) { return RMS ? 0.f : (float)row[0]; }
 
-// pack(p, j): the pack of the row that begins at column j. Two passes: the mean, then the squares of the deviations.
+// pack(p, j) returns the row's pack at column j. Two passes: first the mean, then the squared deviations.
 template <typename Source>
 __device__ __forceinline__ RowStatistics row_statistics(float pivot, Source pack, int cols, float eps) {
     RowStatistics row{pivot, 0.f, 1.f};
@@ -163,7 +169,7 @@ __device__ __forceinline__ RowStatistics row_statistics(float pivot, Source pack
     return row;
 }
 
-// normalized * weight + bias
+// y = normalized * weight + bias
 template <typename Source, bool WEIGHTED, bool BIASED>
 __device__ __forceinline__ void write_normed(scalar* y, RowStatistics row, Source pack, const Vector<WEIGHTED>& weight,
                                              const Vector<BIASED>& bias, int cols) {

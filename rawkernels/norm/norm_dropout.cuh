@@ -1,13 +1,14 @@
 #pragma once
-#include "norm/norm.cuh"
+// Dropout of a thread's packs of a row.
 #include "common/philox.cuh"
+#include "norm/norm.cuh"
 
 struct Dropout {
     PhiloxKey key;
     unsigned int threshold;
     float factor;
 
-    // What the elements from `index` on, a multiple of VEC, become. A threshold of 65536 keeps everything.
+    // Applies dropout to the elements index .. index + VEC - 1; index is a multiple of VEC. A threshold of 65536 keeps all.
     __device__ __forceinline__ void operator()(float (&values)[VEC], long long index) const {
         if (threshold > 0xFFFFu) return;
         const unsigned long long counter = (unsigned long long)index / 8;

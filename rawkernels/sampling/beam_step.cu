@@ -1,7 +1,7 @@
-// One step of beam search: the 2K best continuations of the K beams of each sentence, in one read.
+// One step of beam search: the 2K best continuations of the K beams of each sentence. Logits are read once.
 // Constants: scalar = float, f16, bf16; HOOKS = false, true; BLOCK = 256
 // Launch:    grid = (parts, beam, sentences), block = (BLOCK,), shared memory: 16 * (size + 1), with HOOKS
-//            size + 4 more, at least 32 * BLOCK. A block per slice of a row; the last block of a sentence
+//            size + 4 more, at least 32 * BLOCK. One block per slice of a row; the last block of a sentence
 //            merges its lists.
 //            dependent: beam_step_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
@@ -13,12 +13,12 @@ static_assert(BLOCK == 256, "beam_step.cu: 2K, up to 128, is at most half of BLO
 
 constexpr int MAX_BEAM = 64, TOKEN_BITS = 26;
 
-// What may not come, and what costs: bans for all rows, and penalties for the tokens that a row lists.
+// Banned tokens, the same for all rows, and penalties for the tokens that a row lists.
 struct Hooks {
     const bool* banned;
     const int* tokens;
     const float* penalties;
-    unsigned int* listed;  // shared: a bit for each element of the slice
+    unsigned int* listed;  // shared memory: a bit for each element of the slice
     int count, vocab, begin, end;
     long long* flag;
 
@@ -33,7 +33,7 @@ struct Hooks {
         }
         __syncthreads();
     }
-    // Of the vector from element j on; bit e for element j + e, and once more above them if it is listed.
+    // Bits for the vector from element j on: bit e if element j + e is banned or listed, bit W + e if it is listed.
     __device__ unsigned int hidden(int j) const {
         constexpr int W = WIDTH<scalar>;
         unsigned int bits = 0;
@@ -59,7 +59,7 @@ struct Hooks {
     }
 };
 
-// A continuation: its score and ~beam, then its logit and ~token.
+// A continuation, ordered by score, then beam, then logit, then token.
 struct Ranked {
     Key score, logit;
     __device__ bool operator>(const Ranked& other) const {
@@ -70,12 +70,12 @@ __device__ unsigned int leading(const Ranked& x) { return leading(x.score); }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 5) beam_step_forward(
     const scalar* logits,     // (sentences * beam, >= vocab), rows `stride` apart
-    const float* scores,      // (sentences, beam); -inf: a dead beam, whose logits do not matter
+    const float* scores,      // (sentences, beam); -inf for a dead beam, whose logits are ignored
     const bool* banned,       // (vocab,) or null
     const int* tokens,        // (sentences * beam, listed), -1 for none
     const float* penalties,   // (sentences * beam, listed)
     long long* __restrict__ flag,          // see common/index.cuh
-    Key* lists,                            // (sentences, 2 * beam, beam, parts); 0 where there are fewer
+    Key* lists,                            // (sentences, 2 * beam, beam, parts); 0 for no element
     Normaliser* normalisers,               // (sentences, beam, parts)
     unsigned int* __restrict__ tickets,    // (sentences,)
     float* __restrict__ out_scores,        // (sentences, 2 * beam)
@@ -91,18 +91,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 5) beam_step_forward(
     const long long first_row = (long long)blockIdx.z * beam, row = first_row + blockIdx.y;
     const unsigned int mark = blockIdx.y << TOKEN_BITS;
     const int slices = beam * parts;
-    Key* all = lists + blockIdx.z * (long long)slices * wanted;  // the first of each slice, then the second of each ...
+    Key* all = lists + blockIdx.z * (long long)slices * wanted;  // the first element of each slice, then the second ones ...
     Key* mine = all + blockIdx.y * parts + part;
     const auto write = [&](int place, Key key) { mine[place * slices] = key; };
     Normaliser normaliser{0.f, 1.f};
     const float score = scores[row];
     const Slice<scalar> slice(logits + row * stride, vocab, part, size, vectors);
-    slice.fetch_half<BLOCK>(0);  // before it is known whether it is wanted
-    if (score == NEG_INF) {  // -inf for all; of the first tokens there are enough
+    slice.fetch_half<BLOCK>(0);  // before the score is known
+    if (score == NEG_INF) {  // all candidates are -inf: the first tokens are enough
 #pragma unroll 1
         for (int r = me; r < wanted; r += BLOCK)
             write(r, part == 0 && r < vocab ? make_key(NEG_INF, mark + r) : 0);
-        copy_wait<0>();
+        cp_async_wait<0>();
     } else if constexpr (HOOKS) {
         unsigned int* bits = (unsigned int*)(vectors + size + 1);
         const Hooks hooks{banned, tokens + row * listed, penalties + row * listed, bits, listed, vocab,
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 5) beam_step_forward(
     if (me == BLOCK - 1) normalisers[row * parts + part] = normaliser;
     if (!last_of(tickets + blockIdx.z, slices)) return;
 
-    // Merge: normalise each row, then the same search over all lists of the sentence.
+    // Merge: join each row's normalisers, then search all lists of the sentence.
     struct Row { float peak, log, score; };
     __shared__ Row rows[MAX_BEAM];
     const int n = slices * wanted;

@@ -1,24 +1,25 @@
 #pragma once
-// A slice of a row of logits, read once, 16 bytes at a time: its part of the log-softmax's normaliser and
-// its k best. Log-softmax keeps the order of a row, so the best are chosen by logit.
+// A slice of a row of logits, read once, 16 bytes at a time: its part of the log-softmax's normaliser and its k largest.
+// Log-softmax preserves the order within a row, so elements are selected by logit.
+#include "common/cp_async.cuh"
+#include "common/global_memory.cuh"
+#include "common/math.cuh"
+#include "common/pair.cuh"
 #include "sampling/topk.cuh"
 
 constexpr float LOWEST = -3.4028235e38f;
 
-__device__ inline float exp_fast(float x) {
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(x * 1.4426950408889634f));
-    return x;
-}
+__device__ inline float exp_fast(float x) { return exp2_fast(x * LOG2E); }
 
-// Log-probability = x - peak - log(sum), once all slices of the row are joined.
+// log-probability = x - peak - log(sum), with the normalisers of all slices of the row joined.
 struct Normaliser { float peak, sum; };
 
-// Every lane gets the whole of the lanes' parts.
+// Joins the lanes' parts; every lane gets the result.
 __device__ inline Normaliser warp_join(Normaliser mine) {
     const float peak = warp_reduce(mine.peak, Max{});
     return {peak, warp_reduce(mine.sum * exp_fast(mine.peak - peak), Sum{})};
 }
-// The same of the parts in a list.
+// Joins the parts in a list.
 __device__ inline Normaliser warp_join(const Normaliser* part, int parts) {
     Normaliser mine{LOWEST, 0.f};
 #pragma unroll 1
@@ -29,16 +30,6 @@ __device__ inline Normaliser warp_join(const Normaliser* part, int parts) {
     }
     return warp_join(mine);
 }
-
-// ---- copies of 16 bytes to shared memory, in groups
-__device__ inline void copy_async(uint4* to, const uint4* from) {
-    const unsigned int address = (unsigned int)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address), "l"(from) : "memory");
-}
-__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but so many groups of this thread are there.
-template <int PENDING>
-__device__ void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
 
 // ---- 16 bytes of logits
 template <typename T> constexpr int WIDTH = 16 / sizeof(T);
@@ -53,52 +44,36 @@ __device__ inline float element(uint4 v, int e, f16) {
     x.bits = (unsigned short)(word(v, e / 2) >> e % 2 * 16);
     return (float)x;
 }
-// The greater, NaN if one is.
-__device__ inline float nan_max(float a, float b) {
-    float c;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-}
-__device__ inline unsigned int nan_max(unsigned int a, unsigned int b, bf16) {
-    unsigned int c;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-    return c;
-}
-__device__ inline unsigned int nan_max(unsigned int a, unsigned int b, f16) {
-    unsigned int c;
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-    return c;
-}
 template <typename T>
 __device__ float greatest_of(uint4 v) {
     if constexpr (WIDTH<T> == 8) {
-        v.x = nan_max(nan_max(v.x, v.y, T{}), nan_max(v.z, v.w, T{}), T{});
-        return nan_max(element(v, 0, T{}), element(v, 1, T{}));
+        v.x = max_nan_pair(T{}, max_nan_pair(T{}, v.x, v.y), max_nan_pair(T{}, v.z, v.w));
+        return max_nan(element(v, 0, T{}), element(v, 1, T{}));
     } else {
-        return nan_max(nan_max(element(v, 0, T{}), element(v, 1, T{})),
-                       nan_max(element(v, 2, T{}), element(v, 3, T{})));
+        return max_nan(max_nan(element(v, 0, T{}), element(v, 1, T{})),
+                       max_nan(element(v, 2, T{}), element(v, 3, T{})));
     }
 }
 template <typename T>
-__device__ float greatest_but(uint4 v, unsigned int hidden) {  // bit e: element e does not count
+__device__ float greatest_but(uint4 v, unsigned int hidden) {  // bit e: ignore element e
     float greatest = NEG_INF;
 #pragma unroll
     for (int e = 0; e < WIDTH<T>; ++e)
-        if (!(hidden >> e & 1)) greatest = nan_max(greatest, element(v, e, T{}));
+        if (!(hidden >> e & 1)) greatest = max_nan(greatest, element(v, e, T{}));
     return greatest;
 }
 
 // ---- slices
-// Elements begin .. end - 1 of a row, copied to shared memory. Vector v holds WIDTH elements from begin +
-// WIDTH * v on, -inf behind the end, whatever the row's alignment: it changes no bit of the results.
+// Elements begin .. end - 1 of a row, copied to shared memory. Vector v holds the WIDTH elements from begin + WIDTH * v on,
+// and -inf past the end. The row's alignment does not change the results.
 template <typename T>
 struct Slice {
     const T* x;  // the row
-    T* copy;     // shared, room for WIDTH * (size + 1) elements
+    T* copy;     // shared memory for WIDTH * (size + 1) elements
     int vocab, begin, end, vectors;
-    int shift;   // of the copy, where the slice does not begin at a multiple of 16 bytes
+    int shift;   // elements between the last multiple of 16 bytes and the slice's begin
 
-    // Slice number `part` of those of up to `size` vectors, at most 32 for each thread.
+    // Slice number `part` of a row cut into slices of up to `size` vectors, at most 32 per thread.
     __device__ Slice(const T* row, int vocab, int part, int size, uint4* shared)
         : x(row), copy((T*)shared), vocab(vocab) {
         begin = min(part * size * WIDTH<T>, vocab);
@@ -106,22 +81,23 @@ struct Slice {
         vectors = (end - begin + WIDTH<T> - 1) / WIDTH<T>;
         shift = (size_t)(x + begin) % 16 / sizeof(T);
     }
-    // Begin to copy the first or the second half, this thread's share: pieces of 16 bytes at multiples of 16.
+    // Starts this thread's copies of the first or the second half, in pieces of 16 bytes at multiples of 16.
     template <int BLOCK>
     __device__ void fetch_half(int second) const {
         const int pieces = vectors + (shift != 0), from = second * half<BLOCK>() + threadIdx.x;
         const int to = second ? pieces : min(half<BLOCK>(), pieces);
         const int first = begin - shift, whole = min(to, (vocab - first) / WIDTH<T>);
         int v = from;
-        if (v == 0 && first < 0) {  // the row begins within a piece, as it may end
+        if (v == 0 && first < 0) {  // the row begins inside a piece
             fetch_singly(0);
             v = BLOCK;
         }
 #pragma unroll 4
-        for (; v < whole; v += BLOCK) copy_async((uint4*)copy + v, (const uint4*)(x + first) + v);
+        for (; v < whole; v += BLOCK)
+            cp_async_16((u32)__cvta_generic_to_shared((uint4*)copy + v), (const uint4*)(x + first) + v);
 #pragma unroll 1
         for (; v < to; v += BLOCK) fetch_singly(v);
-        copy_commit();
+        cp_async_commit();
     }
     __device__ void fetch_singly(int v) const {
 #pragma unroll 1
@@ -143,15 +119,16 @@ struct Slice {
     __device__ float operator[](int j) const { return (float)copy[j - begin + shift]; }
 };
 
-// Nothing is banned, nothing penalised.
+// Hooks that ban and penalise nothing.
 struct Plain {
     __device__ void prepare() const {}
     __device__ unsigned int hidden(int) const { return 0; }
     __device__ float adjusted(float logit, int) const { return logit; }
 };
 
-// Returns the slice's normaliser to the last warp and calls write(place, key) for its k best, keys of
-// (adjusted logit, mark + index), each by some thread; 0 where there are fewer. Its first half is fetched.
+// Returns the slice's normaliser in the last warp, and calls write(place, key) for its k largest, with keys of
+// (adjusted logit, mark + index), each in some thread; the key is 0 where there are fewer. The caller has started the copy
+// of the first half.
 template <int BLOCK, typename T, typename Hooks, typename Write>
 __device__ Normaliser slice_topk(
     const Slice<T>& slice, const Hooks& hooks, int k, unsigned int mark, const Write& write) {
@@ -164,20 +141,20 @@ __device__ Normaliser slice_topk(
     slice.template fetch_half<BLOCK>(1);
     hooks.prepare();
     if (me == 0) count = 0;
-    if (slice.shift) {  // a thread's vectors lie in two pieces
-        copy_wait<0>();
+    if (slice.shift) {  // a vector lies in two pieces, which different threads copied
+        cp_async_wait<0>();
         __syncthreads();
     }
 
-    // As the numbers come in: the normaliser, and the vector with the greatest of what may come.
-    Normaliser mine{LOWEST, 0.f};            // by something near its peak
-    float most = NEG_INF, second = NEG_INF;  // of the best vector and of the others
-    float peak = LOWEST;                     // of all there is
+    // While the copies arrive: the normaliser, and the vector with the greatest allowed logit.
+    Normaliser mine{LOWEST, 0.f};            // relative to a value within 8 of its peak
+    float most = NEG_INF, second = NEG_INF;  // maximum of the best vector, and of the others
+    float peak = LOWEST;                     // maximum of all logits
     int best = me;
-    unsigned int changed = 0;                // bit i: some logits of vector me + i * BLOCK are penalised
+    unsigned int changed = 0;                // bit i: vector me + i * BLOCK has penalised logits
 #pragma unroll 1
     for (int stage = 0; stage < 2; ++stage) {
-        if (stage == 0) copy_wait<1>(); else copy_wait<0>();
+        if (stage == 0) cp_async_wait<1>(); else cp_async_wait<0>();
 #pragma unroll 1
         for (int v = stage * half + me; v < (stage ? slice.vectors : min(half, slice.vectors)); v += BLOCK) {
             const uint4 x = slice(v);
@@ -196,7 +173,7 @@ __device__ Normaliser slice_topk(
                 changed |= (hidden >> W ? 1u : 0u) << v / BLOCK;
             }
             const bool better = !(greatest <= most);
-            second = nan_max(second, better ? most : greatest);
+            second = max_nan(second, better ? most : greatest);
             if (better) {
                 most = greatest;
                 best = v;
@@ -210,10 +187,10 @@ __device__ Normaliser slice_topk(
     const float limit = from_ordered(bound);
     const auto key = [&](int j) { return make_key(hooks.adjusted(slice[j], j), mark + j); };
     Key least = (Key)bound << 32;
-    unsigned int first = 0;  // of those that equal the bound
+    unsigned int first = 0;  // the greatest index part of keys that equal the bound
 #pragma unroll 1
     for (bool again = false;; again = true) {
-        unsigned int visit = changed | (most < limit ? 0u : 1u) << best / BLOCK;  // vectors, like `changed`
+        unsigned int visit = changed | (most < limit ? 0u : 1u) << best / BLOCK;  // a bit for each vector, like `changed`
         if (!(second < limit))
 #pragma unroll 2
             for (int v = me; v < slice.vectors; v += BLOCK)
@@ -236,7 +213,7 @@ __device__ Normaliser slice_topk(
         }
         __syncthreads();
         if (again || found.complete()) break;
-        least |= retrieve<BLOCK>(first, k);  // too many equal the bound: the first of them will do
+        least |= retrieve<BLOCK>(first, k);  // too many equal the bound: take only the first of them
         if (me == 0) count = 0;
         __syncthreads();
     }
@@ -246,18 +223,18 @@ __device__ Normaliser slice_topk(
         for (int r = count + me; r < k; r += BLOCK) write(r, 0);
     } else {
         const auto at = [&](int j) { return key(slice.begin + j); };
-        fetch_one_by_one<BLOCK>(at, slice.end - slice.begin, k, list, write);
+        select_one_by_one<BLOCK>(at, slice.end - slice.begin, k, list, write);
     }
     return me < BLOCK - 32 ? Normaliser{} : warp_join(of_warp, BLOCK / 32);
 }
 
-// The first 32 bits of what lists hold, 0 for nothing.
+// The upper 32 bits of a list's element, 0 for no element.
 __device__ inline unsigned int leading(Key key) { return (unsigned int)(key >> 32); }
 
-constexpr int DIRECT = 64;  // up to so many elements are ranked as they are
+constexpr int DIRECT = 64;  // up to this many elements are ranked without a filter
 
-// Calls write(place, element) for the k best of at(0) .. at(n - 1), which differ but for nothings; n holds
-// at least k others. `list`: shared room for ROOM >= BLOCK elements.
+// Calls write(place, element) for the k largest of at(0) .. at(n - 1). Among them are at least k elements other than T{}, all
+// different. `list`: shared memory for ROOM >= BLOCK elements.
 template <int BLOCK, int ROOM, typename T, typename At, typename Write>
 __device__ void lists_topk(const At& at, int n, int k, T* list, const Write& write) {
     __shared__ int count;
@@ -280,19 +257,16 @@ __device__ void lists_topk(const At& at, int n, int k, T* list, const Write& wri
     if (found.complete())
         found.template re_rank<BLOCK>(k, write);
     else
-        fetch_one_by_one<BLOCK>(at, n, k, list, write);
+        select_one_by_one<BLOCK>(at, n, k, list, write);
 }
 
-// Returns to all threads whether theirs is the last of `blocks` blocks to come here, which then sees what
-// the others wrote before. The ticket is 0 at first, and again after the last.
+// Returns in all threads whether this is the last of `blocks` blocks to call; the last one sees what the others wrote before.
+// The ticket is 0 before the first call and again after the last.
 __device__ inline bool last_of(unsigned int* ticket, unsigned int blocks) {
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
-        unsigned int before;
-        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                     : "=r"(before) : "l"(ticket), "r"(blocks - 1) : "memory");
-        last = before == blocks - 1;
+        last = increment_acq_rel(ticket, blocks - 1) == blocks - 1;
     }
     __syncthreads();
     return last;

@@ -1,17 +1,17 @@
-// A token for each row of logits, drawn with temperature, top-k, top-p and min-p.
+// Samples a token from each row of logits, with temperature, top-k, top-p and min-p.
 // Constants: scalar = float, f16, bf16; BLOCK = 128, 1024
-// Launch:    grid = (rows,), block = (BLOCK,), shared memory: 32768 with top-k or top-p. A block per row. The
-//            first pass reads it from memory, the others from caches: two (of float three) for top-k, as many
-//            for top-p, one to draw.
+// Launch:    grid = (rows,), block = (BLOCK,), shared memory: 32768 with top-k or top-p. One block per row.
+//            The first pass reads it from memory, the others from caches: two (three for float) for top-k, as many
+//            for top-p, one to sample.
 //            dependent: sample_tokens_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
-#include "sampling/logit_slice.cuh"
 #include "common/philox.cuh"
+#include "sampling/logit_slice.cuh"
 
 static_assert(BLOCK % 32 == 0 && BLOCK <= 1024, "sample_tokens.cu: BLOCK is a number of warps");
 
-// Weights are integers, so that their sums are exact and depend on no order: exp((x - peak) / T) * 2^40.
+// Weights are integers, exp((x - peak) / T) * 2^40: their sums are exact and independent of the order.
 using Mass = unsigned long long;
 constexpr float ONE = 1099511627776.f;
 constexpr int WARPS = BLOCK / 32, BINS = 4096, W = WIDTH<scalar>;
@@ -23,12 +23,12 @@ struct Row {
     float peak, inverse_temperature;
 
     __device__ Mass weight(float logit) const {
-        // to 64 bits by way of 32: from 2^-8 on a float's last bit is worth 2^-31 or more
+        // converted by 32 bits: from 2^-8 on the last bit of a float is at least 2^-31, so nothing is lost
         const float x = expf((logit - peak) * inverse_temperature);
         const bool small = x < 0.00390625f;
         return (Mass)__float2uint_rn(x * (small ? ONE : ONE / 512.f)) << (small ? 0 : 9);
     }
-    // Vector v, -inf behind the end and where banned.
+    // Vector v, with -inf past the end and where banned.
     __device__ uint4 operator[](int v) const {
         union { uint4 vector; scalar elements[W]; } out;
         const int j = v * W;
@@ -48,10 +48,10 @@ struct Row {
     }
 };
 
-// What is kept: keys (see `ordered`) above `key`, and of those equal to it the first `ties`.
+// A filter: keep the keys (see `ordered`) above `key`, and of those equal to it the first `ties`.
 struct Cut { unsigned int key; int ties; };
 
-// Every thread gets the sum of `mine` over the threads before it, and over all.
+// Returns the sum of `mine` over the threads before this one; *all becomes the sum over all threads.
 __device__ Mass sum_before(Mass mine, Mass* all) {
     __shared__ Mass of_warp[WARPS];
     const int lane = threadIdx.x % 32;
@@ -74,22 +74,22 @@ __device__ Mass sum_before(Mass mine, Mass* all) {
     return before + sum - mine;
 }
 
-// The least cut of what `cut` keeps whose elements, the greatest first, reach a target: so many, or if
-// `count` is 0 the share / 2^32 of their mass. Digit by digit of the keys.
+// Radix selection: the tightest filter within `cut` whose elements, greatest first, reach a target. The target is `count`
+// elements or, if count is 0, share / 2^32 of the mass that `cut` keeps.
 __device__ __noinline__ Cut cut_off(const Row& row, Cut cut, int count, unsigned int share) {
     extern __shared__ unsigned int bins[];
     unsigned int *low = bins, *high = bins + BINS;
     __shared__ unsigned int found;
     __shared__ Mass left;
-    // masses in 2^-31, as a sum has to take 32-bit steps: shared memory adds no others by itself
+    // masses in units of 2^-31: atomics on shared memory add 32 bits
     const auto amount = [&](float logit) { return count ? 1u : (unsigned int)(row.weight(logit) >> 9); };
     const auto add = [&](unsigned int digit, unsigned int x) {
         if (atomicAdd(&low[digit], x) + x < x) atomicAdd(&high[digit], 1u);
     };
     const auto bin = [&](int digit) { return (Mass)high[digit] << 32 | low[digit]; };
     Mass goal = count;
-    unsigned int prefix = 0, known = 0;  // of the key, and a mask of its digits
-    const int last = W == 8 ? 8 : 0;     // 16-bit numbers differ in the first two digits
+    unsigned int prefix = 0, known = 0;  // the key's digits found so far, and their mask
+    const int last = W == 8 ? 8 : 0;     // the keys of 16-bit numbers differ in the first two digits only
 #pragma unroll 1
     for (int shift = 20; shift >= last; shift = shift == 20 ? 8 : shift - 8) {
         const unsigned int mask = shift == 0 ? 255 : BINS - 1;
@@ -111,7 +111,7 @@ __device__ __noinline__ Cut cut_off(const Row& row, Cut cut, int count, unsigned
             for (int tie = threadIdx.x; tie < cut.ties; tie += BLOCK)
                 add(cut.key >> shift & mask, amount(from_ordered(cut.key)));
         __syncthreads();
-        // From the greatest digit down, some bins a thread.
+        // From the greatest digit down, EACH bins per thread.
         constexpr int EACH = BINS / BLOCK;
         const int top = BINS - 1 - EACH * threadIdx.x;
         Mass mine = 0, all;
@@ -141,14 +141,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
     const scalar* logits,          // (rows, >= vocab), rows `stride` apart
     const bool* banned,            // (vocab,) or null
     int* __restrict__ tokens,                   // (rows,)
-    float* __restrict__ logprobs,               // (rows,), at temperature 1, of all that is not banned
+    float* __restrict__ logprobs,               // (rows,), at temperature 1, over all tokens that are not banned
     const unsigned int* device_step,
     long long stride,
     int vocab,
     float inverse_temperature,
     int top_k,                                  // 0: all
-    unsigned int top_p,                         // of 2^32; 0: all
-    unsigned long long min_p,                   // of 2^40
+    unsigned int top_p,                         // in units of 2^-32; 0: all
+    unsigned long long min_p,                   // in units of 2^-40
     unsigned int seed_low,
     unsigned int seed_high,
     unsigned int stream,
@@ -173,10 +173,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
     __syncthreads();
     whole = warp_join(of_warp, WARPS);
     row.peak = whole.peak;
-    if (!(whole.sum > 0.f)) {  // NaN, +inf or nothing to draw from: the first of all
+    if (!(whole.sum > 0.f)) {  // NaN, +inf or all -inf: take the first maximum
         __shared__ Key room[BLOCK];
         const auto at = [&](int j) { return make_key(banned && banned[j] ? NEG_INF : (float)row.x[j], j); };
-        fetch_one_by_one<BLOCK>(at, vocab, 1, room, [&](int, Key key) {
+        select_one_by_one<BLOCK>(at, vocab, 1, room, [&](int, Key key) {
             tokens[blockIdx.x] = key_index(key);
             logprobs[blockIdx.x] = whole.sum == 0.f ? NEG_INF : whole.sum;
         });
@@ -192,13 +192,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
         return ordered(logit) > cut.key && weight >= min_p ? weight : 0;
     };
 
-    // Draw: the warp whose stretch of the row holds the target, then within it, down to one token.
+    // Sample: find the warp whose stretch of the row holds the target, then narrow it down to one token.
     __shared__ Mass masses[WARPS];
     __shared__ int ties[WARPS];
     const uint4 words = philox(philox_key(seed_low, seed_high, stream, step, device_step), blockIdx.x, 0);
     int begin = 0, end = row.vectors, ties_before = 0;
     Mass target = 0;
-    // The lane whose part holds the target, of lanes with so much mass and so many ties each.
+    // Returns the lane whose part holds the target; each lane passes the mass and the number of ties of its part.
     const auto choose = [&](Mass mass, int equal, bool first) {
         int before = equal;
 #pragma unroll 1

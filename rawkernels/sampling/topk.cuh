@@ -1,10 +1,10 @@
 #pragma once
-// The k best of many numbers, exactly: LightSeq's hierarchical auto-regressive search (Wang et al., 2021).
-// Retrieve a bound from the best of each group of threads; filter what reaches it; re-rank those few.
-// What stands here every warp of every block goes through: few instructions matter more than anything else.
+// The exact k largest of many numbers, by LightSeq's hierarchical search (Wang et al., 2021): retrieve a lower bound from the
+// maxima of groups of threads, filter the elements that reach it, re-rank these few.
+// Every warp of every block runs this code, so it is written for few instructions.
 #include "common/reduce.cuh"
 
-// Floats as integers of the same order, NaN before all; none is 0.
+// Floats as integers of the same order, with NaN greatest; the result is never 0.
 __device__ inline unsigned int ordered(float value) {
     const unsigned int bits = __float_as_uint(value + 0.f);  // -0 + 0 = +0
     return value != value ? ~1u : bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -13,16 +13,16 @@ __device__ inline float from_ordered(unsigned int bits) {
     return __uint_as_float(bits >> 31 ? bits & 0x7fffffffu : ~bits);
 }
 
-// A number and its index as one integer: the greater number first, then the lower index. No key is 0:
-// that stands for nothing.
+// A number and its index as one integer: a greater number gives a greater key, then a lower index does. A key of 0 means
+// no element.
 using Key = unsigned long long;
 __device__ inline Key make_key(float value, unsigned int index) { return (Key)ordered(value) << 32 | ~index; }
 __device__ inline float key_value(Key key) { return from_ordered((unsigned int)(key >> 32)); }
 __device__ inline unsigned int key_index(Key key) { return ~(unsigned int)key; }
 
-// Retrieve: the least of the best of k groups of threads, k <= BLOCK / 2. k elements are at least that, so
-// no winner is less. For few winners few groups do: ranking groups costs more than candidates.
-// Threads meet between two calls.
+// Retrieve: the k-th largest of the groups' maxima, k <= BLOCK / 2. At least k elements reach it, so none of the k largest is
+// below it. Small k use few groups, because ranking groups costs more than additional candidates.
+// A barrier is needed between two calls.
 template <int BLOCK>
 __device__ unsigned int retrieve(unsigned int greatest, int k) {
     __shared__ unsigned int of_thread[BLOCK], group[BLOCK], bound;
@@ -38,7 +38,7 @@ __device__ unsigned int retrieve(unsigned int greatest, int k) {
             int rank = 0;
 #pragma unroll 8
             for (int g = 0; g < 32; ++g) rank += __shfl_sync(~0u, unique, g) > unique;
-            mine = __reduce_min_sync(~0u, rank < k ? mine : ~0u);  // of k groups, nearly the best
+            mine = __reduce_min_sync(~0u, rank < k ? mine : ~0u);  // exact up to the five bits that `unique` replaces
             if (me == 0) bound = mine;
         }
         __syncthreads();
@@ -65,7 +65,7 @@ __device__ unsigned int retrieve(unsigned int greatest, int k) {
 template <typename T, int ROOM>
 struct Candidates {
     T* list;     // (ROOM,)
-    int* count;  // how many there were; those beyond ROOM are not in the list
+    int* count;  // number of elements added; those beyond ROOM are not in the list
 
     __device__ void add(T candidate) const {
         const int place = atomicAdd(count, 1);
@@ -73,7 +73,7 @@ struct Candidates {
     }
     __device__ bool complete() const { return *count <= ROOM; }
 
-    // Re-rank: a winner's place is the number of greater candidates, which all differ.
+    // Re-rank: an element's place is the number of greater candidates; all candidates differ.
     template <int BLOCK, typename Write>
     __device__ void re_rank(int k, const Write& write) const {
         const int n = *count;
@@ -88,10 +88,10 @@ struct Candidates {
     }
 };
 
-// Where the greatest crowd in a few groups: fetch the winners among at(0) .. at(n - 1) one by one. T{}
-// stands for nothing; `room` takes BLOCK elements.
+// The slow path, for when the largest elements are concentrated in a few groups: k passes over at(0) .. at(n - 1), each of
+// which selects the next one. T{} means no element; `room` takes BLOCK elements.
 template <int BLOCK, typename T, typename At, typename Write>
-__device__ void fetch_one_by_one(const At& at, int n, int k, T* room, const Write& write) {
+__device__ void select_one_by_one(const At& at, int n, int k, T* room, const Write& write) {
     T last{};
 #pragma unroll 1
     for (int r = 0; r < k; ++r) {

@@ -1,7 +1,7 @@
-// The k largest logits of each row, in order, and their log-probabilities, in one read.
+// The k largest logits of each row, in order, and their log-probabilities. Logits are read once.
 // Constants: scalar = float, f16, bf16; BLOCK = 256, 1024 (k up to BLOCK / 2)
 // Launch:    grid = (parts, up to 65535, rows / 65535 rounded up), block = (BLOCK,), shared memory: 16 * (size + 1)
-//            or 16 * BLOCK if that is more. A block per slice of a row; the last block of a row merges its lists.
+//            or 16 * BLOCK if that is more. One block per slice of a row; the last block of a row merges its lists.
 //            dependent: topk_logprobs_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
@@ -9,7 +9,7 @@
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK == 256 ? 5 : 1) topk_logprobs_forward(
     const scalar* logits,   // (rows, >= vocab), rows `stride` apart
-    Key* lists,                          // (rows, k, parts); not used if parts is 1, as the next two
+    Key* lists,                          // (rows, k, parts); unused if parts is 1, like the next two
     Normaliser* normalisers,             // (rows, parts)
     unsigned int* __restrict__ tickets,  // (rows,), 0
     float* __restrict__ logprobs,        // (rows, k)
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK == 256 ? 5 : 1) topk_l
     }
     if (me == BLOCK - 1) whole = normaliser;
     __syncthreads();
-    const float log = whole.sum == 0.f ? 0.f : logf(whole.sum);  // 0: a row of -inf
+    const float log = whole.sum == 0.f ? 0.f : logf(whole.sum);  // a sum of 0: all are -inf
 #pragma unroll 1
     for (int r = me; r < k; r += BLOCK) {
         logprobs[row * k + r] = key_value(best[r]) - whole.peak - log;

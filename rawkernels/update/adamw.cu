@@ -1,4 +1,5 @@
-// AdamW and Adam over flat buffers. weight: float, or bf16 without masters; copied: the model's 16-bit copy, float if none.
+// AdamW and Adam over flat buffers. weight: float, or bf16 without masters; copied: type of the model's 16-bit copy, float
+// if there is none.
 // Constants: scalar = float, f16, bf16 (gradients); weight = float; copied = float; BLOCK = 256
 // Constants: scalar = float, f16; weight = float; copied = f16; BLOCK = 256
 // Constants: scalar = float, bf16; weight = float, bf16; copied = bf16; BLOCK = 256
@@ -12,7 +13,7 @@ struct AdamW {
     float learning_rate, keep, coupled;
 
     __device__ __forceinline__ float operator()(float p, float g, float& m, float& v, bool decays) const {
-        moments.take(decays ? g + coupled * p : g, m, v);
+        moments.update(decays ? g + coupled * p : g, m, v);
         return (decays ? p * keep : p) - learning_rate * moments.direction(m, v);
     }
 };
@@ -34,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) adamw_update(
     float rate2,
     float eps,
     float weight_decay,
-    bool decoupled) {             // AdamW; else the decay is part of the gradient, as in Adam
+    bool decoupled) {             // AdamW; else Adam, which adds the decay to the gradient
     if (state[SKIP]) return;
     const float learning_rate = number(state, LEARNING_RATE);
     const AdamW rule{

@@ -1,16 +1,17 @@
-// The norm of all gradients, and what follows from it: whether to skip the update, how far to clip, the next loss scale.
+// The norm of all gradients, and from it: whether to skip the update, the clipping coefficient, the next loss scale.
 // Constants: scalar = float, f16, bf16; BLOCK = 256
-// Launch:    grid = (1 .. 1024,), which depends on size alone, so that the sum has one order; block = (BLOCK,)
+// Launch:    grid = (1 .. 1024,), a function of size alone, so that the order of the sum is fixed; block = (BLOCK,)
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 
 #include "update/optimizer_state.cuh"
 #include "common/reduce.cuh"
 
-constexpr int WIDTH = 16 / sizeof(scalar), IN_FLIGHT = 4;  // numbers of a load; loads that a thread waits for at a time
+constexpr int WIDTH = 16 / sizeof(scalar);  // elements of a load
+constexpr int IN_FLIGHT = 4;                // loads of a thread at a time
 constexpr float MIN_LOSS_SCALE = 1.f, MAX_LOSS_SCALE = 4294967296.f;
 static_assert(BLOCK % 32 == 0, "gradient_statistics.cu: BLOCK must be a multiple of the warp size");
 
-// See _reference in gpuattn/ops/update/gradient_statistics.py.
+// The same as _reference in gpuattn/ops/update/gradient_statistics.py.
 __device__ void conclude(unsigned int* state, float sum, float max_norm, unsigned int growth_interval) {
     float* numbers = (float*)state;
     const float scale = numbers[LOSS_SCALE];
@@ -33,7 +34,7 @@ __device__ void conclude(unsigned int* state, float sum, float max_norm, unsigne
     numbers[LOSS_SCALE] = allowed;
 }
 
-// WIDTH sums of squares side by side, so that none waits for the one before.
+// WIDTH independent sums of squares, so that additions do not wait for each other.
 __device__ __forceinline__ void add_squares(float (&sums)[WIDTH], uint4 loaded) {
     const scalar* g = (const scalar*)&loaded;
 #pragma unroll
@@ -41,12 +42,12 @@ __device__ __forceinline__ void add_squares(float (&sums)[WIDTH], uint4 loaded) 
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) gradient_statistics(
-    const scalar* __restrict__ grads,  // (size,), from a multiple of 16 bytes on
+    const scalar* __restrict__ grads,  // (size,), aligned to 16 bytes
     volatile float* partial,           // (gridDim.x,): sums of squares
     unsigned int* state,               // (12,)
     long long size,
     float max_norm,                    // may be inf
-    unsigned int growth_interval) {    // 0: the loss scale stays
+    unsigned int growth_interval) {    // 0: keep the loss scale
     const uint4* vectors = (const uint4*)grads;
     const long long count = size / WIDTH, stride = (long long)gridDim.x * BLOCK;
     long long i = blockIdx.x * (long long)BLOCK + threadIdx.x;

@@ -1,39 +1,36 @@
-// LAMB over flat buffers: Adam's direction, its length that of the tensor's weights. One launch: first the norms of all
-// tensors, then their weights, where a block waits until the tensor's norms are known.
-// weight: float, or bf16 without masters; copied: the model's 16-bit copy, float if none.
+// LAMB over flat buffers: Adam's direction, scaled to the norm of the tensor's weights. One launch computes the norms of
+// all tensors, then the weights; a block waits for the norms of the tensor that it updates.
+// weight: float, or bf16 without masters; copied: type of the model's 16-bit copy, float if there is none.
 // Constants: scalar = float, f16, bf16 (gradients); weight = float; copied = float; BLOCK = 256
 // Constants: scalar = float, f16; weight = float; copied = f16; BLOCK = 256
 // Constants: scalar = float, bf16; weight = float, bf16; copied = bf16; BLOCK = 256
 // Launch:    grid = (any,), block = (BLOCK,)
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 
-#include "update/optimizer.cuh"
+#include "common/global_memory.cuh"
 #include "common/reduce.cuh"
+#include "update/optimizer.cuh"
 
-constexpr int GROUPS = 4, TILE = BLOCK * 4 * GROUPS;  // groups of four elements of a thread; elements of a tile
+constexpr int GROUPS = 4;                   // groups of four elements per thread
+constexpr int TILE = BLOCK * 4 * GROUPS;    // elements of a tile
 
-// What a block does with a tile: in `items` as (first DECAY_BLOCK, how many of them, tensor, Pass), in an order in which
-// a tensor's NORMS all come before its WEIGHTS. Blocks take them in that order, so what one waits for is being done.
-enum Pass { NORMS, WEIGHTS, BOTH };  // BOTH: of a tensor that is not adapted
-enum Control { TICKET, LEFT, ROUND, TENSORS };  // then of each tensor: its tiles whose norms are taken, the last round done
+// An item of work is (first DECAY_BLOCK, number of DECAY_BLOCKs, tensor, Pass). In `items` all NORMS of a tensor precede its
+// WEIGHTS. Blocks take items in this order, so a block only waits for items that others have already taken.
+enum Pass { NORMS, WEIGHTS, BOTH };  // BOTH: a tensor without adaptation needs no norms
+// From TENSORS on, for each tensor: the number of tiles whose norms are done, and the last round that is complete.
+enum Control { TICKET, LEFT, ROUND, TENSORS };
 
-__device__ __forceinline__ unsigned int acquire(const unsigned int* from) {
-    unsigned int x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-    return x;
-}
-
-// Other blocks write what the second pass reads: from L2, past this multiprocessor's own cache.
-__device__ __forceinline__ Four read_four(const float* from) {
+// The second pass reads what other blocks wrote: these go to L2, past L1.
+__device__ __forceinline__ Four load_four_l2(const float* from) {
     const float4 x = __ldcg((const float4*)from);
     return {x.x, x.y, x.z, x.w};
 }
-__device__ __forceinline__ Four read_four(const bf16* from) {
+__device__ __forceinline__ Four load_four_l2(const bf16* from) {
     const uint2 x = __ldcg((const uint2*)from);
     const bf16* y = (const bf16*)&x;
     return {(float)y[0], (float)y[1], (float)y[2], (float)y[3]};
 }
-__device__ __forceinline__ void keep_four(float* to, const Four& x) {
+__device__ __forceinline__ void store_four_l2(float* to, const Four& x) {
     __stcg((float4*)to, make_float4(x.x[0], x.x[1], x.x[2], x.x[3]));
 }
 
@@ -44,8 +41,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) lamb_update(
     float* exp_avg_sq,          // (size,)
     copied* model,              // (size,) or null
     const int* items,           // (count, 4)
-    const int* tensors,         // (tensors, 3): first DECAY_BLOCK; first of `sums`, how many
-    float* sums,                // (tiles, 2): squares of weights and of directions
+    const int* tensors,         // (tensors, 3): first DECAY_BLOCK; first element of `sums`, number of them
+    float* sums,                // (tiles, 2): sums of squared weights and of squared directions
     float* ratios,              // (tensors,)
     unsigned int* control,      // (3 + 2 * tensors,), zeros before the first launch
     const unsigned int* state,  // (12,)
@@ -65,14 +62,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK) lamb_update(
     const unsigned int round = control[ROUND] + 1;
     __shared__ unsigned int shared;
 
-    unsigned int following = threadIdx.x == 0 ? atomicAdd(control + TICKET, 1u) : 0u;
+    unsigned int next = threadIdx.x == 0 ? atomicAdd(control + TICKET, 1u) : 0u;
     while (true) {
         __syncthreads();  // `shared` may still be read
-        if (threadIdx.x == 0) shared = following;
+        if (threadIdx.x == 0) shared = next;
         __syncthreads();
         const int now = (int)shared;
         if (now >= count) break;
-        if (threadIdx.x == 0) following = atomicAdd(control + TICKET, 1u);
+        if (threadIdx.x == 0) next = atomicAdd(control + TICKET, 1u);
         const int4 item = ((const int4*)items)[now];
         const int *tensor = tensors + 3 * item.z, pass = item.w;
         unsigned int *arrived = control + TENSORS + 2 * item.z, *done = arrived + 1;
@@ -80,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) lamb_update(
         const float decay = pass == BOTH ? 0.f : weight_decay;
         float ratio = 1.f;
         if (pass == WEIGHTS) {
-            if (threadIdx.x == 0) while (acquire(done) != round) {}
+            if (threadIdx.x == 0) while (load_acquire(done) != round) {}
             __syncthreads();
             ratio = __ldcg(ratios + item.z);
         }
@@ -89,13 +86,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK) lamb_update(
         for (int n = 0; n < GROUPS; ++n) {
             const long long i = begin + 4 * threadIdx.x + n * 4 * BLOCK;
             if (i >= end) break;
-            Four p = read_four(params + i), m = read_four(exp_avg + i), v = read_four(exp_avg_sq + i);
+            Four p = load_four_l2(params + i), m = load_four_l2(exp_avg + i), v = load_four_l2(exp_avg_sq + i);
             if (pass != WEIGHTS) {
                 const Four g = load_four(grads + i);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) moments.take(g.x[e] * coefficient, m.x[e], v.x[e]);
-                keep_four(exp_avg + i, m);
-                keep_four(exp_avg_sq + i, v);
+                for (int e = 0; e < 4; ++e) moments.update(g.x[e] * coefficient, m.x[e], v.x[e]);
+                store_four_l2(exp_avg + i, m);
+                store_four_l2(exp_avg_sq + i, v);
             }
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
@@ -132,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) lamb_update(
         if (threadIdx.x == 0) {
             *arrived = 0;
             __stcg(ratios + item.z, weights > 0.f && directions > 0.f ? sqrtf(weights) / sqrtf(directions) : 1.f);
-            asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(done), "r"(round) : "memory");
+            store_release(done, round);
         }
     }
     if (threadIdx.x == 0 && atomicAdd(control + LEFT, 1u) == gridDim.x - 1) {  // all blocks have found the end

@@ -1,4 +1,5 @@
-// Lion over flat buffers. weight: float, or bf16 without masters; copied: the model's 16-bit copy, float if none.
+// Lion over flat buffers. weight: float, or bf16 without masters; copied: type of the model's 16-bit copy, float
+// if there is none.
 // Constants: scalar = float, f16, bf16 (gradients); weight = float; copied = float; BLOCK = 256
 // Constants: scalar = float, f16; weight = float; copied = f16; BLOCK = 256
 // Constants: scalar = float, bf16; weight = float, bf16; copied = bf16; BLOCK = 256

@@ -1,12 +1,14 @@
 #pragma once
-// What the optimizers share: the state of a run, four neighbours of a buffer at a time, and an update of all elements.
-// `scalar` (gradients), `weight` (parameters: float, or bf16 that are rounded at random), `copied` (the model's copy of
-// them) and BLOCK are constants of the file that includes this.
-#include "update/optimizer_state.cuh"
+// Updates of flat buffers by an optimizer's rule, four adjacent elements per thread. The including file has the constants
+//   scalar   type of the gradients
+//   weight   type of the parameters: float, or bf16 with stochastic rounding
+//   copied   type of the model's copy of the parameters
+//   BLOCK    threads of a block
 #include "common/philox.cuh"
+#include "update/optimizer_state.cuh"
 
-constexpr int DECAY_BLOCK = 128;                 // elements that share a byte of `decay`, and that sizes are multiples of
-constexpr unsigned int ROUNDING = 0xFFFFFFFEu;   // the stream of random numbers that new weights are rounded by
+constexpr int DECAY_BLOCK = 128;                 // elements that share a byte of `decay`; sizes are multiples of it
+constexpr unsigned int ROUNDING = 0xFFFFFFFEu;   // the Philox stream for stochastic rounding
 
 struct Four { float x[4]; };
 
@@ -30,8 +32,8 @@ template <typename T> __device__ __forceinline__ void store_four(T* to, const Fo
     *(uint2*)to = packed;
 }
 
-// New weights: as they are, or as one of the two bf16 around each, the nearer one the more often, so that the mean is
-// right. Element i takes the 16 bits of index i.
+// Stores new weights: float as it is, bf16 with stochastic rounding, whose expected value is the weight. Element i uses the
+// 16 random bits of index i.
 __device__ __forceinline__ void store_weights(float* to, const Four& x, long long, const PhiloxKey&) { store_four(to, x); }
 __device__ __forceinline__ void store_weights(bf16* to, const Four& x, long long i, const PhiloxKey& key) {
     const uint4 words = philox(key, (unsigned int)(i / 8), (unsigned int)(i / 8 >> 32));
@@ -44,13 +46,13 @@ __device__ __forceinline__ void store_weights(bf16* to, const Four& x, long long
     store_four(to, y);
 }
 
-// Of one launch; `first` and `second` are moments, null where the rule has none.
+// The buffers of a launch; `first` and `second` are moments, null where the rule has none.
 struct Buffers {
     weight* params;
     const scalar* grads;
     float *first, *second;
     copied* model;                // null: no copy
-    const unsigned char* decay;   // (size / 128,), null: all decay
+    const unsigned char* decay;   // (size / 128,), or null: all decay
     const unsigned int* state;
     long long size;
     unsigned int seed_low, seed_high;
@@ -58,8 +60,8 @@ struct Buffers {
     __device__ __forceinline__ PhiloxKey key() const { return {seed_low, seed_high, ROUNDING, state[STEP]}; }
 };
 
-// Four elements a thread, each by `rule(p, g, first, second, decays)`, which returns the new p. From the end on: what the
-// statistics read last of the gradients is still in L2.
+// Updates four elements per thread; rule(p, g, first, second, decays) returns the new p. Blocks go from the end of the
+// buffers to the start: gradient_statistics read the end last, so it is still in L2.
 template <typename Rule> __device__ __forceinline__ void update(const Buffers& b, const Rule& rule) {
     const long long i = 4 * ((gridDim.x - 1 - blockIdx.x) * (long long)BLOCK + threadIdx.x);
     if (i >= b.size) return;
@@ -76,18 +78,18 @@ template <typename Rule> __device__ __forceinline__ void update(const Buffers& b
     if (b.model) store_four(b.model + i, p);
 }
 
-// ---- Adam's moments, which LAMB has too
+// ---- moments of Adam and LAMB
 struct Moments {
     float rate1, rate2, stride, floor;
 
-    // log_beta, rate: log(beta) and 1 - beta. direction() then returns m' / (sqrt(v') + eps), corrected for the start.
+    // log_beta is log(beta), rate is 1 - beta. direction() returns m' / (sqrt(v') + eps) of the bias-corrected moments.
     __device__ __forceinline__ Moments(const unsigned int* state, float log_beta1, float rate1, float log_beta2,
                                        float rate2, float eps) : rate1(rate1), rate2(rate2) {
         const float step = (float)state[STEP], root2 = sqrtf(-expm1f(step * log_beta2));
         stride = root2 / -expm1f(step * log_beta1);
         floor = root2 * eps;
     }
-    __device__ __forceinline__ void take(float g, float& m, float& v) const {
+    __device__ __forceinline__ void update(float g, float& m, float& v) const {
         m += rate1 * (g - m);
         v += rate2 * (g * g - v);
     }

@@ -1,5 +1,5 @@
 #pragma once
-// The places in an optimizer's `state`, as in FIELDS of gpuattn/ops/update/gradient_statistics.py.
+// The fields of an optimizer's `state`, in the order of FIELDS in gpuattn/ops/update/gradient_statistics.py.
 enum Field {
     LEARNING_RATE, STEP, DIVISOR, LOSS_SCALE, NORM, COEFFICIENT, SKIP, CLEAN_STEPS, SKIPPED, SKIPPED_IN_A_ROW,
     CLAMPED, BLOCKS_DONE

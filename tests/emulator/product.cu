@@ -28,13 +28,13 @@ extern "C" __global__ void __launch_bounds__(128) product_of_tiles(
     if (mistake != 5) bar_sync(1, mistake == 10 ? 160 : 128);
 
     float d[32];
-    hold(d);
+    keep_live(d);
     if (mistake != 6) wgmma_fence();
     product<K_MAJOR, K_MAJOR, 64, 64, 64>(d, copy, b);
     wgmma_commit();
     if (mistake == 7) store_shared(b + 4 * thread, 0);
     if (mistake != 8) wgmma_wait<0>();
-    hold(d);
+    keep_live(d);
     u32 rounded[4][4];
     pack(rounded, d);
     store_tile<64>(a, thread / 32 * 16, rounded);

@@ -1,5 +1,5 @@
 #pragma once
-// What all attention kernels share: the problem, its sequences, and what one logit is.
+// The parameters of attention, shared by all its kernels: the problem, its sequences, and the definition of a logit.
 
 constexpr float INF = -NEG_INF;
 
@@ -14,23 +14,23 @@ struct Attention {
     const float *slopes, *sink;                // (H,) or (B, H); (H,); or null
     const unsigned int *query_words, *key_words;  // dropout's tables (attention_dropout.cu), or null
     int sequences;
-    int heads, group;                          // query heads, and how many of them share a KV head
+    int heads, group;                          // query heads; query heads per KV head
     int queries, keys;                         // of the longest sequence
     int head_dim, value_dim;
-    int left, right, bottom_right;             // the window around the key a query stands at
-    int bias_kind;                             // 0 none, 1 bool, 2 float, 3 scalar
+    int left, right, bottom_right;             // the window around the key at a query's position
+    int bias_kind;                             // 0 none, 1 bool mask, 2 float, 3 scalar
     int slopes_batch;                          // stride of the ALiBi slopes
-    int query_rows, key_rows;                  // of a head in dropout's tables
+    int query_rows, key_rows;                  // rows per head in dropout's tables
     float scale, softcap;                      // softcap 0: none
     float keep_scale;                          // 1 / (1 - p)
 };
 
 struct Sequence {
-    int number, queries, keys, key_rows, offset;  // keys: visible ones of the key_rows
+    int number, queries, keys, key_rows, offset;  // keys: those of the key_rows that key_lengths allows
     long long first_query, first_key;
 };
 
-__device__ inline Sequence find_sequence(const Attention& a, int number) {
+__device__ inline Sequence sequence_at(const Attention& a, int number) {
     Sequence s = {number, a.queries, a.keys, a.keys, 0, 0, 0};
     if (a.cu_q) {
         s.first_query = a.cu_q[number];
@@ -51,16 +51,16 @@ __device__ inline float slope_of(const Attention& a, int number, int head) {
     return a.slopes ? a.slopes[number * a.slopes_batch + head] : 0.f;
 }
 
-// The logit of query i and key j, -inf where hidden; `bend` is its derivative by the softcap.
+// The logit of query i and key j, -inf where masked. `softcap_grad` becomes the derivative of the softcap.
 __device__ inline float logit(const Attention& a, const Sequence& s, float dot, int i, int j, int head,
-                              float slope, float& bend) {
+                              float slope, float& softcap_grad) {
     int at = i + s.offset;
-    bend = 1.f;
+    softcap_grad = 1.f;
     if (i >= s.queries || j >= s.keys || j > at + a.right || j < at - a.left) return NEG_INF;
     float x = dot * a.scale;
     if (a.softcap > 0.f) {
         float t = tanhf(x / a.softcap);
-        bend = 1.f - t * t;
+        softcap_grad = 1.f - t * t;
         x = a.softcap * t;
     }
     if (a.bias_kind) {

@@ -1,10 +1,11 @@
 #pragma once
-// What the gradient kernels of mma.sync are made of: numbers of queries, tiles in shared memory and products of them.
-// HEAD_DIM is a constant of the file that includes this.
+// Shared by the backward kernels that use mma.sync: statistics of queries, tiles in shared memory, products of tiles.
+// HEAD_DIM is a constant of the including file.
 #include "attention/common/attention_mma.cuh"
+#include "common/global_memory.cuh"
 
-constexpr int STATS_BYTES = 8;  // of a query: lse / log(2) and delta
-// stats (H, rows, 2) and dq_sum (rows / UNIT, H, ..): sequences start at units of rows
+constexpr int STATS_BYTES = 8;  // lse / log(2) and delta of a query
+// In stats (H, rows, 2) and dq_sum (rows / UNIT, H, ...) each sequence starts at a multiple of UNIT rows.
 constexpr int UNIT = 16;
 __device__ __forceinline__ long long first_row(const Attention& a, const Sequence& s) {
     return UNIT * (a.cu_q ? s.first_query / UNIT + s.number : (long long)s.number * ((a.queries + UNIT - 1) / UNIT));
@@ -18,17 +19,16 @@ __device__ __forceinline__ const float* stats_of(const Attention& a, const Seque
 __device__ __forceinline__ float* dq_unit(const Attention& a, float* dq_sum, long long row, int head) {
     return dq_sum + (row / UNIT * a.heads + head) * (UNIT * HEAD_DIM);
 }
-// One accumulator, such that lanes lie side by side.
+// Adds one accumulator, with the lanes at adjacent addresses.
 __device__ __forceinline__ void add_fragment(float* sum, const float (&d)[4]) {
     const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(sum + 4 * lane), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3]) : "memory");
+    add_global(sum + 4 * lane, d[0], d[1], d[2], d[3]);
 #else
     for (int e = 0; e < 4; ++e) atomicAdd(sum + 32 * e + lane, d[e]);
 #endif
 }
-// Of that accumulator, columns 2 t and 2 t + 1 of a row.
+// Loads columns 2 t and 2 t + 1 of a row of such an accumulator.
 __device__ __forceinline__ float2 fragment_pair(const float* sum, int row, int t) {
     const int lane = row % 8 * 4 + t, e = row / 8 * 2;
 #if __CUDA_ARCH__ >= 900
@@ -39,7 +39,7 @@ __device__ __forceinline__ float2 fragment_pair(const float* sum, int row, int t
 }
 
 // ---- tiles
-// Start to copy `count` rows (at most ROWS) of `width` columns, from `row0` on; zeros fill the rest of the tile.
+// Starts to copy `count` rows (at most ROWS) of `width` columns, from `row0` on; the rest of the tile becomes zeros.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void load_tile(u32 tile, const scalar* x, const Strides& t, const Sequence& s, long long row0,
                                           int head, int count, int width) {
@@ -57,21 +57,22 @@ __device__ __forceinline__ void load_stats(u32 tile, const float* stats, int siz
     if (row < size) cp_async(tile + row * STATS_BYTES, stats + 2 * row, row < count);
 }
 
-// Two neighbouring accumulators into a tile of ROWS rows, rounded to 16 bits; row a multiple of 8, column of 16.
+// Stores two adjacent accumulators, rounded to 16 bits, to a tile of ROWS rows; row is a multiple of 8, column of 16.
 template <int ROWS> __device__ __forceinline__ void store_fragments(u32 tile, int row, int column, const float (&left)[4],
                                                                     const float (&right)[4]) {
 #if __CUDA_ARCH__ >= 900
     u32 r[4];
     pack(r, left, right);
-    stmatrix(moved<ROWS>(straight(tile), row, column), r);
+    stmatrix(offset_address<ROWS>(lane_address(tile), row, column), r);
 #else
     store_fragment<ROWS>(tile, row, column, left);
     store_fragment<ROWS>(tile, row, column + 8, right);
 #endif
 }
-// The accumulators of a warp's rows, times `factor`, into a tile of ROWS rows; then all of it to global memory.
+// stage_tile: stores the accumulators of a warp's rows, times `factor`, to a tile of ROWS rows; store_tile: stores the tile to
+// global memory.
 template <int ROWS, int ACROSS, int M, int N>
-__device__ __forceinline__ void put_tile(u32 tile, int row, int across, float factor, float (&d)[M][2 * N][4]) {
+__device__ __forceinline__ void stage_tile(u32 tile, int row, int across, float factor, float (&d)[M][2 * N][4]) {
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -91,13 +92,14 @@ __device__ __forceinline__ void store_tile(u32 tile, scalar* x, const Strides& t
         for (int column = 0; column < HEAD_DIM; column += 64)
             if (column + 8 * chunk < width) {
                 const u32 source = chunk_address<ROWS>(tile, row, column / 8 + chunk);
-                *(uint4*)(rows + row * t.row + column + 8 * chunk) = load_shared_16(source);
+                *(uint4*)(rows + row * t.row + column + 8 * chunk) = load_shared_uint4(source);
             }
 }
 
-// ---- products; operands of the next 16 of the sum are fetched while those of the last are multiplied
-// d += a b over K; b as [k][head column], of which this warp's 16s are ACROSS apart; a as [row][k], or as [k][row] CROSSED.
-template <bool CROSSED, int K, int A_ROWS, int ACROSS, int M, int N>
+// ---- products; the operands of the next 16 of K are loaded while the current ones are multiplied
+// d += a b over K. b is [k][head column], this warp has every ACROSS-th group of 16 columns; a is [row][k], or [k][row] if
+// TRANSPOSED.
+template <bool TRANSPOSED, int K, int A_ROWS, int ACROSS, int M, int N>
 __device__ __forceinline__ void add_product(float (&d)[M][2 * N][4], u32 a, u32 b) {
     u32 x[2][M][4], y[2][N][4];
 #pragma unroll
@@ -105,10 +107,11 @@ __device__ __forceinline__ void add_product(float (&d)[M][2 * N][4], u32 a, u32 
         if (k + 1 < K / 16) {
 #pragma unroll
             for (int m = 0; m < M; ++m)
-                if (CROSSED) ldmatrix_transposed(x[(k + 1) % 2][m], moved<A_ROWS>(a, 16 * (k + 1), 16 * m));
-                else ldmatrix(x[(k + 1) % 2][m], moved<A_ROWS>(a, 16 * m, 16 * (k + 1)));
+                if (TRANSPOSED) ldmatrix_transposed(x[(k + 1) % 2][m], offset_address<A_ROWS>(a, 16 * (k + 1), 16 * m));
+                else ldmatrix(x[(k + 1) % 2][m], offset_address<A_ROWS>(a, 16 * m, 16 * (k + 1)));
 #pragma unroll
-            for (int n = 0; n < N; ++n) ldmatrix_transposed(y[(k + 1) % 2][n], moved<K>(b, 16 * (k + 1), 16 * ACROSS * n));
+            for (int n = 0; n < N; ++n)
+                ldmatrix_transposed(y[(k + 1) % 2][n], offset_address<K>(b, 16 * (k + 1), 16 * ACROSS * n));
         }
         if (k < 0) continue;
 #pragma unroll
@@ -118,17 +121,18 @@ __device__ __forceinline__ void add_product(float (&d)[M][2 * N][4], u32 a, u32 
     }
 }
 
-// dq of STEP queries from i on: ds (queries, keys) k, added to what other keys add
+// dq_sum += ds (queries, keys) k, for STEP queries from i on.
 template <int OWN, int STEP, int WARPS>
 __device__ __forceinline__ void add_dq(const Attention& a, const Sequence& s, u32 ds, u32 k, float* dq_sum, int head,
                                        int i) {
     constexpr int ACROSS = HEAD_DIM / 16 % (32 * WARPS / STEP) == 0 ? 32 * WARPS / STEP : 2;  // warps, each 16s of columns
     constexpr int M = STEP / 16 * ACROSS / WARPS, N = HEAD_DIM / 16 / ACROSS;
-    static_assert(M > 0 && ACROSS <= 8 && HEAD_DIM / 16 % ACROSS == 0, "the warps do not share out dq");
+    static_assert(M > 0 && ACROSS <= 8 && HEAD_DIM / 16 % ACROSS == 0,
+                  "attention_backward_mma.cuh: dq does not divide among the warps");
     const int warp = threadIdx.x / 32, rows = warp / ACROSS * M * 16, across = warp % ACROSS;
     float dq[M][2 * N][4] = {};
     add_product<false, OWN, STEP, ACROSS, M, N>(
-        dq, moved<STEP>(straight(ds), rows, 0), moved<OWN>(straight(k), 0, 16 * across));
+        dq, offset_address<STEP>(lane_address(ds), rows, 0), offset_address<OWN>(lane_address(k), 0, 16 * across));
 #pragma unroll
     for (int m = 0; m < M; ++m) {
         const int at = i + rows + 16 * m;
@@ -139,7 +143,7 @@ __device__ __forceinline__ void add_dq(const Attention& a, const Sequence& s, u3
     }
 }
 
-// Whether the band or an end runs through these queries and keys.
+// Whether these queries and keys need the mask of the window or of an end.
 __device__ __forceinline__ bool is_partial(const Attention& a, const Sequence& s, int queries, int i, int keys, int j) {
     const int at = i + s.offset;
     return i + queries > s.queries || j + keys > s.keys || j + keys - 1 > at + a.right || j < at + queries - 1 - a.left;

@@ -1,19 +1,19 @@
 #pragma once
-// What Hopper's attention kernels share: which tile is the index-th, which key blocks its queries see, and what happens
-// to logits and weights in the accumulators of a warpgroup (m64nN fragments, wgmma.cuh).
+// Shared by the forward kernels for Hopper: the order of tiles, the key blocks that a tile's queries see, and masks, biases
+// and dropout in the accumulators of a warpgroup (m64nN fragments, wgmma.cuh).
 #include "attention/common/attention_dropout.cuh"
+#include "common/math.cuh"
 #include "common/wgmma.cuh"
 
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-
 // ---- tiles: ROWS queries of one head
-struct Tile { int first, head, number, queries, keys, offset, first_query; };  // the first query; the rest as in Sequence
+struct Tile { int first, head, number, queries, keys, offset, first_query; };  // first: the first query; rest: Sequence
 
-// The index-th of row_blocks * all_heads tiles; false where it holds no query. Long causal tiles come first, inside
-// sections of heads whose keys and values fit in L2. Packed: all_heads = heads, and sequence b owns the row blocks from
-// cu_q[b] / ROWS + b on, so that row_blocks = tokens / ROWS + sequences suffice, at most one a sequence in vain.
-// across: neighbours are the sequences' same heads instead of the heads of a sequence.
-template <int ROWS> __device__ __forceinline__ bool find_tile(const Attention& a, int index, int row_blocks, int all_heads,
+// Sets t to tile number `index` of row_blocks * all_heads; returns false if it has no queries. Tiles with many keys under a
+// causal mask come first, within sections of heads whose keys and values fit in L2. Packed sequences: all_heads = heads, and
+// sequence b has the row blocks from cu_q[b] / ROWS + b on, so that row_blocks = tokens / ROWS + sequences is enough; at
+// most one row block per sequence is empty. across: adjacent tiles are the same head of different sequences, instead of
+// different heads of the same sequence.
+template <int ROWS> __device__ __forceinline__ bool tile_at(const Attention& a, int index, int row_blocks, int all_heads,
                                                               int section, bool across, Tile& t, int& first_key) {
     const int before = index / (row_blocks * section) * section, here = min(section, all_heads - before);
     const int rest = index - before * row_blocks, head = before + rest % here;
@@ -27,14 +27,15 @@ template <int ROWS> __device__ __forceinline__ bool find_tile(const Attention& a
         }
         block -= a.cu_q[number] / ROWS + number;
     }
-    const Sequence s = find_sequence(a, number);
+    const Sequence s = sequence_at(a, number);
     t = {block * ROWS, across ? head / a.sequences : head % a.heads, number,
          s.queries, s.keys, s.offset, (int)s.first_query};
     first_key = (int)s.first_key;
     return t.first < t.queries;
 }
 
-// Of ROWS queries from `first` on, some see keys of the blocks begin .. end - 1, all see all of inner_begin .. inner_end - 1.
+// For ROWS queries from `first` on: key blocks begin .. end - 1 are seen by some query, and all keys of the blocks
+// inner_begin .. inner_end - 1 by all queries, so that these need no mask.
 struct Range { int begin, end, inner_begin, inner_end; };
 template <bool BAND, int ROWS, int COLUMNS>
 __device__ __forceinline__ Range key_range(const Attention& a, const Tile& t, int first) {
@@ -50,27 +51,21 @@ __device__ __forceinline__ Range key_range(const Attention& a, const Tile& t, in
     return {from / COLUMNS, (to + COLUMNS - 1) / COLUMNS, (inner_from + COLUMNS - 1) / COLUMNS, inner_to / COLUMNS};
 }
 
-// ---- fragments: element e of a thread is in its row (e >> 1) & 1, 8 (e >> 2) + (e & 1) columns past its first
+// ---- fragments: the row (of a thread's two) of element e, and its column relative to the thread's first column
 __device__ __forceinline__ constexpr int row_of(int e) { return (e >> 1) & 1; }
 __device__ __forceinline__ constexpr int column_of(int e) { return 8 * (e >> 2) + (e & 1); }
 
-// Columns high, high + 1, ... of a row are not seen, nor those below low.
-template <int R> __device__ __forceinline__ void hide_from(float (&s)[R], int high0, int high1) {
+// Set columns from `high` on, or below `low`, to -inf; 0 and 1 are the thread's rows.
+template <int R> __device__ __forceinline__ void mask_from(float (&s)[R], int high0, int high1) {
 #pragma unroll
     for (int e = 0; e < R; ++e) if (column_of(e) >= (row_of(e) ? high1 : high0)) s[e] = NEG_INF;
 }
-template <int R> __device__ __forceinline__ void hide_below(float (&s)[R], int low0, int low1) {
+template <int R> __device__ __forceinline__ void mask_below(float (&s)[R], int low0, int low1) {
 #pragma unroll
     for (int e = 0; e < R; ++e) if (column_of(e) < (row_of(e) ? low1 : low0)) s[e] = NEG_INF;
 }
 
-__device__ __forceinline__ u32 load_shared_pair(u32 address) {  // two bytes
-    unsigned short x;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
-    return x;
-}
-
-// s * factor + bias, or s where the mask says so, for a bias whose rows are read from memory; j: the first key of the block.
+// s * factor + bias, or s where a mask is true, with the bias read from global memory; j: the first key of the block.
 template <typename X> __device__ __forceinline__ void add_bias(float& s, float factor, X x) { s = s * factor + (float)x; }
 __device__ __forceinline__ void add_bias(float& s, float, bool seen) { s = seen ? s : NEG_INF; }
 template <typename X, int R> __device__ __forceinline__ void add_read_bias(float (&s)[R], float factor, const Attention& a,
@@ -88,19 +83,19 @@ template <typename X, int R> __device__ __forceinline__ void add_read_bias(float
         add_bias(s[e + 2], factor, x1);
     }
 }
-// The same for the tile of the bias, ROWS x 2 R, that lies in shared memory: a slab of bytes, or slabs of 16-bit numbers.
-// rows: ~0, or 0 where its first row is everyone's.
+// The same with the ROWS x 2 R tile of the bias in shared memory: a slab of bytes (mask), or slabs of 16-bit numbers.
+// rows: ~0, or 0 where all queries share the first row.
 template <int ROWS, int R> __device__ __forceinline__ void add_staged_mask(float (&s)[R], u32 tile, int row, int rows) {
 #pragma unroll
     for (int e = 0; e < R; e += 2) {
         const int at = (row + 8 * row_of(e)) & rows, column = column_of(e) + 2 * (threadIdx.x % 4);
-        const u32 seen = load_shared_pair(chunk_address<ROWS>(tile, at, column / 16) + column % 16);
+        const u32 seen = load_shared_u16(chunk_address<ROWS>(tile, at, column / 16) + column % 16);
         add_bias(s[e], 1.f, (seen & 0xff) != 0);
         add_bias(s[e + 1], 1.f, seen > 0xff);
     }
 }
 template <int ROWS>
-__device__ __forceinline__ void load_staged_bias(u32 (&bias)[4], u32 tile, int row0, int rows, int k) {  // of 16 columns
+__device__ __forceinline__ void load_staged_bias(u32 (&bias)[4], u32 tile, int row0, int rows, int k) {  // 16 columns
     const int lane = threadIdx.x % 32;
     ldmatrix(bias, chunk_address<ROWS>(tile, (row0 + (lane & 15)) & rows, 2 * k + (lane >> 4)));
 }
@@ -113,8 +108,8 @@ template <int R> __device__ __forceinline__ void add_packed_bias(float (&s)[R], 
     }
 }
 
-// ---- dropout of 16 x 16 packed weights in the order of an operand a
-struct QueryWords { u32 factor[2], summand[2], bounds; };  // a lane's: of columns 2c and 2c + 1 of every 8
+// ---- dropout of 16 x 16 packed weights in the layout of an operand a
+struct QueryWords { u32 factor[2], summand[2], bounds; };  // a lane's words, for columns 2c and 2c + 1 of every 8
 __device__ __forceinline__ QueryWords query_words_of_lane(const Attention& a, const Tile& t, int i) {
     const u32* const words = query_words(a, t.number, t.head) + i / 16 * QUERY_WORDS;
     QueryWords q;
@@ -127,20 +122,20 @@ __device__ __forceinline__ QueryWords query_words_of_lane(const Attention& a, co
     q.bounds = __ldg(words + BOUNDS);
     return q;
 }
-__device__ __forceinline__ void drop(u32 (&p)[4], const QueryWords& q, uint2 key) {
+__device__ __forceinline__ void apply_dropout(u32 (&p)[4], const QueryWords& q, uint2 key) {
     const Kept kept = {kept_bytes(q.factor[0], q.summand[0], key.x, q.bounds),
                        kept_bytes(q.factor[1], q.summand[1], key.y, q.bounds)};
 #pragma unroll
     for (int n = 0; n < 4; ++n) p[n] &= pair_mask(kept, byte_of(n));
 }
 
-// q k^T to logits (attention.cuh, logit), but for what is hidden by the window and by lengths; returns the factor > 0 that
-// is still missing. i: this thread's first query, i + 8 its second; j: the first key of the block; bias_tile: the staged
-// bias of the tile's queries and these keys, or 0; STAGED: a bias is staged unless it is float.
+// Turns q k^T into logits (see `logit` in attention.cuh) except for the window and lengths; returns the factor > 0 by which
+// they still have to be multiplied. i: this thread's first query, i + 8 its second; j: the first key of the block;
+// bias_tile: the bias of the tile's queries and these keys in shared memory, or 0; STAGED: biases other than float are there.
 template <int ROWS, bool STAGED, int R>
 __device__ __forceinline__ float to_logits(float (&s)[R], const Attention& a, const Tile& t, int i, int j, u32 bias_tile) {
     float factor = a.scale;
-    if (a.softcap > 0.f) {  // cap * tanh(x / cap) to within a rounding of cap
+    if (a.softcap > 0.f) {  // cap * tanh(x / cap), with an absolute error of a rounding of cap
         const float steep = 2.f * LOG2E * a.scale / a.softcap;
 #pragma unroll
         for (int e = 0; e < R; ++e) s[e] = a.softcap - __fdividef(2.f * a.softcap, 1.f + exp2_fast(s[e] * steep));

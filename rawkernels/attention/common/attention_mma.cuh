@@ -1,16 +1,10 @@
 #pragma once
-// Logits as the accumulators of mma.sync hold them (see mma.cuh): d[n] is 16 queries x keys 8n .. 8n + 7, of which a
-// lane has queries i, i + 8 and keys j + 8n, j + 8n + 1. They are in units of log2: p = exp2(logit - lse / log(2)).
+// Logits in accumulators of mma.sync (see mma.cuh): d[n] is 16 queries x keys 8n .. 8n + 7, of which a lane has queries i,
+// i + 8 and keys j + 8n, j + 8n + 1. Logits are in base 2: p = exp2(logit - lse / log(2)).
 #include "attention/common/attention_dropout.cuh"
+#include "common/compiler.cuh"
+#include "common/math.cuh"
 #include "common/mma.cuh"
-
-constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
-
-// What follows is computed from i anew in every block of keys: kept around the loop it would crowd out the products.
-__device__ __forceinline__ int anew(int i) {
-    asm volatile("" : "+r"(i));
-    return i;
-}
 
 // The keys low .. high that a query sees.
 struct Seen { int low, high; };
@@ -19,8 +13,8 @@ __device__ __forceinline__ Seen seen_by(const Attention& a, const Sequence& s, i
     return {at - a.left, i < s.queries ? min(s.keys - 1, at + a.right) : -1};
 }
 template <int N>
-__device__ __forceinline__ void hide(const Attention& a, const Sequence& s, int i, int j, float (&d)[N][4]) {
-    i = anew(i);
+__device__ __forceinline__ void apply_mask(const Attention& a, const Sequence& s, int i, int j, float (&d)[N][4]) {
+    i = opaque(i);
     const Seen seen[2] = {seen_by(a, s, i), seen_by(a, s, i + 8)};
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -31,8 +25,8 @@ __device__ __forceinline__ void hide(const Attention& a, const Sequence& s, int 
         }
 }
 
-// ---- from products to logits where more than a positive scale is between them
-// To an absolute error of 2e-7.
+// ---- from products to logits with more than a positive scale
+// The absolute error is at most 2e-7.
 __device__ __forceinline__ float tanh_fast(float x) {
     const float e = exp2_fast(-2.f * LOG2E * fabsf(x));
     return copysignf(__fdividef(1.f - e, 1.f + e), x);
@@ -46,7 +40,7 @@ __device__ __forceinline__ void add_biases(const Attention& a, const Sequence& s
     const T* bias = (const T*)a.bias_data + s.number * a.bias.batch + head * a.bias.head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const T* row = bias + min(i + 8 * half, s.queries - 1) * a.bias.row;  // what lies past an end is hidden later
+        const T* row = bias + min(i + 8 * half, s.queries - 1) * a.bias.row;  // keys and queries past the end are masked later
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             Pair b;
@@ -61,10 +55,10 @@ __device__ __forceinline__ void add_biases(const Attention& a, const Sequence& s
         }
     }
 }
-// Products become logits, but for the band; bend[n], if given, their derivatives by the scaled products.
+// Turns products into logits, except for the window; softcap_grad[n], unless null, becomes the derivative of the softcap.
 template <int N> __device__ __forceinline__ void apply_extras(const Attention& a, const Sequence& s, int head, int i, int j,
-                                                              float (&d)[N][4], float (*bend)[4] = nullptr) {
-    head = anew(head), i = anew(i), j = anew(j);
+                                                              float (&d)[N][4], float (*softcap_grad)[4] = nullptr) {
+    head = opaque(head), i = opaque(i), j = opaque(j);
     const float scale = a.scale * (a.softcap > 0.f ? 1.f / a.softcap : LOG2E), cap = a.softcap * LOG2E;
     const float slope = slope_of(a, s.number, head) * LOG2E, from = (float)(i + s.offset - j);
 #pragma unroll
@@ -72,7 +66,7 @@ template <int N> __device__ __forceinline__ void apply_extras(const Attention& a
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             d[n][e] *= scale;
-            if (bend) bend[n][e] = 1.f;
+            if (softcap_grad) softcap_grad[n][e] = 1.f;
         }
     if (a.softcap > 0.f)
 #pragma unroll
@@ -80,7 +74,7 @@ template <int N> __device__ __forceinline__ void apply_extras(const Attention& a
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const float t = tanh_fast(d[n][e]);
-                if (bend) bend[n][e] = 1.f - t * t;
+                if (softcap_grad) softcap_grad[n][e] = 1.f - t * t;
                 d[n][e] = t * cap;
             }
     if (a.slopes)
@@ -88,7 +82,7 @@ template <int N> __device__ __forceinline__ void apply_extras(const Attention& a
         for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) d[n][e] -= slope * fabsf(from + (float)(8 * (e / 2) - 8 * n - e % 2));
-    // one load for two neighbours
+    // adjacent biases are loaded in pairs where they are aligned
     const int size = a.bias_kind == 1 ? 1 : a.bias_kind == 2 ? 4 : 2;
     const long long even = a.bias.row | a.bias.head | a.bias.batch | a.keys | (long long)a.bias_data / size;
     if (a.bias.column == 1 && even % 2 == 0) {
@@ -103,16 +97,16 @@ template <int N> __device__ __forceinline__ void apply_extras(const Attention& a
 }
 
 // ---- dropout
-__device__ __forceinline__ Kept kept_anew(const Attention& a, const Sequence& s, int head, int i, int j) {
-    return kept_of_lane(a, s, anew(head), anew(i), anew(j));
+__device__ __forceinline__ Kept kept_of_lane_opaque(const Attention& a, const Sequence& s, int head, int i, int j) {
+    return kept_of_lane(a, s, opaque(head), opaque(i), opaque(j));
 }
-// Zeros in place of the dropped ones of 16 x 16 packed probabilities.
-__device__ __forceinline__ void drop(u32 (&p)[4], Kept words) {
+// Replaces the dropped ones of 16 x 16 packed probabilities by zeros.
+__device__ __forceinline__ void apply_dropout(u32 (&p)[4], Kept words) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) p[n] &= pair_mask(words, byte_of(n));
 }
-// The same of the two accumulators that hold them.
-__device__ __forceinline__ void drop(float (&left)[4], float (&right)[4], Kept words) {
+// The same for the two accumulators that hold the probabilities.
+__device__ __forceinline__ void apply_dropout(float (&left)[4], float (&right)[4], Kept words) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
         float* pair = (n < 2 ? left : right) + n % 2 * 2;

@@ -1,25 +1,26 @@
 #pragma once
-// What the attention kernels for any GPU share: tiles in shared memory, products of tiles in registers, logits, dropout.
+// Shared by the attention kernels on CUDA cores: tiles in shared memory, products of tiles in registers, logits, dropout.
 //
-// A block of four warps owns some rows (queries, or keys in the gradient of k and v) and visits the rows of the other
-// side tile by tile. Each warp has 4 R of the block's rows to itself; its lanes stand in 4 x 8, at (down, across).
-// Of the products of its rows and a tile's a lane holds x[r][n]: row down + 4r of the warp, row across + 8n of the
-// tile. Of a weighted sum of a tile's rows it holds sum[r][..]: columns 4 across + 32c .. + 3 of row down + 4r.
+// A block of four warps owns some rows (queries, or keys in the gradient of k and v) and loops over the rows of the other
+// side tile by tile. Each warp has 4 R of the block's rows; its lanes form a 4 x 8 grid with coordinates (down, across).
+// A lane holds x[r][n], the product of row down + 4r of the warp and row across + 8n of the tile, and sum[r][..], columns
+// 4 across + 32c .. + 3 of row down + 4r of a weighted sum of the tile's rows.
 #include "attention/common/attention_dropout.cuh"
+#include "common/compiler.cuh"
 
 constexpr int THREADS = 128;
-constexpr int PITCH = HEAD_DIM + 4;  // floats between rows of a tile: spreads rows over the banks
+constexpr int PITCH = HEAD_DIM + 4;  // floats from row to row of a tile; avoids bank conflicts
 constexpr int WIDTH = HEAD_DIM / 8;  // columns of a lane
 
-// Of every two neighbouring lanes, and of every two that are two apart, one pair reads one address: such loads of
-// 16 bytes take shared memory two cycles a warp, others four. So across has lane bits 0, 2, 3 and down bits 1, 4.
+// A 16-byte load from shared memory takes two cycles per warp instead of four if lanes 1 apart or lanes 2 apart read the same
+// address. Therefore across has lane bits 0, 2, 3 and down has bits 1, 4.
 __device__ inline int lane_at(int down, int across) {
     return (across & 1) | (down & 1) << 1 | (across & 6) << 1 | (down & 2) << 3;
 }
 __device__ inline int lane_across() { return (threadIdx.x & 1) | (threadIdx.x >> 1 & 6); }
 __device__ inline int lane_down() { return (threadIdx.x >> 1 & 1) | (threadIdx.x >> 3 & 2); }
 
-// The reduction of `value` over the lanes of a row.
+// Returns the reduction of `value` over the lanes of a row.
 template <typename Op>
 __device__ inline float row_reduce(float value, Op op) {
     value = op(value, __shfl_xor_sync(~0u, value, lane_at(0, 1)));
@@ -27,24 +28,24 @@ __device__ inline float row_reduce(float value, Op op) {
     return op(value, __shfl_xor_sync(~0u, value, lane_at(0, 4)));
 }
 
-// The block's tile of `rows` rows, head and sequence, where sequences have at most `limit` rows.
+// The block's tile of `rows` rows, its head and its sequence; sequences have at most `limit` rows.
 struct Place { int tile, head, number; };
 
-__device__ inline Place find_place(int limit, int rows, int heads) {
+__device__ inline Place place_at(int limit, int rows, int heads) {
     const int tiles = (limit + rows - 1) / rows, rest = blockIdx.x / tiles;
     return {(int)blockIdx.x % tiles, rest % heads, rest / heads};
 }
 
-// Copy `count` rows (at most ROWS) of `width` columns; zeros fill the rest of the tile.
+// Copies `count` rows (at most ROWS) of `width` columns and fills the rest of the tile with zeros.
 template <int ROWS>
 __device__ inline void load_tile(float* tile, const scalar* rows, const Strides& s, int count, int width) {
-    constexpr int APART = THREADS / (HEAD_DIM / 4);  // a thread takes four columns of every so many rows
+    constexpr int APART = THREADS / (HEAD_DIM / 4);  // a thread copies four columns of every APART-th row
     struct alignas(4 * sizeof(scalar)) Four { scalar x, y, z, w; };
     const int first = threadIdx.x / (HEAD_DIM / 4), c = threadIdx.x % (HEAD_DIM / 4) * 4;
     const scalar* from = rows + first * s.row + c * s.column;
     float* to = tile + first * PITCH + c;
     long long step = APART * s.row;
-    asm volatile("" : "+l"(step));  // else its multiples are kept in registers around the loop
+    step = opaque(step);  // otherwise its multiples are kept in registers around the loop
     const size_t aligned = (size_t)rows | s.row * sizeof(scalar) | width * sizeof(scalar);
     if (s.column == 1 && aligned % sizeof(Four) == 0) {
 #pragma unroll 4
@@ -61,7 +62,7 @@ __device__ inline void load_tile(float* tile, const scalar* rows, const Strides&
     }
 }
 
-// x[r][n] = own row . tile row, where `own` and `tile` are this lane's first rows of both.
+// x[r][n] = dot product of rows; `own` and `tile` are this lane's first rows.
 template <int R, int N>
 __device__ inline void multiply(const float* own, const float* tile, float (&x)[R][N]) {
 #pragma unroll
@@ -85,7 +86,7 @@ __device__ inline void multiply(const float* own, const float* tile, float (&x)[
     }
 }
 
-// sum += weights x tile. Weights go around the lanes of a row, that hold them.
+// sum += weights x tile. The weights are broadcast from the lanes of a row that hold them.
 template <int R, int N>
 __device__ inline void add_product(const float (&weights)[R][N], const float* tile, float (&sum)[R][WIDTH]) {
     const float* columns = tile + 4 * lane_across();
@@ -121,15 +122,9 @@ __device__ inline void store_row(scalar* row, long long column_stride, int width
     }
 }
 
-// What follows is computed from i anew for every tile: kept around the loop it would crowd out the products.
-__device__ inline int anew(int i) {
-    asm volatile("" : "+r"(i));
-    return i;
-}
-
-// Where x[r][n] stands, given the query and the key of x[0][0]; KEYS_DOWN: a block owns keys and visits queries.
+// The query and key of x[r][n], from those of x[0][0]. KEYS_DOWN: the block owns keys and loops over queries.
 template <bool KEYS_DOWN>
-struct Spot {
+struct Position {
     int i, j;
     __device__ int query(int r, int n) const { return i + (KEYS_DOWN ? 8 * n : 4 * r); }
     __device__ int key(int r, int n) const { return j + (KEYS_DOWN ? 4 * r : 8 * n); }
@@ -138,7 +133,7 @@ struct Spot {
 template <typename T> __device__ inline float add_bias(float x, T bias) { return x + (float)bias; }
 __device__ inline float add_bias(float x, bool seen) { return seen ? x : NEG_INF; }
 template <typename T, bool KEYS_DOWN, int R, int N>
-__device__ inline void add_biases(const Attention& a, const Sequence& s, int head, Spot<KEYS_DOWN> at,
+__device__ inline void add_biases(const Attention& a, const Sequence& s, int head, Position<KEYS_DOWN> at,
                                   float (&x)[R][N]) {
     const T* bias = (const T*)a.bias_data + s.number * a.bias.batch + head * a.bias.head;
 #pragma unroll
@@ -150,12 +145,12 @@ __device__ inline void add_biases(const Attention& a, const Sequence& s, int hea
         }
 }
 
-// Products of queries and keys become logits, -inf where hidden (as `logit` in attention.cuh).
-// `clear`: nothing here is hidden by the window or an end. `slopes`, if given, are multiplied by the softcap's.
+// Turns products of queries and keys into logits, -inf where masked (as `logit` in attention.cuh).
+// `unmasked`: no key here is masked by the window or an end. `slopes`, unless null, are multiplied by the softcap's derivative.
 template <bool KEYS_DOWN, int R, int N>
-__device__ inline void apply_logits(const Attention& a, const Sequence& s, int head, Spot<KEYS_DOWN> at, bool clear,
+__device__ inline void apply_logits(const Attention& a, const Sequence& s, int head, Position<KEYS_DOWN> at, bool unmasked,
                                     float (&x)[R][N], float (*slopes)[N] = nullptr) {
-    at = {anew(at.i), anew(at.j)};
+    at = {opaque(at.i), opaque(at.j)};
 #pragma unroll
     for (int e = 0; e < R * N; ++e) x[e / N][e % N] *= a.scale;
     if (EXTRAS && a.softcap > 0.f)
@@ -176,7 +171,7 @@ __device__ inline void apply_logits(const Attention& a, const Sequence& s, int h
     if (EXTRAS && a.bias_kind == 1) add_biases<bool>(a, s, head, at, x);
     if (EXTRAS && a.bias_kind == 2) add_biases<float>(a, s, head, at, x);
     if (EXTRAS && a.bias_kind == 3) add_biases<scalar>(a, s, head, at, x);
-    if (clear) return;
+    if (unmasked) return;
 #pragma unroll
     for (int e = 0; e < R * N; ++e) {
         const int r = e / N, n = e % N, i = at.query(r, n), j = at.key(r, n), here = i + s.offset;
@@ -185,15 +180,15 @@ __device__ inline void apply_logits(const Attention& a, const Sequence& s, int h
     }
 }
 
-// Bit r N + n says whether dropout keeps x[r][n]. A word is four numbers, rows 8 apart and columns 8 apart; those among
-// them are this lane's.
+// Bit r N + n is set if dropout keeps x[r][n]. A word is for four weights, 8 rows and 8 columns apart; this lane has those that
+// it needs.
 template <bool KEYS_DOWN, int R, int N>
-__device__ inline unsigned int draw_kept(const Attention& a, const Sequence& s, int head, Spot<KEYS_DOWN> at) {
-    at = {anew(at.i), anew(at.j)};
+__device__ inline unsigned int sample_kept(const Attention& a, const Sequence& s, int head, Position<KEYS_DOWN> at) {
+    at = {opaque(at.i), opaque(at.j)};
     unsigned int bits = 0;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-        if (r & 2) continue;  // in the word of r - 2
+        if (r & 2) continue;  // covered by the word of r - 2
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             const unsigned int word = kept_bytes(a, s, head, at.query(r, n), at.key(r, n));
@@ -207,9 +202,9 @@ __device__ inline unsigned int draw_kept(const Attention& a, const Sequence& s, 
     }
     return bits;
 }
-// x where kept, scaled by 1 / (1 - p); elsewhere 0.
+// x / (1 - p) where kept, otherwise 0.
 template <int R, int N>
-__device__ inline void drop(const Attention& a, unsigned int kept, float (&x)[R][N]) {
+__device__ inline void apply_dropout(const Attention& a, unsigned int kept, float (&x)[R][N]) {
 #pragma unroll
     for (int e = 0; e < R * N; ++e) x[e / N][e % N] *= kept >> e & 1 ? a.keep_scale : 0.f;
 }

@@ -1,16 +1,22 @@
 #pragma once
-// How Hopper's attention backward moves its tiles: what lies where in shared memory, the two threads that load, and what
-// the consumers do beside computing. For WIDTH, BM and BN see attention_backward_hopper.cuh.
+// The pipeline of attention's backward on Hopper: the layout of shared memory, the two producer threads, and the loads and
+// stores of the consumers. attention_backward_hopper.cuh has WIDTH, BM and BN.
 #include "attention/common/attention_backward_hopper.cuh"
+#include "common/compiler.cuh"
+#include "common/global_memory.cuh"
+#include "common/pipeline.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
 constexpr int STAGES = 2, CONSUMERS = 256;
-constexpr int Q_BYTES = BM * WIDTH * 2, K_BYTES = BN * WIDTH * 2, DS_BYTES = BN * BM * 2, ROWS_BYTES = BM * 4;
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // with 384 threads a launch gives 168 to each
+constexpr int Q_BYTES = BM * WIDTH * 2, K_BYTES = BN * WIDTH * 2;  // of tiles of q and dout, of k and v
+constexpr int DS_BYTES = BN * BM * 2;
+constexpr int ROWS_BYTES = BM * 4;  // of lse or delta
 constexpr int SUM_BYTES = BM * WIDTH * 2;  // a warpgroup's half of dq
 constexpr int BIAS_BYTES = BM * BN * 2;
 constexpr int WORD_BYTES = BM / 16 * QUERY_WORDS * 4, KEY_WORD_BYTES = BN / 16 * KEY_WORDS * 4;  // of dropout
-// Named barriers; OWN: one per warpgroup, WHOLE: one per stage.
+// Named barriers: ALL consumers; OWN + w: a warpgroup; FREE, WRITTEN: the buffer of dq sums; WHOLE + stage: dS of a step.
 enum { ALL = 1, OWN = 2, FREE = 4, WRITTEN = 5, WHOLE = 6 };
 
 struct Shared {
@@ -41,7 +47,7 @@ __device__ __forceinline__ Shared shared_layout() {
     m.grad = m.q + STAGES * Q_BYTES;
     m.ds = m.grad + STAGES * Q_BYTES;
     m.sums = m.ds + 2 * DS_BYTES;
-    m.bias = m.words = m.sums + 2 * SUM_BYTES;  // no kernel has both
+    m.bias = m.words = m.sums + 2 * SUM_BYTES;  // no kernel uses both
     m.key_words = m.words + STAGES * WORD_BYTES;
     return m;
 }
@@ -51,32 +57,28 @@ __device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, u32 ba
     for (int c = 0; c < WIDTH / 64; ++c) tma_load(tile + c * rows * 128, map, bar, 64 * c, row, head, batch);
 }
 __device__ __forceinline__ int field(u32 tile, int number) { return (int)load_shared(tile + 4 * number); }
-// Of a Tile.
+// Fields of a Tile.
 enum { HEAD, FIRST, BATCH, KEY_ROW, KEYS, KEY_ROWS, SHIFT, QUERY_ROW, BEGIN, BLOCKS, START, ROW_BLOCK, NUMBER, QUERIES,
        OPEN_FROM, OPEN_TO };
-// Of a step, known by its stage of queries: the part of dq, its queries' block and head, whether the mask cuts it.
+// Fields of a step, by its stage of queries: the part of dq sums, the queries' block and head, whether it needs the mask.
 enum { PART, BLOCK, STEP_HEAD, MASKED };
-constexpr u32 FRESH = 1u << 31;  // with PART: nothing has been added to it
+constexpr u32 FRESH = 1u << 31;  // bit of PART: store to it instead of adding
 
-// A place in a ring of STAGES, and the parity of its round.
-struct Ring {
-    u32 stage = 0, parity = 0;
-    __device__ __forceinline__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
-};
+using Ring = PipelineState<STAGES>;
 
-// The tile of a round: while one is computed the next is loaded.
+// The tile of a round: double-buffered.
 __device__ __forceinline__ u32 tile_of(const Shared& m, u32 round) { return m.tiles + (round & 1) * (int)sizeof(Tile); }
 
-// The block of queries after one: they go round, up or DOWN.
+// The block of queries after `block`, cyclically upwards or, DOWN, downwards.
 template <bool DOWN> __device__ __forceinline__ int next_block(u32 tile, int block) {
     if (DOWN) return block == field(tile, BEGIN) ? field(tile, START) : block - 1;
     return ++block == field(tile, BEGIN) + field(tile, BLOCKS) ? field(tile, BEGIN) : block;
 }
 
-// All steps of all tiles, by one thread: queries with their lse, with BIASED their bias, and the tile's keys; or dout with
-// delta and the values. With DROPOUT the first brings the queries' words too, the other the keys'. The first step comes
-// before keys and values, as its place is free before theirs. CHAINED: a block takes the `chain` tiles of a KV head one
-// after the other; the first, which all queries see, finds dq's sums fresh.
+// One producer thread: loads all steps of all tiles. QUERIES: q with lse, if BIASED the bias, and the tile's keys; otherwise
+// dout with delta, and the values. With DROPOUT they also load the random words of queries and of keys, respectively. The
+// first step is loaded before the keys or values, whose buffer becomes free later. CHAINED: a block takes the `chain` tiles
+// of a KV head in order; the first tile, which all queries see, stores dq sums instead of adding.
 template <bool QUERIES, bool DOWN = false, bool BIASED = false, bool DROPOUT = false, bool CHAINED = false>
 __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, const TensorMap& map, const float* rows,
                                          const TensorMap& kv_map, const Tile* plan, int* counter, int tiles,
@@ -90,7 +92,7 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
             int index = 0;
             if (CHAINED && round % chain) index = load_shared(m.index) + 1;
             else index = chain * (round ? gridDim.x + atomicAdd(counter, 1) : blockIdx.x);
-            if (CHAINED) store_shared(m.index, (u32)index);  // no register is left for it
+            if (CHAINED) store_shared(m.index, (u32)index);  // kept in shared memory: no register is free
             mbar_expect(known, sizeof(Tile));
             bulk_load(tile, plan + min(index, tiles), sizeof(Tile), known);
         }
@@ -123,7 +125,7 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
                     const int row = head * a.query_rows + token / 16 + number + block * (BM / 16);
                     bulk_load(m.words + ring.stage * WORD_BYTES, a.query_words + (long long)row * QUERY_WORDS, WORD_BYTES,
                               bar);
-                } else if (DROPOUT) {  // this loader has registers to spare
+                } else if (DROPOUT) {  // this thread has more registers free
                     const u32* const words = key_words(a, field(tile, NUMBER), head) + field(tile, FIRST) / 16 * KEY_WORDS;
                     bulk_load(m.key_words + ring.stage * KEY_WORD_BYTES, words, KEY_WORD_BYTES, bar);
                 }
@@ -137,7 +139,7 @@ __device__ __forceinline__ void load_all(const Shared& m, const Attention& a, co
             load_tile(QUERIES ? m.k : m.v, kv_map, kv_full, BN, field(tile, KEY_ROW), field(tile, HEAD), field(tile, BATCH));
             loaded = true;
         }
-        if (!QUERIES) mbar_arrive(m.k_empty);  // has read the tile
+        if (!QUERIES) mbar_arrive(m.k_empty);  // the tile's fields have been read
     }
 }
 
@@ -153,17 +155,17 @@ __device__ __forceinline__ void init_barriers(const Shared& m, int value_users) 
         mbar_init(m.v_full, 1);
         mbar_init(m.tile_full, 1);
         mbar_init(m.tile_full + 8, 1);
-        mbar_init(m.k_empty, CONSUMERS / 32 + 1);  // and the second loader
+        mbar_init(m.k_empty, CONSUMERS / 32 + 1);  // the consumers' warps and the second producer
         mbar_init(m.v_empty, value_users);
         mbar_init_done();
     }
     __syncthreads();
 }
 
-// Zeros for keys and values behind the `count`-th: what lies there may be NaN.
+// Clears keys and values from row `count` on, which may hold NaN.
 __device__ __forceinline__ void clear_rows(const Shared& m, int count) {
     int c = threadIdx.x - 128;
-    asm volatile("" : "+r"(c));  // or the compiler keeps all addresses in registers that the steps need
+    c = opaque(c);  // otherwise the compiler keeps all addresses in registers
     for (; c < BN * WIDTH / 8; c += CONSUMERS) {
         const int row = c % BN;
         if (row < count) continue;
@@ -174,12 +176,12 @@ __device__ __forceinline__ void clear_rows(const Shared& m, int count) {
     bar_sync(ALL, CONSUMERS);
 }
 
-// The rows of a gradient that lie in its sequence, where a whole tile would write into the next one.
+// Stores the rows of a gradient that belong to its sequence, where a whole tile would overwrite the next sequence.
 template <int STEPS>
 __device__ __forceinline__ void store_rows(scalar* to, const Strides& step, int rows, int first_column,
                                            int columns, const u32 (&p)[STEPS][4]) {
     int thread = threadIdx.x % 128;
-    asm volatile("" : "+r"(thread));  // or the compiler keeps rows and columns in registers from the kernel's begin on
+    thread = opaque(thread);  // otherwise the compiler keeps rows and columns in registers throughout
     const int first_row = thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 8 * STEPS; i += 2) {
@@ -188,10 +190,9 @@ __device__ __forceinline__ void store_rows(scalar* to, const Strides& step, int 
     }
 }
 
-// A warpgroup's part of dq from registers into the sums in memory; `to`: of this thread.
+// Adds a warpgroup's part of dq from registers to the sums in global memory; `to`: this thread's address.
 template <int R> __device__ __forceinline__ void add_to_memory(float* to, const float (&d)[R]) {
 #pragma unroll
     for (int i = 0; i < R; i += 4)
-        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                     :: "l"(to + i * 128), "f"(d[i]), "f"(d[i + 1]), "f"(d[i + 2]), "f"(d[i + 3]) : "memory");
+        add_global(to + i * 128, d[i], d[i + 1], d[i + 2], d[i + 3]);
 }

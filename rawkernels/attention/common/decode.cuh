@@ -1,24 +1,24 @@
 #pragma once
-// What the kernels of decode attention share: the problem, the work of a block, and where a key lies in the cache.
+// Shared by the kernels of decode attention: the problem, the work of a block, and the address of a key in the cache.
 #include "attention/common/attention.cuh"
 #include "common/index.cuh"
+#include "common/math.cuh"
 
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-constexpr int SPLIT_KEYS = 64;  // splits are whole multiples of it
+constexpr int SPLIT_KEYS = 64;  // splits are multiples of it
 
 // Filled by gpuattn/ops/attention/decode_attention.py (PROBLEM): the same fields in the same order.
 struct Decode {
-    Strides q, k, v;              // of the caches: batch = from sequence to sequence, or from page to page
+    Strides q, k, v;              // for caches, batch is the stride from sequence to sequence or from page to page
     long long outputs;            // B * T * H
-    const int* lengths;           // (N,) keys that the last query sees
+    const int* lengths;           // (N,): keys that the last query sees
     const int* pages;             // (N, max_pages), or null
     const short* slots;           // (N, keys), or null
     const float *slopes, *sink;   // (H,) or (B, H); (H,); or null
-    long long* flag;              // notes a page or a slot out of range
-    int sharers, queries;         // rows of q on one sequence of the cache, and the tokens of each
-    int heads, kv_heads, group;   // group: query heads on one KV head
-    int rows;                     // sharers * queries * group: what shares keys
-    int keys;                     // room in the cache for one sequence
+    long long* flag;              // records a page or a slot out of range
+    int sharers, queries;         // rows of q per sequence of the cache; tokens of each
+    int heads, kv_heads, group;   // group: query heads per KV head
+    int rows;                     // sharers * queries * group: query rows that share keys
+    int keys;                     // capacity of the cache per sequence
     int head_dim, value_dim;
     int page, page_count, max_pages, beam;
     int window, slopes_batch;
@@ -26,11 +26,11 @@ struct Decode {
     float scale, softcap;         // softcap 0: none
 };
 
-// A block's rows and keys. Heads come first: neighbouring blocks read neighbouring bytes.
+// A block's rows and keys. Heads vary fastest, so that adjacent blocks read adjacent memory.
 struct Work { int number, kv_head, first_row, rows, split, length, first, last; };
 
 template <int ROWS>
-__device__ inline Work find_work(const Decode& a) {
+__device__ inline Work work_at(const Decode& a) {
     Work w;
     int x = blockIdx.x;
     w.kv_head = x % a.kv_heads, x /= a.kv_heads;
@@ -47,10 +47,10 @@ __device__ inline Work find_work(const Decode& a) {
     return w;
 }
 
-// One query: its row of q, its token and its head, and the key it stands at.
+// A query: its row of q, its token, its head, and the key at its position.
 struct Query { int batch, token, head, at; };
 
-__device__ inline Query find_query(const Decode& a, const Work& w, int row) {
+__device__ inline Query query_at(const Decode& a, const Work& w, int row) {
     row += w.first_row;
     const int token = row / a.group % a.queries;
     return {w.number * a.sharers + row / (a.group * a.queries), token, w.kv_head * a.group + row % a.group,
@@ -61,8 +61,8 @@ __device__ inline long long output_of(const Decode& a, const Query& q) {
     return ((long long)q.batch * a.queries + q.token) * a.heads + q.head;
 }
 
-// Key j of a sequence is in this row (dense, slots) or page of the cache ...
-__device__ inline int find_outer(const Decode& a, int number, int j) {
+// The row (dense or slots) or page of the cache that holds key j of a sequence.
+__device__ inline int outer_index(const Decode& a, int number, int j) {
     int outer = number;
     if (a.pages) {
         outer = a.pages[(long long)number * a.max_pages + j / a.page];
@@ -75,17 +75,17 @@ __device__ inline int find_outer(const Decode& a, int number, int j) {
     return outer;
 }
 
-// ... and lies there, in elements from the caches' beginnings.
+// The offsets of a key and its value, in elements from the start of the caches.
 struct Spot { long long k, v; };
 
-__device__ inline Spot find_spot(const Decode& a, int outer, int j, int head) {
+__device__ inline Spot spot_at(const Decode& a, int outer, int j, int head) {
     const long long inner = a.pages ? j % a.page : j;
     return {outer * a.k.batch + inner * a.k.row + head * a.k.head,
             outer * a.v.batch + inner * a.v.row + head * a.v.head};
 }
 
-// The softmax's numbers are powers of 2: a logit times log2(e), -inf where hidden.
-__device__ __forceinline__ float bent(const Decode& a, float dot) {
+// The softmax uses base 2: logits are multiplied by log2(e).
+__device__ __forceinline__ float scaled_logit(const Decode& a, float dot) {
     const float x = dot * a.scale;
     return LOG2E * (a.softcap > 0.f ? a.softcap * tanhf(x / a.softcap) : x);
 }
@@ -93,12 +93,12 @@ __device__ inline float slope_of(const Decode& a, const Query& q) {
     return a.slopes ? LOG2E * a.slopes[q.batch * a.slopes_batch + q.head] : 0.f;
 }
 __device__ inline float sink_of(const Decode& a, const Work& w, const Query& q) {
-    return a.sink && w.split == 0 ? LOG2E * a.sink[q.head] : NEG_INF;  // once: with the first split
+    return a.sink && w.split == 0 ? LOG2E * a.sink[q.head] : NEG_INF;  // only in the first split
 }
-// What powers of 2 are taken relative to: `top`, or 0 where nothing was seen.
+// The number to subtract before exp2: `top`, or 0 where no key was seen.
 __device__ __forceinline__ float finite_or_zero(float top) { return top == NEG_INF ? 0.f : top; }
 
-// A number of the result: into the output, or with several splits into this split's part.
+// Stores an element of the result to the output or, with several splits, to this split's part.
 __device__ inline void store_value(const Decode& a, const Work& w, const Query& q, int column, float x, scalar* out,
                                    float* parts) {
     const long long at = output_of(a, q) * a.value_dim + column;
