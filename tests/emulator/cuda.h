@@ -154,6 +154,16 @@ template <typename T> T __ldcg(const T* from) { return *from; }
 template <typename T> void __stcg(T* to, T x) { *to = x; }
 inline void __threadfence() {}
 void st_global_b32(u64 address, int x);
+inline void max_NaN_f32(float& y, float a, float b) { y = a != a || b != b ? NAN : fmaxf(a, b); }
+inline void atom_acq_rel_gpu_global_inc_u32(u32& before, u32* to, u32 last) {
+    before = *to;
+    *to = before < last ? before + 1 : 0;
+}
+inline void st_global_v4_b32(void* to, u32 x, u32 y, u32 z, u32 w) {
+    const u32 v[4] = {x, y, z, w};
+    memcpy(to, v, 16);
+}
+template <typename T> void mad_wide_s32(T*& y, int by, T* x) { y = x + by; }
 inline void st_global_cs_v4_b32(void* to, u32 x, u32 y, u32 z, u32 w) {
     u32* at = (u32*)to;
     at[0] = x, at[1] = y, at[2] = z, at[3] = w;
