@@ -188,6 +188,11 @@ def test_every_op_has_a_form_for_every_architecture():
     assert set(lacking) == LIBRARY
 
 
+def test_inline_ptx_is_in_the_wrappers_of_common():
+    outside = set(kernels.ROOT.rglob("*.cu*")) - set(kernels.ROOT.glob("common/*"))
+    assert [path.name for path in outside if re.search(r"\basm\b", path.read_text())] == []
+
+
 def test_every_file_has_a_row_in_the_catalogue():
     catalogue = (kernels.ROOT / "README.md").read_text()
     names = [path.name for path in kernels.ROOT.rglob("*.cu*")]

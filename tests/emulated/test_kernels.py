@@ -15,7 +15,7 @@ from gpuattn.ops.attention.flash_attention import IMPLS
 from gpuattn.rng import Key
 
 PROBLEMS = {  # of several tiles each, so that what lies in shared memory is used again
-    1577: "a bias that the copy engine brings, and its gradient; causal from the top left",
+    1577: "a bias loaded by TMA, and its gradient; causal from the top left",
     1285: "nearly all dropped at head size 64, packed, dq in a fixed order",
     3096: "a head size above 128, causal",
     1398: "a sink, NaN behind the keys' end, a window to the right, Dv != D, dq in a fixed order",

@@ -8,7 +8,7 @@ order that a seed decides, ``ptx.cpp`` is what instructions do. It is made to fi
   may not change;
 - lanes go their own ways but for instructions that they meet at, some lanes and warps are slow, and
   a wait is for what the text waits for and nothing else;
-- shared memory begins as NaN; what a thread stored is an error for the copy engine and for wgmma
+- shared memory begins as NaN; what a thread stored is an error for TMA and for wgmma
   until that thread's fence; descriptors, swizzles and maps are followed bit by bit;
 - registers may not be touched while wgmma uses them;
 - of a wait without end it is said who waits where.

@@ -206,7 +206,7 @@ void mbarrier_arrive_shared_cluster_b64(u32 bar);
 void st_shared_cluster_v2_f32(u32 address, float x, float y);
 void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, u32 bar);
 
-// ---- the copy engine
+// ---- TMA
 void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(
     u32 dst, const void* map, int column, int row, int head, int batch, u32 bar, u64 hint);
 void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_multicast_cluster(

@@ -191,7 +191,7 @@ void bar_red_or_pred(u32 x, int id, int threads, u32& any) {
 }
 void __syncthreads() { bar_sync(0, me->block->threads.size()); }
 
-// ---- the copy engine
+// ---- TMA
 struct Map {  // written by __init__.py
     unsigned char* pointer;
     long long size[4], step[4], box_rows;  // (columns, rows, heads, batches); steps in bytes

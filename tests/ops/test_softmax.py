@@ -249,7 +249,7 @@ def test_nothing_is_written_beside_the_rows(gpu, rng):
 
 @contextlib.contextmanager
 def emulated(staged):
-    """The kernel's text on the CPU, without clusters; ``staged``: with Hopper's copy engine."""
+    """The kernel's text on the CPU, without clusters; ``staged``: with TMA."""
     xp = emulator._Module()
     kernel, record = emulator.Machine(seed=1).kernel, GPUS["9.0" if staged else "8.0"]
     with (

@@ -6,6 +6,7 @@ version. The folder lies beside the cubins of ``gpuattn.cuda.kernels``.
 
 import ctypes
 import hashlib
+import itertools
 import os
 import pickle
 import re
@@ -29,13 +30,16 @@ def cases():
     default tier takes at most ``MOST`` of them, evenly spread, for the first architecture of the
     header, one for Hopper, and one for one of the others, in turns.
     """
-    for turn, file in enumerate(kernels.files()):
+    turns = itertools.count()
+    for file in kernels.files():
         every = kernels.variants(file)
+        others = [arch for arch in OTHERS if arch in kernels.architectures(file)]
+        chosen = others[next(turns) % len(others)] if others else None
         for place, arch in enumerate(kernels.architectures(file)):
             listed, step = every, len(every) if place else -(-len(every) // MOST)
             if arch in OTHERS:
                 listed = every[OTHERS.index(arch) % len(every) :: 3]
-                step = len(listed) if arch == OTHERS[turn % 3] else None
+                step = len(listed) if arch == chosen else None
             for number, constants in enumerate(listed):
                 yield file, arch, constants, step is not None and number % step == 0
 
