@@ -89,7 +89,7 @@ def _list(files):
     for file in files:
         first = (kernels.ROOT / file).read_text().splitlines()[0].removeprefix("// ")
         names = ", ".join(kernels.signatures(file))
-        click.echo(f"{file:32} {len(kernels.variants(file)):3} variants  {names}\n    {first}")
+        click.echo(f"{file:52} {len(kernels.variants(file)):3} variants  {names}\n    {first}")
     click.echo(f"cubins are kept in {disk_cache.folder()}")
 
 

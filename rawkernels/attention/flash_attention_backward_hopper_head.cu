@@ -29,7 +29,7 @@
 constexpr int STAGES = 5;                                      // of each ring
 constexpr int TILE = 64 * 128, STAGE_BYTES = 2 * TILE;         // bytes of 64 rows; of q and dout, or k and v
 constexpr int COMPUTE_REGISTERS = 176, DQ_REGISTERS = 96, ROW_REGISTERS = 64;  // with 512 threads a launch gives 128
-static_assert(2 * COMPUTE_REGISTERS + DQ_REGISTERS + ROW_REGISTERS == 4 * 128, 
+static_assert(2 * COMPUTE_REGISTERS + DQ_REGISTERS + ROW_REGISTERS == 4 * 128,
               "flash_attention_backward_hopper_head.cu: setmaxnreg would wait forever");
 // Shared memory, in bytes from shared_base() on: two rings; for each computing warpgroup dS of two steps and a staged dV; for
 // each stage lse, delta, words of queries and words of keys; barriers of each stage and each dS.

@@ -20,7 +20,7 @@
 constexpr int SLOTS = 4, WARPGROUPS = SLOTS;  // blocks of a head
 constexpr int TILE_BYTES = 64 * 128;          // bytes of a block
 constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 112;  // with 640 threads a launch gives 96 to each
-static_assert(PRODUCER_REGISTERS + 4 * CONSUMER_REGISTERS == 5 * 96, 
+static_assert(PRODUCER_REGISTERS + 4 * CONSUMER_REGISTERS == 5 * 96,
               "flash_attention_forward_hopper_head.cu: setmaxnreg would wait forever");
 constexpr float HUGE = 1 << 27;     // exponents from here on are multiples of 16 as float32
 constexpr float LOWEST = -3.4e38f;  // the exponent of a row without logits; finite, so that differences are not NaN
