@@ -1,7 +1,7 @@
 """Attention of one new token of each text over a cache that its keys and values join.
 
 It is ``append_kv`` and ``decode_attention`` in one launch, for short texts: a warp for each row and
-head, and no splits to combine. Device code: ``rawkernels/step_attention.cu``.
+head, and no splits to combine. Device code: ``rawkernels/attention/step_attention.cu``.
 """
 
 from typing import Any
@@ -63,7 +63,7 @@ def _forward_by_two(q, k, v, k_cache, v_cache, key_counts, slots, *, needs):
     return decode_attention(q, k_cache, v_cache, key_counts, slots=slots), None
 
 
-# ---- raw: rawkernels/step_attention.cu ----------------------------------------------------------
+# ---- raw: rawkernels/attention/step_attention.cu ------------------------------------------------
 
 
 def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, *, needs):
@@ -89,7 +89,7 @@ def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, *, needs):
     rows, _, heads, head_dim = q.shape
     out = arrays.empty(q, q.shape)
     steps = [x.strides[0] // x.itemsize for x in (q, k, v)]
-    run = kernel("step_attention.cu", NAME, scalar=ctype(q.dtype), HEAD_DIM=head_dim)
+    run = kernel("attention/step_attention.cu", NAME, scalar=ctype(q.dtype), HEAD_DIM=head_dim)
     run(
         (-(-rows * heads // WARPS),), (32 * WARPS,), q, k, v, k_cache, v_cache, key_counts, slots,
         out, *steps, rows, heads, k.shape[2], slots.shape[1], k_cache.shape[1],

@@ -2,7 +2,7 @@
 
 Texts that end compete for a pool of the K best of their sentence, K beams continue, and a sentence
 is done when its pool is full or when no beam can enter it any more. ``gpuattn.decode.beam`` is the
-same search with the host in the loop. Device code: ``rawkernels/beam_update.cu``.
+same search with the host in the loop. Device code: ``rawkernels/sampling/beam_update.cu``.
 """
 
 import math
@@ -177,7 +177,7 @@ def _reference(
     return None, None
 
 
-# ---- raw: rawkernels/beam_update.cu -------------------------------------------------------------
+# ---- raw: rawkernels/sampling/beam_update.cu ----------------------------------------------------
 
 
 def _refuse_raw(scores, *others, needs, **_):
@@ -189,7 +189,7 @@ def _refuse_raw(scores, *others, needs, **_):
 
 def _raw(scores, parents, tokens, *state, needs, eos, nbest):
     sentences, beam, room = state[Beams.NAMES.index("slots")].shape
-    kernel("beam_update.cu", "beam_update")(
+    kernel("sampling/beam_update.cu", "beam_update")(
         (sentences,), (BLOCK,), scores, parents, tokens, *state, beam, room, eos, nbest,
         shared_bytes=3 * beam * TEXT_BYTES,
     )  # fmt: skip
@@ -213,7 +213,7 @@ def best_texts(beams: Beams, nbest: int = 1) -> tuple:
     lengths = beams.pool_steps[:, chosen]
     texts = arrays.empty(beams.scores, (beams.sentences, nbest, beams.room), np.int32)
     if on_gpu(texts) and beams.sentences:
-        kernel("beam_update.cu", "beam_texts")(
+        kernel("sampling/beam_update.cu", "beam_texts")(
             (math.ceil(beams.sentences * nbest / BLOCK),), (BLOCK,), beams.pool_beams,
             beams.pool_steps, beams.history, texts, beams.sentences, beams.beam, beams.room, nbest,
         )  # fmt: skip

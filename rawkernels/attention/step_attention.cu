@@ -1,18 +1,18 @@
-// Attention of one new token of each text over a short cache. Its key and value are stored there too.
+// Attention of one new token of each text over a short cache; the kernel also appends the token's key and value.
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128
-// Launch:    grid = (ceil(rows * heads / WARPS),), block = (32 * WARPS,). A warp per row and head; those of the beams
-//            of a sentence are neighbours, since they read many of the same keys.
+// Launch:    grid = (ceil(rows * heads / WARPS),), block = (32 * WARPS,). One warp per row and head; the warps of the
+//            beams of a sentence are adjacent, since they read many of the same keys.
 //            dependent: step_attention
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
+#include "common/math.cuh"
 #include "common/pack.cuh"
 
 constexpr int WARPS = 4, WIDTH = 8;                          // elements of a 16-byte vector
 constexpr int LANES = HEAD_DIM / WIDTH, GROUPS = 32 / LANES; // lanes of a key; keys of a warp at a time
-constexpr int STAGE = LANES < 8 ? LANES : 8;                 // such steps whose loads are in flight together
-constexpr int CHUNK = GROUPS * STAGE;                        // keys of a stage: at most one per lane
+constexpr int STAGE = LANES < 8 ? LANES : 8;                 // groups of keys whose loads are in flight together
+constexpr int CHUNK = GROUPS * STAGE;                        // keys of a stage, at most one per lane
 static_assert(CHUNK <= 32 && 32 % LANES == 0, "step_attention.cu: HEAD_DIM is 32, 64 or 128");
-constexpr float LOG2E = 1.44269504f;
 
 __device__ uint4 load(const scalar* from) { return *reinterpret_cast<const uint4*>(from); }
 
@@ -35,7 +35,7 @@ __device__ float dot(const uint4& bits, const float (&q)[WIDTH]) {
     return sum;
 }
 
-// The sum over the groups of a warp, in every lane.
+// Returns the sum over the groups of a warp, in every lane.
 __device__ float over_groups(float value) {
 #pragma unroll
     for (int lane = LANES; lane < 32; lane <<= 1) value += __shfl_xor_sync(~0u, value, lane);
@@ -48,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) step_attention(
     const scalar* v,
     scalar* k_cache,          // (rows, room, kv_heads, HEAD_DIM)
     scalar* v_cache,
-    const int* key_counts,    // (rows,): with the new key, which is the last
-    const short* slots,       // (sentences, beam, room): the beam in whose rows of the cache a key lies
+    const int* key_counts,    // (rows,): number of keys, the new one included, which is the last
+    const short* slots,       // (sentences, beam, room): the beam whose row of the cache holds a key
     scalar* out,              // (rows, heads, HEAD_DIM)
     long long q_stride,
     long long k_stride,
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) step_attention(
         for (int s = 0; s < STAGE; ++s) {
             const int key = first + s * GROUPS + group;
             const long long at = __shfl_sync(~0u, owner, s * GROUPS + group) * row_stride + key * key_stride;
-            keys[s] = new_k, values[s] = new_v;  // of the last key; of none beyond it, whose weight is 0
+            keys[s] = new_k, values[s] = new_v;  // for the last key; keys past it get a weight of 0
             if (key < count - 1) {
                 keys[s] = load(k_cache + at);
                 values[s] = load(v_cache + at);
@@ -106,10 +106,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) step_attention(
         }
 #pragma unroll
         for (int other = LANES; other < 32; other <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
-        const float base = most == NEG_INF ? 0.f : most, fade = exp2f(peak - base);
-        peak = most, sum *= fade;
+        const float base = most == NEG_INF ? 0.f : most, correction = exp2f(peak - base);
+        peak = most, sum *= correction;
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) acc[i] *= fade;
+        for (int i = 0; i < WIDTH; ++i) acc[i] *= correction;
 #pragma unroll
         for (int s = 0; s < STAGE; ++s) {
             const float weight = exp2f(logits[s] - base);
