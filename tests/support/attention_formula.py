@@ -15,6 +15,8 @@ from attention_problems import INF, NAN, Problem
 from checks import dtype_of
 
 from gpuattn import arrays
+from gpuattn.errors import SlowerRefusal
+from gpuattn.impls import choose_backward
 from gpuattn.ops.attention.dropout import keep_block
 from gpuattn.ops.attention.flash_attention import IMPLS
 
@@ -222,9 +224,18 @@ def gradients(impl, xp, *, queries, keys, heads, kv_heads, causal, head_dim=64):
         "max_seqlen_k": keys, "deterministic": False,
     }  # fmt: skip
     needs = (True,) * 3 + (False,) * 6
-    _, saved = impl.forward(q, k, v, *[None] * 6, needs=needs, **params)
-    found = impl.backward(saved, dout, None, needs=needs, into=(None,) * 9, **params)
+    inputs = q, k, v, *[None] * 6
+    _, saved = impl.forward(*inputs, needs=needs, **params)
+    backward = backward_of(impl, inputs, needs, params)
+    found = backward(saved, dout, None, needs=needs, into=(None,) * 9, **params)
     return [x.astype(np.float32) for x in found[:3]]
+
+
+def backward_of(impl, inputs, needs, params):
+    """Return the backward that follows ``impl`` where that was asked for by name."""
+    if impl in IMPLS:
+        impl = choose_backward(IMPLS, impl, inputs, impl.name, needs=needs, **params)
+    return impl.backward
 
 
 def assert_close(found, wanted):
@@ -243,7 +254,8 @@ def judge(problem, impl):
     with guarded_memory() as guards:
         (out, lse), saved = impl.forward(*p.inputs, needs=p.needs, **p.params)
         into = (None,) * len(p.needs)
-        grads = impl.backward(saved, p.dout, p.dlse, needs=p.needs, into=into, **p.params)
+        backward = backward_of(impl, p.inputs, p.needs, p.params)
+        grads = backward(saved, p.dout, p.dlse, needs=p.needs, into=into, **p.params)
     wrong = ["wrote beside an array"] if guards and (xp.concatenate(guards) != 0xAB).any() else []
     for name, x, copy in zip("qkv", p.inputs[:3], before, strict=True):
         same = (x == copy) | (xp.isnan(x) & xp.isnan(copy))
@@ -309,7 +321,11 @@ def guarded_memory():
 
 
 def refusal(problem, impl):
-    return impl.refuse(*problem.inputs, **problem.params) if impl.refuse else None
+    """Return why ``impl`` does not run a problem's forward even if asked for by name, or None."""
+    if impl.refuse is None:
+        return None
+    reason = impl.refuse(*problem.inputs, needs=problem.needs, **problem.params)
+    return None if isinstance(reason, SlowerRefusal) else reason
 
 
 def repro(problem, impl):

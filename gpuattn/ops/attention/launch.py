@@ -1,10 +1,14 @@
-"""What all CUDA kernels of attention take: the problem as one struct, filled from the arguments."""
+"""What the CUDA kernels of attention take: one struct, filled from the arguments of a call."""
+
+from typing import Any
 
 import numpy as np
 
 from gpuattn import arrays, rng
 from gpuattn.arrays import get_xp
-from gpuattn.autodiff.gradient_layout import target_like
+from gpuattn.cuda import tensor_maps
+from gpuattn.cuda.gpu import hopper_refusal
+from gpuattn.cuda.kernels import kernel_refusal
 from gpuattn.ops.attention.dropout import Tables
 
 STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias")
@@ -23,16 +27,17 @@ PROBLEM = np.dtype(
 )  # fmt: skip
 """The struct Attention of ``rawkernels/common/attention.cuh``."""
 
-MAX_TILES = 2**31 - 1
-UNLIMITED = 1 << 30  # a side of the window without an end
+MAX_TILES = 2**31 - 1  # thread blocks of one launch
+UNLIMITED = 1 << 30  # keys that a window without a limit on one side reaches
 BIAS_KINDS = {"bool": 1, "float32": 2, "float16": 3, "bfloat16": 3}
 
 
 class Launch:
-    """A call's problem as kernels take it: ``problem`` by value, and what decides grids and tiles.
+    """The arguments of a call as kernels take them: ``problem`` is the struct, passed by value.
 
-    ``strided``: the arrays beside q, k and v whose strides kernels need, by their names in STRIDED.
-    ``tables``: whether dropout's are drawn. Keeps alive what the struct points at.
+    The other attributes decide grids and tiles. ``strided``: arrays beside q, k and v whose strides
+    kernels need, by their names in STRIDED. ``tables``: whether to draw the tables of dropout.
+    Holds references to the arrays whose addresses are in the struct.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class Launch:
         self.heads, self.kv_heads = q.shape[-2], k.shape[-2]
         self.queries, self.keys = max_seqlen_q, max_seqlen_k
         rows = q.shape[-3]  # T, or all tokens
-        self.dropout = rng.threshold(dropout_p) < 65536  # else p is too small to drop any
+        self.dropout = drops(dropout_p)
         fields = {
             "lse_batch": 0 if packed else self.heads * rows, "lse_head": rows,
             "sequences": self.sequences, "heads": self.heads,
@@ -88,29 +93,46 @@ class Launch:
         for name, value in fields.items():
             problem[name] = value
         self.problem = problem.view(f"V{PROBLEM.itemsize}")
-        # more than a positive scale is between a product and its logit
+        # whether more than a positive scale turns a product q_i . k_j into a logit
         self.extras = bool(scale <= 0 or softcap or bias is not None or slopes is not None)
 
 
-def gradient_arrays(inputs, into):
-    """Return arrays for the gradients of ``inputs``: new ones, or their places in ``into``.
-
-    A place is taken if it lies as its input does, which kernels have accepted.
-    """
-    return [_gradient_array(x, slot) for x, slot in zip(inputs, into, strict=False)]
+def drops(dropout_p: float) -> bool:
+    """Return whether any weight is dropped: a ``dropout_p`` up to 2^-17 rounds to 0."""
+    return rng.threshold(dropout_p) < 65536
 
 
-def _gradient_array(x, slot):
-    place = target_like(slot, x)
-    if place is None or place.strides != x.strides or (place.data.ptr - x.data.ptr) % 16:
-        return arrays.empty(x, x.shape)
-    return place
+def outputs(q: Any, v: Any) -> tuple[Any, Any]:
+    """Return uninitialised arrays for the output, in the dtype of ``q``, and lse, float32."""
+    *lead, rows, heads, _ = q.shape
+    out = arrays.empty(q, (*q.shape[:-1], v.shape[-1]))
+    return out, arrays.empty(q, (*lead, heads, rows), np.float32)
 
 
-def tiles_refusal(q, cu_q, max_seqlen_q, max_seqlen_k):
-    """Return why there are too many tiles of 16 rows, the smallest, for one launch, or None."""
+def result(inputs: tuple, out: Any, lse: Any, needs: tuple) -> tuple:
+    """Return what every form's forward returns: the outputs, and what any gradient needs."""
+    return (out, lse), ((*inputs, out, lse) if any(needs) else None)
+
+
+# ---- refusals that forms share ------------------------------------------------------------------
+
+
+def tma_refusal(q: Any, k: Any, v: Any) -> str | None:
+    """Return why kernels that read q, k and v by TMA and multiply by wgmma cannot, or None."""
+    if reason := kernel_refusal(q, "q"):
+        return reason
+    if reason := hopper_refusal(q.device.id):
+        return reason
+    for x, name in ((q, "q"), (k, "k"), (v, "v")):
+        if reason := tensor_maps.refusal(x, name):
+            return reason
+    return None
+
+
+def tiles_refusal(q: Any, cu_q: Any, longest: int, rows: int) -> str | None:
+    """Return why tiles of ``rows`` of the ``longest`` length are too many for a launch, or None."""
     sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
-    tiles = (max(max_seqlen_q, max_seqlen_k) // 16 + 1) * q.shape[-2] * sequences
+    tiles = (longest // rows + 1) * q.shape[-2] * sequences
     if tiles > MAX_TILES:
         return f"{tiles} tiles, the kernel takes {MAX_TILES}; give the true max_seqlen_q"
     return None

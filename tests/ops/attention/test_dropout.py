@@ -6,6 +6,7 @@ from checks import dtype_of
 
 from gpuattn import Tensor, rng
 from gpuattn.arrays import to_cpu
+from gpuattn.errors import UnsupportedError
 from gpuattn.ops.attention.dropout import attention_keep_mask, round_bounds, words
 from gpuattn.ops.attention.flash_attention import IMPLS, flash_attention
 from gpuattn.rng import Key
@@ -156,7 +157,10 @@ def test_every_form_has_this_mask(gpu, impl, lengths, D, dtype):
     q, k = (xp.zeros_like(units(starts, 0)) for starts in (cu_q, cu_k))
     for first in range(0, max(max(n) for n in sequences), D):
         v = Tensor(units(cu_k, first), requires_grad=True)
-        out = flash_attention(q, k, v, **params)
+        try:
+            out = flash_attention(q, k, v, **params)
+        except UnsupportedError as error:
+            pytest.skip(str(error))
         out.backward(units(cu_q, first))
         weights, grads = (
             to_cpu(x).astype(np.float32).reshape(-1, H, D) for x in (out.data, v.grad)

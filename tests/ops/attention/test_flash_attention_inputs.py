@@ -355,14 +355,16 @@ def test_explain_tells_what_the_kernel_takes(gpu):
             assert names <= set(told.details) <= set(WORDS), impl
 
 
-def test_explain_tells_whose_gradient_follows(gpu):
+def test_explain_tells_which_gradient_follows(gpu):
     x = gpu.ones((1, 700, 1, 192), np.float16)
     told = explain(flash_attention, x, x, x, softcap=3)
     if told.chosen != "raw-hopper":
-        pytest.skip(f"{told.chosen} has a gradient of its own")
-    assert "raw-ampere's, because the head size is 192; above 128" in told.details["gradient"]
-    assert "\n              gradient: raw-ampere's" in str(told)
-    assert "gradient" not in explain(flash_attention, x, x, x).details
+        pytest.skip(f"{told.chosen} also computes this gradient")
+    assert told.gradient == "raw-ampere"
+    reason = dict(told.gradient_reasons)["raw-hopper"]
+    assert reason.startswith("the head size is 192; above 128 the kernel takes no bias")
+    assert "\nits gradient: raw-ampere\n" in str(told)
+    assert explain(flash_attention, x, x, x).gradient == "raw-hopper"
 
 
 def test_explain_on_the_gpu(gpu):

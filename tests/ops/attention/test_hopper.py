@@ -6,7 +6,7 @@ import compiled
 import numpy as np
 import pytest
 from attention_formula import assert_close, gradients
-from checks import sampled
+from checks import find, sampled
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import kernels
@@ -24,7 +24,10 @@ def constants(width, queries, *flags):
 
 def test_every_tile_in_use_is_compiled_in_the_tests():
     listed = kernels.variants(FILE)
-    edges = attention_hopper.SHORT, attention_hopper.SHORT_BANDED, attention_hopper.LONG
+    edges = (
+        attention_hopper.TALL_TILES, attention_hopper.TALL_TILES_BANDED,
+        attention_hopper.TALL_TILES_DROPOUT, attention_hopper.LONG_TILES,
+    )  # fmt: skip
     lengths = 1, *edges, *(edge + 1 for edge in edges)
     for width, queries in itertools.product(attention_hopper.WIDTHS, lengths):
         for flags in FLAGS:
@@ -101,6 +104,5 @@ def test_a_block_takes_all_tiles_of_a_head(gpu, causal):
     hopper(gpu)  # or skips
     heads = gpu.cuda.Device().attributes["MultiProcessorCount"]
     shape = {"queries": 450, "keys": 500, "heads": 2 * heads, "kv_heads": heads}
-    impls = {impl.name: impl for impl in IMPLS}
-    found = gradients(impls["raw-hopper"], gpu, **shape, causal=causal)
-    assert_close(found, gradients(impls["reference"], gpu, **shape, causal=causal))
+    found = gradients(find(IMPLS, "raw-hopper"), gpu, **shape, causal=causal)
+    assert_close(found, gradients(find(IMPLS, "reference"), gpu, **shape, causal=causal))
