@@ -80,6 +80,8 @@ def refuse(
 
 def refuse_backward(q: Any, *others: Any, **params: Any) -> str | None:
     """Return why the gradient does not run here, or None."""
+    if reason := kernel_refusal(q, "q"):
+        return reason
     if q.dtype == np.float32:
         return "q is float32; the kernel takes float16 or bfloat16, as only the forward uses TF32"
     return refuse(q, *others, **params)

@@ -1,4 +1,6 @@
-"""What ``flash_attention`` accepts: shapes, dtypes and numbers, checked before anything runs."""
+"""Checks of the arguments of ``flash_attention``: shapes, dtypes and numbers."""
+
+from typing import Any
 
 import numpy as np
 
@@ -10,8 +12,8 @@ from gpuattn.ops.arguments import integer
 NAME = "flash_attention"
 
 
-def window_sides(causal, window):
-    """Return (left, right), None for no limit."""
+def window_sides(causal: bool, window: Any) -> tuple[int | None, int | None]:
+    """Return the window as (left, right), None for no limit. Raises ValueError or TypeError."""
     accepted = "None, or widths >= 0 as w or (left, right)"
     sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
     if len(sides) != 2:
@@ -22,8 +24,14 @@ def window_sides(causal, window):
     return left, 0 if causal else right
 
 
-def check(given, max_seqlen_q, max_seqlen_k):
-    """Raise for arrays that do not fit together; return the longest lengths of queries and keys."""
+def check(
+    given: dict[str, Any], max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> tuple[int, int]:
+    """Return the longest lengths of queries and keys.
+
+    ``given``: arrays or None by their argument names. Raises ValueError for shapes that do not
+    match, TypeError for dtypes.
+    """
     check_together(NAME, **given)
     q, k, v, bias = (given[name] for name in ("q", "k", "v", "bias"))
     cu_q, cu_k = given["cu_seqlens_q"], given["cu_seqlens_k"]
@@ -92,9 +100,9 @@ def _check_extra(name, x, kinds, shapes):
 
 
 def _check_offsets(offsets, tokens, longest):
-    """Check cu_seqlens; return how many sequences there are and the longest lengths.
+    """Check cu_seqlens; return the number of sequences and the longest lengths.
 
-    The values are looked at on a GPU only in debug(), for reading them waits.
+    On a GPU the values are checked only in debug(), because reading them synchronizes.
     """
     if offsets[0] is None:
         accepted = "None, except with cu_seqlens_q"

@@ -10,7 +10,7 @@ from gpuattn import rng
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.cuda import kernels
 from gpuattn.cuda.gpu import gpu
-from gpuattn.cuda.kernels import kernel
+from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.cuda.tensor_maps import refusal, tensor_map
 from gpuattn.errors import SlowerRefusal
 from gpuattn.ops.attention.gradient import gradient_arrays, output_gradients
@@ -37,6 +37,8 @@ def _refuse(
     max_seqlen_k, **_,
 ):  # fmt: skip
     """Return why neither direction can run here, or None."""
+    if reason := kernel_refusal(q, "q"):
+        return reason
     if not max_seqlen_q == max_seqlen_k <= MAX_LENGTH:
         return (
             f"the longest lengths of queries and keys are {max_seqlen_q} and {max_seqlen_k}, the "

@@ -29,12 +29,12 @@ def refuse(
     max_seqlen_q: int, max_seqlen_k: int, **__: Any,
 ) -> str | None:  # fmt: skip
     """Return why neither direction runs here, or None."""
+    if reason := kernel_refusal(q, "q"):
+        return reason
     longest = max(max_seqlen_q, max_seqlen_k)
     if longest > MAX_LENGTH:
         hint = "" if cu_q is None else "; give the true max_seqlen_q"
         return f"the longest sequence is {longest}, the kernel takes at most {MAX_LENGTH}{hint}"
-    if reason := kernel_refusal(q, "q"):
-        return reason
     if q.dtype.itemsize != 2:
         return f"q is {q.dtype}, the kernel takes float16 or bfloat16"
     size = max(q.shape[-1], v.shape[-1])
