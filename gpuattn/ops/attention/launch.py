@@ -1,6 +1,9 @@
 """What the CUDA kernels of attention take: one struct, filled from the arguments of a call."""
 
-from typing import Any
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,7 +102,7 @@ class Launch:
 
 def drops(dropout_p: float) -> bool:
     """Return whether any weight is dropped: a ``dropout_p`` up to 2^-17 rounds to 0."""
-    return rng.threshold(dropout_p) < 65536
+    return dropout_p > 0 and rng.threshold(dropout_p) < 65536
 
 
 def outputs(q: Any, v: Any) -> tuple[Any, Any]:
@@ -123,8 +126,44 @@ def tma_refusal(q: Any, k: Any, v: Any) -> str | None:
         return reason
     if reason := hopper_refusal(q.device.id):
         return reason
-    for x, name in ((q, "q"), (k, "k"), (v, "v")):
-        if reason := tensor_maps.refusal(x, name):
+    return inputs_refusal(tensor_maps.refusal, q, k, v)
+
+
+class _Layout(NamedTuple):
+    """The attributes of an array that decide whether a kernel can read it."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ptr: int  # modulo 16
+
+    @property
+    def data(self) -> "_Layout":
+        return self
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def inputs_refusal(refusal: Callable, q: Any, k: Any, v: Any) -> str | None:
+    """Return the first sentence of ``refusal(x, name)`` of q, k and v, or None.
+
+    Cached, as several forms ask at each call: ``refusal`` may depend on dtype, shape, strides and
+    alignment to 16 bytes.
+    """
+    layouts = [(x.dtype, x.shape, x.strides, x.data.ptr % 16) for x in (q, k, v)]
+    return _inputs_refusal(refusal, *layouts)
+
+
+@functools.lru_cache(1024)
+def _inputs_refusal(refusal, *layouts):
+    for layout, name in zip(layouts, "qkv", strict=True):
+        if reason := refusal(_Layout(*layout), name):
             return reason
     return None
 

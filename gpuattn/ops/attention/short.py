@@ -14,7 +14,7 @@ from gpuattn.ops.attention.gradient import (
     output_gradients,
     sink_gradient,
 )
-from gpuattn.ops.attention.launch import Launch, outputs, result, tiles_refusal
+from gpuattn.ops.attention.launch import Launch, inputs_refusal, outputs, result, tiles_refusal
 
 MAX_LENGTH, MAX_HEAD_DIM = 256, 128
 MAX_FASTER_LENGTH = 64  # for longer sequences tiles of 64 queries and more were measured faster
@@ -42,9 +42,8 @@ def refuse(
         return f"the head size is {size}, the kernel takes at most {MAX_HEAD_DIM}"
     if q.size // q.shape[-1] * size >= MAX_REACH:
         return f"the output or q has {MAX_REACH} elements or more, the kernel takes fewer"
-    for x, name in ((q, "q"), (k, "k"), (v, "v")):
-        if reason := _layout_refusal(x, name):
-            return reason
+    if reason := inputs_refusal(_layout_refusal, q, k, v):
+        return reason
     if reason := tiles_refusal(q, cu_q, longest, TILE):
         return reason
     if longest > MAX_FASTER_LENGTH:
