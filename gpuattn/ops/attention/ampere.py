@@ -15,6 +15,7 @@ from gpuattn.ops.attention.gradient import (
     sink_gradient,
 )
 from gpuattn.ops.attention.launch import Launch, outputs, result, tiles_refusal
+from gpuattn.typing import Array
 
 MAX_HEAD_DIM, MAX_TF32_HEAD_DIM = 256, 128
 WIDTHS = (32, 64, 96, 128, 256)  # what HEAD_DIM of the forward is rounded up to
@@ -60,8 +61,8 @@ BACKWARD_THREADS = 256
 
 
 def refuse(
-    q: Any, k: Any, v: Any, bias: Any, key_lengths: Any, cu_q: Any, *_: Any, max_seqlen_q: int,
-    max_seqlen_k: int, tf32: bool = False, **__: Any,
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, *_: Any,
+    max_seqlen_q: int, max_seqlen_k: int, tf32: bool = False, **__: Any,
 ) -> str | None:  # fmt: skip
     """Return why the forward does not run here, or None."""
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
@@ -78,7 +79,7 @@ def refuse(
     return tiles_refusal(q, cu_q, max(max_seqlen_q, max_seqlen_k), 16)
 
 
-def refuse_backward(q: Any, *others: Any, **params: Any) -> str | None:
+def refuse_backward(q: Array, *others: Any, **params: Any) -> str | None:
     """Return why the gradient does not run here, or None."""
     if reason := kernel_refusal(q, "q"):
         return reason
@@ -121,7 +122,7 @@ def _plan(launch, q, v):
     return run, (grid, (FORWARD_THREADS,), size), tile
 
 
-def forward(q: Any, k: Any, v: Any, *extras: Any, needs: tuple, **params: Any) -> tuple:
+def forward(q: Array, k: Array, v: Array, *extras: Any, needs: tuple, **params: Any) -> tuple:
     """Return (out, lse) and what the gradient needs."""
     out, lse = outputs(q, v)
     launch = Launch(q, k, v, *extras, **params, out=out)
@@ -130,7 +131,7 @@ def forward(q: Any, k: Any, v: Any, *extras: Any, needs: tuple, **params: Any) -
     return result((q, k, v, *extras), out, lse, needs)
 
 
-def describe(q: Any, k: Any, v: Any, *extras: Any, **params: Any) -> dict[str, Any]:
+def describe(q: Array, k: Array, v: Array, *extras: Any, **params: Any) -> dict[str, Any]:
     """Return what the forward uses of the GPU: see ``impls.WORDS``."""
     run, shape, tile = _plan(Launch(q, k, v, *extras, **params, tables=False), q, v)
     return {"tile": tile, **run.resources(*shape)}

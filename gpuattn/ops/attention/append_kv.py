@@ -15,14 +15,15 @@ from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import take_arrays
 from gpuattn.ops.attention.decode_attention import check_cache
+from gpuattn.typing import Array
 
 NAME = "append_kv"
 
 
 @op
 def append_kv(
-    k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, *, page_table: Any = None,
-    impl: str | None = None,
+    k_cache: Array, v_cache: Array, k: Array, v: Array, lengths: Array, *,
+    page_table: Array | None = None, impl: str | None = None,
 ) -> Any:  # fmt: skip
     """Write the keys and values of T new tokens after those in the cache. Returns None.
 

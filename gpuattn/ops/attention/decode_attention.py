@@ -24,6 +24,7 @@ from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_flags, integer, number, take_arrays
 from gpuattn.ops.attention import decode_reference
 from gpuattn.ops.attention.launch import UNLIMITED
+from gpuattn.typing import Array
 
 NAME = "decode_attention"
 MAX_QUERIES = 16
@@ -55,10 +56,11 @@ PROBLEM = np.dtype(
 
 @op
 def decode_attention(
-    q: Any, k_cache: Any, v_cache: Any, lengths: Any, *, scale: float | None = None,
-    window: int | None = None, softcap: float | None = None, alibi_slopes: Any = None,
-    sink: Any = None, page_table: Any = None, slots: Any = None, splits: int | None = None,
-    batch_invariant: bool = False, return_lse: bool = False, impl: str | None = None,
+    q: Array, k_cache: Array, v_cache: Array, lengths: Array, *, scale: float | None = None,
+    window: int | None = None, softcap: float | None = None, alibi_slopes: Array | None = None,
+    sink: Array | None = None, page_table: Array | None = None, slots: Array | None = None,
+    splits: int | None = None, batch_invariant: bool = False, return_lse: bool = False,
+    impl: str | None = None,
 ) -> Any:  # fmt: skip
     """Return the output (B, T, H, Dv) in the dtype of ``q``; with ``return_lse``, (out, lse).
 
@@ -114,7 +116,7 @@ def decode_attention(
 
 
 def check_cache(
-    function: str, k_cache: Any, v_cache: Any, lengths: Any, page_table: Any
+    function: str, k_cache: Array, v_cache: Array, lengths: Array, page_table: Array | None
 ) -> tuple[int, int, int]:
     """Raise for arrays of a cache that do not match; return (sequences, most keys, KV heads)."""
     form = "(pages, page, Hk, D)" if page_table is not None else "(N, S, Hk, D)"
@@ -141,7 +143,7 @@ def check_cache(
     return sequences, room, kv_heads
 
 
-def check_integers(function: str, name: str, x: Any, dtype: Any) -> None:
+def check_integers(function: str, name: str, x: Array, dtype: Any) -> None:
     """Raise TypeError unless ``x``, the argument ``name``, has this integer dtype."""
     if x.dtype != dtype:
         raise TypeError(problem(function, f"{name}.dtype", x.dtype, np.dtype(dtype).name))

@@ -1,16 +1,15 @@
 """The reference of ``decode_attention``: gather the keys, then softmax(q k^T) v."""
 
-from typing import Any
-
 import numpy as np
 
 from gpuattn.arrays import checked_index, get_xp, wide
+from gpuattn.typing import Array
 
 
 def forward(
-    q: Any, k: Any, v: Any, lengths: Any, page_table: Any, slots: Any, slopes: Any, sink: Any, *,
-    needs: tuple, scale: float, window: int | None, softcap: float | None, splits: int | None,
-    batch_invariant: bool,
+    q: Array, k: Array, v: Array, lengths: Array, page_table: Array | None, slots: Array | None,
+    slopes: Array | None, sink: Array | None, *, needs: tuple, scale: float, window: int | None,
+    softcap: float | None, splits: int | None, batch_invariant: bool,
 ) -> tuple:  # fmt: skip
     """Return (out, lse) and None; see ``decode_attention``. ``splits`` has no effect here."""
     xp, dtype, (B, T, H, D) = get_xp(q), wide(q.dtype), q.shape

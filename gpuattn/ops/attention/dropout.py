@@ -28,6 +28,7 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.cuda.kernels import kernel
 from gpuattn.rng import device_arguments, philox, threshold
+from gpuattn.typing import Array, Xp
 
 TILE = 16  # queries or keys of a table row
 QUERY_DRAWS, KEY_DRAWS = 33, 16  # draws of four words for a row; the last of a query row: bounds
@@ -35,7 +36,7 @@ PADDING = 16  # rows after the last one: kernels read whole tiles
 QUERIES, KEYS = 0, 1  # the table that words belong to
 
 
-def attention_keep_mask(xp: Any, shape: tuple[int, int, int, int], p: float, key: Any) -> Any:
+def attention_keep_mask(xp: Xp, shape: tuple[int, int, int, int], p: float, key: Any) -> Array:
     """Return the dropout mask of attention as a boolean (B, H, T, S) array: True where kept.
 
     ``xp``: numpy or cupy. ``p``: the probability of being dropped. ``key``: a ``rng.Key``. The bit
@@ -46,7 +47,7 @@ def attention_keep_mask(xp: Any, shape: tuple[int, int, int, int], p: float, key
     return keep_block(xp, heads, slice(0, T), slice(0, S), p, key).reshape(shape)
 
 
-def keep_block(xp: Any, heads: Any, rows: slice, cols: slice, p: float, key: Any) -> Any:
+def keep_block(xp: Xp, heads: Array, rows: slice, cols: slice, p: float, key: Any) -> Array:
     """Return the mask (heads, rows, cols) for the given numbers b * H + h (uint64)."""
     top, left = rows.start // TILE, cols.start // TILE
     i = xp.arange(top, -(-rows.stop // TILE), dtype=np.uint64)
@@ -65,7 +66,7 @@ def keep_block(xp: Any, heads: Any, rows: slice, cols: slice, p: float, key: Any
     ]
 
 
-def words(xp: Any, heads: Any, i: Any, j: Any, key: Any) -> tuple[Any, Any]:
+def words(xp: Xp, heads: Array, i: Array, j: Array, key: Any) -> tuple[Array, Array]:
     """Return the words of blocks i of queries and j of keys, and the random numbers of the bounds.
 
     The words are uint32 (heads, i, j, q % 8, k % 8). The numbers are of the blocks i, in the low 16
@@ -82,7 +83,7 @@ def words(xp: Any, heads: Any, i: Any, j: Any, key: Any) -> tuple[Any, Any]:
     return y, odd.sum(2, dtype=np.uint32)
 
 
-def round_bounds(xp: Any, points: Any, p: float) -> Any:
+def round_bounds(xp: Xp, points: Array, p: float) -> Array:
     """Return bounds as four bytes of a uint32, rounded by the random numbers ``points``."""
     whole, rest = divmod(threshold(p), 512)
     packed = xp.zeros(points.shape, np.uint32)
@@ -110,8 +111,8 @@ class Tables:
     """
 
     def __init__(
-        self, like: Any, p: float, key: Any, *, heads: int, sequences: int, queries: int,
-        keys: int, tokens: tuple[int, int], cu_q: Any, cu_k: Any,
+        self, like: Array, p: float, key: Any, *, heads: int, sequences: int, queries: int,
+        keys: int, tokens: tuple[int, int], cu_q: Array | None, cu_k: Array | None,
     ) -> None:  # fmt: skip
         self.rows = tuple(count // TILE + sequences + PADDING for count in tokens)
         of_queries, of_keys = heads * self.rows[0] * QUERY_DRAWS, heads * self.rows[1] * KEY_DRAWS

@@ -33,18 +33,20 @@ from gpuattn.ops.attention import (
     short,
     simt,
 )
+from gpuattn.typing import Array
 
 NAME = "flash_attention"
 
 
 @op
 def flash_attention(
-    q: Any, k: Any, v: Any, *, causal: bool = False, align: str = "bottom_right",
+    q: Array, k: Array, v: Array, *, causal: bool = False, align: str = "bottom_right",
     window: int | tuple[int | None, int | None] | None = None, scale: float | None = None,
-    bias: Any = None, key_lengths: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, alibi_slopes: Any = None,
-    softcap: float | None = None, sink: Any = None, dropout_p: float = 0.0, seed: Any = None,
-    return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
+    bias: Array | None = None, key_lengths: Array | None = None, cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, alibi_slopes: Array | None = None,
+    softcap: float | None = None, sink: Array | None = None, dropout_p: float = 0.0,
+    seed: Any = None, return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
     impl: str | None = None,
 ) -> Any:  # fmt: skip
     """Return the output (B, T, H, Dv) in the dtype of ``q``; with ``return_lse``, (out, lse).

@@ -11,6 +11,7 @@ import numpy as np
 
 from gpuattn.arrays import get_xp, wide
 from gpuattn.ops.attention.dropout import TILE, keep_block
+from gpuattn.typing import Array, Xp
 
 BLOCK = 128  # keys at a time
 GRID_SIZE = 1 << 17  # elements of q in a grid on NumPy: larger ones do not fit in the cache
@@ -21,7 +22,7 @@ INF = float("inf")
 class Grid:
     """N sequences in one dense batch: which keys a query sees, and what is added to its logits."""
 
-    xp: Any
+    xp: Xp
     T: int
     S: int
     groups: int  # query heads per KV head
@@ -29,9 +30,9 @@ class Grid:
     offset: Any  # the key that query 0 is aligned with: an int or (N, 1, 1, 1, 1)
     reach: Any  # (least, greatest) offset where known without synchronizing, else None
     keys: Any  # the number of keys: None for all S, or (N, 1, 1, 1, 1)
-    bias: Any  # added, broadcasts to the logits, or None
-    mask: Any  # True where a key is seen, broadcasts to the logits, or None
-    slopes: Any  # ALiBi, broadcasts to the logits, or None
+    bias: Array | None  # added, broadcasts to the logits
+    mask: Array | None  # True where a key is seen, broadcasts to the logits
+    slopes: Array | None  # ALiBi, broadcasts to the logits
     window: tuple
     softcap: float | None
     dropout_p: float

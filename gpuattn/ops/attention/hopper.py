@@ -21,6 +21,7 @@ from gpuattn.ops.attention.launch import (
     tiles_refusal,
     tma_refusal,
 )
+from gpuattn.typing import Array
 
 MAX_HEAD_DIM = 256
 WIDTHS = (64, 96, 128, 192, 256)  # what both head sizes are rounded up to
@@ -34,8 +35,8 @@ BIAS_ROW_STEP = 16  # rows of a copied bias have a multiple of so many elements
 
 
 def refuse(
-    q: Any, k: Any, v: Any, bias: Any, key_lengths: Any, cu_q: Any, *_: Any, max_seqlen_q: int,
-    **__: Any,
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, *_: Any,
+    max_seqlen_q: int, **__: Any,
 ) -> str | None:  # fmt: skip
     """Return why the forward does not run here, or None."""
     if reason := tma_refusal(q, k, v):
@@ -177,7 +178,7 @@ def _with_whole_rows(bias, keys):
     return copy
 
 
-def forward(q: Any, k: Any, v: Any, *extras: Any, needs: tuple, **params: Any) -> tuple:
+def forward(q: Array, k: Array, v: Array, *extras: Any, needs: tuple, **params: Any) -> tuple:
     """Return (out, lse) and what the gradient needs."""
     out, lse = outputs(q, v)
     found = result((q, k, v, *extras), out, lse, needs)
@@ -197,7 +198,7 @@ def forward(q: Any, k: Any, v: Any, *extras: Any, needs: tuple, **params: Any) -
     return found
 
 
-def describe(q: Any, k: Any, v: Any, *extras: Any, **params: Any) -> dict[str, Any]:
+def describe(q: Array, k: Array, v: Array, *extras: Any, **params: Any) -> dict[str, Any]:
     """Return what the forward uses of the GPU: see ``impls.WORDS``."""
     launch = Launch(q, k, v, *extras, **params, tables=False)
     return _Plan(launch, q, extras[0]).describe(q.device.id)

@@ -24,6 +24,7 @@ from gpuattn.ops.attention.gradient import (
     sink_gradient,
 )
 from gpuattn.ops.attention.launch import UNLIMITED, Launch, drops
+from gpuattn.typing import Array
 
 NAME, FILE = "flash_attention_backward", "flash_attention_backward_hopper.cu"
 WIDE_FILE = "flash_attention_backward_hopper_wide.cu"  # head sizes above 128
@@ -39,7 +40,7 @@ MAX_COPY_BYTES = 1 << 30  # of a copied bias, where its gradient does not need a
 
 
 def refuse(
-    q: Any, k: Any, v: Any, bias: Any, key_lengths: Any, cu_q: Any, cu_k: Any, slopes: Any,
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, cu_k: Any, slopes: Any,
     sink: Any, *, needs: tuple, softcap: float | None, dropout_p: float, deterministic: bool,
     **params: Any,
 ) -> str | None:  # fmt: skip
@@ -79,7 +80,7 @@ def main_kernel(
 
 
 def tiles_in_turn(
-    q: Any, k: Any, v: Any, bias: Any, key_lengths: Any, cu_q: Any, cu_k: Any, slopes: Any,
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, cu_k: Any, slopes: Any,
     sink: Any, *, window: tuple, scale: float, softcap: float | None, dropout_p: float,
     max_seqlen_q: int, max_seqlen_k: int, deterministic: bool, **_: Any,
 ) -> int:  # fmt: skip
@@ -103,7 +104,7 @@ def tiles_in_turn(
 
 
 def compile_backward(
-    q: Any, k: Any, v: Any, bias: Any, *others: Any, needs: tuple, **params: Any
+    q: Array, k: Array, v: Array, bias: Any, *others: Any, needs: tuple, **params: Any
 ) -> None:
     """Start to compile the main kernel, which takes longer than the forward's.
 

@@ -15,6 +15,7 @@ from gpuattn.cuda.tensor_maps import refusal, tensor_map
 from gpuattn.errors import SlowerRefusal
 from gpuattn.ops.attention.gradient import gradient_arrays, output_gradients
 from gpuattn.ops.attention.launch import Launch, drops, outputs, result, tma_refusal
+from gpuattn.typing import Array
 
 FORWARD_FILE = "flash_attention_forward_hopper_head.cu"
 BACKWARD_FILE = "flash_attention_backward_hopper_head.cu"
@@ -140,8 +141,9 @@ def _forward_kernel(launch, q):
 
 
 def forward(
-    q: Any, k: Any, v: Any, *extras: Any, needs: tuple, key: Any, dropout_p: float, **params: Any
-) -> tuple:
+    q: Array, k: Array, v: Array, *extras: Any, needs: tuple, key: Any, dropout_p: float,
+    **params: Any,
+) -> tuple:  # fmt: skip
     """Return (out, lse) and what the gradient needs."""
     out, lse = outputs(q, v)
     launch = Launch(q, k, v, *extras, **params, key=key, dropout_p=dropout_p, out=out, tables=False)
@@ -152,7 +154,7 @@ def forward(
     return result((q, k, v, *extras), out, lse, needs)
 
 
-def describe(q: Any, *others: Any, **params: Any) -> dict[str, Any]:
+def describe(q: Array, *others: Any, **params: Any) -> dict[str, Any]:
     """Return what the forward uses of the GPU: see ``impls.WORDS``."""
     launch = Launch(q, *others, **params, tables=False)
     run, *shape = _forward_kernel(launch, q)
@@ -164,7 +166,7 @@ def describe(q: Any, *others: Any, **params: Any) -> dict[str, Any]:
     return found | {"tiles": tiles, "waves": waves, "limit": limit}
 
 
-def compile_backward(q: Any, *_: Any, dropout_p: float, **__: Any) -> None:
+def compile_backward(q: Array, *_: Any, dropout_p: float, **__: Any) -> None:
     """Start to compile the kernel of the gradient."""
     _compile_backward(q.device.id, q.dtype, drops(dropout_p))
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from gpuattn.cuda import tensor_maps
 from gpuattn.cuda.gpu import hopper_refusal
 from gpuattn.cuda.kernels import kernel_refusal
 from gpuattn.ops.attention.dropout import Tables
+from gpuattn.typing import Array
 
 STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias")
 POINTERS = (
@@ -105,14 +106,14 @@ def drops(dropout_p: float) -> bool:
     return dropout_p > 0 and rng.threshold(dropout_p) < 65536
 
 
-def outputs(q: Any, v: Any) -> tuple[Any, Any]:
+def outputs(q: Array, v: Array) -> tuple[Array, Array]:
     """Return uninitialised arrays for the output, in the dtype of ``q``, and lse, float32."""
     *lead, rows, heads, _ = q.shape
     out = arrays.empty(q, (*q.shape[:-1], v.shape[-1]))
     return out, arrays.empty(q, (*lead, heads, rows), np.float32)
 
 
-def result(inputs: tuple, out: Any, lse: Any, needs: tuple) -> tuple:
+def result(inputs: tuple, out: Array, lse: Array, needs: tuple) -> tuple:
     """Return what every form's forward returns: the outputs, and what any gradient needs."""
     return (out, lse), ((*inputs, out, lse) if any(needs) else None)
 
@@ -120,7 +121,7 @@ def result(inputs: tuple, out: Any, lse: Any, needs: tuple) -> tuple:
 # ---- refusals that forms share ------------------------------------------------------------------
 
 
-def tma_refusal(q: Any, k: Any, v: Any) -> str | None:
+def tma_refusal(q: Array, k: Array, v: Array) -> str | None:
     """Return why kernels that read q, k and v by TMA and multiply by wgmma cannot, or None."""
     if reason := kernel_refusal(q, "q"):
         return reason
@@ -150,7 +151,7 @@ class _Layout(NamedTuple):
         return math.prod(self.shape)
 
 
-def inputs_refusal(refusal: Callable, q: Any, k: Any, v: Any) -> str | None:
+def inputs_refusal(refusal: Callable, q: Array, k: Array, v: Array) -> str | None:
     """Return the first sentence of ``refusal(x, name)`` of q, k and v, or None.
 
     Cached, as several forms ask at each call: ``refusal`` may depend on dtype, shape, strides and
@@ -168,7 +169,7 @@ def _inputs_refusal(refusal, *layouts):
     return None
 
 
-def tiles_refusal(q: Any, cu_q: Any, longest: int, rows: int) -> str | None:
+def tiles_refusal(q: Array, cu_q: Array | None, longest: int, rows: int) -> str | None:
     """Return why tiles of ``rows`` of the ``longest`` length are too many for a launch, or None."""
     sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
     tiles = (longest // rows + 1) * q.shape[-2] * sequences

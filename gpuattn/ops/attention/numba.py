@@ -8,12 +8,13 @@ from gpuattn import arrays
 from gpuattn.arrays import get_xp
 from gpuattn.numbakernels import device
 from gpuattn.ops.attention.launch import UNLIMITED, result
+from gpuattn.typing import Array
 
 MAX_HEAD_DIM = 128
 
 
 def refuse(
-    q: Any, k: Any, v: Any, bias: Any, key_lengths: Any, cu_q: Any, cu_k: Any, slopes: Any,
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, cu_k: Any, slopes: Any,
     sink: Any, *, window: tuple, softcap: float | None, dropout_p: float, **_: Any,
 ) -> str | None:  # fmt: skip
     """Return why neither direction runs here, or None."""
@@ -52,8 +53,8 @@ def _arguments(q, k, v, key_lengths, scale, window, align):
 
 
 def forward(
-    q: Any, k: Any, v: Any, *extras: Any, needs: tuple, scale: float, window: tuple, align: str,
-    **_: Any,
+    q: Array, k: Array, v: Array, *extras: Any, needs: tuple, scale: float, window: tuple,
+    align: str, **_: Any,
 ) -> tuple:  # fmt: skip
     """Return (out, lse) and what the gradient needs."""
     (run, *_), (grid, _), block, lengths, numbers = _arguments(

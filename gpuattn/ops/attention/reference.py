@@ -12,6 +12,7 @@ from gpuattn.arrays import empty, for_each, get_xp, wide, zeros
 from gpuattn.autodiff.gradient_layout import target_like
 from gpuattn.ops.attention.gradient import finite_lse, sink_gradient, sum_to
 from gpuattn.ops.attention.grids import BLOCK, INF, by_heads, column, layouts, make_grid, part
+from gpuattn.typing import Array
 
 MAX_SINGLE_THREADED = 1 << 18  # multiply-adds of a product that OpenBLAS computes in one thread
 
@@ -137,7 +138,7 @@ def _sink(sink, grid, dtype):
 
 
 def forward(
-    q: Any, k: Any, v: Any, *extras: Any, needs: tuple, scale: float, max_seqlen_q: int,
+    q: Array, k: Array, v: Array, *extras: Any, needs: tuple, scale: float, max_seqlen_q: int,
     max_seqlen_k: int, deterministic: bool, **params: Any,
 ) -> tuple:  # fmt: skip
     """Return (out, lse) and what the gradient needs; see ``flash_attention``."""

@@ -7,6 +7,7 @@ from gpuattn.errors import problem
 from gpuattn.impls import OPS
 from gpuattn.ops.arguments import check_flags, number, take_arrays
 from gpuattn.ops.attention.flash_attention import IMPLS, flash_attention
+from gpuattn.typing import Array
 
 NAME = "scaled_dot_product_attention"
 OPS[NAME] = IMPLS  # for use_impl
@@ -14,7 +15,7 @@ OPS[NAME] = IMPLS  # for use_impl
 
 @op
 def scaled_dot_product_attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    query: Array, key: Array, value: Array, attn_mask: Array | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Return softmax(scale * query key^T + attn_mask) value as (B, H, T, Dv), without copies.

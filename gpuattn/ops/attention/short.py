@@ -15,6 +15,7 @@ from gpuattn.ops.attention.gradient import (
     sink_gradient,
 )
 from gpuattn.ops.attention.launch import Launch, inputs_refusal, outputs, result, tiles_refusal
+from gpuattn.typing import Array
 
 MAX_LENGTH, MAX_HEAD_DIM = 256, 128
 MAX_FASTER_LENGTH = 64  # for longer sequences tiles of 64 queries and more were measured faster
@@ -25,7 +26,7 @@ BLOCK = (32 * WARPS,)
 
 
 def refuse(
-    q: Any, k: Any, v: Any, bias: Any, key_lengths: Any, cu_q: Any, *_: Any,
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, *_: Any,
     max_seqlen_q: int, max_seqlen_k: int, **__: Any,
 ) -> str | None:  # fmt: skip
     """Return why neither direction runs here, or None."""
@@ -91,14 +92,14 @@ def _run(part, launch, q, v, lengths, heads, *args):
     run(grid, BLOCK, launch.problem, *args, items, tiles)
 
 
-def describe(q: Any, k: Any, v: Any, *extras: Any, **params: Any) -> dict[str, Any]:
+def describe(q: Array, k: Array, v: Array, *extras: Any, **params: Any) -> dict[str, Any]:
     """Return what the forward uses of the GPU: see ``impls.WORDS``."""
     launch, rows = Launch(q, k, v, *extras, **params, tables=False), q.shape[-3]
     run, grid, *_ = _plan("forward", launch, q, v, [(rows, launch.queries)], launch.heads)
     return {"tile": (TILE, TILE), **run.resources(grid, BLOCK)}
 
 
-def forward(q: Any, k: Any, v: Any, *extras: Any, needs: tuple, **params: Any) -> tuple:
+def forward(q: Array, k: Array, v: Array, *extras: Any, needs: tuple, **params: Any) -> tuple:
     """Return (out, lse) and what the gradient needs."""
     out, lse = outputs(q, v)
     launch, rows = Launch(q, k, v, *extras, **params, out=out), q.shape[-3]

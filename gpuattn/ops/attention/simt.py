@@ -14,6 +14,7 @@ from gpuattn.ops.attention.gradient import (
     sink_gradient,
 )
 from gpuattn.ops.attention.launch import Launch, outputs, result, tiles_refusal
+from gpuattn.typing import Array
 
 MAX_HEAD_DIM = 256
 WIDTHS = (32, 64, 128, 256)  # what HEAD_DIM is rounded up to
@@ -21,8 +22,8 @@ THREADS = 128
 
 
 def refuse(
-    q: Any, k: Any, v: Any, bias: Any, key_lengths: Any, cu_q: Any, *_: Any, max_seqlen_q: int,
-    max_seqlen_k: int, **__: Any,
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, *_: Any,
+    max_seqlen_q: int, max_seqlen_k: int, **__: Any,
 ) -> str | None:  # fmt: skip
     """Return why neither direction runs here, or None."""
     if reason := kernel_refusal(q, "q"):
@@ -76,7 +77,7 @@ class _Tiles:
         self.kernel(part)(grid, block, self.launch.problem, *args, shared_bytes=size)
 
 
-def forward(q: Any, k: Any, v: Any, *extras: Any, needs: tuple, **params: Any) -> tuple:
+def forward(q: Array, k: Array, v: Array, *extras: Any, needs: tuple, **params: Any) -> tuple:
     """Return (out, lse) and what the gradient needs."""
     out, lse = outputs(q, v)
     launch = Launch(q, k, v, *extras, **params, out=out)
@@ -84,7 +85,7 @@ def forward(q: Any, k: Any, v: Any, *extras: Any, needs: tuple, **params: Any) -
     return result((q, k, v, *extras), out, lse, needs)
 
 
-def describe(q: Any, k: Any, v: Any, *extras: Any, **params: Any) -> dict[str, Any]:
+def describe(q: Array, k: Array, v: Array, *extras: Any, **params: Any) -> dict[str, Any]:
     """Return what the forward uses of the GPU: see ``impls.WORDS``."""
     launch = Launch(q, k, v, *extras, **params, tables=False)
     tiles = _Tiles(launch, q, v)

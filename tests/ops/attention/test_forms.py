@@ -277,3 +277,9 @@ def test_the_gradient_is_compiled_beside_the_forward(p, ahead):
             assert any(launch.file.startswith(file[:-3]) for launch in launches), (names, launches)
     launched = {(launch.file, tuple(sorted(launch.constants))) for launch in noted[forward:]}
     assert set(asked) <= launched
+
+
+def test_explain_tells_the_same_reasons_once():
+    x = np.ones((1, 2, 1, 8), np.float32)
+    told = str(explain(flash_attention, x, x, x))
+    assert told.endswith("  reference        runs\nits gradient: reference, for the same reasons")
