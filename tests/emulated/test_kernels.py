@@ -67,7 +67,7 @@ def test_attention(number):
 
 @pytest.mark.exhaustive
 def test_attention_in_one_step():
-    """One tile with dropout for a block: what a second step would bring is not there."""
+    """One tile with dropout for a block: there is no second step to load for."""
     check(1173, emulator.Machine(seed=1, multiprocessors=32))
 
 
@@ -86,6 +86,15 @@ def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal):
     found = gradients(Impl("emulated", machine.forward, machine.backward), np, **shape)
     assert chains[-1] == 3
     reference = next(impl for impl in IMPLS if impl.name == "reference")
+    assert_close(found, gradients(reference, np, **shape))
+
+
+def test_a_gradient_follows_the_forward_of_another_form():
+    """All forms save the same arrays, whatever their strides."""
+    machine = emulator.Machine(seed=1)
+    reference = next(impl for impl in IMPLS if impl.name == "reference")
+    shape = {"queries": 70, "keys": 130, "heads": 2, "kv_heads": 1, "causal": False}
+    found = gradients(Impl("mixed", reference.forward, machine.backward), np, **shape)
     assert_close(found, gradients(reference, np, **shape))
 
 
@@ -128,7 +137,7 @@ def check(number, machine):
 @pytest.mark.parametrize("seen", ["all", "half", "one"])
 @pytest.mark.parametrize("head_dim", sampled([64, 128], 1))
 def test_huge_logits(head_dim, seen):
-    """The largest logits are equal and their exponents rounded: the weights are, all the same."""
+    """The largest logits are equal and their exponents are rounded: the weights must be equal."""
     rng, huge = np.random.default_rng(head_dim), np.float16(65504)
     v = rng.standard_normal((1, 200, 1, head_dim)).astype(np.float16)
     q, k = np.full((1, 70, 1, head_dim), huge), np.full_like(v, huge)
@@ -191,5 +200,5 @@ def test_mistakes_show(mistake):
     assert found, MISTAKES[mistake]
 
 
-def test_a_wait_without_end_names_who_waits():
+def test_an_endless_wait_names_the_waiting_warp():
     assert "block 0 warp 3 waits: named barrier and threads (1, 160), 32 lanes" in product(10, 1)

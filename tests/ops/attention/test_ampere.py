@@ -1,4 +1,4 @@
-"""The tiles of the gradient by mma.sync: they fit, and Python counts their bytes as CUDA does."""
+"""The tiles of raw-ampere's gradient fit, and Python counts their bytes as CUDA does."""
 
 import compiled
 import numpy as np

@@ -1,4 +1,4 @@
-"""How long the first call takes: to compile, and in later processes to load what was compiled."""
+"""The time of the first call: to compile, and in later processes to load the cached code."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ reason = impl.refuse(*inputs, needs=needs, **params)
 if reason:
     sys.exit(json.dumps({"refused": reason}))
 rule = choose_backward(IMPLS, impl, inputs, name, needs=needs, **params)
-cupy.cuda.Device().synchronize()  # the context stands
+cupy.cuda.Device().synchronize()  # the context exists
 
 def seconds(function, *args, **kwargs):
     begin = time.perf_counter()

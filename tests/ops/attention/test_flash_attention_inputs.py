@@ -48,8 +48,8 @@ def test_awkward_views_of_small_problems(layout):
 
 @pytest.mark.parametrize("layout", AWKWARD)
 def test_awkward_views_on_the_gpu(gpu, layout):
-    """Columns from the second on, every other column, backwards, two bytes off: somebody takes it,
-    and whoever takes it answers rightly."""
+    """Columns from the second on, every other column, backwards, two bytes off: a form of CUDA
+    takes it, and each form that takes it is right."""
     for number in range(8):
         problem = Problem(number, gpu, layout=layout)
         takers = [impl for impl in IMPLS if refusal(problem, impl) is None and impl.name != "numba"]
@@ -61,7 +61,7 @@ def test_awkward_views_on_the_gpu(gpu, layout):
 @pytest.mark.parametrize("impl", RAW)
 @pytest.mark.parametrize("large", ["queries", "batch", "keys"])
 def test_more_than_two_to_the_31_elements(gpu, impl, large):
-    """The last rows of arrays whose indices do not fit 32 bits are those of the rows alone."""
+    """The last rows of arrays whose indices exceed 32 bits are as if those rows were alone."""
     free, _ = gpu.cuda.runtime.memGetInfo()
     if free < 40 << 30:
         pytest.skip(f"{free >> 30} GiB of GPU memory are free, the test takes 40")

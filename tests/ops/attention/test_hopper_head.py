@@ -1,4 +1,4 @@
-"""Causal self-attention by whole heads: what cases for every implementation do not see."""
+"""raw-hopper-head: what the tests that every implementation must pass do not cover."""
 
 import emulator
 import numpy as np
@@ -76,7 +76,7 @@ def case(gpu, **changes):
     "T, left, p", [(256, None, 0.2), (256, 100, 0), (200, None, 0), (128, 40, 0.2)]
 )
 def test_gradients_of_several_heads_of_each_block(gpu, T, left, p):
-    """Against the form by tiles, and the same bits again."""
+    """Compared with raw-hopper; the bits are the same when repeated."""
     key = rng.Key(3, 1, 2) if p else None
     case(gpu)  # or skips
     inputs, params = arguments(gpu, B=64, T=T, S=T, window=(left, 0), dropout_p=p, key=key)
@@ -101,7 +101,7 @@ def test_gradients_of_several_heads_of_each_block(gpu, T, left, p):
     "T, p, growth", [(256, 0.2, 1), (256, 0, 300), (150, 0.2, 300), (97, 0, 1)]
 )
 def test_several_heads_of_each_block(gpu, T, p, growth):
-    """Against the form by tiles; the same bits again, and beside fewer heads."""
+    """Compared with raw-hopper; the bits are the same when repeated, and in a smaller batch."""
     key = rng.Key(3, 1, 2) if p else None
     inputs, params = case(gpu, B=50, T=T, growth=growth, dropout_p=p, key=key)
 

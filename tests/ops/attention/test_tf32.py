@@ -1,4 +1,4 @@
-"""Attention of float32 arrays on tensor cores, which round them to TF32: only where asked for."""
+"""Attention of float32 arrays on tensor cores, which round them to TF32: only with tf32=True."""
 
 import compiled
 import numpy as np
