@@ -292,7 +292,9 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.chosen or 'no implementation accepts these arguments'}"]
         lines += _table(self.chosen, self.reasons, self.details)
-        if self.gradient_reasons is not None:
+        if self.gradient_reasons == self.reasons:
+            lines.append(f"its gradient: {self.gradient}, for the same reasons")
+        elif self.gradient_reasons is not None:
             lines.append(f"its gradient: {self.gradient}")
             lines += _table(self.gradient, self.gradient_reasons, None)
         return "\n".join(lines)

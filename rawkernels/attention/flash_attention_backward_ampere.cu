@@ -11,7 +11,7 @@
 // Constants: scalar = f16; HEAD_DIM = 256; OWN = 64; STEP = 64; STAGES = 2
 // Constants: scalar = bf16; HEAD_DIM = 128, 256; OWN = 64; STEP = 64; STAGES = 1
 // Constants: scalar = bf16; HEAD_DIM = 256; OWN = 32; STEP = 32; STAGES = 1
-//   (both head sizes rounded up; gpuattn/ops/attention/ampere_backward.py: TILES)
+//   (both head sizes rounded up; gpuattn/ops/attention/ampere.py: TILES)
 // Launch:    grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (256,), shared = DKV_BYTES
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "attention/common/attention_backward_mma.cuh"

@@ -10,7 +10,7 @@
 // Constants: scalar = f16; HEAD_DIM = 256; OWN = 64; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = true
 // Constants: scalar = bf16; HEAD_DIM = 128; OWN = 64; STEP = 64; WARPS = 8; STAGES = 1; DS_TILES = 1; EXTRAS = true
 // Constants: scalar = bf16; HEAD_DIM = 256; OWN = 32; STEP = 32; WARPS = 4; STAGES = 1; DS_TILES = 1; EXTRAS = true
-//   (both head sizes rounded up; gpuattn/ops/attention/ampere_backward.py: EXTRAS_TILES;
+//   (both head sizes rounded up; gpuattn/ops/attention/ampere.py: EXTRAS_TILES;
 //   EXTRAS: softcap, bias, slopes, dropout)
 // Launch:    dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (32 WARPS,), shared = DKV_BYTES
 //            dq: grid = (ceil(longest queries / OWN) * heads * sequences,), block = (32 WARPS,), shared = DQ_BYTES

@@ -13,7 +13,7 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
 from gpuattn.cuda import compiler, dependent_launch, kernels
 from gpuattn.cuda.gpu import gpu as gpu_of
-from gpuattn.ops.attention import hopper_head_backward
+from gpuattn.ops.attention import hopper_head
 from gpuattn.ops.linear import gelu_hopper, hopper, weight_gradients
 from gpuattn.ops.linear import linear_dropout_add_norm as row_products
 from gpuattn.rng import Key
@@ -164,7 +164,7 @@ def attention_gradients(dout, y):
         "dropout_p": 0, "key": None, "max_seqlen_q": 80, "max_seqlen_k": 80, "deterministic": False,
     }  # fmt: skip
     saved = q, q, q, *[None] * 6, q, lse
-    grads = hopper_head_backward.backward(saved, dout, None, needs=None, into=[None] * 9, **params)
+    grads = hopper_head.backward(saved, dout, None, needs=None, into=[None] * 9, **params)
     return grads[:3]
 
 

@@ -10,12 +10,12 @@ from checks import sampled
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import tensor_maps
 from gpuattn.impls import Impl
-from gpuattn.ops.attention import hopper_backward, hopper_head_backward, hopper_head_forward
+from gpuattn.ops.attention import hopper_backward
 from gpuattn.ops.attention.flash_attention import IMPLS
 from gpuattn.rng import Key
 
 PROBLEMS = {  # of several tiles each, so that what lies in shared memory is used again
-    1577: "a bias loaded by TMA, and its gradient; causal from the top left",
+    1577: "a bias that TMA loads, and its gradient; causal from the top left",
     1285: "nearly all dropped at head size 64, packed, dq in a fixed order",
     3096: "a head size above 128, causal",
     1398: "a sink, NaN behind the keys' end, a window to the right, Dv != D, dq in a fixed order",
@@ -67,7 +67,7 @@ def test_attention(number):
 
 @pytest.mark.exhaustive
 def test_attention_in_one_step():
-    """One tile with dropout for a block: what a second step would bring is not there."""
+    """One tile with dropout for a block: there is no second step to load for."""
     check(1173, emulator.Machine(seed=1, multiprocessors=32))
 
 
@@ -75,13 +75,13 @@ def test_attention_in_one_step():
 def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal):
     """Two heads of keys on two multiprocessors: dq is stored first, not added to zeros."""
     machine, chains = emulator.Machine(seed=1), []
-    choose = hopper_backward.chain_of
+    choose = hopper_backward.tiles_in_turn
 
-    def chain_of(*args):
-        chains.append(choose(*args))
+    def tiles_in_turn(*args, **params):
+        chains.append(choose(*args, **params))
         return chains[-1]
 
-    monkeypatch.setattr(hopper_backward, "chain_of", chain_of)
+    monkeypatch.setattr(hopper_backward, "tiles_in_turn", tiles_in_turn)
     shape = {"queries": queries, "keys": 330, "heads": heads, "kv_heads": 2, "causal": causal}
     found = gradients(Impl("emulated", machine.forward, machine.backward), np, **shape)
     assert chains[-1] == 3
@@ -89,17 +89,24 @@ def test_a_block_takes_all_tiles_of_a_head(monkeypatch, queries, heads, causal):
     assert_close(found, gradients(reference, np, **shape))
 
 
+def test_a_gradient_follows_the_forward_of_another_form():
+    """All forms save the same arrays, whatever their strides."""
+    machine = emulator.Machine(seed=1)
+    reference = next(impl for impl in IMPLS if impl.name == "reference")
+    shape = {"queries": 70, "keys": 130, "heads": 2, "kv_heads": 1, "causal": False}
+    found = gradients(Impl("mixed", reference.forward, machine.backward), np, **shape)
+    assert_close(found, gradients(reference, np, **shape))
+
+
 @pytest.mark.parametrize("number", sampled(WHOLE_HEADS, 2))
-def test_gradient_by_whole_heads(monkeypatch, number):
-    """Also what others are faster at."""
-    monkeypatch.setattr(hopper_head_backward, "takes", hopper_head_backward.fits)
-    check(number, emulator.Machine(seed=number))
+def test_gradient_by_whole_heads(number):
+    """Also where another form is faster."""
+    check(number, emulator.Machine(seed=number, backward_impl="raw-hopper-head"))
 
 
 @pytest.mark.parametrize("case", sampled(CAUSAL_HEADS, 2))
-def test_causal_attention_by_whole_heads(monkeypatch, case):
+def test_causal_attention_by_whole_heads(case):
     T, sizes, p, dtype, growth = CAUSAL_HEADS[case]
-    monkeypatch.setattr(hopper_head_forward, "LEAST_LENGTH", 1)
     rng = np.random.default_rng(T)
     q, k, v = (
         rng.standard_normal((3, T, 4, size), np.float32) for size in (*sizes[:1] * 2, sizes[1])
@@ -112,8 +119,8 @@ def test_causal_attention_by_whole_heads(monkeypatch, case):
         "deterministic": False,
     }  # fmt: skip
     rest = dict(needs=[False], **params)
-    assert hopper_head_forward.takes(*inputs, *[None] * 6, **params)
-    (out, lse), _ = emulator.Machine(seed=T).forward(*inputs, *[None] * 6, **rest)
+    machine = emulator.Machine(seed=T, forward_impl="raw-hopper-head")
+    (out, lse), _ = machine.forward(*inputs, *[None] * 6, **rest)
     reference = next(impl for impl in IMPLS if impl.name == "reference")
     widened = [x.astype(np.float32) for x in inputs]
     (want, want_lse), _ = reference.forward(*widened, *[None] * 6, **rest)
@@ -130,7 +137,7 @@ def check(number, machine):
 @pytest.mark.parametrize("seen", ["all", "half", "one"])
 @pytest.mark.parametrize("head_dim", sampled([64, 128], 1))
 def test_huge_logits(head_dim, seen):
-    """The largest logits are equal and their exponents rounded: the weights are, all the same."""
+    """The largest logits are equal and their exponents are rounded: the weights must be equal."""
     rng, huge = np.random.default_rng(head_dim), np.float16(65504)
     v = rng.standard_normal((1, 200, 1, head_dim)).astype(np.float16)
     q, k = np.full((1, 70, 1, head_dim), huge), np.full_like(v, huge)
@@ -193,5 +200,5 @@ def test_mistakes_show(mistake):
     assert found, MISTAKES[mistake]
 
 
-def test_a_wait_without_end_names_who_waits():
+def test_an_endless_wait_names_the_waiting_warp():
     assert "block 0 warp 3 waits: named barrier and threads (1, 160), 32 lanes" in product(10, 1)

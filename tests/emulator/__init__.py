@@ -36,17 +36,19 @@ from fake_gpu import GPUS
 from emulator.translate import translate
 from gpuattn import arrays
 from gpuattn.cuda import disk_cache, kernels, tensor_maps
+from gpuattn.errors import SlowerRefusal
+from gpuattn.impls import OPS, Impls, choose, choose_backward
 from gpuattn.ops.attention import (
     dropout,
+    gradient,
     hopper,
     hopper_backward,
-    hopper_head_backward,
-    hopper_head_forward,
-    short,
+    hopper_head,
 )
 from gpuattn.ops.attention import (
     launch as attention_launch,
 )
+from gpuattn.ops.attention.flash_attention import IMPLS
 from gpuattn.ops.linear import (
     gelu_hopper,
     linear_dropout_add_norm,
@@ -58,6 +60,8 @@ from gpuattn.ops.linear import (
 from gpuattn.ops.norm import dropout_add_norm
 from gpuattn.ops.norm import launch as norm_launch
 
+with mock.patch.dict(OPS):  # Impls registers itself there
+    HOPPER = Impls("flash_attention", *[impl for impl in IMPLS if "hopper" in impl.name])
 HERE = Path(__file__).parent
 SOURCES = ("machine.cpp", "ptx.cpp")
 MODULES = (
@@ -65,9 +69,8 @@ MODULES = (
     tensor_maps,
     dropout,
     attention_launch,
-    short,
-    hopper_head_backward,
-    hopper_head_forward,
+    gradient,
+    hopper_head,
     hopper,
     hopper_backward,
     dropout_add_norm,
@@ -171,10 +174,14 @@ def _encode(words, kind, rank, pointer, sizes, steps, box, *_):
 
 
 class Machine:
-    """Runs kernels, and Hopper's attention on NumPy arrays. ``seed``: of the order of events."""
+    """Runs kernels, and Hopper's attention on NumPy arrays. ``seed``: of the order of events.
 
-    def __init__(self, seed, multiprocessors=2):
+    ``forward_impl``, ``backward_impl``: the form of attention, or None for the one chosen.
+    """
+
+    def __init__(self, seed, multiprocessors=2, forward_impl=None, backward_impl=None):
         self.seed, self.multiprocessors = seed, multiprocessors
+        self.forward_impl, self.backward_impl = forward_impl, backward_impl
         self.counter = np.zeros(1, np.int32)
 
     def kernel(self, file, name, **constants):
@@ -203,7 +210,6 @@ class Machine:
             "hopper_refusal": lambda _: None,
             "get_xp": lambda *_: module,
             "kernel_refusal": lambda *_: None,
-            "suits": lambda *_, **__: False,  # of the form for short sequences
             "_driver": lambda: driver,
             "compile_ahead": lambda *_, **__: None,
             "counters": lambda: np.uint64(self.counter.ctypes.data),
@@ -218,14 +224,19 @@ class Machine:
 
     def forward(self, *inputs, **params):
         with self.in_place():
-            return hopper.forward(*map(as_array, inputs), **params)
+            inputs = list(map(as_array, inputs))
+            return choose(HOPPER, inputs, self.forward_impl, **params).forward(*inputs, **params)
 
     def backward(self, saved, dout, dlse, **params):
         saved = tuple(map(as_array, saved))
         with self.in_place():
-            reason = hopper_backward.refuse_backward(*saved[:9], **{"needs": None, **params})
-            assert reason is None, reason
-            return hopper.backward(saved, as_array(dout), as_array(dlse), **params)
+            asked, known = self.backward_impl, dict(params)
+            del known["into"]
+            chosen = next(impl for impl in HOPPER if impl.name == (asked or "raw-hopper"))
+            rule = choose_backward(HOPPER, chosen, saved[:9], asked, **known)
+            reason = rule.refuse_backward(*saved[:9], **known)
+            assert reason is None or (asked and isinstance(reason, SlowerRefusal)), reason
+            return rule.backward(saved, as_array(dout), as_array(dlse), **params)
 
 
 def _value(x, kind):

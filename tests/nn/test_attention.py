@@ -237,7 +237,7 @@ def test_gradients_of_parts_are_written_where_they_belong(monkeypatch, rng, pack
 FORMS = {  # which kernels: (sizes of x, dtype, options)
     "hopper": ((2048, 64), "bfloat16", {"impl": "raw-hopper", "deterministic": True}),
     "ampere": ((2048, 64), "float16", {"impl": "raw-ampere", "deterministic": True}),
-    "short": ((2048, 64), "bfloat16", {"impl": "raw-ampere"}),
+    "short": ((2048, 64), "bfloat16", {"impl": "raw-short"}),
     "simt": ((2048, 24), "float32", {"impl": "raw-simt"}),
     "unaligned": ((2048, 20), "bfloat16", {"impl": "raw-simt"}),
 }

@@ -1,6 +1,6 @@
-"""Attention written down plainly, and the judgement of an implementation's answers by it.
+"""The formula of attention with all its matrices, and the comparison of results with it.
 
-One line shows a problem again:
+To run one problem again:
 
     PYTHONPATH=.:tests python -m attention_formula raw-simt 123
 """
@@ -15,6 +15,8 @@ from attention_problems import INF, NAN, Problem
 from checks import dtype_of
 
 from gpuattn import arrays
+from gpuattn.errors import SlowerRefusal
+from gpuattn.impls import choose_backward
 from gpuattn.ops.attention.dropout import keep_block
 from gpuattn.ops.attention.flash_attention import IMPLS
 
@@ -27,8 +29,8 @@ GUARD = 256  # bytes before and after every array that an implementation allocat
 def solve(problem, dtype):
     """Return the results of a problem in the order of RESULTS; in float64 also ``_roundings``.
 
-    Every sequence by itself, its T x S matrices in full. In 16 bits that is the best that tensor
-    cores do: float32 but for the operands of products and the results.
+    Computes each sequence separately, with its full T x S matrices. In 16 bits this has the
+    precision of tensor cores at best: float32 except for operands of products and results.
     """
     p, xp = problem, problem.xp
     wide = np.dtype("float64" if dtype == "float64" else "float32")
@@ -137,7 +139,7 @@ def _logits(p, b, n, q, k, wide):
 
 
 def _part(x, b, T, n):
-    """Return what of a bias, or of its gradient, belongs to sequence ``b``."""
+    """Return the part of a bias, or of its gradient, for sequence ``b``."""
     x = x[b if x.shape[0] > 1 else 0]
     x = x[:, :T] if x.shape[1] > 1 else x
     return x[..., :n] if x.shape[2] != 1 else x
@@ -160,7 +162,7 @@ def _keep(p, b, n, wide):
 
 
 def _roundings(p, n, q, k, v, do, dl, o, prob, keep, ds, bend, load, dbias):
-    """Return the errors that roundings may well cause in each result of a sequence.
+    """Return the errors that roundings may cause in each result of a sequence.
 
     (FACTOR times what 16-bit operands and results make of it, as independent errors) plus (SLACK
     roundings of the largest sums of absolute values, of the logits too: of float32 or float64).
@@ -202,7 +204,7 @@ def _largest(x):
     return abs(x).max()
 
 
-# ---- what an implementation answers ----------------------------------------------------------
+# ---- the results of an implementation ----------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=32)
@@ -222,9 +224,18 @@ def gradients(impl, xp, *, queries, keys, heads, kv_heads, causal, head_dim=64):
         "max_seqlen_k": keys, "deterministic": False,
     }  # fmt: skip
     needs = (True,) * 3 + (False,) * 6
-    _, saved = impl.forward(q, k, v, *[None] * 6, needs=needs, **params)
-    found = impl.backward(saved, dout, None, needs=needs, into=(None,) * 9, **params)
+    inputs = q, k, v, *[None] * 6
+    _, saved = impl.forward(*inputs, needs=needs, **params)
+    backward = backward_of(impl, inputs, needs, params)
+    found = backward(saved, dout, None, needs=needs, into=(None,) * 9, **params)
     return [x.astype(np.float32) for x in found[:3]]
+
+
+def backward_of(impl, inputs, needs, params):
+    """Return the backward that follows ``impl`` where that was asked for by name."""
+    if impl in IMPLS:
+        impl = choose_backward(IMPLS, impl, inputs, impl.name, needs=needs, **params)
+    return impl.backward
 
 
 def assert_close(found, wanted):
@@ -236,15 +247,19 @@ def judge(problem, impl):
     """Return what is wrong with an implementation's results, as sentences.
 
     FlashAttention's rule: an error from float64 of at most FACTOR times that of the formula in the
-    problem's own precision, and what roundings may cause where few numbers make that error luck.
-    Also: what is allocated is written, nothing beside it is, and the inputs stay as they are.
+    problem's own precision, plus the errors that roundings may cause, because the former is small
+    by chance where a result has few numbers. Also: all allocated memory is written, nothing outside
+    of it, and inputs are unchanged.
     """
     p, xp, before = problem, problem.xp, [x.copy() for x in problem.inputs[:3]]
     with guarded_memory() as guards:
         (out, lse), saved = impl.forward(*p.inputs, needs=p.needs, **p.params)
         into = (None,) * len(p.needs)
-        grads = impl.backward(saved, p.dout, p.dlse, needs=p.needs, into=into, **p.params)
-    wrong = ["wrote beside an array"] if guards and (xp.concatenate(guards) != 0xAB).any() else []
+        backward = backward_of(impl, p.inputs, p.needs, p.params)
+        grads = backward(saved, p.dout, p.dlse, needs=p.needs, into=into, **p.params)
+    wrong = (
+        ["wrote outside of an array"] if guards and (xp.concatenate(guards) != 0xAB).any() else []
+    )
     for name, x, copy in zip("qkv", p.inputs[:3], before, strict=True):
         same = (x == copy) | (xp.isnan(x) & xp.isnan(copy))
         wrong += [] if same.all() else [f"changed {name}"]
@@ -270,7 +285,7 @@ def judge(problem, impl):
 
 
 def _compare(got, plain, want, factor, slack):
-    """Return (misplaced infinities, error, limit) as numbers on the arrays' device."""
+    """Return (misplaced infinities, error, limit), arrays on the device of the results."""
     xp = arrays.get_xp(want)
     got, plain = got.astype(np.float64), plain.astype(np.float64)
     finite = xp.isfinite(want)
@@ -309,11 +324,15 @@ def guarded_memory():
 
 
 def refusal(problem, impl):
-    return impl.refuse(*problem.inputs, **problem.params) if impl.refuse else None
+    """Return why ``impl`` does not run a problem's forward even if asked for by name, or None."""
+    if impl.refuse is None:
+        return None
+    reason = impl.refuse(*problem.inputs, needs=problem.needs, **problem.params)
+    return None if isinstance(reason, SlowerRefusal) else reason
 
 
 def repro(problem, impl):
-    """Return the line that shows a problem again, and what it is."""
+    """Return the command that runs a problem again, and its description."""
     command = f"PYTHONPATH=.:tests python -m attention_formula {impl.name} {problem.number}"
     return f"{command}\n  {problem}"
 

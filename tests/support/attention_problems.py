@@ -1,4 +1,4 @@
-"""Random attention problems: a number gives the same one everywhere, on NumPy and on CuPy."""
+"""Random attention problems: a number is always the same problem, on NumPy and on CuPy."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ def _values(xp):
 
 
 class Problem:
-    """One call's arrays and parameters, as implementations take them.
+    """The arrays and parameters of one call, as implementations take them.
 
     ``small``: lengths to 40, for NumPy. ``dtype``: "float64" or another instead of the drawn one.
     ``layout``: how q, k, v and dout lie in memory, instead of the drawn one.
@@ -200,7 +200,7 @@ class Problem:
             "deterministic": bool(rng.random() < 0.5),
         }  # fmt: skip
 
-    # ---- its parts --------------------------------------------------------------------------
+    # ---- parts of it --------------------------------------------------------------------------
 
     @property
     def wide(self):
@@ -237,7 +237,7 @@ class Problem:
 
 
 def place(xp, x, layout):
-    """Return an array equal to ``x`` (.., rows, heads, columns) that lies so, among NaN."""
+    """Return an array equal to ``x`` (.., rows, heads, columns) in a memory layout, among NaN."""
 
     def nan(shape):
         return xp.full(shape, NAN, x.dtype)

@@ -1,4 +1,6 @@
-"""Attention on tensor cores, a warp at a time: ``attention/flash_attention_forward_ampere.cu``."""
+"""raw-ampere, by mma.sync: ``attention/flash_attention_{forward,backward}_ampere*.cu``."""
+
+from typing import Any
 
 import numpy as np
 
@@ -6,18 +8,66 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, rows_refusal
 from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel, kernel_refusal
-from gpuattn.ops.attention import short
-from gpuattn.ops.attention.launch import Launch, tiles_refusal
+from gpuattn.ops.attention.gradient import (
+    bias_gradient,
+    gradient_arrays,
+    output_gradients,
+    sink_gradient,
+)
+from gpuattn.ops.attention.launch import Launch, outputs, result, tiles_refusal
+from gpuattn.typing import Array
 
 MAX_HEAD_DIM, MAX_TF32_HEAD_DIM = 256, 128
-WIDTHS = (32, 64, 96, 128, 256)  # what HEAD_DIM is rounded up to
-THREADS = 128
+WIDTHS = (32, 64, 96, 128, 256)  # what HEAD_DIM of the forward is rounded up to
+FORWARD_THREADS = 128
+BACKWARD_FILE = "attention/flash_attention_backward_ampere.cu"
+ROWS_FILE = "attention/flash_attention_backward_ampere_rows.cu"
+EXTRAS_FILE = (
+    "attention/flash_attention_backward_ampere_extras.cu"  # also dropout, and dq in a fixed order
+)
+CONSTANTS = "HEAD_DIM", "OWN", "STEP", "STAGES"
+TILES = (
+    (64, 128, 128, 2),
+    (64, 128, 64, 2),
+    (64, 64, 64, 2),
+    (96, 128, 64, 2),
+    (128, 128, 64, 2),
+    (128, 64, 64, 2),
+    (128, 64, 64, 1),
+    (192, 64, 64, 2),
+    (256, 64, 64, 2),
+    (256, 64, 64, 1),
+    (256, 32, 32, 1),
+)
+"""Values of CONSTANTS, best first: the first that is wide enough and fits in shared memory runs."""
+EXTRAS_CONSTANTS = "HEAD_DIM", "OWN", "STEP", "WARPS", "STAGES", "DS_TILES"
+EXTRAS_TILES = (
+    (64, 128, 128, 8, 2, 2),
+    (64, 128, 64, 8, 2, 1),
+    (96, 128, 64, 8, 2, 2),
+    (128, 128, 64, 8, 2, 2),
+    (128, 64, 64, 8, 2, 2),
+    (128, 64, 64, 8, 1, 1),
+    (192, 64, 64, 8, 2, 2),
+    (256, 64, 64, 8, 2, 2),
+    (256, 64, 64, 8, 1, 1),
+    (256, 32, 32, 4, 1, 1),
+)
+"""The same for EXTRAS_FILE."""
+PLAIN_ONLY = EXTRAS_TILES[0]  # uses all registers: extras do not fit
+UNIT = 16  # sequences begin at multiples of so many rows in stats and in the sums of dq
+BACKWARD_THREADS = 256
+
+
+# ---- which calls --------------------------------------------------------------------------------
 
 
 def refuse(
-    q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, tf32=False, **__
-):  # fmt: skip
-    for name, x in {"q": q, "k": k, "v": v}.items():
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, *_: Any,
+    max_seqlen_q: int, max_seqlen_k: int, tf32: bool = False, **__: Any,
+) -> str | None:  # fmt: skip
+    """Return why the forward does not run here, or None."""
+    for x, name in ((q, "q"), (k, "k"), (v, "v")):
         if reason := kernel_refusal(x, name):
             return reason
         if x.dtype == np.float32 and not tf32:
@@ -28,27 +78,34 @@ def refuse(
     limit = MAX_TF32_HEAD_DIM if q.dtype == np.float32 else MAX_HEAD_DIM
     if size > limit:
         return f"the head size is {size}, of {q.dtype} the kernel takes at most {limit}"
-    return tiles_refusal(q, cu_q, max_seqlen_q, max_seqlen_k)
+    return tiles_refusal(q, cu_q, max(max_seqlen_q, max_seqlen_k), 16)
 
 
-def forward(q, k, v, *extras, needs, **params):
-    if short.suits(q, k, v, *extras, **params):
-        return short.forward(q, k, v, *extras, needs=needs, **params)
-    *lead, rows, heads, _ = q.shape
-    out = arrays.empty(q, (*q.shape[:-1], v.shape[-1]))
-    lse = arrays.empty(q, (*lead, heads, rows), np.float32)
-    launch = Launch(q, k, v, *extras, **params, out=out)
-    run, shape, _ = _plan(launch, q, v)
-    run(*shape[:2], launch.problem, q, k, v, out, lse, shared_bytes=shape[2])
-    return (out, lse), ((q, k, v, *extras, out, lse) if any(needs) else None)
+def refuse_backward(q: Array, *others: Any, **params: Any) -> str | None:
+    """Return why the gradient does not run here, or None."""
+    if reason := kernel_refusal(q, "q"):
+        return reason
+    if q.dtype == np.float32:
+        return "q is float32; the kernel takes float16 or bfloat16, as only the forward uses TF32"
+    return refuse(q, *others, **params)
 
 
-def describe(q, k, v, *extras, **params):
-    """Return what the forward takes of the GPU: see ``impls.WORDS``."""
-    if short.suits(q, k, v, *extras, **params):
-        return short.describe(q, k, v, *extras, **params)
-    run, shape, tile = _plan(Launch(q, k, v, *extras, **params), q, v)
-    return {"tile": tile, **run.resources(*shape)}
+# ---- forward ------------------------------------------------------------------------------------
+
+
+def forward_tile(width: int, itemsize: int, plain: bool, capability: int) -> tuple[int, int]:
+    """Return the queries and keys of a tile of the forward kernel for HEAD_DIM = ``width``."""
+    rows = 64 if width * itemsize > 256 else 128
+    if itemsize == 4 or width > 128:
+        return rows, 32
+    if plain:
+        return rows, 48 if width > 64 and capability < 90 else 64
+    return rows, 32 if width > 64 else 48
+
+
+def forward_shared_bytes(width: int, itemsize: int, rows: int, keys: int) -> int:
+    """Return the bytes of the tiles: one of queries, two of keys, two of values."""
+    return -(-width * itemsize // 128) * 128 * (rows + 4 * keys)
 
 
 def _plan(launch, q, v):
@@ -63,19 +120,133 @@ def _plan(launch, q, v):
     plain = not any(features.values())
     rows, keys = tile = forward_tile(width, q.itemsize, plain, capability)
     grid = (-(-launch.queries // rows) * launch.heads * launch.sequences,)
-    return run, (grid, (THREADS,), shared_bytes(width, q.itemsize, *tile)), tile
+    size = forward_shared_bytes(width, q.itemsize, *tile)
+    return run, (grid, (FORWARD_THREADS,), size), tile
 
 
-def forward_tile(width, itemsize, plain, capability):
-    """Return the queries and keys of a tile of the forward kernel for HEAD_DIM = ``width``."""
-    rows = 64 if width * itemsize > 256 else 128
-    if itemsize == 4 or width > 128:
-        return rows, 32
-    if plain:
-        return rows, 48 if width > 64 and capability < 90 else 64
-    return rows, 32 if width > 64 else 48
+def forward(q: Array, k: Array, v: Array, *extras: Any, needs: tuple, **params: Any) -> tuple:
+    """Return (out, lse) and what the gradient needs."""
+    out, lse = outputs(q, v)
+    launch = Launch(q, k, v, *extras, **params, out=out)
+    run, (grid, block, size), _ = _plan(launch, q, v)
+    run(grid, block, launch.problem, q, k, v, out, lse, shared_bytes=size)
+    return result((q, k, v, *extras), out, lse, needs)
 
 
-def shared_bytes(width, itemsize, rows, keys):
-    """Return the bytes of the tiles: one of queries, two of keys, two of values."""
-    return -(-width * itemsize // 128) * 128 * (rows + 4 * keys)
+def describe(q: Array, k: Array, v: Array, *extras: Any, **params: Any) -> dict[str, Any]:
+    """Return what the forward uses of the GPU: see ``impls.WORDS``."""
+    run, shape, tile = _plan(Launch(q, k, v, *extras, **params, tables=False), q, v)
+    return {"tile": tile, **run.resources(*shape)}
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+
+def choose_tile(size: int, limit: int) -> tuple:
+    """Return the tile of TILES for a head size and ``limit`` bytes of shared memory in a block."""
+    return next(t for t in TILES if size <= t[0] and backward_shared_bytes(*t) <= limit)
+
+
+def choose_extras_tile(size: int, extras: bool, limit: int) -> tuple:
+    """Return the same of EXTRAS_TILES."""
+    return next(
+        tile
+        for tile in EXTRAS_TILES
+        if size <= tile[0]
+        and extras_shared_bytes(*tile) <= limit
+        and not (extras and tile == PLAIN_ONLY)
+    )
+
+
+def backward_shared_bytes(width: int, own: int, step: int, stages: int) -> int:
+    """Return DKV_BYTES of the kernel."""
+    row, weights = -(-width // 64) * 128, step * -(-own // 64) * 128
+    return 2 * own * row + stages * step * (2 * row + 8) + 3 * weights
+
+
+def extras_shared_bytes(
+    width: int, own: int, step: int, warps: int, stages: int, ds_tiles: int
+) -> int:
+    """Return DKV_BYTES of EXTRAS_FILE; its DQ_BYTES is never more."""
+    row, weights = -(-width // 64) * 128, step * -(-own // 64) * 128
+    return 2 * own * row + stages * step * (2 * row + 8) + (1 + ds_tiles) * weights
+
+
+def backward(
+    saved: tuple, dout: Any, dlse: Any, *, needs: tuple, into: tuple, **params: Any
+) -> tuple:
+    """Return the gradients of q, k, v, bias and sink (None for the rest, and where not needed)."""
+    q, k, v, *extras, out, lse = saved
+    bias, *_, sink = extras
+    lse, dout, dlse = output_gradients(q, out, lse, dout, dlse)
+    out, dout = _with_aligned_rows(out), _with_aligned_rows(dout)
+    dq, dk, dv = gradient_arrays((q, k, v), into)
+    launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
+    problem, heads, sequences = launch.problem, launch.heads, launch.sequences
+
+    extras = launch.extras or params["dropout_p"] > 0
+    limit = gpu(q.device.id).shared_bytes
+    head_dim, scalar = max(q.shape[-1], v.shape[-1]), ctype(q.dtype)
+    tile, extras_tile = choose_tile(head_dim, limit), choose_extras_tile(head_dim, extras, limit)
+    width = extras_tile[0] if extras else tile[0]
+
+    def run_rows(name, *args):
+        launch_kernel = kernel(ROWS_FILE, f"flash_attention_{name}", HEAD_DIM=width, scalar=scalar)
+        launch_kernel((units,), (BACKWARD_THREADS,), problem, *args)
+
+    def run_extras(name, rows, heads, *args):
+        constants = dict(zip(EXTRAS_CONSTANTS, extras_tile, strict=True), EXTRAS=extras)
+        launch_kernel = kernel(EXTRAS_FILE, f"flash_attention_{name}", scalar=scalar, **constants)
+        grid = -(-rows // constants["OWN"]) * heads * sequences
+        block, size = 32 * constants["WARPS"], extras_shared_bytes(*extras_tile)
+        launch_kernel((grid,), (block,), problem, *args, shared_bytes=size)
+
+    units = -(-launch.queries // UNIT) * sequences
+    rows = UNIT * (q.shape[0] // UNIT + sequences if launch.packed else units)
+    stats = arrays.empty(q, (heads, rows, 2), np.float32)
+    delta = arrays.empty(q, lse.shape, np.float32) if needs[8] else None
+    run_rows("rows", out, dout, lse, dlse, stats, delta, rows)
+
+    shared = q, k, v, dout, stats, rows
+    by_keys = needs[1] or needs[2] or needs[3]
+    by_queries = needs[0] and (launch.deterministic or not by_keys)
+    dq_sum = dbias = None
+    if by_keys:
+        if needs[0] and not by_queries:
+            dq_sum = arrays.zeros(q, (rows, heads, width), np.float32)
+        if needs[3]:
+            full = sequences, heads, launch.queries, launch.keys
+            shape = full if launch.deterministic else bias.shape
+            dbias = arrays.zeros(q, shape, np.float32)
+        if extras:
+            args = *shared, dq_sum, dbias, _broadcast_strides(dbias), dk, dv
+            run_extras("dkv", launch.keys, launch.kv_heads, *args)
+        else:
+            constants = dict(zip(CONSTANTS, tile, strict=True))
+            launch_kernel = kernel(BACKWARD_FILE, "flash_attention_dkv", scalar=scalar, **constants)
+            grid = -(-launch.keys // constants["OWN"]) * launch.kv_heads * sequences
+            args, size = (*shared, dq_sum, dk, dv), backward_shared_bytes(*tile)
+            launch_kernel((grid,), (BACKWARD_THREADS,), problem, *args, shared_bytes=size)
+    if by_queries:
+        run_extras("dq", launch.queries, heads, *shared, dq)
+    elif needs[0]:
+        run_rows("dq_store", dq_sum, dq)
+    if needs[3]:
+        dbias = bias_gradient(dbias, bias)
+    dsink = sink_gradient(sink, lse, delta) if needs[8] else None
+    dq, dk, dv = (x if need else None for x, need in zip((dq, dk, dv), needs[:3], strict=True))
+    return dq, dk, dv, dbias, None, None, None, None, dsink
+
+
+def _with_aligned_rows(x):
+    """Return ``x``, or a copy, such that its rows can be read 16 bytes at a time."""
+    return x.copy(order="C") if rows_refusal(x, "x") else x
+
+
+def _broadcast_strides(x):
+    """Return the struct Strides of a contiguous (B, H, T, S) array, 0 where it broadcasts."""
+    steps = [0] * 4
+    if x is not None:
+        steps = [step // x.itemsize if n > 1 else 0 for n, step in zip(x.shape, x.strides)]  # noqa: B905
+    batch, head, row, column = steps
+    return np.array([batch, row, head, column], np.int64).view("V32")

@@ -1,7 +1,9 @@
-"""New keys and values into a key-value cache, in place.
+"""Appends keys and values to a key-value cache, in place.
 
 Device code: ``rawkernels/attention/append_kv.cu``.
 """
+
+from typing import Any
 
 import numpy as np
 
@@ -13,22 +15,26 @@ from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import take_arrays
 from gpuattn.ops.attention.decode_attention import check_cache
+from gpuattn.typing import Array
 
 NAME = "append_kv"
 
 
 @op
-def append_kv(k_cache, v_cache, k, v, lengths, *, page_table=None, impl=None):
-    """Write the keys and values of T new tokens behind those in the cache. Returns nothing.
+def append_kv(
+    k_cache: Array, v_cache: Array, k: Array, v: Array, lengths: Array, *,
+    page_table: Array | None = None, impl: str | None = None,
+) -> Any:  # fmt: skip
+    """Write the keys and values of T new tokens after those in the cache. Returns None.
 
     ``k_cache``, ``v_cache``, ``lengths`` (N,), ``page_table`` (N, P) as in ``decode_attention``,
-    but ``lengths`` are the tokens that are there already: token t of sequence n goes to position
-    lengths[n] + t. Then ``lengths += T`` is what ``decode_attention`` takes.
+    but ``lengths`` counts the tokens already in the cache: token t of sequence n is written to
+    position lengths[n] + t. ``decode_attention`` then takes ``lengths + T``.
     ``k``: (N, T, Hk, D), ``v``: (N, T, Hk, Dv), in the dtype of the caches, any strides.
 
-    Nothing is read back to the host. ``impl``: "raw-simt", "reference", or None for the first that
-    accepts. Raises ValueError for shapes that do not fit, TypeError for dtypes; a position beyond
-    the cache's room, or a page out of range, is an IndexError and is not written (from a GPU: at
+    Does not synchronize. ``impl``: "raw-simt", "reference", or None for the first that
+    accepts. Raises ValueError for shapes that do not fit, TypeError for dtypes; a position past
+    the end of the cache, or a page out of range, is not written and raises IndexError (on a GPU: at
     the next ``to_cpu``). There is no gradient.
     """
     caches = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "lengths": lengths}

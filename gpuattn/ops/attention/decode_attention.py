@@ -1,16 +1,16 @@
-"""Attention of a few new tokens over a key-value cache: the step of a decoder.
+"""Attention of a few new tokens over a key-value cache: one step of a decoder.
 
-All of the work is reading the cache once. A GPU reads it at full speed only with all of its
-multiprocessors, so the keys of a sequence are split over blocks, whose results are then combined
-("Flash-Decoding", Dao et al., 2023). Query heads that share keys, and batch rows that do, share
-the reading. Reference: ``decode_reference.py``. Device code: ``attention/decode_attention.cu``
-(tensor cores), ``decode_attention_simt.cu`` (any dtype and strides),
-``decode_attention_combine.cu``.
+The cost is reading the cache once. Only all multiprocessors together read at full speed, so the
+keys of a sequence are split over blocks, whose results are then combined ("Flash-Decoding", Dao et
+al., 2023). Query heads and batch rows that share keys read them once. Reference:
+``decode_reference.py``. Device code: ``rawkernels/attention/decode_attention.cu`` (tensor cores),
+``decode_attention_simt.cu`` (any dtype and strides), ``decode_attention_combine.cu``.
 """
 
 import functools
 import math
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -24,19 +24,20 @@ from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_flags, integer, number, take_arrays
 from gpuattn.ops.attention import decode_reference
 from gpuattn.ops.attention.launch import UNLIMITED
+from gpuattn.typing import Array
 
 NAME = "decode_attention"
 MAX_QUERIES = 16
-PAGE_STEP = 16  # pages hold a multiple of so many keys
+PAGE_STEP = 16  # the keys of a page are a multiple of it
 MAX_HEAD_DIM = 256
 MAX_BLOCKS = 2**31 - 1
 FIXED_SPLIT = 512  # keys of a split with batch_invariant
-SPLIT_KEYS = 64  # splits are whole multiples of it; attention/common/decode.cuh
-BLOCK_COST = 4  # what a block takes besides its keys, as the time of so many SPLIT_KEYS; measured
-COMBINE_COST = 3  # the same for combining splits
-MAX_SPLITS = 8192  # their weights fit into shared memory
+SPLIT_KEYS = 64  # the keys of a split are a multiple of it; attention/common/decode.cuh
+BLOCK_COST = 4  # time of a block without keys, in units of SPLIT_KEYS keys; measured
+COMBINE_COST = 3  # time to combine splits, in the same unit
+MAX_SPLITS = 8192  # the combining kernel holds their weights in shared memory
 STAGES = {64: (64, 4), 128: (64, 3), 256: (32, 3)}  # HEAD_DIM: keys of a stage, stages at most
-SPOT_BYTES, FIXED_BYTES = 16, 512  # of shared memory for each key of a stage, for a block
+KEY_BYTES, FIXED_BYTES = 16, 512  # of shared memory: the places of a key of a stage; of a block
 
 POINTERS = ("lengths", "pages", "slots", "slopes", "sink", "flag")
 PROBLEM = np.dtype(
@@ -55,33 +56,36 @@ PROBLEM = np.dtype(
 
 @op
 def decode_attention(
-    q, k_cache, v_cache, lengths, *, scale=None, window=None, softcap=None, alibi_slopes=None,
-    sink=None, page_table=None, slots=None, splits=None, batch_invariant=False, return_lse=False,
-    impl=None,
-):  # fmt: skip
+    q: Array, k_cache: Array, v_cache: Array, lengths: Array, *, scale: float | None = None,
+    window: int | None = None, softcap: float | None = None, alibi_slopes: Array | None = None,
+    sink: Array | None = None, page_table: Array | None = None, slots: Array | None = None,
+    splits: int | None = None, batch_invariant: bool = False, return_lse: bool = False,
+    impl: str | None = None,
+) -> Any:  # fmt: skip
     """Return the output (B, T, H, Dv) in the dtype of ``q``; with ``return_lse``, (out, lse).
 
     ``q``: (B, T, H, D), the last T tokens of each sequence, 1 to 16. ``k_cache``: (N, S, Hk, D),
     ``v_cache``: (N, S, Hk, Dv), arrays of one float dtype with any strides; Hk divides H.
     ``lengths`` (N,) int32, on the device: the keys that the last query sees (clipped to 0 .. S), so
-    query i stands at key lengths - T + i and sees none behind it. N divides B: rows n * B / N up to
-    (n + 1) * B / N of ``q`` share sequence n, as the beams of a sentence share its memory.
+    query i is aligned with key lengths - T + i and sees none after it. N divides B: rows n * B / N
+    up to (n + 1) * B / N of ``q`` share sequence n, as the beams of a sentence share its memory.
 
     ``page_table`` (N, P) int32: the caches are pages (pages, page, Hk, D), page a multiple of 16;
-    key j of sequence n lies in row j % page of page ``page_table[n, j // page]``. Entries behind a
-    sequence's end are not read.
+    key j of sequence n is in row j % page of page ``page_table[n, j // page]``. Entries past the
+    end of a sequence are not read.
     ``slots`` (N / K, K, S) int16, beam search over K beams without copies: key j of sequence
-    b * K + i lies in sequence b * K + ``slots[b, i, j]`` of the cache.
+    b * K + i is in sequence b * K + ``slots[b, i, j]`` of the cache.
 
     ``scale``, ``softcap``, ``alibi_slopes`` (H,) or (B, H), ``sink`` (H,) as in
     ``flash_attention``; ``window``: the most keys seen before a query's own, None for all.
-    ``splits``: blocks that share the keys of one sequence, by default as many as fill the GPU.
-    ``batch_invariant``: split by a fixed number of keys, so that a sequence has the same bits in
-    any batch. ``lse``: log(sum(exp(logits))), float32 (float64 of float64), (B, H, T).
+    ``splits``: blocks that the keys of one sequence are split over, by default as many as fill the
+    GPU. ``batch_invariant``: each split has a fixed number of keys, so that the bits of a sequence
+    do not depend on the batch.
+    ``lse``: log(sum(exp(logits))), float32 (float64 of float64), (B, H, T).
     A query that sees no key gives 0, lse -inf (the sink, if there is one). There is no gradient.
 
-    Nothing is read back to the host and launches depend on shapes alone, so a CUDA graph can hold
-    the call and be replayed with other lengths. ``impl``: "raw-ampere" (16-bit, tensor cores),
+    The call does not synchronize and its launches depend on shapes alone, so that a CUDA graph of
+    it can be replayed with other lengths. ``impl``: "raw-ampere" (16-bit, tensor cores),
     "raw-simt", "reference", or None for the first that accepts. Raises ValueError for shapes or
     parameters that do not fit, TypeError for dtypes; a page or a slot out of range is an IndexError
     (from a GPU: at the next ``to_cpu``).
@@ -111,8 +115,10 @@ def decode_attention(
     )  # fmt: skip
 
 
-def check_cache(function, k_cache, v_cache, lengths, page_table):
-    """Raise for a cache that does not fit together; return (sequences, keys of room, KV heads)."""
+def check_cache(
+    function: str, k_cache: Array, v_cache: Array, lengths: Array, page_table: Array | None
+) -> tuple[int, int, int]:
+    """Raise for arrays of a cache that do not match; return (sequences, most keys, KV heads)."""
     form = "(pages, page, Hk, D)" if page_table is not None else "(N, S, Hk, D)"
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.ndim != 4:
@@ -137,7 +143,8 @@ def check_cache(function, k_cache, v_cache, lengths, page_table):
     return sequences, room, kv_heads
 
 
-def check_integers(function, name, x, dtype):
+def check_integers(function: str, name: str, x: Array, dtype: Any) -> None:
+    """Raise TypeError unless ``x``, the argument ``name``, has this integer dtype."""
     if x.dtype != dtype:
         raise TypeError(problem(function, f"{name}.dtype", x.dtype, np.dtype(dtype).name))
 
@@ -179,7 +186,7 @@ def _check(q, k_cache, v_cache, lengths, page_table, slots, alibi_slopes, sink):
             raise ValueError(problem(NAME, f"{name}.shape", x.shape, accepted))
 
 
-# ---- raw: rawkernels/decode_attention*.cu -------------------------------------------------------
+# ---- raw: rawkernels/attention/decode_attention*.cu ---------------------------------------------
 
 
 def _refuse_simt(
@@ -214,7 +221,7 @@ def _refuse_ampere(q, k, v, *others, **params):
 def _forward_ampere(q, *others, needs, **params):
     steps = [step for step, n in zip(q.strides[:3], q.shape[:3], strict=True) if n > 1]
     if q.strides[-1] != q.itemsize or any(step % 4 for step in steps) or q.data.ptr % 4:
-        q = get_xp(q).ascontiguousarray(q)  # it is read in pairs
+        q = get_xp(q).ascontiguousarray(q)  # the kernel reads pairs of elements
     size = max(q.shape[-1], others[1].shape[-1])
     width = next(w for w in (64, 128, 256) if size <= w)
     stages, shared_bytes = pipeline(width, gpu(q.device.id).shared_bytes)
@@ -223,13 +230,13 @@ def _forward_ampere(q, *others, needs, **params):
     return _launch(run, 64, 3 if width == 64 else 2, shared_bytes, q, *others, **params)
 
 
-def pipeline(width, limit):
+def pipeline(width: int, limit: int) -> tuple[int, int]:
     """Return (stages, bytes of their tiles) for HEAD_DIM = ``width``.
 
-    ``limit``: bytes of shared memory that a block may have; it also holds where each key lies.
+    ``limit``: bytes of shared memory that a block may have; they also hold the place of each key.
     """
     keys, most = STAGES[width]
-    stages = min(most, (limit - FIXED_BYTES) // (keys * (4 * width + SPOT_BYTES)))
+    stages = min(most, (limit - FIXED_BYTES) // (keys * (4 * width + KEY_BYTES)))
     return stages, stages * keys * 4 * width
 
 
@@ -244,7 +251,7 @@ def _launch(
     run, block_rows, blocks_per_sm, shared_bytes, q, k, v, lengths, page_table, slots, slopes, sink,
     *, scale, window, softcap, splits, batch_invariant,
 ):  # fmt: skip
-    """Run one of the kernels, whose blocks take up to ``block_rows`` query rows, and combine."""
+    """Launch one of the kernels, whose blocks compute ``block_rows`` query rows, and combine."""
     (B, T, H, D), kv_heads, value_dim = q.shape, k.shape[2], v.shape[3]
     sequences = len(lengths)
     out = arrays.empty(q, (B, T, H, value_dim))
@@ -303,17 +310,17 @@ def _contiguous(x, dtype=None):
 
 
 @functools.lru_cache(1024)
-def best_splits(blocks, keys, at_once):
-    """Return into how many splits to cut ``keys``, for ``blocks`` blocks a split.
+def best_splits(blocks: int, keys: int, at_once: int) -> int:
+    """Return the number of splits of ``keys``, where each split has ``blocks`` blocks.
 
-    ``at_once``: blocks that the GPU runs at a time. Counts the rounds that it takes and how long a
-    block lasts; of equal ones the fewest splits win.
+    ``at_once``: blocks that the GPU runs at a time. Minimizes waves times the time of a block; of
+    equal results it takes the fewest splits.
     """
     steps = -(-keys // SPLIT_KEYS)
 
     def cost(splits):
-        rounds = -(-blocks * splits // at_once)
-        return rounds * (-(-steps // splits) + BLOCK_COST) + (COMBINE_COST if splits > 1 else 0)
+        waves = -(-blocks * splits // at_once)
+        return waves * (-(-steps // splits) + BLOCK_COST) + (COMBINE_COST if splits > 1 else 0)
 
     return min(range(1, min(steps, MAX_SPLITS, 4 * at_once) + 1), key=cost, default=1)
 

@@ -3,22 +3,24 @@
 import numpy as np
 
 from gpuattn.arrays import checked_index, get_xp, wide
+from gpuattn.typing import Array
 
 
 def forward(
-    q, k, v, lengths, page_table, slots, slopes, sink, *, needs, scale, window, softcap, splits,
-    batch_invariant,
-):  # fmt: skip
-    """Return (out, lse) and None; see ``decode_attention``. How keys are split changes nothing."""
+    q: Array, k: Array, v: Array, lengths: Array, page_table: Array | None, slots: Array | None,
+    slopes: Array | None, sink: Array | None, *, needs: tuple, scale: float, window: int | None,
+    softcap: float | None, splits: int | None, batch_invariant: bool,
+) -> tuple:  # fmt: skip
+    """Return (out, lse) and None; see ``decode_attention``. ``splits`` has no effect here."""
     xp, dtype, (B, T, H, D) = get_xp(q), wide(q.dtype), q.shape
     sequences, kv_heads, value_dim = len(lengths), k.shape[2], v.shape[3]
     sharers, group = B // max(sequences, 1), H // kv_heads
     room = k.shape[1] * (1 if page_table is None else page_table.shape[1])
     lengths = lengths.clip(0, room)
-    if xp is np:  # a GPU is asked nothing
+    if xp is np:  # on a GPU it would synchronize
         room = int(lengths.max(initial=0))
     keys = xp.arange(room)
-    at = lengths[:, None] - T + xp.arange(T)  # the key that each query stands at
+    at = lengths[:, None] - T + xp.arange(T)  # the key that each query is aligned with
     real = keys < lengths[:, None]
     if window is not None:
         real &= keys >= at[:, :1] - window
@@ -60,7 +62,7 @@ def forward(
 
 
 def _gather(cache, real, page_table, slots, dtype):
-    """Return (N, keys, Hk, D) as the sequences see them; zeros unless ``real`` (N, keys)."""
+    """Return the keys or values of each sequence, (N, keys, Hk, D); zeros unless ``real``."""
     xp, (sequences, room) = get_xp(cache), real.shape
     keys = xp.arange(room)
     if page_table is not None:

@@ -1,4 +1,4 @@
-"""How a batch becomes grids: rectangles of sequences that the attention reference computes at once.
+"""Splits a batch into grids: sequences that the attention reference computes as one dense batch.
 
 Packed sequences are padded to the longest of their grid. In a grid every array is
 (N sequences, KV heads, queries per KV head, T, ...).
@@ -11,27 +11,28 @@ import numpy as np
 
 from gpuattn.arrays import get_xp, wide
 from gpuattn.ops.attention.dropout import TILE, keep_block
+from gpuattn.typing import Array, Xp
 
 BLOCK = 128  # keys at a time
-GRID_SIZE = 1 << 17  # elements of q in a grid on NumPy: larger ones leave the cache
+GRID_SIZE = 1 << 17  # elements of q in a grid on NumPy: larger ones do not fit in the cache
 INF = float("inf")
 
 
 @dataclass
 class Grid:
-    """N sequences side by side: which keys a query sees, and what is added to its logits."""
+    """N sequences in one dense batch: which keys a query sees, and what is added to its logits."""
 
-    xp: Any
+    xp: Xp
     T: int
     S: int
     groups: int  # query heads per KV head
-    numbers: Any  # (N,): which sequences of the batch
-    offset: Any  # the key that query 0 stands at: an int or (N, 1, 1, 1, 1)
-    reach: Any  # (least, greatest) offset where known without asking the device, else None
-    keys: Any  # how many keys exist: None for all S, or (N, 1, 1, 1, 1)
-    bias: Any  # added, broadcasts to the logits, or None
-    mask: Any  # True where a key is seen, broadcasts to the logits, or None
-    slopes: Any  # ALiBi, broadcasts to the logits, or None
+    numbers: Any  # (N,): the numbers of the sequences in the batch
+    offset: Any  # the key that query 0 is aligned with: an int or (N, 1, 1, 1, 1)
+    reach: Any  # (least, greatest) offset where known without synchronizing, else None
+    keys: Any  # the number of keys: None for all S, or (N, 1, 1, 1, 1)
+    bias: Array | None  # added, broadcasts to the logits
+    mask: Array | None  # True where a key is seen, broadcasts to the logits
+    slopes: Array | None  # ALiBi, broadcasts to the logits
     window: tuple
     softcap: float | None
     dropout_p: float
@@ -50,7 +51,7 @@ class Grid:
                 yield slice(first, last), slice(start, stop)
 
     def logits(self, q, k, rows, cols):
-        """Return the logits of a block, -inf where hidden, and their derivative by the softcap."""
+        """Return the logits of a block, -inf where hidden, and the derivative of the softcap."""
         xp, slope = self.xp, None
         s = xp.matmul(q[..., rows, :], k[..., cols, :].swapaxes(-1, -2))
         if self.softcap is not None:
@@ -70,7 +71,7 @@ class Grid:
         return s, slope
 
     def _positions(self, rows, cols):
-        """Return queries (as the keys they stand at) down and keys across."""
+        """Return the key that each query is aligned with, as a column, and the keys, as a row."""
         i = self.xp.arange(rows.start, rows.stop)[:, None] + self.offset
         return i, self.xp.arange(cols.start, cols.stop)
 
@@ -133,7 +134,7 @@ class Dense:
 
 
 class Packed:
-    """Some sequences of a packed batch, padded to the longest of them."""
+    """Some sequences of a packed batch, padded to the longest one."""
 
     def __init__(self, xp, members, starts, lengths, longest, tokens):
         self.members, self.tokens = members, tokens
@@ -156,11 +157,11 @@ class Packed:
 
 
 def layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k):
-    """Return what turns arrays into grids: on NumPy each about as large as the cache, else one."""
+    """Return the Dense or Packed parts of a batch: on NumPy about as large as the cache."""
     xp, row = get_xp(q), max(q.shape[-2] * q.shape[-1], 1)
     if cu_q is None:
         B, T = q.shape[:2]
-        # half the size: without padding two grids of a small batch are soon worth a thread each
+        # half the size: without padding, a small batch is faster as two grids on two threads
         grids = -(-2 * B * T * row // GRID_SIZE) if xp is np else 1
         step = max(-(-B // max(grids, 1)), 1)
         return [Dense(q, k, slice(first, first + step)) for first in range(0, B, step)]
@@ -171,7 +172,9 @@ def layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k):
         longest = (max_seqlen_q, max_seqlen_k)
         return [Packed(xp, slice(None), starts, lengths, longest, tokens)]
     size = np.maximum(np.maximum(*lengths), TILE)
-    doublings = np.ceil(np.log2(size)).astype(int)  # in a grid no sequence is twice another
+    doublings = np.ceil(np.log2(size)).astype(
+        int
+    )  # in a grid no sequence is twice as long as another
     found = []
     for d in np.unique(doublings):
         alike = np.flatnonzero(doublings == d)
@@ -183,7 +186,7 @@ def layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k):
 
 
 def make_grid(layout, q, k, extras, params):
-    """Return the Grid of a layout: whatever hides or moves logits, brought to its shape."""
+    """Return the Grid of a layout, with masks and biases broadcast to its shape."""
     bias, key_lengths, _, _, slopes, _ = extras
     xp, dtype, groups = get_xp(q), wide(q.dtype), q.shape[-2] // max(k.shape[-2], 1) or 1
     top_left = params["align"] == "top_left"

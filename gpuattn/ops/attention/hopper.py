@@ -1,65 +1,68 @@
-"""Attention on Hopper's matrix units: ``attention/flash_attention_forward_hopper.cu``."""
+"""raw-hopper, by TMA and wgmma: ``rawkernels/attention/flash_attention_forward_hopper.cu``.
+
+The gradient is in ``hopper_backward.py``.
+"""
+
+from typing import Any
 
 import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype
-from gpuattn.cuda.gpu import gpu, hopper_refusal
-from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.scratch import counters
 from gpuattn.cuda.tensor_maps import refusal, tensor_map
-from gpuattn.ops.attention import (
-    ampere_backward,
-    hopper_backward,
-    hopper_head_backward,
-    hopper_head_forward,
+from gpuattn.ops.attention.launch import (
+    UNLIMITED,
+    Launch,
+    outputs,
+    result,
+    tiles_refusal,
+    tma_refusal,
 )
-from gpuattn.ops.attention import (
-    short as attention_short,
-)
-from gpuattn.ops.attention.launch import UNLIMITED, Launch
+from gpuattn.typing import Array
 
-MAX_HEAD_DIM, MAX_TILES = 256, 2**31 - 1
+MAX_HEAD_DIM = 256
 WIDTHS = (64, 96, 128, 192, 256)  # what both head sizes are rounded up to
-SHORT, SHORT_BANDED, SHORT_DROPPED, LONG = 1024, 2048, 512, 8192  # queries
-TILE_BYTES = 224 << 10  # of shared memory, beside 2048 for barriers and alignment
+# head size 64: tiles of 256 x 64 for at most so many queries, of 192 x 128 for more
+TALL_TILES, TALL_TILES_BANDED, TALL_TILES_DROPOUT = 1024, 2048, 512
+LONG_TILES = 8192  # head size 128: tiles of 176 keys from so many queries on
+TILE_BYTES = 224 << 10  # of shared memory; 2048 more are for barriers and alignment
 L2_SECTION = 32 << 20  # bytes of keys and values that neighbouring tiles may keep in L2
-STAGED_BIAS_WIDTH = 128  # up to which the copy engine brings a bias that is not float32
-ROW = 16  # numbers of the bias: what the length of a copy's rows is rounded up to
+MAX_STAGED_BIAS_WIDTH = 128  # HEAD_DIM up to which TMA loads a bias that is not float32
+BIAS_ROW_STEP = 16  # rows of a copied bias have a multiple of so many elements
 
 
-def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, **__):
-    if reason := kernel_refusal(q, "q"):
+def refuse(
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, *_: Any,
+    max_seqlen_q: int, **__: Any,
+) -> str | None:  # fmt: skip
+    """Return why the forward does not run here, or None."""
+    if reason := tma_refusal(q, k, v):
         return reason
-    if reason := hopper_refusal(q.device.id):
-        return reason
-    for x, name in ((q, "q"), (k, "k"), (v, "v")):
-        if reason := refusal(x, name):
-            return reason
     size = max(q.shape[-1], v.shape[-1])
     if size > MAX_HEAD_DIM:
         return f"the head size is {size}, the kernel takes multiples of 8 up to {MAX_HEAD_DIM}"
-    sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
-    tiles = (max_seqlen_q // 64 + 1) * q.shape[-2] * sequences
-    if tiles > MAX_TILES:
-        return f"{tiles} tiles, the kernel takes {MAX_TILES}; give the true max_seqlen_q"
-    return None
+    return tiles_refusal(q, cu_q, max_seqlen_q, 64)
 
 
-def variant(width, queries, bands, bias, extras, dropout):
-    """Return the kernel's constants but for the dtype: tiles as measured, as registers reach.
+def variant(
+    width: int, queries: int, bands: bool, bias: bool, extras: bool, dropout: bool
+) -> dict[str, Any]:
+    """Return the kernel's constants but for the dtype: the tiles were chosen by measurement.
 
-    ``width``: both head sizes rounded up; ``bands``: a causal mask or a window; ``bias``: there is
-    one; ``extras``: a softcap, ALiBi, scale <= 0 or a bias that is float32 or a mask. It depends on
-    no other sequence and no number of heads, so neither do a sequence's bits.
+    ``width``: both head sizes, rounded up; ``bands``: a causal mask or a window; ``bias``: there is
+    one; ``extras``: a softcap, ALiBi, scale <= 0, or a bias that is float32 or a mask. They depend
+    on no number of sequences or heads, so neither do the bits of a sequence.
     """
-    alone = bias and not extras and not dropout and width <= STAGED_BIAS_WIDTH
+    alone = bias and not extras and not dropout and width <= MAX_STAGED_BIAS_WIDTH
     extras = (bias or extras) and not alone
     rows, keys = 128, 128
     if width == 64 and not (alone or extras):
-        short = SHORT_BANDED if bands else SHORT_DROPPED if dropout else SHORT
-        rows, keys = (256, 64) if queries <= short else (192, 128)
-    elif width == 128 and queries >= LONG and not (bands or alone or extras or dropout):
+        most = TALL_TILES_BANDED if bands else TALL_TILES_DROPOUT if dropout else TALL_TILES
+        rows, keys = (256, 64) if queries <= most else (192, 128)
+    elif width == 128 and queries >= LONG_TILES and not (bands or alone or extras or dropout):
         keys = 176
     elif width == 192:
         keys = 96 if extras or dropout else 112
@@ -71,16 +74,16 @@ def variant(width, queries, bands, bias, extras, dropout):
     }  # fmt: skip
 
 
-def shared_bytes(constants):
+def shared_bytes(constants: dict[str, Any]) -> int:
     """Return the shared memory of a thread block, as the kernel lays it out."""
     width, rows, keys = (constants[name] for name in ("HEAD_DIM", "BM", "BN"))
     line, stages = -(-width // 64) * 128, 3 if width == 64 else 2
-    stages_bias = constants["BIAS"] or (constants["EXTRAS"] and width <= STAGED_BIAS_WIDTH)
+    stages_bias = constants["BIAS"] or (constants["EXTRAS"] and width <= MAX_STAGED_BIAS_WIDTH)
     operands = rows * line + stages * (2 * keys * line + (rows * 256 if stages_bias else 0))
     if constants["DROPOUT"] and not stages_bias:
         operands += (stages + 1) * keys * 16
-    own_out = operands + rows * line <= TILE_BYTES  # else out takes the place of q
-    return 2048 + operands + (rows * line if own_out else 0)
+    separate_out = operands + rows * line <= TILE_BYTES  # else out overwrites q
+    return 2048 + operands + (rows * line if separate_out else 0)
 
 
 class _Plan:
@@ -91,8 +94,10 @@ class _Plan:
         head_dim, value_dim = fields["head_dim"], fields["value_dim"]
         width = next(w for w in WIDTHS if max(head_dim, value_dim) <= w)
         bands = min(launch.left, launch.right) < UNLIMITED
-        bent = fields["scale"] <= 0 or fields["softcap"] or fields["slopes"]
-        extras = bool(bent or (bias is not None and bias.dtype != q.dtype))
+        extras = bool(
+            fields["scale"] <= 0 or fields["softcap"] or fields["slopes"]
+            or (bias is not None and bias.dtype != q.dtype)
+        )  # fmt: skip
         constants = variant(
             width, launch.queries, bands, bias is not None, extras, launch.dropout
         )  # fmt: skip
@@ -112,9 +117,10 @@ class _Plan:
         self.queries = launch.queries
 
     def _section(self, launch, bands, row_bytes, bias):
-        """Return how many neighbouring heads take turns, see find_tile.
+        """Return how many heads are computed side by side, tile by tile: see find_tile.
 
-        Their keys and values fit in L2. Where sequences share a bias, their same heads do.
+        Their keys and values fit in L2 together. Where sequences share a bias with a row per head,
+        these are the same head of several sequences.
         """
         across = bias is not None and not launch.packed and bias.shape[0] == 1 < bias.shape[1]
         kv_heads = max(1, L2_SECTION // max(1, launch.keys * row_bytes))
@@ -128,35 +134,37 @@ class _Plan:
         return kernel(f"attention/{name}.cu", name, **self.constants)
 
     def describe(self, device):
-        """Return what the launch takes of the GPU: see ``impls.WORDS``."""
-        taken = self.kernel().resources(self.grid, self.block, self.shared_bytes)
+        """Return what the launch uses of the GPU: see ``impls.WORDS``."""
+        used = self.kernel().resources(self.grid, self.block, self.shared_bytes)
         waves = self.tiles / gpu(device).multiprocessors
         bound = "exponentials" if self.constants["HEAD_DIM"] == 64 else "matrix products"
         limit = "fewer tiles than multiprocessors" if waves < 1 else bound
         tile = self.rows, self.keys
-        return {"tile": tile, **taken, "tiles": self.tiles, "waves": waves, "limit": limit}
+        return {"tile": tile, **used, "tiles": self.tiles, "waves": waves, "limit": limit}
 
     def bias_map(self, bias):
-        """Return the tensor map of the bias, or None where the kernel reads it by its rows."""
+        """Return the tensor map of the bias, or None where the kernel loads it without TMA."""
         width = self.constants["HEAD_DIM"]
-        if bias is None or not bias.size or bias.dtype == np.float32 or width > STAGED_BIAS_WIDTH:
+        if bias is None or not bias.size:
+            return None
+        if bias.dtype == np.float32 or width > MAX_STAGED_BIAS_WIDTH:
             return None
         one_row = bias.shape[2] == 1 < self.queries
         return tensor_map(_in_16_bits(bias).swapaxes(1, 2), 1 if one_row else self.rows)
 
 
 def _in_16_bits(bias):
-    """Return a mask as half as many 16-bit numbers; a bias of 16 bits as it is."""
+    """Return a mask viewed as 16-bit numbers, two entries each; a bias of 16 bits as it is."""
     if bias.dtype != bool:
         return bias
     shape, strides = (*bias.shape[:3], -(-bias.shape[3] // 2)), (*bias.strides[:3], 2)
     return type(bias)(shape, np.float16, bias.data, strides)
 
 
-def _with_rows(bias, keys):
-    """Return the bias with each row of all keys once and contiguous, as the copy engine wants.
+def _with_whole_rows(bias, keys):
+    """Return the bias with contiguous rows of all keys, as TMA needs them: a copy if need be.
 
-    That is a copy where it is anything else.
+    Axes that repeat one entry by a stride of 0 have size 1.
     """
     if bias is None:
         return None
@@ -164,36 +172,20 @@ def _with_rows(bias, keys):
     whole = bias.shape[3] == keys and bias.strides[3] == bias.itemsize
     if whole and (bias.dtype == np.float32 or not refusal(_in_16_bits(bias), "bias")):
         return bias
-    copy = arrays.empty(bias, (*bias.shape[:3], -(-keys // ROW) * ROW))[..., :keys]
+    length = -(-keys // BIAS_ROW_STEP) * BIAS_ROW_STEP
+    copy = arrays.empty(bias, (*bias.shape[:3], length))[..., :keys]
     copy[...] = bias
     return copy
 
 
-def forward(q, k, v, *extras, needs, **params):
-    if attention_short.suits(q, k, v, *extras, **params):
-        return attention_short.forward(q, k, v, *extras, needs=needs, **params)
-    *lead, rows, heads, _ = q.shape
-    out = arrays.empty(q, (*q.shape[:-1], v.shape[-1]))
-    lse = arrays.empty(q, (*lead, heads, rows), np.float32)
-    saved = (q, k, v, *extras, out, lse) if any(needs) else None
+def forward(q: Array, k: Array, v: Array, *extras: Any, needs: tuple, **params: Any) -> tuple:
+    """Return (out, lse) and what the gradient needs."""
+    out, lse = outputs(q, v)
+    found = result((q, k, v, *extras), out, lse, needs)
     if not out.size:
-        return (out, lse), saved
-    inputs = q, k, v, *extras
-    whole_heads = hopper_head_forward.takes(*inputs, **params)
-    bias = _with_rows(extras[0], params["max_seqlen_k"])
-    launch = Launch(q, k, v, bias, *extras[1:], **params, out=out, tables=not whole_heads)
-    if saved and hopper_head_backward.takes(*inputs, **params):
-        hopper_head_backward.compile_ahead(q.device.id, q.dtype, launch.dropout)
-    elif saved and bias is None and not hopper_backward.refuse_backward(*inputs, **params):
-        hopper_backward.compile_ahead(
-            q.device.id, q.dtype, max(q.shape[-1], v.shape[-1]), extras=launch.extras,
-            dropout=launch.dropout, biased=False, deterministic=launch.deterministic,
-            chained=hopper_backward.chain_of(launch, q.device.id) > 1,
-        )  # fmt: skip
-    if whole_heads:
-        random = {name: params[name] for name in ("key", "dropout_p")}
-        hopper_head_forward.forward(launch, q, k, v, out, lse, **random)
-        return (out, lse), saved
+        return found
+    bias = _with_whole_rows(extras[0], params["max_seqlen_k"])
+    launch = Launch(q, k, v, bias, *extras[1:], **params, out=out)
     plan = _Plan(launch, q, bias)
     q_map, bias_map = tensor_map(q, 64), plan.bias_map(bias)
     # without keys nothing is loaded, and there may be no address
@@ -203,32 +195,10 @@ def forward(q, k, v, *extras, needs, **params):
         q_map if bias_map is None else bias_map, out, lse, counters(), plan.row_blocks,
         plan.all_heads, plan.section, bias_map is not None, shared_bytes=plan.shared_bytes,
     )  # fmt: skip
-    return (out, lse), saved
+    return found
 
 
-def describe(q, k, v, *extras, **params):
-    """Return what the forward takes of the GPU: see ``impls.WORDS``."""
-    if attention_short.suits(q, k, v, *extras, **params):
-        return attention_short.describe(q, k, v, *extras, **params)
-    whole_heads = hopper_head_forward.takes(q, k, v, *extras, **params)
+def describe(q: Array, k: Array, v: Array, *extras: Any, **params: Any) -> dict[str, Any]:
+    """Return what the forward uses of the GPU: see ``impls.WORDS``."""
     launch = Launch(q, k, v, *extras, **params, tables=False)
-    if whole_heads:
-        details = hopper_head_forward.describe(launch, q)
-    else:
-        details = _Plan(launch, q, extras[0]).describe(q.device.id)
-    if reason := hopper_backward.refuse_backward(q, k, v, *extras, **params):
-        details["gradient"] = f"raw-ampere's, because {reason}"
-    elif hopper_head_backward.takes(q, k, v, *extras, **params):
-        details["gradient"] = "a block for a whole head, in one launch"
-    return details
-
-
-def backward(saved, dout, dlse, *, needs, into, **params):
-    inputs = saved[:9]
-    form = hopper_backward
-    short = attention_short.suits(*inputs, **params)
-    if short or form.refuse_backward(*inputs, **params, needs=needs):
-        form = ampere_backward
-    elif hopper_head_backward.takes(*inputs, **params):
-        form = hopper_head_backward
-    return form.backward(saved, dout, dlse, needs=needs, into=into, **params)
+    return _Plan(launch, q, extras[0]).describe(q.device.id)

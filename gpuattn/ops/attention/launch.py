@@ -1,11 +1,19 @@
-"""What all CUDA kernels of attention take: the problem as one struct, filled from the arguments."""
+"""What the CUDA kernels of attention take: one struct, filled from the arguments of a call."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from gpuattn import arrays, rng
 from gpuattn.arrays import get_xp
-from gpuattn.autodiff.gradient_layout import target_like
+from gpuattn.cuda import tensor_maps
+from gpuattn.cuda.gpu import hopper_refusal
+from gpuattn.cuda.kernels import kernel_refusal
 from gpuattn.ops.attention.dropout import Tables
+from gpuattn.typing import Array
 
 STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias")
 POINTERS = (
@@ -23,16 +31,17 @@ PROBLEM = np.dtype(
 )  # fmt: skip
 """The struct Attention of ``rawkernels/attention/common/attention.cuh``."""
 
-MAX_TILES = 2**31 - 1
-UNLIMITED = 1 << 30  # a side of the window without an end
+MAX_TILES = 2**31 - 1  # thread blocks of one launch
+UNLIMITED = 1 << 30  # keys that a window without a limit on one side reaches
 BIAS_KINDS = {"bool": 1, "float32": 2, "float16": 3, "bfloat16": 3}
 
 
 class Launch:
-    """A call's problem as kernels take it: ``problem`` by value, and what decides grids and tiles.
+    """The arguments of a call as kernels take them: ``problem`` is the struct, passed by value.
 
-    ``strided``: the arrays beside q, k and v whose strides kernels need, by their names in STRIDED.
-    ``tables``: whether dropout's are drawn. Keeps alive what the struct points at.
+    The other attributes decide grids and tiles. ``strided``: arrays beside q, k and v whose strides
+    kernels need, by their names in STRIDED. ``tables``: whether to draw the tables of dropout.
+    Holds references to the arrays whose addresses are in the struct.
     """
 
     def __init__(
@@ -47,7 +56,7 @@ class Launch:
         self.heads, self.kv_heads = q.shape[-2], k.shape[-2]
         self.queries, self.keys = max_seqlen_q, max_seqlen_k
         rows = q.shape[-3]  # T, or all tokens
-        self.dropout = rng.threshold(dropout_p) < 65536  # else p is too small to drop any
+        self.dropout = drops(dropout_p)
         fields = {
             "lse_batch": 0 if packed else self.heads * rows, "lse_head": rows,
             "sequences": self.sequences, "heads": self.heads,
@@ -88,29 +97,82 @@ class Launch:
         for name, value in fields.items():
             problem[name] = value
         self.problem = problem.view(f"V{PROBLEM.itemsize}")
-        # more than a positive scale is between a product and its logit
+        # whether more than a positive scale turns a product q_i . k_j into a logit
         self.extras = bool(scale <= 0 or softcap or bias is not None or slopes is not None)
 
 
-def gradient_arrays(inputs, into):
-    """Return arrays for the gradients of ``inputs``: new ones, or their places in ``into``.
+def drops(dropout_p: float) -> bool:
+    """Return whether any weight is dropped: a ``dropout_p`` up to 2^-17 rounds to 0."""
+    return dropout_p > 0 and rng.threshold(dropout_p) < 65536
 
-    A place is taken if it lies as its input does, which kernels have accepted.
+
+def outputs(q: Array, v: Array) -> tuple[Array, Array]:
+    """Return uninitialised arrays for the output, in the dtype of ``q``, and lse, float32."""
+    *lead, rows, heads, _ = q.shape
+    out = arrays.empty(q, (*q.shape[:-1], v.shape[-1]))
+    return out, arrays.empty(q, (*lead, heads, rows), np.float32)
+
+
+def result(inputs: tuple, out: Array, lse: Array, needs: tuple) -> tuple:
+    """Return what every form's forward returns: the outputs, and what any gradient needs."""
+    return (out, lse), ((*inputs, out, lse) if any(needs) else None)
+
+
+# ---- refusals that forms share ------------------------------------------------------------------
+
+
+def tma_refusal(q: Array, k: Array, v: Array) -> str | None:
+    """Return why kernels that read q, k and v by TMA and multiply by wgmma cannot, or None."""
+    if reason := kernel_refusal(q, "q"):
+        return reason
+    if reason := hopper_refusal(q.device.id):
+        return reason
+    return inputs_refusal(tensor_maps.refusal, q, k, v)
+
+
+class _Layout(NamedTuple):
+    """The attributes of an array that decide whether a kernel can read it."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ptr: int  # modulo 16
+
+    @property
+    def data(self) -> "_Layout":
+        return self
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def inputs_refusal(refusal: Callable, q: Array, k: Array, v: Array) -> str | None:
+    """Return the first sentence of ``refusal(x, name)`` of q, k and v, or None.
+
+    Cached, as several forms ask at each call: ``refusal`` may depend on dtype, shape, strides and
+    alignment to 16 bytes.
     """
-    return [_gradient_array(x, slot) for x, slot in zip(inputs, into, strict=False)]
+    layouts = [(x.dtype, x.shape, x.strides, x.data.ptr % 16) for x in (q, k, v)]
+    return _inputs_refusal(refusal, *layouts)
 
 
-def _gradient_array(x, slot):
-    place = target_like(slot, x)
-    if place is None or place.strides != x.strides or (place.data.ptr - x.data.ptr) % 16:
-        return arrays.empty(x, x.shape)
-    return place
+@functools.lru_cache(1024)
+def _inputs_refusal(refusal, *layouts):
+    for layout, name in zip(layouts, "qkv", strict=True):
+        if reason := refusal(_Layout(*layout), name):
+            return reason
+    return None
 
 
-def tiles_refusal(q, cu_q, max_seqlen_q, max_seqlen_k):
-    """Return why there are too many tiles of 16 rows, the smallest, for one launch, or None."""
+def tiles_refusal(q: Array, cu_q: Array | None, longest: int, rows: int) -> str | None:
+    """Return why tiles of ``rows`` of the ``longest`` length are too many for a launch, or None."""
     sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
-    tiles = (max(max_seqlen_q, max_seqlen_k) // 16 + 1) * q.shape[-2] * sequences
+    tiles = (longest // rows + 1) * q.shape[-2] * sequences
     if tiles > MAX_TILES:
         return f"{tiles} tiles, the kernel takes {MAX_TILES}; give the true max_seqlen_q"
     return None

@@ -1,16 +1,20 @@
 """The reference of ``flash_attention``: key blocks with an online softmax, on NumPy or CuPy.
 
-Memory grows with the number of tokens, not with its square. It is also how NumPy trains:
-products go straight to where they belong, and packed sequences into a few padded grids.
+Memory is linear in the number of tokens. Training on NumPy runs this too: products are written to
+their destination without a temporary, and packed sequences are padded into a few grids.
 """
+
+from typing import Any
 
 import numpy as np
 
 from gpuattn.arrays import empty, for_each, get_xp, wide, zeros
 from gpuattn.autodiff.gradient_layout import target_like
+from gpuattn.ops.attention.gradient import finite_lse, sink_gradient, sum_to
 from gpuattn.ops.attention.grids import BLOCK, INF, by_heads, column, layouts, make_grid, part
+from gpuattn.typing import Array
 
-BLAS_ALONE = 1 << 18  # multiply-adds up to which OpenBLAS keeps a product to one thread
+MAX_SINGLE_THREADED = 1 << 18  # multiply-adds of a product that OpenBLAS computes in one thread
 
 
 def attend(grid, q, k, v, sink):
@@ -32,16 +36,16 @@ def attend(grid, q, k, v, sink):
         finite = xp.where(new == -INF, dtype.type(0), new)
         p -= finite
         xp.exp(p, out=p)
-        fade = xp.exp(old - finite)
-        total[..., rows, :] = total[..., rows, :] * fade + p.sum(-1, keepdims=True)
+        rescale = xp.exp(old - finite)
+        total[..., rows, :] = total[..., rows, :] * rescale + p.sum(-1, keepdims=True)
         top[..., rows, :] = new
         if grid.dropout_p:
             p *= grid.keep(p.shape, rows, cols, p.dtype)
         here = out[..., rows, :]
         if not fresh:
-            here *= fade
+            here *= rescale
         if may_hold_nan:
-            here += weigh(p, v[..., cols, :])
+            here += weighted_sum(p, v[..., cols, :])
         else:
             put_product(here, p, v[..., cols, :], fresh)
         fresh = False
@@ -50,17 +54,20 @@ def attend(grid, q, k, v, sink):
     return result, lse.reshape(N, kv_heads * G, T)
 
 
-def weigh(p, v):
-    """Return p @ v, where rows of ``v`` that carry no weight do not count even if they hold NaN."""
+def weighted_sum(p, v):
+    """Return p @ v; a row of ``v`` whose weight is 0 adds nothing even if it is NaN."""
     xp = get_xp(v)
     finite = xp.isfinite(v)
-    spoiled = xp.matmul((p != 0).astype(p.dtype), (~finite).astype(p.dtype)) != 0
+    reached = xp.matmul((p != 0).astype(p.dtype), (~finite).astype(p.dtype)) != 0
     clean = xp.matmul(p, xp.where(finite, v, v.dtype.type(0)))
-    return xp.where(spoiled, xp.matmul(p, v), clean)
+    return xp.where(reached, xp.matmul(p, v), clean)
 
 
 def put_product(target, a, b, fresh=True):
-    """Set ``target`` to a @ b, or add it if not ``fresh``; summed over the group if it has none."""
+    """Set ``target`` to a @ b, or add to it if not ``fresh``.
+
+    Sums over the group, axis 2, where that has size 1 in ``target``.
+    """
     xp, shared = get_xp(a), target.shape[2] != a.shape[2]
     if xp is np and fresh and not shared:
         np.matmul(a, b, out=target)
@@ -81,7 +88,7 @@ def attend_backward(grid, q, k, v, lse, delta, dout, dbias):
     xp, (N, kv_heads, G, T, D) = grid.xp, q.shape
     dq = xp.zeros((N, T, kv_heads * G, D), q.dtype)
     dk, dv = (xp.zeros((N, grid.S, kv_heads, x.shape[-1]), q.dtype) for x in (k, v))
-    lse, fresh = without_keys(lse), True
+    lse, fresh = finite_lse(lse), True
     for rows, cols in grid.blocks():
         p, bend = grid.logits(q, k, rows, cols)
         p -= lse[..., rows, :]
@@ -107,35 +114,17 @@ def attend_backward(grid, q, k, v, lse, delta, dout, dbias):
     return dq, dk, dv
 
 
-def without_keys(lse):
-    """Return ``lse`` such that exp(logit - lse) is 0, not NaN, in rows that see no key."""
-    return get_xp(lse).where(lse == -INF, lse.dtype.type(INF), lse)
-
-
-def sink_gradient(sink, lse, delta):
-    """Return the gradient of the sinks (H,), for ``lse`` and ``delta`` of shape (..., H, T)."""
-    p = get_xp(lse).exp(sink.astype(lse.dtype)[:, None] - without_keys(lse))
-    others = (*range(lse.ndim - 2), lse.ndim - 1)
-    return -(p * delta).sum(others).astype(sink.dtype, copy=False)
-
-
 def row_dot(a, b, dtype):
     """Return the sums of a * b over the last axis."""
     a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
     return np.vecdot(a, b) if get_xp(a) is np else (a * b).sum(-1)
 
 
-def sum_to(x, shape):
-    """Return ``x`` summed over the axes along which ``shape`` is 1."""
-    axes = tuple(a for a, n in enumerate(shape) if n == 1 and x.shape[a] != 1)
-    return x.sum(axes, keepdims=True) if axes else x
-
-
 def _operands(grid, layout, q, k, v, key_lengths, scale):
     dtype = wide(q.dtype)
     q = layout.take(q, 0).astype(dtype, copy=False) * dtype.type(scale)
     k, v = (layout.take(x, 1).astype(dtype, copy=False) for x in (k, v))
-    if key_lengths is not None:  # what lies behind the end may be NaN
+    if key_lengths is not None:  # keys past the end may be NaN
         real = grid.xp.arange(grid.S)[:, None, None] < grid.keys[:, 0]
         k, v = (grid.xp.where(real, x, dtype.type(0)) for x in (k, v))
     return by_heads(q, grid.groups), by_heads(k, 1), by_heads(v, 1)
@@ -148,7 +137,10 @@ def _sink(sink, grid, dtype):
 # ---- the implementation ------------------------------------------------------------------------
 
 
-def forward(q, k, v, *extras, needs, scale, max_seqlen_q, max_seqlen_k, deterministic, **params):
+def forward(
+    q: Array, k: Array, v: Array, *extras: Any, needs: tuple, scale: float, max_seqlen_q: int,
+    max_seqlen_k: int, deterministic: bool, **params: Any,
+) -> tuple:  # fmt: skip
     """Return (out, lse) and what the gradient needs; see ``flash_attention``."""
     _, key_lengths, cu_q, cu_k, _, sink = extras
     dtype, shape = wide(q.dtype), (*q.shape[:-1], v.shape[-1])
@@ -168,12 +160,12 @@ def forward(q, k, v, *extras, needs, scale, max_seqlen_q, max_seqlen_k, determin
 
 
 def _run_all(run, layouts, head_dim, in_order=False):
-    """Call ``run`` on every layout: side by side unless BLAS splits its products into threads.
+    """Call ``run`` on every layout, in several threads unless BLAS itself uses threads.
 
-    Two calls of such a product at a time make both wait for each other, several times as long.
+    Two threaded products at a time wait for each other and take several times as long.
     """
     largest = max((part.T * min(part.S, BLOCK) for part in layouts), default=0) * head_dim
-    if in_order or largest > BLAS_ALONE:
+    if in_order or largest > MAX_SINGLE_THREADED:
         for layout in layouts:
             run(layout)
     else:
@@ -181,20 +173,21 @@ def _run_all(run, layouts, head_dim, in_order=False):
 
 
 def _target(like, shape, cu, dtype):
-    """Return an array for results; for packed sequences with one more row, for the padding."""
+    """Return an array for results; of packed sequences it has one more row, for the padding."""
     rows = shape[0] if cu is None else shape[0] + 1
     return empty(like, (rows, *shape[1:]), dtype)
 
 
 def _gradient(x, slot, cu):
-    """Return the array for a gradient: its place in ``into``, unless the padding needs a row."""
-    place = target_like(slot, x) if cu is None else None
-    return _target(x, x.shape, cu, x.dtype) if place is None else place
+    """Return the array for a gradient: that of ``into``, unless the padding needs a row."""
+    target = target_like(slot, x) if cu is None else None
+    return _target(x, x.shape, cu, x.dtype) if target is None else target
 
 
 def backward(
-    saved, dout, dlse, *, needs, into, scale, max_seqlen_q, max_seqlen_k, deterministic, **params
-):
+    saved: tuple, dout: Any, dlse: Any, *, needs: tuple, into: tuple, scale: float,
+    max_seqlen_q: int, max_seqlen_k: int, deterministic: bool, **params: Any,
+) -> tuple:  # fmt: skip
     """Return the gradients of q, k, v, bias and sink (None for the rest)."""
     q, k, v, *extras, out, lse = saved
     bias, key_lengths, cu_q, cu_k, _, sink = extras

@@ -1,10 +1,13 @@
-"""PyTorch's ``scaled_dot_product_attention``: its argument names and their meaning."""
+"""``flash_attention`` by the argument names and layout of PyTorch."""
+
+from typing import Any
 
 from gpuattn.autodiff.tape import op
 from gpuattn.errors import problem
 from gpuattn.impls import OPS
 from gpuattn.ops.arguments import check_flags, number, take_arrays
 from gpuattn.ops.attention.flash_attention import IMPLS, flash_attention
+from gpuattn.typing import Array
 
 NAME = "scaled_dot_product_attention"
 OPS[NAME] = IMPLS  # for use_impl
@@ -12,14 +15,15 @@ OPS[NAME] = IMPLS  # for use_impl
 
 @op
 def scaled_dot_product_attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
+    query: Array, key: Array, value: Array, attn_mask: Array | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
     """Return softmax(scale * query key^T + attn_mask) value as (B, H, T, Dv), without copies.
 
     ``query``: (B, H, T, D); ``key``: (B, Hk, S, D); ``value``: (B, Hk, S, Dv), arrays or Tensors.
     ``attn_mask`` broadcasts to (B, H, T, S): bool (True: attend), or added to the logits.
     ``is_causal`` aligns top-left, as PyTorch does; ``flash_attention`` aligns bottom-right.
-    ``scale``: 1 / sqrt(D) by default. ``enable_gqa``: let Hk be a divisor of H. A query that sees
+    ``scale``: 1 / sqrt(D) by default. ``enable_gqa``: Hk may be a divisor of H. A query that sees
     no key gives 0. Raises ValueError for shapes that do not fit, for a mask together with
     ``is_causal``, and for fewer KV heads without ``enable_gqa``; TypeError for dtypes.
     """

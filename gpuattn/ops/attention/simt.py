@@ -1,29 +1,41 @@
-"""Attention on any GPU, in float32 on CUDA cores: ``attention/flash_attention_*_simt.cu``."""
+"""raw-simt, in float32 on CUDA cores: ``rawkernels/attention/flash_attention_{forward,backward}_simt.cu``."""
+
+from typing import Any
 
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import ctype, get_xp
+from gpuattn.arrays import ctype
 from gpuattn.cuda.kernels import kernel, kernel_refusal
-from gpuattn.ops.attention.launch import Launch, gradient_arrays, tiles_refusal
-from gpuattn.ops.attention.reference import sink_gradient, sum_to
+from gpuattn.ops.attention.gradient import (
+    bias_gradient,
+    gradient_arrays,
+    output_gradients,
+    sink_gradient,
+)
+from gpuattn.ops.attention.launch import Launch, outputs, result, tiles_refusal
+from gpuattn.typing import Array
 
 MAX_HEAD_DIM = 256
 WIDTHS = (32, 64, 128, 256)  # what HEAD_DIM is rounded up to
 THREADS = 128
 
 
-def refuse(q, k, v, bias, key_lengths, cu_q, *_, max_seqlen_q, max_seqlen_k, **__):
+def refuse(
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, *_: Any,
+    max_seqlen_q: int, max_seqlen_k: int, **__: Any,
+) -> str | None:  # fmt: skip
+    """Return why neither direction runs here, or None."""
     if reason := kernel_refusal(q, "q"):
         return reason
     size = max(q.shape[-1], v.shape[-1])
     if size > MAX_HEAD_DIM:
         return f"the head size is {size}, the kernel takes 1 to {MAX_HEAD_DIM}"
-    return tiles_refusal(q, cu_q, max_seqlen_q, max_seqlen_k)
+    return tiles_refusal(q, cu_q, max(max_seqlen_q, max_seqlen_k), 16)
 
 
-def choose_tile(part, width, extras):
-    """Return the rows that a block owns and the rows of the other side that it takes at a time.
+def choose_tile(part: str, width: int, extras: bool) -> tuple[int, int]:
+    """Return the rows that a block computes, and the rows of the other side that it loads at once.
 
     ``part``: "forward", "dkv" or "dq"; ``width``: HEAD_DIM; ``extras``: EXTRAS of the kernels.
     """
@@ -34,13 +46,13 @@ def choose_tile(part, width, extras):
     return 64 if width > 64 or extras else 128, 32
 
 
-def shared_bytes(part, width, extras):
-    """Return the bytes of a block's tiles: of one array of both sides, or of two (gradients)."""
+def shared_bytes(part: str, width: int, extras: bool) -> int:
+    """Return the bytes of a block's tiles of both sides: of one array, of two in the gradient."""
     return (4 if part == "forward" else 8) * sum(choose_tile(part, width, extras)) * (width + 4)
 
 
 class _Tiles:
-    """The kernels of one call: which constants, and how many rows a block takes."""
+    """The kernels of one call: their constants, grids and shared memory."""
 
     def __init__(self, launch, q, v):
         self.launch, self.scalar = launch, ctype(q.dtype)
@@ -55,7 +67,7 @@ class _Tiles:
         return kernel(file, f"flash_attention_{part}", **constants)
 
     def shape(self, part, longest, heads):
-        """Return (grid, block, shared bytes) where blocks own rows of a head's ``longest``."""
+        """Return (grid, block, shared bytes) to cut ``longest`` rows of each head into blocks."""
         rows, _ = choose_tile(part, self.width, self.extras)
         grid = (-(-longest // rows) * heads * self.launch.sequences,)
         return grid, (THREADS,), shared_bytes(part, self.width, self.extras)
@@ -65,40 +77,41 @@ class _Tiles:
         self.kernel(part)(grid, block, self.launch.problem, *args, shared_bytes=size)
 
 
-def forward(q, k, v, *extras, needs, **params):
-    *lead, rows, heads, _ = q.shape
-    out = arrays.empty(q, (*q.shape[:-1], v.shape[-1]))
-    lse = arrays.empty(q, (*lead, heads, rows), np.float32)
+def forward(q: Array, k: Array, v: Array, *extras: Any, needs: tuple, **params: Any) -> tuple:
+    """Return (out, lse) and what the gradient needs."""
+    out, lse = outputs(q, v)
     launch = Launch(q, k, v, *extras, **params, out=out)
-    _Tiles(launch, q, v)("forward", launch.queries, heads, q, k, v, out, lse)
-    return (out, lse), ((q, k, v, *extras, out, lse) if any(needs) else None)
+    _Tiles(launch, q, v)("forward", launch.queries, launch.heads, q, k, v, out, lse)
+    return result((q, k, v, *extras), out, lse, needs)
 
 
-def describe(q, k, v, *extras, **params):
-    """Return what the forward takes of the GPU: see ``impls.WORDS``."""
-    launch = Launch(q, k, v, *extras, **params)
+def describe(q: Array, k: Array, v: Array, *extras: Any, **params: Any) -> dict[str, Any]:
+    """Return what the forward uses of the GPU: see ``impls.WORDS``."""
+    launch = Launch(q, k, v, *extras, **params, tables=False)
     tiles = _Tiles(launch, q, v)
-    taken = tiles.kernel("forward").resources(*tiles.shape("forward", launch.queries, launch.heads))
-    return {"tile": choose_tile("forward", tiles.width, tiles.extras), **taken}
+    used = tiles.kernel("forward").resources(*tiles.shape("forward", launch.queries, launch.heads))
+    return {"tile": choose_tile("forward", tiles.width, tiles.extras), **used}
 
 
-def delta_of(launch, tiles, out, dout, dlse, lse):
+def _delta(launch, tiles, out, dout, dlse, lse):
     """Return rowsum(dout * out) - dlse, float32, in the shape of ``lse``."""
     delta, rows = arrays.empty(out, lse.shape, np.float32), lse.size // max(launch.heads, 1)
-    dlse = None if dlse is None else get_xp(out).ascontiguousarray(dlse, np.float32)
     grid = (-(-lse.size // 4),)
     tiles.kernel("delta")(grid, (128,), launch.problem, out, dout, dlse, delta, rows)
     return delta
 
 
-def backward(saved, dout, dlse, *, needs, into, **params):
+def backward(
+    saved: tuple, dout: Any, dlse: Any, *, needs: tuple, into: tuple, **params: Any
+) -> tuple:
+    """Return the gradients of q, k, v, bias and sink (None for the rest)."""
     q, k, v, *extras, out, lse = saved
     bias, *_, sink = extras
-    dout = arrays.zeros(q, out.shape) if dout is None else dout.astype(q.dtype, copy=False)
+    lse, dout, dlse = output_gradients(q, out, lse, dout, dlse)
     dq, dk, dv = gradient_arrays((q, k, v), into)
     launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     tiles = _Tiles(launch, q, v)
-    delta = delta_of(launch, tiles, out, dout, dlse, lse)
+    delta = _delta(launch, tiles, out, dout, dlse, lse)
     dbias = dsink = None
     if needs[3]:
         full = launch.sequences, launch.heads, launch.queries, launch.keys
@@ -109,7 +122,7 @@ def backward(saved, dout, dlse, *, needs, into, **params):
     if needs[0] or needs[3]:
         tiles("dq", launch.queries, launch.heads, *shared, dq, dbias)
     if needs[3]:
-        dbias = sum_to(dbias, bias.shape).astype(bias.dtype, copy=False)
+        dbias = bias_gradient(dbias, bias)
     if needs[8]:
         dsink = sink_gradient(sink, lse, delta)
     return dq, dk, dv, dbias, None, None, None, None, dsink

@@ -1,4 +1,4 @@
-"""Attention's dropout bits: by hand, as random numbers, and the same from every kernel."""
+"""The dropout bits of attention: one by hand, their statistics, and equality of all kernels."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ from checks import dtype_of
 
 from gpuattn import Tensor, rng
 from gpuattn.arrays import to_cpu
+from gpuattn.errors import UnsupportedError
 from gpuattn.ops.attention.dropout import attention_keep_mask, round_bounds, words
 from gpuattn.ops.attention.flash_attention import IMPLS, flash_attention
 from gpuattn.rng import Key
@@ -15,7 +16,7 @@ SIGMAS = 5
 
 
 def close(values, mean, variance):
-    """Whether the mean of independent ``values`` is as near to theirs as chance has it."""
+    """Return whether the mean of independent ``values`` is within SIGMAS of the expected one."""
     return abs(values.mean() - mean) <= SIGMAS * (variance / values.size) ** 0.5
 
 
@@ -54,7 +55,7 @@ def test_a_logit_by_hand():
 
 @pytest.mark.parametrize("p", [1e-5, 0.1, 0.25, 0.5, 0.97, 0.999999])
 def test_a_weight_is_kept_as_often_as_asked(p):
-    """Over all that a bound's random number may be: exactly, and for every byte of a word."""
+    """Exactly, over all random numbers of a bound, for every byte of a word."""
     bounds = round_bounds(np, np.arange(65536, dtype=np.uint32), p).view(np.uint8).reshape(-1, 4)
     assert (bounds.sum(0, dtype=np.int64) == 128 * rng.threshold(p)).all()
     assert bounds.max() <= 128
@@ -72,9 +73,9 @@ def test_numbers_are_uniform(drawn):
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_numbers_are_independent(drawn, p):
-    """Products of what is dropped: neighbours, blocks side by side, three and four of a rectangle.
+    """Products of dropped bits: neighbours, adjacent blocks, three and four corners of a rectangle.
 
-    Without the mix, the least of a word's numbers fails at the four corners.
+    Without the mix, the lowest byte of the words fails at the four corners.
     """
     dropped, share = drawn < 128 * p, np.ceil(128 * p) / 128
     x = dropped - share
@@ -97,7 +98,7 @@ def test_numbers_are_independent(drawn, p):
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_rows_and_columns_drop_as_many_as_chance_has_it(p):
+def test_rows_and_columns_drop_the_expected_number(p):
     keep = attention_keep_mask(np, (2, 2, 1024, 1024), p, KEY)
     q = rng.threshold(p) / 65536
     variance = q * (1 - q)
@@ -130,7 +131,7 @@ LENGTHS = [(64, 64), (272, 200), (130, 900), ((200, 1, 0, 77), (90, 40, 5, 200))
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("impl, dtype", FORMS)
 def test_every_form_has_this_mask(gpu, impl, lengths, D, dtype):
-    """Where all weights are equal, products with unit vectors show the mask, in both directions."""
+    """All weights are equal, so products with unit vectors are the mask, in both directions."""
     xp, H, p, size = gpu, 3, 0.3, dtype_of(dtype)
     packed = isinstance(lengths[0], tuple)
     params = {"dropout_p": p, "seed": KEY, "impl": impl}
@@ -156,7 +157,10 @@ def test_every_form_has_this_mask(gpu, impl, lengths, D, dtype):
     q, k = (xp.zeros_like(units(starts, 0)) for starts in (cu_q, cu_k))
     for first in range(0, max(max(n) for n in sequences), D):
         v = Tensor(units(cu_k, first), requires_grad=True)
-        out = flash_attention(q, k, v, **params)
+        try:
+            out = flash_attention(q, k, v, **params)
+        except UnsupportedError as error:
+            pytest.skip(str(error))
         out.backward(units(cu_q, first))
         weights, grads = (
             to_cpu(x).astype(np.float32).reshape(-1, H, D) for x in (out.data, v.grad)

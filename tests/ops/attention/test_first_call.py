@@ -1,4 +1,4 @@
-"""How long the first call takes: to compile, and in later processes to load what was compiled."""
+"""The time of the first call: to compile, and in later processes to load the cached code."""
 
 import json
 import shutil
@@ -18,6 +18,7 @@ PROGRAM = """
 import json, sys, time
 import cupy, numpy as np
 from gpuattn.cuda import kernels
+from gpuattn.impls import choose_backward
 from gpuattn.ops.attention.flash_attention import IMPLS
 name, D = sys.argv[1], int(sys.argv[2])
 impl = next(impl for impl in IMPLS if impl.name == name)
@@ -26,10 +27,11 @@ params = {"window": (None, 0), "align": "bottom_right", "scale": 0.1, "softcap":
           "dropout_p": 0.0, "key": None, "max_seqlen_q": 256, "max_seqlen_k": 256,
           "deterministic": False}
 inputs, needs = (q, q, q, *[None] * 6), (True,) * 3 + (False,) * 6
-reason = impl.refuse(*inputs, **params)
+reason = impl.refuse(*inputs, needs=needs, **params)
 if reason:
     sys.exit(json.dumps({"refused": reason}))
-cupy.cuda.Device().synchronize()  # the context stands
+rule = choose_backward(IMPLS, impl, inputs, name, needs=needs, **params)
+cupy.cuda.Device().synchronize()  # the context exists
 
 def seconds(function, *args, **kwargs):
     begin = time.perf_counter()
@@ -38,9 +40,14 @@ def seconds(function, *args, **kwargs):
     return time.perf_counter() - begin, result
 
 library, _ = seconds(compiler.nvrtc_version)  # even the name of a stored kernel asks for it
-forward, ((out, lse), saved) = seconds(impl.forward, *inputs, needs=needs, **params)
+def run_forward():
+    if rule.compile_backward:
+        rule.compile_backward(*inputs, needs=needs, **params)
+    return impl.forward(*inputs, needs=needs, **params)
+
+forward, ((out, lse), saved) = seconds(run_forward)
 backward, _ = seconds(
-    impl.backward, saved, out, None, needs=needs, into=(None,) * 9, **params
+    rule.backward, saved, out, None, needs=needs, into=(None,) * 9, **params
 )
 spent = {"library": library, "forward": forward, "backward": backward}
 if len(sys.argv) > 3:  # a kernel to compare with

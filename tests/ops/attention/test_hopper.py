@@ -1,4 +1,4 @@
-"""What the cases that every implementation must pass do not see of Hopper's attention."""
+"""raw-hopper: what the tests that every implementation must pass do not cover."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import compiled
 import numpy as np
 import pytest
 from attention_formula import assert_close, gradients
-from checks import sampled
+from checks import find, sampled
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import kernels
@@ -24,7 +24,10 @@ def constants(width, queries, *flags):
 
 def test_every_tile_in_use_is_compiled_in_the_tests():
     listed = kernels.variants(FILE)
-    edges = attention_hopper.SHORT, attention_hopper.SHORT_BANDED, attention_hopper.LONG
+    edges = (
+        attention_hopper.TALL_TILES, attention_hopper.TALL_TILES_BANDED,
+        attention_hopper.TALL_TILES_DROPOUT, attention_hopper.LONG_TILES,
+    )  # fmt: skip
     lengths = 1, *edges, *(edge + 1 for edge in edges)
     for width, queries in itertools.product(attention_hopper.WIDTHS, lengths):
         for flags in FLAGS:
@@ -35,7 +38,7 @@ def test_every_tile_in_use_is_compiled_in_the_tests():
 @pytest.mark.parametrize("width", sampled(attention_hopper.WIDTHS, 1))
 @pytest.mark.parametrize("bias", [False, True])
 def test_matrix_products_are_not_serialised(nvrtc, width, bias):
-    """ptxas says C75xx where it waits for each product: a third of the speed."""
+    """ptxas prints C75xx where it waits after each product, at a third of the speed."""
     text = kernels.source_text(FILE, **constants(width, 4096, True, bias, False, False))
     _, log = compiled.machine_code(text, "sm_90a", FILE)
     assert "C75" not in log, log
@@ -44,7 +47,7 @@ def test_matrix_products_are_not_serialised(nvrtc, width, bias):
 @pytest.mark.parametrize("width", attention_hopper.WIDTHS)
 @pytest.mark.parametrize("bias, extras", [(False, False), (True, False), (False, True)])
 def test_shared_memory_is_what_the_kernel_lays_out(nvrtc, width, bias, extras):
-    """The host's size, to the byte: the source with this line compiles for no other."""
+    """The size on the host is exact: the source with this line compiles for no other."""
     used = constants(width, 4096, False, bias, extras, False)
     size = attention_hopper.shared_bytes(used)
     check = f'\nstatic_assert(SHARED_BYTES == {size}, "the host asks for another size");\n'
@@ -97,10 +100,9 @@ def test_replays_beside_eager_calls(gpu):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_block_takes_all_tiles_of_a_head(gpu, causal):
-    """As many heads of keys as multiprocessors, of few tiles each: dq is not zeroed before."""
+    """One KV head per multiprocessor, each of few tiles: dq is stored, not added to zeros."""
     hopper(gpu)  # or skips
     heads = gpu.cuda.Device().attributes["MultiProcessorCount"]
     shape = {"queries": 450, "keys": 500, "heads": 2 * heads, "kv_heads": heads}
-    impls = {impl.name: impl for impl in IMPLS}
-    found = gradients(impls["raw-hopper"], gpu, **shape, causal=causal)
-    assert_close(found, gradients(impls["reference"], gpu, **shape, causal=causal))
+    found = gradients(find(IMPLS, "raw-hopper"), gpu, **shape, causal=causal)
+    assert_close(found, gradients(find(IMPLS, "reference"), gpu, **shape, causal=causal))

@@ -16,12 +16,12 @@ REFERENCE = find(IMPLS, "reference")
 
 @functools.lru_cache(maxsize=1)
 def batch(first, xp):
-    """Return problems that every implementation is asked in turn: their answers are kept."""
+    """Return problems for every implementation in turn; their expected results are cached."""
     return [Problem(number, xp) for number in range(first, first + BATCH)]
 
 
 def check(problems, impl):
-    """Fail with the line that shows each wrongly answered problem again."""
+    """Fail with the command that runs each wrong problem again."""
     refusals, wrong = [refusal(problem, impl) for problem in problems], []
     for problem, reason in zip(problems, refusals, strict=True):
         if reason is None:
@@ -52,13 +52,13 @@ def test_the_reference_on_a_gpu(gpu, first):
 @pytest.mark.parametrize("dtype", [None, "float64"], ids=["drawn", "float64"])
 @pytest.mark.parametrize("first", range(0, SMALL, 100))
 def test_the_reference(first, dtype):
-    """Two roads to one result, and for float64 no room between them."""
+    """The reference and the formula agree; in float64 to its precision."""
     numbers = range(first, first + 100)
     check([Problem(number, small=True, dtype=dtype) for number in numbers], REFERENCE)
 
 
 def test_the_judge_is_strict():
-    """Faults of one rounding, one key or one term in the simplest problems do not pass."""
+    """Errors of one rounding, one key or one term in simple problems are found."""
 
     class Spoiled:
         name, refuse = "spoiled", None

@@ -102,8 +102,8 @@ def test_deterministic_backward(gpu, impl, case):
 
 @pytest.mark.parametrize("T, S", [(1, 2048), (129, 129), (300, 1000)])
 @pytest.mark.parametrize("features", [{}, {"causal": True, "dropout_p": 0.1, "seed": 3}])
-def test_a_row_does_not_see_its_batch(gpu, impl, T, S, features):
-    """Sequence 0 and the heads of its first KV head, alone and beside many others."""
+def test_a_row_does_not_depend_on_its_batch(gpu, impl, T, S, features):
+    """Sequence 0 and the heads of its first KV head, alone and in a large batch."""
     many, params = draw(gpu, B=40, T=T, S=S, H=12, Hk=6, **features)
     heads = 2, 1, 1
     few = [gpu.ascontiguousarray(x[:1, :, :n]) for x, n in zip(many, heads, strict=True)]
@@ -113,7 +113,7 @@ def test_a_row_does_not_see_its_batch(gpu, impl, T, S, features):
     assert (bits(lse[:1, :2]) == bits(lse_alone)).all()
 
 
-def test_a_packed_row_does_not_see_its_batch(gpu, impl):
+def test_a_packed_row_does_not_depend_on_its_batch(gpu, impl):
     (q, k, v), params = draw(gpu, cu=[0, 500, 1500, 2048], causal=True)
     first = params | {"cu_seqlens_q": gpu.asarray([0, 500], np.int32), "max_seqlen_q": 500,
                       "max_seqlen_k": 500}  # fmt: skip
@@ -125,7 +125,7 @@ def test_a_packed_row_does_not_see_its_batch(gpu, impl):
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_in_a_graph(gpu, impl, case):
-    """A captured call replays with the bits of a plain one, for inputs that came later too."""
+    """A captured call replays with the bits of a plain one, also after its inputs changed."""
     qkv, params = draw(gpu, **case)
     stream = gpu.cuda.Stream(non_blocking=True)
     gpu.cuda.Device().synchronize()

@@ -1,4 +1,4 @@
-"""The tiles of attention on any GPU: they fit everywhere, and Python knows them as CUDA does."""
+"""The tiles of raw-simt fit on every GPU, and Python counts their bytes as CUDA does."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Attention of float32 arrays on tensor cores, which round them to TF32: only where asked for."""
+"""Attention of float32 arrays on tensor cores, which round them to TF32: only with tf32=True."""
 
 import compiled
 import numpy as np
@@ -55,7 +55,7 @@ def test_tiles_are_those_of_the_kernel(nvrtc, width, scalar, plain):
     text = kernels.source_text(file, scalar=scalar, HEAD_DIM=width, **constants)
     for arch in ("sm_80", "sm_90"):
         rows, keys = ampere.forward_tile(width, size, plain, int(arch[3:]))
-        count = ampere.shared_bytes(width, size, rows, keys)
+        count = ampere.forward_shared_bytes(width, size, rows, keys)
         claim = f"ROWS == {rows} && KEYS == {keys} && SHARED_BYTES == {count}"
         sizes = text[: text.index("// Rows of an array into a tile")]
         compiled.check_front_end(f'{sizes}\nstatic_assert({claim}, "");', arch, file)

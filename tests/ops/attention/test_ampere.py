@@ -1,0 +1,71 @@
+"""The tiles of raw-ampere's gradient fit, and Python counts their bytes as CUDA does."""
+
+import compiled
+import numpy as np
+import pytest
+
+from gpuattn.cuda import kernels
+from gpuattn.ops.attention import ampere
+
+LIMITS = {"sm_86": 101_376, "sm_80": 166_912, "sm_90": 232_448}  # bytes a block may ask for
+
+
+SIZES = 8, 64, 72, 96, 104, 128, 136, 192, 200, 256
+
+
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_head_size_has_a_tile_that_fits(size, limit):
+    tile = ampere.choose_tile(size, limit)
+    assert tile[0] >= size and ampere.backward_shared_bytes(*tile) <= limit
+    larger = [t for t in ampere.TILES if size <= t[0] < tile[0]]
+    # else columns would be wasted
+    assert all(ampere.backward_shared_bytes(*t) > limit for t in larger)
+
+
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_head_size_has_a_tile_with_extras_that_fits(size, extras, limit):
+    tile = ampere.choose_extras_tile(size, extras, limit)
+    assert tile[0] >= size and ampere.extras_shared_bytes(*tile) <= limit
+    assert not (extras and tile == ampere.PLAIN_ONLY)
+    larger = [t for t in ampere.EXTRAS_TILES if size <= t[0] < tile[0]]
+    assert all(ampere.extras_shared_bytes(*t) > limit for t in larger)
+
+
+def test_hopper_takes_the_large_tiles():
+    limit = LIMITS["sm_90"]
+    assert ampere.choose_tile(64, limit) == (64, 128, 128, 2)
+    assert ampere.choose_tile(128, limit) == (128, 128, 64, 2)
+    assert ampere.choose_extras_tile(128, True, limit) == (128, 128, 64, 8, 2, 2)
+
+
+@pytest.mark.parametrize("tile", ampere.TILES, ids=str)
+def test_bytes_are_those_of_the_kernel(nvrtc, tile):
+    constants = dict(zip(ampere.CONSTANTS, tile, strict=True), scalar="bf16")
+    size, threads = ampere.backward_shared_bytes(*tile), ampere.BACKWARD_THREADS
+    claim = f"DKV_BYTES == {size} && THREADS == {threads}"
+    check_sizes(ampere.BACKWARD_FILE, "__device__", claim, constants)
+
+
+@pytest.mark.parametrize("tile", ampere.EXTRAS_TILES, ids=str)
+def test_bytes_are_those_of_the_kernel_with_extras(nvrtc, tile):
+    constants = dict(zip(ampere.EXTRAS_CONSTANTS, tile, strict=True), scalar="bf16", EXTRAS=False)
+    claim = f"DKV_BYTES == {ampere.extras_shared_bytes(*tile)} && DQ_BYTES <= DKV_BYTES"
+    check_sizes(ampere.EXTRAS_FILE, "// ---- from", claim, constants)
+
+
+def check_sizes(file, end, claim, constants):
+    text = kernels.source_text(file, **constants)
+    sizes = text[: text.index(end)]
+    compiled.check_front_end(f'{sizes}\nstatic_assert({claim}, "");', "sm_80", file)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6, 8), (1, 4, 1, 8), (1, 1, 1, 1), (2, 1, 6, 1)])
+def test_strides_of_a_broadcast_bias_reach_its_elements(shape):
+    x = np.arange(float(np.prod(shape)), dtype=np.float32).reshape(shape)
+    batch, row, head, column = ampere._broadcast_strides(x).view(np.int64)
+    full = np.broadcast_to(x, (2, 4, 6, 8))
+    for b, h, i, j in np.ndindex(full.shape):
+        assert x.flat[b * batch + h * head + i * row + j * column] == full[b, h, i, j]
