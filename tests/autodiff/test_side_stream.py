@@ -9,7 +9,7 @@ from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import side_stream
 from gpuattn.data.batching import PackedLoader
 from gpuattn.models import GPT2, GPT2Config, TranslationConfig, TranslationModel
-from gpuattn.ops.linear import linear
+from gpuattn.ops.linear import gradients as linear_gradients
 from gpuattn.runtime.device import batch_to
 from gpuattn.runtime.workspace import Workspace
 
@@ -19,7 +19,7 @@ class Cupy:
 
     def __init__(self):
         self.cuda = self.runtime = self
-        self.log, self.names = [], iter(["main", "aside"])
+        self.log, self.names = [], iter(["main", "side"])
         self.main = self.Stream()
 
     def Stream(self, **_):
@@ -79,8 +79,8 @@ def test_the_end_waits_for_all(log):
         for ptr in (1, 2):
             with side_stream.on_side_stream([Array(9)], [Array(ptr)]) as apart:
                 assert apart
-        assert waits(log) == [("aside", "main 0"), ("aside", "main 2")]
-    assert waits(log)[2:] == [("main", "aside 3")]
+        assert waits(log) == [("side", "main 0"), ("side", "main 2")]
+    assert waits(log)[2:] == [("main", "side 3")]
 
 
 def test_few_blocks_are_ahead(log):
@@ -89,7 +89,7 @@ def test_few_blocks_are_ahead(log):
             with side_stream.on_side_stream([], [Array(ptr)]):
                 pass
     assert [event for who, event in waits(log) if who == "main"] == [
-        "aside 1", "aside 3", f"aside {2 * side_stream.MAX_UNJOINED + 3}",
+        "side 1", "side 3", f"side {2 * side_stream.MAX_UNJOINED + 3}",
     ]  # fmt: skip
 
 
@@ -101,8 +101,8 @@ def test_a_place_that_is_read_again_is_waited_for(log):
         side_stream.wait_for(Array(7))
         assert len(waits(log)) == 3
         side_stream.wait_for(Array(2))
-        assert waits(log)[3:] == [("main", "aside 3")]
-    assert waits(log)[4:] == [("main", "aside 5")]
+        assert waits(log)[3:] == [("main", "side 3")]
+    assert waits(log)[4:] == [("main", "side 5")]
 
 
 def test_new_arrays_and_other_calls_stay_where_they_are(log):
@@ -159,7 +159,8 @@ def test_the_same_bits_as_on_one_stream(gpu, kind, monkeypatch, delayed):
 
     stream = gpu.cuda.Stream(non_blocking=True)
     gpu.cuda.Device().synchronize()
-    monkeypatch.setattr(linear, "ASIDE_SHARE", 1)  # else products are planned for half of the GPU
+    # by default matmuls on the side stream are planned for half of the GPU
+    monkeypatch.setattr(linear_gradients, "SIDE_SHARE", 1)
     with stream:
         beside = [gradients() for _ in range(3)]
         monkeypatch.setattr(side_stream, "enabled", lambda like: contextlib.nullcontext())

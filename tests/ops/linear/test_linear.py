@@ -10,6 +10,8 @@ from gpuattn.autodiff import tape
 from gpuattn.cuda import kernels
 from gpuattn.ops.linear.linear import IMPLS, linear
 
+# of "raw-hopper": test_gelu_hopper.py
+HERE = [case for case in implementations(IMPLS) if case.values[0] != "raw-hopper"]
 # (..., in), out
 SHAPES = {
     "one": ((1, 1), 1),
@@ -25,7 +27,7 @@ SHAPES = {
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape, out", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name, where", implementations(IMPLS))
+@pytest.mark.parametrize("name, where", HERE)
 def test_implementations(rng, name, where, shape, out, dtype, activation, with_bias):
     def draw(*shape):
         if dtype == "float32":
@@ -87,7 +89,7 @@ def test_only_what_is_needed_is_computed(xp, rng):
     x = xp.asarray(rng.standard_normal((4, 3)))
     weight = Tensor(xp.asarray(rng.standard_normal((2, 3))), requires_grad=True)
     y = linear(x, weight)
-    assert y.node.saved[1] is None  # the weight is for dx only
+    assert y.node.saved[2] is None  # the weight is for dx only
     with tape.no_grad():
         assert linear(x, weight).node is None
 

@@ -124,7 +124,7 @@ def test_blocks_by_what_they_fill(monkeypatch, width, count, rows, share):
 @pytest.fixture
 def hopper(gpu, monkeypatch):
     """CuPy, and the kernel taken for as few rows as there are."""
-    monkeypatch.setattr(module, "LEAST_SHARE", 0)
+    monkeypatch.setattr(module, "MIN_BUSY", 0)
     if not gpu_of(0).has_wgmma:
         pytest.skip("not a Hopper GPU")
     return gpu
@@ -183,4 +183,4 @@ def test_who_is_chosen(gpu):
 
     assert [choice(width) for width in (128, 256, 384, 512)] == ["raw-hopper"] * 4
     others = choice(400), choice(384, 640), choice(384, depth=63), choice(384, dtype="f")
-    assert others == ("raw-simt",) * 4
+    assert others == ("cublaslt",) * 4

@@ -93,13 +93,13 @@ LETTERS = [(1536, 384), (384, 1536), (1152, 384), (384, 384)]
 ])  # fmt: skip
 @pytest.mark.parametrize("kinds", KINDS, ids=["bf16", "f16 to float32"])
 def test_many(hopper, monkeypatch, shapes, rows, kinds):
-    monkeypatch.setattr(op, "LEAST_STEPS", 0)
+    monkeypatch.setattr(op, "MIN_STEPS", 0)
     problems, want = problem(shapes, rows, kinds, seed=rows)
     problems = [(*map(hopper.asarray, arrays), add) for *arrays, add in problems]
     before = kernels.launches[op.NAME]
     op.launch(problems)
     assert_equal(problems, want)
-    assert kernels.launches[op.NAME] - before == -(-len(shapes) // op.MOST)
+    assert kernels.launches[op.NAME] - before == -(-len(shapes) // op.MAX_WEIGHTS)
 
 
 def test_what_blocks_leave_is_zeroed_on_the_stream_of_the_launch(monkeypatch):
