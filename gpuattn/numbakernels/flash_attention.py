@@ -1,12 +1,13 @@
-"""FlashAttention, to read: a thread per query (or key), tiles of the other side in shared memory.
+"""FlashAttention in readable form: one thread per query (or key), tiles in shared memory.
 
 Dao et al. (2022), algorithm 1, float32. Arrays are (B, T, H, D) as in
-``ops/attention/flash_attention.py``; ``lengths`` (B,) int32 says how many keys count; ``diagonal``
-is 2**30 without a causal mask, else the offset: query i sees keys j <= i + diagonal.
+``ops/attention/flash_attention.py``. ``lengths``: (B,) int32, the keys of each sequence.
+``diagonal``: 2**30 without a causal mask, else query i attends to keys j <= i + diagonal.
 """
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,8 @@ INF = np.float32(math.inf)
 
 
 @functools.cache
-def kernels(head_dim, value_dim):
-    """Return the kernels (forward, dq, dkv) for these head sizes, which size the tiles."""
+def kernels(head_dim: int, value_dim: int) -> Any:
+    """Return the kernels (forward, dq, dkv) for head sizes, which are compile-time constants."""
 
     @jit(device=True)
     def load(tile, rows, first, count):
@@ -49,7 +50,9 @@ def kernels(head_dim, value_dim):
         for d in range(value_dim):
             sums[d] = ZERO
         top, total = -INF, ZERO
-        end = min(S, (cuda.blockIdx.x + 1) * TILE + diagonal)  # no query of the block sees further
+        end = min(
+            S, (cuda.blockIdx.x + 1) * TILE + diagonal
+        )  # the last key that a query of the block attends to, plus 1
         for first in range(0, end, TILE):
             cuda.syncthreads()  # the last tiles may still be read
             load(k_tile, k[b, :, g], first, S)
@@ -59,11 +62,11 @@ def kernels(head_dim, value_dim):
                 if first + r > i + diagonal:
                     break
                 s = dot(row, k_tile[r])
-                if s > top:  # a new maximum: what was summed shrinks
-                    fade = math.exp(top - s)
-                    total *= fade
+                if s > top:  # a new maximum: rescale the sums
+                    rescale = math.exp(top - s)
+                    total *= rescale
                     for d in range(value_dim):
-                        sums[d] *= fade
+                        sums[d] *= rescale
                     top = s
                 p = math.exp(s - top)
                 total += p
