@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -259,7 +259,7 @@ def _helpers():
     return count, ThreadPoolExecutor(max(count, 1), thread_name_prefix="gpuattn")
 
 
-def for_each(function: Callable[[Any], None], items: Iterable) -> None:
+def for_each(function: Callable[[Any], None], items: Sequence) -> None:
     """Call ``function`` on every item, in several threads: NumPy releases Python's lock.
 
     For work on parts of NumPy arrays that do not overlap; the order of calls is undefined. The
@@ -272,7 +272,8 @@ def for_each(function: Callable[[Any], None], items: Iterable) -> None:
             function(item)
 
     if len(items) < 2:
-        return work()
+        work()
+        return
     count, pool = _helpers()
     helpers = [pool.submit(work) for _ in range(min(count, len(items) - 1))]
     try:
@@ -287,11 +288,12 @@ def for_each(function: Callable[[Any], None], items: Iterable) -> None:
 # ---- indices out of range: raised at once on NumPy, on a GPU at the next copy to the host -------
 
 _FLAG_BASE = 1 << 62  # keeps a flag that holds a (negative) index from being zero
-_flags = {}  # device -> int64 (arguments, 2): zero, or _FLAG_BASE + index and the number of rows
-_flag_rows = {}  # "function: argument" -> its row in each array of flags
+# device -> int64 (arguments, 2): zero, or _FLAG_BASE + index and the number of rows
+_flags: dict[int, Array] = {}
+_flag_rows: dict[str, int] = {}  # "function: argument" -> its row in each array of flags
 
 
-def index_flag(like: Array, what: str) -> Array | None:
+def index_flag(like: Array, what: str) -> Array:
     """Return two int64 on the GPU of ``like``, to which kernels write an index out of range.
 
     ``what``: "function: argument". See ``common/index.cuh``.

@@ -17,10 +17,15 @@ from gpuattn.errors import (
 )
 
 Result = TypeVar("Result")
-_overrides = contextvars.ContextVar("gpuattn_overrides", default={})  # noqa: B039  never mutated
-_broken = {}  # (op, implementation) -> why its kernel does not compile here, once that was seen
+_overrides: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar(
+    "gpuattn_overrides",
+    default={},  # noqa: B039  never mutated
+)
+# (op, implementation) -> why its kernel does not compile here, once that was seen
+_broken: dict[tuple[str, str], str] = {}
 NOT_RAW = "numba", "reference"  # the implementations that impl="raw" passes over
-OPS = {}  # op name -> Impls of every op with a choice, filled as op modules are imported
+# op name -> Impls of every op with a choice, filled as op modules are imported
+OPS: dict[str, "Impls"] = {}
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def choose(
         names = ", ".join(candidate.name for candidate in impls)
         raise TypeError(problem(impls.op, "impl", f"a {type(impl).__name__}", f"{names}, raw"))
     asked = impl or _overrides.get().get(impls.op)
-    refusals = []
+    refusals: list[tuple[Impl, str]] = []
     for candidate in impls:
         if not _matches(candidate.name, asked):
             continue

@@ -23,7 +23,9 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LANES = 8
 BLOCK = 1 << 17  # elements at a time on NumPy, whose random words fit into the cache
-_counter = contextvars.ContextVar("gpuattn_seed_counter", default=None)
+_counter: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar(
+    "gpuattn_seed_counter", default=None
+)
 
 
 class Key(NamedTuple):
@@ -53,7 +55,7 @@ def manual_seed(seed: int) -> None:
     _counter.set((operator.index(seed) & 0xFFFFFFFFFFFFFFFF, 0))
 
 
-def fresh_seed() -> Key:
+def fresh_seed() -> int:
     """Return a new 64-bit seed: random, or the next one after ``manual_seed``."""
     state = _counter.get()
     if state is None:
@@ -76,9 +78,11 @@ def replay(state: Any) -> Iterator[None]:
 
 def remember() -> tuple[int, int]:
     """Return a state for ``replay``. Without ``manual_seed``, starts from a random seed."""
-    if _counter.get() is None:
-        _counter.set((secrets.randbits(64), 0))
-    return _counter.get()
+    state = _counter.get()
+    if state is None:
+        state = secrets.randbits(64), 0
+        _counter.set(state)
+    return state
 
 
 def philox(seed: int, c0: Array, c1: Array, c2: Array, c3: Array) -> tuple:

@@ -13,10 +13,11 @@ from gpuattn.arrays import to_cpu
 from gpuattn.typing import Array
 
 _debugging = contextvars.ContextVar("gpuattn_debugging", default=False)
-_frozen = {}  # id of an array -> (how many calls froze it, the array)
-_waiting_views = {}  # id of a frozen array -> views of it that are no longer frozen
+_frozen: dict[int, tuple[int, Array]] = {}  # id of an array -> (how many calls froze it, the array)
+# id of a frozen array -> views of it that are no longer frozen
+_waiting_views: dict[int, list[Array]] = {}
 _lock = threading.Lock()
-_done = collections.deque()  # arrays to unfreeze once the lock is free
+_done: collections.deque[Array] = collections.deque()  # arrays to unfreeze once the lock is free
 
 
 def freeze(data: Array, frozen: list) -> None:

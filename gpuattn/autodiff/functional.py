@@ -18,7 +18,9 @@ from gpuattn.errors import GradientError
 from gpuattn.impls import Impl, Impls
 
 # keys of the Tensors that the enclosing calls of grad differentiate with respect to
-_variables = contextvars.ContextVar("gpuattn_variables", default=frozenset())
+_variables: contextvars.ContextVar[frozenset] = contextvars.ContextVar(
+    "gpuattn_variables", default=frozenset()
+)
 
 no_grad = tape.no_grad
 debug = frozen.debug

@@ -26,7 +26,8 @@ class GradientLayout:
 
     def __init__(self, kept: Collection = ()) -> None:
         self.kept = kept
-        self.known = {}  # node -> arrays for its inputs, arrays for its outputs: see impls.Fusion
+        # node -> arrays for its inputs, arrays for its outputs: see impls.Fusion
+        self.known: dict[Any, tuple[list, list]] = {}
 
     def take(self, x: Any) -> Array | None:
         """Return the array for the gradient of a Box ``x``, or None."""

@@ -16,8 +16,8 @@ from gpuattn.typing import Array
 
 MAX_UNJOINED = 4  # blocks of work the current stream has not waited for: they keep arrays alive
 MAX_DEFERRED_BYTES = 640 << 20  # of arrays that deferred launches keep alive
-_side = contextvars.ContextVar("gpuattn_side_stream", default=None)
-_streams = {}  # (device, current stream) -> its side stream
+_side: contextvars.ContextVar[Any] = contextvars.ContextVar("gpuattn_side_stream", default=None)
+_streams: dict[tuple[int, int], Any] = {}  # (device, current stream) -> its side stream
 
 
 class _SideStream:

@@ -19,7 +19,9 @@ from gpuattn.impls import Call, Impls, Result, choose, choose_another, choose_ba
 
 Arguments = ParamSpec("Arguments")
 _recording = contextvars.ContextVar("gpuattn_recording", default=True)
-_witnesses = contextvars.ContextVar("gpuattn_witnesses", default=None)
+_witnesses: contextvars.ContextVar[dict | None] = contextvars.ContextVar(
+    "gpuattn_witnesses", default=None
+)
 
 
 # ---- forward ------------------------------------------------------------------------------------
@@ -53,7 +55,7 @@ def raw(x: Any) -> Any:
 @contextlib.contextmanager
 def witnessing() -> Iterator[dict[int, Box]]:
     """Turn recording off for a block; yield {id: Box} of the Boxes used that require a gradient."""
-    seen = {}
+    seen: dict[int, Box] = {}
     token = _witnesses.set(seen)
     try:
         with no_grad():
@@ -76,7 +78,7 @@ def op(check: Callable[Arguments, Call[Result]]) -> Callable[Arguments, Result]:
         out = apply(call.impls, call.inputs, call.impl, **call.params)
         return out if call.finish is None else call.finish(out)
 
-    run.prepare = check
+    run.prepare = check  # type: ignore[attr-defined]
     return run
 
 

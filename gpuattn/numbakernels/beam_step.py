@@ -11,6 +11,7 @@ of equal ones the lower index. Log-softmax keeps the order of a row, so slices c
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def beats(value: float, index: int, other_value: float, other_index: int) -> boo
 
 
 @jit(device=True)
-def retrieve(value: float, index: int, k: int, group_value: Array, group_index: Array) -> None:
+def retrieve(value: float, index: int, k: int, group_value: Array, group_index: Array) -> Any:
     """Return the k-th best of the groups' bests: k elements reach it, so every winner does."""
     me = cuda.threadIdx.x
     bound_value = cuda.shared.array(1, np.float32)
@@ -64,7 +65,7 @@ def keep(value: float, index: int, count: int, kept_value: Array, kept_index: Ar
 
 
 @jit(device=True)
-def re_rank(c: Array, count: int, kept_value: Array, kept_index: Array) -> None:
+def re_rank(c: Array, count: int, kept_value: Array, kept_index: Array) -> int:
     """Return the rank of candidate ``c``: how many of ``count`` come before it."""
     place = 0
     for other in range(count):
@@ -200,7 +201,7 @@ def search_slices(per_word: int) -> Callable:
 
 
 @jit(device=True)
-def place_in_row(logits: Array, tokens: Array, part: int, r: int) -> None:
+def place_in_row(logits: Array, tokens: Array, part: int, r: int) -> int:
     """Return how many elements of a row's lists (slices, k) precede element ``r`` of ``part``."""
     place = r
     for other in range(tokens.shape[0]):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ NEG_INF = np.float32(-np.inf)
 
 
 @jit(device=True)
-def block_max(value: float, partial: Array) -> float:
+def block_max(value: Any, partial: Array) -> Any:
     """Return the largest ``value`` of the block to every thread."""
     for lane in (16, 8, 4, 2, 1):
         value = max(value, cuda.shfl_xor_sync(ALL, value, lane))
@@ -32,7 +33,7 @@ def block_max(value: float, partial: Array) -> float:
 
 
 @jit(device=True)
-def block_sum(value: float, partial: Array) -> float:
+def block_sum(value: Any, partial: Array) -> Any:
     """Return the sum of ``value`` over the block to every thread, in a fixed order."""
     for lane in (16, 8, 4, 2, 1):
         value += cuda.shfl_xor_sync(ALL, value, lane)

@@ -34,7 +34,7 @@ def take_arrays(
 
 
 def check_matrix(
-    function: str, x: Array, weight: Array | None, name: str = "weight", shape: str = "(out, in)"
+    function: str, x: Array, weight: Array, name: str = "weight", shape: str = "(out, in)"
 ) -> None:
     """Raise ValueError unless the array ``weight`` is a matrix that fits ``x`` (..., in).
 

@@ -91,7 +91,11 @@ def embedding(
     vocab_size = integer("embedding", "vocab_size", vocab_size, accepted, 0, rows)
     key = dropout_key("embedding", p, seed)
     inputs = (tokens, weight, positions, position_weight, *order)
-    numbers = {"scale": number("embedding", "scale", scale), "p": p, "vocab_size": vocab_size}
+    numbers: dict[str, Any] = {
+        "scale": number("embedding", "scale", scale),
+        "p": p,
+        "vocab_size": vocab_size,
+    }
     return Call(IMPLS, inputs, impl, **numbers, key=key, deterministic=deterministic)
 
 

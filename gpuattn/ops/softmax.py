@@ -93,7 +93,7 @@ def softmax(
         raise ValueError(problem("softmax", "x.shape", raw(inputs[0]).shape, accepted))
     p = probability("softmax", "dropout_p", dropout_p)
     key = dropout_key("softmax", p, seed)
-    params = {"scale": scale, "causal": bool(causal), "p": p, "key": key}
+    params: dict[str, Any] = {"scale": scale, "causal": bool(causal), "p": p, "key": key}
     donated = (x,) if donate and isinstance(x, Box) else ()
     return Call(IMPLS, inputs, impl, donate=bool(donate), donated=donated, **params)
 

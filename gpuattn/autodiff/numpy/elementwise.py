@@ -18,7 +18,7 @@ from gpuattn.impls import Impl, Impls
 from gpuattn.typing import Array, ArrayLike, DType, Shape
 
 NARROW = (np.dtype("float16"), BFLOAT16)
-RULES = {}  # numpy function -> recording function
+RULES: dict[Callable, Callable] = {}  # numpy function -> recording function
 PLAIN = {
     np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal,
     np.isnan, np.isinf, np.isfinite, np.sign, np.floor, np.ceil, np.rint, np.logical_not,

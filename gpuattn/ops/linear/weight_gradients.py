@@ -54,7 +54,7 @@ def launch(problems: Sequence[tuple[Array, Array, Array, bool]]) -> None:
 
     By as few launches as possible; by the library where a launch would have too little to do.
     """
-    alike = {}
+    alike: dict[tuple, list] = {}
     for dz, x, out, accumulate in problems:
         kind = len(dz), dz.dtype, out.dtype
         alike.setdefault(kind, []).append((dz, x, out, accumulate))

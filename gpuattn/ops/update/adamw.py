@@ -65,7 +65,7 @@ def adamw(
     check_flags("adamw", decoupled=decoupled)
     seed = seed_key("adamw", seed).seed
     inputs = (params, grads, exp_avg, exp_avg_sq, state.array, model, decay)
-    numbers = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+    numbers: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
     return Call(IMPLS, inputs, impl, **numbers, decoupled=decoupled, seed=seed)
 
 

@@ -116,7 +116,7 @@ def gradient_statistics(
     if max_norm is not None:
         max_norm = number(name, "max_norm", max_norm, "> 0, or None", lambda norm: norm > 0)
     growth_interval = integer(name, "growth_interval", growth_interval, accepted)
-    params = {"max_norm": max_norm or math.inf, "growth_interval": growth_interval}
+    params: dict[str, Any] = {"max_norm": max_norm or math.inf, "growth_interval": growth_interval}
     return Call(IMPLS, (grads, state.array), impl, **params)
 
 

@@ -70,15 +70,15 @@ class TensorTable:
             self.control = arrays.zeros(like, (3 + 2 * len(tensors),), np.uint32)
 
 
-def plan(
-    bounds: Sequence[int], adapted: Sequence[bool]
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
+def plan(bounds: Sequence[int], adapted: Sequence[bool]) -> tuple[list, list, int]:
     """Return (items, tensors, tiles) for the kernel: its work, in order.
 
     ``bounds``: the starts of the tensors and the end of the last one, in decay blocks. All norms
     come first; weights follow in reverse order, so that those read last are still in L2.
     """
-    norms, weights, tensors = [], [], []
+    norms: list[tuple] = []
+    weights: list[tuple] = []
+    tensors: list[tuple] = []
     for tensor, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         tiles = [(at, min(TILE, end - at), tensor) for at in range(begin, end, TILE)]
         tensors.append((begin, len(norms), len(tiles)))
@@ -122,7 +122,7 @@ def lamb(
         accepted = f"one of buffers of {grads.size}"
         raise ValueError(problem("lamb", "tensors", f"a table of {tensors.size}", accepted))
     inputs = (params, grads, exp_avg, exp_avg_sq, state.array, model)
-    numbers = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+    numbers: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
     return Call(IMPLS, inputs, impl, tensors=tensors, **numbers, seed=seed_key("lamb", seed).seed)
 
 

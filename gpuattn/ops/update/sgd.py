@@ -53,7 +53,11 @@ def sgd(
         accepted = "an array, or None where momentum is 0"
         raise ValueError(problem("sgd", "velocity", f"{got} for momentum {momentum}", accepted))
     inputs = (params, grads, velocity, state.array, model, decay)
-    numbers = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    numbers: dict[str, Any] = {
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "weight_decay": weight_decay,
+    }
     return Call(IMPLS, inputs, impl, **numbers, seed=seed)
 
 
