@@ -1,4 +1,4 @@
-"""Gradients of parameters on a second stream: in order where it matters, and the same bits."""
+"""Gradients of parameters on the side stream: order of launches and waits, and the same bits."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ from gpuattn.runtime.workspace import Workspace
 
 
 class Cupy:
-    """Writes down what streams are told, as what CuPy would be asked for."""
+    """A stand-in for CuPy that logs what its streams and events are told."""
 
     def __init__(self):
         self.cuda = self.runtime = self
@@ -74,7 +74,7 @@ def waits(log):
     return [(who, event) for who, what, event in log if what == "waits for"]
 
 
-def test_the_end_waits_for_all(log):
+def test_the_end_of_the_block_joins_all_work(log):
     with side_stream.enabled(Array(0)):
         for ptr in (1, 2):
             with side_stream.on_side_stream([Array(9)], [Array(ptr)]) as apart:
@@ -83,7 +83,7 @@ def test_the_end_waits_for_all(log):
     assert waits(log)[2:] == [("main", "side 3")]
 
 
-def test_few_blocks_are_ahead(log):
+def test_the_current_stream_joins_the_oldest_of_many_blocks(log):
     with side_stream.enabled(Array(0)):
         for ptr in range(side_stream.MAX_UNJOINED + 2):
             with side_stream.on_side_stream([], [Array(ptr)]):
@@ -93,7 +93,7 @@ def test_few_blocks_are_ahead(log):
     ]  # fmt: skip
 
 
-def test_a_place_that_is_read_again_is_waited_for(log):
+def test_wait_for_joins_the_work_that_writes_a_target(log):
     with side_stream.enabled(Array(0)):
         for ptr in (1, 2, 3):
             with side_stream.on_side_stream([], [Array(ptr)]):
@@ -105,7 +105,7 @@ def test_a_place_that_is_read_again_is_waited_for(log):
     assert waits(log)[4:] == [("main", "side 5")]
 
 
-def test_new_arrays_and_other_calls_stay_where_they_are(log):
+def test_new_arrays_and_disabled_blocks_stay_on_the_current_stream(log):
     with side_stream.on_side_stream([], [Array(1)]) as apart:
         assert not apart
     side_stream.wait_for(Array(1))
@@ -114,8 +114,8 @@ def test_new_arrays_and_other_calls_stay_where_they_are(log):
     assert not log
 
 
-def test_what_is_put_off_runs_together(log):
-    """At the end, as soon as a place is asked for, and before too much is kept alive."""
+def test_deferred_launches_run_together(log):
+    """At the end, when ``wait_for`` asks for a target, and before too many bytes are kept alive."""
     runs, half = [], side_stream.MAX_DEFERRED_BYTES // 2
     assert not side_stream.defer(runs.append, 0, [], Array(0))
     with side_stream.enabled(Array(0)):

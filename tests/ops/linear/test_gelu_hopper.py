@@ -1,4 +1,4 @@
-"""GELU behind a linear layer on Hopper, its slopes as bytes, and the gradients from them."""
+"""A linear layer with GELU on Hopper: its slopes as bytes, and gradients from them."""
 
 import emulator
 import numpy as np
@@ -87,7 +87,7 @@ def test_on_an_emulated_gpu(shape, dtype, host_compiler):
 
 @pytest.mark.parametrize("dtype", sampled(DTYPES, 1))
 def test_far_from_zero(dtype, host_compiler):
-    """0 and 1 are exact; what is not finite is in the result."""
+    """Slopes of 0 and 1 are exact; y keeps NaN."""
     z = np.array([-6e4, -30, -7, 7, 30, 6e4, np.nan, 0])
     one = np.zeros((1, 8), DTYPES[dtype])
     one[0, 0] = 1

@@ -256,7 +256,7 @@ def test_gradient_of_norm_and_residual(rng, norm):
             norm_and_residual(x, weight, **bad)
 
 
-def test_what_is_beside_a_norm_is_its_input(xp, rng):
+def test_the_second_result_is_a_view_of_the_input(xp, rng):
     x = Tensor(xp.asarray(rng.standard_normal((4, 8)), "f"), requires_grad=True)
     _, h = norm_and_residual(x, xp.ones(8, "f"))
     assert h.data.shape == x.data.shape and same_memory(h.data, x.data)
