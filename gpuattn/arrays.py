@@ -1,16 +1,20 @@
-"""NumPy or CuPy, decided by the array in hand; the one door through which arrays are allocated."""
+"""NumPy or CuPy, by the arrays given; checks, strides, allocation, transfers, index checks."""
 
 import contextlib
 import ctypes
 import functools
 import itertools
+import math
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from gpuattn.environment import usable_cores
 from gpuattn.errors import DeviceMissingError, problem
+from gpuattn.typing import Array, DType, Shape, Xp
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype("float32"), np.dtype("float16"), BFLOAT16, np.dtype("float64"))
@@ -20,7 +24,7 @@ CTYPES = {
     BFLOAT16: "bf16",
 }  # names in common/types.cuh
 ARRAYS = "a NumPy or CuPy array, or an object with DLPack or __cuda_array_interface__"
-MAX_THREADS = 4  # of for_each: BLAS has threads of its own
+MAX_THREADS = 4  # of for_each; BLAS has its own threads
 
 
 def _cupy():
@@ -28,44 +32,44 @@ def _cupy():
     return sys.modules.get("cupy")
 
 
-def on_gpu(array):
+def on_gpu(array: Any) -> bool:
     """Return whether ``array`` is a CuPy array."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
 
 
-def get_xp(*arrays):
+def get_xp(*arrays: Any) -> Xp:
     """Return the module (``numpy`` or ``cupy``) that owns the first array that is one."""
     return _cupy() if any(map(on_gpu, arrays)) else np
 
 
-def is_array(value):
+def is_array(value: Any) -> bool:
     """Return whether ``value`` is a NumPy or CuPy array."""
     return isinstance(value, np.ndarray) or on_gpu(value)
 
 
-def is_floating(dtype):
+def is_floating(dtype: np.dtype) -> bool:
     """Return whether ``dtype`` is float16, bfloat16, float32 or float64."""
     return np.dtype(dtype) in FLOATS
 
 
-def ctype(dtype):
+def ctype(dtype: np.dtype) -> str | None:
     """Return the device name of a float dtype, or None: float64 has none."""
     return CTYPES.get(np.dtype(dtype))
 
 
-def wide(dtype):
-    """Return the dtype that sums of ``dtype`` are kept in: float64 for float64, else float32."""
+def wide(dtype: np.dtype) -> np.dtype:
+    """Return the dtype to accumulate ``dtype`` in: float64 for float64, else float32."""
     return np.dtype("float64") if np.dtype(dtype) == np.float64 else np.dtype("float32")
 
 
-def as_array(value, function, argument):
+def as_array(value: Any, function: str, argument: str) -> Array:
     """Return ``value`` as a NumPy or CuPy array without copying.
 
     Takes arrays, NumPy scalars, and anything with ``__cuda_array_interface__`` or DLPack.
-    Raises TypeError for lists and numbers: a silent host copy is never made. Also for arrays whose
-    values mean more than ours do: masked ones, ``np.matrix``, and tensors of other libraries that
-    want a gradient.
+    Raises TypeError for lists and numbers, which would be copied silently, and for arrays that are
+    more than their values: masked arrays, ``np.matrix``, and tensors of other libraries that
+    require a gradient.
     """
     if type(value) is np.ndarray or on_gpu(value):
         return value
@@ -101,8 +105,8 @@ def _on_cuda_by_dlpack(value):
     return hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] == 2
 
 
-def check_together(function, **arrays):
-    """Raise unless all arrays (None aside) live on the same backend and the same GPU."""
+def check_together(function: str, **arrays: Any) -> None:
+    """Raise unless all arrays, or None, are on the same backend and the same GPU."""
     if _cupy() is None:
         return
     given = {name: a for name, a in arrays.items() if is_array(a)}
@@ -118,8 +122,8 @@ def check_together(function, **arrays):
         raise ValueError(f"{function}: arrays are on several GPUs: {devices}. Copy them to one.")
 
 
-def check_floats(function, **arrays):
-    """Raise TypeError unless all arrays (None aside) share one float dtype."""
+def check_floats(function: str, **arrays: Array | None) -> None:
+    """Raise TypeError unless all arrays, or None, have one float dtype."""
     first = None
     for name, a in arrays.items():
         if a is None:
@@ -135,7 +139,7 @@ def check_floats(function, **arrays):
         first = first or (name, a.dtype)
 
 
-def rows_refusal(x, name):
+def rows_refusal(x: Array, name: str) -> str | None:
     """Return why rows of ``x``, the argument ``name``, cannot be read 16 bytes at a time, or None.
 
     ``x``: (..., head size), on the GPU.
@@ -153,10 +157,10 @@ def rows_refusal(x, name):
     return None
 
 
-def strided_rows(x):
-    """Return (x, step): its rows, along the last axis, begin ``step`` elements apart.
+def strided_rows(x: Array) -> tuple[Array, int]:
+    """Return (x, step): rows along the last axis start ``step`` elements apart.
 
-    ``x`` comes back as a C-contiguous copy if its memory is another.
+    Copies ``x`` if its strides are not of that form.
     """
     sizes, strides = x.shape[:-1], x.strides
     outer = [(n, step) for n, step in zip(sizes, strides, strict=False) if n > 1]
@@ -168,13 +172,18 @@ def strided_rows(x):
     return x, outer[-1][1] // x.itemsize if outer else x.shape[-1]
 
 
-def aligned_rows(x, step):
-    """Return whether rows ``step`` elements apart begin at multiples of 16 bytes; None has none."""
+def as_rows(x: Array) -> Array:
+    """Return ``x`` (..., columns) as a matrix: a view, or a copy where its strides need one."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def aligned_rows(x: Array | None, step: int) -> bool:
+    """Return whether rows ``step`` elements apart start at multiples of 16 bytes; True for None."""
     return x is None or (x.data.ptr | step * x.itemsize) % 16 == 0
 
 
-def import_cupy():
-    """Import CuPy, or raise DeviceMissingError with the remedy."""
+def import_cupy() -> Any:
+    """Return the module CuPy. Raises DeviceMissingError that says how to install it."""
     try:
         import cupy
     except ImportError as error:
@@ -184,7 +193,7 @@ def import_cupy():
     return cupy
 
 
-def to_gpu(array):
+def to_gpu(array: Any) -> Array:
     """Return a CuPy array with the same values. Raises DeviceMissingError without a working GPU."""
     cupy = import_cupy()
     if not cupy.cuda.is_available():
@@ -192,7 +201,7 @@ def to_gpu(array):
     return cupy.asarray(array)
 
 
-def to_cpu(array):
+def to_cpu(array: Any) -> np.ndarray:
     """Return a NumPy array with the same values; a GPU array is copied after its stream is done.
 
     Raises IndexError if a kernel met an index out of range since the last copy.
@@ -204,7 +213,7 @@ def to_cpu(array):
     return copy
 
 
-def same_memory(a, b):
+def same_memory(a: Array, b: Array) -> bool:
     """Return whether two arrays are the same elements of the same memory."""
     if on_gpu(a) != on_gpu(b):
         return False
@@ -213,16 +222,16 @@ def same_memory(a, b):
     return same and starts[0] == starts[1]
 
 
-allocate = None  # allocate(xp, shape, dtype), where set: tests poison here
+allocate = None  # None, or allocate(xp, shape, dtype): tests fill new arrays with NaN here
 
 
-def empty(like, shape, dtype=None):
+def empty(like: Array, shape: int | Shape, dtype: DType | None = None) -> Array:
     """Return an uninitialised C-contiguous array on the backend and device of ``like``."""
     xp, dtype = get_xp(like), dtype or like.dtype
     return allocate(xp, shape, dtype) if allocate else xp.empty(shape, dtype)
 
 
-def zeros(like, shape, dtype=None):
+def zeros(like: Array, shape: int | Shape, dtype: DType | None = None) -> Array:
     """Return zeros on the backend and device of ``like``."""
     return get_xp(like).zeros(shape, dtype or like.dtype)
 
@@ -230,7 +239,7 @@ def zeros(like, shape, dtype=None):
 _NOWHERE = contextlib.nullcontext()
 
 
-def device_of(*arrays):
+def device_of(*arrays: Any) -> contextlib.AbstractContextManager:
     """Return a context in which the device of the first GPU array is the current one."""
     cupy = _cupy()
     if cupy is not None:
@@ -243,18 +252,18 @@ def device_of(*arrays):
 
 @functools.cache
 def _helpers():
-    """Return (how many threads work beside the calling one, their pool)."""
-    from concurrent.futures import ThreadPoolExecutor  # slow to import, seldom needed
+    """Return (threads besides the calling one, their pool)."""
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, rarely needed
 
     count = min(usable_cores(), MAX_THREADS) - 1
     return count, ThreadPoolExecutor(max(count, 1), thread_name_prefix="gpuattn")
 
 
-def for_each(function, items):
-    """Call ``function`` on every item, several at a time: NumPy computes outside Python's lock.
+def for_each(function: Callable[[Any], None], items: Sequence) -> None:
+    """Call ``function`` on every item, in several threads: NumPy releases Python's lock.
 
-    For work on parts of NumPy arrays that do not overlap; the order of the calls is open. The
-    calling thread takes part, so a call inside another one's function waits for nobody.
+    For work on parts of NumPy arrays that do not overlap; the order of calls is undefined. The
+    calling thread takes part, so nested calls cannot deadlock.
     """
     left = iter(items)
 
@@ -263,38 +272,40 @@ def for_each(function, items):
             function(item)
 
     if len(items) < 2:
-        return work()
+        work()
+        return
     count, pool = _helpers()
     helpers = [pool.submit(work) for _ in range(min(count, len(items) - 1))]
     try:
         work()
-    finally:  # those that have not begun have nothing left to do
+    finally:  # cancel helpers that have not started: no items are left
         started = [helper for helper in helpers if not helper.cancel()]
         errors = [helper.exception() for helper in started]
     for error in filter(None, errors):
         raise error
 
 
-# ---- indices out of range: said at once on NumPy, at the next copy to the host on a GPU ---------
+# ---- indices out of range: raised at once on NumPy, on a GPU at the next copy to the host -------
 
 _FLAG_BASE = 1 << 62  # keeps a flag that holds a (negative) index from being zero
-_flags = {}  # device -> int64 (places, 2): zero, or _FLAG_BASE + index and the number of rows
-_flag_places = {}  # what is indexed -> its row in every array of flags
+# device -> int64 (arguments, 2): zero, or _FLAG_BASE + index and the number of rows
+_flags: dict[int, Array] = {}
+_flag_rows: dict[str, int] = {}  # "function: argument" -> its row in each array of flags
 
 
-def index_flag(like, what):
-    """Return the two int64 on the GPU of ``like`` where kernels note an index out of range.
+def index_flag(like: Array, what: str) -> Array:
+    """Return two int64 on the GPU of ``like``, to which kernels write an index out of range.
 
     ``what``: "function: argument". See ``common/index.cuh``.
     """
-    place = _flag_places.setdefault(what, len(_flag_places))
+    place = _flag_rows.setdefault(what, len(_flag_rows))
     device = like.device.id
     if device not in _flags:
         _flags[device] = get_xp(like).zeros((32, 2), np.int64)
     return _flags[device][place]
 
 
-def checked_index(index, size, what):
+def checked_index(index: Array, size: int, what: str) -> Array:
     """Return ``index`` if 0 <= index < size throughout; IndexError on NumPy, flagged on a GPU.
 
     On a GPU, where nothing is read back, entries out of range become 0.
@@ -312,14 +323,14 @@ def checked_index(index, size, what):
     return xp.where(wrong, 0, index)
 
 
-def check_indices():
-    """Raise IndexError if a kernel met an index out of range; waits for the GPUs in use."""
+def check_indices() -> None:
+    """Raise IndexError if a kernel read an index out of range. Synchronizes with the GPUs."""
     for flags in _flags.values():
         values = flags.get()
         if values[:, 0].any():
             flags.fill(0)
             place = int(values[:, 0].argmax())
-            what = next(name for name, p in _flag_places.items() if p == place)
+            what = next(name for name, p in _flag_rows.items() if p == place)
             raise IndexError(_index_message(what, values[place, 0] - _FLAG_BASE, values[place, 1]))
 
 
@@ -327,14 +338,14 @@ def _index_message(what, index, size):
     return problem(*what.split(": "), f"holding {index}", f"0 <= index < {size}")
 
 
-def keep_freed_memory():
-    """Let the C library keep freed memory for the next arrays instead of giving it back.
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory for later arrays, not return it to the system.
 
-    Training allocates the same arrays at every step; without this, Linux clears each of their
-    pages anew, a third of a small NumPy step. Holds for the whole process; needs glibc.
+    Training allocates the same arrays at every step; without this, Linux clears their pages again
+    each time, which takes a third of a small NumPy step. For the whole process; needs glibc.
     """
     mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
     with contextlib.suppress(OSError, AttributeError, TypeError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 32 << 20)  # the most that every glibc takes
+        libc.mallopt(mmap_threshold, 32 << 20)  # the largest value that every glibc accepts
         libc.mallopt(trim_threshold, (1 << 31) - 1)

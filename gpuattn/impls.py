@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from gpuattn.arrays import device_of, is_floating, on_gpu
 from gpuattn.errors import (
@@ -16,9 +16,16 @@ from gpuattn.errors import (
     warn_slow_path,
 )
 
-_overrides = contextvars.ContextVar("gpuattn_overrides", default={})  # noqa: B039  never mutated
-_broken = {}  # (op, implementation) -> why its kernel does not compile here, once that was seen
-OPS = {}  # op name -> Impls of every op with a choice, filled as op modules are imported
+Result = TypeVar("Result")
+_overrides: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar(
+    "gpuattn_overrides",
+    default={},  # noqa: B039  never mutated
+)
+# (op, implementation) -> why its kernel does not compile here, once that was seen
+_broken: dict[tuple[str, str], str] = {}
+NOT_RAW = "numba", "reference"  # the implementations that impl="raw" passes over
+# op name -> Impls of every op with a choice, filled as op modules are imported
+OPS: dict[str, "Impls"] = {}
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,10 @@ class Impls(tuple):
         return self
 
 
-class Call:
+class Call(Generic[Result]):
     """A call of an op with checked arguments: what the tape runs, and what ``explain`` reads.
+
+    ``Result``, for type checkers: what the op returns.
 
     ``inputs``: arrays, Tensors or None. ``impl``: the name asked for, or None. ``params``: keyword
     arguments of the implementations. ``donated``: Tensors whose memory the call overwrites.
@@ -152,15 +161,16 @@ def choose(
 ) -> Impl:
     """Return the first of ``impls`` that accepts the arguments, or the one asked for.
 
-    ``impl``: an implementation's name, "raw" (the first ``raw-*`` that accepts), or None, which
-    means what ``use_impl`` says, and else the first. A GPU array that passes over a faster one
-    warns once per place and reason. Raises UnsupportedError with every refusal.
+    ``impl``: an implementation's name, "raw" (the first that accepts and is neither Numba nor the
+    reference: CUDA sources and libraries), or None, which means what ``use_impl`` says, and else
+    the first. A GPU array that passes over a faster one warns once per place and reason. Raises
+    UnsupportedError with every refusal.
     """
     if impl is not None and not isinstance(impl, str):
         names = ", ".join(candidate.name for candidate in impls)
         raise TypeError(problem(impls.op, "impl", f"a {type(impl).__name__}", f"{names}, raw"))
     asked = impl or _overrides.get().get(impls.op)
-    refusals = []
+    refusals: list[tuple[Impl, str]] = []
     for candidate in impls:
         if not _matches(candidate.name, asked):
             continue
@@ -254,7 +264,7 @@ def _refusal(impls, candidate, refuse, asked, arrays, needs, params):
 
 
 def _matches(name, asked):
-    return asked is None or name == asked or (asked == "raw" and name.startswith("raw-"))
+    return asked is None or name == asked or (asked == "raw" and name not in NOT_RAW)
 
 
 # ---- explaining ----------------------------------------------------------------------------------
@@ -268,6 +278,7 @@ WORDS = {  # what describe returns, in words
     "tiles": lambda n: f"{n:,} tiles",
     "waves": lambda n: f"{n:.2f} waves",
     "limit": lambda text: f"limit: {text}",
+    "library": lambda text: f"matmul by {text}",
 }
 
 
@@ -278,8 +289,9 @@ class Explanation:
     ``reasons``: (implementation, refusal or None), best first. ``details``: what the chosen one
     uses of the GPU, by the names in WORDS, or None: the sides of a tile, threads of a block,
     registers of a thread, shared memory of a block, blocks (tiles where blocks process several),
-    how often they fill the GPU (waves), and what bounds the speed (limit). ``gradient``,
-    ``gradient_reasons``: the same of the gradient, where it is chosen separately; else None.
+    how often they fill the GPU (waves), what bounds the speed (limit), and which library computes
+    a matmul. ``gradient``, ``gradient_reasons``: the same of the gradient, where it is chosen
+    separately; else None.
     """
 
     op: str

@@ -1,7 +1,7 @@
 """Counter-based random numbers: the same bits in NumPy, CuPy, Numba and ``common/philox.cuh``.
 
 Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-A number is a function of (seed, stream, step, index) alone: of no launch shape, tile or backend.
+A number is a function of (seed, stream, step, index) alone, not of launch shape, tile or backend.
 Each counter gives four 32-bit words = eight 16-bit lanes, low half of a word first.
 """
 
@@ -10,25 +10,29 @@ import contextvars
 import math
 import operator
 import secrets
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpuattn.arrays import for_each
+from gpuattn.typing import Array, Shape, Xp
 
 ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LANES = 8
-BLOCK = 1 << 17  # elements whose bits NumPy draws at a time: the words stay in the cache
-_counter = contextvars.ContextVar("gpuattn_seed_counter", default=None)
+BLOCK = 1 << 17  # elements at a time on NumPy, whose random words fit into the cache
+_counter: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar(
+    "gpuattn_seed_counter", default=None
+)
 
 
 class Key(NamedTuple):
-    """Where random bits come from: a run's seed, a call's stream, and the update's number.
+    """The key of random numbers: the seed of a run, the stream of a call, the number of the update.
 
     ``step`` may be a one-element uint32 CuPy array, read by kernels on the device, so that a
-    replayed graph draws new numbers.
+    replayed graph gets new numbers.
     """
 
     seed: int
@@ -36,22 +40,22 @@ class Key(NamedTuple):
     step: Any = 0
 
 
-def as_key(seed):
+def as_key(seed: Any) -> Key:
     """Return ``seed`` (a Key, an int, or None for a fresh one) as a Key; TypeError for others."""
     if isinstance(seed, Key):
         return seed
     return Key(fresh_seed() if seed is None else operator.index(seed) & 0xFFFFFFFFFFFFFFFF)
 
 
-def manual_seed(seed):
-    """Make the seeds that ops draw for themselves (``seed=None``) repeat from here on.
+def manual_seed(seed: int) -> None:
+    """Make the seeds of ops called with ``seed=None`` repeatable from here on.
 
-    Holds for this thread and context.
+    For this thread and context.
     """
     _counter.set((operator.index(seed) & 0xFFFFFFFFFFFFFFFF, 0))
 
 
-def fresh_seed():
+def fresh_seed() -> int:
     """Return a new 64-bit seed: random, or the next one after ``manual_seed``."""
     state = _counter.get()
     if state is None:
@@ -63,8 +67,8 @@ def fresh_seed():
 
 
 @contextlib.contextmanager
-def replay(state):
-    """Draw the same fresh seeds as when ``state = remember()`` was taken, inside a block."""
+def replay(state: Any) -> Iterator[None]:
+    """Inside a block, draw the same fresh seeds as after ``state = remember()``."""
     token = _counter.set(state)
     try:
         yield
@@ -72,14 +76,16 @@ def replay(state):
         _counter.reset(token)
 
 
-def remember():
-    """Return a state for ``replay``. Without ``manual_seed`` one is begun, from a random seed."""
-    if _counter.get() is None:
-        _counter.set((secrets.randbits(64), 0))
-    return _counter.get()
+def remember() -> tuple[int, int]:
+    """Return a state for ``replay``. Without ``manual_seed``, starts from a random seed."""
+    state = _counter.get()
+    if state is None:
+        state = secrets.randbits(64), 0
+        _counter.set(state)
+    return state
 
 
-def philox(seed, c0, c1, c2, c3):
+def philox(seed: int, c0: Array, c1: Array, c2: Array, c3: Array) -> tuple:
     """Return four uint32-valued uint64 arrays for counters (c0, c1, c2, c3) under a 64-bit seed.
 
     The counters are uint64 scalars or arrays (NumPy or CuPy) below 2**32 that broadcast.
@@ -99,12 +105,12 @@ def philox(seed, c0, c1, c2, c3):
     return c0, c1, c2, c3
 
 
-def threshold(p):
+def threshold(p: float) -> int:
     """Return the 16-bit bound below which a lane is kept: round((1 - p) * 65536)."""
     return round((1.0 - p) * 65536)
 
 
-def lanes(xp, key, first, count):
+def lanes(xp: Xp, key: Key, first: Any, count: int) -> Array:
     """Return the 16-bit numbers (uint16, (count,)) of elements ``first .. first + count - 1``."""
     begin, end = first // LANES, -(-(first + count) // LANES)
     index = xp.arange(begin, end, dtype=np.uint64)
@@ -114,11 +120,11 @@ def lanes(xp, key, first, count):
     words = xp.empty((end - begin, 4), np.uint32)
     for i, word in enumerate(philox(key.seed, c0, c1, stream, step)):
         words[:, i] = word
-    # every platform we run on is little-endian: the low half comes first
+    # all supported platforms are little-endian: the low half comes first
     return words.view(np.uint16).ravel()[first - begin * LANES :][:count]
 
 
-def keep_mask(xp, shape, p, key):
+def keep_mask(xp: Xp, shape: Shape, p: float, key: Key) -> Array:
     """Return the boolean dropout mask of an array whose logical index is row-major in ``shape``."""
     count, bound = math.prod(shape), threshold(p)
     if bound == 0:
@@ -133,7 +139,7 @@ def keep_mask(xp, shape, p, key):
     return kept.reshape(shape)
 
 
-def device_arguments(key):
+def device_arguments(key: Key) -> tuple:
     """Return (seed low, seed high, stream, step, device step or None) for ``philox_key``."""
     on_device = not isinstance(key.step, int | np.integer)
     step, pointer = (0, key.step) if on_device else (int(key.step), None)

@@ -39,8 +39,12 @@ def test_the_first_that_accepts_runs():
     assert choose(PICKY, [X[:1, :3]]).name == "reference"
 
 
-def test_raw_means_the_first_raw_that_accepts():
+def test_raw_means_the_first_that_accepts_and_is_neither_numba_nor_the_reference():
     assert choose(PICKY, [X], "raw").name == "raw-simt"
+    library = Impls("op", *(Impl(name, made(name)) for name in ("numba", "cublaslt", "reference")))
+    assert choose(library, [X], "raw").name == "cublaslt"
+    with pytest.raises(UnsupportedError, match="'raw' is not one of: numba"):
+        choose(Impls("op", library[0]), [X], "raw")
 
 
 def test_every_refusal_is_in_the_error():
@@ -257,7 +261,8 @@ def test_calls_are_of_all_public_ops():
 def test_every_public_op_is_explained(op):
     answer = explain(getattr(gpuattn, op), *CALLS[op])
     assert answer.chosen == "reference"
-    assert "NumPy array" in dict(answer.reasons)["raw-simt"]
+    raw = "cublaslt" if op in ("linear", "linear_dropout_add_norm") else "raw-simt"
+    assert "NumPy array" in dict(answer.reasons)[raw]
 
 
 def test_explain_draws_no_seed():

@@ -1,23 +1,27 @@
-"""NumPy arrays that are read-only while a recorded call needs them as they are."""
+"""NumPy arrays that are read-only while a recorded call has saved them."""
 
 import collections
 import contextlib
 import contextvars
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from gpuattn.arrays import to_cpu
+from gpuattn.typing import Array
 
 _debugging = contextvars.ContextVar("gpuattn_debugging", default=False)
-_frozen = {}  # id of an array -> (how many calls froze it, the array)
-_waiting_views = {}  # id of a frozen array -> views of it whose calls are done already
+_frozen: dict[int, tuple[int, Array]] = {}  # id of an array -> (how many calls froze it, the array)
+# id of a frozen array -> views of it that are no longer frozen
+_waiting_views: dict[int, list[Array]] = {}
 _lock = threading.Lock()
-_done = collections.deque()  # arrays to give back once the lock is free
+_done: collections.deque[Array] = collections.deque()  # arrays to unfreeze once the lock is free
 
 
-def freeze(data, frozen):
-    """Make a NumPy array read-only and note it in the list ``frozen``; once for each ``thaw``."""
+def freeze(data: Array, frozen: list) -> None:
+    """Make a NumPy array read-only and append it to ``frozen``. Counted: thaw as often."""
     if not isinstance(data, np.ndarray):
         return
     with _lock:
@@ -26,30 +30,30 @@ def freeze(data, frozen):
             data.flags.writeable = False
             _frozen[id(data)] = (count + 1, data)
             frozen.append(data)
-    _give_back()
+    _unfreeze_done()
 
 
-def thaw(frozen):
-    """Give back what ``freeze`` noted in the list ``frozen``, and empty it.
+def thaw(frozen: list) -> None:
+    """Unfreeze the arrays in the list ``frozen``, and empty it.
 
-    A dropped record calls this from wherever Python collects garbage, in the middle of ``freeze``
-    too: whoever holds the lock then does the work.
+    Garbage collection can call this at any point, also inside ``freeze``: then the thread that
+    holds the lock unfreezes the arrays later.
     """
     while frozen:
         _done.append(frozen.pop())
-    _give_back()
+    _unfreeze_done()
 
 
-def _give_back():
+def _unfreeze_done():
     while _done and _lock.acquire(blocking=False):
         try:
-            with contextlib.suppress(IndexError):  # another thread may be quicker
-                _give_one_back(_done.popleft())
+            with contextlib.suppress(IndexError):  # another thread may have emptied it
+                _unfreeze(_done.popleft())
         finally:
             _lock.release()
 
 
-def _give_one_back(data):
+def _unfreeze(data):
     count, _ = _frozen.pop(id(data))
     if count > 1:
         _frozen[id(data)] = (count - 1, data)
@@ -62,8 +66,8 @@ def _give_one_back(data):
 
 
 @contextlib.contextmanager
-def editable(data):
-    """Let a frozen array be edited inside a block."""
+def editable(data: Array) -> Iterator[None]:
+    """Make a frozen array writeable inside a block."""
     frozen = id(data) in _frozen
     if frozen:
         data.flags.writeable = True
@@ -75,8 +79,8 @@ def editable(data):
 
 
 @contextlib.contextmanager
-def debug():
-    """Catch raw in-place edits of saved arrays too, by comparing their bytes (slow)."""
+def debug() -> Iterator[None]:
+    """Detect in-place edits of saved arrays in a block also by comparing their bytes (slow)."""
     token = _debugging.set(True)
     try:
         yield
@@ -84,11 +88,11 @@ def debug():
         _debugging.reset(token)
 
 
-def is_debugging():
-    """Return whether slow checks are on here."""
+def is_debugging() -> bool:
+    """Return whether ``debug`` is active in this thread and context."""
     return _debugging.get()
 
 
-def fingerprint(data):
-    """Return a number that tells whether the bytes of an array were edited."""
+def fingerprint(data: Array) -> Any:
+    """Return a hash of the bytes of an array."""
     return hash(to_cpu(data).tobytes())

@@ -2,6 +2,8 @@
 
 import contextvars
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -16,25 +18,27 @@ from gpuattn.errors import GradientError
 from gpuattn.impls import Impl, Impls
 
 # keys of the Tensors that the enclosing calls of grad differentiate with respect to
-_variables = contextvars.ContextVar("gpuattn_variables", default=frozenset())
+_variables: contextvars.ContextVar[frozenset] = contextvars.ContextVar(
+    "gpuattn_variables", default=frozenset()
+)
 
 no_grad = tape.no_grad
 debug = frozen.debug
 
 
-def stop_gradient(x):
+def stop_gradient(x: Any) -> Any:
     """Return ``x`` as a constant: no gradient flows through it."""
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def grad(fun, argnums=0):
-    """Return a function that computes the gradient of ``fun`` (to one number) like JAX's.
+def grad(fun: Callable, argnums: int | tuple[int, ...] = 0) -> Callable:
+    """Return a function that computes the gradient of ``fun``, whose result is one number.
 
     ``argnums``: the position, or a tuple of positions, to differentiate. Arguments may be arrays,
     Tensors, or dicts, lists and tuples of them; the gradient has the same structure, and is zero
-    for what ``fun`` does not use. Nest for higher order: ``grad(grad(f))``; the gradient at a
-    Tensor that wants one itself is recorded too, which fused ops refuse. Raises GradientError if
-    the result is not one number and TypeError for integer arguments.
+    for what ``fun`` does not use. For higher order nest calls: ``grad(grad(f))``. The gradient at a
+    Tensor that requires a gradient is recorded too, for which fused ops raise UnsupportedError.
+    Raises GradientError if the result is not one number and TypeError for integer arguments.
     """
     both = value_and_grad(fun, argnums)
 
@@ -45,7 +49,7 @@ def grad(fun, argnums=0):
     return gradient
 
 
-def value_and_grad(fun, argnums=0):
+def value_and_grad(fun: Callable, argnums: int | tuple[int, ...] = 0) -> Callable:
     """Return a function that computes ``(fun(...), gradient)``; see ``grad``."""
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
@@ -83,7 +87,7 @@ def value_and_grad(fun, argnums=0):
 
 
 def _leaf(x, leaves):
-    """A Tensor that the gradient is taken at: a new leaf, or an alias inside an outer gradient."""
+    """Return the Tensor to differentiate at: a new leaf, or a copy of one of an outer gradient."""
     nested = isinstance(x, Tensor) and x.requires_grad and tape.is_recording()
     data = np.asarray(x) if isinstance(x, int | float) else raw(x)
     if not is_array(data) or not is_floating(data.dtype):
@@ -106,7 +110,9 @@ def _map(fun, tree):
     return fun(tree)
 
 
-def gradcheck(fun, *inputs, eps=1e-6, tol=1e-6, order=1, seed=0):
+def gradcheck(
+    fun: Callable, *inputs: Any, eps: float = 1e-6, tol: float = 1e-6, order: int = 1, seed: int = 0
+) -> float:
     """Compare gradients with central differences along random directions; return the largest error.
 
     ``inputs``: float64 arrays. ``order=2`` also checks the gradient of the gradient. The error is
@@ -162,12 +168,12 @@ def _directional_error(fun, arrays, steps, eps, tol):
     return error
 
 
-def checkpoint(fun, *args):
-    """Return ``fun(*args)`` and keep nothing of its inside: it runs again in the backward pass.
+def checkpoint(fun: Callable, *args: Any) -> Any:
+    """Return ``fun(*args)``, saving no intermediate results: ``fun`` runs again in backward.
 
-    Trades a second forward for memory: Chen et al., "Training Deep Nets with Sublinear Memory Cost"
-    (2016). Seeds that ops draw for themselves repeat, so dropout does
-    too. Gradients reach ``args`` and every Tensor used inside.
+    Trades a second forward pass for memory: Chen et al., "Training Deep Nets with Sublinear Memory
+    Cost" (2016). Seeds that ops draw (``seed=None``) are the same both times, so dropout is too.
+    Gradients reach ``args`` and every Tensor used inside.
     """
     state = rng.remember()
     args = [x if isinstance(x, Tensor) or not is_array(x) else Tensor(x) for x in args]
@@ -177,11 +183,11 @@ def checkpoint(fun, *args):
     inputs, results = (*args, *seen.values()), [outs]
 
     def forward(*arrays, needs):
-        outs = results.pop()  # not kept for as long as this function is
+        outs = results.pop()  # popped, so that this closure does not keep them alive
         return tuple([raw(o) for o in outs]) if isinstance(outs, tuple) else raw(outs), arrays
 
     def backward(saved, *grads, needs, into):
-        wait_for_all()  # what is computed again takes the memory of what was read aside
+        wait_for_all()  # the second run reuses memory that the side stream still reads
         boxes = [
             Tensor(x, requires_grad=need) if is_array(x) else x
             for x, need in zip(saved, needs, strict=True)
@@ -193,7 +199,7 @@ def checkpoint(fun, *args):
         targets = [x for x, need in zip(sources, needs, strict=True) if need]
         found = iter(tape.gradients(made, grads, targets, independent=True))
         results = [next(found) if need else None for need in needs]
-        # None means written to its slot; what got no gradient was not
+        # None means "written to its slot", which is wrong for an input without a gradient
         return tuple(
             zeros(x.data, x.shape) if g is None and slot and not x.grad_started else g
             for x, g, slot in zip(inputs, results, into, strict=True)

@@ -4,9 +4,14 @@ The queries, keys and values of a layer are parts of one matmul's result. Their 
 to their parts of one array, are the gradient of that matmul without a copy.
 """
 
+from collections.abc import Collection
+from typing import Any
 
-def target_like(slot, x):
-    """Return the array of a slot of ``into`` if a gradient like ``x`` can be written there."""
+from gpuattn.typing import Array
+
+
+def target_like(slot: tuple[Array, bool] | None, x: Array) -> Array | None:
+    """Return the array of a slot of ``into`` if a gradient like ``x`` can be written to it."""
     target, add = slot or (None, True)
     return None if add or (target.dtype, target.shape) != (x.dtype, x.shape) else target
 
@@ -19,11 +24,12 @@ class GradientLayout:
     where the backward pass ends: they are never written in place, as others use them.
     """
 
-    def __init__(self, kept=()):
+    def __init__(self, kept: Collection = ()) -> None:
         self.kept = kept
-        self.known = {}  # node -> arrays for its inputs, arrays for its outputs: see impls.Fusion
+        # node -> arrays for its inputs, arrays for its outputs: see impls.Fusion
+        self.known: dict[Any, tuple[list, list]] = {}
 
-    def take(self, x):
+    def take(self, x: Any) -> Array | None:
         """Return the array for the gradient of a Box ``x``, or None."""
         node = getattr(x, "node", None)
         layout = node and node.impl.fusion.layout
@@ -36,7 +42,7 @@ class GradientLayout:
         target, outs[x.index] = outs[x.index], None
         return target
 
-    def into(self, node):
+    def into(self, node: Any) -> list[Array | None]:
         """Return the array, or None, for each input of the node whose backward runs next."""
         if node in self.known:
             return self.known.pop(node)[0]

@@ -4,7 +4,9 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 
-_hook = contextvars.ContextVar("gpuattn_hook", default=None)
+_hook: contextvars.ContextVar[Callable | None] = contextvars.ContextVar(
+    "gpuattn_hook", default=None
+)
 
 
 @contextlib.contextmanager

@@ -6,24 +6,26 @@ through memory. ``impls.Fusion`` says how two such ops meet.
 """
 
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from gpuattn.autodiff.hooks import is_hooked
 from gpuattn.gemm.matmul import matmul
+from gpuattn.typing import Array, DType
 
 
 class PendingMatmul(NamedTuple):
     """``dz @ weight`` in ``shape`` (..., in). ``dz``: (rows, out). ``weight``: (out, in)."""
 
-    dz: Any
-    weight: Any
+    dz: Array
+    weight: Array
     shape: tuple[int, ...]
 
     @property
-    def dtype(self):
+    def dtype(self) -> DType:
         return self.dz.dtype
 
-    def compute(self):
+    def compute(self) -> Array:
         """Return the array."""
         return matmul(self.dz, self.weight).reshape(self.shape)
 
@@ -35,15 +37,15 @@ class Consumers:
     ``kept``: as in ``GradientLayout``.
     """
 
-    def __init__(self, nodes, kept):
+    def __init__(self, nodes: Iterable, kept: Collection) -> None:
         self.owing = Counter(maker for node in nodes for maker in _takers(node))
         self.kept = kept
 
-    def done(self, node):
+    def done(self, node: Any) -> None:
         """Note that the backward of ``node`` ran, or that it gives no gradient."""
         self.owing.subtract(_takers(node))
 
-    def offer(self, node, pending, propagate):
+    def offer(self, node: Any, pending: dict[Any, list], propagate: Callable) -> dict[str, Any]:
         """Return {"fold": function of ``impls.Fusion``} if the backward of ``node`` takes it.
 
         ``pending``: node -> [gradient of each output]; ``propagate(node, grads)`` runs a node's

@@ -1,10 +1,13 @@
 """What the tape records: arrays that remember the call that made them, and the calls."""
 
 import itertools
+from typing import Any
 
 from gpuattn.arrays import is_array
 from gpuattn.autodiff.frozen import editable, fingerprint, freeze, is_debugging, thaw
 from gpuattn.errors import GradientError
+from gpuattn.impls import Impl
+from gpuattn.typing import Array
 
 _order = itertools.count()
 RELEASED = object()  # what a node holds as ``saved`` once its gradient was computed
@@ -22,13 +25,15 @@ class Box:
         "requires_grad", "version",
     )  # fmt: skip
 
-    def __init__(self, data, node=None, index=0, requires_grad=False):
+    def __init__(
+        self, data: Array, node: "Node | None" = None, index: int = 0, requires_grad: bool = False
+    ) -> None:
         self.data, self.node, self.index = data, node, index
         self.requires_grad = requires_grad or node is not None
         self.grad, self.grad_slot, self.grad_started = None, None, False
         self.version = [0]  # shared with views of the same memory
 
-    def link(self):
+    def link(self) -> "Box":
         """Return a copy without data; itself for leaves and parts of an array, whose data stay."""
         if self.node is None or self.node.impl.fusion.layout is not None:
             return self
@@ -46,7 +51,16 @@ class Node:
         "watched",
     )  # fmt: skip
 
-    def __init__(self, op, impl, inputs, needs, params, saved, outs):
+    def __init__(
+        self,
+        op: str,
+        impl: Impl,
+        inputs: tuple,
+        needs: tuple[bool, ...],
+        params: dict[str, Any],
+        saved: Any,
+        outs: tuple,
+    ) -> None:
         self.op, self.impl, self.needs, self.params, self.saved = op, impl, needs, params, saved
         self.order, self.outputs, self.frozen, self.watched = next(_order), len(outs), [], []
         # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or another value (None)
@@ -57,7 +71,7 @@ class Node:
             for i, x in enumerate(inputs)
         ])  # fmt: skip
 
-    def watch(self, boxes):
+    def watch(self, boxes: list[Box]) -> None:
         """Detect later edits of what was saved: by version, and on NumPy by making it read-only."""
         for link in self.links:
             if link is None:
@@ -69,7 +83,7 @@ class Node:
                 trace = fingerprint(data) if is_debugging() else None
                 self.watched.append((box.version, box.version[0], data if trace else None, trace))
 
-    def check_unedited(self):
+    def check_unedited(self) -> None:
         for version, then, data, trace in self.watched:
             if version[0] != then or (trace is not None and fingerprint(data) != trace):
                 raise GradientError(
@@ -77,7 +91,7 @@ class Node:
                     "Edit a copy, or call backward() first."
                 )
 
-    def release(self):
+    def release(self) -> None:
         """Drop what was saved. Chains of any length are freed node by node, without recursion."""
         thaw(self.frozen)
         self.saved = RELEASED
@@ -87,7 +101,7 @@ class Node:
         thaw(self.frozen)
 
 
-def key(box):
+def key(box: Any) -> Any:
     """Return the identity of a result, which its Box and the links to it share: its maker."""
     return id(box) if getattr(box, "node", None) is None else (box.node, box.index)
 
@@ -104,7 +118,7 @@ def _find(saved, inputs, outs):
     return None
 
 
-def edit(box, key, value):
+def edit(box: Box, key: Any, value: Any) -> None:
     """Set ``box.data[key] = value``; nodes that saved it refuse their gradient from then on."""
     with editable(box.data):
         box.data[key] = value

@@ -7,14 +7,17 @@ branch. Or they are deferred until there are enough of them to fill the GPU in o
 
 import contextlib
 import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from gpuattn.arrays import import_cupy, on_gpu
 from gpuattn.autodiff.hooks import is_hooked
+from gpuattn.typing import Array
 
 MAX_UNJOINED = 4  # blocks of work the current stream has not waited for: they keep arrays alive
 MAX_DEFERRED_BYTES = 640 << 20  # of arrays that deferred launches keep alive
-_side = contextvars.ContextVar("gpuattn_side_stream", default=None)
-_streams = {}  # (device, current stream) -> its side stream
+_side: contextvars.ContextVar[Any] = contextvars.ContextVar("gpuattn_side_stream", default=None)
+_streams: dict[tuple[int, int], Any] = {}  # (device, current stream) -> its side stream
 
 
 class _SideStream:
@@ -70,7 +73,7 @@ class _SideStream:
 
 
 @contextlib.contextmanager
-def enabled(like):
+def enabled(like: Any) -> Iterator[None]:
     """Let work in a block go to the side stream or be deferred, if ``like`` is on a GPU.
 
     The end of the block launches and joins everything. Disabled while a hook observes ops: each is
@@ -89,7 +92,9 @@ def enabled(like):
         side.join(len(side.running))
 
 
-def on_side_stream(reads, writes):
+def on_side_stream(
+    reads: Sequence[Array], writes: Sequence[Array | None]
+) -> contextlib.AbstractContextManager[bool]:
     """Return a context whose launches may go to the side stream; it yields whether they do.
 
     ``reads``: arrays that nothing writes to any more. ``writes``: the targets of all results; where
@@ -101,7 +106,9 @@ def on_side_stream(reads, writes):
     return side.work(reads, writes)
 
 
-def defer(launch, arguments, reads, target):
+def defer(
+    launch: Callable[[list], None], arguments: tuple, reads: Sequence[Array], target: Array
+) -> bool:
     """Defer ``launch([arguments])`` to a common ``launch([arguments, ...])``; return whether.
 
     ``reads``: as in ``on_side_stream``. ``target``: the array it writes.
@@ -113,7 +120,7 @@ def defer(launch, arguments, reads, target):
     return True
 
 
-def wait_for(target):
+def wait_for(target: Array) -> None:
     """Make the current stream wait for pending writes to ``target``, deferred ones included."""
     side = _side.get()
     if side is not None:
@@ -123,7 +130,7 @@ def wait_for(target):
         side.join(max(here, default=-1) + 1)
 
 
-def wait_for_all():
+def wait_for_all() -> None:
     """Make the current stream wait for all pending work: the memory it read can be reused."""
     side = _side.get()
     if side is not None:

@@ -1,9 +1,11 @@
-"""The tape: what ran, in order, and how to walk it backwards. It knows no op by name."""
+"""The tape: runs and records ops, and computes gradients. It knows no op by name."""
 
 import contextlib
 import contextvars
 import functools
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, ParamSpec
 
 from gpuattn.arrays import device_of, get_xp
 from gpuattn.autodiff.frozen import is_debugging  # noqa: F401  part of this module's interface
@@ -13,18 +15,21 @@ from gpuattn.autodiff.pending_matmul import Consumers
 from gpuattn.autodiff.record import RELEASED, Box, Node, edit, key  # noqa: F401
 from gpuattn.autodiff.side_stream import wait_for
 from gpuattn.errors import GradientError, KernelCompileError, UnsupportedError
-from gpuattn.impls import choose, choose_another, choose_backward
+from gpuattn.impls import Call, Impls, Result, choose, choose_another, choose_backward
 
+Arguments = ParamSpec("Arguments")
 _recording = contextvars.ContextVar("gpuattn_recording", default=True)
-_witnesses = contextvars.ContextVar("gpuattn_witnesses", default=None)
+_witnesses: contextvars.ContextVar[dict | None] = contextvars.ContextVar(
+    "gpuattn_witnesses", default=None
+)
 
 
 # ---- forward ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def recording(on):
-    """Switch recording on or off in this thread and context for a block."""
+def recording(on: bool) -> Iterator[None]:
+    """Turn recording on or off for a block, in this thread and context."""
     token = _recording.set(on)
     try:
         yield
@@ -32,25 +37,25 @@ def recording(on):
         _recording.reset(token)
 
 
-def no_grad():
-    """Return a context manager in which nothing is recorded. Per thread, may be nested."""
+def no_grad() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that turns recording off, in this thread and context."""
     return recording(False)
 
 
-def is_recording():
-    """Return whether calls are being recorded here."""
+def is_recording() -> bool:
+    """Return whether calls are recorded in this thread and context."""
     return _recording.get()
 
 
-def raw(x):
+def raw(x: Any) -> Any:
     """Return the array in a Box, or ``x`` itself."""
     return x.data if isinstance(x, Box) else x
 
 
 @contextlib.contextmanager
-def witnessing():
-    """Record nothing in a block; yield {id: Box} of those used in it that want a gradient."""
-    seen = {}
+def witnessing() -> Iterator[dict[int, Box]]:
+    """Turn recording off for a block; yield {id: Box} of the Boxes used that require a gradient."""
+    seen: dict[int, Box] = {}
     token = _witnesses.set(seen)
     try:
         with no_grad():
@@ -59,7 +64,7 @@ def witnessing():
         _witnesses.reset(token)
 
 
-def op(check):
+def op(check: Callable[Arguments, Call[Result]]) -> Callable[Arguments, Result]:
     """Make a public op of ``check``, which checks its arguments and returns an ``impls.Call``.
 
     Calling the op runs the Call and returns its result. ``op.prepare`` is ``check`` itself.
@@ -73,11 +78,11 @@ def op(check):
         out = apply(call.impls, call.inputs, call.impl, **call.params)
         return out if call.finish is None else call.finish(out)
 
-    run.prepare = check
+    run.prepare = check  # type: ignore[attr-defined]
     return run
 
 
-def apply(impls, inputs, impl=None, **params):
+def apply(impls: Impls, inputs: Iterable, impl: str | None = None, **params: Any) -> Any:
     """Run one of ``impls`` on ``inputs``: arrays in, arrays out; any Box in, recorded Boxes out.
 
     Inputs that are None are passed on as None.
@@ -128,7 +133,7 @@ def _forward(impls, chosen, rule, arrays, needs, params):
 
 
 def _share_version(box, inputs):
-    """A view counts edits together with what it is a view of."""
+    """Let a view of an input share its edit counter."""
     owner = getattr(box.data, "base", None)
     if owner is None:
         return
@@ -141,7 +146,14 @@ def _share_version(box, inputs):
 # ---- backward -----------------------------------------------------------------------------------
 
 
-def backward(box, grad, *, retain_graph=False, create_graph=False, on_ready=None):
+def backward(
+    box: Box,
+    grad: Any,
+    *,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    on_ready: Callable[[Box], None] | None = None,
+) -> None:
     """Add d(box)/d(leaf) * grad into ``leaf.grad`` of every leaf that asked for one.
 
     ``on_ready(leaf)`` is called once no later node can add to that leaf's gradient.
@@ -150,11 +162,17 @@ def backward(box, grad, *, retain_graph=False, create_graph=False, on_ready=None
 
 
 def gradients(
-    outputs, grads, targets, *, independent=False, retain_graph=False, create_graph=False
-):
+    outputs: Sequence[Box],
+    grads: Sequence,
+    targets: Sequence[Box],
+    *,
+    independent: bool = False,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+) -> list:
     """Return the gradient of ``outputs`` (weighted by ``grads``) for each target, or None.
 
-    ``independent``: take the targets as given, and look at nothing that they were made from.
+    ``independent``: treat the targets as leaves, whatever they were computed from.
     """
     ends = {key(t) for t in targets} if independent else ()
     return _walk(outputs, grads, targets, False, retain_graph, create_graph, None, ends)
@@ -211,7 +229,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
 
 
 def _reachable(roots, ends=()):
-    """Return every node behind ``roots``, in the order they were recorded; none behind ``ends``."""
+    """Return the nodes that ``roots`` depend on, in recorded order, but not through ``ends``."""
     seen, stack = set(), _makers(roots, ends)
     while stack:
         node = stack.pop()
@@ -232,7 +250,7 @@ def _makers(values, ends):
     return [x.node for x in boxes if key(x) not in ends]
 
 
-def depends(box, keys):
+def depends(box: Box, keys: Collection) -> bool:
     """Return whether ``box`` was made from any of the Boxes with these keys."""
     return bool(keys) and any(key(x) in keys for node in _reachable([box]) for x in node.inputs)
 
@@ -259,7 +277,7 @@ def _report_ready(node, waiting, on_ready):
 
 
 def _call_backward(node, grads, create_graph, slots, layout, params):
-    """Return the gradients of a node's inputs; ``slots``: which may go to their ``grad_slot``."""
+    """Return the gradients of a node's inputs; ``slots``: which can be written to ``grad_slot``."""
     node.check_unedited()
     if node.impl.backward is None:
         raise UnsupportedError(f"{node.op}: {node.impl.name} has no gradient")
@@ -283,19 +301,19 @@ def _call_backward(node, grads, create_graph, slots, layout, params):
 
 
 def _slot(x):
-    """Return (flat slice, add to it?) for a leaf whose gradient has a place, else None."""
+    """Return (flat slice, whether to add to it) for a leaf with a ``grad_slot``, else None."""
     if x.node is None and x.grad_slot is not None:
         return x.grad_slot, x.grad_started
     return None
 
 
 def _call_backward_recorded(node, grads):
-    """Hand the rule Tensors instead of arrays, so that it records itself (higher order)."""
+    """Call the backward with Tensors instead of arrays, so that it is recorded (higher order)."""
     if not node.impl.differentiable_twice:
         raise UnsupportedError(
             f"{node.op}: {node.impl.name} is fused and has no second derivative; "
             "write it in basic ops (np.exp, np.matmul, ...) where you need one. Where you do not: "
-            "give gpuattn.grad arrays, not Tensors that want a gradient themselves"
+            "pass arrays to gpuattn.grad, not Tensors that require a gradient"
         )
     boxed = next(x for x in node.inputs if isinstance(x, Box))
     grads = [g if isinstance(g, Box) or g is None else type(boxed)(g) for g in grads]
@@ -322,6 +340,8 @@ def _accumulate(leaf, grad):
             leaf.grad_slot[...] = grad
         leaf.grad, leaf.grad_started = leaf.grad_slot, True
     elif leaf.grad is None:
-        leaf.grad = get_xp(grad).array(grad, leaf.data.dtype)  # a copy: rules may share arrays
+        leaf.grad = get_xp(grad).array(
+            grad, leaf.data.dtype
+        )  # a copy: backward functions may return shared arrays
     else:
         leaf.grad = leaf.grad + grad.astype(leaf.data.dtype, copy=False)

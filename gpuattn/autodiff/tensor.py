@@ -1,6 +1,7 @@
-"""The Tensor users hold: an array that takes part in NumPy's own protocols and is recorded."""
+"""Tensor: an array that records the NumPy functions applied to it, by NumPy's own protocols."""
 
 import copy
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from gpuattn.autodiff.numpy import (
 from gpuattn.autodiff.numpy.elementwise import PLAIN, RULES
 from gpuattn.autodiff.tape import raw
 from gpuattn.errors import GradientError, UnsupportedError
+from gpuattn.typing import Array, DType
 
 REDUCTIONS = {np.add: "np.sum", np.maximum: "np.max", np.minimum: "np.min"}
 
@@ -23,16 +25,18 @@ REDUCTIONS = {np.add: "np.sum", np.maximum: "np.max", np.minimum: "np.min"}
 class Tensor(tape.Box):
     """A NumPy or CuPy array whose computations are recorded for gradients.
 
-    ``data``: an array (or numbers, for a NumPy one). ``requires_grad``: collect ``.grad`` in
+    ``data``: an array (or numbers, for a NumPy one). ``requires_grad``: accumulate ``.grad`` in
     ``backward()``. NumPy's own functions and operators work on it: ``np.tanh(x @ w)``.
-    Raises TypeError when a gradient is asked of integers.
+    Raises TypeError for ``requires_grad`` of integers.
     """
 
     __slots__ = ()
-    __array_priority__ = 1000  # CuPy arrays on the left of an operator leave it to us
+    __array_priority__ = 1000  # a CuPy array on the left of an operator defers to Tensor
     __hash__ = object.__hash__
 
-    def __init__(self, data, node=None, index=0, requires_grad=False):
+    def __init__(
+        self, data: Any, node: Any = None, index: int = 0, requires_grad: bool = False
+    ) -> None:
         if type(data) is not np.ndarray and not on_gpu(data):
             numbers = isinstance(data, int | float | list | tuple)
             data = np.asarray(data) if numbers else as_array(data, "Tensor", "data")
@@ -44,7 +48,7 @@ class Tensor(tape.Box):
         if node is not None and not is_floating(data.dtype):
             self.requires_grad = False
 
-    # ---- what an array has ----
+    # ---- attributes of arrays ----
 
     shape = property(lambda self: self.data.shape)
     dtype = property(lambda self: self.data.dtype)
@@ -64,18 +68,18 @@ class Tensor(tape.Box):
         wants = ", requires_grad=True" if self.requires_grad and self.node is None else ""
         return f"Tensor({self.data!r}, {where}{made}{wants})"
 
-    def numpy(self):
-        """Return the values as a NumPy array, off the tape (copies from a GPU)."""
+    def numpy(self) -> np.ndarray:
+        """Return the values as a NumPy array, not recorded (a copy from a GPU)."""
         return to_cpu(self.data)
 
-    def tolist(self):
-        """Return the values as Python numbers in nested lists (copies from a GPU)."""
+    def tolist(self) -> Any:
+        """Return the values as Python numbers in nested lists."""
         return self.numpy().tolist()
 
     def __format__(self, spec):
         return format(self.item(), spec) if spec else str(self)
 
-    def item(self):
+    def item(self) -> Any:
         """Return the single value as a Python number."""
         return self.data.item()
 
@@ -90,12 +94,14 @@ class Tensor(tape.Box):
 
     # ---- gradients ----
 
-    def backward(self, grad=None, *, retain_graph=False, create_graph=False):
+    def backward(
+        self, grad: Any = None, *, retain_graph: bool = False, create_graph: bool = False
+    ) -> None:
         """Add d(self)/d(leaf) into ``.grad`` of every leaf with ``requires_grad``.
 
-        ``grad``: the gradient of self, an array of its shape; may be left out for one number.
-        Raises GradientError for a result that is not a scalar, was not recorded, was walked
-        already, or whose saved arrays were edited.
+        ``grad``: the gradient of self, an array of its shape; optional if self is one number.
+        Raises GradientError without ``grad`` for more numbers, for a result that was not recorded
+        or whose record was used already, and if saved arrays were edited.
         """
         if not self.requires_grad:
             raise GradientError(
@@ -113,14 +119,14 @@ class Tensor(tape.Box):
             raise GradientError(f"backward: grad has shape {raw(grad).shape}, want {self.shape}")
         tape.backward(self, grad, retain_graph=retain_graph, create_graph=create_graph)
 
-    def detach(self):
-        """Return the same array off the tape."""
+    def detach(self) -> "Tensor":
+        """Return a Tensor of the same array that is not recorded."""
         return Tensor(self.data)
 
-    # ---- copies: the values travel, the record stays ----
+    # ---- copies: of the values, without the record ----
 
     def __copy__(self):
-        """Return another name for the same array and the same record."""
+        """Return a Tensor that shares the array and the record."""
         other = object.__new__(type(self))
         for name in tape.Box.__slots__:
             if name != "__weakref__":
@@ -139,7 +145,7 @@ class Tensor(tape.Box):
         return other
 
     def __reduce__(self):
-        """Pickle the values, and of a leaf ``requires_grad``: a result arrives detached."""
+        """Pickle the values, and ``requires_grad`` of a leaf; results are detached."""
         return _unpickled, (type(self), self.data, self.requires_grad and self.node is None)
 
     # ---- the array protocols of NumPy and others ----
@@ -148,7 +154,7 @@ class Tensor(tape.Box):
         raise TypeError("a plain array would lose the record of a Tensor; use x.numpy(), or x.data")
 
     def __dlpack__(self, **options):
-        """Hand the array to another library, without a copy. BufferError if a gradient is due."""
+        """Export the array without a copy. Raises BufferError if it requires a gradient."""
         if self.requires_grad:
             raise BufferError(
                 "Tensor: another library would lose the record of a Tensor that requires a "
@@ -187,24 +193,24 @@ class Tensor(tape.Box):
             )
         tape.edit(self, raw(key), raw(value))
 
-    def reshape(self, *shape):
+    def reshape(self, *shape: Any) -> "Tensor":
         shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         return shapes.reshape(self, tuple(shape))
 
-    def transpose(self, *axes):
+    def transpose(self, *axes: Any) -> "Tensor":
         axes = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
         return shapes.transpose(self, axes or None)
 
-    def swapaxes(self, axis1, axis2):
+    def swapaxes(self, axis1: int, axis2: int) -> "Tensor":
         return shapes.swapaxes(self, axis1, axis2)
 
-    def argmax(self, axis=None):
+    def argmax(self, axis: int | None = None) -> Array:
         return self.data.argmax(axis)
 
-    def argmin(self, axis=None):
+    def argmin(self, axis: int | None = None) -> Array:
         return self.data.argmin(axis)
 
-    def astype(self, dtype, copy=True):
+    def astype(self, dtype: DType, copy: bool = True) -> "Tensor":
         return elementwise.astype(self, dtype)
 
     sum, mean, max, min, var, std = (
@@ -268,7 +274,7 @@ class Tensor(tape.Box):
 
 
 def _unpickled(kind, data, requires_grad):
-    writeable = on_gpu(data) or data.flags.writeable  # the tape may have held it when it was sent
+    writeable = on_gpu(data) or data.flags.writeable  # it was read-only if a record had saved it
     return kind(data if writeable else data.copy(), requires_grad=requires_grad)
 
 

@@ -52,14 +52,14 @@ def _linear(direction, arguments, given):
     if direction == "forward":
         x, weight = arguments[:2]
         return 2 * x.size * len(weight)
-    (x, weight, *_), dy = arguments[:2]
+    (_, x, weight, *_), dy = arguments[:2]  # see ops/linear/gradients.py: save
     inside = (weight if x is None else x).shape[-1]
     return 2 * dy.size * inside * sum(given["needs"][:2])
 
 
 def _linear_dropout_add_norm(direction, arguments, given):
     if direction == "backward":
-        (_, *saved), dnormed, dh = arguments
+        saved, dnormed, dh = arguments
         arguments = saved, dh if dnormed is None else dnormed
     return _linear(direction, arguments, given)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from gpuattn.nn.module import Module, constant
 from gpuattn.ops.linear.linear_dropout_add_norm import linear_dropout_add_norm
-from gpuattn.ops.norm.dropout_add_norm import norm_beside
+from gpuattn.ops.norm.dropout_add_norm import norm_and_residual
 from gpuattn.ops.norm.layer_norm import layer_norm
 from gpuattn.ops.norm.rms_norm import rms_norm
 from gpuattn.typing import Array
@@ -24,9 +24,9 @@ class LayerNorm(Module):
     def __call__(self, x: Any) -> Any:
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
-    def beside(self, x: Array) -> tuple[Any, Any]:
+    def and_residual(self, x: Array) -> tuple[Any, Any]:
         """Return (norm(x), x); the backward pass adds both gradients in one launch."""
-        return norm_beside(x, self.weight, self.bias, norm="layer", eps=self.eps)
+        return norm_and_residual(x, self.weight, self.bias, norm="layer", eps=self.eps)
 
     def add(self, x: Array, out: Any, residual: Any, dropout: Any) -> tuple[Any, Any]:
         """Return (norm(h), h) for h = residual + dropout(out(x)), in one pass.
@@ -53,9 +53,9 @@ class RMSNorm(Module):
     def __call__(self, x: Any) -> Any:
         return rms_norm(x, self.weight, eps=self.eps)
 
-    def beside(self, x: Array) -> tuple[Any, Any]:
-        """Return (norm(x), x) as ``LayerNorm.beside`` does."""
-        return norm_beside(x, self.weight, norm="rms", eps=self.eps)
+    def and_residual(self, x: Array) -> tuple[Any, Any]:
+        """Return (norm(x), x) as ``LayerNorm.and_residual`` does."""
+        return norm_and_residual(x, self.weight, norm="rms", eps=self.eps)
 
     def add(self, x: Array, out: Any, residual: Any, dropout: Any) -> tuple[Any, Any]:
         """Return (norm(h), h) as ``LayerNorm.add`` does."""

@@ -35,7 +35,7 @@ class _Layer(Module):
 
     def enter(self, x):
         """Return (input of the first branch, residual stream) for the layer's input ``x``."""
-        return self.norms[0].beside(x) if self.pre_norm else (x, x)
+        return self.norms[0].and_residual(x) if self.pre_norm else (x, x)
 
     def step(self, n, h, following, **context):
         """Run the branches; return (input of the next layer's first branch, residual stream).

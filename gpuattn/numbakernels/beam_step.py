@@ -1,8 +1,8 @@
-"""The beam-search top-k, to read: the hierarchical auto-regressive search of LightSeq.
+"""The top-k of beam search, in readable form: LightSeq's hierarchical auto-regressive search.
 
-Wang et al. (2021): *retrieve* a bound from the best of each group, filter what reaches it, and
-*re-rank* those few. A thread is a group: its numbers are a stride apart. Two launches: each block
-searches a slice of a row, then one block a sentence scores and searches what they found.
+Wang et al. (2021): *retrieve* a bound from the best of each group, keep the elements that reach it,
+and *re-rank* those few. A group is the elements of one thread, a stride apart. Two launches: each
+block searches a slice of a row, then one block per sentence scores and searches the candidates.
 
 Of two elements, pairs of a value and an index, the greater value comes first, NaN before all, and
 of equal ones the lower index. Log-softmax keeps the order of a row, so slices compare logits.
@@ -10,22 +10,25 @@ of equal ones the lower index. Log-softmax keeps the order of a row, so slices c
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from gpuattn.numbakernels.device import SIMULATED, cuda, jit
 from gpuattn.numbakernels.reduce import NEG_INF, THREADS, ZERO, block_max, block_sum
+from gpuattn.typing import Array
 
 MAX_BEAM = 16
-CAPACITY = 2 * MAX_BEAM**2  # candidates that are ranked together: all of a sentence
+CAPACITY = 2 * MAX_BEAM**2  # candidates of a sentence, which are ranked together
 WORDS = 32 * THREADS  # 64-bit words of a slice, at most
-NO_TOKEN = np.int32(2**30)  # an index that comes after all; each thread adds its own
+NO_TOKEN = np.int32(2**30)  # an index after all tokens; each thread adds its own number
 LOWEST = np.float32(-3.4028235e38)
 MASK = np.uint64(0xFFFFFFFF)
 
 
 @jit(device=True)
-def beats(value, index, other_value, other_index):
+def beats(value: float, index: int, other_value: float, other_index: int) -> bool:
     """Return whether (value, index) comes before the other."""
     if value != value or other_value != other_value:  # NaN
         return value != value and (other_value == other_value or index < other_index)
@@ -36,7 +39,7 @@ def beats(value, index, other_value, other_index):
 
 
 @jit(device=True)
-def retrieve(value, index, k, group_value, group_index):
+def retrieve(value: float, index: int, k: int, group_value: Array, group_index: Array) -> Any:
     """Return the k-th best of the groups' bests: k elements reach it, so every winner does."""
     me = cuda.threadIdx.x
     bound_value = cuda.shared.array(1, np.float32)
@@ -54,16 +57,16 @@ def retrieve(value, index, k, group_value, group_index):
 
 
 @jit(device=True)
-def keep(value, index, count, kept_value, kept_index):
-    """Put a candidate into the list, in any order; those beyond its capacity only count."""
+def keep(value: float, index: int, count: int, kept_value: Array, kept_index: Array) -> None:
+    """Append a candidate to the list; beyond its capacity only count it."""
     place = cuda.atomic.add(count, 0, 1)
     if place < CAPACITY:
         kept_value[place], kept_index[place] = value, index
 
 
 @jit(device=True)
-def re_rank(c, count, kept_value, kept_index):
-    """Return the place of candidate ``c``: how many of ``count`` come before it."""
+def re_rank(c: Array, count: int, kept_value: Array, kept_index: Array) -> int:
+    """Return the rank of candidate ``c``: how many of ``count`` come before it."""
     place = 0
     for other in range(count):
         if beats(kept_value[other], kept_index[other], kept_value[c], kept_index[c]):
@@ -88,25 +91,25 @@ else:
 
 
 @jit(device=True)
-def of_two(word, e):
+def of_two(word: int, e: int) -> float:
     """Return float32 number ``e`` of the two in a word."""
     return float_of((word >> np.uint64(32 * e)) & MASK)
 
 
 @jit(device=True)
-def of_four(word, e):
+def of_four(word: int, e: int) -> float:
     """Return bfloat16 number ``e`` of the four in a word."""
     return float_of(((word >> np.uint64(16 * e)) << np.uint64(16)) & MASK)
 
 
 @functools.cache
-def search_slices(per_word):
+def search_slices(per_word: int) -> Callable:
     """Return the kernel for words of two float32 or four bfloat16 numbers."""
     number = of_two if per_word == 2 else of_four
 
     @jit(device=True)
     def logit_at(words, banned, row, w, e):
-        """Return the logit and its token; -inf where banned. Behind V, padding comes after all."""
+        """Return the logit and its token; -inf where banned. Padding after V comes last."""
         token = np.int32(w * per_word + e)
         if token >= banned.shape[0] or banned[token]:
             return NEG_INF, token
@@ -131,7 +134,7 @@ def search_slices(per_word):
         row, part, me, step = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x, cuda.blockDim.x
         vocab, k = banned.shape[0], tokens.shape[2]
         first, last = part * slice_words, min((part + 1) * slice_words, words.shape[1])
-        if scores[row] == NEG_INF:  # the first tokens stand for all, at -inf
+        if scores[row] == NEG_INF:  # return its first tokens, at -inf
             for r in range(me, k, step):
                 logits[row, part, r] = NEG_INF
                 tokens[row, part, r] = r if part == 0 else vocab
@@ -139,7 +142,7 @@ def search_slices(per_word):
                 normalisers[row, part, 0], normalisers[row, part, 1] = ZERO, ZERO
             return
 
-        # The normaliser as the numbers come in, and the group's best.
+        # one pass: the normaliser (online), and the best of the group
         peak, total = LOWEST, ZERO
         value, index = NEG_INF, NO_TOKEN + me
         for w in range(first + me, last, step):
@@ -178,7 +181,7 @@ def search_slices(per_word):
                 logits[row, part, r], tokens[row, part, r] = NEG_INF, vocab
             return
 
-        # Too many reach it, as the greatest crowd in a few groups: fetch the winners one by one.
+        # too many candidates, as a few groups have most of the best: select the winners one by one
         for r in range(k):
             value, index = NEG_INF, NO_TOKEN + me
             for w in range(first + me, last, step):
@@ -198,21 +201,31 @@ def search_slices(per_word):
 
 
 @jit(device=True)
-def place_in_row(logits, tokens, part, r):
-    """Return how many of a row's lists (slices, k) come before element ``r`` of list ``part``."""
+def place_in_row(logits: Array, tokens: Array, part: int, r: int) -> int:
+    """Return how many elements of a row's lists (slices, k) precede element ``r`` of ``part``."""
     place = r
     for other in range(tokens.shape[0]):
         if other != part:
             for c in range(tokens.shape[1]):
                 if not beats(logits[other, c], tokens[other, c], logits[part, r], tokens[part, r]):
-                    break  # a list is in order
+                    break  # the list is sorted
                 place += 1
     return place
 
 
 @jit
-def merge_slices(normalisers, logits, tokens, vocab, scores, row_logits, row_tokens, found, flat):
-    """Write the 2K best of each sentence: their scores and places, beam * 2K + place in the row.
+def merge_slices(
+    normalisers: Array,
+    logits: Array,
+    tokens: Array,
+    vocab: int,
+    scores: Array,
+    row_logits: Array,
+    row_tokens: Array,
+    found: Array,
+    flat: Array,
+) -> None:
+    """Write the 2K best of each sentence: scores and flat indices, beam * 2K + rank in the row.
 
     ``normalisers``, ``logits``, ``tokens``: by ``search_slices``, with a first axis of sentences;
     ``scores``: (B, K). ``row_logits``, ``row_tokens``: (B, K, 2K), the best of each row in order,

@@ -1,4 +1,4 @@
-"""The one place that imports Numba, so that it can be swapped, and how its kernels are launched.
+"""Importing Numba, and launching its kernels. No other module imports it.
 
 Kernel files write ``from gpuattn.numbakernels.device import cuda, jit``. With
 NUMBA_ENABLE_CUDASIM=1 the same kernels run on NumPy arrays in Numba's simulator.
@@ -6,17 +6,18 @@ NUMBA_ENABLE_CUDASIM=1 the same kernels run on NumPy arrays in Numba's simulator
 
 import functools
 import importlib.util
-import math
 import os
+from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import get_xp, import_cupy, on_gpu
+from gpuattn.arrays import import_cupy, on_gpu
+from gpuattn.typing import Array
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 
-def refusal(array):
+def refusal(array: Array) -> str | None:
     """Return None where Numba kernels can run on ``array``, or the reason why not."""
     if not SIMULATED and not on_gpu(array):
         return "the array is a NumPy array; move it with gpuattn.to_gpu(x)"
@@ -30,21 +31,14 @@ def _is_installed():
     return importlib.util.find_spec("numba") is not None
 
 
-def float_rows(x):
-    """Return ``x`` (..., D) as a contiguous float32 matrix of rows."""
-    rows = math.prod(x.shape[:-1])
-    return get_xp(x).ascontiguousarray(x, np.float32).reshape(rows, x.shape[-1])
+def launch(kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], *arguments: Any) -> None:
+    """Launch a Numba kernel on CuPy's current stream, without synchronizing.
 
-
-def launch(kernel, grid, block, *arguments):
-    """Launch a Numba kernel on CuPy's current stream, without a host synchronisation.
-
-    Python floats must be wrapped by the caller (``np.float32(x)``). A grid with a zero launches
-    nothing.
+    The caller casts Python floats (``np.float32(x)``). A grid with a zero launches nothing.
     """
     if 0 in grid:
         return
-    if SIMULATED:  # it copies every argument back, and some are frozen by the tape
+    if SIMULATED:  # it writes all arguments back, and arrays saved by the tape are read-only
         arguments = [a.copy() if _is_frozen(a) else a for a in arguments]
         kernel[grid, block](*arguments)
         return
@@ -65,6 +59,6 @@ def __getattr__(name):
     from numba import config
     from numba import cuda as numba_cuda
 
-    config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # small grids are right for small arrays
+    config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # small arrays need small grids only
     globals().update(cuda=numba_cuda, jit=numba_cuda.jit)
     return globals()[name]

@@ -1,8 +1,8 @@
-"""FlashAttention, written to be read: a thread per query or key, tiles in shared memory.
+"""FlashAttention in readable form: one thread per query (or key), tiles in shared memory.
 
 Dao et al. (2022), algorithm 1, float32. Arrays are (B, T, H, D) as in
-``ops/attention/flash_attention.py``. ``lengths`` (B,) int32: the number of keys that are seen.
-``diagonal``: query i sees keys j <= i + diagonal; 2**30 without a causal mask.
+``ops/attention/flash_attention.py``. ``lengths``: (B,) int32, the keys of each sequence.
+``diagonal``: 2**30 without a causal mask, else query i attends to keys j <= i + diagonal.
 """
 
 import functools
@@ -19,8 +19,8 @@ INF = np.float32(math.inf)
 
 
 @functools.cache
-def kernels(head_dim: int, value_dim: int) -> tuple[Any, Any, Any]:
-    """Return the kernels (forward, dq, dkv); the head sizes are the widths of their tiles."""
+def kernels(head_dim: int, value_dim: int) -> Any:
+    """Return the kernels (forward, dq, dkv) for head sizes, which are compile-time constants."""
 
     @jit(device=True)
     def load(tile, rows, first, count):
@@ -50,7 +50,9 @@ def kernels(head_dim: int, value_dim: int) -> tuple[Any, Any, Any]:
         for d in range(value_dim):
             sums[d] = ZERO
         top, total = -INF, ZERO
-        end = min(S, (cuda.blockIdx.x + 1) * TILE + diagonal)  # no query of the block sees more
+        end = min(
+            S, (cuda.blockIdx.x + 1) * TILE + diagonal
+        )  # the last key that a query of the block attends to, plus 1
         for first in range(0, end, TILE):
             cuda.syncthreads()  # other threads may still read the last tiles
             load(k_tile, k[b, :, g], first, S)

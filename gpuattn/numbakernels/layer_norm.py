@@ -1,20 +1,22 @@
-"""LayerNorm over rows, for each a team of threads: ``rawkernels/norm/layer_norm.cu`` to read.
+"""LayerNorm, one team of threads per row: the readable form of ``rawkernels/norm/layer_norm.cu``.
 
 A row is read once, 16 bytes at a time, and stays in registers. Matrices are (rows, cols) of one
-dtype, as ``vectors.numbers`` gives them, with room for whole vectors at the end of a row, zeros in
-what is read; ``weight`` and ``bias`` are such matrices of one row, ``mean`` and ``rstd`` (rows,),
-float32. ``mean`` is that of the row less its first element, which loses nothing to a large mean.
-What is known of the rows before the launch is known to the compiler, see ``reduce.layout``.
+dtype, from ``vectors.numbers``, with rows padded to whole vectors (inputs with zeros). ``weight``
+and ``bias`` are such matrices of one row; ``mean`` and ``rstd`` are (rows,) float32. ``mean`` is
+that of the row minus its first element, which keeps its precision for any mean. The sizes in
+``reduce.layout`` are compile-time constants.
 """
 
 import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 
 from gpuattn.numbakernels.device import SIMULATED, cuda, jit
 from gpuattn.numbakernels.reduce import ALL, ZERO, reductions, teams_of_a_block
 from gpuattn.numbakernels.vectors import fetch, floats, gather, load, store
+from gpuattn.typing import Array
 
 ONE = np.float32(1)
 NOTHING = np.uint32(0)
@@ -22,17 +24,17 @@ SUMMING = 4 if SIMULATED else 32  # warps of a block that add the teams' sums
 
 
 @functools.cache
-def layer_norm_forward(team, vectors, width, edges):
-    """Return the kernel for rows of which each thread of a team holds so many vectors.
+def layer_norm_forward(team: int, vectors: int, width: int, edges: bool) -> Callable:
+    """Return the kernel in which each thread of a team keeps ``vectors`` vectors of a row.
 
-    ``width``: numbers of a vector. ``edges``: not every vector is inside the row.
+    ``width``: numbers of a vector. ``edges``: some vectors are outside of the row.
     """
     held, teams = vectors * width, teams_of_a_block(team)
     _, team_sum = reductions(team)
 
     @jit(device=True)
     def clear_beyond(values, first, cols):
-        """Put zeros where the row has ended."""
+        """Write zeros after the end of the row."""
         if edges:
             for i in range(vectors):
                 column = first + i * team * width
@@ -90,15 +92,15 @@ def layer_norm_forward(team, vectors, width, edges):
 
 
 @functools.cache
-def layer_norm_backward(team, vectors, width, edges):
-    """Return the gradient's kernel, for what ``layer_norm_forward`` takes."""
+def layer_norm_backward(team: int, vectors: int, width: int, edges: bool) -> Callable:
+    """Return the kernel of the gradient; arguments as in ``layer_norm_forward``."""
     held, words, both_words = vectors * width, 4 * vectors, 8 * vectors
     teams = teams_of_a_block(team)
     _, team_sum = reductions(team)
 
     @jit(device=True)
     def read_ahead(x, dy, row, first, ahead):
-        """Put this thread's vectors of both rows into ``ahead``, x and dy in turns."""
+        """Load this thread's vectors of the rows of x and dy to ``ahead``, alternating."""
         for i in range(vectors):
             column = first + i * team * width
             if not edges or column < x.shape[1]:
@@ -110,9 +112,9 @@ def layer_norm_backward(team, vectors, width, edges):
         """Write dx = rstd * (g - mean(g) - normalized * mean(g * normalized)), g = weight * dy.
 
         ``dweight``, ``dbias``: (all teams, cols), the sums of dy * normalized and of dy over the
-        rows of each team, which are so many rows apart. Launch: grid = (all teams / teams of a
-        block,), block = (team * teams of a block,). A row is on its way while the one before it is
-        worked on: few threads, but each with many bytes under way.
+        rows of each team, which strides over the rows. Launch: grid = (all teams / teams of a
+        block,), block = (team * teams of a block,). The next row is loaded while the current one
+        is processed: few threads, each with many bytes in flight.
         """
         partial = cuda.shared.array((2, 2, 32), np.float32)
         ahead = cuda.local.array(both_words, np.uint32)
@@ -156,7 +158,7 @@ def layer_norm_backward(team, vectors, width, edges):
             read_ahead(x, dy, following, first, ahead)
             pivot, centre, scale = load(x, following, 0)[0], mean[following], rstd[following]
 
-            turn = 1 - turn  # a slow warp may still read the sums of the row before
+            turn = 1 - turn  # a slow warp may still read the sums of the previous row
             total = team_sum(total, partial[turn, 0]) * share
             dot = team_sum(dot, partial[turn, 1]) * share
             for i in range(vectors):
@@ -178,7 +180,7 @@ def layer_norm_backward(team, vectors, width, edges):
 
 
 @jit
-def column_sums(parts, total):
+def column_sums(parts: Array, total: Array) -> None:
     """Write the sums over each half of the rows of ``parts`` (2 * teams, cols) to ``total``.
 
     ``total``: (2, cols). Launch: grid = (cols / 32, 2), block = (32 * SUMMING,). A warp reads 128

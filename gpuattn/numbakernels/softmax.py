@@ -1,13 +1,13 @@
-"""Softmax over rows, for each a team of threads: the readable form of ``rawkernels/softmax.cu``.
+"""Softmax, one team of threads per row: the readable form of ``rawkernels/softmax.cu``.
 
-A row is read once, 16 bytes at a time, and stays in registers; one too long for that goes through
-them in steps and is read twice. All matrices are (rows, cols) of one dtype, as ``vectors.numbers``
-gives them, with room for whole vectors at the end of a row. What is known of the rows before the
-launch is known to the compiler, see ``reduce.layout``.
+A row is read once, 16 bytes at a time, and stays in registers; a row too long for that is processed
+in steps and read twice. All matrices are (rows, cols) of one dtype, from ``vectors.numbers``, with
+rows padded to whole vectors. The sizes in ``reduce.layout`` are compile-time constants.
 Launch: grid = (rows / teams of a block,), block = (team * teams of a block,).
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,24 +16,28 @@ from gpuattn.numbakernels.reduce import NEG_INF, ZERO, reductions, teams_of_a_bl
 from gpuattn.numbakernels.vectors import exp2, gather, load, store
 
 ONE, LOG2_E = np.float32(1), np.float32(1.4426950408889634)
-LOWEST = np.finfo(np.float32).min  # as a bound it keeps -inf - (-inf) out of rows that see nothing
+LOWEST = np.finfo(
+    np.float32
+).min  # a bound that keeps -inf - (-inf) out of rows that are masked everywhere
 KEEP, ADD = 1, 2
 
 
 @functools.cache
-def softmax_forward(team, vectors, width, kind, edges, long):
-    """Return the kernel for rows of which each thread of a team holds so many vectors.
+def softmax_forward(
+    team: int, vectors: int, width: int, kind: int, edges: bool, long: bool
+) -> Callable:
+    """Return the kernel in which each thread of a team keeps ``vectors`` vectors of a row.
 
-    ``width``: numbers of a vector. ``kind``: 0 for no mask, KEEP (seen where true) or ADD.
-    ``edges``: not every vector is inside the row and seen. ``long``: a row takes several steps.
+    ``width``: numbers of a vector. ``kind``: 0 for no mask, KEEP (keep where true) or ADD.
+    ``edges``: some vectors are outside of the row or masked. ``long``: a row takes several steps.
     """
     held, teams = vectors * width, teams_of_a_block(team)
     team_max, team_sum = reductions(team)
 
     @jit(device=True)
     def read(x, mask, row, first, visible, scale, values):
-        """Put scale * x + mask into ``values``, -inf where the row does not see the column."""
-        last = x.shape[1] - width  # read instead of what is beyond the row
+        """Write scale * x + mask to ``values``, -inf where the column is masked."""
+        last = x.shape[1] - width  # read instead of vectors after the row
         for i in range(vectors):
             column = first + i * team * width
             part = load(x, row, min(column, last) if edges else column)
@@ -66,7 +70,7 @@ def softmax_forward(team, vectors, width, kind, edges, long):
     def forward(x, mask, y, cols, queries, scale):
         """Write softmax(scale * x + mask) to ``y``.
 
-        ``queries``: causal over matrices of so many rows; 0 for not causal.
+        ``queries``: for a causal mask, the rows T of each matrix (T, S); else 0.
         """
         partial = cuda.shared.array((3, 32), np.float32)
         values = cuda.local.array(held, np.float32)
@@ -91,11 +95,13 @@ def softmax_forward(team, vectors, width, kind, edges, long):
             total += exponentials(values, high)
             peak = high
         total = team_sum(total, partial[2])
-        factor = ZERO  # of a row that sees nothing
+        factor = ZERO  # of a row that is masked everywhere
         if total != ZERO:
             factor = ONE / total
 
-        for step in range(steps - 1, -1, -1):  # the last step's are still there
+        for step in range(
+            steps - 1, -1, -1
+        ):  # backwards: values of the last step are still in registers
             if long and step < steps - 1:
                 read(x, mask, row, first + step * stride, visible, scale, values)
                 exponentials(values, peak)
@@ -110,14 +116,14 @@ def softmax_forward(team, vectors, width, kind, edges, long):
 
 
 @functools.cache
-def softmax_backward(team, vectors, width, edges, long):
-    """Return the gradient's kernel, for what ``softmax_forward`` takes."""
+def softmax_backward(team: int, vectors: int, width: int, edges: bool, long: bool) -> Callable:
+    """Return the kernel of the gradient; arguments as in ``softmax_forward``."""
     held, teams = vectors * width, teams_of_a_block(team)
     _, team_sum = reductions(team)
 
     @jit(device=True)
     def read(y, dy, row, first, cols, p, g):
-        """Put numbers of ``y`` and ``dy`` into ``p`` and ``g``; return this thread's sum of p g."""
+        """Load ``y`` and ``dy`` to ``p`` and ``g``; return the sum of p * g of this thread."""
         last = y.shape[1] - width
         for i in range(vectors):
             column = first + i * team * width
@@ -151,7 +157,9 @@ def softmax_backward(team, vectors, width, edges, long):
             dot += read(y, dy, row, first + step * stride, cols, p, g)
         dot = team_sum(dot, partial)
 
-        for step in range(steps - 1, -1, -1):  # the last step's are still there
+        for step in range(
+            steps - 1, -1, -1
+        ):  # backwards: values of the last step are still in registers
             if long and step < steps - 1:
                 read(y, dy, row, first + step * stride, cols, p, g)
             for n in range(held):

@@ -1,16 +1,17 @@
 """Rows of float32, float16 or bfloat16 in Numba kernels, 16 bytes at a time, as float32 numbers.
 
-Numba has neither such loads nor bfloat16, so these two are written in LLVM. Kernels take bfloat16
-as its bits, in arrays of uint16. ``x[row, column]`` begins at a multiple of 16 bytes.
+Numba has neither such loads nor bfloat16, so both are written in LLVM. Kernels take bfloat16 as its
+bits, in arrays of uint16. ``x[row, column]`` has to be at a multiple of 16 bytes.
 """
 
 import ml_dtypes
 import numpy as np
 
 from gpuattn.numbakernels.device import SIMULATED
+from gpuattn.typing import Array
 
 
-def numbers(x):
+def numbers(x: Array) -> Array:
     """Return ``x`` as the array that kernels take: bfloat16 as its bits."""
     return x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x
 
@@ -19,26 +20,26 @@ if SIMULATED:
     exp2 = np.exp2
 
     def load(x, row, column):
-        """Return the numbers of 16 bytes as a tuple of float32."""
+        """Return the numbers in the 16 bytes at ``x[row, column]`` as a tuple of float32."""
         count = 16 // x.dtype.itemsize
         part = np.array([x[row, column + i] for i in range(count)], x.dtype)
         part = part.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else part
         return tuple(part.astype(np.float32))
 
     def store(x, row, column, values):
-        """Write float32 numbers, rounded to the nearest, to 16 bytes."""
+        """Write float32 numbers, rounded to nearest, to the 16 bytes at ``x[row, column]``."""
         dtype = ml_dtypes.bfloat16 if x.dtype == np.uint16 else x.dtype
         for i, value in enumerate(np.array(values, dtype).view(x.dtype)):
             x[row, column + i] = value
 
     def fetch(x, row, column, words, start):
-        """Put 16 bytes, as they are, into four uint32 from ``words[start]`` on."""
+        """Copy 16 bytes to four uint32 from ``words[start]`` on, without converting them."""
         count = 16 // x.dtype.itemsize
         part = np.array([x[row, column + i] for i in range(count)], x.dtype)
         words[start : start + 4] = part.view(np.uint32)
 
     def floats(x, words, start):
-        """Return the numbers that ``fetch`` put there as a tuple of float32."""
+        """Return the numbers that ``fetch`` copied, as a tuple of float32."""
         part = words[start : start + 4].view(x.dtype)
         part = part.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else part
         return tuple(part.astype(np.float32))
@@ -82,14 +83,14 @@ else:
         return [value for word in words for value in _two_floats(builder, kind, word)]
 
     def _elements(context, builder, kind, array, start_type, start, count):
-        """Return the addresses of so many elements of a one-dimensional array."""
+        """Return the addresses of ``count`` elements of a one-dimensional array."""
         data = context.make_array(kind)(context, builder, array).data
         first = builder.gep(data, [context.cast(builder, start, start_type, types.intp)])
         return [builder.gep(first, [LONG(i)]) for i in range(count)]
 
     @intrinsic
     def load(typing, x, row, column):
-        """Return the numbers of 16 bytes as a tuple of float32."""
+        """Return the numbers in the 16 bytes at ``x[row, column]`` as a tuple of float32."""
 
         def generate(context, builder, signature, arguments):
             vector = builder.load(_place(context, builder, signature, arguments), align=16)
@@ -101,7 +102,7 @@ else:
 
     @intrinsic
     def fetch(typing, x, row, column, words, start):
-        """Put 16 bytes, as they are, into four uint32 from ``words[start]`` on."""
+        """Copy 16 bytes to four uint32 from ``words[start]`` on, without converting them."""
 
         def generate(context, builder, signature, arguments):
             vector = builder.load(_place(context, builder, signature, arguments), align=16)
@@ -114,7 +115,7 @@ else:
 
     @intrinsic
     def floats(typing, x, words, start):
-        """Return the numbers that ``fetch`` put there as a tuple of float32."""
+        """Return the numbers that ``fetch`` copied, as a tuple of float32."""
 
         def generate(context, builder, signature, arguments):
             places = _elements(context, builder, words, arguments[1], start, arguments[2], 4)
@@ -125,7 +126,7 @@ else:
 
     @intrinsic
     def store(typing, x, row, column, values):
-        """Write float32 numbers, rounded to the nearest, to 16 bytes."""
+        """Write float32 numbers, rounded to nearest, to the 16 bytes at ``x[row, column]``."""
 
         def generate(context, builder, signature, arguments):
             count = 128 // x.dtype.bitwidth
@@ -146,7 +147,7 @@ else:
 
     @intrinsic
     def exp2(typing, x):
-        """Return 2**x by the instruction of the hardware, right to two roundings."""
+        """Return 2**x by the hardware instruction, within two roundings."""
 
         def generate(context, builder, signature, arguments):
             kind = ir.FunctionType(FLOAT, [FLOAT])

@@ -1,9 +1,11 @@
-"""Dropout with no stored mask: y = x * keep / (1 - p), keep from counter-based random bits.
+"""Dropout without a stored mask: y = x * keep / (1 - p), keep from counter-based random bits.
 
 Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting" (2014).
 Bits: ``gpuattn/rng.py``, where an element's index is its row-major position in ``x``. Device code:
 ``rawkernels/dropout.cu``.
 """
+
+from typing import Any
 
 from gpuattn import arrays, rng
 from gpuattn.arrays import check_floats, ctype, get_xp, wide
@@ -11,17 +13,18 @@ from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import dropout_key, probability, take_arrays
+from gpuattn.typing import Array
 
 BLOCK = 256
 
 
 @op
-def dropout(x, p, *, seed=None, impl=None):
+def dropout(x: Array, p: float, *, seed: Any = None, impl: str | None = None) -> Call[Array]:
     """Return ``x`` with each element zeroed with probability ``p``, the others times 1 / (1 - p).
 
     ``x``: float array or Tensor of any shape and strides; the result has its dtype. ``seed``: an
     int or a ``rng.Key``; None draws a fresh one (see ``manual_seed``). The gradient uses the same
-    mask, drawn again. p = 1 gives zeros. The probability is kept in steps of 1 / 65536.
+    mask, computed again. p = 1 gives zeros. The probability is rounded to steps of 1 / 65536.
 
     Raises ValueError unless 0 <= p <= 1, TypeError for dtypes other than float32, float16,
     bfloat16 and float64, and for a seed that is no integer.
@@ -32,17 +35,17 @@ def dropout(x, p, *, seed=None, impl=None):
     return Call(IMPLS, (x,), impl, p=p, key=dropout_key("dropout", p, seed))
 
 
-def factor(p):
-    """Return what kept values are multiplied with."""
+def factor(p: float) -> float:
+    """Return what kept values are multiplied by: 1 / (1 - p)."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 
-def keep_of(x, p, key):
-    """Return the boolean mask of the elements of ``x`` that stay, None for all of them."""
+def keep_of(x: Array, p: float, key: rng.Key | None) -> Array | None:
+    """Return the boolean mask of the elements of ``x`` that are kept, or None if all are."""
     return rng.keep_mask(get_xp(x), x.shape, p, key) if p else None
 
 
-def drop(x, keep, p):
+def drop(x: Array, keep: Array, p: float) -> Array:
     """Return x * keep / (1 - p) as a new array."""
     y = x * keep
     y *= factor(p)
@@ -75,7 +78,7 @@ def _refuse_raw(x, **params):
     return kernel_refusal(x)
 
 
-def device_numbers(p, key):
+def device_numbers(p: float, key: rng.Key | None) -> tuple:
     """Return (threshold, factor, seed low, seed high, stream, step, device step) for kernels."""
     return rng.threshold(p), factor(p), *rng.device_arguments(key or rng.Key(0))
 

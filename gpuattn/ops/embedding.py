@@ -1,11 +1,12 @@
 """Token embedding with scale, positions and dropout, and its gradient without atomics.
 
 y = dropout(scale * weight[tokens] + position_weight[positions]).
-The gradient takes the tokens sorted by id and adds the rows of an id in a fixed order, long runs in
-parts. Device code: ``rawkernels/embedding.cu`` and ``embedding_backward.cu``.
+The gradient sorts the tokens by id and adds the rows of an id in a fixed order; many rows of one id
+are added in parts. Device code: ``rawkernels/embedding.cu`` and ``embedding_backward.cu``.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -34,29 +35,30 @@ from gpuattn.ops.arguments import (
     probability,
     take_arrays,
 )
+from gpuattn.typing import Array
 
 BLOCK = 256  # threads
-PACKS = {False: 2, True: 1}  # of rng.LANES elements that each of them makes, with positions or not
-MOST_THREADS, MOST_CHUNKS = 128, 512  # of the gradient: of a block, and of the sorted tokens
-MOST_COUNTED = 2**31 - 2**14  # in 32 bits
+PACKS = {False: 2, True: 1}  # packs of rng.LANES elements per thread, without and with positions
+MAX_THREADS, MAX_CHUNKS = 128, 512  # of the gradient: threads of a block, chunks of sorted tokens
+MAX_COUNT = 2**31 - 2**14  # tokens and columns are counted in 32 bits
 TILE, WINDOW, ATOMIC_ROWS = 32, 128, 4  # as in embedding_backward.cu
 
 
 @op
 def embedding(
-    tokens,
-    weight,
+    tokens: Array,
+    weight: Array,
     *,
-    positions=None,
-    position_weight=None,
-    scale=1.0,
-    p=0.0,
-    seed=None,
-    order=None,
-    deterministic=True,
-    vocab_size=None,
-    impl=None,
-):
+    positions: Array | None = None,
+    position_weight: Array | None = None,
+    scale: Any = 1.0,
+    p: float = 0.0,
+    seed: Any = None,
+    order: Any = None,
+    deterministic: bool = True,
+    vocab_size: int | None = None,
+    impl: str | None = None,
+) -> Call[Array]:
     """Return ``dropout(scale * weight[tokens] + position_weight[positions])``: (..., D).
 
     ``tokens``: integers (...,). ``weight``: (V, D) float table. ``position_weight``: (P, D) in the
@@ -64,16 +66,16 @@ def embedding(
     ``tokens``; without them a token's position is its index along the last axis.
     ``p``: the probability that dropout zeroes an element; ``seed``: None, an int or ``rng.Key``.
     ``order``: (order, segments, ids), the int32 arrays of ``data.batching.token_order(tokens)``,
-    for the gradient; without it, or without the last two where they are needed (by NumPy), they are
-    made on the spot.
-    ``deterministic``: False lets a GPU add the gradients by float32 atomics, in no order, so that
-    none has to be made.
-    ``vocab_size``: the rows that are tokens, V by default; those behind them are padding.
+    for the gradient. Without it the gradient sorts the tokens itself; NumPy does so also without
+    the last two.
+    ``deterministic``: False lets a GPU add the gradients by float32 atomics, in any order; nothing
+    is then sorted.
+    ``vocab_size``: the rows that are tokens, V by default; the rows after them are padding.
     ``impl``: an implementation's name, or None for the fastest that accepts the arguments.
 
     Raises IndexError for a token or position without a row: at once on NumPy, on a GPU at the next
-    ``to_cpu`` or ``check_indices``. TypeError for other dtypes, ValueError for other shapes,
-    0 <= p <= 1 not true, or a scale that is not finite.
+    ``to_cpu`` or ``check_indices``. TypeError for other dtypes, ValueError for other shapes, p
+    outside 0..1, or a scale that is not finite.
     """
     tables = take_arrays("embedding", {"weight": weight}, {"position_weight": position_weight})
     weight, position_weight = tables.values()
@@ -89,7 +91,11 @@ def embedding(
     vocab_size = integer("embedding", "vocab_size", vocab_size, accepted, 0, rows)
     key = dropout_key("embedding", p, seed)
     inputs = (tokens, weight, positions, position_weight, *order)
-    numbers = {"scale": number("embedding", "scale", scale), "p": p, "vocab_size": vocab_size}
+    numbers: dict[str, Any] = {
+        "scale": number("embedding", "scale", scale),
+        "p": p,
+        "vocab_size": vocab_size,
+    }
     return Call(IMPLS, inputs, impl, **numbers, key=key, deterministic=deterministic)
 
 
@@ -196,7 +202,7 @@ def _default_positions(tokens):
 
 
 def _runs(index):
-    """Return (order, segments, ids) as ``embedding`` takes them; on a GPU this waits for it."""
+    """Return (order, segments, ids) as ``embedding`` takes them; synchronizes with a GPU."""
     xp = get_xp(index)
     order = xp.argsort(index, kind="stable")
     ids = index[order]
@@ -205,7 +211,7 @@ def _runs(index):
 
 
 def _sum_rows(rows, order, table, scale, slot):
-    """Return the gradient of a table (or None once it is in ``slot``): sums of rows by id."""
+    """Return the gradient of a table, or None if written to ``slot``: sums of rows by id."""
     order, segments, ids = order
     xp, (shape, dtype) = get_xp(rows), table
     out, accumulate = slot or (arrays.empty(rows, shape, dtype), False)
@@ -225,8 +231,8 @@ def _sum_rows(rows, order, table, scale, slot):
 
 
 def _refuse_raw(tokens, weight, *_, **__):
-    if max(tokens.size, weight.shape[1]) > MOST_COUNTED:
-        return f"the kernel counts at most {MOST_COUNTED} tokens, and columns of weight"
+    if max(tokens.size, weight.shape[1]) > MAX_COUNT:
+        return f"the kernel takes at most {MAX_COUNT} tokens and columns of weight"
     return kernel_refusal(weight, "weight")
 
 
@@ -255,7 +261,7 @@ def _forward_raw(
     arrived = None
     if deterministic and (needs[1] or needs[3]):
         arrived = arrays.empty(
-            weight, (2, _chunks(tokens.size)[1] * -(-weight.shape[1] // MOST_THREADS)), np.uint32
+            weight, (2, _chunks(tokens.size)[1] * -(-weight.shape[1] // MAX_THREADS)), np.uint32
         )
     aligned = weight.shape[1] % rng.LANES == 0 and all(
         map(aligned_rows, (rows, table), (step, table_step))
@@ -276,9 +282,9 @@ def _forward_raw(
 
 
 def _forward_grid(tokens, cols, aligned, each):
-    """Return (blocks, threads), which make so many packs ``each``.
+    """Return (grid, block) where each thread computes ``each`` packs.
 
-    Both are along a row and over rows where all packs are ``aligned``.
+    Both are 2-D, along a row and over rows, if all packs are ``aligned``, else 1-D.
     """
     packs = -(-(cols if aligned else tokens * cols) // rng.LANES)
     threads = -(-packs // each)
@@ -302,7 +308,7 @@ def _backward_raw(saved, dy, *, needs, into, scale, p, key, deterministic=True, 
     if needs[1]:
         order = _argsort(index) if order is None else order
         reads = dy, index, order, arrived
-        with on_side_stream(reads, [into[1] and into[1][0]]):  # neither table's fills a GPU
+        with on_side_stream(reads, [into[1] and into[1][0]]):  # no table's gradient fills a GPU
             grads[1] = _add_in_order(dy, index, order, table, scale, numbers, arrived[0], into[1])
     if needs[3]:
         order = None if places is None else _argsort(places)
@@ -311,7 +317,7 @@ def _backward_raw(saved, dy, *, needs, into, scale, p, key, deterministic=True, 
 
 
 def _for_kernel(index):
-    """Return int32 and int64 indices as they are, others as int64; in one piece, aligned."""
+    """Return indices as contiguous int32 or int64 (from other dtypes) at a multiple of 16 bytes."""
     if index is None:
         return None
     known = index.dtype in (np.int32, np.int64)
@@ -334,9 +340,9 @@ def _argsort(index):
 
 
 def _add_in_order(dy, index, order, table, scale, numbers, arrived, slot):
-    """Return the gradient of a table (or None once it is in ``slot``): sums of rows by id.
+    """Return the gradient of a table, or None if written to ``slot``: sums of rows by id.
 
-    Without ``index`` and ``order`` the id of a row is its place along the last axis but one.
+    Without ``index`` and ``order`` the id of a row is its position on the last axis but one.
     """
     (rows, cols), dtype = table
     out, accumulate = slot or (arrays.empty(dy, (rows, cols), dtype), False)
@@ -358,7 +364,7 @@ def _add_in_order(dy, index, order, table, scale, numbers, arrived, slot):
 
 
 def _add_by_atomics(dy, index, table, scale, numbers, slot):
-    """Return what ``_add_in_order`` does, added up in float32 in no order."""
+    """Return what ``_add_in_order`` does, added by float32 atomics in any order."""
     shape, dtype = table
     out, accumulate = slot or (arrays.empty(dy, shape, dtype), False)
     sums = out if out.dtype == np.float32 else arrays.empty(dy, shape, np.float32)
@@ -379,16 +385,16 @@ def _add_by_atomics(dy, index, table, scale, numbers, slot):
 
 
 def _geometry(dy, step, out):
-    """Return the rows of ``dy``, the columns of a thread, and the threads and slabs of a row."""
+    """Return (rows of ``dy``, columns per thread, threads per block, blocks per row)."""
     cols = dy.shape[-1]
     vec = 4 if cols % 4 == 0 and aligned_rows(dy, step) and aligned_rows(out, cols) else 1
-    threads = min(MOST_THREADS, -(-cols // (32 * vec)) * 32)
+    threads = min(MAX_THREADS, -(-cols // (32 * vec)) * 32)
     return math.prod(dy.shape[:-1]), vec, threads, -(-cols // (threads * vec)) if cols else 0
 
 
 def _chunks(tokens):
-    """Return the tokens of a chunk, a multiple of TILE, and the chunks."""
-    size = max(1, -(-tokens // (TILE * MOST_CHUNKS))) * TILE
+    """Return (tokens per chunk, a multiple of TILE; number of chunks)."""
+    size = max(1, -(-tokens // (TILE * MAX_CHUNKS))) * TILE
     return size, -(-tokens // size)
 
 

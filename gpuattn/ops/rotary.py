@@ -1,8 +1,8 @@
-"""Rotary positions: queries and keys turned by angles that grow with the position of their token.
+"""Rotary position embedding: queries and keys rotated by angles proportional to their positions.
 
-Pair i of a head, (x_2i, x_2i+1) at position p, turns by p * base^(-2 i / D), so that a product of
-a query and a key knows only how far they are apart. Su et al., "RoFormer: Enhanced Transformer
-with Rotary Position Embedding" (2021). Device code: ``rawkernels/rotary.cu``.
+Pair i of a head, (x_2i, x_2i+1) at position p, is rotated by p * base^(-2 i / D), so that the dot
+product of a query and a key depends only on the distance between them. Su et al., "RoFormer:
+Enhanced Transformer with Rotary Position Embedding" (2021). Device code: ``rawkernels/rotary.cu``.
 """
 
 import functools
@@ -18,22 +18,31 @@ from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Fusion, Impl, Impls
 from gpuattn.ops.arguments import check_flags, number, take_arrays
+from gpuattn.typing import Array
 
 NAME = "rotary"
 BLOCK = 256
-NUMBERS = 8  # of a head that a thread turns at a time, where rows lie so
-HEADS = 4  # of a thread, at least
+VECTOR_NUMBERS = 8  # of a head that a thread rotates at a time, if rows are aligned to 16 bytes
+MIN_HEADS = 4  # per thread
 MAX_HEAD_DIM, MAX_TOKENS = 256, 2**31 - 1
 
 
 @op
-def rotary(q, k, positions=None, *, base=10_000.0, donate=False, impl=None):
-    """Return ``q`` and ``k`` turned by the positions of their tokens.
+def rotary(
+    q: Array,
+    k: Array,
+    positions: Array | None = None,
+    *,
+    base: float = 10_000.0,
+    donate: bool = False,
+    impl: str | None = None,
+) -> Call[tuple[Array, Array]]:
+    """Return ``q`` and ``k`` rotated by the positions of their tokens.
 
     ``q``: (B, T, H, D) or, packed, (tokens, H, D); ``k``: the same with Hk heads, arrays or Tensors
     of one float dtype with any strides, D even. ``positions``: int, (B, T) or (tokens,); by default
     0, 1, ... along T. ``base``: of the wavelengths, 2 pi * base^(2 i / D) tokens for pair i.
-    ``donate``: what is returned may lie in the memory of ``q`` and ``k``, whose values are lost.
+    ``donate``: the results may overwrite the memory of ``q`` and ``k``.
 
     Angles are exact for positions up to 2^24; on a GPU in float32, rounded once. ``impl``: an
     implementation's name, or None for the fastest that accepts the arguments. Raises ValueError
@@ -65,19 +74,19 @@ def _check(q, k, positions):
 
 
 @functools.cache
-def turns(base, head_dim):
-    """Return the (D / 2,) float64 turns by which each pair of a head moves from token to token."""
+def revolutions(base: float, head_dim: int) -> np.ndarray:
+    """Return the (D / 2,) float64 revolutions of each pair of a head from one token to the next."""
     return base ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)
 
 
 def _gradient(x, slot):
-    """Return the array for the gradient of what ``x`` came from: its place, or a new one."""
+    """Return the array for the gradient of the op's input: that of ``slot``, or a new one."""
     place = target_like(slot, x)
     return arrays.empty(x, x.shape) if place is None else place
 
 
 def _layout(saved, out, into, **params):
-    """A gradient is turned back in place."""
+    """Return the arrays of ``impls.Fusion``: a gradient is rotated back in place."""
     return into, into[:2]
 
 
@@ -87,13 +96,13 @@ IN_PLACE = Fusion(layout=_layout, writes_into_layout=True)
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
 
 
-def _turn_reference(pairs, positions, base, direction):
-    """Write each x of ``pairs`` (x, out), turned, to its out."""
+def _rotate_reference(pairs, positions, base, direction):
+    """Write x, rotated, to out, for each (x, out) of ``pairs``."""
     shape, head_dim = pairs[0][0].shape[:-2], pairs[0][0].shape[-1]
     xp = get_xp(pairs[0][0])
     if positions is None:
         positions = xp.broadcast_to(xp.arange(shape[-1]), shape)
-    parts = positions[..., None] * xp.asarray(turns(base, head_dim))
+    parts = positions[..., None] * xp.asarray(revolutions(base, head_dim))
     angles = 2 * np.pi * (parts - xp.rint(parts))[..., None, :]
     dtype = wide(pairs[0][0].dtype)
     cosine, sine = xp.cos(angles).astype(dtype), (direction * xp.sin(angles)).astype(dtype)
@@ -103,27 +112,27 @@ def _turn_reference(pairs, positions, base, direction):
         out[..., 1::2] = (a * sine + b * cosine).astype(out.dtype, copy=False)
 
 
-def _forward(turn, q, k, positions, needs, base, donate):
+def _forward(rotate, q, k, positions, needs, base, donate):
     outs = (q, k) if donate else tuple(arrays.empty(x, x.shape) for x in (q, k))
-    turn(list(zip((q, k), outs, strict=True)), positions, base, 1)
+    rotate(list(zip((q, k), outs, strict=True)), positions, base, 1)
     return outs, (positions, q.dtype) if any(needs) else None
 
 
-def _backward(turn, saved, grads, into, base):
+def _backward(rotate, saved, grads, into, base):
     positions, dtype = saved
     grads = [None if g is None else g.astype(dtype, copy=False) for g in grads]
     outs = [None if g is None else _gradient(g, slot) for g, slot in zip(grads, into, strict=False)]
     pairs = [pair for pair in zip(grads, outs, strict=True) if pair[1] is not None]
-    turn(pairs, positions, base, -1)
+    rotate(pairs, positions, base, -1)
     return (*outs, None)
 
 
 def _forward_reference(q, k, positions, *, needs, base, donate):
-    return _forward(_turn_reference, q, k, positions, needs, base, donate)
+    return _forward(_rotate_reference, q, k, positions, needs, base, donate)
 
 
 def _backward_reference(saved, dq, dk, *, needs, into, base, donate):
-    return _backward(_turn_reference, saved, (dq, dk), into, base)
+    return _backward(_rotate_reference, saved, (dq, dk), into, base)
 
 
 # ---- raw: rawkernels/rotary.cu ------------------------------------------------------------------
@@ -142,27 +151,27 @@ def _refuse_raw(q, k, positions, **params):
 
 @functools.cache
 def _rates(base, head_dim):
-    """Return the struct Rates."""
-    exact, rates = turns(base, head_dim), np.zeros((1, MAX_HEAD_DIM // 2, 2), np.float32)
+    """Return the struct Rates of ``rotary.cu``."""
+    exact, rates = revolutions(base, head_dim), np.zeros((1, MAX_HEAD_DIM // 2, 2), np.float32)
     rates[0, : len(exact), 0] = exact
     rates[0, : len(exact), 1] = exact - rates[0, : len(exact), 0]
     return rates.reshape(1, -1).view(f"V{rates.nbytes}")
 
 
 def _strides(x):
-    """Return the struct Strides."""
+    """Return the struct Strides of ``rotary.cu``."""
     steps = [step // x.itemsize for step in x.strides]
     return np.array([[0] * (4 - x.ndim) + steps]).view("V32")
 
 
-def _turn_raw(pairs, positions, base, direction):
+def _rotate_raw(pairs, positions, base, direction):
     (q, q_out), (k, k_out) = pairs[0], pairs[-1]
     head_dim, rows, tokens = q.shape[-1], q.shape[-3], math.prod(q.shape[:-2])
     heads = q.shape[-2], k.shape[-2] if len(pairs) == 2 else 0
     everything = (x for pair in pairs for x in pair)
-    vector = head_dim % NUMBERS == 0 and not any(rows_refusal(x, "x") for x in everything)
-    packs = head_dim // (NUMBERS if vector else 2)
-    lanes = max(1, min(BLOCK // packs, -(-sum(heads) // HEADS)))
+    vector = head_dim % VECTOR_NUMBERS == 0 and not any(rows_refusal(x, "x") for x in everything)
+    packs = head_dim // (VECTOR_NUMBERS if vector else 2)
+    lanes = max(1, min(BLOCK // packs, -(-sum(heads) // MIN_HEADS)))
     if positions is not None:
         positions = get_xp(q).ascontiguousarray(positions, np.int32)
     kernel("rotary.cu", NAME, scalar=ctype(q.dtype), VECTOR=vector, BLOCK=BLOCK)(
@@ -173,11 +182,11 @@ def _turn_raw(pairs, positions, base, direction):
 
 
 def _forward_raw(q, k, positions, *, needs, base, donate):
-    return _forward(_turn_raw, q, k, positions, needs, base, donate)
+    return _forward(_rotate_raw, q, k, positions, needs, base, donate)
 
 
 def _backward_raw(saved, dq, dk, *, needs, into, base, donate):
-    return _backward(_turn_raw, saved, (dq, dk), into, base)
+    return _backward(_rotate_raw, saved, (dq, dk), into, base)
 
 
 IMPLS = Impls(

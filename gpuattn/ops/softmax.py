@@ -1,8 +1,10 @@
 """Softmax over the last axis: y = exp(s - max s) / sum exp(s - max s) of s = scale * x + mask.
 
-Dropout: ``dropout.py``. Device code: ``rawkernels/softmax.cu`` and, to read,
-``gpuattn/numbakernels/softmax.py``.
+Dropout: ``dropout.py``. Device code: ``rawkernels/softmax.cu``, ``softmax_hopper.cu`` for long rows
+on Hopper, and in readable form ``gpuattn/numbakernels/softmax.py``.
 """
+
+from typing import Any
 
 import numpy as np
 
@@ -23,18 +25,19 @@ from gpuattn.impls import Call, Impl, Impls
 from gpuattn.numbakernels import device
 from gpuattn.ops.arguments import check_flags, dropout_key, number, probability, take_arrays
 from gpuattn.ops.dropout import device_numbers, drop, keep_of
-from gpuattn.ops.l2_prefetch import rows_ahead
+from gpuattn.ops.l2_prefetch import prefetch_rows
+from gpuattn.typing import Array
 
 MAX_COLS = 2**31 - 2**20  # columns are counted in 32 bits
-LANES = 8, 16, 32, 64, 128, 256, 512  # threads of a block that may share a row
-BLOCK = 128  # threads of a block, at least
-FEW = 32  # vectors of 16 bytes of a row that the fewest threads take
-GOOD = {"forward": 2, "backward": 1}  # vectors a thread, as long as there are threads for it
-MOST = 4  # vectors a thread; a row that takes more is long, and a thread holds two at a time
-LONG_LANES = {"forward": 512, "backward": 256}
-SHARED = 72 << 10  # bytes of a block of long rows, if there are blocks for it: three side by side
-MAX_SHARED = 224 << 10  # bytes of a block
-CLUSTER = 8  # blocks that share a row, at most
+ROW_THREADS = 8, 16, 32, 64, 128, 256, 512  # threads of a block that can share a row
+MIN_BLOCK = 128  # threads of a block
+SHORT_VECTORS = 32  # rows of up to so many 16-byte vectors get the fewest threads
+BEST_VECTORS = {"forward": 2, "backward": 1}  # vectors per thread that were measured fastest
+MAX_VECTORS = 4  # per thread; a longer row does not stay in registers: two vectors at a time
+LONG_ROW_THREADS = {"forward": 512, "backward": 256}
+LONG_ROW_SHARED = 72 << 10  # bytes per block of long rows, so that three fit a multiprocessor
+MAX_SHARED = 224 << 10  # bytes per block
+MAX_CLUSTER = 8  # blocks that share a row
 
 SOFTMAX = np.dtype(
     [(name, np.uint64) for name in (
@@ -53,21 +56,29 @@ SOFTMAX = np.dtype(
 
 @op
 def softmax(
-    x, *, scale=1.0, mask=None, lengths=None, causal=False, dropout_p=0.0, seed=None,
-    donate=False, impl=None,
-):  # fmt: skip
+    x: Array,
+    *,
+    scale: float = 1.0,
+    mask: Array | None = None,
+    lengths: Array | None = None,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    donate: bool = False,
+    impl: str | None = None,
+) -> Call[Array]:
     """Return the softmax of ``scale * x + mask`` over the last axis, in the dtype of ``x``.
 
     ``x``: (..., S), float array or Tensor, any strides. ``mask``: broadcasts to ``x``; bool (True
-    keeps an element) or additive, in the dtype of ``x``; it takes no gradient. ``lengths``:
+    keeps an element) or additive, in the dtype of ``x``; it gets no gradient. ``lengths``:
     integers of shape ``x.shape[:n]``, n < ``x.ndim``: in ``x[i]`` columns from ``lengths[i]`` on
-    are not seen. ``causal``: on (..., T, S), query i sees keys j <= i + S - T. ``dropout_p``,
+    are masked. ``causal``: on (..., T, S), query i attends to keys j <= i + S - T. ``dropout_p``,
     ``seed``: dropout of the result, as in ``dropout``. ``donate``: the memory of ``x`` may be
     overwritten by the result. ``impl``: "raw-simt", "numba", "reference", or None for the first
     that accepts.
 
-    A row with nothing to see (all -inf or masked) is 0 and has gradient 0. A row that holds +inf
-    or NaN where it is seen is NaN, and no other row is. Raises TypeError for dtypes other than
+    A row that is -inf or masked everywhere is 0 and has gradient 0. A row with +inf or NaN where it
+    is not masked is NaN, and no other row is. Raises TypeError for dtypes other than
     float32, float16, bfloat16 and float64, ValueError for a scale that is not finite, a probability
     outside 0..1, a mask that does not broadcast and lengths of another shape.
     """
@@ -75,14 +86,14 @@ def softmax(
     _check(*map(raw, inputs))
     check_flags("softmax", causal=causal, donate=donate)
     if isinstance(mask, Box) and mask.requires_grad:
-        raise UnsupportedError("softmax: mask takes no gradient; compute softmax(x + mask) instead")
+        raise UnsupportedError("softmax: mask gets no gradient; compute softmax(x + mask) instead")
     scale = number("softmax", "scale", scale)
     if causal and raw(inputs[0]).ndim < 2:
         accepted = "(..., T, S) with causal=True"
         raise ValueError(problem("softmax", "x.shape", raw(inputs[0]).shape, accepted))
     p = probability("softmax", "dropout_p", dropout_p)
     key = dropout_key("softmax", p, seed)
-    params = {"scale": scale, "causal": bool(causal), "p": p, "key": key}
+    params: dict[str, Any] = {"scale": scale, "causal": bool(causal), "p": p, "key": key}
     donated = (x,) if donate and isinstance(x, Box) else ()
     return Call(IMPLS, inputs, impl, donate=bool(donate), donated=donated, **params)
 
@@ -114,7 +125,7 @@ def _broadcasts(shape, to):
 
 
 def _mask_kind(mask):
-    """Return what kernels call it: 0 no mask, 1 keep where true, 2 add."""
+    """Return the constant MASK of the kernels: 0 no mask, 1 keep where true, 2 add."""
     return 0 if mask is None else 1 if mask.dtype == bool else 2
 
 
@@ -134,7 +145,7 @@ def _forward_reference(x, mask, lengths, *, needs, scale, causal, p, key, donate
     keep = _visible(xp, x, mask, lengths, causal)
     if keep is not None:
         e = xp.where(keep, e, work.type(-np.inf))
-    # the bound keeps -inf - (-inf), a NaN, out of rows that see nothing
+    # the bound keeps -inf - (-inf), a NaN, out of rows that are masked everywhere
     e -= xp.maximum(e.max(-1, keepdims=True), np.finfo(work).min)
     xp.exp(e, out=e)
     total = e.sum(-1, keepdims=True)
@@ -146,7 +157,7 @@ def _forward_reference(x, mask, lengths, *, needs, scale, causal, p, key, donate
 
 
 def _visible(xp, x, mask, lengths, causal):
-    """Return which elements of ``x`` are seen, broadcast to its shape; None for all."""
+    """Return which elements of ``x`` are not masked, broadcast to its shape; None for all."""
     keep = mask if mask is not None and mask.dtype == bool else None
     rows, cols = x.shape[-2:] if causal else (1, x.shape[-1])
     if causal:
@@ -177,7 +188,7 @@ def _backward_reference(saved, dy, *, needs, into, scale, p, **_):
 
 def _refuse_numba(x, mask, lengths, *, p, **_):
     if lengths is not None or p:
-        return "lengths and dropout are not in the form to read"
+        return "the readable form has neither lengths nor dropout"
     return dtype_refusal(x) or device.refusal(x)
 
 
@@ -213,7 +224,7 @@ def _forward_numba(x, mask, lengths, *, needs, scale, causal, **_):
     from gpuattn.numbakernels.softmax import softmax_forward
 
     matrix, kind = _matrix(x), _mask_kind(mask)
-    seen = matrix  # not read
+    seen = matrix  # an argument that is not read
     if kind == 1:
         keep = get_xp(x).broadcast_to(mask, x.shape).reshape(len(matrix), -1)
         seen = get_xp(x).ascontiguousarray(keep)
@@ -248,16 +259,18 @@ def _refuse_raw(x, *_, **__):
 
 
 def _threads(verb, vectors, edges):
-    """Return (threads, vectors of each) that hold a row of so many vectors, or None if none do.
+    """Return (threads, vectors of each) that keep a row of ``vectors`` in registers, or None.
 
-    ``edges``: vectors have to be looked at, which few threads do with fewer instructions.
+    ``edges``: each vector has to be checked, which takes fewer instructions with fewer threads.
     """
-    if vectors <= FEW:
-        return LANES[0], max(-(-vectors // LANES[0]), 1)
-    choices = [(lanes, -(-vectors // lanes)) for lanes in LANES if vectors <= lanes * MOST]
+    if vectors <= SHORT_VECTORS:
+        return ROW_THREADS[0], max(-(-vectors // ROW_THREADS[0]), 1)
+    choices = [
+        (lanes, -(-vectors // lanes)) for lanes in ROW_THREADS if vectors <= lanes * MAX_VECTORS
+    ]
     filled = [choice for choice in choices if not edges and vectors % choice[0] == 0]
     if filled:
-        return min(filled, key=lambda choice: abs(choice[1] - GOOD[verb]))
+        return min(filled, key=lambda choice: abs(choice[1] - BEST_VECTORS[verb]))
     return choices[0] if choices else None
 
 
@@ -276,11 +289,11 @@ def _launch(verb, lines, p, key, kind=0, edges=False, **fields):
     in_clusters, shared = serves("softmax_hopper.cu", gpu(x.device.id).capability), 0
     edges = edges or any(starts.values()) or cols % width > 0
     file, blocks, held = "softmax.cu", 1, _threads(verb, vectors, edges)
-    lanes, each = held or (LONG_LANES[verb], 2)
+    lanes, each = held or (LONG_ROW_THREADS[verb], 2)
     if not held and in_clusters:
         read = 2 if verb == "backward" else 1
-        wanted = -(-16 * vectors * read // SHARED)
-        file, blocks = "softmax_hopper.cu", min(1 << (wanted - 1).bit_length(), CLUSTER)
+        wanted = -(-16 * vectors * read // LONG_ROW_SHARED)
+        file, blocks = "softmax_hopper.cu", min(1 << (wanted - 1).bit_length(), MAX_CLUSTER)
         shared = 16 + read * 16 * (-(-vectors // blocks) + 2)
         shared = shared if shared <= MAX_SHARED else 0
         constants |= {"CLUSTER": blocks, "STAGED": shared > 0}
@@ -295,14 +308,14 @@ def _launch(verb, lines, p, key, kind=0, edges=False, **fields):
     problem = np.zeros(1, SOFTMAX)
     for name, value in fields.items():
         problem[name] = value
-    block = max(lanes, BLOCK)
+    block = max(lanes, MIN_BLOCK)
     grid = (-(-rows // (block // lanes)) * blocks,)
     function = kernel(file, f"softmax_{verb}", **constants)
     function(grid, (block,), problem.view(f"V{SOFTMAX.itemsize}"), shared_bytes=shared)
 
 
 def _lines(x):
-    """Return ``x`` and the elements from one row to the next; a copy of it if they differ."""
+    """Return (x, elements from one row to the next), with a copy of x if that is not constant."""
     merged = _merged(x.shape[:-1], x.strides[:-1])
     if len(merged) > 1 or (x.shape[-1] > 1 and x.strides[-1] != x.itemsize):
         return get_xp(x).ascontiguousarray(x), x.shape[-1]
@@ -310,7 +323,7 @@ def _lines(x):
 
 
 def _merged(shape, strides):
-    """Return [size, stride] of these axes, those that run on merged, without those of size 1."""
+    """Return [size, stride] of these axes: contiguous ones merged, those of size 1 left out."""
     merged = []
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:
@@ -346,9 +359,9 @@ def _forward_raw(x, mask, lengths, *, needs, scale, causal, p, key, donate):
     free = x is not given or (donate and (rows == 1 or abs(stride) >= cols))
     first = (x[...], stride) if free else (arrays.empty(x, x.shape), cols)
     lines = {"x": (x, stride), "out": first}
-    if p > 0 and any(needs):  # what the gradient needs is not what dropout leaves
+    if p > 0 and any(needs):  # the gradient reads the probabilities before dropout
         lines |= {"out": (arrays.empty(x, x.shape), cols), "undropped": first}
-    fields = {"scale": scale, "queries": x.shape[-2] if causal else 0, "ahead": rows_ahead(x)}
+    fields = {"scale": scale, "queries": x.shape[-2] if causal else 0, "ahead": prefetch_rows(x)}
     if mask is not None:
         mask, fields["mask_sizes"], fields["mask_strides"] = _mask_layout(mask, x.shape)
         fields["mask"] = mask.data.ptr

@@ -1,4 +1,4 @@
-"""Gradients of parameters on a second stream: in order where it matters, and the same bits."""
+"""Gradients of parameters on the side stream: order of launches and waits, and the same bits."""
 
 import contextlib
 
@@ -9,17 +9,17 @@ from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import side_stream
 from gpuattn.data.batching import PackedLoader
 from gpuattn.models import GPT2, GPT2Config, TranslationConfig, TranslationModel
-from gpuattn.ops.linear import linear
+from gpuattn.ops.linear import gradients as linear_gradients
 from gpuattn.runtime.device import batch_to
 from gpuattn.runtime.workspace import Workspace
 
 
 class Cupy:
-    """Writes down what streams are told, as what CuPy would be asked for."""
+    """A stand-in for CuPy that logs what its streams and events are told."""
 
     def __init__(self):
         self.cuda = self.runtime = self
-        self.log, self.names = [], iter(["main", "aside"])
+        self.log, self.names = [], iter(["main", "side"])
         self.main = self.Stream()
 
     def Stream(self, **_):
@@ -74,26 +74,26 @@ def waits(log):
     return [(who, event) for who, what, event in log if what == "waits for"]
 
 
-def test_the_end_waits_for_all(log):
+def test_the_end_of_the_block_joins_all_work(log):
     with side_stream.enabled(Array(0)):
         for ptr in (1, 2):
             with side_stream.on_side_stream([Array(9)], [Array(ptr)]) as apart:
                 assert apart
-        assert waits(log) == [("aside", "main 0"), ("aside", "main 2")]
-    assert waits(log)[2:] == [("main", "aside 3")]
+        assert waits(log) == [("side", "main 0"), ("side", "main 2")]
+    assert waits(log)[2:] == [("main", "side 3")]
 
 
-def test_few_blocks_are_ahead(log):
+def test_the_current_stream_joins_the_oldest_of_many_blocks(log):
     with side_stream.enabled(Array(0)):
         for ptr in range(side_stream.MAX_UNJOINED + 2):
             with side_stream.on_side_stream([], [Array(ptr)]):
                 pass
     assert [event for who, event in waits(log) if who == "main"] == [
-        "aside 1", "aside 3", f"aside {2 * side_stream.MAX_UNJOINED + 3}",
+        "side 1", "side 3", f"side {2 * side_stream.MAX_UNJOINED + 3}",
     ]  # fmt: skip
 
 
-def test_a_place_that_is_read_again_is_waited_for(log):
+def test_wait_for_joins_the_work_that_writes_a_target(log):
     with side_stream.enabled(Array(0)):
         for ptr in (1, 2, 3):
             with side_stream.on_side_stream([], [Array(ptr)]):
@@ -101,11 +101,11 @@ def test_a_place_that_is_read_again_is_waited_for(log):
         side_stream.wait_for(Array(7))
         assert len(waits(log)) == 3
         side_stream.wait_for(Array(2))
-        assert waits(log)[3:] == [("main", "aside 3")]
-    assert waits(log)[4:] == [("main", "aside 5")]
+        assert waits(log)[3:] == [("main", "side 3")]
+    assert waits(log)[4:] == [("main", "side 5")]
 
 
-def test_new_arrays_and_other_calls_stay_where_they_are(log):
+def test_new_arrays_and_disabled_blocks_stay_on_the_current_stream(log):
     with side_stream.on_side_stream([], [Array(1)]) as apart:
         assert not apart
     side_stream.wait_for(Array(1))
@@ -114,8 +114,8 @@ def test_new_arrays_and_other_calls_stay_where_they_are(log):
     assert not log
 
 
-def test_what_is_put_off_runs_together(log):
-    """At the end, as soon as a place is asked for, and before too much is kept alive."""
+def test_deferred_launches_run_together(log):
+    """At the end, when ``wait_for`` asks for a target, and before too many bytes are kept alive."""
     runs, half = [], side_stream.MAX_DEFERRED_BYTES // 2
     assert not side_stream.defer(runs.append, 0, [], Array(0))
     with side_stream.enabled(Array(0)):
@@ -159,7 +159,8 @@ def test_the_same_bits_as_on_one_stream(gpu, kind, monkeypatch, delayed):
 
     stream = gpu.cuda.Stream(non_blocking=True)
     gpu.cuda.Device().synchronize()
-    monkeypatch.setattr(linear, "ASIDE_SHARE", 1)  # else products are planned for half of the GPU
+    # by default matmuls on the side stream are planned for half of the GPU
+    monkeypatch.setattr(linear_gradients, "SIDE_SHARE", 1)
     with stream:
         beside = [gradients() for _ in range(3)]
         monkeypatch.setattr(side_stream, "enabled", lambda like: contextlib.nullcontext())

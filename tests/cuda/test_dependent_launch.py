@@ -202,7 +202,7 @@ CALLS = {  # a kernel that reads x; the others: a matrix, a vector, scores and t
     "linear, gelu, gradient of a product": lambda x, y, *_: gelu_hopper.backward(
         PendingMatmul(x, y.reshape(COLS, ROWS), None), gelu_hopper.forward(x, y)[1]
     ),
-    "linear, gelu, gradient": lambda x, y, *_: gelu_hopper.backward_alone(
+    "linear, gelu, gradient": lambda x, y, *_: gelu_hopper.backward(
         x[:, :ROWS].copy(), gelu_hopper.forward(x, y)[1]
     ),
     "rotary": lambda x, *_: gpuattn.rotary(*x.reshape(2, -1, 8, 64)),

@@ -10,7 +10,7 @@ from fake_gpu import GPUS
 import gpuattn
 from gpuattn.arrays import to_cpu
 from gpuattn.ops import l2_prefetch as module
-from gpuattn.ops.l2_prefetch import rows_ahead
+from gpuattn.ops.l2_prefetch import prefetch_rows
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_how_far(monkeypatch, shape, itemsize, capability, want):
     nbytes = int(np.prod(shape)) * itemsize
     device = SimpleNamespace(id=0)
     x = SimpleNamespace(shape=shape, itemsize=itemsize, nbytes=nbytes, device=device)
-    assert rows_ahead(x) == want
+    assert prefetch_rows(x) == want
 
 
 OPS = {
@@ -52,7 +52,7 @@ def test_results(gpu, rng, monkeypatch, op, cols, dtype, place):
         gpu.asarray(rng.standard_normal(s, "f4")).astype(dtype_of(dtype)) for s in (shape, cols)
     )
     x = x[::2] if place == "strided" else x[:, :cols]
-    assert rows_ahead(x) in (0, module.DISTANCE // (cols * x.itemsize))
+    assert prefetch_rows(x) in (0, module.DISTANCE // (cols * x.itemsize))
     got, want = (to_cpu(OPS[op](x, w, impl)).astype("f4") for impl in ("raw-simt", "reference"))
     unit = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
     np.testing.assert_allclose(got, want, rtol=4 * unit, atol=unit * abs(want).max() / 4)

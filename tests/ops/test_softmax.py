@@ -22,7 +22,7 @@ from gpuattn import rng as random
 from gpuattn.errors import GradientError, UnsupportedError
 from gpuattn.impls import Impl
 from gpuattn.numbakernels import reduce
-from gpuattn.ops.softmax import IMPLS, LANES, _lines, _mask_layout, _threads, softmax
+from gpuattn.ops.softmax import IMPLS, ROW_THREADS, _lines, _mask_layout, _threads, softmax
 
 # 257 and 1025: one past what fewer threads hold; 31: less than a warp; 256: no edges
 SHAPES = {"one": (1, 1), "odd": (3, 257), "batched": (2, 5, 31), "tail": (2, 1025), "vector": (64,)}
@@ -253,8 +253,8 @@ def emulated(staged):
     xp = emulator._Module()
     kernel, record = emulator.Machine(seed=1).kernel, GPUS["9.0" if staged else "8.0"]
     with (
-        mock.patch.multiple(module, CLUSTER=1, get_xp=lambda *_: xp, kernel=kernel),
-        mock.patch.object(module, "rows_ahead", lambda x: 3),
+        mock.patch.multiple(module, MAX_CLUSTER=1, get_xp=lambda *_: xp, kernel=kernel),
+        mock.patch.object(module, "prefetch_rows", lambda x: 3),
         mock.patch.object(module, "gpu", lambda _: record),
         mock.patch.object(arrays, "get_xp", lambda *_: xp),
     ):
@@ -379,7 +379,9 @@ def test_threads_hold_every_row(verb, edges):
         if held:
             lanes, each = held
             assert (
-                lanes in LANES and 1 <= each <= 4 and lanes * (each - 1) < vectors <= lanes * each
+                lanes in ROW_THREADS
+                and 1 <= each <= 4
+                and lanes * (each - 1) < vectors <= lanes * each
             )
     # rows of the usual widths fill the vectors of their threads
     assert all(n % _threads(verb, n, False)[0] == 0 for n in (64, 96, 128, 512, 1024))
@@ -418,7 +420,7 @@ def test_numba_reads_a_long_row_in_steps(name, where, rng, monkeypatch):
 def test_numba_teams_hold_every_row():
     for vectors in [*range(1, 2200), 10**6]:
         team, held = reduce.layout(vectors)
-        assert team in reduce.TEAMS and 1 <= held <= reduce.HELD
+        assert team in reduce.TEAMS and 1 <= held <= reduce.MAX_VECTORS
         assert team * held >= min(vectors, 2048)
     # rows of the usual widths fill the vectors of their threads
     assert all(np.prod(reduce.layout(n)) == n for n in (32, 96, 128, 192, 512, 1024, 2048))

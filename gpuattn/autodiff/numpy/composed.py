@@ -1,4 +1,7 @@
-"""NumPy functions made of others on the tape: their derivatives, of any order, come for free."""
+"""NumPy functions composed of others on the tape, which gives derivatives of any order."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -8,24 +11,25 @@ from gpuattn.autodiff.numpy.products import tensordot
 from gpuattn.autodiff.numpy.shapes import concatenate, index, moveaxis, scatter
 from gpuattn.autodiff.tape import apply, raw
 from gpuattn.errors import UnsupportedError, problem
+from gpuattn.typing import Array
 
 # ---- products ------------------------------------------------------------------------------------
 
 
 @rule(np.outer)
-def outer(a, b):
+def outer(a: Array, b: Array) -> Array:
     return np.reshape(a, (-1, 1)) * np.reshape(b, (1, -1))
 
 
 @rule(np.inner)
-def inner(a, b):
+def inner(a: Array, b: Array) -> Array:
     if 0 in (np.ndim(a), np.ndim(b)):
         return np.multiply(a, b)
     return tensordot(a, b, axes=(-1, -1))
 
 
 @rule(np.vecdot)
-def vecdot(a, b):
+def vecdot(a: Array, b: Array) -> Array:
     return np.sum(np.multiply(a, b), axis=-1)
 
 
@@ -41,8 +45,8 @@ if hasattr(np, "matvec"):  # NumPy 2.2
 
 
 @rule(np.prod)
-def prod(x, axis=None, *, keepdims=False):
-    """Multiply in pairs: unlike a quotient by each factor, the derivative is right at zeros."""
+def prod(x: Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Array:
+    """As ``np.prod``, multiplied in pairs: unlike out / x, the derivative is right at zeros."""
     if axis is None:
         ndim = np.ndim(x)
         out = prod(np.ravel(x), 0)
@@ -69,7 +73,7 @@ def _backward_cumprod(saved, grad, *, needs, into, axis):
 
 
 def _cumprod_gradient(grad, x, out, axis):
-    """Return what comes before x[i] times sums[i]: no quotient, so it is right at zeros.
+    """Return out[i - 1] * sums[i]: without a quotient, so it is right at zeros.
 
     sums[i] = grad[i] + x[i + 1] sums[i + 1], by doubling: ``products[i]`` has ``step`` factors.
     """
@@ -84,7 +88,7 @@ def _cumprod_gradient(grad, x, out, axis):
 
 
 def _later(x, step, like):
-    """Return ``x[i + step]`` at i; what ``like`` makes behind the end."""
+    """Return ``x[i + step]`` at i, with ``like`` (zeros or ones) after the end."""
     return np.concatenate([x[step:], like(x[:step])])
 
 
@@ -92,7 +96,7 @@ CUMPROD = array_op("np.cumprod", _forward_cumprod, _backward_cumprod)
 
 
 @rule(np.cumprod)
-def cumprod(x, axis=None):
+def cumprod(x: Array, axis: int | None = None) -> Array:
     if axis is None:
         x, axis = np.ravel(x), 0
     return apply(CUMPROD, (x,), axis=axis)
@@ -102,7 +106,13 @@ def cumprod(x, axis=None):
 
 
 @rule(np.average)
-def average(a, axis=None, weights=None, *, keepdims=False):
+def average(
+    a: Array,
+    axis: int | tuple[int, ...] | None = None,
+    weights: Array | None = None,
+    *,
+    keepdims: bool = False,
+) -> Array:
     """As ``np.average``: sum(weights * a) / sum(weights). ZeroDivisionError on NumPy for sum 0."""
     if weights is None:
         return np.mean(a, axis=axis, keepdims=keepdims)
@@ -148,8 +158,8 @@ MEDIAN = array_op("np.median", _forward_median, _backward_median)
 
 
 @rule(np.median)
-def median(a, axis=None, *, keepdims=False):
-    """As ``np.median``. Elements that are equal to a middle one share its gradient evenly."""
+def median(a: Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Array:
+    """As ``np.median``. Elements that are equal to a middle one share its gradient equally."""
     shape = np.shape(a)
     if 0 in shape:
         raise UnsupportedError(f"np.median: shape {shape} has no elements: nothing is recorded")
@@ -163,7 +173,7 @@ def median(a, axis=None, *, keepdims=False):
     )
 
 
-# ---- the norm: zero, not NaN, is its gradient at zero --------------------------------------------
+# ---- the norm: its gradient at zero is zero, not NaN --------------------------------------------
 
 
 def _forward_norm(x, *, needs, axis, keepdims):
@@ -184,7 +194,9 @@ NORM = array_op("np.linalg.norm", _forward_norm, _backward_norm)
 
 
 @rule(np.linalg.norm)
-def norm(x, ord=None, axis=None, keepdims=False):
+def norm(
+    x: Array, ord: Any = None, axis: int | tuple[int, ...] | None = None, keepdims: bool = False
+) -> Array:
     """The 2-norm of vectors (Frobenius of matrices), and the 1- and inf-norm of vectors."""
     vectors = isinstance(axis, int) or (axis is None and np.ndim(x) == 1)
     if ord is None or (vectors and ord == 2) or (not vectors and ord == "fro"):
@@ -199,36 +211,38 @@ def norm(x, ord=None, axis=None, keepdims=False):
     )
 
 
-# ---- picking, repeating, shifting ----------------------------------------------------------------
+# ---- indexing, repeating, shifting --------------------------------------------------------------
 
 
 @rule(np.take_along_axis)
-def take_along_axis(x, indices, axis=-1):
+def take_along_axis(x: Array, indices: Array, axis: int = -1) -> Array:
     if axis is None:
         return index(np.ravel(x), indices)
     xp, shape = get_xp(raw(x)), np.shape(x)
-    mesh = np.eye(len(shape), dtype=int) * -2 + 1  # row a is -1 at a, else 1: a shape along axis a
+    mesh = (
+        np.eye(len(shape), dtype=int) * -2 + 1
+    )  # row a is the shape of an array along axis a: -1 at a, else 1
     key = [xp.arange(n).reshape(tuple(row)) for n, row in zip(shape, mesh.tolist(), strict=True)]
     key[axis] = xp.asarray(raw(indices))
     return index(x, tuple(key))
 
 
 @rule(np.sort)
-def sort(x, axis=-1):
+def sort(x: Array, axis: int = -1) -> Array:
     if axis is None:
         x, axis = np.ravel(x), 0
     return take_along_axis(x, np.argsort(raw(x), axis), axis)
 
 
 @rule(np.diagonal)
-def diagonal(x, offset=0, axis1=0, axis2=1):
+def diagonal(x: Array, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Array:
     x = moveaxis(x, (axis1, axis2), (-2, -1))
     rows, cols = _diagonal(x, *np.shape(x)[-2:], offset)
     return index(x, (..., rows, cols))
 
 
 @rule(np.diag)
-def diag(v, k=0):
+def diag(v: Array, k: int = 0) -> Array:
     if np.ndim(v) == 2:
         return diagonal(v, k)
     size = len(v) + abs(k)
@@ -236,19 +250,19 @@ def diag(v, k=0):
 
 
 def _diagonal(x, height, width, offset):
-    """Return the row and column numbers of a diagonal, where ``x`` lives."""
+    """Return the row and column indices of a diagonal, on the device of ``x``."""
     first = max(-offset, 0)
     rows = get_xp(raw(x)).arange(first, max(first, min(height, width - offset)))
     return rows, rows + offset
 
 
 @rule(np.trace)
-def trace(x, offset=0, axis1=0, axis2=1):
+def trace(x: Array, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Array:
     return np.sum(diagonal(x, offset, axis1, axis2), axis=-1)
 
 
 @rule(np.repeat)
-def repeat(x, repeats, axis=None):
+def repeat(x: Array, repeats: Any, axis: int | None = None) -> Array:
     if axis is None:
         x, axis = np.ravel(x), 0
     where = np.repeat(np.arange(np.shape(x)[axis]), repeats)
@@ -256,7 +270,7 @@ def repeat(x, repeats, axis=None):
 
 
 @rule(np.tile)
-def tile(x, reps):
+def tile(x: Array, reps: Any) -> Array:
     reps = tuple(reps) if np.iterable(reps) else (reps,)
     shape = (1,) * (len(reps) - np.ndim(x)) + tuple(np.shape(x))
     reps = (1,) * (len(shape) - len(reps)) + reps
@@ -268,7 +282,7 @@ def tile(x, reps):
 
 
 @rule(np.roll)
-def roll(x, shift, axis=None):
+def roll(x: Array, shift: Any, axis: int | tuple[int, ...] | None = None) -> Array:
     if axis is None:
         return np.reshape(roll(np.ravel(x), shift, 0), np.shape(x))
     pairs = zip(shift, axis, strict=True) if np.iterable(axis) else [(shift, axis)]
@@ -280,7 +294,7 @@ def roll(x, shift, axis=None):
 
 
 @rule(np.pad)
-def pad(x, pad_width, mode="constant", *, constant_values=0):
+def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: Any = 0) -> Array:
     if mode != "constant" or np.ndim(constant_values):
         raise UnsupportedError("np.pad is recorded for mode='constant' with one constant only")
     shape = np.shape(x)
@@ -296,7 +310,7 @@ def pad(x, pad_width, mode="constant", *, constant_values=0):
 
 
 @rule(np.diff)
-def diff(x, n=1, axis=-1):
+def diff(x: Array, n: int = 1, axis: int = -1) -> Array:
     before = (slice(None),) * (axis % np.ndim(x))
     for _ in range(n):
         x = index(x, (*before, slice(1, None))) - index(x, (*before, slice(None, -1)))
@@ -304,11 +318,11 @@ def diff(x, n=1, axis=-1):
 
 
 @rule(np.vstack)
-def vstack(arrays):
+def vstack(arrays: Sequence[Array]) -> Array:
     return concatenate([np.reshape(a, (1, -1)) if np.ndim(a) < 2 else a for a in arrays])
 
 
 @rule(np.hstack)
-def hstack(arrays):
+def hstack(arrays: Sequence[Array]) -> Array:
     arrays = [np.ravel(a) if np.ndim(a) == 0 else a for a in arrays]
     return concatenate(arrays, 0 if np.ndim(arrays[0]) == 1 else 1)

@@ -1,21 +1,24 @@
 """NumPy's functions on the tape: a table of derivatives.
 
 ``RULES`` maps a NumPy function to the function that records it. A derivative is written once, in
-operators and NumPy functions, so it serves arrays and, for higher order, Tensors alike. What is
-no formula of one line lives in ``shapes.py`` and ``products.py``; what others compute together in
-``composed.py``.
+operators and NumPy functions, so that it works on arrays and, for higher order, on Tensors.
+Functions whose derivative is not one formula are in ``shapes.py``, ``products.py`` and
+``linalg.py``, functions composed of others in ``composed.py``.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from gpuattn.arrays import BFLOAT16, is_array, on_gpu
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.impls import Impl, Impls
+from gpuattn.typing import Array, ArrayLike, DType, Shape
 
 NARROW = (np.dtype("float16"), BFLOAT16)
-RULES = {}  # numpy function -> recording function
+RULES: dict[Callable, Callable] = {}  # numpy function -> recording function
 PLAIN = {
     np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal,
     np.isnan, np.isinf, np.isfinite, np.sign, np.floor, np.ceil, np.rint, np.logical_not,
@@ -27,7 +30,7 @@ PLAIN = {
 }  # fmt: skip  # piecewise constant: computed on the arrays, nothing to record
 
 
-def rule(*functions):
+def rule(*functions: Callable) -> Callable:
     """Register a function as the recording form of some NumPy functions."""
 
     def register(fun):
@@ -37,19 +40,19 @@ def rule(*functions):
     return register
 
 
-def array_op(name, forward, backward):
-    """Return the Impls of a basic op: one implementation, on both backends, of any order."""
+def array_op(name: str, forward: Callable, backward: Callable) -> Impls:
+    """Return the Impls of a basic op: one for NumPy and CuPy, with derivatives of any order."""
     return Impls(name, Impl("array", forward, backward, differentiable_twice=True))
 
 
 # ---- 16-bit arrays: compute in float32, cast once ------------------------------------------------
 
 
-def compute(function, *arrays, widen_gpu=False, **params):
+def compute(function: Callable, *arrays: Any, widen_gpu: bool = False, **params: Array) -> Array:
     """Return ``function(*arrays)`` in the arrays' own dtype: Python numbers never promote.
 
     16-bit NumPy arrays are computed in float32 and cast once; ``widen_gpu``: 16-bit CuPy arrays
-    too (their batched products do not exist).
+    too (CuPy has no batched 16-bit matmul).
     """
     narrow = {a.dtype for a in arrays if is_array(a) and a.dtype in NARROW}
     if not narrow:
@@ -68,16 +71,16 @@ def _is_narrow(a):
 
 
 def _as_array(out):
-    """NumPy turns 0-d results into scalars; on the tape everything is an array."""
+    """Return an array: NumPy returns scalars for 0-d results."""
     return np.asarray(out) if isinstance(out, np.generic) else out
 
 
-def meta(x):
+def meta(x: Any) -> tuple[Shape, np.dtype] | None:
     """Return what ``like`` needs of an input: its shape and dtype, or None for a Python number."""
     return (x.shape, x.dtype) if is_array(x) else None
 
 
-def like(grad, kept):
+def like(grad: Array, kept: tuple[Shape, np.dtype] | None) -> Array | None:
     """Undo broadcasting and promotion: ``grad`` summed down to the shape and dtype of an input."""
     if kept is None:
         return None
@@ -90,7 +93,7 @@ def like(grad, kept):
     return grad if grad.dtype == dtype else grad.astype(dtype)
 
 
-def compute_sum(x, axes):
+def compute_sum(x: Array, axes: Any) -> Array:
     """Sum an array or a Tensor over ``axes``, accumulating 16-bit numbers in float32."""
     return np.sum(x, axis=axes) if isinstance(x, Box) else compute(np.sum, x, axis=axes)
 
@@ -98,7 +101,7 @@ def compute_sum(x, axes):
 # ---- element by element --------------------------------------------------------------------------
 
 
-def elementwise(function, keep, *partials):
+def elementwise(function: Callable, keep: str, *partials: Callable) -> Impls:
     """Record a ufunc. ``keep``: which of inputs "a", "b" and output "o" the partials are given."""
     name = f"np.{function.__name__}"
 
@@ -126,7 +129,7 @@ def elementwise(function, keep, *partials):
     return record
 
 
-def evaluate(partial, grad, *kept, **params):
+def evaluate(partial: Callable, grad: Array, *kept: Any, **params: Any) -> Any:
     """Return ``partial(grad, *kept)``: by ``compute``, or for higher order recorded."""
     if isinstance(grad, Box):
         params.pop("widen_gpu", None)
@@ -135,12 +138,12 @@ def evaluate(partial, grad, *kept, **params):
 
 
 def _mask(condition, x):
-    """A comparison as numbers of x's dtype: constant for every derivative."""
+    """Return a comparison as numbers in the dtype of x; its derivative is 0."""
     return condition.astype(raw(x).dtype)
 
 
 def _share(a, b, o):
-    """How much of the gradient of max/min the first argument gets: ties are halved."""
+    """Return the share of the gradient of max/min for the first argument: one half at ties."""
     a, b, o = raw(a), raw(b), raw(o)
     return ((a == o) * 0.5 + (b != o) * 0.5).astype(o.dtype)
 
@@ -211,7 +214,7 @@ def _forward_where(condition, a, b, *, needs):
 
 
 def _backward_where(saved, grad, *, needs, into):
-    # chosen, not multiplied by 0: inf on the other side stays there
+    # selected, not multiplied by 0, which would turn inf of the other side into NaN
     a, b, condition = saved
     da = like(np.where(raw(condition), grad, 0.0), a) if needs[1] else None
     return None, da, like(np.where(raw(condition), 0.0, grad), b) if needs[2] else None
@@ -221,7 +224,7 @@ WHERE = array_op("np.where", _forward_where, _backward_where)
 
 
 @rule(np.where)
-def where(condition, x=None, y=None):
+def where(condition: ArrayLike, x: Any = None, y: Any = None) -> Array:
     if x is None and y is None:
         return np.where(raw(condition))
     return apply(WHERE, (raw(condition), x, y))
@@ -242,7 +245,9 @@ CLIP = array_op("np.clip", _forward_clip, _backward_clip)
 
 
 @rule(np.clip)
-def clip(x, a_min=None, a_max=None, *, min=None, max=None):
+def clip(
+    x: Array, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None
+) -> Array:
     low, high = (min if a_min is None else a_min), (max if a_max is None else a_max)
     return apply(CLIP, (x, raw(low), raw(high)))
 
@@ -259,16 +264,16 @@ ASTYPE = array_op("astype", _forward_astype, _backward_astype)
 
 
 @rule(np.astype)
-def astype(x, dtype):
+def astype(x: Array, dtype: DType) -> Array:
     """Cast; the gradient is cast back."""
     return x if raw(x).dtype == dtype else apply(ASTYPE, (x,), dtype=np.dtype(dtype))
 
 
-# ---- sums, means, extremes -----------------------------------------------------------------------
+# ---- sums, means, maxima -----------------------------------------------------------------------
 
 
-def spread(grad, shape, axis, keepdims):
-    """Broadcast the gradient of a reduction back over what it reduced."""
+def spread(grad: Array, shape: Shape, axis: int | tuple[int, ...] | None, keepdims: bool) -> Array:
+    """Return the gradient of a reduction broadcast to the shape of its input."""
     if axis is not None and not keepdims:
         axes = axis if isinstance(axis, tuple) else (axis,)
         axes = {a % len(shape) for a in axes}
@@ -288,7 +293,7 @@ SUM = array_op("np.sum", _forward_sum, _backward_sum)
 
 
 @rule(np.sum)
-def sum(x, axis=None, *, keepdims=False):
+def sum(x: Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Array:
     return apply(SUM, (x,), axis=axis, keepdims=keepdims)
 
 
@@ -306,7 +311,7 @@ MEAN = array_op("np.mean", _forward_mean, _backward_mean)
 
 
 @rule(np.mean)
-def mean(x, axis=None, *, keepdims=False):
+def mean(x: Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Array:
     return apply(MEAN, (x,), axis=axis, keepdims=keepdims)
 
 
@@ -318,7 +323,7 @@ def _forward_extreme(x, *, needs, axis, keepdims, function):
 def _backward_extreme(saved, grad, *, needs, into, axis, keepdims, function):
     x, out = (raw(s) for s in saved)
     tied = x == spread(out, x.shape, axis, keepdims)
-    share = tied / tied.sum(axis=axis, keepdims=True)  # ties share the gradient evenly
+    share = tied / tied.sum(axis=axis, keepdims=True)  # ties share the gradient equally
     return (spread(grad, x.shape, axis, keepdims) * share.astype(x.dtype),)
 
 
@@ -326,17 +331,19 @@ EXTREME = array_op("np.max", _forward_extreme, _backward_extreme)
 
 
 @rule(np.max, np.amax)
-def max(x, axis=None, *, keepdims=False):
+def max(x: Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Array:
     return apply(EXTREME, (x,), axis=axis, keepdims=keepdims, function=np.max)
 
 
 @rule(np.min, np.amin)
-def min(x, axis=None, *, keepdims=False):
+def min(x: Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Array:
     return apply(EXTREME, (x,), axis=axis, keepdims=keepdims, function=np.min)
 
 
 @rule(np.var)
-def var(x, axis=None, *, ddof=0, keepdims=False):
+def var(
+    x: Array, axis: int | tuple[int, ...] | None = None, *, ddof: float = 0, keepdims: bool = False
+) -> Array:
     squares = square(x - mean(x, axis, keepdims=True))
     axes = range(raw(x).ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     count = math.prod([raw(x).shape[a] for a in axes])
@@ -344,7 +351,9 @@ def var(x, axis=None, *, ddof=0, keepdims=False):
 
 
 @rule(np.std)
-def std(x, axis=None, *, ddof=0, keepdims=False):
+def std(
+    x: Array, axis: int | tuple[int, ...] | None = None, *, ddof: float = 0, keepdims: bool = False
+) -> Array:
     return sqrt(var(x, axis, ddof=ddof, keepdims=keepdims))
 
 
@@ -360,7 +369,7 @@ CUMSUM = array_op("np.cumsum", _forward_cumsum, _backward_cumsum)
 
 
 @rule(np.cumsum)
-def cumsum(x, axis=None):
+def cumsum(x: Array, axis: int | None = None) -> Array:
     if axis is None:
         x, axis = x.reshape(-1), 0
     return apply(CUMSUM, (x,), axis=axis)

@@ -12,6 +12,7 @@ from gpuattn.arrays import get_xp
 from gpuattn.autodiff.numpy.elementwise import array_op, compute, evaluate, like, meta, rule
 from gpuattn.autodiff.numpy.shapes import broadcast_to
 from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.typing import Array
 
 _compute, _evaluate = (partial(f, widen_gpu=True) for f in (compute, evaluate))
 
@@ -40,7 +41,7 @@ INV = array_op("np.linalg.inv", _forward_inv, _backward_inv)
 
 
 @rule(np.linalg.inv)
-def inv(a):
+def inv(a: Array) -> Array:
     return apply(INV, (a,))
 
 
@@ -68,7 +69,7 @@ SOLVE = array_op("np.linalg.solve", _forward_solve, _backward_solve)
 
 
 @rule(np.linalg.solve)
-def solve(a, b):
+def solve(a: Array, b: Array) -> Array:
     """As ``np.linalg.solve``: ``b`` is a vector if it has one axis, or else matrices."""
     if np.ndim(b) == 1:
         return np.squeeze(solve(a, np.expand_dims(b, -1)), -1)
@@ -92,7 +93,7 @@ def _forward_det(x, *, needs):
 def _backward_det(saved, grad, *, needs, into):
     x, out = saved
     grad = np.expand_dims(grad, (-1, -2))
-    if isinstance(grad, Box):  # of higher order at regular matrices only
+    if isinstance(grad, Box):  # second derivatives exist here for regular matrices only
         return (grad * np.expand_dims(out, (-1, -2)) * _transposed(np.linalg.inv(x)),)
     return (_evaluate(_det_gradient, grad, x),)
 
@@ -112,7 +113,7 @@ DET = array_op("np.linalg.det", _forward_det, _backward_det)
 
 
 @rule(np.linalg.det)
-def det(a):
+def det(a: Array) -> Array:
     return apply(DET, (a,))
 
 
@@ -140,6 +141,6 @@ CHOLESKY = array_op("np.linalg.cholesky", _forward_cholesky, _backward_cholesky)
 
 
 @rule(np.linalg.cholesky)
-def cholesky(a):
+def cholesky(a: Array) -> Array:
     """As ``np.linalg.cholesky``. The gradient of ``a`` is symmetric, as ``a`` is."""
     return apply(CHOLESKY, (a,))

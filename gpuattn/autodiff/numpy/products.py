@@ -1,6 +1,7 @@
 """Matrix products and einsum on the tape."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import UnsupportedError
 from gpuattn.gemm.cublaslt import Reason
 from gpuattn.gemm.matmul import matmul_stacks
+from gpuattn.typing import Array
 
 
 def _product(a, b):
@@ -54,12 +56,12 @@ MATMUL = array_op("np.matmul", _forward_matmul, _backward_matmul)
 
 
 @rule(np.matmul)
-def matmul(a, b):
+def matmul(a: Array, b: Array) -> Array:
     return apply(MATMUL, (a, b))
 
 
 @rule(np.dot)
-def dot(a, b):
+def dot(a: Array, b: Array) -> Array:
     if 0 in (np.ndim(a), np.ndim(b)):
         return np.multiply(a, b)
     if np.ndim(a) > 2 or np.ndim(b) > 2:
@@ -68,8 +70,8 @@ def dot(a, b):
 
 
 @rule(np.tensordot)
-def tensordot(a, b, axes=2):
-    """As ``np.tensordot``: one product of two matrices."""
+def tensordot(a: Array, b: Array, axes: Any = 2) -> Array:
+    """As ``np.tensordot``, by one matmul."""
     n, m = np.ndim(a), np.ndim(b)
     if isinstance(axes, int):
         axes = range(n - axes, n), range(axes)
@@ -104,7 +106,7 @@ def _backward_einsum(saved, grad, *, needs, into, subscripts):
         reachable = "".join(c for c in term if c in out or any(c in t for t in labels))
         text = f"{','.join([out, *labels])}->{reachable}"
         partial = np.einsum(text, grad, *others)
-        shape = raw(saved[i]).shape  # an index of this operand alone was summed: spread it again
+        shape = raw(saved[i]).shape  # an index of this operand alone was summed: broadcast over it
         if reachable != term:
             partial = partial.reshape(
                 [n if c in reachable else 1 for c, n in zip(term, shape, strict=True)]
@@ -123,7 +125,7 @@ EINSUM = array_op("np.einsum", _forward_einsum, _backward_einsum)
 
 
 @rule(np.einsum)
-def einsum(subscripts, *operands):
+def einsum(subscripts: str, *operands: Array) -> Array:
     """``np.einsum`` with letters: no ellipsis, no letter twice in one operand."""
     text = subscripts.replace(" ", "")
     if "->" not in text:

@@ -1,10 +1,14 @@
 """Shapes and indexing on the tape: reshape, transpose, slices, joining, splitting."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from gpuattn.arrays import get_xp, wide, zeros
 from gpuattn.autodiff.numpy.elementwise import array_op, like, meta, rule
 from gpuattn.autodiff.tape import Box, apply, raw
+from gpuattn.typing import Array, Shape
 
 # ---- reshape and transpose -----------------------------------------------------------------------
 
@@ -21,22 +25,22 @@ RESHAPE = array_op("np.reshape", _forward_reshape, _backward_reshape)
 
 
 @rule(np.reshape)
-def reshape(x, shape):
+def reshape(x: Array, shape: Any) -> Array:
     return apply(RESHAPE, (x,), shape=shape)
 
 
 @rule(np.ravel)
-def ravel(x):
+def ravel(x: Array) -> Array:
     return reshape(x, -1)
 
 
 @rule(np.expand_dims)
-def expand_dims(x, axis):
+def expand_dims(x: Array, axis: int | tuple[int, ...] | None) -> Array:
     return reshape(x, np.expand_dims(raw(x), axis).shape)
 
 
 @rule(np.squeeze)
-def squeeze(x, axis=None):
+def squeeze(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     return reshape(x, np.squeeze(raw(x), axis).shape)
 
 
@@ -52,21 +56,23 @@ TRANSPOSE = array_op("np.transpose", _forward_transpose, _backward_transpose)
 
 
 @rule(np.transpose)
-def transpose(x, axes=None):
+def transpose(x: Array, axes: Any = None) -> Array:
     ndim = raw(x).ndim
     axes = range(ndim)[::-1] if axes is None else [a % ndim for a in axes]
     return apply(TRANSPOSE, (x,), axes=tuple(axes))
 
 
 @rule(np.swapaxes)
-def swapaxes(x, axis1, axis2):
+def swapaxes(x: Array, axis1: int, axis2: int) -> Array:
     axes = list(range(raw(x).ndim))
     axes[axis1], axes[axis2] = axes[axis2], axes[axis1]
     return transpose(x, axes)
 
 
 @rule(np.moveaxis)
-def moveaxis(x, source, destination):
+def moveaxis(
+    x: Array, source: int | tuple[int, ...] | None, destination: int | tuple[int, ...] | None
+) -> Array:
     ndim = raw(x).ndim
     order = np.moveaxis(np.empty((0,) * ndim), source, destination)  # checks the axes
     source, destination = (a if isinstance(a, tuple | list) else [a] for a in (source, destination))
@@ -88,7 +94,7 @@ BROADCAST = array_op("np.broadcast_to", _forward_broadcast, _backward_broadcast)
 
 
 @rule(np.broadcast_to)
-def broadcast_to(x, shape):
+def broadcast_to(x: Array, shape: Shape) -> Array:
     return apply(BROADCAST, (x,), shape=shape if isinstance(shape, tuple) else (shape,))
 
 
@@ -104,7 +110,7 @@ FLIP = array_op("np.flip", _forward_flip, _backward_flip)
 
 
 @rule(np.flip)
-def flip(x, axis=None):
+def flip(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     return apply(FLIP, (x,), axis=axis)
 
 
@@ -120,12 +126,12 @@ TRIANGLE = array_op("np.tril", _forward_triangle, _backward_triangle)
 
 
 @rule(np.tril)
-def tril(x, k=0):
+def tril(x: Array, k: int = 0) -> Array:
     return apply(TRIANGLE, (x,), k=k, keep=np.tril)
 
 
 @rule(np.triu)
-def triu(x, k=0):
+def triu(x: Array, k: int = 0) -> Array:
     return apply(TRIANGLE, (x,), k=k, keep=np.triu)
 
 
@@ -144,7 +150,7 @@ def _backward_index(saved, grad, *, needs, into, key):
 INDEX = array_op("indexing", _forward_index, _backward_index)
 
 
-def index(x, key):
+def index(x: Array, key: Any) -> Array:
     """Return ``x[key]`` for slices, integers, integer arrays and boolean masks."""
     key = tuple([raw(k) for k in key]) if isinstance(key, tuple) else raw(key)
     return apply(INDEX, (x,), key=key)
@@ -167,7 +173,7 @@ def _backward_scatter(saved, grad, *, needs, into, key, shape):
 SCATTER = array_op("scatter", _forward_scatter, _backward_scatter)
 
 
-def scatter(x, key, shape):
+def scatter(x: Array, key: Any, shape: Shape) -> Array:
     """Return zeros of ``shape`` with ``x`` added at ``[key]``."""
     return apply(SCATTER, (x,), key=key, shape=shape)
 
@@ -180,7 +186,7 @@ def _has_integer_array(key):
 
 
 @rule(np.take)
-def take(x, indices, axis=None):
+def take(x: Array, indices: Array, axis: int | None = None) -> Array:
     if axis is None:
         return index(reshape(x, -1), indices)
     return index(x, (slice(None),) * (axis % raw(x).ndim) + (indices,))
@@ -205,14 +211,14 @@ CONCATENATE = array_op("np.concatenate", _forward_concatenate, _backward_concate
 
 
 @rule(np.concatenate)
-def concatenate(arrays, axis=0):
+def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     if axis is None:
         arrays, axis = [ravel(a) for a in arrays], 0
     return apply(CONCATENATE, tuple(arrays), axis=axis)
 
 
 @rule(np.stack)
-def stack(arrays, axis=0):
+def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     return concatenate([expand_dims(a, axis) for a in arrays], axis)
 
 
@@ -231,11 +237,11 @@ SPLIT = array_op("np.split", _forward_split, _backward_split)
 
 
 @rule(np.split)
-def split(x, indices_or_sections, axis=0):
+def split(x: Array, indices_or_sections: Any, axis: int = 0) -> list[Array]:
     """Return a tuple of parts: an op with several outputs."""
     return apply(SPLIT, (x,), sections=indices_or_sections, axis=axis)
 
 
-def copy_of(x):
+def copy_of(x: Array) -> Array:
     """Return the same values as a new recorded result (the identity on the tape)."""
     return apply(BROADCAST, (x,), shape=raw(x).shape) if isinstance(x, Box) else x

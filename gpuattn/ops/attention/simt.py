@@ -1,4 +1,4 @@
-"""raw-simt, in float32 on CUDA cores: ``rawkernels/attention/flash_attention_{forward,backward}_simt.cu``."""
+"""raw-simt, in float32 on CUDA cores: ``attention/flash_attention_{forward,backward}_simt.cu``."""
 
 from typing import Any
 

@@ -8,6 +8,7 @@ Device code: ``rawkernels/linear/bias_activation.cu`` and ``rawkernels/column_su
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -28,29 +29,39 @@ from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_choice, dropout_key, probability, take_arrays
 from gpuattn.ops.dropout import device_numbers, factor, keep_of
+from gpuattn.rng import Key
+from gpuattn.typing import Array
 
 # the constant ACTIVATION of bias_activation.cu; "gelu" is the tanh form
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_exact": 3, "swiglu": 4}
 BLOCK, SUM_BLOCK = 256, 128
-COLUMNS = 8  # of a thread
-MOST_LANES, LEAST_LANES = 32, 8  # threads that share a row, if it has so many columns
-ROWS = 2, 1  # of a thread in the forward kernel: one where a row has two parts
-MOST_PARTS = 100  # sums of a column that the second stage adds, if narrow slabs can help it
-BLOCKS = 528  # of a backward launch, about: four to a multiprocessor of an H200
-CPU_BLOCK = 1 << 17  # elements at a time on NumPy; shorter calls do not keep two threads busy
+COLUMNS = 8  # per thread
+MAX_ROW_THREADS, MIN_ROW_THREADS = 32, 8  # threads that share a row of many columns
+ROWS = 2, 1  # per thread in the forward kernel: without and with SwiGLU, whose rows have two parts
+MAX_PARTS = 100  # partial sums of a column for the second stage, if narrower slabs can avoid more
+BLOCKS = 528  # of a backward launch, about: four for each multiprocessor of an H200
+CPU_BLOCK = 1 << 17  # elements at a time on NumPy; with fewer, two threads are not kept busy
 TANH_INNER, TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
 @op
-def gelu(x, bias=None, *, approximate="tanh", p=0.0, seed=None, impl=None):
+def gelu(
+    x: Array,
+    bias: Array | None = None,
+    *,
+    approximate: str = "tanh",
+    p: float = 0.0,
+    seed: Any = None,
+    impl: str | None = None,
+) -> Call[Array]:
     """Return ``dropout(GELU(x + bias))``, in the shape and dtype of ``x``.
 
     ``x``: (..., cols) float array or Tensor. ``bias``: (cols,) in the dtype of ``x``, or None.
     ``approximate``: "tanh", or "none" for the exact form x * Phi(x).
     ``p``: the probability that dropout zeroes an element; ``seed``: None, an int or ``rng.Key``.
     ``impl``: an implementation's name, or None for the fastest that accepts the arguments.
-    Raises TypeError for other or mixed dtypes, ValueError for a bias that does not fit or a p that
-    is no probability.
+    Raises TypeError for other or mixed dtypes, ValueError for a bias that does not fit and for p
+    outside 0..1.
     """
     check_choice("gelu", "approximate", approximate, "tanh", "none")
     activation = "gelu" if approximate == "tanh" else "gelu_exact"
@@ -58,20 +69,34 @@ def gelu(x, bias=None, *, approximate="tanh", p=0.0, seed=None, impl=None):
 
 
 @op
-def relu(x, bias=None, *, p=0.0, seed=None, impl=None):
+def relu(
+    x: Array,
+    bias: Array | None = None,
+    *,
+    p: float = 0.0,
+    seed: Any = None,
+    impl: str | None = None,
+) -> Call[Array]:
     """Return ``dropout(max(x + bias, 0))``, in the shape and dtype of ``x``; NaN stays NaN.
 
-    All else is as in ``gelu``.
+    Other arguments and errors are as in ``gelu``.
     """
     return _apply(RELU, x, bias, "relu", p, seed, impl)
 
 
 @op
-def swiglu(x, bias=None, *, p=0.0, seed=None, impl=None):
+def swiglu(
+    x: Array,
+    bias: Array | None = None,
+    *,
+    p: float = 0.0,
+    seed: Any = None,
+    impl: str | None = None,
+) -> Call[Array]:
     """Return ``dropout(gate * sigmoid(gate) * up)`` where ``x + bias`` is (gate, up): (..., cols).
 
-    ``x``: (..., 2 * cols), the gate in its first half. ``bias``: (2 * cols,) or None. All else is
-    as in ``gelu``. Raises ValueError for an odd number of columns.
+    ``x``: (..., 2 * cols), the gate in its first half. ``bias``: (2 * cols,) or None. Other
+    arguments and errors are as in ``gelu``; also raises ValueError for an odd number of columns.
     """
     (x,) = take_arrays("swiglu", {"x": x}, {}).values()
     columns = x.shape[-1:]
@@ -127,12 +152,12 @@ def _backward_reference(saved, dy, *, needs, into, activation, p=0.0, key=None):
 
 
 def _halves(slope, y):
-    """Return the slope of each part of x beside y: (..., 1 or 2, cols)."""
+    """Return the slope by parts of x, (..., 1 or 2, cols), to be multiplied by y (..., cols)."""
     parts = slope.shape[-1] // y.shape[-1] if slope.ndim and y.shape[-1] else 1
     return slope.reshape(*y.shape[:-1], parts, *y.shape[-1:])
 
 
-def activate(z, activation, want_slope):
+def activate(z: Array, activation: str, want_slope: bool) -> tuple[Array, Array | None]:
     """Return (f(z), f'(z) or None) for float32 or float64 ``z``; the slope of ReLU is boolean."""
     xp = get_xp(z)
     if activation == "relu":
@@ -158,7 +183,7 @@ def _gelu_tanh(xp, z, want_slope):
         out = xp.multiply(here, gate, out=y[part])
         if not want_slope:
             return
-        square *= 6 * TANH_INNER * TANH_CUBIC  # gate + y (1 - gate) 2 u', tanh being taken of u
+        square *= 6 * TANH_INNER * TANH_CUBIC  # gate + y (1 - gate) 2 u', for tanh(u)
         square += 2 * TANH_INNER
         square *= out
         square -= square * gate
@@ -195,7 +220,7 @@ def _swiglu(xp, z, want_slope):
 ERF_TOP = 6.0  # 1 - erf(6) is 2e-17
 
 
-def erf(x):
+def erf(x: Array) -> Array:
     """Return the error function of float32 or float64 ``x``, within 5e-7 or 1e-14.
 
     erf(x) = 1 - exp(-x^2) p(w) for x > 0, where w = (1 / (2 + x)) scaled to -1 .. 1.
@@ -222,7 +247,7 @@ def erf(x):
 @functools.cache
 def _erf_polynomial(degree):
     """Return the coefficients of p, highest power first, by interpolation of ``math.erfc``."""
-    from numpy.polynomial import chebyshev  # slow to import, seldom needed
+    from numpy.polynomial import chebyshev  # slow to import, rarely needed
 
     first, last = 1 / (2 + ERF_TOP), 1 / 2
 
@@ -236,7 +261,7 @@ def _erf_polynomial(degree):
 # ---- raw: rawkernels/linear/bias_activation.cu, rawkernels/column_sum.cu ------------------------
 
 
-def refuse_raw(x, *_, **__):
+def refuse_raw(x: Array, *_: Any, **__: Any) -> str | None:
     """Return why the kernels do not take ``x``, or None."""
     return kernel_refusal(x)
 
@@ -253,7 +278,14 @@ def _backward_raw(saved, dy, *, needs, into, activation, p=0.0, key=None):
     return launch_backward(*saved, dy, needs[1], into[1], activation, p, key)
 
 
-def launch_forward(x, bias, y, activation, p=0.0, key=None):
+def launch_forward(
+    x: Array,
+    bias: Array | None,
+    y: Array,
+    activation: str | None,
+    p: float = 0.0,
+    key: Key | None = None,
+) -> Array:
     """Write dropout(f(x + bias)) to ``y``, C-contiguous, which may be ``x``. Return ``y``."""
     x, step = strided_rows(x)
     bias = None if bias is None else get_xp(bias).ascontiguousarray(bias)
@@ -268,11 +300,20 @@ def launch_forward(x, bias, y, activation, p=0.0, key=None):
     return y
 
 
-def launch_backward(x, bias, dy, want_bias, slot, activation, p=0.0, key=None):
+def launch_backward(
+    x: Array | None,
+    bias: Array | None,
+    dy: Array,
+    want_bias: bool,
+    slot: tuple[Array, bool] | None,
+    activation: str | None,
+    p: float = 0.0,
+    key: Key | None = None,
+) -> tuple[Array, Array | None]:
     """Return (dx, dbias): the gradient ``dy`` times f'(x + bias), and its sum over the rows.
 
-    ReLU takes its own output as ``x``, and no bias. dbias is None unless ``want_bias``, and when
-    it went to ``slot`` = (place, add to it?). Without an activation x may be None and dx is dy.
+    For ReLU ``x`` is its result, and ``bias`` None. dbias is None unless ``want_bias``, or if
+    written to ``slot``, (array, whether to add to it). Without an activation dx is dy.
     """
     if activation is None and not want_bias:
         return dy, None
@@ -308,7 +349,7 @@ def _kernel(verb, x, activation, vector, p):
 
 
 def _vector(cols, *rows):
-    """Return whether a thread may take eight neighbours; ``rows``: pairs of an array and a step."""
+    """Return whether threads can read COLUMNS at a time; ``rows``: pairs (array, row step)."""
     return cols % COLUMNS == 0 and all(aligned_rows(x, step) for x, step in rows)
 
 
@@ -317,11 +358,11 @@ def _rows_and_columns(x):
 
 
 def _lanes_and_slabs(rows, cols):
-    """Return how many threads share a row, a power of two, and how often they cover it.
+    """Return (threads that share a row, a power of two; slabs of a row that they cover).
 
-    So many that few are idle, be it for the end of a row or for want of rows.
+    Chosen so that few threads are idle, at the end of a row or because there are few rows.
     """
-    packs, lanes = -(-cols // COLUMNS), MOST_LANES
+    packs, lanes = -(-cols // COLUMNS), MAX_ROW_THREADS
     while lanes > 1 and 8 * (-packs % lanes) > packs:
         lanes //= 2
     while lanes < min(packs, BLOCK) and rows * lanes < BLOCK:
@@ -330,16 +371,16 @@ def _lanes_and_slabs(rows, cols):
 
 
 def _chunks(rows, cols):
-    """Return lanes, slabs, the rows of a block that adds up, and how many such chunks there are.
+    """Return (lanes, slabs, rows of a chunk, chunks); a block sums up a slab of one chunk.
 
-    Narrow slabs make few chunks, of which the second stage adds the sums.
+    Narrow slabs give few chunks, so that the second stage has few partial sums to add.
     """
     lanes, _ = _lanes_and_slabs(rows, cols)
     while True:
         slabs = -(-cols // (COLUMNS * lanes))
         chunk = max(-(-rows * slabs // BLOCKS), BLOCK // lanes)
         parts = -(-rows // chunk)
-        if parts <= MOST_PARTS or lanes <= LEAST_LANES:
+        if parts <= MAX_PARTS or lanes <= MIN_ROW_THREADS:
             return lanes, slabs, chunk, parts
         lanes //= 2
 

@@ -1,55 +1,85 @@
-"""GELU behind a linear layer without bias, and its slopes as bytes: ``linear_gelu_hopper.cu``.
+"""A linear layer with GELU and no bias on Hopper: the implementation "raw-hopper" of ``linear``.
 
-For its gradient the layer keeps the slope of every result, rounded to a byte (Novikov et al.,
-"Few-bit backward: quantized gradients of activation functions for memory footprint reduction",
-2022), where it would keep what GELU was taken of: half the bytes, and no slopes to compute.
-0 and 1 are exact; other slopes, -0.13 to 1.13, are off by at most 1/256 for bfloat16 (1/512 below
-0.36), as its rounding is above 1, and by 1/400 and two roundings for float16. NaN and infinity
-get some slope of up to 1.36; the layer's own result says what they are.
+``linear_gelu_hopper.cu`` writes GELU of the matmul, and for the gradient the slope of each result,
+rounded to a byte (Novikov et al., "Few-bit backward: quantized gradients of activation functions
+for memory footprint reduction", 2022). Other layers save the input of GELU: twice the bytes, and
+the gradient has to compute the slopes.
+
+Slopes of 0 and 1 are exact. Others, from -0.13 to 1.13, are off by at most 1/256 for bfloat16
+(1/512 below 0.36), which is the rounding of bfloat16 above 1, and by 1/400 and two roundings for
+float16. The slope at NaN and infinity is some number up to 1.36; y itself is NaN or infinite there.
 """
 
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import ctype, get_xp, on_gpu
+from gpuattn.arrays import as_rows, ctype, get_xp
+from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.cuda import tensor_maps
-from gpuattn.cuda.gpu import gpu
-from gpuattn.cuda.kernels import kernel
+from gpuattn.cuda.gpu import gpu, hopper_refusal
+from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.errors import SlowerRefusal
+from gpuattn.typing import Array
 
 FILE, NAME = "linear/linear_gelu_hopper.cu", "linear_gelu"
 ALONE_FILE, ALONE = "linear/gelu_slopes.cu", "gelu_slopes_backward"
-THREADS, TILE, DEPTH = 384, 128, 64  # rows and columns of a tile; of a stage of the sum
-HELD = 6  # stages of a weight that may stay in shared memory,
-LEAST_SHARE = 0.95  # if so many of the multiprocessors have a column of tiles then
-LEAST_TILES, DEPTHS = 1024, (384, 768)  # of a layer: where it was measured
+THREADS = 384
+TILE = 128  # rows and columns of a tile
+DEPTH = 64  # columns of x in one pipeline stage
+HELD = 6  # stages of a weight that can stay in shared memory: the constant HELD, or 0 for none
+MIN_BUSY = 0.95  # share of the multiprocessors that must have a column of tiles for HELD
+MIN_TILES, MIN_DEPTH, MAX_DEPTH = 1024, 384, 768  # where it was measured faster than a library
 SHARED_BYTES = {0: 198656, HELD: 231424}
-BLOCK_ROWS, BLOCK_COLUMNS = 64, 32  # whose codes lie together
-MAX_SIDE = 2**31 - 2**10  # for 32-bit coordinates
+BLOCK_ROWS, BLOCK_COLUMNS = 64, 32  # of a block of neighbouring codes
+MAX_SIDE = 2**31 - 2**10  # coordinates have 32 bits
 
 
-def fits(x, weight):
-    """Return whether ``forward`` can take ``x`` (rows, in) and ``weight`` (out, in)."""
-    if ctype(x.dtype) not in tensor_maps.KINDS or x.dtype != weight.dtype:
-        return False
-    sides = (*x.shape, len(weight))
-    if min(sides) == 0 or max(sides) > MAX_SIDE or len(weight) % 8:
-        return False
-    return not any(tensor_maps.refusal(array[:, None], "") for array in (x, weight))
+def refuse(
+    x: Array, weight: Array, bias: Array | None, *, needs: tuple[bool, ...], activation: str | None
+) -> str | None:
+    """Return why this implementation does not run ``linear``, or None."""
+    if activation != "gelu" or bias is not None:
+        return "the kernel computes GELU, of a matmul without a bias"
+    if reason := kernel_refusal(x) or hopper_refusal(x.device.id):
+        return reason
+    rows = as_rows(x)
+    return refusal(rows, weight) or _slower(rows, weight, needs)
 
 
-def takes(x, weight):
-    """Return whether ``forward`` is for a layer, as measured faster than a library's product."""
-    if not on_gpu(x) or not gpu(x.device.id).has_wgmma or not fits(x, weight):
-        return False
-    least, most = DEPTHS
-    tiles = _across(len(x)) * _across(len(weight))
-    return tiles >= LEAST_TILES and least <= x.shape[1] <= most
+def refusal(x: Array, weight: Array) -> str | None:
+    """Return why ``forward`` cannot take ``x`` (rows, in) and ``weight`` (out, in), or None."""
+    if x.dtype != weight.dtype:
+        return f"x is {x.dtype} but weight is {weight.dtype}"
+    (rows, depth), columns = x.shape, len(weight)
+    if min(rows, depth, columns) == 0 or max(rows, depth, columns) > MAX_SIDE:
+        return f"{rows} rows, {depth} inputs, {columns} outputs; accepted: 1 to {MAX_SIDE} of each"
+    if columns % 8:
+        return f"{columns} outputs, the kernel takes multiples of 8"
+    return _layout_refusal(x, "x") or _layout_refusal(weight, "weight")
 
 
-def forward(x, weight):
-    """Return (y, codes): gelu(x @ weight.T) by tanh, (rows, out), and its slopes as bytes.
+def _layout_refusal(x, name):
+    return tensor_maps.refusal(x[:, None], name)
 
-    16-bit floats of one dtype. The codes are (bytes,), in the kernel's order; whole tiles of them.
+
+def _slower(x, weight, needs):
+    """Return why the library's matmul is preferred, as measured, or None."""
+    if not any(needs):
+        return SlowerRefusal("no gradient is wanted: the library writes no slopes")
+    tiles, depth = _across(len(x)) * _across(len(weight)), x.shape[1]
+    if tiles < MIN_TILES or not MIN_DEPTH <= depth <= MAX_DEPTH:
+        return SlowerRefusal(
+            f"a result of {tiles} tiles of {TILE} x {TILE} and {depth} inputs; faster than the "
+            f"library from {MIN_TILES} tiles and for {MIN_DEPTH} to {MAX_DEPTH} inputs"
+        )
+    return None
+
+
+def forward(x: Array, weight: Array) -> tuple[Array, Array]:
+    """Return (y, codes): gelu(x @ weight.T) by its tanh form, and its slopes as bytes.
+
+    ``x``: (rows, in). ``weight``: (out, in). ``y``: (rows, out). All of one 16-bit float dtype.
+    ``codes``: (bytes,) uint8, in the order of the kernel, for whole tiles.
     """
     y = arrays.empty(x, (len(x), len(weight)))
     codes = arrays.empty(x, (_across(len(x)) * _across(len(weight)) * TILE**2,), np.uint8)
@@ -57,32 +87,31 @@ def forward(x, weight):
     return y, codes
 
 
-def are_codes(kept):
-    """Return whether that is what ``forward`` left for the gradient."""
-    return kept is not None and kept.dtype == np.uint8
-
-
-def takes_matmul(product):
-    """Return whether ``backward`` can go on from a ``PendingMatmul``."""
-    dz, weight = product.dz, product.weight
+def takes_matmul(matmul: PendingMatmul) -> bool:
+    """Return whether ``backward`` takes a ``PendingMatmul`` as dy."""
+    dz, weight = matmul.dz, matmul.weight
     if dz.dtype != weight.dtype or not 0 < len(weight) <= MAX_SIDE:
         return False
-    return not any(tensor_maps.refusal(array[:, None], "") for array in (dz, weight))
+    return not (_layout_refusal(dz, "dz") or _layout_refusal(weight, "weight"))
 
 
-def backward(product, codes):
-    """Return ``product * slopes``: (rows, out), for an ``autodiff.pending_matmul.PendingMatmul``.
+def backward(dy: Array | PendingMatmul, codes: Array) -> Array:
+    """Return dz = dy * slopes: (rows, out).
 
-    The product is rounded to its dtype before the slope multiplies it.
+    ``dy``: (..., out), an array, or a ``PendingMatmul``, which is rounded to its dtype before the
+    slope multiplies it.
     """
-    dz = arrays.empty(product.dz, (len(product.dz), product.weight.shape[1]))
-    _launch(product.dz, product.weight, dz, codes, True)
+    return _of_matmul(dy, codes) if isinstance(dy, PendingMatmul) else _of_array(dy, codes)
+
+
+def _of_matmul(matmul, codes):
+    dz = arrays.empty(matmul.dz, (len(matmul.dz), matmul.weight.shape[1]))
+    _launch(matmul.dz, matmul.weight, dz, codes, True)
     return dz
 
 
-def backward_alone(dy, codes):
-    """Return ``dy * slopes``: (rows, out), for an array."""
-    dy = get_xp(dy).ascontiguousarray(dy)
+def _of_array(dy, codes):
+    dy = get_xp(dy).ascontiguousarray(as_rows(dy))
     dz = arrays.empty(dy, dy.shape)
     rows, columns = dy.shape
     across = _across(columns) * TILE // BLOCK_COLUMNS
@@ -105,14 +134,15 @@ def _launch(a, weight, out, codes, gradient):
     )
 
 
-def plan(rows, columns, depth, multiprocessors):
-    """Return (the constant HELD, how many blocks)."""
+def plan(rows: int, columns: int, depth: int, multiprocessors: int) -> tuple[int, int]:
+    """Return (the constant HELD, the number of blocks) for a result of (rows, columns)."""
     down, across = _across(rows), _across(columns)
     high = min(multiprocessors // across, down)  # blocks in a column of tiles
-    if depth <= HELD * DEPTH and high * across >= LEAST_SHARE * min(multiprocessors, down * across):
+    if depth <= HELD * DEPTH and high * across >= MIN_BUSY * min(multiprocessors, down * across):
         return HELD, high * across
     return 0, min(multiprocessors, down * across)
 
 
 def _across(size):
+    """Return how many tiles cover ``size`` rows or columns."""
     return -(-size // TILE)

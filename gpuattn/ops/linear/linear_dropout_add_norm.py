@@ -1,12 +1,14 @@
-"""A residual branch's last layer and the border behind it: h = residual + dropout(y), norm(h).
+"""The last layer of a residual branch, with dropout, the residual and the norm after it.
 
-y = x @ projection.T + projection_bias. On Hopper one kernel computes whole rows of y and goes on
-with them, ``linear/linear_dropout_add_norm.cu``; else these are the two ops ``linear`` and
-``dropout_add_norm``, whose gradients are this one's in any case.
+h = residual + dropout(x @ projection.T + projection_bias), and norm(h). "raw-hopper": one kernel
+computes whole rows of the matmul and all that follows, ``linear/linear_dropout_add_norm.cu``.
+"cublaslt" and "reference": the two ops ``linear`` and ``dropout_add_norm``, one after the other.
+The gradient is that of the two ops in each of them.
 """
 
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -16,106 +18,103 @@ from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.gpu import gpu, hopper_refusal
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.cuda.tensor_maps import tensor_map
-from gpuattn.errors import SlowerRefusal, problem
+from gpuattn.errors import SlowerRefusal
 from gpuattn.impls import Call, Fusion, Impl, Impls
-from gpuattn.ops.arguments import check_choice, dropout_key, number, probability, take_arrays
+from gpuattn.ops.arguments import check_matrix, check_shapes, take_arrays
 from gpuattn.ops.dropout import device_numbers
+from gpuattn.ops.linear.gradients import save
 from gpuattn.ops.linear.linear import IMPLS as LINEAR
 from gpuattn.ops.norm.dropout_add_norm import IMPLS as DROPOUT_ADD_NORM
+from gpuattn.ops.norm.dropout_add_norm import settings
 from gpuattn.ops.norm.launch import refuse_raw, rows_of
-from gpuattn.ops.norm.layer_norm import contiguous
+from gpuattn.ops.norm.layer_norm import check_eps, contiguous
+from gpuattn.typing import Array
 
 FILE, NAME = "linear/linear_dropout_add_norm.cu", "linear_dropout_add_norm_forward"
 THREADS = 384
-STAGE_BYTES, MAX_STAGES = 221184, 6  # of shared memory, as the kernel has it
+STAGE_BYTES, MAX_STAGES = 221184, 6  # shared memory for pipeline stages, and their number
 TILES = {128: (64,), 192: (128,), 256: (128, 64), 384: (128, 64), 512: (64,)}
-"""Columns: rows of a block, as measured best first."""
-LEAST_SHARE = 0.8  # of the multiprocessors' time that blocks fill, else two launches are faster
+"""Columns: possible rows of a block, in the order in which they were measured faster."""
+MIN_BUSY = 0.8  # share of the multiprocessors' time that blocks fill: below, two ops are faster
 MAX_ROWS = 2**31 - 128
 
 
 @op
 def linear_dropout_add_norm(
-    x, projection, residual, weight, bias=None, *, projection_bias=None, p=0.0, norm="layer",
-    eps=1e-5, seed=None, impl=None,
-):  # fmt: skip
+    x: Array,
+    projection: Array,
+    residual: Array,
+    weight: Array | None,
+    bias: Array | None = None,
+    *,
+    projection_bias: Array | None = None,
+    p: float = 0.0,
+    norm: str = "layer",
+    eps: float = 1e-5,
+    seed: Any = None,
+    impl: str | None = None,
+) -> Call[tuple[Array, Array]]:
     """Return (normed, h): h = residual + dropout(x @ projection.T + projection_bias), norm(h).
 
     ``x``: (..., in). ``projection``: (D, in). ``residual``: (..., D). ``weight``, ``bias``,
     ``projection_bias``: (D,) or None. All of one float dtype, arrays or Tensors. ``norm``, ``p``,
-    ``seed``, ``eps``: as in ``dropout_add_norm``, which this is of ``linear(x, projection)``; the
-    product need not be rounded in between. ``impl``: "raw-hopper", "raw-simt", "reference", or
+    ``seed``, ``eps``: as in ``dropout_add_norm``. The results are those of
+    ``dropout_add_norm(linear(x, projection), residual, ...)``, but for a rounding: "raw-hopper"
+    does not round the matmul to the dtype. ``impl``: "raw-hopper", "cublaslt", "reference", or
     None for the first that accepts.
 
-    Raises TypeError for other or mixed dtypes, ValueError for shapes that do not fit and for what
-    ``dropout_add_norm`` does not take.
+    Raises TypeError for other or mixed dtypes, ValueError for shapes that do not fit, p outside
+    0..1, an ``eps`` that is not positive and finite, and an unknown ``norm``.
     """
     name = "linear_dropout_add_norm"
     rows = {"x": x, "projection": projection, "residual": residual}
     vectors = {"weight": weight, "bias": bias, "projection_bias": projection_bias}
-    given = take_arrays(name, rows, vectors)
-    _check({name: raw(value) for name, value in given.items()})
-    check_choice(name, "norm", norm, "layer", "rms")
-    eps = number(name, "eps", eps, "a positive number", lambda e: 0 < e < math.inf)
-    p = probability(name, "p", p)
-    key = dropout_key(name, p, seed)
-    return Call(IMPLS, given.values(), impl, p=p, key=key, rms=norm == "rms", eps=eps)
-
-
-def _check(given):
-    def wrong(name, found, accepted):
-        return ValueError(problem("linear_dropout_add_norm", name, found, accepted))
-
-    check_together("linear_dropout_add_norm", **given)
-    check_floats("linear_dropout_add_norm", **given)
-    x, projection = given["x"], given["projection"]
-    if projection.ndim != 2:
-        raise wrong("projection.shape", projection.shape, "(D, in)")
-    if x.ndim == 0 or x.shape[-1] != projection.shape[1]:
-        raise wrong("x.shape", x.shape, f"(..., {projection.shape[1]}), as projection has it")
-    shape = (*x.shape[:-1], len(projection))
-    if given["residual"].shape != shape:
-        raise wrong("residual.shape", given["residual"].shape, shape)
-    for name in ("weight", "bias", "projection_bias"):
-        if given[name] is not None and given[name].shape != shape[-1:]:
-            raise wrong(f"{name}.shape", given[name].shape, shape[-1:])
+    inputs = take_arrays(name, rows, vectors)
+    given = {name: raw(value) for name, value in inputs.items()}
+    check_together(name, **given)
+    check_floats(name, **given)
+    x, projection, residual, *_ = given.values()
+    check_matrix(name, x, projection, "projection", "(D, in)")
+    shape = *x.shape[:-1], len(projection)
+    check_shapes(name, shape, residual=residual)
+    check_shapes(name, shape[-1:], **{name: given[name] for name in vectors})
+    eps = check_eps(name, eps)
+    return Call(IMPLS, inputs.values(), impl, **settings(name, norm, p, seed), eps=eps)
 
 
 # ---- as two ops ---------------------------------------------------------------------------------
 
+_OF_LINEAR = 5  # values that ``save`` returns; what dropout_add_norm saves comes after them
 
-def _of_product(needs):
+
+def _needs_of_linear(needs):
     return needs[0], needs[1], False
 
 
-def _of_border(needs):
+def _needs_of_norm(needs):
     return needs[0] or needs[1], *needs[2:]
 
 
-def _saved(of_product, of_border):
-    """Return what both ops save as one flat tuple, in which the tape finds inputs and outputs."""
-    return len(of_product or ()), *(of_product or ()), *of_border
+def _saved(x, projection, needs, of_norm):
+    """Return what both ops save as one tuple, in which the tape finds inputs and outputs."""
+    return *save("none", x, projection, _needs_of_linear(needs)), *of_norm
 
 
-def _parted(saved):
-    return saved[1 : 1 + saved[0]], saved[1 + saved[0] :]
+def _forward_two(linear, norm, x, projection, residual, *vectors, needs, **params):
+    y, _ = linear.forward(x, projection, None, needs=(False,) * 3, activation=None)
+    outs, saved = norm.forward(y, residual, *vectors, needs=_needs_of_norm(needs), **params)
+    return outs, _saved(x, projection, needs, saved) if any(needs) else None
 
 
-def _forward_by_two(product, border, x, projection, residual, *vectors, needs, **params):
-    y, kept = product.forward(x, projection, None, needs=_of_product(needs), activation=None)
-    outs, saved = border.forward(y, residual, *vectors, needs=_of_border(needs), **params)
-    return outs, _saved(kept, saved) if any(needs) else None
-
-
-def _backward_by_two(product, border, saved, *grads, needs, into, fold=None, **params):
-    kept, saved = _parted(saved)
-    places = None, *into[2:]
-    dy, *rest = border.backward(saved, *grads, needs=_of_border(needs), into=places, **params)
+def _backward_two(linear, norm, saved, *grads, needs, into, fold=None, **params):
+    of_norm, slots = saved[_OF_LINEAR:], (None, *into[2:])
+    dy, *rest = norm.backward(of_norm, *grads, needs=_needs_of_norm(needs), into=slots, **params)
     if not any(needs[:2]):
         return None, None, *rest
-    places, params = (*into[:2], None), {"needs": _of_product(needs), "activation": None}
-    params |= {"fold": fold} if product.fusion.offers_matmul else {}
-    dx, dprojection, _ = product.backward(kept, dy, into=places, **params)
+    params = {"needs": _needs_of_linear(needs), "into": (*into[:2], None), "activation": None}
+    if linear.fusion.offers_matmul:
+        params["fold"] = fold
+    dx, dprojection, _ = linear.backward(saved[:_OF_LINEAR], dy, **params)
     return dx, dprojection, *rest
 
 
@@ -123,9 +122,7 @@ def _backward_by_two(product, border, saved, *grads, needs, into, fold=None, **p
 
 
 def _refuse_hopper(x, projection, residual, *vectors, **params):
-    if reason := kernel_refusal(x):
-        return reason
-    if reason := hopper_refusal(x.device.id):
+    if reason := kernel_refusal(x) or hopper_refusal(x.device.id):
         return reason
     if x.itemsize != 2:
         return f"x is {x.dtype}, the kernel takes float16 and bfloat16"
@@ -136,39 +133,42 @@ def _refuse_hopper(x, projection, residual, *vectors, **params):
         return f"{depth} inputs, the kernel takes multiples of 8"
     if (count := residual.size // width) > MAX_ROWS:
         return f"{count} rows, the kernel takes {MAX_ROWS}"
-    if (share := share_of(count, block_rows(width, count, x.device.id), x.device.id)) < LEAST_SHARE:
+    if (share := share_of(count, block_rows(width, count, x.device.id), x.device.id)) < MIN_BUSY:
         return SlowerRefusal(f"its blocks would fill {share:.0%} of the multiprocessors' time")
     return None
 
 
-def share_of(count, rows, device):
-    """Return which share of the time of all multiprocessors blocks of ``rows`` of rows fill."""
+def share_of(count: int, rows: int, device: int) -> float:
+    """Return the share of the multiprocessors' time that blocks of ``rows`` fill: 0 to 1.
+
+    ``count``: all rows. The last wave of blocks leaves some multiprocessors idle.
+    """
     at_once = rows * gpu(device).multiprocessors
     return count / (-(-count // at_once) * at_once) if count else 0.0
 
 
-def block_rows(width, count, device):
-    """Return the rows of a block: of two tiles the first, where blocks of it fill about as much."""
+def block_rows(width: int, count: int, device: int) -> int:
+    """Return the rows of a block: the first of TILES that fills the GPU about as well as any."""
     best = max(share_of(count, rows, device) for rows in TILES[width])
-    return next(r for r in TILES[width] if share_of(count, r, device) >= LEAST_SHARE * best)
+    return next(r for r in TILES[width] if share_of(count, r, device) >= MIN_BUSY * best)
 
 
 def _map(x, box):
-    """Return (x, the copy engine's map of its rows in boxes of ``box``), a copy where need be."""
+    """Return (x, the tensor map of its rows in boxes of ``box`` rows); copies x if need be."""
     x, step = rows_of(x)
     if step < x.shape[-1]:
         x = get_xp(x).array(x, order="C")
     return x, tensor_map(x.reshape(1, math.prod(x.shape[:-1]), 1, x.shape[-1]), box)
 
 
-def box(width, rows):
-    """Return the rows of a box of the projection, by those of a block."""
+def box(width: int, rows: int) -> int:
+    """Return the rows of the projection that one TMA copy loads, for a block of ``rows``."""
     own = width if rows == 128 else width // 2  # columns of a warpgroup
     return own // 2 if own > 256 else own
 
 
-def shared_bytes(width, rows):
-    """Return the shared memory of a block of so many rows, as the kernel lays it out."""
+def shared_bytes(width: int, rows: int) -> int:
+    """Return the bytes of shared memory of a block, as the kernel divides them."""
     stage = 128 * (rows + width)
     stages = min(STAGE_BYTES // stage, MAX_STAGES)
     return 2048 + stages * stage + 6 * width + 1024 + rows * width // 8
@@ -183,7 +183,7 @@ def _forward_hopper(x, projection, residual, weight, bias, x_bias, *, needs, p, 
     rows = block_rows(width, count, x.device.id)
     boxes = rows, box(width, rows), 64, 16, 16
     given = [_map(*pair) for pair in zip((x, projection, residual, normed, h), boxes, strict=True)]
-    dropout = rng.threshold(p) < 65536  # else p is too small to drop any
+    dropout = rng.threshold(p) < 65536  # else p is too small to drop an element
     constants = {"ROWS": rows, "COLUMNS": width, "RMS": rms, "DROPOUT": dropout}
     weight, bias, x_bias = contiguous(weight, bias, x_bias)
     kernel(FILE, NAME, scalar=ctype(x.dtype), **constants)(
@@ -192,24 +192,22 @@ def _forward_hopper(x, projection, residual, weight, bias, x_bias, *, needs, p, 
     )  # fmt: skip
     if not any(needs):
         return (normed, h), None
-    kept = x if needs[1] else None, projection if needs[0] else None, None, None
-    return (normed, h), _saved(kept, (h, weight, mean, rstd))
+    return (normed, h), _saved(x, projection, needs, (h, weight, mean, rstd))
 
 
-def _implementation(name, forward=None, refuse=None, of="raw-simt"):
-    product, border = (
-        next(impl for impl in impls if impl.name == of) for impls in (LINEAR, DROPOUT_ADD_NORM)
-    )
-    return Impl(
-        name, forward or partial(_forward_by_two, product, border),
-        partial(_backward_by_two, product, border), refuse,
-        fusion=Fusion(offers_matmul=product.fusion.offers_matmul),
-    )  # fmt: skip
+def _impl(name, linear, norm, forward=None, refuse=None, **more):
+    """Return an Impl whose gradient is that of these implementations of the two ops."""
+    linear = next(impl for impl in LINEAR if impl.name == linear)
+    norm = next(impl for impl in DROPOUT_ADD_NORM if impl.name == norm)
+    forward = forward or partial(_forward_two, linear, norm)
+    fusion = Fusion(offers_matmul=linear.fusion.offers_matmul)
+    backward = partial(_backward_two, linear, norm)
+    return Impl(name, forward, backward, refuse, fusion=fusion, **more)
 
 
 IMPLS = Impls(
     "linear_dropout_add_norm",
-    _implementation("raw-hopper", _forward_hopper, _refuse_hopper),
-    _implementation("raw-simt", refuse=refuse_raw),
-    _implementation("reference", of="reference"),
+    _impl("raw-hopper", "cublaslt", "raw-simt", _forward_hopper, _refuse_hopper, specialized=True),
+    _impl("cublaslt", "cublaslt", "raw-simt", refuse=refuse_raw),
+    _impl("reference", "reference", "reference"),
 )

@@ -1,8 +1,10 @@
 """Gradients of many weights in one launch on Hopper: ``weight_gradients_hopper.cu``.
 
-A weight's gradient is a product of few tiles and a long sum. Alone it fills a GPU only in many
-parts, which somebody has to add; those of several layers fill it together.
+A weight's gradient, dz.T @ x, is a matmul of few tiles, each a long sum. Alone it fills a GPU only
+if the sums are split, whose parts must then be added up; those of several layers fill it together.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,27 +14,29 @@ from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.scratch import workspace
 from gpuattn.gemm.matmul import matmul
+from gpuattn.typing import Array
 
 FILE, NAME = "linear/weight_gradients_hopper.cu", "weight_gradients"
-ROWS, COLUMNS, DEPTH = 128, 384, 64  # of a tile, and of a stage of the sum
+ROWS, COLUMNS = 128, 384  # of a tile
+DEPTH = 64  # rows of dz and x in one step of a sum
 TEAM = 6  # pairs of blocks
-MOST = 24  # weights of a launch
-LEAST_ROWS = 1024  # of dz and x
-LEAST_TILES, LEAST_STEPS = 36, 2304  # of a launch; with less a library is faster
+MAX_WEIGHTS = 24  # of a launch
+MIN_ROWS = 1024  # of dz and x
+MIN_TILES, MIN_STEPS = 36, 2304  # of a launch; with fewer the library is faster
 SHARED_BYTES = 2048 + 3 * (ROWS + COLUMNS) * DEPTH * 2
-MAX_SIDE = 2**31 - 2**10  # for 32-bit coordinates
-WEIGHT = np.dtype("u8, i4, i4, i4, i4, i4, i4")
+MAX_SIDE = 2**31 - 2**10  # coordinates have 32 bits
+WEIGHT = np.dtype("u8, i4, i4, i4, i4, i4, i4")  # struct Weight of the kernel
 
 
-def takes(dz, x, out):
-    """Return whether ``launch`` takes ``dz`` (N, out), ``x`` (N, in) for a place (out, in)."""
+def takes(dz: Array, x: Array, out: Array) -> bool:
+    """Return whether ``launch`` is for ``dz`` (N, out), ``x`` (N, in) and ``out`` (out, in)."""
     if not on_gpu(dz) or not gpu(dz.device.id).has_wgmma:
         return False
-    return len(dz) >= LEAST_ROWS and fits(dz, x, out)
+    return len(dz) >= MIN_ROWS and fits(dz, x, out)
 
 
-def fits(dz, x, out):
-    """Return whether the kernel does, whatever it is faster than."""
+def fits(dz: Array, x: Array, out: Array) -> bool:
+    """Return whether the kernel can compute this, be it faster or not."""
     kinds = {dz.dtype, x.dtype}
     if len(kinds) > 1 or ctype(dz.dtype) not in tensor_maps.KINDS:
         return False
@@ -45,28 +49,31 @@ def fits(dz, x, out):
     return not any(tensor_maps.refusal(y[:, None], "") for y in (dz, x))
 
 
-def launch(problems):
-    """Write or add ``dz.T @ x`` to each ``out`` of [(dz, x, out, accumulate)]."""
-    alike = {}
+def launch(problems: Sequence[tuple[Array, Array, Array, bool]]) -> None:
+    """Write or add ``dz.T @ x`` to each ``out`` of [(dz, x, out, accumulate)].
+
+    By as few launches as possible; by the library where a launch would have too little to do.
+    """
+    alike: dict[tuple, list] = {}
     for dz, x, out, accumulate in problems:
         kind = len(dz), dz.dtype, out.dtype
         alike.setdefault(kind, []).append((dz, x, out, accumulate))
     for same in alike.values():
-        for i in range(0, len(same), MOST):
-            few = same[i : i + MOST]
+        for i in range(0, len(same), MAX_WEIGHTS):
+            few = same[i : i + MAX_WEIGHTS]
             tiles = sum(_tiles(out) for *_, out, _ in few)
-            if tiles >= LEAST_TILES and tiles * _steps(few[0][0]) >= LEAST_STEPS:
+            if tiles >= MIN_TILES and tiles * _steps(few[0][0]) >= MIN_STEPS:
                 launch_kernel(few)
                 continue
             for dz, x, out, accumulate in few:
                 matmul(dz, x, transpose_a=True, out=out, accumulate=accumulate)
 
 
-def launch_kernel(problems):
-    """Do what ``launch`` does by the kernel, for up to ``MOST`` of the same rows and dtypes.
+def launch_kernel(problems: Sequence[tuple[Array, Array, Array, bool]]) -> None:
+    """Do what ``launch`` does by one launch of the kernel.
 
-    Tiles of all weights by twelve, times ``DEPTH`` rows: steps, at least one for each team, or
-    one for each twelve tiles.
+    ``problems``: up to ``MAX_WEIGHTS``, of the same rows and dtypes. The work is divided among the
+    teams by steps: a step is a group of twelve tiles, of any weights, times ``DEPTH`` rows.
     """
     dz, _, out, _ = problems[0]
     maps, problem = _arguments(problems)
@@ -80,8 +87,8 @@ def launch_kernel(problems):
 
 def _arguments(problems):
     """Return the kernel's ``maps`` and ``problem`` as bytes."""
-    maps = np.zeros(2 * MOST, "V128")
-    problem = np.zeros(MOST * WEIGHT.itemsize + 16, np.uint8)
+    maps = np.zeros(2 * MAX_WEIGHTS, "V128")
+    problem = np.zeros(MAX_WEIGHTS * WEIGHT.itemsize + 16, np.uint8)
     weights, tiles = problem[:-16].view(WEIGHT), 0
     for i, (dz, x, out, accumulate) in enumerate(problems):
         steps = out.shape[1], 1
@@ -97,8 +104,11 @@ def _arguments(problems):
 
 
 def _is_turned(shape):
-    """Return whether a gradient's transpose is cut into tiles; None: they cover neither."""
-    for turned in (shape[0] < shape[1], shape[0] >= shape[1]):  # tall ones share more
+    """Return whether tiles cover the transpose of dweight, else dweight; None if neither.
+
+    Where they cover both, the one with more rows: its tiles share more of what is read.
+    """
+    for turned in (shape[0] < shape[1], shape[0] >= shape[1]):
         rows, columns = shape[::-1] if turned else shape
         if rows % ROWS == 0 and columns % COLUMNS == 0:
             return turned
@@ -114,7 +124,7 @@ def _steps(dz):
 
 
 def _workspaces(blocks):
-    """Return the addresses of what blocks leave to others, and of whether they did: zeros."""
+    """Return the addresses of partial tiles that blocks leave to others, and of their flags."""
     cuda = import_cupy().cuda
     device, stream = cuda.runtime.getDevice(), cuda.get_current_stream().ptr
     sums = workspace(f"{NAME}: sums", blocks * ROWS * COLUMNS * 4, device, stream)

@@ -1,15 +1,16 @@
 """Softmax cross entropy with label smoothing, ignored labels, a padded vocabulary, and z-loss.
 
-With q the share of the label's class and u that of each other one,
+With q the target probability of the label's class and u that of each other class,
 loss = lse - (q - u) x[label] - u sum(x) + z lse^2, and its gradient is
 (1 + 2 z lse) softmax(x) - u - (q - u) [label].
-Both rules of smoothing fit: "uniform" (Szegedy et al., "Rethinking the Inception Architecture",
-2016) spreads it over all classes, "others" over all but the label's. The z-loss (Chowdhery et al.,
-"PaLM", 2022) keeps lse near 0.
+Both rules of smoothing have this form: "uniform" (Szegedy et al., "Rethinking the Inception
+Architecture", 2016) spreads it over all classes, "others" over all but the label's. The z-loss
+(Chowdhery et al., "PaLM", 2022) keeps lse near 0.
 Device code: ``rawkernels/loss/cross_entropy.cu``, ``_short.cu`` and ``_cluster.cu``.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -27,40 +28,42 @@ from gpuattn.errors import GradientError, problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_choice, check_flags, integer, number, take_arrays
 from gpuattn.ops.loss import launch
+from gpuattn.typing import Array
 
 
 @op
 def cross_entropy(
-    logits,
-    labels,
+    logits: Array,
+    labels: Array,
     *,
-    label_smoothing=0.0,
-    smoothing="uniform",
-    z_loss=0.0,
-    ignore_index=-100,
-    vocab_size=None,
-    reduction="mean",
-    accuracy=False,
-    donate=False,
-    dloss=None,
-    impl=None,
-):
+    label_smoothing: float = 0.0,
+    smoothing: str = "uniform",
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    reduction: str = "mean",
+    accuracy: bool = False,
+    donate: bool = False,
+    dloss: Any = None,
+    impl: str | None = None,
+) -> Call[Any]:
     """Return the cross entropy of ``softmax(logits)`` and ``labels``, in nats and in float32.
 
     ``logits``: (..., C) float array or Tensor. ``labels``: integers (...,), or ``ignore_index``
-    for a row that counts for nothing. ``vocab_size``: V <= C; columns from V on are padding, never
-    read, with gradient zero.
+    for a row to ignore. ``vocab_size``: V <= C; columns from V on are padding: not
+    read, with gradient 0.
     ``label_smoothing``: 0 to 1, by the rule ``smoothing``: "uniform" gives each class 1 / V of it,
-    "others" each class but the label's 1 / (V - 1). ``z_loss``: adds so much of lse^2.
-    ``reduction``: "mean" over the rows that count (0 if none does), "sum", or "none" for (...,).
+    "others" each class but the label's 1 / (V - 1). ``z_loss``: adds ``z_loss`` * lse^2.
+    ``reduction``: "mean" over the rows not ignored (0 if there are none), "sum", or "none": (...,).
     ``accuracy``: also return how many rows are right, () int32: those whose label is the first of
-    the largest logits. Ignored rows, and rows whose loss is not a number, are not.
+    the largest logits. Ignored rows, and rows whose loss is NaN, are not.
 
-    ``donate``: the logits' memory may be overwritten, in the end by their gradient; backward then
-    works once. On a GPU "mean" and "sum" then leave the gradient there at once, for one read and
-    one write of the logits in all. ``dloss`` says for which gradient of the loss: a number, or a ()
-    float32 array that holds it on the device (such as a loss scale); 1 unless given, but without it
-    float16 waits for backward, since it may need a scale. Another one in backward costs a pass.
+    ``donate``: the memory of the logits may be overwritten, and finally holds their gradient;
+    backward then works once. On a GPU "mean" and "sum" then compute the gradient in the forward
+    pass, with one read and one write of the logits in all. ``dloss``: the gradient of the loss to
+    do that for, a number or a () float32 array on the device (such as a loss scale); 1 by default,
+    but float16 without ``dloss`` computes the gradient in backward, since it may need a scale.
+    If backward gets another gradient, it rescales, which costs a pass over the logits.
     ``impl``: an implementation's name, or None for the fastest that accepts.
 
     float64 logits give a float64 loss. Raises IndexError for a label out of range: at once on
@@ -72,49 +75,58 @@ def cross_entropy(
     x = raw(logits)
     check_together("cross_entropy", logits=x, labels=labels)
     check_floats("cross_entropy", logits=x)
-    if x.ndim == 0 or labels.shape != x.shape[:-1]:
-        accepted = f"logits.shape[:-1], for logits.shape {x.shape}"
-        raise ValueError(problem("cross_entropy", "labels.shape", labels.shape, accepted))
-    vocab_size = x.shape[-1] if vocab_size is None else vocab_size
-    accepted = f"1 to {x.shape[-1]}, the columns of logits"
-    vocab_size = integer("cross_entropy", "vocab_size", vocab_size, accepted, 1, x.shape[-1])
+    check_labels("cross_entropy", labels, x, "logits")
     check_choice("cross_entropy", "reduction", reduction, "mean", "sum", "none")
-    check_flags("cross_entropy", accuracy=accuracy, donate=donate)
-    shared = settings("cross_entropy", labels, vocab_size, label_smoothing, smoothing, z_loss)
+    check_flags("cross_entropy", donate=donate)
+    target = settings(
+        "cross_entropy", labels, x.shape[-1], "columns of logits", vocab_size=vocab_size,
+        label_smoothing=label_smoothing, smoothing=smoothing, z_loss=z_loss,
+        ignore_index=ignore_index, accuracy=accuracy,
+    )  # fmt: skip
+    inputs = logits, labels, scale_of_loss("cross_entropy", x, dloss)
+    donated = (logits,) if donate and isinstance(logits, Box) else ()
     return Call(
-        IMPLS,
-        (logits, labels, scale_of_loss("cross_entropy", x, dloss)),
-        impl,
-        **shared,
-        ignore_index=integer(
-            "cross_entropy", "ignore_index", ignore_index, "an integer", -math.inf
-        ),
-        reduction=reduction,
-        accuracy=bool(accuracy),
-        donate=bool(donate),
-        donated=(logits,) if donate and isinstance(logits, Box) else (),
+        IMPLS, inputs, impl, donated=donated, reduction=reduction, donate=bool(donate), **target
     )
 
 
-def settings(function, labels, vocab_size, label_smoothing, smoothing, z_loss):
-    """Check what is said of the target distribution; return the parameters it comes to."""
+def settings(
+    function: str, labels: Array, columns: int, of: str, *, vocab_size: int | None,
+    label_smoothing: float, smoothing: str, z_loss: float, ignore_index: int, accuracy: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the arguments that cross entropies share; return the parameters they stand for.
+
+    ``columns``: the classes of the logits, which are ``of``, in words.
+    """
     if labels.dtype.kind not in "iu":
         raise TypeError(problem(function, "labels.dtype", labels.dtype, "an integer dtype"))
+    vocab_size = columns if vocab_size is None else vocab_size
+    accepted = f"1 to {columns}, the {of}"
+    vocab_size = integer(function, "vocab_size", vocab_size, accepted, 1, columns)
     label_smoothing = number(
         function, "label_smoothing", label_smoothing, "0 to 1", lambda share: 0 <= share <= 1
     )
     check_choice(function, "smoothing", smoothing, "uniform", "others")
-    accepted = "0 or a little more, such as 1e-4"
+    accepted = "a finite number >= 0, such as 1e-4"
     z_loss = number(function, "z_loss", z_loss, accepted, lambda z: 0 <= z < math.inf)
+    ignore_index = integer(function, "ignore_index", ignore_index, "an integer", -math.inf)
+    check_flags(function, accuracy=accuracy)
     label_share, other_share = _shares(vocab_size, label_smoothing, smoothing)
     return {
         "vocab_size": vocab_size, "label_share": label_share, "other_share": other_share,
-        "z_loss": z_loss,
+        "z_loss": z_loss, "ignore_index": ignore_index, "accuracy": bool(accuracy),
     }  # fmt: skip
 
 
-def scale_of_loss(function, x, dloss):
-    """Return ``dloss`` as a () array beside the array ``x``, or None."""
+def check_labels(function: str, labels: Array, x: Array, name: str) -> None:
+    """Raise ValueError unless ``labels`` has one label for each row of ``x``, named ``name``."""
+    if x.ndim == 0 or labels.shape != x.shape[:-1]:
+        accepted = f"{name}.shape[:-1], for {name}.shape {x.shape}"
+        raise ValueError(problem(function, "labels.shape", labels.shape, accepted))
+
+
+def scale_of_loss(function: str, x: Array, dloss: Any) -> Array | None:
+    """Return ``dloss`` as a () array on the device of ``x``, or None if it is None."""
     if dloss is None:
         return None
     if isinstance(dloss, int | float):
@@ -132,7 +144,7 @@ def scale_of_loss(function, x, dloss):
 
 
 def _shares(vocab_size, label_smoothing, smoothing):
-    """Return (q, u): what the target distribution gives the label's class and each other one."""
+    """Return (q, u): the target probabilities of the label's class and of each other class."""
     if smoothing == "uniform":
         u = label_smoothing / vocab_size
         return 1 - label_smoothing + u, u
@@ -199,7 +211,7 @@ def _backward_reference(
     if rows is None:
         rows = arrays.empty(e, (len(e), shape[-1]), dtype)
     rows[:, vocab_size:] = 0
-    # of donated logits, `e` is the same memory
+    # if the logits were donated, `e` shares their memory
     inside = rows[:, :vocab_size] if rows.dtype == e.dtype else e if donate else None
     weight = weight * dloss.ravel()
     dx = xp.multiply(e, (weight * slope)[:, None], out=inside)
@@ -212,8 +224,8 @@ def _backward_reference(
     return rows.reshape(shape), None, None
 
 
-def take(kept):
-    """Return what the gradient is computed from; of donated logits (in a list) it is there once."""
+def take(kept: Any) -> Any:
+    """Return what the gradient is computed from. Donated logits, in a list, can be taken once."""
     if not isinstance(kept, list):
         return kept
     if not kept:

@@ -8,47 +8,50 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel, serves
+from gpuattn.typing import Array
 
-# (bytes of a row, what it takes), the first that is enough
-SHORT = [  # lanes of a warp, and vectors that each holds
+# (largest bytes of a row, its plan), in ascending order
+SHORT = [  # threads that share a row, 16-byte vectors per thread
     (1 << 8, (8, 2)), (1 << 9, (16, 2)), (1 << 10, (32, 2)), (2 << 10, (32, 4)), (4 << 10, (32, 8)),
 ]  # fmt: skip
-WHOLE_WARPS = [plan for plan in SHORT if plan[1][0] == 32]  # also of rows that begin anywhere
-LONG = [  # blocks, threads of each
+WHOLE_WARPS = [plan for plan in SHORT if plan[1][0] == 32]  # these also take unaligned rows
+LONG = [  # blocks that share a row, threads per block
     (10 << 10, (1, 32)), (48 << 10, (1, 128)), (112 << 10, (1, 512)),
     (208 << 10, (2, 512)), (288 << 10, (6, 192)), (1 << 40, (8, 512)),
 ]  # fmt: skip
-SPARE = 3 << 10  # bytes of shared memory that are not for a row
-WARPS = 4  # of a block, where each has a row, or several
-PREPARE = 32, 256  # blocks, and threads of each
-SUM = 1024  # threads of the one block
+RESERVED_SHARED = 3 << 10  # bytes of shared memory of a block that are not for its row
+WARPS = 4  # per block, for short rows
+PREPARE = 32, 256  # blocks, and threads per block, of the kernel "prepare"
+SUM = 1024  # threads of the one block of the kernel "sum"
 
 
 class Plan(NamedTuple):
-    """What the launches for one call share: arrays on the device."""
+    """Arrays on the device that the launches of one call share."""
 
-    targets: Any  # (rows,) int32: the label, -1 for a row that does not count
-    summary: Any  # struct Summary of loss/cross_entropy.cuh, as words
+    targets: Any  # (rows,) int32: the label, -1 for an ignored row
+    summary: Any  # struct Summary of common/cross_entropy.cuh, as words
 
     @property
-    def loss(self):
+    def loss(self) -> Array:
         return self.summary[:1].view(np.float32).reshape(())
 
     @property
-    def right(self):
+    def right(self) -> Array:
         return self.summary[2:3].reshape(())
 
 
-def as_rows(logits, count):
-    """Return logits as (count, columns), each row by itself and contiguous: a copy if need be."""
+def as_rows(logits: Array, count: int) -> Array:
+    """Return logits as (count, columns), copied unless rows are contiguous and do not overlap."""
     rows = logits.reshape(count, logits.shape[-1])
     apart = count < 2 or abs(rows.strides[0]) >= rows.shape[1] * rows.itemsize
     fits = apart and rows.strides[1] == rows.itemsize
     return rows if fits else get_xp(rows).array(rows, order="C")
 
 
-def prepare(rows, labels, dloss, vocab_size, ignore_index, mean):
-    """Return the Plan: labels checked, rows counted, what the gradient is multiplied by."""
+def prepare(
+    rows: Array, labels: Array, dloss: Array | None, vocab_size: int, ignore_index: int, mean: bool
+) -> Plan:
+    """Return the Plan: checked labels, the number of rows that count, the scale of the gradient."""
     labels = labels.ravel()
     labels = labels if labels.dtype in (np.int32, np.int64) else labels.astype(np.int64)
     blocks, threads = PREPARE
@@ -64,8 +67,10 @@ def prepare(rows, labels, dloss, vocab_size, ignore_index, mean):
     return plan
 
 
-def run_rows(rows, plan, statistics, with_gradient, goal):
-    """Return the losses (rows,); the gradient overwrites ``rows`` where asked for.
+def run_rows(
+    rows: Array, plan: Plan, statistics: Array | None, with_gradient: bool, goal: dict[str, Any]
+) -> Array:
+    """Return the losses (rows,); with ``with_gradient`` the gradient overwrites ``rows``.
 
     ``statistics``: None, or (rows, 2) for ``run_gradient``.
     """
@@ -86,7 +91,7 @@ def run_rows(rows, plan, statistics, with_gradient, goal):
     cluster, block = _first(LONG, size)
     if cluster > 1 and not serves("loss/cross_entropy_cluster.cu", device.capability):
         cluster, block = 1, 512
-    room = min(-(-size // (16 * cluster)), (device.shared_bytes - SPARE) // 16)
+    room = min(-(-size // (16 * cluster)), (device.shared_bytes - RESERVED_SHARED) // 16)
     constants["BLOCK"] = block
     if cluster == 1:
         launch = kernel("loss/cross_entropy.cu", "cross_entropy_rows", **constants)
@@ -98,13 +103,21 @@ def run_rows(rows, plan, statistics, with_gradient, goal):
     return losses
 
 
-def run_sum(rows, losses, plan):
-    """Write the sum of losses, or their mean where ``prepare`` was told so, into ``plan.loss``."""
+def run_sum(rows: Array, losses: Array, plan: Plan) -> None:
+    """Write the sum of losses, or their mean if ``prepare`` was asked for it, to ``plan.loss``."""
     _kernel("sum", rows)((1,), (SUM,), losses, plan.summary, losses.size)
 
 
-def run_gradient(rows, out, statistics, plan, dloss, each, goal):
-    """Write the gradient into ``out``, for one float32 ``dloss`` or, with ``each``, one a row."""
+def run_gradient(
+    rows: Array,
+    out: Array,
+    statistics: Array | None,
+    plan: Plan,
+    dloss: Array,
+    each: bool,
+    goal: dict[str, Any],
+) -> None:
+    """Write the gradient to ``out``, for one float32 ``dloss`` or, with ``each``, one per row."""
     _kernel("gradient", rows)(
         (len(rows),), (_block(rows),), rows, out, plan.targets, statistics, plan.summary, dloss,
         each, _stride(rows), _stride(out), goal["vocab_size"], rows.shape[1],
@@ -112,8 +125,8 @@ def run_gradient(rows, out, statistics, plan, dloss, each, goal):
     )  # fmt: skip
 
 
-def rescale(x, done_for, dloss):
-    """Multiply the rows ``x`` by dloss / done_for in place: nothing is read where that is 1."""
+def rescale(x: Array, done_for: Array | None, dloss: Array) -> None:
+    """Multiply the rows ``x`` by dloss / done_for in place; if that is 1, nothing is read."""
     grid = (min(len(x), 1024),)
     _kernel("rescale", x)(grid, (_block(x),), x, done_for, dloss, _stride(x), len(x), x.shape[1])
 

@@ -1,12 +1,13 @@
 """The last linear layer and its cross entropy, ``cross_entropy(linear(x, weight), labels)``.
 
-The logits of all rows never exist: a chunk of rows is multiplied, its loss taken, its logits
-overwritten by their gradient, and that multiplied into the gradients of ``x`` and ``weight``.
-Where these cannot be had in the forward pass, or are asked for again, the chunks run once more.
+The logits of all rows are never in memory at once. For a chunk of rows: compute the logits and the
+loss, overwrite the logits by their gradient, and multiply that into the gradients of ``x`` and
+``weight``. Where the gradients cannot be computed in the forward pass, or are asked for a second
+time, the chunks are computed again.
 """
 
-import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -14,41 +15,42 @@ from gpuattn import arrays
 from gpuattn.arrays import as_array, check_floats, check_together, get_xp, on_gpu, wide
 from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel_refusal
-from gpuattn.errors import problem
 from gpuattn.gemm.matmul import matmul
 from gpuattn.impls import Call, Impl, Impls
-from gpuattn.ops.arguments import check_choice, check_flags, integer, take_arrays
+from gpuattn.ops.arguments import check_choice, check_matrix, integer, take_arrays
 from gpuattn.ops.loss import cross_entropy as whole
 from gpuattn.ops.loss import launch
+from gpuattn.typing import Array
 
-CHUNK_BYTES = {True: 512 << 20, False: 32 << 20}  # of logits: on a GPU, in a processor's cache
-LEAST_ROWS = {True: 2048, False: 64}  # with fewer, products are slow
+CHUNK_BYTES = {True: 512 << 20, False: 32 << 20}  # of logits, by whether they are on a GPU
+LEAST_ROWS = {True: 2048, False: 64}  # of a chunk: with fewer, matmuls are slow
 
 
 @op
 def linear_cross_entropy(
-    x,
-    weight,
-    labels,
+    x: Array,
+    weight: Array,
+    labels: Array,
     *,
-    label_smoothing=0.0,
-    smoothing="uniform",
-    z_loss=0.0,
-    ignore_index=-100,
-    vocab_size=None,
-    reduction="mean",
-    accuracy=False,
-    chunk_rows=None,
-    dloss=None,
-    impl=None,
-):
+    label_smoothing: float = 0.0,
+    smoothing: str = "uniform",
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    reduction: str = "mean",
+    accuracy: bool = False,
+    chunk_rows: int | None = None,
+    dloss: Any = None,
+    impl: str | None = None,
+) -> Call[Any]:
     """Return the cross entropy of ``softmax(x @ weight.T)`` and ``labels`` (float32, in nats).
 
     ``x``: (..., in) float array or Tensor. ``weight``: (C, in), of the same dtype.
-    ``reduction``: "mean" or "sum". ``chunk_rows``: how many rows have logits at a time, about
-    512 MB of them unless given. The gradient of ``weight`` is summed over chunks in float32.
-    All else is as in ``cross_entropy``; ``dloss``, too: with it the gradients come out of the
-    forward pass, where float16 otherwise computes the logits twice.
+    ``reduction``: "mean" or "sum". ``chunk_rows``: rows of a chunk; by default their logits
+    take about 512 MiB on a GPU, 32 MiB on a CPU. The gradient of ``weight`` is summed over
+    chunks in float32.
+    Other arguments are as in ``cross_entropy``. With ``dloss`` float16 computes the gradients in
+    the forward pass; without, it computes the logits twice.
 
     Raises IndexError for a label out of range (on a GPU at the next ``to_cpu``), TypeError for
     other or mixed dtypes, ValueError for shapes or settings that do not fit.
@@ -59,35 +61,22 @@ def linear_cross_entropy(
     rows, matrix = raw(x), raw(weight)
     check_together(name, x=rows, weight=matrix, labels=labels)
     check_floats(name, x=rows, weight=matrix)
-    if matrix.ndim != 2:
-        raise ValueError(problem(name, "weight.shape", matrix.shape, "(C, in)"))
-    if rows.ndim == 0 or rows.shape[-1] != matrix.shape[1]:
-        accepted = f"(..., {matrix.shape[1]}), for weight.shape {matrix.shape}"
-        raise ValueError(problem(name, "x.shape", rows.shape, accepted))
-    if labels.shape != rows.shape[:-1]:
-        accepted = f"x.shape[:-1], for x.shape {rows.shape}"
-        raise ValueError(problem(name, "labels.shape", labels.shape, accepted))
-    vocab_size = len(matrix) if vocab_size is None else vocab_size
-    accepted = f"1 to {len(matrix)}, the rows of weight"
-    vocab_size = integer(name, "vocab_size", vocab_size, accepted, 1, len(matrix))
+    check_matrix(name, rows, matrix, shape="(C, in)")
+    whole.check_labels(name, labels, rows, "x")
     check_choice(name, "reduction", reduction, "mean", "sum")
     if chunk_rows is not None:
         chunk_rows = integer(name, "chunk_rows", chunk_rows, "1 or more, or None", 1)
-    check_flags(name, accuracy=accuracy)
-    return Call(
-        IMPLS,
-        (x, weight, labels, whole.scale_of_loss(name, rows, dloss)),
-        impl,
-        **whole.settings(name, labels, vocab_size, label_smoothing, smoothing, z_loss),
-        ignore_index=integer(name, "ignore_index", ignore_index, "an integer", -math.inf),
-        reduction=reduction,
-        accuracy=bool(accuracy),
-        chunk_rows=chunk_rows,
-    )
+    target = whole.settings(
+        name, labels, len(matrix), "rows of weight", vocab_size=vocab_size,
+        label_smoothing=label_smoothing, smoothing=smoothing, z_loss=z_loss,
+        ignore_index=ignore_index, accuracy=accuracy,
+    )  # fmt: skip
+    inputs = x, weight, labels, whole.scale_of_loss(name, rows, dloss)
+    return Call(IMPLS, inputs, impl, reduction=reduction, chunk_rows=chunk_rows, **target)
 
 
-def rows_at_a_time(rows, cols, itemsize, gpu):
-    """Return how many rows to take so that their logits fill about CHUNK_BYTES."""
+def rows_at_a_time(rows: int, cols: int, itemsize: int, gpu: bool) -> int:
+    """Return the rows of a chunk, whose logits fill about CHUNK_BYTES."""
     fit = CHUNK_BYTES[gpu] // (cols * itemsize) // 64 * 64
     return max(1, min(rows, max(fit, LEAST_ROWS[gpu])))
 
@@ -161,7 +150,7 @@ def _run(inner, x, weight, labels, scale, needs, *, accuracy, chunk_rows, **targ
 
 
 class _Inner:
-    """One of cross_entropy's implementations, and how its gradients are multiplied in place."""
+    """An implementation of cross_entropy, and its function that rescales gradients in place."""
 
     def __init__(self, name, rescale):
         impl = next(impl for impl in whole.IMPLS if impl.name == name)

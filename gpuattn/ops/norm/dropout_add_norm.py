@@ -1,10 +1,11 @@
-"""The border between two sub-layers in one pass: h = residual + dropout(x + x_bias), norm(h).
+"""Residual, dropout and norm in one pass: h = residual + dropout(x + x_bias), norm(h).
 
 The norm is that of ``layer_norm.py`` or ``rms_norm.py``, the mask that of ``dropout.py``. Device
 code: ``rawkernels/norm/dropout_add_norm.cu``.
 """
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -33,19 +34,29 @@ from gpuattn.ops.norm.layer_norm import (
     normalized_gradient,
     weighted,
 )
+from gpuattn.typing import Array
 
 
 @op
 def dropout_add_norm(
-    x, residual, weight, bias=None, *, x_bias=None, p=0.0, norm="layer", eps=1e-5, seed=None,
-    impl=None,
-):  # fmt: skip
+    x: Array,
+    residual: Array,
+    weight: Array | None,
+    bias: Array | None = None,
+    *,
+    x_bias: Array | None = None,
+    p: float = 0.0,
+    norm: str = "layer",
+    eps: float = 1e-5,
+    seed: Any = None,
+    impl: str | None = None,
+) -> Call[tuple[Array, Array]]:
     """Return (normed, h): h = residual + dropout(x + x_bias) and normed = norm(h).
 
     ``x``, ``residual``: (..., D) of one shape and float dtype, arrays or Tensors, any strides.
     ``weight``, ``bias``, ``x_bias``: (D,) in that dtype, or None. ``norm``: "layer" or "rms".
-    ``p``, ``seed``: as in ``dropout``; ``eps``: as in ``layer_norm``. The norm is taken of h as it
-    is returned, rounded to its dtype. Gradients flow from both results. ``impl``: "raw-simt",
+    ``p``, ``seed``: as in ``dropout``; ``eps``: as in ``layer_norm``. The norm is computed from h
+    as it is returned, rounded to its dtype. Gradients flow from both results. ``impl``: "raw-simt",
     "reference", or None for the first that accepts.
 
     Raises TypeError for other or mixed dtypes, ValueError for shapes that do not fit, p outside
@@ -54,21 +65,34 @@ def dropout_add_norm(
     rows = {"x": x, "residual": residual}
     vectors = {"weight": weight, "bias": bias, "x_bias": x_bias}
     inputs, eps = check_inputs("dropout_add_norm", rows, vectors, eps)
-    check_choice("dropout_add_norm", "norm", norm, "layer", "rms")
-    p = probability("dropout_add_norm", "p", p)
-    key = dropout_key("dropout_add_norm", p, seed)
-    return Call(IMPLS, inputs, impl, p=p, key=key, rms=norm == "rms", eps=eps)
+    return Call(IMPLS, inputs, impl, **settings("dropout_add_norm", norm, p, seed), eps=eps)
+
+
+def settings(function: str, norm: str, p: float, seed: Any) -> dict[str, Any]:
+    """Check these arguments of a public function; return the parameters that they stand for."""
+    check_choice(function, "norm", norm, "layer", "rms")
+    p = probability(function, "p", p)
+    return {"rms": norm == "rms", "p": p, "key": dropout_key(function, p, seed)}
 
 
 @op
-def norm_beside(x, weight, bias=None, *, norm="layer", eps=1e-5, impl=None):
-    """Return (norm(x), x): the start of a residual stream, whose two gradients are added in a pass.
+def norm_and_residual(
+    x: Array,
+    weight: Array | None,
+    bias: Array | None = None,
+    *,
+    norm: str = "layer",
+    eps: float = 1e-5,
+    impl: str | None = None,
+) -> Call[tuple[Array, Array]]:
+    """Return (norm(x), x), whose gradients are summed in one pass: the start of a residual block.
 
-    All else is as in ``dropout_add_norm``.
+    ``x``: (..., D). ``weight``, ``bias``: (D,) in its dtype, or None. The second result is a view
+    of ``x``. ``norm``, ``eps``, ``impl`` and errors: as in ``dropout_add_norm``.
     """
-    inputs, eps = check_inputs("norm_beside", {"x": x}, {"weight": weight, "bias": bias}, eps)
-    check_choice("norm_beside", "norm", norm, "layer", "rms")
-    return Call(BESIDE, inputs, impl, rms=norm == "rms", eps=eps)
+    inputs, eps = check_inputs("norm_and_residual", {"x": x}, {"weight": weight, "bias": bias}, eps)
+    check_choice("norm_and_residual", "norm", norm, "layer", "rms")
+    return Call(NORM_AND_RESIDUAL, inputs, impl, rms=norm == "rms", eps=eps)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
@@ -111,7 +135,7 @@ def _backward_reference(saved, dnormed, dh, *, needs, into, p, key, rms, eps):
     return tuple(grads)
 
 
-def _beside_reference(x, weight, bias, *, needs, rms, eps):
+def _norm_reference(x, weight, bias, *, needs, rms, eps):
     normalized, rstd = normalize(x, eps, rms)
     saved = (normalized, rstd, weight, None, x.dtype) if any(needs) else None
     return (weighted(normalized, weight, bias, x.dtype), x.view()), saved
@@ -144,37 +168,54 @@ def _backward_raw(saved, dnormed, dh, *, needs, into, p, key, rms, eps):
     dnormed = zeros(h, h.shape) if dnormed is None else dnormed.astype(h.dtype, copy=False)
     dnormed, dnormed_step = rows_of(dnormed)
     dh, dh_step = (None, 0) if dh is None else rows_of(dh.astype(h.dtype, copy=False))
-    rows, cols = h.size // max(h.shape[-1], 1), h.shape[-1]
     dresidual = arrays.empty(h, h.shape)
-    dx = arrays.empty(h, h.shape) if rng.threshold(p) < 65536 else None  # else it drops none
-    given = {"RMS": rms, "WEIGHT": weight is not None}
+    drops = rng.threshold(p) < 65536  # else p is too small to drop an element
+    dx = arrays.empty(h, h.shape) if drops else None
+    given = h, weight, mean, rstd, dnormed, dh, dx, dresidual
+    numbers = dnormed_step, dh_step, *device_numbers(p, key)
+    constants = {"RMS": rms, "WEIGHT": weight is not None}
     if layout := pairs_layout(h, needs[2:]):
-        name, (constants, block, grid, shared) = "dropout_add_norm_backward_pairs", layout
-        constants, counts = constants | {"DROPOUT": dx is not None}, (rows,)
+        sums = _run_pairs(layout, given, numbers, needs[2:], constants)
     else:
-        name, (constants, grid, shared) = (
-            "dropout_add_norm_backward", backward_layout(h, 3, 2 + needs[4]),
-        )  # fmt: skip
-        block, counts = constants["BLOCK"], (rows, cols)
-        constants = constants | {"X_BIAS": needs[4]}
-    sums = parts_of(h, grid, needs[2:])
-    numbers = *counts, dnormed_step, dh_step, *device_numbers(p, key)
-    kernel(f"norm/{name}.cu", name, **constants, **given)(
-        (grid,), (block,), h, weight, mean, rstd, dnormed, dh, dx, dresidual, *sums, *numbers,
-        shared_bytes=shared,
-    )  # fmt: skip
+        sums = _run_rows(given, numbers, needs[2:], constants)
     vectors = add_parts(sums, into[2:], h.dtype)
     return dresidual if dx is None else dx, dresidual, *vectors
 
 
-def _beside_raw(x, weight, bias, *, needs, rms, eps):
+def _run_pairs(layout, given, numbers, wanted, more):
+    """Launch the kernel in which a warp takes two rows; return the partial column sums."""
+    constants, block, grid, shared = layout
+    h, dx, name = given[0], given[-2], "dropout_add_norm_backward_pairs"
+    sums = parts_of(h, grid, wanted)
+    rows = h.size // max(h.shape[-1], 1)
+    constants = constants | {"DROPOUT": dx is not None} | more
+    kernel(f"{name}.cu", name, **constants)(
+        (grid,), (block,), *given, *sums, rows, *numbers, shared_bytes=shared
+    )
+    return sums
+
+
+def _run_rows(given, numbers, wanted, more):
+    """Launch the kernel for rows of any length; return the partial column sums."""
+    h, name, x_bias = given[0], "dropout_add_norm_backward", wanted[2]
+    constants, grid, shared = backward_layout(h, 3, 2 + x_bias)
+    sums = parts_of(h, grid, wanted)
+    rows, cols = h.size // max(h.shape[-1], 1), h.shape[-1]
+    constants = constants | {"X_BIAS": x_bias} | more
+    kernel(f"{name}.cu", name, **constants)(
+        (grid,), (constants["BLOCK"],), *given, *sums, rows, cols, *numbers, shared_bytes=shared
+    )
+    return sums
+
+
+def _norm_raw(x, weight, bias, *, needs, rms, eps):
     h = get_xp(x).ascontiguousarray(x)
     normed, saved = forward_raw(h, weight, bias, needs, eps, rms)
     return (normed, h.view()), (h, *saved[2:]) if any(needs) else None
 
 
-def _beside_gradient(backward, saved, dnormed, dh, *, needs, into, rms, eps):
-    """Return what dropout_add_norm's gradient does for its residual, without dropout."""
+def _norm_gradient(backward, saved, dnormed, dh, *, needs, into, rms, eps):
+    """Return what the gradient of dropout_add_norm is for its residual, without dropout."""
     needs, into = (False, *needs, False), (None, *into, None)
     grads = backward(saved, dnormed, dh, needs=needs, into=into, p=0.0, key=None, rms=rms, eps=eps)
     return grads[1:4]
@@ -185,8 +226,8 @@ IMPLS = Impls(
     Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw),
     Impl("reference", _forward_reference, _backward_reference),
 )
-BESIDE = Impls(
-    "norm_beside",
-    Impl("raw-simt", _beside_raw, partial(_beside_gradient, _backward_raw), refuse_raw),
-    Impl("reference", _beside_reference, partial(_beside_gradient, _backward_reference)),
+NORM_AND_RESIDUAL = Impls(
+    "norm_and_residual",
+    Impl("raw-simt", _norm_raw, partial(_norm_gradient, _backward_raw), refuse_raw),
+    Impl("reference", _norm_reference, partial(_norm_gradient, _backward_reference)),
 )

@@ -1,6 +1,8 @@
-"""How the norms' kernels lay rows over threads, and the second stage of their column sums."""
+"""Launch plans of the norm kernels: threads of a row, pipeline stages; and their column sums."""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -9,18 +11,20 @@ from gpuattn.arrays import ctype, get_xp
 from gpuattn.autodiff.side_stream import on_side_stream
 from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.typing import Array, DType
 
 MAX_COLS = 2**31 - 2**14  # columns are counted in 32 bits
 TEAMS = (8, 16, 32, 64, 128, 256, 512)  # threads that share a row
 REGISTERS = 65536  # of a multiprocessor
-MOST_SHARED, SPARE = 216 << 10, 3 << 10  # bytes for rows on the way, at most; left for sums
-PAIRS_COLS, PAIRS_THREADS = {256: 3, 384: 2}, 256  # columns: how many sums fit into registers
-SUM_COLS, SUM_THREADS = 32, 1024  # of a block of column_sums
-SUMS = 3  # of one launch of it
+MAX_STAGE_BYTES = 216 << 10  # of shared memory of a multiprocessor, for rows being loaded
+SUM_BYTES = 3 << 10  # of shared memory of a block, for sums
+PAIRS_COLS, PAIRS_THREADS = {256: 3, 384: 2}, 256  # columns: column sums that fit into registers
+SUM_COLS, SUM_THREADS = 32, 1024  # of a block of the kernel column_sums
+MAX_SUMS = 3  # of one launch of column_sums
 
 
-def refuse_raw(x, *others, **params):
-    """Return why the norms' kernels do not take ``x``, or None."""
+def refuse_raw(x: Array, *others: Any, **params: Any) -> str | None:
+    """Return why the norm kernels do not take ``x``, or None."""
     if reason := kernel_refusal(x):
         return reason
     if x.shape[-1] > MAX_COLS:
@@ -28,10 +32,10 @@ def refuse_raw(x, *others, **params):
     return None
 
 
-def rows_of(x):
-    """Return (x, elements from one row to the next) for ``x`` (..., D), a copy where need be.
+def rows_of(x: Array) -> tuple[Array, int]:
+    """Return (x, elements from one row to the next) for ``x`` (..., D), copied if need be.
 
-    Rows of a multiple of 16 bytes begin at one.
+    Rows whose size is a multiple of 16 bytes start at multiples of 16 bytes.
     """
     cols, size = x.shape[-1], x.itemsize
     axes = [axis for axis in zip(x.shape, x.strides, strict=True) if axis[0] != 1]
@@ -46,21 +50,24 @@ def rows_of(x):
     aligned = step % unit == 0 and x.data.ptr % unit == 0
     if along and aligned and (cols == 1 or x.strides[-1] == size):
         return x, step // size
-    return get_xp(x).array(x, order="C"), cols  # a copy also of what is contiguous
+    return get_xp(x).array(x, order="C"), cols  # also copies a contiguous but unaligned x
 
 
-def width(cols, dtype):
-    """Return how many elements are moved at once."""
+def width(cols: int, dtype: np.dtype) -> int:
+    """Return how many elements a thread loads at once."""
     vec = 16 // dtype.itemsize
     return 1 if cols % vec else vec
 
 
 @functools.cache
-def layout(cols, dtype, most, most_of_a_warp):
-    """Return (constants of ``norm/norm.cuh``, elements of a row that a thread holds).
+def layout(
+    cols: int, dtype: np.dtype, most: int, most_of_a_warp: int
+) -> tuple[dict[str, Any], int]:
+    """Return (constants of ``common/norm.cuh``, elements of a row that a thread keeps).
 
-    At most ``most``, or ``most_of_a_warp`` where that lets 32 threads, which need no barrier, hold
-    the row; 16 where not every thread holds as many. 0: the row is longer, and read again.
+    That is at most ``most``, or ``most_of_a_warp`` if 32 threads, which need no barrier, can then
+    keep the row; at most 16 if threads keep unequal numbers. 0: the row does not fit into
+    registers and is read twice.
     """
     vec = width(cols, dtype)
     constants = {"scalar": ctype(dtype), "VEC": vec}
@@ -76,17 +83,17 @@ def layout(cols, dtype, most, most_of_a_warp):
     return constants | {"TEAM": TEAMS[-1], "PACKS": 0, "FULL": False}, 0
 
 
-def words(constants, held, dtype):
-    """Return the registers of a row or a vector as it was read."""
+def words(constants: dict[str, Any], held: int, dtype: np.dtype) -> int:
+    """Return the registers that a row or a vector takes in its own dtype."""
     return held if constants["VEC"] == 1 else held * dtype.itemsize // 4
 
 
-def fit(constants, held, registers):
-    """Return (constants, elements held, threads of a multiprocessor that may hold so many).
+def fit(constants: dict[str, Any], held: int, registers: int) -> tuple[dict[str, Any], int, int]:
+    """Return (constants, elements kept by a thread, threads per multiprocessor that can do so).
 
-    ``registers``: what each needs, about. A row that a block could not hold is not held.
+    ``registers``: about how many a thread needs. If a block cannot keep a row, no element is kept.
     """
-    if not constants["FULL"]:  # what tells whether a pack is in the row
+    if not constants["FULL"]:  # for checks whether a pack is inside the row
         registers += 16 if constants["VEC"] > 1 else 32
     threads = REGISTERS // (-(-registers // 8) * 8) // 128 * 128
     if threads >= constants["TEAM"]:
@@ -94,10 +101,15 @@ def fit(constants, held, registers):
     return constants | {"PACKS": 0, "FULL": False}, 0, constants["TEAM"]
 
 
-def forward_layout(cols, dtype, read, vectors):
-    """Return (a forward's constants, rows of a block), by the arrays and vectors that it reads."""
+def forward_layout(
+    cols: int, dtype: np.dtype, read: int, vectors: int
+) -> tuple[dict[str, Any], int]:
+    """Return (constants of a forward kernel, rows of a block).
+
+    ``read``, ``vectors``: how many arrays of rows and vectors it reads.
+    """
     constants, held = layout(cols, dtype, 32, 32)
-    # many threads that wait for each other: more rows on the way are worth more than early vectors
+    # with many threads at a barrier, more rows in flight gain more than vectors loaded early
     early = read > 1 or constants["TEAM"] <= 128
     registers = words(constants, held, dtype) * (read + vectors) + 16 + 16 * read
     constants, held, threads = fit(constants, held, registers if early else held + 32)
@@ -106,30 +118,33 @@ def forward_layout(cols, dtype, read, vectors):
     return constants, block // constants["TEAM"]
 
 
-def backward_layout(x, read, sums, pairs=False):
-    """Return (a backward's constants, the most blocks, bytes of shared memory).
+def backward_layout(
+    x: Array, read: int, sums: int, pairs: bool = False
+) -> tuple[dict[str, Any], int, int]:
+    """Return (constants of a backward kernel, blocks, bytes of shared memory of a block).
 
-    ``read``: arrays of rows that it reads; ``sums``: over columns that it keeps. ``pairs``: it has
-    ROWS, the rows that a team takes at a time.
+    ``read``: how many arrays of rows it reads. ``sums``: how many column sums it computes.
+    ``pairs``: it has the constant ROWS, the rows that a team processes at a time.
     """
     cols, device = x.shape[-1], gpu(x.device.id)
     constants, held = layout(cols, x.dtype, 16, 32 if x.itemsize == 2 else 16)
-    if read == 3 and x.itemsize == 2 and cols == 384:  # 32 threads would leave a fourth idle
+    if read == 3 and x.itemsize == 2 and cols == 384:  # of 32 threads a quarter would be idle
         constants, held = constants | {"TEAM": 16, "PACKS": 3, "FULL": True}, 24
-    # a row's gradient and normalized values, the sums, a vector
+    # the gradient and the normalized values of a row, the sums, one vector
     registers = held * (2 + sums) + words(constants, held, x.dtype) + 20 * (read - 1)
     constants, held, threads = fit(constants, held, registers)
     team, threads = constants["TEAM"], min(512, threads)
-    # two blocks; one of two teams took the same time in every run, two of one up to 7 % more
+    # two blocks per multiprocessor. For teams of 256 that read two arrays one block of two teams
+    # took the same time in every run, and two blocks of one team up to 7 % more
     share = threads if team == 256 and read == 2 else threads // 2
     block = max(share // team, 1) * team
     blocks = threads // block
-    stage = 16 * constants["PACKS"] * block * read  # bytes of the rows that a block has on the way
-    room = min(MOST_SHARED, device.shared_bytes - SPARE) // blocks
+    stage = 16 * constants["PACKS"] * block * read  # bytes of a pipeline stage of a block
+    room = min(MAX_STAGE_BYTES, device.shared_bytes - SUM_BYTES) // blocks
     stages = max(1, min(6 // read, room // max(stage, 1))) if constants["VEC"] > 1 else 1
     constants = constants | {"BLOCK": block, "BLOCKS": blocks, "STAGES": stages, "EARLY": True}
     if pairs:
-        # all warps wait for a row's sums where it takes all of them: half as often with two rows
+        # if one row takes all warps, they wait for its sums: half as often with two rows at a time
         alone = team == 512 and constants["FULL"] and room >= 2 * stages * stage
         constants["ROWS"] = 2 if alone and registers + 2 * held <= REGISTERS // block else 1
         stage *= constants["ROWS"]
@@ -138,10 +153,11 @@ def backward_layout(x, read, sums, pairs=False):
     return constants, min(device.multiprocessors * blocks, -(-rows * team // block)), shared
 
 
-def pairs_layout(x, wanted):
-    """Return (constants, threads, blocks, bytes of shared memory) where a warp takes two rows.
+def pairs_layout(x: Array, wanted: Sequence[bool]) -> tuple[dict[str, Any], int, int, int] | None:
+    """Return (constants, threads, blocks, bytes of shared memory) of the kernel of row pairs.
 
-    ``x``: the rows; ``wanted``: which of the sums over columns. None where that is not faster.
+    In it a warp processes two rows. ``x``: the rows. ``wanted``: which column sums. Returns None
+    where it does not apply or is not faster.
     """
     cols, count = x.shape[-1], sum(map(bool, wanted))
     rows = x.size // max(cols, 1)
@@ -156,16 +172,18 @@ def pairs_layout(x, wanted):
     return constants, PAIRS_THREADS, blocks, 4 * warps * count * cols
 
 
-def parts_of(x, grid, wanted):
-    """Return [(grid, D) float32 array for a column sum, or None, for each ``wanted``]."""
+def parts_of(x: Array, grid: int, wanted: Sequence[bool]) -> list[Array | None]:
+    """Return, for each of ``wanted``, a (grid, D) float32 array of partial column sums, or None."""
     shape = grid, x.shape[-1]
     return [arrays.empty(x, shape, np.float32) if want else None for want in wanted]
 
 
-def add_parts(parts, slots, dtype):
-    """Return the sums over the rows of each of ``parts`` in ``dtype``, None where there are none.
+def add_parts(
+    parts: Sequence[Array | None], slots: Sequence[tuple[Array, bool] | None], dtype: DType
+) -> list[Array | None]:
+    """Return the sums over the rows of each of ``parts`` in ``dtype``; None for None.
 
-    A sum with a slot (place, add to it?) goes there, and None stands for it.
+    A sum with a slot, (array, whether to add to it), is written there, and None is returned for it.
     """
     outs = []
     for part, slot in zip(parts, slots, strict=True):
@@ -191,10 +209,10 @@ def add_parts(parts, slots, dtype):
 
 
 def _add(parts, outs, now, scalar):
-    none = [None] * (SUMS - len(parts))
+    none = [None] * (MAX_SUMS - len(parts))
     places = [out if here else None for (out, _), here in zip(outs, now, strict=True)]
     accumulate = sum(1 << i for i, (_, add) in enumerate(outs) if add)
     count, cols = next(part.shape for part, here in zip(parts, now, strict=True) if here)
     add = kernel("column_sum.cu", "column_sums", scalar=scalar, BLOCK=128)
-    grid = -(-cols // SUM_COLS), SUMS
+    grid = -(-cols // SUM_COLS), MAX_SUMS
     add(grid, (SUM_THREADS,), *parts, *none, *places, *none, count, cols, accumulate)

@@ -1,9 +1,9 @@
 """LayerNorm over the last axis: y = (x - mean) / sqrt(variance + eps) * weight + bias.
 
 Ba, Kiros and Hinton, "Layer normalization" (2016). Device code: ``rawkernels/norm/layer_norm.cu``
-(RMSNorm's too) and, to read, ``gpuattn/numbakernels/layer_norm.py``. The functions without an
-underscore below are shared with ``rms_norm.py`` and ``dropout_add_norm.py``, the launches of all
-three are in ``norm_launch.py``.
+(also of RMSNorm) and, in readable form, ``gpuattn/numbakernels/layer_norm.py``. The functions
+without an underscore below are shared with ``rms_norm.py`` and ``dropout_add_norm.py``; the launch
+plans of all three are in ``launch.py``.
 """
 
 import math
@@ -17,8 +17,8 @@ from gpuattn.cuda.kernels import dtype_refusal, kernel
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.numbakernels import device
-from gpuattn.ops.arguments import number, take_arrays
-from gpuattn.ops.l2_prefetch import rows_ahead
+from gpuattn.ops.arguments import check_shapes, number, take_arrays
+from gpuattn.ops.l2_prefetch import prefetch_rows
 from gpuattn.ops.norm.launch import (
     add_parts,
     backward_layout,
@@ -27,13 +27,21 @@ from gpuattn.ops.norm.launch import (
     refuse_raw,
     rows_of,
 )
+from gpuattn.typing import Array, DType
 
-NUMBA_WARPS = 1056  # of the backward, which keep their sums: 8 for a multiprocessor of an H200
-NUMBA_TEAM, NUMBA_HELD = 256, 4  # threads that hold a row, at most; vectors each
+NUMBA_WARPS = 1056  # of the backward kernel: 8 for each multiprocessor of an H200
+NUMBA_MAX_TEAM, NUMBA_MAX_VECTORS = 256, 4  # threads that share a row; vectors per thread
 
 
 @op
-def layer_norm(x, weight=None, bias=None, *, eps=1e-5, impl=None):
+def layer_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    impl: str | None = None,
+) -> Call[Array]:
     """Return the rows of ``x`` with mean 0 and variance 1, times ``weight`` plus ``bias``.
 
     ``x``: (..., D), float array or Tensor, any strides. ``weight``, ``bias``: (D,) in the dtype of
@@ -48,7 +56,9 @@ def layer_norm(x, weight=None, bias=None, *, eps=1e-5, impl=None):
     return Call(IMPLS, inputs, impl, eps=eps)
 
 
-def check_inputs(function, rows, vectors, eps):
+def check_inputs(
+    function: str, rows: dict[str, Array], vectors: dict[str, Array | None], eps: float
+) -> tuple[tuple[Array | None, ...], float]:
     """Return (all inputs as Boxes, arrays or None; eps), or raise what the public functions say.
 
     ``rows``: name -> (..., D) of one shape. ``vectors``: name -> (D,) or None.
@@ -57,43 +67,47 @@ def check_inputs(function, rows, vectors, eps):
     plain = {name: raw(value) for name, value in given.items()}
     check_together(function, **plain)
     check_floats(function, **plain)
-    shape = plain[next(iter(rows))].shape
+    first = next(iter(rows))
+    shape = plain[first].shape
     if not shape:
-        raise ValueError(problem(function, next(iter(rows)), "0-dimensional", "(..., D)"))
-    for name, value in plain.items():
-        want = shape if name in rows else shape[-1:]
-        if value is not None and value.shape != want:
-            raise ValueError(problem(function, f"{name}.shape", value.shape, want))
+        raise ValueError(problem(function, first, "0-dimensional", "(..., D)"))
+    check_shapes(function, shape, **{name: plain[name] for name in rows})
+    check_shapes(function, shape[-1:], **{name: plain[name] for name in vectors})
+    return tuple(given.values()), check_eps(function, eps)
+
+
+def check_eps(function: str, eps: float) -> float:
+    """Return ``eps`` as a float. Raises TypeError or ValueError unless positive and finite."""
     accepted = "a positive, finite number, such as 1e-5"
-    return tuple(given.values()), number(function, "eps", eps, accepted, lambda e: 0 < e < math.inf)
+    return number(function, "eps", eps, accepted, lambda e: 0 < e < math.inf)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
 
 
-def row_dot(a, b):
+def row_dot(a: Array, b: Array) -> Array:
     """Return the sum over the last axis of a * b, keeping it."""
     if get_xp(a) is np:
         return np.vecdot(a, b)[..., None]
     return (a * b).sum(-1, keepdims=True)
 
 
-def row_sum(a):
+def row_sum(a: Array) -> Array:
     """Return the sum over the last axis, keeping it."""
     if get_xp(a) is np:
         return row_dot(a, np.ones(a.shape[-1], a.dtype))  # BLAS: half the time of a.sum(-1)
     return a.sum(-1, keepdims=True)
 
 
-def normalize(x, eps, rms=False):
-    """Return (normalized rows, 1 / deviation) in the dtype to accumulate in."""
+def normalize(x: Array, eps: float, rms: bool = False) -> tuple[Array, Array]:
+    """Return (normalized rows, 1 / standard deviation) in the dtype to accumulate in."""
     xp, work = get_xp(x), wide(x.dtype)
     x = x.astype(work, order="C", copy=False)
     cols = max(x.shape[-1], 1)
     if rms:
         normalized = x
     else:
-        # less the first element: exact for a constant row, right however large the mean
+        # subtract the first element: exact for a constant row, and accurate for any mean
         normalized = x - x[..., :1]
         normalized -= row_sum(normalized) / cols
     rstd = row_dot(normalized, normalized)
@@ -107,7 +121,7 @@ def normalize(x, eps, rms=False):
     return normalized, rstd
 
 
-def weighted(normalized, weight, bias, dtype):
+def weighted(normalized: Array, weight: Array | None, bias: Array | None, dtype: DType) -> Array:
     """Return normalized * weight + bias in ``dtype``."""
     work = normalized.dtype
     y = normalized if weight is None else normalized * weight.astype(work, copy=False)
@@ -117,7 +131,7 @@ def weighted(normalized, weight, bias, dtype):
     return y.astype(dtype, copy=y is normalized)
 
 
-def normalized_gradient(g, normalized, rstd, rms=False):
+def normalized_gradient(g: Array, normalized: Array, rstd: Array, rms: bool = False) -> Array:
     """Return the gradient of x, given that of the normalized rows; may overwrite ``g``."""
     cols = max(g.shape[-1], 1)
     mean = 0 if rms else row_sum(g) / cols
@@ -129,15 +143,15 @@ def normalized_gradient(g, normalized, rstd, rms=False):
     return dx
 
 
-def column_sum(values, slot, dtype):
-    """Return the sums over all rows of (..., D) in ``dtype``, or write them to ``slot``."""
+def column_sum(values: Array, slot: tuple[Array, bool] | None, dtype: DType) -> Array | None:
+    """Return the sums over all rows of (..., D) in ``dtype``, or None if written to ``slot``."""
     rows = math.prod(values.shape[:-1])
     total = get_xp(values).ones(rows, values.dtype) @ values.reshape(rows, values.shape[-1])
     return put(total, slot, dtype)
 
 
-def put(total, slot, dtype):
-    """Return ``total`` in ``dtype``, or write it to ``slot``."""
+def put(total: Array, slot: tuple[Array, bool] | None, dtype: DType) -> Array | None:
+    """Return ``total`` in ``dtype``, or None if written to ``slot``."""
     if slot is None:
         return total.astype(dtype, copy=False)
     place, accumulate = slot
@@ -174,12 +188,16 @@ def _backward_reference(saved, dy, *, needs, into, eps):
 def _refuse_numba(x, *others, **params):
     if reason := dtype_refusal(x) or device.refusal(x):
         return reason
-    most = NUMBA_TEAM * NUMBA_HELD * 16 // x.itemsize
-    return f"x has {x.shape[-1]} columns, this form takes {most}" if x.shape[-1] > most else None
+    most = NUMBA_MAX_TEAM * NUMBA_MAX_VECTORS * 16 // x.itemsize
+    return (
+        f"x has {x.shape[-1]} columns, this form takes at most {most}"
+        if x.shape[-1] > most
+        else None
+    )
 
 
 def _matrix(x, cols):
-    """Return ``x`` as rows of whole vectors of 16 bytes, bfloat16 as its bits."""
+    """Return ``x`` as a matrix whose rows are whole 16-byte vectors, bfloat16 as its bits."""
     from gpuattn.numbakernels.vectors import numbers
 
     xp, rest = get_xp(x), -cols % (16 // x.itemsize)
@@ -255,12 +273,19 @@ def _backward_numba(saved, dy, *, needs, into, eps):
 # ---- raw: rawkernels/norm/layer_norm.cu, layer_norm_backward.cu ---------------------------------
 
 
-def contiguous(*vectors):
-    """Return the vectors contiguous and at a multiple of 16 bytes, None as None."""
+def contiguous(*vectors: Array | None) -> list[Array | None]:
+    """Return each vector contiguous and at a multiple of 16 bytes, None for None."""
     return [None if a is None else rows_of(a)[0] for a in vectors]
 
 
-def forward_raw(x, weight, bias, needs, eps, rms):
+def forward_raw(
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    needs: tuple[bool, ...],
+    eps: float,
+    rms: bool,
+) -> tuple[Array, tuple | None]:
     """Return (y, saved) of LayerNorm or RMSNorm."""
     x, step = rows_of(x)
     weight, bias = contiguous(weight, bias)
@@ -271,15 +296,17 @@ def forward_raw(x, weight, bias, needs, eps, rms):
     given = {"WEIGHT": weight is not None, "BIAS": bias is not None}
     constants, block_rows = forward_layout(cols, x.dtype, 1, sum(given.values()))
     forward = kernel("norm/layer_norm.cu", "layer_norm_forward", RMS=rms, **constants, **given)
-    grid, ahead = (-(-rows // block_rows),), rows_ahead(x)
+    grid, ahead = (-(-rows // block_rows),), prefetch_rows(x)
     forward(
         grid, (constants["BLOCK"],), x, weight, bias, y, mean, rstd, rows, cols, step, ahead, eps
     )  # fmt: skip
     return y, (x, step, weight, mean, rstd) if any(needs) else None
 
 
-def backward_raw(saved, dy, needs, into, rms):
-    """Return (dx, dweight, dbias) of LayerNorm or RMSNorm; ``needs`` and ``into`` are for three."""
+def backward_raw(
+    saved: tuple, dy: Array, needs: tuple[bool, ...], into: tuple, rms: bool
+) -> tuple[Array | None, ...]:
+    """Return (dx, dweight, dbias) of LayerNorm or RMSNorm; ``needs``, ``into``: of all three."""
     x, step, weight, mean, rstd = saved
     dy, dy_step = rows_of(dy.astype(x.dtype, copy=False))
     rows, cols = x.size // max(x.shape[-1], 1), x.shape[-1]

@@ -16,10 +16,13 @@ from gpuattn.ops.norm.layer_norm import (
     normalized_gradient,
     weighted,
 )
+from gpuattn.typing import Array
 
 
 @op
-def rms_norm(x, weight=None, *, eps=1e-6, impl=None):
+def rms_norm(
+    x: Array, weight: Array | None = None, *, eps: float = 1e-6, impl: str | None = None
+) -> Call[Array]:
     """Return the rows of ``x`` divided by their root mean square, times ``weight``.
 
     ``x``: (..., D), float array or Tensor, any strides. ``weight``: (D,) in the dtype of ``x``, or

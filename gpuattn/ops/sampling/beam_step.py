@@ -1,10 +1,10 @@
 """One step of beam search: log-softmax, running scores, and the 2K best continuations.
 
-2K, because at most K of them end a sentence and K must go on. The search over K x V scores is
+2K, because at most K of them end the sentence and K must remain. The search over K x V scores is
 LightSeq's "hierarchical auto-regressive search" (Wang et al., 2021), see ``topk_logprobs``. A
-log-softmax keeps the order of its logits, so each row's best are chosen by logit, in one read, and
-scored when all of a sentence are known.
-Device code: ``sampling/beam_step.cu`` and, to read, ``gpuattn/numbakernels/beam_step.py``.
+log-softmax keeps the order of its logits, so the best of each row are selected by logit in one
+read, and scored when those of all rows of a sentence are known.
+Device code: ``rawkernels/sampling/beam_step.cu``; to read: ``numbakernels/beam_step.py``.
 """
 
 import numpy as np
@@ -35,6 +35,7 @@ from gpuattn.ops.sampling.topk_logprobs import (
     log_sum,
     strided_rows,
 )
+from gpuattn.typing import Array
 
 MAX_BEAM = 64
 MAX_COLS = 1 << 26  # a token and its beam share 32 bits
@@ -43,23 +44,31 @@ WHAT = "beam_step: penalties"
 
 
 @op
-def beam_step(logits, scores, *, banned=None, penalties=None, vocab_size=None, impl=None):
+def beam_step(
+    logits: Array,
+    scores: Array,
+    *,
+    banned: Array | None = None,
+    penalties: tuple[Array, Array] | None = None,
+    vocab_size: int | None = None,
+    impl: str | None = None,
+) -> Call[tuple[Array, Array, Array]]:
     """Return (scores, parents, tokens) of the 2K best continuations of each sentence's K beams.
 
     ``logits``: (B * K, C) float array, any strides; row b * K + i belongs to beam i of sentence b.
     ``scores``: (B, K), log-probabilities so far in float32 (float64 with float64 logits); a beam
-    at -inf is dead, its logits do not matter. ``banned``: bool (V,), True for tokens that may not
-    come. ``penalties``: (tokens, amounts), int32 and the dtype of the scores, each (B * K, L): from
-    the score of each listed token of a row its amount is subtracted, inf bans it, and the amounts
-    of one listed twice add up; -1 lists nothing. What else there is is not scaled up.
+    at -inf is dead, and its logits are ignored. ``banned``: bool (V,), True for tokens not to be
+    chosen. ``penalties``: (tokens, amounts), int32 and the dtype of the scores, each (B * K, L):
+    the amount is subtracted from the score of its token in that row; inf bans the token, amounts of
+    one token add up, and -1 lists no token. Probabilities of other tokens are not renormalised.
     ``vocab_size``: V <= C, at least 2; columns from V on are padding and never read. ``impl``:
     "raw-simt", "numba", "reference", or None for the first that accepts. There is no gradient.
 
     Returned are, each (B, 2K): the new scores, sorted; the beam each continues (int32, 0 to K - 1);
     the token it adds (int32). Of equal scores the lower beam comes first, within a beam the greater
-    logit (less its penalty), of equal ones the lower token. What is banned, dead or has a logit of
-    -inf scores -inf, and fills up where there is nothing better. NaN, from logits that hold NaN or
-    +inf, comes first, so that it is seen. Raises TypeError for other dtypes, ValueError for shapes
+    logit (less its penalty), of equal ones the lower token. Tokens that are banned, of a dead beam
+    or with a logit of -inf score -inf, and come last. A NaN score, from logits with NaN or +inf,
+    comes first, so that it is noticed. Raises TypeError for other dtypes, ValueError for shapes
     or a vocab_size that do not fit, IndexError for tokens out of range (from a GPU: at the next
     ``to_cpu``).
     """
@@ -122,7 +131,9 @@ def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_
         hidden = listed == -1
         tokens = checked_index(xp.where(hidden, 0, listed), vocab_size, WHAT)
         rows = xp.broadcast_to(xp.arange(len(logits))[:, None], tokens.shape)
-        less = -xp.where(hidden, 0, amounts).astype(scores.dtype)  # CuPy subtracts no floats so
+        less = -xp.where(hidden, 0, amounts).astype(
+            scores.dtype
+        )  # CuPy has no subtract.at for floats
         xp.add.at(adjusted, (rows, tokens), less)
     if banned is not None:
         adjusted = xp.where(banned, nothing, adjusted)
@@ -132,13 +143,13 @@ def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_
     peak, log_total = log_sum(logits)
     totals = xp.where(found == -np.inf, found, found - peak - log_total + scores.reshape(-1, 1))
     totals, tokens = (x.reshape(sentences, beam * each) for x in (totals, tokens))
-    best = largest(totals, 2 * beam)  # of equal ones the first: a row's are in order
+    best = largest(totals, 2 * beam)  # of equal ones the first; each row is sorted
     totals, tokens = (xp.take_along_axis(x, best, -1) for x in (totals, tokens))
     return (totals, (best // each).astype(np.int32), tokens.astype(np.int32)), None
 
 
 def _outputs(scores):
-    """Return room for the scores, parents and tokens, each (B, 2K)."""
+    """Return new arrays for the scores, parents and tokens, each (B, 2K)."""
     shape = (len(scores), 2 * scores.shape[1])
     return tuple(arrays.empty(scores, shape, t) for t in (scores.dtype, np.int32, np.int32))
 
@@ -191,9 +202,9 @@ def _forward_numba(logits, scores, banned, listed, amounts, *, needs, vocab_size
 
 
 def _words(logits, vocab_size):
-    """Return the logits as 64-bit words (rows, ...), with -inf behind V: as they are, or copied.
+    """Return the logits as 64-bit words (rows, ...), with -inf from column V on: a view or a copy.
 
-    float16 becomes float32: Numba has no other way from its bits to a number.
+    float16 is cast to float32, as Numba cannot convert its bits to a number.
     """
     xp = get_xp(logits)
     dtype = logits.dtype if logits.dtype == arrays.BFLOAT16 else np.dtype(np.float32)

@@ -7,10 +7,10 @@ BLOCK = 256  # threads
 SLICE = 2048  # 16-byte vectors of a block, at most
 
 
-def slices(vocab_size, itemsize):
+def slices(vocab_size: int, itemsize: int) -> tuple[int, int]:
     """Return (slices of a row, 16-byte vectors of a slice).
 
-    By the row alone, so that a row has the same bits in any batch.
+    They depend on the row alone, so that a row gives the same bits in any batch.
     """
     vectors = -(-vocab_size * itemsize // 16)
     parts = -(-vectors // SLICE)

@@ -1,13 +1,14 @@
-"""A token for each row of logits, drawn from what temperature, top-k, top-p and min-p leave of it.
+"""Sampling a token from each row of logits, with temperature, top-k, top-p and min-p.
 
 Top-p: Holtzman et al., "The curious case of neural text degeneration" (2020). Weights are integers,
-exp((x - max x) / T) in units of 2**-40: their sums depend on no order, so a drawn token does not
-either. The draw goes through the tokens in their order: nothing needs to be sorted.
+exp((x - max x) / T) in units of 2**-40: their sums do not depend on the order of additions, so a
+sampled token does not either. The cumulative sum runs in the order of tokens: nothing is sorted.
 Device code: ``rawkernels/sampling/sample_tokens.cu``.
 """
 
 import math
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -26,42 +27,43 @@ from gpuattn.ops.sampling.topk_logprobs import (
     log_sum,
     strided_rows,
 )
+from gpuattn.typing import Array
 
-NARROW, NARROW_BLOCK, BLOCK = 2048, 128, 1024  # up to so many columns; threads
+NARROW, NARROW_BLOCK, BLOCK = 2048, 128, 1024  # columns of a narrow row; threads for it, and else
 SHARED_BYTES = 32768  # for top-k and top-p
-MAX_COLS = 1 << 22  # of the most weights that a 64-bit sum takes
+MAX_COLS = 1 << 22  # so that the sum of the weights fits 64 bits
 ONE = 1 << 40  # the weight of the most probable token
-COARSE = 9  # bits that weights lose where they are summed for top-p
+COARSE = 9  # bits that weights are shifted right by where they are summed for top-p
 
 
 @op
 def sample_tokens(
-    logits,
+    logits: Array,
     *,
-    seed=None,
-    temperature=1.0,
-    top_k=None,
-    top_p=1.0,
-    min_p=0.0,
-    banned=None,
-    vocab_size=None,
-    impl=None,
-):
-    """Return (tokens (rows,) int32, log-probabilities (rows,)): a token drawn for each row.
+    seed: Any = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    banned: Array | None = None,
+    vocab_size: int | None = None,
+    impl: str | None = None,
+) -> Call[tuple[Array, Array]]:
+    """Return (tokens (rows,) int32, log-probabilities (rows,)): a sampled token for each row.
 
     ``logits``: (rows, C) float array, any strides. ``seed``: int or ``rng.Key``; None draws one.
-    Row r takes the first word of Philox counter (r, 0, stream, step), on every backend and
-    whatever the other rows are. ``temperature``: > 0; logits are divided by it. Then, in this
-    order: ``top_k``: only the k most probable tokens stay; None or more than V: all. ``top_p``:
-    0 < p <= 1; of those only the most probable ones that together reach p. ``min_p``: 0 to 1; of
-    those only what has at least p times the probability of the most probable. Of equal ones the
-    lowest stay.
-    ``banned``: bool (V,), tokens that are as if their logit were -inf. ``vocab_size``: V <= C;
+    Row r uses the first word of Philox counter (r, 0, stream, step), on every backend and
+    independent of the other rows. ``temperature``: > 0; logits are divided by it. Then, in this
+    order: ``top_k``: only the k most probable tokens are kept; None or more than V: all.
+    ``top_p``: 0 < p <= 1; of those only the most probable ones that together reach p. ``min_p``: 0
+    to 1; of those only tokens with at least p times the probability of the most probable one. Of
+    equally probable tokens the lowest are kept.
+    ``banned``: bool (V,), True for tokens whose logit is taken as -inf. ``vocab_size``: V <= C;
     columns from V on are padding and never read. ``impl``: "raw-simt", "reference", or None.
 
-    The log-probabilities are those of the logits at temperature 1 among all that is not banned, in
-    float32 (float64 of float64). A row with NaN or +inf, or with nothing to draw from, gives its
-    first token by ``topk_logprobs``, NaN or -inf. There is no gradient. Raises ValueError for
+    The log-probabilities are those of the logits at temperature 1 among all tokens not banned, in
+    float32 (float64 of float64). A row with NaN or +inf, or of -inf alone, gives its first token by
+    ``topk_logprobs``, with NaN or -inf. There is no gradient. Raises ValueError for
     settings out of range, TypeError for dtypes.
     """
     logits = as_array(raw(logits), "sample_tokens", "logits")
@@ -84,8 +86,10 @@ def sample_tokens(
     )  # fmt: skip
 
 
-def check_settings(function, temperature, top_k, top_p, min_p):
-    """Raise ValueError for settings of sampling that are out of range, TypeError for no numbers."""
+def check_settings(
+    function: str, temperature: float, top_k: int | None, top_p: float, min_p: float
+) -> None:
+    """Raise ValueError for sampling settings out of range, TypeError for what is no number."""
     accepted = "a finite number above 0 (0 would mean greedy decoding: gpuattn.decode.greedy)"
     number(function, "temperature", temperature, accepted, lambda t: 0 < t < math.inf)
     if top_k is not None:
@@ -94,8 +98,8 @@ def check_settings(function, temperature, top_k, top_p, min_p):
     number(function, "min_p", min_p, "0 <= min_p <= 1", lambda p: 0 <= p <= 1)
 
 
-def inverse(temperature):
-    """Return the float32 that differences of logits are multiplied by; finite and not 0."""
+def inverse(temperature: float) -> np.float32:
+    """Return 1 / temperature, which scales differences of logits, as a finite float32 above 0."""
     least, most = np.finfo(np.float32).tiny, np.finfo(np.float32).max
     return np.float32(min(max(1 / temperature, least), most))
 
@@ -128,7 +132,7 @@ def _forward_reference(
 
 
 def _kept(xp, x, weights, top_k, top_p):
-    """Return a bool mask of what top-k and then top-p leave of each row."""
+    """Return a bool mask of the tokens that top-k and then top-p keep in each row."""
     order = in_order(x, x.shape[1])
     kept = xp.broadcast_to(xp.arange(x.shape[1]) < (top_k or x.shape[1]), x.shape)
     if top_p:
@@ -140,7 +144,7 @@ def _kept(xp, x, weights, top_k, top_p):
 
 
 def _share(total, share):
-    """Return total * share // 2**32 of uint64, where the product would not fit."""
+    """Return total * share // 2**32 of uint64, without overflow of the product."""
     low, bits = np.uint64(0xFFFFFFFF), np.uint64(32)
     return (total >> bits) * share + ((total & low) * share >> bits)
 

@@ -1,10 +1,10 @@
 """The k most probable classes of each row and their log-probabilities, exact and in order.
 
-log p = x - max x - log sum exp(x - max x). Only the k winners are ever written. The search is
-LightSeq's "hierarchical auto-regressive search" (Wang et al., 2021): the best of each group gives
-a bound that no winner can fall below (retrieve); the few numbers above it are ranked (re-rank).
-Device code: ``rawkernels/sampling/topk_logprobs.cu``, ``rawkernels/sampling/logit_slice.cuh`` and
-``topk.cuh``: a block of threads searches a slice of a row, the last of a row merges their lists.
+log p = x - max x - log sum exp(x - max x), written for the k winners only. The search is
+LightSeq's "hierarchical auto-regressive search" (Wang et al., 2021): the maxima of groups give a
+lower bound for all winners (retrieve); the few numbers above it are ranked (re-rank).
+Device code: ``rawkernels/sampling/topk_logprobs.cu``, ``rawkernels/common/logit_slice.cuh`` and
+``topk.cuh``: each block searches a slice of a row, and the last block of a row merges the lists.
 """
 
 import math
@@ -20,15 +20,18 @@ from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import integer, take_arrays
 from gpuattn.ops.sampling.logit_slices import BLOCK, slices
+from gpuattn.typing import Array
 
-MAX_GRID = 65535  # of the second and third axis
-MAX_K, WIDE = 512, 1024  # the most winners; threads of a block for more than BLOCK / 2
+MAX_GRID = 65535  # blocks along the second and third axis
+MAX_K, WIDE_BLOCK = 512, 1024  # winners; threads of a block for more than BLOCK / 2 of them
 MAX_COLS = 1 << 30  # columns are counted in 32 bits
 GROUP = 32  # columns of a group in the reference
 
 
 @op
-def topk_logprobs(logits, k, *, vocab_size=None, impl=None):
+def topk_logprobs(
+    logits: Array, k: int, *, vocab_size: int | None = None, impl: str | None = None
+) -> Call[tuple[Array, Array]]:
     """Return (logprobs (..., k), indices (..., k)) of the k largest logits of each row.
 
     ``logits``: (..., C) float array or Tensor, any strides. ``k``: 0 to V. ``vocab_size``: V <= C;
@@ -38,7 +41,7 @@ def topk_logprobs(logits, k, *, vocab_size=None, impl=None):
 
     Rows are sorted by logit, largest first; equal ones (-0 and +0 are equal) by index, lowest
     first. NaN counts as larger than +inf, and a row that holds either has NaN for all its
-    log-probabilities. A row of nothing but -inf gives -inf. Raises TypeError for dtypes other than
+    log-probabilities. A row of -inf alone gives -inf. Raises TypeError for dtypes other than
     float32, float16, bfloat16 and float64, ValueError for k or vocab_size out of range.
     """
     (logits,) = take_arrays("topk_logprobs", {"logits": logits}, {}).values()
@@ -51,7 +54,7 @@ def topk_logprobs(logits, k, *, vocab_size=None, impl=None):
     return Call(IMPLS, (logits,), impl, k=k, vocab_size=vocab_size)
 
 
-def checked_vocab_size(function, vocab_size, cols):
+def checked_vocab_size(function: str, vocab_size: int | None, cols: int) -> int:
     """Return the number of columns that are not padding; None means all of ``cols``."""
     if vocab_size is None:
         return cols
@@ -59,7 +62,7 @@ def checked_vocab_size(function, vocab_size, cols):
     return integer(function, "vocab_size", vocab_size, accepted, 1, cols)
 
 
-def checked_banned(function, banned, vocab_size):
+def checked_banned(function: str, banned: Array | None, vocab_size: int) -> None:
     """Raise unless ``banned`` is None or a bool array (V,)."""
     if banned is not None and banned.dtype != np.bool_:
         raise TypeError(problem(function, "banned.dtype", banned.dtype, "bool"))
@@ -84,18 +87,18 @@ def _forward_reference(logits, *, needs, k, vocab_size):
     return (logprobs.reshape(shape), indices.astype(np.int32).reshape(shape)), None
 
 
-def strided_rows(logits):
-    """Return (matrix, elements between rows): columns next to each other, by a copy if need be."""
+def strided_rows(logits: Array) -> tuple[Array, int]:
+    """Return (matrix with contiguous rows, elements from one to the next), copied if need be."""
     rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
     if rows.shape[1] > 1 and rows.strides[1] != rows.itemsize:
         rows = get_xp(rows).ascontiguousarray(rows)
     return rows, rows.strides[0] // rows.itemsize
 
 
-def log_sum(x):
+def log_sum(x: Array) -> tuple[Array, Array]:
     """Return (peak, log sum exp(x - peak)) of the rows of (rows, cols), each (rows, 1)."""
     xp = get_xp(x)
-    # the bound keeps -inf - (-inf), a NaN, out of rows of nothing but -inf
+    # the bound keeps -inf - (-inf), a NaN, out of rows of -inf alone
     peak = xp.maximum(x.max(-1, keepdims=True), np.finfo(x.dtype).min)
     shifted = x - peak
     total = xp.exp(shifted, out=shifted).sum(-1, keepdims=True)
@@ -103,11 +106,11 @@ def log_sum(x):
     return peak, xp.log(total, out=total)
 
 
-def largest(x, k):
-    """Return where the k largest of each row of ``x`` (rows, cols) are, as ``topk_logprobs`` does.
+def largest(x: Array, k: int) -> Array:
+    """Return the columns (rows, k) of the k largest of each row, ordered as by ``topk_logprobs``.
 
-    The k groups with the largest maxima hold them all: an element of any other group is beaten by
-    those k maxima. Shapes do not depend on the values, so nothing is read back from a GPU.
+    The k groups with the largest maxima contain them all: these k maxima beat every element of any
+    other group. Shapes do not depend on values, so nothing is read back from a GPU.
     """
     xp, (rows, cols) = get_xp(x), x.shape
     groups = cols // GROUP
@@ -122,8 +125,8 @@ def largest(x, k):
     return xp.take_along_axis(candidates, winners, -1)
 
 
-def in_order(x, k):
-    """Return where the k largest are; of equal ones the first comes first, and NaN before all."""
+def in_order(x: Array, k: int) -> Array:
+    """Return the columns of the k largest, sorted; of equal ones the first, and NaN before all."""
     backwards = get_xp(x).argsort(x[:, ::-1], -1, kind="stable")[:, ::-1]
     return x.shape[1] - 1 - backwards[:, :k]
 
@@ -142,7 +145,7 @@ def _refuse_raw(logits, *, k, vocab_size, **_):
 
 
 def _forward_raw(logits, *, needs, k, vocab_size):
-    shape, block = (*logits.shape[:-1], k), BLOCK if 2 * k <= BLOCK else WIDE
+    shape, block = (*logits.shape[:-1], k), BLOCK if 2 * k <= BLOCK else WIDE_BLOCK
     logprobs = arrays.empty(logits, shape, np.float32)
     indices = arrays.empty(logits, shape, np.int32)
     if math.prod(shape) == 0:

@@ -1,11 +1,13 @@
-"""What the updates of optimizers share: flat buffers, their checks, and how weights are rounded.
+"""What the optimizer updates share: checks of flat buffers, rounding of weights, launches.
 
-A rule is written twice: for one element in ``update/<op>.cu``, and for blocks of float32 arrays
-in ``gpuattn/ops/<op>.py``. Both are called from here and from ``update/optimizer.cuh``.
+A rule is written twice: for one element in ``rawkernels/<op>.cu``, and for blocks of float32 arrays
+in ``gpuattn/ops/update/<op>.py``, which this file calls as ``common/optimizer.cuh`` does the first.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -15,20 +17,35 @@ from gpuattn.cuda.kernels import kernel
 from gpuattn.errors import problem
 from gpuattn.impls import Impl, Impls
 from gpuattn.ops.arguments import described, number
-from gpuattn.ops.update.gradient_statistics import check_flat, check_state, field, refuse_buffers
+from gpuattn.ops.update.gradient_statistics import (
+    OptimizerState,
+    check_flat,
+    check_state,
+    field,
+    refuse_buffers,
+)
 from gpuattn.rng import Key, lanes
+from gpuattn.typing import Array, Xp
 
 DECAY_BLOCK = 128  # elements that share one byte of the decay table
-CPU_BLOCK = 1 << 17  # elements updated at a time on NumPy; shorter calls keep no two threads busy
+CPU_BLOCK = 1 << 17  # elements at a time on NumPy; with fewer, two threads are not kept busy
 BLOCK = 256
 PER_THREAD = 4
-ROUNDING = 0xFFFFFFFE  # the stream of random numbers that new bfloat16 weights are rounded by
+ROUNDING = 0xFFFFFFFE  # the Philox stream for stochastic rounding of bfloat16 weights
 FLOAT32, BFLOAT16 = np.dtype("float32"), arrays.BFLOAT16
 MODEL_DTYPES = (np.dtype("float16"), BFLOAT16)
 
 
-def check(function, params, grads, moments, state, model, decay=None):
-    """Raise TypeError or ValueError unless the buffers suit each other.
+def check(
+    function: str,
+    params: Array,
+    grads: Array,
+    moments: dict[str, Array],
+    state: OptimizerState,
+    model: Array | None,
+    decay: Array | None = None,
+) -> None:
+    """Raise TypeError or ValueError unless dtypes, sizes and devices of the buffers fit together.
 
     ``moments``: {name: array}.
     """
@@ -53,7 +70,7 @@ def check(function, params, grads, moments, state, model, decay=None):
         raise ValueError(problem(function, "model", f"a {model.dtype} copy", accepted))
     kinds = {a.dtype for a in (grads, params, model) if a is not None} - {FLOAT32}
     if len(kinds) > 1:
-        got = f"{grads.dtype} beside weights of another 16-bit dtype"
+        got = f"{grads.dtype}, but the weights have another 16-bit dtype"
         raise TypeError(problem(function, "grads", got, "float32, or that dtype"))
 
 
@@ -69,24 +86,26 @@ def _check_buffer(function, name, array, dtypes, length):
         raise ValueError(problem(function, name, got, f"a contiguous ({length},)"))
 
 
-def check_betas(function, betas):
+def check_betas(function: str, betas: tuple[float, float]) -> None:
+    """Raise TypeError or ValueError unless ``betas`` are two numbers, 0 <= beta < 1."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(problem(function, "betas", described(betas), "two numbers, 0 <= beta < 1"))
     for beta in betas:
         number(function, "betas", beta, "0 <= beta < 1", lambda beta: 0 <= beta < 1)
 
 
-def check_numbers(function, weight_decay, eps=1.0):
+def check_numbers(function: str, weight_decay: float, eps: float = 1.0) -> None:
+    """Raise TypeError or ValueError unless ``weight_decay`` >= 0 and ``eps`` > 0, both finite."""
     number(function, "weight_decay", weight_decay, "0 or more", lambda w: 0 <= w < math.inf)
     number(function, "eps", eps, "a positive number", lambda e: 0 < e < math.inf)
 
 
-def update_impls(op, rule, numbers):
-    """Return the Impls of an update in which elements do not know of each other.
+def update_impls(op: str, rule: Callable, numbers: Callable) -> Impls:
+    """Return the Impls of an elementwise update.
 
-    Its arrays: params, grads, the moments, state, model, decay; its params: ``seed`` and those of
+    Its arrays: params, grads, the moments, state, model, decay. Its params: ``seed`` and those of
     ``rule(p, g, moments, learning_rate, step, decays, **params)``, which edits float32 arrays in
-    place, ``decays`` being 0 or 1 for rows of 128 elements (or for all);
+    place; ``decays`` is 0 or 1 for each row of 128 elements, or for all.
     ``numbers(**params)``: the arguments of the kernel ``<op>_update`` after the seed.
     """
     return Impls(
@@ -128,15 +147,16 @@ def _reference(rule, params, grads, *rest, needs, seed, **constants):
     return None, None
 
 
-def working_copy(xp, x):
-    """Return what a rule edits for ``x``: itself on NumPy in float32."""
+def working_copy(xp: Xp, x: Array) -> Array:
+    """Return the float32 array that a rule edits for ``x``: on NumPy ``x`` itself if it is one."""
     return x if xp is np and x.dtype == FLOAT32 else x.astype(np.float32)
 
 
-def put(xp, x, new, skip, key=None, first=0):
-    """Write float32 numbers into ``x``, unless ``skip`` says (on the device) to leave it.
+def put(xp: Xp, x: Array, new: Array, skip: Array, key: Key | None = None, first: int = 0) -> None:
+    """Write float32 numbers to ``x``, unless ``skip``, a flag on the device, is set.
 
-    bfloat16 weights are rounded at random by ``key``; ``first``: where ``x`` lies in its buffer.
+    bfloat16 weights are rounded stochastically by ``key``. ``first``: the index of ``x[0]`` in its
+    buffer.
     """
     if key is not None and x.dtype == BFLOAT16:
         new = round_at_random(xp, new, key, first)
@@ -146,11 +166,11 @@ def put(xp, x, new, skip, key=None, first=0):
         x[...] = new
 
 
-def round_at_random(xp, x, key, first=0):
-    """Return float32 as bfloat16: one of the two around each, the nearer one the more often.
+def round_at_random(xp: Xp, x: Array, key: Key, first: int = 0) -> Array:
+    """Return float32 ``x`` as bfloat16, rounded stochastically to one of its two neighbours.
 
     The mean over keys is ``x``: the 16 bits that are cut off are the probability, in 65536ths, of
-    going up in size. Element i draws by the index ``first + i``.
+    rounding away from zero. Element i uses the random number ``first + i``.
     """
     drawn = lanes(xp, key, first, x.size).astype(np.uint32)
     cut = (x.view(np.uint32) + drawn) & np.uint32(0xFFFF0000)
@@ -158,13 +178,14 @@ def round_at_random(xp, x, key, first=0):
         return xp.where(xp.isfinite(x), cut.view(np.float32), x).astype(BFLOAT16)
 
 
-def scale_rows(x, factors):
-    """Multiply a flat array in place by a number for each DECAY_BLOCK of it, or for all."""
+def scale_rows(x: Array, factors: Any) -> None:
+    """Multiply each DECAY_BLOCK of a flat array in place by its factor, or all by one."""
     rows = x.reshape(-1, DECAY_BLOCK)
     rows *= factors
 
 
-def log(beta):
+def log(beta: float) -> np.float32:
+    """Return the natural logarithm; -inf for 0."""
     return np.float32(math.log(beta) if beta else -math.inf)
 
 
@@ -183,8 +204,8 @@ def _refuse_raw(params, grads, *rest, **_):
     return refuse_buffers(params=params, grads=grads, exp_avg=first, exp_avg_sq=second, model=model)
 
 
-def constants_of(params, grads, model):
-    """Return the constants that kernels of ``update/optimizer.cuh`` are compiled for."""
+def constants_of(params: Array, grads: Array, model: Array | None) -> dict[str, Any]:
+    """Return the constants that kernels of ``common/optimizer.cuh`` are compiled for."""
     weight = ctype(params.dtype)
     copied = weight if model is None else ctype(model.dtype)
     return {"scalar": ctype(grads.dtype), "weight": weight, "copied": copied, "BLOCK": BLOCK}

@@ -4,6 +4,9 @@ You et al., "Large batch optimization for deep learning: training BERT in 76 min
 Device code: ``rawkernels/update/lamb.cu``.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from gpuattn import arrays
@@ -26,25 +29,28 @@ from gpuattn.ops.update.flat_update import (
     put,
     working_copy,
 )
-from gpuattn.ops.update.gradient_statistics import field, refuse_buffers, square_sum
+from gpuattn.ops.update.gradient_statistics import OptimizerState, field, refuse_buffers, square_sum
 from gpuattn.rng import Key
+from gpuattn.typing import Array
 
-TILE = 4096 // DECAY_BLOCK  # decay blocks that a block of threads takes at a time
+TILE = 4096 // DECAY_BLOCK  # decay blocks that a block of threads processes at a time
 NORMS, WEIGHTS, BOTH = range(3)  # `enum Pass` in lamb.cu
-RESIDENT = 6  # blocks of threads that a multiprocessor holds
+RESIDENT_BLOCKS = 6  # per multiprocessor
 
 
 class TensorTable:
-    """Where the tensors of a flat buffer begin, and which of them LAMB adapts.
+    """Where the tensors of a flat buffer start, and which of them LAMB adapts.
 
     ``like``: an array where the buffers are. ``starts``: the first element of each tensor, in
     order, multiples of 128, the first one 0. ``size``: of the buffers. ``adapted``: for each tensor
-    whether it decays and moves in proportion to its length; others (biases, the weights of norms)
-    move as in Adam. A table serves one launch at a time: it holds the kernel's scratch memory.
+    whether it decays and its update is scaled by its norm; others (biases, weights of norms) are
+    updated as by Adam. A table serves one launch at a time: it holds the kernel's scratch memory.
     Raises ValueError for other starts.
     """
 
-    def __init__(self, like, starts, size, adapted):
+    def __init__(
+        self, like: Array, starts: Sequence[int], size: int, adapted: Sequence[bool]
+    ) -> None:
         self.starts, self.size, self.adapted = tuple(starts), size, tuple(map(bool, adapted))
         bounds = [*self.starts, size]
         rising = all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
@@ -64,13 +70,15 @@ class TensorTable:
             self.control = arrays.zeros(like, (3 + 2 * len(tensors),), np.uint32)
 
 
-def plan(bounds, adapted):
-    """Return (items, tensors, tiles) for the kernel: what to do in which order.
+def plan(bounds: Sequence[int], adapted: Sequence[bool]) -> tuple[list, list, int]:
+    """Return (items, tensors, tiles) for the kernel: its work, in order.
 
-    ``bounds``: where tensors begin and the last one ends, in decay blocks. All norms come first;
-    weights come in the other direction, so that what was read last is still in L2.
+    ``bounds``: the starts of the tensors and the end of the last one, in decay blocks. All norms
+    come first; weights follow in reverse order, so that those read last are still in L2.
     """
-    norms, weights, tensors = [], [], []
+    norms: list[tuple] = []
+    weights: list[tuple] = []
+    tensors: list[tuple] = []
     for tensor, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         tiles = [(at, min(TILE, end - at), tensor) for at in range(begin, end, TILE)]
         tensors.append((begin, len(norms), len(tiles)))
@@ -82,26 +90,27 @@ def plan(bounds, adapted):
 
 @op
 def lamb(
-    params,
-    grads,
-    exp_avg,
-    exp_avg_sq,
-    state,
-    tensors,
+    params: Array,
+    grads: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    state: OptimizerState,
+    tensors: TensorTable,
     *,
-    model=None,
-    betas=(0.9, 0.999),
-    eps=1e-6,
-    weight_decay=0.01,
-    seed=0,
-    impl=None,
-):
-    """Update ``params``, ``exp_avg`` and ``exp_avg_sq`` in place, as ``state`` says.
+    model: Array | None = None,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    seed: Any = 0,
+    impl: str | None = None,
+) -> Call[None]:
+    """Update ``params``, ``exp_avg`` and ``exp_avg_sq`` in place, by the scalars of ``state``.
 
-    With the moments of ``gpuattn.adamw`` and r = m' / (sqrt(v') + eps), for each tensor that
-    ``tensors``, a ``TensorTable``, calls adapted: u = r + weight_decay p;
+    With the moments of ``gpuattn.adamw`` and r = m' / (sqrt(v') + eps), for each tensor that is
+    ``adapted`` in ``tensors``, a ``TensorTable``: u = r + weight_decay p;
     p -= learning_rate |p| / |u| u (or u alone where a norm is 0). For others p -= learning_rate r.
-    All else as in ``gpuattn.adamw``. Raises ValueError for a table of buffers of another size.
+    Other arguments are as in ``gpuattn.adamw``. Raises ValueError for a table of buffers of another
+    size.
     """
     moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     check("lamb", params, grads, moments, state, model)
@@ -113,7 +122,7 @@ def lamb(
         accepted = f"one of buffers of {grads.size}"
         raise ValueError(problem("lamb", "tensors", f"a table of {tensors.size}", accepted))
     inputs = (params, grads, exp_avg, exp_avg_sq, state.array, model)
-    numbers = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+    numbers: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
     return Call(IMPLS, inputs, impl, tensors=tensors, **numbers, seed=seed_key("lamb", seed).seed)
 
 
@@ -166,7 +175,7 @@ def _raw(
 ):  # fmt: skip
     launch = kernel("update/lamb.cu", "lamb_update", **constants_of(params, grads, model))
     count = len(tensors.items)
-    grid = (min(count, RESIDENT * gpu(params.device.id).multiprocessors),)
+    grid = (min(count, RESIDENT_BLOCKS * gpu(params.device.id).multiprocessors),)
     launch(
         grid, (BLOCK,), params, grads, exp_avg, exp_avg_sq, model,
         tensors.items, tensors.tensors, tensors.sums, tensors.ratios, tensors.control, state,

@@ -4,6 +4,8 @@ Chen et al., "Symbolic discovery of optimization algorithms" (NeurIPS 2023).
 Device code: ``rawkernels/update/lion.cu``.
 """
 
+from typing import Any
+
 import numpy as np
 
 from gpuattn.arrays import get_xp
@@ -17,27 +19,29 @@ from gpuattn.ops.update.flat_update import (
     scale_rows,
     update_impls,
 )
+from gpuattn.ops.update.gradient_statistics import OptimizerState
+from gpuattn.typing import Array
 
 
 @op
 def lion(
-    params,
-    grads,
-    exp_avg,
-    state,
+    params: Array,
+    grads: Array,
+    exp_avg: Array,
+    state: OptimizerState,
     *,
-    model=None,
-    decay=None,
-    betas=(0.9, 0.99),
-    weight_decay=0.0,
-    seed=0,
-    impl=None,
-):
-    """Update ``params`` and ``exp_avg`` in place, as ``state`` says.
+    model: Array | None = None,
+    decay: Array | None = None,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    seed: Any = 0,
+    impl: str | None = None,
+) -> Call[None]:
+    """Update ``params`` and ``exp_avg`` in place, by the scalars of ``state``.
 
     With g = ``state.coefficient`` * grads:
     p -= learning_rate (weight_decay p + sign(b1 m + (1 - b1) g)), then m += (1 - b2) (g - m).
-    All else as in ``gpuattn.adamw``.
+    Other arguments and errors are as in ``gpuattn.adamw``.
     """
     check("lion", params, grads, {"exp_avg": exp_avg}, state, model, decay)
     check_betas("lion", betas)

@@ -1,9 +1,11 @@
 """Gradient descent with momentum over flat buffers, in one launch after ``gradient_statistics``.
 
 Sutskever et al., "On the importance of initialization and momentum in deep learning" (ICML 2013),
-in the form that keeps a velocity of gradients, as the field's libraries do.
+in the form of PyTorch: the velocity sums gradients, without the learning rate.
 Device code: ``rawkernels/update/sgd.cu``.
 """
+
+from typing import Any
 
 import numpy as np
 
@@ -12,29 +14,31 @@ from gpuattn.errors import problem
 from gpuattn.impls import Call
 from gpuattn.ops.arguments import check_flags, number, seed_key
 from gpuattn.ops.update.flat_update import check, check_numbers, scale_rows, update_impls
+from gpuattn.ops.update.gradient_statistics import OptimizerState
+from gpuattn.typing import Array
 
 
 @op
 def sgd(
-    params,
-    grads,
-    velocity,
-    state,
+    params: Array,
+    grads: Array,
+    velocity: Array | None,
+    state: OptimizerState,
     *,
-    model=None,
-    decay=None,
-    momentum=0.0,
-    nesterov=False,
-    weight_decay=0.0,
-    seed=0,
-    impl=None,
-):
-    """Update ``params`` and ``velocity`` in place, as ``state`` says.
+    model: Array | None = None,
+    decay: Array | None = None,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    seed: Any = 0,
+    impl: str | None = None,
+) -> Call[None]:
+    """Update ``params`` and ``velocity`` in place, by the scalars of ``state``.
 
     With g = ``state.coefficient`` * grads + weight_decay p: u = momentum u + g;
     p -= learning_rate u, or with ``nesterov`` p -= learning_rate (g + momentum u).
-    ``velocity``: u, flat (n,) float32; None where ``momentum`` is 0. All else as in
-    ``gpuattn.adamw``.
+    ``velocity``: u, flat (n,) float32; None where ``momentum`` is 0. Other arguments and
+    errors are as in ``gpuattn.adamw``.
     """
     moments = {} if velocity is None else {"velocity": velocity}
     check("sgd", params, grads, moments, state, model, decay)
@@ -49,7 +53,11 @@ def sgd(
         accepted = "an array, or None where momentum is 0"
         raise ValueError(problem("sgd", "velocity", f"{got} for momentum {momentum}", accepted))
     inputs = (params, grads, velocity, state.array, model, decay)
-    numbers = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    numbers: dict[str, Any] = {
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "weight_decay": weight_decay,
+    }
     return Call(IMPLS, inputs, impl, **numbers, seed=seed)
 
 

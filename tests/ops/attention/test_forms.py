@@ -220,14 +220,13 @@ def test_explain_says_why_each_form_does_not_run():
         assert {name: dict(reasons)[name] for name in want} == want
 
 
+HERE = "attention/flash_attention"
 LAUNCHED = {  # form: (a file of the forward, of the gradient)
-    "raw-short": ("attention/flash_attention_short.cu",) * 2,
-    "raw-hopper-head": (
-        "attention/flash_attention_forward_hopper_head.cu", "attention/flash_attention_backward_hopper_head.cu",
-    ),
-    "raw-hopper": ("attention/flash_attention_forward_hopper.cu", "attention/flash_attention_backward_hopper.cu"),
-    "raw-ampere": ("attention/flash_attention_forward_ampere.cu", "attention/flash_attention_backward_ampere"),
-    "raw-simt": ("attention/flash_attention_forward_simt.cu", "attention/flash_attention_backward_simt.cu"),
+    "raw-short": (f"{HERE}_short.cu",) * 2,
+    "raw-hopper-head": (f"{HERE}_forward_hopper_head.cu", f"{HERE}_backward_hopper_head.cu"),
+    "raw-hopper": (f"{HERE}_forward_hopper.cu", f"{HERE}_backward_hopper.cu"),
+    "raw-ampere": (f"{HERE}_forward_ampere.cu", f"{HERE}_backward_ampere"),
+    "raw-simt": (f"{HERE}_forward_simt.cu", f"{HERE}_backward_simt.cu"),
 }  # fmt: skip
 AHEAD = {  # problem: whether the gradient's kernel is compiled beside the forward
     "short": (Problem(T=40, S=40), False),

@@ -1,10 +1,13 @@
-"""GELU behind a linear layer on Hopper, its slopes as bytes, and the gradients from them."""
+"""A linear layer with GELU on Hopper: its slopes as bytes, and gradients from them."""
 
 import emulator
 import numpy as np
 import pytest
-from checks import check_hopper_compiles, sampled
+from checks import check_hopper_compiles, find, sampled
+from fake_gpu import GPUS
+from fake_launches import as_array, launches_on
 
+from gpuattn import explain, use_impl
 from gpuattn.arrays import BFLOAT16, to_cpu
 from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
@@ -54,7 +57,7 @@ def close(found, want, unit, slack):
 def slopes_of(codes, dtype, shape, like):
     """Return the slopes of ``shape`` that the codes stand for: of 1, each is exact in 16 bits."""
     ones = like(np.ones(shape, DTYPES[dtype]))
-    return to_cpu(gelu_hopper.backward_alone(ones, codes)).astype(np.float64)
+    return to_cpu(gelu_hopper.backward(ones, codes)).astype(np.float64)
 
 
 def check(x, weight, product, exact, dtype, like):
@@ -70,7 +73,7 @@ def check(x, weight, product, exact, dtype, like):
     found = gelu_hopper.backward(product, codes)
     close(found, want * slopes, 2 * UNIT[dtype], 1e-5 * sums)
     dy = like(want.astype(DTYPES[dtype]))
-    found = gelu_hopper.backward_alone(dy, codes)
+    found = gelu_hopper.backward(dy, codes)
     close(found, to_cpu(dy).astype(np.float64) * slopes, UNIT[dtype], 1e-6)
 
 
@@ -78,13 +81,13 @@ def check(x, weight, product, exact, dtype, like):
 def test_on_an_emulated_gpu(shape, dtype, host_compiler):
     x, weight, product, exact = problem(emulator.as_array, shape, dtype)
     with emulator.Machine(seed=sum(shape)).in_place():
-        assert gelu_hopper.fits(x, weight) and gelu_hopper.takes_matmul(product)
+        assert gelu_hopper.refusal(x, weight) is None and gelu_hopper.takes_matmul(product)
         check(x, weight, product, exact, dtype, emulator.as_array)
 
 
 @pytest.mark.parametrize("dtype", sampled(DTYPES, 1))
 def test_far_from_zero(dtype, host_compiler):
-    """0 and 1 are exact; what is not finite is in the result."""
+    """Slopes of 0 and 1 are exact; y keeps NaN."""
     z = np.array([-6e4, -30, -7, 7, 30, 6e4, np.nan, 0])
     one = np.zeros((1, 8), DTYPES[dtype])
     one[0, 0] = 1
@@ -101,13 +104,12 @@ def test_far_from_zero(dtype, host_compiler):
 
 
 @pytest.mark.parametrize("as_product", [True, False])
-def test_a_layer_goes_on_from_its_codes(monkeypatch, as_product, host_compiler):
+def test_the_gradient_of_a_layer_uses_its_codes(as_product, host_compiler):
     x, weight, product, exact = problem(emulator.as_array, (70, 72, 136, 80), "f16")
-    monkeypatch.setattr(gelu_hopper, "takes", lambda *_: True)
-    (raw, *_), needs = LINEAR, (True, True, False)
+    raw, needs = find(LINEAR, "raw-hopper"), (True, True, False)
     with emulator.Machine(seed=3).in_place():
         _, saved = raw.forward(x, weight, None, needs=needs, activation="gelu")
-        assert gelu_hopper.are_codes(saved[2])
+        assert saved[0] == "codes" and saved[3].dtype == np.uint8
         assert raw.fusion.takes_matmul(saved, product, 0, needs=needs, activation="gelu")
         dy = product if as_product else emulator.as_array(product.dz @ product.weight)
         into = None, None, None
@@ -141,20 +143,51 @@ def test_plan(rows, columns, depth, want):
 
 
 def views():
-    """Inputs and weights that the kernel does not take."""
+    """Inputs and weights that the kernel does not take, and what the refusal says."""
     x, weight = np.zeros((256, 136), np.float16), np.zeros((264, 136), np.float16)
-    yield "wide", x.astype(np.float32), weight.astype(np.float32)
-    yield "mixed", x, weight.astype(BFLOAT16)
-    yield "odd columns", x, weight[:-1]
-    yield "odd depth", x[:, :-1], weight[:, :-1]
-    yield "by columns", x, np.asfortranarray(weight)
-    yield "no rows", x[:0], weight
-    yield "no depth", x[:, :0], weight[:, :0]
+    yield "wide", x.astype(np.float32), weight.astype(np.float32), "x is float32"
+    yield "mixed", x, weight.astype(BFLOAT16), "weight is bfloat16"
+    yield "odd columns", x, weight[:-1], "263 outputs"
+    yield "odd depth", x[:, :-1], weight[:, :-1], "135"
+    yield "by columns", x, np.asfortranarray(weight), "weight is not contiguous"
+    yield "no rows", x[:0], weight, "0 rows"
+    yield "no depth", x[:, :0], weight[:, :0], "0 inputs"
 
 
-@pytest.mark.parametrize("name, x, weight", list(views()))
-def test_what_does_not_fit(name, x, weight):
-    assert not gelu_hopper.fits(emulator.as_array(x), emulator.as_array(weight))
+@pytest.mark.parametrize("name, x, weight, says", list(views()))
+def test_refusals(name, x, weight, says):
+    assert says in gelu_hopper.refusal(emulator.as_array(x), emulator.as_array(weight))
+
+
+def layer(rows, depth, columns, dtype=BFLOAT16):
+    shapes = (2, rows // 2, depth), (columns, depth)
+    return [as_array(np.zeros(shape, dtype)) for shape in shapes]
+
+
+@pytest.mark.parametrize("x, weight, params, runs, says", [
+    (*layer(16384, 384, 1536), {}, "raw-hopper", None),
+    (*layer(8192, 384, 1536), {}, "cublaslt", "768 tiles"),
+    (*layer(16384, 384, 1536, np.float32), {}, "cublaslt", "float32"),
+    (*layer(16384, 1024, 1536), {}, "cublaslt", "1024 inputs"),
+    (*layer(16384, 384, 1536), {"activation": "relu"}, "cublaslt", "the kernel computes GELU"),
+    (*layer(16384, 384, 1536), {"bias": True}, "cublaslt", "without a bias"),
+    (*layer(16384, 384, 1536), {"wanted": False}, "cublaslt", "no gradient is wanted"),
+])  # fmt: skip
+def test_which_layers_it_is_chosen_for(x, weight, params, runs, says, recwarn):
+    weight = Tensor(weight, requires_grad=params.pop("wanted", True))
+    bias = weight.data[:, 0].copy() if params.pop("bias", False) else None
+    with launches_on(GPUS["9.0"]):
+        found = explain(linear, x, weight, bias, **{"activation": "gelu"} | params)
+    assert found.chosen == runs
+    assert says is None or says in dict(found.reasons)["raw-hopper"]
+    assert not recwarn.list, "no warning: no other argument makes this layer faster"
+
+
+def test_only_hopper_has_it():
+    x, weight = layer(16384, 384, 1536)
+    with launches_on(GPUS["10.0"]):
+        found = explain(linear, x, Tensor(weight, requires_grad=True), activation="gelu")
+    assert "the kernel needs 9.0" in dict(found.reasons)["raw-hopper"]
 
 
 # ---- on a GPU --------------------------------------------------------------------------------
@@ -177,7 +210,7 @@ def test_on_a_gpu(hopper, shape, dtype):
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["product", "array"])
-def test_two_layers(hopper, monkeypatch, watched):
+def test_two_layers(hopper, watched):
     """Gradients of all parameters as without the kernel, which runs once or twice."""
     rng = np.random.default_rng(0)
     shapes = [(1, 8192, 384), (2048, 384), (384, 2048)]
@@ -196,6 +229,7 @@ def test_two_layers(hopper, monkeypatch, watched):
     found = gradients()
     ran = tuple((kernels.launches - before)[name] for name in names)
     assert ran == ((1, 1) if watched else (2, 0))
-    monkeypatch.setattr(gelu_hopper, "takes", lambda *_: False)
-    for got, want in zip(found, gradients(), strict=True):
+    with use_impl(linear="cublaslt"):
+        wanted = gradients()
+    for got, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-2 * np.abs(want).max())

@@ -1,4 +1,4 @@
-"""The gradient of an activation between two linear layers, in one kernel of Hopper's."""
+"""The gradient of an activation between two linear layers, in one kernel on Hopper."""
 
 import emulator
 import numpy as np
@@ -86,7 +86,7 @@ def test_what_is_launched_is_compiled_in_advance(depth, activation):
 
 
 def views():
-    """Products and what they are multiplied by: those that the kernel does not take."""
+    """Matmuls and activation inputs that the kernel does not take."""
     dz, weight, before = (np.zeros(s, np.float16) for s in ((256, 136), (136, 264), (256, 264)))
     yield "wide", dz.astype(np.float32), weight.astype(np.float32), before.astype(np.float32)
     yield "mixed", dz, weight, before.astype(BFLOAT16)

@@ -10,6 +10,8 @@ from gpuattn.autodiff import tape
 from gpuattn.cuda import kernels
 from gpuattn.ops.linear.linear import IMPLS, linear
 
+# of "raw-hopper": test_gelu_hopper.py
+HERE = [case for case in implementations(IMPLS) if case.values[0] != "raw-hopper"]
 # (..., in), out
 SHAPES = {
     "one": ((1, 1), 1),
@@ -25,13 +27,13 @@ SHAPES = {
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape, out", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name, where", implementations(IMPLS))
+@pytest.mark.parametrize("name, where", HERE)
 def test_implementations(rng, name, where, shape, out, dtype, activation, with_bias):
     def draw(*shape):
         if dtype == "float32":
             return rng.standard_normal(shape)
-        # The library rounds the product to 16 bits, the bias comes after: with whole numbers that
-        # rounding is exact, and the sign that ReLU sees is the right one.
+        # The library rounds the matmul to 16 bits before the bias is added. With whole numbers that
+        # rounding is exact, so that ReLU gets the right sign.
         return rng.integers(-2, 3, shape).astype(float)
 
     inputs = [draw(*shape), draw(out, shape[-1]), draw(out) + 0.25 if with_bias else None]
@@ -53,7 +55,7 @@ def test_written_out_definition(xp, rng):
 
 @pytest.mark.parametrize("slot_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_go_to_their_places(xp, rng, dtype, slot_dtype):
+def test_gradients_are_written_to_their_slots(xp, rng, dtype, slot_dtype):
     x = xp.asarray(rng.standard_normal((40, 6)).astype(dtype_of(dtype)))
     weight = xp.asarray(rng.standard_normal((3, 6)).astype(dtype_of(dtype)))
     bias = xp.asarray(rng.standard_normal(3).astype(dtype_of(dtype)))
@@ -87,7 +89,7 @@ def test_only_what_is_needed_is_computed(xp, rng):
     x = xp.asarray(rng.standard_normal((4, 3)))
     weight = Tensor(xp.asarray(rng.standard_normal((2, 3))), requires_grad=True)
     y = linear(x, weight)
-    assert y.node.saved[1] is None  # the weight is for dx only
+    assert y.node.saved[2] is None  # the weight is for dx only
     with tape.no_grad():
         assert linear(x, weight).node is None
 
@@ -149,7 +151,7 @@ def test_bias_gradient_of_many_rows(gpu, rng, dtype):
 
 
 def test_captured_layers_keep_their_biases(gpu, rng):
-    """Two layers of one kind share a plan; the pointers of each launch stay as they were."""
+    """Two layers of one kind share a plan; each captured launch keeps its own pointers."""
     bfloat16 = dtype_of("bfloat16")
     x, weight = (gpu.asarray(rng.standard_normal((64, 64)).astype(bfloat16)) for _ in range(2))
     biases = gpu.asarray(rng.standard_normal((2, 64)).astype(bfloat16))

@@ -1,4 +1,4 @@
-"""A branch's last layer, dropout, the residual and the norm as one op."""
+"""The last layer of a branch, dropout, the residual and the norm as one op."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_only_what_is_needed(rng, needs):
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_it_is_its_parts(xp, rng, norm):
+def test_it_equals_the_two_ops(xp, rng, norm):
     """Both results and all gradients are those of the two ops one after the other."""
     given = [xp.asarray(a, "float32") for a in inputs(rng, (2, 6, 24), 40)]
     leaves = [[Tensor(a.copy(), requires_grad=True) for a in given] for _ in range(2)]
@@ -123,8 +123,8 @@ def test_blocks_by_what_they_fill(monkeypatch, width, count, rows, share):
 
 @pytest.fixture
 def hopper(gpu, monkeypatch):
-    """CuPy, and the kernel taken for as few rows as there are."""
-    monkeypatch.setattr(module, "LEAST_SHARE", 0)
+    """CuPy, with the kernel accepting any number of rows."""
+    monkeypatch.setattr(module, "MIN_BUSY", 0)
     if not gpu_of(0).has_wgmma:
         pytest.skip("not a Hopper GPU")
     return gpu
@@ -160,7 +160,7 @@ def test_the_mask_is_that_of_every_backend(hopper, rng, width):
 
 
 def test_strided_rows(hopper, rng):
-    """Parts of larger arrays, and what has to be copied."""
+    """Parts of larger arrays, and strides that need a copy."""
     impl, needs = find(IMPLS, "raw-hopper"), (True,) * 6
     given = [a.astype(BFLOAT16) for a in inputs(rng, (300, 64), 384)]
     want, _ = impl.forward(*map(hopper.asarray, given), needs=needs, **DROP)
@@ -171,7 +171,7 @@ def test_strided_rows(hopper, rng):
         assert all((g.view("u2") == w.view("u2")).all() for g, w in zip(got, want, strict=True))
 
 
-def test_who_is_chosen(gpu):
+def test_which_implementation_is_chosen(gpu):
     if not gpu_of(0).has_wgmma:
         pytest.skip("not a Hopper GPU")
 
@@ -183,4 +183,4 @@ def test_who_is_chosen(gpu):
 
     assert [choice(width) for width in (128, 256, 384, 512)] == ["raw-hopper"] * 4
     others = choice(400), choice(384, 640), choice(384, depth=63), choice(384, dtype="f")
-    assert others == ("raw-simt",) * 4
+    assert others == ("cublaslt",) * 4

@@ -1,4 +1,4 @@
-"""Gradients of many weights in one launch of Hopper's: right, put off and caught up with."""
+"""Gradients of many weights in one launch on Hopper: results, deferring and launching."""
 
 from types import SimpleNamespace
 
@@ -93,16 +93,16 @@ LETTERS = [(1536, 384), (384, 1536), (1152, 384), (384, 384)]
 ])  # fmt: skip
 @pytest.mark.parametrize("kinds", KINDS, ids=["bf16", "f16 to float32"])
 def test_many(hopper, monkeypatch, shapes, rows, kinds):
-    monkeypatch.setattr(op, "LEAST_STEPS", 0)
+    monkeypatch.setattr(op, "MIN_STEPS", 0)
     problems, want = problem(shapes, rows, kinds, seed=rows)
     problems = [(*map(hopper.asarray, arrays), add) for *arrays, add in problems]
     before = kernels.launches[op.NAME]
     op.launch(problems)
     assert_equal(problems, want)
-    assert kernels.launches[op.NAME] - before == -(-len(shapes) // op.MOST)
+    assert kernels.launches[op.NAME] - before == -(-len(shapes) // op.MAX_WEIGHTS)
 
 
-def test_what_blocks_leave_is_zeroed_on_the_stream_of_the_launch(monkeypatch):
+def test_flags_are_zeroed_on_the_stream_of_the_launch(monkeypatch):
     zeroed, memory = [], SimpleNamespace(Memory=lambda size: SimpleNamespace(ptr=64, size=size))
     runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *args: zeroed.append(args))
     stream = SimpleNamespace(ptr=77)
@@ -115,7 +115,7 @@ def test_what_blocks_leave_is_zeroed_on_the_stream_of_the_launch(monkeypatch):
     assert zeroed == [(64, 0, 12 * 4, 77)]
 
 
-def test_a_few_tiles_are_the_librarys(hopper):
+def test_the_library_computes_few_tiles(hopper):
     problems, want = problem([(384, 384)], 4096, KINDS[1])
     problems = [(*map(hopper.asarray, arrays), add) for *arrays, add in problems]
     before = kernels.launches[op.NAME]
@@ -124,8 +124,8 @@ def test_a_few_tiles_are_the_librarys(hopper):
     assert kernels.launches[op.NAME] == before
 
 
-def test_layers_put_their_gradients_off(hopper, rng):
-    """One launch for a chain of layers; at once for a weight that has to be added to."""
+def test_layers_defer_their_gradients(hopper, rng):
+    """One launch for a chain of layers; no deferring for a weight whose gradient is added to."""
     x, dy = (rng.standard_normal((4096, 384), np.float32).astype(BFLOAT16) for _ in range(2))
     weights = [rng.standard_normal((384, 384), np.float32) / 20 for _ in range(12)]
     weights = [hopper.asarray(w.astype(BFLOAT16)) for w in weights]

@@ -147,7 +147,7 @@ def test_rows_that_are_not_finite_stay_alone(gpu, rng, vocab, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_shared_memory_does_not_hold_is_read_twice(gpu, rng, monkeypatch, dtype):
-    record = replace(gpu_of(0), shared_bytes=launch.SPARE + (1 << 10))
+    record = replace(gpu_of(0), shared_bytes=launch.RESERVED_SHARED + (1 << 10))
     monkeypatch.setattr(launch, "gpu", lambda device: record)
     for vocab in (3000, 100003):
         logits, labels = draw(rng, (3,), vocab, vocab)
@@ -167,7 +167,7 @@ def test_tables_of_launches():
         constants = {"scalar": "bf16", "CLUSTER": cluster, "BLOCK": block}
         assert any(form.items() <= constants.items() for form in kernels.variants(file))
         size = min(size, 4 * 262144)
-        room = (227 << 10) - launch.SPARE  # of a block on a Hopper GPU
+        room = (227 << 10) - launch.RESERVED_SHARED  # of a block on a Hopper GPU
         assert size <= cluster * room, "a row of 262,144 floats is read once"
 
 

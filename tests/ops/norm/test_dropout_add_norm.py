@@ -18,7 +18,12 @@ from gpuattn.cuda import compiler, kernels
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.dropout import dropout
 from gpuattn.ops.norm import launch
-from gpuattn.ops.norm.dropout_add_norm import BESIDE, IMPLS, dropout_add_norm, norm_beside
+from gpuattn.ops.norm.dropout_add_norm import (
+    IMPLS,
+    NORM_AND_RESIDUAL,
+    dropout_add_norm,
+    norm_and_residual,
+)
 from gpuattn.ops.norm.layer_norm import layer_norm
 from gpuattn.ops.norm.rms_norm import rms_norm
 from gpuattn.rng import Key, keep_mask
@@ -235,24 +240,25 @@ def test_raw_runs_on_a_gpu(gpu):
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("shape", [(7, 33), (2, 3, 384), (0, 8)], ids=str)
 @pytest.mark.parametrize("name, where", HERE)
-def test_norm_beside(name, where, rng, shape, rms, dtype):
+def test_norm_and_residual(name, where, rng, shape, rms, dtype):
     x, _, weight, bias, _ = inputs(rng, shape)
     for vectors in ((weight, bias), (None, None)):
-        check_implementation(BESIDE, name, where, [x, *vectors], dtype, rms=rms, eps=1e-3)
+        given, params = [x, *vectors], {"rms": rms, "eps": 1e-3}
+        check_implementation(NORM_AND_RESIDUAL, name, where, given, dtype, **params)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_gradient_of_norm_beside(rng, norm):
+def test_gradient_of_norm_and_residual(rng, norm):
     x, _, weight, bias, _ = inputs(rng, (2, 3, 7))
-    check_gradient(lambda *given: norm_beside(*given, norm=norm), x, weight, bias)
+    check_gradient(lambda *given: norm_and_residual(*given, norm=norm), x, weight, bias)
     for bad in ({"norm": "batch"}, {"eps": 0}):
-        with pytest.raises(ValueError, match="norm_beside"):
-            norm_beside(x, weight, **bad)
+        with pytest.raises(ValueError, match="norm_and_residual"):
+            norm_and_residual(x, weight, **bad)
 
 
-def test_what_is_beside_a_norm_is_its_input(xp, rng):
+def test_the_second_result_is_a_view_of_the_input(xp, rng):
     x = Tensor(xp.asarray(rng.standard_normal((4, 8)), "f"), requires_grad=True)
-    _, h = norm_beside(x, xp.ones(8, "f"))
+    _, h = norm_and_residual(x, xp.ones(8, "f"))
     assert h.data.shape == x.data.shape and same_memory(h.data, x.data)
     h.backward(xp.ones((4, 8), "f"))
     assert x.grad.tolist() == [[1.0] * 8] * 4

@@ -256,7 +256,7 @@ def given(xp, **change):
 BAD = {
     "params.dtype": (TypeError, {"params": np.zeros(128)}),
     "grads is float64": (TypeError, {"grads": np.zeros(128)}),
-    "grads is float16 beside": (TypeError, {
+    "grads is float16, but the weights": (TypeError, {
         "grads": np.zeros(128, np.float16), "model": np.zeros(128, BFLOAT16),
     }),
     "exp_avg is": (ValueError, {"exp_avg": np.zeros(256, np.float32)}),

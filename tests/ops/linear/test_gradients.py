@@ -1,0 +1,108 @@
+"""Which launches the gradient of a linear layer is computed by, and what its forward saves."""
+
+import numpy as np
+import pytest
+from fake_gpu import GPUS
+from fake_launches import as_array, launches_on
+
+from gpuattn import Tensor, explain
+from gpuattn.arrays import BFLOAT16
+from gpuattn.autodiff.pending_matmul import PendingMatmul
+from gpuattn.gemm.cublaslt import Reason
+from gpuattn.ops.linear import gradients
+from gpuattn.ops.linear.linear import linear
+
+ROWS, IN, OUT = 40, 64, 96
+SLOT = np.zeros(OUT, np.float32)
+
+
+def floats(*shape):
+    return np.ones(shape, np.float32)
+
+
+def planned(kind, pending=False, needs=(True, True, True), into=(None, None, None), width=IN):
+    saved = gradients.save(kind, floats(ROWS, width), floats(OUT, width), needs)
+    dy = floats(ROWS, OUT)
+    if pending:
+        dy = PendingMatmul(floats(ROWS, 8), floats(8, OUT), (ROWS, OUT))
+    return gradients.plan(saved, dy, needs, into)
+
+
+@pytest.mark.parametrize("kind, pending, dz, joint", [
+    ("none", False, "dy", True), ("codes", False, "codes", True), ("codes", True, "codes", True),
+    ("z", False, "elementwise", False), ("y", False, "elementwise", False),
+    ("z", True, "matmul", True), ("y", True, "matmul", True),
+])  # fmt: skip
+def test_ways_of_dz(kind, pending, dz, joint):
+    assert planned(kind, pending)[:2] == (dz, joint)
+
+
+def test_when_one_launch_gives_both_parameters_gradients():
+    assert planned("none", into=(None, None, (SLOT, False))).joint
+    assert not planned("none", into=(None, None, (SLOT, True))).joint, "it cannot add"
+    assert not planned("none", needs=(True, True, False)).joint
+    assert not planned("none", needs=(True, False, True)).joint
+
+
+def test_a_weight_that_fills_a_gpu_is_not_deferred():
+    assert planned("none").small
+    assert not planned("none", width=128 * gradients.FULL_TILES).small
+
+
+@pytest.mark.parametrize("activation, bias, kind, kept, saves_bias", [
+    (None, True, "none", False, False), ("relu", True, "y", True, False),
+    ("gelu", False, "z", True, False), ("gelu", True, "z", True, True),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+def test_what_is_saved_without_cublaslt(activation, bias, kind, kept, saves_bias):
+    x, weight = as_array(floats(ROWS, IN)), as_array(floats(OUT, IN))
+    vector = as_array(floats(OUT)) if bias else None
+    with launches_on(GPUS["9.0"]):
+        y = linear(x, Tensor(weight, requires_grad=True), vector, activation=activation)
+    tag, saved_x, saved_weight, value, saved_bias = y.node.saved
+    assert (tag, value is not None, saved_bias is not None) == (kind, kept, saves_bias)
+    assert saved_x is x and saved_weight is None, "x is for dweight, the weight for dx"
+
+
+def test_explain_names_the_library():
+    x = as_array(np.ones((ROWS, IN), BFLOAT16))
+    with launches_on(GPUS["9.0"]):
+        found = explain(linear, x, x, impl="raw")
+    assert found.chosen == "cublaslt"
+    assert found.details == {"library": "CuPy's cuBLAS, as cuBLASLt cannot be loaded: a fake GPU"}
+    assert "matmul by CuPy's cuBLAS" in str(found)
+
+
+@pytest.mark.parametrize("answer", ["done", Reason("cuBLASLt has no algorithm")])
+@pytest.mark.parametrize("slots", [False, True])
+def test_without_a_joint_launch_the_bias_is_summed_alone(monkeypatch, rng, answer, slots):
+    x, dy = (rng.standard_normal((ROWS, width), np.float32) for width in (IN, OUT))
+    weight = rng.standard_normal((OUT, IN), np.float32)
+    summed = []
+
+    def matmul_and_sums(dz, x, sums, out, accumulate, share):
+        if answer != "done":
+            return answer
+        sums[...] = dz.sum(0)
+        return np.matmul(dz.T, x, out=out)
+
+    def launch_backward(x, bias, dy, want_bias, slot, activation):
+        summed.append(slot)
+        if slot is None:
+            return dy, dy.sum(0)
+        slot[0][...] = dy.sum(0)
+        return dy, None
+
+    monkeypatch.setattr(gradients, "matmul_and_sums", matmul_and_sums)
+    monkeypatch.setattr(gradients, "launch_backward", launch_backward)
+    places = np.empty_like(weight), np.empty(OUT, np.float32)
+    into = (None, *[(place, False) if slots else None for place in places])
+    needs = (True, True, True)
+    saved = gradients.save("none", x, weight, needs)
+    found = gradients.backward(saved, dy, needs=needs, into=into, activation=None)
+    assert len(summed) == (answer != "done")
+    if slots:
+        assert found[1:] == (None, None)
+        found = found[0], *places
+    for got, want in zip(found, (dy @ weight, dy.T @ x, dy.sum(0)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
