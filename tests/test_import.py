@@ -53,7 +53,7 @@ def test_the_version_is_that_of_setup_cfg():
 
 
 @pytest.mark.parametrize("beside", [None, "[metadata]\nname = other\nversion = 3\n", "junk"])
-def test_without_a_source_tree_the_version_is_that_of_the_package(monkeypatch, tmp_path, beside):
+def test_without_a_source_tree_the_version_is_the_installed_one(monkeypatch, tmp_path, beside):
     installed = tmp_path / "gpuattn-9.8.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: gpuattn\nVersion: 9.8\n")
@@ -64,13 +64,13 @@ def test_without_a_source_tree_the_version_is_that_of_the_package(monkeypatch, t
     assert gpuattn.__version__ == "9.8"
 
 
-def test_dir_shows_what_is_public():
+def test_dir_lists_the_public_names():
     shown = dir(gpuattn)
     assert set(shown) == {*gpuattn.__all__, "runtime", "__version__"}
     assert [name for name in shown if not hasattr(gpuattn, name)] == []
 
 
-def test_what_is_seldom_needed_is_imported_when_asked_for():
+def test_rarely_used_modules_are_imported_on_first_use():
     code = """
 import sys
 import gpuattn
