@@ -297,17 +297,17 @@ def test_distinct_pairs_counted():
     for name in ("numbers", "times"):
         kind = KIND[name]
         (slot,) = kind.slots
-        said = {kind.render(cell, value) for cell in set(kind.cells) for value in set(slot)}
-        assert len({source for source, _ in said}) == len(said) == distinct(kind)
+        rendered = {kind.render(cell, value) for cell in set(kind.cells) for value in set(slot)}
+        assert len({source for source, _ in rendered}) == len(rendered) == distinct(kind)
     rng = np.random.default_rng(0)
     for name in ("dates", "prices", "clauses"):
         kind = KIND[name]
         sets = [list(dict.fromkeys(values)) for values in (kind.cells, *kind.slots)]
         choices = {tuple(int(rng.integers(len(s))) for s in sets) for _ in range(20_000)}
-        said = {
+        rendered = {
             kind.render(*(s[i] for s, i in zip(sets, choice, strict=True))) for choice in choices
         }
-        assert len({source for source, _ in said}) == len(choices)
+        assert len({source for source, _ in rendered}) == len(choices)
 
 
 def test_lengths_and_shares_of_kinds():
