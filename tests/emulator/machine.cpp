@@ -105,7 +105,7 @@ unsigned char* Block::for_hardware(u32 address, u32 bytes) {
     unsigned char* const found = at(address, bytes, 16);
     for (u32 word = address / 4; word < (address + bytes) / 4; ++word)
         if (const unsigned writer = words[word].writer)
-            fail("TMA or wgmma accesses at %u what thread %u stored without a fence", 4 * word, writer - 1);
+            fail("TMA or wgmma meets at %u what thread %u stored without a fence", 4 * word, writer - 1);
     return found;
 }
 void Block::check_not_read(u32 address, u32 bytes) {
@@ -148,7 +148,7 @@ static std::unique_ptr<Block> make_block(unsigned number, unsigned threads, size
 }
 static void check_end(Block& b) {
     for (const TaskPtr& task : tasks)
-        if (task->block == &b && !(task->stages.size() == 2 && task->done == 1))  // its write may come later
+        if (task->block == &b && !(task->stages.size() == 2 && task->done == 1))  // what was read may still be written
             fail("block %u ended while TMA or wgmma uses its shared memory", b.number);
     if (!b.readers.empty()) fail("block %u ended without a wait for its copies or products", b.number);
     for (Warp& w : b.warps) {

@@ -33,7 +33,7 @@ def translate(text, signatures):
     text = re.sub(dynamic, r"\1* \2 = (\1*)dynamic_shared_memory();", text)
     static = r"__shared__ __align__\(\d+\) ([\w ]+) (\w+)\[(.*?)\];"
     text, count = re.subn(static, r"auto& \2 = *(\1(*)[\3])static_shared_memory();", text)
-    assert count <= 1, "the emulator has memory for one aligned static array"
+    assert count <= 1, "there is room for one static array that TMA sees"
     sites = itertools.count()
     text = re.sub(
         r"__shared__ ([\w ]+) (\w+)(\[[^\]]*\])?;",
