@@ -1,6 +1,6 @@
-"""Arrays in, arrays out: the same calls on NumPy and on CuPy, any strides, no framework.
+"""Call ops on NumPy or CuPy arrays and get arrays back: any strides, no framework.
 
-Claim: attention over 4,096 keys needs memory for a few blocks, not for a 4,096 x 4,096 table.
+Claim: attention over 4,096 keys stores a few blocks of scores, never a 4,096 x 4,096 table.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import numpy as np
 import gpuattn
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--smoke", action="store_true", help="a small size, for the tests")
+parser.add_argument("--smoke", action="store_true", help="run quickly: 1,024 keys")
 parser.add_argument("--cuda", action="store_true", help="run on CuPy arrays")
 options = parser.parse_args()
 print(__doc__)
@@ -31,13 +31,17 @@ print(f"flash_attention: {out.shape} {out.dtype}, log-sum-exp {lse.shape}")
 x = out.reshape(tokens, heads * 64)
 xp = gpuattn.get_xp(x)
 weight, bias = xp.ones(heads * 64, "float32"), xp.zeros(heads * 64, "float32")
-normed, h = gpuattn.dropout_add_norm(x, x, weight, bias, p=0.1, seed=1)
-print(f"dropout_add_norm: {normed.shape}, standard deviation {float(normed.std()):.3f}")
+normalized, h = gpuattn.dropout_add_norm(x, x, weight, bias, p=0.1, seed=1)
+spread = float(normalized.std())
+print(f"dropout_add_norm: {normalized.shape}, standard deviation {spread:.3f}, as a norm gives")
 
 values, indices = gpuattn.topk_logprobs(x, 3)
-print(f"topk_logprobs of the last row: {gpuattn.to_cpu(indices)[-1]} {gpuattn.to_cpu(values)[-1]}")
+best = zip(gpuattn.to_cpu(indices)[-1], gpuattn.to_cpu(values)[-1], strict=True)
+print("topk_logprobs of the last row:", ", ".join(f"{p:.2f} at {i}" for i, p in best))
 
 if not options.cuda:
     table = heads * tokens * tokens * 4
-    print(f"peak memory {peak / 2**20:.0f} MiB; ", end="")
-    print(f"the table of scores alone would be {table / 2**20:.0f} MiB")
+    print(
+        f"flash_attention took {peak / 2**20:.0f} MiB at its peak; "
+        f"a table of all scores alone would take {table / 2**20:.0f} MiB"
+    )

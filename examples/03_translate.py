@@ -1,7 +1,7 @@
-"""Train the toy translator and ask it something it has never seen.
+"""Train the toy translator, then translate phrases that were not in its training data.
 
-Claim: with nothing downloaded, about a minute on two CPU cores is enough to translate English
-numbers, times and clauses into German, with the verb at the end and the articles in agreement.
+Claim: about a minute on two CPU cores, without a download, is enough to translate English numbers,
+times and clauses into German, with the verb at the end and articles that agree with their nouns.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--smoke", action="store_true", help="a few updates, for the tests")
-parser.add_argument("--out", type=Path, help="the run folder; default: a temporary one")
+parser.add_argument("--smoke", action="store_true", help="run quickly: 5 updates, too few to learn")
+parser.add_argument("--out", type=Path, help="the run folder (default: a temporary one)")
 options = parser.parse_args()
 print(__doc__, flush=True)
 
@@ -25,6 +25,7 @@ LINES = [
 
 
 def gpuattn(*arguments, **more):
+    """Run a gpuattn command; return what it prints, if ``stdout`` is a pipe."""
     command = [sys.executable, "-m", "gpuattn", *arguments]
     return subprocess.run(command, check=True, text=True, **more).stdout
 

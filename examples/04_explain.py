@@ -1,6 +1,6 @@
-"""Ask every op which implementation it would run, and why not the others.
+"""Ask each op which implementation it would run, and why not the others.
 
-Claim: nothing is silent. Each implementation that is passed over says why in a sentence.
+Claim: every implementation that is refused has a reason, written as a sentence.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import gpuattn
 from gpuattn.bench.samples import SAMPLES, sample
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--smoke", action="store_true", help="no difference here: nothing is computed")
+parser.add_argument("--smoke", action="store_true", help="the same: nothing is computed")
 parser.add_argument("--cuda", action="store_true", help="explain for CuPy arrays")
 options = parser.parse_args()
 xp = gpuattn.get_xp(gpuattn.to_gpu(np.ones(1))) if options.cuda else np
@@ -26,6 +26,6 @@ for name, entry in SAMPLES.items():
 print(answers[0], end="\n\n")
 for answer in answers[1:]:
     refused = sum(reason is not None for _, reason in answer.reasons)
-    print(f"{answer.op:18} runs {answer.chosen}, {refused} passed over")
+    print(f"{answer.op:18} runs {answer.chosen}, {refused} refused")
 reasons = [reason for answer in answers for _, reason in answer.reasons if reason is not None]
-print(f"\n{len(answers)} ops explained, {len(reasons)} refusals, each with its sentence")
+print(f"\n{len(answers)} ops explained, {len(reasons)} refusals, each with its reason")

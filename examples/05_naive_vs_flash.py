@@ -1,6 +1,6 @@
-"""Naive attention writes the T x S table of scores; flash attention keeps blocks of it.
+"""Compare naive attention, which stores a T x T table of scores, with flash_attention.
 
-Claim: the results agree, the memory of one grows with T squared, that of the other with T.
+Claim: the results agree; naive attention needs memory in proportion to T squared, flash to T.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import numpy as np
 import gpuattn
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--smoke", action="store_true", help="small sizes, for the tests")
+parser.add_argument("--smoke", action="store_true", help="run quickly: T = 256 and 512")
 parser.add_argument("--plot", metavar="FILE", help="also draw the curves into a PNG file")
 options = parser.parse_args()
 print(__doc__)
@@ -26,10 +26,12 @@ def naive(q, k, v):
 
 
 def flash(q, k, v):
+    """The same by flash_attention, as a batch of one with one head."""
     return gpuattn.flash_attention(q[None, :, None], k[None, :, None], v[None, :, None])[0, :, 0]
 
 
 def measure(fun, *arrays):
+    """Return the result of ``fun``, its seconds and its peak memory in bytes."""
     begin = time.perf_counter()
     out = fun(*arrays)
     spent = time.perf_counter() - begin
@@ -54,7 +56,7 @@ for tokens in (256, 512) if options.smoke else (1024, 2048, 4096, 8192):
     )
 growth = rows[-1][0] / rows[0][0]
 print(
-    f"{growth:.0f} times the tokens: naive takes {rows[-1][1] / rows[0][1]:.0f} times the memory, "
+    f"{growth:.0f} times the tokens: naive needs {rows[-1][1] / rows[0][1]:.0f} times the memory, "
     f"flash {rows[-1][2] / rows[0][2]:.0f} times"
 )
 

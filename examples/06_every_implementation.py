@@ -1,6 +1,6 @@
-"""One call of attention through every implementation that accepts it, beside the formula.
+"""Run one attention call by every implementation that accepts it, and compare with the formula.
 
-Claim: whichever runs, the result is the formula's and the same probabilities are dropped.
+Claim: all agree with the formula, and with dropout all drop the same probabilities.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from gpuattn.ops.attention.dropout import attention_keep_mask
 from gpuattn.rng import as_key
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--smoke", action="store_true", help="a small size, for the tests")
+parser.add_argument("--smoke", action="store_true", help="run quickly: 48 tokens")
 parser.add_argument("--cuda", action="store_true", help="run on CuPy arrays of float16")
 options = parser.parse_args()
 print(__doc__)
@@ -24,7 +24,7 @@ q, k, v = (rng.standard_normal((B, T, H, D)).astype(dtype) for _ in range(3))
 
 
 def formula(q, k, v, factor=1.0):
-    """The causal formula in float64, with its T x T table; ``factor`` scales the probabilities."""
+    """Causal attention in float64 with a T x T table; ``factor`` scales the probabilities."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     logits = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D)
     weights = np.exp(logits) * np.tri(T)
@@ -32,7 +32,7 @@ def formula(q, k, v, factor=1.0):
     return np.einsum("bhts,bshd->bthd", weights * factor, v)
 
 
-kept = attention_keep_mask(np, (B, H, T, T), 0.25, as_key(1))  # what seed=1 keeps
+kept = attention_keep_mask(np, (B, H, T, T), 0.25, as_key(1))  # kept by seed=1
 arrays = [gpuattn.to_gpu(x) if options.cuda else x for x in (q, k, v)]
 worst = 0.0
 for kwargs, want in (
@@ -40,16 +40,18 @@ for kwargs, want in (
     ({"dropout_p": 0.25, "seed": 1}, formula(q, k, v, kept / 0.75)),
 ):
     answer = gpuattn.explain(gpuattn.flash_attention, *arrays, causal=True, **kwargs)
-    print(f"causal, {kwargs or 'nothing dropped'}\n{answer}")
+    asked = ", ".join(f"{name}={value}" for name, value in kwargs.items())
+    print(f"causal attention, {asked or 'no dropout'}\n{answer}")
     results = {"formula": want}
     for name in [name for name, refusal in answer.reasons if refusal is None]:
         with gpuattn.use_impl(flash_attention=name):
             out = gpuattn.flash_attention(*arrays, causal=True, **kwargs)
         results[name] = gpuattn.to_cpu(out).astype(np.float64)
     spread = max(np.abs(a - b).max() for a in results.values() for b in results.values())
-    print(f"{', '.join(results)}: at most {spread:.1e} apart\n")
+    print(f"largest difference between {', '.join(results)}: {spread:.1e}\n")
     worst = max(worst, spread)
 
-print(f"{kept.mean():.1%} of the probabilities were kept, the same ones by all")
-print(f"largest difference between any two: {worst:.1e} in {np.dtype(dtype)}")
-assert worst < (1e-2 if options.cuda else 1e-5)
+allowed = 1e-2 if options.cuda else 1e-5  # rounding
+assert worst < allowed, f"implementations differ by {worst:.1e}; accepted: less than {allowed:g}"
+print(f"dropout kept {kept.mean():.1%} of the probabilities, the same in every implementation")
+print(f"largest difference in {np.dtype(dtype)}: {worst:.1e}, less than {allowed:g}: all agree")

@@ -1,4 +1,4 @@
-"""Fixtures: which array module, seeded numbers, poisoned memory; and which tests run where."""
+"""Fixtures (array modules, seeded numbers, poisoned memory) and the choice of tests that run."""
 
 import collections
 import os
@@ -13,8 +13,8 @@ from gpuattn.cuda import compiler
 from gpuattn.errors import KernelCompileError
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
-REQUIRED = os.environ.get("GPUATTN_REQUIRE", "")  # tools whose lack fails tests, by commas
-POOL, JOB, LEFT_OUT = pytest.StashKey(), pytest.StashKey(), pytest.StashKey()
+REQUIRED = os.environ.get("GPUATTN_REQUIRE", "")  # tools; without one tests fail
+POOL, JOB, LEFT_OUT_COUNT = pytest.StashKey(), pytest.StashKey(), pytest.StashKey()
 
 try:
     import cupy
@@ -29,9 +29,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items, config):
-    """In the simulator only its own tests run; outside, test_simulator.py starts that run.
+    """Select tests: with NUMBA_ENABLE_CUDASIM=1 those marked ``simulator``, else the others.
 
-    Without ``--all``, the tests marked ``exhaustive`` are left out.
+    Without ``--all``, the tests marked ``exhaustive`` are left out. Background tests come last.
     """
     for item in items:
         if "gpu" in getattr(item, "fixturenames", ()):
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items, config):
         sample_cases(keep)
     if not config.option.all:
         chosen = [item for item in keep if not item.get_closest_marker("exhaustive")]
-        config.stash[LEFT_OUT] = len(keep) - len(chosen)
+        config.stash[LEFT_OUT_COUNT] = len(keep) - len(chosen)
         keep = chosen
     kept = set(keep)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items, config):
 
 
 def sample_cases(items):
-    """Mark all but the first of each four cases of a test as exhaustive."""
+    """Mark three of every four cases of a test as exhaustive."""
     seen = collections.Counter()
     for item in items:
         test = item.nodeid.split("[")[0]
@@ -59,16 +59,16 @@ def sample_cases(items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if count := config.stash.get(LEFT_OUT, 0):
+    if count := config.stash.get(LEFT_OUT_COUNT, 0):
         tests = "1 exhaustive test was" if count == 1 else f"{count} exhaustive tests were"
         terminalreporter.write_line(
-            f"{tests} left out (of kernel variants, emulated problems, orders of the simulator and "
-            "kills); pytest --all runs them too."
+            f"{tests} left out (kernel variants, emulated problems, thread orders of "
+            "the simulator, killed runs); pytest --all runs all."
         )
 
 
 def pytest_collection_finish(session):
-    """Start what runs behind the other tests; its own tests come last and wait for it."""
+    """Start the functions of tests marked ``background``; these tests run last and wait."""
     marks = [(item, item.get_closest_marker("background")) for item in session.items]
     marks = [(item, mark) for item, mark in marks if mark]
     marks.sort(key=lambda pair: not pair[1].kwargs.get("long"))
@@ -90,13 +90,13 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture
 def result_of_background(request):
-    """Waits for the function that the test's mark names, and returns or raises what it did."""
+    """A function that waits for the one in the test's mark and returns its result or raises."""
     return request.node.stash[JOB].result
 
 
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def xp(request):
-    """The array module under test; GPU cases skip, by name, where there is no GPU."""
+    """The array module under test; the case ``cupy`` is skipped where there is no GPU."""
     if request.param == "numpy":
         return np
     if cupy is None:
@@ -106,7 +106,7 @@ def xp(request):
 
 @pytest.fixture
 def gpu():
-    """CuPy, for tests that only make sense on a GPU."""
+    """CuPy, for tests that need a GPU."""
     if cupy is None:
         pytest.skip("no CUDA device")
     return cupy
@@ -114,14 +114,14 @@ def gpu():
 
 @pytest.fixture(params=delays.LATE)
 def delayed(request, gpu):
-    """Runs a test of a GPU as it is, and with work that comes late: see ``delays``."""
+    """Runs a GPU test as it is and with delayed streams or steps: see ``delays``."""
     with delays.delays(gpu, request.param):
         yield request.param
 
 
 @pytest.fixture
 def nvrtc():
-    """The CUDA compiler of our own sources; skips without it, unless GPUATTN_REQUIRE names it."""
+    """NVRTC. Without it a test is skipped, or fails if GPUATTN_REQUIRE names nvrtc."""
     try:
         return compiler.nvrtc()
     except KernelCompileError as error:
@@ -132,7 +132,7 @@ def nvrtc():
 
 @pytest.fixture
 def host_compiler():
-    """The C++ compiler that ``emulator`` needs; skips where kernels cannot be emulated."""
+    """Skips a test where ``emulator`` has no C++ compiler that it can use."""
     import emulator
 
     if reason := emulator.refusal():
@@ -141,11 +141,11 @@ def host_compiler():
 
 @pytest.fixture
 def nvvm():
-    """Skips without Numba's compiler, which is too large for the ``test`` extra."""
+    """Skips a test without Numba's CUDA compiler, which is too large for the ``test`` extra."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
-        for library in ("cudart", "nvrtc", "nvvm"):  # numba-cuda fails in odd places without one
+        for library in ("cudart", "nvrtc", "nvvm"):  # numba-cuda needs all three
             load_nvidia_dynamic_lib(library)
     except (ImportError, RuntimeError) as error:
         if "nvvm" in REQUIRED:
@@ -155,7 +155,7 @@ def nvvm():
 
 @pytest.fixture
 def bytecode(monkeypatch, tmp_path):
-    """Processes that a test starts keep what Python compiles, as an installed program does."""
+    """Processes started by a test write and read .pyc files, as those of an installed package."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
 
@@ -167,7 +167,7 @@ def rng():
 
 @pytest.fixture(autouse=True, scope="session")
 def one_blas_thread():
-    """Runs do not time numbers of BLAS threads; test_threads.py does."""
+    """Training does not search for the best number of BLAS threads; test_threads.py tests that."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gpuattn.train.threads.candidates", lambda: [1])
         yield
@@ -175,7 +175,7 @@ def one_blas_thread():
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """What ``arrays.empty`` returns holds NaN (or a wild integer) until it is written."""
+    """``arrays.empty`` returns memory filled with NaN, or with a huge integer."""
 
     def poisoned(xp, shape, dtype):
         fill = float("nan") if arrays.is_floating(dtype) else np.iinfo(dtype).max // 2
@@ -186,7 +186,7 @@ def poisoned_memory(monkeypatch):
 
 @pytest.fixture
 def reversed_text(tmp_path):
-    """Return the options of 80 lines of single letters, and the same lines from right to left."""
+    """Write 80 lines of letters and the same lines reversed; return them as options of a run."""
     rng = np.random.default_rng(1)
     lines = [" ".join(rng.choice(list("abcdefgh"), rng.integers(1, 9))) for _ in range(80)]
     (tmp_path / "src").write_text("".join(f"{line}\n" for line in lines))

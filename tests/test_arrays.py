@@ -1,4 +1,4 @@
-"""Which arrays are taken, where they live, and what is refused."""
+"""Which arrays are accepted, on which device they are, and what is refused."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from gpuattn import arrays, get_xp, to_cpu, to_gpu
 from gpuattn.errors import DeviceMissingError
 
 
-def test_numpy_arrays_pass_untouched():
+def test_numpy_arrays_are_returned_as_they_are():
     x = np.ones(3)
     assert arrays.as_array(x, "f", "x") is x
     assert get_xp(x) is np
@@ -27,12 +27,12 @@ def test_lists_and_numbers_are_refused(value):
         arrays.as_array(value, "f", "x")
 
 
-def test_nothing_is_no_array():
+def test_none_is_refused():
     with pytest.raises(TypeError, match=r"f: x is None; accepted: .*__cuda_array_interface__$"):
         arrays.as_array(None, "f", "x")
 
 
-def test_arrays_whose_values_mean_more_are_refused():
+def test_masked_arrays_and_matrices_are_refused():
     masked = np.ma.masked_array([1.0, 2.0], [True, False])
     with pytest.raises(TypeError, match=r"f: x is a MaskedArray; .*Try x\.filled\(0\)"):
         arrays.as_array(masked, "f", "x")
@@ -42,13 +42,13 @@ def test_arrays_whose_values_mean_more_are_refused():
         arrays.as_array(matrix, "f", "x")
 
 
-def test_files_in_memory_are_arrays(tmp_path):
+def test_memory_mapped_files_are_accepted(tmp_path):
     x = np.memmap(tmp_path / "x", np.float32, "w+", shape=3)
     assert arrays.as_array(x, "f", "x") is x
 
 
 class OnlyDlpack:
-    """An array of another library, as far as we can see."""
+    """An array of another library: it has DLPack's methods alone."""
 
     def __init__(self, array):
         self.array = array
@@ -60,24 +60,24 @@ class OnlyDlpack:
         return self.array.__dlpack_device__()
 
 
-def test_dlpack_is_taken_without_a_copy():
+def test_dlpack_is_accepted_without_a_copy():
     x = np.ones(3)
     assert np.shares_memory(arrays.as_array(OnlyDlpack(x), "f", "x"), x)
 
 
-def test_a_tensor_that_wants_a_gradient_says_how_to_detach_it():
+def test_a_tensor_that_requires_grad_is_refused():
     tensor = OnlyDlpack(np.ones(3))
     tensor.requires_grad = True
     with pytest.raises(TypeError, match=r"OnlyDlpack that requires a gradient.*x\.detach\(\)"):
         arrays.as_array(tensor, "f", "x")
 
 
-def test_what_cannot_be_exported_says_why():
+def test_an_array_that_dlpack_cannot_export_is_refused():
     with pytest.raises(TypeError, match=r"f: x is a OnlyDlpack that cannot be exported \(.+\);"):
         arrays.as_array(OnlyDlpack(np.ones(3, arrays.BFLOAT16)), "f", "x")
 
 
-def test_dlpack_on_a_gpu_is_taken_without_a_copy(gpu):
+def test_dlpack_on_a_gpu_is_accepted_without_a_copy(gpu):
     x = gpu.ones(3)
     assert arrays.as_array(OnlyDlpack(x), "f", "x").data.ptr == x.data.ptr
 
@@ -87,12 +87,12 @@ class OnlyCudaInterface:
         self.array, self.__cuda_array_interface__ = array, array.__cuda_array_interface__
 
 
-def test_cuda_array_interface_is_taken_without_a_copy(gpu):
+def test_cuda_array_interface_is_accepted_without_a_copy(gpu):
     x = gpu.ones(3)
     assert arrays.as_array(OnlyCudaInterface(x), "f", "x").data.ptr == x.data.ptr
 
 
-def test_backends_do_not_mix(gpu):
+def test_arrays_on_two_devices_are_refused(gpu):
     with pytest.raises(TypeError, match="b on the GPU but a in host memory"):
         arrays.check_together("f", a=np.ones(2), b=gpu.ones(2), c=None)
 
@@ -119,7 +119,7 @@ def test_for_each_calls_once_for_every_item():
         assert sorted(seen) == list(range(count))
 
 
-def test_for_each_uses_several_threads_and_may_be_nested(monkeypatch):
+def test_for_each_uses_several_threads_and_can_be_nested(monkeypatch):
     helpers = 3, ThreadPoolExecutor(3)
     monkeypatch.setattr(arrays, "_helpers", lambda: helpers)
     together = threading.Barrier(4, timeout=20)
@@ -129,22 +129,22 @@ def test_for_each_uses_several_threads_and_may_be_nested(monkeypatch):
     assert len(set(seen)) == 64
 
 
-@pytest.mark.parametrize("mine", [True, False], ids=["the caller's item", "a helper's item"])
-def test_for_each_raises_what_an_item_raised(monkeypatch, mine):
+@pytest.mark.parametrize("in_caller", [True, False], ids=["the caller's item", "a helper's item"])
+def test_for_each_raises_what_an_item_raised(monkeypatch, in_caller):
     helpers = 1, ThreadPoolExecutor(1)
     monkeypatch.setattr(arrays, "_helpers", lambda: helpers)
     caller, both = threading.get_ident(), threading.Barrier(2, timeout=20)
 
     def fail(_):
         both.wait()
-        if (threading.get_ident() == caller) is mine:
+        if (threading.get_ident() == caller) is in_caller:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         arrays.for_each(fail, range(2))
 
 
-def test_no_gpu_is_said_with_a_remedy(monkeypatch):
+def test_without_cupy_the_error_says_what_to_install(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -152,6 +152,6 @@ def test_no_gpu_is_said_with_a_remedy(monkeypatch):
         to_gpu(np.ones(2))
 
 
-def test_round_trip(gpu):
+def test_to_gpu_and_back(gpu):
     x = np.arange(6.0).reshape(2, 3).T
     np.testing.assert_array_equal(to_cpu(to_gpu(x)), x)

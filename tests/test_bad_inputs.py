@@ -1,6 +1,6 @@
-"""Thirty inputs and faults that users meet, each with what must happen on both backends.
+"""Thirty faults in a user's inputs, numbered, with what must happen on NumPy and CuPy.
 
-Rows are numbered as in the table of faults; row 26 (beams) is in ``decode/test_beam.py``.
+Row 26 (beams) is in ``decode/test_beam.py``.
 """
 
 import subprocess
@@ -33,7 +33,7 @@ def gradients_of_attention(xp, q, k, v, **kwargs):
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 2, 8), (2, 0, 2, 8), (2, 4, 0, 8)], ids=str)
-def test_row_01_nothing_to_do(xp, shape):
+def test_row_01_empty_arrays(xp, shape):
     out = attend(xp, shape, shape, shape)
     assert out.shape == shape
     for rows in ((0, 5), (5, 0)):
@@ -86,7 +86,7 @@ def test_row_05_head_sizes(xp, size):
     ((1, 4, 2, 8), (1, 4, 2, 16), (1, 4, 2, 16)), ((1, 4, 2, 8), (1, 4, 2, 8), (1, 5, 2, 8)),
     ((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), ((2, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8)),
 ], ids=["head size", "k and v length", "heads", "batch"])  # fmt: skip
-def test_row_06_shapes_that_do_not_fit(xp, shapes):
+def test_row_06_shapes_that_do_not_match(xp, shapes):
     with pytest.raises(ValueError, match="flash_attention"):
         attend(xp, *shapes)
 
@@ -100,7 +100,7 @@ def test_row_07_any_strides(xp, view):
     }[view]  # fmt: skip
     copy = xp.ascontiguousarray(x)
     for op in (gpuattn.softmax, gpuattn.layer_norm, gpuattn.rms_norm, gpuattn.gelu, gpuattn.relu):
-        # on a GPU other threads may share a row that begins elsewhere: sums in another order
+        # on a GPU another alignment splits a row over threads differently: another order of sums
         np.testing.assert_allclose(to_cpu(op(x)), to_cpu(op(copy)), 2e-6, 1e-6, err_msg=op.__name__)
     q = xp.broadcast_to(x[None, :, None, :], (1, x.shape[0], 2, x.shape[1]))
     want = gpuattn.flash_attention(*[xp.ascontiguousarray(q)] * 3)
@@ -113,7 +113,7 @@ def test_row_08_misaligned_views(xp):
         np.testing.assert_allclose(to_cpu(op(x)), to_cpu(op(x.copy())), 1e-3, 1e-3)
     q = x.reshape(1, 8, 4, 16)
     got, want = (to_cpu(gpuattn.flash_attention(x, x, x)) for x in (q, q.copy()))
-    np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)  # on a GPU by different kernels
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)  # on a GPU different kernels run
 
 
 def test_row_09_more_than_65535_rows(xp):
@@ -125,7 +125,7 @@ def test_row_09_more_than_65535_rows(xp):
 
 
 @pytest.mark.parametrize("dtype", [np.int32, bool, np.complex64])
-def test_row_10_dtypes_that_make_no_sense(xp, dtype):
+def test_row_10_unsupported_dtypes(xp, dtype):
     x = xp.ones((2, 4), dtype)
     for op in (gpuattn.softmax, gpuattn.layer_norm, gpuattn.gelu):
         with pytest.raises(TypeError, match=r"dtype"):
@@ -144,7 +144,7 @@ def test_row_12_numpy_and_ml_dtypes_are_new_enough():
     assert np.dtype("bfloat16") == arrays.BFLOAT16
 
 
-def test_row_13_two_backends(gpu):
+def test_row_13_arrays_on_two_devices(gpu):
     q = draw(gpu, 1, 4, 2, 8)
     with pytest.raises(TypeError, match="on the GPU but"):
         gpuattn.flash_attention(q, to_cpu(q), to_cpu(q))
@@ -157,7 +157,7 @@ def test_row_14_lists():
         gpuattn.softmax([1.0, 2.0])
 
 
-def test_row_15_nan_stays_in_its_rows(xp):
+def test_row_15_nan_stays_in_its_row(xp):
     q, k = draw(xp, 1, 6, 2, 8), draw(xp, 1, 6, 2, 8, seed=1)
     q[0, 2] = np.nan
     out = to_cpu(gpuattn.flash_attention(q, k, k))
@@ -211,7 +211,7 @@ def test_row_18_everything_dropped_and_no_seed(xp):
     x = draw(xp, 2, 4, 2, 8)
     assert not to_cpu(gpuattn.dropout(x, 1.0)).any()
     with pytest.raises(ValueError, match="dropout_p is 1.0; accepted: 0 <= p < 1"):
-        gpuattn.flash_attention(x, x, x, dropout_p=1.0)  # nothing would be left to scale
+        gpuattn.flash_attention(x, x, x, dropout_p=1.0)  # 1 / (1 - p) is not finite
     leaf = Tensor(x, requires_grad=True)
     y = gpuattn.dropout(leaf, 0.5)
     y.sum().backward()
@@ -232,9 +232,9 @@ def test_row_20_masks(xp):
         gpuattn.flash_attention(q, q, q, bias=xp.ones((4, 4), np.int32))
     with pytest.raises(ValueError, match="mask"):
         gpuattn.softmax(q, mask=xp.ones((3, 5), bool))
-    spoiled = xp.zeros((4, 4), np.float32)
-    spoiled[1, 2] = np.nan
-    out = to_cpu(gpuattn.flash_attention(q, q, q, bias=spoiled))
+    with_nan = xp.zeros((4, 4), np.float32)
+    with_nan[1, 2] = np.nan
+    out = to_cpu(gpuattn.flash_attention(q, q, q, bias=with_nan))
     assert np.isnan(out[:, 1]).all()
     assert np.isfinite(out[:, [0, 2, 3]]).all()
 
@@ -303,7 +303,7 @@ def test_row_23_tokens_outside_the_vocabulary(xp, token):
         to_cpu(gpuattn.embedding(tokens, weight))
 
 
-def test_row_24_norms_of_awkward_rows(xp):
+def test_row_24_norms_of_constant_short_and_offset_rows(xp):
     for op in (gpuattn.layer_norm, gpuattn.rms_norm):
         constant = to_cpu(op(xp.full((2, 8), 3.0, np.float32)))
         assert np.isfinite(constant).all()
@@ -358,14 +358,14 @@ def test_row_28_misuse_of_the_tape(xp):
     h = np.exp(x)
     z = (h * h).sum()
     x[0] = 1.0
-    z.backward()  # exp keeps its result, not its input
+    z.backward()  # the gradient of exp needs its output, not x
     z = (x * x).sum()
     x[0] = 2.0
     with pytest.raises(GradientError, match="edited in place"):
         z.backward()
 
 
-def test_row_29_no_gpu_is_no_crash_at_import():
+def test_row_29_import_works_without_cupy():
     code = "import sys; sys.modules['cupy'] = None; import gpuattn, numpy as np; " \
            "print(gpuattn.softmax(np.zeros((1, 2), 'f')))"  # fmt: skip
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -20,18 +20,18 @@ def python(code):
     return run.stdout.strip()
 
 
-def test_import_brings_nothing_heavy():
+def test_import_loads_no_heavy_module():
     loaded = python(f"import gpuattn, sys; print([m for m in {HEAVY} if m in sys.modules])")
     assert loaded == "[]"
 
 
 def test_import_time(bytecode):
-    """Of the CPU: other work on the machine does not count."""
+    """CPU time, so that other processes do not count."""
     code = "import time; t = time.process_time(); import gpuattn; print(time.process_time() - t)"
     assert min(float(python(code)) for _ in range(5)) <= 0.3
 
 
-def test_threads_of_blas_sleep_soon_unless_the_user_says_otherwise(monkeypatch):
+def test_openblas_threads_sleep_soon_unless_the_user_sets_their_timeout(monkeypatch):
     code = "import gpuattn, os; print(os.environ['OPENBLAS_THREAD_TIMEOUT'])"
     monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT", raising=False)
     assert python(code) == "12"
@@ -39,7 +39,7 @@ def test_threads_of_blas_sleep_soon_unless_the_user_says_otherwise(monkeypatch):
     assert python(code) == "20"
 
 
-def test_every_public_name_is_there():
+def test_public_names_exist_and_have_docstrings():
     assert sorted(gpuattn.__all__) == gpuattn.__all__
     assert [n for n in gpuattn.__all__ if not hasattr(gpuattn, n)] == []
     undocumented = [n for n in gpuattn.__all__ if not (getattr(gpuattn, n).__doc__ or "").strip()]
@@ -53,7 +53,7 @@ def test_the_version_is_that_of_setup_cfg():
 
 
 @pytest.mark.parametrize("beside", [None, "[metadata]\nname = other\nversion = 3\n", "junk"])
-def test_without_a_source_tree_the_version_is_that_of_the_package(monkeypatch, tmp_path, beside):
+def test_without_a_source_tree_the_version_is_the_installed_one(monkeypatch, tmp_path, beside):
     installed = tmp_path / "gpuattn-9.8.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: gpuattn\nVersion: 9.8\n")
@@ -64,13 +64,13 @@ def test_without_a_source_tree_the_version_is_that_of_the_package(monkeypatch, t
     assert gpuattn.__version__ == "9.8"
 
 
-def test_dir_shows_what_is_public():
+def test_dir_lists_the_public_names():
     shown = dir(gpuattn)
     assert set(shown) == {*gpuattn.__all__, "runtime", "__version__"}
     assert [name for name in shown if not hasattr(gpuattn, name)] == []
 
 
-def test_what_is_seldom_needed_is_imported_when_asked_for():
+def test_rarely_used_modules_are_imported_on_first_use():
     code = """
 import sys
 import gpuattn

@@ -1,4 +1,4 @@
-"""The files of measured results agree with their own samples, and comparisons are complete."""
+"""Recorded results follow from their own samples, and comparisons are complete."""
 
 import json
 import statistics
@@ -14,7 +14,7 @@ DOCUMENTS = {name: document for name, document in DOCUMENTS.items() if "rows" in
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_a_file_says_where_it_comes_from(name):
+def test_a_file_names_its_machine_versions_and_command(name):
     document = DOCUMENTS[name]
     for key in ("gpu", "driver", "versions", "date", "digest", "command"):
         assert document[key], key
@@ -68,14 +68,14 @@ def test_comparisons_are_complete():
 FUSED = [row for name in DOCUMENTS if name.startswith("fused") for row in DOCUMENTS[name]["rows"]]
 
 
-@pytest.mark.skipif(not FUSED, reason="the fused ops were not measured beside peers yet")
+@pytest.mark.skipif(not FUSED, reason="fused ops were not yet measured beside peers")
 def test_the_fused_ops_are_complete():
     compared = {row["op"] for row in FUSED if results.is_comparison(row)}
     assert compared == set(fused_cases.TABLES)
     assert results.absent(FUSED) == []
 
 
-def test_the_readme_tells_what_updates_take():
+def test_readme_times_of_updates_are_the_measured_ones():
     readme = (FOLDER.parents[2] / "README.md").read_text(encoding="utf-8")
     table = readme.split("## How long an update takes")[1].split("\n\n")[1]
     names = ("torch-eager", "torch-compile", "torch-graph")
@@ -83,12 +83,12 @@ def test_the_readme_tells_what_updates_take():
     for row in filter(results.is_comparison, DOCUMENTS["train-h200.json"]["rows"]):
         times = [row["us"], *(row["peers"][name] for name in names)]
         measured.append([*(us / 1000 for us in times), row["ratio_to_best_peer"]])
-    told = [
+    shown = [
         [float(cell.strip("* x")) for cell in line.split("|")[2:-1]]
         for line in table.splitlines()[2:]
     ]
-    assert len(told) == len(measured)
-    for cells, figures in zip(told, measured, strict=True):
+    assert len(shown) == len(measured)
+    for cells, figures in zip(shown, measured, strict=True):
         assert cells == pytest.approx(figures, rel=0.006)
 
 
@@ -99,7 +99,7 @@ SEEDS = {
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_the_readme_tells_the_mean_of_seeds(name):
+def test_readme_has_the_mean_of_seeds(name):
     key, score = SEEDS[name]
     document = json.loads((FOLDER / name).read_text())
     scores = [score(seed) for seed in document["seeds"]]

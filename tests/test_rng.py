@@ -6,7 +6,7 @@ import pytest
 from gpuattn import manual_seed, rng, to_cpu
 from gpuattn.rng import Key
 
-# counter, key and result of philox4x32 with 7 rounds in kat_vectors of Random123, the authors' code
+# counter, key and result of philox4x32 with 7 rounds from kat_vectors of Random123
 KNOWN = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000",
      "5f6fb709 0d893f64 4f121f81 4f730a48"),
@@ -38,19 +38,19 @@ def test_lanes_are_the_halves_of_the_words(xp):
 
 
 @pytest.mark.parametrize("first", [0, 1, 7, 8, 13, 2**35 - 3])
-def test_any_part_has_the_same_numbers(xp, first):
-    """The index alone decides; beyond 2**35 the counter's second word is not zero."""
+def test_numbers_depend_on_the_index_alone(xp, first):
+    """From 2**35 on the second word of the counter is not zero."""
     key = Key(3, 1, 4)
     whole = rng.lanes(xp, key, first - first % 8, 64).tolist()
     assert rng.lanes(xp, key, first, 40).tolist() == whole[first % 8 :][:40]
 
 
-def test_each_part_of_the_key_counts():
+def test_each_part_of_the_key_changes_the_numbers():
     keys = [Key(1, 2, 3), Key(0, 2, 3), Key(1, 0, 3), Key(1, 2, 0), Key(1 + (1 << 32), 2, 3)]
     assert len({rng.lanes(np, key, 0, 64).tobytes() for key in keys}) == len(keys)
 
 
-def test_no_numbers():
+def test_zero_numbers():
     assert rng.lanes(np, Key(1), 5, 0).shape == (0,)
     assert rng.keep_mask(np, (3, 0), 0.5, Key(1)).shape == (3, 0)
 
@@ -64,7 +64,7 @@ def test_the_mask_is_where_a_lane_is_below_the_threshold(xp, p):
 
 @pytest.mark.parametrize("p", [0.0, 1e-6, 0.1, 0.5, 0.9, 1.0])
 def test_keep_rate(p):
-    """Within five deviations of the binomial distribution, also along any one lane."""
+    """Within five standard deviations of the binomial distribution, also in each lane alone."""
     kept = rng.keep_mask(np, (1000, 800), p, Key(7, 2, 1))
     q = rng.threshold(p) / 65536
     assert abs(q - (1 - p)) <= 0.5 / 65536
@@ -72,7 +72,7 @@ def test_keep_rate(p):
         assert abs(sample.mean() - q) <= 5 * np.sqrt(q * (1 - q) / sample.size)
 
 
-def test_neighbours_are_independent():
+def test_neighbours_are_uncorrelated():
     kept = rng.keep_mask(np, (10**6,), 0.5, Key(11)) - 0.5
     for distance in (1, 2, 4, 8, 64):
         assert abs((kept[distance:] * kept[:-distance]).mean()) <= 5 * 0.25 / 1000
@@ -100,7 +100,7 @@ def test_other_seeds_are_refused(seed):
         rng.as_key(seed)
 
 
-def test_replay_draws_again():
+def test_replay_repeats_a_draw():
     state = rng.remember()
     first = rng.fresh_seed()
     with rng.replay(state):
@@ -114,7 +114,7 @@ def test_device_arguments():
     assert rng.device_arguments(Key(1, 2, step)) == (1, 0, 2, 0, step)
 
 
-def test_the_step_may_live_on_the_device(gpu):
+def test_the_step_may_be_an_array_on_the_device(gpu):
     step = gpu.asarray([8], "uint32")
     want = rng.lanes(np, Key(1, 2, 8), 0, 20).tolist()
     assert rng.lanes(gpu, Key(1, 2, step), 0, 20).tolist() == want

@@ -1,6 +1,6 @@
-"""Runs the tests marked `simulator` in a process of their own, and tests the simulator itself.
+"""Runs the tests marked `simulator` in another process, and tests the simulator itself.
 
-Numba decides at its first import whether it simulates, so that cannot be switched here.
+Numba reads NUMBA_ENABLE_CUDASIM when it is imported, so this process cannot switch it on.
 """
 
 import importlib.util
@@ -63,7 +63,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
         x[9, me] = cuda.syncthreads_or(me < 40)
 
     @jit
-    def turn(x, barriers):
+    def reverse_rows(x, barriers):
         tile = cuda.shared.array(32, np.float32)
         me = cuda.threadIdx.x
         tile[me] = x[cuda.blockIdx.x, me]
@@ -81,10 +81,10 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("kernel", ["half_the_warp", "half_the_block"])
-def test_the_simulator_notices_a_deadlock(kernel):
+def test_a_deadlock_is_an_error(kernel):
     with pytest.raises(RuntimeError, match="deadlock: 16 of 32 at "):
         globals()[kernel][1, 32](np.zeros(32))
-    test_operations_of_warps_and_blocks()  # nothing is left behind
+    test_operations_of_warps_and_blocks()  # the simulator still works after the error
 
 
 @pytest.mark.simulator
@@ -101,16 +101,16 @@ def test_operations_of_warps_and_blocks():
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_missing_barrier_shows_in_every_order(monkeypatch, order):
+def test_a_missing_barrier_gives_wrong_results_in_every_order(monkeypatch, order):
     monkeypatch.setenv("GPUATTN_SIM_ORDER", order)
     x = np.arange(1, 65, dtype=np.float32).reshape(2, 32)
     right = [x.copy() for _ in range(3)]
     for barriers, y in enumerate(right):
-        turn[2, 32](y, barriers)
-    unwritten, overwritten, turned = right
-    assert np.isnan(unwritten).any(axis=1).all(), "poisoned again for the second block"
+        reverse_rows[2, 32](y, barriers)
+    unwritten, overwritten, reversed_rows = right
+    assert np.isnan(unwritten).any(axis=1).all(), "each block begins with NaN in shared memory"
     assert (overwritten == 0).any()
-    np.testing.assert_array_equal(turned, x[:, ::-1])
+    np.testing.assert_array_equal(reversed_rows, x[:, ::-1])
 
 
 @pytest.mark.simulator
@@ -120,6 +120,6 @@ def test_the_order_of_threads(monkeypatch):
         monkeypatch.setenv("GPUATTN_SIM_ORDER", order)
         x = np.zeros(1)
         last_to_write[1, 32](x)
-        assert last.setdefault(order, x[0]) == x[0], "the same order again"
+        assert last.setdefault(order, x[0]) == x[0], "a seed gives the same order twice"
     assert (last["forward"], last["reverse"]) == (31, 0)
     assert last["1"] != last["2"]

@@ -1,4 +1,4 @@
-"""The default tier leaves out what is marked exhaustive, and says so; --all does not."""
+"""pytest leaves out tests marked exhaustive and prints their number; --all runs them."""
 
 import subprocess
 import sys
@@ -8,12 +8,12 @@ import pytest
 
 
 @pytest.mark.exhaustive
-def test_this_runs_with_all_alone(request):
+def test_runs_only_with_all(request):
     assert request.config.option.all
 
 
 @pytest.mark.parametrize("options, chosen", [([], 2), (["--all"], 3)])
-def test_what_is_left_out_is_said(options, chosen):
+def test_left_out_tests_are_counted(options, chosen):
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not gpu", __file__]
     run = subprocess.run(
         [*command, *options], cwd=Path(__file__).parents[1], capture_output=True, text=True

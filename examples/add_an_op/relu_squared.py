@@ -1,7 +1,7 @@
-"""A whole op in one file: y = max(x, 0)^2 (So et al., "Primer", 2021). The contributor's template.
+"""Squared ReLU: y = max(x, 0)^2 (So et al., "Primer", 2021). A template for a new op.
 
-Two plain functions and one line make it work and differentiate on NumPy and CuPy. A kernel,
-``relu_squared.cu``, adds two functions and one entry of ``IMPLS``.
+The public function, a forward and a backward are all it needs to compute and differentiate on NumPy
+and CuPy. A CUDA kernel adds a second forward and backward and one entry of ``IMPLS``.
 """
 
 from gpuattn.arrays import as_array, get_xp, wide
@@ -11,10 +11,10 @@ from gpuattn.impls import Call, Impl, Impls
 
 @op
 def relu_squared(x, *, impl=None):
-    """Return max(x, 0) ** 2, element by element.
+    """Return max(x, 0) ** 2, elementwise.
 
-    ``x``: float array or Tensor of any shape. Returns its shape and dtype. Raises TypeError for
-    what is no array.
+    ``x``: float array or Tensor of any shape; the result has its shape and dtype. ``impl``: name of
+    the implementation to run. Raises TypeError if ``x`` is not an array.
     """
     x = x if isinstance(x, Box) else as_array(x, "relu_squared", "x")
     return Call(IMPLS, (x,), impl)

@@ -1,4 +1,4 @@
-"""The op's test: shapes here, rules in gradcheck. Run it with pytest in this folder."""
+"""Tests of the op: values, gradient and dtype. Run them with pytest."""
 
 import numpy as np
 import pytest

@@ -28,6 +28,7 @@ LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.99), 0.1, 1.0
 
 
 def median_ms(step):
+    """Return the median time of a step in milliseconds."""
     times = []
     for _ in range(WARM_UP + STEPS):
         begin = time.perf_counter()
@@ -36,7 +37,8 @@ def median_ms(step):
     return statistics.median(times[WARM_UP:])
 
 
-def ours(tokens, labels):
+def gpuattn_step(tokens, labels):
+    """Return a training step of the model by gpuattn, on NumPy."""
     keep_freed_memory()
     shape = GPT2Config(VOCAB, d_model=WIDTH, heads=HEADS, layers=LAYERS, block=BLOCK, bias=False)
     model = GPT2(shape)
@@ -51,8 +53,8 @@ def ours(tokens, labels):
     return step
 
 
-def peers(torch, tokens, labels):
-    """Return a step of the same model made of PyTorch's own layers."""
+def torch_step(torch, tokens, labels):
+    """Return a training step of the same model, built of PyTorch's own layers."""
     nn, functional = torch.nn, torch.nn.functional
 
     class Layer(nn.Module):
@@ -94,10 +96,10 @@ def peers(torch, tokens, labels):
 text = np.random.default_rng(0).integers(0, VOCAB, (BATCH, BLOCK + 1)).astype(np.int32)
 pair = np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
 print(f"{usable_cores()} cores; median of {STEPS} steps")
-print(f"gpuattn on NumPy {np.__version__}: {median_ms(ours(*pair)):.1f} ms")
+print(f"gpuattn on NumPy {np.__version__}: {median_ms(gpuattn_step(*pair)):.1f} ms")
 try:
     import torch
 except ImportError:
     print("PyTorch is not installed, so it is not compared")
 else:
-    print(f"PyTorch {torch.__version__}: {median_ms(peers(torch, *pair)):.1f} ms")
+    print(f"PyTorch {torch.__version__}: {median_ms(torch_step(torch, *pair)):.1f} ms")

@@ -39,24 +39,24 @@ from gpuattn.runtime import precision
 from gpuattn.runtime.device import array_module, card_memory, choose_device, is_out_of_memory
 from gpuattn.train import memory
 
-RATIO = 1.3  # asked
-STEP = 0.02  # of the guess, between batches
-UPDATES = 3  # of a batch: ours runs launch by launch, is captured, is replayed; the last is timed
-TEXTS = 48  # different ones. Beyond 42 PyTorch's logits need 64-bit indices: no second compilation
-MORE = 64  # texts of the second batch whose memory PyTorch's guess goes by
+RATIO = 1.3  # required
+STEP = 0.02  # between batches, as a share of the guess
+UPDATES = 3  # per batch: gpuattn launches, captures, replays; the last update is timed
+TEXTS = 48  # different texts; above 42, so torch.compile uses 64-bit indices from the first
+MORE = 64  # texts of the second batch that PyTorch's guess is computed from
 ROOM = 20  # texts that fit in the smoke test
-LEVELS = ("none", "block")  # "full" is "block" here: so many logits come in slices anyway
+LEVELS = ("none", "block")  # "full" equals "block": logits of this size come in slices anyway
 PEERS = ("torch-eager", "torch-compile")
-SIZES = ("bytes", "planned_bytes")  # as far as known
+SIZES = ("bytes", "planned_bytes")  # printed where known
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument("--only", nargs="+", choices=LEVELS + PEERS, metavar="NAME",
-                    help=f"of {', '.join(LEVELS + PEERS)}")  # fmt: skip
-parser.add_argument("--json", metavar="FILE", help="write all figures there")
+                    help=f"only these of {', '.join(LEVELS + PEERS)}")  # fmt: skip
+parser.add_argument("--json", metavar="FILE", help="write all results to this file")
 parser.add_argument("--smoke", action="store_true", help="a small model on NumPy, for the tests")
-parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)  # names: their figures as JSON
+parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)  # print results of names as JSON
 options = parser.parse_args()
 CASE = replace(MODELS["gpt2-124m"], shape=(TEXTS, 1024))
 if options.smoke:
@@ -69,7 +69,7 @@ def wait_for_turn():
         sys.exit("the process that started this one has ended")
 
 
-# ---- what is searched ----------------------------------------------------------------------------
+# ---- updates of either library -------------------------------------------------------------------
 
 
 class OurUpdates:
@@ -186,7 +186,7 @@ class PeerUpdates:
 
 
 def largest(updates, name):
-    """Return the figures of the most texts that fit, with the "guess" and all counts "tried"."""
+    """Return the results of the most texts that fit, with the "guess" and all counts "tried"."""
     begin = time.perf_counter()
     updates.choose(name)
     few = measure(updates, CASE.shape[0])
@@ -212,7 +212,7 @@ def largest(updates, name):
 
 
 def attempt(updates, count):
-    """Return the figures of a batch, or None where it runs out of memory."""
+    """Return the results of a batch, or None if it runs out of memory."""
     try:
         return measure(updates, count)
     except Exception as error:
@@ -222,7 +222,7 @@ def attempt(updates, count):
 
 
 def measure(updates, count):
-    """Return the figures of UPDATES updates on a batch."""
+    """Return the results of UPDATES updates on a batch."""
     updates.begin(count)
     losses = []
     for _ in range(UPDATES):
@@ -244,14 +244,14 @@ def check(name, losses, others):
 def search(names):
     """Print ``largest`` for levels of --checkpoint or for peers, a line of JSON each."""
     if names[0] in PEERS:
-        return say_all(PeerUpdates(), names)
+        return print_results(PeerUpdates(), names)
     device, _ = choose_device("numpy" if options.smoke else "auto")
     gpu = device != "numpy"
     with array_module(device).cuda.Stream(non_blocking=True) if gpu else nullcontext():
-        return say_all(OurUpdates(device), names)
+        return print_results(OurUpdates(device), names)
 
 
-def say_all(updates, names):
+def print_results(updates, names):
     for name in names:
         print(json.dumps({"name": name, **largest(updates, name)}), flush=True)
 
@@ -306,7 +306,7 @@ def main():
     }  # fmt: skip
     for name, ratio in ratios.items():
         reached = "reached" if ratio >= RATIO else "NOT reached"
-        print(f"{name}: {ratio:.2f}; asked {RATIO:g}, {reached}")
+        print(f"{name}: {ratio:.2f}; required {RATIO:g}, {reached}")
     print(f"{time.perf_counter() - begin:.0f} s in all")
     if options.json:
         document = origin(shlex.join(["python", *sys.argv]), array_module(device))

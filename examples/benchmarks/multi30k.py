@@ -32,7 +32,7 @@ from gpuattn.runtime.device import array_module, choose_device
 BLEU, SECONDS, GAIN = 41.0, 60.0, 1.25  # required
 TEST = "test_2016_flickr"
 RUN = "--preset tiny --for 7ku --eval-every 1750u"
-COMPARED = "--for 10s --eval-every 1000e --score-pairs 0"  # for each way of making batches
+COMPARED = "--for 10s --eval-every 1000e --score-pairs 0"  # training for each kind of batch
 SMOKE = (
     "--for 4u --dim 16 --heads 1 --layers 1 --ffn 16 --vocab-size 400 --batch 400 --max-len 100 "
     "--score-pairs 2"
@@ -43,12 +43,12 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("data", nargs="?", help="the folder (none with --smoke)")
 parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-parser.add_argument("--json", metavar="FILE", help="write all figures there")
-parser.add_argument("--cold", action="store_true", help="the first seed compiles its kernels")
+parser.add_argument("--json", metavar="FILE", help="write all results to this file")
+parser.add_argument("--cold", action="store_true", help="begin with empty kernel caches")
 parser.add_argument(
     "--compare-batching", action="store_true", help="time packed and padded batches, no BLEU"
 )
-parser.add_argument("--smoke", action="store_true", help="a toy in place of the data, for tests")
+parser.add_argument("--smoke", action="store_true", help="the toy task as data, for the tests")
 options = parser.parse_args()
 if not (options.data or options.smoke):
     parser.error("the folder of the data is missing")
@@ -119,7 +119,7 @@ def measure_seeds():
 
 
 def compare():
-    """Return the sentences a second of each way of making batches, and print them."""
+    """Return the sentences per second of each kind of batch, and print them."""
     rates = {}
     for batching in BATCHING:
         folder, _ = train(batching, *COMPARED.split(), "--batching", batching)
@@ -135,8 +135,8 @@ def compare():
     return {"sentences_per_second": rates, "gain": gain, "asked_gain": GAIN}
 
 
-def verdict(asked, good):
-    return f"asked {asked:g}, {'reached' if good else 'NOT reached'}"
+def verdict(required, reached):
+    return f"required {required:g}, {'reached' if reached else 'NOT reached'}"
 
 
 def write_toy():

@@ -39,19 +39,19 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("file", nargs="?", help="the text (none with --smoke)")
 parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-parser.add_argument("--json", metavar="FILE", help="write all figures there")
+parser.add_argument("--json", metavar="FILE", help="write all results to this file")
 parser.add_argument("--smoke", action="store_true", help="a small text and model, for the tests")
 parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # a seed: print its results as JSON
 options = parser.parse_args()
 if not (options.file or options.smoke):
     parser.error("the text is missing")
-ESTIMATE = 2 if options.smoke else 200  # batches
+ESTIMATE = 2 if options.smoke else 200  # batches per estimate
 SMOKE = {"length": "4u", "eval_every": "2u", "dim": 16, "heads": 1, "layers": 1, "block": 16,
          "batch": 64, "warmup": 1}  # fmt: skip
 
 
 class Estimates:
-    """Losses of the model of a Trainer, at every evaluation of its run."""
+    """Estimates the losses of a Trainer's model at every evaluation of its run."""
 
     def __init__(self, trainer, folder):
         self.trainer, self.folder, self.rows = trainer, folder, []
@@ -63,7 +63,7 @@ class Estimates:
         }
 
     def evaluate(self):
-        """Return the row of an evaluation."""
+        """Return the losses of an evaluation."""
         trainer, update = self.trainer, self.trainer.at.update
         row = {"update": update}
         for name, loader in self.loaders.items():
@@ -112,8 +112,8 @@ def measure(seed):
     return row
 
 
-def verdict(asked, good):
-    return f"asked {asked:g}, {'reached' if good else 'NOT reached'}"
+def verdict(required, reached):
+    return f"required {required:g}, {'reached' if reached else 'NOT reached'}"
 
 
 def main():

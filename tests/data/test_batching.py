@@ -1,4 +1,4 @@
-"""Loaders: each sentence once, budgets kept, and data a function of (seed, epoch, rank, world)."""
+"""Loaders: each sentence once per epoch, budgets kept, data set by (seed, epoch, rank, world)."""
 
 import time
 
@@ -27,7 +27,7 @@ def corpus(rng, count, longest=40, empty=0.0):
 
 
 def same(one, other):
-    """Whether two batches are equal to the last bit."""
+    """Return whether two batches are bitwise equal."""
     return all(
         np.array_equal(a, b) if not isinstance(a, tuple) else all(map(np.array_equal, a, b))
         for a, b in zip(vars(one).values(), vars(other).values(), strict=True)
@@ -50,7 +50,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("count", "tokens", "world", "batching", "empty"), CASES)
-def test_every_sentence_once(count, tokens, world, batching, empty, rng):
+def test_an_epoch_has_every_sentence_once(count, tokens, world, batching, empty, rng):
     pairs = corpus(rng, count, empty=empty)
     for epoch in range(3):
         seen, counts = [], []
@@ -68,7 +68,7 @@ def test_every_sentence_once(count, tokens, world, batching, empty, rng):
         assert sorted(seen) == list(range(count))
 
 
-def test_what_a_batch_holds(rng):
+def test_contents_of_a_packed_batch(rng):
     pairs = corpus(rng, 200, empty=0.1)
     for batch in PackedLoader(pairs, 150, 0).epoch(0):
         assert batch.target_tokens == len(batch.labels)
@@ -115,7 +115,7 @@ def test_token_order(rng, top):
 
 
 @pytest.mark.parametrize("batching", BATCHING)
-def test_resumes_exactly_from_anywhere(rng, batching):
+def test_an_epoch_resumes_at_any_batch(rng, batching):
     pairs = corpus(rng, 300)
     for rank in range(2):
         whole = list(PackedLoader(pairs, 200, 9, rank, 2, batching).epoch(4))
@@ -143,8 +143,8 @@ def test_epochs_seeds_and_ranks_differ(rng):
     assert sentences(0, 1, 1, 2)[0] == first[1]
 
 
-def test_filled_and_of_equal_length(rng):
-    """Best fit fills the budget, rectangles of sorted sentences nearly, of random ones half."""
+def test_batches_are_full_and_their_lengths_similar(rng):
+    """Packed batches are the fullest, then rectangles of sorted sentences, then of random ones."""
     pairs = corpus(rng, 4000)
     packed, sorted_, random = (PackedLoader(pairs, 400, 0, batching=name) for name in BATCHING)
     print(f"fill: {packed.fill(0):.1%}, {sorted_.fill(0):.1%}, {random.fill(0):.1%}")
@@ -161,7 +161,7 @@ def test_filled_and_of_equal_length(rng):
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "padded"])
-def test_what_a_padded_batch_holds(rng, batching):
+def test_contents_of_a_padded_batch(rng, batching):
     pairs = corpus(rng, 200, empty=0.1)
     for batch in PackedLoader(pairs, 150, 0, batching=batching).epoch(0):
         count, chosen = len(batch.sentences), [pairs[i] for i in batch.sentences]
@@ -187,8 +187,8 @@ def test_what_a_padded_batch_holds(rng, batching):
         assert (batch.target_order.order == np.argsort(batch.target_in, kind="stable")).all()
 
 
-def test_fast(rng):
-    """29,000 pairs, as many as Multi30k has: 0.1 s on the 2-core machine this was written on."""
+def test_an_epoch_is_packed_within_2_s(rng):
+    """29,000 pairs, as in Multi30k; 0.1 s was measured on two cores."""
     pairs = corpus(rng, 29_000, longest=28)
     begin = time.process_time()
     for _ in PackedLoader(pairs, 4096, 0).epoch(0):
@@ -216,7 +216,7 @@ def test_errors(rng):
 # ---- language models ----
 
 
-def test_crops(rng):
+def test_random_crops(rng):
     ids = rng.integers(4, 60, size=500)
     text = ids.tobytes()
     loader = LanguageModelLoader(ids, block=16, batch=5, seed=3)
@@ -237,7 +237,7 @@ def test_crops(rng):
     assert batch.target_tokens == batch.all_tokens == 80
 
 
-def test_an_epoch_of_crops_is_as_long_as_the_text_and_resumes(rng):
+def test_an_epoch_of_crops_has_the_length_of_the_text_and_resumes(rng):
     loader = LanguageModelLoader(rng.integers(4, 60, size=500), block=16, batch=5, seed=3)
     assert loader.batches(2) == 6
     epoch = [batch.tokens.tobytes() for batch in loader.epoch(2)]

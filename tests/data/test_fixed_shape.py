@@ -1,4 +1,4 @@
-"""Batches of one shape: what they hold, and that filling them up changes no result."""
+"""Batches padded to a fixed shape: their contents, and that padding changes no result."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def some_pairs(seed=0, count=150):
     return [(sentence(), sentence()) for _ in range(count)]
 
 
-def test_what_is_added_counts_for_nothing():
+def test_padding_is_ignored_and_shapes_are_few():
     shapes = set()
     for batch in batches():
         fixed = fixed_shape(batch, BUDGET, LONGEST)
@@ -50,7 +50,7 @@ def test_what_is_added_counts_for_nothing():
     assert len(shapes) < 4
 
 
-def test_a_budget_that_is_full_stays_as_it_is():
+def test_a_full_batch_is_not_padded():
     (batch,) = PackedLoader([([5] * 9, [6] * 9)], 10, seed=0).epoch(0)
     fixed = fixed_shape(batch, 10, 10)
     for name in ("source", "target_in", "labels", "source_positions"):
@@ -58,7 +58,7 @@ def test_a_budget_that_is_full_stays_as_it_is():
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "padded"])
-def test_rectangles_are_rounded_up_side_by_side(batching):
+def test_each_side_of_a_rectangle_is_rounded_up(batching):
     shapes, part = set(), 64
     for batch in batches(batching=batching):
         fixed = fixed_shape(batch, BUDGET, LONGEST)
@@ -78,7 +78,7 @@ def test_rectangles_are_rounded_up_side_by_side(batching):
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
 @pytest.mark.parametrize("batching", BATCHING)
-def test_loss_and_gradients_are_those_of_the_batch(positions, batching):
+def test_padding_changes_neither_loss_nor_gradients(positions, batching):
     model = TranslationModel(
         TranslationConfig(
             vocab=60, d_model=16, heads=2, layers=(1, 1), ffn=16, dropout=0.0, max_length=LONGEST,
@@ -86,7 +86,7 @@ def test_loss_and_gradients_are_those_of_the_batch(positions, batching):
         ),
     )  # fmt: skip
     each = batches(batching=batching)
-    batch = min(each, key=lambda batch: batch.target_tokens)  # of which most is filled up
+    batch = min(each, key=lambda batch: batch.target_tokens)  # has the most padding
     pairs = some_pairs()
     (plain,) = PackedLoader([pairs[i] for i in batch.sentences], BUDGET, seed=0).epoch(0)
 
@@ -98,8 +98,8 @@ def test_loss_and_gradients_are_those_of_the_batch(positions, batching):
         return loss.data, [parameter.grad for parameter in model.parameters()]
 
     want, wanted = run(plain)
-    for filled in (batch, fixed_shape(batch, BUDGET, LONGEST)):
-        loss, grads = run(filled)
+    for padded in (batch, fixed_shape(batch, BUDGET, LONGEST)):
+        loss, grads = run(padded)
         np.testing.assert_allclose(loss, want, rtol=1e-6)
         for grad, other in zip(grads, wanted, strict=True):
             np.testing.assert_allclose(grad, other, atol=4e-6 * abs(other).max() + 1e-9)

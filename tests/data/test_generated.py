@@ -1,4 +1,4 @@
-"""The generated tasks: exact, seeded, split by construction, and beyond a dictionary."""
+"""Generated tasks: correct German, seeded, disjoint splits, too hard for a dictionary."""
 
 import datetime
 import math
@@ -26,11 +26,11 @@ def by_kind(pairs):
     return found
 
 
-# ---- the words ----
+# ---- numbers and ordinals ----
 
 
 def read_english(words):
-    """A second implementation: the value of an English number, from left to right."""
+    """Return the value of an English number, read from left to right, to check number_en."""
     units = {number_en(n): n for n in range(100)}
     total = group = 0
     for word in words.replace(" and ", " ").split():
@@ -44,7 +44,7 @@ def read_english(words):
 
 
 def read_german(word):
-    """A second implementation: the value of a German number, by cutting its word apart."""
+    """Return the value of a German number, by splitting its word, to check number_de."""
     if "tausend" in word:
         head, rest = word.split("tausend")
         return 1000 * read_german(head) + (read_german(rest) if rest else 0)
@@ -105,18 +105,18 @@ def test_ordinals(n, english, german):
     assert ordinal_de(n) == german
 
 
-# ---- one known answer for each rule of the grammar ----
+# ---- known answers for each rule of the grammar ----
 
 
 def translation(kind, source):
-    """Return the target of a source by searching what the kind can say."""
+    """Return the target of a source, found by drawing from its kind."""
     for seed in range(40):
         rng = np.random.default_rng(seed)
         for split in ("train", "valid", "test"):
             for found, target in KIND[kind].draw(split, 4000, rng):
                 if found == source:
                     return target
-    raise AssertionError(f"{kind} never says {source!r}")
+    raise AssertionError(f"{kind} did not generate {source!r}")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_dates(source, target):
 
 
 def clause(who, verb, what, tense, day):
-    """Return the clause that these English words ask for."""
+    """Return the (English, German) clause with these words."""
 
     def find(words, adjectives, nouns):
         choices = product(toy.ARTICLES, (None, *adjectives), nouns)
@@ -204,7 +204,7 @@ def clause(who, verb, what, tense, day):
         ),
     ],
 )
-def test_clauses_agree(words, source, target):
+def test_clauses(words, source, target):
     assert clause(*words) == (source, target)
 
 
@@ -223,7 +223,7 @@ def test_prices():
     )
 
 
-# ---- what generation promises ----
+# ---- properties of generate ----
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -237,7 +237,7 @@ def test_seeded(name):
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_splits_never_meet(name):
+def test_splits_are_disjoint(name):
     parts = {
         split: {pair.source for pair in generate(name, split, count, 3)}
         for split, count in (("train", 60_000), ("valid", 5000), ("test", 5000))
@@ -250,7 +250,7 @@ def test_splits_never_meet(name):
 @pytest.mark.parametrize(
     "kind", [k for task in GENERATED.values() for k in task.kinds], ids=lambda k: k.name
 )
-def test_each_row_and_column_is_trained(kind):
+def test_training_has_each_row_and_column_of_a_kind(kind):
     cells = defaultdict(set)
     for cell in kind.cells:
         cells[split_of(*cell)].add(cell)
@@ -261,7 +261,7 @@ def test_each_row_and_column_is_trained(kind):
     assert 0.03 < share["test"] < 0.1
 
 
-def test_whole_ranges_are_held_out():
+def test_numbers_held_out_are_whole_hundreds():
     held = {
         read_english(pair.source) // 100
         for pair in by_kind(generate("toy", "test", 2000, 0))["numbers"]
@@ -297,20 +297,20 @@ def test_distinct_pairs_counted():
     for name in ("numbers", "times"):
         kind = KIND[name]
         (slot,) = kind.slots
-        said = {kind.render(cell, value) for cell in set(kind.cells) for value in set(slot)}
-        assert len({source for source, _ in said}) == len(said) == distinct(kind)
+        rendered = {kind.render(cell, value) for cell in set(kind.cells) for value in set(slot)}
+        assert len({source for source, _ in rendered}) == len(rendered) == distinct(kind)
     rng = np.random.default_rng(0)
     for name in ("dates", "prices", "clauses"):
         kind = KIND[name]
         sets = [list(dict.fromkeys(values)) for values in (kind.cells, *kind.slots)]
         choices = {tuple(int(rng.integers(len(s))) for s in sets) for _ in range(20_000)}
-        said = {
+        rendered = {
             kind.render(*(s[i] for s, i in zip(sets, choice, strict=True))) for choice in choices
         }
-        assert len({source for source, _ in said}) == len(choices)
+        assert len({source for source, _ in rendered}) == len(choices)
 
 
-def test_clauses_are_long_and_sentences_short():
+def test_lengths_and_shares_of_kinds():
     found = by_kind(generate("toy", "train", 20_000, 0))
     assert np.mean([len(pair.target.split()) for pair in found["clauses"]]) >= 8
     assert max(len(pair.source.split()) for pairs in found.values() for pair in pairs) <= 15
@@ -319,15 +319,15 @@ def test_clauses_are_long_and_sentences_short():
     assert sum(kind.share for kind in toy.KINDS) == pytest.approx(1)
 
 
-def test_fast():
+def test_20_000_pairs_take_under_2_s():
     generate("toy", "train", 100, 0)
     begin = time.process_time()
     generate("toy", "train", 20_000, 0)
-    assert time.process_time() - begin < 2  # 0.08 s on the 2-core machine this was written on
+    assert time.process_time() - begin < 2  # 0.08 s measured on two cores
 
 
 def dictionary(pairs, rounds=4):
-    """Learn, for each source word, the target words (none, one or more) it mostly stands for.
+    """Return the most frequent translation (zero or more target words) of each source word.
 
     Words are aligned by IBM Model 1 (Brown et al., Computational Linguistics 1993).
     """
@@ -338,22 +338,22 @@ def dictionary(pairs, rounds=4):
         for source, target in sentences:
             for word in target:
                 weights = [chance[s, word] for s in source]
-                whole = sum(weights)
+                total = sum(weights)
                 for s, weight in zip(source, weights, strict=True):
-                    counts[s, word] += weight / whole
-                    totals[s] += weight / whole
+                    counts[s, word] += weight / total
+                    totals[s] += weight / total
         chance = {pair: count / totals[pair[0]] for pair, count in counts.items()}
     votes = defaultdict(Counter)
     for source, target in sentences:
-        stands_for = [[] for _ in source]
+        aligned = [[] for _ in source]
         for word in target:
-            stands_for[int(np.argmax([chance[s, word] for s in source]))].append(word)
-        for s, words in zip(source, stands_for, strict=True):
+            aligned[int(np.argmax([chance[s, word] for s in source]))].append(word)
+        for s, words in zip(source, aligned, strict=True):
             votes[s][" ".join(words)] += 1
     return {s: count.most_common(1)[0][0] for s, count in votes.items()}
 
 
-def test_a_dictionary_is_not_enough():
+def test_a_word_for_word_dictionary_is_not_enough():
     lexicon = dictionary(generate("toy", "train", 4000, 0))
     pairs = generate("toy", "test", 2000, 0)
     unknown = {word for pair in pairs for word in pair.source.split()} - set(lexicon)

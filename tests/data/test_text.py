@@ -1,4 +1,4 @@
-"""Files of the user: everything that can be wrong with them names the file and the line."""
+"""Reading text files; every error names the file and the line."""
 
 import gzip
 import tracemalloc
@@ -56,7 +56,7 @@ def test_long_lines(write):
         read_parallel(source, target, on_long="drop")
 
 
-def test_absurdly_long_line_takes_no_memory(write):
+def test_a_very_long_line_takes_little_memory(write):
     source = write("a", b"one\n" + b"x" * 30_000_000 + b"\nthree\n")
     target = write("b", "eins\nzwei\ndrei\n")
     tracemalloc.start()
@@ -74,7 +74,7 @@ def lines(count):
 @pytest.mark.parametrize("extra", [1, 3])
 @pytest.mark.parametrize("gap", [0, 41, 99])
 @pytest.mark.parametrize("swap", [False, True])
-def test_different_lengths(write, extra, gap, swap):
+def test_files_of_different_lengths_name_the_inserted_line(write, extra, gap, swap):
     short = lines(100)
     long = short[:gap] + ["inserted " * 5] * extra + short[gap:]
     one, other = write("one", "\n".join(long)), write("other", "\n".join(short))
@@ -86,7 +86,7 @@ def test_different_lengths(write, extra, gap, swap):
     assert f"probably {one}, line {gap + 1}: 'inserted" in message
 
 
-def test_different_lengths_by_an_empty_line(write):
+def test_files_of_different_lengths_name_an_empty_line(write):
     text = lines(20)
     one = write("one", "\n".join([*text[:7], "", *text[7:]]))
     with pytest.raises(DataError, match=r"probably .*/one, line 8: an empty line"):
@@ -110,7 +110,7 @@ def test_not_utf8(write):
             call()
 
 
-def test_unreadable(write, tmp_path):
+def test_unreadable_files_are_named(write, tmp_path):
     good = write("good", "a\n")
     broken = write("broken.gz", "a\n" * 1000)
     broken.write_bytes(broken.read_bytes()[:-12])

@@ -1,4 +1,4 @@
-"""Tokenizers: lossless, repeatable, saved as bytes, and errors that teach."""
+"""Tokenizers: lossless, deterministic, saved as bytes, with helpful errors."""
 
 import subprocess
 import sys
@@ -19,8 +19,8 @@ CORPUS = [
     "A man in an orange hat is looking at something.",
     "Ein Mann mit einem orangefarbenen Hut schaut etwas an.",
 ] * 20
-# Spaces everywhere, look-alikes that normalisation would change, what training has not seen, and
-# the names of the specials.
+# Repeated spaces, characters that Unicode normalization would change, characters that training has
+# not seen, and the names of the special tokens.
 ODD = [
     "",
     " ",
@@ -56,13 +56,13 @@ def test_specials(tokenizer):
     assert len(tokenizer.pieces) == len(tokenizer)
 
 
-def test_broken_bytes_still_decode(tokenizer):
-    """A model may emit any bytes; the line must still be text."""
+def test_invalid_utf8_still_decodes(tokenizer):
+    """A model may generate any bytes; decoding them still gives text."""
     first = tokenizer.pieces.index("<0xC3>")
     assert "\ufffd" in tokenizer.decode([first, first])
 
 
-def test_repeatable_and_saved(tokenizer, tmp_path):
+def test_training_is_deterministic_and_models_are_saved(tokenizer, tmp_path):
     assert Tokenizer.train(CORPUS, 400).to_bytes() == tokenizer.to_bytes()
     again = Tokenizer.from_bytes(tokenizer.to_bytes())
     tokenizer.save(tmp_path / "tokenizer.model")
@@ -98,8 +98,8 @@ def test_errors():
             Tokenizer.from_bytes(data)
 
 
-def test_silent(tokenizer):
-    """SentencePiece's C++ code writes its log to the process's stderr unless it is told not to."""
+def test_training_prints_nothing(tokenizer):
+    """SentencePiece's C++ code writes its log to the process's stderr unless told not to."""
     code = "from gpuattn.data.tokenizer import Tokenizer as T; T.train(['hello world'] * 9, 290)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert done.stdout + done.stderr == b""
@@ -112,7 +112,7 @@ def test_import_is_lazy():
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_unseen_pairs_use_trained_pieces(name):
-    """What the test set is spelled with, training has seen: no bytes, few pieces to a word."""
+    """All pieces of the test set occur in training, none is a byte, and words have few pieces."""
     train = generate(name, "train", 20_000, 0)
     tokenizer = Tokenizer.train([line for p in train for line in p[:2]], GENERATED[name].vocab_size)
     seen = {i for p in train for i in tokenizer.encode(p.target)}
@@ -129,7 +129,7 @@ def test_unseen_pairs_use_trained_pieces(name):
 
 
 @pytest.mark.parametrize("text", ["", "\n", "a cat", " two \n\n  lines\n", "\u00e9\r\n\tb\n"])
-def test_texts_of_several_lines_come_back(text):
+def test_text_of_several_lines_round_trips(text):
     tokenizer = Tokenizer.train(["a cat", "two lines", " two lines"], 300)
     ids = tokenizer.encode_text(text)
     assert ids.count(tokenizer.line_end) == text.count("\n")

@@ -1,4 +1,4 @@
-"""A stepper whose logits are a function of the text so far, and searches in plain Python."""
+"""A stepper whose logits are a function of the tokens so far, and searches in plain Python."""
 
 import itertools
 
@@ -11,7 +11,7 @@ BOS, EOS = 0, 1
 
 
 class Fake(Stepper):
-    """``logits_of(sentence, tokens so far without bos)`` gives a row of V numbers."""
+    """A Stepper with logits from ``logits_of(sentence, tokens so far without bos)``: V numbers."""
 
     def __init__(self, xp, sentences, logits_of, dtype=np.float32):
         self.xp, self.sentences, self.logits_of, self.dtype = xp, sentences, logits_of, dtype
@@ -38,7 +38,7 @@ class Fake(Stepper):
 
 
 def random_model(seed, vocab, spread=2.0):
-    """Logits that depend on the sentence and all tokens so far, and like to end as texts grow."""
+    """Return random logits that depend on the sentence and all tokens; EOS gets likelier."""
 
     def logits_of(sentence, text):
         rng = np.random.default_rng([seed, sentence, len(text), *text])
@@ -60,7 +60,7 @@ def divide(score, length, penalty, rule):
 
 
 def plain_beam(logits_of, sentence, beam, max_length, penalty, rule, min_length=0, banned=()):
-    """Return [(normalised, score, text, ended)], best first: one sentence, no shortcuts."""
+    """Return [(normalised, score, text, ended)], best first, for one sentence."""
     running, pool = [(0.0, ())], []
     for step in range(max_length):
         candidates = []
@@ -84,7 +84,7 @@ def plain_beam(logits_of, sentence, beam, max_length, penalty, rule, min_length=
 
 
 def every_text(logits_of, sentence, vocab, max_length, penalty, rule):
-    """Return [(normalised, score, text, ended)] of all texts there are, best first."""
+    """Return [(normalised, score, text, ended)] of every possible text, best first."""
     found = []
     for length in range(max_length + 1):
         for text in itertools.product([t for t in range(vocab) if t != EOS], repeat=length):

@@ -1,3 +1,5 @@
+"""Beam search against known answers, plain Python and exhaustive search."""
+
 import numpy as np
 import pytest
 from decode.fakes import BOS, EOS, Fake, every_text, log_softmax, plain_beam, random_model
@@ -11,7 +13,7 @@ ENDS = {"bos": BOS, "eos": EOS}
 
 
 def check(found, want):
-    """Hypotheses equal plain tuples: the same texts in the same order, and their scores."""
+    """Assert that hypotheses have the texts of plain tuples, in their order, and their scores."""
     assert [h.tokens for h in found] == [text for _, _, text, _ in want]
     assert [h.ended for h in found] == [ended for *_, ended in want]
     for h, (normalised, score, _, _) in zip(found, want, strict=True):
@@ -20,7 +22,7 @@ def check(found, want):
 
 
 def script(table, vocab):
-    """A model from {text: {token: probability}}; what is not named has probability 0."""
+    """Return the logits of {text: {token: probability}}; other tokens have probability 0."""
 
     def logits_of(sentence, text):
         row = np.full(vocab, NEVER)
@@ -31,8 +33,8 @@ def script(table, vocab):
     return logits_of
 
 
-# a = 2, b = 3. Greedy takes a (0.6) and then only finds 0.6 * 0.4; b leads to 0.4 * 0.9
-GARDEN_PATH = {
+# Greedy takes token 2 (0.6) and then reaches 0.6 * 0.4 at best; token 3 leads to 0.4 * 0.9
+GREEDY_FAILS = {
     (): {2: 0.6, 3: 0.4},
     (2,): {EOS: 0.3, 2: 0.4, 3: 0.3},
     (3,): {EOS: 0.9, 3: 0.1},
@@ -40,8 +42,8 @@ GARDEN_PATH = {
 }
 
 
-def test_by_hand(xp):
-    model = Fake(xp, 1, script(GARDEN_PATH, 4))
+def test_known_answers(xp):
+    model = Fake(xp, 1, script(GREEDY_FAILS, 4))
     (best,) = beam_search(model, beam=2, nbest=2, length_penalty=0, max_length=5, **ENDS)
     check(best, [
         (np.log(0.36), np.log(0.36), [3], True),
@@ -62,8 +64,8 @@ def test_by_hand(xp):
     check([text], [(np.log(0.24) / 3, np.log(0.24), [2, 2], True)])
 
 
-def test_an_end_counts_only_among_the_first_k():
-    """With K = 1, an end mark in second place is dropped, as fairseq does."""
+def test_eos_ends_a_text_only_among_the_best_k():
+    """With K = 1, EOS in second place is dropped, as in fairseq."""
     table = {(): {2: 0.6, EOS: 0.4}, (2,): {2: 0.6, EOS: 0.4}, (2, 2): {EOS: 1.0}}
     model = Fake(np, 1, script(table, 3))
     (best,) = beam_search(model, beam=1, length_penalty=0, max_length=5, **ENDS)
@@ -72,7 +74,7 @@ def test_an_end_counts_only_among_the_first_k():
 
 @pytest.mark.parametrize("rule", ["power", "gnmt"])
 @pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0, 2.0, -0.5])
-def test_token_exact_against_a_plain_beam(xp, rule, penalty):
+def test_tokens_equal_those_of_a_plain_python_beam(xp, rule, penalty):
     settings = np.random.default_rng(int(10 * penalty) + 100)
     for seed in range(20):
         vocab, beam, max_length = settings.integers([3, 1, 1], [12, 7, 9]).tolist()
@@ -103,12 +105,12 @@ def test_a_beam_as_wide_as_all_texts_is_exhaustive(seed, penalty, rule):
     found = beam_search(Fake(np, 2, logits_of, np.float64), **settings, **ENDS)
     for b in range(2):
         want = every_text(logits_of, b, vocab, max_length, penalty, rule)
-        assert len(want) == 31  # 1 + 2 + 4 + 8 that end, 16 that are cut
+        assert len(want) == 31  # 1 + 2 + 4 + 8 that end, 16 that reach max_length
         check(found[b], want)
 
 
-def test_alone_or_in_a_batch(rng):
-    """The same bits, whatever the other sentences are and however long they go on."""
+def test_a_sentence_has_the_same_result_alone_and_in_a_batch(rng):
+    """The same bits, whatever the other sentences are and however long they are."""
     models = [random_model(seed, 50, spread=1 + seed) for seed in range(6)]
     settings = {"beam": 4, "nbest": 3, "max_length": 12}
     together = Fake(np, 6, lambda b, text: models[b](0, text))
@@ -127,7 +129,7 @@ def test_nbest_is_a_prefix_and_sorted():
         assert len(texts) == 6
         assert [t.normalised for t in texts] == sorted((t.normalised for t in texts), reverse=True)
         assert len({tuple(t.tokens) for t in texts}) == 6
-    for nbest in (1, 3):  # stops sooner, with the same result
+    for nbest in (1, 3):  # stops earlier, with the same result
         short = beam_search(model, beam=6, nbest=nbest, max_length=8, **ENDS)
         assert short == [texts[:nbest] for texts in whole]
 
@@ -139,7 +141,7 @@ def test_ties_go_to_the_lowest_token():
         check(texts, [(third, third, [], True), (third, 2 * third, [2], True)])
 
 
-def test_scores_are_the_models():
+def test_scores_are_log_probabilities_of_the_model():
     logits_of = random_model(3, 30)
     (texts,) = beam_search(Fake(np, 1, logits_of), beam=5, nbest=5, max_length=10, **ENDS)
     for h in texts:
@@ -165,11 +167,11 @@ def test_stops_when_all_are_done():
 
 
 @pytest.mark.parametrize("penalty, longest, go_on, steps", [
-    (0, 40, 0.9, 2),   # a score only falls
-    (1, 40, 0.9, 40),  # log(0.5) / 2 may yet be beaten by log(0.45) / 40
+    (0, 40, 0.9, 2),   # a score can only fall
+    (1, 40, 0.9, 40),  # log(0.45) / 40 would beat log(0.5) / 2
     (1, 2, 0.9, 2),    # but not at length 2
-    (-1, 40, 0.9, 2),  # the shortest to come is the best to hope for
-    (0, 40, 1.0, 2),   # as good as the best so far is not better
+    (-1, 40, 0.9, 2),  # the next length has the best bound
+    (0, 40, 1.0, 2),   # a tie with the best does not win
 ])  # fmt: skip
 def test_stops_when_no_beam_can_win(penalty, longest, go_on, steps):
     """The text [2] has probability 0.5; those that begin with 3 never end."""
@@ -195,8 +197,8 @@ def test_waits_for_a_short_text_with_a_negative_penalty():
     check(best, [(3 * np.log(0.7), np.log(0.7), [3, 3], True)])
 
 
-def test_a_late_look_changes_nothing(monkeypatch):
-    """On a GPU steps go on after all are done, until the next look. They must be idle."""
+def test_steps_after_the_end_change_nothing(monkeypatch):
+    """A GPU runs steps after the last text has ended, until the next check."""
     settings = {"beam": 3, "nbest": 2, "max_length": 30}
     model = Fake(np, 4, random_model(8, 15))
     want = beam_search(model, **settings, **ENDS)
@@ -206,7 +208,7 @@ def test_a_late_look_changes_nothing(monkeypatch):
     assert model.steps == 30 > soon
 
 
-def test_a_gpu_is_asked_every_few_steps(gpu):
+def test_a_gpu_is_synchronized_every_few_steps(gpu):
     model = Fake(gpu, 2, lambda b, text: np.where(np.arange(5) == EOS, 50.0, 0.0))
     beam_search(model, beam=2, max_length=40, **ENDS)
     assert model.steps == stepper_module.CHECK_EVERY
@@ -227,8 +229,8 @@ def test_no_sentences(xp):
     assert greedy(Fake(xp, 0, None), max_length=5, **ENDS) == []
 
 
-def test_an_end_at_the_first_step(xp):
-    model = Fake(xp, 2, script({}, 4))  # the end is the only thing that may come
+def test_eos_at_the_first_step(xp):
+    model = Fake(xp, 2, script({}, 4))  # only EOS has a probability above 0
     for texts in beam_search(model, beam=3, nbest=3, max_length=5, **ENDS):
         check(texts, [(0.0, 0.0, [], True)])
     check(greedy(model, max_length=5, **ENDS), [(0.0, 0.0, [], True)] * 2)
@@ -241,7 +243,7 @@ def test_more_beams_than_tokens(xp):
         check(found[b], every_text(logits_of, b, 3, 2, 1.0, "power"))
 
 
-def test_nothing_is_allowed():
+def test_no_token_is_allowed():
     model = Fake(np, 2, random_model(1, 3))
     settings = {"beam": 2, "max_length": 4, "min_length": 4, "banned": (0, 2)}
     assert beam_search(model, **settings, **ENDS) == [[], []]
@@ -272,7 +274,7 @@ def test_bad_settings(setting, value, words):
     assert words in str(error.value)
 
 
-def test_texts_may_begin_differently(xp):
+def test_each_sentence_may_have_its_own_bos(xp):
     class Begin(Fake):
         def step(self, tokens, position):
             self.seen = tokens.tolist()

@@ -1,3 +1,5 @@
+"""Greedy search against beam search and plain Python."""
+
 import numpy as np
 import pytest
 from decode.fakes import BOS, EOS, Fake, log_softmax, plain_beam, random_model
@@ -18,7 +20,7 @@ def test_takes_the_most_probable_token(xp):
             assert (h.normalised, h.score) == pytest.approx(want[:2], abs=1e-4)
 
 
-def test_is_a_beam_of_one():
+def test_equals_a_beam_of_one():
     for seed in range(30):
         model = Fake(np, 4, random_model(seed, 12))
         settings = {"max_length": 7, "min_length": seed % 3, "banned": (BOS,) * (seed % 2)}
@@ -41,7 +43,7 @@ def test_minimum_and_maximum_length():
     assert h.tokens == [EOS] * 4 and not h.ended
 
 
-def test_alone_or_in_a_batch():
+def test_a_sentence_has_the_same_result_alone_and_in_a_batch():
     models = [random_model(seed, 30, spread=1 + seed) for seed in range(5)]
     together = Fake(np, 5, lambda b, text: models[b](0, text))
     found = greedy(together, max_length=10, **ENDS)
@@ -49,13 +51,13 @@ def test_alone_or_in_a_batch():
         assert greedy(Fake(np, 1, model), max_length=10, **ENDS) == [found[b]]
 
 
-def test_stops_when_all_are_done():
+def test_stops_when_all_texts_have_ended():
     model = Fake(np, 2, lambda b, text: np.where(np.arange(4) == EOS, 9.0 * len(text), 1.0))
     found = greedy(model, max_length=50, **ENDS)
     assert [len(h.tokens) for h in found] == [1, 1] and model.steps == 2
 
 
-def test_a_late_look_changes_nothing(monkeypatch):
+def test_steps_after_the_end_change_nothing(monkeypatch):
     model = Fake(np, 4, random_model(3, 9))
     want = greedy(model, max_length=30, **ENDS)
     monkeypatch.setattr("gpuattn.decode.greedy.all_done", lambda done, step: False)

@@ -1,3 +1,5 @@
+"""Sampling: frequencies follow the probabilities, and seeds repeat."""
+
 import numpy as np
 import pytest
 from decode.fakes import BOS, EOS, Fake, log_softmax, random_model
@@ -12,14 +14,14 @@ MANY = 20000
 
 
 def frequencies(**settings):
-    """How often each token came in many draws from LOGITS."""
+    """Return the share of each token in MANY draws from LOGITS."""
     model = Fake(np, MANY, lambda b, text: LOGITS)
     texts = sample(model, max_length=1, seed=11, bos=BOS, eos=None, **settings)
     return np.bincount([h.tokens[0] for h in texts], minlength=6) / MANY
 
 
 def close(found, probabilities):
-    """Within five standard deviations of a count, and what cannot come never does."""
+    """Return whether shares are within five standard deviations; a probability of 0 must give 0."""
     deviation = np.sqrt(probabilities * (1 - probabilities) / MANY)
     return bool((np.abs(found - probabilities) <= 5 * deviation).all())
 
@@ -29,7 +31,7 @@ def softmax(x):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_draws_follow_the_softmax(temperature):
+def test_frequencies_follow_the_softmax(temperature):
     found = frequencies(temperature=temperature)
     assert close(found, softmax(LOGITS / temperature))
     assert not close(found, softmax(LOGITS / (temperature * 1.2)))
@@ -50,7 +52,7 @@ def test_top_p_draws_from_the_smallest_nucleus():
     kept[1] = LOGITS[1]
     assert close(frequencies(top_p=best + 1e-4), softmax(kept))
     assert frequencies(top_p=1e-9)[2] == 1
-    both = frequencies(top_k=3, top_p=0.5, temperature=1.0)  # p of the top three: 2 has 0.63 of it
+    both = frequencies(top_k=3, top_p=0.5, temperature=1.0)  # token 2 has 0.63 of the top three
     assert both[2] == 1
 
 
@@ -64,7 +66,7 @@ def test_banned_tokens_and_minimum_length_are_kept():
     assert all(EOS not in h.tokens and h.ended == (len(h.tokens) < 6) for h in texts)
 
 
-def test_scores_are_the_models():
+def test_scores_are_log_probabilities_of_the_model():
     logits_of = random_model(3, 9)
     settings = {"temperature": 2.0, "top_k": 4, "top_p": 0.9, "seed": 1, "max_length": 8}
     for b, h in enumerate(sample(Fake(np, 5, logits_of), **settings, **ENDS)):
@@ -91,7 +93,7 @@ def test_a_seed_repeats_and_another_does_not():
     assert draw(None) == first
 
 
-def test_a_sentence_does_not_depend_on_those_behind_it():
+def test_a_sentence_does_not_depend_on_later_ones():
     models = [random_model(seed, 30) for seed in range(5)]
     texts = [
         sample(Fake(np, n, lambda b, text: models[b](0, text)), max_length=10, seed=7, **ENDS)
@@ -110,13 +112,13 @@ def test_same_samples_on_both_backends(gpu):
         assert [h.tokens for h in texts[0]] == [h.tokens for h in texts[1]]
 
 
-def test_a_cold_sample_is_greedy(xp):
+def test_a_low_temperature_is_greedy(xp):
     model = Fake(xp, 4, random_model(6, 20))
     cold = sample(model, max_length=8, temperature=1e-4, seed=0, **ENDS)
     assert [h.tokens for h in cold] == [h.tokens for h in greedy(model, max_length=8, **ENDS)]
 
 
-def test_a_step_takes_the_next_number():
+def test_each_step_advances_the_step_of_the_key():
     model = Fake(np, 3, random_model(3, 25))
     key = rng.Key(12345, stream=6, step=2)
     texts = sample(model, max_length=4, seed=key, bos=BOS, eos=None)
@@ -127,13 +129,13 @@ def test_a_step_takes_the_next_number():
             assert h.tokens[t] == np.searchsorted(np.cumsum(p), word / 2**32, side="right")
 
 
-def test_min_p_leaves_what_is_near_the_best():
+def test_min_p_keeps_tokens_near_the_best():
     p = softmax(LOGITS)
     want = softmax(np.where(p >= 0.3 * p.max(), LOGITS, -np.inf))
     assert close(frequencies(min_p=0.3), want)
 
 
-def test_edges(xp):
+def test_zero_length_no_sentences_and_nan(xp):
     model = Fake(xp, 2, random_model(0, 5))
     assert [h.tokens for h in sample(model, max_length=0, seed=0, **ENDS)] == [[], []]
     assert sample(Fake(xp, 0, None), max_length=3, seed=0, **ENDS) == []

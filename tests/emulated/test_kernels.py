@@ -1,4 +1,4 @@
-"""Hopper's attention kernels on any CPU, instruction by instruction: see ``emulator``."""
+"""Hopper's attention kernels on any CPU, emulated instruction by instruction (``emulator``)."""
 
 import emulator
 import numpy as np
@@ -26,7 +26,7 @@ PROBLEMS = {  # of several tiles each, so that what lies in shared memory is use
     1403: "a softcap beside a bias that wants no gradient",
     1460: "packed with empty sequences, a softcap",
 }
-WHOLE_HEADS = {  # several for each block
+WHOLE_HEADS = {  # several heads per thread block
     1456: "parts of one projection, with a gradient of lse",
     21552: "dropout, four blocks, the last not full",
     1952: "three blocks",
@@ -36,7 +36,7 @@ WHOLE_HEADS = {  # several for each block
     10696: "two blocks, a window of a few keys",
     281: "dropout, one block",
 }
-CAUSAL_HEADS = {  # six a block: T, sizes of a head, dropout, dtype, how much longer the last key is
+CAUSAL_HEADS = {  # six heads per thread block: T, (D, Dv), dropout, dtype, scale of the last key
     "three blocks, smaller heads": (190, (40, 24), 0, np.float16, 1),
     "two blocks, logits that grow beyond 16 bits": (128, (64, 64), 0.2, np.float16, 30),
     "four blocks": (256, (64, 64), 0.3, BFLOAT16, 1),
@@ -44,15 +44,15 @@ CAUSAL_HEADS = {  # six a block: T, sizes of a head, dropout, dtype, how much lo
     "one block": (60, (64, 64), 0.5, BFLOAT16, 1),
 }
 MISTAKES = {
-    1: "fewer bytes expected than come",
+    1: "fewer bytes expected than copied",
     2: "no wait for the copies",
-    3: "a wait for the other phase",
-    4: "no fence before wgmma reads what was stored",
-    5: "no barrier before wgmma reads what other threads stored",
+    3: "a wait for the wrong phase",
+    4: "no fence between stores and wgmma",
+    5: "no barrier between stores of other threads and wgmma",
     6: "no wgmma.fence",
     7: "an operand overwritten before the wait",
     8: "no wait for the product",
-    9: "no wait for the copy at the end",
+    9: "no wait for the last copy",
     10: "a barrier for more threads than there are",
 }
 
@@ -67,7 +67,7 @@ def test_attention(number):
 
 @pytest.mark.exhaustive
 def test_attention_in_one_step():
-    """One tile with dropout for a block: there is no second step to load for."""
+    """One tile with dropout for a block, so there is no second step."""
     check(1173, emulator.Machine(seed=1, multiprocessors=32))
 
 
@@ -137,7 +137,7 @@ def check(number, machine):
 @pytest.mark.parametrize("seen", ["all", "half", "one"])
 @pytest.mark.parametrize("head_dim", sampled([64, 128], 1))
 def test_huge_logits(head_dim, seen):
-    """The largest logits are equal and their exponents are rounded: the weights must be equal."""
+    """Equal largest logits must give equal weights although their exponents are rounded."""
     rng, huge = np.random.default_rng(head_dim), np.float16(65504)
     v = rng.standard_normal((1, 200, 1, head_dim)).astype(np.float16)
     q, k = np.full((1, 70, 1, head_dim), huge), np.full_like(v, huge)
@@ -175,7 +175,7 @@ def test_dropout_of_more_blocks_than_fit_in_shared_memory(head_dim, dtype):
 
 
 def product(mistake, seed):
-    """Return what is wrong with ``product.cu``, or ""."""
+    """Run ``product.cu`` with a mistake; return the error found, or ""."""
     numbers = np.random.default_rng(seed).integers(-4, 5, (2, 1, 64, 1, 64))
     a, b = (emulator.as_array(x.astype(np.float16)) for x in numbers)
     out, machine = emulator.as_array(np.full_like(a, np.nan)), emulator.Machine(seed)
@@ -189,16 +189,16 @@ def product(mistake, seed):
     return "" if (out[0, :, 0] == a[0, :, 0] @ b[0, :, 0].T).all() else "wrong numbers"
 
 
-def test_a_right_kernel_is_right_in_any_order():
+def test_a_correct_kernel_passes_in_any_order():
     assert not any(product(mistake=0, seed=seed) for seed in range(20))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_show(mistake):
-    """In some order of events, at least."""
+def test_mistakes_are_found(mistake):
+    """Each is found by at least one order of events."""
     found = {product(mistake, seed) for seed in range(20)} - {""}
     assert found, MISTAKES[mistake]
 
 
-def test_an_endless_wait_names_the_waiting_warp():
+def test_a_deadlock_names_the_waiting_warps():
     assert "block 0 warp 3 waits: named barrier and threads (1, 160), 32 lanes" in product(10, 1)

@@ -1,4 +1,4 @@
-"""The gradients of norms whose kernels take rows in pairs, on any CPU: see ``emulator``."""
+"""Gradients of norms by the kernels that process pairs of rows, emulated on any CPU."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("host_compiler")
     (np.float16, 1, 256, 1.0, True, (1, 1, 0, 0, 1), True),
 ], 3))  # fmt: skip
 def test_pairs_of_rows(monkeypatch, dtype, rows, cols, p, rms, needs, with_dh):
-    """Odd rows and even ones, few and more than a block takes at once, rows that lie apart."""
+    """Odd and even numbers of rows, few and more than a block processes at once, strided rows."""
     machine, random = emulator.Machine(seed=rows), np.random.default_rng(cols)
     monkeypatch.setattr(launch, "gpu", lambda device: replace(GPUS["9.0"], multiprocessors=1))
     monkeypatch.setattr(
@@ -44,9 +44,9 @@ def test_pairs_of_rows(monkeypatch, dtype, rows, cols, p, rms, needs, with_dh):
     )
     exact = h.astype(np.float64)
     mean = (exact.mean(-1) - exact[:, 0]).astype("f")
-    apart = [None if g is None else np.repeat(g, 2, 0)[::2] for g in grads]
+    strided = [None if g is None else np.repeat(g, 2, 0)[::2] for g in grads]
     with machine.in_place():
-        arrays = h, weight, mean, np.ascontiguousarray(rstd.astype("f").ravel()), *apart
+        arrays = h, weight, mean, np.ascontiguousarray(rstd.astype("f").ravel()), *strided
         given = [emulator.as_array(a) for a in arrays]
         assert launch.pairs_layout(given[0], needs[2:])
         got = find(op.IMPLS, "raw-simt").backward(

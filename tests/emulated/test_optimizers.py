@@ -1,4 +1,4 @@
-"""The optimizers' kernels on any CPU, threads in random order (see ``emulator``), against NumPy."""
+"""Optimizer kernels, emulated on any CPU with threads in random order, against NumPy."""
 
 import contextlib
 from dataclasses import replace
@@ -47,7 +47,7 @@ GPU = replace(GPUS["9.0"], multiprocessors=1)
 
 @contextlib.contextmanager
 def emulated(seed):
-    """Put kernels on the CPU in the place of a GPU's; blocks of threads run three at a time."""
+    """Replace GPU kernels by emulated ones; three thread blocks run at a time."""
     machine = emulator.Machine(seed, multiprocessors=3)
     with contextlib.ExitStack() as stack:
         for module in (statistics, flat_update, lamb_module):
@@ -89,7 +89,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("rule, dtypes", CASES)
-def test_a_rule(rule, dtypes):
+def test_update(rule, dtypes):
     want = run(rule, dtypes, "reference", TensorTable(np.zeros(1), STARTS, SIZE, ADAPTED))
     results = []
     for seed in (1, 2):
@@ -106,19 +106,19 @@ def test_a_rule(rule, dtypes):
         if dtypes[1] == "bfloat16":
             assert (
                 got.buffers[0] != want.buffers[0]
-            ).mean() < 1e-3  # the last bit before rounding differs
+            ).mean() < 1e-3  # rounding of a last bit that differs
         if got.options["model"] is not None:
             rounded = got.buffers[0].astype(dtype_of(dtypes[2]))
             assert got.options["model"].tobytes() == rounded.tobytes()
     first, second = ([a.tobytes() for a in x.buffers] for x in results)
-    assert first == second, "the order of threads decides"
+    assert first == second, "the result depends on the order of threads"
     if rule == "lamb":
         assert table.control[:3].tolist() == [0, 0, 2] and not table.control[3::2].any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 129, 40_003])
-def test_the_norm(size, dtype):
+def test_gradient_norm(size, dtype):
     g = np.full(size + 64, np.nan, dtype_of(dtype))[:size]
     g[:] = np.random.default_rng(0).standard_normal(size).astype(g.dtype)
     states = []

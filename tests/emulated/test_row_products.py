@@ -1,4 +1,4 @@
-"""Products whose blocks compute whole rows, and what follows them, on any CPU: see ``emulator``."""
+"""Matmuls whose blocks compute whole rows, fused with a norm, emulated on any CPU."""
 
 import emulator
 import numpy as np
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("host_compiler")
 
 
 def assert_rounded(found, want):
-    """To one unit in the last place, of numbers about 1 and more."""
+    """Assert equality to one unit in the last place, for values from about 1 on."""
     unit = {np.dtype(np.float16): 2.0**-10}.get(found.dtype, 2.0**-7)
     np.testing.assert_allclose(found.astype(np.float64), want, rtol=unit, atol=unit / 8)
 
@@ -27,7 +27,7 @@ def assert_rounded(found, want):
     (BFLOAT16, 70, 384, 1032, 0.2, False, (0,)),  # deep
     (np.float16, 20, 128, 1024, 0.5, False, (1,)),
 ], 3))  # fmt: skip
-def test_product_and_norm(dtype, rows, width, depth, p, rms, vectors):
+def test_matmul_and_norm(dtype, rows, width, depth, p, rms, vectors):
     machine, random = emulator.Machine(seed=rows), np.random.default_rng(width)
     shapes = [(rows, depth), (width, depth), (rows, width), *[(width,)] * 3]
     given = [random.standard_normal(shape).astype(dtype) for shape in shapes]
@@ -55,8 +55,8 @@ def test_product_and_norm(dtype, rows, width, depth, p, rms, vectors):
     np.testing.assert_allclose(saved[-1], rstd, rtol=2e-6)
 
 
-def test_rows_apart():
-    """What is multiplied are parts of wider matrices."""
+def test_strided_rows():
+    """The factors are parts of wider matrices."""
     random, machine = np.random.default_rng(1), emulator.Machine(seed=3)
     whole = [
         random.standard_normal(shape).astype(BFLOAT16) for shape in ((70, 2, 72), (128, 2, 72))

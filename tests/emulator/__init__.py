@@ -1,20 +1,19 @@
-"""The kernels for Hopper without one: their own text, compiled by g++, on a machine of fibers.
+"""An emulator of Hopper kernels: their source, compiled by g++, runs on a CPU.
 
-``translate.py`` turns the text into C++, ``machine.cpp`` runs thread blocks side by side in an
-order that a seed decides, ``ptx.cpp`` is what instructions do. It is made to find mistakes:
+``translate.py`` turns CUDA C++ into C++, ``machine.cpp`` runs thread blocks concurrently as fibers
+in an order set by a seed, and ``ptx.cpp`` implements PTX instructions. It is built to find errors:
 
-- what the hardware does by itself (copies, products of matrices) happens at a random moment before
-  the wait that covers it, sometimes at the last; until then its target holds NaN, and its source
-  may not change;
-- lanes go their own ways but for instructions that they meet at, some lanes and warps are slow, and
-  a wait is for what the text waits for and nothing else;
-- shared memory begins as NaN; what a thread stored is an error for TMA and for wgmma
-  until that thread's fence; descriptors, swizzles and maps are followed bit by bit;
-- registers may not be touched while wgmma uses them;
-- of a wait without end it is said who waits where.
+- asynchronous work (TMA copies, wgmma) happens at a random moment before the wait that covers it;
+  until then its destination holds NaN, and its source must not change;
+- lanes run independently between warp-wide instructions, some lanes and warps are slow, and a wait
+  waits for its own condition only;
+- shared memory begins as NaN; TMA or wgmma reading a store before the storing thread's proxy fence
+  is an error; descriptors, swizzles and tensor maps are decoded bit by bit;
+- registers must not be used while wgmma uses them;
+- a deadlock reports which warps wait for what.
 
-It knows no caches and no time, sums in another order than tensor cores, and lets blocks see each
-other's stores to global memory at once.
+It models neither caches nor time, sums in another order than tensor cores, and makes stores to
+global memory visible to all blocks at once.
 """
 
 import contextlib
@@ -88,7 +87,7 @@ PROBE = (
 
 @functools.cache
 def refusal():
-    """Return why kernels cannot be emulated here, or None."""
+    """Return the reason why kernels cannot be emulated here, or None."""
     if not shutil.which("g++"):
         return "no g++"
     command = [*COMPILE, "-x", "c++", "-fsyntax-only", "-"]
@@ -101,7 +100,7 @@ def refusal():
 
 @functools.cache
 def library(file, constants):
-    """Return a file of ``rawkernels``, compiled for the host with these (name, value) pairs."""
+    """Return a file of ``rawkernels`` as a host library; ``constants``: (name, value) pairs."""
     expand = ("g++", "-E", "-P", "-x", "c++", "-D__CUDA_ARCH__=900", f"-I{kernels.ROOT}", "-")
     text = kernels.source_text(file, **dict(constants))
     text = subprocess.run(expand, input=text, capture_output=True, text=True, check=True).stdout
@@ -111,7 +110,7 @@ def library(file, constants):
 
 
 def _compiled(text, *options):
-    """Return the path of what g++ makes of C++, kept under a hash of all that goes into it."""
+    """Compile C++ by g++; return the path, cached by a hash of sources and options."""
     headers = [(HERE / name).read_text() for name in ("cuda.h", "machine.h")]
     known = "\0".join([text, *headers, *COMPILE, *options])
     folder = disk_cache.folder().parent / "emulator"
@@ -128,11 +127,11 @@ def _compiled(text, *options):
     return str(path)
 
 
-# ---- arrays that kernels take, in host memory ---------------------------------------------------
+# ---- arrays in host memory that kernels accept --------------------------------------------------
 
 
 class Array(np.ndarray):
-    """A NumPy array that answers as CuPy's do where launches ask."""
+    """A NumPy array with the attributes of a CuPy array that launches read."""
 
     def __new__(cls, shape, dtype, memory, strides):
         reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True) if n)
@@ -153,7 +152,7 @@ def as_array(x):
 
 
 class _Module:
-    """NumPy, whose new arrays are such arrays."""
+    """NumPy, with functions that return ``Array``."""
 
     def __getattr__(self, name):
         found = getattr(np, name)
@@ -163,7 +162,7 @@ class _Module:
 
 
 def _encode(words, kind, rank, pointer, sizes, steps, box, *_):
-    """Stand in for cuTensorMapEncodeTiled: struct Map of ptx.cpp."""
+    """Replace cuTensorMapEncodeTiled: write the struct Map of ptx.cpp."""
     assert all(step % 16 == 0 and step > 0 for step in steps) and pointer.value % 16 == 0
     fields = (pointer.value, *sizes, 2, *steps, box[1])
     ctypes.memmove(words, (ctypes.c_int64 * len(fields))(*fields), 8 * len(fields))
@@ -185,7 +184,7 @@ class Machine:
         self.counter = np.zeros(1, np.int32)
 
     def kernel(self, file, name, **constants):
-        """Stand in for ``kernels.kernel``; a launch raises AssertionError with what went wrong."""
+        """Replace ``kernels.kernel``; a launch raises AssertionError with the error found."""
         run = getattr(library(file, tuple(sorted(constants.items()))), f"launch_{name}")
         run.restype = ctypes.c_char_p
         kinds = [kernels.SCALARS.get(kind) for kind, _ in kernels.signatures(file)[name]]
@@ -201,7 +200,7 @@ class Machine:
 
     @contextlib.contextmanager
     def in_place(self):
-        """Put this machine in the place of CuPy, the driver and the GPU."""
+        """Replace CuPy, the driver and the GPU by this machine."""
         module, driver = _Module(), SimpleNamespace(cuTensorMapEncodeTiled=_encode)
         hopper_gpu = replace(GPUS["9.0"], multiprocessors=self.multiprocessors)
         stand_ins = {
@@ -220,7 +219,7 @@ class Machine:
                 names = {name: x for name, x in stand_ins.items() if hasattr(where, name)}
                 stack.enter_context(mock.patch.multiple(where, **names))
             yield
-        assert not self.counter.any(), "the counter of tiles is not left at 0"
+        assert not self.counter.any(), "the kernel must reset the counter of tiles to 0"
 
     def forward(self, *inputs, **params):
         with self.in_place():
@@ -240,10 +239,10 @@ class Machine:
 
 
 def _value(x, kind):
-    """Return an array of the bytes that a kernel's parameter takes."""
+    """Return the bytes of a kernel's argument, as an array."""
     if kind is not None:
         return np.array([x], kind)
-    if isinstance(x, np.ndarray) and x.dtype.type is np.void:  # a struct or a map
+    if isinstance(x, np.ndarray) and x.dtype.type is np.void:  # a struct or a tensor map
         return x
     address = x.ctypes.data if isinstance(x, np.ndarray) else x or 0
     return np.array([address], np.uint64)

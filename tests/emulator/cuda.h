@@ -1,5 +1,5 @@
-// What kernels find in CUDA C++ beyond C++, and the PTX that ours use: every `asm` statement has become a call of the
-// function named after its instruction, with the operands in the order in which the instruction names them.
+// The parts of CUDA C++ and PTX that the kernels use. Each `asm` statement is translated to a call of the function named
+// after its instruction, with the operands in the order of the instruction.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -54,15 +54,15 @@ using std::isfinite;
 inline u32 __funnelshift_rc(u32 low, u32 high, u32 n) { return n < 32 ? (low | (u64)high << 32) >> n : high; }
 template <typename T> T __ldcs(const T* from) { return *from; }
 template <typename T> void __stcs(T* to, T x) { *to = x; }
-inline void griddepcontrol_wait() {}  // kernels follow each other
+inline void griddepcontrol_wait() {}  // kernels run one after another
 inline void griddepcontrol_launch_dependents() {}
 inline long long clock64() { return 0; }
 template <typename T> T atomicAdd(T* to, T x) { const T old = *to; *to += x; return old; }
 
-// ---- a thread's block and warp
+// ---- thread blocks and warps
 void __syncthreads();
 void __syncwarp();
-u32 shuffle(u32 x, int lane);  // the number of that lane
+u32 shuffle(u32 x, int lane);  // the x of that lane
 u32 shuffle_xor(u32 x, int mask);
 template <typename T> T __shfl_sync(u32, T x, int lane) { return bits_as<T>(shuffle(bits_as<u32>(x), lane)); }
 template <typename T> T __shfl_xor_sync(u32, T x, int mask) { return bits_as<T>(shuffle_xor(bits_as<u32>(x), mask)); }
@@ -73,7 +73,7 @@ void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float&, float&, float&, f
                                                        float, float, float);
 void* dynamic_shared_memory();
 void* static_shared_memory();
-void* shared_variable(int site, size_t bytes);  // of this block, declared at this place of the text
+void* shared_variable(int site, size_t bytes);  // of this block; `site` numbers the declaration
 template <typename T> T& shared_variable(int site) { return *(T*)shared_variable(site, sizeof(T)); }
 size_t __cvta_generic_to_shared(const void* p);
 
@@ -84,7 +84,7 @@ inline u32 narrow_bf16(float x) {
     const u32 u = __float_as_uint(x);
     return x != x ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
-inline void prmt_b32(u32& r, u32 a, u32 b, u32 selector) {  // a selector's bit 3: eight times the byte's sign
+inline void prmt_b32(u32& r, u32 a, u32 b, u32 selector) {  // bit 3 of a selector replicates the byte's sign
     const u64 bytes = a | (u64)b << 32;
     r = 0;
     for (int i = 0; i < 4; ++i) {
@@ -101,7 +101,7 @@ inline void cvt_rn_f16x2_f32(u32& y, float high, float low) { y = narrow_f16(hig
 inline void cvt_rn_relu_bf16x2_f32(u32& y, float high, float low) { cvt_rn_bf16x2_f32(y, high > 0.f ? high : 0.f, low > 0.f ? low : 0.f); }
 inline void cvt_rn_relu_f16x2_f32(u32& y, float high, float low) { cvt_rn_f16x2_f32(y, high > 0.f ? high : 0.f, low > 0.f ? low : 0.f); }
 inline void ex2_approx_ftz_f32(float& y, float x) { y = exp2f(x); y = y < FLT_MIN ? 0.f : y; }
-// Of two pairs of 16-bit numbers, each widened by `widen`; NaN where a is.
+// The lesser of each of two packed 16-bit numbers (`sign` -1: the greater); NaN where a is NaN.
 template <typename F> u32 lesser_pair(u32 a, u32 b, float sign, F widen) {
     u32 pair = 0;
     for (int shift = 0; shift < 32; shift += 16) {
@@ -188,14 +188,14 @@ void mbarrier_init_shared_cta_b64(u32 bar, u32 arrivals);
 inline void fence_mbarrier_init_release_cluster() {}
 void mbarrier_arrive_expect_tx_shared_cta_b64(u32 bar, u32 bytes);
 void mbarrier_arrive_shared_cta_b64(u32 bar);
-void mbarrier_try_wait_parity_shared_cta_b64(u32 bar, u32 parity, u32& done);  // waits, and never in vain
+void mbarrier_try_wait_parity_shared_cta_b64(u32 bar, u32 parity, u32& done);  // returns when the phase is complete
 void bar_sync(int id, int threads);
 void bar_arrive(int id, int threads);
 void bar_red_or_pred(u32 x, int id, int threads, u32& any);
 inline void setmaxnreg_dec_sync_aligned_u32(int = 0) {}
 inline void setmaxnreg_inc_sync_aligned_u32(int = 0) {}
 
-// ---- clusters: an address of another block has its rank in the bits above
+// ---- clusters: an address in another block has 1 + that block's rank in bits 24 and above
 void mov_u32(int& rank);
 void barrier_cluster_arrive();
 void barrier_cluster_wait();
@@ -222,11 +222,11 @@ void cp_async_bulk_commit_group();
 void cp_async_bulk_wait_group(int pending = 0);
 void cp_async_bulk_wait_group_read(int pending = 0);
 
-// ---- products of matrices
+// ---- wgmma
 void wgmma_fence_sync_aligned();
 void wgmma_commit_group_sync_aligned();
 void wgmma_wait_group_sync_aligned(int pending);
-// d (64 x columns) = a b, or += with `add`; a: this thread's fragment, or null: what a_tile describes
+// d (64 x columns) = a b, or += with `add`; a: this thread's fragment, or null for the tile with descriptor a_tile
 void wgmma(int columns, bool is_f16, bool add, float* d, const u32* a, u64 a_tile, u64 b_tile, bool a_mn, bool b_mn);
 template <int N, typename... X> void wgmma_mma_async(bool is_f16, int add, float& d, X&&... more) {
     const auto x = std::forward_as_tuple(more...);  // the other accumulators, then the operands

@@ -1,4 +1,4 @@
-// Blocks, fibers and the order in which they run.
+// The scheduler of blocks and fibers, and shared memory.
 #include "machine.h"
 #include <cstdarg>
 #include <cstdio>
@@ -7,11 +7,11 @@
 uint3 threadIdx, blockIdx, gridDim;
 
 namespace machine {
-constexpr u32 FIRST = 1024;     // where a block's shared memory begins
-constexpr u32 MISALIGNED = 16;  // all that dynamic shared memory is aligned to
-constexpr u32 STATIC = 48 << 10, BESIDE = 1024;  // for a static array alone, and beside dynamic memory
+constexpr u32 FIRST = 1024;     // first address of a block's shared memory
+constexpr u32 MISALIGNED = 16;  // the alignment of dynamic shared memory, no more
+constexpr u32 STATIC = 48 << 10, BESIDE = 1024;  // bytes of a static array alone, and beside dynamic memory
 constexpr size_t STACK = 96 << 10;
-constexpr long STEPS = 400000000;  // a launch that takes more hangs
+constexpr long STEPS = 400000000;  // a launch that takes more is reported as hanging
 
 Thread* me;
 static jmp_buf scheduler, failure;
@@ -66,7 +66,7 @@ static void resume(Thread& t) {
     }
     me = nullptr;
 }
-static bool run(Warp& w) {  // each lane as far as it gets; false: none could
+static bool run(Warp& w) {  // runs each lane up to its next wait; false if all wait
     const unsigned first = draw(32);
     bool any = false;
     for (unsigned n = first; n < first + 32; ++n) {
@@ -75,7 +75,7 @@ static bool run(Warp& w) {  // each lane as far as it gets; false: none could
         any = true;
         if (!t.slow || !draw(8)) resume(t);
     }
-    if ((steps += any) > STEPS) fail("hangs");
+    if ((steps += any) > STEPS) fail("the launch hangs");
     return any;
 }
 
@@ -112,7 +112,7 @@ void Block::check_not_read(u32 address, u32 bytes) {
     for (const TaskPtr& task : readers)
         for (auto [from, count] : task->reads)
             if (address < from + count && from < address + bytes)
-                fail("changes %u, which a copy or wgmma on its way reads", address);
+                fail("changes %u, which a pending copy or wgmma reads", address);
 }
 void Block::forget_readers() {
     remove_if(readers, [](const TaskPtr& task) { return task->awaited; });
@@ -120,7 +120,7 @@ void Block::forget_readers() {
 void Block::store(Thread& by, u32 address, const void* from, u32 bytes) {
     unsigned char* to = at(address, bytes, bytes);
     for (u32 n = address / 4; n < (address + bytes) / 4; ++n, to += 4, from = (const char*)from + 4) {
-        if (memcmp(to, from, 4)) {  // who stores what is there already may be late
+        if (memcmp(to, from, 4)) {  // storing an equal value disturbs no reader
             check_not_read(4 * n, 4);
             ++words[n].state, words[n].writer = by.number + 1;
         }
@@ -134,7 +134,7 @@ static std::unique_ptr<Block> make_block(unsigned number, unsigned threads, size
     auto b = std::make_unique<Block>();
     b->number = number, b->running = threads;
     b->memory.assign(FIRST + (shared_bytes ? BESIDE + MISALIGNED + shared_bytes : STATIC), 0xff);
-    for (size_t n = 3; n < b->memory.size(); n += 4) b->memory[n] = 0x7f;  // NaN, and as an index far from everything
+    for (size_t n = 3; n < b->memory.size(); n += 4) b->memory[n] = 0x7f;  // NaN as a float, out of range as an index
     b->words.resize(b->memory.size() / 4);
     b->threads.resize(threads);
     b->warps.resize(threads / 32);
@@ -170,7 +170,7 @@ static void report_deadlock() {
     _longjmp(failure, 1);
 }
 static void run_blocks(unsigned grid, unsigned threads, unsigned resident, size_t shared_bytes) {
-    const unsigned choices[] = {2, 20, 500}, laziness = choices[draw(3)];  // of the hardware
+    const unsigned choices[] = {2, 20, 500}, laziness = choices[draw(3)];  // how late asynchronous work runs
     for (unsigned started = 0, misses = 0; started < grid || !blocks.empty();) {
         if (blocks.size() + cluster_size <= resident && started < grid)
             for (unsigned rank = 0; rank < cluster_size; ++rank)
@@ -184,7 +184,7 @@ static void run_blocks(unsigned grid, unsigned threads, unsigned resident, size_
         if (!b.running) {
             check_end(b);
             blocks.erase(blocks.begin() + n);
-        } else if (misses > 2 * b.warps.size()) {  // can anyone go on?
+        } else if (misses > 2 * b.warps.size()) {  // can any thread continue?
             misses = 0;
             bool any = false;
             for (auto& block : blocks)
@@ -195,7 +195,7 @@ static void run_blocks(unsigned grid, unsigned threads, unsigned resident, size_
     }
     while (!tasks.empty()) advance_one();
 }
-// Runs a grid, `resident` blocks at a time; returns null, or what went wrong.
+// Runs a grid, `resident` blocks at a time; returns null or an error message.
 const char* launch(unsigned grid, unsigned threads, unsigned size_of_cluster, unsigned resident, size_t shared_bytes,
                    unsigned seed, std::function<void()> kernel) {
     cluster_size = size_of_cluster, clusters.clear();

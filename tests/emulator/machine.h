@@ -1,4 +1,4 @@
-// A GPU of a few multiprocessors in one thread of the host: CUDA threads are fibers, which give way where they wait.
+// A GPU with a few multiprocessors, emulated in one host thread: CUDA threads are fibers that switch where they wait.
 #pragma once
 #include <csetjmp>
 #include <cstddef>
@@ -15,13 +15,13 @@ namespace machine {
 struct Block;
 struct Warp;
 
-// What the hardware does by itself: a copy, a product of matrices. Its stages come each at a random moment.
+// Asynchronous work of the hardware: a copy or a wgmma. Each of its stages runs at a random moment.
 struct Task {
     Block* block;
     std::vector<std::function<void()>> stages;
-    std::shared_ptr<Task> after;                  // the one that comes before
+    std::shared_ptr<Task> after;                  // runs before this one
     size_t done = 0;
-    std::vector<std::pair<u32, u32>> reads = {};  // address, bytes: not to be changed before its thread waited for it
+    std::vector<std::pair<u32, u32>> reads = {};  // (address, bytes), not to be changed until its thread has waited
     bool awaited = false;
     bool finished() const { return done == stages.size(); }
 };
@@ -32,24 +32,24 @@ struct Thread {
     Warp* warp;
     unsigned number;
     bool slow, ended = false;
-    bool (*ready)(void*) = nullptr;  // whether it may go on, asked of `condition`
+    bool (*ready)(void*) = nullptr;  // whether it may continue; called with `condition`
     void* condition;
     const char* waits_for;
-    u32 address, value;              // of what it waits for, for the report
-    std::vector<std::pair<u32, u32>> unfenced;        // what it stored since its last fence: word, state
+    u32 address, value;              // of what it waits for, for error messages
+    std::vector<std::pair<u32, u32>> unfenced;        // stores since its last fence: (word, state)
     std::vector<std::vector<TaskPtr>> copies = {{}};  // bulk groups; the last one is open
-    long meeting = -1;               // of the cluster, that it arrived at and has not waited for
+    long meeting = -1;               // of the cluster: the one it arrived at and has not waited for, or -1
     jmp_buf here;
     ucontext_t start;
     std::vector<char> stack;
 };
 
-struct Accumulators {  // of a warp, in flight: its registers hold a NaN until a wait
+struct Accumulators {  // of a warp while wgmma runs: the registers hold NaN until a wait
     float* registers[32];
     std::vector<float> value;
     long group;
 };
-struct Fragments {  // operands in registers, not to be changed before a wait
+struct Fragments {  // operands in registers, not to be changed until a wait
     const u32* registers[32];
     u32 value[32][4];
     long group;
@@ -77,27 +77,27 @@ struct NamedBarrier {
     int expected = 0;
     std::set<unsigned> arrived;
     long meetings = 0;
-    bool any[3] = {};  // whether somebody said yes, at the last meeting, this one and the next
+    bool any[3] = {};  // results of bar.red.or at the last meeting, this one and the next
 };
 struct Cluster { unsigned arrived = 0; long meetings = 0; };
-struct Word { unsigned writer = 0, state = 0; };  // of shared memory: 1 + who stored it unfenced; how often it changed
+struct Word { unsigned writer = 0, state = 0; };  // 1 + the thread of an unfenced store, or 0; changes so far
 
 struct Block {
     unsigned number, running;
     std::vector<unsigned char> memory;  // shared
     std::vector<Word> words;
-    std::map<int, std::vector<std::max_align_t>> variables;  // shared ones beside it, by where they are declared
-    std::vector<TaskPtr> readers;  // tasks that read it
+    std::map<int, std::vector<std::max_align_t>> variables;  // shared variables outside of `memory`, by declaration
+    std::vector<TaskPtr> readers;  // tasks that read shared memory
     std::map<u32, Mbarrier> mbarriers;
     NamedBarrier named[16];
     std::vector<Thread> threads;
     std::vector<Warp> warps;
 
     unsigned char* at(u32 address, u32 bytes, u32 alignment);
-    unsigned char* for_hardware(u32 address, u32 bytes);  // fails where a store is not fenced
+    unsigned char* for_hardware(u32 address, u32 bytes);  // for TMA and wgmma; fails at an unfenced store
     void store(Thread& by, u32 address, const void* from, u32 bytes);
     void check_not_read(u32 address, u32 bytes);
-    void forget_readers();  // that have been waited for
+    void forget_readers();  // those that have been waited for
 };
 
 template <typename T, typename F> void remove_if(std::vector<T>& list, F gone) {
@@ -111,7 +111,7 @@ extern Thread* me;
 unsigned draw(unsigned below);  // a random number
 void give_way();
 TaskPtr begin(std::vector<std::function<void()>> stages, TaskPtr after = nullptr);
-Block& block_of_cluster(unsigned rank);  // this one's
+Block& block_of_cluster(unsigned rank);  // in the cluster of the running block
 Cluster& cluster();
 extern unsigned cluster_size;
 
@@ -122,7 +122,7 @@ template <typename F> void wait_until(F condition, const char* what, u32 address
     me->ready = nullptr;
 }
 
-// A warp's lanes meet; the last one does what there is to do, for all: together(T* of every lane).
+// A warp-wide instruction: the last lane to arrive calls together(T* of every lane) for all.
 template <typename T, typename F> void collective(const char* instruction, T& mine, F together) {
     Warp& w = *me->warp;
     if (w.arrived && strcmp(w.instruction, instruction))

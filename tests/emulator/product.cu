@@ -1,5 +1,5 @@
-// What the emulator's tests take apart: out = a b^T for a tile a that threads copied and a tile b that TMA brought.
-// `mistake`: one that it is to make, or 0.
+// A kernel for the emulator's tests: out = a b^T, with a tile a stored by threads and a tile b loaded by TMA.
+// `mistake`: the number of the mistake to make, or 0 for none.
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 

@@ -1,8 +1,8 @@
-// What the instructions do.
+// PTX instructions.
 #include "machine.h"
 using namespace machine;
 
-static void sometimes_give_way() {  // between two accesses to memory
+static void sometimes_give_way() {  // before an access to memory
     if (!draw(64)) give_way();
 }
 
@@ -102,7 +102,7 @@ void fence_proxy_async_shared_cta() {
 }
 
 // ---- global memory
-void st_global_b32(u64, int) { fail("a wait ran out of time"); }
+void st_global_b32(u64, int) { fail("a wait timed out"); }
 void ld_acquire_gpu_global_b32(int& x, const int* from) { give_way(); x = *from; }
 void ld_acquire_gpu_global_u32(u32& x, const u32* from) { give_way(); x = *from; }
 void red_release_gpu_global_add_s32(int* to) { ++*to; }
@@ -113,7 +113,7 @@ static Mbarrier& mbarrier(Block& block, u32 address) {
     if (found == block.mbarriers.end()) fail("no mbarrier at %u", address);
     return found->second;
 }
-// The phase ends where no arrival and no byte is missing.
+// The phase ends when no arrival and no byte is pending.
 static void arrive(Block& block, u32 bar, u32 arrivals, long bytes) {
     Mbarrier& b = mbarrier(block, bar);
     if (arrivals > b.pending) fail("one arrival too many at the mbarrier at %u", bar);
@@ -186,7 +186,7 @@ void bar_red_or_pred(u32 x, int id, int threads, u32& any) {
     const long now = b.meetings;
     b.any[now % 3] |= x != 0;
     bar_sync(id, threads);
-    b.any[(now + 2) % 3] = false;  // all have read it, and nobody is there yet
+    b.any[(now + 2) % 3] = false;  // all have read it, and none has arrived for its next use
     any = b.any[now % 3];
 }
 void __syncthreads() { bar_sync(0, me->block->threads.size()); }
@@ -243,12 +243,12 @@ void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 dst, con
         arrive(*block, bar, 0, bytes);
     }});
 }
-// There are no caches, but what is asked for must be there.
+// There are no caches, but the memory must be readable.
 void cp_async_bulk_prefetch_L2_global(const void* src, u32 bytes) {
     if ((u64)src % 16 || bytes % 16) fail("a prefetch of %u bytes from %p", bytes, src);
     for (u32 i = 0; i < bytes; ++i) (void)((const volatile char*)src)[i];
 }
-// Out of shared memory: first it is read, then the result shows.
+// A copy from shared memory, in two stages: read the source, then write the destination.
 template <typename F> static void copy_out(u32 src, u32 bytes, F write) {
     Block* const block = me->block;
     block->for_hardware(src, bytes);
@@ -298,11 +298,11 @@ static void wait_for_copies(int pending, size_t stages, const char* what) {
 void cp_async_bulk_wait_group(int pending) { wait_for_copies(pending, 2, "cp.async.bulk.wait_group"); }
 void cp_async_bulk_wait_group_read(int pending) { wait_for_copies(pending, 1, "cp.async.bulk.wait_group.read"); }
 
-// ---- products of matrices: a warp computes its 16 rows at some moment before the wait, as if no other warp were there
+// ---- wgmma and mma. For wgmma, each warp computes its 16 rows at some moment before the wait, independently of others.
 constexpr u32 IN_FLIGHT = 0x7fdead00;  // a NaN
 static float widen(bool is_f16, unsigned short x) { return is_f16 ? widen_f16(x) : __uint_as_float((u32)x << 16); }
 
-// A tile with the 128-byte swizzle by its descriptor: steps from slab to slab, from one group of eight lines to the next.
+// The descriptor of a tile with 128-byte swizzle: byte steps between slabs and between groups of eight lines.
 struct Operand {
     u64 descriptor;
     bool mn_major, is_f16;
@@ -310,19 +310,19 @@ struct Operand {
     u32 slab() const { return mn_major ? (descriptor >> 16 & 0x3fff) << 4 : 0; }
     u32 group() const { return (descriptor >> 32 & 0x3fff) << 4; }
 };
-// Eight neighbours: from number `along` of the contiguous axis and number `across` of the other on.
+// Eight contiguous numbers, from index `along` of the contiguous axis, at index `across` of the other.
 static const unsigned short* chunk(Block& block, Operand o, int along, int across) {
     if (o.descriptor >> 62 != 1 || o.descriptor >> 49 & 7) fail("a descriptor %llx without swizzle", o.descriptor);
     const u32 line = o.start() + along / 64 * o.slab() + across / 8 * o.group() + across % 8 * 128;
     return (const unsigned short*)block.for_hardware(swizzled(line + along % 64 * 2), 16);
 }
-// Where a product finds 16 x `count` numbers of an operand, from its row or column `first` on.
+// Adds the (address, bytes) of 16 x `count` numbers of an operand, from its row or column `first`.
 static void add_reads(std::vector<std::pair<u32, u32>>& reads, Operand o, int first, int count) {
     if (!o.mn_major) reads.push_back({(o.start() & ~127) + first / 8 * o.group(), count / 8 * o.group()});
     for (int slab = first / 64; o.mn_major && slab * 64 < first + count; ++slab)
         reads.push_back({o.start() + slab * o.slab(), 2 * o.group()});
 }
-// Them, as x[k][n].
+// Reads them as x[k][n].
 template <int MOST> static void read(Block& block, float (&x)[16][MOST], Operand o, int first, int count) {
     for (int k = 0; k < 16; k += o.mn_major ? 1 : 8)
         for (int n = 0; n < count; n += o.mn_major ? 8 : 1) {
@@ -330,7 +330,7 @@ template <int MOST> static void read(Block& block, float (&x)[16][MOST], Operand
             for (int e = 0; e < 8; ++e) (o.mn_major ? x[k][n + e] : x[k + e][n]) = widen(o.is_f16, from[e]);
         }
 }
-// Where element i of a lane's fragment lies.
+// The row and column of element i of a lane's fragment.
 static int row_of(int lane, int i) { return lane / 4 + 8 * (i >> 1 & 1); }
 static int column_of(int lane, int i) { return 8 * (i >> 2) + 2 * (lane % 4) + (i & 1); }
 
@@ -376,7 +376,7 @@ static void multiply(Block& block, int warp, const Wgmma& call, const u32 (&frag
         for (int i = 0; i < call.columns / 2; ++i, ++n)
             d[n] = (call.add ? d[n] : 0.f) + sum[row_of(lane, i)][column_of(lane, i)];
 }
-// The accumulators of a product: those of the product before it, or registers that go out of their threads' hands.
+// The accumulators of a wgmma: those of the wgmma before it, or registers that are filled with NaN until the wait.
 static std::shared_ptr<Accumulators> take(Warp& w, Wgmma** all) {
     for (auto& d : w.accumulators)
         if (d->registers[0] == all[0]->d) return d;
@@ -418,7 +418,7 @@ void wgmma_fence_sync_aligned() {
 void wgmma_commit_group_sync_aligned() {
     collective("wgmma.commit_group", nothing, [](int**) { ++me->warp->group; });
 }
-static void finish(Warp& w, long end) {  // groups before `end` are done: their registers are the thread's again
+static void finish(Warp& w, long end) {  // groups before `end` are complete: fill their registers
     remove_if(w.products, [end](Product& p) { return p.group < end ? p.task->awaited = true : false; });
     me->block->forget_readers();
     remove_if(w.fragments, [end](Fragments& f) {

@@ -1,4 +1,4 @@
-"""From CUDA C++ to C++: `asm` statements become calls, shared arrays pointers, kernels launches."""
+"""CUDA C++ to C++: asm statements become calls, shared arrays pointers, kernels launches."""
 
 import itertools
 import re
@@ -19,9 +19,9 @@ const char* launch(unsigned, unsigned, unsigned, unsigned, size_t, unsigned, std
 
 
 def translate(text, signatures):
-    """Return preprocessed CUDA C++ as C++ with a ``launch_`` for each of its kernels.
+    """Return preprocessed CUDA C++ as C++ with a function ``launch_NAME`` for each kernel.
 
-    ``signatures``: what ``kernels.signatures`` says of the file.
+    ``signatures``: the result of ``kernels.signatures`` for the file.
     """
     parts, end = [HEAD, "\n"], 0
     for match in re.finditer(r"\basm\b\s*(?:volatile\s*)?(?=\()", text):
@@ -48,7 +48,7 @@ def translate(text, signatures):
 
 
 def _closing(text, start):
-    """Return where the parenthesis that opens at ``start`` closes."""
+    """Return the index of the parenthesis that closes the one at ``start``."""
     depth = 0
     for match in re.compile(rf"{TOKEN}|[()]").finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)
@@ -58,16 +58,16 @@ def _closing(text, start):
 
 
 def _call(inside):
-    """Return the call for an asm statement: its instruction, the operands in its order."""
+    """Return an asm statement as a call: the instruction with its operands in their order."""
     sections = _sections(inside)
     template = "".join(re.findall(r'"((?:\\.|[^"\\])*)"', sections[0]))
-    if not template:  # it only keeps the compiler from something
+    if not template:  # a compiler barrier
         return "(void)0"
     given = [operand for section in sections[1:3] for operand in _operands(section)]
     operands = [given[int(n)] for n in re.findall(r"%(\d+)", template)]
     steps = [step.split()[0] for step in template.strip("{} ").split(";") if step.strip(" }")]
-    aside = re.compile(r"\.reg|setp|selp|mov\.")
-    code = next((step for step in steps if not aside.match(step)), steps[0])
+    auxiliary = re.compile(r"\.reg|setp|selp|mov\.")
+    code = next((step for step in steps if not auxiliary.match(step)), steps[0])
     if found := re.match(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)", code):
         is_f16 = str(found[2] == "f16").lower()
         return f"wgmma_mma_async<{found[1]}>({', '.join([is_f16, *operands])})"

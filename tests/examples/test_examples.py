@@ -1,4 +1,4 @@
-"""Every example runs on NumPy, small, and prints its claim's figure; so does the README's code."""
+"""Every example runs on NumPy with --smoke and prints its result; the README's code runs too."""
 
 import re
 import subprocess
@@ -13,13 +13,13 @@ from click.testing import CliRunner
 from gpuattn.cli.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SAYS = {
-    "01_library_calls.py": "the table of scores alone would be",
+RESULTS = {  # part of the line that each example prints at the end
+    "01_library_calls.py": "a table of all scores alone would take",
     "02_autodiff.py": "relative error",
     "03_translate.py": "unseen phrases are exactly right",
-    "04_explain.py": "refusals, each with its sentence",
+    "04_explain.py": "refusals, each with its reason",
     "05_naive_vs_flash.py": "times the tokens",
-    "06_every_implementation.py": "largest difference between any two",
+    "06_every_implementation.py": "all agree",
 }
 
 
@@ -28,7 +28,7 @@ SAYS = {
 def test_example(name, result_of_background):
     run = result_of_background()
     assert run.returncode == 0, run.stderr[-2000:]
-    assert "Claim: " in run.stdout and SAYS[name] in run.stdout
+    assert "Claim: " in run.stdout and RESULTS[name] in run.stdout
 
 
 def test_add_an_op():
@@ -42,24 +42,24 @@ def test_add_an_op():
 
 @pytest.fixture
 def toy_run(tmp_path, monkeypatch):
-    """The folder that the README's commands leave, but for how long it was trained."""
+    """Train a small model for one update in the folder that the README's commands name."""
     monkeypatch.chdir(tmp_path)
     small = "--dim 16 --heads 2 --layers 1 --ffn 16 --batch 400 --beam 2 --score-pairs 5 --for 1u"
     result = CliRunner().invoke(main, ["train", "--device", "numpy", *small.split()])
     assert result.exit_code == 0, result.output
 
 
-def test_the_code_of_the_readme(capsys, toy_run):
-    """Every block runs, in order; what it prints is the block behind it."""
+def test_readme_code_prints_what_the_readme_shows(capsys, toy_run):
+    """Every Python block runs, in order, and prints the block after it; GPU code is skipped."""
     text = (EXAMPLES.parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```\n(?:```\n(.*?)```)?", text, re.DOTALL)
-    here = [(code, said) for code, said in blocks if "to_gpu" not in code]
-    assert len(here) == len(blocks) - 1
+    on_cpu = [(code, shown) for code, shown in blocks if "to_gpu" not in code]
+    assert len(on_cpu) == len(blocks) - 1
     names = {"x": np.ones((5, 3)), "y": np.ones((5, 1))}
     capsys.readouterr()
-    for code, said in here:
+    for code, shown in on_cpu:
         exec(code, names)
-        assert capsys.readouterr().out == said
+        assert capsys.readouterr().out == shown
     assert names["out"].shape == (2, 1, 8, 64)
     assert names["lengths"].tolist() == [3, 3]
     assert names["w"].grad.shape == (3, 1)

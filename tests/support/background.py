@@ -1,12 +1,12 @@
-"""Long checks that need nobody: they run in other processes while the other tests run.
+"""Long checks that run in other processes while the other tests run.
 
-A test marked ``background(run=function)`` has ``function`` called with its parameters as soon as it
-is collected, once for all tests that name it with these parameters, and asks for what came out with
-the fixture ``result_of_background``. Those that are ``long`` begin first.
+For a test marked ``background(run=function)``, ``function`` is called with the test's parameters
+right after collection, once for all tests with the same function and parameters. The test gets the
+result from the fixture ``result_of_background``. Functions marked ``long=True`` start first.
 
-This keeps all cores busy, so the tests in front run BLAS in one thread, unless the user has set
-OPENBLAS_NUM_THREADS: two threads that wait for each other took twice the time. ``conftest.py``
-imports this module before NumPy, which reads the variable as it is loaded.
+All cores are then busy, so BLAS runs in one thread in the other tests, unless the user has set
+OPENBLAS_NUM_THREADS: with two threads, which wait for each other, they took twice the time.
+``conftest.py`` imports this module before NumPy, which reads the variable when it is imported.
 """
 
 import os
@@ -22,11 +22,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def start():
-    """Return processes that leave the way to the tests in front."""
-    return ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn"), _step_back)
+    """Return a pool of processes with a low priority."""
+    return ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn"), _lower_priority)
 
 
-def _step_back():
+def _lower_priority():
     if hasattr(os, "nice"):
         os.nice(10)
 
@@ -43,7 +43,7 @@ def run_simulator(order, options):
 
 
 def run_example(name):
-    """Run a script of ``examples``, small; return the process that has ended."""
+    """Run a script of ``examples`` with --smoke; return the completed process."""
     with tempfile.TemporaryDirectory() as folder:
         return subprocess.run(
             [sys.executable, ROOT / "examples" / name, "--smoke"],

@@ -1,4 +1,4 @@
-"""What every op must satisfy. Each test file supplies only its op and its shapes."""
+"""Checks that every op must pass. A test file supplies its op and its shapes."""
 
 import warnings
 
@@ -19,16 +19,16 @@ def dtype_of(name):
 
 
 def sampled(cases, count):
-    """Return pytest parameters of which the default tier runs the first ``count``."""
+    """Return pytest parameters; without --all only the first ``count`` run."""
     cases = [case if isinstance(case, tuple) else (case,) for case in cases]
     exhaustive = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases[count:]]
     return [*(pytest.param(*case) for case in cases[:count]), *exhaustive]
 
 
 def implementations(impls):
-    """Return pytest parameters (name, xp) for every implementation of an op, where it can run.
+    """Return pytest parameters (name, array module) for every implementation of an op.
 
-    The reference runs on NumPy and on CuPy, ``raw-*`` on CuPy, Numba on CuPy and in the simulator.
+    The reference runs on NumPy and CuPy, Numba on CuPy and in the simulator, others on CuPy.
     """
     cases = [pytest.param("reference", "numpy", id="reference-numpy")]
     cases.append(pytest.param("reference", "cupy", id="reference-cupy", marks=pytest.mark.gpu))
@@ -44,7 +44,7 @@ def implementations(impls):
 
 
 def module_named(name):
-    """Return numpy, or cupy where there is a GPU; skips the test where there is none."""
+    """Return numpy or cupy; without a GPU, cupy skips the test."""
     if name == "numpy":
         return np
     cupy = pytest.importorskip("cupy", reason="no CuPy")
@@ -70,11 +70,12 @@ def check_implementation(
     slack=1,
     **params,
 ):
-    """One implementation against float64, forward and backward, by FlashAttention's rule.
+    """Check one implementation, forward and backward, against the reference in float64.
 
-    ``inputs``: NumPy arrays (float ones are cast to ``dtype``) or None. Its error may be at most
-    ``factor`` times the error of the reference done in the same dtype, plus ``slack`` roundings.
-    Also: it accepts the arguments, leaves inputs unchanged, and gives the same bits twice.
+    ``inputs``: NumPy arrays (float ones are cast to ``dtype``) or None. FlashAttention's rule: the
+    error may be at most ``factor`` (forward, backward) times that of the reference in ``dtype``,
+    plus ``slack`` roundings. The implementation must also accept the arguments, leave its inputs
+    unchanged and, if ``repeat``, give the same bits twice.
     """
     xp, impl, reference = (
         module_named(where),
@@ -104,7 +105,7 @@ def check_implementation(
     if repeat:
         again, _ = impl.forward(*mine, needs=needs, **params)
         for g, a in zip(_tuple(got), _tuple(again), strict=True):
-            assert _bytes(g) == _bytes(a), f"{name}: other bits the second time"
+            assert _bytes(g) == _bytes(a), f"{name}: the second run gave other bits"
 
     if any(needs) and impl.backward is not None:
         into = (None,) * len(inputs)
@@ -175,7 +176,7 @@ def _compare(got, plain, want, factor, slack, name):
 
 
 def check_gradient(fun, *inputs, eps=1e-6, tol=1e-6):
-    """The gradient agrees with a central difference along a random direction, in float64.
+    """Check that the gradient agrees with a central difference along a random direction.
 
     ``fun`` takes and returns arrays or Tensors; ``inputs`` are float64 NumPy arrays.
     """
@@ -198,13 +199,13 @@ def check_gradient(fun, *inputs, eps=1e-6, tol=1e-6):
 
 
 def check_hopper_compiles(file, shared_bytes, *claims, **constants):
-    """A kernel for Hopper compiles without spills, and wants the shared memory that the host asks.
+    """Check that a Hopper kernel compiles without spills and uses ``shared_bytes``; return the log.
 
-    Needs no GPU. For tests that ask for the fixture ``nvrtc``; ptxas's log is returned, which says
-    C7512 and the like where it waits for each product. ``claims``: more for ``static_assert``.
+    Needs the fixture ``nvrtc``, no GPU. ptxas reports C7512 or C7514 where it serializes wgmma; the
+    log must have neither. ``claims``: more conditions for ``static_assert``.
     """
     claims = f"SHARED == {shared_bytes}", *claims
-    asserts = "".join(f'static_assert({x}, "the host thinks otherwise");\n' for x in claims)
+    asserts = "".join(f'static_assert({x}, "the host code assumes this");\n' for x in claims)
     text = kernels.source_text(file, scalar="bf16", **constants)
     compiled.check_front_end(f"{text}\n{asserts}", "sm_90a", file)
     _, log = compiled.machine_code(text, "sm_90a", file)
@@ -213,10 +214,10 @@ def check_hopper_compiles(file, shared_bytes, *claims, **constants):
 
 
 def check_no_float64(kernel, *types):
-    """A Numba kernel compiles for the GPU and its PTX, returned, has no double arithmetic.
+    """Check that a Numba kernel compiles to PTX without double arithmetic; return the PTX.
 
-    Needs no GPU. For tests that ask for the fixture ``nvvm``. ``types``: Numba's types of the
-    arguments, such as ``numba.float32[:, ::1]``.
+    Needs the fixture ``nvvm``, no GPU. ``types``: Numba's types of the arguments, such as
+    ``numba.float32[:, ::1]``.
     """
     from types import SimpleNamespace
     from unittest import mock
@@ -224,7 +225,7 @@ def check_no_float64(kernel, *types):
     from numba import cuda
     from numba.cuda import dispatcher
 
-    # device functions are compiled for the current device, and there may be none
+    # Numba compiles device functions for the current device; stand in for one
     hopper = SimpleNamespace(compute_capability=(9, 0))
     with mock.patch.object(dispatcher, "get_current_device", lambda: hopper):
         ptx, _ = cuda.compile_ptx(kernel.py_func, types, cc=(9, 0))

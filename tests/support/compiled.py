@@ -1,4 +1,4 @@
-"""CUDA sources compiled by NVRTC for tests, and kept on disk: a second run compiles nothing again.
+"""Compile CUDA sources by NVRTC for tests; results are cached on disk for later runs.
 
 The key is a hash of the source text (with a digest of its headers), the architecture and NVRTC's
 version. The folder lies beside the cubins of ``gpuattn.cuda.kernels``.
@@ -19,16 +19,16 @@ from pathlib import Path
 from gpuattn.cuda import compiler, disk_cache, kernels
 from gpuattn.errors import KernelCompileError
 
-MOST = 4  # variants of a file that the default tier compiles to machine code
-OTHERS = "sm_86", "sm_89", "sm_100"  # architectures than those that kernels were made for
+MOST = 4  # variants of a file that are compiled to machine code without --all
+OTHERS = "sm_86", "sm_89", "sm_100"  # architectures that no kernel is written for
 
 
 def cases():
-    """Yield (file, architecture, constants, whether the default tier compiles it to machine code).
+    """Yield (file, architecture, constants, whether it is compiled to machine code without --all).
 
-    All variants for those it was made for; for each of ``OTHERS`` one in three, another third. The
-    default tier takes at most ``MOST`` of them, evenly spread, for the first architecture of the
-    header, one for Hopper, and one for one of the others, in turns.
+    All variants for the architectures of a file; for each of ``OTHERS`` a different third of them.
+    Without --all, machine code is made of at most ``MOST`` variants, evenly spread, for the first
+    architecture of the file, of one for Hopper, and of one for one of ``OTHERS``, which alternate.
     """
     turns = itertools.count()
     for file in kernels.files():
@@ -46,15 +46,15 @@ def cases():
 
 def machine_code(text, arch, file):
     """Return (cubin, NVRTC's log) of a source text, as ``compiler.compile_text`` does."""
-    return _kept(compiler.compile_text, text, arch, file)
+    return _cached(compiler.compile_text, text, arch, file)
 
 
 def check_front_end(text, arch, file):
-    """Raise KernelCompileError where syntax, types or a ``static_assert`` are wrong.
+    """Raise KernelCompileError if syntax, types or a ``static_assert`` are wrong.
 
-    No machine code is made: a twentieth of the time.
+    Takes a twentieth of the time, as no machine code is made.
     """
-    _kept(_front_end, text, arch, file)
+    _cached(_front_end, text, arch, file)
 
 
 def compile_variant(file, arch, constants):
@@ -63,7 +63,7 @@ def compile_variant(file, arch, constants):
 
 
 def check_variants(file):
-    """Check that the front end takes every variant, for the architecture the file was made for."""
+    """Check every variant of a file by the front end, for its first architecture."""
     for constants in kernels.variants(file):
         text = kernels.source_text(file, **constants)
         check_front_end(text, kernels.architectures(file)[0], file)
@@ -95,7 +95,7 @@ def disassembler():
     return next((path for path in places if path.exists()), None)
 
 
-def _kept(compile_text, text, arch, file):
+def _cached(compile_text, text, arch, file):
     key = "\0".join([compile_text.__name__, text, arch, compiler.nvrtc_version()])
     folder = disk_cache.folder().parent / "compiled"
     path = folder / hashlib.sha256(key.encode()).hexdigest()[:32]
@@ -110,7 +110,7 @@ def _kept(compile_text, text, arch, file):
 
 
 def _front_end(text, arch, file):
-    """Compile to what a linker would optimize, without optimizing it."""
+    """Compile to link-time intermediate code, which is not optimized."""
     lib, program = compiler.nvrtc(), ctypes.c_void_p()
     lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), file.encode(), 0, None, None)
     options = [f"--gpu-architecture={arch}", "-std=c++17", f"-I{kernels.ROOT}", "-dlto"]

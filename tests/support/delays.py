@@ -1,8 +1,7 @@
-"""Work that comes late, so that what does not wait for it is wrong each time, not now and then.
+"""Delay streams by a kernel, so that a missing wait gives wrong results in every run.
 
-A kernel holds a stream up where work is put on it. Every launch, copy and graph behind it is late:
-a stream runs in order. Streams that run beside each other are late in turns: where both were, one
-would not notice that it need not have waited.
+A stream runs in order: every launch, copy and graph after the delaying kernel is late. Only one of
+two streams is delayed at a time; if both were, a missing wait could go unnoticed.
 """
 
 import contextlib
@@ -20,17 +19,17 @@ extern "C" __global__ void hold(long long nanoseconds) {
 }
 """
 NANOSECONDS = 1_000_000
-LATE = ("nobody", "others", "steps")
+LATE = ("nothing", "others", "steps")
 
 
 @contextlib.contextmanager
 def delays(cupy, late, hold=None):
-    """Make work late inside a block; in a graph that is captured there, too.
+    """Delay work inside a block, also in a graph that is captured there.
 
-    ``late``: "others": what streams get that are not the current one, as the current stream enters
-    them, as they are told to wait for it, and as graphs are launched on them. "steps": the steps of
-    a Trainer, on their stream, for who does not wait for that. "nobody": none.
-    ``hold()``: holds the current stream up.
+    ``late``: "others" delays streams other than the current one, when they become the current one,
+    when they are told to wait for an event, and when graphs are launched on them. "steps" delays
+    the steps of a Trainer on their stream. "nothing" delays none.
+    ``hold()``: launches the delay on the current stream; the default is a kernel.
     """
     stream, hold = cupy.cuda.Stream, hold or _holder(cupy)
     enter, leave, wait_event = stream.__enter__, stream.__exit__, stream.wait_event
@@ -72,5 +71,5 @@ def delays(cupy, late, hold=None):
 
 def _holder(cupy):
     kernel = cupy.RawKernel(HOLD, "hold")
-    kernel.compile()  # now: a stream may be capturing later
+    kernel.compile()  # now, because a stream may be capturing at the first launch
     return lambda: kernel((1,), (1,), (np.int64(NANOSECONDS),))

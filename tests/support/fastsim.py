@@ -1,14 +1,14 @@
-"""A scheduler for Numba's CUDA simulator: quick, repeatable, with warps, and it shows mistakes.
+"""A scheduler for Numba's CUDA simulator: fast, deterministic, with warps and error checks.
 
-Numba's own makes every CUDA thread a polling thread of the operating system and knows no warps.
-Here each is a greenlet, which gives way only where it waits:
+Numba's own scheduler runs every CUDA thread as a polling thread of the operating system and has no
+warps. Here each is a greenlet, which switches only where it waits:
 
-- shuffles, votes and ``syncwarp`` work, over the lanes of their mask;
-- threads that wait for others that never come are an error ("deadlock"), not a hang;
-- shared and local memory begins poisoned in every block, so that what is read before it was
-  written shows;
-- threads run in the order that GPUATTN_SIM_ORDER names: ``forward``, ``reverse``, or a number that
-  seeds a shuffle after every barrier. A kernel that lacks a barrier depends on it.
+- shuffles, votes and ``syncwarp`` work over the lanes of their mask;
+- a barrier that some threads never reach raises RuntimeError ("deadlock") instead of hanging;
+- shared and local memory is poisoned at the start of every block, so that reading it before
+  writing it gives wrong results;
+- threads run in the order that GPUATTN_SIM_ORDER names: ``forward``, ``reverse``, or the seed of a
+  shuffle after every barrier. A kernel that lacks a barrier gives results that depend on the order.
 """
 
 import inspect
@@ -25,12 +25,12 @@ from numba import cuda
 from numba.cuda.simulator import api, kernel, kernelapi
 
 WARP = 32
-_current = None  # the CUDA thread that runs
+_current = None  # the running CUDA thread
 _dynamic_shared_array = kernelapi.FakeCUDAShared.array
 
 
 def install():
-    """Replace the scheduler, add what warps do, and ignore jit options for compilers."""
+    """Replace the scheduler, add warp operations, and ignore jit options for compilers."""
     kernelapi.threading = SimpleNamespace(current_thread=lambda: _current, Lock=threading.Lock)
     kernel.BlockManager = Block
     kernel.swapped_cuda_module = module_of_the_launch
@@ -47,7 +47,7 @@ def install():
 
 
 class Thread:
-    """A CUDA thread, with what the simulator asks of ``threading.current_thread()``."""
+    """A CUDA thread, with the attributes that the simulator reads of the current thread."""
 
     def __init__(self, block, block_index, index, function):
         width, height, _ = block.shape
@@ -58,7 +58,7 @@ class Thread:
         self.greenlet = greenlet(function, block.scheduler)
 
     def wait(self, *barrier):
-        """Let others run until all whom the barrier counts wait at it."""
+        """Let others run until all threads of the barrier wait at it."""
         self.barrier = barrier
         self.block.scheduler.switch()
 
@@ -70,7 +70,7 @@ class Thread:
         votes[self.thread_id] = bool(value)
         self.syncthreads()
         count = sum(votes.values())
-        self.syncthreads()  # the votes may still be read
+        self.syncthreads()  # until all have read the votes
         return count
 
     def syncthreads_and(self, value):
@@ -81,14 +81,14 @@ class Thread:
 
 
 class Block:
-    """Runs the threads of one block, each up to its next barrier. Takes BlockManager's place."""
+    """Runs the threads of one block, each up to its next barrier. Replaces BlockManager."""
 
     def __init__(self, function, grid_shape, block_shape, debug):
         self.function, self.shape = function, tuple(block_shape)
         self.size = int(np.prod(self.shape))
         self.votes = {}  # thread -> its vote in syncthreads_count
         self.exchanges = {}  # (warp, mask) -> the values of the 32 lanes
-        self.arrays = {}  # place in the source -> shared array
+        self.arrays = {}  # call in the source -> shared array
         self.order = thread_order(os.environ.get("GPUATTN_SIM_ORDER", "forward"))
 
     def run(self, block_index, *arguments):
@@ -102,7 +102,7 @@ class Block:
             self._run_to_the_end(threads)
         finally:
             for thread in threads:
-                if not thread.greenlet.dead:  # an error left it waiting
+                if not thread.greenlet.dead:  # still waiting after an error
                     thread.greenlet.throw()
 
     def _run_to_the_end(self, threads):
@@ -141,7 +141,7 @@ def _count(barrier, alive):
 
 
 def thread_order(name):
-    """Return a function that puts threads that can go on into the order ``name``."""
+    """Return a function that sorts threads that can continue into the order ``name``."""
     if name in ("forward", "reverse"):
         return lambda threads: sorted(
             threads, key=lambda thread: thread.thread_id, reverse=name == "reverse"
@@ -152,9 +152,9 @@ def thread_order(name):
 
 @contextmanager
 def module_of_the_launch(function, fake):
-    """Let ``cuda`` mean ``fake``, the launch that runs, in the module of a kernel that is called.
+    """Set ``cuda`` to ``fake``, the running launch, in the module of a kernel.
 
-    For good: Numba's own puts the module back when the first of the threads leaves.
+    It is not restored: Numba's own version restores it when the first thread ends.
     """
     if "cuda" in function.__globals__:
         function.__globals__["cuda"] = fake
@@ -165,8 +165,8 @@ def module_of_the_launch(function, fake):
 
 
 def shared_array(self, shape, dtype):
-    """``cuda.shared.array``: one for each place in the source where it is called."""
-    if shape == 0:  # the memory that was asked for at the launch
+    """``cuda.shared.array``: one array for each call in the source."""
+    if shape == 0:  # dynamic shared memory, sized at the launch
         return _dynamic_shared_array(self, shape, dtype)
     caller = sys._getframe(1)
     arrays, place = _current.block.arrays, (caller.f_code, caller.f_lasti)
@@ -176,7 +176,7 @@ def shared_array(self, shape, dtype):
 
 
 def local_array(self, shape, dtype):
-    """``cuda.local.array``: NaN, or an integer that is no index, until it is written."""
+    """``cuda.local.array``, filled with NaN or with the largest integer, which is no index."""
     dtype = np.dtype(getattr(dtype, "name", dtype))  # Numba's types have NumPy's names
     return np.full(shape, np.iinfo(dtype).max if dtype.kind in "iu" else np.nan, dtype)
 
@@ -185,12 +185,12 @@ def local_array(self, shape, dtype):
 
 
 def _exchange(mask, value, pick):
-    """Give ``value`` to the lanes of ``mask``, wait for theirs, return pick(values, lane, mask)."""
+    """Exchange ``value`` with the lanes of ``mask``; return pick(values, lane, mask)."""
     me = _current
     warp, lane = divmod(me.thread_id, WARP)
     mask = int(mask) & ((1 << min(WARP, me.block.size - warp * WARP)) - 1)
     if not mask >> lane & 1:
-        raise RuntimeError(f"lane {lane} calls an operation of the lanes {mask:#x} of its warp")
+        raise RuntimeError(f"lane {lane} calls a warp operation whose mask {mask:#x} lacks it")
     values = me.block.exchanges.setdefault((warp, mask), [None] * WARP)
     values[lane] = value
     me.wait("warp", warp, mask, "given")

@@ -1,10 +1,10 @@
-"""Kills a training run at random moments, and shows that it ends as one that never was killed.
+"""Kill a training run at random moments and check that it ends like a run without kills.
 
     python tests/support/kill_drill.py --device cuda --kills 30
 
-Weights, optimizer, moving average and the figures of all evaluations must be the same, bit for bit.
-On a GPU the sentences are so long that attention's gradient would be added up in any order, were it
-not for ``deterministic``. The tests do the same on NumPy, with fewer kills.
+Weights, optimizer state, moving average and the metrics of all evaluations must be bitwise equal.
+On a GPU the sentences are long enough that attention's gradient would be summed in a random order
+without ``deterministic``. The tests do the same on NumPy, with fewer kills.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from stopping import Training, assert_same_bits, assert_same_metrics, saves
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runtime import checkpoint
 
-EARLY, SAVING = 0.2, 0.5  # shares of kills before there is anything new to lose, and in a save
+EARLY, SAVING = 0.2, 0.5  # shares of kills soon after the start, and during a save
 MOST = 3  # saves between two kills
 SLOW_SAVES = """
 import os, time
 inner = os.replace
 os.replace = lambda *names: (time.sleep(0.02), inner(*names))
-"""  # so that a kill comes before the file has its name
+"""  # so that a kill can come before a temporary file is renamed
 SIZES = {
     "numpy": {"dim": 16, "heads": 2, "layers": (1, 1), "ffn": 16, "batch": 120, "max_len": 40},
     "cuda": {"dim": 64, "heads": 2, "layers": (1, 1), "ffn": 64, "batch": 4096, "max_len": 700},
@@ -33,7 +33,7 @@ SIZES = {
 
 
 def new_config(folder, device, kills):
-    """Write a corpus of letters; return the options of a run that outlasts the kills."""
+    """Write a corpus of letters; return the options of a run that is longer than all kills."""
     rng = np.random.default_rng(1)
     least, most, count = (400, 650, 200) if device == "cuda" else (1, 9, 80)
     lines = [
@@ -50,15 +50,18 @@ def new_config(folder, device, kills):
 
 
 def drill(folder, device, kills, seed=0):
-    """Run once without and once with so many kills; return the updates after which each came, and
-    how many came in the midst of a save. Raises AssertionError unless the runs are the same."""
+    """Run once without and once with ``kills`` kills, and compare.
+
+    Returns the update saved before each kill, and how many kills came during a save. Raises
+    AssertionError unless the runs have the same bits.
+    """
     rng, config = np.random.default_rng(seed), new_config(folder, device, kills)
     whole, out = Training(config, folder / "whole", device), folder / "killed"
     waiting = deque(Training(config, out, device, SLOW_SAVES) for _ in range(2))
     whole.begin()
-    code, said = whole.end()
-    assert code == 0, said
-    updates, torn = [], 0
+    code, errors = whole.end()
+    assert code == 0, errors
+    updates, during_save = [], 0
     for _ in range(kills):
         training = waiting.popleft()
         waiting.append(Training(config, out, device, SLOW_SAVES))
@@ -72,18 +75,18 @@ def drill(folder, device, kills, seed=0):
                 training.wait_for_save()
             else:
                 time.sleep(rng.uniform(0, 0.03))
-        torn += training.kill()
+        during_save += training.kill()
         updates.append(checkpoint.load(out, "state")[1]["update"] if saves(out) else 0)
     last, spare = waiting
     spare.kill()
     last.begin()
-    code, said = last.end()
-    assert code == 0, said
+    code, errors = last.end()
+    assert code == 0, errors
     assert 0 < updates[-1] < config.length.amount
     assert_same_bits(folder / "whole", out)
     assert_same_metrics(folder / "whole", out)
     assert not list(out.rglob(".*.tmp"))
-    return updates, torn
+    return updates, during_save
 
 
 if __name__ == "__main__":
@@ -94,6 +97,6 @@ if __name__ == "__main__":
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
-        updates, torn = drill(Path(folder), given.device, given.kills, given.seed)
-    print(f"{given.kills} kills, {torn} of them in the midst of a save, after updates {updates}")
-    print(f"the same bits as without, in {time.monotonic() - begin:.0f} s")
+        updates, during_save = drill(Path(folder), given.device, given.kills, given.seed)
+    print(f"{given.kills} kills, {during_save} of them during a save, after updates {updates}")
+    print(f"same bits as the run without kills; took {time.monotonic() - begin:.0f} s")

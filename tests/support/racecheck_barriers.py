@@ -1,8 +1,9 @@
-"""What compute-sanitizer's racecheck makes of bar.arrive; read rawkernels/notes/ampere-backward.md.
+"""Which kernels with bar.arrive racecheck reports; see rawkernels/notes/ampere-backward.md.
 
     compute-sanitizer --tool racecheck python tests/support/racecheck_barriers.py
 
-Only the kernels with "race" in their name have a race. It reports those, and all with "arrive".
+Only the kernels with "race" in their name have a race. compute-sanitizer reports these, and falsely
+all with "arrive" in their name.
 """
 
 import cupy
@@ -20,15 +21,15 @@ __device__ void fetch(uint4* to, const uint4* from) {
                  :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
-__device__ u32 matrices(const uint4* row) {  // 4 of 8 x 8 numbers, a row from each lane
+__device__ u32 matrices(const uint4* row) {  // four 8 x 8 matrices, one row address per lane
     u32 r[4];
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"((u32)__cvta_generic_to_shared(row)) : "memory");
     return r[0] + 3 * r[1] + 5 * r[2] + 7 * r[3];
 }
-// Eight warps. In a step each of 0 to 3 writes a tile, each of 4 to 7 reads one, and all read all
-// that cp.async brought.
+// Eight warps. In each step warps 0 to 3 write a tile each, warps 4 to 7 read one each, and all
+// read everything that cp.async copied.
 extern "C" __global__ void NAME(const uint4* x, u32* out, int steps) {
     __shared__ __align__(128) uint4 ring[2][256];
     __shared__ u32 tiles[4][32];
@@ -60,7 +61,7 @@ extern "C" __global__ void NAME(const uint4* x, u32* out, int steps) {
 }
 """
 NOTHING, ARRIVE, SYNC = "", "arrive(1 + rank, 64)", "sync(1 + rank, 64)"
-KERNELS = {  # name: (cp.async?, tiles?, a barrier of the block a step?, empty tiles by name?, ...)
+KERNELS = {  # name: (RING, TILES, BLOCK, CYCLE, HAND_OVER, TAKE)
     "ring": (1, 0, 1, 0, NOTHING, NOTHING),
     "tiles_arrive": (0, 1, 1, 0, ARRIVE, SYNC),
     "tiles_sync": (0, 1, 1, 0, SYNC, SYNC),

@@ -1,4 +1,4 @@
-"""Runs that are stopped: when, and that they end with the bits of those that were not."""
+"""Stop or kill training runs, and compare their results with those of uninterrupted runs."""
 
 import os
 import subprocess
@@ -11,11 +11,11 @@ from gpuattn.runs.metrics import MetricsLog
 from gpuattn.runtime import checkpoint
 
 ROOT = Path(__file__).parents[2]
-CLOCKED = ("seconds", "tokens_per_second")  # figures that no two runs share
+CLOCKED = ("seconds", "tokens_per_second")  # these differ between any two runs
 
 
 class After:
-    """Says stop from the call with this number on."""
+    """A function that returns True (stop) from its ``calls``-th call on."""
 
     def __init__(self, calls):
         self.left = calls
@@ -34,16 +34,16 @@ def assert_same_bits(one, other, names=("state", "last", "best")):
 
 
 def assert_same_metrics(one, other):
-    """Every evaluation is noted once, with the same figures."""
+    """Assert that both runs recorded the same evaluations, each once, with the same metrics."""
     rows = [MetricsLog(Path(path) / "metrics.jsonl").read("valid") for path in (one, other)]
     a, b = ([{key: row[key] for key in row if key not in CLOCKED} for row in each] for each in rows)
     assert a == b
 
 
 class Training:
-    """``gpuattn train`` in a process of its own, which has imported everything and waits.
+    """``gpuattn train`` in another process, which imports everything and waits for ``begin``.
 
-    ``lines``: Python to run before, to interfere with it.
+    ``lines``: Python code to run before training.
     """
 
     def __init__(self, config, out, device="numpy", lines=""):
@@ -69,7 +69,7 @@ class Training:
         self.process.stdin.flush()
 
     def wait_for_state(self, number, seconds=60):
-        """Wait until the state was saved so many times, by whatever process."""
+        """Wait until the state was saved ``number`` times, by any process."""
         deadline = time.monotonic() + seconds
         while saves(self.out) < number:
             assert self.process.poll() is None and time.monotonic() < deadline, self.end()
@@ -81,15 +81,15 @@ class Training:
             assert self.process.poll() is None, self.end()
 
     def kill(self):
-        """kill -9; return whether that was in the midst of a save."""
+        """Kill the process (SIGKILL); return whether it was saving a file."""
         self.process.kill()
         self.process.communicate()
         return bool(list(self.out.glob(".*.tmp")))
 
     def end(self):
-        """Wait for the end; return (exit code, what it said)."""
-        said = self.process.communicate(timeout=60)[1]
-        return self.process.returncode, said
+        """Wait until the process ends; return (exit code, standard error)."""
+        errors = self.process.communicate(timeout=60)[1]
+        return self.process.returncode, errors
 
 
 def saves(out):

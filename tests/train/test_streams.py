@@ -102,7 +102,7 @@ class Cupy:
 
 
 @pytest.mark.parametrize("late, want", [
-    ("others", ["main", "side", "side"]), ("steps", ["main", "main"]), ("nobody", []),
+    ("others", ["main", "side", "side"]), ("steps", ["main", "main"]), ("nothing", []),
 ])  # fmt: skip
 def test_who_is_late(late, want):
     cupy, held = Cupy(), []
