@@ -12,6 +12,8 @@ from gpuattn import Tensor
 from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import compiler, kernels
 from gpuattn.errors import KernelCompileError
+from gpuattn.ops.attention.step_attention import step_attention
+from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
 
 FLOAT32 = np.dtype("float32")
 DTYPES = FLOAT32, BFLOAT16
@@ -101,6 +103,12 @@ def decoding(dtype, size):
     gpuattn.append_kv(cache, cache.copy(), new, new, lengths)
     for more in ({}, {"splits": 4}, {"batch_invariant": True}):
         gpuattn.decode_attention(floats(dtype, 3, 1, 8, size), cache, cache, lengths, **more)
+    beams = Beams(new, 3, 1, 9, float)
+    beams.start(1, [9, 9, 9])
+    step_attention(new, new, new, cache[:, :9].copy(), cache[:, :9].copy(), lengths, beams.slots)
+    found = gpuattn.beam_step(floats(dtype, 3, 99), beams.scores)
+    beam_update(*found, beams, eos=2)
+    best_texts(beams)
     back(gpuattn.rotary(*wanting(floats(dtype, 2, 9, 4, size), floats(dtype, 2, 9, 2, size))))
 
 

@@ -20,7 +20,7 @@ import gpuattn.ops.softmax as module
 from gpuattn import Tensor, arrays, explain
 from gpuattn import rng as random
 from gpuattn.errors import GradientError, UnsupportedError
-from gpuattn.impls import Impl
+from gpuattn.impls import Impl, Impls
 from gpuattn.numbakernels import reduce
 from gpuattn.ops.softmax import IMPLS, ROW_THREADS, _lines, _mask_layout, _threads, softmax
 
@@ -282,7 +282,7 @@ def test_the_kernel_on_any_cpu(rng, shape, dtype, kind, p, staged, host_compiler
     x, needs = rng.standard_normal(shape), (True, False, False)
     mask = {"keep": rng.random(shape[-1]) < 0.5, "add": rng.standard_normal(shape[1:])}.get(kind)
     lengths = np.arange(shape[0]) if kind == "lengths" else None
-    impls = (Impl("emulated", forward, backward), IMPLS[-1])
+    impls = Impls("emulated softmax", Impl("emulated", forward, backward), IMPLS[-1])
     params = {**PLAIN, "scale": -0.7, "p": p, "key": random.as_key(3) if p else None}
     inputs = [x, mask, lengths]
     check_implementation(impls, "emulated", "numpy", inputs, dtype, needs=needs, **params)

@@ -189,7 +189,7 @@ def _run_pairs(layout, given, numbers, wanted, more):
     sums = parts_of(h, grid, wanted)
     rows = h.size // max(h.shape[-1], 1)
     constants = constants | {"DROPOUT": dx is not None} | more
-    kernel(f"{name}.cu", name, **constants)(
+    kernel(f"norm/{name}.cu", name, **constants)(
         (grid,), (block,), *given, *sums, rows, *numbers, shared_bytes=shared
     )
     return sums
@@ -202,7 +202,7 @@ def _run_rows(given, numbers, wanted, more):
     sums = parts_of(h, grid, wanted)
     rows, cols = h.size // max(h.shape[-1], 1), h.shape[-1]
     constants = constants | {"X_BIAS": x_bias} | more
-    kernel(f"{name}.cu", name, **constants)(
+    kernel(f"norm/{name}.cu", name, **constants)(
         (grid,), (constants["BLOCK"],), *given, *sums, rows, cols, *numbers, shared_bytes=shared
     )
     return sums

@@ -57,7 +57,7 @@ def test_tiles_are_those_of_the_kernel(nvrtc, width, scalar, plain):
         rows, keys = ampere.forward_tile(width, size, plain, int(arch[3:]))
         count = ampere.forward_shared_bytes(width, size, rows, keys)
         claim = f"ROWS == {rows} && KEYS == {keys} && SHARED_BYTES == {count}"
-        sizes = text[: text.index("// Rows of an array into a tile")]
+        sizes = text[: text.index("// Copies rows of an array to a tile")]
         compiled.check_front_end(f'{sizes}\nstatic_assert({claim}, "");', arch, file)
         assert size == 2 or count <= LEAST_LIMIT
 
