@@ -30,7 +30,9 @@ class Box:
     ) -> None:
         self.data, self.node, self.index = data, node, index
         self.requires_grad = requires_grad or node is not None
-        self.grad, self.grad_slot, self.grad_started = None, None, False
+        self.grad: Any = None
+        self.grad_slot: Any = None
+        self.grad_started = False
         self.version = [0]  # shared with views of the same memory
 
     def link(self) -> "Box":

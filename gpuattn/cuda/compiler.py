@@ -13,7 +13,7 @@ from pathlib import Path
 from gpuattn.cuda.gpu import dotted
 from gpuattn.errors import KernelCompileError
 
-ROOT = resources.files("rawkernels")  # where #include looks
+ROOT = Path(str(resources.files("rawkernels")))  # where #include looks
 
 
 @functools.cache

@@ -217,10 +217,11 @@ class MultiHeadAttention(Module):
         if self.maps is not None:
             self.maps.append(self._probabilities(q, k))
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        offsets: dict[str, Any] = dict(zip(names, packing, strict=True))
         p, key = self.dropout.now()
         out = flash_attention(
             q, k, v, causal=self.causal, key_lengths=key_lengths, dropout_p=p, seed=key,
-            deterministic=self.deterministic, **dict(zip(names, packing, strict=True)),
+            deterministic=self.deterministic, **offsets,
         )  # fmt: skip
         return out.reshape(x.shape)
 

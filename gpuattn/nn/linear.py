@@ -58,7 +58,7 @@ class FeedForward(Module):
         rng: np.random.Generator | None = None,
     ) -> None:
         rng = generator(rng)
-        self.unfused = UNFUSED_ACTIVATIONS.get(activation)
+        self.unfused: Any = UNFUSED_ACTIVATIONS.get(activation)
         inner = 2 * hidden if activation == "swiglu" else hidden
         fused = None if self.unfused else activation
         self.inner = Linear(width, inner, bias=bias, activation=fused, rng=rng)

@@ -37,7 +37,7 @@ class Optimizer:
         **constants: Any,
     ) -> None:
         self.workspace = workspace
-        self.statistics = {"max_norm": max_norm, "growth_interval": growth_interval}
+        self.statistics: dict[str, Any] = {"max_norm": max_norm, "growth_interval": growth_interval}
         self.constants = {"seed": seed, **constants}
         self.state = OptimizerState(workspace.masters, loss_scale=loss_scale)
 
