@@ -176,7 +176,7 @@ def checkpoint(fun: Callable, *args: Any) -> Any:
     Gradients reach ``args`` and every Tensor used inside.
     """
     state = rng.remember()
-    args = [x if isinstance(x, Tensor) or not is_array(x) else Tensor(x) for x in args]
+    args = tuple([x if isinstance(x, Tensor) or not is_array(x) else Tensor(x) for x in args])
     with tape.witnessing() as seen:
         outs = fun(*[x.detach() if isinstance(x, Tensor) else x for x in args])
         seen.update((id(o), o) for o in _tuple(outs) if isinstance(o, Tensor) and o.requires_grad)

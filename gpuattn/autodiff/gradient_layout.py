@@ -12,8 +12,10 @@ from gpuattn.typing import Array
 
 def target_like(slot: tuple[Array, bool] | None, x: Array) -> Array | None:
     """Return the array of a slot of ``into`` if a gradient like ``x`` can be written to it."""
-    target, add = slot or (None, True)
-    return None if add or (target.dtype, target.shape) != (x.dtype, x.shape) else target
+    if slot is None or slot[1]:
+        return None
+    target = slot[0]
+    return target if (target.dtype, target.shape) == (x.dtype, x.shape) else None
 
 
 class GradientLayout:
@@ -31,7 +33,7 @@ class GradientLayout:
 
     def take(self, x: Any) -> Array | None:
         """Return the array for the gradient of a Box ``x``, or None."""
-        node = getattr(x, "node", None)
+        node: Any = getattr(x, "node", None)
         layout = node and node.impl.fusion.layout
         if not layout or (node, x.index) in self.kept:
             return None

@@ -64,7 +64,9 @@ class Node:
         outs: tuple,
     ) -> None:
         self.op, self.impl, self.needs, self.params, self.saved = op, impl, needs, params, saved
-        self.order, self.outputs, self.frozen, self.watched = next(_order), len(outs), [], []
+        self.order, self.outputs = next(_order), len(outs)
+        self.frozen: list = []
+        self.watched: list = []
         # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or another value (None)
         self.links = [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
         # keep only the maker of an input that is not saved, so that its memory can be freed

@@ -194,12 +194,12 @@ class Tensor(tape.Box):
         tape.edit(self, raw(key), raw(value))
 
     def reshape(self, *shape: Any) -> "Tensor":
-        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-        return shapes.reshape(self, tuple(shape))
+        given = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        return shapes.reshape(self, tuple(given))
 
     def transpose(self, *axes: Any) -> "Tensor":
-        axes = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
-        return shapes.transpose(self, axes or None)
+        given = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
+        return shapes.transpose(self, given or None)
 
     def swapaxes(self, axis1: int, axis2: int) -> "Tensor":
         return shapes.swapaxes(self, axis1, axis2)

@@ -25,7 +25,7 @@ from gpuattn.cuda.dependent_launch import DependentLaunch
 from gpuattn.cuda.gpu import gpu
 from gpuattn.errors import KernelCompileError
 
-Constant = bool | int | str
+Constant = bool | int | str | None
 SCALARS = {
     "int": np.int32,
     "unsigned int": np.uint32,

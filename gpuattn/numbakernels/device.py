@@ -39,8 +39,7 @@ def launch(kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], *argument
     if 0 in grid:
         return
     if SIMULATED:  # it writes all arguments back, and arrays saved by the tape are read-only
-        arguments = [a.copy() if _is_frozen(a) else a for a in arguments]
-        kernel[grid, block](*arguments)
+        kernel[grid, block](*[a.copy() if _is_frozen(a) else a for a in arguments])
         return
     from numba import cuda
 

@@ -55,7 +55,10 @@ else:
 
     FLOAT, HALF_WORD, WORD, LONG = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
     WORDS = ir.VectorType(WORD, 4)
-    PACK = {types.uint16: "cvt.rn.bf16x2.f32", types.float16: "cvt.rn.f16x2.f32"}
+    PACK = {
+        types.uint16: "cvt.rn.bf16x2.f32",  # type: ignore[attr-defined]
+        types.float16: "cvt.rn.f16x2.f32",  # type: ignore[attr-defined]
+    }
 
     def _place(context, builder, signature, arguments):
         """Return the address of the 16 bytes at ``x[row, column]``."""

@@ -42,7 +42,7 @@ def factor(p: float) -> float:
 
 def keep_of(x: Array, p: float, key: rng.Key | None) -> Array | None:
     """Return the boolean mask of the elements of ``x`` that are kept, or None if all are."""
-    return rng.keep_mask(get_xp(x), x.shape, p, key) if p else None
+    return rng.keep_mask(get_xp(x), x.shape, p, key) if p and key is not None else None
 
 
 def drop(x: Array, keep: Array, p: float) -> Array:

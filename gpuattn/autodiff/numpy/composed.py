@@ -163,8 +163,8 @@ def median(a: Array, axis: int | tuple[int, ...] | None = None, *, keepdims: boo
     shape = np.shape(a)
     if 0 in shape:
         raise UnsupportedError(f"np.median: shape {shape} has no elements: nothing is recorded")
-    axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    axes = [axis % len(shape) for axis in axes]
+    given = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    axes = [axis % len(shape) for axis in given]
     others = [i for i in range(len(shape)) if i not in axes]
     rows = np.reshape(np.transpose(a, [*others, *axes]), [*(shape[i] for i in others), -1])
     out = apply(MEDIAN, (rows,))
@@ -237,7 +237,8 @@ def sort(x: Array, axis: int = -1) -> Array:
 @rule(np.diagonal)
 def diagonal(x: Array, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Array:
     x = moveaxis(x, (axis1, axis2), (-2, -1))
-    rows, cols = _diagonal(x, *np.shape(x)[-2:], offset)
+    height, width = np.shape(x)[-2:]
+    rows, cols = _diagonal(x, height, width, offset)
     return index(x, (..., rows, cols))
 
 

@@ -95,13 +95,14 @@ def like(grad: Array, kept: tuple[Shape, np.dtype] | None) -> Array | None:
 
 def compute_sum(x: Array, axes: Any) -> Array:
     """Sum an array or a Tensor over ``axes``, accumulating 16-bit numbers in float32."""
-    return np.sum(x, axis=axes) if isinstance(x, Box) else compute(np.sum, x, axis=axes)
+    total: Any = np.sum  # of a Tensor it is recorded
+    return total(x, axis=axes) if isinstance(x, Box) else compute(total, x, axis=axes)
 
 
 # ---- element by element --------------------------------------------------------------------------
 
 
-def elementwise(function: Callable, keep: str, *partials: Callable) -> Impls:
+def elementwise(function: Callable, keep: str, *partials: Callable) -> Callable:
     """Record a ufunc. ``keep``: which of inputs "a", "b" and output "o" the partials are given."""
     name = f"np.{function.__name__}"
 
@@ -275,8 +276,7 @@ def astype(x: Array, dtype: DType) -> Array:
 def spread(grad: Array, shape: Shape, axis: int | tuple[int, ...] | None, keepdims: bool) -> Array:
     """Return the gradient of a reduction broadcast to the shape of its input."""
     if axis is not None and not keepdims:
-        axes = axis if isinstance(axis, tuple) else (axis,)
-        axes = {a % len(shape) for a in axes}
+        axes = {a % len(shape) for a in (axis if isinstance(axis, tuple) else (axis,))}
         grad = grad.reshape(tuple([1 if i in axes else n for i, n in enumerate(shape)]))
     return np.broadcast_to(grad, shape)
 

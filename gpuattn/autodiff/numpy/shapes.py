@@ -35,7 +35,7 @@ def ravel(x: Array) -> Array:
 
 
 @rule(np.expand_dims)
-def expand_dims(x: Array, axis: int | tuple[int, ...] | None) -> Array:
+def expand_dims(x: Array, axis: int | tuple[int, ...]) -> Array:
     return reshape(x, np.expand_dims(raw(x), axis).shape)
 
 
@@ -70,14 +70,12 @@ def swapaxes(x: Array, axis1: int, axis2: int) -> Array:
 
 
 @rule(np.moveaxis)
-def moveaxis(
-    x: Array, source: int | tuple[int, ...] | None, destination: int | tuple[int, ...] | None
-) -> Array:
+def moveaxis(x: Array, source: int | tuple[int, ...], destination: int | tuple[int, ...]) -> Array:
     ndim = raw(x).ndim
     order = np.moveaxis(np.empty((0,) * ndim), source, destination)  # checks the axes
-    source, destination = (a if isinstance(a, tuple | list) else [a] for a in (source, destination))
-    axes = [i for i in range(order.ndim) if i not in {a % ndim for a in source}]
-    for to, came in sorted((d % ndim, a % ndim) for d, a in zip(destination, source, strict=True)):
+    froms, tos = (a if isinstance(a, tuple | list) else [a] for a in (source, destination))
+    axes = [i for i in range(order.ndim) if i not in {a % ndim for a in froms}]
+    for to, came in sorted((d % ndim, a % ndim) for d, a in zip(tos, froms, strict=True)):
         axes.insert(to, came)
     return transpose(x, axes)
 

@@ -219,8 +219,8 @@ def backward(
             shape = full if launch.deterministic else bias.shape
             dbias = arrays.zeros(q, shape, np.float32)
         if extras:
-            args = *shared, dq_sum, dbias, _broadcast_strides(dbias), dk, dv
-            run_extras("dkv", launch.keys, launch.kv_heads, *args)
+            more = dq_sum, dbias, _broadcast_strides(dbias), dk, dv
+            run_extras("dkv", launch.keys, launch.kv_heads, *shared, *more)
         else:
             constants = dict(zip(CONSTANTS, tile, strict=True))
             launch_kernel = kernel(BACKWARD_FILE, "flash_attention_dkv", scalar=scalar, **constants)

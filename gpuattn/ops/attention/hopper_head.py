@@ -81,8 +81,8 @@ def refuse_forward(
 
     Depends on no number of sequences or heads, so neither do the bits of a sequence.
     """
-    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    if reason := _refuse(*inputs, window=window, **lengths, **params):
+    params |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "window": window}
+    if reason := _refuse(*inputs, **params):
         return reason
     if window[0] is not None and window[0] < max_seqlen_k:
         return f"the window ends {window[0]} keys to the left, the kernel takes no such limit"

@@ -11,6 +11,7 @@ from gpuattn.typing import Array
 
 NAME = "scaled_dot_product_attention"
 OPS[NAME] = IMPLS  # for use_impl
+prepare_attention: Any = flash_attention.prepare  # type: ignore[attr-defined]
 
 
 @op
@@ -42,7 +43,7 @@ def scaled_dot_product_attention(
         accepted, advice = f"{heads}, as in query", "Try enable_gqa=True."
         raise ValueError(problem(NAME, "the number of heads of key", kv_heads, accepted, advice))
     q, k, v = (x.transpose(0, 2, 1, 3) for x in named.values())
-    call = flash_attention.prepare(
+    call = prepare_attention(
         q,
         k,
         v,

@@ -16,6 +16,7 @@ from gpuattn.errors import SlowerRefusal, problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.attention.append_kv import append_kv
 from gpuattn.ops.attention.decode_attention import decode_attention
+from gpuattn.typing import Array
 
 NAME = "step_attention"
 WARPS = 4  # of a block
@@ -27,7 +28,7 @@ SHORT_ROOM = 512  # keys of a text at most; beyond, splitting them over blocks i
 def step_attention(
     q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, key_counts: Any, slots: Any, *,
     impl: str | None = None,
-):  # fmt: skip
+) -> Call[Array]:  # fmt: skip
     """Store k and v as the last keys and values of their texts; return the attention of ``q``.
 
     ``q``: (N, 1, H, D); ``k``, ``v``: (N, 1, Hk, D). Row b * K + i is beam i of sentence b. The

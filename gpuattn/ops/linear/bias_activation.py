@@ -301,7 +301,7 @@ def launch_forward(
 
 
 def launch_backward(
-    x: Array | None,
+    x: Any,
     bias: Array | None,
     dy: Array,
     want_bias: bool,
@@ -319,18 +319,19 @@ def launch_backward(
         return dy, None
     dx = dy if activation is None else arrays.empty(dy, x.shape)
     shape, step = dx.shape, 0
+    given: Any = None
     if activation is None:
-        x = bias = None
+        bias = None
     else:
-        x, step = strided_rows(x)
+        given, step = strided_rows(x)
         bias = None if bias is None else get_xp(bias).ascontiguousarray(bias)
     dy, dy_step = strided_rows(dy)
     rows, cols = _rows_and_columns(dy)
     lanes, slabs, chunk, parts = _chunks(rows, cols)
     partial = arrays.empty(dy, (parts, shape[-1]), np.float32) if want_bias else None
-    vector = _vector(cols, (x, step), (bias, 0), (dy, dy_step))
+    vector = _vector(cols, (given, step), (bias, 0), (dy, dy_step))
     _kernel("backward", dy, activation, vector, p)(
-        (slabs * parts,), (BLOCK,), x, bias, dy, None if activation is None else dx, partial,
+        (slabs * parts,), (BLOCK,), given, bias, dy, None if activation is None else dx, partial,
         rows, cols, step, dy_step, chunk, slabs, lanes, *device_numbers(p, key),
     )  # fmt: skip
     if not want_bias:

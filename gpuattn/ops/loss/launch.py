@@ -78,7 +78,8 @@ def run_rows(
     vocab, columns = goal["vocab_size"], rows.shape[1]
     head = rows, plan.targets, losses, statistics, plan.summary, _stride(rows)
     tail = goal["label_share"], goal["other_share"], goal["z_loss"], with_gradient
-    size, constants = vocab * rows.itemsize, {"scalar": ctype(rows.dtype)}
+    size = vocab * rows.itemsize
+    constants: dict[str, Any] = {"scalar": ctype(rows.dtype)}
     if size <= SHORT[-1][0]:
         aligned = (rows.data.ptr | rows.strides[0]) % 16 == 0
         lanes, vectors = _first(SHORT if aligned else WHOLE_WARPS, size)

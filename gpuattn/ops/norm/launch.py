@@ -185,7 +185,7 @@ def add_parts(
 
     A sum with a slot, (array, whether to add to it), is written there, and None is returned for it.
     """
-    outs = []
+    outs: list[tuple[Any, bool]] = []
     for part, slot in zip(parts, slots, strict=True):
         if part is None:
             outs.append((None, False))

@@ -108,7 +108,7 @@ class Beams:
 def beam_update(
     scores: Any, parents: Any, tokens: Any, beams: Beams, *, eos: int, nbest: int = 1,
     impl: str | None = None,
-):  # fmt: skip
+) -> Call[None]:  # fmt: skip
     """Update ``beams`` in place by what ``beam_step`` returned for its scores. Returns None.
 
     ``scores``, ``parents``, ``tokens``: (S, 2K), of ``beam_step``. ``eos``: the token that ends a

@@ -100,7 +100,7 @@ def check_settings(
 
 def inverse(temperature: float) -> np.float32:
     """Return 1 / temperature, which scales differences of logits, as a finite float32 above 0."""
-    least, most = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     return np.float32(min(max(1 / temperature, least), most))
 
 

@@ -54,7 +54,7 @@ def check(
     given = {"params": params, "grads": grads, **moments}
     check_together(function, **given, state=state.array, model=model, decay=decay)
     size = grads.size
-    wanted = [("params", params, (FLOAT32, BFLOAT16), size)]
+    wanted: list[tuple] = [("params", params, (FLOAT32, BFLOAT16), size)]
     wanted += [(name, array, (FLOAT32,), size) for name, array in moments.items()]
     if model is not None:
         wanted += [("model", model, MODEL_DTYPES, size)]
