@@ -157,7 +157,7 @@ def test_each_direction_is_chosen_by_itself():
     other = directed(forward=lambda x, **_: "x is too small")
     assert choose(other, [X]).name == "raw-simt"
     assert choose_backward(other, other[1], [X], needs=(True,)).name == "raw-fast"
-    # whoever asks for one by name gets no other's gradient in front of it
+    # asked for by name, its own gradient comes before those listed above it
     assert choose_backward(other, other[1], [X], "raw-simt", needs=(True,)).name == "raw-simt"
 
 
@@ -191,7 +191,7 @@ def test_a_slower_one_runs_if_asked_for_by_name():
     (lambda x, **_: HardwareRefusal("another GPU"), {}),
     (lambda x, **_: "x has no 64 columns", {"specialized": True}),
 ])  # fmt: skip
-def test_nobody_is_warned_of_what_no_argument_would_mend(as_if_on_gpu, forward, kwargs):
+def test_refusals_that_no_argument_can_avoid_do_not_warn(as_if_on_gpu, forward, kwargs):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose(directed(forward=forward, **kwargs), [X]).name == "raw-simt"

@@ -137,7 +137,7 @@ class RunFolder:
         return (
             f"{self.path} is a run with other options: {'; '.join(found)}. Use another --out (and "
             f"--init-from {shlex.quote(str(self.path))} to begin with its weights), or --overwrite "
-            "to begin anew"
+            "to start from scratch"
         )
 
     def check_init(self, config: TrainConfig) -> None:
@@ -200,7 +200,7 @@ class RunFolder:
         if self.metrics.read("averaged"):
             raise ConfigError(
                 f"{self.path} is a mean of weights: of use, but it cannot go on training. "
-                "Use another --out, or --overwrite to begin anew"
+                "Use another --out, or --overwrite to start from scratch"
             )
 
     def config(self) -> TrainConfig:
