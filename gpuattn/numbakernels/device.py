@@ -17,10 +17,10 @@ from gpuattn.typing import Array
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 
-def refusal(array: Array) -> str | None:
-    """Return None where Numba kernels can run on ``array``, or the reason why not."""
-    if not SIMULATED and not on_gpu(array):
-        return "the array is a NumPy array; move it with gpuattn.to_gpu(x)"
+def refusal(x: Array, name: str = "x") -> str | None:
+    """Return why no Numba kernel takes the array ``x``, the argument ``name``, or None."""
+    if not SIMULATED and not on_gpu(x):
+        return f"{name} is a NumPy array; move it with gpuattn.to_gpu(x)"
     if not _is_installed():
         return "Numba is not installed; pip install 'gpuattn[cuda13x]'"
     return None

@@ -34,7 +34,7 @@ def refuse(
         return f"the head size is {size}, the kernel takes at most {MAX_HEAD_DIM}"
     if max(q.shape[0], q.shape[2]) > 65535:
         return f"batch and heads are {q.shape[0]} and {q.shape[2]}, the kernel takes at most 65535"
-    return device.refusal(q)
+    return device.refusal(q, "q")
 
 
 def _arguments(q, k, v, key_lengths, scale, window, align):

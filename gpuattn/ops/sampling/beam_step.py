@@ -158,7 +158,7 @@ def _outputs(scores):
 
 
 def _refuse_numba(logits, scores, banned, listed, amounts, *, vocab_size, **_):
-    if reason := device.refusal(logits) or dtype_refusal(logits, "logits"):
+    if reason := device.refusal(logits, "logits") or dtype_refusal(logits, "logits"):
         return reason
     if listed is not None:
         return "penalties are given, the kernel takes bans only"
