@@ -113,27 +113,29 @@ class OursDecoding:
 
     edits = False
 
-    def __init__(self, case, direction, xp, impl=None):
+    def __init__(
+        self, case: Attention, direction: str, xp: ModuleType, impl: str | None = None
+    ) -> None:
         self.case, self.xp, self.wanted = case, xp, impl
 
-    def draw(self, seed):
+    def draw(self, seed: int) -> tuple[tuple, Any]:
         case, floats = self.case, normal(self.xp, seed, self.case.dtype)
         batch, tokens, heads, head_dim = case.shape
         q = floats(batch, tokens, heads, head_dim)
         k, v = (floats(batch, case.keys, case.key_heads, head_dim) for _ in range(2))
         return (q, k, v, self.xp.full(batch, case.keys, np.int32)), q
 
-    def choose(self, inputs):
+    def choose(self, inputs: tuple) -> Impl:
         name = explain(gpuattn.decode_attention, *inputs, impl=self.wanted).chosen
         return next(impl for impl in OPS["decode_attention"] if impl.name == name)
 
-    def call(self, impl, inputs, dout):
+    def call(self, impl: Impl, inputs: tuple, dout: Any) -> Callable[[], list]:
         return lambda: [gpuattn.decode_attention(*inputs, impl=impl.name)]
 
-    def check(self, results, inputs, dout):
+    def check(self, results: list, inputs: tuple, dout: Any) -> None:
         q, k, v, lengths = inputs
         group = q.shape[2] // k.shape[2]
-        exact = (x.astype(np.float64) for x in (q[:, :, -group:], k[:, :, -1:], v[:, :, -1:]))
-        want = gpuattn.decode_attention(*exact, lengths, impl="reference")
+        q, k, v = (x.astype(np.float64) for x in (q[:, :, -group:], k[:, :, -1:], v[:, :, -1:]))
+        want = gpuattn.decode_attention(q, k, v, lengths, impl="reference")
         got = results[0][:, :, -group:].astype(np.float64)
         compare(got, want, TOLERANCE[self.case.dtype], f"{self.case}, result 0")

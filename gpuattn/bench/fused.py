@@ -44,7 +44,7 @@ class OpSpec:
     before: Callable | None = None
     results: Callable | None = None
 
-    def call(self, case, impl, *inputs):
+    def call(self, case: Fused, impl: str, *inputs: Any) -> Any:
         """Return the op's result by an implementation, by name."""
         if self.before:
             self.before(impl, *inputs)
@@ -52,7 +52,7 @@ class OpSpec:
         out = self.op(*args, impl=impl, **kwargs)
         return self.results(*inputs) if self.results else out
 
-    def choose(self, case, impl, *inputs):
+    def choose(self, case: Fused, impl: str | None, *inputs: Any) -> Impl:
         """Return the implementation that runs if ``impl``, a name or None, is asked for."""
         args, kwargs = self.arguments(case, *inputs)
         return prepare(self.op, *args, impl=impl, **kwargs).choose()

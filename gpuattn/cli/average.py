@@ -10,7 +10,7 @@ from gpuattn.runs.folder import average_runs
 @click.argument("folders", nargs=-1, required=True, metavar="DIR...", type=PathName())
 @click.option("--out", required=True, type=PathName(file_okay=False), help="The new folder.")
 @click.option("--last", type=COUNT, help="Of one run: its last N kept checkpoints.")
-def command(folders, out, last):
+def command(folders: tuple[str, ...], out: str, last: int | None) -> None:
     """Average the best weights of several runs of one model, or the checkpoints that one run kept
     (gpuattn train --average N), into a folder to use like a run.
 

@@ -15,7 +15,7 @@ MARKS = {"ok": "[green]ok[/]", "missing": "[yellow]off[/]", "broken": "[red]brok
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print the checks and versions as JSON.")
-def command(as_json):
+def command(as_json: bool) -> None:
     """Say what works on this machine: driver, device, compiler, BLAS, memory, versions.
 
     Exit code 0 if nothing is broken; a missing GPU is not broken: NumPy takes over.

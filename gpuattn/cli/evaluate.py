@@ -1,6 +1,7 @@
 """gpuattn evaluate: exact match, BLEU and chrF of a translator, perplexity of a language model."""
 
 import json
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -24,7 +25,14 @@ OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
 @decoding_options
 @device_option
 @click.pass_context
-def command(ctx, folder, files, as_json, device, **options):
+def command(
+    ctx: click.Context,
+    folder: str,
+    files: tuple[str, ...],
+    as_json: bool,
+    device: str,
+    **options: Any,
+) -> None:
     """Translate SRC with the run in DIR and score it against REF, all figures from 0 to 100.
     Of a language model: the exact loss (nats a token) and the perplexity of the text in FILE.
 

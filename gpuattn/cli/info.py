@@ -16,7 +16,7 @@ WIDTH = 80
 @click.command("info")
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(folder, as_json):
+def command(folder: str, as_json: bool) -> None:
     """Show what the run in DIR is, how far it came, its best scores and its options."""
     found = summary(folder)
     if as_json:

@@ -26,7 +26,9 @@ from gpuattn.units import nearest
 @click.option("--shape", help="Shape for --why, such as 8192x1024.")
 @click.option("--dtype", type=NearChoice(DTYPES), default="bfloat16", show_default=True)
 @click.option("--file", "only", metavar="NAME", help="Only this source, such as softmax.cu.")
-def command(warm, arch, why, shape, dtype, only):
+def command(
+    warm: bool, arch: str | None, why: str | None, shape: str | None, dtype: str, only: str | None
+) -> None:
     """List the CUDA kernels, compile them ahead of time, or explain a choice.
 
     \b
@@ -54,7 +56,7 @@ def _why(op, shape, dtype):
     click.echo(str(explain(fun, *args, **kwargs)))
 
 
-def parse_shape(text):
+def parse_shape(text: str | None) -> tuple[int, ...] | None:
     """Return (8192, 1024) for "8192x1024" and None for None."""
     if text is None:
         return None

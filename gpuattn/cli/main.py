@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 import warnings
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -51,10 +52,10 @@ class Commands(click.Group):
     debug = False  # whether errors show where they come from
     used = None  # the name of the command
 
-    def list_commands(self, ctx):
+    def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx, name):
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
         command = importlib.import_module(f"gpuattn.cli.{name}").command
@@ -63,22 +64,24 @@ class Commands(click.Group):
                 each.params.append(_debug_option())
         return command
 
-    def resolve_command(self, ctx, args):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not ctx.resilient_parsing:
             ctx.fail(f"no command {args[0]!r}{nearest(args[0], COMMANDS) or '.'}")
         self.used = args[0] if args else None
         return super().resolve_command(ctx, args)
 
-    def shell_complete(self, ctx, incomplete):
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         names = [name for name in COMMANDS if name.startswith(incomplete)]
         found = [CompletionItem(name, help=COMMANDS[name]) for name in names]  # imports no command
         return found + click.Command.shell_complete(self, ctx, incomplete)
 
-    def format_commands(self, ctx, formatter):
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
-    def invoke(self, ctx):
+    def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader closed the pipe; Python would complain at exit
@@ -86,7 +89,7 @@ class Commands(click.Group):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
 
-    def main(self, *args, **kwargs):
+    def main(self, *args: Any, **kwargs: Any) -> Any:
         replace_closed()
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -163,5 +166,5 @@ def _version(ctx, parameter, value):
 )
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version,
               help="Show the version and exit.")  # fmt: skip
-def main():
+def main() -> None:
     """Train small translators and language models and use them, on NumPy or on a GPU."""

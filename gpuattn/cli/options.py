@@ -1,5 +1,8 @@
 """What the commands share: values that name the nearest valid one, options in groups, devices."""
 
+from collections.abc import Callable
+from typing import Any, NoReturn
+
 import click
 
 from gpuattn.errors import ConfigError
@@ -11,7 +14,9 @@ from gpuattn.units import nearest, number, whole
 class NearChoice(click.Choice):
     """A choice whose error names the nearest accepted value."""
 
-    def fail(self, message, param=None, ctx=None):
+    def fail(
+        self, message: str, param: click.Parameter | None = None, ctx: click.Context | None = None
+    ) -> NoReturn:
         value = message.split("'")[1] if "'" in message else ""
         super().fail(message.rstrip(".") + (nearest(value, self.choices) or "."), param, ctx)
 
@@ -19,14 +24,14 @@ class NearChoice(click.Choice):
 class Parsed(click.ParamType):
     """A value that one of ``gpuattn.units`` parses."""
 
-    def __init__(self, parse, metavar):
+    def __init__(self, parse: Callable[[Any], Any], metavar: str) -> None:
         self.parse = parse
         self.name = metavar
 
-    def get_metavar(self, param, ctx):
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         return self.name
 
-    def convert(self, value, param, ctx):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             return self.parse(value)
         except ConfigError as error:
@@ -36,7 +41,7 @@ class Parsed(click.ParamType):
 class PathName(click.Path):
     """A path whose name is not empty: the empty path would be the current folder."""
 
-    def convert(self, value, param, ctx):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not value:
             self.fail("the name is empty", param, ctx)
         return super().convert(value, param, ctx)
@@ -49,12 +54,12 @@ BEAMS = Parsed(whole(1, MOST_BEAMS), "N")
 class GroupedCommand(click.Command):
     """Shows options under the headings given by ``GroupedOption``; remembers its arguments."""
 
-    def parse_args(self, ctx, args):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["arguments"] = list(args)
         return super().parse_args(ctx, args)
 
-    def format_options(self, ctx, formatter):
-        groups = {}
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list] = {}
         for parameter in sorted(self.get_params(ctx), key=_is_other):
             if isinstance(parameter, click.Argument):
                 continue
@@ -73,12 +78,12 @@ def _is_other(parameter):
 class GroupedOption(click.Option):
     """An option with a heading."""
 
-    def __init__(self, *args, group="Other", **kwargs):
+    def __init__(self, *args: Any, group: str = "Other", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
 
 
-def device_option(function):
+def device_option(function: Callable) -> Callable:
     """Add ``--device``."""
     return click.option(
         "--device", type=NearChoice(DEVICES), default="auto", show_default=True, cls=GroupedOption,
@@ -86,12 +91,12 @@ def device_option(function):
     )(function)  # fmt: skip
 
 
-def run_argument(function):
+def run_argument(function: Callable) -> Callable:
     """Add the argument DIR, the folder of a run."""
     return click.argument("folder", metavar="DIR", type=PathName(file_okay=False))(function)
 
 
-def decoding_options(function):
+def decoding_options(function: Callable) -> Callable:
     """Add ``--beam`` and ``--length-penalty``, whose defaults are the run's."""
     penalty = click.option(
         "--length-penalty", type=Parsed(number(0), "X"),

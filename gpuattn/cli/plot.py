@@ -12,7 +12,7 @@ from gpuattn.report.plot import plot_run
 @run_argument
 @click.option("--out", type=PathName(file_okay=False), help="Default: DIR/plots.")
 @click.option("--sentence", help="Whose attention to draw; default: a held-out one.")
-def command(folder, out, sentence):
+def command(folder: str, out: str | None, sentence: str | None) -> None:
     """Draw the run in DIR: loss and scores, attention maps, and an overview of both; of a language
     model loss and perplexity.
 

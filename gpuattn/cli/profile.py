@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -36,7 +37,15 @@ gpuattn profile train.en train.de --preset base --batch 8k --json step.json
 @preset_option
 @device_option
 @click.pass_context
-def command(ctx, what, plot, path, config_file, device, **values):
+def command(
+    ctx: click.Context,
+    what: tuple[str, ...],
+    plot: str | None,
+    path: str | None,
+    config_file: str | None,
+    device: str,
+    **values: Any,
+) -> None:
     """Time every op of one training step: launches, microseconds, bytes, FLOPs, and how near the
     roofline each comes. Of the run in the folder RUN, or of what gpuattn train would train with
     the same options.
@@ -54,7 +63,9 @@ def command(ctx, what, plot, path, config_file, device, **values):
     if config.batch == AUTO:
         raise click.UsageError("--batch auto is what a run finds for itself: give a number here")
     document = profile(task_of(config)(replace(config, accumulate=1), tokenizer), chosen)
-    for file in filter(None, (run and run.path / PROFILE, path and Path(path))):
+    files = [run.path / PROFILE] if run else []
+    files += [Path(path)] if path else []
+    for file in files:
         write_text(file, json.dumps(document, indent=1))
     _show(document)
     if plot:

@@ -5,10 +5,11 @@ import functools
 import os
 import sys
 import time
+from typing import Any
 
 import click
 
-from gpuattn.train.progress import Listener
+from gpuattn.train.progress import Listener, Progress
 from gpuattn.units import duration, short
 
 PLAIN_SECONDS = 10  # between lines of progress where there is no terminal
@@ -18,7 +19,7 @@ LEVELS = ("debug", "info", "warning", "error")
 URGENT = ("warning", "stopping", "stopped")  # topics of the level "warning"
 
 
-def new_report(level="info"):
+def new_report(level: str = "info") -> Listener:
     """Return the Listener that suits standard error and a level of LEVELS.
 
     "debug": a line for every report of progress. "info": a bar, or a line now and then. "warning":
@@ -34,7 +35,7 @@ def new_report(level="info"):
     return LiveReport() if lively else PlainReport()
 
 
-def facts(progress):
+def facts(progress: Progress) -> list[str]:
     """Return the figures of a ``train.progress.Progress`` in words, most important first."""
     found = [
         f"loss {progress.loss:.3f}",
@@ -66,14 +67,14 @@ def _if_read(show):
 class PlainReport(Listener):
     """Lines, for files and for other programs. ``every``: seconds between those of progress."""
 
-    def __init__(self, every=PLAIN_SECONDS):
+    def __init__(self, every: float = PLAIN_SECONDS) -> None:
         self._every, self._shown = every, time.monotonic()
 
     @_if_read
-    def say(self, topic, text):
+    def say(self, topic: str, text: str) -> None:
         click.echo(f"{topic:8} {text}", err=True)
 
-    def progress(self, progress):
+    def progress(self, progress: Progress) -> None:
         if time.monotonic() - self._shown < self._every:
             return
         self._shown = time.monotonic()
@@ -84,18 +85,18 @@ class PlainReport(Listener):
 class UrgentReport(PlainReport):
     """Lines for warnings and signals only."""
 
-    def say(self, topic, text):
+    def say(self, topic: str, text: str) -> None:
         if topic in URGENT:
             super().say(topic, text)
 
-    def progress(self, progress):
+    def progress(self, progress: Progress) -> None:
         """Show nothing."""
 
 
 class LiveReport(Listener):
     """A bar that stays at the bottom of the terminal while lines pass above it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
@@ -106,24 +107,24 @@ class LiveReport(Listener):
             TextColumn("{task.percentage:3.0f} %"), TextColumn("{task.fields[facts]}"),
         )  # fmt: skip
         self._bar = Progress(*columns, console=self._console, transient=True)
-        self._task = None
+        self._task: Any = None
 
     @_if_read
-    def say(self, topic, text):
+    def say(self, topic: str, text: str) -> None:
         from rich.table import Table
         from rich.text import Text
 
         style = "yellow" if topic == "warning" else "bold" if topic == "valid" else "dim"
-        head, text = Text(f"{topic:8}", style), Text(text)
+        head, body = Text(f"{topic:8}", style), Text(text)
         if topic in COMMANDS or self._console.width < NARROW:
-            self._console.print(head, text, soft_wrap=True)
+            self._console.print(head, body, soft_wrap=True)
             return
         line = Table.grid(padding=(0, 1, 0, 0))
-        line.add_row(head, text)
+        line.add_row(head, body)
         self._console.print(line)
 
     @_if_read
-    def progress(self, progress):
+    def progress(self, progress: Progress) -> None:
         update, width = f"{progress.update:,}", self._console.width  # which may change at any time
         self._column.bar_width = min(20, width // 10)
         room = width - self._column.bar_width - len(f"update {update}  100 % ")
@@ -134,7 +135,7 @@ class LiveReport(Listener):
         self._bar.update(self._task, completed=progress.share, **shown)
 
     @_if_read
-    def close(self):
+    def close(self) -> None:
         if self._task is not None:
             self._bar.stop()
 

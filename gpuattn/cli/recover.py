@@ -10,7 +10,7 @@ from gpuattn.runs.folder import RunFolder
 
 @click.command("recover")
 @run_argument
-def command(folder):
+def command(folder: str) -> None:
     """Write the manifests (.json) that checkpoints of the run in DIR have lost, such as in a copy
     without them; then the run can go on.
 

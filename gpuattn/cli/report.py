@@ -8,7 +8,7 @@ from gpuattn.report.page import write_page
 
 @click.command("report")
 @run_argument
-def command(folder):
+def command(folder: str) -> None:
     """Write DIR/report.html, one file that shows the run in any browser: curves, samples, attention
     maps, the profile of a step (where gpuattn profile DIR was run), options and versions.
 

@@ -1,5 +1,7 @@
 """gpuattn sample: texts that a language model writes."""
 
+from typing import Any
+
 import click
 
 from gpuattn.cli.options import COUNT, Parsed, PathName, device_option, run_argument
@@ -28,7 +30,9 @@ BETWEEN = "---"  # lines between texts
               help="Of those only what has P times the largest probability.")  # fmt: skip
 @click.option("--seed", type=Parsed(whole(0), "N"), help="For the same texts again.")
 @device_option
-def command(folder, device, prompt, prompt_file, **settings):
+def command(
+    folder: str, device: str, prompt: str, prompt_file: str | None, **settings: Any
+) -> None:
     """Continue a text with the language model in DIR.
 
     \b

@@ -6,7 +6,9 @@ import io
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 STANDARD = "-"  # as the name of a file: the standard stream
 
@@ -16,21 +18,21 @@ class Closed(io.TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, name):
+    def __init__(self, name: str) -> None:
         self._name = name
 
     @property
-    def buffer(self):
+    def buffer(self) -> Any:
         raise OSError(errno.EBADF, f"standard {self._name} is closed")
 
-    def read(self, *_):
+    def read(self, *_: Any) -> Any:
         return self.buffer
 
-    def write(self, text):
+    def write(self, text: str) -> Any:
         return self.buffer
 
 
-def replace_closed():
+def replace_closed() -> None:
     """Replace closed standard streams, so that using them raises an error in words and no file gets
     their numbers. Text for a closed standard error is dropped.
     """
@@ -45,7 +47,7 @@ def replace_closed():
 
 
 @contextlib.contextmanager
-def reading(path):
+def reading(path: str) -> Iterator[Any]:
     """Open a file to read bytes; ``-`` is standard input."""
     if path == STANDARD:
         yield sys.stdin.buffer
@@ -55,7 +57,7 @@ def reading(path):
 
 
 @contextlib.contextmanager
-def writing(path):
+def writing(path: str) -> Iterator[Any]:
     """Open a file to write bytes; ``-`` is standard output.
 
     The file is replaced when the block ends; an error in the block leaves the old one. What is no

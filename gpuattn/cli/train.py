@@ -3,9 +3,11 @@
 import shlex
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -21,7 +23,7 @@ from gpuattn.cli.options import (
 from gpuattn.cli.progress import LEVELS, new_report
 from gpuattn.data import generated
 from gpuattn.models.kinds import MODELS
-from gpuattn.runs.config import OPTIONS, option_key, read_toml, resolve
+from gpuattn.runs.config import OPTIONS, TrainConfig, option_key, read_toml, resolve
 from gpuattn.runs.metrics import describe
 from gpuattn.runtime.device import choose_device
 from gpuattn.tasks.registry import models_with, task_of
@@ -138,7 +140,7 @@ def _default(name, percent=False):
     return first + "".join(others)
 
 
-def config_option(group):
+def config_option(group: str) -> Callable:
     """Return the option --config, under a heading."""
     return click.option("--config", "config_file", type=PathName(dir_okay=False),
                         cls=GroupedOption, group=group, help="A TOML file of options.")  # fmt: skip
@@ -169,8 +171,10 @@ preset_option = click.option(
 @device_option
 @click.pass_context
 def command(
-    ctx, what, valid, out, overwrite, tensorboard, config_file, log_level, quiet, device, **values
-):  # fmt: skip
+    ctx: click.Context, what: tuple[str, ...], valid: tuple[str, str] | None, out: str | None,
+    overwrite: bool, tensorboard: bool, config_file: str | None, log_level: str | None, quiet: bool,
+    device: str, **values: Any,
+) -> None:  # fmt: skip
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
     lines are translations of each other. Or train a language model, on one text: --lm FILE.
     Ctrl-C saves; the same command goes on."""
@@ -180,12 +184,12 @@ def command(
     name = task.run_name(config)
     if out is None and not name:
         raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
-    out = Path(out or f"runs/{name}")
+    target = Path(out or f"runs/{name}")
     report = new_report(_level(log_level, quiet))
     with StopOnSignal(partial(_stopping, ctx, report), report.close, lambda: report.begun) as stop:
         try:
             outcome = train(
-                config, out, origins=origins, device=device, listener=report, stop=stop,
+                config, target, origins=origins, device=device, listener=report, stop=stop,
                 overwrite=overwrite, command=_typed(ctx), tensorboard=tensorboard,
             )  # fmt: skip
         finally:
@@ -194,10 +198,11 @@ def command(
         done = f"after update {outcome.update:,}; all is saved"
         report.say("stopped", f"{done}. Go on: {_typed(ctx)}")
         sys.exit(stop.exit_code)
+    assert outcome.best is not None  # a finished run was evaluated
     report.say("done", describe(outcome.best))
     example = task.example(config)
     piped = f"echo {shlex.quote(example)} | " if example is not None else ""
-    report.say("next", f"{piped}{task.command} {shlex.quote(str(out))}")
+    report.say("next", f"{piped}{task.command} {shlex.quote(str(target))}")
 
 
 def _level(log_level, quiet):
@@ -217,7 +222,7 @@ def _stopping(ctx, report):
         report.say("stopped", f"before training began. Go on: {_typed(ctx)}")
 
 
-def options_of(group):
+def options_of(group: str) -> list[click.Option]:
     """Return the click options under one heading of HELP."""
     return [_option(name, group, *shown) for name, shown in HELP[group].items()]
 
@@ -225,7 +230,14 @@ def options_of(group):
 command.params[1:1] = [option for group in HELP for option in options_of(group)]
 
 
-def resolved(ctx, what, valid, config_file, values, device):
+def resolved(
+    ctx: click.Context,
+    what: tuple[str, ...],
+    valid: tuple[str, str] | None,
+    config_file: str | None,
+    values: Mapping[str, Any],
+    device: str,
+) -> tuple[TrainConfig, dict[str, str]]:
     """Return ``runs.config.resolve`` of what a command was given, for "numpy" or "cuda"."""
     return resolve(*_layers(ctx, what, valid, config_file, values), device=device)
 

@@ -1,6 +1,8 @@
 """gpuattn translate: one line in, exactly one line out."""
 
 import sys
+from collections.abc import Sequence
+from typing import Any, BinaryIO
 
 import click
 
@@ -21,7 +23,17 @@ from gpuattn.runs.folder import load_run
 @click.option("--scores", is_flag=True, help="Print log-probabilities, divided as in the search.")
 @click.option("--no-kv-cache", is_flag=True, help="Recompute the whole prefix at each token.")
 @device_option
-def command(folder, source, target, beam, length_penalty, nbest, scores, no_kv_cache, device):
+def command(
+    folder: str,
+    source: str,
+    target: str,
+    beam: int | None,
+    length_penalty: float | None,
+    nbest: int | None,
+    scores: bool,
+    no_kv_cache: bool,
+    device: str,
+) -> None:
     """Translate standard input with the run in DIR, a line for each line; empty lines stay.
 
     \b
@@ -49,12 +61,19 @@ def command(folder, source, target, beam, length_penalty, nbest, scores, no_kv_c
 class Writer:
     """Translates lists of lines and writes them to a binary stream, counting the lines."""
 
-    def __init__(self, out, translator, nbest, scores, options):
+    def __init__(
+        self,
+        out: BinaryIO,
+        translator: Any,
+        nbest: int | None,
+        scores: bool,
+        options: dict[str, Any],
+    ) -> None:
         self.translator, self.nbest, self.scores = translator, nbest, scores
         self.out, self.options = out, options
         self.line, self.failed = 0, False
 
-    def write(self, lines):
+    def write(self, lines: Sequence[bytes]) -> None:
         """Translate raw lines and flush, so that a reader sees them at once."""
         texts = [self._decoded(self.line + i, raw) for i, raw in enumerate(lines, 1)]
         found = self.translator.nbest(texts, self.nbest or 1, **self.options)

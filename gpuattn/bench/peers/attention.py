@@ -2,13 +2,15 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from gpuattn.bench.cases import Attention
 from gpuattn.bench.peers.timing import array, tensor, torch_here
 from gpuattn.errors import UnsupportedError
+from gpuattn.typing import Array
 
 BUCKET = 8  # tokens: sequences with lengths in the same multiple are padded together
 
@@ -178,7 +180,9 @@ class Call:
 
     is_captured = True
 
-    def __init__(self, name, case, direction, inputs, dout):
+    def __init__(
+        self, name: str, case: Attention, direction: str, inputs: tuple, dout: Array
+    ) -> None:
         self.case, self.trains, self.peer = case, direction != "forward", _peer(name, case)
         self.torch = torch_here()
         self.operands = [self._leaves(tensor(x, case.dtype)) for x in inputs[:3]]
@@ -207,10 +211,10 @@ class Call:
         with _deterministic(self.torch, self.case.deterministic):
             return self.torch.autograd.grad(outs, leaves, self.dout, retain_graph=keep)
 
-    def restart(self):
+    def restart(self) -> None:
         """Do nothing: inputs are not changed."""
 
-    def results(self, parts):
+    def results(self, parts: Sequence) -> tuple:
         """Return CuPy arrays in our layout: (out,), or (dq, dk, dv) and the bias's gradient."""
         if not self.trains:
             return (array(self.peer.back(parts), self.case.dtype),)

@@ -5,8 +5,11 @@ torch.compile compiles the same formulas as PyTorch's, for the shapes of one cel
 
 import contextlib
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 from gpuattn.bench.fused import LEARNING_RATE, MAX_NORM, OP_SPECS, OPTIMIZER, STEPS, listed
+from gpuattn.bench.fused_cases import Fused
 from gpuattn.bench.peers.timing import array, tensor, torch_here
 from gpuattn.errors import UnsupportedError
 
@@ -168,7 +171,9 @@ class Call:
     def __new__(cls, name, case, *_):
         return super().__new__(SPECIAL.get((case.op, name), cls))
 
-    def __init__(self, name, case, direction, inputs, douts):
+    def __init__(
+        self, name: str, case: Fused, direction: str, inputs: tuple, douts: list | None
+    ) -> None:
         self.torch, self.name, self.case = torch_here(), name, case
         self.direction = direction
         self.inputs = [self._tensor(x) for x in inputs]
@@ -179,7 +184,7 @@ class Call:
     def _tensor(x):
         return tensor(x, x.dtype.name) if hasattr(x, "dtype") else None
 
-    def prepare(self):
+    def prepare(self) -> None:
         """Set ``run``."""
         function = _function(self.name, self.case)
         trains, leaves = bool(self.douts), []
@@ -201,10 +206,10 @@ class Call:
         else:
             self.run = lambda: [*(outs := forward()), *backward(outs)]
 
-    def restart(self):
+    def restart(self) -> None:
         """Do nothing: inputs are not changed."""
 
-    def results(self, parts):
+    def results(self, parts: Sequence) -> list:
         """Return CuPy arrays in our order."""
         return [array(x, str(x.dtype).removeprefix("torch.")) for x in parts]
 
@@ -212,7 +217,7 @@ class Call:
 class QuackLayerNorm(Call):
     """quack's LayerNorm, which has no autograd and takes float32 weights only."""
 
-    def prepare(self):
+    def prepare(self) -> None:
         from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
         x, weight, bias = self.inputs
@@ -227,7 +232,7 @@ class QuackLayerNorm(Call):
 class QuackCrossEntropy(Call):
     """Loss and gradient of each row by one kernel; the mean is not timed."""
 
-    def prepare(self):
+    def prepare(self) -> None:
         from quack.cross_entropy import cross_entropy_fwd
 
         if self.case.smoothing:
@@ -235,7 +240,7 @@ class QuackCrossEntropy(Call):
         logits, labels = self.inputs
         self.run = lambda: cross_entropy_fwd(logits, labels, return_dx=True)
 
-    def results(self, parts):
+    def results(self, parts: Sequence) -> list:
         loss, grad = parts
         return super().results([loss.mean(), grad / len(loss)])
 
@@ -245,7 +250,7 @@ class LigerCrossEntropy(Call):
 
     is_captured = False
 
-    def prepare(self):
+    def prepare(self) -> None:
         from liger_kernel.ops import LigerCrossEntropyFunction
 
         logits, labels = self.inputs
@@ -258,15 +263,15 @@ class LigerCrossEntropy(Call):
 
         self.run = run
 
-    def restart(self):
+    def restart(self) -> None:
         self.own.data.copy_(self.inputs[0])
 
 
 class Optimizer(Call):
     """AdamW in place, on copies of our arrays."""
 
-    def prepare(self):
-        self.own = [None if x is None else x.clone() for x in self.inputs[:5]]
+    def prepare(self) -> None:
+        self.own: list[Any] = [None if x is None else x.clone() for x in self.inputs[:5]]
         params, grads, momentum, squares, model = self.own
         if self.name == "torch-compile":
             update = _compiled(_update)
@@ -286,14 +291,14 @@ class Optimizer(Call):
 
         self.run = optimizer.step if self.name == "torch-fused" else run
 
-    def restart(self):
+    def restart(self) -> None:
         for own, first in zip(self.own, self.inputs, strict=False):
             if own is not None:
                 own.copy_(first)
         if self.name != "torch-compile":
             self.step.fill_(STEPS)
 
-    def results(self, parts):
+    def results(self, parts: Sequence) -> list:
         if self.name == "torch-fused":  # not comparable: it does not clip
             return []
         return super().results([self.own[0], self.own[2], self.own[3]])

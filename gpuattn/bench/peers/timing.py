@@ -66,11 +66,11 @@ class Launches:
 
     is_captured = False
 
-    def __init__(self, calls):
+    def __init__(self, calls: Sequence[Any]) -> None:
         self.calls = calls
         self.warm_up()
 
-    def warm_up(self):
+    def warm_up(self) -> None:
         torch = torch_here()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -80,10 +80,10 @@ class Launches:
         torch.cuda.synchronize()
         self.peak_bytes = torch.cuda.max_memory_allocated() - before
 
-    def __call__(self):
+    def __call__(self) -> None:
         self.parts = [call.run() for call in self.calls]
 
-    def first_results(self):
+    def first_results(self) -> Sequence:
         """Return the results of the first call on its original inputs, in our layout."""
         for call in self.calls:
             call.restart()
@@ -99,7 +99,7 @@ class Graph(Launches):
 
     is_captured = True
 
-    def __init__(self, calls):
+    def __init__(self, calls: Sequence[Any]) -> None:
         torch = torch_here()
         self.graph = None
         super().__init__(calls)
@@ -108,7 +108,7 @@ class Graph(Launches):
             super().__call__()
         self.graph = graph
 
-    def __call__(self):
+    def __call__(self) -> None:
         if self.graph is None:
             super().__call__()
         else:

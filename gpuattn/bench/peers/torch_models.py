@@ -3,10 +3,13 @@
 All sentences of a batch have one length, so attention needs no mask.
 """
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpuattn.bench.train_cases import Step
 from gpuattn.models.config import padded_rows
 from gpuattn.nn.embedding import sinusoidal_positions
 
@@ -16,7 +19,7 @@ CHARACTERS = 1000  # vocabularies up to this size are not padded
 class Attention(nn.Module):
     """Multi-head self-attention, causal or not, or cross-attention to a memory."""
 
-    def __init__(self, case, bias, causal=False, cross=False):
+    def __init__(self, case: Step, bias: bool, causal: bool = False, cross: bool = False) -> None:
         super().__init__()
         width = case.width
         self.heads, self.dropout, self.causal = case.heads, case.dropout, causal
@@ -27,7 +30,7 @@ class Attention(nn.Module):
             self.qkv = nn.Linear(width, 3 * width, bias)
         self.out = nn.Linear(width, width, bias)
 
-    def forward(self, x, memory=None):
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         if memory is None:
             q, k, v = self._split(self.qkv(x), 3)
         else:
@@ -45,20 +48,28 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two linear layers."""
 
-    def __init__(self, case, bias, activation):
+    def __init__(self, case: Step, bias: bool, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.inner = nn.Linear(case.width, case.hidden, bias)
         self.out = nn.Linear(case.hidden, case.width, bias)
         self.activation = activation
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.out(self.activation(self.inner(x)))
 
 
 class Layer(nn.Module):
     """A pre-norm layer of an encoder, a decoder with a memory, or a language model."""
 
-    def __init__(self, case, *, causal=False, cross=False, bias=True, activation=F.relu):
+    def __init__(
+        self,
+        case: Step,
+        *,
+        causal: bool = False,
+        cross: bool = False,
+        bias: bool = True,
+        activation: Callable[[Tensor], Tensor] = F.relu,
+    ) -> None:
         super().__init__()
         self.attention = Attention(case, bias, causal=causal)
         if cross:
@@ -67,7 +78,7 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(case.width, bias=bias) for _ in range(2 + cross))
         self.dropout = nn.Dropout(case.dropout)
 
-    def forward(self, x, memory=None):
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         x = x + self.dropout(self.attention(self.norms[0](x)))
         if memory is not None:
             x = x + self.dropout(self.cross_attention(self.norms[1](x), memory))
@@ -77,7 +88,7 @@ class Layer(nn.Module):
 class Table(nn.Module):
     """The embedding of tokens; with ``positions`` > 0 also that of positions."""
 
-    def __init__(self, rows, width, positions=0):
+    def __init__(self, rows: int, width: int, positions: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width))
         if positions:
@@ -87,7 +98,7 @@ class Table(nn.Module):
 class Translator(nn.Module):
     """``models.TranslationModel``: sinusoidal positions, one table for both sides and output."""
 
-    def __init__(self, case):
+    def __init__(self, case: Step) -> None:
         super().__init__()
         self.case = case
         self.source = Table(_rows(case.vocab), case.width)
@@ -101,7 +112,7 @@ class Translator(nn.Module):
         self.decoder_norm = nn.LayerNorm(case.width)
         self.dropout = nn.Dropout(case.dropout)
 
-    def forward(self, source, target, labels):
+    def forward(self, source: Tensor, target: Tensor, labels: Tensor) -> Tensor:
         memory = self._embed(source)
         for layer in self.encoder:
             memory = layer(memory)
@@ -119,7 +130,7 @@ class Translator(nn.Module):
 class GPT(nn.Module):
     """``models.GPT2``."""
 
-    def __init__(self, case):
+    def __init__(self, case: Step) -> None:
         super().__init__()
         self.embedding = Table(_rows(case.vocab), case.width, case.shape[1])
         self.layers = nn.ModuleList(
@@ -128,7 +139,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(case.width, bias=False)
         self.dropout = nn.Dropout(case.dropout)
 
-    def forward(self, tokens, labels):
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         table = self.embedding
         x = self.dropout(F.embedding(tokens, table.weight) + table.position_weight)
         for layer in self.layers:

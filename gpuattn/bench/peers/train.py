@@ -5,16 +5,19 @@ All three share one model and one optimizer.
 """
 
 import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from gpuattn.bench.peers.timing import torch_here
+from gpuattn.bench.train_cases import Step
 
 
 class Peer:
     """The model of a ``train.Ours`` in PyTorch, with its first weights, its inputs and AdamW."""
 
-    def __init__(self, case, ours):
+    def __init__(self, case: Step, ours: Any) -> None:
         torch = torch_here()
         from gpuattn.bench.peers.torch_models import GPT, Translator
 
@@ -39,18 +42,18 @@ class Peer:
         )  # fmt: skip
         self.restart()
 
-    def read(self, inputs):
+    def read(self, inputs: Sequence[np.ndarray]) -> None:
         """Continue with other ``inputs``, NumPy arrays as of ``train.Ours``."""
         self.inputs = [torch_here().from_numpy(x).cuda().long() for x in inputs]
 
-    def restart(self):
+    def restart(self) -> None:
         """Undo all updates."""
         self.model.load_state_dict(self._first)
         for state in self.optimizer.state.values():
             for x in state.values():
                 x.zero_()
 
-    def call(self, name):
+    def call(self, name: str) -> "_Call":
         """Return a step by ``name``, as ``peers.timing.capture`` takes it."""
         return _Call(self, self.model if name == "torch-eager" else self._compiled, name)
 
@@ -60,7 +63,7 @@ class Peer:
         torch._dynamo.reset()
         return torch.compile(self.model, dynamic=False)
 
-    def step(self, model):
+    def step(self, model: Any) -> None:
         torch = torch_here()
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = model(*self.inputs)
@@ -70,18 +73,18 @@ class Peer:
         self.optimizer.zero_grad(set_to_none=True)
         self._loss.copy_(loss.detach())
 
-    def loss(self):
+    def loss(self) -> float:
         """Return the loss of the last step as a float."""
         return float(self._loss)
 
-    def held_bytes(self):
+    def held_bytes(self) -> int:
         """Return the bytes of parameters and moments."""
         held = list(self.model.parameters())
         held += [x for state in self.optimizer.state.values() for x in state.values()]
         return sum(x.nbytes for x in held)
 
 
-def by_layers(weights, layers):
+def by_layers(weights: Mapping[str, np.ndarray], layers: int) -> dict[str, np.ndarray]:
     """Return our weights by the names of the peer, whose layers each project the memory."""
     weights = dict(weights)
     for kind in ("weight", "bias"):

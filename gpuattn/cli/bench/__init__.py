@@ -11,7 +11,7 @@ from gpuattn.units import nearest
 class Benchmarks(click.Group):
     """Explains what replaced ``gpuattn bench OP`` and ``gpuattn bench --roofline``."""
 
-    def parse_args(self, ctx, args):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = args[0] if args else "-"
         if not ctx.resilient_parsing:
             if first in SAMPLES or first in TABLES:
@@ -29,7 +29,7 @@ class Benchmarks(click.Group):
 
 
 @click.group("bench", cls=Benchmarks, no_args_is_help=True)
-def command():
+def command() -> None:
     """Time ops, whole training steps, and the same in other libraries.
 
     \b

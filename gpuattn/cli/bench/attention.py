@@ -1,9 +1,13 @@
 """gpuattn bench attention: cells one after the other, then tables and a verdict."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import click
 import numpy as np
 
 from gpuattn.bench import cases, results
+from gpuattn.bench.cases import Cell
 from gpuattn.bench.charts import draw_attention
 from gpuattn.cli.bench.table import (
     begin,
@@ -42,13 +46,25 @@ def _of_cells(*names, **settings):
 @plot_option
 @device_option
 @json_option
-def command(device, path, peers, features, published, missing, only, plot, impl, **selection):
+def command(
+    device: str,
+    path: str | None,
+    peers: bool,
+    features: bool,
+    published: bool,
+    missing: bool,
+    only: str | None,
+    plot: str | None,
+    impl: str | None,
+    **selection: Any,
+) -> None:
     """Time attention over head sizes, masks and lengths.
 
     Each direction is timed by itself in CUDA graphs. A cell is written to the --json file when it
     is done; --missing continues such a file.
     """
     xp = array_module(choose_device(device)[0])
+    chosen: Sequence[Cell]
     if xp is np:
         click.echo("No GPU: NumPy on small float32 problems, without peers, graphs or features.")
         chosen = cases.SMALL

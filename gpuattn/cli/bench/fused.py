@@ -45,17 +45,27 @@ OUTSIDE_GRAPHS = "*"  # marks peers that are timed with the host
 @plot_option
 @device_option
 @json_option
-def command(ops, shape, dtype, device, path, peers, missing, only, impl, plot):
+def command(
+    ops: tuple[str, ...],
+    shape: str | None,
+    dtype: str | None,
+    device: str,
+    path: str | None,
+    peers: bool,
+    missing: bool,
+    only: str | None,
+    impl: str | None,
+    plot: str | None,
+) -> None:
     """Time fused OPS (default: all).
 
     Each direction is timed by itself in CUDA graphs. OPS: softmax, layer_norm, rms_norm,
     dropout_add_norm, cross_entropy, embedding, adamw and beam_step. Others: gpuattn bench ops.
     """
-    xp, ops = array_module(choose_device(device)[0]), list(dict.fromkeys(ops or TABLES))
-    shape = parse_shape(shape)
-    chosen = _cells(xp, ops, shape, dtype)
-    chosen = [cell for cell in chosen if only in (None, cell.direction)]
-    measured, chosen, pyplot = begin(xp, path, chosen, plot, missing=missing, with_peers=peers)
+    xp, names = array_module(choose_device(device)[0]), list(dict.fromkeys(ops or TABLES))
+    cells = _cells(xp, names, parse_shape(shape), dtype)
+    cells = [cell for cell in cells if only in (None, cell.direction)]
+    measured, chosen, pyplot = begin(xp, path, cells, plot, missing=missing, with_peers=peers)
     if peers and xp is not np:
         compile_ahead(chosen)
     measured.add(chosen, describe, _rate, impl=impl, with_peers=peers)
@@ -64,7 +74,7 @@ def command(ops, shape, dtype, device, path, peers, missing, only, impl, plot):
     if rows and plot:
         draw_shares(pyplot, measured.document, plot)
     if rows and peers:
-        for op in ops:
+        for op in names:
             click.echo(f"{op}: {results.verdict(rows, TABLES[op])}")
     measured.finish()
 

@@ -20,21 +20,24 @@ HEADER = f"{'op':18} {'shape':>18} {'direction':>17} {'implementation':>14} {'us
               help="Default: bfloat16, float32 on NumPy.")  # fmt: skip
 @device_option
 @json_option
-def command(names, shape, dtype, device, path):
+def command(
+    names: tuple[str, ...], shape: str | None, dtype: str | None, device: str, path: str | None
+) -> None:
     """Time every implementation of OPS (default: all).
 
     Calls are those of a user, with the time of the host.
     """
-    shape, xp, rows = parse_shape(shape), array_module(choose_device(device)[0]), []
+    size, xp = parse_shape(shape), array_module(choose_device(device)[0])
+    rows: list[dict] = []
     for name in names or SAMPLES:
-        for row in ops.measure(name, shape, dtype, xp):
+        for row in ops.measure(name, size, dtype, xp):
             if not rows:
                 click.echo(HEADER)
             rows.append(row)
-            size = "x".join(map(str, row["case"]["shape"]))
+            axes = "x".join(map(str, row["case"]["shape"]))
             rate = f"{row['gbs']:8.1f}" if row["gbs"] else " " * 8
             click.echo(
-                f"{row['op']:18} {size:>18} {row['direction']:>17} {row['impl']:>14} "
+                f"{row['op']:18} {axes:>18} {row['direction']:>17} {row['impl']:>14} "
                 f"{row['us']:10.1f} {rate}"
             )
     if path:

@@ -1,9 +1,12 @@
 """gpuattn bench roofline: every op on one chart, by FLOPs a byte, under this machine's ceilings."""
 
+from collections.abc import Sequence
+
 import click
 import numpy as np
 
 from gpuattn.bench import results, roofline
+from gpuattn.bench.cases import Cell
 from gpuattn.bench.charts import draw_roofline
 from gpuattn.cli.bench.table import (
     begin,
@@ -22,13 +25,13 @@ from gpuattn.runtime.device import array_module, choose_device
 @plot_option
 @device_option
 @json_option
-def command(device, path, plot):
+def command(device: str, path: str | None, plot: str | None) -> None:
     """Time one problem of every op.
 
     Each is compared with the ceilings of this machine: the rates of a copy and of a matmul.
     """
     xp = array_module(choose_device(device)[0])
-    cells = roofline.SMALL if xp is np else roofline.CELLS
+    cells: Sequence[Cell] = roofline.SMALL if xp is np else roofline.CELLS
     measured, cells, pyplot = begin(xp, path, cells, plot)
     measured.add(cells, describe, tflops)
     if measured.rows:

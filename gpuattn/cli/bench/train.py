@@ -1,9 +1,12 @@
 """gpuattn bench train: training steps of whole models, beside PyTorch's."""
 
+from collections.abc import Sequence
+
 import click
 import numpy as np
 
 from gpuattn.bench import results, train, train_cases
+from gpuattn.bench.cases import Cell
 from gpuattn.cli.bench.table import (
     begin,
     colored,
@@ -28,14 +31,16 @@ from gpuattn.runtime.device import array_module, choose_device
 @missing_option
 @device_option
 @json_option
-def command(models, device, path, peers, missing):
+def command(
+    models: tuple[str, ...], device: str, path: str | None, peers: bool, missing: bool
+) -> None:
     """Time training steps of whole models.
 
     With and without CUDA graphs: the step that gpuattn train runs.
     """
     xp = array_module(choose_device(device)[0])
     names = models or train_cases.MODELS
-    chosen = [cell for name, cell in train_cases.CELLS.items() if name in names]
+    chosen: Sequence[Cell] = [cell for name, cell in train_cases.CELLS.items() if name in names]
     if xp is np:
         click.echo("No GPU: NumPy on small float32 models, without peers or graphs.")
         chosen = [cell._replace(case=train_cases.small(cell.case), peers=()) for cell in chosen]

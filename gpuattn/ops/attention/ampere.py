@@ -176,12 +176,12 @@ def backward(
     saved: tuple, dout: Any, dlse: Any, *, needs: tuple, into: tuple, **params: Any
 ) -> tuple:
     """Return the gradients of q, k, v, bias and sink (None for the rest, and where not needed)."""
-    q, k, v, *extras, out, lse = saved
-    bias, *_, sink = extras
+    q, k, v, *optional, out, lse = saved
+    bias, *_, sink = optional
     lse, dout, dlse = output_gradients(q, out, lse, dout, dlse)
     out, dout = _with_aligned_rows(out), _with_aligned_rows(dout)
     dq, dk, dv = gradient_arrays((q, k, v), into)
-    launch = Launch(q, k, v, *extras, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
+    launch = Launch(q, k, v, *optional, **params, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     problem, heads, sequences = launch.problem, launch.heads, launch.sequences
 
     extras = launch.extras or params["dropout_p"] > 0

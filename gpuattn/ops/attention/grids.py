@@ -4,6 +4,7 @@ Packed sequences are padded to the longest of their grid. In a grid every array 
 (N sequences, KV heads, queries per KV head, T, ...).
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from gpuattn.arrays import get_xp, wide
 from gpuattn.ops.attention.dropout import TILE, keep_block
-from gpuattn.typing import Array, Xp
+from gpuattn.typing import Array, Shape, Xp
 
 BLOCK = 128  # keys at a time
 GRID_SIZE = 1 << 17  # elements of q in a grid on NumPy: larger ones do not fit in the cache
@@ -38,7 +39,7 @@ class Grid:
     dropout_p: float
     key: Any
 
-    def blocks(self):
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Yield (rows, columns) slices that hold every visible logit."""
         left, right = self.window
         for start in range(0, self.S, BLOCK):
@@ -50,7 +51,7 @@ class Grid:
             if first < last:
                 yield slice(first, last), slice(start, stop)
 
-    def logits(self, q, k, rows, cols):
+    def logits(self, q: Array, k: Array, rows: slice, cols: slice) -> tuple[Array, Array | None]:
         """Return the logits of a block, -inf where hidden, and the derivative of the softcap."""
         xp, slope = self.xp, None
         s = xp.matmul(q[..., rows, :], k[..., cols, :].swapaxes(-1, -2))
@@ -93,7 +94,7 @@ class Grid:
             seen = seen & more
         return seen
 
-    def keep(self, shape, rows, cols, dtype):
+    def keep(self, shape: Shape, rows: slice, cols: slice, dtype: np.dtype) -> Array:
         """Return the dropout mask of a block, 1 / (1 - p) where kept, 0 elsewhere."""
         heads = shape[1] * shape[2]
         numbers = self.numbers[:, None] * heads + self.xp.arange(heads)
@@ -104,13 +105,13 @@ class Grid:
         return keep.reshape(shape) * factor
 
 
-def part(x, rows, cols):
+def part(x: Array, rows: slice, cols: slice) -> Array:
     """Return the block of an array that broadcasts to the logits."""
     x = x[..., rows, :] if x.shape[-2] > 1 else x
     return x[..., cols] if x.shape[-1] > 1 else x
 
 
-def by_heads(x, groups):
+def by_heads(x: Array, groups: int) -> Array:
     """Return (N, T, heads, D) as the view (N, KV heads, queries per KV head, T, D)."""
     N, T, H, D = x.shape
     return x.reshape(N, T, H // groups, groups, D).transpose(0, 2, 3, 1, 4)
@@ -119,24 +120,32 @@ def by_heads(x, groups):
 class Dense:
     """Some sequences of a (B, T, H, D) batch."""
 
-    def __init__(self, q, k, members):
+    def __init__(self, q: Array, k: Array, members: slice) -> None:
         self.numbers = get_xp(q).arange(q.shape[0])[members]
         self.T, self.S = q.shape[1], k.shape[1]
         self.members = members
         self.queries = self.keys = None
         self.shifts = self.S - self.T
 
-    def take(self, x, side):
+    def take(self, x: Array, side: int) -> Array:
         return x[self.members]
 
-    def put(self, target, values, side):
+    def put(self, target: Array, values: Array, side: int) -> None:
         target[self.members] = values
 
 
 class Packed:
     """Some sequences of a packed batch, padded to the longest one."""
 
-    def __init__(self, xp, members, starts, lengths, longest, tokens):
+    def __init__(
+        self,
+        xp: Xp,
+        members: slice | np.ndarray,
+        starts: Sequence[Array],
+        lengths: Sequence[Array],
+        longest: Sequence[int],
+        tokens: tuple[int, int],
+    ) -> None:
         self.members, self.tokens = members, tokens
         self.numbers = xp.arange(len(starts[0]))[members]
         self.queries, self.keys = (n[members] for n in lengths)
@@ -149,17 +158,19 @@ class Packed:
             i = xp.arange(width)
             self.rows.append(xp.where(i < n[:, None], first[members][:, None] + i, last))
 
-    def take(self, x, side):
+    def take(self, x: Array, side: int) -> Array:
         return x[get_xp(x).minimum(self.rows[side], self.tokens[side] - 1)]
 
-    def put(self, target, values, side):
+    def put(self, target: Array, values: Array, side: int) -> None:
         target[self.rows[side]] = values  # targets have a row for the padding
 
 
-def layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k):
+def layouts(
+    q: Array, k: Array, cu_q: Array | None, cu_k: Array | None, max_seqlen_q: int, max_seqlen_k: int
+) -> Sequence[Dense | Packed]:
     """Return the Dense or Packed parts of a batch: on NumPy about as large as the cache."""
     xp, row = get_xp(q), max(q.shape[-2] * q.shape[-1], 1)
-    if cu_q is None:
+    if cu_q is None or cu_k is None:
         B, T = q.shape[:2]
         # half the size: without padding, a small batch is faster as two grids on two threads
         grids = -(-2 * B * T * row // GRID_SIZE) if xp is np else 1
@@ -169,12 +180,11 @@ def layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k):
     starts = [cu[:-1].astype(np.int64) for cu in (cu_q, cu_k)]
     lengths = [cu[1:] - first for cu, first in zip((cu_q, cu_k), starts, strict=True)]
     if xp is not np:  # lengths are on the device: one grid for all
-        longest = (max_seqlen_q, max_seqlen_k)
-        return [Packed(xp, slice(None), starts, lengths, longest, tokens)]
+        limits = max_seqlen_q, max_seqlen_k
+        return [Packed(xp, slice(None), starts, lengths, limits, tokens)]
     size = np.maximum(np.maximum(*lengths), TILE)
-    doublings = np.ceil(np.log2(size)).astype(
-        int
-    )  # in a grid no sequence is twice as long as another
+    # in a grid no sequence is twice as long as another
+    doublings = np.ceil(np.log2(size)).astype(int)
     found = []
     for d in np.unique(doublings):
         alike = np.flatnonzero(doublings == d)
@@ -185,7 +195,9 @@ def layouts(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k):
     return found
 
 
-def make_grid(layout, q, k, extras, params):
+def make_grid(
+    layout: Dense | Packed, q: Array, k: Array, extras: Sequence, params: Mapping[str, Any]
+) -> Grid:
     """Return the Grid of a layout, with masks and biases broadcast to its shape."""
     bias, key_lengths, _, _, slopes, _ = extras
     xp, dtype, groups = get_xp(q), wide(q.dtype), q.shape[-2] // max(k.shape[-2], 1) or 1
@@ -221,7 +233,7 @@ def make_grid(layout, q, k, extras, params):
     )  # fmt: skip
 
 
-def column(x):
+def column(x: Array) -> Array:
     return x.reshape(-1, 1, 1, 1, 1)
 
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,14 +45,16 @@ class Launch:
     """
 
     def __init__(
-        self, q, k, v, bias, key_lengths, cu_q, cu_k, slopes, sink, *, window, align, scale,
-        softcap, dropout_p, key, max_seqlen_q, max_seqlen_k, deterministic, tf32=False,
-        tables=True, **strided,
-    ):  # fmt: skip
+        self, q: Array, k: Array, v: Array, bias: Array | None, key_lengths: Array | None,
+        cu_q: Array | None, cu_k: Array | None, slopes: Array | None, sink: Array | None, *,
+        window: tuple[int | None, int | None], align: str, scale: float, softcap: float | None,
+        dropout_p: float, key: Any, max_seqlen_q: int, max_seqlen_k: int, deterministic: bool,
+        tf32: bool = False, tables: bool = True, **strided: Array,
+    ) -> None:  # fmt: skip
         packed = cu_q is not None
         self.packed, self.deterministic = packed, deterministic
         self.left, self.right = (UNLIMITED if s is None else min(s, UNLIMITED) for s in window)
-        self.sequences = len(cu_q) - 1 if packed else q.shape[0]
+        self.sequences = q.shape[0] if cu_q is None else len(cu_q) - 1
         self.heads, self.kv_heads = q.shape[-2], k.shape[-2]
         self.queries, self.keys = max_seqlen_q, max_seqlen_k
         rows = q.shape[-3]  # T, or all tokens

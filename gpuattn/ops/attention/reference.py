@@ -11,13 +11,13 @@ import numpy as np
 from gpuattn.arrays import empty, for_each, get_xp, wide, zeros
 from gpuattn.autodiff.gradient_layout import target_like
 from gpuattn.ops.attention.gradient import finite_lse, sink_gradient, sum_to
-from gpuattn.ops.attention.grids import BLOCK, INF, by_heads, column, layouts, make_grid, part
+from gpuattn.ops.attention.grids import BLOCK, INF, Grid, by_heads, column, layouts, make_grid, part
 from gpuattn.typing import Array
 
 MAX_SINGLE_THREADED = 1 << 18  # multiply-adds of a product that OpenBLAS computes in one thread
 
 
-def attend(grid, q, k, v, sink):
+def attend(grid: Grid, q: Array, k: Array, v: Array, sink: Array | None) -> tuple[Array, Array]:
     """Return the output (N, T, heads, Dv) and lse (N, heads, T). ``q`` is scaled already."""
     xp, (N, kv_heads, G, T, _) = grid.xp, q.shape
     dtype = q.dtype
@@ -54,7 +54,7 @@ def attend(grid, q, k, v, sink):
     return result, lse.reshape(N, kv_heads * G, T)
 
 
-def weighted_sum(p, v):
+def weighted_sum(p: Array, v: Array) -> Array:
     """Return p @ v; a row of ``v`` whose weight is 0 adds nothing even if it is NaN."""
     xp = get_xp(v)
     finite = xp.isfinite(v)
@@ -63,7 +63,7 @@ def weighted_sum(p, v):
     return xp.where(reached, xp.matmul(p, v), clean)
 
 
-def put_product(target, a, b, fresh=True):
+def put_product(target: Array, a: Array, b: Array, fresh: bool = True) -> None:
     """Set ``target`` to a @ b, or add to it if not ``fresh``.
 
     Sums over the group, axis 2, where that has size 1 in ``target``.
@@ -80,7 +80,16 @@ def put_product(target, a, b, fresh=True):
         target += product
 
 
-def attend_backward(grid, q, k, v, lse, delta, dout, dbias):
+def attend_backward(
+    grid: Grid,
+    q: Array,
+    k: Array,
+    v: Array,
+    lse: Array,
+    delta: Array,
+    dout: Array,
+    dbias: Array | None,
+) -> tuple[Array, Array, Array]:
     """Return dq (of the scaled q), dk and dv as (N, T or S, heads, D).
 
     ``dbias``: None, or an array like ``grid.bias`` that its gradient is added to.
@@ -114,7 +123,7 @@ def attend_backward(grid, q, k, v, lse, delta, dout, dbias):
     return dq, dk, dv
 
 
-def row_dot(a, b, dtype):
+def row_dot(a: Array, b: Array, dtype: np.dtype) -> Array:
     """Return the sums of a * b over the last axis."""
     a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
     return np.vecdot(a, b) if get_xp(a) is np else (a * b).sum(-1)
