@@ -13,10 +13,10 @@ from gpuattn.impls import OPS, Call, Impl, explain, prepare
 
 
 class Ours:
-    """An implementation of ours on a problem, in one direction.
+    """A gpuattn implementation on one problem, in one direction.
 
-    ``case``: a ``cases.Attention``. ``xp``: numpy or cupy. ``impl``: a name, or None for the choice
-    of the op. ``choose`` raises UnsupportedError if none accepts.
+    ``xp``: numpy or cupy. ``impl``: a name, or None for the one that the op chooses. ``choose``
+    raises UnsupportedError if no implementation accepts the inputs.
     """
 
     edits = False  # whether calls change their inputs
@@ -109,7 +109,7 @@ class Ours:
 
 
 class OursDecoding:
-    """As ``Ours``, for ``decode_attention``: the last tokens over a full cache."""
+    """The same for ``decode_attention``: the last tokens attend to a full cache."""
 
     edits = False
 

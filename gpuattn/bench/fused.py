@@ -53,7 +53,7 @@ class OpSpec:
         return self.results(*inputs) if self.results else out
 
     def choose(self, case: Fused, impl: str | None, *inputs: Any) -> Impl:
-        """Return the implementation that runs if ``impl``, a name or None, is asked for."""
+        """Return the implementation that runs for ``impl``, a name or None."""
         args, kwargs = self.arguments(case, *inputs)
         return prepare(self.op, *args, impl=impl, **kwargs).choose()
 
@@ -88,7 +88,7 @@ def _draw_labelled(case, floats, seed, xp):
 
 
 def _cross_entropy(case, logits, labels):
-    """As in a training step: the loss, and at once its gradient in the memory of the logits."""
+    """As in a training step: loss and gradient in one call, the gradient in place of the logits."""
     logits = np.reshape(logits, logits.shape)  # a leaf's memory can't be donated
     return (logits, labels), {"label_smoothing": case.smoothing, "donate": True, "dloss": 1}
 
@@ -109,7 +109,7 @@ def _draw_beams(case, floats, seed, xp):
 
 
 def _shown_beams(inputs, outs):
-    """Return the scores, and those of the chosen beams and tokens: equal ones may swap places."""
+    """Return the scores, and those of the chosen beams and tokens, as ties may be in any order."""
     (logits, scores), (best, parents, tokens) = inputs, outs
     xp = get_xp(logits)
     rows = logits.reshape(*scores.shape, -1).astype(np.float32)
@@ -181,10 +181,9 @@ OP_SPECS = {
 
 
 class Ours:
-    """An implementation of ours on a problem, in one direction.
+    """A gpuattn implementation on one problem, in one direction.
 
-    ``case``: a ``fused_cases.Fused``. ``xp``: numpy or cupy. ``impl``: a name, or None for the
-    choice of the op.
+    ``xp``: numpy or cupy. ``impl``: a name, or None for the one that the op chooses.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""gpuattn average: the mean of several weights, as a run to use."""
+"""gpuattn average: average the weights of several checkpoints."""
 
 import click
 
@@ -12,7 +12,7 @@ from gpuattn.runs.folder import average_runs
 @click.option("--last", type=COUNT, help="Of one run: its last N kept checkpoints.")
 def command(folders: tuple[str, ...], out: str, last: int | None) -> None:
     """Average the best weights of several runs of one model, or the checkpoints that one run kept
-    (gpuattn train --average N), into a folder to use like a run.
+    (gpuattn train --average N), into a new run folder.
 
     \b
     gpuattn average runs/de --out runs/de-mean

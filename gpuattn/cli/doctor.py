@@ -18,7 +18,7 @@ MARKS = {"ok": "[green]ok[/]", "missing": "[yellow]off[/]", "broken": "[red]brok
 def command(as_json: bool) -> None:
     """Say what works on this machine: driver, device, compiler, BLAS, memory, versions.
 
-    Exit code 0 if nothing is broken; a missing GPU is not broken: NumPy takes over.
+    Exit code 0 if nothing is broken. A missing GPU is no fault: NumPy runs instead.
     """
     checks = doctor.examine()
     broken = [check.name for check in checks if check.state == "broken"]

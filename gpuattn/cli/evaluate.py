@@ -21,7 +21,7 @@ OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--lowercase", is_flag=True, help="Compare in lower case.")
 @click.option("--tokenize", type=NearChoice(TOKENIZERS), default="13a", show_default=True,
-              help="How BLEU finds words.")  # fmt: skip
+              help="BLEU's tokenizer.")  # fmt: skip
 @decoding_options
 @device_option
 @click.pass_context
@@ -45,7 +45,7 @@ def command(
 
 
 def _of_text(ctx, sampler, files, options):
-    """Return (row, lines to show) of a language model."""
+    """Return the scores of a language model as (row, lines to print)."""
     for name in OF_TRANSLATORS:
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             word = name.replace("_", "-")
@@ -61,7 +61,7 @@ def _of_text(ctx, sampler, files, options):
 
 
 def _of_pairs(ctx, translator, files, options):
-    """Return (row, lines to show) of a translator."""
+    """Return the scores of a translator as (row, lines to print)."""
     if len(files) not in (0, 2):
         raise click.UsageError("give a source and a reference file for a translator, or none")
     pairs = pairs_for(translator.config, *files)

@@ -21,7 +21,7 @@ from gpuattn.units import nearest
     "--why",
     metavar="OP",
     type=NearChoice(SAMPLES),
-    help="Say which implementation of OP runs, and why.",
+    help="Explain which implementation of OP runs.",
 )
 @click.option("--shape", help="Shape for --why, such as 8192x1024.")
 @click.option("--dtype", type=NearChoice(DTYPES), default="bfloat16", show_default=True)
@@ -32,7 +32,7 @@ def command(
     """List the CUDA kernels, compile them ahead of time, or explain a choice.
 
     \b
-    gpuattn kernels                                  what there is
+    gpuattn kernels                                  list them
     gpuattn kernels --warm --arch sm_90a             compile offline, no GPU needed
     gpuattn kernels --why softmax --shape 8192x1024  which one would run, and why
     """
@@ -96,7 +96,7 @@ def _list(files):
 
 
 def _warm(files, arch):
-    """Compile what a GPU of ``arch`` would ask for: the form with "a" only where a file has one."""
+    """Compile what a GPU of ``arch`` loads: the form with "a" only of sources that list it."""
     if not re.fullmatch(r"sm_(8|9|1\d)\da?", arch):
         accepted = "sm_80 or newer, such as sm_90a"
         raise click.BadParameter(f"{arch!r}; accepted: {accepted}", param_hint="--arch")

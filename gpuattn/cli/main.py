@@ -1,4 +1,4 @@
-"""The command line: one program, commands as verbs, each imported only when it is used."""
+"""The program ``gpuattn``. Each command is imported only when it is used."""
 
 import contextlib
 import importlib
@@ -31,7 +31,7 @@ COMMANDS = {
 }
 EXIT_CODES = ((ConfigError, 2), (DeviceMissingError, 3), (Exception, 1))
 EXPECTED = ("gpuattn.errors", "builtins")  # modules of errors that users cause
-LESS_MEMORY = {  # what to try where a command needs more than there is
+LESS_MEMORY = {  # advice when a command runs out of memory
     "train": "a smaller --batch, with --accumulate for as much an update, or a smaller --dim",
     "profile": "a smaller --batch or --dim", "bench": "a smaller --shape",
     "translate": "a smaller --beam", "evaluate": "a smaller --beam", "sample": "a smaller --count",
@@ -49,7 +49,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no such device, 130/143 stopped a
 class Commands(click.Group):
     """Imports commands on use; turns errors into messages and exit codes."""
 
-    debug = False  # whether errors show where they come from
+    debug = False  # whether errors show their traceback
     used = None  # the name of the command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -107,7 +107,7 @@ class Commands(click.Group):
 
 
 def _explain_usage(error):
-    """Print what is wrong with the arguments, where help is, and return the exit code."""
+    """Print a usage error and the --help command to run, and return the exit code."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return error.exit_code
@@ -143,7 +143,7 @@ def _debug_option():
 
     return click.Option(
         ["--debug"], is_flag=True, expose_value=False, callback=note, envvar="GPUATTN_DEBUG",
-        help="Show where an error comes from.",
+        help="Show the traceback of an error.",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: values that name the nearest valid one, options in groups, devices."""
+"""Shared by the commands: types of parameters, options under headings, and common options."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ class NearChoice(click.Choice):
 
 
 class Parsed(click.ParamType):
-    """A value that one of ``gpuattn.units`` parses."""
+    """A value that ``parse``, a parser of ``gpuattn.units``, accepts."""
 
     def __init__(self, parse: Callable[[Any], Any], metavar: str) -> None:
         self.parse = parse

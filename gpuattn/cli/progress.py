@@ -1,4 +1,4 @@
-"""Shows a run: a live bar on a terminal, plain lines elsewhere. All on standard error."""
+"""Shows the progress of a run on standard error: a live bar on a terminal, else plain lines."""
 
 import contextlib
 import functools
@@ -13,8 +13,8 @@ from gpuattn.train.progress import Listener, Progress
 from gpuattn.units import duration, short
 
 PLAIN_SECONDS = 10  # between lines of progress where there is no terminal
-COMMANDS = ("stopped", "next")  # topics whose text is to be copied: not broken into lines
-NARROW = 24  # columns, below which text does not stand beside its topic
+COMMANDS = ("stopped", "next")  # topics whose text users copy: never wrapped
+NARROW = 24  # columns; below this, text is not aligned in a column of its own
 LEVELS = ("debug", "info", "warning", "error")
 URGENT = ("warning", "stopping", "stopped")  # topics of the level "warning"
 
@@ -22,8 +22,8 @@ URGENT = ("warning", "stopping", "stopped")  # topics of the level "warning"
 def new_report(level: str = "info") -> Listener:
     """Return the Listener that suits standard error and a level of LEVELS.
 
-    "debug": a line for every report of progress. "info": a bar, or a line now and then. "warning":
-    warnings, and what a signal does. "error": nothing, since errors are printed by ``cli.main``.
+    "debug": a line for every report of progress. "info": a bar, or a line every PLAIN_SECONDS.
+    "warning": warnings, and what a signal does. "error": nothing, as ``cli.main`` prints errors.
     """
     if level == "error":
         return Listener()
@@ -65,7 +65,7 @@ def _if_read(show):
 
 
 class PlainReport(Listener):
-    """Lines, for files and for other programs. ``every``: seconds between those of progress."""
+    """Plain lines, for files and other programs. ``every``: seconds between lines of progress."""
 
     def __init__(self, every: float = PLAIN_SECONDS) -> None:
         self._every, self._shown = every, time.monotonic()
@@ -125,7 +125,7 @@ class LiveReport(Listener):
 
     @_if_read
     def progress(self, progress: Progress) -> None:
-        update, width = f"{progress.update:,}", self._console.width  # which may change at any time
+        update, width = f"{progress.update:,}", self._console.width  # may change at any time
         self._column.bar_width = min(20, width // 10)
         room = width - self._column.bar_width - len(f"update {update}  100 % ")
         shown = {"update": update, "facts": _fitting(facts(progress), room)}
@@ -141,7 +141,7 @@ class LiveReport(Listener):
 
 
 def _fitting(parts, room):
-    """Return as many of the first parts as have room in a line; none where ``room`` is negative."""
+    """Return the first parts that fit in ``room`` columns, joined; "" if none fits."""
     while parts and len("  ".join(parts)) > room:
         parts = parts[:-1]
     return "  ".join(parts)

@@ -1,4 +1,4 @@
-"""gpuattn recover: manifests for checkpoints that have lost theirs."""
+"""gpuattn recover: write missing manifests of checkpoints."""
 
 import click
 
@@ -11,11 +11,11 @@ from gpuattn.runs.folder import RunFolder
 @click.command("recover")
 @run_argument
 def command(folder: str) -> None:
-    """Write the manifests (.json) that checkpoints of the run in DIR have lost, such as in a copy
-    without them; then the run can go on.
+    """Write the missing manifests (.json) of checkpoints of the run in DIR, such as after a copy
+    without them, so that the run can continue.
 
-    Each file is read first: it has to be a whole safetensors file of finite numbers. A flipped bit
-    cannot be found, since the SHA-256 noted at saving is lost.
+    Each file is read first: it must be a whole safetensors file of finite numbers. A flipped bit
+    cannot be detected, since the SHA-256 written with the checkpoint is lost.
     """
     done, faults = recover(RunFolder(folder))
     for name in done:

@@ -12,7 +12,7 @@ def command(folder: str) -> None:
     """Write DIR/report.html, one file that shows the run in any browser: curves, samples, attention
     maps, the profile of a step (where gpuattn profile DIR was run), options and versions.
 
-    A run that ends writes it by itself; this does so again, or for one that was stopped. Prints the
+    A run writes it when it ends; this writes it again, or for a run that was stopped. Prints the
     file it wrote.
     """
     click.echo(write_page(folder))

@@ -18,17 +18,17 @@ BETWEEN = "---"  # lines between texts
 @run_argument
 @click.option("--prompt", default="", help="What the texts begin with.  [default: a new line]")
 @click.option("--prompt-file", type=PathName(), metavar="FILE",
-              help="A UTF-8 file with it, all of it; -: standard input.")  # fmt: skip
-@click.option("--tokens", type=COUNT, default=500, show_default=True, help="Written behind it.")
+              help="Read the prompt from a UTF-8 file; -: standard input.")  # fmt: skip
+@click.option("--tokens", type=COUNT, default=500, show_default=True, help="Tokens to generate.")
 @click.option("--count", type=COUNT, default=1, show_default=True, help="How many texts.")
 @click.option("--temperature", type=Parsed(number(0), "X"), default=TEMPERATURE, show_default=True,
-              help="Less is more probable; 1: as the model has it; 0: the first.")  # fmt: skip
-@click.option("--top-k", type=COUNT, help="Only the K most probable tokens; 1: always the first.")
+              help="Below 1: favours probable tokens; 0: always the most probable.")  # fmt: skip
+@click.option("--top-k", type=COUNT, help="Only the K most probable tokens; 1: greedy.")
 @click.option("--top-p", type=Parsed(number(0, above=True, most=1), "P"), default=1.0,
-              help="Of those only the most probable that together reach P.")  # fmt: skip
+              help="Of those, only the most probable that together reach P.")  # fmt: skip
 @click.option("--min-p", type=Parsed(number(0, most=1), "P"), default=0.0,
-              help="Of those only what has P times the largest probability.")  # fmt: skip
-@click.option("--seed", type=Parsed(whole(0), "N"), help="For the same texts again.")
+              help="Of those, only tokens with P times the largest probability.")  # fmt: skip
+@click.option("--seed", type=Parsed(whole(0), "N"), help="Makes the texts reproducible.")
 @device_option
 def command(
     folder: str, device: str, prompt: str, prompt_file: str | None, **settings: Any

@@ -1,4 +1,4 @@
-"""What commands read and write: files, and standard streams, which may be closed."""
+"""Opens what commands read and write: files, and standard streams, which may be closed."""
 
 import contextlib
 import errno
@@ -33,8 +33,8 @@ class Closed(io.TextIOBase):
 
 
 def replace_closed() -> None:
-    """Replace closed standard streams, so that using them raises an error in words and no file gets
-    their numbers. Text for a closed standard error is dropped.
+    """Replace closed standard streams, so that using them raises an OSError that names them and no
+    file that is opened later gets their descriptors. Text for a closed standard error is dropped.
     """
     for number in range(3):
         try:
@@ -60,8 +60,8 @@ def reading(path: str) -> Iterator[Any]:
 def writing(path: str) -> Iterator[Any]:
     """Open a file to write bytes; ``-`` is standard output.
 
-    The file is replaced when the block ends; an error in the block leaves the old one. What is no
-    regular file, such as a pipe, is written as it comes. Raises OSError that names ``path``.
+    The file is replaced when the block ends; an error in the block leaves the old one. Anything but
+    a regular file, such as a pipe, is written directly. Raises OSError that names ``path``.
     """
     if path == STANDARD:
         yield sys.stdout.buffer

@@ -1,4 +1,4 @@
-"""gpuattn train: options to a TrainConfig, a run, and what to do next."""
+"""gpuattn train: builds a TrainConfig from options, runs it, and prints the next command."""
 
 import shlex
 import sys
@@ -37,8 +37,8 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "lm": ("FILE", "One text to learn instead, by a language model."),
         "valid_lm": ("FILE", "For validation; otherwise the end of the text is held out."),
         "tokenizer": ("", "Of a text: subwords, or its characters."),
-        "vocab_size": ("N", "Most subwords, shared by both languages."),
-        "max_len": ("N", "Most tokens of a sentence."),
+        "vocab_size": ("N", "Largest number of subwords, shared by both languages."),
+        "max_len": ("N", "Longest sentence, in tokens."),
         "on_long": ("", "What to do about longer sentences."),
         "seed": ("N", "Decides data order, first parameters and dropout."),
     },
@@ -52,9 +52,9 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "block": ("N", "Tokens that a language model sees."),
         "bias": ("", "Whether linear layers and norms of a language model add one."),
         "dropout": ("P", "Share of activations set to zero."),
-        "attention_dropout": ("P", "Likewise of attention probabilities."),
+        "attention_dropout": ("P", "The same for attention probabilities."),
         "norm": ("", "Normalise before or after each branch."),
-        "positions": ("", "How tokens know their place."),
+        "positions": ("", "How positions are encoded."),
         "activation": ("", "In the feed-forward networks; swiglu adds a third matrix."),
         "init_from": ("RUN", "Begin with another run's best weights, and its tokenizer."),
         "pad_vocab": ("", "Bring the vocabulary's tables to a multiple of 64 rows: faster."),
@@ -63,7 +63,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "batch": ("N|auto", "Tokens of a batch on its longer side, such as 8k; auto: what fits."),
         "batching": ("", "Sentences end to end, or padded to one length: sorted, or at random."),
         "accumulate": ("N", "Batches summed for an update."),
-        "checkpoint": ("", "Saves memory: computes layers twice; full: logits in slices, too."),
+        "checkpoint": ("", "Recompute layers to save memory; full: also logits in slices."),
         "optimizer": ("", "What updates the parameters."),
         "beta2": ("P", "Decay of the mean squared gradient, of adamw and adam."),
         "lr": ("X", "Largest learning rate."),
@@ -71,19 +71,19 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "lr_decay": ("N", "Updates after which cosine and linear end; 0: with the run."),
         "schedule": ("", "How it falls after the warm-up."),
         "warmup": ("N|P%", "Updates, or a share of the run such as 5%."),
-        "label_smoothing": ("P", "Share given to all words alike."),
-        "clip": ("X", "Largest norm of the gradient; 0: any."),
+        "label_smoothing": ("P", "Probability spread over the whole vocabulary."),
+        "clip": ("X", "Largest norm of the gradient; 0: no clipping."),
         "weight_decay": ("X", "Of matrices; adam and sgd add it to the gradient."),
         "precision": ("", "auto: bf16 on a GPU, fp32 on NumPy; pure-bf16: without fp32 masters."),
-        "threads": ("N|auto", "Of BLAS on NumPy; auto: the fastest, measured as the run goes on."),
+        "threads": ("N|auto", "Of BLAS on NumPy; auto: the fastest, measured during the run."),
         "deterministic": ("", "The same bits in every run on a GPU too; 1 to 2 % slower."),
     },
     "Length of the run": {
         "length": ("N[e|u|s|m]", "30e epochs, 8000u updates, or 90s: planned to end by then."),
-        "patience": ("N", "Stop after N evaluations without a better one; 0: don't."),
+        "patience": ("N", "Stop after N evaluations without a better one; 0: never."),
         "until": (
             "P",
-            "Stop when two evaluations in a row have P % of every kind exact; 0: don't.",
+            "Stop when two evaluations in a row have P % of every kind exact; 0: never.",
         ),
     },
     "Evaluation and checkpoints": {
@@ -92,7 +92,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "beam": ("N", "Of translations later; in training it is 1."),
         "length_penalty": ("X", "Exponent of the length that scores are divided by."),
         "ema": ("P", "Decay of a moving average of the parameters; 0: none."),
-        "average": ("N", "In the end, average the last N checkpoints; 0: don't."),
+        "average": ("N", "Average the last N checkpoints at the end; 0: none."),
     },
 }
 EPILOG = """\b
@@ -102,7 +102,7 @@ gpuattn train train.en train.de --valid val.en val.de --out runs/de --for 30e --
 gpuattn train --lm book.txt --tokenizer chars GPT-2, character by character
 gpuattn train --config runs/de/config.toml --seed 2 --out runs/de2
 
-The same command again goes on where it was stopped. Options may also stand in a TOML file
+The same command continues a stopped run. Options may also stand in a TOML file
 (--config) or in variables such as GPUATTN_TRAIN_LR; a flag wins over a variable, a variable over
 the file, the file over a preset.
 """
@@ -128,7 +128,7 @@ def _option(name, group, placeholder, help):
 
 
 def _default(name, percent=False):
-    """Return the default of an option in words, and those of models that have others."""
+    """Return the default of an option as text, with the defaults of models that differ."""
     texts = {}
     for model in models_with(name):
         value = MODELS[model].defaults.get(name, OPTIONS[name].default)
@@ -155,7 +155,7 @@ preset_option = click.option(
 @click.command("train", cls=GroupedCommand, epilog=EPILOG)
 @click.argument("what", nargs=-1, metavar="[TASK | SRC TGT]")
 @click.option("--valid", nargs=2, type=PathName(), metavar="SRC TGT", cls=GroupedOption,
-              group="Data", help="For validation; otherwise some pairs are held out.")  # fmt: skip
+              group="Data", help="For validation; default: some pairs are held out.")  # fmt: skip
 @click.option("--out", type=PathName(file_okay=False), cls=GroupedOption, group="Folder",
               help="The run's folder.  [default: runs/TASK]")  # fmt: skip
 @click.option("--overwrite", is_flag=True, cls=GroupedOption, group="Folder",
@@ -177,7 +177,7 @@ def command(
 ) -> None:  # fmt: skip
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
     lines are translations of each other. Or train a language model, on one text: --lm FILE.
-    Ctrl-C saves; the same command goes on."""
+    Ctrl-C saves; the same command continues."""
     chosen = choose_device(device)[0]
     config, origins = resolved(ctx, what, valid, config_file, values, chosen)
     task = task_of(config)
@@ -285,6 +285,6 @@ def _data(what):
 
 
 def _typed(ctx):
-    """Return the command line that was given, as it goes on with the run."""
+    """Return the command line that continues the run."""
     kept = [argument for argument in ctx.meta["arguments"] if argument != "--overwrite"]
     return shlex.join(["gpuattn", "train", *kept])

@@ -86,7 +86,7 @@ class Writer:
         self.out.flush()
 
     def _decoded(self, number, raw):
-        """Return the text of a line; "", with a message, for one that cannot be used."""
+        """Return the text of a line; for an unusable line print a message and return ""."""
         try:
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()  # with a BOM or not
             self.translator.check(text)
@@ -99,7 +99,7 @@ class Writer:
 
 
 def _batches(stream, prompt):
-    """Yield lists of complete lines, each time as many as are there; at a prompt one by one."""
+    """Yield lists of complete lines: all that have arrived, or at a prompt one at a time."""
     rest = b""
     while True:
         if prompt:

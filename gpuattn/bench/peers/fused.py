@@ -109,9 +109,9 @@ def _compiled(function):
     import torch._inductor.config
 
     torch._functorch.config.donated_buffer = False  # a backward pass is repeated
-    with contextlib.suppress(AttributeError):  # timed while other processes ran
+    with contextlib.suppress(AttributeError):  # its timings were taken while other processes ran
         torch._inductor.config.autotune_local_cache = False
-    torch._dynamo.reset()  # or sizes become dynamic after other cells
+    torch._dynamo.reset()  # otherwise sizes become dynamic after other cells
     return torch.compile(function, dynamic=False)
 
 
@@ -147,7 +147,7 @@ def _liger(case):
 
 @functools.lru_cache(maxsize=4)
 def _function(name, case):
-    """Return a differentiable function of tensors."""
+    """Return the peer ``name`` as a differentiable function of tensors."""
     if name == "quack":
         return _quack(case)
     if name == "liger":
@@ -246,7 +246,7 @@ class QuackCrossEntropy(Call):
 
 
 class LigerCrossEntropy(Call):
-    """In place, on a copy that is not timed; it reads the number of valid labels on the host."""
+    """In place, on a copy made before timing. It reads the number of valid labels on the host."""
 
     is_captured = False
 

@@ -1,9 +1,9 @@
-"""Shared by the peers: PyTorch, if it is installed, CUDA graphs, and the reasons for missing peers.
+"""Shared by the peers: importing PyTorch, CUDA graphs, and the reasons why a peer is missing.
 
 A peer works on tensors with our values in its own layout; converting them is not timed. The call of
-a peer has ``run()``, which computes; ``results(run())``, arrays in our layout; ``restart()``, which
-resets inputs that it changes; and ``is_captured``: False if the host must read a result before the
-next launch, so that it cannot be a CUDA graph.
+a peer has ``run()``, which computes; ``results(run())``, which returns arrays in our layout;
+``restart()``, which resets inputs that ``run`` changes; and ``is_captured``, False if the host must
+read a result before the next launch, so that it cannot be captured as a CUDA graph.
 """
 
 import collections
@@ -23,7 +23,7 @@ from gpuattn.bench.samples import DTYPES
 from gpuattn.errors import UnsupportedError
 
 WARM_UPS = 3
-COMPILE_SECONDS = {"torch-compile": 90, "quack": 90, "liger": 60}  # at most, in one run
+COMPILE_SECONDS = {"torch-compile": 90, "quack": 90, "liger": 60}  # a peer's limit in one process
 LIBRARIES = (
     "torch", "triton", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4", "quack-kernels",
     "liger-kernel",
@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
 
 
 class Launches:
-    """Calls one after the other, on the current stream. ``peak_bytes``: as of ``Graph``."""
+    """Runs calls one after another on the current stream. ``peak_bytes``: see ``Graph``."""
 
     is_captured = False
 
@@ -71,6 +71,7 @@ class Launches:
         self.warm_up()
 
     def warm_up(self) -> None:
+        """Run the calls WARM_UPS times and set ``peak_bytes``."""
         torch = torch_here()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -92,7 +93,7 @@ class Launches:
 
 
 class Graph(Launches):
-    """Calls captured one after the other as a CUDA graph on the current stream; calling replays it.
+    """Calls captured one after another in a CUDA graph on the current stream; calling replays it.
 
     ``peak_bytes``: the device memory that they allocated, without their inputs.
     """
@@ -116,7 +117,7 @@ class Graph(Launches):
 
 
 def capture(name: str, make: Callable, sets: Sequence[tuple]) -> Launches:
-    """Return a peer's calls on several sets of (inputs, gradient of the output), to be launched.
+    """Return a peer's calls on several sets of (inputs, gradient of the output), ready to launch.
 
     ``make(*arrays)`` returns the call on a set. Raises UnsupportedError with the reason if the
     peer is missing, refuses, takes too long to compile, or runs out of memory.
@@ -161,7 +162,7 @@ def _time_limit(name):
 
 
 def _reason(error, heard):
-    """Return a peer's error, and its warnings that explain why a backend refused."""
+    """Return a peer's error as text, with the warnings in which a backend says why it refused."""
     said = [str(warning.message).partition(" (Triggered")[0] for warning in heard]
     said = [text for text in said if not text.endswith("because:") and "disabled" not in text]
     text = " / ".join(" ".join(part.split()) for part in dict.fromkeys([str(error), *said]))

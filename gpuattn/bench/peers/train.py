@@ -43,7 +43,7 @@ class Peer:
         self.restart()
 
     def read(self, inputs: Sequence[np.ndarray]) -> None:
-        """Continue with other ``inputs``, NumPy arrays as of ``train.Ours``."""
+        """Continue with other ``inputs``, NumPy arrays like those of ``train.Ours``."""
         self.inputs = [torch_here().from_numpy(x).cuda().long() for x in inputs]
 
     def restart(self) -> None:
@@ -54,7 +54,7 @@ class Peer:
                 x.zero_()
 
     def call(self, name: str) -> "_Call":
-        """Return a step by ``name``, as ``peers.timing.capture`` takes it."""
+        """Return the step of the peer ``name``, for ``peers.timing.capture``."""
         return _Call(self, self.model if name == "torch-eager" else self._compiled, name)
 
     @functools.cached_property
@@ -64,6 +64,7 @@ class Peer:
         return torch.compile(self.model, dynamic=False)
 
     def step(self, model: Any) -> None:
+        """Update the parameters once, with the gradients that ``model`` computes."""
         torch = torch_here()
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = model(*self.inputs)
@@ -85,7 +86,7 @@ class Peer:
 
 
 def by_layers(weights: Mapping[str, np.ndarray], layers: int) -> dict[str, np.ndarray]:
-    """Return our weights by the names of the peer, whose layers each project the memory."""
+    """Return our weights under the peer's names: each of its decoder layers has a ``kv``."""
     weights = dict(weights)
     for kind in ("weight", "bias"):
         whole = weights.pop(f"memory.kv.{kind}", None)
@@ -95,7 +96,7 @@ def by_layers(weights: Mapping[str, np.ndarray], layers: int) -> dict[str, np.nd
 
 
 class _Call:
-    """A step of ``peer`` by one of its models."""
+    """A training step of ``peer`` with its eager or compiled model."""
 
     def __init__(self, peer, model, name):
         self.is_captured = name == "torch-graph"

@@ -128,9 +128,11 @@ class Dense:
         self.shifts = self.S - self.T
 
     def take(self, x: Array, side: int) -> Array:
+        """Return the rows of ``x`` in this grid; ``side``: 0 for queries, 1 for keys."""
         return x[self.members]
 
     def put(self, target: Array, values: Array, side: int) -> None:
+        """Set the rows of ``target`` in this grid."""
         target[self.members] = values
 
 
@@ -159,10 +161,12 @@ class Packed:
             self.rows.append(xp.where(i < n[:, None], first[members][:, None] + i, last))
 
     def take(self, x: Array, side: int) -> Array:
+        """Return the rows of ``x`` in this grid, padded; ``side``: 0 for queries, 1 for keys."""
         return x[get_xp(x).minimum(self.rows[side], self.tokens[side] - 1)]
 
     def put(self, target: Array, values: Array, side: int) -> None:
-        target[self.rows[side]] = values  # targets have a row for the padding
+        """Set the rows of ``target`` in this grid; padding goes to its last row."""
+        target[self.rows[side]] = values
 
 
 def layouts(
@@ -234,6 +238,7 @@ def make_grid(
 
 
 def column(x: Array) -> Array:
+    """Return (N,) as (N, 1, 1, 1, 1), which broadcasts to the logits."""
     return x.reshape(-1, 1, 1, 1, 1)
 
 
