@@ -155,7 +155,7 @@ def test_unsupported_argument_is_named():
         np.sum(Tensor(np.ones(2)), initial=3)
 
 
-def test_asarray_of_a_recorded_tensor_is_refused():
+def test_asarray_of_a_tensor_is_refused():
     with pytest.raises(TypeError, match=r"x\.numpy\(\)"):
         np.asarray(Tensor(np.ones(2)))
 

@@ -90,9 +90,7 @@ def test_memory_and_flops_are_those_of_its_own_config(slim, text):
     assert task.flops([batch]) == want
     plan = memory.plan(task.model, config, PRECISIONS["fp32"], 10_000)
     wide = GPT2(GPT2Config(task.model.config.vocab, 32, 2, 2, 16))
-    hidden = (
-        (4 * width - 24) * 10_000 * 4
-    )  # fewer hidden values per token, kept twice in each of 2 layers
+    hidden = (4 * width - 24) * 10_000 * 4  # bytes of the missing values, kept twice in 2 layers
     more = memory.plan(wide, config, PRECISIONS["fp32"], 10_000).activations - plan.activations
     assert 4 * hidden <= more <= 6 * hidden
 

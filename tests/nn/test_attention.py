@@ -181,7 +181,7 @@ def test_rotary_needs_even_heads_of_its_own(options):
         nn.MultiHeadAttention(24, **{"heads": 6, "rotary": True, **options})
 
 
-def test_head_counts_must_divide_the_width():
+def test_invalid_head_counts_are_refused():
     for options in ({"heads": 5}, {"heads": 6, "kv_heads": 4}, {"heads": 0}):
         with pytest.raises(ValueError, match="divide"):
             nn.MultiHeadAttention(24, **options)
