@@ -149,7 +149,7 @@ def test_info_shows_a_run(call, trained):
     assert found["parameters"] > 1000
 
 
-def test_info_reports_damaged_weights(call, trained, tmp_path):
+def test_info_checks_the_weights(call, trained, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     assert "damaged" not in call("info", run).stdout

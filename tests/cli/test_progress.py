@@ -84,7 +84,7 @@ def test_text_on_a_narrow_terminal_is_whole(console):
         assert "".join(written_lines(console)).split() == ["valid", *text.split()]
 
 
-def test_text_wraps_beside_its_topic_but_a_command_stays_whole(live):
+def test_text_wraps_next_to_its_topic_but_commands_do_not_wrap(live):
     report, written = live
     report.say("valid", "update 1,149, loss 0.002, 99.5 % exact, [BLEU] 100.0")
     command = "echo 'a rather long sentence to be translated' | gpuattn translate runs/toy"

@@ -199,7 +199,7 @@ def test_refusals_have_a_reason(fake):
         matmul.matmul(a, a)
 
 
-def test_a_fallback_warns_and_says_why(fake, rng):
+def test_a_fallback_warns_with_the_reason(fake, rng):
     a, b = gpu(whole(rng, M, K)), gpu(whole(rng, K, N))
     assert matmul.fallback_reason(a, b) is None and not fake.ran
     fake.status = 15

@@ -17,7 +17,7 @@ from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
 
 FLOAT32 = np.dtype("float32")
 DTYPES = FLOAT32, BFLOAT16
-BESIDE = (  # files with kernels that also declare static shared memory
+STATIC_TOO = (  # files with kernels that also declare static shared memory
     "loss/cross_entropy.cu", "attention/decode_attention.cu", "norm/dropout_add_norm_backward.cu",
     "norm/layer_norm_backward.cu",
 )  # fmt: skip
@@ -172,13 +172,13 @@ def test_every_launch_fits_the_gpu(record):
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
 def test_static_and_dynamic_shared_memory_fit_together(nvrtc):
-    """Checks the largest launch of each file of BESIDE on the GPU with the least shared memory."""
+    """Checks the largest launch of each file of STATIC_TOO on the GPU with the least of it."""
     record, largest = GPUS["12.0"], {}
     for launch in plans(record):
         before = largest.setdefault(launch.file, launch)
         if launch.shared_bytes > before.shared_bytes:
             largest[launch.file] = launch
-    for file in BESIDE:
+    for file in STATIC_TOO:
         size, constants = largest[file].shared_bytes, largest[file].constants
         assert size > 90 << 10, "no launch uses almost all shared memory"
         text = kernels.source_text(file, **dict(constants))

@@ -132,7 +132,7 @@ def test_skipped_updates_are_reported():
     assert trouble(values(clamped=3, skipped=4), values(clamped=3, skipped=4), w, CONFIG) == []
 
 
-def test_a_run_that_cannot_go_on_stops_and_names_the_parameter():
+def test_a_run_that_cannot_continue_stops_and_names_the_parameter():
     w, optimizer = run(np, "fp32", 10, lambda model, n: np.sum(model.bias * np.float32(np.nan)))
     now = optimizer.state.read()
     assert now["skipped_in_a_row"] == 10 and now["step"] == 0

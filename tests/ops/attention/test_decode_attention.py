@@ -191,7 +191,7 @@ def test_nan_in_masked_positions_has_no_effect(rng, name, where, feature):
 
 @pytest.mark.parametrize(("name", "where"), HERE)
 def test_strides(rng, name, where):
-    """Caches of any layout: heads first, keys beside values, backwards; q from a projection."""
+    """Caches of any layout: heads first, keys next to values, reversed; q from a projection."""
     xp = module_named(where)
     q, k, v, lengths, *_ = draw(rng, D=64, S=90)
     q, k, v = (xp.asarray(x.astype(np.float16)) for x in (q, k, v))

@@ -327,7 +327,7 @@ def test_bad_dtypes(xp):
         flash_attention(x.tolist(), x, x)
 
 
-def test_explain_says_why():
+def test_explain_gives_reasons():
     x = np.ones((1, 2, 1, 8), np.float32)
     told = explain(flash_attention, x, x, x, softcap=2.0)
     assert told.chosen == "reference"

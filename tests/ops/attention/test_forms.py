@@ -204,7 +204,7 @@ def test_impl_selects_the_form():
             chosen(replace(short, T=257), impl="raw-short")
 
 
-def test_explain_says_why_each_form_does_not_run():
+def test_explain_gives_the_reason_for_each_form():
     q, k, v, given = Problem(T=300, S=300, scale=0.1).arrays()
     described = {"tile": (1, 1)}
     with launches_on(GPUS["9.0"]), mock.patch("gpuattn.ops.attention.hopper._Plan.describe",

@@ -156,7 +156,7 @@ def test_errors(xp):
         to_cpu(linear_cross_entropy(x, weight, labels + 5))
 
 
-def test_explain_says_why(rng):
+def test_explain_gives_reasons(rng):
     x, weight, labels = draw(rng)
     told = gpuattn.explain(linear_cross_entropy, x, weight, labels)
     assert told.chosen == "reference" and "NumPy" in dict(told.reasons)["raw-simt"]
