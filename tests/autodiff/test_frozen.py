@@ -1,4 +1,4 @@
-"""Arrays stay read-only exactly as long as some record needs them, whoever drops it and when."""
+"""Arrays are read-only while a record needs them, however and whenever the record is dropped."""
 
 import gc
 
@@ -19,7 +19,7 @@ def test_read_only_until_the_last_record_is_dropped():
     assert a.flags.writeable
 
 
-def test_a_view_is_given_back_after_its_base():
+def test_a_view_is_writable_again_after_its_base():
     a = np.ones(4)
     view = a[:2]
     whole, part = [], []
@@ -32,7 +32,7 @@ def test_a_view_is_given_back_after_its_base():
     assert view.flags.writeable
 
 
-def test_garbage_collected_in_the_middle_is_given_back_afterwards(monkeypatch):
+def test_garbage_collection_during_freeze_thaws_afterwards(monkeypatch):
     a = np.ones(3)
     garbage, mine = [], []
     frozen.freeze(a, garbage)
@@ -40,7 +40,7 @@ def test_garbage_collected_in_the_middle_is_given_back_afterwards(monkeypatch):
     class Interrupted(dict):
         def get(self, *args):
             value = super().get(*args)
-            frozen.thaw(garbage)  # as if a record died just now, or in another thread
+            frozen.thaw(garbage)  # as if a record were freed at this moment, or in another thread
             return value
 
     monkeypatch.setattr(frozen, "_frozen", Interrupted(frozen._frozen))

@@ -1,4 +1,4 @@
-"""Gradients of functions, nested ones, and what runs twice to save memory."""
+"""Gradients of functions, nested gradients, and checkpoint, which recomputes to save memory."""
 
 import collections
 
@@ -46,8 +46,8 @@ def test_unused_argument_is_zero():
     assert grad(lambda a, b: (a * a).sum(), argnums=1)(np.ones(2), np.ones(3)).tolist() == [0, 0, 0]
 
 
-def test_nested_gradients_do_not_confuse_their_variables():
-    # d/dx [x * d/dy (x + y) at y = 1] = 1: the inner gradient must not count x
+def test_nested_gradients_keep_their_variables_apart():
+    # d/dx [x * d/dy (x + y) at y = 1] = 1: the inner gradient must not include x
     outer = grad(lambda x: x * grad(lambda y: x + y)(1.0))
     assert float(outer(5.0)) == 1.0
 
@@ -61,7 +61,7 @@ def test_hessian_vector_product():
     assert hvp.tolist() == [6.0, -12.0]
 
 
-def test_grad_leaves_other_leaves_alone():
+def test_grad_does_not_change_other_leaves():
     w = Tensor(np.ones(2), requires_grad=True)
     grad(lambda x: (x * w).sum())(np.ones(2))
     assert w.grad is None
@@ -79,7 +79,7 @@ def test_grad_where_nothing_is_recorded():
         assert grad(lambda w: (w * w).sum())(w).tolist() == [2.0, 4.0]
 
 
-def test_grad_writes_into_no_slot():
+def test_grad_does_not_write_to_slots():
     w = Tensor(np.ones((2, 2)), requires_grad=True)
     w.grad_slot = np.full((2, 2), 7.0)
     grad(lambda x: linear(x, w).sum())(np.ones((3, 2)))
@@ -87,7 +87,7 @@ def test_grad_writes_into_no_slot():
     assert not w.grad_started
 
 
-def test_a_fused_op_says_how_to_do_with_one_derivative():
+def test_a_fused_op_names_the_remedy_for_one_derivative():
     w = Tensor(np.ones(3), requires_grad=True)
     with pytest.raises(UnsupportedError, match=r"pass arrays to gpuattn\.grad"):
         grad(lambda w: softmax(w).sum())(w)
@@ -146,7 +146,7 @@ def test_checkpoint_gives_the_same_gradients(xp):
         return np.tanh(x @ w)
 
     np.sum(checkpoint(block, x) ** 2).backward()
-    assert len(runs) == 2, "the inside runs again in the backward pass"
+    assert len(runs) == 2, "backward computes the block again"
     kept = to_cpu(w.grad), to_cpu(x.grad)
     w.grad = x.grad = None
     np.sum(block(x) ** 2).backward()
@@ -175,11 +175,11 @@ def test_checkpoint_writes_gradients_to_their_slots_and_reports_them():
     out = checkpoint(lambda x: linear(x, w) + stop_gradient(idle * 1), np.ones((2, 2)))
     tape.backward(out.sum(), np.ones(()), on_ready=ready.append)
     assert w.grad_slot.tolist() == [[2.0, 2.0], [2.0, 2.0]]
-    assert not idle.grad_slot.any(), "what was used without a gradient has a gradient of zero"
+    assert not idle.grad_slot.any(), "a parameter used without a gradient has a gradient of zero"
     assert {id(p) for p in ready} == {id(w), id(idle)}
 
 
-def test_dropout_behind_a_checkpoint_draws_other_bits():
+def test_dropout_after_a_checkpoint_draws_other_bits():
     manual_seed(3)
     x = np.ones(1000)
     first, second = checkpoint(lambda x: dropout(x, 0.5), x), dropout(x, 0.5)

@@ -1,4 +1,4 @@
-"""Gradients that are still products: who is given one, and that nothing else changes."""
+"""Gradients passed as pending matmuls: which rules get one, and unchanged results."""
 
 import numpy as np
 import pytest
@@ -12,9 +12,9 @@ from gpuattn.impls import Fusion, Impl, Impls
 
 
 class Pair:
-    """An op (3 x, 5 x) that takes products for its first output, and a linear op that offers them.
+    """An op (3 x, 5 x) that accepts pending matmuls, and a linear op that offers them.
 
-    ``given``: what each walk of the first op was given.
+    ``given``: the gradients that the first op's backward rule received.
     """
 
     def __init__(self, takes=True):
@@ -73,7 +73,7 @@ def one_use(pair, x, weight, other):
     return (pair.times(normed, weight) ** 2).sum() + (h**2).sum()
 
 
-def test_goes_on_from_a_product(values):
+def test_the_rule_receives_a_pending_matmul(values):
     pair, plain = Pair(), Pair(takes=False)
     found, want = gradients(pair, values, one_use), gradients(plain, values, one_use)
     assert pair.given == [PendingMatmul] and plain.given == [np.ndarray]
@@ -88,7 +88,7 @@ def two_products(pair, x, weight, other):
 
 def a_use_recorded_before(pair, x, weight, other):
     normed, h = pair.scaled(x)
-    early = (h**3).sum()  # walked last, so that it is owed while the product is there
+    early = (h**3).sum()  # its backward runs last: its gradient is missing when one is offered
     return early + pair.times(normed, weight).sum()
 
 
@@ -100,7 +100,7 @@ def another_use_of_the_result(pair, x, weight, other):
 @pytest.mark.parametrize(
     "program", [two_products, a_use_recorded_before, another_use_of_the_result]
 )
-def test_waits_for_whoever_else_owes_a_gradient(values, program):
+def test_not_while_another_gradient_is_missing(values, program):
     pair, plain = Pair(), Pair(takes=False)
     found, want = gradients(pair, values, program), gradients(plain, values, program)
     assert pair.given == [np.ndarray]
@@ -108,7 +108,7 @@ def test_waits_for_whoever_else_owes_a_gradient(values, program):
         np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
-def test_a_use_recorded_later_is_walked_before(values):
+def test_a_later_use_runs_its_backward_first(values):
     def program(pair, x, weight, other):
         normed, h = pair.scaled(x)
         y = pair.times(normed, weight)
@@ -119,8 +119,8 @@ def test_a_use_recorded_later_is_walked_before(values):
     assert pair.given == [PendingMatmul]
 
 
-def test_a_chain_of_folds(values):
-    """The gradient of a product's maker may be a product for the one before."""
+def test_a_chain_of_pending_matmuls(values):
+    """The gradient of an op that accepts a matmul may itself be a matmul for the op before."""
 
     class Both(Pair):
         def __init__(self):
@@ -144,7 +144,7 @@ def test_a_chain_of_folds(values):
         np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
-def test_not_where_the_gradient_between_is_asked_for(values):
+def test_not_where_the_intermediate_gradient_is_needed(values):
     pair = Pair()
     x, weight, _ = (Tensor(v, requires_grad=True) for v in values)
     normed, _ = pair.scaled(x)
@@ -161,8 +161,8 @@ def test_not_while_ops_are_watched(values):
     assert pair.given == [np.ndarray]
 
 
-def test_parameters_are_reported_when_their_gradient_is_there(values):
-    """On its way to a fold, a rule has not written its parameters yet."""
+def test_parameters_are_reported_when_their_gradient_is_written(values):
+    """A rule that offers a matmul has not written its parameter gradients yet."""
     pair = Pair()
     x, weight, _ = (Tensor(v, requires_grad=True) for v in values)
     told = {}

@@ -1,4 +1,4 @@
-"""Gradients of parameters on the side stream: order of launches and waits, and the same bits."""
+"""Parameter gradients on the side stream: order of launches and waits, equal bits."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ from gpuattn.runtime.workspace import Workspace
 
 
 class Cupy:
-    """A stand-in for CuPy that logs what its streams and events are told."""
+    """A fake of CuPy that logs the calls of its streams and events."""
 
     def __init__(self):
         self.cuda = self.runtime = self
@@ -115,7 +115,7 @@ def test_new_arrays_and_disabled_blocks_stay_on_the_current_stream(log):
 
 
 def test_deferred_launches_run_together(log):
-    """At the end, when ``wait_for`` asks for a target, and before too many bytes are kept alive."""
+    """At the end of the block, when ``wait_for`` needs a target, and at the limit of kept bytes."""
     runs, half = [], side_stream.MAX_DEFERRED_BYTES // 2
     assert not side_stream.defer(runs.append, 0, [], Array(0))
     with side_stream.enabled(Array(0)):

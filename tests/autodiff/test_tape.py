@@ -1,4 +1,4 @@
-"""The tape itself: reuse, depth, several outputs, edits in place, where gradients are written."""
+"""The tape: reuse, depth, several outputs, in-place edits, and the memory of gradients."""
 
 import gc
 import weakref
@@ -39,7 +39,7 @@ def test_a_chain_of_20000_calls():
     assert x.grad.tolist() == [20_001.0]
     for _ in range(20_000):
         y = y.detach() if not y.requires_grad else y + x
-    del y  # an unwalked chain must not overflow the stack when it is freed
+    del y  # freeing a chain without backward must not overflow the stack
     gc.collect()
 
 
@@ -51,7 +51,7 @@ def test_several_outputs_and_one_of_them_unused():
     assert first.data.tolist() == [2.0]
 
 
-def test_second_backward_says_so():
+def test_second_backward_is_an_error():
     x = leaf([1.0])
     y = (x * x).sum()
     y.backward()
@@ -59,7 +59,7 @@ def test_second_backward_says_so():
         y.backward()
 
 
-def test_retained_graph_can_be_walked_again():
+def test_backward_runs_again_on_a_retained_graph():
     x = leaf([2.0])
     y = (x * x).sum()
     y.backward(retain_graph=True)
@@ -115,15 +115,15 @@ def test_edit_through_a_tensor_is_noticed(xp, edited):
         y.backward()
 
 
-def test_an_edit_counts_for_views_only():
+def test_an_edit_affects_views_only():
     x = leaf([1.0, 2.0])
-    y = np.exp(x)  # keeps its result, memory of its own
+    y = np.exp(x)  # saves its result, which has its own memory
     x[0] = 5.0
     y.sum().backward()
     np.testing.assert_allclose(x.grad, np.exp([1.0, 2.0]))
 
 
-def test_gradients_for_some_leave_the_record_of_others():
+def test_gradients_for_some_tensors_keep_the_record_of_others():
     x, w = leaf([3.0]), leaf([2.0])
     h = w * w
     (found,) = tape.gradients([(x * h).sum()], [np.ones(())], [x])
@@ -132,7 +132,7 @@ def test_gradients_for_some_leave_the_record_of_others():
     assert w.grad.tolist() == [4.0]
 
 
-def test_an_op_without_a_gradient_says_so():
+def test_an_op_without_a_gradient_is_refused():
     best, _ = topk_logprobs(leaf([[1.0, 2.0]]), 1)
     with pytest.raises(UnsupportedError, match="topk_logprobs: reference has no gradient"):
         best.sum().backward()
@@ -148,7 +148,7 @@ def test_saved_numpy_arrays_are_read_only_until_backward():
     a[0] = 2.0
 
 
-def test_a_dropped_graph_gives_its_arrays_back():
+def test_arrays_are_writable_after_their_graph_is_dropped():
     a = np.ones(3)
     x = Tensor(a, requires_grad=True)
     y = x * x
@@ -177,10 +177,10 @@ def test_raw_edits_are_caught_under_debug(xp):
         y.backward()
 
 
-# ---- ops of one's own ----------------------------------------------------------------------------
+# ---- custom ops --------------------------------------------------------------------------------
 
 
-def test_a_fused_op_refuses_a_second_derivative_by_name():
+def test_a_fused_op_names_itself_when_refusing_a_second_derivative():
     def forward(x, *, needs):
         return x * 2, ()
 
@@ -200,7 +200,7 @@ def test_plain_arrays_stay_plain():
     )
 
 
-def test_what_no_gradient_reads_is_freed_at_once():
+def test_arrays_that_no_gradient_reads_are_freed_at_once():
     x = leaf(np.ones(3))
     double = x * 2
     memory = weakref.ref(double.data)
@@ -211,7 +211,7 @@ def test_what_no_gradient_reads_is_freed_at_once():
     assert x.grad.tolist() == [2.0] * 3
 
 
-def test_what_backward_has_passed_is_freed_as_it_goes():
+def test_backward_frees_saved_arrays_as_it_goes():
     x, alive, memories = leaf(np.ones(3)), [], []
 
     def forward(x, *, needs):
@@ -231,7 +231,7 @@ def test_what_backward_has_passed_is_freed_as_it_goes():
     assert alive == [[0, 1], [0], []]
 
 
-def test_a_watcher_stands_between_the_tape_and_the_ops():
+def test_a_watcher_wraps_every_op():
     seen = []
 
     def watch(op, direction, function):
@@ -247,7 +247,7 @@ def test_a_watcher_stands_between_the_tape_and_the_ops():
         np.sum(np.exp(x)).backward()
     want = np.exp(np.ones(3, np.float32))
     np.testing.assert_array_equal(x.grad, want)
-    np.exp(x)  # nobody looks any more
+    np.exp(x)  # no longer watched
     ops = [op for op, direction in seen if direction == "forward"]
     assert ops == ["np.exp", "np.sum"]
     assert [op for op, direction in seen if direction == "backward"] == ops[::-1]

@@ -1,4 +1,4 @@
-"""A Tensor in NumPy's own protocols, and what it refuses."""
+"""A Tensor in NumPy's protocols, and refused operations."""
 
 import copy
 import gc
@@ -12,7 +12,7 @@ from gpuattn import Tensor, to_cpu, topk_logprobs
 from gpuattn.errors import GradientError, UnsupportedError
 
 
-def test_the_sentence_of_the_readme(xp):
+def test_the_example_of_the_readme(xp):
     rng = np.random.default_rng(0)
     x, y = (xp.asarray(rng.standard_normal(s)) for s in ((5, 3), (5, 4)))
     w = Tensor(xp.asarray(rng.standard_normal((3, 4))), requires_grad=True)
@@ -76,12 +76,12 @@ def test_out_is_refused():
         np.sum(Tensor(np.ones(2)), out=np.empty(()))
 
 
-def test_ufunc_methods_say_what_to_use():
+def test_ufunc_methods_name_the_alternative():
     with pytest.raises(UnsupportedError, match=r"np\.add\.reduce is not recorded; use np\.sum"):
         np.add.reduce(Tensor(np.ones(2)))
 
 
-def test_methods_that_arrays_have():
+def test_array_methods():
     t = Tensor(np.array([[1.0, -2.0], [3.0, 4.0]]), requires_grad=True)
     assert t.clip(0, 3).data.tolist() == [[1.0, 0.0], [3.0, 3.0]]
     assert t.flatten().dot(t.ravel()).item() == 30.0
@@ -94,7 +94,7 @@ def test_methods_that_arrays_have():
     assert f"{t}".startswith("Tensor(array(")
 
 
-def test_operators_in_place_make_a_new_result():
+def test_in_place_operators_return_a_new_tensor():
     t = Tensor(np.ones(2, np.float32), requires_grad=True)
     y = t * 1
     before = y
@@ -107,7 +107,7 @@ def test_operators_in_place_make_a_new_result():
         plain += t
 
 
-def test_numbers_of_numpy_and_booleans_on_either_side():
+def test_numpy_scalars_and_booleans_on_either_side():
     t = Tensor(np.ones((2, 2), np.float32), requires_grad=True)
     for out in (np.float32(2) * t, t * np.float32(2), True * t, t + True, np.True_ * t):
         assert isinstance(out, Tensor)
@@ -116,7 +116,7 @@ def test_numbers_of_numpy_and_booleans_on_either_side():
         t + np.ones(3, np.float32)
 
 
-def test_arrays_of_no_elements(xp):
+def test_empty_arrays(xp):
     t = Tensor(xp.zeros((0, 3), "float32"), requires_grad=True)
     assert to_cpu((t @ xp.ones((3, 2), "float32")).data).shape == (0, 2)
     np.sum(np.exp(t) * 2, axis=0).sum().backward()
@@ -142,7 +142,7 @@ def test_integer_tensors_index():
     assert t[1:, places].data.tolist() == [[5.0, 3.0]]
 
 
-def test_integer_results_want_no_gradient():
+def test_integer_results_need_no_gradient():
     best, where = topk_logprobs(Tensor(np.ones((2, 3)), requires_grad=True), 1)
     assert best.requires_grad
     assert not where.requires_grad
@@ -155,7 +155,7 @@ def test_unsupported_argument_is_named():
         np.sum(Tensor(np.ones(2)), initial=3)
 
 
-def test_asarray_never_drops_the_record():
+def test_asarray_of_a_tensor_is_refused():
     with pytest.raises(TypeError, match=r"x\.numpy\(\)"):
         np.asarray(Tensor(np.ones(2)))
 
@@ -182,20 +182,20 @@ def test_wrong_gradient_shape():
         (x * 2).backward(np.ones(2))
 
 
-def test_repr_says_where_and_what():
+def test_repr_names_device_and_content():
     x = Tensor(np.ones(1), requires_grad=True)
     assert "numpy, requires_grad=True" in repr(x)
     assert "by np.exp" in repr(np.exp(x))
 
 
-def test_numpy_and_cupy_do_not_mix(gpu):
+def test_mixing_numpy_and_cupy_is_refused(gpu):
     with pytest.raises(TypeError):
         Tensor(np.ones(2), requires_grad=True) + gpu.ones(2)
 
 
 @pytest.fixture
 def unraisable(monkeypatch):
-    """Errors that Python can only print, such as those of ``__del__``."""
+    """Return the errors that Python only prints, such as those of ``__del__``."""
     found = []
     monkeypatch.setattr("sys.unraisablehook", found.append)
     return found
@@ -205,7 +205,7 @@ def test_deep_copies_of_leaves(xp):
     x = Tensor(xp.asarray([1.0, 2.0]), requires_grad=True)
     (x * x).sum().backward()
     one, two = copy.deepcopy([x, x])
-    assert one is two, "shared ones stay shared"
+    assert one is two, "a tensor that is shared stays shared"
     assert one.requires_grad and one.tolist() == [1.0, 2.0]
     assert to_cpu(one.grad).tolist() == [2.0, 4.0]
     one[0] = 5.0
@@ -213,7 +213,7 @@ def test_deep_copies_of_leaves(xp):
     assert x.tolist() == [1.0, 2.0] and to_cpu(x.grad).tolist() == [2.0, 4.0]
 
 
-def test_deep_copies_of_results_are_refused_in_words(unraisable):
+def test_deep_copies_of_results_are_refused(unraisable):
     x = Tensor(np.ones(2), requires_grad=True)
     y = np.exp(x)
     with pytest.raises(GradientError, match=r"a result of np\.exp .*leaves.*x\.detach\(\)"):
@@ -225,7 +225,7 @@ def test_deep_copies_of_results_are_refused_in_words(unraisable):
     assert not unraisable
 
 
-def test_a_leaf_that_was_saved_is_copied_with_its_own_memory():
+def test_a_copied_leaf_has_its_own_memory():
     x = Tensor(np.ones(2), requires_grad=True)
     y = x * x
     other = copy.deepcopy(x)
@@ -262,15 +262,15 @@ def test_lists(xp):
     assert Tensor(xp.asarray(2.5)).tolist() == 2.5
 
 
-def test_another_library_takes_a_tensor_by_dlpack(xp):
+def test_dlpack_exports_a_tensor(xp):
     x = Tensor(xp.asarray([1.0, 2.0]))
     taken = xp.from_dlpack(x)
     assert gpuattn.arrays.same_memory(taken, x.data)
     assert x.__dlpack_device__() == x.data.__dlpack_device__()
-    assert Tensor(x).tolist() == x.tolist(), "a Tensor of a Tensor is one of its array"
+    assert Tensor(x).tolist() == x.tolist(), "Tensor(tensor) wraps the same array"
 
 
-def test_dlpack_never_drops_the_record(xp):
+def test_dlpack_export_of_a_recorded_tensor_is_refused(xp):
     x = Tensor(xp.ones(2), requires_grad=True)
     for wants in (x, np.exp(x)):
         with pytest.raises(BufferError, match=r"export x\.detach\(\)"):

@@ -1,4 +1,4 @@
-"""A tiny run that the commands work on, made once, and ways to call them."""
+"""A tiny run for the commands, trained once, and functions that call them."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ TINY = [
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A folder with ``src`` and ``tgt``: words, and the same in upper case."""
+    """A folder with ``src`` and ``tgt``: words, and the same words in upper case."""
     folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     words = ["red", "green", "blue", "old", "new", "cat", "dog", "tree", "house"]
     lines = [" ".join(rng.choice(words, rng.integers(1, 6))) for _ in range(80)]
@@ -32,7 +32,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trained(corpus, tmp_path_factory):
-    """The folder of a run of 60 updates. Not to be changed."""
+    """The folder of a run of 60 updates. Tests must not change it."""
     out = tmp_path_factory.mktemp("runs") / "tiny"
     arguments = ["train", corpus / "src", corpus / "tgt", *TINY, "--for", "60u", "--out", out]
     result = invoke(*arguments)
@@ -41,12 +41,12 @@ def trained(corpus, tmp_path_factory):
 
 
 def invoke(*arguments, input=None):
-    """Run the command line in this process; give its click Result."""
+    """Run the command line in this process; return its click Result."""
     return CliRunner().invoke(main, [str(a) for a in arguments], input=input)
 
 
 def process(*arguments, input=None, **environment):
-    """Run the command line in a process of its own."""
+    """Run the command line in a new process."""
     return subprocess.run(
         [sys.executable, "-m", "gpuattn", *map(str, arguments)], input=input, capture_output=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
@@ -55,7 +55,7 @@ def process(*arguments, input=None, **environment):
 
 @pytest.fixture
 def call():
-    """``invoke``: a result has ``exit_code``, ``stdout``, ``stderr``; an error has no traceback."""
+    """``invoke``, which also checks that errors have no traceback. Returns a click Result."""
 
     def checked(*arguments, input=None):
         result = invoke(*arguments, input=input)

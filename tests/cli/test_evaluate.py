@@ -30,7 +30,7 @@ def test_files_and_settings_of_bleu(call, trained, corpus):
     assert "BLEU" in shown.stdout and "nrefs:1" in shown.stdout
 
 
-def test_what_evaluate_refuses(call, trained, corpus, tmp_path):
+def test_refusals_of_evaluate(call, trained, corpus, tmp_path):
     assert call("evaluate", trained, corpus / "src").exit_code == 2
     result = call("evaluate", trained, corpus / "src", corpus / "tgt", "--tokenize", "13b")
     assert result.exit_code == 2 and "Did you mean '13a'" in result.stderr

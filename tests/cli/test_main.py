@@ -1,4 +1,4 @@
-"""The program as a whole: quick help, exit codes, no tracebacks."""
+"""The whole program: quick help, exit codes, no tracebacks."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_help_is_quick_and_imports_nothing_heavy(bytecode):
     for _ in range(5):
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         heavy, seconds = run.stderr.split("] ")
-        times.append(float(seconds))  # of the CPU: other work on the machine does not count
+        times.append(float(seconds))  # CPU time, independent of other work on the machine
         assert heavy == "["
     assert min(times) <= 0.4
 
@@ -98,7 +98,7 @@ def test_exit_codes(call, monkeypatch, trained, error, code, message):
     (["translate", "RUN"], "gpuattn.cli.translate.load_run", "wanted. Try a smaller --beam"),
     (["info", "RUN"], "gpuattn.cli.info.summary", "wanted"),
 ])  # fmt: skip
-def test_advice_against_short_memory_suits_the_command(
+def test_advice_for_missing_memory_fits_the_command(
     call, monkeypatch, trained, arguments, where, advice
 ):
     def fail(*_, **__):
@@ -126,7 +126,7 @@ def test_warnings_are_one_line(call, monkeypatch, trained):
     assert call("info", trained, "--json").stderr == "gpuattn: warning: mind the gap\n"
 
 
-def test_a_full_disk_behind_standard_output_is_one_error(run_process, trained):
+def test_a_full_disk_for_standard_output_is_one_error(run_process, trained):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
     for arguments in (["--help"], ["info", trained], ["kernels"]):
@@ -149,7 +149,7 @@ def test_info_shows_a_run(call, trained):
     assert found["parameters"] > 1000
 
 
-def test_info_says_that_weights_are_damaged(call, trained, tmp_path):
+def test_info_checks_the_weights(call, trained, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     assert "damaged" not in call("info", run).stdout
@@ -183,7 +183,7 @@ def test_an_empty_name_is_refused(call, trained, arguments, name):
     assert result.exit_code == 2 and f"'{name}': the name is empty" in result.stderr
 
 
-def test_the_commands_agree_with_the_files():
+def test_every_file_with_a_command_is_registered():
     assert program.COMMANDS.keys() >= {"train", "translate", "evaluate", "doctor", "kernels"}
     folder = program.__file__.rsplit("/", 1)[0]
     import pathlib

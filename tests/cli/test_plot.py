@@ -1,4 +1,4 @@
-"""gpuattn plot: pictures of a run; without matplotlib, what to install."""
+"""gpuattn plot: figures of a run; without matplotlib, an error that names the package."""
 
 import dataclasses
 import struct
@@ -24,7 +24,7 @@ def test_three_pictures(call, trained, tmp_path):
         assert width > 300 and height > 200
 
 
-def test_curves_over_updates_with_losses_and_scores_told_apart(trained):
+def test_curves_over_updates_distinguish_losses_and_scores(trained):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     from gpuattn.report import plot
 
@@ -52,7 +52,7 @@ def test_curves_over_updates_with_losses_and_scores_told_apart(trained):
     pyplot.close(figure)
 
 
-def test_a_sentence_of_ones_own(call, trained, tmp_path):
+def test_attention_of_a_given_sentence(call, trained, tmp_path):
     pytest.importorskip("matplotlib")
     chosen = ["--sentence", "old red cat", "--out", tmp_path]
     assert call("plot", trained, *chosen).exit_code == 0
@@ -60,13 +60,13 @@ def test_a_sentence_of_ones_own(call, trained, tmp_path):
     assert result.exit_code == 1 and "60 tokens long" in result.stderr
 
 
-def test_no_run_no_picture(call, tmp_path):
+def test_without_a_run_there_is_no_figure(call, tmp_path):
     pytest.importorskip("matplotlib")
     result = call("plot", tmp_path)
     assert result.exit_code == 1 and "no config.toml" in result.stderr
 
 
-def test_without_matplotlib_it_says_what_to_install(call, trained, monkeypatch):
+def test_without_matplotlib_the_error_names_the_package(call, trained, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = call("plot", trained)
     assert result.exit_code == 1 and "pip install 'gpuattn[plots]'" in result.stderr

@@ -1,4 +1,4 @@
-"""gpuattn profile and gpuattn report: of runs and of options, tables, files, pictures."""
+"""gpuattn profile and gpuattn report: from runs and options; tables, files and figures."""
 
 import json
 
@@ -9,12 +9,12 @@ from gpuattn.runs.folder import RunFolder
 
 from .conftest import TINY
 
-MODEL = [*TINY[: TINY.index("--beam")], "--device", "numpy"]  # what a step depends on
+MODEL = [*TINY[: TINY.index("--beam")], "--device", "numpy"]  # the options that affect a step
 
 
 @pytest.fixture
 def run(call, corpus, tmp_path):
-    """A run of two updates, of the test alone."""
+    """A run of two updates, which the test may change."""
     command = ["train", corpus / "src", corpus / "tgt", *TINY, "--for", "2u", "--out"]
     assert call(*command, tmp_path / "run").exit_code == 0
     return tmp_path / "run"
@@ -55,7 +55,7 @@ def test_options_are_profiled_without_a_run(call, corpus, tmp_path, monkeypatch)
     assert document["model"].startswith("1+1 layers, width 16")
 
 
-def test_what_cannot_be_profiled_or_reported(call, tmp_path):
+def test_refusals_of_profile_and_report(call, tmp_path):
     result = call("profile", tmp_path, "--device", "numpy")
     assert result.exit_code == 2 and "is one file" in result.stderr
     result = call("profile", "toyy", "--device", "numpy")
@@ -66,7 +66,7 @@ def test_what_cannot_be_profiled_or_reported(call, tmp_path):
     assert result.exit_code == 1 and "no config.toml" in result.stderr
 
 
-def test_the_end_of_a_run_says_what_it_took(call, corpus, tmp_path):
+def test_the_end_of_a_run_shows_its_cost(call, corpus, tmp_path):
     command = ["train", corpus / "src", corpus / "tgt", *TINY, "--for", "5u", "--out"]
     result = call(*command, tmp_path / "run")
     lines = result.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""What a run shows on terminals of any width, and what is left of it."""
+"""Progress on terminals of any width, and the text that remains at the end."""
 
 import io
 import re
@@ -33,7 +33,7 @@ def test_the_most_important_facts_stay(room, count):
     assert len(progress._fitting(parts, room)) <= max(room, 0)
 
 
-def test_what_a_gpu_tells_is_shown_where_it_is_known():
+def test_gpu_figures_are_shown_where_known():
     assert progress.facts(NOW)[5:] == ["lr 1.0e-03"]
     known = NOW._replace(mfu=0.1234, watts=312.4, joules=21_040.0)
     assert progress.facts(known)[5:] == ["MFU 12.3 %", "312 W", "21 kJ", "lr 1.0e-03"]
@@ -41,7 +41,7 @@ def test_what_a_gpu_tells_is_shown_where_it_is_known():
 
 @pytest.fixture
 def console(monkeypatch):
-    """The terminal of a LiveReport, with 40 columns."""
+    """The terminal of a LiveReport, 40 columns wide."""
     console = Console(file=io.StringIO(), width=40, force_terminal=True, no_color=True)
     monkeypatch.setattr("rich.console.Console", lambda **_: console)
     return console
@@ -49,7 +49,7 @@ def console(monkeypatch):
 
 @pytest.fixture
 def live(console):
-    """A LiveReport of 40 columns, and a function that gives what it wrote."""
+    """A LiveReport of 40 columns, and a function that returns the lines it wrote."""
     return progress.LiveReport(), console.file.getvalue
 
 
@@ -84,7 +84,7 @@ def test_text_on_a_narrow_terminal_is_whole(console):
         assert "".join(written_lines(console)).split() == ["valid", *text.split()]
 
 
-def test_text_wraps_beside_its_topic_but_a_command_stays_whole(live):
+def test_text_wraps_next_to_its_topic_but_commands_do_not_wrap(live):
     report, written = live
     report.say("valid", "update 1,149, loss 0.002, 99.5 % exact, [BLEU] 100.0")
     command = "echo 'a rather long sentence to be translated' | gpuattn translate runs/toy"
@@ -95,7 +95,7 @@ def test_text_wraps_beside_its_topic_but_a_command_stays_whole(live):
     assert lines[2].endswith(command)
 
 
-def test_the_cursor_comes_back(live):
+def test_the_cursor_is_shown_again(live):
     report, written = live
     report.progress(NOW)
     assert "\x1b[?25l" in written() and "loss 2.500" in written()
@@ -108,7 +108,7 @@ def test_the_cursor_comes_back(live):
     ("info", ["model", "valid", "warning", "stopped"]), ("warning", ["warning", "stopped"]),
     ("error", []),
 ])  # fmt: skip
-def test_a_level_decides_what_is_said(level, topics, capsys):
+def test_the_level_selects_the_messages(level, topics, capsys):
     report = progress.new_report(level)
     for topic in ("model", "valid", "warning", "stopped"):
         report.say(topic, "a text")

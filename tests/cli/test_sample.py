@@ -1,4 +1,4 @@
-"""gpuattn train --lm and gpuattn sample: a text learned and continued; and what is no such run."""
+"""gpuattn train --lm and gpuattn sample: learn and continue a text; refuse other runs."""
 
 import json
 
@@ -18,7 +18,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def language(tmp_path_factory):
-    """The folder of a run that has learned a text of one line. Not to be changed."""
+    """The folder of a run that learned a text of one line. Tests must not change it."""
     folder = tmp_path_factory.mktemp("language")
     (folder / "cats.txt").write_text(LINE * 20)
     command = ["train", "--model", "gpt2", "--lm", folder / "cats.txt", *SMALL, "--for", "120u"]
@@ -32,7 +32,7 @@ def language(tmp_path_factory):
     return folder / "cats"
 
 
-def test_the_text_goes_on(call, language):
+def test_the_text_is_continued(call, language):
     result = call("sample", language, "--prompt", "the cat", "--tokens", "41", "--top-k", "1")
     assert result.exit_code == 0 and result.stdout == LINE * 2 + "\n"
     settings = ["--tokens", "40", "--seed", "5", "--temperature", "3", "--count", "3"]
@@ -86,7 +86,7 @@ def test_loss_and_perplexity_of_a_text(call, language, tmp_path):
     (["text", "--length-penalty", "0"], 2, "--length-penalty is for translators"),
     (["none"], 1, "cannot read none"), (["odd"], 1, "odd: "), (["short"], 1, "short has 1 token;"),
 ])  # fmt: skip
-def test_what_a_language_model_is_not_scored_on(
+def test_refusals_of_evaluate_for_language_models(
     call, language, tmp_path, monkeypatch, arguments, code, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -145,7 +145,7 @@ def test_wrong_usage(call, tmp_path, monkeypatch, arguments, message):
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-def test_the_same_command_goes_on_in_the_folder_of_the_text(call, tmp_path, monkeypatch):
+def test_the_same_command_resumes_in_the_folder_of_the_text(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cats.txt").write_text(LINE * 8)
     command = ["train", "--lm", "cats.txt", *SMALL, "--for", "2u", "--schedule", "constant"]

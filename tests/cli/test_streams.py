@@ -1,4 +1,4 @@
-"""Standard streams that are closed, and files that are written whole or not at all."""
+"""Closed standard streams, and files that are written atomically."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from .conftest import ROOT
     ("translate", 0, "gpuattn: error: standard input is closed\n"),
     ("info", 1, "gpuattn: error: standard output is closed\n"), ("info", 2, ""),
 ])  # fmt: skip
-def test_a_closed_standard_stream_is_said_in_words(trained, command, number, said):
+def test_a_closed_standard_stream_is_reported(trained, command, number, said):
     run = subprocess.run(
         [sys.executable, "-m", "gpuattn", command, str(trained)], cwd=ROOT, text=True,
         stdin=subprocess.DEVNULL, capture_output=True, preexec_fn=lambda: os.close(number),
@@ -24,7 +24,7 @@ def test_a_closed_standard_stream_is_said_in_words(trained, command, number, sai
     assert bool(run.stdout) == (number == 2)
 
 
-def test_a_file_is_replaced_when_all_is_written(tmp_path):
+def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path):
     path = tmp_path / "out.txt"
     path.write_text("old")
     path.chmod(0o640)

@@ -1,4 +1,4 @@
-"""gpuattn train: every option, where values come from, going on, and what it refuses."""
+"""gpuattn train: options, origins of their values, resuming, and refusals."""
 
 import html
 import os
@@ -34,7 +34,7 @@ def test_every_option_of_a_config_is_a_flag_with_help(call):
         assert f"{heading}:" in text
 
 
-def test_stdout_is_empty_and_the_first_lines_say_what_runs(call, corpus, tmp_path):
+def test_stdout_is_empty_and_the_first_lines_describe_the_run(call, corpus, tmp_path):
     result = call("train", *files(corpus), *TINY, "--for", "2u", "--out", tmp_path / "run")
     assert result.exit_code == 0 and result.stdout == ""
     topics = [line.split()[0] for line in result.stderr.splitlines()]
@@ -46,7 +46,7 @@ def test_stdout_is_empty_and_the_first_lines_say_what_runs(call, corpus, tmp_pat
 @pytest.mark.parametrize("options, warned", [
     (["--quiet"], True), (["--log-level", "warning"], True), (["--log-level", "error"], False),
 ])  # fmt: skip
-def test_a_quiet_run_says_warnings_alone(call, corpus, tmp_path, monkeypatch, options, warned):
+def test_a_quiet_run_prints_warnings_only(call, corpus, tmp_path, monkeypatch, options, warned):
     monkeypatch.setattr("gpuattn.runtime.precision._warned", set())
     command = ["train", *files(corpus), *TINY, "--for", "2u", "--out", tmp_path / "run"]
     result = call(*command, *options, "--precision", "bf16")
@@ -62,7 +62,7 @@ def test_a_quiet_run_says_warnings_alone(call, corpus, tmp_path, monkeypatch, op
     assert result.exit_code == 2 and "accepted: one of them" in result.stderr
 
 
-def test_what_to_type_next_is_quoted(call, corpus, tmp_path):
+def test_the_next_command_is_quoted(call, corpus, tmp_path):
     out, text = tmp_path / "my run", tmp_path / "my text.txt"
     result = call("train", *files(corpus), *TINY, "--for", "1u", "--out", out)
     assert shlex.split(result.stderr.splitlines()[-1])[-3:] == ["gpuattn", "translate", str(out)]
@@ -131,7 +131,7 @@ def test_cuda_without_a_gpu_is_exit_code_3(call, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_tensorboard_is_an_option_that_names_what_it_needs(call, corpus, tmp_path, monkeypatch):
+def test_the_tensorboard_option_names_its_package(call, corpus, tmp_path, monkeypatch):
     command = ["train", *files(corpus), *TINY, "--for", "1u", "--out", tmp_path / "run"]
     with monkeypatch.context() as without:
         for name in ("tensorboard", "tensorboard.compat.proto.event_pb2"):
@@ -144,7 +144,7 @@ def test_tensorboard_is_an_option_that_names_what_it_needs(call, corpus, tmp_pat
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
 
 
-def test_the_same_command_goes_on_and_a_changed_one_is_refused(call, corpus, tmp_path):
+def test_the_same_command_resumes_and_a_changed_one_is_refused(call, corpus, tmp_path):
     command = ["train", *files(corpus), *TINY, "--out", tmp_path / "run", "--for", "3u"]
     assert call(*command).exit_code == 0
     again = call(*command)
@@ -198,9 +198,7 @@ def test_skipped_lines_are_counted(call, tmp_path, monkeypatch):
     assert "1 longer than 40 tokens (line 2 first)" in result.stderr
 
 
-def test_a_disk_that_was_full_at_the_start_leaves_room_for_the_same_command(
-    call, corpus, tmp_path, monkeypatch
-):
+def test_the_same_command_works_after_a_full_disk_at_the_start(call, corpus, tmp_path, monkeypatch):
     command = ["train", *files(corpus), *TINY, "--for", "1u", "--out", tmp_path / "run"]
     with monkeypatch.context() as patch:
         patch.setattr("gpuattn.runs.folder.write_text", raise_full)
@@ -229,7 +227,7 @@ def test_a_full_disk_is_one_error(call, corpus, tmp_path, monkeypatch):
     assert call(*command, "--for", "4u").exit_code == 0
 
 
-def test_a_damaged_run_does_not_go_on_in_silence(call, corpus, tmp_path):
+def test_resuming_a_damaged_run_gives_a_warning(call, corpus, tmp_path):
     command = ["train", *files(corpus), *TINY, "--out", tmp_path / "run", "--schedule", "constant"]
     assert call(*command, "--for", "2u").exit_code == 0
     for path in (tmp_path / "run").glob("state-*.safetensors"):
@@ -238,7 +236,7 @@ def test_a_damaged_run_does_not_go_on_in_silence(call, corpus, tmp_path):
     assert result.exit_code == 1 and "state" in result.stderr and "bytes, want" in result.stderr
 
 
-def test_ctrl_c_in_a_terminal_sized_process_saves_and_names_the_command(corpus, tmp_path):
+def test_ctrl_c_saves_and_names_the_command(corpus, tmp_path):
     command = [sys.executable, "-m", "gpuattn", "train", *files(corpus), *TINY]
     command += ["--for", "9ku", "--out", tmp_path / "run", "--overwrite"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -255,7 +253,7 @@ def test_ctrl_c_in_a_terminal_sized_process_saves_and_names_the_command(corpus, 
     assert checkpoint.load(tmp_path / "run", "state")[1]["update"] > 0
 
 
-def test_a_run_goes_on_when_nobody_reads_what_it_says(corpus, tmp_path):
+def test_a_run_continues_when_its_output_is_closed(corpus, tmp_path):
     command = [sys.executable, "-m", "gpuattn", "train", *files(corpus), *TINY]
     command += ["--for", "4u", "--out", tmp_path / "run"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -278,14 +276,14 @@ def test_a_terminal_gets_a_bar(corpus, tmp_path):
     try:
         while piece := os.read(ours, 65536):
             shown += piece
-    except OSError:  # how Linux says that the other end is closed
+    except OSError:  # Linux reports a closed other end like this
         pass
     assert running.wait() == 0
     assert b"tokens/s" in shown and b"GiB" in shown and b"s left" in shown
     assert b"\x1b[3" not in shown  # no colour
 
 
-def test_manifests_that_are_lost_are_recovered(call, trained, corpus, tmp_path):
+def test_lost_manifests_are_recovered(call, trained, corpus, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     command = ["train", *files(corpus), *TINY, "--for", "60u", "--out", run]
     for path in run.glob("*.json"):

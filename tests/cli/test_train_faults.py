@@ -1,4 +1,4 @@
-"""Faults around a training run: one clear message with the remedy, the exit code, what is left."""
+"""Faults during training: one message with the remedy, the exit code, the remaining files."""
 
 import errno
 import io
@@ -22,14 +22,14 @@ def command(corpus, tmp_path):
 
 
 def only_error(result, code=1):
-    """Return the one error that a failed command showed."""
+    """Check that a failed command printed one error; return it."""
     errors = [line for line in result.stderr.splitlines() if "error:" in line]
     assert result.exit_code == code and len(errors) == 1, result.stderr
     return errors[0]
 
 
 def refusing(monkeypatch, number, *modes, after=0, name=""):
-    """Let opening files of the run fail from the call with number ``after`` on."""
+    """Make opening files of the run fail with an errno after ``after`` successful calls."""
     inner, calls = io.open, iter(range(1_000_000))
 
     def opened(file, mode="r", *rest, **options):
@@ -42,7 +42,7 @@ def refusing(monkeypatch, number, *modes, after=0, name=""):
     monkeypatch.setattr("io.open", opened)
 
 
-def test_ten_spoiled_updates_in_a_row(call, command, tmp_path, monkeypatch):
+def test_ten_invalid_updates_in_a_row(call, command, tmp_path, monkeypatch):
     load = HostFeed.load
 
     def spoiled(self, batch, **numbers):
@@ -59,14 +59,14 @@ def test_ten_spoiled_updates_in_a_row(call, command, tmp_path, monkeypatch):
     assert call(*command).exit_code == 0
 
 
-def test_a_learning_rate_that_spoils_the_run_is_the_one_thing_said(call, command, tmp_path):
+def test_too_large_a_learning_rate_is_one_error(call, command, tmp_path):
     result = call(*command, "--lr", "1e9")
     error = only_error(result)
     assert "Start again with a smaller --lr than 1e+09, or a longer --warmup. All is" in error
     assert "gpuattn: warning" not in result.stderr
 
 
-def test_a_model_that_no_memory_holds(call, command, tmp_path):
+def test_a_model_larger_than_memory(call, command, tmp_path):
     error = only_error(call(*command, "--dim", "1000000"))
     assert "a model larger than memory" in error and "GB. Try a smaller --dim or" in error
     assert not (tmp_path / "run").exists()

@@ -25,7 +25,7 @@ def test_one_line_out_for_each_line_in(call, trained):
     assert [lines[0], lines[3]] == library
 
 
-def test_nothing_in_nothing_out(call, trained):
+def test_empty_input_gives_empty_output(call, trained):
     assert call("translate", trained, input="").stdout == ""
     assert call("translate", trained, input="\n").stdout == "\n"
 
@@ -42,7 +42,7 @@ def test_scores_and_nbest(call, trained):
     assert float(rows[0][1]) >= float(rows[1][1])
 
 
-def test_the_ways_of_decoding(call, trained):
+def test_decoding_options(call, trained):
     text = "red cat\nnew blue tree\n"
     fast = call("translate", trained, "--beam", "3", input=text).stdout
     assert call("translate", trained, "--beam", "3", "--no-kv-cache", input=text).stdout == fast
@@ -68,13 +68,13 @@ def test_lines_that_cannot_be_translated_stay_in_place(call, trained):
     assert "line 3" in errors[1] and "60 tokens long" in errors[1] and len(errors) == 2
 
 
-def test_windows_line_ends_and_odd_characters(call, trained):
+def test_windows_line_ends_and_unusual_characters(call, trained):
     assert len(call("translate", trained, input="red\r\ncat\r\n").stdout.splitlines()) == 2
     result = call("translate", trained, input="red \u2028 \x0b cat\n")
     assert result.exit_code == 0 and result.stdout.count("\n") == 1
 
 
-def test_a_closed_pipe_is_no_error(trained):
+def test_a_closed_pipe_is_not_an_error(trained):
     command = [sys.executable, "-m", "gpuattn", "translate", str(trained)]
     running = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -90,7 +90,7 @@ def test_a_closed_pipe_is_no_error(trained):
 def test_a_pipe_gets_its_answer_line_by_line(trained):
     command = [sys.executable, "-m", "gpuattn", "translate", str(trained)]
     running = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    for _ in range(2):  # the answer comes while the input is still open
+    for _ in range(2):  # the answer arrives while the input is still open
         running.stdin.write(b"red cat\n")
         running.stdin.flush()
         assert running.stdout.readline().strip()
@@ -103,7 +103,7 @@ def test_a_pipe_gets_its_answer_line_by_line(trained):
     ("truncated", "bytes, want"), ("flipped", "SHA-256"), ("other model", "of another model"),
     ("config", "unknown key"), ("none", "there is no checkpoint"),
 ])  # fmt: skip
-def test_a_run_that_cannot_be_used_is_one_error(call, trained, tmp_path, damage, message):
+def test_an_unusable_run_is_one_error(call, trained, tmp_path, damage, message):
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     weights = sorted(run.glob("best-*.safetensors")) + sorted(run.glob("last-*.safetensors"))
@@ -131,7 +131,7 @@ def test_a_run_that_cannot_be_used_is_one_error(call, trained, tmp_path, damage,
     assert message in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(call, trained, tmp_path):
+def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one(call, trained, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     checkpoint.save(run, "best", *checkpoint.load(run, "best"))
@@ -144,7 +144,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(call, trained, 
 
 
 def test_a_terminal_gets_a_prompt(trained):
-    """Each line is answered at once; Ctrl-D leaves."""
+    """Each line is translated at once; Ctrl-D ends the command."""
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
@@ -176,7 +176,7 @@ def test_a_run_is_loaded_in_python_too(trained, call):
         gpuattn.load_run(trained.parent)
 
 
-def test_files_in_and_out_and_a_byte_order_mark_is_none_of_the_text(call, trained, tmp_path):
+def test_input_and_output_files_and_a_byte_order_mark(call, trained, tmp_path):
     plain = call("translate", trained, input="red cat\nold house\n").stdout
     marked = b"\xef\xbb\xbfred cat\nold house\n"
     assert call("translate", trained, input=marked).stdout == plain

@@ -1,4 +1,4 @@
-"""Programmatic dependent launches: what the driver is told, and that no kernel starts too early."""
+"""Programmatic dependent launches: the driver arguments, and no access before the wait."""
 
 import ctypes
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ KINDS = ["scalar*", "float*", "int*", "bool", "long long", "int", "Problem", "fl
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A fake of CuPy and the driver: the ``calls`` that it got, the ``answers`` that it gives."""
+    """A fake of CuPy and the driver: ``calls`` are recorded, ``answers`` are returned."""
     cuda = SimpleNamespace(
         calls=[], answers=[], used=[], get_current_stream=lambda: SimpleNamespace(ptr=77)
     )
@@ -80,7 +80,7 @@ def begin(grid=(5,), block=(128,), shared=0):
     run(grid, block, *args, shared_bytes=shared)
 
 
-def test_the_driver_reads_what_cuda_h_lays_out(cuda):
+def test_arguments_have_the_layout_of_cuda_h(cuda):
     begin((5, 2), (64, 1, 3), 1024)
     ((config, attribute, packed),) = cuda.calls
     assert (*config.grid, *config.block) == (5, 2, 1, 64, 1, 3)
@@ -96,7 +96,7 @@ def test_the_driver_reads_what_cuda_h_lays_out(cuda):
 
 
 def test_parameters_with_tensor_maps_are_given_by_address(cuda, monkeypatch):
-    """The compiler aligns maps to 64 bytes from a place that it chooses."""
+    """The compiler decides where the 64-byte aligned maps lie among the parameters."""
     kinds = ["TensorMap", "int", "scalar*", "TensorMaps", "Problem"]
     sizes, seen = [128, 4, 8, 128, 12], []
 
@@ -128,7 +128,7 @@ def test_an_error_of_the_driver_is_raised(cuda):
         begin()
 
 
-# ---- on a GPU: after a kernel that lets others start at once and moves its data much later ------
+# ---- on a GPU: after a kernel that triggers dependents at once and copies its data much later ---
 
 LATE = """#include "common/grid_dependency.cuh"
 extern "C" __global__ void late(const unsigned short* from, unsigned short* to, long long count) {
@@ -150,7 +150,7 @@ def add_norm(x, residual, weight):
 
 
 def weight_gradients_of(x, y):
-    """Of weights of 256 x 384, parts of two matrices."""
+    """Gradients of 256 x 384 weights, for parts of two matrices."""
     places = [arrays.empty(x, (256, 384)) for _ in range(24)]
     weight_gradients.launch_kernel([(x[:, :256], y[:, :384], place, False) for place in places])
     return places
@@ -174,7 +174,7 @@ def row_product(x, y, v):
     return row_products.IMPLS[0].forward(*given, needs=(False,) * 6, **params)[0]
 
 
-CALLS = {  # a kernel that reads x; the others: a matrix, a vector, scores and tokens
+CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores and tokens
     "softmax": lambda x, *_: gpuattn.softmax(x),
     "softmax, long rows": lambda x, *_: gpuattn.softmax(x.reshape(1, -1)),
     "softmax, gradient": lambda x, y, *_: gradients(gpuattn.softmax, x, y),
@@ -218,11 +218,11 @@ CALLS = {  # a kernel that reads x; the others: a matrix, a vector, scores and t
 
 @pytest.fixture
 def late(gpu, monkeypatch):
-    """``late(a, b)`` copies a to b, of 16-bit numbers, when the next kernel could be done."""
+    """``late(a, b)`` copies 16-bit numbers from a to b, after the next kernel could have ended."""
     record = gpu_of(0)
     if not record.has_dependent_launch:
         pytest.skip("not a Hopper GPU")
-    monkeypatch.setattr(arrays, "allocate", ALLOCATE)  # poison would be a kernel in between
+    monkeypatch.setattr(arrays, "allocate", ALLOCATE)  # poisoning would launch a kernel in between
     module = gpu.cuda.function.Module()
     module.load(compiler.compile_text(LATE, f"sm_{record.capability}", "late.cu")[0])
     run = module.get_function("late")
@@ -231,7 +231,7 @@ def late(gpu, monkeypatch):
 
 @pytest.fixture
 def inputs(gpu):
-    """Return x before ``late`` writes to it, x after that, and the other arguments of ``CALLS``."""
+    """Return x before and after ``late`` writes to it, and the other arguments of ``CALLS``."""
     random = gpu.random.default_rng(0)
 
     def draw(*shape):
@@ -275,7 +275,7 @@ def test_no_kernel_reads_too_early(gpu, late, inputs):
     ran = {name for name, count in kernels.launches.items() if count > launches[name]}
     assert {"column_sum", "column_sums"} <= ran
     dependent = set().union(*map(kernels.dependent_kernels, kernels.files()))
-    assert dependent <= ran, "no call here for these"
+    assert dependent <= ran, "dependent kernels without a call in CALLS"
 
 
 def test_no_kernel_writes_too_early(gpu, late, inputs):

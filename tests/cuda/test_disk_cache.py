@@ -1,4 +1,4 @@
-"""The cache on disk: whole files or none, and no error where nothing can be kept."""
+"""The cache on disk: atomic writes, and no error where the disk cannot be written."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from gpuattn.cuda import disk_cache
 
 
-def test_bytes_come_back_and_damage_is_noticed(tmp_path):
+def test_bytes_round_trip_and_damage_is_detected(tmp_path):
     path = tmp_path / "new" / "file"
     assert disk_cache.read_bytes(path) is None
     disk_cache.write_bytes(path, b"code" * 100)
@@ -21,7 +21,7 @@ def test_bytes_come_back_and_damage_is_noticed(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["file"], "a temporary file is left"
 
 
-def test_json_comes_back_and_damage_is_an_empty_table(tmp_path):
+def test_json_round_trip_and_damage_gives_an_empty_table(tmp_path):
     path = tmp_path / "table.json"
     assert disk_cache.read_json(path) == {}
     disk_cache.write_json(path, {"a": [1, "x"]})
@@ -31,7 +31,7 @@ def test_json_comes_back_and_damage_is_an_empty_table(tmp_path):
 
 
 @pytest.mark.parametrize("fails", ["mkdir", "replace"])
-def test_a_disk_that_refuses_is_no_error(tmp_path, monkeypatch, fails):
+def test_a_failing_disk_is_not_an_error(tmp_path, monkeypatch, fails):
     def refuse(*args, **kwargs):
         raise OSError("no space left")
 
@@ -43,7 +43,7 @@ def test_a_disk_that_refuses_is_no_error(tmp_path, monkeypatch, fails):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_folder_is_the_one_that_the_user_names(monkeypatch, tmp_path):
+def test_the_user_can_set_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "own"))
     assert disk_cache.folder() == tmp_path / "own"

@@ -1,4 +1,4 @@
-"""The Gpu record: read from the driver, and which GPUs use what."""
+"""The Gpu record: attributes read from the driver, and features per GPU."""
 
 import sys
 from dataclasses import replace
@@ -14,18 +14,18 @@ from gpuattn.errors import HardwareRefusal
 
 @pytest.fixture(params=GPUS)
 def name(request, monkeypatch):
-    """A compute capability; device 0 is a GPU of it."""
+    """A compute capability, which device 0 gets."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(GPUS[request.param]))
     gpu_of.cache_clear()
     yield request.param
     gpu_of.cache_clear()
 
 
-def test_it_is_what_the_driver_says(name):
+def test_the_record_equals_the_drivers_attributes(name):
     assert gpu_of(0) == GPUS[name]
 
 
-def test_which_gpus_use_what(name):
+def test_features_of_each_gpu(name):
     is_hopper, later = name == "9.0", gpu_of(0).capability >= 90
     assert (
         gpu_of(0).has_wgmma
@@ -44,7 +44,7 @@ def test_an_older_driver_has_no_dependent_launch(monkeypatch):
     gpu_of.cache_clear()
 
 
-def test_why_a_kernel_for_hopper_does_not_run(name):
+def test_refusal_of_hopper_kernels_elsewhere(name):
     reason = hopper_refusal(0)
     if name == "9.0":
         assert reason is None
@@ -53,7 +53,7 @@ def test_why_a_kernel_for_hopper_does_not_run(name):
         assert reason == (f"the GPU's compute capability is {name}, the kernel needs 9.0 (Hopper)")
 
 
-def test_a_real_gpu_has_what_the_runtime_says(gpu):
+def test_the_record_of_a_real_gpu(gpu):
     runtime = gpu.cuda.runtime
     properties, found = runtime.getDeviceProperties(0), gpu_of(0)
     assert found.capability == 10 * properties["major"] + properties["minor"]

@@ -17,7 +17,7 @@ from gpuattn.errors import KernelCompileError
 
 REQUIRED = "nvrtc" in os.environ.get("GPUATTN_REQUIRE", "")
 EVERYWHERE = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100"}
-IN_PARTS = {  # by the op whose kernels compute the same on other GPUs
+IN_PARTS = {  # fused op: the op whose kernels compute its parts on other GPUs
     "linear_dropout_add_norm": "dropout_add_norm",
     "linear_gelu": "bias_activation",
     "gelu_slopes": "bias_activation",
@@ -28,7 +28,7 @@ SPILLED = {
     "attention/flash_attention_forward_ampere.cu": 48, "attention/flash_attention_short.cu": 16,
     "attention/flash_attention_backward_ampere_extras.cu": 20,
 }  # fmt: skip
-"""Bytes that a thread may spill: the words of dropout do not fit at head size 128."""
+"""Bytes that a thread may spill: at head size 128, dropout's random words need more registers."""
 
 
 def variants():
@@ -49,7 +49,7 @@ def test_compiles_without_spills(nvrtc, file, arch, constants, result_of_backgro
 
 @pytest.mark.background(run=compiled.check_variants)
 @pytest.mark.parametrize("file", kernels.files())
-def test_the_front_end_takes_every_variant(nvrtc, file, result_of_background):
+def test_the_front_end_accepts_every_variant(nvrtc, file, result_of_background):
     result_of_background()
 
 
@@ -73,7 +73,7 @@ def nvdisasm():
 @pytest.mark.background(run=compiled.hopper_instructions)
 @pytest.mark.parametrize("file", kernels.files())
 def test_no_double_precision_instructions(nvrtc, nvdisasm, file, result_of_background):
-    """A float literal without its f makes a kernel 30 times slower: look at the machine code."""
+    """Checks machine code, because a float literal without f makes a kernel 30 times slower."""
     code = result_of_background()
     assert set(code) == set(kernels.signatures(file))
     for name, instructions in code.items():
@@ -85,7 +85,7 @@ def test_no_double_precision_instructions(nvrtc, nvdisasm, file, result_of_backg
 @pytest.mark.background(run=compiled.hopper_instructions)
 @pytest.mark.parametrize("file", kernels.files())
 def test_dependent_kernels_wait_before_anything_else(nvrtc, nvdisasm, file, result_of_background):
-    """Every block, before it touches memory, whatever the compiler moved; no other kernel waits."""
+    """Every dependent kernel waits before memory accesses in machine code; no other one waits."""
     for name, instructions in result_of_background().items():
         waits = [text for text in instructions if "ACQBULK" in text]
         if name in kernels.dependent_kernels(file):
@@ -129,7 +129,7 @@ def test_dependent_kernels_are_read_from_the_launch_lines_alone(tmp_path, monkey
 
 @pytest.mark.parametrize("file", kernels.files())
 def test_dependent_kernels_have_no_constant_input(file):
-    """ptxas moves loads of const __restrict__ over the wait, now and then, in some variant."""
+    """In some variants, ptxas moves loads through const __restrict__ above the wait."""
     text = kernels._without_comments(file)
     for name, parameters in kernels.SIGNATURE.findall(text):
         if name in kernels.dependent_kernels(file):
@@ -144,7 +144,7 @@ def harm_before_wait(instructions):
 
 
 @pytest.mark.parametrize("early", ["", "if (y[1] > 0.f) ", "y[2] = 1.f; ", "if (n < 0) return; "])
-def test_harm_before_a_wait_is_seen(nvrtc, nvdisasm, early):
+def test_accesses_before_a_wait_are_detected(nvrtc, nvdisasm, early):
     text = f"""
         #include "common/grid_dependency.cuh"
         extern "C" __global__ void k(const float* x, float* y, int n) {{
@@ -155,12 +155,12 @@ def test_harm_before_a_wait_is_seen(nvrtc, nvdisasm, early):
     assert bool(harm) == bool(early)
 
 
-def test_there_are_sources():
+def test_sources_are_found():
     assert len(kernels.files()) >= 10
 
 
 @pytest.mark.parametrize("file", kernels.files())
-def test_header_is_a_contract(file):
+def test_headers_match_their_sources(file):
     text = (kernels.ROOT / file).read_text()
     assert text.isascii()
     assert "// Launch:" in text
@@ -199,7 +199,7 @@ def test_every_file_has_a_row_in_the_catalogue():
     assert [name for name in names if f"`{name}`" not in catalogue] == []
 
 
-def test_numbers_are_cast_to_the_declared_types():
+def test_scalars_are_cast_to_the_declared_types():
     seen = []
     fake = kernels.Kernel(
         lambda grid, block, args, shared_mem: seen.extend(args),
@@ -217,8 +217,8 @@ def test_an_empty_grid_launches_nothing():
     kernels.Kernel(fail, "k", [])((4, 0), (32,))
 
 
-def test_resources_say_what_keeps_more_blocks_from_running(monkeypatch):
-    """On a made-up GPU: 4 multiprocessors of 64 Ki registers and 200 KiB of shared memory."""
+def test_resources_name_the_limit_of_occupancy(monkeypatch):
+    """On a fake GPU: 4 multiprocessors of 64 Ki registers and 200 KiB of shared memory."""
     record = replace(GPUS["9.0"], multiprocessors=4, shared_bytes_per_multiprocessor=200 << 10)
     allowed = []
     driver = SimpleNamespace(
@@ -269,12 +269,12 @@ def test_the_cubin_cache(nvrtc, tmp_path, monkeypatch):
         kernels, "compile_text", lambda *a, **k: calls.append(1) or compile_text(*a, **k)
     )
     assert kernels.cubin(file, "sm_90", **constants) == code
-    assert not calls, "the second time comes from the disk"
+    assert not calls, "the second call compiled instead of reading the disk"
     damaged = bytearray(path.read_bytes())
     damaged[100] ^= 1
     path.write_bytes(damaged)
     assert kernels.cubin(file, "sm_90", **constants) == code
-    assert calls, "a flipped bit is noticed and compiled again"
+    assert calls, "a cubin with a flipped bit was used"
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(nvrtc, tmp_path, monkeypatch):

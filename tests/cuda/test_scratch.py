@@ -64,7 +64,7 @@ def test_counters_are_shared_by_launches_of_a_thread_on_a_stream(cupy):
     assert cupy.zeroed == [(1 << 32, size, 99), "synchronized", (2 << 32, size, 99), "synchronized"]
 
 
-def test_more_counters_take_the_place_of_fewer(cupy):
+def test_a_larger_counter_array_replaces_a_smaller_one(cupy):
     few, many = scratch.counters(3), scratch.counters(5)
     assert many >= few + 4 * 3
     assert scratch.counters(2) == scratch.counters(5) == many
@@ -82,11 +82,11 @@ def test_captured_launches_have_counters_of_their_own(cupy):
 
 
 def test_the_default_stream_is_not_asked_whether_it_is_captured(cupy):
-    cupy.stream, cupy.capturing = 0, True  # CuPy fails there
+    cupy.stream, cupy.capturing = 0, True  # CuPy raises an error for it
     assert scratch.counters() == scratch.counters()
 
 
-def test_a_workspace_is_of_one_user_on_one_stream(cupy):
+def test_a_workspace_belongs_to_one_user_on_one_stream(cupy):
     first = scratch.workspace("a", 100, 0, 1)
     assert scratch.workspace("a", 100, 0, 1) == first
     assert in_a_thread(lambda: scratch.workspace("a", 100, 0, 1)) == first
@@ -100,7 +100,7 @@ def test_a_zeroed_workspace_is_zeroed_once_on_the_stream_of_the_launch(cupy):
     assert cupy.zeroed == [(places.pop(), 100, 77)] and not places
 
 
-def test_threads_that_meet_get_one_workspace(cupy, monkeypatch):
+def test_concurrent_threads_get_one_workspace(cupy, monkeypatch):
     barrier, allocate = threading.Barrier(4), cupy.memory
     cupy.cuda.memory.Memory = lambda size: (threading.Event().wait(0.02), allocate(size))[1]
     found = []

@@ -50,7 +50,7 @@ def test_a_row_of_float32_is_a_multiple_of_four():
     )
 
 
-def test_the_copy_engine_wants_strides_above_zero_and_16_bits():
+def test_tensor_maps_need_positive_strides_and_16_bits():
     for x in (BASE[:, ::-1], np.broadcast_to(BASE[:1], BASE.shape)):
         assert rows_refusal(on_a_gpu(x), "q") is None
         assert "repeats rows or goes backwards" in refusal(on_a_gpu(x), "q")

@@ -1,4 +1,4 @@
-"""Beam search by beam_step and beam_update against gpuattn.decode."""
+"""Beam search with beam_step and beam_update, compared with gpuattn.decode."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def search(xp, logits_of, sentences, vocab, limits, beam, nbest, penalty, rule, 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_as_decode(xp, seed):
+def test_equals_decode(xp, seed):
     rng = np.random.default_rng(seed)
     vocab, beam, sentences = int(rng.integers(2, 9)), int(rng.integers(1, 7)), 3
     limits = rng.integers(0, 7, sentences).tolist()

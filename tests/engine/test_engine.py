@@ -1,4 +1,4 @@
-"""The engine's translations against gpuattn.decode, on NumPy and as CUDA graphs."""
+"""The engine's translations equal gpuattn.decode's, on NumPy and as CUDA graphs."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def check(found, want):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
-def test_as_decode(model, seed):
+def test_equals_decode(model, seed):
     rng = np.random.default_rng(seed)
     engine = Engine(model, max_rows=20)
     for _ in range(3):
@@ -60,14 +60,14 @@ def test_as_decode(model, seed):
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
 def test_a_step_of_the_search_on_any_device(model):
-    """What a graph holds, called as it is: also on NumPy."""
+    """Call the step that a graph captures directly, also on NumPy."""
     rng, limit = np.random.default_rng(0), 12
     sources = [rng.integers(4, VOCAB, n).tolist() for n in (3, 9, 1)]
     options = {"bos": BOS, "eos": EOS, "nbest": 2, "banned": (0, BOS, 3), "min_length": 2}
     search = TranslationSearch(
         model, 4, 3, limit, 16, divisor=lambda length: length**0.6, **options
     )
-    for _ in range(2):  # one search serves batch after batch
+    for _ in range(2):  # the same search runs two batches
         search.load(sources, [limit] * 3)
         search.encode()
         for _ in range(limit):
@@ -91,8 +91,8 @@ def test_limits_of_each_sentence(model):
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
-def test_searches_that_make_room_for_others(model, monkeypatch):
-    """Each needs all of the cache: the next one takes its place, and so do its graphs."""
+def test_searches_are_evicted_for_others(model, monkeypatch):
+    """Each search needs the whole cache, so the next one replaces it and its graphs."""
     monkeypatch.setattr(engine_module, "MAX_TOKENS", 1)
     engine, options = Engine(model), {"bos": BOS, "eos": EOS, "banned": (0, BOS, 3)}
     sources = [[5, 6, 7], [8, 9]]
@@ -103,13 +103,15 @@ def test_searches_that_make_room_for_others(model, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
-def test_weights_that_move(model):
-    """A graph holds addresses: those of weights that were replaced are not read again."""
+def test_replaced_weights(model):
+    """Graphs hold addresses; those of replaced weights must not be read again."""
     engine, options = Engine(model), {"bos": BOS, "eos": EOS, "beam": 2}
     sources = [[5, 6, 7], [8, 9]]
     for _ in range(3):
         engine.translate(sources, limits=[9, 9], **options)
-    old = [parameter.data for parameter in model.parameters()]  # kept, so that memory moves
+    old = [
+        parameter.data for parameter in model.parameters()
+    ]  # kept alive, so that new weights get other memory
     for parameter in model.parameters():
         parameter.data = parameter.data * np.float32(-1)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Plans for cuBLASLt, against a stand-in that multiplies as the descriptors say; tuning."""
+"""Plans for cuBLASLt, tested with a fake library that follows the descriptors; tuning."""
 
 import sys
 import threading
@@ -23,7 +23,7 @@ start = cublaslt._handle
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The fake library; arrays made by ``gpu`` count as arrays on a GPU."""
+    """The fake library; arrays made by ``gpu`` are treated as arrays on a GPU."""
     library = fake_cublaslt.CublasLt()
     monkeypatch.setitem(sys.modules, "cupy", fake_cublaslt.cupy())
     monkeypatch.setattr(cublaslt, "library", lambda: (library, ""))
@@ -34,7 +34,7 @@ def fake(monkeypatch):
 
 
 def whole(rng, *shape):
-    """Whole numbers so small that their sums are exact in every dtype."""
+    """Return small integers, whose sums are exact in every dtype."""
     return rng.integers(-2, 3, shape).astype(np.float64)
 
 
@@ -96,12 +96,12 @@ def test_stacks(fake, rng, left, right):
     assert fake.ran
 
 
-def test_nothing_is_added_to_a_new_array(fake, rng):
+def test_a_new_array_is_not_accumulated_into(fake, rng):
     a, b = whole(rng, M, K), whole(rng, K, N)
     np.testing.assert_array_equal(matmul.matmul(gpu(a), gpu(b), accumulate=True), a @ b)
 
 
-def test_sums_beside_a_product(fake, rng):
+def test_column_sums_in_the_launch_of_a_product(fake, rng):
     dz, x = gpu(whole(rng, K, M)), gpu(whole(rng, K, N))
     places = gpu(np.zeros(M + 4))
     sums = places[-places.ctypes.data % 16 // 8 :][:M]
@@ -146,7 +146,7 @@ def test_bias_and_activation(fake, rng):
 def test_a_plan_serves_all_products_of_its_kind(fake, rng):
     for _ in range(3):
         cublaslt.multiply(gpu(whole(rng, M, K)), gpu(whole(rng, K, N)))
-    assert fake.planned <= 3  # one for each alignment that NumPy happened to give
+    assert fake.planned <= 3  # one for each alignment of NumPy's allocations
     a, b = np.zeros(4 * 64 + 1), gpu(np.zeros((8, 8)))
     start = -a.ctypes.data % 512 // 8
     plans = len(cublaslt._plans)
@@ -159,7 +159,7 @@ def test_a_plan_serves_all_products_of_its_kind(fake, rng):
     assert asked["MAX_WORKSPACE_BYTES"] == cublaslt.WORKSPACE_BYTES
 
 
-def test_descriptors_are_given_back(fake, rng, monkeypatch):
+def test_descriptors_are_destroyed(fake, rng, monkeypatch):
     monkeypatch.setattr(cublaslt, "MOST_PLANS", 2)
     for k in range(1, 6):
         cublaslt.multiply(gpu(whole(rng, M, k)), gpu(whole(rng, k, N)))
@@ -167,7 +167,7 @@ def test_descriptors_are_given_back(fake, rng, monkeypatch):
     assert len(fake.objects) == 4 * len(cublaslt._plans)
 
 
-def test_what_does_not_fit_is_refused_with_a_reason(fake):
+def test_refusals_have_a_reason(fake):
     a = gpu(np.zeros((2, 3), np.float32))
     whole = gpu(np.zeros((4, 4), np.float32))
     for reason, *operands in (
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused_with_a_reason(fake):
         matmul.matmul(a, a)
 
 
-def test_a_fallback_warns_and_says_why(fake, rng):
+def test_a_fallback_warns_with_the_reason(fake, rng):
     a, b = gpu(whole(rng, M, K)), gpu(whole(rng, K, N))
     assert matmul.fallback_reason(a, b) is None and not fake.ran
     fake.status = 15
@@ -238,7 +238,7 @@ def test_a_failure_names_status_and_shape(fake):
         cublaslt.multiply(a, a.T)
 
 
-def test_what_is_planned_but_refused_is_not_tried_again(fake, rng):
+def test_a_refused_plan_is_not_tried_again(fake, rng):
     a = gpu(np.zeros((2, 3), np.float32))
     assert type(cublaslt.multiply(a, a.T)) is fake_cublaslt.Array
     fake.status = 7
@@ -247,7 +247,7 @@ def test_what_is_planned_but_refused_is_not_tried_again(fake, rng):
     assert cublaslt.multiply(a, a.T) == REFUSED
 
 
-def test_a_library_that_does_not_start(fake, monkeypatch):
+def test_a_library_that_cannot_be_initialised(fake, monkeypatch):
     a = gpu(np.zeros((2, 3), np.float32))
 
     def create():
@@ -277,20 +277,20 @@ def test_threads_do_not_mix_their_biases(fake, rng):
     assert not wrong
 
 
-def test_tuning_takes_the_fastest_and_remembers(fake, rng, monkeypatch, tmp_path):
+def test_tuning_selects_the_fastest_and_stores_it(fake, rng, monkeypatch, tmp_path):
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "FLUSH_BYTES", 1)
     fake.costs = 1.0, 0.99, 0.5
     a, b, out = gpu(whole(rng, M, K)), gpu(whole(rng, K, N)), gpu(np.zeros((M, N)))
     tuning.tune(lambda: cublaslt.multiply(a, b, out, accumulate=True))
-    np.testing.assert_array_equal(out, a @ b)  # added once, however often it was tried
+    np.testing.assert_array_equal(out, a @ b)  # accumulated once, in spite of several trials
     assert len(fake.ran) == 3 * tuning.SAMPLES + 1
     cublaslt.multiply(a, b, out, accumulate=True)
     assert fake.ran[-2:] == [2, 2]
     (file,) = tmp_path.iterdir()
     assert file.name == "products-Fake-GPU-130000.json"
 
-    cublaslt._plans.clear()  # as in another process
+    cublaslt._plans.clear()  # like in a new process
     cublaslt.multiply(a, b, out)
     assert fake.ran[-1] == 0
     cublaslt._plans.clear()
@@ -299,7 +299,7 @@ def test_tuning_takes_the_fastest_and_remembers(fake, rng, monkeypatch, tmp_path
     assert fake.ran == [2]
 
 
-def test_tuning_keeps_the_first_unless_another_is_worth_it(fake, rng, monkeypatch, tmp_path):
+def test_tuning_keeps_the_first_unless_another_is_clearly_faster(fake, rng, monkeypatch, tmp_path):
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "file" / "none"))
     (tmp_path / "file").write_text("no folder: nothing can be kept, which is no error")
     monkeypatch.setattr(tuning, "FLUSH_BYTES", 1)

@@ -10,9 +10,9 @@ from gpuattn.cuda.kernels import launches
 from gpuattn.gemm import cublaslt, tuning
 from gpuattn.gemm.matmul import matmul
 
-M, K, N = 5, 33, 7  # odd on purpose
+M, K, N = 5, 33, 7  # odd sizes
 ROUNDING = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
-LONG_SUM = 2e-5  # error of float32 sums of thousands; TF32 would make it 1e-3
+LONG_SUM = 2e-5  # error of float32 sums of thousands of terms; with TF32 it would be 1e-3
 
 
 def operands(xp, rng, dtype, transpose_a=False, transpose_b=False):
@@ -53,7 +53,7 @@ def test_out_is_a_slice_of_any_dtype(xp, rng, dtype, out_dtype, accumulate):
 
 def test_16_bit_sums_are_kept_in_float32(xp):
     ones = xp.ones((1, 4096), np.float16)
-    ones[0, 0] = 2048  # from here on float16 cannot count by one
+    ones[0, 0] = 2048  # above this float16 cannot represent odd integers
     assert to_cpu(matmul(ones, xp.ones((4096, 3), np.float16))).tolist() == [[6144] * 3]
     assert to_cpu(matmul(ones, xp.ones((4096, 1), np.float16))).tolist() == [[6144]]
 
@@ -126,7 +126,7 @@ def test_stacks(gpu, rng, shapes, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_captured_products_are_the_eager_ones(gpu, rng, dtype, monkeypatch):
-    """Even if a kind of product, or a stream, is met for the first time during the capture."""
+    """Also if a kind of product, or a stream, is first used during the capture."""
     monkeypatch.setattr(cublaslt, "_plans", {})
     a, b = (
         gpu.asarray(rng.standard_normal(shape).astype(dtype_of(dtype)))

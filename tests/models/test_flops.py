@@ -1,4 +1,4 @@
-"""Model FLOPs: six for each weight and token, by the weights that models really have."""
+"""Model FLOPs: six per weight and token, checked with the weights of real models."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from gpuattn.tasks.translation import TranslationTask
 
 
 def sizes(model, part):
-    """Return how many weights the matrices have whose path begins with ``part``."""
+    """Return the number of weights in the matrices whose path begins with ``part``."""
     found = dict(model.named_parameters()).items()
     return sum(p.size for path, p in found if path.startswith(part) and p.ndim == 2)
 
@@ -20,7 +20,7 @@ KINDS = [{}, {"kv_heads": 1, "activation": "swiglu", "positions": "rotary"}]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_side_meets_its_own_weights(kind):
+def test_each_side_counts_its_own_weights(kind):
     config = TranslationConfig(vocab=128, d_model=16, heads=2, layers=(2, 3), ffn=24, **kind)
     model, source, target = TranslationModel(config), np.array([3, 5, 9]), np.array([4, 4, 7])
     of_source = sizes(model, "encoder.") + sizes(model, "memory.")
@@ -31,7 +31,7 @@ def test_each_side_meets_its_own_weights(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_language_model_meets_all_but_its_positions(kind):
+def test_a_language_model_counts_all_but_its_positions(kind):
     config = GPT2Config(vocab=128, d_model=16, heads=2, layers=3, block=8, **kind)
     model = GPT2(config)
     weights = sizes(model, "") - sizes(model, "embedding.position")

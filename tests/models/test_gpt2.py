@@ -1,4 +1,4 @@
-"""GPT-2: causality, initial weights, gradients, and that it learns."""
+"""GPT-2: causality, initial weights, gradients, and learning a simple sequence."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ def tokens(rng, *shape):
     return rng.integers(0, 20, shape).astype(np.int32)
 
 
-def test_logits_do_not_see_the_future(rng):
+def test_logits_do_not_depend_on_later_tokens(rng):
     model, x = GPT2(TINY), tokens(rng, 2, 8)
     changed = x.copy()
     changed[:, 5:] = (x[:, 5:] + 1) % 20
@@ -99,7 +99,7 @@ def test_learns_to_count(rng):
         assert [text.tokens for text in texts] == [[5, 6, 7, 8, 9, 10], [10, 11, 12, 13, 14, 15]]
 
 
-def test_options_decide_the_parameters():
+def test_parameters_follow_the_options():
     plain = {name: p.shape for name, p in GPT2(TINY).named_parameters()}
     shapes = {
         name: p.shape
@@ -124,7 +124,7 @@ FAULTS = [{"block": 0}, {"heads": 3}, {"layers": 1.5}, {"kv_heads": 3}, {"positi
 
 
 @pytest.mark.parametrize("options", FAULTS)
-def test_configurations_that_do_not_fit_are_refused(options):
+def test_invalid_configurations_are_refused(options):
     with pytest.raises(ConfigError):
         dataclasses.replace(TINY, **options)
 

@@ -1,4 +1,4 @@
-"""A model that registers itself is known everywhere: options, command line, memory, FLOPs."""
+"""A registered model works everywhere: options, command line, memory plans, FLOPs."""
 
 import sys
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from gpuattn.train import memory
 
 @dataclass(frozen=True)
 class SlimConfig(GPT2Config):
-    """A GPT2 whose feed-forward networks have a width of their own."""
+    """A GPT2 with a separate option for the feed-forward width."""
 
     inner: int = 64
 
@@ -41,8 +41,8 @@ def check(options):
 
 @pytest.fixture
 def slim(monkeypatch):
-    """The registry with one more model, and the command line as a new process would build it."""
-    monkeypatch.setitem(MODELS, "slim", None)  # takes it out again behind the test
+    """Register one more model, and rebuild the command line as a new process would."""
+    monkeypatch.setitem(MODELS, "slim", None)  # removed again after the test
     del MODELS["slim"]
     monkeypatch.delitem(sys.modules, "gpuattn.cli.train", raising=False)
     return register(ModelKind(
@@ -90,7 +90,7 @@ def test_memory_and_flops_are_those_of_its_own_config(slim, text):
     assert task.flops([batch]) == want
     plan = memory.plan(task.model, config, PRECISIONS["fp32"], 10_000)
     wide = GPT2(GPT2Config(task.model.config.vocab, 32, 2, 2, 16))
-    hidden = (4 * width - 24) * 10_000 * 4  # fewer hidden values, for each: kept twice in 2 layers
+    hidden = (4 * width - 24) * 10_000 * 4  # bytes of the missing values, kept twice in 2 layers
     more = memory.plan(wide, config, PRECISIONS["fp32"], 10_000).activations - plan.activations
     assert 4 * hidden <= more <= 6 * hidden
 

@@ -1,4 +1,4 @@
-"""The loss of states: logits whole, or in slices where they are large or nobody needs them."""
+"""The loss of states: from all logits, or in slices where logits are large or not kept."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ CONFIG = GPT2Config(vocab=100, d_model=16, heads=2, layers=1, block=8, dropout=0
 
 @pytest.fixture
 def sliced(monkeypatch):
-    """Returns which losses were taken in slices."""
+    """Return a list of the losses that were computed in slices."""
     calls, inner = [], loss.linear_cross_entropy
     monkeypatch.setattr(
         loss, "linear_cross_entropy", lambda *a, **k: calls.append(1) or inner(*a, **k)
@@ -26,7 +26,7 @@ def gradients(model, rng):
     return [found.data, *(parameter.grad for parameter in model.parameters())]
 
 
-def test_large_logits_come_in_slices(sliced, monkeypatch):
+def test_large_logits_are_computed_in_slices(sliced, monkeypatch):
     found = []
     for limit in (2 * 8 * 128 * 4, 2 * 8 * 128 * 4 - 1):
         monkeypatch.setattr(loss, "WHOLE_BYTES", limit)
@@ -36,7 +36,7 @@ def test_large_logits_come_in_slices(sliced, monkeypatch):
         np.testing.assert_allclose(whole, part, rtol=1e-4, atol=1e-6)
 
 
-def test_without_training_or_memory_all_logits_do(sliced):
+def test_evaluation_and_full_checkpointing_use_slices(sliced):
     model, tokens = GPT2(CONFIG), np.zeros((2, 8), np.int32)
     model.loss(tokens, tokens)
     assert not sliced

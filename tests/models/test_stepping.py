@@ -1,4 +1,4 @@
-"""Steppers: the cache changes nothing but the time, and steps equal the whole text at once."""
+"""Steppers: results do not depend on the cache, and steps equal a pass over the whole text."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ OPTIONS = {"kv_heads": 2, "positions": "rotary", "activation": "swiglu", "pad_vo
 def language_model(**options):
     sizes = {"vocab": 20, "d_model": 16, "heads": 4, "layers": 2, "block": 12, "dropout": 0.2}
     model = GPT2(GPT2Config(**sizes, **options), seed=3)
-    for p in model.parameters():  # as after some training: what came before matters
+    for p in model.parameters():  # large weights, as after training, so that earlier tokens matter
         p.data = p.data * 10
     return model
 
@@ -113,7 +113,7 @@ def test_no_sentences_give_no_translations():
     assert greedy(model.stepper(model.pack([]), 7), bos=BOS, eos=EOS, max_length=7) == []
 
 
-def test_gpt2_goes_on_from_each_prompt():
+def test_gpt2_continues_each_prompt():
     stepper = language_model().stepper(PROMPT, 5)
     together = greedy(stepper, bos=stepper.first_tokens, eos=None, max_length=5)
     alone = language_model().stepper(PROMPT[1:], 5)
@@ -134,25 +134,25 @@ def test_a_sentence_alone_equals_itself_in_a_batch():
 
 @pytest.mark.parametrize("kind", ["pre", "gpt2"])
 @pytest.mark.parametrize("kv_cache", [True, False])
-def test_starting_anew_forgets(kind, kv_cache):
+def test_start_resets_the_cache(kind, kv_cache):
     stepper, fresh = make(kind, 1, kv_cache), make(kind, 2, kv_cache)
     tokens = np.full(stepper.sentences, BOS, np.int32)
     stepper.step(tokens, 0)
     stepper.step(tokens, 1)
     stepper.start(2)
     again, want = (one.step(tokens.repeat(2), 0) for one in (stepper, fresh))
-    # the same products of the same shapes: apart by roundings of the largest logit at most
+    # matrix products of the same shapes: the difference is rounding of the largest logit at most
     np.testing.assert_allclose(again, want, rtol=0, atol=8 * np.spacing(abs(want).max()))
 
 
-def test_stepping_leaves_training_on_and_records_nothing():
+def test_stepping_keeps_training_mode_and_records_nothing():
     model = translator()
     stepper = model.stepper(model.pack(SOURCES), 4)
     logits = stepper.step(np.full(3, BOS, np.int32), 0)
     assert model.training and isinstance(logits, np.ndarray)
 
 
-def test_steps_come_in_order():
+def test_steps_must_be_in_order():
     stepper = make("pre", 1, True)
     with pytest.raises(ValueError, match="the next one, 0"):
         stepper.step(np.full(3, BOS, np.int32), 1)

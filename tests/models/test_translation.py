@@ -1,4 +1,4 @@
-"""The translation model: gradients, packing, ties, states, and that it learns."""
+"""The translation model: gradients, packing, tied weights, states, and learning."""
 
 import dataclasses
 
@@ -72,7 +72,7 @@ def test_initial_loss_is_near_that_of_guessing():
     assert np.log(500) - 1 < loss.item() < np.log(500) + 1.5
 
 
-def test_padding_of_the_vocabulary_takes_no_part():
+def test_padding_of_the_vocabulary_has_no_effect():
     model, batch = make(), one_batch()
     assert model.source.weight.shape == (64, 8)
     model.loss(batch).backward()
@@ -82,7 +82,7 @@ def test_padding_of_the_vocabulary_takes_no_part():
     assert model.loss(batch).item() == before
 
 
-def test_the_vocabulary_may_go_without_padding():
+def test_the_vocabulary_may_be_unpadded():
     model, batch = make(pad_vocab=False, tied=False), one_batch()
     assert model.source.weight.shape == model.head.weight.shape == (20, 8)
     padded = make(tied=False)
@@ -95,7 +95,7 @@ def test_the_vocabulary_may_go_without_padding():
 
 
 def test_one_product_makes_all_keys_and_values_of_the_memory(monkeypatch):
-    """And one its gradient: each layer's attention writes into its part of it."""
+    """One product computes the gradient too: each layer's attention writes its part of it."""
     from gpuattn.autodiff import gradient_layout
     from gpuattn.nn import attention
 
@@ -111,15 +111,17 @@ def test_one_product_makes_all_keys_and_values_of_the_memory(monkeypatch):
         states = model.decode(model.target(source), model.source(source))
         (states * states).sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
-        assert len(copies) == (0 if placed else 2 * (3 + 3)), "two layers: q k v, and q k v"
+        assert len(copies) == (0 if placed else 2 * (3 + 3)), (
+            "two layers with q, k, v of self-attention and of cross-attention"
+        )
     assert found[0]["memory.kv.weight"].shape == (2 * 2 * 4, 8)
     for name, grad in found[0].items():
         if grad is not None:
             np.testing.assert_array_equal(grad, found[1][name], err_msg=name)
 
 
-def test_a_layer_with_its_own_product_is_the_same():
-    """What the projection holds for a layer is what the layer would hold for itself."""
+def test_a_layer_with_its_own_product_gives_the_same():
+    """The joint projection has the weights that a separate layer would have."""
     from gpuattn import nn
 
     rng = np.random.default_rng(2)
@@ -137,7 +139,7 @@ def test_a_layer_with_its_own_product_is_the_same():
         assert abs(own.kv.weight.data).max() > 0.5 * (6 / 16) ** 0.5
 
 
-def test_tied_parameters_come_once():
+def test_tied_parameters_are_listed_once():
     tied, untied = make(), make(tied=False)
     names = {name for name, _ in untied.named_parameters()}
     assert names - {name for name, _ in tied.named_parameters()} == {"target.weight", "head.weight"}
@@ -153,7 +155,7 @@ def test_post_norm_has_no_norm_at_the_end():
     }
 
 
-def test_seed_decides_parameters_and_dropout():
+def test_parameters_and_dropout_depend_on_the_seed():
     one, same, other = make(seed=1), make(seed=1), make(seed=2)
     batch = one_batch()
     assert one.loss(batch).item() == same.loss(batch).item()
@@ -170,7 +172,7 @@ def test_dropout_repeats_in_recomputation():
         np.testing.assert_array_equal(a.grad, b.grad, err_msg=name)
 
 
-def test_the_order_of_the_loader_changes_no_gradient():
+def test_gradients_do_not_depend_on_the_loaders_order():
     batch = one_batch()
     plain = dataclasses.replace(batch, source_order=None, target_order=None)
     one, two = make(), make()
@@ -179,7 +181,7 @@ def test_the_order_of_the_loader_changes_no_gradient():
     np.testing.assert_array_equal(one.source.weight.grad, two.source.weight.grad)
 
 
-def test_state_goes_to_another_model_and_back():
+def test_state_round_trip_through_another_model():
     one, two, batch = make(seed=1), make(seed=2), one_batch()
     two.load_state(one.state())
     assert one.eval().loss(batch).item() == two.eval().loss(batch).item()
@@ -206,7 +208,7 @@ def test_pack_is_the_source_side_of_a_batch():
     assert packed.max_source == batch.max_source == 6
 
 
-def test_attention_maps_are_probabilities_over_what_may_be_seen():
+def test_attention_maps_are_probabilities_over_visible_positions():
     model = make(dropout=0.5)
     maps = model.attention_maps([5, 6, 7], [8, 9])
     assert {k: [m.shape for m in v] for k, v in maps.items()} == {
@@ -220,7 +222,7 @@ def test_attention_maps_are_probabilities_over_what_may_be_seen():
 
 
 def test_attention_maps_show_what_the_model_computes():
-    """With values that name their key, cross-attention returns its map."""
+    """With one-hot values per key, cross-attention returns its attention map."""
     model = make(layers=(1, 1), heads=1, norm="post", positions="learned").eval()
     cross = model.decoder[0].cross_attention
     seen = {}
@@ -284,7 +286,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("options", "message"), FAULTS, ids=lambda x: str(x)[:24])
-def test_configurations_that_do_not_fit_are_refused(options, message):
+def test_invalid_configurations_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(TINY, **options)
 

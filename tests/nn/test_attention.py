@@ -1,4 +1,4 @@
-"""Multi-head attention: packed and batched tokens, grouped heads, memories and caches."""
+"""Multi-head attention: packed and batched tokens, grouped heads, encoder memories, KV caches."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ CU = np.array([0, 3, 4, 9], np.int32)
 
 
 def by_hand(layer, x, memory=None, causal=False):
-    """Attention of one sequence (T, width) in float64, head by head."""
+    """Compute attention of one sequence (T, width) in float64, head by head."""
     H, G, D = layer.heads, layer.kv_heads, layer.head_dim
 
     def project(linear, x):
@@ -83,7 +83,7 @@ def test_cross_attention_packed_by_hand(rng):
         np.testing.assert_allclose(got, by_hand(layer, x, memory), rtol=1e-4, atol=1e-5)
 
 
-def test_memories_serve_several_rows_each(rng):
+def test_one_memory_for_several_rows(rng):
     layer = make(rng, cross=True)
     x = rng.standard_normal((6, 2, 24)).astype(np.float32)
     memory = rng.standard_normal((3, 4, 24)).astype(np.float32)
@@ -93,7 +93,7 @@ def test_memories_serve_several_rows_each(rng):
 
 @pytest.mark.parametrize("slots", [False, True])
 def test_cache_continues_and_reorders(rng, monkeypatch, slots):
-    """With ``slots``, as on a GPU: rows stay, a table follows the texts."""
+    """With ``slots``, as on a GPU, cache rows stay in place and a table maps texts to them."""
     if slots:
         monkeypatch.setattr(attention, "on_gpu", lambda x: True)
     layer = make(rng, causal=True, kv_heads=2)
@@ -120,7 +120,12 @@ def test_a_cache_with_slots_takes_long_texts_and_moves_twice(rng, monkeypatch):
     x = rng.standard_normal((3, 45, 24)).astype(np.float32)
     cache, text = layer.new_cache(3, 45), x[:, :0]
     with no_grad():
-        for start, stop in ((0, 20), (20, 21), (21, 40), (40, 45)):  # above and below 16 at a time
+        for start, stop in (
+            (0, 20),
+            (20, 21),
+            (21, 40),
+            (40, 45),
+        ):  # more and fewer than 16 tokens per call
             text = np.concatenate([text, x[:, start:stop]], axis=1)
             got = layer(text[:, start:], cache=cache).data
             np.testing.assert_allclose(got, layer(text).data[:, start:], atol=1e-5)
@@ -129,7 +134,7 @@ def test_a_cache_with_slots_takes_long_texts_and_moves_twice(rng, monkeypatch):
             text = text[parents]
 
 
-def test_dropout_repeats_within_a_step_and_stops_in_evaluation(rng):
+def test_dropout_repeats_within_a_step_and_is_off_in_evaluation(rng):
     layer = make(rng, dropout=0.5)
     x = rng.standard_normal((2, 9, 24)).astype(np.float32)
     first = layer(x).data
@@ -155,7 +160,7 @@ def test_runs_on_both_backends(xp, rng):
     np.testing.assert_allclose(got[2], by_hand(layer, parts[2], causal=True), rtol=1e-3, atol=1e-3)
 
 
-def test_rotary_positions_are_those_given_or_count_along_the_tokens(rng):
+def test_rotary_positions_are_given_or_count_the_tokens(rng):
     layer, parts = make(rng, causal=True, kv_heads=2, rotary=True), sequences(rng)
     places_ = np.concatenate([np.arange(n) for n in LENGTHS])
     packing = {"cu_seqlens": CU, "max_seqlen": 5}
@@ -176,13 +181,13 @@ def test_rotary_needs_even_heads_of_its_own(options):
         nn.MultiHeadAttention(24, **{"heads": 6, "rotary": True, **options})
 
 
-def test_heads_must_divide():
+def test_invalid_head_counts_are_refused():
     for options in ({"heads": 5}, {"heads": 6, "kv_heads": 4}, {"heads": 0}):
         with pytest.raises(ValueError, match="divide"):
             nn.MultiHeadAttention(24, **options)
 
 
-def test_split_heads_are_views_and_their_gradients_lie_side_by_side(rng):
+def test_split_heads_are_views_with_adjacent_gradients(rng):
     x = Tensor(rng.standard_normal((4, 10)), requires_grad=True)
     q, k, v = split_heads(x, (3, 1, 1), 2)
     assert [part.shape for part in (q, k, v)] == [(4, 3, 2), (4, 1, 2), (4, 1, 2)]
@@ -192,7 +197,7 @@ def test_split_heads_are_views_and_their_gradients_lie_side_by_side(rng):
 
 
 def packed_attention(x, cu, packed, counts=(4, 2, 2), head_dim=8, **options):
-    """Attention of x (tokens, width), which holds queries, keys and values."""
+    """Return attention of x (tokens, width), which holds queries, keys and values."""
     if packed:
         longest = int((cu[1:] - cu[:-1]).max())
         options |= {"cu_seqlens_q": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -203,9 +208,9 @@ def packed_attention(x, cu, packed, counts=(4, 2, 2), head_dim=8, **options):
 
 
 def gradient_and_copies(monkeypatch, x, dout, cu, packed, **options):
-    """Return the gradient of ``packed_attention`` with places, without them, and what was copied.
+    """Return the gradient of ``packed_attention`` with places, without them, and the copies made.
 
-    Without them the gradients of queries, keys and values lie by themselves until they are copied.
+    Without places, the gradients of queries, keys and values are separate arrays and are copied.
     """
     found, copied, same = [], [], attention.same_memory
     for placed in (True, False):
@@ -224,13 +229,13 @@ def gradient_and_copies(monkeypatch, x, dout, cu, packed, **options):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_gradients_of_parts_are_written_where_they_belong(monkeypatch, rng, packed):
+def test_gradients_of_parts_are_written_in_place(monkeypatch, rng, packed):
     x = rng.standard_normal((18, 64)).astype(np.float32)
     cu = np.array([0, 5 if packed else 9, 18], np.int32)
     dout = rng.standard_normal((18, 4, 8) if packed else (2, 9, 4, 8)).astype(np.float32)
     placed, copied, copies = gradient_and_copies(monkeypatch, x, dout, cu, packed)
     np.testing.assert_array_equal(placed, copied)
-    # the reference brings packed gradients in arrays of its own
+    # the reference returns packed gradients in new arrays
     assert copies == [True] * 3 * packed + [False] * 3
 
 
@@ -245,7 +250,7 @@ FORMS = {  # which kernels: (sizes of x, dtype, options)
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_kernels_write_gradients_where_they_belong(monkeypatch, rng, gpu, form, packed):
+def test_kernels_write_gradients_in_place(monkeypatch, rng, gpu, form, packed):
     (tokens, head_dim), dtype, options = FORMS[form]
     length = 64 if form == "short" else 256
     cu = gpu.asarray(sorted([*range(0, tokens + 1, length), *[length - 3] * packed]), "int32")
@@ -262,12 +267,12 @@ def test_kernels_write_gradients_where_they_belong(monkeypatch, rng, gpu, form, 
     assert bool(ran["flash_attention_short_backward"]) == (form == "short")
     assert bool(ran["flash_attention_backward"]) == (form == "hopper")
     np.testing.assert_array_equal(placed, copied)
-    assert copies == [False] * 3, "all was copied without places, nothing with them"
+    assert copies == [False] * 3, "without places all three are copied, with places none"
     assert placed.astype(np.float32).any(axis=0).all()
 
 
-def test_a_place_is_for_one(rng):
-    """What is used twice gets the sum of both gradients."""
+def test_a_place_is_for_one_use(rng):
+    """A tensor that is used twice gets the sum of both gradients."""
     x = rng.standard_normal((2, 5, 64))
 
     def uses(x):
@@ -282,8 +287,8 @@ def test_a_place_is_for_one(rng):
     np.testing.assert_allclose((leaf.grad * step).sum(), (up - down) / (2 * eps), rtol=1e-6)
 
 
-def test_a_gradient_that_is_asked_for_is_left_alone(rng):
-    """Turning back happens in place, but not in what the caller gets."""
+def test_a_retained_gradient_is_not_overwritten(rng):
+    """The inverse rotation works in place, but not in a gradient that the caller gets."""
     x = Tensor(rng.standard_normal((2, 5, 64)), requires_grad=True)
     q, k, v = split_heads(x, (4, 2, 2), 8)
     turned = rotary(q, k)

@@ -1,4 +1,4 @@
-"""Dropout modules: every call its own stream, the same bits for the same step."""
+"""Dropout modules: one random stream per module, the same bits for the same step."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_drops_by_step_and_stream(xp):
     assert (first != one(x)).any()
 
 
-def test_nothing_drops_in_evaluation_or_at_zero():
+def test_no_dropout_in_evaluation_or_at_zero():
     x = np.ones((2, 8), np.float32)
     assert nn.Dropout(0.5).eval()(x) is x
     assert nn.Dropout(0.0)(x) is x

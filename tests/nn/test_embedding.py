@@ -55,7 +55,7 @@ def test_kind_of_positions_is_checked():
         nn.Embedding(10, 6, positions="learned")
 
 
-def test_padding_is_no_token():
+def test_padding_ids_are_refused():
     layer = nn.Embedding(64, 8, used=50)
     with pytest.raises(IndexError, match="holding 50; accepted: 0 <= index < 50"):
         layer(np.array([49, 50]))

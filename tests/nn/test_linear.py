@@ -33,7 +33,7 @@ def test_initial_weights_keep_variances(rng):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["gelu_exact", "swiglu"])
-def test_feed_forward_with_an_activation_behind_its_product(rng, activation, bias):
+def test_feed_forward_with_an_activation_after_its_product(rng, activation, bias):
     layer = nn.FeedForward(4, 16, activation=activation, bias=bias, rng=rng)
     x = rng.standard_normal((7, 4)).astype(np.float32)
     z = x @ layer.inner.weight.data.T
@@ -48,7 +48,7 @@ def test_feed_forward_with_an_activation_behind_its_product(rng, activation, bia
     np.testing.assert_allclose(layer(x).data, hidden @ layer.out.weight.data.T, atol=1e-5)
 
 
-def test_feed_forward_widens_and_narrows(rng):
+def test_feed_forward_sizes(rng):
     layer = nn.FeedForward(4, 16, rng=rng)
     x = rng.standard_normal((7, 4)).astype(np.float32)
     hidden = np.maximum(x @ layer.inner.weight.data.T, 0)

@@ -1,4 +1,4 @@
-"""Modules: which parameters they have, by which names, and how states come and go."""
+"""Modules: parameters and their names, saving and loading states."""
 
 import copy
 import pickle
@@ -56,7 +56,7 @@ def test_train_and_eval_reach_every_module():
     assert all(module.training for _, module in outer.modules())
 
 
-def test_evaluating_neither_drops_nor_records_and_restores():
+def test_evaluating_disables_dropout_and_recording_and_restores_the_mode():
     outer = Outer()
     with outer.evaluating():
         assert not outer.tied.dropout.training
@@ -76,7 +76,7 @@ def test_state_is_a_copy_and_loads_back_in_place():
     before = [p.data for p in other.parameters()]
     other.load_state(state)
     for p, old, mine in zip(other.parameters(), before, outer.parameters(), strict=True):
-        assert p.data is old  # a slice of a flat buffer stays one
+        assert p.data is old  # a slice of a flat buffer keeps its memory
         np.testing.assert_array_equal(p.data, mine.data)
     state["first"][:] = 99
     assert outer.first.data[0] == 1
@@ -96,7 +96,7 @@ def faulty(state):
     yield "last is int64", {**state, "last": np.ones(1, np.int64)}
 
 
-def test_load_state_takes_all_or_nothing():
+def test_load_state_loads_all_or_nothing():
     for message, bad in faulty({k: v + 7 for k, v in Outer().state().items()}):
         outer = Outer()
         with pytest.raises(CheckpointError, match=message):
@@ -109,7 +109,7 @@ def test_load_state_names_a_few_of_many_faults():
         Outer().load_state({f"x{i}": np.zeros(1, np.float32) for i in range(16)})
 
 
-def test_zero_grad_forgets():
+def test_zero_grad_clears_gradients():
     outer = Outer()
     np.sum(outer.first * outer.first).backward()
     assert outer.first.grad is not None
@@ -128,7 +128,7 @@ def test_fresh_layers_repeat_after_manual_seed():
     assert (nn.Linear(4, 5).weight.data != weights[0]).any()
 
 
-def test_reprs_are_trees_of_modules_with_sizes():
+def test_repr_is_a_tree_of_modules_with_sizes():
     layer = nn.TransformerEncoderLayer(16, 2, 32, norm="pre", dropout=0.1)
     assert (
         repr(layer)
@@ -146,7 +146,7 @@ TransformerEncoderLayer, 2,224 parameters
     )
 
 
-def test_reprs_count_shared_parameters_once():
+def test_repr_counts_shared_parameters_once():
     first, *rest = repr(Outer()).splitlines()
     assert first == "Outer, 17 parameters: first (4,), last (1,)"
     assert rest == [
@@ -158,7 +158,7 @@ def test_reprs_count_shared_parameters_once():
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_modules_are_copied_with_what_they_share(again):
+def test_copies_of_modules_keep_sharing(again):
     outer = Outer()
     other = again(outer)
     assert repr(other) == repr(outer)

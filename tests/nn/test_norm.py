@@ -1,4 +1,4 @@
-"""Norms: alone, and fused with dropout and the residual sum before them."""
+"""Norms alone, and fused with the preceding dropout and residual sum."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Transformer layers: both norms, both layouts, causality, and stacks that fuse across layers."""
+"""Transformer layers: both norm kinds, both layouts, causality, and fusion across layers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every argument of every public op, given what it does not take: the error names both."""
+"""Invalid values for every argument of every public op: the error names op and argument."""
 
 import inspect
 
@@ -20,7 +20,7 @@ def integers(*shape):
 
 
 def update(**more):
-    """Arguments of an optimizer's op."""
+    """Return the arguments of an optimizer op."""
     state = gpuattn.OptimizerState(numbers(SIZE))
     return {"params": numbers(SIZE), "grads": numbers(SIZE), "state": state, **more}
 
@@ -78,7 +78,7 @@ NONE_IS_FINE = {
 
 
 class WantsGradient:
-    """A tensor of another library that wants a gradient: it refuses to be exported."""
+    """A tensor of another library that requires a gradient and therefore refuses export."""
 
     requires_grad = True
 
@@ -99,7 +99,7 @@ with pytest.warns(PendingDeprecationWarning):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("junk", JUNK)
-def test_what_no_argument_takes(name, junk):
+def test_invalid_arguments_are_named(name, junk):
     op = getattr(gpuattn, name)
     for argument in inspect.signature(op).parameters:
         with pytest.raises((TypeError, ValueError)) as raised:
@@ -107,15 +107,15 @@ def test_what_no_argument_takes(name, junk):
         assert str(raised.value).startswith(f"{name}: {argument}"), argument
 
 
-def test_every_op_is_here():
-    """An op takes ``impl``; the others here choose none by themselves."""
+def test_every_op_is_tested():
+    """Every op with an ``impl`` argument has a row; the other rows select no implementation."""
     ops = {name for name in gpuattn.__all__ if callable(getattr(gpuattn, name))}
     takes = {n for n in ops if "impl" in inspect.signature(getattr(gpuattn, n)).parameters}
     assert takes | {"scaled_dot_product_attention"} == set(CALLS)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_none_where_something_is_needed(name):
+def test_none_for_a_required_argument(name):
     op = getattr(gpuattn, name)
     op(**CALLS[name]())
     for argument, parameter in inspect.signature(op).parameters.items():
@@ -133,11 +133,11 @@ def test_flags_are_true_or_false(name):
             message = f"^{name}: {argument} is {value!r}; accepted: True or False"
             with pytest.raises(TypeError, match=message):
                 op(**CALLS[name]() | {argument: value})
-        if argument != "nesterov":  # which wants momentum too
+        if argument != "nesterov":  # which needs momentum too
             op(**CALLS[name]() | {argument: np.True_})
 
 
-def test_a_flag_of_numpy_counts_as_python_s():
+def test_numpy_booleans_are_accepted_as_flags():
     q, k, v = CALLS["flash_attention"]().values()
     q = k = v = numbers(1, 5, 2, 4)
     want = gpuattn.flash_attention(q, k, v, causal=True)
@@ -153,7 +153,7 @@ def test_a_dtype_is_listed_once(dtype, said):
         gpuattn.flash_attention(q, q, q, bias=np.ones((4, 4), np.int32))
 
 
-def test_the_dtype_of_offsets_is_a_matter_of_types():
+def test_a_wrong_offset_dtype_is_a_type_error():
     q = numbers(4, 2, 8)
     with pytest.raises(TypeError, match=r"cu_seqlens_q\.dtype is int64; accepted: int32.*astype"):
         gpuattn.flash_attention(q, q, q, cu_seqlens_q=np.array([0, 4]))
@@ -161,11 +161,11 @@ def test_the_dtype_of_offsets_is_a_matter_of_types():
         gpuattn.flash_attention(q, q, q, cu_seqlens_q=np.zeros((1, 2), np.int32))
 
 
-def test_a_seed_is_checked_where_nothing_drops():
+def test_a_seed_is_checked_without_dropout_too():
     with pytest.raises(TypeError, match=r"dropout: seed is 1\.5; accepted: an int, .*Key"):
         gpuattn.dropout(numbers(3), 0.0, seed=1.5)
 
 
-def test_an_implementation_that_does_not_exist_is_named():
+def test_an_unknown_implementation_is_named():
     with pytest.raises(UnsupportedError, match="softmax: impl='fast' is not one of: raw-simt"):
         gpuattn.softmax(numbers(3), impl="fast")

@@ -32,8 +32,8 @@ def test_implementations_agree(name, where, rng, shape, dtype):
 @pytest.mark.parametrize("key", [KEY, Key(2**64 - 1), Key(1, 2**32 - 1, 2**32 - 1)])
 @pytest.mark.parametrize("p", [1e-4, 0.1, 0.5, 0.97])
 @pytest.mark.parametrize("name, where", HERE)
-def test_the_mask_is_that_of_rng(name, where, p, key):
-    """philox.cuh draws the same bits as rng.py, which answers the published vectors."""
+def test_the_mask_equals_rng(name, where, p, key):
+    """philox.cuh draws the same bits as rng.py, which is tested with the published vectors."""
     xp = module_named(where)
     y = to_cpu(dropout(xp.ones((5, 1003), "float32"), p, seed=key, impl=name))
     keep = rng.keep_mask(np, y.shape, p, key)
@@ -43,7 +43,7 @@ def test_the_mask_is_that_of_rng(name, where, p, key):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_backward_has_the_mask_of_forward(name, where):
+def test_backward_uses_the_mask_of_forward(name, where):
     xp = module_named(where)
     x = Tensor(xp.ones((7, 100), "float32"), requires_grad=True)
     y = dropout(x, 0.4, impl=name)
@@ -80,7 +80,7 @@ def test_p_zero_and_one(name, where, rng):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_nan_stays_where_it_is(name, where):
+def test_nan_stays_in_its_element(name, where):
     xp = module_named(where)
     x = xp.ones(64, "float32")
     x[5] = np.nan

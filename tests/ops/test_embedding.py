@@ -1,4 +1,4 @@
-"""Embedding: values, positions, dropout, gradients by order, slots, ids out of range."""
+"""Embedding: values, positions, dropout, gradients with ``order``, slots, ids out of range."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from gpuattn.autodiff import tape
 from gpuattn.ops.embedding import IMPLS, embedding
 
 V, P = 11, 9
-# (tokens' shape), D; 33 columns are no whole number of 16 bytes, 520 one thread past a block's; 600
-# tokens repeat every id often, over several chunks
+# (shape of tokens), D; 33 columns are not a multiple of 16 bytes, 520 need one thread more than a
+# block has; 600 tokens repeat every id often, in several chunks
 SHAPES = {
     "one": ((1,), 1),
     "odd": ((3, 7), 33),
@@ -26,7 +26,7 @@ PARAMS = {"scale": 2.5, "p": 0.0, "key": None}
 
 
 def order_of(tokens):
-    """The loader's arrays, by a rule of its own."""
+    """Return the loader's ``order`` arrays, computed independently of the loader."""
     flat = tokens.ravel()
     order = sorted(range(flat.size), key=lambda i: (flat[i], i))
     ids = sorted(set(flat.tolist()))
@@ -47,7 +47,7 @@ def check(rng, name, where, shape, cols, dtype, p, form, ordered, deterministic=
     needs = (False, True, False, table is not None and "fixed" not in form, *[False] * 3)
     params = {"scale": 2.5, "p": p, "key": random.Key(7, 3, 5) if p else None}
     params["deterministic"] = deterministic
-    slack = 4 if shape and max(shape) > 100 else 1  # long sums, added in other orders
+    slack = 4 if shape and max(shape) > 100 else 1  # long sums, in another order
     check_implementation(IMPLS, name, where, inputs, dtype, needs=needs, slack=slack, **params)
 
 
@@ -95,7 +95,7 @@ def test_written_out_definition(xp, rng):
     np.testing.assert_allclose(to_cpu(got), weight[tokens] + table[:6], rtol=1e-12)
 
 
-def test_dropout_is_a_function_of_the_key(xp):
+def test_dropout_depends_on_the_key_alone(xp):
     tokens, weight = xp.zeros((40, 5), np.int32), xp.ones((1, 50), np.float32)
     key = random.Key(1, 2, 3)
     once, again = (to_cpu(embedding(tokens, weight, p=0.25, seed=key)) for _ in range(2))
@@ -111,7 +111,7 @@ def test_dropout_is_a_function_of_the_key(xp):
 @pytest.mark.parametrize("ordered", [False, True, "atomics"])
 @pytest.mark.parametrize("slot_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradient_goes_to_its_place(xp, rng, dtype, slot_dtype, ordered):
+def test_the_gradient_is_written_to_its_slot(xp, rng, dtype, slot_dtype, ordered):
     host = rng.integers(0, V - 1, 50).astype(np.int32)  # the last row is never used
     tokens, order = xp.asarray(host), None
     if ordered is True:
@@ -144,7 +144,7 @@ def test_the_gradient_has_the_same_bits_every_time(xp, rng, ordered):
 
 
 def zipf(rng, count, vocabulary):
-    """Token ids, few of them often and many of them once."""
+    """Return token ids with a Zipf distribution: a few are frequent, many occur once."""
     chance = 1 / np.arange(1, vocabulary + 1) ** 1.1
     return rng.choice(vocabulary, count, p=chance / chance.sum()).astype(np.int32)
 
@@ -152,7 +152,7 @@ def zipf(rng, count, vocabulary):
 @pytest.mark.parametrize("name", ["zipf", "one id", "all different", "ends of chunks"])
 @pytest.mark.parametrize("cols", [3, 64, 516])
 def test_runs_of_any_length(xp, rng, name, cols):
-    """Runs within a chunk of 32, over its end, and over many; rows of no token are cleared."""
+    """Runs within a chunk of 32, across its end, across many; unused rows are zeroed."""
     count, rows = 1000, 1200
     tokens = {
         "zipf": zipf(rng, count, rows),
@@ -165,13 +165,13 @@ def test_runs_of_any_length(xp, rng, name, cols):
     np.add.at(want, tokens, dy)
     weight = Tensor(xp.zeros((rows, cols), np.float32), requires_grad=True)
     y = embedding(xp.asarray(tokens), weight)
-    for times in (1, 2):  # a record may be walked again
+    for times in (1, 2):  # backward may run twice on a record
         tape.backward(y, xp.asarray(dy), retain_graph=True)
         np.testing.assert_array_equal(to_cpu(weight.grad), times * want)
 
 
-def test_rows_read_where_they_are(xp, rng):
-    """Tables and gradients with something between their rows."""
+def test_rows_with_gaps_are_not_copied(xp, rng):
+    """Tables and gradients with gaps between their rows."""
     tokens = xp.asarray(rng.integers(0, V, (3, 20)).astype(np.int32))
     whole, above = (
         rng.standard_normal(shape).astype(np.float32) for shape in ((V, 24), (3, 20, 24))
@@ -192,7 +192,7 @@ def test_rows_read_where_they_are(xp, rng):
         np.testing.assert_allclose(aligned, other, rtol=1e-6, atol=1e-6)
 
 
-def test_bits_in_a_graph_are_those_outside(gpu, rng):
+def test_graph_replays_equal_eager_calls(gpu, rng):
     tokens, rows, cols = zipf(rng, 3000, 400), 400, 64
     order = tuple(map(gpu.asarray, order_of(tokens)))
     weight = Tensor(gpu.zeros((rows, cols), arrays.BFLOAT16), requires_grad=True)
@@ -219,8 +219,8 @@ def test_bits_in_a_graph_are_those_outside(gpu, rng):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_gradient_passes_over_what_is_no_token(gpu, deterministic):
-    """Ids out of range are said once, and nothing is written for them."""
+def test_the_gradient_skips_ids_out_of_range(gpu, deterministic):
+    """Ids out of range are reported once, and nothing is written for them."""
     tokens = gpu.asarray([3, -1, V, 3, 2**31 - 1, 0] * 20, np.int32)
     guarded = gpu.full((V + 2, 4), 7, np.float32)
     weight = Tensor(gpu.ones((V, 4), np.float32), requires_grad=True)
@@ -251,10 +251,10 @@ def test_indices_out_of_range(xp, what, bad, dtype):
     weight = xp.ones((V, 3), dtype)
     with pytest.raises(IndexError, match=rf"embedding: {what} is holding {bad}; accepted: 0 <= "):
         to_cpu(embedding(tokens, weight, positions=places, position_weight=weight))
-    arrays.check_indices()  # said once
+    arrays.check_indices()  # reported once
 
 
-def test_padding_of_the_table_is_no_token(xp):
+def test_padding_rows_are_not_valid_tokens(xp):
     weight = Tensor(xp.ones((V, 3), np.float32), requires_grad=True)
     tokens = xp.asarray([0, 5])
     assert embedding(tokens, weight, vocab_size=6).shape == (2, 3)

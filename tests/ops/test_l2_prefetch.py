@@ -1,4 +1,4 @@
-"""Rows brought to L2 ahead: who asks for them, and results beside the reference."""
+"""L2 prefetch of rows: which launches request it, and results compared with the reference."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from gpuattn.ops.l2_prefetch import prefetch_rows
         ((16384, 8192), 2, "8.0", 0), ((64, 2**20), 4, "9.0", 1), ((0, 8192), 2, "9.0", 0),
     ],
 )  # fmt: skip
-def test_how_far(monkeypatch, shape, itemsize, capability, want):
+def test_prefetch_distance(monkeypatch, shape, itemsize, capability, want):
     monkeypatch.setattr(module, "gpu", lambda device: GPUS[capability])
     nbytes = int(np.prod(shape)) * itemsize
     device = SimpleNamespace(id=0)
@@ -41,9 +41,9 @@ OPS = {
 @pytest.mark.parametrize("cols, dtype", [(4096, "bfloat16"), (8192, "float16"), (2048, "float32")])
 @pytest.mark.parametrize("op", OPS)
 def test_results(gpu, rng, monkeypatch, op, cols, dtype, place):
-    """More rows than are brought ahead; the last have none to bring, and memory ends behind them.
+    """More rows than the prefetch distance; the last rows prefetch none, and memory ends there.
 
-    ``place``: rows side by side, every other one of a matrix, or its first columns.
+    ``place``: contiguous rows, every other row of a matrix, or its first columns.
     """
     monkeypatch.setattr(module, "LEAST_ARRAY", 0)
     rows = (module.DISTANCE >> 13) + 5

@@ -1,4 +1,4 @@
-"""Every kernel on every GPU: what launches ask for is there, and can be compiled."""
+"""Launches of every kernel on every GPU: they fit the GPU's limits, and the kernels compile."""
 
 import re
 
@@ -17,12 +17,12 @@ from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
 
 FLOAT32 = np.dtype("float32")
 DTYPES = FLOAT32, BFLOAT16
-BESIDE = (  # whose kernels declare shared memory too
+STATIC_TOO = (  # files with kernels that also declare static shared memory
     "loss/cross_entropy.cu", "attention/decode_attention.cu", "norm/dropout_add_norm_backward.cu",
     "norm/layer_norm_backward.cu",
 )  # fmt: skip
 CLUSTERS = {"loss/cross_entropy_cluster.cu", "softmax_hopper.cu"}
-MOST_THREADS, MOST_ROWS = 1024, 65535  # of a block; of a grid along y and z
+MOST_THREADS, MOST_ROWS = 1024, 65535  # per block; grid size along y and z
 COLUMNS = (64, 256, 384, 768, 1000, 2048, 4096, 8192, 16392, 40000)
 VOCABULARIES = (100, 1000, 2000, 5000, 20000, 50000, 60000, 120000, 300000)
 HEAD_SIZES = (32, 64, 96, 128, 192, 256)
@@ -67,7 +67,7 @@ def table(dtype, cols):
 
 
 def logits(dtype, size):
-    """Ops along the vocabulary."""
+    """Run the ops along the vocabulary."""
     x, labels = floats(dtype, 4, size), as_array(np.arange(4))
     for dloss in (None, floats(np.float32).reshape(())):
         back(gpuattn.cross_entropy(*wanting(x), labels, label_smoothing=0.1, dloss=dloss))
@@ -143,7 +143,7 @@ CASES = [
 
 
 def plans(record):
-    """Return the Launches of all cases on the GPU of a Gpu record."""
+    """Return the Launches of all cases on a GPU with this Gpu record."""
     with launches_on(record) as noted:
         for run, size in CASES:
             for dtype in DTYPES:
@@ -153,7 +153,7 @@ def plans(record):
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
 @pytest.mark.parametrize("record", GPUS.values(), ids=GPUS)
-def test_every_kernel_gets_what_the_gpu_has(record):
+def test_every_launch_fits_the_gpu(record):
     noted = plans(record)
     launched = {launch.file for launch in noted}
     portable = {file for file in kernels.files() if "sm_80" in kernels.architectures(file)}
@@ -171,16 +171,16 @@ def test_every_kernel_gets_what_the_gpu_has(record):
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
-def test_what_kernels_declare_beside_it_fits_too(nvrtc):
-    """On the GPU with the least shared memory: the largest launch of each file of BESIDE."""
+def test_static_and_dynamic_shared_memory_fit_together(nvrtc):
+    """Checks the largest launch of each file of STATIC_TOO on the GPU with the least of it."""
     record, largest = GPUS["12.0"], {}
     for launch in plans(record):
         before = largest.setdefault(launch.file, launch)
         if launch.shared_bytes > before.shared_bytes:
             largest[launch.file] = launch
-    for file in BESIDE:
+    for file in STATIC_TOO:
         size, constants = largest[file].shared_bytes, largest[file].constants
-        assert size > 90 << 10, "a launch that leaves little"
+        assert size > 90 << 10, "no launch uses almost all shared memory"
         text = kernels.source_text(file, **dict(constants))
         _, log = compiler.compile_text(text, kernels.arch_for(file, record.capability), file)
         declared = max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0)
@@ -190,7 +190,7 @@ def test_what_kernels_declare_beside_it_fits_too(nvrtc):
 @pytest.mark.parametrize("record", GPUS.values(), ids=GPUS)
 def test_a_kernel_compiles_for_the_gpu_itself(nvrtc, record):
     arch = kernels.arch_for("update/sgd.cu", record.capability)
-    assert arch == f"sm_{record.capability}"  # by the NVRTC that the tests install
+    assert arch == f"sm_{record.capability}"  # the NVRTC of the tests knows this architecture
     text = kernels.source_text("update/sgd.cu", **kernels.variants("update/sgd.cu")[0])
     assert compiler.compile_text(text, arch, "update/sgd.cu")[0].startswith(b"\x7fELF")
 

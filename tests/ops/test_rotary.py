@@ -1,4 +1,4 @@
-"""Rotary positions: formula, implementations, places, and what products see of positions."""
+"""Rotary positions: formula, implementations, in-place results, relative-position property."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def draw(rng, tokens, heads, kv_heads, size):
 
 
 def by_hand(x, positions, base=10_000.0):
-    """Each pair as a complex number, times one that turns."""
+    """Multiply each pair, as a complex number, by exp(i * position * frequency)."""
     size = x.shape[-1]
     pairs = x[..., 0::2] + 1j * x[..., 1::2]
     angles = np.multiply.outer(positions, base ** (-np.arange(0, size, 2) / size))
@@ -53,7 +53,7 @@ def test_implementations_agree(name, where, rng, shape, dtype):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_it_is_the_formula_at_any_position(name, where, rng):
+def test_equals_the_formula_at_any_position(name, where, rng):
     xp = module_named(where)
     q, k = draw(rng, (2, 5), 4, 2, 32)
     positions = np.array([[0, 1, 2, 3, 4], [-7, 1000, 123_456, 2**24, 9]])
@@ -66,7 +66,7 @@ def test_it_is_the_formula_at_any_position(name, where, rng):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_donated_memory_holds_the_same_bits(name, where, rng):
+def test_donation_gives_the_same_bits(name, where, rng):
     xp = module_named(where)
     q, k = (xp.asarray(x.astype(np.float32)) for x in draw(rng, (2, 5), 4, 2, 16))
     want = rotary(q, k, impl=name)
@@ -77,7 +77,7 @@ def test_donated_memory_holds_the_same_bits(name, where, rng):
 
 @pytest.mark.parametrize("size", [16, 6])
 @pytest.mark.parametrize("name, where", HERE)
-def test_parts_of_an_array_turn_where_they_lie(name, where, rng, size):
+def test_parts_of_an_array_are_rotated_in_place(name, where, rng, size):
     xp = module_named(where)
     whole = xp.asarray(rng.standard_normal((7, 5, size)).astype(np.float16))
     q, k = whole[:, :3], whole[:, 3:4]
@@ -98,7 +98,7 @@ def test_an_unused_side_has_no_gradient(name, where, rng):
         ]
         out = rotary(*sides, impl=name)[used]
         out.backward(out.data)
-        np.testing.assert_allclose(  # turned there and back
+        np.testing.assert_allclose(  # rotated forward and back
             to_cpu(sides[used].grad), to_cpu(sides[used].data), atol=1e-6
         )
         assert sides[1 - used].grad is None
@@ -110,7 +110,7 @@ def test_gradient(rng):
     check_gradient(lambda q, k: rotary(q, k, positions), q, k)
 
 
-def test_products_know_distances_only(rng):
+def test_products_depend_on_relative_positions_only(rng):
     q, k = draw(rng, (6,), 1, 1, 32)
     dots = []
     for start in (0, 1000):

@@ -24,12 +24,14 @@ from gpuattn.impls import Impl, Impls
 from gpuattn.numbakernels import reduce
 from gpuattn.ops.softmax import IMPLS, ROW_THREADS, _lines, _mask_layout, _threads, softmax
 
-# 257 and 1025: one past what fewer threads hold; 31: less than a warp; 256: no edges
+# 257 and 1025: one more than fewer threads hold; 31: less than a warp; 256: no partial vectors
 SHAPES = {"one": (1, 1), "odd": (3, 257), "batched": (2, 5, 31), "tail": (2, 1025), "vector": (64,)}
 SHAPES["whole"] = (5, 256)
 PLAIN = {"scale": 1.0, "causal": False, "p": 0.0, "key": None, "donate": False}
 HERE = implementations(IMPLS)
-EVERYTHING = [case for case in HERE if "numba" not in case.id]  # it has no lengths, no dropout
+EVERYTHING = [
+    case for case in HERE if "numba" not in case.id
+]  # it supports neither lengths nor dropout
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,7 +66,7 @@ def test_causal_is_bottom_right(name, where, rng, queries, keys):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_what_is_not_finite(name, where):
+def test_nonfinite_logits(name, where):
     xp, inf, nan = module_named(where), np.inf, np.nan
     x = xp.asarray([[-inf, -inf], [0, -inf], [nan, 1], [inf, 1], [nan, nan], [1, 1]], "float32")
     want = [[0, 0], [1, 0], [nan, nan], [nan, nan], [nan, nan], [0.5, 0.5]]
@@ -73,7 +75,7 @@ def test_what_is_not_finite(name, where):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_what_is_masked_is_never_seen(name, where):
+def test_masked_values_have_no_effect(name, where):
     xp = module_named(where)
     x = xp.asarray([[np.nan, 1, 1], [np.inf, 2, 2]], "float32")
     keep = xp.asarray([False, True, True])
@@ -107,7 +109,7 @@ def views(xp, rng, dtype):
 
 
 def close_to(got, want, name=""):
-    """The sums of rows that begin elsewhere are in another order: the last bit may differ."""
+    """Rows with another alignment are summed in another order, so the last bit may differ."""
     tolerance = 1e-6 if want.dtype == np.float32 else 2.0**-7
     got, want = (arrays.to_cpu(x).astype("f") for x in (got, want))
     np.testing.assert_allclose(got, want, rtol=tolerance, err_msg=name)
@@ -147,7 +149,7 @@ def test_empty(name, where, shape):
 
 
 def test_mask_layout_finds_every_element(rng):
-    """What the kernel reads by sizes and strides is the mask, for every way to broadcast."""
+    """Sizes and strides for the kernel address the right mask element for every broadcast."""
     shape = (2, 3, 4, 5, 6)
     base = rng.random(shape)
     masks = [base, base[:1], base[:, :1], base[0, :, :1], base[:, :, ::-1, :, ::2][..., :1]]
@@ -178,8 +180,8 @@ def test_lengths_and_dropout(name, where, rng, kind, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name, where", EVERYTHING)
-def test_dropout_is_drawn_as_everywhere(name, where, dtype):
-    """What NumPy draws for the row-major index, whatever the strides; what is kept is scaled."""
+def test_dropout_equals_the_reference_mask(name, where, dtype):
+    """The mask is NumPy's for the row-major index, for any strides; kept values are scaled."""
     xp = module_named(where)
     for shape in ((3, 64), (5, 77)):
         x = xp.ones((shape[0], shape[1] + 3), dtype_of(dtype))[:, 3:]
@@ -202,7 +204,7 @@ def test_dropout_by_a_step_on_the_device(gpu):
 @pytest.mark.parametrize("cols", [16385, 131_073, 300_001])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_long_rows(gpu, rng, cols, dtype):
-    """Rows that a block, a cluster, or no cluster holds; the last of three sees a part."""
+    """Rows that fit a block, a cluster, or neither; the last of three rows is partly masked."""
     x = 3 * rng.standard_normal((3, cols))
     lengths = np.asarray([cols, cols - 9, 5])
     for given in (None, lengths):
@@ -226,7 +228,7 @@ def test_donated_memory_is_used(gpu, rng):
     np.testing.assert_array_equal(*grads)
 
 
-def test_who_saved_what_is_donated_notices(xp):
+def test_donating_a_saved_array_is_an_error(xp):
     x = Tensor(xp.ones((2, 3), "f"), requires_grad=True) * 1
     squares = (x * x).sum()
     softmax(x, donate=True)
@@ -234,8 +236,8 @@ def test_who_saved_what_is_donated_notices(xp):
         squares.backward()
 
 
-def test_nothing_is_written_beside_the_rows(gpu, rng):
-    """Neither before or after a result nor, in memory given away, between its rows."""
+def test_nothing_is_written_outside_the_rows(gpu, rng):
+    """Memory before, after and, in donated arrays, between the rows keeps its values."""
     for cols in (31, 64, 1000, 16389):
         room = gpu.full((3, cols + 16), 7, "float16")
         x = room[:, 5 : 5 + cols]
@@ -249,7 +251,7 @@ def test_nothing_is_written_beside_the_rows(gpu, rng):
 
 @contextlib.contextmanager
 def emulated(staged):
-    """The kernel's text on the CPU, without clusters; ``staged``: with TMA."""
+    """Run the kernel source on the CPU emulator, without clusters; ``staged``: with TMA."""
     xp = emulator._Module()
     kernel, record = emulator.Machine(seed=1).kernel, GPUS["9.0" if staged else "8.0"]
     with (
@@ -270,7 +272,7 @@ def emulated(staged):
     ((2, 9001), "float32", "keep", 0.2, True),
     ((2, 9001), "float32", None, 0.0, False),
 ], 4))  # fmt: skip
-def test_the_kernel_on_any_cpu(rng, shape, dtype, kind, p, staged, host_compiler):
+def test_the_kernel_in_the_emulator(rng, shape, dtype, kind, p, staged, host_compiler):
     def forward(*inputs, **params):
         with emulated(staged):
             return module._forward_raw(*map(emulator.as_array, inputs), **params)
@@ -288,7 +290,7 @@ def test_the_kernel_on_any_cpu(rng, shape, dtype, kind, p, staged, host_compiler
     check_implementation(impls, "emulated", "numpy", inputs, dtype, needs=needs, **params)
 
 
-def test_lines_go_by_strides(rng):
+def test_strides_of_lines(rng):
     base = rng.standard_normal((4, 6, 8))
     for x, stride in ((base, 8), (base[:, :, 2:5], 8), (base[::2, 0], 96), (base[0, ::-1], -8)):
         same, found = _lines(x)
@@ -305,7 +307,7 @@ def test_gradient(rng):
     check_gradient(lambda x: softmax(x, mask=rng.standard_normal(7) * 0 + 0.3), x)
 
 
-def test_a_row_that_sees_nothing_has_no_gradient(xp):
+def test_a_fully_masked_row_has_no_gradient(xp):
     x = Tensor(xp.asarray([[1.0, 2.0], [3.0, 5.0]], "float32"), requires_grad=True)
     y = softmax(x, mask=xp.asarray([[False, False], [True, True]]))
     (y * xp.asarray([1.0, 2.0], "float32")).sum().backward()
@@ -342,7 +344,7 @@ def test_bad_arguments(xp, bad, error, says):
         bad(xp)
 
 
-def test_numba_says_what_it_lacks(gpu):
+def test_numba_names_what_it_does_not_support(gpu):
     with pytest.raises(UnsupportedError, match="not in the form to read"):
         softmax(gpu.ones((2, 3), "f"), dropout_p=0.1, impl="numba")
 
@@ -358,7 +360,7 @@ def test_a_mask_takes_no_gradient():
         softmax(np.ones(3), mask=mask)
 
 
-def test_raw_says_why_not():
+def test_raw_explains_its_refusal():
     with pytest.raises(UnsupportedError, match="raw-simt: x is a NumPy array"):
         softmax(np.zeros((1, 2)), impl="raw")
 
@@ -389,7 +391,7 @@ def test_threads_hold_every_row(verb, edges):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint16"])
 def test_numba_kernels_compile_for_registers(nvvm, dtype):
-    """16 bytes at a time, and no double arithmetic; uint16 holds the bits of bfloat16."""
+    """Loads are 16 bytes wide, without double arithmetic; uint16 stands for bfloat16."""
     from numba import boolean, float32, from_dtype, int64
 
     from gpuattn.numbakernels import softmax as kernels
@@ -409,9 +411,9 @@ def test_numba_kernels_compile_for_registers(nvvm, dtype):
 
 
 @pytest.mark.parametrize("name, where", [case for case in HERE if "numba" in case.id])
-def test_numba_reads_a_long_row_in_steps(name, where, rng, monkeypatch):
+def test_numba_reads_long_rows_in_steps(name, where, rng, monkeypatch):
     monkeypatch.setattr(reduce, "TEAMS", (64,))
-    x = 3 * rng.standard_normal((3, 2100))  # two steps of 1024, and a part of one
+    x = 3 * rng.standard_normal((3, 2100))  # two whole steps of 1024 and a partial one
     check_implementation(
         IMPLS, name, where, [x, None, None], "float32", **{**PLAIN, "causal": True}
     )

@@ -32,7 +32,7 @@ def test_follows_the_formula(xp):
     assert (w.masters == 19).all()
 
 
-def test_applied_inside_a_block_only(xp):
+def test_averages_are_applied_inside_the_block_only(xp):
     w = workspace(xp)
     average = ExponentialAverage(w, 0.5)
     w.masters[...] = 4

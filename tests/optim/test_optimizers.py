@@ -1,4 +1,4 @@
-"""The optimizers: what they hand to their ops, and that runs with them learn and resume."""
+"""The optimizers: arguments of their ops, learning and resuming."""
 
 from types import SimpleNamespace
 
@@ -34,8 +34,8 @@ def test_minimises_a_square(xp, name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_without_masters_get_there_too(xp, name):
-    """By steps far below the distance of two bfloat16 near the end, which is 0.008 here."""
+def test_weights_without_masters_converge_too(xp, name):
+    """Steps near the end are far below the distance of two bfloat16 values, 0.008 here."""
     w = workspace(xp, size=128 * 32)
     w.slots = {"all": (0, w.masters.size)}
     w.masters = w.masters.astype(BFLOAT16)
@@ -47,8 +47,8 @@ def test_weights_without_masters_get_there_too(xp, name):
     assert found.mean() == pytest.approx(1.2345, abs=0.03) and found.std() < 0.2
 
 
-def test_every_setting_arrives(xp):
-    """One step against the formula with unusual constants, written out by hand."""
+def test_every_setting_is_passed_on(xp):
+    """Compare one step with the formula, with unusual constants."""
     w = workspace(xp)
     p = to_cpu(w.masters).astype(np.float64)
     w.grads[...] = 6.0
@@ -75,7 +75,7 @@ def test_sgd_takes_the_velocity_or_none(xp):
     np.testing.assert_allclose(to_cpu(w.masters), p - 1.25, rtol=1e-6, atol=1e-6)
 
 
-def test_lamb_adapts_what_decays(xp):
+def test_lamb_adapts_tensors_with_decay(xp):
     """The decay table of this workspace is zero for the first tensor, one for the second."""
     optimizer = Lamb(workspace(xp))
     assert optimizer.tensors.starts == (0, 128) and optimizer.tensors.adapted == (False, True)
@@ -91,7 +91,7 @@ def test_the_divisor_may_be_left_on_the_device(xp):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_goes_on_bit_for_bit_from_its_state(xp, name):
+def test_resumes_bit_for_bit_from_its_state(xp, name):
     new = OPTIMIZERS[name]
 
     def updates(w, optimizer, which):
@@ -117,7 +117,7 @@ def test_a_bad_constant_is_refused_at_the_first_update():
         AdamW(workspace(np), betas=(0.9, 1.5)).step(0.1)
 
 
-def test_reprs_name_settings_and_state(xp):
+def test_repr_shows_settings_and_state(xp):
     optimizer = AdamW(workspace(xp), betas=(0.5, 0.25), max_norm=8.0)
     optimizer.step(0.125)
     first, size, state = repr(optimizer).splitlines()

@@ -1,4 +1,4 @@
-"""Learning rates: the published formulas, both ways to measure a run, and refusals."""
+"""Learning rates: published formulas, runs measured in updates or in time, and refusals."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_cosine_falls_from_the_end_of_the_warmup_to_the_floor():
     assert schedule(600) == pytest.approx(2.0 * 0.55)
     assert schedule(850) == pytest.approx(2.0 * (0.1 + 0.9 * (1 + math.cos(0.75 * math.pi)) / 2))
     assert schedule(1100) == pytest.approx(0.2)
-    assert schedule(2000) == pytest.approx(0.2), "beyond the end it stays"
+    assert schedule(2000) == pytest.approx(0.2), "constant beyond the end"
 
 
 def test_linear_and_constant():
@@ -49,7 +49,7 @@ def test_a_run_by_time_follows_its_progress(name):
     by_count = Schedule(name, 1.0, 0.1, total=10_000, floor=0.05)
     for n in range(200, 10_000, 700):
         assert by_time(7, n / 10_000) == pytest.approx(by_count(n), rel=6e-3)
-    assert by_time(0, 0.0) == pytest.approx(0.01), "the first update is not wasted"
+    assert by_time(0, 0.0) == pytest.approx(0.01), "the first update has a learning rate above zero"
 
 
 def test_a_run_by_time_with_a_warmup_in_updates():

@@ -1,4 +1,4 @@
-"""report.html: whole for any run, escaped, in need of nothing; and the pictures in it."""
+"""report.html: complete for any run, escaped, self-contained; and its figures."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ PROFILE = {
 }  # fmt: skip
 
 
-ROWS = {  # of a run that evaluates for 8 s after each 20 updates, which take 2 s
+ROWS = {  # a run with evaluations of 8 s after every 20 updates, which take 2 s
     "train": [
         {"update": n, "seconds": n / 10 + 8 * ((n - 1) // 20), "loss": 4 / n, "rate": 10.0 * n}
         for n in range(10, 70, 10)
@@ -50,7 +50,7 @@ ROWS = {  # of a run that evaluates for 8 s after each 20 updates, which take 2 
 
 
 class Reader(HTMLParser):
-    """Checks that elements end where they must; keeps tags, attributes and text."""
+    """Checks that elements are closed in order; keeps tags, attributes and text."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
@@ -73,7 +73,7 @@ class Reader(HTMLParser):
 
 
 def read(path):
-    """Return the Reader of a page, after looking for what would need a network or a script."""
+    """Return the Reader of a page, after checking that it needs no network and no script."""
     text = path.read_text(encoding="utf-8")
     assert text.startswith("<!DOCTYPE html>\n<html")
     found = Reader(text)
@@ -85,14 +85,14 @@ def read(path):
 
 
 def figures(markup):
-    """Return {caption: figure} of a page, or of a part."""
+    """Return {caption: figure} of a page or a part of it."""
     found = re.findall(r"<figure><figcaption>([^<]*)</figcaption>(.*?)</figure>", markup)
     return dict(found)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of two evaluations on words of which one wants to be escaped."""
+    """A run with two evaluations, on words of which one must be escaped."""
     folder, rng = tmp_path_factory.mktemp("page"), np.random.default_rng(0)
     words = ["red", "green", "old", "cat", "dog"]
     lines = [" ".join([*rng.choice(words, rng.integers(1, 6)), NASTY]) for _ in range(60)]
@@ -108,7 +108,7 @@ def run(tmp_path_factory):
     return folder / "run", config
 
 
-def test_a_finished_run_has_its_page(run):
+def test_a_finished_run_has_a_page(run):
     found = read(run[0] / page.PAGE)
     for words in ("Finished after 40 updates", " on 1 held-out sentence.", "BLEU", "Curves",
                   "Samples", "Attention", "gpuattn profile", "rows", "gpuattn train <here>",
@@ -135,13 +135,13 @@ def test_a_profile_in_the_folder_is_shown(run):
     (run[0] / page.PROFILE).unlink()
 
 
-def test_padding_may_cost_and_a_run_may_do_without():
+def test_padding_may_cost_time_and_may_be_off():
     found = PROFILE["vocabulary"] | {"plain_us": 2050.0}
     assert page.describe_padding(found).endswith("padding costs 100%")
     assert page.describe_padding(found | {"pads": False}).endswith("padding would cost 100%")
 
 
-def test_a_stopped_run_shows_what_there_is(run, tmp_path):
+def test_a_stopped_run_shows_its_results_so_far(run, tmp_path):
     train(run[1], tmp_path / "run", device="numpy", stop=lambda: True)
     assert not (tmp_path / "run" / page.PAGE).exists()
     found = read(write_page(tmp_path / "run"))
@@ -195,7 +195,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(run, tmp_path, monkeypatch):
     assert ("warning", "report.html cannot be written: No space left on device") in said
 
 
-def test_the_verdict_is_a_line_on_what_the_model_can_do():
+def test_the_verdict_is_one_line_about_quality():
     best = {"loss": 0.5, "exact_match": 96.0, "exact_by_kind": {}, "bleu": 98.9, "chrf": 97.0,
             "sentences": 1000}  # fmt: skip
     for row, words in (
@@ -210,7 +210,7 @@ def test_the_verdict_is_a_line_on_what_the_model_can_do():
         assert page._verdict({"state": "finished", "best": row}) == words
 
 
-def test_curves_lie_over_updates_and_tell_both_losses_apart(run):
+def test_curves_are_over_updates_and_distinguish_both_losses(run):
     charts = figures(page._charts(ROWS, run[1]))
     assert list(charts) == [
         "Loss (nats per target token)", "Held-out sentences, translated greedily",
@@ -220,14 +220,14 @@ def test_curves_lie_over_updates_and_tell_both_losses_apart(run):
     assert "training, smoothing 0.1" in loss and "validation, unsmoothed" in loss
     plain = dataclasses.replace(run[1], label_smoothing=0.0)
     assert "smooth" not in page._charts(ROWS, plain)
-    # Evaluations take 8 s each, in which there are no updates: those are as far apart as before.
+    # Evaluations take 8 s each without updates; the distance between updates stays the same.
     line = re.search('points="([^"]*)"', loss)[1].split()
     places = np.array([float(place.split(",")[0]) for place in line])
     assert np.ptp(np.diff(places)) < 0.2
     for chart in charts.values():
         texts = re.findall(r"<text[^>]*>([^<]*)", chart)
         assert "updates" in texts and {"5 s", "15 s"} <= set(texts)
-    exact, bleu = re.findall("<polyline[^>]*>", scores)  # values are the same: looks are not
+    exact, bleu = re.findall("<polyline[^>]*>", scores)  # equal values, different styles
     assert re.search('points="([^"]*)"', exact)[1] == re.search('points="([^"]*)"', bleu)[1]
     assert 'class="line s0"' in exact and 'class="line s1"' in bleu
     assert re.search(r"\.line\.s1 {[^}]*stroke-dasharray", page.STYLE)
@@ -241,7 +241,7 @@ def test_rows_of_old_runs_still_draw(run):
     assert page._charts({"train": [], "valid": []}, run[1]) is None
 
 
-def test_damaged_weights_cost_the_maps_alone(run, tmp_path):
+def test_with_damaged_weights_only_the_maps_are_missing(run, tmp_path):
     shutil.copytree(run[0], tmp_path / "run")
     for path in (tmp_path / "run").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-100])
@@ -258,15 +258,15 @@ def test_every_plain_string_is_escaped():
         == '<b class="&quot;">&lt;<i>&amp;</b>'
     )
     assert tag("meta", charset="utf-8") == '<meta charset="utf-8">'
-    assert tag("p", "a\x00\x1bb\tc") == "<p>ab\tc</p>"  # what XML cannot hold
+    assert tag("p", "a\x00\x1bb\tc") == "<p>ab\tc</p>"  # characters that XML does not allow
 
 
-def test_curves_leave_out_what_has_no_place():
+def test_curves_leave_out_invalid_points():
     assert svg.curves({"a": [], "b": [(1, math.nan)]}) is None
     assert svg.curves({"a": [(1, -1.0)]}, log=True) is None
     drawn = svg.curves({"": [(0, 1.0), (1, math.inf), (2, 3.0)], "b": []})
     assert drawn.count("<polyline") == 1 and drawn.count("<circle") == 2 and "inf" not in drawn
-    assert svg.curves({"a": [(1, 5.0)]})  # a single point has a place too
+    assert svg.curves({"a": [(1, 5.0)]})  # a single point is drawn too
     many = svg.curves({"a": [(i, i) for i in range(1000)]})
     assert len(re.search('points="([^"]*)"', many)[1].split()) == 250
 
@@ -281,7 +281,7 @@ def test_ticks_are_round(values, log, texts):
     assert len(found) <= 12
 
 
-def test_a_map_has_a_cell_for_each_weight_that_can_be_seen():
+def test_a_map_has_a_cell_for_each_visible_weight():
     drawn = svg.heat_map(np.array([[0.9, 0.1, 0.0]]), ["a <"], ["x", "y", "z"], "t")
     assert drawn.count('class="cell"') == 2 and "a &lt;" in drawn
     Reader(drawn)
@@ -290,7 +290,7 @@ def test_a_map_has_a_cell_for_each_weight_that_can_be_seen():
     assert f"<title>{'b' * 17}</title>{'b' * 15}\N{HORIZONTAL ELLIPSIS}</text>" in drawn
 
 
-def test_maps_fill_the_width_in_columns_as_wide_as_words_need():
+def test_maps_fill_the_width_with_columns_as_wide_as_their_words():
     weights = np.eye(3, 4)
     few = svg.heat_maps({"a": weights, "b": weights}, list("abc"), list("wxyz"))
     many = svg.heat_maps({"a": np.eye(3, 12)}, list("abc"), ["a long word"] * 12)
@@ -305,8 +305,8 @@ def test_no_roofline_without_ceilings():
     assert svg.roofline(PROFILE["rows"], None) is None
 
 
-def test_each_dot_of_the_roofline_has_its_name_and_no_name_covers_another():
-    # Many at nearly the same place, as ops of one kind are.
+def test_labels_of_the_roofline_do_not_overlap():
+    # Many points at almost the same place, as for ops of one kind.
     rows = [
         {"op": f"an_op_{i}", "direction": svg.DIRECTIONS[i % 3], "us": 10.0 + i % 4, "bytes": 1e7,
          "flops": 0 if i < 14 else 1e8 * i, "share": 0.03, "roof": 0.5}
@@ -324,7 +324,7 @@ def test_each_dot_of_the_roofline_has_its_name_and_no_name_covers_another():
             assert apart or abs(foot - other_foot) >= 11.9
 
 
-def test_a_label_without_room_is_left_out():
+def test_a_label_without_space_is_left_out():
     box = svg._Box(100, 40, 0, 0, 0, 0)
     places = svg.label_places([(50, 20, 3), (50, 20, 3)], [30, 200], box)
     assert places == [(57, 20, 30), None]

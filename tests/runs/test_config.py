@@ -1,4 +1,4 @@
-"""Options: units, limits, precedence, files, and what may change when a run goes on."""
+"""Options: units, limits, precedence, files, and changes allowed when a run resumes."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def test_lengths(text, length):
 
 
 @pytest.mark.parametrize("text", ["", "30", "e", "0e", "-3u", "1.5e", "3ke", "nan s", "1e5", 7])
-def test_what_is_no_length(text):
+def test_invalid_lengths(text):
     with pytest.raises(ConfigError, match="30e, 8000u, 90s"):
         parse_length(text)
 
@@ -48,7 +48,7 @@ def test_counts_layers_and_warmups():
     (parse_layers, "0"), (parse_layers, "1:2:3"), (parse_layers, "two"), (parse_layers, ""),
     (parse_warmup, "100%"), (parse_warmup, "-1"), (parse_warmup, 1.5), (parse_warmup, "many"),
 ])  # fmt: skip
-def test_values_that_are_none(parse, value):
+def test_values_that_mean_none(parse, value):
     with pytest.raises(ConfigError, match="accepted"):
         parse(value)
 
@@ -99,13 +99,13 @@ def test_the_upper_layer_wins_and_is_remembered():
     }  # fmt: skip
 
 
-def test_files_do_not_get_the_defaults_of_a_task():
+def test_task_defaults_do_not_apply_to_files():
     config, _ = resolve(("command line", {"source": "a", "target": "b"}))
     assert config.task is None
     assert config.length == OPTIONS["length"].default
 
 
-def test_numpy_has_defaults_of_its_own_below_all_that_was_asked():
+def test_numpy_defaults_have_the_lowest_priority():
     files = {"source": "a", "target": "b"}
     config, origins = resolve(("command line", files), device="numpy")
     assert (config.batch, origins["batch"]) == (2000, "default on numpy")
@@ -117,7 +117,7 @@ def test_numpy_has_defaults_of_its_own_below_all_that_was_asked():
     assert toy == resolve(("command line", {"task": "toy"}))[0]
 
 
-def test_a_default_warmup_shrinks_with_a_short_run_but_not_one_that_was_given():
+def test_a_default_warmup_shrinks_with_a_short_run_but_a_given_one_does_not():
     files = {"source": "a", "target": "b", "length": "50u", "preset": "base"}
     assert resolve(("command line", files))[0].warmup == 0.1
     assert resolve(("command line", files | {"length": "60s"}))[0].warmup == 0.1
@@ -130,7 +130,7 @@ def test_a_default_warmup_shrinks_with_a_short_run_but_not_one_that_was_given():
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN_DEFAULTS))
-def test_every_task_has_defaults_that_hold_together(name):
+def test_defaults_of_every_task_are_consistent(name):
     assert set(BUILT_IN_DEFAULTS) == set(GENERATED)
     for preset in (None, *MODELS["translation"].presets):
         given = {"task": name} | ({"preset": preset} if preset else {})
@@ -191,7 +191,7 @@ def test_a_run_may_grow_in_its_unit_under_any_schedule(change):
     assert len(differences(short, other)) == 1
 
 
-def test_names_of_files_are_left_to_their_content():
+def test_file_names_are_compared_by_content():
     old = TrainConfig(source="a", target="b", valid_source="c", valid_target="d")
     assert differences(old, dataclasses.replace(old, source="../a", valid_target="../d")) == []
     without = dataclasses.replace(old, valid_source=None, valid_target=None)

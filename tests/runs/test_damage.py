@@ -1,4 +1,4 @@
-"""Run folders that lost files: a clear word, nothing written over, and the same bits afterwards."""
+"""Run folders that lost files: a clear error, nothing overwritten, and equal bits on resume."""
 
 import dataclasses
 import shutil
@@ -31,7 +31,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(config, tmp_path_factory):
-    """A run that nothing happened to."""
+    """An undamaged, uninterrupted run."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     train(config, out, device="numpy", command="gpuattn train this")
     return out
@@ -39,7 +39,7 @@ def whole(config, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped(config, tmp_path_factory):
-    """The same run, stopped midway. Not to be changed."""
+    """The same run, stopped midway. Tests must not change it."""
     out = tmp_path_factory.mktemp("runs") / "stopped"
     train(config, out, device="numpy", stop=After(15), command="gpuattn train this")
     assert len(checkpoint.generations(out, "state")) == 2
@@ -64,7 +64,7 @@ def content(run):
 
 
 def assert_refused(config, run, message, error=CheckpointError):
-    """A run is not trained, and nothing in its folder is another; returns the error's text."""
+    """Check that training is refused and the folder unchanged; return the text of the error."""
     before = content(run)
     with pytest.raises(error, match=message) as caught:
         train(config, run.path, device="numpy")
@@ -73,14 +73,14 @@ def assert_refused(config, run, message, error=CheckpointError):
 
 
 def assert_goes_on(config, run, whole):
-    """A run ends as the one that nothing happened to; returns what it was warned of."""
+    """Check that the run resumes to the same result as ``whole``; return its warnings."""
     report = Warned()
     assert train(config, run.path, device="numpy", listener=report).finished
     assert_same_bits(whole, run.path)
     return report.warnings
 
 
-def test_without_any_manifest_a_run_is_refused_read_and_recovered(config, run, whole):
+def test_without_any_manifest_a_run_is_refused_but_recoverable(config, run, whole):
     states = [path.name for path in sorted(run.path.glob("state-*.safetensors"), reverse=True)]
     manifests = {path: path.read_bytes() for path in run.path.rglob("*.json")}
     remove(run, "*.json")
@@ -105,7 +105,7 @@ def test_without_the_manifests_of_one_kind_a_run_is_refused(config, run, whole, 
     assert_goes_on(config, run, whole)
 
 
-def test_without_its_newest_manifest_a_run_goes_on_from_the_state_before(config, run, whole):
+def test_without_its_newest_manifest_a_run_resumes_from_the_previous_state(config, run, whole):
     newest, before = checkpoint.generations(run.path, "state")
     newest.unlink()
     (warning,) = assert_goes_on(config, run, whole)
@@ -114,8 +114,8 @@ def test_without_its_newest_manifest_a_run_goes_on_from_the_state_before(config,
     assert_same_metrics(whole, run.path)
 
 
-def test_a_first_save_that_was_killed_is_no_loss(config, tmp_path, whole, monkeypatch):
-    """Killed between the two renames of the first state: weights are there, a state is not."""
+def test_a_first_save_that_was_killed_is_repeated(config, tmp_path, whole, monkeypatch):
+    """Killed between the two renames of the first save: the weights exist, the state does not."""
     run, inner = RunFolder(tmp_path / "run"), checkpoint._write
 
     def killed(path, data):
@@ -132,8 +132,8 @@ def test_a_first_save_that_was_killed_is_no_loss(config, tmp_path, whole, monkey
     assert_same_metrics(whole, run.path)
 
 
-def test_a_state_that_was_saved_once_and_lost_its_manifest_is_not_written_over(config, tmp_path):
-    """It looks as if a kill had left it, but the run noted that it stopped."""
+def test_a_saved_state_without_its_manifest_is_not_overwritten(config, tmp_path):
+    """The files look like those of a killed save, but the log says that the run stopped."""
     run = RunFolder(tmp_path / "run")
     train(config, run.path, device="numpy", stop=After(1))
     remove(run, "state-*.json")
@@ -148,7 +148,7 @@ def test_without_a_state_a_run_is_refused(config, run, tmp_path):
     assert train(new, tmp_path / "new", device="numpy").finished
 
 
-def test_without_its_config_a_run_is_not_something_else(config, run, whole, tmp_path):
+def test_without_its_config_a_run_is_still_recognised(config, run, whole, tmp_path):
     remove(run, "config.toml")
     said = assert_refused(config, run, "has checkpoints and no config.toml", ConfigError)
     assert said.endswith("writes in another --out: gpuattn train this")
@@ -161,17 +161,17 @@ def test_without_its_config_a_run_is_not_something_else(config, run, whole, tmp_
     assert assert_goes_on(config, run, whole) == []
 
 
-def test_without_its_metrics_a_run_goes_on(config, run, whole):
+def test_without_its_metrics_a_run_resumes(config, run, whole):
     before = summary(run.path)
     remove(run, "metrics.jsonl")
-    found = summary(run.path)  # of what was noted beside the weights
+    found = summary(run.path)  # from the metadata of the weights
     assert found["updates"] == before["updates"]
     assert found["best"].items() <= before["best"].items()
     (warning,) = assert_goes_on(config, run, whole)
     assert f"{run.metrics.path} is missing: its curves begin where the run goes on" in warning
 
 
-def test_without_its_best_weights_a_run_goes_on(config, run):
+def test_without_its_best_weights_a_run_resumes(config, run):
     remove(run, "best-*")
     (warning,) = check_whole(run)
     assert "the best weights are missing" in warning and "the last ones are used" in warning
@@ -179,7 +179,7 @@ def test_without_its_best_weights_a_run_goes_on(config, run):
     assert train(config, run.path, device="numpy").finished
 
 
-def test_what_cannot_be_recovered_is_said(run):
+def test_unrecoverable_files_are_reported(run):
     remove(run, "state-*.json")
     damaged = sorted(run.path.glob("state-*.safetensors"))[0]
     damaged.write_bytes(damaged.read_bytes()[:-1])

@@ -1,4 +1,4 @@
-"""TensorBoard events: what the metrics say, once each, also after a resume."""
+"""TensorBoard events: each row of the metrics once, also after a resume."""
 
 import dataclasses
 import sys
@@ -22,7 +22,7 @@ def config(reversed_text):
 
 @pytest.fixture
 def accumulator():
-    """Return a reader of a folder of events, as TensorBoard itself has it."""
+    """Return TensorBoard's own reader of a folder of events."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -38,13 +38,13 @@ def points(found):
 
 
 def stop_after(updates):
-    """Return what stops a run after so many updates."""
+    """Return a ``stop`` function that is true after a number of updates."""
     left = iter(range(updates - 1))
     return lambda: next(left, None) is None
 
 
 def expected(run):
-    """Return what the rows of metrics.jsonl say, as ``points`` does."""
+    """Return the rows of metrics.jsonl in the form of ``points``."""
     found = {}
     for row in RunFolder(run).metrics.read():
         part = "averaged" if "averaged" in row else row["event"]
@@ -58,7 +58,7 @@ def expected(run):
 def test_events_are_the_rows_of_the_metrics_also_after_a_resume(config, accumulator, tmp_path):
     run = tmp_path / "run"
     assert not train(config, run, device="numpy", stop=stop_after(50), tensorboard=True).finished
-    found = accumulator(run)  # as a TensorBoard that stays open
+    found = accumulator(run)  # like a TensorBoard that keeps running
     assert points(found) == expected(run)
     # Killed: rows after the saved state stay in the log, and in the events.
     metrics = RunFolder(run).metrics
@@ -76,10 +76,10 @@ def test_events_are_the_rows_of_the_metrics_also_after_a_resume(config, accumula
     updates = [update for update, _ in after["train/loss"]]
     assert updates == sorted(set(updates)) and updates[-1] == 60
     sizes = [path.stat().st_size > 0 for path in (run / events.FOLDER).iterdir()]
-    assert sizes.count(True) == 1  # no reader of any kind finds an update twice
+    assert sizes.count(True) == 1  # no reader finds an update twice
 
 
-def test_times_of_events_go_on_from_each_start(accumulator, tmp_path):
+def test_times_of_events_continue_from_each_start(accumulator, tmp_path):
     run = RunFolder(tmp_path)
     run.metrics.add("start", update=0, date="2026-01-01 00:00:00+00:00")
     run.metrics.add("train", update=1, seconds=5.0, loss=1.0)
@@ -108,13 +108,13 @@ def test_a_failed_run_keeps_its_events(accumulator, tmp_path):
         run.metrics.add("train", update=1, seconds=5.0, loss=1.0)
         raise RuntimeError("lost")
     assert points(accumulator(tmp_path)) == {"train/loss": [(1, 1.0)]}
-    run.metrics.add("train", update=2, seconds=6.0, loss=1.0)  # nobody hears of it
+    run.metrics.add("train", update=2, seconds=6.0, loss=1.0)  # not written: the run has failed
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot write .*file"):
         events.EventLog(tmp_path / "file").begin([])
 
 
-def test_without_tensorboard_it_says_what_to_install(config, tmp_path, monkeypatch):
+def test_without_tensorboard_the_error_names_the_package(config, tmp_path, monkeypatch):
     for name in ("tensorboard.compat.proto.event_pb2", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UnsupportedError, match=r"pip install 'gpuattn\[tensorboard\]'"):

@@ -1,4 +1,4 @@
-"""Runs that get longer: along the schedule of the new length, from wherever they are."""
+"""Runs that are extended: they follow the schedule of the new length from their last update."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def changed(config, length):
 
 @pytest.fixture
 def rates(monkeypatch):
-    """The learning rates of all updates, by number."""
+    """Record the learning rate of every update."""
     found, inner = {}, Schedule.__call__
 
     def noted(schedule, update, progress=None):
@@ -44,7 +44,7 @@ def rates(monkeypatch):
     return found
 
 
-def test_updates_to_come_follow_the_schedule_of_the_new_length(config, tmp_path, rates):
+def test_later_updates_follow_the_schedule_of_the_new_length(config, tmp_path, rates):
     train(changed(config, "8u"), tmp_path / "run", device="numpy")
     report = Heard()
     train(changed(config, "12u"), tmp_path / "run", device="numpy", listener=report)
@@ -57,7 +57,7 @@ def test_updates_to_come_follow_the_schedule_of_the_new_length(config, tmp_path,
     assert RunFolder(tmp_path / "run").config() == changed(config, "12u")
 
 
-def test_a_run_that_got_longer_goes_on_bit_for_bit(config, tmp_path):
+def test_an_extended_run_resumes_bit_for_bit(config, tmp_path):
     for name, stops in (("whole", [99]), ("parts", [3, 2, 99])):
         train(changed(config, "6u"), tmp_path / name, device="numpy")
         for calls in stops:
@@ -68,7 +68,7 @@ def test_a_run_that_got_longer_goes_on_bit_for_bit(config, tmp_path):
     assert_same_metrics(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_it_may_get_longer_before_its_end_and_never_shorter(config, tmp_path):
+def test_a_run_may_be_extended_before_its_end_and_never_shortened(config, tmp_path):
     train(changed(config, "8u"), tmp_path / "run", device="numpy", stop=After(2))
     for length in ("4u", "7u", "9e", "900s"):
         with pytest.raises(ConfigError, match=rf"--for was 8u, now {length} \(it may grow, in"):
@@ -83,7 +83,7 @@ def test_epochs(config, tmp_path):
 
 
 def test_seconds(config, tmp_path, monkeypatch):
-    """Each update takes one, by a clock of our own."""
+    """With a fake clock, each update takes one second."""
     clock = iter(range(1_000_000))
     monkeypatch.setattr("gpuattn.train.trainer.time.perf_counter", lambda: next(clock) / 2)
     config = dataclasses.replace(config, eval_every="4s", warmup=0.1)
@@ -93,7 +93,7 @@ def test_seconds(config, tmp_path, monkeypatch):
     assert second.finished and second.update > first.update
 
 
-def test_patience_ends_a_run_that_got_longer_and_stays_lost(config, tmp_path, monkeypatch):
+def test_exhausted_patience_also_ends_an_extended_run(config, tmp_path, monkeypatch):
     config, losses = dataclasses.replace(config, patience=2), iter([4, 3, 2, 1, 5, 6])
     monkeypatch.setattr(Trainer, "valid_loss", lambda self: float(next(losses)))
     for length, update in (("8u", 8), ("20u", 12), ("40u", 12)):
@@ -101,7 +101,7 @@ def test_patience_ends_a_run_that_got_longer_and_stays_lost(config, tmp_path, mo
         assert outcome.finished and outcome.update == update
 
 
-def test_other_options_are_refused_with_what_to_do_instead(config, tmp_path):
+def test_other_options_are_refused_with_the_remedy(config, tmp_path):
     train(config, tmp_path / "run", device="numpy", stop=After(2))
     with pytest.raises(ConfigError) as error:
         train(dataclasses.replace(config, lr=0.5), tmp_path / "run", device="numpy")

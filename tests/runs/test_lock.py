@@ -1,4 +1,4 @@
-"""One process at a time writes to a run's folder; who reads it is not kept from it."""
+"""Only one process at a time writes to a run's folder; reading is never locked."""
 
 import errno
 import json
@@ -94,13 +94,13 @@ def test_a_run_in_use_is_neither_trained_nor_deleted_nor_averaged_into(config, t
     assert not list(tmp_path.rglob(LOCK))
 
 
-def test_a_lock_alone_is_a_run_that_never_began(config, tmp_path):
+def test_a_folder_with_only_a_lock_is_a_new_run(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).write_text('{"pid": 1}')
     assert train(config, tmp_path / "run", device="numpy", stop=After(1)).update == 1
 
 
-def test_folders_made_for_the_lock_go_again(tmp_path):
+def test_folders_made_for_the_lock_are_removed(tmp_path):
     (tmp_path / "own").mkdir()
     for folder in ("own", "own/runs/new"):
         with locked(tmp_path / folder):
@@ -109,7 +109,7 @@ def test_folders_made_for_the_lock_go_again(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows removes no open file")
-def test_a_lock_on_a_file_that_was_removed_meanwhile_does_not_count(tmp_path, monkeypatch):
+def test_a_lock_on_a_removed_file_does_not_count(tmp_path, monkeypatch):
     inner, removed = lock._lock, []
 
     def after_the_owner_left(handle, folder):
@@ -125,7 +125,7 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_does_not_count(tmp_path, mo
 
 
 @pytest.mark.skipif(os.name == "nt", reason="has no flock")
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -135,7 +135,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
         pass
 
 
-def test_an_owner_that_cannot_be_read_is_another_process(tmp_path):
+def test_an_unreadable_owner_is_reported_as_another_process(tmp_path):
     with locked(tmp_path):
         for text in ("", "[]", "\0", '{"pid": 3}'):
             (tmp_path / LOCK).write_text(text)

@@ -1,4 +1,4 @@
-"""Scores against sentences whose scores are known, and a log that survives half a line."""
+"""Scores of sentences with known results, and a log that tolerates a partial line."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_bleu_by_hand():
     assert row["bleu"] == pytest.approx(100 * (5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
 
 
-def test_what_cannot_be_scored():
+def test_invalid_sentences_are_refused():
     with pytest.raises(DataError, match="2 hypotheses for 1"):
         score(["a", "b"], ["a"])
     with pytest.raises(DataError, match="at least one"):
@@ -40,7 +40,7 @@ def test_what_cannot_be_scored():
         score(["a"], ["a"], tokenize="intl")
 
 
-def test_the_log_skips_half_a_line_and_rewinds(tmp_path):
+def test_the_log_skips_a_partial_line_and_rewinds(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
     assert log.read() == []
     log.add("start", update=0)
@@ -58,7 +58,7 @@ def test_the_log_skips_half_a_line_and_rewinds(tmp_path):
     assert [row["update"] for row in log.read()] == [0, 5, 6]
 
 
-def test_round_times_stand_where_updates_reached_them():
+def test_round_times_are_placed_at_their_updates():
     def rows(*pairs):
         return [{"update": update, "seconds": seconds} for update, seconds in pairs]
 
@@ -66,7 +66,7 @@ def test_round_times_stand_where_updates_reached_them():
     assert round_times(rows((100, 10.0))) == [
         (20, "2 s"), (40, "4 s"), (60, "6 s"), (80, "8 s"), (100, "10 s"),
     ]  # fmt: skip
-    # The first ten updates take as long as the 90 others: times between have no room.
+    # The first ten updates take as long as the 90 others: there is no space for times in between.
     found = round_times(rows((100, 20.0), (10, 10.0)))
     assert [text for _, text in found] == ["5 s", "15 s", "20 s"]
     assert [update for update, _ in found] == [5, 55, 100]
@@ -84,7 +84,7 @@ def test_a_damaged_line_is_named_and_left_out(tmp_path, junk):
     log.add("start", update=0)
     with log.path.open("ab") as file:
         file.write(junk + b"\n")
-    assert [row["event"] for row in log.read()] == ["start"]  # the last line may be a half
+    assert [row["event"] for row in log.read()] == ["start"]  # the last line may be incomplete
     log.add("end", update=6)
     with pytest.warns(UserWarning, match=r"metrics\.jsonl is damaged: left out line 2$"):
         assert [row["event"] for row in log.read()] == ["start", "end"]
@@ -93,7 +93,7 @@ def test_a_damaged_line_is_named_and_left_out(tmp_path, junk):
     assert log.path.read_text() == '{"event": "start", "update": 0}\n'
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_files_are_written_atomically(tmp_path, monkeypatch):
     path = tmp_path / "x.txt"
     write_text(path, "old")
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))

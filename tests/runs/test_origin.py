@@ -1,4 +1,4 @@
-"""What a run began with, files and the weights of another run, is known by its content."""
+"""The files and initial weights that a run began with are identified by their content."""
 
 import dataclasses
 import gzip
@@ -66,7 +66,7 @@ def test_files_of_other_content_are_refused_by_name(config, tmp_path, name, same
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
 
 
-def test_a_run_that_noted_no_digests_goes_by_names_and_notes_them_then(config, tmp_path):
+def test_a_run_without_digests_compares_names_and_stores_digests(config, tmp_path):
     run = RunFolder(tmp_path / "run")
     train(config, run.path, device="numpy", stop=After(3))
     digests = run.digests()
@@ -83,7 +83,7 @@ def test_a_run_that_noted_no_digests_goes_by_names_and_notes_them_then(config, t
     assert train(moved, run.path, device="numpy").finished
 
 
-def test_files_of_a_run_that_never_began_do_not_count(config, tmp_path):
+def test_files_of_a_run_that_never_began_are_not_compared(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/digests.toml").write_text('source = "0"\n')
     train(config, tmp_path / "run", device="numpy", stop=After(3))
@@ -110,7 +110,7 @@ def test_a_text_to_continue(tmp_path):
 
 @pytest.fixture
 def origin(config, tmp_path):
-    """A run of other text, so that its tokenizer is another."""
+    """A run on other text, with a different tokenizer."""
     (tmp_path / "words").write_text("".join(f"{word} cat\n" for word in ("red", "old", "big") * 9))
     text = dict.fromkeys(("source", "target"), str(tmp_path / "words"))
     text |= dict.fromkeys(("valid_source", "valid_target"))
@@ -143,7 +143,7 @@ class Quiet:
     progress = say
 
 
-def test_it_goes_on_bit_for_bit_whatever_became_of_the_weights(config, origin, tmp_path):
+def test_it_resumes_bit_for_bit_without_the_initial_weights(config, origin, tmp_path):
     new = dataclasses.replace(config, init_from=str(origin.path))
     train(new, tmp_path / "whole", device="numpy")
     train(new, tmp_path / "run", device="numpy", stop=After(3))
@@ -175,7 +175,7 @@ def test_killed_before_its_first_save_it_begins_with_the_same_weights(config, or
         train(new, tmp_path / "other", device="numpy")
 
 
-def test_without_best_weights_the_last_ones_count_and_a_mean_is_of_use(config, origin, tmp_path):
+def test_the_last_weights_replace_missing_best_ones_and_a_mean_works(config, origin, tmp_path):
     average_runs([origin.path, origin.path], tmp_path / "mean")
     mean = dataclasses.replace(config, init_from=str(tmp_path / "mean"))
     assert train(mean, tmp_path / "a", device="numpy").finished
@@ -200,12 +200,12 @@ def test_another_model_is_refused_by_its_options(config, origin, tmp_path, chang
     assert not (tmp_path / "new").exists()
 
 
-def test_what_weights_do_not_depend_on_may_change(config, origin, tmp_path):
+def test_options_that_do_not_affect_weights_may_change(config, origin, tmp_path):
     new = dataclasses.replace(config, init_from=str(origin.path), max_len=30, dropout=0.0, ema=0.0)
     assert train(new, tmp_path / "new", device="numpy").finished
 
 
-def test_weights_that_cannot_be_had(config, origin, tmp_path):
+def test_missing_initial_weights_are_refused(config, origin, tmp_path):
     for given, message in ((tmp_path / "none", "is no run"), (tmp_path / "run", "are both")):
         new = dataclasses.replace(config, init_from=str(given))
         with pytest.raises((CheckpointError, ConfigError), match=message):

@@ -1,4 +1,4 @@
-"""Checkpoint files: complete or absent, verified before use, and the one before stays."""
+"""Checkpoint files: complete or absent, verified before use; the previous one is kept."""
 
 import errno
 import hashlib
@@ -65,7 +65,7 @@ def test_round_trip_keeps_every_bit(tmp_path, xp):
         assert found[key].flags.writeable
 
 
-def test_views_are_saved_as_what_they_show(tmp_path):
+def test_views_are_saved_with_their_values(tmp_path):
     base = np.arange(24, dtype=np.float32).reshape(4, 6)
     save(tmp_path, "last", {"T": base.T, "step": base[::2, 1::3]})
     found, _ = load(tmp_path, "last")
@@ -88,7 +88,7 @@ def test_shapes_are_read_from_the_header(tmp_path):
     path = save(tmp_path, "best", {"a": np.ones((2, 3), np.float32), "b": np.ones((), np.int32)})
     assert checkpoint.shapes(tmp_path, "best") == {"a": (2, 3), "b": ()}
     data = path.read_bytes()
-    path.write_bytes(data[:-8])  # what comes behind is not looked at
+    path.write_bytes(data[:-8])  # only the header is read
     assert checkpoint.shapes(tmp_path, "best") == {"a": (2, 3), "b": ()}
     for damaged in (data[:20], b"", b"\x02" + bytes(7) + b"[]", bytes(8) + data[8:]):
         path.write_bytes(damaged)
@@ -135,7 +135,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_found_and_the_one_before_used(tmp_path, kind):
+def test_damage_is_found_and_the_previous_one_used(tmp_path, kind):
     damage, message = DAMAGE[kind]
     save(tmp_path, "last", tensors(1))
     damage(save(tmp_path, "last", tensors(2)))
@@ -150,14 +150,14 @@ def test_damage_is_found_and_the_one_before_used(tmp_path, kind):
 def test_a_damaged_generation_is_not_kept_in_place_of_a_good_one(tmp_path, monkeypatch):
     save(tmp_path, "last", tensors(1))
     flip(save(tmp_path, "last", tensors(2)))
-    monkeypatch.setattr(checkpoint, "_verified", set())  # as in a process that resumes
+    monkeypatch.setattr(checkpoint, "_verified", set())  # like in a process that resumes
     flip(save(tmp_path, "last", tensors(3)))
     with pytest.warns(UserWarning, match="last-00000001 is used instead"):
         assert load(tmp_path, "last")[0]["scalar"] == 1
 
 
-def test_without_its_manifest_the_newest_is_left_for_the_one_before(tmp_path):
-    """Remove the manifest, as a kill between the two renames does."""
+def test_without_its_manifest_the_newest_is_ignored(tmp_path):
+    """A kill between the two renames leaves a file without its manifest."""
     for value in (1, 2):
         save(tmp_path, "last", tensors(value))
     generations(tmp_path, "last")[0].unlink()
@@ -176,7 +176,7 @@ def test_a_first_save_that_was_killed_is_saved_again(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_where_all_manifests_are_lost_nothing_is_removed_and_all_can_be_read(tmp_path):
+def test_without_manifests_nothing_is_removed_and_all_can_be_read(tmp_path):
     for value in (1, 2, 3):
         save(tmp_path, "last", tensors(value), {"update": value})
     save(tmp_path, "best", tensors(7))
@@ -214,7 +214,7 @@ def test_a_lost_manifest_is_written_again(tmp_path):
     assert [left.name for left in tmp_path.iterdir()] == [path.name]
 
 
-def test_generations_that_go_while_they_are_read_are_looked_for_again(tmp_path, monkeypatch):
+def test_generations_removed_while_reading_are_searched_again(tmp_path, monkeypatch):
     save(tmp_path, "last", tensors(1))
     inner, saved = checkpoint._verified_bytes, []
 
@@ -242,7 +242,7 @@ CONTENT = {
 
 
 @pytest.mark.parametrize("kind", CONTENT)
-def test_other_content_is_refused_although_its_hash_is_right(tmp_path, kind):
+def test_invalid_content_with_a_correct_hash_is_refused(tmp_path, kind):
     data, message = CONTENT[kind]
     path = tmp_path / "last-00000001.safetensors"
     path.write_bytes(data)
@@ -253,7 +253,7 @@ def test_other_content_is_refused_although_its_hash_is_right(tmp_path, kind):
         read(path)
 
 
-def test_a_key_that_comes_twice_is_refused():
+def test_a_duplicate_key_is_refused():
     header = (
         b'{"__metadata__":{"format":"gpuattn/1","metadata":"{}"},'
         b'"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},'
@@ -283,7 +283,7 @@ def test_another_model_is_refused(tmp_path, found, message):
         load(tmp_path, "last", expected=tensors())
 
 
-def test_many_differences_are_summed_up(tmp_path):
+def test_many_differences_are_summarised(tmp_path):
     save(tmp_path, "last", {f"w{i}": np.zeros(1) for i in range(20)})
     with pytest.raises(CheckpointError, match="w0 is unknown.*; and 15 more"):
         load(tmp_path, "last", expected={})
@@ -291,7 +291,7 @@ def test_many_differences_are_summed_up(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_numbers_that_are_not_finite_are_neither_written_nor_read(tmp_path, dtype, bad):
+def test_nonfinite_numbers_are_neither_written_nor_read(tmp_path, dtype, bad):
     array = np.ones(3, np.float32).astype(dtype)
     save(tmp_path, "last", {"w": array})
     array[1] = bad
@@ -306,7 +306,7 @@ def test_numbers_that_are_not_finite_are_neither_written_nor_read(tmp_path, dtyp
 
 
 @pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "best-00000001.json", 3])
-def test_a_manifest_cannot_lead_elsewhere(tmp_path, file):
+def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path, file):
     (tmp_path / "secret.safetensors").write_bytes(encode(tensors()))
     save(tmp_path / "run", "last", tensors())
     edit_manifest(tmp_path / "run", file=file)
@@ -322,14 +322,14 @@ def test_names_of_checkpoints_are_plain(tmp_path, name):
         load(tmp_path, name)
 
 
-def test_there_is_none(tmp_path):
+def test_a_missing_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint last in"):
         load(tmp_path / "nowhere", "last")
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         read(tmp_path / "nowhere.safetensors")
 
 
-def test_a_digest_is_of_names_and_values(tmp_path):
+def test_a_digest_depends_on_names_and_values(tmp_path):
     save(tmp_path, "last", tensors(2), {"update": 1})
     assert checkpoint.digest(load(tmp_path, "last")[0]) == checkpoint.digest(tensors(2))
     others = [tensors(3), change(half=None), {key[1:]: a for key, a in tensors(2).items()}]
@@ -339,7 +339,7 @@ def test_a_digest_is_of_names_and_values(tmp_path):
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, call, after):
-    """``after`` 0: the tensors do not fit; 1: they do, but the manifest does not."""
+    """``after`` 0: no space for the tensors; 1: space for them, but not for the manifest."""
     save(tmp_path, "last", tensors(1))
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     countdown = [after]
@@ -373,7 +373,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, call, after):
 
         monkeypatch.setattr(checkpoint, "open", opened_full, raising=False)
     else:
-        due = after * 2 if call == "fsync" else after  # the folder is flushed in between
+        due = after * 2 if call == "fsync" else after  # the folder is synced between the two
         countdown[0] = due
         monkeypatch.setattr(checkpoint.os, call, fail_when_due(getattr(os, call)))
     with pytest.raises(CheckpointError) as caught:
@@ -420,7 +420,7 @@ def test_kill_9_during_saves_loses_nothing(tmp_path, kills):
             warnings.simplefilter("error")
             found, metadata = load(tmp_path, "last")
         done = metadata["n"]
-        assert done in (said, said + 1), "what was reported saved is there, or the one being saved"
+        assert done in (said, said + 1), "the last reported save, or the one in progress"
         assert all((array == done).all() for array in found.values())
     save(tmp_path, "last", {"w": np.zeros(1)})
     names = {p.name.rsplit(".", 1)[1] for p in tmp_path.iterdir()}

@@ -1,4 +1,4 @@
-"""Updates as CUDA graphs: the same bits as without them, and op by op where graphs fail."""
+"""Updates as CUDA graphs: equal bits with and without; op by op where capture fails."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ def config(tmp_path):
 
 
 def trained(config, graphs):
-    """Return (trainer, what its listener was told) after a run with one evaluation within."""
+    """Return (trainer, messages) after a run with one evaluation."""
     heard = Heard()
     trainer = Trainer(task_of(config)(config), "cuda", heard, graphs=graphs)
     assert trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
@@ -54,7 +54,7 @@ def trained(config, graphs):
      {"batching": "padded"}],
     ids=["bf16", "fp16 in two batches", "no masters", "padded"],
 )  # fmt: skip
-def test_the_same_bits_with_and_without(gpu, config, changes, delayed):
+def test_graphs_give_the_same_bits(gpu, config, changes, delayed):
     config = dataclasses.replace(config, **changes)
     (replayed, said), (plain, _) = (trained(config, graphs) for graphs in (True, False))
     graphs = replayed.step.calls.graphs
@@ -85,7 +85,7 @@ def test_a_language_model_has_one_shape_and_the_same_bits(gpu, tmp_path, delayed
         np.testing.assert_array_equal(to_cpu(array), to_cpu(others[name]), err_msg=name)
 
 
-def test_a_step_that_cannot_be_captured_is_called_as_it_is(gpu):
+def test_a_step_that_cannot_be_captured_runs_op_by_op(gpu):
     heard, x = [], gpu.zeros(4)
     gpu.cuda.Device().synchronize()
     with gpu.cuda.Stream(non_blocking=True):
@@ -93,7 +93,7 @@ def test_a_step_that_cannot_be_captured_is_called_as_it_is(gpu):
 
         def step():
             x[...] += 1
-            float(x[0])  # waits, which no capture allows
+            float(x[0])  # synchronizes, which is not allowed during capture
 
         for _ in range(5):
             steps("waits", None, step)
@@ -101,7 +101,7 @@ def test_a_step_that_cannot_be_captured_is_called_as_it_is(gpu):
 
 
 class OldDriver:
-    """The parts of CuPy that ``Replays`` uses, on a driver that cannot capture."""
+    """A fake of the parts of CuPy that ``Replays`` uses, with a driver that cannot capture."""
 
     def __init__(self):
         self.cuda, self.runtime = self, SimpleNamespace(CUDARuntimeError=RuntimeError)
@@ -121,7 +121,7 @@ class OldDriver:
     ("No module named 'nvmath'", "No module named 'nvmath'. Run: gpuattn doctor"),
     (None, "RuntimeError: cudaErrorNotSupported: operation not supported"),
 ], ids=["no nvmath", "old driver"])  # fmt: skip
-def test_without_graphs_steps_are_called_and_why_is_said_once(monkeypatch, refusal, reason):
+def test_without_graphs_steps_run_and_the_reason_is_reported_once(monkeypatch, refusal, reason):
     monkeypatch.setattr(graph, "import_cupy", OldDriver)
     monkeypatch.setattr(graph, "capture_refusal", lambda: refusal)
     heard, calls = [], []
@@ -133,13 +133,13 @@ def test_without_graphs_steps_are_called_and_why_is_said_once(monkeypatch, refus
 
 
 @pytest.mark.timing
-def test_a_replayed_update_waits_for_nothing(gpu, config):
-    """Twenty updates, two at a time behind a kernel that delays the GPU. If an update synchronized,
-    the kernel would be done when both are launched."""
+def test_a_replayed_update_does_not_synchronize(gpu, config):
+    """Launch twenty updates, two at a time after a kernel that delays the GPU. If an update
+    synchronized, that kernel would be finished after both launches."""
     config = dataclasses.replace(config, length="1000u", precision="fp16", accumulate=2)
     trainer = Trainer(task_of(config)(config), "cuda", Heard())
     batch, hold = trainer._next_batch(), gpu.RawKernel(HOLD, "hold")
-    trainer._next_batch = lambda: batch  # so that no shape is new
+    trainer._next_batch = lambda: batch  # so that no new shape occurs
     trainer._reported = 0.0
     with trainer.computing():
         stream = trainer.step.stream
@@ -160,7 +160,7 @@ def test_a_replayed_update_waits_for_nothing(gpu, config):
     assert trainer.optimizer.state.step == 28
 
 
-def test_a_batch_arrives_whole_and_in_turn(gpu, config, delayed):
+def test_batches_arrive_complete_and_in_order(gpu, config, delayed):
     task = task_of(config)(config)
     batches = [batch for epoch in range(4) for batch in task.corpus.loader(0).epoch(epoch)]
     with gpu.cuda.Stream(non_blocking=True):

@@ -27,14 +27,14 @@ class Line:
         yield "bias", self.bias
 
 
-def test_auto_takes_the_best_of_the_device():
+def test_auto_selects_the_best_precision_of_the_device():
     assert choose("auto", "cuda").name == "bf16"
     assert choose("auto", "numpy").name == "fp32"
     assert choose("fp16", "cuda").dtype == "float16"
 
 
 @pytest.mark.parametrize("name", ["bf16", "pure-bf16", "fp16"])
-def test_numpy_stays_in_fp32_and_says_so_once(monkeypatch, name):
+def test_numpy_uses_fp32_with_one_warning(monkeypatch, name):
     monkeypatch.setattr(precision, "_warned", set())
     with pytest.warns(UserWarning, match=f"precision {name} needs a GPU; on NumPy .* fp32"):
         assert choose(name, "numpy").name == "fp32"
@@ -44,14 +44,14 @@ def test_numpy_stays_in_fp32_and_says_so_once(monkeypatch, name):
         assert choose("fp32", "numpy").name == "fp32"
 
 
-def test_an_unknown_name_gets_the_nearest():
+def test_an_unknown_name_gets_a_suggestion():
     with pytest.raises(
         ConfigError, match="'bf61'; accepted: auto, fp32, bf16, pure-bf16, fp16. Did you mean"
     ):
         choose("bf61", "cuda")
 
 
-def test_summed_micro_batches_are_kept_wide():
+def test_micro_batches_are_summed_in_float32():
     assert PRECISIONS["bf16"].grad_dtype(1) == "bfloat16"
     assert PRECISIONS["bf16"].grad_dtype(4) == "float32"
 
@@ -94,12 +94,12 @@ def test_learns_a_line_in_every_precision(xp, name):
 
 
 def test_fp16_gradients_that_would_vanish_are_kept_by_the_scale(xp):
-    """The gradient, 1e-8, is below the smallest float16; times 65536 it is not."""
+    """The gradient, 1e-8, underflows in float16; multiplied by 65536 it does not."""
     w, _ = run(xp, "fp16", 1, lambda model, n: np.sum(model.weight.astype("float32")) * 1e-8)
     assert (w.weights()["weight"] != 0).all()
 
 
-def test_overflow_halves_and_goes_on(xp):
+def test_overflow_halves_the_scale_and_continues(xp):
     def loss(model, n):
         return np.sum(model.weight.astype("float32")) * (4.0 if n == 2 else 0.5)
 
@@ -113,7 +113,7 @@ def values(**changes):
     return at_start | changes
 
 
-def test_trouble_is_said():
+def test_skipped_updates_are_reported():
     w = Workspace(Line())
     assert trouble(values(), values(step=25), w, CONFIG) == []
     assert trouble(values(), values(skipped=2), w, CONFIG) == [
@@ -132,7 +132,7 @@ def test_trouble_is_said():
     assert trouble(values(clamped=3, skipped=4), values(clamped=3, skipped=4), w, CONFIG) == []
 
 
-def test_a_run_that_cannot_go_on_stops_and_names_the_parameter():
+def test_a_run_that_cannot_continue_stops_and_names_the_parameter():
     w, optimizer = run(np, "fp32", 10, lambda model, n: np.sum(model.bias * np.float32(np.nan)))
     now = optimizer.state.read()
     assert now["skipped_in_a_row"] == 10 and now["step"] == 0

@@ -1,4 +1,4 @@
-"""TrainingStep alone: the bits of the trainer, its example, what it refuses."""
+"""TrainingStep by itself: equal bits to the trainer's, the example, refusals."""
 
 import doctest
 import itertools
@@ -37,7 +37,7 @@ def by_trainer(config, device):
 
 
 def by_steps(config, device, trainer, graphs=True, stream=None):
-    """Make the updates of a Trainer from a model, an optimizer and batches alone."""
+    """Make the updates of a Trainer with only a model, an optimizer and batches."""
     task = LanguageTask(config)
     model = task.model
     workspace = Workspace(model, device, "float32", "float32")
@@ -80,8 +80,8 @@ def test_steps_alone_give_the_bits_of_the_trainer(config):
     assert 0 < step.mean_loss() < np.log(20) and step.mean_loss() == 0
 
 
-def test_they_do_on_a_gpu_with_and_without_graphs(gpu, config, delayed):
-    """Called on the default stream, which theirs is ordered with, and on one of the caller."""
+def test_steps_alone_on_a_gpu_with_and_without_graphs(gpu, config, delayed):
+    """Called on the default stream, which their stream is ordered with, and on another stream."""
     trainer = by_trainer(config, "cuda")
     for graphs in (True, False):
         assert_same_bits(by_steps(config, "cuda", trainer, graphs), trainer)
@@ -97,7 +97,7 @@ def test_the_example():
     assert [(result.attempted > 5, result.failed) for result in ran] == [(True, 0)]
 
 
-def test_what_a_step_refuses(config):
+def test_refusals_of_a_step(config):
     task = LanguageTask(config)
     step = by_steps(config, "numpy", Trainer(task, "numpy", Listener()))
     with pytest.raises(ValueError, match="batches is none; accepted: one or more"):

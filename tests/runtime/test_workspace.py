@@ -1,4 +1,4 @@
-"""Flat buffers: live aligned slices, gradients in place, all-or-nothing loads."""
+"""Flat buffers: parameters as aligned slices, gradients in place, all-or-nothing loads."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ SHAPES = {"embedding": (10, 30), "norm.weight": (30,), "scale": (), "head.weight
 
 
 class Model:
-    """The parts of a module that a workspace uses."""
+    """A fake module with the parts that a workspace uses."""
 
     def __init__(self, seed=0, frozen=()):
         rng = np.random.default_rng(seed)
@@ -28,7 +28,7 @@ class Model:
         yield from self.tensors.items()
 
     def loss(self, x):
-        """Use all but norm.weight; the embedding twice."""
+        """Compute a loss from all parameters but norm.weight; uses the embedding twice."""
         t = self.tensors
         h = np.tanh(x @ t["embedding"]) * t["scale"]
         return np.sum((h @ t["head.weight"].T) ** 2) + np.sum(t["embedding"] * t["embedding"])
@@ -53,7 +53,7 @@ def test_parameters_become_aligned_slices_with_their_values(xp, dtype):
         assert to_cpu(tensor.data).tobytes() == expected.tobytes()
         assert (to_cpu(w.weights()[name]) == want.tensors[name].data).all()
         w.params[slot.start : slot.stop] = 3
-        assert (tensor.data == 3).all(), "the slice is live"
+        assert (tensor.data == 3).all(), "the parameter is not a view of the buffer"
         w.grads[slot.start : slot.stop] = 4
         assert (tensor.grad_slot == 4).all() and tensor.grad_slot.shape == SHAPES[name]
     assert (w.model is None) == (dtype == "float32")
@@ -71,14 +71,14 @@ def test_only_matrices_decay():
     assert Workspace(Model(frozen=["embedding"])).decay.sum() == 2
 
 
-def test_gradients_land_in_the_buffer_and_add_up(xp):
+def test_gradients_are_written_to_the_buffer_and_accumulate(xp):
     x = xp.asarray(np.random.default_rng(1).standard_normal((4, 10)).astype(np.float32))
     plain, model = Model(), Model()
     for tensor in plain.tensors.values():
         tensor.data = xp.asarray(tensor.data)
     plain.loss(x).backward()
     w = Workspace(model, device_of(xp))
-    w.grads.fill(np.nan)  # what the last update left must not matter
+    w.grads.fill(np.nan)  # values of the last update must not matter
     for times in (1, 2):
         w.begin()
         for _ in range(times):
@@ -103,7 +103,7 @@ def test_the_loss_scale_multiplies_gradients(xp):
     np.testing.assert_array_equal(grads[0] * 8, grads[1])
 
 
-def test_says_when_a_gradient_is_final():
+def test_reports_when_a_gradient_is_final():
     model = Model()
     w = Workspace(model)
     seen = {}
@@ -117,7 +117,7 @@ def test_says_when_a_gradient_is_final():
         np.testing.assert_array_equal(seen[slot.start], w.grads[slot.start : slot.stop])
 
 
-def test_a_loss_that_was_not_recorded_is_no_silent_zero():
+def test_an_unrecorded_loss_is_an_error():
     w = Workspace(Model())
     with no_grad():
         loss = w.tensors["scale"] * 2
@@ -125,7 +125,7 @@ def test_a_loss_that_was_not_recorded_is_no_silent_zero():
         w.backward(loss)
 
 
-def test_a_frozen_parameter_stays():
+def test_a_frozen_parameter_does_not_change():
     model = Model(frozen=["embedding"])
     w = Workspace(model)
     optimizer = AdamW(w, weight_decay=0.5)
@@ -140,7 +140,7 @@ def test_a_frozen_parameter_stays():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_goes_round(xp, dtype, rng):
+def test_state_round_trip(xp, dtype, rng):
     w, other = (Workspace(Model(seed), device_of(xp), dtype) for seed in (1, 2))
     for buffer in (w.masters, w.exp_avg, w.exp_avg_sq):
         buffer[...] = xp.asarray(rng.standard_normal(w.size).astype(np.float32))
@@ -159,7 +159,7 @@ def test_state_goes_round(xp, dtype, rng):
     assert not fresh.exp_avg.any()
 
 
-def test_without_masters_the_parameters_are_all_there_is(xp, rng):
+def test_without_masters_the_state_has_only_the_parameters(xp, rng):
     options = {"moments": ("exp_avg",), "masters": False}
     w, other = (Workspace(Model(seed), device_of(xp), "bfloat16", **options) for seed in (1, 2))
     assert w.masters is w.params and w.model is None and not hasattr(w, "exp_avg_sq")
@@ -197,7 +197,7 @@ def test_a_load_that_does_not_fit_changes_nothing():
     assert w.masters.tobytes() == before
 
 
-def test_names_the_parameters_whose_gradients_are_unusable():
+def test_names_the_parameters_with_nonfinite_gradients():
     w = Workspace(Model(), dtype="bfloat16")
     assert w.unusable_gradients() == []
     w.tensors["scale"].grad_slot[...] = np.nan

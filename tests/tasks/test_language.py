@@ -1,4 +1,4 @@
-"""Runs of language models: what they learn, hold out, refuse, and that they go on bit for bit."""
+"""Runs of language models: learning, held-out text, refusals, and bit-for-bit resumes."""
 
 import dataclasses
 import json
@@ -54,7 +54,7 @@ def test_the_end_of_a_text_is_held_out(config, tmp_path):
     assert other.fingerprint != corpus.fingerprint
 
 
-def test_a_text_of_one_batch_is_told(config):
+def test_a_text_of_one_batch_gives_a_warning(config):
     assert not TextCorpus(dataclasses.replace(config, batch=64)).warnings
     (warning,) = TextCorpus(dataclasses.replace(config, batch=1000)).warnings
     assert "all of the text is one batch" in warning and "Try --batch" in warning
@@ -66,14 +66,14 @@ def test_subwords_spell_the_text(config, tmp_path):
     corpus = TextCorpus(dataclasses.replace(config, tokenizer="subwords", vocab_size=330))
     tokenizer = corpus.tokenizer
     assert tokenizer.decode_text(tokenizer.encode_text(text)) == text
-    assert "\u2581word" in tokenizer.pieces  # of a line that SentencePiece alone leaves out
+    assert "\u2581word" in tokenizer.pieces  # from a line that SentencePiece skips by default
 
 
 @pytest.mark.parametrize("text, valid, message", [
     (None, None, "cannot read"), ("", None, "is empty"), ("abcd" * 2, None, "smaller --block"),
     ("abcd" * 9, "a", "1 token for validation"), ("abcd" * 9, "abcX", "character 'X' at 3"),
 ])  # fmt: skip
-def test_texts_that_cannot_be_used(config, tmp_path, text, valid, message):
+def test_invalid_texts_are_refused(config, tmp_path, text, valid, message):
     (tmp_path / "text").unlink()
     if text is not None:
         (tmp_path / "text").write_text(text)
@@ -93,12 +93,12 @@ def test_texts_that_cannot_be_used(config, tmp_path, text, valid, message):
     ({"positions": "sinusoidal"}, "learned or rotary for gpt2"), ({"kv_heads": 3}, "kv-heads is 3"),
     ({"model": "gpt3"}, "Did you mean 'gpt2'"), ({"tokenizer": "char"}, "Did you mean 'chars'"),
 ])  # fmt: skip
-def test_options_that_do_not_fit(config, change, message):
+def test_invalid_options_are_refused(config, change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(config, **change)
 
 
-def test_models_of_other_kinds_are_found_again_and_sample(config, tmp_path):
+def test_models_with_other_options_are_loaded_and_sample(config, tmp_path):
     options = {"positions": "rotary", "kv_heads": 1, "activation": "swiglu", "pad_vocab": False}
     train(dataclasses.replace(config, **options), tmp_path / "run", device="numpy")
     sampler = load_run(tmp_path / "run", device="numpy")
@@ -108,12 +108,12 @@ def test_models_of_other_kinds_are_found_again_and_sample(config, tmp_path):
     assert len(text) == 20
 
 
-def test_options_of_language_models_are_not_for_translators():
+def test_options_of_language_models_are_refused_for_translators():
     with pytest.raises(ConfigError, match="block is for --model gpt2, not translation"):
         TrainConfig(task="toy", block=32)
 
 
-def test_a_text_makes_it_gpt2_with_defaults_of_its_own(tmp_path):
+def test_a_text_selects_gpt2_with_its_defaults(tmp_path):
     given = {"lm": "book.txt"}
     config, origins = resolve(("command line", given))
     assert (config.model, config.task, config.block, config.layers) == ("gpt2", None, 256, (6, 6))
@@ -142,7 +142,7 @@ def test_a_run_learns_a_text_by_heart(config, tmp_path):
     report.say = lambda topic, text: heard.append((topic, text))
     outcome = train(config, tmp_path / "run", device="numpy", listener=report)
     rows = RunFolder(tmp_path / "run").metrics.read("valid")
-    assert rows[0]["loss"] > rows[1]["loss"] < 0.15  # what follows the first t nobody knows
+    assert rows[0]["loss"] > rows[1]["loss"] < 0.15  # nothing predicts what follows the first t
     assert rows[1]["perplexity"] == pytest.approx(np.exp(rows[1]["loss"]))
     assert outcome.best["score"] == -outcome.best["loss"]
     assert (tmp_path / "run/valid/update_00000120.txt").read_text().strip()
@@ -157,7 +157,7 @@ def test_a_run_learns_a_text_by_heart(config, tmp_path):
     ]
 
 
-def test_samples_follow_seed_and_settings(config, tmp_path):
+def test_samples_depend_on_seed_and_settings(config, tmp_path):
     train(dataclasses.replace(config, length="2u"), tmp_path / "run", device="numpy")
     sampler = load_run(tmp_path / "run", device="numpy")
     settings = {"tokens": 30, "seed": 3, "temperature": 2.0}
@@ -172,7 +172,7 @@ def test_samples_follow_seed_and_settings(config, tmp_path):
         sampler.sample(tokens=3, count=0)
 
 
-def test_held_out_loss_is_that_of_all_blocks(config):
+def test_held_out_loss_covers_all_blocks(config):
     task = LanguageTask(config)
     trainer = Trainer(task, "numpy", Listener())
     batches = list(task.corpus.valid_batches())
@@ -183,7 +183,7 @@ def test_held_out_loss_is_that_of_all_blocks(config):
     assert trainer.valid_loss() == pytest.approx(sum(losses) / tokens, rel=1e-6)
 
 
-def test_a_batch_goes_to_a_device_in_one_piece(config):
+def test_a_batch_is_copied_to_a_device_at_once(config):
     batch, copies = LanguageTask(config).corpus.loader(0).crops(3), []
     elsewhere = SimpleNamespace(asarray=lambda flat: copies.append(flat) or flat)
     moved = batch_to(batch, elsewhere)
@@ -197,7 +197,7 @@ def test_a_batch_goes_to_a_device_in_one_piece(config):
     {}, {"length": "3e", "accumulate": 2, "eval_every": "1e", "average": 2},
     {"tokenizer": "subwords", "vocab_size": 290, "ema": 0.0},
 ], ids=["updates", "epochs", "subwords"])  # fmt: skip
-def test_stopped_at_any_update_a_run_goes_on_bit_for_bit(config, tmp_path, change):
+def test_a_run_stopped_at_any_update_resumes_bit_for_bit(config, tmp_path, change):
     config = dataclasses.replace(config, **change)
     whole, stops = train(config, tmp_path / "whole", device="numpy"), 0
     for calls in (1, 2, 4, 3, 10_000):  # calls of stop: after updates and within evaluations
@@ -210,7 +210,7 @@ def test_stopped_at_any_update_a_run_goes_on_bit_for_bit(config, tmp_path, chang
     assert losses[0] == losses[1]
 
 
-def test_what_is_said_of_a_run_and_the_mean_of_two(config, tmp_path):
+def test_summary_of_a_run_and_mean_of_two(config, tmp_path):
     config = dataclasses.replace(config, length="3u")
     for seed in (1, 2):
         train(dataclasses.replace(config, seed=seed), tmp_path / str(seed), device="numpy")

@@ -1,4 +1,4 @@
-"""Gradients with inf or NaN: skipped with a warning; a run that has no others is saved and ends."""
+"""Gradients with inf or NaN: skipped with a warning; ten in a row end the run, which is saved."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ class Warned(Listener):
 
 
 def spoiling(load, spoiled, value):
-    """Return ``load`` of a feed, after which the gradients of some batches hold inf or NaN."""
+    """Return a ``load`` of a feed that makes the gradients of some batches inf or NaN."""
 
     def loading(*batch, **numbers):
         if "weight" in numbers and spoiled(numbers["draw"]):
@@ -45,25 +45,25 @@ def spoiling(load, spoiled, value):
 @pytest.mark.parametrize(
     "name, value", [*((name, np.nan) for name in PRECISIONS), ("fp16", np.inf)]
 )
-def test_spoiled_updates_are_skipped_and_said(tmp_path, monkeypatch, name, value):
+def test_nonfinite_updates_are_skipped_with_a_warning(tmp_path, monkeypatch, name, value):
     train_spoiled("numpy", tmp_path, monkeypatch, name, value)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_spoiled_updates_are_skipped_in_graphs_too(gpu, tmp_path, monkeypatch, name):
+def test_nonfinite_updates_are_skipped_in_graphs_too(gpu, tmp_path, monkeypatch, name):
     trainer = train_spoiled("cuda", tmp_path, monkeypatch, name, np.inf)
     captured = {name for (name, _), graph in trainer.step.calls.graphs.items() if graph is not None}
     assert captured == {"gradients", "more gradients", "update"}
 
 
 def train_spoiled(device, tmp_path, monkeypatch, name, value):
-    """Check a run in a precision with some spoiled updates; return its Trainer."""
+    """Check a run in a precision with some nonfinite updates; return its Trainer."""
     monkeypatch.setattr(precision, "choose", lambda *_: PRECISIONS[name])  # on NumPy too
     config = dataclasses.replace(new_config(tmp_path, "numpy", 0), schedule="constant")
     config = dataclasses.replace(config, length=f"{UPDATES}u", eval_every=f"{UPDATES}u")
     report, seen = Warned(), []
     trainer = Trainer(TranslationTask(config), device, report)
-    batches = {config.accumulate * n for n in SPOILED}  # the first of an update
+    batches = {config.accumulate * n for n in SPOILED}  # the first batch of an update
     trainer.step.feed.load = spoiling(trainer.step.feed.load, batches.__contains__, value)
 
     def look():
@@ -86,7 +86,7 @@ def train_spoiled(device, tmp_path, monkeypatch, name, value):
     return trainer
 
 
-def test_ten_in_a_row_end_a_run_that_is_saved_and_goes_on(xp, tmp_path, monkeypatch):
+def test_ten_in_a_row_end_the_run_which_is_saved_and_resumes(xp, tmp_path, monkeypatch):
     config = dataclasses.replace(
         new_config(tmp_path, "numpy", 0), length="45u", eval_every="45u", average=0
     )
@@ -97,13 +97,13 @@ def test_ten_in_a_row_end_a_run_that_is_saved_and_goes_on(xp, tmp_path, monkeypa
             train(config, tmp_path / "run", device=device)
     said = str(error.value)
     found = re.match(r"(\d+) updates in a row had gradients with inf or NaN, first in ", said)
-    assert found and int(found[1]) >= 10, said  # reports come by the clock, too
+    assert found and int(found[1]) >= 10, said  # reports also come at intervals of time
     assert "the last good one was number 10. Start again with a smaller --lr" in said
     assert said.endswith("All is saved as it was then")
     tensors, at = checkpoint.load(tmp_path / "run", "state")
     assert all(np.isfinite(a.astype("f")).all() for a in tensors.values())
     assert train(config, tmp_path / "run", device=device).update == 45
-    # the same as a run that skipped these on its way
+    # equal to an uninterrupted run that skipped these updates
     spoiled = range(20, 2 * at["update"])
     with monkeypatch.context() as patch:
         patch.setattr(feed, "load", spoiling(feed.load, spoiled.__contains__, np.nan))
@@ -113,8 +113,8 @@ def test_ten_in_a_row_end_a_run_that_is_saved_and_goes_on(xp, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("interval", ["5u", "100u"])
-def test_parameters_that_are_not_finite_are_never_saved(tmp_path, interval):
-    """Neither at an evaluation nor after ten skipped updates."""
+def test_nonfinite_parameters_are_never_saved(tmp_path, interval):
+    """Both saves are refused: at an evaluation and after ten skipped updates."""
     config = dataclasses.replace(
         new_config(tmp_path, "numpy", 0), length="100u", eval_every=interval, average=0
     )

@@ -1,4 +1,4 @@
-"""Memory: recomputed layers give the same bits, plans match steps, batches get smaller."""
+"""Memory: recomputed layers give equal bits, plans match steps, batches are split."""
 
 import dataclasses
 
@@ -57,8 +57,8 @@ def text(tmp_path):
 
 @pytest.fixture
 def fails(monkeypatch):
-    """Return a function that makes losses of more than ``most`` tokens run out of memory, from the
-    ``first`` batch of a run on."""
+    """Return a function that makes losses of more than ``most`` tokens run out of memory, starting
+    with batch ``first`` of a run."""
 
     def arrange(task, most, first):
         loss = task.loss
@@ -74,7 +74,7 @@ def fails(monkeypatch):
     return arrange
 
 
-# ---- computed again ----------------------------------------------------------------------------
+# ---- recomputation -----------------------------------------------------------------------------
 
 
 def gradients(config, device="numpy", graphs=False):
@@ -89,7 +89,7 @@ CASES = [("text", {}), ("pairs", {}), ("pairs", {"norm": "post", "activation": "
 
 
 @pytest.mark.parametrize(("data", "change"), CASES, ids=["gpt2", "pre-norm", "post-norm"])
-def test_layers_computed_again_give_the_same_bits(request, data, change):
+def test_recomputed_layers_give_the_same_bits(request, data, change):
     config = dataclasses.replace(request.getfixturevalue(data), accumulate=2, **change)
     kept, again, full = (
         gradients(dataclasses.replace(config, checkpoint=level))
@@ -100,7 +100,7 @@ def test_layers_computed_again_give_the_same_bits(request, data, change):
         np.testing.assert_allclose(array, full[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-def test_a_layer_computed_again_keeps_its_input_alone(text):
+def test_a_recomputed_layer_keeps_only_its_input(text):
     def kept(level):
         task = LanguageTask(dataclasses.replace(text, checkpoint=level))
         batch = task.corpus.loader(0).crops(0)
@@ -113,7 +113,7 @@ def test_a_layer_computed_again_keeps_its_input_alone(text):
                     nodes.append(x.node)
         return sum(sizes.values()) / batch.tokens.size / text.dim
 
-    assert kept("block") == 2 * 2 + 1  # two inputs of two layers, and the last states
+    assert kept("block") == 2 * 2 + 1  # two inputs for each of two layers, and the last states
     assert kept("none") > 2 * kept("block")
 
 
@@ -135,7 +135,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("data", "sizes"), SHAPES, ids=["gpt2", "translation"])
 @pytest.mark.parametrize("level", ["none", "block"])
-def test_a_plan_is_what_a_step_takes(gpu, request, data, sizes, level, monkeypatch):
+def test_a_plan_matches_the_memory_of_a_step(gpu, request, data, sizes, level, monkeypatch):
     monkeypatch.setattr("gpuattn.arrays.allocate", None)
     monkeypatch.setattr("gpuattn.gemm.tuning.FLUSH_BYTES", 1 << 20)
     config = dataclasses.replace(
@@ -202,7 +202,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_made(
 
 
 @pytest.mark.parametrize("data", ["text", "pairs"])
-def test_batches_that_fit_are_whole_blocks_and_leave_an_epoch_its_updates(request, data):
+def test_automatic_batches_are_whole_blocks_and_keep_the_updates_of_an_epoch(request, data):
     config = request.getfixturevalue(data)
     model = task_of(config)(config).model
     unit = config.block * language.BLOCKS if data == "text" else translation.BATCH_UNIT
@@ -215,7 +215,7 @@ def test_batches_that_fit_are_whole_blocks_and_leave_an_epoch_its_updates(reques
     assert memory.fit(model, config, BF16, 1, 10**9) == memory.least_tokens(config)
 
 
-def test_a_batch_by_itself_is_the_default_on_numpy_and_stays(text, tmp_path):
+def test_an_automatic_batch_is_the_default_on_numpy_and_is_stored(text, tmp_path):
     config = dataclasses.replace(text, batch="auto")
     outcome = train(config, tmp_path / "run", device="numpy", stop=After(2))
     stored = RunFolder(tmp_path / "run").config()
@@ -226,10 +226,10 @@ def test_a_batch_by_itself_is_the_default_on_numpy_and_stays(text, tmp_path):
         dataclasses.replace(text, batch="some")
 
 
-# ---- memory that is used up --------------------------------------------------------------------
+# ---- out of memory -----------------------------------------------------------------------------
 
 
-def test_blocks_are_shared_out_evenly(text, pairs):
+def test_blocks_are_divided_evenly(text, pairs):
     parts, seen = 1, []
     while parts:
         config = memory.in_parts(text, parts)
@@ -241,9 +241,7 @@ def test_blocks_are_shared_out_evenly(text, pairs):
 
 
 @pytest.mark.parametrize(("data", "task"), [("text", LanguageTask), ("pairs", TranslationTask)])
-def test_short_of_memory_a_run_takes_smaller_batches_and_keeps_to_them(
-    request, fails, tmp_path, data, task
-):
+def test_out_of_memory_a_run_switches_to_smaller_batches(request, fails, tmp_path, data, task):
     config = request.getfixturevalue(data)
     fails(task, most=config.batch // 2, first=3)  # in the fourth update
     heard = Heard()
@@ -253,10 +251,10 @@ def test_short_of_memory_a_run_takes_smaller_batches_and_keeps_to_them(
     assert whole.finished and whole.update == 8
     state = checkpoint.load(tmp_path / "whole", "state")[1]
     assert state["parts"] == 2 and state["draws"] > 2 * (8 - 4)
-    assert RunFolder(tmp_path / "whole").config() == config, "what was asked for stays"
+    assert RunFolder(tmp_path / "whole").config() == config, "the config keeps the requested batch"
 
 
-def test_resumed_it_goes_on_with_the_smaller_batches_bit_for_bit(pairs, fails, tmp_path):
+def test_a_resumed_run_keeps_the_smaller_batches_bit_for_bit(pairs, fails, tmp_path):
     config = dataclasses.replace(pairs, accumulate=2, ema=0.9, length="8e", eval_every="2e")
     fails(TranslationTask, most=120, first=5)  # the second batch of the third update
     for name, stops in (("whole", [10**6]), ("parts", [2, 3, 3, 10**6])):
@@ -266,7 +264,7 @@ def test_resumed_it_goes_on_with_the_smaller_batches_bit_for_bit(pairs, fails, t
     assert_same_bits(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_where_no_smaller_batch_fits_all_is_saved(text, fails, tmp_path, monkeypatch, capsys):
+def test_the_run_is_saved_when_no_smaller_batch_fits(text, fails, tmp_path, monkeypatch, capsys):
     fails(LanguageTask, most=0, first=3)
     with pytest.raises(MemoryLimitError, match=r"a block of 16 tokens.*--checkpoint full"):
         train(text, tmp_path / "run", device="numpy")
@@ -290,7 +288,7 @@ def test_a_gpu_with_less_memory_gets_smaller_batches(gpu, text, monkeypatch):
     with gpu.cuda.using_allocator(pool.malloc):
         trainer = Trainer(LanguageTask(config), "cuda", heard, graphs=True)
         plan = memory.plan(trainer.model, config, trainer.precision)
-        # no limit for the graphs' own pool: what ends is the memory of the first steps
+        # the pool of the graphs has no limit: the first steps run out of memory
         pool.set_limit(pool.total_bytes() + (plan.activations - memory.LIBRARY_BYTES) * 2 // 3)
         trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
     (said,) = heard.about("memory")
@@ -300,7 +298,7 @@ def test_a_gpu_with_less_memory_gets_smaller_batches(gpu, text, monkeypatch):
     assert isinstance(calls, Replays) and None not in calls.graphs.values()
 
 
-def test_what_graphs_use_is_given_back_with_them_and_not_before(gpu):
+def test_memory_of_graphs_is_freed_with_them_and_not_before(gpu):
     with gpu.cuda.Stream(non_blocking=True) as stream:
         steps, x = Replays(print), gpu.arange(1 << 20, dtype=np.float32)
         out, alive = gpu.zeros_like(x), []
@@ -314,7 +312,7 @@ def test_what_graphs_use_is_given_back_with_them_and_not_before(gpu):
         pointers = [pointer for pointer, _ in steps.held]
         steps.pool.free_all_blocks()  # as CuPy does when an allocation fails
 
-        def kinds():  # 2: memory of the device, 0: not any more
+        def kinds():  # 2: device memory, 0: freed
             stream.synchronize()
             return {gpu.cuda.runtime.pointerGetAttributes(p).type for p in pointers}
 
@@ -326,6 +324,6 @@ def test_what_graphs_use_is_given_back_with_them_and_not_before(gpu):
         assert kinds() == {0}
 
 
-def test_what_says_that_memory_is_used_up():
+def test_errors_that_mean_out_of_memory():
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("memory"))
     assert is_out_of_memory(RuntimeError("cudaErrorMemoryAllocation: out of memory"))

@@ -1,4 +1,4 @@
-"""The meter: unknown figures are left out, a GPU's ceilings are measured once."""
+"""The meter: unknown figures are omitted, a GPU's peak rates are measured once."""
 
 import json
 import time
@@ -17,7 +17,7 @@ from gpuattn.units import short
 
 
 class Card:
-    """A power meter whose GPU has used ``joules`` more at each reading."""
+    """A fake power meter; energy grows by ``joules`` with each reading."""
 
     def __init__(self, joules, watts=300.0):
         self.joules, self.watts, self.total = joules, watts, 5000.0
@@ -42,7 +42,7 @@ def nothing():
     return dict.fromkeys(SPENT, 0.0)
 
 
-def test_numpy_tells_time_alone():
+def test_on_numpy_only_times_are_known():
     found, spent = metered(), nothing()
     found.batches += [batch(100), batch(60)]
     time.sleep(0.01)
@@ -54,7 +54,7 @@ def test_numpy_tells_time_alone():
     assert found.batches == []
 
 
-def test_a_card_tells_its_share_and_its_energy():
+def test_a_gpu_shows_mfu_and_energy():
     found, spent = metered(1e12, Card(30.0)), nothing()
     for _ in range(2):
         found.batches.append(batch(100))
@@ -67,7 +67,7 @@ def test_a_card_tells_its_share_and_its_energy():
     assert text == "3M tokens in 2 s, 1.5M tokens/s in updates, MFU 25 % of 1 TFLOP/s, 0.09 kJ"
 
 
-def test_what_a_card_does_not_say_is_left_out():
+def test_figures_that_a_gpu_does_not_report_are_omitted():
     spent = nothing()
     card = Card(0.0)
     card.read = lambda now=False: Draw(250.0, None)
@@ -76,12 +76,12 @@ def test_what_a_card_does_not_say_is_left_out():
     assert metered(None, card).energy(spent) == {} and spent["joules"] == 0
 
 
-def test_without_the_library_nothing_is_known(monkeypatch):
+def test_without_nvml_nothing_is_known(monkeypatch):
     monkeypatch.setattr(power, "LIBRARY", "libnot-there.so.1")
     assert PowerMeter().read(now=True) == Draw(None, None)
 
 
-def test_ceilings_are_amounts_over_times():
+def test_peak_rates_are_amounts_over_times():
     found = rates({"copy": (None, 8e6), "product": (None, 2e9)}, {"copy": 2.0, "product": 4.0})
     assert found == {"copy_tbs": 4.0, "matmul_tflops": 500.0}
     here = ceilings.ceilings(np, np.float32)
@@ -97,7 +97,7 @@ def test_short_numbers():
 
 @pytest.mark.gpu
 @pytest.mark.timing
-def test_ceilings_are_measured_once_and_kept(gpu, monkeypatch, tmp_path):
+def test_peak_rates_are_measured_once_and_cached(gpu, monkeypatch, tmp_path):
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(ceilings, "SIZES", {"cupy": (1 << 24, 2048)})
     before = gpu.get_default_memory_pool().total_bytes()
@@ -112,7 +112,7 @@ def test_ceilings_are_measured_once_and_kept(gpu, monkeypatch, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.timing
-def test_a_cards_energy_grows_by_its_power(gpu):
+def test_the_energy_of_a_gpu_grows_by_its_power(gpu):
     card = PowerMeter()
     first, begin = card.read(now=True), time.perf_counter()
     if first.joules is None:
@@ -121,5 +121,5 @@ def test_a_cards_energy_grows_by_its_power(gpu):
     last = card.read(now=True)
     watts = (last.joules - first.joules) / (time.perf_counter() - begin)
     assert 10 < last.watts < 2000 and 10 < watts < 2000
-    assert card.read() is last  # not asked again within FRESH
+    assert card.read() is last  # no new reading within FRESH
     assert meter.Meter(gpu, BFLOAT16, sum).peak > 1e13

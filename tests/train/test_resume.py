@@ -1,4 +1,4 @@
-"""Resume: the same bits and metrics as an uninterrupted run, also after kill -9."""
+"""Resumed runs equal uninterrupted ones in bits and metrics, also after kill -9."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def config(reversed_text):
     {}, {"length": "11u", "schedule": "cosine", "eval_every": "3u"},
     {"ema": 0.0, "accumulate": 1, "optimizer": "lion"}, {"batching": "padded"},
 ], ids=["epochs", "updates", "plain", "padded"])  # fmt: skip
-def test_stopped_at_any_update_a_run_goes_on_bit_for_bit(config, tmp_path, change):
+def test_a_run_stopped_at_any_update_resumes_bit_for_bit(config, tmp_path, change):
     config = dataclasses.replace(config, **change)
     whole = train(config, tmp_path / "whole", device="numpy")
     stopped, stops = False, 0
@@ -47,7 +47,7 @@ def test_stopped_at_any_update_a_run_goes_on_bit_for_bit(config, tmp_path, chang
     assert_same_metrics(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_evaluations_by_the_clock_leave_training_alone(config, tmp_path):
+def test_evaluations_by_time_do_not_affect_training(config, tmp_path):
     config = dataclasses.replace(config, eval_every="auto", average=0)
     train(config, tmp_path / "whole", device="numpy")
     for calls in (5, 3, 10_000):
@@ -56,7 +56,7 @@ def test_evaluations_by_the_clock_leave_training_alone(config, tmp_path):
     assert_same_bits(tmp_path / "whole", tmp_path / "parts", ("state", "last"))
 
 
-def test_a_built_in_task_goes_on_into_later_epochs(tmp_path, monkeypatch):
+def test_a_built_in_task_resumes_in_later_epochs(tmp_path, monkeypatch):
     monkeypatch.setattr("gpuattn.tasks.corpus.GENERATED_PAIRS", 60)
     config = TrainConfig(
         task="reverse", vocab_size=384, max_len=64, dim=16, heads=2, layers=(1, 1), ffn=16,
@@ -69,8 +69,8 @@ def test_a_built_in_task_goes_on_into_later_epochs(tmp_path, monkeypatch):
     assert_same_bits(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_longer_run_equals_one_that_was_long_from_the_start(config, tmp_path):
-    growing = {"schedule": "invsqrt", "warmup": 2}  # it does not look at the end
+def test_an_extended_run_equals_one_of_the_full_length(config, tmp_path):
+    growing = {"schedule": "invsqrt", "warmup": 2}  # this schedule does not depend on the length
     short = dataclasses.replace(config, length="5u", average=0, eval_every="5u", **growing)
     long = dataclasses.replace(short, length="10u")
     train(short, tmp_path / "a", device="numpy")
@@ -81,7 +81,7 @@ def test_a_longer_run_equals_one_that_was_long_from_the_start(config, tmp_path):
         train(short, tmp_path / "a", device="numpy")
 
 
-def test_other_text_is_noticed(config, tmp_path):
+def test_changed_text_is_refused(config, tmp_path):
     train(config, tmp_path / "run", device="numpy", stop=After(2))
     lines = (tmp_path / "src").read_text().splitlines()
     (tmp_path / "src").write_text("\n".join(["h g f", *lines[1:]]) + "\n")
@@ -89,7 +89,7 @@ def test_other_text_is_noticed(config, tmp_path):
         train(config, tmp_path / "run", device="numpy")
 
 
-def test_a_damaged_last_state_falls_back_to_the_one_before(config, tmp_path):
+def test_a_damaged_last_state_falls_back_to_the_previous_one(config, tmp_path):
     train(config, tmp_path / "whole", device="numpy")
     for _ in range(2):
         train(config, tmp_path / "run", device="numpy", stop=After(4))
@@ -103,12 +103,12 @@ def test_a_damaged_last_state_falls_back_to_the_one_before(config, tmp_path):
 
 
 @pytest.mark.parametrize("kills", sampled([3, 6], 1))
-def test_killed_at_random_moments_a_run_loses_nothing(tmp_path, kills):
+def test_a_run_killed_at_random_moments_loses_nothing(tmp_path, kills):
     updates, torn = drill(tmp_path, "numpy", kills)
     assert len(set(updates)) >= kills // 2 and torn >= 1
 
 
-def test_on_a_gpu_a_deterministic_run_goes_on_bit_for_bit(gpu, tmp_path, delayed):
+def test_on_a_gpu_a_deterministic_run_resumes_bit_for_bit(gpu, tmp_path, delayed):
     config = dataclasses.replace(new_config(tmp_path, "cuda", kills=0), eval_every="8u")
     train(config, tmp_path / "whole", device="cuda")
     for calls in (3, 9, 10_000):
@@ -134,14 +134,14 @@ def test_deterministic_reaches_every_attention(config, tmp_path, monkeypatch, mo
         config = dataclasses.replace(config, deterministic=deterministic)
         trainer = Trainer(task_of(config)(config), "numpy", Listener())
         trainer._update()
-        assert (trainer.step.calls.first is tune) != deterministic  # it goes by times
+        assert (trainer.step.calls.first is tune) != deterministic  # tuning depends on timings
         layers = {"translation": 3 * config.accumulate, "gpt2": 2}[model]
         assert asked[-layers:] == [deterministic] * layers
     assert len(asked) == 2 * layers
 
 
-def test_killed_before_it_began_a_run_begins(config, tmp_path):
-    """The tokenizer and a part of the config were written."""
+def test_a_run_killed_before_its_first_update_starts_again(config, tmp_path):
+    """Only the tokenizer and a part of the config were written."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tokenizer.model").write_bytes(b"half")
     (tmp_path / "run/.config.toml.tmp").write_text("dim =")
@@ -149,7 +149,7 @@ def test_killed_before_it_began_a_run_begins(config, tmp_path):
     assert not list((tmp_path / "run").rglob(".*.tmp"))
 
 
-def test_stopped_as_checkpoints_are_averaged_a_run_averages_them(config, tmp_path, monkeypatch):
+def test_a_run_stopped_during_averaging_averages_after_resume(config, tmp_path, monkeypatch):
     train(config, tmp_path / "whole", device="numpy")
     inner, asked = RunFolder.average_snapshots, []
 

@@ -15,14 +15,14 @@ from gpuattn.train.session import train
 from gpuattn.train.stopping import StopOnSignal
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
-PLACES = {  # what a run does as a signal comes
+PLACES = {  # the function that a run calls when the signal arrives
     "computing a step": ("gpuattn.runtime.training_step.TrainingStep", "_gradients"),
     "evaluating": ("gpuattn.tasks.translation.TranslationTask", "evaluate"),
     "saving": ("gpuattn.runtime.checkpoint", "save"),
 }
 INTERRUPT = """
 import os, pkgutil, signal
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started with, such as nohup
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the default, also if the tests run under nohup
 owner = pkgutil.resolve_name({owner!r})
 inner = getattr(owner, {name!r})
 def interrupted(*args, **kwargs):
@@ -64,7 +64,7 @@ def interrupted(config, out, place, *signals):
     ("computing a step", signal.SIGINT), ("evaluating", signal.SIGTERM), ("saving", signal.SIGINT),
     ("computing a step", signal.SIGHUP),
 ])  # fmt: skip
-def test_a_signal_saves_and_says_how_to_go_on(whole, tmp_path, place, number):
+def test_a_signal_saves_and_names_the_command_to_resume(whole, tmp_path, place, number):
     code, said = interrupted(whole[1], tmp_path / "run", place, number)
     assert code == EXIT_CODES[number], said
     assert "Traceback" not in said
@@ -75,7 +75,7 @@ def test_a_signal_saves_and_says_how_to_go_on(whole, tmp_path, place, number):
     assert_goes_on(tmp_path / "run", whole)
 
 
-def test_a_signal_while_reading_waits_ends_at_once(whole, tmp_path):
+def test_a_signal_while_reading_blocks_ends_the_run_at_once(whole, tmp_path):
     os.mkfifo(tmp_path / "source")  # opening it waits for a writer
     config = dataclasses.replace(whole[1], source=str(tmp_path / "source"))
     training = Training(config, tmp_path / "run")
@@ -88,7 +88,7 @@ def test_a_signal_while_reading_waits_ends_at_once(whole, tmp_path):
     assert len(said.splitlines()) == 1 and not (tmp_path / "run").exists()
 
 
-def test_a_second_signal_leaves_at_once_and_what_was_saved_is_whole(whole, tmp_path):
+def test_a_second_signal_ends_at_once_with_intact_checkpoints(whole, tmp_path):
     signals = signal.SIGINT, signal.SIGTERM
     code, said = interrupted(whole[1], tmp_path / "run", "saving", *signals)
     assert code == EXIT_CODES[signal.SIGTERM]
@@ -96,7 +96,7 @@ def test_a_second_signal_leaves_at_once_and_what_was_saved_is_whole(whole, tmp_p
     assert_goes_on(tmp_path / "run", whole)
 
 
-def test_a_second_signal_does_not_wait_for_what_goes_on():
+def test_a_second_signal_does_not_wait():
     code = (
         "import os, signal, time\n"
         "from gpuattn.train.stopping import StopOnSignal\n"
@@ -112,7 +112,7 @@ def test_a_second_signal_does_not_wait_for_what_goes_on():
     assert run.stdout.split() == [b"saving", b"leaving"]
 
 
-def test_a_run_that_is_to_outlive_its_terminal_does():
+def test_a_run_under_nohup_ignores_sighup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with StopOnSignal() as stop:
@@ -122,7 +122,7 @@ def test_a_run_that_is_to_outlive_its_terminal_does():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_in_the_midst_of_a_print_is_noted_all_the_same():
+def test_a_signal_during_a_print_is_recorded():
     def print_again():
         raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
 

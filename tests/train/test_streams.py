@@ -1,4 +1,4 @@
-"""A run computes on its own stream; and ``delays``, which reveal missing synchronization."""
+"""A run computes on its own stream; ``delays`` reveal missing synchronization."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ COMPUTING = [
 
 
 def test_everything_of_a_run_computes_on_its_stream(config, tmp_path, monkeypatch):
-    """A run that is stopped, continued, and ends with the mean of its checkpoints."""
+    """A run that is stopped, resumed, and ends with the mean of its checkpoints."""
     inside, outside, called = [], set(), set()
 
     @contextlib.contextmanager
@@ -104,7 +104,7 @@ class Cupy:
 @pytest.mark.parametrize("late, want", [
     ("others", ["main", "side", "side"]), ("steps", ["main", "main"]), ("nothing", []),
 ])  # fmt: skip
-def test_who_is_late(late, want):
+def test_which_stream_is_delayed(late, want):
     cupy, held = Cupy(), []
     main, side = cupy.Stream("main"), cupy.Stream("side")
     steps = Calls(call)
@@ -123,8 +123,8 @@ def test_who_is_late(late, want):
     assert held == want and len(cupy.stack) == 1
 
 
-@pytest.mark.timing  # the delay goes on while other processes have the GPU
-def test_what_does_not_wait_is_wrong_each_time(gpu):
+@pytest.mark.timing  # the delay also elapses while other processes use the GPU
+def test_without_synchronization_results_are_always_wrong(gpu):
     main, side = (gpu.cuda.Stream(non_blocking=True) for _ in range(2))
     x = gpu.zeros(1000, np.float32)
     gpu.cuda.Device().synchronize()
@@ -132,7 +132,7 @@ def test_what_does_not_wait_is_wrong_each_time(gpu):
     def write(value):
         x[...] = value
 
-    for stream in (main, side):  # compile, and let the pool get memory, which waits for the GPU
+    for stream in (main, side):  # compile, and fill the memory pool, which synchronizes
         with stream:
             write(0), x.copy().tolist()
     gpu.cuda.Device().synchronize()
@@ -166,7 +166,7 @@ def test_the_mean_of_checkpoints_is_evaluated_as_it_is(gpu, config, tmp_path, de
     assert row["loss"] == pytest.approx(trainer.valid_loss(), rel=1e-3)
 
 
-def test_a_step_elsewhere_is_refused(gpu, config):
+def test_a_step_on_another_stream_is_refused(gpu, config):
     trainer = Trainer(task_of(config)(config), "cuda", Listener())
     with pytest.raises(AssertionError, match="computes on another stream"):
         trainer.valid_loss()
@@ -174,7 +174,7 @@ def test_a_step_elsewhere_is_refused(gpu, config):
         assert trainer.valid_loss() > 0
 
 
-def test_a_reading_is_of_its_place_in_the_stream(gpu, delayed):
+def test_a_reading_is_ordered_with_the_stream(gpu, delayed):
     stream, side = (gpu.cuda.Stream(non_blocking=True) for _ in range(2))
     with stream:
         x = gpu.zeros((), np.float32)

@@ -46,8 +46,8 @@ def choose(monkeypatch):
 
 @pytest.mark.parametrize("seconds, number, tried", [
     ({1: 0.09, 2: 0.05, 4: 0.03}, 4, {1, 2, 4}),
-    ({1: 0.05, 2: 0.049, 4: 0.05}, 1, {1, 2, 4}),  # hardly faster: not worth the cores
-    ({1: 0.05, 2: 0.06, 4: 0.01}, 1, {1, 2}),  # what gets slower is not tried further
+    ({1: 0.05, 2: 0.049, 4: 0.05}, 1, {1, 2, 4}),  # hardly faster: one thread is kept
+    ({1: 0.05, 2: 0.06, 4: 0.01}, 1, {1, 2}),  # slower with two: more are not tried
     ({1: 5.0, 2: 3.0, 4: 2.0}, 4, {1, 2, 4}),
 ])  # fmt: skip
 def test_the_fastest_number_is_chosen(choose, seconds, number, tried):
@@ -59,17 +59,17 @@ def test_the_fastest_number_is_chosen(choose, seconds, number, tried):
     ((update, chosen, sentence),) = told
     assert (update, chosen) == (0, number) and f"{1000 * seconds[1]:.3g} ms with 1" in sentence
     if seconds[1] > 1:
-        assert len(library.steps) == 4, "one step with each number is enough where it takes long"
+        assert len(library.steps) == 4, "one long step per number is enough"
 
 
-def test_a_collapse_calls_for_another_choice(choose):
+def test_a_slowdown_starts_another_measurement(choose):
     library = Library({1: 0.09, 2: 0.05, 4: 0.03})
     blas, told = choose(library)
     blas.next(0)
     for update, rate in ((1, 1000), (20, 900), (40, 1100)):
         blas.next(update)
         blas.observe(rate)
-    library.seconds = {1: 0.2, 2: 0.9, 4: 1.6}  # others compute on the same cores
+    library.seconds = {1: 0.2, 2: 0.9, 4: 1.6}  # other processes use the same cores
     blas.next(60)
     assert len(told) == 1
     blas.observe(100)
@@ -77,7 +77,7 @@ def test_a_collapse_calls_for_another_choice(choose):
     assert blas.record == {0: 4, 61: 1} and library.num_threads == 1 and "before 4" in told[1][2]
     blas.observe(400)
     blas.next(80)
-    blas.observe(1000)  # and they have gone
+    blas.observe(1000)  # they have ended
     library.seconds = {1: 0.09, 2: 0.05, 4: 0.03}
     blas.next(81)
     assert blas.record == {0: 4, 61: 1, 81: 4}
@@ -98,10 +98,10 @@ def test_updates_after_a_stop_repeat_the_recorded_choices(choose):
     assert not library.steps and not told
     blas.observe(10_000)
     blas.next(60)
-    assert blas.record[60] == 1, "past them it measures again"
+    assert blas.record[60] == 1, "after the recorded choices it measures again"
 
 
-def test_another_number_after_a_stop_is_used_and_said(choose):
+def test_another_number_after_a_stop_is_used_with_a_warning(choose):
     blas, told = choose(Library({}), asked=3)
     blas.record = {0: 2, 40: 1}
     blas.next(20)
@@ -111,10 +111,10 @@ def test_another_number_after_a_stop_is_used_and_said(choose):
     blas.next(30)
     blas.observe(1)
     blas.next(50)
-    assert len(told) == 1, "a number that was given is not measured"
+    assert len(told) == 1, "a given number is not measured"
 
 
-def test_the_number_of_before_comes_back():
+def test_the_previous_number_is_restored():
     blas = BlasThreads(1, None)
     before = [library.num_threads for library in blas._libraries]
     assert before, "NumPy's BLAS was not found"
@@ -126,7 +126,7 @@ def test_the_number_of_before_comes_back():
     assert "blas" in blas.describe()
 
 
-def test_measuring_changes_nothing_of_a_run(tmp_path):
+def test_measuring_does_not_affect_a_run(tmp_path):
     config = dataclasses.replace(new_config(tmp_path, "numpy", kills=0), threads=1)
     train(config, tmp_path / "given", device="numpy")
     with pytest.MonkeyPatch.context() as patch:
@@ -138,7 +138,7 @@ def test_measuring_changes_nothing_of_a_run(tmp_path):
     assert [(row["update"], row["threads"]) for row in rows] == [(0, 1)]
 
 
-def test_a_run_whose_choice_changed_goes_on_bit_for_bit(tmp_path, monkeypatch):
+def test_a_run_with_a_changed_choice_resumes_bit_for_bit(tmp_path, monkeypatch):
     """A wide model, whose products OpenBLAS splits: two threads round differently on many CPUs."""
     config = dataclasses.replace(
         new_config(tmp_path, "numpy", kills=0), dim=96, ffn=512, batch=400, eval_every="4u",
@@ -194,7 +194,7 @@ def test_the_mean_of_checkpoints_is_evaluated_with_the_threads_of_the_run(tmp_pa
     assert used == [{1}]
 
 
-def test_another_blas_is_warned_of(tmp_path, monkeypatch):
+def test_another_blas_gives_a_warning(tmp_path, monkeypatch):
     config = dataclasses.replace(new_config(tmp_path, "numpy", kills=0), length="6u")
     said, report = [], Listener()
     report.say = lambda topic, text: said.append((topic, text))
@@ -205,7 +205,7 @@ def test_another_blas_is_warned_of(tmp_path, monkeypatch):
     assert "now by mkl 2027 Zen 9: bits may differ" in text
 
 
-def test_one_core_leaves_no_choice(choose, monkeypatch):
+def test_one_core_needs_no_measurement(choose, monkeypatch):
     library = Library({1: 0.09})
     blas, told = choose(library)
     monkeypatch.setattr(threads, "candidates", lambda: [1])
@@ -217,7 +217,7 @@ def test_one_core_leaves_no_choice(choose, monkeypatch):
     assert blas.record == {0: 1} and not library.steps and len(told) == 1
 
 
-def test_a_number_that_was_given_replaces_what_was_recorded_beyond_it(tmp_path, monkeypatch):
+def test_a_given_number_replaces_later_recorded_choices(tmp_path, monkeypatch):
     config = dataclasses.replace(new_config(tmp_path, "numpy", kills=0), length="12u")
     log, used = MetricsLog(tmp_path / "run" / "metrics.jsonl"), {}
 
@@ -226,7 +226,7 @@ def test_a_number_that_was_given_replaces_what_was_recorded_beyond_it(tmp_path, 
         used[blas._update] = number
 
     train(dataclasses.replace(config, threads=2), tmp_path / "run", device="numpy", stop=After(4))
-    log.add("threads", update=8, threads=2)  # chosen there by a process that was killed
+    log.add("threads", update=8, threads=2)  # recorded by a process that was killed
     one = dataclasses.replace(config, threads=1)
     train(one, tmp_path / "run", device="numpy", stop=After(2))
     monkeypatch.setattr(BlasThreads, "_use", note)

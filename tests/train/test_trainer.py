@@ -1,4 +1,4 @@
-"""Runs on a tiny synthetic corpus: what they learn, write, count, and when they stop."""
+"""Runs on a tiny synthetic corpus: learning, files, counts, and when they stop."""
 
 import dataclasses
 import gc
@@ -37,7 +37,7 @@ WORDS = [
 
 
 class Heard(Listener):
-    """Records what it is told."""
+    """Records all messages and progress."""
 
     def __init__(self):
         self.said, self.steps = [], []
@@ -50,7 +50,7 @@ class Heard(Listener):
 
 
 def write_corpus(folder, count=60, seed=0):
-    """Write ``src`` and ``tgt``: a few words, and the same in upper case."""
+    """Write ``src`` and ``tgt``: a few words, and the same words in upper case."""
     rng = np.random.default_rng(seed)
     lines = [" ".join(rng.choice(WORDS, rng.integers(1, 6))) for _ in range(count)]
     (folder / "src").write_text("".join(f"{line}\n" for line in lines))
@@ -74,7 +74,7 @@ def test_a_run_learns_and_its_folder_translates(config, tmp_path):
     outcome = train(config, tmp_path / "run", device="numpy", listener=heard)
     assert outcome.finished and outcome.update == 150
     losses = [row["loss"] for row in RunFolder(tmp_path / "run").metrics.read("valid")]
-    assert losses[-1] < min(0.5, losses[0])  # from log(400), 6
+    assert losses[-1] < min(0.5, losses[0])  # starts at log(400), about 6
     translator = load_run(tmp_path / "run", device="numpy")
     lines = ["red cat", "", "old house"]
     found = translator.translate(lines)
@@ -98,7 +98,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("options", MODELS, ids=lambda options: options["positions"])
-def test_models_of_every_kind_are_found_again_and_translate(config, tmp_path, options):
+def test_models_with_all_options_are_loaded_and_translate(config, tmp_path, options):
     config = dataclasses.replace(config, **options)
     train(config, tmp_path / "run", device="numpy")
     translator = load_run(tmp_path / "run", device="numpy")
@@ -131,7 +131,7 @@ def test_every_optimizer_learns(config, tmp_path, optimizer, lr):
     assert any(name.startswith("exp_avg_sq:") for name in names) == (optimizer in ("adam", "lamb"))
 
 
-def test_what_a_run_leaves_in_its_folder(config, tmp_path):
+def test_files_of_a_run(config, tmp_path):
     train(config, tmp_path / "run", device="numpy")
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.toml", "tokenizer.model", "metrics.jsonl", "valid"} <= names
@@ -170,7 +170,7 @@ def test_accumulated_batches_make_one_update_of_their_tokens(config):
 
 
 @pytest.mark.parametrize("length, updates", [("3e", None), ("7u", 7)])
-def test_the_length_is_kept(config, tmp_path, length, updates):
+def test_runs_have_the_requested_length(config, tmp_path, length, updates):
     config = dataclasses.replace(config, length=length, eval_every="1e", accumulate=2)
     outcome = train(config, tmp_path / "run", device="numpy")
     rows = RunFolder(tmp_path / "run").metrics.read("valid")
@@ -207,9 +207,7 @@ def test_patience_ends_a_run(config, tmp_path):
     ({}, (0, 0, 0.0), 0, False), ({"average": 2}, (50, 1, 2.0), 3, True),
     ({"patience": 2}, (50, 0, 500.0), 3, False), ({"eval_every": "9u"}, (9, 0, 0.1), 3, True),
 ])  # fmt: skip
-def test_evaluations_cost_a_tenth_of_the_time_unless_something_counts_them(
-    config, change, now, took, due
-):
+def test_evaluations_take_a_tenth_of_the_time_by_default(config, change, now, took, due):
     config = dataclasses.replace(config, **({"length": "9e", "eval_every": "auto"} | change))
     trainer = Trainer(TranslationTask(config), "numpy", Listener())
     at = trainer.at
@@ -217,14 +215,14 @@ def test_evaluations_cost_a_tenth_of_the_time_unless_something_counts_them(
     assert trainer._due() == due
 
 
-def test_the_loss_of_guessing_by_frequency_is_said(config):
+def test_the_loss_of_guessing_by_frequency_is_reported(config):
     corpus = Corpus(config)
     tokens = [token for _, target in corpus.valid_ids for token in [*target, 2]]
     p = np.bincount(tokens)[list(set(tokens))] / len(tokens)
     assert f"by frequency {-(p * np.log(p)).sum():.2f}" in corpus.facts[1]
 
 
-def test_a_corpus_of_one_batch_is_told(config):
+def test_a_corpus_of_one_batch_gives_a_warning(config):
     assert not Corpus(config).warnings
     (warning,) = Corpus(dataclasses.replace(config, batch=9000)).warnings
     assert "all of the text is one batch" in warning and "Try --batch" in warning
@@ -261,7 +259,7 @@ def test_runs_with_other_tokenizers_are_not_averaged(config, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_gradients_that_are_not_finite_end_the_run_by_name(config, tmp_path):
+def test_nonfinite_gradients_end_the_run_and_name_the_parameter(config, tmp_path):
     trainer = Trainer(TranslationTask(config), "numpy", Listener())
     trainer.workspace.weights()["encoder_norm.weight"][0] = np.nan
     with pytest.raises(FloatingPointError, match="in a row"), np.errstate(invalid="ignore"):
@@ -269,10 +267,10 @@ def test_gradients_that_are_not_finite_end_the_run_by_name(config, tmp_path):
 
 
 def test_the_buffers_of_a_trainer_are_freed_with_it(config):
-    """Without the garbage collector, which does not know when a GPU's memory is short."""
+    """Reference counts suffice: the garbage collector does not see GPU memory pressure."""
     trainer = Trainer(TranslationTask(config), "numpy", Listener())
     trainer._update()
-    trainer.threads = None  # on NumPy alone; it calls the trainer
+    trainer.threads = None  # only on NumPy, where it refers to the trainer
     gc.collect()
     gc.disable()
     try:
@@ -294,7 +292,7 @@ def test_other_options_are_refused_by_name_and_nothing_is_lost(config, tmp_path)
     assert RunFolder(tmp_path / "run").config() == other
 
 
-def test_a_folder_with_something_else_is_left_alone(config, tmp_path):
+def test_a_folder_with_other_files_is_refused(config, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter.tex").write_text("x")
     for overwrite in (False, True):
@@ -303,7 +301,7 @@ def test_a_folder_with_something_else_is_left_alone(config, tmp_path):
     assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
 
 
-def test_evaluation_by_files_and_by_what_was_held_out(config, tmp_path):
+def test_evaluation_on_files_and_on_held_out_sentences(config, tmp_path):
     train(config, tmp_path / "run", device="numpy")
     translator = load_run(tmp_path / "run", device="numpy")
     row = evaluate(translator, pairs_for(config), beam=1)
@@ -315,7 +313,7 @@ def test_evaluation_by_files_and_by_what_was_held_out(config, tmp_path):
     assert held == {tuple(pair) for pair in Corpus(config).valid}
 
 
-def test_corpora_that_cannot_be_used(config, tmp_path):
+def test_invalid_corpora_are_refused(config, tmp_path):
     (tmp_path / "one").write_text("a\n")
     for change, message in (
         ({"source": str(tmp_path / "one")}, "1 line"),
@@ -337,7 +335,7 @@ def test_long_sentences_are_counted_with_the_first_line(config, tmp_path):
     assert "1 longer than 40 tokens (line 8 first)" in facts[0]
 
 
-def test_no_gpu_is_said_or_refused(config, tmp_path, monkeypatch):
+def test_without_a_gpu_a_run_warns_or_is_refused(config, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     with pytest.raises(DeviceMissingError, match="gpuattn doctor"):
         train(config, tmp_path / "run", device="cuda")
@@ -346,7 +344,7 @@ def test_no_gpu_is_said_or_refused(config, tmp_path, monkeypatch):
     assert heard.said[0][0] == "device" and "without a GPU" in heard.said[0][1]
 
 
-def test_a_full_disk_leaves_the_run_as_it_was(config, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_run_unchanged(config, tmp_path, monkeypatch):
 
     train(dataclasses.replace(config, schedule="constant"), tmp_path / "run", device="numpy")
     longer = dataclasses.replace(config, schedule="constant", length="20u")

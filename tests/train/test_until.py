@@ -1,4 +1,4 @@
-"""Runs that end when evaluations are exact, and runs of a given time."""
+"""Runs with ``until``, which end when evaluations are exact, and runs of a given time."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def scored(monkeypatch):
     ({"exact_match": 99.5, "exact_by_kind": {"dates": 99.0, "times": 100.0}}, True),
     ({"exact_match": 100.0, "exact_by_kind": {}}, False), ({"loss": 1.0}, False),
 ])  # fmt: skip
-def test_every_kind_counts(row, right):
+def test_every_kind_must_be_right(row, right):
     assert is_right(row, 99.0) == right
 
 
@@ -70,7 +70,7 @@ def test_a_run_ends_when_two_evaluations_in_a_row_are_right(tmp_path, scored):
     assert again.of("run") == [f"finished before, after 10 updates ({ended})"]
 
 
-def test_the_count_of_right_evaluations_outlives_a_stop(tmp_path, scored):
+def test_the_count_of_right_evaluations_survives_a_stop(tmp_path, scored):
     scored((99, 99), (99, 99))
     config = TrainConfig(**SMALL, length="90u", until=99, eval_every="2u")
     calls = iter(range(1, 99))
@@ -78,7 +78,7 @@ def test_the_count_of_right_evaluations_outlives_a_stop(tmp_path, scored):
     assert train(config, tmp_path / "run", device="numpy").update == 4
 
 
-def test_a_run_that_is_not_right_at_its_limit_says_so(tmp_path, scored):
+def test_a_run_that_is_not_exact_at_its_limit_reports_it(tmp_path, scored):
     scored(*[(98, 100)] * 9)
     report = Heard()
     config = TrainConfig(**SMALL, length="6u", until=99, eval_every="2u")
@@ -94,7 +94,7 @@ def test_until_is_for_tasks_with_one_right_translation():
         TrainConfig(task="toy", until=101)
 
 
-def test_the_learning_rate_of_a_task_falls_over_the_updates_that_were_asked():
+def test_the_learning_rate_of_a_task_decays_over_the_requested_updates():
     toy = resolve(("", {"task": "toy"}))[0]
     assert toy.until == 99 and toy.lr_decay == 800 and toy.length == Length(360.0, "s")
     assert resolve(("", {"task": "toy", "length": "12m"}))[0].lr_decay == 800
@@ -104,7 +104,7 @@ def test_the_learning_rate_of_a_task_falls_over_the_updates_that_were_asked():
 
 
 class Clock:
-    """A clock that a test moves."""
+    """A fake clock that tests advance."""
 
     now = 0.0
 
@@ -136,7 +136,7 @@ def test_the_last_evaluation_is_part_of_the_time(tmp_path, monkeypatch, eval_eve
     assert train(config, tmp_path / "run", device="numpy").finished
     assert 80 < clock.now <= 101
     rows = MetricsLog(tmp_path / "run" / "metrics.jsonl").read("valid")
-    assert len(rows) >= 2, "one before the last, to know what the last one takes"
+    assert len(rows) >= 2, "an earlier evaluation is needed to predict the time of the last one"
     finished = clock.now
     assert train(config, tmp_path / "run", device="numpy").finished
-    assert clock.now == finished, "a run that ended is not begun again"
+    assert clock.now == finished, "a finished run is not started again"

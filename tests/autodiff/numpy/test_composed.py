@@ -1,4 +1,4 @@
-"""Functions made of others: NumPy's values, and derivatives of first and second order."""
+"""Functions composed of others: NumPy's values, and first and second derivatives."""
 
 import numpy as np
 import pytest
@@ -92,7 +92,7 @@ def test_a_product_with_zeros(xp):
 
 @pytest.mark.parametrize("zeros", [[1], [0], [3], [1, 2], [0, 1, 2, 3]], ids=str)
 def test_cumulative_products_with_zeros(xp, zeros):
-    """Against the sum over all products, each without the factor it is differentiated by."""
+    """Compared with sums over all products without the factor of the derivative."""
     x, grad = np.array([2.0, -3.0, 5.0, 7.0]), np.array([1.0, 10.0, 100.0, 1000.0])
     x[zeros] = 0
     leaf = Tensor(xp.asarray(x), requires_grad=True)
@@ -101,7 +101,7 @@ def test_cumulative_products_with_zeros(xp, zeros):
     np.testing.assert_allclose(to_cpu(leaf.grad), want)
 
 
-def test_cumulative_products_of_little(xp):
+def test_cumulative_products_of_small_arrays(xp):
     for shape in ((0,), (1,), (0, 2)):
         x = Tensor(xp.ones(shape), requires_grad=True)
         np.cumprod(x, axis=0).sum().backward()
@@ -116,7 +116,7 @@ def test_ties_of_the_median_share_the_gradient(xp):
     np.testing.assert_allclose(to_cpu(x.grad), want)
 
 
-def test_the_median_of_what_is_unknown_is_unknown(xp):
+def test_the_median_of_nan_is_nan(xp):
     x = Tensor(xp.asarray([[1.0, np.nan, 3.0], [1.0, np.inf, 3.0]]), requires_grad=True)
     out = np.median(x, axis=1)
     np.testing.assert_array_equal(to_cpu(out.data), [np.nan, 3.0])
@@ -139,7 +139,7 @@ def test_16_bit_products_and_medians_are_rounded_once(xp):
         np.testing.assert_allclose(to_cpu(half.grad), to_cpu(exact.grad), rtol=2e-3, atol=1e-4)
 
 
-def test_averages_by_nothing_are_refused():
+def test_averages_with_invalid_weights_are_refused():
     x = Tensor(np.ones((2, 3)), requires_grad=True)
     with pytest.raises(ZeroDivisionError, match=r"np\.average"):
         np.average(x, weights=np.zeros((2, 3)))
@@ -161,6 +161,6 @@ def test_the_norm_of_zero_has_a_gradient_of_zero(xp):
     lambda x: np.average(x, returned=True), lambda x: np.median(x, overwrite_input=True),
     lambda x: np.median(x[:0]), lambda x: np.linalg.cholesky(x, upper=True),
 ])  # fmt: skip
-def test_what_is_not_recorded_is_said(fun):
+def test_unrecorded_functions_are_refused(fun):
     with pytest.raises(UnsupportedError, match="recorded"):
         fun(Tensor(np.ones((2, 2)), requires_grad=True))

@@ -1,4 +1,4 @@
-"""Every derivative of the table, first and second order, and the shapes they must survive."""
+"""First and second derivatives of every function in the table, for various shapes."""
 
 import numpy as np
 import pytest
@@ -111,13 +111,13 @@ def test_at_least_45_functions_are_recorded():
     assert not set(RULES) & PLAIN
 
 
-def test_a_power_of_zero_has_no_slope_anywhere(xp):
+def test_the_gradient_of_power_zero_is_zero(xp):
     x = Tensor(xp.asarray([0.0, 2.0]), requires_grad=True)
     (x**0).sum().backward()
     assert to_cpu(x.grad).tolist() == [0.0, 0.0]
 
 
-def test_what_where_does_not_choose_keeps_its_infinity(xp):
+def test_where_ignores_infinite_gradients_of_unchosen_values(xp):
     x = Tensor(xp.asarray([0.0, 4.0]), requires_grad=True)
     y = np.where(x > 0, x, 1.0)
     slope = xp.asarray([np.inf, 1.0])
@@ -125,7 +125,7 @@ def test_what_where_does_not_choose_keeps_its_infinity(xp):
     assert to_cpu(x.grad).tolist() == [0.0, 1.0]
 
 
-def test_gradients_have_the_dtype_of_what_was_joined():
+def test_gradients_of_joined_arrays_have_their_dtypes():
     a = Tensor(np.ones(2, np.float32), requires_grad=True)
     joined = np.concatenate([a * 1, np.ones(2)])
     assert joined.dtype == np.float64
@@ -187,7 +187,7 @@ def test_sixteen_bit_sums_are_accumulated_in_float32():
     assert float(np.mean(x)) == 1.0
 
 
-def test_einsum_says_what_it_does_not_record():
+def test_unrecorded_einsum_arguments_are_refused():
     x = Tensor(np.eye(3), requires_grad=True)
     with pytest.raises(UnsupportedError, match="letter twice"):
         np.einsum("ii->i", x)

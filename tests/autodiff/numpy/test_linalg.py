@@ -1,4 +1,4 @@
-"""Linear algebra on the tape: NumPy's values, derivatives of both orders, awkward matrices."""
+"""Linear algebra on the tape: NumPy's values, first and second derivatives, singular matrices."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ def identity(x):
 
 
 def regular(x):
-    """Add so much to the diagonal that the matrices of ``x`` can be inverted."""
+    """Add to the diagonal so that the matrices of ``x`` are invertible."""
     return x + 3 * identity(x)
 
 
@@ -49,7 +49,7 @@ def test_values_and_derivatives(rng, xp, fun, prepare, shapes):
     assert isinstance(got, Tensor) and got.shape == want.shape
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-10, atol=1e-12)
 
-    def squared(*xs):  # Tensors always: CuPy's own solve broadcasts no stacks
+    def squared(*xs):  # always Tensors, because CuPy's solve does not broadcast stacks
         return call(*[x if isinstance(x, Tensor) else Tensor(x) for x in xs]) ** 2
 
     assert gradcheck(squared, *arrays, order=2, tol=1e-5) <= 1e-5

@@ -7,7 +7,7 @@ import pytest
 from gpuattn.cuda import kernels
 from gpuattn.ops.attention import ampere
 
-LIMITS = {"sm_86": 101_376, "sm_80": 166_912, "sm_90": 232_448}  # bytes a block may ask for
+LIMITS = {"sm_86": 101_376, "sm_80": 166_912, "sm_90": 232_448}  # bytes of shared memory per block
 
 
 SIZES = 8, 64, 72, 96, 104, 128, 136, 192, 200, 256
@@ -19,14 +19,14 @@ def test_every_head_size_has_a_tile_that_fits(size, limit):
     tile = ampere.choose_tile(size, limit)
     assert tile[0] >= size and ampere.backward_shared_bytes(*tile) <= limit
     larger = [t for t in ampere.TILES if size <= t[0] < tile[0]]
-    # else columns would be wasted
+    # otherwise columns would be wasted
     assert all(ampere.backward_shared_bytes(*t) > limit for t in larger)
 
 
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_every_head_size_has_a_tile_with_extras_that_fits(size, extras, limit):
+def test_every_head_size_has_a_fitting_tile_with_extras(size, extras, limit):
     tile = ampere.choose_extras_tile(size, extras, limit)
     assert tile[0] >= size and ampere.extras_shared_bytes(*tile) <= limit
     assert not (extras and tile == ampere.PLAIN_ONLY)

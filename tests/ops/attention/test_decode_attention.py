@@ -49,7 +49,7 @@ def draw(rng, *, N=3, K=1, T=1, H=4, kv_heads=2, D=16, Dv=None, S=70, page=None,
 
 
 def oracle(q, k, v, lengths, page_table, slots, slopes, sink, *, scale, window, softcap, **_):
-    """Row by row: the keys that are seen, one after another, then ``flash_attention``."""
+    """Gather the visible keys of each row, then call ``flash_attention``, in float64."""
     outs, B = [], len(q)
     for b in range(B):
         n = b // (B // len(lengths))
@@ -127,14 +127,14 @@ def test_reference_against_attention_of_each_row(rng, case):
 @pytest.mark.parametrize("width, limit, stages", [
     (64, 99, 4), (128, 227, 3), (128, 163, 3), (128, 99, 2), (256, 99, 3),
 ])  # fmt: skip
-def test_as_many_stages_as_fit(width, limit, stages):
+def test_stages_fill_the_shared_memory(width, limit, stages):
     found, size = pipeline(width, limit << 10)
     assert found == stages and size % stages == 0 and size < limit << 10
 
 
 @pytest.mark.parametrize("T", [1, 12])
 def test_two_stages(gpu, rng, monkeypatch, T):
-    """What GPUs with 99 KiB of shared memory take, on any."""
+    """The two stages that GPUs with 99 KiB of shared memory use, forced on this GPU."""
     record = replace(gpu_of(0), shared_bytes=99 << 10)
     monkeypatch.setattr(module, "gpu", lambda device: record)
     inputs = draw(rng, D=128, S=900, T=T, H=8, sink=True, lengths=[900, 1, 64])
@@ -161,7 +161,7 @@ def test_implementations(rng, name, where, case, dtype):
 
 @pytest.mark.parametrize("feature", ["dense", "paged", "slots", "window"])
 @pytest.mark.parametrize(("name", "where"), HERE)
-def test_what_is_not_seen_may_be_nan(rng, name, where, feature):
+def test_nan_in_masked_positions_has_no_effect(rng, name, where, feature):
     xp, lengths = module_named(where), np.array([40, 64, 0, 129], np.int32)
     sizes = {"N": 4, "S": 200, "D": 64, "lengths": lengths}
     sizes |= {"paged": {"page": 32}, "slots": {"beam": 2}}.get(feature, {})
@@ -191,7 +191,7 @@ def test_what_is_not_seen_may_be_nan(rng, name, where, feature):
 
 @pytest.mark.parametrize(("name", "where"), HERE)
 def test_strides(rng, name, where):
-    """Caches of any layout: heads first, keys beside values, backwards; q from a projection."""
+    """Caches of any layout: heads first, keys next to values, reversed; q from a projection."""
     xp = module_named(where)
     q, k, v, lengths, *_ = draw(rng, D=64, S=90)
     q, k, v = (xp.asarray(x.astype(np.float16)) for x in (q, k, v))
@@ -228,10 +228,12 @@ def test_a_sequence_has_the_same_bits_in_any_batch(rng, name, where):
 def test_split_counts():
     assert best_splits(1000, 64, 264) == 1
     assert best_splits(8, 8192, 264) * 8 <= 264, "one round"
-    assert best_splits(8, 8192, 264) * 8 >= 200, "that most of the GPU shares"
+    assert best_splits(8, 8192, 264) * 8 >= 200, "most multiprocessors get a part"
     assert best_splits(8, 0, 264) == 1
     assert best_splits(1, 20 * 64, 264) == 20, "a step each"
-    assert best_splits(264, 100 * 64, 264) == 1, "the GPU is full already"
+    assert best_splits(264, 100 * 64, 264) == 1, (
+        "no split is needed: the blocks already fill the GPU"
+    )
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -294,7 +296,7 @@ def test_append(rng, name, where, page, dtype):
 
 
 @pytest.mark.parametrize(("name", "where"), implementations(APPEND))
-def test_append_beyond_the_room_is_an_index_error(name, where):
+def test_append_beyond_the_capacity_is_an_index_error(name, where):
     xp = module_named(where)
     k, new = xp.zeros((2, 8, 1, 4), np.float32), xp.ones((2, 2, 1, 4), np.float32)
     v = xp.zeros_like(k)
@@ -383,7 +385,7 @@ def test_there_is_no_gradient(rng):
         out.sum().backward()
 
 
-def test_what_tensor_cores_refuse(gpu, rng):
+def test_refusals_of_the_tensor_core_kernel(gpu, rng):
     q, k, v, lengths, *_ = (x if x is None else gpu.asarray(x) for x in draw(rng, D=12))
 
     def refusal(q, k, v):

@@ -1,4 +1,4 @@
-"""The dropout bits of attention: one by hand, their statistics, and equality of all kernels."""
+"""Attention dropout: one bit by hand, statistics of the bits, and equal masks in all kernels."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def close(values, mean, variance):
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Words (heads, blocks of queries, blocks of keys, 8, 8) as bytes of 7 bits on a last axis."""
+    """Words (heads, query blocks, key blocks, 8, 8), split into 7-bit bytes on a last axis."""
     every = np.arange(64, dtype=np.uint64)
     z, _ = words(np, every[:8], every, every, KEY)
     z &= np.uint32(0x7F7F7F7F)
@@ -54,12 +54,12 @@ def test_a_logit_by_hand():
 
 
 @pytest.mark.parametrize("p", [1e-5, 0.1, 0.25, 0.5, 0.97, 0.999999])
-def test_a_weight_is_kept_as_often_as_asked(p):
-    """Exactly, over all random numbers of a bound, for every byte of a word."""
+def test_a_weight_is_kept_with_probability_1_minus_p(p):
+    """The share is exact over all random numbers for a bound, for every byte of a word."""
     bounds = round_bounds(np, np.arange(65536, dtype=np.uint32), p).view(np.uint8).reshape(-1, 4)
     assert (bounds.sum(0, dtype=np.int64) == 128 * rng.threshold(p)).all()
     assert bounds.max() <= 128
-    pairs = bounds.reshape(-1, 2, 2).sum(2, dtype=int)  # the two of a query
+    pairs = bounds.reshape(-1, 2, 2).sum(2, dtype=int)  # the two bounds of a query
     assert np.ptp(pairs) <= 1
 
 
@@ -73,9 +73,9 @@ def test_numbers_are_uniform(drawn):
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_numbers_are_independent(drawn, p):
-    """Products of dropped bits: neighbours, adjacent blocks, three and four corners of a rectangle.
+    """Correlations of dropped bits: neighbours, adjacent blocks, 3 and 4 corners of a rectangle.
 
-    Without the mix, the lowest byte of the words fails at the four corners.
+    Without the mixing step, the lowest byte of the words fails for the four corners.
     """
     dropped, share = drawn < 128 * p, np.ceil(128 * p) / 128
     x = dropped - share
@@ -106,7 +106,7 @@ def test_rows_and_columns_drop_the_expected_number(p):
     for axis in (2, 3):
         counts = keep.sum(axis)
         spread = (counts - 1024 * q) ** 2 / (1024 * variance)
-        up = 256 * q % 1  # how often one bound of a query's two is rounded up, and not the other
+        up = 256 * q % 1  # share of queries with one of the two bounds rounded up
         rounding = 4**2 * up * (1 - up) / (1024 * variance) if axis == 3 else 0
         assert close(spread, 1 + rounding, 2)
         assert spread.max() < 25
@@ -122,7 +122,7 @@ FORMS = [
     *[(name, "bfloat16") for name in RAW],
     ("raw-hopper", "float16"),
     ("raw-simt", "float32"),
-]  # tensor cores take 16 bits
+]  # tensor cores need 16 bits
 LENGTHS = [(64, 64), (272, 200), (130, 900), ((200, 1, 0, 77), (90, 40, 5, 200))]
 
 
@@ -130,8 +130,8 @@ LENGTHS = [(64, 64), (272, 200), (130, 900), ((200, 1, 0, 77), (90, 40, 5, 200))
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("impl, dtype", FORMS)
-def test_every_form_has_this_mask(gpu, impl, lengths, D, dtype):
-    """All weights are equal, so products with unit vectors are the mask, in both directions."""
+def test_every_form_applies_the_same_mask(gpu, impl, lengths, D, dtype):
+    """All weights are equal, so unit vectors as values (and as gradients) reveal the mask."""
     xp, H, p, size = gpu, 3, 0.3, dtype_of(dtype)
     packed = isinstance(lengths[0], tuple)
     params = {"dropout_p": p, "seed": KEY, "impl": impl}
@@ -143,7 +143,7 @@ def test_every_form_has_this_mask(gpu, impl, lengths, D, dtype):
         params |= longest | cu
 
     def units(starts, first):
-        """Row first + n of every sequence is the n-th unit vector; the others are zeros."""
+        """Return rows: row first + n of every sequence is unit vector n; the others are zeros."""
         x = np.zeros((starts[-1], H, D), np.float32)
         for begin, end in zip(starts, starts[1:], strict=False):
             rows = np.arange(first, min(first + D, end - begin))

@@ -12,8 +12,8 @@ from gpuattn.ops.attention.flash_attention import IMPLS
 RAW = [impl.name for impl in IMPLS if impl.name.startswith("raw-")]
 COMPILE_SECONDS, LOAD_SECONDS = 2.0, 0.05
 REFERENCE, REFERENCE_SECONDS = "attention/flash_attention_backward_simt.cu", 0.7
-"""A kernel, and what NVRTC takes for it on a CPU that COMPILE_SECONDS are meant for. A slower CPU
-has as much more time: the limit is on the kernels, not on the CPU."""
+"""A kernel and its NVRTC time on the CPU for which COMPILE_SECONDS were set. The limit grows in
+proportion on a slower CPU, because it is meant for the kernels, not for the CPU."""
 PROGRAM = """
 import json, sys, time
 import cupy, numpy as np
@@ -39,7 +39,7 @@ def seconds(function, *args, **kwargs):
     cupy.cuda.Device().synchronize()
     return time.perf_counter() - begin, result
 
-library, _ = seconds(compiler.nvrtc_version)  # even the name of a stored kernel asks for it
+library, _ = seconds(compiler.nvrtc_version)  # needed even to look up a cached kernel
 def run_forward():
     if rule.compile_backward:
         rule.compile_backward(*inputs, needs=needs, **params)
@@ -63,11 +63,11 @@ print(json.dumps(spent))
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("impl", RAW)
 def test_first_call(gpu, tmp_path, monkeypatch, impl, head_dim):
-    """Without imports and the context; forward and backward each with finding the compiler."""
+    """Imports and the context do not count; forward and backward each include loading NVRTC."""
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path))
 
     def first_call(cached):
-        # NVRTC keeps what it compiles for other processes too
+        # NVRTC's own cache is shared between processes
         monkeypatch.setenv("CUDA_CACHE_DISABLE", str(int(not cached)))
         command = [sys.executable, "-c", PROGRAM, impl, str(head_dim)]
         command += [] if cached else [REFERENCE]
@@ -84,7 +84,7 @@ def test_first_call(gpu, tmp_path, monkeypatch, impl, head_dim):
         return {part: (library + seconds) / slower for part, seconds in spent.items()}
 
     def quickest(limit, cached):
-        """Of at most three tries, as other tests may keep the machine busy."""
+        """Return the best of at most three tries, because other tests may use the CPU meanwhile."""
         tries = []
         while len(tries) < 3 and min(tries, default=limit + 1) > limit:
             if not cached:

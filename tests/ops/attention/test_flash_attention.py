@@ -17,12 +17,12 @@ from gpuattn.rng import Key
 
 INF = float("inf")
 KEY = Key(seed=0x1234_5678_9ABC, stream=3, step=5)
-# 15 to 17 and 31 to 33 straddle the kernels' tiles, 113 x 203 and 128 x 217 FlashAttention's tests
+# 15-17 and 31-33 are around tile sizes; 113 x 203 and 128 x 217 are from FlashAttention's tests
 LENGTHS = [(1, 1), (15, 16), (16, 17), (33, 31), (64, 64), (113, 203), (128, 217), (217, 128)]
 
 
 def naive(q, k, v, *, seen=True, added=0.0, scale=None, softcap=None, sink=None, keep=None):
-    """softmax(q k^T) v in float64, the T x S matrix and all; ``keep`` is the mask over 1 - p."""
+    """Compute softmax(q k^T) v in float64 with the full T x S matrix; ``keep``: mask / (1 - p)."""
     q, k, v = (x.astype(np.float64).swapaxes(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
@@ -99,7 +99,7 @@ def test_alibi_softcap_sink_scale(rng, per_sequence):
     agrees(got, naive(q, k, v, added=added, softcap=2.0, sink=sink, scale=-0.7))
 
 
-def test_key_lengths_hide_even_nan(rng):
+def test_key_lengths_mask_nan(rng):
     q, k, v = draw(rng, B=4)
     lengths = np.array([33, 7, 0, 50], np.int32)
     seen = (np.arange(33) < lengths[:, None])[:, None, None]
@@ -114,7 +114,7 @@ def test_key_lengths_hide_even_nan(rng):
     assert not grads[1][1, 7:].any() and not grads[0][2].any()
 
 
-def test_dropout_keeps_what_the_mask_says(rng):
+def test_dropout_applies_the_mask(rng):
     q, k, v = draw(rng, T=40, S=150)
     keep = attention_keep_mask(np, (2, 4, 40, 150), 0.3, KEY)
     got = flash_attention(q, k, v, dropout_p=0.3, seed=KEY, return_lse=True)
@@ -125,7 +125,7 @@ def test_dropout_keeps_what_the_mask_says(rng):
 
 
 @pytest.mark.parametrize("features", ["plain", "causal", "cross", "all"])
-def test_packed_is_each_sequence_alone(rng, features):
+def test_packed_equals_each_sequence_alone(rng, features):
     lengths_q = [5, 0, 1, 17, 40, 3, 130]
     lengths_k = [9, 4, 0, 17, 33, 2, 150] if features in ("cross", "all") else lengths_q
     cu_q, cu_k = (np.cumsum([0, *n]).astype(np.int32) for n in (lengths_q, lengths_k))
@@ -188,7 +188,7 @@ def test_gradient(rng, case):
     params = {name: value for name, value in case.items() if name not in sizes}
     q, k, v = draw(rng, **sizes)
     check_gradient(lambda *a: flash_attention(*a, **params), q, k, v)
-    if sizes.get("T", 17) <= sizes.get("S", 33):  # else some lse are -inf
+    if sizes.get("T", 17) <= sizes.get("S", 33):  # otherwise some lse are -inf
         check_gradient(lambda *a: flash_attention(*a, **params, return_lse=True), q, k, v)
 
 
@@ -203,7 +203,7 @@ def test_gradient_of_bias_and_sink(rng, shape):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_grids_and_threads_change_no_bit(monkeypatch, rng, packed):
+def test_results_do_not_depend_on_grids_and_threads(monkeypatch, rng, packed):
     q, k, v = (rng.standard_normal((6, 20, 2, 8)).astype(np.float32) for _ in range(3))
     lengths = {}
     if packed:
@@ -219,7 +219,7 @@ def test_grids_and_threads_change_no_bit(monkeypatch, rng, packed):
         found.append([out.numpy(), *grads])
     for one, threads, in_order in zip(*found, strict=True):
         np.testing.assert_array_equal(threads, in_order)
-        np.testing.assert_allclose(threads, one, rtol=1e-5, atol=1e-6)  # other products, other sums
+        np.testing.assert_allclose(threads, one, rtol=1e-5, atol=1e-6)  # the order of sums differs
 
 
 def test_gradient_of_packed_bias(rng):
@@ -239,7 +239,7 @@ def test_gradient_of_packed_bias(rng):
 
 
 def call(impl, where, dtype, qkv, *, needs_bias=True, **given):
-    """check_implementation with the arrays of a call in their places."""
+    """Call check_implementation with the arrays in the order of the op's inputs."""
     names = "bias", "key_lengths", "cu_q", "cu_k", "slopes", "sink"
     extras = [given.pop(name, None) for name in names]
     bias, _, cu_q, _, _, sink = extras
@@ -253,7 +253,7 @@ def call(impl, where, dtype, qkv, *, needs_bias=True, **given):
         params |= {"max_seqlen_q": 60, "max_seqlen_k": 60}
     wants_bias = bias is not None and bias.dtype != bool
     needs = (True, True, True, wants_bias, False, False, False, False, sink is not None)
-    slack = 2 if impl == "numba" else 1  # it adds the keys one by one
+    slack = 2 if impl == "numba" else 1  # it sums over the keys one by one
     params |= given
     check_implementation(
         IMPLS, impl, where, [*qkv, *extras], dtype, needs=needs, slack=slack, **params
@@ -305,7 +305,7 @@ def run_case(rng, impl, where, dtype, case):
     call(impl, where, dtype, qkv, **case)
 
 
-# tensor cores round weights to 16 bits: test_random.py compares those forms with such a formula
+# tensor cores round weights to 16 bits: test_random.py compares them with a formula that does too
 IN_FLOAT32 = [impl for impl in IMPLS if impl.name in ("raw-simt", "numba", "reference")]
 SIMPLE = [p for p in implementations(IN_FLOAT32) if "simulator" not in p.id]
 FULL = [p for p in SIMPLE if not p.id.startswith("numba")]

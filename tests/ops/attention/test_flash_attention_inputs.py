@@ -1,4 +1,4 @@
-"""What flash_attention is given: strides, NaN, extreme numbers, and what it refuses."""
+"""Inputs of flash_attention: strides, NaN, extreme values, and invalid arguments."""
 
 import re
 import tracemalloc
@@ -48,8 +48,8 @@ def test_awkward_views_of_small_problems(layout):
 
 @pytest.mark.parametrize("layout", AWKWARD)
 def test_awkward_views_on_the_gpu(gpu, layout):
-    """Columns from the second on, every other column, backwards, two bytes off: a form of CUDA
-    takes it, and each form that takes it is right."""
+    """Columns from the second on, every other column, reversed, shifted by two bytes: some CUDA
+    form accepts the view, and each form that accepts it computes the right result."""
     for number in range(8):
         problem = Problem(number, gpu, layout=layout)
         takers = [impl for impl in IMPLS if refusal(problem, impl) is None and impl.name != "numba"]
@@ -61,7 +61,7 @@ def test_awkward_views_on_the_gpu(gpu, layout):
 @pytest.mark.parametrize("impl", RAW)
 @pytest.mark.parametrize("large", ["queries", "batch", "keys"])
 def test_more_than_two_to_the_31_elements(gpu, impl, large):
-    """The last rows of arrays whose indices exceed 32 bits are as if those rows were alone."""
+    """In arrays with indices beyond 32 bits, the last rows give the same as those rows alone."""
     free, _ = gpu.cuda.runtime.memGetInfo()
     if free < 40 << 30:
         pytest.skip(f"{free >> 30} GiB of GPU memory are free, the test takes 40")
@@ -78,7 +78,7 @@ def test_more_than_two_to_the_31_elements(gpu, impl, large):
             for rows in (slice(0, 70), slice(max(x.shape[1] - 70, 0), None)):
                 part = x[end, rows]
                 part[...] = gpu.asarray(rng.standard_normal(part.shape, np.float32))
-    window = (60, 0) if large == "keys" else None  # else most keys are zeros
+    window = (60, 0) if large == "keys" else None  # otherwise most keys are zeros
     try:
         out, lse = flash_attention(q, k, v, window=window, impl=impl, return_lse=True)
     except UnsupportedError as error:
@@ -131,7 +131,7 @@ def test_nan_stays_in_its_rows(xp, rng):
     want = np.zeros_like(nan)
     want[0, 3, 1] = True  # the query
     want[0, 140:, 2:] = True  # queries that see the key, heads 2 and 3 of its KV head 1
-    if xp is not np:  # a hidden value is multiplied by 0, as its tile is seen by other queries
+    if xp is not np:  # a masked value is multiplied by 0, because other queries see its tile
         np.testing.assert_array_equal(nan[1, :7, 2:], False)
         np.testing.assert_array_equal(nan[1, :7, :2, 1:], False)
         nan[1, :7, :2, 0] = False
@@ -167,7 +167,7 @@ def test_memory_grows_with_tokens():
 
 
 @pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads", "tokens"])
-def test_nothing_to_do(xp, empty):
+def test_empty_inputs(xp, empty):
     sizes = {name: 0 if name == empty else 2 for name in ("batch", "queries", "keys", "heads")}
     B, T, S, H = sizes.values()
     shapes = [(B, T, H, 4), (B, S, H, 4), (B, S, H, 4)]
@@ -279,7 +279,7 @@ def test_two_places(gpu, rng):
     assert kernels.launches.total() == before
 
 
-def test_sizes_that_no_kernel_takes(gpu):
+def test_sizes_without_a_kernel(gpu):
     x = gpu.ones((1, 2, 1, 320), np.float16)
     with pytest.raises(UnsupportedError, match="raw-simt: the head size is 320, the kernel takes"):
         flash_attention(x, x, x, impl="raw")
@@ -327,7 +327,7 @@ def test_bad_dtypes(xp):
         flash_attention(x.tolist(), x, x)
 
 
-def test_explain_says_why():
+def test_explain_gives_reasons():
     x = np.ones((1, 2, 1, 8), np.float32)
     told = explain(flash_attention, x, x, x, softcap=2.0)
     assert told.chosen == "reference"
@@ -338,7 +338,7 @@ def test_explain_says_why():
         flash_attention(x, x, x, impl="raw")
 
 
-def test_explain_tells_what_the_kernel_takes(gpu):
+def test_explain_lists_the_kernel_resources(gpu):
     x = gpu.ones((2, 100, 3, 64), np.float32)
     told = explain(flash_attention, x, x, x)
     assert told.chosen == "raw-simt"
@@ -355,7 +355,7 @@ def test_explain_tells_what_the_kernel_takes(gpu):
             assert names <= set(told.details) <= set(WORDS), impl
 
 
-def test_explain_tells_which_gradient_follows(gpu):
+def test_explain_names_the_gradient(gpu):
     x = gpu.ones((1, 700, 1, 192), np.float16)
     told = explain(flash_attention, x, x, x, softcap=3)
     if told.chosen != "raw-hopper":

@@ -1,4 +1,4 @@
-"""Which form of attention runs a call, in each direction: no GPU is needed to decide it."""
+"""Which form of attention runs a call, forward and backward; deciding it needs no GPU."""
 
 import random
 from collections import Counter
@@ -26,7 +26,7 @@ LENGTHS = (0, 1, 40, 64, 65, 96, 97, 128, 200, 256, 257, 600)
 
 @dataclass(frozen=True)
 class Problem:
-    """A call. ``bias``: of no dtype or one; ``wanting``: with a gradient."""
+    """A call. ``bias``: None or its dtype; ``wanting``: whether its gradient is computed."""
 
     dtype: str = "bfloat16"
     B: int = 2
@@ -37,7 +37,7 @@ class Problem:
     D: int = 64
     Dv: int = 64
     packed: bool = False
-    layout: str = "rows"  # "backwards": rows are aligned, but no tensor map takes them; "shifted"
+    layout: str = "rows"  # "backwards": aligned rows that no tensor map can describe; "shifted"
     causal: bool = True
     window: int | None = None
     scale: float = 0.1
@@ -88,9 +88,10 @@ def _dtype(name):
 
 
 def forms(p, card):
-    """Return the forms of (forward, gradient), written down independently of the modules.
+    """Return the expected forms of (forward, gradient).
 
-    They restate how the modules decided before each direction was chosen from one table.
+    These rules are independent of the modules: they are those from before both directions were
+    chosen from one table.
     """
     sixteen = p.dtype in ("float16", "bfloat16")
     size, longest = max(p.D, p.Dv), max(p.T, p.S)
@@ -98,7 +99,7 @@ def forms(p, card):
     aligned = p.D % step == p.Dv % step == 0 and not (p.layout == "shifted" and p.B)
     repeats = p.layout == "backwards" and p.B > 0
     if p.layout != "rows" and (p.T <= 1 or p.S <= 1):
-        return None  # which of the three arrays keep an awkward stride is another question
+        return None  # this oracle does not model which of the three arrays is copied
     short = sixteen and aligned and size <= 128 and longest <= 64
     hopper = card.has_wgmma and sixteen and aligned and size <= 256 and not repeats
     ampere = aligned and size <= (256 if sixteen else 128) and (sixteen or p.tf32)
@@ -130,7 +131,7 @@ def forms(p, card):
 
 
 def draw(rng):
-    """Return a problem of few features: with many, most would go to one form."""
+    """Return a problem with few features: with many, most problems would select one form."""
     if rng.random() < 0.2:  # causal self-attention, in which whole heads may be computed
         T, (B, H) = rng.choice([96, 97, 150, 256, 257]), rng.choice([(2, 6), (12, 11), (40, 4)])
         given = rng.choice([{}, {}, {"window": 100}, {"window": 256}, {"scale": -1.0}])
@@ -165,7 +166,7 @@ def chosen(p, **more):
 
 
 @pytest.mark.parametrize("card", GPUS)
-def test_each_direction_runs_the_form_that_it_should(card):
+def test_each_direction_runs_the_expected_form(card):
     found = Counter()
     rng = random.Random(card)
     with launches_on(GPUS[card]):
@@ -183,18 +184,18 @@ def test_each_direction_runs_the_form_that_it_should(card):
     assert min(found.values()) >= 5, found
 
 
-def test_a_form_asked_for_is_the_form_that_runs():
+def test_impl_selects_the_form():
     short = Problem(T=40, S=40)
     with launches_on(GPUS["9.0"]):
         for name in ("raw-short", "raw-hopper", "raw-ampere", "raw-simt"):
             assert chosen(short, impl=name) == (name, name)
-        # slower there, but asked for
+        # slower here, but selected with impl=
         assert chosen(short, impl="raw-hopper-head") == ("raw-hopper-head",) * 2
         assert chosen(Problem(), impl="raw-short") == ("raw-short", "raw-short")
         with use_impl(flash_attention="raw-hopper"):
             assert chosen(short) == ("raw-hopper", "raw-hopper")
         assert chosen(short, impl="raw") == ("raw-short", "raw-short")
-        # the first from the form asked for on
+        # the first usable form, starting with the one in impl=
         capped = replace(short, softcap=3.0, dropout_p=0.1)
         assert chosen(capped, impl="raw-hopper") == ("raw-hopper", "raw-ampere")
         with pytest.raises(UnsupportedError, match="raw-hopper-head: .* 40 and 64, the kernel ta"):
@@ -203,7 +204,7 @@ def test_a_form_asked_for_is_the_form_that_runs():
             chosen(replace(short, T=257), impl="raw-short")
 
 
-def test_explain_says_why_each_form_does_not_run():
+def test_explain_gives_the_reason_for_each_form():
     q, k, v, given = Problem(T=300, S=300, scale=0.1).arrays()
     described = {"tile": (1, 1)}
     with launches_on(GPUS["9.0"]), mock.patch("gpuattn.ops.attention.hopper._Plan.describe",
@@ -228,7 +229,7 @@ LAUNCHED = {  # form: (a file of the forward, of the gradient)
     "raw-ampere": (f"{HERE}_forward_ampere.cu", f"{HERE}_backward_ampere"),
     "raw-simt": (f"{HERE}_forward_simt.cu", f"{HERE}_backward_simt.cu"),
 }  # fmt: skip
-AHEAD = {  # problem: whether the gradient's kernel is compiled beside the forward
+AHEAD = {  # problem: whether the gradient's kernel is compiled in parallel with the forward's
     "short": (Problem(T=40, S=40), False),
     "whole heads": (Problem(B=40), True),
     "whole heads, dropout": (Problem(B=40, dropout_p=0.1), True),
@@ -250,8 +251,8 @@ AHEAD = {  # problem: whether the gradient's kernel is compiled beside the forwa
 
 
 @pytest.mark.parametrize(("p", "ahead"), AHEAD.values(), ids=AHEAD)
-def test_the_gradient_is_compiled_beside_the_forward(p, ahead):
-    """What is compiled ahead is what the gradient launches, and the forms launch their kernels."""
+def test_the_gradient_is_compiled_in_parallel_with_the_forward(p, ahead):
+    """The gradient launches the kernels that were compiled ahead; each form launches its own."""
     asked = []
 
     def compile_ahead(file, **constants):
@@ -278,7 +279,7 @@ def test_the_gradient_is_compiled_beside_the_forward(p, ahead):
     assert set(asked) <= launched
 
 
-def test_explain_tells_the_same_reasons_once():
+def test_explain_lists_shared_reasons_once():
     x = np.ones((1, 2, 1, 8), np.float32)
     told = str(explain(flash_attention, x, x, x))
     assert told.endswith("  reference        runs\nits gradient: reference, for the same reasons")

@@ -1,4 +1,4 @@
-"""raw-hopper: what the tests that every implementation must pass do not cover."""
+"""raw-hopper: tests beyond those that every implementation must pass."""
 
 import itertools
 
@@ -38,7 +38,7 @@ def test_every_tile_in_use_is_compiled_in_the_tests():
 @pytest.mark.parametrize("width", sampled(attention_hopper.WIDTHS, 1))
 @pytest.mark.parametrize("bias", [False, True])
 def test_matrix_products_are_not_serialised(nvrtc, width, bias):
-    """ptxas prints C75xx where it waits after each product, at a third of the speed."""
+    """ptxas prints C75xx where it waits after each wgmma, which is about 3 times slower."""
     text = kernels.source_text(FILE, **constants(width, 4096, True, bias, False, False))
     _, log = compiled.machine_code(text, "sm_90a", FILE)
     assert "C75" not in log, log
@@ -46,8 +46,8 @@ def test_matrix_products_are_not_serialised(nvrtc, width, bias):
 
 @pytest.mark.parametrize("width", attention_hopper.WIDTHS)
 @pytest.mark.parametrize("bias, extras", [(False, False), (True, False), (False, True)])
-def test_shared_memory_is_what_the_kernel_lays_out(nvrtc, width, bias, extras):
-    """The size on the host is exact: the source with this line compiles for no other."""
+def test_shared_memory_size_equals_the_kernel_layout(nvrtc, width, bias, extras):
+    """The host computes the exact size: with this assertion, no other size compiles."""
     used = constants(width, 4096, False, bias, extras, False)
     size = attention_hopper.shared_bytes(used)
     check = f'\nstatic_assert(SHARED_BYTES == {size}, "the host asks for another size");\n'
@@ -55,7 +55,7 @@ def test_shared_memory_is_what_the_kernel_lays_out(nvrtc, width, bias, extras):
 
 
 def hopper(xp):
-    """Return arrays q, k, v for which the kernel runs here; skips where it does not."""
+    """Return q, k, v that the kernel accepts; skips on other GPUs."""
     rng = np.random.default_rng(0)
     qkv = [xp.asarray(rng.standard_normal((4, 700, 8, 64), np.float32).astype(BFLOAT16))] * 3
     try:
@@ -65,7 +65,7 @@ def hopper(xp):
     return qkv
 
 
-def test_launches_side_by_side_share_no_counter(gpu):
+def test_concurrent_launches_share_no_counter(gpu):
     qkv = hopper(gpu)
     want = flash_attention(*qkv, causal=True, impl="raw-hopper").view(np.uint16)
     streams = [gpu.cuda.Stream(non_blocking=True) for _ in range(4)]
@@ -80,7 +80,7 @@ def test_launches_side_by_side_share_no_counter(gpu):
     assert all((out.view(np.uint16) == want).all() for out in found)
 
 
-def test_replays_beside_eager_calls(gpu):
+def test_graph_replays_between_eager_calls(gpu):
     qkv = hopper(gpu)
     want = flash_attention(*qkv, causal=True, impl="raw-hopper").view(np.uint16)
     stream, other = (gpu.cuda.Stream(non_blocking=True) for _ in range(2))
@@ -99,9 +99,9 @@ def test_replays_beside_eager_calls(gpu):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_block_takes_all_tiles_of_a_head(gpu, causal):
-    """One KV head per multiprocessor, each of few tiles: dq is stored, not added to zeros."""
-    hopper(gpu)  # or skips
+def test_a_block_computes_all_tiles_of_a_head(gpu, causal):
+    """One KV head with few tiles per multiprocessor: dq is stored, not added to zeros."""
+    hopper(gpu)  # skips on other GPUs
     heads = gpu.cuda.Device().attributes["MultiProcessorCount"]
     shape = {"queries": 450, "keys": 500, "heads": 2 * heads, "kv_heads": heads}
     found = gradients(find(IMPLS, "raw-hopper"), gpu, **shape, causal=causal)

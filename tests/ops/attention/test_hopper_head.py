@@ -1,4 +1,4 @@
-"""raw-hopper-head: what the tests that every implementation must pass do not cover."""
+"""raw-hopper-head: tests beyond those that every implementation must pass."""
 
 import emulator
 import numpy as np
@@ -16,7 +16,7 @@ FORM, TILES = find(IMPLS, "raw-hopper-head"), find(IMPLS, "raw-hopper")
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, dropout):
+def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc, dropout):
     size = hopper_head.forward_shared_bytes(dropout)
     log = check_hopper_compiles(hopper_head.FORWARD_FILE, size, DROPOUT=dropout)
     assert "C75" not in log, log
@@ -25,7 +25,7 @@ def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, dr
 
 
 RUNS, SLOWER = "runs", "slower"
-CASES = [  # changes; of the forward, of the gradient: it runs, another is faster, or why it cannot
+CASES = [  # changes; forward and gradient: RUNS, SLOWER, or the text of the refusal
     ({}, RUNS, RUNS),
     ({"D": 40, "Dv": 8, "window": (256, 0), "dropout_p": 0.5}, RUNS, RUNS),
     ({"T": 97, "align": "top_left"}, RUNS, RUNS),
@@ -49,8 +49,8 @@ CASES = [  # changes; of the forward, of the gradient: it runs, another is faste
 
 
 @pytest.mark.parametrize("changes, forward, backward", CASES)
-def test_what_is_refused(changes, forward, backward):
-    """``backward``: None where it is refused as the forward is."""
+def test_refusals(changes, forward, backward):
+    """``backward``: None where the gradient is refused for the same reason as the forward."""
     inputs, params = arguments(np, **changes)
     inputs[:3] = map(emulator.as_array, inputs[:3])
     with emulator.Machine(seed=1, multiprocessors=12).in_place():
@@ -64,7 +64,7 @@ def test_what_is_refused(changes, forward, backward):
 
 
 def case(gpu, **changes):
-    """Return inputs and parameters of a call that this form runs; skips where it cannot."""
+    """Return inputs and parameters of a call that this form runs; skips on other GPUs."""
     inputs, params = arguments(gpu, **changes)
     if reason := FORM.refuse(*inputs, needs=(False,) * 9, **params):
         assert not isinstance(reason, SlowerRefusal), reason
@@ -76,13 +76,13 @@ def case(gpu, **changes):
     "T, left, p", [(256, None, 0.2), (256, 100, 0), (200, None, 0), (128, 40, 0.2)]
 )
 def test_gradients_of_several_heads_of_each_block(gpu, T, left, p):
-    """Compared with raw-hopper; the bits are the same when repeated."""
+    """The result is close to raw-hopper's, and repeated calls give equal bits."""
     key = rng.Key(3, 1, 2) if p else None
-    case(gpu)  # or skips
+    case(gpu)  # skips on other GPUs
     inputs, params = arguments(gpu, B=64, T=T, S=T, window=(left, 0), dropout_p=p, key=key)
     needs = (True,) * 3 + (False,) * 6
     assert FORM.refuse_backward(*inputs, needs=needs, **params) is None
-    dout = arguments(gpu, B=64, T=T, S=T)[0][1]  # other numbers than q's
+    dout = arguments(gpu, B=64, T=T, S=T)[0][1]  # values that differ from q's
 
     def run(form):
         forward = choose(IMPLS, inputs, "raw", needs=needs, **params).forward
@@ -96,12 +96,12 @@ def test_gradients_of_several_heads_of_each_block(gpu, T, left, p):
         assert abs(x - want).max() <= 2**-6 * abs(want).max()
 
 
-# where keys grow, weights pass 2^60
+# with growing keys, weights exceed 2^60
 @pytest.mark.parametrize(
     "T, p, growth", [(256, 0.2, 1), (256, 0, 300), (150, 0.2, 300), (97, 0, 1)]
 )
 def test_several_heads_of_each_block(gpu, T, p, growth):
-    """Compared with raw-hopper; the bits are the same when repeated, and in a smaller batch."""
+    """Close to raw-hopper's result; equal bits when repeated and in a smaller batch."""
     key = rng.Key(3, 1, 2) if p else None
     inputs, params = case(gpu, B=50, T=T, growth=growth, dropout_p=p, key=key)
 

@@ -16,12 +16,12 @@ REFERENCE = find(IMPLS, "reference")
 
 @functools.lru_cache(maxsize=1)
 def batch(first, xp):
-    """Return problems for every implementation in turn; their expected results are cached."""
+    """Return problems that every implementation uses in turn; expected results are cached."""
     return [Problem(number, xp) for number in range(first, first + BATCH)]
 
 
 def check(problems, impl):
-    """Fail with the command that runs each wrong problem again."""
+    """Fail with the command that reproduces each failed problem."""
     refusals, wrong = [refusal(problem, impl) for problem in problems], []
     for problem, reason in zip(problems, refusals, strict=True):
         if reason is None:
@@ -52,13 +52,13 @@ def test_the_reference_on_a_gpu(gpu, first):
 @pytest.mark.parametrize("dtype", [None, "float64"], ids=["drawn", "float64"])
 @pytest.mark.parametrize("first", range(0, SMALL, 100))
 def test_the_reference(first, dtype):
-    """The reference and the formula agree; in float64 to its precision."""
+    """The reference agrees with the formula, to the precision of float64 in float64."""
     numbers = range(first, first + 100)
     check([Problem(number, small=True, dtype=dtype) for number in numbers], REFERENCE)
 
 
-def test_the_judge_is_strict():
-    """Errors of one rounding, one key or one term in simple problems are found."""
+def test_the_comparison_finds_small_errors():
+    """The comparison detects an error of one rounding, one key or one term in simple problems."""
 
     class Spoiled:
         name, refuse = "spoiled", None

@@ -1,4 +1,4 @@
-"""The same bits every time: repeats, more batch entries and heads beside a row, a CUDA graph."""
+"""Equal bits in repeated calls, in larger batches, with more heads, and in a CUDA graph."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def draw(xp, *, B=1, T=2048, S=2048, H=4, Hk=2, D=64, Dv=None, dtype="bfloat16",
 
 
 def forward(qkv, params, impl):
-    """Return (out, lse); skips what the implementation refuses on this GPU."""
+    """Return (out, lse); skips where the implementation refuses the call on this GPU."""
     try:
         return flash_attention(*qkv, **params, impl=impl, return_lse=True)
     except UnsupportedError as error:
@@ -66,7 +66,7 @@ def gradients(qkv, params, impl, deterministic=True):
               for name in ("bias", "sink") if name in params}  # fmt: skip
     params = params | others | {"deterministic": deterministic}
     out, lse = forward(boxes, params, impl)
-    weights = out.data[..., ::-1] * 3, lse.data * 0 + 1  # some numbers, the same every time
+    weights = out.data[..., ::-1] * 3, lse.data * 0 + 1  # arbitrary, but the same in every call
     return tape.gradients([out, lse], weights, [*boxes, *others.values()])
 
 
@@ -97,13 +97,15 @@ def test_deterministic_backward(gpu, impl, case):
     assert not differs
     for x, want in zip(gradients(qkv, params, impl, False), first, strict=True):
         x, want = x.astype(np.float32), want.astype(np.float32)
-        assert abs(x - want).max() <= 2**-7 * abs(want).max(), "a rounding of the largest"
+        assert abs(x - want).max() <= 2**-7 * abs(want).max(), (
+            "differs by more than rounding of the largest value"
+        )
 
 
 @pytest.mark.parametrize("T, S", [(1, 2048), (129, 129), (300, 1000)])
 @pytest.mark.parametrize("features", [{}, {"causal": True, "dropout_p": 0.1, "seed": 3}])
 def test_a_row_does_not_depend_on_its_batch(gpu, impl, T, S, features):
-    """Sequence 0 and the heads of its first KV head, alone and in a large batch."""
+    """Sequence 0 with the heads of KV head 0 gives equal bits alone and in a large batch."""
     many, params = draw(gpu, B=40, T=T, S=S, H=12, Hk=6, **features)
     heads = 2, 1, 1
     few = [gpu.ascontiguousarray(x[:1, :, :n]) for x, n in zip(many, heads, strict=True)]
@@ -125,7 +127,7 @@ def test_a_packed_row_does_not_depend_on_its_batch(gpu, impl):
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_in_a_graph(gpu, impl, case):
-    """A captured call replays with the bits of a plain one, also after its inputs changed."""
+    """A replay gives the bits of an eager call, also after the inputs changed."""
     qkv, params = draw(gpu, **case)
     stream = gpu.cuda.Stream(non_blocking=True)
     gpu.cuda.Device().synchronize()

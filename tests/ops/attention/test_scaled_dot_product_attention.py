@@ -23,7 +23,7 @@ def naive(q, k, v, mask=None, scale=None):
 
 
 @pytest.mark.parametrize("kind", ["none", "bool", "float", "causal", "scale"])
-def test_means_what_pytorch_means(xp, rng, kind):
+def test_equals_pytorchs_definition(xp, rng, kind):
     q, k, v = draw(rng)
     mask = {"bool": np.eye(9, 13, dtype=bool) | (rng.random((2, 1, 9, 13)) < 0.5)}.get(kind)
     if kind == "float":
@@ -39,7 +39,7 @@ def test_means_what_pytorch_means(xp, rng, kind):
     np.testing.assert_allclose(arrays.to_cpu(got), naive(q, k, v, seen, scale), atol=2e-6)
 
 
-def test_grouped_heads_must_be_asked_for(xp, rng):
+def test_grouped_heads_need_enable_gqa(xp, rng):
     q, k, v = (xp.asarray(x) for x in draw(rng, kv_heads=2))
     got = arrays.to_cpu(scaled_dot_product_attention(q, k, v, enable_gqa=True))
     want = naive(*(arrays.to_cpu(x) for x in (q, k, v)))

@@ -8,7 +8,7 @@ import pytest
 from gpuattn.cuda import kernels
 from gpuattn.ops.attention import simt
 
-LEAST_LIMIT = 101_376  # bytes a block may ask for on sm_86 and sm_89
+LEAST_LIMIT = 101_376  # bytes of shared memory per block on sm_86 and sm_89
 FORMS = list(itertools.product(simt.WIDTHS, (False, True)))
 
 

@@ -1,4 +1,4 @@
-"""One token of each text: stored in the cache and attended from, beside beams that share it."""
+"""step_attention: append one token per row to the cache and attend, with beams sharing slots."""
 
 import numpy as np
 import pytest

@@ -9,7 +9,7 @@ from gpuattn.autodiff import tape
 from gpuattn.cuda import kernels
 from gpuattn.ops.attention import ampere
 
-LEAST_LIMIT = 101_376  # bytes a block may ask for on sm_86 and sm_89
+LEAST_LIMIT = 101_376  # bytes of shared memory per block on sm_86 and sm_89
 CASES = {
     "d32": {"D": 32},
     "d64-causal": {"causal": True},
@@ -36,7 +36,7 @@ def rounded(x):
     return (x.view(np.uint32) + 0x1000 & 0xFFFFE000).view(np.float32)
 
 
-def test_numpy_has_nothing_to_round(rng):
+def test_tf32_has_no_effect_on_numpy(rng):
     q, k, v = draw(rng)
     assert (flash_attention(q, k, v, tf32=True) == flash_attention(q, k, v)).all()
 
@@ -106,7 +106,7 @@ def test_gradients_stay_in_float32(gpu, rng):
 
 
 @pytest.mark.gpu
-def test_refusals_say_what_to_do(gpu, rng):
+def test_refusals_name_the_remedy(gpu, rng):
     q, k, v = (gpu.asarray(x) for x in draw(rng))
     refused = ampere.refuse(q, k, v, None, None, None, max_seqlen_q=170, max_seqlen_k=200)
     assert refused == "q is float32: tf32=True lets tensor cores round it to TF32"

@@ -75,9 +75,9 @@ def test_written_out_definitions(xp, rng):
     np.testing.assert_allclose(to_cpu(swiglu(x)), silu * values[250:], atol=1e-13)
 
 
-@pytest.mark.parametrize("cols", [64, 65])  # eight neighbours a thread, and not
+@pytest.mark.parametrize("cols", [64, 65])  # eight adjacent columns per thread, or not
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_dropout_is_that_of_the_key(xp, rng, function, cols):
+def test_dropout_depends_on_the_key_alone(xp, rng, function, cols):
     width = 2 * cols if function is swiglu else cols
     x = xp.asarray(1 + np.abs(rng.standard_normal((30, width))).astype(np.float32))
     key = random.Key(1, 2, 3)
@@ -89,7 +89,7 @@ def test_dropout_is_that_of_the_key(xp, rng, function, cols):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_blocks_do_not_show(monkeypatch, rng, bias):
+def test_results_do_not_depend_on_the_block_size(monkeypatch, rng, bias):
     x = Tensor(rng.standard_normal((33, 129)).astype(np.float32).T, requires_grad=True)
     b = rng.standard_normal(33).astype(np.float32) if bias else None
     found = []
@@ -127,7 +127,7 @@ def test_extremes(xp, function, dtype):
 def test_views_of_any_strides(xp, rng, function):
     whole = rng.standard_normal((6, 20)).astype(np.float32)
     bias = rng.standard_normal(20).astype(np.float32)
-    # the last two keep their rows: aligned, and not
+    # the last two have contiguous rows, aligned and not
     for cut in (np.s_[::2, ::-1], np.s_[1:2], np.s_[:, 4:12], np.s_[:, 3:13]):
         x, b = xp.asarray(whole)[cut], xp.asarray(bias)[cut[1] if isinstance(cut, tuple) else ...]
         want = function(to_cpu(x).copy(), to_cpu(b).copy())
@@ -137,7 +137,7 @@ def test_views_of_any_strides(xp, rng, function):
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("shape", [(5, 3, 32), (700, 40)])
 def test_a_view_has_the_bits_of_its_copy(xp, rng, function, shape):
-    """Rows of x and of dy with something between them, read where they are."""
+    """Rows of x and dy with gaps between them are read without a copy."""
     whole = rng.standard_normal((2, *shape[:-1], 2 * shape[-1])).astype(np.float32)
     whole[..., shape[-1] :] = np.nan
     x, dy = (xp.asarray(part)[..., : shape[-1]] for part in whole)
@@ -153,7 +153,7 @@ def test_a_view_has_the_bits_of_its_copy(xp, rng, function, shape):
         np.testing.assert_array_equal(to_cpu(view), to_cpu(plain))
 
 
-def test_the_bias_gradient_goes_to_its_place(xp, rng):
+def test_the_bias_gradient_is_written_to_its_slot(xp, rng):
     x = xp.asarray(rng.standard_normal((70, 5)).astype(np.float32))
     bias = Tensor(xp.zeros(5, np.float32), requires_grad=True)
     plain = Tensor(xp.zeros(5, np.float32), requires_grad=True)

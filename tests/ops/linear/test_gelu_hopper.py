@@ -1,4 +1,4 @@
-"""A linear layer with GELU on Hopper: its slopes as bytes, and gradients from them."""
+"""A linear layer with GELU on Hopper: slopes of GELU stored as bytes, gradients from them."""
 
 import emulator
 import numpy as np
@@ -19,7 +19,7 @@ from gpuattn.ops.linear.linear import IMPLS as LINEAR
 from gpuattn.ops.linear.linear import linear
 
 DTYPES = {"f16": np.float16, "bf16": BFLOAT16}
-UNIT = {"f16": 2.0**-10, "bf16": 2.0**-7}  # of the last place of 1
+UNIT = {"f16": 2.0**-10, "bf16": 2.0**-7}  # unit in the last place of 1
 SLOPE_ERROR = {"f16": 1 / 400, "bf16": 1 / 256}
 # rows, in, out, the next layer's out; where out is 256 or less the weight stays in shared memory
 PROBLEMS = [
@@ -55,7 +55,7 @@ def close(found, want, unit, slack):
 
 
 def slopes_of(codes, dtype, shape, like):
-    """Return the slopes of ``shape`` that the codes stand for: of 1, each is exact in 16 bits."""
+    """Return the slopes that the codes stand for, computed for dy = 1: exact in 16 bits."""
     ones = like(np.ones(shape, DTYPES[dtype]))
     return to_cpu(gelu_hopper.backward(ones, codes)).astype(np.float64)
 
@@ -123,7 +123,7 @@ def test_the_gradient_of_a_layer_uses_its_codes(as_product, host_compiler):
 
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("held", gelu_hopper.SHARED_BYTES)
-def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, held, gradient):
+def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc, held, gradient):
     size = gelu_hopper.SHARED_BYTES[held]
     check_hopper_compiles(gelu_hopper.FILE, size, GRADIENT=gradient, HELD=held)
 
@@ -143,7 +143,7 @@ def test_plan(rows, columns, depth, want):
 
 
 def views():
-    """Inputs and weights that the kernel does not take, and what the refusal says."""
+    """Inputs and weights that the kernel refuses, with the text of the refusal."""
     x, weight = np.zeros((256, 136), np.float16), np.zeros((264, 136), np.float16)
     yield "wide", x.astype(np.float32), weight.astype(np.float32), "x is float32"
     yield "mixed", x, weight.astype(BFLOAT16), "weight is bfloat16"
@@ -173,7 +173,7 @@ def layer(rows, depth, columns, dtype=BFLOAT16):
     (*layer(16384, 384, 1536), {"bias": True}, "cublaslt", "without a bias"),
     (*layer(16384, 384, 1536), {"wanted": False}, "cublaslt", "no gradient is wanted"),
 ])  # fmt: skip
-def test_which_layers_it_is_chosen_for(x, weight, params, runs, says, recwarn):
+def test_which_layers_select_it(x, weight, params, runs, says, recwarn):
     weight = Tensor(weight, requires_grad=params.pop("wanted", True))
     bias = weight.data[:, 0].copy() if params.pop("bias", False) else None
     with launches_on(GPUS["9.0"]):
@@ -183,7 +183,7 @@ def test_which_layers_it_is_chosen_for(x, weight, params, runs, says, recwarn):
     assert not recwarn.list, "no warning: no other argument makes this layer faster"
 
 
-def test_only_hopper_has_it():
+def test_it_needs_hopper():
     x, weight = layer(16384, 384, 1536)
     with launches_on(GPUS["10.0"]):
         found = explain(linear, x, Tensor(weight, requires_grad=True), activation="gelu")
@@ -211,7 +211,7 @@ def test_on_a_gpu(hopper, shape, dtype):
 
 @pytest.mark.parametrize("watched", [False, True], ids=["product", "array"])
 def test_two_layers(hopper, watched):
-    """Gradients of all parameters as without the kernel, which runs once or twice."""
+    """All parameter gradients equal those without the kernel, which runs once or twice."""
     rng = np.random.default_rng(0)
     shapes = [(1, 8192, 384), (2048, 384), (384, 2048)]
     arrays = [hopper.asarray(rng.standard_normal(s, np.float32).astype(BFLOAT16)) for s in shapes]

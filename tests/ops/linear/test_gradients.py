@@ -1,4 +1,4 @@
-"""Which launches the gradient of a linear layer is computed by, and what its forward saves."""
+"""Launches of the gradient of a linear layer, and the arrays that its forward saves."""
 
 import numpy as np
 import pytest
@@ -33,11 +33,11 @@ def planned(kind, pending=False, needs=(True, True, True), into=(None, None, Non
     ("z", False, "elementwise", False), ("y", False, "elementwise", False),
     ("z", True, "matmul", True), ("y", True, "matmul", True),
 ])  # fmt: skip
-def test_ways_of_dz(kind, pending, dz, joint):
+def test_how_dz_is_computed(kind, pending, dz, joint):
     assert planned(kind, pending)[:2] == (dz, joint)
 
 
-def test_when_one_launch_gives_both_parameters_gradients():
+def test_when_one_launch_computes_both_parameter_gradients():
     assert planned("none", into=(None, None, (SLOT, False))).joint
     assert not planned("none", into=(None, None, (SLOT, True))).joint, "it cannot add"
     assert not planned("none", needs=(True, True, False)).joint

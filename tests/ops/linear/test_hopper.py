@@ -15,7 +15,7 @@ from gpuattn.ops.linear.bias_activation import activate
 from gpuattn.ops.linear.linear import linear
 
 DTYPES = {"f16": np.float16, "bf16": BFLOAT16}
-UNIT = {"f16": 2.0**-10, "bf16": 2.0**-7}  # of the last place of 1
+UNIT = {"f16": 2.0**-10, "bf16": 2.0**-7}  # unit in the last place of 1
 # rows, depth, columns; the dtype, the activation
 PROBLEMS = [
     ((300, 136, 328), "f16", "gelu"),  # several tiles of each block, edges of all kinds
@@ -26,7 +26,7 @@ PROBLEMS = [
 
 
 def problem(xp, shape, dtype, seed=0):
-    """Return (PendingMatmul, what the activation was taken of), and both as float64."""
+    """Return (PendingMatmul, input of the activation), and both as float64."""
     rows, depth, columns = shape
     rng = np.random.default_rng(seed)
     shapes = (rows, depth), (depth, columns), (rows, columns)
@@ -37,7 +37,7 @@ def problem(xp, shape, dtype, seed=0):
 
 
 def check(found, exact, dtype, activation):
-    """The product is rounded, then the result: each by half a unit."""
+    """Both the product and the result are rounded, each by at most half a unit."""
     dz, weight, before = exact
     _, slope = activate(before, activation, True)
     want = dz @ weight * slope
@@ -59,7 +59,7 @@ def test_on_an_emulated_gpu(shape, dtype, activation, host_compiler):
 
 
 def test_far_from_zero_and_not_a_number(host_compiler):
-    """The slope of GELU far from zero; NaN stays where it is."""
+    """The slope of GELU far from zero is exact; NaN stays in its element."""
     largest = float(np.finfo(np.float16).max)
     before = np.array([[-np.inf, -largest, -7.5, -7, 7, 7.5, largest, np.inf, np.nan] + 7 * [0]])
     ones = emulator.as_array(np.ones((1, 72), np.float16))
@@ -72,21 +72,21 @@ def test_far_from_zero_and_not_a_number(host_compiler):
     assert np.isnan(found[8]) and not np.isnan(found[9:]).any()
 
 
-def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc):
+def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc):
     size = linear_hopper.SHARED_BYTES
     check_hopper_compiles(linear_hopper.FILE, size, ACTIVATION=2, SPREAD=6)
 
 
 @pytest.mark.parametrize("activation", linear_hopper.ACTIVATIONS)
 @pytest.mark.parametrize("depth", [72, 136, 264, 392, 520, 776, 1032, 4104])
-def test_what_is_launched_is_compiled_in_advance(depth, activation):
+def test_launched_kernels_are_compiled_in_advance(depth, activation):
     constants = linear_hopper.constants_of(depth, np.dtype(np.float16), activation)
     assert constants in kernels.variants(linear_hopper.FILE)
     assert linear_hopper.DEPTH * (constants["SPREAD"] - 1) < depth
 
 
 def views():
-    """Matmuls and activation inputs that the kernel does not take."""
+    """Matmuls and activation inputs that the kernel refuses."""
     dz, weight, before = (np.zeros(s, np.float16) for s in ((256, 136), (136, 264), (256, 264)))
     yield "wide", dz.astype(np.float32), weight.astype(np.float32), before.astype(np.float32)
     yield "mixed", dz, weight, before.astype(BFLOAT16)
@@ -98,12 +98,12 @@ def views():
 
 
 @pytest.mark.parametrize("name, dz, weight, before", list(views()))
-def test_what_does_not_fit(name, dz, weight, before):
+def test_refusals(name, dz, weight, before):
     dz, weight, before = (emulator.as_array(x) for x in (dz, weight, before))
     assert not linear_hopper.fits(PendingMatmul(dz, weight, before.shape), before, "gelu")
 
 
-def test_what_fits():
+def test_accepted_inputs():
     dz, weight, before = (np.zeros(s, np.float16) for s in ((256, 136), (136, 264), (256, 264)))
     whole = np.zeros((136, 272), np.float16)
     for w in (weight, whole[:, :264]):
@@ -133,7 +133,7 @@ def test_on_a_gpu(hopper, shape, dtype, activation):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("activation", linear_hopper.ACTIVATIONS)
 def test_two_layers(hopper, monkeypatch, activation, with_bias):
-    """Gradients of all parameters as without the kernel, which runs once."""
+    """All parameter gradients equal those without the kernel, which runs once."""
     rng = np.random.default_rng(0)
     shapes = [(1, 3072, 256), (1024, 256), (1024,), (256, 1024), (256,)]
     arrays = [hopper.asarray(rng.standard_normal(s, np.float32).astype(BFLOAT16)) for s in shapes]

@@ -32,8 +32,8 @@ def test_implementations(rng, name, where, shape, out, dtype, activation, with_b
     def draw(*shape):
         if dtype == "float32":
             return rng.standard_normal(shape)
-        # The library rounds the matmul to 16 bits before the bias is added. With whole numbers that
-        # rounding is exact, so that ReLU gets the right sign.
+        # The library rounds the matmul to 16 bits before it adds the bias. For integers that
+        # rounding is exact, so ReLU sees the right sign.
         return rng.integers(-2, 3, shape).astype(float)
 
     inputs = [draw(*shape), draw(out, shape[-1]), draw(out) + 0.25 if with_bias else None]
@@ -85,11 +85,11 @@ def test_views_of_any_strides(xp, rng):
         np.testing.assert_allclose(to_cpu(linear(x, w)), want, atol=1e-5)
 
 
-def test_only_what_is_needed_is_computed(xp, rng):
+def test_only_needed_gradients_are_computed(xp, rng):
     x = xp.asarray(rng.standard_normal((4, 3)))
     weight = Tensor(xp.asarray(rng.standard_normal((2, 3))), requires_grad=True)
     y = linear(x, weight)
-    assert y.node.saved[2] is None  # the weight is for dx only
+    assert y.node.saved[2] is None  # only dx needs the weight
     with tape.no_grad():
         assert linear(x, weight).node is None
 
@@ -110,7 +110,7 @@ def test_errors(xp):
         linear(x.astype(np.int32), weight)
 
 
-def test_host_and_gpu_arrays_do_not_mix(gpu):
+def test_mixing_host_and_gpu_arrays_is_refused(gpu):
     with pytest.raises(TypeError, match="weight on the GPU but x in host memory"):
         linear(np.ones((2, 3), np.float32), gpu.ones((4, 3), np.float32))
 
@@ -123,7 +123,7 @@ def test_one_launch_on_a_gpu(gpu, dtype, activation, bias, recwarn):
     before = kernels.launches.copy()
     linear(ones, ones, ones[0] if bias else None, activation=activation)
     ran = kernels.launches - before
-    if dtype == "float32" and activation == "gelu":  # the library's is not exact enough
+    if dtype == "float32" and activation == "gelu":  # the library's GELU is not accurate enough
         assert ran == {"matmul": 1, "bias_activation_forward": 1}
     else:
         assert ran.total() == 1
@@ -151,7 +151,7 @@ def test_bias_gradient_of_many_rows(gpu, rng, dtype):
 
 
 def test_captured_layers_keep_their_biases(gpu, rng):
-    """Two layers of one kind share a plan; each captured launch keeps its own pointers."""
+    """Two layers of the same shapes share a plan; each captured launch keeps its own pointers."""
     bfloat16 = dtype_of("bfloat16")
     x, weight = (gpu.asarray(rng.standard_normal((64, 64)).astype(bfloat16)) for _ in range(2))
     biases = gpu.asarray(rng.standard_normal((2, 64)).astype(bfloat16))

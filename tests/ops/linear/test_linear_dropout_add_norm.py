@@ -1,4 +1,4 @@
-"""The last layer of a branch, dropout, the residual and the norm as one op."""
+"""linear_dropout_add_norm: a branch's last layer, dropout, residual sum and norm in one op."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ BY_TWO = [case for case in implementations(IMPLS) if case.values[0] != "raw-hopp
 
 
 def inputs(rng, shape, width):
-    """Return x, projection, residual, weight, bias, projection_bias, as a network has them."""
+    """Return x, projection, residual, weight, bias, projection_bias, scaled as in a network."""
     rows = rng.standard_normal((*shape[:-1], width))
     projection = rng.standard_normal((width, shape[-1])) * shape[-1] ** -0.5
     vectors = rng.standard_normal((3, width))
@@ -37,19 +37,19 @@ def inputs(rng, shape, width):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape, width", [((33, 17), 40), ((2, 3, 8), 5), ((6,), 4)], ids=str)
 @pytest.mark.parametrize("name, where", BY_TWO)
-def test_as_two_ops(name, where, rng, shape, width, dtype):
+def test_implementations_agree(name, where, rng, shape, width, dtype):
     check_implementation(IMPLS, name, where, inputs(rng, shape, width), dtype, **DROP)
 
 
 @pytest.mark.parametrize("needs", [(1, 0, 0, 0, 0, 0), (0, 1, 0, 0, 0, 1), (0, 0, 1, 1, 0, 0)])
-def test_only_what_is_needed(rng, needs):
+def test_only_needed_gradients_are_computed(rng, needs):
     given = inputs(rng, (7, 5), 8)
     check_implementation(IMPLS, "reference", "numpy", given, "float32", needs=needs, **DROP)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_it_equals_the_two_ops(xp, rng, norm):
-    """Both results and all gradients are those of the two ops one after the other."""
+    """Both results and all gradients equal those of the two separate ops."""
     given = [xp.asarray(a, "float32") for a in inputs(rng, (2, 6, 24), 40)]
     leaves = [[Tensor(a.copy(), requires_grad=True) for a in given] for _ in range(2)]
     x, projection, residual, weight, bias, projection_bias = leaves[0]
@@ -105,7 +105,7 @@ TILES = [(width, rows) for width, tiles in module.TILES.items() for rows in tile
 
 @pytest.mark.parametrize("width, rows", sampled(TILES, 2))
 @pytest.mark.parametrize("dropout", [False, True])
-def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, width, rows, dropout):
+def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc, width, rows, dropout):
     size, boxes = module.shared_bytes(width, rows), f"P::PART == {module.box(width, rows)}"
     constants = {"ROWS": rows, "COLUMNS": width, "RMS": False, "DROPOUT": dropout}
     check_hopper_compiles(module.FILE, size, boxes, **constants)
@@ -115,7 +115,7 @@ def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, wi
     (384, 16384, 128, 0.97), (384, 8192, 64, 0.97), (384, 17000, 64, 0.67), (256, 16384, 128, 0.97),
     (128, 8192, 64, 0.97), (384, 33000, 128, 0.98), (512, 100, 64, 0.01), (192, 0, 128, 0),
 ])  # fmt: skip
-def test_blocks_by_what_they_fill(monkeypatch, width, count, rows, share):
+def test_number_of_blocks(monkeypatch, width, count, rows, share):
     monkeypatch.setattr(module, "gpu", lambda device: GPUS["9.0"])
     assert module.block_rows(width, count, 0) == rows
     assert module.share_of(count, rows, 0) == pytest.approx(share, abs=0.006)
@@ -123,7 +123,7 @@ def test_blocks_by_what_they_fill(monkeypatch, width, count, rows, share):
 
 @pytest.fixture
 def hopper(gpu, monkeypatch):
-    """CuPy, with the kernel accepting any number of rows."""
+    """Return CuPy; lets the kernel accept any number of rows. Skips on other GPUs."""
     monkeypatch.setattr(module, "MIN_BUSY", 0)
     if not gpu_of(0).has_wgmma:
         pytest.skip("not a Hopper GPU")
@@ -150,7 +150,7 @@ def test_hopper(hopper, rng, shape, width, p, rms, vectors, dtype):
 
 
 @pytest.mark.parametrize("width", module.TILES)
-def test_the_mask_is_that_of_every_backend(hopper, rng, width):
+def test_the_dropout_mask_equals_the_reference(hopper, rng, width):
     given = [hopper.asarray(a, BFLOAT16) for a in inputs(rng, (300, 64), width)]
     impl = find(IMPLS, "raw-hopper")
     (_, h), _ = impl.forward(*given, needs=(False,) * 6, p=0.2, key=KEY, rms=False, eps=1e-5)
@@ -160,7 +160,7 @@ def test_the_mask_is_that_of_every_backend(hopper, rng, width):
 
 
 def test_strided_rows(hopper, rng):
-    """Parts of larger arrays, and strides that need a copy."""
+    """Slices of larger arrays, and strides that need a copy."""
     impl, needs = find(IMPLS, "raw-hopper"), (True,) * 6
     given = [a.astype(BFLOAT16) for a in inputs(rng, (300, 64), 384)]
     want, _ = impl.forward(*map(hopper.asarray, given), needs=needs, **DROP)

@@ -1,4 +1,4 @@
-"""Gradients of many weights in one launch on Hopper: results, deferring and launching."""
+"""Gradients of many weights in one launch on Hopper: results, deferral and launches."""
 
 from types import SimpleNamespace
 
@@ -15,18 +15,18 @@ from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.linear import weight_gradients as op
 from gpuattn.ops.linear.linear import linear
 
-SHAPES = {  # of weights, rows, pairs of blocks, each a team
+SHAPES = {  # shapes of weights, rows, pairs of blocks (each pair is a team)
     "a weight for each pair": ([(256, 384), (384, 256)], 70, 2),
     "one shared by two, from the third step on": ([(256, 384), (256, 384), (256, 384)], 150, 2),
     "one in three parts": ([(256, 384)], 330, 3),
     "pairs of two weights, and none for the last block": ([(128, 384), (384, 256)], 200, 3),
     "a gradient of two columns of tiles": ([(384, 768)], 100, 2),
 }
-KINDS = [(BFLOAT16, BFLOAT16), (np.float16, np.float32)]  # of what is multiplied, of gradients
+KINDS = [(BFLOAT16, BFLOAT16), (np.float16, np.float32)]  # dtypes of the operands, of the gradients
 
 
 def problem(shapes, rows, kinds, seed=0):
-    """Return [(dz, x, place, accumulate)], adding to the second, and exact results by float64."""
+    """Return [(dz, x, place, accumulate)], the second accumulating, and the float64 results."""
     rng, problems, want = np.random.default_rng(seed), [], []
     for n, (out, into) in enumerate(shapes):
         dz, x = (rng.integers(-2, 3, (rows, width)).astype(kinds[0]) for width in (out, into))
@@ -59,11 +59,11 @@ def test_on_an_emulated_gpu(monkeypatch, case, kinds, host_compiler):
         assert all(op.fits(*arrays) for *arrays, _ in problems)
         op.launch_kernel(problems)
     assert_equal(problems, want)
-    assert not given.any(), "what was given is not taken"
+    assert not given.any(), "a flag was not reset"
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, wide):
+def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc, wide):
     check_hopper_compiles(op.FILE, op.SHARED_BYTES, WIDE=wide, TEAM=op.TEAM)
 
 
@@ -71,7 +71,7 @@ def test_compiles_without_spills_for_the_memory_that_the_host_asks_for(nvrtc, wi
     ((1536, 384), False), ((384, 1536), True), ((384, 384), False), ((128, 768), False),
     ((512, 512), None), ((384, 65), None),
 ])  # fmt: skip
-def test_which_gradients_tiles_cover(shape, turned):
+def test_which_gradients_fit_the_tiles(shape, turned):
     assert op._is_turned(shape) is turned
 
 
@@ -92,7 +92,7 @@ LETTERS = [(1536, 384), (384, 1536), (1152, 384), (384, 384)]
     (LETTERS, 4096), (LETTERS * 3, 1000), (LETTERS * 7, 500), ([(768, 2304), (768, 768)], 4100),
 ])  # fmt: skip
 @pytest.mark.parametrize("kinds", KINDS, ids=["bf16", "f16 to float32"])
-def test_many(hopper, monkeypatch, shapes, rows, kinds):
+def test_many_weights(hopper, monkeypatch, shapes, rows, kinds):
     monkeypatch.setattr(op, "MIN_STEPS", 0)
     problems, want = problem(shapes, rows, kinds, seed=rows)
     problems = [(*map(hopper.asarray, arrays), add) for *arrays, add in problems]
@@ -115,7 +115,7 @@ def test_flags_are_zeroed_on_the_stream_of_the_launch(monkeypatch):
     assert zeroed == [(64, 0, 12 * 4, 77)]
 
 
-def test_the_library_computes_few_tiles(hopper):
+def test_the_library_computes_gradients_of_few_tiles(hopper):
     problems, want = problem([(384, 384)], 4096, KINDS[1])
     problems = [(*map(hopper.asarray, arrays), add) for *arrays, add in problems]
     before = kernels.launches[op.NAME]
@@ -125,7 +125,7 @@ def test_the_library_computes_few_tiles(hopper):
 
 
 def test_layers_defer_their_gradients(hopper, rng):
-    """One launch for a chain of layers; no deferring for a weight whose gradient is added to."""
+    """A chain of layers needs one launch; a weight with an accumulated gradient is not deferred."""
     x, dy = (rng.standard_normal((4096, 384), np.float32).astype(BFLOAT16) for _ in range(2))
     weights = [rng.standard_normal((384, 384), np.float32) / 20 for _ in range(12)]
     weights = [hopper.asarray(w.astype(BFLOAT16)) for w in weights]

@@ -15,7 +15,7 @@ from gpuattn.errors import GradientError
 from gpuattn.ops.loss import launch
 from gpuattn.ops.loss.cross_entropy import IMPLS, _shares, cross_entropy
 
-# (rows), columns, vocabulary; 257 and 300 are past one block
+# (rows), columns, vocabulary; 257 and 300 exceed the threads of one block
 SHAPES = {
     "one": ((1,), 1, 1),
     "odd": ((5,), 257, 257),
@@ -24,9 +24,9 @@ SHAPES = {
     "scalar": ((), 9, 9),
     "empty": ((0,), 9, 9),
 }
-# rows, columns, vocabulary: several in a warp's registers, one, in a block of 32, 128 and 512
-# threads, and in clusters of two, six and eight; rows that start anywhere, padding. Twice as far in
-# float32
+# rows, columns, vocabulary: several rows or one row per warp, one row per block of 32, 128 or 512
+# threads, and per cluster of 2, 6 or 8 blocks; misaligned rows, padding. float32 rows take twice
+# the memory
 LONG = {
     "four to a warp, also float32": ((67,), 40, 37),
     "four to a warp": ((67,), 72, 65),
@@ -62,7 +62,7 @@ def draw(rng, rows, cols, vocab, dtype=np.int32):
 
 
 def written_out(logits, labels, eps, rule, reduction, vocab, z_loss=0.0):
-    """The definition, row by row, with the target distribution in full."""
+    """Compute the definition row by row in float64, with the full target distribution."""
     losses = np.zeros(labels.shape)
     for row in np.ndindex(labels.shape):
         if labels[row] == -100:
@@ -100,7 +100,7 @@ def test_long_rows(rng, rows, cols, vocab, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, cols, vocab", LONG.values(), ids=LONG)
 def test_gradients_in_place(gpu, rng, rows, cols, vocab, dtype):
-    """Loss, accuracy and gradient in one pass; what is ignored may be anything."""
+    """Loss, accuracy and gradient in one pass; ignored rows may hold any values."""
     logits, labels = draw(rng, rows, cols, vocab)
     logits = logits.astype(dtype_of(dtype))
     labels[0] = logits[0, :vocab].astype(np.float32).argmax()
@@ -122,7 +122,7 @@ def test_gradients_in_place(gpu, rng, rows, cols, vocab, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [503, 3001, 20000, 128256])
-def test_rows_that_are_not_finite_stay_alone(gpu, rng, vocab, dtype):
+def test_nonfinite_rows_do_not_affect_others(gpu, rng, vocab, dtype):
     huge = 1e4 if dtype == "float16" else 1e30
     logits = 3 * rng.standard_normal((8, vocab))
     logits[1] = -np.inf
@@ -146,7 +146,7 @@ def test_rows_that_are_not_finite_stay_alone(gpu, rng, vocab, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_shared_memory_does_not_hold_is_read_twice(gpu, rng, monkeypatch, dtype):
+def test_rows_beyond_shared_memory_are_read_twice(gpu, rng, monkeypatch, dtype):
     record = replace(gpu_of(0), shared_bytes=launch.RESERVED_SHARED + (1 << 10))
     monkeypatch.setattr(launch, "gpu", lambda device: record)
     for vocab in (3000, 100003):
@@ -155,7 +155,7 @@ def test_what_shared_memory_does_not_hold_is_read_twice(gpu, rng, monkeypatch, d
         check_implementation(IMPLS, "raw-simt", "cupy", [logits, labels], dtype, **params)
 
 
-def test_tables_of_launches():
+def test_launch_tables():
     for table in (launch.SHORT, launch.LONG):
         assert table == sorted(table)
     for size, (lanes, vectors) in launch.SHORT:
@@ -167,7 +167,7 @@ def test_tables_of_launches():
         constants = {"scalar": "bf16", "CLUSTER": cluster, "BLOCK": block}
         assert any(form.items() <= constants.items() for form in kernels.variants(file))
         size = min(size, 4 * 262144)
-        room = (227 << 10) - launch.RESERVED_SHARED  # of a block on a Hopper GPU
+        room = (227 << 10) - launch.RESERVED_SHARED  # shared memory of a block on a Hopper GPU
         assert size <= cluster * room, "a row of 262,144 floats is read once"
 
 
@@ -259,11 +259,11 @@ def test_padding_is_not_read_and_gets_no_gradient(xp, rng, dtype):
 def test_donated_logits_become_their_gradient(xp, rng, dtype, reduction):
     logits, labels = draw(rng, (2, 9), 12, 10)
     logits = xp.asarray(logits.astype(dtype_of(dtype)))
-    grads, rtol = [], 1e-12 if dtype == "float64" else 0  # CuPy sums in blocks of its own
+    grads, rtol = [], 1e-12 if dtype == "float64" else 0  # CuPy sums in another order
     for donate in (False, True):
         data = logits.copy()
         x = Tensor(data, requires_grad=True)
-        # from a Tensor that is no leaf: a leaf would copy its gradient
+        # from a Tensor that is not a leaf, because a leaf would copy its gradient
         y = np.reshape(x, (18, 12))
         kwargs = {"label_smoothing": 0.1, "vocab_size": 10, "reduction": reduction}
         loss = cross_entropy(y, xp.asarray(labels.ravel()), donate=donate, **kwargs)
@@ -284,8 +284,8 @@ def test_donated_logits_become_their_gradient(xp, rng, dtype, reduction):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradient_of_the_loss_may_be_said_ahead(xp, rng, dtype):
-    """Whatever was said, the gradient is for what backward is called with."""
+def test_the_gradient_of_the_loss_may_be_given_in_advance(xp, rng, dtype):
+    """The result is for the gradient passed to backward, whatever was given in advance."""
     logits, labels = draw(rng, (9,), 40, 37)
     logits = logits.astype(dtype_of(dtype))
     kwargs = {"label_smoothing": 0.1, "vocab_size": 37, "z_loss": 1e-3}
@@ -300,7 +300,7 @@ def test_the_gradient_of_the_loss_may_be_said_ahead(xp, rng, dtype):
         got = to_cpu(x.grad).astype(np.float64)
         scale = np.abs(exact.grad).max()
         np.testing.assert_allclose(got, exact.grad, atol=scale * TOLERANCE[dtype])
-    if xp is not np:  # float16 waits where nothing was said
+    if xp is not np:  # without a value in advance, float16 computes the gradient in backward
         waited = launch_count("cross_entropy_gradient") - before
         assert waited == (dtype == "float16")
 
@@ -346,7 +346,7 @@ def test_logits_that_another_op_needs_cannot_be_donated():
         cross_entropy(x, np.zeros(2, int), donate=True)
 
 
-def test_logits_that_another_op_needs_are_missed_on_a_gpu(gpu):
+def test_donating_logits_that_another_op_needs_fails_on_a_gpu(gpu):
     x = np.tanh(Tensor(gpu.zeros((2, 3), np.float32), requires_grad=True))
     loss = cross_entropy(x, gpu.zeros(2, int), donate=True) + x.sum()
     with pytest.raises(GradientError, match=r"np\.tanh saved .* was edited in place"):
@@ -360,7 +360,7 @@ def test_labels_out_of_range(xp, bad, dtype):
     labels[1] = bad
     with pytest.raises(IndexError, match=rf"cross_entropy: labels is holding {bad}; .* < 5"):
         to_cpu(cross_entropy(xp.zeros((4, 6), dtype), labels, vocab_size=5))
-    arrays.check_indices()  # said once
+    arrays.check_indices()  # reported once
 
 
 def test_large_logits_and_nan_rows(xp, rng):

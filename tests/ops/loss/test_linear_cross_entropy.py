@@ -1,4 +1,4 @@
-"""The last layer and its loss together: the same numbers as one after the other, in chunks."""
+"""linear_cross_entropy in chunks of rows: the same results as linear, then cross_entropy."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ OPTIONS = {
 
 
 def draw(rng, rows=23, width=12, cols=40, vocab=37, dtype="float64"):
-    """Logits beyond the vocabulary are large."""
+    """Return arrays with large logits in the padding beyond the vocabulary."""
     x, weight = rng.standard_normal((rows, width)) / 2, rng.standard_normal((cols, width))
     weight[vocab:] = 20
     labels = np.where(rng.random(rows) < 0.2, -100, rng.integers(0, vocab, rows))
@@ -34,7 +34,7 @@ def numbers(a):
 @pytest.mark.parametrize("chunk_rows", [None, 1, 7, 23])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
-def test_the_same_as_one_after_the_other(xp, rng, dtype, options, chunk_rows):
+def test_equals_linear_then_cross_entropy(xp, rng, dtype, options, chunk_rows):
     x, weight, labels = draw(rng, dtype=dtype)
     exact = [Tensor(a.astype(np.float64), requires_grad=True) for a in (x, weight)]
     plain = {name: value for name, value in options.items() if name != "dloss"}
@@ -67,7 +67,7 @@ def test_gradient(rng):
     check_gradient(fun, x, weight)
 
 
-def test_leading_axes_and_what_needs_no_gradient(xp, rng):
+def test_leading_axes_and_inputs_without_gradients(xp, rng):
     x, weight, labels = (xp.asarray(a) for a in draw(rng, rows=24, dtype="float32"))
     flat = linear_cross_entropy(x, weight, labels)
     shaped = x.reshape(2, 3, 4, 12), weight, labels.reshape(2, 3, 4)
@@ -81,7 +81,7 @@ def test_leading_axes_and_what_needs_no_gradient(xp, rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_weight_may_have_a_slot(xp, rng, dtype):
-    """As in a flat buffer of gradients: the first gradient overwrites, the next is added."""
+    """With a slot in a flat buffer, the first gradient overwrites and the next one is added."""
     x, weight, labels = (xp.asarray(a) for a in draw(rng, vocab=40, dtype=dtype))
     alone, slotted = (Tensor(weight, requires_grad=True) for _ in range(2))
     slotted.grad_slot = xp.full(weight.shape, 7, np.float32)
@@ -105,7 +105,7 @@ def test_backward_twice(xp, rng):
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-9)
 
 
-def test_no_rows_and_no_rows_that_count(xp):
+def test_no_rows_and_all_rows_ignored(xp):
     weight = Tensor(xp.ones((5, 4), np.float32), requires_grad=True)
     for rows in (0, 3):
         x = Tensor(xp.ones((rows, 4), np.float32), requires_grad=True)
@@ -116,7 +116,7 @@ def test_no_rows_and_no_rows_that_count(xp):
         assert not to_cpu(x.grad).any() and not to_cpu(weight.grad).any()
 
 
-def test_how_many_rows_at_a_time():
+def test_rows_per_chunk():
     assert rows_at_a_time(100_000, 32000, 2, True) == 8384
     assert rows_at_a_time(100_000, 262144, 4, True) == 2048
     assert rows_at_a_time(100, 32000, 2, True) == 100
@@ -156,7 +156,7 @@ def test_errors(xp):
         to_cpu(linear_cross_entropy(x, weight, labels + 5))
 
 
-def test_explain_says_why(rng):
+def test_explain_gives_reasons(rng):
     x, weight, labels = draw(rng)
     told = gpuattn.explain(linear_cross_entropy, x, weight, labels)
     assert told.chosen == "reference" and "NumPy" in dict(told.reasons)["raw-simt"]

@@ -86,7 +86,7 @@ def test_more_rows_than_blocks(name, where, rng, monkeypatch, cols):
     ((0, 384), "bfloat16", (0,), True),
 ])  # fmt: skip
 def test_rows_in_pairs(gpu, rng, monkeypatch, shape, dtype, vectors, taken):
-    """By a few blocks, whatever is wanted and whether or not something is dropped."""
+    """Few blocks, for all combinations of results, with and without dropout."""
     monkeypatch.setattr(launch, "gpu", lambda device: replace(gpu_of(device), multiprocessors=2))
     x, residual, *given = inputs(rng, shape)
     given = [v if n in vectors else None for n, v in enumerate(given)]
@@ -98,7 +98,7 @@ def test_rows_in_pairs(gpu, rng, monkeypatch, shape, dtype, vectors, taken):
 
 
 @pytest.mark.parametrize("cols, sums", [(256, 7), (384, 3), (384, 5), (384, 6)])
-def test_the_sums_that_are_kept_fit_into_registers(nvrtc, cols, sums):
+def test_column_sums_fit_into_registers(nvrtc, cols, sums):
     assert sums.bit_count() == launch.PAIRS_COLS[cols]
     file, constants = "norm/dropout_add_norm_backward_pairs.cu", {"RMS": False, "WEIGHT": True}
     constants |= {"scalar": "bf16", "COLUMNS": cols, "SUMS": sums, "DROPOUT": True}
@@ -108,8 +108,8 @@ def test_the_sums_that_are_kept_fit_into_registers(nvrtc, cols, sums):
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("name, where", HERE)
-def test_it_is_its_parts(name, where, rng, norm):
-    """Both results and all gradients are those of dropout, + and the norm one after the other."""
+def test_it_equals_the_separate_ops(name, where, rng, norm):
+    """Both results and all gradients equal those of dropout, then +, then the norm."""
     xp = module_named(where)
     given = [xp.asarray(a, "float32") for a in inputs(rng, (6, 40))]
     leaves = [[Tensor(a.copy(), requires_grad=True) for a in given] for _ in range(2)]
@@ -133,7 +133,7 @@ def test_it_is_its_parts(name, where, rng, norm):
 
 @pytest.mark.parametrize("name, where", HERE)
 def test_one_result_alone(name, where, rng):
-    """The gradient of h alone passes the norm by; that of normed alone has no other part."""
+    """The gradient of h alone skips the norm; that of normed alone has no residual part."""
     xp = module_named(where)
     given = [xp.asarray(a, "float32") for a in inputs(rng, (6, 40))]
     for which in (0, 1):
@@ -150,12 +150,14 @@ def test_one_result_alone(name, where, rng):
             assert not weight.grad.any() and not bias.grad.any()
         else:
             assert bias.grad.tolist() == [6.0] * 40
-            assert abs(to_cpu(residual.grad).sum(-1)).max() < 1e-4, "LayerNorm is blind to the mean"
+            assert abs(to_cpu(residual.grad).sum(-1)).max() < 1e-4, (
+                "LayerNorm does not depend on the mean"
+            )
 
 
 @pytest.mark.parametrize("name, where", HERE)
 def test_vector_gradients_go_to_their_slots(name, where, rng):
-    """Without slots they come in bfloat16; with float32 slots they are not rounded on the way."""
+    """Without slots they are bfloat16; into float32 slots they are written without rounding."""
     xp, bf16 = module_named(where), dtype_of("bfloat16")
     given = [xp.asarray(a, bf16) for a in inputs(rng, (7, 40))]
     flat = xp.full((3, 40), np.nan, "float32")

@@ -24,13 +24,13 @@ from gpuattn.ops.norm import layer_norm as module
 from gpuattn.ops.norm.launch import layout
 from gpuattn.ops.norm.layer_norm import IMPLS, layer_norm
 
-# 257 and 1025: one past a team of threads; 31: less than a warp; 256: whole vectors
+# 257 and 1025: one more than a team's threads; 31: less than a warp; 256: whole vectors
 SHAPES = {
     "one": (1, 1), "odd": (3, 257), "batched": (2, 5, 31), "tail": (2, 1025), "row": (64,),
     "whole": (5, 256),
 }  # fmt: skip
-# a width of every kind of team: 16 lanes and full, a warp, two, not full, a block, longer than
-# registers hold (whole vectors and not)
+# widths for every kind of team: 16 lanes (full), a warp, two warps (not full), a block, and rows
+# that exceed the registers (whole vectors or not)
 WIDE = [(70, 512), (19, 768), (11, 1024), (9, 1000), (7, 2048), (5, 4096), (3, 8192), (2, 16392),
         (2, 16387)]  # fmt: skip
 HERE = implementations(IMPLS)
@@ -81,7 +81,7 @@ def test_two_rows_at_a_time(gpu, rng, monkeypatch):
     (227, "bfloat16", 8192, 2), (227, "float32", 8192, 1), (227, "bfloat16", 8000, 1),
     (227, "bfloat16", 4096, 1), (99, "bfloat16", 8192, 1),
 ])  # fmt: skip
-def test_how_many_rows_at_a_time(monkeypatch, shared, dtype, cols, rows):
+def test_rows_per_step(monkeypatch, shared, dtype, cols, rows):
     record = replace(GPUS["9.0"], shared_bytes=shared << 10)
     monkeypatch.setattr(launch, "gpu", lambda device: record)
     x = mock.Mock(shape=(999, cols), size=999 * cols, dtype=dtype_of(dtype))
@@ -99,7 +99,7 @@ def exact(x, eps=1e-5):
 @pytest.mark.parametrize("mean, deviation", [(1e4, 1), (-3e4, 1), (1e4, 1e-2), (1e-4, 1e-8)])
 @pytest.mark.parametrize("name, where", HERE)
 def test_a_mean_far_above_the_deviation(name, where, rng, mean, deviation):
-    """Forward and backward stay exact for what float32 holds of such rows."""
+    """Forward and backward are as exact as the float32 inputs allow."""
     xp = module_named(where)
     x = xp.asarray(mean + deviation * rng.standard_normal((5, 257)), "float32")
     dy = rng.standard_normal(x.shape).astype("float32")
@@ -128,7 +128,7 @@ def test_a_constant_row_is_the_bias(name, where, value):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_what_is_not_finite_stays_in_its_row(name, where, rng):
+def test_nonfinite_values_stay_in_their_row(name, where, rng):
     xp = module_named(where)
     x = rng.standard_normal((4, 40)).astype("float32")
     x[0, 0], x[1, 7], x[2, 39] = np.nan, np.inf, -np.inf
@@ -178,7 +178,7 @@ def test_empty(name, where, shape):
 @pytest.mark.parametrize("slot_dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("name, where", HERE)
 def test_weight_gradients_go_to_their_slots(name, where, rng, slot_dtype):
-    """First written over whatever was there, then added to, in the dtype of the buffer."""
+    """The first gradient overwrites, the next one is added, in the dtype of the buffer."""
     xp = module_named(where)
     x, weight, bias = (xp.asarray(a, dtype_of("bfloat16")) for a in inputs(rng, (7, 40)))
     leaves = [Tensor(a, requires_grad=True) for a in (x, weight, bias)]
@@ -236,7 +236,7 @@ def test_arrays_in_two_places(gpu):
         layer_norm(gpu.ones((2, 3), "f"), np.ones(3, "f"))
 
 
-def test_raw_says_why_not():
+def test_raw_explains_its_refusal():
     with pytest.raises(UnsupportedError, match="raw-simt: x is a NumPy array"):
         layer_norm(np.zeros((1, 2)), impl="raw")
 
@@ -260,8 +260,8 @@ def test_layout(cols, team, held, full):
 
 
 @pytest.mark.parametrize("cols", [256, 1024])
-def test_rows_apart_are_not_copied(gpu, rng, cols):
-    """Rows of a larger matrix, in and out of the tape, give what copies give."""
+def test_rows_with_gaps_are_not_copied(gpu, rng, cols):
+    """Rows of a larger matrix give the same as their copies, with and without the tape."""
     x, dy = (gpu.asarray(rng.standard_normal((6, 2 * cols)), "float16")[:, cols:] for _ in range(2))
     assert launch.rows_of(x) == (x, 2 * cols)
     for a, b in zip(_both(x, dy), _both(x.copy(), dy.copy()), strict=True):
@@ -290,5 +290,5 @@ def test_numba_kernels_compile_without_double_arithmetic(nvvm):
                 check_no_float64(backward, m, m, m, v, v, m, sums, sums, int64),
             ):
                 assert "ld.global.v4" in ptx and "st.global.v4" in ptx
-                assert ".local" not in ptx, "a row left its registers"
+                assert ".local" not in ptx, "a row was spilled from registers to local memory"
     check_no_float64(numba_form.column_sums, sums, sums)

@@ -35,7 +35,7 @@ def test_the_weight_may_be_missing(name, where, rng):
     check_implementation(IMPLS, name, where, [x, None], "float32", eps=0.1)
 
 
-def test_it_is_the_formula(xp, rng):
+def test_equals_the_formula(xp, rng):
     x, weight = (xp.asarray(a) for a in inputs(rng, (3, 40)))
     want = x / xp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
     for dtype, tolerance in (("float64", 1e-14), ("float32", 1e-6)):
@@ -45,8 +45,8 @@ def test_it_is_the_formula(xp, rng):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_rows_at_the_edge(name, where):
-    """Zeros stay zeros, squares beyond float16 are no trouble, NaN stays in its row."""
+def test_extreme_rows(name, where):
+    """Zeros stay zeros, squares beyond the float16 range are exact, NaN stays in its row."""
     xp = module_named(where)
     x = xp.asarray([[0, 0], [6e4, 6e4], [np.nan, 1], [1, -1]], "float16")
     y = rms_norm(x, impl=name).tolist()

@@ -10,7 +10,7 @@ HERE = implementations(IMPLS)
 
 
 def plain_step(logits, scores, banned, vocab, penalties=None):
-    """One sentence in plain Python and float64: [(score, parent, token)], best first."""
+    """Compute one sentence in Python and float64: [(score, parent, token)], best first."""
     every = []
     for beam, score in enumerate(scores):
         row = [float(x) for x in logits[beam][:vocab]]
@@ -73,7 +73,7 @@ PENALISES = [case for case in HERE if case.values[0] != "numba"]
 @pytest.mark.parametrize("beam, vocab, count", [(2, 9, 3), (3, 3001, 40), (1, 257, 1)])
 @pytest.mark.parametrize("name, where", PENALISES)
 def test_penalties(name, where, rng, beam, vocab, count, dtype):
-    """They raise, lower and ban; a token listed twice pays twice; -1 lists nothing."""
+    """They raise, lower and ban; a token listed twice is penalised twice; -1 is no token."""
     xp, rows = module_named(where), 2 * beam
     logits = (2 * rng.standard_normal((rows, vocab))).astype(dtype_of(dtype))
     scores = -rng.random((2, beam)).astype(np.float32)
@@ -105,11 +105,11 @@ def test_penalised_tokens_out_of_range(name, where):
         listed = xp.asarray([[0], [token]], np.int32), xp.zeros((2, 1), np.float32)
         with pytest.raises(IndexError, match=rf"penalties.*holding {token}; .*0 <= index < 5"):
             to_cpu(beam_step(logits, scores, penalties=listed, impl=name)[0])
-    to_cpu(beam_step(logits, scores, impl=name)[0])  # said once
+    to_cpu(beam_step(logits, scores, impl=name)[0])  # reported once
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_scores_that_round_alike_keep_the_order_of_their_logits(name, where):
+def test_scores_with_equal_roundings_keep_the_order_of_their_logits(name, where):
     xp = module_named(where)
     logits = xp.asarray([np.arange(40) % 7, np.arange(40) % 5], np.float32)
     scores = xp.full((1, 2), -1e9, np.float32)
@@ -120,7 +120,7 @@ def test_scores_that_round_alike_keep_the_order_of_their_logits(name, where):
 
 
 def test_token_exact_on_a_gpu(gpu, rng):
-    """The kernel finds what the reference finds, with rows in one slice and in many."""
+    """The kernel finds the reference's tokens, with rows in one slice and in many."""
     settings = np.random.default_rng(1)
     for n in range(120):
         beam = int(settings.integers(1, 9)) if n % 10 else int(settings.integers(17, MAX_BEAM + 1))
@@ -146,7 +146,7 @@ def test_token_exact_on_a_gpu(gpu, rng):
         differ = (parents != want[1]) | (tokens != want[2])
         with np.errstate(invalid="ignore"):
             gaps = np.abs(np.diff(want[0], axis=-1, append=-np.inf))
-        near = (gaps < 1e-5) | (np.roll(gaps, 1, -1) < 1e-5)  # sums in another order may decide
+        near = (gaps < 1e-5) | (np.roll(gaps, 1, -1) < 1e-5)  # the order of sums may decide these
         assert not (differ & ~near).any(), (sentences, beam, vocab, dtype)
         assert differ.sum() <= 4
 
@@ -165,8 +165,8 @@ def test_bits_do_not_depend_on_alignment_or_batch(gpu, rng):
                 assert w[b].tobytes() == to_cpu(a)[0].tobytes()
 
 
-def test_in_a_graph_and_beside_it(gpu, rng):
-    """A replay has tickets of its own, and leaves them as they were."""
+def test_graph_replays_between_eager_calls(gpu, rng):
+    """A replay uses its own counters and restores them."""
     from gpuattn.bench.timing import Graph
 
     logits = gpu.asarray(rng.standard_normal((8, 50000), np.float32))
@@ -237,7 +237,7 @@ def test_dead_beams_are_not_read(name, where):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_what_is_not_finite(name, where):
+def test_nonfinite_logits(name, where):
     xp, inf, nan = module_named(where), np.inf, np.nan
     logits = xp.asarray([[0, 0, -inf], [-inf] * 3, [1, nan, 2], [0, inf, 0]], np.float32)
     scores = xp.asarray([[0, 0], [0, 0]], np.float32)
@@ -250,8 +250,8 @@ def test_what_is_not_finite(name, where):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_winners_that_crowd_in_one_group(name, where):
-    """Every 32nd (128th) number is large: one thread of the search sees them all."""
+def test_winners_in_one_group(name, where):
+    """Every 32nd (128th) number is large, so one thread of the search reads all of them."""
     xp = module_named(where)
     logits = np.zeros((1, 6000), np.float32)
     logits[0, ::32] = np.arange(188) % 7

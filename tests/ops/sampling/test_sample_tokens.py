@@ -11,7 +11,7 @@ LOGITS = np.array([-1.0, 0.5, 2.0, 0.0, 1.0, -3.0, 0.5, -np.inf, 1.9], np.float3
 
 
 def kept(logits, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, banned=()):
-    """The distribution that is drawn from, in plain Python and float64."""
+    """Compute the distribution of the draws in Python and float64."""
     x = [-np.inf if i in banned else float(v) / temperature for i, v in enumerate(logits)]
     weights = [np.exp(v - max(x)) for v in x]
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))[:top_k]
@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 def frequencies(xp, draws, name, seed, **settings):
-    """How often each token comes when all rows are LOGITS."""
+    """Return how often each token is drawn when all rows are LOGITS."""
     banned = np.isin(np.arange(len(LOGITS)), settings.pop("banned", ()))
     logits = xp.broadcast_to(xp.asarray(LOGITS), (draws, len(LOGITS)))
     tokens, logprobs = sample_tokens(
@@ -49,7 +49,7 @@ def frequencies(xp, draws, name, seed, **settings):
 
 
 def close(found, probabilities, draws):
-    """Within five standard deviations of a count, and what cannot come never does."""
+    """Counts are within five standard deviations; tokens of probability 0 are never drawn."""
     deviation = np.sqrt(probabilities * (1 - probabilities) / draws)
     return bool((np.abs(found - probabilities) <= 5 * deviation + 1e-9).all())
 
@@ -72,8 +72,8 @@ def test_a_million_draws(name, where):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_a_row_takes_the_number_of_its_row_and_step(name, where):
-    """u = word / 2**32 falls into the stretch of the token, in the order of the tokens."""
+def test_the_random_number_depends_on_row_and_step(name, where):
+    """The token drawn is the one whose interval of cumulative probability has u = word / 2**32."""
     xp, p = module_named(where), kept(LOGITS)
     key = rng.Key(12345, stream=6, step=2)
     logits = xp.broadcast_to(xp.asarray(LOGITS), (50, len(LOGITS)))
@@ -103,14 +103,14 @@ def test_both_backends_draw_the_same(gpu, cols, dtype):
         got = sample_tokens(
             gpu.asarray(logits), banned=gpu.asarray(banned), impl="raw-simt", **settings
         )  # fmt: skip
-        # exp rounds otherwise here and there: it may move the end of a token's stretch
+        # exp may round differently, which may move the end of a token's interval
         differ = to_cpu(got[0]) != want[0]
         assert differ.sum() <= 1, settings
         np.testing.assert_allclose(to_cpu(got[1])[~differ], want[1][~differ], rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_what_is_not_finite(name, where):
+def test_nonfinite_logits(name, where):
     xp, inf, nan = module_named(where), np.inf, np.nan
     x = xp.asarray([[-inf] * 3, [1, nan, nan], [1, 0, inf], [nan, 0, -inf], [0, -inf, -inf]])
     with np.errstate(invalid="ignore"):

@@ -7,13 +7,13 @@ from gpuattn.arrays import to_cpu
 from gpuattn.errors import UnsupportedError
 from gpuattn.ops.sampling.topk_logprobs import GROUP, IMPLS, MAX_K, largest, topk_logprobs
 
-# 257: one past a block; 4099: odd, and enough for groups in the reference
+# 257: one more than a block; 4099: odd, and large enough for groups in the reference
 SHAPES = {"one": (1, 1), "short": (3, 31), "odd": (2, 3, 257), "long": (2, 4099), "vector": (64,)}
 HERE = implementations(IMPLS)
 
 
 def by_sorting(x, k):
-    """The k best of a float64 row by one sort of Python's: largest first, then the lowest index."""
+    """Return the k best of a float64 row with Python's sort: largest first, then lowest index."""
     key = [(0 if v != v else 1, -v if v == v else 0, i) for i, v in enumerate(x.tolist())]
     return [i for _, _, i in sorted(key)[:k]]
 
@@ -33,7 +33,7 @@ def test_implementations_agree(name, where, rng, shape, k, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("k", [1, 2, 10, 127, 128, 129, 512])
 @pytest.mark.parametrize("name, where", HERE)
-def test_order_is_that_of_a_sort(name, where, rng, k, dtype):
+def test_order_equals_a_sort(name, where, rng, k, dtype):
     xp = module_named(where)
     x = rng.standard_normal((4, 1500)).astype(dtype_of(dtype))  # bfloat16: many ties
     x[1] = np.round(x[1].astype(np.float32))
@@ -45,8 +45,8 @@ def test_order_is_that_of_a_sort(name, where, rng, k, dtype):
 
 @pytest.mark.parametrize("period", [1, 256, 1024, GROUP])
 @pytest.mark.parametrize("name, where", HERE)
-def test_winners_that_crowd_in_one_group(name, where, rng, period):
-    """One thread's numbers, or one group's, hold all the large ones: more than the filter keeps."""
+def test_winners_in_one_group(name, where, rng, period):
+    """One thread or group has all large numbers, more than the filter keeps."""
     xp = module_named(where)
     x = rng.standard_normal((2, 4096 * 8)).astype(np.float32)
     x[0, ::period] += 100
@@ -66,7 +66,7 @@ def test_all_equal_and_signed_zeros(name, where):
 
 
 @pytest.mark.parametrize("name, where", HERE)
-def test_what_is_not_finite(name, where):
+def test_nonfinite_values(name, where):
     xp, inf, nan = module_named(where), np.inf, np.nan
     x = xp.asarray([
         [-inf, -inf, -inf],
@@ -154,13 +154,13 @@ def test_there_is_no_gradient(rng):
 
 def test_explain():
     assert explain(topk_logprobs, np.zeros((2, 3), np.float32), 1).chosen == "reference"
-    assert 2 * MAX_K <= 1024  # what `retrieve` takes of the largest block
+    assert 2 * MAX_K <= 1024  # limit of `retrieve` for the largest block
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 8, 16, 17, 128, 129, 512])
 def test_rows_in_many_slices(gpu, rng, k, dtype):
-    """Whole rows, rows that start anywhere, columns that end in a slice; the same bits for each."""
+    """Whole rows, misaligned rows, and columns that end within a slice give equal bits."""
     for cols in (16384, 70001):
         x = rng.standard_normal((3, cols), np.float32).astype(dtype_of(dtype))
         want = topk_logprobs(x, k)
@@ -176,13 +176,13 @@ def test_rows_in_many_slices(gpu, rng, k, dtype):
         assert len(set(results)) == 1
 
 
-def test_large_k_falls_back_aloud(gpu):
+def test_large_k_falls_back_with_a_warning(gpu):
     x = gpu.zeros((1, 1000), np.float32)
     refusals = dict(explain(topk_logprobs, x, 600).reasons)
     assert "600" in refusals["raw-simt"] and refusals["reference"] is None
 
 
-def test_groups_find_what_a_sort_finds(rng):
+def test_groups_find_the_result_of_a_sort(rng):
     for _ in range(300):
         rows, cols, k = rng.integers(1, 4), rng.integers(1, 3000), rng.integers(1, 20)
         x = rng.integers(0, rng.integers(1, 2000), (rows, cols)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""AdamW where it is its own: bias correction, clipping and the loss scale. See test_flat_update."""
+"""AdamW's own tests: bias correction, clipping, loss scale. Shared ones: test_flat_update."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def close(got, want, tol=2e-6):
 
 @pytest.mark.parametrize("beta", [0.0, 0.9, 0.999, 0.9999])
 def test_bias_correction_is_accurate_from_the_first_step_on(xp, impl, beta):
-    """With a constant gradient both moments cancel: every step is the learning rate exactly."""
+    """With a constant gradient the moments cancel, so every step equals the learning rate."""
     p, m, v = (xp.zeros(128, np.float32) for _ in range(3))
     g = xp.full(128, 0.25, np.float32)
     state = OptimizerState(p, learning_rate=1.0)
@@ -70,7 +70,7 @@ def test_gradients_that_are_not_finite_change_nothing(xp, impl, rng, bad, first)
     assert (state.skip, state.skipped, state.skipped_in_a_row) == (0, 2, 0)
 
 
-def test_the_scale_is_removed_before_it_moves(xp, impl, rng):
+def test_gradients_are_divided_by_the_scale_before_it_changes(xp, impl, rng):
     p, g, m, v = buffers(xp, rng, 128)
     state = OptimizerState(p, loss_scale=1024.0, learning_rate=0.0)
     gradient_statistics(g * 1024, state, growth_interval=1, impl=impl)
@@ -79,7 +79,7 @@ def test_the_scale_is_removed_before_it_moves(xp, impl, rng):
     close(m, 0.1 * to_cpu(g).astype(np.float64), 1e-6)
 
 
-def test_an_update_can_be_captured_because_it_reads_nothing_back(gpu, rng):
+def test_an_update_can_be_captured(gpu, rng):
     p, g, m, v = buffers(gpu, rng, 128)
     state = OptimizerState(p)
     stream = gpu.cuda.Stream(non_blocking=True)

@@ -1,4 +1,4 @@
-"""Updates of flat buffers, all rules: against formulas in float64, and what they have in common."""
+"""Updates of flat buffers, all rules: float64 formulas, and the properties that all share."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from gpuattn.impls import OPS
 from gpuattn.ops.update.flat_update import DECAY_BLOCK, ROUNDING, round_at_random
 from gpuattn.rng import Key, philox
 
-SIZES = (0, 40 * 128, 1100 * 128)  # the last one is more than a block of the NumPy loop
+SIZES = (0, 40 * 128, 1100 * 128)  # the last one exceeds a block of the NumPy loop
 MOMENTUM = {"momentum": 0.75}
 
 
@@ -50,7 +50,9 @@ def exact_sgd(p, g, moments, t, lr, d, momentum=0.0, nesterov=False):
 
 
 ADAM = {"betas": (0.9, 0.98), "eps": 1e-2}
-LION = {"betas": (0.5, 0.75)}  # with gradients in 16ths all is exact, and so are the signs
+LION = {
+    "betas": (0.5, 0.75)
+}  # exact for gradients that are multiples of 1/16, and so are the signs
 RULES = {  # name: (op, formula, moments, constants)
     "adamw": (adamw, exact_adam, 2, {**ADAM, "decoupled": True}),
     "adam": (adamw, exact_adam, 2, {**ADAM, "decoupled": False}),
@@ -62,7 +64,7 @@ RULES = {  # name: (op, formula, moments, constants)
 
 
 class Problem:
-    """Buffers for a rule, on ``xp``. ``update()`` draws gradients and goes one step."""
+    """Buffers for a rule, on ``xp``. ``update()`` draws gradients and makes one update."""
 
     def __init__(self, xp, rule, size, grad="float32", weight="float32", model=None, seed=0):
         self.op, self.exact, count, self.constants = RULES[rule]
@@ -161,8 +163,8 @@ def test_a_skipped_update_changes_nothing(xp, impl, rule, weight):
 
 @pytest.mark.parametrize("weight, model", [("float32", "float16"), ("bfloat16", None)])
 @pytest.mark.parametrize("rule", RULES)
-def test_nothing_behind_the_end_is_touched(xp, impl, rule, weight, model):
-    """The size is three eighths of what a block of threads takes; behind it lie sevens."""
+def test_nothing_beyond_the_end_is_written(xp, impl, rule, weight, model):
+    """The size is 3/8 of a thread block's work, and the buffer continues with sevens."""
     size, grad = 3 * 128, "float32" if model is None else model
     problem = Problem(xp, rule, size, grad, weight, model)
     names = ["params", *(["model"] if model else [])]
@@ -185,7 +187,7 @@ def test_nothing_behind_the_end_is_touched(xp, impl, rule, weight, model):
 
 
 def test_weights_are_rounded_by_the_random_numbers_of_their_index(xp, impl, rng):
-    """From zero at a rate of one, new weights are the negated gradients, and then rounded."""
+    """From zero at learning rate 1, new weights are the negated gradients, then rounded."""
     seed, size = 2**40 + 5, 130 * 128
     g = rng.standard_normal(size).astype(np.float32)
     g[:2] = 0, 1
@@ -201,7 +203,7 @@ def test_weights_are_rounded_by_the_random_numbers_of_their_index(xp, impl, rng)
 
 
 def test_rounding_at_random_has_the_right_mean():
-    """A third of the way between two neighbours: the upper one a third of the time."""
+    """A value 1/3 of the way between two neighbours is rounded up with probability 1/3."""
     x = np.full(1 << 17, 1 + 2**-7 / 3, np.float32)
     drawn = np.stack([round_at_random(np, x, Key(7, ROUNDING, n)) for n in range(4)])
     up = (drawn.astype(np.float32) > 1).mean()
@@ -211,7 +213,7 @@ def test_rounding_at_random_has_the_right_mean():
     assert (drawn[0] != drawn[1]).any()
 
 
-def test_rounding_at_random_leaves_what_needs_none():
+def test_rounding_at_random_keeps_exact_values():
     bits = np.arange(1 << 16, dtype=np.uint32) << 16
     x = bits.view(np.float32)  # every bfloat16
     got = round_at_random(np, x, Key(1))
@@ -223,7 +225,7 @@ def test_rounding_at_random_leaves_what_needs_none():
 
 
 def test_steps_too_small_for_a_weight_add_up(xp, impl):
-    """A step of a tenth of the distance to the next bfloat16 moves weights by that on average."""
+    """Steps of 1/10 of the distance to the next bfloat16 move weights by 1/10 on average."""
     problem = Problem(xp, "sgd", 64 * 128, weight="bfloat16")
     problem.params[...] = 1.5
     g = xp.ones(problem.size, np.float32)
@@ -234,7 +236,7 @@ def test_steps_too_small_for_a_weight_add_up(xp, impl):
     assert abs(moved.mean() - 5 * 2**-7) < 4 * deviation
 
 
-def test_seeds_decide_the_rounding(xp, impl):
+def test_rounding_depends_on_the_seed(xp, impl):
     results = []
     for seed in (1, 1, 2):
         problem = Problem(xp, "adamw", 8 * 128, weight="bfloat16")
@@ -301,13 +303,13 @@ def test_sgd_refuses(constants, sentence):
         sgd(flat, flat, None, OptimizerState(flat), **constants)
 
 
-def test_arrays_on_two_sides_are_refused(gpu):
+def test_mixing_host_and_gpu_arrays_is_refused(gpu):
     host = [np.zeros(128, np.float32) for _ in range(4)]
     with pytest.raises(TypeError, match="state on the GPU"):
         adamw(*host, OptimizerState(gpu.zeros(1)))
 
 
-def test_a_view_at_an_odd_place_is_left_to_the_reference(gpu):
+def test_a_misaligned_view_uses_the_reference(gpu):
     flat = gpu.ones(257 + 128, np.float32)
     p, g, m = flat[1:129], flat[129:257], gpu.zeros(128, np.float32)
     state = OptimizerState(p, learning_rate=1.0, coefficient=1.0)

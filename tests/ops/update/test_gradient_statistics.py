@@ -1,4 +1,4 @@
-"""The statistics of all gradients: norm, clipping, what is skipped, the loss scale."""
+"""Gradient statistics: norm, clipping, skipped updates, the loss scale."""
 
 import re
 
@@ -23,7 +23,7 @@ def impl(request, xp):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("size", [0, 1, 7, 1000, 8192, 8193, 3_000_001])
 def test_the_norm(xp, impl, rng, size, dtype):
-    """In float64, whatever lies behind the last gradient; and the same bits again."""
+    """Equals the float64 norm whatever follows the last gradient; repeats give equal bits."""
     buffer = xp.full(size + 64, np.nan, dtype_of(dtype))
     g = buffer[:size]
     g[...] = xp.asarray(rng.standard_normal(size).astype(dtype_of(dtype)))

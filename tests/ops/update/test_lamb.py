@@ -1,4 +1,4 @@
-"""LAMB against its paper's formula in float64, and the order in which its kernel works."""
+"""LAMB compared with the paper's formula in float64, and the order of its kernel's tiles."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from gpuattn.arrays import to_cpu
 from gpuattn.ops.update.lamb import BOTH, NORMS, TILE, WEIGHTS, plan
 
 BETAS, EPS, DECAY = (0.9, 0.98), 1e-3, 0.1
-# in decay blocks: one tile, one block more, many tiles, and what is not adapted
+# in decay blocks: one tile, one block more, many tiles, and tensors that are not adapted
 LENGTHS = (1, TILE, TILE + 1, 3, 300 * TILE + 5, 2, 40)
 ADAPTED = (True, True, True, False, True, True, False)
 
@@ -27,7 +27,7 @@ class Problem:
         self.bounds = np.cumsum([0, *lengths]) * 128
         self.size = int(self.bounds[-1])
         draw = self.rng.standard_normal(self.size, dtype=np.float32)
-        draw[self.bounds[-3] : self.bounds[-2]] = 0  # a tensor without length
+        draw[self.bounds[-3] : self.bounds[-2]] = 0  # a tensor of norm 0
         self.params = xp.asarray(draw.astype(dtype_of(weight)))
         self.moments = [xp.zeros(self.size, np.float32) for _ in range(2)]
         self.model = None if model is None else xp.zeros(self.size, dtype_of(model))
@@ -52,7 +52,7 @@ class Problem:
 
 
 def exact_update(problem, p, g, m, v, t, lr):
-    """One step of float64 arrays, written from the paper."""
+    """Compute one step on float64 arrays, following the paper."""
     m = BETAS[0] * m + (1 - BETAS[0]) * g
     v = BETAS[1] * v + (1 - BETAS[1]) * g**2
     r = (m / (1 - BETAS[0] ** t)) / (np.sqrt(v / (1 - BETAS[1] ** t)) + EPS)
@@ -82,8 +82,8 @@ def test_follows_the_formula_in_float64(xp, impl, grad):
         np.testing.assert_allclose(to_cpu(got), exact, rtol=5e-6, atol=5e-6)
 
 
-def test_one_step_is_as_long_as_the_learning_rate_says(xp, impl):
-    """|change| = learning rate * |weights| for every adapted tensor with a length."""
+def test_the_norm_of_a_step_follows_the_learning_rate(xp, impl):
+    """|change| = learning rate * |weights| for every adapted tensor with a nonzero norm."""
     problem = Problem(xp)
     before = to_cpu(problem.params).astype(np.float64)
     problem.update(problem.draw(), impl)
@@ -141,7 +141,7 @@ def test_a_skipped_update_changes_nothing(xp, impl):
 
 
 def test_bfloat16_weights_without_masters(xp, impl):
-    """Near the weights with masters: within a step of bfloat16 for every update."""
+    """Differs from weights with masters by at most one bfloat16 step per update."""
     alone, masters = Problem(xp, weight="bfloat16"), Problem(xp)
     masters.params[...] = alone.params.astype(np.float32)
     for _ in range(3):
@@ -154,7 +154,7 @@ def test_bfloat16_weights_without_masters(xp, impl):
 
 
 @pytest.mark.parametrize("adapted", [ADAPTED, (True,) * 7, (False,) * 7])
-def test_the_plan_does_every_tile_once_and_norms_come_first(adapted):
+def test_the_plan_has_every_tile_once_and_norms_first(adapted):
     bounds = np.cumsum([0, *LENGTHS]).tolist()
     items, tensors, tiles = plan(bounds, adapted)
     for kind in (NORMS, WEIGHTS, BOTH):
