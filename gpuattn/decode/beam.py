@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gpuattn.arrays import to_cpu, wide
-from gpuattn.decode.stepper import Hypothesis, Limits, Stepper, all_done
+from gpuattn.decode.stepper import Hypothesis, Limits, Stepper, all_done, hypotheses_of
 from gpuattn.errors import problem
 from gpuattn.ops.sampling.beam_step import beam_step
 from gpuattn.ops.sampling.topk_logprobs import largest
@@ -159,16 +159,5 @@ class _Pool:
         for t in reversed(range(len(history))):
             texts[..., t] = np.take_along_axis(tokens[t], beam, -1)
             beam = np.where(t < steps, np.take_along_axis(parents[t], beam, -1), beam)
-        return [
-            [
-                Hypothesis(
-                    tokens=texts[b, n, : steps[b, n]].tolist(),
-                    score=float(scores[b, n]),
-                    normalised=float(normalised[b, n]),
-                    ended=bool(steps[b, n] < max_length),
-                )
-                for n in range(nbest)
-                if scores[b, n] != -np.inf
-            ]
-            for b in range(len(texts))
-        ]
+        limits = [max_length] * len(texts)
+        return hypotheses_of(texts, steps, scores, normalised, limits)

@@ -1,7 +1,7 @@
 """The interface between decoding and models, the results, and settings of all decoders."""
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +53,34 @@ class Hypothesis(NamedTuple):
     score: float
     normalised: float
     ended: bool
+
+
+def hypotheses_of(
+    texts: np.ndarray,
+    lengths: np.ndarray,
+    scores: np.ndarray,
+    normalised: np.ndarray,
+    limits: Sequence[int],
+) -> list[list[Hypothesis]]:
+    """Return the Hypotheses of each sentence, in order, without those that score -inf.
+
+    ``texts``: (B, n, T) tokens, of which the first ``lengths`` (B, n) count. ``scores``,
+    ``normalised``: (B, n). ``limits``: the most tokens of a text, for each sentence; a shorter text
+    has ended. All on the host; sentences beyond ``limits`` are left out.
+    """
+    return [
+        [
+            Hypothesis(
+                tokens=texts[b, n, : lengths[b, n]].tolist(),
+                score=float(scores[b, n]),
+                normalised=float(normalised[b, n]),
+                ended=bool(lengths[b, n] < limit),
+            )
+            for n in range(texts.shape[1])
+            if scores[b, n] != -np.inf
+        ]
+        for b, limit in enumerate(limits)
+    ]
 
 
 class Limits:

@@ -1,4 +1,4 @@
-"""A beam search over translations whose step is launches alone: a CUDA graph can hold it."""
+"""A beam search over translations. A step is launches only, so a CUDA graph can hold it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from gpuattn.models.translation import Sources
 from gpuattn.ops.sampling.beam_step import beam_step
 from gpuattn.ops.sampling.beam_update import Beams, beam_update
 
-TOKEN_STEP = 512  # what the tokens of a batch of sources are rounded up to
+TOKEN_STEP = 512  # the tokens of a batch of sources are padded to a multiple of it
 
 
 def pinned(like: Any) -> Any:
@@ -50,7 +50,7 @@ class TranslationSearch:
         ]
         self.memory_lengths = xp.ones(sentences, np.int32)
         self.most_tokens = -(-sentences * source_room // TOKEN_STEP) * TOKEN_STEP
-        self.fillers = -(-TOKEN_STEP // source_room)  # sequences of what fills up token_room
+        self.fillers = -(-TOKEN_STEP // source_room)  # sequences that hold the padding
         offsets = sentences + self.fillers + 1
         self._inputs = xp.empty(2 * self.most_tokens + offsets + sentences, np.int32)
         self._staging = pinned(self._inputs)
@@ -80,7 +80,10 @@ class TranslationSearch:
         bounds[1:] = np.cumsum(lengths)
         positions[: self.token_room] = np.arange(self.token_room) - np.repeat(bounds[:-1], lengths)
         most[: len(sources)] = limits
-        self._inputs.set(host) if on_gpu(self._inputs) else self._inputs.__setitem__(..., host)
+        if on_gpu(self._inputs):
+            self._inputs.set(host)
+        else:
+            self._inputs[...] = host
 
     def _parts(self, inputs):
         """Return views of tokens, positions, offsets of the sources and limits."""
@@ -91,7 +94,7 @@ class TranslationSearch:
         )  # fmt: skip
 
     def encode(self) -> None:
-        """Compute the memory of what was loaded, and begin. It is launches alone, as ``step``."""
+        """Encode the loaded sources and start the search. Launches only, as in ``step``."""
         model, xp = self.model, get_xp(self.memory_lengths)
         tokens, positions, bounds, limits = self._parts(self._inputs)
         room, used = self.memory[0][0].shape[1], slice(0, self.token_room)

@@ -1,20 +1,17 @@
 """Generate texts with a trained model: many at a time, the search on the device.
 
-On a GPU a step of the search is a CUDA graph. The host queues bursts of replays and looks, a burst
-behind, at how many sentences still run: nothing waits for it. On NumPy the searches of
-``gpuattn.decode`` run instead; they are also what the tests hold the engine to.
+On a GPU a step of the search is a CUDA graph. The host queues replays in bursts. While one burst
+runs it reads how many sentences were left after the burst before, so the GPU does not wait for the
+host. On NumPy the searches of ``gpuattn.decode`` run instead; tests compare the engine with them.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from gpuattn.arrays import import_cupy, on_gpu, to_cpu
 from gpuattn.decode.beam import LENGTH_RULES, beam_search, check_settings
-from gpuattn.decode.stepper import Hypothesis
+from gpuattn.decode.stepper import Hypothesis, hypotheses_of
 from gpuattn.engine.beam import TranslationSearch
 from gpuattn.errors import problem
 from gpuattn.ops.sampling.beam_step import MAX_BEAM
@@ -33,18 +30,19 @@ def _ignore(sentence):
 class Engine:
     """Generates with ``model``, on the device where its parameters are.
 
-    ``max_rows``: the most beams of all sentences of a batch together.
+    ``max_rows``: the most beams of all sentences of a batch together. ``notify(sentence)``: called
+    with the reason where steps cannot be CUDA graphs.
     """
 
-    def __init__(self, model: Any, *, max_rows: int = 2048, say: Any = _ignore) -> None:
+    def __init__(self, model: Any, *, max_rows: int = 2048, notify: Any = _ignore) -> None:
         self.model, self.max_rows = model, max_rows
         self.on_gpu = on_gpu(model.parameters()[0].data)
         self._searches: dict = {}  # what a search is for -> TranslationSearch
-        self._serials, self._weights = itertools.count(), None
+        self._weights: tuple | None = None  # addresses of the parameters that graphs read
         if self.on_gpu:
             self._stream = import_cupy().cuda.Stream(non_blocking=True)
             with self._stream:
-                self._replays = Replays(say)
+                self._replays = Replays(notify)
 
     def translate(
         self, sources: Sequence[Sequence[int]], *, limits: Sequence[int], **options: Any
@@ -107,12 +105,13 @@ class Engine:
             self._stream.wait_event(ready)
             most = self.model.config.max_length
             sizes = _rounded(max(limits), most), _rounded(max(map(len, sources)) + 1, most)
-            sentences = _rounded(len(sources), self.max_rows, least=1)
-            search = self._search((sentences, beam, *sizes, tuple(options.items())))
+            sentences = _rounded(len(sources), self.max_rows // beam, least=1)
+            key = sentences, beam, *sizes, tuple(options.items())
+            search = self._search(key)
             search.load(sources, limits)
-            self._replays("encode", (search.serial, search.token_room), search.encode)
-            self._run(search, max(limits))
-            return self._hypotheses(search, len(sources), limits)
+            self._replays("encode", (key, search.token_room), search.encode)
+            self._run(key, search, max(limits))
+            return hypotheses_of(*map(to_cpu, best_texts(search.beams, search.nbest)), limits)
 
     def _search(self, key):
         """Return the search for ``key``; graphs read parameters where they were at capture."""
@@ -128,48 +127,30 @@ class Engine:
             options = dict(options)
             rule, penalty = options.pop("length_rule"), options.pop("length_penalty")
             divisor = partial(LENGTH_RULES[rule], penalty=penalty)
-            search = TranslationSearch(
+            self._searches[key] = TranslationSearch(
                 self.model, sentences, beam, room, source_room, divisor=divisor, **options
             )
-            search.serial = next(self._serials)
-            self._searches[key] = search
         return self._searches[key]
 
     def _kept_tokens(self):
         return sum(sentences * beam * room for sentences, beam, room, *_ in self._searches)
 
     def _drop(self, count):
-        """Forget the oldest searches and their graphs."""
+        """Delete the oldest searches and their graphs."""
         for key in list(self._searches)[:count]:
-            serial = self._searches.pop(key).serial
-            self._replays.forget(lambda name, shape, serial=serial: shape[0] == serial)
+            del self._searches[key]
+            self._replays.forget(lambda name, shape, key=key: shape[0] == key)
 
-    def _run(self, search, steps):
-        """Queue steps until no sentence runs; the host looks a burst behind."""
+    def _run(self, key, search, steps):
+        """Queue bursts of steps until none of the sentences was left after the last but one."""
         behind = None
         for begin in range(0, steps, BURST):
             for _ in range(min(BURST, steps - begin)):
-                self._replays("step", (search.serial,), search.step)
+                self._replays("step", (key,), search.step)
             reading = Reading(search.beams.live)
             if behind is not None and behind.values()[0][0] == 0:
                 break
             behind = reading
-
-    def _hypotheses(self, search, count, limits):
-        texts, lengths, scores, normalised = map(to_cpu, best_texts(search.beams, search.nbest))
-        return [
-            [
-                Hypothesis(
-                    tokens=texts[b, n, : lengths[b, n]].tolist(),
-                    score=float(scores[b, n]),
-                    normalised=float(normalised[b, n]),
-                    ended=bool(lengths[b, n] < limits[b]),
-                )
-                for n in range(search.nbest)
-                if scores[b, n] != -np.inf
-            ]
-            for b in range(count)
-        ]
 
 
 def _rounded(count, most, least=16):

@@ -56,6 +56,7 @@ def test_equals_decode(model, seed):
         sources = [rng.integers(4, VOCAB, rng.integers(1, 16)).tolist() for _ in range(7)]
         found = engine.translate(sources, limits=[limit] * 7, **options)
         check(found, wanted(model, sources, limit, options))
+        assert all(sentences * beam <= 20 for sentences, beam, *_ in engine._searches)
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
@@ -133,3 +134,12 @@ def test_settings_out_of_range(model, wrong, said):
 
 def test_no_sources(model):
     assert Engine(model).translate([], limits=[], bos=BOS, eos=EOS) == []
+
+
+@pytest.mark.parametrize(("count", "most", "least", "rounded"), [
+    (1, 256, 16, 16), (17, 256, 16, 32), (60, 48, 16, 60), (300, 512, 1, 320), (3, 409, 1, 4),
+    (409, 409, 1, 409), (1, 0, 1, 1),
+])  # fmt: skip
+def test_sizes_are_rounded_up_to_the_limit(count, most, least, rounded):
+    """As for ``max_rows``: 409 sentences of five beams are 2,045 rows, not the 2,240 of 448."""
+    assert engine_module._rounded(count, most, least) == rounded

@@ -206,8 +206,8 @@ IMPLS = Impls(
 def best_texts(beams: Beams, nbest: int = 1) -> tuple:
     """Return (tokens (S, nbest, room), lengths, scores, normalised (S, nbest)) of the pools.
 
-    On the device of ``beams``; tokens behind a length are undefined, places without a text score
-    -inf.
+    On the device of ``beams``; tokens past a length are undefined; where there is no text the
+    score is -inf.
     """
     xp, chosen = get_xp(beams.scores), slice(0, nbest)
     lengths = beams.pool_steps[:, chosen]
