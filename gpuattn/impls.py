@@ -149,7 +149,7 @@ def prepare(op: Callable, *args: Any, **kwargs: Any) -> Call:
     check = getattr(op, "prepare", None)
     if check is None:
         name = getattr(op, "__name__", op)
-        raise TypeError(f"explain: {name} does not choose between implementations")
+        raise TypeError(f"{name} does not choose between implementations")
     return contextvars.copy_context().run(check, *args, **kwargs)
 
 

@@ -16,25 +16,21 @@ from gpuattn.engine.beam import TranslationSearch
 from gpuattn.errors import problem
 from gpuattn.ops.sampling.beam_step import MAX_BEAM
 from gpuattn.ops.sampling.beam_update import best_texts
-from gpuattn.runtime.graphs import Replays
+from gpuattn.runtime.graphs import Replays, warn
 from gpuattn.runtime.readback import Reading
 
 BURST = 4  # steps between two looks at how many sentences still run
 MAX_TOKENS = 1 << 18  # cached tokens, beams x their room, of all searches that are kept
 
 
-def _ignore(sentence):
-    pass
-
-
 class Engine:
     """Generates with ``model``, on the device where its parameters are.
 
     ``max_rows``: the most beams of all sentences of a batch together. ``notify(sentence)``: called
-    with the reason where steps cannot be CUDA graphs.
+    with the reason where steps cannot be CUDA graphs; by default it warns.
     """
 
-    def __init__(self, model: Any, *, max_rows: int = 2048, notify: Any = _ignore) -> None:
+    def __init__(self, model: Any, *, max_rows: int = 2048, notify: Any = warn) -> None:
         self.model, self.max_rows = model, max_rows
         self.on_gpu = on_gpu(model.parameters()[0].data)
         self._searches: dict = {}  # what a search is for -> TranslationSearch

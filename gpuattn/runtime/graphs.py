@@ -6,6 +6,7 @@ therefore be in device memory (``runtime.feed``), and the results are the same b
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -13,6 +14,11 @@ from gpuattn.arrays import import_cupy
 from gpuattn.gemm.matmul import capture_refusal
 from gpuattn.gemm.tuning import tune
 from gpuattn.runtime.device import is_out_of_memory
+
+
+def warn(sentence: str) -> None:
+    """Warn that steps run op by op, for callers without a listener of their own."""
+    warnings.warn(sentence, stacklevel=2)
 
 
 class Calls:

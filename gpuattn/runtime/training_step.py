@@ -5,7 +5,6 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from operator import call
 from typing import Any
@@ -20,11 +19,7 @@ from gpuattn.nn.module import Module
 from gpuattn.optim import ExponentialAverage
 from gpuattn.optim.optimizers import Optimizer
 from gpuattn.runtime.feed import DeviceFeed, HostFeed
-from gpuattn.runtime.graphs import Calls, Replays
-
-
-def _warn(sentence: str) -> None:
-    warnings.warn(f"TrainingStep: {sentence}", stacklevel=2)
+from gpuattn.runtime.graphs import Calls, Replays, warn
 
 
 def _unchanged(batch: Any) -> Any:
@@ -86,7 +81,7 @@ class TrainingStep:
         self, model: Module, optimizer: Optimizer, loss: Callable[[Any, Any], Tensor], *,
         tokens: int, average: ExponentialAverage | None = None,
         fixed_shape: Callable[[Any], Any] = _unchanged, graphs: bool = True, tuned: bool = True,
-        stream: Any = None, notify: Callable[[str], None] = _warn,
+        stream: Any = None, notify: Callable[[str], None] = warn,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.average = model, optimizer, average
         self.workspace, self._loss_of = optimizer.workspace, loss
