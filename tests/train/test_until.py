@@ -5,6 +5,7 @@ import pytest
 from gpuattn.errors import ConfigError
 from gpuattn.runs.config import TrainConfig, resolve
 from gpuattn.runs.metrics import MetricsLog, is_right
+from gpuattn.tasks import corpus
 from gpuattn.tasks.translation import TranslationTask
 from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
@@ -12,6 +13,12 @@ from gpuattn.units import Length
 
 SMALL = {"task": "dates", "dim": 16, "heads": 2, "layers": (1, 1), "ffn": 16, "batch": 70,
          "max_len": 64, "vocab_size": 384, "score_pairs": 5, "warmup": 1}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def few_pairs(monkeypatch):
+    monkeypatch.setattr(corpus, "GENERATED_PAIRS", 500)
+    monkeypatch.setattr(corpus, "HELD_OUT", 50)
 
 
 class Heard(Listener):
