@@ -140,6 +140,19 @@ def test_sick_logits_stay_in_their_sentence(decode, bad, extra):
     assert found[::2] == want[::2] and np.isnan(found[1].score)
 
 
+def test_nan_of_dead_beams_is_ignored():
+    """While a prefix is forced, one beam lives; the others follow texts that nobody asked for."""
+    healthy, begun = random_model(4, 9), [5, 6, 5]
+
+    def logits_of(sentence, text):
+        asked = list(text[:3]) == begun[: len(text)]
+        return healthy(0, text) if asked else np.full(9, np.nan)
+
+    settings = {"bos": BOS, "eos": EOS, "max_length": 8, "beam": 4, "nbest": 4, "prefix": [begun]}
+    found = beam_search(Fake(np, 1, logits_of), **settings)
+    assert found == beam_search(Fake(np, 1, healthy), **settings)
+
+
 def test_dead_ends():
     """Tokens that are all banned leave fewer hypotheses, or none; alone, a score of -inf."""
     model = Fake(np, 2, lambda b, text: np.zeros(4))

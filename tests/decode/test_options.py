@@ -43,6 +43,31 @@ def test_hf_divides_for_the_present_length_and_never_for_the_longest():
     assert found["hf"][1] <= found["hf-never"][1]
 
 
+def test_ct2_without_a_penalty_waits_for_nbest_after_the_best_end():
+    table = {(): [0, 0.5, 0.3, 0.2], (2,): [0, 0.4, 0.6, 0]}  # the best ends first, then the next
+
+    def logits_of(sentence, text):
+        with np.errstate(divide="ignore"):
+            return np.log(table.get(text, [0, 0, 0.5, 0.5]))
+
+    model, settings = Fake(np, 1, logits_of), {"beam": 2, "nbest": 2, "length_penalty": 0}
+    (texts,) = beam_search(model, bos=BOS, eos=EOS, max_length=9, stopping="ct2", **settings)
+    assert model.steps == 2 and [h.tokens for h in texts] == [[], [2]]
+
+
+def test_the_bound_of_a_text_without_its_end_mark():
+    """At a penalty of -1, [3] has log 0.6 once it ends, [] has log 0.4: its length is 1, not 2."""
+    table = {(): [0, 0.4, 0, 0.6]}
+
+    def logits_of(sentence, text):
+        with np.errstate(divide="ignore"):
+            return np.log(table.get(text, [0, 1, 0, 0]))
+
+    settings = {"beam": 2, "length_penalty": -1, "end_counts": False, "max_length": 9}
+    (texts,) = beam_search(Fake(np, 1, logits_of), bos=BOS, eos=EOS, **settings)
+    assert texts[0].tokens == [3] and texts[0].normalised == pytest.approx(np.log(0.6))
+
+
 @pytest.mark.parametrize("stopping", ["fairseq", "hf-early", "ct2"])
 def test_patience_waits_for_more_texts(stopping):
     steps = []
