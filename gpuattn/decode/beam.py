@@ -5,117 +5,166 @@ end mark counts only among the first K of the 2K best continuations). Each step 
 parent); the texts are traced back once, at the end.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import to_cpu, wide
-from gpuattn.decode.stepper import Hypothesis, Limits, Stepper, all_done, hypotheses_of
-from gpuattn.errors import problem
+from gpuattn.arrays import get_xp, to_cpu, wide
+from gpuattn.decode.limits import Limits
+from gpuattn.decode.options import BeamOptions
+from gpuattn.decode.stepper import Hypothesis, Stepper, all_done, hypotheses_of
 from gpuattn.ops.sampling.beam_step import beam_step
 from gpuattn.ops.sampling.topk_logprobs import largest
-
-MAX_PENALTY = 10  # beyond it, powers of a length overflow a float
-LENGTH_RULES = {
-    "power": lambda length, penalty: max(length, 1) ** penalty,
-    "gnmt": lambda length, penalty: ((5 + length) / 6) ** penalty,
-}
+from gpuattn.typing import Array
 
 
 def beam_search(
     stepper: Stepper,
     *,
     bos: Any,
-    eos: int | None,
-    max_length: int,
-    beam: int = 5,
-    nbest: int = 1,
-    length_penalty: float = 1.0,
-    length_rule: str = "power",
-    min_length: int = 0,
-    banned: Iterable[int] = (),
+    max_length: Any,
+    prefix: Sequence[Sequence[int]] | None = None,
+    **settings: Any,
 ) -> list[list[Hypothesis]]:
     """Return, for each sentence, a list of up to ``nbest`` Hypotheses, the best first.
 
-    ``stepper``, ``bos``, ``eos``, ``max_length``, ``min_length``, ``banned`` as in ``greedy``.
-    ``beam``: K; it may be larger than the vocabulary. ``nbest``: 1 to K. Hypotheses are ordered by
-    ``normalised`` = score / divisor; with ``length_rule`` "power" the divisor is
-    length ** length_penalty, with "gnmt" ((5 + length) / 6) ** length_penalty (Wu et al., 2016).
-    The length counts the end mark; a penalty of 0 compares plain scores. Of equal ones the one
-    found first comes first.
+    ``stepper``, ``bos``, ``max_length``, ``prefix`` as in ``greedy``. ``settings``: those of
+    ``options.BeamOptions``, which says what they mean; ``eos`` must be given. Of equal hypotheses
+    the one found first comes first. Beams spread at the first step that a prefix leaves free.
 
-    A sentence is done when K of its texts have ended, or when no beam can still get among the
-    ``nbest`` best. Beams that reach ``max_length`` compete as they are, with ``ended`` False.
     There are fewer than ``nbest`` hypotheses where the model allows fewer texts (none, where it
-    allows nothing). Logits with NaN give a sentence, and no other, scores of NaN.
+    allows nothing). Logits with NaN give a sentence, and no other, scores of NaN. Raises ValueError
+    for settings out of range and for a prefix longer than ``max_length``.
     """
-    limits = Limits("beam_search", stepper, bos, eos, max_length, min_length, banned)
-    check_settings("beam_search", beam, nbest, length_penalty, length_rule)
-
-    def divisor(length):
-        return LENGTH_RULES[length_rule](length, length_penalty)
-
-    xp, sentences = stepper.xp, stepper.sentences
+    options = BeamOptions(**settings)
+    limits = Limits(options, stepper, bos, max_length, prefix)
+    beam, xp, sentences = options.beam, stepper.xp, stepper.sentences
     if sentences == 0:
         return []
-    place = xp.arange(2 * beam)
+    most, stopping = xp.asarray(limits.most), _Stopping(xp, options, limits)
     first_row = xp.arange(sentences, dtype=np.int32)[:, None] * np.int32(beam)
     scores = xp.full((sentences, beam), -np.inf, np.float32)
     scores[:, 0] = 0  # all beams of a sentence begin alike: only the first one counts
+    own = xp.broadcast_to(xp.arange(beam, dtype=np.int32), scores.shape)
     pool = _Pool(xp, sentences, beam)
+    if (limits.most == 0).any():
+        pool.add(xp.where(most[:, None] == 0, scores, -np.inf), own, 0, options.divisor(0))
+        scores = xp.where(most[:, None] == 0, -np.inf, scores)
     tokens, history = limits.first_tokens(beam), []
+    texts = tokens.reshape(sentences, beam, 1)
     stepper.start(beam)
-    for step in range(max_length):
+    for step in range(limits.longest):
         logits = stepper.step(tokens.ravel(), step)
-        hidden = limits.hidden(step, logits.shape[1])
         scores = scores.astype(wide(logits.dtype), copy=False)
-        scores, parents, tokens = beam_step(logits, scores, banned=hidden)
-        nothing = scores.dtype.type(-np.inf)
+        scores, parents, tokens = continuations(logits, scores, texts, step, limits)
+        nothing, place = scores.dtype.type(-np.inf), xp.arange(scores.shape[1])
 
-        ends = tokens == limits.eos
+        ends = limits.ends(tokens)
         ending = xp.where(ends & (place < beam), scores, nothing)
-        pool.add(ending, parents, step, divisor(step + 1))
-        going_on = xp.argsort(ends * (2 * beam) + place, axis=-1)[:, :beam]
+        pool.add(ending, parents, step, options.divisor(step, ended=True))
+        going_on = xp.argsort(ends * len(place) + place, axis=-1)[:, :beam]
         scores, parents, tokens = (
             xp.take_along_axis(a, going_on, -1) for a in (scores, parents, tokens)
         )
         history.append((tokens, parents))
+        if options.by_text:
+            texts = xp.take_along_axis(texts, parents[:, :, None], 1)
+            texts = xp.concatenate([texts, tokens[:, :, None]], 2)
 
-        to_come = divisor(min(step + 2, max_length)), divisor(max_length)
-        done = pool.full() | pool.out_of_reach(scores[:, 0], to_come, nbest)
+        done = stopping.done(pool, scores[:, 0], ending, ends, step)
+        if (limits.most == step + 1).any():
+            last = most == step + 1
+            competes = last[:, None] & stopping.competes(done, going_on)
+            pool.add(xp.where(competes, scores, nothing), own, step + 1, options.divisor(step + 1))
+            done = done | last
         if all_done(done, step):
             break
         scores = xp.where(done[:, None], nothing, scores)
-        if beam > 1 and step + 1 < max_length:
+        if beam > 1 and step + 1 < limits.longest:
             stepper.reorder((parents + first_row).ravel())
-    else:
-        cut = xp.broadcast_to(xp.arange(beam, dtype=np.int32), scores.shape)
-        pool.add(scores, cut, max_length, divisor(max_length))
-    return pool.hypotheses(history, nbest, max_length)
+    return pool.hypotheses(history, options.nbest, limits.most.tolist())
 
 
-def check_settings(
-    function: str, beam: int, nbest: int, length_penalty: float, length_rule: str
-) -> None:
-    """Raise ValueError for settings of a beam search that are out of range."""
-    if beam < 1:
-        raise ValueError(problem(function, "beam", beam, "1 or more"))
-    if not 1 <= nbest <= beam:
-        raise ValueError(problem(function, "nbest", nbest, f"1 to beam, {beam}"))
-    if not -MAX_PENALTY <= length_penalty <= MAX_PENALTY:
-        accepted = f"{-MAX_PENALTY} to {MAX_PENALTY}"
-        raise ValueError(problem(function, "length_penalty", length_penalty, accepted))
-    if length_rule not in LENGTH_RULES:
-        accepted = ", ".join(LENGTH_RULES)
-        raise ValueError(problem(function, "length_rule", repr(length_rule), accepted))
+def continuations(
+    logits: Array, scores: Array, texts: Array, step: int, limits: Limits
+) -> tuple[Array, Array, Array]:
+    """Return (scores, parents, tokens) of each sentence's best continuations, as ``beam_step``.
+
+    ``logits``: (B * K, V). ``scores``: (B, K). ``texts``: (B, K, T), read where bans or penalties
+    depend on them. Of E end marks there are (1 + E) * K continuations, and at least 2 * K: of
+    fewer, all could end.
+    """
+    if limits.plain:
+        return beam_step(logits, scores, banned=limits.hidden(step, logits.shape[1]))
+    xp, options, (sentences, beam) = get_xp(logits), limits.options, scores.shape
+    vocab = logits.shape[1]
+    x = logits.reshape(sentences, beam, vocab)
+    x = limits.logprobs(x, texts, step) + scores[:, :, None]
+    x = xp.where(scores[:, :, None] == -np.inf, scores[:, :, None], x)  # a dead beam may hold NaN
+    flat = x.reshape(sentences, beam * vocab)
+    best = largest(flat, min(max(2, 1 + len(options.eos)) * beam, beam * vocab))
+    parents, tokens = (best // vocab).astype(np.int32), (best % vocab).astype(np.int32)
+    return xp.take_along_axis(flat, best, -1), parents, tokens
+
+
+class _Stopping:
+    """When sentences are done, by ``options.stopping``."""
+
+    def __init__(self, xp, options, limits):
+        self.xp, self.options = xp, options
+        self.most = xp.asarray(limits.most)
+        lengths = range(limits.longest + 2)
+        self.divisors = xp.asarray([options.divisor(length) for length in lengths], np.float64)
+        self.ended = xp.zeros(len(limits.most), np.int32)  # texts so far
+        self.best_ended = xp.zeros(len(limits.most), bool)
+
+    def done(self, pool, best, ending, ends, step):
+        """Return which sentences (B,) are done after ``step``.
+
+        ``best``: the scores (B,) of the best beams. ``ending``: those of the texts that ended now,
+        or -inf, and ``ends``: which continuations end, both (B, n).
+        """
+        options, nothing = self.options, ending.dtype.type(-np.inf)
+        self.ended += (ending != nothing).sum(1, dtype=np.int32)
+        enough = self.ended >= options.enough
+        if options.stopping == "fairseq":
+            # scores only fall: the bound has the divisor of the shortest or longest possible text
+            hope = self.xp.maximum(
+                self._divided(best, step + 1 + options.end_counts), self._divided(best, self.most)
+            )
+            return enough | (hope <= pool.normalised[:, options.nbest - 1])
+        dead = best == nothing
+        if options.stopping == "hf-early" or (
+            options.stopping == "ct2" and options.length_penalty != 0
+        ):
+            return dead | enough
+        if options.stopping == "ct2":
+            self.best_ended |= ends[:, 0] & (ending[:, 0] != nothing)
+            return dead | (self.best_ended & (self.ended >= options.nbest))
+        far = options.stopping == "hf-never" and options.length_penalty > 0
+        hope = self._divided(best, self.most if far else step + 1)
+        return dead | (enough & (hope <= pool.normalised[:, -1]))
+
+    def _divided(self, scores, length):
+        """Return scores (B,) divided for a length, of at most what the sentence may have."""
+        return scores / self.divisors[self.xp.minimum(length, self.most)].astype(scores.dtype)
+
+    def competes(self, done, places):
+        """Return which beams compete as they are when their texts are cut.
+
+        ``places``: (B, K), of the continuations that they are.
+        """
+        if self.options.stopping == "fairseq":
+            return ~done[:, None]
+        return places < self.options.beam
 
 
 class _Pool:
     """The K best texts of each sentence that need no further step, best first.
 
     A text is the ``steps`` tokens that end in beam ``beams`` after that many steps, and, if there
-    are fewer than ``max_length``, the end mark. Unused entries score -inf.
+    are fewer than its ``max_length``, the end mark. Unused entries score -inf.
     """
 
     def __init__(self, xp, sentences, beam):
@@ -136,21 +185,11 @@ class _Pool:
         for name, array in both.items():
             setattr(self, name, xp.take_along_axis(array, best, -1))
 
-    def full(self):
-        """Return which sentences have a full pool."""
-        return self.normalised[:, -1] != -np.inf
+    def hypotheses(self, history, nbest, limits):
+        """Return the lists of Hypotheses; ``history``: (tokens, parents), each (B, K), by step.
 
-    def out_of_reach(self, best_running, divisors, nbest):
-        """Return for which sentences no running text can still reach the ``nbest`` best.
-
-        Scores only fall, so the bound is the current score with the divisor of the shortest or the
-        longest possible text.
+        ``limits``: the greatest length of each sentence.
         """
-        hope = self.xp.maximum(best_running / divisors[0], best_running / divisors[1])
-        return hope <= self.normalised[:, nbest - 1]
-
-    def hypotheses(self, history, nbest, max_length):
-        """Return the lists of Hypotheses; ``history``: (tokens, parents), each (B, K), by step."""
         names = ("normalised", "scores", "beams", "steps")
         normalised, scores, beam, steps = (to_cpu(getattr(self, n))[:, :nbest] for n in names)
         texts = np.zeros((*steps.shape, len(history)), np.int32)
@@ -159,5 +198,4 @@ class _Pool:
         for t in reversed(range(len(history))):
             texts[..., t] = np.take_along_axis(tokens[t], beam, -1)
             beam = np.where(t < steps, np.take_along_axis(parents[t], beam, -1), beam)
-        limits = [max_length] * len(texts)
         return hypotheses_of(texts, steps, scores, normalised, limits)

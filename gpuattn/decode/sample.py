@@ -4,49 +4,59 @@
 Top-p: Holtzman et al., "The curious case of neural text degeneration" (2020).
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from gpuattn import rng
+from gpuattn.arrays import get_xp
+from gpuattn.decode import processors
 from gpuattn.decode.greedy import follow
-from gpuattn.decode.stepper import Hypothesis, Limits, Stepper
-from gpuattn.ops.sampling.sample_tokens import check_settings, sample_tokens
+from gpuattn.decode.limits import Limits
+from gpuattn.decode.options import SampleOptions
+from gpuattn.decode.stepper import Hypothesis, Stepper
+from gpuattn.ops.sampling.sample_tokens import sample_tokens
+from gpuattn.typing import Array
 
 
 def sample(
     stepper: Stepper,
     *,
     bos: Any,
-    eos: int | None,
-    max_length: int,
-    min_length: int = 0,
-    banned: Iterable[int] = (),
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+    max_length: Any,
+    prefix: Sequence[Sequence[int]] | None = None,
     seed: Any = None,
+    **settings: Any,
 ) -> list[Hypothesis]:
     """Return, for each sentence, a Hypothesis drawn from the model's distribution.
 
-    ``stepper`` to ``banned`` as in ``greedy``. ``temperature``: > 0; the logits are divided by it.
-    ``top_k``: only the k most probable tokens are drawn from; None or more than V: all. ``top_p``:
-    0 < p <= 1; of those, only the most probable ones that together reach p. ``min_p``: 0 to 1; of
-    those, only what has p times the probability of the most probable. ``seed``: int or ``rng.Key``;
-    None draws one. Step t of sentence b draws with the counter (b, t): the same number on every
-    backend and in any batch.
+    ``stepper`` to ``prefix`` as in ``greedy``. ``seed``: int or ``rng.Key``; None draws one.
+    Step t of sentence b draws with the counter (b, t): the same number on every backend and in any
+    batch. ``settings``: those of ``options.SampleOptions``. Of them ``temperature``: > 0; the
+    logits are divided by it. ``top_k``: only the k most probable tokens are drawn from; None or
+    more than V: all. ``top_p``: 0 < p <= 1; of those, only the most probable ones that together
+    reach p. ``min_p``: 0 to 1; of those, only what has p times the probability of the most
+    probable. Bans and penalties change the logits first.
 
     ``score`` is the model's own: temperature 1, all tokens that are not banned.
     """
-    limits = Limits("sample", stepper, bos, eos, max_length, min_length, banned)
-    check_settings("sample", temperature, top_k, top_p, min_p)
+    options = SampleOptions(**settings)
+    limits = Limits(options, stepper, bos, max_length, prefix)
     key = rng.as_key(seed)
+    draws = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-
-    def draw(logits, step):
-        hidden = limits.hidden(step, logits.shape[1])
+    def draw(logits, texts, step):
+        hidden, forced = limits.hidden(step, logits.shape[1]), limits.forced(step)
+        changed = limits.penalised(logits[:, None], texts[:, None])[:, 0]
         now = key._replace(step=key.step + step)
-        return sample_tokens(logits, seed=now, banned=hidden, **settings)
+        chosen = sample_tokens(changed, seed=now, banned=hidden, **draws)
+        return chosen if forced is None else _forced_instead(*chosen, logits, forced)
 
     return follow(stepper, draw, limits)
+
+
+def _forced_instead(tokens: Array, logprobs: Array, logits: Array, forced: Array) -> tuple:
+    """Return (tokens, log-probabilities) with those of ``forced`` where it is no -1; all (B,)."""
+    xp, here = get_xp(logits), forced >= 0
+    found = processors.log_softmax(logits.astype(logprobs.dtype))
+    theirs = xp.take_along_axis(found, xp.maximum(forced, 0)[:, None], -1)[:, 0]
+    return xp.where(here, forced, tokens), xp.where(here, theirs, logprobs)

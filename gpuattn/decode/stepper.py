@@ -1,13 +1,12 @@
-"""The interface between decoding and models, the results, and settings of all decoders."""
+"""The interface between decoding and models, and the results."""
 
 import abc
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from gpuattn.arrays import to_cpu
-from gpuattn.errors import problem
 from gpuattn.typing import Array, Xp
 
 CHECK_EVERY = 8  # steps between two device reads of whether all sentences are done
@@ -81,61 +80,6 @@ def hypotheses_of(
         ]
         for b, limit in enumerate(limits)
     ]
-
-
-class Limits:
-    """Begin and end marks, length limits and banned tokens of a decoder, checked.
-
-    See ``greedy`` for the meaning of each setting.
-    """
-
-    def __init__(
-        self,
-        function: str,
-        stepper: Stepper,
-        bos: Any,
-        eos: int | None,
-        max_length: int,
-        min_length: int,
-        banned: Iterable[int],
-    ) -> None:
-        if max_length < 0:
-            raise ValueError(problem(function, "max_length", max_length, "0 or more"))
-        if not 0 <= min_length <= max_length:
-            accepted = f"0 to max_length, {max_length}"
-            raise ValueError(problem(function, "min_length", min_length, accepted))
-        if np.shape(bos) not in ((), (stepper.sentences,)):
-            accepted = f"a token, or one for each of the {stepper.sentences} sentences"
-            raise ValueError(problem(function, "bos", f"of shape {np.shape(bos)}", accepted))
-        self.function, self.stepper, self.bos = function, stepper, bos
-        self.eos = -1 if eos is None else eos
-        self.max_length, self.min_length = max_length, min_length
-        self.banned = tuple(banned)
-        self._masks: Any = None
-
-    def first_tokens(self, beam: int) -> Array:
-        """Return the tokens that begin the texts, int32 (B * beam,)."""
-        xp, shape = self.stepper.xp, (self.stepper.sentences, beam)
-        bos = xp.asarray(self.bos, np.int32)
-        return xp.broadcast_to(bos[:, None] if bos.ndim else bos, shape).ravel()
-
-    def hidden(self, step: int, vocab: int) -> Array | None:
-        """Return a bool mask (V,) of the tokens that may not come at ``step``, or None."""
-        if self._masks is None:
-            early = (*self.banned, self.eos) if self.eos >= 0 else self.banned
-            self._masks = self._mask(early, vocab), self._mask(self.banned, vocab)
-        return self._masks[step >= self.min_length]
-
-    def _mask(self, tokens, vocab):
-        if not tokens:
-            return None
-        wrong = [token for token in tokens if not 0 <= token < vocab]
-        if wrong:
-            got = f"holding {wrong[0]}"
-            raise ValueError(problem(self.function, "banned or eos", got, f"0 <= token < {vocab}"))
-        mask = np.zeros(vocab, bool)
-        mask[list(tokens)] = True
-        return self.stepper.xp.asarray(mask)
 
 
 def all_done(done: Array, step: int) -> bool:

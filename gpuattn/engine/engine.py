@@ -6,11 +6,12 @@ host. On NumPy the searches of ``gpuattn.decode`` run instead; tests compare the
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 from gpuattn.arrays import import_cupy, on_gpu, to_cpu
-from gpuattn.decode.beam import LENGTH_RULES, beam_search, check_settings
+from gpuattn.decode.beam import beam_search
+from gpuattn.decode.options import BeamOptions
 from gpuattn.decode.stepper import Hypothesis, hypotheses_of
 from gpuattn.engine.beam import TranslationSearch
 from gpuattn.errors import problem
@@ -27,15 +28,33 @@ def _ignore(sentence):
     pass
 
 
+def refusal(options: BeamOptions, prefix: Any = None) -> str | None:
+    """Return why the device cannot run a search, so that ``decode.beam`` does, or None."""
+    only = BeamOptions(eos=options.eos[:1])
+    for name in ("stopping", "patience", "end_counts", "renormalise"):
+        asked, there = getattr(options, name), getattr(only, name)
+        if asked != there:
+            return f"{name} is {asked!r}, the search on the device has {there!r}"
+    if len(options.eos) > 1:
+        return f"there are {len(options.eos)} end marks, the search on the device takes one"
+    if options.by_text:
+        return "no_repeat_ngram and repetition_penalty are not in the search on the device"
+    if prefix is not None:
+        return "texts have a prefix, the search on the device takes none"
+    if options.beam > MAX_BEAM:
+        return f"the beam is {options.beam}, the search on the device takes at most {MAX_BEAM}"
+    return None
+
+
 class Engine:
     """Generates with ``model``, on the device where its parameters are.
 
     ``max_rows``: the most beams of all sentences of a batch together. ``notify(sentence)``: called
-    with the reason where steps cannot be CUDA graphs.
+    with the reason where steps cannot be CUDA graphs or the search cannot run on the device.
     """
 
     def __init__(self, model: Any, *, max_rows: int = 2048, notify: Any = _ignore) -> None:
-        self.model, self.max_rows = model, max_rows
+        self.model, self.max_rows, self._notify = model, max_rows, notify
         self.on_gpu = on_gpu(model.parameters()[0].data)
         self._searches: dict = {}  # what a search is for -> TranslationSearch
         self._weights: tuple | None = None  # addresses of the parameters that graphs read
@@ -58,55 +77,50 @@ class Engine:
         return found
 
     def translations(
-        self, sources: Sequence[Sequence[int]], *, limits: Sequence[int], bos: int, eos: int,
-        beam: int = 5, nbest: int = 1, length_penalty: float = 1.0, length_rule: str = "power",
-        min_length: int = 0, banned: Sequence[int] = (),
+        self, sources: Sequence[Sequence[int]], *, limits: Sequence[int], bos: int,
+        prefix: Sequence[Sequence[int]] | None = None, **settings: Any,
     ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:  # fmt: skip
         """Yield (indices of sources, their lists of up to ``nbest`` Hypotheses), batch by batch.
 
         ``sources``: token ids without marks. ``limits``: the most tokens of each translation, the
-        end mark included. Other arguments as in ``decode.beam.beam_search``. Batches are of similar
+        end mark included. Other arguments as in ``decode.beam.beam_search``, which also searches
+        where the device cannot: ``notify`` is then called with the reason. Batches are of similar
         lengths, the longest first. A translation does not depend on the sources in its batch, but
         for rounding. Raises ValueError for settings out of range and for texts longer than the
         model's ``max_length``.
         """
-        check_settings("translate", beam, nbest, length_penalty, length_rule)
-        options = {
-            "bos": bos, "eos": eos, "nbest": nbest, "length_penalty": length_penalty,
-            "length_rule": length_rule, "min_length": min_length, "banned": tuple(banned),
-        }  # fmt: skip
+        options = BeamOptions(**settings)
         most = self.model.config.max_length
         if max(limits, default=0) > most:
             accepted = f"up to the model's max_length, {most}"
             raise ValueError(problem("translate", "a limit", max(limits), accepted))
-        run = self._on_device if self.on_gpu and beam <= MAX_BEAM else self._on_host
+        reason = refusal(options, prefix)
+        if self.on_gpu and reason:
+            self._notify(reason)
+        run = self._on_device if self.on_gpu and not reason else self._on_host
         order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
-        tokens = beam * _rounded(max(limits, default=1), most)
-        size = max(1, min(self.max_rows // beam, MAX_TOKENS // tokens))
+        tokens = options.beam * _rounded(max(limits, default=1), most)
+        size = max(1, min(self.max_rows // options.beam, MAX_TOKENS // tokens))
         for begin in range(0, len(order), size):
             chosen = order[begin : begin + size]
             batch = [sources[i] for i in chosen], [limits[i] for i in chosen]
-            yield chosen, run(*batch, beam, options)
+            given = None if prefix is None else [prefix[i] for i in chosen]
+            yield chosen, run(*batch, bos, given, options)
 
-    def _on_host(self, sources, limits, beam, options):
-        found = [None] * len(sources)
-        for limit in set(limits):  # one limit for all texts of a search
-            here = [i for i, own in enumerate(limits) if own == limit]
-            stepper = self.model.stepper(self.model.pack([sources[i] for i in here]), limit, beam)
-            best = beam_search(stepper, max_length=limit, beam=beam, **options)
-            for i, hypotheses in zip(here, best, strict=True):
-                found[i] = hypotheses
-        return found
+    def _on_host(self, sources, limits, bos, prefix, options):
+        stepper = self.model.stepper(self.model.pack(sources), max(limits), options.beam)
+        settings = asdict(options)
+        return beam_search(stepper, bos=bos, max_length=limits, prefix=prefix, **settings)
 
-    def _on_device(self, sources, limits, beam, options):
-        cupy = import_cupy()
+    def _on_device(self, sources, limits, bos, prefix, options):
+        cupy, beam = import_cupy(), options.beam
         ready = cupy.cuda.get_current_stream().record()
         with self._stream:
             self._stream.wait_event(ready)
             most = self.model.config.max_length
             sizes = _rounded(max(limits), most), _rounded(max(map(len, sources)) + 1, most)
             sentences = _rounded(len(sources), self.max_rows // beam, least=1)
-            key = sentences, beam, *sizes, tuple(options.items())
+            key = sentences, beam, *sizes, bos, options
             search = self._search(key)
             search.load(sources, limits)
             self._replays("encode", (key, search.token_room), search.encode)
@@ -120,16 +134,15 @@ class Engine:
             self._drop(len(self._searches))
             self._weights = weights
         if key not in self._searches:
-            sentences, beam, room, source_room, options = key
+            sentences, beam, room, source_room, bos, options = key
             tokens = sentences * beam * room
             while self._searches and tokens + self._kept_tokens() > MAX_TOKENS:
                 self._drop(1)
-            options = dict(options)
-            rule, penalty = options.pop("length_rule"), options.pop("length_penalty")
-            divisor = partial(LENGTH_RULES[rule], penalty=penalty)
             self._searches[key] = TranslationSearch(
-                self.model, sentences, beam, room, source_room, divisor=divisor, **options
-            )
+                self.model, sentences, beam, room, source_room, divisor=options.divisor, bos=bos,
+                eos=options.eos[0] if options.eos else -1, banned=options.banned,
+                nbest=options.nbest, min_length=options.min_length,
+            )  # fmt: skip
         return self._searches[key]
 
     def _kept_tokens(self):

@@ -5,7 +5,8 @@ import pytest
 from decode.fakes import BOS, EOS, Fake, random_model
 
 from gpuattn.arrays import to_cpu
-from gpuattn.decode.beam import LENGTH_RULES, beam_search
+from gpuattn.decode.beam import beam_search
+from gpuattn.decode.options import LENGTH_RULES
 from gpuattn.ops.sampling.beam_step import beam_step
 from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
 

@@ -1,0 +1,205 @@
+"""The settings of generation, and what each means.
+
+========================== ======================================================================
+``eos``                    the token that ends a text, a tuple of several, or None for no end
+``max_length``             the most tokens of a text, its end mark included: one number, or one for
+                           each sentence. Longer texts are cut: ``ended`` is False
+``min_length``             tokens before an end mark may come; prefix tokens count
+``banned``                 tokens that never come
+``prefix``                 for each sentence the tokens its text begins with. Bans and penalties do
+                           not apply to them. They count in score and length
+``no_repeat_ngram``        n: no n tokens in a row come twice in a text; 0: no such rule. The token
+                           that begins the text (``bos``) counts, others before it do not
+``repetition_penalty``     p: a token that has come (``bos`` too) has its logit or log-probability x
+                           turned into x / p if x > 0, else x * p (Keskar et al., 2019)
+``renormalise``            True: bans and penalties before the log-softmax, so the probabilities of
+                           all allowed tokens add up to 1. False: after it. Sampling: always before
+``beam``, ``nbest``        K texts are followed; the best ``nbest`` <= K are returned, fewer where
+                           fewer texts are possible
+``length_penalty``, rule   hypotheses are ordered by score / divisor. "power": length ** penalty;
+                           "gnmt": ((5 + length) / 6) ** penalty (Wu et al., 2016)
+``end_counts``             whether that length counts the end mark. A length of 0 is taken as 1
+``stopping``, ``patience`` when a sentence is done, see below
+``temperature`` to min_p   of draws, see ``decode.sample.sample``
+========================== ======================================================================
+
+Of a step's (1 + E) * K best continuations, E end marks and at least 2 * K, those among the first K
+that end go to a pool of the K best texts, and the best K that do not end continue. A sentence ends
+by itself, whatever the others in its batch do. ``stopping`` says when:
+
+============ =================================================== ==================================
+``stopping`` a sentence is done when                             at ``max_length`` compete
+============ =================================================== ==================================
+"fairseq"    round(K * patience) texts have ended, or no beam    all K beams
+             can still get among the ``nbest`` best
+"hf"         K texts have ended and the best beam, divided for   the first K continuations, whether
+             its present length, is no better than the worst     they end or not
+"hf-never"   the same, but for a penalty above 0 divided for     as "hf"
+             ``max_length``
+"hf-early"   round(K * patience) texts have ended                as "hf"
+"ct2"        round(K * patience) texts have ended; with a        as "hf"
+             penalty of 0: ``nbest`` have and the best
+             continuation of a step so far was an end mark
+============ =================================================== ==================================
+
+Other programs' results need these settings, for beam search. Greedy search and sampling of Hugging
+Face penalise logits: ``renormalise=True``.
+
+===================== ==================== ============================ ============================
+of                    fairseq              Hugging Face                 CTranslate2
+===================== ==================== ============================ ============================
+``stopping``          "fairseq"            "hf", "hf-early", "hf-never" "ct2"
+                                           for early_stopping False,
+                                           True, "never"
+``end_counts``        True                 True                         False
+``renormalise``       False                False                        True
+===================== ==================== ============================ ============================
+
+What stays different there:
+
+===================== ==================== ============================ ============================
+of                    fairseq              Hugging Face                 CTranslate2
+===================== ==================== ============================ ============================
+score of a prefix     as here              0; not in the length         0
+penalties count       from ``bos`` on      from the prompt on           what follows ``bos``
+an empty text's       as here              as here                      is 0: its score is -inf
+length
+several end marks     none                 as here                      2 * K continuations only
+dead ends             as here              returned, with a score near  returned, with a score near
+                                           -1e9                         the least float
+``max_length``        forces the end mark  as here                      as here
+===================== ==================== ============================ ============================
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gpuattn.errors import problem
+from gpuattn.ops.arguments import check_flags, integer, number
+from gpuattn.ops.sampling.sample_tokens import check_settings
+
+MAX_PENALTY = 10  # beyond it, powers of a length overflow a float
+LENGTH_RULES = {
+    "power": lambda length, penalty: max(length, 1) ** penalty,
+    "gnmt": lambda length, penalty: ((5 + length) / 6) ** penalty,
+}
+STOPPING = ("fairseq", "hf", "hf-early", "hf-never", "ct2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What all decoders share.
+
+    Raises ValueError for a setting out of range, TypeError for one of another type.
+    """
+
+    function: ClassVar[str] = "decode"
+    eos: Any  # int, several, or None; kept as a tuple
+    min_length: int = 0
+    banned: Iterable[int] = ()  # kept as a tuple
+    no_repeat_ngram: int = 0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        eos = () if self.eos is None else self.eos
+        for name, tokens in (("eos", eos), ("banned", self.banned)):
+            tokens = tuple(tokens) if isinstance(tokens, Iterable) else (tokens,)
+            found = tuple(integer(self.function, name, t, "tokens", -(1 << 62)) for t in tokens)
+            object.__setattr__(self, name, tuple(dict.fromkeys(found)))
+        integer(self.function, "min_length", self.min_length, "0 to max_length")
+        integer(self.function, "no_repeat_ngram", self.no_repeat_ngram, "0 for none, or from 1 on")
+        accepted, p = "a number above 0; 1 penalises nothing", self.repetition_penalty
+        number(self.function, "repetition_penalty", p, accepted, _above_zero)
+
+    @property
+    def by_text(self) -> bool:
+        """Whether bans or penalties depend on the tokens so far."""
+        return self.no_repeat_ngram > 0 or self.repetition_penalty != 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreedyOptions(Options):
+    """Settings of ``greedy``."""
+
+    function: ClassVar[str] = "greedy"
+    renormalise: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(self.function, renormalise=self.renormalise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions(Options):
+    """Settings of ``sample``."""
+
+    function: ClassVar[str] = "sample"
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_settings(self.function, self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamOptions(GreedyOptions):
+    """Settings of ``beam_search`` and of the engine."""
+
+    function: ClassVar[str] = "beam_search"
+    beam: int = 5
+    nbest: int = 1
+    length_penalty: float = 1.0
+    length_rule: str = "power"
+    end_counts: bool = True
+    stopping: str = "fairseq"
+    patience: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        where = self.function
+        integer(where, "beam", self.beam, "1 or more", 1)
+        integer(where, "nbest", self.nbest, f"1 to beam, {self.beam}", 1, self.beam)
+        accepted = f"{-MAX_PENALTY} to {MAX_PENALTY}"
+        number(where, "length_penalty", self.length_penalty, accepted, _small)
+        _check_name(where, "length_rule", self.length_rule, tuple(LENGTH_RULES))
+        _check_name(where, "stopping", self.stopping, STOPPING)
+        check_flags(where, end_counts=self.end_counts)
+        number(where, "patience", self.patience, "a number above 0", _above_zero)
+        if self.patience != 1 and self.stopping in ("hf", "hf-never"):
+            accepted = (
+                f"1 with stopping {self.stopping!r}, which waits for K texts and their scores"
+            )
+            raise ValueError(problem(where, "patience", self.patience, accepted))
+        if self.enough < self.nbest:
+            accepted = f"enough that round(beam * patience) is nbest, {self.nbest}, or more"
+            raise ValueError(problem(where, "patience", self.patience, accepted))
+
+    @property
+    def enough(self) -> int:
+        """The number of ended texts that is enough."""
+        return max(1, round(self.beam * self.patience))
+
+    def divisor(self, tokens: int, ended: bool = False) -> float:
+        """Return what the score of a text of so many tokens is divided by.
+
+        ``ended``: whether an end mark follows them.
+        """
+        length = tokens + (ended and self.end_counts)
+        return LENGTH_RULES[self.length_rule](length, self.length_penalty)
+
+
+def _above_zero(x):
+    return 0 < x < float("inf")
+
+
+def _small(x):
+    return -MAX_PENALTY <= x <= MAX_PENALTY
+
+
+def _check_name(function, name, value, names):
+    if value not in names:
+        raise ValueError(problem(function, name, repr(value), ", ".join(names)))
