@@ -48,7 +48,9 @@ def sample(
         hidden, forced = limits.hidden(step, logits.shape[1]), limits.forced(step)
         changed = limits.penalised(logits[:, None], texts[:, None])[:, 0]
         now = key._replace(step=key.step + step)
-        chosen = sample_tokens(changed, seed=now, banned=hidden, **draws)
+        whole = limits.running.spread(changed)  # the number of a sentence decides what it draws
+        chosen = sample_tokens(whole, seed=now, banned=hidden, **draws)
+        chosen = tuple(x[limits.running.sentences] for x in chosen)
         return chosen if forced is None else _forced_instead(*chosen, logits, forced)
 
     return follow(stepper, draw, limits)
