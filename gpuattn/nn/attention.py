@@ -254,9 +254,9 @@ class MultiHeadAttention(Module):
     ) -> Any:  # fmt: skip
         """Return the heads' outputs, concatenated, in the shape of ``x``: the input of ``out``.
 
-        ``memory``: what cross-attention reads: tokens, or their keys and values, as ``project`` or
-        a MemoryProjection returned them, or a HostMemory. ``positions``: int, of the tokens of x, for ``rotary``; by
-        default 0, 1, ... along their axis.
+        ``memory``: what cross-attention reads: tokens, their keys and values, as ``project`` or a
+        MemoryProjection returned them, or a HostMemory. ``positions``: int, of the tokens of x, for
+        ``rotary``; by default 0, 1, ... along their axis.
         ``key_lengths`` (B,): of the keys in a padded batch. ``cu_seqlens``, ``max_seqlen``: offsets
         and greatest length of packed x; ``cu_memory``, ``max_memory``: of packed memory.
         ``cache``: a KeyValueCache that x continues. A batch of B memories serves N = B * K rows

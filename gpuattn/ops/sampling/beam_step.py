@@ -187,7 +187,11 @@ def _best_on_host(adjusted, normalisers, beam):
     order = np.lexsort((columns, -found, row, -totals, row // beam))
     first = np.searchsorted((row // beam)[order], np.flatnonzero(usual))
     winners = order[first[:, None] + np.arange(count)]
-    best = totals[winners], (row % beam)[winners].astype(np.int32), columns[winners].astype(np.int32)
+    best = (
+        totals[winners],
+        (row % beam)[winners].astype(np.int32),
+        columns[winners].astype(np.int32),
+    )
     if usual.all():
         return best
     found = tuple(np.empty((len(usual), count), x.dtype) for x in best)
