@@ -7,6 +7,8 @@ Top-p: Holtzman et al., "The curious case of neural text degeneration" (2020).
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from gpuattn import rng
 from gpuattn.arrays import get_xp
 from gpuattn.decode import processors
@@ -25,13 +27,15 @@ def sample(
     max_length: Any,
     prefix: Sequence[Sequence[int]] | None = None,
     seed: Any = None,
+    numbers: Any = None,
     **settings: Any,
 ) -> list[Hypothesis]:
     """Return, for each sentence, a Hypothesis drawn from the model's distribution.
 
     ``stepper`` to ``prefix`` as in ``greedy``. ``seed``: int or ``rng.Key``; None draws one.
-    Step t of sentence b draws with the counter (b, t): the same number on every backend and in any
-    batch. ``settings``: those of ``options.SampleOptions``. Of them ``temperature``: > 0; the
+    ``numbers``: the number of each sentence's sample, integers (B,); None: 0, 1, 2... Step t of
+    sample n draws with the counter (n, t): the same random number on every backend, in any batch
+    and order. ``settings``: those of ``options.SampleOptions``. Of them ``temperature``: > 0; the
     logits are divided by it. ``top_k``: only the k most probable tokens are drawn from; None or
     more than V: all. ``top_p``: 0 < p <= 1; of those, only the most probable ones that together
     reach p. ``min_p``: 0 to 1; of those, only what has p times the probability of the most
@@ -42,15 +46,16 @@ def sample(
     options = SampleOptions(**settings)
     limits = Limits(options, stepper, bos, max_length, prefix)
     key = rng.as_key(seed)
+    numbers = np.arange(stepper.sentences) if numbers is None else numbers
+    numbers = stepper.xp.asarray(numbers, np.int32)
     draws = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
     def draw(logits, texts, step):
         hidden, forced = limits.hidden(step, logits.shape[1]), limits.forced(step)
         changed = limits.penalised(logits[:, None], texts[:, None])[:, 0]
         now = key._replace(step=key.step + step)
-        whole = limits.running.spread(changed)  # the number of a sentence decides what it draws
-        chosen = sample_tokens(whole, seed=now, banned=hidden, **draws)
-        chosen = tuple(x[limits.running.sentences] for x in chosen)
+        own = numbers[limits.running.sentences]
+        chosen = sample_tokens(changed, seed=now, numbers=own, banned=hidden, **draws)
         return chosen if forced is None else _forced_instead(*chosen, logits, forced)
 
     return follow(stepper, draw, limits)

@@ -28,30 +28,34 @@ class Sampler:
         self.metrics = metrics or {}
 
     def sample(
-        self, prompt: str = "", *, tokens: int, count: int = 1, temperature: float = TEMPERATURE,
-        top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0, seed: Any = None,
+        self, prompt: str = "", *, tokens: int, count: int = 1, first: int = 0,
+        temperature: float = TEMPERATURE, top_k: int | None = None, top_p: float = 1.0,
+        min_p: float = 0.0, seed: Any = None,
     ) -> list[str]:  # fmt: skip
         """Return ``count`` texts that begin with ``prompt`` and continue it by ``tokens`` tokens.
 
-        Without a prompt a text begins like a line. ``temperature`` to ``seed``: see
-        ``decode.sample.sample``; temperature 0 takes the most probable token each time. The context
-        has ``block`` tokens: a longer text restarts with the last half of them as its prompt, so a
-        step costs as much as in a short text. Raises DataError for a prompt with characters that
-        the tokenizer lacks.
+        Without a prompt a text begins like a line. ``first``: the number of the first text: text n
+        of a seed is the same, but for rounding, however many are drawn with it. ``temperature`` to
+        ``seed``: see ``decode.sample.sample``; temperature 0 takes the most probable token each
+        time. The context has ``block`` tokens: a longer text restarts with the last half of them as
+        its prompt, so a step costs as much as in a short text. Raises DataError for a prompt with
+        characters that the tokenizer lacks.
         """
-        if count < 1 or tokens < 0:
-            got = f"{count} and {tokens}"
-            raise ConfigError(problem("sample", "count and tokens", got, "from 1, and from 0 on"))
+        if count < 1 or tokens < 0 or first < 0:
+            got, accepted = f"{count}, {tokens} and {first}", "from 1, from 0 and from 0 on"
+            raise ConfigError(problem("sample", "count, tokens and first", got, accepted))
         if temperature == 0:
             temperature, top_k = 1.0, 1
         begin = [] if prompt else [self.tokenizer.line_end]
         ids = begin + self.tokenizer.encode_text(prompt)
         texts = np.array([ids] * count, np.int32)
         settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        numbers = np.arange(first, first + count, dtype=np.int32)
         key, end = rng.as_key(seed), len(ids) + tokens
         while texts.shape[1] < end:
             step = texts.shape[1] - len(ids)
-            texts = self._longer(texts, end, seed=key._replace(step=key.step + step), **settings)
+            now = key._replace(step=key.step + step)
+            texts = self._longer(texts, end, seed=now, numbers=numbers, **settings)
         return [self.tokenizer.decode_text(text[len(begin) :].tolist()) for text in texts]
 
     def _longer(self, texts, end, **settings):

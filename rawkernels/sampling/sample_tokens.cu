@@ -140,6 +140,7 @@ __device__ __noinline__ Cut cut_off(const Row& row, Cut cut, int count, unsigned
 extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_forward(
     const scalar* logits,          // (rows, >= vocab), rows `stride` apart
     const bool* banned,            // (vocab,) or null
+    const int* numbers,            // (rows,) first Philox counter of each row, or null for the row itself
     int* __restrict__ tokens,                   // (rows,)
     float* __restrict__ logprobs,               // (rows,), at temperature 1, over all tokens that are not banned
     const unsigned int* device_step,
@@ -195,7 +196,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
     // Sample: find the warp whose stretch of the row holds the target, then narrow it down to one token.
     __shared__ Mass masses[WARPS];
     __shared__ int ties[WARPS];
-    const uint4 words = philox(philox_key(seed_low, seed_high, stream, step, device_step), blockIdx.x, 0);
+    const unsigned int number = numbers ? numbers[blockIdx.x] : blockIdx.x;
+    const uint4 words = philox(philox_key(seed_low, seed_high, stream, step, device_step), number, 0);
     int begin = 0, end = row.vectors, ties_before = 0;
     Mass target = 0;
     // Returns the lane whose part holds the target; each lane passes the mass and the number of ties of its part.

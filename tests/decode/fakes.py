@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 
 from gpuattn.arrays import to_cpu
+from gpuattn.decode.options import BeamOptions
 from gpuattn.decode.stepper import Stepper
 
 BOS, EOS = 0, 1
@@ -69,28 +70,71 @@ def divide(score, length, penalty, rule):
     return score / (max(length, 1) ** penalty if rule == "power" else ((5 + length) / 6) ** penalty)
 
 
-def plain_beam(logits_of, sentence, beam, max_length, penalty, rule, min_length=0, banned=()):
-    """Return [(normalised, score, text, ended)], best first, for one sentence."""
-    running, pool = [(0.0, ())], []
+def plain_logprobs(logits, text, options, forced):
+    """Return the log-probabilities of the tokens after ``text``, which begins with BOS."""
+    model = log_softmax(logits)
+    if forced is not None:
+        return [p if token == forced else -np.inf for token, p in enumerate(model)]
+    row = list(logits if options.renormalise else model)
+    size, penalty = options.no_repeat_ngram, options.repetition_penalty
+    for token, x in enumerate(row):
+        if penalty != 1 and token in text:
+            row[token] = x / penalty if x > 0 else x * penalty
+        grams = [text[i : i + size] for i in range(len(text) - size + 1)] if size else []
+        early = token in options.eos and len(text) - 1 < options.min_length
+        if (*text[len(text) - size + 1 :], token) in grams or token in options.banned or early:
+            row[token] = -np.inf
+    return log_softmax(row) if options.renormalise and max(row) > -np.inf else row
+
+
+def plain_search(logits_of, sentence, options, max_length, prefix=()):
+    """Return [(normalised, score, text, ended)], best first, for one sentence by BeamOptions."""
+    beam, stopping = options.beam, options.stopping
+    running, pool, count, best_ended = [(0.0, ())], [], 0, False
+    if max_length == 0:
+        return [(0.0, 0.0, [], False)]
     for step in range(max_length):
-        candidates = []
+        found = []
         for slot, (score, text) in enumerate(running):
-            for token, logprob in enumerate(log_softmax(logits_of(sentence, text))):
-                if token in banned or (token == EOS and step < min_length):
-                    continue
-                candidates.append((score + logprob, slot, token, text))
-        candidates.sort(key=lambda c: (-c[0], c[1], c[2]))
-        for score, _, token, text in candidates[:beam]:
-            if token == EOS:
-                pool.append((divide(score, step + 1, penalty, rule), score, list(text), True))
+            forced = prefix[step] if step < len(prefix) else None
+            row = plain_logprobs(logits_of(sentence, text), (BOS, *text), options, forced)
+            found += [(score + p, slot, token, text) for token, p in enumerate(row) if p > -np.inf]
+        found.sort(key=lambda c: (-c[0], c[1], c[2]))
+        found = found[: max(2, 1 + len(options.eos)) * beam]
+        last = step + 1 == max_length
+        for score, _, token, text in found[:beam]:
+            if token in options.eos:
+                count += 1
+                normalised = score / options.divisor(step, ended=True)
+                pool.append((normalised, score, list(text), True))
         pool = sorted(pool, key=lambda h: -h[0])[:beam]
-        going_on = [c for c in candidates[: 2 * beam] if c[2] != EOS][:beam]
-        running = [(score, (*text, token)) for score, _, token, text in going_on]
-        if len(pool) == beam:
-            return pool
-    for score, text in running:
-        pool.append((divide(score, max_length, penalty, rule), score, list(text), False))
+        best_ended |= bool(found) and found[0][2] in options.eos
+        going_on = [(rank, c) for rank, c in enumerate(found) if c[2] not in options.eos][:beam]
+        running = [(c[0], (*c[3], c[2])) for _, c in going_on]
+        enough, length = count >= options.enough, step + 1
+        if stopping == "ct2" and options.length_penalty == 0:
+            enough = best_ended and count >= options.nbest
+        if stopping in ("hf", "hf-never") and running:
+            if stopping == "hf-never" and options.length_penalty > 0:
+                length = max_length
+            enough &= running[0][0] / options.divisor(length) <= pool[-1][0] if enough else False
+        if last and not (stopping == "fairseq" and enough):
+            for (rank, _), (score, text) in zip(going_on, running, strict=True):
+                if stopping == "fairseq" or rank < beam:
+                    normalised = score / options.divisor(max_length)
+                    pool.append((normalised, score, list(text), False))
+        if enough or not running:
+            break
     return sorted(pool, key=lambda h: -h[0])[:beam]
+
+
+def plain_beam(logits_of, sentence, beam, max_length, penalty, rule, min_length=0, banned=()):
+    """Return what ``plain_search`` does for these settings."""
+    options = BeamOptions(
+        eos=EOS, beam=beam, length_penalty=penalty, length_rule=rule, min_length=min_length,
+        banned=banned,
+    )  # fmt: skip
+    return plain_search(logits_of, sentence, options, max_length)
 
 
 def every_text(logits_of, sentence, vocab, max_length, penalty, rule):

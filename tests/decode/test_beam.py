@@ -2,11 +2,21 @@
 
 import numpy as np
 import pytest
-from decode.fakes import BOS, EOS, Fake, every_text, log_softmax, plain_beam, random_model
+from decode.fakes import (
+    BOS,
+    EOS,
+    Fake,
+    every_text,
+    log_softmax,
+    plain_beam,
+    plain_search,
+    random_model,
+)
 
 from gpuattn.decode import stepper as stepper_module
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.greedy import greedy
+from gpuattn.decode.options import BeamOptions
 
 NEVER = -np.inf
 ENDS = {"bos": BOS, "eos": EOS}
@@ -92,6 +102,58 @@ def test_tokens_equal_those_of_a_plain_python_beam(xp, rule, penalty):
                 logits_of, b, beam, max_length, penalty, rule, min_length, banned
             )  # fmt: skip
             check(found[b], plain[:nbest])
+
+
+def random_options(rng, vocab):
+    """Return (settings of beam_search, greatest length)."""
+    beam, length = int(rng.integers(1, 6)), int(rng.integers(0, 8))
+    ends = rng.permutation(np.arange(1, vocab - 1))[: rng.integers(1, 4)].tolist()
+    stopping = str(rng.choice(["fairseq", "fairseq", "ct2", "hf", "hf-early", "hf-never"]))
+    nbest = int(rng.integers(1, beam + 1))
+    counting = stopping in ("fairseq", "hf-early", "ct2")
+    patience = float(rng.choice([1, 1, 2, nbest / beam])) if counting else 1.0
+    return {
+        "beam": beam, "nbest": nbest, "stopping": stopping, "patience": patience,
+        "eos": ends[0] if len(ends) == 1 else ends, "end_counts": bool(rng.integers(2)),
+        "renormalise": bool(rng.integers(2)), "length_rule": str(rng.choice(["power", "gnmt"])),
+        "length_penalty": float(rng.choice([0, 0.6, 1, 2, -0.5])),
+        "no_repeat_ngram": int(rng.choice([0, 0, 1, 2, 3])),
+        "repetition_penalty": float(rng.choice([1, 1, 0.8, 1.5])),
+        "banned": rng.integers(0, vocab, rng.integers(0, 3)).tolist(),
+        "min_length": int(rng.integers(0, length + 1)) * int(rng.integers(2)),
+    }, length  # fmt: skip
+
+
+def compare(xp, seed, sentences=3):
+    """Compare a search with random options, limits and prefixes with plain Python's."""
+    rng = np.random.default_rng(seed)
+    vocab = int(rng.integers(5, 10))
+    settings, longest = random_options(rng, vocab)
+    limits = np.array([longest, *rng.integers(0, longest + 1, sentences - 1)])
+    free = [t for t in range(vocab) if t not in np.atleast_1d(settings["eos"])]
+    prefix = [rng.choice(free, rng.integers(0, limit + 1)).tolist() for limit in limits]
+    prefix = prefix if rng.integers(2) else None
+    model = random_model(seed, vocab)
+    found = beam_search(
+        Fake(xp, sentences, model, np.float64), bos=BOS, max_length=limits, prefix=prefix,
+        **settings,
+    )  # fmt: skip
+    options = BeamOptions(**settings)
+    for b, limit in enumerate(limits.tolist()):
+        begun = prefix[b] if prefix else ()
+        check(found[b], plain_search(model, b, options, limit, begun)[: options.nbest])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_options_equal_a_plain_python_search(xp, seed):
+    for each in range(10):
+        compare(xp, 10 * seed + each)
+
+
+@pytest.mark.exhaustive
+def test_a_thousand_options_equal_a_plain_python_search():
+    for seed in range(1000):
+        compare(np, seed)
 
 
 @pytest.mark.parametrize("penalty, rule", [(0.0, "power"), (1.0, "power"), (1.0, "gnmt")])

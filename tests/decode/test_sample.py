@@ -103,6 +103,22 @@ def test_a_sentence_does_not_depend_on_later_ones():
     assert len({tuple(h.tokens) for h in texts[2]}) == 5
 
 
+def test_a_text_does_not_depend_on_its_place():
+    """Alone, or in another order: the sample's number and the position count, not the row."""
+    models = [random_model(seed, 30) for seed in range(5)]
+    settings = {"max_length": 10, "seed": 7, "temperature": 1.5, "bos": BOS, "eos": None}
+    want = sample(Fake(np, 5, lambda b, text: models[b](0, text)), **settings)
+    order = [3, 0, 4, 1, 2]
+    for rows in (order, [2], [4, 2]):
+        model = Fake(np, len(rows), lambda b, text, rows=rows: models[rows[b]](0, text))
+        assert sample(model, numbers=rows, **settings) == [want[b] for b in rows]
+    # and a text that is continued, from step 4 on, draws what it would have drawn
+    begun = [text.tokens[:4] for text in want]
+    model = Fake(np, 5, lambda b, text: models[b](0, (*begun[b], *text)))
+    rest = sample(model, **(settings | {"seed": rng.Key(7, step=4), "max_length": 6}))
+    assert [a + b.tokens for a, b in zip(begun, rest, strict=True)] == [h.tokens for h in want]
+
+
 def test_same_samples_on_both_backends(gpu):
     settings = {"max_length": 12, "seed": 9, "temperature": 1.3, **ENDS}
     for extra in ({}, {"top_k": 10}, {"top_p": 0.8}, {"banned": (0,)}):

@@ -164,6 +164,7 @@ def test_samples_depend_on_seed_and_settings(config, tmp_path):
     one, other = sampler.sample("red ", count=2, **settings)
     assert one != other and {len(one), len(other)} == {34} and one.startswith("red ")
     assert sampler.sample("red ", **settings) == [one]
+    assert sampler.sample("red ", first=1, **settings) == [other]
     assert sampler.sample("red ", **(settings | {"seed": 4})) != [one]
     assert sampler.sample("red ", tokens=0) == ["red "]
     with pytest.raises(DataError, match="character 'X' at 1 was not in"):

@@ -41,6 +41,7 @@ def sample_tokens(
     logits: Array,
     *,
     seed: Any = None,
+    numbers: Array | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
@@ -52,12 +53,13 @@ def sample_tokens(
     """Return (tokens (rows,) int32, log-probabilities (rows,)): a sampled token for each row.
 
     ``logits``: (rows, C) float array, any strides. ``seed``: int or ``rng.Key``; None draws one.
-    Row r uses the first word of Philox counter (r, 0, stream, step), on every backend and
-    independent of the other rows. ``temperature``: > 0; logits are divided by it. Then, in this
-    order: ``top_k``: only the k most probable tokens are kept; None or more than V: all.
-    ``top_p``: 0 < p <= 1; of those only the most probable ones that together reach p. ``min_p``: 0
-    to 1; of those only tokens with at least p times the probability of the most probable one. Of
-    equally probable tokens the lowest are kept.
+    Row r uses the first word of Philox counter (numbers[r], 0, stream, step), on every backend and
+    independent of the other rows. ``numbers``: int32 (rows,), 0 or more; None: 0, 1, 2... With a
+    number of its own a row draws the same wherever it is in a batch. ``temperature``: > 0; logits
+    are divided by it. Then, in this order: ``top_k``: only the k most probable tokens are kept;
+    None or more than V: all. ``top_p``: 0 < p <= 1; of those only the most probable ones that
+    together reach p. ``min_p``: 0 to 1; of those only tokens with at least p times the probability
+    of the most probable one. Of equally probable tokens the lowest are kept.
     ``banned``: bool (V,), True for tokens whose logit is taken as -inf. ``vocab_size``: V <= C;
     columns from V on are padding and never read. ``impl``: "raw-simt", "reference", or None.
 
@@ -68,7 +70,8 @@ def sample_tokens(
     """
     logits = as_array(raw(logits), "sample_tokens", "logits")
     banned = None if banned is None else as_array(banned, "sample_tokens", "banned")
-    check_together("sample_tokens", logits=logits, banned=banned)
+    numbers = None if numbers is None else as_array(numbers, "sample_tokens", "numbers")
+    check_together("sample_tokens", logits=logits, banned=banned, numbers=numbers)
     check_floats("sample_tokens", logits=logits)
     if logits.ndim != 2:
         raise ValueError(problem("sample_tokens", "logits.shape", logits.shape, "(rows, C)"))
@@ -76,10 +79,16 @@ def sample_tokens(
     if vocab_size == 0:
         raise ValueError(problem("sample_tokens", "the vocabulary", 0, "1 or more"))
     checked_banned("sample_tokens", banned, vocab_size)
+    if numbers is not None and numbers.dtype != np.int32:
+        raise TypeError(problem("sample_tokens", "numbers.dtype", numbers.dtype, "int32"))
+    if numbers is not None and numbers.shape != logits.shape[:1]:
+        accepted = f"({len(logits)},), one for each row"
+        raise ValueError(problem("sample_tokens", "numbers.shape", numbers.shape, accepted))
     check_settings("sample_tokens", temperature, top_k, top_p, min_p)
     key = seed_key("sample_tokens", seed)
+    inputs = logits, banned, numbers
     return Call(
-        IMPLS, (logits, banned), impl, vocab_size=vocab_size, temperature=float(temperature),
+        IMPLS, inputs, impl, vocab_size=vocab_size, temperature=float(temperature),
         top_k=0 if top_k is None or top_k >= vocab_size else operator.index(top_k),
         top_p=0 if top_p == 1 else min(max(round(top_p * 2**32), 1), 2**32 - 1),
         min_p=round(min_p * ONE), key=key,
@@ -108,7 +117,7 @@ def inverse(temperature: float) -> np.float32:
 
 
 def _forward_reference(
-    logits, banned, *, needs, vocab_size, temperature, top_k, top_p, min_p, key
+    logits, banned, numbers, *, needs, vocab_size, temperature, top_k, top_p, min_p, key
 ):  # fmt: skip
     xp, rows = get_xp(logits), len(logits)
     x = logits[:, :vocab_size].astype(wide(logits.dtype), order="C")
@@ -124,7 +133,7 @@ def _forward_reference(
     weights = xp.where(weights >= min_p, weights, 0)
     reached = xp.cumsum(weights, axis=-1, dtype=np.uint64)
     total = reached[:, -1:]
-    target = _share(total, _words(xp, key, rows)[:, None])
+    target = _share(total, _words(xp, key, numbers, rows)[:, None])
     tokens = (reached <= target).sum(-1, keepdims=True)
     tokens = xp.where(total == 0, largest(x, 1), tokens)
     logprobs = (xp.take_along_axis(x, tokens, -1) - peak - log_total)[:, 0]
@@ -149,17 +158,18 @@ def _share(total, share):
     return (total >> bits) * share + ((total & low) * share >> bits)
 
 
-def _words(xp, key, rows):
-    """Return the first word of Philox counter (row, 0, stream, step) for each row, as uint64."""
+def _words(xp, key, numbers, rows):
+    """Return the first word of Philox counter (number, 0, stream, step) for each row, as uint64."""
+    first = xp.arange(rows) if numbers is None else numbers.astype(np.uint32)
     zero, stream = xp.zeros((), np.uint64), xp.full((), key.stream, np.uint64)
     step = xp.asarray(key.step, np.uint64).reshape(())
-    return rng.philox(key.seed, xp.arange(rows, dtype=np.uint64), zero, stream, step)[0]
+    return rng.philox(key.seed, first.astype(np.uint64), zero, stream, step)[0]
 
 
 # ---- raw: rawkernels/sampling/sample_tokens.cu --------------------------------------------------
 
 
-def _refuse_raw(logits, banned, *, vocab_size, **_):
+def _refuse_raw(logits, *_, vocab_size, **__):
     if reason := kernel_refusal(logits, "logits"):
         return reason
     if vocab_size > MAX_COLS:
@@ -167,11 +177,14 @@ def _refuse_raw(logits, banned, *, vocab_size, **_):
     return None
 
 
-def _forward_raw(logits, banned, *, needs, vocab_size, temperature, top_k, top_p, min_p, key):
+def _forward_raw(
+    logits, banned, numbers, *, needs, vocab_size, temperature, top_k, top_p, min_p, key
+):  # fmt: skip
     rows, stride = strided_rows(logits)
     tokens = arrays.empty(logits, len(rows), np.int32)
     logprobs = arrays.empty(logits, len(rows), np.float32)
-    banned = None if banned is None else get_xp(logits).ascontiguousarray(banned)
+    contiguous = get_xp(logits).ascontiguousarray
+    banned, numbers = (None if x is None else contiguous(x) for x in (banned, numbers))
     seed_low, seed_high, stream, step, device_step = rng.device_arguments(key)
     block = NARROW_BLOCK if vocab_size <= NARROW else BLOCK
     forward = kernel(
@@ -181,8 +194,8 @@ def _forward_raw(logits, banned, *, needs, vocab_size, temperature, top_k, top_p
         BLOCK=block,
     )
     forward(
-        (len(rows),), (block,), rows, banned, tokens, logprobs, device_step, stride, vocab_size,
-        inverse(temperature), top_k, top_p, min_p, seed_low, seed_high, stream, step,
+        (len(rows),), (block,), rows, banned, numbers, tokens, logprobs, device_step, stride,
+        vocab_size, inverse(temperature), top_k, top_p, min_p, seed_low, seed_high, stream, step,
         shared_bytes=SHARED_BYTES if top_k or top_p else 0,
     )  # fmt: skip
     return (tokens, logprobs), None

@@ -85,6 +85,19 @@ def test_the_random_number_depends_on_row_and_step(name, where):
         assert to_cpu(sample_tokens(logits, seed=key, impl=name)[0]).tolist() == want.tolist()
 
 
+@pytest.mark.parametrize("name, where", HERE)
+def test_numbers_move_with_their_rows(name, where):
+    """A row draws the same token wherever it is in the batch; 0, 1, 2... are the default."""
+    xp, numbers = module_named(where), np.random.default_rng(0)
+    logits = xp.asarray(numbers.standard_normal((30, 70)), np.float32)
+    want = to_cpu(sample_tokens(logits, seed=4, impl=name)[0])
+    order = numbers.permutation(30).astype(np.int32)
+    for part in (slice(None), slice(1), slice(None, None, 3)):  # the last with a stride
+        here = xp.asarray(order)[part]
+        found = sample_tokens(logits[here], seed=4, numbers=here, impl=name)[0]
+        assert to_cpu(found).tolist() == want[order[part]].tolist()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", [1, 31, 4099, 50001])
 def test_both_backends_draw_the_same(gpu, cols, dtype):
@@ -173,5 +186,9 @@ def test_bad_arrays(xp):
         sample_tokens(xp.zeros((2, 0), np.float32))
     with pytest.raises(TypeError, match=r"logits\.dtype is int32"):
         sample_tokens(xp.zeros((2, 5), np.int32))
+    with pytest.raises(TypeError, match=r"numbers\.dtype is int64"):
+        sample_tokens(xp.zeros((2, 5), np.float32), numbers=xp.zeros(2, np.int64))
+    with pytest.raises(ValueError, match=r"numbers\.shape is \(3,\)"):
+        sample_tokens(xp.zeros((2, 5), np.float32), numbers=xp.zeros(3, np.int32))
     with pytest.raises(TypeError, match="bool"):
         sample_tokens(xp.zeros((2, 5), np.float32), banned=xp.zeros(5, np.int8))
