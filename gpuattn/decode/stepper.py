@@ -40,12 +40,13 @@ class Stepper(abc.ABC):
     def reorder(self, parents: Array) -> None:
         """Let each row continue the text of row ``parents[row]``; int32 (rows,)."""
 
-    @abc.abstractmethod
-    def keep(self, sentences: Array) -> None:
-        """Go on with these ``sentences`` alone, integers in ascending order, until ``start``.
+    def keep(self, sentences: Array) -> bool:
+        """Go on with these ``sentences`` alone, until ``start``, and return True.
 
-        Rows are those of the sentences kept, numbered anew: as if the batch had no others.
+        ``sentences``: integers in ascending order. Rows are then those of the sentences kept, as if
+        the batch had no others. A stepper that cannot do it returns False and keeps all.
         """
+        return False
 
 
 class Running:
@@ -65,8 +66,8 @@ class Running:
             return
         going_on = np.flatnonzero(~done[self.sentences])
         held = len(done[self.sentences])
-        if 0 < len(going_on) <= (1 - LEAVING_SHARE) * held:
-            self.stepper.keep(going_on)
+        few = 0 < len(going_on) <= (1 - LEAVING_SHARE) * held
+        if few and self.stepper.keep(going_on):
             self.sentences = np.arange(len(done))[self.sentences][going_on]
 
     def spread(self, x: Array, fill: Any = 0) -> Array:

@@ -36,13 +36,13 @@ class TranslationStepper(CachedStepper):
         super().start(beam)
         self.memory, self.lengths = self.whole_memory, self.whole_lengths
 
-    def keep(self, sentences: Array) -> None:
-        super().keep(sentences)
+    def keep(self, sentences: Array) -> bool:
         self.lengths = self.lengths[sentences]
         if self.kv_cache:
             self.memory = [memory.kept(sentences) for memory in self.memory]
         else:
             self.memory = self.memory[sentences]
+        return super().keep(sentences)
 
     def _new_caches(self, rows):
         return [layer.attention.new_cache(rows, self.max_length) for layer in self.model.decoder]

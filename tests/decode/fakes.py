@@ -46,6 +46,7 @@ class Fake(Stepper):
         rows = (sentences[:, None] * self.beam + np.arange(self.beam)).ravel()
         self.texts = [self.texts[r] for r in rows]
         self.kept = [self.kept[b] for b in sentences]
+        return True
 
 
 def random_model(seed, vocab, spread=2.0):
