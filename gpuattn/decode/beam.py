@@ -147,15 +147,15 @@ class _Stopping:
         ):
             return dead | enough
         if options.stopping == "ct2":
-            self.best_ended |= ends[:, 0] & (ending[:, 0] != nothing)
+            self.best_ended |= ends[:, 0]
             return dead | (self.best_ended & (self.ended >= options.nbest))
         far = options.stopping == "hf-never" and options.length_penalty > 0
         hope = self._divided(best, self.most if far else step + 1)
         return dead | (enough & (hope <= pool.normalised[:, -1]))
 
     def _divided(self, scores, length):
-        """Return scores (B,) divided for a length, of at most what the sentence may have."""
-        return scores / self.divisors[self.xp.minimum(length, self.most)].astype(scores.dtype)
+        """Return scores (B,) divided for a length, a number or (B,)."""
+        return scores / self.divisors[length].astype(scores.dtype)
 
     def competes(self, done, places):
         """Return which beams compete as they are when their texts are cut.

@@ -1,74 +1,59 @@
-"""The settings of generation, and what each means.
+"""The settings of generation, what each means, and which of them other programs have.
 
-========================== ======================================================================
-``eos``                    the token that ends a text, a tuple of several, or None for no end
-``max_length``             the most tokens of a text, its end mark included: one number, or one for
-                           each sentence. Longer texts are cut: ``ended`` is False
-``min_length``             tokens before an end mark may come; prefix tokens count
-``banned``                 tokens that never come
-``prefix``                 for each sentence the tokens its text begins with. Bans and penalties do
-                           not apply to them. They count in score and length
-``no_repeat_ngram``        n: no n tokens in a row come twice in a text; 0: no such rule. The token
-                           that begins the text (``bos``) counts, others before it do not
-``repetition_penalty``     p: a token that has come (``bos`` too) has its logit or log-probability x
-                           turned into x / p if x > 0, else x * p (Keskar et al., 2019)
-``renormalise``            True: bans and penalties before the log-softmax, so the probabilities of
-                           all allowed tokens add up to 1. False: after it. Sampling: always before
-``beam``, ``nbest``        K texts are followed; the best ``nbest`` <= K are returned, fewer where
-                           fewer texts are possible
-``length_penalty``, rule   hypotheses are ordered by score / divisor. "power": length ** penalty;
-                           "gnmt": ((5 + length) / 6) ** penalty (Wu et al., 2016)
-``end_counts``             whether that length counts the end mark. A length of 0 is taken as 1
-``stopping``, ``patience`` when a sentence is done, see below
-``temperature`` to min_p   of draws, see ``decode.sample.sample``
-========================== ======================================================================
+Of all decoders:
 
-Of a step's (1 + E) * K best continuations, E end marks and at least 2 * K, those among the first K
-that end go to a pool of the K best texts, and the best K that do not end continue. A sentence ends
-by itself, whatever the others in its batch do. ``stopping`` says when:
+- ``eos``: the token that ends a text, a list of several, or None for texts without end.
+- ``max_length``: the most tokens of a text, its end mark included; one number, or one for each
+  sentence. A longer text is cut: ``ended`` is False.
+- ``min_length``: the tokens before an end mark may come, those of a prefix included.
+- ``banned``: tokens that never come.
+- ``prefix``: for each sentence the tokens that its text begins with. Bans and penalties do not
+  apply to them. They count in score and length. The beams spread at the first step after them.
+- ``no_repeat_ngram``: n; no n tokens in a row come twice in a text (0: no such rule).
+- ``repetition_penalty``: p; of each token that has come, the logit or log-probability x becomes
+  x / p if x > 0, else x * p (Keskar et al., 2019). For both rules the text begins with ``bos``.
+- ``renormalise``: True: bans and penalties come before the log-softmax, so that the probabilities
+  of all allowed tokens add up to 1. False: after it. Sampling has them before it in any case.
 
-============ =================================================== ==================================
-``stopping`` a sentence is done when                             at ``max_length`` compete
-============ =================================================== ==================================
-"fairseq"    round(K * patience) texts have ended, or no beam    all K beams
-             can still get among the ``nbest`` best
-"hf"         K texts have ended and the best beam, divided for   the first K continuations, whether
-             its present length, is no better than the worst     they end or not
-"hf-never"   the same, but for a penalty above 0 divided for     as "hf"
-             ``max_length``
-"hf-early"   round(K * patience) texts have ended                as "hf"
-"ct2"        round(K * patience) texts have ended; with a        as "hf"
-             penalty of 0: ``nbest`` have and the best
-             continuation of a step so far was an end mark
-============ =================================================== ==================================
+Of sampling: ``temperature``, ``top_k``, ``top_p``, ``min_p``: see ``decode.sample.sample``.
 
-Other programs' results need these settings, for beam search. Greedy search and sampling of Hugging
-Face penalise logits: ``renormalise=True``.
+Of beam search:
 
-===================== ==================== ============================ ============================
-of                    fairseq              Hugging Face                 CTranslate2
-===================== ==================== ============================ ============================
-``stopping``          "fairseq"            "hf", "hf-early", "hf-never" "ct2"
-                                           for early_stopping False,
-                                           True, "never"
-``end_counts``        True                 True                         False
-``renormalise``       False                False                        True
-===================== ==================== ============================ ============================
+- ``beam``: K texts are followed. ``nbest``: how many of up to K are returned.
+- ``length_penalty``, ``length_rule``: hypotheses are ordered by score / divisor; the divisor is
+  length ** penalty ("power") or ((5 + length) / 6) ** penalty ("gnmt": Wu et al., 2016).
+- ``end_counts``: whether that length counts the end mark. A length of 0 is taken as 1.
+- ``stopping``, ``patience``: when a sentence is done, whatever the others of its batch do.
 
-What stays different there:
+A step looks at the (1 + E) * K best continuations, for E end marks, and at least 2 * K. Those among
+the first K that end go to a pool of the K best texts; the best K that do not end go on. With
+``enough`` = round(K * patience) a sentence is done, by ``stopping``:
 
-===================== ==================== ============================ ============================
-of                    fairseq              Hugging Face                 CTranslate2
-===================== ==================== ============================ ============================
-score of a prefix     as here              0; not in the length         0
-penalties count       from ``bos`` on      from the prompt on           what follows ``bos``
-an empty text's       as here              as here                      is 0: its score is -inf
-length
-several end marks     none                 as here                      2 * K continuations only
-dead ends             as here              returned, with a score near  returned, with a score near
-                                           -1e9                         the least float
-``max_length``        forces the end mark  as here                      as here
-===================== ==================== ============================ ============================
+- "fairseq": when enough texts have ended, or no beam can get among the ``nbest`` best any more.
+- "hf": when K have ended, and the best beam, divided for its present length, is no better than the
+  worst of them. "hf-never": the same, but for a penalty above 0 divided for ``max_length``.
+- "hf-early": when enough texts have ended.
+- "ct2": when enough texts have ended; with a penalty of 0, when ``nbest`` have, and the best
+  continuation of a step was an end mark.
+
+At ``max_length`` all beams compete as they are with "fairseq". With the others the first K
+continuations do, whether they end or not.
+
+The settings of others' beam searches, and where these still differ (greedy search and sampling of
+Hugging Face have ``renormalise=True``: they penalise logits):
+
+| | fairseq | Hugging Face | CTranslate2 |
+| --- | --- | --- | --- |
+| ``stopping`` | "fairseq" | "hf", "hf-early", "hf-never" | "ct2" |
+| is there | | ``early_stopping`` False, True, "never" | |
+| ``end_counts`` | True | True | False |
+| ``renormalise`` | False | False | True |
+| score of a prefix there | as here | 0, and not in the length | 0 |
+| n-grams, repetitions begin there | with ``bos`` | with the prompt | after ``bos`` |
+| an empty text there | as here | as here | has length 0: scores -inf |
+| E > 1 end marks there | none | as here | 2 * K continuations |
+| dead ends there | as here | texts with scores near -1e9 | with the least float |
+| at ``max_length`` there | the end mark is forced | as here | as here |
 """
 
 from collections.abc import Iterable

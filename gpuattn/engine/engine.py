@@ -125,7 +125,10 @@ class Engine:
             search.load(sources, limits)
             self._replays("encode", (key, search.token_room), search.encode)
             self._run(key, search, max(limits))
-            return hypotheses_of(*map(to_cpu, best_texts(search.beams, search.nbest)), limits)
+            texts = map(to_cpu, best_texts(search.beams, search.nbest))
+            empty = [Hypothesis([], 0.0, 0.0, False)]
+            found = zip(hypotheses_of(*texts, limits), limits, strict=True)
+            return [hypotheses if limit else empty for hypotheses, limit in found]
 
     def _search(self, key):
         """Return the search for ``key``; graphs read parameters where they were at capture."""

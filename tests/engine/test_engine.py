@@ -5,6 +5,7 @@ import pytest
 
 from gpuattn.arrays import to_cpu
 from gpuattn.decode.beam import beam_search
+from gpuattn.decode.options import BeamOptions
 from gpuattn.engine import Engine
 from gpuattn.engine import engine as engine_module
 from gpuattn.engine.beam import TranslationSearch
@@ -84,11 +85,46 @@ def test_a_step_of_the_search_on_any_device(model):
 
 
 def test_limits_of_each_sentence(model):
-    sources, limits = [[5, 6], [7], [8, 9, 10]], [3, 9, 1]
+    sources, limits = [[5, 6], [7], [8, 9, 10], [8]], [3, 9, 1, 0]
     options = {"bos": BOS, "eos": EOS, "beam": 2, "banned": (0, BOS, EOS)}
     found = Engine(model).translate(sources, limits=limits, **options)
     assert [len(best[0].tokens) for best in found] == limits
     assert not any(best[0].ended for best in found)
+
+
+@pytest.mark.parametrize("option, reason", [
+    ({}, None), ({"nbest": 2, "length_rule": "gnmt", "min_length": 3, "banned": [7]}, None),
+    ({"stopping": "hf"}, "stopping is 'hf', the search on the device has 'fairseq'"),
+    ({"patience": 2.0}, "patience is 2.0"), ({"end_counts": False}, "end_counts is False"),
+    ({"renormalise": True}, "renormalise is True"), ({"eos": [2, 5]}, "there are 2 end marks"),
+    ({"no_repeat_ngram": 2}, "no_repeat_ngram and repetition_penalty are not in the search"),
+    ({"repetition_penalty": 1.2}, "no_repeat_ngram and repetition_penalty are not in the search"),
+    ({"prefix": [[5], [], [6, 7]]}, "texts have a prefix"),
+    ({"beam": 65}, "the beam is 65, the search on the device takes at most 64"),
+], ids=str)  # fmt: skip
+def test_options_that_the_device_lacks(option, reason):
+    """They run through gpuattn.decode, and the reason is a sentence."""
+    settings = {"eos": EOS, "beam": 3, **option}
+    prefix = settings.pop("prefix", None)
+    found = engine_module.refusal(BeamOptions(**settings), prefix)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+def test_any_option_equals_decode(model):
+    """Sentences with prefixes and limits of their own, an empty source and an empty text."""
+    said: list[str] = []
+    engine, sources, limits = Engine(model, notify=said.append), [[], [5, 6, 7], [8, 9]], [4, 0, 7]
+    settings = {"stopping": "ct2", "no_repeat_ngram": 2, "eos": [EOS, 5], "nbest": 2, "beam": 3}
+    prefix = [[6], [], [7, 7]]
+    found = engine.translate(sources, limits=limits, bos=BOS, prefix=prefix, **settings)
+    for b, best in enumerate(found):
+        stepper = model.stepper(model.pack(sources[b : b + 1]), max(limits))
+        given = {"max_length": limits[b], "prefix": prefix[b : b + 1], "bos": BOS}
+        check([best], beam_search(stepper, **given, **settings))
+        assert best[0].tokens[: len(prefix[b])] == prefix[b]
+    assert found[1] == [([], 0.0, 0.0, False)]
+    assert len(said) == engine.on_gpu
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
