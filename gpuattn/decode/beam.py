@@ -51,14 +51,18 @@ def beam_search(
     if (limits.most == 0).any():
         pool.add(xp.where(most[:, None] == 0, scores, -np.inf), own, 0, options.divisor(0))
         scores = xp.where(most[:, None] == 0, -np.inf, scores)
-    tokens, history = limits.first_tokens(beam), []
-    texts = tokens.reshape(sentences, beam, 1)
+    tokens, history = limits.first_tokens(beam).reshape(sentences, beam), []
+    texts = tokens[:, :, None]
+    running, done = limits.running, most == 0
     stepper.start(beam)
     for step in range(limits.longest):
-        logits = stepper.step(tokens.ravel(), step)
+        held = running.sentences  # of all others there are no continuations
+        logits = stepper.step(tokens[held].ravel(), step)
         scores = scores.astype(wide(logits.dtype), copy=False)
-        scores, parents, tokens = continuations(logits, scores, texts, step, limits)
-        nothing, place = scores.dtype.type(-np.inf), xp.arange(scores.shape[1])
+        found = continuations(logits, scores[held], texts[held], step, limits)
+        nothing, place = scores.dtype.type(-np.inf), xp.arange(found[0].shape[1])
+        fills = nothing, 0, 0
+        scores, parents, tokens = (running.spread(x, f) for x, f in zip(found, fills, strict=True))
 
         ends = limits.ends(tokens)
         ending = xp.where(ends & (place < beam), scores, nothing)
@@ -72,7 +76,7 @@ def beam_search(
             texts = xp.take_along_axis(texts, parents[:, :, None], 1)
             texts = xp.concatenate([texts, tokens[:, :, None]], 2)
 
-        done = stopping.done(pool, scores[:, 0], ending, ends, step)
+        done = done | stopping.done(pool, scores[:, 0], ending, ends, step)
         if (limits.most == step + 1).any():
             last = most == step + 1
             competes = last[:, None] & stopping.competes(done, going_on)
@@ -81,8 +85,10 @@ def beam_search(
         if all_done(done, step):
             break
         scores = xp.where(done[:, None], nothing, scores)
+        running.leave(done)
         if beam > 1 and step + 1 < limits.longest:
-            stepper.reorder((parents + first_row).ravel())
+            kept = parents[running.sentences]
+            stepper.reorder((kept + first_row[: len(kept)]).ravel())
     return pool.hypotheses(history, options.nbest, limits.most.tolist())
 
 
@@ -91,6 +97,7 @@ def continuations(
 ) -> tuple[Array, Array, Array]:
     """Return (scores, parents, tokens) of each sentence's best continuations, as ``beam_step``.
 
+    All of the B sentences that the stepper holds.
     ``logits``: (B * K, V). ``scores``: (B, K). ``texts``: (B, K, T), read where bans or penalties
     depend on them. Of E end marks there are (1 + E) * K continuations, and at least 2 * K: of
     fewer, all could end.

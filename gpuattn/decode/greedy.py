@@ -53,8 +53,8 @@ def greedy(
 def follow(stepper: Stepper, choose: Callable[..., Any], limits: Limits) -> list[Hypothesis]:
     """Return a Hypothesis for each sentence: a text whose tokens ``choose`` picks.
 
-    ``choose(logits (B, V), texts (B, T) int32 with their first token, step)`` returns (tokens (B,)
-    int32, their log-probabilities (B,)).
+    ``choose(logits (n, V), texts (n, T) int32 with their first token, step)`` returns (tokens (n,)
+    int32, their log-probabilities (n,)) of the sentences ``limits.running``.
     """
     xp, sentences = stepper.xp, stepper.sentences
     if sentences == 0:
@@ -66,8 +66,11 @@ def follow(stepper: Stepper, choose: Callable[..., Any], limits: Limits) -> list
     tokens = limits.first_tokens(1)
     texts = tokens[:, None]
     stepper.start(1)
+    running = limits.running
     for step in range(limits.longest):
-        chosen, logprobs = choose(stepper.step(tokens, step), texts, step)
+        held = running.sentences
+        found = choose(stepper.step(tokens[held], step), texts[held], step)
+        chosen, logprobs = (running.spread(x) for x in found)
         scores = xp.where(done, scores, scores + logprobs)
         tokens = xp.where(done, tokens, chosen)  # a finished text repeats its last token
         texts = xp.concatenate([texts, tokens[:, None]], 1)
@@ -77,6 +80,7 @@ def follow(stepper: Stepper, choose: Callable[..., Any], limits: Limits) -> list
         done = done | ended | nowhere | (most == step + 1)
         if all_done(done, step):
             break
+        running.leave(done)
     found, ended, lengths, scores = (to_cpu(x) for x in (texts[:, 1:], ended, lengths, scores))
     return [
         Hypothesis(

@@ -8,7 +8,7 @@ import numpy as np
 from gpuattn.arrays import to_cpu, wide
 from gpuattn.decode import processors
 from gpuattn.decode.options import Options
-from gpuattn.decode.stepper import Stepper
+from gpuattn.decode.stepper import Running, Stepper
 from gpuattn.errors import problem
 from gpuattn.typing import Array
 
@@ -18,13 +18,15 @@ class Limits:
 
     ``bos``, ``max_length``, ``prefix``: see ``greedy``. ``most``: the greatest lengths, int32 (B,)
     on the host. ``longest``: the greatest of them. ``plain``: whether a step bans the same tokens
-    for all rows and changes nothing else. Raises ValueError for what does not fit.
+    for all rows and changes nothing else. ``running``: the sentences that ``stepper`` holds, which
+    ``forced`` and ``logprobs`` are about. Raises ValueError for what does not fit.
     """
 
     def __init__(
         self, options: Options, stepper: Stepper, bos: Any, max_length: Any, prefix: Any = None
     ) -> None:
         self.options, self.stepper, self.bos = options, stepper, bos
+        self.running = Running(stepper)
         self.most = self._lengths(max_length)
         self.longest = int(self.most.max(initial=0)) if np.ndim(max_length) else int(max_length)
         if options.min_length > self.longest and np.ndim(max_length) == 0:
@@ -114,10 +116,10 @@ class Limits:
         return self.stepper.xp.asarray(mask)
 
     def forced(self, step: int) -> Array | None:
-        """Return the prefixes' tokens at ``step``, int32 (B,) with -1 for none, or None."""
+        """Return the prefixes' tokens at ``step``, int32 (n,) with -1 for none, or None."""
         if step >= self.prefix.shape[1]:
             return None
-        return self.stepper.xp.asarray(self.prefix[:, step])
+        return self.stepper.xp.asarray(self.prefix[self.running.sentences, step])
 
     def penalised(self, x: Array, texts: Array) -> Array:
         """Return ``x`` (B, K, V) with the bans and penalties that ``texts`` (B, K, T) bring."""

@@ -46,15 +46,16 @@ def sample(
     options = SampleOptions(**settings)
     limits = Limits(options, stepper, bos, max_length, prefix)
     key = rng.as_key(seed)
-    if numbers is not None:
-        numbers = stepper.xp.asarray(numbers, np.int32)
+    numbers = np.arange(stepper.sentences) if numbers is None else numbers
+    numbers = stepper.xp.asarray(numbers, np.int32)
     draws = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
     def draw(logits, texts, step):
         hidden, forced = limits.hidden(step, logits.shape[1]), limits.forced(step)
         changed = limits.penalised(logits[:, None], texts[:, None])[:, 0]
         now = key._replace(step=key.step + step)
-        chosen = sample_tokens(changed, seed=now, numbers=numbers, banned=hidden, **draws)
+        own = numbers[limits.running.sentences]
+        chosen = sample_tokens(changed, seed=now, numbers=own, banned=hidden, **draws)
         return chosen if forced is None else _forced_instead(*chosen, logits, forced)
 
     return follow(stepper, draw, limits)

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,14 +10,15 @@ from gpuattn.arrays import to_cpu
 from gpuattn.typing import Array, Xp
 
 CHECK_EVERY = 8  # steps between two device reads of whether all sentences are done
+LEAVING_SHARE = 1 / 8  # of the sentences that a stepper holds: if fewer are done, none leaves
 
 
 class Stepper(abc.ABC):
     """A model in the middle of B texts: all that decoding needs of a model. Any object with these
     members works.
 
-    ``sentences``: B. ``xp``: ``numpy`` or ``cupy``, where tokens and logits live. With a beam of K,
-    row b * K + i is beam i of sentence b.
+    ``sentences``: B, also after ``keep``. ``xp``: ``numpy`` or ``cupy``, where tokens and logits
+    live. With a beam of K, row b * K + i is beam i of sentence b.
     """
 
     sentences: int
@@ -25,7 +26,7 @@ class Stepper(abc.ABC):
 
     @abc.abstractmethod
     def start(self, beam: int) -> None:
-        """Reset, and begin with ``beam`` rows for each sentence."""
+        """Reset, and begin with ``beam`` rows for each of the B sentences."""
 
     @abc.abstractmethod
     def step(self, tokens: Array, position: int) -> Array:
@@ -38,6 +39,44 @@ class Stepper(abc.ABC):
     @abc.abstractmethod
     def reorder(self, parents: Array) -> None:
         """Let each row continue the text of row ``parents[row]``; int32 (rows,)."""
+
+    def keep(self, sentences: Array) -> bool:
+        """Go on with these ``sentences`` alone, until ``start``, and return True.
+
+        ``sentences``: integers in ascending order. Rows are then those of the sentences kept, as if
+        the batch had no others. A stepper that cannot do it returns False and keeps all.
+        """
+        return False
+
+
+class Running:
+    """Which sentences of a batch a stepper still computes. On NumPy finished ones leave it.
+
+    ``sentences``: an index, all of them or int (n,). On a GPU none leaves: the host would have to
+    read which are done.
+    """
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+        self.sentences: Any = slice(None)
+
+    def leave(self, done: Array) -> None:
+        """Let the sentences that are ``done``, bool (B,), leave the stepper if they are many."""
+        if not isinstance(done, np.ndarray):
+            return
+        going_on = np.flatnonzero(~done[self.sentences])
+        held = len(done[self.sentences])
+        few = 0 < len(going_on) <= (1 - LEAVING_SHARE) * held
+        if few and self.stepper.keep(going_on):
+            self.sentences = np.arange(len(done))[self.sentences][going_on]
+
+    def spread(self, x: Array, fill: Any = 0) -> Array:
+        """Return ``x`` (n, ...) of the sentences held as (B, ...), with ``fill`` for others."""
+        if isinstance(self.sentences, slice):
+            return x
+        whole = np.full((self.stepper.sentences, *x.shape[1:]), fill, x.dtype)
+        whole[self.sentences] = x
+        return whole
 
 
 class Hypothesis(NamedTuple):

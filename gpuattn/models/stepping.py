@@ -68,6 +68,15 @@ class CachedStepper(Stepper):
         else:
             self.text = self.text[parents]
 
+    def keep(self, sentences: Array) -> bool:
+        rows = (sentences[:, None] * self.beam + self.xp.arange(self.beam)).ravel()
+        if self.kv_cache:
+            for cache in self.caches:
+                cache.keep(rows)
+        else:
+            self.text = self.text[rows]
+        return True
+
     def _positions(self, tokens, first):
         positions = self.xp.arange(first, first + tokens.shape[1], dtype=np.int32)
         return self.xp.ascontiguousarray(self.xp.broadcast_to(positions, tokens.shape))

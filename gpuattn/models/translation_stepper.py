@@ -2,9 +2,13 @@
 
 from typing import Any
 
+import numpy as np
+
 from gpuattn.arrays import get_xp
 from gpuattn.autodiff.tape import raw
 from gpuattn.models.stepping import CachedStepper
+from gpuattn.nn.attention import HostMemory
+from gpuattn.typing import Array
 
 
 class TranslationStepper(CachedStepper):
@@ -22,9 +26,23 @@ class TranslationStepper(CachedStepper):
         rows = first[:, None] + xp.arange(batch.max_source)
         memory = memory[xp.minimum(rows, len(memory) - 1)]  # past the end of a sentence: never read
         with model.evaluating():
-            self.memory = model.memory(memory) if kv_cache else memory
-        self.lengths = lengths
+            self.whole_memory = model.memory(memory) if kv_cache else memory
+        if kv_cache and xp is np:
+            self.whole_memory = [HostMemory.of(k, v, lengths) for k, v in self.whole_memory]
+        self.whole_lengths = lengths
         super().__init__(model, len(lengths), model.config.vocab, max_length, beam, kv_cache)
+
+    def start(self, beam: int) -> None:
+        super().start(beam)
+        self.memory, self.lengths = self.whole_memory, self.whole_lengths
+
+    def keep(self, sentences: Array) -> bool:
+        self.lengths = self.lengths[sentences]
+        if self.kv_cache:
+            self.memory = [memory.kept(sentences) for memory in self.memory]
+        else:
+            self.memory = self.memory[sentences]
+        return super().keep(sentences)
 
     def _new_caches(self, rows):
         return [layer.attention.new_cache(rows, self.max_length) for layer in self.model.decoder]

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,8 @@ class KeyValueCache:
     """Keys and values of the tokens so far: two (N, max_length, Hk, D) arrays, allocated once.
 
     On a GPU rows are not copied when beams are reordered: ``slots`` (1, N, max_length) has the row
-    that holds each token of a text, as ``decode_attention`` takes it. On NumPy it is None.
+    that holds each token of a text, as ``decode_attention`` takes it. On NumPy it is None: there
+    copies of rows cost less than the scattered reads that they save.
     """
 
     def __init__(
@@ -102,10 +104,14 @@ class KeyValueCache:
 
     def decodes(self, q: Array) -> bool:
         """Return whether ``attend`` accepts the queries (N, T, H, D)."""
-        return self.slots is not None and q.shape[1] <= MAX_QUERIES
+        if self.slots is None:
+            return isinstance(self.k, np.ndarray) and q.shape[1] == 1
+        return q.shape[1] <= MAX_QUERIES
 
     def attend(self, q: Array, k: Array, v: Array) -> Array:
         """Append k and v (N, T, Hk, D); return the causal attention of ``q``."""
+        if self.slots is None:
+            return attend_on_host(tape.raw(q), *self.extend(k, v))
         end = self._end(k)
         append_kv(self.k, self.v, k, v, self.lengths)
         self._set_length(end)
@@ -117,8 +123,16 @@ class KeyValueCache:
             known = self.slots[0, :, : self.length]
             known[...] = known[parents]
             return
+        moved = get_xp(parents).flatnonzero(parents != get_xp(parents).arange(len(parents)))
         for store in (self.k, self.v):
-            store[:, : self.length] = store[parents, : self.length]
+            store[moved, : self.length] = store[parents[moved], : self.length]
+
+    def keep(self, rows: np.ndarray) -> None:
+        """Drop all rows but these, in ascending order. NumPy only."""
+        for name in ("k", "v"):
+            store = getattr(self, name)
+            store[: len(rows), : self.length] = store[rows, : self.length]
+            setattr(self, name, store[: len(rows)])
 
     def _end(self, k):
         end = self.length + k.shape[1]
@@ -132,6 +146,57 @@ class KeyValueCache:
         self.length = end
         if self.lengths is not None:
             self.lengths.fill(end)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Keys and values (B, S, Hk, D) of B memories, for cross-attention in decoding on NumPy.
+
+    ``bias``: (B, 1, 1, S), 0 or, past the end of a memory, where keys and values are 0, -inf.
+    """
+
+    k: np.ndarray
+    v: np.ndarray
+    bias: np.ndarray
+
+    @classmethod
+    def of(cls, k: Any, v: Any, lengths: np.ndarray) -> "HostMemory":
+        """Return the HostMemory of k and v whose first ``lengths`` (B,) keys count."""
+        k, v = tape.raw(k), tape.raw(v)
+        real, zero = np.arange(k.shape[1]) < lengths[:, None], k.dtype.type(0)
+        k, v = (np.where(real[:, :, None, None], x, zero) for x in (k, v))
+        return cls(k, v, np.where(real, zero, k.dtype.type(-np.inf))[:, None, None])
+
+    def attend(self, q: Any) -> np.ndarray:
+        """Return the attention of queries (B * K, 1, H, D), K for each memory, in their shape."""
+        grouped = tape.raw(q).reshape(len(self.k), -1, *q.shape[2:])
+        return attend_on_host(grouped, self.k, self.v, self.bias).reshape(q.shape)
+
+    def kept(self, memories: np.ndarray) -> "HostMemory":
+        """Return these memories alone."""
+        return HostMemory(self.k[memories], self.v[memories], self.bias[memories])
+
+
+def attend_on_host(q: Array, k: Array, v: Array, bias: Array | None = None) -> Array:
+    """Return softmax(q k^T / sqrt(D) + bias) v of NumPy arrays (N, T, H, D), in q's shape.
+
+    ``k``, ``v``: (N, S, Hk, D), S from 1 on. ``bias``: broadcasts to (N, Hk, T * H / Hk, S). What
+    ``flash_attention`` computes, for problems so small that its checks and blocks would take more
+    time than the arithmetic.
+    """
+    (N, T, H, D), kv_heads = q.shape, k.shape[2]
+    rows = q.reshape(N, T, kv_heads, -1, D).transpose(0, 2, 1, 3, 4)
+    with np.errstate(all="ignore"):
+        rows = (rows * q.dtype.type(D**-0.5)).reshape(N, kv_heads, -1, D)
+        p = np.matmul(rows, k.transpose(0, 2, 3, 1))
+        if bias is not None:
+            p += bias
+        p -= p.max(-1, keepdims=True)
+        np.exp(p, out=p)
+        out = np.matmul(p, v.transpose(0, 2, 1, 3))
+        out /= p.sum(-1, keepdims=True)
+    out = out.reshape(N, kv_heads, T, -1, D).transpose(0, 2, 1, 3, 4)
+    return out.reshape(N, T, H, D)
 
 
 class MultiHeadAttention(Module):
@@ -189,9 +254,9 @@ class MultiHeadAttention(Module):
     ) -> Any:  # fmt: skip
         """Return the heads' outputs, concatenated, in the shape of ``x``: the input of ``out``.
 
-        ``memory``: what cross-attention reads: tokens, or their keys and values, as ``project`` or
-        a MemoryProjection returned them. ``positions``: int, of the tokens of x, for ``rotary``; by
-        default 0, 1, ... along their axis.
+        ``memory``: what cross-attention reads: tokens, their keys and values, as ``project`` or a
+        MemoryProjection returned them, or a HostMemory. ``positions``: int, of the tokens of x, for
+        ``rotary``; by default 0, 1, ... along their axis.
         ``key_lengths`` (B,): of the keys in a padded batch. ``cu_seqlens``, ``max_seqlen``: offsets
         and greatest length of packed x; ``cu_memory``, ``max_memory``: of packed memory.
         ``cache``: a KeyValueCache that x continues. A batch of B memories serves N = B * K rows
@@ -210,6 +275,8 @@ class MultiHeadAttention(Module):
             packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         else:
             (q,) = split_heads(self.q(x), (self.heads,), self.head_dim)
+            if isinstance(memory, HostMemory):
+                return memory.attend(q).reshape(x.shape)
             k, v = memory if isinstance(memory, tuple) else self.project(memory)
             if cu_seqlens is None and len(k) != len(x):
                 q = q.reshape(len(k), -1, self.heads, self.head_dim)

@@ -1,19 +1,18 @@
 """Translation of lines with a trained model and its tokenizer."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpuattn.arrays import on_gpu
 from gpuattn.data.tokenizer import BOS, EOS, PAD, UNK
+from gpuattn.decode.batches import search_all
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.greedy import greedy
 from gpuattn.engine import Engine
 from gpuattn.errors import ConfigError, DataError, problem
 from gpuattn.tasks.task import MOST_BEAMS
 
-BUCKET = 8  # sources whose lengths round up to the same multiple are translated together
-CACHED_TOKENS = {"cpu": 1 << 14, "gpu": 1 << 18}  # of a batch: beams x limit of length
+BUCKET = 8  # sources whose lengths round up to the same multiple have the same limit of length
 MARKS = (PAD, BOS, UNK)  # never part of a translation
 
 
@@ -107,20 +106,26 @@ class Translator:
 
     def _on_host(self, sources, options, kv_cache):
         """Yield the same of batches that are translated with the host in the loop."""
-        for chosen, limit in self._batches(sources, options["beam"]):
-            packed = self.model.pack([sources[i] for i in chosen])
-            stepper = self.model.stepper(packed, limit, options["beam"], kv_cache=kv_cache)
+        chosen = [i for i, source in enumerate(sources) if source]
+        limits = [self._limit(len(sources[i])) for i in chosen]
+        given = [sources[i] for i in chosen]
+        ends = {name: options[name] for name in ("bos", "eos", "banned")}
+
+        def search(stepper, members):
+            most = [limits[i] for i in members]
             if options["beam"] == 1:
-                ends = {name: options[name] for name in ("bos", "eos", "banned")}
-                yield chosen, [[one] for one in greedy(stepper, max_length=limit, **ends)]
-            else:
-                yield chosen, beam_search(stepper, max_length=limit, **options)
+                return [[one] for one in greedy(stepper, max_length=most, **ends)]
+            return beam_search(stepper, max_length=most, **options)
+
+        settings = {"limits": limits, "beam": options["beam"], "kv_cache": kv_cache}
+        for members, hypotheses in search_all(self.model, given, search, **settings):
+            yield [chosen[i] for i in members], hypotheses
 
     def _on_gpu(self):
         return on_gpu(next(iter(self.model.parameters())).data)
 
     def _limit(self, length):
-        """Return the most tokens of a translation: by the bucket of its source alone."""
+        """Return the most tokens of a translation: by its source alone, the same in any batch."""
         length = -(-length // BUCKET) * BUCKET
         return min(2 * length + 16, self.model.config.max_length)
 
@@ -135,19 +140,3 @@ class Translator:
     def _text(self, tokens):
         """Return a translation as one line: byte tokens may spell line breaks."""
         return " ".join(self.tokenizer.decode(tokens).split())
-
-    def _batches(self, sources, beam):
-        """Yield (indices, limit of length) of sources that are translated together.
-
-        The limit depends on the bucket alone, so a line gets the same limit in any batch.
-        """
-        buckets = defaultdict(list)
-        for i, source in enumerate(sources):
-            if source:
-                buckets[-(-len(source) // BUCKET) * BUCKET].append(i)
-        room = CACHED_TOKENS["gpu" if self._on_gpu() else "cpu"]
-        for length, members in sorted(buckets.items()):
-            limit = self._limit(length)
-            size = max(1, room // (beam * limit))
-            for begin in range(0, len(members), size):
-                yield members[begin : begin + size], limit

@@ -16,10 +16,11 @@ class Fake(Stepper):
 
     def __init__(self, xp, sentences, logits_of, dtype=np.float32):
         self.xp, self.sentences, self.logits_of, self.dtype = xp, sentences, logits_of, dtype
-        self.steps = 0
+        self.steps = self.computed = 0
 
     def start(self, beam):
         self.beam, self.texts, self.steps = beam, [()] * (self.sentences * beam), 0
+        self.kept = list(range(self.sentences))
 
     def step(self, tokens, position):
         assert isinstance(tokens, self.xp.ndarray) and tokens.dtype == np.int32
@@ -28,7 +29,10 @@ class Fake(Stepper):
         added = zip(self.texts, to_cpu(tokens).tolist(), strict=True)
         self.texts = [(*text, token) for text, token in added]
         assert all(text[0] == BOS for text in self.texts)
-        rows = [self.logits_of(r // self.beam, text[1:]) for r, text in enumerate(self.texts)]
+        rows = [
+            self.logits_of(self.kept[r // self.beam], text[1:]) for r, text in enumerate(self.texts)
+        ]
+        self.computed += len(rows)
         return self.xp.asarray(np.array(rows), self.dtype)
 
     def reorder(self, parents):
@@ -36,6 +40,13 @@ class Fake(Stepper):
         parents = to_cpu(parents).tolist()
         assert all(r // self.beam == p // self.beam for r, p in enumerate(parents))
         self.texts = [self.texts[p] for p in parents]
+
+    def keep(self, sentences):
+        assert self.xp is np and 0 < len(sentences) < len(self.kept)
+        rows = (sentences[:, None] * self.beam + np.arange(self.beam)).ravel()
+        self.texts = [self.texts[r] for r in rows]
+        self.kept = [self.kept[b] for b in sentences]
+        return True
 
 
 def random_model(seed, vocab, spread=2.0):

@@ -17,6 +17,7 @@ from gpuattn.decode import stepper as stepper_module
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.greedy import greedy
 from gpuattn.decode.options import BeamOptions
+from gpuattn.decode.stepper import Stepper
 
 NEVER = -np.inf
 ENDS = {"bos": BOS, "eos": EOS}
@@ -268,6 +269,32 @@ def test_steps_after_the_end_change_nothing(monkeypatch):
     monkeypatch.setattr("gpuattn.decode.beam.all_done", lambda done, step: False)
     assert beam_search(model, **settings, **ENDS) == want
     assert model.steps == 30 > soon
+
+
+@pytest.mark.parametrize("extra", [
+    {}, {"no_repeat_ngram": 2, "nbest": 2}, {"stopping": "hf", "eos": (1, 2)},
+    {"prefix": [[2]] * 3 + [[3, 4]] * 6}, {"length_penalty": -1.0, "renormalise": True},
+])  # fmt: skip
+def test_finished_sentences_leave_without_a_trace(monkeypatch, extra):
+    """Also where each has its own greatest length; each leaves as soon as it is done."""
+    settings = {"bos": BOS, "eos": EOS, "beam": 3, "max_length": [9, 2, 0, 12, 5, 8, 1, 12, 3]}
+    settings["max_length"] = np.maximum(settings["max_length"], 2 * ("prefix" in extra))
+    monkeypatch.setattr(stepper_module, "LEAVING_SHARE", 2)
+    model = Fake(np, 9, random_model(7, 15))
+    want = beam_search(model, **settings | extra)
+    all_rows = model.computed
+    for share in (0.01, 1 / 8):
+        monkeypatch.setattr(stepper_module, "LEAVING_SHARE", share)
+        model = Fake(np, 9, random_model(7, 15))
+        assert beam_search(model, **settings | extra) == want
+        assert model.computed < 0.7 * all_rows
+
+
+def test_a_stepper_that_cannot_leave_sentences_out_keeps_all(monkeypatch):
+    monkeypatch.setattr(Fake, "keep", Stepper.keep)
+    model = Fake(np, 6, random_model(7, 15))
+    beam_search(model, beam=2, max_length=9, **ENDS)
+    assert model.computed == model.steps * 12
 
 
 def test_a_gpu_is_synchronized_every_few_steps(gpu):

@@ -1,11 +1,15 @@
 """Greedy search against beam search and plain Python."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from decode.fakes import BOS, EOS, Fake, log_softmax, plain_beam, random_model
 
+from gpuattn.decode import stepper
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.greedy import greedy
+from gpuattn.decode.sample import sample
 
 ENDS = {"bos": BOS, "eos": EOS}
 
@@ -62,6 +66,19 @@ def test_steps_after_the_end_change_nothing(monkeypatch):
     want = greedy(model, max_length=30, **ENDS)
     monkeypatch.setattr("gpuattn.decode.greedy.all_done", lambda done, step: False)
     assert greedy(model, max_length=30, **ENDS) == want and model.steps == 30
+
+
+@pytest.mark.parametrize("extra", [{}, {"no_repeat_ngram": 2}, {"prefix": [[2]] * 5}])
+def test_finished_texts_leave_without_a_trace(monkeypatch, extra):
+    settings = {"max_length": [9, 2, 30, 12, 5], **ENDS, **extra}
+    for search in (greedy, partial(sample, seed=3, numbers=[7, 1, 2, 9, 4])):
+        found, rows = [], []
+        for share in (2, 0.01):
+            monkeypatch.setattr(stepper, "LEAVING_SHARE", share)
+            model = Fake(np, 5, random_model(3, 9))
+            found.append(search(model, **settings))
+            rows.append(model.computed)
+        assert found[0] == found[1] and rows[1] < rows[0]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])

@@ -8,7 +8,7 @@ from gpuattn import Tensor, flash_attention, nn, no_grad, rotary, to_cpu
 from gpuattn.autodiff import gradient_layout, tape
 from gpuattn.cuda import kernels
 from gpuattn.nn import attention
-from gpuattn.nn.attention import split_heads
+from gpuattn.nn.attention import HostMemory, split_heads
 
 LENGTHS = (3, 1, 5)
 CU = np.array([0, 3, 4, 9], np.int32)
@@ -89,6 +89,18 @@ def test_one_memory_for_several_rows(rng):
     memory = rng.standard_normal((3, 4, 24)).astype(np.float32)
     shared = layer(x, layer.project(memory)).data
     np.testing.assert_allclose(shared, layer(x, memory.repeat(2, axis=0)).data, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_on_the_host_equals_flash_attention(rng, kv_heads):
+    q, lengths = rng.standard_normal((6, 1, 4, 8), np.float32), np.array([5, 2])
+    k, v = rng.standard_normal((2, 2, 5, kv_heads, 8), np.float32)
+    k[1, 2:] = v[1, 2:] = np.nan  # past the end
+    memory = HostMemory.of(k, v, lengths)
+    want = flash_attention(q.reshape(2, 3, 4, 8), k, v, key_lengths=lengths).reshape(q.shape)
+    np.testing.assert_allclose(memory.attend(q), want, rtol=1e-5, atol=1e-6)
+    one = memory.kept(np.array([1]))
+    np.testing.assert_allclose(one.attend(q[3:]), want[3:], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("slots", [False, True])

@@ -7,6 +7,8 @@ read, and scored when those of all rows of a sentence are known.
 Device code: ``rawkernels/sampling/beam_step.cu``; to read: ``numbakernels/beam_step.py``.
 """
 
+import math
+
 import numpy as np
 
 from gpuattn import arrays
@@ -123,29 +125,81 @@ def _check_penalties(listed, amounts, rows, dtype):
 def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_size):
     if len(logits) == 0:
         return _outputs(scores), None
-    xp, (sentences, beam) = get_xp(logits), scores.shape
-    logits = logits[:, :vocab_size].astype(scores.dtype, order="C")
-    nothing = scores.dtype.type(-np.inf)
-    adjusted = xp.where(scores.reshape(-1, 1) == nothing, nothing, logits)
+    xp, dtype, beam = get_xp(logits), scores.dtype, scores.shape[1]
+    logits = logits[:, :vocab_size].astype(dtype, order="C", copy=False)
+    scores, nothing = scores.reshape(-1, 1), dtype.type(-np.inf)
+    adjusted = logits.copy()
+    if xp is not np or (scores == nothing).any():
+        adjusted = xp.where(scores == nothing, nothing, logits)
     if listed is not None:
         hidden = listed == -1
         tokens = checked_index(xp.where(hidden, 0, listed), vocab_size, WHAT)
         rows = xp.broadcast_to(xp.arange(len(logits))[:, None], tokens.shape)
-        less = -xp.where(hidden, 0, amounts).astype(
-            scores.dtype
-        )  # CuPy has no subtract.at for floats
+        # CuPy has no subtract.at for floats
+        less = -xp.where(hidden, 0, amounts).astype(dtype)
         xp.add.at(adjusted, (rows, tokens), less)
     if banned is not None:
-        adjusted = xp.where(banned, nothing, adjusted)
-    each = min(2 * beam, vocab_size)
+        xp.copyto(adjusted, nothing, where=banned)
+    normalisers = (*log_sum(logits), scores)
+    search = _best_on_host if xp is np else _best_of_rows
+    return search(adjusted, normalisers, beam), None
+
+
+def _totals(found, peak, log_total, scores):
+    """Return the scores of texts that end in adjusted logits (rows, n); others are (rows, 1)."""
+    return get_xp(found).where(found == -np.inf, found, found - peak - log_total + scores)
+
+
+def _best_of_rows(adjusted, normalisers, beam):
+    """Return (scores, parents, tokens) of the 2K best: first those of each row, then of K rows."""
+    xp, each = get_xp(adjusted), min(2 * beam, adjusted.shape[1])
     tokens = largest(adjusted, each)
-    found = xp.take_along_axis(adjusted, tokens, -1)
-    peak, log_total = log_sum(logits)
-    totals = xp.where(found == -np.inf, found, found - peak - log_total + scores.reshape(-1, 1))
-    totals, tokens = (x.reshape(sentences, beam * each) for x in (totals, tokens))
+    totals = _totals(xp.take_along_axis(adjusted, tokens, -1), *normalisers)
+    totals, tokens = (x.reshape(-1, beam * each) for x in (totals, tokens))
     best = largest(totals, 2 * beam)  # of equal ones the first; each row is sorted
     totals, tokens = (xp.take_along_axis(x, best, -1) for x in (totals, tokens))
-    return (totals, (best // each).astype(np.int32), tokens.astype(np.int32)), None
+    return totals, (best // each).astype(np.int32), tokens.astype(np.int32)
+
+
+def _best_on_host(adjusted, normalisers, beam):
+    """Return what ``_best_of_rows`` does, with less work, from NumPy arrays.
+
+    The 2K-th largest of the maxima of groups of columns is a lower bound for the winners of a
+    sentence. Only groups that reach it are searched; how many numbers are found depends on values.
+    """
+    (rows, vocab), count = adjusted.shape, 2 * beam
+    groups = vocab // math.isqrt(vocab)  # group g: columns g, g + groups, g + 2 * groups ...
+    lines, rest = divmod(vocab, groups)
+    peaks = adjusted[:, : vocab - rest].reshape(rows, lines, groups).max(1)
+    np.maximum(peaks[:, :rest], adjusted[:, vocab - rest :], out=peaks[:, :rest])
+    peaks = _totals(peaks, *normalisers).reshape(-1, beam * groups)
+    bounds = np.partition(peaks, -count)[:, -count, None]
+    usual = np.isfinite(bounds[:, 0]) & np.isfinite(peaks.max(1))
+    bounds[~usual] = np.nan  # which nothing reaches
+    sentence, at = np.nonzero(peaks >= bounds)
+    row = sentence * beam + at // groups
+    columns = (at % groups)[:, None] + groups * np.arange(lines + 1)
+    found = adjusted.ravel().take(row[:, None] * vocab + np.minimum(columns, vocab - 1))
+    found[columns >= vocab] = -np.inf
+    totals = _totals(found, *[x[row] for x in normalisers])
+    reached = np.nonzero(totals >= bounds[sentence])
+    row, columns, found, totals = row[reached[0]], columns[reached], found[reached], totals[reached]
+    order = np.lexsort((columns, -found, row, -totals, row // beam))
+    first = np.searchsorted((row // beam)[order], np.flatnonzero(usual))
+    winners = order[first[:, None] + np.arange(count)]
+    best = (
+        totals[winners],
+        (row % beam)[winners].astype(np.int32),
+        columns[winners].astype(np.int32),
+    )
+    if usual.all():
+        return best
+    found = tuple(np.empty((len(usual), count), x.dtype) for x in best)
+    odd = np.repeat(~usual, beam)  # dead sentences, those with NaN, or with too few finite numbers
+    others = _best_of_rows(adjusted[odd], [x[odd] for x in normalisers], beam)
+    for target, x, other in zip(found, best, others, strict=True):
+        target[usual], target[~usual] = x, other
+    return found
 
 
 def _outputs(scores):

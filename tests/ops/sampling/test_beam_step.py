@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from checks import DTYPES, check_no_float64, dtype_of, implementations, module_named
 
+import gpuattn.ops.sampling.beam_step as module
 from gpuattn import Tensor, explain
 from gpuattn.arrays import to_cpu
 from gpuattn.ops.sampling.beam_step import IMPLS, MAX_BEAM, beam_step
@@ -264,6 +265,28 @@ def test_winners_in_one_group(name, where):
     order = np.argsort(-wide.ravel(), kind="stable")[:16]
     assert to_cpu(got[1]).tolist() == [(order // 750).tolist()]
     assert to_cpu(got[2]).tolist() == [(order % 750).tolist()]
+
+
+def test_the_search_on_the_host_is_that_of_the_reference_bit_for_bit(monkeypatch):
+    rng = np.random.default_rng(2)
+    for n in range(150):
+        sentences, beam = rng.integers(1, 6), rng.integers(1, 9)
+        vocab = int(rng.choice([2, 3, 4, 5, 17, 64, 100, 1000]))
+        logits = 3 * rng.standard_normal((sentences * beam, vocab))
+        scores = -rng.random((sentences, beam)) * (1e9 if n % 5 == 0 else 4)
+        logits = np.round(logits) if n % 3 == 0 else logits
+        for every, value in ((4, -np.inf), (7, np.nan), (9, np.inf)):
+            logits[rng.random(logits.shape) < (0.03 if n % every == 0 else 0)] = value
+        scores[rng.random(scores.shape) < (0.4 if n % 2 else 0)] = -np.inf
+        arrays = logits.astype(np.float32), scores.astype(np.float32)
+        banned = rng.random(vocab) < 0.2
+        with np.errstate(all="ignore"):
+            got = beam_step(*arrays, banned=banned)
+            monkeypatch.setattr(module, "_best_on_host", module._best_of_rows)
+            want = beam_step(*arrays, banned=banned)
+            monkeypatch.undo()
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_array_equal(g, w)
 
 
 @pytest.mark.parametrize("name, where", HERE)
