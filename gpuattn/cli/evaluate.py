@@ -6,7 +6,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from gpuattn.cli.options import NearChoice, PathName, decoding_options, device_option, run_argument
+from gpuattn.cli.decoding import decoding_options, loading_options
+from gpuattn.cli.options import NearChoice, PathName, run_argument
 from gpuattn.runs.evaluation import evaluate, evaluate_text, pairs_for
 from gpuattn.runs.folder import load_run
 from gpuattn.tasks.registry import task_of
@@ -23,7 +24,7 @@ OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
 @click.option("--tokenize", type=NearChoice(TOKENIZERS), default="13a", show_default=True,
               help="BLEU's tokenizer.")  # fmt: skip
 @decoding_options
-@device_option
+@loading_options
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -31,6 +32,7 @@ def command(
     files: tuple[str, ...],
     as_json: bool,
     device: str,
+    dtype: str,
     **options: Any,
 ) -> None:
     """Translate SRC with the run in DIR and score it against REF, all figures from 0 to 100.
@@ -38,7 +40,7 @@ def command(
 
     Without files: what the run held out, for built-in tasks pairs never seen in training.
     """
-    user = load_run(folder, device=device)
+    user = load_run(folder, device=device, dtype=dtype)
     show = {"language": _of_text, "translation": _of_pairs}[task_of(user.config).name]
     row, lines = show(ctx, user, files, options)
     click.echo(json.dumps(row, indent=2) if as_json else "\n".join(lines))

@@ -4,7 +4,8 @@ from typing import Any
 
 import click
 
-from gpuattn.cli.options import COUNT, Parsed, PathName, device_option, run_argument
+from gpuattn.cli.decoding import loading_options
+from gpuattn.cli.options import COUNT, Parsed, PathName, run_argument
 from gpuattn.cli.streams import reading
 from gpuattn.errors import DataError
 from gpuattn.runs.folder import load_run
@@ -29,9 +30,9 @@ BETWEEN = "---"  # lines between texts
 @click.option("--min-p", type=Parsed(number(0, most=1), "P"), default=0.0,
               help="Of those, only tokens with P times the largest probability.")  # fmt: skip
 @click.option("--seed", type=Parsed(whole(0), "N"), help="Makes the texts reproducible.")
-@device_option
+@loading_options
 def command(
-    folder: str, device: str, prompt: str, prompt_file: str | None, **settings: Any
+    folder: str, device: str, dtype: str, prompt: str, prompt_file: str | None, **settings: Any
 ) -> None:
     """Continue a text with the language model in DIR.
 
@@ -41,7 +42,7 @@ def command(
     """
     if prompt and prompt_file:
         raise click.UsageError("--prompt and --prompt-file; accepted: one of them")
-    sampler = load_run(folder, device=device, task="language")
+    sampler = load_run(folder, device=device, dtype=dtype, task="language")
     prompt = _text_of(prompt_file) if prompt_file else prompt
     click.echo(f"\n{BETWEEN}\n".join(sampler.sample(prompt, **settings)))
 

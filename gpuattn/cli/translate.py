@@ -6,7 +6,8 @@ from typing import Any, BinaryIO
 
 import click
 
-from gpuattn.cli.options import BEAMS, PathName, decoding_options, device_option, run_argument
+from gpuattn.cli.decoding import decoding_options, loading_options
+from gpuattn.cli.options import BEAMS, PathName, run_argument
 from gpuattn.cli.streams import STANDARD, reading, writing
 from gpuattn.errors import DataError
 from gpuattn.runs.folder import load_run
@@ -22,7 +23,7 @@ from gpuattn.runs.folder import load_run
 @click.option("--nbest", type=BEAMS, help="Print the N best of each line, numbered.")
 @click.option("--scores", is_flag=True, help="Print log-probabilities, divided as in the search.")
 @click.option("--no-kv-cache", is_flag=True, help="Recompute the whole prefix at each token.")
-@device_option
+@loading_options
 def command(
     folder: str,
     source: str,
@@ -33,6 +34,7 @@ def command(
     scores: bool,
     no_kv_cache: bool,
     device: str,
+    dtype: str,
 ) -> None:
     """Translate standard input with the run in DIR, a line for each line; empty lines stay.
 
@@ -44,7 +46,7 @@ def command(
     With --nbest a line of input gives up to N lines: its number, the score (--scores), the text.
     A line that cannot be translated gives an empty one and a message; the exit code is then 1.
     """
-    translator = load_run(folder, device=device, task="translation")
+    translator = load_run(folder, device=device, dtype=dtype, task="translation")
     options = {"beam": beam, "length_penalty": length_penalty, "kv_cache": not no_kv_cache}
     prompt = source == STANDARD and sys.stdin.isatty()
     if prompt:

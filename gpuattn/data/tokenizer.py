@@ -51,6 +51,10 @@ class BaseTokenizer(abc.ABC):
         """Return the ids of one line, without ``bos`` and ``eos``."""
 
     @abc.abstractmethod
+    def piece(self, i: int) -> str:
+        """Return the name of an id, for people to read."""
+
+    @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text that ``ids`` spell; specials among them are dropped."""
 
@@ -143,7 +147,10 @@ class Tokenizer(BaseTokenizer):
     @property
     def pieces(self) -> list[str]:
         """The vocabulary, by id; a piece that begins a word begins with U+2581."""
-        return [self._processor.id_to_piece(i) for i in range(len(self))]
+        return [self.piece(i) for i in range(len(self))]
+
+    def piece(self, i: int) -> str:
+        return self._processor.id_to_piece(int(i))
 
     def encode(self, line: str) -> list[int]:
         """Return the ids of one line, without ``bos`` and ``eos``."""
@@ -235,6 +242,9 @@ class CharTokenizer(BaseTokenizer):
 
     def __len__(self):
         return SPECIALS + len(self.characters)
+
+    def piece(self, i: int) -> str:
+        return self.characters[i - SPECIALS] if i >= SPECIALS else ""
 
     def encode(self, line: str) -> list[int]:
         """Return the ids of a text. DataError names a character that training has not seen."""

@@ -1,15 +1,18 @@
 """Sampling from a trained language model with its tokenizer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gpuattn import rng
-from gpuattn.arrays import get_xp
+from gpuattn.arrays import get_xp, to_cpu
+from gpuattn.data.batching import IGNORED
 from gpuattn.data.tokenizer import SPECIALS
 from gpuattn.decode.sample import sample
-from gpuattn.errors import ConfigError, problem
+from gpuattn.engine import SCORED_TOKENS
+from gpuattn.errors import ConfigError, DataError, problem
+from gpuattn.tasks.scored import Scored
 
 TEMPERATURE = 0.8
 
@@ -58,6 +61,38 @@ class Sampler:
             texts = self._longer(texts, end, seed=now, numbers=numbers, **settings)
         return [self.tokenizer.decode_text(text[len(begin) :].tolist()) for text in texts]
 
+    def score(self, lines: Sequence[str], *, batch_tokens: int = SCORED_TOKENS) -> list[Scored]:
+        """Return how probable each line is as a line of text: after a line end, its own at the end.
+
+        ``batch_tokens``: of a batch of lines, the shorter ones padded. Raises DataError for a line
+        longer than ``block``, its end included, and for characters that the tokenizer lacks.
+        """
+        ids = [self.check(line) for line in lines]
+        found = [Scored([], []) for _ in lines]
+        for chosen in _rectangles(list(map(len, ids)), batch_tokens):
+            longest = max(len(ids[i]) for i in chosen)
+            labels = np.full((len(chosen), longest), IGNORED, np.int32)
+            for row, i in zip(labels, chosen, strict=True):
+                row[: len(ids[i])] = ids[i]
+            tokens = np.empty_like(labels)
+            tokens[:, 0] = self.tokenizer.line_end
+            tokens[:, 1:] = np.maximum(labels[:, :-1], 0)
+            xp = get_xp(self.model.parameters()[0].data)
+            scores = self.model.log_probabilities(xp.asarray(tokens), xp.asarray(labels))
+            for i, row in zip(chosen, to_cpu(scores), strict=True):
+                pieces = [self.tokenizer.piece(token) for token in ids[i]]
+                found[i] = Scored(pieces, row[: len(ids[i])].tolist())
+        return found
+
+    def check(self, line: str) -> list[int]:
+        """Return the token ids of a line to score, its end included. DataError: see ``score``."""
+        ids, block = self.tokenizer.encode_text(f"{line}\n"), self.model.config.block
+        if len(ids) > block:
+            accepted = f"up to {block} (--block of the run)"
+            got = f"{len(ids)} tokens long with its end"
+            raise DataError(problem("score", "the line", got, accepted))
+        return ids
+
     def _longer(self, texts, end, **settings):
         """Return texts (count, T) with more tokens, up to ``end`` or to the end of the block."""
         block, xp = self.model.config.block, get_xp(self.model.parameters()[0].data)
@@ -69,3 +104,13 @@ class Sampler:
             banned=range(SPECIALS), **settings,
         )  # fmt: skip
         return np.hstack([texts, np.array([text.tokens for text in found], np.int32)])
+
+
+def _rectangles(lengths, most):
+    """Yield indices of near-equal lengths, whose count times the greatest is up to ``most``."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    begin = 0
+    while begin < len(order):
+        count = max(1, most // lengths[order[begin]])
+        yield order[begin : begin + count]
+        begin += count

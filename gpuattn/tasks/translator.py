@@ -8,8 +8,9 @@ from gpuattn.arrays import on_gpu
 from gpuattn.data.tokenizer import BOS, EOS, PAD, UNK
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.greedy import greedy
-from gpuattn.engine import Engine
+from gpuattn.engine import SCORED_TOKENS, Engine
 from gpuattn.errors import ConfigError, DataError, problem
+from gpuattn.tasks.scored import Scored
 from gpuattn.tasks.task import MOST_BEAMS
 
 BUCKET = 8  # sources whose lengths round up to the same multiple are translated together
@@ -94,14 +95,47 @@ class Translator:
                 break
         return found
 
-    def _by_engine(self, sources, options, kv_cache):
-        """Yield (indices, lists of Hypotheses) of batches that the engine translates."""
+    def score(
+        self, pairs: Sequence[tuple[str, str]], *, batch_tokens: int = SCORED_TOKENS
+    ) -> list[Scored]:
+        """Return how probable each target is as the translation of its source.
+
+        ``pairs``: (source, target) texts, a line each. The sum over the tokens of a target, its end
+        mark included, is minus the loss of training, and what a search returns as the ``score`` of
+        a hypothesis. A pair of two empty lines has no tokens. ``batch_tokens``: of the packed
+        batches, on each side.
+        Raises DataError for a pair with one empty side, and for longer texts than the model takes.
+        """
+        ids = [self.check_pair(*pair) for pair in pairs]
+        chosen = [i for i, pair in enumerate(ids) if any(pair)]
+        found = [Scored([], []) for _ in pairs]
+        scores = self._new_engine().score([ids[i] for i in chosen], batch_tokens=batch_tokens)
+        for i, logprobs in zip(chosen, scores, strict=True):
+            pieces = [self.tokenizer.piece(token) for token in (*ids[i][1], EOS)]
+            found[i] = Scored(pieces, logprobs.tolist())
+        return found
+
+    def check_pair(self, source: str, target: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a pair to score. DataError: see ``score``."""
+        pair = self.check(source, "score: the source"), self.check(target, "score: the target")
+        if any(pair) and not all(pair):
+            empty = "target" if pair[0] else "source"
+            accepted = "text on both sides, or on neither"
+            raise DataError(problem("score", f"the {empty}", "empty", accepted))
+        return pair
+
+    def _new_engine(self):
+        """Return the Engine, made at its first use."""
         if self._engine is None:
             self._engine = Engine(self.model)
+        return self._engine
+
+    def _by_engine(self, sources, options, kv_cache):
+        """Yield (indices, lists of Hypotheses) of batches that the engine translates."""
         chosen = [i for i, source in enumerate(sources) if source]
         limits = [self._limit(len(sources[i])) for i in chosen]
         given = [sources[i] for i in chosen]
-        batches = self._engine.translations(given, limits=limits, **options)
+        batches = self._new_engine().translations(given, limits=limits, **options)
         for members, hypotheses in batches:
             yield [chosen[i] for i in members], hypotheses
 
@@ -124,12 +158,15 @@ class Translator:
         length = -(-length // BUCKET) * BUCKET
         return min(2 * length + 16, self.model.config.max_length)
 
-    def check(self, line: str) -> list[int]:
-        """Return the token ids of a line. DataError if it is longer than the model takes."""
+    def check(self, line: str, name: str = "translate: the line") -> list[int]:
+        """Return the token ids of a line. DataError if it is longer than the model takes.
+
+        ``name``: what the message calls the line.
+        """
         ids = self.tokenizer.encode(" ".join(line.split("\n")).strip())
         if len(ids) > self.config.max_len:
             accepted = f"up to {self.config.max_len} (--max-len of the run)"
-            raise DataError(problem("translate", "the line", f"{len(ids)} tokens long", accepted))
+            raise DataError(f"{name} is {len(ids)} tokens long; accepted: {accepted}")
         return ids
 
     def _text(self, tokens):

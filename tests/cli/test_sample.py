@@ -81,6 +81,26 @@ def test_loss_and_perplexity_of_a_text(call, language, tmp_path):
     assert f"{row['loss']:.4f} nats" in shown and f"perplexity   {row['perplexity']:.3f}" in shown
 
 
+def test_scores_of_lines(call, language, tmp_path):
+    """Each line begins after a line end and has its own; characters are its tokens."""
+    (tmp_path / "text").write_text(f"{LINE}\nthe dog\nthe cat sat on the cat on the mat\nmat.\n")
+    result = call("score", language, tmp_path / "text", "--json", "--batch-tokens", "30")
+    assert result.exit_code == 1
+    errors = result.stderr.splitlines()
+    assert "line 3: CharTokenizer.encode: character 'd'" in errors[0] and len(errors) == 2
+    assert "line 4: score: the line is 34 tokens long with its end; accepted: up to 24" in errors[1]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row.get("tokens") for row in rows] == [24, 1, None, None, 5]
+    assert "".join(rows[0]["pieces"]) == LINE and rows[0]["normalised"] > -0.2
+    sampler = load_run(language, device="numpy")
+    ids = np.array([sampler.tokenizer.encode_text(f"\n{LINE}")], np.int32)
+    with sampler.model.evaluating():
+        loss = sampler.model.loss(ids[:, :-1], ids[:, 1:]).item()
+    assert rows[0]["normalised"] == pytest.approx(-loss, rel=1e-4)
+    usage = call("score", language, tmp_path / "text", tmp_path / "text")
+    assert usage.exit_code == 2 and "one text file for a language model" in usage.stderr
+
+
 @pytest.mark.parametrize("arguments, code, message", [
     (["a", "b"], 2, "one text file"), (["text", "--beam", "3"], 2, "--beam is for translators"),
     (["text", "--length-penalty", "0"], 2, "--length-penalty is for translators"),
