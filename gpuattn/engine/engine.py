@@ -83,12 +83,14 @@ class Engine:
 
     def translations(
         self, sources: Sequence[Sequence[int]], *, limits: Sequence[int], bos: int,
-        prefix: Sequence[Sequence[int]] | None = None, **settings: Any,
+        prefix: Sequence[Sequence[int]] | None = None, batch_tokens: int = MAX_TOKENS,
+        **settings: Any,
     ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:  # fmt: skip
         """Yield (indices of sources, their lists of up to ``nbest`` Hypotheses), batch by batch.
 
         ``sources``: token ids without marks. ``limits``: the most tokens of each translation, the
-        end mark included. Other arguments as in ``decode.beam.beam_search``, which also searches
+        end mark included. ``batch_tokens``: the most tokens that all beams of a batch have room
+        for. Other arguments as in ``decode.beam.beam_search``, which also searches
         where the device cannot: ``notify`` is then called with the reason. Batches are of similar
         lengths, the longest first. A translation does not depend on the sources in its batch, but
         for rounding. Raises ValueError for settings out of range and for texts longer than the
@@ -105,7 +107,7 @@ class Engine:
         run = self._on_device if self.on_gpu and not reason else self._on_host
         order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
         tokens = options.beam * _rounded(max(limits, default=1), most)
-        size = max(1, min(self.max_rows // options.beam, MAX_TOKENS // tokens))
+        size = max(1, min(self.max_rows // options.beam, batch_tokens // tokens))
         for begin in range(0, len(order), size):
             chosen = order[begin : begin + size]
             batch = [sources[i] for i in chosen], [limits[i] for i in chosen]
