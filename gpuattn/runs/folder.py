@@ -20,6 +20,7 @@ from gpuattn.data.tokenizer import tokenizer_from_bytes
 from gpuattn.errors import CheckpointError, ConfigError, DataError, problem
 from gpuattn.files import write_text
 from gpuattn.models.kinds import new_model
+from gpuattn.nn.module import undrawn
 from gpuattn.optim.averaging import average_tensors
 from gpuattn.runs.config import (
     TrainConfig,
@@ -282,7 +283,8 @@ def load_run(
     tokenizer = folder.tokenizer()
     device, _ = choose_device(device)
     chosen = _dtype(dtype, device)
-    model = new_model(config, tokenizer).eval()
+    with undrawn():
+        model = new_model(config, tokenizer).eval()
     if which == "best" and not checkpoint.exists(folder.path, "best"):
         which = "last"
     weights, metadata = checkpoint.load(folder.path, which, dict(model.named_parameters()))
