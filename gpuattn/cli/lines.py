@@ -25,10 +25,14 @@ class LineErrors:
             check(*texts)
         except (UnicodeDecodeError, DataError) as error:
             message = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-            click.echo(f"gpuattn: error: line {number}: {message}", err=True)
-            self.count += 1
+            self.add(number, message)
             return None, message
         return texts, None
+
+    def add(self, number: int, message: str) -> None:
+        """Print what is wrong with a line."""
+        click.echo(f"gpuattn: error: line {number}: {message}", err=True)
+        self.count += 1
 
 
 def text_of(number: int, raw: bytes) -> str:

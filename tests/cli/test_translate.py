@@ -326,3 +326,21 @@ def test_progress_through_a_file(call, trained, tmp_path, monkeypatch):
     assert len(shown) > 2 and shares == sorted(shares) and 0 < shares[0] < shares[-1] <= 100
     assert all("sentences/s" in line and line.endswith(" left") for line in shown)
     assert call("translate", trained, input=LINES * 3).stderr == ""
+
+
+def test_the_engine_gets_the_same_settings(trained, monkeypatch):
+    """As on a GPU; here the engine's searches are those of decode."""
+    translator, lines = load_run(trained, device="numpy"), ["red cat", "", "old house", "tree"]
+    settings = [
+        {"beam": 3}, {"beam": 2, "prefixes": ["", "A", "NEW", ""], "batch_tokens": 1},
+        {"beam": 3, "min_length": 4, "max_length": 7, "no_repeat_ngram": 1, "stopping": "hf"},
+    ]  # fmt: skip
+    wanted = [translator.nbest(lines, 2, **options) for options in settings]
+    monkeypatch.setattr(translator, "_on_gpu", lambda: True)
+    for options, want in zip(settings, wanted, strict=True):
+        done = []
+        found = translator.nbest(lines, 2, notify=done.append, **options)
+        assert sum(done) == 3
+        for one, other in zip(found, want, strict=True):
+            assert [t.text for t in one] == [t.text for t in other]
+            assert [t.score for t in one] == pytest.approx([t.score for t in other], abs=1e-4)
