@@ -129,19 +129,21 @@ __all__ = [
 
 
 def load_run(
-    path: StrPath, *, device: str = "auto", which: str = "best", task: str | None = None
-) -> Any:
+    path: StrPath, *, device: str = "auto", dtype: str = "auto", which: str = "best",
+    task: str | None = None,
+) -> Any:  # fmt: skip
     """Return the Translator of a run folder, or the Sampler of a language model's.
 
-    ``device``: "auto", "cuda" or "numpy". ``which``: "best" or "last" weights; a run that has no
-    best weights yet gives its last ones. ``task``: "translation" or "language", to refuse runs of
-    another task; None accepts any. On a GPU it computes in float32.
+    ``device``: "auto", "cuda" or "numpy". ``dtype``: of parameters and activations: on a GPU
+    "bfloat16" by default, or "float32"; NumPy always computes in float32. ``which``: "best" or
+    "last" weights; a run that has no best weights yet gives its last ones. ``task``: "translation"
+    or "language", to refuse runs of another task; None accepts any.
     Raises CheckpointError for a folder that is no run, or is damaged or of another model;
     ConfigError for a run of another task; DeviceMissingError for "cuda" without a GPU.
     """
     from gpuattn.runs import folder  # imports what training needs
 
-    return folder.load_run(path, device=device, which=which, task=task)
+    return folder.load_run(path, device=device, dtype=dtype, which=which, task=task)
 
 
 def __getattr__(name: str) -> Any:

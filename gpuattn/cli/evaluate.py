@@ -1,12 +1,15 @@
 """gpuattn evaluate: exact match, BLEU and chrF of a translator, perplexity of a language model."""
 
 import json
+import sys
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from gpuattn.cli.options import NearChoice, PathName, decoding_options, device_option, run_argument
+from gpuattn.cli.decoding import decoding_options, loading_options
+from gpuattn.cli.lines import LineErrors
+from gpuattn.cli.options import NearChoice, PathName, run_argument
 from gpuattn.runs.evaluation import evaluate, evaluate_text, pairs_for
 from gpuattn.runs.folder import load_run
 from gpuattn.tasks.registry import task_of
@@ -23,7 +26,7 @@ OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
 @click.option("--tokenize", type=NearChoice(TOKENIZERS), default="13a", show_default=True,
               help="BLEU's tokenizer.")  # fmt: skip
 @decoding_options
-@device_option
+@loading_options
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -31,17 +34,22 @@ def command(
     files: tuple[str, ...],
     as_json: bool,
     device: str,
+    dtype: str,
     **options: Any,
 ) -> None:
     """Translate SRC with the run in DIR and score it against REF, all figures from 0 to 100.
     Of a language model: the exact loss (nats a token) and the perplexity of the text in FILE.
 
-    Without files: what the run held out, for built-in tasks pairs never seen in training.
+    Without files: what the run held out, for built-in tasks pairs never seen in training. A source
+    that is longer than the model takes is a message, and counts as translated by nothing; the exit
+    code is then 1.
     """
-    user = load_run(folder, device=device)
+    user = load_run(folder, device=device, dtype=dtype)
     show = {"language": _of_text, "translation": _of_pairs}[task_of(user.config).name]
-    row, lines = show(ctx, user, files, options)
+    errors = LineErrors()
+    row, lines = show(ctx, user, files, options | {"refused": errors.add})
     click.echo(json.dumps(row, indent=2) if as_json else "\n".join(lines))
+    sys.exit(1 if errors.count else 0)
 
 
 def _of_text(ctx, sampler, files, options):

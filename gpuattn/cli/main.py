@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "Train a translator, or GPT-2 on a text; without arguments a toy, in about a minute.",
     "translate": "Translate standard input, a line for each line.",
     "sample": "Continue a text with a language model.",
+    "score": "Print how probable given translations, or lines of text, are.",
     "evaluate": "Score a run: exact match, BLEU, chrF; of a language model perplexity.",
     "info": "Show what a run is and how it went.",
     "recover": "Write the manifests that a run's checkpoints have lost.",
@@ -35,6 +36,7 @@ LESS_MEMORY = {  # advice when a command runs out of memory
     "train": "a smaller --batch, with --accumulate for as much an update, or a smaller --dim",
     "profile": "a smaller --batch or --dim", "bench": "a smaller --shape",
     "translate": "a smaller --beam", "evaluate": "a smaller --beam", "sample": "a smaller --count",
+    "score": "a smaller --batch-tokens",
 }  # fmt: skip
 EPILOG = """\b
 gpuattn train                                            a toy translator, until it is right

@@ -8,7 +8,7 @@ import click
 from gpuattn.errors import ConfigError
 from gpuattn.runtime.device import DEVICES
 from gpuattn.tasks.task import MOST_BEAMS
-from gpuattn.units import nearest, number, whole
+from gpuattn.units import nearest, whole
 
 
 class NearChoice(click.Choice):
@@ -94,15 +94,3 @@ def device_option(function: Callable) -> Callable:
 def run_argument(function: Callable) -> Callable:
     """Add the argument DIR, the folder of a run."""
     return click.argument("folder", metavar="DIR", type=PathName(file_okay=False))(function)
-
-
-def decoding_options(function: Callable) -> Callable:
-    """Add ``--beam`` and ``--length-penalty``, whose defaults are the run's."""
-    penalty = click.option(
-        "--length-penalty", type=Parsed(number(0), "X"),
-        help="Exponent of the length that scores are divided by.  [default: the run's]",
-    )  # fmt: skip
-    beam = click.option(
-        "--beam", type=BEAMS, help="Hypotheses kept; 1 is greedy.  [default: the run's]"
-    )
-    return beam(penalty(function))

@@ -13,6 +13,7 @@ from gpuattn.train.progress import Listener, Progress
 from gpuattn.units import duration, short
 
 PLAIN_SECONDS = 10  # between lines of progress where there is no terminal
+BAR_SECONDS = 0.5  # between changes of a bar of lines
 COMMANDS = ("stopped", "next")  # topics whose text users copy: never wrapped
 NARROW = 24  # columns; below this, text is not aligned in a column of its own
 LEVELS = ("debug", "info", "warning", "error")
@@ -31,8 +32,12 @@ def new_report(level: str = "info") -> Listener:
         return UrgentReport()
     if level == "debug":
         return PlainReport(every=0)
-    lively = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    return LiveReport() if lively else PlainReport()
+    return LiveReport() if lively() else PlainReport()
+
+
+def lively() -> bool:
+    """Return whether standard error is a terminal that can rewrite its last line."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def facts(progress: Progress) -> list[str]:
@@ -97,10 +102,9 @@ class LiveReport(Listener):
     """A bar that stays at the bottom of the terminal while lines pass above it."""
 
     def __init__(self) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._console = Console(stderr=True, highlight=False)
+        self._console = _console()
         self._column = BarColumn()
         columns = (
             TextColumn("update {task.fields[update]}"), self._column,
@@ -145,3 +149,62 @@ def _fitting(parts, room):
     while parts and len("  ".join(parts)) > room:
         parts = parts[:-1]
     return "  ".join(parts)
+
+
+class LineProgress:
+    """How far a command is in a file: lines a second and the time left, on standard error.
+
+    A bar on a terminal, else a line every PLAIN_SECONDS. ``size``: bytes of the file. Nothing is
+    shown for a file that takes less than BAR_SECONDS.
+    """
+
+    def __init__(self, topic: str, size: int) -> None:
+        self._topic, self._size, self._lines = topic, size, 0
+        self._before = self._done = self._each = 0.0  # bytes
+        self._begun = self._shown = time.monotonic()
+        self._lively = lively()
+        self._bar: Any = None
+
+    def begin(self, lines: int, size: int) -> None:
+        """Begin with some lines, ``size`` bytes together."""
+        self._done, self._before = self._before, self._before + size
+        self._each = size / lines
+
+    def add(self, lines: int) -> None:
+        """Count lines that are done."""
+        self._lines += lines
+        self._done += lines * self._each
+        now = time.monotonic()
+        if now - self._shown >= (BAR_SECONDS if self._lively else PLAIN_SECONDS):
+            self._shown = now
+            self._show(min(1.0, self._done / max(1, self._size)), now - self._begun)
+
+    @_if_read
+    def _show(self, share, seconds):
+        rate, left = self._lines / seconds, seconds / share - seconds
+        facts = f"{self._lines:,} sentences  {short(rate)} sentences/s  {duration(left)} left"
+        if not self._lively:
+            click.echo(f"{self._topic:8} {100 * share:.0f} %  {facts}", err=True)
+            return
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        if self._bar is None:
+            columns = (BarColumn(20), TextColumn("{task.percentage:3.0f} %"),
+                       TextColumn("{task.description}"))  # fmt: skip
+            console = _console()
+            self._bar = Progress(*columns, console=console, transient=True, redirect_stdout=False)
+            self._bar.start()
+            self._bar.add_task("", total=1.0)
+        self._bar.update(self._bar.task_ids[0], completed=share, description=facts)
+
+    @_if_read
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _console():
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)

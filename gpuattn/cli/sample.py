@@ -1,10 +1,13 @@
 """gpuattn sample: texts that a language model writes."""
 
+import json
+import time
 from typing import Any
 
 import click
 
-from gpuattn.cli.options import COUNT, Parsed, PathName, device_option, run_argument
+from gpuattn.cli.decoding import loading_options
+from gpuattn.cli.options import COUNT, Parsed, PathName, run_argument
 from gpuattn.cli.streams import reading
 from gpuattn.errors import DataError
 from gpuattn.runs.folder import load_run
@@ -29,21 +32,53 @@ BETWEEN = "---"  # lines between texts
 @click.option("--min-p", type=Parsed(number(0, most=1), "P"), default=0.0,
               help="Of those, only tokens with P times the largest probability.")  # fmt: skip
 @click.option("--seed", type=Parsed(whole(0), "N"), help="Makes the texts reproducible.")
-@device_option
+@click.option("--stream", is_flag=True, help="Print the first text while it is generated.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each text.")
+@click.option("--no-kv-cache", is_flag=True, help="Recompute the context at each token.")
+@loading_options
 def command(
-    folder: str, device: str, prompt: str, prompt_file: str | None, **settings: Any
+    folder: str,
+    device: str,
+    dtype: str,
+    prompt: str,
+    prompt_file: str | None,
+    stream: bool,
+    as_json: bool,
+    no_kv_cache: bool,
+    **settings: Any,
 ) -> None:
     """Continue a text with the language model in DIR.
 
     \b
     gpuattn sample runs/book --prompt "It was" --tokens 200
     gpuattn sample runs/book --count 3 --top-p 0.9 --seed 1
+    gpuattn sample runs/book --stream --tokens 5000
+
+    With --json: text; score, the log-probability of the tokens behind the prompt at temperature 1;
+    tokens, their number; time, the seconds that all texts took together.
     """
     if prompt and prompt_file:
         raise click.UsageError("--prompt and --prompt-file; accepted: one of them")
-    sampler = load_run(folder, device=device, task="language")
+    if stream and as_json:
+        raise click.UsageError("--stream and --json; accepted: one of them")
+    sampler = load_run(folder, device=device, dtype=dtype, task="language")
     prompt = _text_of(prompt_file) if prompt_file else prompt
-    click.echo(f"\n{BETWEEN}\n".join(sampler.sample(prompt, **settings)))
+    settings |= {"kv_cache": not no_kv_cache, "stream": _say if stream else None}
+    begin = time.perf_counter()
+    found = sampler.generate(prompt, **settings)
+    if as_json:
+        spent = round(time.perf_counter() - begin, 3)
+        for one in found:
+            click.echo(json.dumps(one._asdict() | {"time": spent}, ensure_ascii=False))
+        return
+    texts = [one.text for one in found]
+    if stream:
+        texts[0] = ""  # it is printed
+    click.echo(f"\n{BETWEEN}\n".join(texts))
+
+
+def _say(text):
+    click.echo(text, nl=False)
 
 
 def _text_of(path):

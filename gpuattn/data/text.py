@@ -125,6 +125,24 @@ def read_language_model(path: StrPath, digests: dict[str, str] | None = None) ->
     return text
 
 
+def read_raw_lines(path: StrPath) -> list[bytes]:
+    """Return the lines of a file, plain or ``.gz``, as bytes. DataError if it cannot be read."""
+    return list(_raw_lines(path, -1))
+
+
+def read_raw_pairs(source_path: StrPath, target_path: StrPath) -> list[tuple[bytes, bytes]]:
+    """Return the lines of two files, line by line, as bytes.
+
+    Raises DataError for a file that cannot be read, and for files of different length.
+    """
+    source, target = read_raw_lines(source_path), read_raw_lines(target_path)
+    if len(source) != len(target):
+        one, other = ([raw.decode(errors="replace").strip() for raw in side]
+                      for side in (source, target))  # fmt: skip
+        raise DataError(_mismatch(source_path, one, target_path, other))
+    return list(zip(source, target, strict=True))
+
+
 def _read_lines(path, max_length, on_long, digests):
     """Return the stripped lines; None stands for one of more than ``max_length`` characters."""
     lines = []

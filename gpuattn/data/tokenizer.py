@@ -8,7 +8,7 @@ import abc
 import io
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Self
@@ -20,6 +20,7 @@ from gpuattn.typing import StrPath
 
 PAD, BOS, EOS, UNK = range(4)
 SPECIALS = 4
+INCOMPLETE = "\ufffd"  # stands for bytes that are no character
 MAX_TRAINING_LINES = 1_000_000
 
 
@@ -49,6 +50,14 @@ class BaseTokenizer(abc.ABC):
     @abc.abstractmethod
     def encode(self, line: str) -> list[int]:
         """Return the ids of one line, without ``bos`` and ``eos``."""
+
+    @abc.abstractmethod
+    def piece(self, i: int) -> str:
+        """Return the name of an id, for people to read."""
+
+    @abc.abstractmethod
+    def decode_text(self, ids: Iterable[int]) -> str:
+        """Return the lines that ``ids`` spell."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -143,7 +152,10 @@ class Tokenizer(BaseTokenizer):
     @property
     def pieces(self) -> list[str]:
         """The vocabulary, by id; a piece that begins a word begins with U+2581."""
-        return [self._processor.id_to_piece(i) for i in range(len(self))]
+        return [self.piece(i) for i in range(len(self))]
+
+    def piece(self, i: int) -> str:
+        return self._processor.id_to_piece(int(i))
 
     def encode(self, line: str) -> list[int]:
         """Return the ids of one line, without ``bos`` and ``eos``."""
@@ -236,6 +248,9 @@ class CharTokenizer(BaseTokenizer):
     def __len__(self):
         return SPECIALS + len(self.characters)
 
+    def piece(self, i: int) -> str:
+        return self.characters[i - SPECIALS] if i >= SPECIALS else ""
+
     def encode(self, line: str) -> list[int]:
         """Return the ids of a text. DataError names a character that training has not seen."""
         try:
@@ -261,3 +276,35 @@ class CharTokenizer(BaseTokenizer):
 def tokenizer_from_bytes(data: bytes) -> BaseTokenizer:
     """Return the tokenizer, of either class, that ``to_bytes`` wrote. DataError if it is none."""
     return (CharTokenizer if data[:1] == b"{" else Tokenizer).from_bytes(data)
+
+
+class TextStream:
+    """Spells tokens of a text as they come: the same text as ``decode_text`` in the end.
+
+    ``say``: called with each next part. Bytes of a character wait until it is complete.
+    """
+
+    def __init__(self, tokenizer: BaseTokenizer, say: Callable[[str], None]) -> None:
+        self._tokenizer, self._say = tokenizer, say
+        self._line: list[int] = []  # tokens since the last line end
+        self._said = 0  # characters of that line
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Continue the text."""
+        for token in tokens:
+            self._line.append(token)
+            ends = token == self._tokenizer.line_end
+            self._speak("" if ends else INCOMPLETE)
+            if ends:
+                self._line, self._said = [], 0
+
+    def close(self) -> None:
+        """Say what has waited, as no more tokens come."""
+        self._speak("")
+
+    def _speak(self, waiting):
+        """Say what is new, without characters of ``waiting`` at the end."""
+        text = self._tokenizer.decode_text(self._line).rstrip(waiting)
+        if len(text) > self._said:
+            self._say(text[self._said :])
+            self._said = len(text)

@@ -29,14 +29,17 @@ def search_all(
     *,
     limits: Sequence[int],
     beam: int,
+    batch_tokens: int | None = None,
     kv_cache: bool = True,
 ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:
     """Yield (indices of sources, their lists of Hypotheses), batch by batch, the longest first.
 
     ``model``: translates; see ``models.translation``. ``sources``: token ids without marks.
     ``limits``: the most tokens of each translation. ``search(stepper, indices)`` returns what was
-    found for the sources with these indices, of which ``stepper`` has ``beam`` rows each. On NumPy
-    it is called in several threads. The model is in evaluation mode until the iterator ends.
+    found for the sources with these indices, of which ``stepper`` has ``beam`` rows each.
+    ``batch_tokens``: of a batch, its rows times their greatest length; None: what suits the
+    device. On NumPy ``search`` is called in several threads. The model is in evaluation mode until
+    the iterator ends.
     """
 
     def found(chosen):
@@ -46,7 +49,7 @@ def search_all(
 
     gpu = on_gpu(model.parameters()[0].data)
     threads = 1 if gpu else min(usable_cores(), MAX_THREADS)
-    room = CACHED_TOKENS["gpu" if gpu else "cpu"]
+    room = batch_tokens or CACHED_TOKENS["gpu" if gpu else "cpu"]
     batches = _batches([len(source) for source in sources], limits, beam, room, threads)
     training = model.training
     model.eval()  # here, as threads that each did so would restore the mode too early

@@ -1,5 +1,5 @@
 """Text generation with the whole search on the device: see ``engine.Engine``."""
 
-from gpuattn.engine.engine import Engine
+from gpuattn.engine.engine import SCORED_TOKENS, Engine
 
-__all__ = ["Engine"]
+__all__ = ["SCORED_TOKENS", "Engine"]

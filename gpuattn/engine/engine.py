@@ -9,7 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gpuattn.arrays import import_cupy, on_gpu, to_cpu
+import numpy as np
+
+from gpuattn.arrays import get_xp, import_cupy, on_gpu, to_cpu
+from gpuattn.data.batching import PackedLoader
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.options import BeamOptions
 from gpuattn.decode.stepper import Hypothesis, hypotheses_of
@@ -17,10 +20,12 @@ from gpuattn.engine.beam import TranslationSearch
 from gpuattn.errors import problem
 from gpuattn.ops.sampling.beam_step import MAX_BEAM
 from gpuattn.ops.sampling.beam_update import best_texts
+from gpuattn.runtime.device import batch_to
 from gpuattn.runtime.graphs import Replays, warn
 from gpuattn.runtime.readback import Reading
 
 BURST = 4  # steps between two looks at how many sentences still run
+SCORED_TOKENS = 8192  # of a batch of pairs to score, on each side
 MAX_TOKENS = 1 << 18  # cached tokens, beams x their room, of all searches that are kept
 
 
@@ -75,12 +80,14 @@ class Engine:
 
     def translations(
         self, sources: Sequence[Sequence[int]], *, limits: Sequence[int], bos: int,
-        prefix: Sequence[Sequence[int]] | None = None, **settings: Any,
+        prefix: Sequence[Sequence[int]] | None = None, batch_tokens: int = MAX_TOKENS,
+        **settings: Any,
     ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:  # fmt: skip
         """Yield (indices of sources, their lists of up to ``nbest`` Hypotheses), batch by batch.
 
         ``sources``: token ids without marks. ``limits``: the most tokens of each translation, the
-        end mark included. Other arguments as in ``decode.beam.beam_search``, which also searches
+        end mark included. ``batch_tokens``: the most tokens that all beams of a batch have room
+        for. Other arguments as in ``decode.beam.beam_search``, which also searches
         where the device cannot: ``notify`` is then called with the reason. Batches are of similar
         lengths, the longest first. A translation does not depend on the sources in its batch, but
         for rounding. Raises ValueError for settings out of range and for texts longer than the
@@ -97,12 +104,37 @@ class Engine:
         run = self._on_device if self.on_gpu and not reason else self._on_host
         order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
         tokens = options.beam * _rounded(max(limits, default=1), most)
-        size = max(1, min(self.max_rows // options.beam, MAX_TOKENS // tokens))
+        size = max(1, min(self.max_rows // options.beam, batch_tokens // tokens))
         for begin in range(0, len(order), size):
             chosen = order[begin : begin + size]
             batch = [sources[i] for i in chosen], [limits[i] for i in chosen]
             given = None if prefix is None else [prefix[i] for i in chosen]
             yield chosen, run(*batch, bos, given, options)
+
+    def score(
+        self,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        *,
+        batch_tokens: int = SCORED_TOKENS,
+    ) -> list[np.ndarray]:
+        """Return, for each (source, target), the log-probabilities of the target's tokens.
+
+        ``pairs``: token ids without marks. Each result is float32 (tokens + 1,), the end mark last;
+        its sum is the ``score`` of a Hypothesis that has ended. ``batch_tokens``: of a packed
+        batch, on each side; raised to the longest text. Raises ValueError for texts longer than the
+        model's ``max_length``.
+        """
+        if not pairs:
+            return []
+        longest = max(len(side) for pair in pairs for side in pair) + 1
+        xp = get_xp(self.model.parameters()[0].data)
+        found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(pairs)
+        for batch in PackedLoader(pairs, max(batch_tokens, longest), seed=0).epoch(0):
+            scores = to_cpu(self.model.log_probabilities(batch_to(batch, xp)))
+            parts = np.split(scores, batch.cu_target[1:-1])
+            for i, part in zip(batch.sentences, parts, strict=True):
+                found[i] = part
+        return found
 
     def _on_host(self, sources, limits, bos, prefix, options):
         stepper = self.model.stepper(self.model.pack(sources), max(limits), options.beam)

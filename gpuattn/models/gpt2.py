@@ -16,7 +16,7 @@ from gpuattn.models import flops
 from gpuattn.models.config import CHOICES, ModelConfig, check_config
 from gpuattn.models.gpt2_stepper import GPT2Stepper
 from gpuattn.models.kinds import ModelKind, register
-from gpuattn.models.loss import loss_of_states
+from gpuattn.models.loss import log_probabilities, loss_of_states
 from gpuattn.nn.dropout import RandomState, Streams
 from gpuattn.nn.embedding import Embedding
 from gpuattn.nn.module import Module, normal
@@ -162,6 +162,16 @@ class GPT2(Module):
             self, states, self.embedding.weight, labels, vocab_size=self.config.vocab,
             label_smoothing=label_smoothing, dloss=dloss,
         )  # fmt: skip
+
+    def log_probabilities(self, tokens: Array, labels: Array) -> Array:
+        """Return the log-probability of each label, the next token, float32 (B, T).
+
+        ``tokens``, ``labels``: (B, T); 0 for labels to ignore.
+        """
+        with self.evaluating():
+            x = raw(self.states(tokens)).reshape(-1, self.config.d_model)
+            weight, vocab = self.embedding.weight, self.config.vocab
+            return log_probabilities(x, weight, labels.ravel(), vocab).reshape(labels.shape)
 
     def stepper(
         self, prompt: Array, max_length: int, beam: int = 1, kv_cache: bool = True

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from gpuattn import arrays
+from gpuattn.arrays import on_gpu, wide
 from gpuattn.autodiff.tape import raw
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.ops.linear.linear import linear
 from gpuattn.ops.loss.cross_entropy import cross_entropy
-from gpuattn.ops.loss.linear_cross_entropy import linear_cross_entropy
+from gpuattn.ops.loss.linear_cross_entropy import linear_cross_entropy, rows_at_a_time
 from gpuattn.typing import Array
 
 WHOLE_BYTES = 2 << 30  # above this size slices are as fast
@@ -26,3 +28,20 @@ def loss_of_states(model: Any, states: Any, weight: Any, labels: Array, **settin
     if not model.training or in_slices(labels.size, table, itemsize, model.checkpoint):
         return linear_cross_entropy(states, weight, labels, **settings)
     return cross_entropy(linear(states, weight), labels, donate=True, **settings)
+
+
+def log_probabilities(states: Any, weight: Any, labels: Array, vocab: int) -> Array:
+    """Return the log-probability of each of the labels (N,) in ``softmax(states @ weight.T)``.
+
+    ``states``: (N, d_model). ``vocab``: rows of ``weight`` from it on are padding. float32 (N,), 0
+    for labels to ignore. No gradients; the logits of all rows never exist at once.
+    """
+    x, weight = raw(states), raw(weight)
+    settings: dict[str, Any] = {"vocab_size": vocab, "reduction": "none", "donate": True}
+    found = arrays.empty(x, labels.shape, wide(x.dtype))
+    size = rows_at_a_time(len(x), len(weight), x.itemsize, on_gpu(x))
+    for begin in range(0, len(x), size):
+        part = slice(begin, begin + size)
+        logits = raw(linear(x[part], weight))
+        found[part] = -raw(cross_entropy(logits, labels[part], **settings))
+    return found

@@ -17,7 +17,7 @@ from gpuattn.errors import ConfigError, problem
 from gpuattn.models import flops
 from gpuattn.models.config import ModelConfig, check_config
 from gpuattn.models.kinds import ModelKind, register
-from gpuattn.models.loss import loss_of_states
+from gpuattn.models.loss import log_probabilities, loss_of_states
 from gpuattn.models.translation_stepper import TranslationStepper
 from gpuattn.nn.attention import MemoryProjection
 from gpuattn.nn.dropout import RandomState, Streams
@@ -169,16 +169,28 @@ class TranslationModel(Module):
         ``dloss``: what backward will be called with, see ``cross_entropy``.
         Raises ValueError for a sentence longer than the model's ``max_length``.
         """
+        return loss_of_states(
+            self, self._target_states(batch), self._head_weight(), batch.labels,
+            vocab_size=self.config.vocab, label_smoothing=label_smoothing, dloss=dloss,
+        )  # fmt: skip
+
+    def log_probabilities(self, batch: Any) -> Array:
+        """Return the log-probability of each label of a packed batch, float32 (target tokens,).
+
+        ``batch`` and errors: as of ``loss``.
+        """
+        with self.evaluating():
+            states, labels = self._target_states(batch), batch.labels
+            return log_probabilities(states, self._head_weight(), labels, self.config.vocab)
+
+    def _target_states(self, batch):
+        """Return the decoder's last states (target tokens, d_model) of a packed batch."""
         self._check_length("target", batch.max_target)
         memory = self.encode(batch)
         x = self.target(batch.target_in, batch.target_positions, order=batch.target_order)
-        x = self.decode(
+        return self.decode(
             x, memory, positions=batch.target_positions, cu_seqlens=batch.cu_target,
             max_seqlen=batch.max_target, cu_memory=batch.cu_source, max_memory=batch.max_source,
-        )  # fmt: skip
-        return loss_of_states(
-            self, x, self._head_weight(), batch.labels, vocab_size=self.config.vocab,
-            label_smoothing=label_smoothing, dloss=dloss,
         )  # fmt: skip
 
     def pack(self, sources: Sequence[Sequence[int]]) -> Sources:

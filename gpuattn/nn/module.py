@@ -1,6 +1,7 @@
 """Modules, whose parameters and children are found among their attributes."""
 
 import contextlib
+import contextvars
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,8 @@ from gpuattn.autodiff import tape
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError
 from gpuattn.typing import Array, Shape
+
+_draws = contextvars.ContextVar("draws", default=True)  # whether new parameters are drawn
 
 
 class Module:
@@ -172,18 +175,32 @@ def parameter(values: Any) -> Tensor:
     return Tensor(np.asarray(values, np.float32), requires_grad=True)
 
 
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Return a context for modules whose parameters are loaded next: none is drawn, all are 0."""
+    token = _draws.set(False)
+    try:
+        yield
+    finally:
+        _draws.reset(token)
+
+
 def xavier_uniform(rng: np.random.Generator, shape: Shape) -> Tensor:
     """Return a (out, in) weight whose scale preserves variances.
 
     Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural
     networks" (2010).
     """
+    if not _draws.get():
+        return parameter(np.zeros(shape, np.float32))
     bound = (6 / sum(shape)) ** 0.5
     return parameter(rng.uniform(-bound, bound, shape))
 
 
 def normal(rng: np.random.Generator, shape: Shape, std: float) -> Tensor:
     """Return a normally distributed parameter."""
+    if not _draws.get():
+        return parameter(np.zeros(shape, np.float32))
     return parameter(rng.standard_normal(shape, np.float32) * np.float32(std))
 
 

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 from gpuattn.arrays import get_xp
@@ -30,19 +31,35 @@ def evaluate(
     tokenize: str = "13a",
     beam: int | None = None,
     length_penalty: float | None = None,
+    refused: Callable[[int, str], None] | None = None,
 ) -> dict[str, Any]:
     """Return ``runs.metrics.score`` of a Translator on pairs, and its ``tokens_per_second``.
 
     Tokens are those of the translations, end marks left out; loading the run is not counted.
+    ``refused``: called with its line and the reason where a source is longer than the model takes;
+    its translation is then empty. Without, that is a DataError.
     """
     begin = time.perf_counter()
-    sources = [pair.source for pair in pairs]
+    sources = _usable(translator, pairs, refused) if refused else [pair.source for pair in pairs]
     found = translator.translate(sources, beam=beam, length_penalty=length_penalty)
     spent = time.perf_counter() - begin
     tokens = sum(map(len, translator.tokenizer.encode_lines(found)))
     references, kinds = [pair.target for pair in pairs], [pair.kind for pair in pairs]
     row = score(found, references, kinds, lowercase=lowercase, tokenize=tokenize)
     return row | {"tokens_per_second": tokens / spent}
+
+
+def _usable(translator, pairs, refused):
+    """Return the sources, "" for those that the model does not take."""
+    sources = []
+    for number, pair in zip(getattr(pairs, "lines", count(1)), pairs, strict=False):
+        try:
+            translator.check(pair.source)
+            sources.append(pair.source)
+        except DataError as error:
+            refused(number, str(error))
+            sources.append("")
+    return sources
 
 
 def evaluate_text(sampler: Any, path: StrPath | None = None) -> dict[str, Any]:

@@ -10,15 +10,17 @@ import math
 import shlex
 import shutil
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gpuattn.arrays import to_gpu
 from gpuattn.data.tokenizer import tokenizer_from_bytes
-from gpuattn.errors import CheckpointError, ConfigError, DataError
+from gpuattn.errors import CheckpointError, ConfigError, DataError, problem
 from gpuattn.files import write_text
 from gpuattn.models.kinds import new_model
+from gpuattn.nn.module import undrawn
 from gpuattn.optim.averaging import average_tensors
 from gpuattn.runs.config import (
     TrainConfig,
@@ -33,6 +35,7 @@ from gpuattn.runs.lock import LOCK, locked
 from gpuattn.runs.metrics import MetricsLog, rank
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.device import choose_device
+from gpuattn.runtime.workspace import DTYPES
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
 from gpuattn.typing import Array, StrPath
@@ -46,6 +49,7 @@ MODEL_OPTIONS = (
     "model", "tokenizer", "dim", "heads", "kv_heads", "layers", "ffn", "bias", "norm",
     "positions", "activation", "pad_vocab", "block", "max_len",
 )  # fmt: skip
+LOAD_DTYPES = ("auto", "float32", "bfloat16")
 SNAPSHOTS = "checkpoints"  # weights that --average needs
 
 
@@ -264,8 +268,9 @@ def begin_from(config: TrainConfig, model: Any) -> tuple[str, str]:
 
 
 def load_run(
-    path: StrPath, *, device: str = "auto", which: str = "best", task: str | None = None
-) -> Any:
+    path: StrPath, *, device: str = "auto", dtype: str = "auto", which: str = "best",
+    task: str | None = None,
+) -> Any:  # fmt: skip
     """Return the Translator or the Sampler of a run folder: see ``gpuattn.load_run``."""
     folder = RunFolder(path)
     config = folder.config()
@@ -277,15 +282,32 @@ def load_run(
         )
     tokenizer = folder.tokenizer()
     device, _ = choose_device(device)
-    model = new_model(config, tokenizer).eval()
+    chosen = _dtype(dtype, device)
+    with undrawn():
+        model = new_model(config, tokenizer).eval()
     if which == "best" and not checkpoint.exists(folder.path, "best"):
         which = "last"
     weights, metadata = checkpoint.load(folder.path, which, dict(model.named_parameters()))
     model.load_state(weights)
     if device == "cuda":
         for parameter in model.parameters():
-            parameter.data = to_gpu(parameter.data)
+            parameter.data = to_gpu(parameter.data).astype(chosen, copy=False)
     return kind.new_user(config, model, tokenizer, metadata)
+
+
+def _dtype(name, device):
+    """Return the dtype that a run is loaded in: on a GPU bfloat16, unless float32 is asked for.
+
+    NumPy always computes in float32, and warns where bfloat16 is asked for.
+    """
+    if name not in LOAD_DTYPES:
+        raise ConfigError(problem("load_run", "dtype", repr(name), ", ".join(LOAD_DTYPES)))
+    if device == "numpy":
+        if name == "bfloat16":
+            text = "dtype bfloat16 needs a GPU; on NumPy everything is computed in float32"
+            warnings.warn(text, stacklevel=3)
+        return DTYPES["float32"]
+    return DTYPES["bfloat16" if name == "auto" else name]
 
 
 def summary(path: StrPath) -> dict[str, Any]:

@@ -30,6 +30,18 @@ def test_files_and_settings_of_bleu(call, trained, corpus):
     assert "BLEU" in shown.stdout and "nrefs:1" in shown.stdout
 
 
+def test_a_source_that_is_too_long_costs_its_own_line(call, trained, tmp_path):
+    (tmp_path / "src").write_text("red cat\n\n" + "cat " * 60 + "\nold house\n")
+    (tmp_path / "tgt").write_text("RED CAT\nX\nCAT\nOLD HOUSE\n")
+    result = call("evaluate", trained, tmp_path / "src", tmp_path / "tgt", "--json")
+    assert result.exit_code == 1 and json.loads(result.stdout)["sentences"] == 3
+    (message,) = [line for line in result.stderr.splitlines() if "error" in line]
+    assert "line 3: translate: the line is 60 tokens long; accepted: up to 40" in message
+    (tmp_path / "tgt").write_bytes(b"RED CAT\nX\nCAT\nB\xe4r\n")
+    result = call("evaluate", trained, tmp_path / "src", tmp_path / "tgt")
+    assert result.exit_code == 1 and "tgt, line 4, byte 2, is not UTF-8" in result.stderr
+
+
 def test_refusals_of_evaluate(call, trained, corpus, tmp_path):
     assert call("evaluate", trained, corpus / "src").exit_code == 2
     result = call("evaluate", trained, corpus / "src", corpus / "tgt", "--tokenize", "13b")

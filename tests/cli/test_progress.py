@@ -124,3 +124,32 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
     assert type(progress.new_report()) is progress.PlainReport
     monkeypatch.setenv("TERM", "screen-256color")
     assert type(progress.new_report()) is progress.LiveReport
+
+
+def test_a_bar_of_lines(console, monkeypatch):
+    monkeypatch.setattr(progress, "lively", lambda: True)
+    monkeypatch.setattr(progress, "BAR_SECONDS", 0)
+    console.width = 90
+    bar = progress.LineProgress("translate", 100)
+    bar.begin(4, 50)
+    bar.add(2)
+    bar.add(1)  # an empty line is not counted
+    bar.begin(1, 50)
+    bar.add(1)
+    bar.close()
+    shown = written_lines(console)
+    assert "4 sentences" in " ".join(shown) and "100 %" in " ".join(shown)
+    assert "sentences/s" in " ".join(shown)
+    progress.LineProgress("translate", 100).close()  # nothing was shown
+
+
+def test_lines_of_progress_without_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0)
+    lines = progress.LineProgress("translate", 1000)
+    lines.begin(10, 100)
+    lines.add(5)
+    lines.add(5)
+    shown = capsys.readouterr().err.splitlines()
+    assert [line.split()[:4] for line in shown] == [
+        ["translate", "5", "%", "5"], ["translate", "10", "%", "10"],
+    ]  # fmt: skip

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from gpuattn.autodiff.tape import raw
 from gpuattn.runs.folder import load_run
 
 from .conftest import invoke
@@ -43,6 +44,45 @@ def test_the_text_is_continued(call, language):
     assert call("sample", language, *settings, *narrow).stdout != result.stdout
 
 
+def test_a_streamed_text_is_the_same(call, language, monkeypatch):
+    settings = ["--prompt", "the", "--tokens", "60", "--seed", "5", "--count", "2"]
+    plain = call("sample", language, *settings).stdout
+    parts = []
+    monkeypatch.setattr("gpuattn.cli.sample._say", parts.append)
+    rest = call("sample", language, *settings, "--stream").stdout
+    assert "".join(parts) + rest == plain and len(parts) > 60 and rest.startswith("\n---\n")
+    assert call("sample", language, *settings, "--no-kv-cache").stdout == plain
+    refused = call("sample", language, "--stream", "--json")
+    assert refused.exit_code == 2 and "accepted: one of them" in refused.stderr
+
+
+def test_ctrl_c_keeps_what_was_streamed(call, language, monkeypatch):
+    def interrupted(*_, stream, **__):
+        stream("the c")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpuattn.tasks.sampler.Sampler.generate", interrupted)
+    result = call("sample", language, "--stream")
+    assert result.exit_code == 130 and result.stdout.startswith("the c")
+
+
+def test_texts_as_json(call, language):
+    settings = ["--prompt", "the cat", "--tokens", "17", "--top-k", "1", "--count", "2"]
+    rows = [
+        json.loads(line)
+        for line in call("sample", language, *settings, "--json").stdout.splitlines()
+    ]
+    assert [row["text"] for row in rows] == [LINE] * 2 and rows[0]["time"] >= 0
+    sampler = load_run(language, device="numpy")
+    ids = np.array([sampler.tokenizer.encode_text(LINE)], np.int32)
+    with sampler.model.evaluating():
+        logits = raw(sampler.model.logits(ids[:, :-1]))[0, 6:, 4:]  # without the four marks
+    logprobs = np.take_along_axis(logits, ids[0, 7:, None] - 4, 1)[:, 0]
+    score = (logprobs - np.log(np.exp(logits[:, : len(sampler.tokenizer) - 4]).sum(-1))).sum()
+    for row in rows:
+        assert row["tokens"] == 17 and row["score"] == pytest.approx(score, rel=1e-3)
+
+
 def test_a_prompt_from_a_file_or_standard_input(call, language, tmp_path):
     greedy = ["--tokens", "9", "--temperature", "0"]
     plain = call("sample", language, "--prompt", "the cat", *greedy).stdout
@@ -79,6 +119,26 @@ def test_loss_and_perplexity_of_a_text(call, language, tmp_path):
     assert row["loss"] == pytest.approx(total / row["tokens"], rel=1e-5)
     shown = call("evaluate", language, tmp_path / "text").stdout
     assert f"{row['loss']:.4f} nats" in shown and f"perplexity   {row['perplexity']:.3f}" in shown
+
+
+def test_scores_of_lines(call, language, tmp_path):
+    """Each line begins after a line end and has its own; characters are its tokens."""
+    (tmp_path / "text").write_text(f"{LINE}\nthe dog\nthe cat sat on the cat on the mat\nmat.\n")
+    result = call("score", language, tmp_path / "text", "--json", "--batch-tokens", "30")
+    assert result.exit_code == 1
+    errors = result.stderr.splitlines()
+    assert "line 3: CharTokenizer.encode: character 'd'" in errors[0] and len(errors) == 2
+    assert "line 4: score: the line is 34 tokens long with its end; accepted: up to 24" in errors[1]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row.get("tokens") for row in rows] == [24, 1, None, None, 5]
+    assert "".join(rows[0]["pieces"]) == LINE and rows[0]["normalised"] > -0.2
+    sampler = load_run(language, device="numpy")
+    ids = np.array([sampler.tokenizer.encode_text(f"\n{LINE}")], np.int32)
+    with sampler.model.evaluating():
+        loss = sampler.model.loss(ids[:, :-1], ids[:, 1:]).item()
+    assert rows[0]["normalised"] == pytest.approx(-loss, rel=1e-4)
+    usage = call("score", language, tmp_path / "text", tmp_path / "text")
+    assert usage.exit_code == 2 and "one text file for a language model" in usage.stderr
 
 
 @pytest.mark.parametrize("arguments, code, message", [

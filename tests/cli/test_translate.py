@@ -1,5 +1,6 @@
 """gpuattn translate: one line in, exactly one line out."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import gpuattn
 from gpuattn.errors import CheckpointError, ConfigError
 from gpuattn.runs.folder import load_run
 from gpuattn.runtime import checkpoint
+from gpuattn.tasks.translator import Translator
 
 from .conftest import ROOT
 
@@ -188,3 +190,157 @@ def test_input_and_output_files_and_a_byte_order_mark(call, trained, tmp_path):
     result = call("translate", trained, "--input", tmp_path / "none", "--output", target)
     assert result.exit_code == 1 and f"{tmp_path / 'none'}: No such file" in result.stderr
     assert target.read_text() == plain and len(os.listdir(tmp_path)) == 2
+
+
+LINES = "red cat\n\nold green house\ntree\n"
+
+
+def rows_of(result):
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_json_has_the_scores_that_score_gives(call, trained, tmp_path):
+    (tmp_path / "src").write_text(LINES)
+    command = ["translate", trained, "--input", tmp_path / "src", "--json", "--beam", "3"]
+    rows = rows_of(call(*command))
+    plain = call(*command[:-3], "--beam", "3", "--scores").stdout.splitlines()
+    assert [f"{row['normalised']:.4f}\t{row['text']}" for row in rows] == plain
+    assert [row["line"] for row in rows] == [1, 2, 3, 4] and rows[1]["tokens"] == 0
+    assert all(row["time"] > 0 for row in rows)
+    several = rows_of(call(*command, "--nbest", "2"))
+    assert [len(row["nbest"]) for row in several] == [2, 1, 2, 2]
+    assert [row["nbest"][0]["text"] for row in several] == [row["text"] for row in rows]
+    (tmp_path / "tgt").write_text("".join(f"{row['text']}\n" for row in rows))
+    scored = rows_of(call("score", trained, tmp_path / "src", tmp_path / "tgt", "--json"))
+    same = [(a, b) for a, b in zip(rows, scored, strict=True) if a["tokens"] == b["tokens"]]
+    assert len(same) > 2
+    for one, other in same:
+        assert one["score"] == pytest.approx(other["score"], abs=1e-3)
+
+
+def test_a_line_that_cannot_be_translated_has_its_error_in_json(call, trained):
+    result = call("translate", trained, "--json", input=b"red\nB\xe4r\n")
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert result.exit_code == 1 and rows[1] == {"line": 2, "error": "not UTF-8"}
+    assert rows[0]["text"] and result.stderr == "gpuattn: error: line 2: not UTF-8\n"
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_prefixes(call, trained, tmp_path, beam):
+    command = ["translate", trained, "--beam", beam]
+    plain = call(*command, input=LINES).stdout.splitlines()
+    forced = [*command, "--prefix-file", tmp_path / "prefixes"]
+    (tmp_path / "prefixes").write_text("HOUSE TREE\n\nNEW\n\n")
+    found = call(*forced, input=LINES).stdout.splitlines()
+    assert found[0].startswith("HOUSE TREE") and found[2].startswith("NEW")
+    assert found[1] == "" and found[3] == plain[3] and len(found) == 4
+    assert call(*forced, "--no-kv-cache", input=LINES).stdout.splitlines() == found
+    assert call(*forced, "--batch-tokens", "1", input=LINES).stdout.splitlines() == found
+    (tmp_path / "prefixes").write_bytes(b"CAT " * 50 + b"\nB\xe4r\n\n\n")
+    result = call(*forced, input=LINES)
+    assert result.exit_code == 1 and result.stdout.splitlines() == ["", "", *plain[2:]]
+    assert "line 1: translate: the prefix is 50 tokens long; accepted: up to" in result.stderr
+    assert "line 2: not UTF-8" in result.stderr and len(result.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize("prefixes, printed", [("\n\n", 2), ("\n" * 6, 4)])
+def test_a_prefix_file_of_other_length(call, trained, tmp_path, prefixes, printed):
+    """What has a prefix is translated first."""
+    (tmp_path / "prefixes").write_text(prefixes)
+    result = call("translate", trained, "--prefix-file", tmp_path / "prefixes", input=LINES)
+    assert result.exit_code == 1 and len(result.stdout.splitlines()) == printed
+    assert f"the prefix file has {len(prefixes)} lines" in result.stderr
+    assert "accepted: a line for each" in result.stderr
+
+
+def test_lengths_and_repetitions(call, trained):
+    lines = rows_of(call("translate", trained, "--json", input=LINES))
+    short = rows_of(call("translate", trained, "--json", "--max-length", "2", input=LINES))
+    assert [row["tokens"] for row in short] == [2, 0, 2, min(2, lines[3]["tokens"])]
+    long = ["--min-length", "30", "--max-length", "33"]
+    rows = rows_of(call("translate", trained, "--json", *long, input=LINES))
+    assert all(31 <= row["tokens"] <= 33 for row in rows if row["text"])
+    rule = ["--no-repeat-ngram", "1", "--beam", "1"]
+    for row in rows_of(call("translate", trained, "--json", *long, *rule, input=LINES)):
+        words = row["text"].split()
+        assert len(set(words)) == len(words)
+    library = load_run(trained, device="numpy")
+    assert library.translate(["red"], min_length=40) and library.translate(
+        [""], prefixes=["A"]
+    ) == [""]
+    with pytest.raises(
+        ConfigError, match="prefixes is 2 of them; accepted: a list of str, one for"
+    ):
+        library.translate(["red"], prefixes=["A", "B"])
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--max-length", "42"], "max_length is 42; accepted: 1 to 41 (--max-len of the run"),
+    (["--min-length", "5", "--max-length", "4"], "min_length is 5; accepted: 0 to"),
+    (["--min-length", "-1"], "--min-length"), (["--no-repeat-ngram", "x"], "--no-repeat-ngram"),
+    (["--batch-tokens", "0"], "--batch-tokens"), (["--stopping", "ct3"], "Did you mean 'ct2'"),
+    (["--dtype", "float"], "Did you mean 'float32'"), (["--jsn"], "--json"),
+])  # fmt: skip
+def test_unknown_values(call, trained, options, message):
+    result = call("translate", trained, *options, input="red\n")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_keeps_the_lines_already_printed(call, trained, tmp_path, monkeypatch):
+    nbest, calls = Translator.nbest, []
+
+    def interrupted(self, lines, *arguments, **options):
+        calls.append(lines)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return nbest(self, lines, *arguments, **options)
+
+    plain = call("translate", trained, input=LINES).stdout
+    monkeypatch.setattr("gpuattn.cli.translate.AT_ONCE", 10)
+    monkeypatch.setattr(Translator, "nbest", interrupted)
+    result = call("translate", trained, input=LINES)
+    assert result.exit_code == 130
+    assert (
+        result.stdout.split("\n")[:3]
+        == [
+            *plain.split("\n")[:2],
+            "",
+        ]
+        and len(calls) == 2
+    )
+    calls.clear()
+    (tmp_path / "out").write_text("old\n")
+    assert call("translate", trained, "--output", tmp_path / "out", input=LINES).exit_code == 130
+    assert (tmp_path / "out").read_text() == "old\n" and len(os.listdir(tmp_path)) == 1
+
+
+def test_progress_through_a_file(call, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("gpuattn.cli.progress.PLAIN_SECONDS", 0)
+    monkeypatch.setattr("gpuattn.cli.translate.AT_ONCE", 24)
+    (tmp_path / "in").write_text(LINES * 3)
+    result = call("translate", trained, "--input", tmp_path / "in")
+    shown = result.stderr.splitlines()
+    shares = [int(line.split()[1]) for line in shown]
+    assert len(shown) > 2 and shares == sorted(shares) and 0 < shares[0] < shares[-1] <= 100
+    assert all("sentences/s" in line and line.endswith(" left") for line in shown)
+    assert call("translate", trained, input=LINES * 3).stderr == ""
+
+
+def test_the_engine_gets_the_same_settings(trained, monkeypatch):
+    """As on a GPU; here the engine's searches are those of decode."""
+    translator, lines = load_run(trained, device="numpy"), ["red cat", "", "old house", "tree"]
+    settings = [
+        {"beam": 3}, {"beam": 2, "prefixes": ["", "A", "NEW", ""], "batch_tokens": 1},
+        {"beam": 3, "min_length": 4, "max_length": 7, "no_repeat_ngram": 1, "stopping": "hf"},
+    ]  # fmt: skip
+    wanted = [translator.nbest(lines, 2, **options) for options in settings]
+    monkeypatch.setattr(translator, "_on_gpu", lambda: True)
+    for options, want in zip(settings, wanted, strict=True):
+        done = []
+        found = translator.nbest(lines, 2, notify=done.append, **options)
+        assert sum(done) == 3
+        for one, other in zip(found, want, strict=True):
+            assert [t.text for t in one] == [t.text for t in other]
+            assert [t.score for t in one] == pytest.approx([t.score for t in other], abs=1e-4)

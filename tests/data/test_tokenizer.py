@@ -8,6 +8,7 @@ import pytest
 from gpuattn.data.generated import GENERATED, generate
 from gpuattn.data.tokenizer import (
     CharTokenizer,
+    TextStream,
     Tokenizer,
     tokenizer_from_bytes,
 )
@@ -159,3 +160,17 @@ def test_characters(tmp_path):
     for data in (b"{", b"{}", b'{"characters": 3}'):
         with pytest.raises(DataError):
             CharTokenizer.from_bytes(data)
+
+
+def test_a_stream_of_tokens_is_the_same_text(tokenizer):
+    """Bytes of a character wait until it is complete; those that never are come at the end."""
+    text = " two lines\nnaïve \U0001f600 and 東京\n\nend"
+    ids = tokenizer.encode_text(text) + tokenizer.encode("東")[-3:-1]
+    parts = []
+    stream = TextStream(tokenizer, parts.append)
+    for i in ids:
+        stream.add([i])
+    said = "".join(parts)
+    stream.close()
+    assert said == text and "".join(parts) == tokenizer.decode_text(ids) == text + "\ufffd" * 2
+    assert len(parts) > 12 and all(parts)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from gpuattn.arrays import to_cpu
+from gpuattn.arrays import get_xp, to_cpu
+from gpuattn.data.batching import PackedLoader
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.options import BeamOptions
 from gpuattn.engine import Engine
@@ -11,6 +12,7 @@ from gpuattn.engine import engine as engine_module
 from gpuattn.engine.beam import TranslationSearch
 from gpuattn.models.translation import TranslationConfig, TranslationModel
 from gpuattn.ops.sampling.beam_update import best_texts
+from gpuattn.runtime.device import batch_to
 
 BOS, EOS, VOCAB = 1, 2, 40
 SIZE = {"d_model": 32, "heads": 2, "layers": (1, 2), "ffn": 64, "max_length": 48}
@@ -179,3 +181,28 @@ def test_no_sources(model):
 def test_sizes_are_rounded_up_to_the_limit(count, most, least, rounded):
     """As for ``max_rows``: 409 sentences of five beams are 2,045 rows, not the 2,240 of 448."""
     assert engine_module._rounded(count, most, least) == rounded
+
+
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+def test_scores_are_those_of_the_search_and_of_training(model):
+    rng, engine = np.random.default_rng(1), Engine(model)
+    sources = [rng.integers(4, VOCAB, n).tolist() for n in (3, 12, 1, 7, 12)]
+    options = {"bos": BOS, "eos": EOS, "beam": 4, "nbest": 3, "banned": (0, BOS, 3)}
+    found = engine.translate(sources, limits=[20] * 5, **options)
+    chosen = [(s, h) for s, best in zip(sources, found, strict=True) for h in best]
+    pairs = [(source, hypothesis.tokens) for source, hypothesis in chosen]
+    for batch_tokens in (1, 20, 4096):
+        scores = engine.score(pairs, batch_tokens=batch_tokens)
+        assert [len(score) for score in scores] == [len(target) + 1 for _, target in pairs]
+        ends = [len(h.tokens) + h.ended for _, h in chosen]  # a text that was cut has no end mark
+        sums = [score[:end].sum() for score, end in zip(scores, ends, strict=True)]
+        np.testing.assert_allclose(sums, [h.score for _, h in chosen], rtol=1e-5, atol=1e-4)
+    (batch,) = PackedLoader(pairs, 4096, seed=0).epoch(0)
+    with model.evaluating():
+        loss = model.loss(batch_to(batch, get_xp(model.parameters()[0].data)), label_smoothing=0.0)
+    assert -np.concatenate(scores).sum() / batch.target_tokens == pytest.approx(
+        loss.item(), rel=1e-5
+    )
+    assert engine.score([]) == []
+    with pytest.raises(ValueError, match="the target is 49 tokens; accepted: up to max_length, 48"):
+        engine.score([([4], [5] * 48)])

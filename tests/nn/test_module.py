@@ -8,6 +8,7 @@ import pytest
 
 from gpuattn import Tensor, nn
 from gpuattn.errors import CheckpointError
+from gpuattn.nn.module import undrawn
 
 
 class Inner(nn.Module):
@@ -165,3 +166,19 @@ def test_copies_of_modules_keep_sharing(again):
     assert other.tied.weight is other.stack[0].weight is not outer.tied.weight
     other.first[...] = 1.0
     assert outer.first.tolist() == [0.0] * 4
+
+
+def test_parameters_that_are_loaded_next_are_not_drawn():
+    def new():
+        layer = nn.TransformerDecoderLayer(8, 2, 16, rng=np.random.default_rng(0))
+        return [layer, nn.Embedding(9, 8, positions="learned", max_length=5)]
+
+    with undrawn():
+        empty = new()
+    for one, drawn in zip(empty, new(), strict=True):
+        tables = [p.data for p in one.parameters() if p.ndim == 2]
+        assert tables and not any(table.any() for table in tables)
+        assert all(p.data.any() for p in drawn.parameters() if p.ndim == 2)
+        one.load_state(drawn.state())
+        for p, q in zip(one.parameters(), drawn.parameters(), strict=True):
+            np.testing.assert_array_equal(p.data, q.data)

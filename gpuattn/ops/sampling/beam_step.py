@@ -128,7 +128,7 @@ def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_
     xp, dtype, beam = get_xp(logits), scores.dtype, scores.shape[1]
     logits = logits[:, :vocab_size].astype(dtype, order="C", copy=False)
     scores, nothing = scores.reshape(-1, 1), dtype.type(-np.inf)
-    adjusted = logits.copy()
+    adjusted = logits
     if xp is not np or (scores == nothing).any():
         adjusted = xp.where(scores == nothing, nothing, logits)
     if listed is not None:
@@ -137,9 +137,10 @@ def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_
         rows = xp.broadcast_to(xp.arange(len(logits))[:, None], tokens.shape)
         # CuPy has no subtract.at for floats
         less = -xp.where(hidden, 0, amounts).astype(dtype)
+        adjusted = adjusted.copy()
         xp.add.at(adjusted, (rows, tokens), less)
     if banned is not None:
-        xp.copyto(adjusted, nothing, where=banned)
+        adjusted = xp.where(banned, nothing, adjusted)
     normalisers = (*log_sum(logits), scores)
     search = _best_on_host if xp is np else _best_of_rows
     return search(adjusted, normalisers, beam), None

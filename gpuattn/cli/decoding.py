@@ -1,0 +1,65 @@
+"""Options of the commands that use a trained run: how it is loaded, and how it searches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from gpuattn.cli.options import BEAMS, COUNT, GroupedOption, NearChoice, Parsed, device_option
+from gpuattn.decode.options import STOPPING
+from gpuattn.runs.folder import LOAD_DTYPES
+from gpuattn.units import number, whole
+
+
+def loading_options(function: Callable) -> Callable:
+    """Add ``--device`` and ``--dtype``: where and in which dtype a run is loaded."""
+    dtype = click.option(
+        "--dtype", type=NearChoice(LOAD_DTYPES), default="auto", show_default=True,
+        cls=GroupedOption, group="Machine",
+        help="auto: bfloat16 on a GPU; float32 is exact, and all that NumPy has.",
+    )  # fmt: skip
+    return device_option(dtype(function))
+
+
+def decoding_options(function: Callable) -> Callable:
+    """Add ``--beam`` and ``--length-penalty``, whose defaults are the run's."""
+    return _added(function, [
+        search_option("--beam", type=BEAMS,
+                      help="Hypotheses kept; 1 is greedy.  [default: the run's]"),
+        search_option("--length-penalty", type=Parsed(number(0), "X"),
+                      help="Exponent of the length that scores are divided by.  "
+                      "[default: the run's]"),
+    ])  # fmt: skip
+
+
+def search_options(function: Callable) -> Callable:
+    """Add the other rules of a search."""
+    return _added(function, [
+        search_option("--min-length", type=Parsed(whole(0), "N"), default=0,
+                      help="Least subwords before the end mark."),
+        search_option("--max-length", type=COUNT,
+                      help="Most subwords, the end mark included.  [default: by the source]"),
+        search_option("--no-repeat-ngram", type=Parsed(whole(0), "N"), default=0,
+                      help="No N subwords in a row come twice; 0: they may."),
+        search_option("--stopping", type=NearChoice(STOPPING), default="fairseq", show_default=True,
+                      help="Whose rule ends the search of a line."),
+    ])  # fmt: skip
+
+
+def batch_tokens_option(function: Callable) -> Callable:
+    """Add ``--batch-tokens``."""
+    return click.option(
+        "--batch-tokens", type=COUNT, cls=GroupedOption, group="Machine",
+        help="Most tokens of a batch, those of all beams; fewer take less memory.",
+    )(function)  # fmt: skip
+
+
+def search_option(*names: str, **settings: Any) -> Callable:
+    """Return a decorator that adds an option under the heading of the search."""
+    return click.option(*names, cls=GroupedOption, group="Search", **settings)
+
+
+def _added(function, options):
+    for option in reversed(options):
+        function = option(function)
+    return function
