@@ -157,7 +157,7 @@ def test_a_peer_that_lacks_a_feature_is_not_timed_without_it():
 @pytest.mark.parametrize("cell", PROBLEMS, ids=lambda cell: f"{cell.case}-{cell.direction}")
 def test_graphs_beside_peers(gpu, monkeypatch, cell):
     monkeypatch.setattr(timing, "REST", 0)
-    monkeypatch.setattr(comparison, "ROTATED", 1e6)
+    monkeypatch.setattr(comparison, "INPUT_BYTES", 1e6)
     cell = cell._replace(peers=("torch-fa2", "torch-varlen", "flash-attn-4"))
     row = comparison.measure(cell, gpu, CEILINGS, with_peers=True)
     assert all(len(part) >= 20 for part in (row["samples_us"], *row["peer_samples_us"].values()))

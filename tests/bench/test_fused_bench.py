@@ -151,7 +151,7 @@ def test_graphs_beside_peers(gpu, monkeypatch, op):
     monkeypatch.setattr(timing, "REST", 0)
     for cell in (cell for cell in fused_cases.SMALL if cell.op == op):
         case = replace(cell.case, dtype="bfloat16")
-        monkeypatch.setattr(comparison, "ROTATED", 3 * case.set_bytes())
+        monkeypatch.setattr(comparison, "INPUT_BYTES", 3 * case.set_bytes())
         cell = cell._replace(case=case, peers=("torch", "quack", "liger"))
         row = comparison.measure(cell, gpu, CEILINGS, with_peers=True)
         assert all(

@@ -1,6 +1,7 @@
 """Programmatic dependent launches: the driver arguments, and no access before the wait."""
 
 import ctypes
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +15,10 @@ from gpuattn.bench.timing import Graph
 from gpuattn.cuda import compiler, dependent_launch, kernels
 from gpuattn.cuda.gpu import gpu as gpu_of
 from gpuattn.ops.attention import hopper_head
+from gpuattn.ops.attention.step_attention import step_attention
 from gpuattn.ops.linear import gelu_hopper, hopper, weight_gradients
 from gpuattn.ops.linear import linear_dropout_add_norm as row_products
+from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
 from gpuattn.rng import Key
 
 ALLOCATE = arrays.allocate
@@ -168,6 +171,37 @@ def attention_gradients(dout, y):
     return grads[:3]
 
 
+def step_attention_of(x, y, scores, tokens):
+    """Attention of 8 texts with 4 heads; keys and values come from x, the caches are in y."""
+    q, (k_cache, v_cache) = (
+        x.reshape(-1)[:2048].reshape(8, 1, 4, 64),
+        y.reshape(-1)[:32768].reshape(2, 8, 8, 4, 64),
+    )
+    key_counts, slots = tokens[-9:-1], scores.view(np.int16).reshape(-1)[:64].reshape(8, 1, 8)
+    return step_attention(q, q, q, k_cache, v_cache, key_counts, slots)
+
+
+def beam_update_of(x, scores, tokens):
+    """The state of 8 sentences after an update by scores from x, and their best texts."""
+    beams, begun = begun_beams()
+    found = x.reshape(-1).view(np.float32)[:64].reshape(8, 8)
+    parents = scores.view(np.int32).reshape(-1)[:64].reshape(8, 8)
+    beam_update(found, parents, tokens[:64].reshape(8, 8), beams, eos=5)
+    texts, lengths, *scores = best_texts(beams, 1)
+    after = [*(array.copy() for array in beams.arrays()), texts[..., :1].copy(), *scores]
+    for array, first in zip(beams.arrays(), begun, strict=True):
+        array[...] = first
+    return after
+
+
+@functools.cache
+def begun_beams():
+    """Return a search for texts of one token that has just begun, and copies of its arrays."""
+    beams = Beams(arrays.import_cupy().zeros(1, np.float32), 8, 4, 6, lambda length: length)
+    beams.start(1, [1] * 8)
+    return beams, [array.copy() for array in beams.arrays()]
+
+
 def row_product(x, y, v):
     given = x.reshape(-1, 128), y.reshape(-1, 128)[:128], y.reshape(-1, 128), v[:128], None, None
     params = {"p": 0.1, "key": Key(3), "rms": False, "eps": 1e-5}
@@ -211,6 +245,8 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
     ),
     "embedding": lambda x, y, v, scores, tokens: gpuattn.embedding(tokens, x),
     "beam_step": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores),
+    "step_attention": lambda x, y, v, *others: step_attention_of(x, y, *others),
+    "beam_update, beam_texts": lambda x, y, v, *others: beam_update_of(x, *others),
     "topk_logprobs": lambda x, *_: gpuattn.topk_logprobs(x, 8),
     "sample_tokens": lambda x, *_: gpuattn.sample_tokens(x, seed=3),
 }  # fmt: skip

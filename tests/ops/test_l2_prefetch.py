@@ -45,7 +45,7 @@ def test_results(gpu, rng, monkeypatch, op, cols, dtype, place):
 
     ``place``: contiguous rows, every other row of a matrix, or its first columns.
     """
-    monkeypatch.setattr(module, "LEAST_ARRAY", 0)
+    monkeypatch.setattr(module, "MIN_ARRAY", 0)
     rows = (module.DISTANCE >> 13) + 5
     shape = {"whole": (rows, cols), "strided": (2 * rows, cols), "view": (rows, cols + 8)}[place]
     x, w = (

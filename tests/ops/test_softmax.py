@@ -345,7 +345,7 @@ def test_bad_arguments(xp, bad, error, says):
 
 
 def test_numba_names_what_it_does_not_support(gpu):
-    with pytest.raises(UnsupportedError, match="not in the form to read"):
+    with pytest.raises(UnsupportedError, match="the readable form has neither"):
         softmax(gpu.ones((2, 3), "f"), dropout_p=0.1, impl="numba")
 
 

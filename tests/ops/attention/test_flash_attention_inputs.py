@@ -58,7 +58,9 @@ def test_awkward_views_on_the_gpu(gpu, layout):
             assert not judge(problem, impl), repro(problem, impl)
 
 
-@pytest.mark.parametrize("impl", RAW)
+@pytest.mark.parametrize("impl", [
+    impl.name for impl in IMPLS if impl.name in RAW and not impl.specialized
+])  # fmt: skip
 @pytest.mark.parametrize("large", ["queries", "batch", "keys"])
 def test_more_than_two_to_the_31_elements(gpu, impl, large):
     """In arrays with indices beyond 32 bits, the last rows give the same as those rows alone."""
@@ -79,10 +81,7 @@ def test_more_than_two_to_the_31_elements(gpu, impl, large):
                 part = x[end, rows]
                 part[...] = gpu.asarray(rng.standard_normal(part.shape, np.float32))
     window = (60, 0) if large == "keys" else None  # otherwise most keys are zeros
-    try:
-        out, lse = flash_attention(q, k, v, window=window, impl=impl, return_lse=True)
-    except UnsupportedError as error:
-        pytest.skip(str(error))
+    out, lse = flash_attention(q, k, v, window=window, impl=impl, return_lse=True)
     near = slice(max(S - 70, 0), None)
     last = [gpu.ascontiguousarray(x) for x in (q[-1:, -5:], k[-1:, near], v[-1:, near])]
     want, want_lse = flash_attention(*last, window=window, impl="reference", return_lse=True)
