@@ -81,9 +81,9 @@ class Limits:
 
     def ends(self, tokens: Array) -> Array:
         """Return which of ``tokens`` are end marks."""
-        xp = self.stepper.xp
-        found = xp.zeros(tokens.shape, bool)
-        for end in self.options.eos:
+        first, *others = self.options.eos or (-1,)
+        found = tokens == first
+        for end in others:
             found |= tokens == end
         return found
 
