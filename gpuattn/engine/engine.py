@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpuattn.arrays import import_cupy, on_gpu, to_cpu
+from gpuattn.decode.batches import search_all
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.options import BeamOptions
 from gpuattn.decode.stepper import Hypothesis, hypotheses_of
@@ -97,22 +98,28 @@ class Engine:
         reason = refusal(options, prefix)
         if self.on_gpu and reason:
             self._notify(reason)
-        run = self._on_device if self.on_gpu and not reason else self._on_host
+        if reason or not self.on_gpu:
+            yield from self._on_host(sources, limits, bos, prefix, options)
+            return
         order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
         tokens = options.beam * _rounded(max(limits, default=1), most)
         size = max(1, min(self.max_rows // options.beam, MAX_TOKENS // tokens))
         for begin in range(0, len(order), size):
             chosen = order[begin : begin + size]
             batch = [sources[i] for i in chosen], [limits[i] for i in chosen]
-            given = None if prefix is None else [prefix[i] for i in chosen]
-            yield chosen, run(*batch, bos, given, options)
+            yield chosen, self._on_device(*batch, bos, options)
 
     def _on_host(self, sources, limits, bos, prefix, options):
-        stepper = self.model.stepper(self.model.pack(sources), max(limits), options.beam)
-        settings = asdict(options)
-        return beam_search(stepper, bos=bos, max_length=limits, prefix=prefix, **settings)
+        def search(stepper, chosen):
+            most = [limits[i] for i in chosen]
+            given = None if prefix is None else [prefix[i] for i in chosen]
+            return beam_search(stepper, bos=bos, max_length=most, prefix=given, **asdict(options))
 
-    def _on_device(self, sources, limits, bos, prefix, options):
+        return search_all(
+            self.model, sources, search, limits=limits, beam=options.beam, max_rows=self.max_rows
+        )
+
+    def _on_device(self, sources, limits, bos, options):
         cupy, beam = import_cupy(), options.beam
         ready = cupy.cuda.get_current_stream().record()
         with self._stream:
