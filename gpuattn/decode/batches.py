@@ -17,6 +17,7 @@ from gpuattn.environment import usable_cores
 # of a batch: rows x their greatest length. More do not fit into a core's cache
 CACHED_TOKENS = {"cpu": 1 << 15, "gpu": 1 << 18}
 LEAST_ROWS = 128  # batches are not made smaller than this for the sake of more threads
+MAX_ROWS = 2048
 MAX_THREADS = 8
 
 Search = Callable[[Stepper, list[int]], list[list[Hypothesis]]]
@@ -30,16 +31,17 @@ def search_all(
     limits: Sequence[int],
     beam: int,
     batch_tokens: int | None = None,
+    max_rows: int = MAX_ROWS,
     kv_cache: bool = True,
 ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:
     """Yield (indices of sources, their lists of Hypotheses), batch by batch, the longest first.
 
     ``model``: translates; see ``models.translation``. ``sources``: token ids without marks.
     ``limits``: the most tokens of each translation. ``search(stepper, indices)`` returns what was
-    found for the sources with these indices, of which ``stepper`` has ``beam`` rows each.
-    ``batch_tokens``: of a batch, its rows times their greatest length; None: what suits the
-    device. On NumPy ``search`` is called in several threads. The model is in evaluation mode until
-    the iterator ends.
+    found for the sources with these indices, of which ``stepper`` has ``beam`` rows each; those of
+    a batch are at most ``max_rows``. ``batch_tokens``: rows of a batch times their greatest length;
+    None: what suits the device. On NumPy ``search`` is called in several threads. The model is in
+    evaluation mode until the iterator ends.
     """
 
     def found(chosen):
@@ -50,7 +52,9 @@ def search_all(
     gpu = on_gpu(model.parameters()[0].data)
     threads = 1 if gpu else min(usable_cores(), MAX_THREADS)
     room = batch_tokens or CACHED_TOKENS["gpu" if gpu else "cpu"]
-    batches = _batches([len(source) for source in sources], limits, beam, room, threads)
+    share = max(-(-len(sources) // threads), LEAST_ROWS // beam)
+    most = max(1, min(share, max_rows // beam))
+    batches = _batches([len(source) for source in sources], limits, beam, room, most)
     training = model.training
     model.eval()  # here, as threads that each did so would restore the mode too early
     try:
@@ -62,16 +66,16 @@ def search_all(
         model.train(training)
 
 
-def _batches(lengths, limits, beam, room, threads):
-    """Return lists of indices: sources of similar lengths, the longest first."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    share = max(-(-len(order) // threads), LEAST_ROWS // beam)
-    batches, at = [], 0
-    while at < len(order):
-        # limits grow with lengths; where they do not, a batch is somewhat larger than its room
-        size = max(1, min(room // (beam * max(limits[order[at]], 1)), share))
-        batches.append(order[at : at + size])
-        at += size
+def _batches(lengths, limits, beam, room, most):
+    """Return lists of indices: up to ``most`` sources of similar lengths, the longest first."""
+    batches, longest = [], 0
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        longest = max(longest, limits[i])
+        full = not batches or len(batches[-1]) == most
+        if full or (len(batches[-1]) + 1) * beam * longest > room:
+            batches.append([])
+            longest = limits[i]
+        batches[-1].append(i)
     return batches
 
 

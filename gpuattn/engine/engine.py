@@ -13,6 +13,7 @@ import numpy as np
 
 from gpuattn.arrays import get_xp, import_cupy, on_gpu, to_cpu
 from gpuattn.data.batching import PackedLoader
+from gpuattn.decode.batches import search_all
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.options import BeamOptions
 from gpuattn.decode.stepper import Hypothesis, hypotheses_of
@@ -80,16 +81,16 @@ class Engine:
 
     def translations(
         self, sources: Sequence[Sequence[int]], *, limits: Sequence[int], bos: int,
-        prefix: Sequence[Sequence[int]] | None = None, batch_tokens: int = MAX_TOKENS,
+        prefix: Sequence[Sequence[int]] | None = None, batch_tokens: int | None = None,
         **settings: Any,
     ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:  # fmt: skip
         """Yield (indices of sources, their lists of up to ``nbest`` Hypotheses), batch by batch.
 
         ``sources``: token ids without marks. ``limits``: the most tokens of each translation, the
-        end mark included. ``batch_tokens``: the most tokens that all beams of a batch have room
-        for. Other arguments as in ``decode.beam.beam_search``, which also searches
-        where the device cannot: ``notify`` is then called with the reason. Batches are of similar
-        lengths, the longest first. A translation does not depend on the sources in its batch, but
+        end mark included. ``batch_tokens``: beams of a batch times their greatest length, at most.
+        Other arguments as in ``decode.beam.beam_search``, which also searches where the device
+        cannot: ``notify`` is then called with the reason. Batches are of similar lengths, the
+        longest first. A translation does not depend on the sources in its batch, but
         for rounding. Raises ValueError for settings out of range and for texts longer than the
         model's ``max_length``.
         """
@@ -101,15 +102,16 @@ class Engine:
         reason = refusal(options, prefix)
         if self.on_gpu and reason:
             self._notify(reason)
-        run = self._on_device if self.on_gpu and not reason else self._on_host
+        if reason or not self.on_gpu:
+            yield from self._on_host(sources, limits, bos, prefix, options, batch_tokens)
+            return
         order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
         tokens = options.beam * _rounded(max(limits, default=1), most)
-        size = max(1, min(self.max_rows // options.beam, batch_tokens // tokens))
+        size = max(1, min(self.max_rows // options.beam, (batch_tokens or MAX_TOKENS) // tokens))
         for begin in range(0, len(order), size):
             chosen = order[begin : begin + size]
             batch = [sources[i] for i in chosen], [limits[i] for i in chosen]
-            given = None if prefix is None else [prefix[i] for i in chosen]
-            yield chosen, run(*batch, bos, given, options)
+            yield chosen, self._on_device(*batch, bos, options)
 
     def score(
         self,
@@ -136,12 +138,18 @@ class Engine:
                 found[i] = part
         return found
 
-    def _on_host(self, sources, limits, bos, prefix, options):
-        stepper = self.model.stepper(self.model.pack(sources), max(limits), options.beam)
-        settings = asdict(options)
-        return beam_search(stepper, bos=bos, max_length=limits, prefix=prefix, **settings)
+    def _on_host(self, sources, limits, bos, prefix, options, batch_tokens):
+        def search(stepper, chosen):
+            most = [limits[i] for i in chosen]
+            given = None if prefix is None else [prefix[i] for i in chosen]
+            return beam_search(stepper, bos=bos, max_length=most, prefix=given, **asdict(options))
 
-    def _on_device(self, sources, limits, bos, prefix, options):
+        return search_all(
+            self.model, sources, search, limits=limits, beam=options.beam, max_rows=self.max_rows,
+            batch_tokens=batch_tokens,
+        )  # fmt: skip
+
+    def _on_device(self, sources, limits, bos, options):
         cupy, beam = import_cupy(), options.beam
         ready = cupy.cuda.get_current_stream().record()
         with self._stream:

@@ -145,10 +145,9 @@ class Translator:
         """Yield (indices, lists of Hypotheses) of batches that the engine translates."""
         chosen = [i for i, source in enumerate(sources) if source]
         given = asdict(options) | {"limits": [limits[i] for i in chosen]}
+        given["batch_tokens"] = batch_tokens
         if forced:
             given["prefix"] = [forced[i] for i in chosen]
-        if batch_tokens:
-            given["batch_tokens"] = batch_tokens
         batches = self._new_engine().translations([sources[i] for i in chosen], bos=BOS, **given)
         for members, hypotheses in batches:
             yield [chosen[i] for i in members], hypotheses

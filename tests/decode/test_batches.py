@@ -72,6 +72,15 @@ def test_every_source_is_searched_once_and_batches_keep_to_their_room(sources, c
         assert limit <= 2 * 29 + 16 and kv_cache
 
 
+def test_limits_of_any_order_and_the_most_rows_are_kept(sources, cores):
+    model, limits = Model(), np.random.default_rng(1).integers(1, 400, len(sources)).tolist()
+    for _ in search_all(model, sources, sums, limits=limits, beam=4, max_rows=600):
+        pass
+    assert sum(count for count, *_ in model.made) == len(sources)
+    for count, limit, beam, _ in model.made:
+        assert count * beam * limit <= batches.CACHED_TOKENS["cpu"] and count * beam <= 600
+
+
 def test_few_sources_are_one_batch(monkeypatch):
     monkeypatch.setattr(batches, "usable_cores", lambda: 8)
     ((chosen, _),) = search_all(Model(), [[1]] * 20, sums, limits=[5] * 20, beam=5)

@@ -25,6 +25,15 @@ def test_cpu_step():
 
 
 @pytest.mark.exhaustive
+def test_cpu_decoding(tmp_path):
+    before = ["--before", str(BENCHMARKS.parents[1])]
+    output = smoke("cpu_decoding.py", "--repeat", "1", *before, "--json", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["decoding"]
+    assert [row["case"]["flags"]["beam"] for row in rows] == [5, 1] and "now" in output
+    assert all(min(row["tokens_per_s_now"], row["tokens_per_s_before"]) > 0 for row in rows)
+
+
+@pytest.mark.exhaustive
 def test_multi30k(tmp_path):
     output = smoke("multi30k.py", "--seeds", "1", "2", "--json", tmp_path / "out.json")
     assert output.count(" updates in ") == 2 and "required 41, NOT reached" in output
