@@ -17,8 +17,6 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import problem
 from gpuattn.gemm.tuning import tune
 from gpuattn.nn.module import Module
-from gpuattn.optim import ExponentialAverage
-from gpuattn.optim.optimizers import Optimizer
 from gpuattn.runtime.feed import DeviceFeed, HostFeed
 from gpuattn.runtime.graphs import Calls, Replays
 
@@ -83,8 +81,8 @@ class TrainingStep:
     calls: Any  # Calls or Replays
 
     def __init__(
-        self, model: Module, optimizer: Optimizer, loss: Callable[[Any, Any], Tensor], *,
-        tokens: int, average: ExponentialAverage | None = None,
+        self, model: Module, optimizer: Any, loss: Callable[[Any, Any], Tensor], *,
+        tokens: int, average: Any = None,
         fixed_shape: Callable[[Any], Any] = _unchanged, graphs: bool = True, tuned: bool = True,
         stream: Any = None, notify: Callable[[str], None] = _warn,
     ) -> None:  # fmt: skip
@@ -130,7 +128,7 @@ class TrainingStep:
             if not hasattr(batch, "target_tokens"):
                 accepted = "a batch of gpuattn.data.batching, or one with target_tokens"
                 raise TypeError(problem("TrainingStep", "batches", type(batch).__name__, accepted))
-        with self._ordered():
+        with self.ordered():
             self.begin(learning_rate)
             for batch in batches:
                 self.add(batch, self.draws)
@@ -139,7 +137,7 @@ class TrainingStep:
 
     def mean_loss(self) -> float:
         """Return the mean loss per target token since the last call, as a float. Synchronizes."""
-        with self._ordered():
+        with self.ordered():
             mean = float(self.loss_sum) / max(self.loss_tokens, 1)
             self.clear_loss()
         return mean
@@ -150,7 +148,7 @@ class TrainingStep:
         self.loss_tokens = 0
 
     @contextlib.contextmanager
-    def _ordered(self) -> Iterator[None]:
+    def ordered(self) -> Iterator[None]:
         """Make the step's stream current in a block, in order with the stream that is current."""
         outside: Any = None if self.xp is np else self.xp.cuda.get_current_stream()
         if outside == self.stream:
@@ -216,6 +214,6 @@ class TrainingStep:
     def _apply(self) -> None:
         numbers = self.feed.numbers
         self.workspace.finish()
-        self.optimizer.step(numbers.learning_rate, numbers.divisor)
+        self.optimizer.update(numbers.learning_rate, numbers.divisor)
         if self.average:
             self.average.update(numbers.share)
