@@ -140,8 +140,8 @@ class Optimizer:
             )
         if idle:
             raise GradientError(
-                f"{name}: no gradient has reached {listed(idle)}; accepted: one for each. Use it in "
-                "the loss, or set its requires_grad to False before the optimizer is made"
+                f"{name}: no gradient has reached {listed(idle)}; accepted: one for each. Use it "
+                "in the loss, or set its requires_grad to False before the optimizer is made"
             )
 
     def update(self, learning_rate: Any, divisor: Any = None) -> None:
