@@ -88,21 +88,18 @@ class Optimizer:
 
     # ---- an update ----
 
-    def step(self, learning_rate: Any = None, divisor: Any = None) -> None:
+    def step(self, learning_rate: Any = None, divisor: Any = 1) -> None:
         """Update the parameters from their gradients, which the next ``backward`` overwrites.
 
         ``learning_rate``: instead of ``lr``. ``divisor``: gradients are divided by it, such as the
-        number of ``backward`` calls they are summed over; None leaves what ``state.divisor``
-        holds, 1 unless set. With a loss scale, call ``loss.backward(optimizer.loss_scale)``.
-        Nothing synchronizes. Gradients with inf or NaN leave the parameters as they are, and
-        ``state.skipped`` counts them. Then the next update's dropout is numbered.
+        number of ``backward`` calls they are summed over. With a loss scale, call
+        ``loss.backward(optimizer.loss_scale)``. Nothing synchronizes. Gradients with inf or NaN
+        leave the parameters as they are, and ``state.skipped`` counts them.
         Raises GradientError for parameters without a gradient.
         """
         rate = self.learning_rate() if learning_rate is None else learning_rate
         self.check_gradients()
         self.update(rate, divisor)
-        for tensor in self.workspace.tensors.values():
-            tensor.grad_started = False
         self.advance()
 
     @property
@@ -124,16 +121,20 @@ class Optimizer:
             raise ValueError(problem(name, "lr", None, "a number or an optim.Schedule", advice))
         return self.lr(self.updates) if callable(self.lr) else self.lr
 
+    def check_parameters(self) -> None:
+        """Raise GradientError unless the parameters are still in the workspace."""
+        if not self.workspace.holds_parameters():
+            raise GradientError(
+                f"{type(self).__name__}: the parameters are no longer in its buffers: another "
+                "optimizer has taken them, or their data was replaced. Use the newest optimizer of "
+                "a model"
+            )
+
     def check_gradients(self) -> None:
         """Raise GradientError unless each parameter has a gradient in the workspace."""
-        workspace, name = self.workspace, type(self).__name__
-        if not workspace.holds_parameters():
-            raise GradientError(
-                f"{name}: the parameters are no longer in its buffers: another optimizer has taken "
-                "them, or their data was replaced. Use the newest optimizer of a model"
-            )
-        idle = workspace.idle()
-        if len(idle) == len(workspace.tensors):
+        self.check_parameters()
+        name, idle = type(self).__name__, self.workspace.idle()
+        if len(idle) == len(self.workspace.tensors):
             raise GradientError(
                 f"{name}: no parameter has a gradient; accepted: one for each. Call "
                 "loss.backward() first, with a loss of this model"
@@ -145,7 +146,10 @@ class Optimizer:
             )
 
     def update(self, learning_rate: Any, divisor: Any = None) -> None:
-        """Update the parameters from the gradients in the workspace; arguments as of ``step``."""
+        """Update the parameters from the gradients in the workspace, and do nothing else.
+
+        ``divisor``: None leaves what ``state.divisor`` holds, 1 unless set.
+        """
         state = self.state
         state.learning_rate = learning_rate
         if divisor is not None:
@@ -154,7 +158,9 @@ class Optimizer:
         self._update()
 
     def advance(self) -> None:
-        """Count an update, and number the dropout of the next one by it."""
+        """Count an update: its gradients are used, and the dropout of the next one is numbered."""
+        for tensor in self.workspace.tensors.values():
+            tensor.grad_started = False
         self._count(self.updates + 1)
 
     def _count(self, updates):
@@ -171,7 +177,7 @@ class Optimizer:
         ``runtime.checkpoint.save(folder, "state", optimizer.state_dict())``.
         """
         arrays = {**self.workspace.state_dict(), STATE: self.state.array}
-        copies = {name: np.array(to_cpu(array)) for name, array in arrays.items()}
+        copies = {name: to_cpu(array.copy()) for name, array in arrays.items()}
         return copies | {UPDATES: self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

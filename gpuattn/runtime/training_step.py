@@ -16,6 +16,7 @@ from gpuattn.arrays import get_xp
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import problem
 from gpuattn.gemm.tuning import tune
+from gpuattn.nn.dropout import random_states
 from gpuattn.nn.module import Module
 from gpuattn.runtime.feed import DeviceFeed, HostFeed
 from gpuattn.runtime.graphs import Calls, Replays
@@ -39,8 +40,7 @@ class TrainingStep:
     synchronize. On NumPy, and with ``graphs=False``, the same functions run op by op. The bits are
     the same with and without graphs.
 
-    ``model``: an ``nn.Module``. If it has a RandomState ``random``, as the models here do, the
-    step numbers the dropout of each batch.
+    ``model``: an ``nn.Module``. The step numbers the dropout of each batch, in all its layers.
     ``optimizer``: one of ``gpuattn.optim`` over a ``Workspace`` of the model. Device, dtypes,
     clipping and loss scale are theirs.
     ``loss(batch, dloss)``: returns the mean loss per target token of a batch on the device, a
@@ -88,6 +88,7 @@ class TrainingStep:
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.average = model, optimizer, average
         self.workspace, self._loss_of = optimizer.workspace, loss
+        self._random = random_states(model)
         self.xp = get_xp(self.workspace.params)
         self.stream = stream
         if self.xp is not np and stream is None:
@@ -204,8 +205,8 @@ class TrainingStep:
         numbers = self.feed.numbers
         if not more:
             self.workspace.begin()
-        if hasattr(self.model, "random"):
-            self.model.random.step = numbers.draw.reshape(1)
+        for random in self._random:
+            random.step = numbers.draw.reshape(1)
         dloss = self.optimizer.state.field("loss_scale") * numbers.weight
         loss = self._loss_of(self.feed.batch, dloss)
         self.workspace.backward(loss, dloss)

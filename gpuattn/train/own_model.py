@@ -13,7 +13,6 @@ import numpy as np
 from gpuattn.arrays import BFLOAT16
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import problem
-from gpuattn.nn.dropout import random_states
 from gpuattn.nn.module import Module
 from gpuattn.ops.arguments import described, integer
 from gpuattn.optim.optimizers import Optimizer, listed
@@ -35,7 +34,8 @@ def training_step(
     a GPU cannot capture the model, which warns, the same runs op by op.
 
     ``loss(model, *arrays)``: returns the mean loss of a batch, a Tensor of shape (). It is called
-    with the arrays on the model's device; it may not read values on the host, nor keep state.
+    with the arrays on the model's device, in their own dtypes; it may not read values on the host,
+    nor depend on what changes in Python between calls, other than shapes and ``model.training``.
     ``optimizer``: one of ``gpuattn.optim`` over the model; learning rate, clipping, precision and
     loss scale are its own.
     ``accumulate``: cut each array along its first axis into so many equal parts, and update by the
@@ -79,10 +79,12 @@ class OwnStep:
     def __init__(
         self, model: Module, loss: Callable[..., Tensor], optimizer: Optimizer, accumulate: int
     ) -> None:
-        self.optimizer, self.accumulate = optimizer, accumulate
-        self._random = random_states(model)
+        self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
+        called: list[bool] = []  # grows by each call of ``loss``; a replay of a graph is none
+        self._called = called
 
         def of_batch(batch, dloss):  # no method: a cycle of references would keep device memory
+            called.append(True)
             return _checked(loss(model, *batch.arrays))
 
         self.step = TrainingStep(model, optimizer, of_batch, tokens=1, fixed_shape=packed)
@@ -92,14 +94,15 @@ class OwnStep:
         step, optimizer = self.step, self.optimizer
         parts = self._parts(arrays)
         rate = optimizer.learning_rate()
-        for random in self._random:
-            random.step = step.feed.numbers.draw.reshape(1)
+        optimizer.check_parameters()
+        self._called.clear()
         with step.ordered():
             step.clear_loss()
             step.begin(rate)
             for i, part in enumerate(parts):
                 step.add(part, optimizer.updates * len(parts) + i)
-            optimizer.check_gradients()
+            if self._called:
+                optimizer.check_gradients()
             step.apply()
             loss = step.loss_sum / len(parts)
         optimizer.advance()
@@ -119,10 +122,11 @@ class OwnStep:
                 accepted = f"a first axis that is a multiple of accumulate, {self.accumulate}"
                 got = f"of shape {array.shape}"
                 raise ValueError(problem(NAME, f"array {i} of a batch", got, accepted))
-        if self.accumulate == 1:
-            return [Arrays(arrays)]
-        cut = [np.split(array, self.accumulate) for array in arrays]
-        return [Arrays(tuple(part[i] for part in cut)) for i in range(self.accumulate)]
+        training, count = self.model.training, self.accumulate
+        if count == 1:
+            return [Arrays(arrays, training)]
+        cut = [np.split(array, count) for array in arrays]
+        return [Arrays(tuple(part[i] for part in cut), training) for i in range(count)]
 
 
 def _check_optimizer(model, optimizer):
@@ -158,22 +162,32 @@ def _checked(value):
 
 @dataclass(frozen=True)
 class Arrays:
-    """A batch of any arrays. They are of equal weight, so each counts as one target token."""
+    """A batch of any arrays, and the mode of the model for it.
+
+    Batches are of equal weight, so each counts as one target token.
+    """
 
     arrays: tuple[Array, ...]
+    training: bool
 
     target_tokens = 1
 
 
 @dataclass(frozen=True)
 class Words:
-    """The same, end to end in one array of 32-bit words, as ``runtime.feed`` copies to a GPU.
+    """The same with the arrays end to end in one of 32-bit words, as ``runtime.feed`` takes them.
 
-    ``limits``: (shape, dtype) of each array, by which graphs differ.
+    ``kinds``: (shape, dtype) of each array.
     """
 
     words: Array
-    limits: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    kinds: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    training: bool
+
+    @property
+    def limits(self) -> Any:
+        """What a graph depends on."""
+        return self.kinds, self.training
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -181,26 +195,26 @@ class Words:
         return tuple(
             self.words[begin:end].view(np.uint8)[:size].view(dtype).reshape(shape)
             for (shape, dtype), (begin, end, size) in zip(
-                self.limits, _places(self.limits), strict=True
+                self.kinds, _places(self.kinds), strict=True
             )
         )
 
 
 def packed(batch: Arrays) -> Words:
     """Return a batch of NumPy arrays as ``Words``."""
-    limits = tuple((array.shape, array.dtype) for array in batch.arrays)
-    places = list(_places(limits))
+    kinds = tuple((array.shape, array.dtype) for array in batch.arrays)
+    places = list(_places(kinds))
     words = np.zeros(places[-1][1] if places else 0, np.int32)
     for array, (begin, end, size) in zip(batch.arrays, places, strict=True):
         own = words[begin:end].view(np.uint8)[:size]
         own[...] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return Words(words, limits)
+    return Words(words, kinds, batch.training)
 
 
-def _places(limits):
+def _places(kinds):
     """Yield (first word, last word, bytes) of each array."""
     begin = 0
-    for shape, dtype in limits:
+    for shape, dtype in kinds:
         size = math.prod(shape) * dtype.itemsize
         end = begin + -(-size // (4 * ALIGN)) * ALIGN
         yield begin, end, size
