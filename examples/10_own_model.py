@@ -15,15 +15,15 @@ from gpuattn.data.batching import token_order
 from gpuattn.data.lexicon import number_en
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--smoke", action="store_true", help="run quickly: 8 updates")
+parser.add_argument("--smoke", action="store_true", help="run quickly: 8 small updates")
 parser.add_argument("--text", type=Path, metavar="FILE", help="learn this, not spelled-out numbers")
 parser.add_argument("--updates", type=int, default=300)
 parser.add_argument("--cuda", action="store_true", help="run on CuPy arrays, in bf16")
 options = parser.parse_args()
 print(__doc__)
 
-WIDTH, HEADS, LAYERS, LENGTH, BATCH = 128, 4, 4, 64, 12
-UPDATES = 8 if options.smoke else options.updates
+WIDTH, HEADS, LAYERS, LENGTH = 128, 4, 4, 64
+UPDATES, BATCH = (8, 2) if options.smoke else (options.updates, 12)
 SKIPPED = 4  # updates that are not timed: allocation, on a GPU compilation and capture
 
 

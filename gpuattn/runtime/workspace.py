@@ -83,7 +83,8 @@ class Workspace:
         self.moments = tuple(moments)
         for name in self.moments:
             setattr(self, name, xp.zeros(self.size, np.float32))
-        for name, data in self.slices(self.params).items():
+        self._views = self.slices(self.params)
+        for name, data in self._views.items():
             self.tensors[name].data = data
         self.keep_gradients_in(grad_dtype)
 
@@ -141,7 +142,7 @@ class Workspace:
 
     def holds_parameters(self) -> bool:
         """Return whether the parameters are still views of these buffers."""
-        return all(tensor.data.base is self.params for tensor in self.tensors.values())
+        return all(self.tensors[name].data is view for name, view in self._views.items())
 
     def sync_model(self) -> None:
         """Round the masters into the model's 16-bit parameters, if it has such."""
