@@ -32,8 +32,8 @@ class Optimizer:
 
     ``model``: a Module, or Tensors with ``requires_grad``, in float32. Their values move into the
     flat buffers of a new ``Workspace`` on the device where they are, so move a model before. A
-    ``Workspace`` is taken as it is. Weight decay applies to parameters with two axes or more. Of a
-    Module, the dropout is numbered by the update; without numbers it would drop the same elements.
+    ``Workspace`` is taken as it is. Weight decay applies to parameters with two axes or more. The
+    dropout of a Module is numbered by its updates; with Tensors alone, all drop the same elements.
     ``lr``: the learning rate, or a function of the update's number from 0 on, such as a
     ``Schedule``; an attribute that may be changed. None: each ``step`` is given one.
     ``max_norm``: clip the gradient's norm there, or None.
