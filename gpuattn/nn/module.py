@@ -90,7 +90,7 @@ class Module:
         for parameter in self.parameters():
             parameter.grad, parameter.grad_started = None, False
 
-    def to(self, *, dtype: Any = None, device: str | None = None) -> Self:
+    def to(self, dtype: Any = None, device: str | None = None) -> Self:
         """Move the Tensors here and inside, parameters or not, and return self.
 
         ``dtype``: of those that hold floats: float32, float16, bfloat16 or float64. ``device``:
@@ -239,7 +239,9 @@ def _float_dtype(dtype):
     for known in FLOATS:
         if dtype in (known, str(known)):
             return known
-    raise ValueError(problem("Module.to", "dtype", repr(dtype), ", ".join(map(str, FLOATS))))
+    accepted = ", ".join(map(str, FLOATS))
+    advice = f"Try device={dtype!r}." if dtype in MOVES else ""
+    raise ValueError(problem("Module.to", "dtype", repr(dtype), accepted, advice))
 
 
 def _alike(named_lines):

@@ -158,6 +158,8 @@ def test_to_casts_floats_of_all_tensors_and_drops_gradients():
     assert outer.index.dtype == np.int64 and outer.first.grad is None
     with pytest.raises(ValueError, match="Module.to: dtype is 'int8'; accepted: float32, float16"):
         outer.to(dtype="int8")
+    with pytest.raises(ValueError, match="dtype is 'cuda'; accepted: .*. Try device='cuda'."):
+        outer.to("cuda")
     with pytest.raises(ValueError, match="Module.to: device is 'gpu'; accepted: 'numpy' or 'cuda'"):
         outer.to(device="gpu")
     Workspace(outer.to(dtype="float32"))
