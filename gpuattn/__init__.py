@@ -29,7 +29,8 @@ the reason why it does not. A ``Tensor`` records what NumPy's functions and thes
   `stop_gradient`.
 - Choice of implementation: `explain`, `use_impl`.
 
-Layers as modules are in `gpuattn.nn`, models in `gpuattn.models`, optimizers in `gpuattn.optim`.
+Layers as modules are in `gpuattn.nn`, models in `gpuattn.models`, optimizers in `gpuattn.optim`;
+`training_step` makes one call of a model, its loss and an optimizer: an update at full speed.
 `load_run` opens a model that ``gpuattn train`` has trained.
 """
 
@@ -77,6 +78,7 @@ from gpuattn.rng import manual_seed
 from gpuattn.typing import StrPath
 
 MODULES = ("models", "nn", "optim", "runtime")  # imported on first use
+FUNCTIONS = {"training_step": "gpuattn.train.own_model"}  # likewise, from there
 
 __all__ = [
     "OptimizerState",
@@ -123,6 +125,7 @@ __all__ = [
     "to_cpu",
     "to_gpu",
     "topk_logprobs",
+    "training_step",
     "use_impl",
     "value_and_grad",
 ]
@@ -150,6 +153,8 @@ def __getattr__(name: str) -> Any:
     """Import on first use what most programs do not need."""
     if name in MODULES:
         return importlib.import_module(f"gpuattn.{name}")
+    if name in FUNCTIONS:
+        return getattr(importlib.import_module(FUNCTIONS[name]), name)
     if name == "__version__":
         return importlib.import_module("gpuattn.version").version()
     raise AttributeError(f"module 'gpuattn' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Atomic writes of small files, with errors that name the file."""
+"""Atomic writes of files, with errors that name the file."""
 
 import contextlib
 import os
@@ -10,7 +10,12 @@ from gpuattn.typing import StrPath
 
 
 def write_text(path: StrPath, text: str) -> None:
-    """Write a small file atomically: other processes see the old text or the new one.
+    """Write a small file as ``write_bytes`` does, in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: StrPath, data: bytes) -> None:
+    """Write a file atomically: other processes see the old content or the new one.
 
     Raises CheckpointError when writing fails.
     """
@@ -18,8 +23,8 @@ def write_text(path: StrPath, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")  # of a killed process: overwritten
     with writing(path):
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
+            with temporary.open("wb") as file:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -37,5 +42,5 @@ def writing(path: StrPath) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             f"cannot write {path}: {error.strerror or error}. Free some space, or choose another "
-            "--out; what was saved before is intact"
+            "place; what was saved before is intact"
         ) from error

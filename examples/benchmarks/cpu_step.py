@@ -14,10 +14,8 @@ from gpuattn.environment import usable_cores  # first: it sets variables that Nu
 # isort: split
 import numpy as np
 
-from gpuattn.arrays import keep_freed_memory
 from gpuattn.models import GPT2, GPT2Config
 from gpuattn.optim import AdamW
-from gpuattn.runtime.workspace import Workspace
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--smoke", action="store_true", help="few steps, for the tests")
@@ -39,16 +37,15 @@ def median_ms(step):
 
 def gpuattn_step(tokens, labels):
     """Return a training step of the model by gpuattn, on NumPy."""
-    keep_freed_memory()
     shape = GPT2Config(VOCAB, d_model=WIDTH, heads=HEADS, layers=LAYERS, block=BLOCK, bias=False)
     model = GPT2(shape)
-    workspace = Workspace(model)
-    optimizer = AdamW(workspace, betas=BETAS, eps=1e-8, weight_decay=WEIGHT_DECAY, max_norm=CLIP)
+    optimizer = AdamW(
+        model, lr=LEARNING_RATE, betas=BETAS, eps=1e-8, weight_decay=WEIGHT_DECAY, max_norm=CLIP
+    )
 
     def step():
-        workspace.begin()
-        workspace.backward(model.loss(tokens, labels))
-        optimizer.step(LEARNING_RATE)
+        model.loss(tokens, labels).backward()
+        optimizer.step()
 
     return step
 

@@ -13,11 +13,18 @@ from gpuattn.ops.dropout import dropout
 class RandomState:
     """The seed of a run and the number of the update: one object shared by a whole model.
 
-    The trainer increments ``step`` before each update; it may be a one-element uint32 CuPy array.
+    ``step`` grows by each update: a training step, or an optimizer of the whole model, sees to
+    that. It may be a one-element uint32 array on the device.
     """
 
     seed: int = 0
     step: Any = 0
+
+
+def random_states(module: Module) -> list[RandomState]:
+    """Return the RandomStates of a module and of all modules inside, each once."""
+    held = [value for _, inner in module.modules() for value in vars(inner).values()]
+    return list({id(v): v for v in held if isinstance(v, RandomState)}.values())
 
 
 class Streams:

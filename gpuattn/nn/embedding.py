@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import get_xp
+from gpuattn.arrays import get_xp, is_array
 from gpuattn.errors import problem
 from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.module import Module, generator, normal
@@ -64,8 +64,11 @@ class Embedding(Module):
         """``positions``: int, of the shape of ``tokens``; by default 0, 1, ... along the last axis;
         without a table of positions they mean nothing.
 
-        ``order``: the loader's sorted token order, for the gradient; otherwise tokens are sorted.
+        ``order``: for the gradient, (N,) int32, ``data.batching.token_order(tokens).order``, or
+        the loader's TokenOrder. Otherwise tokens are sorted, which a CUDA graph cannot hold.
         """
+        if is_array(order):
+            order = (order, None, None)
         p, key = self.dropout.now()
         return embedding(
             tokens, self.weight, positions=positions if self.positions else None,

@@ -5,16 +5,21 @@ import contextvars
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from gpuattn import rng as random
-from gpuattn.arrays import get_xp, is_floating, to_cpu
+from gpuattn.arrays import FLOATS, get_xp, is_floating, to_cpu, to_gpu
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.tensor import Tensor
-from gpuattn.errors import CheckpointError
-from gpuattn.typing import Array, Shape
+from gpuattn.errors import CheckpointError, problem
+from gpuattn.files import write_bytes
+from gpuattn.tensor_file import decode, encode
+from gpuattn.typing import Array, Shape, StrPath
+
+MOVES = {"numpy": to_cpu, "cuda": to_gpu}
 
 _draws = contextvars.ContextVar("draws", default=True)  # whether new parameters are drawn
 
@@ -88,6 +93,56 @@ class Module:
         for parameter in self.parameters():
             parameter.grad, parameter.grad_started = None, False
 
+    def to(self, dtype: Any = None, device: str | None = None) -> Self:
+        """Move the Tensors here and inside, parameters or not, and return self.
+
+        ``dtype``: of those that hold floats: float32, float16, bfloat16 or float64. ``device``:
+        "numpy" or "cuda". None leaves it as it is. Gradients are dropped. Plain arrays stay: a
+        constant that moves along is a Tensor without ``requires_grad``.
+        Raises ValueError for others, and once the parameters are in an optimizer's buffers;
+        DeviceMissingError for "cuda" without a GPU.
+        """
+        wanted = None if dtype is None else _float_dtype(dtype)
+        if device not in (None, *MOVES):
+            raise ValueError(problem("Module.to", "device", repr(device), "'numpy' or 'cuda'"))
+        for path, tensor in self._find("", Tensor):
+            data = tensor.data if device is None else MOVES[device](tensor.data)
+            if wanted is not None and is_floating(data.dtype):
+                data = data.astype(wanted, copy=False)
+            if data is tensor.data:
+                continue
+            if tensor.grad_slot is not None:
+                got = f"{path}, which is in the buffers of an optimizer"
+                accepted = "parameters without one"
+                advice = "Move the model first, then make the optimizer."
+                raise ValueError(problem("Module.to", "a parameter", got, accepted, advice))
+            tensor.data, tensor.grad = data, None
+        return self
+
+    def save(self, file: StrPath) -> None:
+        """Write the parameters to a safetensors file, by path and in their dtype.
+
+        The file has its whole content or stays as it was. Raises CheckpointError when writing
+        fails.
+        """
+        write_bytes(file, encode(self.state()))
+
+    def load(self, file: StrPath) -> Self:
+        """Take the parameters of a file that ``save`` wrote, in their own dtype; return self.
+
+        Raises CheckpointError for another file, or one of another model: with all that is missing,
+        unknown or misshapen.
+        """
+        path = Path(file)
+        try:
+            tensors, _ = decode(path.read_bytes(), path.name)
+            self.load_state(tensors)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        return self
+
     def state(self) -> dict[str, np.ndarray]:
         """Return {path: copy of the parameter as a NumPy array}."""
         return {path: np.array(to_cpu(p.data)) for path, p in self.named_parameters()}
@@ -96,9 +151,15 @@ class Module:
         """Copy ``{path: array}`` into the parameters, in their dtype; all of them, or none after an
         error.
 
-        Raises CheckpointError that lists the paths that are missing, unknown or of another shape.
+        Raises CheckpointError that lists the paths that are missing, unknown or of another shape,
+        and where an optimizer keeps float32 masters, which its next update would put back.
         """
         parameters = dict(self.named_parameters())
+        if any(p.grad_slot is not None and p.dtype != np.float32 for p in parameters.values()):
+            raise CheckpointError(
+                "load_state: an optimizer keeps float32 masters of these 16-bit parameters. Load "
+                "before it is made, or use its load_state_dict"
+            )
         faults = [f"missing: {path}" for path in parameters if path not in arrays]
         for path, array in arrays.items():
             if path not in parameters:
@@ -114,6 +175,23 @@ class Module:
             xp = get_xp(parameter.data)
             tape.edit(parameter, ..., xp.asarray(arrays[path]))
 
+    def summary(self) -> str:
+        """Return a table of the parameters: path, shape, dtype, count, and their sums."""
+        named = list(self.named_parameters())
+        rows = [("parameter", "shape", "dtype", "count")]
+        rows += [(path, str(tuple(p.shape)), str(p.dtype), f"{p.size:,}") for path, p in named]
+        size = sum(p.data.nbytes for _, p in named)
+        rows.append((f"{len(named)} in all", "", f"{size:,} bytes", f"{self._count():,}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"{a:{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d:>{widths[3]}}"
+            for a, b, c, d in rows
+        ]
+        return "\n".join(lines)
+
+    def _count(self):
+        return sum(parameter.size for parameter in self.parameters())
+
     def __repr__(self):
         """Return a line for every module inside: settings, how many parameters, their shapes."""
         return "\n".join(self._lines())
@@ -123,7 +201,7 @@ class Module:
         own = [
             f"{n} {tuple(v.shape)}" for n, v in held if isinstance(v, Tensor) and v.requires_grad
         ]
-        count = sum(parameter.size for parameter in self.parameters())
+        count = self._count()
         counted = f", {count:,} parameters" if count else ""
         lines = [f"{self._title()}{counted}" + (f": {', '.join(own)}" if own else "")]
         inside = [(n, v._lines()) for n, v in held if isinstance(v, Module)]
@@ -157,6 +235,16 @@ class Module:
                 yield f"{prefix}{name}", value
             if isinstance(value, Module):
                 yield from value._find(f"{prefix}{name}.", kind)
+
+
+def _float_dtype(dtype):
+    """Return one of ``FLOATS``. Raises ValueError for another dtype."""
+    for known in FLOATS:
+        if dtype in (known, str(known)):
+            return known
+    accepted = ", ".join(map(str, FLOATS))
+    advice = f"Try device={dtype!r}." if dtype in MOVES else ""
+    raise ValueError(problem("Module.to", "dtype", repr(dtype), accepted, advice))
 
 
 def _alike(named_lines):

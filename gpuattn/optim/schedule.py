@@ -59,11 +59,11 @@ class Schedule:
     def __call__(self, update: int, progress: float | None = None) -> float:
         """Return the learning rate of an update.
 
-        ``update``: its number, from 0. ``progress``: how much of the run is over, 0 to 1; needed
-        when ``total`` is None, and else ``update / total``.
+        ``update``: its number, from 0. ``progress``: how much of the run is over, 0 to 1, by
+        default ``update / total``. Raises ConfigError without both where the rate depends on it.
         """
         if progress is None:
-            progress = update / self.total  # type: ignore[operator]
+            progress = self._progress(update)
         reached, warm_share = self._warmup(update, progress)
         rise = min(1.0, reached)
         if self.name == "constant":
@@ -73,6 +73,14 @@ class Schedule:
         past = max(0.0, min(1.0, (progress - warm_share) / (1 - warm_share)))
         fall = (1 + math.cos(math.pi * past)) / 2 if self.name == "cosine" else 1 - past
         return self.peak * rise * (self.floor + (1 - self.floor) * fall)
+
+    def _progress(self, update):
+        if self.total is not None:
+            return update / self.total
+        if self.name in ("cosine", "linear") or isinstance(self.warmup, float):
+            accepted = f"the updates of the whole run, which {self.name} depends on"
+            raise ConfigError(problem("Schedule", "total", None, accepted))
+        return 0.0
 
     def _warmup(self, update, progress):
         """Return (how much of the warm-up is reached, above 1 after it; its share of the run)."""

@@ -15,9 +15,8 @@ from gpuattn.arrays import get_xp
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import problem
 from gpuattn.gemm.tuning import tune
+from gpuattn.nn.dropout import random_states
 from gpuattn.nn.module import Module
-from gpuattn.optim import ExponentialAverage
-from gpuattn.optim.optimizers import Optimizer
 from gpuattn.runtime.feed import DeviceFeed, HostFeed
 from gpuattn.runtime.graphs import Calls, Replays, warn
 
@@ -36,8 +35,7 @@ class TrainingStep:
     synchronize. On NumPy, and with ``graphs=False``, the same functions run op by op. The bits are
     the same with and without graphs.
 
-    ``model``: an ``nn.Module``. If it has a RandomState ``random``, as the models here do, the
-    step numbers the dropout of each batch.
+    ``model``: an ``nn.Module``. The step numbers the dropout of each batch, in all its layers.
     ``optimizer``: one of ``gpuattn.optim`` over a ``Workspace`` of the model. Device, dtypes,
     clipping and loss scale are theirs.
     ``loss(batch, dloss)``: returns the mean loss per target token of a batch on the device, a
@@ -78,13 +76,14 @@ class TrainingStep:
     calls: Any  # Calls or Replays
 
     def __init__(
-        self, model: Module, optimizer: Optimizer, loss: Callable[[Any, Any], Tensor], *,
-        tokens: int, average: ExponentialAverage | None = None,
+        self, model: Module, optimizer: Any, loss: Callable[[Any, Any], Tensor], *,
+        tokens: int, average: Any = None,
         fixed_shape: Callable[[Any], Any] = _unchanged, graphs: bool = True, tuned: bool = True,
         stream: Any = None, notify: Callable[[str], None] = warn,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.average = model, optimizer, average
         self.workspace, self._loss_of = optimizer.workspace, loss
+        self._random = random_states(model)
         self.xp = get_xp(self.workspace.params)
         self.stream = stream
         if self.xp is not np and stream is None:
@@ -125,7 +124,7 @@ class TrainingStep:
             if not hasattr(batch, "target_tokens"):
                 accepted = "a batch of gpuattn.data.batching, or one with target_tokens"
                 raise TypeError(problem("TrainingStep", "batches", type(batch).__name__, accepted))
-        with self._ordered():
+        with self.ordered():
             self.begin(learning_rate)
             for batch in batches:
                 self.add(batch, self.draws)
@@ -134,7 +133,7 @@ class TrainingStep:
 
     def mean_loss(self) -> float:
         """Return the mean loss per target token since the last call, as a float. Synchronizes."""
-        with self._ordered():
+        with self.ordered():
             mean = float(self.loss_sum) / max(self.loss_tokens, 1)
             self.clear_loss()
         return mean
@@ -145,7 +144,7 @@ class TrainingStep:
         self.loss_tokens = 0
 
     @contextlib.contextmanager
-    def _ordered(self) -> Iterator[None]:
+    def ordered(self) -> Iterator[None]:
         """Make the step's stream current in a block, in order with the stream that is current."""
         outside: Any = None if self.xp is np else self.xp.cuda.get_current_stream()
         if outside == self.stream:
@@ -201,8 +200,8 @@ class TrainingStep:
         numbers = self.feed.numbers
         if not more:
             self.workspace.begin()
-        if hasattr(self.model, "random"):
-            self.model.random.step = numbers.draw.reshape(1)
+        for random in self._random:
+            random.step = numbers.draw.reshape(1)
         dloss = self.optimizer.state.field("loss_scale") * numbers.weight
         loss = self._loss_of(self.feed.batch, dloss)
         self.workspace.backward(loss, dloss)
@@ -211,6 +210,6 @@ class TrainingStep:
     def _apply(self) -> None:
         numbers = self.feed.numbers
         self.workspace.finish()
-        self.optimizer.step(numbers.learning_rate, numbers.divisor)
+        self.optimizer.update(numbers.learning_rate, numbers.divisor)
         if self.average:
             self.average.update(numbers.share)

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuattn.arrays import BFLOAT16, get_xp, import_cupy, to_gpu
+from gpuattn.arrays import BFLOAT16, get_xp, import_cupy, is_array, to_cpu, to_gpu
 from gpuattn.autodiff import side_stream, tape
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError, GradientError, problem
 from gpuattn.nn.module import Module
 from gpuattn.ops.update.flat_update import DECAY_BLOCK
-from gpuattn.runtime.checkpoint import differences
+from gpuattn.tensor_file import differences
 
 ALIGN = 128  # elements that slices are aligned to: 256 bytes in 16 bits, one block of decay
 TOTAL = 8192  # elements that the size is a multiple of: 16 KiB in 16 bits, for up to 64 ranks
@@ -36,7 +36,7 @@ class Workspace:
     """The flat buffers of a module. Its parameters become views of them on construction.
 
     ``module``: ``named_parameters()`` yields (name, Tensor) in the order of construction, float32
-    NumPy. That order is the flat order, so gradients become ready from the end.
+    on any device. That order is the flat order, so gradients become ready from the end.
     ``device``: "numpy" or "cuda". ``dtype``: of parameters and activations: "float32", "float16" or
     "bfloat16". ``grad_dtype``: of the gradients, ``dtype`` unless given ("float32" when several
     micro-batches are summed).
@@ -68,7 +68,7 @@ class Workspace:
         host = np.zeros(self.size, np.float32)
         decay = np.zeros(self.size // DECAY_BLOCK, np.uint8)
         for name, (start, stop, shape) in self.slots.items():
-            host[start:stop] = self.tensors[name].data.ravel()
+            host[start:stop] = to_cpu(self.tensors[name].data).ravel()
             if len(shape) >= 2 and self.tensors[name].requires_grad:
                 decay[start // DECAY_BLOCK : -(-stop // DECAY_BLOCK)] = 1
         to_device = np.asarray if xp is np else to_gpu
@@ -83,7 +83,8 @@ class Workspace:
         self.moments = tuple(moments)
         for name in self.moments:
             setattr(self, name, xp.zeros(self.size, np.float32))
-        for name, data in self.slices(self.params).items():
+        self._views = self.slices(self.params)
+        for name, data in self._views.items():
             self.tensors[name].data = data
         self.keep_gradients_in(grad_dtype)
 
@@ -124,16 +125,24 @@ class Workspace:
             side_stream.wait_for(tensor.grad_slot)
             self.on_grad_ready(self._parts[id(tensor)])
 
-    def finish(self) -> list[str]:
-        """Zero the gradients of parameters that the losses did not use; return their names."""
-        idle = [
+    def idle(self) -> list[str]:
+        """Return the names of parameters that no gradient has reached since ``begin``."""
+        return [
             name
             for name, tensor in self.tensors.items()
             if tensor.grad_slot is not None and not tensor.grad_started
         ]
+
+    def finish(self) -> list[str]:
+        """Zero the gradients of parameters that the losses did not use; return their names."""
+        idle = self.idle()
         for name in idle:
             self.tensors[name].grad_slot[...] = 0
         return idle
+
+    def holds_parameters(self) -> bool:
+        """Return whether the parameters are still views of these buffers."""
+        return all(self.tensors[name].data is view for name, view in self._views.items())
 
     def sync_model(self) -> None:
         """Round the masters into the model's 16-bit parameters, if it has such."""
@@ -208,9 +217,9 @@ def _layout(tensors):
     """Return ({name: Slot}, size of the flat buffers)."""
     slots, at = {}, 0
     for name, tensor in tensors.items():
-        if not isinstance(tensor.data, np.ndarray) or tensor.data.dtype != np.float32:
+        if not is_array(tensor.data) or tensor.data.dtype != np.float32:
             got = f"{type(tensor.data).__module__} {tensor.data.dtype}"
-            raise TypeError(problem("Workspace", name, got, "a NumPy float32 parameter"))
+            raise TypeError(problem("Workspace", name, got, "a float32 parameter"))
         size = math.prod(tensor.data.shape)
         slots[name] = Slot(at, at + size, tensor.data.shape)
         at += -(-size // ALIGN) * ALIGN

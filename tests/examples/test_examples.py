@@ -20,6 +20,7 @@ RESULTS = {  # part of the line that each example prints at the end
     "04_explain.py": "refusals, each with its reason",
     "05_naive_vs_flash.py": "times the tokens",
     "06_every_implementation.py": "all agree",
+    "10_own_model.py": "and of the plain loop differ by 0",
 }
 
 
@@ -63,5 +64,5 @@ def test_readme_code_prints_what_the_readme_shows(capsys, toy_run):
     assert names["out"].shape == (2, 1, 8, 64)
     assert names["lengths"].tolist() == [3, 3]
     assert names["w"].grad.shape == (3, 1)
-    assert names["loss"].item() < 0.01
+    assert names["loss"].item() < 0.01 and float(names["error"]) < 0.01
     assert [type(line) for line in names["german"]] == [str]

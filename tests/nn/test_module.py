@@ -9,6 +9,7 @@ import pytest
 from gpuattn import Tensor, nn
 from gpuattn.errors import CheckpointError
 from gpuattn.nn.module import undrawn
+from gpuattn.runtime import Workspace
 
 
 class Inner(nn.Module):
@@ -108,6 +109,75 @@ def test_load_state_loads_all_or_nothing():
 def test_load_state_names_a_few_of_many_faults():
     with pytest.raises(CheckpointError, match="and 12 more"):
         Outer().load_state({f"x{i}": np.zeros(1, np.float32) for i in range(16)})
+
+
+def test_save_and_load(tmp_path):
+    outer, other, path = Outer(), Outer(), tmp_path / "outer.safetensors"
+    for i, p in enumerate(outer.parameters()):
+        p.data = p.data + np.float32(i + 1)
+    outer.to(dtype="bfloat16").save(path)
+    assert other.load(path) is other and other.first.dtype == np.float32
+    for p, mine in zip(other.parameters(), outer.parameters(), strict=True):
+        np.testing.assert_array_equal(p.data, mine.data.astype(np.float32))
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(CheckpointError, match="cannot write .*nowhere/x: No such file"):
+        outer.save(tmp_path / "nowhere" / "x")
+    with pytest.raises(CheckpointError, match="nowhere cannot be read: No such file"):
+        outer.load(tmp_path / "nowhere")
+
+
+def test_load_names_all_faults_of_a_file_and_changes_nothing(tmp_path):
+    outer, path = Outer(), tmp_path / "outer.safetensors"
+    outer.extra = Tensor(np.ones(2, np.float32), requires_grad=True)
+    outer.first.data = np.ones(5, np.float32)
+    outer.save(path)
+    other = Outer()
+    other.more = Tensor(np.zeros(2, np.float32), requires_grad=True)
+    faults = r"missing: more; unknown: extra; first has shape \(5,\), want \(4,\)"
+    with pytest.raises(CheckpointError, match=f"{path.name}: .*{faults}"):
+        other.load(path)
+    assert not other.first.data.any()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        other.load(path)
+
+
+def test_16_bit_parameters_of_an_optimizer_are_not_loaded_past_their_masters():
+    outer = Outer()
+    Workspace(outer, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match="an optimizer keeps float32 masters"):
+        outer.load_state(Outer().state())
+
+
+def test_to_casts_floats_of_all_tensors_and_drops_gradients():
+    outer = Outer()
+    outer.index = Tensor(np.arange(3))
+    np.sum(outer.first * outer.first).backward()
+    before = outer.first.data
+    assert outer.to(dtype=np.float32, device="numpy") is outer and outer.first.data is before
+    assert outer.to(dtype="float16").constant.dtype == outer.tied.weight.dtype == np.float16
+    assert outer.index.dtype == np.int64 and outer.first.grad is None
+    with pytest.raises(ValueError, match="Module.to: dtype is 'int8'; accepted: float32, float16"):
+        outer.to(dtype="int8")
+    with pytest.raises(ValueError, match="dtype is 'cuda'; accepted: .*. Try device='cuda'."):
+        outer.to("cuda")
+    with pytest.raises(ValueError, match="Module.to: device is 'gpu'; accepted: 'numpy' or 'cuda'"):
+        outer.to(device="gpu")
+    Workspace(outer.to(dtype="float32"))
+    with pytest.raises(ValueError, match="a parameter is first, which is in the buffers of an opt"):
+        outer.to(dtype="float16")
+
+
+def test_summary_is_a_table():
+    rows = [line.split("  ") for line in Outer().summary().splitlines()]
+    assert [[cell.strip() for cell in row if cell] for row in rows] == [
+        ["parameter", "shape", "dtype", "count"],
+        ["first", "(4,)", "float32", "4"],
+        ["stack.0.weight", "(2, 3)", "float32", "6"],
+        ["stack.1.weight", "(2, 3)", "float32", "6"],
+        ["last", "(1,)", "float32", "1"],
+        ["4 in all", "68 bytes", "17"],
+    ]
 
 
 def test_zero_grad_clears_gradients():

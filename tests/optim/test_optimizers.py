@@ -28,7 +28,7 @@ def test_minimises_a_square(xp, name):
     optimizer = OPTIMIZERS[name](w, max_norm=10.0)
     for update in range(400):
         w.grads[...] = w.masters
-        optimizer.step(0.05 * (1 - update / 400))
+        optimizer.update(0.05 * (1 - update / 400))
     assert float(abs(w.masters).max()) < 1e-3
     assert optimizer.state.step == 400
 
@@ -42,7 +42,7 @@ def test_weights_without_masters_converge_too(xp, name):
     optimizer = OPTIMIZERS[name](w, seed=11)
     for update in range(300):
         w.grads[...] = w.masters.astype(np.float32) - np.float32(1.2345)
-        optimizer.step(0.03 * (1 - update / 300))
+        optimizer.update(0.03 * (1 - update / 300))
     found = to_cpu(w.masters).astype(np.float64)
     assert found.mean() == pytest.approx(1.2345, abs=0.03) and found.std() < 0.2
 
@@ -53,7 +53,7 @@ def test_every_setting_is_passed_on(xp):
     p = to_cpu(w.masters).astype(np.float64)
     w.grads[...] = 6.0
     optimizer = AdamW(w, betas=(0.5, 0.25), eps=0.5, weight_decay=0.2, max_norm=8.0, loss_scale=2.0)
-    optimizer.step(0.125, divisor=3.0)
+    optimizer.update(0.125, divisor=3.0)
     g = 8.0 / 16  # the norm of 256 ones is 16
     decays = np.repeat([0, 1], 128)
     want = p - 0.125 * (g / (g + 0.5) + 0.2 * decays * p)
@@ -67,10 +67,10 @@ def test_sgd_takes_the_velocity_or_none(xp):
     w = workspace(xp)
     p = to_cpu(w.masters).astype(np.float64)
     w.grads[...] = 1.0
-    SGD(w, momentum=0.0).step(0.5)
+    SGD(w, momentum=0.0).update(0.5)
     assert not w.exp_avg.any()
     np.testing.assert_allclose(to_cpu(w.masters), p - 0.5, rtol=1e-6, atol=1e-6)
-    SGD(w, momentum=0.5, nesterov=True).step(0.5)
+    SGD(w, momentum=0.5, nesterov=True).update(0.5)
     assert (to_cpu(w.exp_avg) == 1).all()
     np.testing.assert_allclose(to_cpu(w.masters), p - 1.25, rtol=1e-6, atol=1e-6)
 
@@ -86,7 +86,7 @@ def test_the_divisor_may_be_left_on_the_device(xp):
     w.grads[...] = 6.0
     optimizer = AdamW(w)
     optimizer.state.field("divisor")[...] += xp.asarray(2, np.float32)
-    optimizer.step(0.1)
+    optimizer.update(0.1)
     assert optimizer.state.norm == pytest.approx(2 * 16)
 
 
@@ -97,7 +97,7 @@ def test_resumes_bit_for_bit_from_its_state(xp, name):
     def updates(w, optimizer, which):
         for n in which:
             w.grads[...] = xp.asarray(np.random.default_rng(n).standard_normal(256), np.float32)
-            optimizer.step(0.01 * n)
+            optimizer.update(0.01 * n)
 
     whole, first = workspace(xp), workspace(xp)
     updates(whole, new(whole), range(10))
@@ -114,12 +114,12 @@ def test_resumes_bit_for_bit_from_its_state(xp, name):
 
 def test_a_bad_constant_is_refused_at_the_first_update():
     with pytest.raises(ValueError, match="adamw: betas is"):
-        AdamW(workspace(np), betas=(0.9, 1.5)).step(0.1)
+        AdamW(workspace(np), betas=(0.9, 1.5)).update(0.1)
 
 
 def test_repr_shows_settings_and_state(xp):
     optimizer = AdamW(workspace(xp), betas=(0.5, 0.25), max_norm=8.0)
-    optimizer.step(0.125)
+    optimizer.update(0.125)
     first, size, state = repr(optimizer).splitlines()
     assert first.startswith("AdamW(max_norm=8.0, growth_interval=0, seed=0, betas=(0.5, 0.25), ")
     assert size == "  256 elements of float32"

@@ -69,7 +69,7 @@ def run(xp, name, updates, loss_of):
         with np.errstate(over="ignore", invalid="ignore"):
             w.backward(loss_of(model, n), optimizer.state.field("loss_scale"))
         w.finish()
-        optimizer.step(0.05)
+        optimizer.update(0.05)
     return w, optimizer
 
 

@@ -134,7 +134,7 @@ def test_a_frozen_parameter_does_not_change():
         w.begin()
         w.backward(model.loss(np.ones((2, 10), np.float32)))
         w.finish()
-        optimizer.step(0.1)
+        optimizer.update(0.1)
     assert (model.tensors["embedding"].data == before).all()
     assert (model.tensors["head.weight"].data != Model().tensors["head.weight"].data).all()
 
@@ -218,5 +218,5 @@ def test_refuses_by_name():
         Workspace(Model(), dtype="float64")
     model = Model()
     model.tensors["scale"].data = np.zeros(())
-    with pytest.raises(TypeError, match="Workspace: scale is numpy float64; accepted: a NumPy fl"):
+    with pytest.raises(TypeError, match="Workspace: scale is numpy float64; accepted: a float32"):
         Workspace(model)
