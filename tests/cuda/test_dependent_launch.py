@@ -182,11 +182,11 @@ def step_attention_of(x, y, scores, tokens):
 
 
 def beam_update_of(x, scores, tokens):
-    """The state of 8 sentences after an update by scores from x, and their best texts."""
+    """The state of 4 sentences after an update by scores from x, and their best texts."""
     beams, begun = begun_beams()
-    found = x.reshape(-1).view(np.float32)[:64].reshape(8, 8)
-    parents = scores.view(np.int32).reshape(-1)[:64].reshape(8, 8)
-    beam_update(found, parents, tokens[:64].reshape(8, 8), beams, eos=5)
+    found = x.reshape(-1).view(np.float32)[:32].reshape(4, 8)
+    parents = scores.view(np.int32).reshape(-1)[:32].reshape(4, 8)
+    beam_update(found, parents, tokens[:32].reshape(4, 8), beams, eos=5)
     texts, lengths, *scores = best_texts(beams, 1)
     after = [*(array.copy() for array in beams.arrays()), texts[..., :1].copy(), *scores]
     for array, first in zip(beams.arrays(), begun, strict=True):
@@ -197,8 +197,8 @@ def beam_update_of(x, scores, tokens):
 @functools.cache
 def begun_beams():
     """Return a search for texts of one token that has just begun, and copies of its arrays."""
-    beams = Beams(arrays.import_cupy().zeros(1, np.float32), 8, 4, 6, lambda length: length)
-    beams.start(1, [1] * 8)
+    beams = Beams(arrays.import_cupy().zeros(1, np.float32), 4, 4, 6, lambda length: length)
+    beams.start(1, [1] * 4)
     return beams, [array.copy() for array in beams.arrays()]
 
 
