@@ -187,8 +187,8 @@ def beam_update_of(x, scores, tokens):
     found = x.reshape(-1).view(np.float32)[:32].reshape(4, 8)
     parents = scores.view(np.int32).reshape(-1)[:32].reshape(4, 8)
     beam_update(found, parents, tokens[:32].reshape(4, 8), beams, eos=5)
-    texts, lengths, *scores = best_texts(beams, 1)
-    after = [*(array.copy() for array in beams.arrays()), texts[..., :1].copy(), *scores]
+    texts = best_texts(beams, 1)[0][..., :1]
+    after = [array.copy() for array in (*beams.arrays(), texts)]
     for array, first in zip(beams.arrays(), begun, strict=True):
         array[...] = first
     return after
