@@ -61,9 +61,20 @@ def found_as_hf(settings):
     model = Hashed(tuple(settings["eos"]))
     begin = {"bos": np.array(HF["bos"]), "max_length": HF["max_length"]}
     if settings["beam"] > 1:
-        return beam_search(model, **begin, **settings)
+        found = beam_search(model, **begin, **settings)
+        return without(settings["prefix"], found, model, begin) if "prefix" in settings else found
     del settings["beam"]
     return [[text] for text in greedy(model, **begin, renormalise=True, **settings)]
+
+
+def without(prefix, found, model, begin):
+    """Return the Hypotheses without the tokens and the scores of their prefixes."""
+    length = len(prefix[0])
+    before = greedy(model, **(begin | {"max_length": length}), eos=None, prefix=prefix)
+    return [
+        [h._replace(tokens=h.tokens[length:], normalised=h.normalised - begun.score) for h in texts]
+        for texts, begun in zip(found, before, strict=True)
+    ]
 
 
 def found_as_ct2(settings):
@@ -113,7 +124,7 @@ def test_the_files_have_every_setting():
     kept = [case["settings"] for case in HF["cases"]]
     assert {s["stopping"] for s in kept if "stopping" in s} == {"hf", "hf-early", "hf-never"}
     rules = {"min_length", "no_repeat_ngram", "repetition_penalty", "banned", "nbest"}
-    assert set().union(*kept) >= rules | {"eos"}
+    assert set().union(*kept) >= rules | {"eos", "prefix"}
     others = [case["settings"] for case in CT2["cases"]]
     assert set().union(*others) >= rules | {"patience"}
     for settings in ([s for s in kept if s["beam"] > 1], others):
