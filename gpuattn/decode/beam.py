@@ -120,9 +120,8 @@ class _Stopping:
 
     def __init__(self, xp, options, limits):
         self.xp, self.options = xp, options
-        self.most = xp.asarray(limits.most)
-        lengths = range(limits.longest + 2)
-        self.divisors = xp.asarray([options.divisor(length) for length in lengths], np.float64)
+        longest = [options.divisor(length) for length in limits.most.tolist()]
+        self.longest = xp.asarray(longest, np.float64)
         self.ended = xp.zeros(len(limits.most), np.int32)  # texts so far
         self.best_ended = xp.zeros(len(limits.most), bool)
 
@@ -137,9 +136,8 @@ class _Stopping:
         enough = self.ended >= options.enough
         if options.stopping == "fairseq":
             # scores only fall: the bound has the divisor of the shortest or longest possible text
-            hope = self.xp.maximum(
-                self._divided(best, step + 1 + options.end_counts), self._divided(best, self.most)
-            )
+            shortest = options.divisor(step + 1, ended=True)
+            hope = self.xp.maximum(best / shortest, best / self.longest.astype(best.dtype))
             return enough | (hope <= pool.normalised[:, options.nbest - 1])
         dead = best == nothing
         if options.stopping == "hf-early" or (
@@ -149,13 +147,11 @@ class _Stopping:
         if options.stopping == "ct2":
             self.best_ended |= ends[:, 0]
             return dead | (self.best_ended & (self.ended >= options.nbest))
-        far = options.stopping == "hf-never" and options.length_penalty > 0
-        hope = self._divided(best, self.most if far else step + 1)
+        if options.stopping == "hf-never" and options.length_penalty > 0:
+            hope = best / self.longest.astype(best.dtype)
+        else:
+            hope = best / options.divisor(step + 1)
         return dead | (enough & (hope <= pool.normalised[:, -1]))
-
-    def _divided(self, scores, length):
-        """Return scores (B,) divided for a length, a number or (B,)."""
-        return scores / self.divisors[length].astype(scores.dtype)
 
     def competes(self, done, places):
         """Return which beams compete as they are when their texts are cut.

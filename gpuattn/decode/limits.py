@@ -81,9 +81,9 @@ class Limits:
 
     def ends(self, tokens: Array) -> Array:
         """Return which of ``tokens`` are end marks."""
-        xp = self.stepper.xp
-        found = xp.zeros(tokens.shape, bool)
-        for end in self.options.eos:
+        first, *others = self.options.eos or (-1,)
+        found = tokens == first
+        for end in others:
             found |= tokens == end
         return found
 
@@ -122,7 +122,12 @@ class Limits:
         return self.stepper.xp.asarray(self.prefix[self.running.sentences, step])
 
     def penalised(self, x: Array, texts: Array) -> Array:
-        """Return ``x`` (B, K, V) with the bans and penalties that ``texts`` (B, K, T) bring."""
+        """Return ``x`` (B, K, V) with the bans and penalties that ``texts`` (B, K, T) bring.
+
+        Where there are any, 16-bit numbers become float32.
+        """
+        if self.options.by_text:
+            x = x.astype(wide(x.dtype), copy=False)
         if self.options.repetition_penalty != 1:
             x = processors.penalise_repetitions(x, texts, self.options.repetition_penalty)
         if self.options.no_repeat_ngram:

@@ -1,4 +1,4 @@
-"""A model without weights: logits that are a hash of all tokens so far. NumPy alone."""
+"""Models without weights: logits that are a hash of tokens. NumPy alone."""
 
 import numpy as np
 
@@ -19,3 +19,8 @@ def logits_of(states: np.ndarray, vocab: int, ends: tuple[int, ...], step: int) 
     logits = 5 * shares * shares
     logits[:, list(ends)] += np.float32(0.3) * np.float32(step)
     return logits
+
+
+def bigram_logits(vocab: int) -> np.ndarray:
+    """Return float32 (V, V): the logits after each token, but for what the step adds to ends."""
+    return logits_of(extended(np.zeros(vocab, np.uint64), np.arange(vocab)), vocab, (), 0)

@@ -28,6 +28,9 @@ FEATURES = {
     "two ends": {"eos": [1, 9]}, "three ends": {"eos": [1, 9, 10], "nbest": 2},
     "all": {"eos": [1, 9], "no_repeat_ngram": 2, "repetition_penalty": 1.3, "banned": [6],
             "min_length": 3, "nbest": 2},
+    # there the end of the prompt, which has no score: the same order without a length penalty
+    "prefix": {"prefix": [[5, 6], [7, 8], [11, 5]], "no_repeat_ngram": 1,
+               "repetition_penalty": 1.2, "nbest": 2},
 }  # fmt: skip
 STOPPING = {"hf": False, "hf-early": True, "hf-never": "never"}
 PENALTIES = [0.0, 0.6, 1.0, 2.0, -1.0]
@@ -63,6 +66,7 @@ def cases():
             for j, beam in enumerate((2, 4, 5, 8)):
                 if feature.get("nbest", 1) <= beam:
                     few = [PENALTIES[(i + j + n) % 5] for n in (0, 2)]
+                    few = [0.0] if "prefix" in feature else few
                     for penalty in PENALTIES if name == "plain" else few:
                         settings = {"beam": beam, "stopping": stopping, "length_penalty": penalty}
                         yield settings | feature
@@ -71,9 +75,12 @@ def cases():
 def generated(case):
     """Return [[tokens, score, ended] of each hypothesis] for each sentence."""
     ends, nbest = case.get("eos", [EOS]), case.get("nbest", 1)
+    prefixes = case.get("prefix", [[]] * len(BOS))
+    prompts = torch.tensor([[bos, *more] for bos, more in zip(BOS, prefixes, strict=True)])
+    begun = prompts.shape[1] - 1
     config = GenerationConfig(
         num_beams=case["beam"], num_return_sequences=nbest, do_sample=False, use_cache=False,
-        max_new_tokens=LENGTH, min_new_tokens=case.get("min_length"), eos_token_id=ends,
+        max_new_tokens=LENGTH - begun, min_new_tokens=case.get("min_length"), eos_token_id=ends,
         pad_token_id=ends[0], no_repeat_ngram_size=case.get("no_repeat_ngram"),
         repetition_penalty=case.get("repetition_penalty"), return_dict_in_generate=True,
         bad_words_ids=[[token] for token in case.get("banned", [])] or None, output_scores=True,
@@ -81,7 +88,7 @@ def generated(case):
            if "stopping" in case else {}),
     )  # fmt: skip
     model = Hashed(tuple(ends))
-    found = model.generate(torch.tensor(BOS)[:, None], generation_config=config)
+    found = model.generate(prompts, generation_config=config)
     if case["beam"] > 1:
         scores = found.sequences_scores.tolist()
     else:
@@ -89,7 +96,7 @@ def generated(case):
             found.sequences, found.scores, normalize_logits=True
         )  # fmt: skip
     texts: list = [[] for _ in BOS]
-    for row, sequence in enumerate(found.sequences[:, 1:].tolist()):
+    for row, sequence in enumerate(found.sequences[:, begun + 1 :].tolist()):
         end = next((i for i, token in enumerate(sequence) if token in ends), None)
         tokens = sequence[:end]
         score = scores[row]
