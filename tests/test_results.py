@@ -108,3 +108,14 @@ def test_readme_has_the_mean_of_seeds(name):
     digits = 2 if key == "mean_bleu" else 4
     readme = (FOLDER.parents[2] / "README.md").read_text(encoding="utf-8")
     assert f"**{document[key]:.{digits}f}**" in readme
+
+
+def test_tokens_a_second_on_cpus_follow_from_samples():
+    rows = json.loads((FOLDER / "decode-cpu.json").read_text())["decoding"]
+    assert [row["case"]["flags"]["model"] for row in rows] == ["toy"] * 2 + ["gpt2"] * 2
+    for row in rows:
+        for when in ("now", "before"):
+            assert len(row[f"{when}_s"]) >= 5
+            rate = row["tokens"] / statistics.median(row[f"{when}_s"])
+            assert row[f"tokens_per_s_{when}"] == pytest.approx(rate)
+        assert row["tokens_per_s_now"] > row["tokens_per_s_before"]

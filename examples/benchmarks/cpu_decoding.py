@@ -27,6 +27,7 @@ from gpuattn.environment import usable_cores  # first: it sets variables that Nu
 # isort: split
 import numpy as np
 
+from gpuattn.bench.results import origin
 from gpuattn.runs.folder import load_run
 
 HERE = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ parser.add_argument("--smoke", action="store_true", help="a run of two updates, 
 parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a run and a case: print as JSON
 options = parser.parse_args()
 SENTENCES, TOKENS = (6, 12) if options.smoke else (1000, 400)
-BEAMS, COUNTS = (5, 1), (1, 8, 64)
+BEAMS, COUNTS = (5, 1), (1, 8)
 
 
 def one(folder, size):
@@ -96,10 +97,11 @@ def row_of(folder, name, size):
             "flags": {"model": Path(folder).name, name: size},
         }
     }
+    row["tokens"] = taken["now"][0]["tokens"]
     for when, results in taken.items():
         seconds = [result["seconds"] for result in results]
         row[f"{when}_s"] = seconds
-        row[f"tokens_per_s_{when}"] = results[0]["tokens"] / statistics.median(seconds)
+        row[f"tokens_per_s_{when}"] = row["tokens"] / statistics.median(seconds)
     return row
 
 
@@ -118,10 +120,8 @@ def main():
                 rates = [f"{row[k]:,.0f} {k[13:]}" for k in row if k.startswith("tokens_per_s_")]
                 print(f"{Path(run).name}, {row['case']}: tokens/s {', '.join(rates)}", flush=True)
                 rows.append(row)
-    document = {
-        "machine": f"{usable_cores()} cores, NumPy {np.__version__}",
-        "command": shlex.join(["python", *sys.argv]), "decoding": rows,
-    }  # fmt: skip
+    command = shlex.join(["python", Path(__file__).name, *sys.argv[1:]])
+    document = origin(command, np) | {"cores": usable_cores(), "decoding": rows}
     if options.json:
         Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
 
