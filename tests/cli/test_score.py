@@ -94,8 +94,24 @@ def test_one_dtype_on_numpy(call, trained, tmp_path):
     assert half.stderr == (
         "gpuattn: warning: dtype bfloat16 needs a GPU; on NumPy everything is computed in float32\n"
     )
+    for name in ("translate", "evaluate"):
+        assert call(name, trained, "--dtype", "bfloat16").stderr.count(half.stderr) == 1
     wrong = call(*command, "--dtype", "float16")
     assert wrong.exit_code == 2 and "Did you mean 'bfloat16'" in wrong.stderr
+
+
+def test_on_a_gpu_a_run_is_loaded_in_bfloat16(trained, translator, monkeypatch):
+    """Arrays stay on NumPy here, which computes with 16 bits as a GPU does, more slowly."""
+    monkeypatch.setattr("gpuattn.runs.folder.choose_device", lambda _: ("cuda", ""))
+    monkeypatch.setattr("gpuattn.runs.folder.to_gpu", lambda array: array)
+    pairs = [("red cat", "RED CAT"), ("old house", "OLD HOUSE")]
+    exact = [one.score for one in translator.score(pairs)]
+    for dtype, wanted in (("auto", "bfloat16"), ("bfloat16",) * 2, ("float32",) * 2):
+        loaded = load_run(trained, dtype=dtype)
+        assert {str(p.dtype) for p in loaded.model.parameters()} == {wanted}
+        scores = [one.score for one in loaded.score(pairs)]
+        assert (scores == exact) == (wanted == "float32")
+        assert scores == pytest.approx(exact, rel=0.05)
 
 
 def test_errors_of_the_library(translator):
