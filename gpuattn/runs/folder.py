@@ -33,6 +33,7 @@ from gpuattn.runs.lock import LOCK, locked
 from gpuattn.runs.metrics import MetricsLog, rank
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.device import choose_device
+from gpuattn.runtime.tensor_file import digest
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
 from gpuattn.typing import Array, StrPath
@@ -260,7 +261,7 @@ def begin_from(config: TrainConfig, model: Any) -> tuple[str, str]:
     weights, notes = checkpoint.load(path, which, dict(model.named_parameters()))
     model.load_state(weights)
     update = f", of update {notes['update']:,}" if "update" in notes else ""
-    return f"the {which} weights of {path}{update}", checkpoint.digest(weights)
+    return f"the {which} weights of {path}{update}", digest(weights)
 
 
 def load_run(

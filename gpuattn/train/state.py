@@ -17,12 +17,12 @@ class Position:
     ``update``: updates done. ``batch``: the next one of ``epoch``. ``draws``: batches computed,
     which number the dropout. ``seconds``: spent training. ``tokens``: of targets. ``averaged``:
     updates of the moving average. ``evaluated``: [update, epoch, seconds] of the last evaluation;
-    ``evaluation``: the seconds that it took, with saving. ``best``: the row of metrics of the best
-    one; ``worse``: evaluations since then; ``right``: the last ones in a row that reached
-    ``until``. ``finished``: what ended the run, or ""; ``early``: whether it ended before its
-    length. ``data``: the corpus's fingerprint. ``parts``: into how many each batch is cut to fit
-    the memory. ``spent``: seconds, tokens of both sides and model FLOPs of updates alone, and all
-    joules of the GPU.
+    ``evaluation``: the seconds that it took, and for which saving held up training. ``best``: the
+    row of metrics of the best one; ``worse``: evaluations since then; ``right``: the last ones in
+    a row that reached ``until``. ``finished``: what ended the run, or ""; ``early``: whether it
+    ended before its length. ``data``: the corpus's fingerprint. ``parts``: into how many each
+    batch is cut to fit the memory. ``spent``: seconds, tokens of both sides and model FLOPs of
+    updates alone, and all joules of the GPU.
     """
 
     update: int = 0

@@ -32,6 +32,7 @@ from gpuattn.tasks.task import Task
 from gpuattn.train import memory
 from gpuattn.train.meter import Meter
 from gpuattn.train.progress import Listener, Progress
+from gpuattn.train.saving import Saves
 from gpuattn.train.state import Position
 from gpuattn.train.threads import BlasThreads
 
@@ -44,7 +45,7 @@ class Trainer:
 
     ``device``: "numpy" or "cuda". ``listener``: a ``train.progress.Listener``. ``graphs``: whether
     updates run as CUDA graphs on a GPU (the bits are the same). ``at``: the Position. ``step``: the
-    TrainingStep.
+    TrainingStep. ``saves``: the Saves of this run; an update raises what one of them raised.
     """
 
     def __init__(self, task: Task, device: str, listener: Listener, graphs: bool = True) -> None:
@@ -81,6 +82,7 @@ class Trainer:
         total = config.lr_decay or (config.length.amount if config.length.unit == "u" else None)
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
+        self.saves = Saves()
         self._batches, self._completed = None, (0, 0, 0)
         self._is_computing = False
         self.threads = BlasThreads(config.threads, self._probe) if device == "numpy" else None
@@ -150,7 +152,7 @@ class Trainer:
             short = None
             try:
                 if self.threads:
-                    self.threads.next(self.at.update)
+                    self.threads.next(self.at.update, alone=not self.saves.writing)
                 # A run that was stopped before an evaluation that was due makes it first.
                 if self._due() and not self._evaluate(stop, evaluate, save):
                     return False
@@ -258,7 +260,8 @@ class Trainer:
         else:
             done = at.update if unit == "u" else at.seconds
         if unit == "s":
-            amount -= min(at.evaluation * (2 if self.config.average > 1 else 1), amount / 2)
+            last = (at.evaluation + self.saves.seconds) * (2 if self.config.average > 1 else 1)
+            amount -= min(last, amount / 2)
         return min(1.0, done / amount)
 
     def _reached_end(self):
@@ -276,6 +279,7 @@ class Trainer:
     def _update(self):
         """Update once from ``accumulate`` batches, or fewer at the end of a run."""
         at = self.at
+        self.saves.check()
         self.step.begin(self.schedule(at.update, None if self.schedule.total else self.share()))
         for _ in range(self.config.accumulate):
             batch = self._next_batch()
@@ -284,6 +288,7 @@ class Trainer:
             self.meter.batches.append(batch)
             if self.share() >= 1:
                 break
+        self.saves.hold()
         self.step.apply()
         at.update += 1
         at.tokens += self.step.update_tokens
@@ -332,7 +337,7 @@ class Trainer:
             "at_most": bool(self.config.until or self.config.patience),
             **self.meter.facts(self._updates, self.at.spent),
         }  # fmt: skip
-        if self.threads:
+        if self.threads and self.saves.ended < self._reported:  # no save ran beside
             self.threads.observe(facts["rate"])
         reading = Reading(self.step.loss_sum, self.optimizer.state.array)
         self._noted = reading, self.step.loss_tokens, facts
@@ -372,13 +377,29 @@ class Trainer:
 
     # ---- saving ----
 
+    def arrays(self) -> dict[str, Any]:
+        """Return {name: flat array} of everything that updates change, for a save to copy."""
+        arrays = self.workspace.buffers() | {"optimizer_state": self.optimizer.state.array}
+        return arrays | ({"average": self.average.average} if self.average else {})
+
+    def weights(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Return {name: float32 array} of copies of ``arrays()``: the parameters to use.
+
+        They are those of the moving average, as ``average.applied`` rounds them, if there is one.
+        """
+        masters = arrays["masters"]
+        return self.workspace.weights(
+            arrays.get("average", masters).astype(masters.dtype, copy=False)
+        )
+
+    def tensors(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Return {name: array} of ``arrays()``, or of copies, by the names in a saved state."""
+        others = {name: arrays[name] for name in ("optimizer_state", "average") if name in arrays}
+        return self.workspace.state_dict(arrays) | others
+
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return ({name: array}, JSON-able metadata) of everything a continuation needs."""
-        tensors = self.workspace.state_dict()
-        tensors["optimizer_state"] = self.optimizer.state.array
-        if self.average:
-            tensors["average"] = self.average.average
-        return tensors, dataclasses.asdict(self.at)
+        return self.tensors(self.arrays()), dataclasses.asdict(self.at)
 
     def load(self, folder: str | Path) -> None:
         """Continue from the state in a run folder.

@@ -191,11 +191,14 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_made(
     weights = dict(task_of(config)(config).model.named_parameters()).items()
     layers = sum(p.size for name, p in weights if p.ndim == 2 and name.split(".")[0] not in outside)
     assert memory.layer_weights(config) == layers
-    monkeypatch.setattr(memory, "host_memory", lambda: 24 * layers)
-    memory.check_host(config, "numpy")  # parameters, gradients, two moments, the average and one
-    monkeypatch.setattr(memory, "host_memory", lambda: 24 * layers - 1)
+    monkeypatch.setattr(memory, "host_memory", lambda: 40 * layers)
+    memory.check_host(config, "numpy")  # parameters, two moments, average, twice; two buffers
+    monkeypatch.setattr(memory, "host_memory", lambda: 40 * layers - 1)
     memory.check_host(config, "cuda")
     memory.check_host(dataclasses.replace(config, ema=0.0), "numpy")
+    monkeypatch.setattr(memory, "host_memory", lambda: 16 * layers - 1)
+    with pytest.raises(MemoryLimitError, match="GB with the copy to save; this machine"):
+        memory.check_host(config, "cuda")
     with pytest.raises(MemoryLimitError, match="a smaller --dim or fewer --layers"):
         train(config, tmp_path / "run", device="numpy")
     assert not (tmp_path / "run").exists()
