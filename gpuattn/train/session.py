@@ -21,6 +21,7 @@ from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
 from gpuattn.train import memory
 from gpuattn.train.progress import Listener
+from gpuattn.train.state import arrays_of, tensors_of, weights_of
 from gpuattn.train.trainer import Trainer
 from gpuattn.units import AUTO
 
@@ -189,7 +190,7 @@ class Session:
             "start", update=at.update, device=trainer.xp.__name__, **self.noted,
             versions=versions(), date=datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds"),
         )  # fmt: skip
-        trainer.saves.prepare(trainer.arrays())
+        trainer.saves.prepare(arrays_of(trainer.step))
         over = trainer.run(stop, lambda: self._evaluate(stop), self._save)
         trainer.saves.wait()
         if not over or (self.config.average > 1 and not self._average(stop)):
@@ -264,15 +265,15 @@ class Session:
         is_best = row is not None and trainer.at.best is row
 
         def write(arrays):  # a kill at any place leaves a run that continues: the state is last
-            weights = trainer.weights(arrays)
+            weights = weights_of(trainer.step, arrays)
             if is_best:
                 checkpoint.save(path, "best", weights, row)
             checkpoint.save(path, "last", weights, row or {"update": at["update"]})
             if row is not None and average:
                 self.folder.save_snapshot(at["update"], weights, average)
-            checkpoint.save(path, "state", trainer.tensors(arrays), at)
+            checkpoint.save(path, "state", tensors_of(trainer.step, arrays), at)
 
-        trainer.saves.begin(trainer.arrays(), write)
+        trainer.saves.begin(arrays_of(trainer.step), write)
         if row is None:
             trainer.saves.wait()
 

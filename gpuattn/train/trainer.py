@@ -6,7 +6,6 @@ clock).
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import time
@@ -18,11 +17,11 @@ import numpy as np
 
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
-from gpuattn.errors import CheckpointError, DataError, MemoryLimitError
+from gpuattn.errors import CheckpointError, MemoryLimitError
 from gpuattn.ops.update.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
 from gpuattn.runs.metrics import is_right, rank
-from gpuattn.runtime import checkpoint, precision
+from gpuattn.runtime import precision
 from gpuattn.runtime.device import array_module, is_out_of_memory, memory_in_use
 from gpuattn.runtime.graphs import Replays
 from gpuattn.runtime.readback import Reading
@@ -33,7 +32,7 @@ from gpuattn.train import memory
 from gpuattn.train.meter import Meter
 from gpuattn.train.progress import Listener, Progress
 from gpuattn.train.saving import Saves
-from gpuattn.train.state import Position
+from gpuattn.train.state import Position, load
 from gpuattn.train.threads import BlasThreads
 
 REPORT_UPDATES, REPORT_SECONDS = 20, 2  # between two Progress, whichever comes first
@@ -375,57 +374,12 @@ class Trainer:
         feed = self.step.feed
         self._valid_loss += tape.raw(self.task.loss(feed.batch)) * feed.numbers.tokens
 
-    # ---- saving ----
-
-    def arrays(self) -> dict[str, Any]:
-        """Return {name: flat array} of everything that updates change, for a save to copy."""
-        arrays = self.workspace.buffers() | {"optimizer_state": self.optimizer.state.array}
-        return arrays | ({"average": self.average.average} if self.average else {})
-
-    def weights(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Return {name: float32 array} of copies of ``arrays()``: the parameters to use.
-
-        They are those of the moving average, as ``average.applied`` rounds them, if there is one.
-        """
-        masters = arrays["masters"]
-        return self.workspace.weights(
-            arrays.get("average", masters).astype(masters.dtype, copy=False)
-        )
-
-    def tensors(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Return {name: array} of ``arrays()``, or of copies, by the names in a saved state."""
-        others = {name: arrays[name] for name in ("optimizer_state", "average") if name in arrays}
-        return self.workspace.state_dict(arrays) | others
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return ({name: array}, JSON-able metadata) of everything a continuation needs."""
-        return self.tensors(self.arrays()), dataclasses.asdict(self.at)
-
     def load(self, folder: str | Path) -> None:
-        """Continue from the state in a run folder.
-
-        Raises CheckpointError for a damaged state or one of another model or version, DataError for
-        one of another training text.
-        """
-        expected, _ = self.state()
-        tensors, scalars = checkpoint.load(folder, "state", expected)
-        try:
-            at = Position(**scalars)
-        except TypeError as error:
-            raise CheckpointError(f"the state in {folder} is of another version") from error
-        if at.data != self.corpus.fingerprint:
-            raise DataError(
-                f"the training text is not the one that {folder} began with, so the run cannot go "
-                "on. Put the text back, or use another --out"
-            )
-        self.at, self._completed = at, (at.epoch, at.batch, at.draws)
+        """Continue from the state in a run folder. Raises as ``state.load``."""
+        self.at = at = load(folder, self.step, self.corpus.fingerprint)
+        self._completed = at.epoch, at.batch, at.draws
         if at.parts > 1:
             self._use_parts(at.parts)
-        self.optimizer.state.array[...] = self.xp.asarray(tensors.pop("optimizer_state"))
-        if self.average:
-            self.average.average[...] = self.xp.asarray(tensors.pop("average"))
-            self.average.updates = self.at.averaged
-        self.workspace.load_state_dict(tensors)
         self._health = self.optimizer.state.read()
 
 

@@ -21,6 +21,7 @@ from gpuattn.tasks.translation import TranslationTask
 from gpuattn.train import memory
 from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
+from gpuattn.train.state import tensors_of
 from gpuattn.train.trainer import Trainer
 
 
@@ -82,7 +83,7 @@ def gradients(config, device="numpy", graphs=False):
     config = dataclasses.replace(config, length="3u", warmup=0)
     trainer = Trainer(task_of(config)(config), device, Listener(), graphs=graphs)
     trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
-    return {name: to_cpu(array) for name, array in trainer.state()[0].items()}
+    return {name: to_cpu(array) for name, array in tensors_of(trainer.step).items()}
 
 
 CASES = [("text", {}), ("pairs", {}), ("pairs", {"norm": "post", "activation": "gelu"})]

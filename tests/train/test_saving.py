@@ -20,6 +20,7 @@ from gpuattn.runtime.precision import PRECISIONS
 from gpuattn.train import meter, saving, trainer
 from gpuattn.train.saving import Saves
 from gpuattn.train.session import Session, train
+from gpuattn.train.state import tensors_of
 from gpuattn.train.trainer import Trainer
 
 
@@ -46,7 +47,7 @@ def at_once(session, row):
     checkpoint.save(session.folder.path, "last", weights, row or {"update": at.update})
     if row is not None and session.config.average:
         session.folder.save_snapshot(at.update, weights, session.config.average)
-    checkpoint.save(session.folder.path, "state", *own.state())
+    checkpoint.save(session.folder.path, "state", tensors_of(own.step), dataclasses.asdict(at))
 
 
 @pytest.mark.parametrize("name, change", sampled([
