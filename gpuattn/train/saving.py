@@ -55,7 +55,9 @@ class Saves:
         try:
             self._copy.prepare(arrays)
         except Exception as error:
-            raise _without_memory(error) from error
+            if is_out_of_memory(error):
+                raise _without_memory(error) from error
+            raise
 
     def begin(self, arrays: dict[str, Any], write: Callable[[Arrays], None]) -> None:
         """Copy {name: flat array} and let a thread call ``write`` with the copies.
@@ -75,9 +77,9 @@ class Saves:
         try:
             write(self._copy.values())
         except BaseException as error:  # noqa: BLE001 raised by ``wait``
-            self._error = _without_memory(error)
-        self.ended = time.perf_counter()
-        self.seconds = self.ended - begin
+            self._error = _without_memory(error) if is_out_of_memory(error) else error
+        end = time.perf_counter()
+        self.seconds, self.ended = end - begin, end
 
     @property
     def writing(self) -> bool:
@@ -113,9 +115,7 @@ class Saves:
 
 
 def _without_memory(error):
-    """Return a CheckpointError for one that says that memory is used up; others as they are."""
-    if not is_out_of_memory(error):
-        return error
+    """Return the CheckpointError for an error of memory, for which a batch would be cut."""
     return CheckpointError(
         f"cannot save: a copy of the state does not fit this machine's memory ({error}); what was "
         "saved before is intact. End other programs, or choose a smaller --dim or fewer --layers"

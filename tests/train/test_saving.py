@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import errno
 import itertools
+import os
+import shutil
 import threading
 import time
 
@@ -11,13 +13,15 @@ import numpy as np
 import pytest
 from checks import sampled
 from kill_drill import new_config
-from stopping import After
+from stopping import After, assert_same_bits, assert_same_metrics
 
 from gpuattn.errors import CheckpointError
 from gpuattn.runs.metrics import MetricsLog
 from gpuattn.runtime import checkpoint, precision
 from gpuattn.runtime.precision import PRECISIONS
+from gpuattn.tasks.translation import TranslationTask
 from gpuattn.train import meter, saving, trainer
+from gpuattn.train.progress import Listener
 from gpuattn.train.saving import Saves
 from gpuattn.train.session import Session, train
 from gpuattn.train.state import tensors_of
@@ -135,6 +139,38 @@ def test_an_error_is_raised_at_the_next_update(config, tmp_path, monkeypatch, fi
     assert train(config, tmp_path / "run", device="numpy").finished
 
 
+def test_a_kill_beside_an_update_loses_nothing(config, tmp_path, monkeypatch):
+    """A copy of the folder before a rename is what a kill leaves; the drill has real ones."""
+    run, updates, copies = tmp_path / "run", [], []
+
+    def replace(*names, inner=os.replace):
+        saved = len(checkpoint.generations(run, "state"))
+        if threading.current_thread().name == "gpuattn-save" and saved == 1:
+            while updates[-1] < 5:  # this save began after update 4
+                time.sleep(0.001)
+            copies.append(tmp_path / f"killed at file {len(copies)}")
+            shutil.copytree(run, copies[-1])
+        inner(*names)
+
+    def update(own, inner=Trainer._update):
+        inner(own)
+        updates.append(own.at.update)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_update", update)
+        patch.setattr(os, "replace", replace)
+        config = dataclasses.replace(config, length="6u", lr=1e-3)  # each evaluation is the best
+        train(config, run, device="numpy")
+    assert len(copies) == 8
+    for copy in copies[1::3]:  # at the manifest of best, at the snapshot, at the manifest of state
+        assert checkpoint.load(copy, "state")[1]["update"] == 2
+        assert any(copy.rglob(".*.tmp"))
+        assert train(config, copy, device="numpy").finished
+        assert_same_bits(run, copy)
+        assert_same_metrics(run, copy)
+        assert not any(copy.rglob(".*.tmp"))
+
+
 def test_a_stop_waits_for_the_thread(config, tmp_path, monkeypatch):
     opened, updates = threading.Event(), []
     watched(monkeypatch, lambda name: opened.wait(60))
@@ -188,6 +224,14 @@ def test_an_error_of_training_waits_for_the_thread_too(config, tmp_path, monkeyp
         train(config, run, device="numpy", stop=stop)
     assert opened.is_set() and not (run / ".lock").exists()
     assert len(checkpoint.generations(run, "state")) == (not fails)
+
+
+def test_parameters_change_after_the_copy_gradients_do_not_wait(config, monkeypatch):
+    own, order = Trainer(TranslationTask(config), "numpy", Listener()), []
+    for owner, name in ((own.step, "add"), (own.saves, "hold"), (own.step, "apply")):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: order.append(name))
+    own._update()
+    assert order == ["add"] * config.accumulate + ["hold", "apply"]
 
 
 def test_an_interrupt_while_waiting_is_raised_after_the_save():
