@@ -40,9 +40,10 @@ class HostCopy:
 
     On a GPU a stream of its own makes it, in pinned memory, beside what the current stream does.
     Whoever changes the arrays calls ``hold`` first: the current stream then waits for the copy.
-    (A copy on the device before that would hold it up for a millisecond or two, but would take as
-    much GPU memory again as parameters and moments. A run's gradients change none of these, and
-    take about as long as 2 GB take to the host.) On NumPy ``begin`` copies at once.
+    So a copy of the parameters and moments has the time of the next gradients, which change none
+    of them. (A copy on the device before would be over sooner, but would need as much GPU memory
+    again as all it copies, which a larger model or batch then lacks.) On NumPy ``begin`` copies at
+    once.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class HostCopy:
         self._stream = self._event = None
 
     def prepare(self, arrays: dict[str, Any]) -> None:
-        """Make the buffers for {name: C-contiguous array}: pinning 2 GB takes half a second."""
+        """Make the buffers for {name: C-contiguous array}; pinning them takes time, too."""
         if get_xp(*arrays.values()) is np:
             self._host = {name: array.copy() for name, array in arrays.items()}  # no page missing
         else:
