@@ -78,7 +78,10 @@ class HostCopy:
             import_cupy().cuda.get_current_stream().wait_event(self._event)
 
     def values(self) -> dict[str, np.ndarray]:
-        """Return {name: NumPy array}, the buffers, once the arrays are copied."""
+        """Return {name: NumPy array}, the buffers, once the arrays are copied; from any thread.
+
+        Also while steps are captured: CuPy captures relaxed, which lets other threads synchronize.
+        """
         if self._event is not None:
             self._event.synchronize()
         return self._host
