@@ -1,37 +1,93 @@
-"""{name: array} as the bytes of a safetensors file, and how two of them differ.
+"""Tensors as the bytes of a safetensors file, and back; checks of tensors.
 
-``Module.save`` writes one such file; ``runtime.checkpoint`` keeps generations of them.
+The library safetensors reads. It does not write here: its writer copies each tensor twice while it
+holds Python's lock, so that training could not go on beside it, and puts the metadata in random
+order. ``pieces`` copies nothing, and the same tensors give the same bytes.
 """
 
+import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import BFLOAT16
+from gpuattn.arrays import BFLOAT16, is_floating
 from gpuattn.errors import CheckpointError, problem
 
 FORMAT = "gpuattn/1"
-DTYPES = {
-    "F32": np.dtype("float32"),
-    "F16": np.dtype("float16"),
-    "BF16": BFLOAT16,
-    "F64": np.dtype("float64"),
-    "I64": np.dtype("int64"),
-    "I32": np.dtype("int32"),
+DTYPES = {  # in the order in which safetensors stores them
     "U64": np.dtype("uint64"),
+    "I64": np.dtype("int64"),
+    "F64": np.dtype("float64"),
+    "F32": np.dtype("float32"),
     "U32": np.dtype("uint32"),
+    "I32": np.dtype("int32"),
+    "BF16": BFLOAT16,
+    "F16": np.dtype("float16"),
     "U8": np.dtype("uint8"),
     "BOOL": np.dtype("bool"),
 }
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
-def encode(tensors: dict[str, Any], metadata: dict[str, Any] | None = None) -> bytes:
-    """Return NumPy arrays and JSON-able metadata as the bytes of a safetensors file."""
-    from safetensors.numpy import save as to_bytes
+def pieces(
+    tensors: dict[str, np.ndarray], metadata: dict[str, Any] | None = None
+) -> list[bytes | np.ndarray]:
+    """Return the bytes of a safetensors file, to be written one piece after the other.
 
-    texts = {"format": FORMAT, "metadata": json.dumps(metadata or {})}
-    return to_bytes({key: np.asarray(a, order="C") for key, a in tensors.items()}, texts)
+    The first piece is the header. The others are the tensors as flat arrays of uint8: views of
+    those in C order, copies of others. ``metadata``: JSON-able values.
+    Raises CheckpointError for a dtype that is not in ``DTYPES``.
+    """
+    for name, array in tensors.items():
+        if array.dtype not in KINDS:
+            accepted = ", ".join(map(str, KINDS))
+            raise CheckpointError(problem("save", f"{name}.dtype", array.dtype, accepted))
+    order = {kind: place for place, kind in enumerate(DTYPES)}
+    names = sorted(tensors, key=lambda name: (order[KINDS[tensors[name].dtype]], name))
+    header: dict[str, Any] = {
+        "__metadata__": {"format": FORMAT, "metadata": json.dumps(metadata or {})}
+    }
+    end = 0
+    for name in names:
+        array = tensors[name]
+        begin, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": KINDS[array.dtype], "shape": array.shape, "data_offsets": [begin, end],
+        }  # fmt: skip
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    flat = (tensors[name].reshape(-1).view(np.uint8) for name in names)
+    return [len(text).to_bytes(8, "little") + text, *flat]
+
+
+def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Return ({name: shape}, metadata) of a file, by its header alone.
+
+    Raises OSError, and ValueError, LookupError, TypeError or AttributeError for other bytes.
+    """
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    metadata = json.loads(header.pop("__metadata__", {}).get("metadata", "{}"))
+    return {key: tuple(entry["shape"]) for key, entry in header.items()}, metadata
+
+
+def read(
+    path: str | Path, expected: dict[str, Any] | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return (tensors, metadata) of one checkpoint file, checked as by ``checkpoint.load``.
+
+    But for the hash. Raises CheckpointError.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    tensors, metadata = decode(data, path.name)
+    check(tensors, expected, path.name)
+    return tensors, metadata
 
 
 def decode(data: bytes, name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -73,6 +129,18 @@ def _once(pairs):
     return found
 
 
+def digest(tensors: dict[str, np.ndarray]) -> str:
+    """Return the SHA-256 of the names, dtypes, shapes and values of {name: array}."""
+    found = hashlib.sha256()
+    for name, array in sorted(tensors.items()):
+        found.update(f"{name} {array.dtype} {array.shape} ".encode())
+        found.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return found.hexdigest()
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+
 def differences(expected: dict[str, Any], found: dict[str, Any], most: int = 5) -> str:
     """Return how {name: array} ``found`` differs from ``expected`` in names, shapes and dtypes.
 
@@ -88,3 +156,18 @@ def differences(expected: dict[str, Any], found: dict[str, Any], most: int = 5) 
             faults.append(f"{name} is {array.dtype}, want {expected[name].dtype}")
     more = [f"and {len(faults) - most} more"] if len(faults) > most else []
     return "; ".join(faults[:most] + more)
+
+
+def check(tensors: dict[str, np.ndarray], expected: dict[str, Any] | None, name: str) -> None:
+    """Raise CheckpointError for tensors that are not like ``expected``, and for inf and NaN."""
+    other = differences(expected, tensors) if expected is not None else ""
+    if other:
+        raise CheckpointError(f"{name} is of another model: {other}")
+    check_finite(tensors, name)
+
+
+def check_finite(tensors: dict[str, np.ndarray], name: str, advice: str = "") -> None:
+    """Raise CheckpointError for a tensor that holds inf or NaN. ``name``: of the checkpoint."""
+    for key, array in tensors.items():
+        if is_floating(array.dtype) and not np.isfinite(array).all():
+            raise CheckpointError(f"{name}: {key} holds inf or NaN{advice}")

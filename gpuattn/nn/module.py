@@ -16,7 +16,7 @@ from gpuattn.autodiff import tape
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError, problem
 from gpuattn.files import write_bytes
-from gpuattn.tensor_file import decode, encode
+from gpuattn.tensor_file import decode, pieces
 from gpuattn.typing import Array, Shape, StrPath
 
 MOVES = {"numpy": to_cpu, "cuda": to_gpu}
@@ -125,7 +125,7 @@ class Module:
         The file has its whole content or stays as it was. Raises CheckpointError when writing
         fails.
         """
-        write_bytes(file, encode(self.state()))
+        write_bytes(file, b"".join(pieces(self.state())))
 
     def load(self, file: StrPath) -> Self:
         """Take the parameters of a file that ``save`` wrote, in their own dtype; return self.

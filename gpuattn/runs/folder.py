@@ -38,6 +38,7 @@ from gpuattn.runtime.device import choose_device
 from gpuattn.runtime.workspace import DTYPES
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
+from gpuattn.tensor_file import digest
 from gpuattn.typing import Array, StrPath
 from gpuattn.units import shown
 
@@ -264,7 +265,7 @@ def begin_from(config: TrainConfig, model: Any) -> tuple[str, str]:
     weights, notes = checkpoint.load(path, which, dict(model.named_parameters()))
     model.load_state(weights)
     update = f", of update {notes['update']:,}" if "update" in notes else ""
-    return f"the {which} weights of {path}{update}", checkpoint.digest(weights)
+    return f"the {which} weights of {path}{update}", digest(weights)
 
 
 def load_run(

@@ -23,9 +23,17 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import is_floating, to_cpu
+from gpuattn.arrays import to_cpu
 from gpuattn.errors import CheckpointError, problem
-from gpuattn.tensor_file import FORMAT, decode, differences, encode
+from gpuattn.tensor_file import (
+    FORMAT,
+    check,
+    check_finite,
+    decode,
+    pieces,
+    read,
+    read_header,
+)
 
 KEPT = 2
 FILE = re.compile(r"([A-Za-z0-9_]+)-(\d{8})\.safetensors")
@@ -50,21 +58,22 @@ def save(
         lost = describe_unlisted(folder, unlisted(folder, name))
         raise CheckpointError(f"cannot save {name} in {folder}: {lost}")
     host = {key: to_cpu(array) for key, array in tensors.items()}
-    _check_finite(host, f"save: {name}", ". Start again with a smaller --lr")
-    data = encode(host, metadata)
+    check_finite(host, f"save: {name}", ". Start again with a smaller --lr")
+    data = pieces(host, metadata)
     path = _path(folder, name, max([0, *_numbers(folder, name)]) + 1, "safetensors")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove(folder.glob(f".{name}-*.tmp"))
         _write(path, data)
-        _write(path.with_suffix(".json"), _manifest(path, data))
+        _write(path.with_suffix(".json"), [_manifest(path, data)])
     except OSError as error:
         _remove([path.with_suffix(".json"), path])
         older = generations(folder, name)
         left = f"the one saved before, {older[0].name}, is intact" if older else "there is none yet"
+        size, reason = sum(map(len, data)), error.strerror or error
         raise CheckpointError(
-            f"cannot save {name} in {folder} ({len(data):,} bytes): {error.strerror or error}; "
-            f"{left}. Free some space, or choose another --out."
+            f"cannot save {name} in {folder} ({size:,} bytes): {reason}; {left}. Free "
+            "some space, or choose another --out."
         ) from error
     _verified.add(_identity(path))
     _prune(folder, name)
@@ -77,22 +86,25 @@ def adopt(path: Path) -> None:
     Raises CheckpointError for a damaged file or one with inf or NaN, as ``read`` does.
     """
     read(path)
-    _write(path.with_suffix(".json"), _manifest(path, path.read_bytes()))
+    _write(path.with_suffix(".json"), [_manifest(path, [path.read_bytes()])])
 
 
 def _manifest(path, data):
-    """Return the bytes of the manifest for a file with these bytes."""
-    digest = hashlib.sha256(data).hexdigest()
-    manifest = {"format": FORMAT, "file": path.name, "bytes": len(data), "sha256": digest}
+    """Return the bytes of the manifest for a file of these pieces."""
+    digest, size = hashlib.sha256(), sum(map(len, data))
+    for piece in data:
+        digest.update(piece)
+    manifest = {"format": FORMAT, "file": path.name, "bytes": size, "sha256": digest.hexdigest()}
     return json.dumps(manifest, indent=1).encode()
 
 
 def _write(path, data):
-    """Write a file atomically: it has all its bytes, or does not exist."""
+    """Write a file of pieces atomically: it has all its bytes, or does not exist."""
     temporary = path.with_name(f".{path.stem}-{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            for piece in data:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -205,7 +217,7 @@ def _load_one(path, expected):
     """Return (tensors, metadata) by a manifest, or of a safetensors file without one."""
     if path.suffix == ".json":
         tensors, metadata = decode(_verified_bytes(path), path.stem)
-        _check(tensors, expected, path.stem)
+        check(tensors, expected, path.stem)
         return tensors, metadata
     found = read(path, expected)
     warnings.warn(
@@ -231,41 +243,12 @@ def notes(folder: str | Path, name: str) -> dict[str, Any] | None:
     return found and found[1]
 
 
-def digest(tensors: dict[str, np.ndarray]) -> str:
-    """Return the SHA-256 of the names, dtypes, shapes and values of {name: array}."""
-    found = hashlib.sha256()
-    for name, array in sorted(tensors.items()):
-        found.update(f"{name} {array.dtype} {array.shape} ".encode())
-        found.update(np.ascontiguousarray(array).view(np.uint8).data)
-    return found.hexdigest()
-
-
 def _header(folder, name):
     """Return ({name: shape}, metadata) of the newest generation, unverified, or None."""
     for path in (generations(folder, name) or unlisted(folder, name))[:1]:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            with open(path.with_suffix(".safetensors"), "rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            noted = json.loads(header.pop("__metadata__", {}).get("metadata", "{}"))
-            return {key: tuple(entry["shape"]) for key, entry in header.items()}, noted
+            return read_header(path.with_suffix(".safetensors"))
     return None
-
-
-def read(
-    path: str | Path, expected: dict[str, Any] | None = None
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return (tensors, metadata) of one checkpoint file, checked as by ``load`` but for the hash.
-
-    Raises CheckpointError.
-    """
-    path = Path(path)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    tensors, metadata = decode(data, path.name)
-    _check(tensors, expected, path.name)
-    return tensors, metadata
 
 
 def fault(folder: str | Path, name: str) -> str:
@@ -310,22 +293,6 @@ def _sized(manifest):
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
     return path, content
-
-
-# ---- checks -------------------------------------------------------------------------------------
-
-
-def _check(tensors, expected, name):
-    other = differences(expected, tensors) if expected is not None else ""
-    if other:
-        raise CheckpointError(f"{name} is of another model: {other}")
-    _check_finite(tensors, name)
-
-
-def _check_finite(tensors, name, advice=""):
-    for key, array in tensors.items():
-        if is_floating(array.dtype) and not np.isfinite(array).all():
-            raise CheckpointError(f"{name}: {key} holds inf or NaN{advice}")
 
 
 # ---- names of files -----------------------------------------------------------------------------

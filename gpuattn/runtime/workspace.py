@@ -158,19 +158,27 @@ class Workspace:
 
     # ---- checkpoints ----
 
-    def weights(self) -> dict[str, Any]:
-        """Return {name: float32 array}: views of the masters, or copies where there are none."""
-        weights = self.slices(self.masters)
+    def buffers(self) -> dict[str, Any]:
+        """Return {name: flat array} of what an exact continuation needs: masters and moments."""
+        return {"masters": self.masters} | {name: getattr(self, name) for name in self.moments}
+
+    def weights(self, masters: Any = None) -> dict[str, Any]:
+        """Return {name: float32 array}: views of the masters, or copies where there are none.
+
+        ``masters``: a flat array to take in their place, such as a copy on the host.
+        """
+        weights = self.slices(self.masters if masters is None else masters)
         return {name: view.astype(np.float32, copy=False) for name, view in weights.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return {name: view} of what an exact continuation needs.
+    def state_dict(self, buffers: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return {name: view} of ``buffers()``, or of copies of them.
 
         The masters have the names of parameters, a moment ``exp_avg`` is ``exp_avg:name``.
         """
-        state = self.slices(self.masters)
+        buffers = buffers or self.buffers()
+        state = self.slices(buffers["masters"])
         for moment in self.moments:
-            named = self.slices(getattr(self, moment))
+            named = self.slices(buffers[moment])
             state |= {f"{moment}:{name}": view for name, view in named.items()}
         return state
 

@@ -79,17 +79,19 @@ def check_host(config: TrainConfig, device: str) -> None:
     """Raise MemoryLimitError when a model is larger than the memory of this machine.
 
     ``device``: "numpy", where the optimizer's state is in that memory too, or "cuda". A lower
-    bound is compared: the matrices of the layers.
+    bound is compared: the matrices of the layers, with the copy of the state that saves write.
     """
-    each = 4  # bytes of a float32
+    average = 4 if config.ema else 0  # bytes of a parameter
+    master = 2 if config.precision == "pure-bf16" else 4
+    each = copied = master + 4 * len(OPTIMIZERS[config.optimizer].moments) + average
     if device == "numpy":
-        each *= 2 + len(OPTIMIZERS[config.optimizer].moments) + (2 if config.ema else 0)
+        each += copied + 4 + average  # the state itself, gradients, scratch of the average
     count, memory = layer_weights(config), host_memory()
     if each * count > memory:
         raise MemoryLimitError(
             f"a model larger than memory: its layers have {count / 1e6:,.0f} M parameters, which "
-            f"take {gigabytes(each * count)}; this machine has {gigabytes(memory)}. "
-            "Try a smaller --dim or fewer --layers"
+            f"take {gigabytes(each * count)} with the copy to save; this machine has "
+            f"{gigabytes(memory)}. Try a smaller --dim or fewer --layers"
         )
 
 

@@ -1,13 +1,13 @@
 """A training run, from options to a run folder: begin or continue, evaluate, save, end."""
 
 import contextlib
+import dataclasses
 import datetime
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpuattn.arrays import to_cpu
+from gpuattn.arrays import check_indices
 from gpuattn.files import write_text
 from gpuattn.report.page import write_page
 from gpuattn.runs import events
@@ -21,6 +21,7 @@ from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
 from gpuattn.train import memory
 from gpuattn.train.progress import Listener
+from gpuattn.train.state import arrays_of, tensors_of, weights_of
 from gpuattn.train.trainer import Trainer
 from gpuattn.units import AUTO
 
@@ -73,7 +74,7 @@ def _begin(config, folder, origins, device, listener, overwrite, graphs, command
         folder.remove()
     begun = folder.exists()
     if begun and config.batch == AUTO:
-        config = replace(config, batch=folder.config().batch)
+        config = dataclasses.replace(config, batch=folder.config().batch)
     if begun:
         folder.check_trainable()
         folder.check_same(config)
@@ -110,7 +111,7 @@ class Session:
         memory.check_host(config, device)
         if fits:
             tokens = max(default_batch(config, device), memory.least_tokens(config))
-            config = replace(config, batch=tokens)
+            config = dataclasses.replace(config, batch=tokens)
         owner = folder if begun else config.init_from and RunFolder(config.init_from)
         self.task = task_of(config)(config, owner.tokenizer() if owner else None)
         self.digests = dict(self.task.corpus.digests)
@@ -142,7 +143,7 @@ class Session:
         if fits:
             epoch = task.corpus.epoch_tokens()
             tokens = memory.fit(task.model, config, precision, free, epoch)
-            config = replace(config, batch=tokens)
+            config = dataclasses.replace(config, batch=tokens)
             task.rebatch(config)
         plan = memory.plan(task.model, config, precision)
         self.listener.say("memory", plan.describe(card))
@@ -170,7 +171,7 @@ class Session:
 
     def run(self, stop: Callable[[], bool]) -> Outcome:
         """Train to the end or until ``stop()`` returns True; return the Outcome."""
-        with self.trainer.computing():
+        with self.trainer.computing(), self.trainer.saves:
             return self._run(stop)
 
     def _run(self, stop):
@@ -189,7 +190,9 @@ class Session:
             "start", update=at.update, device=trainer.xp.__name__, **self.noted,
             versions=versions(), date=datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds"),
         )  # fmt: skip
+        trainer.saves.prepare(arrays_of(trainer.step))
         over = trainer.run(stop, lambda: self._evaluate(stop), self._save)
+        trainer.saves.wait()
         if not over or (self.config.average > 1 and not self._average(stop)):
             self.folder.metrics.add("stop", update=at.update, seconds=at.seconds)
             return Outcome(False, at.best, at.update)
@@ -235,10 +238,8 @@ class Session:
     def _evaluate(self, stop, **noted):
         """Return a row of metrics of the parameters or their moving average, None if stopped."""
         at, trainer = self.trainer.at, self.trainer
+        check_indices()
         with trainer.average.applied() if trainer.average else contextlib.nullcontext():
-            self.weights = {
-                name: to_cpu(a).copy() for name, a in trainer.workspace.weights().items()
-            }
             row = {"update": at.update, "epoch": at.epoch, "seconds": at.seconds,
                    "loss": trainer.valid_loss(), **noted}  # fmt: skip
             found = self.task.evaluate(self.folder.path / "valid", at.update, row["loss"], stop)
@@ -255,19 +256,26 @@ class Session:
     # ---- saving ----
 
     def _save(self, row):
-        """Save the evaluated weights as ``last``, and as ``best`` if they are; then the state."""
-        at, path, trainer = self.trainer.at, self.folder.path, self.trainer
+        """Begin to save the weights as ``last``, and as ``best`` if they are; then the state.
+
+        ``row``: their evaluation, or None at a stop, which waits until all is saved.
+        """
+        path, trainer, average = self.folder.path, self.trainer, self.config.average
+        at = dataclasses.asdict(trainer.at)
+        is_best = row is not None and trainer.at.best is row
+
+        def write(arrays):  # a kill at any place leaves a run that continues: the state is last
+            weights = weights_of(trainer.step, arrays)
+            if is_best:
+                checkpoint.save(path, "best", weights, row)
+            checkpoint.save(path, "last", weights, row or {"update": at["update"]})
+            if row is not None and average:
+                self.folder.save_snapshot(at["update"], weights, average)
+            checkpoint.save(path, "state", tensors_of(trainer.step, arrays), at)
+
+        trainer.saves.begin(arrays_of(trainer.step), write)
         if row is None:
-            with trainer.average.applied() if trainer.average else contextlib.nullcontext():
-                checkpoint.save(path, "last", trainer.workspace.weights(), {"update": at.update})
-        else:
-            if at.best is row:
-                checkpoint.save(path, "best", self.weights, row)
-            checkpoint.save(path, "last", self.weights, row)
-            if self.config.average:
-                self.folder.save_snapshot(at.update, self.weights, self.config.average)
-        tensors, metadata = trainer.state()
-        checkpoint.save(path, "state", tensors, metadata)
+            trainer.saves.wait()
 
     def _average(self, stop):
         """Evaluate the mean of the last checkpoints, and save it as ``best`` if it is.
@@ -279,10 +287,10 @@ class Session:
         trainer.step.average = None
         trainer.workspace.load_weights(self.folder.average_snapshots(self.config.average))
         row = self._evaluate(stop, averaged=self.config.average)
-        trainer.workspace.load_weights(own)
         if row is not None and rank(row) > rank(at.best):
             at.best = row
-            checkpoint.save(self.folder.path, "best", self.weights, row)
+            checkpoint.save(self.folder.path, "best", trainer.workspace.weights(), row)
+        trainer.workspace.load_weights(own)
         return row is not None
 
 

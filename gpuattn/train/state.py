@@ -1,8 +1,14 @@
-"""The scalar state of a run, saved beside its arrays so that the run can continue."""
+"""The state of a run: its position and its arrays, as they are saved so that it can continue."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
+from gpuattn.arrays import get_xp
+from gpuattn.errors import CheckpointError, DataError
 from gpuattn.runs.config import TrainConfig
+from gpuattn.runtime import checkpoint
+from gpuattn.runtime.training_step import TrainingStep
 from gpuattn.train.meter import SPENT
 from gpuattn.units import AUTO, Length
 
@@ -17,12 +23,12 @@ class Position:
     ``update``: updates done. ``batch``: the next one of ``epoch``. ``draws``: batches computed,
     which number the dropout. ``seconds``: spent training. ``tokens``: of targets. ``averaged``:
     updates of the moving average. ``evaluated``: [update, epoch, seconds] of the last evaluation;
-    ``evaluation``: the seconds that it took, with saving. ``best``: the row of metrics of the best
-    one; ``worse``: evaluations since then; ``right``: the last ones in a row that reached
-    ``until``. ``finished``: what ended the run, or ""; ``early``: whether it ended before its
-    length. ``data``: the corpus's fingerprint. ``parts``: into how many each batch is cut to fit
-    the memory. ``spent``: seconds, tokens of both sides and model FLOPs of updates alone, and all
-    joules of the GPU.
+    ``evaluation``: the seconds that it took, and for which saving held up training. ``best``: the
+    row of metrics of the best one; ``worse``: evaluations since then; ``right``: the last ones in
+    a row that reached ``until``. ``finished``: what ended the run, or ""; ``early``: whether it
+    ended before its length. ``data``: the corpus's fingerprint. ``parts``: into how many each
+    batch is cut to fit the memory. ``spent``: seconds, tokens of both sides and model FLOPs of
+    updates alone, and all joules of the GPU.
     """
 
     update: int = 0
@@ -57,3 +63,54 @@ class Position:
             return since["e"] >= 1 or 2 * self.seconds >= config.length.amount
         spent = since["s"] - self.evaluation
         return spent >= AUTO_COST * self.evaluation and (since["e"] >= 1 or spent >= AUTO_SECONDS)
+
+
+# ---- arrays -------------------------------------------------------------------------------------
+
+
+def arrays_of(step: TrainingStep) -> dict[str, Any]:
+    """Return {name: flat array} of everything that updates change, which a save copies."""
+    arrays = step.workspace.buffers() | {"optimizer_state": step.optimizer.state.array}
+    return arrays | ({"average": step.average.average} if step.average else {})
+
+
+def weights_of(step: TrainingStep, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return {name: float32 array} of copies of the ``arrays_of`` a step: the weights to use.
+
+    They are those of the moving average, as ``average.applied`` rounds them, if there is one.
+    """
+    masters = arrays["masters"]
+    used = arrays.get("average", masters).astype(masters.dtype, copy=False)
+    return step.workspace.weights(used)
+
+
+def tensors_of(step: TrainingStep, arrays: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return {name: array} of the ``arrays_of`` a step, or of copies, by the names in a file."""
+    arrays = arrays or arrays_of(step)
+    others = {name: arrays[name] for name in ("optimizer_state", "average") if name in arrays}
+    return step.workspace.state_dict(arrays) | others
+
+
+def load(folder: str | Path, step: TrainingStep, data: int) -> Position:
+    """Set the arrays of a step to the state in a run folder; return its Position.
+
+    ``data``: the fingerprint of the corpus. Raises CheckpointError for a damaged state or one of
+    another model or version, DataError for one of another training text.
+    """
+    tensors, scalars = checkpoint.load(folder, "state", tensors_of(step))
+    try:
+        at = Position(**scalars)
+    except TypeError as error:
+        raise CheckpointError(f"the state in {folder} is of another version") from error
+    if at.data != data:
+        raise DataError(
+            f"the training text is not the one that {folder} began with, so the run cannot go on. "
+            "Put the text back, or use another --out"
+        )
+    xp = get_xp(step.workspace.masters)
+    step.optimizer.state.array[...] = xp.asarray(tensors.pop("optimizer_state"))
+    if step.average:
+        step.average.average[...] = xp.asarray(tensors.pop("average"))
+        step.average.updates = at.averaged
+    step.workspace.load_state_dict(tensors)
+    return at

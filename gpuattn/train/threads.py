@@ -70,19 +70,23 @@ class BlasThreads:
             self._use(recorded)
         self._begun, self._rate, self._due = True, None, False
 
-    def next(self, update: int) -> None:
-        """Set the number of threads for an update that begins now."""
+    def next(self, update: int, alone: bool = True) -> None:
+        """Set the number of threads for an update that begins now.
+
+        ``alone``: False while another thread of the run has work, as a save has: a measurement
+        that is due then waits, as it would find too few threads.
+        """
         self._update = update
         if not self._begun:
             self._begin(update)
         elif update in self.record:
             self._use(self.record[update])
             self._rate, self._due = None, False
-        elif self._due:
+        elif self._due and alone:
             self._measure(update)
 
     def observe(self, rate: float) -> None:
-        """Note the tokens a second since the last call; measure again after a large change."""
+        """Note the tokens a second of updates alone; measure again after a large change."""
         repeats = max(self.record, default=0) > self._update  # updates computed before a stop
         if self._asked != AUTO or repeats or len(candidates()) == 1:
             return

@@ -6,7 +6,6 @@ clock).
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import time
@@ -18,11 +17,11 @@ import numpy as np
 
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
-from gpuattn.errors import CheckpointError, DataError, MemoryLimitError
+from gpuattn.errors import CheckpointError, MemoryLimitError
 from gpuattn.ops.update.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
 from gpuattn.runs.metrics import is_right, rank
-from gpuattn.runtime import checkpoint, precision
+from gpuattn.runtime import precision
 from gpuattn.runtime.device import array_module, is_out_of_memory, memory_in_use
 from gpuattn.runtime.graphs import Replays
 from gpuattn.runtime.readback import Reading
@@ -32,7 +31,8 @@ from gpuattn.tasks.task import Task
 from gpuattn.train import memory
 from gpuattn.train.meter import Meter
 from gpuattn.train.progress import Listener, Progress
-from gpuattn.train.state import Position
+from gpuattn.train.saving import Saves
+from gpuattn.train.state import Position, load
 from gpuattn.train.threads import BlasThreads
 
 REPORT_UPDATES, REPORT_SECONDS = 20, 2  # between two Progress, whichever comes first
@@ -44,7 +44,7 @@ class Trainer:
 
     ``device``: "numpy" or "cuda". ``listener``: a ``train.progress.Listener``. ``graphs``: whether
     updates run as CUDA graphs on a GPU (the bits are the same). ``at``: the Position. ``step``: the
-    TrainingStep.
+    TrainingStep. ``saves``: the Saves of this run; an update raises what one of them raised.
     """
 
     def __init__(self, task: Task, device: str, listener: Listener, graphs: bool = True) -> None:
@@ -81,6 +81,7 @@ class Trainer:
         total = config.lr_decay or (config.length.amount if config.length.unit == "u" else None)
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
+        self.saves = Saves()
         self._batches, self._completed = None, (0, 0, 0)
         self._is_computing = False
         self.threads = BlasThreads(config.threads, self._probe) if device == "numpy" else None
@@ -150,7 +151,7 @@ class Trainer:
             short = None
             try:
                 if self.threads:
-                    self.threads.next(self.at.update)
+                    self.threads.next(self.at.update, alone=not self.saves.writing)
                 # A run that was stopped before an evaluation that was due makes it first.
                 if self._due() and not self._evaluate(stop, evaluate, save):
                     return False
@@ -258,7 +259,8 @@ class Trainer:
         else:
             done = at.update if unit == "u" else at.seconds
         if unit == "s":
-            amount -= min(at.evaluation * (2 if self.config.average > 1 else 1), amount / 2)
+            last = (at.evaluation + self.saves.seconds) * (2 if self.config.average > 1 else 1)
+            amount -= min(last, amount / 2)
         return min(1.0, done / amount)
 
     def _reached_end(self):
@@ -276,6 +278,7 @@ class Trainer:
     def _update(self):
         """Update once from ``accumulate`` batches, or fewer at the end of a run."""
         at = self.at
+        self.saves.check()
         self.step.begin(self.schedule(at.update, None if self.schedule.total else self.share()))
         for _ in range(self.config.accumulate):
             batch = self._next_batch()
@@ -284,6 +287,7 @@ class Trainer:
             self.meter.batches.append(batch)
             if self.share() >= 1:
                 break
+        self.saves.hold()
         self.step.apply()
         at.update += 1
         at.tokens += self.step.update_tokens
@@ -332,7 +336,7 @@ class Trainer:
             "at_most": bool(self.config.until or self.config.patience),
             **self.meter.facts(self._updates, self.at.spent),
         }  # fmt: skip
-        if self.threads:
+        if self.threads and self.saves.ended < self._reported:  # no save ran beside
             self.threads.observe(facts["rate"])
         reading = Reading(self.step.loss_sum, self.optimizer.state.array)
         self._noted = reading, self.step.loss_tokens, facts
@@ -370,41 +374,12 @@ class Trainer:
         feed = self.step.feed
         self._valid_loss += tape.raw(self.task.loss(feed.batch)) * feed.numbers.tokens
 
-    # ---- saving ----
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return ({name: array}, JSON-able metadata) of everything a continuation needs."""
-        tensors = self.workspace.state_dict()
-        tensors["optimizer_state"] = self.optimizer.state.array
-        if self.average:
-            tensors["average"] = self.average.average
-        return tensors, dataclasses.asdict(self.at)
-
     def load(self, folder: str | Path) -> None:
-        """Continue from the state in a run folder.
-
-        Raises CheckpointError for a damaged state or one of another model or version, DataError for
-        one of another training text.
-        """
-        expected, _ = self.state()
-        tensors, scalars = checkpoint.load(folder, "state", expected)
-        try:
-            at = Position(**scalars)
-        except TypeError as error:
-            raise CheckpointError(f"the state in {folder} is of another version") from error
-        if at.data != self.corpus.fingerprint:
-            raise DataError(
-                f"the training text is not the one that {folder} began with, so the run cannot go "
-                "on. Put the text back, or use another --out"
-            )
-        self.at, self._completed = at, (at.epoch, at.batch, at.draws)
+        """Continue from the state in a run folder. Raises as ``state.load``."""
+        self.at = at = load(folder, self.step, self.corpus.fingerprint)
+        self._completed = at.epoch, at.batch, at.draws
         if at.parts > 1:
             self._use_parts(at.parts)
-        self.optimizer.state.array[...] = self.xp.asarray(tensors.pop("optimizer_state"))
-        if self.average:
-            self.average.average[...] = self.xp.asarray(tensors.pop("average"))
-            self.average.updates = self.at.averaged
-        self.workspace.load_state_dict(tensors)
         self._health = self.optimizer.state.read()
 
 

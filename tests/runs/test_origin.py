@@ -16,6 +16,7 @@ from gpuattn.errors import CheckpointError, ConfigError, DataError
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runs.folder import RunFolder, average_runs, load_run
 from gpuattn.runtime import checkpoint
+from gpuattn.tensor_file import digest
 from gpuattn.train.session import Session, train
 
 
@@ -131,7 +132,7 @@ def test_a_run_begins_with_the_best_weights_and_the_tokenizer(config, origin, tm
     assert run.tokenizer().to_bytes() == origin.tokenizer().to_bytes()
     noted = run.metrics.read("start")[0]["init_from"]
     said = f"the best weights of {origin.path}, of update {notes['update']}"
-    assert noted == {"weights": said, "sha256": checkpoint.digest(best)}
+    assert noted == {"weights": said, "sha256": digest(best)}
     assert run.config().init_from == str(origin.path)
     assert load_run(run.path, device="numpy").translate(["a b"])
 

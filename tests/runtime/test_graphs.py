@@ -16,6 +16,7 @@ from gpuattn.runtime.feed import NUMBERS, DeviceFeed
 from gpuattn.runtime.graphs import Replays
 from gpuattn.tasks.registry import task_of
 from gpuattn.train.progress import Listener
+from gpuattn.train.state import tensors_of
 from gpuattn.train.trainer import Trainer
 
 
@@ -60,10 +61,10 @@ def test_graphs_give_the_same_bits(gpu, config, changes, delayed):
     graphs = replayed.step.calls.graphs
     assert not said and {name for name, _ in graphs} >= {"gradients", "update"}
     assert all(graph is not None for (name, _), graph in graphs.items() if name == "update")
-    states, others = replayed.state()[0], plain.state()[0]
+    states, others = tensors_of(replayed.step), tensors_of(plain.step)
     for name, array in states.items():
         np.testing.assert_array_equal(to_cpu(array), to_cpu(others[name]), err_msg=name)
-    assert replayed.state()[1]["tokens"] == plain.state()[1]["tokens"]
+    assert replayed.at.tokens == plain.at.tokens
 
 
 def test_a_language_model_has_one_shape_and_the_same_bits(gpu, tmp_path, delayed):
@@ -80,7 +81,7 @@ def test_a_language_model_has_one_shape_and_the_same_bits(gpu, tmp_path, delayed
     for name in ("tokens", "labels"):
         np.testing.assert_array_equal(to_cpu(getattr(there, name)), getattr(last, name))
     np.testing.assert_array_equal(to_cpu(there.order.order), last.order.order)
-    states, others = replayed.state()[0], plain.state()[0]
+    states, others = tensors_of(replayed.step), tensors_of(plain.step)
     for name, array in states.items():
         np.testing.assert_array_equal(to_cpu(array), to_cpu(others[name]), err_msg=name)
 

@@ -15,6 +15,7 @@ from gpuattn.runs.config import TrainConfig
 from gpuattn.runtime import TrainingStep, Workspace, training_step
 from gpuattn.tasks.language import LanguageTask
 from gpuattn.train.progress import Listener
+from gpuattn.train.state import tensors_of
 from gpuattn.train.trainer import Trainer
 
 UPDATES, ACCUMULATE = 7, 2
@@ -67,7 +68,7 @@ def by_steps(config, device, trainer, graphs=True, stream=None):
 
 def assert_same_bits(step, trainer):
     states = step.workspace.state_dict() | {"average": step.average.average}
-    others, _ = trainer.state()
+    others = tensors_of(trainer.step)
     assert states.keys() | {"optimizer_state"} == others.keys()
     for name, array in states.items():
         np.testing.assert_array_equal(to_cpu(array), to_cpu(others[name]), err_msg=name)

@@ -21,11 +21,20 @@ from gpuattn.runtime import checkpoint
 
 EARLY, SAVING = 0.2, 0.5  # shares of kills soon after the start, and during a save
 MOST = 3  # saves between two kills
-SLOW_SAVES = """
-import os, time
-inner = os.replace
-os.replace = lambda *names: (time.sleep(0.02), inner(*names))
-"""  # so that a kill can come before a temporary file is renamed
+SAVE_SECONDS = 0.16  # of the eight files of a slow save
+SLOW_SAVES = f"""
+import os, sys, time
+from pathlib import Path
+from gpuattn.train.trainer import Trainer
+replace, update = os.replace, Trainer._update
+note = Path(sys.argv[sys.argv.index("--out") + 1] + ".beside")
+def noted(trainer):
+    update(trainer)
+    if trainer.saves.writing:
+        note.write_text(f"{{trainer.at.evaluated[0]}} {{trainer.at.update}}")
+os.replace = lambda *names: (time.sleep({SAVE_SECONDS / 8}), replace(*names))
+Trainer._update = noted
+"""  # a kill can come before a temporary file is renamed, and updates beside a save are noted
 SIZES = {
     "numpy": {"dim": 16, "heads": 2, "layers": (1, 1), "ffn": 16, "batch": 120, "max_len": 40},
     "cuda": {"dim": 64, "heads": 2, "layers": (1, 1), "ffn": 64, "batch": 4096, "max_len": 700},
@@ -52,8 +61,9 @@ def new_config(folder, device, kills):
 def drill(folder, device, kills, seed=0):
     """Run once without and once with ``kills`` kills, and compare.
 
-    Returns the update saved before each kill, and how many kills came during a save. Raises
-    AssertionError unless the runs have the same bits.
+    Returns the update saved before each kill, how many kills came while a file was written, and
+    how many after an update beside a save that never ended. Raises AssertionError unless the runs
+    have the same bits.
     """
     rng, config = np.random.default_rng(seed), new_config(folder, device, kills)
     whole, out = Training(config, folder / "whole", device), folder / "killed"
@@ -61,8 +71,9 @@ def drill(folder, device, kills, seed=0):
     whole.begin()
     code, errors = whole.end()
     assert code == 0, errors
-    updates, during_save = [], 0
+    updates, during_file, beside, note = [], 0, 0, Path(f"{out}.beside")
     for _ in range(kills):
+        note.write_text("")
         training = waiting.popleft()
         waiting.append(Training(config, out, device, SLOW_SAVES))
         training.begin()
@@ -73,10 +84,13 @@ def drill(folder, device, kills, seed=0):
             training.wait_for_state(saves(out) + rng.integers(1, MOST + 1))
             if kind < EARLY + SAVING:
                 training.wait_for_save()
+                time.sleep(rng.uniform(0, SAVE_SECONDS))
             else:
                 time.sleep(rng.uniform(0, 0.03))
-        during_save += training.kill()
+        during_file += training.kill()
         updates.append(checkpoint.load(out, "state")[1]["update"] if saves(out) else 0)
+        saving, done = map(int, note.read_text().split() or (0, 0))
+        beside += updates[-1] < saving < done
     last, spare = waiting
     spare.kill()
     last.begin()
@@ -86,7 +100,7 @@ def drill(folder, device, kills, seed=0):
     assert_same_bits(folder / "whole", out)
     assert_same_metrics(folder / "whole", out)
     assert not list(out.rglob(".*.tmp"))
-    return updates, during_save
+    return updates, during_file, beside
 
 
 if __name__ == "__main__":
@@ -97,6 +111,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
-        updates, during_save = drill(Path(folder), given.device, given.kills, given.seed)
-    print(f"{given.kills} kills, {during_save} of them during a save, after updates {updates}")
+        updates, *counts = drill(Path(folder), given.device, given.kills, given.seed)
+    print(f"{given.kills} kills: {counts[0]} while a file was written, {counts[1]} after an update")
+    print(f"beside a save that never ended; before each one was saved update {updates}")
     print(f"same bits as the run without kills; took {time.monotonic() - begin:.0f} s")

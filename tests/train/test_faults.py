@@ -17,6 +17,7 @@ from gpuattn.runtime.precision import PRECISIONS
 from gpuattn.tasks.translation import TranslationTask
 from gpuattn.train.progress import Listener
 from gpuattn.train.session import Session, train
+from gpuattn.train.state import tensors_of
 from gpuattn.train.trainer import Trainer
 
 UPDATES, SPOILED = 25, (7, 8, 21)
@@ -81,7 +82,7 @@ def train_spoiled(device, tmp_path, monkeypatch, name, value):
     halved = 2 ** len(SPOILED) if name == "fp16" else 1
     assert state["loss_scale"] == PRECISIONS[name].loss_scale / halved
     assert (f"the loss scale is {state['loss_scale']:g}" in report.warnings[-1]) == (halved > 1)
-    arrays = (to_cpu(array).astype("f") for array in trainer.state()[0].values())
+    arrays = (to_cpu(array).astype("f") for array in tensors_of(trainer.step).values())
     assert all(np.isfinite(array).all() for array in arrays)
     return trainer
 

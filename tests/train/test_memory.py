@@ -21,6 +21,7 @@ from gpuattn.tasks.translation import TranslationTask
 from gpuattn.train import memory
 from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
+from gpuattn.train.state import tensors_of
 from gpuattn.train.trainer import Trainer
 
 
@@ -82,7 +83,7 @@ def gradients(config, device="numpy", graphs=False):
     config = dataclasses.replace(config, length="3u", warmup=0)
     trainer = Trainer(task_of(config)(config), device, Listener(), graphs=graphs)
     trainer.run(lambda: False, lambda: {"loss": 0.0, "score": 0.0}, lambda row: None)
-    return {name: to_cpu(array) for name, array in trainer.state()[0].items()}
+    return {name: to_cpu(array) for name, array in tensors_of(trainer.step).items()}
 
 
 CASES = [("text", {}), ("pairs", {}), ("pairs", {"norm": "post", "activation": "gelu"})]
@@ -191,11 +192,14 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_made(
     weights = dict(task_of(config)(config).model.named_parameters()).items()
     layers = sum(p.size for name, p in weights if p.ndim == 2 and name.split(".")[0] not in outside)
     assert memory.layer_weights(config) == layers
-    monkeypatch.setattr(memory, "host_memory", lambda: 24 * layers)
-    memory.check_host(config, "numpy")  # parameters, gradients, two moments, the average and one
-    monkeypatch.setattr(memory, "host_memory", lambda: 24 * layers - 1)
+    monkeypatch.setattr(memory, "host_memory", lambda: 40 * layers)
+    memory.check_host(config, "numpy")  # parameters, two moments, average, twice; two buffers
+    monkeypatch.setattr(memory, "host_memory", lambda: 40 * layers - 1)
     memory.check_host(config, "cuda")
     memory.check_host(dataclasses.replace(config, ema=0.0), "numpy")
+    monkeypatch.setattr(memory, "host_memory", lambda: 16 * layers - 1)
+    with pytest.raises(MemoryLimitError, match="GB with the copy to save; this machine"):
+        memory.check_host(config, "cuda")
     with pytest.raises(MemoryLimitError, match="a smaller --dim or fewer --layers"):
         train(config, tmp_path / "run", device="numpy")
     assert not (tmp_path / "run").exists()

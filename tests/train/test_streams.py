@@ -21,6 +21,7 @@ from gpuattn.runtime.workspace import Workspace
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.translator import Translator
 from gpuattn.train.progress import Listener
+from gpuattn.train.saving import Saves
 from gpuattn.train.session import train
 from gpuattn.train.trainer import Trainer
 
@@ -35,11 +36,11 @@ def config(reversed_text):
 
 
 COMPUTING = [
-    (Trainer, "load"), (Trainer, "state"), (Trainer, "valid_loss"), (Trainer, "_update"),
-    (Workspace, "weights"), (Workspace, "load_weights"), (Workspace, "load_state_dict"),
-    (Workspace, "sync_model"), (ExponentialAverage, "applied"), (ExponentialAverage, "update"),
-    (HostFeed, "load"), (Calls, "__call__"), (Translator, "translate"), (Reading, "__init__"),
-    (checkpoint, "save"),
+    (Trainer, "load"), (Trainer, "valid_loss"), (Trainer, "_update"), (Saves, "begin"),
+    (Saves, "hold"), (Workspace, "weights"), (Workspace, "load_weights"),
+    (Workspace, "load_state_dict"), (Workspace, "sync_model"), (ExponentialAverage, "applied"),
+    (ExponentialAverage, "update"), (HostFeed, "load"), (Calls, "__call__"),
+    (Translator, "translate"), (Reading, "__init__"), (checkpoint, "save"),
 ]  # fmt: skip
 
 

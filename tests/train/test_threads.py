@@ -83,6 +83,19 @@ def test_a_slowdown_starts_another_measurement(choose):
     assert blas.record == {0: 4, 61: 1, 81: 4}
 
 
+def test_nothing_is_measured_beside_a_save(choose):
+    library = Library({1: 0.05, 2: 0.09, 4: 0.09})
+    blas, told = choose(library)
+    blas.next(0)
+    blas.observe(1000)
+    blas.observe(400)
+    library.seconds, steps = {1: 0.09, 2: 0.05, 4: 0.03}, len(library.steps)
+    blas.next(20, alone=False)
+    assert len(library.steps) == steps and len(told) == 1
+    blas.next(21)
+    assert blas.record == {0: 1, 21: 4}
+
+
 def test_updates_after_a_stop_repeat_the_recorded_choices(choose):
     library = Library({1: 0.01, 2: 0.02, 4: 0.03})
     blas, told = choose(library)
@@ -154,7 +167,7 @@ def test_a_run_with_a_changed_choice_resumes_bit_for_bit(tmp_path, monkeypatch):
         inner(blas, number)
         used[blas._update] = number
 
-    def next_update(blas, update, inner=BlasThreads.next):
+    def next_update(blas, update, alone, inner=BlasThreads.next):
         blas._due = update == 10 and 10 not in blas.record
         inner(blas, update)
 
