@@ -125,7 +125,7 @@ class Module:
         The file has its whole content or stays as it was. Raises CheckpointError when writing
         fails.
         """
-        write_bytes(file, b"".join(pieces(self.state())))
+        write_bytes(file, b"".join(map(bytes, pieces(self.state()))))
 
     def load(self, file: StrPath) -> Self:
         """Take the parameters of a file that ``save`` wrote, in their own dtype; return self.
