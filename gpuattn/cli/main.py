@@ -35,8 +35,8 @@ EXPECTED = ("gpuattn.errors", "builtins")  # modules of errors that users cause
 LESS_MEMORY = {  # advice when a command runs out of memory
     "train": "a smaller --batch, with --accumulate for as much an update, or a smaller --dim",
     "profile": "a smaller --batch or --dim", "bench": "a smaller --shape",
-    "translate": "a smaller --beam", "evaluate": "a smaller --beam", "sample": "a smaller --count",
-    "score": "a smaller --batch-tokens",
+    "translate": "a smaller --beam or --batch-tokens", "score": "a smaller --batch-tokens",
+    "evaluate": "a smaller --beam", "sample": "a smaller --count",
 }  # fmt: skip
 EPILOG = """\b
 gpuattn train                                            a toy translator, until it is right

@@ -44,6 +44,7 @@ def slim(monkeypatch):
     """Register one more model, and rebuild the command line as a new process would."""
     monkeypatch.setitem(MODELS, "slim", None)  # removed again after the test
     del MODELS["slim"]
+    monkeypatch.delattr("gpuattn.cli.train", raising=False)
     monkeypatch.delitem(sys.modules, "gpuattn.cli.train", raising=False)
     return register(ModelKind(
         name="slim", task="language", model=GPT2, configure=configure, check=check,
