@@ -97,10 +97,9 @@ def continuations(
 ) -> tuple[Array, Array, Array]:
     """Return (scores, parents, tokens) of each sentence's best continuations, as ``beam_step``.
 
-    All of the B sentences that the stepper holds.
-    ``logits``: (B * K, V). ``scores``: (B, K). ``texts``: (B, K, T), read where bans or penalties
-    depend on them. Of E end marks there are (1 + E) * K continuations, and at least 2 * K: of
-    fewer, all could end.
+    B: the sentences that the stepper holds. ``logits``: (B * K, V). ``scores``: (B, K). ``texts``:
+    (B, K, T), read where bans or penalties depend on them. Of E end marks there are (1 + E) * K
+    continuations, and at least 2 * K: of fewer, all could end.
     """
     if limits.plain:
         return beam_step(logits, scores, banned=limits.hidden(step, logits.shape[1]))

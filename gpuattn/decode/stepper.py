@@ -53,7 +53,8 @@ class Running:
     """Which sentences of a batch a stepper still computes. On NumPy finished ones leave it.
 
     ``sentences``: an index, all of them or int (n,). On a GPU none leaves: the host would have to
-    read which are done.
+    read which are done. What is found for a sentence is the same whenever others leave, but for
+    BLAS, which may round a product of fewer rows otherwise.
     """
 
     def __init__(self, stepper: Stepper) -> None:
