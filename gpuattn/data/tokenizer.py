@@ -37,6 +37,10 @@ class BaseTokenizer(abc.ABC):
     def line_end(self) -> int:
         """The id that ends a line of a text."""
 
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return how many ids there are."""
+
     @classmethod
     @abc.abstractmethod
     def from_bytes(cls, data: bytes) -> Self:
