@@ -275,8 +275,9 @@ class _Preparation:
         unit = self.units[step.unit]
         if self.plan.mix and unit[0].group not in [name for name, _ in self.state["groups"]]:
             self.state["groups"].append([unit[0].group, self._sizes()])
-        self.counts.update(tokens.counts)
-        self.skipped.update(tokens.skipped)
+        if not step.last:
+            self.counts.update(tokens.counts)
+            self.skipped.update(tokens.skipped)
         if self.plan.pairs or unit[0].is_rows:
             if not step.last:
                 self._take_rows(tokens)
