@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
+from gpuattn.data.encoder import LAST_CODE, code_points
 from gpuattn.data.sources import BLOCK, STANDARD, Reader, Source, spread
 from gpuattn.data.tokenizer import BaseTokenizer, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
@@ -30,20 +33,27 @@ def learned(plan: Any, kept: list[bytes], say: Callable[[str], None]) -> BaseTok
             chunks = spread(source, max(BLOCK, SAMPLE * size // sum(sizes)) if size else BLOCK)
         lines += [line for chunk in chunks for line in _lines(source, chunk)]
     if not any(lines):
-        names = ", ".join(source.path for source in plan.files[:3])
-        raise DataError(f"{names}: there is no text to learn a tokenizer from")
+        raise _no_text(plan)
     return Tokenizer.train(lines, plan.vocab_size, plan.seed)
 
 
 def _characters(plan):
     """Return the tokenizer of all characters, of all sources."""
-    found: set[str] = set()
+    found = np.zeros(LAST_CODE + 1, bool)
     for source in plan.files:
         for chunk in Reader(source).chunks(any_cut=not source.is_rows):
-            found.update(*_texts(source, chunk))
+            for text in _texts(source, chunk):
+                found[code_points(text)] = True
+    if not found.any():
+        raise _no_text(plan)
     if len(plan.files) > 1 or plan.files[0].is_rows:
-        found.add("\n")  # between documents
-    return CharTokenizer.train(found)
+        found[ord("\n")] = True  # between documents
+    return CharTokenizer.train(map(chr, np.flatnonzero(found)))
+
+
+def _no_text(plan):
+    names = ", ".join(source.path for source in plan.files[:3])
+    return DataError(f"{names}: there is no text to learn a tokenizer from")
 
 
 def _lines(source: Source, chunk: bytes) -> Iterator[str]:
