@@ -157,11 +157,12 @@ class _Preparation:
         self.plan, self.out, self.key, self.say, self.progress = plan, out, key, say, progress
         self.units = plan.units
         self.readers: dict[int, list[Reader]] = {}
-        self.sizes = [source.stat()[0] for source in plan.files]
+        sizes = [source.stat()[0] for source in plan.files]
+        self.bounds = np.cumsum([0, *sizes])  # bytes of the files before each
         self.begin, self.read, self.of_part = time.monotonic(), 0, 0
         self.kept: list[bytes] = []  # of standard input, for the sample
         _check_folder(out)
-        _check_room(out, sum(self.sizes))
+        _check_room(out, sum(sizes))
         position = last_position(out)
         if position and position["key"] != key:
             say("the sources or options have changed: beginning anew")
@@ -377,9 +378,9 @@ class _Preparation:
         return found
 
     def _report(self, step):
-        before = sum(self.sizes[: step.unit * len(self.units[0])])
+        before = self.bounds[step.unit * len(self.units[0])]
         now = sum(reader.consumed for reader in self.readers[step.unit])
-        share = None if self.plan.from_stream else (before + now) / max(sum(self.sizes), 1)
+        share = None if self.plan.from_stream else float((before + now) / max(self.bounds[-1], 1))
         self.progress(Done(self.read, time.monotonic() - self.begin, share))
         if step.last:
             del self.readers[step.unit]

@@ -23,18 +23,28 @@ def learned(plan: Any, kept: list[bytes], say: Callable[[str], None]) -> BaseTok
     if plan.tokenizer == "chars":
         return _characters(plan)
     say("learning a tokenizer from a sample")
-    sizes = [source.stat()[0] for source in plan.files]
-    lines = []
-    for source, size in zip(plan.files, sizes, strict=True):
-        if source.path == STANDARD:
-            kept += islice(Reader(source).blocks(), SAMPLE // BLOCK)
-            chunks = iter(kept)
-        else:
-            chunks = spread(source, max(BLOCK, SAMPLE * size // sum(sizes)) if size else BLOCK)
-        lines += [line for chunk in chunks for line in _lines(source, chunk)]
+    lines: list[str] = []
+    for source, chunk in _sample(plan.files, kept):
+        lines += _lines(source, chunk)
     if not any(lines):
         raise _no_text(plan)
     return Tokenizer.train(lines, plan.vocab_size, plan.seed)
+
+
+def _sample(files, kept):
+    """Yield (source, chunk), ``SAMPLE`` bytes in all. Each file adds its share to what may be read;
+    a block is read, or a whole smaller file, once there is enough for it."""
+    total, room = max(sum(source.stat()[0] for source in files), 1), 0.0
+    for source in files:
+        if source.path == STANDARD:
+            kept += islice(Reader(source).blocks(), SAMPLE // BLOCK)
+            yield from ((source, block) for block in kept)
+            continue
+        size = source.stat()[0]
+        room += SAMPLE * size / total
+        if size and room >= min(size, BLOCK):
+            yield from ((source, chunk) for chunk in spread(source, int(room)))
+            room = 0.0
 
 
 def _characters(plan):
