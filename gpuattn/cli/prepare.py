@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from gpuattn.cli.options import COUNT, GroupedCommand, GroupedOption, Parsed, PathName
-from gpuattn.data.prepare import PART, Done, Plan, prepare
+from gpuattn.data.plan import Plan
+from gpuattn.data.prepare import PART, Done, prepare
 from gpuattn.data.sources import find_sources
 from gpuattn.data.store import TOKENIZER, TokenStore
 from gpuattn.data.tokenizer import BaseTokenizer, tokenizer_from_bytes

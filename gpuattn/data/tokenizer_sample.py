@@ -3,11 +3,11 @@
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from gpuattn.data.encoder import LAST_CODE, code_points
+from gpuattn.data.plan import Plan
 from gpuattn.data.sources import BLOCK, STANDARD, Reader, Source, spread
 from gpuattn.data.tokenizer import BaseTokenizer, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
@@ -16,7 +16,7 @@ SAMPLE = 12 << 20  # bytes of text that subwords are learned from
 PIECE = 1000  # characters: SentencePiece learns nothing from lines much longer
 
 
-def learned(plan: Any, kept: list[bytes], say: Callable[[str], None]) -> BaseTokenizer:
+def learned(plan: Plan, kept: list[bytes], say: Callable[[str], None]) -> BaseTokenizer:
     """Return a plan's own tokenizer, or learn it. ``kept``: gets what is read of standard input."""
     if isinstance(plan.tokenizer, BaseTokenizer):
         return plan.tokenizer
