@@ -62,6 +62,9 @@ def _characters(plan):
 
 
 def _no_text(plan):
+    for source in plan.files[:3]:
+        if source.path != STANDARD:
+            next(Reader(source).chunks(), None)  # raises an error for a line that is too long
     names = ", ".join(source.path for source in plan.files[:3])
     return DataError(f"{names}: there is no text to learn a tokenizer from")
 

@@ -351,6 +351,11 @@ def test_a_tokenizer_is_learned_from_a_sample(write, made, monkeypatch):
     assert made(*paths, tokenizer=None, vocab_size=300, out="b").fingerprint == store.fingerprint
 
 
+def test_a_sample_of_one_long_line(write, made):
+    with pytest.raises(DataError, match="a.txt, line 1, is longer than"):
+        made(write("a.txt", "b" * 500), tokenizer=None)
+
+
 def test_a_worker_that_is_killed_is_named(write, made, monkeypatch):
     monkeypatch.setattr(parallel_tokenize.sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="a process that tokenises has ended .exit code 1"):
