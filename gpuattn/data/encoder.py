@@ -121,7 +121,7 @@ class _CharEncoder(Encoder):
 
 def code_points(text: str) -> np.ndarray:
     """Return the code point of each character, (characters,) uint32."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
 def _words_are_independent(tokenizer: Tokenizer) -> bool:

@@ -258,6 +258,7 @@ BAD = {
     "a.jsonl, line 2, is no such JSON": {"a.jsonl": '"a"\n{"text\n'},
     "a.jsonl, line 1, has no field 'text'": {"a.jsonl": '{"body": "a"}\n'},
     "a.jsonl, line 1: 'text' is no text: 5": {"a.jsonl": '{"text": 5}\n'},
+    "a.jsonl, line 1, is no Unicode text: .* surrogates": {"a.jsonl": '"a \\ud800"\n'},
     "empty has no files": {"empty/": None},
 }
 
