@@ -38,6 +38,10 @@ class BaseTokenizer(abc.ABC):
     def line_end(self) -> int:
         """The id that ends a line of a text."""
 
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return how many ids there are."""
+
     @classmethod
     @abc.abstractmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -71,6 +75,14 @@ class BaseTokenizer(abc.ABC):
     def load(cls, path: StrPath) -> Self:
         """Read what ``save`` wrote. DataError for a file that is something else."""
         return cls.from_bytes(Path(path).read_bytes())
+
+    @abc.abstractmethod
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of lines, with ``line_end`` between them."""
+
+    @abc.abstractmethod
+    def decode_text(self, ids: Iterable[int]) -> str:
+        """Return the lines that ``ids`` spell: what ``encode_text`` was given."""
 
     def encode_lines(self, lines: Iterable[str]) -> list[list[int]]:
         """Return the ids of each line."""
@@ -270,7 +282,11 @@ class CharTokenizer(BaseTokenizer):
     def line_end(self) -> int:
         return self._ids.get("\n", SPECIALS)  # a text of one line has none: its first character
 
-    encode_text, decode_text = encode, decode
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def decode_text(self, ids: Iterable[int]) -> str:
+        return self.decode(ids)
 
 
 def tokenizer_from_bytes(data: bytes) -> BaseTokenizer:

@@ -19,6 +19,7 @@ from gpuattn.arrays import to_gpu
 from gpuattn.data.tokenizer import tokenizer_from_bytes
 from gpuattn.errors import CheckpointError, ConfigError, DataError, problem
 from gpuattn.files import write_text
+from gpuattn.lock import LOCK, locked
 from gpuattn.models.kinds import new_model
 from gpuattn.nn.module import undrawn
 from gpuattn.optim.averaging import average_tensors
@@ -31,7 +32,6 @@ from gpuattn.runs.config import (
     resolve,
     to_toml,
 )
-from gpuattn.runs.lock import LOCK, locked
 from gpuattn.runs.metrics import MetricsLog, rank
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.device import choose_device
@@ -66,7 +66,7 @@ class RunFolder:
         return (self.path / CONFIG).exists()
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that excludes other processes; see ``runs.lock.locked``.
+        """Return a context that excludes other processes; see ``lock.locked``.
 
         Raises ConfigError for a folder that is something else.
         """

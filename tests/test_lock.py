@@ -13,17 +13,17 @@ import pytest
 from kill_drill import new_config
 from stopping import ROOT, After
 
+from gpuattn import lock
 from gpuattn.errors import CheckpointError, ConfigError
+from gpuattn.lock import LOCK, locked
 from gpuattn.report.page import write_page
-from gpuattn.runs import lock
 from gpuattn.runs.folder import RunFolder, average_runs, load_run, summary
-from gpuattn.runs.lock import LOCK, locked
 from gpuattn.train.session import train
 
 HOLDER = """
 import sys
 from pathlib import Path
-from gpuattn.runs.lock import locked
+from gpuattn.lock import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()

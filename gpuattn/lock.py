@@ -1,4 +1,4 @@
-"""One process at a time writes to the folder of a run: a lock of the operating system.
+"""One process at a time writes to a folder of a run or of tokens: a lock of the operating system.
 
 ``flock`` (Unix) and ``msvcrt.locking`` (Windows) end with the process that holds them, by kill -9
 too, so a lock is never stale. On NFS, Linux asks the server, which covers other hosts. The file
