@@ -18,6 +18,7 @@ import numpy as np
 
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
+from gpuattn.data.ahead import Ahead
 from gpuattn.errors import CheckpointError, DataError, MemoryLimitError
 from gpuattn.ops.update.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
@@ -254,7 +255,8 @@ class Trainer:
         if unit == "e":
             done = float(at.epoch)
             if at.batch:
-                done += at.batch / self.corpus.loader(at.epoch).batches(at.epoch)
+                batches = self.corpus.loader(at.epoch).batches(at.epoch)  # or about as many
+                done += at.batch / max(batches, at.batch + 1)
         else:
             done = at.update if unit == "u" else at.seconds
         if unit == "s":
@@ -309,12 +311,14 @@ class Trainer:
 
     def _next_batch(self):
         at = self.at
-        loader = self.corpus.loader(at.epoch)
         if self._batches is None:
-            self._batches = loader.epoch(at.epoch, at.batch)
+            self._batches = Ahead(self.corpus.loader(at.epoch).epoch(at.epoch, at.batch))
+            if self._batches.ended():  # smaller batches now, and the end was only about there
+                at.epoch, at.batch, self._batches = at.epoch + 1, 0, None
+                return self._next_batch()
         batch = next(self._batches)
         at.batch += 1
-        if at.batch == loader.batches(at.epoch):
+        if self._batches.ended():
             at.epoch, at.batch, self._batches = at.epoch + 1, 0, None
         return batch
 

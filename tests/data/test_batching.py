@@ -1,5 +1,6 @@
 """Loaders: each sentence once per epoch, budgets kept, data set by (seed, epoch, rank, world)."""
 
+import hashlib
 import time
 
 import numpy as np
@@ -125,6 +126,22 @@ def test_an_epoch_resumes_at_any_batch(rng, batching):
             rest = list(loader.epoch(4, start))
             assert len(rest) == len(whole) - start
             assert all(map(same, rest, whole[start:]))
+
+
+@pytest.mark.parametrize(
+    ("batching", "bits"),
+    list(zip(BATCHING, ["270927539a1d", "11a48ec29201", "00ad0f8601d9"], strict=True)),
+)
+def test_bits_of_batches_stay(rng, batching, bits):
+    """A run resumes with the batches that it would have had: a change of bits needs a version."""
+    found = hashlib.sha256()
+    loader = PackedLoader(corpus(rng, 300), 200, 9, 1, 2, batching)
+    text = LanguageModelLoader(rng.integers(4, 60_000, size=500), block=16, batch=5, seed=3)
+    for batch in (*loader.epoch(4), *text.epoch(2)):
+        for value in vars(batch).values():
+            for part in value if isinstance(value, tuple) else (value,):
+                found.update(np.asarray(part, "<i4").tobytes())
+    assert found.hexdigest()[:12] == bits
 
 
 def test_epochs_seeds_and_ranks_differ(rng):
