@@ -57,7 +57,7 @@ def _work(items, room, ready, stop):
             ready.put((_ITEM, item))
             room.acquire()
         ready.put((_END, None))
-    except Exception as error:
+    except BaseException as error:  # noqa: BLE001 it is raised where the item would be
         ready.put((_ERROR, error))
 
 
