@@ -34,8 +34,9 @@ from gpuattn.units import OneOf, flag, shown
 
 HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     "Data": {
-        "lm": ("FILE", "One text to learn instead, by a language model."),
-        "valid_lm": ("FILE", "For validation; otherwise the end of the text is held out."),
+        "pairs": ("STORE", "Pairs that gpuattn prepare has made, instead of two files."),
+        "lm": ("FILE|STORE", "One text to learn instead, by a language model."),
+        "valid_lm": ("FILE|STORE", "For validation; otherwise the end of the text is held out."),
         "tokenizer": ("", "Of a text: subwords, or its characters."),
         "vocab_size": ("N", "Largest number of subwords, shared by both languages."),
         "max_len": ("N", "Longest sentence, in tokens."),
@@ -254,7 +255,7 @@ def _layers(ctx, what, valid, config_file, values):
     if valid:
         named |= {"valid_source": valid[0], "valid_target": valid[1]}
     from_file = read_toml(config_file) if config_file else {}
-    if what or "lm" in named:
+    if what or named.keys() & {"lm", "pairs"}:
         for name in ("task", *DATA_FILES):
             from_file.pop(name, None)
     return (
@@ -277,9 +278,13 @@ def _data(what):
         and what[0] not in generated.GENERATED
         and (Path(what[0]).exists() or Path(what[0]).suffix)
     ):
+        quoted = shlex.quote(what[0])
+        if Path(what[0]).is_dir():
+            raise click.UsageError(
+                f"{what[0]} is a folder; a store: --pairs {quoted} or --lm {quoted}"
+            )
         raise click.UsageError(
-            f"{what[0]} is one file; accepted: a source and a target file, or --lm "
-            f"{shlex.quote(what[0])}"
+            f"{what[0]} is one file; accepted: a source and a target file, or --lm {quoted}"
         )
     return {"task": what[0]} if what else {}
 

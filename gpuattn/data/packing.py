@@ -24,8 +24,8 @@ class Plan:
     ``pairs``: RowPairs. ``tokens``: the budget of either side of a batch. ``longest``: pairs with
     more tokens on a side, marks included, are left out; None: there are none. ``world`` divides
     the number of batches. ``batching``: see ``batching.PackedLoader``.
-    ``count``: pairs that are used. ``most``: tokens of the longest side of those, of the pair
-    ``at``.
+    ``count``: pairs that are used; ``totals`` (2,) their tokens on each side. ``most``: tokens of
+    the longest side of those, of the pair ``at``.
     """
 
     def __init__(
@@ -35,20 +35,21 @@ class Plan:
         self._pairs, self._tokens, self._seed = pairs, tokens, seed
         self._world, self._batching, self._longest = world, batching, longest
         self.count, self.most, self.at = 0, 0, 0
-        self._totals = np.zeros(2, np.int64)  # tokens of each side
+        self.totals = np.zeros(2, np.int64)
         kept: list[np.ndarray] = []
         total = 0
         for begin in range(0, len(pairs.source), SCAN):
             lengths = np.stack(self._lengths(slice(begin, begin + SCAN)))
+            rows = np.arange(begin, begin + lengths.shape[1])
             if longest is not None:
-                inside = np.flatnonzero(lengths.max(0) <= longest)
-                lengths = lengths[:, inside]
-                kept.append(inside + begin)
+                inside = lengths.max(0) <= longest
+                rows, lengths = rows[inside], lengths[:, inside]
+                kept.append(rows)
             sizes = lengths.max(0)
             if len(sizes) and sizes.max() > self.most:
-                self.most, self.at = int(sizes.max()), begin + int(np.argmax(sizes))
+                self.most, self.at = int(sizes.max()), int(rows[np.argmax(sizes)])
             self.count += len(sizes)
-            self._totals += lengths.sum(1)
+            self.totals += lengths.sum(1)
             total += int(sizes.sum())
             if self.count > WHOLE:
                 kept.clear()
@@ -65,7 +66,7 @@ class Plan:
         """Return how many batches an epoch has; of one planned by windows about how many."""
         if self.is_whole:
             return len(self._epoch(number))
-        return max(self._world, round(self._totals.max() / (self.fill(number) * self._tokens)))
+        return max(self._world, round(self.totals.max() / (self.fill(number) * self._tokens)))
 
     def fill(self, number: int) -> float:
         """Return the share of the budget that is used: of an epoch, or of a window as a sample."""

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from gpuattn.models.kinds import new_model
 
-DATA_FILES = ("source", "target", "valid_source", "valid_target", "lm", "valid_lm")
+# options that name data: files, and folders of stores
+DATA_FILES = ("source", "target", "pairs", "valid_source", "valid_target", "lm", "valid_lm")
 MOST_BEAMS = 200  # a wider search takes memory and translates no better
 
 

@@ -114,6 +114,8 @@ class Trainer:
                 return self._run(stop, evaluate, save)
             except FloatingPointError as error:
                 raise FloatingPointError(f"{error}. {_saved(save)}") from error
+            finally:
+                self._batches = None  # ends their thread
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

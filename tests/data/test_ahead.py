@@ -9,18 +9,21 @@ import pytest
 from gpuattn.data.ahead import Ahead
 
 
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "batches"]
-
-
+@pytest.fixture
 def gone():
-    """Wait until the threads have ended."""
-    for thread in threads():
-        thread.join(5)
-    return not threads()
+    """Return a function that waits until the threads of a test have ended."""
+    before = set(threading.enumerate())
+
+    def wait():
+        new = set(threading.enumerate()) - before
+        for thread in new:
+            thread.join(5)
+        return not any(thread.is_alive() for thread in new)
+
+    return wait
 
 
-def test_items_come_in_order_and_the_end_is_known():
+def test_items_come_in_order_and_the_end_is_known(gone):
     items = Ahead(iter(range(50)), 3)
     for i in range(50):
         assert not items.ended() and next(items) == i
@@ -28,7 +31,7 @@ def test_items_come_in_order_and_the_end_is_known():
     assert list(Ahead(iter(()))) == [] and gone()
 
 
-def test_no_more_are_made_than_asked_for():
+def test_no_more_are_made_than_asked_for(gone):
     made = []
     items = Ahead((made.append(i) or i for i in range(100)), 3)
     assert next(items) == 0
@@ -40,7 +43,7 @@ def test_no_more_are_made_than_asked_for():
     assert gone() and len(made) <= 5
 
 
-def test_an_error_is_raised_where_its_item_would_be():
+def test_an_error_is_raised_where_its_item_would_be(gone):
     items = Ahead(map((4).__floordiv__, (4, 2, 0, 1)))
     assert [next(items), next(items)] == [1, 2]
     assert not items.ended()

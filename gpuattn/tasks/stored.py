@@ -1,0 +1,204 @@
+"""What a run learns from where its data are a token store: ``gpuattn.data.store``."""
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpuattn.data.generated import Pair
+from gpuattn.data.rows import RowPairs, Rows
+from gpuattn.data.store import TokenStore
+from gpuattn.data.text import read_language_model, read_parallel
+from gpuattn.data.tokenizer import EOS, CharTokenizer
+from gpuattn.errors import DataError
+from gpuattn.tasks import texts
+from gpuattn.tasks.texts import PairData, TextData
+
+USE = {"text": ("a text", "--lm"), "pairs": ("pairs", "--pairs")}  # kind -> what, the option
+VALID_TOKENS = 1 << 20  # of what a store holds out, used at each evaluation
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path is a folder: a store, where a file may stand too."""
+    return Path(path).is_dir()
+
+
+def open_store(path: str, kind: str) -> TokenStore:
+    """Return the store in a folder. DataError if it is none, damaged, or not of this kind."""
+    what, option = USE[kind]
+    if not is_folder(path):
+        found = "is a file" if Path(path).exists() else "does not exist"
+        raise DataError(f"{path} {found}; accepted by {option}: the folder of a store of {what}")
+    store = TokenStore(path)
+    if store.kind != kind:
+        what, option = USE[store.kind]
+        raise DataError(f"{path} is a store of {what}; accepted: {option} {path}")
+    return store
+
+
+def _tokenizer(store, config, tokenizer):
+    """Return the tokenizer of a store; ``tokenizer``: the run's, or None."""
+    found = store.tokenizer()
+    if tokenizer is not None and tokenizer.to_bytes() != found.to_bytes():
+        raise DataError(
+            f"{store.folder} was prepared with another tokenizer than the run's. "
+            "Prepare the text with it: --tokenizer RUN/tokenizer.model"
+        )
+    if config.tokenizer == "chars" and not isinstance(found, CharTokenizer):
+        raise DataError(
+            f"tokenizer is chars, and {store.folder} has {found.units}. Leave out --tokenizer, or "
+            "prepare the text again"
+        )
+    return found
+
+
+def _crc(store):
+    """Return the fingerprint of a store as the number that a run keeps."""
+    return zlib.crc32(store.fingerprint.encode())
+
+
+# ---- one text ----
+
+
+def text(config: Any, tokenizer: Any = None) -> TextData:
+    """Return the TextData of a store; ``tokenizer``: the run's, or None.
+
+    Without ``valid_lm`` what the store holds out is, VALID_TOKENS at most; where it has nothing,
+    the end. Raises DataError for a store that cannot be used.
+    """
+    store = open_store(config.lm, "text")
+    tokenizer = _tokenizer(store, config, tokenizer)
+    digests = {config.lm: store.fingerprint}
+    train, held, guess = _parts(store)
+    if config.valid_lm:
+        train = store.tokens("text")
+        held = _valid_ids(config, tokenizer, digests)
+        guess = texts.entropy(held)
+    counts = f"{config.lm}: {len(store):,} documents, {len(train):,} tokens"
+    return TextData(
+        tokenizer, train, held, counts, guess, _crc(store), texts.by_option(config, digests)
+    )
+
+
+def held_out_ids(config: Any, tokenizer: Any) -> Sequence[int]:
+    """Return the ids that a run of a store holds out."""
+    if config.valid_lm:
+        return _valid_ids(config, tokenizer, {})
+    return _parts(open_store(config.lm, "text"))[1]
+
+
+def _parts(store):
+    """Return (ids to learn from, ids held out, entropy of ids in nats)."""
+    ids, guess = store.tokens("text"), store.head["unigram"]["text"]
+    if store.valid:
+        held = store.valid.tokens("text")[:VALID_TOKENS]
+        return ids, held, store.valid.head["unigram"]["text"]
+    cut = len(ids) - min(len(ids) // texts.TEXT_SHARE, VALID_TOKENS)
+    return ids[:cut], ids[cut:], guess
+
+
+def _valid_ids(config, tokenizer, digests):
+    """Return the ids of ``valid_lm``, a store or a file."""
+    if is_folder(config.valid_lm):
+        store = open_store(config.valid_lm, "text")
+        _tokenizer(store, config, tokenizer)
+        digests[config.valid_lm] = store.fingerprint
+        return store.tokens("text")[:VALID_TOKENS]
+    return texts.text_ids(tokenizer, config.valid_lm, read_language_model(config.valid_lm, digests))
+
+
+# ---- pairs ----
+
+
+def pairs(config: Any, tokenizer: Any = None) -> PairData:
+    """Return the PairData of a store; ``tokenizer``: the run's, or None.
+
+    Without validation files what the store holds out is, up to VALID_TOKENS on a side; where it has
+    nothing, its last pairs. Raises DataError for a store that cannot be used.
+    """
+    store = open_store(config.pairs, "pairs")
+    tokenizer = _tokenizer(store, config, tokenizer)
+    if isinstance(tokenizer, CharTokenizer):
+        raise DataError(
+            f"{store.folder} has {tokenizer.units}; pairs need subwords. Prepare them again"
+        )
+    digests = {config.pairs: store.fingerprint}
+    train, held, guess = _pair_parts(store)
+    if config.valid_source:
+        train = row_pairs(store)
+        files = (config.valid_source, config.valid_target)
+        valid: Any = read_parallel(*files, on_long=config.on_long, digests=digests)
+        held, kept = texts.encode(config, tokenizer, valid)
+        valid, guess = [valid[i] for i in kept], texts.targets_entropy(held)
+    else:
+        valid = _decoded(held, config, tokenizer)
+    return PairData(
+        tokenizer, train, held, valid, config.pairs, [], guess, _crc(store),
+        texts.by_option(config, digests),
+    )  # fmt: skip
+
+
+def held_out_pairs(config: Any) -> Sequence[Any]:
+    """Return the pairs that a run of a store holds out."""
+    if config.valid_source:
+        return read_parallel(config.valid_source, config.valid_target)
+    store = open_store(config.pairs, "pairs")
+    return _decoded(_pair_parts(store)[1], config, store.tokenizer())
+
+
+def row_pairs(store: TokenStore, begin: int = 0, end: int | None = None) -> RowPairs:
+    """Return the pairs ``begin`` to ``end`` of a store."""
+    sides = []
+    for side in store.sides:
+        ends = store.ends(side)
+        first = int(ends[begin - 1]) if begin else 0
+        ends = ends[begin:end] - np.uint64(first) if begin else ends[:end]
+        sides.append(Rows(store.tokens(side)[first:], ends))
+    return RowPairs(*sides)
+
+
+def _pair_parts(store):
+    """Return (pairs to learn from, pairs held out, entropy of target ids in nats)."""
+    if store.valid:
+        ends = map(store.valid.ends, store.sides)
+        most = min(int(np.searchsorted(each, VALID_TOKENS, "right")) for each in ends)
+        held = row_pairs(store.valid, 0, max(1, most))
+        return row_pairs(store), held, store.valid.head["unigram"]["target"]
+    if len(store) < 2:
+        raise DataError(
+            f"{store.folder} has {len(store)} pair; accepted: two or more, or give --valid SRC TGT"
+        )
+    cut = len(store) - min(texts.HELD_OUT, max(1, len(store) // texts.HELD_OUT_SHARE))
+    guess = store.head["unigram"]["target"]
+    return row_pairs(store, 0, cut), row_pairs(store, cut), guess
+
+
+def _decoded(held, config, tokenizer):
+    sizes = np.maximum(*(side.lengths(slice(None)) for side in held))
+    kept = np.flatnonzero(sizes <= config.max_len + 1)
+    if not len(kept):
+        raise DataError(
+            f"each of the {len(sizes)} pairs held out is longer than {config.max_len} tokens"
+        )
+    return DecodedPairs(held, kept, tokenizer)
+
+
+class DecodedPairs(Sequence):
+    """The pairs ``kept`` (indices) of RowPairs as text, decoded when they are asked for."""
+
+    def __init__(self, pairs: RowPairs, kept: np.ndarray, tokenizer: Any) -> None:
+        self._pairs, self._kept, self._tokenizer = pairs, kept, tokenizer
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self._pair(row) for row in self._kept[i]]
+        return self._pair(self._kept[i])
+
+    def _pair(self, row):
+        ids = (side.gather(np.array([row]), EOS, False)[0].tolist() for side in self._pairs)
+        return Pair(*map(self._tokenizer.decode, ids), "text")
