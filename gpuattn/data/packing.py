@@ -15,7 +15,7 @@ from gpuattn.errors import DataError
 
 WHOLE = 1_000_000  # pairs of an epoch that is planned as one; more are planned by windows
 POOL_BATCHES = 64  # that are packed together: a window
-SCAN = 1 << 20  # rows whose lengths are read at a time
+SCAN = 1 << 18  # rows whose lengths are read at a time
 
 
 class Plan:
