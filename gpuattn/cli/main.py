@@ -16,10 +16,11 @@ from gpuattn.units import nearest
 
 COMMANDS = {
     "train": "Train a translator, or GPT-2 on a text; without arguments a toy, in about a minute.",
+    "prepare": "Turn text of any size into tokens on the disk, for training.",
     "translate": "Translate standard input, a line for each line.",
     "sample": "Continue a text with a language model.",
     "evaluate": "Score a run: exact match, BLEU, chrF; of a language model perplexity.",
-    "info": "Show what a run is and how it went.",
+    "info": "Show what a run is and how it went, or what a token store holds.",
     "recover": "Write the manifests that a run's checkpoints have lost.",
     "average": "Average the weights of runs, or of one run's last checkpoints.",
     "report": "Write a run's page: curves, samples, attention, profile.",

@@ -24,7 +24,6 @@ from gpuattn.data.store import (
     PROGRESS,
     SIDES,
     TOKENIZER,
-    TokenStore,
     head_digest,
 )
 from gpuattn.data.tokenizer import BaseTokenizer
@@ -39,9 +38,8 @@ class StoreWriter:
     """Writes one folder. ``tokenizer``: of all its ids; ``kind``: "text" or "pairs".
 
     ``documents``: whether documents end with ``eos``. ``extra``: names of files that are appended
-    to in the same way and removed at the end. ``part``: how many parts are whole, from an earlier
-    process, and ``position``: what ``end_part`` was given for the last of them, or None. Raises
-    DataError when the disk is full or the folder cannot be written to.
+    to in the same way and removed at the end. ``parts``: how many whole parts of an earlier process
+    to keep, at most. Raises DataError when the disk is full or the folder cannot be written to.
     """
 
     def __init__(
@@ -51,6 +49,7 @@ class StoreWriter:
         kind: str,
         documents: bool = False,
         extra: tuple[str, ...] = (),
+        parts: int | None = None,
     ) -> None:
         self.folder, self.kind, self.documents = folder, kind, documents
         self.sides = SIDES[kind]
@@ -64,7 +63,7 @@ class StoreWriter:
         self.rows = 0
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._open()
+            self._open(parts)
 
     @property
     def parts(self) -> int:
@@ -72,9 +71,9 @@ class StoreWriter:
         return len(self._progress)
 
     @property
-    def position(self) -> Any:
-        """What ``end_part`` was given last, by this process or an earlier one; None before."""
-        return self._progress[-1]["position"] if self._progress else None
+    def positions(self) -> list[Any]:
+        """What ``end_part`` was given for each whole part, by this process or an earlier one."""
+        return [line["position"] for line in self._progress]
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -111,37 +110,41 @@ class StoreWriter:
                 os.fsync(log.fileno())
         self._progress.append(line)
 
-    def finish(self, **facts: Any) -> TokenStore:
-        """Write the head, with ``facts`` in it, and return the store, opened to read."""
+    def finish(self, **facts: Any) -> dict[str, Any]:
+        """Write the head, with ``facts`` in it, and return it."""
         with _writing(self.folder):
             self.close()
             head = self._head() | facts
             head["digest"] = head_digest(head)
             _write_durably(self.folder / HEAD, json.dumps(head, indent=1).encode())
-        return self.clean()
+        return head
 
-    def clean(self) -> TokenStore:
-        """Remove what a whole store does not need, and return it."""
+    def clean(self) -> None:
+        """Remove the files that a whole store does not need."""
         for name in (PROGRESS, *self._extra):
-            with contextlib.suppress(FileNotFoundError):
-                (self.folder / name).unlink()
-        return TokenStore(self.folder)
+            (self.folder / name).unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Remove all files."""
+        self.close()
+        for name in (*self._files, TOKENIZER, PROGRESS):
+            (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
             file.close()
 
-    def _open(self):
+    def _open(self, parts):
         """Open the files at the end of the last whole part."""
-        self._progress = list(_whole_lines(self._log))
+        self._log.touch()
+        self._progress = [json.loads(line) for line in _whole_lines(self._log, parts)]
         names = [f"{side}.{suffix}" for side in self.sides for suffix in ("bin", "idx")]
         for name in (*names, *self._extra):
             size = self._progress[-1]["files"][name]["size"] if self._progress else 0
             self._files[name] = _Appended(self.folder / name, size)
         if not self._progress:
             _write_durably(self.folder / TOKENIZER, self._tokenizer)
-            self._log.touch()
             return
         self.rows = self._progress[-1]["rows"]
         for side in self.sides:
@@ -240,16 +243,19 @@ class _Statistics:
         return float(np.log(total) - (counts * np.log(counts)).sum() / total)
 
 
-def _whole_lines(path):
-    """Yield the lines of a log; a last one without its end, of a killed process, is cut off."""
-    if not path.exists():
-        return
+def last_position(folder: Path) -> Any:
+    """Return what the last ``end_part`` of an unfinished store was given, or None."""
+    log = folder / PROGRESS
+    lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
+    return json.loads(lines[-1])["position"] if lines else None
+
+
+def _whole_lines(path, most):
+    """Return the first ``most`` lines of a log and cut off the others, and one without its end."""
     data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
-    for line in whole.splitlines():
-        yield json.loads(line)
+    lines = data.splitlines(keepends=True)[: data.count(b"\n")][:most]
+    os.truncate(path, sum(map(len, lines)))
+    return lines
 
 
 def _write_durably(path, data):

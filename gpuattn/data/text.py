@@ -118,7 +118,7 @@ def read_language_model(path: StrPath, digests: dict[str, str] | None = None) ->
     """
     parts = []
     for number, raw in enumerate(_raw_lines(path, -1, digests), 1):
-        parts.append(_decode(path, number, raw))
+        parts.append(decode_line(path, number, raw))
     text = "".join(parts)
     if not text.strip():
         raise DataError(f"{path} is empty; accepted: a text file")
@@ -130,7 +130,7 @@ def _read_lines(path, max_length, on_long, digests):
     lines = []
     limit = BYTES_PER_CHARACTER * max_length + 2
     for number, raw in enumerate(_raw_lines(path, limit, digests), 1):
-        line = None if raw is None else _decode(path, number, raw).strip()
+        line = None if raw is None else decode_line(path, number, raw).strip()
         if line is None or len(line) > max_length:
             if on_long == "error":
                 raise DataError(
@@ -169,7 +169,8 @@ def _raw_lines(path, limit, digests=None):
         digests[str(path)] = found.hexdigest()
 
 
-def _decode(path, number, raw):
+def decode_line(path: StrPath, number: int, raw: bytes) -> str:
+    """Return the text of line ``number``, from 1. DataError names file, line and byte."""
     try:
         return raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:

@@ -67,6 +67,14 @@ class BaseTokenizer(abc.ABC):
         """Read what ``save`` wrote. DataError for a file that is something else."""
         return cls.from_bytes(Path(path).read_bytes())
 
+    @abc.abstractmethod
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of lines, with ``line_end`` between them."""
+
+    @abc.abstractmethod
+    def decode_text(self, ids: Iterable[int]) -> str:
+        """Return the lines that ``ids`` spell: what ``encode_text`` was given."""
+
     def encode_lines(self, lines: Iterable[str]) -> list[list[int]]:
         """Return the ids of each line."""
         return [self.encode(line) for line in lines]
@@ -259,7 +267,11 @@ class CharTokenizer(BaseTokenizer):
     def line_end(self) -> int:
         return self._ids.get("\n", SPECIALS)  # a text of one line has none: its first character
 
-    encode_text, decode_text = encode, decode
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def decode_text(self, ids: Iterable[int]) -> str:
+        return self.decode(ids)
 
 
 def tokenizer_from_bytes(data: bytes) -> BaseTokenizer:

@@ -26,7 +26,9 @@ def written(folder, parts=2):
             return None
         writer.add({"text": np.array(ids, np.uint16)}, {"text": np.array(ends)})
         writer.end_part(number)
-    return writer.finish(counts={"documents": 3})
+    writer.finish(counts={"documents": 3})
+    writer.clean()
+    return TokenStore(folder)
 
 
 def test_what_is_written_is_read(tmp_path):
