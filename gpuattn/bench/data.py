@@ -81,7 +81,9 @@ def generated(kind: str, rows: int | None = None) -> Iterator[TokenStore]:
             ids[ends - 1] = EOS
             writer.add(dict.fromkeys(writer.sides, ids), dict.fromkeys(writer.sides, ends))
         writer.end_part(None)
-        yield writer.finish()
+        writer.finish()
+        writer.clean()
+        yield TokenStore(folder)
 
 
 def measure(

@@ -11,6 +11,7 @@ from typing import Any
 from gpuattn.data.batching import Batch, LanguageModelBatch, LanguageModelLoader, PackedLoader
 from gpuattn.errors import DataError
 from gpuattn.tasks import stored, texts
+from gpuattn.tasks.prepared import Say
 
 LEAST_BATCHES = 10  # batches of an epoch, at least, that the advice for small corpora aims at
 
@@ -18,15 +19,19 @@ LEAST_BATCHES = 10  # batches of an epoch, at least, that the advice for small c
 class Corpus:
     """Training batches by epoch, validation pairs, and the tokenizer of a run.
 
-    ``tokenizer``: the run's, or None to train one. ``valid``: a sequence of Pair. ``facts``:
+    ``tokenizer``: the run's, or None to train one. ``say`` is given sentences while a store is
+    made. ``valid``: a sequence of Pair. ``facts``:
     sentences on the data, for the first lines of a run; ``warnings``: advice. ``fingerprint``: of
     the training text. ``digests``: {option: SHA-256} of the files or stores. ``loader(epoch)``: its
     PackedLoader. Raises DataError for data that cannot be used, ConfigError for limits nothing fits
     in.
     """
 
-    def __init__(self, config: Any, tokenizer: Any = None) -> None:
-        data = stored.pairs(config, tokenizer) if config.pairs else texts.pairs(config, tokenizer)
+    def __init__(self, config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> None:
+        if stored.is_source(config):
+            data = stored.pairs(config, tokenizer, say)
+        else:
+            data = texts.pairs(config, tokenizer)
         self.tokenizer, self.valid, self.valid_ids = data.tokenizer, data.valid, data.held
         self.fingerprint, self.digests, self.ids = data.fingerprint, data.digests, data.train
         self.rebatch(config)
@@ -95,8 +100,11 @@ class TextCorpus:
     Raises DataError for data that cannot be used, and for too short ones.
     """
 
-    def __init__(self, config: Any, tokenizer: Any = None) -> None:
-        data = (stored if stored.is_folder(config.lm) else texts).text(config, tokenizer)
+    def __init__(self, config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> None:
+        if stored.is_source(config):
+            data = stored.text(config, tokenizer, say)
+        else:
+            data = texts.text(config, tokenizer)
         self.tokenizer, self._ids_of = data.tokenizer, (data.train, data.held)
         self.fingerprint, self.digests = data.fingerprint, data.digests
         ids, valid_ids, block = data.train, data.held, config.block
@@ -144,12 +152,15 @@ def held_out(config: Any) -> Sequence[Any]:
     """
     if config.task:
         return texts.test_pairs(config)
-    return stored.held_out_pairs(config) if config.pairs else texts.file_pairs(config)[1]
+    if stored.is_source(config):
+        return stored.held_out_pairs(config)
+    return texts.file_pairs(config)[1]
 
 
 def held_out_ids(config: Any, tokenizer: Any) -> Sequence[int]:
     """Return the ids of the text that a language model's run holds out."""
-    if stored.is_folder(config.valid_lm or config.lm):
+    own = not config.valid_lm and stored.is_source(config)
+    if own or stored.is_folder(config.valid_lm or config.lm):
         return stored.held_out_ids(config, tokenizer)
     return texts.text_ids(tokenizer, config.valid_lm or config.lm, texts.held_out_text(config))
 

@@ -13,7 +13,8 @@ from gpuattn.data.store import TokenStore
 from gpuattn.data.text import read_language_model, read_parallel
 from gpuattn.data.tokenizer import EOS, CharTokenizer
 from gpuattn.errors import DataError
-from gpuattn.tasks import texts
+from gpuattn.tasks import prepared, texts
+from gpuattn.tasks.prepared import Say, is_large, store_of
 from gpuattn.tasks.texts import PairData, TextData
 
 USE = {"text": ("a text", "--lm"), "pairs": ("pairs", "--pairs")}  # kind -> what, the option
@@ -36,6 +37,22 @@ def open_store(path: str, kind: str) -> TokenStore:
         what, option = USE[store.kind]
         raise DataError(f"{path} is a store of {what}; accepted: {option} {path}")
     return store
+
+
+def is_source(config: Any) -> bool:
+    """Return whether a config learns from a store, given or made of large files."""
+    return bool(config.pairs) or bool(config.lm and is_folder(config.lm)) or is_large(config)
+
+
+def _store(config, tokenizer=None, say=lambda text: None):
+    """Return the store that a config learns from, and {path: digest} of the data."""
+    if is_large(config):
+        store = store_of(config, tokenizer, say)
+        found = prepared.digests(config, store)
+        return store, {getattr(config, name): digest for name, digest in found.items()}
+    path, kind = (config.pairs, "pairs") if config.pairs else (config.lm, "text")
+    store = open_store(path, kind)
+    return store, {path: store.fingerprint}
 
 
 def _tokenizer(store, config, tokenizer):
@@ -62,31 +79,31 @@ def _crc(store):
 # ---- one text ----
 
 
-def text(config: Any, tokenizer: Any = None) -> TextData:
-    """Return the TextData of a store; ``tokenizer``: the run's, or None.
+def text(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> TextData:
+    """Return the TextData of a store, or of a large file; ``tokenizer``: the run's, or None.
 
     Without ``valid_lm`` what the store holds out is, VALID_TOKENS at most; where it has nothing,
     the end. Raises DataError for a store that cannot be used.
     """
-    store = open_store(config.lm, "text")
+    store, digests = _store(config, tokenizer, say)
     tokenizer = _tokenizer(store, config, tokenizer)
-    digests = {config.lm: store.fingerprint}
     train, held, guess = _parts(store)
     if config.valid_lm:
         train = store.tokens("text")
         held = _valid_ids(config, tokenizer, digests)
         guess = texts.entropy(held)
-    counts = f"{config.lm}: {len(store):,} documents, {len(train):,} tokens"
-    return TextData(
-        tokenizer, train, held, counts, guess, _crc(store), texts.by_option(config, digests)
-    )
+    characters = store.head["counts"].get("characters")
+    size = f"{characters:,} characters" if characters else f"{len(store):,} documents"
+    counts = f"{config.lm}: {size}, {len(train):,} tokens"
+    digests = texts.by_option(config, digests)
+    return TextData(tokenizer, train, held, counts, guess, _crc(store), digests)
 
 
 def held_out_ids(config: Any, tokenizer: Any) -> Sequence[int]:
     """Return the ids that a run of a store holds out."""
     if config.valid_lm:
         return _valid_ids(config, tokenizer, {})
-    return _parts(open_store(config.lm, "text"))[1]
+    return _parts(_store(config, tokenizer)[0])[1]
 
 
 def _parts(store):
@@ -112,19 +129,18 @@ def _valid_ids(config, tokenizer, digests):
 # ---- pairs ----
 
 
-def pairs(config: Any, tokenizer: Any = None) -> PairData:
-    """Return the PairData of a store; ``tokenizer``: the run's, or None.
+def pairs(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> PairData:
+    """Return the PairData of a store, or of large files; ``tokenizer``: the run's, or None.
 
     Without validation files what the store holds out is, up to VALID_TOKENS on a side; where it has
     nothing, its last pairs. Raises DataError for a store that cannot be used.
     """
-    store = open_store(config.pairs, "pairs")
+    store, digests = _store(config, tokenizer, say)
     tokenizer = _tokenizer(store, config, tokenizer)
     if isinstance(tokenizer, CharTokenizer):
         raise DataError(
             f"{store.folder} has {tokenizer.units}; pairs need subwords. Prepare them again"
         )
-    digests = {config.pairs: store.fingerprint}
     train, held, guess = _pair_parts(store)
     if config.valid_source:
         train = row_pairs(store)
@@ -135,8 +151,8 @@ def pairs(config: Any, tokenizer: Any = None) -> PairData:
     else:
         valid = _decoded(held, config, tokenizer)
     return PairData(
-        tokenizer, train, held, valid, config.pairs, [], guess, _crc(store),
-        texts.by_option(config, digests),
+        tokenizer, train, held, valid, config.pairs or config.source, _skipped(store), guess,
+        _crc(store), texts.by_option(config, digests),
     )  # fmt: skip
 
 
@@ -144,7 +160,7 @@ def held_out_pairs(config: Any) -> Sequence[Any]:
     """Return the pairs that a run of a store holds out."""
     if config.valid_source:
         return read_parallel(config.valid_source, config.valid_target)
-    store = open_store(config.pairs, "pairs")
+    store, _ = _store(config)
     return _decoded(_pair_parts(store)[1], config, store.tokenizer())
 
 
@@ -173,6 +189,11 @@ def _pair_parts(store):
     cut = len(store) - min(texts.HELD_OUT, max(1, len(store) // texts.HELD_OUT_SHARE))
     guess = store.head["unigram"]["target"]
     return row_pairs(store, 0, cut), row_pairs(store, cut), guess
+
+
+def _skipped(store):
+    """Return what was left out of a store, such as "3 (empty side)"."""
+    return [f"{count:,} ({reason})" for reason, count in store.head["skipped"].items()]
 
 
 def _decoded(held, config, tokenizer):

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +113,8 @@ class Session:
             tokens = max(default_batch(config, device), memory.least_tokens(config))
             config = replace(config, batch=tokens)
         owner = folder if begun else config.init_from and RunFolder(config.init_from)
-        self.task = task_of(config)(config, owner.tokenizer() if owner else None)
+        say = functools.partial(listener.say, "data")
+        self.task = task_of(config)(config, owner.tokenizer() if owner else None, say)
         self.digests = dict(self.task.corpus.digests)
         if folder.needs_init(config):
             weights, self.digests["init_from"] = begin_from(config, self.task.model)

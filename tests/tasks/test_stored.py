@@ -8,14 +8,14 @@ import pytest
 from stopping import After, assert_same_bits
 
 from gpuattn.data.rows import Rows
-from gpuattn.data.store import HEAD, head_digest
+from gpuattn.data.store import HEAD, TokenStore, head_digest
 from gpuattn.data.store_writer import StoreWriter
 from gpuattn.data.tokenizer import CharTokenizer, Tokenizer
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runs.evaluation import evaluate_text
 from gpuattn.runs.folder import RunFolder, load_run
-from gpuattn.tasks import stored, texts
+from gpuattn.tasks import texts
 from gpuattn.tasks.corpus import Corpus, TextCorpus, held_out
 from gpuattn.train.session import train
 
@@ -31,7 +31,9 @@ def write_store(folder, tokenizer, sides, valid=None):
     writer.add({side: rows.flat for side, rows in sides.items()},
                {side: rows.ends for side, rows in sides.items()})  # fmt: skip
     writer.end_part(None)
-    return writer.finish(valid=inside and inside.head["digest"])
+    writer.finish(valid=inside and inside.head["digest"])
+    writer.clean()
+    return TokenStore(folder)
 
 
 def text_rows(text):
@@ -129,7 +131,7 @@ def test_a_stopped_run_of_a_store_resumes_bit_for_bit(kind, request, tmp_path):
     assert_same_bits(tmp_path / "whole", tmp_path / "parts")
     name = "lm" if kind == "language" else "pairs"
     found = RunFolder(tmp_path / "whole").digests()
-    assert found == {name: stored.TokenStore(getattr(config, name)).fingerprint}
+    assert found == {name: TokenStore(getattr(config, name)).fingerprint}
     if kind == "language":
         user = load_run(tmp_path / "whole", device="numpy")
         best = max(RunFolder(tmp_path / "whole").metrics.read("valid"), key=lambda r: r["score"])
