@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from gpuattn.data.packing import Plan
+from gpuattn.data.packing import Mix, Plan
 from gpuattn.data.rows import RowPairs, Rows
 from gpuattn.data.tokenizer import BOS, PAD
 from gpuattn.errors import ConfigError, DataError, problem
@@ -95,7 +95,9 @@ class PackedLoader:
     rectangles, each side of a sentence filled with padding to the longest of the batch, which
     counts in the budget: "bucketed" ones of sorted sentences, "padded" ones in random order.
 
-    Each epoch holds each pair once over all ranks, and every rank gets as many batches.
+    Each epoch holds each pair once over all ranks, and every rank gets as many batches. ``mix``:
+    (begin, end, weight) of parts of the pairs; an epoch then has as many pairs as before, of each
+    part the share that its weight says, so that some come again and others not at all.
     Raises ConfigError when the budget is smaller than the longest sentence, DataError when there
     are fewer pairs than ranks.
     """
@@ -103,7 +105,7 @@ class PackedLoader:
     def __init__(
         self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]] | RowPairs, tokens: int,
         seed: int, rank: int = 0, world: int = 1, batching: str = "packed",
-        longest: int | None = None,
+        longest: int | None = None, mix: Mix = (),
     ) -> None:  # fmt: skip
         if not 0 <= rank < world:
             raise ConfigError(f"PackedLoader: rank is {rank}; accepted: 0 to {world - 1}")
@@ -113,7 +115,7 @@ class PackedLoader:
         if not isinstance(pairs, RowPairs):
             pairs = RowPairs(*(Rows.of([pair[side] for pair in pairs]) for side in (0, 1)))
         self.pairs = pairs
-        self.plan = Plan(pairs, tokens, seed, world, batching, longest)
+        self.plan = Plan(pairs, tokens, seed, world, batching, longest, mix)
         if self.plan.count < world:
             raise DataError(
                 f"PackedLoader: {self.plan.count} pairs for {world} ranks; one each is needed"
@@ -222,13 +224,15 @@ class LanguageModelLoader:
 
     ``ids``: the text's token ids (N,), of any integer type: of a memory map only what a batch
     holds is read. ``block``: T, tokens of a row. ``batch``: B, rows of this
-    rank. An epoch has about as many tokens as the text.
-    Raises DataError when the text is shorter than ``block + 1`` tokens.
+    rank. An epoch has about as many tokens as the text. ``mix``: (begin, end, weight) of parts of
+    the text, from which crops are taken as often as the weights say, which add up to 1.
+    Raises DataError when the text, or a part, is shorter than ``block + 1`` tokens.
     """
 
     def __init__(
-        self, ids: Sequence[int], block: int, batch: int, seed: int, rank: int = 0, world: int = 1
-    ) -> None:
+        self, ids: Sequence[int], block: int, batch: int, seed: int, rank: int = 0, world: int = 1,
+        mix: Mix = (),
+    ) -> None:  # fmt: skip
         if not 0 <= rank < world:
             raise ConfigError(f"LanguageModelLoader: rank is {rank}; accepted: 0 to {world - 1}")
         if block < 1 or batch < 1:
@@ -241,6 +245,14 @@ class LanguageModelLoader:
                 f"LanguageModelLoader: the text has {len(self.ids)} tokens; a block of {block} "
                 f"needs {block + 1}. Give more text or a smaller block"
             )
+        self._parts = np.array([part[:2] for part in mix], np.int64).reshape(-1, 2).T
+        self._weights = [weight for _, _, weight in mix]
+        for begin, end in self._parts.T:
+            if end - begin <= block:
+                raise DataError(
+                    f"LanguageModelLoader: a part of the mix has {end - begin} tokens; a block of "
+                    f"{block} needs {block + 1}. Leave it out, or take a smaller block"
+                )
         self.block = block
         self.batch = batch
         self.seed = seed
@@ -260,7 +272,14 @@ class LanguageModelLoader:
     def crops(self, step: int) -> LanguageModelBatch:
         """Return the batch of an update: a function of (seed, step, rank, world)."""
         rng = np.random.Generator(np.random.Philox([self.seed, step]))
-        starts = rng.integers(len(self.ids) - self.block, size=(self.world, self.batch))[self.rank]
+        size = self.world, self.batch
+        if not self._weights:
+            starts = rng.integers(len(self.ids) - self.block, size=size)[self.rank]
+        else:
+            which = rng.choice(len(self._weights), size=size, p=self._weights)[self.rank]
+            begins, ends = self._parts[:, which]
+            room = ends - begins - self.block
+            starts = begins + (rng.random(size)[self.rank] * room).astype(np.int64)
         return self._rows(starts, self.block)
 
     def blocks(self) -> Iterator[LanguageModelBatch]:

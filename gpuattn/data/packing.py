@@ -5,7 +5,7 @@ permutation that needs no array, and packed window by window while the epoch is 
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from gpuattn.data.rows import Permutation, RowPairs
 from gpuattn.errors import DataError
 
+Mix = Sequence[tuple[int, int, float]]  # (begin, end, weight) of each part
 WHOLE = 1_000_000  # pairs of an epoch that is planned as one; more are planned by windows
 POOL_BATCHES = 64  # that are packed together: a window
 SCAN = 1 << 18  # rows whose lengths are read at a time
@@ -25,15 +26,15 @@ class Plan:
     more tokens on a side, marks included, are left out; None: there are none. ``world`` divides
     the number of batches. ``batching``: see ``batching.PackedLoader``.
     ``count``: pairs that are used; ``totals`` (2,) their tokens on each side. ``most``: tokens of
-    the longest side of those, of the pair ``at``.
+    the longest side of those, of the pair ``at``. ``mix``: see ``batching.PackedLoader``.
     """
 
     def __init__(
         self, pairs: RowPairs, tokens: int, seed: int, world: int, batching: str,
-        longest: int | None = None,
+        longest: int | None = None, mix: Mix = (),
     ) -> None:  # fmt: skip
         self._pairs, self._tokens, self._seed = pairs, tokens, seed
-        self._world, self._batching, self._longest = world, batching, longest
+        self._world, self._batching, self._longest, self._mix = world, batching, longest, mix
         self.count, self.most, self.at = 0, 0, 0
         self.totals = np.zeros(2, np.int64)
         kept: list[np.ndarray] = []
@@ -53,7 +54,7 @@ class Plan:
             total += int(sizes.sum())
             if self.count > WHOLE:
                 kept.clear()
-        self.is_whole = self.count <= WHOLE
+        self.is_whole = self.count <= WHOLE and not mix
         self._kept = np.concatenate(kept) if kept and self.is_whole else None
         self._window = int(POOL_BATCHES * tokens / (total / max(self.count, 1) or 1)) + 1
         self._planned = (None, None)
@@ -110,11 +111,10 @@ class Plan:
     def _plans(self, number):
         """Yield the batches of each window, as many as ``world`` divides."""
         total, world = len(self._pairs.source), self._world
-        order = Permutation(total, [self._seed, number])
         left = np.empty(0, np.int64)
         for begin in range(0, total, self._window):
             end = min(begin + self._window, total)
-            rows = order(np.arange(begin, end))
+            rows = self._order(number, begin, end)
             if self._longest is not None:
                 rows = rows[np.maximum(*self._lengths(rows)) <= self._longest]
             plan, left = self._cut(np.concatenate([left, rows])), left[:0]
@@ -129,6 +129,21 @@ class Plan:
                 plan = [plan[i] for i in rng.permutation(len(plan))]
             if plan:
                 yield plan
+
+    def _order(self, number, begin, end):
+        """Return the rows at the places ``begin`` to ``end`` of an epoch."""
+        if not self._mix:
+            total = len(self._pairs.source)
+            return Permutation(total, [self._seed, number])(np.arange(begin, end))
+        found = []
+        for part, (first, last, weight) in enumerate(self._mix):
+            size = last - first
+            places = np.arange(int(begin * weight), int(end * weight))
+            for turn in np.unique(places // size).tolist():  # each a new order of the part
+                some = places[places // size == turn] % size
+                seeds = [self._seed, number, part, turn]
+                found.append(Permutation(size, seeds)(some) + first)
+        return np.concatenate(found)
 
     @cached_property
     def _sample(self):

@@ -34,6 +34,7 @@ class Corpus:
             data = texts.pairs(config, tokenizer)
         self.tokenizer, self.valid, self.valid_ids = data.tokenizer, data.valid, data.held
         self.fingerprint, self.digests, self.ids = data.fingerprint, data.digests, data.train
+        self._mix = data.mix
         self.rebatch(config)
         first = self._first_loader
         reasons = [*data.left_out, *self._longer()]
@@ -84,8 +85,9 @@ class Corpus:
     def _new_loader(self, ids):
         config = self.config
         return PackedLoader(
-            ids, config.batch, config.seed, batching=config.batching, longest=config.max_len + 1
-        )
+            ids, config.batch, config.seed, batching=config.batching, longest=config.max_len + 1,
+            mix=self._mix,
+        )  # fmt: skip
 
     def valid_batches(self) -> Iterator[Batch]:
         """Yield the validation pairs in batches, always the same."""
@@ -105,7 +107,7 @@ class TextCorpus:
             data = stored.text(config, tokenizer, say)
         else:
             data = texts.text(config, tokenizer)
-        self.tokenizer, self._ids_of = data.tokenizer, (data.train, data.held)
+        self.tokenizer, self._ids_of, self._mix = data.tokenizer, (data.train, data.held), data.mix
         self.fingerprint, self.digests = data.fingerprint, data.digests
         ids, valid_ids, block = data.train, data.held, config.block
         if len(ids) <= block:
@@ -129,7 +131,7 @@ class TextCorpus:
     def rebatch(self, config: Any) -> None:
         """Cut the same text into batches as another config says."""
         (ids, valid), block, rows = self._ids_of, config.block, config.batch // config.block
-        self._train = LanguageModelLoader(ids, block, rows, config.seed)
+        self._train = LanguageModelLoader(ids, block, rows, config.seed, mix=self._mix)
         self.valid_loader = LanguageModelLoader(valid, min(block, len(valid) - 1), rows, seed=0)
 
     def epoch_tokens(self) -> int:

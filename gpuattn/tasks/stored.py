@@ -18,7 +18,8 @@ from gpuattn.tasks.prepared import Say, is_large, store_of
 from gpuattn.tasks.texts import PairData, TextData
 
 USE = {"text": ("a text", "--lm"), "pairs": ("pairs", "--pairs")}  # kind -> what, the option
-VALID_TOKENS = 1 << 20  # of what a store holds out, used at each evaluation
+VALID_TOKENS = 1 << 20  # of what a store holds out, used at each evaluation,
+SLICES = 64  # in so many slices of a text
 
 
 def is_folder(path: str) -> bool:
@@ -96,7 +97,8 @@ def text(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> Te
     size = f"{characters:,} characters" if characters else f"{len(store):,} documents"
     counts = f"{config.lm}: {size}, {len(train):,} tokens"
     digests = texts.by_option(config, digests)
-    return TextData(tokenizer, train, held, counts, guess, _crc(store), digests)
+    mix = _mix(store, len(train))
+    return TextData(tokenizer, train, held, counts, guess, _crc(store), digests, mix)
 
 
 def held_out_ids(config: Any, tokenizer: Any) -> Sequence[int]:
@@ -110,10 +112,18 @@ def _parts(store):
     """Return (ids to learn from, ids held out, entropy of ids in nats)."""
     ids, guess = store.tokens("text"), store.head["unigram"]["text"]
     if store.valid:
-        held = store.valid.tokens("text")[:VALID_TOKENS]
-        return ids, held, store.valid.head["unigram"]["text"]
+        return ids, _some(store.valid.tokens("text")), store.valid.head["unigram"]["text"]
     cut = len(ids) - min(len(ids) // texts.TEXT_SHARE, VALID_TOKENS)
     return ids[:cut], ids[cut:], guess
+
+
+def _some(ids):
+    """Return VALID_TOKENS ids at most, in slices from everywhere."""
+    if len(ids) <= VALID_TOKENS:
+        return ids
+    size = VALID_TOKENS // SLICES
+    starts = np.arange(SLICES) * (len(ids) - size) // (SLICES - 1)
+    return np.concatenate([ids[start : start + size] for start in starts.tolist()])
 
 
 def _valid_ids(config, tokenizer, digests):
@@ -122,7 +132,7 @@ def _valid_ids(config, tokenizer, digests):
         store = open_store(config.valid_lm, "text")
         _tokenizer(store, config, tokenizer)
         digests[config.valid_lm] = store.fingerprint
-        return store.tokens("text")[:VALID_TOKENS]
+        return _some(store.tokens("text"))
     return texts.text_ids(tokenizer, config.valid_lm, read_language_model(config.valid_lm, digests))
 
 
@@ -152,7 +162,7 @@ def pairs(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> P
         valid = _decoded(held, config, tokenizer)
     return PairData(
         tokenizer, train, held, valid, config.pairs or config.source, _skipped(store), guess,
-        _crc(store), texts.by_option(config, digests),
+        _crc(store), texts.by_option(config, digests), _mix(store, len(train.source)),
     )  # fmt: skip
 
 
@@ -178,9 +188,7 @@ def row_pairs(store: TokenStore, begin: int = 0, end: int | None = None) -> RowP
 def _pair_parts(store):
     """Return (pairs to learn from, pairs held out, entropy of target ids in nats)."""
     if store.valid:
-        ends = map(store.valid.ends, store.sides)
-        most = min(int(np.searchsorted(each, VALID_TOKENS, "right")) for each in ends)
-        held = row_pairs(store.valid, 0, max(1, most))
+        held = _some_pairs(row_pairs(store.valid), max(store.valid.head["tokens"].values()))
         return row_pairs(store), held, store.valid.head["unigram"]["target"]
     if len(store) < 2:
         raise DataError(
@@ -189,6 +197,24 @@ def _pair_parts(store):
     cut = len(store) - min(texts.HELD_OUT, max(1, len(store) // texts.HELD_OUT_SHARE))
     guess = store.head["unigram"]["target"]
     return row_pairs(store, 0, cut), row_pairs(store, cut), guess
+
+
+def _some_pairs(held, tokens):
+    """Return pairs from everywhere with about VALID_TOKENS on the longer side, of ``tokens``."""
+    total = len(held.source)
+    count = max(1, total * VALID_TOKENS // max(tokens, 1))
+    if count >= total:
+        return held
+    rows = np.arange(count) * total // count
+    parts = (side.gather(rows, EOS, False) for side in held)
+    return RowPairs(*(Rows(flat, bounds[1:]) for flat, _, bounds in parts))
+
+
+def _mix(store, end):
+    """Return the mix of a store's text or pairs up to ``end``, of tokens or rows."""
+    kind = {"text": lambda part: part["tokens"]["text"], "pairs": lambda part: part["rows"]}
+    parts = [(*kind[store.kind](part), part["weight"]) for part in store.head["mix"]]
+    return [(begin, min(last, end), weight) for begin, last, weight in parts]
 
 
 def _skipped(store):

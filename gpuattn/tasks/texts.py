@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn.data import generated
+from gpuattn.data.packing import Mix
 from gpuattn.data.text import encode_pairs, read_language_model, read_parallel
 from gpuattn.data.tokenizer import EOS, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
@@ -30,6 +31,7 @@ class PairData(NamedTuple):
     of what is learnt from; ``left_out``: what is not in ``train``, a sentence part by reason.
     ``guess``: entropy of the target ids held out, in nats: the loss of guessing by frequency.
     ``fingerprint``: of the pairs to learn from. ``digests``: {option: SHA-256} of the data.
+    ``mix``: (begin, end, weight) of parts of ``train``, see ``data.batching``.
     """
 
     tokenizer: Any
@@ -41,6 +43,7 @@ class PairData(NamedTuple):
     guess: float
     fingerprint: int
     digests: dict[str, str]
+    mix: Mix = ()
 
 
 class TextData(NamedTuple):
@@ -56,6 +59,7 @@ class TextData(NamedTuple):
     guess: float
     fingerprint: int
     digests: dict[str, str]
+    mix: Mix = ()
 
 
 # ---- pairs ----

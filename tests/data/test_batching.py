@@ -269,6 +269,18 @@ def test_crops_reach_both_ends():
     assert set(loader.crops(0).tokens[:, 0]) == {0, 1}
 
 
+def test_crops_of_a_mix_come_from_its_parts_as_often_as_the_weights_say():
+    ids, mix = np.arange(1000), [(0, 900, 0.2), (900, 912, 0.8)]
+    loader = LanguageModelLoader(ids, 8, 200, 3, mix=mix)
+    starts = np.concatenate([loader.crops(step).tokens[:, 0] for step in range(5)])
+    assert set(starts[starts >= 900]) == {900, 901, 902, 903} and starts.max() == 903
+    assert 0.75 < (starts >= 900).mean() < 0.85 and starts[starts < 900].max() <= 892
+    again = LanguageModelLoader(ids, 8, 200, 3, mix=mix)
+    assert np.array_equal(again.crops(4).tokens, loader.crops(4).tokens)
+    with pytest.raises(DataError, match="a part of the mix has 12 tokens; a block of 12 needs 13"):
+        LanguageModelLoader(ids, 12, 2, 3, mix=mix)
+
+
 @pytest.mark.parametrize("size", [9, 10, 17, 24, 25, 26, 100])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_blocks_predict_each_token_once(size, batch):

@@ -63,3 +63,15 @@ def test_up_to_a_million_pairs_an_epoch_is_planned_as_one(rng):
     batches = zip(PackedLoader(lists, 120, 3).epoch(0), plan.batches(0), strict=True)
     for batch, rows in batches:
         assert kept[batch.sentences].tolist() == rows.tolist()
+
+
+def test_a_mix_has_the_shares_of_its_weights(rng):
+    pairs, _ = some_rows(rng, 1000)
+    mix = [(0, 900, 0.5), (900, 1000, 0.5)]
+    plan = packing.Plan(pairs, 300, 3, 1, "packed", mix=mix)
+    rows = np.concatenate(list(plan.batches(0)))
+    first, second = rows[rows < 900], rows[rows >= 900]
+    assert len(first) == len(second) == 500 and len(set(first.tolist())) == 500
+    assert (np.bincount(second - 900, minlength=100) == 5).all()
+    again = np.concatenate(list(plan.batches(1)))
+    assert set(again[again < 900].tolist()) != set(first.tolist())

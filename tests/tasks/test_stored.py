@@ -15,7 +15,7 @@ from gpuattn.errors import ConfigError, DataError
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runs.evaluation import evaluate_text
 from gpuattn.runs.folder import RunFolder, load_run
-from gpuattn.tasks import texts
+from gpuattn.tasks import stored, texts
 from gpuattn.tasks.corpus import Corpus, TextCorpus, held_out
 from gpuattn.train.session import train
 
@@ -216,3 +216,28 @@ def test_pairs_alone(translation):
         dataclasses.replace(translation, source="a", target="b")
     with pytest.raises(ConfigError, match="task is 'toy' and there are files"):
         dataclasses.replace(translation, task="toy")
+
+
+def test_at_most_some_of_a_large_share_is_evaluated(
+    text, lines, language, translation, monkeypatch
+):
+    monkeypatch.setattr(stored, "VALID_TOKENS", 48)
+    monkeypatch.setattr(stored, "SLICES", 4)
+    corpus = TextCorpus(language)
+    held, whole = corpus._ids_of[1], TokenStore(language.lm).valid.tokens("text")
+    assert len(held) == 48 < len(whole)
+    assert np.array_equal(held[:12], whole[:12]) and np.array_equal(held[-12:], whole[-12:])
+    pairs = Corpus(translation)
+    assert 0 < len(pairs.valid) < 20 and {pair[:2] for pair in pairs.valid} <= set(lines[100:])
+    assert sum(len(b.sentences) for b in pairs.valid_batches()) == len(pairs.valid)
+
+
+def test_the_mix_of_a_store_counts(language, translation, tmp_path):
+    half = [
+        {"name": "a", "weight": 0.9, "rows": [0, 20], "tokens": {"text": [0, 200]}},
+        {"name": "b", "weight": 0.1, "rows": [20, 100], "tokens": {"text": [200, 9999]}},
+    ]
+    TextCorpus(edited(language, tmp_path / "store", mix=half))
+    found = [b.sentences for b in Corpus(edited(translation, tmp_path / "pairs", mix=half))
+             .loader(0).epoch(0)]  # fmt: skip
+    assert np.mean(np.concatenate(found) < 20) > 0.8
