@@ -101,6 +101,8 @@ gpuattn train                                 English to German phrases, until i
 gpuattn train dates --out runs/dates          another built-in task
 gpuattn train train.en train.de --valid val.en val.de --out runs/de --for 30e --batch 8k
 gpuattn train --lm book.txt --tokenizer chars GPT-2, character by character
+gpuattn train --lm stores/web                 on a token store, see gpuattn prepare
+gpuattn train --pairs stores/de --valid val.en val.de --out runs/de
 gpuattn train --config runs/de/config.toml --seed 2 --out runs/de2
 
 The same command continues a stopped run. Options may also stand in a TOML file
@@ -177,8 +179,9 @@ def command(
     device: str, **values: Any,
 ) -> None:  # fmt: skip
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
-    lines are translations of each other. Or train a language model, on one text: --lm FILE.
-    Ctrl-C saves; the same command continues."""
+    lines are translations of each other. Or train a language model, on one text: --lm FILE. Text
+    of any size: gpuattn prepare makes a token store of it, and train does by itself of files above
+    8 MB. Ctrl-C saves; the same command continues."""
     chosen = choose_device(device)[0]
     config, origins = resolved(ctx, what, valid, config_file, values, chosen)
     task = task_of(config)

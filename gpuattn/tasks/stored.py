@@ -18,7 +18,7 @@ from gpuattn.tasks.prepared import Say, is_large, store_of
 from gpuattn.tasks.texts import PairData, TextData
 
 USE = {"text": ("a text", "--lm"), "pairs": ("pairs", "--pairs")}  # kind -> what, the option
-VALID_TOKENS = 1 << 20  # of what a store holds out, used at each evaluation,
+VALID_TOKENS = 1 << 18  # of what a store holds out, used at each evaluation,
 SLICES = 64  # in so many slices of a text
 
 
@@ -94,7 +94,7 @@ def text(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> Te
         held = _valid_ids(config, tokenizer, digests)
         guess = texts.entropy(held)
     characters = store.head["counts"].get("characters")
-    size = f"{characters:,} characters" if characters else f"{len(store):,} documents"
+    size = f"{characters:,} characters in all" if characters else f"{len(store):,} documents"
     counts = f"{config.lm}: {size}, {len(train):,} tokens"
     digests = texts.by_option(config, digests)
     mix = _mix(store, len(train))

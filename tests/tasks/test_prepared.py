@@ -78,7 +78,7 @@ def test_a_run_makes_a_store_once_and_goes_on_with_it(text, tmp_path, monkeypatc
     monkeypatch.setattr(prepared, "LARGE", 1000)
     found = TextCorpus(text)
     size = len(everything_of(text))
-    assert found.facts[0] == f"{text.lm}: {size:,} characters, {size - size // 10:,} tokens"
+    assert found.facts[0] == f"{text.lm}: {size:,} characters in all, {size - size // 10:,} tokens"
     everything = [np.concatenate([c._ids_of[0], c._ids_of[1]]) for c in (plain, found)]
     assert np.array_equal(*everything) and plain.tokenizer.to_bytes() == found.tokenizer.to_bytes()
     user = load_run(tmp_path / "whole", device="numpy")
