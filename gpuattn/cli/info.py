@@ -51,8 +51,12 @@ def show_store(store: TokenStore, as_json: bool) -> None:
         return
     held = f", {len(store.valid):,} more held out" if store.valid else ""
     counts = ", ".join(f"{n:,} {what}" for what, n in head["counts"].items())
-    _say("store", f"{store.folder}: {store.kind}, {len(store):,} rows{held}")
-    _say("read", f"{counts} of {len(head['sources']):,} files")
+    _say(
+        "store",
+        f"{store.folder}: {store.kind}, {len(store):,} {'rows' if len(store) > 1 else 'row'}{held}",
+    )
+    files = len(head["sources"])
+    _say("read", f"{counts} of {files:,} {'files' if files > 1 else 'file'}")
     for part in head["mix"]:
         _say(
             "mix", f"{part['name']} {part['weight']:g}: {part['rows'][1] - part['rows'][0]:,} rows"

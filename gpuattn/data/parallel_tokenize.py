@@ -5,6 +5,7 @@ from a pipe: they end when the pipe does, also when this process is killed, and 
 """
 
 import collections
+import contextlib
 import json
 import os
 import pickle
@@ -243,7 +244,8 @@ class _Pool:
             )  # fmt: skip
             self._processes.append(process)
             self._idle.put(process)
-            pickle.dump(rules, process.stdin)
+            with contextlib.suppress(BrokenPipeError):  # it has ended: its first job tells
+                pickle.dump(rules, process.stdin)
 
     def submit(self, job):
         return self._threads.submit(self._do, job)
@@ -272,8 +274,9 @@ class _Pool:
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.wait()
-            process.stdin.close()
-            process.stdout.close()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):  # of what was not written
+                    pipe.close()
 
 
 def serve() -> None:

@@ -199,13 +199,15 @@ class _Preparation:
             for step, tokens in results:
                 self._take(step, tokens)
                 self._report(step)
+            self._check_whole()
             if self.of_part or not self.writers[0].parts:
                 self._end_part(len(self.units), 0, [])
             return self._finish()
         except BaseException:
             results.close()
-            for writer in self.writers:
-                writer.close() if self.writers[0].parts else writer.discard()
+            whole = self.writers[0].parts
+            for writer in reversed(self.writers):
+                writer.close() if whole else writer.discard()
             raise
 
     # ---- reading ----
@@ -273,8 +275,9 @@ class _Preparation:
         unit = self.units[step.unit]
         if self.plan.mix and unit[0].group not in [name for name, _ in self.state["groups"]]:
             self.state["groups"].append([unit[0].group, self._sizes()])
-        self.counts.update(tokens.counts)
-        self.skipped.update(tokens.skipped)
+        if not step.last:
+            self.counts.update(tokens.counts)
+            self.skipped.update(tokens.skipped)
         if self.plan.pairs or unit[0].is_rows:
             if not step.last:
                 self._take_rows(tokens)
@@ -328,16 +331,22 @@ class _Preparation:
             writer.end_part(self.state | {"sources": self.sources})
         self.of_part, self.sources = 0, []
 
-    def _finish(self):
-        """Check that nothing is empty and write the heads, the store's own last."""
-        for writer, what in zip(self.writers, ("text", "text to hold out"), strict=False):
+    def _check_whole(self):
+        """Raise DataError where a store or a source of a mix would be empty."""
+        for writer in self.writers:
             if not writer.rows or not min(writer.tokens.values()):
                 reasons = "".join(f"; {n:,} with {why}" for why, n in self.skipped.items() if n)
                 names = ", ".join(source.path for source in self.plan.files[:3])
-                advice = (
-                    ". Give more documents or a larger --valid" if writer.folder != self.out else ""
-                )
-                raise DataError(f"{names}: there is no {what}{reasons}{advice}")
+                if writer.folder != self.out:
+                    reasons += " to hold out. Give more documents or a larger --valid"
+                raise DataError(f"{names}: there is no text{reasons}")
+        for part in self._mix(0):
+            if part["rows"][0] == part["rows"][1]:
+                name = part["name"]
+                raise DataError(f"{name} of the mix has no text; leave it out or give it text")
+
+    def _finish(self):
+        """Write the heads, the store's own last."""
         facts = {
             "key": self.key,
             "counts": dict(self.counts),
@@ -362,8 +371,6 @@ class _Preparation:
         bounds = [sizes[split] for _, sizes in groups] + [self._sizes()[split]]
         found = []
         for (name, _), begin, end in zip(groups, bounds, bounds[1:], strict=False):
-            if begin["rows"] == end["rows"] and split == 0:
-                raise DataError(f"{name} of the mix has no text; leave it out or give it text")
             tokens = {side: [begin["tokens"][side], end["tokens"][side]] for side in end["tokens"]}
             found.append({"name": name, "weight": self.plan.mix[name],
                           "rows": [begin["rows"], end["rows"]], "tokens": tokens})  # fmt: skip

@@ -127,10 +127,8 @@ class Reader:
         meanwhile.
         """
         before = self.source.stat()
-        blocks = _without_mark(self.blocks())
-        yield from _cut_anywhere(blocks) if any_cut else self._whole_lines(blocks)
-        if self.source.stat() != before:
-            raise DataError(f"{self.source.path} has changed while it was read. Prepare it again")
+        blocks = self._unchanged(_without_mark(self.blocks()), before)
+        return _cut_anywhere(blocks) if any_cut else self._whole_lines(blocks)
 
     def lines(self) -> Iterator[bytes]:
         """Yield the lines without their ends."""
@@ -150,6 +148,13 @@ class Reader:
                 self._size = self._file.seek(0, os.SEEK_END)
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise source.unreadable(error) from error
+
+    def _unchanged(self, blocks, before):
+        """Pass blocks on as long as the file is as it was, also behind the last one."""
+        for block in itertools.chain(blocks, [b""]):
+            if self.source.stat() != before:
+                raise DataError(f"{self.source.path} has changed while it was read: prepare again")
+            yield block
 
     def _whole_lines(self, blocks):
         limit = LONGEST_JSON_LINE if self.source.is_rows else LONGEST_LINE

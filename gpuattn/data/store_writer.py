@@ -125,10 +125,12 @@ class StoreWriter:
             (self.folder / name).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove all files."""
+        """Remove all files, and the folder if it is empty then."""
         self.close()
         for name in (*self._files, TOKENIZER, PROGRESS):
             (self.folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
 
     def close(self) -> None:
         """Close the files."""

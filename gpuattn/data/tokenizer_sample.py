@@ -9,7 +9,7 @@ from gpuattn.data.sources import BLOCK, STANDARD, Reader, Source, spread
 from gpuattn.data.tokenizer import BaseTokenizer, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
 
-SAMPLE = 16 << 20  # bytes of text that subwords are learned from
+SAMPLE = 12 << 20  # bytes of text that subwords are learned from
 PIECE = 1000  # characters: SentencePiece learns nothing from lines much longer
 
 
