@@ -1,4 +1,4 @@
-"""How fast batches are made from a token store, without a model; start and memory beside it."""
+"""How fast text becomes tokens, and tokens batches, without a model; start and memory beside it."""
 
 import contextlib
 import tempfile
@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 
 from gpuattn.data.batching import LanguageModelLoader, PackedLoader
+from gpuattn.data.prepare import Done, Plan, prepare
+from gpuattn.data.sources import Source
 from gpuattn.data.store import TokenStore
 from gpuattn.data.store_writer import StoreWriter
 from gpuattn.data.tokenizer import EOS, SPECIALS, CharTokenizer
+from gpuattn.environment import usable_cores
 from gpuattn.tasks.stored import row_pairs
 
 CASES = {  # kind of a store -> (batch, tokens of a block or None) in tokens
     "text": ((8_192, 256), (32_768, 1024), (491_520, 1024)),
     "pairs": ((8_000, None), (25_000, None)),
 }
+MEGABYTES = 64  # of text that is prepared
 LONGEST = 257  # tokens of a sentence, as train has it
 ROWS = {"text": 30_000, "pairs": 1_200_000}  # of generated stores: pairs packed by windows
 MEAN, SPREAD, ROW = 3.2, 0.6, 2048  # log of the tokens of a sentence; tokens of a document
@@ -86,14 +90,49 @@ def generated(kind: str, rows: int | None = None) -> Iterator[TokenStore]:
         yield TokenStore(folder)
 
 
+def preparing(megabytes: int, workers: int) -> dict[str, Any]:
+    """Return a row on ``gpuattn prepare`` of generated text: fields as those of ``loading``, and
+    ``mb_per_s``, its bytes of text a second; learning the tokenizer is counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "text"
+        done: list[Done] = []
+        text.write_text(_some_text(megabytes << 20))
+        memory = anonymous_memory()
+        plan = Plan(sources=(Source(str(text), "text"),), workers=workers)
+        store = prepare(plan, Path(folder) / "store", progress=done.append)
+        now, (size, spent, _) = anonymous_memory(), done[-1]
+        return {
+            "what": f"preparing {megabytes} MB, {workers} processes",
+            "start": 0.0,
+            "tokens_per_s": store.head["tokens"]["text"] / spent,
+            "memory": None if now is None or memory is None else now - memory,
+            "mb_per_s": size / spent / 1e6,
+        }
+
+
+def _some_text(size):
+    """Return text of about ``size`` characters, with words of Zipf's frequencies."""
+    rng = np.random.default_rng(0)
+    letters = rng.choice(list("etaoinshrdlucmfwypvbgk"), (50_000, 8))
+    words = [
+        " " + "".join(row[:n]) for row, n in zip(letters, rng.integers(2, 9, 50_000), strict=True)
+    ]
+    ids = np.minimum(rng.zipf(1.15, size // 6), len(words)) - 1
+    return "\n".join("".join(words[i] for i in line) for line in np.array_split(ids, size // 100))
+
+
 def measure(
     stores: tuple[str, ...], seconds: float, tell: Callable[[dict[str, Any]], None]
 ) -> list[dict[str, Any]]:
-    """Return the rows of stores in folders, or of generated ones; ``tell`` gets each row at once.
+    """Return the rows of stores in folders, or of preparing and of generated stores; ``tell`` gets
+    each row at once.
 
     Raises DataError for a folder that is no store.
     """
     rows = []
+    if not stores:
+        rows.append(preparing(MEGABYTES, usable_cores()))
+        tell(rows[0])
     for name in stores or CASES:
         place = contextlib.nullcontext(TokenStore(name)) if stores else generated(name)
         with place as store:

@@ -88,11 +88,11 @@ def text(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> Te
     """
     store, digests = _store(config, tokenizer, say)
     tokenizer = _tokenizer(store, config, tokenizer)
-    train, held, guess = _parts(store)
     if config.valid_lm:
-        train = store.tokens("text")
-        held = _valid_ids(config, tokenizer, digests)
+        train, held = store.tokens("text"), _valid_ids(config, tokenizer, digests)
         guess = texts.entropy(held)
+    else:
+        train, held, guess = _parts(store)
     characters = store.head["counts"].get("characters")
     size = f"{characters:,} characters in all" if characters else f"{len(store):,} documents"
     counts = f"{config.lm}: {size}, {len(train):,} tokens"
@@ -108,10 +108,21 @@ def held_out_ids(config: Any, tokenizer: Any) -> Sequence[int]:
     return _parts(_store(config, tokenizer)[0])[1]
 
 
+def _has_share(store):
+    """Return whether a store holds out a share. DataError for a mix that does not: its end would
+    be of one part alone."""
+    if store.head["mix"] and not store.valid:
+        raise DataError(
+            f"{store.folder} is a mix and holds out nothing. Name validation files, or prepare it "
+            "with --valid"
+        )
+    return store.valid is not None
+
+
 def _parts(store):
     """Return (ids to learn from, ids held out, entropy of ids in nats)."""
     ids, guess = store.tokens("text"), store.head["unigram"]["text"]
-    if store.valid:
+    if _has_share(store):
         return ids, _some(store.valid.tokens("text")), store.valid.head["unigram"]["text"]
     cut = len(ids) - min(len(ids) // texts.TEXT_SHARE, VALID_TOKENS)
     return ids[:cut], ids[cut:], guess
@@ -151,7 +162,6 @@ def pairs(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> P
         raise DataError(
             f"{store.folder} has {tokenizer.units}; pairs need subwords. Prepare them again"
         )
-    train, held, guess = _pair_parts(store)
     if config.valid_source:
         train = row_pairs(store)
         files = (config.valid_source, config.valid_target)
@@ -159,6 +169,7 @@ def pairs(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> P
         held, kept = texts.encode(config, tokenizer, valid)
         valid, guess = [valid[i] for i in kept], texts.targets_entropy(held)
     else:
+        train, held, guess = _pair_parts(store)
         valid = _decoded(held, config, tokenizer)
     return PairData(
         tokenizer, train, held, valid, config.pairs or config.source, _skipped(store), guess,
@@ -187,7 +198,7 @@ def row_pairs(store: TokenStore, begin: int = 0, end: int | None = None) -> RowP
 
 def _pair_parts(store):
     """Return (pairs to learn from, pairs held out, entropy of target ids in nats)."""
-    if store.valid:
+    if _has_share(store):
         held = _some_pairs(row_pairs(store.valid), max(store.valid.head["tokens"].values()))
         return row_pairs(store), held, store.valid.head["unigram"]["target"]
     if len(store) < 2:

@@ -28,7 +28,7 @@ def text(tmp_path, rng):
     (tmp_path / "text").write_text("".join(rng.choice(["red ", "old\n", "cat ", "dog; "], 500)))
     return TrainConfig(
         model="gpt2", lm=str(tmp_path / "text"), tokenizer="chars", dim=16, heads=2, layers=1,
-        block=8, dropout=0.0, batch=64, lr=1e-2, warmup=2, length="6u", eval_every="3u",
+        block=8, dropout=0.0, batch=64, lr=1e-2, warmup=2, length="4u", eval_every="2u",
     )  # fmt: skip
 
 
