@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from gpuattn.data.batching import LanguageModelLoader, PackedLoader
-from gpuattn.data.prepare import Done, Plan, prepare
+from gpuattn.data.plan import Plan
+from gpuattn.data.prepare import Done, prepare
 from gpuattn.data.sources import Source
 from gpuattn.data.store import TokenStore
 from gpuattn.data.store_writer import StoreWriter

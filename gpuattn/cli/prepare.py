@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from gpuattn.cli.options import COUNT, GroupedCommand, GroupedOption, Parsed, PathName
-from gpuattn.data.prepare import Done, Plan, prepare
+from gpuattn.data.plan import Plan
+from gpuattn.data.prepare import PART, Done, prepare
 from gpuattn.data.sources import find_sources
 from gpuattn.data.store import TOKENIZER, TokenStore
 from gpuattn.data.tokenizer import BaseTokenizer, tokenizer_from_bytes
@@ -81,6 +82,10 @@ def command(
     progress = Progress()
     try:
         store = prepare(plan, out, _say, progress)
+    except KeyboardInterrupt:
+        progress.end()
+        _say(f"stopped; the same command goes on behind the last {PART >> 20} MB that were whole")
+        raise
     finally:
         progress.end()
     click.echo(verdict(store, progress.last), err=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from gpuattn.data.packing import Mix, Plan
+from gpuattn.data.packing import Mix, Packing
 from gpuattn.data.rows import RowPairs, Rows
 from gpuattn.data.tokenizer import BOS, PAD
 from gpuattn.errors import ConfigError, DataError, problem
@@ -115,14 +115,15 @@ class PackedLoader:
         if not isinstance(pairs, RowPairs):
             pairs = RowPairs(*(Rows.of([pair[side] for pair in pairs]) for side in (0, 1)))
         self.pairs = pairs
-        self.plan = Plan(pairs, tokens, seed, world, batching, longest, mix)
-        if self.plan.count < world:
+        self.packing = Packing(pairs, tokens, seed, world, batching, longest, mix)
+        if self.packing.count < world:
             raise DataError(
-                f"PackedLoader: {self.plan.count} pairs for {world} ranks; one each is needed"
+                f"PackedLoader: {self.packing.count} pairs for {world} ranks; one each is needed"
             )
-        if self.plan.most > tokens:
+        most, at = self.packing.most, self.packing.at
+        if most > tokens:
             raise ConfigError(
-                f"PackedLoader: tokens is {tokens}; pair {self.plan.at} alone has {self.plan.most}"
+                f"PackedLoader: tokens is {tokens}; pair {at} alone has {most}"
                 " with its end mark. Raise the budget or leave out longer sentences"
             )
         self.tokens = tokens
@@ -133,7 +134,7 @@ class PackedLoader:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield this rank's batches of an epoch, from its batch ``start`` on."""
-        batches, first = self.plan.batches(number), self.rank + start * self.world
+        batches, first = self.packing.batches(number), self.rank + start * self.world
         for sentences in islice(batches, first, None, self.world):
             yield self._batch(sentences)
 
@@ -142,14 +143,14 @@ class PackedLoader:
 
         Of more than ``packing.WHOLE`` pairs about how many: ``epoch`` ends when it ends.
         """
-        return self.plan.size(number) // self.world
+        return self.packing.size(number) // self.world
 
     def fill(self, number: int) -> float:
         """Return the share of the budget that the batches of an epoch use, on the fuller side.
 
         Of more than ``packing.WHOLE`` pairs that of a sample.
         """
-        return self.plan.fill(number)
+        return self.packing.fill(number)
 
     def _batch(self, sentences):
         padded = self.batching != "packed"
@@ -246,7 +247,8 @@ class LanguageModelLoader:
                 f"needs {block + 1}. Give more text or a smaller block"
             )
         self._parts = np.array([part[:2] for part in mix], np.int64).reshape(-1, 2).T
-        self._weights = [weight for _, _, weight in mix]
+        total = sum(weight for _, _, weight in mix)  # 1, but for rounding
+        self._weights = [weight / total for _, _, weight in mix]
         for begin, end in self._parts.T:
             if end - begin <= block:
                 raise DataError(

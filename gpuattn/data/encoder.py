@@ -106,11 +106,11 @@ class _CharEncoder(Encoder):
     def __init__(self, tokenizer):
         super().__init__(tokenizer)
         self._table = np.zeros(LAST_CODE + 1, self.dtype)  # 0 is padding: no character has it
-        codes = _codes(tokenizer.characters)
+        codes = code_points(tokenizer.characters)
         self._table[codes] = np.arange(len(codes)) + tokenizer.encode(tokenizer.characters[0])[0]
 
     def text(self, text):
-        ids = self._table[_codes(text)]
+        ids = self._table[code_points(text)]
         if not ids.all():
             self.tokenizer.encode(text)  # raises an error that names the character
         return ids
@@ -119,8 +119,9 @@ class _CharEncoder(Encoder):
         return self.text(line).tobytes()
 
 
-def _codes(text):
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+def code_points(text: str) -> np.ndarray:
+    """Return the code point of each character, (characters,) uint32."""
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
 def _words_are_independent(tokenizer: Tokenizer) -> bool:

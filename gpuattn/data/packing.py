@@ -19,7 +19,7 @@ POOL_BATCHES = 64  # that are packed together: a window
 SCAN = 1 << 18  # rows whose lengths are read at a time
 
 
-class Plan:
+class Packing:
     """The batches of an epoch for all ranks, each an array of indices of pairs.
 
     ``pairs``: RowPairs. ``tokens``: the budget of either side of a batch. ``longest``: pairs with

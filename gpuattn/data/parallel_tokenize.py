@@ -141,7 +141,7 @@ class Worker:
     def _encoded(self, job, number, text):
         try:
             return self.encoder.text(text)
-        except (DataError, UnicodeEncodeError) as error:
+        except DataError as error:
             raise DataError(f"{job.paths[0]}, from line {number:,} on: {error}") from None
 
 
@@ -150,9 +150,7 @@ _NO_ENDS = np.empty(0, np.int64)
 
 def hashes(texts: Iterable[str]) -> np.ndarray:
     """Return a 64-bit hash of each text, (texts,) uint64, the same on every machine."""
-    found = b"".join(
-        blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest() for text in texts
-    )
+    found = b"".join(blake2b(text.encode(), digest_size=8).digest() for text in texts)
     return np.frombuffer(found, "<u8")
 
 
@@ -199,6 +197,10 @@ def _text_of_row(job, number, line):
         ) from None
     if not isinstance(text, str):
         raise DataError(f"{job.paths[0]}, line {number}: {job.field!r} is no text: {text!r:.60}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{job.paths[0]}, line {number}, is no Unicode text: {error}") from None
     return text
 
 

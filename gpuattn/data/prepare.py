@@ -6,12 +6,10 @@ compares its SHA-256.
 """
 
 import hashlib
-import json
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,86 +17,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn.data.parallel_tokenize import Job, Rules, Tokens, hashes, select, tokenized
-from gpuattn.data.sources import BLOCK, STANDARD, Reader, Source
+from gpuattn.data.plan import Plan
+from gpuattn.data.sources import BLOCK, Reader
 from gpuattn.data.store import PROGRESS, TOKENIZER, VALID, TokenStore, is_store
 from gpuattn.data.store_writer import StoreWriter, last_position
-from gpuattn.data.tokenizer import EOS, BaseTokenizer, CharTokenizer, tokenizer_from_bytes
+from gpuattn.data.tokenizer import EOS, CharTokenizer, tokenizer_from_bytes
 from gpuattn.data.tokenizer_sample import learned
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.lock import LOCK, locked
 from gpuattn.typing import StrPath
 
 PART = 64 << 20  # bytes of text in a part: what a kill loses at most
+WORTH_A_WORKER = 4  # blocks of text
 PAIR_LINES = 1 << 14  # of a job, at most
 SEEN = "seen"  # hashes of the pairs that are kept, while duplicates are left out
 LEAST_SHARE = 1 / 4  # of the bytes of a text that its store takes, at least
 WHOLE = 1 << 64  # hashes are below
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to prepare.
-
-    ``sources``: of a text, or ``pairs``: (source, target) files whose lines are translations.
-    ``tokenizer``: None learns subwords from a sample, "chars" takes all characters.
-    ``documents``: end each file, JSON line or row with ``eos``. ``valid``: the share of documents
-    or pairs that is held out, chosen by a hash of the text. ``longest`` (tokens of a side),
-    ``max_ratio`` (of the tokens of both sides) and ``duplicates``: which pairs are kept. ``mix``:
-    {group of sources: weight}. ``workers``: processes.
-    """
-
-    sources: tuple[Source, ...] = ()
-    pairs: tuple[tuple[Source, Source], ...] = ()
-    tokenizer: BaseTokenizer | str | None = None
-    vocab_size: int = 8000
-    seed: int = 0
-    documents: bool = False
-    valid: float = 0.0
-    longest: int | None = None
-    max_ratio: float | None = None
-    duplicates: bool = True
-    mix: dict[str, float] = field(default_factory=dict)
-    workers: int = 1
-
-    @property
-    def units(self) -> list[tuple[Source, ...]]:
-        """What is read together: a file, or two."""
-        return [*self.pairs] if self.pairs else [(source,) for source in self.sources]
-
-    @property
-    def files(self) -> list[Source]:
-        """All files, in order."""
-        return [source for unit in self.units for source in unit]
-
-    @property
-    def from_stream(self) -> bool:
-        """Whether a source is standard input, which can be read once."""
-        return any(source.path == STANDARD for source in self.files)
-
-    def check(self) -> None:
-        """Raise ConfigError for options that contradict each other."""
-        if not self.units:
-            raise ConfigError("prepare: there are no sources; accepted: files, folders, globs or -")
-        if self.mix:
-            groups = sorted({source.group for source in self.files})
-            if groups != sorted(self.mix):
-                raise ConfigError(f"mix names {sorted(self.mix)}; the sources are {groups}")
-            if min(self.mix.values()) <= 0 or abs(sum(self.mix.values()) - 1) > 1e-6:
-                weights = " + ".join(f"{weight:g}" for weight in self.mix.values())
-                raise ConfigError(
-                    f"mix: the weights {weights} add up to {sum(self.mix.values()):g}; accepted: "
-                    "weights above 0 that add up to 1"
-                )
-        if self.from_stream and (self.pairs or self.tokenizer == "chars"):
-            what = "pairs" if self.pairs else "the characters of a text without --tokenizer FILE"
-            raise ConfigError(f"{STANDARD}: {what} cannot come from standard input; give files")
-
-    def key(self) -> str:
-        """Return a digest of the sources, as they lie on the disk, and of the options."""
-        values = vars(self) | {"workers": 0, "files": [source.stat() for source in self.files]}
-        if isinstance(self.tokenizer, BaseTokenizer):
-            values["tokenizer"] = hashlib.sha256(self.tokenizer.to_bytes()).hexdigest()
-        return hashlib.sha256(json.dumps(values, sort_keys=True, default=vars).encode()).hexdigest()
 
 
 class Done(NamedTuple):
@@ -157,11 +91,12 @@ class _Preparation:
         self.plan, self.out, self.key, self.say, self.progress = plan, out, key, say, progress
         self.units = plan.units
         self.readers: dict[int, list[Reader]] = {}
-        self.sizes = [source.stat()[0] for source in plan.files]
+        sizes = [source.stat()[0] for source in plan.files]
+        self.bounds = np.cumsum([0, *sizes])  # bytes of the files before each
         self.begin, self.read, self.of_part = time.monotonic(), 0, 0
         self.kept: list[bytes] = []  # of standard input, for the sample
         _check_folder(out)
-        _check_room(out, sum(self.sizes))
+        _check_room(out, sum(sizes))
         position = last_position(out)
         if position and position["key"] != key:
             say("the sources or options have changed: beginning anew")
@@ -194,13 +129,16 @@ class _Preparation:
             self.tokenizer.to_bytes(), plan.documents, plan.longest, plan.max_ratio,
             hashes=bool(plan.valid or not plan.duplicates),
         )  # fmt: skip
-        results = tokenized(rules, self._jobs(), plan.workers)
+        workers = plan.workers
+        if not plan.from_stream:  # a process takes a quarter of a second to begin
+            workers = min(workers, 1 + int(self.bounds[-1]) // (WORTH_A_WORKER * BLOCK))
+        results = tokenized(rules, self._jobs(), workers)
         try:
             for step, tokens in results:
                 self._take(step, tokens)
                 self._report(step)
             self._check_whole()
-            if self.of_part or not self.writers[0].parts:
+            if self.of_part or self.sources or not self.writers[0].parts:
                 self._end_part(len(self.units), 0, [])
             return self._finish()
         except BaseException:
@@ -377,9 +315,9 @@ class _Preparation:
         return found
 
     def _report(self, step):
-        before = sum(self.sizes[: step.unit * len(self.units[0])])
+        before = self.bounds[step.unit * len(self.units[0])]
         now = sum(reader.consumed for reader in self.readers[step.unit])
-        share = None if self.plan.from_stream else (before + now) / max(sum(self.sizes), 1)
+        share = None if self.plan.from_stream else float((before + now) / max(self.bounds[-1], 1))
         self.progress(Done(self.read, time.monotonic() - self.begin, share))
         if step.last:
             del self.readers[step.unit]

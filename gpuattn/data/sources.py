@@ -8,7 +8,6 @@ import contextlib
 import glob
 import gzip
 import importlib
-import io
 import itertools
 import json
 import lzma
@@ -257,16 +256,20 @@ def _cut_anywhere(blocks):
 
 
 def spread(source: Source, budget: int) -> Iterator[bytes]:
-    """Yield chunks of whole lines, ``budget`` bytes in all: of a plain file from evenly spaced
-    places, of a packed one from its beginning."""
+    """Yield whole lines, about ``budget`` bytes in all: of a plain file blocks from evenly spaced
+    places, of a packed one its beginning."""
     size, _ = source.stat()
     if not source.is_plain or size <= budget:
-        yield from itertools.islice(Reader(source).chunks(), max(1, budget // BLOCK))
+        for chunk in Reader(source).chunks():
+            yield chunk[: chunk.rfind(b"\n", 0, budget) + 1] if len(chunk) > budget else chunk
+            budget -= len(chunk)
+            if budget <= 0:
+                break
         return
+    count = max(1, budget // BLOCK)
     with open(source.path, "rb") as file:
-        for i in range(max(1, budget // BLOCK)):
-            file.seek(i * (size - BLOCK) // max(1, budget // BLOCK - 1))
-            block = io.BytesIO(file.read(BLOCK))
-            block.readline()  # most likely a part of a line
-            whole = block.read()
-            yield whole[: whole.rfind(b"\n") + 1]
+        for i in range(count):
+            file.seek(i * (size - budget // count) // max(1, count - 1))
+            block = file.read(budget // count)
+            begin = block.find(b"\n") + 1 if i else 0  # most likely in the middle of a line
+            yield block[begin : block.rfind(b"\n") + 1]

@@ -3,8 +3,11 @@
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
 
+import numpy as np
+
+from gpuattn.data.encoder import LAST_CODE, code_points
+from gpuattn.data.plan import Plan
 from gpuattn.data.sources import BLOCK, STANDARD, Reader, Source, spread
 from gpuattn.data.tokenizer import BaseTokenizer, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
@@ -13,37 +16,57 @@ SAMPLE = 12 << 20  # bytes of text that subwords are learned from
 PIECE = 1000  # characters: SentencePiece learns nothing from lines much longer
 
 
-def learned(plan: Any, kept: list[bytes], say: Callable[[str], None]) -> BaseTokenizer:
+def learned(plan: Plan, kept: list[bytes], say: Callable[[str], None]) -> BaseTokenizer:
     """Return a plan's own tokenizer, or learn it. ``kept``: gets what is read of standard input."""
     if isinstance(plan.tokenizer, BaseTokenizer):
         return plan.tokenizer
     if plan.tokenizer == "chars":
         return _characters(plan)
     say("learning a tokenizer from a sample")
-    sizes = [source.stat()[0] for source in plan.files]
-    lines = []
-    for source, size in zip(plan.files, sizes, strict=True):
+    lines: list[str] = []
+    for source, chunk in _sample(plan.files, kept):
+        lines += _lines(source, chunk)
+    if not any(lines):
+        raise _no_text(plan)
+    return Tokenizer.train(lines, plan.vocab_size, plan.seed)
+
+
+def _sample(files, kept):
+    """Yield (source, chunk), ``SAMPLE`` bytes in all. Each file adds its share to what may be read;
+    a block is read, or a whole smaller file, once there is enough for it."""
+    total, room = max(sum(source.stat()[0] for source in files), 1), 0.0
+    for source in files:
         if source.path == STANDARD:
             kept += islice(Reader(source).blocks(), SAMPLE // BLOCK)
-            chunks = iter(kept)
-        else:
-            chunks = spread(source, max(BLOCK, SAMPLE * size // sum(sizes)) if size else BLOCK)
-        lines += [line for chunk in chunks for line in _lines(source, chunk)]
-    if not any(lines):
-        names = ", ".join(source.path for source in plan.files[:3])
-        raise DataError(f"{names}: there is no text to learn a tokenizer from")
-    return Tokenizer.train(lines, plan.vocab_size, plan.seed)
+            yield from ((source, block) for block in kept)
+            continue
+        size = source.stat()[0]
+        room += SAMPLE * size / total
+        if size and room >= min(size, BLOCK):
+            yield from ((source, chunk) for chunk in spread(source, int(room)))
+            room = 0.0
 
 
 def _characters(plan):
     """Return the tokenizer of all characters, of all sources."""
-    found: set[str] = set()
+    found = np.zeros(LAST_CODE + 1, bool)
     for source in plan.files:
         for chunk in Reader(source).chunks(any_cut=not source.is_rows):
-            found.update(*_texts(source, chunk))
+            for text in _texts(source, chunk):
+                found[code_points(text)] = True
+    if not found.any():
+        raise _no_text(plan)
     if len(plan.files) > 1 or plan.files[0].is_rows:
-        found.add("\n")  # between documents
-    return CharTokenizer.train(found)
+        found[ord("\n")] = True  # between documents
+    return CharTokenizer.train(map(chr, np.flatnonzero(found)))
+
+
+def _no_text(plan):
+    for source in plan.files[:3]:
+        if source.path != STANDARD:
+            next(Reader(source).chunks(), None)  # raises an error for a line that is too long
+    names = ", ".join(source.path for source in plan.files[:3])
+    return DataError(f"{names}: there is no text to learn a tokenizer from")
 
 
 def _lines(source: Source, chunk: bytes) -> Iterator[str]:

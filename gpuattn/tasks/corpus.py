@@ -41,7 +41,7 @@ class Corpus:
         (source, target), each = self._tokens(), " an epoch" if config.task else ""
         left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
         self.facts = [
-            f"{data.name}: {first.plan.count:,} pairs{each}, {source:,} + {target:,} tokens"
+            f"{data.name}: {first.packing.count:,} pairs{each}, {source:,} + {target:,} tokens"
             f"{left_out}",
             f"{len(self.valid):,} pairs for validation, "
             f"loss of guessing by frequency {data.guess:.2f}",
@@ -61,13 +61,13 @@ class Corpus:
 
     def _tokens(self):
         """Return the tokens of an epoch on each side, without end marks."""
-        plan = self._first_loader.plan
-        return (plan.totals - plan.count).tolist()
+        packing = self._first_loader.packing
+        return (packing.totals - packing.count).tolist()
 
     def _longer(self):
         """Return how many pairs of a store are longer than the limit, in words, or nothing."""
         config, loader = self.config, self._first_loader
-        count = len(loader.pairs.source) - loader.plan.count
+        count = len(loader.pairs.source) - loader.packing.count
         if count and config.on_long == "error":
             raise DataError(
                 f"{config.pairs} has {count:,} pairs longer than {config.max_len} tokens. Raise "

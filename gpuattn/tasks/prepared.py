@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gpuattn.cuda import disk_cache
-from gpuattn.data.prepare import Done, Plan, prepare
+from gpuattn.data.plan import Plan
+from gpuattn.data.prepare import Done, prepare
 from gpuattn.data.sources import Source
 from gpuattn.data.store import TokenStore, is_store
 from gpuattn.environment import usable_cores

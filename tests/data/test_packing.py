@@ -27,7 +27,7 @@ def some_rows(rng, count, longest=40):
 def test_windows_hold_every_pair_once(by_windows, rng, batching, world):
     pairs, sizes = some_rows(rng, 2000)
     wanted = np.flatnonzero(sizes <= 35).tolist()
-    plan = packing.Plan(pairs, 120, 3, world, batching, longest=35)
+    plan = packing.Packing(pairs, 120, 3, world, batching, longest=35)
     assert not plan.is_whole and plan.count == len(wanted) and plan.most == 35
     for epoch in (0, 1):
         batches = list(plan.batches(epoch))
@@ -46,16 +46,16 @@ def test_windows_resume_and_are_shuffled(by_windows, rng):
         whole = [batch.sentences.tolist() for batch in loader.epoch(1)]
         rest = [batch.sentences.tolist() for batch in loader.epoch(1, 50)]
         assert rest == whole[50:] and rest
-    sizes = [len(rows) for rows in islice(loader.plan.batches(0), 60)]
+    sizes = [len(rows) for rows in islice(loader.packing.batches(0), 60)]
     assert sizes != sorted(sizes)
-    first = np.concatenate(list(islice(loader.plan.batches(0), 4)))
+    first = np.concatenate(list(islice(loader.packing.batches(0), 4)))
     assert first.max() - first.min() > 1000  # from all of the corpus
 
 
 def test_up_to_a_million_pairs_an_epoch_is_planned_as_one(rng):
     pairs, sizes = some_rows(rng, 400)
     assert packing.WHOLE == 1_000_000
-    plan = packing.Plan(pairs, 120, 3, 1, "packed", longest=30)
+    plan = packing.Packing(pairs, 120, 3, 1, "packed", longest=30)
     assert plan.is_whole and plan.size(0) == len(list(plan.batches(0)))
     kept = np.flatnonzero(sizes <= 30)
     lists = [tuple(side.gather(kept[i : i + 1], 0, False)[0][:-1] for side in pairs)
@@ -68,7 +68,7 @@ def test_up_to_a_million_pairs_an_epoch_is_planned_as_one(rng):
 def test_a_mix_has_the_shares_of_its_weights(rng):
     pairs, _ = some_rows(rng, 1000)
     mix = [(0, 900, 0.5), (900, 1000, 0.5)]
-    plan = packing.Plan(pairs, 300, 3, 1, "packed", mix=mix)
+    plan = packing.Packing(pairs, 300, 3, 1, "packed", mix=mix)
     rows = np.concatenate(list(plan.batches(0)))
     first, second = rows[rows < 900], rows[rows >= 900]
     assert len(first) == len(second) == 500 and len(set(first.tolist())) == 500

@@ -3,6 +3,7 @@ that is stopped goes on; what cannot be used is named, and leaves no store."""
 
 import errno
 import gzip
+import hashlib
 import json
 import lzma
 import os
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpuattn.data import parallel_tokenize, prepare, sources, store_writer, tokenizer_sample
-from gpuattn.data.prepare import Plan
+from gpuattn.data.plan import Plan
 from gpuattn.data.sources import find_sources
 from gpuattn.data.store import TokenStore, is_store
 from gpuattn.data.text import read_parallel
@@ -72,13 +73,15 @@ def tokens(store):
     return store.tokens("text").tolist()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_text_has_the_tokens_of_its_text(write, made, workers):
+@pytest.mark.parametrize("workers, part", [(1, 300), (2, 300), (1, 1)])
+def test_a_text_has_the_tokens_of_its_text(write, made, monkeypatch, workers, part):
+    monkeypatch.setattr(prepare, "PART", part)
     store = made(write("a.txt", TEXT), workers=workers)
     assert tokens(store) == SUBWORDS.encode_text(TEXT)
     assert store.ends("text").tolist() == [len(store.tokens("text"))]
     assert len(store.head["parts"]) > 2
     assert store.head["counts"] == {"lines": TEXT.count("\n"), "characters": len(TEXT)}
+    assert store.head["sources"][0]["sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
     store.check()
 
 
@@ -255,6 +258,7 @@ BAD = {
     "a.jsonl, line 2, is no such JSON": {"a.jsonl": '"a"\n{"text\n'},
     "a.jsonl, line 1, has no field 'text'": {"a.jsonl": '{"body": "a"}\n'},
     "a.jsonl, line 1: 'text' is no text: 5": {"a.jsonl": '{"text": 5}\n'},
+    "a.jsonl, line 1, is no Unicode text: .* surrogates": {"a.jsonl": '"a \\ud800"\n'},
     "empty has no files": {"empty/": None},
 }
 
@@ -346,6 +350,11 @@ def test_a_tokenizer_is_learned_from_a_sample(write, made, monkeypatch):
     found = store.tokenizer()
     assert found.decode_text(store.row("text", 0).tolist()) == TEXT * 9
     assert made(*paths, tokenizer=None, vocab_size=300, out="b").fingerprint == store.fingerprint
+
+
+def test_a_sample_of_one_long_line(write, made):
+    with pytest.raises(DataError, match="a.txt, line 1, is longer than"):
+        made(write("a.txt", "b" * 500), tokenizer=None)
 
 
 def test_a_worker_that_is_killed_is_named(write, made, monkeypatch):

@@ -111,7 +111,7 @@ def test_pairs_and_their_store_give_the_same_batches(lines, translation, tmp_pat
             files[f"{name}{side}"] = str(path)
     of_files = dataclasses.replace(translation, pairs=None, **files)
     one, other = Corpus(translation), Corpus(of_files, WORDS)
-    assert 0 < one.loader(0).plan.count < 100
+    assert 0 < one.loader(0).packing.count < 100
     for epoch in range(2):
         same_batches(one.loader(epoch).epoch(epoch), other.loader(epoch).epoch(epoch))
     same_batches(one.valid_batches(), other.valid_batches())
@@ -160,7 +160,7 @@ def test_what_is_held_out_of_a_store_without_a_share(text, lines, language, tran
              for i, name in enumerate(("source", "target"))}  # fmt: skip
     write_store(tmp_path / "pairs2", WORDS, sides)
     pairs = Corpus(dataclasses.replace(translation, pairs=str(tmp_path / "pairs2"), max_len=20))
-    assert pairs.loader(0).plan.count == 118
+    assert pairs.loader(0).packing.count == 118
     assert [pair[:2] for pair in pairs.valid] == lines[118:]
 
 
