@@ -34,8 +34,9 @@ from gpuattn.units import OneOf, flag, shown
 
 HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     "Data": {
-        "lm": ("FILE", "One text to learn instead, by a language model."),
-        "valid_lm": ("FILE", "For validation; otherwise the end of the text is held out."),
+        "pairs": ("STORE", "Pairs that gpuattn prepare has made, instead of two files."),
+        "lm": ("FILE|STORE", "One text to learn instead, by a language model."),
+        "valid_lm": ("FILE|STORE", "For validation; otherwise the end of the text is held out."),
         "tokenizer": ("", "Of a text: subwords, or its characters."),
         "vocab_size": ("N", "Largest number of subwords, shared by both languages."),
         "max_len": ("N", "Longest sentence, in tokens."),
@@ -100,6 +101,8 @@ gpuattn train                                 English to German phrases, until i
 gpuattn train dates --out runs/dates          another built-in task
 gpuattn train train.en train.de --valid val.en val.de --out runs/de --for 30e --batch 8k
 gpuattn train --lm book.txt --tokenizer chars GPT-2, character by character
+gpuattn train --lm stores/web                 on a token store, see gpuattn prepare
+gpuattn train --pairs stores/de --valid val.en val.de --out runs/de
 gpuattn train --config runs/de/config.toml --seed 2 --out runs/de2
 
 The same command continues a stopped run. Options may also stand in a TOML file
@@ -176,8 +179,9 @@ def command(
     device: str, **values: Any,
 ) -> None:  # fmt: skip
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
-    lines are translations of each other. Or train a language model, on one text: --lm FILE.
-    Ctrl-C saves; the same command continues."""
+    lines are translations of each other. Or train a language model, on one text: --lm FILE. Text
+    of any size: gpuattn prepare makes a token store of it, and train does by itself of files above
+    8 MB. Ctrl-C saves; the same command continues."""
     chosen = choose_device(device)[0]
     config, origins = resolved(ctx, what, valid, config_file, values, chosen)
     task = task_of(config)
@@ -254,7 +258,7 @@ def _layers(ctx, what, valid, config_file, values):
     if valid:
         named |= {"valid_source": valid[0], "valid_target": valid[1]}
     from_file = read_toml(config_file) if config_file else {}
-    if what or "lm" in named:
+    if what or named.keys() & {"lm", "pairs"}:
         for name in ("task", *DATA_FILES):
             from_file.pop(name, None)
     return (
@@ -277,9 +281,13 @@ def _data(what):
         and what[0] not in generated.GENERATED
         and (Path(what[0]).exists() or Path(what[0]).suffix)
     ):
+        quoted = shlex.quote(what[0])
+        if Path(what[0]).is_dir():
+            raise click.UsageError(
+                f"{what[0]} is a folder; a store: --pairs {quoted} or --lm {quoted}"
+            )
         raise click.UsageError(
-            f"{what[0]} is one file; accepted: a source and a target file, or --lm "
-            f"{shlex.quote(what[0])}"
+            f"{what[0]} is one file; accepted: a source and a target file, or --lm {quoted}"
         )
     return {"task": what[0]} if what else {}
 

@@ -55,11 +55,12 @@ def _option(default, parse):
 class TrainConfig:
     """Everything that decides what a run computes. Values are parsed and checked on construction.
 
-    Data: ``task`` is a built-in one, or None where ``source`` and ``target`` name files;
-    ``valid_source``, ``valid_target`` files; ``vocab_size`` the most subwords, of both languages
-    together; ``max_len`` the most tokens of a sentence, ``on_long`` whether longer ones are left
-    out or an error; ``seed`` decides data order, first parameters and dropout. For a language model
-    instead: ``lm`` and ``valid_lm`` name texts, ``tokenizer`` is "subwords" or "chars", ``block``
+    Data: ``task`` is a built-in one, or None where ``source`` and ``target`` name files, or
+    ``pairs`` a token store (``data.store``); ``valid_source``, ``valid_target`` files;
+    ``vocab_size`` the most subwords, of both languages together; ``max_len`` the most tokens of a
+    sentence, ``on_long`` whether longer ones are left out or an error; ``seed`` decides data order,
+    first parameters and dropout. For a language model instead: ``lm`` and ``valid_lm`` name texts
+    or token stores, ``tokenizer`` is "subwords" or "chars" where there is no store, ``block``
     the tokens that it sees. Model: ``model`` is a name in ``models.kinds.MODELS``, whose config has
     the fields of the model; None for ``positions`` and ``activation``: the model's default;
     ``init_from``: the folder of a run whose weights and tokenizer this run begins with.
@@ -84,6 +85,7 @@ class TrainConfig:
     task: str | None = _option(None, lambda name: find_generated(name).name)
     source: str | None = _option(None, text)
     target: str | None = _option(None, text)
+    pairs: str | None = _option(None, text)
     valid_source: str | None = _option(None, text)
     valid_target: str | None = _option(None, text)
     lm: str | None = _option(None, text)

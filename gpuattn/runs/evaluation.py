@@ -11,8 +11,9 @@ from gpuattn.data.batching import LanguageModelLoader
 from gpuattn.data.text import read_language_model, read_parallel
 from gpuattn.errors import DataError
 from gpuattn.runtime.device import batch_to
-from gpuattn.tasks.corpus import held_out, held_out_text
+from gpuattn.tasks.corpus import held_out, held_out_ids
 from gpuattn.tasks.score import score
+from gpuattn.tasks.texts import text_ids
 from gpuattn.typing import StrPath
 
 
@@ -72,11 +73,11 @@ def evaluate_text(sampler: Any, path: StrPath | None = None) -> dict[str, Any]:
     """
     config, model = sampler.config, sampler.model
     name = path or config.valid_lm or config.lm
-    text = read_language_model(path) if path else held_out_text(config)
-    try:
-        ids = sampler.tokenizer.encode_text(text)
-    except DataError as error:
-        raise DataError(f"{name}: {error}") from None
+    ids: Sequence[int]
+    if path:
+        ids = text_ids(sampler.tokenizer, path, read_language_model(path))
+    else:
+        ids = held_out_ids(config, sampler.tokenizer)
     if len(ids) < 2:
         raise DataError(f"{name} has {len(ids)} token; accepted: two or more. Give more text")
     block, rows = min(config.block, len(ids) - 1), config.batch // config.block

@@ -31,7 +31,7 @@ class LanguageTask(Task):
     def check(config: Any) -> None:
         if not config.lm:
             raise ConfigError(f"--model {config.model} learns from one text: --lm FILE")
-        pairs = (config.source, config.target, config.valid_source, config.valid_target)
+        pairs = (config.source, config.target, config.pairs, config.valid_source)
         if any((config.task, *pairs)):
             raise ConfigError(
                 "--lm FILE is all that a language model learns from; "

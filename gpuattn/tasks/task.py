@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from gpuattn.models.kinds import new_model
 
-DATA_FILES = ("source", "target", "valid_source", "valid_target", "lm", "valid_lm")
+# options that name data: files, and folders of stores
+DATA_FILES = ("source", "target", "pairs", "valid_source", "valid_target", "lm", "valid_lm")
 MOST_BEAMS = 200  # a wider search takes memory and translates no better
 
 
@@ -17,6 +18,7 @@ class Task(abc.ABC):
     ``corpus``: has ``loader(epoch)``, ``valid_batches()``, ``tokenizer``, ``facts`` (sentences on
     what was read), ``warnings`` and ``fingerprint``. ``model``: the Module that is trained.
     ``user``: what a trained model is used with. ``tokenizer``: the run's, or None to make one.
+    ``say`` is given sentences while data are prepared.
 
     What is static is asked of a TrainConfig, ``config``, before there are data.
     """
@@ -28,12 +30,14 @@ class Task(abc.ABC):
     one_shape: ClassVar[bool]  # whether all batches have the same shape
     smaller: ClassVar[str]  # what to try for a smaller batch than the smallest
     rate_title: ClassVar[str]  # of the chart of tokens per second
-    new_corpus: ClassVar[Callable[..., Any]]  # (config, tokenizer or None)
+    new_corpus: ClassVar[Callable[..., Any]]  # (config, tokenizer or None, say)
     new_user: ClassVar[Callable[..., Any]]  # (config, model, tokenizer, metrics=None)
 
-    def __init__(self, config: Any, tokenizer: Any = None) -> None:
+    def __init__(
+        self, config: Any, tokenizer: Any = None, say: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.config = config
-        self.corpus = self.new_corpus(config, tokenizer)
+        self.corpus = self.new_corpus(config, tokenizer, say)
         self.model = new_model(config, self.corpus.tokenizer)
         self.user = self.new_user(config, self.model, self.corpus.tokenizer)
         self.model.checkpoint = config.checkpoint

@@ -10,7 +10,7 @@ from gpuattn.data import generated
 from gpuattn.data.fixed_shape import fixed_shape
 from gpuattn.errors import ConfigError
 from gpuattn.files import write_text
-from gpuattn.tasks.corpus import Corpus
+from gpuattn.tasks.corpus import Corpus, held_out
 from gpuattn.tasks.score import score
 from gpuattn.tasks.task import Task
 from gpuattn.tasks.translator import Translator
@@ -39,7 +39,7 @@ class TranslationTask(Task):
 
     name, command = "translation", "gpuattn translate"
     options = (
-        "task", "source", "target", "valid_source", "valid_target", "max_len", "on_long",
+        "task", "source", "target", "pairs", "valid_source", "valid_target", "max_len", "on_long",
         "batching", "until", "score_pairs", "beam", "length_penalty",
     )  # fmt: skip
     new_corpus, new_user = Corpus, Translator
@@ -48,7 +48,7 @@ class TranslationTask(Task):
 
     @staticmethod
     def default_data(given: Collection[str]) -> dict[str, Any]:
-        return {} if {"task", "source", "target"} & set(given) else {"task": "toy"}
+        return {} if {"task", "source", "target", "pairs"} & set(given) else {"task": "toy"}
 
     @staticmethod
     def data_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,10 +63,14 @@ class TranslationTask(Task):
         valid = (config.valid_source, config.valid_target)
         if config.lm:
             raise ConfigError(f"lm is a text for --model gpt2, not for {config.model}")
-        if config.task and any((*files, *valid)):
+        if config.task and any((*files, *valid, config.pairs)):
             raise ConfigError(f"task is {config.task!r} and there are files; accepted: one of both")
-        if not config.task and not all(files):
-            raise ConfigError("a task, or a source and a target file, is needed")
+        if config.pairs and any(files):
+            raise ConfigError(
+                f"pairs is {config.pairs!r} and there are files; accepted: one of both"
+            )
+        if not config.task and not config.pairs and not all(files):
+            raise ConfigError("a task, or a source and a target file, or --pairs STORE, is needed")
         if config.until and not config.task:
             raise ConfigError(
                 f"until is {config.until:g}; accepted: 0 for files, whose sentences have more than "
@@ -82,11 +86,11 @@ class TranslationTask(Task):
 
     @staticmethod
     def run_name(config: Any) -> str | None:
-        return config.task
+        return config.task or config.pairs and Path(config.pairs).name
 
     @staticmethod
     def describe_data(config: Any) -> str:
-        return config.task or f"{config.source} to {config.target}"
+        return config.task or config.pairs or f"{config.source} to {config.target}"
 
     @staticmethod
     def title(config: Any) -> str:
@@ -97,6 +101,8 @@ class TranslationTask(Task):
         if config.task:
             few = generated.generate(config.task, "test", 20, config.seed)
             return max((pair.source for pair in few), key=len)
+        if config.pairs:
+            return held_out(config)[0].source
         try:
             with open(config.valid_source or config.source, encoding="utf-8") as file:
                 return file.readline().strip()

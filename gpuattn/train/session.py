@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,7 +114,8 @@ class Session:
             tokens = max(default_batch(config, device), memory.least_tokens(config))
             config = dataclasses.replace(config, batch=tokens)
         owner = folder if begun else config.init_from and RunFolder(config.init_from)
-        self.task = task_of(config)(config, owner.tokenizer() if owner else None)
+        say = functools.partial(listener.say, "data")
+        self.task = task_of(config)(config, owner.tokenizer() if owner else None, say)
         self.digests = dict(self.task.corpus.digests)
         if folder.needs_init(config):
             weights, self.digests["init_from"] = begin_from(config, self.task.model)

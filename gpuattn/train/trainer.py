@@ -17,6 +17,7 @@ import numpy as np
 
 from gpuattn.arrays import keep_freed_memory
 from gpuattn.autodiff import tape
+from gpuattn.data.ahead import Ahead
 from gpuattn.errors import CheckpointError, MemoryLimitError
 from gpuattn.ops.update.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
@@ -114,6 +115,8 @@ class Trainer:
                 return self._run(stop, evaluate, save)
             except FloatingPointError as error:
                 raise FloatingPointError(f"{error}. {_saved(save)}") from error
+            finally:
+                self._batches = None  # ends their thread
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -255,7 +258,8 @@ class Trainer:
         if unit == "e":
             done = float(at.epoch)
             if at.batch:
-                done += at.batch / self.corpus.loader(at.epoch).batches(at.epoch)
+                batches = self.corpus.loader(at.epoch).batches(at.epoch)  # or about as many
+                done += at.batch / max(batches, at.batch + 1)
         else:
             done = at.update if unit == "u" else at.seconds
         if unit == "s":
@@ -313,12 +317,14 @@ class Trainer:
 
     def _next_batch(self):
         at = self.at
-        loader = self.corpus.loader(at.epoch)
         if self._batches is None:
-            self._batches = loader.epoch(at.epoch, at.batch)
+            self._batches = Ahead(self.corpus.loader(at.epoch).epoch(at.epoch, at.batch))
+            if self._batches.ended():  # smaller batches now, and the end was only about there
+                at.epoch, at.batch, self._batches = at.epoch + 1, 0, None
+                return self._next_batch()
         batch = next(self._batches)
         at.batch += 1
-        if at.batch == loader.batches(at.epoch):
+        if self._batches.ended():
             at.epoch, at.batch, self._batches = at.epoch + 1, 0, None
         return batch
 

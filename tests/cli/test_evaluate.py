@@ -53,7 +53,7 @@ def test_refusals_of_evaluate(call, trained, corpus, tmp_path):
 
 
 def test_a_built_in_task_is_scored_by_kind_on_unseen_pairs(call, tmp_path, monkeypatch):
-    monkeypatch.setattr("gpuattn.tasks.corpus.GENERATED_PAIRS", 200)
+    monkeypatch.setattr("gpuattn.tasks.texts.GENERATED_PAIRS", 200)
     out = tmp_path / "run"
     result = call("train", "dates", *TINY, "--vocab-size", "384", "--for", "2u", "--out", out)
     assert result.exit_code == 0, result.stderr

@@ -57,7 +57,7 @@ def test_options_are_profiled_without_a_run(call, corpus, tmp_path, monkeypatch)
 
 def test_refusals_of_profile_and_report(call, tmp_path):
     result = call("profile", tmp_path, "--device", "numpy")
-    assert result.exit_code == 2 and "is one file" in result.stderr
+    assert result.exit_code == 2 and "is a folder" in result.stderr
     result = call("profile", "toyy", "--device", "numpy")
     assert result.exit_code == 2 and "Did you mean 'toy'" in result.stderr
     result = call("profile", "toy", "--batch", "auto", "--device", "numpy")

@@ -1,5 +1,6 @@
 """Loaders: each sentence once per epoch, budgets kept, data set by (seed, epoch, rank, world)."""
 
+import hashlib
 import time
 
 import numpy as np
@@ -127,6 +128,22 @@ def test_an_epoch_resumes_at_any_batch(rng, batching):
             assert all(map(same, rest, whole[start:]))
 
 
+@pytest.mark.parametrize(
+    ("batching", "bits"),
+    list(zip(BATCHING, ["270927539a1d", "11a48ec29201", "00ad0f8601d9"], strict=True)),
+)
+def test_bits_of_batches_stay(rng, batching, bits):
+    """A run resumes with the batches that it would have had: a change of bits needs a version."""
+    found = hashlib.sha256()
+    loader = PackedLoader(corpus(rng, 300), 200, 9, 1, 2, batching)
+    text = LanguageModelLoader(rng.integers(4, 60_000, size=500), block=16, batch=5, seed=3)
+    for batch in (*loader.epoch(4), *text.epoch(2)):
+        for value in vars(batch).values():
+            for part in value if isinstance(value, tuple) else (value,):
+                found.update(np.asarray(part, "<i4").tobytes())
+    assert found.hexdigest()[:12] == bits
+
+
 def test_epochs_seeds_and_ranks_differ(rng):
     pairs = corpus(rng, 300)
 
@@ -250,6 +267,18 @@ def test_an_epoch_of_crops_has_the_length_of_the_text_and_resumes(rng):
 def test_crops_reach_both_ends():
     loader = LanguageModelLoader(np.arange(10), block=8, batch=64, seed=0)
     assert set(loader.crops(0).tokens[:, 0]) == {0, 1}
+
+
+def test_crops_of_a_mix_come_from_its_parts_as_often_as_the_weights_say():
+    ids, mix = np.arange(1000), [(0, 900, 0.2), (900, 912, 0.8)]
+    loader = LanguageModelLoader(ids, 8, 200, 3, mix=mix)
+    starts = np.concatenate([loader.crops(step).tokens[:, 0] for step in range(5)])
+    assert set(starts[starts >= 900]) == {900, 901, 902, 903} and starts.max() == 903
+    assert 0.75 < (starts >= 900).mean() < 0.85 and starts[starts < 900].max() <= 892
+    again = LanguageModelLoader(ids, 8, 200, 3, mix=mix)
+    assert np.array_equal(again.crops(4).tokens, loader.crops(4).tokens)
+    with pytest.raises(DataError, match="a part of the mix has 12 tokens; a block of 12 needs 13"):
+        LanguageModelLoader(ids, 12, 2, 3, mix=mix)
 
 
 @pytest.mark.parametrize("size", [9, 10, 17, 24, 25, 26, 100])

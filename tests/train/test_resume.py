@@ -56,7 +56,7 @@ def test_evaluations_by_time_do_not_affect_training(config, tmp_path):
 
 
 def test_a_built_in_task_resumes_in_later_epochs(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpuattn.tasks.corpus.GENERATED_PAIRS", 60)
+    monkeypatch.setattr("gpuattn.tasks.texts.GENERATED_PAIRS", 60)
     config = TrainConfig(
         task="reverse", vocab_size=384, max_len=64, dim=16, heads=2, layers=(1, 1), ffn=16,
         batch=400, warmup=2, length="3e", eval_every="5u", score_pairs=0,

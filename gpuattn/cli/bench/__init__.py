@@ -4,7 +4,7 @@ import click
 
 from gpuattn.bench.fused_cases import TABLES
 from gpuattn.bench.samples import SAMPLES
-from gpuattn.cli.bench import attention, fused, ops, roofline, train
+from gpuattn.cli.bench import attention, data, fused, ops, roofline, train
 from gpuattn.units import nearest
 
 
@@ -30,7 +30,7 @@ class Benchmarks(click.Group):
 
 @click.group("bench", cls=Benchmarks, no_args_is_help=True)
 def command() -> None:
-    """Time ops, whole training steps, and the same in other libraries.
+    """Time ops, whole training steps, the same in other libraries, and the loading of data.
 
     \b
     gpuattn bench ops linear --shape 8192x512x2048
@@ -38,11 +38,12 @@ def command() -> None:
     gpuattn bench fused softmax layer_norm --peers
     gpuattn bench train --model base --peers
     gpuattn bench roofline --plot roofline.png
+    gpuattn bench data
 
     A result is compared with the reference before it is timed. attention, fused, train and roofline
     run in CUDA graphs; ops includes the host.
     """
 
 
-for _module in (ops, attention, fused, train, roofline):
+for _module in (ops, attention, fused, train, roofline, data):
     command.add_command(_module.command)
