@@ -60,10 +60,6 @@ class BaseTokenizer(abc.ABC):
         """Return the name of an id, for people to read."""
 
     @abc.abstractmethod
-    def decode_text(self, ids: Iterable[int]) -> str:
-        """Return the lines that ``ids`` spell."""
-
-    @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text that ``ids`` spell; specials among them are dropped."""
 
