@@ -128,21 +128,21 @@ def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_
     xp, dtype, beam = get_xp(logits), scores.dtype, scores.shape[1]
     logits = logits[:, :vocab_size].astype(dtype, order="C", copy=False)
     scores, nothing = scores.reshape(-1, 1), dtype.type(-np.inf)
-    adjusted = logits
-    if xp is not np or (scores == nothing).any():
-        adjusted = xp.where(scores == nothing, nothing, logits)
+    dead, on_host = scores == nothing, xp is np
+    adjusted = logits.copy() if on_host and not dead.any() else xp.where(dead, nothing, logits)
     if listed is not None:
         hidden = listed == -1
         tokens = checked_index(xp.where(hidden, 0, listed), vocab_size, WHAT)
         rows = xp.broadcast_to(xp.arange(len(logits))[:, None], tokens.shape)
         # CuPy has no subtract.at for floats
         less = -xp.where(hidden, 0, amounts).astype(dtype)
-        adjusted = adjusted.copy()
         xp.add.at(adjusted, (rows, tokens), less)
-    if banned is not None:
+    if banned is not None and on_host:
+        np.copyto(adjusted, nothing, where=banned)
+    elif banned is not None:
         adjusted = xp.where(banned, nothing, adjusted)
     normalisers = (*log_sum(logits), scores)
-    search = _best_on_host if xp is np else _best_of_rows
+    search = _best_on_host if on_host else _best_of_rows
     return search(adjusted, normalisers, beam), None
 
 
