@@ -5,7 +5,7 @@ import pytest
 from gpuattn.errors import ConfigError
 from gpuattn.runs.config import TrainConfig, resolve
 from gpuattn.runs.metrics import MetricsLog, is_right
-from gpuattn.tasks import corpus
+from gpuattn.tasks import texts
 from gpuattn.tasks.translation import TranslationTask
 from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
@@ -17,8 +17,8 @@ SMALL = {"task": "dates", "dim": 16, "heads": 2, "layers": (1, 1), "ffn": 16, "b
 
 @pytest.fixture(autouse=True)
 def few_pairs(monkeypatch):
-    monkeypatch.setattr(corpus, "GENERATED_PAIRS", 500)
-    monkeypatch.setattr(corpus, "HELD_OUT", 50)
+    monkeypatch.setattr(texts, "GENERATED_PAIRS", 500)
+    monkeypatch.setattr(texts, "HELD_OUT", 50)
 
 
 class Heard(Listener):
