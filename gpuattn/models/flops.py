@@ -32,6 +32,13 @@ def decoder_flops(config: Any, lengths: Any) -> float:
     return float(6 * decoder_weights(config) * lengths.sum() + 12 * config.d_model * pairs)
 
 
+def encoder_flops(config: Any, lengths: Any) -> float:
+    """Return the FLOPs of a step on rows of so many tokens, (B,). ``config``: a BertConfig."""
+    lengths = np.asarray(lengths, np.float64)
+    pairs = config.layers * (lengths @ lengths)
+    return float(6 * config.token_weights() * lengths.sum() + 12 * config.d_model * pairs)
+
+
 def encoder_decoder_weights(config: Any) -> tuple[int, int]:
     """Return how many weights of linear layers a source token meets, and a target token."""
     encoder, decoder = config.layers

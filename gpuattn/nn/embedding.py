@@ -8,7 +8,7 @@ import numpy as np
 from gpuattn.arrays import get_xp
 from gpuattn.errors import problem
 from gpuattn.nn.dropout import Dropout, Streams
-from gpuattn.nn.module import Module, generator, normal, parameter
+from gpuattn.nn.module import Module, generator, normal
 from gpuattn.ops.embedding import embedding
 from gpuattn.typing import Array
 
@@ -49,9 +49,8 @@ class Embedding(Module):
         if positions is not None and max_length is None:
             raise ValueError(problem("Embedding", "max_length", None, "a number, with positions"))
         if weight is None:
-            table = rng.standard_normal((rows, width), np.float32) * np.float32(width**-0.5)
-            table[rows if used is None else used :] = 0
-            weight = parameter(table)
+            weight = normal(rng, (rows, width), width**-0.5)
+            weight.data[rows if used is None else used :] = 0
         self.weight, self.used = weight, used
         self.positions, self.max_length, self.scale = positions, max_length, scale
         self.position_weight = None

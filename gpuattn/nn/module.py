@@ -1,6 +1,7 @@
 """Modules, whose parameters and children are found among their attributes."""
 
 import contextlib
+import contextvars
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
@@ -162,6 +163,20 @@ def _alike(named_lines):
     return name.rpartition(".")[0] or name, lines
 
 
+_EMPTY: contextvars.ContextVar[bool] = contextvars.ContextVar("uninitialised", default=False)
+
+
+@contextlib.contextmanager
+def uninitialised() -> Iterator[None]:
+    """Return a context in which modules are made with arbitrary weights, which takes no time and no
+    memory until they are written. For weights that are about to be loaded."""
+    before = _EMPTY.set(True)
+    try:
+        yield
+    finally:
+        _EMPTY.reset(before)
+
+
 def generator(rng: np.random.Generator | None = None) -> np.random.Generator:
     """Return ``rng``, or a new generator seeded as ``manual_seed`` says."""
     return rng or np.random.Generator(np.random.Philox(random.fresh_seed()))
@@ -178,12 +193,16 @@ def xavier_uniform(rng: np.random.Generator, shape: Shape) -> Tensor:
     Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural
     networks" (2010).
     """
+    if _EMPTY.get():
+        return parameter(np.empty(shape, np.float32))
     bound = (6 / sum(shape)) ** 0.5
     return parameter(rng.uniform(-bound, bound, shape))
 
 
 def normal(rng: np.random.Generator, shape: Shape, std: float) -> Tensor:
     """Return a normally distributed parameter."""
+    if _EMPTY.get():
+        return parameter(np.empty(shape, np.float32))
     return parameter(rng.standard_normal(shape, np.float32) * np.float32(std))
 
 

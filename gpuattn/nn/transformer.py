@@ -29,8 +29,8 @@ class _Layer(Module):
             raise ValueError(problem("Transformer layer", "norm", repr(norm), "'pre' or 'post'"))
         self.pre_norm = norm == "pre"
 
-    def _residuals(self, width, branches, bias, dropout, streams):
-        self.norms = [LayerNorm(width, bias=bias) for _ in range(branches)]
+    def _residuals(self, width, branches, bias, eps, dropout, streams):
+        self.norms = [LayerNorm(width, bias=bias, eps=eps) for _ in range(branches)]
         self.dropouts = [Dropout(dropout, streams) for _ in range(branches)]
 
     def enter(self, x):
@@ -66,15 +66,17 @@ class TransformerEncoderLayer(_Layer):
 
     ``norm``: "pre" (Xiong et al., 2020) or "post" (Vaswani et al., 2017). ``causal`` makes it the
     layer of a decoder-only model. ``dropout``: of both branches and, without
-    ``attention_dropout``, of attention probabilities. A call takes ``cu_seqlens``, ``max_seqlen``
-    for packed tokens, or ``key_lengths`` (B,), and ``positions`` where attention is ``rotary``.
+    ``attention_dropout``, of attention probabilities. ``eps``: of the norms. A call takes
+    ``cu_seqlens``, ``max_seqlen`` for packed tokens, or ``key_lengths`` (B,), and ``positions``
+    where attention is ``rotary``.
     """
 
     def __init__(
         self, width: int, heads: int, hidden: int, *, kv_heads: int | None = None,
         rotary: bool = False, causal: bool = False, dropout: float = 0.0,
         attention_dropout: float | None = None, norm: str = "pre", activation: str = "relu",
-        bias: bool = True, streams: Streams | None = None, rng: np.random.Generator | None = None,
+        bias: bool = True, eps: float = 1e-5, streams: Streams | None = None,
+        rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
@@ -84,7 +86,7 @@ class TransformerEncoderLayer(_Layer):
             streams=streams, rng=rng,
         )  # fmt: skip
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
-        self._residuals(width, 2, bias, dropout, streams)
+        self._residuals(width, 2, bias, eps, dropout, streams)
 
     def _branches(self, **context):
         return (
@@ -105,7 +107,8 @@ class TransformerDecoderLayer(_Layer):
         self, width: int, heads: int, hidden: int, *, kv_heads: int | None = None,
         projects: bool = True, rotary: bool = False, dropout: float = 0.0,
         attention_dropout: float | None = None, norm: str = "pre", activation: str = "relu",
-        bias: bool = True, streams: Streams | None = None, rng: np.random.Generator | None = None,
+        bias: bool = True, eps: float = 1e-5, streams: Streams | None = None,
+        rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
@@ -118,7 +121,7 @@ class TransformerDecoderLayer(_Layer):
             width, heads, cross=True, projects=projects, **shared
         )
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
-        self._residuals(width, 3, bias, dropout, streams)
+        self._residuals(width, 3, bias, eps, dropout, streams)
 
     def __call__(self, x: Any, memory: Any, **context: Any) -> Any:  # type: ignore[override]
         return super().__call__(x, memory=memory, **context)
