@@ -30,7 +30,8 @@ the reason why it does not. A ``Tensor`` records what NumPy's functions and thes
 - Choice of implementation: `explain`, `use_impl`.
 
 Layers as modules are in `gpuattn.nn`, models in `gpuattn.models`, optimizers in `gpuattn.optim`.
-`load_run` opens a model that ``gpuattn train`` has trained.
+`load_run` opens a model that ``gpuattn train`` has trained; `load_pretrained`, `load_tokenizer` and
+`save_pretrained` read and write folders of Hugging Face.
 """
 
 import importlib
@@ -74,7 +75,7 @@ from gpuattn.ops.update.lamb import TensorTable, lamb
 from gpuattn.ops.update.lion import lion
 from gpuattn.ops.update.sgd import sgd
 from gpuattn.rng import manual_seed
-from gpuattn.typing import StrPath
+from gpuattn.typing import DType, StrPath
 
 MODULES = ("models", "nn", "optim", "runtime")  # imported on first use
 
@@ -105,7 +106,9 @@ __all__ = [
     "linear_cross_entropy",
     "linear_dropout_add_norm",
     "lion",
+    "load_pretrained",
     "load_run",
+    "load_tokenizer",
     "manual_seed",
     "models",
     "nn",
@@ -115,6 +118,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "sample_tokens",
+    "save_pretrained",
     "scaled_dot_product_attention",
     "sgd",
     "softmax",
@@ -142,6 +146,53 @@ def load_run(
     from gpuattn.runs import folder  # imports what training needs
 
     return folder.load_run(path, device=device, which=which, task=task)
+
+
+def load_pretrained(
+    folder: StrPath, *, dtype: DType | None = None, device: str = "auto", task: str | None = None
+) -> Any:
+    """Return the model in a local folder of Hugging Face, in evaluation mode.
+
+    The folder has config.json and model.safetensors, or its shards. GPT-2 becomes a
+    ``models.GPT2``, BERT a ``models.Bert``.
+    ``dtype``: of the weights, by default the widest in the folder.
+    ``device``: "auto", "cuda" or "numpy". ``task``: which heads are kept: None, all; for BERT
+    "embedding", none but the pooler, or "masked"; for GPT-2 "language".
+    Nothing is downloaded, unpickled, or run; one tensor at a time is in memory.
+    Raises PretrainedError, whose ``faults`` are all that is wrong with the folder, a sentence each;
+    ConfigError for another task or dtype; DeviceMissingError for "cuda" without a GPU.
+    """
+    from gpuattn import pretrained
+
+    return pretrained.load_pretrained(folder, dtype=dtype, device=device, task=task)
+
+
+def save_pretrained(model: Any, folder: StrPath, tokenizer: Any = None) -> None:
+    """Write a GPT2 or a Bert as a new folder of Hugging Face, which transformers can load.
+
+    A model of ``load_pretrained`` gives the tensors of its folder again, bit for bit and by the
+    same names, in one file; without buffers that are computed, such as GPT-2's causal masks.
+    ``tokenizer``: of ``load_tokenizer``, or of a run. The folder appears when all is written.
+    Raises ConfigError for a model that transformers lacks, DataError for a tokenizer with more
+    tokens than the model, CheckpointError for a folder that has files, weights with inf or NaN, or
+    a full disk.
+    """
+    from gpuattn import pretrained
+
+    pretrained.save_pretrained(model, folder, tokenizer)
+
+
+def load_tokenizer(folder: StrPath) -> Any:
+    """Return the tokenizer in a local folder of Hugging Face: ``encode(text)``, ``decode(ids)``.
+
+    It is read by the library tokenizers: ``pip install 'gpuattn[pretrained]'``; UnsupportedError
+    without it. What tokenizer.json says of padding and of cutting long texts is not done.
+    A folder of ``gpuattn export`` has the tokenizer of the run.
+    Raises PretrainedError for a folder without a tokenizer, or with a damaged one.
+    """
+    from gpuattn import pretrained
+
+    return pretrained.load_tokenizer(folder)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,6 @@ import numpy as np
 
 from gpuattn import rng
 from gpuattn.arrays import get_xp
-from gpuattn.data.tokenizer import SPECIALS
 from gpuattn.decode.sample import sample
 from gpuattn.errors import ConfigError, problem
 
@@ -62,6 +61,6 @@ class Sampler:
         stepper = self.model.stepper(xp.asarray(seen), more)
         found = sample(
             stepper, bos=stepper.first_tokens, eos=None, max_length=more,
-            banned=range(SPECIALS), **settings,
+            banned=self.tokenizer.specials, **settings,
         )  # fmt: skip
         return np.hstack([texts, np.array([text.tokens for text in found], np.int32)])
