@@ -6,6 +6,8 @@ import textwrap
 import click
 
 from gpuattn.cli.options import run_argument
+from gpuattn.pretrained import is_pretrained
+from gpuattn.pretrained.folder import describe_folder
 from gpuattn.runs.folder import summary
 from gpuattn.train.session import describe
 from gpuattn.units import duration
@@ -17,10 +19,17 @@ WIDTH = 80
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(folder: str, as_json: bool) -> None:
-    """Show what the run in DIR is, how far it came, its best scores and its options."""
-    found = summary(folder)
+    """Show what the run in DIR is, how far it came, its best scores and its options.
+
+    Of a folder of Hugging Face: its model, and what of the folder is not used.
+    """
+    pretrained = is_pretrained(folder)
+    found = describe_folder(folder) if pretrained else summary(folder)
     if as_json:
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    if pretrained:
+        _say_pretrained(found)
         return
     updates = f" after {found['updates']:,} updates, {duration(found['seconds'])}"
     _say("run", f"{found['folder']}: {found['task']}")
@@ -32,6 +41,16 @@ def command(folder: str, as_json: bool) -> None:
     kinds = (best or {}).get("exact_by_kind", {})
     if len(kinds) > 1:
         _say("exact", ", ".join(f"{kind} {value:.1f} %" for kind, value in kinds.items()))
+    _say("options", ", ".join(f"{name} {value}" for name, value in found["options"].items()))
+
+
+def _say_pretrained(found):
+    _say("folder", f"{found['folder']}: {found['model']} for {found['task']}")
+    shown = f"{found['parameters']:,} parameters in {found['dtype']}"
+    _say("model", f"{shown}, {found['vocabulary']:,} tokens")
+    for topic in ("copies", "ignored"):
+        if found[topic]:
+            _say(topic, ", ".join(found[topic]))
     _say("options", ", ".join(f"{name} {value}" for name, value in found["options"].items()))
 
 

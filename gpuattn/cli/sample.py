@@ -33,7 +33,7 @@ BETWEEN = "---"  # lines between texts
 def command(
     folder: str, device: str, prompt: str, prompt_file: str | None, **settings: Any
 ) -> None:
-    """Continue a text with the language model in DIR.
+    """Continue a text with the language model in DIR: a run, or a folder of Hugging Face.
 
     \b
     gpuattn sample runs/book --prompt "It was" --tokens 200

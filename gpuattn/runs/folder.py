@@ -20,6 +20,7 @@ from gpuattn.errors import CheckpointError, ConfigError, DataError
 from gpuattn.files import write_text
 from gpuattn.models.kinds import new_model
 from gpuattn.optim.averaging import average_tensors
+from gpuattn.pretrained.files import is_pretrained
 from gpuattn.runs.config import (
     TrainConfig,
     differences,
@@ -33,6 +34,7 @@ from gpuattn.runs.lock import LOCK, locked
 from gpuattn.runs.metrics import MetricsLog, rank
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.device import choose_device
+from gpuattn.tasks.pretrained import load_user
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
 from gpuattn.typing import Array, StrPath
@@ -267,6 +269,8 @@ def load_run(
     path: StrPath, *, device: str = "auto", which: str = "best", task: str | None = None
 ) -> Any:
     """Return the Translator or the Sampler of a run folder: see ``gpuattn.load_run``."""
+    if is_pretrained(path):
+        return load_user(path, device=device, task=task)
     folder = RunFolder(path)
     config = folder.config()
     kind = task_of(config)
