@@ -171,7 +171,7 @@ def save_pretrained(model: Any, folder: StrPath, tokenizer: Any = None) -> None:
     """Write a GPT2 or a Bert as a new folder of Hugging Face, which transformers can load.
 
     A model of ``load_pretrained`` gives the tensors of its folder again, bit for bit and by the
-    same names, in one file; without buffers that are computed, such as GPT-2's causal masks.
+    same names, in one file; but for GPT-2's causal masks, which old files hold.
     ``tokenizer``: of ``load_tokenizer``, or of a run. The folder appears when all is written.
     Raises ConfigError for a model that transformers lacks, DataError for a tokenizer with more
     tokens than the model, CheckpointError for a folder that has files, weights with inf or NaN, or

@@ -1,6 +1,5 @@
 """gpuattn embed: a vector for each line."""
 
-import io
 import itertools
 import json
 from collections.abc import Iterator
@@ -52,10 +51,7 @@ def command(
         parts = _vectors(embedder, stream, settings)
         if target.endswith(".npy"):
             width = embedder.model.config.d_model
-            array = np.concatenate([np.zeros((0, width), np.float32), *parts])
-            file = io.BytesIO()
-            np.save(file, array)
-            out.write(file.getbuffer())
+            np.save(out, np.concatenate([np.zeros((0, width), np.float32), *parts]))
             return
         for part in parts:
             for vector in part:

@@ -123,6 +123,8 @@ class Bert(Module):
             if p.ndim == 2:
                 p.data = normal(rng, p.shape, STD).data
         self.embedding.weight.data[c.vocab :] = 0
+        if c.masked and not c.tied:
+            self.output.weight.data[c.vocab :] = 0
 
     def states(
         self,

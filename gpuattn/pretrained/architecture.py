@@ -66,8 +66,9 @@ class Architecture:
     ``prefix``: of the names in files; some have it, some not. ``bare``: patterns of names that
     never have it. ``renamed``: {end of a name in old files: its end now}.
     ``tied``: {name: the tensor that it repeats} where no parameter of its own has the name.
-    ``ignored``: {pattern: why the tensor is of no use}, for those without a parameter. Patterns are
-    regular expressions for whole names.
+    ``ignored``: {pattern: why the tensor is of no use}, for those without a parameter. ``kept``:
+    the same of small ones that saving writes as they were.
+    Patterns are regular expressions for whole names.
     """
 
     model_type: str
@@ -82,6 +83,7 @@ class Architecture:
     renamed: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
 
     def plain(self, name: str) -> str:
         """Return the name of a tensor as the rules have it, from its name in a file."""

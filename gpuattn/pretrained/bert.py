@@ -58,7 +58,7 @@ def describe(config: BertConfig) -> dict[str, Any]:
 register(Architecture(
     model_type="bert", model=Bert,
     tasks={"embedding": HEADS, "masked": (r"pooler\..*", r"cls\.seq_relationship\..*")},
-    classes=("BertModel", "BertForMaskedLM"), configure=configure, describe=describe,
+    classes=("BertModel", *MASKED), configure=configure, describe=describe,
     prefix="bert.", bare=HEADS, renamed={".gamma": ".weight", ".beta": ".bias"},
     rules=(
         rule("embeddings.word_embeddings.weight", "embedding.weight", padded=True),
@@ -82,7 +82,7 @@ register(Architecture(
         "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
-    ignored={
+    kept={
         r"embeddings\.position_ids": "0, 1, 2, ...",
         r"cls\.predictions\.bias": "where it is not tied, decoder.bias is added in its place",
         r"cls\.seq_relationship\.(weight|bias)": "whether a sentence follows: of pre-training only",

@@ -1,11 +1,12 @@
 """Models from Hugging Face folders and into them, bit for bit."""
 
+import contextlib
 import json
 import math
 import os
 import shutil
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ from gpuattn.typing import DType, StrPath
 @dataclass(frozen=True)
 class Origin:
     """What a loaded model keeps of its folder, for saving it: config.json, {name by the rules: name
-    in the file}, and the names of tied copies."""
+    in the file}, the names of tied copies, and the tensors that are kept as they are."""
 
     config: dict[str, Any]
     names: dict[str, str]
     copies: tuple[str, ...]
     task: str | None
+    kept: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ def load_pretrained(
     faults += _unequal_copies(found)
     if faults:
         raise PretrainedError(found.path, faults)
+    kept = set(found.tensors) - set(_wanted(found.architecture, found.model))
+    kept = {name for name in kept if matches(name, found.architecture.kept)}
+    own = {name: np.array(found.tensors[name].map()) for name in sorted(kept)}
+    found.model.origin = replace(found.origin, kept=own)
     return found.model
 
 
@@ -194,7 +200,9 @@ def _check_names(architecture, model, tensors, names, faults):
     for name, stored in tensors.items():
         if name in copies:
             faults += _misfits(names[name], stored, wanted.get(tied[name], stored.shape))
-        elif name not in wanted and not matches(name, architecture.ignored):
+        elif name not in wanted and not matches(
+            name, {**architecture.ignored, **architecture.kept}
+        ):
             kind = architecture.model_type
             faults.append(f"{names[name]} {stored.shape} has no place in this {kind}")
     return copies
@@ -231,14 +239,11 @@ def _dtype(found, asked):
     if asked is None:
         kinds = [np.dtype(stored.dtype) for stored in found.tensors.values()]
         return max((kind for kind in kinds if kind in FLOATS), key=lambda kind: kind.itemsize)
-    try:
-        kind = np.dtype(asked)
-    except TypeError:
-        kind = None
-    if kind not in FLOATS:
-        accepted = ", ".join(map(str, FLOATS))
-        raise ConfigError(problem("load_pretrained", "dtype", repr(asked), accepted))
-    return kind
+    with contextlib.suppress(TypeError):
+        if np.dtype(asked) in FLOATS:
+            return np.dtype(asked)
+    accepted = ", ".join(map(str, FLOATS))
+    raise ConfigError(problem("load_pretrained", "dtype", repr(asked), accepted))
 
 
 # ---- saving -------------------------------------------------------------------------------------
@@ -290,7 +295,7 @@ def tensors_of(model: Any, architecture: Architecture) -> dict[str, np.ndarray]:
     """Return {name: array} as a folder has them: for a loaded model, as its own folder has them."""
     origin: Origin | None = getattr(model, "origin", None)
     names, copies = (origin.names, origin.copies) if origin else ({}, ())
-    found = {}
+    found = dict(origin.kept) if origin else {}
     for path, parameter in model.named_parameters():
         values = to_cpu(parameter.data)
         for part in architecture.parts(path, values.shape, model.config.vocab):

@@ -1,13 +1,16 @@
 """Write small, odd, randomly filled models with what transformers computes with them.
 
     python tests/support/golden_models.py tests/pretrained/golden
+    python tests/support/golden_models.py --check FOLDER
 
-It needs transformers and PyTorch, which the tests do not. Each model is a folder in the format of
+It needs transformers and PyTorch, which the tests do not. ``--check`` compares instead: FOLDER is
+what ``export_models.py`` wrote with gpuattn. Each model is a folder in the format of
 Hugging Face, and ``expected.npz``: inputs and float32 results. The sizes and settings are
 unusual on purpose, and no weight is at its initial value: with usual ones a wrong eps or a
 forgotten bias would not be seen.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -86,5 +89,24 @@ def main(folder):
         np.savez_compressed(folder / name / "expected.npz", **given, **expected(model, given))
 
 
+def check(folder):
+    """Load what gpuattn saved; fail where a tensor is missing or left over, or results differ."""
+    for path in sorted(folder.iterdir()):
+        kind = json.loads((path / "config.json").read_text())["architectures"][0]
+        model, told = getattr(transformers, kind).from_pretrained(path, output_loading_info=True)
+        assert not any(told.values()), (path.name, told)
+        results = dict(np.load(path / "expected.npz"))
+        given = {n: results.pop(n) for n in ("tokens", "types", "lengths") if n in results}
+        found = expected(model.eval(), given)
+        real = np.arange(LIMIT) < given.get("lengths", np.full(3, LIMIT))[:, None]
+        real = {name: real if name != "pooled" else slice(None) for name in results}
+        far = {n: np.abs(a[real[n]] - found[n][real[n]]).max() for n, a in results.items()}
+        print(path.name, kind, {name: f"{value:.1e}" for name, value in far.items()})
+        assert max(far.values()) <= 1e-5
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[1] == "--check":
+        check(Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]))
