@@ -154,10 +154,10 @@ def load_pretrained(
     """Return the model in a local folder of Hugging Face, in evaluation mode.
 
     The folder has config.json and model.safetensors, or its shards. GPT-2 becomes a
-    ``models.GPT2``, BERT a ``models.Bert``.
+    ``models.GPT2``, BERT a ``models.Bert``, Llama, SmolLM and Qwen2 a ``models.Llama``.
     ``dtype``: of the weights, by default the widest in the folder.
     ``device``: "auto", "cuda" or "numpy". ``task``: which heads are kept: None, all; for BERT
-    "embedding", none but the pooler, or "masked"; for GPT-2 "language".
+    "embedding", none but the pooler, or "masked"; for others "language".
     Nothing is downloaded, unpickled, or run; one tensor at a time is in memory.
     Raises PretrainedError, whose ``faults`` are all that is wrong with the folder, a sentence each;
     ConfigError for another task or dtype; DeviceMissingError for "cuda" without a GPU.
@@ -168,7 +168,7 @@ def load_pretrained(
 
 
 def save_pretrained(model: Any, folder: StrPath, tokenizer: Any = None) -> None:
-    """Write a GPT2 or a Bert as a new folder of Hugging Face, which transformers can load.
+    """Write a GPT2, Bert or Llama as a new folder of Hugging Face, which transformers can load.
 
     A model of ``load_pretrained`` gives the tensors of its folder again, bit for bit and by the
     same names, in one file; but for GPT-2's causal masks, which old files hold.

@@ -8,5 +8,15 @@ from gpuattn.models.translation import TranslationConfig, TranslationModel
 # isort: split
 from gpuattn.models.bert import Bert, BertConfig
 from gpuattn.models.gpt2 import GPT2, GPT2Config
+from gpuattn.models.llama import Llama, LlamaConfig
 
-__all__ = ["GPT2", "Bert", "BertConfig", "GPT2Config", "TranslationConfig", "TranslationModel"]
+__all__ = [
+    "GPT2",
+    "Bert",
+    "BertConfig",
+    "GPT2Config",
+    "Llama",
+    "LlamaConfig",
+    "TranslationConfig",
+    "TranslationModel",
+]

@@ -141,7 +141,8 @@ class MultiHeadAttention(Module):
     ``kv_heads``: heads of keys and values, which divide ``heads`` (grouped queries); by default as
     many. ``cross``: keys and values come from a memory. Parameters: ``qkv`` (or ``q`` and ``kv``)
     packed in that order, and ``out``; ``projects=False``: no ``kv``, a MemoryProjection has it.
-    ``rotary``: queries and keys are rotated by their positions, see ``gpuattn.rotary``.
+    ``rotary``: queries and keys are rotated by their positions, see ``gpuattn.rotary``, whose
+    ``base`` is ``rotary_base``. ``qkv_bias``: of queries, keys and values; as ``bias`` by default.
     ``dropout`` is that of the attention probabilities.
     Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023).
     """
@@ -149,7 +150,8 @@ class MultiHeadAttention(Module):
     def __init__(
         self, width: int, heads: int, *, kv_heads: int | None = None, cross: bool = False,
         projects: bool = True, rotary: bool = False, causal: bool = False, dropout: float = 0.0,
-        bias: bool = True, streams: Streams | None = None, rng: np.random.Generator | None = None,
+        bias: bool = True, qkv_bias: bool | None = None, rotary_base: float = 10_000.0,
+        streams: Streams | None = None, rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         kv_heads = kv_heads or heads
         if heads < 1 or kv_heads < 1 or width % heads or heads % kv_heads:
@@ -162,14 +164,15 @@ class MultiHeadAttention(Module):
             raise ValueError(problem("MultiHeadAttention", "rotary", f"for {got}", accepted))
         rng = generator(rng)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
-        self.rotary, self.causal = rotary, causal
+        self.rotary, self.base, self.causal = rotary, rotary_base, causal
+        qkv_bias = bias if qkv_bias is None else qkv_bias
         sizes = [n * self.head_dim for n in (heads, 2 * kv_heads)]
         if cross:
-            self.q = Linear(width, sizes[0], bias=bias, rng=rng)
+            self.q = Linear(width, sizes[0], bias=qkv_bias, rng=rng)
             if projects:
-                self.kv = Linear(width, sizes[1], bias=bias, rng=rng)
+                self.kv = Linear(width, sizes[1], bias=qkv_bias, rng=rng)
         else:
-            self.qkv = Linear(width, sum(sizes), bias=bias, rng=rng)
+            self.qkv = Linear(width, sum(sizes), bias=qkv_bias, rng=rng)
         self.out = Linear(width, width, bias=bias, rng=rng)
         self.dropout = Dropout(dropout, streams)
         self.maps: Any = None  # a list while attention_maps() collects
@@ -201,7 +204,7 @@ class MultiHeadAttention(Module):
             counts = (self.heads, self.kv_heads, self.kv_heads)
             q, k, v = split_heads(self.qkv(x), counts, self.head_dim)
             if self.rotary:
-                q, k = rotary(q, k, positions, donate=True)
+                q, k = rotary(q, k, positions, base=self.base, donate=True)
             plain = self.causal and key_lengths is None and self.maps is None
             if cache is not None and plain and not self.dropout.now()[0] and cache.decodes(q):
                 return cache.attend(q, k, v).reshape(x.shape)

@@ -8,6 +8,7 @@ parameter that the rule describes, saving reads the same view.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,16 +23,21 @@ class Rule(NamedTuple):
     """The tensors ``names`` are, one after the other, the rows of the parameter ``path``.
 
     ``turned``: matrices are (in, out) in the folder. ``padded``: only the rows of the vocabulary
-    are in the folder; those after them are zeros.
+    are in the folder; those after them are zeros. ``heads``: the names are queries, keys and values
+    of rotary attention, where the first D / 2 rows of a query or key head are the even ones of
+    ours, and the others the odd ones.
     """
 
     names: tuple[str, ...]
     path: str
     turned: bool
     padded: bool
+    heads: bool
 
 
-def rule(names: str, path: str, *, turned: bool = False, padded: bool = False) -> Rule:
+def rule(
+    names: str, path: str, *, turned: bool = False, padded: bool = False, heads: bool = False
+) -> Rule:
     """Return a Rule. ``{i}`` and ``{p}`` stand for a layer's number and for weight or bias.
 
     >>> rule("h.{i}.[q|k].{p}", "layers.{i}.qk.{p}").names
@@ -39,15 +45,16 @@ def rule(names: str, path: str, *, turned: bool = False, padded: bool = False) -
     """
     before, bracket, rest = names.partition("[")
     if not bracket:
-        return Rule((names,), path, turned, padded)
+        return Rule((names,), path, turned, padded, heads)
     inside, _, after = rest.partition("]")
-    return Rule(tuple(before + n + after for n in inside.split("|")), path, turned, padded)
+    return Rule(tuple(before + n + after for n in inside.split("|")), path, turned, padded, heads)
 
 
 class Part(NamedTuple):
     """A tensor of a folder: its name without prefix, and its place in a parameter.
 
-    ``view``: (array of the parameter's shape) to the view that holds the tensor.
+    ``view``: (array of the parameter's shape) to the view that holds the tensor, in its order but
+    perhaps with more axes.
     """
 
     name: str
@@ -97,17 +104,22 @@ class Architecture:
         """Return the name in a file, from that in the rules."""
         return name if matches(name, self.bare) else self.prefix + name
 
-    def parts(self, path: str, shape: tuple[int, ...], vocab: int) -> Iterator[Part]:
-        """Yield the tensors that make up a parameter of ``shape``."""
+    def parts(self, path: str, shape: tuple[int, ...], config: Any) -> Iterator[Part]:
+        """Yield the tensors that make up a parameter of ``shape``. ``config``: of the model."""
         one, found = self._rule_of(path)
-        rows = (vocab if one.padded else shape[0]) // len(one.names)
         turned = one.turned and len(shape) == 2
-        for n, template in enumerate(one.names):
+        first = 0
+        for n, (template, rows) in enumerate(
+            zip(one.names, _rows(one, shape, config), strict=True)
+        ):
             name = template
             for key, value in found.items():
                 name = name.replace(f"{{{key}}}", value)
             own = (rows, *shape[1:])
-            yield Part(name, own[::-1] if turned else own, _view(n * rows, rows, turned))
+            pairs = config.d_model // config.heads // 2 if one.heads and n < 2 else None
+            view = partial(_view, first=first, rows=rows, turned=turned, pairs=pairs)
+            yield Part(name, own[::-1] if turned else own, view)
+            first += rows
 
     def _rule_of(self, path):
         for one in self.rules:
@@ -120,12 +132,21 @@ class Architecture:
         raise AssertionError(f"no rule of {self.model_type} has a place for {path}")
 
 
-def _view(first, rows, turned):
-    def view(array):
-        part = array[first : first + rows]
-        return part.T if turned else part
+def _rows(one, shape, config):
+    """Return how many rows of a parameter each name of its rule has."""
+    if one.heads:
+        size, keys = config.d_model // config.heads, config.kv_heads or config.heads
+        return [config.heads * size, keys * size, keys * size]
+    rows = config.vocab if one.padded else shape[0]
+    return [rows // len(one.names)] * len(one.names)
 
-    return view
+
+def _view(array, *, first, rows, turned, pairs):
+    """Return the view of a Part; with ``pairs``, (heads, 2, pairs, ...) of rows (pairs, 2)."""
+    part = array[first : first + rows]
+    if pairs:
+        return part.reshape(-1, pairs, 2, *part.shape[1:]).swapaxes(1, 2)
+    return part.T if turned else part
 
 
 def matches(name: str, patterns: Any) -> bool:

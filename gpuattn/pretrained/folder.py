@@ -64,14 +64,15 @@ def load_pretrained(
     faults: list[str] = []
     xp = array_module(choose_device(device)[0])
     for path, parameter in found.model.named_parameters():
-        parts = list(found.architecture.parts(path, parameter.shape, found.model.config.vocab))
+        parts = list(found.architecture.parts(path, parameter.shape, found.model.config))
         padded = sum(math.prod(part.shape) for part in parts) < parameter.size
         parameter.data = (xp.zeros if padded else xp.empty)(parameter.shape, kind)
         for part in parts:  # one tensor at a time is in host memory
             values = found.tensors[part.name].map()
             if not is_finite(values):
                 faults.append(f"{found.origin.names[part.name]} holds inf or NaN")
-            part.view(parameter.data)[...] = xp.asarray(values)
+            place = part.view(parameter.data)
+            place[...] = xp.asarray(values).reshape(place.shape)
     faults += _unequal_copies(found)
     if faults:
         raise PretrainedError(found.path, faults)
@@ -213,7 +214,7 @@ def _wanted(architecture, model):
     return {
         part.name: part.shape
         for path, parameter in model.named_parameters()
-        for part in architecture.parts(path, parameter.shape, model.config.vocab)
+        for part in architecture.parts(path, parameter.shape, model.config)
     }
 
 
@@ -252,11 +253,7 @@ def _dtype(found, asked):
 def save_pretrained(model: Any, folder: StrPath, tokenizer: Any = None) -> None:
     """Write a model as a folder; the public function is ``gpuattn.save_pretrained``."""
     folder = Path(folder)
-    architecture = next((a for a in ARCHITECTURES.values() if type(model) is a.model), None)
-    if architecture is None:
-        accepted = ", ".join(a.model.__name__ for a in ARCHITECTURES.values())
-        got = f"a {type(model).__name__}"
-        raise ConfigError(problem("save_pretrained", "model", got, accepted))
+    architecture = _architecture_of(model)
     tensors = tensors_of(model, architecture)
     bad = [name for name, values in tensors.items() if not is_finite(values)]
     if bad:
@@ -280,6 +277,18 @@ def save_pretrained(model: Any, folder: StrPath, tokenizer: Any = None) -> None:
         shutil.rmtree(new, ignore_errors=True)
 
 
+def _architecture_of(model):
+    """Return the Architecture that a model is saved as. Raises ConfigError where there is none."""
+    fitting = [a for a in ARCHITECTURES.values() if type(model) is a.model]
+    if not fitting:
+        accepted = ", ".join(sorted({a.model.__name__ for a in ARCHITECTURES.values()}))
+        got = f"a {type(model).__name__}"
+        raise ConfigError(problem("save_pretrained", "model", got, accepted))
+    origin = getattr(model, "origin", None)
+    config = origin.config if origin else fitting[0].describe(model.config)
+    return ARCHITECTURES[config["model_type"]]
+
+
 def _write(folder, tensors, config, tokenizer):
     from safetensors.numpy import save_file
 
@@ -298,8 +307,8 @@ def tensors_of(model: Any, architecture: Architecture) -> dict[str, np.ndarray]:
     found = dict(origin.kept) if origin else {}
     for path, parameter in model.named_parameters():
         values = to_cpu(parameter.data)
-        for part in architecture.parts(path, values.shape, model.config.vocab):
-            found[part.name] = np.ascontiguousarray(part.view(values))
+        for part in architecture.parts(path, values.shape, model.config):
+            found[part.name] = np.ascontiguousarray(part.view(values)).reshape(part.shape)
     found |= {name: found[architecture.tied[name]] for name in copies}
     return {names.get(name) or architecture.written(name): a for name, a in found.items()}
 

@@ -37,7 +37,7 @@ class Settings:
         value = self.get(key, default)
         if type(value) is int and 1 <= value <= most:
             return value
-        return self._refuse(key, value, f"a whole number from 1 to {most:,}", default)
+        return self.refuse(key, value, f"a whole number from 1 to {most:,}", default)
 
     def layers(self, key: str, default: int) -> int:
         """Return a number of layers."""
@@ -48,34 +48,34 @@ class Settings:
         value = self.get(key, default)
         if type(value) in (int, float) and 0 < value < 1:
             return float(value)
-        return self._refuse(key, value, "a number above 0 and below 1", default)
+        return self.refuse(key, value, "a number above 0 and below 1", default)
 
     def dropout(self, key: str, default: float = 0.1) -> float:
         """Return a probability below 1."""
         value = self.get(key, default)
         if type(value) in (int, float) and 0 <= value < 1:
             return float(value)
-        return self._refuse(key, value, "a number from 0 to below 1", 0.0)
+        return self.refuse(key, value, "a number from 0 to below 1", 0.0)
 
     def choice(self, key: str, default: str, names: Mapping[str, str]) -> str:
         """Return ``names[value]``."""
         value = self.get(key, default)
         if isinstance(value, str) and value in names:
             return names[value]
-        return self._refuse(key, value, " or ".join(map(repr, names)), names[default])
+        return self.refuse(key, value, " or ".join(map(repr, names)), names[default])
 
     def flag(self, key: str, default: bool) -> bool:
         """Return True or False."""
         value = self.get(key, default)
         if isinstance(value, bool):
             return value
-        return self._refuse(key, value, "true or false", default)
+        return self.refuse(key, value, "true or false", default)
 
     def only(self, key: str, accepted: Any) -> None:
         """Refuse any other value of a key that changes the math."""
         value = self.get(key, accepted)
         if value != accepted:
-            self._refuse(key, value, repr(accepted), accepted)
+            self.refuse(key, value, repr(accepted), accepted)
 
     def unknown(self) -> list[str]:
         """Return the keys that were not read and are not harmless."""
@@ -85,7 +85,8 @@ class Settings:
         """Add a sentence to the warning that loading gives."""
         self.notes.append(text)
 
-    def _refuse(self, key, value, accepted, instead):
+    def refuse(self, key: str, value: Any, accepted: str, instead: Any = None) -> Any:
+        """Add a fault; return what to go on with."""
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
         self.faults.append(f"config.json: {key} is {shown}; accepted: {accepted}")

@@ -78,10 +78,10 @@ def test_other_commands_say_what_the_folder_is_for(call, folder, tmp_path):
         result = call(command, folder)
         assert result.exit_code == 2
         assert f"{folder} is a bert, to be used by: gpuattn embed '{folder}'" in result.stderr
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     for command in ("embed", "info", "sample"):
         result = call(command, tmp_path)
-        assert result.exit_code == 1 and "model_type is 'llama'; accepted: " in result.stderr
+        assert result.exit_code == 1 and "model_type is 'mamba'; accepted: " in result.stderr
 
 
 def test_info_of_a_folder(call, folder):

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import gpuattn
 from gpuattn.arrays import BFLOAT16
 from gpuattn.errors import CheckpointError, ConfigError, DataError, PretrainedError
-from gpuattn.models import GPT2, Bert, BertConfig, GPT2Config
+from gpuattn.models import GPT2, Bert, BertConfig, GPT2Config, Llama, LlamaConfig
 from gpuattn.pretrained.architecture import ARCHITECTURES, register
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -109,6 +109,11 @@ REFUSED = [
     ("bert-encoder", "position_embedding_type", "relative_key"),
     ("bert-encoder", "is_decoder", True), ("bert-encoder", "hidden_act", ["gelu"]),
     ("bert-encoder", "hidden_dropout_prob", 1.5),
+    ("llama-untied", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+    ("llama-untied", "rope_parameters", {"rope_type": "yarn"}), ("llama-untied", "head_dim", 8),
+    ("llama-untied", "attention_bias", True), ("llama-untied", "rope_parameters", [1]),
+    ("qwen2-tied", "use_sliding_window", True), ("qwen2-tied", "num_key_value_heads", 2),
+    ("qwen2-tied", "layer_types", ["full_attention", "sliding_attention"]),
     ("bert-encoder", "type_vocab_size", True), ("bert-encoder", "model_type", "roberta"),
 ]  # fmt: skip
 
@@ -117,6 +122,21 @@ REFUSED = [
 def test_a_config_that_changes_the_math_is_refused(edit, name, key, value):
     text = "\n".join(faults(edit(name, **{key: value})))
     assert f"{key} is {value!r}; accepted:" in text or f"heads is {value}; accepted:" in text
+
+
+def test_rotary_positions_of_old_and_new_files(edit):
+    tokens = np.arange(11, dtype=np.int32)[None]
+    new = load(GOLDEN / "llama-untied")
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, "f4")}
+    for scaling in (None, {"type": "default"}):
+        old = edit(
+            "llama-untied", buffer, rope_parameters=None, rope_theta=37, rope_scaling=scaling
+        )
+        np.testing.assert_array_equal(load(old).logits(tokens).data, new.logits(tokens).data)
+    usual = load(edit("llama-untied", buffer, rope_parameters=None, rope_theta=None))
+    assert usual.config.base == 10_000 and new.config.base == 37
+    wrong = edit("llama-untied", buffer, rope_parameters={"rope_theta": -1})
+    assert faults(wrong) == ("config.json: rope_theta is -1; accepted: a positive number",)
 
 
 def test_unknown_keys_are_named_in_one_warning(edit):
@@ -187,7 +207,9 @@ def test_tasks_choose_the_heads(tmp_path):
     GPT2(TINY, 1), GPT2(GPT2Config(9, 8, 2, 1, 6, inner=5, tied=False, pad_vocab=False), 2),
     Bert(BertConfig(9, 8, 2, 1, 12, max_length=6, masked=True), 3),
     Bert(BertConfig(9, 8, 2, 2, 12, max_length=6, masked=True, tied=False, types=1), 4),
-], ids=["gpt2", "untied", "bert", "untied-bert"])  # fmt: skip
+    Llama(LlamaConfig(9, 8, 2, 1, 12, 6, kv_heads=1, base=9.0), 5),
+    Llama(LlamaConfig(9, 8, 2, 1, 12, 6, qkv_bias=True, tied=True), 6),
+], ids=["gpt2", "untied", "bert", "untied-bert", "llama", "qwen2"])  # fmt: skip
 def test_models_made_here_come_back(tmp_path, model):
     gpuattn.save_pretrained(model, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -201,7 +223,7 @@ def test_what_cannot_be_saved(tmp_path):
     slim = GPT2(GPT2Config(9, 8, 2, 1, 6, bias=False, positions="rotary", activation="swiglu"))
     with pytest.raises(ConfigError, match="bias is False.*--bias.*positions is rotary.*swiglu"):
         gpuattn.save_pretrained(slim, tmp_path / "out")
-    with pytest.raises(ConfigError, match="model is a Linear; accepted: Bert, GPT2"):
+    with pytest.raises(ConfigError, match="model is a Linear; accepted: Bert, GPT2, Llama"):
         gpuattn.save_pretrained(gpuattn.nn.Linear(2, 2), tmp_path / "out")
     model = GPT2(TINY)
     model.norm.weight.data[2] = np.nan

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import gpuattn
-from gpuattn.models import GPT2, Bert, BertConfig, GPT2Config
+from gpuattn.models import GPT2, Bert, BertConfig, GPT2Config, Llama, LlamaConfig
 
 GOLDEN = Path(__file__).parents[1] / "pretrained" / "golden"
 VOCAB, LIMIT = 67, 11  # of the golden models
@@ -25,6 +25,8 @@ NEW = {
     "new-bert-masked": Bert(
         BertConfig(VOCAB, 24, 3, 2, 40, max_length=LIMIT, masked=True, pooler=False), 4
     ),
+    "new-llama": Llama(LlamaConfig(VOCAB, 24, 6, 2, 40, LIMIT, kv_heads=2, base=50.0), 5),
+    "new-qwen2": Llama(LlamaConfig(VOCAB, 24, 3, 1, 40, LIMIT, qkv_bias=True, tied=True), 6),
 }
 
 
@@ -37,7 +39,7 @@ def results(model):
         given["lengths"] = np.array([LIMIT, 1, 6])
     inputs = {name: values.astype(np.int32) for name, values in given.items()}
     with model.evaluating():
-        if isinstance(model, GPT2) or model.config.masked:
+        if not isinstance(model, Bert) or model.config.masked:
             return given | {"logits": model.logits(**inputs).data[..., :VOCAB]}
         states = model.states(**inputs)
         return given | {"states": states.data, "pooled": model.pooled(states).data}

@@ -27,6 +27,10 @@ BERT = {
     "vocab_size": VOCAB, "max_position_embeddings": LIMIT, "hidden_size": 24,
     "num_hidden_layers": 2, "num_attention_heads": 3,
 }  # fmt: skip
+LLAMA = {
+    "vocab_size": VOCAB, "max_position_embeddings": LIMIT, "hidden_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
+}  # fmt: skip
 MODELS = {
     "gpt2-tied": ("GPT2LMHeadModel", "GPT2Config", GPT2 | {"layer_norm_epsilon": 1e-3}),
     "gpt2-untied": ("GPT2LMHeadModel", "GPT2Config", GPT2 | {
@@ -43,6 +47,13 @@ MODELS = {
         "intermediate_size": 40, "hidden_act": "relu", "layer_norm_eps": 0.02,
         "num_attention_heads": 4,
     }),
+    "llama-untied": ("LlamaForCausalLM", "LlamaConfig", LLAMA | {
+        "intermediate_size": 40, "rms_norm_eps": 1e-3, "rope_theta": 37.0,
+    }),
+    "qwen2-tied": ("Qwen2ForCausalLM", "Qwen2Config", LLAMA | {
+        "intermediate_size": 56, "rms_norm_eps": 0.02, "num_attention_heads": 3,
+        "num_key_value_heads": 3, "tie_word_embeddings": True,
+    }),
 }  # fmt: skip
 
 
@@ -58,7 +69,7 @@ def fill(model, rng):
 def inputs(model, rng):
     """Return token ids as long as the model takes, for BERT with types and lengths too."""
     tokens = rng.integers(0, VOCAB, (3, LIMIT))
-    if model.config.model_type == "gpt2":
+    if model.config.model_type != "bert":
         return {"tokens": tokens}
     types = rng.integers(0, model.config.type_vocab_size, (3, LIMIT))
     return {"tokens": tokens, "types": types, "lengths": np.array([LIMIT, 1, 6])}
