@@ -9,7 +9,6 @@ from click.core import ParameterSource
 from gpuattn.cli.options import NearChoice, PathName, decoding_options, device_option, run_argument
 from gpuattn.runs.evaluation import evaluate, evaluate_text, pairs_for
 from gpuattn.runs.folder import load_run
-from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.score import TOKENIZERS
 
 OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
@@ -37,9 +36,12 @@ def command(
     Of a language model: the exact loss (nats a token) and the perplexity of the text in FILE.
 
     Without files: what the run held out, for built-in tasks pairs never seen in training.
+    DIR may be a folder of Hugging Face with a language model, which needs a FILE.
     """
     user = load_run(folder, device=device)
-    show = {"language": _of_text, "translation": _of_pairs}[task_of(user.config).name]
+    if user.task not in SHOW:
+        raise click.UsageError(f"{folder} has an encoder, which has no scores: gpuattn embed")
+    show = SHOW[user.task]
     row, lines = show(ctx, user, files, options)
     click.echo(json.dumps(row, indent=2) if as_json else "\n".join(lines))
 
@@ -52,6 +54,8 @@ def _of_text(ctx, sampler, files, options):
             raise click.UsageError(f"--{word} is for translators, and this is a language model")
     if len(files) > 1:
         raise click.UsageError("give one text file for a language model, or none")
+    if not files and sampler.config is None:
+        raise click.UsageError("give a text file: this is no run, which would have held one out")
     row = evaluate_text(sampler, *files)
     return row, [
         f"loss         {row['loss']:.4f} nats a token",
@@ -76,3 +80,6 @@ def _of_pairs(ctx, translator, files, options):
         f"chrF         {row['chrf']:6.2f}",
         f"sentences    {row['sentences']:,} at {row['tokens_per_second']:,.0f} tokens/s",
     ]
+
+
+SHOW = {"language": _of_text, "translation": _of_pairs}

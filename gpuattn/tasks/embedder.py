@@ -14,6 +14,8 @@ BATCH = {"cpu": 1 << 11, "gpu": 1 << 16}  # tokens, with padding, that are compu
 class Embedder:
     """Turns lines into vectors. The arguments are those of a Sampler; ``config`` may be None."""
 
+    task = "embedding"
+
     def __init__(
         self, config: Any, model: Any, tokenizer: Any, metrics: Mapping[str, Any] | None = None
     ) -> None:

@@ -20,6 +20,8 @@ class Sampler:
     scores.
     """
 
+    task = "language"
+
     def __init__(
         self, config: Any, model: Any, tokenizer: Any, metrics: Mapping[str, Any] | None = None
     ) -> None:

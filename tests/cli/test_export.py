@@ -39,6 +39,11 @@ def test_an_exported_run_writes_the_same_texts(call, text, tmp_path):
     tokens = np.arange(12, dtype=np.int32)[None]
     one, other = (gpuattn.load_run(path, device="numpy").model for path in (run, folder))
     np.testing.assert_array_equal(one.logits(tokens).data, other.logits(tokens).data)
+    rows = [json.loads(call("evaluate", path, text, "--json").stdout) for path in (run, folder)]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+    assert rows[0]["tokens"] == rows[1]["tokens"] == 479
+    result = call("evaluate", folder)
+    assert result.exit_code == 2 and "give a text file: this is no run" in result.stderr
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["GPT2LMHeadModel"] and config["n_positions"] == 12
     assert json.loads(call("info", folder, "--json").stdout)["model"] == "gpt2"
