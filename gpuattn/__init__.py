@@ -154,7 +154,8 @@ def load_pretrained(
     """Return the model in a local folder of Hugging Face, in evaluation mode.
 
     The folder has config.json and model.safetensors, or its shards. GPT-2 becomes a
-    ``models.GPT2``, BERT a ``models.Bert``, Llama, SmolLM and Qwen2 a ``models.Llama``.
+    ``models.GPT2``, BERT a ``models.Bert``, Llama, SmolLM, Qwen2 and Qwen3 a
+    ``models.Llama``.
     ``dtype``: of the weights, by default the widest in the folder.
     ``device``: "auto", "cuda" or "numpy". ``task``: which heads are kept: None, all; for BERT
     "embedding", none but the pooler, or "masked"; for others "language".

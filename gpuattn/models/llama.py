@@ -1,7 +1,7 @@
 """Llama, the decoder of many open models: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
 Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023). SmolLM has the same
-layers; Qwen2 adds biases to queries, keys and values.
+layers; Qwen2 adds biases to queries, keys and values, Qwen3 norms to heads of queries and keys.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,9 @@ class LlamaConfig(ModelConfig):
 
     ``kv_heads``: heads of keys and values, which divide ``heads``; None: as many. ``block``: the
     longest context. ``base``: of the rotary positions, see ``gpuattn.rotary``. ``qkv_bias``:
-    whether queries, keys and values have biases; nothing else has. ``tied``, ``pad_vocab``: as of a
+    whether queries, keys and values have biases; nothing else has. ``head_dim``: the size of a
+    head, d_model / heads by default. ``qk_norm``: whether an RMSNorm is over each head of queries
+    and keys. ``tied``, ``pad_vocab``: as of a
     GPT2Config. Raises ConfigError for what does not fit together.
     """
 
@@ -41,6 +43,8 @@ class LlamaConfig(ModelConfig):
     eps: float = 1e-6
     dropout: float = 0.0
     qkv_bias: bool = False
+    head_dim: int | None = None
+    qk_norm: bool = False
     tied: bool = False
     pad_vocab: bool = True
     positions: ClassVar[str] = "rotary"
@@ -79,7 +83,8 @@ class Llama(GPT2):
             TransformerEncoderLayer(
                 c.d_model, c.heads, c.ffn, kv_heads=c.kv_heads, rotary=True, rotary_base=c.base,
                 causal=True, dropout=c.dropout, norm_kind="rms", eps=c.eps, activation="swiglu",
-                bias=False, qkv_bias=c.qkv_bias, streams=streams, rng=rng,
+                bias=False, qkv_bias=c.qkv_bias, head_size=c.head_dim, qk_norm=c.qk_norm,
+                streams=streams, rng=rng,
             )
             for _ in range(c.layers)
         ]  # fmt: skip

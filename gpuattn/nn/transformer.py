@@ -67,9 +67,9 @@ class TransformerEncoderLayer(_Layer):
     ``norm``: "pre" (Xiong et al., 2020) or "post" (Vaswani et al., 2017). ``causal`` makes it the
     layer of a decoder-only model. ``dropout``: of both branches and, without
     ``attention_dropout``, of attention probabilities. ``norm_kind``: "layer" or "rms"; ``eps``: of
-    the norms. ``rotary_base``, ``qkv_bias``: see MultiHeadAttention. A call takes ``cu_seqlens``,
-    ``max_seqlen`` for packed tokens, or ``key_lengths`` (B,), and ``positions`` where attention is
-    ``rotary``.
+    the norms. ``rotary_base``, ``qkv_bias``, ``head_size``, ``qk_norm`` (with ``eps``): see
+    MultiHeadAttention. A call takes ``cu_seqlens``, ``max_seqlen`` for packed tokens, or
+    ``key_lengths`` (B,), and ``positions`` where attention is ``rotary``.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class TransformerEncoderLayer(_Layer):
         rotary: bool = False, rotary_base: float = 10_000.0, causal: bool = False,
         dropout: float = 0.0, attention_dropout: float | None = None, norm: str = "pre",
         norm_kind: str = "layer", eps: float = 1e-5, activation: str = "relu", bias: bool = True,
-        qkv_bias: bool | None = None, streams: Streams | None = None,
-        rng: np.random.Generator | None = None,
+        qkv_bias: bool | None = None, head_size: int | None = None, qk_norm: bool = False,
+        streams: Streams | None = None, rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         super().__init__(norm)
         if norm_kind not in ("layer", "rms"):
@@ -88,7 +88,8 @@ class TransformerEncoderLayer(_Layer):
         self.attention = MultiHeadAttention(
             width, heads, kv_heads=kv_heads, rotary=rotary, causal=causal,
             dropout=dropout if attention_dropout is None else attention_dropout, bias=bias,
-            qkv_bias=qkv_bias, rotary_base=rotary_base, streams=streams, rng=rng,
+            qkv_bias=qkv_bias, rotary_base=rotary_base, head_size=head_size,
+            qk_norm=eps if qk_norm else None, streams=streams, rng=rng,
         )  # fmt: skip
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
         new_norm = partial(LayerNorm, bias=bias) if norm_kind == "layer" else RMSNorm

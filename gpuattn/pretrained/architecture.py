@@ -24,8 +24,8 @@ class Rule(NamedTuple):
 
     ``turned``: matrices are (in, out) in the folder. ``padded``: only the rows of the vocabulary
     are in the folder; those after them are zeros. ``heads``: the names are queries, keys and values
-    of rotary attention, where the first D / 2 rows of a query or key head are the even ones of
-    ours, and the others the odd ones.
+    of rotary attention, or the norm of one, where the first D / 2 rows of a query or key head are
+    the even ones of ours, and the others the odd ones.
     """
 
     names: tuple[str, ...]
@@ -116,7 +116,7 @@ class Architecture:
             for key, value in found.items():
                 name = name.replace(f"{{{key}}}", value)
             own = (rows, *shape[1:])
-            pairs = config.d_model // config.heads // 2 if one.heads and n < 2 else None
+            pairs = config.head_size // 2 if one.heads and n < 2 else None
             view = partial(_view, first=first, rows=rows, turned=turned, pairs=pairs)
             yield Part(name, own[::-1] if turned else own, view)
             first += rows
@@ -134,8 +134,8 @@ class Architecture:
 
 def _rows(one, shape, config):
     """Return how many rows of a parameter each name of its rule has."""
-    if one.heads:
-        size, keys = config.d_model // config.heads, config.kv_heads or config.heads
+    if one.heads and len(one.names) > 1:
+        size, keys = config.head_size, config.kv_heads or config.heads
         return [config.heads * size, keys * size, keys * size]
     rows = config.vocab if one.padded else shape[0]
     return [rows // len(one.names)] * len(one.names)

@@ -232,7 +232,7 @@ def _warn(folder, settings):
     if unknown:
         notes = [*notes, f"not known, and not used: {', '.join(unknown)}"]
     if notes:
-        warnings.warn(f"{folder / files.CONFIG}: {'; '.join(notes)}", stacklevel=4)
+        warnings.warn(f"{folder / files.CONFIG}: {'; '.join(notes)}", stacklevel=5)
 
 
 def _dtype(found, asked):

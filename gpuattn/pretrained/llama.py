@@ -1,5 +1,5 @@
-"""Llama, SmolLM and Qwen2 of transformers (``LlamaForCausalLM``, ``Qwen2ForCausalLM``) as
-``models.llama.Llama``.
+"""Llama, SmolLM, Qwen2 and Qwen3 of transformers (``LlamaForCausalLM``, ``Qwen2ForCausalLM``,
+``Qwen3ForCausalLM``) as ``models.llama.Llama``.
 
 Its rotary positions turn rows i and i + D / 2 of a head together, ours neighbours: the rules put
 the rows of queries and keys in the order of ours, and back.
@@ -12,12 +12,23 @@ from gpuattn.models.llama import Llama, LlamaConfig
 from gpuattn.pretrained.architecture import Architecture, register, rule
 from gpuattn.pretrained.settings import Settings
 
+# {model_type: what the classes of transformers take where config.json says nothing}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"vocab_size": 32_000, "intermediate_size": 11_008, "block": 2048, "keys": None,
+              "head_dim": None},
+    "qwen2": {"vocab_size": 151_936, "intermediate_size": 22_016, "block": 32_768, "keys": 32,
+              "head_dim": None},
+    "qwen3": {"vocab_size": 151_936, "intermediate_size": 22_016, "block": 32_768, "keys": 32,
+              "head_dim": 128},
+}  # fmt: skip
+
 
 def configure(settings: Settings, names: set[str], task: str | None) -> LlamaConfig:
     """Return the LlamaConfig of a config.json."""
-    qwen = settings.config.get("model_type") == "qwen2"
+    kind = settings.config["model_type"]
+    usual = DEFAULTS[kind]
     settings.choice("hidden_act", "silu", {"silu": "swiglu"})
-    settings.only("attention_bias", qwen)
+    settings.only("attention_bias", kind == "qwen2")
     settings.only("mlp_bias", False)
     settings.only("use_sliding_window", False)
     settings.only("pretraining_tp", 1)
@@ -28,16 +39,17 @@ def configure(settings: Settings, names: set[str], task: str | None) -> LlamaCon
         settings.note("attention_dropout is the dropout of embeddings and branches too")
     settings.read.update(("sliding_window", "max_window_layers"))  # of the window that is not used
     width, heads = settings.size("hidden_size", 4096), settings.size("num_attention_heads", 32)
-    settings.only("head_dim", width // heads)
+    size = settings.size("head_dim", usual["head_dim"] or max(1, width // heads))
     return LlamaConfig(
-        vocab=settings.size("vocab_size", 151_936 if qwen else 32_000), d_model=width, heads=heads,
+        vocab=settings.size("vocab_size", usual["vocab_size"]), d_model=width, heads=heads,
         layers=settings.layers("num_hidden_layers", 32),
-        ffn=settings.size("intermediate_size", 22_016 if qwen else 11_008),
-        block=settings.size("max_position_embeddings", 32_768 if qwen else 2048),
-        kv_heads=settings.size("num_key_value_heads", 32 if qwen else heads),
-        base=_base(settings), eps=settings.eps("rms_norm_eps", 1e-6),
-        dropout=settings.dropout("attention_dropout", 0.0), qkv_bias=qwen,
-        tied=settings.flag("tie_word_embeddings", False),
+        ffn=settings.size("intermediate_size", usual["intermediate_size"]),
+        block=settings.size("max_position_embeddings", usual["block"]),
+        kv_heads=settings.size("num_key_value_heads", usual["keys"] or heads),
+        head_dim=None if size * heads == width else size, base=_base(settings),
+        eps=settings.eps("rms_norm_eps", 1e-6),
+        dropout=settings.dropout("attention_dropout", 0.0), qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3", tied=settings.flag("tie_word_embeddings", False),
     )  # fmt: skip
 
 
@@ -60,18 +72,23 @@ def _base(settings):
 
 
 def describe(config: LlamaConfig) -> dict[str, Any]:
-    """Return the keys of config.json: of a qwen2 with biases, of a llama without."""
+    """Return the keys of config.json: of a qwen2 with biases, of a qwen3 with norms of heads."""
     if config.dropout:
         raise ConfigError(
             f"Llama of transformers has no such dropout: {config.dropout}; accepted: 0"
         )
-    name = "Qwen2" if config.qkv_bias else "Llama"
+    if config.qkv_bias and config.qk_norm:
+        raise ConfigError(
+            "Llama of transformers has biases (qkv_bias) or norms (qk_norm), not both"
+        )
+    name = "Qwen2" if config.qkv_bias else "Qwen3" if config.qk_norm else "Llama"
     return {
         "architectures": [f"{name}ForCausalLM"], "model_type": name.lower(),
         "vocab_size": config.vocab, "hidden_size": config.d_model,
         "intermediate_size": config.ffn, "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads or config.heads, "hidden_act": "silu",
+        "num_key_value_heads": config.kv_heads or config.heads, "head_dim": config.head_size,
+        "hidden_act": "silu",
         "max_position_embeddings": config.block, "rms_norm_eps": config.eps,
         "rope_theta": config.base, "rope_parameters": {"rope_theta": config.base,
                                                        "rope_type": "default"},
@@ -79,17 +96,20 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-for model_type, classes in {
-    "llama": ("LlamaForCausalLM", "LlamaModel"), "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
-}.items():  # fmt: skip
+for model_type in DEFAULTS:
     register(Architecture(
-        model_type=model_type, model=Llama, tasks={"language": ()}, classes=classes,
+        model_type=model_type, model=Llama, tasks={"language": ()},
+        classes=(f"{model_type.title()}ForCausalLM", f"{model_type.title()}Model"),
         configure=configure, describe=describe, prefix="model.", bare=(r"lm_head\.weight",),
         rules=(
             rule("embed_tokens.weight", "embedding.weight", padded=True),
             rule("layers.{i}.input_layernorm.weight", "layers.{i}.norms.0.weight"),
             rule("layers.{i}.self_attn.[q_proj|k_proj|v_proj].{p}",
                  "layers.{i}.attention.qkv.{p}", heads=True),
+            rule("layers.{i}.self_attn.q_norm.weight", "layers.{i}.attention.q_norm.weight",
+                 heads=True),
+            rule("layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.k_norm.weight",
+                 heads=True),
             rule("layers.{i}.self_attn.o_proj.weight", "layers.{i}.attention.out.weight"),
             rule("layers.{i}.post_attention_layernorm.weight", "layers.{i}.norms.1.weight"),
             rule("layers.{i}.mlp.[gate_proj|up_proj].weight",

@@ -30,7 +30,8 @@ def test_logits_do_not_depend_on_later_tokens(rng):
 
 
 def test_decoding_takes_the_most_probable_token_with_and_without_a_cache(rng):
-    model, prompt = larger(Llama(TINY)).eval(), tokens(rng, 3, 4)
+    wide = LlamaConfig(**vars(TINY) | {"head_dim": 6, "qk_norm": True})
+    model, prompt = larger(Llama(wide)).eval(), tokens(rng, 3, 4)
     for kv_cache in (True, False):
         stepper = model.stepper(prompt, 6, kv_cache=kv_cache)
         found = sample(stepper, bos=stepper.first_tokens, eos=None, max_length=6, top_k=1, seed=0)
@@ -39,7 +40,9 @@ def test_decoding_takes_the_most_probable_token_with_and_without_a_cache(rng):
         np.testing.assert_array_equal(best[:, 3:], text[:, 4:])
 
 
-@pytest.mark.parametrize("options", [{}, {"qkv_bias": True, "tied": True, "kv_heads": 1}])
+@pytest.mark.parametrize("options", [
+    {"qkv_bias": True, "tied": True, "kv_heads": 1}, {"head_dim": 6, "qk_norm": True},
+])  # fmt: skip
 def test_gradient_of_every_parameter_agrees_with_differences(rng, options):
     model = Llama(LlamaConfig(**vars(TINY) | {"layers": 1, "pad_vocab": False} | options))
     for p in model.parameters():
@@ -63,5 +66,9 @@ def test_sizes_and_work():
     assert parameters == 2 * 64 * 16 + 2 * (layer + 32) + 16
     weights = 2 * layer + 16 * 20
     assert TINY.flops([9]) == 6 * weights * 9 + 12 * 16 * 2 * 9**2 / 2
+    wide = LlamaConfig(**vars(TINY) | {"head_dim": 6, "qk_norm": True})
+    matrices = [p for p in Llama(wide).layers[0].parameters() if p.ndim == 2]
+    assert wide.layer_weights() == 2 * sum(p.size for p in matrices)
+    assert wide.flops([9]) == 6 * (wide.layer_weights() + 320) * 9 + 12 * 24 * 2 * 9**2 / 2
     with pytest.raises(ConfigError, match="kv_heads is 3; accepted: numbers that divide heads"):
         LlamaConfig(**vars(TINY) | {"kv_heads": 3})

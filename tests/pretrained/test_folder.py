@@ -110,7 +110,7 @@ REFUSED = [
     ("bert-encoder", "is_decoder", True), ("bert-encoder", "hidden_act", ["gelu"]),
     ("bert-encoder", "hidden_dropout_prob", 1.5),
     ("llama-untied", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
-    ("llama-untied", "rope_parameters", {"rope_type": "yarn"}), ("llama-untied", "head_dim", 8),
+    ("llama-untied", "rope_parameters", {"rope_type": "yarn"}), ("llama-untied", "head_dim", 0),
     ("llama-untied", "attention_bias", True), ("llama-untied", "rope_parameters", [1]),
     ("qwen2-tied", "use_sliding_window", True), ("qwen2-tied", "num_key_value_heads", 2),
     ("qwen2-tied", "layer_types", ["full_attention", "sliding_attention"]),

@@ -26,6 +26,7 @@ NEW = {
         BertConfig(VOCAB, 24, 3, 2, 40, max_length=LIMIT, masked=True, pooler=False), 4
     ),
     "new-llama": Llama(LlamaConfig(VOCAB, 24, 6, 2, 40, LIMIT, kv_heads=2, base=50.0), 5),
+    "new-qwen3": Llama(LlamaConfig(VOCAB, 24, 5, 1, 40, LIMIT, 1, head_dim=6, qk_norm=True), 7),
     "new-qwen2": Llama(LlamaConfig(VOCAB, 24, 3, 1, 40, LIMIT, qkv_bias=True, tied=True), 6),
 }
 

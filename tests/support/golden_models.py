@@ -54,6 +54,10 @@ MODELS = {
         "intermediate_size": 56, "rms_norm_eps": 0.02, "num_attention_heads": 3,
         "num_key_value_heads": 3, "tie_word_embeddings": True,
     }),
+    "qwen3-untied": ("Qwen3ForCausalLM", "Qwen3Config", LLAMA | {
+        "intermediate_size": 40, "rms_norm_eps": 0.01, "head_dim": 6, "rope_theta": 37.0,
+        "num_attention_heads": 5, "num_key_value_heads": 1,
+    }),
 }  # fmt: skip
 
 
