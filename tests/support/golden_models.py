@@ -65,7 +65,7 @@ def fill(model, rng):
     """Give every parameter random values: weights of norms around 1, others around 0."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = rng.standard_normal(tuple(parameter.shape), np.float32) * 0.3
+            values = rng.standard_normal(tuple(parameter.shape), np.float32) * 0.2
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.copy_(torch.from_numpy(values + (1 if is_norm else 0)))
 
