@@ -10,10 +10,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import gpuattn
+from gpuattn import optim
 from gpuattn.arrays import BFLOAT16
 from gpuattn.errors import CheckpointError, ConfigError, DataError, PretrainedError
 from gpuattn.models import GPT2, Bert, BertConfig, GPT2Config, Llama, LlamaConfig
 from gpuattn.pretrained.architecture import ARCHITECTURES, register
+from gpuattn.runtime.workspace import Workspace
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = GPT2Config(vocab=9, d_model=8, heads=2, layers=1, block=6)
@@ -239,6 +241,21 @@ def test_what_cannot_be_saved(tmp_path):
     with pytest.raises(DataError, match="the vocabulary is 20 tokens; accepted: up to 9"):
         gpuattn.save_pretrained(model, tmp_path / "out", range(20))
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_loaded_model_can_be_trained():
+    model = load(GOLDEN / "gpt2-tied").train()
+    workspace = Workspace(model)
+    optimizer = optim.AdamW(workspace)
+    tokens = np.arange(22, dtype=np.int32).reshape(2, 11)
+    losses = []
+    for _ in range(4):
+        workspace.begin()
+        loss = model.loss(tokens, tokens + 1)
+        workspace.backward(loss)
+        optimizer.step(learning_rate=0.01)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
 
 
 def test_an_architecture_registers_once():
