@@ -135,11 +135,12 @@ __all__ = [
 def load_run(
     path: StrPath, *, device: str = "auto", which: str = "best", task: str | None = None
 ) -> Any:
-    """Return the Translator of a run folder, or the Sampler of a language model's.
+    """Return the Translator of a run folder, or the Sampler of a language model's; of a folder of
+    Hugging Face the Sampler or, of a BERT, the Embedder.
 
     ``device``: "auto", "cuda" or "numpy". ``which``: "best" or "last" weights; a run that has no
-    best weights yet gives its last ones. ``task``: "translation" or "language", to refuse runs of
-    another task; None accepts any. On a GPU it computes in float32.
+    best weights yet gives its last ones. ``task``: "translation", "language" or "embedding", to
+    refuse runs of another task; None accepts any. On a GPU it computes in float32.
     Raises CheckpointError for a folder that is no run, or is damaged or of another model;
     ConfigError for a run of another task; DeviceMissingError for "cuda" without a GPU.
     """
