@@ -140,7 +140,8 @@ def load_run(
 
     ``device``: "auto", "cuda" or "numpy". ``which``: "best" or "last" weights; a run that has no
     best weights yet gives its last ones. ``task``: "translation", "language" or "embedding", to
-    refuse runs of another task; None accepts any. On a GPU it computes in float32.
+    refuse runs of another task; None accepts any. A run computes in float32, on a GPU too, a folder
+    of Hugging Face in the dtype of its weights.
     Raises CheckpointError for a folder that is no run, or is damaged or of another model;
     ConfigError for a run of another task; DeviceMissingError for "cuda" without a GPU.
     """
