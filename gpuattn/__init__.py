@@ -31,7 +31,8 @@ the reason why it does not. A ``Tensor`` records what NumPy's functions and thes
 
 Layers as modules are in `gpuattn.nn`, models in `gpuattn.models`, optimizers in `gpuattn.optim`;
 `training_step` makes one call of a model, its loss and an optimizer: an update at full speed.
-`load_run` opens a model that ``gpuattn train`` has trained.
+`load_run` opens a model that ``gpuattn train`` has trained; `load_pretrained`, `load_tokenizer` and
+`save_pretrained` read and write folders of Hugging Face.
 """
 
 import importlib
@@ -75,7 +76,7 @@ from gpuattn.ops.update.lamb import TensorTable, lamb
 from gpuattn.ops.update.lion import lion
 from gpuattn.ops.update.sgd import sgd
 from gpuattn.rng import manual_seed
-from gpuattn.typing import StrPath
+from gpuattn.typing import DType, StrPath
 
 MODULES = ("models", "nn", "optim", "runtime")  # imported on first use
 FUNCTIONS = {"training_step": "gpuattn.train.own_model"}  # likewise, from there
@@ -107,7 +108,9 @@ __all__ = [
     "linear_cross_entropy",
     "linear_dropout_add_norm",
     "lion",
+    "load_pretrained",
     "load_run",
+    "load_tokenizer",
     "manual_seed",
     "models",
     "nn",
@@ -117,6 +120,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "sample_tokens",
+    "save_pretrained",
     "scaled_dot_product_attention",
     "sgd",
     "softmax",
@@ -135,18 +139,68 @@ def load_run(
     path: StrPath, *, device: str = "auto", dtype: str = "auto", which: str = "best",
     task: str | None = None,
 ) -> Any:  # fmt: skip
-    """Return the Translator of a run folder, or the Sampler of a language model's.
+    """Return the Translator of a run folder, or the Sampler of a language model's; of a folder of
+    Hugging Face the Sampler or, of a BERT, the Embedder.
 
-    ``device``: "auto", "cuda" or "numpy". ``dtype``: of parameters and activations: on a GPU
-    "bfloat16" by default, or "float32"; NumPy always computes in float32. ``which``: "best" or
-    "last" weights; a run that has no best weights yet gives its last ones. ``task``: "translation"
-    or "language", to refuse runs of another task; None accepts any.
+    ``device``: "auto", "cuda" or "numpy". ``dtype``: of parameters and activations: of a run on a
+    GPU "bfloat16" by default, or "float32"; NumPy always computes a run in float32. Of a folder of
+    Hugging Face by default that of its weights. ``which``: "best" or "last" weights; a run that has
+    no best weights yet gives its last ones. ``task``: "translation", "language" or "embedding", to
+    refuse runs of another task; None accepts any.
     Raises CheckpointError for a folder that is no run, or is damaged or of another model;
     ConfigError for a run of another task; DeviceMissingError for "cuda" without a GPU.
     """
     from gpuattn.runs import folder  # imports what training needs
 
     return folder.load_run(path, device=device, dtype=dtype, which=which, task=task)
+
+
+def load_pretrained(
+    folder: StrPath, *, dtype: DType | None = None, device: str = "auto", task: str | None = None
+) -> Any:
+    """Return the model in a local folder of Hugging Face, in evaluation mode.
+
+    The folder has config.json and model.safetensors, or its shards. GPT-2 becomes a
+    ``models.GPT2``, BERT a ``models.Bert``, Llama, SmolLM, Qwen2 and Qwen3 a
+    ``models.Llama``.
+    ``dtype``: of the weights, by default the widest in the folder.
+    ``device``: "auto", "cuda" or "numpy". ``task``: which heads are kept: None, all; for BERT
+    "embedding", none but the pooler, or "masked"; for others "language".
+    Nothing is downloaded, unpickled, or run; one tensor at a time is in memory.
+    Raises PretrainedError, whose ``faults`` are all that is wrong with the folder, a sentence each;
+    ConfigError for another task or dtype; DeviceMissingError for "cuda" without a GPU.
+    """
+    from gpuattn import pretrained
+
+    return pretrained.load_pretrained(folder, dtype=dtype, device=device, task=task)
+
+
+def save_pretrained(model: Any, folder: StrPath, tokenizer: Any = None) -> None:
+    """Write a GPT2, Bert or Llama as a new folder of Hugging Face, which transformers can load.
+
+    A model of ``load_pretrained`` gives the tensors of its folder again, bit for bit and by the
+    same names, in one file; but for GPT-2's causal masks, which old files hold.
+    ``tokenizer``: of ``load_tokenizer``, or of a run. The folder appears when all is written.
+    Raises ConfigError for a model that transformers lacks, DataError for a tokenizer with more
+    tokens than the model, CheckpointError for a folder that has files, weights with inf or NaN, or
+    a full disk.
+    """
+    from gpuattn import pretrained
+
+    pretrained.save_pretrained(model, folder, tokenizer)
+
+
+def load_tokenizer(folder: StrPath) -> Any:
+    """Return the tokenizer in a local folder of Hugging Face: ``encode(text)``, ``decode(ids)``.
+
+    It is read by the library tokenizers: ``pip install 'gpuattn[pretrained]'``; UnsupportedError
+    without it. What tokenizer.json says of padding and of cutting long texts is not done.
+    A folder of ``gpuattn export`` has the tokenizer of the run.
+    Raises PretrainedError for a folder without a tokenizer, or with a damaged one.
+    """
+    from gpuattn import pretrained
+
+    return pretrained.load_tokenizer(folder)
 
 
 def __getattr__(name: str) -> Any:

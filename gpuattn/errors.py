@@ -2,7 +2,10 @@
 
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any
+
+MOST_FAULTS = 20  # that the message of one error lists
 
 
 class UnsupportedError(ValueError):
@@ -31,6 +34,18 @@ class DataError(ValueError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged, incomplete, or belongs to another model."""
+
+
+class PretrainedError(CheckpointError):
+    """A Hugging Face folder cannot be used; nothing of it is. ``faults``: all that was found, a
+    sentence each."""
+
+    def __init__(self, where: Any, faults: Iterable[str]) -> None:
+        self.faults = tuple(faults)
+        shown = self.faults[:MOST_FAULTS]
+        more = len(self.faults) - len(shown)
+        lines = [*shown, f"and {more} faults more"] if more else shown
+        super().__init__(f"{where} cannot be used:" + "".join(f"\n- {line}" for line in lines))
 
 
 class MemoryLimitError(RuntimeError):

@@ -52,7 +52,9 @@ def test_metadata_lives_in_setup_cfg():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = set(config["options.extras_require"])
-    assert extras == {"cuda12x", "cuda13x", "plots", "tensorboard", "dist", "data", "test"}
+    assert extras == {
+        "cuda12x", "cuda13x", "plots", "tensorboard", "dist", "data", "pretrained", "test",
+    }  # fmt: skip
 
 
 def test_every_requirement_has_a_lowest_version():

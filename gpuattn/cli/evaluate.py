@@ -12,7 +12,6 @@ from gpuattn.cli.lines import LineErrors
 from gpuattn.cli.options import NearChoice, PathName, run_argument
 from gpuattn.runs.evaluation import evaluate, evaluate_text, pairs_for
 from gpuattn.runs.folder import load_run
-from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.score import TOKENIZERS
 
 OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
@@ -42,12 +41,13 @@ def command(
 
     Without files: what the run held out, for built-in tasks pairs never seen in training. A source
     that is longer than the model takes is a message, and counts as translated by nothing; the exit
-    code is then 1.
+    code is then 1. DIR may be a folder of Hugging Face with a language model, which needs a FILE.
     """
     user = load_run(folder, device=device, dtype=dtype)
-    show = {"language": _of_text, "translation": _of_pairs}[task_of(user.config).name]
+    if user.task not in SHOW:
+        raise click.UsageError(f"{folder} has an encoder, which has no scores: gpuattn embed")
     errors = LineErrors()
-    row, lines = show(ctx, user, files, options | {"refused": errors.add})
+    row, lines = SHOW[user.task](ctx, user, files, options | {"refused": errors.add})
     click.echo(json.dumps(row, indent=2) if as_json else "\n".join(lines))
     sys.exit(1 if errors.count else 0)
 
@@ -60,6 +60,8 @@ def _of_text(ctx, sampler, files, options):
             raise click.UsageError(f"--{word} is for translators, and this is a language model")
     if len(files) > 1:
         raise click.UsageError("give one text file for a language model, or none")
+    if not files and sampler.config is None:
+        raise click.UsageError("give a text file: this is no run, which would have held one out")
     row = evaluate_text(sampler, *files)
     return row, [
         f"loss         {row['loss']:.4f} nats a token",
@@ -84,3 +86,6 @@ def _of_pairs(ctx, translator, files, options):
         f"chrF         {row['chrf']:6.2f}",
         f"sentences    {row['sentences']:,} at {row['tokens_per_second']:,.0f} tokens/s",
     ]
+
+
+SHOW = {"language": _of_text, "translation": _of_pairs}

@@ -7,6 +7,8 @@ import click
 
 from gpuattn.cli.options import run_argument
 from gpuattn.data.store import TokenStore, is_store
+from gpuattn.pretrained import is_pretrained
+from gpuattn.pretrained.folder import describe_folder
 from gpuattn.runs.folder import summary
 from gpuattn.train.session import describe
 from gpuattn.units import duration
@@ -21,13 +23,20 @@ EXAMPLE_TOKENS = 20
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(folder: str, as_json: bool) -> None:
     """Show what the run in DIR is, how far it came, its best scores and its options; of a token
-    store its counts, lengths, examples, and what was left out."""
+    store its counts, lengths, examples, and what was left out.
+
+    Of a folder of Hugging Face: its model, and what of the folder is not used.
+    """
     if is_store(folder):
         show_store(TokenStore(folder), as_json)
         return
-    found = summary(folder)
+    pretrained = is_pretrained(folder)
+    found = describe_folder(folder) if pretrained else summary(folder)
     if as_json:
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    if pretrained:
+        _say_pretrained(found)
         return
     updates = f" after {found['updates']:,} updates, {duration(found['seconds'])}"
     _say("run", f"{found['folder']}: {found['task']}")
@@ -92,6 +101,16 @@ def examples(store: TokenStore) -> list[list[str]]:
         rows = [store.row(side, i)[:EXAMPLE_TOKENS].tolist() for side in store.sides]
         found.append([tokenizer.decode_text(row).replace("\n", " ") for row in rows])
     return found
+
+
+def _say_pretrained(found):
+    _say("folder", f"{found['folder']}: {found['model']} for {found['task']}")
+    shown = f"{found['parameters']:,} parameters in {found['dtype']}"
+    _say("model", f"{shown}, {found['vocabulary']:,} tokens")
+    for topic in ("copies", "ignored"):
+        if found[topic]:
+            _say(topic, ", ".join(found[topic]))
+    _say("options", ", ".join(f"{name} {value}" for name, value in found["options"].items()))
 
 
 def _say(topic, text):

@@ -47,7 +47,7 @@ def command(
     no_kv_cache: bool,
     **settings: Any,
 ) -> None:
-    """Continue a text with the language model in DIR.
+    """Continue a text with the language model in DIR: a run, or a folder of Hugging Face.
 
     \b
     gpuattn sample runs/book --prompt "It was" --tokens 200

@@ -27,10 +27,11 @@ MAX_TRAINING_LINES = 1_000_000
 class BaseTokenizer(abc.ABC):
     """What the tokenizers share: ids 0 to 3 are padding, begin, end and unknown.
 
-    ``units``: what the ids stand for.
+    ``units``: what the ids stand for. ``specials``: those that are no text.
     """
 
     pad, bos, eos, unk = PAD, BOS, EOS, UNK
+    specials = range(SPECIALS)
     units: str
 
     @property

@@ -6,6 +6,17 @@ Each module registers its model in ``models.kinds``; the first one is the defaul
 from gpuattn.models.translation import TranslationConfig, TranslationModel
 
 # isort: split
+from gpuattn.models.bert import Bert, BertConfig
 from gpuattn.models.gpt2 import GPT2, GPT2Config
+from gpuattn.models.llama import Llama, LlamaConfig
 
-__all__ = ["GPT2", "GPT2Config", "TranslationConfig", "TranslationModel"]
+__all__ = [
+    "GPT2",
+    "Bert",
+    "BertConfig",
+    "GPT2Config",
+    "Llama",
+    "LlamaConfig",
+    "TranslationConfig",
+    "TranslationModel",
+]

@@ -30,7 +30,15 @@ class ModelConfig(abc.ABC):
     """
 
     vocab: int
+    d_model: int
+    heads: int
     pad_vocab: bool
+    head_dim: int | None = None  # d_model / heads
+
+    @property
+    def head_size(self) -> int:
+        """The size of a head of attention."""
+        return self.head_dim or self.d_model // self.heads
 
     @property
     @abc.abstractmethod
@@ -78,22 +86,22 @@ def check_config(config: Any, choices: dict[str, tuple] = CHOICES, **sizes: Any)
     """
     name = type(config).__name__
     sizes |= {"d_model": config.d_model, "heads": config.heads}
-    if config.kv_heads is not None:
-        sizes["kv_heads"] = config.kv_heads
+    for field in ("kv_heads", "head_dim"):
+        if getattr(config, field) is not None:
+            sizes[field] = getattr(config, field)
     for field, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(problem(name, field, repr(size), "a whole number from 1 on"))
-    if config.d_model % config.heads:
+    if config.head_dim is None and config.d_model % config.heads:
         accepted = f"numbers that divide d_model, {config.d_model}"
         raise ConfigError(problem(name, "heads", config.heads, accepted))
     if config.heads % (config.kv_heads or config.heads):
         accepted = f"numbers that divide heads, {config.heads}"
         raise ConfigError(problem(name, "kv_heads", config.kv_heads, accepted))
-    if config.positions == "rotary" and config.d_model // config.heads % 2:
+    if config.positions == "rotary" and config.head_size % 2:
         accepted = "an even number for rotary positions"
-        raise ConfigError(
-            problem(name, "d_model / heads", config.d_model // config.heads, accepted)
-        )
+        field = "head_dim" if config.head_dim else "d_model / heads"
+        raise ConfigError(problem(name, field, config.head_size, accepted))
     if not isinstance(config.pad_vocab, bool):
         raise ConfigError(problem(name, "pad_vocab", repr(config.pad_vocab), "True or False"))
     if not 0 <= config.dropout < 1:

@@ -29,7 +29,15 @@ def decoder_flops(config: Any, lengths: Any) -> float:
     """Return the FLOPs of a step on rows of so many tokens, (B,). ``config``: a GPT2Config."""
     lengths = np.asarray(lengths, np.float64)
     pairs = config.layers * (lengths @ lengths) / 2
-    return float(6 * decoder_weights(config) * lengths.sum() + 12 * config.d_model * pairs)
+    width = config.heads * config.head_size
+    return float(6 * decoder_weights(config) * lengths.sum() + 12 * width * pairs)
+
+
+def encoder_flops(config: Any, lengths: Any) -> float:
+    """Return the FLOPs of a step on rows of so many tokens, (B,). ``config``: a BertConfig."""
+    lengths = np.asarray(lengths, np.float64)
+    pairs = config.layers * (lengths @ lengths)
+    return float(6 * config.token_weights() * lengths.sum() + 12 * config.d_model * pairs)
 
 
 def encoder_decoder_weights(config: Any) -> tuple[int, int]:
@@ -59,5 +67,5 @@ def _weights(config):
     """Return a layer's weights: of queries and output, of keys and values, of the feed-forward."""
     width, heads = config.d_model, config.kv_heads or config.heads
     matrices = 3 if config.activation == "swiglu" else 2
-    keys = heads * (width // config.heads)
-    return 2 * width**2, 2 * width * keys, matrices * width * config.ffn
+    queries, keys = config.heads * config.head_size, heads * config.head_size
+    return 2 * width * queries, 2 * width * keys, matrices * width * config.ffn

@@ -19,6 +19,7 @@ from gpuattn.models.kinds import ModelKind, register
 from gpuattn.models.loss import log_probabilities, loss_of_states
 from gpuattn.nn.dropout import RandomState, Streams
 from gpuattn.nn.embedding import Embedding
+from gpuattn.nn.linear import Linear
 from gpuattn.nn.module import Module, normal
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerEncoderLayer, run_layers
@@ -36,6 +37,8 @@ class GPT2Config(ModelConfig):
 
     ``block``: the longest context. ``bias``: whether linear layers and norms have biases.
     ``kv_heads``, ``positions``, ``activation``, ``pad_vocab``: as of a TranslationConfig.
+    ``inner``: width inside the feed-forward networks, 4 * d_model by default. ``eps``: of the
+    norms. ``tied``: whether the output layer is the table of the embedding.
     Raises ConfigError for what does not fit together.
     """
 
@@ -50,15 +53,19 @@ class GPT2Config(ModelConfig):
     positions: str = "learned"
     activation: str = "gelu"
     pad_vocab: bool = True
+    inner: int | None = None
+    eps: float = 1e-5
+    tied: bool = True
 
     def __post_init__(self):
         choices = CHOICES | {"positions": POSITIONS}
-        check_config(self, choices, vocab=self.vocab, layers=self.layers, block=self.block)
+        sizes = {"vocab": self.vocab, "layers": self.layers, "block": self.block, "ffn": self.ffn}
+        check_config(self, choices, **sizes)
 
     @property
     def ffn(self) -> int:
         """Width inside the feed-forward networks."""
-        return 4 * self.d_model
+        return 4 * self.d_model if self.inner is None else self.inner
 
     @property
     def stacks(self) -> tuple[tuple[int, bool], ...]:
@@ -95,11 +102,12 @@ class GPT2(Module):
             TransformerEncoderLayer(
                 c.d_model, c.heads, c.ffn, kv_heads=c.kv_heads,
                 rotary=c.positions == "rotary", causal=True, dropout=c.dropout,
-                activation=c.activation, bias=c.bias, streams=streams, rng=rng,
+                activation=c.activation, bias=c.bias, eps=c.eps, streams=streams, rng=rng,
             )
             for _ in range(c.layers)
         ]  # fmt: skip
-        self.norm = LayerNorm(c.d_model, bias=c.bias)
+        self.norm = LayerNorm(c.d_model, bias=c.bias, eps=c.eps)
+        self.output = None if c.tied else Linear(c.d_model, c.table_rows, bias=False, rng=rng)
         self._initialise(rng)
 
     def _initialise(self, rng):
@@ -110,7 +118,8 @@ class GPT2(Module):
                 branch = path.endswith("out.weight")
                 std = STD / (2 * self.config.layers) ** 0.5 if branch else STD
                 p.data = normal(rng, p.shape, std).data
-        self.embedding.weight.data[self.config.vocab :] = 0
+        for table in (self.embedding.weight, self._output_weight()):
+            table.data[self.config.vocab :] = 0
 
     def states(
         self,
@@ -137,7 +146,10 @@ class GPT2(Module):
 
     def head(self, states: Array) -> Any:
         """Return (..., padded vocabulary) for states (..., d_model)."""
-        return linear(states, self.embedding.weight)
+        return linear(states, self._output_weight())
+
+    def _output_weight(self):
+        return self.output.weight if self.output else self.embedding.weight
 
     def logits(self, tokens: Array) -> Any:
         """Return next-token logits (B, T, padded vocabulary) for int tokens (B, T)."""
@@ -159,7 +171,7 @@ class GPT2(Module):
         """
         states = self.states(tokens, order=order)
         return loss_of_states(
-            self, states, self.embedding.weight, labels, vocab_size=self.config.vocab,
+            self, states, self._output_weight(), labels, vocab_size=self.config.vocab,
             label_smoothing=label_smoothing, dloss=dloss,
         )  # fmt: skip
 

@@ -48,7 +48,7 @@ def evaluation_bytes(c: Any, tokens: int, itemsize: int) -> int:
 def _widths(c):
     """Return d, the width of all keys and values, and f."""
     heads = c.kv_heads or c.heads
-    return c.d_model, 2 * heads * (c.d_model // c.heads), c.ffn
+    return c.d_model, 2 * heads * c.head_size, c.ffn
 
 
 def _crossing_layers(c):
@@ -59,7 +59,8 @@ def _crossing_layers(c):
 def _layer(c, itemsize, crosses):
     """Return the bytes per token that a layer keeps, and the most that its backward pass adds.
 
-    Attention: its normalized input d, queries d, keys and values, output d, the residual sum d;
+    Attention: its normalized input d, queries d (heads times their size, where that is not d), keys
+    and values, output as queries, the residual sum d;
     cross-attention the same, but for keys and values. The feed-forward network: normalized input
     and residual sum 2 d, hidden values f, and for activations other than ReLU their inputs
     (GELU keeps half of that on Hopper where it has no bias, which is not counted).
@@ -69,7 +70,13 @@ def _layer(c, itemsize, crosses):
     """
     (width, keys, hidden), attentions = _widths(c), 1 + crosses
     activation_inputs = {"relu": 0, "swiglu": 2}.get(c.activation, 1) * hidden
-    values = attentions * 4 * width + keys + 2 * width + hidden + activation_inputs
+    values = (
+        attentions * 2 * (width + c.heads * c.head_size)
+        + keys
+        + 2 * width
+        + hidden
+        + activation_inputs
+    )
     statistics = 4 * attentions * c.heads + 8 * (attentions + 1)
     # hidden values that a weight gradient on the side stream still reads, and their gradient; the
     # residual sum and its gradient

@@ -4,7 +4,7 @@ from gpuattn.nn.attention import KeyValueCache, MemoryProjection, MultiHeadAtten
 from gpuattn.nn.dropout import Dropout, RandomState, Streams
 from gpuattn.nn.embedding import Embedding, sinusoidal_positions
 from gpuattn.nn.linear import FeedForward, Linear
-from gpuattn.nn.module import Module
+from gpuattn.nn.module import Module, uninitialised
 from gpuattn.nn.norm import LayerNorm, RMSNorm
 from gpuattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -24,4 +24,5 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
     "sinusoidal_positions",
+    "uninitialised",
 ]

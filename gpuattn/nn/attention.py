@@ -15,6 +15,7 @@ from gpuattn.impls import Fusion, Impl, Impls
 from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.linear import Linear
 from gpuattn.nn.module import Module, generator, xavier_uniform
+from gpuattn.nn.norm import RMSNorm
 from gpuattn.ops.attention.append_kv import append_kv
 from gpuattn.ops.attention.decode_attention import MAX_QUERIES, decode_attention
 from gpuattn.ops.attention.flash_attention import flash_attention
@@ -200,13 +201,16 @@ def attend_on_host(q: Array, k: Array, v: Array, bias: Array | None = None) -> A
 
 
 class MultiHeadAttention(Module):
-    """Attention with ``heads`` query heads of size width / heads and an output projection.
+    """Attention with ``heads`` query heads and an output projection.
 
     Tokens are packed, (tokens, width) with ``cu_seqlens``, or a batch (B, T, width).
     ``kv_heads``: heads of keys and values, which divide ``heads`` (grouped queries); by default as
     many. ``cross``: keys and values come from a memory. Parameters: ``qkv`` (or ``q`` and ``kv``)
     packed in that order, and ``out``; ``projects=False``: no ``kv``, a MemoryProjection has it.
-    ``rotary``: queries and keys are rotated by their positions, see ``gpuattn.rotary``.
+    ``rotary``: queries and keys are rotated by their positions, see ``gpuattn.rotary``, whose
+    ``base`` is ``rotary_base``. ``qkv_bias``: of queries, keys and values; as ``bias`` by default.
+    ``head_size``: of a head, width / heads by default. ``qk_norm``: the eps of an RMSNorm
+    over each head of queries and keys, before they are rotated, or None.
     ``dropout`` is that of the attention probabilities.
     Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023).
     """
@@ -214,28 +218,35 @@ class MultiHeadAttention(Module):
     def __init__(
         self, width: int, heads: int, *, kv_heads: int | None = None, cross: bool = False,
         projects: bool = True, rotary: bool = False, causal: bool = False, dropout: float = 0.0,
-        bias: bool = True, streams: Streams | None = None, rng: np.random.Generator | None = None,
+        bias: bool = True, qkv_bias: bool | None = None, rotary_base: float = 10_000.0,
+        head_size: int | None = None, qk_norm: float | None = None,
+        streams: Streams | None = None, rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         kv_heads = kv_heads or heads
-        if heads < 1 or kv_heads < 1 or width % heads or heads % kv_heads:
+        size = head_size or (width // heads if heads > 0 and width % heads == 0 else 0)
+        if heads < 1 or kv_heads < 1 or size < 1 or heads % kv_heads:
             got = f"width {width}, heads {heads}, kv_heads {kv_heads}"
             accepted = "heads that divide the width, kv_heads that divide the heads"
             raise ValueError(problem("MultiHeadAttention", "the split", got, accepted))
-        if rotary and (cross or width // heads % 2):
-            got = f"a memory, cross={cross}" if cross else f"a head size of {width // heads}"
+        if rotary and (cross or size % 2):
+            got = f"a memory, cross={cross}" if cross else f"a head size of {size}"
             accepted = "self-attention with an even head size"
             raise ValueError(problem("MultiHeadAttention", "rotary", f"for {got}", accepted))
         rng = generator(rng)
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
-        self.rotary, self.causal = rotary, causal
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, size
+        self.rotary, self.base, self.causal = rotary, rotary_base, causal
+        qkv_bias = bias if qkv_bias is None else qkv_bias
         sizes = [n * self.head_dim for n in (heads, 2 * kv_heads)]
         if cross:
-            self.q = Linear(width, sizes[0], bias=bias, rng=rng)
+            self.q = Linear(width, sizes[0], bias=qkv_bias, rng=rng)
             if projects:
-                self.kv = Linear(width, sizes[1], bias=bias, rng=rng)
+                self.kv = Linear(width, sizes[1], bias=qkv_bias, rng=rng)
         else:
-            self.qkv = Linear(width, sum(sizes), bias=bias, rng=rng)
-        self.out = Linear(width, width, bias=bias, rng=rng)
+            self.qkv = Linear(width, sum(sizes), bias=qkv_bias, rng=rng)
+        self.out = Linear(heads * size, width, bias=bias, rng=rng)
+        if qk_norm is not None:
+            self.q_norm, self.k_norm = RMSNorm(size, eps=qk_norm), RMSNorm(size, eps=qk_norm)
+        self.normalises = qk_norm is not None
         self.dropout = Dropout(dropout, streams)
         self.maps: Any = None  # a list while attention_maps() collects
 
@@ -252,7 +263,7 @@ class MultiHeadAttention(Module):
         max_seqlen: int | None = None, cu_memory: Array | None = None,
         max_memory: int | None = None, cache: KeyValueCache | None = None,
     ) -> Any:  # fmt: skip
-        """Return the heads' outputs, concatenated, in the shape of ``x``: the input of ``out``.
+        """Return the heads' outputs, concatenated, (..., heads * head_dim): the input of ``out``.
 
         ``memory``: what cross-attention reads: tokens, their keys and values, as ``project`` or a
         MemoryProjection returned them, or a HostMemory. ``positions``: int, of the tokens of x, for
@@ -262,14 +273,17 @@ class MultiHeadAttention(Module):
         ``cache``: a KeyValueCache that x continues. A batch of B memories serves N = B * K rows
         of x, K for each: their queries are grouped, keys and values are not repeated.
         """
+        joined = *x.shape[:-1], self.heads * self.head_dim
         if memory is None:
             counts = (self.heads, self.kv_heads, self.kv_heads)
             q, k, v = split_heads(self.qkv(x), counts, self.head_dim)
+            if self.normalises:
+                q, k = self.q_norm(q), self.k_norm(k)
             if self.rotary:
-                q, k = rotary(q, k, positions, donate=True)
+                q, k = rotary(q, k, positions, base=self.base, donate=True)
             plain = self.causal and key_lengths is None and self.maps is None
             if cache is not None and plain and not self.dropout.now()[0] and cache.decodes(q):
-                return cache.attend(q, k, v).reshape(x.shape)
+                return cache.attend(q, k, v).reshape(joined)
             if cache is not None:
                 k, v = cache.extend(k, v)
             packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -290,7 +304,7 @@ class MultiHeadAttention(Module):
             q, k, v, causal=self.causal, key_lengths=key_lengths, dropout_p=p, seed=key,
             deterministic=self.deterministic, **offsets,
         )  # fmt: skip
-        return out.reshape(x.shape)
+        return out.reshape(joined)
 
     def project(self, memory: Any) -> tuple[Any, Any]:
         """Return the keys and values (..., Hk, D) of a memory (..., width)."""

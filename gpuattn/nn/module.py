@@ -21,8 +21,6 @@ from gpuattn.typing import Array, Shape, StrPath
 
 MOVES = {"numpy": to_cpu, "cuda": to_gpu}
 
-_draws = contextvars.ContextVar("draws", default=True)  # whether new parameters are drawn
-
 
 class Module:
     """A callable with parameters.
@@ -253,6 +251,20 @@ def _alike(named_lines):
     return name.rpartition(".")[0] or name, lines
 
 
+_EMPTY: contextvars.ContextVar[bool] = contextvars.ContextVar("uninitialised", default=False)
+
+
+@contextlib.contextmanager
+def uninitialised() -> Iterator[None]:
+    """Return a context in which modules are made with arbitrary weights, which takes no time and no
+    memory until they are written. For weights that are about to be loaded."""
+    before = _EMPTY.set(True)
+    try:
+        yield
+    finally:
+        _EMPTY.reset(before)
+
+
 def generator(rng: np.random.Generator | None = None) -> np.random.Generator:
     """Return ``rng``, or a new generator seeded as ``manual_seed`` says."""
     return rng or np.random.Generator(np.random.Philox(random.fresh_seed()))
@@ -263,32 +275,22 @@ def parameter(values: Any) -> Tensor:
     return Tensor(np.asarray(values, np.float32), requires_grad=True)
 
 
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """Return a context for modules whose parameters are loaded next: none is drawn, all are 0."""
-    token = _draws.set(False)
-    try:
-        yield
-    finally:
-        _draws.reset(token)
-
-
 def xavier_uniform(rng: np.random.Generator, shape: Shape) -> Tensor:
     """Return a (out, in) weight whose scale preserves variances.
 
     Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural
     networks" (2010).
     """
-    if not _draws.get():
-        return parameter(np.zeros(shape, np.float32))
+    if _EMPTY.get():
+        return parameter(np.empty(shape, np.float32))
     bound = (6 / sum(shape)) ** 0.5
     return parameter(rng.uniform(-bound, bound, shape))
 
 
 def normal(rng: np.random.Generator, shape: Shape, std: float) -> Tensor:
     """Return a normally distributed parameter."""
-    if not _draws.get():
-        return parameter(np.zeros(shape, np.float32))
+    if _EMPTY.get():
+        return parameter(np.empty(shape, np.float32))
     return parameter(rng.standard_normal(shape, np.float32) * np.float32(std))
 
 

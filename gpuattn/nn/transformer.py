@@ -17,7 +17,7 @@ from gpuattn.nn.attention import MultiHeadAttention
 from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.linear import FeedForward
 from gpuattn.nn.module import Module, generator
-from gpuattn.nn.norm import LayerNorm
+from gpuattn.nn.norm import LayerNorm, RMSNorm
 from gpuattn.typing import Array
 
 
@@ -29,9 +29,9 @@ class _Layer(Module):
             raise ValueError(problem("Transformer layer", "norm", repr(norm), "'pre' or 'post'"))
         self.pre_norm = norm == "pre"
 
-    def _residuals(self, width, branches, bias, dropout, streams):
-        self.norms = [LayerNorm(width, bias=bias) for _ in range(branches)]
-        self.dropouts = [Dropout(dropout, streams) for _ in range(branches)]
+    def _residuals(self, norms, dropout, streams):
+        self.norms = norms
+        self.dropouts = [Dropout(dropout, streams) for _ in norms]
 
     def enter(self, x):
         """Return (input of the first branch, residual stream) for the layer's input ``x``."""
@@ -66,25 +66,34 @@ class TransformerEncoderLayer(_Layer):
 
     ``norm``: "pre" (Xiong et al., 2020) or "post" (Vaswani et al., 2017). ``causal`` makes it the
     layer of a decoder-only model. ``dropout``: of both branches and, without
-    ``attention_dropout``, of attention probabilities. A call takes ``cu_seqlens``, ``max_seqlen``
-    for packed tokens, or ``key_lengths`` (B,), and ``positions`` where attention is ``rotary``.
+    ``attention_dropout``, of attention probabilities. ``norm_kind``: "layer" or "rms"; ``eps``: of
+    the norms. ``rotary_base``, ``qkv_bias``, ``head_size``, ``qk_norm`` (with ``eps``): see
+    MultiHeadAttention. A call takes ``cu_seqlens``, ``max_seqlen`` for packed tokens, or
+    ``key_lengths`` (B,), and ``positions`` where attention is ``rotary``.
     """
 
     def __init__(
         self, width: int, heads: int, hidden: int, *, kv_heads: int | None = None,
-        rotary: bool = False, causal: bool = False, dropout: float = 0.0,
-        attention_dropout: float | None = None, norm: str = "pre", activation: str = "relu",
-        bias: bool = True, streams: Streams | None = None, rng: np.random.Generator | None = None,
+        rotary: bool = False, rotary_base: float = 10_000.0, causal: bool = False,
+        dropout: float = 0.0, attention_dropout: float | None = None, norm: str = "pre",
+        norm_kind: str = "layer", eps: float = 1e-5, activation: str = "relu", bias: bool = True,
+        qkv_bias: bool | None = None, head_size: int | None = None, qk_norm: bool = False,
+        streams: Streams | None = None, rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         super().__init__(norm)
+        if norm_kind not in ("layer", "rms"):
+            accepted = "'layer' or 'rms'"
+            raise ValueError(problem("Transformer layer", "norm_kind", repr(norm_kind), accepted))
         rng, streams = generator(rng), streams or Streams()
         self.attention = MultiHeadAttention(
             width, heads, kv_heads=kv_heads, rotary=rotary, causal=causal,
             dropout=dropout if attention_dropout is None else attention_dropout, bias=bias,
-            streams=streams, rng=rng,
+            qkv_bias=qkv_bias, rotary_base=rotary_base, head_size=head_size,
+            qk_norm=eps if qk_norm else None, streams=streams, rng=rng,
         )  # fmt: skip
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
-        self._residuals(width, 2, bias, dropout, streams)
+        new_norm = partial(LayerNorm, bias=bias) if norm_kind == "layer" else RMSNorm
+        self._residuals([new_norm(width, eps=eps) for _ in range(2)], dropout, streams)
 
     def _branches(self, **context):
         return (
@@ -105,7 +114,8 @@ class TransformerDecoderLayer(_Layer):
         self, width: int, heads: int, hidden: int, *, kv_heads: int | None = None,
         projects: bool = True, rotary: bool = False, dropout: float = 0.0,
         attention_dropout: float | None = None, norm: str = "pre", activation: str = "relu",
-        bias: bool = True, streams: Streams | None = None, rng: np.random.Generator | None = None,
+        bias: bool = True, eps: float = 1e-5, streams: Streams | None = None,
+        rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
@@ -118,7 +128,8 @@ class TransformerDecoderLayer(_Layer):
             width, heads, cross=True, projects=projects, **shared
         )
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
-        self._residuals(width, 3, bias, dropout, streams)
+        norms = [LayerNorm(width, bias=bias, eps=eps) for _ in range(3)]
+        self._residuals(norms, dropout, streams)
 
     def __call__(self, x: Any, memory: Any, **context: Any) -> Any:  # type: ignore[override]
         return super().__call__(x, memory=memory, **context)

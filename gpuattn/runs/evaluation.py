@@ -16,6 +16,8 @@ from gpuattn.tasks.score import score
 from gpuattn.tasks.texts import text_ids
 from gpuattn.typing import StrPath
 
+TOKENS = 4096  # of a batch, where no run says it
+
 
 def pairs_for(
     config: Any, source: StrPath | None = None, reference: StrPath | None = None
@@ -71,7 +73,7 @@ def evaluate_text(sampler: Any, path: StrPath | None = None) -> dict[str, Any]:
     evaluation of the run, the text is cut into blocks, and a token is predicted from those before
     it in its block. Raises DataError for a file that cannot be used, or has fewer than two tokens.
     """
-    config, model = sampler.config, sampler.model
+    config, model = sampler.config, sampler.model  # no config: a folder of Hugging Face
     name = path or config.valid_lm or config.lm
     ids: Sequence[int]
     if path:
@@ -80,7 +82,9 @@ def evaluate_text(sampler: Any, path: StrPath | None = None) -> dict[str, Any]:
         ids = held_out_ids(config, sampler.tokenizer)
     if len(ids) < 2:
         raise DataError(f"{name} has {len(ids)} token; accepted: two or more. Give more text")
-    block, rows = min(config.block, len(ids) - 1), config.batch // config.block
+    block = model.config.block
+    rows = max(1, (config.batch if config else TOKENS) // block)
+    block = min(block, len(ids) - 1)
     total, tokens, begin = 0.0, 0, time.perf_counter()
     xp = get_xp(model.parameters()[0].data)
     with model.evaluating():

@@ -21,8 +21,9 @@ from gpuattn.errors import CheckpointError, ConfigError, DataError, problem
 from gpuattn.files import write_text
 from gpuattn.lock import LOCK, locked
 from gpuattn.models.kinds import new_model
-from gpuattn.nn.module import undrawn
+from gpuattn.nn.module import uninitialised
 from gpuattn.optim.averaging import average_tensors
+from gpuattn.pretrained.files import is_pretrained
 from gpuattn.runs.config import (
     TrainConfig,
     differences,
@@ -36,6 +37,7 @@ from gpuattn.runs.metrics import MetricsLog, rank
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.device import choose_device
 from gpuattn.runtime.workspace import DTYPES
+from gpuattn.tasks.pretrained import load_user
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
 from gpuattn.tensor_file import digest
@@ -273,6 +275,8 @@ def load_run(
     task: str | None = None,
 ) -> Any:  # fmt: skip
     """Return the Translator or the Sampler of a run folder: see ``gpuattn.load_run``."""
+    if is_pretrained(path):
+        return load_user(path, device=device, dtype=dtype, task=task)
     folder = RunFolder(path)
     config = folder.config()
     kind = task_of(config)
@@ -284,7 +288,7 @@ def load_run(
     tokenizer = folder.tokenizer()
     device, _ = choose_device(device)
     chosen = _dtype(dtype, device)
-    with undrawn():
+    with uninitialised():
         model = new_model(config, tokenizer).eval()
     if which == "best" and not checkpoint.exists(folder.path, "best"):
         which = "last"

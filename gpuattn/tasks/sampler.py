@@ -8,7 +8,7 @@ import numpy as np
 from gpuattn import rng
 from gpuattn.arrays import get_xp, to_cpu
 from gpuattn.data.batching import IGNORED
-from gpuattn.data.tokenizer import SPECIALS, TextStream
+from gpuattn.data.tokenizer import TextStream
 from gpuattn.decode.sample import sample
 from gpuattn.decode.stepper import Stepper
 from gpuattn.engine import SCORED_TOKENS
@@ -35,6 +35,8 @@ class Sampler:
     ``config``: the run's TrainConfig. ``metrics``: what was saved with the weights: update, loss,
     scores.
     """
+
+    task = "language"
 
     def __init__(
         self, config: Any, model: Any, tokenizer: Any, metrics: Mapping[str, Any] | None = None
@@ -128,7 +130,7 @@ class Sampler:
         first = stepper.first_tokens
         found = sample(
             _Told(stepper, said) if said else stepper, bos=first, eos=None, max_length=more,
-            banned=range(SPECIALS), **settings,
+            banned=self.tokenizer.specials, **settings,
         )  # fmt: skip
         if said:
             said.add(found[0].tokens[-1:])  # no step follows the last one

@@ -41,6 +41,8 @@ class Translator:
     A line's translation does not depend on the lines around it.
     """
 
+    task = "translation"
+
     def __init__(
         self, config: Any, model: Any, tokenizer: Any, metrics: Mapping[str, Any] | None = None
     ) -> None:

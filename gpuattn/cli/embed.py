@@ -1,0 +1,75 @@
+"""gpuattn embed: a vector for each line."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import numpy as np
+
+from gpuattn.cli.options import NearChoice, PathName, device_option
+from gpuattn.cli.streams import STANDARD, reading, writing
+from gpuattn.errors import DataError
+from gpuattn.models.bert import POOLS
+from gpuattn.runs.folder import load_run
+
+LINES = 1024  # read, embedded and written at a time
+
+
+@click.command("embed")
+@click.argument("folder", metavar="DIR", type=PathName(file_okay=False))
+@click.option("--input", "source", metavar="FILE", type=PathName(), default=STANDARD,
+              help="UTF-8 text, a line for each vector.  [default: -, standard input]")  # fmt: skip
+@click.option(
+    "--output",
+    "target",
+    metavar="FILE",
+    type=PathName(),
+    default=STANDARD,
+    help="FILE.npy: a NumPy array; others: JSON lines.  [default: -, standard output]",
+)
+@click.option("--pool", type=NearChoice(POOLS), default=POOLS[0], show_default=True,
+              help="Of the states of a line's tokens, the mean or the first.")  # fmt: skip
+@click.option("--raw", is_flag=True, help="Do not scale vectors to length 1.")
+@click.option("--truncate", is_flag=True, help="Cut lines that the model cannot take whole.")
+@device_option
+def command(
+    folder: str, source: str, target: str, pool: str, raw: bool, truncate: bool, device: str
+) -> None:
+    """Turn lines into vectors with the encoder in DIR, a folder of Hugging Face with a BERT.
+
+    \b
+    gpuattn embed all-MiniLM-L6-v2 < sentences.txt > vectors.jsonl
+    gpuattn embed all-MiniLM-L6-v2 --input sentences.txt --output vectors.npy
+
+    A line of input gives one vector; products of vectors are the cosines of their angles.
+    """
+    embedder = load_run(folder, device=device, task="embedding")
+    settings = {"pool": pool, "normalised": not raw, "truncate": truncate}
+    with reading(source) as stream, writing(target) as out:
+        parts = _vectors(embedder, stream, settings)
+        if target.endswith(".npy"):
+            width = embedder.model.config.d_model
+            np.save(out, np.concatenate([np.zeros((0, width), np.float32), *parts]))
+            return
+        for part in parts:
+            for vector in part:
+                out.write((json.dumps([float(str(x)) for x in vector]) + "\n").encode())
+            out.flush()
+
+
+def _vectors(embedder: Any, stream: Any, settings: dict[str, Any]) -> Iterator[np.ndarray]:
+    """Yield arrays of the vectors of some lines. DataError names a line that is unusable."""
+    lines = (_text(number, raw) for number, raw in enumerate(stream, 1))
+    first = 1
+    while some := list(itertools.islice(lines, LINES)):
+        yield embedder.embed(some, first=first, **settings)
+        first += len(some)
+
+
+def _text(number, raw):
+    try:
+        return raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(f"line {number} is not UTF-8, from byte {error.start + 1} on") from error

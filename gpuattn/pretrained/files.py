@@ -1,0 +1,197 @@
+"""The files of a Hugging Face folder: config.json, and safetensors read by memory map.
+
+A safetensors file is 8 bytes with the length of the header (little endian), the header, and the
+data of the tensors end to end. The header is JSON: {name: {"dtype", "shape", "data_offsets": [first
+byte, byte after the last], counted from the end of the header}}. Every rule of the format is
+checked before a tensor is mapped (https://github.com/huggingface/safetensors#format). Faults are
+collected as sentences, so that one error tells all of them. Nothing is unpickled.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuattn.tensor_file import DTYPES
+from gpuattn.typing import StrPath
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER, MAX_JSON = 100 << 20, 100 << 20  # bytes; the format allows no longer headers
+KINDS = DTYPES | {"I16": np.dtype("int16"), "U16": np.dtype("uint16"), "I8": np.dtype("int8")}
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+class Stored(NamedTuple):
+    """A tensor in a file: ``start`` is the number of its first byte."""
+
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    def map(self) -> np.ndarray:
+        """Return the tensor as a read-only memory map."""
+        if 0 in self.shape:
+            return np.empty(self.shape, self.dtype)
+        return np.memmap(self.path, self.dtype, "r", self.start, self.shape)
+
+
+def is_pretrained(folder: StrPath) -> bool:
+    """Return whether a folder has the files of a Hugging Face model, not those of a run."""
+    folder = Path(folder)
+    return (folder / CONFIG).exists() and not (folder / "config.toml").exists()
+
+
+def read_config(folder: Path, faults: list[str]) -> dict[str, Any]:
+    """Return config.json as a dict. Sentences on what is wrong go to ``faults``."""
+    config = _read_json(folder / CONFIG, faults)
+    if "auto_map" in config:
+        faults.append(
+            f"{CONFIG}: auto_map is {config['auto_map']!r}: the model comes with Python code of "
+            "its own, which is never run"
+        )
+    return config
+
+
+def find_tensors(folder: Path, faults: list[str]) -> dict[str, Stored]:
+    """Return {name: Stored} of model.safetensors, or of all the shards that the index lists.
+
+    No data are read. Sentences on what is wrong go to ``faults``.
+    """
+    if (folder / WEIGHTS).exists():
+        return _read_header(folder / WEIGHTS, faults)
+    if (folder / INDEX).exists():
+        return _read_shards(folder, faults)
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
+    if pickles:
+        faults.append(
+            f"{', '.join(pickles)} can run any program when opened, and is not opened. Save the "
+            f"model as {WEIGHTS}: model.save_pretrained(folder) of transformers does"
+        )
+    else:
+        faults.append(f"{WEIGHTS} is missing, and there is no {INDEX}")
+    return {}
+
+
+def _read_shards(folder, faults):
+    """Return the tensors of all shards; each must be in the shard where the index says it is."""
+    listed = _read_json(folder / INDEX, faults).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(s, str) for s in listed.values()):
+        faults.append(f"{INDEX}: weight_map is no object of names and files")
+        return {}
+    found = {}
+    for shard in sorted(set(listed.values())):
+        if shard != Path(shard).name or "\\" in shard or not shard.endswith(".safetensors"):
+            faults.append(
+                f"{INDEX} names the file {shard!r}; accepted: the name of a .safetensors file "
+                "in the folder"
+            )
+            continue
+        for name, stored in _read_header(folder / shard, faults).items():
+            if name in found:
+                faults.append(f"{name} is in {found[name].path.name} and again in {shard}")
+            elif listed.get(name) != shard:
+                faults.append(f"{name} is in {shard}, where {INDEX} does not list it")
+            found[name] = stored
+    faults += [f"{name} is in {INDEX}, not in {shard}" for name, shard in listed.items()
+               if name not in found]  # fmt: skip
+    return found
+
+
+def _read_header(path, faults):
+    """Return {name: Stored} of one file, without tensors that break a rule of the format."""
+    name = path.name
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(MAX_HEADER, size - 8):
+                faults.append(
+                    f"{name} has {size:,} bytes and says that its header has {length:,}; accepted: "
+                    f"up to {MAX_HEADER:,}, within the file"
+                )
+                return {}
+            header = _parse(file.read(length))
+    except (OSError, ValueError, RecursionError) as error:
+        faults.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
+        return {}
+    header.pop("__metadata__", None)
+    found, spans = {}, []
+    for key, entry in header.items():
+        try:
+            dtype, shape, first, last = _entry(entry)
+        except ValueError as error:
+            faults.append(f"{key} in {name} {error}")
+            continue
+        spans.append((first, last, key))
+        found[key] = Stored(path, dtype, shape, 8 + length + first)
+    if len(found) == len(header):
+        _check_tiles(sorted(spans), size - 8 - length, name, faults)
+    return found
+
+
+def _entry(entry):
+    """Return (dtype, shape, first byte, byte after the last) of a tensor.
+
+    Raises ValueError with the end of a sentence on the tensor.
+    """
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("has no entry of dtype, shape and data_offsets")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"is {kind!r}; accepted: {', '.join(KINDS)}")
+    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"has the shape {shape!r} and the offsets {offsets!r}: no whole numbers")
+    first, last = offsets
+    size = math.prod(shape) * KINDS[kind].itemsize
+    if last - first != size:
+        raise ValueError(f"has {last - first:,} bytes; its shape {shape} of {kind} has {size:,}")
+    return KINDS[kind], tuple(shape), first, last
+
+
+def _counts(value):
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def _check_tiles(spans, size, name, faults):
+    """Add a fault unless the tensors' bytes (first, last, name), sorted, cover the data once."""
+    end, before = 0, "the header"
+    for first, last, key in spans:
+        if first != end:
+            what = "overlap" if first < end else "leave a gap"
+            faults.append(f"{name}: {before} and {key} {what} at byte {min(first, end):,}")
+        if last >= end:
+            end, before = last, key
+    if end > size:
+        faults.append(f"{name} is cut off: its tensors have {end:,} bytes, it holds {size:,}")
+    elif end < size:
+        faults.append(f"{name} has {size - end:,} bytes after its last tensor")
+
+
+def _read_json(path, faults):
+    """Return the object in a JSON file; {} and a fault where there is none."""
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
+        return _parse(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        faults.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
+        return {}
+
+
+def _parse(data):
+    """Return a JSON object. ValueError for anything else, and for keys that are there twice."""
+    found = json.loads(data, object_pairs_hook=_once)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, no object")
+    return found
+
+
+def _once(pairs):
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} is in it twice")
+    return found
