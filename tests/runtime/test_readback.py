@@ -5,10 +5,12 @@ asked for is never there by chance.
 """
 
 import sys
+from operator import call
 
 import numpy as np
 import pytest
 
+from gpuattn.runtime.graphs import Calls
 from gpuattn.runtime.readback import HostCopy
 
 
@@ -100,3 +102,15 @@ def test_a_copy_keeps_its_values_and_its_memory(xp):
     assert first.tolist() == [0, 1, 2, 3, 4]
     copy.begin({"w": array})
     assert copy.values()["w"] is first and first.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_copy_is_ordered_with_the_stream(gpu, delayed):
+    stream, steps, copy = gpu.cuda.Stream(non_blocking=True), Calls(call), HostCopy()
+    with stream:
+        x = gpu.zeros(1000, np.float32)
+        for turn in range(20):
+            steps("write", None, lambda: x.fill(turn))  # noqa: B023 called at once
+            copy.begin({"x": x})
+            copy.hold()
+            steps("write", None, lambda: x.fill(-1))
+            assert (copy.values()["x"] == turn).all()
