@@ -44,11 +44,15 @@ def test_add_an_op():
 
 @pytest.fixture
 def toy_run(tmp_path, monkeypatch):
-    """Train a small model for one update in the folder that the README's commands name."""
+    """Make what the README's code opens: a small run of one update, and a token store."""
     monkeypatch.chdir(tmp_path)
     small = "--dim 16 --heads 2 --layers 1 --ffn 16 --batch 400 --beam 2 --score-pairs 5 --for 1u"
-    result = CliRunner().invoke(main, ["train", "--device", "numpy", *small.split()])
-    assert result.exit_code == 0, result.output
+    (tmp_path / "web.txt").write_text("A line.\n" * 9)
+    store = "--tokenizer chars --workers 1 --out stores/web"
+    for command in (["train", "--device", "numpy", *small.split()],
+                    ["prepare", "web.txt", *store.split()]):  # fmt: skip
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0, result.output
 
 
 def test_readme_code_prints_what_the_readme_shows(capsys, toy_run):
