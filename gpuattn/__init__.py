@@ -36,6 +36,7 @@ Layers as modules are in `gpuattn.nn`, models in `gpuattn.models`, optimizers in
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import gpuattn.environment  # noqa: F401  before what imports NumPy
@@ -79,7 +80,6 @@ from gpuattn.rng import manual_seed
 from gpuattn.typing import DType, StrPath
 
 MODULES = ("models", "nn", "optim", "runtime")  # imported on first use
-FUNCTIONS = {"training_step": "gpuattn.train.own_model"}  # likewise, from there
 
 __all__ = [
     "OptimizerState",
@@ -203,12 +203,50 @@ def load_tokenizer(folder: StrPath) -> Any:
     return pretrained.load_tokenizer(folder)
 
 
+def training_step(
+    model: Any, loss: Callable[..., Tensor], optimizer: Any, *, accumulate: int = 1
+) -> Callable[..., Any]:
+    """Return ``step(*arrays)``, which updates the model once and returns the loss.
+
+    It is the step that ``gpuattn train`` runs. On a GPU the arrays are copied while the step before
+    runs, forward, backward and update are replayed as CUDA graphs from the third call with the same
+    shapes and dtypes on (others are further graphs), and nothing synchronizes. On NumPy, and where
+    a GPU cannot capture the model, which warns, the same runs op by op.
+
+    ``loss(model, *arrays)``: returns the mean loss of a batch, a Tensor of shape (). It is called
+    with the arrays on the model's device, in their own dtypes; it may not read values on the host,
+    nor depend on what changes in Python between calls, other than shapes and ``model.training``.
+    ``optimizer``: one of ``gpuattn.optim`` over the model; learning rate, clipping, precision and
+    loss scale are its own.
+    ``accumulate``: cut each array along its first axis into so many equal parts, and update by the
+    mean of their gradients, with the memory that one part needs.
+
+    ``step`` takes NumPy arrays and returns () float32 on the device, before the update, without
+    waiting for it; ``float(...)`` waits. The dropout of each batch is numbered by the update.
+    Raises TypeError or ValueError for what does not fit together, GradientError for a parameter
+    that no gradient reaches, before anything is updated.
+
+    >>> import numpy as np
+    >>> import gpuattn
+    >>> from gpuattn import nn, optim
+    >>> line = nn.Linear(1, 1)
+    >>> def loss(model, x, y):
+    ...     return np.mean((model(x) - y) ** 2)
+    >>> step = gpuattn.training_step(line, loss, optim.AdamW(line, lr=0.1))
+    >>> x = np.linspace(0, 1, 16, dtype="float32").reshape(-1, 1)
+    >>> losses = [step(x, 3 * x) for _ in range(200)]
+    >>> float(losses[-1]) < 1e-3
+    True
+    """
+    from gpuattn.train import own_model
+
+    return own_model.training_step(model, loss, optimizer, accumulate=accumulate)
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use what most programs do not need."""
     if name in MODULES:
         return importlib.import_module(f"gpuattn.{name}")
-    if name in FUNCTIONS:
-        return getattr(importlib.import_module(FUNCTIONS[name]), name)
     if name == "__version__":
         return importlib.import_module("gpuattn.version").version()
     raise AttributeError(f"module 'gpuattn' has no attribute {name!r}")

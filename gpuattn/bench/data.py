@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from gpuattn.data.batching import LanguageModelLoader, PackedLoader
-from gpuattn.data.plan import Plan
-from gpuattn.data.prepare import Done, prepare
-from gpuattn.data.sources import Source
+from gpuattn.data.preparing.plan import Plan
+from gpuattn.data.preparing.prepare import Done, prepare
+from gpuattn.data.preparing.sources import Source
+from gpuattn.data.preparing.store_writer import StoreWriter
 from gpuattn.data.store import TokenStore
-from gpuattn.data.store_writer import StoreWriter
 from gpuattn.data.tokenizer import EOS, SPECIALS, CharTokenizer
 from gpuattn.environment import usable_cores
 from gpuattn.tasks.stored import row_pairs

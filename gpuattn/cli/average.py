@@ -2,7 +2,7 @@
 
 import click
 
-from gpuattn.cli.options import COUNT, PathName
+from gpuattn.cli.shared.options import COUNT, PathName
 from gpuattn.runs.folder import average_runs
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import click
 import numpy as np
 
-from gpuattn.cli.options import NearChoice, PathName, device_option
-from gpuattn.cli.streams import STANDARD, reading, writing
+from gpuattn.cli.shared.options import NearChoice, PathName, device_option
+from gpuattn.cli.shared.streams import STANDARD, reading, writing
 from gpuattn.errors import DataError
 from gpuattn.models.bert import POOLS
 from gpuattn.runs.folder import load_run

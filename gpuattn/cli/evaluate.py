@@ -7,9 +7,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from gpuattn.cli.decoding import decoding_options, loading_options
-from gpuattn.cli.lines import LineErrors
-from gpuattn.cli.options import NearChoice, PathName, run_argument
+from gpuattn.cli.shared.decoding import decoding_options, loading_options
+from gpuattn.cli.shared.lines import LineErrors
+from gpuattn.cli.shared.options import NearChoice, PathName, run_argument
 from gpuattn.runs.evaluation import evaluate, evaluate_text, pairs_for
 from gpuattn.runs.folder import load_run
 from gpuattn.tasks.score import TOKENIZERS

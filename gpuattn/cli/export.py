@@ -2,7 +2,7 @@
 
 import click
 
-from gpuattn.cli.options import PathName, run_argument
+from gpuattn.cli.shared.options import PathName, run_argument
 from gpuattn.pretrained import save_pretrained
 from gpuattn.runs.folder import load_run
 

@@ -5,7 +5,7 @@ import textwrap
 
 import click
 
-from gpuattn.cli.options import run_argument
+from gpuattn.cli.shared.options import run_argument
 from gpuattn.data.store import TokenStore, is_store
 from gpuattn.pretrained import is_pretrained
 from gpuattn.pretrained.folder import describe_folder

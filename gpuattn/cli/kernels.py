@@ -7,7 +7,7 @@ import click
 import numpy as np
 
 from gpuattn.bench.samples import DTYPES, SAMPLES, sample
-from gpuattn.cli.options import NearChoice
+from gpuattn.cli.shared.options import NearChoice
 from gpuattn.cuda import disk_cache, kernels
 from gpuattn.impls import explain
 from gpuattn.runtime.device import array_module, choose_device

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from gpuattn.cli.streams import replace_closed
+from gpuattn.cli.shared.streams import replace_closed
 from gpuattn.errors import ConfigError, DeviceMissingError
 from gpuattn.units import nearest
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from gpuattn.cli.options import PathName, run_argument
+from gpuattn.cli.shared.options import PathName, run_argument
 from gpuattn.report.plot import plot_run
 
 

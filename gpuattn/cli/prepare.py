@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from gpuattn.cli.options import COUNT, GroupedCommand, GroupedOption, Parsed, PathName
-from gpuattn.data.plan import Plan
-from gpuattn.data.prepare import PART, Done, prepare
-from gpuattn.data.sources import find_sources
+from gpuattn.cli.shared.options import COUNT, GroupedCommand, GroupedOption, Parsed, PathName
+from gpuattn.data.preparing.plan import Plan
+from gpuattn.data.preparing.prepare import PART, Done, prepare
+from gpuattn.data.preparing.sources import find_sources
 from gpuattn.data.store import TOKENIZER, TokenStore
 from gpuattn.data.tokenizer import BaseTokenizer, tokenizer_from_bytes
 from gpuattn.environment import usable_cores

@@ -2,7 +2,7 @@
 
 import click
 
-from gpuattn.cli.options import run_argument
+from gpuattn.cli.shared.options import run_argument
 from gpuattn.errors import CheckpointError
 from gpuattn.runs.damage import recover
 from gpuattn.runs.folder import RunFolder

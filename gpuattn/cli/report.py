@@ -2,7 +2,7 @@
 
 import click
 
-from gpuattn.cli.options import run_argument
+from gpuattn.cli.shared.options import run_argument
 from gpuattn.report.page import write_page
 
 

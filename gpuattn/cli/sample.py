@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from gpuattn.cli.decoding import loading_options
-from gpuattn.cli.options import COUNT, Parsed, PathName, run_argument
-from gpuattn.cli.streams import reading
+from gpuattn.cli.shared.decoding import loading_options
+from gpuattn.cli.shared.options import COUNT, Parsed, PathName, run_argument
+from gpuattn.cli.shared.streams import reading
 from gpuattn.errors import DataError
 from gpuattn.runs.folder import load_run
 from gpuattn.tasks.sampler import TEMPERATURE

@@ -5,9 +5,9 @@ import sys
 
 import click
 
-from gpuattn.cli.decoding import batch_tokens_option, loading_options
-from gpuattn.cli.lines import LineErrors
-from gpuattn.cli.options import PathName, run_argument
+from gpuattn.cli.shared.decoding import batch_tokens_option, loading_options
+from gpuattn.cli.shared.lines import LineErrors
+from gpuattn.cli.shared.options import PathName, run_argument
 from gpuattn.data.text import read_raw_lines, read_raw_pairs
 from gpuattn.runs.folder import load_run
 from gpuattn.tasks.registry import task_of

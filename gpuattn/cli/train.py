@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from gpuattn.cli.options import (
+from gpuattn.cli.shared.options import (
     GroupedCommand,
     GroupedOption,
     NearChoice,
@@ -20,7 +20,7 @@ from gpuattn.cli.options import (
     PathName,
     device_option,
 )
-from gpuattn.cli.progress import LEVELS, new_report
+from gpuattn.cli.shared.progress import LEVELS, new_report
 from gpuattn.data import generated
 from gpuattn.models.kinds import MODELS
 from gpuattn.runs.config import OPTIONS, TrainConfig, option_key, read_toml, resolve

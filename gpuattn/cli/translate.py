@@ -11,16 +11,16 @@ from typing import Any, BinaryIO
 
 import click
 
-from gpuattn.cli.decoding import (
+from gpuattn.cli.shared.decoding import (
     batch_tokens_option,
     decoding_options,
     loading_options,
     search_options,
 )
-from gpuattn.cli.lines import LineErrors
-from gpuattn.cli.options import BEAMS, GroupedCommand, GroupedOption, PathName, run_argument
-from gpuattn.cli.progress import LineProgress
-from gpuattn.cli.streams import STANDARD, reading, writing
+from gpuattn.cli.shared.lines import LineErrors
+from gpuattn.cli.shared.options import BEAMS, GroupedCommand, GroupedOption, PathName, run_argument
+from gpuattn.cli.shared.progress import LineProgress
+from gpuattn.cli.shared.streams import STANDARD, reading, writing
 from gpuattn.data.text import read_raw_lines
 from gpuattn.errors import DataError
 from gpuattn.runs.folder import load_run

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from gpuattn.cuda import disk_cache
-from gpuattn.data.plan import Plan
-from gpuattn.data.prepare import Done, prepare
-from gpuattn.data.sources import Source
+from gpuattn.data.preparing.plan import Plan
+from gpuattn.data.preparing.prepare import Done, prepare
+from gpuattn.data.preparing.sources import Source
 from gpuattn.data.store import TokenStore, is_store
 from gpuattn.environment import usable_cores
 from gpuattn.errors import CheckpointError, DataError

@@ -26,38 +26,7 @@ ALIGN = 32  # words between starts of arrays: 128 bytes
 def training_step(
     model: Module, loss: Callable[..., Tensor], optimizer: Optimizer, *, accumulate: int = 1
 ) -> "OwnStep":
-    """Return ``step(*arrays)``, which updates the model once and returns the loss.
-
-    It is the step that ``gpuattn train`` runs. On a GPU the arrays are copied while the step before
-    runs, forward, backward and update are replayed as CUDA graphs from the third call with the same
-    shapes and dtypes on (others are further graphs), and nothing synchronizes. On NumPy, and where
-    a GPU cannot capture the model, which warns, the same runs op by op.
-
-    ``loss(model, *arrays)``: returns the mean loss of a batch, a Tensor of shape (). It is called
-    with the arrays on the model's device, in their own dtypes; it may not read values on the host,
-    nor depend on what changes in Python between calls, other than shapes and ``model.training``.
-    ``optimizer``: one of ``gpuattn.optim`` over the model; learning rate, clipping, precision and
-    loss scale are its own.
-    ``accumulate``: cut each array along its first axis into so many equal parts, and update by the
-    mean of their gradients, with the memory that one part needs.
-
-    ``step`` takes NumPy arrays and returns () float32 on the device, before the update, without
-    waiting for it; ``float(...)`` waits. The dropout of each batch is numbered by the update.
-    Raises TypeError or ValueError for what does not fit together, GradientError for a parameter
-    that no gradient reaches, before anything is updated.
-
-    >>> import numpy as np
-    >>> import gpuattn
-    >>> from gpuattn import nn, optim
-    >>> line = nn.Linear(1, 1)
-    >>> def loss(model, x, y):
-    ...     return np.mean((model(x) - y) ** 2)
-    >>> step = gpuattn.training_step(line, loss, optim.AdamW(line, lr=0.1))
-    >>> x = np.linspace(0, 1, 16, dtype="float32").reshape(-1, 1)
-    >>> losses = [step(x, 3 * x) for _ in range(200)]
-    >>> float(losses[-1]) < 1e-3
-    True
-    """
+    """Return ``step(*arrays)``: see ``gpuattn.training_step``."""
     if not isinstance(model, Module):
         raise TypeError(problem(NAME, "model", described(model), "a gpuattn.nn.Module"))
     if not callable(loss):

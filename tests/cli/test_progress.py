@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from gpuattn.cli import progress
+from gpuattn.cli.shared import progress
 from gpuattn.train.progress import Progress
 from gpuattn.units import duration
 

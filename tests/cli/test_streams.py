@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gpuattn.cli.streams import writing
+from gpuattn.cli.shared.streams import writing
 
 from .conftest import ROOT
 

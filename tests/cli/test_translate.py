@@ -317,7 +317,7 @@ def test_ctrl_c_keeps_the_lines_already_printed(call, trained, tmp_path, monkeyp
 
 
 def test_progress_through_a_file(call, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("gpuattn.cli.progress.PLAIN_SECONDS", 0)
+    monkeypatch.setattr("gpuattn.cli.shared.progress.PLAIN_SECONDS", 0)
     monkeypatch.setattr("gpuattn.cli.translate.AT_ONCE", 24)
     (tmp_path / "in").write_text(LINES * 3)
     result = call("translate", trained, "--input", tmp_path / "in")

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from gpuattn.data.preparing.store_writer import StoreWriter
 from gpuattn.data.store import HEAD, PROGRESS, TokenStore, head_digest, is_store
-from gpuattn.data.store_writer import StoreWriter
 from gpuattn.data.tokenizer import EOS, CharTokenizer
 from gpuattn.errors import DataError
 

@@ -22,8 +22,8 @@ from gpuattn.data.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import gpuattn.data.prepare as prepare
-import gpuattn.data.sources as sources
+import gpuattn.data.preparing.prepare as prepare
+import gpuattn.data.preparing.sources as sources
 prepare.PART, sources.BLOCK = 150_000, 30_000
 from gpuattn.cli.main import main
 main()

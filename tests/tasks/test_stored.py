@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from stopping import After, assert_same_bits
 
+from gpuattn.data.preparing.store_writer import StoreWriter
 from gpuattn.data.rows import Rows
 from gpuattn.data.store import HEAD, TokenStore, head_digest
-from gpuattn.data.store_writer import StoreWriter
 from gpuattn.data.tokenizer import CharTokenizer, Tokenizer
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.runs.config import TrainConfig

@@ -23,7 +23,7 @@ from gpuattn.cli.bench.table import (
     show_missing,
     tflops,
 )
-from gpuattn.cli.options import GroupedCommand, GroupedOption, device_option
+from gpuattn.cli.shared.options import GroupedCommand, GroupedOption, device_option
 from gpuattn.runtime.device import array_module, choose_device
 
 PEER_COLUMNS = 4  # with more peers they share one column

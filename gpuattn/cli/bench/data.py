@@ -8,7 +8,7 @@ import numpy as np
 
 from gpuattn.bench import data, results
 from gpuattn.cli.bench.table import command_line
-from gpuattn.cli.options import PathName
+from gpuattn.cli.shared.options import PathName
 
 
 @click.command("data")

@@ -26,7 +26,7 @@ from gpuattn.cli.bench.table import (
     show_missing,
 )
 from gpuattn.cli.kernels import parse_shape
-from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, device_option
+from gpuattn.cli.shared.options import GroupedCommand, GroupedOption, NearChoice, device_option
 from gpuattn.runtime.device import array_module, choose_device
 
 OUTSIDE_GRAPHS = "*"  # marks peers that are timed with the host

@@ -6,7 +6,7 @@ from gpuattn.bench import ops, results
 from gpuattn.bench.samples import DTYPES, SAMPLES
 from gpuattn.cli.bench.table import command_line, json_option
 from gpuattn.cli.kernels import parse_shape
-from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, device_option
+from gpuattn.cli.shared.options import GroupedCommand, GroupedOption, NearChoice, device_option
 from gpuattn.runtime.device import array_module, choose_device
 
 HEADER = f"{'op':18} {'shape':>18} {'direction':>17} {'implementation':>14} {'us':>10} {'GB/s':>8}"

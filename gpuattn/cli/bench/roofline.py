@@ -17,7 +17,7 @@ from gpuattn.cli.bench.table import (
     short,
     tflops,
 )
-from gpuattn.cli.options import GroupedCommand, device_option
+from gpuattn.cli.shared.options import GroupedCommand, device_option
 from gpuattn.runtime.device import array_module, choose_device
 
 

@@ -12,7 +12,7 @@ import click
 from gpuattn.bench import comparison, results, timing
 from gpuattn.bench.cases import Cell
 from gpuattn.bench.peers.timing import versions
-from gpuattn.cli.options import GroupedOption, NearChoice, PathName
+from gpuattn.cli.shared.options import GroupedOption, NearChoice, PathName
 from gpuattn.errors import UnsupportedError
 from gpuattn.report.plot import import_pyplot
 

@@ -18,7 +18,7 @@ from gpuattn.cli.bench.table import (
     short,
     show_missing,
 )
-from gpuattn.cli.options import GroupedCommand, GroupedOption, NearChoice, device_option
+from gpuattn.cli.shared.options import GroupedCommand, GroupedOption, NearChoice, device_option
 from gpuattn.runtime.device import array_module, choose_device
 
 

@@ -12,9 +12,15 @@ import shutil
 import numpy as np
 import pytest
 
-from gpuattn.data import parallel_tokenize, prepare, sources, store_writer, tokenizer_sample
-from gpuattn.data.plan import Plan
-from gpuattn.data.sources import find_sources
+from gpuattn.data.preparing import (
+    parallel_tokenize,
+    prepare,
+    sources,
+    store_writer,
+    tokenizer_sample,
+)
+from gpuattn.data.preparing.plan import Plan
+from gpuattn.data.preparing.sources import find_sources
 from gpuattn.data.store import TokenStore, is_store
 from gpuattn.data.text import read_parallel
 from gpuattn.data.tokenizer import EOS, CharTokenizer, Tokenizer

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuattn.data.parallel_tokenize import Job, Rules, Tokens, hashes, select, tokenized
-from gpuattn.data.plan import Plan
-from gpuattn.data.sources import BLOCK, Reader
+from gpuattn.data.preparing.parallel_tokenize import Job, Rules, Tokens, hashes, select, tokenized
+from gpuattn.data.preparing.plan import Plan
+from gpuattn.data.preparing.sources import BLOCK, Reader
+from gpuattn.data.preparing.store_writer import StoreWriter, last_position
+from gpuattn.data.preparing.tokenizer_sample import learned
 from gpuattn.data.store import PROGRESS, TOKENIZER, VALID, TokenStore, is_store
-from gpuattn.data.store_writer import StoreWriter, last_position
 from gpuattn.data.tokenizer import EOS, CharTokenizer, tokenizer_from_bytes
-from gpuattn.data.tokenizer_sample import learned
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.lock import LOCK, locked
 from gpuattn.typing import StrPath

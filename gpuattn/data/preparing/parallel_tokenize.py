@@ -1,7 +1,7 @@
 """Tokenises chunks of text in processes, in order and with bounded memory.
 
-Workers are processes of their own, ``python -m gpuattn.data.parallel_tokenize``, that read jobs
-from a pipe: they end when the pipe does, also when this process is killed, and leave Ctrl-C to it.
+Workers are processes of their own, ``python -m`` with this module, that read jobs from a pipe: they
+end when the pipe does, also when this process is killed, and leave Ctrl-C to it.
 """
 
 import collections
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuattn.data.encoder import new_encoder
+from gpuattn.data.preparing.encoder import new_encoder
 from gpuattn.data.text import MAX_LENGTH, decode_line
 from gpuattn.data.tokenizer import EOS, tokenizer_from_bytes
 from gpuattn.errors import DataError
@@ -241,7 +241,7 @@ class _Pool:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         for _ in range(workers):
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gpuattn.data.parallel_tokenize"],
+                [sys.executable, "-P", "-m", "gpuattn.data.preparing.parallel_tokenize"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
             )  # fmt: skip
             self._processes.append(process)
@@ -302,6 +302,6 @@ def serve() -> None:
 
 if __name__ == "__main__":
     # Jobs name classes of the module, not of ``__main__``.
-    from gpuattn.data import parallel_tokenize
+    from gpuattn.data.preparing import parallel_tokenize
 
     parallel_tokenize.serve()

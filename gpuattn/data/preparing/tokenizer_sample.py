@@ -6,9 +6,9 @@ from itertools import islice
 
 import numpy as np
 
-from gpuattn.data.encoder import LAST_CODE, code_points
-from gpuattn.data.plan import Plan
-from gpuattn.data.sources import BLOCK, STANDARD, Reader, Source, spread
+from gpuattn.data.preparing.encoder import LAST_CODE, code_points
+from gpuattn.data.preparing.plan import Plan
+from gpuattn.data.preparing.sources import BLOCK, STANDARD, Reader, Source, spread
 from gpuattn.data.tokenizer import BaseTokenizer, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
 

@@ -5,8 +5,8 @@ import io
 import numpy as np
 import pytest
 
-from gpuattn.data import encoder
-from gpuattn.data.encoder import Encoder, new_encoder
+from gpuattn.data.preparing import encoder
+from gpuattn.data.preparing.encoder import Encoder, new_encoder
 from gpuattn.data.tokenizer import EOS, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-from gpuattn.data.sources import STANDARD, Source
+from gpuattn.data.preparing.sources import STANDARD, Source
 from gpuattn.data.tokenizer import BaseTokenizer
 from gpuattn.errors import ConfigError
 

@@ -5,7 +5,14 @@ from typing import Any
 
 import click
 
-from gpuattn.cli.options import BEAMS, COUNT, GroupedOption, NearChoice, Parsed, device_option
+from gpuattn.cli.shared.options import (
+    BEAMS,
+    COUNT,
+    GroupedOption,
+    NearChoice,
+    Parsed,
+    device_option,
+)
 from gpuattn.decode.options import STOPPING
 from gpuattn.runs.folder import LOAD_DTYPES
 from gpuattn.units import number, whole

@@ -1,0 +1,1 @@
+"""What commands share: options, standard streams, lines of input, progress."""

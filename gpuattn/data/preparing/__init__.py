@@ -1,0 +1,1 @@
+"""Texts to token stores: sources, tokenizing in parallel, writing part by part."""
