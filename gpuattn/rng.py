@@ -85,10 +85,11 @@ def remember() -> tuple[int, int]:
     return state
 
 
-def philox(seed: int, c0: Array, c1: Array, c2: Array, c3: Array) -> tuple:
+def philox(seed: Any, c0: Array, c1: Array, c2: Array, c3: Array) -> tuple:
     """Return four uint32-valued uint64 arrays for counters (c0, c1, c2, c3) under a 64-bit seed.
 
     The counters are uint64 scalars or arrays (NumPy or CuPy) below 2**32 that broadcast.
+    ``seed``: an int, or a uint64 array that broadcasts with them.
     """
     low = np.uint64(0xFFFFFFFF)
     shift = np.uint64(32)
@@ -96,9 +97,9 @@ def philox(seed: int, c0: Array, c1: Array, c2: Array, c3: Array) -> tuple:
     for _ in range(ROUNDS):
         p0, p1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
         c0, c1, c2, c3 = (
-            (p1 >> shift) ^ c1 ^ np.uint64(k0),
+            (p1 >> shift) ^ c1 ^ k0,
             p1 & low,
-            (p0 >> shift) ^ c3 ^ np.uint64(k1),
+            (p0 >> shift) ^ c3 ^ k1,
             p0 & low,
         )
         k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF

@@ -5,18 +5,20 @@ runs it reads how many sentences were left after the burst before, so the GPU do
 host. On NumPy the searches of ``gpuattn.decode`` run instead; tests compare the engine with them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from gpuattn import rng
 from gpuattn.arrays import get_xp, import_cupy, on_gpu, to_cpu
 from gpuattn.data.batching import PackedLoader
 from gpuattn.decode.batches import search_all
 from gpuattn.decode.beam import beam_search
-from gpuattn.decode.options import BeamOptions
+from gpuattn.decode.options import BeamOptions, SampleOptions
 from gpuattn.decode.stepper import Hypothesis, hypotheses_of
+from gpuattn.engine import generation
 from gpuattn.engine.beam import TranslationSearch
 from gpuattn.errors import problem
 from gpuattn.ops.sampling.beam_step import MAX_BEAM
@@ -59,7 +61,7 @@ class Engine:
     def __init__(self, model: Any, *, max_rows: int = 2048, notify: Any = warn) -> None:
         self.model, self.max_rows, self._notify = model, max_rows, notify
         self.on_gpu = on_gpu(model.parameters()[0].data)
-        self._searches: dict = {}  # what a search is for -> TranslationSearch
+        self._searches: dict = {}  # what a search is for -> TranslationSearch or Generation
         self._weights: tuple | None = None  # addresses of the parameters that graphs read
         if self.on_gpu:
             self._stream = import_cupy().cuda.Stream(non_blocking=True)
@@ -113,6 +115,51 @@ class Engine:
             batch = [sources[i] for i in chosen], [limits[i] for i in chosen]
             yield chosen, self._on_device(*batch, bos, options)
 
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, limits: Sequence[int], eos: Any = None,
+        temperature: float = 1.0, seed: Any = None, numbers: Sequence[int] | None = None,
+        tell: Callable[[int, list[int]], None] | None = None, **settings: Any,
+    ) -> list[Hypothesis]:  # fmt: skip
+        """Return for each prompt a Hypothesis: the tokens that a language model continues it by.
+
+        ``prompts``: token ids, 1 or more each. ``limits``: the most new tokens of each. ``eos``:
+        the token that ends a text, or None. ``temperature`` 0 takes the most probable token each
+        time. ``seed``, ``numbers`` (the number of each sample) and ``settings`` as in
+        ``decode.sample.sample``, which also draws where the device cannot: ``notify`` is then
+        called with the reason. The tokens of a text depend on its prompt, number and seed, not on
+        its batch, but for rounding. ``tell(i, tokens)``: called with the next tokens of text i
+        whenever some are known. Raises ValueError for settings out of range, and for a prompt and
+        limit that are longer than the model's ``block`` + 1.
+        """
+        if temperature == 0:
+            temperature, settings = 1.0, settings | {"top_k": 1}
+        options = SampleOptions(eos=eos, temperature=temperature, **settings)
+        generation.check(self.model, prompts, limits, options)
+        numbers = range(len(prompts)) if numbers is None else numbers
+        key, reason = rng.as_key(seed), generation.refusal(options)
+        if self.on_gpu and reason:
+            self._notify(reason)
+        if reason or not self.on_gpu:
+            found = generation.on_host(self.model, prompts, limits, numbers, key, asdict(options))
+            if tell:
+                generation.Told(tell, range(len(found))).all(found)
+            return found
+        keys = [len(prompt) - 1 + limit for prompt, limit in zip(prompts, limits, strict=True)]
+        order = sorted(range(len(prompts)), key=lambda i: -keys[i])
+        results: list = [None] * len(prompts)
+        while order:
+            room = _rounded(max(1, keys[order[0]]), self.model.config.block)
+            size = max(1, min(self.max_rows, MAX_TOKENS // room))
+            chosen, order = order[:size], order[size:]
+            told = generation.Told(tell, chosen) if tell else None
+            batch = [[given[i] for i in chosen] for given in (prompts, limits, numbers)]
+            texts = self._generated(batch, key, options, room, size, told)
+            for i, text in zip(chosen, texts, strict=True):
+                results[i] = text
+            if told:
+                told.all(texts)
+        return results
+
     def score(
         self,
         pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
@@ -158,7 +205,11 @@ class Engine:
             sizes = _rounded(max(limits), most), _rounded(max(map(len, sources)) + 1, most)
             sentences = _rounded(len(sources), self.max_rows // beam, least=1)
             key = sentences, beam, *sizes, bos, options
-            search = self._search(key)
+            search = self._kept(key, lambda: TranslationSearch(
+                self.model, *key[:4], divisor=options.divisor, bos=bos,
+                eos=options.eos[0] if options.eos else -1, banned=options.banned,
+                nbest=options.nbest, min_length=options.min_length,
+            ))  # fmt: skip
             search.load(sources, limits)
             self._replays("encode", (key, search.token_room), search.encode)
             self._run(key, search, max(limits))
@@ -167,22 +218,56 @@ class Engine:
             found = zip(hypotheses_of(*texts, limits), limits, strict=True)
             return [hypotheses if limit else empty for hypotheses, limit in found]
 
-    def _search(self, key):
+    def _generated(self, batch, key, options, room, size, told):
+        """Return the Hypotheses of a ``batch``: up to ``size`` prompts, limits and numbers."""
+        prompts, limits, _ = batch
+        cupy, most = import_cupy(), self.model.config.block
+        eos, banned = options.eos[0] if options.eos else -1, options.banned
+        if options.min_length and options.eos:
+            banned = tuple({*banned, eos})
+        draws = {
+            name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")
+        }
+        longest = max(map(len, prompts)) - 1
+        before = _rounded(longest, most) if longest else 0
+        ready = cupy.cuda.get_current_stream().record()
+        with self._stream:
+            self._stream.wait_event(ready)
+            sentences = _rounded(len(prompts), size, least=1)
+            name = sentences, 1, room, before, tuple(draws.values()), eos, bool(banned)
+            search = self._kept(name, lambda: generation.Generation(
+                self.model, sentences, room, before, draws=draws, eos=eos, masked=bool(banned)
+            ))  # fmt: skip
+            search.load(*batch, key, banned)
+            self._replays("begin", (name,), search.begin)
+            texts, behind = search.texts, None
+            read = (texts.live, texts.lengths, texts.history) if told else (texts.live,)
+            for step in range(max(limits)):
+                if step == options.min_length and len(banned) > len(options.banned):
+                    search.allow_end()
+                self._replays("step", (name,), search.step)
+                if (eos >= 0 or told) and (step + 1) % BURST == 0:
+                    if behind is not None:
+                        (live, *known) = behind.values()
+                        if told:
+                            told.add(*known)
+                        if live[0] == 0:
+                            break
+                    behind = Reading(*read)
+            return generation.hypotheses(texts, len(prompts))
+
+    def _kept(self, key, new):
         """Return the search for ``key``; graphs read parameters where they were at capture."""
         weights = tuple(parameter.data.data.ptr for parameter in self.model.parameters())
         if weights != self._weights:
             self._drop(len(self._searches))
             self._weights = weights
         if key not in self._searches:
-            sentences, beam, room, source_room, bos, options = key
+            sentences, beam, room, *_ = key
             tokens = sentences * beam * room
             while self._searches and tokens + self._kept_tokens() > MAX_TOKENS:
                 self._drop(1)
-            self._searches[key] = TranslationSearch(
-                self.model, sentences, beam, room, source_room, divisor=options.divisor, bos=bos,
-                eos=options.eos[0] if options.eos else -1, banned=options.banned,
-                nbest=options.nbest, min_length=options.min_length,
-            )  # fmt: skip
+            self._searches[key] = new()
         return self._searches[key]
 
     def _kept_tokens(self):

@@ -11,7 +11,7 @@ from gpuattn.data.batching import IGNORED
 from gpuattn.data.tokenizer import TextStream
 from gpuattn.decode.sample import sample
 from gpuattn.decode.stepper import Stepper
-from gpuattn.engine import SCORED_TOKENS
+from gpuattn.engine import SCORED_TOKENS, Engine
 from gpuattn.errors import ConfigError, DataError, problem
 from gpuattn.tasks.scored import Scored
 
@@ -43,6 +43,7 @@ class Sampler:
     ) -> None:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.metrics = metrics or {}
+        self._engine: Engine | None = None  # made when it is first needed
 
     def sample(self, prompt: str = "", **settings: Any) -> list[str]:
         """Return texts that begin with ``prompt``. Arguments and errors: those of ``generate``."""
@@ -126,6 +127,12 @@ class Sampler:
         block, xp = self.model.config.block, get_xp(self.model.parameters()[0].data)
         seen = texts[:, -max(1, block // 2, block + 1 - (end - texts.shape[1])) :]
         more = min(end - texts.shape[1], block + 1 - seen.shape[1])
+        if kv_cache and xp is not np:
+            self._engine = self._engine or Engine(self.model)
+            return self._engine.generate(
+                seen, limits=[more] * len(seen), banned=range(SPECIALS),
+                tell=said and (lambda i, tokens: i or said.add(tokens)), **settings,
+            )  # fmt: skip
         stepper = self.model.stepper(xp.asarray(seen), more, kv_cache=kv_cache)
         first = stepper.first_tokens
         found = sample(

@@ -141,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
     const scalar* logits,          // (rows, >= vocab), rows `stride` apart
     const bool* banned,            // (vocab,) or null
     const int* numbers,            // (rows,) first Philox counter of each row, or null for the row itself
+    const uint4* keys,             // (rows,) seed low, seed high, stream, step of each row, or null
     int* __restrict__ tokens,                   // (rows,)
     float* __restrict__ logprobs,               // (rows,), at temperature 1, over all tokens that are not banned
     const unsigned int* device_step,
@@ -197,7 +198,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
     __shared__ Mass masses[WARPS];
     __shared__ int ties[WARPS];
     const unsigned int number = numbers ? numbers[blockIdx.x] : blockIdx.x;
-    const uint4 words = philox(philox_key(seed_low, seed_high, stream, step, device_step), number, 0);
+    PhiloxKey key = philox_key(seed_low, seed_high, stream, step, device_step);
+    if (keys) key = {keys[blockIdx.x].x, keys[blockIdx.x].y, keys[blockIdx.x].z, keys[blockIdx.x].w};
+    const uint4 words = philox(key, number, 0);
     int begin = 0, end = row.vectors, ties_before = 0;
     Mass target = 0;
     // Returns the lane whose part holds the target; each lane passes the mass and the number of ties of its part.

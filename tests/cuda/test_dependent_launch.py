@@ -19,6 +19,7 @@ from gpuattn.ops.attention.step_attention import step_attention
 from gpuattn.ops.linear import gelu_hopper, hopper, weight_gradients
 from gpuattn.ops.linear import linear_dropout_add_norm as row_products
 from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
+from gpuattn.ops.sampling.text_update import Texts, text_update
 from gpuattn.rng import Key
 
 ALLOCATE = arrays.allocate
@@ -202,6 +203,25 @@ def begun_beams():
     return beams, [array.copy() for array in beams.arrays()]
 
 
+def text_update_of(x, tokens):
+    """The state of 32 texts after an update by log-probabilities from x."""
+    texts, begun = begun_texts()
+    text_update(tokens[:32], x.reshape(-1).view(np.float32)[:32], texts, eos=5)
+    after = [array.copy() for array in texts.arrays()]
+    for array, first in zip(texts.arrays(), begun, strict=True):
+        array[...] = first
+    return after
+
+
+@functools.cache
+def begun_texts():
+    """Return texts of up to two tokens that have just begun, and copies of their arrays."""
+    cupy = arrays.import_cupy()
+    texts, ones = Texts(cupy.zeros(1, np.float32), 32, 6), cupy.ones(32, np.int32)
+    texts.start(ones, ones, 2 * ones, cupy.ones((32, 4), np.uint32))
+    return texts, [array.copy() for array in texts.arrays()]
+
+
 def row_product(x, y, v):
     given = x.reshape(-1, 128), y.reshape(-1, 128)[:128], y.reshape(-1, 128), v[:128], None, None
     params = {"p": 0.1, "key": Key(3), "rms": False, "eps": 1e-5}
@@ -247,6 +267,7 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
     "beam_step": lambda x, y, v, scores, _: gpuattn.beam_step(x, scores),
     "step_attention": lambda x, y, v, *others: step_attention_of(x, y, *others),
     "beam_update, beam_texts": lambda x, y, v, *others: beam_update_of(x, *others),
+    "text_update": lambda x, y, v, scores, tokens: text_update_of(x, tokens),
     "topk_logprobs": lambda x, *_: gpuattn.topk_logprobs(x, 8),
     "sample_tokens": lambda x, *_: gpuattn.sample_tokens(x, seed=3),
 }  # fmt: skip

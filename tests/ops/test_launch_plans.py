@@ -14,6 +14,7 @@ from gpuattn.cuda import compiler, kernels
 from gpuattn.errors import KernelCompileError
 from gpuattn.ops.attention.step_attention import step_attention
 from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
+from gpuattn.ops.sampling.text_update import Texts, text_update
 
 FLOAT32 = np.dtype("float32")
 DTYPES = FLOAT32, BFLOAT16
@@ -78,6 +79,9 @@ def logits(dtype, size):
     gpuattn.beam_step(x, floats(np.float32, 2, 2), banned=as_array(np.zeros(size, bool)))
     for more in ({}, {"top_k": 9}, {"top_p": 0.5}):
         gpuattn.sample_tokens(x, seed=1, **more)
+    texts = Texts(x, len(x), 9)
+    drawn = gpuattn.sample_tokens(x, keys=texts.keys)
+    text_update(*drawn, texts, eos=2)
 
 
 def attention(dtype, size):

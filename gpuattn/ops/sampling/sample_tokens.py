@@ -42,6 +42,7 @@ def sample_tokens(
     *,
     seed: Any = None,
     numbers: Array | None = None,
+    keys: Array | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
@@ -55,7 +56,9 @@ def sample_tokens(
     ``logits``: (rows, C) float array, any strides. ``seed``: int or ``rng.Key``; None draws one.
     Row r uses the first word of Philox counter (numbers[r], 0, stream, step), on every backend and
     independent of the other rows. ``numbers``: int32 (rows,), 0 or more; None: 0, 1, 2... With a
-    number of its own a row draws the same wherever it is in a batch. ``temperature``: > 0; logits
+    number of its own a row draws the same wherever it is in a batch. ``keys``, instead of ``seed``:
+    contiguous uint32 (rows, 4), for each row the seed (low and high word), stream and step, read on
+    the device: a CUDA graph draws anew when they change. ``temperature``: > 0; logits
     are divided by it. Then, in this order: ``top_k``: only the k most probable tokens are kept;
     None or more than V: all. ``top_p``: 0 < p <= 1; of those only the most probable ones that
     together reach p. ``min_p``: 0 to 1; of those only tokens with at least p times the probability
@@ -71,7 +74,8 @@ def sample_tokens(
     logits = as_array(raw(logits), "sample_tokens", "logits")
     banned = None if banned is None else as_array(banned, "sample_tokens", "banned")
     numbers = None if numbers is None else as_array(numbers, "sample_tokens", "numbers")
-    check_together("sample_tokens", logits=logits, banned=banned, numbers=numbers)
+    keys = None if keys is None else as_array(keys, "sample_tokens", "keys")
+    check_together("sample_tokens", logits=logits, banned=banned, numbers=numbers, keys=keys)
     check_floats("sample_tokens", logits=logits)
     if logits.ndim != 2:
         raise ValueError(problem("sample_tokens", "logits.shape", logits.shape, "(rows, C)"))
@@ -84,15 +88,27 @@ def sample_tokens(
     if numbers is not None and numbers.shape != logits.shape[:1]:
         accepted = f"({len(logits)},), one for each row"
         raise ValueError(problem("sample_tokens", "numbers.shape", numbers.shape, accepted))
+    if keys is not None:
+        _check_keys(keys, len(logits), seed)
     check_settings("sample_tokens", temperature, top_k, top_p, min_p)
-    key = seed_key("sample_tokens", seed)
-    inputs = logits, banned, numbers
+    key = seed_key("sample_tokens", seed) if keys is None else None
+    inputs = logits, banned, numbers, keys
     return Call(
         IMPLS, inputs, impl, vocab_size=vocab_size, temperature=float(temperature),
         top_k=0 if top_k is None or top_k >= vocab_size else operator.index(top_k),
         top_p=0 if top_p == 1 else min(max(round(top_p * 2**32), 1), 2**32 - 1),
         min_p=round(min_p * ONE), key=key,
     )  # fmt: skip
+
+
+def _check_keys(keys, rows, seed):
+    if keys.dtype != np.uint32:
+        raise TypeError(problem("sample_tokens", "keys.dtype", keys.dtype, "uint32"))
+    if keys.shape != (rows, 4) or not keys.flags.c_contiguous:
+        got, accepted = f"of shape {keys.shape}", f"contiguous, ({rows}, 4)"
+        raise ValueError(problem("sample_tokens", "keys", got, accepted))
+    if seed is not None:
+        raise ValueError(problem("sample_tokens", "seed", "given with keys", "one of the two"))
 
 
 def check_settings(
@@ -117,7 +133,7 @@ def inverse(temperature: float) -> np.float32:
 
 
 def _forward_reference(
-    logits, banned, numbers, *, needs, vocab_size, temperature, top_k, top_p, min_p, key
+    logits, banned, numbers, keys, *, needs, vocab_size, temperature, top_k, top_p, min_p, key
 ):  # fmt: skip
     xp, rows = get_xp(logits), len(logits)
     x = logits[:, :vocab_size].astype(wide(logits.dtype), order="C")
@@ -133,7 +149,7 @@ def _forward_reference(
     weights = xp.where(weights >= min_p, weights, 0)
     reached = xp.cumsum(weights, axis=-1, dtype=np.uint64)
     total = reached[:, -1:]
-    target = _share(total, _words(xp, key, numbers, rows)[:, None])
+    target = _share(total, _words(xp, key, keys, numbers, rows)[:, None])
     tokens = (reached <= target).sum(-1, keepdims=True)
     tokens = xp.where(total == 0, largest(x, 1), tokens)
     logprobs = (xp.take_along_axis(x, tokens, -1) - peak - log_total)[:, 0]
@@ -158,12 +174,16 @@ def _share(total, share):
     return (total >> bits) * share + ((total & low) * share >> bits)
 
 
-def _words(xp, key, numbers, rows):
+def _words(xp, key, keys, numbers, rows):
     """Return the first word of Philox counter (number, 0, stream, step) for each row, as uint64."""
     first = xp.arange(rows) if numbers is None else numbers.astype(np.uint32)
-    zero, stream = xp.zeros((), np.uint64), xp.full((), key.stream, np.uint64)
+    first, zero = first.astype(np.uint64), xp.zeros((), np.uint64)
+    if keys is not None:
+        low, high, stream, step = keys.astype(np.uint64).T
+        return rng.philox(low | high << np.uint64(32), first, zero, stream, step)[0]
+    stream = xp.full((), key.stream, np.uint64)
     step = xp.asarray(key.step, np.uint64).reshape(())
-    return rng.philox(key.seed, first.astype(np.uint64), zero, stream, step)[0]
+    return rng.philox(key.seed, first, zero, stream, step)[0]
 
 
 # ---- raw: rawkernels/sampling/sample_tokens.cu --------------------------------------------------
@@ -178,14 +198,14 @@ def _refuse_raw(logits, *_, vocab_size, **__):
 
 
 def _forward_raw(
-    logits, banned, numbers, *, needs, vocab_size, temperature, top_k, top_p, min_p, key
+    logits, banned, numbers, keys, *, needs, vocab_size, temperature, top_k, top_p, min_p, key
 ):  # fmt: skip
     rows, stride = strided_rows(logits)
     tokens = arrays.empty(logits, len(rows), np.int32)
     logprobs = arrays.empty(logits, len(rows), np.float32)
     contiguous = get_xp(logits).ascontiguousarray
     banned, numbers = (None if x is None else contiguous(x) for x in (banned, numbers))
-    seed_low, seed_high, stream, step, device_step = rng.device_arguments(key)
+    seed_low, seed_high, stream, step, device_step = rng.device_arguments(key or rng.Key(0))
     block = NARROW_BLOCK if vocab_size <= NARROW else BLOCK
     forward = kernel(
         "sampling/sample_tokens.cu",
@@ -194,7 +214,7 @@ def _forward_raw(
         BLOCK=block,
     )
     forward(
-        (len(rows),), (block,), rows, banned, numbers, tokens, logprobs, device_step, stride,
+        (len(rows),), (block,), rows, banned, numbers, keys, tokens, logprobs, device_step, stride,
         vocab_size, inverse(temperature), top_k, top_p, min_p, seed_low, seed_high, stream, step,
         shared_bytes=SHARED_BYTES if top_k or top_p else 0,
     )  # fmt: skip

@@ -98,6 +98,24 @@ def test_numbers_move_with_their_rows(name, where):
         assert to_cpu(found).tolist() == want[order[part]].tolist()
 
 
+@pytest.mark.parametrize("name, where", HERE)
+def test_keys_of_each_row(name, where):
+    """Rows with keys of their own draw what a call with each key does; no seed goes with them."""
+    xp, numbers = module_named(where), np.random.default_rng(0)
+    logits, own = xp.asarray(numbers.standard_normal((20, 70)), np.float32), np.arange(20, 40)
+    keys = numbers.integers(0, 1 << 32, (20, 4)).astype(np.uint32)
+    own = xp.asarray(own, np.int32)
+    found = sample_tokens(logits, keys=xp.asarray(keys), numbers=own, impl=name)[0]
+    for row, (low, high, stream, step) in enumerate(keys.tolist()):
+        key, here = rng.Key(low | high << 32, stream, step), slice(row, row + 1)
+        want = sample_tokens(logits[here], seed=key, numbers=own[here], impl=name)[0]
+        assert int(found[row]) == int(want[0])
+    with pytest.raises(ValueError, match="seed is given with keys; accepted: one of the two"):
+        sample_tokens(logits, keys=xp.asarray(keys), seed=3)
+    with pytest.raises(ValueError, match=r"contiguous, \(20, 4\)"):
+        sample_tokens(logits, keys=xp.asarray(keys)[1:])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", [1, 31, 4099, 50001])
 def test_both_backends_draw_the_same(gpu, cols, dtype):

@@ -1,0 +1,145 @@
+"""Texts that the engine generates equal gpuattn.decode's, on NumPy and as CUDA graphs."""
+
+import numpy as np
+import pytest
+
+from gpuattn import rng as random
+from gpuattn.arrays import to_cpu
+from gpuattn.decode.greedy import greedy
+from gpuattn.decode.sample import sample
+from gpuattn.engine import Engine
+from gpuattn.engine import engine as engine_module
+from gpuattn.engine.generation import Generation, hypotheses
+from gpuattn.models.gpt2 import GPT2, GPT2Config
+
+VOCAB, BLOCK, EOS = 40, 48, 2
+SIZE = {"vocab": VOCAB, "d_model": 32, "heads": 2, "layers": 2, "block": BLOCK}
+pytestmark = pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+
+
+@pytest.fixture(params=[{}, {"kv_heads": 1, "positions": "rotary", "pad_vocab": False}], ids=str)
+def model(xp, request):
+    model = GPT2(GPT2Config(**SIZE, **request.param), seed=3)
+    for parameter in model.parameters():
+        parameter.data = xp.asarray(parameter.data) * np.float32(8)
+    return model.eval()
+
+
+def settings_of(rng):
+    return {
+        "eos": [None, EOS][rng.integers(2)], "banned": [(), (0, 1, 3)][rng.integers(2)],
+        "temperature": float(rng.choice([0.5, 1, 3])), "top_p": float(rng.choice([0.7, 1])),
+        "top_k": [None, 1, 5, 100][rng.integers(4)], "min_p": float(rng.choice([0, 0.1])),
+        "min_length": int(rng.integers(0, 5)),
+    }  # fmt: skip
+
+
+def alone(model, prompt, limit, key, number, settings):
+    """The text of one prompt by ``gpuattn.decode``."""
+    xp = np if isinstance(model.parameters()[0].data, np.ndarray) else engine_module.import_cupy()
+    stepper = model.stepper(xp.asarray([prompt], np.int32), limit)
+    given = {"bos": stepper.first_tokens, "max_length": [limit], **settings}
+    if settings["temperature"]:
+        return sample(stepper, seed=key, numbers=[number], **given)[0]
+    del given["temperature"]
+    return greedy(stepper, **given)[0]
+
+
+def check(found, want):
+    assert [(h.tokens, h.ended) for h in found] == [(h.tokens, h.ended) for h in want]
+    for name in ("score", "normalised"):
+        scores = ([getattr(h, name) for h in texts] for texts in (found, want))
+        np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-3)
+
+
+def batch_of(rng, count=5):
+    """Return prompts of several lengths, their limits (one of them 0) and sample numbers."""
+    prompts = [rng.integers(3, VOCAB, n).tolist() for n in rng.choice([1, 2, 9, 20], count)]
+    limits = [int(n) for n in rng.integers(0, 15, count)]
+    return prompts, limits, rng.integers(0, 1000, count).tolist()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_equals_decode(model, seed):
+    rng = np.random.default_rng(seed)
+    engine = Engine(model, max_rows=4)
+    key = random.Key(int(rng.integers(1 << 62)), int(rng.integers(9)), int(rng.integers(99)))
+    for _ in range(2 if engine.on_gpu else 1):  # the second batch may replay graphs of the first
+        prompts, limits, numbers = batch_of(rng)
+        settings = settings_of(rng)
+        found = engine.generate(prompts, limits=limits, seed=key, numbers=numbers, **settings)
+        each = zip(prompts, limits, numbers, strict=True)
+        check(found, [alone(model, p, most, key, n, settings) for p, most, n in each])
+
+
+def test_a_step_on_any_device(model):
+    """Call the steps that graphs capture directly, also on NumPy."""
+    rng, key = np.random.default_rng(0), random.Key(1 << 40 | 5, 3, 7)
+    draws = {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.01}
+    generation = Generation(model, 6, BLOCK, 32, draws=draws, eos=EOS, masked=True)
+    for _ in range(2):  # the same state takes two batches
+        prompts, limits, numbers = batch_of(rng)
+        generation.load(prompts, limits, numbers, key, (0, 1, EOS))
+        generation.begin()
+        for step in range(max(limits)):
+            if step == 3:
+                generation.allow_end()
+            generation.step()
+        assert int(generation.texts.live[0]) == 0
+        settings = {"eos": EOS, "banned": (0, 1), "min_length": 3, **draws}
+        each = zip(prompts, limits, numbers, strict=True)
+        want = [alone(model, p, most, key, n, settings) for p, most, n in each]
+        check(hypotheses(generation.texts, len(prompts)), want)
+
+
+def test_temperature_0_is_greedy_and_tokens_are_told(model):
+    rng, told = np.random.default_rng(1), {}
+    prompts, limits, _ = batch_of(rng)
+    found = Engine(model).generate(
+        prompts, limits=limits, eos=EOS, temperature=0,
+        tell=lambda i, tokens: told.setdefault(i, []).extend(tokens),
+    )  # fmt: skip
+    settings = {"temperature": 0, "eos": EOS}
+    each = zip(prompts, limits, strict=True)
+    check(found, [alone(model, p, most, None, 0, settings) for p, most in each])
+    assert [told.get(i, []) for i in range(len(prompts))] == [text.tokens for text in found]
+
+
+def test_what_the_device_lacks_runs_through_decode(model):
+    said: list[str] = []
+    engine, settings = Engine(model, notify=said.append), {"temperature": 1.0, "eos": [EOS, 5]}
+    found = engine.generate([[5, 6]], limits=[9], seed=3, no_repeat_ngram=2, **settings)
+    settings["no_repeat_ngram"] = 2
+    check(found, [alone(model, [5, 6], 9, 3, 0, settings)])
+    assert len(said) == engine.on_gpu
+
+
+@pytest.mark.parametrize("wrong, said", [
+    ({"prompts": [[]]}, "a prompt is 0 tokens"), ({"limits": [BLOCK + 1]}, "with a limit of 49"),
+    ({"limits": [-1]}, "with a limit of -1"), ({"banned": [VOCAB]}, "holding 40; accepted: 0"),
+    ({"top_p": 0}, "top_p"), ({"temperature": -1}, "temperature"),
+])  # fmt: skip
+def test_settings_out_of_range(model, wrong, said):
+    with pytest.raises(ValueError, match=said):
+        Engine(model).generate(**{"prompts": [[5]], "limits": [BLOCK], "eos": EOS} | wrong)
+
+
+def test_all_tokens_banned_and_no_prompts(model):
+    (found,) = Engine(model).generate([[5]], limits=[4], banned=range(VOCAB), seed=1)
+    assert found == ([], -np.inf, -np.inf, False)
+    assert Engine(model).generate([], limits=[]) == []
+
+
+def test_a_thousand_replays_do_not_drift(gpu):
+    """Texts of one key are the same bits in every batch, also from other places in it."""
+    model = GPT2(GPT2Config(**SIZE), seed=3)
+    for parameter in model.parameters():
+        parameter.data = gpu.asarray(parameter.data) * np.float32(8)
+    engine, prompts = Engine(model.eval()), [[5, 6, 7], [8], [9, 10]]
+    first = engine.generate(prompts, limits=[40] * 3, seed=4)
+    for turn in range(20):
+        other, same = (engine.generate(prompts, limits=[40] * 3, seed=s) for s in (turn, 4))
+        assert same == first
+        assert (other == first) == (turn == 4)
+    assert len(engine._searches) == 1
+    assert to_cpu(next(iter(engine._searches.values())).texts.done).all()
