@@ -157,6 +157,21 @@ def test_a_run_learns_a_text_by_heart(config, tmp_path):
     ]
 
 
+def test_samples_on_a_gpu_equal_those_on_the_host(gpu, config, tmp_path):
+    """The engine draws them, in several contexts, and streams the first; see test_generation.py."""
+    train(dataclasses.replace(config, length="2u"), tmp_path / "run", device="numpy")
+    here = load_run(tmp_path / "run", device="cuda", dtype="float32")
+    host = load_run(tmp_path / "run", device="numpy")
+    for settings in ({}, {"top_k": 3, "first": 5}, {"temperature": 0}, {"top_p": 0.8, "count": 3}):
+        parts, settings = [], {"tokens": 30, "seed": 3, "prompt": "red ", **settings}
+        found = here.generate(stream=parts.append, **settings)
+        texts = [text.text for text in found]
+        assert "".join(parts) == texts[0]
+        assert here.sample(kv_cache=False, **settings) == texts == host.sample(**settings)
+        want = [text.score for text in host.generate(**settings)]
+        assert [text.score for text in found] == pytest.approx(want, rel=1e-4)
+
+
 def test_samples_depend_on_seed_and_settings(config, tmp_path):
     train(dataclasses.replace(config, length="2u"), tmp_path / "run", device="numpy")
     sampler = load_run(tmp_path / "run", device="numpy")
