@@ -170,6 +170,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
         for (int e = 0; e < W; ++e) part += exp_fast(element(x, e, scalar{}) - peak);
         whole = {peak, whole.sum * exp_fast(whole.peak - peak) + part};
     }
+    const unsigned int greatest = whole.peak > LOWEST ? ordered(whole.peak) : 0;  // of this thread's elements
     whole = warp_join(whole);
     if (lane == 0) of_warp[warp] = whole;
     __syncthreads();
@@ -186,12 +187,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
     }
 
     Cut cut{0, 0};
-    if (top_k) cut = cut_off(row, cut, top_k, 0);
+    if (top_k) {  // none of the k largest is below the k-th largest of the threads' maxima
+        const unsigned int bound = top_k <= BLOCK / 2 ? retrieve<BLOCK>(greatest, top_k) : 0;
+        cut = cut_off(row, {bound ? bound - 1 : 0, 0}, top_k, 0);
+    }
     if (top_p) cut = cut_off(row, cut, 0, top_p);
     const Mass tie = cut.key ? row.weight(from_ordered(cut.key)) : 0, each = tie >= min_p ? tie : 0;
-    const auto kept = [&](float logit) {
+    const auto kept = [&](float logit) -> Mass {
+        if (ordered(logit) <= cut.key) return 0;
         const Mass weight = row.weight(logit);
-        return ordered(logit) > cut.key && weight >= min_p ? weight : 0;
+        return weight >= min_p ? weight : 0;
     };
 
     // Sample: find the warp whose stretch of the row holds the target, then narrow it down to one token.

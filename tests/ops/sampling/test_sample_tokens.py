@@ -140,6 +140,24 @@ def test_both_backends_draw_the_same(gpu, cols, dtype):
         np.testing.assert_allclose(to_cpu(got[1])[~differ], want[1][~differ], rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", [5, 300, 2048, 2049, 9001])
+def test_any_k_of_hot_draws(gpu, cols, dtype):
+    """Hot draws are as good as uniform over the k largest, so a wrong k-th one would show."""
+    numbers = np.random.default_rng(cols)
+    logits = numbers.standard_normal((40, cols), np.float32)
+    logits[:8] = np.round(4 * logits[:8])
+    logits[8:12, 3:] = -np.inf
+    logits[12:16, :-1] = np.finfo(np.float32).min  # which the maxima of threads begin with
+    with np.errstate(over="ignore"):
+        logits = logits.astype(dtype_of(dtype))
+    for k in (1, 2, 16, 17, 63, 64, 65, 100, 511, 512, 513, 2000):
+        settings = {"seed": rng.Key(k), "top_k": k, "temperature": 1e3}
+        want = sample_tokens(logits, **settings)[0]
+        got = sample_tokens(gpu.asarray(logits), impl="raw-simt", **settings)[0]
+        assert (to_cpu(got) != want).sum() <= 1, k
+
+
 @pytest.mark.parametrize("name, where", HERE)
 def test_nonfinite_logits(name, where):
     xp, inf, nan = module_named(where), np.inf, np.nan
