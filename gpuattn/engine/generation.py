@@ -58,15 +58,15 @@ class Generation:
         masked: bool,
     ) -> None:  # fmt: skip
         self.model, self.before, self.draws, self.eos = model, before, draws, eos
-        config, like = model.config, model.parameters()[0].data
+        like = model.parameters()[0].data
         xp = get_xp(like)
         self.texts = Texts(like, sentences, room)
-        heads, head_dim = config.kv_heads or config.heads, config.d_model // config.heads
-        self.caches = [DeviceCache(like, self.texts, heads, head_dim) for _ in model.layers]
+        own = [layer.attention for layer in model.layers]
+        self.caches = [DeviceCache(like, self.texts, x.kv_heads, x.head_dim) for x in own]
         # of each sentence: last token, its position, limit, number, key, the tokens before
         self._inputs = xp.zeros((8 + before) * sentences, np.int32)
         self._staging = pinned(self._inputs)
-        self.banned: Any = xp.zeros(config.vocab, bool) if masked else None
+        self.banned: Any = xp.zeros(model.config.vocab, bool) if masked else None
 
     def load(
         self, prompts: Sequence[Any], limits: Sequence[int], numbers: Sequence[int], key: Key,

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from checks import sampled
 
 from gpuattn import rng as random
 from gpuattn.arrays import to_cpu
@@ -59,7 +60,7 @@ def batch_of(rng, count=5):
     return prompts, limits, rng.integers(0, 1000, count).tolist()
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", sampled(range(25), 9))
 def test_equals_decode(model, seed):
     rng = np.random.default_rng(seed)
     engine = Engine(model, max_rows=4)
