@@ -127,17 +127,16 @@ class Sampler:
         block, xp = self.model.config.block, get_xp(self.model.parameters()[0].data)
         seen = texts[:, -max(1, block // 2, block + 1 - (end - texts.shape[1])) :]
         more = min(end - texts.shape[1], block + 1 - seen.shape[1])
+        settings["banned"] = self.tokenizer.specials
         if kv_cache and xp is not np:
             self._engine = self._engine or Engine(self.model)
-            return self._engine.generate(
-                seen, limits=[more] * len(seen), banned=range(SPECIALS),
-                tell=said and (lambda i, tokens: i or said.add(tokens)), **settings,
-            )  # fmt: skip
+            tell = (lambda i, tokens: i or said.add(tokens)) if said else None
+            return self._engine.generate(seen, limits=[more] * len(seen), tell=tell, **settings)
         stepper = self.model.stepper(xp.asarray(seen), more, kv_cache=kv_cache)
         first = stepper.first_tokens
         found = sample(
             _Told(stepper, said) if said else stepper, bos=first, eos=None, max_length=more,
-            banned=self.tokenizer.specials, **settings,
+            **settings,
         )  # fmt: skip
         if said:
             said.add(found[0].tokens[-1:])  # no step follows the last one

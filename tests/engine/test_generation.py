@@ -12,15 +12,27 @@ from gpuattn.engine import Engine
 from gpuattn.engine import engine as engine_module
 from gpuattn.engine.generation import Generation, hypotheses
 from gpuattn.models.gpt2 import GPT2, GPT2Config
+from gpuattn.models.llama import Llama, LlamaConfig
 
 VOCAB, BLOCK, EOS = 40, 48, 2
 SIZE = {"vocab": VOCAB, "d_model": 32, "heads": 2, "layers": 2, "block": BLOCK}
 pytestmark = pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
 
 
-@pytest.fixture(params=[{}, {"kv_heads": 1, "positions": "rotary", "pad_vocab": False}], ids=str)
+MODELS = {
+    "gpt2": lambda: GPT2(GPT2Config(**SIZE), seed=3),
+    "rotary": lambda: GPT2(
+        GPT2Config(**SIZE, kv_heads=1, positions="rotary", pad_vocab=False), seed=3
+    ),
+    "llama": lambda: Llama(
+        LlamaConfig(**SIZE, ffn=48, kv_heads=1, head_dim=32, qk_norm=True), seed=3
+    ),
+}
+
+
+@pytest.fixture(params=MODELS)
 def model(xp, request):
-    model = GPT2(GPT2Config(**SIZE, **request.param), seed=3)
+    model = MODELS[request.param]()
     for parameter in model.parameters():
         parameter.data = xp.asarray(parameter.data) * np.float32(8)
     return model.eval()
@@ -60,7 +72,7 @@ def batch_of(rng, count=5):
     return prompts, limits, rng.integers(0, 1000, count).tolist()
 
 
-@pytest.mark.parametrize("seed", sampled(range(25), 9))
+@pytest.mark.parametrize("seed", sampled(range(25), 6))
 def test_equals_decode(model, seed):
     rng = np.random.default_rng(seed)
     engine = Engine(model, max_rows=4)
