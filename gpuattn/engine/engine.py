@@ -225,9 +225,7 @@ class Engine:
         eos, banned = options.eos[0] if options.eos else -1, options.banned
         if options.min_length and options.eos:
             banned = tuple({*banned, eos})
-        draws = {
-            name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")
-        }
+        draws = {name: getattr(options, name) for name in generation.DRAWS}
         longest = max(map(len, prompts)) - 1
         before = _rounded(longest, most) if longest else 0
         ready = cupy.cuda.get_current_stream().record()
