@@ -182,7 +182,7 @@ class GPT2(Module):
         """
         with self.evaluating():
             x = raw(self.states(tokens)).reshape(-1, self.config.d_model)
-            weight, vocab = self.embedding.weight, self.config.vocab
+            weight, vocab = self._output_weight(), self.config.vocab
             return log_probabilities(x, weight, labels.ravel(), vocab).reshape(labels.shape)
 
     def stepper(
