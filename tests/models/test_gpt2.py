@@ -99,6 +99,14 @@ def test_learns_to_count(rng):
         assert [text.tokens for text in texts] == [[5, 6, 7, 8, 9, 10], [10, 11, 12, 13, 14, 15]]
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_scores_add_up_to_the_loss(rng, tied):
+    model = GPT2(dataclasses.replace(TINY, dropout=0.0, tied=tied))
+    x, labels = tokens(rng, 3, 6), tokens(rng, 3, 6)
+    scores = model.log_probabilities(x, labels)
+    np.testing.assert_allclose(-scores.mean(), model.loss(x, labels).item(), rtol=1e-5)
+
+
 def test_parameters_follow_the_options():
     plain = {name: p.shape for name, p in GPT2(TINY).named_parameters()}
     shapes = {
