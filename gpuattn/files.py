@@ -19,19 +19,23 @@ def write_bytes(path: StrPath, data: bytes) -> None:
 
     Raises CheckpointError when writing fails.
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")  # of a killed process: overwritten
     with writing(path):
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+        replace(Path(path), data)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file as ``write_bytes`` does. Raises OSError when writing fails."""
+    temporary = path.with_name(f".{path.name}.tmp")  # of a killed process: overwritten
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 @contextlib.contextmanager

@@ -144,10 +144,7 @@ class Progress:
         if time.monotonic() - self._shown < every:
             return
         self._shown = time.monotonic()
-        text = f"{done.text / 1e6:,.0f} MB, {done.text / done.seconds / 1e6:.1f} MB/s"
-        if done.share:
-            left = duration(done.seconds * (1 / done.share - 1))
-            text = f"{done.share:.0%}  {text}, {left} left"
+        text = f"{done.share:.0%}  {done.describe()}" if done.share else done.describe()
         click.echo(f"\r\033[K{text}" if self._terminal else text, err=True, nl=not self._terminal)
 
     def end(self) -> None:

@@ -78,6 +78,23 @@ class ModelConfig(abc.ABC):
         return memory.evaluation_bytes(self, tokens, itemsize)
 
 
+class DecoderConfig(ModelConfig):
+    """Of a model that is one stack of ``layers`` layers without cross-attention, all causal."""
+
+    layers: int
+
+    @property
+    def stacks(self) -> tuple[tuple[int, bool], ...]:
+        return ((self.layers, False),)
+
+    def flops(self, *lengths: Any) -> float:
+        (rows,) = lengths
+        return flops.decoder_flops(self, rows)
+
+    def token_weights(self) -> int:
+        return flops.decoder_weights(self)
+
+
 def check_config(config: Any, choices: dict[str, tuple] = CHOICES, **sizes: Any) -> None:
     """Raise ConfigError unless sizes are positive, heads divide the width and choices are known.
 

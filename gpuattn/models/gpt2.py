@@ -12,8 +12,7 @@ from gpuattn.arrays import as_array
 from gpuattn.autodiff.tape import raw
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import ConfigError, problem
-from gpuattn.models import flops
-from gpuattn.models.config import CHOICES, ModelConfig, check_config
+from gpuattn.models.config import CHOICES, DecoderConfig, check_config
 from gpuattn.models.gpt2_stepper import GPT2Stepper
 from gpuattn.models.kinds import ModelKind, register
 from gpuattn.models.loss import log_probabilities, loss_of_states
@@ -32,7 +31,7 @@ POSITIONS = "learned", "rotary"  # sinusoidal values would be far larger than su
 
 
 @dataclass(frozen=True)
-class GPT2Config(ModelConfig):
+class GPT2Config(DecoderConfig):
     """The size of a GPT2; the defaults are the smallest one published (124 M parameters).
 
     ``block``: the longest context. ``bias``: whether linear layers and norms have biases.
@@ -66,17 +65,6 @@ class GPT2Config(ModelConfig):
     def ffn(self) -> int:
         """Width inside the feed-forward networks."""
         return 4 * self.d_model if self.inner is None else self.inner
-
-    @property
-    def stacks(self) -> tuple[tuple[int, bool], ...]:
-        return ((self.layers, False),)
-
-    def flops(self, *lengths: Array) -> float:
-        (rows,) = lengths
-        return flops.decoder_flops(self, rows)
-
-    def token_weights(self) -> int:
-        return flops.decoder_weights(self)
 
 
 class GPT2(Module):

@@ -9,19 +9,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from gpuattn.models import flops
-from gpuattn.models.config import CHOICES, ModelConfig, check_config
+from gpuattn.models.config import CHOICES, DecoderConfig, check_config
 from gpuattn.models.gpt2 import GPT2
 from gpuattn.nn.dropout import RandomState, Streams
 from gpuattn.nn.embedding import Embedding
 from gpuattn.nn.linear import Linear
 from gpuattn.nn.norm import RMSNorm
 from gpuattn.nn.transformer import TransformerEncoderLayer
-from gpuattn.typing import Array
 
 
 @dataclass(frozen=True)
-class LlamaConfig(ModelConfig):
+class LlamaConfig(DecoderConfig):
     """The size of a Llama.
 
     ``kv_heads``: heads of keys and values, which divide ``heads``; None: as many. ``block``: the
@@ -53,17 +51,6 @@ class LlamaConfig(ModelConfig):
     def __post_init__(self):
         sizes = {"vocab": self.vocab, "layers": self.layers, "block": self.block, "ffn": self.ffn}
         check_config(self, CHOICES, **sizes)
-
-    @property
-    def stacks(self) -> tuple[tuple[int, bool], ...]:
-        return ((self.layers, False),)
-
-    def flops(self, *lengths: Array) -> float:
-        (rows,) = lengths
-        return flops.decoder_flops(self, rows)
-
-    def token_weights(self) -> int:
-        return flops.decoder_weights(self)
 
 
 class Llama(GPT2):

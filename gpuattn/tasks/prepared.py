@@ -18,7 +18,6 @@ from gpuattn.data.preparing.sources import Source
 from gpuattn.data.store import TokenStore, is_store
 from gpuattn.environment import usable_cores
 from gpuattn.errors import CheckpointError, DataError
-from gpuattn.units import duration
 
 LARGE = 8 << 20  # bytes of the files to learn from; Multi30k has 4 MB, Shakespeare 1 MB
 SECONDS = 10  # between sentences on the progress
@@ -96,6 +95,4 @@ class _Progress:
         if time.monotonic() - self._told < SECONDS:
             return
         self._told = time.monotonic()
-        text = f"{done.text / 1e6:,.0f} MB, {done.text / done.seconds / 1e6:.1f} MB/s"
-        left = f", {duration(done.seconds * (1 / done.share - 1))} left" if done.share else ""
-        self._say(f"{text}{left}")
+        self._say(done.describe())

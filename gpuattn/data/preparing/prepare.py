@@ -26,6 +26,7 @@ from gpuattn.data.tokenizer import EOS, CharTokenizer, tokenizer_from_bytes
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.lock import LOCK, locked
 from gpuattn.typing import StrPath
+from gpuattn.units import duration
 
 PART = 64 << 20  # bytes of text in a part: what a kill loses at most
 WORTH_A_WORKER = 4  # blocks of text
@@ -42,6 +43,13 @@ class Done(NamedTuple):
     text: int
     seconds: float
     share: float | None
+
+    def describe(self) -> str:
+        """Return MB, MB/s, and the time left where that is known."""
+        text = f"{self.text / 1e6:,.0f} MB, {self.text / self.seconds / 1e6:.1f} MB/s"
+        if not self.share:
+            return text
+        return f"{text}, {duration(self.seconds * (1 / self.share - 1))} left"
 
 
 def prepare(

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gpuattn import files
 from gpuattn.data.store import (
     BLOCK,
     FORMAT,
@@ -116,7 +117,7 @@ class StoreWriter:
             self.close()
             head = self._head() | facts
             head["digest"] = head_digest(head)
-            _write_durably(self.folder / HEAD, json.dumps(head, indent=1).encode())
+            files.replace(self.folder / HEAD, json.dumps(head, indent=1).encode())
         return head
 
     def clean(self) -> None:
@@ -146,7 +147,7 @@ class StoreWriter:
             size = self._progress[-1]["files"][name]["size"] if self._progress else 0
             self._files[name] = _Appended(self.folder / name, size)
         if not self._progress:
-            _write_durably(self.folder / TOKENIZER, self._tokenizer)
+            files.replace(self.folder / TOKENIZER, self._tokenizer)
             return
         self.rows = self._progress[-1]["rows"]
         for side in self.sides:
@@ -258,16 +259,6 @@ def _whole_lines(path, most):
     lines = data.splitlines(keepends=True)[: data.count(b"\n")][:most]
     os.truncate(path, sum(map(len, lines)))
     return lines
-
-
-def _write_durably(path, data):
-    """Write a small file atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 @contextlib.contextmanager
