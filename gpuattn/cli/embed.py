@@ -8,6 +8,7 @@ from typing import Any
 import click
 import numpy as np
 
+from gpuattn.cli.shared.lines import text_of
 from gpuattn.cli.shared.options import NearChoice, PathName, device_option
 from gpuattn.cli.shared.streams import STANDARD, reading, writing
 from gpuattn.errors import DataError
@@ -30,9 +31,9 @@ LINES = 1024  # read, embedded and written at a time
     help="FILE.npy: a NumPy array; others: JSON lines.  [default: -, standard output]",
 )
 @click.option("--pool", type=NearChoice(POOLS), default=POOLS[0], show_default=True,
-              help="Of the states of a line's tokens, the mean or the first.")  # fmt: skip
+              help="A line's vector: the mean of its tokens' states, or the first.")  # fmt: skip
 @click.option("--raw", is_flag=True, help="Do not scale vectors to length 1.")
-@click.option("--truncate", is_flag=True, help="Cut lines that the model cannot take whole.")
+@click.option("--truncate", is_flag=True, help="Cut lines that are too long for the model.")
 @device_option
 def command(
     folder: str, source: str, target: str, pool: str, raw: bool, truncate: bool, device: str
@@ -43,7 +44,8 @@ def command(
     gpuattn embed all-MiniLM-L6-v2 < sentences.txt > vectors.jsonl
     gpuattn embed all-MiniLM-L6-v2 --input sentences.txt --output vectors.npy
 
-    A line of input gives one vector; products of vectors are the cosines of their angles.
+    A line of input gives one vector, of length 1 without --raw: dot products of such vectors are
+    cosine similarities.
     """
     embedder = load_run(folder, device=device, task="embedding")
     settings = {"pool": pool, "normalised": not raw, "truncate": truncate}
@@ -70,6 +72,6 @@ def _vectors(embedder: Any, stream: Any, settings: dict[str, Any]) -> Iterator[n
 
 def _text(number, raw):
     try:
-        return raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        return text_of(number, raw).strip()
     except UnicodeDecodeError as error:
         raise DataError(f"line {number} is not UTF-8, from byte {error.start + 1} on") from error

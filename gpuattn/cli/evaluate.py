@@ -40,7 +40,7 @@ def command(
     Of a language model: the exact loss (nats a token) and the perplexity of the text in FILE.
 
     Without files: what the run held out, for built-in tasks pairs never seen in training. A source
-    that is longer than the model takes is a message, and counts as translated by nothing; the exit
+    longer than the model takes gives a message and an empty translation, which is scored; the exit
     code is then 1. DIR may be a folder of Hugging Face with a language model, which needs a FILE.
     """
     user = load_run(folder, device=device, dtype=dtype)

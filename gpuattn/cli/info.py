@@ -10,7 +10,7 @@ from gpuattn.data.store import TokenStore, is_store
 from gpuattn.pretrained import is_pretrained
 from gpuattn.pretrained.folder import describe_folder
 from gpuattn.runs.folder import summary
-from gpuattn.train.session import describe
+from gpuattn.runs.metrics import describe
 from gpuattn.units import duration
 
 WIDTH = 80

@@ -10,7 +10,6 @@ from gpuattn.cli.shared.lines import LineErrors
 from gpuattn.cli.shared.options import PathName, run_argument
 from gpuattn.data.text import read_raw_lines, read_raw_pairs
 from gpuattn.runs.folder import load_run
-from gpuattn.tasks.registry import task_of
 
 TOGETHER = 4096  # lines that are scored together, and then printed
 
@@ -44,6 +43,8 @@ def command(
     gives an empty one (with --json its error) and a message; the exit code is then 1.
     """
     user = load_run(folder, device=device, dtype=dtype)
+    if user.task == "embedding":
+        raise click.UsageError(f"{folder} has an encoder, which has no scores: gpuattn embed")
     rows, check = _rows_of(user, files)
     errors = LineErrors()
     options = {"batch_tokens": batch_tokens} if batch_tokens else {}
@@ -61,7 +62,7 @@ def command(
 
 def _rows_of(user, files):
     """Return (the lines of the files, as tuples of bytes; the function that checks their texts)."""
-    if task_of(user.config).name == "translation":
+    if user.task == "translation":
         if len(files) != 2:
             raise click.UsageError("give a source and a target file for a translator")
         return read_raw_pairs(*files), user.check_pair

@@ -39,7 +39,6 @@ from gpuattn.typing import StrPath
 FORMAT = "gpuattn-tokens/1"
 HEAD, TOKENIZER, VALID = "store.json", "tokenizer", "valid"
 SIDES = {"text": ("text",), "pairs": ("source", "target")}
-DTYPES = ("uint16", "uint32")
 PROGRESS = "progress.jsonl"  # of a store that is being written
 BLOCK = 1 << 22  # entries that ``check`` holds at a time
 

@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import shlex
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,15 @@ from gpuattn.typing import StrPath
 MAX_LENGTH = 2000
 BYTES_PER_CHARACTER = 4
 ON_LONG = ("skip", "error")
+
+
+PIECE = 1000  # characters: SentencePiece learns nothing from lines much longer
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Yield the lines of a text, long ones in parts."""
+    for line in text.split("\n"):
+        yield from (line[i : i + PIECE] for i in range(0, len(line), PIECE))
 
 
 class Corpus(list):

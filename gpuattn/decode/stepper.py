@@ -65,9 +65,9 @@ class Running:
         """Let the sentences that are ``done``, bool (B,), leave the stepper if they are many."""
         if not isinstance(done, np.ndarray):
             return
-        going_on = np.flatnonzero(~done[self.sentences])
-        held = len(done[self.sentences])
-        few = 0 < len(going_on) <= (1 - LEAVING_SHARE) * held
+        going = ~done[self.sentences]
+        going_on = np.flatnonzero(going)
+        few = 0 < len(going_on) <= (1 - LEAVING_SHARE) * len(going)
         if few and self.stepper.keep(going_on):
             self.sentences = np.arange(len(done))[self.sentences][going_on]
 

@@ -79,7 +79,7 @@ class ModelConfig(abc.ABC):
 
 
 class DecoderConfig(ModelConfig):
-    """Of a model that is one stack of ``layers`` layers without cross-attention, all causal."""
+    """The config of a model that is one stack of causal layers, without cross-attention."""
 
     layers: int
 

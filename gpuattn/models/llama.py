@@ -26,8 +26,8 @@ class LlamaConfig(DecoderConfig):
     longest context. ``base``: of the rotary positions, see ``gpuattn.rotary``. ``qkv_bias``:
     whether queries, keys and values have biases; nothing else has. ``head_dim``: the size of a
     head, d_model / heads by default. ``qk_norm``: whether an RMSNorm is over each head of queries
-    and keys. ``tied``, ``pad_vocab``: as of a
-    GPT2Config. Raises ConfigError for what does not fit together.
+    and keys. ``tied``, ``pad_vocab``: as of a GPT2Config.
+    Raises ConfigError for what does not fit together.
     """
 
     vocab: int

@@ -72,8 +72,9 @@ class KeyValueCache:
     """Keys and values of the tokens so far: two (N, max_length, Hk, D) arrays, allocated once.
 
     On a GPU rows are not copied when beams are reordered: ``slots`` (1, N, max_length) has the row
-    that holds each token of a text, as ``decode_attention`` takes it. On NumPy it is None: there
-    copies of rows cost less than the scattered reads that they save.
+    that holds each token of a text, as ``decode_attention`` takes it. It is None on a GPU
+    with more rows than int16 counts, and on NumPy: there copies of rows cost less than the
+    scattered reads that they save.
     """
 
     def __init__(
@@ -124,7 +125,8 @@ class KeyValueCache:
             known = self.slots[0, :, : self.length]
             known[...] = known[parents]
             return
-        moved = get_xp(parents).flatnonzero(parents != get_xp(parents).arange(len(parents)))
+        xp = get_xp(parents)
+        moved = xp.flatnonzero(parents != xp.arange(len(parents)))
         for store in (self.k, self.v):
             store[moved, : self.length] = store[parents[moved], : self.length]
 
@@ -290,7 +292,7 @@ class MultiHeadAttention(Module):
         else:
             (q,) = split_heads(self.q(x), (self.heads,), self.head_dim)
             if isinstance(memory, HostMemory):
-                return memory.attend(q).reshape(x.shape)
+                return memory.attend(q).reshape(joined)
             k, v = memory if isinstance(memory, tuple) else self.project(memory)
             if cu_seqlens is None and len(k) != len(x):
                 q = q.reshape(len(k), -1, self.heads, self.head_dim)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from gpuattn.nn.module import Module
 from gpuattn.pretrained.settings import Settings
 
@@ -163,22 +161,3 @@ def register(architecture: Architecture) -> Architecture:
         raise ValueError(f"register: there is a {architecture.model_type!r} already")
     ARCHITECTURES[architecture.model_type] = architecture
     return architecture
-
-
-def has_bits_of(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether two arrays have the same dtype, shape and bits."""
-    same = one.dtype == other.dtype and one.shape == other.shape
-    return same and np.array_equal(_bits(one), _bits(other))
-
-
-def is_finite(array: np.ndarray) -> bool:
-    """Return whether a float array holds neither inf nor NaN: by the bits of 16-bit ones, for which
-    NumPy has no fast form."""
-    if array.dtype.itemsize != 2:
-        return bool(np.isfinite(array).all())
-    exponent = np.uint16(0x7C00 if array.dtype == np.float16 else 0x7F80)
-    return not ((_bits(array) & exponent) == exponent).any()
-
-
-def _bits(array):
-    return array.view(f"u{array.dtype.itemsize}")

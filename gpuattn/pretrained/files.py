@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuattn.tensor_file import DTYPES
+from gpuattn.tensor_file import DTYPES, once
 from gpuattn.typing import StrPath
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -183,15 +183,7 @@ def _read_json(path, faults):
 
 def _parse(data):
     """Return a JSON object. ValueError for anything else, and for keys that are there twice."""
-    found = json.loads(data, object_pairs_hook=_once)
+    found = json.loads(data, object_pairs_hook=once)
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}, no object")
-    return found
-
-
-def _once(pairs):
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)!r} is in it twice")
     return found

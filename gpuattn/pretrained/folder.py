@@ -19,13 +19,12 @@ from gpuattn.pretrained import files
 from gpuattn.pretrained.architecture import (
     ARCHITECTURES,
     Architecture,
-    has_bits_of,
-    is_finite,
     matches,
 )
 from gpuattn.pretrained.settings import Settings
 from gpuattn.pretrained.tokens import files_of
 from gpuattn.runtime.device import array_module, choose_device
+from gpuattn.tensor_file import has_bits_of, is_finite
 from gpuattn.typing import DType, StrPath
 
 
@@ -121,8 +120,8 @@ def open_folder(folder: StrPath, task: str | None = None) -> Found:
     if faults:
         raise PretrainedError(folder, faults)
     _warn(folder, settings)
-    model.origin = Origin(config, names, copies, task)
-    return Found(folder, architecture, model, tensors, model.origin)
+    origin = Origin(config, names, copies, task)
+    return Found(folder, architecture, model, tensors, origin)
 
 
 def kind_of(folder: StrPath) -> tuple[str, str]:

@@ -53,6 +53,10 @@ class PretrainedTokenizer:
 
     encode_text, decode_text = encode, decode
 
+    def piece(self, i: int) -> str:
+        """Return the name of an id, for people to read."""
+        return self._tokenizer.id_to_token(i) or ""
+
     def _begin(self):
         """Return the id that a text begins with where nothing is given: the mark, or a line end."""
         config = _object(self.files.get(BESIDE[0], b"{}"))

@@ -36,7 +36,7 @@ def evaluate(
     length_penalty: float | None = None,
     refused: Callable[[int, str], None] | None = None,
 ) -> dict[str, Any]:
-    """Return ``runs.metrics.score`` of a Translator on pairs, and its ``tokens_per_second``.
+    """Return ``tasks.score.score`` of a Translator on pairs, and its ``tokens_per_second``.
 
     Tokens are those of the translations, end marks left out; loading the run is not counted.
     ``refused``: called with its line and the reason where a source is longer than the model takes;

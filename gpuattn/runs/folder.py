@@ -274,7 +274,7 @@ def load_run(
     path: StrPath, *, device: str = "auto", dtype: str = "auto", which: str = "best",
     task: str | None = None,
 ) -> Any:  # fmt: skip
-    """Return the Translator or the Sampler of a run folder: see ``gpuattn.load_run``."""
+    """Return the Translator, Sampler or Embedder of a folder: see ``gpuattn.load_run``."""
     if is_pretrained(path):
         return load_user(path, device=device, dtype=dtype, task=task)
     folder = RunFolder(path)

@@ -1,7 +1,7 @@
 """Stores that a run makes by itself of text files too large to be tokenised at every start.
 
 They lie in the cache and are found again by the files (path, size, time of change) and the options
-of the tokenizer. A run that goes on needs the store of its own tokenizer.
+of the tokenizer. A run that is continued uses a store made with its own tokenizer.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ import numpy as np
 
 from gpuattn.data import generated
 from gpuattn.data.packing import Mix
-from gpuattn.data.text import encode_pairs, read_language_model, read_parallel
+from gpuattn.data.text import encode_pairs, pieces, read_language_model, read_parallel
 from gpuattn.data.tokenizer import EOS, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
 from gpuattn.tasks.task import DATA_FILES
@@ -21,7 +21,6 @@ GENERATED_PAIRS = 20_000  # an epoch of built-in pairs
 HELD_OUT = 1000  # pairs, at most, for validation and for tests
 HELD_OUT_SHARE = 50  # of a corpus without validation files, one pair in so many
 TEXT_SHARE = 10  # of a text without a validation file, one character in so many, the last ones
-PIECE = 1000  # characters: SentencePiece learns nothing from lines much longer
 
 
 class PairData(NamedTuple):
@@ -167,7 +166,7 @@ def text(config: Any, tokenizer: Any = None) -> TextData:
         train, valid = whole[:cut], whole[cut:]
     if tokenizer is None:
         chars = config.tokenizer == "chars"
-        subwords = (_pieces(train), config.vocab_size, config.seed)
+        subwords = (pieces(train), config.vocab_size, config.seed)
         tokenizer = CharTokenizer.train([whole]) if chars else Tokenizer.train(*subwords)
     ids = text_ids(tokenizer, config.lm, train)
     held = text_ids(tokenizer, config.valid_lm or config.lm, valid)
@@ -196,12 +195,6 @@ def held_out_text(config: Any) -> str:
 def held_out_from(content: str) -> int:
     """Return the index at which the held-out end of a text begins."""
     return len(content) * (TEXT_SHARE - 1) // TEXT_SHARE
-
-
-def _pieces(text):
-    """Yield the lines of a text, long ones in parts."""
-    for line in text.split("\n"):
-        yield from (line[i : i + PIECE] for i in range(0, len(line), PIECE))
 
 
 # ---- both ----

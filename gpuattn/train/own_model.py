@@ -181,7 +181,7 @@ def packed(batch: Arrays) -> Words:
 
 
 def _places(kinds):
-    """Yield (first word, last word, bytes) of each array."""
+    """Yield (first word, word after the last, bytes) of each array."""
     begin = 0
     for shape, dtype in kinds:
         size = math.prod(shape) * dtype.itemsize

@@ -1,7 +1,7 @@
 """Saving beside training: a copy of the state in host memory, which a thread writes.
 
 Training is held up by the copy alone, and by the save before if that is not on the disk yet. The
-thread works on large arrays without Python's lock. There is none between two saves.
+thread works on large arrays without Python's lock. No such thread exists between two saves.
 """
 
 import threading
@@ -115,7 +115,8 @@ class Saves:
 
 
 def _without_memory(error):
-    """Return the CheckpointError for an error of memory, for which a batch would be cut."""
+    """Return a CheckpointError for an error of memory, which the Trainer would answer with smaller
+    batches."""
     return CheckpointError(
         f"cannot save: a copy of the state does not fit this machine's memory ({error}); what was "
         "saved before is intact. End other programs, or choose a smaller --dim or fewer --layers"

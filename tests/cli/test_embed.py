@@ -78,8 +78,9 @@ def test_other_commands_say_what_the_folder_is_for(call, folder, tmp_path):
         result = call(command, folder)
         assert result.exit_code == 2
         assert f"{folder} is a bert, to be used by: gpuattn embed '{folder}'" in result.stderr
-    result = call("evaluate", folder)
-    assert result.exit_code == 2 and "an encoder, which has no scores" in result.stderr
+    for command in ("evaluate", "score"):
+        result = call(command, folder)
+        assert result.exit_code == 2 and "an encoder, which has no scores" in result.stderr
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     for command in ("embed", "info", "sample"):
         result = call(command, tmp_path)

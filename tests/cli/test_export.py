@@ -42,6 +42,9 @@ def test_an_exported_run_writes_the_same_texts(call, text, tmp_path):
     rows = [json.loads(call("evaluate", path, text, "--json").stdout) for path in (run, folder)]
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
     assert rows[0]["tokens"] == rows[1]["tokens"] == 479
+    (line := tmp_path / "line.txt").write_text("the\n")
+    run_score, score = (call("score", path, line).stdout.split() for path in (run, folder))
+    assert list(map(float, score)) == pytest.approx(list(map(float, run_score)), abs=2e-4)
     result = call("evaluate", folder)
     assert result.exit_code == 2 and "give a text file: this is no run" in result.stderr
     config = json.loads((folder / "config.json").read_text())

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from gpuattn.data.preparing.store_writer import StoreWriter
+from gpuattn.data.preparing.store_writer import StoreWriter, _Statistics
 from gpuattn.data.store import HEAD, PROGRESS, TokenStore, head_digest, is_store
 from gpuattn.data.tokenizer import EOS, CharTokenizer
 from gpuattn.errors import DataError
@@ -46,6 +46,13 @@ def test_what_is_written_is_read(tmp_path):
     assert {edge: n for edge, n in rows.items() if n} == {2: 1, 3: 1, 4: 1}
     store.check()
     assert not (tmp_path / "s" / PROGRESS).exists()
+
+
+def test_rows_longer_than_all_edges_are_counted_with_the_last():
+    statistics = _Statistics(4)
+    statistics.add(np.zeros(0, np.int64), np.array([3_000_000_000]))
+    assert statistics.lengths[-1] == statistics.lengths.sum() == 1
+    assert statistics.longest == 3_000_000_000
 
 
 def test_a_part_that_is_not_whole_is_written_again(tmp_path):

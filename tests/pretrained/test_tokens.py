@@ -43,6 +43,7 @@ def test_texts_are_neither_cut_nor_padded(library, tmp_path):
     assert tokenizer.encode_lines(["cats", ""]) == [[2, 4, 3], [2, 3]]
     assert tokenizer.decode([2, 4, 5, 3, 0]) == "cats eat"
     assert len(tokenizer) == 7 and tokenizer.specials == (0, 1, 2, 3)
+    assert [tokenizer.piece(i) for i in (4, 7)] == ["cats", ""]
 
 
 def test_what_a_text_begins_with(library, tmp_path):

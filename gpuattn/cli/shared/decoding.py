@@ -23,7 +23,8 @@ def loading_options(function: Callable) -> Callable:
     dtype = click.option(
         "--dtype", type=NearChoice(LOAD_DTYPES), default="auto", show_default=True,
         cls=GroupedOption, group="Machine",
-        help="auto: bfloat16 on a GPU; float32 is exact, and all that NumPy has.",
+        help="auto: of a run bfloat16 on a GPU and float32 on NumPy, of a Hugging Face folder "
+             "its own.",
     )  # fmt: skip
     return device_option(dtype(function))
 
@@ -47,9 +48,10 @@ def search_options(function: Callable) -> Callable:
         search_option("--max-length", type=COUNT,
                       help="Most subwords, the end mark included.  [default: by the source]"),
         search_option("--no-repeat-ngram", type=Parsed(whole(0), "N"), default=0,
-                      help="No N subwords in a row come twice; 0: they may."),
+                      help="Never repeat N subwords in a row; 0: no such rule."),
         search_option("--stopping", type=NearChoice(STOPPING), default="fairseq", show_default=True,
-                      help="Whose rule ends the search of a line."),
+                      help="When the search of a line ends: the rule of fairseq, "
+                           "Hugging Face (hf) or CTranslate2 (ct2)."),
     ])  # fmt: skip
 
 
@@ -57,7 +59,7 @@ def batch_tokens_option(function: Callable) -> Callable:
     """Add ``--batch-tokens``."""
     return click.option(
         "--batch-tokens", type=COUNT, cls=GroupedOption, group="Machine",
-        help="Most tokens of a batch, those of all beams; fewer take less memory.",
+        help="Most tokens in a batch, over all beams; fewer need less memory.",
     )(function)  # fmt: skip
 
 

@@ -36,8 +36,6 @@ def new_encoder(tokenizer: BaseTokenizer) -> "Encoder":
 class Encoder:
     """Encodes by the tokenizer's own calls. ``dtype``: of the ids, uint16 where they fit."""
 
-    any_cut = False  # whether a text may be cut anywhere, not only behind a line
-
     def __init__(self, tokenizer: BaseTokenizer) -> None:
         self.tokenizer = tokenizer
         self.code = "H" if len(tokenizer) <= 1 << 16 else "I"
@@ -102,8 +100,6 @@ class _Words(dict):
 
 
 class _CharEncoder(Encoder):
-    any_cut = True
-
     def __init__(self, tokenizer):
         super().__init__(tokenizer)
         self._table = np.zeros(LAST_CODE + 1, self.dtype)  # 0 is padding: no character has it

@@ -37,7 +37,7 @@ WHOLE = 1 << 64  # hashes are below
 
 
 class Done(NamedTuple):
-    """How far it is: bytes of text in ``seconds`` of this process, and the ``share`` of all files,
+    """How far it is: bytes of text read in ``seconds`` by this process, the ``share`` of all files,
     None where it is unknown."""
 
     text: int
@@ -82,7 +82,8 @@ def prepare(
 
 class _Step(NamedTuple):
     """What a job was made of. ``unit`` and ``chunk`` count from 0; ``digests``: SHA-256 of each
-    side up to its end; ``held``: whether the document is held out; ``last``: behind the unit."""
+    side up to its end; ``held``: whether the document is held out; ``last``: whether it is the
+    empty step that ends the unit."""
 
     unit: int
     chunk: int

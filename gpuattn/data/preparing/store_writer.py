@@ -30,9 +30,8 @@ from gpuattn.data.store import (
 from gpuattn.data.tokenizer import BaseTokenizer
 from gpuattn.errors import DataError
 
+# Lengths up to an edge, and above the one before, are counted together; the last counts all others.
 EDGES = tuple(sorted({0, 1} | {(2 << k) * m // 4 for k in range(1, 30) for m in (2, 3)}))
-
-NEW = {"size": 0}
 
 
 class StoreWriter:
@@ -223,7 +222,8 @@ class _Statistics:
         self._ids += np.bincount(ids, minlength=len(self._ids))
         if len(ends):
             lengths = np.diff(ends.astype(np.int64), prepend=self._end)
-            self.lengths += np.bincount(np.searchsorted(EDGES, lengths), minlength=len(EDGES))
+            at = np.minimum(np.searchsorted(EDGES, lengths), len(EDGES) - 1)
+            self.lengths += np.bincount(at, minlength=len(EDGES))
             self.longest, self._end = max(self.longest, int(lengths.max())), int(ends[-1])
 
     def read(self, folder, side, dtype):

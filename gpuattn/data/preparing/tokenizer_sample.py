@@ -9,11 +9,11 @@ import numpy as np
 from gpuattn.data.preparing.encoder import LAST_CODE, code_points
 from gpuattn.data.preparing.plan import Plan
 from gpuattn.data.preparing.sources import BLOCK, STANDARD, Reader, Source, spread
+from gpuattn.data.text import pieces
 from gpuattn.data.tokenizer import BaseTokenizer, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
 
 SAMPLE = 12 << 20  # bytes of text that subwords are learned from
-PIECE = 1000  # characters: SentencePiece learns nothing from lines much longer
 
 
 def learned(plan: Plan, kept: list[bytes], say: Callable[[str], None]) -> BaseTokenizer:
@@ -72,8 +72,7 @@ def _no_text(plan):
 def _lines(source: Source, chunk: bytes) -> Iterator[str]:
     """Yield the lines of a chunk, long ones in parts."""
     for text in _texts(source, chunk):
-        for line in text.split("\n"):
-            yield from (line[i : i + PIECE] for i in range(0, len(line), PIECE))
+        yield from pieces(text)
 
 
 def _texts(source, chunk):
