@@ -1,12 +1,13 @@
 """NumPy or CuPy, by the arrays given; checks, strides, allocation, transfers, index checks."""
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -25,6 +26,33 @@ CTYPES = {
 }  # names in common/types.cuh
 ARRAYS = "a NumPy or CuPy array, or an object with DLPack or __cuda_array_interface__"
 MAX_THREADS = 4  # of for_each; BLAS has its own threads
+rehearsing: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "gpuattn_rehearsing", default=False
+)  # set by ``cuda.kernels.compiling_only``: GPU arrays hold arbitrary values
+recorders: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "gpuattn_recorder", default=None
+)  # the ``cuda.program.Recorder`` of this thread and context, or None
+
+unplanned: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "gpuattn_unplanned", default=False
+)  # whether ops check and choose in every call: see ``autodiff.plans``
+batch_invariant: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "gpuattn_batch_invariant", default=False
+)  # set by ``engine.searches``: a sequence is the same bits whatever else is in its batch
+
+
+class NothingComputed(Exception):
+    """Ends a rehearsal: the host asks for values that no kernel has computed."""
+
+
+@contextlib.contextmanager
+def without_plans() -> Iterator[None]:
+    """Let every op of a block check its arguments, choose and run as if called the first time."""
+    token = unplanned.set(True)
+    try:
+        yield
+    finally:
+        unplanned.reset(token)
 
 
 def _cupy():
@@ -208,6 +236,8 @@ def to_cpu(array: Any) -> np.ndarray:
     """
     if not on_gpu(array):
         return np.asarray(array)
+    if rehearsing.get():
+        raise NothingComputed
     copy = array.get()
     check_indices()
     return copy
@@ -228,12 +258,28 @@ allocate = None  # None, or allocate(xp, shape, dtype): tests fill new arrays wi
 def empty(like: Array, shape: int | Shape, dtype: DType | None = None) -> Array:
     """Return an uninitialised C-contiguous array on the backend and device of ``like``."""
     xp, dtype = get_xp(like), dtype or like.dtype
-    return allocate(xp, shape, dtype) if allocate else xp.empty(shape, dtype)
+    array = allocate(xp, shape, dtype) if allocate else xp.empty(shape, dtype)
+    if (recorder := recorders.get()) is not None:
+        recorder.allocated(array)
+    return array
 
 
 def zeros(like: Array, shape: int | Shape, dtype: DType | None = None) -> Array:
     """Return zeros on the backend and device of ``like``."""
-    return get_xp(like).zeros(shape, dtype or like.dtype)
+    array = get_xp(like).zeros(shape, dtype or like.dtype)
+    if (recorder := recorders.get()) is not None:
+        recorder.allocated(array, zeroed=True)
+    return array
+
+
+def unrecorded_write() -> None:
+    """Say that CuPy writes to an array that was there before: such a call has no program.
+
+    To be called beside every such write by an implementation that launches kernels, because a
+    ``cuda.program.Recorder`` cannot see it.
+    """
+    if (recorder := recorders.get()) is not None:
+        recorder.refused = True
 
 
 _NOWHERE = contextlib.nullcontext()
@@ -302,6 +348,8 @@ def index_flag(like: Array, what: str) -> Array:
     device = like.device.id
     if device not in _flags:
         _flags[device] = get_xp(like).zeros((32, 2), np.int64)
+    if (recorder := recorders.get()) is not None:
+        recorder.kept(_flags[device])
     return _flags[device][place]
 
 

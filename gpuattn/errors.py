@@ -64,14 +64,28 @@ class SlowerRefusal(str):
     """A refusal because another implementation was measured faster. Asked for by name, it runs."""
 
 
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a command that an error ends."""
+    if isinstance(error, ConfigError):
+        return 2
+    if isinstance(error, DeviceMissingError):
+        return 3
+    return getattr(error, "exit_code", 1)  # which the errors of click have
+
+
 def problem(function: str, argument: str, got: Any, accepted: Any, advice: str = "") -> str:
     """Return the sentence of a message: where, what was given, what is accepted, what to try."""
     text = f"{function}: {argument} is {got}; accepted: {accepted}"
     return f"{text}. {advice}" if advice else text
 
 
+slow_paths = 0  # how often ``warn_slow_path`` was called
+
+
 def warn_slow_path(text: str) -> None:
     """Warn at the line that called into this package: once per line and text, unless filtered."""
+    global slow_paths
+    slow_paths += 1
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == "gpuattn":
         level, frame = level + 1, frame.f_back

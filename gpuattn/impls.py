@@ -17,10 +17,19 @@ from gpuattn.errors import (
 )
 
 Result = TypeVar("Result")
-_overrides: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar(
+
+
+class Names(dict[str, str]):
+    """{op: implementation}, never changed, so that plans can be found by it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+overrides: contextvars.ContextVar[Names] = contextvars.ContextVar(
     "gpuattn_overrides",
-    default={},  # noqa: B039  never mutated
-)
+    default=Names(),  # noqa: B039  never mutated
+)  # set by ``use_impl``
 # (op, implementation) -> why its kernel does not compile here, once that was seen
 _broken: dict[tuple[str, str], str] = {}
 NOT_RAW = "numba", "reference"  # the implementations that impl="raw" passes over
@@ -101,10 +110,11 @@ class Call(Generic[Result]):
 
     ``inputs``: arrays, Tensors or None. ``impl``: the name asked for, or None. ``params``: keyword
     arguments of the implementations. ``donated``: Tensors whose memory the call overwrites.
-    ``finish(out)`` makes the op's result of the implementation's.
+    ``finish(out)`` makes the op's result of the implementation's. ``values_checked``: the values of
+    arrays were checked, so each call has to be.
     """
 
-    __slots__ = ("donated", "finish", "impl", "impls", "inputs", "params")
+    __slots__ = ("donated", "finish", "impl", "impls", "inputs", "params", "values_checked")
 
     def __init__(
         self,
@@ -114,10 +124,11 @@ class Call(Generic[Result]):
         *,
         donated: tuple = (),
         finish: Callable | None = None,
+        values_checked: bool = False,
         **params: Any,
     ) -> None:
         self.impls, self.inputs, self.impl, self.params = impls, tuple(inputs), impl, params
-        self.donated, self.finish = donated, finish
+        self.donated, self.finish, self.values_checked = donated, finish, values_checked
 
     @property
     def arrays(self) -> list:
@@ -169,7 +180,7 @@ def choose(
     if impl is not None and not isinstance(impl, str):
         names = ", ".join(candidate.name for candidate in impls)
         raise TypeError(problem(impls.op, "impl", f"a {type(impl).__name__}", f"{names}, raw"))
-    asked = impl or _overrides.get().get(impls.op)
+    asked = impl or overrides.get().get(impls.op)
     refusals: list[tuple[Impl, str]] = []
     for candidate in impls:
         if not _matches(candidate.name, asked):
@@ -203,7 +214,7 @@ def choose_backward(
     """
     if not impls.share_saved:
         return chosen
-    asked = impl or _overrides.get().get(impls.op)
+    asked = impl or overrides.get().get(impls.op)
     for candidate in _backward_candidates(impls, chosen, asked):
         refuse = candidate.refuse_backward
         if _refusal(impls, candidate, refuse, asked, arrays, needs, params) is None:
@@ -346,7 +357,7 @@ def explain(op: Callable, *args: Any, **kwargs: Any) -> Explanation:
     """
     call = prepare(op, *args, **kwargs)
     impls, arrays, params = call.impls, call.arrays, call.params
-    asked = call.impl or _overrides.get().get(impls.op)
+    asked = call.impl or overrides.get().get(impls.op)
     reasons, chosen = _reasons(impls, impls, "refuse", asked, arrays, call.needs, params)
     if chosen is None:
         return Explanation(impls.op, None, reasons)
@@ -402,8 +413,8 @@ def use_impl(**names: str) -> Iterator[None]:
             known = ", ".join(impl.name for impl in OPS[op])
             raise ValueError(f"use_impl: {op} has no {name!r}; it has {known}, raw")
     asked = {OPS[op].op: name for op, name in names.items()}
-    token = _overrides.set({**_overrides.get(), **asked})
+    token = overrides.set(Names({**overrides.get(), **asked}))
     try:
         yield
     finally:
-        _overrides.reset(token)
+        overrides.reset(token)

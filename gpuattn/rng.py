@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuattn.arrays import for_each
+from gpuattn.arrays import for_each, recorders, without_plans
+from gpuattn.errors import UnsupportedError
 from gpuattn.typing import Array, Shape, Xp
 
 ROUNDS = 7
@@ -23,7 +24,8 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LANES = 8
 BLOCK = 1 << 17  # elements at a time on NumPy, whose random words fit into the cache
-_counter: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar(
+# None; (seed, drawn) after ``manual_seed``; (seed, drawn, step) inside ``numbered``
+_counter: contextvars.ContextVar[tuple | None] = contextvars.ContextVar(
     "gpuattn_seed_counter", default=None
 )
 
@@ -44,7 +46,16 @@ def as_key(seed: Any) -> Key:
     """Return ``seed`` (a Key, an int, or None for a fresh one) as a Key; TypeError for others."""
     if isinstance(seed, Key):
         return seed
-    return Key(fresh_seed() if seed is None else operator.index(seed) & 0xFFFFFFFFFFFFFFFF)
+    if seed is not None:
+        return Key(operator.index(seed) & 0xFFFFFFFFFFFFFFFF)
+    global fresh_seeds
+    state = _counter.get()
+    if state is None or len(state) == 2:
+        return Key(fresh_seed())
+    fresh_seeds += 1
+    key = Key(*state)
+    _counter.set((key.seed, key.stream + 1, key.step))
+    return key
 
 
 def manual_seed(seed: int) -> None:
@@ -55,15 +66,66 @@ def manual_seed(seed: int) -> None:
     _counter.set((operator.index(seed) & 0xFFFFFFFFFFFFFFFF, 0))
 
 
+fresh_seeds = 0  # how often a fresh seed or key was drawn
+
+
 def fresh_seed() -> int:
-    """Return a new 64-bit seed: random, or the next one after ``manual_seed``."""
+    """Return a new 64-bit seed: random, or the next one after ``manual_seed``.
+
+    Raises UnsupportedError while a CUDA graph is captured: replays would repeat the seed.
+    """
+    global fresh_seeds
+    fresh_seeds += 1
     state = _counter.get()
     if state is None:
         return secrets.randbits(64)
-    seed, drawn = state
-    _counter.set((seed, drawn + 1))
-    words = philox(seed, *(np.uint64(c) for c in (drawn, 0, 0xFFFFFFFF, 0)))
+    seed, drawn, step = state if len(state) == 3 else (*state, 0)
+    if not isinstance(step, int):
+        raise UnsupportedError(
+            "a random seed drawn on the host would be the same in every replay of a graph; "
+            "draw it outside, or leave seed=None to an op"
+        )
+    _counter.set((seed, drawn + 1, *state[2:]))
+    words = philox(seed, *(np.uint64(c) for c in (drawn, step, 0xFFFFFFFF, len(state) - 2)))
     return int(words[0]) | int(words[1]) << 32
+
+
+def is_numbered() -> bool:
+    """Return whether this is inside ``numbered``."""
+    state = _counter.get()
+    return state is not None and len(state) == 3
+
+
+def manual_state() -> tuple[int, int] | None:
+    """Return (seed of ``manual_seed``, how many were drawn since), or None without one."""
+    return _counter.get()  # callers are outside of ``numbered``
+
+
+def skip_one() -> None:
+    """Count one more as drawn since ``manual_seed``; nothing without one."""
+    state = _counter.get()
+    if state is not None:
+        _counter.set((state[0], state[1] + 1))
+
+
+@contextlib.contextmanager
+def numbered(seed: int, step: Any) -> Iterator[list[int]]:
+    """Inside a block, ops with ``seed=None`` take the keys (seed, 0, step), (seed, 1, step), ...
+
+    ``step``: an int, or () or (1,) uint32 on the device. Yields a list, to which the end of the
+    block appends how many keys were drawn; -1 if ``manual_seed`` was called, which stays in force.
+    """
+    drawn: list[int] = []
+    token = _counter.set((seed, 0, step))
+    try:  # plans hold steps as numbers
+        with contextlib.nullcontext() if isinstance(step, int) else without_plans():
+            yield drawn
+    finally:
+        state: Any = _counter.get()
+        _counter.reset(token)
+        drawn.append(state[1] if len(state) == 3 else -1)
+        if len(state) == 2:
+            _counter.set(state)
 
 
 @contextlib.contextmanager
@@ -76,7 +138,7 @@ def replay(state: Any) -> Iterator[None]:
         _counter.reset(token)
 
 
-def remember() -> tuple[int, int]:
+def remember() -> tuple:
     """Return a state for ``replay``. Without ``manual_seed``, starts from a random seed."""
     state = _counter.get()
     if state is None:
@@ -144,4 +206,9 @@ def device_arguments(key: Key) -> tuple:
     """Return (seed low, seed high, stream, step, device step or None) for ``philox_key``."""
     on_device = not isinstance(key.step, int | np.integer)
     step, pointer = (0, key.step) if on_device else (int(key.step), None)
-    return key.seed & 0xFFFFFFFF, key.seed >> 32, key.stream, step, pointer
+    numbers: tuple = (key.seed & 0xFFFFFFFF, key.seed >> 32, key.stream, step)
+    recorder = recorders.get()
+    # a kernel that draws nothing gets the numbers of another Key(0)
+    if recorder is not None and (key is recorder.key or key != Key(0)):
+        numbers = recorder.drawn(key, numbers)
+    return *numbers, pointer

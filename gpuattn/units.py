@@ -106,6 +106,16 @@ def parse_warmup(value: Any) -> int | float:
     return float(share[1]) / 100
 
 
+def parse_share(value: Any) -> float:
+    """Return the share of ``15%`` or ``0.15``: above 0, below 1."""
+    text = str(value).strip()
+    found = re.fullmatch(r"(\d*\.?\d+)(%?)", text)
+    share = float(found[1]) / (100 if found[2] else 1) if found else 0.0
+    if not 0 < share < 1:
+        raise ConfigError(f"{value!r} is no share; accepted: above 0, below 100%, such as 15%")
+    return share
+
+
 def duration(seconds: float) -> str:
     """Return such as "45 s", "3.4 min" or "4.7 h"."""
     for size, unit in ((3600, "h"), (60, "min")):

@@ -1,6 +1,7 @@
 """Fixtures (array modules, seeded numbers, poisoned memory) and the choice of tests that run."""
 
 import collections
+import inspect
 import os
 
 import background
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from gpuattn import arrays
+from gpuattn.autodiff import plans
 from gpuattn.cuda import compiler
 from gpuattn.errors import KernelCompileError
 
@@ -182,6 +184,13 @@ def poisoned_memory(monkeypatch):
         return xp.full(shape, fill, dtype)
 
     monkeypatch.setattr(arrays, "allocate", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def own_plans(request, monkeypatch):
+    """A test that patches modules finds no plans of other tests' calls, and leaves none."""
+    if "monkeypatch" in inspect.signature(request.function).parameters:
+        monkeypatch.setattr(plans, "table", plans.Table())
 
 
 @pytest.fixture

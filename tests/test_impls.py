@@ -9,7 +9,7 @@ import pytest
 
 import gpuattn
 from gpuattn import impls, softmax, use_impl
-from gpuattn.autodiff import tape
+from gpuattn.autodiff import plans, tape
 from gpuattn.errors import (
     HardwareRefusal,
     KernelCompileError,
@@ -247,6 +247,7 @@ CALLS = {
     "rotary": (X4, X4),
     "sample_tokens": (X,),
     "scaled_dot_product_attention": (X4, X4, X4),
+    "silu": (X,),
     "softmax": (X,),
     "swiglu": (X,),
     "topk_logprobs": (X, 2),
@@ -277,6 +278,7 @@ def test_explain_draws_no_seed():
 def as_if_on_gpu(monkeypatch):
     """Slow paths are only spoken of for arrays on a GPU."""
     monkeypatch.setattr(impls, "on_gpu", lambda x: isinstance(x, np.ndarray))
+    monkeypatch.setattr(plans, "table", plans.Table())
 
 
 def test_the_warning_points_at_the_line_of_the_user_and_comes_once(as_if_on_gpu):

@@ -39,6 +39,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "gpuattn").rglob("*.py")}
     assert modules <= packed
     assert "gpuattn/py.typed" in packed  # type checkers then read the annotations
+    assert "gpuattn/lecture/claims.toml" in packed
     tops = {name.split("/")[0] for name in packed}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"gpuattn", "rawkernels"}
 
@@ -53,7 +54,8 @@ def test_metadata_lives_in_setup_cfg():
     config.read(ROOT / "setup.cfg")
     extras = set(config["options.extras_require"])
     assert extras == {
-        "cuda12x", "cuda13x", "plots", "tensorboard", "dist", "data", "pretrained", "test",
+        "cuda12x", "cuda13x", "plots", "tensorboard", "mpi", "data", "pretrained", "images",
+        "test",
     }  # fmt: skip
 
 

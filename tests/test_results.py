@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuattn.bench import fused_cases, results
+from gpuattn.bench import results
+from gpuattn.bench.calls.cases import FIRST
+from gpuattn.bench.fused import cases as fused_cases
 
 FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks" / "results"
 DOCUMENTS = {path.name: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
@@ -26,8 +28,9 @@ def test_a_file_names_its_machine_versions_and_command(name):
 def test_times_are_medians_of_samples(name):
     for row in DOCUMENTS[name]["rows"]:
         check_times(row["us"], row["samples_us"], row)
-        if "plain_us" in row:
-            check_times(row["plain_us"], row["plain_samples_us"], row)
+        for name in ("plain", "first_token", "bare"):
+            if f"{name}_us" in row:
+                check_times(row[f"{name}_us"], row[f"{name}_samples_us"], row)
         for peer, us in row["peers"].items():
             if us == results.OUT_OF_MEMORY:
                 assert row["peers_missing"][peer]
@@ -36,7 +39,10 @@ def test_times_are_medians_of_samples(name):
 
 
 def check_times(us, samples, row):
-    assert len(samples) >= 20, row["case"]
+    least = 7 if row["op"] == "decode" else 20  # whole generations
+    if row["case"].get("flags", {}).get("timed") in FIRST:
+        least = 5  # processes
+    assert len(samples) >= least, row["case"]
     assert us == pytest.approx(statistics.median(samples), rel=1e-6), row["case"]
 
 
@@ -58,6 +64,26 @@ def test_rates_and_ratios_follow_from_times(name):
             assert row["tflops"] == pytest.approx(tflops, rel=1e-6)
             assert row["gbs"] == pytest.approx(gbs, rel=1e-6)
             assert row["ceiling_share"] == pytest.approx(share, rel=1e-6)
+
+
+GENERATIONS = [
+    (document, row)
+    for document in DOCUMENTS.values()
+    for row in document["rows"]
+    if row["op"] == "decode"
+]
+
+
+def test_rates_of_generations_follow_from_times():
+    for document, row in GENERATIONS:
+        case = results.case_of(row)
+        assert row["tokens_per_s"] == pytest.approx(case.tokens / row["us"] * 1e6)
+        assert row["floor_us"] == pytest.approx(case.floor_us(document["ceilings"]))
+        assert row["floor_share"] == pytest.approx(row["floor_us"] / row["us"])
+        if "step_us" in row:
+            rest = row["us"] - row["first_token_us"]
+            assert row["step_us"] == pytest.approx(rest / (case.shape[2] - 1))
+        assert row["checked"] and {"gpuattn", *row["peers"]} <= set(row["logprobs"])
 
 
 def test_comparisons_are_complete():

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for path in sorted((ROOT / "gpuattn").rglob("*.py"))
+    if path.parent.name != "lecture"  # chapters are scripts for readers
 }
 
 

@@ -31,8 +31,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from gpuattn.bench.results import origin
-from gpuattn.bench.train import LOSS_TOLERANCE, Ours, Updates, texts
-from gpuattn.bench.train_cases import MODELS, small
+from gpuattn.bench.train.cases import MODELS, small
+from gpuattn.bench.train.measure import LOSS_TOLERANCE, Ours, Updates, texts
 from gpuattn.models import GPT2
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runtime import precision

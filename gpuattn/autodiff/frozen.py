@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import to_cpu
+from gpuattn.arrays import to_cpu, without_plans
 from gpuattn.typing import Array
 
 _debugging = contextvars.ContextVar("gpuattn_debugging", default=False)
@@ -83,7 +83,8 @@ def debug() -> Iterator[None]:
     """Detect in-place edits of saved arrays in a block also by comparing their bytes (slow)."""
     token = _debugging.set(True)
     try:
-        yield
+        with without_plans():
+            yield
     finally:
         _debugging.reset(token)
 

@@ -4,6 +4,8 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 
+from gpuattn.arrays import without_plans
+
 _hook: contextvars.ContextVar[Callable | None] = contextvars.ContextVar(
     "gpuattn_hook", default=None
 )
@@ -18,7 +20,8 @@ def hooked(hook: Callable | None) -> Iterator[None]:
     """
     token = _hook.set(hook)
     try:
-        yield
+        with without_plans():
+            yield
     finally:
         _hook.reset(token)
 

@@ -3,6 +3,8 @@
 import itertools
 from typing import Any
 
+import numpy as np
+
 from gpuattn.arrays import is_array
 from gpuattn.autodiff.frozen import editable, fingerprint, freeze, is_debugging, thaw
 from gpuattn.errors import GradientError
@@ -46,11 +48,11 @@ class Box:
 
 
 class Node:
-    """One recorded call."""
+    """One recorded call. ``plan``: its ``plans.Plan`` if that has a program, else None."""
 
     __slots__ = (
-        "frozen", "impl", "inputs", "links", "needs", "op", "order", "outputs", "params", "saved",
-        "watched",
+        "frozen", "impl", "inputs", "links", "needs", "op", "order", "outputs", "params", "plan",
+        "saved", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -62,13 +64,20 @@ class Node:
         params: dict[str, Any],
         saved: Any,
         outs: tuple,
+        plan: Any = None,
     ) -> None:
+        self.plan = plan if plan is not None and plan.program is not None else None
+        if self.plan is not None and self.plan.links is not None:
+            self.links = self.plan.links
+        else:
+            # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or another value (None)
+            self.links = [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
+            if self.plan is not None:
+                self.plan.links = self.links
         self.op, self.impl, self.needs, self.params, self.saved = op, impl, needs, params, saved
         self.order, self.outputs = next(_order), len(outs)
         self.frozen: list = []
         self.watched: list = []
-        # saved[i] is input links[i] (>= 0), output ~links[i] (< 0), or another value (None)
-        self.links = [_find(s, inputs, outs) for s in saved] if type(saved) is tuple else []
         # keep only the maker of an input that is not saved, so that its memory can be freed
         self.inputs = tuple([
             x.link() if isinstance(x, Box) and i not in self.links else x
@@ -77,14 +86,16 @@ class Node:
 
     def watch(self, boxes: list[Box]) -> None:
         """Detect later edits of what was saved: by version, and on NumPy by making it read-only."""
+        debugging = is_debugging()
         for link in self.links:
             if link is None:
                 continue
             box = self.inputs[link] if link >= 0 else boxes[~link]
             data = box.data if isinstance(box, Box) else box
-            freeze(data, self.frozen)
+            if isinstance(data, np.ndarray):
+                freeze(data, self.frozen)
             if isinstance(box, Box):
-                trace = fingerprint(data) if is_debugging() else None
+                trace = fingerprint(data) if debugging else None
                 self.watched.append((box.version, box.version[0], data if trace else None, trace))
 
     def check_unedited(self) -> None:
@@ -97,12 +108,14 @@ class Node:
 
     def release(self) -> None:
         """Drop what was saved. Chains of any length are freed node by node, without recursion."""
-        thaw(self.frozen)
+        if self.frozen:
+            thaw(self.frozen)
         self.saved = RELEASED
         self.inputs, self.links, self.watched = (), [], []
 
     def __del__(self):
-        thaw(self.frozen)
+        if self.frozen:
+            thaw(self.frozen)
 
 
 def key(box: Any) -> Any:

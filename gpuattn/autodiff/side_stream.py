@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gpuattn.arrays import import_cupy, on_gpu
+from gpuattn.arrays import import_cupy, on_gpu, without_plans
 from gpuattn.autodiff.hooks import is_hooked
 from gpuattn.typing import Array
 
@@ -85,7 +85,8 @@ def enabled(like: Any) -> Iterator[None]:
     side = _SideStream(import_cupy())
     token = _side.set(side)
     try:
-        yield
+        with without_plans():
+            yield
         side.launch_deferred()
     finally:
         _side.reset(token)

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec
 
-from gpuattn.arrays import device_of, get_xp
+from gpuattn.arrays import device_of, get_xp, unplanned, without_plans
+from gpuattn.autodiff import plans
 from gpuattn.autodiff.frozen import is_debugging  # noqa: F401  part of this module's interface
 from gpuattn.autodiff.gradient_layout import GradientLayout
 from gpuattn.autodiff.hooks import with_hook
@@ -58,7 +59,7 @@ def witnessing() -> Iterator[dict[int, Box]]:
     seen: dict[int, Box] = {}
     token = _witnesses.set(seen)
     try:
-        with no_grad():
+        with no_grad(), without_plans():
             yield seen
     finally:
         _witnesses.reset(token)
@@ -72,14 +73,44 @@ def op(check: Callable[Arguments, Call[Result]]) -> Callable[Arguments, Result]:
 
     @functools.wraps(check)
     def run(*args, **kwargs):
+        if unplanned.get():
+            return _run(check(*args, **kwargs))
+        found = plans.signature(check, args, kwargs, _recording.get())
+        if found is None:
+            return _run(check(*args, **kwargs))
+        key, arrays, addresses, given, seed = found
+        plan = plans.table.find(key)
+        if plan.__class__ is plans.Plan:
+            params = plan.params_of(seed) if plan.draws else plan.params
+            done = plan.compute(arrays, addresses, params)
+            if done is not None:
+                out = done[0] if given is None else _planned_boxes(plan, given, params, *done)
+                return out if plan.finish is None else plan.finish(out)
+        if plan is plans.SEEN:
+            return plans.table.make(lambda: check(*args, **kwargs), found, _run)
         call = check(*args, **kwargs)
-        for x in call.donated:
-            x.version[0] += 1  # nodes that saved x for a gradient notice that it is overwritten
-        out = apply(call.impls, call.inputs, call.impl, **call.params)
-        return out if call.finish is None else call.finish(out)
+        plans.table.keep(key, plan or plans.SEEN)
+        return _run(call)
 
     run.prepare = check  # type: ignore[attr-defined]
     return run
+
+
+def _run(call, draft=None):
+    for x in call.donated:
+        x.version[0] += 1  # nodes that saved x for a gradient notice that it is overwritten
+    out = _apply(call.impls, call.inputs, call.impl, call.params, draft)
+    return out if call.finish is None else call.finish(out)
+
+
+def _planned_boxes(plan, given, params, out, saved):
+    """Return the recorded result of a planned call of the Boxes and arrays ``given``."""
+    for i in plan.donated:
+        given[i].version[0] += 1
+    if plan.box is None:
+        return out
+    inputs = tuple([None if i is None else given[i] for i in plan.inputs])
+    return _boxed(plan.box, plan.op, plan.rule, inputs, plan.needs, params, out, saved, plan)
 
 
 def apply(impls: Impls, inputs: Iterable, impl: str | None = None, **params: Any) -> Any:
@@ -87,7 +118,11 @@ def apply(impls: Impls, inputs: Iterable, impl: str | None = None, **params: Any
 
     Inputs that are None are passed on as None.
     """
-    inputs = tuple(inputs)
+    return _apply(impls, tuple(inputs), impl, params)
+
+
+def _apply(impls, inputs, impl, params, draft=None):
+    """``draft``: the ``plans.Draft`` of this call, or None."""
     arrays = [x.data if isinstance(x, Box) else x for x in inputs]
     boxed = next((x for x in inputs if isinstance(x, Box)), None)
     needs = (False,) * len(inputs)
@@ -101,16 +136,23 @@ def apply(impls: Impls, inputs: Iterable, impl: str | None = None, **params: Any
     rule = _backward_rule(impls, chosen, arrays, impl, needs, params)
     with device_of(*arrays):
         try:
-            out, saved = _forward(impls, chosen, rule, arrays, needs, params)
+            forward = functools.partial(_forward, impls, chosen, rule, arrays, needs, params)
+            out, saved = forward() if draft is None else draft.forward(chosen, rule, needs, forward)
         except KernelCompileError as error:
             chosen = choose_another(impls, chosen, error, arrays, impl, needs=needs, **params)
             rule = _backward_rule(impls, chosen, arrays, impl, needs, params)
             out, saved = _forward(impls, chosen, rule, arrays, needs, params)
     if boxed is None:
         return out
+    plan = None if draft is None else draft.plan
+    return _boxed(type(boxed), impls.op, rule, inputs, needs, params, out, saved, plan)
+
+
+def _boxed(kind, op, rule, inputs, needs, params, out, saved, plan=None):
+    """Return the recorded Boxes, of the class ``kind``, of what an implementation returned."""
     outs = out if isinstance(out, tuple) else (out,)
-    node = Node(impls.op, rule, inputs, needs, params, saved, outs) if rule else None
-    boxes = [type(boxed)(data, node, i) for i, data in enumerate(outs)]
+    node = Node(op, rule, inputs, needs, params, saved, outs, plan) if rule else None
+    boxes = [kind(data, node, i) for i, data in enumerate(outs)]
     for box in boxes:
         _share_version(box, inputs)
     if node is not None:
@@ -188,7 +230,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     waiting = _count_uses(nodes) if on_ready else None
     pending = {}  # node -> [gradient of each output]
 
-    def deliver(box, grad):
+    def deliver(box, grad, fresh=False):
         if grad is None or not box.requires_grad:
             return
         who = key(box)
@@ -200,19 +242,20 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
             old = slots[box.index]
             slots[box.index] = grad if old is None else old + grad
         elif leaves and who not in wanted:
-            _accumulate(box, grad)
+            _accumulate(box, grad, fresh)
 
     def propagate(node, grads):
         slots = [leaves or key(x) in ends for x in node.inputs]
         params = node.params | consumers.offer(node, pending, propagate)
-        results = _call_backward(node, grads, create_graph, slots, layout, params)
-        for x, grad in zip(node.inputs, results, strict=True):
+        results, fresh = _call_backward(node, grads, create_graph, slots, layout, params)
+        for i, (x, grad) in enumerate(zip(node.inputs, results, strict=True)):
             if isinstance(x, Box):
-                deliver(x, grad)
+                deliver(x, grad, i in fresh)
 
     for box, grad in zip(roots, root_grads, strict=True):
         deliver(box, grad)
-    with recording(create_graph):
+    token = _recording.set(create_graph)
+    try:
         while nodes:  # popped, so that what a node saved is freed with the last link to it
             node = nodes.pop()
             grads = pending.pop(node, None)
@@ -225,6 +268,8 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
                 _report_ready(node, waiting, on_ready)
             if not (retain_graph or create_graph):
                 node.release()
+    finally:
+        _recording.reset(token)
     return found
 
 
@@ -277,12 +322,15 @@ def _report_ready(node, waiting, on_ready):
 
 
 def _call_backward(node, grads, create_graph, slots, layout, params):
-    """Return the gradients of a node's inputs; ``slots``: which can be written to ``grad_slot``."""
+    """Return (the gradients of a node's inputs, the places of those that nobody else holds).
+
+    ``slots``: which inputs' can be written to ``grad_slot``.
+    """
     node.check_unedited()
     if node.impl.backward is None:
         raise UnsupportedError(f"{node.op}: {node.impl.name} has no gradient")
     if create_graph:
-        return _call_backward_recorded(node, grads)
+        return _call_backward_recorded(node, grads), ()
     with device_of(*grads):
         targets = layout.into(node)
         into = tuple([
@@ -293,11 +341,17 @@ def _call_backward(node, grads, create_graph, slots, layout, params):
             if slot is not None and slot[1]:
                 wait_for(slot[0])
         backward = with_hook(node.op, "backward", node.impl.backward)
-        results = backward(node.saved, *grads, needs=node.needs, into=into, **params)
+        run = functools.partial(backward, node.saved, *grads, needs=node.needs, into=into, **params)
+        fresh: Collection[int] = ()
+        if node.plan is None or params.get("fold") is not None:
+            results = run()
+        else:
+            drawn = node.params["key"] if node.plan.draws else None
+            results, fresh = plans.gradients(node.plan, node.saved, grads, into, drawn, run)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
             x.grad, x.grad_started = x.grad_slot, True
-    return results
+    return results, fresh
 
 
 def _slot(x):
@@ -329,7 +383,8 @@ def _call_backward_recorded(node, grads):
     return node.impl.backward(saved, *grads, needs=node.needs, into=into, **node.params)
 
 
-def _accumulate(leaf, grad):
+def _accumulate(leaf, grad, fresh):
+    """Add to the gradient of a leaf. ``fresh``: nobody else holds the array ``grad``."""
     if isinstance(grad, Box):
         leaf.grad = grad if leaf.grad is None else leaf.grad + grad
     elif leaf.grad_slot is not None:
@@ -340,8 +395,7 @@ def _accumulate(leaf, grad):
             leaf.grad_slot[...] = grad
         leaf.grad, leaf.grad_started = leaf.grad_slot, True
     elif leaf.grad is None:
-        leaf.grad = get_xp(grad).array(
-            grad, leaf.data.dtype
-        )  # a copy: backward functions may return shared arrays
+        kept = fresh and grad.dtype == leaf.data.dtype
+        leaf.grad = grad if kept else get_xp(grad).array(grad, leaf.data.dtype)
     else:
         leaf.grad = leaf.grad + grad.astype(leaf.data.dtype, copy=False)

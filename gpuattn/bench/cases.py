@@ -127,7 +127,7 @@ def caption_lengths(tokens: int) -> list[int]:
 class Cell(NamedTuple):
     """A cell of a table of results; its file needs the time of each peer, or a reason without.
 
-    ``case``: an Attention, Fused or Step. ``direction``: "forward", "backward",
+    ``case``: an Attention, Fused, Step or Decoding. ``direction``: "forward", "backward",
     "forward+backward" or "step". ``impl``: an implementation, or None for the choice of the op.
     """
 

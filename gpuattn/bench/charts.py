@@ -1,4 +1,5 @@
-"""Charts of results: attention over length, fused ops as shares of a copy, roofline, profile."""
+"""Charts of results: attention over length, shares of a copy, calls, generation, roofline,
+profile."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from gpuattn.bench import roofline
+from gpuattn.bench.calls.cases import COLD, HOST, WARM, WHOLE, Called
 from gpuattn.bench.cases import LENGTHS, TABLE, Attention
-from gpuattn.bench.fused_cases import TABLES
-from gpuattn.bench.results import OUT_OF_MEMORY, case_of, is_comparison
+from gpuattn.bench.fused.cases import TABLES
+from gpuattn.bench.results import OUT_OF_MEMORY, case_of, is_call, is_comparison
 from gpuattn.report.plot import INK, STYLE
 
 OURS = "#c8102e"
@@ -17,10 +19,16 @@ LOOKS = {  # name in the rows -> (name in the picture, color)
     "torch-cudnn": ("cuDNN in PyTorch", "#5b8c3e"),
     "torch-fa2": ("FlashAttention-2 in PyTorch", "#8c8c8c"),
     "torch": ("PyTorch", "#8c8c8c"),
+    "cupy": ("CuPy", "#5b8c3e"),
     "torch-fused": ("PyTorch, fused, does not clip", "#5b8c3e"),
     "torch-compile": ("torch.compile", "#e08214"),
     "quack": ("quack", "#1f77b4"),
     "liger": ("Liger", "#7b5ea7"),
+    "torch-graph": ("PyTorch, compiled, CUDA graph", "#e08214"),
+    "ctranslate2": ("CTranslate2", "#1f77b4"),
+    "hf": ("Hugging Face", "#8c8c8c"),
+    "hf-compile": ("Hugging Face, compiled", "#5b8c3e"),
+    "hf-static": ("Hugging Face, compiled", "#5b8c3e"),
 }
 GRAY = "#bbbbbb"
 PALETTE = (
@@ -36,7 +44,7 @@ def draw_attention(pyplot: Any, document: dict, path: str | Path) -> None:
     There is a row of panels for each direction and a panel for each head size and mask, with our
     ratio to the best peer at its foot. Without rows of the table or of peers, all rows are drawn.
     """
-    rows = [row for row in document["rows"] if row["op"] == "flash_attention"]
+    rows = [row for row in _not_calls(document) if row["op"] == "flash_attention"]
     rows = list(filter(is_comparison, rows)) or rows
     table = [row for row in rows if any(cell.is_of(row) for cell in TABLE)] or rows
     panels: dict[tuple, list] = {}
@@ -58,14 +66,22 @@ def draw_attention(pyplot: Any, document: dict, path: str | Path) -> None:
             axes[0, place].set_title(f"head size {head_dim}, {mask}")
             axes[-1, place].set_xlabel("tokens in a sequence")
         axes[0, 0].set_ylim(0)
-        handles: dict[str, Any] = {}
-        for axis in axes.flat:
-            handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-        where = {"loc": "outside lower center", "ncols": len(handles)}
-        figure.legend(handles.values(), handles, **where)
-        figure.suptitle(_title(document, table), x=0.01, ha="left", fontsize=11, weight="bold")
-        figure.savefig(path)
-        pyplot.close(figure)
+        _save(pyplot, figure, axes, _title(document, table), path)
+
+
+def _save(pyplot, figure, axes, title, path):
+    """Write a figure with a title and, below it, one legend of all axes; close it."""
+    handles: dict[str, Any] = {}
+    for axis in axes.flat:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _not_calls(document):
+    return [row for row in document["rows"] if not is_call(row)]
 
 
 def _title(document, rows):
@@ -109,7 +125,7 @@ def draw_shares(pyplot: Any, document: dict, path: str | Path) -> None:
     There is a line for each problem and direction, with a dot for us and for each peer: the rate of
     the bytes that must move, as a share of a copy's.
     """
-    rows = [row for op in TABLES for row in document["rows"] if row["op"] == op]
+    rows = [row for op in TABLES for row in _not_calls(document) if row["op"] == op]
     panels = {op: [row for row in rows if row["op"] == op] for op in TABLES}
     panels = {op: part for op, part in panels.items() if part}
     copy = document["ceilings"]["copy_tbs"]
@@ -124,15 +140,9 @@ def draw_shares(pyplot: Any, document: dict, path: str | Path) -> None:
             _draw_shares(axis, part, copy)
         axes[-1, 0].set_xlabel("bytes that must move a second, as a share of a copy's rate")
         axes[-1, 0].set_xlim(0)
-        handles: dict[str, Any] = {}
-        for axis in axes.flat:
-            handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-        figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))
         where = document["gpu"] or "NumPy"
         title = f"Fused ops on {where}, {document['date']}: further right is faster"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
-        figure.savefig(path)
-        pyplot.close(figure)
+        _save(pyplot, figure, axes, title, path)
 
 
 def _draw_shares(axis, rows, copy):
@@ -150,6 +160,101 @@ def _draw_shares(axis, rows, copy):
     axis.set_yticks(places, labels, fontsize=7.5)
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.grid(axis="y", visible=False)
+
+
+# ---- calls --------------------------------------------------------------------------------------
+
+
+def draw_calls(pyplot: Any, document: dict, path: str | Path) -> None:
+    """Write a chart of the single calls in ``document`` to ``path``.
+
+    There is a panel for each direction, and for first calls, with a line for each op on small
+    arrays: the time of the host, on NumPy the whole time.
+    """
+    rows = list(filter(is_call, document["rows"]))
+    timed = HOST if document["gpu"] else WHOLE
+    panels = {
+        f"{direction}, {timed}": _smallest(rows, direction, timed)
+        for direction in ("forward", "forward+backward", "step")
+    }
+    panels |= {how: _smallest(rows, "forward", how) for how in (WARM, COLD)}
+    panels = {title: part for title, part in panels.items() if part}
+    with pyplot.rc_context(STYLE):
+        heights = [len(part) + 1.5 for part in panels.values()]
+        figure, axes = pyplot.subplots(
+            len(panels), figsize=(8.5, 0.22 * sum(heights) + 1.4), squeeze=False,
+            height_ratios=heights,
+        )  # fmt: skip
+        for axis, (title, part) in zip(axes[:, 0], panels.items(), strict=True):
+            axis.set_title(title)
+            _draw_times(axis, part)
+        axes[-1, 0].set_xlabel("microseconds")
+        where = document["gpu"] or "NumPy"
+        title = f"Calls one by one on {where}, {document['date']}: further left is faster"
+        _save(pyplot, figure, axes, title, path)
+
+
+def _smallest(rows, direction, timed):
+    """Return the rows of each op and model with its smallest arrays."""
+    found: dict[tuple, dict] = {}
+    for row in rows:
+        case = Called.from_row(row)
+        if (row["direction"], case.timed) == (direction, timed):
+            place = row["op"], case.model
+            old = found.get(place)
+            if old is None or np.prod(case.shape) < np.prod(old["case"]["shape"]):
+                found[place] = row
+    return list(found.values())
+
+
+def _draw_times(axis, rows):
+    places = range(len(rows))
+    for name in dict.fromkeys(name for row in rows for name in row["peers"]):
+        label, color = LOOKS.get(name, (name, GRAY))
+        times = [row["peers"].get(name, np.nan) for row in rows]
+        axis.plot(times, places, "o", color=color, label=label, ms=4)
+    if any("bare_us" in row for row in rows):
+        times = [row.get("bare_us", np.nan) for row in rows]
+        axis.plot(times, places, "o", color=INK, label="NumPy alone", ms=4)
+    axis.plot([row["us"] for row in rows], places, "D", color=OURS, label="gpuattn", ms=5, zorder=3)
+    labels = [f"{row['op']} {Called.from_row(row).problem}" for row in rows]
+    axis.set_yticks(places, labels, fontsize=7.5)
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.set_xscale("log")
+    axis.grid(axis="y", visible=False)
+
+
+# ---- generation ---------------------------------------------------------------------------------
+
+
+def draw_decoding(pyplot: Any, document: dict, path: str | Path) -> None:
+    """Write a chart of the generations in ``document`` to ``path``.
+
+    There is a line for each case, with a dot for us, for each peer, and for the floor: tokens/s.
+    """
+    rows = [row for row in document["rows"] if row["op"] == "decode"]
+    places = range(len(rows))
+    tokens = [row["tokens_per_s"] * row["us"] for row in rows]  # times 1e6
+    with pyplot.rc_context(STYLE):
+        figure, axis = pyplot.subplots(figsize=(8.5, 0.22 * len(rows) + 1.4))
+        for name in dict.fromkeys(name for row in rows for name in row["peers"]):
+            label, color = LOOKS.get(name, (name, GRAY))
+            times = [row["peers"].get(name, np.nan) for row in rows]
+            axis.plot(np.divide(tokens, times), places, "o", color=color, label=label, ms=4)
+        ours = [row["us"] for row in rows]
+        axis.plot(np.divide(tokens, ours), places, "D", color=OURS, label="gpuattn", ms=5, zorder=3)
+        floors = [row["floor_us"] for row in rows]
+        axis.plot(np.divide(tokens, floors), places, "|", color=INK, label="floor", ms=9)
+        axis.set_yticks(places, [str(case_of(row)) for row in rows], fontsize=7.5)
+        axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.grid(axis="y", visible=False)
+        axis.set(xscale="log", xlabel="tokens a second")
+        figure.legend(loc="outside lower center", ncols=4)
+        where = document["gpu"] or "NumPy"
+        title = f"Generation on {where}, {document['date']}: further right is faster"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
+        figure.savefig(path)
+        pyplot.close(figure)
 
 
 # ---- roofline -----------------------------------------------------------------------------------

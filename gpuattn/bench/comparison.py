@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.bench import attention, fused, fused_cases, results, timing
+from gpuattn.bench import attention, results, timing
 from gpuattn.bench.cases import Cell
 from gpuattn.bench.correctness import TOLERANCE, compare
+from gpuattn.bench.fused import cases as fused_cases
+from gpuattn.bench.fused import measure as fused
 from gpuattn.bench.peers import attention as attention_peers
 from gpuattn.bench.peers import fused as fused_peers
 from gpuattn.bench.peers import timing as peers

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from gpuattn.environment import usable_cores
 from gpuattn.errors import DeviceMissingError, KernelCompileError
 from gpuattn.gemm import cublaslt
 from gpuattn.runtime.device import version_of, versions
+from gpuattn.tasks import store_cache
 
+LAUNCHERS = "mpiexec", "mpirun", "srun"
 PROBE = """
 extern "C" __global__ void probe(float* y) { y[threadIdx.x] = 2.f * threadIdx.x; }
 """
@@ -35,9 +38,9 @@ class Check:
 
 
 def examine() -> list[Check]:
-    """Return the checks: interpreter, libraries, BLAS, memory, GPU, compiler, cache."""
+    """Return the checks: interpreter, libraries, BLAS, memory, GPU, compiler, MPI, caches."""
     checks = [_python(), _blas(), _memory(), _cupy(), _device(), _nvrtc(), _launch(), _graphs()]
-    return [*checks, _numba(), _gemm(), _cache()]
+    return [*checks, _numba(), _gemm(), _mpi(), _cache(), _stores()]
 
 
 def as_dict(checks: Sequence[Check]) -> dict[str, Any]:
@@ -208,6 +211,24 @@ def _gemm():
     return Check("nvmath", "ok", f"{detail}.{version % 10000 // 100}.{version % 100}")
 
 
+def _mpi():
+    install = "pip install 'gpuattn[mpi]'"
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # to be asked, it need not start
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return Check("mpi", "missing", f"runs are of one process: no mpi4py ({error})", install)
+    library = " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split())
+    detail = f"mpi4py {version_of('mpi4py')} with {library}"
+    found = next(filter(None, map(shutil.which, LAUNCHERS)), None)
+    if found is None:
+        remedy = "put the mpirun of this MPI on the PATH, or pip install mpich"
+        return Check("mpi", "missing", f"{detail}; none of {', '.join(LAUNCHERS)} found", remedy)
+    return Check("mpi", "ok", f"{detail}; {found}")
+
+
 def _cache():
     folder = disk_cache.folder()
     try:
@@ -221,3 +242,12 @@ def _cache():
         )
     size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.is_file())
     return Check("cache", "ok", f"{folder}, {size / 2**20:.1f} MiB")
+
+
+def _stores():
+    every, folder = store_cache.cached(), store_cache.folder()
+    held, most = sum(one.size for one in every) / 1e9, store_cache.MOST / 1e9
+    tokens = sum(one.path.parent == folder for one in every)
+    counts = f"{tokens} of tokens, {len(every) - tokens} of images"
+    detail = f"{folder.parent}: {counts}, {held:.2f} of {most:.2f} GB"
+    return Check("stores", "ok", detail)

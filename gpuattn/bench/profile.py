@@ -84,7 +84,7 @@ def _vocabulary(trainer):
     """
     config, xp, dtype = trainer.model.config, trainer.xp, trainer.workspace.params.dtype
     size, rows, count = config.vocab, padded_rows(config.vocab), trainer.step.feed.batch.labels.size
-    if size == rows:
+    if size == rows or not trainer.config.has("pad_vocab"):
         return None
     if in_slices(count, rows, dtype.itemsize, trainer.model.checkpoint):
         count = rows_at_a_time(count, rows, dtype.itemsize, xp is not np)

@@ -13,6 +13,14 @@ A row of a comparison with peers holds
   reason if graphs do not work; ``losses``: [first, last] of some updates, by name;
 - ``peak_bytes``: device memory, by name; of training steps with parameters and moments: all bytes
   of gpuattn's memory pools, and the peak of what PyTorch had allocated;
+- of generations: ``tokens_per_s``, new tokens of the best texts; ``first_token_us`` and its
+  samples, the same with a limit of one token; ``step_us``: of each token after that;
+  ``floor_us``, ``floor_share``: see ``decode/cases.py``; ``joules_per_token``; ``checked``: what
+  was compared before; ``logprobs``: mean of a token by name, scored again; ``no_graph``;
+  ``other_process``: peers timed in a process of their own. ``peak_bytes`` there: what the engine
+  has of the GPU, with its weights;
+- of single calls (``calls/cases.py``), by ``timed`` among the flags of the case: on NumPy also
+  ``bare_us`` and its samples, the same as an expression of NumPy's functions; they have no rates;
 - ``tflops``, ``gbs``, ``ceiling_share`` (of the nearer ceiling, product or copy);
 - ``ratio_to_best_peer``: the best peer's time over ``us``, above 1 is ahead; None without peers.
 
@@ -31,15 +39,22 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.bench import cases, fused_cases, timing, train_cases
+from gpuattn.bench import cases, timing
+from gpuattn.bench.calls import cases as call_cases
 from gpuattn.bench.cases import Cell
+from gpuattn.bench.decode import cases as decode_cases
+from gpuattn.bench.fused import cases as fused_cases
 from gpuattn.bench.receipt import digest
+from gpuattn.bench.train import cases as train_cases
 from gpuattn.errors import ConfigError
 from gpuattn.runtime.device import versions
 
 OUT_OF_MEMORY = -1
 SAME = ("gpu", "commit", "digest")  # must be equal where rows are added to a file
-REQUIRED = [*cases.REQUIRED, *fused_cases.REQUIRED, *train_cases.TABLE]
+REQUIRED = [
+    *cases.REQUIRED, *fused_cases.REQUIRED, *train_cases.TABLE, *decode_cases.TABLE,
+    *call_cases.TABLE,
+]  # fmt: skip
 
 
 # ---- where results come from --------------------------------------------------------------------
@@ -79,26 +94,35 @@ def _commit():
 # ---- rows and files -----------------------------------------------------------------------------
 
 
-def case_of(row: dict) -> cases.Attention | fused_cases.Fused | train_cases.Step:
-    """Return the case of a row of a comparison."""
+Case = cases.Attention | fused_cases.Fused | train_cases.Step | decode_cases.Decoding
+
+
+def case_of(row: dict) -> Case:
+    """Return the case of a row of a comparison, but not of a single call."""
     if row["op"] in fused_cases.AXES:
         return fused_cases.Fused.from_dict(row["op"], row["case"])
     if row["op"] == "train":
         return train_cases.Step.from_dict(row["case"])
+    if row["op"] == "decode":
+        return decode_cases.Decoding.from_dict(row["case"])
     return cases.Attention.from_dict(row["case"])
 
 
 def rated(row: dict, ceilings: dict[str, float]) -> dict:
     """Return ``row`` with the rates and the ratio computed from its times."""
-    case, us = case_of(row), row["us"]
+    us = row["us"]
+    best = min((t for t in row["peers"].values() if t != OUT_OF_MEMORY), default=None)
+    row = row | {"ratio_to_best_peer": best and best / us}
+    if is_call(row):
+        return row
+    case = case_of(row)
     tflops = case.flops(row["direction"]) / us / 1e6
     gbs = case.bytes(row["direction"]) / us / 1e3
     share = max(tflops / ceilings["matmul_tflops"], gbs / 1e3 / ceilings["copy_tbs"])
-    best = min((t for t in row["peers"].values() if t != OUT_OF_MEMORY), default=None)
-    return row | {
-        "tflops": tflops, "gbs": gbs, "ceiling_share": share,
-        "ratio_to_best_peer": best and best / us,
-    }  # fmt: skip
+    if isinstance(case, decode_cases.Decoding):
+        floor = case.floor_us(ceilings)
+        row = row | {"floor_us": floor, "floor_share": floor / us}
+    return row | {"tflops": tflops, "gbs": gbs, "ceiling_share": share}
 
 
 def write(path: str | Path, document: dict) -> dict:
@@ -151,6 +175,11 @@ def _place(row):
     return row["op"], row["case"], row["direction"], impl
 
 
+def is_call(row: dict) -> bool:
+    """Return whether a row is of a single call."""
+    return "timed" in row["case"].get("flags", ())
+
+
 def is_comparison(row: dict) -> bool:
     """Return whether a row has peers, measured or missing for a reason."""
     return bool(row.get("peers") or row.get("peers_missing"))
@@ -165,10 +194,13 @@ def holds(rows: Sequence[dict], cell: Cell, with_peers: bool) -> bool:
 def absent(rows: Sequence[dict]) -> list[str]:
     """Return a sentence for each required cell and named peer that comparisons in ``rows`` lack.
 
-    Ops that ``rows`` do not compare with peers are not required.
+    Ops that ``rows`` do not compare with peers are not required, nor their single calls.
     """
-    ops, lacks = {row["op"] for row in rows if is_comparison(row)}, []
-    for cell in (cell for cell in REQUIRED if cell.op in ops):
+    compared = {(row["op"], is_call(row)) for row in rows if is_comparison(row)}
+    called, lacks = call_cases.Called, []
+    for cell in REQUIRED:
+        if (cell.op, isinstance(cell.case, called)) not in compared:
+            continue
         place = f"{cell.op} {cell.case.shape} {cell.case} {cell.direction}"
         found = [row for row in rows if cell.is_of(row) and (is_comparison(row) or not cell.peers)]
         if not found:

@@ -3,9 +3,10 @@
 Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009).
 """
 
-from gpuattn.bench import cases, fused_cases
+from gpuattn.bench import cases
 from gpuattn.bench.cases import Attention, Cell
-from gpuattn.bench.fused_cases import FLOPS, PARAMETERS, Fused
+from gpuattn.bench.fused import cases as fused_cases
+from gpuattn.bench.fused.cases import FLOPS, PARAMETERS, Fused
 from gpuattn.bench.results import case_of
 
 _ATTENTION = Attention((4, 4096, 16, 128), causal=True)

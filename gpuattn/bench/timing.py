@@ -15,6 +15,7 @@ SAMPLES = 20
 TURNS = 4  # of each launch in ``alternate``, half of them in reverse order
 LEAST, MOST = SAMPLES // TURNS, 12  # samples of a turn
 TURN = 0.03  # seconds of a turn, within these bounds
+CALLS_TURN = 0.4  # seconds of a turn of ``alternate_calls``, at most LEAST samples
 WARM_UPS = 2  # launches before the samples of a turn; fewer if one takes as long as a turn
 REST, LONGEST_REST = 2, 0.1  # before a turn, in its length; seconds: long work lowers the clock
 
@@ -97,6 +98,29 @@ def alternate(launches: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
                 launch()
             times[name] += sample(launch, count)
     return times
+
+
+def alternate_calls(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Return ``{name: microseconds}`` by the clock, for calls that end with results on the host.
+
+    Turns and rests as in ``alternate``; at least 2 * TURNS samples of each.
+    """
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    lengths = {name: _clocked(calls[name]) / 1e6 for name in names}
+    for turn in range(TURNS):
+        for name in names if turn % 2 == 0 else reversed(names):
+            count = min(max(int(CALLS_TURN / lengths[name]), 2), LEAST)
+            time.sleep(min(REST * count * lengths[name], LONGEST_REST))
+            times[name] += [_clocked(calls[name]) for _ in range(count)]
+    return times
+
+
+def _clocked(call):
+    """Return the microseconds of a call, by the clock."""
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e6
 
 
 def sample(launch: Callable[[], Any], count: int) -> list[float]:

@@ -38,7 +38,8 @@ LINES = 1024  # read, embedded and written at a time
 def command(
     folder: str, source: str, target: str, pool: str, raw: bool, truncate: bool, device: str
 ) -> None:
-    """Turn lines into vectors with the encoder in DIR, a folder of Hugging Face with a BERT.
+    """Turn lines into vectors with the encoder in DIR, a folder of Hugging Face with a BERT, or the
+    run of one.
 
     \b
     gpuattn embed all-MiniLM-L6-v2 < sentences.txt > vectors.jsonl

@@ -1,4 +1,4 @@
-"""gpuattn evaluate: exact match, BLEU and chrF of a translator, perplexity of a language model."""
+"""gpuattn evaluate: exact match, BLEU and chrF of a translator; the loss of other models."""
 
 import json
 import sys
@@ -10,10 +10,19 @@ from click.core import ParameterSource
 from gpuattn.cli.shared.decoding import decoding_options, loading_options
 from gpuattn.cli.shared.lines import LineErrors
 from gpuattn.cli.shared.options import NearChoice, PathName, run_argument
-from gpuattn.runs.evaluation import evaluate, evaluate_text, pairs_for
+from gpuattn.runs.evaluation import (
+    evaluate,
+    evaluate_images,
+    evaluate_labels,
+    evaluate_masked,
+    evaluate_text,
+    pairs_for,
+)
 from gpuattn.runs.folder import load_run
+from gpuattn.tasks.labels import Mistake
 from gpuattn.tasks.score import TOKENIZERS
 
+SHOWN = 10  # wrong labels
 OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
 
 
@@ -37,14 +46,18 @@ def command(
     **options: Any,
 ) -> None:
     """Translate SRC with the run in DIR and score it against REF, all figures from 0 to 100.
-    Of a language model: the exact loss (nats a token) and the perplexity of the text in FILE.
+    Of a language model: the exact loss (nats a token) and the perplexity of the text in FILE. Of a
+    classifier: the share of images in FILE, a folder of classes or an .npz, or of texts, lines of a
+    text, a tab and its label, that it labels right. Of a bert with a head for masks: the share of
+    the hidden tokens of FILE that it guesses right, and their loss.
 
     Without files: what the run held out, for built-in tasks pairs never seen in training. A source
     longer than the model takes gives a message and an empty translation, which is scored; the exit
-    code is then 1. DIR may be a folder of Hugging Face with a language model, which needs a FILE.
+    code is then 1. DIR may be a folder of Hugging Face with a translator or a language model, which
+    needs files.
     """
     user = load_run(folder, device=device, dtype=dtype)
-    if user.task not in SHOW:
+    if user.task == "embedding" and user.config is None:
         raise click.UsageError(f"{folder} has an encoder, which has no scores: gpuattn embed")
     errors = LineErrors()
     row, lines = SHOW[user.task](ctx, user, files, options | {"refused": errors.add})
@@ -52,16 +65,31 @@ def command(
     sys.exit(1 if errors.count else 0)
 
 
-def _of_text(ctx, sampler, files, options):
-    """Return the scores of a language model as (row, lines to print)."""
+def _refuse_options(ctx, what):
+    """Refuse the options of translators for a model that is ``what``."""
     for name in OF_TRANSLATORS:
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             word = name.replace("_", "-")
-            raise click.UsageError(f"--{word} is for translators, and this is a language model")
+            raise click.UsageError(f"--{word} is for translators, and this is {what}")
+
+
+def _check_one(ctx, user, files, what, accepted, missing):
+    """Refuse options of translators, more than one file, and none where no run held one out.
+
+    ``accepted``, ``missing``: what the errors say besides.
+    """
+    _refuse_options(ctx, what)
     if len(files) > 1:
-        raise click.UsageError("give one text file for a language model, or none")
-    if not files and sampler.config is None:
-        raise click.UsageError("give a text file: this is no run, which would have held one out")
+        raise click.UsageError(f"give one {accepted}, or none")
+    if not files and user.config is None:
+        raise click.UsageError(f"give {missing}")
+
+
+def _of_text(ctx, sampler, files, options):
+    """Return the scores of a language model as (row, lines to print)."""
+    missing = "a text file: this is no run, which would have held one out"
+    accepted = "text file for a language model"
+    _check_one(ctx, sampler, files, "a language model", accepted, missing)
     row = evaluate_text(sampler, *files)
     return row, [
         f"loss         {row['loss']:.4f} nats a token",
@@ -74,8 +102,10 @@ def _of_pairs(ctx, translator, files, options):
     """Return the scores of a translator as (row, lines to print)."""
     if len(files) not in (0, 2):
         raise click.UsageError("give a source and a reference file for a translator, or none")
+    if not files and translator.config is None:
+        raise click.UsageError("give two files: this is no run, which would have held pairs out")
     pairs = pairs_for(translator.config, *files)
-    beam = options["beam"] or translator.config.beam
+    beam = options["beam"] or translator.search.beam
     click.echo(f"translating {len(pairs):,} sentences, beam {beam} ...", err=True)
     row = evaluate(translator, pairs, **options)
     kinds = row["exact_by_kind"] if len(row["exact_by_kind"]) > 1 else {}
@@ -88,4 +118,51 @@ def _of_pairs(ctx, translator, files, options):
     ]
 
 
-SHOW = {"language": _of_text, "translation": _of_pairs}
+def _of_images(ctx, classifier, files, options):
+    """Return the scores of a classifier of images as (row, lines to print)."""
+    missing = "images: this is no run, which would have held some out"
+    accepted = "folder of classes or .npz for a classifier"
+    _check_one(ctx, classifier, files, "a classifier of images", accepted, missing)
+    row = evaluate_images(classifier, *files)
+    return row, [
+        f"accuracy     {row['accuracy']:6.2f} %",
+        f"loss         {row['loss']:.4f} nats an image",
+        f"images       {row['images']:,} at {row['images_per_second']:,.0f} images/s",
+    ]
+
+
+def _of_labels(ctx, classifier, files, options):
+    """Return the scores of a classifier of texts as (row, lines to print)."""
+    missing = "a file: this is no run, which would have held texts out"
+    accepted = "file of lines with labels for a classifier"
+    _check_one(ctx, classifier, files, "a classifier of texts", accepted, missing)
+    row = evaluate_labels(classifier, *files)
+    wrong = [Mistake(**one) for one in row["wrong"]]
+    cut = [f"too long     {row['cut']:,}, which were cut"] if row["cut"] else []
+    more = [f"... and {len(wrong) - SHOWN:,} more (--json)"] if len(wrong) > SHOWN else []
+    return row, [
+        f"accuracy     {row['accuracy']:6.2f} %",
+        f"loss         {row['loss']:.4f} nats a text",
+        f"texts        {row['texts']:,} at {row['texts_per_second']:,.0f} texts/s",
+        *cut,
+        *(f"  line {one.line}: {one.describe()}" for one in wrong[:SHOWN]), *more,
+    ]  # fmt: skip
+
+
+def _of_masked(ctx, unmasker, files, options):
+    """Return the scores of an encoder that guesses hidden tokens as (row, lines to print)."""
+    _refuse_options(ctx, "an encoder")
+    if len(files) > 1:
+        raise click.UsageError("give one text file for an encoder, or none")
+    row = evaluate_masked(unmasker, *files)
+    return row, [
+        f"accuracy     {row['accuracy']:6.2f} % of the hidden tokens",
+        f"loss         {row['loss']:.4f} nats a hidden token",
+        f"tokens       {row['tokens']:,} hidden; {row['tokens_per_second']:,.0f} tokens/s in all",
+    ]
+
+
+SHOW = {
+    "language": _of_text, "translation": _of_pairs, "images": _of_images, "labels": _of_labels,
+    "embedding": _of_masked,
+}  # fmt: skip

@@ -6,6 +6,7 @@ import textwrap
 import click
 
 from gpuattn.cli.shared.options import run_argument
+from gpuattn.data.labelled import some_of
 from gpuattn.data.store import TokenStore, is_store
 from gpuattn.pretrained import is_pretrained
 from gpuattn.pretrained.folder import describe_folder
@@ -43,6 +44,8 @@ def command(folder: str, as_json: bool) -> None:
     damaged = f", but damaged: {'; '.join(found['faults'])}" if found["faults"] else ""
     _say("state", found["state"] + (updates if found["updates"] else "") + damaged)
     _say("model", f"{found['parameters']:,} parameters, {found['vocabulary']:,} {found['units']}")
+    if found["classes"]:
+        _say("classes", some_of(found["classes"]))
     best = found["best"]
     _say("best", describe(best) if best else "not evaluated yet")
     kinds = (best or {}).get("exact_by_kind", {})
@@ -106,7 +109,7 @@ def examples(store: TokenStore) -> list[list[str]]:
 def _say_pretrained(found):
     _say("folder", f"{found['folder']}: {found['model']} for {found['task']}")
     shown = f"{found['parameters']:,} parameters in {found['dtype']}"
-    _say("model", f"{shown}, {found['vocabulary']:,} tokens")
+    _say("model", f"{shown}, {found['vocabulary']:,} {found['units']}")
     for topic in ("copies", "ignored"):
         if found[topic]:
             _say(topic, ", ".join(found[topic]))

@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from gpuattn.cli.shared.streams import replace_closed
-from gpuattn.errors import ConfigError, DeviceMissingError
+from gpuattn.errors import exit_code
 from gpuattn.units import nearest
 
 COMMANDS = {
@@ -21,7 +21,8 @@ COMMANDS = {
     "sample": "Continue a text with a language model.",
     "score": "Print how probable given translations, or lines of text, are.",
     "embed": "Turn lines into vectors with a BERT of Hugging Face.",
-    "evaluate": "Score a run: exact match, BLEU, chrF; of a language model perplexity.",
+    "classify": "Label texts with a BERT, or images with a ViT.",
+    "evaluate": "Score a run: exact match, BLEU, chrF; perplexity; share of labels that are right.",
     "info": "Show what a run is and how it went, or what a token store holds.",
     "export": "Write a run as a folder of Hugging Face.",
     "recover": "Write the manifests that a run's checkpoints have lost.",
@@ -31,9 +32,9 @@ COMMANDS = {
     "doctor": "Say what works on this machine, with remedies.",
     "kernels": "List, compile and explain the CUDA kernels.",
     "profile": "Time every op of one training step, beside the roofline.",
+    "lecture": "Show 120 claims about fast attention on this machine, as a page.",
     "bench": "Time ops and training steps, also beside other libraries.",
 }
-EXIT_CODES = ((ConfigError, 2), (DeviceMissingError, 3), (Exception, 1))
 EXPECTED = ("gpuattn.errors", "builtins")  # modules of errors that users cause
 LESS_MEMORY = {  # advice when a command runs out of memory
     "train": "a smaller --batch, with --accumulate for as much an update, or a smaller --dim",
@@ -118,7 +119,7 @@ def _explain_usage(error):
         return error.exit_code
     where = getattr(error, "ctx", None)
     help = f"  (see: {where.command_path} --help)" if where else ""
-    click.echo(f"gpuattn: error: {error.format_message().rstrip('.')}{help}", err=True)
+    _tell(error, f"{error.format_message().rstrip('.')}{help}")
     return error.exit_code
 
 
@@ -134,8 +135,18 @@ def _explain(error, command):
         text = f"{type(error).__name__}: {text}. This should not happen: see it with --debug"
     elif type(error).__module__ not in EXPECTED:
         text = f"{type(error).__name__}: {text}"
-    click.echo(f"gpuattn: error: {text}", err=True)
-    return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
+    _tell(error, text)
+    return exit_code(error)
+
+
+def _tell(error, text):
+    """Print an error, unless another rank of the command does."""
+    from gpuattn.parallel.agreement import is_silent
+    from gpuattn.parallel.world import is_first
+
+    usage = isinstance(error, click.ClickException)  # that of the command line which all ranks have
+    if not is_silent(error) and (is_first() or not usage):
+        click.echo(f"gpuattn: error: {getattr(error, 'where', '')}{text}", err=True)
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None):

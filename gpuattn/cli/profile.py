@@ -14,7 +14,8 @@ from gpuattn.cli.train import config_option, options_of, preset_option, resolved
 from gpuattn.files import write_text
 from gpuattn.report.page import PROFILE, describe_padding
 from gpuattn.report.plot import import_pyplot
-from gpuattn.runs.folder import RunFolder
+from gpuattn.runs.fine_tuning import load_origin
+from gpuattn.runs.folder import RunFolder, load_run
 from gpuattn.runtime.device import choose_device
 from gpuattn.tasks.registry import task_of
 from gpuattn.units import AUTO
@@ -56,13 +57,19 @@ def command(
     pyplot = import_pyplot() if plot else None  # fails at once without matplotlib
     chosen = choose_device(device)[0]
     run = RunFolder(what[0]) if len(what) == 1 and RunFolder(what[0]).exists() else None
+    model = None
     if run:
         config, tokenizer = run.config(), run.tokenizer()
+        if config.origin:
+            model = load_run(run.path, device="numpy").model.train()
     else:
         config, tokenizer = resolved(ctx, what, None, config_file, values, chosen)[0], None
+        if config.origin:
+            model, tokenizer = load_origin(config)
     if config.batch == AUTO:
         raise click.UsageError("--batch auto is what a run finds for itself: give a number here")
-    document = profile(task_of(config)(replace(config, accumulate=1), tokenizer), chosen)
+    task = task_of(config)(replace(config, accumulate=1, replicas=1), tokenizer, model=model)
+    document = profile(task, chosen)
     files = [run.path / PROFILE] if run else []
     files += [Path(path)] if path else []
     for file in files:

@@ -6,12 +6,13 @@ from typing import Any
 
 import click
 
-from gpuattn.cli.shared.decoding import loading_options
+from gpuattn.cli.shared.decoding import cache_options, loading_options
 from gpuattn.cli.shared.options import COUNT, Parsed, PathName, run_argument
 from gpuattn.cli.shared.streams import reading
+from gpuattn.engine import MOST_PROPOSED, Speculation
 from gpuattn.errors import DataError
 from gpuattn.runs.folder import load_run
-from gpuattn.tasks.sampler import TEMPERATURE
+from gpuattn.tasks.users.sampler import TEMPERATURE
 from gpuattn.units import number, whole
 
 BETWEEN = "---"  # lines between texts
@@ -32,9 +33,12 @@ BETWEEN = "---"  # lines between texts
 @click.option("--min-p", type=Parsed(number(0, most=1), "P"), default=0.0,
               help="Of those, only tokens with P times the largest probability.")  # fmt: skip
 @click.option("--seed", type=Parsed(whole(0), "N"), help="Makes the texts reproducible.")
+@click.option("--speculate", type=Parsed(whole(1, MOST_PROPOSED), "N"),
+              help="With --temperature 0: up to N tokens a step, 15 at most, where a text repeats "
+                   "itself.")  # fmt: skip
 @click.option("--stream", is_flag=True, help="Print the first text while it is generated.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each text.")
-@click.option("--no-kv-cache", is_flag=True, help="Recompute the context at each token.")
+@cache_options
 @loading_options
 def command(
     folder: str,
@@ -42,6 +46,7 @@ def command(
     dtype: str,
     prompt: str,
     prompt_file: str | None,
+    speculate: int | None,
     stream: bool,
     as_json: bool,
     no_kv_cache: bool,
@@ -55,21 +60,27 @@ def command(
     gpuattn sample runs/book --stream --tokens 5000
 
     With --json: text; score, the log-probability of the tokens behind the prompt at temperature 1;
-    tokens, their number; time, the seconds that all texts took together.
+    tokens, their number; time, the seconds that all texts took together; with --speculate also
+    acceptance, the share of the proposed tokens that were right, of all texts.
     """
     if prompt and prompt_file:
         raise click.UsageError("--prompt and --prompt-file; accepted: one of them")
     if stream and as_json:
         raise click.UsageError("--stream and --json; accepted: one of them")
+    speculation = Speculation(speculate) if speculate else None
     sampler = load_run(folder, device=device, dtype=dtype, task="language")
     prompt = _text_of(prompt_file) if prompt_file else prompt
     settings |= {"kv_cache": not no_kv_cache, "stream": _say if stream else None}
+    settings["speculate"] = speculation
     begin = time.perf_counter()
     found = sampler.generate(prompt, **settings)
     if as_json:
         spent = round(time.perf_counter() - begin, 3)
+        figures = {"time": spent}
+        if speculation:
+            figures["acceptance"] = round(speculation.acceptance, 4)
         for one in found:
-            click.echo(json.dumps(one._asdict() | {"time": spent}, ensure_ascii=False))
+            click.echo(json.dumps(one._asdict() | figures, ensure_ascii=False))
         return
     texts = [one.text for one in found]
     if stream:

@@ -45,6 +45,8 @@ def command(
     user = load_run(folder, device=device, dtype=dtype)
     if user.task == "embedding":
         raise click.UsageError(f"{folder} has an encoder, which has no scores: gpuattn embed")
+    if user.task in ("images", "labels"):
+        raise click.UsageError(f"{folder} has a classifier, which scores no text: gpuattn classify")
     rows, check = _rows_of(user, files)
     errors = LineErrors()
     options = {"batch_tokens": batch_tokens} if batch_tokens else {}

@@ -23,11 +23,22 @@ from gpuattn.cli.shared.options import (
 from gpuattn.cli.shared.progress import LEVELS, new_report
 from gpuattn.data import generated
 from gpuattn.models.kinds import MODELS
-from gpuattn.runs.config import OPTIONS, TrainConfig, option_key, read_toml, resolve
+from gpuattn.parallel.agreement import together
+from gpuattn.parallel.world import connected
+from gpuattn.runs.config import (
+    OPTIONS,
+    TrainConfig,
+    option_key,
+    parse_option,
+    read_toml,
+    resolve,
+)
+from gpuattn.runs.fine_tuning import fine_tuning
 from gpuattn.runs.metrics import describe
 from gpuattn.runtime.device import choose_device
-from gpuattn.tasks.registry import models_with, task_of
+from gpuattn.tasks.registry import models_with, task_for, task_of
 from gpuattn.tasks.task import DATA_FILES
+from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
 from gpuattn.train.stopping import StopOnSignal
 from gpuattn.units import OneOf, flag, shown
@@ -35,28 +46,46 @@ from gpuattn.units import OneOf, flag, shown
 HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     "Data": {
         "pairs": ("STORE", "Pairs that gpuattn prepare has made, instead of two files."),
-        "lm": ("FILE|STORE", "One text to learn instead, by a language model."),
+        "lm": ("FILE|STORE", "One text to learn instead, by a language model or bert."),
         "valid_lm": ("FILE|STORE", "For validation; otherwise the end of the text is held out."),
+        "documents": ("", "Attend within documents only: of a store of prepare --documents."),
+        "mask": ("P%", "Share of the tokens of --lm that bert learns to guess."),
         "tokenizer": ("", "Of a text: subwords, or its characters."),
+        "images": ("DIR|NPZ", "Images to tell apart instead: a folder for each class, or an .npz."),
+        "valid_images": ("DIR|NPZ", "For validation; otherwise a tenth of the images is held out."),
+        "shift": ("N", "Most pixels by which training moves an image."),
+        "flip": ("", "Whether training mirrors half of the images."),
+        "mixup": ("X", "Mix two images of a batch by shares from Beta(X, X); 0: never."),
+        "classify": ("FILE", "Texts to tell apart instead: lines of a text, a tab, its label."),
+        "valid_classify": ("FILE", "For validation; otherwise a tenth of the lines is held out."),
         "vocab_size": ("N", "Largest number of subwords, shared by both languages."),
         "max_len": ("N", "Longest sentence, in tokens."),
         "on_long": ("", "What to do about longer sentences."),
         "seed": ("N", "Decides data order, first parameters and dropout."),
     },
     "Model": {
-        "model": ("", "A translator, or a language model."),
+        "model": ("", "A translator, language model, encoder (bert), or classifier of images."),
         "dim": ("N", "Width."),
         "heads": ("N", "Attention heads; they divide the width."),
         "kv_heads": ("N", "Heads of keys and values; they divide --heads.  [default: as many]"),
         "layers": ("N[:N]", "4, or 4:2 for encoder and decoder."),
         "ffn": ("N", "Width inside the feed-forward networks."),
         "block": ("N", "Tokens that a language model sees."),
+        "image_size": ("N", "Side of the images that vit sees, in pixels; of an .npz its own."),
+        "patch": ("N", "Side of a patch; it divides --image-size."),
+        "channels": ("N", "Of images: 1, gray, or 3."),
         "bias": ("", "Whether linear layers and norms of a language model add one."),
         "dropout": ("P", "Share of activations set to zero."),
         "attention_dropout": ("P", "The same for attention probabilities."),
+        "stochastic_depth": (
+            "P",
+            "Share of images for which vit's last layer leaves a branch out.",
+        ),
         "norm": ("", "Normalise before or after each branch."),
         "positions": ("", "How positions are encoded."),
         "activation": ("", "In the feed-forward networks; swiglu adds a third matrix."),
+        "origin": ("FOLDER", "Fine-tune a Hugging Face folder, with its tokenizer or classes."),
+        "freeze": ("PATTERNS", "Parameters to leave as they are, such as 'embedding,layers.0'."),
         "init_from": ("RUN", "Begin with another run's best weights, and its tokenizer."),
         "pad_vocab": ("", "Bring the vocabulary's tables to a multiple of 64 rows: faster."),
     },
@@ -64,6 +93,10 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "batch": ("N|auto", "Tokens of a batch on its longer side, such as 8k; auto: what fits."),
         "batching": ("", "Sentences end to end, or padded to one length: sorted, or at random."),
         "accumulate": ("N", "Batches summed for an update."),
+        "replicas": (
+            "N",
+            "Shares of the data, each with its batches; ranks of mpirun divide them.",
+        ),
         "checkpoint": ("", "Recompute layers to save memory; full: also logits in slices."),
         "optimizer": ("", "What updates the parameters."),
         "beta2": ("P", "Decay of the mean squared gradient, of adamw and adam."),
@@ -102,8 +135,13 @@ gpuattn train dates --out runs/dates          another built-in task
 gpuattn train train.en train.de --valid val.en val.de --out runs/de --for 30e --batch 8k
 gpuattn train --lm book.txt --tokenizer chars GPT-2, character by character
 gpuattn train --lm stores/web                 on a token store, see gpuattn prepare
+gpuattn train --lm text.txt --mask 15%        BERT, by hidden tokens of lines
 gpuattn train --pairs stores/de --valid val.en val.de --out runs/de
+gpuattn train --model vit photos              a folder for each class, or an .npz
+gpuattn train --classify reviews.tsv          BERT; a line: a text, a tab, its label
+gpuattn train --from all-MiniLM-L6-v2 --classify reviews.tsv --out runs/reviews
 gpuattn train --config runs/de/config.toml --seed 2 --out runs/de2
+gpuattn train --from opus-mt-en-de train.en train.de --freeze encoder --out runs/tuned
 
 The same command continues a stopped run. Options may also stand in a TOML file
 (--config) or in variables such as GPUATTN_TRAIN_LR; a flag wins over a variable, a variable over
@@ -179,29 +217,47 @@ def command(
     device: str, **values: Any,
 ) -> None:  # fmt: skip
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
-    lines are translations of each other. Or train a language model, on one text: --lm FILE. Text
-    of any size: gpuattn prepare makes a token store of it, and train does by itself of files above
-    8 MB. Ctrl-C saves; the same command continues."""
-    chosen = choose_device(device)[0]
-    config, origins = resolved(ctx, what, valid, config_file, values, chosen)
-    task = task_of(config)
-    name = task.run_name(config)
-    if out is None and not name:
-        raise click.UsageError("--out DIR is needed for files of yours, such as --out runs/mine")
-    target = Path(out or f"runs/{name}")
-    report = new_report(_level(log_level, quiet))
-    with StopOnSignal(partial(_stopping, ctx, report), report.close, lambda: report.begun) as stop:
-        try:
-            outcome = train(
-                config, target, origins=origins, device=device, listener=report, stop=stop,
-                overwrite=overwrite, command=_typed(ctx), tensorboard=tensorboard,
-            )  # fmt: skip
-        finally:
-            report.close()
+    lines are translations of each other. Or train a language model, on one text: --lm FILE; or an
+    encoder, by hidden tokens of the lines of a text: --model bert --lm FILE; or a classifier of
+    texts, on lines of a text, a tab and its label: --classify FILE; or one of images, on a folder
+    with a folder for each class: --model vit DIR. Text of any size: gpuattn prepare makes a token
+    store of it, and train does by itself of files above 8 MB. Ctrl-C saves; the same command
+    continues."""
+
+    def understood():
+        chosen = choose_device(device)[0]
+        config, origins = resolved(ctx, what, valid, config_file, values, chosen)
+        name = task_of(config).run_name(config)
+        if out is None and not name:
+            example = "such as --out runs/mine"
+            raise click.UsageError(f"--out DIR is needed for files of yours, {example}")
+        return config, origins, Path(out or f"runs/{name}"), _level(log_level, quiet)
+
+    with connected(debug=getattr(ctx.find_root().command, "debug", False)) as communicator:
+        config, origins, target, level = together(communicator, understood)
+        if is_rank_0 := communicator.rank == 0:
+            report = new_report(level)
+        else:
+            report = Listener()
+            warnings.simplefilter("ignore")
+        first = partial(_stopping, ctx, report)
+        with StopOnSignal(first, report.close, lambda: report.begun) as stop:
+            try:
+                outcome = train(
+                    config, target, origins=origins, device=device, listener=report, stop=stop,
+                    overwrite=overwrite, command=_typed(ctx), tensorboard=tensorboard,
+                    communicator=communicator,
+                )  # fmt: skip
+            finally:
+                report.close()
+        codes = communicator.gather(stop.exit_code if stop() else 0)
     if not outcome.finished:
         done = f"after update {outcome.update:,}; all is saved"
         report.say("stopped", f"{done}. Go on: {_typed(ctx)}")
-        sys.exit(stop.exit_code)
+        sys.exit(max(codes))
+    if not is_rank_0:
+        return
+    task = task_of(config)
     assert outcome.best is not None  # a finished run was evaluated
     report.say("done", describe(outcome.best))
     example = task.example(config)
@@ -254,22 +310,37 @@ def _layers(ctx, what, valid, config_file, values):
         if source in layers:
             layers[source][name] = value
     named = layers[ParameterSource.COMMANDLINE]
-    named |= _data(what)
+    from_file = read_toml(config_file) if config_file else {}
+    model = named.get("model") or layers[ParameterSource.ENVIRONMENT].get("model")
+    named |= _data(what, model or from_file.get("model"))
     if valid:
         named |= {"valid_source": valid[0], "valid_target": valid[1]}
-    from_file = read_toml(config_file) if config_file else {}
-    if what or named.keys() & {"lm", "pairs"}:
+    if what or named.keys() & {"lm", "pairs", "images", "classify"}:
         for name in ("task", *DATA_FILES):
             from_file.pop(name, None)
-    return (
+    given = (
         (str(config_file), from_file),
         ("environment", layers[ParameterSource.ENVIRONMENT]),
         ("command line", named),
     )
+    every = {name: value for _, values in given for name, value in values.items()}
+    if not every.get("origin"):
+        return given
+    defaults, has = fine_tuning(every["origin"])
+    for name, value in has.items():
+        if parse_option(name, every.get(name, value)) != parse_option(name, value):
+            raise click.UsageError(
+                f"--{option_key(name)} is for a new model; --from {every['origin']} has "
+                f"{shown(parse_option(name, value))}"
+            )
+    return (("default with --from", defaults), *given, (f"from {every['origin']}", has))
 
 
-def _data(what):
-    """Return the fields that the positional arguments give."""
+def _data(what, model):
+    """Return the fields that the positional arguments give, for a model or None."""
+    field = task_for(model, {}).argument if model in MODELS else None
+    if field and len(what) == 1:
+        return {field: what[0]}
     if len(what) == 2:
         return {"source": what[0], "target": what[1]}
     if len(what) > 2:
@@ -284,7 +355,8 @@ def _data(what):
         quoted = shlex.quote(what[0])
         if Path(what[0]).is_dir():
             raise click.UsageError(
-                f"{what[0]} is a folder; a store: --pairs {quoted} or --lm {quoted}"
+                f"{what[0]} is a folder; a store: --pairs {quoted} or --lm {quoted}; images: "
+                f"--images {quoted}"
             )
         raise click.UsageError(
             f"{what[0]} is one file; accepted: a source and a target file, or --lm {quoted}"

@@ -13,20 +13,20 @@ import click
 
 from gpuattn.cli.shared.decoding import (
     batch_tokens_option,
+    cache_options,
     decoding_options,
     loading_options,
     search_options,
 )
-from gpuattn.cli.shared.lines import LineErrors
+from gpuattn.cli.shared.lines import LineErrors, arriving
 from gpuattn.cli.shared.options import BEAMS, GroupedCommand, GroupedOption, PathName, run_argument
 from gpuattn.cli.shared.progress import LineProgress
 from gpuattn.cli.shared.streams import STANDARD, reading, writing
 from gpuattn.data.text import read_raw_lines
 from gpuattn.errors import DataError
 from gpuattn.runs.folder import load_run
-from gpuattn.tasks.translator import Translation
+from gpuattn.tasks.users.translator import Translation
 
-AT_ONCE = 1 << 16  # bytes of lines that are translated together, and then written
 PREFIXES = "the prefix file has {} lines, and the input {}; accepted: a line for each"
 FILES: dict[str, Any] = {"cls": GroupedOption, "group": "Files", "metavar": "FILE",
                          "type": PathName()}  # fmt: skip
@@ -48,8 +48,7 @@ OUTPUT: dict[str, Any] = {"cls": GroupedOption, "group": "Form of the output"}
 @click.option("--scores", is_flag=True, **OUTPUT,
               help="Print log-probabilities, divided as in the search.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.", **OUTPUT)
-@click.option("--no-kv-cache", is_flag=True, cls=GroupedOption, group="Machine",
-              help="Recompute the whole prefix at each token.")  # fmt: skip
+@cache_options
 @batch_tokens_option
 @loading_options
 def command(
@@ -92,7 +91,7 @@ def command(
             stack.callback(progress.close)
         form: dict[str, Any] = {"nbest": nbest, "scores": scores, "as_json": as_json}
         writer = Writer(out, translator, options, prefixes, progress, **form)
-        for lines in _batches(stream, prompt):
+        for lines in arriving(stream, prompt):
             writer.write(lines)
         writer.close()
     if prompt:
@@ -201,19 +200,3 @@ def _size(stream):
     except OSError:  # not of the system
         return 0
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
-
-
-def _batches(stream, prompt):
-    """Yield lists of complete lines: all that have arrived, or at a prompt one at a time."""
-    rest = b""
-    while True:
-        if prompt:
-            click.echo("> ", nl=False, err=True)
-        data = stream.readline() if prompt else stream.read1(AT_ONCE)
-        if not data:
-            break
-        *lines, rest = (rest + data).split(b"\n")
-        if lines:
-            yield lines
-    if rest:
-        yield [rest]

@@ -51,9 +51,8 @@ def ceilings(xp: ModuleType, dtype: Any) -> dict[str, float] | None:
     if xp is np:
         chosen = problems(np, dtype)
         return rates(chosen, {name: _on_cpu(call) for name, (call, _) in chosen.items()})
-    path = disk_cache.json_path("ceilings", xp.cuda.runtime.getDevice())
-    dtype, known = np.dtype(dtype), disk_cache.read_json(path)
-    if dtype.name not in known:
+    known = known_ceilings(xp, dtype)
+    if known is None:
         pool = xp.cuda.MemoryPool()  # of its own, so that all of it is freed after this
         try:
             with xp.cuda.using_allocator(pool.malloc):
@@ -61,9 +60,19 @@ def ceilings(xp: ModuleType, dtype: Any) -> dict[str, float] | None:
                 us = {name: _on_gpu(call) for name, (call, _) in chosen.items()}
         except xp.cuda.memory.OutOfMemoryError:
             return None
-        known = disk_cache.read_json(path) | {dtype.name: rates(chosen, us)}
-        disk_cache.write_json(path, known)
-    return known[dtype.name]
+        path, known = _path(xp), rates(chosen, us)
+        table = disk_cache.read_json(path) | {np.dtype(dtype).name: known}
+        disk_cache.write_json(path, table)
+    return known
+
+
+def known_ceilings(xp: ModuleType, dtype: Any) -> dict[str, float] | None:
+    """Return what ``ceilings`` has measured on this GPU before, None if it has not."""
+    return disk_cache.read_json(_path(xp)).get(np.dtype(dtype).name)
+
+
+def _path(xp):
+    return disk_cache.json_path("ceilings", xp.cuda.runtime.getDevice())
 
 
 def _on_cpu(call: Callable[[], Any]) -> float:

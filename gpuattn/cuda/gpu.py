@@ -44,7 +44,7 @@ class Gpu:
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether kernels are launched by ``dependent_launch``.
+        """Whether kernels get programmatic dependent launches (``driver_launch``).
 
         Only on 9.0: later GPUs have such launches too, but they were never measured there.
         """

@@ -5,24 +5,26 @@ milliseconds; the cubin is kept on disk under a hash of everything that it was c
 """
 
 import collections
+import contextlib
 import functools
 import hashlib
 import itertools
 import math
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import ctype, import_cupy, on_gpu
+from gpuattn.arrays import ctype, import_cupy, on_gpu, recorders, rehearsing, without_plans
 from gpuattn.cuda import disk_cache
 from gpuattn.cuda.compiler import ROOT, architecture, compile_text, nvrtc_version
-from gpuattn.cuda.dependent_launch import DependentLaunch
+from gpuattn.cuda.driver_launch import COOPERATIVE, PROGRAMMATIC, DriverLaunch
 from gpuattn.cuda.gpu import gpu
+from gpuattn.environment import usable_cores
 from gpuattn.errors import KernelCompileError
 
 Constant = bool | int | str | None
@@ -42,7 +44,8 @@ INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 STATIC_SHARED, REGISTERS, MAX_DYNAMIC_SHARED = 1, 4, 8  # CU_FUNC_ATTRIBUTE_*
 STATIC_SHARED_LIMIT = 48 * 1024  # a block may have so much without MAX_DYNAMIC_SHARED
 _lock = threading.Lock()
-_compilers = ThreadPoolExecutor(2, "gpuattn-compiler")  # starts its threads on first use
+# NVRTC compiles without Python's lock, and two texts at a time nearly twice as fast (1.8 times)
+_compilers = ThreadPoolExecutor(min(16, max(2, usable_cores() - 1)), "gpuattn-compiler")
 launches: collections.Counter[str] = collections.Counter()  # of each kernel in this process
 
 
@@ -50,7 +53,8 @@ class Kernel:
     """A compiled kernel. Casts Python numbers to the types that its signature declares.
 
     ``function``: of CuPy. ``parameters``: (C type, name) of each. ``static_shared``: bytes of
-    shared memory that the kernel declares. ``dependent``: launch it by ``dependent_launch``.
+    shared memory that the kernel declares. ``dependent``: a programmatic dependent launch.
+    ``cooperative``: all blocks of a launch run at the same time, or the launch fails.
     """
 
     def __init__(
@@ -60,31 +64,44 @@ class Kernel:
         parameters: Sequence[tuple[str, str]],
         static_shared: int = 0,
         dependent: bool = False,
+        cooperative: bool = False,
     ) -> None:
         self.function, self.name, self.parameters = function, name, parameters
         self.casts = [SCALARS.get(ctype, _as_is) for ctype, _ in parameters]
         self.launch = function
+        if cooperative:
+            self.launch = functools.partial(function, enable_cooperative_groups=True)
+        self.attribute = PROGRAMMATIC if dependent else COOPERATIVE if cooperative else None
         if dependent:
-            self.launch = DependentLaunch(function, [ctype for ctype, _ in parameters])
-            self.casts = [_as_is] * len(parameters)  # DependentLaunch casts as it packs
+            self.launch = self.driver_launch
+            self.casts = [_as_is] * len(parameters)  # DriverLaunch casts as it packs
         self.shared_limit = STATIC_SHARED_LIMIT - static_shared
 
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], *args: Any, shared_bytes: int = 0
     ) -> None:
-        """Launch on CuPy's current stream. A grid with a zero launches nothing.
+        """Launch on CuPy's current stream. A grid with a zero launches nothing, nor does anything
+        inside ``compiling_only``.
 
         ``shared_bytes``: of dynamic shared memory. Raises TypeError for a wrong number of ``args``.
         """
         if len(args) != len(self.casts):
             wants = ", ".join(f"{ctype} {name}" for ctype, name in self.parameters)
             raise TypeError(f"{self.name} takes ({wants}), got {len(args)} arguments")
-        if 0 in grid:
+        if 0 in grid or rehearsing.get():
             return
+        if (recorder := recorders.get()) is not None:
+            recorder.launched(self, grid, block, args, shared_bytes)
         self._allow(shared_bytes)
         cast = tuple([to(x) for to, x in zip(self.casts, args, strict=True)])
         launches[self.name] += 1
         self.launch(grid, block, cast, shared_mem=shared_bytes)
+
+    @functools.cached_property
+    def driver_launch(self) -> DriverLaunch:
+        """How the driver launches the kernel without CuPy."""
+        kinds = [ctype for ctype, _ in self.parameters]
+        return DriverLaunch(self.function, kinds, self.attribute)
 
     def _allow(self, shared_bytes: int) -> None:
         if shared_bytes > self.shared_limit:
@@ -136,12 +153,44 @@ def kernel(file: str, name: str, **constants: Constant) -> Kernel:
     Raises KernelCompileError where it does not compile.
     """
     device = import_cupy().cuda.runtime.getDevice()
+    if rehearsing.get():
+        _code(device, file, tuple(sorted(constants.items())))
+        return _Unloaded(lambda: _kernel(device, file, name, tuple(constants.items())))
     return _kernel(device, file, name, tuple(constants.items()))
 
 
 def compile_ahead(file: str, **constants: Constant) -> None:
     """Start to compile in another thread what ``kernel`` will ask for."""
     _code(import_cupy().cuda.runtime.getDevice(), file, tuple(sorted(constants.items())))
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """Compile the kernels that are called inside a block, in other threads; launch none of them.
+
+    Matrix products are planned and not computed. What ops return is then arbitrary, and a copy of
+    it to the host raises NothingComputed.
+    """
+    token = rehearsing.set(True)
+    try:
+        with without_plans():
+            yield
+    finally:
+        rehearsing.reset(token)
+
+
+class _Unloaded(Kernel):
+    """A Kernel that may still compile: who launches it, or reads an attribute, waits for it."""
+
+    def __init__(self, find: Callable[[], Kernel]) -> None:
+        self._find = find
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not rehearsing.get():
+            self._find()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._find(), name)
 
 
 def kernel_refusal(x: Any, name: str = "x") -> str | None:
@@ -164,7 +213,8 @@ def _kernel(device: int, file: str, name: str, constants: tuple) -> Kernel:
     function = module.get_function(name)
     static_shared = import_cupy().cuda.driver.funcGetAttribute(STATIC_SHARED, function.ptr)
     dependent = name in dependent_kernels(file) and gpu(device).has_dependent_launch
-    return Kernel(function, name, signatures(file)[name], static_shared, dependent)
+    cooperative = name in cooperative_kernels(file)
+    return Kernel(function, name, signatures(file)[name], static_shared, dependent, cooperative)
 
 
 @functools.cache
@@ -243,10 +293,20 @@ def signatures(file: str) -> dict[str, list[tuple[str, str]]]:
 def dependent_kernels(file: str) -> frozenset[str]:
     """Return the kernels that the header's ``Launch:`` lines list behind ``dependent:``.
 
-    They are launched by ``dependent_launch`` where the GPU has it.
+    Their launches are programmatic dependent ones where the GPU has them.
     """
+    return _listed(file, "dependent")
+
+
+@functools.cache
+def cooperative_kernels(file: str) -> frozenset[str]:
+    """Return the kernels behind ``cooperative:``: all blocks of a launch run at the same time."""
+    return _listed(file, "cooperative")
+
+
+def _listed(file, kind):
     launch = re.search(r"^// Launch:.*(?:\n//   .*)*", (ROOT / file).read_text(), re.MULTILINE)
-    listed = launch and re.search(r"\bdependent: (.*)", launch[0])
+    listed = launch and re.search(rf"\b{kind}: (.*)", launch[0])
     return frozenset(listed[1].split(", ")) if listed else frozenset()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import import_cupy
+from gpuattn.arrays import import_cupy, recorders
 
 CHUNK = 1 << 16  # int32 counters allocated at a time
 _counters: dict[tuple[int, int, int], tuple[int, np.uint64]] = {}  # by device, thread and stream
@@ -27,6 +27,13 @@ def counters(count: int = 1) -> np.uint64:
     thread on one stream share them. Under graph capture each launch gets its own, and nobody else
     does later: a replay may run beside anything.
     """
+    address = _find_counters(count)
+    if (recorder := recorders.get()) is not None:
+        recorder.counted(address, count)
+    return address
+
+
+def _find_counters(count: int) -> np.uint64:
     cupy = import_cupy()
     device, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream()
     with _lock:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import ctype, rows_refusal
+from gpuattn.arrays import ctype, recorders, rows_refusal
 
 KINDS = {"f16": 6, "bf16": 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 COLUMNS = 64  # of a box: 128 bytes of 16-bit numbers, the width of the 128-byte swizzle
@@ -41,7 +41,11 @@ def tensor_map(x: Any, rows: int) -> np.ndarray:
     strides = (0, *x.strides) if x.ndim == 3 else x.strides
     # the driver wants a positive multiple of 16 also for a stride that is never used
     steps = tuple(step if n > 1 else 16 for n, step in zip(shape, strides, strict=True))
-    return _encode(x.data.ptr, shape, steps, ctype(x.dtype), rows)
+    kind = ctype(x.dtype)
+    encoded = _encode(x.data.ptr, shape, steps, kind, rows)
+    if (recorder := recorders.get()) is not None:
+        recorder.mapped(encoded, x, lambda pointer: _encode(pointer, shape, steps, kind, rows))
+    return encoded
 
 
 @functools.lru_cache(4096)

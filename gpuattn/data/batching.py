@@ -5,6 +5,7 @@ Batches are a function of (seed, epoch, rank, world), so a run resumes exactly f
 batches it has used.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,8 +16,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from gpuattn.data.packing import Mix, Packing
 from gpuattn.data.rows import RowPairs, Rows
-from gpuattn.data.tokenizer import BOS, PAD
+from gpuattn.data.tokenizer import BOS, EOS, PAD
 from gpuattn.errors import ConfigError, DataError, problem
+from gpuattn.typing import Array
 
 IGNORED = -100  # the label that ``cross_entropy`` leaves out
 BATCHING = ("packed", "bucketed", "padded")
@@ -89,7 +91,7 @@ class PackedLoader:
     ``pairs``: a list of (source ids, target ids), without ``bos`` and ``eos``; or RowPairs, whose
     rows may be memory maps. ``tokens``: the budget of a batch; neither its source nor its target
     side has more, marks included. ``longest``: pairs with more tokens on a side, marks included,
-    are left out.
+    are left out. ``bos``: begins the decoder's input. ``eos``: ends the rows of a list of pairs.
     ``world``: how many ranks share the batches; ``rank`` is this one. ``batching``: "packed" puts
     sentences of near-equal length together, in a random order of batches. The other two are
     rectangles, each side of a sentence filled with padding to the longest of the batch, which
@@ -105,7 +107,7 @@ class PackedLoader:
     def __init__(
         self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]] | RowPairs, tokens: int,
         seed: int, rank: int = 0, world: int = 1, batching: str = "packed",
-        longest: int | None = None, mix: Mix = (),
+        longest: int | None = None, mix: Mix = (), bos: int = BOS, eos: int = EOS,
     ) -> None:  # fmt: skip
         if not 0 <= rank < world:
             raise ConfigError(f"PackedLoader: rank is {rank}; accepted: 0 to {world - 1}")
@@ -113,7 +115,7 @@ class PackedLoader:
             accepted = ", ".join(BATCHING)
             raise ConfigError(problem("PackedLoader", "batching", repr(batching), accepted))
         if not isinstance(pairs, RowPairs):
-            pairs = RowPairs(*(Rows.of([pair[side] for pair in pairs]) for side in (0, 1)))
+            pairs = RowPairs(*(Rows.of([pair[side] for pair in pairs], eos) for side in (0, 1)))
         self.pairs = pairs
         self.packing = Packing(pairs, tokens, seed, world, batching, longest, mix)
         if self.packing.count < world:
@@ -130,7 +132,7 @@ class PackedLoader:
         self.seed = seed
         self.rank = rank
         self.world = world
-        self.batching = batching
+        self.batching, self.bos = batching, bos
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield this rank's batches of an epoch, from its batch ``start`` on."""
@@ -159,7 +161,7 @@ class PackedLoader:
         target_in = np.empty_like(labels)
         target_in[1:] = labels[:-1]
         target_in[labels == IGNORED] = PAD
-        target_in[cu_target[: -1 : 1 + padded]] = BOS
+        target_in[cu_target[: -1 : 1 + padded]] = self.bos
         return Batch(
             source=source,
             source_positions=source_positions,
@@ -176,6 +178,45 @@ class PackedLoader:
             source_tokens=int(np.diff(cu_source)[:: 1 + padded].sum()),
             target_tokens=int(np.diff(cu_target)[:: 1 + padded].sum()),
         )
+
+
+def of_rank(loader: Any, rank: int) -> Any:
+    """Return a loader of the same epochs for another rank; both share the plan of an epoch."""
+    other = copy.copy(loader)
+    other.rank = rank
+    return other
+
+
+@dataclass(frozen=True)
+class PackedTexts:
+    """B texts end to end, T tokens in all; arrays are int32.
+
+    Text i is the slice ``cu_seqlens[i] : cu_seqlens[i + 1]`` of ``tokens`` (T,), has up to
+    ``max_seqlen`` tokens and ``positions`` (T,) that begin at 0. ``order``: of ``tokens``, for
+    gradients.
+    """
+
+    tokens: Array
+    positions: Array
+    cu_seqlens: Array
+    max_seqlen: int
+    order: TokenOrder | None
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """What a step depends on besides the shapes of the arrays."""
+        return (self.max_seqlen,)
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """What a model takes besides tokens."""
+        names = ("order", "positions", "cu_seqlens", "max_seqlen")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each text, (B,), as the loader made the batch."""
+        return np.diff(self.cu_seqlens)
 
 
 def token_order(ids: np.ndarray) -> TokenOrder:
@@ -204,13 +245,39 @@ def token_order(ids: np.ndarray) -> TokenOrder:
 @dataclass(frozen=True)
 class LanguageModelBatch:
     """``tokens`` (B, T) int32, ``labels`` (B, T), the ones that follow them, and the ``order`` of
-    ``tokens.ravel()``. Batches for training have one shape."""
+    ``tokens.ravel()``. Batches for training have one shape.
+
+    Of documents all rows are end to end, (B * T,), and no token attends to another document:
+    parts of documents are the slices ``cu_seqlens[i] : cu_seqlens[i + 1]``, int32, of up to
+    ``max_seqlen`` tokens, and ``positions`` begin at 0 in each. An end mark is the first token of
+    the document that follows it, so each label is predicted from its own document alone.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
     order: TokenOrder
+    positions: np.ndarray | None = None
+    cu_seqlens: np.ndarray | None = None
+    max_seqlen: int | None = None
 
-    limits = ()
+    @property
+    def limits(self) -> Any:
+        """What a step depends on besides the shapes of the arrays."""
+        return () if self.max_seqlen is None else (self.max_seqlen,)
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """What a model's ``loss`` takes besides tokens, labels and order."""
+        if self.cu_seqlens is None:
+            return {}
+        return {name: getattr(self, name) for name in ("positions", "cu_seqlens", "max_seqlen")}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each row, (B,), or of each part of a document."""
+        if self.cu_seqlens is None:
+            return np.full(len(self.tokens), self.tokens.shape[1])
+        return np.diff(self.cu_seqlens)
 
     @property
     def target_tokens(self) -> int:
@@ -227,12 +294,13 @@ class LanguageModelLoader:
     holds is read. ``block``: T, tokens of a row. ``batch``: B, rows of this
     rank. An epoch has about as many tokens as the text. ``mix``: (begin, end, weight) of parts of
     the text, from which crops are taken as often as the weights say, which add up to 1.
+    ``documents``: whether batches are of documents, which end with ``eos`` in the text.
     Raises DataError when the text, or a part, is shorter than ``block + 1`` tokens.
     """
 
     def __init__(
         self, ids: Sequence[int], block: int, batch: int, seed: int, rank: int = 0, world: int = 1,
-        mix: Mix = (),
+        mix: Mix = (), documents: bool = False,
     ) -> None:  # fmt: skip
         if not 0 <= rank < world:
             raise ConfigError(f"LanguageModelLoader: rank is {rank}; accepted: 0 to {world - 1}")
@@ -255,6 +323,7 @@ class LanguageModelLoader:
                     f"LanguageModelLoader: a part of the mix has {end - begin} tokens; a block of "
                     f"{block} needs {block + 1}. Leave it out, or take a smaller block"
                 )
+        self.documents = documents
         self.block = block
         self.batch = batch
         self.seed = seed
@@ -300,4 +369,14 @@ class LanguageModelLoader:
     def _rows(self, starts, length):
         rows = sliding_window_view(self.ids, length + 1)[starts]
         tokens, labels = (part.astype(np.int32, order="C") for part in (rows[:, :-1], rows[:, 1:]))
-        return LanguageModelBatch(tokens, labels, token_order(tokens.ravel()))
+        order = token_order(tokens.ravel())
+        if not self.documents:
+            return LanguageModelBatch(tokens, labels, order)
+        first = tokens == EOS
+        first[:, 0] = True
+        bounds = np.append(np.flatnonzero(first), tokens.size).astype(np.int32)
+        positions = np.arange(tokens.size, dtype=np.int32)
+        positions -= np.repeat(bounds[:-1], np.diff(bounds))
+        return LanguageModelBatch(
+            tokens.ravel(), labels.ravel(), order, positions, bounds, max_seqlen=length
+        )

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.data.batching import IGNORED, TokenOrder
+from gpuattn.data.batching import IGNORED, LanguageModelBatch, TokenOrder
+from gpuattn.data.labelled import LabelBatch
+from gpuattn.data.masking import MaskedBatch, count_of
 from gpuattn.data.tokenizer import PAD
 
 SENTENCES, LENGTH = 128, 32  # counts of sentences and greatest lengths are multiples of these
@@ -45,6 +47,56 @@ def fixed_shape(batch: Any, tokens: int, longest: int) -> Any:
         max_source=limits[0], source_order=_order(batch.source_order, full[0]), target_in=target_in,
         target_positions=target_positions, labels=_padded(batch.labels, full[1], IGNORED),
         cu_target=cu_target, max_target=limits[1], target_order=_order(batch.target_order, full[1]),
+    )  # fmt: skip
+
+
+def fixed_documents(batch: LanguageModelBatch) -> LanguageModelBatch:
+    """Return a batch of documents whose number of parts is rounded up by empty ones.
+
+    A batch of rows has one shape already and comes back as it is.
+    """
+    bounds = batch.cu_seqlens
+    if bounds is None:
+        return batch
+    more = np.full(-(len(bounds) - 1) % SENTENCES, bounds[-1])
+    return replace(batch, cu_seqlens=np.concatenate([bounds, more]))
+
+
+def fixed_masked(batch: MaskedBatch, tokens: int, longest: int, share: float) -> MaskedBatch:
+    """Return a batch with ``tokens`` tokens, and as many rows as their ``share``.
+
+    ``tokens``: the budget, at least what the batch has. ``longest``: the most tokens of a text. The
+    rows that are added have labels that are ignored.
+    """
+    limit = min(longest, _up(batch.max_seqlen, LENGTH))
+    rest, count = tokens - len(batch.tokens), count_of(tokens, share)
+    texts = _up(len(batch.cu_seqlens) - 1 - (-rest // limit), SENTENCES)
+    ids, positions, bounds = _filled(
+        rest, limit, texts, batch.tokens, batch.positions, batch.cu_seqlens
+    )
+    return replace(
+        batch, tokens=ids, positions=positions, cu_seqlens=bounds, max_seqlen=limit,
+        order=_order(batch.order, tokens), rows=_padded(batch.rows, count, tokens - 1),
+        labels=_padded(batch.labels, count, IGNORED),
+    )  # fmt: skip
+
+
+def fixed_texts(batch: LabelBatch, tokens: int, longest: int) -> LabelBatch:
+    """Return a batch with ``tokens`` tokens and a rounded number of texts.
+
+    ``tokens``, ``longest``: as of ``fixed_masked``. The texts that are added have labels that are
+    ignored; those without a token begin at the last one.
+    """
+    limit = min(longest, _up(batch.max_seqlen, LENGTH))
+    rest = tokens - len(batch.tokens)
+    texts = _up(len(batch.rows) - (-rest // limit), SENTENCES)
+    ids, positions, bounds = _filled(
+        rest, limit, texts, batch.tokens, batch.positions, batch.cu_seqlens
+    )
+    return replace(
+        batch, tokens=ids, positions=positions, cu_seqlens=bounds, max_seqlen=limit,
+        order=_order(batch.order, tokens), rows=np.minimum(bounds[:-1], tokens - 1),
+        labels=_padded(batch.labels, texts, IGNORED),
     )  # fmt: skip
 
 

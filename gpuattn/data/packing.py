@@ -7,6 +7,8 @@ permutation that needs no array, and packed window by window while the epoch is 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -37,31 +39,31 @@ class Packing:
         self._world, self._batching, self._longest, self._mix = world, batching, longest, mix
         self.count, self.most, self.at = 0, 0, 0
         self.totals = np.zeros(2, np.int64)
-        kept: list[np.ndarray] = []
+        kept: list[np.ndarray] = []  # of an epoch planned as one: rows, and their lengths
+        known: list[np.ndarray] = []
         total = 0
         for begin in range(0, len(pairs.source), SCAN):
-            lengths = np.stack(self._lengths(slice(begin, begin + SCAN)))
-            rows = np.arange(begin, begin + lengths.shape[1])
-            if longest is not None:
-                inside = lengths.max(0) <= longest
-                rows, lengths = rows[inside], lengths[:, inside]
-                kept.append(rows)
+            rows, lengths = self._usable(np.arange(begin, min(begin + SCAN, len(pairs.source))))
             sizes = lengths.max(0)
             if len(sizes) and sizes.max() > self.most:
                 self.most, self.at = int(sizes.max()), int(rows[np.argmax(sizes)])
             self.count += len(sizes)
             self.totals += lengths.sum(1)
             total += int(sizes.sum())
-            if self.count > WHOLE:
-                kept.clear()
+            if self.count <= WHOLE and not mix:
+                kept.append(rows)
+                known.append(lengths.astype(np.int32))
         self.is_whole = self.count <= WHOLE and not mix
-        self._kept = np.concatenate(kept) if kept and self.is_whole else None
+        self._kept: Any = np.concatenate(kept) if kept and self.is_whole else None
+        self._known: Any = np.concatenate(known, axis=1) if kept and self.is_whole else None
         self._window = int(POOL_BATCHES * tokens / (total / max(self.count, 1) or 1)) + 1
         self._planned = (None, None)
 
     def batches(self, number: int) -> Iterator[np.ndarray]:
         """Return the batches of an epoch, one after the other."""
-        return iter(self._epoch(number)) if self.is_whole else self._windows(number)
+        if not self.is_whole:
+            return chain.from_iterable(self._plans(number))
+        return (self._kept[places] for places in self._epoch(number))
 
     def size(self, number: int) -> int:
         """Return how many batches an epoch has; of one planned by windows about how many."""
@@ -71,31 +73,47 @@ class Packing:
 
     def fill(self, number: int) -> float:
         """Return the share of the budget that is used: of an epoch, or of a window as a sample."""
-        plan = self._epoch(number) if self.is_whole else self._sample
-        used = sum(int(max(map(np.sum, self._lengths(rows)))) for rows in plan)
-        return used / (len(plan) * self._tokens)
+        if not self.is_whole:
+            return self._fill_of_sample
+        plan = self._epoch(number)
+        return self._share([self._known.take(places, 1) for places in plan])
+
+    def _share(self, lengths):
+        """Return the share of the budget that batches of ``lengths``, (2, rows) each, use."""
+        used = sum(int(some.sum(1).max()) for some in lengths)
+        return used / (len(lengths) * self._tokens)
 
     def _lengths(self, rows):
-        return self._pairs.source.lengths(rows), self._pairs.target.lengths(rows)
+        """Return the tokens of rows on each side, (2, rows)."""
+        return np.stack([side.lengths(rows) for side in self._pairs])
+
+    def _usable(self, rows):
+        """Return those of ``rows`` that are not too long, and their lengths (2, rows)."""
+        lengths = self._lengths(rows)
+        if self._longest is None:
+            return rows, lengths
+        inside = np.flatnonzero(lengths.max(0) <= self._longest)
+        if len(inside) == len(rows):
+            return rows, lengths
+        return rows[inside], lengths.take(inside, 1)
 
     # ---- an epoch as one ----
 
     def _epoch(self, number):
+        """Return the batches of an epoch as indices of ``_kept``."""
         if self._planned[0] != number:
             rng = np.random.Generator(np.random.Philox([self._seed, number]))
             waiting = rng.permutation(self.count)
-            if self._kept is not None:
-                waiting = self._kept[waiting]
             if self._batching == "packed":
                 plan, left = [], waiting[:0]
                 for begin in range(0, len(waiting), self._window):
                     pool = np.concatenate([left, waiting[begin : begin + self._window]])
                     # The last batch of a pool is not full: its pairs go into the next pool.
-                    *more, left = self._cut(pool)
+                    *more, left = [pool[i] for i in self._cut(self._known.take(pool, 1))]
                     plan += more
                 plan.append(left)
             else:
-                plan = self._cut(waiting)
+                plan = [waiting[i] for i in self._cut(self._known.take(waiting, 1))]
             if self._batching != "padded":
                 plan = [plan[i] for i in rng.permutation(len(plan))]
             self._planned = (number, _divide(plan, self._world))
@@ -103,24 +121,22 @@ class Packing:
 
     # ---- an epoch by windows ----
 
-    def _windows(self, number):
-        """Yield the batches of an epoch, and hold those of one window."""
-        for plan in self._plans(number):
-            yield from plan
-
     def _plans(self, number):
         """Yield the batches of each window, as many as ``world`` divides."""
         total, world = len(self._pairs.source), self._world
-        left = np.empty(0, np.int64)
+        left, known = np.empty(0, np.int64), np.empty((2, 0), np.int64)
         for begin in range(0, total, self._window):
             end = min(begin + self._window, total)
-            rows = self._order(number, begin, end)
-            if self._longest is not None:
-                rows = rows[np.maximum(*self._lengths(rows)) <= self._longest]
-            plan, left = self._cut(np.concatenate([left, rows])), left[:0]
+            rows, lengths = self._usable(self._order(number, begin, end))
+            rows = np.concatenate([left, rows])
+            lengths = np.concatenate([known, lengths], axis=1)
+            cut = self._cut(lengths)
+            plan, left, known = [rows[i] for i in cut], left[:0], known[:, :0]
             if end < total:
                 whole = max(0, len(plan) - 1) // world * world  # the last one is not full
-                left = np.concatenate([left, *plan[whole:]])
+                if rest := cut[whole:]:
+                    rest = np.concatenate(rest)
+                    left, known = rows[rest], lengths.take(rest, 1)
                 plan = plan[:whole]
             else:
                 plan = _divide(plan, world)
@@ -146,25 +162,24 @@ class Packing:
         return np.concatenate(found)
 
     @cached_property
-    def _sample(self):
-        """The first window that any epoch has, by which all are judged."""
-        return next(self._plans(0))
+    def _fill_of_sample(self):
+        """The share of the budget that is used in the first window, by which all are judged."""
+        return self._share([self._lengths(rows) for rows in next(self._plans(0))])
 
     # ---- batches of some rows ----
 
-    def _cut(self, rows):
-        """Return batches that hold ``rows`` once, the last one not full."""
-        if not len(rows):
+    def _cut(self, lengths):
+        """Return batches of rows of ``lengths`` (2, rows), as their indices, the last not full."""
+        sizes = lengths.max(0)
+        if not len(sizes):
             return []
-        lengths = self._lengths(rows)
-        sizes = np.maximum(*lengths)
         if self._batching == "padded":
-            return self._rectangles(rows, sizes)
+            return self._rectangles(np.arange(len(sizes)), sizes)
         if self._batching == "bucketed":
             order = np.argsort(sizes, kind="stable")
-            return self._rectangles(rows[order], sizes[order])
+            return self._rectangles(order, sizes[order])
         order = np.argsort(-sizes, kind="stable")
-        return self._best_fit(rows[order], sizes[order], [side[order] for side in lengths])
+        return self._best_fit(order, sizes[order], lengths.take(order, 1))
 
     def _rectangles(self, rows, sizes):
         """Return batches of consecutive rows, as many as the budget has padded room for."""

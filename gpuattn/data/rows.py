@@ -22,10 +22,10 @@ class Rows:
         self.flat, self.ends = np.asarray(flat), np.asarray(ends)
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> Self:
+    def of(cls, rows: Sequence[Sequence[int]], eos: int = EOS) -> Self:
         """Return rows of ids without ``eos`` as Rows."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows)) + 1
-        flat = chain.from_iterable(chain(row, (EOS,)) for row in rows)
+        flat = chain.from_iterable(chain(row, (eos,)) for row in rows)
         return cls(np.fromiter(flat, np.int32, int(lengths.sum())), np.cumsum(lengths))
 
     def __len__(self):

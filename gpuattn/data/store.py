@@ -26,6 +26,7 @@ SHA-256 of the head without it.
 import hashlib
 import json
 import sys
+import threading
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,25 @@ class TokenStore:
             raise self._damaged(f"{VALID} is of another store")
         return found
 
+    def figures(self) -> dict[str, Any]:
+        """Return what the head says of the contents: fields as there, and ``files``, ``held_out``
+        (rows in ``valid``) and ``lengths``, by side the [more than, up to, rows] that occur."""
+        head = self.head
+        names = ("kind", "documents", "vocab", "rows", "tokens", "longest", "unigram", "counts",
+                 "skipped")  # fmt: skip
+        edges = head["lengths"]["edges"]
+        ranges = list(zip([0, *edges], edges, strict=False))
+        lengths = {
+            side: [[*ends, n] for ends, n in zip(ranges, head["lengths"][side], strict=True) if n]
+            for side in self.sides
+        }
+        mix = [{"name": part["name"], "weight": part["weight"],
+                "rows": part["rows"][1] - part["rows"][0]} for part in head["mix"]]  # fmt: skip
+        held_out = len(self.valid) if self.valid else 0
+        return {name: head[name] for name in names} | {
+            "files": len(head["sources"]), "held_out": held_out, "mix": mix, "lengths": lengths,
+        }  # fmt: skip
+
     def tokenizer(self) -> BaseTokenizer:
         """Return the tokenizer. Raises DataError if it is not the one that made the tokens."""
         data = (self.folder / TOKENIZER).read_bytes()
@@ -123,15 +143,21 @@ class TokenStore:
 
     def check(self) -> None:
         """Read everything, ``valid`` too. Raises DataError that names the first damaged part."""
+        for _ in self._checking():
+            pass
+
+    def _checking(self):
+        """Check as ``check`` does, a block of BLOCK entries at each step."""
         vocabulary = len(self.tokenizer())
         if vocabulary != self.head["vocab"]:
             raise self._damaged(f"{TOKENIZER} has {vocabulary} ids, the head {self.head['vocab']}")
         for side in self.sides:
-            self._check_digests(f"{side}.bin", [part["tokens"][side] for part in self._parts])
-            self._check_digests(f"{side}.idx", [part["rows"] for part in self._parts])
-            self._check_values(side)
+            counts = [part["tokens"][side] for part in self._parts]
+            yield from self._check_digests(f"{side}.bin", counts)
+            yield from self._check_digests(f"{side}.idx", [part["rows"] for part in self._parts])
+            yield from self._check_values(side)
         if self.valid:
-            self.valid.check()
+            yield from self.valid._checking()
 
     @property
     def _parts(self):
@@ -186,6 +212,7 @@ class TokenStore:
             digest = hashlib.sha256()
             for at in range(begin, begin + count, BLOCK):
                 digest.update(flat[at : min(at + BLOCK, begin + count)])
+                yield
             if digest.hexdigest() != part["sha256"][name]:
                 raise self._damaged(f"part {number} of {name} is not as it was written")
             begin += count
@@ -204,6 +231,7 @@ class TokenStore:
                 raise self._damaged(
                     f"{side}.bin has the token {largest}; the vocabulary has {self.head['vocab']}"
                 )
+            yield
         last, marked = 0, self.kind == "pairs" or self.head["documents"]
         for at in range(0, len(ends), BLOCK):
             some = np.concatenate([[last], ends[at : at + BLOCK]]).astype(np.int64)
@@ -211,8 +239,45 @@ class TokenStore:
             ordered = last <= len(tokens) and bool((np.diff(some) >= marked).all())
             if not ordered or (marked and (tokens[some[1:] - 1] != EOS).any()):
                 raise self._damaged(f"{side}.idx does not fit {side}.bin")
+            yield
         if last != len(tokens):
             raise self._damaged(f"{side}.idx ends at {last:,} of {len(tokens):,} tokens")
 
     def _damaged(self, what):
         return DataError(f"{self.folder} is damaged: {what}. Prepare it again")
+
+
+class CheckBeside:
+    """``TokenStore.check`` in a thread, beside what uses the store. A context that ends it.
+
+    It begins with the first ``poll``, so that it holds up no start.
+    """
+
+    def __init__(self, store: TokenStore) -> None:
+        self._store, self._end = store, threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def __enter__(self) -> "CheckBeside":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._end.set()
+        if self._thread:
+            self._thread.join()
+
+    def poll(self) -> None:
+        """Raise the DataError of the check, once it is known."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._check, name="gpuattn-check", daemon=True)
+            self._thread.start()
+        if self._error:
+            raise self._error
+
+    def _check(self):
+        try:
+            for _ in self._store._checking():
+                if self._end.is_set():
+                    return
+        except Exception as error:  # noqa: BLE001 raised by ``poll``
+            self._error = error

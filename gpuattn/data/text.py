@@ -101,7 +101,7 @@ def encode_pairs(
     if on_long not in ON_LONG:
         raise ConfigError(f"encode_pairs: on_long is {on_long!r}; accepted: {', '.join(ON_LONG)}")
     sources = tokenizer.encode_lines([pair.source for pair in pairs])
-    targets = tokenizer.encode_lines([pair.target for pair in pairs])
+    targets = tokenizer.target.encode_lines([pair.target for pair in pairs])
     ids, kept = [], []
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
         longest = max(len(source), len(target))
@@ -126,7 +126,7 @@ def read_language_model(path: StrPath, digests: dict[str, str] | None = None) ->
     Raises DataError for a missing, empty, damaged or non-UTF-8 file.
     """
     parts = []
-    for number, raw in enumerate(_raw_lines(path, -1, digests), 1):
+    for number, raw in enumerate(raw_lines(path, -1, digests), 1):
         parts.append(decode_line(path, number, raw))
     text = "".join(parts)
     if not text.strip():
@@ -136,7 +136,7 @@ def read_language_model(path: StrPath, digests: dict[str, str] | None = None) ->
 
 def read_raw_lines(path: StrPath) -> list[bytes]:
     """Return the lines of a file, plain or ``.gz``, as bytes. DataError if it cannot be read."""
-    return list(_raw_lines(path, -1))
+    return list(raw_lines(path, -1))
 
 
 def read_raw_pairs(source_path: StrPath, target_path: StrPath) -> list[tuple[bytes, bytes]]:
@@ -156,7 +156,7 @@ def _read_lines(path, max_length, on_long, digests):
     """Return the stripped lines; None stands for one of more than ``max_length`` characters."""
     lines = []
     limit = BYTES_PER_CHARACTER * max_length + 2
-    for number, raw in enumerate(_raw_lines(path, limit, digests), 1):
+    for number, raw in enumerate(raw_lines(path, limit, digests), 1):
         line = None if raw is None else decode_line(path, number, raw).strip()
         if line is None or len(line) > max_length:
             if on_long == "error":
@@ -171,7 +171,7 @@ def _read_lines(path, max_length, on_long, digests):
     return lines
 
 
-def _raw_lines(path, limit, digests=None):
+def raw_lines(path: StrPath, limit: int, digests: dict[str, str] | None = None) -> Iterator[Any]:
     """Yield each line's bytes, or None for one of ``limit`` bytes or more (-1: no limit).
 
     ``digests`` gets the SHA-256 of all bytes at the end.

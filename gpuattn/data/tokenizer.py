@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
+from gpuattn.data.class_names import ClassNames, LabelledTokenizer
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.typing import StrPath
 
@@ -27,12 +28,20 @@ MAX_TRAINING_LINES = 1_000_000
 class BaseTokenizer(abc.ABC):
     """What the tokenizers share: ids 0 to 3 are padding, begin, end and unknown.
 
-    ``units``: what the ids stand for. ``specials``: those that are no text.
+    ``units``: what the ids stand for. ``specials``: those that are no text. ``marks``: those
+    around a text that an encoder reads. ``mask`` hides a token from it: the id of the unknown,
+    which no text of these tokenizers has, so that vocabularies and stores need none more.
     """
 
     pad, bos, eos, unk = PAD, BOS, EOS, UNK
+    marks, mask = (BOS, EOS), UNK
     specials = range(SPECIALS)
     units: str
+
+    @property
+    def target(self) -> Self:
+        """The tokenizer of translations: the same for both languages."""
+        return self
 
     @property
     @abc.abstractmethod
@@ -84,6 +93,11 @@ class BaseTokenizer(abc.ABC):
     def encode_lines(self, lines: Iterable[str]) -> list[list[int]]:
         """Return the ids of each line."""
         return [self.encode(line) for line in lines]
+
+    def encode_marked(self, lines: Iterable[str]) -> list[list[int]]:
+        """Return the ids of each line between ``marks``."""
+        begin, end = self.marks
+        return [[begin, *ids, end] for ids in self.encode_lines(lines)]
 
 
 class Tokenizer(BaseTokenizer):
@@ -286,8 +300,13 @@ class CharTokenizer(BaseTokenizer):
         return self.decode(ids)
 
 
-def tokenizer_from_bytes(data: bytes) -> BaseTokenizer:
-    """Return the tokenizer, of either class, that ``to_bytes`` wrote. DataError if it is none."""
+def tokenizer_from_bytes(data: bytes) -> Any:
+    """Return what ``to_bytes`` of a tokenizer, of ClassNames or of both wrote. DataError if it is
+    none."""
+    if data[:1] == b"[":
+        names, _, rest = data.partition(b"\n")
+        classes = ClassNames.from_bytes(names)
+        return LabelledTokenizer(tokenizer_from_bytes(rest), classes.names) if rest else classes
     return (CharTokenizer if data[:1] == b"{" else Tokenizer).from_bytes(data)
 
 

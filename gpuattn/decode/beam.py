@@ -47,7 +47,7 @@ def beam_search(
     scores = xp.full((sentences, beam), -np.inf, np.float32)
     scores[:, 0] = 0  # all beams of a sentence begin alike: only the first one counts
     own = xp.broadcast_to(xp.arange(beam, dtype=np.int32), scores.shape)
-    pool = _Pool(xp, sentences, beam)
+    pool, coverage = _Pool(xp, sentences, beam), _Coverage(options.coverage, stepper, beam)
     if (limits.most == 0).any():
         pool.add(xp.where(most[:, None] == 0, scores, -np.inf), own, 0, options.divisor(0))
         scores = xp.where(most[:, None] == 0, -np.inf, scores)
@@ -58,6 +58,7 @@ def beam_search(
     for step in range(limits.longest):
         held = running.sentences  # of all others there are no continuations
         logits = stepper.step(tokens[held].ravel(), step)
+        coverage.add(running)
         scores = scores.astype(wide(logits.dtype), copy=False)
         found = continuations(logits, scores[held], texts[held], step, limits)
         nothing, place = scores.dtype.type(-np.inf), xp.arange(found[0].shape[1])
@@ -66,12 +67,14 @@ def beam_search(
 
         ends = limits.ends(tokens)
         ending = xp.where(ends & (place < beam), scores, nothing)
-        pool.add(ending, parents, step, options.divisor(step, ended=True))
+        bonus = coverage.of(parents)
+        pool.add(ending, parents, step, options.divisor(step, ended=True), bonus)
         going_on = xp.argsort(ends * len(place) + place, axis=-1)[:, :beam]
         scores, parents, tokens = (
             xp.take_along_axis(a, going_on, -1) for a in (scores, parents, tokens)
         )
         history.append((tokens, parents))
+        coverage.reorder(parents)
         if options.by_text:
             texts = xp.take_along_axis(texts, parents[:, :, None], 1)
             texts = xp.concatenate([texts, tokens[:, :, None]], 2)
@@ -80,7 +83,8 @@ def beam_search(
         if (limits.most == step + 1).any():
             last = most == step + 1
             competes = last[:, None] & stopping.competes(done, going_on)
-            pool.add(xp.where(competes, scores, nothing), own, step + 1, options.divisor(step + 1))
+            cut, bonus = xp.where(competes, scores, nothing), coverage.of(own)
+            pool.add(cut, own, step + 1, options.divisor(step + 1), bonus)
             done = done | last
         if all_done(done, step):
             break
@@ -134,13 +138,14 @@ class _Stopping:
         self.ended += (ending != nothing).sum(1, dtype=np.int32)
         enough = self.ended >= options.enough
         if options.stopping == "fairseq":
-            # scores only fall: the bound has the divisor of the shortest or longest possible text
+            # scores only fall, and coverage takes from them: the bound has the divisor of the
+            # shortest or longest possible text
             shortest = options.divisor(step + 1, ended=True)
             hope = self.xp.maximum(best / shortest, best / self.longest.astype(best.dtype))
             return enough | (hope <= pool.normalised[:, options.nbest - 1])
         dead = best == nothing
         if options.stopping == "hf-early" or (
-            options.stopping == "ct2" and options.length_penalty != 0
+            options.stopping == "ct2" and (options.length_penalty != 0 or options.coverage != 0)
         ):
             return dead | enough
         if options.stopping == "ct2":
@@ -162,6 +167,35 @@ class _Stopping:
         return places < self.options.beam
 
 
+class _Coverage:
+    """What the texts of beams have seen of their sources; ``weight`` 0: nothing is summed."""
+
+    def __init__(self, weight, stepper, beam):
+        self.weight, self.stepper, self.beam, self.seen = weight, stepper, beam, None
+        if weight:
+            stepper.watch()
+
+    def add(self, running):
+        """Add the attention of the step, of the sentences ``running``."""
+        if self.weight:
+            now = self.stepper.attention
+            now = running.spread(now.reshape(-1, self.beam, now.shape[-1]))
+            self.seen = now if self.seen is None else self.seen + now
+
+    def of(self, beams):
+        """Return what comes to the divided scores of texts that continue ``beams``, (B, n)."""
+        if not self.weight:
+            return 0
+        xp = self.stepper.xp
+        covered = xp.where(self.seen > 0, xp.minimum(self.seen, 1), 1)
+        return xp.take_along_axis(self.weight * xp.log(covered).sum(-1), beams, 1)
+
+    def reorder(self, parents):
+        """Let each beam continue that of its parent, (B, K)."""
+        if self.weight:
+            self.seen = self.stepper.xp.take_along_axis(self.seen, parents[:, :, None], 1)
+
+
 class _Pool:
     """The K best texts of each sentence that need no further step, best first.
 
@@ -177,11 +211,15 @@ class _Pool:
         self.steps = xp.zeros(shape, np.int32)
         self.xp = xp
 
-    def add(self, scores, beams, steps, divisor):
-        """Insert texts (B, n) into the pool; a score of -inf means no text, NaN ranks first."""
+    def add(self, scores, beams, steps, divisor, bonus=0):
+        """Insert texts (B, n) into the pool; a score of -inf means no text, NaN ranks first.
+
+        ``bonus``: comes to the scores once they are divided.
+        """
         xp, size = self.xp, self.normalised.shape[1]
         steps = xp.full(scores.shape, steps, np.int32)
-        new = {"normalised": scores / divisor, "scores": scores, "beams": beams, "steps": steps}
+        divided = scores / divisor + bonus
+        new = {"normalised": divided, "scores": scores, "beams": beams, "steps": steps}
         both = {name: xp.concatenate([getattr(self, name), new[name]], 1) for name in new}
         best = largest(both["normalised"], size)
         for name, array in both.items():

@@ -23,6 +23,9 @@ Of beam search:
 - ``length_penalty``, ``length_rule``: hypotheses are ordered by score / divisor; the divisor is
   length ** penalty ("power") or ((5 + length) / 6) ** penalty ("gnmt": Wu et al., 2016).
 - ``end_counts``: whether that length counts the end mark. A length of 0 is taken as 1.
+- ``coverage``: b, 0 or more; to a text's score / divisor comes b times the sum of log(min(a, 1))
+  over its source tokens: a is the cross-attention to the token, summed over the steps of the text,
+  its end mark's included. Tokens without any do not count. See ``Stepper.watch``.
 - ``stopping``, ``patience``: when a sentence is done, whatever the others of its batch do.
 
 A step looks at the (1 + E) * K best continuations, for E end marks, and at least 2 * K. Those among
@@ -33,8 +36,8 @@ the first K that end go to a pool of the K best texts; the best K that do not en
 - "hf": when K have ended, and the best beam, divided for its present length, is no better than the
   worst of them. "hf-never": the same, but for a penalty above 0 divided for ``max_length``.
 - "hf-early": when enough texts have ended.
-- "ct2": when enough texts have ended; with a penalty of 0, when ``nbest`` have, and the best
-  continuation of a step was an end mark.
+- "ct2": when enough texts have ended; with a penalty and a coverage of 0, when ``nbest`` have, and
+  the best continuation of a step was an end mark.
 
 At ``max_length`` all beams compete as they are with "fairseq". With the others the first K
 continuations do, whether they end or not.
@@ -49,6 +52,7 @@ Hugging Face have ``renormalise=True``: they penalise logits):
 | is there | | ``early_stopping`` False, True, "never" | |
 | ``end_counts`` | True | True | True (Whisper: False) |
 | ``renormalise`` | False | False | True |
+| ``coverage`` is there | none | none | ``coverage_penalty`` |
 | score of a prefix there | as here | 0, and not in the length | 0 |
 | n-grams, repetitions begin there | with ``bos`` | with the prompt | after ``bos`` |
 | E > 1 end marks there | none | as here | 2 * K continuations |
@@ -142,6 +146,7 @@ class BeamOptions(GreedyOptions):
     end_counts: bool = True
     stopping: str = "fairseq"
     patience: float = 1.0
+    coverage: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,6 +159,8 @@ class BeamOptions(GreedyOptions):
         _check_name(where, "stopping", self.stopping, STOPPING)
         check_flags(where, end_counts=self.end_counts)
         number(where, "patience", self.patience, "a number above 0", _above_zero)
+        accepted = f"0 to {MAX_PENALTY}"
+        number(where, "coverage", self.coverage, accepted, lambda b: 0 <= b <= MAX_PENALTY)
         if self.patience != 1 and self.stopping in ("hf", "hf-never"):
             accepted = (
                 f"1 with stopping {self.stopping!r}, which waits for K texts and their scores"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuattn.arrays import to_cpu
+from gpuattn.errors import problem
 from gpuattn.typing import Array, Xp
 
 CHECK_EVERY = 8  # steps between two device reads of whether all sentences are done
@@ -23,6 +24,7 @@ class Stepper(abc.ABC):
 
     sentences: int
     xp: Xp
+    attention: Array  # of the latest step, see ``watch``
 
     @abc.abstractmethod
     def start(self, beam: int) -> None:
@@ -47,6 +49,15 @@ class Stepper(abc.ABC):
         the batch had no others. A stepper that cannot do it returns False and keeps all.
         """
         return False
+
+    def watch(self) -> None:
+        """Keep the cross-attention of each step in ``attention``, from the next ``start`` on.
+
+        ``attention``: float (rows, S), the probabilities of the S source tokens, 0 past the end of
+        a source. Raises ValueError for a stepper that has none.
+        """
+        got = f"a {type(self).__name__}, without cross-attention"
+        raise ValueError(problem("beam_search", "coverage", got, "0 for it"))
 
 
 class Running:
@@ -84,8 +95,8 @@ class Hypothesis(NamedTuple):
     """One text that a model found: its tokens, without the mark at either end.
 
     ``score``: the sum of the tokens' log-probabilities, the end mark's included. ``normalised``:
-    that score with the length penalty. ``ended``: whether the model set the end mark; otherwise
-    ``max_length`` cut the text.
+    that score with the penalties of length and coverage. ``ended``: whether the model set the end
+    mark; otherwise ``max_length`` cut the text.
     """
 
     tokens: list[int]

@@ -1,6 +1,7 @@
 """A beam search over translations. A step is launches only, so a CUDA graph can hold it."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,109 +9,194 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import get_xp, on_gpu
 from gpuattn.autodiff.tape import raw
+from gpuattn.decode.options import BeamOptions
+from gpuattn.decode.stepper import Hypothesis, hypotheses_of
 from gpuattn.engine.cache import DeviceCache
+from gpuattn.engine.decoder_step import decoder_of
+from gpuattn.engine.inputs import FIXED_TOKENS, Inputs, parts, portions, rounded, token_mask
 from gpuattn.models.translation import Sources
+from gpuattn.ops.attention.store_rows import store_rows
 from gpuattn.ops.sampling.beam_step import beam_step
-from gpuattn.ops.sampling.beam_update import Beams, beam_update
+from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
+from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 
-TOKEN_STEP = 512  # the tokens of a batch of sources are padded to a multiple of it
-
-
-def pinned(like: Any) -> Any:
-    """Return a host array like ``like`` from which copies to its device are asynchronous."""
-    if not on_gpu(like):
-        return np.empty(like.shape, like.dtype)
-    import cupyx
-
-    return cupyx.empty_pinned(like.shape, like.dtype)
+TOKEN_STEP = 512  # the tokens of sources that are encoded together are padded to a multiple of it
+READ = "done", "steps", "scores", "pool_scores", "slots", "history"  # by ``stable_texts``
+FIXED_LENGTH = 16  # tokens of a source on average, where sources are encoded in one shape
 
 
 class TranslationSearch:
-    """The state of a search over ``sentences`` sources at a time, reused for batch after batch.
+    """The state of a search in ``sentences`` slots, each of which translates source after source.
 
     ``room``, ``source_room``: the most tokens of a translation and of a source, marks included.
-    ``divisor``: of scores by length, see ``Beams``. ``banned``: tokens that never come.
+    ``bos``: the token that begins a translation. ``prefix_room``: the most tokens of a prefix.
+    ``may_end``: whether a translation may be complete before its limit.
+    ``batch_invariant``: sources are encoded in launches of one shape on a GPU, see ``Engine``.
     """
+
+    pages: Any = None  # of a PagedGeneration
 
     def __init__(
         self, model: Any, sentences: int, beam: int, room: int, source_room: int, *,
-        divisor: Callable[[int], float], bos: int, eos: int, banned: tuple[int, ...], nbest: int,
-        min_length: int = 0,
+        options: BeamOptions, bos: int, prefix_room: int = 0, batch_invariant: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self.sentences = model, sentences
-        self.bos, self.eos, self.nbest = bos, eos, nbest
+        self.model, self.sentences, self.source_room = model, sentences, source_room
+        self.options, self.bos, self.ending = options, bos, ending(options)
+        self.may_end = bool({*options.eos} - {*options.banned})
         config, like = model.config, model.parameters()[0].data
         xp = get_xp(like)
-        self.beams = Beams(like, sentences, beam, room, divisor)
+        self.beams = Beams(like, sentences, beam, room, options.divisor)
+        self.beams.start(bos, xp.zeros(sentences, np.int32))
         heads, head_dim = config.kv_heads or config.heads, config.d_model // config.heads
         self.caches = [DeviceCache(like, self.beams, heads, head_dim) for _ in model.decoder]
         shape = (sentences, source_room, heads, head_dim)
         self.memory = [
             (arrays.zeros(like, shape), arrays.zeros(like, shape)) for _ in model.decoder
         ]
-        self.memory_lengths = xp.ones(sentences, np.int32)
-        self.most_tokens = -(-sentences * source_room // TOKEN_STEP) * TOKEN_STEP
-        self.fillers = -(-TOKEN_STEP // source_room)  # sequences that hold the padding
-        offsets = sentences + self.fillers + 1
-        self._inputs = xp.empty(2 * self.most_tokens + offsets + sentences, np.int32)
-        self._staging = pinned(self._inputs)
-        self.banned = None
-        if banned:
-            self.banned = xp.zeros(config.vocab, bool)
-            self.banned[list(banned)] = True
-        self.min_length = min_length
-
-    def load(self, sources: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-        """Copy token ids without marks to the device; there may be fewer sources than sentences.
-
-        ``limits``: the most tokens of each translation, its end mark included.
-        """
-        room = self.memory[0][0].shape[1]
-        lengths = np.zeros(self.sentences + self.fillers, np.int32)
-        lengths[: len(sources)] = [len(source) + 1 for source in sources]
-        total = int(lengths.sum())
-        self.token_room = -(-total // TOKEN_STEP) * TOKEN_STEP
-        lengths[self.sentences :] = (self.token_room - total - room * np.arange(self.fillers)).clip(
-            0, room
-        )
-        host = self._staging
-        host[...] = 0
-        tokens, positions, bounds, most = self._parts(host)
-        tokens[:total] = np.concatenate([[*source, self.eos] for source in sources])
-        bounds[1:] = np.cumsum(lengths)
-        positions[: self.token_room] = np.arange(self.token_room) - np.repeat(bounds[:-1], lengths)
-        most[: len(sources)] = limits
-        if on_gpu(self._inputs):
-            self._inputs.set(host)
-        else:
-            self._inputs[...] = host
-
-    def _parts(self, inputs):
-        """Return views of tokens, positions, offsets of the sources and limits."""
-        rest = inputs[2 * self.most_tokens :]
-        return (
-            inputs[: self.most_tokens], inputs[self.most_tokens : 2 * self.most_tokens],
-            rest[: -self.sentences], rest[-self.sentences :],
+        self.memory_lengths = xp.asarray(np.ones(sentences, np.int32))
+        self._fixed: tuple[int, int, int] | None = None
+        if batch_invariant and on_gpu(like):
+            tokens = max(FIXED_TOKENS, source_room)
+            self._fixed = min(sentences, tokens // FIXED_LENGTH), tokens, source_room
+        most = self._fixed or (sentences, _token_room(sentences * source_room), 1)
+        # the mask of ``beam_step`` comes after the normaliser, and before a prefix
+        listed = options.renormalise or prefix_room > 0
+        self.banned: Any = None
+        if options.banned and not listed:
+            self.banned = token_mask(like, options.banned, config.vocab)
+        names = "eos", "min_length", "no_repeat_ngram", "repetition_penalty"
+        self.rules = TextRules(
+            like, sentences, banned=options.banned if listed else (), prefix_room=prefix_room,
+            on_logits=options.renormalise, first=bos,
+            **{name: getattr(options, name) for name in names},
         )  # fmt: skip
+        self.eos = xp.asarray(options.eos, np.int32)
+        self._inputs = Inputs(like, self._sizes(most))
+        own = self.beams, self.caches, self.memory, self.memory_lengths
+        self.decoder = decoder_of(model, *own)
+
+    def portions(self, sources: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Return the indices of sources in lists, one for each call of ``load``."""
+        if not self._fixed:
+            return [range(len(sources))]
+        most, tokens, _ = self._fixed
+        return [*portions([len(source) + 1 for source in sources], most, tokens)]
+
+    def load(
+        self, sources: Sequence[Sequence[int]], limits: Sequence[int],
+        prefixes: Sequence[Sequence[int]] = (), slots: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Copy token ids without marks to the device, where ``encode`` reads them.
+
+        ``limits``: the most tokens of each translation, its end mark included. ``prefixes``: the
+        tokens that each begins with, none by default. ``slots``: where
+        they are translated; other slots go on as they are. None: in the first slots, and all
+        others end. ``shape`` is then what the launches of ``encode`` depend on.
+        """
+        count, lengths = len(sources), np.array([len(source) + 1 for source in sources])
+        total, longest = int(lengths.sum()), _longest(int(lengths.max()), self.source_room)
+        shape = rounded(count, self.sentences, 1), _token_room(total), longest
+        self.shape = shape = self._fixed or shape
+        longest = shape[2]
+        self._inputs.begin()
+        host, sizes = self._inputs.host, self._sizes(shape)
+        most, known, forced, places, starts, bounds, tokens, positions = parts(host, sizes)
+        most[:], known[:] = 0 if slots is None else -1, 1
+        at = np.arange(count) if slots is None else np.asarray(slots)
+        most[at], known[at] = limits, lengths
+        forced[:] = -1
+        for slot, prefix in zip(at, prefixes if forced.size else (), strict=False):
+            forced.reshape(self.rules.prefix.shape)[slot, : len(prefix)] = prefix
+        sequences = np.zeros(len(bounds) - 1, np.int32)  # those past the entries hold the padding
+        sequences[:count] = lengths
+        fillers = len(sequences) - shape[0]
+        padding = shape[1] - total - longest * np.arange(fillers)
+        sequences[shape[0] :] = padding.clip(0, longest)
+        bounds[0], bounds[1:] = 0, np.cumsum(sequences)
+        places[:], starts[:] = at[0], 0  # unused entries write the same as the first one
+        places[:count], starts[:count] = at, bounds[:count]
+        tokens[:] = 0
+        eos = self.model.config.eos
+        marked = itertools.chain.from_iterable((*source, eos) for source in sources)
+        tokens[:total] = np.fromiter(marked, np.int32, total)
+        positions[:] = np.arange(shape[1]) - np.repeat(bounds[:-1], sequences)
+        self._inputs.send(sizes)
+
+    def _sizes(self, shape):
+        """Return how many integers there are of: limits, source lengths and prefixes by slot; slots
+        and first tokens by entry; offsets of the packed sequences; tokens and their positions."""
+        entries, tokens, longest = shape
+        padding = tokens if self._fixed else _padding(tokens)
+        sequences = entries + -(-padding // longest)
+        S = self.sentences
+        return S, S, self.rules.prefix.size, entries, entries, sequences + 1, tokens, tokens
+
+    def refresh(self) -> None:
+        """Take over the weights as they are now."""
+        if self.decoder:
+            self.decoder.pack()
 
     def encode(self) -> None:
-        """Encode the loaded sources and start the search. Launches only, as in ``step``."""
-        model, xp = self.model, get_xp(self.memory_lengths)
-        tokens, positions, bounds, limits = self._parts(self._inputs)
-        room, used = self.memory[0][0].shape[1], slice(0, self.token_room)
-        batch = Sources(tokens[used], positions[used], bounds, room)
+        """Encode the loaded sources and start their searches. Launches only, as in ``step``."""
+        model, (*_, longest) = self.model, self.shape
+        limits, lengths, forced, places, starts, bounds, tokens, positions = parts(
+            self._inputs.device, self._sizes(self.shape)
+        )
         with model.evaluating():
+            batch = Sources(tokens, positions, bounds, longest)
             projected = model.memory(raw(model.encode(batch)))
-        starts, ends = bounds[: self.sentences], bounds[1 : self.sentences + 1]
-        rows = xp.minimum(starts[:, None] + xp.arange(room), self.token_room - 1)
         for own, found in zip(self.memory, projected, strict=True):
-            for target, x in zip(own, found, strict=True):
-                target[...] = raw(x)[rows]
-        self.memory_lengths[...] = ends - starts
+            found = map(raw, found)
+            store_rows(list(zip(own, found, strict=True)), starts, places, longest)
+        of_slots = [(self.memory_lengths[:, None], lengths)]
+        if forced.size:
+            prefix = self.rules.prefix
+            of_slots.append((prefix[:, None], forced.reshape(prefix.shape)))
+        store_rows(of_slots, places, places)
         self.beams.start(self.bos, limits)
+
+    begin = encode
+
+    def stop(self, slots: Sequence[int]) -> None:
+        """End the translations in ``slots`` as they are."""
+        limits = np.full(self.sentences, -1, np.int32)
+        limits[list(slots)] = 0
+        self.beams.start(self.bos, limits)
+
+    def progress(self, texts: bool) -> tuple[Any, ...]:
+        """Return arrays to read: which slots are done (S,), and if asked the texts so far.
+
+        Those are what ``certain`` reads.
+        """
+        beams = self.beams
+        return tuple(getattr(beams, name) for name in READ) if texts else (beams.done,)
+
+    def certain(
+        self, read: Sequence[np.ndarray], slots: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (lengths (n,), tokens (n, m)) that are certain in ``slots``: see ``stable_texts``.
+
+        ``read``: copies of ``progress``.
+        """
+        return stable_texts(*(x[list(slots)] for x in read))
+
+    def results(self) -> tuple[Any, ...]:
+        """Return the arrays that ``hypotheses`` reads."""
+        return best_texts(self.beams, self.options.nbest)
+
+    def hypotheses(
+        self, read: Sequence[np.ndarray], slots: Sequence[int], limits: Sequence[int]
+    ) -> list[list[Hypothesis]]:
+        """Return what was found in ``slots``; ``read``: copies of ``results``."""
+        texts, lengths, scores, normalised = (x[list(slots)] for x in read)
+        return hypotheses_of(texts, lengths, scores, normalised, limits)
 
     def step(self) -> None:
         """Take the next token of every beam."""
+        self.take(self.decoder() if self.decoder else self._logits())
+
+    def _logits(self):
+        """Return the logits of every beam, op by op."""
         model, beams = self.model, self.beams
         tokens, positions = beams.tokens.reshape(-1, 1), beams.positions.reshape(-1, 1)
         with model.evaluating():
@@ -118,18 +204,82 @@ class TranslationSearch:
                 model.target(tokens, positions), self.memory, positions=positions,
                 memory_lengths=self.memory_lengths, caches=self.caches,
             )  # fmt: skip
-            logits = raw(model.logits(x[:, -1]))
-        found = beam_step(
-            logits, beams.scores, banned=self.banned, penalties=self._early_ends(),
-            vocab_size=model.config.vocab,
-        )  # fmt: skip
-        beam_update(*found, beams, eos=self.eos, nbest=self.nbest)
+            return raw(model.output(x[:, -1]))
 
-    def _early_ends(self):
-        """Return the penalties of ``beam_step`` that ban the end mark before ``min_length``."""
-        if not self.min_length:
-            return None
-        xp, positions = get_xp(self.memory_lengths), self.beams.positions.reshape(-1, 1)
-        early = positions < self.min_length
-        amounts = xp.where(early, np.float32(np.inf), np.float32(0))
-        return xp.full(positions.shape, self.eos, np.int32), amounts
+    def take(self, logits: Any) -> None:
+        """Take the next token of every beam by ``logits`` (rows, V), which may change in place."""
+        beams = self.beams
+        logits, penalties = self._ruled(logits)
+        found = beam_step(
+            logits, beams.scores, banned=self.banned, penalties=penalties,
+            count=candidates(self.options), vocab_size=self.model.config.vocab,
+        )  # fmt: skip
+        beam_update(*found, beams, eos=self.eos, **self.ending)
+
+    def _ruled(self, logits):
+        """Apply the rules that depend on texts; return logits and penalties for ``beam_step``."""
+        beams, rules = self.beams, self.rules
+        if rules.empty:
+            return logits, None
+        if rules.on_logits and rules.repetition_penalty != 1:
+            logits = logits.astype(np.float32, copy=False)  # changed logits would be rounded
+        state = beams.scores, beams.positions, beams.history, beams.slots
+        return logits, text_rules(logits, *state, rules, vocab_size=self.model.config.vocab)
+
+
+def stable_texts(
+    done: np.ndarray, steps: np.ndarray, scores: np.ndarray, pool_scores: np.ndarray,
+    slots: np.ndarray, history: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return (lengths (S,), tokens (S, n)): how every result of a sentence begins.
+
+    That is what all its live beams share, as long as no text is in its pool, which may begin
+    otherwise; then, and once it is done, the length is 0. Of copies of the arrays of ``Beams``, on
+    the host; tokens past a length are undefined.
+    """
+    each, place = np.arange(len(done)), np.arange(steps.max(initial=0))
+    live = scores != -np.inf
+    rows = slots[:, :, 1 : len(place) + 1]
+    texts = history[..., 0][each[:, None, None], place, rows]  # (S, K, n)
+    first = texts[each, live.argmax(1)]
+    differ = ((texts != first[:, None]) & live[:, :, None]).any(1)
+    shared = ~differ & (place < steps[:, None])
+    lengths = np.logical_and.accumulate(shared, 1).sum(1)
+    certain = (pool_scores[:, 0] == -np.inf) & ~done
+    return np.where(certain, lengths, 0), first
+
+
+def candidates(options: BeamOptions) -> int:
+    """Return how many continuations of a sentence a step looks at."""
+    return max(2, 1 + len(options.eos)) * options.beam
+
+
+def ending(options: BeamOptions) -> dict[str, Any]:
+    """Return the settings of ``beam_update`` that say when a sentence is done."""
+    names = {"fairseq": "fairseq", "hf": "present", "hf-early": "enough", "ct2": "enough"}
+    stopping, enough = names.get(options.stopping, "greatest"), options.enough
+    if options.stopping == "hf-never" and options.length_penalty <= 0:
+        stopping = "present"
+    if options.stopping == "ct2" and options.length_penalty == 0:
+        stopping, enough = "best", options.nbest
+    common = {"nbest": options.nbest, "end_counts": options.end_counts}
+    return {"stopping": stopping, "enough": enough, **common}
+
+
+# A first launch of a shape costs ten milliseconds, padding some microseconds: shapes are few.
+
+
+def _padding(token_room):
+    """Return more than what pads sources to ``token_room``: up to a third of it, or TOKEN_STEP."""
+    return max(TOKEN_STEP, 1 << max(0, (token_room - 1).bit_length() - 2))
+
+
+def _token_room(total):
+    """Return ``total`` rounded up: 512, 1024, 1536, 2048, 3072, 4096, 6144, ..."""
+    step = _padding(total)
+    return -(-total // step) * step
+
+
+def _longest(length, most):
+    """Return ``length`` rounded up to 16, 64, 256, ... or to ``most``."""
+    return min(most, 1 << max(4, ((length - 1).bit_length() + 1) // 2 * 2))

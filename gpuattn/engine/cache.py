@@ -5,6 +5,7 @@ from typing import Any
 from gpuattn import arrays
 from gpuattn.autodiff.tape import raw
 from gpuattn.ops.attention.step_attention import step_attention
+from gpuattn.ops.attention.store_rows import store_rows
 from gpuattn.ops.sampling.beam_update import Beams
 from gpuattn.ops.sampling.text_update import Texts
 
@@ -14,7 +15,6 @@ class DeviceCache:
 
     Rows stay where they are; ``beams.slots`` says whose keys a beam reads. Positions and lengths
     are read from ``beams``, so that a captured step is the same launches at every position.
-    Several tokens at a time begin the texts.
     """
 
     def __init__(self, like: Any, beams: Beams | Texts, kv_heads: int, head_dim: int) -> None:
@@ -23,16 +23,32 @@ class DeviceCache:
         self.beams = beams
 
     def decodes(self, q: Any) -> bool:
-        """Return whether ``attend`` accepts the queries (rows, T, H, D): those of a step."""
-        return q.shape[1] == 1
-
-    def extend(self, k: Any, v: Any) -> tuple[Any, Any]:
-        """Store k and v (rows, T, Hk, D) as the first ones; return them."""
-        for store, new in ((self.k, k), (self.v, v)):
-            store[:, : new.shape[1]] = raw(new)
-        return k, v
+        """Return True: ``attend`` takes the queries of a step."""
+        return True
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
         """Store k and v (rows, 1, Hk, D) behind the others; return the attention of ``q``."""
         counts = self.beams.key_counts.ravel()
         return step_attention(q, k, v, self.k, self.v, counts, self.beams.slots)
+
+
+class PromptCache:
+    """A cache while the keys of prompts are computed, whose texts begin in some rows.
+
+    ``starts``: their first tokens among those of all prompts, int32 (n,), and ``places``: the rows,
+    int32 (n,), both where kernels read them; the same entry may come twice.
+    """
+
+    def __init__(self, cache: Any, starts: Any, places: Any) -> None:
+        self.cache, self.starts, self.places = cache, starts, places
+
+    def decodes(self, q: Any) -> bool:
+        """Return False: queries see the tokens of their own call alone."""
+        return False
+
+    def extend(self, k: Any, v: Any) -> tuple[Any, Any]:
+        """Store k and v (prompts, T, Hk, D) as the first ones; return them."""
+        packed = [raw(x).reshape(-1, *x.shape[2:]) for x in (k, v)]
+        tables = self.cache.k, self.cache.v
+        store_rows(list(zip(tables, packed, strict=True)), self.starts, self.places, k.shape[1])
+        return k, v

@@ -1,72 +1,129 @@
 """Generate texts with a trained model: many at a time, the search on the device.
 
 On a GPU a step of the search is a CUDA graph. The host queues replays in bursts. While one burst
-runs it reads how many sentences were left after the burst before, so the GPU does not wait for the
-host. On NumPy the searches of ``gpuattn.decode`` run instead; tests compare the engine with them.
+runs it reads which sentences were done after the burst before, so the GPU does not wait for the
+host; their places in the batch are taken by others that wait (``scheduler``, ``lane``). On NumPy
+the searches of ``gpuattn.decode`` run instead, batch after batch; tests compare the engine with
+them. Requests that are submitted run in slots on NumPy too.
 """
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import numpy as np
 
 from gpuattn import rng
-from gpuattn.arrays import get_xp, import_cupy, on_gpu, to_cpu
+from gpuattn.arrays import get_xp, on_gpu, to_cpu
 from gpuattn.data.batching import PackedLoader
 from gpuattn.decode.batches import search_all
 from gpuattn.decode.beam import beam_search
+from gpuattn.decode.limits import Limits
 from gpuattn.decode.options import BeamOptions, SampleOptions
-from gpuattn.decode.stepper import Hypothesis, hypotheses_of
-from gpuattn.engine import generation
-from gpuattn.engine.beam import TranslationSearch
-from gpuattn.errors import problem
-from gpuattn.ops.sampling.beam_step import MAX_BEAM
-from gpuattn.ops.sampling.beam_update import best_texts
+from gpuattn.decode.stepper import Hypothesis
+from gpuattn.engine import generation, lookup
+from gpuattn.engine.beam import candidates
+from gpuattn.engine.inputs import rounded
+from gpuattn.engine.lane import Lane, Request
+from gpuattn.engine.lookup import Speculation
+from gpuattn.engine.pages import mostly_shared
+from gpuattn.engine.plans import Plans, keys_of
+from gpuattn.engine.request import Handle
+from gpuattn.engine.runner import Queued, Runner
+from gpuattn.engine.scheduler import Scheduler
+from gpuattn.engine.searches import Searches
+from gpuattn.errors import ConfigError, problem
+from gpuattn.ops.arguments import check_flags
+from gpuattn.ops.sampling.beam_step import MAX_BEAM, MAX_COUNT
 from gpuattn.runtime.device import batch_to
-from gpuattn.runtime.graphs import Replays, warn
-from gpuattn.runtime.readback import Reading
+from gpuattn.runtime.graphs import warn
 
-BURST = 4  # steps between two looks at how many sentences still run
 SCORED_TOKENS = 8192  # of a batch of pairs to score, on each side
-MAX_TOKENS = 1 << 18  # cached tokens, beams x their room, of all searches that are kept
+EMPTY = Hypothesis([], 0.0, 0.0, False)  # a text whose limit is 0
 
 
-def refusal(options: BeamOptions, prefix: Any = None) -> str | None:
+def refusal(options: BeamOptions) -> str | None:
     """Return why the device cannot run a search, so that ``decode.beam`` does, or None."""
-    only = BeamOptions(eos=options.eos[:1])
-    for name in ("stopping", "patience", "end_counts", "renormalise"):
-        asked, there = getattr(options, name), getattr(only, name)
-        if asked != there:
-            return f"{name} is {asked!r}, the search on the device has {there!r}"
-    if len(options.eos) > 1:
-        return f"there are {len(options.eos)} end marks, the search on the device takes one"
-    if options.by_text:
-        return "no_repeat_ngram and repetition_penalty are not in the search on the device"
-    if prefix is not None:
-        return "texts have a prefix, the search on the device takes none"
+    if options.coverage:
+        return f"coverage is {options.coverage}, the search on the device has none"
     if options.beam > MAX_BEAM:
         return f"the beam is {options.beam}, the search on the device takes at most {MAX_BEAM}"
+    if candidates(options) > MAX_COUNT:
+        got = f"{len(options.eos)} end marks and a beam of {options.beam}"
+        return f"{got} need {candidates(options)} continuations, the device has {MAX_COUNT}"
     return None
 
 
 class Engine:
     """Generates with ``model``, on the device where its parameters are.
 
-    ``max_rows``: the most beams of all sentences of a batch together. ``notify(sentence)``: called
+    ``max_rows``: the most beams of all sentences that run together. ``notify(sentence)``: called
     with the reason where steps cannot be CUDA graphs or the search cannot run on the device; by
-    default it warns.
+    default it warns. The parameters may be replaced while no request runs.
+
+    ``batch_invariant``: the tokens and scores of a text are the same bits whatever runs with it,
+    and in any order: alone, in a full batch, in a slot that others had. They then depend on the
+    model, the device, its libraries, ``max_rows``, ``batch_tokens`` and the text's own settings and
+    lengths alone. On a GPU each step has ``max_rows`` rows however few texts there are, so choose
+    it for the load, and sources or prompts are computed 2048 tokens at a time, those that are
+    missing too. On NumPy products are computed 16 rows at a time. Settings that the search on the
+    device lacks are refused. ``score`` is as without.
+
+    >>> import gpuattn
+    >>> from gpuattn.models.gpt2 import GPT2, GPT2Config
+    >>> model = GPT2(GPT2Config(vocab=40, d_model=32, heads=2, layers=2, block=64)).eval()
+    >>> with gpuattn.Engine(model) as engine:
+    ...     one = engine.submit([3, 1, 4], limit=6, seed=1)
+    ...     other = engine.submit([1, 5], limit=9, temperature=0)
+    ...     tokens = [token for token in one]  # as they come
+    ...     (text,) = other.result()
+    >>> tokens == one.result()[0].tokens, len(text.tokens)
+    (True, 9)
     """
 
-    def __init__(self, model: Any, *, max_rows: int = 2048, notify: Any = warn) -> None:
+    def __init__(
+        self, model: Any, *, max_rows: int = 2048, notify: Any = warn, batch_invariant: bool = False
+    ) -> None:
+        check_flags("Engine", batch_invariant=batch_invariant)
         self.model, self.max_rows, self._notify = model, max_rows, notify
+        self.batch_invariant = batch_invariant
         self.on_gpu = on_gpu(model.parameters()[0].data)
-        self._searches: dict = {}  # what a search is for -> TranslationSearch or Generation
-        self._weights: tuple | None = None  # addresses of the parameters that graphs read
-        if self.on_gpu:
-            self._stream = import_cupy().cuda.Stream(non_blocking=True)
-            with self._stream:
-                self._replays = Replays(notify)
+        self._lock = threading.RLock()  # held while launches of searches are queued
+        self._searches = Searches(model, notify, invariant=batch_invariant)
+        self._plans = Plans(model, max_rows, self._searches, invariant=batch_invariant)
+        self._runner = Runner(self._searches, self._lock, on_gpu=self.on_gpu)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel all submitted requests and wait until they have ended; take no more."""
+        self._runner.close()
+
+    def submit(
+        self, tokens: Sequence[int], *, limit: int, priority: int = 0, **settings: Any
+    ) -> Handle:
+        """Let a thread of the engine work on a request; return its Handle at once.
+
+        ``tokens``: a source to translate, without marks, or a prompt to continue. ``limit``: the
+        most new tokens. ``settings``: of ``translations``, with ``prefix`` a list of tokens, or of
+        ``generate``, with ``number`` that of the sample. Requests share steps with others of the
+        same settings and of similar lengths. They wait for a slot by ``priority``, the greatest
+        first, then by age; ``scheduler.Scheduler`` says how none waits for ever. Where there is no
+        memory for another kind of search, its requests wait until others are over.
+
+        Raises ValueError, before anything runs, as ``translations`` and ``generate`` do, and
+        RuntimeError after ``close``. An error while it runs ends the request: ``result`` raises it.
+        """
+        if hasattr(self.model, "encode"):
+            return self._submit_source(tokens, limit, priority, **settings)
+        return self._submit_prompt(tokens, limit, priority, **settings)
 
     def translate(
         self, sources: Sequence[Sequence[int]], *, limits: Sequence[int], **options: Any
@@ -86,78 +143,78 @@ class Engine:
         prefix: Sequence[Sequence[int]] | None = None, batch_tokens: int | None = None,
         **settings: Any,
     ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:  # fmt: skip
-        """Yield (indices of sources, their lists of up to ``nbest`` Hypotheses), batch by batch.
+        """Yield (indices of sources, their lists of up to ``nbest`` Hypotheses), as they are found.
 
         ``sources``: token ids without marks. ``limits``: the most tokens of each translation, the
-        end mark included. ``batch_tokens``: beams of a batch times their greatest length, at most.
-        Other arguments as in ``decode.beam.beam_search``, which also searches where the device
-        cannot: ``notify`` is then called with the reason. Batches are of similar lengths, the
-        longest first. A translation does not depend on the sources in its batch, but
-        for rounding. Raises ValueError for settings out of range and for texts longer than the
-        model's ``max_length``.
+        end mark included. ``batch_tokens``: beams that run together times their greatest length, at
+        most. Other arguments as in ``decode.beam.beam_search``, which also searches where the
+        device cannot: ``notify`` is then called with the reason. The longest sources come first;
+        others take the places of those that are done. A translation does not depend on the sources
+        that run with it, but for rounding. Raises ValueError for settings out of range and for
+        texts longer than the model's ``max_length``.
         """
         options = BeamOptions(**settings)
-        most = self.model.config.max_length
-        if max(limits, default=0) > most:
-            accepted = f"up to the model's max_length, {most}"
-            raise ValueError(problem("translate", "a limit", max(limits), accepted))
-        reason = refusal(options, prefix)
-        if self.on_gpu and reason:
-            self._notify(reason)
-        if reason or not self.on_gpu:
+        self._check_lengths(sources, limits)
+        if self._by_host(options):
             yield from self._on_host(sources, limits, bos, prefix, options, batch_tokens)
             return
-        order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
-        tokens = options.beam * _rounded(max(limits, default=1), most)
-        size = max(1, min(self.max_rows // options.beam, (batch_tokens or MAX_TOKENS) // tokens))
-        for begin in range(0, len(order), size):
-            chosen = order[begin : begin + size]
-            batch = [sources[i] for i in chosen], [limits[i] for i in chosen]
-            yield chosen, self._on_device(*batch, bos, options)
+        prefixes = self._prefixes(options, bos, limits, prefix)
+        if empty := [i for i, limit in enumerate(limits) if limit == 0]:
+            yield empty, [[EMPTY]] * len(empty)
+        order = [i for i, limit in enumerate(limits) if limit]
+        order.sort(key=lambda i: -len(sources[i]))
+        requests = [Request(sources[i], limits[i], prefixes[i], owner=i) for i in order]
+        for plan, alike in self._plans.of_sources(requests, bos, options, batch_tokens):
+            with contextlib.closing(self._flow(plan, alike)) as flow:  # also where a caller stops
+                for found in flow:
+                    yield [request.owner for request, _ in found], [texts for _, texts in found]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, limits: Sequence[int], eos: Any = None,
         temperature: float = 1.0, seed: Any = None, numbers: Sequence[int] | None = None,
-        tell: Callable[[int, list[int]], None] | None = None, **settings: Any,
+        tell: Callable[[int, list[int]], None] | None = None,
+        speculate: Speculation | None = None, **settings: Any,
     ) -> list[Hypothesis]:  # fmt: skip
         """Return for each prompt a Hypothesis: the tokens that a language model continues it by.
 
         ``prompts``: token ids, 1 or more each. ``limits``: the most new tokens of each. ``eos``:
-        the token that ends a text, or None. ``temperature`` 0 takes the most probable token each
+        the tokens that end a text, or None. ``temperature`` 0 takes the most probable token each
         time. ``seed``, ``numbers`` (the number of each sample) and ``settings`` as in
-        ``decode.sample.sample``, which also draws where the device cannot: ``notify`` is then
-        called with the reason. The tokens of a text depend on its prompt, number and seed, not on
+        ``decode.sample.sample``. The tokens of a text depend on its prompt, number and seed, not on
         its batch, but for rounding. ``tell(i, tokens)``: called with the next tokens of text i
-        whenever some are known. Raises ValueError for settings out of range, and for a prompt and
-        limit that are longer than the model's ``block`` + 1.
+        whenever some are known. Prompts that begin alike share keys and values, see ``pages``.
+        ``speculate``: with temperature 0, several tokens in a pass where a text repeats itself, see
+        ``lookup``. The tokens are those of generating without, but for rounding: passes of other
+        sizes add in other orders, so two tokens with nearly equal logits may change places. Raises
+        ValueError for settings out of range, for those that ``speculate`` does not take, and for a
+        prompt and limit that are longer than the model's ``block`` + 1.
         """
-        if temperature == 0:
-            temperature, settings = 1.0, settings | {"top_k": 1}
-        options = SampleOptions(eos=eos, temperature=temperature, **settings)
+        options = _sampling(eos, temperature, settings)
         generation.check(self.model, prompts, limits, options)
+        if speculate is not None:
+            lookup.check(options, temperature, self.batch_invariant)
+            return self._speculated(prompts, limits, options, speculate, tell)
         numbers = range(len(prompts)) if numbers is None else numbers
-        key, reason = rng.as_key(seed), generation.refusal(options)
-        if self.on_gpu and reason:
-            self._notify(reason)
-        if reason or not self.on_gpu:
+        key = rng.as_key(seed)
+        # NumPy is faster in batches of one length, unless most of the prompts is computed once
+        if not (self.on_gpu or self.batch_invariant or mostly_shared(prompts)):
             found = generation.on_host(self.model, prompts, limits, numbers, key, asdict(options))
-            if tell:
-                generation.Told(tell, range(len(found))).all(found)
+            for i, text in enumerate(found):
+                if tell and text.tokens:
+                    tell(i, text.tokens)
             return found
-        keys = [len(prompt) - 1 + limit for prompt, limit in zip(prompts, limits, strict=True)]
-        order = sorted(range(len(prompts)), key=lambda i: -keys[i])
-        results: list = [None] * len(prompts)
-        while order:
-            room = _rounded(max(1, keys[order[0]]), self.model.config.block)
-            size = max(1, min(self.max_rows, MAX_TOKENS // room))
-            chosen, order = order[:size], order[size:]
-            told = generation.Told(tell, chosen) if tell else None
-            batch = [[given[i] for i in chosen] for given in (prompts, limits, numbers)]
-            texts = self._generated(batch, key, options, room, size, told)
-            for i, text in zip(chosen, texts, strict=True):
-                results[i] = text
-            if told:
-                told.all(texts)
+        results: list = [EMPTY] * len(prompts)
+        order = [i for i, limit in enumerate(limits) if limit]
+        requests = [Request(prompts[i], limits[i], (), numbers[i], key, i) for i in order]
+        requests.sort(key=keys_of, reverse=True)
+
+        def say(request, tokens):
+            tell(request.owner, tokens)
+
+        for plan, alike in self._plans.of_prompts(requests, options):
+            for over in self._flow(plan, alike, say if tell else None):
+                for request, (text,) in over:
+                    results[request.owner] = text
         return results
 
     def score(
@@ -178,14 +235,60 @@ class Engine:
         longest = max(len(side) for pair in pairs for side in pair) + 1
         xp = get_xp(self.model.parameters()[0].data)
         found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(pairs)
-        for batch in PackedLoader(pairs, max(batch_tokens, longest), seed=0).epoch(0):
+        config, size = self.model.config, max(batch_tokens, longest)
+        for batch in PackedLoader(pairs, size, 0, bos=config.bos, eos=config.eos).epoch(0):
             scores = to_cpu(self.model.log_probabilities(batch_to(batch, xp)))
             parts = np.split(scores, batch.cu_target[1:-1])
             for i, part in zip(batch.sentences, parts, strict=True):
                 found[i] = part
         return found
 
-    def _on_host(self, sources, limits, bos, prefix, options, batch_tokens):
+    def _speculated(self, prompts, limits, options, speculation, tell):
+        """Return what ``generate`` does, by ``lookup`` as long as enough proposals hold."""
+        texts = [
+            lookup.Text(Request(prompt, limit, owner=i))
+            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
+        order = sorted((text for text in texts if not text.over), key=lambda text: -text.most_keys)
+        given_up = speculation.given_up
+        for first in range(0, len(order), lookup.MOST_TEXTS):
+            if speculation.given_up == given_up:
+                for found in self._passes(order[first : first + lookup.MOST_TEXTS], options,
+                                          speculation):  # fmt: skip
+                    for text, tokens in found if tell else ():
+                        tell(text.request.owner, tokens)
+        left = [text for text in texts if not text.over]
+        rest = self.generate(
+            [[*text.request.tokens, *text.tokens] for text in left],
+            limits=[text.request.limit - len(text.tokens) for text in left], temperature=0,
+            eos=options.eos, banned=options.banned,
+            tell=tell and (lambda i, tokens: tell(left[i].request.owner, tokens)),
+        )  # fmt: skip
+        for text, more in zip(left, rest, strict=True):
+            text.extend(more)
+        return [text.hypothesis() for text in texts]
+
+    def _passes(self, texts, options, speculation):
+        """Yield what ``lookup.passes`` does. Another thread may queue its launches in between."""
+        searches, count = self._searches, rounded(len(texts), lookup.MOST_TEXTS, 1)
+        room = rounded(max(text.most_keys for text in texts), self.model.config.block)
+        key = count, 1, room, speculation.tokens, options.banned
+
+        def new():
+            return lookup.LookupSearch(self.model, count, room, speculation.tokens, options.banned)
+
+        with self._search(key, new) as search:
+
+            def run(name, step):
+                searches.run(name, (search, search.width), step)
+
+            turns, found = lookup.passes(search, texts, options.eos, speculation, run), []
+            while found is not None:
+                yield found
+                with self._lock, searches.on_stream():
+                    found = next(turns, None)
+
+    def _on_host(self, sources, limits, bos, prefix, options, batch_tokens=None):
         def search(stepper, chosen):
             most = [limits[i] for i in chosen]
             given = None if prefix is None else [prefix[i] for i in chosen]
@@ -196,103 +299,126 @@ class Engine:
             batch_tokens=batch_tokens,
         )  # fmt: skip
 
-    def _on_device(self, sources, limits, bos, options):
-        cupy, beam = import_cupy(), options.beam
-        ready = cupy.cuda.get_current_stream().record()
-        with self._stream:
-            self._stream.wait_event(ready)
-            most = self.model.config.max_length
-            sizes = _rounded(max(limits), most), _rounded(max(map(len, sources)) + 1, most)
-            sentences = _rounded(len(sources), self.max_rows // beam, least=1)
-            key = sentences, beam, *sizes, bos, options
-            search = self._kept(key, lambda: TranslationSearch(
-                self.model, *key[:4], divisor=options.divisor, bos=bos,
-                eos=options.eos[0] if options.eos else -1, banned=options.banned,
-                nbest=options.nbest, min_length=options.min_length,
-            ))  # fmt: skip
-            search.load(sources, limits)
-            self._replays("encode", (key, search.token_room), search.encode)
-            self._run(key, search, max(limits))
-            texts = map(to_cpu, best_texts(search.beams, search.nbest))
-            empty = [Hypothesis([], 0.0, 0.0, False)]
-            found = zip(hypotheses_of(*texts, limits), limits, strict=True)
-            return [hypotheses if limit else empty for hypotheses, limit in found]
+    def _prefixes(self, options, bos, limits, prefix):
+        """Return the prefix of each source. Raises ValueError for settings that do not fit."""
+        sources: Any = SimpleNamespace(sentences=len(limits), xp=np)
+        known = Limits(options, sources, bos, np.asarray(limits, np.int32), prefix)
+        known.hidden(0, self.model.config.vocab)  # for its errors
+        return [()] * len(limits) if prefix is None else prefix
 
-    def _generated(self, batch, key, options, room, size, told):
-        """Return the Hypotheses of a ``batch``: up to ``size`` prompts, limits and numbers."""
-        prompts, limits, _ = batch
-        cupy, most = import_cupy(), self.model.config.block
-        eos, banned = options.eos[0] if options.eos else -1, options.banned
-        if options.min_length and options.eos:
-            banned = tuple({*banned, eos})
-        draws = {name: getattr(options, name) for name in generation.DRAWS}
-        longest = max(map(len, prompts)) - 1
-        before = _rounded(longest, most) if longest else 0
-        ready = cupy.cuda.get_current_stream().record()
-        with self._stream:
-            self._stream.wait_event(ready)
-            sentences = _rounded(len(prompts), size, least=1)
-            name = sentences, 1, room, before, tuple(draws.values()), eos, bool(banned)
-            search = self._kept(name, lambda: generation.Generation(
-                self.model, sentences, room, before, draws=draws, eos=eos, masked=bool(banned)
-            ))  # fmt: skip
-            search.load(*batch, key, banned)
-            self._replays("begin", (name,), search.begin)
-            texts, behind = search.texts, None
-            read = (texts.live, texts.lengths, texts.history) if told else (texts.live,)
-            for step in range(max(limits)):
-                if step == options.min_length and len(banned) > len(options.banned):
-                    search.allow_end()
-                self._replays("step", (name,), search.step)
-                if (eos >= 0 or told) and (step + 1) % BURST == 0:
-                    if behind is not None:
-                        (live, *known) = behind.values()
-                        if told:
-                            told.add(*known)
-                        if live[0] == 0:
-                            break
-                    behind = Reading(*read)
-            return generation.hypotheses(texts, len(prompts))
+    def _check_lengths(self, sources, limits):
+        """Raise ValueError for a source or a limit that is longer than the model takes."""
+        most = self.model.config.max_length
+        if min(limits, default=0) < 0 or max(limits, default=0) > most:
+            wrong = next(limit for limit in limits if not 0 <= limit <= most)
+            accepted = f"0 to the model's max_length, {most}"
+            raise ValueError(problem("translate", "a limit", wrong, accepted))
+        longest = max(map(len, sources), default=0)
+        if longest + 1 > most:
+            accepted = f"up to {most - 1}, and the end mark: the model's max_length is {most}"
+            raise ValueError(problem("translate", "a source", f"{longest} tokens long", accepted))
 
-    def _kept(self, key, new):
-        """Return the search for ``key``; graphs read parameters where they were at capture."""
-        weights = tuple(parameter.data.data.ptr for parameter in self.model.parameters())
-        if weights != self._weights:
-            self._drop(len(self._searches))
-            self._weights = weights
-        if key not in self._searches:
-            sentences, beam, room, *_ = key
-            tokens = sentences * beam * room
-            while self._searches and tokens + self._kept_tokens() > MAX_TOKENS:
-                self._drop(1)
-            self._searches[key] = new()
-        return self._searches[key]
+    def _flow(self, plan, requests, tell=None):
+        """Yield lists of (request, its Hypotheses), as they are found; the first ones start first.
 
-    def _kept_tokens(self):
-        return sum(sentences * beam * room for sentences, beam, room, *_ in self._searches)
+        Another thread or call may queue its launches between two turns.
+        """
+        searches, most = self._searches, min(len(requests), plan.most)
+        slots = plan.slots(len(requests)) if self.on_gpu else most
+        with self._search((slots, *plan.key), lambda: plan.new(slots)) as search:
+            scheduler = Scheduler(slots)
+            for request in requests:
+                scheduler.add(request, steps=request.limit)
+            said: list[tuple] = []
+            note = (lambda *told: said.append(told)) if tell else None
+            lane = Lane(search, scheduler, searches.run, tell=note, behind=int(self.on_gpu))
+            while lane.busy:
+                with self._lock, searches.on_stream():
+                    found = lane.turn()
+                for told in said:
+                    tell(*told)
+                said.clear()
+                if found:
+                    yield found
 
-    def _drop(self, count):
-        """Delete the oldest searches and their graphs."""
-        for key in list(self._searches)[:count]:
-            del self._searches[key]
-            self._replays.forget(lambda name, shape, key=key: shape[0] == key)
+    @contextlib.contextmanager
+    def _search(self, key, new):
+        """Return a context with the search for ``key``, kept or made by ``new()``.
 
-    def _run(self, key, search, steps):
-        """Queue bursts of steps until none of the sentences was left after the last but one."""
-        behind = None
-        for begin in range(0, steps, BURST):
-            for _ in range(min(BURST, steps - begin)):
-                self._replays("step", (key,), search.step)
-            reading = Reading(search.beams.live)
-            if behind is not None and behind.values()[0][0] == 0:
-                break
-            behind = reading
+        It is kept afterwards, unless an error broke it.
+        """
+        with self._lock, self._searches.on_stream(self._searches.event()):
+            search = self._searches.take(key, new)
+        sound = False
+        try:
+            yield search
+            sound = True
+        except GeneratorExit:  # a caller wants no more
+            sound = True
+            raise
+        finally:
+            with self._lock:
+                self._searches.give(search, keep=sound)
+
+    def _submit_source(self, source, limit, priority, *, bos, prefix=None, **settings):
+        options = BeamOptions(**settings)
+        self._check_lengths([source], [limit])
+        source, forced = list(source), None if prefix is None else [list(prefix)]
+        if limit == 0:
+            return self._over()
+        if self._by_host(options, submitted=True):
+
+            def search():
+                ((_, (texts,)),) = self._on_host([source], [limit], bos, forced, options)
+                return texts
+
+            return self._called(search)
+        (own,) = self._prefixes(options, bos, [limit], forced)
+        request = Request(source, limit, own)
+        return self._queued(self._plans.of_source(request, bos, options), request, priority)
+
+    def _submit_prompt(
+        self, prompt, limit, priority, *, eos=None, temperature=1.0, seed=None, number=0, **settings
+    ):  # fmt: skip
+        options, prompt = _sampling(eos, temperature, settings), list(prompt)
+        generation.check(self.model, [prompt], [limit], options)
+        if limit == 0:
+            return self._over()
+        request = Request(prompt, limit, number=number, key=rng.as_key(seed))
+        return self._queued(self._plans.of_prompt(request, options), request, priority)
+
+    def _by_host(self, options, submitted=False):
+        """Return whether the host searches; notify where it does what the device could.
+
+        Raises ConfigError, a ValueError, where it would have to with ``batch_invariant``.
+        """
+        reason = refusal(options)
+        if self.batch_invariant and reason:
+            accepted = f"False, as {reason}, and the host's search depends on the batch"
+            raise ConfigError(problem("Engine", "batch_invariant", True, accepted))
+        if self.on_gpu and reason:
+            self._notify(f"the search runs on the host: {reason}")
+        return bool(reason) or not (self.on_gpu or self.batch_invariant or submitted)
+
+    def _over(self):
+        handle = Handle(self._runner.cancel)
+        handle.finish("done", [EMPTY])
+        return handle
+
+    def _called(self, search):
+        handle = Handle(self._runner.cancel)
+        self._runner.call(handle, search)
+        return handle
+
+    def _queued(self, plan, request, priority):
+        handle = Handle(self._runner.cancel)
+        owned, event = request._replace(owner=handle), self._searches.event()
+        self._runner.submit(Queued(plan, owned, priority, event))
+        return handle
 
 
-def _rounded(count, most, least=16):
-    """Return ``count`` rounded up to a power of two, or beyond 256 to a multiple of 64.
-
-    From ``least`` to ``most``. Batches whose rounded sizes are equal share a search.
-    """
-    rounded = max(least, 1 << (count - 1).bit_length()) if count <= 256 else -(-count // 64) * 64
-    return max(count, min(rounded, most))
+def _sampling(eos, temperature, settings):
+    """Return the SampleOptions of ``generate``."""
+    if temperature == 0:
+        temperature, settings = 1.0, settings | {"top_k": 1}
+    return SampleOptions(eos=eos, temperature=temperature, **settings)

@@ -1,131 +1,279 @@
 """Sampling from a language model. A step is launches only, so a CUDA graph can hold it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import get_xp, on_gpu, to_cpu
+from gpuattn.arrays import get_xp, on_gpu
 from gpuattn.autodiff.tape import raw
 from gpuattn.decode.options import SampleOptions
 from gpuattn.decode.sample import sample
 from gpuattn.decode.stepper import Hypothesis
-from gpuattn.engine.beam import pinned
-from gpuattn.engine.cache import DeviceCache
+from gpuattn.engine.cache import DeviceCache, PromptCache
+from gpuattn.engine.decoder_step import decoder_of
+from gpuattn.engine.inputs import FIXED_TOKENS, Inputs, parts, portions, rounded, token_mask
 from gpuattn.errors import problem
+from gpuattn.ops.attention.store_rows import store_rows
 from gpuattn.ops.sampling.sample_tokens import sample_tokens
+from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 from gpuattn.ops.sampling.text_update import Texts, text_update
 from gpuattn.rng import Key
 
 DRAWS = "temperature", "top_k", "top_p", "min_p"
-
-
-def refusal(options: SampleOptions) -> str | None:
-    """Return why the device cannot run a generation, so that ``decode.sample`` does, or None."""
-    if len(options.eos) > 1:
-        return f"there are {len(options.eos)} end marks, the generation on the device takes one"
-    if options.by_text:
-        return "no_repeat_ngram and repetition_penalty are not in the generation on the device"
-    return None
+RULES = "eos", "min_length", "no_repeat_ngram", "repetition_penalty"
 
 
 def check(
     model: Any, prompts: Sequence[Any], limits: Sequence[int], options: SampleOptions
 ) -> None:
-    """Raise ValueError for texts that do not fit into the model, and for tokens it lacks."""
+    """Raise ValueError for texts that do not fit into the model, and for banned or end tokens that
+    it lacks; IndexError for such tokens of a prompt."""
     block, vocab = model.config.block, model.config.vocab
     for prompt, limit in zip(prompts, limits, strict=True):
         if len(prompt) == 0 or limit < 0 or len(prompt) - 1 + limit > block:
             got = f"{len(prompt)} tokens, with a limit of {limit}"
             accepted = f"1 or more, together up to block + 1, {block + 1}"
             raise ValueError(problem("generate", "a prompt", got, accepted))
+    for prompt in prompts:
+        ids = np.asarray(prompt)
+        if ids.min() < 0 or ids.max() >= vocab:
+            got = f"holding {ids.min() if ids.min() < 0 else ids.max()}"
+            raise IndexError(problem("generate", "a prompt", got, f"0 <= token < {vocab}"))
     wrong = [token for token in (*options.banned, *options.eos) if not 0 <= token < vocab]
     if wrong:
         got = f"holding {wrong[0]}"
         raise ValueError(problem("generate", "banned or eos", got, f"0 <= token < {vocab}"))
+    if len(options.eos) >= vocab:
+        accepted = f"fewer end marks than tokens, {vocab}"
+        raise ValueError(problem("generate", "eos", f"{len(options.eos)} tokens", accepted))
 
 
 class Generation:
-    """The state of up to ``sentences`` texts at a time, reused for batch after batch.
+    """The state of a generation in ``sentences`` slots, each of which takes text after text.
 
-    ``room``: the most keys of a text. ``before``: the most tokens of a prompt without its last.
-    ``draws``: temperature to min-p, see ``sample_tokens``. ``eos``: the end mark or -1.
-    ``masked``: whether some tokens are banned.
+    Each slot has a cache of its own; a ``PagedGeneration`` shares them.
+    ``room``: the most keys of a text. ``draws``: temperature to min-p, see ``sample_tokens``.
+    ``rules``: ``eos``, ``min_length``, ``no_repeat_ngram`` and ``repetition_penalty``, see
+    ``TextRules``. ``banned``: tokens that never come. ``may_end``: whether a text may be complete
+    before its limit. ``batch_invariant``: prompts are computed with others of similar lengths, in
+    launches of one shape for each such length on a GPU, see ``Engine``.
     """
 
+    pages: Any = None  # of a PagedGeneration
+
     def __init__(
-        self, model: Any, sentences: int, room: int, before: int, *, draws: dict, eos: int,
-        masked: bool,
+        self, model: Any, sentences: int, room: int, *, draws: dict, rules: dict,
+        banned: Sequence[int] = (), batch_invariant: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self.before, self.draws, self.eos = model, before, draws, eos
+        self.model, self.draws = model, draws
+        self.may_end = bool({*rules["eos"]} - {*banned})
         like = model.parameters()[0].data
         xp = get_xp(like)
         self.texts = Texts(like, sentences, room)
-        own = [layer.attention for layer in model.layers]
-        self.caches = [DeviceCache(like, self.texts, x.kv_heads, x.head_dim) for x in own]
-        # of each sentence: last token, its position, limit, number, key, the tokens before
-        self._inputs = xp.zeros((8 + before) * sentences, np.int32)
-        self._staging = pinned(self._inputs)
-        self.banned: Any = xp.zeros(model.config.vocab, bool) if masked else None
+        self.numbers = none = xp.zeros(sentences, np.int32)
+        self.texts.start(none, none, none, self.texts.keys)
+        self.eos = xp.asarray(rules["eos"], np.int32)
+        self.rules = TextRules(like, sentences, on_logits=True, **rules)
+        self._alike, self._fixed = batch_invariant, batch_invariant and on_gpu(like)
+        self.caches = self._new_caches(like)
+        self._inputs = Inputs(like, self._sizes(self._largest()))
+        self.banned: Any = None
+        if banned:
+            self.banned = token_mask(like, banned, model.config.vocab)
+        self.decoder = None if self.pages else decoder_of(model, self.texts, self.caches)
+
+    def _new_caches(self, like):
+        """Return a cache for each layer."""
+        own = [layer.attention for layer in self.model.layers]
+        return [DeviceCache(like, self.texts, x.kv_heads, x.head_dim) for x in own]
+
+    def portions(self, prompts: Sequence[Any]) -> list[Sequence[int]]:
+        """Return the indices of prompts in lists, one for each call of ``load``."""
+        if not self._alike:
+            return [range(len(prompts))]
+        widths: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            widths.setdefault(self._width(len(prompt) - 1), []).append(i)
+        return [
+            [indices[i] for i in part]
+            for width, indices in widths.items()
+            for part in portions([width] * len(indices), self._most(width), FIXED_TOKENS)
+        ]
+
+    def _width(self, length):
+        """Return how many tokens prompts of up to ``length``, but for their last, are padded to."""
+        return rounded(length, self.texts.room) if length else 0
+
+    def _most(self, width):
+        """Return how many prompts of a width are computed together, where that is fixed."""
+        return min(self.texts.sentences, max(1, FIXED_TOKENS // max(width, 1)))
 
     def load(
-        self, prompts: Sequence[Any], limits: Sequence[int], numbers: Sequence[int], key: Key,
-        banned: Sequence[int],
+        self, prompts: Sequence[Any], limits: Sequence[int], numbers: Sequence[int],
+        keys: Sequence[Key], slots: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """Copy a batch to the device; there may be fewer prompts than sentences."""
-        host, count = self._staging, len(prompts)
-        host[...] = 0
-        last, positions, most, own, keys, before = self._parts(host)
-        last[:count] = [prompt[-1] for prompt in prompts]
-        positions[:count] = [len(prompt) - 1 for prompt in prompts]
-        most[:count], own[:count] = limits, numbers
-        keys[:] = key.seed & 0xFFFFFFFF, key.seed >> 32, key.stream, int(key.step)
-        for row, prompt in zip(before, prompts, strict=False):
-            row[: len(prompt) - 1] = prompt[:-1]
-        _copy(host, self._inputs)
-        if self.banned is not None:
-            mask = np.zeros(len(self.banned), bool)
-            mask[list(banned)] = True
-            _copy(mask, self.banned)
+        """Copy prompts, with the number and key of each one's draws, to the device for ``begin``.
 
-    def _parts(self, inputs):
-        """Return views of (S,) last tokens, positions, limits, numbers, (S, 4) keys, the others."""
+        ``limits``: the most new tokens of each. ``slots`` and ``shape`` as in
+        ``TranslationSearch.load``. ``begin`` computes equal prompts once.
+        """
         S = self.texts.sentences
-        last, positions, most, own = inputs[: 4 * S].reshape(4, S)
-        keys = inputs[4 * S : 8 * S].reshape(S, 4).view(np.uint32)
-        return last, positions, most, own, keys, inputs[8 * S :].reshape(S, self.before)
+        at = np.arange(len(prompts)) if slots is None else np.asarray(slots)
+        self.shape = self._plan(prompts, limits, at)
+        self._inputs.begin()
+        sizes = self._sizes(self.shape)
+        last, positions, most, own, words, chosen, *before = parts(self._inputs.host, sizes)
+        most[:] = 0 if slots is None else -1
+        for x in (last, positions, own):
+            x[:] = 0
+        last[at] = [prompt[-1] for prompt in prompts]
+        positions[at] = [len(prompt) - 1 for prompt in prompts]
+        most[at], own[at] = limits, numbers
+        words = words.view(np.uint32).reshape(S, 4)
+        words[:] = 0
+        words[at] = [(k.seed & 0xFFFFFFFF, k.seed >> 32, k.stream, int(k.step)) for k in keys]
+        chosen[:], chosen[: len(at)] = at[0], at
+        self._write_prompts(prompts, at, before)
+        self._inputs.send(sizes)
+
+    def _sizes(self, shape):
+        """Return how many integers there are of: last tokens, positions, limits, numbers and keys
+        by slot; the slots that change; and what prompts need beside them."""
+        S = self.texts.sentences
+        return S, S, S, S, 4 * S, S, *self._prompt_sizes(shape)
+
+    def refresh(self) -> None:
+        """Take over the weights as they are now."""
+        if self.decoder:
+            self.decoder.pack()
 
     def begin(self) -> None:
         """Start the loaded texts: compute the keys of their prompts. Launches only."""
-        last, positions, most, _, keys, before = self._parts(self._inputs)
+        last, positions, most, own, words, slots, *before = parts(
+            self._inputs.device, self._sizes(self.shape)
+        )
+        keys = words.view(np.uint32).reshape(-1, 4)
         self.texts.start(last, positions, most, keys)
-        if self.before:  # keys past the end of a prompt are overwritten before they are read
+        of_slots = (self.numbers[:, None], own), (self.rules.first[:, None], last)
+        store_rows(of_slots, slots, slots)
+        self._compute_prompts(*before)
+
+    # ---- prompts but for their last tokens ----
+
+    def _plan(self, prompts, limits, at):
+        """Return what launches for new texts in the slots ``at`` depend on: how many, how many
+        different prompts, and their greatest length."""
+        different, S = {tuple(prompt[:-1]) for prompt in prompts}, self.texts.sentences
+        width = self._width(max(map(len, different)))
+        if self._fixed:
+            return self._most(width), self._most(width), width
+        return rounded(len(prompts), S, 1), rounded(len(different), S, 1), width
+
+    def _largest(self):
+        """Return the largest shape."""
+        return self.texts.sentences, self.texts.sentences, self.texts.room
+
+    def _prompt_sizes(self, shape):
+        """Return how many integers there are of the first tokens of prompts and of their slots, by
+        entry, and of tokens."""
+        entries, prompts, before = shape
+        return entries, entries, prompts * before
+
+    def _write_prompts(self, prompts, at, host):
+        """Write to the ``host`` what ``_compute_prompts`` reads."""
+        starts, places, before = host
+        numbered: dict[tuple, int] = {}
+        own = [numbered.setdefault(tuple(p[:-1]), len(numbered)) for p in prompts]
+        starts[:], places[:] = 0, at[0]  # unused entries write the same as the first one: prompt 0
+        places[: len(at)], before[:] = at, 0
+        starts[: len(at)] = np.multiply(own, self.shape[2])
+        for row, prompt in zip(before.reshape(self.shape[1:]), numbered, strict=False):
+            row[: len(prompt)] = prompt
+
+    def _compute_prompts(self, starts, places, before):
+        if before.size:  # keys past the end of a prompt are overwritten before they are read
+            caches = [PromptCache(cache, starts, places) for cache in self.caches]
             with self.model.evaluating():
-                self.model.states(before, caches=self.caches)
+                self.model.states(before.reshape(self.shape[1:]), caches=caches)
+
+    def stop(self, slots: Sequence[int]) -> None:
+        """End the texts in ``slots`` as they are."""
+        texts, limits = self.texts, np.full(self.texts.sentences, -1, np.int32)
+        limits[list(slots)] = 0
+        limits = get_xp(texts.limits).asarray(limits)
+        texts.start(texts.tokens, texts.positions, limits, texts.keys)
+
+    def progress(self, texts: bool) -> tuple[Any, ...]:
+        """Return arrays to read: as of ``TranslationSearch.progress``."""
+        own = self.texts
+        return (own.done, own.lengths, own.history) if texts else (own.done,)
+
+    def certain(
+        self, read: Sequence[np.ndarray], slots: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (lengths (n,), tokens (n, room)) so far in ``slots``: all are certain.
+
+        ``read``: copies of ``progress``.
+        """
+        _, lengths, history = (x[list(slots)] for x in read)
+        return lengths, history
+
+    def results(self) -> tuple[Any, ...]:
+        """Return the arrays that ``hypotheses`` reads."""
+        texts = self.texts
+        return texts.history, texts.lengths, texts.scores, texts.ended
+
+    def hypotheses(
+        self, read: Sequence[np.ndarray], slots: Sequence[int], limits: Sequence[int] = ()
+    ) -> list[list[Hypothesis]]:
+        """Return the texts in ``slots``, a list of one each; ``read``: copies of ``results``."""
+        found = zip(*(x[list(slots)] for x in read), strict=True)
+        return [
+            [
+                Hypothesis(
+                    tokens=tokens[:length].tolist(),
+                    score=float(score),
+                    normalised=float(score / max(1, length + ended)),
+                    ended=bool(ended),
+                )
+            ]
+            for tokens, length, score, ended in found
+        ]
 
     def step(self) -> None:
         """Draw the next token of every text. Launches only."""
+        self.take(self.decoder() if self.decoder else self._logits())
+
+    def _logits(self):
+        """Return the logits of every text, op by op."""
         model, texts = self.model, self.texts
         tokens, positions = texts.tokens.reshape(-1, 1), texts.positions.reshape(-1, 1)
         with model.evaluating():
             states = model.states(tokens, positions, caches=self.caches)
-            logits = raw(model.head(states[:, -1]))
+            return raw(model.head(states[:, -1]))
+
+    def take(self, logits: Any) -> None:
+        """Draw the next token of every text from ``logits`` (S, V), which may change in place."""
+        texts = self.texts
         drawn = sample_tokens(
-            logits, keys=texts.keys, numbers=self._parts(self._inputs)[3], banned=self.banned,
-            vocab_size=model.config.vocab, **self.draws,
+            self._ruled(logits), keys=texts.keys, numbers=self.numbers, banned=self.banned,
+            vocab_size=self.model.config.vocab, **self.draws,
         )  # fmt: skip
         text_update(*drawn, texts, eos=self.eos)
 
-    def allow_end(self) -> None:
-        """Let the end mark come from the next step on."""
-        self.banned[self.eos : self.eos + 1].fill(False)
-
-
-def _copy(host, target):
-    if on_gpu(target):
-        target.set(host)
-    else:
-        target[...] = host
+    def _ruled(self, logits):
+        """Return the logits with the bans and penalties that texts bring."""
+        texts, rules = self.texts, self.rules
+        if rules.empty:
+            return logits
+        if rules.repetition_penalty != 1:
+            logits = logits.astype(np.float32, copy=False)  # changed logits would be rounded
+        scores, lengths = texts.scores[:, None], texts.lengths[:, None]
+        history = texts.history[:, :, None, None]
+        vocab = self.model.config.vocab
+        text_rules(logits, scores, lengths, history, texts.slots, rules, vocab_size=vocab)
+        return logits
 
 
 def on_host(
@@ -146,37 +294,3 @@ def on_host(
         for i, text in zip(chosen, texts, strict=True):
             found[i] = text
     return found
-
-
-class Told:
-    """Calls ``tell(i, tokens)`` with the new tokens of the texts ``chosen``, as they are known."""
-
-    def __init__(self, tell: Callable[[int, list[int]], None], chosen: Sequence[int]) -> None:
-        self._tell, self._chosen, self._known = tell, chosen, [0] * len(chosen)
-
-    def add(self, lengths: Sequence[int], texts: Sequence[Any]) -> None:
-        """Tell of the first ``lengths`` tokens of each of ``texts`` what was not told before."""
-        for row, i in enumerate(self._chosen):
-            new = np.asarray(texts[row])[self._known[row] : lengths[row]].tolist()
-            self._known[row] += len(new)
-            if new:
-                self._tell(i, new)
-
-    def all(self, found: Sequence[Hypothesis]) -> None:
-        """Tell of all tokens of the texts that were not told before."""
-        self.add([len(text.tokens) for text in found], [text.tokens for text in found])
-
-
-def hypotheses(texts: Texts, count: int) -> list[Hypothesis]:
-    """Read the first ``count`` texts back."""
-    arrays = texts.history, texts.lengths, texts.scores, texts.ended
-    found = zip(*(to_cpu(x)[:count] for x in arrays), strict=True)
-    return [
-        Hypothesis(
-            tokens=tokens[:length].tolist(),
-            score=float(score),
-            normalised=float(score / max(1, length + ended)),
-            ended=bool(ended),
-        )
-        for tokens, length, score, ended in found
-    ]

@@ -28,7 +28,8 @@ MOST_PLANS = 4096  # then evict all: more plans than this means that shapes neve
 FLOAT32, FLOAT16, FLOAT64 = (np.dtype(name) for name in ("float32", "float16", "float64"))
 TYPES = {FLOAT32: 0, FLOAT64: 1, FLOAT16: 2, BFLOAT16: 14}  # cudaDataType_t
 COMPUTE_32F, COMPUTE_TF32, COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
-SUMS_IN_FLOAT32 = 2  # cublasLtReductionScheme_t: partial sums are not added in the dtype of C
+# cublasLtReductionScheme_t: a sum is not split, or partial sums are not added in the dtype of C
+NO_SPLITS, SUMS_IN_FLOAT32 = 0, 2
 CUPY_TF32 = 7  # CuPy's COMPUTE_TYPE_TF32
 NOTHING_FITS = 7, 15  # CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED
 FACTORS = {dtype: np.array([0, 1], dtype) for dtype in (FLOAT32, FLOAT64)}  # beta, or alpha
@@ -76,7 +77,7 @@ def multiply(
         a.shape, a.strides, b.shape, b.strides, dtype, b.dtype,
         None if out is None else (out.shape, out.strides, out.dtype, out.data.device_id),
         transpose_a, transpose_b, accumulate and out is not None, epilogue, share, low & -low,
-        dtype == FLOAT32 and _tf32(cupy),
+        dtype == FLOAT32 and _tf32(cupy), arrays.batch_invariant.get(),
         cupy.cuda.runtime.getDevice(), a.data.device_id, b.data.device_id,
     )  # fmt: skip
     plan = _plans.get(key)
@@ -90,11 +91,15 @@ def multiply(
         return None
     if out is None:
         out = arrays.empty(a, plan.shape)
-    if (tune := tuner.get()) is not None:
+    if arrays.rehearsing.get():
+        return out
+    if (tune := tuner.get()) is not None and not plan.invariant:
         tune(plan, cupy, a, b, out, vector, aux)
     if not plan.run(cupy, a, b, out, vector, aux):
         plan = _plans[key] = Reason("cuBLASLt planned this product but refuses to launch it")
         return plan
+    if (recorder := arrays.recorders.get()) is not None:
+        recorder.multiplied(plan, (a, b, out, vector, aux))
     return out
 
 
@@ -119,7 +124,8 @@ def library() -> tuple[Any, str]:
 
 
 @functools.cache
-def _handle(device: int) -> int:
+def handle(device: int) -> int:
+    """Return the handle of the library on a device; the first call starts it."""
     try:
         return library()[0].create()
     except library()[0].cuBLASLtError as error:
@@ -218,8 +224,8 @@ def _target(
 
 def _plan(
     a: Matrix, b: Matrix, out: Matrix | None, transpose_a: bool, transpose_b: bool,
-    accumulate: bool, epilogue: str | None, share: int, alignment: int, tf32: bool, device: int,
-    *others: int,
+    accumulate: bool, epilogue: str | None, share: int, alignment: int, tf32: bool, invariant: bool,
+    device: int, *others: int,
 ) -> "MatmulPlan | Reason":  # fmt: skip
     """Return the MatmulPlan, or why there is none. Arguments: see ``multiply``, and its key."""
     if reason := _operands_refusal(a, b, out, {device, *others}):
@@ -239,7 +245,8 @@ def _plan(
     kind = f"{left} {right} {target} {a.dtype} {dtype} {accumulate} {epilogue} {alignment} {tf32}"
     kind += f" {share}" if share > 1 else ""
     lt, _ = library()
-    plan = MatmulPlan(lt, _handle(device), device, shape, copies, kind)
+    plan = MatmulPlan(lt, handle(device), device, shape, copies, kind, invariant)
+    plan.tf32 = tf32 if a.dtype == FLOAT32 else None
     compute = COMPUTE_64F if dtype == FLOAT64 else COMPUTE_TF32 if tf32 else COMPUTE_32F
     types = TYPES[a.dtype], TYPES[dtype]
     try:
@@ -264,18 +271,25 @@ class MatmulPlan:
 
     ``lt``, ``handle``: nvmath's bindings and the library's handle of ``device``. ``shape``: of the
     product. ``copies``: whether a and b are made contiguous first. ``kind``: the name of the kind
-    of product in the files of ``tuning``.
+    of product in the files of ``tuning``. ``invariant``: whether a row is the same bits wherever it
+    stands: then no sum is split over blocks, and the plan is not tuned, which could change it
+    between two calls.
     """
 
     def __init__(
         self, lt: Any, handle: int, device: int, shape: tuple[int, ...], copies: tuple[bool, bool],
-        kind: str,
+        kind: str, invariant: bool = False,
     ) -> None:  # fmt: skip
         self.lt, self.handle, self.device, self.shape = lt, handle, device, shape
         self.copy_a, self.copy_b = copies
-        self.kind, self.tuned = kind, False
+        self.kind, self.tuned, self.invariant = kind, False, invariant
         self.vector = self.aux = 0  # addresses that the operation's descriptor holds
         self.layouts: list[int] = []
+        self.tf32: bool | None = None  # of float32 operands, whether planned for TF32
+
+    def is_current(self) -> bool:
+        """Return whether the plan fits CuPy's present setting of TF32."""
+        return self.tf32 is None or self.tf32 == _tf32(sys.modules["cupy"])
 
     def describe(
         self, left: _Matrix, right: _Matrix, target: _Matrix, types: tuple[int, int], compute: int,
@@ -329,7 +343,10 @@ class MatmulPlan:
         lt, names = self.lt, self.lt.MatmulPreferenceAttribute
         wishes: list[tuple[int, np.ndarray]] = [
             (names.MAX_WORKSPACE_BYTES, np.array([WORKSPACE_BYTES], np.uint64)),
-            (names.REDUCTION_SCHEME_MASK, np.array([SUMS_IN_FLOAT32], np.uint32)),
+            (
+                names.REDUCTION_SCHEME_MASK,
+                np.array([NO_SPLITS if self.invariant else SUMS_IN_FLOAT32], np.uint32),
+            ),
         ]
         for matrix in "ABCD":
             name = names[f"MIN_ALIGNMENT_{matrix}_BYTES"]
@@ -366,26 +383,30 @@ class MatmulPlan:
             a = cupy.ascontiguousarray(a)
         if self.copy_b:
             b = cupy.ascontiguousarray(b)
-        if vector is None and aux is None:
-            return self._launch(cupy, a, b, out)
+        addresses = [0 if x is None else x.data.ptr for x in (a, b, out, vector, aux)]
+        return self.run_at(cupy.cuda.get_current_stream().ptr, *addresses)
+
+    def run_at(self, stream: int, a: int, b: int, out: int, vector: int = 0, aux: int = 0) -> bool:
+        """Launch on a stream, on arrays at these addresses, 0 for none; else like ``run``."""
+        if not vector and not aux:
+            return self._launch(stream, a, b, out)
         with _lock:  # no other thread may set its addresses between these two
             self._point(vector, aux)
-            return self._launch(cupy, a, b, out)
+            return self._launch(stream, a, b, out)
 
-    def _point(self, vector: Any, aux: Matrix | None) -> None:
-        """Let the operation's descriptor hold the addresses of these arrays."""
+    def _point(self, vector: int, aux: int) -> None:
+        """Let the operation's descriptor hold these addresses, unless they are 0."""
         names = self.lt.MatmulDescAttribute
-        if vector is not None and vector.data.ptr != self.vector:
-            self.vector = vector.data.ptr
-            self._set(names.BIAS_POINTER, self.vector, np.uint64)
-        if aux is not None and aux.data.ptr != self.aux:
-            self.aux = aux.data.ptr
-            self._set(names.EPILOGUE_AUX_POINTER, self.aux, np.uint64)
+        if vector and vector != self.vector:
+            self.vector = vector
+            self._set(names.BIAS_POINTER, vector, np.uint64)
+        if aux and aux != self.aux:
+            self.aux = aux
+            self._set(names.EPILOGUE_AUX_POINTER, aux, np.uint64)
 
-    def _launch(self, cupy: ModuleType, a: Matrix, b: Matrix, out: Matrix) -> bool:
-        stream, size = cupy.cuda.get_current_stream().ptr, self.workspace_bytes
+    def _launch(self, stream: int, a: int, b: int, out: int) -> bool:
+        size, target = self.workspace_bytes, self.target
         memory = workspace("cuBLASLt", WORKSPACE_BYTES, self.device, stream) if size else 0
-        a, b, out, target = a.data.ptr, b.data.ptr, out.data.ptr, self.target
         if self.swap:
             a, b = b, a
         try:

@@ -10,12 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import check_floats, check_together, get_xp, on_gpu, wide
+from gpuattn.arrays import (
+    batch_invariant,
+    check_floats,
+    check_together,
+    get_xp,
+    on_gpu,
+    unrecorded_write,
+    wide,
+)
 from gpuattn.errors import warn_slow_path
 from gpuattn.gemm import cublaslt
 from gpuattn.gemm.cublaslt import Reason
 
 Array = Any
+BLOCK_ROWS = 16  # of a product on NumPy where ``arrays.batch_invariant`` is set
 
 
 def matmul(
@@ -39,6 +48,7 @@ def matmul(
         )  # fmt: skip
         if type(done) is not Reason:
             return done
+    unrecorded_write()
     check_together("matmul", a=a, b=b, out=out)
     check_floats("matmul", a=a, b=b)
     a, b = a.T if transpose_a else a, b.T if transpose_b else b
@@ -174,7 +184,8 @@ def _warned(done: Array | Reason) -> Array | Reason:
 def _product(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return a @ b; from 16-bit operands NumPy gives float32 and a GPU the operands' dtype."""
     if get_xp(a, b) is np:
-        return np.matmul(_for_blas(a), _for_blas(b), out=out)
+        a, b = _for_blas(a), _for_blas(b)
+        return _by_blocks(a, b, out) if batch_invariant.get() else np.matmul(a, b, out=out)
     done = _warned(cublaslt.multiply(a, b, out))
     if type(done) is not Reason:
         return done
@@ -186,6 +197,26 @@ def _product(a: Array, b: Array, out: Array | None = None) -> Array:
         out[...] = product
         return out
     return a.dot(b, out)
+
+
+def _by_blocks(a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    """Return a @ b, whose rows are the same bits whatever the others are and how many.
+
+    OpenBLAS adds in another order for other numbers of rows, and its AVX2 kernel in other orders
+    for rows of one product. So products have BLOCK_ROWS rows, the last filled up with zeros, and
+    are taken as b.T @ a.T: then rows are lanes of the same vectors.
+    """
+    (M, K), N = a.shape, b.shape[1]
+    blocks = -(-M // BLOCK_ROWS)
+    filled = np.zeros((blocks * BLOCK_ROWS, K), a.dtype)
+    filled[:M] = a
+    columns = filled.reshape(blocks, BLOCK_ROWS, K).swapaxes(1, 2)
+    product = np.ascontiguousarray(np.matmul(b.T, columns).swapaxes(1, 2))
+    product = product.reshape(blocks * BLOCK_ROWS, N)[:M]
+    if out is None:
+        return product
+    out[...] = product
+    return out
 
 
 def _for_blas(a: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gpuattn.arrays import without_plans
 from gpuattn.cuda import disk_cache
 from gpuattn.gemm import cublaslt
 from gpuattn.gemm.cublaslt import Candidate, MatmulPlan
@@ -35,7 +36,8 @@ def tune(call: Callable[[], Result]) -> Result:
     tuner = _Tuner()
     token = cublaslt.tuner.set(tuner)
     try:
-        return call()
+        with without_plans():
+            return call()
     finally:
         cublaslt.tuner.reset(token)
         tuner.keep()

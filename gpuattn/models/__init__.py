@@ -9,6 +9,8 @@ from gpuattn.models.translation import TranslationConfig, TranslationModel
 from gpuattn.models.bert import Bert, BertConfig
 from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.models.llama import Llama, LlamaConfig
+from gpuattn.models.rotary_scaling import RotaryScaling
+from gpuattn.models.vit import ViT, ViTConfig
 
 __all__ = [
     "GPT2",
@@ -17,6 +19,9 @@ __all__ = [
     "GPT2Config",
     "Llama",
     "LlamaConfig",
+    "RotaryScaling",
     "TranslationConfig",
     "TranslationModel",
+    "ViT",
+    "ViTConfig",
 ]

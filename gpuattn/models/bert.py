@@ -4,7 +4,7 @@ Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Langua
 (2019). Sentence embeddings: Reimers and Gurevych, "Sentence-BERT" (2019).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,9 +12,11 @@ import numpy as np
 
 from gpuattn.arrays import as_array, get_xp
 from gpuattn.autodiff.tape import raw
+from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import ConfigError, problem
 from gpuattn.models import flops
 from gpuattn.models.config import CHOICES, ModelConfig, check_config
+from gpuattn.models.kinds import ModelKind, register
 from gpuattn.nn.dropout import Dropout, RandomState, Streams
 from gpuattn.nn.embedding import Embedding
 from gpuattn.nn.linear import Linear
@@ -24,7 +26,9 @@ from gpuattn.nn.transformer import TransformerEncoderLayer, run_layers
 from gpuattn.ops.embedding import embedding
 from gpuattn.ops.linear.bias_activation import gelu, relu
 from gpuattn.ops.linear.linear import linear
+from gpuattn.ops.loss.cross_entropy import cross_entropy
 from gpuattn.typing import Array
+from gpuattn.units import AUTO, shown
 
 STD = 0.02  # of the initial weights
 ACTIVATIONS: dict[str, Any] = {
@@ -44,7 +48,10 @@ class BertConfig(ModelConfig):
     ``attention_dropout``: by default ``dropout``. ``pooler``: whether there is a layer over the
     first token. ``masked``: whether there is a head that predicts masked tokens, whose output
     layer is the table of the embedding where it is ``tied``. ``pad_vocab``: as of a
-    TranslationConfig. Raises ConfigError for what does not fit together.
+    TranslationConfig. ``predicted``: the share of tokens that this head sees in training, by which
+    FLOPs and memory are counted. ``classes``: of a classifier of texts, which reads the pooler; 0:
+    none. ``classifier_dropout``: before it, by default ``dropout``.
+    Raises ConfigError for what does not fit together.
     """
 
     vocab: int = 30522
@@ -62,13 +69,22 @@ class BertConfig(ModelConfig):
     masked: bool = False
     tied: bool = True
     pad_vocab: bool = True
+    predicted: float = 1.0
+    classes: int = 0
+    classifier_dropout: float | None = None
     positions: ClassVar[str] = "learned"
     kv_heads: ClassVar[None] = None
+    output_bias: ClassVar[bool] = True  # type: ignore[misc]
 
     def __post_init__(self):
         sizes = {"vocab": self.vocab, "layers": self.layers, "ffn": self.ffn, "types": self.types}
+        if self.classes:
+            sizes["classes"] = self.classes
         choices = CHOICES | {"activation": tuple(ACTIVATIONS)}
         check_config(self, choices, max_length=self.max_length, **sizes)
+        if self.classes and not self.pooler:
+            accepted = "True for a classifier, which reads it"
+            raise ConfigError(problem("BertConfig", "pooler", self.pooler, accepted))
 
     @property
     def stacks(self) -> tuple[tuple[int, bool], ...]:
@@ -76,11 +92,12 @@ class BertConfig(ModelConfig):
 
     def flops(self, *lengths: Array) -> float:
         (rows,) = lengths
-        return flops.encoder_flops(self, rows)
+        head = self.d_model * (self.d_model + self.classes) if self.classes else 0
+        return flops.encoder_flops(self, rows) + 6 * head * len(rows)
 
     def token_weights(self) -> int:
         head = self.d_model * (self.d_model + self.vocab) if self.masked else 0
-        return self.layer_weights() + head
+        return self.layer_weights() + round(self.predicted * head)
 
 
 class Bert(Module):
@@ -119,6 +136,10 @@ class Bert(Module):
                 self.output_bias = constant(0, c.table_rows)
             else:
                 self.output = Linear(c.d_model, c.table_rows, rng=rng)
+        if c.classes:
+            own = c.classifier_dropout
+            self.classifier_dropout = Dropout(c.dropout if own is None else own, streams)
+            self.classifier = Linear(c.d_model, c.classes, rng=rng)
         for _, p in self.named_parameters():
             if p.ndim == 2:
                 p.data = normal(rng, p.shape, STD).data
@@ -132,6 +153,7 @@ class Bert(Module):
         types: Array | None = None,
         lengths: Array | None = None,
         *,
+        order: Any = None,
         positions: Array | None = None,
         cu_seqlens: Array | None = None,
         max_seqlen: int | None = None,
@@ -140,6 +162,7 @@ class Bert(Module):
 
         ``types``: int, in the shape of ``tokens``; None: all 0. ``lengths`` (B,): int32, tokens of
         each text; what lies after them is not attended to, and the states there mean nothing.
+        ``order``: the loader's sorted token order, for the gradient of the embedding.
         Texts end to end, (tokens,), take ``positions`` (tokens,), which begin at 0 in each text,
         ``cu_seqlens`` and ``max_seqlen``, and give (tokens, d_model).
         Raises ValueError for a text longer than ``max_length``.
@@ -149,8 +172,8 @@ class Bert(Module):
         if length > most:
             accepted = f"up to max_length, {most}"
             raise ValueError(problem("Bert", "tokens", f"{length} tokens", accepted))
-        kinds = get_xp(tokens).zeros_like(tokens) if types is None else types
-        x = self.embedding(tokens, positions) + embedding(kinds, self.types)
+        kinds = self.types[0] if types is None else embedding(types, self.types)
+        x = self.embedding(tokens, positions, order=order) + kinds
         x = self.dropout(self.embedding_norm(x))
         return run_layers(
             self.layers, None, x, key_lengths=lengths, cu_seqlens=cu_seqlens,
@@ -159,9 +182,12 @@ class Bert(Module):
 
     def pooled(self, states: Any) -> Any:
         """Return (B, d_model), tanh of a layer over the first of the states (B, T, d_model)."""
+        return self._pooled(states[:, 0])
+
+    def _pooled(self, first):
         if self.pooler is None:
             raise ConfigError(problem("Bert.pooled", "pooler", False, "a model that has one"))
-        return np.tanh(self.pooler(states[:, 0]))
+        return np.tanh(self.pooler(first))
 
     def head(self, states: Any) -> Any:
         """Return the logits of masked tokens, (..., padded vocabulary), for states."""
@@ -177,8 +203,93 @@ class Bert(Module):
     def logits(
         self, tokens: Array, types: Array | None = None, lengths: Array | None = None
     ) -> Any:
-        """Return the logits of masked tokens (B, T, padded vocabulary), see ``states``."""
-        return self.head(self.states(tokens, types, lengths))
+        """Return the logits of the classes, (B, classes), where the model has some, else of masked
+        tokens, (B, T, padded vocabulary). Arguments: as of ``states``."""
+        states = self.states(tokens, types, lengths)
+        return self._of_classes(states[:, 0]) if self.config.classes else self.head(states)
+
+    def _of_classes(self, first):
+        """Return the logits of the classes for the states of first tokens, (B, d_model)."""
+        return self.classifier(self.classifier_dropout(self._pooled(first)))
+
+    def masked_loss(
+        self,
+        tokens: Array,
+        rows: Array,
+        labels: Array,
+        dloss: Any = None,
+        *,
+        label_smoothing: float = 0.0,
+        order: Any = None,
+        positions: Array | None = None,
+        cu_seqlens: Array | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Return the mean cross-entropy of ``labels``, the tokens at ``rows``, as a Tensor.
+
+        ``tokens``: (B, T), some of them masked, or texts end to end, see ``states``. ``rows``,
+        ``labels`` (M,): int, places in ``tokens.ravel()`` that ascend, and what stands there
+        without a mask. Only these rows have logits, (M, padded vocabulary).
+        ``dloss``, ``label_smoothing``: as in ``cross_entropy``. ``order``: as in ``states``;
+        without it the tokens are sorted in the call, which a CUDA graph cannot hold.
+        """
+        logits = self.masked_logits(
+            tokens, rows, order=order, positions=positions, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )  # fmt: skip
+        return cross_entropy(
+            logits, labels, vocab_size=self.config.vocab, label_smoothing=label_smoothing,
+            donate=True, dloss=dloss,
+        )  # fmt: skip
+
+    def masked_logits(self, tokens: Array, rows: Array, **packing: Any) -> Any:
+        """Return the logits (M, padded vocabulary) of the tokens at ``rows``.
+
+        Arguments: as of ``masked_loss``.
+        """
+        return self.head(self._states_at(rows, tokens, packing))
+
+    def _states_at(self, rows, tokens, packing):
+        """Return the states (M, d_model) at the sorted ``rows`` of ``tokens``."""
+        states = np.reshape(self.states(tokens, **packing), (-1, self.config.d_model))
+        # a lookup in the states, whose gradient is a sum without atomics; the rows are sorted
+        order = (get_xp(rows).arange(rows.size, dtype=np.int32), None, None)
+        return embedding(rows, states, order=order)
+
+    def class_loss(
+        self,
+        tokens: Array,
+        rows: Array,
+        labels: Array,
+        dloss: Any = None,
+        *,
+        label_smoothing: float = 0.0,
+        **packing: Any,
+    ) -> Tensor:
+        """Return the mean cross-entropy of the ``labels`` (B,) of texts, int, as a Tensor.
+
+        ``rows`` (B,): int, the places in ``tokens.ravel()`` of the first token of each text, which
+        ascend. Other arguments: as of ``masked_loss``.
+        """
+        logits = self.class_logits(tokens, rows, **packing)
+        return cross_entropy(
+            logits, labels, label_smoothing=label_smoothing, donate=True, dloss=dloss
+        )
+
+    def class_logits(self, tokens: Array, rows: Array, **packing: Any) -> Any:
+        """Return the logits (B, classes) of texts. Arguments: as of ``class_loss``."""
+        return self._of_classes(self._states_at(rows, tokens, packing))
+
+    def with_classes(self, classes: int, seed: int = 0) -> "Bert":
+        """Return a Bert with these parameters and a new classifier, drawn by ``seed``, in the place
+        of other heads; the pooler is new where there was none."""
+        config = replace(self.config, classes=classes, pooler=True, masked=False, predicted=0.0)
+        model, own = Bert(config, seed), dict(self.named_tensors())
+        model.random.seed = self.random.seed
+        for name, parameter in model.named_tensors():
+            if name in own and not name.startswith("classifier."):
+                parameter.data = own[name].data
+        return model
 
     def embed(
         self, tokens: Array, types: Array | None = None, lengths: Array | None = None, *,
@@ -206,3 +317,56 @@ class Bert(Module):
             length = xp.sqrt((vectors * vectors).sum(axis=1, keepdims=True))
             vectors = vectors / xp.maximum(length, 1e-12)
         return vectors.astype(dtype, copy=False)
+
+
+# ---- in a run -----------------------------------------------------------------------------------
+
+
+def _configure(options, vocab):
+    """Return the BertConfig of a TrainConfig, for the head that its data ask for."""
+    masked = options.classify is None
+    return BertConfig(
+        vocab=vocab, d_model=options.dim, heads=options.heads, layers=options.layers[0],
+        ffn=4 * options.dim, max_length=options.block, dropout=options.dropout,
+        attention_dropout=options.attention_dropout, activation=options.activation,
+        pooler=not masked, masked=masked, predicted=float(masked), pad_vocab=options.pad_vocab,
+    )  # fmt: skip
+
+
+def _check(options):
+    if options.layers[0] != options.layers[1]:
+        raise ConfigError(
+            f"layers is {shown(options.layers)}; accepted: one number, bert is an encoder only"
+        )
+    if options.positions != "learned":
+        raise ConfigError(f"positions is {options.positions}; accepted: learned for bert")
+    if options.activation not in ACTIVATIONS:
+        accepted = ", ".join(ACTIVATIONS)
+        raise ConfigError(f"activation is {options.activation}; accepted: {accepted} for bert")
+
+
+register(ModelKind(
+    name="bert", tasks=("masked", "labels"), model=Bert, configure=_configure, check=_check,
+    options=("block",),
+    notes={"ffn": "it is 4 * dim", "block": "the most tokens of a line, marks included",
+           "batch": "1024 by default with --classify"},
+    # For some million lines; the sizes of presets: Turc et al., "Well-Read Students Learn Better"
+    # (2019).
+    defaults={
+        "positions": "learned", "activation": "gelu_exact", "length": "20e", "dim": 256,
+        "heads": 4, "layers": (4, 4), "block": 128, "dropout": 0.1, "attention_dropout": 0.1,
+        "batch": 32 * 512, "mask": 0.15, "lr": 1e-3, "schedule": "linear", "weight_decay": 0.01,
+        "label_smoothing": 0.0, "ema": 0.0,
+    },
+    device_defaults={"numpy": {
+        "dim": 64, "heads": 4, "layers": (2, 2), "dropout": 0.0, "attention_dropout": 0.0,
+        "batch": 1024, "lr": 3e-3, "eval_every": AUTO,
+    }},
+    presets={
+        "tiny": {"dim": 128, "heads": 2, "layers": (2, 2)},
+        "mini": {"dim": 256, "heads": 4, "layers": (4, 4)},
+        "small": {"dim": 512, "heads": 8, "layers": (4, 4)},
+        "medium": {"dim": 512, "heads": 8, "layers": (8, 8)},
+        "base": {"dim": 768, "heads": 12, "layers": (12, 12), "lr": 1e-4},
+    },
+))  # fmt: skip

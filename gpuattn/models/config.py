@@ -1,7 +1,7 @@
 """What the configurations of the models have in common."""
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 from gpuattn.errors import ConfigError, problem
 from gpuattn.models import flops, memory
@@ -9,8 +9,8 @@ from gpuattn.models import flops, memory
 ROWS = 64  # tables of the vocabulary have a multiple of so many rows: matmuls are faster
 CHOICES = {
     "norm": ("pre", "post"),
-    "positions": ("sinusoidal", "learned", "rotary"),
-    "activation": ("relu", "gelu", "gelu_exact", "swiglu"),
+    "positions": ("sinusoidal", "learned", "rotary", "sinusoidal_halves"),
+    "activation": ("relu", "gelu", "gelu_exact", "silu", "swiglu"),
 }
 # What is recomputed in the backward pass to save memory: nothing; the layers, of which only the
 # inputs are kept; with "full", also the logits, of which a slice exists at a time.
@@ -34,6 +34,9 @@ class ModelConfig(abc.ABC):
     heads: int
     pad_vocab: bool
     head_dim: int | None = None  # d_model / heads
+    output_bias: bool = False  # whether a bias comes to the logits
+    predicted: float = 1.0  # the share of tokens that have logits in training
+    units: ClassVar[str] = "tokens"  # what ``vocab`` counts
 
     @property
     def head_size(self) -> int:

@@ -116,20 +116,26 @@ class GPT2(Module):
         *,
         caches: list[Any] | None = None,
         order: Any = None,
+        cu_seqlens: Array | None = None,
+        max_seqlen: int | None = None,
     ) -> Any:
         """Return the last layer's states (B, T, d_model) for int tokens (B, T), T up to ``block``.
 
         ``positions`` (B, T) and ``caches``, a KeyValueCache for each layer, continue a text.
         ``order``: the loader's sorted token order, for the gradient of the embedding.
+        Texts end to end, (tokens,), take ``positions`` (tokens,), which begin at 0 in each text,
+        ``cu_seqlens`` and ``max_seqlen``, up to ``block``, and give (tokens, d_model).
+        Raises ValueError for a text longer than ``block``.
         """
         tokens = as_array(raw(tokens), "GPT2", "tokens")
-        if tokens.shape[-1] > self.config.block:
-            got, accepted = f"{tokens.shape[-1]} tokens", f"up to block, {self.config.block}"
+        length = max_seqlen or tokens.shape[-1]
+        if length > self.config.block:
+            got, accepted = f"{length} tokens", f"up to block, {self.config.block}"
             raise ValueError(problem("GPT2", "tokens", got, accepted, "Give the last ones only."))
         x = self.embedding(tokens, positions, order=order)
         return run_layers(
-            self.layers, self.norm, x, caches=caches, positions=positions,
-            recompute=self.checkpoint != "none",
+            self.layers, self.norm, x, caches=caches, positions=positions, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, recompute=self.checkpoint != "none",
         )  # fmt: skip
 
     def head(self, states: Array) -> Any:
@@ -151,13 +157,19 @@ class GPT2(Module):
         *,
         label_smoothing: float = 0.0,
         order: Any = None,
+        positions: Array | None = None,
+        cu_seqlens: Array | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         """Return the mean cross-entropy of labels (B, T), the next tokens, as a Tensor.
 
         ``dloss``: what backward will be called with, see ``cross_entropy``. ``order``: as in
         ``states``; without it the tokens are sorted in the call, which a CUDA graph cannot hold.
+        ``positions``, ``cu_seqlens``, ``max_seqlen``: of texts end to end, see ``states``; labels
+        are (tokens,) then.
         """
-        states = self.states(tokens, order=order)
+        packing: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        states = self.states(tokens, positions, order=order, **packing)
         return loss_of_states(
             self, states, self._output_weight(), labels, vocab_size=self.config.vocab,
             label_smoothing=label_smoothing, dloss=dloss,
@@ -201,12 +213,12 @@ def _check(options):
         raise ConfigError(
             f"layers is {shown(options.layers)}; accepted: one number, gpt2 is a decoder only"
         )
-    if options.positions == "sinusoidal":
-        raise ConfigError("positions is sinusoidal; accepted: learned or rotary for gpt2")
+    if options.positions not in (None, *POSITIONS):
+        raise ConfigError(f"positions is {options.positions}; accepted: learned or rotary for gpt2")
 
 
 register(ModelKind(
-    name="gpt2", task="language", model=GPT2, configure=_configure, check=_check,
+    name="gpt2", tasks=("language",), model=GPT2, configure=_configure, check=_check,
     options=("block", "bias"),
     notes={"ffn": "it is 4 * dim", "attention_dropout": "it is --dropout",
            "positions": "learned or rotary"},

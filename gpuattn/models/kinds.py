@@ -5,7 +5,7 @@ plans and FLOPs are then found here: nothing else names a model.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuattn.models.config import ModelConfig
@@ -20,8 +20,10 @@ def accept(options: Any) -> None:
 class ModelKind:
     """A model that training, translating and sampling know by ``name``.
 
-    ``task``: the name of the ``tasks.task.Task`` that feeds it, and so says how its loss is called.
-    ``model``: ``(config, seed=)`` to a Module with ``loss``, ``stepper`` and ``checkpoint``.
+    ``tasks``: the names of each ``tasks.task.Task`` that can feed it, and so says how its loss is
+    called: where its data do not choose one, the first.
+    ``model``: ``(config, seed=)`` to a Module with ``checkpoint`` and what its tasks call, such as
+    ``loss`` and ``stepper``.
     ``configure``: (a ``runs.config.TrainConfig``, number of tokens) to the ModelConfig, which knows
     the FLOPs and the memory of a step.
     ``options``: fields of a TrainConfig that only some models have, this one among them.
@@ -32,7 +34,7 @@ class ModelKind:
     """
 
     name: str
-    task: str
+    tasks: tuple[str, ...]
     model: Callable[..., Module]
     configure: Callable[[Any, int], ModelConfig]
     options: tuple[str, ...] = ()
@@ -42,6 +44,12 @@ class ModelKind:
     notes: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Any], None] = accept
 
+
+SAME = {"dim": "d_model", "image_size": "image"} | {name: name for name in (
+    "heads", "kv_heads", "layers", "ffn", "bias", "dropout", "attention_dropout", "norm",
+    "positions", "activation", "pad_vocab", "patch", "channels", "stochastic_depth",
+)}  # fmt: skip
+"""{field of a TrainConfig: field of a ModelConfig that says the same}."""
 
 MODELS: dict[str, ModelKind] = {}  # by name; the first is the default of --model
 
@@ -54,7 +62,17 @@ def register(kind: ModelKind) -> ModelKind:
     return kind
 
 
+def options_of(config: Any) -> dict[str, Any]:
+    """Return {field of a TrainConfig: value} that describe a ModelConfig, as far as they can."""
+    found = {ours: getattr(config, own) for ours, own in SAME.items() if hasattr(config, own)}
+    layers = found["layers"]
+    return found | {"layers": layers if isinstance(layers, tuple) else (layers, layers)}
+
+
 def new_model(options: Any, tokenizer: Any) -> Any:
     """Return the model that a run begins with, by its TrainConfig and its tokenizer."""
     kind = MODELS[options.model]
-    return kind.model(kind.configure(options, len(tokenizer)), seed=options.seed)
+    config: Any = kind.configure(options, len(tokenizer))
+    if names := getattr(tokenizer, "names", ()):
+        config = replace(config, classes=len(names))
+    return kind.model(config, seed=options.seed)

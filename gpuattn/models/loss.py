@@ -19,19 +19,27 @@ def in_slices(rows: int, table: int, itemsize: int, checkpoint: str) -> bool:
     return checkpoint == "full" or rows * table * itemsize > WHOLE_BYTES
 
 
-def loss_of_states(model: Any, states: Any, weight: Any, labels: Array, **settings: Any) -> Tensor:
-    """Return the mean cross-entropy of ``softmax(states @ weight.T)`` and ``labels``, a Tensor.
+def loss_of_states(
+    model: Any, states: Any, weight: Any, labels: Array, *, bias: Any = None, **settings: Any
+) -> Tensor:
+    """Return the mean cross-entropy of ``softmax(states @ weight.T + bias)`` and ``labels``, a
+    Tensor.
 
-    ``settings``: as of ``cross_entropy``. ``model.checkpoint`` says how much memory is spent.
+    ``settings``: as of ``cross_entropy``. ``model.checkpoint`` says how much memory is spent; with
+    a ``bias`` all logits exist at once.
     """
     table, itemsize = len(raw(weight)), raw(states).itemsize
-    if not model.training or in_slices(labels.size, table, itemsize, model.checkpoint):
+    slices = not model.training or in_slices(labels.size, table, itemsize, model.checkpoint)
+    if slices and bias is None:
         return linear_cross_entropy(states, weight, labels, **settings)
-    return cross_entropy(linear(states, weight), labels, donate=True, **settings)
+    return cross_entropy(linear(states, weight, bias), labels, donate=True, **settings)
 
 
-def log_probabilities(states: Any, weight: Any, labels: Array, vocab: int) -> Array:
-    """Return the log-probability of each of the labels (N,) in ``softmax(states @ weight.T)``.
+def log_probabilities(
+    states: Any, weight: Any, labels: Array, vocab: int, bias: Any = None
+) -> Array:
+    """Return the log-probability of each of the labels (N,) in ``softmax(states @ weight.T +
+    bias)``.
 
     ``states``: (N, d_model). ``vocab``: rows of ``weight`` from it on are padding. float32 (N,), 0
     for labels to ignore. No gradients; the logits of all rows never exist at once.
@@ -42,6 +50,6 @@ def log_probabilities(states: Any, weight: Any, labels: Array, vocab: int) -> Ar
     size = rows_at_a_time(len(x), len(weight), x.itemsize, on_gpu(x))
     for begin in range(0, len(x), size):
         part = slice(begin, begin + size)
-        logits = raw(linear(x[part], weight))
+        logits = raw(linear(x[part], weight, bias))
         found[part] = -raw(cross_entropy(logits, labels[part], **settings))
     return found

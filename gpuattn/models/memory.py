@@ -30,11 +30,11 @@ def activation_bytes(c: Any, tokens: int, itemsize: int, checkpoint: str) -> int
         recomputed = max(recomputed, back + memory)
     if checkpoint != "none":
         kept += hidden * itemsize  # freed blocks of the pool that are too small for the logits
-    head = tokens * width * itemsize
-    if in_slices(tokens, c.table_rows, itemsize, checkpoint):
-        head += _slice(c.table_rows, itemsize, tokens) + 4 * c.table_rows * width
+    head, predicted = tokens * width * itemsize, round(tokens * c.predicted)
+    if in_slices(predicted, c.table_rows, itemsize, checkpoint) and not c.output_bias:
+        head += _slice(c, itemsize, predicted) + 4 * c.table_rows * width
     else:
-        head += tokens * c.table_rows * itemsize
+        head += predicted * c.table_rows * itemsize
     return tokens * kept + max(head, tokens * recomputed)
 
 
@@ -42,7 +42,7 @@ def evaluation_bytes(c: Any, tokens: int, itemsize: int) -> int:
     """Return the bytes of a forward pass that keeps nothing. Arguments: see above."""
     width, keys, hidden = _widths(c)
     inside = 3 * width + max(2 * width + keys, hidden + width) + _crossing_layers(c) * keys
-    return _slice(c.table_rows, itemsize, tokens) + tokens * inside * itemsize
+    return _slice(c, itemsize, round(tokens * c.predicted)) + tokens * inside * itemsize
 
 
 def _widths(c):
@@ -84,7 +84,9 @@ def _layer(c, itemsize, crosses):
     return values * itemsize + statistics, back * itemsize
 
 
-def _slice(table, itemsize, tokens):
-    """Return the bytes of the logits that ``linear_cross_entropy`` has at a time."""
-    row = table * itemsize
+def _slice(c, itemsize, tokens):
+    """Return the bytes of the logits that exist at a time: slices, but for those with a bias."""
+    row = c.table_rows * itemsize
+    if c.output_bias:
+        return tokens * row
     return min(max(CHUNK_BYTES[True], LEAST_ROWS[True] * row), tokens * row)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuattn.arrays import get_xp, to_cpu
+from gpuattn.arrays import as_array, get_xp, to_cpu
+from gpuattn.autodiff.tape import raw
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.data.tokenizer import BOS, EOS
 from gpuattn.errors import ConfigError, problem
@@ -23,7 +24,7 @@ from gpuattn.nn.attention import MemoryProjection
 from gpuattn.nn.dropout import RandomState, Streams
 from gpuattn.nn.embedding import Embedding
 from gpuattn.nn.linear import Linear
-from gpuattn.nn.module import Module
+from gpuattn.nn.module import Module, constant
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer, run_layers
 from gpuattn.ops.linear.linear import linear
@@ -36,12 +37,14 @@ class TranslationConfig(ModelConfig):
 
     ``vocab``: number of tokens. ``layers``: (encoder, decoder). ``ffn``: width inside the
     feed-forward networks. ``dropout``: of embeddings, branches and, without ``attention_dropout``,
-    attention probabilities. ``norm``: "pre" or "post". ``positions``: "sinusoidal", "learned", or
-    "rotary" (in the self-attention of both sides). ``activation``: as of ``nn.FeedForward``.
-    ``tied``: one table for source, target and output. ``max_length``: tokens of a sentence on
-    either side, marks included. ``kv_heads``: heads of keys and values, which divide ``heads``;
-    None: as many. ``pad_vocab``: tables have a multiple of 64 rows, which makes matmuls with them
-    faster.
+    attention probabilities. ``norm``: "pre" or "post". ``positions``: "sinusoidal",
+    "sinusoidal_halves", "learned", or "rotary" (in the self-attention of both sides).
+    ``activation``: as of ``nn.FeedForward``. ``tied``: one table for source, target and output.
+    ``max_length``: tokens of a sentence on either side, marks included. ``kv_heads``: heads of
+    keys and values, which divide ``heads``; None: as many. ``pad_vocab``: tables have a multiple
+    of 64 rows, which makes matmuls with them faster. ``output_bias``: whether a bias
+    comes to the logits. ``bos``: the token that the decoder's input begins with; ``eos``: the one
+    that ends a sentence on either side.
     """
 
     vocab: int
@@ -58,6 +61,9 @@ class TranslationConfig(ModelConfig):
     max_length: int = 256
     kv_heads: int | None = None
     pad_vocab: bool = True
+    output_bias: bool = False
+    bos: int = BOS
+    eos: int = EOS
 
     def __post_init__(self):
         if isinstance(self.layers, list):  # as JSON and TOML have it
@@ -67,7 +73,7 @@ class TranslationConfig(ModelConfig):
             raise ConfigError(problem("TranslationConfig", "layers", self.layers, accepted))
         sizes = {"vocab": self.vocab, "ffn": self.ffn, "max_length": self.max_length}
         check_config(self, encoder_layers=self.layers[0], decoder_layers=self.layers[1], **sizes)
-        if self.positions == "sinusoidal" and self.d_model % 2:
+        if self.positions.startswith("sinusoidal") and self.d_model % 2:
             accepted = "an even number for sinusoidal positions"
             raise ConfigError(problem("TranslationConfig", "d_model", self.d_model, accepted))
 
@@ -132,6 +138,7 @@ class TranslationModel(Module):
         ]
         self.decoder_norm = LayerNorm(c.d_model) if c.norm == "pre" else None
         self.head = None if c.tied else Linear(c.d_model, rows, bias=False, rng=rng)
+        self.output_bias = constant(0, rows) if c.output_bias else None
 
     def encode(self, batch: Any) -> Any:
         """Return the memory (source tokens, d_model) of a packed batch."""
@@ -155,9 +162,28 @@ class TranslationModel(Module):
             recompute=self.checkpoint != "none", **context,
         )  # fmt: skip
 
-    def logits(self, x: Any) -> Any:
-        """Return (..., padded vocabulary) for decoder states (..., d_model)."""
-        return linear(x, self._head_weight())
+    def output(self, x: Any) -> Any:
+        """Return the logits (..., padded vocabulary) of decoder states (..., d_model)."""
+        return linear(x, self._head_weight(), self.output_bias)
+
+    def logits(self, source: Array, target: Array, lengths: Array | None = None) -> Any:
+        """Return the logits (B, T, padded vocabulary) of the tokens that follow each of a target.
+
+        ``source``: int tokens (B, S), each row with its end mark. ``target``: (B, T), from ``bos``
+        on. ``lengths`` (B,): int32, tokens of each source, its end mark included; what lies after
+        them is not attended to. Raises ValueError for texts longer than ``max_length``.
+        """
+        source, target = (as_array(raw(x), "TranslationModel", "tokens") for x in (source, target))
+        self._check_length("source", source.shape[-1])
+        self._check_length("target", target.shape[-1])
+        memory = run_layers(
+            self.encoder, self.encoder_norm, self.source(source), key_lengths=lengths,
+            positions=_places(source),
+        )  # fmt: skip
+        x = self.decode(
+            self.target(target), memory, positions=_places(target), memory_lengths=lengths
+        )
+        return self.output(x)
 
     def _head_weight(self):
         return self.head.weight if self.head else self.source.weight
@@ -171,7 +197,8 @@ class TranslationModel(Module):
         """
         return loss_of_states(
             self, self._target_states(batch), self._head_weight(), batch.labels,
-            vocab_size=self.config.vocab, label_smoothing=label_smoothing, dloss=dloss,
+            bias=self.output_bias, vocab_size=self.config.vocab, label_smoothing=label_smoothing,
+            dloss=dloss,
         )  # fmt: skip
 
     def log_probabilities(self, batch: Any) -> Array:
@@ -180,8 +207,10 @@ class TranslationModel(Module):
         ``batch`` and errors: as of ``loss``.
         """
         with self.evaluating():
-            states, labels = self._target_states(batch), batch.labels
-            return log_probabilities(states, self._head_weight(), labels, self.config.vocab)
+            states, weight = self._target_states(batch), self._head_weight()
+            return log_probabilities(
+                states, weight, batch.labels, self.config.vocab, self.output_bias
+            )
 
     def _target_states(self, batch):
         """Return the decoder's last states (target tokens, d_model) of a packed batch."""
@@ -197,7 +226,7 @@ class TranslationModel(Module):
         """Return ``Sources`` of lists of token ids without marks, on the model's device."""
         xp = get_xp(self.source.weight.data)
         lengths = [len(source) + 1 for source in sources]
-        flat = [token for source in sources for token in (*source, EOS)]
+        flat = [token for source in sources for token in (*source, self.config.eos)]
         positions = [i for length in lengths for i in range(length)]
         bounds = np.cumsum([0, *lengths])
         tokens, places, cu = (xp.asarray(values, np.int32) for values in (flat, positions, bounds))
@@ -233,9 +262,10 @@ class TranslationModel(Module):
             attention.maps = []
         try:
             with self.evaluating():
-                x = self.source(xp.asarray([[*source, EOS]], np.int32))
+                x = self.source(xp.asarray([[*source, self.config.eos]], np.int32))
                 memory = run_layers(self.encoder, self.encoder_norm, x)
-                self.decode(self.target(xp.asarray([[BOS, *target]], np.int32)), memory)
+                target_in = xp.asarray([[self.config.bos, *target]], np.int32)
+                self.decode(self.target(target_in), memory)
             return {
                 name: [to_cpu(attention.maps[0][0]) for attention in stack]
                 for name, stack in stacks.items()
@@ -252,6 +282,13 @@ class TranslationModel(Module):
             raise ValueError(problem("TranslationModel", f"the {side}", got, accepted, advice))
 
 
+def _places(tokens):
+    """Return the positions of tokens (B, T), int32."""
+    xp = get_xp(tokens)
+    places = xp.arange(tokens.shape[-1], dtype=np.int32)
+    return xp.ascontiguousarray(xp.broadcast_to(places, tokens.shape))
+
+
 # ---- in a run -----------------------------------------------------------------------------------
 
 
@@ -266,7 +303,7 @@ def _configure(options, vocab):
 
 
 register(ModelKind(
-    name="translation", task="translation", model=TranslationModel, configure=_configure,
+    name="translation", tasks=("translation",), model=TranslationModel, configure=_configure,
     options=("ffn", "attention_dropout", "norm"),
     defaults={"positions": "sinusoidal", "activation": "relu"},
     # Where an update of the default size takes seconds, smaller ones and fewer translations at an

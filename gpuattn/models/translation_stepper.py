@@ -6,9 +6,39 @@ import numpy as np
 
 from gpuattn.arrays import get_xp
 from gpuattn.autodiff.tape import raw
+from gpuattn.errors import problem
 from gpuattn.models.stepping import CachedStepper
 from gpuattn.nn.attention import HostMemory
 from gpuattn.typing import Array
+
+
+class WatchedMemory(HostMemory):
+    """A HostMemory, on NumPy or CuPy, that keeps the probabilities of the latest queries."""
+
+    latest: Any
+
+    def attend(self, q: Any) -> Any:
+        """Return the attention of queries (B * K, 1, H, D), K for each memory, in their shape.
+
+        ``latest``: the probabilities of the first head, float32 (B * K, S).
+        """
+        xp, (rows, _, heads, head_dim) = get_xp(self.k), q.shape
+        k, v, q = (raw(x).astype(np.float32) for x in (self.k, self.v, q))
+        sentences, keys, kv_heads, _ = k.shape
+        # (B, Hk, K * H / Hk, D)
+        grouped = q.reshape(sentences, -1, kv_heads, heads // kv_heads, head_dim)
+        grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(sentences, kv_heads, -1, head_dim)
+        p = xp.matmul(grouped * head_dim**-0.5, k.transpose(0, 2, 3, 1)) + self.bias
+        p = xp.exp(p - p.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        out = xp.matmul(p, v.transpose(0, 2, 1, 3))
+        out = out.reshape(sentences, kv_heads, -1, heads // kv_heads, head_dim)
+        each = p.reshape(sentences, kv_heads, -1, heads // kv_heads, keys)
+        object.__setattr__(self, "latest", each[:, 0, :, 0].reshape(rows, keys))
+        return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, heads, head_dim).astype(self.k.dtype)
+
+    def kept(self, memories: Any) -> "WatchedMemory":
+        return WatchedMemory(self.k[memories], self.v[memories], self.bias[memories])
 
 
 class TranslationStepper(CachedStepper):
@@ -32,6 +62,26 @@ class TranslationStepper(CachedStepper):
         self.whole_lengths = lengths
         super().__init__(model, len(lengths), model.config.vocab, max_length, beam, kv_cache)
 
+    def watch(self) -> None:
+        """Keep the attention of the first head of the last layer; see ``decode.Stepper.watch``."""
+        if not self.kv_cache:
+            accepted = "a stepper with a key-value cache"
+            raise ValueError(problem("beam_search", "coverage", "asked for", accepted))
+        memory, lengths = self.whole_memory[-1], self.whole_lengths
+        if isinstance(memory, WatchedMemory):
+            return
+        if isinstance(memory, HostMemory):
+            self.whole_memory[-1] = WatchedMemory(memory.k, memory.v, memory.bias)
+            return
+        k, v = map(raw, memory)
+        past = self.xp.arange(k.shape[1]) >= lengths[:, None]
+        bias = self.xp.where(past, np.float32(-np.inf), np.float32(0))[:, None, None]
+        self.whole_memory[-1] = WatchedMemory(k, v, bias)
+
+    @property
+    def attention(self) -> Array:
+        return self.memory[-1].latest
+
     def start(self, beam: int) -> None:
         super().start(beam)
         self.memory, self.lengths = self.whole_memory, self.whole_lengths
@@ -53,4 +103,4 @@ class TranslationStepper(CachedStepper):
             self.model.target(tokens, positions), self.memory, positions=positions,
             memory_lengths=self.lengths, caches=caches,
         )  # fmt: skip
-        return self.model.logits(x[:, -1])
+        return self.model.output(x[:, -1])

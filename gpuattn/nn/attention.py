@@ -210,7 +210,9 @@ class MultiHeadAttention(Module):
     many. ``cross``: keys and values come from a memory. Parameters: ``qkv`` (or ``q`` and ``kv``)
     packed in that order, and ``out``; ``projects=False``: no ``kv``, a MemoryProjection has it.
     ``rotary``: queries and keys are rotated by their positions, see ``gpuattn.rotary``, whose
-    ``base`` is ``rotary_base``. ``qkv_bias``: of queries, keys and values; as ``bias`` by default.
+    ``base`` is ``rotary_base``; ``rotary_frequencies``: instead of it, the frequencies of pairs;
+    ``rotary_scale``: of rotated queries and keys, as YaRN has it.
+    ``qkv_bias``: of queries, keys and values; as ``bias`` by default.
     ``head_size``: of a head, width / heads by default. ``qk_norm``: the eps of an RMSNorm
     over each head of queries and keys, before they are rotated, or None.
     ``dropout`` is that of the attention probabilities.
@@ -221,6 +223,7 @@ class MultiHeadAttention(Module):
         self, width: int, heads: int, *, kv_heads: int | None = None, cross: bool = False,
         projects: bool = True, rotary: bool = False, causal: bool = False, dropout: float = 0.0,
         bias: bool = True, qkv_bias: bool | None = None, rotary_base: float = 10_000.0,
+        rotary_frequencies: Sequence[float] | None = None, rotary_scale: float = 1.0,
         head_size: int | None = None, qk_norm: float | None = None,
         streams: Streams | None = None, rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
@@ -236,7 +239,8 @@ class MultiHeadAttention(Module):
             raise ValueError(problem("MultiHeadAttention", "rotary", f"for {got}", accepted))
         rng = generator(rng)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, size
-        self.rotary, self.base, self.causal = rotary, rotary_base, causal
+        self.rotary, self.causal, self._rotary_scale = rotary, causal, rotary_scale
+        self.rates: dict[str, Any] = {"base": rotary_base, "frequencies": rotary_frequencies}
         qkv_bias = bias if qkv_bias is None else qkv_bias
         sizes = [n * self.head_dim for n in (heads, 2 * kv_heads)]
         if cross:
@@ -282,7 +286,9 @@ class MultiHeadAttention(Module):
             if self.normalises:
                 q, k = self.q_norm(q), self.k_norm(k)
             if self.rotary:
-                q, k = rotary(q, k, positions, base=self.base, donate=True)
+                q, k = rotary(q, k, positions, donate=True, **self.rates)
+                if self._rotary_scale != 1:
+                    q = q * self._rotary_scale**2  # the products are then as of both scaled
             plain = self.causal and key_lengths is None and self.maps is None
             if cache is not None and plain and not self.dropout.now()[0] and cache.decodes(q):
                 return cache.attend(q, k, v).reshape(joined)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from gpuattn import rng
+from gpuattn import arrays, rng
+from gpuattn.autodiff.tape import raw
 from gpuattn.errors import problem
 from gpuattn.nn.module import Module
 from gpuattn.ops.dropout import dropout
@@ -64,3 +65,18 @@ class Dropout(Module):
     def __call__(self, x: Any) -> Any:
         p, key = self.now()
         return dropout(x, p, seed=key) if p else x
+
+
+class StochasticDepth(Dropout):
+    """Dropout of whole samples of a residual branch, (B, ...) to the same.
+
+    Huang et al., "Deep Networks with Stochastic Depth" (2016).
+    """
+
+    def __call__(self, x: Any) -> Any:
+        p, key = self.now()
+        if not p:
+            return x
+        ones = arrays.zeros(raw(x), (len(x), *[1] * (x.ndim - 1)))
+        ones += 1
+        return x * dropout(ones, p, seed=key)

@@ -14,10 +14,11 @@ from gpuattn.typing import Array
 
 
 @functools.cache
-def sinusoidal_positions(length: int, width: int) -> np.ndarray:
+def sinusoidal_positions(length: int, width: int, *, halves: bool = False) -> np.ndarray:
     """Return the (length, width) float32 table with sin in even and cos in odd columns.
 
-    Column pair i has the wavelength 2 pi * 10000^(2i / width). Vaswani et al., "Attention Is
+    ``halves``: all sin in the first half of the columns and all cos in the second, as Marian has
+    them. Column pair i has the wavelength 2 pi * 10000^(2i / width). Vaswani et al., "Attention Is
     All You Need" (2017), section 3.5. Raises ValueError for an odd width. Do not edit the table.
     """
     if width % 2:
@@ -25,16 +26,26 @@ def sinusoidal_positions(length: int, width: int) -> np.ndarray:
     rates = np.exp(np.arange(0, width, 2) * (-np.log(10000.0) / width))
     angles = np.arange(length)[:, None] * rates
     table = np.empty((length, width), np.float32)
-    table[:, 0::2], table[:, 1::2] = np.sin(angles), np.cos(angles)
+    sines, cosines = slice(0, None, 2), slice(1, None, 2)
+    if halves:
+        sines, cosines = slice(width // 2), slice(width // 2, None)
+    table[:, sines], table[:, cosines] = np.sin(angles), np.cos(angles)
     return table
+
+
+POSITIONS: dict[str, Any] = {
+    "sinusoidal": sinusoidal_positions,
+    "sinusoidal_halves": functools.partial(sinusoidal_positions, halves=True),
+}  # tables that are constants
 
 
 class Embedding(Module):
     """``dropout(scale * weight[tokens] + position)``: int tokens (...) to (..., width).
 
     ``rows``: the size of the table; ``used``: how many of them are tokens; the others are padding,
-    start as zeros and are never looked up. ``positions``: None, "learned" or "sinusoidal", up to
-    ``max_length``. ``weight``: the table of another Embedding, to share it.
+    start as zeros and are never looked up. ``positions``: None, "learned", "sinusoidal" or
+    "sinusoidal_halves" (see ``sinusoidal_positions``), up to ``max_length``. ``weight``: the table
+    of another Embedding, to share it.
     """
 
     def __init__(
@@ -43,8 +54,8 @@ class Embedding(Module):
         weight: Any = None, streams: Streams | None = None, rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         rng = generator(rng)
-        if positions not in (None, "learned", "sinusoidal"):
-            accepted = "None, 'learned' or 'sinusoidal'"
+        if positions not in (None, "learned", *POSITIONS):
+            accepted = "None, 'learned', 'sinusoidal' or 'sinusoidal_halves'"
             raise ValueError(problem("Embedding", "positions", repr(positions), accepted))
         if positions is not None and max_length is None:
             raise ValueError(problem("Embedding", "max_length", None, "a number, with positions"))
@@ -56,8 +67,8 @@ class Embedding(Module):
         self.position_weight = None
         if positions == "learned" and max_length is not None:
             self.position_weight = normal(rng, (max_length, width), width**-0.5)
-        elif positions == "sinusoidal":
-            self._table = sinusoidal_positions(max_length, width)  # moves to the weight's device
+        elif positions is not None:
+            self._table = POSITIONS[positions](max_length, width)  # moves to the weight's device
         self.dropout = Dropout(dropout, streams)
 
     def __call__(self, tokens: Array, positions: Array | None = None, *, order: Any = None) -> Any:
@@ -78,10 +89,10 @@ class Embedding(Module):
 
     def _positions(self):
         """Return the position table: a parameter, or a constant on the weight's device."""
-        if self.positions != "sinusoidal":
+        if self.positions not in POSITIONS:
             return self.position_weight
         weight, xp = self.weight.data, get_xp(self.weight.data)
         if not isinstance(self._table, xp.ndarray) or self._table.dtype != weight.dtype:
-            table = sinusoidal_positions(self.max_length, weight.shape[1])
+            table = POSITIONS[self.positions](self.max_length, weight.shape[1])
             self._table = xp.asarray(table.astype(weight.dtype, copy=False))
         return self._table

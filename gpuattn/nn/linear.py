@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 
 from gpuattn.nn.module import Module, constant, generator, xavier_uniform
-from gpuattn.ops.linear.bias_activation import gelu, swiglu
+from gpuattn.ops.linear.bias_activation import gelu, silu, swiglu
 from gpuattn.ops.linear.linear import linear
 from gpuattn.typing import Array
 
-UNFUSED_ACTIVATIONS = {"gelu_exact": partial(gelu, approximate="none"), "swiglu": swiglu}
+UNFUSED_ACTIVATIONS = {
+    "gelu_exact": partial(gelu, approximate="none"), "silu": silu, "swiglu": swiglu
+}  # fmt: skip
 """Activations that are not fused into the matmul."""
 
 
@@ -44,8 +46,8 @@ class Linear(Module):
 class FeedForward(Module):
     """Two linear layers with an activation between them: (..., width) to (..., width).
 
-    ``activation``: "relu", "gelu" (tanh form), "gelu_exact" or "swiglu", whose first layer is twice
-    as wide, for the gate. Shazeer, "GLU Variants Improve Transformer" (2020).
+    ``activation``: "relu", "gelu" (tanh form), "gelu_exact", "silu" or "swiglu", whose first layer
+    is twice as wide, for the gate. Shazeer, "GLU Variants Improve Transformer" (2020).
     """
 
     def __init__(

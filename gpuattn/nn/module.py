@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import fnmatch
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
@@ -25,9 +26,10 @@ MOVES = {"numpy": to_cpu, "cuda": to_gpu}
 class Module:
     """A callable with parameters.
 
-    A Tensor attribute with ``requires_grad`` is a parameter, a Module is a child; so are those in
-    lists, tuples and dicts. ``training``: whether dropout is active. ``deterministic``: whether
-    gradients have the same bits every time, which takes longer on a GPU.
+    A Tensor attribute with ``requires_grad`` is a parameter, one without is frozen: it is saved and
+    moved, and gets no gradient. A Module is a child; so are those in lists, tuples and dicts.
+    ``training``: whether dropout is active. ``deterministic``: whether gradients have the same bits
+    every time, which takes longer on a GPU.
 
     >>> from gpuattn import nn
     >>> class Network(nn.Module):
@@ -45,14 +47,18 @@ class Module:
 
     training, deterministic = True, False
 
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (path, Tensor) in order of construction; a shared parameter once, under its first
-        path."""
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (path, Tensor) of parameters and frozen Tensors in order of construction; a shared
+        one once, under its first path."""
         seen = set()
-        for path, parameter in self._find("", Tensor):
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield path, parameter
+        for path, tensor in self._find("", Tensor):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield path, tensor
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (path, Tensor) as ``named_tensors`` does, without those that are frozen."""
+        return ((path, tensor) for path, tensor in self.named_tensors() if tensor.requires_grad)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters as a list, each once."""
@@ -86,6 +92,29 @@ class Module:
             if training:
                 self.train()
 
+    def freeze(self, *patterns: str) -> Self:
+        """Freeze the parameters whose paths the patterns describe; return self.
+
+        A frozen Tensor has no ``requires_grad``: no gradient is computed for it, and an optimizer
+        that is made later neither changes it nor keeps state for it. ``patterns``: paths with
+        ``*``, ``?`` and ``[...]`` as in a shell; a path also means all inside: ``layers.0``.
+        Raises ValueError for a pattern that describes no parameter, and freezes nothing then.
+
+        >>> from gpuattn import nn
+        >>> [path for path, _ in nn.FeedForward(2, 4).freeze("inner", "*.bias").named_parameters()]
+        ['out.weight']
+        """
+        named, chosen = dict(self.named_parameters()), set[str]()
+        for pattern in patterns:
+            found = {path for path in named if _describes(pattern, path)}
+            if not found:
+                accepted = f"paths of parameters, such as {', '.join(list(named)[:3])}"
+                raise ValueError(problem("freeze", "a pattern", repr(pattern), accepted))
+            chosen |= found
+        for path in chosen:
+            named[path].requires_grad = False
+        return self
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for parameter in self.parameters():
@@ -118,7 +147,7 @@ class Module:
         return self
 
     def save(self, file: StrPath) -> None:
-        """Write the parameters to a safetensors file, by path and in their dtype.
+        """Write all Tensors to a safetensors file, by path and in their dtype.
 
         The file has its whole content or stays as it was. Raises CheckpointError when writing
         fails.
@@ -142,17 +171,17 @@ class Module:
         return self
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return {path: copy of the parameter as a NumPy array}."""
-        return {path: np.array(to_cpu(p.data)) for path, p in self.named_parameters()}
+        """Return {path: copy of the Tensor as a NumPy array}, frozen ones too."""
+        return {path: np.array(to_cpu(p.data)) for path, p in self.named_tensors()}
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
-        """Copy ``{path: array}`` into the parameters, in their dtype; all of them, or none after an
+        """Copy ``{path: array}`` into the Tensors, in their dtype; all of them, or none after an
         error.
 
         Raises CheckpointError that lists the paths that are missing, unknown or of another shape,
         and where an optimizer keeps float32 masters, which its next update would put back.
         """
-        parameters = dict(self.named_parameters())
+        parameters = dict(self.named_tensors())
         if any(p.grad_slot is not None and p.dtype != np.float32 for p in parameters.values()):
             raise CheckpointError(
                 "load_state: an optimizer keeps float32 masters of these 16-bit parameters. Load "
@@ -164,8 +193,9 @@ class Module:
                 faults.append(f"unknown: {path}")
             elif array.shape != parameters[path].shape:
                 faults.append(f"{path} has shape {array.shape}, want {parameters[path].shape}")
-            elif not is_floating(array.dtype):
-                faults.append(f"{path} is {array.dtype}, want a float dtype")
+            elif is_floating(array.dtype) != is_floating(parameters[path].dtype):
+                want = "a float dtype" if is_floating(parameters[path].dtype) else "integers"
+                faults.append(f"{path} is {array.dtype}, want {want}")
         if faults:
             shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" * (len(faults) > 8))
             raise CheckpointError(f"load_state: the parameters are of another model: {shown}")
@@ -174,12 +204,14 @@ class Module:
             tape.edit(parameter, ..., xp.asarray(arrays[path]))
 
     def summary(self) -> str:
-        """Return a table of the parameters: path, shape, dtype, count, and their sums."""
-        named = list(self.named_parameters())
+        """Return a table of all Tensors: path, shape, dtype, count, and their sums."""
+        named = list(self.named_tensors())
         rows = [("parameter", "shape", "dtype", "count")]
-        rows += [(path, str(tuple(p.shape)), str(p.dtype), f"{p.size:,}") for path, p in named]
-        size = sum(p.data.nbytes for _, p in named)
-        rows.append((f"{len(named)} in all", "", f"{size:,} bytes", f"{self._count():,}"))
+        for path, p in named:
+            shown = path if p.requires_grad else f"{path} (frozen)"
+            rows.append((shown, str(tuple(p.shape)), str(p.dtype), f"{p.size:,}"))
+        size, count = sum(p.data.nbytes for _, p in named), sum(p.size for _, p in named)
+        rows.append((f"{len(named)} in all", "", f"{size:,} bytes", f"{count:,}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             f"{a:{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d:>{widths[3]}}"
@@ -245,6 +277,13 @@ def _float_dtype(dtype):
     raise ValueError(problem("Module.to", "dtype", repr(dtype), accepted, advice))
 
 
+def _describes(pattern, path):
+    """Return whether a pattern describes a path, or a module around it."""
+    parts = path.split(".")
+    inside = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+    return any(fnmatch.fnmatchcase(one, pattern) for one in inside)
+
+
 def _alike(named_lines):
     """Return a key that equal neighbours in a list of modules share."""
     name, lines = named_lines
@@ -292,6 +331,17 @@ def normal(rng: np.random.Generator, shape: Shape, std: float) -> Tensor:
     if _EMPTY.get():
         return parameter(np.empty(shape, np.float32))
     return parameter(rng.standard_normal(shape, np.float32) * np.float32(std))
+
+
+def truncated_normal(rng: np.random.Generator, shape: Shape, std: float) -> Tensor:
+    """Return a normally distributed parameter without values beyond two deviations."""
+    found = normal(rng, shape, 1.0)
+    if _EMPTY.get():
+        return found
+    while (far := np.abs(found.data) > 2).any():
+        found.data[far] = rng.standard_normal(int(far.sum()), np.float32)
+    found.data *= np.float32(std)
+    return found
 
 
 def constant(value: float, width: int) -> Tensor:

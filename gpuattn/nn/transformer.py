@@ -14,7 +14,7 @@ from gpuattn.autodiff import tape
 from gpuattn.autodiff.functional import checkpoint
 from gpuattn.errors import problem
 from gpuattn.nn.attention import MultiHeadAttention
-from gpuattn.nn.dropout import Dropout, Streams
+from gpuattn.nn.dropout import Dropout, StochasticDepth, Streams
 from gpuattn.nn.linear import FeedForward
 from gpuattn.nn.module import Module, generator
 from gpuattn.nn.norm import LayerNorm, RMSNorm
@@ -29,9 +29,11 @@ class _Layer(Module):
             raise ValueError(problem("Transformer layer", "norm", repr(norm), "'pre' or 'post'"))
         self.pre_norm = norm == "pre"
 
-    def _residuals(self, norms, dropout, streams):
+    def _residuals(self, norms, dropout, streams, stochastic_depth=0.0):
         self.norms = norms
         self.dropouts = [Dropout(dropout, streams) for _ in norms]
+        self.skips = [StochasticDepth(stochastic_depth, streams) if stochastic_depth else None
+                      for _ in norms]  # fmt: skip
 
     def enter(self, x):
         """Return (input of the first branch, residual stream) for the layer's input ``x``."""
@@ -46,15 +48,18 @@ class _Layer(Module):
         after a pre-norm layer, or None.
         """
         norms = [*self.norms[1:], following] if self.pre_norm else self.norms
-        for (inner, out), norm, dropout in zip(
-            self._branches(**context), norms, self.dropouts, strict=True
+        for (inner, out), norm, dropout, skip in zip(
+            self._branches(**context), norms, self.dropouts, self.skips, strict=True
         ):
             x = inner(n)
-            if norm is None:
-                n = h = h + dropout(out(x))
+            if norm is None or (skip and skip.training):
+                branch = dropout(out(x))
+                n = h = h + (skip(branch) if skip else branch)
+                if norm is not None:
+                    n, h = norm.and_residual(h)
             else:  # one op from the branch's last layer to the next one's input
                 n, h = norm.add(x, out, h, dropout)
-                h = h if self.pre_norm else n
+            h = h if self.pre_norm else n
         return n, h
 
     def __call__(self, x, **context):
@@ -67,18 +72,22 @@ class TransformerEncoderLayer(_Layer):
     ``norm``: "pre" (Xiong et al., 2020) or "post" (Vaswani et al., 2017). ``causal`` makes it the
     layer of a decoder-only model. ``dropout``: of both branches and, without
     ``attention_dropout``, of attention probabilities. ``norm_kind``: "layer" or "rms"; ``eps``: of
-    the norms. ``rotary_base``, ``qkv_bias``, ``head_size``, ``qk_norm`` (with ``eps``): see
-    MultiHeadAttention. A call takes ``cu_seqlens``, ``max_seqlen`` for packed tokens, or
-    ``key_lengths`` (B,), and ``positions`` where attention is ``rotary``.
+    the norms. ``stochastic_depth``: the probability with which a branch is left out for a sample of
+    a batch, see StochasticDepth. ``rotary_base``, ``rotary_frequencies``, ``rotary_scale``,
+    ``qkv_bias``, ``head_size``, ``qk_norm`` (with ``eps``): see MultiHeadAttention. A call takes
+    ``cu_seqlens``, ``max_seqlen`` for packed tokens, or ``key_lengths`` (B,), and ``positions``
+    where attention is ``rotary``.
     """
 
     def __init__(
         self, width: int, heads: int, hidden: int, *, kv_heads: int | None = None,
-        rotary: bool = False, rotary_base: float = 10_000.0, causal: bool = False,
-        dropout: float = 0.0, attention_dropout: float | None = None, norm: str = "pre",
-        norm_kind: str = "layer", eps: float = 1e-5, activation: str = "relu", bias: bool = True,
-        qkv_bias: bool | None = None, head_size: int | None = None, qk_norm: bool = False,
-        streams: Streams | None = None, rng: np.random.Generator | None = None,
+        rotary: bool = False, rotary_base: float = 10_000.0,
+        rotary_frequencies: Sequence[float] | None = None, rotary_scale: float = 1.0,
+        causal: bool = False, dropout: float = 0.0, attention_dropout: float | None = None,
+        norm: str = "pre", norm_kind: str = "layer", eps: float = 1e-5, activation: str = "relu",
+        bias: bool = True, qkv_bias: bool | None = None, head_size: int | None = None,
+        qk_norm: bool = False, stochastic_depth: float = 0.0, streams: Streams | None = None,
+        rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         super().__init__(norm)
         if norm_kind not in ("layer", "rms"):
@@ -88,12 +97,14 @@ class TransformerEncoderLayer(_Layer):
         self.attention = MultiHeadAttention(
             width, heads, kv_heads=kv_heads, rotary=rotary, causal=causal,
             dropout=dropout if attention_dropout is None else attention_dropout, bias=bias,
-            qkv_bias=qkv_bias, rotary_base=rotary_base, head_size=head_size,
-            qk_norm=eps if qk_norm else None, streams=streams, rng=rng,
+            qkv_bias=qkv_bias, rotary_base=rotary_base, rotary_frequencies=rotary_frequencies,
+            rotary_scale=rotary_scale, head_size=head_size, qk_norm=eps if qk_norm else None,
+            streams=streams, rng=rng,
         )  # fmt: skip
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
         new_norm = partial(LayerNorm, bias=bias) if norm_kind == "layer" else RMSNorm
-        self._residuals([new_norm(width, eps=eps) for _ in range(2)], dropout, streams)
+        norms = [new_norm(width, eps=eps) for _ in range(2)]
+        self._residuals(norms, dropout, streams, stochastic_depth)
 
     def _branches(self, **context):
         return (

@@ -368,6 +368,7 @@ def _add_by_atomics(dy, index, table, scale, numbers, slot):
     shape, dtype = table
     out, accumulate = slot or (arrays.empty(dy, shape, dtype), False)
     sums = out if out.dtype == np.float32 else arrays.empty(dy, shape, np.float32)
+    arrays.unrecorded_write()
     if not accumulate:
         sums.fill(0)
     elif sums is not out:

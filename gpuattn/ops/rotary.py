@@ -7,6 +7,7 @@ Enhanced Transformer with Rotary Position Embedding" (2021). Device code: ``rawk
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from gpuattn.autodiff.tape import op, raw
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Fusion, Impl, Impls
-from gpuattn.ops.arguments import check_flags, number, take_arrays
+from gpuattn.ops.arguments import check_flags, described, number, take_arrays
 from gpuattn.typing import Array
 
 NAME = "rotary"
@@ -34,6 +35,7 @@ def rotary(
     positions: Array | None = None,
     *,
     base: float = 10_000.0,
+    frequencies: Sequence[float] | None = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> Call[tuple[Array, Array]]:
@@ -42,7 +44,8 @@ def rotary(
     ``q``: (B, T, H, D) or, packed, (tokens, H, D); ``k``: the same with Hk heads, arrays or Tensors
     of one float dtype with any strides, D even. ``positions``: int, (B, T) or (tokens,); by default
     0, 1, ... along T. ``base``: of the wavelengths, 2 pi * base^(2 i / D) tokens for pair i.
-    ``donate``: the results may overwrite the memory of ``q`` and ``k``.
+    ``frequencies``: instead of it, D / 2 numbers: the radians of each pair from one token to the
+    next. ``donate``: the results may overwrite the memory of ``q`` and ``k``.
 
     Angles are exact for positions up to 2^24; on a GPU in float32, rounded once. ``impl``: an
     implementation's name, or None for the fastest that accepts the arguments. Raises ValueError
@@ -52,7 +55,9 @@ def rotary(
     _check(*map(raw, inputs))
     check_flags(NAME, donate=donate)
     base = number(NAME, "base", base, "a positive number", lambda b: 0 < b < math.inf)
-    return Call(IMPLS, inputs, impl, base=base, donate=bool(donate))
+    if frequencies is not None:
+        frequencies = _checked(frequencies, raw(inputs[0]).shape[-1] // 2)
+    return Call(IMPLS, inputs, impl, rates=frequencies or base, donate=bool(donate))
 
 
 def _check(q, k, positions):
@@ -73,10 +78,30 @@ def _check(q, k, positions):
         raise ValueError(problem(NAME, "positions.shape", positions.shape, accepted))
 
 
+def _checked(frequencies, pairs):
+    """Return frequencies as a tuple of floats, a key of plans."""
+    accepted = f"{pairs} numbers, one for each pair of a head"
+    if not isinstance(frequencies, (list, tuple, np.ndarray)):
+        raise TypeError(problem(NAME, "frequencies", described(frequencies), accepted))
+    found = tuple(number(NAME, "frequencies", one) for one in frequencies)
+    if len(found) != pairs:
+        raise ValueError(problem(NAME, "frequencies", f"{len(found)} numbers", accepted))
+    return found
+
+
+def frequencies_of(base: float, head_dim: int) -> np.ndarray:
+    """Return the (D / 2,) float64 radians of each pair of a head from one token to the next."""
+    return base ** (-np.arange(0, head_dim, 2) / head_dim)
+
+
 @functools.cache
-def revolutions(base: float, head_dim: int) -> np.ndarray:
-    """Return the (D / 2,) float64 revolutions of each pair of a head from one token to the next."""
-    return base ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)
+def _revolutions(rates, head_dim):
+    """Return the (D / 2,) float64 revolutions of each pair from one token to the next.
+
+    ``rates``: the base, or a tuple of frequencies.
+    """
+    given = rates if isinstance(rates, tuple) else frequencies_of(rates, head_dim)
+    return np.asarray(given) / (2 * np.pi)
 
 
 def _gradient(x, slot):
@@ -96,13 +121,13 @@ IN_PLACE = Fusion(layout=_layout, writes_into_layout=True)
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
 
 
-def _rotate_reference(pairs, positions, base, direction):
+def _rotate_reference(pairs, positions, rates, direction):
     """Write x, rotated, to out, for each (x, out) of ``pairs``."""
     shape, head_dim = pairs[0][0].shape[:-2], pairs[0][0].shape[-1]
     xp = get_xp(pairs[0][0])
     if positions is None:
         positions = xp.broadcast_to(xp.arange(shape[-1]), shape)
-    parts = positions[..., None] * xp.asarray(revolutions(base, head_dim))
+    parts = positions[..., None] * xp.asarray(_revolutions(rates, head_dim))
     angles = 2 * np.pi * (parts - xp.rint(parts))[..., None, :]
     dtype = wide(pairs[0][0].dtype)
     cosine, sine = xp.cos(angles).astype(dtype), (direction * xp.sin(angles)).astype(dtype)
@@ -112,27 +137,27 @@ def _rotate_reference(pairs, positions, base, direction):
         out[..., 1::2] = (a * sine + b * cosine).astype(out.dtype, copy=False)
 
 
-def _forward(rotate, q, k, positions, needs, base, donate):
+def _forward(rotate, q, k, positions, needs, rates, donate):
     outs = (q, k) if donate else tuple(arrays.empty(x, x.shape) for x in (q, k))
-    rotate(list(zip((q, k), outs, strict=True)), positions, base, 1)
+    rotate(list(zip((q, k), outs, strict=True)), positions, rates, 1)
     return outs, (positions, q.dtype) if any(needs) else None
 
 
-def _backward(rotate, saved, grads, into, base):
+def _backward(rotate, saved, grads, into, rates):
     positions, dtype = saved
     grads = [None if g is None else g.astype(dtype, copy=False) for g in grads]
     outs = [None if g is None else _gradient(g, slot) for g, slot in zip(grads, into, strict=False)]
     pairs = [pair for pair in zip(grads, outs, strict=True) if pair[1] is not None]
-    rotate(pairs, positions, base, -1)
+    rotate(pairs, positions, rates, -1)
     return (*outs, None)
 
 
-def _forward_reference(q, k, positions, *, needs, base, donate):
-    return _forward(_rotate_reference, q, k, positions, needs, base, donate)
+def _forward_reference(q, k, positions, *, needs, rates, donate):
+    return _forward(_rotate_reference, q, k, positions, needs, rates, donate)
 
 
-def _backward_reference(saved, dq, dk, *, needs, into, base, donate):
-    return _backward(_rotate_reference, saved, (dq, dk), into, base)
+def _backward_reference(saved, dq, dk, *, needs, into, rates, donate):
+    return _backward(_rotate_reference, saved, (dq, dk), into, rates)
 
 
 # ---- raw: rawkernels/rotary.cu ------------------------------------------------------------------
@@ -150,12 +175,12 @@ def _refuse_raw(q, k, positions, **params):
 
 
 @functools.cache
-def _rates(base, head_dim):
+def _struct(rates, head_dim):
     """Return the struct Rates of ``rotary.cu``."""
-    exact, rates = revolutions(base, head_dim), np.zeros((1, MAX_HEAD_DIM // 2, 2), np.float32)
-    rates[0, : len(exact), 0] = exact
-    rates[0, : len(exact), 1] = exact - rates[0, : len(exact), 0]
-    return rates.reshape(1, -1).view(f"V{rates.nbytes}")
+    exact, found = _revolutions(rates, head_dim), np.zeros((1, MAX_HEAD_DIM // 2, 2), np.float32)
+    found[0, : len(exact), 0] = exact
+    found[0, : len(exact), 1] = exact - found[0, : len(exact), 0]
+    return found.reshape(1, -1).view(f"V{found.nbytes}")
 
 
 def _strides(x):
@@ -164,7 +189,7 @@ def _strides(x):
     return np.array([[0] * (4 - x.ndim) + steps]).view("V32")
 
 
-def _rotate_raw(pairs, positions, base, direction):
+def _rotate_raw(pairs, positions, rates, direction):
     (q, q_out), (k, k_out) = pairs[0], pairs[-1]
     head_dim, rows, tokens = q.shape[-1], q.shape[-3], math.prod(q.shape[:-2])
     heads = q.shape[-2], k.shape[-2] if len(pairs) == 2 else 0
@@ -176,17 +201,17 @@ def _rotate_raw(pairs, positions, base, direction):
         positions = get_xp(q).ascontiguousarray(positions, np.int32)
     kernel("rotary.cu", NAME, scalar=ctype(q.dtype), VECTOR=vector, BLOCK=BLOCK)(
         (-(-tokens // (BLOCK // (packs * lanes))),), (BLOCK,), q, k, q_out, k_out,
-        *map(_strides, (q, k, q_out, k_out)), positions, _rates(base, head_dim), tokens, rows,
+        *map(_strides, (q, k, q_out, k_out)), positions, _struct(rates, head_dim), tokens, rows,
         *heads, packs, lanes, direction,
     )  # fmt: skip
 
 
-def _forward_raw(q, k, positions, *, needs, base, donate):
-    return _forward(_rotate_raw, q, k, positions, needs, base, donate)
+def _forward_raw(q, k, positions, *, needs, rates, donate):
+    return _forward(_rotate_raw, q, k, positions, needs, rates, donate)
 
 
-def _backward_raw(saved, dq, dk, *, needs, into, base, donate):
-    return _backward(_rotate_raw, saved, (dq, dk), into, base)
+def _backward_raw(saved, dq, dk, *, needs, into, rates, donate):
+    return _backward(_rotate_raw, saved, (dq, dk), into, rates)
 
 
 IMPLS = Impls(

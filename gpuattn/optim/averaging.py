@@ -1,6 +1,7 @@
 """Averages of parameters: over the updates of a run, and over saved checkpoints.
 
 Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992).
+Device code: ``rawkernels/update/moving_average.cu``.
 """
 
 import contextlib
@@ -10,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import is_floating
+from gpuattn.arrays import ctype, get_xp, is_floating, on_gpu
+from gpuattn.cuda.kernels import kernel
 from gpuattn.errors import CheckpointError, problem
+
+BLOCK, BLOCKS = 256, 4096  # threads of a block, and blocks at most
 
 
 class ExponentialAverage:
@@ -27,7 +31,8 @@ class ExponentialAverage:
             raise ValueError(problem("ExponentialAverage", "decay", decay, "0 <= decay < 1"))
         self.workspace, self.decay, self.updates = workspace, decay, 0
         self.average = workspace.masters.astype(np.float32)
-        self._scratch = arrays.empty(self.average, self.average.shape)
+        if not on_gpu(self.average):
+            self._scratch = arrays.empty(self.average, self.average.shape)
 
     def next_share(self) -> float:
         """Count an update; return the weight of the new parameters in it."""
@@ -39,7 +44,14 @@ class ExponentialAverage:
 
         ``share``: a number, or a () float32 array on the parameters' device.
         """
-        self._scratch[...] = self.workspace.masters
+        masters, size = self.workspace.masters, self.average.size
+        if on_gpu(self.average):
+            share = get_xp(self.average).asarray(share, np.float32)
+            kernel("update/moving_average.cu", "moving_average", scalar=ctype(masters.dtype))(
+                (min(-(-size // BLOCK), BLOCKS),), (BLOCK,), self.average, masters, share, size
+            )
+            return
+        self._scratch[...] = masters
         self._scratch -= self.average
         self._scratch *= share
         self.average += self._scratch

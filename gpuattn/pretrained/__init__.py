@@ -3,7 +3,7 @@
 Each architecture's module registers itself in ``pretrained.architecture``.
 """
 
-from gpuattn.pretrained import bert, gpt2, llama  # noqa: F401
+from gpuattn.pretrained import bert, gpt2, llama, marian, vit  # noqa: F401
 from gpuattn.pretrained.files import is_pretrained
 from gpuattn.pretrained.folder import load_pretrained, save_pretrained
 from gpuattn.pretrained.tokens import load_tokenizer

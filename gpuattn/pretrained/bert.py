@@ -1,18 +1,28 @@
-"""BERT of transformers (``BertModel``, ``BertForMaskedLM``) as ``models.bert.Bert``.
+"""BERT of transformers (``BertModel``, ``BertForMaskedLM``, ``BertForSequenceClassification``) as
+``models.bert.Bert``.
 
 Old files call weight and bias of LayerNorm gamma and beta.
 """
 
+from pathlib import Path
 from typing import Any
 
+from gpuattn.data.class_names import LabelledTokenizer
 from gpuattn.models.bert import Bert, BertConfig
+from gpuattn.pretrained import files
 from gpuattn.pretrained.architecture import Architecture, register, rule
+from gpuattn.pretrained.labels import count_labels, numbered_labels, read_labels
 from gpuattn.pretrained.settings import Settings
+from gpuattn.pretrained.tokens import load_tokenizer
+from gpuattn.typing import StrPath
 
 ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu",
                "relu": "relu"}  # fmt: skip
-HEADS = (r"cls\..*", r"classifier\..*", r"qa_outputs\..*")
+MASKS, CLASSIFIER, OTHERS = r"cls\..*", r"classifier\..*", r"qa_outputs\..*"
+HEADS = (MASKS, CLASSIFIER, OTHERS)
 MASKED = ("BertForMaskedLM", "BertForPreTraining")
+CLASSIFIES = "BertForSequenceClassification"
+OF_TOKENS = ("BertForTokenClassification", "BertForMultipleChoice")  # other heads of that name
 
 
 def configure(settings: Settings, names: set[str], task: str | None) -> BertConfig:
@@ -21,8 +31,18 @@ def configure(settings: Settings, names: set[str], task: str | None) -> BertConf
     settings.only("is_decoder", False)
     settings.only("add_cross_attention", False)
     settings.only("chunk_size_feed_forward", 0)
-    classes = settings.get("architectures", [])
-    says = task is None and isinstance(classes, list) and any(c in MASKED for c in classes)
+    found = settings.get("architectures", [])
+    kinds = found if isinstance(found, list) else []
+    has_head = any(name.startswith("cls.predictions.") for name in names)
+    if task == "masked" and not has_head:
+        settings.faults.append(
+            "there is no head for masked tokens (cls.predictions); accepted: a BertForMaskedLM or "
+            "BertForPreTraining of transformers"
+        )
+    says = task is None and any(kind in MASKED for kind in kinds)
+    labelled = task is None and any(name.startswith("classifier.") for name in names)
+    labelled = task == "labels" or (labelled and not any(kind in OF_TOKENS for kind in kinds))
+    classes, own = count_labels(settings), settings.get("classifier_dropout", None)
     return BertConfig(
         vocab=settings.size("vocab_size", 30522), d_model=settings.size("hidden_size", 768),
         heads=settings.size("num_attention_heads", 12),
@@ -34,8 +54,10 @@ def configure(settings: Settings, names: set[str], task: str | None) -> BertConf
         attention_dropout=settings.dropout("attention_probs_dropout_prob"),
         activation=settings.choice("hidden_act", "gelu", ACTIVATIONS),
         eps=settings.eps("layer_norm_eps", 1e-12),
-        pooler=any(name.startswith("pooler.") for name in names),
-        masked=says or task == "masked" or any(n.startswith("cls.predictions.") for n in names),
+        pooler=labelled or any(name.startswith("pooler.") for name in names),
+        masked=says or has_head,
+        classes=classes if labelled else 0,
+        classifier_dropout=None if own is None else settings.dropout("classifier_dropout"),
         tied=settings.flag("tie_word_embeddings", True),
     )  # fmt: skip
 
@@ -44,21 +66,37 @@ def describe(config: BertConfig) -> dict[str, Any]:
     """Return the keys of config.json."""
     names = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     attention = config.dropout if config.attention_dropout is None else config.attention_dropout
+    kind = "BertForMaskedLM" if config.masked else "BertModel"
     return {
-        "architectures": ["BertForMaskedLM" if config.masked else "BertModel"],
+        "architectures": [CLASSIFIES if config.classes else kind],
         "model_type": "bert", "vocab_size": config.vocab, "hidden_size": config.d_model,
         "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
         "intermediate_size": config.ffn, "hidden_act": names[config.activation],
         "hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": attention,
         "max_position_embeddings": config.max_length, "type_vocab_size": config.types,
         "layer_norm_eps": config.eps, "tie_word_embeddings": config.tied,
+        "classifier_dropout": config.classifier_dropout, **numbered_labels(config.classes),
     }  # fmt: skip
+
+
+def tokenizer_of(folder: StrPath) -> Any:
+    """Return the tokenizer of a folder, of a classifier with the names of its classes."""
+    tokenizer = load_tokenizer(folder)
+    kinds = files.read_config(Path(folder), []).get("architectures")
+    if not isinstance(kinds, list) or CLASSIFIES not in kinds:
+        return tokenizer
+    return LabelledTokenizer(tokenizer, read_labels(folder).names)
 
 
 register(Architecture(
     model_type="bert", model=Bert,
-    tasks={"embedding": HEADS, "masked": (r"pooler\..*", r"cls\.seq_relationship\..*")},
-    classes=("BertModel", *MASKED), configure=configure, describe=describe,
+    tasks={
+        "embedding": HEADS,
+        "masked": (r"pooler\..*", r"cls\.seq_relationship\..*", CLASSIFIER),
+        "labels": (MASKS, OTHERS),
+    },
+    classes=("BertModel", *MASKED, CLASSIFIES), heads={CLASSIFIES: "labels"},
+    configure=configure, describe=describe, tokenizer=tokenizer_of,
     prefix="bert.", bare=HEADS, renamed={".gamma": ".weight", ".beta": ".bias"},
     rules=(
         rule("embeddings.word_embeddings.weight", "embedding.weight", padded=True),
@@ -73,6 +111,7 @@ register(Architecture(
         rule("encoder.layer.{i}.output.dense.{p}", "layers.{i}.feed_forward.out.{p}"),
         rule("encoder.layer.{i}.output.LayerNorm.{p}", "layers.{i}.norms.1.{p}"),
         rule("pooler.dense.{p}", "pooler.{p}"),
+        rule("classifier.{p}", "classifier.{p}"),
         rule("cls.predictions.transform.dense.{p}", "transform.{p}"),
         rule("cls.predictions.transform.LayerNorm.{p}", "transform_norm.{p}"),
         rule("cls.predictions.bias", "output_bias", padded=True),

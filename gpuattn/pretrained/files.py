@@ -9,6 +9,7 @@ collected as sentences, so that one error tells all of them. Nothing is unpickle
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from gpuattn.tensor_file import DTYPES, once
 from gpuattn.typing import StrPath
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION, PREPROCESSOR = "generation_config.json", "preprocessor_config.json"
 MAX_HEADER, MAX_JSON = 100 << 20, 100 << 20  # bytes; the format allows no longer headers
 KINDS = DTYPES | {"I16": np.dtype("int16"), "U16": np.dtype("uint16"), "I8": np.dtype("int8")}
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -41,12 +43,13 @@ class Stored(NamedTuple):
 def is_pretrained(folder: StrPath) -> bool:
     """Return whether a folder has the files of a Hugging Face model, not those of a run."""
     folder = Path(folder)
-    return (folder / CONFIG).exists() and not (folder / "config.toml").exists()
+    has = any((folder / name).exists() for name in (CONFIG, WEIGHTS, INDEX))
+    return has and not (folder / "config.toml").exists()
 
 
 def read_config(folder: Path, faults: list[str]) -> dict[str, Any]:
     """Return config.json as a dict. Sentences on what is wrong go to ``faults``."""
-    config = _read_json(folder / CONFIG, faults)
+    config = read_json(folder / CONFIG, faults)
     if "auto_map" in config:
         faults.append(
             f"{CONFIG}: auto_map is {config['auto_map']!r}: the model comes with Python code of "
@@ -55,15 +58,29 @@ def read_config(folder: Path, faults: list[str]) -> dict[str, Any]:
     return config
 
 
-def find_tensors(folder: Path, faults: list[str]) -> dict[str, Stored]:
-    """Return {name: Stored} of model.safetensors, or of all the shards that the index lists.
+def read_preprocessor(folder: Path, faults: list[str]) -> dict[str, Any]:
+    """Return preprocessor_config.json as a dict, empty where there is none."""
+    path = folder / PREPROCESSOR
+    return read_json(path, faults) if path.exists() else {}
 
-    No data are read. Sentences on what is wrong go to ``faults``.
+
+def read_kept(folder: Path) -> dict[str, bytes]:
+    """Return {name: bytes} of the files that are saved again as they were."""
+    paths = [folder / name for name in (GENERATION, PREPROCESSOR)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def find_tensors(folder: Path, faults: list[str], unread: set[str]) -> dict[str, Stored] | None:
+    """Return {name: Stored} of model.safetensors, or of all the shards that the index lists; None
+    where nothing says which tensors there are.
+
+    No data are read. Sentences on what is wrong go to ``faults``, and to ``unread`` the names of
+    tensors that are there and cannot be read.
     """
     if (folder / WEIGHTS).exists():
-        return _read_header(folder / WEIGHTS, faults)
+        return _read_header(folder / WEIGHTS, faults, unread)
     if (folder / INDEX).exists():
-        return _read_shards(folder, faults)
+        return _read_shards(folder, faults, unread)
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
     if pickles:
         faults.append(
@@ -72,36 +89,41 @@ def find_tensors(folder: Path, faults: list[str]) -> dict[str, Stored]:
         )
     else:
         faults.append(f"{WEIGHTS} is missing, and there is no {INDEX}")
-    return {}
+    return None
 
 
-def _read_shards(folder, faults):
+def _read_shards(folder, faults, unread):
     """Return the tensors of all shards; each must be in the shard where the index says it is."""
-    listed = _read_json(folder / INDEX, faults).get("weight_map")
+    listed = read_json(folder / INDEX, faults).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(s, str) for s in listed.values()):
         faults.append(f"{INDEX}: weight_map is no object of names and files")
-        return {}
-    found = {}
+        return None
+    found: dict[str, Stored] = {}
     for shard in sorted(set(listed.values())):
+        inside = None
         if shard != Path(shard).name or "\\" in shard or not shard.endswith(".safetensors"):
             faults.append(
                 f"{INDEX} names the file {shard!r}; accepted: the name of a .safetensors file "
                 "in the folder"
             )
-            continue
-        for name, stored in _read_header(folder / shard, faults).items():
+        else:
+            inside = _read_header(folder / shard, faults, unread)
+        if inside is None:
+            unread.update(name for name, place in listed.items() if place == shard)
+        for name, stored in (inside or {}).items():
             if name in found:
                 faults.append(f"{name} is in {found[name].path.name} and again in {shard}")
             elif listed.get(name) != shard:
                 faults.append(f"{name} is in {shard}, where {INDEX} does not list it")
             found[name] = stored
     faults += [f"{name} is in {INDEX}, not in {shard}" for name, shard in listed.items()
-               if name not in found]  # fmt: skip
+               if name not in found and name not in unread]  # fmt: skip
     return found
 
 
-def _read_header(path, faults):
-    """Return {name: Stored} of one file, without tensors that break a rule of the format."""
+def _read_header(path, faults, unread):
+    """Return {name: Stored} of one file, without tensors that break a rule of the format; None of a
+    file that cannot be read."""
     name = path.name
     try:
         size = path.stat().st_size
@@ -112,11 +134,11 @@ def _read_header(path, faults):
                     f"{name} has {size:,} bytes and says that its header has {length:,}; accepted: "
                     f"up to {MAX_HEADER:,}, within the file"
                 )
-                return {}
+                return None
             header = _parse(file.read(length))
     except (OSError, ValueError, RecursionError) as error:
         faults.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
-        return {}
+        return None
     header.pop("__metadata__", None)
     found, spans = {}, []
     for key, entry in header.items():
@@ -124,6 +146,7 @@ def _read_header(path, faults):
             dtype, shape, first, last = _entry(entry)
         except ValueError as error:
             faults.append(f"{key} in {name} {error}")
+            unread.add(key)
             continue
         spans.append((first, last, key))
         found[key] = Stored(path, dtype, shape, 8 + length + first)
@@ -170,7 +193,7 @@ def _check_tiles(spans, size, name, faults):
         faults.append(f"{name} has {size - end:,} bytes after its last tensor")
 
 
-def _read_json(path, faults):
+def read_json(path: Path, faults: list[str]) -> dict[str, Any]:
     """Return the object in a JSON file; {} and a fault where there is none."""
     try:
         if path.stat().st_size > MAX_JSON:
@@ -179,6 +202,11 @@ def _read_json(path, faults):
     except (OSError, ValueError, RecursionError) as error:
         faults.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
         return {}
+
+
+def to_json(values: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a JSON file, as transformers writes it."""
+    return (json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def _parse(data):

@@ -1,12 +1,12 @@
 """Models from Hugging Face folders and into them, bit for bit."""
 
 import contextlib
-import json
 import math
 import os
 import shutil
 import warnings
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from gpuattn.pretrained.architecture import (
     Architecture,
     matches,
 )
+from gpuattn.pretrained.labels import describe_labels
 from gpuattn.pretrained.settings import Settings
-from gpuattn.pretrained.tokens import files_of
+from gpuattn.runtime.cold_start import start_libraries
 from gpuattn.runtime.device import array_module, choose_device
 from gpuattn.tensor_file import has_bits_of, is_finite
 from gpuattn.typing import DType, StrPath
@@ -31,13 +32,15 @@ from gpuattn.typing import DType, StrPath
 @dataclass(frozen=True)
 class Origin:
     """What a loaded model keeps of its folder, for saving it: config.json, {name by the rules: name
-    in the file}, the names of tied copies, and the tensors that are kept as they are."""
+    in the file}, the names of tied copies, the tensors that are kept as they are, and {name: bytes}
+    of files beside."""
 
     config: dict[str, Any]
     names: dict[str, str]
     copies: tuple[str, ...]
     task: str | None
     kept: dict[str, np.ndarray] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ def load_pretrained(
     kind = _dtype(found, dtype)
     faults: list[str] = []
     xp = array_module(choose_device(device)[0])
+    if xp is not np:
+        start_libraries()
     for path, parameter in found.model.named_parameters():
         parts = list(found.architecture.parts(path, parameter.shape, found.model.config))
         padded = sum(math.prod(part.shape) for part in parts) < parameter.size
@@ -75,7 +80,7 @@ def load_pretrained(
     faults += _unequal_copies(found)
     if faults:
         raise PretrainedError(found.path, faults)
-    kept = set(found.tensors) - set(_wanted(found.architecture, found.model))
+    kept = set(found.tensors) - set(wanted(found.architecture, found.model))
     kept = {name for name in kept if matches(name, found.architecture.kept)}
     own = {name: np.array(found.tensors[name].map()) for name in sorted(kept)}
     found.model.origin = replace(found.origin, kept=own)
@@ -101,36 +106,47 @@ def open_folder(folder: StrPath, task: str | None = None) -> Found:
     folder = Path(folder)
     faults: list[str] = []
     config = files.read_config(folder, faults)
-    stored = files.find_tensors(folder, faults)
+    unread: set[str] = set()
+    stored = files.find_tensors(folder, faults, unread)
     architecture = _architecture(config, faults)
     if architecture is None:
         raise PretrainedError(folder, faults)
     if task is not None and task not in architecture.tasks:
         accepted = " or ".join(map(repr, architecture.tasks))
         raise ConfigError(problem("load_pretrained", "task", repr(task), accepted))
-    tensors, names = _named(architecture, stored, task, faults)
-    settings = Settings(config, faults)
+    tensors, names = _named(architecture, stored or {}, task, faults)
+    settings = Settings(config, faults, preprocessor=files.read_preprocessor(folder, faults))
     before = len(faults)
     model_config = _configured(architecture, settings, set(tensors), task)
-    if model_config is None or len(faults) > before:
+    if model_config is None or stored is None or len(faults) > before:
         raise PretrainedError(folder, faults)
     with uninitialised():
         model: Any = architecture.model(model_config).eval()
-    copies = _check_names(architecture, model, tensors, names, faults)
+    there = {architecture.plain(name) for name in unread}
+    copies = _check_names(architecture, model, tensors, names, there, faults)
     if faults:
         raise PretrainedError(folder, faults)
     _warn(folder, settings)
-    origin = Origin(config, names, copies, task)
+    origin = Origin(config, names, copies, task, files=files.read_kept(folder))
     return Found(folder, architecture, model, tensors, origin)
 
 
 def kind_of(folder: StrPath) -> tuple[str, str]:
     """Return the model_type of a folder and the task that it is used for, by its config.json."""
     faults: list[str] = []
-    architecture = _architecture(files.read_config(Path(folder), faults), faults)
+    config = files.read_config(Path(folder), faults)
+    architecture = _architecture(config, faults)
     if architecture is None:
         raise PretrainedError(folder, faults)
-    return architecture.model_type, next(iter(architecture.tasks))
+    return architecture.model_type, architecture.usual_task(config)
+
+
+def tokenizer_of(folder: StrPath) -> Any:
+    """Return the tokenizer of a folder, or what its architecture has in the place of one.
+
+    Raises PretrainedError for a folder that cannot be used.
+    """
+    return ARCHITECTURES[kind_of(folder)[0]].tokenizer(folder)
 
 
 def describe_folder(folder: StrPath) -> dict[str, Any]:
@@ -140,18 +156,19 @@ def describe_folder(folder: StrPath) -> dict[str, Any]:
     that lists every fault.
     """
     found = open_folder(folder)
-    names, wanted = found.origin.names, _wanted(found.architecture, found.model)
-    others = [name for name in found.tensors if name not in wanted]
+    names, own = found.origin.names, wanted(found.architecture, found.model)
+    others = [name for name in found.tensors if name not in own]
     return {
         "folder": str(found.path),
         "model": found.architecture.model_type,
-        "task": next(iter(found.architecture.tasks)),
-        "parameters": sum(map(math.prod, wanted.values())),
+        "task": found.architecture.usual_task(found.origin.config),
+        "parameters": sum(map(math.prod, own.values())),
         "vocabulary": found.model.config.vocab,
+        "units": found.model.config.units,
         "dtype": str(_dtype(found, None)),
         "copies": [names[name] for name in others if name in found.origin.copies],
         "ignored": [names[name] for name in others if name not in found.origin.copies],
-        "options": vars(found.model.config),
+        "options": asdict(found.model.config),
     }
 
 
@@ -187,28 +204,29 @@ def _configured(architecture, settings, names, task):
         return None
 
 
-def _check_names(architecture, model, tensors, names, faults):
-    """Add faults of names, shapes and dtypes; return the names of tied copies."""
-    wanted, tied = _wanted(architecture, model), architecture.tied
-    copies = tuple(name for name in tensors if name in tied and name not in wanted)
-    for name, shape in wanted.items():
+def _check_names(architecture, model, tensors, names, unread, faults):
+    """Add faults of names, shapes and dtypes; return the names of tied copies.
+
+    ``unread``: names of tensors that have a fault already, and are not missing.
+    """
+    own, tied = wanted(architecture, model), architecture.tied
+    copies = tuple(name for name in tensors if name in tied and name not in own)
+    for name, shape in own.items():
         if name in tensors:
             faults += _misfits(names[name], tensors[name], shape)
-        else:
+        elif name not in unread:
             untied = f'; {files.CONFIG} has "tie_word_embeddings": false' * (name in tied)
             faults.append(f"{architecture.written(name)} is missing{untied}")
     for name, stored in tensors.items():
         if name in copies:
-            faults += _misfits(names[name], stored, wanted.get(tied[name], stored.shape))
-        elif name not in wanted and not matches(
-            name, {**architecture.ignored, **architecture.kept}
-        ):
+            faults += _misfits(names[name], stored, own.get(tied[name], stored.shape))
+        elif name not in own and not matches(name, {**architecture.ignored, **architecture.kept}):
             kind = architecture.model_type
             faults.append(f"{names[name]} {stored.shape} has no place in this {kind}")
     return copies
 
 
-def _wanted(architecture, model):
+def wanted(architecture: Architecture, model: Any) -> dict[str, tuple[int, ...]]:
     """Return {name by the rules: shape} of the tensors that a model is made of."""
     return {
         part.name: part.shape
@@ -249,8 +267,13 @@ def _dtype(found, asked):
 # ---- saving -------------------------------------------------------------------------------------
 
 
-def save_pretrained(model: Any, folder: StrPath, tokenizer: Any = None) -> None:
-    """Write a model as a folder; the public function is ``gpuattn.save_pretrained``."""
+def save_pretrained(
+    model: Any, folder: StrPath, tokenizer: Any = None, beside: Mapping[str, bytes] | None = None
+) -> None:
+    """Write a model as a folder; the public function is ``gpuattn.save_pretrained``.
+
+    ``beside``: {name: bytes} of more files, but for those that the model's own folder had.
+    """
     folder = Path(folder)
     architecture = _architecture_of(model)
     tensors = tensors_of(model, architecture)
@@ -261,11 +284,12 @@ def save_pretrained(model: Any, folder: StrPath, tokenizer: Any = None) -> None:
         check_tokenizer(tokenizer, model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"cannot save {folder}: it exists and is not empty. Choose another")
-    config = config_of(model, architecture)
+    config = config_of(model, architecture, getattr(tokenizer, "names", ()))
     new = folder.with_name(f".{folder.name}-{os.getpid()}.tmp")
     try:
         new.mkdir(parents=True)
-        _write(new, tensors, config, tokenizer)
+        others = dict(beside or {}) | files_beside(model, architecture, tokenizer)
+        _write(new, tensors, config, others)
         if folder.exists():
             folder.rmdir()  # Windows replaces no folder
         os.replace(new, folder)
@@ -288,15 +312,20 @@ def _architecture_of(model):
     return ARCHITECTURES[config["model_type"]]
 
 
-def _write(folder, tensors, config, tokenizer):
+def files_beside(model: Any, architecture: Architecture, tokenizer: Any = None) -> dict[str, bytes]:
+    """Return {name: bytes} of what a folder has beside config and weights."""
+    origin: Origin | None = getattr(model, "origin", None)
+    found = architecture.beside(model.config) | (origin.files if origin else {})
+    return found if tokenizer is None else found | architecture.tokenizer_files(tokenizer)
+
+
+def _write(folder, tensors, config, beside):
     from safetensors.numpy import save_file
 
-    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
-    (folder / files.CONFIG).write_text(text + "\n", encoding="utf-8")
+    (folder / files.CONFIG).write_bytes(files.to_json(config))
     save_file(tensors, folder / files.WEIGHTS, {"format": "pt"})  # as transformers asks for
-    if tokenizer is not None:
-        for name, data in files_of(tokenizer).items():
-            (folder / name).write_bytes(data)
+    for name, data in beside.items():
+        (folder / name).write_bytes(data)
 
 
 def tensors_of(model: Any, architecture: Architecture) -> dict[str, np.ndarray]:
@@ -312,12 +341,15 @@ def tensors_of(model: Any, architecture: Architecture) -> dict[str, np.ndarray]:
     return {names.get(name) or architecture.written(name): a for name, a in found.items()}
 
 
-def config_of(model: Any, architecture: Architecture) -> dict[str, Any]:
-    """Return the content of config.json: for a loaded model that of its folder."""
+def config_of(model: Any, architecture: Architecture, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the content of config.json: for a loaded model that of its folder.
+
+    ``names``: of the classes that the model tells apart, if it does.
+    """
     origin: Origin | None = getattr(model, "origin", None)
     dtype = str(model.parameters()[0].dtype)
     if origin is None:
-        return architecture.describe(model.config) | {"dtype": dtype}
+        return architecture.describe(model.config) | describe_labels(names) | {"dtype": dtype}
     config, classes = dict(origin.config), origin.config.get("architectures")
     if origin.task or not isinstance(classes, list) or not set(classes) <= {*architecture.classes}:
         config["architectures"] = architecture.describe(model.config)["architectures"]

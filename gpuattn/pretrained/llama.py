@@ -10,6 +10,7 @@ from typing import Any
 from gpuattn.errors import ConfigError
 from gpuattn.models.llama import Llama, LlamaConfig
 from gpuattn.pretrained.architecture import Architecture, register, rule
+from gpuattn.pretrained.rope import read_rope, written_rope
 from gpuattn.pretrained.settings import Settings
 
 # {model_type: what the classes of transformers take where config.json says nothing}
@@ -40,35 +41,19 @@ def configure(settings: Settings, names: set[str], task: str | None) -> LlamaCon
     settings.read.update(("sliding_window", "max_window_layers"))  # of the window that is not used
     width, heads = settings.size("hidden_size", 4096), settings.size("num_attention_heads", 32)
     size = settings.size("head_dim", usual["head_dim"] or max(1, width // heads))
+    block = settings.size("max_position_embeddings", usual["block"])
+    base, scaling = read_rope(settings, block)
     return LlamaConfig(
         vocab=settings.size("vocab_size", usual["vocab_size"]), d_model=width, heads=heads,
         layers=settings.layers("num_hidden_layers", 32),
         ffn=settings.size("intermediate_size", usual["intermediate_size"]),
-        block=settings.size("max_position_embeddings", usual["block"]),
+        block=block, base=base, scaling=scaling,
         kv_heads=settings.size("num_key_value_heads", usual["keys"] or heads),
-        head_dim=None if size * heads == width else size, base=_base(settings),
+        head_dim=None if size * heads == width else size,
         eps=settings.eps("rms_norm_eps", 1e-6),
         dropout=settings.dropout("attention_dropout", 0.0), qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3", tied=settings.flag("tie_word_embeddings", False),
     )  # fmt: skip
-
-
-def _base(settings):
-    """Return the base of the rotary positions, which new files keep in ``rope_parameters``."""
-    settings.only("partial_rotary_factor", 1.0)
-    found = settings.get("rope_theta", 10_000.0)
-    for key in ("rope_scaling", "rope_parameters"):
-        given = settings.get(key, {})
-        plain = isinstance(given, dict) and given.keys() <= {"rope_theta", "rope_type", "type"}
-        kinds = {given.get("rope_type"), given.get("type")} if plain else set()
-        if not plain or kinds - {None, "default"}:
-            settings.refuse(key, given, '{"rope_theta": a number, "rope_type": "default"}')
-        else:
-            found = given.get("rope_theta", found)
-    if type(found) not in (int, float) or not 0 < found < 1e30:
-        settings.refuse("rope_theta", found, "a positive number")
-        return 1.0
-    return float(found)
 
 
 def describe(config: LlamaConfig) -> dict[str, Any]:
@@ -90,8 +75,7 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads or config.heads, "head_dim": config.head_size,
         "hidden_act": "silu",
         "max_position_embeddings": config.block, "rms_norm_eps": config.eps,
-        "rope_theta": config.base, "rope_parameters": {"rope_theta": config.base,
-                                                       "rope_type": "default"},
+        "rope_theta": config.base, **written_rope(config),
         "tie_word_embeddings": config.tied, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
 

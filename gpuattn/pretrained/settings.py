@@ -7,6 +7,8 @@ and its value. Keys that are neither used nor harmless are named in one warning.
 from collections.abc import Mapping
 from typing import Any
 
+from gpuattn.pretrained.files import CONFIG
+
 # They say how a model was trained, saved, or is searched with; not what it computes.
 HARMLESS = {
     "_attn_implementation_autoset", "_name_or_path", "architectures", "auto_map", "bos_token_id",
@@ -19,10 +21,18 @@ MOST = {"layers": 1 << 12, "sizes": 1 << 24}  # above them a config is a mistake
 
 
 class Settings:
-    """Reads a config.json, notes what is read, and collects faults as sentences."""
+    """Reads a config.json, or another ``file`` of settings, notes what is read, and collects faults
+    as sentences.
 
-    def __init__(self, config: Mapping[str, Any], faults: list[str]) -> None:
-        self.config, self.faults = config, faults
+    ``preprocessor``: the content of preprocessor_config.json, how images become arrays.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], faults: list[str], file: str = CONFIG,
+        preprocessor: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.faults, self.file = config, faults, file
+        self.preprocessor = preprocessor or {}
         self.read: set[str] = set()
         self.notes: list[str] = []
 
@@ -89,5 +99,5 @@ class Settings:
         """Add a fault; return what to go on with."""
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
-        self.faults.append(f"config.json: {key} is {shown}; accepted: {accepted}")
+        self.faults.append(f"{self.file}: {key} is {shown}; accepted: {accepted}")
         return instead

@@ -1,15 +1,21 @@
-"""Tokenizers of Hugging Face folders, by the library tokenizers."""
+"""Tokenizers of Hugging Face folders, by the library tokenizers; Marian's by SentencePiece."""
 
 import json
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from gpuattn.data.class_names import LabelledTokenizer
 from gpuattn.data.tokenizer import BaseTokenizer, tokenizer_from_bytes
 from gpuattn.errors import DataError, PretrainedError, UnsupportedError
+from gpuattn.pretrained.files import CONFIG
+from gpuattn.pretrained.pieces import SOURCE, TARGET, VOCAB, PairTokenizer
 from gpuattn.typing import StrPath
 
 JSON, OWN = "tokenizer.json", "tokenizer.model"  # OWN: as runs have it, from ``gpuattn export``
+PAIR = (SOURCE, TARGET, VOCAB)
+MASKS = ("[MASK]", "<mask>")  # the usual names
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json")  # transformers reads them
 
 
@@ -17,7 +23,8 @@ class PretrainedTokenizer:
     """A tokenizer.json, without the padding and the cutting that it may ask for.
 
     ``files``: {name: bytes} of the folder's files, to save them as they were. ``specials``: the ids
-    of marks, which are no text. Raises ValueError for a file that the library does not take.
+    of marks, which are no text. ``marks``: those that it puts around a line. ``mask``: the id that
+    hides a token, or None. Raises ValueError for a file that the library does not take.
     """
 
     units = "tokens"
@@ -35,6 +42,10 @@ class PretrainedTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials = tuple(sorted(i for i, token in added.items() if token.special))
         self.line_end = self._begin()
+        self.marks = tuple(self.encode(""))
+        usual = (i for i in self.specials if self.piece(i) in MASKS)
+        named = self._token("mask_token")
+        self.mask = next(usual, None) if named is None else named
 
     def __len__(self):
         return self._size
@@ -51,7 +62,13 @@ class PretrainedTokenizer:
         """Return the text that ``ids`` spell; marks among them are dropped."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    encode_text, decode_text = encode, decode
+    encode_marked, decode_text = encode_lines, decode
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a text: where a mark ends a line, those of each line, else as one."""
+        if len(self.marks) < 2:
+            return self.encode(text)
+        return list(chain.from_iterable(self.encode_lines(text.split("\n"))))
 
     def piece(self, i: int) -> str:
         """Return the name of an id, for people to read."""
@@ -59,22 +76,27 @@ class PretrainedTokenizer:
 
     def _begin(self):
         """Return the id that a text begins with where nothing is given: the mark, or a line end."""
-        config = _object(self.files.get(BESIDE[0], b"{}"))
-        mark = config.get("bos_token")
-        mark = mark.get("content") if isinstance(mark, dict) else mark
-        found = self._tokenizer.token_to_id(mark) if isinstance(mark, str) else None
+        found = self._token("bos_token")
         if found is not None:
             return found
         return [*self.specials, *self._tokenizer.encode("\n", add_special_tokens=False).ids, 0][0]
+
+    def _token(self, key):
+        """Return the id of a token that tokenizer_config.json names, or None."""
+        mark = _object(self.files.get(BESIDE[0], b"{}")).get(key)
+        mark = mark.get("content") if isinstance(mark, dict) else mark
+        return self._tokenizer.token_to_id(mark) if isinstance(mark, str) else None
 
 
 def load_tokenizer(folder: StrPath) -> Any:
     """Return the tokenizer of a local folder; the public function is ``gpuattn.load_tokenizer``."""
     folder = Path(folder)
+    beside = [name for name in BESIDE if (folder / name).exists()]
     try:
+        if (folder / SOURCE).exists():
+            return PairTokenizer(_read(folder, (*PAIR, *beside)), _decoder_start(folder))
         if (folder / JSON).exists():
-            names = (JSON, *(name for name in BESIDE if (folder / name).exists()))
-            return PretrainedTokenizer({name: (folder / name).read_bytes() for name in names})
+            return PretrainedTokenizer(_read(folder, (JSON, *beside)))
         if (folder / OWN).exists():
             return tokenizer_from_bytes((folder / OWN).read_bytes())
     except OSError as error:
@@ -90,11 +112,26 @@ def load_tokenizer(folder: StrPath) -> Any:
     )  # fmt: skip
 
 
-def files_of(tokenizer: BaseTokenizer | PretrainedTokenizer) -> dict[str, bytes]:
+def files_of(
+    tokenizer: BaseTokenizer | PretrainedTokenizer | PairTokenizer | LabelledTokenizer,
+) -> dict[str, bytes]:
     """Return {name: bytes} of the files that ``load_tokenizer`` reads."""
-    if isinstance(tokenizer, PretrainedTokenizer):
+    if isinstance(tokenizer, LabelledTokenizer):
+        tokenizer = tokenizer.tokenizer
+    if isinstance(tokenizer, PretrainedTokenizer | PairTokenizer):
         return tokenizer.files
     return {OWN: tokenizer.to_bytes()}
+
+
+def _read(folder, names):
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+def _decoder_start(folder):
+    """Return the token of config.json that a decoder begins with, or None."""
+    path = folder / CONFIG
+    found = _object(path.read_bytes() if path.is_file() else b"{}").get("decoder_start_token_id")
+    return found if type(found) is int else None
 
 
 def _library():

@@ -13,8 +13,9 @@ from gpuattn.errors import CheckpointError
 from gpuattn.files import write_text
 from gpuattn.models.config import padded_rows
 from gpuattn.report import svg
-from gpuattn.report.markup import Markup, tag
+from gpuattn.report.markup import tag
 from gpuattn.report.plot import attention_of
+from gpuattn.report.style import document
 from gpuattn.runs.folder import RunFolder, load_run, summary
 from gpuattn.runs.metrics import describe, loss_names, round_times
 from gpuattn.tasks.registry import task_of
@@ -24,35 +25,6 @@ from gpuattn.units import duration, short, with_unit
 PAGE, PROFILE = "report.html", "profile.json"
 SAMPLES = 12  # translations shown
 WORDS = 30  # of sentences whose attention is drawn, at most
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #222; --dim: #667; --paper: #fff; --line: #d8dbe0;
-  --soft: #f4f5f7; --s0: #1f77b4; --s1: #d95f02; --s2: #5b8c3e; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e6ea; --dim: #99a; --paper: #16181c;
-  --line: #353941; --soft: #1f2228; --s0: #6db3ec; --s1: #ff9a52; --s2: #93c572; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 1088px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
-.verdict { font-size: 1.15rem; margin: .3rem 0; } .dim, figcaption { color: var(--dim); }
-.head { margin: 0; } figure { margin: 0; } figcaption { font-size: .85rem; }
-.charts { display: grid; gap: 1.2rem 1.5rem;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--least, 400px)), 1fr)); }
-svg { display: block; max-width: 100%; height: auto; } .charts svg { width: 100%; }
-svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } svg text.dim { fill: var(--dim); }
-.name, .up, .row { text-anchor: end; } .across { text-anchor: middle; }
-.grid { stroke: var(--line); } .tick, .lead { stroke: var(--dim); stroke-width: .7; }
-.frame { fill: none; stroke: var(--line); } .roof { fill: none; stroke: var(--ink); }
-.cell { fill: var(--s0); } .line { fill: none; stroke-width: 2; } .dot { fill-opacity: .8; }
-.line.s0 { stroke: var(--s0); } .line.s1 { stroke: var(--s1); stroke-dasharray: 6 3; }
-.dot.s0, svg text.s0 { fill: var(--s0); } .dot.s1, svg text.s1 { fill: var(--s1); }
-.dot.s2, svg text.s2 { fill: var(--s2); } .wide > svg { min-width: 800px; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; width: 100%; }
-th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line);
-  vertical-align: top; } .right, .right th, td.n { text-align: right; white-space: nowrap; }
-.columns { column-width: 21rem; } pre { background: var(--soft); padding: .8rem;
-  overflow-x: auto; font-size: .8rem; white-space: pre-wrap; }
-code { background: var(--soft); padding: 0 .25rem; }
-"""
 
 
 def write_page(path: StrPath) -> Path:
@@ -67,23 +39,19 @@ def write_page(path: StrPath) -> Path:
     title = task_of(config).title(config)
     body = [
         tag("h1", title),
-        tag("p", _verdict(found), class_="verdict"),
+        tag("p", _verdict(found, task_of(config).scores(config)[0]), class_="verdict"),
         tag("p", _course(found), class_="dim head"),
         tag("p", _cost(rows), class_="dim head"),
         _section("Curves", _charts(rows, config)),
         _section("Samples", _samples(folder, found)),
         _section("Attention", _attention(folder, found)),
         _section("Where the time of a step goes", _profile(folder, profile)),
+        _section("Data", _data(rows["start"])),
         _section("Model", _model(found, config, profile)),
         _section("Environment", _environment(folder, rows["start"])),
     ]
-    head = tag(
-        "head", tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", title), tag("style", Markup(STYLE)),
-    )  # fmt: skip
     page = folder.path / PAGE
-    write_text(page, f"<!DOCTYPE html>\n{tag('html', head, tag('body', body), lang='en')}\n")
+    write_text(page, document(title, body))
     return page
 
 
@@ -91,8 +59,8 @@ def _section(title, content):
     return tag("section", tag("h2", title), content) if content else None
 
 
-def _verdict(found):
-    """Return a line on the best evaluation."""
+def _verdict(found, held):
+    """Return a line on the best evaluation. ``held``: what was held out, in words."""
     best = found["best"]
     if found["state"] == "averaged":
         return "A mean of weights."
@@ -100,6 +68,8 @@ def _verdict(found):
         return "Not evaluated yet."
     if "perplexity" in best:
         return f"Perplexity {best['perplexity']:.2f} on held-out text."
+    if "accuracy" in best:
+        return f"{best['accuracy']:.2f} % of {held[:1].lower()}{held[1:]} right."
     if "bleu" not in best:
         return f"Loss {best['loss']:.3f} nats per token of held-out sentences."
     count = f"{best['sentences']:,} held-out sentence{'s' * (best['sentences'] != 1)}"
@@ -139,6 +109,7 @@ def _cost(rows):
 
 def _charts(rows, config):
     train, valid = rows["train"], [row for row in rows["valid"] if row["update"]]
+    task = task_of(config)
     times = round_times(train + valid)
 
     def points(of, name, scale=1):
@@ -152,11 +123,12 @@ def _charts(rows, config):
         scores.pop("exact match, %")  # free texts hardly ever match the reference word for word
     steep = bool(every) and max(every) > 10 * min(every)
     charts = (
-        ("Loss (nats per target token)", losses, {"log": steep}),
+        (f"Loss (nats per {task.predicted})", losses, {"log": steep}),
         ("Held-out sentences, translated greedily", scores, {"span": (0, 100)}),
+        (f"{task.scores(config)[0]} right (%)", {"": points(valid, "accuracy")}, {}),
         ("Perplexity of held-out text", {"": points(valid, "perplexity")}, {}),
         ("Learning rate", {"": points(train, "learning_rate")}, {"span": (0,)}),
-        (task_of(config).rate_title, {"": points(train, "rate")}, {"span": (0,)}),
+        (task.rate_title, {"": points(train, "rate")}, {"span": (0,)}),
         ("MFU (% of measured products)", {"": points(train, "mfu", 100)}, {"span": (0,)}),
         ("Power (W)", {"": points(train, "watts")}, {"span": (0,)}),
     )  # fmt: skip
@@ -270,6 +242,45 @@ def _profile(folder, found):
 
 
 # ---- what it is ---------------------------------------------------------------------------------
+
+
+def _data(starts):
+    data = starts[-1].get("data") if starts else None
+    if not data:
+        return None
+    found = data["figures"]
+    facts = [tag("p", fact[:1].upper() + fact[1:], ".") for fact in data["facts"]]
+    return [facts, _store(found) if found else None]
+
+
+def _store(found):
+    """Return the figures of a token store: a table of its sides, and how long rows are."""
+    rows, files = found["rows"], found["files"]
+    counts = ", ".join(f"{n:,} {what}" for what, n in found["counts"].items())
+    skipped = ", ".join(f"{n:,} {why}" for why, n in found["skipped"].items())
+    what = "pairs" if found["kind"] == "pairs" else "documents"
+    text = (
+        f"A token store of {rows:,} {what}: {counts} of {files:,} file{'s' * (files != 1)}; "
+        f"left out: {skipped or 'nothing'}; {found['held_out']:,} more held out."
+    )
+    mix = "; ".join(f"{p['name']} {p['weight']:g} of {p['rows']:,} rows" for p in found["mix"])
+    names = ("side", "tokens", "a row", "longest row", "loss of guessing by frequency")
+    body = [
+        tag("tr", tag("td", side), [tag("td", shown, class_="n") for shown in (
+            f"{found['tokens'][side]:,}", f"{found['tokens'][side] / max(rows, 1):,.1f}",
+            f"{found['longest'][side]:,}", f"{found['unigram'][side]:.2f}")])
+        for side in found["tokens"]
+    ]  # fmt: skip
+    head = tag("tr", tag("th", names[0]), [tag("th", name, class_="right") for name in names[1:]])
+    charts = [
+        svg.titled(f"Rows by length: {side}", svg.bars(found["lengths"][side], "tokens"))
+        for side in found["lengths"]
+    ]
+    return [
+        tag("p", text, f" Mix: {mix}." if mix else ""),
+        tag("div", tag("table", head, body), class_="wide"),
+        tag("div", charts, class_="charts"),
+    ]
 
 
 def _model(found, config, profile):

@@ -10,7 +10,7 @@ from gpuattn.runs.folder import RunFolder, load_run
 from gpuattn.runs.metrics import loss_names, round_times
 from gpuattn.tasks.corpus import held_out
 from gpuattn.tasks.registry import task_of
-from gpuattn.tasks.translator import Translator
+from gpuattn.tasks.users.translator import Translator
 from gpuattn.typing import StrPath
 
 INK, BLUE, ORANGE = "#333333", "#1f77b4", "#d95f02"
@@ -112,7 +112,7 @@ def _draw_loss(axis, train, valid, config):
         axis.yaxis.set_minor_formatter("")
         axis.tick_params(which="minor", length=0)
     axis.legend()
-    axis.set_title("Loss (nats per target token)")
+    axis.set_title(f"Loss (nats per {task_of(config).predicted})")
     _draw_updates(axis, train + valid)
 
 
@@ -162,7 +162,7 @@ def attention_of(translator: Any, sentence: str, translation: str | None = None)
     if translation is None:
         (translation,) = translator.translate([sentence])
     room = translator.model.config.max_length - 1  # a repetitive text may take more
-    target = tokenizer.encode(translation)[:room]
+    target = tokenizer.target.encode(translation)[:room]
     cross = translator.model.attention_maps(source, target)["cross"]
     source_words, source_starts = _words(tokenizer, source)
     target_words, target_starts = _words(tokenizer, target)
@@ -178,7 +178,7 @@ def attention_of(translator: Any, sentence: str, translation: str | None = None)
 def _words(tokenizer, ids):
     """Return the words of pieces, with an end mark, and the index where each begins."""
     words, starts = [], []
-    for i, piece in enumerate(tokenizer.pieces[id] for id in ids):
+    for i, piece in enumerate(tokenizer.piece(id) for id in ids):
         if piece.startswith(SPACE) or not words:
             words.append("")
             starts.append(i)

@@ -1,4 +1,4 @@
-"""Pictures of a run as SVG inside a page: curves, maps of attention, ops under the roofline.
+"""Pictures as SVG inside a page: curves, bars, maps of attention, ops under the roofline.
 
 Colors are the page's CSS variables, which follow the reader's light or dark theme.
 """
@@ -17,6 +17,7 @@ MARKED_POINTS = 40  # a curve with fewer points has a mark at each
 TICKS = 6  # of an axis, about
 LETTER = 6.4  # width of a letter, about
 LABEL_MOVES = 36  # of half a line, at most
+ROW = 36  # height of a bar with its name
 WORD = 16  # letters of a word beside a map, at most
 DIRECTIONS = ("forward", "backward", "update")  # of ops, in the order of the colors
 
@@ -43,36 +44,70 @@ def curves(
     times: Sequence[tuple[float, str]] = (),
     log: bool = False,
     span: Sequence[float] = (),
+    label: str = "updates",
+    log_x: bool = False,
+    points: Sequence[tuple[float, float, str]] = (),
+    levels: Sequence[tuple[float, str]] = (),
+    alt: str | None = None,
 ) -> Markup | None:
-    """Return a chart of ``series``, {name: [(update, y)]}.
+    """Return a chart of ``series``, {name: [(x, y)]}.
 
-    ``times``: [(update, text)] of a second axis, at the top. ``log``: a logarithmic axis of y, for
-    values above 0. ``span``: values of y that the axis always includes. Returns None without
-    points.
+    ``times``: [(x, text)] of a second axis, at the top. ``log``, ``log_x``: a logarithmic axis of
+    y, of x, for values above 0. ``span``: values of y that the axis always includes. ``label``: of
+    the axis of x. ``points``: [(x, y, text)] in grey, from elsewhere. ``levels``: [(y, text)] of
+    dashed lines across. ``alt``: what the chart shows, for readers who do not see it. Returns None
+    without points.
     """
     good = (lambda y: 0 < y < math.inf) if log else math.isfinite
-    series = {name: [p for p in points if good(p[1])] for name, points in series.items()}
-    series = {name: _thinned(points) for name, points in series.items() if points}
+    series = {name: [p for p in line if good(p[1])] for name, line in series.items()}
+    series = {name: _thinned(line) for name, line in series.items() if line}
     if not series:
         return None
-    box, every = CURVES, [point for points in series.values() for point in points]
-    across = _Axis([0, *(x for x, _ in every)], box.left, box.width - box.right)
-    up = _Axis([*span, *(y for _, y in every)], box.height - box.bottom, box.top, log)
-    drawn, names, x = [], [], float(box.left)
-    for i, (name, points) in enumerate(series.items()):
-        places = [(across(x), up(y)) for x, y in points]
+    box, every = CURVES, [point for line in series.values() for point in line]
+    least = [] if log_x else [0]
+    heights = [*span, *(y for _, y in every), *(y for _, y, _ in points), *(y for y, _ in levels)]
+    ends = [*least, *(x for x, _ in every), *(x for x, *_ in points)]
+    across = _Axis(ends, box.left, box.width - box.right, log_x)
+    up = _Axis(heights, box.height - box.bottom, box.top, log)
+    drawn = [_level(box, up(y), text) for y, text in levels]
+    drawn += [_reference(box, across(x), up(y), text) for x, y, text in points]
+    names, x, line_y = [], float(box.left), 8
+    for i, (name, line) in enumerate(series.items()):
+        places = [(across(x), up(y)) for x, y in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         drawn.append(tag("polyline", points=path, class_=f"line s{i}"))
-        if len(points) < MARKED_POINTS:
-            for place, (update, value) in zip(places, points, strict=True):
-                text = f"{name} {value:.4g} at update {update:,.0f}".strip()
+        if len(line) < MARKED_POINTS:
+            for place, (at, value) in zip(places, line, strict=True):
+                text = f"{name} {value:.4g} at {_named(label, at)}".strip()
                 drawn.append(_mark(i, *place, tag("title", text)))
         if name:
-            names.append(tag("line", x1=x, x2=x + 22, y1=8, y2=8, class_=f"line s{i}"))
-            names += [_mark(i, x + 11, 8), tag("text", name, x=x + 27, y=12, class_=f"s{i}")]
-            x += 42 + LETTER * len(name)
-    times = [(update, text) for update, text in times if update <= across.most]
-    return _chart(box, across, up, "updates", [drawn, names], times)
+            wide = 42 + LETTER * len(name)
+            if x > box.left and x + wide > box.width:
+                x, line_y = float(box.left), line_y + 14
+            y = line_y
+            names.append(tag("line", x1=x, x2=x + 22, y1=y, y2=y, class_=f"line s{i}"))
+            names += [_mark(i, x + 11, y), tag("text", name, x=x + 27, y=y + 4, class_=f"s{i}")]
+            x += wide
+    times = [(x, text) for x, text in times if x <= across.most]
+    return _chart(box, across, up, label, [drawn, names], times, alt=alt)
+
+
+def _named(label, value):
+    """Return a value of the axis of x with its name, as in "update 20"."""
+    return f"update {value:,.0f}" if label == "updates" else f"{label} {value:,.6g}"
+
+
+def _reference(box, x, y, text):
+    """Return a point from elsewhere, its text on the side that has room."""
+    left = x < box.width / 2
+    look, at = ("dim", x + 8) if left else ("name dim", x - 8)
+    dot = tag("circle", tag("title", text), cx=x, cy=y, r=4, class_="ref")
+    return [dot, tag("text", text, x=at, y=y + 4, class_=look)]
+
+
+def _level(box, y, text):
+    line = tag("line", x1=box.left, x2=box.width - box.right, y1=y, y2=y, class_="level")
+    return [line, tag("text", text, x=box.left + 4, y=y - 4, class_="dim")]
 
 
 def _mark(i, x, y, title=None):
@@ -80,6 +115,49 @@ def _mark(i, x, y, title=None):
     if i == 0:
         return tag("circle", title, cx=x, cy=y, r=3, class_="dot s0")
     return tag("rect", title, x=x - 2.6, y=y - 2.6, width=5.2, height=5.2, class_=f"dot s{i}")
+
+
+def bars(counts: Sequence[tuple[float, float, int]], label: str) -> Markup | None:
+    """Return a histogram of ``counts``, [(more than, up to, count)], on a logarithmic axis.
+
+    ``label``: of that axis. Returns None without counts.
+    """
+    if not counts:
+        return None
+    box = CURVES
+    ends = [(max(low, high / 2, 0.5), max(high, 1)) for low, high, _ in counts]
+    across = _Axis([x for both in ends for x in both], box.left, box.width - box.right, log=True)
+    up = _Axis([0, *(count for *_, count in counts)], box.height - box.bottom, box.top)
+    drawn = [
+        tag("rect", tag("title", f"{count:,} of {low + 1:,} to {high:,} {label}"),
+            x=across(begin), y=up(count), width=across(end) - across(begin),
+            height=up(0) - up(count), class_="cell")
+        for (begin, end), (low, high, count) in zip(ends, counts, strict=True)
+    ]  # fmt: skip
+    return _chart(box, across, up, label, drawn)
+
+
+def named_bars(
+    rows: Sequence[tuple[str, float, str]], *, grey: Sequence[str] = (), alt: str | None = None
+) -> Markup | None:
+    """Return bars from the left, a row each: [(name, value from 0, the value as text)].
+
+    ``grey``: names of rows from elsewhere. ``alt``: as in ``curves``. Returns None without rows.
+    """
+    if not rows:
+        return None
+    top = max(value for _, value, _ in rows) or 1
+    room = CURVES.width - 4 - LETTER * max(len(text) for *_, text in rows) - 8
+    drawn = []
+    for i, (name, value, text) in enumerate(rows):
+        y, width = ROW * i, max(1.0, room * value / top)
+        drawn += [
+            tag("text", name, x=2, y=y + 13, class_="dim" if name in grey else None),
+            tag("rect", x=2, y=y + 18, width=width, height=11,
+                class_="ref" if name in grey else "cell"),
+            tag("text", text, x=width + 8, y=y + 28),
+        ]  # fmt: skip
+    return _svg(CURVES.width, ROW * len(rows) + 4, drawn, alt)
 
 
 # ---- roofline -----------------------------------------------------------------------------------
@@ -217,7 +295,11 @@ def _word(word, **given):
 
 
 def heat_map(
-    weights: np.ndarray, rows: Sequence[str], columns: Sequence[str], title: str
+    weights: np.ndarray,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    title: str,
+    alt: str | None = None,
 ) -> Markup:
     """Return a map of weights (rows, columns) from 0 to 1 with its words beside it."""
     side, size, left, top, width = _map_layout(rows, columns)
@@ -239,7 +321,7 @@ def heat_map(
         x, y = left + side * (j + 0.6), top - 4
         turn = f"rotate(-40 {x:.1f} {y:.1f})"
         drawn.append(_word(word, x=x, y=y, class_="column", transform=turn, **look))
-    return _figure(title, _svg(width, height, drawn))
+    return _figure(title, _svg(width, height, drawn, alt))
 
 
 def titled(title: str, chart: Any) -> Markup | None:
@@ -251,15 +333,16 @@ def _figure(title, drawn):
     return tag("figure", tag("figcaption", title), drawn)
 
 
-def _svg(width, height, drawn):
+def _svg(width, height, drawn, alt=None):
     box = f"0 0 {width:.0f} {height:.0f}"
-    return tag("svg", drawn, viewBox=box, width=round(width), height=round(height), role="img")
+    return tag("svg", drawn, viewBox=box, width=round(width), height=round(height), role="img",
+               aria_label=alt)  # fmt: skip
 
 
 # ---- axes ---------------------------------------------------------------------------------------
 
 
-def _chart(box, across, up, label, drawn, above=(), unit=None):
+def _chart(box, across, up, label, drawn, above=(), unit=None, alt=None):
     """Return axes with what is drawn between them.
 
     ``above``: [(value, text)] of a second axis at the top. ``unit`` of the upward axis, where no
@@ -282,7 +365,7 @@ def _chart(box, across, up, label, drawn, above=(), unit=None):
     parts.append(tag("text", label, x=(across.begin + end) / 2, y=box.height - 5, class_="across"))
     if unit:
         parts.append(tag("text", unit, x=box.left - 6, y=high - 4, class_="up"))
-    return _svg(box.width, box.height, [parts, drawn])
+    return _svg(box.width, box.height, [parts, drawn], alt)
 
 
 class _Axis:

@@ -19,7 +19,14 @@ from gpuattn.models.config import CHECKPOINT, CHOICES
 from gpuattn.models.kinds import MODELS
 from gpuattn.optim import OPTIMIZERS, SCHEDULES
 from gpuattn.runtime.precision import PRECISIONS
-from gpuattn.tasks.registry import TASKS, models_of, models_with, task_of
+from gpuattn.tasks.registry import (
+    TASKS,
+    has_option,
+    models_of,
+    models_with,
+    task_for,
+    task_of,
+)
 from gpuattn.tasks.task import DATA_FILES, MOST_BEAMS
 from gpuattn.typing import StrPath
 from gpuattn.units import (
@@ -34,13 +41,14 @@ from gpuattn.units import (
     parse_count,
     parse_layers,
     parse_length,
+    parse_share,
     parse_warmup,
     shown,
     text,
     whole,
 )
 
-KEYS = {"length": "for"}  # fields whose option has another name
+KEYS = {"length": "for", "origin": "from"}  # fields whose option has another name
 
 
 DEFAULT_MODEL = next(iter(MODELS))
@@ -60,12 +68,22 @@ class TrainConfig:
     ``vocab_size`` the most subwords, of both languages together; ``max_len`` the most tokens of a
     sentence, ``on_long`` whether longer ones are left out or an error; ``seed`` decides data order,
     first parameters and dropout. For a language model instead: ``lm`` and ``valid_lm`` name texts
-    or token stores, ``tokenizer`` is "subwords" or "chars" where there is no store, ``block``
-    the tokens that it sees. Model: ``model`` is a name in ``models.kinds.MODELS``, whose config has
-    the fields of the model; None for ``positions`` and ``activation``: the model's default;
-    ``init_from``: the folder of a run whose weights and tokenizer this run begins with.
-    Optimisation: ``batch`` tokens on the longer side, or "auto": what fits the GPU; ``batching``
-    one of ``data.batching.BATCHING``, ``accumulate`` batches an update, ``checkpoint`` as in
+    or token stores, ``documents`` whether no token attends to another document of a store,
+    ``tokenizer`` is "subwords" or "chars" where there is no store, ``block`` the tokens that it
+    sees. For masked tokens of the same texts: ``mask``, the share that is to be guessed; ``block``
+    is then the longest line, longer ones are cut. For a classifier of images: ``images`` and
+    ``valid_images`` name folders of classes or .npz files, ``image_size``, ``patch`` and
+    ``channels`` are as in a ViTConfig, ``shift`` the pixels by which training moves images,
+    ``flip`` whether it mirrors half of them, ``mixup`` as in ``data.images.ImageLoader``. For a
+    classifier of texts: ``classify`` and ``valid_classify`` name files of lines with labels; longer
+    lines than ``block`` are cut. Model: ``model`` is a name in ``models.kinds.MODELS``, whose
+    config has the fields of the model; None for ``positions`` and ``activation``: the model's
+    default; ``init_from``: the folder of a run whose weights and tokenizer this run begins with;
+    ``origin``: a folder of Hugging Face, whose model (fields that ``fine_tuning`` gives), weights
+    and tokenizer it begins with; ``freeze``: patterns, with commas between them, of parameters that
+    stay. Optimisation: ``batch`` tokens on the longer side, or "auto": what fits the GPU;
+    ``batching`` one of ``data.batching.BATCHING``, ``accumulate`` batches an update of each of
+    ``replicas``, which one process computes in turn or several share, ``checkpoint`` as in
     ``models.config.CHECKPOINT``, ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and
     adam, ``lr`` the peak of ``schedule`` after ``warmup`` (updates, or a share of the run),
     ``lr_floor`` the share of it where cosine and linear end, ``lr_decay`` the updates after which
@@ -90,10 +108,19 @@ class TrainConfig:
     valid_target: str | None = _option(None, text)
     lm: str | None = _option(None, text)
     valid_lm: str | None = _option(None, text)
+    documents: bool = _option(False, flag)
+    mask: float | None = _option(None, parse_share)
     tokenizer: str = _option("subwords", choice("subwords", "chars"))
     vocab_size: int = _option(10_000, parse_count)
     max_len: int = _option(256, whole(1))
     on_long: str = _option("skip", choice(*ON_LONG))
+    images: str | None = _option(None, text)
+    valid_images: str | None = _option(None, text)
+    shift: int = _option(0, whole(0))
+    flip: bool = _option(False, flag)
+    mixup: float = _option(0.0, number(0))
+    classify: str | None = _option(None, text)
+    valid_classify: str | None = _option(None, text)
     seed: int = _option(1, whole(0))
 
     model: str = _option(DEFAULT_MODEL, OneOf(MODELS))
@@ -103,18 +130,25 @@ class TrainConfig:
     layers: tuple[int, int] = _option((4, 4), parse_layers)
     ffn: int = _option(256, whole(1))
     block: int = _option(256, whole(1))
+    image_size: int = _option(224, whole(1))
+    patch: int = _option(16, whole(1))
+    channels: int = _option(3, whole(1))
     bias: bool = _option(True, flag)
     dropout: float = _option(0.3, number(0, below=1))
     attention_dropout: float = _option(0.0, number(0, below=1))
+    stochastic_depth: float = _option(0.0, number(0, below=1))
     norm: str = _option("pre", choice(*CHOICES["norm"]))
     positions: str | None = _option(None, choice(*CHOICES["positions"]))
     activation: str | None = _option(None, choice(*CHOICES["activation"]))
     pad_vocab: bool = _option(True, flag)
     init_from: str | None = _option(None, text)
+    origin: str | None = _option(None, text)
+    freeze: str | None = _option(None, text)
 
     batch: int | str = _option(8000, or_auto(parse_count))
     batching: str = _option("packed", choice(*BATCHING))
     accumulate: int = _option(1, whole(1))
+    replicas: int = _option(1, whole(1))
     checkpoint: str = _option("none", choice(*CHECKPOINT))
     optimizer: str = _option("adamw", choice(*OPTIMIZERS))
     lr: float = _option(5e-3, number(0, above=True))
@@ -145,15 +179,31 @@ class TrainConfig:
         kind = MODELS.get(self.model)
         for option in fields(self):
             value = getattr(self, option.name)
-            if value is None:
-                value = kind.defaults.get(option.name) if kind else None
+            if value is None and kind and self.has(option.name):
+                value = kind.defaults.get(option.name)
             if value is not None:
                 object.__setattr__(self, option.name, parse_option(option.name, value))
+        if self.classify and self.model not in models_with("classify"):
+            raise ConfigError(f"classify is for {_owners('classify', self.model)}")
         task_of(self).check(self)
         for name, option in OPTIONS.items():
             if not self.has(name) and getattr(self, name) != option.default:
-                only = " or ".join(models_with(name))
-                raise ConfigError(f"{option_key(name)} is for --model {only}, not {self.model}")
+                raise ConfigError(f"{option_key(name)} is for {_owners(name, self.model)}")
+        if self.origin is None:
+            self._check_model()
+        elif self.pairs or self.init_from:
+            other = "--init-from" if self.init_from else "--pairs"
+            raise ConfigError(f"--from and {other} are given; accepted: one of both")
+        if self.length.unit == "u" and self.warmup > self.length.amount:
+            raise ConfigError(
+                f"warmup is {self.warmup} updates; accepted: at most those of the run, "
+                f"{self.length.amount}. Try --warmup 5%"
+            )
+        if self.schedule == "invsqrt" and not self.warmup:
+            raise ConfigError("warmup is 0; accepted: above 0 for the schedule invsqrt")
+
+    def _check_model(self):
+        """Raise ConfigError for a new model of sizes that do not fit together."""
         MODELS[self.model].check(self)
         if self.dim % self.heads:
             raise ConfigError(f"heads is {self.heads}; accepted: a divisor of dim, {self.dim}")
@@ -166,17 +216,15 @@ class TrainConfig:
                 f"dim / heads is {self.dim // self.heads}; accepted: an even number for positions "
                 "rotary"
             )
-        if self.length.unit == "u" and self.warmup > self.length.amount:
-            raise ConfigError(
-                f"warmup is {self.warmup} updates; accepted: at most those of the run, "
-                f"{self.length.amount}. Try --warmup 5%"
-            )
-        if self.schedule == "invsqrt" and not self.warmup:
-            raise ConfigError("warmup is 0; accepted: above 0 for the schedule invsqrt")
 
     def has(self, name: str) -> bool:
-        """Return whether the model has a field."""
-        return self.model in models_with(name)
+        """Return whether the run has a field: its model, for the task that the data name."""
+        return has_option(self.model, task_of(self), name)
+
+    @property
+    def update_batches(self) -> int:
+        """Batches of an update, of all replicas."""
+        return self.accumulate * self.replicas
 
     @property
     def exact_match(self) -> bool:
@@ -199,6 +247,15 @@ def field_name(key: str) -> str:
     return next((field for field, known in KEYS.items() if known == name), name)
 
 
+def _owners(name, model):
+    """Return what an option is for, and that a run of ``model`` is not that, in words."""
+    if model not in models_with(name):
+        return f"--model {' or '.join(models_with(name))}, not {model}"
+    fields = [TASKS[task].chosen_by[0] for task in MODELS[model].tasks
+              if name in TASKS[task].options]  # fmt: skip
+    return f"--{' or --'.join(map(option_key, fields))}, not for what this {model} learns from"
+
+
 def parse_option(name: str, value: Any) -> Any:
     """Return the checked value of a field; ConfigError begins with the option."""
     try:
@@ -219,16 +276,19 @@ def resolve(
     """
     given = {name: (value, origin) for origin, values in layers for name, value in values.items()}
     preset, _ = given.pop("preset", (None, None))
-    for task in TASKS.values():
-        if any(name in given for name in task.chosen_by):
-            given.setdefault("model", (models_of(task)[0], "default"))
+    fitting = [task for task in TASKS.values() if any(name in given for name in task.chosen_by)]
+    if fitting:  # the first of those that know most of what is given
+        task = max(fitting, key=lambda task: len(given.keys() & set(task.options)))
+        given.setdefault("model", (models_of(task)[0], "default"))
     kind = MODELS[parse_option("model", given.get("model", (DEFAULT_MODEL, None))[0])]
-    task = TASKS[kind.task]
-    given |= {name: (value, "default") for name, value in task.default_data(given).items()}
+    values = {name: value for name, (value, _) in given.items()}
+    task = task_for(kind.name, values)
+    found = task.default_data(values)
+    given |= {name: (value, "default") for name, value in found.items()}
     below = [
         ("default", kind.defaults),
         (f"default on {device}", kind.device_defaults.get(device or "", {})),
-        ("default", task.data_defaults({name: value for name, (value, _) in given.items()})),
+        ("default", task.data_defaults(values | found)),
     ]
     if preset is not None:
         below.append((f"preset {preset}", kind.presets[OneOf(kind.presets)(preset)]))
@@ -236,7 +296,7 @@ def resolve(
         name: (value, origin)
         for origin, values in below
         for name, value in values.items()
-        if kind.name in models_with(name)
+        if has_option(kind.name, task, name)
     }
     chosen = lower | given
     if "warmup" not in given and not _has_room_for_warmup(chosen):

@@ -6,12 +6,17 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from gpuattn.arrays import get_xp
 from gpuattn.data.batching import LanguageModelLoader
 from gpuattn.data.text import read_language_model, read_parallel
 from gpuattn.errors import DataError
 from gpuattn.runtime.device import batch_to
 from gpuattn.tasks.corpus import held_out, held_out_ids
+from gpuattn.tasks.images import held_out_images
+from gpuattn.tasks.labels import encoded, held_out_texts, mistakes
+from gpuattn.tasks.masked import held_out_masked
 from gpuattn.tasks.score import score
 from gpuattn.tasks.texts import text_ids
 from gpuattn.typing import StrPath
@@ -46,7 +51,7 @@ def evaluate(
     sources = _usable(translator, pairs, refused) if refused else [pair.source for pair in pairs]
     found = translator.translate(sources, beam=beam, length_penalty=length_penalty)
     spent = time.perf_counter() - begin
-    tokens = sum(map(len, translator.tokenizer.encode_lines(found)))
+    tokens = sum(map(len, translator.tokenizer.target.encode_lines(found)))
     references, kinds = [pair.target for pair in pairs], [pair.kind for pair in pairs]
     row = score(found, references, kinds, lowercase=lowercase, tokenize=tokenize)
     return row | {"tokens_per_second": tokens / spent}
@@ -71,7 +76,8 @@ def evaluate_text(sampler: Any, path: StrPath | None = None) -> dict[str, Any]:
     Keys: ``loss``, the exact mean cross-entropy of a token in nats; ``perplexity``, its
     exponential; ``tokens`` that were predicted, all but the first; ``tokens_per_second``. As at an
     evaluation of the run, the text is cut into blocks, and a token is predicted from those before
-    it in its block. Raises DataError for a file that cannot be used, or has fewer than two tokens.
+    it in its block, or, of a run with ``documents``, in its document there. Raises DataError for a
+    file that cannot be used, or has fewer than two tokens.
     """
     config, model = sampler.config, sampler.model  # no config: a folder of Hugging Face
     name = path or config.valid_lm or config.lm
@@ -84,13 +90,13 @@ def evaluate_text(sampler: Any, path: StrPath | None = None) -> dict[str, Any]:
         raise DataError(f"{name} has {len(ids)} token; accepted: two or more. Give more text")
     block = model.config.block
     rows = max(1, (config.batch if config else TOKENS) // block)
-    block = min(block, len(ids) - 1)
+    block, documents = min(block, len(ids) - 1), bool(config and config.documents)
     total, tokens, begin = 0.0, 0, time.perf_counter()
     xp = get_xp(model.parameters()[0].data)
     with model.evaluating():
-        for batch in LanguageModelLoader(ids, block, rows, seed=0).blocks():
+        for batch in LanguageModelLoader(ids, block, rows, 0, documents=documents).blocks():
             batch = batch_to(batch, xp)
-            loss = model.loss(batch.tokens, batch.labels, order=batch.order)
+            loss = model.loss(batch.tokens, batch.labels, order=batch.order, **batch.packing)
             total += float(loss) * batch.target_tokens
             tokens += batch.target_tokens
     loss, spent = total / tokens, time.perf_counter() - begin
@@ -98,3 +104,73 @@ def evaluate_text(sampler: Any, path: StrPath | None = None) -> dict[str, Any]:
         "loss": loss, "perplexity": math.exp(loss), "tokens": tokens,
         "tokens_per_second": tokens / spent,
     }  # fmt: skip
+
+
+def evaluate_masked(user: Any, path: StrPath | None = None) -> dict[str, Any]:
+    """Return how well an Unmasker guesses hidden tokens of a text file, or of what its run held
+    out, masked as at its evaluations.
+
+    ``accuracy``: of 100; ``loss``: mean in nats; ``tokens`` that were hidden, or exchanged, or left
+    as they are; ``tokens_per_second``, of all that were read. Raises DataError for a file that
+    cannot be used.
+    """
+    right, total, tokens, read, begin = 0, 0.0, 0, 0, time.perf_counter()
+    for batch in held_out_masked(user, path):
+        guesses, loss = user.guess(batch)
+        total += loss * batch.target_tokens
+        right += int((guesses == batch.labels).sum())
+        tokens, read = tokens + batch.target_tokens, read + batch.all_tokens
+    return {
+        "accuracy": 100 * right / tokens, "loss": total / tokens, "tokens": tokens,
+        "tokens_per_second": read / (time.perf_counter() - begin),
+    }  # fmt: skip
+
+
+def evaluate_images(classifier: Any, path: StrPath | None = None) -> dict[str, Any]:
+    """Return how a Classifier labels the images of a folder or .npz, or those its run holds out.
+
+    ``accuracy``: of 100; ``loss``: mean in nats; ``images``; ``images_per_second``. Raises
+    DataError for images that cannot be used, such as those of a class unseen in training.
+    """
+    right, total, images, begin = 0, 0.0, 0, time.perf_counter()
+    for batch in held_out_images(classifier, path).all():
+        found = np.concatenate(list(classifier.probabilities(batch.images)))
+        right += int((found.argmax(1) == batch.labels).sum())
+        total += _loss(found, batch.labels)
+        images += len(found)
+    spent = time.perf_counter() - begin
+    return {
+        "accuracy": 100 * right / images, "loss": total / images, "images": images,
+        "images_per_second": images / spent,
+    }  # fmt: skip
+
+
+def evaluate_labels(classifier: Any, path: StrPath | None = None) -> dict[str, Any]:
+    """Return how a TextClassifier labels the texts of a file, or those its run holds out.
+
+    ``accuracy``: of 100; ``loss``: mean in nats; ``texts``; ``texts_per_second``; ``wrong``: dicts
+    with ``line``, ``text``, ``label`` and ``found``, the label that it got; ``cut``: how many texts
+    were longer than the model takes, and cut as in training. Raises DataError for a file that
+    cannot be used, such as one with a label unseen in training.
+    """
+    config, names = classifier.config, classifier.tokenizer.names
+    begin, texts = time.perf_counter(), held_out_texts(classifier, path)
+    most = config.block if config else classifier.model.config.max_length
+    ids, long = encoded(classifier.tokenizer, texts, most, path or "the texts held out")
+    found, labels = classifier.probabilities(ids), texts.numbers(names)
+    wrong = mistakes(texts, [names[i] for i in found.argmax(1)])
+    spent = time.perf_counter() - begin
+    return {
+        "accuracy": 100 * (1 - len(wrong) / len(labels)),
+        "loss": _loss(found, labels) / len(labels),
+        "texts": len(labels),
+        "texts_per_second": len(labels) / spent,
+        "cut": len(long),
+        "wrong": [one._asdict() for one in wrong],
+    }
+
+
+def _loss(probabilities, labels):
+    """Return the sum of the losses of labels, in nats."""
+    of_label = probabilities[np.arange(len(labels)), labels]
+    return -float(np.log(np.maximum(of_label, np.finfo(np.float32).tiny)).sum())

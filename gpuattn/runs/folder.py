@@ -2,7 +2,8 @@
 
 ``config.toml``, ``tokenizer.model``, ``best`` and ``last`` (weights), ``state`` (everything that
 resuming needs), ``metrics.jsonl``, ``valid/`` (what the model wrote at each evaluation),
-``digests.toml`` (SHA-256 of the text files, and of the weights that it began with).
+``digests.toml`` (SHA-256 of the text files, and of the weights that it began with); ``origin/``,
+with the tokenizer, of a run that began with a folder of Hugging Face.
 """
 
 import contextlib
@@ -24,6 +25,9 @@ from gpuattn.models.kinds import new_model
 from gpuattn.nn.module import uninitialised
 from gpuattn.optim.averaging import average_tensors
 from gpuattn.pretrained.files import is_pretrained
+from gpuattn.pretrained.folder import tokenizer_of
+from gpuattn.pretrained.origin import model_of, write_origin
+from gpuattn.pretrained.tokens import files_of
 from gpuattn.runs.config import (
     TrainConfig,
     differences,
@@ -35,6 +39,7 @@ from gpuattn.runs.config import (
 )
 from gpuattn.runs.metrics import MetricsLog, rank
 from gpuattn.runtime import checkpoint
+from gpuattn.runtime.cold_start import start_libraries
 from gpuattn.runtime.device import choose_device
 from gpuattn.runtime.workspace import DTYPES
 from gpuattn.tasks.pretrained import load_user
@@ -45,12 +50,13 @@ from gpuattn.typing import Array, StrPath
 from gpuattn.units import shown
 
 CONFIG, TOKENIZER, DIGESTS = "config.toml", "tokenizer.model", "digests.toml"
+ORIGIN = "origin"  # of a run that began with a folder of Hugging Face
 # files of a run that was killed before it began
-UNBEGUN = (LOCK, TOKENIZER, DIGESTS, f".{DIGESTS}.tmp", f".{CONFIG}.tmp")
+UNBEGUN = (LOCK, TOKENIZER, ORIGIN, DIGESTS, f".{DIGESTS}.tmp", f".{CONFIG}.tmp")
 CHECKPOINTS = ("state", "best", "last")
 MODEL_OPTIONS = (
     "model", "tokenizer", "dim", "heads", "kv_heads", "layers", "ffn", "bias", "norm",
-    "positions", "activation", "pad_vocab", "block", "max_len",
+    "positions", "activation", "pad_vocab", "block", "max_len", "image_size", "patch", "channels",
 )  # fmt: skip
 LOAD_DTYPES = ("auto", "float32", "bfloat16")
 SNAPSHOTS = "checkpoints"  # weights that --average needs
@@ -82,11 +88,18 @@ class RunFolder:
         origins: Mapping[str, str],
         tokenizer: Any,
         digests: Mapping[str, str] | None = None,
+        model: Any = None,
     ) -> None:
-        """Begin a run: write the files that never change, the config last."""
+        """Begin a run: write the files that never change, the config last.
+
+        ``model``: read where the run begins with a folder of Hugging Face.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            tokenizer.save(self.path / TOKENIZER)
+            if config.origin:
+                write_origin(model, tokenizer, self.path / ORIGIN)
+            else:
+                tokenizer.save(self.path / TOKENIZER)
             (self.path / DIGESTS).unlink(missing_ok=True)  # of a run that never began
             self.keep_digests(digests or {})
             write_text(self.path / CONFIG, to_toml(config, origins))
@@ -155,6 +168,17 @@ class RunFolder:
         if given.path.resolve() == self.path.resolve():
             raise ConfigError(f"--init-from and --out are both {self.path}. Choose another --out")
         there = given.config()
+        if there.origin:
+            raise ConfigError(
+                f"--init-from {given.path} began with {there.origin}. Export it (gpuattn export), "
+                "and begin with that folder: --from"
+            )
+        task, other = task_of(config), task_of(there)
+        if there.model == config.model and task is not other and not task.new_head:
+            raise ConfigError(
+                f"--init-from {given.path} is a run of {other.title(there)!r}, whose head does not "
+                f"fit {task.title(config)!r}. Begin with a run of the same task"
+            )
         names: Sequence[str] = MODEL_OPTIONS if there.model == config.model else ("model",)
         if there.positions != "learned":  # no weights depend on the longest text
             names = [name for name in names if name not in ("block", "max_len")]
@@ -213,17 +237,26 @@ class RunFolder:
     def config(self) -> TrainConfig:
         """Return the TrainConfig. CheckpointError where there is no run."""
         if not self.exists():
-            lost = self._without_config()
-            raise CheckpointError(lost or f"{self.path} is no run: it has no config.toml")
+            why = "it has no config.toml" if self.path.exists() else "there is no such folder"
+            raise CheckpointError(self._without_config() or f"{self.path} is no run: {why}")
         return resolve((CONFIG, read_toml(self.path / CONFIG)))[0]
 
     def tokenizer(self) -> Any:
         """Return the tokenizer. CheckpointError if it is missing or damaged."""
+        if (self.path / ORIGIN).is_dir():
+            return tokenizer_of(self.path / ORIGIN)
         path = self.path / TOKENIZER
         try:
             return tokenizer_from_bytes(path.read_bytes())
         except (OSError, DataError) as error:
             raise CheckpointError(f"{path} cannot be used: {error}") from error
+
+    def new_model(self, config: TrainConfig, tokenizer: Any) -> Any:
+        """Return the model of a run with arbitrary weights, on the host."""
+        if config.origin:
+            return model_of(self.path / ORIGIN)
+        with uninitialised():
+            return new_model(config, tokenizer)
 
     def snapshots(self) -> list[str]:
         """Return the names of the kept checkpoints for averaging, oldest first."""
@@ -250,7 +283,8 @@ def _other_content(name, path, folder):
         what, advice = f"the weights of --init-from {path} are not those", "--overwrite"
     else:
         kind = "validation" if name.startswith("valid") else "training"
-        what, advice = f"the {kind} text {path} is not the one", "put the text back"
+        data = "data" if name.endswith("images") else "text"
+        what, advice = f"the {kind} {data} {path} is not the one", f"put the {data} back"
     return (
         f"{what} that {folder} began with, so the run cannot go on. Use another --out, or {advice}"
     )
@@ -264,10 +298,14 @@ def begin_from(config: TrainConfig, model: Any) -> tuple[str, str]:
     """
     path = Path(config.init_from or "")
     which = "best" if checkpoint.exists(path, "best") else "last"
-    weights, notes = checkpoint.load(path, which, dict(model.named_parameters()))
-    model.load_state(weights)
+    task, own = task_of(config), dict(model.named_parameters())
+    head = task.new_head and task is not task_of(RunFolder(path).config())
+    weights, notes = checkpoint.load(path, which, None if head else own)
+    kept = model.state() if head else {}
+    model.load_state(kept | {name: a for name, a in weights.items() if not head or name in own})
     update = f", of update {notes['update']:,}" if "update" in notes else ""
-    return f"the {which} weights of {path}{update}", digest(weights)
+    new = ", with a new head" if head else ""
+    return f"the {which} weights of {path}{update}{new}", digest(weights)
 
 
 def load_run(
@@ -280,16 +318,17 @@ def load_run(
     folder = RunFolder(path)
     config = folder.config()
     kind = task_of(config)
-    if task not in (None, kind.name):
+    if task not in (None, kind.name, kind.new_user.task):
         raise ConfigError(
             f"{path} is a run of --model {config.model}, to be used by: "
             f"{kind.command} {shlex.quote(str(path))}"
         )
-    tokenizer = folder.tokenizer()
     device, _ = choose_device(device)
     chosen = _dtype(dtype, device)
-    with uninitialised():
-        model = new_model(config, tokenizer).eval()
+    if device == "cuda":
+        start_libraries(chosen)
+    tokenizer = folder.tokenizer()
+    model = folder.new_model(config, tokenizer).eval()
     if which == "best" and not checkpoint.exists(folder.path, "best"):
         which = "last"
     weights, metadata = checkpoint.load(folder.path, which, dict(model.named_parameters()))
@@ -339,6 +378,7 @@ def summary(path: StrPath) -> dict[str, Any]:
         "parameters": _count_parameters(folder, config, tokenizer),
         "vocabulary": len(tokenizer),
         "units": tokenizer.units,
+        "classes": list(getattr(tokenizer, "names", ())),
         "updates": last.get("update", 0),
         "seconds": round(last.get("seconds", 0.0), 1),
         "state": states.get(last.get("event", ""), "stopped"),
@@ -355,7 +395,7 @@ def _count_parameters(folder, config, tokenizer):
         shapes = checkpoint.shapes(folder.path, which)
         if shapes:
             return sum(map(math.prod, shapes.values()))
-    return sum(parameter.size for parameter in new_model(config, tokenizer).parameters())
+    return sum(parameter.size for parameter in folder.new_model(config, tokenizer).parameters())
 
 
 def average_runs(paths: Sequence[StrPath], out: StrPath, last: int | None = None) -> int:
@@ -375,9 +415,13 @@ def average_runs(paths: Sequence[StrPath], out: StrPath, last: int | None = None
 def _write_mean(runs, new, last):
     config, tokenizer = runs[0].config(), runs[0].tokenizer()
     for run in runs[1:]:
-        if run.tokenizer().to_bytes() != tokenizer.to_bytes():
+        other = run.tokenizer()
+        if files_of(other) != files_of(tokenizer):
             raise CheckpointError(f"{run.path} and {runs[0].path} have different tokenizers")
-    expected = dict(new_model(config, tokenizer).named_parameters())
+        if getattr(other, "names", ()) != getattr(tokenizer, "names", ()):
+            raise CheckpointError(f"{run.path} and {runs[0].path} have different classes")
+    model = runs[0].new_model(config, tokenizer)
+    expected = dict(model.named_parameters())
     if len(runs) == 1:
         count = len(runs[0].snapshots()[-(last or 0) :])
         if count == 0:
@@ -389,7 +433,7 @@ def _write_mean(runs, new, last):
     else:
         count = len(runs)
         weights = average_tensors(checkpoint.load(run.path, "best", expected)[0] for run in runs)
-    new.create(config, {}, tokenizer)
+    new.create(config, {}, tokenizer, model=model)
     checkpoint.save(new.path, "best", weights, {"averaged": count})
     new.metrics.add("averaged", update=0, count=count)
     return count

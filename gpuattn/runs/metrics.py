@@ -36,6 +36,8 @@ def describe(row: Mapping[str, Any]) -> str:
     figures = [f"update {row['update']:,}{mean}", f"loss {row['loss']:.3f}"]
     if "perplexity" in row:
         figures.append(f"perplexity {row['perplexity']:.2f}")
+    if "accuracy" in row:
+        figures.append(f"{row['accuracy']:.2f} % right")
     if row.get("exact_by_kind"):
         figures.append(f"{row['exact_match']:.1f} % exact")
     if "bleu" in row:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from gpuattn.arrays import import_cupy
+from gpuattn.arrays import import_cupy, rehearsing
 from gpuattn.gemm.matmul import capture_refusal
 from gpuattn.gemm.tuning import tune
 from gpuattn.runtime.device import is_out_of_memory
@@ -40,6 +40,42 @@ class Calls:
         return self.first(step)
 
 
+class Graphs:
+    """Captures what a stream launches as CUDA graphs, which share one pool of memory.
+
+    They must run one after the other. The memory is freed with this object.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[tuple[int, int]] = []  # (address, bytes) of the pool's memory
+        self.pool = import_cupy().cuda.MemoryPool(_allocator(self.held))
+
+    def capture(self, stream: Any, step: Callable[[], Any]) -> tuple[Any, Any]:
+        """Return (graph of what ``step()`` launches on ``stream``, what it returns).
+
+        ``stream``: the current one, not a default one. Raises what the step or the end of its
+        capture raises; the stream does not capture then.
+        """
+        cupy = import_cupy()
+        cupy.get_default_memory_pool().free_all_blocks()
+        with cupy.cuda.using_allocator(self.pool.malloc):
+            try:
+                stream.begin_capture()
+                result = step()
+                return stream.end_capture(), result
+            except BaseException:
+                if stream.is_capturing():
+                    # raises, as the capture is invalid, and ends it
+                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
+                        stream.end_capture()
+                raise
+
+    def __del__(self, ending=sys.is_finalizing):
+        if not ending():  # then the driver may be unloaded
+            for pointer, _ in self.held:
+                import_cupy().cuda.runtime.free(pointer)
+
+
 class Replays:
     """Captures a step at its second call for a shape, and replays it from then on.
 
@@ -47,7 +83,8 @@ class Replays:
     ``notify(sentence)``: called with the reason if a step cannot be captured; steps then run op by
     op. Graphs run one after the other on the stream that is current now, so they share one memory
     pool, which is freed with the Replays. A capture that runs out of memory raises the error of the
-    allocation.
+    allocation. Inside ``kernels.compiling_only`` a step of each shape is called once, which does
+    not count.
     """
 
     def __init__(
@@ -56,29 +93,27 @@ class Replays:
         cupy = import_cupy()
         self.first, self._notify = first, notify
         self.graphs: dict[tuple, Any] = {}  # (name, shape) -> graph, None before its capture
-        self.held: list[tuple[int, int]] = []  # (address, bytes) of the pool's memory
+        self.recorder = Graphs()
         self.stream = cupy.cuda.get_current_stream()
-        self.pool = cupy.cuda.MemoryPool(_allocator(self.held))
+        self._rehearsed: set[tuple] = set()
         self._refused = capture_refusal()
         if self._refused:
             notify(f"no CUDA graphs, steps are slower: {self._refused}. Run: gpuattn doctor")
 
     def held_bytes(self) -> int:
         """Return the bytes of device memory that the graphs hold."""
-        return sum(size for _, size in self.held)
-
-    def __del__(self, ending=sys.is_finalizing):
-        if ending():  # the driver may be unloaded
-            return
-        self.graphs.clear()
-        for pointer, _ in self.held:
-            import_cupy().cuda.runtime.free(pointer)
+        return sum(size for _, size in self.recorder.held)
 
     def __call__(self, name: str, shape: Hashable, step: Callable[[], Any]) -> None:
         """Run ``step()``, which must be the same function of device memory for a name and shape."""
+        key = name, shape
+        if rehearsing.get():
+            if key not in self._rehearsed:
+                self._rehearsed.add(key)
+                step()
+            return None
         if self._refused:
             return step()
-        key = name, shape
         if key not in self.graphs:
             self.graphs[key] = None
             return self.first(step)
@@ -92,33 +127,21 @@ class Replays:
             del self.graphs[key]
 
     def _capture(self, key, step):
-        cupy = import_cupy()
-        cupy.get_default_memory_pool().free_all_blocks()
-        with cupy.cuda.using_allocator(self.pool.malloc):
-            try:
-                self.stream.begin_capture()
-                step()
-                self.graphs[key] = self.stream.end_capture()
-                return True
-            except Exception as error:  # noqa: BLE001 steps can run without a graph
-                self._end_failed()
-                if is_out_of_memory(error):
-                    raise
-                self._refused = f"{type(error).__name__}: {error}"
-                self._notify(f"no CUDA graphs, steps are slower: {self._refused}")
+        try:
+            self.graphs[key], _ = self.recorder.capture(self.stream, step)
+            return True
+        except Exception as error:  # noqa: BLE001 steps can run without a graph
+            if is_out_of_memory(error):
+                raise
+            self._refused = f"{type(error).__name__}: {error}"
+            self._notify(f"no CUDA graphs, steps are slower: {self._refused}")
         return False
-
-    def _end_failed(self):
-        if self.stream.is_capturing():
-            # raises, as the capture is invalid, and ends it
-            with contextlib.suppress(import_cupy().cuda.runtime.CUDARuntimeError):
-                self.stream.end_capture()
 
 
 def _allocator(held):
     """Return an allocator for a memory pool, which appends (address, bytes) to ``held``.
 
-    The Replays own this memory; CuPy's pool must not release it. Before a pool raises out of
+    The Graphs own this memory; CuPy's pool must not release it. Before a pool raises out of
     memory it frees every block without an array, and a graph may still use that block; a pool that
     is deleted while one of its arrays lives frees nothing.
     """

@@ -1,10 +1,12 @@
 """Asynchronous device-to-host copies: of a few numbers, and of all the state of a run."""
 
+import contextlib
+import sys
 from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import get_xp, import_cupy
+from gpuattn.arrays import NothingComputed, get_xp, import_cupy, rehearsing
 
 
 class Reading:
@@ -17,12 +19,20 @@ class Reading:
         if get_xp(*arrays) is np:
             self._host, self._event = [array.copy() for array in arrays], None
             return
+        if rehearsing.get():
+            raise NothingComputed
         import cupyx
 
         self._host = [cupyx.empty_pinned(array.shape, array.dtype) for array in arrays]
         for array, host in zip(arrays, self._host, strict=True):
             array.get(out=host, blocking=False)
         self._event = import_cupy().cuda.get_current_stream().record()
+
+    def __del__(self, ending=sys.is_finalizing):
+        # CuPy gives pinned memory to others at once, also while something is copied into it
+        if getattr(self, "_event", None) is not None and not ending():
+            with contextlib.suppress(Exception):
+                self._event.synchronize()
 
     def ready(self) -> bool:
         """Return whether the copies are complete, so that ``values`` does not wait."""

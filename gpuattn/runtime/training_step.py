@@ -17,6 +17,8 @@ from gpuattn.errors import problem
 from gpuattn.gemm.tuning import tune
 from gpuattn.nn.dropout import random_states
 from gpuattn.nn.module import Module
+from gpuattn.ops.scalars import add_product, product
+from gpuattn.runtime.cold_start import InBackground, rehearse
 from gpuattn.runtime.feed import DeviceFeed, HostFeed
 from gpuattn.runtime.graphs import Calls, Replays, warn
 
@@ -175,6 +177,19 @@ class TrainingStep:
         self._more = True
         self.loss_tokens += batch.target_tokens
 
+    def take(self) -> Any:
+        """Return the flat gradients so far, to be summed with others; the next batch overwrites."""
+        self.workspace.finish()
+        self._more = False
+        return self.workspace.grads
+
+    def put(self, tokens: int) -> None:
+        """Go on with the gradients that now stand where ``take`` was, a sum over ``tokens``."""
+        for tensor in self.workspace.tensors.values():
+            tensor.grad_started = True
+        self.update_tokens = tokens
+        self.feed.numbers.divisor[...] = tokens / self.tokens
+
     def apply(self) -> None:
         """Update the parameters with the gradients of the batches since ``begin``."""
         self.calls("update", None, self._apply)
@@ -192,6 +207,21 @@ class TrainingStep:
         self._gradients(False)
         self.loss_sum[...] = before
 
+    def rehearse(self, batch: Any, more: bool = False) -> None:
+        """Start to compile the kernels of an update by ``batch``: see ``cold_start.rehearse``.
+
+        ``more``: of an update by several batches. For a step on a GPU, before the first update.
+        """
+        nothing = dict.fromkeys(("learning_rate", "share", "draw"), 0)
+        tokens = batch.target_tokens
+        self.feed.load(batch, weight=1, tokens=tokens, divisor=1, **nothing)
+        update = InBackground(lambda: rehearse(self._apply))  # CuPy compiles kernels of both
+        rehearse(functools.partial(self._gradients, False))
+        if more:
+            rehearse(functools.partial(self._gradients, True))
+        update.wait()
+        self.clear_loss()
+
     # The following functions become graphs: between calls nothing may differ in them except the
     # values in device memory.
 
@@ -202,10 +232,10 @@ class TrainingStep:
             self.workspace.begin()
         for random in self._random:
             random.step = numbers.draw.reshape(1)
-        dloss = self.optimizer.state.field("loss_scale") * numbers.weight
+        dloss = product(self.optimizer.state.field("loss_scale"), numbers.weight)
         loss = self._loss_of(self.feed.batch, dloss)
         self.workspace.backward(loss, dloss)
-        self.loss_sum += loss.data * numbers.tokens
+        add_product(self.loss_sum, loss.data, numbers.tokens)
 
     def _apply(self) -> None:
         numbers = self.feed.numbers

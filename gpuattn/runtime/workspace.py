@@ -1,4 +1,5 @@
-"""The parameters, gradients and moments of a model, each in one flat buffer.
+"""The parameters, gradients and moments of a model, each in one flat buffer. What is frozen stays
+outside of them.
 
 Every parameter is a view of its slice. Its gradient is written into the same slice of the gradient
 buffer, and the optimizer updates whole buffers, in two launches.
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuattn.arrays import BFLOAT16, get_xp, import_cupy, is_array, to_cpu, to_gpu
+from gpuattn.arrays import BFLOAT16, get_xp, import_cupy, is_array, is_floating, to_cpu, to_gpu
 from gpuattn.autodiff import side_stream, tape
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError, GradientError, problem
@@ -47,7 +48,8 @@ class Workspace:
     float32, or the same array as ``params`` when these are float32 or have no masters; ``model``:
     ``params`` where they are a 16-bit copy, else None; ``grads``. ``decay``: uint8, one for every
     128 elements: whether weight decay applies; it does not to parameters with fewer than two axes.
-    ``slots``: {name: Slot}. ``tensors``: {name: Tensor}.
+    ``slots``: {name: Slot}. ``tensors``: {name: Tensor}. ``frozen``: {name: array on the host}
+    of Tensors without ``requires_grad``, which move to the device and, if of floats, the dtype.
     ``on_grad_ready``: None, or a function of a slice of ``grads`` called in ``backward`` as soon
     as that part is final (where a reduction between GPUs may start).
 
@@ -62,6 +64,8 @@ class Workspace:
         xp = _module(device)
         dtype, grad_dtype = _dtype("dtype", dtype), _dtype("grad_dtype", grad_dtype or dtype)
         self.tensors = dict(module.named_parameters())
+        every = dict(getattr(module, "named_tensors", module.named_parameters)())
+        frozen = {name: t for name, t in every.items() if name not in self.tensors}
         self.slots, self.size = _layout(self.tensors)
         self._parts = {id(t): slice(*self.slots[name][:2]) for name, t in self.tensors.items()}
         self.on_grad_ready = None
@@ -86,6 +90,11 @@ class Workspace:
         self._views = self.slices(self.params)
         for name, data in self._views.items():
             self.tensors[name].data = data
+        self.frozen = {name: to_cpu(tensor.data) for name, tensor in frozen.items()}
+        for name, values in self.frozen.items():
+            kind = dtype if is_floating(values.dtype) else values.dtype
+            frozen[name].data = to_device(values).astype(kind, copy=False)
+        self._tensors = self.tensors | frozen
         self.keep_gradients_in(grad_dtype)
 
     def keep_gradients_in(self, dtype: Any) -> None:
@@ -163,15 +172,17 @@ class Workspace:
         return {"masters": self.masters} | {name: getattr(self, name) for name in self.moments}
 
     def weights(self, masters: Any = None) -> dict[str, Any]:
-        """Return {name: float32 array}: views of the masters, or copies where there are none.
+        """Return {name: float32 array}: views of the masters, or copies where there are none; and
+        what is frozen.
 
         ``masters``: a flat array to take in their place, such as a copy on the host.
         """
         weights = self.slices(self.masters if masters is None else masters)
-        return {name: view.astype(np.float32, copy=False) for name, view in weights.items()}
+        found = {name: view.astype(np.float32, copy=False) for name, view in weights.items()}
+        return found | self.frozen
 
     def state_dict(self, buffers: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return {name: view} of ``buffers()``, or of copies of them.
+        """Return {name: view} of ``buffers()``, or of copies of them, and of what is frozen.
 
         The masters have the names of parameters, a moment ``exp_avg`` is ``exp_avg:name``.
         """
@@ -180,7 +191,7 @@ class Workspace:
         for moment in self.moments:
             named = self.slices(buffers[moment])
             state |= {f"{moment}:{name}": view for name, view in named.items()}
-        return state
+        return state | self.frozen
 
     def load_state_dict(self, tensors: dict[str, Any]) -> None:
         """Copy {name: array} of a ``state_dict`` into the buffers, all of it or nothing.
@@ -202,7 +213,11 @@ class Workspace:
             raise CheckpointError(f"the checkpoint is of another model: {other}")
         xp = get_xp(self.masters)
         for name, view in own.items():
-            view[...] = xp.asarray(tensors[name])
+            if name not in self.frozen:
+                view[...] = xp.asarray(tensors[name])
+        for name in self.frozen:
+            self.frozen[name] = np.array(to_cpu(tensors[name]))
+            tape.edit(self._tensors[name], ..., xp.asarray(self.frozen[name]))
         self.sync_model()
 
 

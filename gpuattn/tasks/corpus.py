@@ -20,11 +20,11 @@ class Corpus:
     """Training batches by epoch, validation pairs, and the tokenizer of a run.
 
     ``tokenizer``: the run's, or None to train one. ``say`` is given sentences while a store is
-    made. ``valid``: a sequence of Pair. ``facts``:
-    sentences on the data, for the first lines of a run; ``warnings``: advice. ``fingerprint``: of
-    the training text. ``digests``: {option: SHA-256} of the files or stores. ``loader(epoch)``: its
-    PackedLoader. Raises DataError for data that cannot be used, ConfigError for limits nothing fits
-    in.
+    made. ``valid``: a sequence of Pair. ``facts``: sentences on the data, for the first lines of a
+    run; ``warnings``: advice. ``fingerprint``: of the training text. ``digests``: {option: SHA-256}
+    of the files or stores. ``store``: the TokenStore that the data are in, or None.
+    ``loader(epoch)``: its PackedLoader. Raises DataError for data that cannot be used, ConfigError
+    for limits nothing fits in.
     """
 
     def __init__(self, config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> None:
@@ -34,7 +34,7 @@ class Corpus:
             data = texts.pairs(config, tokenizer)
         self.tokenizer, self.valid, self.valid_ids = data.tokenizer, data.valid, data.held
         self.fingerprint, self.digests, self.ids = data.fingerprint, data.digests, data.train
-        self._mix = data.mix
+        self._mix, self.store = data.mix, data.store
         self.rebatch(config)
         first = self._first_loader
         reasons = [*data.left_out, *self._longer()]
@@ -47,7 +47,7 @@ class Corpus:
             f"loss of guessing by frequency {data.guess:.2f}",
         ]
         tokens = int(first.fill(0) * config.batch)
-        self.warnings = _one_batch(first.batches(0) == 1, tokens, config.max_len + 1)
+        self.warnings = one_batch(first.batches(0) == 1, tokens, config.max_len + 1)
 
     def rebatch(self, config: Any) -> None:
         """Cut the same data into batches as another config says."""
@@ -85,14 +85,17 @@ class Corpus:
     def _new_loader(self, ids):
         config = self.config
         return PackedLoader(
-            ids, config.batch, config.seed, batching=config.batching, longest=config.max_len + 1,
-            mix=self._mix,
+            ids, config.batch, config.seed, world=config.replicas, batching=config.batching,
+            longest=config.max_len + 1, mix=self._mix, bos=self.tokenizer.bos,
+            eos=self.tokenizer.eos,
         )  # fmt: skip
 
     def valid_batches(self) -> Iterator[Batch]:
         """Yield the validation pairs in batches, always the same."""
         longest = self.config.max_len + 1
-        yield from PackedLoader(self.valid_ids, self.config.batch, 0, longest=longest).epoch(0)
+        marks = {"bos": self.tokenizer.bos, "eos": self.tokenizer.eos}
+        loader = PackedLoader(self.valid_ids, self.config.batch, 0, longest=longest, **marks)
+        yield from loader.epoch(0)
 
 
 class TextCorpus:
@@ -109,6 +112,12 @@ class TextCorpus:
             data = texts.text(config, tokenizer)
         self.tokenizer, self._ids_of, self._mix = data.tokenizer, (data.train, data.held), data.mix
         self.fingerprint, self.digests = data.fingerprint, data.digests
+        self.store = data.store
+        if config.documents and not data.documents:
+            raise DataError(
+                f"{config.lm} has no marks where its documents end; accepted by --documents: a "
+                "store of gpuattn prepare --documents"
+            )
         ids, valid_ids, block = data.train, data.held, config.block
         if len(ids) <= block:
             raise DataError(
@@ -121,7 +130,7 @@ class TextCorpus:
                 "accepted: two or more. Give more text"
             )
         self.rebatch(config)
-        self.warnings = _one_batch(len(ids) <= config.batch, len(ids), block)
+        self.warnings = one_batch(len(ids) <= config.batch, len(ids), block)
         self.facts = [
             data.counts,
             f"{len(valid_ids):,} tokens for validation, "
@@ -131,8 +140,13 @@ class TextCorpus:
     def rebatch(self, config: Any) -> None:
         """Cut the same text into batches as another config says."""
         (ids, valid), block, rows = self._ids_of, config.block, config.batch // config.block
-        self._train = LanguageModelLoader(ids, block, rows, config.seed, mix=self._mix)
-        self.valid_loader = LanguageModelLoader(valid, min(block, len(valid) - 1), rows, seed=0)
+        self._train = LanguageModelLoader(
+            ids, block, rows, config.seed, world=config.replicas, mix=self._mix,
+            documents=config.documents,
+        )  # fmt: skip
+        self.valid_loader = LanguageModelLoader(
+            valid, min(block, len(valid) - 1), rows, seed=0, documents=config.documents
+        )
 
     def epoch_tokens(self) -> int:
         """Return the tokens of the text."""
@@ -167,7 +181,7 @@ def held_out_ids(config: Any, tokenizer: Any) -> Sequence[int]:
     return texts.text_ids(tokenizer, config.valid_lm or config.lm, texts.held_out_text(config))
 
 
-def _one_batch(alone, tokens, least):
+def one_batch(alone: bool, tokens: int, least: int) -> list[str]:
     """Return advice where all ``tokens`` are one batch; ``least``: the smallest batch."""
     if not alone:
         return []

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from gpuattn.data.fixed_shape import fixed_documents
 from gpuattn.errors import ConfigError
 from gpuattn.files import write_text
 from gpuattn.tasks.corpus import TextCorpus
-from gpuattn.tasks.sampler import Sampler
-from gpuattn.tasks.task import Task
+from gpuattn.tasks.task import OF_TEXT, Task
+from gpuattn.tasks.users.sampler import Sampler
 from gpuattn.units import AUTO
 
 SAMPLE_TOKENS, SAMPLE_LINES = 120, 4  # of a text written and shown at each evaluation
@@ -21,10 +22,10 @@ class LanguageTask(Task):
     """One text and a language model such as GPT2, judged by its loss on the held-out text."""
 
     name, command = "language", "gpuattn sample"
-    options = ("lm", "valid_lm", "tokenizer")
+    options = ("lm", "valid_lm", "documents", "tokenizer", *OF_TEXT)
     chosen_by = ("lm",)
     new_corpus, new_user = TextCorpus, Sampler
-    one_shape, smaller = True, "a smaller --block"
+    smaller = "a smaller --block"
     rate_title = "Tokens per second"
 
     @staticmethod
@@ -64,6 +65,10 @@ class LanguageTask(Task):
         return "Held-out text", {"perplexity": "perplexity"}
 
     @staticmethod
+    def one_shape(config: Any) -> bool:
+        return not config.documents
+
+    @staticmethod
     def least_tokens(config: Any) -> int:
         return config.block
 
@@ -85,30 +90,33 @@ class LanguageTask(Task):
     def part_tokens(config: Any, parts: int) -> int:
         return config.batch // config.block // parts * config.block
 
-    def describe_model(self) -> str:
-        return f"{self.config.layers[0]} layers, width {self.config.dim}"
-
     def describe_update(self) -> str:
         config = self.config
-        rows = config.batch // config.block * config.accumulate
+        rows = config.batch // config.block * config.update_batches
         return f"{rows:,} blocks of {config.block:,} tokens"
 
     def fixed_shape(self, batch: Any) -> Any:
-        return batch  # its shape is that of all others
+        return fixed_documents(batch)
 
     def flops(self, batches: Sequence[Any]) -> float:
-        rows = sum(len(batch.tokens) for batch in batches)
-        return self.model.config.flops(np.full(rows, self.config.block))
+        return self.model.config.flops(np.concatenate([batch.lengths for batch in batches]))
 
     def loss(self, batch: Any, label_smoothing: float = 0.0, dloss: Any = None) -> Any:
         return self.model.loss(
-            batch.tokens, batch.labels, dloss, label_smoothing=label_smoothing, order=batch.order
-        )
+            batch.tokens, batch.labels, dloss, label_smoothing=label_smoothing, order=batch.order,
+            **batch.packing,
+        )  # fmt: skip
+
+    def prepare_evaluation(self) -> None:
+        pass
+
+    def decode(self, user: Any, stop: Callable[[], bool] = lambda: False) -> list[str]:
+        return user.sample(tokens=SAMPLE_TOKENS, seed=self.config.seed)
 
     def evaluate(
         self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
     ) -> tuple[dict[str, Any], list[str]] | None:
-        (text,) = self.user.sample(tokens=SAMPLE_TOKENS, seed=self.config.seed)
+        (text,) = self.decode(self.user)
         if stop():
             return None
         folder.mkdir(exist_ok=True)

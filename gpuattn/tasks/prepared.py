@@ -1,33 +1,27 @@
 """Stores that a run makes by itself of text files too large to be tokenised at every start.
 
-They lie in the cache and are found again by the files (path, size, time of change) and the options
-of the tokenizer. A run that is continued uses a store made with its own tokenizer.
+They lie in the cache (``tasks.store_cache``) and are found again by the files (path, size, time of
+change) and the options of the tokenizer. A run that is continued uses a store made with its own
+tokenizer.
 """
 
 import hashlib
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpuattn.cuda import disk_cache
 from gpuattn.data.preparing.plan import Plan
 from gpuattn.data.preparing.prepare import Done, prepare
 from gpuattn.data.preparing.sources import Source
 from gpuattn.data.store import TokenStore, is_store
 from gpuattn.environment import usable_cores
-from gpuattn.errors import CheckpointError, DataError
+from gpuattn.errors import CheckpointError, ConfigError, DataError
+from gpuattn.tasks import store_cache
 
 LARGE = 8 << 20  # bytes of the files to learn from; Multi30k has 4 MB, Shakespeare 1 MB
 SECONDS = 10  # between sentences on the progress
 Say = Callable[[str], None]
-
-
-def folder() -> Path:
-    """Return where the stores lie: below GPUATTN_CACHE_DIR, or in the user's cache folder."""
-    cache = disk_cache.folder()
-    return (cache if os.environ.get("GPUATTN_CACHE_DIR") else cache.parent) / "stores"
 
 
 def is_large(config: Any) -> bool:
@@ -42,7 +36,8 @@ def store_of(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -
     """Return the store of the files of a config, made unless it is there.
 
     ``tokenizer``: the run's, or None to learn it. ``say`` is given sentences on what is done.
-    Raises DataError for files that cannot be used, and where the cache cannot be written to.
+    Raises DataError for files that cannot be used, and where the cache cannot be written to,
+    ConfigError while another process makes the same store.
     """
     chars = "chars" if config.lm and config.tokenizer == "chars" else None
     files = [Source(str(Path(path).resolve()), "text") for path in _files(config)]
@@ -51,21 +46,29 @@ def store_of(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -
         pairs=((files[0], files[1]),) if config.source else (),
         tokenizer=chars, vocab_size=config.vocab_size, seed=config.seed, workers=usable_cores(),
     )  # fmt: skip
-    out = folder() / plan.key()[:32]
+    out = store_cache.folder() / plan.key()[:32]
     if tokenizer is not None and not _has(out, tokenizer):
         plan = Plan(**vars(plan) | {"tokenizer": tokenizer})
-        out = folder() / plan.key()[:32]
+        out = store_cache.folder() / plan.key()[:32]
     if is_store(out):
+        store_cache.mark_used(out)
         return TokenStore(out)
     say(f"{' and '.join(_files(config))}: tokens are made once, and kept in {out}")
     try:
-        return prepare(plan, out, say, _Progress(say))
+        store = prepare(plan, out, say, _Progress(say))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{' and '.join(_files(config))}: another run makes tokens of this text. "
+            f"{str(error).removesuffix(', stop it, or choose another --out')}, then run this again"
+        ) from error
     except CheckpointError as error:
         raise DataError(
             f"{' and '.join(_files(config))}: the tokens of so large a text are kept in the cache. "
             f"{str(error).removesuffix('. Choose another --out')}. Set GPUATTN_CACHE_DIR, or run "
             "gpuattn prepare and give the store"
         ) from error
+    store_cache.prune(out, say)
+    return store
 
 
 def digests(config: Any, store: TokenStore) -> dict[str, str]:

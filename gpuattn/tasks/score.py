@@ -24,27 +24,53 @@ def score(
     ``lowercase``, ``tokenize`` ("13a", "none"): of BLEU; ``lowercase`` of the other two as well.
     Raises DataError for no sentences or lists of different length.
     """
-    if tokenize not in TOKENIZERS:
-        accepted = ", ".join(TOKENIZERS)
-        raise ConfigError(problem("score", "tokenize", repr(tokenize), accepted))
+    _check_lengths(hypotheses, references)
+    return Scorer(references, kinds, lowercase=lowercase, tokenize=tokenize)(hypotheses)
+
+
+class Scorer:
+    """``score`` with the same references again and again: it counts their n-grams once.
+
+    Called with hypotheses, it returns what ``score`` does. Arguments and errors: those of
+    ``score``.
+    """
+
+    def __init__(
+        self, references: Sequence[str], kinds: Sequence[str] | None = None, *,
+        lowercase: bool = False, tokenize: str = "13a",
+    ) -> None:  # fmt: skip
+        if tokenize not in TOKENIZERS:
+            accepted = ", ".join(TOKENIZERS)
+            raise ConfigError(problem("score", "tokenize", repr(tokenize), accepted))
+        from sacrebleu.metrics import BLEU, CHRF
+
+        self.references, self.kinds = references, kinds
+        self._fold = str.lower if lowercase else str
+        given: dict[str, Any] = {"lowercase": lowercase, "references": [references]}
+        self._bleu = BLEU(tokenize=tokenize, force=True, **given)
+        self._chrf = CHRF(**given)
+
+    def __call__(self, hypotheses: Sequence[str]) -> dict[str, Any]:
+        """Return the figures of ``score``."""
+        references, fold = self.references, self._fold
+        _check_lengths(hypotheses, references)
+        bleu = self._bleu.corpus_score(hypotheses, None)
+        chrf = self._chrf.corpus_score(hypotheses, None)
+        right = [fold(h) == fold(r) for h, r in zip(hypotheses, references, strict=True)]
+        return {
+            "exact_match": 100 * sum(right) / len(right),
+            "exact_by_kind": _by_kind(right, self.kinds),
+            "bleu": bleu.score,
+            "bleu_signature": str(self._bleu.get_signature()),
+            "chrf": chrf.score,
+            "sentences": len(references),
+        }
+
+
+def _check_lengths(hypotheses, references):
     if not references or len(hypotheses) != len(references):
         got = f"{len(hypotheses)} hypotheses for {len(references)} references"
         raise DataError(problem("score", "what to compare", got, "as many, and at least one"))
-    from sacrebleu.metrics import BLEU, CHRF
-
-    bleu = BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
-    result = bleu.corpus_score(hypotheses, [references])
-    chrf = CHRF(lowercase=lowercase).corpus_score(hypotheses, [references])
-    fold = str.lower if lowercase else str
-    right = [fold(h) == fold(r) for h, r in zip(hypotheses, references, strict=True)]
-    return {
-        "exact_match": 100 * sum(right) / len(right),
-        "exact_by_kind": _by_kind(right, kinds),
-        "bleu": result.score,
-        "bleu_signature": str(bleu.get_signature()),
-        "chrf": chrf.score,
-        "sentences": len(references),
-    }
 
 
 def _by_kind(right, kinds):

@@ -42,6 +42,8 @@ def open_store(path: str, kind: str) -> TokenStore:
 
 def is_source(config: Any) -> bool:
     """Return whether a config learns from a store, given or made of large files."""
+    if config.origin:  # with a tokenizer that no store has
+        return False
     return bool(config.pairs) or bool(config.lm and is_folder(config.lm)) or is_large(config)
 
 
@@ -97,8 +99,10 @@ def text(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> Te
     size = f"{characters:,} characters in all" if characters else f"{len(store):,} documents"
     counts = f"{config.lm}: {size}, {len(train):,} tokens"
     digests = texts.by_option(config, digests)
-    mix = _mix(store, len(train))
-    return TextData(tokenizer, train, held, counts, guess, _crc(store), digests, mix)
+    return TextData(
+        tokenizer, train, held, counts, guess, _crc(store), digests, _mix(store, len(train)),
+        store, store.head["documents"],
+    )  # fmt: skip
 
 
 def held_out_ids(config: Any, tokenizer: Any) -> Sequence[int]:
@@ -174,6 +178,7 @@ def pairs(config: Any, tokenizer: Any = None, say: Say = lambda text: None) -> P
     return PairData(
         tokenizer, train, held, valid, config.pairs or config.source, _skipped(store), guess,
         _crc(store), texts.by_option(config, digests), _mix(store, len(train.source)),
+        store,
     )  # fmt: skip
 
 

@@ -5,42 +5,58 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from gpuattn.models.kinds import new_model
 
 # options that name data: files, and folders of stores
-DATA_FILES = ("source", "target", "pairs", "valid_source", "valid_target", "lm", "valid_lm")
+DATA_FILES = (
+    "source", "target", "pairs", "valid_source", "valid_target", "lm", "valid_lm", "images",
+    "valid_images", "classify", "valid_classify",
+)  # fmt: skip
+OF_TEXT = "vocab_size", "pad_vocab", "kv_heads"  # options that all tasks of texts have
+LINE_UNIT = 512  # tokens that a batch of lines is a multiple of, where it is chosen to fit
 MOST_BEAMS = 200  # a wider search takes memory and translates no better
 
 
 class Task(abc.ABC):
     """The data of a run, its model, and how it is judged.
 
-    ``corpus``: has ``loader(epoch)``, ``valid_batches()``, ``tokenizer``, ``facts`` (sentences on
-    what was read), ``warnings`` and ``fingerprint``. ``model``: the Module that is trained.
+    ``corpus``: has ``loader(epoch)``, ``valid_batches()``, ``tokenizer``, ``store`` (a TokenStore
+    or None), ``facts`` (sentences on what was read), ``warnings``, ``digests`` and ``fingerprint``.
+    ``model``: the Module that is trained.
     ``user``: what a trained model is used with. ``tokenizer``: the run's, or None to make one.
-    ``say`` is given sentences while data are prepared.
+    ``say`` is given sentences while data are prepared. ``model``: to train, or None for a new one.
 
     What is static is asked of a TrainConfig, ``config``, before there are data.
     """
 
-    name: ClassVar[str]  # as ``models.kinds.ModelKind.task`` has it
+    name: ClassVar[str]  # as ``models.kinds.ModelKind.tasks`` have it
     options: ClassVar[tuple[str, ...]]  # fields of a TrainConfig that other tasks do not have
     chosen_by: ClassVar[tuple[str, ...]] = ()  # fields that choose the task where no model is given
+    argument: ClassVar[str | None] = None  # field that one path on the command line gives
+    new_head: ClassVar[bool] = False  # whether a model gets one that it lacks, see ``adapted``
+    predicted: ClassVar[str] = "target token"  # what a loss is the mean of
+    counted: ClassVar[str] = "tokens"  # what batches and rates count
     command: ClassVar[str]  # of the shell: uses a trained model
-    one_shape: ClassVar[bool]  # whether all batches have the same shape
     smaller: ClassVar[str]  # what to try for a smaller batch than the smallest
     rate_title: ClassVar[str]  # of the chart of tokens per second
     new_corpus: ClassVar[Callable[..., Any]]  # (config, tokenizer or None, say)
-    new_user: ClassVar[Callable[..., Any]]  # (config, model, tokenizer, metrics=None)
+    new_user: ClassVar[Any]  # a class: (config, model, tokenizer, metrics=None), with its ``task``
 
     def __init__(
-        self, config: Any, tokenizer: Any = None, say: Callable[[str], None] = lambda text: None
-    ) -> None:
+        self, config: Any, tokenizer: Any = None, say: Callable[[str], None] = lambda text: None,
+        model: Any = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.corpus = self.new_corpus(config, tokenizer, say)
-        self.model = new_model(config, self.corpus.tokenizer)
+        self.model = self.adapted(model) if model else new_model(config, self.corpus.tokenizer)
         self.user = self.new_user(config, self.model, self.corpus.tokenizer)
         self.model.checkpoint = config.checkpoint
+
+    def adapted(self, model: Any) -> Any:
+        """Return the model that is trained, from one that is given."""
+        return model
 
     def rebatch(self, config: Any) -> None:
         """Continue with the batch sizes of another config, which is otherwise the same."""
@@ -93,6 +109,11 @@ class Task(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
+    def one_shape(config: Any) -> bool:
+        """Return whether all batches have the same shape."""
+
+    @staticmethod
+    @abc.abstractmethod
     def least_tokens(config: Any) -> int:
         """Return the tokens of the smallest batch that a run can have."""
 
@@ -118,9 +139,9 @@ class Task(abc.ABC):
 
     # ---- a step ----
 
-    @abc.abstractmethod
     def describe_model(self) -> str:
         """Return how large the model is, in words."""
+        return f"{self.config.layers[0]} layers, width {self.config.dim}"
 
     @abc.abstractmethod
     def describe_update(self) -> str:
@@ -142,6 +163,14 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
+    def prepare_evaluation(self) -> None:
+        """Prepare what evaluations need besides the model, so that the first one finds it."""
+
+    @abc.abstractmethod
+    def decode(self, user: Any, stop: Callable[[], bool] = lambda: False) -> list[str]:
+        """Return what an evaluation lets a ``user`` of a model write, until ``stop()`` is true."""
+
+    @abc.abstractmethod
     def evaluate(
         self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
     ) -> tuple[dict[str, Any], list[str]] | None:
@@ -150,3 +179,40 @@ class Task(abc.ABC):
         Figures go into the row of metrics, ``score`` among them: the more the better. ``folder``:
         where what the model wrote is kept. ``loss``: that of the validation batches.
         """
+
+
+class LineTask(Task):
+    """Lines of text of up to ``block`` tokens, packed without padding, and an encoder."""
+
+    smaller = "a smaller --block"
+    rate_title = "Tokens per second"
+
+    @staticmethod
+    def one_shape(config: Any) -> bool:
+        return False
+
+    @staticmethod
+    def least_tokens(config: Any) -> int:
+        return config.block
+
+    @staticmethod
+    def describe_least(config: Any) -> str:
+        return f"{config.batch:,}"
+
+    @staticmethod
+    def unit(config: Any, most: int) -> int:
+        return LINE_UNIT
+
+    @staticmethod
+    def next_parts(config: Any, parts: int) -> int | None:
+        return 2 * parts if config.batch // (2 * parts) >= config.block else None
+
+    @staticmethod
+    def part_tokens(config: Any, parts: int) -> int:
+        return config.batch // parts
+
+    def flops(self, batches: Sequence[Any]) -> float:
+        return self.model.config.flops(np.concatenate([batch.lengths for batch in batches]))
+
+    def prepare_evaluation(self) -> None:
+        pass

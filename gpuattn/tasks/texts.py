@@ -12,6 +12,7 @@ import numpy as np
 
 from gpuattn.data import generated
 from gpuattn.data.packing import Mix
+from gpuattn.data.store import TokenStore
 from gpuattn.data.text import encode_pairs, pieces, read_language_model, read_parallel
 from gpuattn.data.tokenizer import EOS, CharTokenizer, Tokenizer
 from gpuattn.errors import DataError
@@ -30,7 +31,8 @@ class PairData(NamedTuple):
     of what is learnt from; ``left_out``: what is not in ``train``, a sentence part by reason.
     ``guess``: entropy of the target ids held out, in nats: the loss of guessing by frequency.
     ``fingerprint``: of the pairs to learn from. ``digests``: {option: SHA-256} of the data.
-    ``mix``: (begin, end, weight) of parts of ``train``, see ``data.batching``.
+    ``mix``: (begin, end, weight) of parts of ``train``, see ``data.batching``. ``store``: the
+    TokenStore that the data are in, or None.
     """
 
     tokenizer: Any
@@ -43,12 +45,14 @@ class PairData(NamedTuple):
     fingerprint: int
     digests: dict[str, str]
     mix: Mix = ()
+    store: TokenStore | None = None
 
 
 class TextData(NamedTuple):
     """The ids of a text to learn from and of a text held out; fields as those of PairData.
 
-    ``counts``: what is learnt from, in words.
+    ``counts``: what is learnt from, in words. ``documents``: whether its documents end with
+    ``eos``.
     """
 
     tokenizer: Any
@@ -59,6 +63,8 @@ class TextData(NamedTuple):
     fingerprint: int
     digests: dict[str, str]
     mix: Mix = ()
+    store: TokenStore | None = None
+    documents: bool = False
 
 
 # ---- pairs ----

@@ -1,5 +1,6 @@
 """Runs that learn to translate."""
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from gpuattn.data.fixed_shape import fixed_shape
 from gpuattn.errors import ConfigError
 from gpuattn.files import write_text
 from gpuattn.tasks.corpus import Corpus, held_out
-from gpuattn.tasks.score import score
-from gpuattn.tasks.task import Task
-from gpuattn.tasks.translator import Translator
+from gpuattn.tasks.score import Scorer
+from gpuattn.tasks.task import OF_TEXT, Task
+from gpuattn.tasks.users.translator import Translator
 from gpuattn.units import AUTO
 
 SAMPLES = 2  # translations shown at each evaluation
@@ -40,10 +41,10 @@ class TranslationTask(Task):
     name, command = "translation", "gpuattn translate"
     options = (
         "task", "source", "target", "pairs", "valid_source", "valid_target", "max_len", "on_long",
-        "batching", "until", "score_pairs", "beam", "length_penalty",
+        "batching", "until", "score_pairs", "beam", "length_penalty", *OF_TEXT,
     )  # fmt: skip
     new_corpus, new_user = Corpus, Translator
-    one_shape, smaller = False, "a smaller --max-len"
+    smaller = "a smaller --max-len"
     rate_title = "Tokens per second, source and target"
 
     @staticmethod
@@ -116,6 +117,10 @@ class TranslationTask(Task):
         return "Held-out sentences, translated greedily", figures
 
     @staticmethod
+    def one_shape(config: Any) -> bool:
+        return False
+
+    @staticmethod
     def least_tokens(config: Any) -> int:
         return config.max_len + 1
 
@@ -139,7 +144,7 @@ class TranslationTask(Task):
         return f"{'+'.join(map(str, self.config.layers))} layers, width {self.config.dim}"
 
     def describe_update(self) -> str:
-        tokens = self.config.batch * self.config.accumulate
+        tokens = self.config.batch * self.config.update_batches
         fill = self.corpus.loader(0).fill(0)
         return f"up to {tokens:,} tokens on a side, {fill:.0%} of it filled"
 
@@ -155,18 +160,30 @@ class TranslationTask(Task):
     def loss(self, batch: Any, label_smoothing: float = 0.0, dloss: Any = None) -> Any:
         return self.model.loss(batch, label_smoothing, dloss)
 
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        """What scores translations of the validation pairs."""
+        pairs = self.corpus.valid[: self.config.score_pairs]
+        return Scorer([pair.target for pair in pairs], [pair.kind for pair in pairs])
+
+    def prepare_evaluation(self) -> None:
+        _ = self.scorer
+
+    def decode(self, user: Any, stop: Callable[[], bool] = lambda: False) -> list[str]:
+        pairs = self.corpus.valid[: self.config.score_pairs]
+        return user.translate([pair.source for pair in pairs], beam=1, stop=stop)
+
     def evaluate(
         self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
     ) -> tuple[dict[str, Any], list[str]] | None:
         pairs = self.corpus.valid[: self.config.score_pairs]
-        found = self.user.translate([pair.source for pair in pairs], beam=1, stop=stop)
+        found = self.decode(self.user, stop)
         if stop():
             return None
         if not pairs:
             return {"score": -loss}, []
         self._keep(folder, update, pairs, found)
-        kinds = [pair.kind for pair in pairs]
-        figures = score(found, [pair.target for pair in pairs], kinds)
+        figures = self.scorer(found)
         figures["score"] = figures["exact_match" if self.config.exact_match else "bleu"]
         few = list(zip(pairs, found, strict=True))[:SAMPLES]
         return figures, [text for pair, text in few for text in (pair.source, f"-> {text}")]

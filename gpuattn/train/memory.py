@@ -58,16 +58,17 @@ def plan(
     tokens, itemsize = tokens or int(config.batch), 4 if precision.dtype == "float32" else 2
     parameters = sum(parameter.size for parameter in model.parameters())
     masters = 4 if precision.masters and itemsize < 4 else 0
-    gradient = 4 if precision.grad_dtype(config.accumulate) == "float32" else 2
+    gradient = 4 if precision.grad_dtype(config.update_batches) == "float32" else 2
     moments = 4 * len(OPTIMIZERS[config.optimizer].moments)
-    average = 8 if config.ema else 0  # itself and its scratch buffer
+    average = 4 if config.ema else 0
     state = parameters * (itemsize + masters + gradient + moments + average)
+    state += (sum(t.size for _, t in model.named_tensors()) - parameters) * itemsize  # frozen
     sizes = model.config
     activations = LIBRARY_BYTES + sizes.activation_bytes(tokens, itemsize, config.checkpoint)
     beside = sizes.evaluation_bytes(tokens, itemsize)
     if config.ema:
         beside += parameters * (masters or itemsize)  # a copy, while the average replaces them
-    if not task_of(config).one_shape:
+    if not task_of(config).one_shape(config):
         beside = max(beside, activations)
     return MemoryPlan(state, activations, beside)
 
@@ -158,7 +159,7 @@ def fit(model: Any, config: TrainConfig, precision: Precision, free: int, epoch_
     MOST_TOKENS: beyond some size a larger batch saves no updates (McCandlish et al., "An Empirical
     Model of Large-Batch Training", 2018).
     """
-    most = min(epoch_tokens // LEAST_UPDATES, MOST_TOKENS) // config.accumulate
+    most = min(epoch_tokens // LEAST_UPDATES, MOST_TOKENS) // config.update_batches
     least = least_tokens(config)
     unit = task_of(config).unit(config, most)
     low, high = 0, max(1, most // unit)  # in units; up to ``low`` they fit

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.cuda.ceilings import ceilings
+from gpuattn.cuda.ceilings import ceilings, known_ceilings
 from gpuattn.cuda.power import PowerMeter
+from gpuattn.parallel.communicator import Communicator, Single
 from gpuattn.units import duration, short
 
+ALONE = Single()
 SPENT = ("seconds", "tokens", "flops", "joules")
 
 
@@ -18,22 +20,39 @@ class Meter:
     """Counts what updates take, and adds it to the ``spent`` of a ``state.Position``.
 
     ``xp``: numpy or cupy. ``dtype``: of the model; its model FLOPs are compared with the measured
-    rate of large products in it. On NumPy they are not: the rate of a CPU depends on other
-    programs. ``flops(batches)``: that of a ``tasks.task.Task``. ``batches``: those since the last
-    ``facts``; the caller appends each one, and their tokens and FLOPs are summed in ``facts``.
+    rate of large products in it, once that is known: see ``measure``. On NumPy they are not: the
+    rate of a CPU depends on other programs. ``flops(batches)``: that of a ``tasks.task.Task``.
+    ``batches``: those since the last ``facts``; the caller appends each one, and their tokens and
+    FLOPs are summed in ``facts``. ``counted``: what their tokens are, in words. ``ranks``: whose
+    batches are summed, and who wait for each other.
     """
 
-    def __init__(self, xp: ModuleType, dtype: Any, flops: Callable[[list], float]) -> None:
-        found = None if xp is np else ceilings(xp, dtype)
-        self.peak = found and found["matmul_tflops"] * 1e12
+    def __init__(
+        self, xp: ModuleType, dtype: Any, flops: Callable[[list], float], counted: str = "tokens",
+        ranks: Communicator = ALONE,
+    ) -> None:  # fmt: skip
+        self._counted, self._ranks = counted, ranks
+        self._rates_of = None if xp is np else (xp, dtype)
+        self.peak: float | None = None
+        if self._rates_of:
+            self._set_peak(known_ceilings(*self._rates_of))
         self._power = None if xp is np else PowerMeter()
         self._draw = self._power.read(now=True) if self._power else None
         self._flops = flops
         self.restart()
 
+    def _set_peak(self, found):
+        self.peak = found and found["matmul_tflops"] * 1e12
+
+    def measure(self) -> None:
+        """Measure the GPU's rate of large products, in about a second, unless it was before."""
+        if self._rates_of and self.peak is None:
+            self._set_peak(ceilings(*self._rates_of))
+            self._rates_of = None
+
     def restart(self) -> None:
         """Start the clock again, after an evaluation."""
-        self._begin = time.perf_counter()
+        self._begin, self._waited = time.perf_counter(), self._ranks.waited
         self.batches: list[Any] = []
 
     def facts(self, updates: int, spent: dict[str, float]) -> dict[str, float]:
@@ -43,12 +62,19 @@ class Meter:
         """
         seconds = time.perf_counter() - self._begin
         tokens = sum(batch.all_tokens for batch in self.batches)
-        flops = self._flops(self.batches)
+        counts = tokens, self._flops(self.batches), self._ranks.waited - self._waited
+        all_tokens, all_flops, waits = zip(*self._ranks.gather(counts), strict=True)
+        tokens, flops = sum(all_tokens), sum(all_flops)
         for name, value in zip(SPENT, (seconds, tokens, flops), strict=False):
             spent[name] += value
         facts = {"rate": tokens / seconds, "milliseconds": 1000 * seconds / updates}
         if self.peak:
             facts["mfu"] = flops / seconds / self.peak
+        if len(waits) > 1:
+            facts |= {
+                "waiting": sum(waits) / len(waits) / seconds,
+                "slowest": np.argmin(waits).item(),
+            }
         self.restart()
         return facts | self.energy(spent)
 
@@ -68,9 +94,11 @@ class Meter:
 
     def describe(self, spent: dict[str, float], seconds: float) -> str:
         """Return a sentence on what a run of ``seconds`` has ``spent``."""
-        parts = [f"{short(spent['tokens'])} tokens in {duration(seconds)}"]
+        parts = [f"{short(spent['tokens'])} {self._counted} in {duration(seconds)}"]
         if spent["seconds"]:
-            parts.append(f"{short(spent['tokens'] / spent['seconds'])} tokens/s in updates")
+            parts.append(
+                f"{short(spent['tokens'] / spent['seconds'])} {self._counted}/s in updates"
+            )
             if self.peak:
                 share = spent["flops"] / spent["seconds"] / self.peak
                 parts.append(f"MFU {100 * share:.3g} % of {self.peak / 1e12:.0f} TFLOP/s")

@@ -12,7 +12,8 @@ class Progress(NamedTuple):
     end before its length.
     On a GPU, where known: ``mfu``, model FLOPs (``models.flops``) as a share of the measured rate
     of large matrix products (``cuda.ceilings``); ``watts`` that it draws now, ``joules`` that the
-    run has used.
+    run has used. ``counted``: what the ``rate`` counts. Of several ranks: ``waiting``, the share of
+    the time that they wait for each other on average; ``slowest``: the rank that waits least.
     """
 
     update: int
@@ -29,6 +30,9 @@ class Progress(NamedTuple):
     mfu: float | None = None
     watts: float | None = None
     joules: float | None = None
+    counted: str = "tokens"
+    waiting: float | None = None
+    slowest: int | None = None
 
 
 class Listener:

@@ -6,43 +6,41 @@ import datetime
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpuattn.arrays import check_indices
+from gpuattn.data.store import CheckBeside
 from gpuattn.files import write_text
+from gpuattn.parallel.agreement import together
+from gpuattn.parallel.communicator import Communicator
 from gpuattn.report.page import write_page
 from gpuattn.runs import events
 from gpuattn.runs.config import TrainConfig, default_batch, describe_growth, to_toml
 from gpuattn.runs.damage import check_whole
+from gpuattn.runs.fine_tuning import freeze, load_origin, with_dropout
 from gpuattn.runs.folder import RunFolder, begin_from
 from gpuattn.runs.metrics import describe, rank
 from gpuattn.runtime import checkpoint
+from gpuattn.runtime.cold_start import InBackground, start_libraries
 from gpuattn.runtime.device import card_memory, choose_device, installed_version, versions
 from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
 from gpuattn.train import memory
+from gpuattn.train.follower import agree, follow, lead
 from gpuattn.train.progress import Listener
-from gpuattn.train.state import arrays_of, tensors_of, weights_of
-from gpuattn.train.trainer import Trainer
+from gpuattn.train.rehearsal import rehearse_evaluation
+from gpuattn.train.state import Outcome, arrays_of, tensors_of, weights_of
+from gpuattn.train.trainer import ALONE, Trainer
 from gpuattn.units import AUTO
 
 SHOWN_CHARACTERS = 80  # of a sample text
-
-
-class Outcome(NamedTuple):
-    """How a call of ``train`` ended: ``finished``, or stopped before that; the ``best`` row of
-    metrics so far, or None; the number of the last ``update``."""
-
-    finished: bool
-    best: dict | None
-    update: int
 
 
 def train(
     config: TrainConfig, out: str | Path, *, origins: dict[str, str] | None = None,
     device: str = "auto", listener: Listener | None = None,
     stop: Callable[[], bool] | None = None, overwrite: bool = False, graphs: bool = True,
-    command: str | None = None, tensorboard: bool = False,
+    command: str | None = None, tensorboard: bool = False, communicator: Communicator = ALONE,
 ) -> Outcome:  # fmt: skip
     """Train as a TrainConfig says into the folder ``out``; continue a run that was stopped there.
 
@@ -51,6 +49,8 @@ def train(
     each update; when it returns True, the run is saved and left. ``overwrite``: delete a run that
     is in the folder. ``graphs``: see ``Trainer``. ``command``: the command line, for the report.
     ``tensorboard``: also write the metrics as TensorBoard events; see ``runs.events``.
+    ``communicator``: of the ranks that train together, each of which calls this. Rank 0 alone reads
+    and writes the folder, and calls its listener.
     Returns an Outcome.
     Raises ConfigError when the folder has a run with other options, DataError for data that cannot
     be used, CheckpointError when a damaged run cannot continue or the disk is full,
@@ -60,15 +60,25 @@ def train(
     if tensorboard:
         events.import_tensorboard()
     listener, stop = listener or Listener(), stop or (lambda: False)
+    agree(config, device, communicator)
+    if communicator.rank:
+        return follow(config, stop, listener, communicator)
     folder = RunFolder(out)
-    with folder.lock():
-        session = _begin(config, folder, origins, device, listener, overwrite, graphs, command)
+    with contextlib.ExitStack() as held:
+
+        def opened():
+            held.enter_context(folder.lock())
+            return _open(config, folder, device, listener, overwrite, graphs, command, communicator)
+
+        session, begun = together(communicator, opened)
+        lead(session.task, communicator)
+        _write(session, begun, config, origins)
         with events.written(folder) if tensorboard else contextlib.nullcontext():
             return session.run(stop)
 
 
-def _begin(config, folder, origins, device, listener, overwrite, graphs, command):
-    """Return the Session of a new run, or of the one in the folder, to be continued."""
+def _open(config, folder, device, listener, overwrite, graphs, command, communicator):
+    """Return the Session of a new run or of the one in the folder, and whether it is the latter."""
     if overwrite or not folder.exists():
         folder.check_init(config)
     if overwrite:
@@ -84,20 +94,30 @@ def _begin(config, folder, origins, device, listener, overwrite, graphs, command
     else:
         folder.check_empty()
     device, where = choose_device(device)
+    if device == "cuda":
+        start_libraries(choose(config.precision, device).dtype)
     listener.say("device", where)
     noted = {"where": where.removesuffix(", as asked"), "command": command}
-    session = Session(config, folder, device, listener, begun, graphs, noted)
+    return Session(config, folder, device, listener, begun, graphs, noted, communicator), begun
+
+
+def _write(session, begun, config, origins):
+    """Write the files of a new run, or what is new in those of an old one. ``config``: as given."""
+    folder, listener = session.folder, session.listener
+    if config.batch == AUTO and begun:
+        config = dataclasses.replace(config, batch=session.config.batch)
     if not begun:
         if config.batch == AUTO:
             config, origins = session.config, {**(origins or {}), "batch": AUTO}
-        folder.create(config, origins, session.task.corpus.tokenizer, session.digests)
+        folder.create(
+            config, origins, session.task.corpus.tokenizer, session.digests, session.task.model
+        )
     else:
         folder.keep_digests(session.digests)
         if (old := folder.config()) != config:  # another length, or other names of files
             write_text(folder.path / "config.toml", to_toml(config, origins))
         if old.length != config.length:
             listener.say("run", describe_growth(old, config))
-    return session
 
 
 class Session:
@@ -106,27 +126,46 @@ class Session:
     def __init__(
         self, config: TrainConfig, folder: RunFolder, device: str, listener: Listener, begun: bool,
         graphs: bool = True, noted: dict[str, Any] | None = None,
+        communicator: Communicator = ALONE,
     ) -> None:  # fmt: skip
         self.folder, self.listener, fits = folder, listener, config.batch == AUTO
         self.noted = noted or {}
-        memory.check_host(config, device)
+        if not config.origin:
+            memory.check_host(config, device)
         if fits:
             tokens = max(default_batch(config, device), memory.least_tokens(config))
             config = dataclasses.replace(config, batch=tokens)
         owner = folder if begun else config.init_from and RunFolder(config.init_from)
         say = functools.partial(listener.say, "data")
-        self.task = task_of(config)(config, owner.tokenizer() if owner else None, say)
-        self.digests = dict(self.task.corpus.digests)
+        model, tokenizer = None, owner.tokenizer() if owner else None
+        if config.origin:
+            if begun and checkpoint.generations(folder.path, "state"):
+                model = folder.new_model(config, tokenizer).train()
+            else:  # also after a kill before the first save
+                model, tokenizer = load_origin(config)
+                self.noted["from"] = config.origin
+            model = with_dropout(model, config)
+        self.task = task_of(config)(config, tokenizer, say, model)
+        corpus = self.task.corpus
+        self.digests = dict(corpus.digests)
+        figures = corpus.store.figures() if corpus.store else None
+        self.noted["data"] = {"facts": corpus.facts, "figures": figures}
         if folder.needs_init(config):
             weights, self.digests["init_from"] = begin_from(config, self.task.model)
             self.noted["init_from"] = {"weights": weights, "sha256": self.digests["init_from"]}
         if begun:
             folder.check_data(config, self.digests)
+        if config.freeze:
+            freeze(self.task.model, config.freeze)
         if device == "cuda":
             config = self._plan_memory(config, fits)
         self.config = config
         logged = _Logged(listener, folder.metrics)
-        self.trainer = Trainer(self.task, device, logged, graphs)
+        self.trainer = Trainer(self.task, device, logged, graphs, communicator)
+        self._compiling = None
+        if device == "cuda" and not folder.metrics.read("end"):  # else it may be finished
+            self._compiling = InBackground(functools.partial(rehearse_evaluation, self.task))
+            self.trainer.rehearse()
         if self.trainer.threads:
             self._record_threads(self.trainer.threads)
         self._introduce()
@@ -172,16 +211,34 @@ class Session:
             )  # fmt: skip
 
     def run(self, stop: Callable[[], bool]) -> Outcome:
-        """Train to the end or until ``stop()`` returns True; return the Outcome."""
-        with self.trainer.computing(), self.trainer.saves:
-            return self._run(stop)
+        """Train to the end or until ``stop()`` returns True; return the Outcome.
+
+        The parts of a store are compared with their digests meanwhile. Raises DataError after the
+        update at which one is found damaged, and saves nothing more.
+        """
+        try:
+            with self.trainer.computing(), self.trainer.saves, self._checked(stop) as stop:
+                return self._run(stop)
+        finally:
+            if self._compiling:
+                self._compiling.wait()
+
+    @contextlib.contextmanager
+    def _checked(self, stop):
+        """Return a context with a ``stop`` that raises what is found wrong with the store."""
+        store = self.task.corpus.store
+        if store is None:
+            yield stop
+            return
+        with CheckBeside(store) as check:
+            yield lambda: check.poll() or stop()
 
     def _run(self, stop):
         at, trainer = self.trainer.at, self.trainer
         self.listener.begin()
         if not at.early and at.finished != self.config.length.describe():
             at.finished = ""  # the length is greater than before
-        if at.finished and self.folder.metrics.read("end"):
+        if trainer.begin(over=bool(at.finished and self.folder.metrics.read("end"))):
             before = f"finished before, after {at.update:,} updates ({at.finished})"
             self.listener.say("run", before)
             return Outcome(True, at.best, at.update)
@@ -221,16 +278,26 @@ class Session:
         for fact in corpus.facts:
             say("data", fact)
         model, tokenizer = self.task.model, corpus.tokenizer
-        size = sum(parameter.size for parameter in model.parameters())
+        learnt = sum(parameter.size for parameter in model.parameters())
+        size = sum(tensor.size for _, tensor in model.named_tensors())
+        frozen = f", {(size - learnt) / 1e6:.2f} M of them frozen" if size > learnt else ""
         say("model", f"{self.task.describe_model()}, {len(tokenizer):,} {tokenizer.units}, "
-            f"{size / 1e6:.2f} M parameters")  # fmt: skip
-        batches = f" in {config.accumulate} batches" if config.accumulate > 1 else ""
+            f"{size / 1e6:.2f} M parameters{frozen}")  # fmt: skip
+        batches = f" in {config.update_batches} batches" if config.update_batches > 1 else ""
         length = f"for {config.length.describe()}"
         if config.until:
             length = f"until {config.until:g} % of every kind is exact, {config.length.most()}"
         say("update", f"{self.task.describe_update()}{batches}, {length}")
         if "init_from" in self.noted:
             say("begins", f"with {self.noted['init_from']['weights']}")
+        if "from" in self.noted:
+            say("begins", f"with the model of {self.noted['from']}")
+        ranks = self.trainer.communicator
+        if ranks.size > 1:
+            self.noted["ranks"] = ranks.size
+            each = config.replicas // ranks.size
+            say("ranks", f"{ranks.size}, {ranks.local_size} of them on this host; each computes "
+                f"{each} of {config.replicas} replicas")  # fmt: skip
         say("folder", str(self.folder.path))
         for sentence in corpus.warnings:
             say("warning", sentence)
@@ -240,6 +307,8 @@ class Session:
     def _evaluate(self, stop, **noted):
         """Return a row of metrics of the parameters or their moving average, None if stopped."""
         at, trainer = self.trainer.at, self.trainer
+        if self._compiling:
+            self._compiling.wait()
         check_indices()
         with trainer.average.applied() if trainer.average else contextlib.nullcontext():
             row = {"update": at.update, "epoch": at.epoch, "seconds": at.seconds,
@@ -304,7 +373,7 @@ class _Logged(Listener):
 
     def progress(self, progress):
         row = {name: value for name, value in progress._asdict().items() if value is not None}
-        del row["eta"], row["share"], row["at_most"]
+        del row["eta"], row["share"], row["at_most"], row["counted"]
         self._metrics.add("train", **row)
         self._inner.progress(progress)
 

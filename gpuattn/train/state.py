@@ -2,10 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpuattn.arrays import get_xp
 from gpuattn.errors import CheckpointError, DataError
+from gpuattn.parallel.communicator import Communicator
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.training_step import TrainingStep
@@ -14,6 +15,15 @@ from gpuattn.units import AUTO, Length
 
 AUTO_SECONDS = 45  # ``eval_every`` "auto": between evaluations, if an epoch takes longer,
 AUTO_COST = 10  # and at least this many times the seconds of the last evaluation
+
+
+class Outcome(NamedTuple):
+    """How a run ended: ``finished``, or stopped before that; the ``best`` row of metrics so far, or
+    None; the number of the last ``update``."""
+
+    finished: bool
+    best: dict | None
+    update: int
 
 
 @dataclasses.dataclass
@@ -89,6 +99,25 @@ def tensors_of(step: TrainingStep, arrays: dict[str, Any] | None = None) -> dict
     arrays = arrays or arrays_of(step)
     others = {name: arrays[name] for name in ("optimizer_state", "average") if name in arrays}
     return step.workspace.state_dict(arrays) | others
+
+
+def synchronize(
+    step: TrainingStep, at: Position, facts: Any, ranks: Communicator
+) -> tuple[Any, Position]:
+    """Set the arrays of a step to those of rank 0; return its (facts, Position)."""
+    frozen = step.workspace.frozen
+    first = ranks.gather((facts, at, frozen) if ranks.rank == 0 else None)[0]
+    for array in arrays_of(step).values():
+        ranks.broadcast(array)
+    if ranks.rank == 0:
+        return facts, at
+    facts, at, values = first
+    for name, value in values.items():
+        frozen[name][...] = value
+    step.workspace.sync_model()
+    if step.average:
+        step.average.updates = at.averaged
+    return facts, at
 
 
 def load(folder: str | Path, step: TrainingStep, data: int) -> Position:

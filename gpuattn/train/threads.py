@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from gpuattn.environment import usable_cores
+from gpuattn.parallel.communicator import Communicator
+from gpuattn.runs.config import TrainConfig
 from gpuattn.units import AUTO
 
 TIMED_STEPS, TIMED_SECONDS = 3, 0.3  # of each number of threads, whichever is reached first
@@ -137,6 +139,19 @@ class BlasThreads:
     def _use(self, number):
         for library in self._libraries:
             library.set_num_threads(number)
+
+
+def threads_of(config: TrainConfig, ranks: Communicator) -> int | str:
+    """Return how many threads a run asks for: those of its config, unless ranks may share it.
+
+    Ranks share the cores of their host, and would disturb each other's measurements; and a product
+    in another number of threads may round differently, so that ``deterministic`` takes one.
+    """
+    if config.threads != AUTO or config.replicas == 1:
+        return config.threads
+    if config.deterministic:
+        return 1
+    return AUTO if ranks.size == 1 else max(1, usable_cores() // ranks.local_size)
 
 
 def candidates() -> list[int]:

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from gpuattn.arrays import keep_freed_memory
-from gpuattn.autodiff import tape
-from gpuattn.data.ahead import Ahead
 from gpuattn.errors import CheckpointError, MemoryLimitError
 from gpuattn.ops.update.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
+from gpuattn.parallel.agreement import silent
+from gpuattn.parallel.communicator import Communicator, Single
+from gpuattn.parallel.reducer import Reducer
 from gpuattn.runs.metrics import is_right, rank
 from gpuattn.runtime import precision
 from gpuattn.runtime.device import array_module, is_out_of_memory, memory_in_use
@@ -30,13 +31,16 @@ from gpuattn.runtime.training_step import TrainingStep
 from gpuattn.runtime.workspace import Workspace
 from gpuattn.tasks.task import Task
 from gpuattn.train import memory
+from gpuattn.train.batches import Batches
 from gpuattn.train.meter import Meter
 from gpuattn.train.progress import Listener, Progress
 from gpuattn.train.saving import Saves
-from gpuattn.train.state import Position, load
-from gpuattn.train.threads import BlasThreads
+from gpuattn.train.state import Position, load, synchronize
+from gpuattn.train.threads import BlasThreads, threads_of
+from gpuattn.train.validation import ValidLoss
 
 REPORT_UPDATES, REPORT_SECONDS = 20, 2  # between two Progress, whichever comes first
+ALONE = Single()
 EXACT_EVALUATIONS = 2  # in a row that reach ``until`` end a run
 
 
@@ -44,12 +48,16 @@ class Trainer:
     """Trains the model of a ``tasks.task.Task`` as its config says.
 
     ``device``: "numpy" or "cuda". ``listener``: a ``train.progress.Listener``. ``graphs``: whether
-    updates run as CUDA graphs on a GPU (the bits are the same). ``at``: the Position. ``step``: the
-    TrainingStep. ``saves``: the Saves of this run; an update raises what one of them raised.
+    updates run as CUDA graphs on a GPU (the bits are the same). ``communicator``: of the ranks that
+    train together; each has a Trainer, and calls the same methods. ``at``: the Position. ``step``:
+    the TrainingStep. ``saves``: the Saves of this run; an update raises what one of them raised.
     """
 
-    def __init__(self, task: Task, device: str, listener: Listener, graphs: bool = True) -> None:
-        self.task, self.listener = task, listener
+    def __init__(
+        self, task: Task, device: str, listener: Listener, graphs: bool = True,
+        communicator: Communicator = ALONE,
+    ) -> None:  # fmt: skip
+        self.task, self.listener, self.communicator = task, listener, communicator
         self.model, self.corpus = task.model, task.corpus
         self.config = self.whole = config = task.config  # ``whole``: before batches are cut
         self.xp = array_module(device)
@@ -60,9 +68,10 @@ class Trainer:
         self.precision = precision.choose(config.precision, device)
         optimizer = OPTIMIZERS[config.optimizer]
         betas = {"betas": (0.9, config.beta2)} if issubclass(optimizer, AdamW) else {}
+        grad_dtype = self.precision.grad_dtype(config.update_batches)
         self.workspace = Workspace(
-            self.model, device, self.precision.dtype, self.precision.grad_dtype(config.accumulate),
-            moments=optimizer.moments, masters=self.precision.masters,
+            self.model, device, self.precision.dtype, grad_dtype, moments=optimizer.moments,
+            masters=self.precision.masters,
         )  # fmt: skip
         self.optimizer = optimizer(
             self.workspace, weight_decay=config.weight_decay, max_norm=config.clip or None,
@@ -74,20 +83,24 @@ class Trainer:
             return task.loss(batch, config.label_smoothing, dloss)
 
         self.step = TrainingStep(
-            self.model, self.optimizer, loss, tokens=config.batch,
+            self.model, self.optimizer, loss, tokens=config.batch * config.replicas,
             average=ExponentialAverage(self.workspace, config.ema) if config.ema else None,
             fixed_shape=task.fixed_shape, graphs=graphs, tuned=not config.deterministic,
             notify=functools.partial(listener.say, "graphs"),
         )  # fmt: skip
+        self.reducer = Reducer(self.step, communicator, config.replicas, config.deterministic)
         total = config.lr_decay or (config.length.amount if config.length.unit == "u" else None)
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
         self.saves = Saves()
-        self._batches, self._completed = None, (0, 0, 0)
-        self._is_computing = False
-        self.threads = BlasThreads(config.threads, self._probe) if device == "numpy" else None
-        self.meter = Meter(self.xp, self.precision.dtype, task.flops)
-        self._valid_loss = self.xp.zeros((), "float32")
+        self._batches = Batches(self.corpus, self.reducer.mine, config.replicas)
+        self._completed = 0, 0, 0
+        self._is_computing, self._saving = False, 0.0
+        self.threads = None
+        if device == "numpy":
+            self.threads = BlasThreads(threads_of(config, communicator), self._probe)
+        self.meter = Meter(self.xp, self.precision.dtype, task.flops, task.counted, communicator)
+        self._valid_loss, self._is_evaluating = ValidLoss(task, self.step), False
         self._updates = 0  # since the last Progress
         self._noted = None  # the next Progress, until its numbers are copied from the device
         self._health = self.optimizer.state.read()
@@ -96,6 +109,12 @@ class Trainer:
     def average(self) -> ExponentialAverage | None:
         """The moving average of the parameters, if the config has one."""
         return self.step.average
+
+    def rehearse(self) -> None:
+        """Start to compile the kernels of updates. For a new Trainer on a GPU, before ``load``."""
+        with self.computing():
+            batch = next(self.corpus.loader(0).epoch(0))
+            self.step.rehearse(batch, more=self.config.update_batches > 1)
 
     # ---- the run ----
 
@@ -106,7 +125,9 @@ class Trainer:
         """Train until the length is reached, patience is lost or ``stop()`` returns True.
 
         ``evaluate()`` returns a row of metrics, or None when stopped meanwhile. ``save(row)`` keeps
-        the run after an evaluation, ``save(None)`` at a stop.
+        the run after an evaluation, ``save(None)`` at a stop. Ranks stop together when ``stop()``
+        of one is true. Each calls ``valid_loss`` in its ``evaluate``; rank 0 alone does more there,
+        and saves.
         Returns whether the run is finished (False: stopped).
         Raises FloatingPointError, after ``save(None)``, when gradients are not finite for long.
         """
@@ -114,9 +135,10 @@ class Trainer:
             try:
                 return self._run(stop, evaluate, save)
             except FloatingPointError as error:
-                raise FloatingPointError(f"{error}. {_saved(save)}") from error
+                told = FloatingPointError(f"{error}. {_saved(save)}")
+                raise silent(told, self.communicator.rank > 0) from error
             finally:
-                self._batches = None  # ends their thread
+                self._batches.restart()  # ends their thread
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -145,11 +167,11 @@ class Trainer:
         self.step.stream.synchronize()
 
     def _run(self, stop, evaluate, save):
-        begin = time.perf_counter() - self.at.seconds
+        self._reported = self._now()
+        begin = self._reported - self.at.seconds
         if self.threads:
             self.threads.restart()
         self.meter.restart()
-        self._reported = time.perf_counter()
         while True:
             short = None
             try:
@@ -163,23 +185,32 @@ class Trainer:
                         self.at.finished = self.config.length.describe()
                         save(None)
                     return True
-                self.at.seconds = time.perf_counter() - begin
+                self.at.seconds = self._now() - begin
                 self._update()
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) or self.communicator.size > 1:
                     raise
                 short = str(error)  # only the text: the error holds the arrays of the step
             if short is not None:
                 self._make_room(short, save)
                 continue
-            self.at.seconds = time.perf_counter() - begin
-            since = time.perf_counter() - self._reported
-            if self._updates >= REPORT_UPDATES or since > REPORT_SECONDS:
+            now = self._now()
+            self.at.seconds = now - begin
+            if self._updates >= REPORT_UPDATES or now - self._reported > REPORT_SECONDS:
                 self._note()
             self._tell()
-            if stop():
+            if self._stops(stop):
                 save(None)
                 return False
+
+    def _now(self):
+        """Return the time by the clock of rank 0, so that all ranks decide alike."""
+        own = time.perf_counter(), self.saves.seconds
+        now, self._saving = self.communicator.gather(own)[0]
+        return now
+
+    def _stops(self, stop):
+        return any(self.communicator.gather(stop()))
 
     def _make_room(self, short, save):
         """Continue from the last whole update with smaller batches, or save and raise."""
@@ -202,20 +233,21 @@ class Trainer:
         config = self.config
         self.listener.say(
             "memory", f"used up ({short}). Continuing from update {at.update:,} with batches of "
-            f"{config.batch:,} tokens, {config.accumulate} an update",
+            f"{config.batch:,} tokens, {config.update_batches} an update",
         )  # fmt: skip
 
     def _use_parts(self, parts):
         """Cut each batch into ``parts``, and free the memory of batches of other sizes."""
         self.task.rebatch(memory.in_parts(self.whole, parts))
-        self.config, self._batches = self.task.config, None
+        self.config = self.task.config
+        self._batches.restart()
         stream = self.step.stream
         if stream is not None:
             stream.synchronize()
-        dtype = self.precision.grad_dtype(self.config.accumulate)
+        dtype = self.precision.grad_dtype(self.config.update_batches)
         if self.workspace.grads.dtype != dtype:
             self.workspace.keep_gradients_in(dtype)
-        self.step.rebatch(self.config.batch)
+        self.step.rebatch(self.config.batch * self.config.replicas)
         gc.collect()
         if stream is not None:
             self.xp.get_default_memory_pool().free_all_blocks()
@@ -224,14 +256,16 @@ class Trainer:
         """Evaluate and save; return False when stopped meanwhile with updates left to do."""
         self._note()
         self._tell(wait=True)
-        begin = time.perf_counter()
-        row = evaluate()
+        begin = self._now()
+        self._is_evaluating = True  # on all ranks
+        row = self.communicator.gather(evaluate())[0]
+        self._is_evaluating = False
         if row is None:
             save(None)
             return False
         at = self.at
         at.evaluated = [at.update, at.epoch, at.seconds]
-        at.evaluation = time.perf_counter() - begin
+        at.evaluation = self._now() - begin
         at.seconds += at.evaluation  # may complete a run of a given time
         if at.best is None or rank(row) > rank(at.best):
             at.best, at.worse = row, 0
@@ -247,10 +281,11 @@ class Trainer:
             at.finished = self.config.length.describe()
         at.early = bool(at.finished) and at.finished != self.config.length.describe()
         save(row)
+        self.meter.measure()
         self.meter.restart()
-        self._reported = time.perf_counter()
+        self._reported = self._now()
         at.evaluation = self._reported - begin
-        return self._reached_end() or not stop()
+        return self._reached_end() or not self._stops(stop)
 
     def share(self) -> float:
         """Return how much of the run is done, 0 to 1. A given time includes the last evaluation."""
@@ -263,7 +298,7 @@ class Trainer:
         else:
             done = at.update if unit == "u" else at.seconds
         if unit == "s":
-            last = (at.evaluation + self.saves.seconds) * (2 if self.config.average > 1 else 1)
+            last = (at.evaluation + self._saving) * (2 if self.config.average > 1 else 1)
             amount -= min(last, amount / 2)
         return min(1.0, done / amount)
 
@@ -280,24 +315,30 @@ class Trainer:
     # ---- an update ----
 
     def _update(self):
-        """Update once from ``accumulate`` batches, or fewer at the end of a run."""
+        """Update once."""
         at = self.at
         self.saves.check()
         self.step.begin(self.schedule(at.update, None if self.schedule.total else self.share()))
-        for _ in range(self.config.accumulate):
-            batch = self._next_batch()
-            self.step.add(batch, at.draws)
-            at.draws += 1
-            self.meter.batches.append(batch)
-            if self.share() >= 1:
-                break
+        self.reducer.compute(self._rounds())
         self.saves.hold()
         self.step.apply()
         at.update += 1
+        self.communicator.note(at.update)
         at.tokens += self.step.update_tokens
         at.averaged = self.average.updates if self.average else 0
         self._completed = at.epoch, at.batch, at.draws
         self._updates += 1
+
+    def _rounds(self):
+        """Yield (draw, batches of this rank's replicas) of an update: ``accumulate`` times, or
+        fewer at the end of a run."""
+        for _ in range(self.config.accumulate):
+            batches = self._batches.next(self.at)
+            yield self.at.draws, batches
+            self.at.draws += 1
+            self.meter.batches += batches
+            if self.share() >= 1:
+                break
 
     def _probe(self):
         """Compute the gradients of the next batch, without effect on the run."""
@@ -315,24 +356,12 @@ class Trainer:
         with self.computing():
             return measure(self._update, self.step.repeat)
 
-    def _next_batch(self):
-        at = self.at
-        if self._batches is None:
-            self._batches = Ahead(self.corpus.loader(at.epoch).epoch(at.epoch, at.batch))
-            if self._batches.ended():  # smaller batches now, and the end was only about there
-                at.epoch, at.batch, self._batches = at.epoch + 1, 0, None
-                return self._next_batch()
-        batch = next(self._batches)
-        at.batch += 1
-        if self._batches.ended():
-            at.epoch, at.batch, self._batches = at.epoch + 1, 0, None
-        return batch
-
     def _note(self):
         """Start to copy the numbers of the next Progress to the host, without synchronizing."""
         if not self._updates:
             return
         self._tell(wait=True)
+        self.reducer.sum_losses()
         share = self.share()
         held = self.step.calls.held_bytes() if isinstance(self.step.calls, Replays) else 0
         left = self.at.seconds * (1 - share) / share if share else float("inf")
@@ -340,6 +369,7 @@ class Trainer:
             "update": self.at.update, "epoch": self.at.epoch, "seconds": self.at.seconds,
             "share": share, "eta": left, "memory": memory_in_use(self.xp) + held,
             "at_most": bool(self.config.until or self.config.patience),
+            "counted": self.task.counted,
             **self.meter.facts(self._updates, self.at.spent),
         }  # fmt: skip
         if self.threads and self.saves.ended < self._reported:  # no save ran beside
@@ -348,7 +378,7 @@ class Trainer:
         self._noted = reading, self.step.loss_tokens, facts
         self.step.clear_loss()
         self._updates = 0
-        self._reported = time.perf_counter()
+        self._reported = self._now()
 
     def _tell(self, wait=False):
         """Tell the listener what was noted once its numbers are on the host; ``wait``: now."""
@@ -367,26 +397,28 @@ class Trainer:
 
         By default of all batches of validation. Call it while the run evaluates.
         """
-        step, tokens = self.step, 0
-        self._valid_loss[...] = 0
-        with self.model.evaluating():
-            for batch in self.corpus.valid_batches() if batches is None else batches:
-                tokens += batch.target_tokens
-                step.feed.load(batch, tokens=batch.target_tokens)
-                step.calls("valid", step.feed.shape, self._add_valid_loss)
-        return float(self._valid_loss) / tokens
-
-    def _add_valid_loss(self):
-        feed = self.step.feed
-        self._valid_loss += tape.raw(self.task.loss(feed.batch)) * feed.numbers.tokens
+        batches = self.corpus.valid_batches() if batches is None else batches
+        return self._valid_loss(batches, self.communicator if self._is_evaluating else ALONE)
 
     def load(self, folder: str | Path) -> None:
         """Continue from the state in a run folder. Raises as ``state.load``."""
         self.at = at = load(folder, self.step, self.corpus.fingerprint)
-        self._completed = at.epoch, at.batch, at.draws
         if at.parts > 1:
             self._use_parts(at.parts)
         self._health = self.optimizer.state.read()
+
+    def begin(self, over: bool = False) -> bool:
+        """Take position and state of rank 0; return its ``over``: whether nothing is left to do."""
+        record = self.threads.record if self.threads else {}
+        facts = over, record
+        (over, record), self.at = synchronize(self.step, self.at, facts, self.communicator)
+        if self.threads:
+            self.threads.record = record
+        at = self.at
+        self._completed = at.epoch, at.batch, at.draws
+        self.communicator.note(at.update)
+        self._health = self.optimizer.state.read()
+        return over
 
 
 def _saved(save):

@@ -1,7 +1,7 @@
 // Attention of one new token of each text over a short cache; the kernel also appends the token's key and value.
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0, 64 (keys of a page; 0: a row's keys lie side by side)
 // Launch:    grid = (ceil(rows * heads / WARPS),), block = (32 * WARPS,). One warp per row and head; the warps of the
-//            beams of a sentence are adjacent, since they read many of the same keys.
+//            beams of a sentence are adjacent, since they read many of the same keys. With pages a sentence has one beam.
 //            dependent: step_attention
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
@@ -12,6 +12,7 @@ constexpr int WARPS = 4, WIDTH = 8;                          // elements of a 16
 constexpr int LANES = HEAD_DIM / WIDTH, GROUPS = 32 / LANES; // lanes of a key; keys of a warp at a time
 constexpr int STAGE = LANES < 8 ? LANES : 8;                 // groups of keys whose loads are in flight together
 constexpr int CHUNK = GROUPS * STAGE;                        // keys of a stage, at most one per lane
+constexpr int KEYS = PAGE ? PAGE : 1;                        // of a page, a divisor that is never 0
 static_assert(CHUNK <= 32 && 32 % LANES == 0, "step_attention.cu: HEAD_DIM is 32, 64 or 128");
 
 __device__ uint4 load(const scalar* from) { return *reinterpret_cast<const uint4*>(from); }
@@ -46,10 +47,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) step_attention(
     const scalar* q,          // (rows, heads, HEAD_DIM), rows q_stride elements apart
     const scalar* k,          // (rows, kv_heads, HEAD_DIM), rows kv_stride elements apart
     const scalar* v,
-    scalar* k_cache,          // (rows, room, kv_heads, HEAD_DIM)
+    scalar* k_cache,          // (rows, room, kv_heads, HEAD_DIM), or (pages, PAGE, kv_heads, HEAD_DIM)
     scalar* v_cache,
     const int* key_counts,    // (rows,): number of keys, the new one included, which is the last
-    const short* slots,       // (sentences, beam, room): the beam whose row of the cache holds a key
+    const short* slots,       // (sentences, beam, room): the beam whose row of the cache holds a key; unless PAGE
+    const int* page_table,    // (rows, room / PAGE): the pages of a row, in the order of its keys; if PAGE
     scalar* out,              // (rows, heads, HEAD_DIM)
     long long q_stride,
     long long k_stride,
@@ -66,10 +68,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) step_attention(
     const int sentence = warp / (heads * beam), head = warp / beam % heads, row = sentence * beam + warp % beam;
     const int kv_head = head / (heads / kv_heads), group = lane / LANES, column = lane % LANES * WIDTH;
     const int count = min(max(key_counts[row], 1), room);
-    const long long key_stride = (long long)kv_heads * HEAD_DIM, row_stride = room * key_stride;
+    const long long key_stride = (long long)kv_heads * HEAD_DIM, row_stride = (PAGE ? PAGE : room) * key_stride;
     const int inside = kv_head * HEAD_DIM + column;
     k += row * k_stride + inside, v += row * v_stride + inside;
-    k_cache += inside, v_cache += inside, slots += (long long)row * room;
+    k_cache += inside, v_cache += inside;
+    if (PAGE) {
+        page_table += row * (room / KEYS);
+    } else {
+        slots += (long long)row * room;
+    }
+    // The row of the cache, or the page, that holds a key which is not the last; and its place there.
+    const auto holder = [&](int key) { return PAGE ? page_table[key / KEYS] : sentence * beam + slots[key]; };
+    const auto place = [&](int key) { return PAGE ? key % KEYS : key; };
 
     float query[WIDTH], acc[WIDTH] = {}, peak = NEG_INF, sum = 0;
     floats(query, load(q + row * q_stride + head * HEAD_DIM + column));
@@ -77,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) step_attention(
     for (int i = 0; i < WIDTH; ++i) query[i] *= scale * LOG2E;
     const uint4 new_k = load(k), new_v = load(v);
     if (group == 0 && head % (heads / kv_heads) == 0) {
-        const long long at = row * row_stride + (count - 1) * key_stride;
+        const long long at = (PAGE ? holder(count - 1) : row) * row_stride + place(count - 1) * key_stride;
         *reinterpret_cast<uint4*>(k_cache + at) = new_k;
         *reinterpret_cast<uint4*>(v_cache + at) = new_v;
     }
@@ -85,12 +95,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) step_attention(
 #pragma unroll 1
     for (int first = 0; first < count; first += CHUNK) {
         const int own = first + lane;
-        const int owner = lane < CHUNK && own < count - 1 ? sentence * beam + slots[own] : row;
+        const int owner = lane < CHUNK && own < count - 1 ? holder(own) : row;
         uint4 keys[STAGE], values[STAGE];
 #pragma unroll
         for (int s = 0; s < STAGE; ++s) {
             const int key = first + s * GROUPS + group;
-            const long long at = __shfl_sync(~0u, owner, s * GROUPS + group) * row_stride + key * key_stride;
+            const long long at = __shfl_sync(~0u, owner, s * GROUPS + group) * row_stride + place(key) * key_stride;
             keys[s] = new_k, values[s] = new_v;  // for the last key; keys past it get a weight of 0
             if (key < count - 1) {
                 keys[s] = load(k_cache + at);

@@ -26,6 +26,14 @@ __device__ __forceinline__ void mbar_arrive_at(u32 bar, int rank) {
 __device__ __forceinline__ void store_shared_at(u32 address, int rank, float2 x) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(address_in(address, rank)), "f"(x.x), "f"(x.y) : "memory");
 }
+__device__ __forceinline__ void store_shared_at(u32 address, int rank, u64 x) {
+    asm volatile("st.shared::cluster.b64 [%0], %1;" :: "r"(address_in(address, rank)), "l"(x) : "memory");
+}
+__device__ __forceinline__ u64 load_shared_at(u32 address, int rank) {
+    u64 x;
+    asm volatile("ld.shared::cluster.b64 %0, [%1];" : "=l"(x) : "r"(address_in(address, rank)) : "memory");
+    return x;
+}
 // Store a struct of 32-bit words to `place` in the shared memory of another block, which must have started. The bytes count
 // at that block's mbarrier `bar`: a thread that has waited for it sees the struct.
 template <typename T> __device__ __forceinline__ void send(T& place, const T& value, u32 bar, int rank) {

@@ -27,6 +27,13 @@ __device__ __forceinline__ u32 increment_acq_rel(u32* to, u32 last) {
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(last) : "memory");
     return before;
 }
+// Waits until a counter has reached `count`. After some seconds the kernel faults instead of hanging, by a store to
+// address 0: with a trap instruction ptxas would ignore setmaxnreg.
+__device__ __forceinline__ void wait_for_count(const int* counter, int count) {
+    const long long start = clock64();
+    while (load_acquire(counter) < count)
+        if (clock64() - start > 8000000000ll) asm volatile("st.global.b32 [%0], %1;" :: "l"(0ull), "r"(0));
+}
 // Orders accesses to global memory by this thread with those by TMA, in both directions.
 __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
@@ -34,6 +41,12 @@ __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence
 // One store instruction; for a plain assignment the compiler sometimes emits four.
 __device__ inline void store_16_bytes(void* to, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+// One load instruction, which the compiler does not move past branches.
+__device__ __forceinline__ uint4 load_16_bytes(const void* from) {
+    uint4 x;
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    return x;
 }
 // Evict-first (.cs): for data that is accessed once.
 __device__ __forceinline__ uint4 load_streaming(const void* from) {

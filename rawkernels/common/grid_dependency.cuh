@@ -1,6 +1,6 @@
 #pragma once
 // Programmatic dependent launch (sm_90 and up): blocks of a kernel whose first statement is grid_dependency_wait() may start
-// before the previous kernel in the stream has ended (gpuattn/cuda/dependent_launch.py).
+// before the previous kernel in the stream has ended (gpuattn/cuda/driver_launch.py).
 
 // Waits until the previous kernels have ended and their writes are visible. No memory may be accessed before it: previous
 // kernels may still write any input, and may still read what this kernel overwrites. Inputs of such a kernel are not

@@ -1,6 +1,6 @@
 // y = dropout(f(x + bias)), and its gradient with the first stage of the bias gradient.
-// Constants: scalar = float, f16, bf16; ACTIVATION = 0, 1, 2, 3, 4 (none, relu, gelu by tanh, gelu by erf, swiglu);
-//   VECTOR = true; DROPS = false; BLOCK = 256
+// Constants: scalar = float, f16, bf16; ACTIVATION = 0, 1, 2, 3, 4, 5 (none, relu, gelu by tanh, gelu by erf, swiglu,
+//   silu); VECTOR = true; DROPS = false; BLOCK = 256
 // Constants: scalar = bf16; ACTIVATION = 1, 2, 4; VECTOR = false, true; DROPS = true; BLOCK = 256
 // Launch:    grid = (slabs * parts,), block = (BLOCK,). `lanes` threads, a power of two, share a row. Each has eight
 //            columns, adjacent if VECTOR, else `lanes` apart; together these are a slab. A block takes a slab of `chunk`
@@ -13,7 +13,7 @@
 #include "common/philox.cuh"
 #include "linear/gelu.cuh"
 
-static_assert(ACTIVATION >= 0 && ACTIVATION <= 4, "bias_activation.cu: ACTIVATION is 0 to 4");
+static_assert(ACTIVATION >= 0 && ACTIVATION <= 5, "bias_activation.cu: ACTIVATION is 0 to 5");
 
 constexpr int PARTS = ACTIVATION == 4 ? 2 : 1;  // parts of a row of x
 constexpr int ROWS = 2 / PARTS;                 // rows that a thread reads at a time

@@ -1,33 +1,63 @@
-// One step of beam search: the 2K best continuations of the K beams of each sentence. Logits are read once.
-// Constants: scalar = float, f16, bf16; HOOKS = false, true; BLOCK = 256
-// Launch:    grid = (parts, beam, sentences), block = (BLOCK,), shared memory: 16 * (size + 1), with HOOKS
-//            size + 4 more, at least 32 * BLOCK. One block per slice of a row; the last block of a sentence
-//            merges its lists.
+// One step of beam search: the `wanted` best continuations of the K beams of each sentence. Logits are read once.
+// Constants: scalar = float, f16, bf16; HOOKS = false, true; BLOCK = 128, 256 (`wanted` up to BLOCK / 2)
+// Launch:    grid = (slices, beam, sentences), block = (BLOCK,), shared memory: 4 * (groups of a sentence), with HOOKS at least
+//            4 + a bit for each element of a slice. One block per slice of a row; the last block of a sentence finds
+//            its best groups and reads these again (logit_groups.cuh).
 //            dependent: beam_step_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/compiler.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/index.cuh"
-#include "sampling/logit_slice.cuh"
+#include "sampling/logit_groups.cuh"
 
-static_assert(BLOCK == 256, "beam_step.cu: 2K, up to 128, is at most half of BLOCK");
-
-constexpr int MAX_BEAM = 64, TOKEN_BITS = 26;
+constexpr int TOKEN_BITS = 26, W = WIDTH<scalar>, WARPS = BLOCK / 32;
+constexpr int ROOM = 4 * BLOCK;                         // candidates of a search
+constexpr int EACH = 8;                                 // keys that a thread loads at a time
+#if __CUDA_ARCH__ >= 900
+constexpr int THREADS = HOOKS ? 640 : 1024;             // of a multiprocessor; more of them would spill registers
+#else
+constexpr int THREADS = HOOKS ? 640 : 896;
+#endif
 
 // Banned tokens, the same for all rows, and penalties for the tokens that a row lists.
-struct Hooks {
-    const bool* banned;
-    const int* tokens;
-    const float* penalties;
-    unsigned int* listed;  // shared memory: a bit for each element of the slice
-    int count, vocab, begin, end;
-    long long* flag;
+struct Penalties {
+    const bool* banned;     // or null
+    const int* tokens;      // those the row lists
+    const float* amounts;
+    int count;
 
-    __device__ void prepare() const {
-        if (count == 0) return;
+    __device__ bool is_banned(int j) const { return banned && banned[j]; }
+    // Bit e: the row lists element W * v + e.
+    __device__ unsigned int listed(int v) const {
+        unsigned int bits = 0;
+#pragma unroll 4
+        for (int i = 0; i < count; ++i) {
+            const unsigned int e = tokens[i] - v * W;
+            bits |= e < W ? 1u << e : 0;
+        }
+        return bits;
+    }
+    __device__ float less(float logit, int j) const {
+#pragma unroll 4
+        for (int i = 0; i < count; ++i)
+            if (tokens[i] == j) logit -= amounts[i];
+        return logit;
+    }
+};
+
+// For a slice of a row.
+struct Hooks {
+    static constexpr bool ANY = true;
+    Penalties row;
+    unsigned int* listed;   // shared memory: a bit for each element of the slice
+    int begin, end, vocab;
+
+    __device__ void prepare(long long* flag) const {
+        if (row.count == 0) return;
         for (int w = threadIdx.x; w <= (end - begin) / 32; w += BLOCK) listed[w] = 0;
         __syncthreads();
-        for (int i = threadIdx.x; i < count; i += BLOCK) {
-            const int token = tokens[i];
+        for (int i = threadIdx.x; i < row.count; i += BLOCK) {
+            const int token = row.tokens[i];
             if (token == -1 || out_of_range(token, vocab, flag) || token < begin || token >= end) continue;
             atomicOr(&listed[(token - begin) / 32], 1u << (token - begin) % 32);
         }
@@ -35,13 +65,13 @@ struct Hooks {
     }
     // Bits for the vector from element j on: bit e if element j + e is banned or listed, bit W + e if it is listed.
     __device__ unsigned int hidden(int j) const {
-        constexpr int W = WIDTH<scalar>;
         unsigned int bits = 0;
-        if (count) bits = listed[(j - begin) / 32] >> (j - begin) % 32 & ((1u << W) - 1);
+        if (row.count) bits = listed[(j - begin) / 32] >> (j - begin) % 32 & ((1u << W) - 1);
         bits |= bits << W;
-        if (banned) {
+        if (const bool* banned = row.banned) {
             if ((size_t)(banned + j) % W || j + W > vocab) {
-                for (int e = 0; e < W && j + e < vocab; ++e) bits |= banned[j + e] << e;
+#pragma unroll
+                for (int e = 0; e < W; ++e) bits |= banned[min(j + e, vocab - 1)] << e;  // elements past the end are -inf
             } else if constexpr (W == 8) {
                 bits |= (unsigned int)(*(const unsigned long long*)(banned + j) * 0x0102040810204080ull >> 56);
             } else {
@@ -51,11 +81,8 @@ struct Hooks {
         return bits;
     }
     __device__ float adjusted(float logit, int j) const {
-        if (banned && banned[j]) return NEG_INF;
-        if (count && listed[(j - begin) / 32] >> (j - begin) % 32 & 1)
-            for (int i = 0; i < count; ++i)
-                if (tokens[i] == j) logit -= penalties[i];
-        return logit;
+        if (row.is_banned(j)) return NEG_INF;
+        return row.count && listed[(j - begin) / 32] >> (j - begin) % 32 & 1 ? row.less(logit, j) : logit;
     }
 };
 
@@ -65,78 +92,228 @@ struct Ranked {
     __device__ bool operator>(const Ranked& other) const {
         return (score > other.score) | ((score == other.score) & (logit > other.logit));
     }
+    __device__ int beam() const { return key_index(score); }
+    __device__ int token() const { return key_index(logit) & ((1u << TOKEN_BITS) - 1); }
 };
 __device__ unsigned int leading(const Ranked& x) { return leading(x.score); }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 5) beam_step_forward(
+struct alignas(16) Row { float peak, log, score; };
+struct alignas(16) Place { int beam, first, last; };  // a group of the beam: its first vector, and the end of its slice
+
+extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_forward(
     const scalar* logits,     // (sentences * beam, >= vocab), rows `stride` apart
     const float* scores,      // (sentences, beam); -inf for a dead beam, whose logits are ignored
     const bool* banned,       // (vocab,) or null
     const int* tokens,        // (sentences * beam, listed), -1 for none
     const float* penalties,   // (sentences * beam, listed)
     long long* __restrict__ flag,          // see common/index.cuh
-    Key* lists,                            // (sentences, 2 * beam, beam, parts); 0 for no element
-    Normaliser* normalisers,               // (sentences, beam, parts)
+    Key* groups,                           // (sentences, beam, slices, BLOCK >> fold)
+    Normaliser* normalisers,               // (sentences, beam, stages of a row, BLOCK / 32)
     unsigned int* __restrict__ tickets,    // (sentences,)
-    float* __restrict__ out_scores,        // (sentences, 2 * beam)
-    int* __restrict__ out_parents,         // (sentences, 2 * beam)
-    int* __restrict__ out_tokens,          // (sentences, 2 * beam)
+    float* __restrict__ out_scores,        // (sentences, wanted)
+    int* __restrict__ out_parents,         // (sentences, wanted)
+    int* __restrict__ out_tokens,          // (sentences, wanted)
     long long stride,
     int vocab,
-    int size,                              // the most vectors of a slice
-    int listed) {
+    int listed,
+    int stages,                            // of a slice
+    int fold,                              // 2^fold adjacent threads have one group
+    int wanted) {
     grid_dependency_wait();
-    extern __shared__ uint4 vectors[];
-    const int me = threadIdx.x, part = blockIdx.x, parts = gridDim.x, beam = gridDim.y, wanted = 2 * beam;
-    const long long first_row = (long long)blockIdx.z * beam, row = first_row + blockIdx.y;
-    const unsigned int mark = blockIdx.y << TOKEN_BITS;
-    const int slices = beam * parts;
-    Key* all = lists + blockIdx.z * (long long)slices * wanted;  // the first element of each slice, then the second ones ...
-    Key* mine = all + blockIdx.y * parts + part;
-    const auto write = [&](int place, Key key) { mine[place * slices] = key; };
-    Normaliser normaliser{0.f, 1.f};
-    const float score = scores[row];
-    const Slice<scalar> slice(logits + row * stride, vocab, part, size, vectors);
-    slice.fetch_half<BLOCK>(0);  // before the score is known
-    if (score == NEG_INF) {  // all candidates are -inf: the first tokens are enough
-#pragma unroll 1
-        for (int r = me; r < wanted; r += BLOCK)
-            write(r, part == 0 && r < vocab ? make_key(NEG_INF, mark + r) : 0);
-        cp_async_wait<0>();
-    } else if constexpr (HOOKS) {
-        unsigned int* bits = (unsigned int*)(vectors + size + 1);
-        const Hooks hooks{banned, tokens + row * listed, penalties + row * listed, bits, listed, vocab,
-                          slice.begin, slice.end, flag};
-        normaliser = slice_topk<BLOCK>(slice, hooks, wanted, mark, write);
-    } else {
-        normaliser = slice_topk<BLOCK>(slice, Plain{}, wanted, mark, write);
-    }
-    if (me == BLOCK - 1) normalisers[row * parts + part] = normaliser;
-    if (!last_of(tickets + blockIdx.z, slices)) return;
-
-    // Merge: join each row's normalisers, then search all lists of the sentence.
-    struct Row { float peak, log, score; };
-    __shared__ Row rows[MAX_BEAM];
-    const int n = slices * wanted;
-    const Key first = me < n ? all[me] : 0;
-#pragma unroll 1
-    for (int b = me / 32; b < beam; b += BLOCK / 32) {
-        const float score = scores[first_row + b];
-        normaliser = warp_join(normalisers + (first_row + b) * parts, parts);
-        if (me % 32 == 0) rows[b] = {normaliser.peak, logf(normaliser.sum), score};
-    }
-    const auto ranked = [&](int i) {
-        const Key key = i == me ? first : all[i];
-        const unsigned int b = key_index(key) >> TOKEN_BITS;
-        if (key == 0) return Ranked{};
-        const float logit = key_value(key);
-        const float score = logit == NEG_INF ? NEG_INF : logit - rows[b].peak - rows[b].log + rows[b].score;
-        return Ranked{make_key(score, b), key};
+    extern __shared__ unsigned int shared_words[];
+    __shared__ Ranked list[ROOM];
+    __shared__ Ranked winners[BLOCK / 2];
+    __shared__ Place places[BLOCK / 2];
+    __shared__ Row rows[BLOCK / 4];
+    const int me = threadIdx.x, lane = me % 32;
+    const int slices = gridDim.x, beam = gridDim.y, sentence = blockIdx.z, first_row = sentence * beam;
+    const int size = stages * STAGE * BLOCK, vectors = (vocab + W - 1) / W;  // of a slice, of a row
+    const int row_parts = (vectors + STAGE * BLOCK - 1) / (STAGE * BLOCK) * WARPS;
+    const auto put = [&](int place, float score, int parent, int token) {
+        const long long at = (long long)sentence * wanted + place;
+        out_scores[at] = score;
+        out_parents[at] = parent;
+        out_tokens[at] = token;
     };
-    lists_topk<BLOCK, 2 * BLOCK>(ranked, n, wanted, (Ranked*)vectors, [&](int place, const Ranked& x) {
-        const long long at = (long long)blockIdx.z * wanted + place;
-        out_scores[at] = key_value(x.score);
-        out_parents[at] = key_index(x.score);
-        out_tokens[at] = key_index(x.logit) & ((1u << TOKEN_BITS) - 1);
-    });
+    const auto row_of = [&](int r) { return LogitRow<scalar>{logits + r * stride, vocab}; };
+    const auto penalties_of = [&](int r) {
+        return Penalties{banned, tokens + (long long)r * listed, penalties + (long long)r * listed, listed};
+    };
+
+    // The first loads start before it is known whether they are needed.
+    const int row = first_row + blockIdx.y, block = row * slices + blockIdx.x;
+    const int first = blockIdx.x * size, last = min(first + size, vectors);
+    uint4 next[STAGE];
+    load_stage<BLOCK>(next, row_of(row), first + me, row_of(row).whole());
+    bool alive = false;
+#pragma unroll 1
+    for (int b = lane; b < beam; b += 32) alive |= scores[first_row + b] != NEG_INF;
+    const float score = scores[row];
+    if (__ballot_sync(~0u, alive) == 0) {  // a sentence that has ended: the first candidates, all at -inf
+        if (block == first_row * slices)
+#pragma unroll 1
+            for (int r = me; r < wanted; r += BLOCK) put(r, NEG_INF, r / vocab, r % vocab);
+        return;
+    }
+
+    const unsigned int mark = blockIdx.y << TOKEN_BITS;
+    Key best = 0;
+    if (score == NEG_INF) {  // the logits are ignored, all candidates are -inf
+        if (first + me < last) best = make_key(NEG_INF, mark + (first + me) * W + W - 1);
+    } else {
+        const int part = row * row_parts + blockIdx.x * stages * WARPS;
+        if constexpr (HOOKS) {
+            const Hooks hooks{penalties_of(row), shared_words, first * W, min(last * W, vocab), vocab};
+            hooks.prepare(flag);
+            best = read_slice<BLOCK>(row_of(row), first, last, next, hooks, mark, normalisers, part);
+        } else {
+            best = read_slice<BLOCK>(row_of(row), first, last, next, Plain{}, mark, normalisers, part);
+        }
+    }
+#pragma unroll 1
+    for (int other = 1; other < 1 << fold; other *= 2) best = max(best, __shfl_xor_sync(~0u, best, other));
+    const int of_slice = BLOCK >> fold;
+    if ((me & ((1 << fold) - 1)) == 0) groups[(long long)block * of_slice + (me >> fold)] = best;
+    grid_launch_dependents();
+    if (!last_of(tickets + sentence, beam * slices)) return;
+
+    // The best groups of the sentence.
+    const int n = opaque(beam) * slices * of_slice;
+    const Key* keys = groups + (long long)opaque(first_row) * slices * of_slice;
+    Key held[EACH];
+    const auto hold = [&](int i) {  // keys i, i + BLOCK ...
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) held[e] = i + e * BLOCK < n ? keys[i + e * BLOCK] : 0;
+    };
+    hold(me);
+#pragma unroll 1
+    for (int b = me / 32; b < beam; b += WARPS) {
+        const float score = scores[first_row + b];
+        const Normaliser all = warp_join(normalisers + (first_row + b) * row_parts, row_parts);
+        if (lane == 0) rows[b] = {all.peak, logf(all.sum), score};  // those of dead beams are not used
+    }
+#pragma unroll 1
+    for (int r = me; r < wanted; r += BLOCK) winners[r] = {};
+    __shared__ int count;
+    if (me == 0) count = 0;
+    __syncthreads();
+    const auto total = [&](float logit, int b) {
+        const Row row = rows[b];
+        return logit == NEG_INF ? NEG_INF : logit - row.peak - row.log + row.score;
+    };
+    const auto of_group = [&](Key key) {
+        if (key == 0) return Ranked{};
+        const int b = key_index(key) >> TOKEN_BITS;
+        return Ranked{make_key(total(key_value(key), b), b), key};
+    };
+    unsigned int most = 0;
+#pragma unroll 1
+    for (int i = me;;) {
+        float totals[EACH];
+#pragma unroll
+        for (int e = 0; e < EACH; ++e)  // without branches, so also where there is no key
+            totals[e] = opaque(total(key_value(held[e]), key_index(held[e]) >> TOKEN_BITS & (BLOCK / 4 - 1)));
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            const unsigned int score = held[e] ? ordered(totals[e]) : 0;
+            if (i + e * BLOCK < n) shared_words[i + e * BLOCK] = score;
+            most = max(most, score);
+        }
+        i += EACH * BLOCK;
+        if (i - me >= n) break;
+        hold(i);
+    }
+    const Candidates<Ranked, ROOM> found{list, &count};
+    const auto group_at = [&](int i) { return of_group(keys[i]); };
+    const unsigned int least = max(retrieve<BLOCK>(most, wanted), 1);
+    if (most >= least)
+#pragma unroll 1
+        for (int i = me; i < n; i += BLOCK)
+            if (shared_words[i] >= least) found.add(group_at(i));
+    __syncthreads();
+    const auto keep = [&](int place, const Ranked& x) { winners[place] = x; };
+    if (found.complete()) found.re_rank<BLOCK>(wanted, keep);
+    else select_one_by_one<BLOCK>(group_at, n, wanted, list, keep);
+    __syncthreads();
+
+    // Their elements that reach the last of these groups.
+    const Ranked bound = winners[wanted - 1];
+    const float limit = key_value(bound.score);  // NaN, which nothing is below, if there are fewer groups
+    if (me < wanted) {
+        const Ranked winner = winners[me];
+        const int vector = winner.token() / W, begin = vector / size * size, group = (vector - begin) % BLOCK >> fold << fold;
+        places[me] = {winner.beam(), begin + group, winner.score ? min(begin + size, vectors) : 0};
+    }
+    if (me == 0) count = 0;
+    __syncthreads();
+    const int per_group = stages * STAGE << fold, bits = __ffs(per_group) - 1;
+    const auto vector_of = [&](const Place& place, int i) {  // vector i of a group
+        return place.first + (i & ((1 << fold) - 1)) + (i >> fold) * BLOCK;
+    };
+    const auto adjusted = [&](float logit, int b, int j, bool listed) {
+        if (rows[b].score == NEG_INF) return NEG_INF;
+        if constexpr (HOOKS) {
+            const Penalties own = penalties_of(first_row + b);
+            if (own.is_banned(j)) return NEG_INF;
+            if (listed) return own.less(logit, j);
+        }
+        return logit;
+    };
+    const auto ranked = [&](float logit, int b, int token) {
+        return Ranked{make_key(total(logit, b), b), make_key(logit, ((unsigned int)b << TOKEN_BITS) + token)};
+    };
+    constexpr int AT_ONCE = 32 / W > 4 ? 4 : 32 / W;  // vectors that a thread loads at a time
+#pragma unroll 1
+    for (int start = me; start < wanted << bits; start += AT_ONCE * BLOCK) {
+        uint4 x[AT_ONCE];
+        unsigned int reach = 0, with_penalty = 0;  // bit W * i + e: element e of vector i
+        const auto find = [&](int i, int* b) {     // returns vector i, or -1; *b becomes its beam
+            const int item = start + i * BLOCK;
+            const Place place = item < wanted << bits ? places[item >> bits] : Place{};
+            const int v = vector_of(place, item & (per_group - 1));
+            *b = place.beam;
+            return v < place.last ? v : -1;
+        };
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            int b;
+            const int v = find(i, &b);
+            x[i] = v < 0 ? nothing(scalar{}) : row_of(first_row + b)[v];
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            int b;
+            const int v = find(i, &b);
+            if (v < 0) continue;
+            const bool dead = rows[b].score == NEG_INF;
+#pragma unroll
+            for (int e = 0; e < W; ++e)
+                reach |= (total(dead ? NEG_INF : element(x[i], e, scalar{}), b) < limit ? 0u : 1u) << (W * i + e);
+            if constexpr (HOOKS)
+                if (listed) with_penalty |= penalties_of(first_row + b).listed(v) << W * i;
+        }
+#pragma unroll 1
+        for (reach |= with_penalty; reach; reach &= reach - 1) {
+            const int bit = __ffs(reach) - 1;
+            int b;
+            const int j = find(bit / W, &b) * W + bit % W;
+            if (j >= vocab) continue;
+            const float logit = adjusted((float)row_of(first_row + b).x[j], b, j, with_penalty >> bit & 1);
+            const Ranked candidate = ranked(logit, b, j);
+            if (!(bound > candidate)) found.add(candidate);
+        }
+    }
+    __syncthreads();
+    const auto put_ranked = [&](int place, const Ranked& x) { put(place, key_value(x.score), x.beam(), x.token()); };
+    if (found.complete()) {
+        found.re_rank<BLOCK>(wanted, put_ranked);
+    } else {
+        const auto element_at = [&](int i) {
+            const Place place = places[i / W >> bits];
+            const int v = vector_of(place, i / W & (per_group - 1)), j = v * W + i % W, b = place.beam;
+            if (v >= place.last || j >= vocab) return Ranked{};
+            return ranked(adjusted((float)row_of(first_row + b).x[j], b, j, HOOKS), b, j);
+        };
+        select_one_by_one<BLOCK>(element_at, (wanted << bits) * W, wanted, list, put_ranked);
+    }
 }

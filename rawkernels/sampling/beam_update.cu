@@ -1,11 +1,14 @@
 // The update after beam_step: finished texts go to a pool of the K best, K beams continue, and a sentence may be done.
-// Launch:    beam_update: grid = (sentences,), block = (BLOCK,), shared memory: 48 * beam bytes. One block per sentence.
+// Launch:    beam_update: grid = (sentences,), block = (BLOCK,), shared memory: 16 * (beam + count) bytes. One block per sentence.
+//            beam_start: the same, without shared memory.
 //            beam_texts: grid = (ceil(sentences * nbest / BLOCK),). One thread per text.
 //            dependent: beam_update, beam_texts
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
 
-constexpr int BLOCK = 128, MAX_BEAM = 64;
+constexpr int BLOCK = 128, MAX_BEAM = 64, MAX_COUNT = 128;
+
+enum Stopping { FAIRSEQ, ENOUGH, BEST, PRESENT, GREATEST };  // see gpuattn/ops/sampling/beam_update.py
 
 // A candidate for the pool: a text of `steps` tokens that ends in beam `beam`.
 struct Text { float normalised, score; int beam, steps; };
@@ -52,9 +55,10 @@ __device__ void reorder(short* slots, const int* parents, int beam, int room, in
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) beam_update(
-    const float* candidate_scores,  // (sentences, 2 * beam), sorted
+    const float* candidate_scores,  // (sentences, count), sorted; count >= 2 * beam
     const int* candidate_parents,
     const int* candidate_tokens,
+    const int* eos,                 // (marks,): the tokens that end a text
     float* scores,                  // (sentences, beam): of the beams; -inf where done
     int* tokens,                    // (sentences, beam): the last token of each beam
     int* positions,                 // (sentences, beam), of these tokens
@@ -63,6 +67,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_update(
     const int* limits,              // (sentences,): maximal number of tokens of a text
     bool* done,                     // (sentences,)
     int* live,                      // (1,): number of sentences that are not done
+    int* texts_ended,               // (sentences,): texts with an end mark so far
+    bool* best_ended,               // (sentences,): whether one was ever the best candidate
     float* pool_normalised,         // (sentences, beam)
     float* pool_scores,
     int* pool_beams,
@@ -72,44 +78,62 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_update(
     const float* divisors,          // (room + 2,): divisor of a score by the length of its text
     int beam,
     int room,
-    int eos,
-    int nbest) {
+    int count,
+    int marks,
+    int nbest,
+    int stopping,                   // a Stopping
+    int enough,                     // ended texts
+    int end_counts) {               // 1 if the end mark counts in a text's length, else 0
     grid_dependency_wait();
-    extern __shared__ Text texts[];  // 3 * beam
-    __shared__ int continuing[MAX_BEAM], parents[MAX_BEAM];
+    extern __shared__ Text texts[];  // beam + count
+    __shared__ bool ends[MAX_COUNT];
+    __shared__ int continuing[MAX_BEAM];
+    __shared__ int parents[MAX_BEAM];
     const int me = threadIdx.x, first = blockIdx.x * beam, step = steps[blockIdx.x], limit = limits[blockIdx.x];
     if (done[blockIdx.x]) return;
     const Pool pool{pool_normalised + first, pool_scores + first, pool_beams + first, pool_steps + first};
-    candidate_scores += 2 * first, candidate_parents += 2 * first, candidate_tokens += 2 * first;
-    const bool last = step + 1 == limit;
+    candidate_scores += blockIdx.x * count, candidate_parents += blockIdx.x * count;
+    candidate_tokens += blockIdx.x * count;
+    const bool last = step + 1 == limit, was_best = best_ended[blockIdx.x];
+    for (int i = me; i < count; i += BLOCK) {
+        bool is_end = false;
+        for (int e = 0; e < marks; ++e) is_end |= candidate_tokens[i] == eos[e];
+        ends[i] = is_end;
+    }
+    int ended = texts_ended[blockIdx.x];
+    __syncthreads();
 
-    for (int i = me; i < 2 * beam; i += BLOCK) {
-        const bool ends = candidate_tokens[i] == eos;
-        const float score = ends && i < beam ? candidate_scores[i] : NEG_INF;
-        texts[beam + i] = {score / divisors[step + 1], score, candidate_parents[i], step};
+    for (int i = 0; i < beam; ++i) ended += ends[i] && candidate_scores[i] != NEG_INF;
+    for (int i = me; i < count; i += BLOCK) {
+        const float score = ends[i] && i < beam ? candidate_scores[i] : NEG_INF;
+        texts[beam + i] = {score / divisors[step + end_counts], score, candidate_parents[i], step};
         int rank = 0;  // texts that continue come first
-        for (int j = 0; j < 2 * beam; ++j) {
-            const bool other = candidate_tokens[j] == eos;
-            rank += other < ends || (other == ends && j < i);
-        }
+        for (int j = 0; j < count; ++j) rank += ends[j] < ends[i] || (ends[j] == ends[i] && j < i);
         if (rank < beam) continuing[rank] = i;
     }
-    pool.keep_best(texts, beam, 2 * beam);
+    pool.keep_best(texts, beam, count);
 
     const float best = candidate_scores[continuing[0]], worst_kept = pool.normalised[nbest - 1];
     const float last_kept = pool.normalised[beam - 1];
-    const bool full = last_kept != NEG_INF;
-    // scores only decrease: compare the best one, divided as for the shortest and for the longest possible text
-    const bool out_of_reach =
-        best / divisors[min(step + 2, limit)] <= worst_kept && best / divisors[limit] <= worst_kept;
-    const bool ending = full || out_of_reach;
+    bool over = ended >= enough;
+    if (stopping == FAIRSEQ) {
+        // scores only decrease: compare the best one, divided as for the shortest and for the longest possible text
+        const float shortest = divisors[min(step + 1 + end_counts, limit)], longest = divisors[limit];
+        over |= best / shortest <= worst_kept && best / longest <= worst_kept;
+    } else if (stopping == BEST) {
+        over &= was_best || ends[0];
+    } else if (stopping != ENOUGH) {
+        over &= best / divisors[stopping == GREATEST ? limit : step + 1] <= last_kept;
+    }
+    const bool ending = over || best == NEG_INF;
     for (int i = me; i < beam; i += BLOCK) {
         const int chosen = continuing[i], token = candidate_tokens[chosen];
         const float score = candidate_scores[chosen];
+        const bool competes = stopping == FAIRSEQ ? !over : chosen < beam;
         parents[i] = candidate_parents[chosen];
         history[((long long)blockIdx.x * room + step) * beam + i] = make_int2(token, parents[i]);
         scores[first + i] = ending || last ? NEG_INF : score;
-        texts[beam + i] = {ending ? NEG_INF : score / divisors[limit], ending ? NEG_INF : score, i, limit};
+        texts[beam + i] = {competes ? score / divisors[limit] : NEG_INF, competes ? score : NEG_INF, i, limit};
         if (!ending && !last) {
             tokens[first + i] = token;
             positions[first + i] = step + 1;
@@ -118,20 +142,66 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_update(
     }
     __syncthreads();
     if (last) pool.keep_best(texts, beam, beam);
+    if (me == 0) texts_ended[blockIdx.x] = ended, best_ended[blockIdx.x] = was_best || ends[0];
     if (ending || last) {
-        if (me == 0) done[blockIdx.x] = true, atomicSub(live, 1);
+        if (me == 0) done[blockIdx.x] = true, atomicAdd(live, -1);
     } else {
         if (me == 0) steps[blockIdx.x] = step + 1;
         reorder(slots + (long long)first * room, parents, beam, room, step + 1);
     }
 }
 
-// Writes the best texts of each sentence, from the history, last token first. One thread per text.
+// Begins the searches of the sentences whose new limit is 0 or more; others go on. One block per sentence.
+extern "C" __global__ void __launch_bounds__(BLOCK) beam_start(
+    const int* new_limits,    // (sentences,): maximal number of tokens; 0 is done at once, -1 goes on
+    const int* first_tokens,  // (sentences,), or null: `bos`
+    float* scores,            // the state, as in beam_update
+    int* tokens,
+    int* positions,
+    int* key_counts,
+    int* steps,
+    int* limits,
+    bool* done,
+    int* live,
+    int* texts_ended,
+    bool* best_ended,
+    float* pool_normalised,
+    float* pool_scores,
+    int* pool_beams,
+    int* pool_steps,
+    short* slots,
+    int bos,
+    int beam,
+    int room) {
+    const int me = threadIdx.x, sentence = blockIdx.x, first = sentence * beam, limit = new_limits[sentence];
+    if (limit < 0) return;
+    const int token = first_tokens ? first_tokens[sentence] : bos;
+    for (int i = me; i < beam; i += BLOCK) {
+        scores[first + i] = i == 0 && limit > 0 ? 0.f : NEG_INF;  // all beams begin alike: one of them is enough
+        tokens[first + i] = token;
+        positions[first + i] = 0, key_counts[first + i] = 1;
+        pool_normalised[first + i] = pool_scores[first + i] = NEG_INF;
+        pool_beams[first + i] = pool_steps[first + i] = 0;
+    }
+    for (int i = me; i < beam * room; i += BLOCK) slots[(long long)first * room + i] = i / room;
+    if (me == 0) {
+        if (done[sentence] != (limit == 0)) atomicAdd(live, limit == 0 ? -1 : 1);
+        done[sentence] = limit == 0, best_ended[sentence] = false;
+        limits[sentence] = limit, steps[sentence] = texts_ended[sentence] = 0;
+    }
+}
+
+// Writes the best texts of each sentence, from the history, last token first, and their figures. One thread per text.
 extern "C" __global__ void __launch_bounds__(BLOCK) beam_texts(
-    const int* pool_beams,    // (sentences, beam)
+    const float* pool_normalised,  // (sentences, beam)
+    const float* pool_scores,
+    const int* pool_beams,
     const int* pool_steps,
-    const int2* history,      // (sentences, room, beam)
-    int* texts,               // (sentences, nbest, room): the first pool_steps tokens of each are written
+    const int2* history,           // (sentences, room, beam)
+    int* texts,                    // (sentences, nbest, room): the first `lengths` tokens of each are written
+    int* lengths,                  // (sentences, nbest)
+    float* scores,                 // (sentences, nbest)
+    float* normalised,             // (sentences, nbest)
     int sentences,
     int beam,
     int room,
@@ -140,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_texts(
     const int text = blockIdx.x * BLOCK + threadIdx.x;
     if (text >= sentences * nbest) return;
     const int sentence = text / nbest, place = sentence * beam + text % nbest;
+    lengths[text] = pool_steps[place], scores[text] = pool_scores[place], normalised[text] = pool_normalised[place];
     int from = pool_beams[place];
     for (int step = pool_steps[place] - 1; step >= 0; --step) {
         const int2 link = history[((long long)sentence * room + step) * beam + from];

@@ -2,66 +2,8 @@
 // A slice of a row of logits, read once, 16 bytes at a time: its part of the log-softmax's normaliser and its k largest.
 // Log-softmax preserves the order within a row, so elements are selected by logit.
 #include "common/cp_async.cuh"
-#include "common/global_memory.cuh"
-#include "common/math.cuh"
-#include "common/pair.cuh"
+#include "sampling/logits.cuh"
 #include "sampling/topk.cuh"
-
-constexpr float LOWEST = -3.4028235e38f;
-
-__device__ inline float exp_fast(float x) { return exp2_fast(x * LOG2E); }
-
-// log-probability = x - peak - log(sum), with the normalisers of all slices of the row joined.
-struct Normaliser { float peak, sum; };
-
-// Joins the lanes' parts; every lane gets the result.
-__device__ inline Normaliser warp_join(Normaliser mine) {
-    const float peak = warp_reduce(mine.peak, Max{});
-    return {peak, warp_reduce(mine.sum * exp_fast(mine.peak - peak), Sum{})};
-}
-// Joins the parts in a list.
-__device__ inline Normaliser warp_join(const Normaliser* part, int parts) {
-    Normaliser mine{LOWEST, 0.f};
-#pragma unroll 1
-    for (int p = threadIdx.x % 32; p < parts; p += 32) {
-        const Normaliser other = part[p];
-        const float peak = fmaxf(mine.peak, other.peak);
-        mine = {peak, mine.sum * exp_fast(mine.peak - peak) + other.sum * exp_fast(other.peak - peak)};
-    }
-    return warp_join(mine);
-}
-
-// ---- 16 bytes of logits
-template <typename T> constexpr int WIDTH = 16 / sizeof(T);
-
-__device__ inline unsigned int word(uint4 v, int n) { return n == 0 ? v.x : n == 1 ? v.y : n == 2 ? v.z : v.w; }
-__device__ inline float element(uint4 v, int e, float) { return __uint_as_float(word(v, e)); }
-__device__ inline float element(uint4 v, int e, bf16) {
-    return __uint_as_float(e % 2 ? word(v, e / 2) & 0xffff0000u : word(v, e / 2) << 16);
-}
-__device__ inline float element(uint4 v, int e, f16) {
-    f16 x;
-    x.bits = (unsigned short)(word(v, e / 2) >> e % 2 * 16);
-    return (float)x;
-}
-template <typename T>
-__device__ float greatest_of(uint4 v) {
-    if constexpr (WIDTH<T> == 8) {
-        v.x = max_nan_pair(T{}, max_nan_pair(T{}, v.x, v.y), max_nan_pair(T{}, v.z, v.w));
-        return max_nan(element(v, 0, T{}), element(v, 1, T{}));
-    } else {
-        return max_nan(max_nan(element(v, 0, T{}), element(v, 1, T{})),
-                       max_nan(element(v, 2, T{}), element(v, 3, T{})));
-    }
-}
-template <typename T>
-__device__ float greatest_but(uint4 v, unsigned int hidden) {  // bit e: ignore element e
-    float greatest = NEG_INF;
-#pragma unroll
-    for (int e = 0; e < WIDTH<T>; ++e)
-        if (!(hidden >> e & 1)) greatest = max_nan(greatest, element(v, e, T{}));
-    return greatest;
-}
 
 // ---- slices
 // Elements begin .. end - 1 of a row, copied to shared memory. Vector v holds the WIDTH elements from begin + WIDTH * v on,
@@ -119,19 +61,10 @@ struct Slice {
     __device__ float operator[](int j) const { return (float)copy[j - begin + shift]; }
 };
 
-// Hooks that ban and penalise nothing.
-struct Plain {
-    __device__ void prepare() const {}
-    __device__ unsigned int hidden(int) const { return 0; }
-    __device__ float adjusted(float logit, int) const { return logit; }
-};
-
-// Returns the slice's normaliser in the last warp, and calls write(place, key) for its k largest, with keys of
-// (adjusted logit, mark + index), each in some thread; the key is 0 where there are fewer. The caller has started the copy
-// of the first half.
-template <int BLOCK, typename T, typename Hooks, typename Write>
-__device__ Normaliser slice_topk(
-    const Slice<T>& slice, const Hooks& hooks, int k, unsigned int mark, const Write& write) {
+// Returns the slice's normaliser in the last warp, and calls write(place, key) for its k largest, with keys of (logit, index),
+// each in some thread; the key is 0 where there are fewer. The caller has started the copy of the first half.
+template <int BLOCK, typename T, typename Write>
+__device__ Normaliser slice_topk(const Slice<T>& slice, int k, const Write& write) {
     constexpr int W = WIDTH<T>, ROOM = 2 * BLOCK;
     __shared__ Normaliser of_warp[BLOCK / 32];
     __shared__ Key list[ROOM];
@@ -139,27 +72,24 @@ __device__ Normaliser slice_topk(
     const Candidates<Key, ROOM> found{list, &count};
     const int me = threadIdx.x, half = slice.template half<BLOCK>();
     slice.template fetch_half<BLOCK>(1);
-    hooks.prepare();
     if (me == 0) count = 0;
     if (slice.shift) {  // a vector lies in two pieces, which different threads copied
         cp_async_wait<0>();
         __syncthreads();
     }
 
-    // While the copies arrive: the normaliser, and the vector with the greatest allowed logit.
+    // While the copies arrive: the normaliser, and the vector with the greatest logit.
     Normaliser mine{LOWEST, 0.f};            // relative to a value within 8 of its peak
     float most = NEG_INF, second = NEG_INF;  // maximum of the best vector, and of the others
     float peak = LOWEST;                     // maximum of all logits
     int best = me;
-    unsigned int changed = 0;                // bit i: vector me + i * BLOCK has penalised logits
 #pragma unroll 1
     for (int stage = 0; stage < 2; ++stage) {
         if (stage == 0) cp_async_wait<1>(); else cp_async_wait<0>();
 #pragma unroll 1
         for (int v = stage * half + me; v < (stage ? slice.vectors : min(half, slice.vectors)); v += BLOCK) {
             const uint4 x = slice(v);
-            const unsigned int hidden = hooks.hidden(slice.begin + v * W);
-            float greatest = greatest_of<T>(x);
+            const float greatest = greatest_of<T>(x);
             if (greatest > mine.peak + 8.f) {
                 mine.sum *= exp_fast(mine.peak - greatest);
                 mine.peak = greatest;
@@ -168,10 +98,6 @@ __device__ Normaliser slice_topk(
             for (int e = 0; e < W; e += 2)
                 mine.sum += exp_fast(element(x, e, T{}) - mine.peak) + exp_fast(element(x, e + 1, T{}) - mine.peak);
             peak = fmaxf(peak, greatest);
-            if (hidden) {
-                greatest = greatest_but<T>(x, hidden);
-                changed |= (hidden >> W ? 1u : 0u) << v / BLOCK;
-            }
             const bool better = !(greatest <= most);
             second = max_nan(second, better ? most : greatest);
             if (better) {
@@ -185,12 +111,12 @@ __device__ Normaliser slice_topk(
 
     const unsigned int bound = retrieve<BLOCK>(ordered(most), k);
     const float limit = from_ordered(bound);
-    const auto key = [&](int j) { return make_key(hooks.adjusted(slice[j], j), mark + j); };
+    const auto key = [&](int j) { return make_key(slice[j], j); };
     Key least = (Key)bound << 32;
     unsigned int first = 0;  // the greatest index part of keys that equal the bound
 #pragma unroll 1
     for (bool again = false;; again = true) {
-        unsigned int visit = changed | (most < limit ? 0u : 1u) << best / BLOCK;  // a bit for each vector, like `changed`
+        unsigned int visit = (most < limit ? 0u : 1u) << best / BLOCK;  // bit i: vector me + i * BLOCK
         if (!(second < limit))
 #pragma unroll 2
             for (int v = me; v < slice.vectors; v += BLOCK)
@@ -199,7 +125,7 @@ __device__ Normaliser slice_topk(
         for (; visit; visit &= visit - 1) {
             const int v = me + (__ffs(visit) - 1) * BLOCK;
             const uint4 x = slice(v);
-            unsigned int reach = hooks.hidden(slice.begin + v * W) >> W;
+            unsigned int reach = 0;
 #pragma unroll
             for (int e = 0; e < W; ++e) reach |= (element(x, e, T{}) < limit ? 0u : 1u) << e;
 #pragma unroll 1
@@ -228,9 +154,6 @@ __device__ Normaliser slice_topk(
     return me < BLOCK - 32 ? Normaliser{} : warp_join(of_warp, BLOCK / 32);
 }
 
-// The upper 32 bits of a list's element, 0 for no element.
-__device__ inline unsigned int leading(Key key) { return (unsigned int)(key >> 32); }
-
 constexpr int DIRECT = 64;  // up to this many elements are ranked without a filter
 
 // Calls write(place, element) for the k largest of at(0) .. at(n - 1). Among them are at least k elements other than T{}, all
@@ -258,16 +181,4 @@ __device__ void lists_topk(const At& at, int n, int k, T* list, const Write& wri
         found.template re_rank<BLOCK>(k, write);
     else
         select_one_by_one<BLOCK>(at, n, k, list, write);
-}
-
-// Returns in all threads whether this is the last of `blocks` blocks to call; the last one sees what the others wrote before.
-// The ticket is 0 before the first call and again after the last.
-__device__ inline bool last_of(unsigned int* ticket, unsigned int blocks) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = increment_acq_rel(ticket, blocks - 1) == blocks - 1;
-    }
-    __syncthreads();
-    return last;
 }

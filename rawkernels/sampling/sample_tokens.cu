@@ -6,73 +6,22 @@
 //            dependent: sample_tokens_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
-#include "common/philox.cuh"
-#include "sampling/logit_slice.cuh"
+#include "sampling/sampling.cuh"
 
 static_assert(BLOCK % 32 == 0 && BLOCK <= 1024, "sample_tokens.cu: BLOCK is a number of warps");
-
-// Weights are integers, exp((x - peak) / T) * 2^40: their sums are exact and independent of the order.
-using Mass = unsigned long long;
-constexpr float ONE = 1099511627776.f;
 constexpr int WARPS = BLOCK / 32, BINS = 4096, W = WIDTH<scalar>;
 
 struct Row {
-    const scalar* x;
+    LogitRow<scalar> logits;
     const bool* banned;
-    int size, vectors;
-    float peak, inverse_temperature;
+    Weights weight;
 
-    __device__ Mass weight(float logit) const {
-        // converted by 32 bits: from 2^-8 on the last bit of a float is at least 2^-31, so nothing is lost
-        const float x = expf((logit - peak) * inverse_temperature);
-        const bool small = x < 0.00390625f;
-        return (Mass)__float2uint_rn(x * (small ? ONE : ONE / 512.f)) << (small ? 0 : 9);
-    }
     // Vector v, with -inf past the end and where banned.
     __device__ uint4 operator[](int v) const {
-        union { uint4 vector; scalar elements[W]; } out;
         const int j = v * W;
-        const bool whole = j + W <= size;
-        if (whole && (size_t)(x + j) % 16 == 0) {
-            out.vector = *(const uint4*)(x + j);
-            if (!banned) return out.vector;
-        } else {
-#pragma unroll
-            for (int e = 0; e < W; ++e) out.elements[e] = j + e < size ? x[j + e] : (scalar)NEG_INF;
-        }
-        if (banned)
-#pragma unroll
-            for (int e = 0; e < W; ++e)
-                if (j + e < size && banned[j + e]) out.elements[e] = (scalar)NEG_INF;
-        return out.vector;
+        return banned || j + W > logits.vocab ? allowed<scalar>(logits[v], j, logits.vocab, banned) : logits[v];
     }
 };
-
-// A filter: keep the keys (see `ordered`) above `key`, and of those equal to it the first `ties`.
-struct Cut { unsigned int key; int ties; };
-
-// Returns the sum of `mine` over the threads before this one; *all becomes the sum over all threads.
-__device__ Mass sum_before(Mass mine, Mass* all) {
-    __shared__ Mass of_warp[WARPS];
-    const int lane = threadIdx.x % 32;
-    Mass sum = mine;
-#pragma unroll 1
-    for (int step = 1; step < 32; step *= 2) {
-        const Mass other = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += other;
-    }
-    __syncthreads();  // `of_warp` may still be read by the previous call
-    if (lane == 31) of_warp[threadIdx.x / 32] = sum;
-    __syncthreads();
-    Mass before = 0;
-    *all = 0;
-#pragma unroll 4
-    for (int warp = 0; warp < WARPS; ++warp) {
-        if (warp == threadIdx.x / 32) before = *all;
-        *all += of_warp[warp];
-    }
-    return before + sum - mine;
-}
 
 // Radix selection: the tightest filter within `cut` whose elements, greatest first, reach a target. The target is `count`
 // elements or, if count is 0, share / 2^32 of the mass that `cut` keeps.
@@ -81,8 +30,7 @@ __device__ __noinline__ Cut cut_off(const Row& row, Cut cut, int count, unsigned
     unsigned int *low = bins, *high = bins + BINS;
     __shared__ unsigned int found;
     __shared__ Mass left;
-    // masses in units of 2^-31: atomics on shared memory add 32 bits
-    const auto amount = [&](float logit) { return count ? 1u : (unsigned int)(row.weight(logit) >> 9); };
+    const auto amount = [&](float logit) { return count ? 1u : (unsigned int)(row.weight(logit) >> COARSE); };
     const auto add = [&](unsigned int digit, unsigned int x) {
         if (atomicAdd(&low[digit], x) + x < x) atomicAdd(&high[digit], 1u);
     };
@@ -96,13 +44,13 @@ __device__ __noinline__ Cut cut_off(const Row& row, Cut cut, int count, unsigned
         for (int b = threadIdx.x; b < 2 * BINS; b += BLOCK) bins[b] = 0;
         __syncthreads();
 #pragma unroll 1
-        for (int v = threadIdx.x; v < row.vectors; v += BLOCK) {
+        for (int v = threadIdx.x; v < row.logits.vectors(); v += BLOCK) {
             const uint4 x = row[v];
 #pragma unroll
             for (int e = 0; e < W; ++e) {
                 const float logit = element(x, e, scalar{});
                 const unsigned int key = ordered(logit);
-                if (key > cut.key && (key & known) == prefix && v * W + e < row.size)
+                if (key > cut.key && (key & known) == prefix && v * W + e < row.logits.vocab)
                     add(key >> shift & mask, amount(logit));
             }
         }
@@ -117,7 +65,7 @@ __device__ __noinline__ Cut cut_off(const Row& row, Cut cut, int count, unsigned
         Mass mine = 0, all;
 #pragma unroll 1
         for (int b = 0; b < EACH; ++b) mine += bin(top - b);
-        Mass before = sum_before(mine, &all);
+        Mass before = sum_before<WARPS>(mine, &all);
         if (goal == 0) goal = max(__umul64hi(all, (Mass)share << 32), 1ull);
 #pragma unroll 1
         for (int b = 0; b < EACH && before < goal; ++b) {
@@ -133,8 +81,7 @@ __device__ __noinline__ Cut cut_off(const Row& row, Cut cut, int count, unsigned
         goal = left;
     }
     const unsigned int key = W == 8 && !(prefix >> 31) ? prefix | 0xffu : prefix;
-    const Mass each = max(amount(from_ordered(key)), 1u);
-    return {key, (int)min((goal + each - 1) / each, 0x7fffffffull)};
+    return cut_at(key, goal, max(amount(from_ordered(key)), 1u));
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_forward(
@@ -157,12 +104,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
     unsigned int step) {
     grid_dependency_wait();
     const int me = threadIdx.x, warp = me / 32, lane = me % 32;
-    Row row{logits + blockIdx.x * stride, banned, vocab, (vocab + W - 1) / W, NEG_INF, inverse_temperature};
+    Row row{{logits + blockIdx.x * stride, vocab}, banned, {NEG_INF, inverse_temperature}};
+    const int vectors = row.logits.vectors();
 
     __shared__ Normaliser of_warp[WARPS];
     Normaliser whole{LOWEST, 0.f};
 #pragma unroll 2
-    for (int v = me; v < row.vectors; v += BLOCK) {
+    for (int v = me; v < vectors; v += BLOCK) {
         const uint4 x = row[v];
         const float peak = fmaxf(whole.peak, greatest_of<scalar>(x));
         float part = 0.f;
@@ -175,10 +123,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
     if (lane == 0) of_warp[warp] = whole;
     __syncthreads();
     whole = warp_join(of_warp, WARPS);
-    row.peak = whole.peak;
+    row.weight.peak = whole.peak;
     if (!(whole.sum > 0.f)) {  // NaN, +inf or all -inf: take the first maximum
         __shared__ Key room[BLOCK];
-        const auto at = [&](int j) { return make_key(banned && banned[j] ? NEG_INF : (float)row.x[j], j); };
+        const auto at = [&](int j) { return make_key(banned && banned[j] ? NEG_INF : (float)row.logits.x[j], j); };
         select_one_by_one<BLOCK>(at, vocab, 1, room, [&](int, Key key) {
             tokens[blockIdx.x] = key_index(key);
             logprobs[blockIdx.x] = whole.sum == 0.f ? NEG_INF : whole.sum;
@@ -192,44 +140,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
         cut = cut_off(row, {bound ? bound - 1 : 0, 0}, top_k, 0);
     }
     if (top_p) cut = cut_off(row, cut, 0, top_p);
-    const Mass tie = cut.key ? row.weight(from_ordered(cut.key)) : 0, each = tie >= min_p ? tie : 0;
-    const auto kept = [&](float logit) -> Mass {
-        if (ordered(logit) <= cut.key) return 0;
-        const Mass weight = row.weight(logit);
-        return weight >= min_p ? weight : 0;
-    };
 
     // Sample: find the warp whose stretch of the row holds the target, then narrow it down to one token.
+    const Kept kept(row.weight, cut, min_p);
     __shared__ Mass masses[WARPS];
     __shared__ int ties[WARPS];
-    const unsigned int number = numbers ? numbers[blockIdx.x] : blockIdx.x;
-    PhiloxKey key = philox_key(seed_low, seed_high, stream, step, device_step);
-    if (keys) key = {keys[blockIdx.x].x, keys[blockIdx.x].y, keys[blockIdx.x].z, keys[blockIdx.x].w};
-    const uint4 words = philox(key, number, 0);
-    int begin = 0, end = row.vectors, ties_before = 0;
-    Mass target = 0;
-    // Returns the lane whose part holds the target; each lane passes the mass and the number of ties of its part.
-    const auto choose = [&](Mass mass, int equal, bool first) {
-        int before = equal;
-#pragma unroll 1
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(~0u, before, step);
-            if (lane >= step) before += other;
-        }
-        before += ties_before - equal;
-        const Mass mine = mass + each * (min(before + equal, cut.ties) - min(before, cut.ties));
-        Mass reached = mine;
-#pragma unroll 1
-        for (int step = 1; step < 32; step *= 2) {
-            const Mass other = __shfl_up_sync(~0u, reached, step);
-            if (lane >= step) reached += other;
-        }
-        if (first) target = __umul64hi(__shfl_sync(~0u, reached, 31), (Mass)words.x << 32);
-        const int chosen = __ffs(__ballot_sync(~0u, reached > target)) - 1;
-        target -= __shfl_sync(~0u, reached - mine, chosen);
-        ties_before = __shfl_sync(~0u, before, chosen);
-        return chosen;
-    };
+    const unsigned int word =
+        row_word(blockIdx.x, numbers, keys, seed_low, seed_high, stream, step, device_step);
+    Search search{0, 0};
+    int begin = 0, end = vectors;
 #pragma unroll 1
     for (bool first = true; first || end - begin > 1; first = false) {
         const int stretch = (end - begin + WARPS - 1) / WARPS;
@@ -243,29 +162,27 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) sample_tokens_
             for (int e = 0; e < W; ++e) {
                 const float logit = element(x, e, scalar{});
                 mass += kept(logit);
-                equal += ordered(logit) == cut.key && v * W + e < vocab;
+                equal += kept.ties(logit);
             }
         }
-#pragma unroll 1
-        for (int other = 16; other > 0; other /= 2) {
-            mass += __shfl_xor_sync(~0u, mass, other);
-            equal += __shfl_xor_sync(~0u, equal, other);
-        }
+        mass = sums_up_to(mass);
+        equal = sums_up_to(equal);
         __syncthreads();  // `masses` may still be read
-        if (lane == 0) {
+        if (lane == 31) {
             masses[warp] = mass;
             ties[warp] = equal;
         }
         __syncthreads();
-        begin += choose(lane < WARPS ? masses[lane] : 0, lane < WARPS ? ties[lane] : 0, first) * stretch;
+        const bool part = lane < WARPS;
+        begin += search(part ? masses[lane] : 0, part ? ties[lane] : 0, kept, first ? &word : nullptr) * stretch;
         end = min(begin + stretch, end);
     }
     int j = begin * W + lane;
     const bool there = lane < W && j < vocab;
-    const float logit = there && !(banned && banned[j]) ? (float)row.x[j] : NEG_INF;
-    j = begin * W + choose(there ? kept(logit) : 0, there && ordered(logit) == cut.key, false);
+    const float logit = there && !(banned && banned[j]) ? (float)row.logits.x[j] : NEG_INF;
+    j = begin * W + search(there ? kept(logit) : 0, there && kept.ties(logit), kept);
     if (me == 0) {
         tokens[blockIdx.x] = j;
-        logprobs[blockIdx.x] = (float)row.x[j] - row.peak - logf(whole.sum);
+        logprobs[blockIdx.x] = (float)row.logits.x[j] - whole.peak - logf(whole.sum);
     }
 }

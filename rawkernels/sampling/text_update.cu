@@ -1,5 +1,6 @@
 // The update after sample_tokens: each text takes its token, and may be done.
 // Launch:    grid = (ceil(texts / BLOCK),), block = (BLOCK,). One thread per text.
+//            text_start: the same.
 //            dependent: text_update
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
 #include "common/grid_dependency.cuh"
@@ -9,6 +10,7 @@ constexpr int BLOCK = 128;
 extern "C" __global__ void __launch_bounds__(BLOCK) text_update(
     const int* chosen,       // (texts,)
     const float* logprobs,   // (texts,)
+    const int* eos,          // (marks,): the tokens that end a text
     float* scores,           // (texts,): sum of the log-probabilities
     int* tokens,             // (texts,): the last token
     int* positions,          // (texts,), of it
@@ -22,12 +24,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK) text_update(
     int* history,            // (texts, room): new tokens
     int texts,
     int room,
-    int eos) {
+    int marks) {
     grid_dependency_wait();
     const int i = blockIdx.x * BLOCK + threadIdx.x;
     if (i >= texts || done[i]) return;
     const int token = chosen[i], step = lengths[i];
-    const bool ends = token == eos, stays = !ends && logprobs[i] != NEG_INF;
+    bool ends = false;
+    for (int e = 0; e < marks; ++e) ends |= token == eos[e];
+    const bool stays = !ends && logprobs[i] != NEG_INF;
     scores[i] += logprobs[i];
     history[(long long)i * room + step] = token;
     lengths[i] = step + stays;
@@ -37,6 +41,32 @@ extern "C" __global__ void __launch_bounds__(BLOCK) text_update(
         ++positions[i], ++key_counts[i], ++keys[i].w;
     } else {
         done[i] = true;
-        atomicSub(live, 1);
+        atomicAdd(live, -1);
     }
+}
+
+// Begins the texts whose new limit is 0 or more; others go on. One thread per text.
+extern "C" __global__ void __launch_bounds__(BLOCK) text_start(
+    const int* new_tokens,     // (texts,)
+    const int* new_positions,  // (texts,)
+    const int* new_limits,     // (texts,): maximal number of new tokens; 0 is done at once, -1 goes on
+    const uint4* new_keys,     // (texts,)
+    float* scores,             // the state, as in text_update
+    int* tokens,
+    int* positions,
+    int* key_counts,
+    uint4* keys,
+    int* lengths,
+    int* limits,
+    bool* done,
+    bool* ended,
+    int* live,
+    int texts) {
+    const int i = blockIdx.x * BLOCK + threadIdx.x;
+    if (i >= texts || new_limits[i] < 0) return;
+    const int limit = new_limits[i], position = new_positions[i];
+    tokens[i] = new_tokens[i], positions[i] = position, key_counts[i] = position + 1, keys[i] = new_keys[i];
+    scores[i] = 0.f, lengths[i] = 0, limits[i] = limit, ended[i] = false;
+    if (done[i] != (limit == 0)) atomicAdd(live, limit == 0 ? -1 : 1);
+    done[i] = limit == 0;
 }

@@ -2,6 +2,7 @@
 // The exact k largest of many numbers, by LightSeq's hierarchical search (Wang et al., 2021): retrieve a lower bound from the
 // maxima of groups of threads, filter the elements that reach it, re-rank these few.
 // Every warp of every block runs this code, so it is written for few instructions.
+#include "common/global_memory.cuh"
 #include "common/reduce.cuh"
 
 // Floats as integers of the same order, with NaN greatest; the result is never 0.
@@ -19,13 +20,17 @@ using Key = unsigned long long;
 __device__ inline Key make_key(float value, unsigned int index) { return (Key)ordered(value) << 32 | ~index; }
 __device__ inline float key_value(Key key) { return from_ordered((unsigned int)(key >> 32)); }
 __device__ inline unsigned int key_index(Key key) { return ~(unsigned int)key; }
+// The upper 32 bits of a list's element, 0 for no element.
+__device__ inline unsigned int leading(Key key) { return (unsigned int)(key >> 32); }
 
 // Retrieve: the k-th largest of the groups' maxima, k <= BLOCK / 2. At least k elements reach it, so none of the k largest is
 // below it. Small k use few groups, because ranking groups costs more than additional candidates.
 // A barrier is needed between two calls.
 template <int BLOCK>
 __device__ unsigned int retrieve(unsigned int greatest, int k) {
-    __shared__ unsigned int of_thread[BLOCK], group[BLOCK], bound;
+    __shared__ unsigned int of_thread[BLOCK];
+    __shared__ unsigned int group[BLOCK];
+    __shared__ unsigned int bound;
     const int me = threadIdx.x, lane = me % 32;
     of_thread[me] = greatest;
     __syncthreads();
@@ -113,4 +118,14 @@ __device__ void select_one_by_one(const At& at, int n, int k, T* room, const Wri
         if (threadIdx.x == 0) write(r, last);
         __syncthreads();
     }
+}
+
+// Returns in all threads whether this is the last of `blocks` blocks to call; the last one sees what the others wrote before.
+// The ticket is 0 before the first call and again after the last.
+__device__ inline bool last_of(unsigned int* ticket, unsigned int blocks) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) last = increment_acq_rel(ticket, blocks - 1) == blocks - 1;
+    __syncthreads();
+    return last;
 }

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK == 256 ? 5 : 1) topk_l
     const Slice<scalar> slice(logits + row * stride, vocab, part, size, vectors);
     slice.fetch_half<BLOCK>(0);
     Key* mine = parts > 1 ? lists + row * parts * k + part : best;
-    Normaliser normaliser = slice_topk<BLOCK>(slice, Plain{}, k, 0, [&](int place, Key key) { mine[place * parts] = key; });
+    Normaliser normaliser = slice_topk<BLOCK>(slice, k, [&](int place, Key key) { mine[place * parts] = key; });
     if (parts > 1) {
         if (me == BLOCK - 1) normalisers[row * parts + part] = normaliser;
         if (!last_of(tickets + row, parts)) return;

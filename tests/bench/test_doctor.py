@@ -1,6 +1,7 @@
 """The doctor says what works, with a remedy for each thing that does not."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ def test_every_check_has_a_state_and_every_fault_a_remedy():
     checks = {check.name: check for check in doctor.examine()}
     assert set(checks) == {
         "python", "blas", "memory", "cupy", "device", "nvrtc", "kernel", "graphs", "numba",
-        "nvmath", "cache",
+        "nvmath", "mpi", "cache", "stores",
     }  # fmt: skip
     for check in checks.values():
         assert check.state in ("ok", "missing", "broken")
@@ -54,6 +55,17 @@ def test_an_unwritable_cache_is_found(monkeypatch, tmp_path):
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
     assert "GPUATTN_CACHE_DIR" in result.stdout
+
+
+def test_mpi_without_mpi4py_or_a_launcher_is_off(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "mpi4py", None)
+        check = doctor._mpi()
+    assert check.state == "missing" and "gpuattn[mpi]" in check.remedy
+    pytest.importorskip("mpi4py")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    check = doctor._mpi()
+    assert check.state == "missing" and "none of mpiexec, mpirun, srun found" in check.detail
 
 
 def test_a_product_library_that_does_not_load_is_found(monkeypatch):

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gpuattn.bench import comparison, fused, fused_cases, results, roofline, timing
+from gpuattn.bench import comparison, results, roofline, timing
 from gpuattn.bench.cases import Cell
-from gpuattn.bench.fused_cases import Fused
+from gpuattn.bench.fused import cases as fused_cases
+from gpuattn.bench.fused import measure as fused
+from gpuattn.bench.fused.cases import Fused
 from gpuattn.bench.peers import precompile
 from gpuattn.bench.peers import timing as peers
 from gpuattn.bench.peers.fused import Call

@@ -7,29 +7,31 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gpuattn.bench import results, timing, train, train_cases
+from gpuattn.bench import results, timing
 from gpuattn.bench.peers.train import by_layers
-from gpuattn.bench.train_cases import CELLS, MODELS, PEERS, TABLE, Step, small
+from gpuattn.bench.train import measure as train
+from gpuattn.bench.train.cases import CELLS, MODELS, PEERS, TABLE, Step, small
 from gpuattn.cli.bench import train as command
 from gpuattn.cli.main import main
 
 CEILINGS = {"copy_tbs": 4.0, "matmul_tflops": 800.0}
-FAMILIES = ("tiny", "shakespeare")
+FAMILIES = ("tiny", "shakespeare", "vit-b16")
 
 
 # ---- cells --------------------------------------------------------------------------------------
 
 
 def test_cases_survive_files():
-    for cell in TABLE:
+    for cell in CELLS.values():
         assert Step.from_dict(json.loads(json.dumps(cell.case.as_dict()))) == cell.case
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_weights_of_a_case_are_those_of_its_model(name):
-    case = replace(small(MODELS[name]), vocab=128)  # a table without padding
+    case = replace(small(CELLS[name].case), vocab=128)  # a table without padding
     model = train.Ours(case, np).model
-    tables = {p.size for path, p in model.named_parameters() if path.endswith("position_weight")}
+    positions = ("position_weight", "positions", "head.weight")  # a head meets one token only
+    tables = {p.size for path, p in model.named_parameters() if path.endswith(positions)}
     matrices = sum(p.data.size for p in model.parameters() if p.ndim == 2)
     assert case.weights() == matrices - sum(tables)
 
@@ -53,6 +55,12 @@ def test_flops_of_a_step():
     assert both.flops("step") == 6 * weights * 16 + 12 * 4 * 2 * (2 * 8 * 8 + 8 * 8 / 2)
 
 
+def test_flops_of_images():
+    """17.6 G products and sums for an image forward, as timm counts ViT-B/16; three times that."""
+    case = CELLS["vit-b16"].case
+    assert case.flops("step") / 128 == pytest.approx(3 * 2 * 17.58e9, rel=0.01)
+
+
 def test_what_nanogpt_counts():
     """124 M parameters and 12,288 tokens: 6 N T; see Karpathy's estimate_mfu."""
     case = MODELS["gpt2-124m"]
@@ -71,7 +79,7 @@ def test_a_vocabulary_without_padding_has_a_name_of_its_own():
     ours = train.Ours(small(case), np)
     assert len(ours.weights["embedding.weight"]) == small(case).vocab == 200
     updates = train.Updates(ours)
-    train._check("eager", {"eager": train._losses(updates, updates)})
+    train.check_losses("eager", {"eager": train.losses_of(updates, updates)})
 
 
 # ---- losses -------------------------------------------------------------------------------------
@@ -79,19 +87,19 @@ def test_a_vocabulary_without_padding_has_a_name_of_its_own():
 
 def test_a_restart_takes_back_all_updates():
     updates = train.Updates(train.Ours(small(MODELS["tiny"]), np))
-    first = train._losses(updates, updates)
-    assert train._losses(updates, updates) == first
-    train._check("eager", {"eager": first})
+    first = train.losses_of(updates, updates)
+    assert train.losses_of(updates, updates) == first
+    train.check_losses("eager", {"eager": first})
 
 
 def test_a_step_goes_on_with_other_texts():
     case = small(MODELS["gpt2-124m"])
     ours = train.Ours(case, np)
     updates = train.Updates(ours)
-    few = train._losses(updates, updates)
+    few = train.losses_of(updates, updates)
     ours.read([np.resize(part, (2 * len(part), part.shape[1])) for part in ours.inputs])
     updates = train.Updates(ours)
-    np.testing.assert_allclose(train._losses(updates, updates), few, rtol=1e-4)
+    np.testing.assert_allclose(train.losses_of(updates, updates), few, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +112,9 @@ def test_a_step_goes_on_with_other_texts():
     ],
 )
 def test_a_step_that_learns_otherwise_gets_no_figure(losses, message):
-    train._check("peer", {"eager": [5.0, 4.0], "peer": [5.05, 4.05]})
+    train.check_losses("peer", {"eager": [5.0, 4.0], "peer": [5.05, 4.05]})
     with pytest.raises(AssertionError, match=f"peer: {message}"):
-        train._check("peer", {"eager": [5.0, 4.0], "peer": losses})
+        train.check_losses("peer", {"eager": [5.0, 4.0], "peer": losses})
 
 
 # ---- files and tables ---------------------------------------------------------------------------
@@ -202,7 +210,7 @@ def test_models_are_the_same_in_pytorch(gpu, name):
     torch = pytest.importorskip("torch")
     from gpuattn.bench.peers.train import Peer
 
-    case = replace(small(MODELS[name]), dropout=0.0)
+    case = replace(small(CELLS[name].case), dropout=0.0)
     ours = train.Ours(case, np)
     peer = Peer(case, ours)
     with torch.no_grad():
@@ -216,9 +224,10 @@ def test_models_are_the_same_in_pytorch(gpu, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_beside_pytorch(gpu, monkeypatch, name):
     monkeypatch.setattr(timing, "REST", 0)
-    cell = next(cell for cell in train_cases.TABLE if cell.case.model == name)
+    cell = CELLS[name]
+    shape = (32, 5 if cell.case.image else 32)
     case = replace(
-        small(cell.case), dtype="bfloat16", shape=(32, 32), width=64, hidden=256, dropout=0.0
+        small(cell.case), dtype="bfloat16", shape=shape, width=64, hidden=256, dropout=0.0
     )
     cell = cell._replace(case=case, peers=("torch-eager",))
     row = train.measure(cell, gpu, CEILINGS, with_peers=True)

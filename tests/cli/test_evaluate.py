@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from gpuattn.runs.folder import RunFolder
 
 from .conftest import TINY
@@ -81,3 +83,24 @@ def test_average_of_one_run_and_of_several(call, corpus, tmp_path):
 def test_a_run_without_kept_checkpoints_cannot_be_averaged(call, trained, tmp_path):
     result = call("average", trained, "--out", tmp_path / "mean")
     assert result.exit_code == 2 and "--average N" in result.stderr
+
+
+def test_hidden_tokens_of_a_run(call, tmp_path):
+    (tmp_path / "text").write_text("a red cat\nthe old house\n" * 30)
+    sizes = "--dim 16 --heads 2 --layers 1 --block 16 --batch 64 --for 2u --tokenizer chars"
+    run = ["--out", tmp_path / "run", "--device", "numpy"]
+    result = call("train", "--lm", tmp_path / "text", "--mask", "20%", *sizes.split(), *run)
+    assert result.exit_code == 0
+    assert f"echo 'a red cat' | gpuattn embed {tmp_path / 'run'}" in " ".join(result.stderr.split())
+    row = json.loads(call("evaluate", tmp_path / "run", "--json").stdout)
+    assert set(row) == {"accuracy", "loss", "tokens", "tokens_per_second"}
+    best = RunFolder(tmp_path / "run").metrics.read("valid")[-1]
+    assert row["loss"] == pytest.approx(best["loss"], rel=1e-5)
+    shown = call("evaluate", tmp_path / "run", tmp_path / "text").stdout
+    assert "% of the hidden tokens" in shown and "nats a hidden token" in shown
+    for more in (["--beam", "2"], [tmp_path / "text"] * 2):
+        assert call("evaluate", tmp_path / "run", *more).exit_code == 2
+    vectors = call("embed", tmp_path / "run", input="a red cat\n\n").stdout.splitlines()
+    assert [len(json.loads(line)) for line in vectors] == [16, 16]
+    result = call("train", "--model", "gpt2", "--lm", tmp_path / "text", "--mask", "15%")
+    assert result.exit_code == 2 and "mask is for --model bert, not gpt2" in result.stderr

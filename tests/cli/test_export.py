@@ -54,10 +54,23 @@ def test_an_exported_run_writes_the_same_texts(call, text, tmp_path):
     assert result.exit_code == 1 and "exists and is not empty. Choose another" in result.stderr
 
 
+def test_a_llama_trained_here_becomes_a_folder(call, text, tmp_path):
+    run = language_run(text, "--model", "llama", "--ffn", "24", "--kv-heads", "1")
+    assert call("export", run, tmp_path / "folder").exit_code == 0
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["num_key_value_heads"] == 1
+    options = ["--prompt", "the", "--tokens", "20", "--temperature", "0", "--device", "numpy"]
+    texts = [call("sample", path, *options).stdout for path in (run, tmp_path / "folder")]
+    assert texts[0] == texts[1] and len(texts[0]) > 20
+    wrong = invoke("train", "--lm", text, *SMALL, "--model", "llama", "--positions", "learned",
+                   "--out", tmp_path / "x")  # fmt: skip
+    assert "positions is learned; accepted: rotary for llama" in wrong.stderr
+
+
 def test_what_transformers_lacks_is_refused(call, text, trained, tmp_path):
     run = language_run(text, "--positions", "rotary")
     result = call("export", run, tmp_path / "folder")
     assert result.exit_code == 2 and not (tmp_path / "folder").exists()
     assert "bias is False (train with --bias); positions is rotary" in result.stderr
     result = call("export", trained, tmp_path / "folder")
-    assert result.exit_code == 2 and "model is a TranslationModel; accepted:" in result.stderr
+    assert result.exit_code == 2 and "norm is pre (train with --norm post)" in result.stderr

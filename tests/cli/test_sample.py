@@ -52,6 +52,10 @@ def test_a_streamed_text_is_the_same(call, language, monkeypatch):
     rest = call("sample", language, *settings, "--stream").stdout
     assert "".join(parts) + rest == plain and len(parts) > 60 and rest.startswith("\n---\n")
     assert call("sample", language, *settings, "--no-kv-cache").stdout == plain
+    assert call("sample", language, *settings, "--batch-invariant").stdout == plain
+    neither = call("sample", language, *settings, "--batch-invariant", "--no-kv-cache")
+    said = "batch_invariant is True; accepted: False without a key-value cache"
+    assert neither.exit_code == 2 and said in neither.stderr
     refused = call("sample", language, "--stream", "--json")
     assert refused.exit_code == 2 and "accepted: one of them" in refused.stderr
 
@@ -61,9 +65,19 @@ def test_ctrl_c_keeps_what_was_streamed(call, language, monkeypatch):
         stream("the c")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpuattn.tasks.sampler.Sampler.generate", interrupted)
+    monkeypatch.setattr("gpuattn.tasks.users.sampler.Sampler.generate", interrupted)
     result = call("sample", language, "--stream")
     assert result.exit_code == 130 and result.stdout.startswith("the c")
+
+
+def test_speculation(call, language):
+    """The context is as long as the line, so only parts of words repeat themselves."""
+    settings = ["--prompt", LINE * 2, "--tokens", "60", "--temperature", "0", "--json"]
+    (plain,) = map(json.loads, call("sample", language, *settings).stdout.splitlines())
+    found = call("sample", language, *settings, "--speculate", "7").stdout.splitlines()
+    (row,) = map(json.loads, found)
+    assert row["text"] == plain["text"] and row["score"] == pytest.approx(plain["score"], abs=1e-4)
+    assert 0 < row["acceptance"] < 1 and "acceptance" not in plain
 
 
 def test_texts_as_json(call, language):
@@ -159,6 +173,9 @@ def test_refusals_of_evaluate_for_language_models(
 @pytest.mark.parametrize("arguments, code, message", [
     (["--prompt", "a dog"], 1, "character 'd' at 2 was not in the training text"),
     (["--temperature", "-1"], 2, "0 or more"), (["--top-p", "1.5"], 2, "up to 1"),
+    (["--speculate", "4"], 2, "temperature is 0.8; accepted: 0 with speculate"),
+    (["--speculate", "16"], 2, "--speculate"), (["--speculate", "0"], 2, "--speculate"),
+    (["--speculate", "4", "--temperature", "0", "--no-kv-cache"], 2, "speculate is 4; accepted"),
     (["--top-k", "0"], 2, "1 or more"), (["--tokens", "-1"], 2, "1 or more"),
 ])  # fmt: skip
 def test_wrong_settings(call, language, arguments, code, message):

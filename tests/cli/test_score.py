@@ -104,6 +104,7 @@ def test_on_a_gpu_a_run_is_loaded_in_bfloat16(trained, translator, monkeypatch):
     """Arrays stay on NumPy here, which computes with 16 bits as a GPU does, more slowly."""
     monkeypatch.setattr("gpuattn.runs.folder.choose_device", lambda _: ("cuda", ""))
     monkeypatch.setattr("gpuattn.runs.folder.to_gpu", lambda array: array)
+    monkeypatch.setattr("gpuattn.runs.folder.start_libraries", lambda dtype: None)
     pairs = [("red cat", "RED CAT"), ("old house", "OLD HOUSE")]
     exact = [one.score for one in translator.score(pairs)]
     for dtype, wanted in (("auto", "bfloat16"), ("bfloat16",) * 2, ("float32",) * 2):

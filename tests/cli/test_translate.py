@@ -12,7 +12,7 @@ import gpuattn
 from gpuattn.errors import CheckpointError, ConfigError
 from gpuattn.runs.folder import load_run
 from gpuattn.runtime import checkpoint
-from gpuattn.tasks.translator import Translator
+from gpuattn.tasks.users.translator import Translator
 
 from .conftest import ROOT
 
@@ -193,6 +193,7 @@ def test_input_and_output_files_and_a_byte_order_mark(call, trained, tmp_path):
 
 
 LINES = "red cat\n\nold green house\ntree\n"
+FIGURES = "text", "score", "normalised", "tokens"
 
 
 def rows_of(result):
@@ -224,6 +225,14 @@ def test_a_line_that_cannot_be_translated_has_its_error_in_json(call, trained):
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert result.exit_code == 1 and rows[1] == {"line": 2, "error": "not UTF-8"}
     assert rows[0]["text"] and result.stderr == "gpuattn: error: line 2: not UTF-8\n"
+
+
+def test_the_same_bits_alone(call, trained):
+    given = ["translate", trained, "--batch-invariant", "--json"]
+    together = rows_of(call(*given, input=LINES))
+    for row, line in zip(together, LINES.splitlines(), strict=True):
+        (alone,) = rows_of(call(*given, input=f"{line}\n"))
+        assert [alone[name] for name in FIGURES] == [row[name] for name in FIGURES]
 
 
 @pytest.mark.parametrize("beam", [1, 3])
@@ -280,6 +289,8 @@ def test_lengths_and_repetitions(call, trained):
     (["--min-length", "5", "--max-length", "4"], "min_length is 5; accepted: 0 to"),
     (["--min-length", "-1"], "--min-length"), (["--no-repeat-ngram", "x"], "--no-repeat-ngram"),
     (["--batch-tokens", "0"], "--batch-tokens"), (["--stopping", "ct3"], "Did you mean 'ct2'"),
+    (["--batch-invariant", "--no-kv-cache"], "batch_invariant is True; accepted: False without"),
+    (["--batch-invariant", "--beam", "65"], "the beam is 65, the search on the device takes at"),
     (["--dtype", "float"], "Did you mean 'float32'"), (["--jsn"], "--json"),
 ])  # fmt: skip
 def test_unknown_values(call, trained, options, message):
@@ -298,7 +309,7 @@ def test_ctrl_c_keeps_the_lines_already_printed(call, trained, tmp_path, monkeyp
         return nbest(self, lines, *arguments, **options)
 
     plain = call("translate", trained, input=LINES).stdout
-    monkeypatch.setattr("gpuattn.cli.translate.AT_ONCE", 10)
+    monkeypatch.setattr("gpuattn.cli.shared.lines.AT_ONCE", 10)
     monkeypatch.setattr(Translator, "nbest", interrupted)
     result = call("translate", trained, input=LINES)
     assert result.exit_code == 130
@@ -318,7 +329,7 @@ def test_ctrl_c_keeps_the_lines_already_printed(call, trained, tmp_path, monkeyp
 
 def test_progress_through_a_file(call, trained, tmp_path, monkeypatch):
     monkeypatch.setattr("gpuattn.cli.shared.progress.PLAIN_SECONDS", 0)
-    monkeypatch.setattr("gpuattn.cli.translate.AT_ONCE", 24)
+    monkeypatch.setattr("gpuattn.cli.shared.lines.AT_ONCE", 24)
     (tmp_path / "in").write_text(LINES * 3)
     result = call("translate", trained, "--input", tmp_path / "in")
     shown = result.stderr.splitlines()

@@ -22,13 +22,14 @@ IN_PARTS = {  # fused op: the op whose kernels compute its parts on other GPUs
     "linear_gelu": "bias_activation",
     "gelu_slopes": "bias_activation",
 }
-LIBRARY = {"weight_gradients"}  # computed by cuBLASLt on other GPUs
+LIBRARY = {"weight_gradients", "decoder_step", "pack_weights"}  # other ops do it on other GPUs
 
 SPILLED = {
     "attention/flash_attention_forward_ampere.cu": 48, "attention/flash_attention_short.cu": 16,
-    "attention/flash_attention_backward_ampere_extras.cu": 20,
+    "attention/flash_attention_backward_ampere_extras.cu": 20, "decoder/decoder_step.cu": 4,
 }  # fmt: skip
-"""Bytes that a thread may spill: at head size 128, dropout's random words need more registers."""
+"""Bytes that a thread may spill: at head size 128, dropout's random words need more registers; so
+does one number of the decoder step, used once in a phase."""
 
 
 def variants():

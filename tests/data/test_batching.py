@@ -138,7 +138,7 @@ def test_bits_of_batches_stay(rng, batching, bits):
     loader = PackedLoader(corpus(rng, 300), 200, 9, 1, 2, batching)
     text = LanguageModelLoader(rng.integers(4, 60_000, size=500), block=16, batch=5, seed=3)
     for batch in (*loader.epoch(4), *text.epoch(2)):
-        for value in vars(batch).values():
+        for value in (value for value in vars(batch).values() if value is not None):
             for part in value if isinstance(value, tuple) else (value,):
                 found.update(np.asarray(part, "<i4").tobytes())
     assert found.hexdigest()[:12] == bits
@@ -291,6 +291,28 @@ def test_blocks_predict_each_token_once(size, batch):
         assert np.array_equal(b.tokens + 1, b.labels)
         assert b.tokens.shape[0] <= batch
         assert b.tokens.shape[1] <= 8
+
+
+def test_batches_of_documents_have_the_same_tokens_and_end_at_the_marks():
+    ids = np.tile([7, 8, 9, EOS, 5, EOS, EOS, 6, 4, 11, 12, 13, 14], 40)
+    plain = LanguageModelLoader(ids, 16, 5, 3)
+    loader = LanguageModelLoader(ids, 16, 5, 3, documents=True)
+    for one, rows in zip((*loader.epoch(2), *loader.blocks()),
+                         (*plain.epoch(2), *plain.blocks()), strict=True):  # fmt: skip
+        assert np.array_equal(one.tokens, rows.tokens.ravel())
+        assert np.array_equal(one.labels, rows.labels.ravel())
+        assert all(map(np.array_equal, one.order, rows.order))
+        assert one.target_tokens == rows.target_tokens and one.limits == rows.tokens.shape[1:]
+        bounds = one.cu_seqlens.tolist()
+        starts = [i for i, t in enumerate(one.tokens) if t == EOS or i % one.max_seqlen == 0]
+        assert bounds == [*starts, len(one.tokens)] and one.lengths.max() <= one.max_seqlen
+        assert one.positions.tolist() == [i - max(b for b in starts if b <= i)
+                                          for i in range(len(one.tokens))]  # fmt: skip
+        assert {part.dtype for part in (one.tokens, one.positions, one.cu_seqlens)} == {
+            np.dtype(np.int32)
+        }
+        assert set(one.packing) == {"positions", "cu_seqlens", "max_seqlen"} and not rows.packing
+        assert rows.lengths.tolist() == [rows.tokens.shape[1]] * len(rows.tokens)
 
 
 def test_language_model_errors():

@@ -3,9 +3,17 @@
 import numpy as np
 import pytest
 
-from gpuattn.data.batching import BATCHING, IGNORED, PackedLoader
-from gpuattn.data.fixed_shape import LENGTH, SENTENCES, fixed_shape
-from gpuattn.data.tokenizer import PAD
+from gpuattn.data.batching import BATCHING, IGNORED, LanguageModelLoader, PackedLoader
+from gpuattn.data.fixed_shape import (
+    LENGTH,
+    SENTENCES,
+    fixed_documents,
+    fixed_shape,
+    fixed_texts,
+)
+from gpuattn.data.labelled import LabelLoader
+from gpuattn.data.tokenizer import EOS, PAD
+from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.models.translation import TranslationConfig, TranslationModel
 
 BUDGET, LONGEST = 300, 40
@@ -47,6 +55,26 @@ def test_padding_is_ignored_and_shapes_are_few():
             assert (positions == want).all() and positions.dtype == np.int32
         assert (fixed.target_order.order == np.argsort(fixed.target_in, kind="stable")).all()
         shapes.add((len(fixed.cu_source), fixed.max_source, fixed.max_target))
+    assert len(shapes) < 4
+
+
+def test_texts_with_labels_get_ignored_ones():
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(4, 60, n).tolist() for n in rng.integers(2, LONGEST, 150)]
+    labels, shapes = rng.integers(0, 3, 150), set()
+    for batch in LabelLoader(ids, labels, BUDGET, 0).epoch(0):
+        fixed = fixed_texts(batch, BUDGET, LONGEST)
+        count, size = len(batch.rows), len(batch.tokens)
+        assert (fixed.target_tokens, fixed.all_tokens) == (count, size)
+        assert (fixed.tokens[size:] == PAD).all() and fixed.tokens.shape == (BUDGET,)
+        assert (fixed.order.order == np.argsort(fixed.tokens, kind="stable")).all()
+        assert (fixed.labels[:count] == batch.labels).all() and fixed.labels[count:].max() < 0
+        assert (fixed.rows[:count] == batch.rows).all() and len(fixed.rows) % SENTENCES == 0
+        assert len(fixed.rows) == len(fixed.labels) == len(fixed.cu_seqlens) - 1
+        assert (np.diff(fixed.rows) >= 0).all() and fixed.rows.max() < BUDGET
+        assert np.diff(fixed.cu_seqlens).max() <= fixed.max_seqlen <= LONGEST
+        assert fixed.cu_seqlens[-1] == BUDGET
+        shapes.add((len(fixed.rows), fixed.max_seqlen))
     assert len(shapes) < 4
 
 
@@ -103,3 +131,21 @@ def test_padding_changes_neither_loss_nor_gradients(positions, batching):
         np.testing.assert_allclose(loss, want, rtol=1e-6)
         for grad, other in zip(grads, wanted, strict=True):
             np.testing.assert_allclose(grad, other, atol=4e-6 * abs(other).max() + 1e-9)
+
+
+def test_batches_of_documents_have_few_shapes_and_the_same_results(rng):
+    ids = np.where(rng.random(2000) < 0.2, EOS, rng.integers(4, 60, 2000))
+    loader = LanguageModelLoader(ids, 16, 8, 0, documents=True)
+    batch = loader.crops(0)
+    fixed = fixed_documents(batch)
+    assert np.array_equal(fixed.cu_seqlens[: len(batch.cu_seqlens)], batch.cu_seqlens)
+    assert len(fixed.cu_seqlens) == SENTENCES + 1 and set(fixed.lengths[len(batch.lengths) :]) == {
+        0
+    }
+    assert fixed.cu_seqlens.dtype == np.int32 and fixed.tokens is batch.tokens
+    assert {len(fixed_documents(b).cu_seqlens) for b in loader.epoch(0)} == {SENTENCES + 1}
+    model = GPT2(GPT2Config(vocab=60, d_model=16, heads=2, layers=1, block=16))
+    losses = [model.loss(b.tokens, b.labels, **b.packing).item() for b in (batch, fixed)]
+    assert losses[0] == losses[1]
+    rows = LanguageModelLoader(ids, 16, 8, 0).crops(0)
+    assert fixed_documents(rows) is rows

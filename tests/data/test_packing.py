@@ -65,6 +65,18 @@ def test_up_to_a_million_pairs_an_epoch_is_planned_as_one(rng):
         assert kept[batch.sentences].tolist() == rows.tolist()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_lengths_of_an_epoch_are_read_once(rng, monkeypatch, whole):
+    monkeypatch.setattr(packing, "WHOLE", 10_000 if whole else 500)
+    monkeypatch.setattr(packing, "POOL_BATCHES", 6)
+    pairs, _ = some_rows(rng, 2000)
+    plan, read = packing.Packing(pairs, 120, 3, 1, "packed", longest=35), []
+    monkeypatch.setattr(Rows, "lengths", lambda self, rows, inner=Rows.lengths:
+                        (read.append(len(rows)), inner(self, rows))[1])  # fmt: skip
+    list(plan.batches(1))
+    assert sum(read) == (0 if whole else 2 * 2000)
+
+
 def test_a_mix_has_the_shares_of_its_weights(rng):
     pairs, _ = some_rows(rng, 1000)
     mix = [(0, 900, 0.5), (900, 1000, 0.5)]

@@ -46,6 +46,9 @@ def test_what_is_written_is_read(tmp_path):
     assert {edge: n for edge, n in rows.items() if n} == {2: 1, 3: 1, 4: 1}
     store.check()
     assert not (tmp_path / "s" / PROGRESS).exists()
+    figures = store.figures()
+    assert figures["lengths"] == {"text": [[1, 2, 1], [2, 3, 1], [3, 4, 1]]}
+    assert (figures["rows"], figures["files"], figures["held_out"]) == (3, 0, 0)
 
 
 def test_rows_longer_than_all_edges_are_counted_with_the_last():

@@ -49,6 +49,24 @@ class Fake(Stepper):
         return True
 
 
+class Attending(Fake):
+    """A Fake with cross-attention: ``attention_of(sentence, tokens so far)``, S numbers."""
+
+    def __init__(self, xp, sentences, logits_of, attention_of):
+        super().__init__(xp, sentences, logits_of)
+        self.attention_of = attention_of
+
+    def watch(self):
+        pass
+
+    def step(self, tokens, position):
+        logits = super().step(tokens, position)
+        rows = enumerate(self.texts)
+        found = [self.attention_of(self.kept[r // self.beam], text[1:]) for r, text in rows]
+        self.attention = self.xp.asarray(np.array(found), np.float32)
+        return logits
+
+
 def random_model(seed, vocab, spread=2.0):
     """Return random logits that depend on the sentence and all tokens; EOS gets likelier."""
 
@@ -88,8 +106,19 @@ def plain_logprobs(logits, text, options, forced):
     return log_softmax(row) if options.renormalise and max(row) > -np.inf else row
 
 
-def plain_search(logits_of, sentence, options, max_length, prefix=()):
-    """Return [(normalised, score, text, ended)], best first, for one sentence by BeamOptions."""
+def plain_search(logits_of, sentence, options, max_length, prefix=(), attention_of=None):
+    """Return [(normalised, score, text, ended)], best first, for one sentence by BeamOptions.
+
+    ``attention_of(sentence, text)``: see ``Attending``.
+    """
+
+    def normalised(score, text, ended):
+        divided = score / options.divisor(len(text), ended)
+        if not options.coverage:
+            return divided
+        seen = sum(attention_of(sentence, text[:t]) for t in range(len(text) + ended))
+        return divided + options.coverage * np.log(np.minimum(seen[seen > 0], 1)).sum()
+
     beam, stopping = options.beam, options.stopping
     running, pool, count, best_ended = [(0.0, ())], [], 0, False
     if max_length == 0:
@@ -106,14 +135,13 @@ def plain_search(logits_of, sentence, options, max_length, prefix=()):
         for score, _, token, text in found[:beam]:
             if token in options.eos:
                 count += 1
-                normalised = score / options.divisor(step, ended=True)
-                pool.append((normalised, score, list(text), True))
+                pool.append((normalised(score, text, True), score, list(text), True))
         pool = sorted(pool, key=lambda h: -h[0])[:beam]
         best_ended |= bool(found) and found[0][2] in options.eos
         going_on = [(rank, c) for rank, c in enumerate(found) if c[2] not in options.eos][:beam]
         running = [(c[0], (*c[3], c[2])) for _, c in going_on]
         enough, length = count >= options.enough, step + 1
-        if stopping == "ct2" and options.length_penalty == 0:
+        if stopping == "ct2" and options.length_penalty == options.coverage == 0:
             enough = best_ended and count >= options.nbest
         if stopping in ("hf", "hf-never") and running:
             if stopping == "hf-never" and options.length_penalty > 0:
@@ -122,8 +150,7 @@ def plain_search(logits_of, sentence, options, max_length, prefix=()):
         if last and not (stopping == "fairseq" and enough):
             for (rank, _), (score, text) in zip(going_on, running, strict=True):
                 if stopping == "fairseq" or rank < beam:
-                    normalised = score / options.divisor(max_length)
-                    pool.append((normalised, score, list(text), False))
+                    pool.append((normalised(score, text, False), score, list(text), False))
         if enough or not running:
             break
     return sorted(pool, key=lambda h: -h[0])[:beam]

@@ -43,6 +43,7 @@ from gpuattn.ops.attention import (
     hopper,
     hopper_backward,
     hopper_head,
+    step_attention,
 )
 from gpuattn.ops.attention import (
     launch as attention_launch,
@@ -58,6 +59,7 @@ from gpuattn.ops.linear import (
 )
 from gpuattn.ops.norm import dropout_add_norm
 from gpuattn.ops.norm import launch as norm_launch
+from gpuattn.ops.sampling import beam_step, sample_tokens
 
 with mock.patch.dict(OPS):  # Impls registers itself there
     HOPPER = Impls("flash_attention", *[impl for impl in IMPLS if "hopper" in impl.name])
@@ -77,6 +79,9 @@ MODULES = (
     gelu_hopper,
     linear_hopper,
     norm_launch,
+    beam_step,
+    sample_tokens,
+    step_attention,
     weight_gradients,
 )
 COMPILE = ("g++", "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{HERE}")
@@ -101,10 +106,14 @@ def refusal():
 @functools.cache
 def library(file, constants):
     """Return a file of ``rawkernels`` as a host library; ``constants``: (name, value) pairs."""
+    return library_of(kernels.source_text(file, **dict(constants)), kernels.signatures(file))
+
+
+def library_of(text, signatures):
+    """Return CUDA text as a host library. ``signatures``: as of ``kernels.signatures``."""
     expand = ("g++", "-E", "-P", "-x", "c++", "-D__CUDA_ARCH__=900", f"-I{kernels.ROOT}", "-")
-    text = kernels.source_text(file, **dict(constants))
     text = subprocess.run(expand, input=text, capture_output=True, text=True, check=True).stdout
-    text = translate(text, kernels.signatures(file))
+    text = translate(text, signatures)
     objects = [_compiled((HERE / name).read_text(), "-O2", "-c") for name in SOURCES]
     return ctypes.CDLL(_compiled(text, "-O1", "-shared", *objects))
 
@@ -181,20 +190,32 @@ class Machine:
     def __init__(self, seed, multiprocessors=2, forward_impl=None, backward_impl=None):
         self.seed, self.multiprocessors = seed, multiprocessors
         self.forward_impl, self.backward_impl = forward_impl, backward_impl
-        self.counter = np.zeros(1, np.int32)
+        self.counter = np.zeros(64, np.int32)
 
     def kernel(self, file, name, **constants):
         """Replace ``kernels.kernel``; a launch raises AssertionError with the error found."""
-        run = getattr(library(file, tuple(sorted(constants.items()))), f"launch_{name}")
+        compiled = library(file, tuple(sorted(constants.items())))
+        cooperative = name in kernels.cooperative_kernels(file)
+        return self._launcher(compiled, name, kernels.signatures(file)[name], cooperative)
+
+    def kernel_of(self, text, name, parameters):
+        """Return the kernel of a CUDA text; ``parameters``: (C type, name) of each."""
+        return self._launcher(library_of(text, {name: parameters}), name, parameters, False)
+
+    def _launcher(self, compiled, name, parameters, cooperative):
+        run = getattr(compiled, f"launch_{name}")
         run.restype = ctypes.c_char_p
-        kinds = [kernels.SCALARS.get(kind) for kind, _ in kernels.signatures(file)[name]]
+        kinds = [kernels.SCALARS.get(kind) for kind, _ in parameters]
 
         def launch(grid, block, *args, shared_bytes=0):
             values = [_value(x, kind) for x, kind in zip(args, kinds, strict=True)]
             pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
+            if cooperative:
+                assert np.prod(grid) <= self.multiprocessors, "its blocks must all run at once"
             size = ctypes.c_size_t(shared_bytes)
-            wrong = run(grid[0], block[0], self.multiprocessors, size, self.seed, pointers)
-            assert wrong is None, f"{name} {constants}: {wrong.decode()}"
+            dimensions = (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid)))
+            wrong = run(dimensions, block[0], self.multiprocessors, size, self.seed, pointers)
+            assert wrong is None, f"{name}: {wrong.decode()}"
 
         return launch
 
@@ -211,15 +232,16 @@ class Machine:
             "kernel_refusal": lambda *_: None,
             "_driver": lambda: driver,
             "compile_ahead": lambda *_, **__: None,
-            "counters": lambda: np.uint64(self.counter.ctypes.data),
+            "counters": lambda count=1: np.uint64(self.counter.ctypes.data),
         }  # fmt: skip
         tensor_maps._encode.cache_clear()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(arrays._flags, clear=True))
             for where in MODULES:
                 names = {name: x for name, x in stand_ins.items() if hasattr(where, name)}
                 stack.enter_context(mock.patch.multiple(where, **names))
             yield
-        assert not self.counter.any(), "the kernel must reset the counter of tiles to 0"
+        assert not self.counter.any(), "the kernel must reset its counters to 0"
 
     def forward(self, *inputs, **params):
         with self.in_place():
@@ -244,5 +266,7 @@ def _value(x, kind):
         return np.array([x], kind)
     if isinstance(x, np.ndarray) and x.dtype.type is np.void:  # a struct or a tensor map
         return x
+    if isinstance(x, np.float64):
+        return np.array([x])
     address = x.ctypes.data if isinstance(x, np.ndarray) else x or 0
     return np.array([address], np.uint64)

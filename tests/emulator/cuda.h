@@ -14,6 +14,7 @@ typedef unsigned long long u64;
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define __shared__ static
@@ -23,9 +24,11 @@ typedef unsigned long long u64;
 struct uint3 { unsigned x, y, z; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -51,6 +54,7 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     return r;
 }
 using std::isfinite;
+using std::isnan;
 inline u32 __funnelshift_rc(u32 low, u32 high, u32 n) { return n < 32 ? (low | (u64)high << 32) >> n : high; }
 template <typename T> T __ldcs(const T* from) { return *from; }
 template <typename T> void __stcs(T* to, T x) { *to = x; }
@@ -58,15 +62,37 @@ inline void griddepcontrol_wait() {}  // kernels run one after another
 inline void griddepcontrol_launch_dependents() {}
 inline long long clock64() { return 0; }
 template <typename T> T atomicAdd(T* to, T x) { const T old = *to; *to += x; return old; }
+inline u32 atomicOr(u32* to, u32 x) { const u32 old = *to; *to |= x; return old; }
+inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
+inline int __ffs(u32 x) { return x ? __builtin_ctz(x) + 1 : 0; }
+inline u64 __umul64hi(u64 a, u64 b) { return (unsigned __int128)a * b >> 64; }
+inline u32 __float2uint_rn(float x) { return (u32)rint((double)x); }
+inline u32 __funnelshift_r(u32 low, u32 high, u32 n) { return (low | (u64)high << 32) >> n % 32; }
 
 // ---- thread blocks and warps
 void __syncthreads();
 void __syncwarp();
 u32 shuffle(u32 x, int lane);  // the x of that lane
-u32 shuffle_xor(u32 x, int mask);
-template <typename T> T __shfl_sync(u32, T x, int lane) { return bits_as<T>(shuffle(bits_as<u32>(x), lane)); }
-template <typename T> T __shfl_xor_sync(u32, T x, int mask) { return bits_as<T>(shuffle_xor(bits_as<u32>(x), mask)); }
+template <typename T> T __shfl_sync(u32, T x, int lane) {
+    if constexpr (sizeof(T) == 8) {
+        const u64 bits = bits_as<u64>(x);
+        const u32 low = shuffle((u32)bits, lane);
+        return bits_as<T>((u64)shuffle((u32)(bits >> 32), lane) << 32 | low);
+    } else {
+        return bits_as<T>(shuffle(bits_as<u32>(x), lane));
+    }
+}
+template <typename T> T __shfl_xor_sync(u32, T x, int mask) { return __shfl_sync(~0u, x, threadIdx.x % 32 ^ mask); }
+template <typename T> T __shfl_up_sync(u32, T x, unsigned by) {
+    const unsigned lane = threadIdx.x % 32;
+    return __shfl_sync(~0u, x, lane < by ? lane : lane - by);
+}
 u32 __ballot_sync(u32, int x);
+inline u32 __reduce_min_sync(u32, u32 x) {
+    for (int mask = 1; mask < 32; mask *= 2) x = min(x, __shfl_xor_sync(~0u, x, mask));
+    return x;
+}
+inline u32 __reduce_max_sync(u32, u32 x) { return ~__reduce_min_sync(~0u, ~x); }
 void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float&, float&, float&, float&, u32, u32, u32, u32, u32, u32, float,
                                                          float, float, float);
 void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float&, float&, float&, float&, u32, u32, u32, u32, u32, u32, float,
@@ -168,6 +194,10 @@ inline void st_global_cs_v4_b32(void* to, u32 x, u32 y, u32 z, u32 w) {
     u32* at = (u32*)to;
     at[0] = x, at[1] = y, at[2] = z, at[3] = w;
 }
+inline void ld_global_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from) {
+    const u32* at = (const u32*)from;
+    x = at[0], y = at[1], z = at[2], w = at[3];
+}
 inline void ld_global_cs_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from) {
     const u32* at = (const u32*)from;
     x = at[0], y = at[1], z = at[2], w = at[3];
@@ -181,6 +211,10 @@ inline void red_global_add_v4_f32(float* to, float x, float y, float z, float w)
     to[0] += x, to[1] += y, to[2] += z, to[3] += w;
 }
 inline void fence_proxy_async_global() {}
+template <typename... X> void cp_async_cg_shared_global(X...) { abort(); }  // cp.async of sm_80: declared, not emulated
+template <typename... X> void cp_async_ca_shared_global(X...) { abort(); }
+template <typename... X> void cp_async_wait_group(X...) { abort(); }
+inline void cp_async_commit_group() { abort(); }
 inline void fence_acq_rel_gpu() {}
 
 // ---- barriers
@@ -203,6 +237,8 @@ inline void barrier_cluster_arrive_relaxed() { barrier_cluster_arrive(); }
 inline void barrier_cluster_wait_acquire() { barrier_cluster_wait(); }
 inline void mapa_shared_cluster_u32(u32& there, u32 here, int rank) { there = here | (rank + 1) << 24; }
 void mbarrier_arrive_shared_cluster_b64(u32 bar);
+void st_shared_cluster_b64(u32 address, u64 x);
+void ld_shared_cluster_b64(u64& x, u32 address);
 void st_shared_cluster_v2_f32(u32 address, float x, float y);
 void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, u32 bar);
 

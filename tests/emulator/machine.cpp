@@ -55,7 +55,8 @@ static void fiber() {
     give_way();
 }
 static void resume(Thread& t) {
-    me = &t, threadIdx = {t.number, 0, 0}, blockIdx = {t.block->number, 0, 0};
+    const unsigned number = t.block->number, line = number / gridDim.x;
+    me = &t, threadIdx = {t.number, 0, 0}, blockIdx = {number % gridDim.x, line % gridDim.y, line / gridDim.y};
     if (!_setjmp(scheduler)) {
         if (!t.stack.empty()) _longjmp(t.here, 1);
         t.stack.resize(STACK);
@@ -196,14 +197,14 @@ static void run_blocks(unsigned grid, unsigned threads, unsigned resident, size_
     while (!tasks.empty()) advance_one();
 }
 // Runs a grid, `resident` blocks at a time; returns null or an error message.
-const char* launch(unsigned grid, unsigned threads, unsigned size_of_cluster, unsigned resident, size_t shared_bytes,
+const char* launch(uint3 grid, unsigned threads, unsigned size_of_cluster, unsigned resident, size_t shared_bytes,
                    unsigned seed, std::function<void()> kernel) {
     cluster_size = size_of_cluster, clusters.clear();
-    body = kernel, gridDim = {grid, 1, 1}, steps = 0, me = nullptr;
+    body = kernel, gridDim = grid, steps = 0, me = nullptr;
     numbers.seed(seed);
     tasks.clear(), blocks.clear();
     if (_setjmp(failure)) return message.c_str();
-    run_blocks(grid, threads, resident, shared_bytes);
+    run_blocks(grid.x * grid.y * grid.z, threads, resident, shared_bytes);
     return nullptr;
 }
 }  // namespace machine

@@ -16,7 +16,6 @@ u32 shuffle(u32 x, int lane) {
     });
     return s.y;
 }
-u32 shuffle_xor(u32 x, int mask) { return shuffle(x, me->number % 32 ^ mask); }
 
 u32 __ballot_sync(u32, int x) {
     struct Vote { bool x; u32 all; } v = {x != 0, 0};
@@ -143,6 +142,12 @@ void mbarrier_arrive_shared_cluster_b64(u32 bar) {
 void st_shared_cluster_v2_f32(u32 address, float x, float y) {
     const float v[] = {x, y};
     block_of_cluster((address >> 24) - 1).store(*me, address & 0xffffff, v, 8);
+}
+void st_shared_cluster_b64(u32 address, u64 x) {
+    memcpy(block_of_cluster((address >> 24) - 1).at(address & 0xffffff, 8, 8), &x, 8);
+}
+void ld_shared_cluster_b64(u64& x, u32 address) {
+    memcpy(&x, block_of_cluster((address >> 24) - 1).at(address & 0xffffff, 8, 8), 8);
 }
 void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, u32 bar) {
     Block* const block = &block_of_cluster((address >> 24) - 1);

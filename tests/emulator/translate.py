@@ -5,16 +5,17 @@ import re
 
 TOKEN = r'"(?:\\.|[^"\\])*"'
 LAUNCH = """
-extern "C" const char* launch_{name}(unsigned grid, unsigned threads, unsigned resident,
+extern "C" const char* launch_{name}(const unsigned* grid, unsigned threads, unsigned resident,
                                      size_t shared_bytes, unsigned seed, void** x) {{
-    return machine::launch(grid, threads, {cluster}, resident, shared_bytes, seed, [x] {{
+    const uint3 blocks = {{grid[0], grid[1], grid[2]}};
+    return machine::launch(blocks, threads, {cluster}, resident, shared_bytes, seed, [x] {{
         {name}({arguments});
     }});
 }}"""
 HEAD = """#include "cuda.h"
 #include <functional>
 namespace machine {
-const char* launch(unsigned, unsigned, unsigned, unsigned, size_t, unsigned, std::function<void()>);
+const char* launch(uint3, unsigned, unsigned, unsigned, size_t, unsigned, std::function<void()>);
 }"""
 
 
@@ -29,7 +30,7 @@ def translate(text, signatures):
         parts += [text[end : match.start()], _call(text[match.end() + 1 : close])]
         end = close + 1
     text = "".join([*parts, text[end:]])
-    dynamic = r"extern __shared__ ([\w ]+) (\w+)\[\];"
+    dynamic = r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];"
     text = re.sub(dynamic, r"\1* \2 = (\1*)dynamic_shared_memory();", text)
     static = r"__shared__ __align__\(\d+\) ([\w ]+) (\w+)\[(.*?)\];"
     text, count = re.subn(static, r"auto& \2 = *(\1(*)[\3])static_shared_memory();", text)

@@ -7,9 +7,10 @@ from gpuattn.arrays import get_xp, to_cpu
 from gpuattn.data.batching import PackedLoader
 from gpuattn.decode.beam import beam_search
 from gpuattn.decode.options import BeamOptions
-from gpuattn.engine import Engine
+from gpuattn.engine import Engine, searches
 from gpuattn.engine import engine as engine_module
 from gpuattn.engine.beam import TranslationSearch
+from gpuattn.engine.inputs import rounded
 from gpuattn.models.translation import TranslationConfig, TranslationModel
 from gpuattn.ops.sampling.beam_update import best_texts
 from gpuattn.runtime.device import batch_to
@@ -59,7 +60,7 @@ def test_equals_decode(model, seed):
         sources = [rng.integers(4, VOCAB, rng.integers(1, 16)).tolist() for _ in range(7)]
         found = engine.translate(sources, limits=[limit] * 7, **options)
         check(found, wanted(model, sources, limit, options))
-        assert all(sentences * beam <= 20 for sentences, beam, *_ in engine._searches)
+        assert all(sentences * beam <= 20 for sentences, beam, *_ in engine._searches.kept)
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
@@ -67,10 +68,9 @@ def test_a_step_of_the_search_on_any_device(model):
     """Call the step that a graph captures directly, also on NumPy."""
     rng, limit = np.random.default_rng(0), 12
     sources = [rng.integers(4, VOCAB, n).tolist() for n in (3, 9, 1)]
-    options = {"bos": BOS, "eos": EOS, "nbest": 2, "banned": (0, BOS, 3), "min_length": 2}
-    search = TranslationSearch(
-        model, 4, 3, limit, 16, divisor=lambda length: length**0.6, **options
-    )
+    options = {"eos": EOS, "beam": 3, "nbest": 2, "banned": (0, BOS, 3), "min_length": 2}
+    options["length_penalty"] = 0.6
+    search = TranslationSearch(model, 4, 3, limit, 16, options=BeamOptions(**options), bos=BOS)
     for _ in range(2):  # the same search runs two batches
         search.load(sources, [limit] * 3)
         search.encode()
@@ -78,8 +78,7 @@ def test_a_step_of_the_search_on_any_device(model):
             search.step()
         assert int(search.beams.live[0]) == 0
         texts, lengths, scores, _ = map(to_cpu, best_texts(search.beams, 2))
-        options = options | {"beam": 3, "length_penalty": 0.6}
-        for b, want in enumerate(wanted(model, sources, limit, options)):
+        for b, want in enumerate(wanted(model, sources, limit, options | {"bos": BOS})):
             assert [h.tokens for h in want] == [
                 texts[b, n, : lengths[b, n]].tolist() for n in (0, 1)
             ]
@@ -95,28 +94,22 @@ def test_limits_of_each_sentence(model):
 
 
 @pytest.mark.parametrize("option, reason", [
-    ({}, None), ({"nbest": 2, "length_rule": "gnmt", "min_length": 3, "banned": [7]}, None),
-    ({"stopping": "hf"}, "stopping is 'hf', the search on the device has 'fairseq'"),
-    ({"patience": 2.0}, "patience is 2.0"), ({"end_counts": False}, "end_counts is False"),
-    ({"renormalise": True}, "renormalise is True"), ({"eos": [2, 5]}, "there are 2 end marks"),
-    ({"no_repeat_ngram": 2}, "no_repeat_ngram and repetition_penalty are not in the search"),
-    ({"repetition_penalty": 1.2}, "no_repeat_ngram and repetition_penalty are not in the search"),
-    ({"prefix": [[5], [], [6, 7]]}, "texts have a prefix"),
+    ({}, None), ({"beam": 64}, None), ({"beam": 42, "eos": [2, 5]}, None),
+    ({"stopping": "hf", "no_repeat_ngram": 2, "renormalise": True}, None),
+    ({"coverage": 0.5}, "coverage is 0.5, the search on the device has none"),
     ({"beam": 65}, "the beam is 65, the search on the device takes at most 64"),
+    ({"beam": 43, "eos": [2, 5]}, "2 end marks and a beam of 43 need 129 continuations, the"),
 ], ids=str)  # fmt: skip
 def test_options_that_the_device_lacks(option, reason):
     """They run through gpuattn.decode, and the reason is a sentence."""
-    settings = {"eos": EOS, "beam": 3, **option}
-    prefix = settings.pop("prefix", None)
-    found = engine_module.refusal(BeamOptions(**settings), prefix)
+    found = engine_module.refusal(BeamOptions(**{"eos": EOS, "beam": 3, **option}))
     assert found is None if reason is None else reason in found
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
 def test_any_option_equals_decode(model):
     """Sentences with prefixes and limits of their own, an empty source and an empty text."""
-    said: list[str] = []
-    engine, sources, limits = Engine(model, notify=said.append), [[], [5, 6, 7], [8, 9]], [4, 0, 7]
+    engine, sources, limits = Engine(model), [[], [5, 6, 7], [8, 9]], [4, 0, 7]
     settings = {"stopping": "ct2", "no_repeat_ngram": 2, "eos": [EOS, 5], "nbest": 2, "beam": 3}
     prefix = [[6], [], [7, 7]]
     found = engine.translate(sources, limits=limits, bos=BOS, prefix=prefix, **settings)
@@ -126,19 +119,18 @@ def test_any_option_equals_decode(model):
         check([best], beam_search(stepper, **given, **settings))
         assert best[0].tokens[: len(prefix[b])] == prefix[b]
     assert found[1] == [([], 0.0, 0.0, False)]
-    assert len(said) == engine.on_gpu
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
 def test_searches_are_evicted_for_others(model, monkeypatch):
     """Each search needs the whole cache, so the next one replaces it and its graphs."""
-    monkeypatch.setattr(engine_module, "MAX_TOKENS", 1)
+    monkeypatch.setattr(searches, "MAX_TOKENS", 1)
     engine, options = Engine(model), {"bos": BOS, "eos": EOS, "banned": (0, BOS, 3)}
     sources = [[5, 6, 7], [8, 9]]
     for beam in (2, 3, 2, 2, 3):
         found = engine.translate(sources, limits=[9, 9], beam=beam, **options)
         check(found, wanted(model, sources, 9, options | {"beam": beam}))
-        assert len(engine._searches) <= 1
+        assert len(engine._searches.kept) <= 1
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
@@ -162,7 +154,7 @@ def test_replaced_weights(model):
 @pytest.mark.parametrize("wrong, said", [
     ({"beam": 0}, "beam is 0"), ({"nbest": 3}, "nbest is 3; accepted: 1 to beam, 2"),
     ({"length_penalty": 11}, "length_penalty"), ({"length_rule": "log"}, "power, gnmt"),
-    ({"limits": [49]}, "a limit is 49; accepted: up to the model's max_length, 48"),
+    ({"limits": [49]}, "a limit is 49; accepted: 0 to the model's max_length, 48"),
 ])  # fmt: skip
 def test_settings_out_of_range(model, wrong, said):
     options = {"bos": BOS, "eos": EOS, "beam": 2, "limits": [9]} | wrong
@@ -174,13 +166,13 @@ def test_no_sources(model):
     assert Engine(model).translate([], limits=[], bos=BOS, eos=EOS) == []
 
 
-@pytest.mark.parametrize(("count", "most", "least", "rounded"), [
+@pytest.mark.parametrize(("count", "most", "least", "expected"), [
     (1, 256, 16, 16), (17, 256, 16, 32), (60, 48, 16, 60), (300, 512, 1, 320), (3, 409, 1, 4),
     (409, 409, 1, 409), (1, 0, 1, 1),
 ])  # fmt: skip
-def test_sizes_are_rounded_up_to_the_limit(count, most, least, rounded):
+def test_sizes_are_rounded_up_to_the_limit(count, most, least, expected):
     """As for ``max_rows``: 409 sentences of five beams are 2,045 rows, not the 2,240 of 448."""
-    assert engine_module._rounded(count, most, least) == rounded
+    assert rounded(count, most, least) == expected
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
@@ -206,3 +198,31 @@ def test_scores_are_those_of_the_search_and_of_training(model):
     assert engine.score([]) == []
     with pytest.raises(ValueError, match="the target is 49 tokens; accepted: up to max_length, 48"):
         engine.score([([4], [5] * 48)])
+
+
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+def test_slots_are_refilled_on_any_device(model):
+    """What translate does on a GPU, also on NumPy: 30 sources in few slots, longest first."""
+    rng, engine = np.random.default_rng(2), Engine(model, max_rows=10)
+    engine.on_gpu = True
+    sources = [rng.integers(4, VOCAB, rng.integers(0, 16)).tolist() for _ in range(30)]
+    limits = rng.integers(0, 12, 30).tolist()
+    options = {"bos": BOS, "eos": EOS, "beam": 2, "banned": (0, BOS, 3)}
+    groups = list(engine.translations(sources, limits=limits, **options))
+    assert sorted(i for chosen, _ in groups for i in chosen) == list(range(30))
+    assert len(groups) > 3 and [key[:2] for key in engine._searches.kept] == [(5, 2)]
+    found = engine.translate(sources, limits=limits, **options)
+    for i in range(30):
+        stepper = model.stepper(model.pack([sources[i]]), max(1, limits[i]))
+        want = beam_search(stepper, max_length=[limits[i]], **options)
+        check([found[i]], want)
+    some = engine.translations(sources, limits=limits, **options)
+    next(some), next(some)
+    check(engine.translate(sources[:3], limits=[9] * 3, **options), engine.translate(
+        sources[:3], limits=[9] * 3, **options))  # fmt: skip
+    some.close()
+    assert not engine._searches.used and len(engine._searches.kept) <= 2
+    again = engine.translate(sources, limits=limits, **options)
+    assert [[h.tokens for h in best] for best in again] == [
+        [h.tokens for h in best] for best in found
+    ]

@@ -5,12 +5,11 @@ import pytest
 from checks import sampled
 
 from gpuattn import rng as random
-from gpuattn.arrays import to_cpu
+from gpuattn.arrays import import_cupy, to_cpu
 from gpuattn.decode.greedy import greedy
 from gpuattn.decode.sample import sample
 from gpuattn.engine import Engine
-from gpuattn.engine import engine as engine_module
-from gpuattn.engine.generation import Generation, hypotheses
+from gpuattn.engine.generation import Generation
 from gpuattn.models.gpt2 import GPT2, GPT2Config
 from gpuattn.models.llama import Llama, LlamaConfig
 
@@ -49,7 +48,7 @@ def settings_of(rng):
 
 def alone(model, prompt, limit, key, number, settings):
     """The text of one prompt by ``gpuattn.decode``."""
-    xp = np if isinstance(model.parameters()[0].data, np.ndarray) else engine_module.import_cupy()
+    xp = np if isinstance(model.parameters()[0].data, np.ndarray) else import_cupy()
     stepper = model.stepper(xp.asarray([prompt], np.int32), limit)
     given = {"bos": stepper.first_tokens, "max_length": [limit], **settings}
     if settings["temperature"]:
@@ -89,20 +88,20 @@ def test_a_step_on_any_device(model):
     """Call the steps that graphs capture directly, also on NumPy."""
     rng, key = np.random.default_rng(0), random.Key(1 << 40 | 5, 3, 7)
     draws = {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.01}
-    generation = Generation(model, 6, BLOCK, 32, draws=draws, eos=EOS, masked=True)
+    rules = {"eos": [EOS, 5], "min_length": 3, "no_repeat_ngram": 2, "repetition_penalty": 1.3}
+    generation = Generation(model, 6, BLOCK, draws=draws, rules=rules, banned=(0, 1))
     for _ in range(2):  # the same state takes two batches
         prompts, limits, numbers = batch_of(rng)
-        generation.load(prompts, limits, numbers, key, (0, 1, EOS))
+        generation.load(prompts, limits, numbers, [key] * len(prompts))
         generation.begin()
-        for step in range(max(limits)):
-            if step == 3:
-                generation.allow_end()
+        for _ in range(max(limits)):
             generation.step()
         assert int(generation.texts.live[0]) == 0
-        settings = {"eos": EOS, "banned": (0, 1), "min_length": 3, **draws}
+        settings = {"banned": (0, 1), **rules, **draws}
         each = zip(prompts, limits, numbers, strict=True)
         want = [alone(model, p, most, key, n, settings) for p, most, n in each]
-        check(hypotheses(generation.texts, len(prompts)), want)
+        read = [to_cpu(x) for x in generation.results()]
+        check([text for (text,) in generation.hypotheses(read, range(len(prompts)))], want)
 
 
 def test_temperature_0_is_greedy_and_tokens_are_told(model):
@@ -118,13 +117,10 @@ def test_temperature_0_is_greedy_and_tokens_are_told(model):
     assert [told.get(i, []) for i in range(len(prompts))] == [text.tokens for text in found]
 
 
-def test_what_the_device_lacks_runs_through_decode(model):
-    said: list[str] = []
-    engine, settings = Engine(model, notify=said.append), {"temperature": 1.0, "eos": [EOS, 5]}
-    found = engine.generate([[5, 6]], limits=[9], seed=3, no_repeat_ngram=2, **settings)
-    settings["no_repeat_ngram"] = 2
+def test_rules_that_read_the_texts(model):
+    settings = {"temperature": 1.0, "eos": [EOS, 5], "no_repeat_ngram": 2}
+    found = Engine(model).generate([[5, 6]], limits=[9], seed=3, **settings)
     check(found, [alone(model, [5, 6], 9, 3, 0, settings)])
-    assert len(said) == engine.on_gpu
 
 
 @pytest.mark.parametrize("wrong, said", [
@@ -154,5 +150,21 @@ def test_a_thousand_replays_do_not_drift(gpu):
         other, same = (engine.generate(prompts, limits=[40] * 3, seed=s) for s in (turn, 4))
         assert same == first
         assert (other == first) == (turn == 4)
-    assert len(engine._searches) == 1
-    assert to_cpu(next(iter(engine._searches.values())).texts.done).all()
+    assert len(engine._searches.kept) == 1
+    assert to_cpu(next(iter(engine._searches.kept.values())).texts.done).all()
+
+
+def test_equal_prompts_are_computed_once(model):
+    prompts = [[5, 6, 7, 8], [9, 3], [5, 6, 7, 30], [5, 6, 7, 8], [9, 3]]
+    draws = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0}
+    rules = {"eos": (), "min_length": 0, "no_repeat_ngram": 0, "repetition_penalty": 1.0}
+    generation, key = Generation(model, 8, 40, draws=draws, rules=rules), random.Key(4, 0, 0)
+    generation.load(prompts, [9] * 5, [0, 1, 2, 3, 4], [key] * 5)
+    assert generation.shape[:2] == (8, 2)  # [5, 6, 7] and [9]
+    generation.begin()
+    for _ in range(9):
+        generation.step()
+    found = generation.hypotheses([to_cpu(x) for x in generation.results()], range(5))
+    settings = {"eos": None, **draws}
+    want = [alone(model, prompt, 9, key, i, settings) for i, prompt in enumerate(prompts)]
+    check([texts[0] for texts in found], want)

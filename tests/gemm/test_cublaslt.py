@@ -10,7 +10,7 @@ from checks import DTYPES, dtype_of
 from fake_cublaslt import gpu
 from fake_gpu import GPUS
 
-from gpuattn.arrays import wide
+from gpuattn.arrays import batch_invariant, wide
 from gpuattn.autodiff.numpy import products
 from gpuattn.cuda import scratch
 from gpuattn.errors import SlowPathWarning
@@ -18,7 +18,7 @@ from gpuattn.gemm import cublaslt, matmul, tuning
 
 M, K, N = 6, 33, 7
 REFUSED = "cuBLASLt planned this product but refuses to launch it"
-start = cublaslt._handle
+start = cublaslt.handle
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def fake(monkeypatch):
     library = fake_cublaslt.CublasLt()
     monkeypatch.setitem(sys.modules, "cupy", fake_cublaslt.cupy())
     monkeypatch.setattr(cublaslt, "library", lambda: (library, ""))
-    monkeypatch.setattr(cublaslt, "_handle", lambda device: library.create())
+    monkeypatch.setattr(cublaslt, "handle", lambda device: library.create())
     monkeypatch.setattr(cublaslt, "_plans", {})
     monkeypatch.setattr(scratch, "_workspaces", {})
     return library
@@ -253,7 +253,7 @@ def test_a_library_that_cannot_be_initialised(fake, monkeypatch):
     def create():
         raise fake.cuBLASLtError(1)
 
-    monkeypatch.setattr(cublaslt, "_handle", start)
+    monkeypatch.setattr(cublaslt, "handle", start)
     monkeypatch.setattr(fake, "create", create)
     with pytest.raises(RuntimeError, match=r"STATUS_1\) to start on device 0: .*cuda12x"):
         cublaslt.multiply(a, a.T)
@@ -315,3 +315,18 @@ def test_nothing_is_timed_while_a_stream_is_captured(fake, rng, monkeypatch, tmp
     a, b = gpu(whole(rng, M, K)), gpu(whole(rng, K, N))
     tuning.tune(lambda: cublaslt.multiply(a, b))
     assert fake.ran == [0]
+
+
+def test_batch_invariant_products_are_not_split_or_tuned(fake, rng, monkeypatch, tmp_path):
+    """A sum over several blocks may depend on the tile of its row; a tuned plan on the day."""
+    monkeypatch.setattr(tuning, "_path", lambda plan: tmp_path / "algorithms.json")
+    a, b = gpu(whole(rng, M, K)), gpu(whole(rng, K, N))
+    cublaslt.multiply(a, b)
+    token = batch_invariant.set(True)
+    try:
+        found = tuning.tune(lambda: cublaslt.multiply(a, b))
+    finally:
+        batch_invariant.reset(token)
+    np.testing.assert_array_equal(found, a @ b)
+    assert [p["REDUCTION_SCHEME_MASK"] for p in fake.preferences] == [2, 0]
+    assert fake.ran == [0, 0] and len(cublaslt._plans) == 2

@@ -75,6 +75,40 @@ def test_gradient_of_every_parameter_agrees_with_differences(rng, options):
         assert abs(p.grad).max() > 1e-8, f"{name} has no gradient"
 
 
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_texts_end_to_end_are_those_texts_alone(rng, xp, positions, checkpoint):
+    model = GPT2(dataclasses.replace(TINY, positions=positions, kv_heads=1), seed=3)
+    model.checkpoint = checkpoint
+    texts, labels = ([tokens(np.random.default_rng(seed), n) for n in (3, 8, 1, 5)]
+                     for seed in (1, 2))  # fmt: skip
+    for p in model.parameters():
+        p.data = xp.asarray(p.data * 5)
+
+    def run(some, wanted, weight=1.0, **packing):
+        loss = model.loss(xp.asarray(some), xp.asarray(wanted), **packing)
+        (loss * weight).backward()
+        return float(to_cpu(loss.data)) * weight
+
+    each = sum(run(t[None], w[None], len(t) / 17) for t, w in zip(texts, labels, strict=True))
+    grads = [to_cpu(p.grad) for p in model.parameters()]
+    model.zero_grad()
+    ends = np.cumsum([0, *map(len, texts)], dtype=np.int32)
+    joined = run(
+        np.concatenate(texts), np.concatenate(labels), max_seqlen=8,
+        positions=xp.asarray(np.concatenate([np.arange(len(t), dtype=np.int32) for t in texts])),
+        cu_seqlens=xp.asarray(ends),
+    )  # fmt: skip
+    np.testing.assert_allclose(joined, each, rtol=1e-5)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        np.testing.assert_allclose(to_cpu(p.grad), grad, atol=1e-4 * abs(grad).max())
+
+
+def test_texts_end_to_end_are_up_to_block(rng):
+    with pytest.raises(ValueError, match="9 tokens; accepted: up to block, 8"):
+        GPT2(TINY).states(tokens(rng, 12), cu_seqlens=np.array([0, 3, 12], np.int32), max_seqlen=9)
+
+
 def test_learns_to_count(rng):
     model = GPT2(dataclasses.replace(TINY, d_model=32))
     x = (rng.integers(0, 20, (16, 1)) + np.arange(9)).astype(np.int32) % 20

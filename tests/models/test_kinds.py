@@ -47,7 +47,7 @@ def slim(monkeypatch):
     monkeypatch.delattr("gpuattn.cli.train", raising=False)
     monkeypatch.delitem(sys.modules, "gpuattn.cli.train", raising=False)
     return register(ModelKind(
-        name="slim", task="language", model=GPT2, configure=configure, check=check,
+        name="slim", tasks=("language",), model=GPT2, configure=configure, check=check,
         options=("block", "ffn"),
         defaults={"positions": "learned", "activation": "gelu", "dim": 32, "heads": 2, "ffn": 24,
                   "layers": 2, "block": 16, "dropout": 0.0, "batch": 64, "warmup": 0},
@@ -66,14 +66,18 @@ def test_options_and_checks_come_from_the_registry(slim):
     config = resolve(("", {"model": "slim", "lm": "text"}))[0]
     assert (config.dim, config.ffn, config.positions, config.layers) == (32, 24, "learned", (2, 2))
     assert resolve(("", {"model": "slim", "lm": "text", "preset": "slender"}))[0].ffn == 8
-    assert models_with("ffn") == ["translation", "slim"] and models_with("bias") == ["gpt2"]
+    assert models_with("ffn") == ["translation", "llama", "slim"] and models_with("bias") == [
+        "gpt2"
+    ]
     with pytest.raises(ConfigError, match="bias is for --model gpt2, not slim"):
         TrainConfig(model="slim", lm="text", bias=False)
     with pytest.raises(ConfigError, match="ffn is 99; accepted: up to dim, 32, for slim"):
         resolve(("", {"model": "slim", "lm": "text", "ffn": 99}))
     with pytest.raises(ConfigError, match="--model slim learns from one text"):
         TrainConfig(model="slim")
-    with pytest.raises(ConfigError, match="not one of translation, gpt2, slim.*Did you mean"):
+    with pytest.raises(
+        ConfigError, match="not one of translation, bert, gpt2, llama, vit, slim.*Did you mean"
+    ):
         TrainConfig(model="slin")
     with pytest.raises(ValueError, match="'slim' already"):
         register(slim)
@@ -100,8 +104,12 @@ def test_the_command_line_trains_and_samples_it(slim, text, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert ended.value.code == 0 and "[translation|gpt2|slim]" in shown
-    assert "[default: 128; gpt2: 384, on NumPy 128; slim: 32]" in shown and "slender" in shown
+    assert ended.value.code == 0 and "[translation|bert|gpt2|llama|vit|slim]" in shown
+    sizes = (
+        "[default: 128; bert: 256, on NumPy 64; gpt2: 384, on NumPy 128; "
+        "llama: 384, on NumPy 128; vit: 192, on NumPy 64; slim: 32]"
+    )
+    assert sizes in shown and "slender" in shown
     out = tmp_path / "run"
     arguments = f"--model slim --lm {text} --tokenizer chars --for 2u --device numpy --out {out}"
     with pytest.raises(SystemExit) as ended:

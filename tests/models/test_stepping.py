@@ -83,7 +83,7 @@ def test_stepping_greedily_equals_teacher_forcing(norm, positions):
         x = model.target(batch.target_in, batch.target_positions)
         packing = {"cu_seqlens": batch.cu_target, "max_seqlen": batch.max_target}
         packing |= {"cu_memory": batch.cu_source, "max_memory": batch.max_source}
-        logits = model.logits(model.decode(x, memory=model.encode(batch), **packing)).data
+        logits = model.output(model.decode(x, memory=model.encode(batch), **packing)).data
     forced = logits[:, :20].argmax(-1).reshape(3, 8)
     np.testing.assert_array_equal(forced, targets[batch.sentences])
 

@@ -5,11 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gpuattn import Tensor, checkpoint
+from gpuattn import Tensor, checkpoint, to_cpu
 from gpuattn.data.batching import PackedLoader
 from gpuattn.data.tokenizer import BOS, EOS
 from gpuattn.errors import CheckpointError, ConfigError
 from gpuattn.models.translation import TranslationConfig, TranslationModel
+from gpuattn.runtime.device import batch_to
 
 TINY = TranslationConfig(vocab=20, d_model=8, heads=2, layers=(2, 2), ffn=12, max_length=12)
 PAIRS = [([5, 6, 7], [8, 9]), ([10], [11, 12, 13, 14]), ([15, 16, 17, 18, 19], [5])]
@@ -37,6 +38,7 @@ VARIANTS = [
     {"norm": "post", "positions": "sinusoidal", "tied": True, "dropout": 0.3},
     {"norm": "pre", "positions": "rotary", "kv_heads": 1, "activation": "swiglu", "dropout": 0.0},
     {"norm": "post", "positions": "rotary", "activation": "gelu_exact", "pad_vocab": False},
+    {"norm": "post", "positions": "sinusoidal_halves", "activation": "silu", "output_bias": True},
 ]
 
 
@@ -64,6 +66,22 @@ def test_a_packed_batch_equals_its_sentences_alone(options):
     assert together.target_tokens == sum(batch.target_tokens for batch in alone) == 10
     total = sum(model.loss(batch).item() * batch.target_tokens for batch in alone)
     np.testing.assert_allclose(model.loss(together).item() * 10, total, rtol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [
+    ("encoder", "source"), ("*.norms.*", "*.bias"), ("*.weight",), ("decoder.*.attention", "memory")
+])  # fmt: skip
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_frozen_parameters_leave_the_other_gradients(xp, norm, frozen):
+    whole, part = (make(norm=norm, d_model=16, dropout=0.1, activation="gelu") for _ in range(2))
+    device = "numpy" if xp is np else "cuda"
+    learnt = dict(part.to(device=device).freeze(*frozen).named_parameters())
+    for model in (whole.to(device=device), part):
+        model.loss(batch_to(one_batch(), xp)).backward()
+    for (name, p), (_, q) in zip(whole.named_tensors(), part.named_tensors(), strict=True):
+        assert (q.grad is None) == (name not in learnt), name
+        if q.grad is not None:
+            np.testing.assert_allclose(to_cpu(q.grad), to_cpu(p.grad), rtol=1e-4, atol=1e-6)
 
 
 def test_initial_loss_is_near_that_of_guessing():

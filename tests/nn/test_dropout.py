@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from gpuattn import nn, rng
+from gpuattn import Tensor, nn, rng
+from gpuattn.arrays import to_cpu
 
 
 def test_streams_are_numbered_by_construction():
@@ -36,3 +37,19 @@ def test_no_dropout_in_evaluation_or_at_zero():
 def test_probability_is_checked(p):
     with pytest.raises(ValueError, match="0 <= p <= 1"):
         nn.Dropout(p)
+
+
+def test_stochastic_depth_leaves_out_whole_samples(xp):
+    state = nn.RandomState(3)
+    layer = nn.StochasticDepth(0.25, nn.Streams(state))
+    x = Tensor(xp.ones((4000, 2, 3), "float32"), requires_grad=True)
+    y = layer(x)
+    kept = to_cpu(y.data)[:, 0, 0] > 0
+    want = np.where(kept, np.float32(4 / 3), 0)[:, None, None]
+    np.testing.assert_allclose(to_cpu(y.data), np.broadcast_to(want, x.shape), rtol=1e-6)
+    assert 0.72 < kept.mean() < 0.78
+    y.backward(xp.ones_like(y.data))
+    np.testing.assert_array_equal(to_cpu(x.grad), to_cpu(y.data))
+    state.step = 1
+    assert (kept != (to_cpu(layer(x).data)[:, 0, 0] > 0)).any()
+    assert layer.eval()(x) is x

@@ -8,6 +8,7 @@ import pytest
 
 from gpuattn import Tensor, nn
 from gpuattn.errors import CheckpointError
+from gpuattn.nn.module import truncated_normal
 from gpuattn.runtime import Workspace
 
 
@@ -106,7 +107,7 @@ def test_load_state_loads_all_or_nothing():
 
 
 def test_load_state_names_a_few_of_many_faults():
-    with pytest.raises(CheckpointError, match="and 12 more"):
+    with pytest.raises(CheckpointError, match="and 13 more"):
         Outer().load_state({f"x{i}": np.zeros(1, np.float32) for i in range(16)})
 
 
@@ -174,9 +175,24 @@ def test_summary_is_a_table():
         ["first", "(4,)", "float32", "4"],
         ["stack.0.weight", "(2, 3)", "float32", "6"],
         ["stack.1.weight", "(2, 3)", "float32", "6"],
+        ["constant (frozen)", "(5,)", "float32", "5"],
         ["last", "(1,)", "float32", "1"],
-        ["4 in all", "68 bytes", "17"],
+        ["5 in all", "88 bytes", "22"],
     ]
+
+
+def test_freezing_by_patterns():
+    outer = Outer()
+    assert outer.freeze("stack.0", "fir*") is outer
+    assert [path for path, _ in outer.named_parameters()] == ["stack.1.weight", "last"]
+    assert list(outer.state()) == list(Outer().state()) and "constant" in outer.state()
+    np.sum(outer.first * outer.stack[1].weight[0, 0]).backward()
+    assert outer.first.grad is None and outer.stack[1].weight.grad is not None
+    with pytest.raises(
+        ValueError, match=r"pattern is 'stck\.\*'; accepted: paths of .*stack.1.weight"
+    ):
+        outer.freeze("last", "stck.*")
+    assert outer.last.requires_grad
 
 
 def test_zero_grad_clears_gradients():
@@ -253,3 +269,12 @@ def test_parameters_that_are_loaded_next_are_not_drawn():
         one.load_state(drawn.state())
         for p, q in zip(one.parameters(), drawn.parameters(), strict=True):
             np.testing.assert_array_equal(p.data, q.data)
+
+
+def test_truncated_normal_weights():
+    weight = truncated_normal(np.random.default_rng(0), (300, 200), 0.5).data
+    assert weight.dtype == np.float32 and np.abs(weight).max() <= 1
+    assert weight.std() == pytest.approx(0.5 * 0.8796, rel=0.02)  # of a normal one within 2
+    assert abs(weight.mean()) < 0.01
+    with nn.uninitialised():
+        assert truncated_normal(None, (3, 2), 0.5).shape == (3, 2)

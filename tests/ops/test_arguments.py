@@ -45,6 +45,7 @@ CALLS = {
     },
     "gelu": lambda: {"x": numbers(2, 4)},
     "relu": lambda: {"x": numbers(2, 4)},
+    "silu": lambda: {"x": numbers(2, 4)},
     "swiglu": lambda: {"x": numbers(2, 4)},
     "embedding": lambda: {"tokens": integers(2), "weight": numbers(4, 3)},
     "cross_entropy": lambda: {"logits": numbers(2, 3), "labels": integers(2)},

@@ -1,9 +1,11 @@
 """Launches of every kernel on every GPU: they fit the GPU's limits, and the kernels compile."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from checks import sampled
 from fake_gpu import GPUS
 from fake_launches import as_array, launches_on
 
@@ -13,8 +15,13 @@ from gpuattn.arrays import BFLOAT16
 from gpuattn.cuda import compiler, kernels
 from gpuattn.errors import KernelCompileError
 from gpuattn.ops.attention.step_attention import step_attention
+from gpuattn.ops.attention.store_rows import store_rows
+from gpuattn.ops.image_patches import image_patches
 from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
+from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 from gpuattn.ops.sampling.text_update import Texts, text_update
+from gpuattn.ops.scalars import add_product, product
+from gpuattn.optim import ExponentialAverage
 
 FLOAT32 = np.dtype("float32")
 DTYPES = FLOAT32, BFLOAT16
@@ -22,7 +29,9 @@ STATIC_TOO = (  # files with kernels that also declare static shared memory
     "loss/cross_entropy.cu", "attention/decode_attention.cu", "norm/dropout_add_norm_backward.cu",
     "norm/layer_norm_backward.cu",
 )  # fmt: skip
-CLUSTERS = {"loss/cross_entropy_cluster.cu", "softmax_hopper.cu"}
+CLUSTERS = {
+    "loss/cross_entropy_cluster.cu", "sampling/sample_tokens_cluster.cu", "softmax_hopper.cu",
+}  # fmt: skip
 MOST_THREADS, MOST_ROWS = 1024, 65535  # per block; grid size along y and z
 COLUMNS = (64, 256, 384, 768, 1000, 2048, 4096, 8192, 16392, 40000)
 VOCABULARIES = (100, 1000, 2000, 5000, 20000, 50000, 60000, 120000, 300000)
@@ -79,9 +88,14 @@ def logits(dtype, size):
     gpuattn.beam_step(x, floats(np.float32, 2, 2), banned=as_array(np.zeros(size, bool)))
     for more in ({}, {"top_k": 9}, {"top_p": 0.5}):
         gpuattn.sample_tokens(x, seed=1, **more)
-    texts = Texts(x, len(x), 9)
+    texts, slots = Texts(x, len(x), 9), as_array(np.zeros((2, 2, 9), np.int16))
+    beams = Beams(x, 2, 2, 9, float)
+    for more in ({}, {"on_logits": True}, {"prefix_room": 3}, {"no_repeat_ngram": 2}):
+        rules = TextRules(x, 2, eos=(2,), min_length=3, **more)
+        given = beams.scores, beams.positions, beams.history, slots
+        text_rules(x, *given, rules)
     drawn = gpuattn.sample_tokens(x, keys=texts.keys)
-    text_update(*drawn, texts, eos=2)
+    text_update(*drawn, texts, eos=as_array(np.array([2], np.int32)))
 
 
 def attention(dtype, size):
@@ -109,9 +123,13 @@ def decoding(dtype, size):
         gpuattn.decode_attention(floats(dtype, 3, 1, 8, size), cache, cache, lengths, **more)
     beams = Beams(new, 3, 1, 9, float)
     beams.start(1, [9, 9, 9])
+    store_rows([(cache, new[:, 0])], lengths, lengths)
     step_attention(new, new, new, cache[:, :9].copy(), cache[:, :9].copy(), lengths, beams.slots)
+    pages = floats(dtype, 4, 64, 2, size)
+    table = as_array(np.array([[1, 2]] * 3, np.int32))
+    step_attention(new, new, new, pages, pages.copy(), lengths, page_table=table)
     found = gpuattn.beam_step(floats(dtype, 3, 99), beams.scores)
-    beam_update(*found, beams, eos=2)
+    beam_update(*found, beams, eos=as_array(np.array([2], np.int32)))
     best_texts(beams)
     back(gpuattn.rotary(*wanting(floats(dtype, 2, 9, 4, size), floats(dtype, 2, 9, 2, size))))
 
@@ -126,6 +144,13 @@ def layers(dtype, cols):
     back(gpuattn.linear_cross_entropy(*wanting(x, weight), labels))
 
 
+def pictures(dtype, size):
+    images = as_array(np.zeros((3, size + 1, size, 3), np.uint8))
+    options = {"patch": 2, "size": size, "mean": [0.5] * 3, "std": [0.5] * 3, "dtype": dtype}
+    image_patches(images, **options, seed=1, mix=floats(np.float32, 3))
+    image_patches(images[..., :1], **options | {"mean": [0.5], "std": [0.5]})
+
+
 def updates(dtype, size):
     params, *moments = (floats(np.float32, size) for _ in range(3))
     grads, decay = floats(dtype, size), as_array(np.ones(size // 128, np.uint8))
@@ -137,12 +162,16 @@ def updates(dtype, size):
     gpuattn.sgd(params, grads, moments[0], state, decay=decay, momentum=0.9, model=model)
     tensors = gpuattn.TensorTable(params, [0, 128], size, [True, False])
     gpuattn.lamb(params, grads, *moments, state, tensors, model=model)
+    share = as_array(np.ones((), np.float32))
+    ExponentialAverage(SimpleNamespace(masters=params if model is None else model)).update(share)
+    add_product(state.field("divisor"), share, product(share, share))
 
 
 CASES = [
     *[(rows, cols) for cols in COLUMNS], *[(table, cols) for cols in (64, 1000, 4096)],
     *[(logits, size) for size in VOCABULARIES], *[(attention, size) for size in HEAD_SIZES],
     *[(decoding, size) for size in HEAD_SIZES], (layers, 64), (layers, 384), (updates, 1024),
+    (pictures, 14), (pictures, 224),
 ]  # fmt: skip
 
 
@@ -156,8 +185,9 @@ def plans(record):
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
-@pytest.mark.parametrize("record", GPUS.values(), ids=GPUS)
-def test_every_launch_fits_the_gpu(record):
+@pytest.mark.parametrize("name", sampled(dict.fromkeys(["8.6", "9.0", "12.0", *GPUS]), 3))
+def test_every_launch_fits_the_gpu(name):
+    record = GPUS[name]
     noted = plans(record)
     launched = {launch.file for launch in noted}
     portable = {file for file in kernels.files() if "sm_80" in kernels.architectures(file)}

@@ -47,7 +47,7 @@ def test_implementations_agree(name, where, rng, shape, dtype):
     positions = rng.integers(0, 1000, shape[0])
     for given in (positions, None):
         check_implementation(
-            IMPLS, name, where, [q, k, given], dtype, needs=(True, True, False), base=1e4,
+            IMPLS, name, where, [q, k, given], dtype, needs=(True, True, False), rates=1e4,
             donate=False,
         )  # fmt: skip
 
@@ -63,6 +63,23 @@ def test_equals_the_formula_at_any_position(name, where, rng):
     )  # fmt: skip
     for x, y in zip((q, k), got, strict=True):
         np.testing.assert_allclose(to_cpu(y), by_hand(x, positions, 500.0), atol=3e-6)
+
+
+@pytest.mark.parametrize("name, where", HERE)
+def test_frequencies_of_its_own(name, where, rng):
+    xp = module_named(where)
+    q, k = (x.astype(np.float32) for x in draw(rng, (9,), 4, 2, 12))
+    plain, given = 37.0 ** (-np.arange(0, 12, 2) / 12), [0.7, 0.1, 3.0, 0.0, 1e-5, -0.2]
+    sides = [xp.asarray(x) for x in (q, k)]
+    same = rotary(*sides, frequencies=plain, impl=name)
+    for y, by_base in zip(same, rotary(*sides, base=37.0, impl=name), strict=True):
+        assert y.tolist() == by_base.tolist()
+    other = rotary(*sides, frequencies=given, impl=name)
+    for x, y in zip((q, k), other, strict=True):
+        pairs = x[..., 0::2] + 1j * x[..., 1::2]
+        pairs = pairs * np.exp(1j * np.multiply.outer(np.arange(9), given))[:, None]
+        want = np.stack([pairs.real, pairs.imag], axis=-1).reshape(x.shape)
+        np.testing.assert_allclose(to_cpu(y), want, atol=3e-6)
 
 
 @pytest.mark.parametrize("name, where", HERE)
@@ -142,6 +159,9 @@ def test_faults(q, k, positions, error, match):
         rotary(np.zeros(q), np.zeros(k), positions)
     with pytest.raises(ValueError, match="base is 0"):
         rotary(np.zeros((2, 2, 2)), np.zeros((2, 2, 2)), base=0)
+    for wrong, match in (([1.0], "1 numbers; accepted: 2 numbers, one"), ([1.0, np.inf], "is inf")):
+        with pytest.raises(ValueError, match=match):
+            rotary(np.zeros((2, 2, 4)), np.zeros((2, 2, 4)), frequencies=wrong)
 
 
 def test_raw_runs_on_a_gpu(gpu):

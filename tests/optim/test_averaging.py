@@ -46,6 +46,20 @@ def test_averages_are_applied_inside_the_block_only(xp):
     assert (average.average == mean).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
+def test_a_gpu_has_the_bits_of_numpy(gpu, rng, dtype):
+    first, size = rng.standard_normal(256 * 5000).astype(dtype), 256 * 5000
+    spaces = [SimpleNamespace(masters=xp.asarray(first.copy())) for xp in (gpu, np)]
+    averages = list(map(ExponentialAverage, spaces))
+    for _ in range(3):
+        masters, share = rng.standard_normal(size).astype(dtype), np.float32(rng.random())
+        for average, space, xp in zip(averages, spaces, (gpu, np), strict=True):
+            space.masters = xp.asarray(masters)
+            average.update(xp.asarray(share))
+    there, here = (to_cpu(average.average) for average in averages)
+    assert there.tobytes() == here.tobytes()
+
+
 @pytest.mark.parametrize("decay", [-0.1, 1.0, np.nan])
 def test_refuses_a_decay_out_of_range(decay):
     with pytest.raises(ValueError, match="ExponentialAverage: decay is"):

@@ -26,7 +26,7 @@ def write(folder, header, data=DATA, length=None, name="model.safetensors"):
 
 def faults_of(folder):
     faults = []
-    return find_tensors(folder, faults), faults
+    return find_tensors(folder, faults, set()), faults
 
 
 def test_tensors_are_mapped_as_they_are(tmp_path):
@@ -148,7 +148,10 @@ def test_broken_configs(tmp_path, text, sentence):
 
 def test_a_folder_of_a_run_is_none_of_hugging_face(tmp_path):
     assert not is_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    assert is_pretrained(tmp_path)
+    for name in ("model.safetensors", "config.json"):  # one of them may be forgotten
+        (tmp_path / name).write_text("{}")
+        assert is_pretrained(tmp_path)
+        (tmp_path / name).rename(tmp_path / "other")
+    (tmp_path / "other").rename(tmp_path / "config.json")
     (tmp_path / "config.toml").write_text("")
     assert not is_pretrained(tmp_path)

@@ -13,8 +13,9 @@ import gpuattn
 from gpuattn import optim
 from gpuattn.arrays import BFLOAT16
 from gpuattn.errors import CheckpointError, ConfigError, DataError, PretrainedError
-from gpuattn.models import GPT2, Bert, BertConfig, GPT2Config, Llama, LlamaConfig
+from gpuattn.models import GPT2, Bert, BertConfig, GPT2Config, Llama, LlamaConfig, RotaryScaling
 from gpuattn.pretrained.architecture import ARCHITECTURES, register
+from gpuattn.pretrained.folder import describe_folder
 from gpuattn.runtime.workspace import Workspace
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -71,6 +72,29 @@ def test_all_faults_of_tensors_are_in_one_error(edit):
     ])  # fmt: skip
 
 
+def test_tensors_of_a_file_that_cannot_be_read_are_not_missing(edit):
+    """One fault for one cause; what is missing besides is told where that is known."""
+    folder = edit("gpt2-tied", drop=["transformer.wpe.weight"])
+    weights = folder / "model.safetensors"
+    data, held = weights.read_bytes(), sorted(load_file(weights))
+    weights.write_bytes(data[:20])
+    (fault,) = faults(folder)
+    assert fault.startswith("model.safetensors has 20 bytes and says that its header has")
+    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    head["transformer.ln_f.bias"]["dtype"] = "F8_E3"
+    text = json.dumps(head).encode()
+    weights.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + len(text) :])
+    broken, missing = faults(folder)
+    assert broken.startswith("transformer.ln_f.bias in model.safetensors is 'F8_E3'")
+    assert missing == "transformer.wpe.weight is missing"
+    listed = {"weight_map": dict.fromkeys(held, "1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
+    weights.unlink()
+    unread, missing = faults(folder)
+    assert unread == "1.safetensors cannot be read: No such file or directory"
+    assert missing == "transformer.wpe.weight is missing"
+
+
 @pytest.mark.parametrize("dtype, value", [("f4", "inf"), ("f2", "nan"), (BFLOAT16, "-inf")])
 def test_values_that_are_not_finite(edit, dtype, value):
     names = ["transformer.wte.weight", "transformer.h.1.mlp.c_fc.bias"]
@@ -113,9 +137,15 @@ REFUSED = [
     ("bert-encoder", "hidden_dropout_prob", 1.5),
     ("llama-untied", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
     ("llama-untied", "rope_parameters", {"rope_type": "yarn"}), ("llama-untied", "head_dim", 0),
-    ("llama-untied", "attention_bias", True), ("llama-untied", "rope_parameters", [1]),
+    ("llama-untied", "partial_rotary_factor", 0.5), ("llama-untied", "attention_bias", True),
+    ("llama-untied", "rope_parameters", [1]),
     ("qwen2-tied", "use_sliding_window", True), ("qwen2-tied", "num_key_value_heads", 2),
     ("qwen2-tied", "layer_types", ["full_attention", "sliding_attention"]),
+    ("marian-swish", "scale_embedding", False), ("marian-swish", "normalize_before", True),
+    ("marian-swish", "share_encoder_decoder_embeddings", False),
+    ("marian-swish", "decoder_vocab_size", 68), ("marian-swish", "decoder_attention_heads", 4),
+    ("marian-swish", "decoder_ffn_dim", 41), ("marian-swish", "eos_token_id", [0, 1]),
+    ("marian-swish", "decoder_start_token_id", 67),
     ("bert-encoder", "type_vocab_size", True), ("bert-encoder", "model_type", "roberta"),
 ]  # fmt: skip
 
@@ -139,6 +169,49 @@ def test_rotary_positions_of_old_and_new_files(edit):
     assert usual.config.base == 10_000 and new.config.base == 37
     wrong = edit("llama-untied", buffer, rope_parameters={"rope_theta": -1})
     assert faults(wrong) == ("config.json: rope_theta is -1; accepted: a positive number",)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 4}  # fmt: skip
+YARN = {"type": "yarn", "factor": 4.0}
+ROPES = {
+    "no factors": (LLAMA3 | {"low_freq_factor": None}, "'llama3' with low_freq_factor"),
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "the same for texts of any length"),
+    "two kinds": (YARN | {"rope_type": "llama3"}, "one rope_type of 'default', 'linear'"),
+    "another key": (YARN | {"mscale": 0.7}, "'yarn' without mscale"),
+    "a fraction": (LLAMA3 | {"original_max_position_embeddings": 4.5}, "of tokens whole ones"),
+    "a word": ({"type": "linear", "factor": "2"}, "'linear' with numbers"),
+    "no list": ([8.0], "rope_scaling is [8.0]; accepted: "),
+    "order": (LLAMA3 | {"high_freq_factor": 1.0}, "fast is 1.0; accepted: a number above slow"),
+    "smaller": ({"type": "linear", "factor": 0.5}, "factor is 0.5; accepted: a number from 1 on"),
+}
+
+
+@pytest.mark.parametrize("given, sentence", ROPES.values(), ids=ROPES)
+def test_rotary_scaling_that_does_not_fit_is_refused(edit, given, sentence):
+    (fault,) = faults(edit("llama-untied", rope_parameters=None, rope_scaling=given))
+    assert fault.startswith("config.json: rope_scaling is ") and sentence in fault
+
+
+def test_rotary_scaling_of_old_and_new_files(edit, tmp_path):
+    def config(**keys):
+        return load(
+            edit("llama-untied", **{"rope_parameters": None, "rope_theta": 37} | keys)
+        ).config
+
+    new = config(rope_parameters=LLAMA3 | {"rope_theta": 37})
+    assert new.scaling == RotaryScaling("llama3", 8.0, 4, 1.0, 4.0)
+    assert config(rope_scaling=LLAMA3) == new == config(rope_scaling=LLAMA3, rope_parameters=LLAMA3)
+    yarn = config(rope_scaling=YARN).scaling
+    assert yarn == RotaryScaling("yarn", 4.0, 11, 1.0, 32.0, True, 0.1 * np.log(4) + 1)
+    longer = config(rope_scaling=YARN, original_max_position_embeddings=5).scaling
+    assert longer.original == 5
+    both = edit("llama-untied", rope_scaling=LLAMA3, rope_parameters={"rope_theta": 37})
+    assert "accepted: what rope_parameters says, or one of both" in faults(both)[0]
+    gpuattn.save_pretrained(Llama(new), tmp_path / "saved")
+    assert load(tmp_path / "saved").config == new
+    options = json.loads(json.dumps(describe_folder(tmp_path / "saved")))["options"]
+    assert options["scaling"]["kind"] == "llama3"
 
 
 def test_unknown_keys_are_named_in_one_warning(edit):
@@ -195,8 +268,8 @@ def test_tasks_choose_the_heads(tmp_path):
     config = json.loads((tmp_path / "body" / "config.json").read_text())
     assert config["architectures"] == ["BertModel"]
     assert not any("cls." in n for n in load_file(tmp_path / "body" / "model.safetensors"))
-    missing = faults(GOLDEN / "bert-encoder", task="masked")
-    assert "cls.predictions.transform.dense.weight is missing" in missing and len(missing) == 5
+    (missing,) = faults(GOLDEN / "bert-encoder", task="masked")
+    assert "no head for masked tokens (cls.predictions); accepted: a BertForMaskedLM" in missing
     with pytest.raises(ConfigError, match="task is 'language'; accepted: 'embedding' or 'masked'"):
         load(masked, task="language")
     with pytest.raises(ConfigError, match="Bert.head: masked is False"):
@@ -225,7 +298,9 @@ def test_what_cannot_be_saved(tmp_path):
     slim = GPT2(GPT2Config(9, 8, 2, 1, 6, bias=False, positions="rotary", activation="swiglu"))
     with pytest.raises(ConfigError, match="bias is False.*--bias.*positions is rotary.*swiglu"):
         gpuattn.save_pretrained(slim, tmp_path / "out")
-    with pytest.raises(ConfigError, match="model is a Linear; accepted: Bert, GPT2, Llama"):
+    with pytest.raises(
+        ConfigError, match="model is a Linear; accepted: Bert, GPT2, Llama, TranslationModel"
+    ):
         gpuattn.save_pretrained(gpuattn.nn.Linear(2, 2), tmp_path / "out")
     model = GPT2(TINY)
     model.norm.weight.data[2] = np.nan
@@ -261,3 +336,53 @@ def test_a_loaded_model_can_be_trained():
 def test_an_architecture_registers_once():
     with pytest.raises(ValueError, match="'gpt2' already"):
         register(ARCHITECTURES["gpt2"])
+
+
+# ---- images -------------------------------------------------------------------------------------
+
+
+def test_images_are_normalised_as_the_preprocessor_says(edit):
+    folder = edit("vit-head")
+    images = np.random.default_rng(0).integers(0, 256, (2, 12, 12, 3), np.uint8)
+    for found, mean, std in (
+        ({}, (0.5,) * 3, (0.5,) * 3),
+        ({"image_mean": [0.4, 0.5, 0.6], "image_std": [0.1, 0.2, 1]},
+         (0.4, 0.5, 0.6), (0.1, 0.2, 1)),
+        ({"do_normalize": False, "image_mean": [0.1] * 3}, (0.0,) * 3, (1.0,) * 3),
+    ):  # fmt: skip
+        (folder / "preprocessor_config.json").write_text(json.dumps(found))
+        model = load(folder)
+        floats = ((images / 255 - mean) / std).astype("f4")
+        want = model.logits(floats).data
+        np.testing.assert_allclose(model.logits(images).data, want, atol=1e-4)
+    for wrong in ({"rescale_factor": 1.0}, {"do_rescale": False}):
+        (folder / "preprocessor_config.json").write_text(json.dumps(wrong))
+        (fault,) = faults(folder)
+        assert fault.startswith("preprocessor_config.json: pixels are not scaled by 1 / 255")
+    for wrong in ({"image_mean": [0.5]}, {"image_std": [0, 1, 1]}, {"image_mean": "half"}):
+        (folder / "preprocessor_config.json").write_text(json.dumps(wrong))
+        (fault,) = faults(folder)
+        assert fault.startswith("preprocessor_config.json: image_") and "3 numbers" in fault
+
+
+def test_the_head_of_a_vit_is_kept_or_left_out(edit):
+    assert load(GOLDEN / "vit-head").config.classes == 5
+    assert load(GOLDEN / "vit-head", task="features").head is None
+    encoder = load(GOLDEN / "vit-encoder")
+    assert encoder.config.classes == 0 and not encoder.config.qkv_bias
+    assert list(encoder.origin.kept) == ["pooler.dense.bias", "pooler.dense.weight"]
+    shape = "vit.embeddings.position_embeddings"
+    (fault,) = faults(edit("vit-head", {shape: np.zeros((1, 17, 24), "f4")}))
+    assert fault == f"{shape} has the shape (1, 17, 24); config.json asks for (1, 10, 24)"
+
+
+def test_names_of_classes_come_from_the_config(edit):
+    folder = edit("vit-head", id2label={"0": "a", "1": "b", "10": "c", "2": "d", "3": "e"})
+    with pytest.raises(PretrainedError, match="id2label names no classes 0, 1, 2"):
+        gpuattn.load_run(folder, device="numpy")
+    folder = edit("vit-head", id2label={"0": "a", "1": "b", "4": "c", "2": "d", "3": "e"})
+    classifier = gpuattn.load_run(folder, device="numpy", task="images")
+    assert classifier.tokenizer.names == ("a", "b", "d", "e", "c")
+    image = np.zeros((1, 12, 12, 3), np.uint8)
+    best = int(classifier.model.logits(image).data.argmax())
+    assert classifier.labels(image)[0].name == classifier.tokenizer.names[best]

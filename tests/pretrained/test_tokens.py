@@ -54,6 +54,28 @@ def test_what_a_text_begins_with(library, tmp_path):
     assert gpuattn.load_tokenizer(tmp_path).line_end == 0
 
 
+def test_marks_around_a_line_and_the_mask(library, tmp_path):
+    write(tmp_path, mask_token="fish")
+    tokenizer = gpuattn.load_tokenizer(tmp_path)
+    assert (tokenizer.marks, tokenizer.mask) == ((2, 3), 6)
+    lines = [[2, 4, 5, 3], [2, 3], [2, 6, 3]]
+    assert tokenizer.encode_marked(["cats eat", "", "fish"]) == lines
+    assert tokenizer.encode_text("cats eat\n\nfish") == sum(lines, [])  # a mark ends each line
+    write(tmp_path)
+    assert gpuattn.load_tokenizer(tmp_path).mask is None
+    named = MARKS[:3] + [MARKS[3] | {"content": "[MASK]"}]
+    vocabulary = {word.replace("[SEP]", "[MASK]"): i for i, word in enumerate(WORDS)}
+    other = TOKENIZER | {"added_tokens": named, "post_processor": None}
+    other["model"] = TOKENIZER["model"] | {"vocab": vocabulary}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    tokenizer = gpuattn.load_tokenizer(tmp_path)
+    assert (tokenizer.marks, tokenizer.mask) == ((), 3)
+    assert tokenizer.encode_text("cats\neat") == [4, 5]
+    own = CharTokenizer("ab")
+    assert own.encode_marked(["ab", ""]) == [[own.bos, 4, 5, own.eos], [own.bos, own.eos]]
+    assert own.mask in own.specials and own.decode([own.mask]) == ""
+
+
 def test_files_are_saved_as_they_were(library, tmp_path):
     write(tmp_path, bos_token="[CLS]")
     model = Bert(BertConfig(9, 8, 2, 1, 12, max_length=6))

@@ -10,8 +10,11 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from gpuattn.data.preparing.plan import Plan
+from gpuattn.data.preparing.prepare import prepare
+from gpuattn.data.preparing.sources import find_sources
 from gpuattn.errors import CheckpointError
-from gpuattn.report import page, svg
+from gpuattn.report import page, style, svg
 from gpuattn.report.markup import Markup, tag
 from gpuattn.report.page import write_page
 from gpuattn.runs.config import TrainConfig
@@ -183,6 +186,26 @@ def test_a_language_model(tmp_path):
     assert "rows: all in use." in read(tmp_path / "other" / page.PAGE).text
 
 
+def test_a_run_of_a_store_shows_its_figures(tmp_path):
+    rows = [f"a rose {NASTY} is a rose", "a", "is"] * 40
+    (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    plan = Plan(sources=tuple(find_sources([tmp_path / "text.jsonl"])), tokenizer="chars",
+                documents=True, mix={"text": 1.0}, valid=0.4)  # fmt: skip
+    store = prepare(plan, tmp_path / "store")
+    config = TrainConfig(
+        model="gpt2", lm=str(store.folder), documents=True, dim=16, heads=2, layers=1, block=16,
+        dropout=0.0, batch=64, lr=1e-2, warmup=1, length="1u",
+    )  # fmt: skip
+    train(config, tmp_path / "run", device="numpy")
+    found = read(tmp_path / "run" / page.PAGE)
+    for words in (f"A token store of {len(store):,} documents: ", "of 1 file; left out: nothing; ",
+                  f"{len(store.valid):,} more held out. Mix: text 1 of {len(store):,} rows",
+                  f"{len(store.tokens('text')):,}", "tokens for validation"):  # fmt: skip
+        assert words in found.text
+    drawn = figures((tmp_path / "run" / page.PAGE).read_text())["Rows by length: text"]
+    assert drawn.count("<rect") == len(store.figures()["lengths"]["text"])
+
+
 def test_a_page_that_cannot_be_written_is_a_warning(run, tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
@@ -204,10 +227,11 @@ def test_the_verdict_is_one_line_about_quality():
          "96.0 % of 1,000 held-out sentences translated exactly, BLEU 98.9."),
         (best | {"sentences": 1}, "BLEU 98.9, chrF 97.0 on 1 held-out sentence."),
         ({"loss": 0.5, "perplexity": 3.5}, "Perplexity 3.50 on held-out text."),
+        ({"loss": 0.5, "accuracy": 97.5}, "97.50 % of held-out texts right."),
         ({"loss": 0.5}, "Loss 0.500 nats per token of held-out sentences."),
         (None, "Not evaluated yet."),
     ):  # fmt: skip
-        assert page._verdict({"state": "finished", "best": row}) == words
+        assert page._verdict({"state": "finished", "best": row}, "Held-out texts") == words
 
 
 def test_curves_are_over_updates_and_distinguish_both_losses(run):
@@ -230,7 +254,7 @@ def test_curves_are_over_updates_and_distinguish_both_losses(run):
     exact, bleu = re.findall("<polyline[^>]*>", scores)  # equal values, different styles
     assert re.search('points="([^"]*)"', exact)[1] == re.search('points="([^"]*)"', bleu)[1]
     assert 'class="line s0"' in exact and 'class="line s1"' in bleu
-    assert re.search(r"\.line\.s1 {[^}]*stroke-dasharray", page.STYLE)
+    assert re.search(r"\.line\.s1 {[^}]*stroke-dasharray", style.STYLE)
     assert scores.count("<circle") == scores.count("<rect") == 3 + 1  # and one in the legend
     assert "BLEU 60 at update 40" in scores
 
@@ -297,8 +321,8 @@ def test_maps_fill_the_width_with_columns_as_wide_as_their_words():
     assert list(figures(few)) == ["a", "b"]
     least, more = (int(re.search(r"--least: (\d+)px", text)[1]) for text in (few, many))
     assert 0 < least < more
-    assert "repeat(auto-fill, minmax(min(100%, var(--least" in page.STYLE
-    assert ".charts svg { width: 100%; }" in page.STYLE
+    assert "repeat(auto-fill, minmax(min(100%, var(--least" in style.STYLE
+    assert ".charts svg { width: 100%; }" in style.STYLE
 
 
 def test_no_roofline_without_ceilings():

@@ -17,7 +17,7 @@ from gpuattn.runs.config import (
     to_toml,
 )
 from gpuattn.tasks.translation import BUILT_IN_DEFAULTS
-from gpuattn.units import Length, parse_count, parse_layers, parse_length, parse_warmup
+from gpuattn.units import Length, parse_count, parse_layers, parse_length, parse_share, parse_warmup
 
 
 @pytest.mark.parametrize("text, length", [
@@ -40,12 +40,15 @@ def test_counts_layers_and_warmups():
     assert [parse_layers(x) for x in ("4", "4:2", 3, [2, 1], (5, 6))] == [
         (4, 4), (4, 2), (3, 3), (2, 1), (5, 6),
     ]  # fmt: skip
+    assert [parse_share(x) for x in ("15%", "0.15", 0.15, ".5", "99.5%")] == [
+        0.15, 0.15, 0.15, 0.5, 0.995]  # fmt: skip
     assert [parse_warmup(x) for x in ("400", 400, "5%", 0.05)] == [400, 400, 0.05, 0.05]
 
 
 @pytest.mark.parametrize("parse, value", [
     (parse_count, "8kk"), (parse_count, "0"), (parse_count, "1.5"), (parse_count, True),
     (parse_layers, "0"), (parse_layers, "1:2:3"), (parse_layers, "two"), (parse_layers, ""),
+    (parse_share, "0%"), (parse_share, 1), (parse_share, "-5%"), (parse_share, "1e-3"),
     (parse_warmup, "100%"), (parse_warmup, "-1"), (parse_warmup, 1.5), (parse_warmup, "many"),
 ])  # fmt: skip
 def test_values_that_mean_none(parse, value):

@@ -1,11 +1,12 @@
 """Scores of sentences with known results, and a log that tolerates a partial line."""
 
 import pytest
+from sacrebleu.metrics import BLEU, CHRF
 
 from gpuattn.errors import CheckpointError, ConfigError, DataError
 from gpuattn.files import write_text
 from gpuattn.runs.metrics import MetricsLog, round_times
-from gpuattn.tasks.score import score
+from gpuattn.tasks.score import Scorer, score
 
 
 def test_scores_of_known_sentences():
@@ -23,6 +24,18 @@ def test_scores_of_known_sentences():
     assert folded["exact_match"] == pytest.approx(200 / 3)
     assert folded["exact_by_kind"] == {}
     assert score(references, references)["bleu"] == pytest.approx(100)
+
+
+def test_a_scorer_gives_what_sacrebleu_gives_each_time():
+    references = ["The cat sat on the mat.", "a dog", "Two birds sing in the tree"]
+    scorer = Scorer(references, lowercase=True)
+    for found in (["the cat sat", "a  dog!", ""], ["The mat sat on the cat.", "a dog", "Two"]):
+        row = scorer(found)
+        bleu = BLEU(lowercase=True, force=True).corpus_score(found, [references])
+        chrf = CHRF(lowercase=True).corpus_score(found, [references])
+        assert (row["bleu"], row["chrf"]) == (bleu.score, chrf.score)
+    with pytest.raises(DataError, match="2 hypotheses for 3"):
+        scorer(["a", "b"])
 
 
 def test_bleu_by_hand():

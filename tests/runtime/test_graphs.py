@@ -10,6 +10,9 @@ from delays import HOLD
 
 from gpuattn.arrays import to_cpu
 from gpuattn.data.fixed_shape import fixed_shape
+from gpuattn.data.preparing.plan import Plan
+from gpuattn.data.preparing.prepare import prepare
+from gpuattn.data.preparing.sources import find_sources
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runtime import graphs as graph
 from gpuattn.runtime.feed import NUMBERS, DeviceFeed
@@ -81,6 +84,23 @@ def test_a_language_model_has_one_shape_and_the_same_bits(gpu, tmp_path, delayed
     for name in ("tokens", "labels"):
         np.testing.assert_array_equal(to_cpu(getattr(there, name)), getattr(last, name))
     np.testing.assert_array_equal(to_cpu(there.order.order), last.order.order)
+    states, others = tensors_of(replayed.step), tensors_of(plain.step)
+    for name, array in states.items():
+        np.testing.assert_array_equal(to_cpu(array), to_cpu(others[name]), err_msg=name)
+
+
+def test_documents_have_few_shapes_and_the_same_bits(gpu, tmp_path, delayed):
+    rng = np.random.default_rng(0)
+    rows = ("".join(rng.choice(list("abcdefgh"), n)) for n in rng.integers(1, 60, 200))
+    (tmp_path / "text.jsonl").write_text("".join(f'"{row}"\n' for row in rows))
+    sources = tuple(find_sources([tmp_path / "text.jsonl"]))
+    prepare(Plan(sources=sources, tokenizer="chars", documents=True), tmp_path / "store")
+    config = TrainConfig(
+        model="gpt2", lm=str(tmp_path / "store"), documents=True, dim=64, heads=2, layers=2,
+        block=32, dropout=0.1, batch=512, lr=1e-2, warmup=4, length="25u",
+    )  # fmt: skip
+    (replayed, said), (plain, _) = (trained(config, graphs) for graphs in (True, False))
+    assert not said and len(replayed.step.calls.graphs) == 2
     states, others = tensors_of(replayed.step), tensors_of(plain.step)
     for name, array in states.items():
         np.testing.assert_array_equal(to_cpu(array), to_cpu(others[name]), err_msg=name)

@@ -94,6 +94,30 @@ def test_steps_alone_on_a_gpu_with_and_without_graphs(gpu, config, delayed):
         assert_same_bits(by_steps(config, "cuda", trainer, stream=stream), trainer)
 
 
+def test_gradients_that_are_taken_and_put_back_make_an_update(config):
+    trainer = Trainer(LanguageTask(config), "numpy", Listener())
+    step, workspace = trainer.step, trainer.workspace
+    batches = list(itertools.islice(trainer.corpus.loader(0).epoch(0), 2))
+    step.begin(0.1)
+    for draw, batch in enumerate(batches):
+        step.add(batch, draw)
+    expected, divisor = workspace.grads.copy(), step.feed.numbers.divisor.copy()
+    step.begin(0.1)
+    step.add(batches[0], 0)
+    first = step.take().copy()
+    step.add(batches[1], 1)
+    second = step.take()
+    assert np.abs(second - expected).max() > 1e-3  # the second batch has overwritten the first
+    second += first
+    step.feed.numbers.divisor[...] = 0
+    step.put(sum(batch.target_tokens for batch in batches))
+    np.testing.assert_allclose(workspace.grads, expected, atol=1e-6)
+    assert step.feed.numbers.divisor == divisor
+    name, tensor = next(iter(workspace.tensors.items()))
+    tensor.grad_slot[...] = 1  # as if other ranks' batches alone had used it
+    assert not workspace.finish() and (tensor.grad_slot == 1).all(), name
+
+
 def test_the_example():
     found = doctest.DocTestFinder().find(TrainingStep, "TrainingStep", training_step)
     ran = [doctest.DocTestRunner().run(example) for example in found if example.examples]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from checks import dtype_of
 
-from gpuattn import Tensor, no_grad, to_cpu
+from gpuattn import Tensor, nn, no_grad, to_cpu
 from gpuattn.errors import CheckpointError, GradientError
 from gpuattn.optim import AdamW
 from gpuattn.runtime.workspace import Workspace
@@ -60,6 +60,22 @@ def test_parameters_become_aligned_slices_with_their_values(xp, dtype):
     assert (w.masters is w.params) == (dtype == "float32")
     ends = sorted((slot.start, slot.stop) for slot in w.slots.values())
     assert all(stop <= start for (_, stop), (start, _) in zip(ends, ends[1:], strict=False))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_frozen_stays_outside(xp, dtype):
+    network, other = (nn.FeedForward(3, 5).freeze("inner", "*.bias") for _ in range(2))
+    values = network.state()
+    workspaces = [Workspace(model, device_of(xp), dtype) for model in (network, other)]
+    assert list(workspaces[0].slots) == ["out.weight"] and workspaces[0].size == 8192
+    assert {p.dtype for _, p in network.named_tensors()} == {dtype_of(dtype)}
+    assert all(isinstance(p.data, xp.ndarray) for _, p in network.named_tensors())
+    for kept in (workspaces[0].weights(), workspaces[0].state_dict()):
+        assert all(to_cpu(kept[name]).tobytes() == a.tobytes() for name, a in values.items())
+    workspaces[1].load_state_dict(workspaces[0].state_dict())
+    for name, tensor in other.named_tensors():
+        assert to_cpu(tensor.data).tobytes() == values[name].astype(dtype_of(dtype)).tobytes()
+    assert workspaces[1].weights()["inner.weight"].tobytes() == values["inner.weight"].tobytes()
 
 
 def test_only_matrices_decay():

@@ -12,7 +12,19 @@ from pathlib import Path
 import numpy as np
 
 import gpuattn
-from gpuattn.models import GPT2, Bert, BertConfig, GPT2Config, Llama, LlamaConfig
+from gpuattn.models import (
+    GPT2,
+    Bert,
+    BertConfig,
+    GPT2Config,
+    Llama,
+    LlamaConfig,
+    RotaryScaling,
+    TranslationConfig,
+    TranslationModel,
+    ViT,
+    ViTConfig,
+)
 
 GOLDEN = Path(__file__).parents[1] / "pretrained" / "golden"
 VOCAB, LIMIT = 67, 11  # of the golden models
@@ -25,8 +37,37 @@ NEW = {
     "new-bert-masked": Bert(
         BertConfig(VOCAB, 24, 3, 2, 40, max_length=LIMIT, masked=True, pooler=False), 4
     ),
+    "new-bert-classes": Bert(
+        BertConfig(VOCAB, 24, 4, 2, 40, max_length=LIMIT, classes=3, classifier_dropout=0.4), 9
+    ),
     "new-llama": Llama(LlamaConfig(VOCAB, 24, 6, 2, 40, LIMIT, kv_heads=2, base=50.0), 5),
     "new-qwen3": Llama(LlamaConfig(VOCAB, 24, 5, 1, 40, LIMIT, 1, head_dim=6, qk_norm=True), 7),
+    "new-marian": TranslationModel(
+        TranslationConfig(
+            VOCAB,
+            24,
+            3,
+            (1, 2),
+            40,
+            norm="post",
+            positions="sinusoidal_halves",
+            max_length=2 * LIMIT,
+        ),
+        8,
+    ),
+    "new-vit": ViT(ViTConfig(7, 10, 5, 3, 24, 4, 2, 40, activation="gelu", eps=1e-3), 8),
+    "new-llama3": Llama(
+        LlamaConfig(
+            VOCAB, 24, 2, 1, 40, LIMIT, base=50.0, scaling=RotaryScaling("llama3", 8.0, 7, 0.5, 2.0)
+        ),
+        9,
+    ),
+    "new-yarn": Llama(
+        LlamaConfig(
+            VOCAB, 24, 2, 1, 40, LIMIT, scaling=RotaryScaling("yarn", 4.0, 7, 0.5, 2.0, False, 1.3)
+        ),
+        10,
+    ),
     "new-qwen2": Llama(LlamaConfig(VOCAB, 24, 3, 1, 40, LIMIT, qkv_bias=True, tied=True), 6),
 }
 
@@ -34,14 +75,24 @@ NEW = {
 def results(model):
     """Return inputs and results as arrays."""
     rng = np.random.default_rng(0)
+    if isinstance(model, ViT):
+        c = model.config
+        images = rng.standard_normal((3, c.image, c.image, c.channels), np.float32)
+        with model.evaluating():
+            if c.classes:
+                return {"images": images, "logits": model.logits(images).data}
+            return {"images": images, "states": model.states(images).data}
     given = {"tokens": rng.integers(0, VOCAB, (3, LIMIT))}
+    if isinstance(model, TranslationModel):
+        given["target"] = rng.integers(0, VOCAB, (3, LIMIT))
+        given["lengths"] = np.array([LIMIT, 1, 6])
     if isinstance(model, Bert):
         given["types"] = rng.integers(0, model.config.types, (3, LIMIT))
         given["lengths"] = np.array([LIMIT, 1, 6])
     inputs = {name: values.astype(np.int32) for name, values in given.items()}
     with model.evaluating():
-        if not isinstance(model, Bert) or model.config.masked:
-            return given | {"logits": model.logits(**inputs).data[..., :VOCAB]}
+        if not isinstance(model, Bert) or model.config.masked or model.config.classes:
+            return given | {"logits": model.logits(*inputs.values()).data[..., :VOCAB]}
         states = model.states(**inputs)
         return given | {"states": states.data, "pooled": model.pooled(states).data}
 

@@ -17,12 +17,31 @@ ALGORITHMS = 3
 WORKSPACE = 1024
 
 
+class Memory:
+    """A place in the memory of ``owner``, an array."""
+
+    __slots__ = ("device_id", "owner", "ptr")
+
+    def __init__(self, ptr, owner):
+        self.ptr, self.owner, self.device_id = ptr, owner, 0
+
+    def __add__(self, offset):
+        return Memory(self.ptr + offset, self.owner)
+
+
 class Array(np.ndarray):
     """A NumPy array with the attributes of CuPy's arrays that launches read."""
 
+    def __new__(cls, shape, dtype=np.float64, memptr=None, strides=None):
+        if memptr is None:
+            return super().__new__(cls, shape, dtype)
+        owner = memptr.owner if memptr.owner.base is None else memptr.owner.base
+        at = memptr.ptr - owner.ctypes.data
+        return super().__new__(cls, shape, dtype, owner.view(np.ndarray), at, strides)
+
     @property
     def data(self):
-        return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+        return Memory(self.__array_interface__["data"][0], self)
 
     @property
     def device(self):
@@ -142,7 +161,8 @@ class CublasLt:
         places = np.zeros(count, self.matmul_heuristic_result_dtype)
         places["algo"]["data_"][:, 0], places["workspace_size"] = np.arange(count), WORKSPACE
         ctypes.memmove(results, places.ctypes.data, places.nbytes)
-        ctypes.memmove(found, np.array([count], np.int32).ctypes.data, 4)
+        number = np.array([count], np.int32)  # lives as long as its address is used
+        ctypes.memmove(found, number.ctypes.data, 4)
 
     def _matrix(self, address, number, index):
         layout = self.objects[number]

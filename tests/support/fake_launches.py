@@ -6,6 +6,7 @@ asked of the GPU. Products are NumPy's, because there is no cuBLASLt.
 
 import contextlib
 import ctypes
+import struct
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
@@ -15,11 +16,15 @@ import numpy as np
 from fake_cublaslt import Array
 
 from gpuattn import arrays
+from gpuattn.autodiff import plans
+from gpuattn.cuda import driver_launch as driver_launch_module
 from gpuattn.cuda import kernels, scratch, tensor_maps
 from gpuattn.cuda.gpu import gpu
 from gpuattn.gemm import cublaslt
 
-REMEMBERED = arrays._flags, scratch._counters, scratch._chunks, scratch._workspaces  # addresses
+REMEMBERED = (  # addresses; and plans, among them that a library is missing
+    arrays._flags, scratch._counters, scratch._chunks, scratch._workspaces, cublaslt._plans,
+)  # fmt: skip
 NEW_ARRAYS = (
     "array", "asarray", "ascontiguousarray", "empty", "full", "zeros", "ones", "arange",
     "broadcast_to", "stack", "zeros_like", "ones_like", "empty_like", "where", "sqrt", "maximum",
@@ -33,6 +38,68 @@ class Launch(NamedTuple):
     grid: tuple
     block: tuple
     shared_bytes: int
+
+
+class Noted(list):
+    """Launches so far. ``parameters``: of each launch, the bytes of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.parameters = []
+
+
+class _Kernel(kernels.Kernel):
+    """Takes what NumPy made, numbers for arrays without axes too."""
+
+    def __call__(self, grid, block, *args, shared_bytes=0):
+        pairs = zip(self.parameters, args, strict=True)
+        known = Array, np.uint64, type(None)
+        args = [
+            as_array(x) if kind.endswith("*") and not isinstance(x, known) else x
+            for (kind, _), x in pairs
+        ]
+        super().__call__(grid, block, *args, shared_bytes=shared_bytes)
+
+
+class _Function:
+    """A function of a module as CuPy has it. ``kernel``: the ``kernels.Kernel`` that launches it.
+
+    Launches are appended to ``noted``.
+    """
+
+    def __init__(self, key, ptr, noted):
+        self.key, self.ptr, self.noted = key, ptr, noted
+        file, name, _ = key
+        has = name in kernels.dependent_kernels(file) and gpu(0).has_dependent_launch
+        parameters = kernels.signatures(file)[name]
+        self.kernel = _Kernel(
+            self, name, parameters, 0, has, name in kernels.cooperative_kernels(file)
+        )
+        self.kernel.shared_limit = 1 << 30
+
+    def __call__(self, grid, block, args, shared_mem=0, enable_cooperative_groups=False):
+        driver = self.kernel.driver_launch
+        values = driver.values(args)
+        packed = driver.pack(grid, block, values, shared_mem, 0)
+        found = _parameters(self.kernel, packed.parameters, packed.extra)
+        self.note(grid, block, shared_mem, found)
+
+    def note(self, grid, block, shared_bytes, parameters):
+        grid, block = ((*sides, 1, 1)[:3] for sides in (grid, block))
+        self.noted.append(Launch(*self.key, grid, block, shared_bytes))
+        self.noted.parameters.append(parameters)
+
+
+def _parameters(kernel, parameters, extra):
+    """Return the bytes of each parameter that the driver reads."""
+    driver = kernel.driver_launch
+    sizes = [struct.calcsize(word) for word in driver.words]
+    if parameters is None:
+        _, first, *_ = struct.unpack("5P", ctypes.string_at(extra, 40))
+        places = [first + at - driver_launch_module.PARAMETERS_AT for at in driver.offsets]
+    else:
+        places = struct.unpack(f"{len(sizes)}P", ctypes.string_at(parameters, 8 * len(sizes)))
+    return [ctypes.string_at(at, size) for at, size in zip(places, sizes, strict=True)]
 
 
 def as_array(x):
@@ -68,6 +135,7 @@ def fake_cupy(record):
         memory=SimpleNamespace(Memory=lambda size: SimpleNamespace(ptr=1 << 40, size=size)),
         runtime=SimpleNamespace(
             getDevice=lambda: 0,
+            getDeviceCount=lambda: 1,
             memsetAsync=lambda *_: None,
             driverGetVersion=lambda: record.driver_version,
         ),
@@ -87,25 +155,34 @@ def _encoded(words, *_):
 
 @contextlib.contextmanager
 def launches_on(record):
-    """Compute on the GPU of a Gpu record; yield the list of Launches so far."""
-    noted = []
+    """Compute on the GPU of a Gpu record; yield what is ``Noted``."""
+    noted, functions = Noted(), {}
 
-    def note(device, file, name, constants):
-        def launch(grid, block, *args, shared_bytes=0):
-            assert len(args) == len(kernels.signatures(file)[name])
-            noted.append(Launch(file, name, constants, grid, block, shared_bytes))
+    def find(device, file, name, constants):
+        key = file, name, constants
+        if key not in functions:
+            functions[key] = _Function(key, len(functions) + 1, noted)
+        return functions[key].kernel
 
-        return launch
+    def driver_launch(config, function, parameters, extra):
+        (one,) = (one for one in functions.values() if one.ptr == function)
+        shape = struct.unpack_from("7I", ctypes.string_at(config, 28))
+        one.note(shape[:3], shape[3:6], shape[6], _parameters(one.kernel, parameters, extra))
+        return 0
 
     cached = gpu, tensor_maps._encode
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, cupy=fake_cupy(record)))
-        stack.enter_context(mock.patch.multiple(kernels, _kernel=note, _code=lambda *_: None))
+        stack.enter_context(mock.patch.multiple(kernels, _kernel=find, _code=lambda *_: None))
+        stack.enter_context(
+            mock.patch.object(driver_launch_module, "_driver_launch", lambda: driver_launch)
+        )
         driver = SimpleNamespace(cuTensorMapEncodeTiled=_encoded)
         stack.enter_context(mock.patch.object(tensor_maps, "_driver", lambda: driver))
         stack.enter_context(mock.patch.object(cublaslt, "library", lambda: (None, "a fake GPU")))
-        for addresses in REMEMBERED:
-            stack.enter_context(mock.patch.dict(addresses, clear=True))
+        stack.enter_context(mock.patch.object(plans, "table", plans.Table()))
+        for table in REMEMBERED:
+            stack.enter_context(mock.patch.dict(table, clear=True))
         for function in cached:
             function.cache_clear()
             stack.callback(function.cache_clear)

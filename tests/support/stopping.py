@@ -86,6 +86,19 @@ class Training:
         self.process.communicate()
         return bool(list(self.out.glob(".*.tmp")))
 
+    def end_by(self, number, again=20):
+        """Send a signal; return as ``end`` does.
+
+        Sends it again after ``again`` seconds: CPython handles a signal that arrives right before
+        a system call blocks only when the next one interrupts that call.
+        """
+        self.process.send_signal(number)
+        try:
+            self.process.wait(again)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(number)
+        return self.end()
+
     def end(self):
         """Wait until the process ends; return (exit code, standard error)."""
         errors = self.process.communicate(timeout=60)[1]

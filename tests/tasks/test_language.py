@@ -109,7 +109,7 @@ def test_models_with_other_options_are_loaded_and_sample(config, tmp_path):
 
 
 def test_options_of_language_models_are_refused_for_translators():
-    with pytest.raises(ConfigError, match="block is for --model gpt2, not translation"):
+    with pytest.raises(ConfigError, match="block is for --model bert or gpt2 or llama, not"):
         TrainConfig(task="toy", block=32)
 
 

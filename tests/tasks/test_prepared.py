@@ -1,16 +1,19 @@
 """Large files: a run makes a store of them once, and finds it again."""
 
 import os
+import shutil
 
 import numpy as np
 import pytest
 from stopping import After, assert_same_bits
 
+from gpuattn.bench import doctor
 from gpuattn.data.tokenizer import CharTokenizer
-from gpuattn.errors import DataError
+from gpuattn.errors import ConfigError, DataError
+from gpuattn.lock import locked
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runs.folder import RunFolder, load_run
-from gpuattn.tasks import prepared, texts
+from gpuattn.tasks import prepared, store_cache, texts
 from gpuattn.tasks.corpus import Corpus, TextCorpus, held_out
 from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
@@ -57,7 +60,7 @@ def everything_of(config):
 
 
 def stores():
-    return sorted(prepared.folder().iterdir())
+    return sorted(store_cache.folder().glob("*"))
 
 
 def test_a_run_makes_a_store_once_and_goes_on_with_it(text, tmp_path, monkeypatch):
@@ -113,3 +116,42 @@ def test_a_cache_that_cannot_be_written_to(text, tmp_path, monkeypatch):
     monkeypatch.setenv("GPUATTN_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(DataError, match="kept in the cache. cannot write to .* Not a directory"):
         TextCorpus(text)
+
+
+def test_the_stores_used_longest_ago_are_deleted(text, monkeypatch):
+    def made(more):
+        with open(text.lm, "a") as file:
+            file.write(more)
+        before, said = set(stores()), []
+        TextCorpus(text, None, said.append)
+        (new,) = set(stores()) - before
+        return new, said
+
+    first, second = (made("cat ")[0] for _ in range(2))
+    for store, age in ((first, 9), (second, 5)):
+        for path in (store, *store.iterdir()):
+            os.utime(path, (age, age))
+    store_cache.mark_used(first)  # now the second was used longest ago
+    assert [store.path for store in store_cache.cached()] == [second, first]
+    sizes = {store.path: store.size for store in store_cache.cached()}
+    (store_cache.folder() / f"{store_cache.DELETED}x").mkdir()  # a killed process left it
+    monkeypatch.setattr(store_cache, "MOST", int(2.5 * sizes[first]))
+    third, said = made("cat ")
+    assert stores() == sorted([first, third]) and "deleted 1 used longest ago" in said[-1]
+    monkeypatch.setattr(store_cache, "MOST", 10)
+    with locked(first):  # as if it were being written
+        fourth, said = made("cat ")
+        assert {first, fourth} == set(stores()) and "deleted 1 used longest ago" in said[-1]
+    assert "2 of tokens, 0 of images, 0.00 of " in doctor._stores().detail
+
+
+def test_two_runs_at_once_of_a_new_text(text, tmp_path):
+    TextCorpus(text)
+    (out,) = stores()
+    shutil.rmtree(out)
+    message = "text: another run makes tokens .* process .* Wait until it ends, then run this again"
+    with locked(out), pytest.raises(ConfigError, match=message):
+        TextCorpus(text)
+    assert stores() == []
+    TextCorpus(text)
+    assert stores() == [out]

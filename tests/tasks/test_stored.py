@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from stopping import After, assert_same_bits
 from gpuattn.data.preparing.store_writer import StoreWriter
 from gpuattn.data.rows import Rows
 from gpuattn.data.store import HEAD, TokenStore, head_digest
-from gpuattn.data.tokenizer import CharTokenizer, Tokenizer
+from gpuattn.data.tokenizer import EOS, CharTokenizer, Tokenizer
 from gpuattn.errors import ConfigError, DataError
+from gpuattn.models.kinds import new_model
 from gpuattn.runs.config import TrainConfig
 from gpuattn.runs.evaluation import evaluate_text
 from gpuattn.runs.folder import RunFolder, load_run
@@ -29,10 +31,11 @@ def short_samples(monkeypatch):
     monkeypatch.setattr("gpuattn.tasks.language.SAMPLE_TOKENS", 12)
 
 
-def write_store(folder, tokenizer, sides, valid=None):
+def write_store(folder, tokenizer, sides, valid=None, documents=False):
     """Write ``sides``, {name: Rows}, as a store, and one in ``valid/``."""
-    inside = write_store(folder / "valid", tokenizer, valid) if valid else None
-    writer = StoreWriter(folder, tokenizer, "text" if "text" in sides else "pairs")
+    inside = write_store(folder / "valid", tokenizer, valid, None, documents) if valid else None
+    kind = "text" if "text" in sides else "pairs"
+    writer = StoreWriter(folder, tokenizer, kind, documents)
     writer.add({side: rows.flat for side, rows in sides.items()},
                {side: rows.ends for side, rows in sides.items()})  # fmt: skip
     writer.end_part(None)
@@ -59,6 +62,13 @@ def language(text, tmp_path):
         model="gpt2", lm=str(tmp_path / "store"), layers=1, block=8, batch=64, length="4u",
         eval_every="2u", label_smoothing=0.0, **MODEL,
     )  # fmt: skip
+
+
+@pytest.fixture
+def of_documents(text, tmp_path, language):
+    rows = {"text": Rows.of([CHARS.encode(line) for line in text.split("\n")])}
+    write_store(tmp_path / "documents", CHARS, rows, rows, documents=True)
+    return dataclasses.replace(language, lm=str(tmp_path / "documents"), documents=True)
 
 
 @pytest.fixture
@@ -144,6 +154,42 @@ def test_a_stopped_run_of_a_store_resumes_bit_for_bit(kind, request, tmp_path):
         assert evaluate_text(user)["tokens"] == len(TextCorpus(config)._ids_of[1]) - 1
 
 
+def test_runs_of_documents(of_documents, language, tmp_path):
+    train(of_documents, tmp_path / "whole", device="numpy")
+    for calls in (1, 10_000):
+        train(of_documents, tmp_path / "parts", device="numpy", stop=After(calls))
+    assert_same_bits(tmp_path / "whole", tmp_path / "parts")
+    user = load_run(tmp_path / "whole", device="numpy")
+    best = max(RunFolder(tmp_path / "whole").metrics.read("valid"), key=lambda r: r["score"])
+    assert evaluate_text(user)["loss"] == pytest.approx(best["loss"], rel=1e-5)
+    batch = TextCorpus(of_documents).loader(0).crops(0)
+    assert (batch.tokens[batch.positions > 0] != EOS).all() and (batch.tokens == EOS).any()
+    plain = dataclasses.replace(of_documents, documents=False)
+    train(plain, tmp_path / "plain", device="numpy")
+    losses = [RunFolder(tmp_path / run).metrics.read("valid")[-1]["loss"]
+              for run in ("whole", "plain")]  # fmt: skip
+    assert losses[0] != losses[1]
+    with pytest.raises(ConfigError, match="--documents was true, now false"):
+        train(plain, tmp_path / "whole", device="numpy")
+    text = dataclasses.replace(language, documents=True)
+    (tmp_path / "text").write_text("red cat\n" * 99)
+    for config in (text, dataclasses.replace(text, lm=str(tmp_path / "text"))):
+        with pytest.raises(DataError, match="has no marks where its documents end"):
+            TextCorpus(config)
+
+
+def test_a_document_is_predicted_from_itself_alone(of_documents):
+    corpus = TextCorpus(of_documents)
+    model = new_model(of_documents, corpus.tokenizer).eval()
+    batch = corpus.loader(0).crops(0)
+    begin, end = batch.cu_seqlens[2:4]
+    other = batch.tokens.copy()
+    other[:begin] = 5
+    other[end:] = 6
+    states = [model.states(ids, **batch.packing).data[begin:end] for ids in (batch.tokens, other)]
+    assert np.array_equal(*states)
+
+
 def test_what_is_held_out_of_a_store_without_a_share(text, lines, language, translation, tmp_path):
     rows = text_rows(text)
     write_store(tmp_path / "whole", CHARS, rows)
@@ -202,6 +248,16 @@ def test_stores_that_do_not_fit_are_refused(language, translation, tmp_path):
     refused("target.bin has 100 bytes of", Corpus, translation)
     refused("byte order is big", TextCorpus, edited(language, tmp_path / "store", byteorder="big"))
     refused("format is 'x/9'", TextCorpus, edited(language, tmp_path / "store", format="x/9"))
+
+
+@pytest.mark.parametrize("name", ["store/text.bin", "store/valid/text.bin"])
+def test_a_run_ends_at_a_store_whose_tokens_have_changed(language, tmp_path, name):
+    data = bytearray((tmp_path / name).read_bytes())
+    data[20] ^= 1  # still in the vocabulary
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=r"part 1 of text.bin is not as it was written. Prepare it"):
+        train(dataclasses.replace(language, length="60s"), tmp_path / "run", device="numpy")
+    assert not any(t.name == "gpuattn-check" for t in threading.enumerate())
 
 
 def test_a_run_goes_on_with_its_own_store_only(language, text, tmp_path):

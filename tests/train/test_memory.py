@@ -313,8 +313,8 @@ def test_memory_of_graphs_is_freed_with_them_and_not_before(gpu):
 
         for _ in range(2):
             steps("double", None, step)
-        pointers = [pointer for pointer, _ in steps.held]
-        steps.pool.free_all_blocks()  # as CuPy does when an allocation fails
+        pointers = [pointer for pointer, _ in steps.recorder.held]
+        steps.recorder.pool.free_all_blocks()  # as CuPy does when an allocation fails
 
         def kinds():  # 2: device memory, 0: freed
             stream.synchronize()

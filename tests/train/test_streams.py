@@ -19,7 +19,7 @@ from gpuattn.runtime.graphs import Calls
 from gpuattn.runtime.readback import Reading
 from gpuattn.runtime.workspace import Workspace
 from gpuattn.tasks.registry import task_of
-from gpuattn.tasks.translator import Translator
+from gpuattn.tasks.users.translator import Translator
 from gpuattn.train.progress import Listener
 from gpuattn.train.saving import Saves
 from gpuattn.train.session import train

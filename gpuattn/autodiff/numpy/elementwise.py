@@ -19,6 +19,8 @@ from gpuattn.typing import Array, ArrayLike, DType, Shape
 
 NARROW = (np.dtype("float16"), BFLOAT16)
 RULES: dict[Callable, Callable] = {}  # numpy function -> recording function
+# numpy function -> which of inputs "a", "b" and output "o" its partial derivatives take, and these
+PARTIALS: dict[Callable, tuple[str, tuple[Callable, ...]]] = {}
 PLAIN = {
     np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal,
     np.isnan, np.isinf, np.isfinite, np.sign, np.floor, np.ceil, np.rint, np.logical_not,
@@ -121,6 +123,7 @@ def elementwise(function: Callable, keep: str, *partials: Callable) -> Callable:
         )
 
     impls = array_op(name, forward, backward)
+    PARTIALS[function] = keep, partials
 
     @rule(function)
     def record(*inputs):

@@ -8,8 +8,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from gpuattn.bench.fused import LEARNING_RATE, MAX_NORM, OP_SPECS, OPTIMIZER, STEPS, listed
-from gpuattn.bench.fused_cases import Fused
+from gpuattn.bench.fused.cases import Fused
+from gpuattn.bench.fused.measure import LEARNING_RATE, MAX_NORM, OP_SPECS, OPTIMIZER, STEPS, listed
 from gpuattn.bench.peers.timing import array, tensor, torch_here
 from gpuattn.errors import UnsupportedError
 

@@ -17,7 +17,7 @@ from typing import Any
 from gpuattn.bench.cases import Cell
 from gpuattn.environment import usable_cores
 
-COMPILED = ("torch-compile", "quack", "liger")
+COMPILED = ("torch-compile", "quack", "liger", "torch-graph", "hf-static")
 PROCESSES = 16
 SECONDS = 60
 ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # the processes use all cores
@@ -50,19 +50,35 @@ def compile_ahead(cells: Sequence[Cell]) -> None:
 def _compile(cell, name):
     import cupy
 
-    from gpuattn.bench import fused
-    from gpuattn.bench.peers import fused as fused_peers
     from gpuattn.bench.peers import timing
 
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream, timing.on_stream(stream):
-        arrays = fused.Ours(cell.case, cell.direction, cupy).draw(0)
-        call = fused_peers.Call(name, cell.case, cell.direction, *arrays)
-        call.run()
+        (_run_generation if cell.op == "decode" else _run_op)(cell, name)
         stream.synchronize()
-    del call, arrays
     timing.release()
     cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _run_op(cell, name):
+    import cupy
+
+    from gpuattn.bench.fused import measure as fused
+    from gpuattn.bench.peers import fused as fused_peers
+
+    arrays = fused.Ours(cell.case, cell.direction, cupy).draw(0)
+    fused_peers.Call(name, cell.case, cell.direction, *arrays).run()
+
+
+def _run_generation(cell, name):
+    import cupy
+
+    from gpuattn.bench.decode import measure as decode
+    from gpuattn.bench.peers import decode as decode_peers
+
+    opened = decode_peers.Opened()
+    opened.peer(name, cell.case, decode.random_model(cell.case, cupy))
+    opened.close()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import importlib.metadata
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -23,10 +23,13 @@ from gpuattn.bench.samples import DTYPES
 from gpuattn.errors import UnsupportedError
 
 WARM_UPS = 3
-COMPILE_SECONDS = {"torch-compile": 90, "quack": 90, "liger": 60}  # a peer's limit in one process
+COMPILE_SECONDS = {  # a peer's limit in one process
+    "torch-compile": 90, "quack": 90, "liger": 60, "torch-graph": 180, "hf-static": 90,
+    "ctranslate2": 90, "hf-compile": 180,
+}  # fmt: skip
 LIBRARIES = (
     "torch", "triton", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4", "quack-kernels",
-    "liger-kernel",
+    "liger-kernel", "transformers", "ctranslate2",
 )  # fmt: skip
 _spent: dict[str, float] = collections.defaultdict(float)
 
@@ -122,13 +125,21 @@ def capture(name: str, make: Callable, sets: Sequence[tuple]) -> Launches:
     ``make(*arrays)`` returns the call on a set. Raises UnsupportedError with the reason if the
     peer is missing, refuses, takes too long to compile, or runs out of memory.
     """
+    with reasons():
+        with time_limit(name):
+            calls = [make(*arrays) for arrays in sets]
+            calls[0].run()
+        return (Graph if calls[0].is_captured else Launches)(calls)
+
+
+@contextlib.contextmanager
+def reasons() -> Iterator[None]:
+    """Turn every error of a peer in the block into an UnsupportedError that gives the reason."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            with _time_limit(name):
-                calls = [make(*arrays) for arrays in sets]
-                calls[0].run()
-            return (Graph if calls[0].is_captured else Launches)(calls)
+            yield
+            return
         except UnsupportedError:
             raise
         except Exception as error:  # noqa: BLE001 any error of a peer is its reason
@@ -138,7 +149,7 @@ def capture(name: str, make: Callable, sets: Sequence[tuple]) -> Launches:
 
 
 @contextlib.contextmanager
-def _time_limit(name):
+def time_limit(name: str) -> Iterator[None]:
     """Raise TimeoutError in the block when a peer has taken COMPILE_SECONDS in this process."""
     limit = COMPILE_SECONDS.get(name)
     if limit is None or not hasattr(signal, "SIGALRM"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpuattn.bench.train_cases import Step
+from gpuattn.bench.train.cases import Step
 from gpuattn.models.config import padded_rows
 from gpuattn.nn.embedding import sinusoidal_positions
 
@@ -145,6 +145,32 @@ class GPT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return _loss(F.linear(self.norm(x), table.weight), labels, 0.0)
+
+
+class ViT(nn.Module):
+    """``models.ViT`` for uint8 images (B, H, W, 3)."""
+
+    def __init__(self, case: Step) -> None:
+        super().__init__()
+        self.case, sizes = case, case.config()
+        self.patch = nn.Linear(sizes.patch_width, case.width)
+        self.class_token = nn.Parameter(torch.empty(case.width))
+        self.positions = nn.Parameter(torch.empty(sizes.tokens, case.width))
+        self.layers = nn.ModuleList(Layer(case, activation=F.gelu) for _ in range(*case.layers))
+        self.norm = nn.LayerNorm(case.width)
+        self.head = nn.Linear(case.width, case.vocab)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        side, count = self.case.patch, len(images)
+        across = self.case.image // side
+        x = images.view(count, across, side, across, side, 3).permute(0, 1, 3, 2, 4, 5)
+        x = self.patch(x.reshape(count, across**2, -1) / 127.5 - 1)
+        first = self.class_token.to(x.dtype).expand(count, 1, -1)
+        x = torch.cat([first, x], 1) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x)[:, 0])
+        return _loss(logits[:, None], labels[:, None], self.case.smoothing)
 
 
 def _rows(vocab):

@@ -1,7 +1,7 @@
 """PyTorch's training step: autocast to bfloat16, AdamW(fused=True), the gradient's norm clipped.
 
 Eager ("torch-eager"), by torch.compile, and the compiled step as one CUDA graph ("torch-graph").
-All three share one model and one optimizer.
+All three share one model and one optimizer. "hf-compile" is the class of transformers, compiled.
 """
 
 import functools
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from gpuattn.bench.peers.timing import torch_here
-from gpuattn.bench.train_cases import Step
+from gpuattn.bench.train.cases import Step
+from gpuattn.errors import UnsupportedError
 
 
 class Peer:
@@ -19,18 +20,11 @@ class Peer:
 
     def __init__(self, case: Step, ours: Any) -> None:
         torch = torch_here()
-        from gpuattn.bench.peers.torch_models import GPT, Translator
-
         self.case = case
         with torch.device("cuda"):
-            self.model = (Translator if case.translates else GPT)(case)
             self._loss = torch.zeros(())
         self.read(ours.inputs)
-        weights = by_layers(ours.weights, case.layers[-1])
-        self._first = {  # on the host; without the padding rows of our tables
-            name: torch.from_numpy(weights[name][: len(own)])
-            for name, own in self.model.state_dict().items()
-        }
+        self.model, self._first = self._new_model(ours)
         parameters = list(self.model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": case.weight_decay},
@@ -42,9 +36,27 @@ class Peer:
         )  # fmt: skip
         self.restart()
 
+    def _new_model(self, ours):
+        """Return the model, and its first weights on the host."""
+        torch = torch_here()
+        from gpuattn.bench.peers.torch_models import GPT, Translator, ViT
+
+        kind = Translator if self.case.translates else ViT if self.case.image else GPT
+        with torch.device("cuda"):
+            model = kind(self.case)
+        weights = by_layers(ours.weights, self.case.layers[-1])
+        return (
+            model,
+            {  # without the padding rows of our tables
+                name: torch.from_numpy(weights[name][: len(own)])
+                for name, own in model.state_dict().items()
+            },
+        )
+
     def read(self, inputs: Sequence[np.ndarray]) -> None:
         """Continue with other ``inputs``, NumPy arrays like those of ``train.Ours``."""
-        self.inputs = [torch_here().from_numpy(x).cuda().long() for x in inputs]
+        there = [torch_here().from_numpy(np.array(x)).cuda() for x in inputs]
+        self.inputs = [x if x.dtype == torch_here().uint8 else x.long() for x in there]
 
     def restart(self) -> None:
         """Undo all updates."""
@@ -83,6 +95,18 @@ class Peer:
         held = list(self.model.parameters())
         held += [x for state in self.optimizer.state.values() for x in state.values()]
         return sum(x.nbytes for x in held)
+
+
+class HuggingFacePeer(Peer):
+    """The same of transformers' ViT. Raises UnsupportedError where it is not installed."""
+
+    def _new_model(self, ours):
+        try:
+            from gpuattn.bench.peers.hugging_face_vit import Classifier
+        except ImportError as error:
+            raise UnsupportedError(f"transformers cannot be imported: {error}") from error
+        model = Classifier(self.case, ours.weights).cuda()
+        return model, {name: x.detach().cpu().clone() for name, x in model.state_dict().items()}
 
 
 def by_layers(weights: Mapping[str, np.ndarray], layers: int) -> dict[str, np.ndarray]:

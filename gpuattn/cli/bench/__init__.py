@@ -2,9 +2,9 @@
 
 import click
 
-from gpuattn.bench.fused_cases import TABLES
+from gpuattn.bench.fused.cases import TABLES
 from gpuattn.bench.samples import SAMPLES
-from gpuattn.cli.bench import attention, data, fused, ops, roofline, train
+from gpuattn.cli.bench import attention, calls, data, decode, fused, ops, roofline, train
 from gpuattn.units import nearest
 
 
@@ -30,20 +30,22 @@ class Benchmarks(click.Group):
 
 @click.group("bench", cls=Benchmarks, no_args_is_help=True)
 def command() -> None:
-    """Time ops, whole training steps, the same in other libraries, and the loading of data.
+    """Time ops, training steps, generation, the same in other libraries, and the loading of data.
 
     \b
     gpuattn bench ops linear --shape 8192x512x2048
+    gpuattn bench calls --peers
     gpuattn bench attention --peers --json attention.json --plot attention.png
     gpuattn bench fused softmax layer_norm --peers
     gpuattn bench train --model base --peers
+    gpuattn bench decode --model gpt2-124m --peers
     gpuattn bench roofline --plot roofline.png
     gpuattn bench data
 
     A result is compared with the reference before it is timed. attention, fused, train and roofline
-    run in CUDA graphs; ops includes the host.
+    run in CUDA graphs; ops, calls and decode include the host.
     """
 
 
-for _module in (ops, attention, fused, train, roofline, data):
+for _module in (ops, calls, attention, fused, train, decode, roofline, data):
     command.add_command(_module.command)

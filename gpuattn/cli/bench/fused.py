@@ -5,10 +5,11 @@ from dataclasses import replace
 import click
 import numpy as np
 
-from gpuattn.bench import fused_cases, results
+from gpuattn.bench import results
 from gpuattn.bench.cases import Cell
 from gpuattn.bench.charts import draw_shares
-from gpuattn.bench.fused_cases import AXES, FLOPS, TABLES, Fused
+from gpuattn.bench.fused import cases as fused_cases
+from gpuattn.bench.fused.cases import AXES, FLOPS, TABLES, Fused
 from gpuattn.bench.peers.precompile import compile_ahead
 from gpuattn.bench.samples import DTYPES
 from gpuattn.cli.bench.table import (

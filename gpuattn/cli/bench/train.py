@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import click
 import numpy as np
 
-from gpuattn.bench import results, train, train_cases
+from gpuattn.bench import results
 from gpuattn.bench.cases import Cell
+from gpuattn.bench.train import cases as train_cases
+from gpuattn.bench.train import measure as train
 from gpuattn.cli.bench.table import (
     begin,
     colored,

@@ -41,17 +41,17 @@ def decoding_options(function: Callable) -> Callable:
 
 
 def search_options(function: Callable) -> Callable:
-    """Add the other rules of a search."""
+    """Add the other rules of a search, whose defaults a Hugging Face folder may set."""
     return _added(function, [
-        search_option("--min-length", type=Parsed(whole(0), "N"), default=0,
-                      help="Least subwords before the end mark."),
+        search_option("--min-length", type=Parsed(whole(0), "N"),
+                      help="Least subwords before the end mark.  [default: 0]"),
         search_option("--max-length", type=COUNT,
                       help="Most subwords, the end mark included.  [default: by the source]"),
-        search_option("--no-repeat-ngram", type=Parsed(whole(0), "N"), default=0,
-                      help="Never repeat N subwords in a row; 0: no such rule."),
-        search_option("--stopping", type=NearChoice(STOPPING), default="fairseq", show_default=True,
+        search_option("--no-repeat-ngram", type=Parsed(whole(0), "N"),
+                      help="Never repeat N subwords in a row.  [default: 0, no such rule]"),
+        search_option("--stopping", type=NearChoice(STOPPING),
                       help="When the search of a line ends: the rule of fairseq, "
-                           "Hugging Face (hf) or CTranslate2 (ct2)."),
+                           "Hugging Face (hf) or CTranslate2 (ct2).  [default: fairseq]"),
     ])  # fmt: skip
 
 
@@ -61,6 +61,16 @@ def batch_tokens_option(function: Callable) -> Callable:
         "--batch-tokens", type=COUNT, cls=GroupedOption, group="Machine",
         help="Most tokens in a batch, over all beams; fewer need less memory.",
     )(function)  # fmt: skip
+
+
+def cache_options(function: Callable) -> Callable:
+    """Add ``--no-kv-cache`` and ``--batch-invariant``."""
+    given: dict[str, Any] = {"is_flag": True, "cls": GroupedOption, "group": "Machine"}
+    return _added(function, [
+        click.option("--no-kv-cache", help="Recompute the whole text at each token.", **given),
+        click.option("--batch-invariant", **given,
+                     help="The same bits whatever runs together; slower."),
+    ])  # fmt: skip
 
 
 def search_option(*names: str, **settings: Any) -> Callable:

@@ -1,11 +1,13 @@
 """Lines of the commands that treat each line by itself: one bad line harms no other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
 from gpuattn.errors import DataError
+
+AT_ONCE = 1 << 16  # bytes of lines that are computed together, and then written
 
 
 class LineErrors:
@@ -38,3 +40,19 @@ class LineErrors:
 def text_of(number: int, raw: bytes) -> str:
     """Return the text of a line without its end; the first may have a byte order mark."""
     return raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+
+
+def arriving(stream: Any, prompt: bool = False) -> Iterator[list[bytes]]:
+    """Yield lists of complete lines: all that have arrived, or at a prompt one at a time."""
+    rest = b""
+    while True:
+        if prompt:
+            click.echo("> ", nl=False, err=True)
+        data = stream.readline() if prompt else stream.read1(AT_ONCE)
+        if not data:
+            break
+        *lines, rest = (rest + data).split(b"\n")
+        if lines:
+            yield lines
+    if rest:
+        yield [rest]

@@ -45,7 +45,7 @@ def facts(progress: Progress) -> list[str]:
     found = [
         f"loss {progress.loss:.3f}",
         f"{'at most ' if progress.at_most else ''}{duration(progress.eta)} left",
-        f"{short(progress.rate)} tokens/s",
+        f"{short(progress.rate)} {progress.counted}/s",
         f"{progress.memory / 2**30:.2f} GiB",
         f"{progress.milliseconds:.3g} ms",
     ]
@@ -55,6 +55,8 @@ def facts(progress: Progress) -> list[str]:
         found.append(f"{progress.watts:.0f} W")
     if progress.joules is not None:
         found.append(f"{progress.joules / 1e3:.3g} kJ")
+    if progress.waiting is not None:
+        found.append(f"ranks wait {progress.waiting:.0%}, rank {progress.slowest} least")
     return [*found, f"lr {progress.learning_rate:.1e}"]
 
 

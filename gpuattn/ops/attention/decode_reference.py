@@ -1,9 +1,29 @@
 """The reference of ``decode_attention``: gather the keys, then softmax(q k^T) v."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from gpuattn.arrays import checked_index, get_xp, wide
+from gpuattn.arrays import checked_index, empty, get_xp, wide
 from gpuattn.typing import Array
+
+BY_KEYS = "real", "k", "v"  # of a _Part
+
+
+class _Part(NamedTuple):
+    """n sequences.
+
+    ``rows``: queries, scaled, (n, Hk, sharers, T, group, D). ``at``: (n, T), the key that each is
+    aligned with. ``real``: (n, keys), which keys count. ``k``, ``v``: (n, keys, Hk, D). ``slopes``:
+    None, or (n, Hk, sharers, 1, group, 1).
+    """
+
+    rows: Array
+    at: Array
+    real: Array
+    k: Array
+    v: Array
+    slopes: Any
 
 
 def forward(
@@ -11,7 +31,11 @@ def forward(
     slopes: Array | None, sink: Array | None, *, needs: tuple, scale: float, window: int | None,
     softcap: float | None, splits: int | None, batch_invariant: bool,
 ) -> tuple:  # fmt: skip
-    """Return (out, lse) and None; see ``decode_attention``. ``splits`` has no effect here."""
+    """Return (out, lse) and None; see ``decode_attention``. ``splits`` has no effect here.
+
+    With ``batch_invariant`` NumPy computes sequences of different lengths apart, each with as many
+    keys as it has: more keys of weight 0 would change the order of sums.
+    """
     xp, dtype, (B, T, H, D) = get_xp(q), wide(q.dtype), q.shape
     sequences, kv_heads, value_dim = len(lengths), k.shape[2], v.shape[3]
     sharers, group = B // max(sequences, 1), H // kv_heads
@@ -19,32 +43,56 @@ def forward(
     lengths = lengths.clip(0, room)
     if xp is np:  # on a GPU it would synchronize
         room = int(lengths.max(initial=0))
-    keys = xp.arange(room)
-    at = lengths[:, None] - T + xp.arange(T)  # the key that each query is aligned with
-    real = keys < lengths[:, None]
+    at = lengths[:, None] - T + xp.arange(T)
+    real = xp.arange(room) < lengths[:, None]
     if window is not None:
-        real &= keys >= at[:, :1] - window
+        real &= xp.arange(room) >= at[:, :1] - window
     k, v = (_gather(x, real, page_table, slots, dtype) for x in (k, v))
+    if slopes is not None:
+        slopes = xp.broadcast_to(slopes.astype(dtype), (B, H))
+        slopes = slopes.reshape(sequences, sharers, kv_heads, group).transpose(0, 2, 1, 3)
+        slopes = slopes[:, :, :, None, :, None]
+    rows = q.reshape(sequences, sharers, T, kv_heads, group, D).transpose(0, 3, 1, 2, 4, 5)
+    rows = xp.ascontiguousarray(rows).astype(dtype) * dtype.type(scale)
+    whole = _Part(rows, at, real, k, v, slopes)
+    settings = {"sink": sink, "window": window, "softcap": softcap}
+    if batch_invariant and xp is np:
+        out = empty(k, (*rows.shape[:-1], value_dim))
+        lse = empty(k, rows.shape[:-1])
+        for n in np.unique(lengths):
+            alike = np.flatnonzero(lengths == n)
+            part = _Part(*(None if x is None else x[alike] for x in whole))
+            first = {name: np.ascontiguousarray(getattr(part, name)[:, :n]) for name in BY_KEYS}
+            part = part._replace(**first)
+            out[alike], lse[alike] = _attend(part, **settings)
+    else:
+        out, lse = _attend(whole, **settings)
+    out = out.transpose(0, 2, 3, 1, 4, 5).reshape(B, T, H, value_dim).astype(q.dtype, copy=False)
+    return (out, lse.transpose(0, 2, 1, 4, 3).reshape(B, H, T)), None
 
-    grouped = sequences, sharers, T, kv_heads, group
-    rows = q.reshape(*grouped, D).transpose(0, 3, 1, 2, 4, 5)  # (N, Hk, sharers, T, group, D)
-    flat = rows.reshape(sequences, kv_heads, sharers * T * group, D).astype(dtype)
+
+def _attend(part, *, sink, window, softcap):
+    """Return the output (n, Hk, sharers, T, group, Dv) of a _Part, and its lse without the Dv."""
+    rows, at, real, k, v, slopes = part
+    xp, dtype, (n, kv_heads, sharers, T, group, D) = get_xp(k), k.dtype, rows.shape
+    keys = xp.arange(real.shape[1])
     with np.errstate(all="ignore"):
-        x = xp.matmul(flat * dtype.type(scale), k.transpose(0, 2, 3, 1))
-        x = x.reshape(*rows.shape[:-1], room)
+        flat = rows.reshape(n, kv_heads, sharers * T * group, D)
+        x = xp.matmul(flat, k.transpose(0, 2, 3, 1))
+        x = x.reshape(*rows.shape[:-1], len(keys))
         if softcap is not None:
             x = dtype.type(softcap) * xp.tanh(x / dtype.type(softcap))
         back = (at[:, :, None] - keys)[:, None, None, :, None]
         if slopes is not None:
-            slopes = xp.broadcast_to(slopes.astype(dtype), (B, H))
-            slopes = slopes.reshape(sequences, sharers, kv_heads, group).transpose(0, 2, 1, 3)
-            x -= slopes[:, :, :, None, :, None] * back.astype(dtype)
+            x -= slopes * back.astype(dtype)
         seen = (back >= 0) & real[:, None, None, None, None]
         if window is not None:
             seen = seen & (back <= window)
         x = xp.where(seen, x, dtype.type(-np.inf))
 
-        top = x.max(-1, keepdims=True) if room else xp.full((*x.shape[:-1], 1), -np.inf, dtype)
+        top = xp.full((*x.shape[:-1], 1), -np.inf, dtype)
+        if len(keys):
+            top = x.max(-1, keepdims=True)
         if sink is not None:  # one more key, of value zero
             sink = sink.astype(dtype).reshape(kv_heads, 1, 1, group, 1)
             top = xp.maximum(top, sink)
@@ -53,12 +101,10 @@ def forward(
         total = p.sum(-1, keepdims=True)
         if sink is not None:
             total = total + xp.exp(sink - base)
-        p = p.reshape(sequences, kv_heads, sharers * T * group, room)
-        out = xp.matmul(p, v.swapaxes(1, 2)).reshape(*rows.shape[:-1], value_dim)
+        p = p.reshape(n, kv_heads, sharers * T * group, len(keys))
+        out = xp.matmul(p, v.swapaxes(1, 2)).reshape(*rows.shape[:-1], v.shape[-1])
         out = out / xp.where(total == 0, dtype.type(1), total)
-        lse = (base + xp.log(total))[..., 0]
-    out = out.transpose(0, 2, 3, 1, 4, 5).reshape(B, T, H, value_dim).astype(q.dtype, copy=False)
-    return (out, lse.transpose(0, 2, 1, 4, 3).reshape(B, H, T)), None
+        return out, (base + xp.log(total))[..., 0]
 
 
 def _gather(cache, real, page_table, slots, dtype):
@@ -76,4 +122,7 @@ def _gather(cache, real, page_table, slots, dtype):
         found = cache[first + checked_index(slot, beam, "decode_attention: slots"), keys]
     else:
         found = cache[:, :room]
-    return xp.where(real[:, :, None, None], found.astype(dtype, copy=False), dtype.type(0))
+    found = found.astype(dtype, copy=False)
+    if xp is np and real.all():
+        return found
+    return xp.where(real[:, :, None, None], found, dtype.type(0))

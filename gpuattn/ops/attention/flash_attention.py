@@ -120,6 +120,7 @@ def flash_attention(
         deterministic=bool(deterministic),
         tf32=bool(tf32),
         finish=None if return_lse else itemgetter(0),
+        values_checked=cu_seqlens_q is not None and not on_gpu(raw(cu_seqlens_q)),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import get_xp, wide
+from gpuattn.arrays import batch_invariant, get_xp, wide
 from gpuattn.ops.attention.dropout import TILE, keep_block
 from gpuattn.typing import Array, Shape, Xp
 
@@ -186,13 +186,13 @@ def layouts(
     if xp is not np:  # lengths are on the device: one grid for all
         limits = max_seqlen_q, max_seqlen_k
         return [Packed(xp, slice(None), starts, lengths, limits, tokens)]
-    size = np.maximum(np.maximum(*lengths), TILE)
-    # in a grid no sequence is twice as long as another
-    doublings = np.ceil(np.log2(size)).astype(int)
+    size = np.maximum(*lengths)
+    if not batch_invariant.get():  # in a grid no sequence is twice as long as another
+        size = 2 ** np.ceil(np.log2(np.maximum(size, TILE))).astype(int)
     found = []
-    for d in np.unique(doublings):
-        alike = np.flatnonzero(doublings == d)
-        parts = -(-len(alike) * row * 2 ** int(d) // GRID_SIZE)
+    for n in np.unique(size):
+        alike = np.flatnonzero(size == n)
+        parts = max(1, -(-len(alike) * row * int(n) // GRID_SIZE))
         for members in np.array_split(alike, min(parts, len(alike))):
             longest = [int(n[members].max()) for n in lengths]
             found.append(Packed(np, members, starts, lengths, longest, tokens))

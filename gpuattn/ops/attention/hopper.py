@@ -174,6 +174,7 @@ def _with_whole_rows(bias, keys):
         return bias
     length = -(-keys // BIAS_ROW_STEP) * BIAS_ROW_STEP
     copy = arrays.empty(bias, (*bias.shape[:3], length))[..., :keys]
+    arrays.unrecorded_write()
     copy[...] = bias
     return copy
 

@@ -189,6 +189,7 @@ def _staged(bias, dtype, launch, needs_gradient):
         if not needs_gradient and math.prod(shape) * bias.itemsize > MAX_COPY_BYTES:
             return None
         copy = arrays.empty(bias, shape)[..., : rows[1]]
+        arrays.unrecorded_write()
         copy[...] = bias
         bias = copy
     return bias.swapaxes(1, 2)

@@ -21,58 +21,80 @@ from gpuattn.typing import Array
 NAME = "step_attention"
 WARPS = 4  # of a block
 HEAD_DIMS = 32, 64, 128
+PAGE = 64  # keys of a page that the kernel takes
 SHORT_ROOM = 512  # keys of a text at most; beyond, splitting them over blocks is faster
 
 
 @op
 def step_attention(
-    q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, key_counts: Any, slots: Any, *,
-    impl: str | None = None,
+    q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, key_counts: Any, slots: Any = None, *,
+    page_table: Any = None, impl: str | None = None,
 ) -> Call[Array]:  # fmt: skip
     """Store k and v as the last keys and values of their texts; return the attention of ``q``.
 
     ``q``: (N, 1, H, D); ``k``, ``v``: (N, 1, Hk, D). Row b * K + i is beam i of sentence b. The
     caches: (N, S, Hk, D), contiguous. ``key_counts`` (N,) int32: keys of each text with the new
     one, 1 to S, the same for all beams of a sentence. ``slots`` (N / K, K, S) int16: key j of row
-    b * K + i lies in row b * K + ``slots[b, i, j]``; of a new key that is i. Returns (N, 1, H, D).
-    Raises ValueError for shapes that do not fit, TypeError for dtypes. There is no gradient.
+    b * K + i lies in row b * K + ``slots[b, i, j]``; of a new key that is i. Or, instead of
+    ``slots``, ``page_table`` (N, P) int32: the caches are pages (pages, page, Hk, D), page a
+    multiple of 16, and key j of row n is in row j % page of page ``page_table[n, j // page]``; rows
+    may share pages, but that of a new key is written. Returns (N, 1, H, D). Raises ValueError for
+    shapes that do not fit, TypeError for dtypes. There is no gradient.
     """
     given = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-    check_together(NAME, **given, key_counts=key_counts, slots=slots)
+    tables = {"slots": slots, "page_table": page_table}
+    check_together(NAME, **given, key_counts=key_counts, **tables)
     check_floats(NAME, **given)
+    if (slots is None) == (page_table is None):
+        got = "none given" if slots is None else "both given"
+        raise ValueError(problem(NAME, "slots, page_table", got, "one of the two"))
     rows, room, kv_heads, head_dim = k_cache.shape
+    indexed: tuple[str, Any, tuple[int, ...]]
+    if page_table is None:
+        indexed = "slots", slots, (slots.shape[0], rows // max(slots.shape[0], 1), room)
+    else:
+        rows = len(q)
+        indexed = "page_table", page_table, (rows, page_table.shape[-1])
     heads = q.shape[2] if q.ndim == 4 else 0
     new = rows, 1, kv_heads, head_dim
     for name, x, accepted in (
         ("q", q, (rows, 1, heads, head_dim)), ("k", k, new), ("v", v, new),
-        ("v_cache", v_cache, k_cache.shape), ("key_counts", key_counts, (rows,)),
-        ("slots", slots, (slots.shape[0], rows // max(slots.shape[0], 1), room)),
+        ("v_cache", v_cache, k_cache.shape), ("key_counts", key_counts, (rows,)), indexed,
     ):  # fmt: skip
         if x.shape != accepted:
             raise ValueError(problem(NAME, f"{name}.shape", x.shape, accepted))
     if heads % kv_heads:
         accepted = f"a multiple of the {kv_heads} heads of k and v"
         raise ValueError(problem(NAME, "the number of heads of q", heads, accepted))
-    return Call(IMPLS, (q, k, v, k_cache, v_cache, key_counts, slots), impl)
+    return Call(IMPLS, (q, k, v, k_cache, v_cache, key_counts, slots, page_table), impl)
 
 
 # ---- by two ops ---------------------------------------------------------------------------------
 
 
-def _forward_by_two(q, k, v, k_cache, v_cache, key_counts, slots, *, needs):
-    append_kv(k_cache, v_cache, k, v, key_counts - 1)
-    return decode_attention(q, k_cache, v_cache, key_counts, slots=slots), None
+def _forward_by_two(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, needs):
+    append_kv(k_cache, v_cache, k, v, key_counts - 1, page_table=page_table)
+    return decode_attention(
+        q, k_cache, v_cache, key_counts, slots=slots, page_table=page_table,
+        batch_invariant=arrays.batch_invariant.get(),
+    ), None  # fmt: skip
 
 
 # ---- raw: rawkernels/attention/step_attention.cu ------------------------------------------------
 
 
-def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, *, needs):
+def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, needs):
     if reason := kernel_refusal(q, "q"):
         return reason
     if q.itemsize != 2:
         return f"q is {q.dtype}, the kernel takes float16 or bfloat16"
     head_dim, room = q.shape[-1], k_cache.shape[1]
+    if page_table is not None:
+        if room != PAGE:
+            return f"a page has {room} keys, the kernel takes {PAGE}"
+        if not page_table.flags.c_contiguous:
+            return "the page table is not contiguous"
+        room *= page_table.shape[1]
     if head_dim not in HEAD_DIMS:
         return f"the head size is {head_dim}, the kernel takes 32, 64 or 128"
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -86,15 +108,19 @@ def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, *, needs):
     return None
 
 
-def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, *, needs):
+def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, needs):
     rows, _, heads, head_dim = q.shape
     out = arrays.empty(q, q.shape)
     steps = [x.strides[0] // x.itemsize for x in (q, k, v)]
-    run = kernel("attention/step_attention.cu", NAME, scalar=ctype(q.dtype), HEAD_DIM=head_dim)
-    run(
+    page, beam, room = 0, 1, k_cache.shape[1]
+    if page_table is None:
+        beam = slots.shape[1]
+    else:
+        page, room = PAGE, PAGE * page_table.shape[1]
+    constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": page}
+    kernel("attention/step_attention.cu", NAME, **constants)(
         (-(-rows * heads // WARPS),), (32 * WARPS,), q, k, v, k_cache, v_cache, key_counts, slots,
-        out, *steps, rows, heads, k.shape[2], slots.shape[1], k_cache.shape[1],
-        np.float32(head_dim**-0.5),
+        page_table, out, *steps, rows, heads, k.shape[2], beam, room, np.float32(head_dim**-0.5),
     )  # fmt: skip
     return out, None
 

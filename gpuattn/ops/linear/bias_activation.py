@@ -1,7 +1,8 @@
-"""GELU, ReLU and SwiGLU with an optional bias, then dropout: y = dropout(f(x + bias)).
+"""GELU, ReLU, SiLU and SwiGLU with an optional bias, then dropout: y = dropout(f(x + bias)).
 
 GELU: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016; its tanh form is
 y = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
+SiLU, also called swish: Elfwing et al., "Sigmoid-Weighted Linear Units", 2018; y = z sigmoid(z).
 SwiGLU: Shazeer, "GLU Variants Improve Transformer", 2020; y = gate sigmoid(gate) up.
 Device code: ``rawkernels/linear/bias_activation.cu`` and ``rawkernels/column_sum.cu``.
 """
@@ -33,7 +34,7 @@ from gpuattn.rng import Key
 from gpuattn.typing import Array
 
 # the constant ACTIVATION of bias_activation.cu; "gelu" is the tanh form
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_exact": 3, "swiglu": 4}
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_exact": 3, "swiglu": 4, "silu": 5}
 BLOCK, SUM_BLOCK = 256, 128
 COLUMNS = 8  # per thread
 MAX_ROW_THREADS, MIN_ROW_THREADS = 32, 8  # threads that share a row of many columns
@@ -82,6 +83,22 @@ def relu(
     Other arguments and errors are as in ``gelu``.
     """
     return _apply(RELU, x, bias, "relu", p, seed, impl)
+
+
+@op
+def silu(
+    x: Array,
+    bias: Array | None = None,
+    *,
+    p: float = 0.0,
+    seed: Any = None,
+    impl: str | None = None,
+) -> Call[Array]:
+    """Return ``dropout(z * sigmoid(z))`` where z is ``x + bias``, in the shape and dtype of ``x``.
+
+    Other arguments and errors are as in ``gelu``.
+    """
+    return _apply(SILU, x, bias, "silu", p, seed, impl)
 
 
 @op
@@ -162,7 +179,7 @@ def activate(z: Array, activation: str, want_slope: bool) -> tuple[Array, Array 
     xp = get_xp(z)
     if activation == "relu":
         return xp.maximum(z, 0), (z > 0 if want_slope else None)
-    forms = {"gelu": _gelu_tanh, "gelu_exact": _gelu_exact, "swiglu": _swiglu}
+    forms = {"gelu": _gelu_tanh, "gelu_exact": _gelu_exact, "silu": _silu, "swiglu": _swiglu}
     return forms[activation](xp, z, want_slope)
 
 
@@ -208,13 +225,16 @@ def _gelu_exact(xp, z, want_slope):
     return y, slope
 
 
+def _silu(xp, z, want_slope):
+    share = (1 + xp.tanh(z * 0.5)) * 0.5  # the sigmoid, without overflow
+    value = z * share
+    return value, (share + value * (1 - share) if want_slope else None)
+
+
 def _swiglu(xp, z, want_slope):
     gate, up = xp.split(z, 2, axis=-1)
-    share = (1 + xp.tanh(gate * 0.5)) * 0.5  # the sigmoid of the gate, without overflow
-    value = gate * share
-    if not want_slope:
-        return value * up, None
-    return value * up, xp.concatenate(((share + value * (1 - share)) * up, value), axis=-1)
+    value, slope = _silu(xp, gate, want_slope)
+    return value * up, (xp.concatenate((slope * up, value), axis=-1) if want_slope else None)
 
 
 ERF_TOP = 6.0  # 1 - erf(6) is 2e-17
@@ -386,11 +406,11 @@ def _chunks(rows, cols):
         lanes //= 2
 
 
-GELU, RELU, SWIGLU = (
+GELU, RELU, SILU, SWIGLU = (
     Impls(
         op,
         Impl("raw-simt", _forward_raw, _backward_raw, refuse_raw),
         Impl("reference", _forward_reference, _backward_reference),
     )
-    for op in ("gelu", "relu", "swiglu")
+    for op in ("gelu", "relu", "silu", "swiglu")
 )

@@ -48,19 +48,25 @@ def as_rows(logits: Array, count: int) -> Array:
     return rows if fits else get_xp(rows).array(rows, order="C")
 
 
+def checked_labels(labels: Array) -> Array:
+    """Return labels as kernels take them: (rows,), contiguous, int32 or int64."""
+    labels = labels.ravel()
+    labels = labels if labels.dtype in (np.int32, np.int64) else labels.astype(np.int64)
+    return get_xp(labels).ascontiguousarray(labels)
+
+
 def prepare(
     rows: Array, labels: Array, dloss: Array | None, vocab_size: int, ignore_index: int, mean: bool
 ) -> Plan:
     """Return the Plan: checked labels, the number of rows that count, the scale of the gradient."""
-    labels = labels.ravel()
-    labels = labels if labels.dtype in (np.int32, np.int64) else labels.astype(np.int64)
+    labels = checked_labels(labels)
     blocks, threads = PREPARE
     plan = Plan(
         arrays.empty(rows, labels.shape, np.int32), arrays.empty(rows, (3 + blocks,), np.int32)
     )
     word = "int" if labels.dtype == np.int32 else "long"
     _kernel(f"prepare_{word}", rows)(
-        (blocks,), (threads,), get_xp(rows).ascontiguousarray(labels), plan.targets, plan.summary,
+        (blocks,), (threads,), labels, plan.targets, plan.summary,
         dloss, labels.size, vocab_size, ignore_index, mean,
         arrays.index_flag(rows, "cross_entropy: labels"),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import as_array, check_floats, check_together, get_xp, on_gpu, wide
 from gpuattn.autodiff.tape import op, raw
-from gpuattn.cuda.kernels import kernel_refusal
+from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.gemm.matmul import matmul
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_choice, check_matrix, integer, take_arrays
@@ -23,6 +23,7 @@ from gpuattn.ops.loss import launch
 from gpuattn.typing import Array
 
 CHUNK_BYTES = {True: 512 << 20, False: 32 << 20}  # of logits, by whether they are on a GPU
+BLOCK, WARP = 1024, 32  # of the kernels that count labels, and add losses
 LEAST_ROWS = {True: 2048, False: 64}  # of a chunk: with fewer, matmuls are slow
 
 
@@ -82,19 +83,14 @@ def rows_at_a_time(rows: int, cols: int, itemsize: int, gpu: bool) -> int:
 
 
 def _forward(inner, x, weight, labels, dloss=None, *, needs, reduction, **params):
-    xp, dtype = get_xp(x), wide(x.dtype)
-    share = xp.ones((), dtype)
-    if reduction == "mean":
-        count = (labels != params["ignore_index"]).sum().astype(dtype)
-        share = 1 / xp.maximum(count, 1)
     at_once = any(needs) and (dloss is not None or x.dtype != np.float16)
-    scale = (share if dloss is None else dloss * share) if at_once else None
-    loss, right, gradients = _run(inner, x, weight, labels, scale, needs, **params)
-    out = xp.asarray(loss * share)
-    out = (out, right) if params["accuracy"] else out
+    sums = inner.sums(x, labels, dloss, params["ignore_index"], reduction == "mean")
+    scale = sums.scale if at_once else None
+    gradients = _run(inner, x, weight, labels, scale, needs, sums.add, **params)
+    out = (sums.loss, sums.right) if params["accuracy"] else sums.loss
     if not any(needs):
         return out, None
-    return out, (x, weight, labels, share, dloss, [gradients] if at_once else [])
+    return out, (x, weight, labels, sums.share, dloss, [gradients] if at_once else [])
 
 
 def _backward(inner, saved, dloss, dright=None, *, needs, into, reduction, **params):
@@ -105,7 +101,8 @@ def _backward(inner, saved, dloss, dright=None, *, needs, into, reduction, **par
             if gradient is not None:
                 inner.rescale(gradient, done_for, dloss)
     else:
-        _, _, (dx, dweight) = _run(inner, x, weight, labels, dloss * share, needs, **params)
+        scale = dloss * share
+        dx, dweight = _run(inner, x, weight, labels, scale, needs, lambda *_: None, **params)
     if dweight is not None and into[1]:
         out, accumulate = into[1]
         if accumulate:
@@ -117,27 +114,26 @@ def _backward(inner, saved, dloss, dright=None, *, needs, into, reduction, **par
     return None if dx is None else dx.reshape(x.shape), dweight, None, None
 
 
-def _run(inner, x, weight, labels, scale, needs, *, accuracy, chunk_rows, **target):
-    """Return the sum of losses, the count of right rows, and (dx, dweight) times ``scale``.
+def _run(inner, x, weight, labels, scale, needs, add, *, accuracy, chunk_rows, **target):
+    """Return (dx, dweight) times ``scale``; None: no gradients.
 
-    ``scale`` None: no gradients.
+    ``add(loss, right)``: called with the sum of losses of each chunk, and the count of its right
+    rows or None.
     """
-    xp, dtype = get_xp(x), wide(x.dtype)
+    dtype = wide(x.dtype)
     rows, labels = x.reshape(labels.size, x.shape[-1]), labels.ravel()
     size = chunk_rows or rows_at_a_time(len(rows), len(weight), x.itemsize, on_gpu(x))
     buffer = arrays.empty(x, (min(size, len(rows)), len(weight)))
     wanted = scale is not None
     dx = arrays.empty(x, rows.shape) if wanted and needs[0] else None
     dweight = arrays.zeros(x, weight.shape, dtype) if wanted and needs[1] else None
-    loss, right = xp.zeros((), dtype), xp.zeros((), np.int32)
     params = {**target, "accuracy": accuracy, "reduction": "sum", "donate": True}
     for start in range(0, len(rows), size):
         part = slice(start, min(start + size, len(rows)))
         logits = matmul(rows[part], weight, transpose_b=True, out=buffer[: part.stop - start])
         wants = (wanted, False, False)
         out, saved = inner.forward(logits, labels[part], scale, needs=wants, **params)
-        loss = loss + (out[0] if accuracy else out)
-        right = right + out[1] if accuracy else right
+        add(*(out if accuracy else (out, None)))
         if not wanted:
             continue
         none = (None, None, None)
@@ -146,15 +142,62 @@ def _run(inner, x, weight, labels, scale, needs, *, accuracy, chunk_rows, **targ
             matmul(dlogits, weight, out=dx[part])
         if dweight is not None:
             matmul(dlogits, rows[part], transpose_a=True, out=dweight, accumulate=start > 0)
-    return loss, right, (dx, dweight)
+    return dx, dweight
+
+
+class _Sums:
+    """Sums over chunks: ``loss`` () float, ``right`` () int32.
+
+    ``share``: what the loss of a row is multiplied by. ``scale``: the share times ``dloss``.
+    """
+
+    def __init__(self, x, labels, dloss, ignore_index, mean):
+        xp, dtype = get_xp(x), wide(x.dtype)
+        self.share = xp.ones((), dtype)
+        if mean:
+            self.share = 1 / xp.maximum((labels != ignore_index).sum().astype(dtype), 1)
+        self.scale = self.share if dloss is None else dloss * self.share
+        self.sum, self.right = xp.zeros((), dtype), xp.zeros((), np.int32)
+
+    def add(self, loss, right):
+        self.sum = self.sum + loss
+        if right is not None:
+            self.right = self.right + right
+
+    @property
+    def loss(self):
+        return get_xp(self.sum).asarray(self.sum * self.share)
+
+
+class _RawSums:
+    """The same by kernels, in ``words``: struct Sums of ``rawkernels/loss/``."""
+
+    def __init__(self, x, labels, dloss, ignore_index, mean):
+        labels = launch.checked_labels(labels)
+        self.words = arrays.empty(x, 5, np.float32)
+        self.share, self.scale, _, self.loss, right = (
+            self.words[i : i + 1].reshape(()) for i in range(5)
+        )
+        self.right = right.view(np.int32)
+        self.constants = {"label": "int" if labels.dtype == np.int32 else "long long"}
+        self._run("share", BLOCK, labels, dloss, self.words, labels.size, ignore_index, mean)
+
+    def add(self, loss, right):
+        self._run("add", WARP, self.words, loss, right)
+
+    def _run(self, verb, threads, *args):
+        file = "loss/linear_cross_entropy.cu"
+        kernel(file, f"linear_cross_entropy_{verb}", **self.constants)((1,), (threads,), *args)
 
 
 class _Inner:
-    """An implementation of cross_entropy, and its function that rescales gradients in place."""
+    """An implementation of cross_entropy, its function that rescales gradients in place, and the
+    class of its sums."""
 
-    def __init__(self, name, rescale):
+    def __init__(self, name, rescale, sums):
         impl = next(impl for impl in whole.IMPLS if impl.name == name)
-        self.forward, self.backward, self.rescale = impl.forward, impl.backward, rescale
+        self.forward, self.backward = impl.forward, impl.backward
+        self.rescale, self.sums = rescale, sums
 
 
 def _rescale_reference(gradient, done_for, dloss):
@@ -165,8 +208,8 @@ def _refuse_raw(x, *_, **__):
     return kernel_refusal(x)
 
 
-RAW = _Inner("raw-simt", launch.rescale)
-REFERENCE = _Inner("reference", _rescale_reference)
+RAW = _Inner("raw-simt", launch.rescale, _RawSums)
+REFERENCE = _Inner("reference", _rescale_reference, _Sums)
 IMPLS = Impls(
     "linear_cross_entropy",
     Impl("raw-simt", partial(_forward, RAW), partial(_backward, RAW), _refuse_raw),

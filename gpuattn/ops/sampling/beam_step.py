@@ -1,6 +1,7 @@
 """One step of beam search: log-softmax, running scores, and the 2K best continuations.
 
-2K, because at most K of them end the sentence and K must remain. The search over K x V scores is
+2K, because at most K of them end the sentence and K must remain; of E > 1 end marks (1 + E) K are
+needed. The search over K x V scores is
 LightSeq's "hierarchical auto-regressive search" (Wang et al., 2021), see ``topk_logprobs``. A
 log-softmax keeps the order of its logits, so the best of each row are selected by logit in one
 read, and scored when those of all rows of a sentence are known.
@@ -28,8 +29,7 @@ from gpuattn.cuda.scratch import counters
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.numbakernels import device
-from gpuattn.ops.arguments import described
-from gpuattn.ops.sampling.logit_slices import BLOCK, slices
+from gpuattn.ops.arguments import described, integer
 from gpuattn.ops.sampling.topk_logprobs import (
     checked_banned,
     checked_vocab_size,
@@ -40,8 +40,14 @@ from gpuattn.ops.sampling.topk_logprobs import (
 from gpuattn.typing import Array
 
 MAX_BEAM = 64
+MAX_COUNT = 128  # of continuations
 MAX_COLS = 1 << 26  # a token and its beam share 32 bits
+RAW_COLS = 1 << 21  # what the last block of a sentence compares fits its shared memory
 MAX_GRID = 65535
+BLOCK = 128  # threads of the kernel; twice as many for beams above a quarter of them
+STAGE, STAGES = 4, 4  # vectors that a thread loads at a time, and how often, if it has to be
+BLOCKS = 1056  # above this many, blocks take more stages: eight on each of 132 multiprocessors
+GROUPS = 1024  # of a sentence of up to 16 beams, at most: its last block compares their best
 WHAT = "beam_step: penalties"
 
 
@@ -52,6 +58,7 @@ def beam_step(
     *,
     banned: Array | None = None,
     penalties: tuple[Array, Array] | None = None,
+    count: int | None = None,
     vocab_size: int | None = None,
     impl: str | None = None,
 ) -> Call[tuple[Array, Array, Array]]:
@@ -63,16 +70,17 @@ def beam_step(
     chosen. ``penalties``: (tokens, amounts), int32 and the dtype of the scores, each (B * K, L):
     the amount is subtracted from the score of its token in that row; inf bans the token, amounts of
     one token add up, and -1 lists no token. Probabilities of other tokens are not renormalised.
+    ``count``: of continuations to return, up to K * V; None: 2K.
     ``vocab_size``: V <= C, at least 2; columns from V on are padding and never read. ``impl``:
     "raw-simt", "numba", "reference", or None for the first that accepts. There is no gradient.
 
-    Returned are, each (B, 2K): the new scores, sorted; the beam each continues (int32, 0 to K - 1);
-    the token it adds (int32). Of equal scores the lower beam comes first, within a beam the greater
-    logit (less its penalty), of equal ones the lower token. Tokens that are banned, of a dead beam
-    or with a logit of -inf score -inf, and come last. A NaN score, from logits with NaN or +inf,
-    comes first, so that it is noticed. Raises TypeError for other dtypes, ValueError for shapes
-    or a vocab_size that do not fit, IndexError for tokens out of range (from a GPU: at the next
-    ``to_cpu``).
+    Returned are, each (B, count): the new scores, sorted; the beam that each continues (int32, 0 to
+    K - 1); the token it adds (int32). Of equal scores the lower beam comes first, within a beam the
+    greater logit (less its penalty), of equal ones the lower token. Tokens that are banned, of a
+    dead beam or with a logit of -inf score -inf, and come last. A NaN score, from logits with NaN
+    or +inf, comes first, so that it is noticed. Raises TypeError for other dtypes, ValueError for
+    shapes, a count or a vocab_size that do not fit, IndexError for tokens out of range (from a GPU:
+    at the next ``to_cpu``).
     """
     logits = as_array(raw(logits), "beam_step", "logits")
     scores = as_array(raw(scores), "beam_step", "scores")
@@ -93,10 +101,13 @@ def beam_step(
     if vocab_size < 2:
         accepted = "2 or more: K beams must have 2K continuations"
         raise ValueError(problem("beam_step", "the vocabulary", vocab_size, accepted))
+    beam = scores.shape[1]
+    count = 2 * beam if count is None else count
+    integer("beam_step", "count", count, f"1 to K * V, {beam * vocab_size}", 1, beam * vocab_size)
     checked_banned("beam_step", banned, vocab_size)
     _check_penalties(listed, amounts, len(logits), scores.dtype)
     inputs = logits, scores, banned, listed, amounts
-    return Call(IMPLS, inputs, impl, vocab_size=vocab_size)
+    return Call(IMPLS, inputs, impl, vocab_size=vocab_size, count=count)
 
 
 def _pair(penalties):
@@ -122,9 +133,9 @@ def _check_penalties(listed, amounts, rows, dtype):
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
 
 
-def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_size):
+def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_size, count):
     if len(logits) == 0:
-        return _outputs(scores), None
+        return _outputs(scores, count), None
     xp, dtype, beam = get_xp(logits), scores.dtype, scores.shape[1]
     logits = logits[:, :vocab_size].astype(dtype, order="C", copy=False)
     scores, nothing = scores.reshape(-1, 1), dtype.type(-np.inf)
@@ -143,7 +154,7 @@ def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_
         adjusted = xp.where(banned, nothing, adjusted)
     normalisers = (*log_sum(logits), scores)
     search = _best_on_host if on_host else _best_of_rows
-    return search(adjusted, normalisers, beam), None
+    return search(adjusted, normalisers, beam, count), None
 
 
 def _totals(found, peak, log_total, scores):
@@ -151,25 +162,28 @@ def _totals(found, peak, log_total, scores):
     return get_xp(found).where(found == -np.inf, found, found - peak - log_total + scores)
 
 
-def _best_of_rows(adjusted, normalisers, beam):
-    """Return (scores, parents, tokens) of the 2K best: first those of each row, then of K rows."""
-    xp, each = get_xp(adjusted), min(2 * beam, adjusted.shape[1])
+def _best_of_rows(adjusted, normalisers, beam, count):
+    """Return (scores, parents, tokens) of the best: first those of each row, then of K rows."""
+    xp, each = get_xp(adjusted), min(count, adjusted.shape[1])
     tokens = largest(adjusted, each)
     totals = _totals(xp.take_along_axis(adjusted, tokens, -1), *normalisers)
     totals, tokens = (x.reshape(-1, beam * each) for x in (totals, tokens))
-    best = largest(totals, 2 * beam)  # of equal ones the first; each row is sorted
+    best = largest(totals, count)  # of equal ones the first; each row is sorted
     totals, tokens = (xp.take_along_axis(x, best, -1) for x in (totals, tokens))
     return totals, (best // each).astype(np.int32), tokens.astype(np.int32)
 
 
-def _best_on_host(adjusted, normalisers, beam):
+def _best_on_host(adjusted, normalisers, beam, count):
     """Return what ``_best_of_rows`` does, with less work, from NumPy arrays.
 
-    The 2K-th largest of the maxima of groups of columns is a lower bound for the winners of a
-    sentence. Only groups that reach it are searched; how many numbers are found depends on values.
+    The ``count``-th largest of the maxima of groups of columns is a lower bound for the winners of
+    a sentence. Only groups that reach it are searched; how many numbers are found depends on
+    values.
     """
-    (rows, vocab), count = adjusted.shape, 2 * beam
+    rows, vocab = adjusted.shape
     groups = vocab // math.isqrt(vocab)  # group g: columns g, g + groups, g + 2 * groups ...
+    if count > beam * groups:
+        return _best_of_rows(adjusted, normalisers, beam, count)
     lines, rest = divmod(vocab, groups)
     peaks = adjusted[:, : vocab - rest].reshape(rows, lines, groups).max(1)
     np.maximum(peaks[:, :rest], adjusted[:, vocab - rest :], out=peaks[:, :rest])
@@ -197,26 +211,28 @@ def _best_on_host(adjusted, normalisers, beam):
         return best
     found = tuple(np.empty((len(usual), count), x.dtype) for x in best)
     odd = np.repeat(~usual, beam)  # dead sentences, those with NaN, or with too few finite numbers
-    others = _best_of_rows(adjusted[odd], [x[odd] for x in normalisers], beam)
+    others = _best_of_rows(adjusted[odd], [x[odd] for x in normalisers], beam, count)
     for target, x, other in zip(found, best, others, strict=True):
         target[usual], target[~usual] = x, other
     return found
 
 
-def _outputs(scores):
-    """Return new arrays for the scores, parents and tokens, each (B, 2K)."""
-    shape = (len(scores), 2 * scores.shape[1])
+def _outputs(scores, count):
+    """Return new arrays for the scores, parents and tokens, each (B, count)."""
+    shape = (len(scores), count)
     return tuple(arrays.empty(scores, shape, t) for t in (scores.dtype, np.int32, np.int32))
 
 
 # ---- numba: gpuattn/numbakernels/beam_step.py ---------------------------------------------------
 
 
-def _refuse_numba(logits, scores, banned, listed, amounts, *, vocab_size, **_):
+def _refuse_numba(logits, scores, banned, listed, amounts, *, vocab_size, count, **_):
     if reason := device.refusal(logits, "logits") or dtype_refusal(logits, "logits"):
         return reason
     if listed is not None:
         return "penalties are given, the kernel takes bans only"
+    if count != 2 * scores.shape[1]:
+        return f"count is {count}, the kernel takes 2 * {scores.shape[1]}"
     from gpuattn.numbakernels.beam_step import MAX_BEAM
 
     if scores.shape[1] > MAX_BEAM:
@@ -226,8 +242,8 @@ def _refuse_numba(logits, scores, banned, listed, amounts, *, vocab_size, **_):
     return None
 
 
-def _forward_numba(logits, scores, banned, listed, amounts, *, needs, vocab_size):
-    outputs = _outputs(scores)
+def _forward_numba(logits, scores, banned, listed, amounts, *, needs, vocab_size, count):
+    outputs = _outputs(scores, count)
     if len(logits) == 0:
         return outputs, None
     from gpuattn.numbakernels.beam_step import WORDS, merge_slices, search_slices
@@ -280,40 +296,65 @@ def _address(x):
 # ---- raw: rawkernels/sampling/beam_step.cu ------------------------------------------------------
 
 
-def _refuse_raw(logits, scores, *_, vocab_size, **__):
+def _refuse_raw(logits, scores, *_, vocab_size, count, **__):
     if reason := kernel_refusal(logits, "logits"):
         return reason
     sentences, beam = scores.shape
     if beam > MAX_BEAM:
         return f"the beam is {beam}, the kernel takes at most {MAX_BEAM}"
-    if vocab_size > MAX_COLS:
-        return f"the vocabulary is {vocab_size}, the kernel takes at most {MAX_COLS}"
+    if count > MAX_COUNT:
+        return f"count is {count}, the kernel takes at most {MAX_COUNT}"
+    if vocab_size > RAW_COLS:
+        return f"the vocabulary is {vocab_size}, the kernel takes at most {RAW_COLS}"
     if sentences > MAX_GRID:
         return f"there are {sentences} sentences, the kernel takes at most {MAX_GRID}"
     return None
 
 
-def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size):
+def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, count):
     xp, (sentences, beam) = get_xp(logits), scores.shape
-    outputs = _outputs(scores)
+    outputs = _outputs(scores, count)
     if sentences == 0:
         return outputs, None
     rows, stride = strided_rows(logits)
-    parts, size = slices(vocab_size, logits.itemsize)
+    block = BLOCK if count <= BLOCK // 2 else 2 * BLOCK
+    slices, stages, fold, parts = _slices(len(rows), beam, vocab_size, logits.itemsize, block)
     hooks = banned is not None or listed is not None
     extras = [None if x is None else xp.ascontiguousarray(x) for x in (banned, listed, amounts)]
-    count = 0 if listed is None else listed.shape[1]
-    flag = index_flag(logits, WHAT) if count else None
-    lists = arrays.empty(logits, (sentences, 2 * beam, beam, parts), np.uint64)
+    length = 0 if listed is None else listed.shape[1]
+    flag = index_flag(logits, WHAT) if length else None
+    groups = arrays.empty(logits, (len(rows), slices, block >> fold), np.uint64)
     normalisers = arrays.empty(logits, (len(rows), parts, 2), np.float32)
-    constants = {"scalar": ctype(logits.dtype), "HOOKS": hooks, "BLOCK": BLOCK}
+    constants = {"scalar": ctype(logits.dtype), "HOOKS": hooks, "BLOCK": block}
     step = kernel("sampling/beam_step.cu", "beam_step_forward", **constants)
+    keys, marks = 4 * beam * slices * groups.shape[2], _bits_of_a_slice(stages, block, logits)
     step(
-        (parts, beam, sentences), (BLOCK,), rows, xp.ascontiguousarray(scores), *extras, flag,
-        lists, normalisers, counters(sentences), *outputs, stride, vocab_size, size, count,
-        shared_bytes=max(16 * (size + 1) + (size + 4 if hooks else 0), 32 * BLOCK),
+        (slices, beam, sentences), (block,), rows, xp.ascontiguousarray(scores), *extras, flag,
+        groups, normalisers, counters(sentences), *outputs, stride, vocab_size, length, stages,
+        fold, count, shared_bytes=max(keys, marks if hooks else 0),
     )  # fmt: skip
     return outputs, None
+
+
+def _bits_of_a_slice(stages, block, logits):
+    """Return the bytes of a bit for each element of a slice, and of one more word."""
+    return 2 * stages * STAGE * block // logits.itemsize + 4
+
+
+def _slices(rows, beam, vocab_size, itemsize, block):
+    """Return (slices of a row, stages of a slice, log2 of the threads of a group, normalisers).
+
+    The number of rows decides them. Results do not depend on them.
+    """
+    stages_of_row = -(-vocab_size * itemsize // (16 * STAGE * block))
+    most = GROUPS * max(1, beam // 16)
+    stages = min(-(-rows * stages_of_row // BLOCKS), STAGES)
+    # no group is larger than a warp's part of a slice
+    stages = max(stages, -(-beam * stages_of_row * block // (32 * most)))
+    stages = min(1 << (stages - 1).bit_length(), 1 << (stages_of_row - 1).bit_length())
+    slices = -(-stages_of_row // stages)
+    fold = min(((beam * slices * block - 1) // most).bit_length(), 5)
+    return slices, stages, fold, stages_of_row * block // 32
 
 
 IMPLS = Impls(

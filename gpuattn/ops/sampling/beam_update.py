@@ -1,8 +1,8 @@
 """Update a beam search by the candidates of one step, without the host.
 
 Texts that end compete for a pool of the K best of their sentence, K beams continue, and a sentence
-is done when its pool is full or when no beam can enter it any more. ``gpuattn.decode.beam`` is the
-same search with the host in the loop. Device code: ``rawkernels/sampling/beam_update.cu``.
+is done by one of several rules. ``gpuattn.decode.beam`` is the same search with the host in the
+loop. Device code: ``rawkernels/sampling/beam_update.cu``.
 """
 
 import math
@@ -17,23 +17,28 @@ from gpuattn.autodiff.tape import op
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
-from gpuattn.ops.sampling.beam_step import MAX_BEAM
+from gpuattn.ops.arguments import integer
+from gpuattn.ops.sampling.beam_step import MAX_COUNT
 from gpuattn.ops.sampling.topk_logprobs import largest
 
+NAME = "beam_update"
 BLOCK, TEXT_BYTES = 128, 16
 MAX_ROWS = np.iinfo(np.int16).max
+STOPPING = ("fairseq", "enough", "best", "present", "greatest")  # a kernel's argument is the place
 
 
 class Beams:
     """The state of a search over ``sentences`` with ``beam`` beams each, on one device.
 
-    ``room``: the most tokens of a text. ``divisor(length)``: what the score of a text of that many
-    tokens, its end mark counted, is divided by. The arrays, by name, S sentences and K beams:
+    ``room``: the most tokens of a text. ``divisor(length)``: what the score of a text of that
+    length is divided by. The arrays, by name, S sentences and K beams:
 
     ``scores`` (S, K) float32, log-probabilities of the beams, -inf for dead ones. ``tokens``
     (S, K) int32, the last of each beam; ``positions`` and ``key_counts`` (S, K) int32, its position
     and the keys that its query sees. ``steps`` (S,) int32, updates so far. ``limits`` (S,) int32,
     the most tokens of a text. ``done`` (S,) bool. ``live`` (1,) int32, sentences that are not done.
+    ``ended`` (S,) int32, texts with an end mark so far. ``best_ended`` (S,) bool, whether such a
+    text was ever the best continuation of a step.
     ``pool_normalised``, ``pool_scores`` (S, K) float32, ``pool_beams``, ``pool_steps`` (S, K)
     int32: the best texts, best first; -inf where there is none. ``history`` (S, room, K, 2) int32:
     token and parent of each step. ``slots`` (S, K, room) int16: the beam in whose rows of a cache
@@ -41,10 +46,11 @@ class Beams:
     """
 
     NAMES = (
-        "scores", "tokens", "positions", "key_counts", "steps", "limits", "done", "live",
-        "pool_normalised", "pool_scores", "pool_beams", "pool_steps", "history", "slots",
-        "divisors",
+        "scores", "tokens", "positions", "key_counts", "steps", "limits", "done", "live", "ended",
+        "best_ended", "pool_normalised", "pool_scores", "pool_beams", "pool_steps", "history",
+        "slots", "divisors",
     )  # fmt: skip
+    STARTED = (*NAMES[:14], "slots")  # what ``start`` sets
 
     scores: Any
     tokens: Any
@@ -69,35 +75,44 @@ class Beams:
             setattr(self, name, xp.empty(table, np.float32))
         for name in integers:
             setattr(self, name, xp.empty(table, np.int32))
-        for name in ("steps", "limits"):
+        for name in ("steps", "limits", "ended"):
             setattr(self, name, xp.empty(sentences, np.int32))
-        self.done, self.live = xp.empty(sentences, bool), xp.empty(1, np.int32)
+        self.best_ended = xp.empty(sentences, bool)
+        self.done, self.live = xp.asarray(np.ones(sentences, bool)), xp.zeros(1, np.int32)
         self.history = xp.zeros((sentences, room, beam, 2), np.int32)
         self.slots = xp.empty((sentences, beam, room), np.int16)
-        lengths = range(room + 2)
-        self.divisors = xp.asarray([divisor(max(length, 1)) for length in lengths], np.float32)
+        self.divisors = xp.asarray([divisor(length) for length in range(room + 2)], np.float32)
 
     def start(self, bos: Any, limits: Any) -> None:
         """Begin with ``bos``, a token or one for each sentence; ``limits``: an array (S,).
 
-        A sentence with limit 0 is done at once, and takes part in no step.
+        A sentence with limit 0 is done at once, and takes part in no step. One with limit -1 goes
+        on as it is.
         """
         xp = get_xp(self.scores)
-        self.scores.fill(-np.inf)
-        self.scores[:, 0] = 0  # all beams of a sentence begin alike: one of them is enough
-        self.tokens[...] = bos if np.ndim(bos) == 0 else xp.asarray(bos, np.int32)[:, None]
-        self.positions.fill(0)
-        self.key_counts.fill(1)
-        self.steps.fill(0)
-        self.limits[...] = xp.asarray(limits, np.int32)
-        self.done[...] = self.limits == 0
-        self.scores[...] = xp.where(self.done[:, None], np.float32(-np.inf), self.scores)
-        self.live[...] = (~self.done).sum(dtype=np.int32)
-        for name in ("pool_normalised", "pool_scores"):
-            getattr(self, name).fill(-np.inf)
-        for name in ("pool_beams", "pool_steps"):
-            getattr(self, name).fill(0)
-        self.slots[...] = xp.arange(self.beam, dtype=np.int16)[:, None]
+        limits = xp.asarray(limits, np.int32)
+        each = None if np.ndim(bos) == 0 else xp.asarray(bos, np.int32)
+        if on_gpu(self.scores):
+            state = (getattr(self, name) for name in self.STARTED)
+            kernel("sampling/beam_update.cu", "beam_start")(
+                (self.sentences,), (BLOCK,), limits, each, *state, bos if each is None else 0,
+                self.beam, self.room,
+            )  # fmt: skip
+            return
+        chosen = limits >= 0
+        limits = limits[chosen]
+        starts = {
+            "tokens": bos if each is None else each[chosen, None], "positions": 0,
+            "key_counts": 1, "steps": 0, "ended": 0, "best_ended": False, "limits": limits,
+            "done": limits == 0, "scores": -np.inf, "pool_normalised": -np.inf,
+            "pool_scores": -np.inf, "pool_beams": 0, "pool_steps": 0,
+            "slots": np.arange(self.beam)[:, None],
+        }  # fmt: skip
+        for name, value in starts.items():
+            getattr(self, name)[chosen] = value
+        # all beams of a sentence begin alike: one of them is enough
+        self.scores[chosen, 0] = np.where(limits == 0, -np.inf, 0)
+        self.live[...] = (~self.done).sum()
 
     def arrays(self) -> tuple:
         """Return the arrays in the order of ``NAMES``."""
@@ -106,36 +121,53 @@ class Beams:
 
 @op
 def beam_update(
-    scores: Any, parents: Any, tokens: Any, beams: Beams, *, eos: int, nbest: int = 1,
+    scores: Any, parents: Any, tokens: Any, beams: Beams, *, eos: Any, nbest: int = 1,
+    stopping: str = "fairseq", enough: int | None = None, end_counts: bool = True,
     impl: str | None = None,
 ) -> Call[None]:  # fmt: skip
     """Update ``beams`` in place by what ``beam_step`` returned for its scores. Returns None.
 
-    ``scores``, ``parents``, ``tokens``: (S, 2K), of ``beam_step``. ``eos``: the token that ends a
-    text, -1 for none. ``nbest``: 1 to K; a sentence is done when no beam can get among the best so
-    many. Nothing is read back, so a CUDA graph can hold the call. Sentences that are done stay as
-    they are. Raises ValueError for shapes that do not fit.
+    ``scores``, ``parents``, ``tokens``: (S, n), of ``beam_step``; of E end marks n is (1 + E) * K,
+    and at least 2 * K. ``eos``: int32 (E,), the tokens that end a text. ``nbest``: 1 to K.
+    ``end_counts``: whether an end mark counts in the length of its text. ``enough``: texts that
+    ended; None: K. ``stopping``: when a sentence is done.
+
+    - "fairseq": when enough texts have ended, or no beam can get among the ``nbest`` best.
+    - "enough": when enough texts have ended.
+    - "best": when they have, and the best continuation of a step was an end mark.
+    - "present", "greatest": when they have, and the best beam, divided for its present length or
+      for the limit, is no better than the worst of the pool.
+
+    With the last four it is also done when all beams are dead; at a limit not all beams compete for
+    the pool, but those among the first K continuations. Nothing is read back, so a CUDA graph can
+    hold the call. Sentences that are done stay as they are. Raises ValueError for shapes and
+    settings that do not fit.
     """
-    shape = beams.sentences, 2 * beams.beam
+    beam, count = beams.beam, scores.shape[-1]
+    shape = beams.sentences, max(count, max(2, 1 + len(eos)) * beam)
     for name, x in (("scores", scores), ("parents", parents), ("tokens", tokens)):
         if x.shape != shape:
-            raise ValueError(problem("beam_update", f"{name}.shape", x.shape, shape))
-    if not 1 <= nbest <= beams.beam:
-        raise ValueError(problem("beam_update", "nbest", nbest, f"1 to beam, {beams.beam}"))
-    inputs = (scores, parents, tokens, *beams.arrays())
-    return Call(IMPLS, inputs, impl, eos=eos, nbest=nbest)
+            raise ValueError(problem(NAME, f"{name}.shape", x.shape, shape))
+    integer(NAME, "nbest", nbest, f"1 to beam, {beam}", 1, beam)
+    if stopping not in STOPPING:
+        raise ValueError(problem(NAME, "stopping", repr(stopping), ", ".join(STOPPING)))
+    inputs = (scores, parents, tokens, eos, *beams.arrays())
+    return Call(
+        IMPLS, inputs, impl, nbest=nbest, stopping=stopping,
+        enough=beam if enough is None else enough, end_counts=bool(end_counts),
+    )  # fmt: skip
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
 
 
 def _reference(
-    found, parents, tokens, scores, last_tokens, positions, key_counts, steps, limits, done, live,
-    pool_normalised, pool_scores, pool_beams, pool_steps, history, slots, divisors, *, needs, eos,
-    nbest,
+    found, parents, tokens, eos, scores, last_tokens, positions, key_counts, steps, limits, done,
+    live, texts_ended, best_ended, pool_normalised, pool_scores, pool_beams, pool_steps, history,
+    slots, divisors, *, needs, nbest, stopping, enough, end_counts,
 ):  # fmt: skip
     xp, (sentences, beam) = get_xp(scores), scores.shape
-    place, nothing = xp.arange(2 * beam), np.float32(-np.inf)
+    place, nothing = xp.arange(found.shape[1]), np.float32(-np.inf)
     going = ~done
     each, step = xp.arange(sentences)[:, None], xp.minimum(steps, limits - 1)[:, None]
     pool = [pool_normalised, pool_scores, pool_beams, pool_steps]
@@ -147,17 +179,26 @@ def _reference(
         for old, x in zip(pool, both, strict=True):
             old[...] = xp.where(going[:, None], xp.take_along_axis(x, best, -1), old)
 
-    ends = tokens == eos
+    ends = (tokens[:, :, None] == eos).any(-1)
     ending = xp.where(ends & (place < beam), found, nothing)
-    keep_best(ending, parents, step, divisors[step + 1])
-    going_on = xp.argsort(ends * (2 * beam) + place, axis=-1)[:, :beam]
+    keep_best(ending, parents, step, divisors[step + end_counts])
+    texts_ended += going * (ending != nothing).sum(1, dtype=np.int32)
+    best_ended |= going & ends[:, 0]
+    going_on = xp.argsort(ends * len(place) + place, axis=-1)[:, :beam]
     found, parents, tokens = (xp.take_along_axis(x, going_on, -1) for x in (found, parents, tokens))
 
-    last = step[:, 0] + 1 == limits
-    shortest, longest = divisors[xp.minimum(steps + 2, limits)], divisors[limits]
-    hope = xp.maximum(found[:, 0] / shortest, found[:, 0] / longest)
-    over = (pool_normalised[:, -1] != nothing) | (hope <= pool_normalised[:, nbest - 1])
-    cut = xp.where((last & ~over)[:, None], found, nothing)
+    last, best, now = step[:, 0] + 1 == limits, found[:, 0], step[:, 0] + 1
+    over, longest = texts_ended >= enough, divisors[limits]
+    if stopping == "fairseq":
+        shortest = divisors[xp.minimum(now + end_counts, limits)]
+        over |= xp.maximum(best / shortest, best / longest) <= pool_normalised[:, nbest - 1]
+    elif stopping == "best":
+        over &= best_ended
+    elif stopping != "enough":
+        over &= best / (longest if stopping == "greatest" else divisors[now]) <= pool[0][:, -1]
+    competes = ~over[:, None] if stopping == "fairseq" else going_on < beam
+    over |= best == nothing
+    cut = xp.where(last[:, None] & competes, found, nothing)
     keep_best(cut, xp.arange(beam)[None].repeat(sentences, 0), limits[:, None], longest[:, None])
 
     links = xp.stack([tokens, parents], -1)
@@ -183,21 +224,25 @@ def _reference(
 def _refuse_raw(scores, *others, needs, **_):
     if reason := kernel_refusal(scores, "scores"):
         return reason
-    beam = scores.shape[1] // 2
-    return f"the beam is {beam}, the kernel takes at most {MAX_BEAM}" if beam > MAX_BEAM else None
+    count = scores.shape[1]
+    if count > MAX_COUNT:
+        return f"there are {count} continuations, the kernel takes at most {MAX_COUNT}"
+    return None
 
 
-def _raw(scores, parents, tokens, *state, needs, eos, nbest):
+def _raw(scores, parents, tokens, eos, *state, needs, nbest, stopping, enough, end_counts):
     sentences, beam, room = state[Beams.NAMES.index("slots")].shape
-    kernel("sampling/beam_update.cu", "beam_update")(
-        (sentences,), (BLOCK,), scores, parents, tokens, *state, beam, room, eos, nbest,
-        shared_bytes=3 * beam * TEXT_BYTES,
+    count = scores.shape[1]
+    kernel("sampling/beam_update.cu", NAME)(
+        (sentences,), (BLOCK,), scores, parents, tokens, eos, *state, beam, room, count, len(eos),
+        nbest, STOPPING.index(stopping), enough, end_counts,
+        shared_bytes=(beam + count) * TEXT_BYTES,
     )  # fmt: skip
     return None, None
 
 
 IMPLS = Impls(
-    "beam_update",
+    NAME,
     Impl("raw-simt", _raw, refuse=_refuse_raw),
     Impl("reference", _reference),
 )
@@ -209,18 +254,22 @@ def best_texts(beams: Beams, nbest: int = 1) -> tuple:
     On the device of ``beams``; tokens past a length are undefined; where there is no text the
     score is -inf.
     """
-    xp, chosen = get_xp(beams.scores), slice(0, nbest)
-    lengths = beams.pool_steps[:, chosen]
-    texts = arrays.empty(beams.scores, (beams.sentences, nbest, beams.room), np.int32)
-    if on_gpu(texts) and beams.sentences:
+    shape = beams.sentences, nbest
+    texts = arrays.empty(beams.scores, (*shape, beams.room), np.int32)
+    pools = beams.pool_normalised, beams.pool_scores, beams.pool_beams, beams.pool_steps
+    if on_gpu(texts):
+        lengths, scores, normalised = (
+            arrays.empty(texts, shape, dtype) for dtype in (np.int32, np.float32, np.float32)
+        )
         kernel("sampling/beam_update.cu", "beam_texts")(
-            (math.ceil(beams.sentences * nbest / BLOCK),), (BLOCK,), beams.pool_beams,
-            beams.pool_steps, beams.history, texts, beams.sentences, beams.beam, beams.room, nbest,
+            (math.ceil(beams.sentences * nbest / BLOCK),), (BLOCK,), *pools, beams.history, texts,
+            lengths, scores, normalised, beams.sentences, beams.beam, beams.room, nbest,
         )  # fmt: skip
-    else:
-        each, beam = xp.arange(beams.sentences)[:, None], beams.pool_beams[:, chosen]
-        for step in reversed(range(beams.room)):
-            links = beams.history[each, step, beam]
-            texts[..., step] = links[..., 0]
-            beam = xp.where(step < lengths, links[..., 1], beam)
-    return texts, lengths, beams.pool_scores[:, chosen], beams.pool_normalised[:, chosen]
+        return texts, lengths, scores, normalised
+    normalised, scores, beam, lengths = (pool[:, :nbest] for pool in pools)
+    each = np.arange(beams.sentences)[:, None]
+    for step in reversed(range(beams.room)):
+        links = beams.history[each, step, beam]
+        texts[..., step] = links[..., 0]
+        beam = np.where(step < lengths, links[..., 1], beam)
+    return texts, lengths, scores, normalised

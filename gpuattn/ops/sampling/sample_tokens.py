@@ -3,7 +3,7 @@
 Top-p: Holtzman et al., "The curious case of neural text degeneration" (2020). Weights are integers,
 exp((x - max x) / T) in units of 2**-40: their sums do not depend on the order of additions, so a
 sampled token does not either. The cumulative sum runs in the order of tokens: nothing is sorted.
-Device code: ``rawkernels/sampling/sample_tokens.cu``.
+Device code: ``rawkernels/sampling/sample_tokens.cu``, for long rows ``sample_tokens_cluster.cu``.
 """
 
 import math
@@ -15,7 +15,8 @@ import numpy as np
 from gpuattn import arrays, rng
 from gpuattn.arrays import as_array, check_floats, check_together, ctype, get_xp, wide
 from gpuattn.autodiff.tape import op, raw
-from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel, kernel_refusal, serves
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import integer, number, seed_key
@@ -31,6 +32,10 @@ from gpuattn.typing import Array
 
 NARROW, NARROW_BLOCK, BLOCK = 2048, 128, 1024  # columns of a narrow row; threads for it, and else
 SHARED_BYTES = 32768  # for top-k and top-p
+CLUSTER, CLUSTER_BLOCK = 8, 256  # blocks of a long row, and their threads
+CHOSEN = 64  # candidates that a block sends to the first one
+# bytes of shared memory that a block has besides its part of a row
+EXCHANGE, STATIC = 20 * CLUSTER_BLOCK + (8 * CHOSEN + 36) * CLUSTER + 32, 4 << 10
 MAX_COLS = 1 << 22  # so that the sum of the weights fits 64 bits
 ONE = 1 << 40  # the weight of the most probable token
 COARSE = 9  # bits that weights are shifted right by where they are summed for top-p
@@ -206,19 +211,34 @@ def _forward_raw(
     contiguous = get_xp(logits).ascontiguousarray
     banned, numbers = (None if x is None else contiguous(x) for x in (banned, numbers))
     seed_low, seed_high, stream, step, device_step = rng.device_arguments(key or rng.Key(0))
-    block = NARROW_BLOCK if vocab_size <= NARROW else BLOCK
-    forward = kernel(
-        "sampling/sample_tokens.cu",
-        "sample_tokens_forward",
-        scalar=ctype(logits.dtype),
-        BLOCK=block,
-    )
-    forward(
-        (len(rows),), (block,), rows, banned, numbers, keys, tokens, logprobs, device_step, stride,
-        vocab_size, inverse(temperature), top_k, top_p, min_p, seed_low, seed_high, stream, step,
-        shared_bytes=SHARED_BYTES if top_k or top_p else 0,
+    inputs = (
+        rows, banned, numbers, keys, tokens, logprobs, device_step, stride, vocab_size,
+        inverse(temperature), top_k, top_p, min_p, seed_low, seed_high, stream, step,
     )  # fmt: skip
+    constants: dict[str, Any] = {"scalar": ctype(logits.dtype)}
+    size = _vectors_of_a_block(logits, vocab_size)
+    if size:
+        constants |= {"CLUSTER": CLUSTER, "BLOCK": CLUSTER_BLOCK}
+        name = "sample_tokens_cluster"
+        forward = kernel(f"sampling/{name}.cu", name, **constants)
+        grid, shared = len(rows) * CLUSTER, EXCHANGE + 16 * size
+        forward((grid,), (CLUSTER_BLOCK,), *inputs, size, shared_bytes=shared)
+    else:
+        block = NARROW_BLOCK if vocab_size <= NARROW else BLOCK
+        constants["BLOCK"] = block
+        forward = kernel("sampling/sample_tokens.cu", "sample_tokens_forward", **constants)
+        shared = SHARED_BYTES if top_k or top_p else 0
+        forward((len(rows),), (block,), *inputs, shared_bytes=shared)
     return (tokens, logprobs), None
+
+
+def _vectors_of_a_block(logits, vocab_size):
+    """Return the 16-byte vectors of a row that a block of its cluster holds, 0 without clusters."""
+    device = gpu(logits.device.id)
+    size = -(-vocab_size * logits.itemsize // (16 * CLUSTER))
+    fits = 16 * size + EXCHANGE + STATIC <= device.shared_bytes
+    in_clusters = serves("sampling/sample_tokens_cluster.cu", device.capability)
+    return size if in_clusters and fits and vocab_size > NARROW else 0
 
 
 IMPLS = Impls(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import get_xp
+from gpuattn.arrays import get_xp, on_gpu
 from gpuattn.autodiff.tape import op
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
@@ -43,20 +43,32 @@ class Texts:
         self.tokens, self.positions, self.key_counts, self.lengths, self.limits = (
             xp.zeros(sentences, np.int32) for _ in range(5)
         )
-        self.done, self.ended = xp.ones(sentences, bool), xp.zeros(sentences, bool)
+        self.done, self.ended = xp.asarray(np.ones(sentences, bool)), xp.zeros(sentences, bool)
         self.live = xp.zeros(1, np.int32)
         self.history = xp.zeros((sentences, room), np.int32)
         self.slots = xp.zeros((sentences, 1, room), np.int16)
 
     def start(self, tokens: Any, positions: Any, limits: Any, keys: Any) -> None:
-        """Begin with ``tokens`` at ``positions`` (S,). A text with limit 0 is done at once."""
-        self.tokens[...], self.positions[...] = tokens, positions
-        self.key_counts[...] = positions + 1
-        self.limits[...], self.keys[...] = limits, keys
-        self.done[...] = limits == 0
-        self.live[...] = (limits > 0).sum(dtype=np.int32)
-        for name in ("scores", "lengths", "ended"):
-            getattr(self, name).fill(0)
+        """Begin with ``tokens`` at ``positions`` (S,), with ``keys`` (S, 4), of the state's dtypes.
+
+        A text with limit 0 is done at once. One with limit -1 goes on as it is.
+        """
+        if on_gpu(self.scores):
+            state = (getattr(self, name) for name in self.NAMES[:-1])
+            kernel("sampling/text_update.cu", "text_start")(
+                (-(-self.sentences // BLOCK),), (BLOCK,), tokens, positions, limits, keys, *state,
+                self.sentences,
+            )  # fmt: skip
+            return
+        chosen = limits >= 0
+        starts = {
+            "tokens": tokens[chosen], "positions": positions[chosen],
+            "key_counts": positions[chosen] + 1, "keys": keys[chosen], "limits": limits[chosen],
+            "done": limits[chosen] == 0, "ended": False, "scores": 0, "lengths": 0,
+        }  # fmt: skip
+        for name, value in starts.items():
+            getattr(self, name)[chosen] = value
+        self.live[...] = (~self.done).sum()
 
     def arrays(self) -> tuple:
         """Return the arrays in the order of ``NAMES``."""
@@ -65,28 +77,28 @@ class Texts:
 
 @op
 def text_update(
-    chosen: Any, logprobs: Any, texts: Texts, *, eos: int, impl: str | None = None
+    chosen: Any, logprobs: Any, texts: Texts, *, eos: Any, impl: str | None = None
 ) -> Call[None]:
     """Append ``chosen`` (S,) int32 to ``texts``, in place. Returns None.
 
-    ``logprobs``: float32 (S,), of the tokens. A text is done with the token ``eos`` (-1: none),
-    with a log-probability of -inf, and at its limit; then it stays as it is. Nothing is read back.
-    Raises ValueError for shapes that do not fit.
+    ``logprobs``: float32 (S,), of the tokens. A text is done with one of the tokens ``eos``, int32
+    (E,), with a log-probability of -inf, and at its limit; then it stays as it is. Nothing is read
+    back. Raises ValueError for shapes that do not fit.
     """
     for name, x in (("chosen", chosen), ("logprobs", logprobs)):
         if x.shape != (texts.sentences,):
             raise ValueError(problem(NAME, f"{name}.shape", x.shape, (texts.sentences,)))
-    return Call(IMPLS, (chosen, logprobs, *texts.arrays()), impl, eos=eos)
+    return Call(IMPLS, (chosen, logprobs, eos, *texts.arrays()), impl)
 
 
 # ---- reference: NumPy or CuPy -------------------------------------------------------------------
 
 
 def _reference(
-    chosen, logprobs, scores, tokens, positions, key_counts, keys, lengths, limits, done, ended,
-    live, history, *, needs, eos,
+    chosen, logprobs, eos, scores, tokens, positions, key_counts, keys, lengths, limits, done,
+    ended, live, history, *, needs,
 ):  # fmt: skip
-    xp, going, ends = get_xp(scores), ~done, chosen == eos
+    xp, going, ends = get_xp(scores), ~done, (chosen[:, None] == eos).any(-1)
     each, step = xp.arange(len(scores)), xp.minimum(lengths, history.shape[1] - 1)
     history[each, step] = xp.where(going, chosen, history[each, step])
     scores[...] = xp.where(going, scores + logprobs, scores)
@@ -109,10 +121,10 @@ def _refuse_raw(chosen, logprobs, *_, **__):
     return kernel_refusal(logprobs, "logprobs")
 
 
-def _raw(chosen, logprobs, *state, needs, eos):
+def _raw(chosen, logprobs, eos, *state, needs):
     texts, room = state[-1].shape
     kernel("sampling/text_update.cu", NAME)(
-        (-(-texts // BLOCK),), (BLOCK,), chosen, logprobs, *state, texts, room, eos
+        (-(-texts // BLOCK),), (BLOCK,), chosen, logprobs, eos, *state, texts, room, len(eos)
     )
     return None, None
 

@@ -52,9 +52,10 @@ class OptimizerState:
     __slots__ = ("array",)
 
     def __init__(self, like: Array, **values: float) -> None:
-        object.__setattr__(self, "array", arrays.zeros(like, (len(FIELDS),), np.uint32))
+        host = np.zeros(len(FIELDS), np.uint32)
         for name, value in {"divisor": 1.0, "loss_scale": 1.0, **values}.items():
-            setattr(self, name, value)
+            _checked_field(host, name)[...] = value
+        object.__setattr__(self, "array", get_xp(like).asarray(host))
 
     def field(self, name: str) -> Array:
         """Return the live zero-dimensional array that holds one field, on the device."""
@@ -74,10 +75,13 @@ class OptimizerState:
         return self.field(name).item()
 
     def __setattr__(self, name, value):
-        if name not in FIELDS:
-            accepted = ", ".join(FIELDS)
-            raise AttributeError(problem("OptimizerState", "the name", repr(name), accepted))
-        self.field(name)[...] = value
+        _checked_field(self.array, name)[...] = value
+
+
+def _checked_field(array, name):
+    if name not in FIELDS:
+        raise AttributeError(problem("OptimizerState", "the name", repr(name), ", ".join(FIELDS)))
+    return field(array, name)
 
 
 def read_state(host: Array) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_characters_are_cut_anywhere(write, made):
 
 
 def zstd(data):
-    return pytest.importorskip("zstandard").ZstdCompressor().compress(data)
+    return pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True).compress(data)
 
 
 @pytest.mark.parametrize("suffix, pack", [(".gz", gzip.compress), (".xz", lzma.compress),
@@ -109,9 +109,12 @@ def test_packed_text(write, made, suffix, pack):
     path = write("a.txt" + suffix, data)
     store = made(path)
     assert tokens(store) == SUBWORDS.encode_text(TEXT)
-    os.truncate(path, len(data) - 20)
-    with pytest.raises(DataError, match=f"cannot read {path}: "):
-        made(path, out="broken")
+    middle = len(data) // 4
+    for broken in (data[:-20], data[:middle] + b"\0\xff" * 4 + data[middle + 8 :]):
+        write("a.txt" + suffix, broken)
+        with pytest.raises(DataError, match=f"cannot read {path}: "):
+            made(path, out="broken")
+        assert not is_store(path.replace("a.txt" + suffix, "broken"))
 
 
 ROWS = [some_text(seed, 3) for seed in range(40)]

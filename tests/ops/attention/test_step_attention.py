@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gpuattn import explain
-from gpuattn.arrays import to_cpu
+from gpuattn.arrays import get_xp, to_cpu
 from gpuattn.bench.samples import DTYPES
 from gpuattn.ops.attention.step_attention import step_attention
 
@@ -24,6 +24,37 @@ def problem(xp, dtype, sentences, beam, room, heads, kv_heads, head_dim, seed=0)
     for b, count in enumerate(to_cpu(counts)[::beam]):
         slots[b, :, count - 1] = np.arange(beam)
     return q, k, v, *caches, counts, xp.asarray(slots, np.int16)
+
+
+def paged(xp, dtype, rows, room, heads, kv_heads, head_dim, shared=0, page=64, seed=0):
+    """Return (arguments, {"page_table": ...}) of a step over pages in any order.
+
+    The rows share the first ``shared`` pages, and have more than their keys. Page 0 is nobody's.
+    """
+    sizes = rows, 1, room, heads, kv_heads, head_dim
+    q, k, v, *_, counts, _ = problem(xp, dtype, *sizes, seed=seed)
+    rng, each = np.random.default_rng(seed), -(-room // page)
+    table = rng.permutation(np.arange(1, rows * each + 1)).reshape(rows, each).astype(np.int32)
+    table[:, :shared] = table[0, :shared]
+    counts = xp.maximum(counts, np.int32(shared * page + 1))
+    stores = [
+        xp.asarray(rng.standard_normal((rows * each + 1, page, kv_heads, head_dim))) for _ in "kv"
+    ]
+    for store in stores:
+        store[0] = np.nan
+    stores = [store.astype(DTYPES[dtype]) for store in stores]
+    behind = np.arange(each) >= -(-to_cpu(counts)[:, None] // page)
+    table[behind] = 0
+    return (q, k, v, *stores, counts), {"page_table": xp.asarray(table)}
+
+
+def contiguous(given, page_table):
+    """Return the same step with a cache of its own for each row, and slots."""
+    *new, k_cache, v_cache, counts = given
+    rows, room = len(page_table), page_table.shape[1] * k_cache.shape[1]
+    xp = get_xp(counts)
+    caches = [x[page_table].reshape(rows, room, *x.shape[2:]) for x in (k_cache, v_cache)]
+    return *new, *caches, counts, xp.zeros((rows, 1, room), np.int16)
 
 
 def expected(q, k, v, k_cache, v_cache, counts, slots):
@@ -56,6 +87,45 @@ def test_against_float64(xp, dtype, sizes):
     np.testing.assert_allclose(to_cpu(got).astype(np.float64), out, atol=tolerance, rtol=tolerance)
     for cache, want in zip(given[3:5], caches, strict=True):
         np.testing.assert_array_equal(to_cpu(cache).astype(np.float64), want)
+
+
+PAGED = [  # rows, room, heads, kv_heads, head_dim, shared pages
+    (5, 200, 4, 2, 64, 1), (1, 64, 2, 2, 32, 0), (4, 300, 3, 1, 128, 4), (3, 640, 2, 2, 64, 2),
+    (2, 70, 2, 1, 24, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", PAGED, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pages(xp, dtype, sizes):
+    """They give what caches of a row's own give, and only the page of the new key is written."""
+    given, table = paged(xp, dtype, *sizes)
+    own, before = contiguous(given, table["page_table"]), [to_cpu(x).copy() for x in given[3:5]]
+    out, *_ = expected(*own)
+    got = step_attention(*given, **table)
+    tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
+    np.testing.assert_allclose(to_cpu(got).astype(np.float64), out, atol=tolerance, rtol=tolerance)
+    rows, last = np.arange(len(out)), to_cpu(given[5]) - 1
+    for new, store, known in zip(given[1:3], given[3:5], before, strict=True):
+        known[to_cpu(table["page_table"])[rows, last // 64], last % 64] = to_cpu(new)[:, 0]
+        np.testing.assert_array_equal(*(x.astype(np.float64) for x in (to_cpu(store), known)))
+
+
+def test_slots_or_pages(xp):
+    given, table = paged(xp, "float32", 2, 64, 2, 2, 32)
+    for more in ({}, {"slots": xp.zeros((2, 1, 64), np.int16)} | table):
+        with pytest.raises(ValueError, match="one of the two"):
+            step_attention(*given, **more)
+    with pytest.raises(ValueError, match="page_table.shape is"):
+        step_attention(*given, page_table=table["page_table"][:1])
+
+
+def test_pages_have_the_bits_of_caches(gpu):
+    given, table = paged(gpu, "bfloat16", 6, 400, 4, 4, 64, shared=3)
+    own = contiguous(given, table["page_table"])
+    assert explain(step_attention, *given, **table).chosen == "raw-ampere"
+    found = step_attention(*given, **table), step_attention(*own)
+    np.testing.assert_array_equal(*map(to_cpu, found))
 
 
 def test_the_same_bits_in_any_batch(gpu):

@@ -11,7 +11,17 @@ from gpuattn import rng as random
 from gpuattn.arrays import to_cpu
 from gpuattn.autodiff import tape
 from gpuattn.ops.linear import bias_activation
-from gpuattn.ops.linear.bias_activation import GELU, RELU, SWIGLU, erf, gelu, relu, swiglu
+from gpuattn.ops.linear.bias_activation import (
+    GELU,
+    RELU,
+    SILU,
+    SWIGLU,
+    erf,
+    gelu,
+    relu,
+    silu,
+    swiglu,
+)
 
 # 129: odd rows; 272: one past a block's columns by one thread; (600, 3): more rows than one chunk;
 # (1, 4096): fewer rows than a block takes at a time
@@ -21,12 +31,13 @@ SHAPES = {
 }  # fmt: skip
 KINDS = {
     "gelu": (GELU, "gelu"), "gelu_exact": (GELU, "gelu_exact"), "relu": (RELU, "relu"),
-    "swiglu": (SWIGLU, "swiglu"),
+    "silu": (SILU, "silu"), "swiglu": (SWIGLU, "swiglu"),
 }  # fmt: skip
 FUNCTIONS = {
     "gelu": gelu,
     "gelu_exact": lambda x, bias=None, **more: gelu(x, bias, approximate="none", **more),
     "relu": relu,
+    "silu": silu,
     "swiglu": swiglu,
 }
 
@@ -71,8 +82,9 @@ def test_written_out_definitions(xp, rng):
     np.testing.assert_allclose(to_cpu(gelu(x, approximate="none")), exact, atol=1e-13)
     np.testing.assert_allclose(to_cpu(gelu(x)), tanh, atol=1e-13)
     np.testing.assert_array_equal(to_cpu(relu(x)), np.maximum(values, 0))
-    silu = [v / (1 + math.exp(-v)) for v in values[:250]]
-    np.testing.assert_allclose(to_cpu(swiglu(x)), silu * values[250:], atol=1e-13)
+    swish = np.array([v / (1 + math.exp(-v)) for v in values])
+    np.testing.assert_allclose(to_cpu(silu(x)), swish, atol=1e-13)
+    np.testing.assert_allclose(to_cpu(swiglu(x)), swish[:250] * values[250:], atol=1e-13)
 
 
 @pytest.mark.parametrize("cols", [64, 65])  # eight adjacent columns per thread, or not

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from checks import DTYPES, check_no_float64, dtype_of, implementations, module_named
@@ -10,7 +12,7 @@ from gpuattn.ops.sampling.beam_step import IMPLS, MAX_BEAM, beam_step
 HERE = implementations(IMPLS)
 
 
-def plain_step(logits, scores, banned, vocab, penalties=None):
+def plain_step(logits, scores, banned, vocab, penalties=None, count=None):
     """Compute one sentence in Python and float64: [(score, parent, token)], best first."""
     every = []
     for beam, score in enumerate(scores):
@@ -27,7 +29,7 @@ def plain_step(logits, scores, banned, vocab, penalties=None):
             hidden = score == -np.inf or token in banned
             x = -np.inf if hidden else x - costs.get(token, 0)
             every.append((score + x - peak - total if x > -np.inf else x, beam, -x, token))
-    best = sorted(every, key=lambda c: (-c[0], *c[1:]))[: 2 * len(scores)]
+    best = sorted(every, key=lambda c: (-c[0], *c[1:]))[: count or 2 * len(scores)]
     return [(score, beam, token) for score, beam, _, token in best]
 
 
@@ -98,6 +100,25 @@ def test_penalties(name, where, rng, beam, vocab, count, dtype):
             assert list(zip(parents[b], chosen[b], strict=True)) == [c[1:] for c in want]
 
 
+@pytest.mark.parametrize("beam, vocab, count", [
+    (4, 3001, 1), (4, 3001, 12), (42, 700, 126), (3, 4, 12), (5, 4, 15), (1, 9, 4),
+])  # fmt: skip
+@pytest.mark.parametrize("name, where", PENALISES)
+def test_another_number_of_continuations(name, where, rng, beam, vocab, count):
+    xp = module_named(where)
+    logits = (2 * rng.standard_normal((3 * beam, vocab))).astype(np.float32)
+    scores = -rng.random((3, beam)).astype(np.float32)
+    inputs = xp.asarray(logits), xp.asarray(scores)
+    found, parents, tokens = map(to_cpu, beam_step(*inputs, count=count, impl=name))
+    for b in range(3):
+        rows = logits[b * beam : (b + 1) * beam].astype(np.float64)
+        want = plain_step(rows, scores[b].astype(np.float64), [], vocab, count=count)
+        np.testing.assert_allclose(found[b], [c[0] for c in want], rtol=4e-6, atol=4e-6)
+        assert list(zip(parents[b], tokens[b], strict=True)) == [c[1:] for c in want]
+    with pytest.raises(ValueError, match=f"count is 0; accepted: 1 to K \\* V, {beam * vocab}"):
+        beam_step(*inputs, count=0)
+
+
 @pytest.mark.parametrize("name, where", PENALISES)
 def test_penalised_tokens_out_of_range(name, where):
     xp = module_named(where)
@@ -152,11 +173,13 @@ def test_token_exact_on_a_gpu(gpu, rng):
         assert differ.sum() <= 4
 
 
-def test_bits_do_not_depend_on_alignment_or_batch(gpu, rng):
+def test_bits_do_not_depend_on_alignment_or_batch(gpu, rng, monkeypatch):
     for dtype in DTYPES:
         rows = rng.standard_normal((6, 20011), np.float32).astype(dtype_of(dtype))
         scores = gpu.asarray(-rng.random((3, 2)), np.float32)
+        monkeypatch.setattr(module, "BLOCKS", 1)  # long slices, as with many rows
         whole = [to_cpu(x) for x in beam_step(gpu.asarray(rows), scores, impl="raw-simt")]
+        monkeypatch.undo()
         padded = gpu.zeros((6, 20016), rows.dtype)
         padded[:, 5:] = gpu.asarray(rows)
         for b in range(3):
@@ -164,6 +187,23 @@ def test_bits_do_not_depend_on_alignment_or_batch(gpu, rng):
             alone = beam_step(mine, scores[b : b + 1], impl="raw-simt")
             for w, a in zip(whole, alone, strict=True):
                 assert w[b].tobytes() == to_cpu(a)[0].tobytes()
+
+
+def test_slices():
+    """They cover a row, and what the last block of a sentence holds is bounded."""
+    most = 0
+    for rows, beam, vocab, itemsize in itertools.product(
+        (1, 4, 130, 5000), (1, 3, 16, 32, 33, MAX_BEAM), (2, 5000, 50257, module.RAW_COLS), (2, 4)
+    ):
+        block = 128 if beam <= 32 else 256
+        slices, stages, fold, parts = module._slices(rows * beam, beam, vocab, itemsize, block)
+        vectors, size = -(-vocab * itemsize // 16), stages * module.STAGE * block
+        assert (slices - 1) * size < vectors <= slices * size and stages & (stages - 1) == 0
+        assert parts * 32 * module.STAGE >= vectors and fold <= 5
+        keys = beam * slices * block >> fold
+        assert keys <= module.GROUPS * max(1, beam // 16)
+        most = max(most, 4 * keys, 2 * stages * module.STAGE * block // itemsize + 4)
+    assert most <= 68 << 10  # and 27 KB that the kernel declares, of 99 KB
 
 
 def test_graph_replays_between_eager_calls(gpu, rng):

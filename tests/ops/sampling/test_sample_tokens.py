@@ -158,6 +158,22 @@ def test_any_k_of_hot_draws(gpu, cols, dtype):
         assert (to_cpu(got) != want).sum() <= 1, k
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_in_any_company(gpu, dtype):
+    """Tokens and bits of log-probabilities, alone, in a batch and at another address."""
+    numbers = np.random.default_rng(1)
+    logits = numbers.standard_normal((70, 20011), np.float32).astype(dtype_of(dtype))
+    moved = gpu.zeros((70, 20016), logits.dtype)
+    moved[:, 3:20014] = gpu.asarray(logits)
+    for settings in ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 300, "min_p": 0.1}):
+        settings |= {"seed": 6, "impl": "raw-simt"}
+        whole = [to_cpu(x) for x in sample_tokens(gpu.asarray(logits), **settings)]
+        for row in (0, 41, 69):
+            here, number = moved[row : row + 1, 3:20014], gpu.asarray([row], np.int32)
+            alone = sample_tokens(here, numbers=number, **settings)
+            assert [to_cpu(x)[0].tobytes() for x in alone] == [x[row].tobytes() for x in whole]
+
+
 @pytest.mark.parametrize("name, where", HERE)
 def test_nonfinite_logits(name, where):
     xp, inf, nan = module_named(where), np.inf, np.nan

@@ -9,7 +9,7 @@ import pytest
 from gpuattn.arrays import to_cpu
 from gpuattn.ops.sampling.text_update import NAME, Texts, text_update
 
-EOS, NONE = 2, -np.inf
+EOS, OTHER, NONE = 2, 3, -np.inf
 
 
 def begun(xp, limits):
@@ -19,11 +19,15 @@ def begun(xp, limits):
     return texts
 
 
+def marks(xp):
+    return xp.asarray([EOS, OTHER], np.int32)
+
+
 def test_an_end_a_dead_end_a_limit_and_done_texts(xp):
     texts = begun(xp, [0, 5, 5, 1, 5])
     assert int(texts.live[0]) == 4
     logprobs = xp.asarray([-1, -2, NONE, -4, -5], np.float32)
-    text_update(xp.asarray([7, EOS, 7, 7, 8], np.int32), logprobs, texts, eos=EOS)
+    text_update(xp.asarray([7, OTHER, 7, 7, 8], np.int32), logprobs, texts, eos=marks(xp))
     found = {name: to_cpu(getattr(texts, name)).tolist() for name in Texts.NAMES}
     assert found["done"] == [True, True, True, True, False] and found["live"] == [1]
     assert found["ended"] == [False, True, False, False, False]
@@ -36,7 +40,22 @@ def test_an_end_a_dead_end_a_limit_and_done_texts(xp):
 
 def test_shapes_that_do_not_fit(xp):
     with pytest.raises(ValueError, match=f"{NAME}: chosen.shape is"):
-        text_update(xp.zeros(3, np.int32), xp.zeros(2, np.float32), begun(xp, [1, 1]), eos=EOS)
+        text_update(
+            xp.zeros(3, np.int32), xp.zeros(2, np.float32), begun(xp, [1, 1]), eos=marks(xp)
+        )
+
+
+def test_a_start_on_a_gpu_leaves_the_state_of_one_on_numpy(gpu):
+    rng = np.random.default_rng(0)
+    both = [Texts(xp.zeros(1, np.float32), 300, 5) for xp in (gpu, np)]
+    for _ in range(3):
+        given = rng.integers(-1, 4, (3, 300)).astype(np.int32)
+        keys = rng.integers(0, 9, (300, 4)).astype(np.uint32)
+        for texts, xp in zip(both, (gpu, np), strict=True):
+            texts.start(*map(xp.asarray, given), xp.asarray(keys))
+        for name in Texts.NAMES:
+            there, here = (to_cpu(getattr(texts, name)) for texts in both)
+            np.testing.assert_array_equal(there, here, err_msg=name)
 
 
 def test_both_implementations_leave_the_same_state(gpu):
@@ -47,7 +66,7 @@ def test_both_implementations_leave_the_same_state(gpu):
         tokens = gpu.asarray(rng.integers(0, 9, 300), np.int32)
         logprobs = np.where(rng.random(300) < 0.05, NONE, -rng.random(300))
         for texts, impl in zip(both, ("raw-simt", "reference"), strict=True):
-            text_update(tokens, gpu.asarray(logprobs, np.float32), texts, eos=EOS, impl=impl)
+            text_update(tokens, gpu.asarray(logprobs, np.float32), texts, eos=marks(gpu), impl=impl)
         for one, other in zip(*(texts.arrays() for texts in both), strict=True):
             assert to_cpu(one).tobytes() == to_cpu(other).tobytes()
     assert int(both[0].live[0]) == 0

@@ -1,0 +1,137 @@
+"""Launches by the driver's ``cuLaunchKernelEx``, which takes attributes that CuPy's launches lack.
+
+With the attribute PROGRAMMATIC a launch is a programmatic dependent one: the kernel's blocks may
+start before the kernel before it ended. Kernels that the ``Launch:`` lines of their headers call
+dependent are launched like this on GPUs with ``Gpu.has_dependent_launch``. Their first statement is
+``grid_dependency_wait()`` (``rawkernels/common/grid_dependency.cuh``).
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from struct import Struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuattn.arrays import import_cupy
+
+FORMATS = {
+    "int": "i", "unsigned int": "I", "long long": "q", "unsigned long long": "Q", "float": "f",
+    "bool": "?",
+}  # fmt: skip
+CONFIG = "7IPPQ"  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their number
+ATTRIBUTE = "QQ56x"  # CUlaunchAttribute: its id, its value
+EXTRA = "5PQ"  # (name, address) of the parameters and of their size, END; then the size itself
+STREAM_AT, ATTRIBUTE_AT, EXTRA_AT, SIZE_AT, PARAMETERS_AT = (
+    Struct(head).size
+    for head in ("7I0P", CONFIG, CONFIG + ATTRIBUTE, CONFIG + ATTRIBUTE + "5P",
+                 CONFIG + ATTRIBUTE + EXTRA)
+)  # fmt: skip
+COOPERATIVE, PROGRAMMATIC = 2, 6  # CU_LAUNCH_ATTRIBUTE_*: COOPERATIVE, ..._STREAM_SERIALIZATION
+END, BUFFER_POINTER, BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
+INVALID_CONTEXT = 201  # CUDA_ERROR_*
+
+
+class Packed(NamedTuple):
+    """What the driver reads for one launch, in ``memory`` at ``address``.
+
+    ``parameters``, ``extra``: the addresses of the two forms of parameters, of which the driver
+    takes one.
+    """
+
+    memory: Any
+    address: int
+    parameters: int | None
+    extra: int | None
+
+
+class DriverLaunch:
+    """Launches a CuPy ``function`` whose parameters have the C types ``kinds``.
+
+    ``attribute``: COOPERATIVE, PROGRAMMATIC or None. ``pointers``, ``structs``: which parameters
+    are addresses, and which are structs.
+    """
+
+    def __init__(self, function: Any, kinds: Sequence[str], attribute: int | None) -> None:
+        self.function, self.kinds, self.cuda = function, kinds, import_cupy().cuda
+        self.attribute, self.driver_launch = attribute, _driver_launch()
+        self.pointers = [i for i, kind in enumerate(kinds) if kind.endswith("*")]
+        known = {*self.pointers, *(i for i, kind in enumerate(kinds) if kind in FORMATS)}
+        self.structs = [i for i in range(len(kinds)) if i not in known]
+        # the compiler chooses where tensor maps lie among the parameters: pass each by its address
+        self.by_address = any(kind.startswith("TensorMap") for kind in kinds)
+        self.layout: Any = None
+
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int
+    ) -> None:
+        stream = self.cuda.get_current_stream().ptr
+        self.launch(self.pack(grid, block, self.values(args), shared_mem, stream))
+
+    def values(self, args: Sequence[Any]) -> list[Any]:
+        """Return what the driver takes for ``args``: addresses, bytes of structs, numbers."""
+        values = list(args)
+        for i in self.pointers:
+            if values[i] is None:
+                values[i] = 0
+            elif type(values[i]) is not np.uint64:
+                values[i] = values[i].data.ptr
+        for i in self.structs:
+            values[i] = values[i].tobytes()
+        return values
+
+    def pack(
+        self, grid: tuple[int, ...], block: tuple[int, ...], values: list[Any], shared_mem: int,
+        stream: int,
+    ) -> Packed:  # fmt: skip
+        """Return the launch of ``values`` in memory of its own: several threads may launch."""
+        if self.layout is None:
+            self._lay_out(values)
+        gx, gy, gz = (*grid, 1, 1)[:3]
+        bx, by, bz = (*block, 1, 1)[:3]
+        memory = self.memory()
+        at = ctypes.addressof(memory)
+        places: Sequence[int]
+        if self.by_address:
+            places = [at + offset for offset in self.offsets]
+            packed = Packed(memory, at, at + EXTRA_AT, None)
+        else:
+            places = (
+                BUFFER_POINTER, at + PARAMETERS_AT, BUFFER_SIZE, at + SIZE_AT, END,
+                self.layout.size - PARAMETERS_AT,
+            )  # fmt: skip
+            packed = Packed(memory, at, None, at + EXTRA_AT)
+        self.layout.pack_into(
+            memory, 0, gx, gy, gz, bx, by, bz, shared_mem, stream, at + ATTRIBUTE_AT,
+            self.attribute is not None, self.attribute or 0, 1, *places, *values,
+        )  # fmt: skip
+        return packed
+
+    def launch(self, packed: Packed) -> None:
+        """Launch. Raises what CuPy raises for an error of the driver."""
+        _, address, parameters, extra = packed
+        status = self.driver_launch(address, self.function.ptr, parameters, extra)
+        if status == INVALID_CONTEXT:  # this thread's first call
+            self.cuda.Device().use()
+            status = self.driver_launch(address, self.function.ptr, parameters, extra)
+        if status:
+            self.cuda.driver.check_status(status)
+
+    def _lay_out(self, values: list[Any]) -> None:
+        """Set the layout of what the driver reads; structs have the sizes of the first call."""
+        head = CONFIG + ATTRIBUTE + (f"{len(values)}P" if self.by_address else EXTRA)
+        formats = dict.fromkeys(self.pointers, "P")
+        formats |= {i: f"0Q{len(values[i])}s" for i in self.structs}
+        self.words = words = [formats.get(i) or FORMATS[kind] for i, kind in enumerate(self.kinds)]
+        ends = [Struct(head + "".join(words[: i + 1])).size for i in range(len(words))]
+        self.offsets = [end - Struct(word).size for end, word in zip(ends, words, strict=True)]
+        layout = Struct(head + "".join(words))
+        self.memory, self.layout = ctypes.c_char * (-(-layout.size // 8) * 8), layout
+
+
+@functools.cache
+def _driver_launch() -> Any:
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes = [ctypes.c_void_p] * 4
+    return launch

@@ -1,0 +1,270 @@
+"""One token of each text through a whole decoder in one launch, for few texts.
+
+With few rows a step of many kernels takes the time of its launches, not of its bytes. Here the
+blocks of one launch go through a list of phases, a ``PHASE`` each: embedding, matmuls with norm,
+bias, activation and residual sum, attention. Weights are streamed ahead of the phases. The idea of
+one persistent kernel for a model: Hazy Research, "Look Ma, No Bubbles!" (2025). Device code:
+``rawkernels/decoder/decoder_step.cu``, ``pack_weights.cu``.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import ctype, get_xp
+from gpuattn.autodiff.tape import raw
+from gpuattn.cuda.gpu import dotted, gpu
+from gpuattn.cuda.kernels import kernel, kernel_refusal, serves
+from gpuattn.nn.norm import LayerNorm
+
+FILE, PACK = "decoder/decoder_step.cu", "decoder/pack_weights.cu"
+THREADS, PACK_THREADS, WARPS = 384, 256, 8  # WARPS: of a block, that compute
+SHARED_BYTES = 232448  # of a block: all that Hopper has
+TILE, DEPTH = 16, 32  # outputs of a unit; widths are multiples of DEPTH
+GROUPS = {32: (8, 16, 32), 64: (8, 16, 32), 128: (8, 16)}  # head size -> rows of a group
+MOST_ROWS, MOST_KEYS = 64, 8192  # of a step; beyond, kernels of an op each are faster
+BLOCKS_MULTIPLE = 4  # so that all work of a block is of the same group of rows
+EMBED, LINEAR, ATTEND = range(3)
+NO_NORM, LAYER_NORM, RMS_NORM = range(3)
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
+# as ``struct Phase`` and ``struct Layer`` of the kernels
+PHASE = np.dtype([
+    *((name, np.int32) for name in ("kind", "norm", "activation", "rotation", "outputs", "inputs")),
+    *((name, np.float32) for name in ("eps", "scale")),
+    *((name, np.uint64) for name in (
+        "x", "weights", "residual", "statistics", "gain", "shift",
+        "statistics_out", "out", "keys", "values", "counts", "slots",
+    )),
+    *((name, np.int32) for name in ("heads", "kv_heads", "room", "stride", "warps")),
+    *((name, np.float32) for name in ("per_beam", "per_head", "per_kv_head")),
+])  # fmt: skip
+LAYER = np.dtype([
+    *((name, np.uint64) for name in (
+        "weight", "gain", "shift", "bias", "packed",
+    )),
+    *((name, np.int32) for name in ("outputs", "inputs", "first", "unused")),
+])  # fmt: skip
+
+
+def decoder_of(
+    model: Any, state: Any, caches: Sequence[Any], memory: Any = None, lengths: Any = None
+) -> "DecoderStep | None":
+    """Return the DecoderStep of a search, or None where ``refusal`` has a reason."""
+    if refusal(model, state.sentences * state.beam, state.room):
+        return None
+    return DecoderStep(model, state, caches, memory, lengths)
+
+
+def refusal(model: Any, rows: int, room: int) -> str | None:
+    """Return why a step of ``rows`` texts of up to ``room`` keys is not one launch, or None."""
+    weight = model.parameters()[0].data
+    if reason := kernel_refusal(weight, "the weight"):
+        return reason
+    if weight.itemsize != 2:
+        return f"the weights are {weight.dtype}, the kernel takes float16 or bfloat16"
+    capability = gpu(weight.device.id).capability
+    if not serves(FILE, capability):
+        return f"the GPU's compute capability is {dotted(capability)}, the kernel needs 9.0"
+    if rows > MOST_ROWS or rows * room > MOST_KEYS:
+        got = f"there are {rows} rows of up to {room} keys"
+        return f"{got}; up to {MOST_ROWS} rows and {MOST_KEYS} keys in all one launch is faster"
+    for layer in _layers(model):
+        own, forward = layer.attention, layer.feed_forward
+        if own.rotary or own.normalises:
+            return "queries and keys are rotated or normalised"
+        if own.head_dim not in GROUPS:
+            return f"the head size is {own.head_dim}, the kernel takes 32, 64 or 128"
+        if forward.unfused is not None:
+            return "the activation is not ReLU or the tanh form of GELU"
+        for linear in (own.qkv, own.out, forward.inner, forward.out):
+            if linear.weight.shape[1] % DEPTH or linear.weight.shape[0] % 2:
+                shape, accepted = linear.weight.shape, f"even outputs and a multiple of {DEPTH}"
+                return f"a weight is {shape}, the kernel takes {accepted} inputs"
+    return None
+
+
+def _layers(model):
+    return model.decoder if hasattr(model, "decoder") else model.layers
+
+
+class Stream(NamedTuple):
+    """States (rows, width), or what ``norm`` makes of them."""
+
+    states: Any
+    norm: Any = None
+
+
+class DecoderStep:
+    """The step of ``model`` for the texts of ``state``, whose ``caches`` it continues.
+
+    ``state``: Beams or Texts. ``memory``: keys and values for each layer, with the ``lengths`` of
+    each sentence's. A call is one launch, which a CUDA graph can hold, and returns logits (rows,
+    padded vocabulary); the next call overwrites them. Call ``pack`` before the first step, and
+    after weights changed. ``phases``: the program, an array of PHASE.
+    """
+
+    def __init__(
+        self, model: Any, state: Any, caches: Sequence[Any], memory: Sequence[Any] | None = None,
+        lengths: Any = None,
+    ) -> None:  # fmt: skip
+        self.state, self.count = state, state.sentences * state.beam
+        self.like = like = model.parameters()[0].data
+        xp, first = get_xp(like), _layers(model)[0]
+        self.blocks = gpu(like.device.id).multiprocessors // BLOCKS_MULTIPLE * BLOCKS_MULTIPLE
+        self.head_dim = first.attention.head_dim
+        sizes = GROUPS[self.head_dim]
+        self.group = next((size for size in sizes if size >= self.count), sizes[-1])
+        self.shift = (-(-self.count // self.group) - 1).bit_length()  # 1 << shift groups
+        self._held: list[Any] = []  # arrays whose addresses the program has
+        self._phases: list[np.ndarray] = []
+        self._packed: list[np.ndarray] = []
+        self._units = self._rotation = 0
+        self._build(model, caches, memory, lengths)
+        self.phases, packed = np.stack(self._phases), np.stack(self._packed)
+        self._program, self._weights = (xp.asarray(x.view(np.uint8)) for x in (self.phases, packed))
+        units = -(-packed["outputs"] // TILE)
+        self._owners = xp.asarray(np.repeat(np.arange(len(units)), units), np.int32)
+        self._barrier = xp.zeros(2, np.int32)
+        scalar = ctype(like.dtype)
+        self._run = kernel(
+            FILE, "decoder_step", scalar=scalar, ROWS=self.group, HEAD_DIM=self.head_dim
+        )
+        self._pack = kernel(PACK, "pack_weights", scalar=scalar)
+
+    def pack(self) -> None:
+        """Copy the weights, as they are now, into the order in which the step reads them."""
+        self._pack((len(self._owners),), (PACK_THREADS,), self._weights, self._owners)
+
+    def __call__(self) -> Any:
+        state = self.state
+        self._run(
+            (self.blocks,), (THREADS,), self._program, state.tokens, state.positions,
+            self._barrier, len(self.phases), self.count, state.beam, self.shift,
+            shared_bytes=SHARED_BYTES,
+        )  # fmt: skip
+        return self.logits[: self.count]
+
+    # ---- the program ----------------------------------------------------------------------------
+
+    def _build(self, model, caches, memory, lengths):
+        translates, first = memory is not None, _layers(model)[0]
+        table = model.target if translates else model.embedding
+        rows, width = table.weight.shape
+        self._states = [self._new(width) for _ in range(2)]
+        self._statistics = arrays.zeros(self.like, (self.group << self.shift, 2), np.float32)
+        self._projected = self._new(first.attention.qkv.weight.shape[0])
+        self._attended = self._new(first.attention.out.weight.shape[1])
+        self._inner = self._new(first.feed_forward.out.weight.shape[1])
+        places = table._positions()
+        self._add(
+            EMBED, outputs=rows, inputs=width, x=table.weight, weights=places,
+            room=0 if places is None else len(raw(places)), scale=table.scale, out=self._states[0],
+        )  # fmt: skip
+        x = Stream(self._states[0])
+        for i, layer in enumerate(_layers(model)):
+            x = self._layer(layer, x, caches[i], memory[i] if translates else None, lengths)
+        norm = model.decoder_norm if translates else model.norm
+        head = model._head_weight() if translates else model._output_weight()
+        self.logits = self._new(head.shape[0])
+        bias = getattr(model, "output_bias", None)
+        self._linear(x if norm is None else Stream(x.states, norm), head, bias, self.logits)
+
+    def _layer(self, layer, x, cache, memory, lengths):
+        """Append the phases of a layer for the Stream x; return the Stream behind it."""
+        own, forward, norms = layer.attention, layer.feed_forward, iter(layer.norms)
+
+        def branch(inside):
+            nonlocal x
+            norm = next(norms)
+            into, out = inside(Stream(x.states, norm) if layer.pre_norm else x)
+            states = self._states[x.states is self._states[0]]
+            self._linear(Stream(into), out.weight, out.bias, states, residual=x)
+            x = Stream(states, None if layer.pre_norm else norm)
+
+        def attend(x):
+            self._linear(x, own.qkv.weight, own.qkv.bias, self._projected)
+            counts, slots = self.state.key_counts, self.state.slots
+            self._attend(own, own.qkv, keys=cache.k, values=cache.v, counts=counts, slots=slots)
+            return self._attended, own.out
+
+        def attend_memory(x):
+            cross, (keys, values) = layer.cross_attention, memory
+            self._linear(x, cross.q.weight, cross.q.bias, self._projected)
+            self._attend(cross, cross.q, keys=keys, values=values, counts=lengths)
+            return self._attended, cross.out
+
+        def feed(x):
+            inner = forward.inner
+            self._linear(x, inner.weight, inner.bias, self._inner, inner.activation)
+            return self._inner, forward.out
+
+        branch(attend)
+        if memory is not None:
+            branch(attend_memory)
+        branch(feed)
+        return x
+
+    def _attend(self, attention, projection, **fields):
+        """Append the attention of what ``projection`` made."""
+        heads, kv_heads, warps = attention.heads, attention.kv_heads, WARPS
+        while warps > 1 and self.count * heads * warps > WARPS * self.blocks:
+            warps //= 2
+        self._add(
+            ATTEND, x=self._projected, out=self._attended, heads=heads, kv_heads=kv_heads,
+            room=fields["keys"].shape[1], stride=projection.weight.shape[0], warps=warps,
+            scale=self.head_dim**-0.5, per_beam=1 / self.state.beam, per_head=1 / heads,
+            per_kv_head=kv_heads / heads, **fields,
+        )  # fmt: skip
+
+    def _linear(self, x, weight, bias, out, activation=None, residual=None):
+        """Append ``out = activation(x weight^T + bias) + residual``; the two are Streams."""
+        outputs, inputs = weight.shape
+        units, norm = -(-outputs // TILE), x.norm
+        packed = arrays.empty(self.like, (units, TILE * (inputs + 4)))  # see pack_weights.cu
+        gain, shift = _parameters(norm)
+        self._packed.append(self._record(
+            LAYER, weight=weight, gain=gain, shift=shift, bias=bias, packed=packed,
+            outputs=outputs, inputs=inputs, first=self._units,
+        ))  # fmt: skip
+        fields = {}
+        if norm is not None:
+            kind = LAYER_NORM if isinstance(norm, LayerNorm) else RMS_NORM
+            fields = {"norm": kind, "eps": norm.eps, "statistics_out": self._statistics}
+        if residual is not None:
+            fields["residual"] = residual.states
+            if residual.norm is not None:
+                gain, shift = _parameters(residual.norm)
+                fields |= {"statistics": self._statistics, "gain": gain, "shift": shift}
+        self._add(
+            LINEAR, outputs=outputs, inputs=inputs, x=x.states, weights=packed,
+            activation=ACTIVATIONS[activation], out=out, **fields,
+        )  # fmt: skip
+        self._units += units
+        self._rotation = (self._rotation + (units << self.shift)) % self.blocks
+
+    def _add(self, kind, **fields):
+        self._phases.append(self._record(PHASE, kind=kind, rotation=self._rotation, **fields))
+
+    def _record(self, struct, **fields):
+        """Return one element of ``struct``; arrays are given by their addresses."""
+        record = np.zeros((), struct)
+        for name, value in fields.items():
+            record[name] = self._address(value) if struct[name] == np.uint64 else value
+        return record
+
+    def _address(self, x):
+        if x is None:
+            return 0
+        x = raw(x)
+        assert x.flags.c_contiguous, x.shape
+        self._held.append(x)
+        return x.data.ptr
+
+    def _new(self, width):
+        return arrays.zeros(self.like, (self.group << self.shift, width))
+
+
+def _parameters(norm):
+    return (None, None) if norm is None else (norm.weight, getattr(norm, "bias", None))

@@ -1,0 +1,87 @@
+"""What the host sends to a search, and the few sizes that it comes in."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpuattn.arrays import get_xp, import_cupy, on_gpu
+
+ALIGNED = 64  # integers: 256 bytes
+FIXED_TOKENS = 2048  # of sources or prompts that are computed together, where that is fixed
+
+
+class Inputs:
+    """Integers that the host sends to a search: written to ``host``, then sent to ``device``.
+
+    On a GPU ``host`` is pinned, and ``send`` does not wait. ``like``: an array of the device.
+    ``sizes``: of the parts, at most.
+    """
+
+    def __init__(self, like: Any, sizes: Sequence[int]) -> None:
+        size = _offsets(sizes)[-1]
+        self.device = get_xp(like).zeros(size, np.int32)
+        self.host = np.zeros(size, np.int32)
+        self._sent: Any = None
+        if on_gpu(like):
+            import cupyx
+
+            self.host = cupyx.empty_pinned((size,), np.int32)
+
+    def begin(self) -> None:
+        """Wait until what was sent has arrived, so that ``host`` may be written."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self, sizes: Sequence[int]) -> None:
+        """Copy the parts of these sizes to the device, in the order of the current stream."""
+        used = _offsets(sizes)[-1]
+        if on_gpu(self.device):
+            self.device[:used].set(self.host[:used])
+            self._sent = import_cupy().cuda.get_current_stream().record()
+        else:
+            self.device[:used] = self.host[:used]
+
+
+def portions(lengths: Sequence[int], most: int, tokens: int) -> list[list[int]]:
+    """Return indices of texts, in order: up to ``most``, whose lengths sum up to ``tokens``.
+
+    A longer text is alone.
+    """
+    found: list[list[int]] = []
+    left = 0
+    for i, length in enumerate(lengths):
+        if not found or length > left or len(found[-1]) == most:
+            found.append([])
+            left = tokens
+        found[-1].append(i)
+        left -= length
+    return found
+
+
+def token_mask(like: Any, tokens: Iterable[int], vocab: int) -> Any:
+    """Return bool (vocab,) on the device of ``like``, true for ``tokens``."""
+    mask = np.zeros(vocab, bool)
+    mask[list(tokens)] = True
+    return get_xp(like).asarray(mask)
+
+
+def parts(inputs: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return views of ``sizes`` integers each, as far apart as kernels want arrays aligned."""
+    begins = _offsets(sizes)[:-1]
+    return [inputs[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+
+
+def _offsets(sizes):
+    """Return where parts of these sizes begin, and where the last one ends."""
+    return [0, *itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+
+
+def rounded(count: int, most: int, least: int = 16) -> int:
+    """Return ``count`` rounded up to a power of two, or beyond 256 to a multiple of 64.
+
+    From ``least`` to ``most``. What differs in such sizes alone shares a search or a graph.
+    """
+    up = max(least, 1 << (count - 1).bit_length()) if count <= 256 else -(-count // 64) * 64
+    return max(count, min(up, most))

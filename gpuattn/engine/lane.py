@@ -1,0 +1,156 @@
+"""One search and the requests in its slots: bursts of steps are queued, and read one behind."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from gpuattn.decode.stepper import Hypothesis
+from gpuattn.engine.pages import PAGE
+from gpuattn.engine.scheduler import Scheduler, Ticket
+from gpuattn.rng import Key
+from gpuattn.runtime.readback import Reading
+
+MOST_READ = 2  # results that are being read; beyond, their oldest is waited for
+
+
+class Request(NamedTuple):
+    """What a slot works on: the tokens of a source or prompt, and the most new tokens.
+
+    ``prefix``: the tokens that a translation begins with. ``number``, ``key``: of a sampled text,
+    as of ``decode.sample.sample``. ``owner``: who asked.
+    """
+
+    tokens: Sequence[int]
+    limit: int
+    prefix: Sequence[int] = ()
+    number: int = 0
+    key: Key | None = None
+    owner: Any = None
+
+
+class Lane:
+    """Runs the requests of a Scheduler in a search with as many slots.
+
+    ``search``: a TranslationSearch or Generation. ``scheduler``: its requests are Requests.
+    ``run(name, shape, step)``: calls ``step()``, or replays it as a graph. ``tell(request,
+    tokens)``: called with the next tokens of a text as soon as they are certain.
+    ``at_once``: whether results are read as soon as a text is complete; otherwise when slots are
+    needed or all are complete. ``behind``: bursts that are queued before the one before is read: 1
+    on a GPU, which then never waits for the host, 0 on NumPy.
+    """
+
+    def __init__(
+        self, search: Any, scheduler: Scheduler, run: Callable[[str, Any, Callable], None], *,
+        tell: Callable[[Request, list[int]], None] | None = None, at_once: bool = False,
+        behind: int = 1,
+    ) -> None:  # fmt: skip
+        self.search, self.scheduler, self._run = search, scheduler, run
+        self._tell = tell
+        self._at_once, self._behind = at_once, behind
+        self._looks: deque[tuple[int, Reading]] = deque()
+        self._reads: deque[tuple[list[Ticket], Reading]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether some request waits, runs or is being read."""
+        return self.scheduler.busy or bool(self._reads)
+
+    def turn(self) -> list[tuple[Request, list[Hypothesis]]]:
+        """Queue a burst, let requests leave and join; return those that are over with results.
+
+        All launches go to the current stream. A search that has no free slot, no text that is
+        complete and nobody who waits costs a copy of S bytes for each burst, and no launch.
+        """
+        scheduler, search = self.scheduler, self.search
+        steps = self._burst()
+        for _ in range(steps):
+            self._run("step", (search,), search.step)
+        if steps and (search.may_end or self._tell):
+            reading = Reading(*search.progress(bool(self._tell)))
+            self._looks.append((scheduler.bursts, reading))
+        while len(self._looks) > self._behind:
+            self._look(*self._looks.popleft())
+        if stopped := scheduler.stopped():
+            search.stop(stopped)
+        ended = scheduler.ended()
+        if ended and (self._at_once or scheduler.joining() or len(ended) == len(scheduler.running)):
+            self._reads.append((scheduler.release(), Reading(*search.results())))
+        self._leave(ticket.slot for ticket in ended)
+        if joined := scheduler.admit(self._fits if search.pages else None):
+            self._begin([(ticket.slot, ticket.request) for ticket in joined])
+        if not scheduler.running:
+            self._looks.clear()
+        return self._found()
+
+    # ---- pages of a PagedGeneration ----
+
+    def _burst(self):
+        """Return how many steps to queue now. The texts have pages for them.
+
+        Where pages are lacking, those that came last go back to the queue.
+        """
+        scheduler, pages = self.scheduler, self.search.pages
+        steps = scheduler.burst()
+        if not pages:
+            return steps
+        holders = [ticket for ticket in scheduler.running if ticket.slot in pages]
+        holders.sort(key=lambda ticket: ticket.rank)
+        self._leave({*pages.full} - {ticket.slot for ticket in holders})  # they were cancelled
+        while steps and not self.search.provide(steps):
+            last = holders.pop()
+            last.keys = int(pages.keys[last.slot]) + PAGE
+            self._leave([last.slot])
+            scheduler.put_back(last)
+        return steps
+
+    def _leave(self, slots):
+        """Free the pages of slots whose texts need no more steps."""
+        for slot in slots if self.search.pages else ():
+            self.search.pages.leave(slot)
+
+    def _fits(self, ticket, slot):
+        """Return whether there are pages for a request in a slot, which are its own then.
+
+        One more than it had when it was put back, so that it is not at once again.
+        """
+        request = ticket.request
+        return self.search.join(slot, request.tokens, request.limit, ticket.keys)
+
+    # ---- results ----
+
+    def _look(self, burst, reading):
+        """Learn what was so behind a burst."""
+        read = reading.values()
+        if self._tell:
+            tickets = [ticket for ticket in self.scheduler.running if ticket.since < burst]
+            texts = self.search.certain(read, [ticket.slot for ticket in tickets])
+            for ticket, length, tokens in zip(tickets, *texts, strict=True):
+                if length > ticket.told:
+                    new = tokens[ticket.told : length].tolist()
+                    ticket.told += len(new)
+                    self._tell(ticket.request, new)
+        self.scheduler.look(read[0], burst)
+
+    def _begin(self, joined):
+        for part in self.search.portions([request.tokens for _, request in joined]):
+            slots, requests = zip(*(joined[i] for i in part), strict=True)
+            tokens, limits, prefixes, numbers, keys, _ = zip(*requests, strict=True)
+            own = (prefixes,) if keys[0] is None else (numbers, keys)
+            self.search.load(tokens, limits, *own, slots=slots)
+            self._run("begin", (self.search, *self.search.shape), self.search.begin)
+
+    def _found(self):
+        """Return the requests whose results have arrived, and wait for them if nothing runs."""
+        found = []
+        while self._reads:
+            tickets, reading = self._reads[0]
+            if self.scheduler.running and len(self._reads) <= MOST_READ and not reading.ready():
+                break
+            self._reads.popleft()
+            slots, limits = [t.slot for t in tickets], [t.request.limit for t in tickets]
+            results = self.search.hypotheses(reading.values(), slots, limits)
+            for ticket, result in zip(tickets, results, strict=True):
+                if self._tell and result and len(result[0].tokens) > ticket.told:
+                    self._tell(ticket.request, result[0].tokens[ticket.told :])
+                found.append((ticket.request, result))
+        return found

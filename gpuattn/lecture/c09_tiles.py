@@ -1,0 +1,98 @@
+"""9. Flash attention, tile by tile
+
+Claim: with tiles of queries, keys and values on the chip, the table of scores is never stored.
+Regime: memory
+Question: N queries in blocks of B_r. How often is each key read from the large memory, and what
+would make that fewer?
+Answer: Once for each block of queries, N / B_r times; a tile on the chip reads it once. Larger
+blocks of queries read less, until the chip is full: bytes fall as 1 / M, the memory of the chip.
+Vary: python -m gpuattn.lecture.c09_tiles N=1024 rows=128
+"""
+
+# %%
+import math
+
+import numpy as np
+
+import gpuattn
+from gpuattn.arrays import to_cpu
+from gpuattn.lecture import lecture
+from gpuattn.lecture.harness.counted import Counted
+from gpuattn.ops.attention import ampere
+
+say = lecture(__doc__)
+N, D = say.size("N", 512, 256), say.size("D", 64, 64)
+rows, cols = say.size("rows", 64, 64), say.size("keys", 64, 64)
+# %% [markdown]
+# The whole algorithm. q, k, v and out are in the large memory and count each access; what has a
+# name of its own is on the chip.
+# %%
+
+
+def flash(q, k, v, out, rows, cols, causal=False, seen=None):
+    for first in range(0, N, rows):
+        mine = q[first : first + rows] / math.sqrt(D)
+        top, total, sums = np.full((len(mine), 1), -np.inf), 0.0, 0.0
+        for start in range(0, min(N, first + rows) if causal else N, cols):
+            keys, values = k[start : start + cols], v[start : start + cols]
+            s = mine @ keys.T
+            if causal:
+                s += np.where(np.tri(*s.shape, first - start, dtype=bool), 0, -np.inf)
+            new = np.maximum(top, s.max(-1, keepdims=True))
+            p, rescale = np.exp(s - new), np.exp(top - new)
+            total = total * rescale + p.sum(-1, keepdims=True)
+            sums, top = sums * rescale + p @ values, new
+            if seen is not None:
+                seen.append((first // rows, start // cols, s.size + sums.size))
+        out[first : first + rows] = sums / total
+
+
+def run(rows, cols, **given):
+    arrays = [Counted(x) for x in (*data, np.empty((N, D), np.float32))]
+    flash(*arrays, rows, cols, **given)
+    return arrays
+
+
+data = [say.rng.standard_normal((N, D), np.float32) for _ in range(3)]
+for causal in (False, True):
+    *_, out = run(rows, cols, causal=causal)
+    q, k, v = (say.array(x)[None, :, None] for x in data)
+    ours = to_cpu(gpuattn.flash_attention(q, k, v, causal=causal))[0, :, 0]
+    name = "causal" if causal else "full"
+    say.near("C07", f"{name}: difference from flash_attention", abs(out.array - ours).max(), 1e-6)
+q, k, v, out = run(N, cols)  # one block of all queries: the pass over the keys
+say.exact("C07", "reads of a key", k.reads // k.array.size)
+# %% [markdown]
+# The blocks of the paper for a chip of M numbers, and tiles of our kernels, which also have to
+# leave room for registers and for several blocks of threads on a multiprocessor.
+# %%
+M, d = (192 << 10) // 2, 64  # numbers of 16 bits in the shared memory of an A100
+say.exact("C08", "keys of a block, M = 98,304, d = 64", math.ceil(M / (4 * d)))
+say.exact("C08", "queries of a block, M = 98,304, d = 64", min(math.ceil(M / (4 * d)), d))
+tile = ampere.forward_tile(64, 2, True, 80)
+say.record("C08", "queries and keys of our tile on an A100", list(tile))
+size = ampere.forward_shared_bytes(64, 2, *tile)
+say.order("C08", "bytes of our tile, of the multiprocessor", size, 192 << 10, "B")
+# %% [markdown]
+# Bytes of the large memory over the block of queries; the unfused form would add the table.
+# %%
+curve, table = [], []
+for block in (2**n for n in range(3, int(math.log2(N)) + 1)):
+    arrays = run(block, cols)
+    curve.append((block, sum(x.bytes for x in arrays)))
+    table.append((block, 4 * N * D * 4 + 4 * N * N * 4))  # written, read, written, read
+seen: list = []
+run(rows, cols, causal=True, seen=seen)
+blocks = math.ceil(N / rows)
+when = np.zeros((blocks, math.ceil(N / cols)))
+for step, (i, j, _) in enumerate(seen, 1):
+    when[i, j] = step / len(seen)
+most = max(held for *_, held in seen)
+say.order("C07", "numbers of scores and sums on the chip, of the table", most, N * N)
+title = "Causal: tiles in the order of their time, later is darker; white is never computed"
+alt = "Tiles on and below the diagonal, computed row by row."
+say.maps(title, alt, when, range(0, N, rows), range(0, N, cols))
+say.curves("Bytes of the large memory, as counted, over the queries of a block",
+           "Bytes fall as one over the block; with a few queries only, a stored table moves fewer.",
+           {"tile by tile": curve, "with a stored table": table}, label="queries of a block",
+           log=True, log_x=True)  # fmt: skip

@@ -1,0 +1,85 @@
+"""10. The gradient of attention: compute again
+
+Claim: the backward pass needs no stored weights P: it computes them again, and one number a row is
+enough.
+Regime: memory
+Question: dS = P (dP - rowsum(dP P)) seems to need the whole rows of dP and P at a time. Which
+number of each row, known before, replaces the sum?
+Answer: rowsum(dO O): O is the sum of P V and dP = dO V^T, so both sums are the same. It costs N d
+numbers, so tiles of P and dP can be computed again, used and forgotten.
+Vary: python -m gpuattn.lecture.c10_recompute layers=12
+"""
+
+# %%
+import tracemalloc
+
+import numpy as np
+
+import gpuattn
+from gpuattn.arrays import to_cpu
+from gpuattn.lecture import lecture
+from gpuattn.lecture.harness import counted
+
+say = lecture(__doc__)
+T, D = say.size("T", 128, 64), 32
+# %% [markdown]
+# The five formulas in float64, beside the tape and its fused op.
+# %%
+q, k, v, dO = (say.rng.standard_normal((T, D)) for _ in range(4))
+S = q @ k.T / np.sqrt(D)
+P = np.exp(S - S.max(-1, keepdims=True))
+P /= P.sum(-1, keepdims=True)
+O = P @ v  # noqa: E741 the letter of the formulas
+dV, dP = P.T @ dO, dO @ v.T
+dS = P * (dP - (dP * P).sum(-1, keepdims=True))
+dQ, dK = dS @ k / np.sqrt(D), dS.T @ q / np.sqrt(D)
+leaves = [
+    gpuattn.Tensor(say.array(x, np.float64)[None, :, None], requires_grad=True) for x in (q, k, v)
+]
+gpuattn.flash_attention(*leaves).backward(say.array(dO, np.float64)[None, :, None])
+for name, formula, leaf in zip(("dQ", "dK", "dV"), (dQ, dK, dV), leaves, strict=True):
+    error = abs(formula - to_cpu(leaf.grad)[0, :, 0]).max()
+    say.near("C09", f"{name}: difference from the tape", error, 1e-12)
+row, step = S[0], 1e-6
+jacobian = np.diag(P[0]) - np.outer(P[0], P[0])
+numeric = np.empty((T, T))
+for j in range(T):
+    e = np.exp(row[None] + step * np.array([[1], [-1]]) * np.eye(T)[j])
+    numeric[:, j] = np.subtract(*(e / e.sum(-1, keepdims=True))) / (2 * step)
+say.near("C09", "diag(P) - P P^T beside differences", abs(jacobian - numeric).max(), 1e-8)
+sums = abs((dP * P).sum(-1) - (dO * O).sum(-1)).max()
+say.near("C10", "row sums of dP P beside those of dO O", sums, 1e-12)
+# %% [markdown]
+# The same trade for whole layers: keep what each computes, or only its input.
+# %%
+layers, width = say.size("layers", 6, 4), say.size("width", 128, 64)
+tokens = say.rng.integers(0, 256, (4, 129))
+config = gpuattn.models.GPT2Config(
+    vocab=256, d_model=width, heads=4, layers=layers, block=128, pad_vocab=False
+)
+model = gpuattn.models.GPT2(config)
+
+
+def step_of(kept):
+    """Return the peak memory of a step in MiB, its gradients, and its FLOPs."""
+    model.checkpoint = kept
+    for parameter in model.parameters():
+        parameter.grad = None
+    tracemalloc.start()
+    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    peak = tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+    gradients = np.concatenate([parameter.grad.ravel() for parameter in model.parameters()])
+    with counted.ops() as calls:
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    return peak, gradients, sum(call.flops for call in calls)
+
+
+(stored, right, least), (again, gradients, most) = step_of("none"), step_of("block")
+say.order("E03", "peak memory of a step, computed again and stored", again, stored, "MiB")
+say.near("E03", "gradients: difference", abs(gradients - right).max(), 1e-6)
+what = "its price: work of a step, stored and computed again"
+say.order("E18", what, least / 1e6, most / 1e6, "MFLOP")
+peaks = {"all kept": stored, "computed again, layer by layer": again}
+alt = ", ".join(f"{name}: {peak:.1f} MiB" for name, peak in peaks.items())
+say.bars(f"Peak memory of a training step, {layers} layers", alt, peaks, "MiB")

@@ -1,0 +1,94 @@
+"""20. A cache of keys and values
+
+Claim: with the keys and values of earlier tokens kept, a step computes one token in place of all.
+Regime: overhead, then memory
+Question: Four tokens are generated one by one. How many times does a row go through the layers
+without a cache, and with one?
+Answer: 1 + 2 + 3 + 4 = 10 times without, 4 times with. For n tokens n (n + 1) / 2 against n; each
+new query still meets all n keys.
+Vary: python -m gpuattn.lecture.c20_cache n=512 width=128
+"""
+
+# %%
+from functools import partial
+
+import numpy as np
+
+import gpuattn
+from gpuattn.lecture import lecture
+from gpuattn.lecture.harness import counted
+from gpuattn.models.flops import decoder_weights
+
+say = lecture(__doc__)
+longest, width = say.size("n", 192, 32, 1000), say.size("width", 64, 64)
+config = gpuattn.models.GPT2Config(vocab=64, d_model=width, heads=4, layers=1, block=1024)
+model, first = gpuattn.models.GPT2(config), np.array([[3]])
+# %% [markdown]
+# Text after text with and without the cache: calls of ops counted while they run. On NumPy the
+# cache computes attention itself: the keys that its queries met are counted after each step.
+# %%
+
+
+def generate(n, kv_cache):
+    """Return (rows through the layers, FLOPs so far after each token, tokens) of n tokens."""
+    stepper, tokens, rows, flops = model.stepper(first, n, kv_cache=kv_cache), [3], [], []
+    for position in range(n):
+        with counted.ops() as calls:
+            logits = stepper.step(np.array(tokens[-1:]), position)
+        tokens.append(int(logits.argmax()))
+        rows.append(sum(c.flops for c in calls if c.op == "linear_dropout_add_norm"))
+        flops.append(sum(call.flops for call in calls))
+        if kv_cache:
+            flops[-1] += sum(4 * width * cache.length for cache in stepper.caches)
+    return int(sum(rows) / rows[0]), np.cumsum(flops), tokens
+
+
+(few, _, mine), (many, _, plain) = generate(4, True), generate(4, False)
+say.exact("B17", "rows computed for 4 tokens, no cache", many)
+say.exact("B17", "rows computed for 4 tokens, cache", few)
+(_, cached, mine), (_, uncached, plain) = generate(longest, True), generate(longest, False)
+differ = sum(a != b for a, b in zip(mine, plain, strict=True))
+say.exact("B18", "tokens that differ", differ)
+small = gpuattn.models.GPT2Config(vocab=64, d_model=64, heads=4, layers=1, block=1024)
+model, width = gpuattn.models.GPT2(small), 64
+_, flops, _ = generate(1000, True)
+say.differs(
+    "B19", "FLOPs at n = 1,000 over those at n = 10, width 64", float(flops[999] / flops[9])
+)
+# %% [markdown]
+# Ten steps in 11.885 s would be 1.2 s a token. A T4 reads the weights of GPT-2 in milliseconds.
+# %%
+say.exact("B20", "56.197 s over 11.885 s", 56.197 / 11.885)
+least = 4 * decoder_weights(gpuattn.models.GPT2Config()) / 320e9  # float32, 320 GB/s
+say.order("B20", "a token of GPT-2: its weights from memory, and 11.885 s / 10", least, 1.1885, "s")
+# %% [markdown]
+# Memory: two numbers (key and value) for each row, head and element; for each layer; each 4 bytes.
+# %%
+attention = gpuattn.nn.MultiHeadAttention(12 * 64, 12)
+cache = attention.new_cache(8, 1024)
+say.differs("B21", "bytes at B = 8, n = 1,024, H = 12, d = 64", cache.k.nbytes + cache.v.nbytes)
+TINY = gpuattn.models.TranslationConfig(vocab=32, d_model=32, heads=2, layers=(1, 1), ffn=32)
+translator = gpuattn.models.TranslationModel(TINY)
+translating = translator.stepper(translator.pack([[5, 6, 7]]), 4)
+translating.step(np.array([1]), 0)
+say.differs("B22", "caches of a translator's step", len(translating.caches))
+# %% [markdown]
+# Time over the length, by the clock of this machine; the FLOPs fall faster than the time.
+# %%
+ratios = [(n, float(uncached[n - 1] / cached[n - 1])) for n in range(1, longest + 1)]
+lengths = [2**i for i in range(2, int(np.log2(longest)) + 1)]
+
+
+def step_through(n, kv_cache):
+    stepper = model.stepper(first, n, kv_cache=kv_cache)
+    for position in range(n):
+        stepper.step(np.array([3]), position)
+
+
+us = say.times({f"{n} {c}": partial(step_through, n, c) for n in lengths for c in (True, False)})
+times = [(n, float(np.median(us[f"{n} False"]) / np.median(us[f"{n} True"]))) for n in lengths]
+say.record("B20", "time without a cache over with, of the longest text here", times[-1][1])
+alt = f"FLOPs: {ratios[-1][1]:.0f} times fewer at {longest} tokens; time: {times[-1][1]:.1f} times."
+say.curves("Without a cache over with one, over the tokens of the text", alt,
+           {"FLOPs": ratios, "time here": times}, label="tokens", log=True, log_x=True,
+           levels=[(4.73, "printed: 4.73, length not given")])  # fmt: skip

@@ -1,0 +1,64 @@
+"""21. Fewer heads of keys
+
+Claim: query heads that share keys and values make the cache smaller by as much.
+Regime: memory
+Question: 12 query heads share one head of keys and values. How much smaller is the cache, and how
+many FLOPs does attention save?
+Answer: The cache is a twelfth. Attention saves none: each query head still meets every key. What
+is saved is reading the cache, which is what a step of decoding waits for.
+Vary: python -m gpuattn.lecture.c21_heads heads=32 n=8192
+"""
+
+# %%
+from types import SimpleNamespace
+
+import gpuattn
+from gpuattn.arrays import to_cpu
+from gpuattn.lecture import lecture
+from gpuattn.models.flops import layer_weights
+
+say = lecture(__doc__)
+heads, n, head_size = say.size("heads", 12, 12), say.size("n", 1024, 1024), 64
+# %% [markdown]
+# The cache of eight texts, for each number of heads of keys that divides the query heads.
+# %%
+
+
+def cache_bytes(heads, kv_heads, n):
+    attention = gpuattn.nn.MultiHeadAttention(heads * head_size, heads, kv_heads=kv_heads)
+    cache = attention.new_cache(8, n)
+    return cache.k.nbytes + cache.v.nbytes
+
+
+say.exact("B23", "bytes with 1 head of 12", cache_bytes(12, 1, 1024))
+whole = cache_bytes(12, 12, 1024)
+for r in (3, 12):
+    share = whole / cache_bytes(12, 12 // r, 1024)
+    say.near("B25", f"groups of {r}: cache beside 1 / {r}", abs(share - r), 0)
+sizes = {k: cache_bytes(heads, k, n) for k in range(1, heads + 1) if heads % k == 0}
+# %% [markdown]
+# A group is what repeating the keys for each of its query heads would be.
+# %%
+q, (k, v) = say.normal(2, 12, 32, head_size), (say.normal(2, 4, 32, head_size) for _ in range(2))
+grouped = gpuattn.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+k, v = (say.xp.repeat(x, 3, axis=1) for x in (k, v))
+repeated = gpuattn.scaled_dot_product_attention(q, k, v, is_causal=True)
+error = abs(to_cpu(grouped) - to_cpu(repeated)).max()
+say.near("B25", "groups of 3 beside repeated keys: difference", error, 1e-6)
+# %% [markdown]
+# The six models of the MQA table: what heads lose, the feed-forward network gets. Each layer of
+# width 1,024 has as many weights. (The width is not in the text; this one makes them equal.)
+# %%
+TABLE = {
+    "8 heads of 128": (8, 8, 128, 8192), "8 heads of 128, one of keys": (8, 1, 128, 9088),
+    "1 head of 128": (1, 1, 128, 9984), "2 heads of 64": (2, 2, 64, 9984),
+    "4 heads of 32": (4, 4, 32, 9984), "8 heads of 16": (8, 8, 16, 9984),
+}  # fmt: skip
+for name, (queries, keys, size, ffn) in TABLE.items():
+    layer = SimpleNamespace(d_model=1024, heads=queries, kv_heads=keys, head_size=size, ffn=ffn,
+                            activation="relu", stacks=((1, False),))  # fmt: skip
+    say.exact("B24", f"weights, {name}", layer_weights(layer))
+# %%
+alt = "; ".join(f"{k} heads: {size / 2**20:.1f} MiB" for k, size in sizes.items())
+bars = {f"{k} of {heads} heads": size / 2**20 for k, size in sizes.items()}
+say.bars(f"Cache of a layer, 8 texts of {n:,} tokens, float32", alt, bars, "MiB")

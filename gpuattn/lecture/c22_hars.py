@@ -1,0 +1,69 @@
+"""22. Beam search without sorting
+
+Claim: the k largest logits are found by ranking a handful of numbers, not all k V.
+Regime: memory
+Question: Two beams look at eight words each, in two groups of four. How many of the sixteen
+logits must be ranked to find the two best of each beam?
+Answer: Five. The least of a beam's group maxima, R, is a bound: two logits are at least R, so
+nothing below it is among the two best. Only what is at least R is ranked: 4 4 5 and 7 8.
+Vary: python -m gpuattn.lecture.c22_hars V=250000 K=8
+"""
+
+# %%
+import numpy as np
+
+import gpuattn
+from gpuattn.arrays import to_cpu
+from gpuattn.lecture import lecture
+
+say = lecture(__doc__)
+K, V = say.size("K", 4, 4), say.size("V", 32_000, 4_000, 128_000)
+rows = say.size("rows", 256, 32)  # beams of which means are taken
+# %% [markdown]
+# The worked example of the slides. Read the sixteen digits by columns: a row is a beam.
+# %%
+example = say.array([[2, 4, 2, 4, 3, 5, 1, 2], [1, 3, 7, 4, 1, 5, 8, 6]])
+maxima = example.reshape(2, 2, 4).max(-1)
+least = maxima.min(-1, keepdims=True)  # R of each beam
+kept = example >= least
+say.exact("D29", "R of each beam", [int(r) for r in least.ravel()])
+say.exact("D29", "candidates", sorted(int(x) for x in example[kept]))
+say.differs("D28", "candidates with > R", int((example > least).sum()))
+best, words = gpuattn.topk_logprobs(example, 2)
+found = to_cpu(example)[[1, 1], to_cpu(words)[1]]
+say.exact("D29", "best two of both", [int(x) for x in found])
+for beam, digits in enumerate(to_cpu(example).astype(int), 1):
+    weights = np.where(to_cpu(kept)[beam - 1], 1.0, 0.15)[None]
+    alt = f"Logits {' '.join(map(str, digits))} of beam {beam}; dark: those that are ranked."
+    say.maps(f"Beam {beam}: R = {int(least[beam - 1, 0])}, dark is ranked", alt, weights,
+             ["ranked"], digits)  # fmt: skip
+# %% [markdown]
+# A whole step in plain NumPy: log-probabilities, sums with the scores so far, the best K of K V.
+# %%
+logits = 3 * say.normal(K, V)
+scores = say.normal(1, K)
+x = to_cpu(logits).astype(np.float64)
+logprobs = x - x.max(-1, keepdims=True)
+logprobs -= np.log(np.exp(logprobs).sum(-1, keepdims=True))
+totals = (to_cpu(scores)[0, :, None] + logprobs).ravel()
+order = np.argsort(-totals, kind="stable")[:K]  # the plain step sorts all of them
+_, parents, tokens = gpuattn.beam_step(logits, scores, count=K)
+ours = (to_cpu(parents)[0] * V + to_cpu(tokens)[0]).tolist()
+say.exact("D26", "choices that differ from beam_step", len(set(ours) - set(order.tolist())))
+# %% [markdown]
+# How many logits of a row are at least R, with more and more groups? K is the least possible.
+# %%
+rows_of_logits = say.rng.standard_normal((rows, V), np.float32)
+curve = []
+for groups in (K * n for n in (1, 2, 4, 8, 32, 128) if K * n <= V // 2):
+    size = V // groups
+    grouped = rows_of_logits[:, : groups * size].reshape(rows, groups, size)
+    bound = np.sort(grouped.max(-1), -1)[:, -K]  # the K-th largest maximum
+    curve.append((groups, float((rows_of_logits >= bound[:, None]).sum(-1).mean())))
+say.order("D27", "logits that are ranked, of all", curve[0][1], V, "a row")
+theory = K * sum(1 / n for n in range(1, K + 1))
+alt = f"The candidates of a row fall from {curve[0][1]:.1f} with {K} groups towards {K}."
+say.curves("Candidates of a row that are ranked, over the number of groups", alt,
+           {f"V = {V:,}": curve}, label="groups", log_x=True,
+           points=[(K, theory, f"K (1 + 1/2 + ... + 1/K) = {theory:.1f}")],
+           levels=[(K, f"K = {K}, the least")])  # fmt: skip

@@ -1,0 +1,56 @@
+"""23. Decoding as a whole
+
+Claim: a cache, batches and their order multiply: together they make generation many times as fast.
+Regime: overhead, then memory
+Question: A cache makes a text of n tokens some times as fast, a batch of B texts some times more.
+Which of the two gains grows with n, and which with B?
+Answer: The cache's with n: what is not computed again is the text so far. The batch's with B, until
+its knee (chapter 4). They multiply, because the cache leaves one row a text: too little to fill
+a machine alone.
+Vary: python -m gpuattn.lecture.c23_decoding n=128 B=8
+"""
+
+# %%
+import numpy as np
+
+import gpuattn
+from gpuattn.lecture import lecture
+
+say = lecture(__doc__)
+n, B, width = say.size("n", 48, 8), say.size("B", 16, 4), say.size("width", 128, 32)
+config = gpuattn.models.GPT2Config(vocab=256, d_model=width, heads=4, layers=2, block=256)
+model = gpuattn.models.GPT2(config).to(device=say.device)
+prompts = say.xp.asarray(say.rng.integers(0, 256, (B, 1)))
+# %% [markdown]
+# The same B texts of n tokens, with more and more switched on: time by the clock.
+# %%
+
+
+def generate(prompts, kv_cache):
+    stepper, tokens = model.stepper(prompts, n, kv_cache=kv_cache), prompts[:, 0]
+    for position in range(n):
+        tokens = stepper.step(tokens, position).argmax(-1)
+    return tokens
+
+
+def one_by_one(kv_cache):
+    return [int(generate(prompts[i : i + 1], kv_cache)[0]) for i in range(B)]
+
+
+def together():
+    return [int(token) for token in generate(prompts, True)]
+
+
+say.near("D35", "last tokens that differ", sum(np.not_equal(one_by_one(False), together())), 0)
+us = say.times({
+    "one by one, no cache": lambda: one_by_one(False),
+    "one by one, cache": lambda: one_by_one(True),
+    f"{B} texts together, cache": together,
+})  # fmt: skip
+names = list(us)
+what = "time of the texts, all switched on and all off"
+say.order("D35", what, us[names[-1]], us[names[0]], "us", clock=True)
+say.record("D35", "times as fast, up to", float(np.median(us[names[0]]) / np.median(us[names[-1]])))
+rates = {name: n * B / float(np.median(samples)) * 1e6 for name, samples in us.items()}
+alt = "; ".join(f"{name}: {rate:,.0f} tokens/s" for name, rate in rates.items())
+say.bars(f"Tokens a second, {B} texts of {n} tokens", alt, rates, "tokens/s")

@@ -1,0 +1,123 @@
+"""Counts of what code reads, writes and computes, taken while it runs."""
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuattn.autodiff.hooks import hooked
+from gpuattn.bench import op_work
+
+
+class Counted:
+    """An array in a memory whose accesses cost: indexing counts the numbers read and written."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.reads, self.writes = array, 0, 0
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, key: Any) -> Any:
+        part = self.array[key]
+        self.reads += part.size
+        return part
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.writes += self.array[key].size
+        self.array[key] = value
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+        return (self.reads + self.writes) * self.array.itemsize
+
+
+def memory(rng: Any, **shapes: tuple[int, ...]) -> dict[str, Counted]:
+    """Return Counted arrays of random numbers by name."""
+    return {name: Counted(rng.standard_normal(shape)) for name, shape in shapes.items()}
+
+
+def moved(arrays: dict[str, Counted], size: int) -> int:
+    """Return how many times arrays of ``size`` numbers were read or written."""
+    return sum(x.reads + x.writes for x in arrays.values() if x.array.size == size) // size
+
+
+class Number(float):
+    """A number that counts the products and sums it is in: ``flops``, of all numbers."""
+
+    flops = 0
+
+    def __mul__(self, other: float) -> "Number":
+        Number.flops += 1
+        return Number(float(self) * float(other))
+
+    def __add__(self, other: float) -> "Number":
+        Number.flops += 1
+        return Number(float(self) + float(other))
+
+
+class Reductions(np.ndarray):
+    """An array that counts reductions of itself and of what is computed from it: ``counts``."""
+
+    counts: Counter = Counter()
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **given: Any) -> Any:
+        if method == "reduce":
+            Reductions.counts[ufunc.__name__] += 1
+        out = given.pop("out", None)
+        if out is not None:
+            given["out"] = tuple(map(_bare, out))
+        result = getattr(ufunc, method)(*map(_bare, inputs), **given)
+        if out is not None:
+            return out[0]
+        return result.view(Reductions) if isinstance(result, np.ndarray) else result
+
+
+def _bare(x):
+    return x.view(np.ndarray) if isinstance(x, Reductions) else x
+
+
+class Work(NamedTuple):
+    """A call of an op: its FLOPs and bytes by ``bench.op_work``."""
+
+    op: str
+    direction: str
+    flops: float
+    bytes: int
+
+
+@contextlib.contextmanager
+def ops() -> Iterator[list[Work]]:
+    """Yield a list that gets every call of an op in the block, as its implementation ran."""
+    calls: list[Work] = []
+
+    def hook(op, direction, function):
+        if op == "checkpoint":
+            return function  # the ops in it are counted
+
+        def counted(*arguments, **given):
+            flops = op_work.flops(op, direction, arguments, given)
+            with hooked(None):
+                result = function(*arguments, **given)
+            moved = op_work.moved(op, direction, arguments, given, result)
+            calls.append(Work(op, direction, flops, moved))
+            return result
+
+        return counted
+
+    with hooked(hook):
+        yield calls
+
+
+def product(rows: int, inner: int, cols: int, dtype: Any) -> Work:
+    """Return the work of ``linear`` on (rows, inner) and (cols, inner), without computing it."""
+    shapes = (rows, inner), (cols, inner), (rows, cols)
+    x, weight, out = (np.empty(shape, dtype) for shape in shapes)  # memory that nobody touches
+    flops = op_work.flops("linear", "forward", (x, weight), {})
+    moved = op_work.moved("linear", "forward", (x, weight), {}, out)
+    assert moved == sum(math.prod(shape) for shape in shapes) * x.itemsize
+    return Work("linear", "forward", flops, moved)

@@ -1,0 +1,250 @@
+"""What a chapter says: figures of this machine beside those of a source, each judged by its kind.
+
+- exact: equal to what the source prints, to its last digit.
+- near: an error below a bound that stands in the chapter.
+- order: one figure below another. A clock is judged on a GPU only.
+- differs: the source is wrong; equal to the right figure of ``claims.toml``, not to the printed.
+- record: shown beside the source's, never judged.
+
+A statement is a dict that a record keeps as JSON: ``id``, ``what``, ``kind``, ``got``, and of its
+kind ``printed``, ``right``, ``bound``, or ``less``, ``more`` (lists of samples of a clock) with
+``clock`` and ``unit``; ``verdict`` is the kind, or "fails".
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpuattn.arrays import to_cpu
+from gpuattn.bench import timing
+from gpuattn.errors import ConfigError
+from gpuattn.lecture.harness.claims import load
+from gpuattn.runtime.device import array_module
+from gpuattn.units import nearest
+
+FAILS = "fails"
+LEAST, MOST, ENOUGH = 3, 20, 2e5  # samples of a clock on a CPU; microseconds of all together
+Points = Sequence[tuple[float, float]]
+
+
+class Say:
+    """Collects the ``statements`` and ``figures`` of a chapter, and tells them as lines.
+
+    ``xp``: numpy or cupy. ``rng``: random numbers, the same in each run. ``sizes``: of problems
+    that replace the chapter's, by name.
+    """
+
+    def __init__(
+        self,
+        device: str = "numpy",
+        *,
+        smoke: bool = False,
+        long: bool = False,
+        sizes: Mapping[str, int] | None = None,
+        tell: Callable[[str], Any] = print,
+    ) -> None:
+        self.xp, self.device = array_module(device), device
+        self.rng = np.random.default_rng(0)
+        self.statements: list[dict[str, Any]] = []
+        self.figures: list[dict[str, Any]] = []
+        self._smoke, self._long, self._given, self._tell = smoke, long, dict(sizes or {}), tell
+        self._names: list[str] = []  # of sizes that the chapter has
+
+    # ---- problems -------------------------------------------------------------------------------
+
+    def size(self, name: str, usual: int, smoke: int, long: int | None = None) -> int:
+        """Return a size of the chapter's problem: as given, or small for a smoke run, or usual."""
+        self._names.append(name)
+        if name in self._given:
+            return self._given[name]
+        return smoke if self._smoke else long if self._long and long else usual
+
+    def check_sizes(self) -> None:
+        """Raise ConfigError for a given size that the chapter does not have."""
+        for name in self._given:
+            if name not in self._names:
+                accepted = ", ".join(self._names) or "none"
+                advice = nearest(name, self._names)
+                raise ConfigError(f"there is no size {name!r}; accepted: {accepted}{advice}")
+
+    def array(self, values: Any, dtype: Any = np.float32) -> Any:
+        """Return values as an array on the chapter's device."""
+        return self.xp.asarray(np.asarray(values, dtype))
+
+    def normal(self, *shape: int, dtype: Any = np.float32) -> Any:
+        """Return random numbers with mean 0 and deviation 1."""
+        return self.array(self.rng.standard_normal(shape, np.float32), dtype)
+
+    def times(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
+        """Return the microseconds of each call, some samples; on a GPU the calls take turns."""
+        if self.device == "cuda":
+            return timing.alternate(dict(calls))
+        return {name: _samples(call, 1 if self._smoke else LEAST) for name, call in calls.items()}
+
+    # ---- statements -----------------------------------------------------------------------------
+
+    def exact(self, id: str, what: str, got: Any) -> None:
+        """State a figure that equals what the source prints under ``what``."""
+        self._state(id, what, "exact", got=got)
+
+    def near(self, id: str, what: str, error: Any, bound: float) -> None:
+        """State an error that is at most ``bound``."""
+        self._state(id, what, "near", got=float(error), bound=bound)
+
+    def order(
+        self, id: str, what: str, less: Any, more: Any, unit: str = "", clock: bool = False
+    ) -> None:
+        """State that ``less`` is below ``more``, numbers or lists of samples.
+
+        ``clock``: they are times, which a CPU does not judge.
+        """
+        facts = {"less": less, "more": more, "unit": unit, "clock": clock}
+        self._state(id, what, "order", got=_pair(less, more, unit), **facts)
+
+    def differs(self, id: str, what: str, got: Any) -> None:
+        """State a figure that is not the one that the source prints, but the right one."""
+        self._state(id, what, "differs", got=got)
+
+    def record(self, id: str, what: str, got: Any = None) -> None:
+        """State a figure beside the source's, if it prints one, without judging it."""
+        self._state(id, what, "record", got=got)
+
+    def _state(self, id, what, kind, **facts):
+        claim = load()[1][id]
+        if kind in ("exact", "differs") and what not in claim.printed:
+            accepted = "; ".join(claim.printed) or "none"
+            raise ConfigError(f"{id} prints no figure {what!r}; accepted: {accepted}")
+        statement = {"id": id, "what": what, "kind": kind, "gpu": self.device == "cuda", **facts}
+        for name in ("printed", "right"):
+            if what in getattr(claim, name):
+                statement[name] = getattr(claim, name)[what]
+        statement = plain(statement)
+        statement["verdict"] = verdict(statement)
+        self.statements.append(statement)
+        self._tell(f"  {statement['verdict']:8} {id}  {line(statement)}")
+
+    # ---- figures --------------------------------------------------------------------------------
+
+    def curves(
+        self, title: str, alt: str, series: Mapping[str, Points], *, label: str,
+        log: bool = False, log_x: bool = False, points: Iterable = (), levels: Iterable = (),
+    ) -> None:  # fmt: skip
+        """Draw curves; ``alt`` says in words what they show. Arguments: see ``svg.curves``."""
+        finite = {
+            name: [point for point in line if math.isfinite(point[1])]
+            for name, line in series.items()
+        }
+        given = {"series": finite, "label": label, "log": log, "log_x": log_x,
+                 "points": list(points), "levels": list(levels)}  # fmt: skip
+        self._draw("curves", title, alt, **given)
+
+    def bars(
+        self, title: str, alt: str, rows: Mapping[str, float], unit: str = "", *,
+        grey: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        """Draw a bar for each of ``{name: value}``; ``grey``: names of the source's figures."""
+        texts = [[name, value, f"{value:,.4g} {unit}".strip()] for name, value in rows.items()]
+        self._draw("bars", title, alt, rows=texts, grey=list(grey))
+
+    def maps(
+        self, title: str, alt: str, weights: Any, rows: Sequence[Any], columns: Sequence[Any]
+    ) -> None:
+        """Draw a map of weights (rows, columns) from 0 to 1."""
+        words = {"rows": list(map(str, rows)), "columns": list(map(str, columns))}
+        self._draw("map", title, alt, weights=to_cpu(weights), **words)
+
+    def _draw(self, kind, title, alt, **facts):
+        self.figures.append(plain({"kind": kind, "title": title, "alt": alt, **facts}))
+
+
+# ---- judging ------------------------------------------------------------------------------------
+
+
+def verdict(statement: Mapping[str, Any]) -> str:
+    """Return the kind of a statement that holds, "record" where it is not judged, or "fails"."""
+    kind, got = statement["kind"], statement["got"]
+    if kind == "exact":
+        holds = agrees(got, statement["printed"])
+    elif kind == "near":
+        holds = isinstance(got, float) and got <= statement["bound"]
+    elif kind == "differs":
+        holds = agrees(got, statement["right"]) and not agrees(got, statement["printed"])
+    elif kind == "order" and (statement["gpu"] or not statement["clock"]):
+        holds = middle(statement["less"]) < middle(statement["more"])
+    else:
+        return "record"
+    return kind if holds else FAILS
+
+
+def agrees(got: Any, printed: Any) -> bool:
+    """Return whether a figure is the printed one, to the printed digits."""
+    if isinstance(printed, list):
+        return isinstance(got, list) and len(got) == len(printed) and all(map(agrees, got, printed))
+    if isinstance(printed, float) and isinstance(got, int | float):
+        return round(got, len(repr(printed).partition(".")[2])) == printed
+    return type(got) is type(printed) and got == printed
+
+
+def middle(samples: Any) -> float:
+    """Return a number, or the median of a list of samples."""
+    return statistics.median(samples) if isinstance(samples, list) else samples
+
+
+# ---- text ---------------------------------------------------------------------------------------
+
+
+def line(statement: Mapping[str, Any]) -> str:
+    """Return a statement in a line: what, the figure of this machine, and that of the source."""
+    parts = [f"{statement['what']}: {text(statement['got'])}"]
+    if "bound" in statement:
+        parts.append(f"(at most {statement['bound']:g})")
+    elif "printed" in statement:
+        printed = text(statement["printed"])
+        same = statement["verdict"] == "exact"
+        parts.append("(as printed)" if same else f"(printed: {printed})")
+    return " ".join(parts)
+
+
+def text(value: Any) -> str:
+    """Return a figure as readers write it: "4 4 5", "20,971,520", "yes"."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return " ".join(map(text, value))
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.6g}" if 1e-3 <= abs(value) < 1e6 or not value else f"{value:.2e}"
+    return str(value)
+
+
+def _samples(call, least):
+    """Return microseconds of at least so many calls, and of more where they are short."""
+    call()
+    samples: list[float] = []
+    while len(samples) < least or (least > 1 and sum(samples) < ENOUGH and len(samples) < MOST):
+        begin = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - begin) * 1e6)
+    return samples
+
+
+def _pair(less, more, unit):
+    less, more = (middle(plain(value)) for value in (less, more))
+    return f"{text(less)} {unit}".strip() + " against " + f"{text(more)} {unit}".strip()
+
+
+def plain(value: Any) -> Any:
+    """Return nested values as JSON has them; inf and NaN become text."""
+    if isinstance(value, Mapping):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,75 @@
+"""The gradients of an update of several replicas, summed over those of this rank and all ranks.
+
+A run has a fixed number of replicas, each with its own batches and dropout, and its ranks share
+them evenly. So an update is the same for any number of ranks, but for the order of sums.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from gpuattn.parallel.communicator import Communicator
+
+Round = tuple[int, tuple[Any, ...]]
+
+
+class Reducer:
+    """Computes the gradients of updates. ``mine``: the replicas of this rank.
+
+    ``step``: a ``runtime.TrainingStep``. ``replicas``: of the run, a multiple of the ranks.
+    ``ordered``: whether replicas are summed by one binary tree, so that the bits are the same for
+    every number of ranks where both numbers are powers of two. It takes up to log2 of this rank's
+    replicas as buffers.
+    """
+
+    def __init__(
+        self, step: Any, communicator: Communicator, replicas: int, ordered: bool = False
+    ) -> None:
+        self.step, self.communicator, self.replicas = step, communicator, replicas
+        each = replicas // communicator.size
+        self.mine = range(communicator.rank * each, (communicator.rank + 1) * each)
+        self._ordered = ordered and each > 1
+
+    def compute(self, rounds: Iterable[Round]) -> None:
+        """Compute the gradients of an update that has begun, for ``step.apply``.
+
+        ``rounds``: (draw, a batch of each of this rank's replicas), which are summed.
+        """
+        step = self.step
+        if self._ordered:
+            self._compute_in_order(list(rounds))
+        else:
+            for draw, batches in rounds:
+                for replica, batch in zip(self.mine, batches, strict=True):
+                    step.add(batch, self._draw(draw, replica))
+        if self.communicator.size > 1:
+            grads = step.take()
+            tokens = sum(self.communicator.gather(step.update_tokens))
+            self.communicator.all_reduce(grads)
+            step.put(tokens)
+
+    def sum_losses(self) -> None:
+        """Let ``step.loss_sum`` and ``loss_tokens`` be those of all ranks. For ``clear_loss``."""
+        step = self.step
+        if self.communicator.size > 1:
+            sums = self.communicator.gather((float(step.loss_sum), step.loss_tokens))
+            losses, tokens = zip(*sums, strict=True)
+            step.loss_sum[...], step.loss_tokens = sum(losses), sum(tokens)
+
+    def _draw(self, draw, replica):
+        return draw * self.replicas + replica
+
+    def _compute_in_order(self, rounds):
+        waiting = []  # (replicas in it, sum), each a tree larger than the next
+        for place, replica in enumerate(self.mine):
+            for draw, batches in rounds:
+                self.step.add(batches[place], self._draw(draw, replica))
+            grads, count = self.step.take(), 1
+            last = replica == self.mine[-1]
+            while waiting and (last or waiting[-1][0] == count):
+                size, tree = waiting.pop()
+                tree += grads
+                grads, count = tree, count + size
+            if not last:
+                waiting.append((count, grads if count > 1 else grads.copy()))
+        self.step.workspace.grads[...] = grads
+        self.step.put(self.step.update_tokens)

@@ -1,0 +1,1 @@
+"""What trained models are used with: translating, continuing, embedding, classifying, guessing."""

@@ -1,0 +1,104 @@
+"""Ranks other than 0: each computes its share of the updates, and neither writes nor tells.
+
+Rank 0 gives them what it has read: the tokenizer, the kind of the model, the state of the run. The
+training data each of them reads by itself.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from gpuattn.errors import ConfigError
+from gpuattn.nn.dropout import random_states
+from gpuattn.nn.module import uninitialised
+from gpuattn.parallel.agreement import check_same, together
+from gpuattn.parallel.communicator import Communicator
+from gpuattn.parallel.world import check_replicas
+from gpuattn.runs.config import OPTIONS, TrainConfig, option_key
+from gpuattn.runs.fine_tuning import freeze
+from gpuattn.runtime.device import choose_device, installed_version
+from gpuattn.tasks.registry import task_of
+from gpuattn.tasks.task import DATA_FILES
+from gpuattn.train.progress import Listener
+from gpuattn.train.state import Outcome
+from gpuattn.train.trainer import Trainer
+from gpuattn.units import shown
+
+LOCAL = (*DATA_FILES, "origin", "init_from")  # options with names of files: each host its own
+
+
+def agree(config: TrainConfig, device: str, ranks: Communicator) -> None:
+    """Raise ConfigError, on all ranks, unless all have the same version and options, and may share
+    the replicas of the run."""
+
+    def check():
+        check_replicas(config.replicas, ranks.size)
+        if ranks.size > 1 and choose_device(device)[0] != "numpy":
+            raise ConfigError(
+                f"{ranks.size} ranks and a GPU; accepted so far: ranks on NumPy, --device numpy"
+            )
+
+    together(ranks, check)
+    options = {
+        f"--{option_key(name)}": shown(getattr(config, name))
+        for name in OPTIONS if name not in LOCAL
+    }  # fmt: skip
+    check_same(ranks, {"version of gpuattn": installed_version(), **options})
+
+
+def lead(task: Any, ranks: Communicator) -> None:
+    """On rank 0: let the others make the same Task, and compare their data with these."""
+    if ranks.size > 1:
+        model = task.model
+        seeds = [state.seed for state in random_states(model)]
+        ranks.gather((task.config, task.corpus.tokenizer, type(model), model.config, seeds))
+        together(ranks, lambda: None)
+        check_same(ranks, _facts(task))
+
+
+def follow(
+    config: TrainConfig, stop: Callable[[], bool], listener: Listener, ranks: Communicator
+) -> Outcome:
+    """Train with rank 0, which trains by ``session.train``; return the same Outcome.
+
+    ``listener``: is told when training begins, and nothing else.
+    """
+    together(ranks, lambda: None)  # rank 0 opens the run
+    theirs, tokenizer, kind, sizes, seeds = ranks.gather(None)[0]
+    files = {name: getattr(config, name) for name in LOCAL}
+
+    def prepared():
+        mine = dataclasses.replace(theirs, **files)
+        with uninitialised():
+            model = kind(sizes).train()
+        for state, seed in zip(random_states(model), seeds, strict=True):
+            state.seed = seed
+        task = task_of(mine)(mine, tokenizer, model=model)
+        if mine.freeze:
+            freeze(model, mine.freeze)
+        return Trainer(task, "numpy", Listener(), communicator=ranks)
+
+    trainer = together(ranks, prepared)
+    check_same(ranks, _facts(trainer.task))
+
+    def evaluate():
+        average = trainer.average
+        with average.applied() if average else contextlib.nullcontext():
+            trainer.valid_loss()
+
+    listener.begin()
+    with trainer.computing():
+        if trainer.begin():
+            return Outcome(True, trainer.at.best, trainer.at.update)
+        finished = trainer.run(stop, evaluate, lambda row: None)
+    return Outcome(finished, trainer.at.best, trainer.at.update)
+
+
+def _facts(task):
+    """Return what the ranks must have alike of the data and the model."""
+    digests = {f"content of --{option_key(n)}": sha for n, sha in task.corpus.digests.items()}
+    return digests | {
+        "training data (its fingerprint)": task.corpus.fingerprint,
+        "number of parameters": sum(parameter.size for parameter in task.model.parameters()),
+    }

@@ -1,0 +1,183 @@
+#pragma once
+// Attention of decoder_step.cu: of a new token to its text, or to a memory.
+#include "common/math.cuh"
+#include "common/mma_sync.cuh"
+#include "common/pack.cuh"
+#include "decoder/program.cuh"
+
+// x / y for 0 <= x < 2^20.
+__device__ int quotient(int x, float reciprocal_y) { return (x + 0.5f) * reciprocal_y; }
+
+// The attention of a row and head by phase.warps warps, each with a range of the keys. Logits are products of 16 keys
+// (operand a) and the query (operand b, the same in all 8 columns); a lane has those of the keys g, g + 8, ...
+__device__ void attend(const Phase& phase, const Shared& shared, const Grid& grid, const Texts& texts) {
+    constexpr int WIDTH = 8, LANES = HEAD_DIM / WIDTH, GROUPS = 32 / LANES;       // of a value; values of a warp at a time
+    constexpr int KEYS = HEAD_DIM == 128 ? 16 : 32, TILES = KEYS / 16, PARTS = HEAD_DIM / DEPTH, VALUES = KEYS / GROUPS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int group = lane / LANES, column = lane % LANES * WIDTH;
+    const int team = WARPS / phase.warps, part = warp & (phase.warps - 1), heads = phase.heads, units = texts.rows * heads;
+    const int key_stride = phase.kv_heads * HEAD_DIM;
+    const long long row_stride = (long long)phase.room * key_stride;
+    const bool own = phase.slots != nullptr, shares = own && texts.beam > 1;
+    const float per_beam = phase.per_beam, scale = phase.scale * LOG2E;
+    float* partial = shared.partial();
+    int base = first_unit(phase);
+    bool waited = false;
+    if (base >= units) return grid.wait();
+#pragma unroll 1
+    for (; base < units; base += gridDim.x * team) {
+        const int unit = base + warp / phase.warps * gridDim.x, of_beams = quotient(unit, per_beam);
+        const int sentence = quotient(of_beams, phase.per_head), head = of_beams - sentence * heads;
+        const int beam_row = unit - of_beams * texts.beam, row = sentence * texts.beam + beam_row;
+        const int kv_head = quotient(head, phase.per_kv_head);
+        float acc[WIDTH] = {}, peak = NEG_INF, sum = 0;
+        int start = 0, end = 0, last = -1;  // keys of this warp; the new key
+        const short* slots = phase.slots + (long long)row * phase.room;
+        if (unit < units) {
+            const int count = min(max(phase.counts[own ? row : sentence], 1), phase.room);
+            const int each = ((count + phase.warps - 1) / phase.warps + GROUPS - 1) & -GROUPS;
+            start = part * each, end = min(count, start + each);
+            if (own) last = count - 1;
+        }
+        const long long offset = (own ? sentence * texts.beam : sentence) * row_stride + kv_head * HEAD_DIM;
+        const scalar *all_keys = phase.keys + offset, *all_values = phase.values + offset;
+        uint4 k[TILES][2][PARTS], v[VALUES], new_k[PARTS] = {}, new_v = {};
+        const auto place = [&](int key) {
+            const int owner = shares ? slots[key] : own ? beam_row : 0;
+            return owner * row_stride + key * key_stride;
+        };
+        const auto load_keys = [&] {
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; ++i) {
+                const int key = start + i * 8 + g;
+                const bool there = key < end && key != last;
+                const scalar* from = all_keys + (there ? place(key) : 0) + t * 8;
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p) {
+                    k[i / 2][i % 2][p] = make_uint4(0, 0, 0, 0);
+                    if (there) k[i / 2][i % 2][p] = load_states(from + p * DEPTH);
+                }
+            }
+        };
+        const auto load_values = [&] {
+#pragma unroll
+            for (int s = 0; s < VALUES; ++s) {
+                const int key = start + s * GROUPS + group;
+                v[s] = make_uint4(0, 0, 0, 0);
+                if (key < end && key != last) v[s] = load_states(all_values + place(key) + column);
+            }
+        };
+        load_keys();
+        load_values();
+        if (!waited) grid.wait();
+        waited = true;
+        uint4 q[PARTS] = {};
+        if (unit < units) {
+            const scalar* query = phase.x + (long long)row * phase.stride;
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) q[p] = load_states(query + head * HEAD_DIM + p * DEPTH + t * 8);
+            if (own) {
+                const scalar *key = query + (heads + kv_head) * HEAD_DIM, *value = key + phase.kv_heads * HEAD_DIM;
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p) new_k[p] = load_states(key + p * DEPTH + t * 8);
+                new_v = load_states(value + column);
+                if (part == 0 && lane < LANES && head == kv_head * (heads / phase.kv_heads)) {
+                    const long long at = offset + beam_row * row_stride + (long long)last * key_stride + column;
+                    *reinterpret_cast<uint4*>(phase.keys + at) = load_states(key + column);
+                    *reinterpret_cast<uint4*>(phase.values + at) = new_v;
+                }
+            }
+        }
+#pragma unroll 1
+        while (start < end) {
+            float logits[2 * TILES], most = peak;
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) {
+                float d[4] = {};
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p) {
+                    uint4 low = k[i][0][p], high = k[i][1][p];
+                    if (start + i * 16 + g == last) low = new_k[p];
+                    if (start + i * 16 + 8 + g == last) high = new_k[p];
+                    const u32 a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
+                    mma(scalar(), d, a0, q[p].x, q[p].y);
+                    mma(scalar(), d, a1, q[p].z, q[p].w);
+                }
+                logits[2 * i] = start + i * 16 + g < end ? d[0] * scale : NEG_INF;
+                logits[2 * i + 1] = start + i * 16 + 8 + g < end ? d[2] * scale : NEG_INF;
+                most = fmaxf(most, fmaxf(logits[2 * i], logits[2 * i + 1]));
+            }
+            const int here = start;
+            start += KEYS;
+            if (start < end) load_keys();
+#pragma unroll
+            for (int other = 4; other < 32; other <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
+            const float level = most == NEG_INF ? 0.f : most, correction = exp2_fast(peak - level);
+            peak = most, sum *= correction;
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) acc[i] *= correction;
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; ++i) {
+                logits[i] = exp2_fast(logits[i] - level);
+                sum += logits[i];
+            }
+#pragma unroll
+            for (int s = 0; s < VALUES; ++s) {
+                const int key = here + s * GROUPS + group;
+                const float weight = __shfl_sync(~0u, logits[s * GROUPS / 8], (s * GROUPS % 8 + group) * 4);
+                float x[WIDTH];
+                unpack(x, __builtin_bit_cast(Pack<scalar, WIDTH>, key == last ? new_v : v[s]));
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) acc[i] += weight * x[i];
+            }
+            if (start < end) load_values();
+        }
+#pragma unroll
+        for (int other = 4; other < 32; other <<= 1) sum += __shfl_xor_sync(~0u, sum, other);
+#pragma unroll
+        for (int other = LANES; other < 32; other <<= 1)
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) acc[i] += __shfl_xor_sync(~0u, acc[i], other);
+        if (phase.warps > 1) {
+            constexpr int SIZE = HEAD_DIM + 8;  // of a warp's result: (HEAD_DIM,), peak and sum
+            float* state = partial + warp * SIZE;
+            if (group == 0) {
+                *reinterpret_cast<float4*>(state + column) = make_float4(acc[0], acc[1], acc[2], acc[3]);
+                *reinterpret_cast<float4*>(state + column + 4) = make_float4(acc[4], acc[5], acc[6], acc[7]);
+            }
+            if (lane == 0) *reinterpret_cast<float2*>(state + HEAD_DIM) = make_float2(peak, sum);
+            sync_consumers();
+            if (part == 0) {
+                float weights[WARPS], sums[WARPS], level = NEG_INF;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) {
+                    weights[w] = NEG_INF, sums[w] = 0;
+                    if (w >= phase.warps) continue;
+                    const float2 known = *reinterpret_cast<const float2*>(state + w * SIZE + HEAD_DIM);
+                    weights[w] = known.x, sums[w] = known.y;
+                    level = fmaxf(level, known.x);
+                }
+                sum = 0;
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) acc[i] = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) {
+                    if (w >= phase.warps) continue;
+                    const float weight = exp2_fast(weights[w] - level);
+                    const float4 a = *reinterpret_cast<const float4*>(state + w * SIZE + column);
+                    const float4 b = *reinterpret_cast<const float4*>(state + w * SIZE + column + 4);
+                    sum += weight * sums[w];
+                    acc[0] += weight * a.x, acc[1] += weight * a.y, acc[2] += weight * a.z, acc[3] += weight * a.w;
+                    acc[4] += weight * b.x, acc[5] += weight * b.y, acc[6] += weight * b.z, acc[7] += weight * b.w;
+                }
+            }
+            partial = partial == shared.partial() ? shared.partial() + PARTIAL : shared.partial();
+        }
+        if (part == 0 && group == 0 && unit < units) {
+            const float whole = reciprocal(sum);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) acc[i] *= whole;
+            store_pack(phase.out + ((long long)row * heads + head) * HEAD_DIM + column, acc);
+        }
+    }
+}

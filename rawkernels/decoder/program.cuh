@@ -1,0 +1,157 @@
+#pragma once
+// The program of decoder_step.cu, what its blocks share, and the threads that copy weights and phases ahead.
+#include "common/global_memory.cuh"
+#include "common/pipeline.cuh"
+#include "common/tma.cuh"
+
+enum Kind { EMBED, LINEAR, ATTEND };
+enum Norm { NO_NORM, LAYER_NORM, RMS_NORM };
+enum Activation { NO_ACTIVATION, RELU, GELU };
+
+// One step of the program, the same for all blocks. Arrays of states are (groups * ROWS, width); the rows past the texts
+// hold zeros or anything: no row depends on another.
+struct alignas(16) Phase {
+    int kind, norm, activation;
+    int rotation;             // the block that takes the first unit of work
+    int outputs, inputs;      // LINEAR. EMBED: rows of the table, width
+    float eps, scale;         // of the norm; EMBED: of the table; ATTEND: of the products
+    const scalar* x;          // LINEAR: input (rows, inputs); ATTEND: queries; EMBED: table
+    const scalar* weights;    // LINEAR: packed by pack_weights; EMBED: positions (length, width) or null
+    const scalar* residual;   // (rows, outputs), added to the result, or null
+    const float* statistics;  // (rows, 2): mean and 1 / deviation of the rows of `residual`, or null: it is added as it is
+    const scalar* gain;       // (outputs,), of the norm of `residual`
+    const scalar* shift;      // or null
+    float* statistics_out;    // LINEAR with a norm: the statistics of x, or null
+    scalar* out;              // (rows, outputs)
+    scalar* keys;             // ATTEND: (sentences or rows, room, kv_heads, HEAD_DIM)
+    scalar* values;
+    const int* counts;        // keys of a row, or without `slots` of a sentence
+    const short* slots;       // (sentences, beam, room) as in step_attention.cu: own keys, the new one is appended; or null:
+                              // keys of a memory, the same for all beams of a sentence
+    int heads, kv_heads, room, stride;  // stride: of the rows of x, in elements. EMBED: room is the number of positions
+    int warps;                          // ATTEND: of a row and head; 1, 2, 4 or 8
+    float per_beam, per_head, per_kv_head;  // 1 / beam, 1 / heads, kv_heads / heads
+};
+static_assert(sizeof(Phase) == 160);
+
+constexpr int WARPS = 8, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128;
+constexpr int COPY_REGISTERS = 40, REGISTERS = 232;             // with 384 threads a launch gives 168 to each
+static_assert(COPY_REGISTERS + 2 * REGISTERS == 3 * 168, "decoder_step.cu: setmaxnreg would wait forever");
+constexpr int TILE = 16, DEPTH = 32, PIECE = TILE * DEPTH;      // outputs, inputs and elements of a packed piece
+constexpr int TAIL_BYTES = 2 * TILE * 4;                        // sums and offsets behind the pieces of a unit
+constexpr int PIECES = ROWS == 32 ? 2 : 4;                      // of a stage for each warp
+constexpr int STAGE_BYTES = PIECES * WARPS * PIECE * 2;
+constexpr int SLOT_BYTES = STAGE_BYTES + TAIL_BYTES;
+constexpr int COLUMNS = ROWS / 8;                               // operands b
+constexpr int UNITS = 2;                                        // that a block multiplies at a time
+constexpr int PITCH = ROWS == 8 ? 8 : ROWS + 8;                 // of partial sums, in floats
+constexpr int PARTIAL = WARPS * TILE * PITCH;                   // partial sums of a unit, in floats
+constexpr int PHASES = 4;                                       // in shared memory
+constexpr int BUFFERS = ROWS == 32 ? UNITS : 2 * UNITS;
+constexpr int FIXED_BYTES = BUFFERS * PARTIAL * 4 + WARPS * ROWS * 8 + PHASES * sizeof(Phase) + 512;
+constexpr int SHARED_LIMIT = 232448, SLOTS = (SHARED_LIMIT - FIXED_BYTES) / SLOT_BYTES;  // of a block on Hopper
+static_assert(2 * (SLOTS + PHASES) * 8 <= 512 && SLOTS >= 4);
+
+// The dynamic shared memory: a ring of stages, partial sums, statistics of rows, a ring of phases, and their barriers.
+struct Shared {
+    unsigned char* base;
+    u32 ring;  // the address of base
+    static constexpr int SUMS = SLOTS * SLOT_BYTES, ROW_SUMS = SUMS + BUFFERS * PARTIAL * 4;
+    static constexpr int PROGRAM = ROW_SUMS + WARPS * ROWS * 8, BARRIERS = PROGRAM + PHASES * sizeof(Phase);
+    __device__ float* partial() const { return reinterpret_cast<float*>(base + SUMS); }    // BUFFERS of PARTIAL
+    __device__ float* rows() const { return reinterpret_cast<float*>(base + ROW_SUMS); }   // (WARPS, ROWS, 2), of a warp's
+                                                                                          // inputs: sums, and of squares
+    __device__ Phase* phases() const { return reinterpret_cast<Phase*>(base + PROGRAM); }
+    __device__ u32 full(int slot) const { return ring + BARRIERS + slot * 8; }
+    __device__ u32 empty(int slot) const { return full(SLOTS + slot); }
+    __device__ u32 phase_full(int slot) const { return full(2 * SLOTS + slot); }
+    __device__ u32 phase_empty(int slot) const { return full(2 * SLOTS + PHASES + slot); }
+};
+struct Texts {
+    const int *tokens, *positions;  // (rows,): the last token of each row, its position
+    int rows, beam, shift;          // beam: rows of a sentence; 1 << shift groups of ROWS rows
+};
+
+__device__ uint4 load_states(const scalar* from) { return *reinterpret_cast<const uint4*>(from); }
+__device__ void sync_consumers() { bar_sync(1, CONSUMERS); }
+
+// The barrier of the grid: a phase first loads what earlier phases did not write, then waits.
+struct Grid {
+    int *arrived, count;  // count: of the arrivals before this phase
+    __device__ void arrive() const {
+        sync_consumers();
+        if (threadIdx.x == 0) increment_release(arrived);
+    }
+    __device__ void wait() const {
+        if (threadIdx.x == 0) wait_for_count(arrived, count);
+        sync_consumers();
+    }
+};
+
+__device__ int first_unit(const Phase& phase) {
+    const int unit = blockIdx.x - phase.rotation;
+    return unit < 0 ? unit + gridDim.x : unit;
+}
+__device__ int ceil_div(long long a, int b) { return (a + b - 1) / b; }
+__device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// ---- the threads that copy
+__device__ void copy_phases(const Phase* program, int phases, const Shared& shared) {
+    PipelineState<PHASES> slot;
+    for (int i = 0; i < phases; ++i, slot.next()) {
+        mbar_wait(shared.phase_empty(slot.stage), slot.parity ^ 1);
+        const u32 full = shared.phase_full(slot.stage);
+        mbar_expect(full, sizeof(Phase));
+        bulk_load((u32)__cvta_generic_to_shared(shared.phases() + slot.stage), program + i, sizeof(Phase), full);
+    }
+}
+
+__device__ void copy_weights(int phases, int shift, const Shared& shared) {
+    PipelineState<SLOTS> slot;
+    PipelineState<PHASES> at;
+    for (int i = 0; i < phases; ++i, at.next()) {
+        mbar_wait(shared.phase_full(at.stage), at.parity);
+        const Phase& phase = shared.phases()[at.stage];
+        const int units = phase.kind == LINEAR ? ceil_div(phase.outputs, TILE) << shift : 0;
+        const int bytes = phase.inputs * TILE * 2;
+        const char* weights = reinterpret_cast<const char*>(phase.weights);
+        const int first = first_unit(phase);
+        mbar_arrive(shared.phase_empty(at.stage));
+        for (int unit = first; unit < units; unit += UNITS * gridDim.x) {
+            const int here = unit + gridDim.x < units ? UNITS : 1;
+            const char* from = weights + (long long)(unit >> shift) * (bytes + TAIL_BYTES);
+            const long long next = (long long)(gridDim.x >> shift) * (bytes + TAIL_BYTES);
+            for (int left = bytes; left > 0; left -= STAGE_BYTES, from += STAGE_BYTES)
+                for (int u = 0; u < here; ++u, slot.next()) {
+                    const u32 size = left <= STAGE_BYTES ? left + TAIL_BYTES : STAGE_BYTES, full = shared.full(slot.stage);
+                    mbar_wait(shared.empty(slot.stage), slot.parity ^ 1);
+                    mbar_expect(full, size);
+                    bulk_load(shared.ring + slot.stage * SLOT_BYTES, from + u * next, size, full);
+                }
+        }
+    }
+}
+
+// Prefetches the keys and values of the next attention to L2: all that the rows have, since beams share them.
+__device__ void prefetch_keys(int phases, const Texts& texts, const Shared& shared) {
+    constexpr int BYTES = 8192;
+    PipelineState<PHASES> at;
+    for (int i = 0; i < phases; ++i, at.next()) {
+        mbar_wait(shared.phase_full(at.stage), at.parity);
+        const Phase& phase = shared.phases()[at.stage];
+        if (phase.kind == ATTEND) {
+            const long long key_bytes = phase.kv_heads * HEAD_DIM * 2, row_bytes = phase.room * key_bytes;
+            const int texts_there = phase.slots ? texts.rows : texts.rows / texts.beam, parts = ceil_div(row_bytes, BYTES);
+            for (int n = blockIdx.x + threadIdx.x % 32 * gridDim.x; n < texts_there * parts * 2; n += 32 * gridDim.x) {
+                const int row = n / (2 * parts), part = n / 2 % parts;
+                const long long left = min(phase.counts[row], phase.room) * key_bytes - part * BYTES;
+                const scalar* store = n % 2 ? phase.values : phase.keys;
+                if (left > 0)
+                    bulk_prefetch(reinterpret_cast<const char*>(store) + row * row_bytes + part * BYTES,
+                                  left < BYTES ? left : BYTES);
+            }
+        }
+        __syncwarp();
+        release(shared.phase_empty(at.stage));
+    }
+}

@@ -1,0 +1,211 @@
+"""Planned calls: the same launches and results as calls that check and choose, for any sequence."""
+
+import contextlib
+import ctypes
+import struct
+import sys
+import traceback
+from collections import Counter
+
+import fake_launches
+import numpy as np
+import pytest
+from fake_cublaslt import Array, CublasLt, Memory
+from fake_gpu import GPUS
+from ops import test_launch_plans as cases
+
+import gpuattn
+from gpuattn import arrays
+from gpuattn import rng as keys
+from gpuattn.cuda.program import Program, Recorder
+from gpuattn.gemm import cublaslt
+
+ARENA = 1 << 28
+PLAIN = np.ndarray
+PLANNED = {  # ops that have a program wherever these cases call them, and their gradients
+    "softmax", "layer_norm", "rms_norm", "gelu", "relu", "linear", "flash_attention",
+}  # fmt: skip
+
+
+class Arena:
+    """Hands out addresses in the same order after each ``reset``."""
+
+    def __init__(self):
+        self.memory = np.zeros(ARENA, np.uint8).view(Array)
+        self.first = -(-self.memory.ctypes.data // 4096) * 4096
+        self.at = self.kept = 0
+
+    def reset(self):
+        self.at = self.kept
+
+    def empty(self, _, shape, dtype):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        place, self.at = self.first + self.at, self.at + -(-size // 512) * 512
+        assert self.at < ARENA
+        return Array(shape, dtype, Memory(place, self.memory))
+
+    def array(self, x):
+        x = np.asarray(x)
+        found = self.empty(None, x.shape, x.dtype)
+        found[...] = x
+        return found
+
+    def zeros(self, shape, dtype=np.float64):
+        found = self.empty(None, shape, dtype)
+        ctypes.memset(found.data.ptr, 0, found.nbytes)
+        return found
+
+    def holds(self, address):
+        return self.first <= address < self.first + ARENA
+
+
+def differences(before, now, arena):
+    """Return the launches whose parameters differ, but for addresses outside the arena."""
+    found = []
+    assert list(before) == list(now)
+    for launch, old, new in zip(before, before.parameters, now.parameters, strict=True):
+        for a, b in zip(old, new, strict=True):
+            if a == b:
+                continue
+            words = [struct.unpack_from(f"{len(x) // 8}Q", x) for x in (a, b)]
+            pairs = [pair for pair in zip(*words, strict=True) if pair[0] != pair[1]]
+            if len(a) % 8 or any(arena.holds(one) for pair in pairs for one in pair):
+                found.append((launch, a, b))
+    return found
+
+
+def copy_of(noted):
+    found = fake_launches.Noted()
+    found.extend(noted)
+    found.parameters = list(noted.parameters)
+    noted.clear()
+    noted.parameters.clear()
+    return found
+
+
+@pytest.fixture
+def touched(monkeypatch):
+    """The places where arrays are written without a launch while a call is recorded."""
+    found = []
+
+    def note():
+        if arrays.recorders.get() is not None:
+            frames = [f for f in traceback.extract_stack() if "/gpuattn/" in f.filename]
+            found.append(f"{frames[-1].filename}:{frames[-1].lineno}")
+
+    def noting(name):
+        inner = getattr(PLAIN, name)
+
+        def method(self, *args, **kwargs):
+            note()
+            return inner(self, *args, **kwargs)
+
+        return method
+
+    def ufunc(self, function, method, *inputs, out=None, **kwargs):
+        plain = [x.view(PLAIN) if isinstance(x, Array) else x for x in inputs]
+        if out is not None:
+            note()
+            kwargs["out"] = tuple(x.view(PLAIN) if isinstance(x, Array) else x for x in out)
+        result = getattr(function, method)(*plain, **kwargs)
+        if out is not None:
+            return out[0]
+        return result.view(Array) if isinstance(result, PLAIN) else result
+
+    monkeypatch.setattr(Array, "__array_ufunc__", ufunc, raising=False)
+    for name in ("__setitem__", "fill", "sort", "put", "partition", "itemset"):
+        if hasattr(PLAIN, name):
+            monkeypatch.setattr(Array, name, noting(name), raising=False)
+    return found
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Counts runs of programs, by whether they are a forward or a gradient."""
+    counts, run = Counter(), Program.run
+
+    def counted(self, given, addresses, key=None):
+        done = run(self, given, addresses, key)
+        caller = sys._getframe(1).f_code.co_name
+        counts[caller, done] += 1
+        return done
+
+    monkeypatch.setattr(Program, "run", counted)
+    return counts
+
+
+@pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
+@pytest.mark.parametrize("card", ["8.0", "9.0"])
+def test_planned_calls_launch_the_same(card, touched, programs, monkeypatch):
+    arena, products = Arena(), []
+    monkeypatch.setattr(cases, "as_array", arena.array)
+    monkeypatch.setattr(arrays, "allocate", arena.empty)
+
+    class Products(CublasLt):
+        Epilogue = __import__("fake_runs").Products.Epilogue
+
+        def matmul(self, *values):
+            products.append(tuple(int(v) for i, v in enumerate(values) if i in (3, 5, 8, 10)))
+
+    def program(self, result, owned=None, inner=Recorder.program):
+        made = inner(self, result, owned)
+        assert made is None or not touched
+        touched.clear()
+        return made
+
+    monkeypatch.setattr(Recorder, "program", program)
+    some = [
+        (cases.rows, 384), (cases.rows, 1000), (cases.rows, 8192), (cases.table, 64),
+        (cases.logits, 1000), (cases.logits, 50000), (cases.attention, 64), (cases.attention, 128),
+        (cases.decoding, 64), (cases.layers, 64), (cases.layers, 384),
+    ]  # fmt: skip
+    with fake_launches.launches_on(GPUS[card]) as noted:
+        monkeypatch.setattr(cublaslt, "library", lambda: (Products(), ""))
+        monkeypatch.setattr(cublaslt, "handle", lambda device: 7)
+        sys.modules["cupy"].zeros = arena.zeros
+        for run, size in some:
+            for dtype in cases.DTYPES:
+                turns = []
+                with arrays.without_plans():
+                    run(dtype, size)
+                for turn in range(5):
+                    arena.reset()
+                    noted.clear()
+                    noted.parameters.clear()
+                    products.clear()
+                    with arrays.without_plans() if turn == 0 else contextlib.nullcontext():
+                        run(dtype, size)
+                    turns.append((copy_of(noted), list(products)))
+                for launches, multiplied in turns[1:]:
+                    assert not differences(turns[0][0], launches, arena), (run, size, dtype)
+                    assert len(multiplied) == len(turns[0][1])
+                    for pair in zip(np.ravel(multiplied), np.ravel(turns[0][1]), strict=True):
+                        assert pair[0] == pair[1] or not any(map(arena.holds, pair))
+    assert programs["compute", True] > 50 and programs["gradients", True] > 50
+
+
+@pytest.mark.parametrize("recorded", [0, 5])
+def test_a_planned_call_has_the_numbers_of_its_own_seed(recorded, programs, monkeypatch):
+    arena = Arena()
+    monkeypatch.setattr(cases, "as_array", arena.array)
+    monkeypatch.setattr(arrays, "allocate", arena.empty)
+    with fake_launches.launches_on(GPUS["9.0"]) as noted:
+        x, weight = cases.floats(np.float32, 4, 64), cases.floats(np.float32, 64)
+        arena.kept = arena.at
+
+        def launches(seed):
+            arena.reset()
+            noted.clear()
+            noted.parameters.clear()
+            cases.back(gpuattn.dropout_add_norm(*cases.wanting(x, x * 1, weight), p=0.5, seed=seed))
+            cases.back(gpuattn.gelu(*cases.wanting(x), p=0.5, seed=seed))
+            return copy_of(noted)
+
+        for _ in range(5):
+            launches(recorded)
+        for seed in (0, 7, 1 << 40, keys.Key(1, 2, 3)):
+            programs.clear()
+            planned = launches(seed)
+            assert programs["compute", True] == 2 and programs["gradients", True] == 3
+            with arrays.without_plans():
+                assert not differences(launches(seed), planned, arena), seed

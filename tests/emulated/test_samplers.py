@@ -1,0 +1,136 @@
+"""Beam steps and sampling, emulated on any CPU."""
+
+import emulator
+import numpy as np
+import pytest
+from checks import sampled
+
+from gpuattn.arrays import BFLOAT16
+from gpuattn.ops.sampling import beam_step as beams
+from gpuattn.ops.sampling import sample_tokens as samples
+from gpuattn.rng import Key
+
+pytestmark = pytest.mark.usefixtures("host_compiler")
+
+
+def run(op, machine, inputs, **params):
+    """Return the results of the CUDA form of an op, as NumPy arrays."""
+    form = next(impl for impl in op.IMPLS if impl.name == "raw-simt")
+    with machine.in_place():
+        found, _ = form.forward(
+            *map(emulator.as_array, inputs), needs=(False,) * len(inputs), **params
+        )  # fmt: skip
+    return [np.asarray(x) for x in found]
+
+
+def logits_of(random, rows, vocab, kind, dtype):
+    """Return (rows, vocab) logits with columns of NaN behind them that are not to be read."""
+    padding = int(random.integers(0, 9))
+    x = 3 * random.standard_normal((rows, vocab + padding))
+    if kind == "ties":
+        x = np.round(x)
+    elif kind == "equal":
+        x[:] = 0
+    elif kind == "half -inf":
+        x[0, : vocab // 2] = -np.inf
+        x[-1] = -np.inf
+    elif kind == "NaN":
+        x[-1, vocab // 2], x[0, vocab - 1] = np.nan, np.inf
+    elif kind == "in one group":
+        x[:, vocab // 3 :: 128] += 30
+    elif kind == "lowest":
+        x[:, 1:] = np.finfo(np.float32).min
+    with np.errstate(over="ignore"):
+        x = x.astype(dtype)
+    x[:, vocab:] = np.nan
+    return x
+
+
+BEAMS = [  # sentences, beam, vocabulary, kind, dtype, bans, penalties of a row
+    (3, 4, 4099, "usual", BFLOAT16, False, 0), (1, 3, 9000, "ties", np.float16, True, 0),
+    (2, 2, 2049, "equal", np.float32, False, 5), (2, 5, 257, "half -inf", BFLOAT16, True, 3),
+    (2, 4, 4099, "NaN", np.float32, False, 0), (3, 1, 3, "usual", np.float16, False, 2),
+    (1, 33, 1025, "in one group", BFLOAT16, False, 0), (2, 3, 1030, "lowest", np.float32, False, 0),
+    (3, 2, 9, "ties", np.float32, True, 0), (1, 8, 5001, "in one group", np.float16, True, 7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks, groups", [(1056, 1024), (2, 32)], ids=["usual", "long slices"])
+@pytest.mark.parametrize("sentences, beam, vocab, kind, dtype, bans, count", sampled(BEAMS, 4))
+def test_beam_step(monkeypatch, sentences, beam, vocab, kind, dtype, bans, count, blocks, groups):
+    monkeypatch.setattr(beams, "BLOCKS", blocks)
+    monkeypatch.setattr(beams, "GROUPS", groups)
+    random, rows = np.random.default_rng(vocab), sentences * beam
+    logits = logits_of(random, rows, vocab, kind, dtype)
+    scores = -3 * random.random((sentences, beam)).astype(np.float32)
+    scores[random.random(scores.shape) < 0.3] = -np.inf
+    scores[0, 0] = -1
+    banned = random.random(vocab) < 0.1 if bans else None
+    listed = amounts = None
+    if count:
+        listed = random.integers(-1, vocab, (rows, count)).astype(np.int32)
+        listed[:, -1] = listed[:, 0]
+        amounts = random.standard_normal((rows, count)).astype(np.float32)
+        amounts[:, ::3] = np.inf
+    inputs = logits, scores, banned, listed, amounts
+    given = {"vocab_size": vocab, "count": [2, 3][vocab % 2] * beam}
+    found = run(beams, emulator.Machine(seed=beam, multiprocessors=3), inputs, **given)
+    with np.errstate(invalid="ignore"):
+        want, _ = beams._forward_reference(*inputs, needs=(False,) * 5, **given)
+    np.testing.assert_allclose(found[0], want[0], rtol=4e-6, atol=4e-6)
+    np.testing.assert_array_equal(found[1], want[1])
+    np.testing.assert_array_equal(found[2], want[2])
+
+
+def test_bits_of_a_beam_step_do_not_depend_on_the_launch(monkeypatch):
+    """Few rows and many, aligned rows and others, and slices of any length give the same bits."""
+    random = np.random.default_rng(4)
+    logits = (3 * random.standard_normal((6, 9000))).astype(BFLOAT16)
+    scores = -random.random((3, 2)).astype(np.float32)
+    moved = np.zeros((6, 9008), BFLOAT16)[:, 3:9003]
+    moved[...] = logits
+    found = set()
+    for blocks, groups in ((1056, 1024), (6, 1024), (1, 64)):
+        monkeypatch.setattr(beams, "BLOCKS", blocks)
+        monkeypatch.setattr(beams, "GROUPS", groups)
+        for x in (logits, moved):
+            inputs = x, scores, None, None, None
+            results = run(beams, emulator.Machine(1, 3), inputs, vocab_size=9000, count=4)
+            found.add(b"".join(x.tobytes() for x in results))
+            alone = x[2:4], scores[1:2], None, None, None
+            one = run(beams, emulator.Machine(2, 3), alone, vocab_size=9000, count=4)
+            assert [a[0].tobytes() for a in one] == [a[1].tobytes() for a in results]
+    assert len(found) == 1
+
+
+EVERYTHING = {"temperature": 1.3, "top_k": 100, "top_p": 0.9, "min_p": 0.02}
+SAMPLES = [  # rows, vocabulary, kind, dtype, bans, settings
+    (2, 4099, "usual", BFLOAT16, False, {"top_k": 50}), (1, 9001, "usual", np.float32, True, {}),
+    (3, 2500, "ties", np.float16, False, {"top_p": 0.9}),
+    (2, 2049, "equal", BFLOAT16, True, {"top_k": 50, "top_p": 0.7}),
+    (2, 3000, "half -inf", np.float32, False, {"top_p": 0.9}),
+    (2, 2500, "NaN", np.float16, False, {"top_k": 5}),
+    (1, 4099, "usual", np.float32, True, EVERYTHING),
+    (1, 5001, "in one group", BFLOAT16, False, {"top_k": 300}),
+    (2, 2100, "lowest", np.float32, False, {"top_k": 3}),
+    (2, 4099, "usual", np.float32, False, {"top_k": 700, "temperature": 1e3}),
+    (2, 9001, "usual", BFLOAT16, False, {"top_p": 0.6, "temperature": 0.3}),
+    (2, 4099, "ties", np.float32, True, {"min_p": 0.05}),
+    (3, 300, "ties", BFLOAT16, True, EVERYTHING),  # a block per row
+    (2, 2000, "usual", np.float32, False, {"top_p": 0.5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, vocab, kind, dtype, bans, settings", sampled(SAMPLES, 5))
+def test_sample_tokens(rows, vocab, kind, dtype, bans, settings):
+    random = np.random.default_rng(vocab + rows)
+    logits = logits_of(random, rows, vocab, kind, dtype)
+    banned = random.random(vocab) < 0.1 if bans else None
+    call = samples.sample_tokens.prepare(
+        logits, seed=Key(7, 1, 4), banned=banned, vocab_size=vocab, **settings
+    )
+    found = run(samples, emulator.Machine(vocab, 9), call.inputs, **call.params)
+    with np.errstate(invalid="ignore"):
+        want, _ = samples._forward_reference(*call.inputs, needs=(False,) * 4, **call.params)
+    np.testing.assert_array_equal(found[0], want[0])
+    np.testing.assert_allclose(found[1], want[1], rtol=3e-6, atol=3e-6)

@@ -1,0 +1,50 @@
+"""One token's attention over slots and over pages, emulated on any CPU."""
+
+import emulator
+import numpy as np
+import pytest
+from checks import sampled
+
+from gpuattn.arrays import BFLOAT16
+from gpuattn.ops.attention import step_attention as steps
+
+pytestmark = pytest.mark.usefixtures("host_compiler")
+CASES = [  # rows, beam (0: pages), pages of a row, heads, kv_heads, head_dim, dtype
+    (3, 0, 3, 2, 1, 64, BFLOAT16), (4, 2, 1, 2, 2, 64, np.float16), (2, 0, 2, 2, 2, 128, BFLOAT16),
+    (3, 0, 2, 4, 2, 32, np.float16), (3, 3, 2, 2, 1, 128, BFLOAT16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, beam, pages, heads, kv_heads, head_dim, dtype", sampled(CASES, 2))
+def test_step_attention(rows, beam, pages, heads, kv_heads, head_dim, dtype):
+    rng, room = np.random.default_rng(rows), 64 * pages
+    parts = rng.standard_normal((rows, 1, heads + 2 * kv_heads, head_dim)).astype(dtype)
+    q, k, v = np.split(parts, [heads, heads + kv_heads], 2)
+    counts = rng.integers(1, room + 1, rows).astype(np.int32)
+    slots = table = None
+    if beam:
+        shape = rows, room
+        slots = rng.integers(0, beam, (rows // beam, beam, room)).astype(np.int16)
+        slots[...] = np.arange(beam)[:, None]
+        slots[..., : counts.min() - 1] = 0
+    else:
+        shape = rows * pages + 1, 64
+        table = rng.permutation(np.arange(1, shape[0])).astype(np.int32).reshape(rows, pages)
+        if counts.min() > 64:
+            table[:, 0] = table[0, 0]
+        table[np.arange(pages) >= -(-counts[:, None] // 64)] = 0
+    caches = [rng.standard_normal((*shape, kv_heads, head_dim)).astype(dtype) for _ in "kv"]
+    if beam == 0:
+        caches[0][0] = caches[1][0] = np.nan  # page 0 is never read
+    given = q, k, v, *caches, counts, slots, table
+    want = given[:3] + tuple(x.astype(np.float32) for x in given[3:5]) + given[5:]
+    want = [x.astype(np.float32) if i < 3 else x for i, x in enumerate(want)]
+    expected, _ = steps._forward_by_two(*want, needs=())
+    machine = emulator.Machine(seed=rows)
+    with machine.in_place():
+        found, _ = steps._forward_raw(*map(emulator.as_array, given), needs=())
+    found = np.asarray(found).astype(np.float32)
+    tolerance = 2e-2 if dtype == BFLOAT16 else 2e-3
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+    for own, cache in zip(caches, want[3:5], strict=True):
+        np.testing.assert_array_equal(own.astype(np.float32), cache)

@@ -1,0 +1,65 @@
+"""store_rows against loops: any widths and dtypes, strided sources, ends of sources."""
+
+import numpy as np
+import pytest
+
+from gpuattn.arrays import BFLOAT16, to_cpu
+from gpuattn.ops.attention.store_rows import NAME, store_rows
+
+CASES = {  # dtype, shape of a row, rooms of two tables, count, step of the source's rows
+    "keys": ("bfloat16", (2, 32), (9, 9), 7, 3), "float32": ("float32", (3, 5), (4, 6), 4, 2),
+    "odd rows": ("float16", (1, 7), (5, 5), 5, 1), "numbers": ("int32", (), (1, 1), 1, 1),
+    "tokens": ("int32", (19,), (1, 3), 1, 1),
+}  # fmt: skip
+
+
+def problem(name, seed=0):
+    """Return (tables, sources, starts, places, count) of NumPy arrays."""
+    dtype, row, rooms, count, step = CASES[name]
+    rng, dtype = np.random.default_rng(seed), np.dtype(BFLOAT16 if dtype == "bfloat16" else dtype)
+
+    def draw(*shape):
+        return (100 * rng.standard_normal(shape)).astype(dtype)
+
+    sources = []
+    for _ in rooms:
+        whole = draw(20, step, *row)
+        sources.append(whole[:, step - 1])
+    starts, places = np.array([3, 0, 16, 3], np.int32), np.array([4, 1, 0, 4], np.int32)
+    return [draw(6, room, *row) for room in rooms], sources, starts, places, count
+
+
+def expected(tables, sources, starts, places, count):
+    found = [table.copy() for table in tables]
+    for table, source in zip(found, sources, strict=True):
+        for start, place in zip(starts, places, strict=True):
+            for t in range(count):
+                table[place, t] = source[min(start + t, len(source) - 1)]
+    return found
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["two", "one"])
+@pytest.mark.parametrize("name", CASES)
+def test_against_loops(xp, name, both):
+    tables, sources, starts, places, count = problem(name)
+    want = expected(tables, sources, starts, places, count)
+    there = list(map(xp.asarray, tables))
+    steps = [source.base.shape[1] for source in sources]
+    given = [
+        xp.asarray(x.base)[:, step - 1]
+        for x, step in zip(sources, steps, strict=True)
+    ]  # fmt: skip
+    pairs = list(zip(there, given, strict=True))
+    store_rows(pairs[: 1 + both], xp.asarray(starts), xp.asarray(places), count)
+    want[1:] = want[1:] if both else tables[1:]
+    for found, wanted in zip(there, want, strict=True):
+        assert to_cpu(found).tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("table, source, count, said", [
+    ((3, 4, 2), (5, 3), 1, "a source is int32 of shape"), ((3, 4, 2), (5, 2), 5, "count is 5"),
+])  # fmt: skip
+def test_what_does_not_fit(xp, table, source, count, said):
+    starts = xp.zeros(1, np.int32)
+    with pytest.raises(ValueError, match=f"{NAME}: {said}"):
+        store_rows([(xp.zeros(table, np.int32), xp.zeros(source, np.int32))], starts, starts, count)
