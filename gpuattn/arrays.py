@@ -264,6 +264,19 @@ def empty(like: Array, shape: int | Shape, dtype: DType | None = None) -> Array:
     return array
 
 
+def shared(array: Array) -> Array:
+    """Return ``array``, which was just written, when every stream may read it.
+
+    For what is made once, at its first use, and read from then on by whatever stream is current.
+    Waits for the current stream, but not under graph capture.
+    """
+    if on_gpu(array):
+        stream = import_cupy().cuda.get_current_stream()
+        if not (stream.ptr and stream.is_capturing()):
+            stream.synchronize()
+    return array
+
+
 def zeros(like: Array, shape: int | Shape, dtype: DType | None = None) -> Array:
     """Return zeros on the backend and device of ``like``."""
     array = get_xp(like).zeros(shape, dtype or like.dtype)
@@ -347,7 +360,7 @@ def index_flag(like: Array, what: str) -> Array:
     place = _flag_rows.setdefault(what, len(_flag_rows))
     device = like.device.id
     if device not in _flags:
-        _flags[device] = get_xp(like).zeros((32, 2), np.int64)
+        _flags.setdefault(device, shared(get_xp(like).zeros((32, 2), np.int64)))
     if (recorder := recorders.get()) is not None:
         recorder.kept(_flags[device])
     return _flags[device][place]

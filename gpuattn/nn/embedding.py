@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import get_xp, is_array
+from gpuattn.arrays import get_xp, is_array, shared
 from gpuattn.errors import problem
 from gpuattn.nn.dropout import Dropout, Streams
 from gpuattn.nn.module import Module, generator, normal
@@ -94,5 +94,5 @@ class Embedding(Module):
         weight, xp = self.weight.data, get_xp(self.weight.data)
         if not isinstance(self._table, xp.ndarray) or self._table.dtype != weight.dtype:
             table = POSITIONS[self.positions](self.max_length, weight.shape[1])
-            self._table = xp.asarray(table.astype(weight.dtype, copy=False))
+            self._table = shared(xp.asarray(table.astype(weight.dtype, copy=False)))
         return self._table

@@ -1,6 +1,7 @@
 """Calls with plans give the bits and the errors of calls without, in any order and company."""
 
 import contextlib
+import re
 import threading
 
 import numpy as np
@@ -99,7 +100,9 @@ def outcome(op, args, kwargs, context):
             out.backward(out.data * 0.5)
             found += [None if x.grad is None else numbers(x.grad) for x in leaves]
         return found
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+    except IndexError as error:  # on a GPU it names any of the indices that are out of range
+        return IndexError, re.sub(r"holding -?\d+", "holding one", str(error))
+    except (RuntimeError, TypeError, ValueError) as error:
         return type(error), str(error)
 
 

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from delays import HOLD
 
 from gpuattn import nn
+from gpuattn.arrays import to_cpu
 from gpuattn.nn.embedding import sinusoidal_positions
 
 
@@ -40,6 +42,22 @@ def test_table_of_positions_follows_the_weight(xp, rng):
     layer.weight.data = xp.asarray(layer.weight.data.astype(np.float16))
     out = layer(xp.zeros((1, 3), np.int32)).data
     assert isinstance(out, xp.ndarray) and out.dtype == np.float16
+
+
+def test_a_table_of_positions_is_complete_for_every_stream(gpu, rng):
+    """It is made at its first use, on a stream that is late, and read on another at once."""
+    layer = nn.Embedding(10, 6, positions="sinusoidal", max_length=8, rng=rng)
+    layer.weight.data = gpu.asarray(layer.weight.data)
+    hold, streams = gpu.RawKernel(HOLD, "hold"), [gpu.cuda.Stream(non_blocking=True) for _ in range(2)]
+    tokens = gpu.asarray(rng.integers(0, 10, (2, 5)), np.int32)
+    gpu.cuda.Device().synchronize()
+    with streams[0]:
+        hold((1,), (1,), (np.int64(50_000_000),))
+        late = layer(tokens)
+    with streams[1]:
+        early = to_cpu(layer(tokens).data)
+    streams[0].synchronize()
+    np.testing.assert_array_equal(early, to_cpu(late.data))
 
 
 def test_padding_rows_start_as_zeros_and_tables_are_shared(rng):

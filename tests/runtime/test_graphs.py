@@ -159,8 +159,8 @@ def test_a_replayed_update_does_not_synchronize(gpu, config):
     synchronized, that kernel would be finished after both launches."""
     config = dataclasses.replace(config, length="1000u", precision="fp16", accumulate=2)
     trainer = Trainer(task_of(config)(config), "cuda", Heard())
-    batch, hold = trainer._next_batch(), gpu.RawKernel(HOLD, "hold")
-    trainer._next_batch = lambda: batch  # so that no new shape occurs
+    batches, hold = trainer._batches.next(trainer.at), gpu.RawKernel(HOLD, "hold")
+    trainer._batches.next = lambda at: batches  # so that no new shape occurs
     trainer._reported = 0.0
     with trainer.computing():
         stream = trainer.step.stream
