@@ -48,7 +48,8 @@ def test_a_table_of_positions_is_complete_for_every_stream(gpu, rng):
     """It is made at its first use, on a stream that is late, and read on another at once."""
     layer = nn.Embedding(10, 6, positions="sinusoidal", max_length=8, rng=rng)
     layer.weight.data = gpu.asarray(layer.weight.data)
-    hold, streams = gpu.RawKernel(HOLD, "hold"), [gpu.cuda.Stream(non_blocking=True) for _ in range(2)]
+    hold = gpu.RawKernel(HOLD, "hold")
+    streams = [gpu.cuda.Stream(non_blocking=True) for _ in range(2)]
     tokens = gpu.asarray(rng.integers(0, 10, (2, 5)), np.int32)
     gpu.cuda.Device().synchronize()
     with streams[0]:
