@@ -10,12 +10,13 @@ from click.testing import CliRunner
 from gpuattn.bench import results, timing
 from gpuattn.bench.peers.train import by_layers
 from gpuattn.bench.train import measure as train
-from gpuattn.bench.train.cases import CELLS, MODELS, PEERS, TABLE, Step, small
+from gpuattn.bench.train.cases import BESIDE, CELLS, MODELS, PEERS, TABLE, Step, small
 from gpuattn.cli.bench import train as command
 from gpuattn.cli.main import main
+from gpuattn.data.tokenizer import BOS, EOS, SPECIALS, UNK
 
 CEILINGS = {"copy_tbs": 4.0, "matmul_tflops": 800.0}
-FAMILIES = ("tiny", "shakespeare", "vit-b16")
+FAMILIES = ("tiny", "shakespeare", "vit-b16", "bert-base")
 
 
 # ---- cells --------------------------------------------------------------------------------------
@@ -29,9 +30,12 @@ def test_cases_survive_files():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_weights_of_a_case_are_those_of_its_model(name):
     case = replace(small(CELLS[name].case), vocab=128)  # a table without padding
+    if case.masked:
+        case = replace(case, masked=1.0)  # so that all tokens meet the head
     model = train.Ours(case, np).model
-    positions = ("position_weight", "positions", "head.weight")  # a head meets one token only
-    tables = {p.size for path, p in model.named_parameters() if path.endswith(positions)}
+    # a head of images meets one token only
+    lookups = ("position_weight", "positions", "types", "head.weight")
+    tables = {p.size for path, p in model.named_parameters() if path.endswith(lookups)}
     matrices = sum(p.data.size for p in model.parameters() if p.ndim == 2)
     assert case.weights() == matrices - sum(tables)
 
@@ -68,6 +72,39 @@ def test_what_nanogpt_counts():
     assert products == pytest.approx(6 * 123.6e6 * 12288, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["bert-base", "bert-base-128"])
+def test_flops_of_hidden_tokens(name):
+    """12 layers for all tokens, the head for those alone that are guessed."""
+    case = CELLS[name].case
+    texts, length = case.shape
+    guessed = round(0.15 * texts * length)
+    layers = 12 * 12 * 768**2 * texts * length
+    head = (768**2 + 768 * 30522) * guessed
+    pairs = 12 * texts * length**2
+    expected = 6 * (layers + head) + 12 * 768 * pairs
+    assert case.flops("step") == pytest.approx(expected, rel=1e-5)
+    assert case.bytes("step") == 36 * (12 * 12 * 768**2 + 768**2 + 768 * 30522)
+
+
+def test_sizes_of_large_models():
+    """36 and 24 + 24 layers; Radford et al. give GPT-2 large 774 M parameters (762 M in print)."""
+    gpt, deep, base = CELLS["gpt2-large"].case, CELLS["deep"].case, MODELS["base"]
+    assert gpt.weights() == 36 * 12 * 1280**2 + 50257 * 1280
+    assert gpt.weights() + 1024 * 1280 == pytest.approx(774e6, rel=2e-3)
+    table = 512 * 32768
+    assert deep.weights() - table == 4 * (base.weights() - table)
+
+
+def test_cells_beside_the_table_are_not_required():
+    rows = [row_of(cell) for cell in TABLE]
+    assert results.absent(rows) == [] and not {*BESIDE} & {*TABLE}
+    names = ("vit-b16", "vit-b16-256", "bert-base", "bert-base-128", "gpt2-large", "deep")
+    assert tuple(cell.case.model for cell in BESIDE) == names
+    for cell in BESIDE:
+        of_transformers = bool(cell.case.image or cell.case.masked)
+        assert cell.peers == (*PEERS, *["hf-compile"] * of_transformers)
+
+
 def test_a_vocabulary_without_padding_has_a_name_of_its_own():
     case = CELLS["gpt2-124m-unpadded"].case
     assert case.config().table_rows == case.vocab == 50257
@@ -82,7 +119,63 @@ def test_a_vocabulary_without_padding_has_a_name_of_its_own():
     train.check_losses("eager", {"eager": train.losses_of(updates, updates)})
 
 
+def test_hidden_tokens_of_texts_without_padding():
+    case = small(CELLS["bert-base"].case)
+    ours = train.Ours(case, np)
+    tokens, rows, labels = ours.inputs
+    assert tokens.shape == case.shape == (8, 16)
+    assert (tokens[:, 0] == BOS).all() and (tokens[:, -1] == EOS).all()
+    np.testing.assert_array_equal(ours.batch.cu_seqlens, 16 * np.arange(9))
+    assert len(rows) == len(labels) == ours.batch.target_tokens == round(0.15 * case.tokens)
+    assert (np.diff(rows) > 0).all() and not {0, 15} & {*rows % 16}
+    assert labels.min() >= SPECIALS and labels.max() < case.vocab
+    hidden = tokens.ravel()[rows] == UNK
+    assert 0.5 < hidden.mean() <= 1 and (tokens == UNK).sum() == hidden.sum()
+
+
 # ---- losses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [cell.case.model for cell in BESIDE])
+def test_small_models_learn(name):
+    updates = train.Updates(train.Ours(small(CELLS[name].case), np))
+    train.check_losses("eager", {"eager": train.losses_of(updates, updates)})
+
+
+def our_loss(ours):
+    updates = train.Updates(ours)
+    updates()
+    return updates.loss()
+
+
+def their_loss(torch, model, ours):
+    inputs = [torch.from_numpy(np.array(x)) for x in ours.inputs]
+    with torch.no_grad():
+        return model(*[x if x.dtype == torch.uint8 else x.long() for x in inputs]).item()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_of_pytorch_have_our_loss(name):
+    torch = pytest.importorskip("torch", reason="PyTorch, a peer of bench, is not installed")
+    from gpuattn.bench.peers.torch_models import first_weights, new_model
+
+    case = replace(small(CELLS[name].case), dropout=0.0)
+    ours, model = train.Ours(case, np), new_model(case)
+    model.load_state_dict(first_weights(model, by_layers(ours.weights, case.layers[-1])))
+    assert their_loss(torch, model, ours) == pytest.approx(our_loss(ours), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["vit-b16", "bert-base"])
+def test_models_of_transformers_have_our_loss(name):
+    torch = pytest.importorskip("torch", reason="PyTorch, a peer of bench, is not installed")
+    pytest.importorskip("transformers", reason="transformers, a peer, is not installed")
+    from gpuattn.bench.peers.hugging_face_bert import HiddenTokens
+    from gpuattn.bench.peers.hugging_face_vit import Classifier
+
+    case = replace(small(CELLS[name].case), dropout=0.0)
+    ours = train.Ours(case, np)
+    model = (Classifier if case.image else HiddenTokens)(case, ours.weights)
+    assert their_loss(torch, model, ours) == pytest.approx(our_loss(ours), rel=1e-4)
 
 
 def test_a_restart_takes_back_all_updates():

@@ -3,8 +3,9 @@
 All sentences of a batch have one length, so attention needs no mask.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -69,13 +70,16 @@ class Layer(nn.Module):
         cross: bool = False,
         bias: bool = True,
         activation: Callable[[Tensor], Tensor] = F.relu,
+        eps: float = 1e-5,
     ) -> None:
         super().__init__()
         self.attention = Attention(case, bias, causal=causal)
         if cross:
             self.cross_attention = Attention(case, bias, cross=True)
         self.feed_forward = FeedForward(case, bias, activation)
-        self.norms = nn.ModuleList(nn.LayerNorm(case.width, bias=bias) for _ in range(2 + cross))
+        self.norms = nn.ModuleList(
+            nn.LayerNorm(case.width, eps, bias=bias) for _ in range(2 + cross)
+        )
         self.dropout = nn.Dropout(case.dropout)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
@@ -83,6 +87,14 @@ class Layer(nn.Module):
         if memory is not None:
             x = x + self.dropout(self.cross_attention(self.norms[1](x), memory))
         return x + self.dropout(self.feed_forward(self.norms[-1](x)))
+
+
+class PostNormLayer(Layer):
+    """A layer of an encoder whose norms are behind the sums."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        x = self.norms[0](x + self.dropout(self.attention(x)))
+        return self.norms[1](x + self.dropout(self.feed_forward(x)))
 
 
 class Table(nn.Module):
@@ -171,6 +183,56 @@ class ViT(nn.Module):
             x = layer(x)
         logits = self.head(self.norm(x)[:, 0])
         return _loss(logits[:, None], labels[:, None], self.case.smoothing)
+
+
+class Bert(nn.Module):
+    """``models.Bert`` with a head for the tokens at ``rows`` (M,) of tokens (B, T), as one row."""
+
+    def __init__(self, case: Step) -> None:
+        super().__init__()
+        self.case, width = case, case.width
+        sizes = case.config()
+        self.embedding = Table(_rows(case.vocab), width, case.shape[1])
+        self.types = nn.Parameter(torch.empty(sizes.types, width))
+        self.embedding_norm = nn.LayerNorm(width, sizes.eps)
+        self.dropout = nn.Dropout(case.dropout)
+        self.layers = nn.ModuleList(
+            PostNormLayer(case, activation=F.gelu, eps=sizes.eps) for _ in range(*case.layers)
+        )
+        self.transform = nn.Linear(width, width)
+        self.transform_norm = nn.LayerNorm(width, sizes.eps)
+        self.output_bias = nn.Parameter(torch.empty(_rows(case.vocab)))
+
+    def forward(self, tokens: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
+        table = self.embedding
+        x = F.embedding(tokens, table.weight) + table.position_weight + self.types[0]
+        x = self.dropout(self.embedding_norm(x))
+        for layer in self.layers:
+            x = layer(x)
+        x = x.flatten(0, 1).index_select(0, rows)
+        x = self.transform_norm(F.gelu(self.transform(x)))
+        logits = F.linear(x, table.weight, self.output_bias)
+        return _loss(logits[None], labels[None], self.case.smoothing)
+
+
+def new_model(case: Step) -> nn.Module:
+    """Return the model of a case on PyTorch's default device, its parameters undefined."""
+    if case.translates:
+        return Translator(case)
+    if case.image:
+        return ViT(case)
+    return Bert(case) if case.masked else GPT(case)
+
+
+def first_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Return the state_dict that a ``new_model`` begins with, on the host.
+
+    ``weights``: of ``peers.train.by_layers``. Padding rows that only our tables have are left out.
+    """
+    return {
+        name: torch.from_numpy(weights[name][: len(own)])
+        for name, own in model.state_dict().items()
+    }
 
 
 def _rows(vocab):

@@ -39,19 +39,11 @@ class Peer:
     def _new_model(self, ours):
         """Return the model, and its first weights on the host."""
         torch = torch_here()
-        from gpuattn.bench.peers.torch_models import GPT, Translator, ViT
+        from gpuattn.bench.peers.torch_models import first_weights, new_model
 
-        kind = Translator if self.case.translates else ViT if self.case.image else GPT
         with torch.device("cuda"):
-            model = kind(self.case)
-        weights = by_layers(ours.weights, self.case.layers[-1])
-        return (
-            model,
-            {  # without the padding rows of our tables
-                name: torch.from_numpy(weights[name][: len(own)])
-                for name, own in model.state_dict().items()
-            },
-        )
+            model = new_model(self.case)
+        return model, first_weights(model, by_layers(ours.weights, self.case.layers[-1]))
 
     def read(self, inputs: Sequence[np.ndarray]) -> None:
         """Continue with other ``inputs``, NumPy arrays like those of ``train.Ours``."""
@@ -98,14 +90,18 @@ class Peer:
 
 
 class HuggingFacePeer(Peer):
-    """The same of transformers' ViT. Raises UnsupportedError where it is not installed."""
+    """The same of transformers' ViT or BERT. UnsupportedError where it is not installed."""
 
     def _new_model(self, ours):
+        kind: Any
         try:
-            from gpuattn.bench.peers.hugging_face_vit import Classifier
+            if self.case.image:
+                from gpuattn.bench.peers.hugging_face_vit import Classifier as kind
+            else:
+                from gpuattn.bench.peers.hugging_face_bert import HiddenTokens as kind
         except ImportError as error:
             raise UnsupportedError(f"transformers cannot be imported: {error}") from error
-        model = Classifier(self.case, ours.weights).cuda()
+        model = kind(self.case, ours.weights).cuda()
         return model, {name: x.detach().cpu().clone() for name, x in model.state_dict().items()}
 
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuattn.bench.cases import Cell
-from gpuattn.models import GPT2Config, TranslationConfig, ViTConfig
+from gpuattn.models import BertConfig, GPT2Config, TranslationConfig, ViTConfig
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,8 @@ class Step:
     """An update of ``model`` on ``shape`` = (sentences, tokens of each, on either side).
 
     Of a classifier of images ``shape`` is (images, tokens of each), ``vocab`` the classes, and
-    ``image`` and ``patch`` are sides in pixels; ``image`` 0: a model of texts.
+    ``image`` and ``patch`` are sides in pixels; ``image`` 0: a model of texts. ``masked``: the
+    share of tokens that a BERT guesses, which alone have logits; 0: another model.
     ``layers``: (encoder, decoder) of a translation model, (L,) of others. ``hidden``:
     width inside the feed-forward networks. ``smoothing``: of labels. The optimizer is AdamW, with
     gradients clipped at the norm ``clip``. Activations and our gradients are ``dtype``, with
@@ -37,6 +38,7 @@ class Step:
     pad_vocab: bool = True
     image: int = 0
     patch: int = 16
+    masked: float = 0.0
 
     @property
     def translates(self) -> bool:
@@ -45,7 +47,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Target tokens of a step."""
+        """Target tokens of a step; of a BERT all that it reads."""
         return self.shape[0] * self.shape[1]
 
     def config(self) -> Any:
@@ -61,6 +63,11 @@ class Step:
             return ViTConfig(
                 self.vocab, self.image, self.patch, 3, self.width, self.heads, self.layers[0],
                 self.hidden, self.dropout, eps=1e-5,
+            )  # fmt: skip
+        if self.masked:
+            return BertConfig(
+                *sizes, self.layers[0], self.hidden, self.shape[1], dropout=self.dropout,
+                pooler=False, masked=True, predicted=self.masked, pad_vocab=self.pad_vocab,
             )  # fmt: skip
         return GPT2Config(
             *sizes, self.layers[0], self.shape[1], self.dropout, bias=False,
@@ -81,7 +88,10 @@ class Step:
 
         For each, 6 in forward and backward and 30 in the update: see ``Fused.bytes`` of adamw.
         """
-        return 36 * self.weights()
+        config = self.config()
+        if self.masked:  # the whole head is read and updated, though few tokens meet it
+            config = replace(config, predicted=1.0)
+        return 36 * config.token_weights()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the "case" of a row of results."""
@@ -90,6 +100,8 @@ class Step:
             flags.pop("pad_vocab")
         if not self.image:
             del flags["image"], flags["patch"]
+        if not self.masked:
+            del flags["masked"]
         return {"shape": list(flags.pop("shape")), "dtype": flags.pop("dtype"), "flags": flags}
 
     @classmethod
@@ -130,14 +142,28 @@ VIT = Step(
     "vit-b16", (128, 197), 1000, 768, 12, (12,), 3072, dropout=0.0, smoothing=0.0, image=224,
     weight_decay=0.1, betas=(0.9, 0.999),
 )  # fmt: skip
-IMAGES = [VIT, replace(VIT, model="vit-b16-256", shape=(256, 197))]
-BESIDE = [Cell("train", case, "step", (*PEERS, "hf-compile")) for case in IMAGES]
+BERT = Step(
+    "bert-base", (32, 512), 30522, 768, 12, (12,), 3072, smoothing=0.0, weight_decay=0.01,
+    betas=(0.9, 0.999), eps=1e-6, learning_rate=1e-4, masked=0.15,
+)  # fmt: skip
+ENCODERS = [
+    VIT, replace(VIT, model="vit-b16-256", shape=(256, 197)),
+    BERT, replace(BERT, model="bert-base-128", shape=(128, 512)),
+]  # fmt: skip
+LARGE = [
+    _gpt("gpt2-large", (4, 1024), 50257, 1280, 20, 36),
+    replace(MODELS["base"], model="deep", layers=(24, 24)),
+]
+BESIDE = [
+    *(Cell("train", case, "step", (*PEERS, "hf-compile")) for case in ENCODERS),
+    *(Cell("train", case, "step", PEERS) for case in LARGE),
+]
 
 CELLS = {cell.case.model: cell for cell in [
     *TABLE, Cell("train", UNPADDED, "step", ()), *BESIDE,
 ]}  # fmt: skip
 """{name of ``--model``: Cell}: the table, one to measure the cost of ``--no-pad-vocab``, and those
-of ViT-B/16, which have no recorded rows yet."""
+which have no recorded rows yet: ViT-B/16, BERT-base, GPT-2 large and a deep translation model."""
 
 
 def small(case: Step) -> Step:

@@ -9,6 +9,7 @@ gpuattn's, and so is the last one of some updates, which must be smaller.
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -25,9 +26,10 @@ from gpuattn.bench.peers.train import HuggingFacePeer, Peer
 from gpuattn.bench.train.cases import Step
 from gpuattn.data.batching import LanguageModelBatch, PackedLoader, token_order
 from gpuattn.data.images import ImageLoader
-from gpuattn.data.tokenizer import UNK
+from gpuattn.data.masking import MARKS, MaskedLoader, Texts
+from gpuattn.data.tokenizer import EOS, SPECIALS, UNK, BaseTokenizer
 from gpuattn.errors import UnsupportedError
-from gpuattn.models import GPT2, TranslationModel, ViT
+from gpuattn.models import GPT2, Bert, TranslationModel, ViT
 from gpuattn.optim import AdamW
 from gpuattn.runtime.training_step import TrainingStep
 from gpuattn.runtime.workspace import Workspace
@@ -40,8 +42,8 @@ class Ours:
     """Our model of a case, its optimizer and a batch.
 
     For the peers: ``weights``, {name: float32 array} before the first step, and ``inputs``, int32
-    (B, T): tokens (of translations both sides) and labels; or images, uint8 (B, H, W, 3), and
-    labels (B,).
+    (B, T): tokens (of translations both sides) and labels; of a BERT tokens, and (M,) the rows that
+    it guesses and their labels; or images, uint8 (B, H, W, 3), and labels (B,).
     """
 
     def __init__(self, case: Step, xp: ModuleType) -> None:
@@ -55,6 +57,10 @@ class Ours:
         elif case.image:
             self.model, self.batch = ViT(case.config()), _images(case)
             self.inputs = [self.batch.images, self.batch.labels]
+        elif case.masked:
+            self.model, self.batch = Bert(case.config()), _hidden_tokens(case)
+            tokens = self.batch.tokens.reshape(case.shape)
+            self.inputs = [tokens, self.batch.rows, self.batch.labels]
         else:
             self.model = GPT2(case.config())
             self.read(texts(case))
@@ -79,6 +85,11 @@ class Ours:
             return self.model.loss(
                 batch.images, batch.labels, dloss, label_smoothing=self.case.smoothing
             )
+        if self.case.masked:
+            return self.model.masked_loss(
+                batch.tokens, batch.rows, batch.labels, dloss,
+                label_smoothing=self.case.smoothing, **batch.packing,
+            )  # fmt: skip
         return self.model.loss(batch.tokens, batch.labels, dloss, order=batch.order)
 
     def restart(self) -> None:
@@ -123,6 +134,28 @@ def _translations(case):
     sides = [zipf_tokens(*words, seed).reshape(sentences, -1) + UNK + 1 for seed in (0, 1)]
     pairs = list(zip(*(side.tolist() for side in sides), strict=True))
     (batch,) = PackedLoader(pairs, case.tokens, seed=0).epoch(0)
+    return batch
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """What a MaskedLoader reads of a tokenizer, with the ids of ours."""
+
+    size: int
+    marks, mask, specials = BaseTokenizer.marks, BaseTokenizer.mask, BaseTokenizer.specials
+
+    def __len__(self):
+        return self.size
+
+
+def _hidden_tokens(case):
+    """Return a packed batch of texts of one length, of whose tokens a share is hidden."""
+    texts, length = case.shape
+    words = zipf_tokens(texts * (length - MARKS), case.vocab - SPECIALS) + SPECIALS
+    lines = np.insert(words.reshape(texts, -1), length - MARKS, EOS, axis=1)
+    found = Texts(lines.ravel(), (EOS,), length - MARKS)
+    loader = MaskedLoader(found, case.tokens, 0, case.masked, _Vocabulary(case.vocab))
+    (batch,) = loader.epoch(0)
     return batch
 
 
