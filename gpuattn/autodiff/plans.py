@@ -98,9 +98,11 @@ def signature(
             key += kind, repr(x)
         else:
             return None
+    if len(arrays) > 1 and len(set(map(id, arrays))) < len(arrays):
+        return None  # one array twice has no one place
     if addresses:
         if len(addresses) > 1 and len(set(addresses)) < len(addresses):
-            return None  # one array twice: an address has no one place
+            return None  # nor has its address
         if _several_gpus():
             assert cupy is not None
             here = cupy.cuda.runtime.getDevice()

@@ -1,6 +1,7 @@
 """Calls with plans give the bits and the errors of calls without, in any order and company."""
 
 import contextlib
+import operator
 import re
 import threading
 
@@ -50,9 +51,14 @@ class Sequence:
         shape, dtype = self.pick(*SHAPES), self.pick(*DTYPES, "float32", "float32")
         x = self.given(shape, dtype)
         vectors = [self.given(shape[-1:], self.pick(dtype, dtype, "float16")) for _ in range(2)]
+        vectors[1] = self.pick(*vectors)  # sometimes one array in two places
         seed = self.pick(None, 0, 1, 2, keys.Key(3, 4, 5))
         name = self.pick("layer_norm", "rms_norm", "softmax", "gelu", "linear", "dropout", "add",
-                         "attention", "entropy", "embedding")  # fmt: skip
+                         "attention", "entropy", "embedding", "arithmetic")  # fmt: skip
+        if name == "arithmetic":
+            function = self.pick(operator.add, operator.sub, operator.mul, np.maximum)
+            other = self.pick(x, 2.0, vectors[0], *(self.given(shape, dtype) for _ in range(3)))
+            return function, [Tensor(x) if not isinstance(x, Tensor) else x, other], {}
         if name == "layer_norm":
             return gpuattn.layer_norm, [x, *vectors], {"eps": self.pick(1e-5, 1, 0, "a")}
         if name == "rms_norm":
@@ -131,6 +137,22 @@ def test_a_random_sequence_is_computed_as_without_plans(xp):
         errors += isinstance(wanted, tuple)
     planned = sum(type(plan) is plans.Plan for plan in plans.table.young.values())
     assert errors > CALLS // 10 and planned > 50
+
+
+def test_one_array_twice_is_not_taken_for_two(xp):
+    """Calls of one shape and dtype: an array in two places, then two arrays, and the reverse."""
+    x, ones, twos = (xp.asarray(v, np.float32) for v in (np.arange(8), np.ones(8), np.full(8, 2)))
+    calls = [
+        (gpuattn.layer_norm, (x, ones, ones)), (gpuattn.layer_norm, (x, ones, twos)),
+        (gpuattn.layer_norm, (x, twos, ones)), (operator.mul, (Tensor(ones), Tensor(ones))),
+        (operator.mul, (Tensor(x), Tensor(twos))), (operator.mul, (Tensor(twos), Tensor(x))),
+    ]  # fmt: skip
+    with without_plans():
+        wanted = [numbers(function(*args)) for function, args in calls]
+    for i in (*range(len(calls)), *reversed(range(len(calls)))):
+        function, args = calls[i]
+        for _ in range(4):
+            assert numbers(function(*args)) == wanted[i]
 
 
 def test_values_are_checked_in_every_call():

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from gpuattn.arrays import BFLOAT16, is_array, on_gpu
-from gpuattn.autodiff.tape import Box, apply, raw
-from gpuattn.impls import Impl, Impls
+from gpuattn.autodiff.numpy.arithmetic import by_kernel
+from gpuattn.autodiff.tape import Box, apply, op, raw
+from gpuattn.impls import Call, Impl, Impls
 from gpuattn.typing import Array, ArrayLike, DType, Shape
 
 NARROW = (np.dtype("float16"), BFLOAT16)
@@ -109,7 +110,8 @@ def elementwise(function: Callable, keep: str, *partials: Callable) -> Callable:
     name = f"np.{function.__name__}"
 
     def forward(*arrays, needs):
-        out = compute(function, *arrays)
+        out = by_kernel(function, *arrays)
+        out = compute(function, *arrays) if out is None else out
         named = dict(zip("ab", arrays, strict=False), o=out)
         return out, (tuple([meta(a) for a in arrays]), *[named[k] for k in keep])
 
@@ -125,12 +127,11 @@ def elementwise(function: Callable, keep: str, *partials: Callable) -> Callable:
     impls = array_op(name, forward, backward)
     PARTIALS[function] = keep, partials
 
-    @rule(function)
-    def record(*inputs):
-        return apply(impls, inputs)
+    def check(*inputs):
+        return Call(impls, inputs)
 
-    record.__name__ = function.__name__
-    return record
+    check.__name__ = function.__name__
+    return rule(function)(op(check))
 
 
 def evaluate(partial: Callable, grad: Array, *kept: Any, **params: Any) -> Any:

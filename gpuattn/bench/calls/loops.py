@@ -53,8 +53,9 @@ class Network(nn.Module):
     """The model of README's plain loop."""
 
     def __init__(self) -> None:
-        self.hidden = nn.Linear(1, 64, activation="gelu")
-        self.out = nn.Linear(64, 1)
+        rng = np.random.default_rng(0)
+        self.hidden = nn.Linear(1, 64, activation="gelu", rng=rng)
+        self.out = nn.Linear(64, 1, rng=rng)
 
     def __call__(self, x: Any) -> Any:
         return self.out(self.hidden(x))

@@ -20,6 +20,7 @@ from gpuattn.impls import Call, Impl, Impls
 from gpuattn.ops.arguments import check_choice, check_matrix, integer, take_arrays
 from gpuattn.ops.loss import cross_entropy as whole
 from gpuattn.ops.loss import launch
+from gpuattn.ops.scalars import product
 from gpuattn.typing import Array
 
 CHUNK_BYTES = {True: 512 << 20, False: 32 << 20}  # of logits, by whether they are on a GPU
@@ -90,7 +91,7 @@ def _forward(inner, x, weight, labels, dloss=None, *, needs, reduction, **params
     out = (sums.loss, sums.right) if params["accuracy"] else sums.loss
     if not any(needs):
         return out, None
-    return out, (x, weight, labels, sums.share, dloss, [gradients] if at_once else [])
+    return out, (x, weight, labels, sums.share, dloss, [gradients] if at_once else ())
 
 
 def _backward(inner, saved, dloss, dright=None, *, needs, into, reduction, **params):
@@ -101,8 +102,10 @@ def _backward(inner, saved, dloss, dright=None, *, needs, into, reduction, **par
             if gradient is not None:
                 inner.rescale(gradient, done_for, dloss)
     else:
-        scale = dloss * share
-        dx, dweight = _run(inner, x, weight, labels, scale, needs, lambda *_: None, **params)
+        scale = product(dloss, share)
+        dx, dweight = _run(
+            inner, x, weight, labels, scale, needs, lambda *_: None, **params, kept=into[1] is None
+        )  # fmt: skip
     if dweight is not None and into[1]:
         out, accumulate = into[1]
         if accumulate:
@@ -114,19 +117,23 @@ def _backward(inner, saved, dloss, dright=None, *, needs, into, reduction, **par
     return None if dx is None else dx.reshape(x.shape), dweight, None, None
 
 
-def _run(inner, x, weight, labels, scale, needs, add, *, accuracy, chunk_rows, **target):
+def _run(
+    inner, x, weight, labels, scale, needs, add, *, accuracy, chunk_rows, kept=False, **target
+):  # fmt: skip
     """Return (dx, dweight) times ``scale``; None: no gradients.
 
     ``add(loss, right)``: called with the sum of losses of each chunk, and the count of its right
-    rows or None.
+    rows or None. ``kept``: dweight is the result as it is, so that of a single chunk has the dtype
+    of the weight at once.
     """
-    dtype = wide(x.dtype)
     rows, labels = x.reshape(labels.size, x.shape[-1]), labels.ravel()
     size = chunk_rows or rows_at_a_time(len(rows), len(weight), x.itemsize, on_gpu(x))
+    dtype = x.dtype if kept and on_gpu(x) and 0 < len(rows) <= size else wide(x.dtype)
     buffer = arrays.empty(x, (min(size, len(rows)), len(weight)))
     wanted = scale is not None
     dx = arrays.empty(x, rows.shape) if wanted and needs[0] else None
-    dweight = arrays.zeros(x, weight.shape, dtype) if wanted and needs[1] else None
+    new = arrays.empty if len(rows) else arrays.zeros  # the first chunk overwrites it
+    dweight = new(x, weight.shape, dtype) if wanted and needs[1] else None
     params = {**target, "accuracy": accuracy, "reduction": "sum", "donate": True}
     for start in range(0, len(rows), size):
         part = slice(start, min(start + size, len(rows)))

@@ -1,0 +1,41 @@
+"""``a + b``, ``a - b`` and ``a * b`` of alike GPU arrays by a kernel of ours.
+
+CuPy computes the same bits. But a launch of ours is recorded with its call (``cuda.program``), so
+that later calls cost a launch. Device code: ``rawkernels/arithmetic.cu``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import ctype, on_gpu
+from gpuattn.cuda.kernels import kernel
+from gpuattn.typing import Array
+
+FILE, BLOCK, VECTOR = "arithmetic.cu", 256, 16  # VECTOR: bytes
+OPERATIONS: dict[Callable, int] = {np.add: 0, np.subtract: 1, np.multiply: 2}
+MOST = BLOCK << 31  # elements: of a grid's most blocks, with one in each thread
+
+
+def by_kernel(function: Callable, *inputs: Any) -> Array | None:
+    """Return ``function(*inputs)``, or None where the kernel does not compute that.
+
+    It takes two contiguous GPU arrays of one shape and one dtype: float32, float16 or bfloat16.
+    """
+    operation = OPERATIONS.get(function)
+    if operation is None or not (on_gpu(inputs[0]) and on_gpu(inputs[1])):
+        return None
+    a, b = inputs
+    alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    if not alike or ctype(a.dtype) is None or not 0 < a.size < MOST:
+        return None
+    if not (a.flags.c_contiguous and b.flags.c_contiguous) or (a.data.ptr | b.data.ptr) % VECTOR:
+        return None
+    out = arrays.empty(a, a.shape)
+    vectors = -(-a.nbytes // VECTOR)
+    kernel(FILE, "arithmetic", scalar=ctype(a.dtype), OPERATION=operation)(
+        (-(-vectors // BLOCK),), (BLOCK,), a, b, out, a.size
+    )
+    return out

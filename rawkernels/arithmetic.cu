@@ -1,0 +1,32 @@
+// The sum, the difference or the product of two arrays, element by element, computed in float32 and rounded once.
+// Constants: scalar = float, f16, bf16; OPERATION = 0, 1, 2 (a + b, a - b, a * b)
+// Launch:    grid = (ceil(count / (WIDTH * BLOCK)),), block = (256,). A thread takes 16 bytes of each array.
+//            dependent: arithmetic
+// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+#include "common/grid_dependency.cuh"
+#include "common/pack.cuh"
+
+constexpr int BLOCK = 256, WIDTH = 16 / sizeof(scalar);
+
+__device__ float combined(float a, float b) {
+    return OPERATION == 0 ? a + b : OPERATION == 1 ? a - b : a * b;
+}
+
+extern "C" __global__ void arithmetic(
+    const scalar* a,    // (count,), at a multiple of 16 bytes, like b and out
+    const scalar* b,
+    scalar* out,
+    long long count) {
+    grid_dependency_wait();
+    const long long first = ((long long)blockIdx.x * BLOCK + threadIdx.x) * WIDTH;
+    if (first + WIDTH <= count) {
+        float x[WIDTH], y[WIDTH];
+        unpack(x, load_pack<WIDTH>(a + first));
+        unpack(y, load_pack<WIDTH>(b + first));
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) x[i] = combined(x[i], y[i]);
+        store_pack(out + first, x);
+        return;
+    }
+    for (long long i = first; i < count; ++i) out[i] = (scalar)combined((float)a[i], (float)b[i]);
+}
