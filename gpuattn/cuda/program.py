@@ -212,18 +212,28 @@ class Recorder:
             return lambda arrays: value
         if isinstance(value, tuple):
             makers, kind = [self._maker(one, first) for one in value], type(value)
+            places = [self._index(one) for one in value]
+            if kind is tuple and len(places) > 1 and None not in places:
+                return itemgetter(*places)
+            if kind is tuple and len(makers) == 2:  # most often: the result, and what is saved
+                one, other = makers
+                return lambda arrays: (one(arrays), other(arrays))
             if kind is tuple:
                 return lambda arrays: tuple([make(arrays) for make in makers])
             return lambda arrays: kind(*[make(arrays) for make in makers])
         if not arrays.on_gpu(value):
             raise Unplaced
-        for i, x in enumerate(self.arrays):
-            if x is value:
-                return itemgetter(i)
+        i = self._index(value)
+        if i is not None:
+            return itemgetter(i)
         place, offset = self._place(value.data.ptr)
         if place < first:
             raise Unplaced
         return _View(place, offset, value)
+
+    def _index(self, value):
+        """Return the place of an array among those given and allocated, or None."""
+        return next((i for i, x in enumerate(self.arrays) if x is value), None)
 
 
 def _extent(x):
