@@ -1,7 +1,9 @@
 """The receipt of a GPU run: ``python -m gpuattn.bench.receipt`` writes tests/gpu_receipt.json.
 
 It holds a digest of the sources that decide what a GPU computes, and the outcome of every GPU test.
-A CPU test fails when the digest is stale, so no kernel changes without a GPU run.
+A CPU test fails when the digest is stale, so no kernel changes without a GPU run. Where some tests
+did not pass, ``--again`` runs these alone, as long as the sources are those of the run before: for
+a test that was wrong itself.
 
 Where no GPU is at hand, tests/gpu_run_awaited.json names the one digest that may wait, since when
 and why. The test then skips and says so; any further change of a covered source fails it. The next
@@ -28,6 +30,7 @@ COVERED = (
 TIMED = "timing"  # the marker of tests with time limits
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 AWAITED = ROOT / "tests" / "gpu_run_awaited.json"
+OUTCOMES = ROOT / "build" / "gpu_outcomes.json"  # of the last run that gave no receipt
 
 
 def digest() -> str:
@@ -43,28 +46,55 @@ def digest() -> str:
     return total.hexdigest()
 
 
-def main(shards: Sequence[Sequence[Path]] | None = None) -> int:
+def main(shards: Sequence[Sequence[Path]] | None = None, again: bool = False) -> int:
     """Run the GPU tests in shards (lists of folders and files), then write the receipt.
 
-    Each test runs once. Those with time limits run last, one at a time. Returns the exit code: 1,
-    without a receipt, when a test failed or was skipped, or none ran.
+    Each test runs once. Those with time limits run last, one at a time. ``again``: run only those
+    that did not pass in the run before. Returns the exit code: 1, without a receipt, when a test
+    failed or was skipped, or none ran, or when there is no run of these sources to go on with.
     """
-    outcomes = {}
-    for shard in shards or _shards():
-        outcomes.update(_run(shard, f"gpu and not {TIMED}", parallel=_has_xdist()))
-    outcomes.update(_run([ROOT / "tests"], f"gpu and {TIMED}", parallel=False))
-    bad = {test: outcome for test, outcome in outcomes.items() if outcome != "passed"}
-    for test, outcome in bad.items():
-        print(f"{outcome}: {test}", file=sys.stderr)
+    outcomes = _known() if again else {}
+    if again and not outcomes:
+        print("--again: no run of these sources is known; run all tests", file=sys.stderr)
+        return 1
+    if outcomes:
+        outcomes.update(_run(list(map(_place, _others(outcomes))), "gpu", parallel=False))
+    else:
+        for shard in shards or _shards():
+            outcomes.update(_run(shard, f"gpu and not {TIMED}", parallel=_has_xdist()))
+        outcomes.update(_run([ROOT / "tests"], f"gpu and {TIMED}", parallel=False))
+    bad = _others(outcomes)
+    for test in bad:
+        print(f"{outcomes[test]}: {test}", file=sys.stderr)
     if bad or not outcomes:
+        OUTCOMES.parent.mkdir(exist_ok=True)
+        OUTCOMES.write_text(json.dumps({"digest": digest(), "tests": outcomes}))
         print(f"no receipt: {len(bad)} of {len(outcomes)} tests did not pass", file=sys.stderr)
         return 1
     receipt = {"digest": digest(), **_machine()}
     receipt["tests"] = dict(sorted(outcomes.items()))
     RECEIPT.write_text(json.dumps(receipt, indent=1) + "\n")
-    AWAITED.unlink(missing_ok=True)
+    for path in (AWAITED, OUTCOMES):
+        path.unlink(missing_ok=True)
     print(f"{len(outcomes)} GPU tests passed; wrote {RECEIPT}")
     return 0
+
+
+def _known():
+    """Return {test: outcome} of the run before, or {} where there is none of these sources."""
+    stored = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
+    return stored["tests"] if stored.get("digest") == digest() else {}
+
+
+def _others(outcomes):
+    """Return the tests that did not pass."""
+    return [test for test, outcome in outcomes.items() if outcome != "passed"]
+
+
+def _place(test):
+    """Return the argument of pytest for a test of ``outcomes``."""
+    module, name = test.split("::", 1)
+    return f"{module.replace('.', '/')}.py::{name}"
 
 
 def _shards():
@@ -113,4 +143,4 @@ def _machine():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(again="--again" in sys.argv[1:]))

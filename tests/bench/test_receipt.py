@@ -43,17 +43,39 @@ def test_the_digest_sees_a_changed_byte(monkeypatch, tmp_path):
     assert receipt.digest() != before
 
 
+@pytest.fixture
+def places(monkeypatch, tmp_path):
+    for name in ("RECEIPT", "AWAITED", "OUTCOMES"):
+        monkeypatch.setattr(receipt, name, tmp_path / "build" / f"{name.lower()}.json")
+    monkeypatch.setattr(receipt, "_machine", dict)
+    return tmp_path / "build"
+
+
 @pytest.mark.parametrize("outcome", ["failure", "skipped"])
-def test_no_receipt_unless_everything_passed(monkeypatch, tmp_path, outcome):
-    monkeypatch.setattr(receipt, "RECEIPT", tmp_path / "receipt.json")
-    monkeypatch.setattr(receipt, "AWAITED", tmp_path / "awaited.json")
+def test_no_receipt_unless_everything_passed(monkeypatch, places, outcome):
+    """Then the tests that did not pass can run again, but not those of other sources."""
+    asked, right = [], [outcome]
 
     def run(shard, marker, parallel):
-        return {"a": "passed", "b": outcome} if "not timing" in marker else {"c": "passed"}
+        asked.append(shard)
+        if marker == "gpu":
+            return {"t.b::two[x::1]": right[0]}
+        ran = {"t.a::one": "passed", "t.b::two[x::1]": outcome}
+        return ran if "not timing" in marker else {"t.c::three": "passed"}
 
     monkeypatch.setattr(receipt, "_run", run)
+    assert receipt.main(again=True) == 1 and not asked
     assert receipt.main([["x"]]) == 1
-    assert not (tmp_path / "receipt.json").exists()
+    assert receipt.main(again=True) == 1 and asked[-1] == ["t/b.py::two[x::1]"]
+    assert not (places / "receipt.json").exists()
+    right[0] = "passed"
+    with monkeypatch.context() as patch:
+        patch.setattr(receipt, "digest", lambda: "of other sources")
+        assert receipt.main(again=True) == 1
+    assert receipt.main(again=True) == 0
+    stored = json.loads((places / "receipt.json").read_text())
+    assert stored["tests"] == dict.fromkeys(("t.a::one", "t.b::two[x::1]", "t.c::three"), "passed")
+    assert not (places / "outcomes.json").exists()
 
 
 def test_tests_of_time_run_alone_and_all_run_once(monkeypatch, tmp_path):

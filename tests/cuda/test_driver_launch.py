@@ -9,6 +9,7 @@ import pytest
 
 import gpuattn
 from gpuattn import arrays
+from gpuattn.autodiff.numpy.arithmetic import by_kernel
 from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
@@ -236,6 +237,7 @@ def row_product(x, y, v):
 
 
 CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores and tokens
+    "sum": lambda x, matrix, *_: by_kernel(np.add, x, matrix),
     "softmax": lambda x, *_: gpuattn.softmax(x),
     "softmax, long rows": lambda x, *_: gpuattn.softmax(x.reshape(1, -1)),
     "softmax, gradient": lambda x, y, *_: gradients(gpuattn.softmax, x, y),
