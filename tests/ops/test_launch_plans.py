@@ -66,6 +66,8 @@ def rows(dtype, cols):
     back(gpuattn.gelu(*wanting(x, bias)))
     back(gpuattn.relu(*wanting(x, bias)))
     back(gpuattn.dropout(*wanting(x), 0.1, seed=1))
+    one, other = wanting(x, residual)
+    back(one * other)
 
 
 def table(dtype, cols):

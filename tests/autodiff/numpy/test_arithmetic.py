@@ -37,12 +37,15 @@ def test_emulated(rng, function, dtype, monkeypatch):
     machine = emulator.Machine(1, multiprocessors=3)
     monkeypatch.setattr(arithmetic, "kernel", machine.kernel)
     monkeypatch.setattr(arithmetic, "on_gpu", lambda _: True)
+    ran = 0
     for size in SIZES[:-1]:
         a, b = two(rng, size, dtype)
         given = [fake(np.ascontiguousarray(x)) for x in (a, b)]
         found = by_kernel(function, *given)
         if found is not None:  # NumPy's arrays lie at multiples of 8 bytes or more
             check(found, computed(function, a, b))
+            ran += 1
+    assert ran
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
