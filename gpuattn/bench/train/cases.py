@@ -163,7 +163,7 @@ CELLS = {cell.case.model: cell for cell in [
     *TABLE, Cell("train", UNPADDED, "step", ()), *BESIDE,
 ]}  # fmt: skip
 """{name of ``--model``: Cell}: the table, one to measure the cost of ``--no-pad-vocab``, and those
-which have no recorded rows yet: ViT-B/16, BERT-base, GPT-2 large and a deep translation model."""
+that no recorded file has to hold: ViT-B/16, BERT-base, GPT-2 large, a deep translation model."""
 
 
 def small(case: Step) -> Step:
