@@ -9,6 +9,7 @@ from typing import Any, ParamSpec
 
 from gpuattn.arrays import device_of, get_xp, unplanned, without_plans
 from gpuattn.autodiff import plans
+from gpuattn.autodiff.arithmetic import added
 from gpuattn.autodiff.frozen import is_debugging  # noqa: F401  part of this module's interface
 from gpuattn.autodiff.gradient_layout import GradientLayout
 from gpuattn.autodiff.hooks import with_hook
@@ -236,11 +237,11 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
         who = key(box)
         if who in wanted:
             i = wanted[who]
-            found[i] = grad if found[i] is None else found[i] + grad
+            found[i] = grad if found[i] is None else added(found[i], grad)
         if box.node is not None and who not in ends:
             slots = pending.setdefault(box.node, [None] * box.node.outputs)
             old = slots[box.index]
-            slots[box.index] = grad if old is None else old + grad
+            slots[box.index] = grad if old is None else added(old, grad)
         elif leaves and who not in wanted:
             _accumulate(box, grad, fresh)
 

@@ -81,6 +81,7 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
             "P",
             "Share of images for which vit's last layer leaves a branch out.",
         ),
+        "layer_drop": ("P", "Share of updates in which a layer of a model of texts is left out."),
         "norm": ("", "Normalise before or after each branch."),
         "positions": ("", "How positions are encoded."),
         "activation": ("", "In the feed-forward networks; swiglu adds a third matrix."),

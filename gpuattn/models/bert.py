@@ -50,7 +50,8 @@ class BertConfig(ModelConfig):
     layer is the table of the embedding where it is ``tied``. ``pad_vocab``: as of a
     TranslationConfig. ``predicted``: the share of tokens that this head sees in training, by which
     FLOPs and memory are counted. ``classes``: of a classifier of texts, which reads the pooler; 0:
-    none. ``classifier_dropout``: before it, by default ``dropout``.
+    none. ``classifier_dropout``: before it, by default ``dropout``. ``layer_drop``: as of a
+    TranslationConfig.
     Raises ConfigError for what does not fit together.
     """
 
@@ -72,6 +73,7 @@ class BertConfig(ModelConfig):
     predicted: float = 1.0
     classes: int = 0
     classifier_dropout: float | None = None
+    layer_drop: float = 0.0
     positions: ClassVar[str] = "learned"
     kv_heads: ClassVar[None] = None
     output_bias: ClassVar[bool] = True  # type: ignore[misc]
@@ -123,8 +125,8 @@ class Bert(Module):
         self.layers = [
             TransformerEncoderLayer(
                 c.d_model, c.heads, c.ffn, dropout=c.dropout, norm="post", eps=c.eps,
-                attention_dropout=c.attention_dropout, activation=c.activation, streams=streams,
-                rng=rng,
+                attention_dropout=c.attention_dropout, activation=c.activation,
+                layer_drop=c.layer_drop, streams=streams, rng=rng,
             )
             for _ in range(c.layers)
         ]  # fmt: skip
@@ -327,7 +329,7 @@ def _configure(options, vocab):
     masked = options.classify is None
     return BertConfig(
         vocab=vocab, d_model=options.dim, heads=options.heads, layers=options.layers[0],
-        ffn=4 * options.dim, max_length=options.block, dropout=options.dropout,
+        ffn=4 * options.dim, max_length=options.block, dropout=options.dropout, layer_drop=options.layer_drop,
         attention_dropout=options.attention_dropout, activation=options.activation,
         pooler=not masked, masked=masked, predicted=float(masked), pad_vocab=options.pad_vocab,
     )  # fmt: skip
@@ -347,7 +349,7 @@ def _check(options):
 
 register(ModelKind(
     name="bert", tasks=("masked", "labels"), model=Bert, configure=_configure, check=_check,
-    options=("block",),
+    options=("block", "layer_drop"),
     notes={"ffn": "it is 4 * dim", "block": "the most tokens of a line, marks included",
            "batch": "1024 by default with --classify"},
     # For some million lines; the sizes of presets: Turc et al., "Well-Read Students Learn Better"

@@ -126,6 +126,9 @@ def check_config(config: Any, choices: dict[str, tuple] = CHOICES, **sizes: Any)
         raise ConfigError(problem(name, "pad_vocab", repr(config.pad_vocab), "True or False"))
     if not 0 <= config.dropout < 1:
         raise ConfigError(problem(name, "dropout", config.dropout, "0 <= dropout < 1"))
+    drop = getattr(config, "layer_drop", 0)
+    if not 0 <= drop < 1:
+        raise ConfigError(problem(name, "layer_drop", drop, "0 <= layer_drop < 1"))
     for field, values in choices.items():
         value = getattr(config, field, values[0])
         if value not in values:

@@ -38,6 +38,7 @@ class GPT2Config(DecoderConfig):
     ``kv_heads``, ``positions``, ``activation``, ``pad_vocab``: as of a TranslationConfig.
     ``inner``: width inside the feed-forward networks, 4 * d_model by default. ``eps``: of the
     norms. ``tied``: whether the output layer is the table of the embedding.
+    ``layer_drop``: as of a TranslationConfig.
     Raises ConfigError for what does not fit together.
     """
 
@@ -55,6 +56,7 @@ class GPT2Config(DecoderConfig):
     inner: int | None = None
     eps: float = 1e-5
     tied: bool = True
+    layer_drop: float = 0.0
 
     def __post_init__(self):
         choices = CHOICES | {"positions": POSITIONS}
@@ -90,7 +92,8 @@ class GPT2(Module):
             TransformerEncoderLayer(
                 c.d_model, c.heads, c.ffn, kv_heads=c.kv_heads,
                 rotary=c.positions == "rotary", causal=True, dropout=c.dropout,
-                activation=c.activation, bias=c.bias, eps=c.eps, streams=streams, rng=rng,
+                activation=c.activation, bias=c.bias, eps=c.eps, layer_drop=c.layer_drop,
+                streams=streams, rng=rng,
             )
             for _ in range(c.layers)
         ]  # fmt: skip
@@ -202,7 +205,7 @@ def _configure(options, vocab):
     """Return the GPT2Config of a TrainConfig."""
     return GPT2Config(
         vocab=vocab, d_model=options.dim, heads=options.heads, layers=options.layers[0],
-        block=options.block, dropout=options.dropout, kv_heads=options.kv_heads,
+        block=options.block, dropout=options.dropout, layer_drop=options.layer_drop, kv_heads=options.kv_heads,
         positions=options.positions, activation=options.activation, pad_vocab=options.pad_vocab,
         bias=options.bias,
     )  # fmt: skip
@@ -219,7 +222,7 @@ def _check(options):
 
 register(ModelKind(
     name="gpt2", tasks=("language",), model=GPT2, configure=_configure, check=_check,
-    options=("block", "bias"),
+    options=("block", "bias", "layer_drop"),
     notes={"ffn": "it is 4 * dim", "attention_dropout": "it is --dropout",
            "positions": "learned or rotary"},
     # For a text of a million characters, as in nanoGPT's train_shakespeare_char.py. Evaluations are

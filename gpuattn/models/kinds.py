@@ -47,7 +47,7 @@ class ModelKind:
 
 SAME = {"dim": "d_model", "image_size": "image"} | {name: name for name in (
     "heads", "kv_heads", "layers", "ffn", "bias", "dropout", "attention_dropout", "norm",
-    "positions", "activation", "pad_vocab", "patch", "channels", "stochastic_depth",
+    "positions", "activation", "pad_vocab", "patch", "channels", "stochastic_depth", "layer_drop",
 )}  # fmt: skip
 """{field of a TrainConfig: field of a ModelConfig that says the same}."""
 

@@ -30,7 +30,8 @@ class LlamaConfig(DecoderConfig):
     longest context. ``base``: of the rotary positions, see ``gpuattn.rotary``; ``scaling``: of
     their frequencies, or None. ``qkv_bias``: whether queries, keys and values have biases; nothing
     else has. ``head_dim``: the size of a head, d_model / heads by default. ``qk_norm``: whether an
-    RMSNorm is over each head of queries and keys. ``tied``, ``pad_vocab``: as of a GPT2Config.
+    RMSNorm is over each head of queries and keys. ``tied``, ``pad_vocab``, ``layer_drop``: as of a
+    GPT2Config.
     Raises ConfigError for what does not fit together.
     """
 
@@ -49,6 +50,7 @@ class LlamaConfig(DecoderConfig):
     qk_norm: bool = False
     tied: bool = False
     pad_vocab: bool = True
+    layer_drop: float = 0.0
     scaling: RotaryScaling | None = None
     positions: ClassVar[str] = "rotary"
     activation: ClassVar[str] = "swiglu"
@@ -80,7 +82,7 @@ class Llama(GPT2):
         self.layers = [
             TransformerEncoderLayer(
                 c.d_model, c.heads, c.ffn, kv_heads=c.kv_heads, rotary=True, rotary_base=c.base,
-                causal=True, dropout=c.dropout, norm_kind="rms", eps=c.eps, activation="swiglu",
+                causal=True, dropout=c.dropout, layer_drop=c.layer_drop, norm_kind="rms", eps=c.eps, activation="swiglu",
                 bias=False, qkv_bias=c.qkv_bias, head_size=c.head_dim, qk_norm=c.qk_norm,
                 streams=streams, rng=rng, **scaling,
             )
@@ -99,6 +101,7 @@ def _configure(options, vocab):
     return LlamaConfig(
         vocab=vocab, d_model=options.dim, heads=options.heads, layers=options.layers[0],
         ffn=options.ffn, block=options.block, kv_heads=options.kv_heads, dropout=options.dropout,
+        layer_drop=options.layer_drop,
         pad_vocab=options.pad_vocab,
     )  # fmt: skip
 
@@ -117,7 +120,7 @@ def _check(options: Any) -> None:
 _OF_GPT2 = MODELS["gpt2"]
 register(ModelKind(
     name="llama", tasks=("language",), model=Llama, configure=_configure, check=_check,
-    options=("block", "ffn"), notes={"positions": "rotary", "activation": "swiglu"},
+    options=("block", "ffn", "layer_drop"), notes={"positions": "rotary", "activation": "swiglu"},
     defaults={name: value for name, value in _OF_GPT2.defaults.items() if name != "bias"}
     | {"positions": "rotary", "activation": "swiglu", "ffn": 1024, "dropout": 0.0},
     device_defaults={"numpy": dict(_OF_GPT2.device_defaults["numpy"]) | {"ffn": 384}},

@@ -43,7 +43,8 @@ class TranslationConfig(ModelConfig):
     ``max_length``: tokens of a sentence on either side, marks included. ``kv_heads``: heads of
     keys and values, which divide ``heads``; None: as many. ``pad_vocab``: tables have a multiple
     of 64 rows, which makes matmuls with them faster. ``output_bias``: whether a bias
-    comes to the logits. ``bos``: the token that the decoder's input begins with; ``eos``: the one
+    comes to the logits. ``layer_drop``: the probability with which training leaves a layer out for
+    a batch (Fan et al., 2020). ``bos``: the token that the decoder's input begins with; ``eos``: the one
     that ends a sentence on either side.
     """
 
@@ -62,6 +63,7 @@ class TranslationConfig(ModelConfig):
     kv_heads: int | None = None
     pad_vocab: bool = True
     output_bias: bool = False
+    layer_drop: float = 0.0
     bos: int = BOS
     eos: int = EOS
 
@@ -122,7 +124,7 @@ class TranslationModel(Module):
         layer: dict[str, Any] = {
             "kv_heads": c.kv_heads, "rotary": rotary, "dropout": c.dropout,
             "attention_dropout": c.attention_dropout, "norm": c.norm, "activation": c.activation,
-            "streams": streams, "rng": rng,
+            "layer_drop": c.layer_drop, "streams": streams, "rng": rng,
         }  # fmt: skip
         sizes = (c.d_model, c.heads, c.ffn)
         self.source = Embedding(rows, c.d_model, **table)
@@ -296,7 +298,7 @@ def _configure(options, vocab):
     """Return the TranslationConfig of a TrainConfig."""
     return TranslationConfig(
         vocab=vocab, d_model=options.dim, heads=options.heads, layers=options.layers,
-        ffn=options.ffn, dropout=options.dropout, attention_dropout=options.attention_dropout,
+        ffn=options.ffn, dropout=options.dropout, layer_drop=options.layer_drop, attention_dropout=options.attention_dropout,
         norm=options.norm, positions=options.positions, activation=options.activation,
         max_length=options.max_len + 1, kv_heads=options.kv_heads, pad_vocab=options.pad_vocab,
     )  # fmt: skip
@@ -304,7 +306,7 @@ def _configure(options, vocab):
 
 register(ModelKind(
     name="translation", tasks=("translation",), model=TranslationModel, configure=_configure,
-    options=("ffn", "attention_dropout", "norm"),
+    options=("ffn", "attention_dropout", "norm", "layer_drop"),
     defaults={"positions": "sinusoidal", "activation": "relu"},
     # Where an update of the default size takes seconds, smaller ones and fewer translations at an
     # evaluation let a run learn, and show it, within minutes.

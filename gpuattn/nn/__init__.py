@@ -1,7 +1,7 @@
 """Layers: modules whose calls run the fused ops, on packed tokens or batches."""
 
 from gpuattn.nn.attention import KeyValueCache, MemoryProjection, MultiHeadAttention
-from gpuattn.nn.dropout import Dropout, RandomState, StochasticDepth, Streams
+from gpuattn.nn.dropout import Dropout, LayerDrop, RandomState, StochasticDepth, Streams
 from gpuattn.nn.embedding import Embedding, sinusoidal_positions
 from gpuattn.nn.linear import FeedForward, Linear
 from gpuattn.nn.module import Module, uninitialised

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gpuattn import arrays, rng
 from gpuattn.autodiff.tape import raw
 from gpuattn.errors import problem
@@ -80,3 +82,19 @@ class StochasticDepth(Dropout):
         ones = arrays.zeros(raw(x), (len(x), *[1] * (x.ndim - 1)))
         ones += 1
         return x * dropout(ones, p, seed=key)
+
+
+class LayerDrop(Dropout):
+    """Leaves a whole layer out for a whole batch with probability ``p``.
+
+    Fan et al., "Reducing Transformer Depth on Demand with Structured Dropout" (2020).
+    """
+
+    def __call__(self, before: Any, after: Any) -> Any:  # type: ignore[override]
+        """Return ``before``, the input of the layer, where it is left out, else ``after``."""
+        p, key = self.now()
+        if not p:
+            return after
+        one = arrays.zeros(raw(after), (1,) * after.ndim)
+        one += 1
+        return np.where(raw(dropout(one, p, seed=key)) > 0, after, before)

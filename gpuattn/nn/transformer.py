@@ -14,7 +14,7 @@ from gpuattn.autodiff import tape
 from gpuattn.autodiff.functional import checkpoint
 from gpuattn.errors import problem
 from gpuattn.nn.attention import MultiHeadAttention
-from gpuattn.nn.dropout import Dropout, StochasticDepth, Streams
+from gpuattn.nn.dropout import Dropout, LayerDrop, StochasticDepth, Streams
 from gpuattn.nn.linear import FeedForward
 from gpuattn.nn.module import Module, generator
 from gpuattn.nn.norm import LayerNorm, RMSNorm
@@ -29,11 +29,12 @@ class _Layer(Module):
             raise ValueError(problem("Transformer layer", "norm", repr(norm), "'pre' or 'post'"))
         self.pre_norm = norm == "pre"
 
-    def _residuals(self, norms, dropout, streams, stochastic_depth=0.0):
+    def _residuals(self, norms, dropout, streams, layer_drop, stochastic_depth=0.0):
         self.norms = norms
         self.dropouts = [Dropout(dropout, streams) for _ in norms]
         self.skips = [StochasticDepth(stochastic_depth, streams) if stochastic_depth else None
                       for _ in norms]  # fmt: skip
+        self.drop = LayerDrop(layer_drop, streams) if layer_drop else None
 
     def enter(self, x):
         """Return (input of the first branch, residual stream) for the layer's input ``x``."""
@@ -47,6 +48,12 @@ class _Layer(Module):
         ``n``: the input of the first branch; ``h``: the residual stream; ``following``: the norm
         after a pre-norm layer, or None.
         """
+        if self.drop and self.drop.training:
+            h = self.drop(h, self._branched(n, h, None, context)[1])
+            return following.and_residual(h) if self.pre_norm and following else (h, h)
+        return self._branched(n, h, following, context)
+
+    def _branched(self, n, h, following, context):
         norms = [*self.norms[1:], following] if self.pre_norm else self.norms
         for (inner, out), norm, dropout, skip in zip(
             self._branches(**context), norms, self.dropouts, self.skips, strict=True
@@ -73,7 +80,8 @@ class TransformerEncoderLayer(_Layer):
     layer of a decoder-only model. ``dropout``: of both branches and, without
     ``attention_dropout``, of attention probabilities. ``norm_kind``: "layer" or "rms"; ``eps``: of
     the norms. ``stochastic_depth``: the probability with which a branch is left out for a sample of
-    a batch, see StochasticDepth. ``rotary_base``, ``rotary_frequencies``, ``rotary_scale``,
+    a batch, see StochasticDepth. ``layer_drop``: that with which the layer is left out for a batch,
+    see LayerDrop. ``rotary_base``, ``rotary_frequencies``, ``rotary_scale``,
     ``qkv_bias``, ``head_size``, ``qk_norm`` (with ``eps``): see MultiHeadAttention. A call takes
     ``cu_seqlens``, ``max_seqlen`` for packed tokens, or ``key_lengths`` (B,), and ``positions``
     where attention is ``rotary``.
@@ -86,8 +94,8 @@ class TransformerEncoderLayer(_Layer):
         causal: bool = False, dropout: float = 0.0, attention_dropout: float | None = None,
         norm: str = "pre", norm_kind: str = "layer", eps: float = 1e-5, activation: str = "relu",
         bias: bool = True, qkv_bias: bool | None = None, head_size: int | None = None,
-        qk_norm: bool = False, stochastic_depth: float = 0.0, streams: Streams | None = None,
-        rng: np.random.Generator | None = None,
+        qk_norm: bool = False, stochastic_depth: float = 0.0, layer_drop: float = 0.0,
+        streams: Streams | None = None, rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         super().__init__(norm)
         if norm_kind not in ("layer", "rms"):
@@ -104,7 +112,7 @@ class TransformerEncoderLayer(_Layer):
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
         new_norm = partial(LayerNorm, bias=bias) if norm_kind == "layer" else RMSNorm
         norms = [new_norm(width, eps=eps) for _ in range(2)]
-        self._residuals(norms, dropout, streams, stochastic_depth)
+        self._residuals(norms, dropout, streams, layer_drop, stochastic_depth)
 
     def _branches(self, **context):
         return (
@@ -125,8 +133,8 @@ class TransformerDecoderLayer(_Layer):
         self, width: int, heads: int, hidden: int, *, kv_heads: int | None = None,
         projects: bool = True, rotary: bool = False, dropout: float = 0.0,
         attention_dropout: float | None = None, norm: str = "pre", activation: str = "relu",
-        bias: bool = True, eps: float = 1e-5, streams: Streams | None = None,
-        rng: np.random.Generator | None = None,
+        bias: bool = True, eps: float = 1e-5, layer_drop: float = 0.0,
+        streams: Streams | None = None, rng: np.random.Generator | None = None,
     ) -> None:  # fmt: skip
         super().__init__(norm)
         rng, streams = generator(rng), streams or Streams()
@@ -140,7 +148,7 @@ class TransformerDecoderLayer(_Layer):
         )
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, rng=rng)
         norms = [LayerNorm(width, bias=bias, eps=eps) for _ in range(3)]
-        self._residuals(norms, dropout, streams)
+        self._residuals(norms, dropout, streams, layer_drop)
 
     def __call__(self, x: Any, memory: Any, **context: Any) -> Any:  # type: ignore[override]
         return super().__call__(x, memory=memory, **context)

@@ -137,6 +137,7 @@ class TrainConfig:
     dropout: float = _option(0.3, number(0, below=1))
     attention_dropout: float = _option(0.0, number(0, below=1))
     stochastic_depth: float = _option(0.0, number(0, below=1))
+    layer_drop: float = _option(0.0, number(0, below=1))
     norm: str = _option("pre", choice(*CHOICES["norm"]))
     positions: str | None = _option(None, choice(*CHOICES["positions"]))
     activation: str | None = _option(None, choice(*CHOICES["activation"]))

@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "lr": 5e-5, "schedule": "linear", "warmup": 0.1, "length": "3e", "weight_decay": 0.01,
     "ema": 0.0, "eval_every": AUTO,
 }  # fmt: skip
-DROPOUTS = ("dropout", "attention_dropout", "stochastic_depth")
+DROPOUTS = ("dropout", "attention_dropout", "stochastic_depth", "layer_drop")
 CHANGED = ("image_size", *DROPOUTS)  # options of a model that a run may change
 LONGEST = 256  # tokens of a sentence or a block, where the model takes more
 

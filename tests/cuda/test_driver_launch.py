@@ -9,7 +9,7 @@ import pytest
 
 import gpuattn
 from gpuattn import arrays
-from gpuattn.autodiff.numpy.arithmetic import by_kernel
+from gpuattn.autodiff.arithmetic import by_kernel
 from gpuattn.autodiff.pending_matmul import PendingMatmul
 from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gpuattn.arrays import BFLOAT16, is_array, on_gpu
-from gpuattn.autodiff.numpy.arithmetic import by_kernel
+from gpuattn.autodiff.arithmetic import by_kernel
 from gpuattn.autodiff.tape import Box, apply, op, raw
 from gpuattn.impls import Call, Impl, Impls
 from gpuattn.typing import Array, ArrayLike, DType, Shape

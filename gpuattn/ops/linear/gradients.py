@@ -5,6 +5,7 @@ dx = dz @ weight, dweight = dz.T @ x, and dbias is the sum of dz over its rows.
 """
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from gpuattn.typing import Array
 
 TILE = 128  # rows and columns of a tile of dweight
 FULL_TILES = 200  # tiles of dweight that fill a GPU by themselves
+JOINT_SIZE = 1 << 24  # numbers of dz, from which on a launch of both is slower
 SIDE_SHARE = 2  # a matmul on the side stream is planned for 1 / SIDE_SHARE of the multiprocessors
 
 
@@ -29,7 +31,8 @@ class Plan(NamedTuple):
     ``dz``: "codes" (by slopes stored as bytes), "matmul" (one launch computes the pending matmul
     that dy is and multiplies it by the slopes), "elementwise" (dy times the slopes; the launch sums
     up dbias too), or "dy" (there is no activation).
-    ``joint``: dweight and dbias by one launch, if the library can do that.
+    ``joint``: dweight and dbias by one launch, if the library can do that. It sums up a large dz at
+    a sixth of the copy rate, and dweight is no part of a common launch then.
     ``small``: dweight does not fill a GPU by itself, so it may be deferred or go to the side
     stream.
     """
@@ -48,6 +51,7 @@ def plan(saved: tuple, dy: Array | PendingMatmul, needs: tuple[bool, ...], into:
         dz = {"codes": "codes", "none": "dy"}.get(kind, "elementwise")
     adds = into[2] is not None and into[2][1]  # to a bias gradient: no library does
     joint = needs[1] and needs[2] and dz != "elementwise" and not adds
+    joint = joint and math.prod(dy.shape) < JOINT_SIZE
     small = needs[1] and _tiles(x.shape[-1]) * _tiles(dy.shape[-1]) < FULL_TILES
     return Plan(dz, joint, small)
 

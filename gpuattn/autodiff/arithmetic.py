@@ -1,7 +1,8 @@
 """``a + b``, ``a - b`` and ``a * b`` of alike GPU arrays by a kernel of ours.
 
-CuPy computes the same bits. But a launch of ours is recorded with its call (``cuda.program``), so
-that later calls cost a launch. Device code: ``rawkernels/arithmetic.cu``.
+CuPy computes the same bits, one element a thread: 16,384 x 768 in bfloat16 took 61 us on an H200
+where 75 MB take 18. And a launch of ours is recorded with its call (``cuda.program``), so that later
+calls cost a launch. Device code: ``rawkernels/arithmetic.cu``.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,12 @@ from gpuattn.typing import Array
 FILE, BLOCK, VECTOR = "arithmetic.cu", 256, 16  # VECTOR: bytes
 OPERATIONS: dict[Callable, int] = {np.add: 0, np.subtract: 1, np.multiply: 2}
 MOST = BLOCK << 31  # elements: of a grid's most blocks, with one in each thread
+
+
+def added(a: Any, b: Any) -> Any:
+    """Return ``a + b`` of two gradients: arrays, or Tensors where they are differentiated again."""
+    out = by_kernel(np.add, a, b) if type(a) is type(b) else None
+    return a + b if out is None else out
 
 
 def by_kernel(function: Callable, *inputs: Any) -> Array | None:

@@ -6,8 +6,8 @@ import pytest
 from fake_cublaslt import gpu as fake
 
 from gpuattn.arrays import BFLOAT16, to_cpu
-from gpuattn.autodiff.numpy import arithmetic
-from gpuattn.autodiff.numpy.arithmetic import OPERATIONS, by_kernel
+from gpuattn.autodiff import arithmetic
+from gpuattn.autodiff.arithmetic import OPERATIONS, by_kernel
 
 SIZES = 1, 7, 8, 2048, 2049, 100_003
 DTYPES = np.float32, np.float16, BFLOAT16
