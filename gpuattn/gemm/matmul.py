@@ -108,11 +108,13 @@ def matmul_activated(
 ) -> Array | Reason:
     """Return ``f(x @ weight.T + bias)`` by one launch, or the Reason why cuBLASLt cannot.
 
-    ``x``: (N, in). ``weight``: (out, in). ``bias``: (out,) or None. ``activation``: None, "relu" or
-    "gelu" (the tanh form). ``before``: None, or where to write what the activation is applied to,
-    (N, out). All GPU arrays of one dtype. A SlowPathWarning says the Reason, unless another path
-    follows by design.
+    ``x``: (N, in). ``weight``: (out, in). ``bias``: (out,) or None. ``activation``: None, "relu",
+    "gelu" (the tanh form) or "gelu_exact", which it lacks. ``before``: None, or where to write
+    what the activation is applied to, (N, out). All GPU arrays of one dtype. A SlowPathWarning
+    says the Reason, unless another path follows by design.
     """
+    if activation == "gelu_exact":
+        return Reason("cuBLASLt's GELU is the tanh form", by_design=True)
     if activation == "gelu" and x.dtype == np.float32:
         return Reason("cuBLASLt's GELU is made for 16 bits: in float32 it is 5e-6 off", True)
     if bias is not None and (not bias.flags.c_contiguous or bias.data.ptr % 16):

@@ -329,7 +329,8 @@ def _configure(options, vocab):
     masked = options.classify is None
     return BertConfig(
         vocab=vocab, d_model=options.dim, heads=options.heads, layers=options.layers[0],
-        ffn=4 * options.dim, max_length=options.block, dropout=options.dropout, layer_drop=options.layer_drop,
+        ffn=4 * options.dim, max_length=options.block, dropout=options.dropout,
+        layer_drop=options.layer_drop,
         attention_dropout=options.attention_dropout, activation=options.activation,
         pooler=not masked, masked=masked, predicted=float(masked), pad_vocab=options.pad_vocab,
     )  # fmt: skip

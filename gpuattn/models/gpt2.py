@@ -205,7 +205,8 @@ def _configure(options, vocab):
     """Return the GPT2Config of a TrainConfig."""
     return GPT2Config(
         vocab=vocab, d_model=options.dim, heads=options.heads, layers=options.layers[0],
-        block=options.block, dropout=options.dropout, layer_drop=options.layer_drop, kv_heads=options.kv_heads,
+        block=options.block, dropout=options.dropout,
+        layer_drop=options.layer_drop, kv_heads=options.kv_heads,
         positions=options.positions, activation=options.activation, pad_vocab=options.pad_vocab,
         bias=options.bias,
     )  # fmt: skip

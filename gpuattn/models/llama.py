@@ -82,7 +82,8 @@ class Llama(GPT2):
         self.layers = [
             TransformerEncoderLayer(
                 c.d_model, c.heads, c.ffn, kv_heads=c.kv_heads, rotary=True, rotary_base=c.base,
-                causal=True, dropout=c.dropout, layer_drop=c.layer_drop, norm_kind="rms", eps=c.eps, activation="swiglu",
+                causal=True, dropout=c.dropout, layer_drop=c.layer_drop,
+                norm_kind="rms", eps=c.eps, activation="swiglu",
                 bias=False, qkv_bias=c.qkv_bias, head_size=c.head_dim, qk_norm=c.qk_norm,
                 streams=streams, rng=rng, **scaling,
             )

@@ -44,8 +44,8 @@ class TranslationConfig(ModelConfig):
     keys and values, which divide ``heads``; None: as many. ``pad_vocab``: tables have a multiple
     of 64 rows, which makes matmuls with them faster. ``output_bias``: whether a bias
     comes to the logits. ``layer_drop``: the probability with which training leaves a layer out for
-    a batch (Fan et al., 2020). ``bos``: the token that the decoder's input begins with; ``eos``: the one
-    that ends a sentence on either side.
+    a batch (Fan et al., 2020). ``bos``: the token that the decoder's input begins with; ``eos``:
+    the one that ends a sentence on either side.
     """
 
     vocab: int
@@ -298,7 +298,8 @@ def _configure(options, vocab):
     """Return the TranslationConfig of a TrainConfig."""
     return TranslationConfig(
         vocab=vocab, d_model=options.dim, heads=options.heads, layers=options.layers,
-        ffn=options.ffn, dropout=options.dropout, layer_drop=options.layer_drop, attention_dropout=options.attention_dropout,
+        ffn=options.ffn, dropout=options.dropout, layer_drop=options.layer_drop,
+        attention_dropout=options.attention_dropout,
         norm=options.norm, positions=options.positions, activation=options.activation,
         max_length=options.max_len + 1, kv_heads=options.kv_heads, pad_vocab=options.pad_vocab,
     )  # fmt: skip

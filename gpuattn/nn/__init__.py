@@ -13,6 +13,7 @@ __all__ = [
     "Embedding",
     "FeedForward",
     "KeyValueCache",
+    "LayerDrop",
     "LayerNorm",
     "Linear",
     "MemoryProjection",

@@ -1,25 +1,22 @@
 """Linear layers."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gpuattn.nn.module import Module, constant, generator, xavier_uniform
-from gpuattn.ops.linear.bias_activation import gelu, silu, swiglu
+from gpuattn.ops.linear.bias_activation import silu, swiglu
 from gpuattn.ops.linear.linear import linear
 from gpuattn.typing import Array
 
-UNFUSED_ACTIVATIONS = {
-    "gelu_exact": partial(gelu, approximate="none"), "silu": silu, "swiglu": swiglu
-}  # fmt: skip
+UNFUSED_ACTIVATIONS = {"silu": silu, "swiglu": swiglu}
 """Activations that are not fused into the matmul."""
 
 
 class Linear(Module):
     """``activation(x @ weight.T + bias)``: (..., inputs) to (..., outputs).
 
-    ``weight``: (outputs, inputs). ``activation``: None, "relu" or "gelu" (tanh form).
+    ``weight``: (outputs, inputs). ``activation``: None, "relu", "gelu" (tanh form) or "gelu_exact".
 
     >>> import numpy as np
     >>> Linear(3, 5)(np.ones((2, 4, 3), "float32")).shape

@@ -20,9 +20,6 @@ constexpr int ROWS = 2 / PARTS;                 // rows that a thread reads at a
 // blocks of the gradient per multiprocessor, which limits its registers
 constexpr int RESIDENT = VECTOR ? 8 / (int)sizeof(scalar) / PARTS : 1;
 
-constexpr float SQRT_HALF = 0.7071067812f;
-constexpr float DENSITY = 0.3989422804f;  // 1 / sqrt(2 pi)
-
 // open = 1 / (1 + 2^x) and shut = 1 / (1 + 2^-x), both accurate to the last bits. Where 2^x is infinite `shut` is wrong, but
 // it only multiplies 0.
 struct Gate { float open, shut; };
@@ -45,19 +42,9 @@ __device__ inline Curve curve(float z) {
         const float steepness = 2.f * TANH_INNER * (1.f + 3.f * TANH_CUBIC * fminf(square, 100.f));
         return {value, gate.open + value * gate.shut * steepness};
     }
-    if constexpr (ACTIVATION == 3) {  // Phi(-|z|) = exp(-z^2 / 2) p(1 / (2 + |z| / sqrt(2)))
-        const float w = reciprocal(2.f + SQRT_HALF * fabsf(z)), bell = exp2_fast(-0.5f * LOG2E * z * z);
-        float p = -5.5632008f;
-        p = p * w + 19.4504324f;
-        p = p * w - 25.8461504f;
-        p = p * w + 14.5040418f;
-        p = p * w - 2.53869076f;
-        p = p * w + 1.72312326f;
-        p = p * w + 0.480245301f;
-        p = p * w + 0.287467211f;
-        p = p * w - 0.000147617388f;
-        const float tail = p * bell, open = z > 0.f ? 1.f - tail : tail;
-        return {z * open, open + DENSITY * z * bell};
+    if constexpr (ACTIVATION == 3) {
+        const Normal at = normal(z);
+        return {z * at.below, at.below + DENSITY * z * at.bell};
     }
     const Gate gate = gate_of(-LOG2E * z);
     const float value = z * gate.open;

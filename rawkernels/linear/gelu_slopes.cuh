@@ -1,5 +1,5 @@
 #pragma once
-// GELU by tanh with its slope, and slopes coded as bytes. A code is the low byte of an integer stored as a 16-bit float:
+// GELU, by tanh or EXACT, with its slope, and slopes coded as bytes. A code is the low byte of an integer stored as a 16-bit float:
 // 164 + 256 slope for bf16, 1050 + 200 slope for f16, rounded. Slopes of 0 and 1 are exact; others, from -0.13 to 1.13, have
 // an error of at most 1/256 in bf16 (1/512 below 0.36) and 1/400 in f16. NaN becomes an arbitrary slope.
 // The codes of 64 rows x 32 columns are contiguous, 16 per thread, in the order of its accumulators (wgmma.cuh).
@@ -14,10 +14,14 @@ __device__ constexpr float scale(f16) { return 200.f; }
 __device__ constexpr float origin(bf16) { return 164.f; }
 __device__ constexpr float origin(f16) { return 1050.f; }
 
-// GELU is z / (1 + odds), odds = exp(-2 u(z)), and its slope 1 / (1 + odds) + z odds / (1 + odds)^2 2 u'(z).
+// GELU by tanh is z / (1 + odds), odds = exp(-2 u(z)), and its slope 1 / (1 + odds) + z odds / (1 + odds)^2 2 u'(z).
 struct Curve { float value, code; };  // code: the integer before it is rounded to 16 bits
-__device__ __forceinline__ Curve curve(float z) {
+template <bool EXACT> __device__ __forceinline__ Curve curve(float z) {
     constexpr float SCALE = scale(scalar()), ORIGIN = origin(scalar());
+    if constexpr (EXACT) {
+        const Normal at = normal(z);
+        return {z * at.below, fmaf(SCALE * DENSITY * z, at.bell, fmaf(at.below, SCALE, ORIGIN))};
+    }
     const float square = z * z, steep = SCALE * STEEP + SCALE * STEEP_CUBIC * square;
     const float gate = reciprocal(1.f + exp2_fast(z * (EXPONENT + EXPONENT * TANH_CUBIC * square)));
     const float value = z * gate, rest = fmaf(-value, gate, value);

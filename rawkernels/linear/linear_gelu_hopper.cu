@@ -1,6 +1,7 @@
 // GELU after a linear layer, for Hopper, fused into the layer's product and into the product of its gradient.
-// Forward: y = gelu(x weight^T), and its slopes, one byte each. Gradient: dz = (dy weight) slopes.
-// Constants: scalar = f16, bf16; GRADIENT = false, true; HELD = 0, 6
+// Forward: y = gelu(x weight^T + bias), and its slopes, one byte each. Gradient: dz = (dy weight) slopes.
+// Constants: scalar = f16, bf16; GRADIENT = false; EXACT = false, true (GELU by tanh, by erf); BIAS = false, true; HELD = 0, 6
+// Constants: scalar = f16, bf16; GRADIENT = true; EXACT = false; BIAS = false; HELD = 0, 6
 // Launch:    grid = (min(tiles, SMs),), if HELD a multiple of the tiles in a row; block = (384,), shared = SHARED bytes;
 //            if HELD depth <= 64 * HELD
 //            dependent: linear_gelu
@@ -47,12 +48,26 @@ __device__ __forceinline__ void multiply(float (&sum)[PARTS][COLUMNS / 2], u32 a
     wgmma_commit();
 }
 
+// Sets the sums of a tile to the bias of their columns; beyond the last column, to 0.
+__device__ __forceinline__ void begin_with_bias(float (&sum)[PARTS][COLUMNS / 2], const u32* bias, int column, int columns) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; ++n) {
+        const int first = column + 8 * n;
+        const float2 pair = unpack_pair(scalar(), first < columns ? bias[first / 2 + threadIdx.x % 4] : 0u);
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) {
+            sum[j][4 * n] = sum[j][4 * n + 2] = pair.x;
+            sum[j][4 * n + 1] = sum[j][4 * n + 3] = pair.y;
+        }
+    }
+}
+
 // 16 x 16 sums of a warp, 8 per thread, to packed results and to words of their codes.
 __device__ __forceinline__ void activate(u32 (&out)[4], u32 (&words)[2], const float* sum) {
     u32 codes[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-        const Curve low = curve(sum[2 * n]), high = curve(sum[2 * n + 1]);
+        const Curve low = curve<EXACT>(sum[2 * n]), high = curve<EXACT>(sum[2 * n + 1]);
         out[n] = pack_pair(scalar(), low.value, high.value);
         codes[n] = pack_pair(scalar(), low.code, high.code);
     }
@@ -64,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
     const __grid_constant__ TensorMap weight_map,  // (columns, depth), boxes of 128 rows; gradient (depth, columns), of 64
     const __grid_constant__ TensorMap out_map,     // (rows, columns); boxes of 16 rows
     unsigned char* __restrict__ codes,             // of whole tiles of 128 x 128; code blocks row by row
+    const u32* __restrict__ bias,                  // (columns,) of BIAS, in pairs; else null
     const __grid_constant__ Problem problem) {
     grid_dependency_wait();
     const u32 shared = __shfl_sync(~0u, shared_base(), 0);
@@ -128,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
             for (int p = 0; p < PARTS * CHUNKS; ++p) loaded[p] = load_streaming(codes_at(p / CHUNKS, p % CHUNKS));
         }
         float sum[PARTS][COLUMNS / 2];
+        if constexpr (BIAS) begin_with_bias(sum, bias, column, problem.columns);
         bar_sync(1 + w, 256);
 #pragma unroll
         for (int j = 0; j < PARTS; ++j) keep_live(sum[j]);
@@ -138,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
             const u32 a = shared + STAGE + i * STAGE_BYTES;
             if (HELD && tile < first + 2 * stride) mbar_wait(shared + HELD_FULL + 8 * k, 0);
             mbar_wait(shared + STAGE_FULL + 8 * i, at / STAGES & 1);
-            multiply(sum, a, HELD ? shared + WEIGHT + k * B_BYTES : a + A_BYTES, k > 0);
+            multiply(sum, a, HELD ? shared + WEIGHT + k * B_BYTES : a + A_BYTES, BIAS || k > 0);
             wgmma_wait<1>();
             if (k > 0) release(previous);
             previous = shared + STAGE_EMPTY + 8 * i;

@@ -53,3 +53,20 @@ def test_stochastic_depth_leaves_out_whole_samples(xp):
     state.step = 1
     assert (kept != (to_cpu(layer(x).data)[:, 0, 0] > 0)).any()
     assert layer.eval()(x) is x
+
+
+def test_layer_drop_leaves_out_whole_batches(xp):
+    state = nn.RandomState(3)
+    layer = nn.LayerDrop(0.25, nn.Streams(state))
+    before, after = (Tensor(xp.full((3, 2), n, "float32"), requires_grad=True) for n in (1, 2))
+    kept = []
+    for state.step in range(400):
+        y = to_cpu(layer(before, after).data)
+        assert (y == y[0, 0]).all()
+        kept.append(y[0, 0] == 2)
+    assert 0.68 < np.mean(kept) < 0.82
+    state.step = kept.index(False)
+    layer(before, after).sum().backward()
+    assert (to_cpu(before.grad) == 1).all() and not to_cpu(after.grad).any()
+    layer.eval()
+    assert layer(before, after) is after

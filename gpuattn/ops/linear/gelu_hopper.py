@@ -1,4 +1,4 @@
-"""A linear layer with GELU and no bias on Hopper: the implementation "raw-hopper" of ``linear``.
+"""A linear layer with GELU on Hopper: the implementation "raw-hopper" of ``linear``.
 
 ``linear_gelu_hopper.cu`` writes GELU of the matmul, and for the gradient the slope of each result,
 rounded to a byte (Novikov et al., "Few-bit backward: quantized gradients of activation functions
@@ -25,6 +25,7 @@ FILE, NAME = "linear/linear_gelu_hopper.cu", "linear_gelu"
 ALONE_FILE, ALONE = "linear/gelu_slopes.cu", "gelu_slopes_backward"
 THREADS = 384
 TILE = 128  # rows and columns of a tile
+FORMS = {"gelu": False, "gelu_exact": True}  # activation: the constant EXACT
 DEPTH = 64  # columns of x in one pipeline stage
 HELD = 6  # stages of a weight that can stay in shared memory: the constant HELD, or 0 for none
 MIN_BUSY = 0.95  # share of the multiprocessors that must have a column of tiles for HELD
@@ -38,8 +39,8 @@ def refuse(
     x: Array, weight: Array, bias: Array | None, *, needs: tuple[bool, ...], activation: str | None
 ) -> str | None:
     """Return why this implementation does not run ``linear``, or None."""
-    if activation != "gelu" or bias is not None:
-        return "the kernel computes GELU, of a matmul without a bias"
+    if activation not in FORMS:
+        return "the kernel computes GELU"
     if reason := kernel_refusal(x) or hopper_refusal(x.device.id):
         return reason
     rows = as_rows(x)
@@ -75,15 +76,21 @@ def _slower(x, weight, needs):
     return None
 
 
-def forward(x: Array, weight: Array) -> tuple[Array, Array]:
-    """Return (y, codes): gelu(x @ weight.T) by its tanh form, and its slopes as bytes.
+def forward(
+    x: Array, weight: Array, bias: Array | None = None, activation: str = "gelu"
+) -> tuple[Array, Array]:
+    """Return (y, codes): gelu(x @ weight.T + bias), and its slopes as bytes.
 
-    ``x``: (rows, in). ``weight``: (out, in). ``y``: (rows, out). All of one 16-bit float dtype.
+    ``x``: (rows, in). ``weight``: (out, in). ``bias``: (out,) or None. ``activation``: one of
+    FORMS. ``y``: (rows, out). All of one 16-bit float dtype.
     ``codes``: (bytes,) uint8, in the order of the kernel, for whole tiles.
     """
     y = arrays.empty(x, (len(x), len(weight)))
     codes = arrays.empty(x, (_across(len(x)) * _across(len(weight)) * TILE**2,), np.uint8)
-    _launch(x, weight, y, codes, False)
+    if bias is not None and (not bias.flags.c_contiguous or bias.data.ptr % 4):
+        bias = bias.copy()
+    constants = {"GRADIENT": False, "EXACT": FORMS[activation], "BIAS": bias is not None}
+    _launch(x, weight, y, codes, bias, constants)
     return y, codes
 
 
@@ -106,7 +113,8 @@ def backward(dy: Array | PendingMatmul, codes: Array) -> Array:
 
 def _of_matmul(matmul, codes):
     dz = arrays.empty(matmul.dz, (len(matmul.dz), matmul.weight.shape[1]))
-    _launch(matmul.dz, matmul.weight, dz, codes, True)
+    constants = {"GRADIENT": True, "EXACT": False, "BIAS": False}
+    _launch(matmul.dz, matmul.weight, dz, codes, None, constants)
     return dz
 
 
@@ -121,16 +129,16 @@ def _of_array(dy, codes):
     return dz
 
 
-def _launch(a, weight, out, codes, gradient):
+def _launch(a, weight, out, codes, bias, constants):
     (rows, columns), depth = out.shape, a.shape[1]
     maps = [
         tensor_maps.tensor_map(x[:, None], box)
-        for x, box in ((a, TILE), (weight, DEPTH if gradient else TILE), (out, 16))
+        for x, box in ((a, TILE), (weight, DEPTH if constants["GRADIENT"] else TILE), (out, 16))
     ]
     problem = np.array([rows, columns, depth], np.int32).view("V12")
     held, grid = plan(rows, columns, depth, gpu(a.device.id).multiprocessors)
-    kernel(FILE, NAME, scalar=ctype(a.dtype), GRADIENT=gradient, HELD=held)(
-        (grid,), (THREADS,), *maps, codes, problem, shared_bytes=SHARED_BYTES[held]
+    kernel(FILE, NAME, scalar=ctype(a.dtype), HELD=held, **constants)(
+        (grid,), (THREADS,), *maps, codes, bias, problem, shared_bytes=SHARED_BYTES[held]
     )
 
 

@@ -2,7 +2,7 @@
 
 "cublaslt": the library's matmul (``gpuattn/gemm/matmul.py``), which adds the bias and applies the
 activation in its epilogue; where it cannot, one more kernel does, ``bias_activation.cu``.
-"raw-hopper": GELU without a bias, whose gradient is wanted (``gelu_hopper.py``). The gradient of
+"raw-hopper": GELU whose gradient is wanted (``gelu_hopper.py``). The gradient of
 both is in ``gradients.py``.
 """
 
@@ -31,10 +31,10 @@ def linear(
     """Return ``f(x @ weight.T + bias)``: (..., out), in the dtype of ``x``.
 
     ``x``: (..., in). ``weight``: (out, in). ``bias``: (out,) or None. All of one float dtype.
-    ``activation``: None, "relu" or "gelu" (the tanh form, see ``gelu``). 16-bit results of the
-    matmul are summed up in float32. ``impl``: "raw-hopper", "cublaslt", "reference", or None for
-    the first that accepts. Raises TypeError for other or mixed dtypes, ValueError for shapes that
-    do not fit and for another activation.
+    ``activation``: None, "relu", "gelu" (the tanh form, see ``gelu``) or "gelu_exact". 16-bit
+    results of the matmul are summed up in float32. ``impl``: "raw-hopper", "cublaslt", "reference",
+    or None for the first that accepts. Raises TypeError for other or mixed dtypes, ValueError for
+    shapes that do not fit and for another activation.
     """
     inputs = tuple(take_arrays("linear", {"x": x, "weight": weight}, {"bias": bias}).values())
     x, weight, bias = map(raw, inputs)
@@ -42,7 +42,7 @@ def linear(
     check_floats("linear", x=x, weight=weight, bias=bias)
     check_matrix("linear", x, weight)
     check_shapes("linear", weight.shape[:1], bias=bias)
-    check_choice("linear", "activation", activation, None, "relu", "gelu")
+    check_choice("linear", "activation", activation, None, "relu", *gelu_hopper.FORMS)
     return Call(IMPLS, inputs, impl, activation=activation)
 
 
@@ -82,7 +82,7 @@ def _backward_reference(saved, dy, *, needs, into, activation):
 
 
 def _forward_hopper(x, weight, bias, *, needs, activation):
-    y, codes = gelu_hopper.forward(as_rows(x), weight)
+    y, codes = gelu_hopper.forward(as_rows(x), weight, bias, activation)
     saved = gradients.save("codes", x, weight, needs, codes) if any(needs) else None
     return y.reshape(*x.shape[:-1], len(weight)), saved
 
@@ -102,13 +102,13 @@ def _describe_cublaslt(*_, **__):
 
 def _forward_cublaslt(x, weight, bias, *, needs, activation):
     rows, shape, z = as_rows(x), (*x.shape[:-1], len(weight)), None
-    if activation == "gelu" and any(needs):
+    if activation in gelu_hopper.FORMS and any(needs):
         z = arrays.empty(x, (len(rows), len(weight)))
     y, bias = _matmul_activated(rows, weight, bias, activation, z)
     out = y.reshape(shape)
     if not any(needs):
         return out, None
-    kept = {None: ("none",), "relu": ("y", y), "gelu": ("z", z, bias)}[activation]
+    kept = {None: ("none",), "relu": ("y", y)}.get(activation, ("z", z, bias))
     return out, gradients.save(kept[0], x, weight, needs, *kept[1:])
 
 

@@ -1,5 +1,7 @@
 """A linear layer with GELU on Hopper: slopes of GELU stored as bytes, gradients from them."""
 
+import itertools
+
 import emulator
 import numpy as np
 import pytest
@@ -23,26 +25,29 @@ UNIT = {"f16": 2.0**-10, "bf16": 2.0**-7}  # unit in the last place of 1
 SLOPE_ERROR = {"f16": 1 / 400, "bf16": 1 / 256}
 # rows, in, out, the next layer's out; where out is 256 or less the weight stays in shared memory
 PROBLEMS = [
-    ((300, 136, 232, 72), "f16"),
-    ((300, 136, 232, 72), "bf16"),
-    ((400, 72, 328, 136), "f16"),
-    ((130, 392, 264, 8), "bf16"),
-    ((1, 8, 8, 392), "bf16"),
+    ((300, 136, 232, 72), "f16", "gelu", False),
+    ((300, 136, 232, 72), "bf16", "gelu_exact", True),
+    ((400, 72, 328, 136), "f16", "gelu_exact", False),
+    ((130, 392, 264, 8), "bf16", "gelu", True),
+    ((130, 392, 264, 8), "f16", "gelu_exact", True),
+    ((1, 8, 8, 392), "bf16", "gelu", False),
 ]
 
 
 def problem(xp, shape, dtype, seed=0):
-    """Return x, the weight and a PendingMatmul that is y's gradient, and all of them as float64."""
+    """Return x, the weight, a bias and a PendingMatmul that is y's gradient, and all of them as
+    float64."""
     rows, depth, columns, width = shape
     rng = np.random.default_rng(seed)
-    shapes = (rows, depth), (columns, depth), (rows, width), (width, columns)
+    shapes = (rows, depth), (columns, depth), (columns,), (rows, width), (width, columns)
     exact = [rng.standard_normal(s, np.float32) for s in shapes]
     exact[1] *= 2 / np.sqrt(depth)
     exact = [x.astype(DTYPES[dtype]) for x in exact]
-    x, weight, dz, after = (xp(a) for a in exact)
+    x, weight, bias, dz, after = (xp(a) for a in exact)
     return (
         x,
         weight,
+        bias,
         PendingMatmul(dz, after, (rows, columns)),
         [a.astype(np.float64) for a in exact],
     )
@@ -60,10 +65,10 @@ def slopes_of(codes, dtype, shape, like):
     return to_cpu(gelu_hopper.backward(ones, codes)).astype(np.float64)
 
 
-def check(x, weight, product, exact, dtype, like):
-    rows, matrix, dz, after = exact
-    y, codes = gelu_hopper.forward(x, weight)
-    value, slope = activate(rows @ matrix.T, "gelu", True)
+def check(x, weight, bias, product, exact, dtype, activation, like):
+    rows, matrix, shift, dz, after = exact
+    y, codes = gelu_hopper.forward(x, weight, bias, activation)
+    value, slope = activate(rows @ matrix.T + (0 if bias is None else shift), activation, True)
     close(y, value, UNIT[dtype], 2e-6 * np.abs(rows) @ np.abs(matrix.T) + 1e-6)
     slopes = slopes_of(codes, dtype, y.shape, like)
     rounding = UNIT["f16"] if dtype == "f16" else 0  # a byte's slope is exact in bfloat16
@@ -77,16 +82,18 @@ def check(x, weight, product, exact, dtype, like):
     close(found, to_cpu(dy).astype(np.float64) * slopes, UNIT[dtype], 1e-6)
 
 
-@pytest.mark.parametrize("shape, dtype", sampled(PROBLEMS, 1))
-def test_on_an_emulated_gpu(shape, dtype, host_compiler):
-    x, weight, product, exact = problem(emulator.as_array, shape, dtype)
+@pytest.mark.parametrize("shape, dtype, activation, biased", sampled(PROBLEMS, 2))
+def test_on_an_emulated_gpu(shape, dtype, activation, biased, host_compiler):
+    x, weight, bias, product, exact = problem(emulator.as_array, shape, dtype)
+    bias = bias if biased else None
     with emulator.Machine(seed=sum(shape)).in_place():
         assert gelu_hopper.refusal(x, weight) is None and gelu_hopper.takes_matmul(product)
-        check(x, weight, product, exact, dtype, emulator.as_array)
+        check(x, weight, bias, product, exact, dtype, activation, emulator.as_array)
 
 
+@pytest.mark.parametrize("activation", gelu_hopper.FORMS)
 @pytest.mark.parametrize("dtype", sampled(DTYPES, 1))
-def test_far_from_zero(dtype, host_compiler):
+def test_far_from_zero(dtype, activation, host_compiler):
     """Slopes of 0 and 1 are exact; y keeps NaN."""
     z = np.array([-6e4, -30, -7, 7, 30, 6e4, np.nan, 0])
     one = np.zeros((1, 8), DTYPES[dtype])
@@ -94,7 +101,8 @@ def test_far_from_zero(dtype, host_compiler):
     weight = np.zeros((8, 8), DTYPES[dtype])
     weight[:, 0] = z
     with emulator.Machine(seed=1).in_place():
-        y, codes = gelu_hopper.forward(emulator.as_array(one), emulator.as_array(weight))
+        given = emulator.as_array(one), emulator.as_array(weight)
+        y, codes = gelu_hopper.forward(*given, None, activation)
         slopes = slopes_of(codes, dtype, y.shape, emulator.as_array)
     y = y.astype(np.float64)
     want = np.where(z < 0, 0, weight[:, 0].astype(float))
@@ -105,7 +113,7 @@ def test_far_from_zero(dtype, host_compiler):
 
 @pytest.mark.parametrize("as_product", [True, False])
 def test_the_gradient_of_a_layer_uses_its_codes(as_product, host_compiler):
-    x, weight, product, exact = problem(emulator.as_array, (70, 72, 136, 80), "f16")
+    x, weight, _, product, exact = problem(emulator.as_array, (70, 72, 136, 80), "f16")
     raw, needs = find(LINEAR, "raw-hopper"), (True, True, False)
     with emulator.Machine(seed=3).in_place():
         _, saved = raw.forward(x, weight, None, needs=needs, activation="gelu")
@@ -114,7 +122,7 @@ def test_the_gradient_of_a_layer_uses_its_codes(as_product, host_compiler):
         dy = product if as_product else emulator.as_array(product.dz @ product.weight)
         into = None, None, None
         dx, dweight, _ = raw.backward(saved, dy, needs=needs, into=into, activation="gelu")
-    rows, matrix, dz, after = exact
+    rows, matrix, _, dz, after = exact
     _, slope = activate(rows @ matrix.T, "gelu", True)
     dz = dz @ after * slope
     for found, want in (dx, dz @ matrix), (dweight, dz.T @ rows):
@@ -125,7 +133,10 @@ def test_the_gradient_of_a_layer_uses_its_codes(as_product, host_compiler):
 @pytest.mark.parametrize("held", gelu_hopper.SHARED_BYTES)
 def test_compiles_without_spills_and_matches_the_host_memory_size(nvrtc, held, gradient):
     size = gelu_hopper.SHARED_BYTES[held]
-    check_hopper_compiles(gelu_hopper.FILE, size, GRADIENT=gradient, HELD=held)
+    forms = [(False, False)] if gradient else itertools.product((False, True), repeat=2)
+    for exact, biased in forms:
+        constants = {"GRADIENT": gradient, "EXACT": exact, "BIAS": biased, "HELD": held}
+        check_hopper_compiles(gelu_hopper.FILE, size, **constants)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,9 @@ def layer(rows, depth, columns, dtype=BFLOAT16):
     (*layer(16384, 384, 1536, np.float32), {}, "cublaslt", "float32"),
     (*layer(16384, 1024, 1536), {}, "cublaslt", "1024 inputs"),
     (*layer(16384, 384, 1536), {"activation": "relu"}, "cublaslt", "the kernel computes GELU"),
-    (*layer(16384, 384, 1536), {"bias": True}, "cublaslt", "without a bias"),
+    (*layer(16384, 384, 1536), {"bias": True}, "raw-hopper", None),
+    (*layer(16384, 384, 1536), {"bias": True, "activation": "gelu_exact"}, "raw-hopper", None),
+    (*layer(8192, 384, 1536), {"activation": "gelu_exact"}, "cublaslt", "768 tiles"),
     (*layer(16384, 384, 1536), {"wanted": False}, "cublaslt", "no gradient is wanted"),
 ])  # fmt: skip
 def test_which_layers_select_it(x, weight, params, runs, says, recwarn):
@@ -204,25 +217,29 @@ def hopper(gpu):
 @pytest.mark.parametrize(
     "shape", [(3000, 384, 1536, 384), (2049, 776, 1544, 520), (333, 72, 2056, 128)], ids=str
 )
-def test_on_a_gpu(hopper, shape, dtype):
-    x, weight, product, exact = problem(hopper.asarray, shape, dtype)
-    check(x, weight, product, exact, dtype, hopper.asarray)
+@pytest.mark.parametrize("activation", gelu_hopper.FORMS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_on_a_gpu(hopper, shape, dtype, activation, biased):
+    x, weight, bias, product, exact = problem(hopper.asarray, shape, dtype)
+    bias = bias if biased else None
+    check(x, weight, bias, product, exact, dtype, activation, hopper.asarray)
 
 
+@pytest.mark.parametrize("activation", gelu_hopper.FORMS)
 @pytest.mark.parametrize("watched", [False, True], ids=["product", "array"])
-def test_two_layers(hopper, watched):
+def test_two_layers(hopper, watched, activation):
     """All parameter gradients equal those without the kernel, which runs once or twice."""
     rng = np.random.default_rng(0)
-    shapes = [(1, 8192, 384), (2048, 384), (384, 2048)]
+    shapes = [(1, 8192, 384), (2048, 384), (384, 2048), (2048,)]
     arrays = [hopper.asarray(rng.standard_normal(s, np.float32).astype(BFLOAT16)) for s in shapes]
 
     def gradients():
-        x, w1, w2 = (Tensor(a, requires_grad=True) for a in arrays)
-        hidden = linear(x, w1 * 0.06, activation="gelu")
+        x, w1, w2, bias = (Tensor(a, requires_grad=True) for a in arrays)
+        hidden = linear(x, w1 * 0.06, bias, activation=activation)
         if watched:
             hidden = hidden * 1.0
         linear(hidden, w2 * 0.03).backward(arrays[0])
-        return [to_cpu(t.grad).astype(np.float64) for t in (x, w1, w2)]
+        return [to_cpu(t.grad).astype(np.float64) for t in (x, w1, w2, bias)]
 
     names = gelu_hopper.NAME, gelu_hopper.ALONE
     before = kernels.launches.copy()
