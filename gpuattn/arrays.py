@@ -264,6 +264,16 @@ def empty(like: Array, shape: int | Shape, dtype: DType | None = None) -> Array:
     return array
 
 
+def empty_pinned(shape: int | Shape, dtype: DType) -> np.ndarray:
+    """Return an uninitialised NumPy array that a GPU copies to and from without waiting.
+
+    As ``cupyx.empty_pinned``; importing cupyx takes 0.4 s, because it imports SciPy.
+    """
+    dtype, size = np.dtype(dtype), math.prod(np.atleast_1d(shape))
+    memory = import_cupy().cuda.alloc_pinned_memory(max(1, size * dtype.itemsize))
+    return np.frombuffer(memory, dtype, size).reshape(shape)
+
+
 def shared(array: Array) -> Array:
     """Return ``array``, which was just written, when every stream may read it.
 

@@ -76,7 +76,7 @@ def refusal(model: Any, rows: int, room: int) -> str | None:
             return "queries and keys are rotated or normalised"
         if own.head_dim not in GROUPS:
             return f"the head size is {own.head_dim}, the kernel takes 32, 64 or 128"
-        if forward.unfused is not None:
+        if forward.unfused is not None or forward.inner.activation not in ACTIVATIONS:
             return "the activation is not ReLU or the tanh form of GELU"
         for linear in (own.qkv, own.out, forward.inner, forward.out):
             if linear.weight.shape[1] % DEPTH or linear.weight.shape[0] % 2:

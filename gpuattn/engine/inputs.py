@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import get_xp, import_cupy, on_gpu
+from gpuattn.arrays import empty_pinned, get_xp, import_cupy, on_gpu
 
 ALIGNED = 64  # integers: 256 bytes
 FIXED_TOKENS = 2048  # of sources or prompts that are computed together, where that is fixed
@@ -25,9 +25,7 @@ class Inputs:
         self.host = np.zeros(size, np.int32)
         self._sent: Any = None
         if on_gpu(like):
-            import cupyx
-
-            self.host = cupyx.empty_pinned((size,), np.int32)
+            self.host = empty_pinned(size, np.int32)
 
     def begin(self) -> None:
         """Wait until what was sent has arrived, so that ``host`` may be written."""

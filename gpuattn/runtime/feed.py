@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import import_cupy
+from gpuattn.arrays import empty_pinned, import_cupy
 from gpuattn.data.batching import TokenOrder
 
 NUMBERS = {  # four bytes each
@@ -124,10 +124,8 @@ class _Slot:
         """Return pinned words (size,) to be written, when the last ones have been copied."""
         self.copied.synchronize()
         if self.host is None or len(self.host) < size:
-            import cupyx
-
             self.read.synchronize()
-            self.host = cupyx.empty_pinned(size, np.uint32)
+            self.host = empty_pinned(size, np.uint32)
             self.device = import_cupy().empty(size, np.uint32)
             copies.wait_event(stream.record())
         self.size = size

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import NothingComputed, get_xp, import_cupy, rehearsing
+from gpuattn.arrays import NothingComputed, empty_pinned, get_xp, import_cupy, rehearsing
 
 
 class Reading:
@@ -21,9 +21,7 @@ class Reading:
             return
         if rehearsing.get():
             raise NothingComputed
-        import cupyx
-
-        self._host = [cupyx.empty_pinned(array.shape, array.dtype) for array in arrays]
+        self._host = [empty_pinned(array.shape, array.dtype) for array in arrays]
         for array, host in zip(arrays, self._host, strict=True):
             array.get(out=host, blocking=False)
         self._event = import_cupy().cuda.get_current_stream().record()

@@ -6,7 +6,7 @@ Nothing is computed but what NumPy computes for CuPy. Graphs replay nothing.
 import contextlib
 import enum
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest import mock
 
 import fake_cublaslt
@@ -134,9 +134,6 @@ def training_on(card):
         launches = stack.enter_context(fake_launches.launches_on(GPUS[card]))
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
-        cupyx = ModuleType("cupyx")
-        cupyx.empty_pinned = np.empty
-        stack.enter_context(mock.patch.dict(sys.modules, cupyx=cupyx))
         _extend(sys.modules["cupy"])
         try:
             yield Run(launches=launches, rehearsed=rehearsed, products=products)
@@ -169,6 +166,7 @@ def _extend(cupy):
     cuda.using_allocator = lambda allocator: contextlib.nullcontext()
     cuda.MemoryPool = lambda allocator: SimpleNamespace(malloc=None)
     cuda.PinnedMemory, cuda.PinnedMemoryPointer = int, lambda size, offset: bytearray(size)
+    cuda.alloc_pinned_memory = bytearray
     cupy.get_default_memory_pool = lambda: memory
     cuda.runtime.memGetInfo = lambda: (140 << 30, 141 << 30)
     cuda.runtime.getDeviceProperties = lambda device: {"name": b"Fake GPU"}
