@@ -19,7 +19,7 @@ struct Copy {
     __device__ __forceinline__ void start(u32, const void* source, bool there) {
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
                      "@p ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4]; }"
-                     : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3]) : "l"(source), "r"((int)there));
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(source), "r"((int)there));
     }
     __device__ __forceinline__ void finish(u32 address) const {
         asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
@@ -58,15 +58,11 @@ __device__ __forceinline__ void cp_async(u32 address, const void* source, bool t
 __device__ __forceinline__ void cp_async_16(u32 address, const void* source) { cp_async(address, source); }
 template <int BYTES> __device__ __forceinline__ void cp_async_small(u32 address, const void* source) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp_async.cuh: a copy has 4, 8 or 16 bytes");
-    if constexpr (BYTES == 4)
-        asm volatile("{ .reg .b32 a; ld.global.b32 a, [%1]; st.shared.b32 [%0], a; }"
-                     :: "r"(address), "l"(source) : "memory");
-    else if constexpr (BYTES == 8)
-        asm volatile("{ .reg .b32 a, b; ld.global.v2.b32 {a, b}, [%1]; st.shared.v2.b32 [%0], {a, b}; }"
-                     :: "r"(address), "l"(source) : "memory");
-    else
-        asm volatile("{ .reg .b32 a, b, c, d; ld.global.v4.b32 {a, b, c, d}, [%1]; st.shared.v4.b32 [%0], {a, b, c, d}; }"
-                     :: "r"(address), "l"(source) : "memory");
+    struct alignas(BYTES) Words { u32 x[BYTES / 4]; };
+    const Words words = *(const Words*)source;
+#pragma unroll
+    for (int i = 0; i < BYTES / 4; ++i)
+        asm volatile("st.shared.b32 [%0], %1;" :: "r"(address + 4 * i), "r"(words.x[i]) : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() {}
 template <int PENDING> __device__ __forceinline__ void cp_async_wait() {}

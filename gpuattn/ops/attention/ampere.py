@@ -193,9 +193,10 @@ def backward_shared_bytes(width: int, own: int, step: int, stages: int) -> int:
 def extras_shared_bytes(
     width: int, own: int, step: int, warps: int, stages: int, ds_tiles: int
 ) -> int:
-    """Return DKV_BYTES of EXTRAS_FILE; its DQ_BYTES is never more."""
-    row, weights = -(-width // 64) * 128, step * -(-own // 64) * 128
-    return 2 * own * row + stages * step * (2 * row + 8) + (1 + ds_tiles) * weights
+    """Return the greater one of DKV_BYTES and DQ_BYTES of EXTRAS_FILE."""
+    row, weights, ds = -(-width // 64) * 128, step * -(-own // 64) * 128, own * -(-step // 64) * 128
+    tiles = 2 * own * row + stages * step * 2 * row
+    return tiles + max(stages * step * 8 + (1 + ds_tiles) * weights, ds + own * 8)
 
 
 def backward(
