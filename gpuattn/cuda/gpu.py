@@ -162,7 +162,6 @@ def tensor_core_refusal(device: int, dtype: object, name: str = "q") -> Hardware
     )
 
 
-
 def hopper_refusal(device: int) -> HardwareRefusal | None:
     """Return why a kernel of TMA and wgmma (sm_90a) does not run on a device, or None."""
     found = gpu(device)

@@ -249,12 +249,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
         if (Q_IN_REGISTERS && j == begin)
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) queries.read(step);
-        const bool more = j + KEYS < end;
-        if (KEYS_IN_FLIGHT && more) fetch_keys(j + KEYS, stage ^ K_BYTES);
+        if (KEYS_IN_FLIGHT && j + KEYS < end) fetch_keys(j + KEYS, stage ^ K_BYTES);
         float x[M][N][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) multiply_step(x, queries, k_lane, step);
-        if (KEYS_IN_FLIGHT && more) finish<KEYS>(k_copies, k_tiles + (stage ^ K_BYTES));
+        if (KEYS_IN_FLIGHT && j + KEYS < end) finish<KEYS>(k_copies, k_tiles + (stage ^ K_BYTES));
 
         if (EXTRAS) {
 #pragma unroll
@@ -291,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
                 }
         }
         stage ^= K_BYTES;
-        if (more) {
+        if (j + KEYS < end) {
             if (!KEYS_IN_FLIGHT) fetch_keys(j + KEYS, stage);
             if (!KEYS_IN_FLIGHT) finish<KEYS>(k_copies, k_tiles + stage);
             fetch_values(j + KEYS, stage);
@@ -319,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
             }
             add_values(sum, x, n, p, v_lane);
         }
-        if (VALUES_IN_FLIGHT && more) finish<KEYS>(v_copies, v_tiles + stage);
+        if (VALUES_IN_FLIGHT && j + KEYS < end) finish<KEYS>(v_copies, v_tiles + stage);
     }
 
     // the output is staged in the warp's own rows of the Q tile

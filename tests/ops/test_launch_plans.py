@@ -199,7 +199,9 @@ def test_every_launch_fits_the_gpu(name):
     launched = {launch.file for launch in noted}
     portable = {file for file in kernels.files() if "sm_75" in kernels.architectures(file)}
     if not record.has_bfloat16:
-        kinds = {dict(launch.constants)["scalar"] for launch in noted if launch.file in TENSOR_CORES}
+        kinds = {
+            dict(launch.constants)["scalar"] for launch in noted if launch.file in TENSOR_CORES
+        }
         assert kinds == {"f16"}
     assert portable <= launched
     assert all(kernels.serves(file, record.capability) for file in launched)
