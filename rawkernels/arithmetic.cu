@@ -2,7 +2,7 @@
 // Constants: scalar = float, f16, bf16; OPERATION = 0, 1, 2 (a + b, a - b, a * b)
 // Launch:    grid = (ceil(count / (WIDTH * BLOCK)),), block = (256,). A thread takes 16 bytes of each array.
 //            dependent: arithmetic
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "common/pack.cuh"
 

@@ -4,7 +4,7 @@
 //            column_sums: grid = (ceil(cols / 32), 3), block = (1024,). For few columns: a warp adds
 //            every 32nd part of 32 columns. Up to three sums per launch.
 //            dependent: column_sum, column_sums
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 
 extern "C" __global__ void column_sum(

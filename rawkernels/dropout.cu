@@ -3,7 +3,7 @@
 // Constants: scalar = float, f16, bf16; BLOCK = 256
 // Launch:    grid = (ceil(count / (8 * BLOCK)),), block = (BLOCK,). A thread takes the eight elements whose
 //            random bits come from one Philox counter.
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/philox.cuh"
 
 extern "C" __global__ void dropout_apply(

@@ -7,7 +7,7 @@
 //            grid = (ceil(tokens / rows), slabs of a row), block = (packs of a slab / PACKS, rows), at most BLOCK threads.
 //            Otherwise grid = (ceil(tokens * cols / (8 * PACKS * BLOCK)),), block = (BLOCK,).
 //            dependent: embedding_forward
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "common/index.cuh"
 #include "common/pack.cuh"

@@ -7,7 +7,7 @@
 //            `chunks` of `size`; a block adds the rows of one chunk, in order, TILE at a time. The sum of an id within
 //            one chunk is written directly. For other ids each chunk stores a partial sum, and the block that stores the
 //            last one adds them, in order. The `fills` blocks at the end clear the rows without tokens, WINDOW each.
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/pack.cuh"
 #include "common/philox.cuh"
 

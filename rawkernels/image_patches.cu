@@ -6,7 +6,7 @@
 // Launch:    grid = (ceil((before + patches) * PATCH * PATCH * CHANNELS / (PACK * BLOCK)), images), block = (BLOCK,).
 //            A thread computes PACK adjacent elements of y; they lie in one row of a patch, since PACK divides
 //            PATCH * CHANNELS. The random numbers of an image come from one Philox counter.
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/pack.cuh"
 #include "common/philox.cuh"
 

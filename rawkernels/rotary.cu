@@ -4,7 +4,7 @@
 // Launch:    grid = (ceil(tokens / (BLOCK / (packs * lanes))),), block = (BLOCK,). A thread takes one pack of a token,
 //            8 elements if VECTOR, else a pair, in every `lanes`-th head of q and k: one sine and cosine for all.
 //            dependent: rotary
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/attention.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/pack.cuh"

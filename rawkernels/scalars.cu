@@ -1,6 +1,6 @@
 // Products of single numbers on the device, between kernels that read and write them.
 // Launch:    grid = (1,), block = (32,), of which one thread works
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 extern "C" __global__ void scalar_product(
     const float* a,    // ()
     const float* b,    // ()

@@ -6,7 +6,7 @@
 // Constants: scalar = f16; MASK = 2; DROPOUT = true; EDGES = true; LANES = 512; VECTORS = 2; LONG = true
 // Launch:    grid = (ceil(rows / (BLOCK / LANES)),), block = (BLOCK,) = (max(LANES, 128),)
 //            dependent: softmax_forward, softmax_backward
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 constexpr int BLOCKS = 1;
 constexpr bool STAGED = false;
 #include "common/grid_dependency.cuh"

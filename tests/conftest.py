@@ -12,7 +12,8 @@ import pytest
 from gpuattn import arrays
 from gpuattn.autodiff import plans
 from gpuattn.cuda import compiler
-from gpuattn.errors import KernelCompileError
+from gpuattn.cuda.gpu import FORCED, forced_capability
+from gpuattn.errors import KernelCompileError, UnsupportedError
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 REQUIRED = os.environ.get("GPUATTN_REQUIRE", "")  # tools; without one tests fail
@@ -48,6 +49,17 @@ def pytest_collection_modifyitems(items, config):
     kept = set(keep)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = sorted(keep, key=lambda item: bool(item.get_closest_marker("background")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skip a test of a form that the GPU of GPUATTN_ARCH lacks."""
+    try:
+        return (yield)
+    except UnsupportedError as error:
+        if forced_capability() is None or "compute capability is" not in str(error):
+            raise
+        pytest.skip(f"with {FORCED}: {error}")
 
 
 def sample_cases(items):

@@ -16,7 +16,8 @@ import numpy as np
 
 from gpuattn.cuda import compiler, disk_cache
 from gpuattn.environment import usable_cores
-from gpuattn.errors import DeviceMissingError, KernelCompileError
+from gpuattn.cuda.gpu import FORCED, OLDEST, dotted, gpu
+from gpuattn.errors import ConfigError, DeviceMissingError, KernelCompileError
 from gpuattn.gemm import cublaslt
 from gpuattn.runtime.device import version_of, versions
 from gpuattn.tasks import store_cache
@@ -121,9 +122,31 @@ def _device():
         f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free, "
         f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"
     )
-    if properties["major"] < 8:
-        return Check("device", "broken", detail, "the kernels need compute capability 8.0 (Ampere)")
-    return Check("device", "ok", detail)
+    own = 10 * properties["major"] + properties["minor"]
+    if own < OLDEST:
+        remedy = f"kernels need compute capability {dotted(OLDEST)}; NumPy's forms run on CuPy"
+        return Check("device", "broken", detail, remedy)
+    try:
+        found = gpu(runtime.getDevice())
+    except ConfigError as error:
+        return Check("device", "broken", detail, str(error))
+    if found.forced:
+        detail += f"; {FORCED} makes kernels run as on {dotted(found.capability)}"
+    return Check("device", "ok", f"{detail}; {_forms(found)}")
+
+
+def _forms(found):
+    """Return what runs how on a GPU, and what would be faster on another one."""
+    if found.has_wgmma:
+        return "all forms run"
+    if found.has_bfloat16:
+        return "tensor cores by mma.sync; attention and fused products are faster on 9.0 (Hopper)"
+    if found.has_mma:
+        return (
+            "float16 on tensor cores, which is the default; bfloat16 is computed in float32, on "
+            "8.0 (Ampere) and newer on tensor cores"
+        )
+    return "attention on CUDA cores; on 7.5 (Turing) and newer float16 uses tensor cores"
 
 
 def _nvrtc():

@@ -5,6 +5,10 @@ A CPU test fails when the digest is stale, so no kernel changes without a GPU ru
 did not pass, ``--again`` runs these alone, as long as the sources are those of the run before: for
 a test that was wrong itself.
 
+``--arch 75`` runs the tests, without those of time, with GPUATTN_ARCH=75: kernels run as on a GPU
+of that compute capability. The outcomes are a section of the receipt, with a digest of their own.
+Tests of forms that such a GPU lacks are skipped there.
+
 Where no GPU is at hand, tests/gpu_run_awaited.json names the one digest that may wait, since when
 and why. The test then skips and says so; any further change of a covered source fails it. The next
 receipt deletes that file.
@@ -20,6 +24,8 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
+
+from gpuattn.cuda.gpu import FORCED, forced_capability
 
 ROOT = Path(__file__).parents[2]
 COVERED = (
@@ -46,13 +52,18 @@ def digest() -> str:
     return total.hexdigest()
 
 
-def main(shards: Sequence[Sequence[Path]] | None = None, again: bool = False) -> int:
+def main(
+    shards: Sequence[Sequence[Path]] | None = None, again: bool = False, arch: int | None = None
+) -> int:
     """Run the GPU tests in shards (lists of folders and files), then write the receipt.
 
     Each test runs once. Those with time limits run last, one at a time. ``again``: run only those
-    that did not pass in the run before. Returns the exit code: 1, without a receipt, when a test
-    failed or was skipped, or none ran, or when there is no run of these sources to go on with.
+    that did not pass in the run before. ``arch``: of GPUATTN_ARCH. Returns the exit code: 1,
+    without a receipt, when a test failed or (without ``arch``) was skipped, or none ran, or when
+    there is no run of these sources to go on with.
     """
+    if arch is not None:
+        return _force(shards, arch)
     outcomes = _known() if again else {}
     if again and not outcomes:
         print("--again: no run of these sources is known; run all tests", file=sys.stderr)
@@ -72,12 +83,40 @@ def main(shards: Sequence[Sequence[Path]] | None = None, again: bool = False) ->
         print(f"no receipt: {len(bad)} of {len(outcomes)} tests did not pass", file=sys.stderr)
         return 1
     receipt = {"digest": digest(), **_machine()}
+    if forced := _stored().get("forced"):
+        receipt["forced"] = forced
     receipt["tests"] = dict(sorted(outcomes.items()))
     RECEIPT.write_text(json.dumps(receipt, indent=1) + "\n")
     for path in (AWAITED, OUTCOMES):
         path.unlink(missing_ok=True)
     print(f"{len(outcomes)} GPU tests passed; wrote {RECEIPT}")
     return 0
+
+
+def _force(shards, arch):
+    """Run the tests with GPUATTN_ARCH and write the section of the receipt; return the exit code."""
+    os.environ[FORCED] = str(arch)
+    forced_capability()  # refuses nonsense before any test runs
+    outcomes = {}
+    for shard in shards or _shards():
+        outcomes.update(_run(shard, f"gpu and not {TIMED}", parallel=_has_xdist()))
+    bad = [test for test in _others(outcomes) if outcomes[test] != "skipped"]
+    for test in bad:
+        print(f"{outcomes[test]}: {test}", file=sys.stderr)
+    if bad or "passed" not in outcomes.values():
+        print(f"no receipt: {len(bad)} of {len(outcomes)} tests failed", file=sys.stderr)
+        return 1
+    receipt, section = _stored(), {"digest": digest(), **_machine()}
+    section["tests"] = dict(sorted(outcomes.items()))
+    receipt["forced"] = receipt.get("forced", {}) | {str(arch): section}
+    RECEIPT.write_text(json.dumps(receipt, indent=1) + "\n")
+    passed = sum(outcome == "passed" for outcome in outcomes.values())
+    print(f"{passed} of {len(outcomes)} GPU tests passed as on {arch}; wrote {RECEIPT}")
+    return 0
+
+
+def _stored():
+    return json.loads(RECEIPT.read_text()) if RECEIPT.exists() else {}
 
 
 def _known():
@@ -143,4 +182,5 @@ def _machine():
 
 
 if __name__ == "__main__":
-    sys.exit(main(again="--again" in sys.argv[1:]))
+    asked = sys.argv[sys.argv.index("--arch") + 1] if "--arch" in sys.argv else None
+    sys.exit(main(again="--again" in sys.argv[1:], arch=None if asked is None else int(asked)))

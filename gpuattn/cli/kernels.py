@@ -97,16 +97,16 @@ def _list(files):
 
 def _warm(files, arch):
     """Compile what a GPU of ``arch`` loads: the form with "a" only of sources that list it."""
-    if not re.fullmatch(r"sm_(8|9|1\d)\da?", arch):
-        accepted = "sm_80 or newer, such as sm_90a"
+    if not re.fullmatch(r"sm_(7|8|9|1\d)\da?", arch):
+        accepted = "sm_70 or newer, such as sm_90a"
         raise click.BadParameter(f"{arch!r}; accepted: {accepted}", param_hint="--arch")
     capability, begin, count = int(arch[3:].rstrip("a")), time.perf_counter(), 0
     files = [file for file in files if kernels.serves(file, capability)]
-    total = sum(len(kernels.variants(file)) for file in files)
+    total = sum(len(kernels.variants(file, arch)) for file in files)
     with click.progressbar(length=total, label=f"compiling for {arch}", file=_stderr()) as bar:
         for file in files:
             target = kernels.arch_for(file, capability)
-            for constants in kernels.variants(file):
+            for constants in kernels.variants(file, arch):
                 kernels.cubin(file, target, **constants)
                 count += 1
                 bar.update(1)

@@ -109,7 +109,10 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "label_smoothing": ("P", "Probability spread over the whole vocabulary."),
         "clip": ("X", "Largest norm of the gradient; 0: no clipping."),
         "weight_decay": ("X", "Of matrices; adam and sgd add it to the gradient."),
-        "precision": ("", "auto: bf16 on a GPU, fp32 on NumPy; pure-bf16: without fp32 masters."),
+        "precision": (
+            "",
+            "auto: bf16 on a GPU, fp16 before 8.0, fp32 on NumPy; pure-bf16: no fp32 masters.",
+        ),
         "threads": ("N|auto", "Of BLAS on NumPy; auto: the fastest, measured during the run."),
         "deterministic": ("", "The same bits in every run on a GPU too; 1 to 2 % slower."),
     },

@@ -63,24 +63,21 @@ def nvrtc_architectures() -> list[int]:
 def compile_text(text: str, arch: str, name: str = "source.cu") -> tuple[bytes, str]:
     """Compile CUDA C++ for an ``arch`` such as "sm_90a" and return (cubin, log). Needs no GPU.
 
-    The log holds registers, shared memory and spills of every kernel. Raises KernelCompileError
+    For a "compute_75" it returns PTX in place of the cubin. The log holds registers, shared memory and spills of every kernel. Raises KernelCompileError
     with the first error and the path of a copy of the text.
     """
     lib, program = nvrtc(), ctypes.c_void_p()
     lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
-    options = [
-        f"--gpu-architecture={arch}",
-        "-std=c++17",
-        f"-I{ROOT}",
-        "--ptxas-options=-v",
-    ]
+    virtual = arch.startswith("compute_")
+    options = [f"--gpu-architecture={arch}", "-std=c++17", f"-I{ROOT}"]
+    options += [] if virtual else ["--ptxas-options=-v"]
     array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     try:
         failed = lib.nvrtcCompileProgram(program, len(options), array)
         log = _nvrtc_bytes(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
         if failed:
             raise KernelCompileError(_compile_message(text, arch, name, log))
-        return _nvrtc_bytes(program, "CUBIN"), log
+        return _nvrtc_bytes(program, "PTX" if virtual else "CUBIN"), log
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -109,6 +106,12 @@ def architecture(capability: int) -> str:
     """
     known = nvrtc_architectures()
     usable = [a for a in known if a // 10 == capability // 10 and a <= capability]
+    if not usable and capability < min(known):
+        raise KernelCompileError(
+            f"NVRTC {nvrtc_version()} compiles for compute capability {dotted(min(known))} and "
+            f"newer, this GPU's is {dotted(capability)}. Install that of CUDA 12: "
+            "pip install 'gpuattn[cuda12x]'"
+        )
     if not usable:
         raise KernelCompileError(
             f"NVRTC {nvrtc_version()} cannot compile for compute capability "

@@ -1,12 +1,28 @@
-"""What a GPU has, and which of it our kernels use. Every question about the GPU model ends here."""
+"""What a GPU has, and which of it our kernels use. Every question about the GPU model ends here.
+
+``GPUATTN_ARCH=75`` (another capability of LIMITS) in the environment makes this GPU stand for one
+of that compute capability: ops choose the forms that run there, within the shared memory and the
+threads that a multiprocessor has there, and kernels are compiled to PTX of it, which the driver
+compiles for the card. It is read at the first use of a GPU.
+"""
 
 import functools
-from dataclasses import dataclass
+import os
+import re
+from dataclasses import dataclass, replace
 
 from gpuattn.arrays import import_cupy
-from gpuattn.errors import HardwareRefusal
+from gpuattn.errors import ConfigError, HardwareRefusal, problem
 
-HOPPER = 90
+FORCED = "GPUATTN_ARCH"
+OLDEST, TURING, AMPERE, HOPPER = 70, 75, 80, 90
+LIMITS = {
+    75: (64, 64, 1024), 80: (163, 164, 2048), 86: (99, 100, 1536), 87: (163, 164, 1536),
+    89: (99, 100, 1536), 90: (227, 228, 2048), 100: (227, 228, 2048), 103: (227, 228, 2048),
+    120: (99, 100, 1536), 121: (99, 100, 1536),
+}  # fmt: skip
+"""Compute capability: KiB of shared memory of a block and of a multiprocessor, threads of a
+multiprocessor. The CUDA programming guide, "technical specifications per compute capability"."""
 GRAPHS_TAKE_DEPENDENT_LAUNCHES = 12030  # version of the driver: CUDA 12.3
 
 
@@ -15,7 +31,8 @@ class Gpu:
     """A GPU as its driver describes it. Sizes are in bytes.
 
     ``capability``: the compute capability times ten, such as 90. ``shared_bytes``: the shared
-    memory that one block may ask for. ``driver_version``: of CUDA, such as 13000.
+    memory that one block may ask for. ``driver_version``: of CUDA, such as 13000. ``forced``:
+    whether GPUATTN_ARCH named the capability.
     """
 
     capability: int
@@ -26,6 +43,17 @@ class Gpu:
     threads_per_multiprocessor: int
     l2_bytes: int
     driver_version: int
+    forced: bool = False
+
+    @property
+    def has_mma(self) -> bool:
+        """Whether tensor cores multiply float16 by mma.sync and ldmatrix."""
+        return self.capability >= TURING
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it computes in bfloat16, on tensor cores and elsewhere; TF32 came with it."""
+        return self.capability >= AMPERE
 
     @property
     def has_tma(self) -> bool:
@@ -66,7 +94,7 @@ def gpu(device: int) -> Gpu:
     cuda = import_cupy().cuda
     found = cuda.Device(device)
     attributes = found.attributes
-    return Gpu(
+    own = Gpu(
         capability=int(found.compute_capability),
         multiprocessors=attributes["MultiProcessorCount"],
         shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
@@ -75,6 +103,62 @@ def gpu(device: int) -> Gpu:
         threads_per_multiprocessor=attributes["MaxThreadsPerMultiProcessor"],
         l2_bytes=attributes["L2CacheSize"],
         driver_version=cuda.runtime.driverGetVersion(),
+    )
+    asked = forced_capability()
+    return own if asked is None or asked == own.capability else _standing_for(own, asked)
+
+
+def forced_capability() -> int | None:
+    """Return the compute capability that GPUATTN_ARCH names, or None. Raises ConfigError."""
+    text = os.environ.get(FORCED, "").strip()
+    if not text:
+        return None
+    digits = text.replace(".", "") if re.fullmatch(r"\d+\.\d", text) else text
+    if not digits.isdecimal() or int(digits) not in LIMITS:
+        accepted = f"{', '.join(map(str, LIMITS))} (such as 75 or 7.5), or unset"
+        advice = "It makes kernels run as on a GPU of another compute capability."
+        raise ConfigError(problem("gpuattn", FORCED, repr(text), accepted, advice))
+    return int(digits)
+
+
+def _standing_for(own: Gpu, capability: int) -> Gpu:
+    """Return the record of a GPU that runs what GPUs of an earlier compute capability run."""
+    if capability > own.capability:
+        accepted = f"at most {own.capability}, the compute capability of this GPU"
+        raise ConfigError(problem("gpuattn", FORCED, capability, accepted))
+    shared, shared_per_multiprocessor, threads = LIMITS[capability]
+    return replace(
+        own,
+        capability=capability,
+        shared_bytes=min(own.shared_bytes, shared << 10),
+        shared_bytes_per_multiprocessor=min(
+            own.shared_bytes_per_multiprocessor, shared_per_multiprocessor << 10
+        ),
+        threads_per_multiprocessor=min(own.threads_per_multiprocessor, threads),
+        forced=True,
+    )
+
+
+def kernels_refusal(device: int) -> HardwareRefusal | None:
+    """Return why no kernel runs on a device, or None."""
+    found = gpu(device)
+    if found.capability >= OLDEST:
+        return None
+    return HardwareRefusal(
+        f"the GPU's compute capability is {dotted(found.capability)}, kernels need "
+        f"{dotted(OLDEST)} or newer: NumPy's forms run on CuPy"
+    )
+
+
+def tensor_core_refusal(device: int, dtype: object, name: str = "q") -> HardwareRefusal | None:
+    """Return why tensor cores of a device do not multiply a ``dtype`` by mma.sync, or None."""
+    found = gpu(device)
+    if found.has_bfloat16 or (found.has_mma and dtype == "float16"):
+        return None
+    takes = "float16 alone" if found.has_mma else "none of its instructions"
+    return HardwareRefusal(
+        f"{name} is {dtype}; the GPU's compute capability is {dotted(found.capability)}, whose "
+        f"tensor cores take {takes} by mma.sync"
     )
 
 

@@ -23,7 +23,7 @@ from gpuattn.arrays import ctype, import_cupy, on_gpu, recorders, rehearsing, wi
 from gpuattn.cuda import disk_cache
 from gpuattn.cuda.compiler import ROOT, architecture, compile_text, nvrtc_version
 from gpuattn.cuda.driver_launch import COOPERATIVE, PROGRAMMATIC, DriverLaunch
-from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.gpu import AMPERE, gpu, kernels_refusal
 from gpuattn.environment import usable_cores
 from gpuattn.errors import KernelCompileError
 
@@ -41,6 +41,7 @@ SIGNATURE = re.compile(
     re.DOTALL,
 )
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+EVERYWHERE = "sm_75"  # on the Arch line of a file that runs on all devices
 STATIC_SHARED, REGISTERS, MAX_DYNAMIC_SHARED = 1, 4, 8  # CU_FUNC_ATTRIBUTE_*
 STATIC_SHARED_LIMIT = 48 * 1024  # a block may have so much without MAX_DYNAMIC_SHARED
 _lock = threading.Lock()
@@ -197,7 +198,7 @@ def kernel_refusal(x: Any, name: str = "x") -> str | None:
     """Return why no kernel takes the array ``x``, the argument ``name``, or None."""
     if not on_gpu(x):
         return f"{name} is a NumPy array; move it with gpuattn.to_gpu(x)"
-    return dtype_refusal(x, name)
+    return kernels_refusal(x.device.id) or dtype_refusal(x, name)
 
 
 def dtype_refusal(x: Any, name: str = "x") -> str | None:
@@ -229,11 +230,16 @@ def _module(device: int, file: str, constants: tuple) -> Any:
 @functools.cache
 def _code(device: int, file: str, constants: tuple) -> Future[bytes]:
     """Return the future of a file's machine code, which another thread reads or compiles."""
-    return _compilers.submit(cubin, file, arch_for(file, gpu(device).capability), **dict(constants))
+    found = gpu(device)
+    arch = arch_for(file, found.capability, found.forced)
+    return _compilers.submit(cubin, file, arch, **dict(constants))
 
 
 def cubin(file: str, arch: str, **constants: Constant) -> bytes:
-    """Return the machine code of a file, from the disk cache or compiled and put there."""
+    """Return the machine code of a file, from the disk cache or compiled and put there.
+
+    For a virtual ``arch``, such as "compute_75", it is PTX.
+    """
     text = source_text(file, **constants)
     key = hashlib.sha256(f"{arch} {nvrtc_version()} {text}".encode()).hexdigest()
     path = disk_cache.folder() / f"{Path(file).stem}-{arch}-{key[:32]}.cubin"
@@ -334,29 +340,42 @@ def architectures(file: str) -> list[str]:
 def serves(file: str, capability: int) -> bool:
     """Return whether ``file`` runs on devices of a capability such as 90, by its ``Arch:`` line.
 
-    A file that lists sm_80 runs on all later devices. Others run where an architecture of the same
+    A file that lists sm_75 runs on all devices from 7.0 on that NVRTC compiles for. Others run where an architecture of the same
     major version is listed, and in its "a" form on that very device alone.
     """
     listed = architectures(file)
     majors = {int(arch[3:]) // 10 for arch in listed if not arch.endswith("a")}
-    return "sm_80" in listed or f"sm_{capability}a" in listed or capability // 10 in majors
+    return EVERYWHERE in listed or f"sm_{capability}a" in listed or capability // 10 in majors
 
 
-def arch_for(file: str, capability: int) -> str:
-    """Return what to compile ``file`` for on a device such as 90: its "a" form if listed."""
+def arch_for(file: str, capability: int, forced: bool = False) -> str:
+    """Return what to compile ``file`` for on a device such as 90: its "a" form if listed.
+
+    ``forced``: for a later device that stands for such a one, whose driver compiles PTX.
+    """
     exact = f"sm_{capability}a"
-    return exact if exact in architectures(file) else architecture(capability)
+    arch = exact if exact in architectures(file) else architecture(capability)
+    return arch.replace("sm_", "compute_") if forced else arch
 
 
 @functools.cache
-def variants(file: str) -> list[dict[str, Constant]]:
+def variants(file: str, arch: str | None = None) -> list[dict[str, Constant]]:
     """Return every combination of the constants that the header's ``Constants:`` lines list.
 
     ``// Constants: scalar = float, f16, bf16; BLOCK = 128, 256`` gives six; lines that begin with
-    ``//   `` continue it. Each further ``// Constants:`` line adds its combinations.
+    ``//   `` continue it. Each further ``// Constants:`` line adds its combinations. A file with
+    lines ``// Constants below sm_80:`` has these alone there, and the others from sm_80 on.
+    ``arch``: of those for an architecture such as "sm_75" only.
     """
     text = (ROOT / file).read_text()
-    blocks = re.findall(r"^// Constants:(.*(?:\n//   .*)*)", text, re.MULTILINE)
+    blocks, older = (
+        re.findall(rf"^// Constants{kind}:(.*(?:\n//   .*)*)", text, re.MULTILINE)
+        for kind in ("", " below sm_80")
+    )
+    if arch is None:
+        blocks = blocks + older
+    elif older and int(re.sub(r"\D", "", arch)) < AMPERE:
+        blocks = older
     return [choice for block in blocks for choice in _combinations(block)] or [{}]
 
 

@@ -41,6 +41,7 @@ from gpuattn.runs.metrics import MetricsLog, rank
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.cold_start import start_libraries
 from gpuattn.runtime.device import choose_device
+from gpuattn.runtime.precision import has_fast_bfloat16, warn_slow_bfloat16
 from gpuattn.runtime.workspace import DTYPES
 from gpuattn.tasks.pretrained import load_user
 from gpuattn.tasks.registry import task_of
@@ -58,7 +59,7 @@ MODEL_OPTIONS = (
     "model", "tokenizer", "dim", "heads", "kv_heads", "layers", "ffn", "bias", "norm",
     "positions", "activation", "pad_vocab", "block", "max_len", "image_size", "patch", "channels",
 )  # fmt: skip
-LOAD_DTYPES = ("auto", "float32", "bfloat16")
+LOAD_DTYPES = ("auto", "float32", "bfloat16", "float16")
 SNAPSHOTS = "checkpoints"  # weights that --average needs
 
 
@@ -340,18 +341,21 @@ def load_run(
 
 
 def _dtype(name, device):
-    """Return the dtype that a run is loaded in: on a GPU bfloat16, unless float32 is asked for.
+    """Return the dtype that a run is loaded in: by "auto" bfloat16, before 8.0 float16.
 
-    NumPy always computes in float32, and warns where bfloat16 is asked for.
+    NumPy always computes in float32, and warns where 16 bits are asked for.
     """
     if name not in LOAD_DTYPES:
         raise ConfigError(problem("load_run", "dtype", repr(name), ", ".join(LOAD_DTYPES)))
     if device == "numpy":
-        if name == "bfloat16":
-            text = "dtype bfloat16 needs a GPU; on NumPy everything is computed in float32"
+        if name in ("bfloat16", "float16"):
+            text = f"dtype {name} needs a GPU; on NumPy everything is computed in float32"
             warnings.warn(text, stacklevel=3)
         return DTYPES["float32"]
-    return DTYPES["bfloat16" if name == "auto" else name]
+    fast = has_fast_bfloat16()
+    if name == "bfloat16" and not fast:
+        warn_slow_bfloat16()
+    return DTYPES[("bfloat16" if fast else "float16") if name == "auto" else name]
 
 
 def summary(path: StrPath) -> dict[str, Any]:

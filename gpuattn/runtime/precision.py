@@ -10,7 +10,9 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from gpuattn.errors import ConfigError, problem
+from gpuattn.arrays import import_cupy
+from gpuattn.cuda.gpu import gpu
+from gpuattn.errors import ConfigError, DeviceMissingError, problem
 from gpuattn.ops.update.gradient_statistics import MAX_LOSS_SCALE, MIN_LOSS_SCALE
 from gpuattn.runtime.workspace import Workspace
 
@@ -51,7 +53,8 @@ def choose(name: str, device: str) -> Precision:
     """Return the Precision called ``name``, or the device's best for "auto".
 
     ``device``: "numpy" or "cuda". NumPy always computes in float32, and warns once for another
-    name. Raises ConfigError for an unknown name.
+    name. A GPU before 8.0 computes in fp16 by "auto", and warns once for bf16. Raises ConfigError
+    for an unknown name.
     """
     if name not in ("auto", *PRECISIONS):
         near = difflib.get_close_matches(name, PRECISIONS, 1)
@@ -66,7 +69,31 @@ def choose(name: str, device: str) -> Precision:
                 stacklevel=2,
             )
         return PRECISIONS["fp32"]
-    return PRECISIONS["bf16" if name == "auto" else name]
+    fast = has_fast_bfloat16()
+    if not fast and PRECISIONS.get(name, PRECISIONS["fp16"]).dtype == "bfloat16":
+        warn_slow_bfloat16()
+    return PRECISIONS[("bf16" if fast else "fp16") if name == "auto" else name]
+
+
+def has_fast_bfloat16() -> bool:
+    """Return whether the current GPU computes in bfloat16; True where there is no GPU to ask."""
+    try:
+        cupy = import_cupy()
+    except DeviceMissingError:
+        return True
+    return gpu(cupy.cuda.runtime.getDevice()).has_bfloat16
+
+
+def warn_slow_bfloat16() -> None:
+    """Warn once that this GPU does not compute in bfloat16."""
+    if "slow bfloat16" not in _warned:
+        _warned.add("slow bfloat16")
+        warnings.warn(
+            "this GPU's compute capability is below 8.0: bfloat16 is stored in 16 bits and computed "
+            "in float32, without tensor cores; float16 (--precision fp16, the default here) uses "
+            "them",
+            stacklevel=3,
+        )
 
 
 def trouble(

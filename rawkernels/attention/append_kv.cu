@@ -1,7 +1,7 @@
 // Appends new keys and values to a cache: token t of sequence b goes to position lengths[b] + t.
 // Constants: scalar = float, f16, bf16
 // Launch:    grid = (sequences * tokens,), block = (128,). A block copies one token.
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/attention.cuh"
 #include "common/index.cuh"
 

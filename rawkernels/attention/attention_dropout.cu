@@ -1,6 +1,6 @@
 // Samples the random words of attention's dropout: Philox numbers in two tables (gpuattn/ops/attention/dropout.py).
 // Launch:    grid = (ceil(8 * heads * (query_rows + key_rows) / 256),), block = (256,)
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/dropout_words.cuh"
 
 // Eight threads sample a row. Sequences follow each other, each starts a new row, and rows past the end belong to the last

@@ -5,15 +5,20 @@
 // Constants: scalar = f16, bf16; HEAD_DIM = 64 (both head sizes rounded up); STAGES = 4
 // Constants: scalar = f16, bf16; HEAD_DIM = 128; STAGES = 3, 2 (2 if a block has less than 100 KiB)
 // Constants: scalar = f16, bf16; HEAD_DIM = 256; STAGES = 3
+// Constants below sm_80: scalar = f16; HEAD_DIM = 64, 128, 256; STAGES = 3
 // Launch:    grid = (KV heads * ceil(rows / 64) * splits * sequences,), block = (128,),
 //            shared = STAGES * 2 * TILE bytes
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/decode.cuh"
 #include "common/mma.cuh"
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256, "decode_attention.cu: HEAD_DIM is 64, 128 or 256");
 constexpr int THREADS = 128, WARPS = 4, ROWS = 64;
+#if __CUDA_ARCH__ >= 800
 constexpr int KEYS = HEAD_DIM == 256 ? 32 : 64;
+#else
+constexpr int KEYS = HEAD_DIM == 256 ? 16 : HEAD_DIM == 128 ? 32 : 64;  // a block has 64 KiB of shared memory
+#endif
 constexpr int TILE = KEYS * HEAD_DIM * 2;   // bytes of a stage's keys, or of its values
 constexpr int CHUNKS = HEAD_DIM / 8;        // chunks of 16 bytes in a row
 constexpr int PITCH = HEAD_DIM + 8;         // floats from row to row when warps merge; avoids bank conflicts
@@ -121,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_attention(
     auto load = [&](int stage) {
         const int place = stage % STAGES;
         const u32 k_tile = tiles_at + place * 2 * TILE, v_tile = k_tile + TILE;
-#pragma unroll(HEAD_DIM == 256 ? 2 : 8)
+#pragma unroll(HEAD_DIM < 256 ? 8 : BY_REGISTERS ? 1 : 2)
         for (int row = 0; row < KEYS; row += THREADS / CHUNKS) {
             const Spot spot = spots[place][row + chunk_row];
             const bool there = spot.k != NOWHERE;

@@ -2,7 +2,7 @@
 // A block takes one query row. A thread takes one column, of every n-th split where the threads suffice for n groups.
 // Constants: scalar = float, f16, bf16
 // Launch:    grid = (B * T * H,), block = (256,), shared = 4 * splits bytes
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/reduce.cuh"
 
 constexpr int THREADS = 256;

@@ -2,7 +2,7 @@
 // the keys. A block takes one query row; its warps alternate in groups of four keys and merge at the end.
 // Constants: scalar = float, f16, bf16; HEAD_DIM = 128, 256 (both head sizes rounded up)
 // Launch:    grid = (KV heads * rows * splits * sequences,), block = (128,)
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/decode.cuh"
 #include "common/reduce.cuh"
 

@@ -11,11 +11,15 @@
 // Constants: scalar = f16; HEAD_DIM = 256; OWN = 64; STEP = 64; STAGES = 2
 // Constants: scalar = bf16; HEAD_DIM = 128, 256; OWN = 64; STEP = 64; STAGES = 1
 // Constants: scalar = bf16; HEAD_DIM = 256; OWN = 32; STEP = 32; STAGES = 1
+// Constants below sm_80: scalar = f16; HEAD_DIM = 64; OWN = 64; STEP = 64; STAGES = 1
+// Constants below sm_80: scalar = f16; HEAD_DIM = 128; OWN = 64; STEP = 32; STAGES = 1
+// Constants below sm_80: scalar = f16; HEAD_DIM = 192; OWN = 32; STEP = 32; STAGES = 1
 //   (both head sizes rounded up; gpuattn/ops/attention/ampere.py: TILES)
 // Launch:    grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (256,), shared = DKV_BYTES
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/attention_backward_mma.cuh"
 
+static_assert(!BY_REGISTERS || STAGES == 1, "flash_attention_backward_ampere.cu: registers hold the tiles of the other step");
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 // Groups of 16 rows and columns of a warp, of a step's logits and of the block's dk or dv.
 constexpr int LOGITS_ACROSS = OWN > STEP ? 4 : 2, STEP_16 = STEP * LOGITS_ACROSS / 64, OWN_16 = OWN / 16 / LOGITS_ACROSS;
@@ -121,9 +125,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
         load_tile<STEP, THREADS>(dout_tiles + stage * STEP_BYTES, dout, a.dout, s, row, at.head, left, a.value_dim);
         load_stats(stats_tiles + stage * STEP * STATS_BYTES, stats_of(a, s, stats, rows, at.head, at.i), STEP, left);
     };
+    StepCopies<STEP, THREADS, true> copies;
+    const auto start_step = [&](int n) {
+        const Queries at = queries(n);
+        const int left = s.queries - at.i;
+        start_tile<STEP, THREADS>(copies.x, q, a.q, s, s.first_query + at.i, at.head, left, a.head_dim);
+        start_tile<STEP, THREADS>(copies.y, dout, a.dout, s, s.first_query + at.i, at.head, left, a.value_dim);
+        copies.start_stats(stats_of(a, s, stats, rows, at.head, at.i), left);
+    };
     const long long row = s.first_key + first;
     load_tile<OWN, THREADS>(k_tile, k, a.k, s, row, kv_head, s.keys - first, a.head_dim);
     load_tile<OWN, THREADS>(v_tile, v, a.v, s, row, kv_head, s.keys - first, a.value_dim);
+    if (BY_REGISTERS && steps > 0) start_step(0);
     if (STAGES == 2 && steps > 0) load_step(0);
     cp_async_commit();
 
@@ -133,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
         // after this barrier ds of the previous step is complete, and the tiles of that step have been read
         if (STAGES == 2) cp_async_wait<0>();
         __syncthreads();
-        if (n + STAGES - 1 < steps) load_step(n + STAGES - 1);
+        if (BY_REGISTERS && n < steps) copies.finish(q_tiles, dout_tiles, stats_tiles);
+        if (!BY_REGISTERS && n + STAGES - 1 < steps) load_step(n + STAGES - 1);
         cp_async_commit();
         const auto last_dq = [&] {
             if (!dq_sum || n == 0) return;
@@ -146,6 +160,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
             cp_async_wait<0>();
             __syncthreads();
         }
+        if (BY_REGISTERS && n + 1 < steps) start_step(n + 1);
         const Queries at = queries(n);
         const int stage = n % STAGES;
         const u32 q_tile = q_tiles + stage * STEP_BYTES, dout_tile = dout_tiles + stage * STEP_BYTES;

@@ -10,13 +10,20 @@
 // Constants: scalar = f16; HEAD_DIM = 256; OWN = 64; STEP = 64; WARPS = 8; STAGES = 2; DS_TILES = 2; EXTRAS = true
 // Constants: scalar = bf16; HEAD_DIM = 128; OWN = 64; STEP = 64; WARPS = 8; STAGES = 1; DS_TILES = 1; EXTRAS = true
 // Constants: scalar = bf16; HEAD_DIM = 256; OWN = 32; STEP = 32; WARPS = 4; STAGES = 1; DS_TILES = 1; EXTRAS = true
+// Constants below sm_80: scalar = f16; HEAD_DIM = 64; OWN = 64; STEP = 64; WARPS = 8; STAGES = 1; DS_TILES = 1;
+//   EXTRAS = false, true
+// Constants below sm_80: scalar = f16; HEAD_DIM = 128; OWN = 64; STEP = 32; WARPS = 4; STAGES = 1; DS_TILES = 1;
+//   EXTRAS = false, true
+// Constants below sm_80: scalar = f16; HEAD_DIM = 192; OWN = 32; STEP = 32; WARPS = 4; STAGES = 1; DS_TILES = 1;
+//   EXTRAS = true
 //   (both head sizes rounded up; gpuattn/ops/attention/ampere.py: EXTRAS_TILES;
 //   EXTRAS: softcap, bias, slopes, dropout)
 // Launch:    dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (32 WARPS,), shared = DKV_BYTES
 //            dq: grid = (ceil(longest queries / OWN) * heads * sequences,), block = (32 WARPS,), shared = DQ_BYTES
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/attention_backward_mma.cuh"
 
+static_assert(!BY_REGISTERS || STAGES == 1, "flash_attention_backward_ampere_extras.cu: registers hold the other step's tiles");
 constexpr int THREADS = 32 * WARPS;
 constexpr int OWN_WARPS = OWN >= 64 ? OWN / 32 : 2, STEP_WARPS = WARPS / OWN_WARPS;  // the warps' grid for a step's logits
 constexpr int OWN_16 = OWN / 16 / OWN_WARPS, STEP_16 = STEP / 16 / STEP_WARPS;       // groups of 16 rows of a warp
@@ -186,9 +193,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
         load_tile<STEP, THREADS>(dout_tiles + stage * STEP_BYTES, dout, a.dout, s, at, head, s.queries - i, a.value_dim);
         load_stats(stats_tiles + stage * STEP * STATS_BYTES, stats_of(a, s, stats, rows, head, i), STEP, s.queries - i);
     };
+    StepCopies<STEP, THREADS, true> copies;
+    const auto start_step = [&](int n) {
+        const int head = kv_head * a.group + n / per_head, i = begin + n % per_head * STEP;
+        const long long at = s.first_query + i;
+        start_tile<STEP, THREADS>(copies.x, q, a.q, s, at, head, s.queries - i, a.head_dim);
+        start_tile<STEP, THREADS>(copies.y, dout, a.dout, s, at, head, s.queries - i, a.value_dim);
+        copies.start_stats(stats_of(a, s, stats, rows, head, i), s.queries - i);
+    };
     const long long at = s.first_key + first;
     load_tile<OWN, THREADS>(k_tile, k, a.k, s, at, kv_head, s.keys - first, a.head_dim);
     load_tile<OWN, THREADS>(v_tile, v, a.v, s, at, kv_head, s.keys - first, a.value_dim);
+    if (BY_REGISTERS && steps > 0) start_step(0);
     if (STAGES == 2 && steps > 0) load_step(0);
     cp_async_commit();
 
@@ -199,7 +215,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
         if (STAGES == 2) cp_async_wait<0>();
         __syncthreads();
         const int next = n + STAGES - 1;
-        if (next < steps) load_step(next);
+        if (BY_REGISTERS && n < steps) copies.finish(q_tiles, dout_tiles, stats_tiles);
+        if (!BY_REGISTERS && next < steps) load_step(next);
         cp_async_commit();
         if (dq_sum && n > 0)
             add_dq<OWN, STEP, WARPS>(a, s, ds_tiles + (n - 1) % DS_TILES * WEIGHTS_BYTES, k_tile, dq_sum,
@@ -209,6 +226,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dkv(
             cp_async_wait<0>();
             __syncthreads();
         }
+        if (BY_REGISTERS && n + 1 < steps) start_step(n + 1);
         const int i = begin + n % per_head * STEP, stage = n % STAGES;
         const u32 q_tile = q_tiles + stage * STEP_BYTES, dout_tile = dout_tiles + stage * STEP_BYTES;
         const u32 ds_tile = ds_tiles + n % DS_TILES * WEIGHTS_BYTES;
@@ -270,10 +288,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dq(
         load_tile<STEP, THREADS>(k_tiles + stage * STEP_BYTES, k, a.k, s, at, kv_head, s.keys - j, a.head_dim);
         load_tile<STEP, THREADS>(v_tiles + stage * STEP_BYTES, v, a.v, s, at, kv_head, s.keys - j, a.value_dim);
     };
+    StepCopies<STEP, THREADS, false> copies;
+    const auto start_step = [&](int n) {
+        const int j = begin + n * STEP;
+        start_tile<STEP, THREADS>(copies.x, k, a.k, s, s.first_key + j, kv_head, s.keys - j, a.head_dim);
+        start_tile<STEP, THREADS>(copies.y, v, a.v, s, s.first_key + j, kv_head, s.keys - j, a.value_dim);
+    };
     const long long at = s.first_query + first;
     load_tile<OWN, THREADS>(q_tile, q, a.q, s, at, head, s.queries - first, a.head_dim);
     load_tile<OWN, THREADS>(dout_tile, dout, a.dout, s, at, head, s.queries - first, a.value_dim);
     load_stats(stats_tile, stats_of(a, s, stats, rows, head, first), OWN, s.queries - first);
+    if (BY_REGISTERS && steps > 0) start_step(0);
     if (STAGES == 2 && steps > 0) load_step(0);
     cp_async_commit();
 
@@ -284,12 +309,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) flash_attention_dq(
         if (STAGES == 2) cp_async_wait<0>();
         __syncthreads();  // the previous step's tiles have been read
         const int next = n + STAGES - 1;
-        if (next < steps) load_step(next);
+        if (BY_REGISTERS) copies.finish(k_tiles, v_tiles, 0);
+        if (!BY_REGISTERS && next < steps) load_step(next);
         cp_async_commit();
         if (STAGES == 1) {
             cp_async_wait<0>();
             __syncthreads();
         }
+        if (BY_REGISTERS && n + 1 < steps) start_step(n + 1);
         const int j = begin + n * STEP, stage = n % STAGES;
         const u32 k_tile = k_tiles + stage * STEP_BYTES, v_tile = v_tiles + stage * STEP_BYTES;
         const Logits logits = {a, s, nullptr, none, head, first + own, j + step_row, stats_tile + own * STATS_BYTES};

@@ -1,7 +1,8 @@
 // The first and the last launch of the gradient by mma.sync (sm_80 and up): delta and lse of rows; dq from its sums.
 // Constants: scalar = f16, bf16; HEAD_DIM = 64, 96, 128, 192, 256
+// Constants below sm_80: scalar = f16; HEAD_DIM = 64, 128, 192
 // Launch:    grid = (ceil(longest queries / 16) * sequences,), block = (256,)
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/attention_backward_mma.cuh"
 
 constexpr int ROWS_THREADS = 256, ROWS_LANES = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32;

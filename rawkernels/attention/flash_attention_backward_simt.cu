@@ -6,12 +6,17 @@
 // Launch:    delta: grid = (ceil(rows * heads / 4),), block = (128,), one warp per row and head
 //            dkv: grid = (ceil(longest keys / OWN) * KV heads * sequences,), block = (128,), shared = SHARED_BYTES
 //            dq: grid = (ceil(longest queries / OWN) * heads * sequences,), block = (128,), shared = SHARED_BYTES
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/attention_simt.cuh"
 #include "common/reduce.cuh"
 
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_backward_simt.cu: HEAD_DIM is 32 .. 256");
+#if __CUDA_ARCH__ >= 800
 constexpr int R = HEAD_DIM > 128 ? 2 : HEAD_DIM > 64 || EXTRAS ? 4 : 8, N = HEAD_DIM > 128 ? 2 : 4;  // logits of a lane
+#else  // a block has 64 KiB of shared memory
+constexpr int R = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : HEAD_DIM > 32 || EXTRAS ? 4 : 8;
+constexpr int N = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : 4;
+#endif
 constexpr int OWN = 16 * R, STEP = 8 * N;  // rows of a block, rows of a tile of the other side
 constexpr int SHARED_BYTES = 4 * 2 * (OWN + STEP) * PITCH;
 

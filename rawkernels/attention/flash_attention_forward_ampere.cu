@@ -5,9 +5,12 @@
 // Constants: scalar = f16; HEAD_DIM = 64, 128; EXTRAS = false; DROPOUT = false
 // Constants: scalar = float; HEAD_DIM = 32, 64, 96, 128; EXTRAS = false; DROPOUT = false
 // Constants: scalar = float; HEAD_DIM = 64, 128; EXTRAS = true; DROPOUT = true
+// Constants below sm_80: scalar = f16; HEAD_DIM = 64, 128; EXTRAS = false, true; DROPOUT = false, true
+// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 96, 256; EXTRAS = false; DROPOUT = false
+// Constants below sm_80: scalar = f16; HEAD_DIM = 256; EXTRAS = true; DROPOUT = true
 //   (both head sizes rounded up; float32 is rounded to TF32)
 // Launch:    grid = (ceil(longest queries / ROWS) * heads * sequences,), block = (THREADS,), shared = SHARED_BYTES
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/attention_mma.cuh"
 
 constexpr bool TF32 = sizeof(scalar) == 4;
@@ -18,28 +21,38 @@ constexpr int ROW_BYTES = HEAD_DIM * (int)sizeof(scalar), CHUNK = 16 / (int)size
 constexpr int M = ROW_BYTES <= 256 ? 2 : 1;       // groups of 16 queries of a warp
 constexpr int ROWS = 16 * M * WARPS;
 // Keys of a step: as many as registers allow without spills, and few enough that shared memory of sm_80 has room for two
-// blocks.
+// blocks; that of sm_75, 64 KiB, for two up to head size 64.
 #if __CUDA_ARCH__ >= 900
 constexpr int PLAIN_KEYS = 64;
 #else
 constexpr int PLAIN_KEYS = HEAD_DIM > 64 ? 48 : 64;
 #endif
+#if __CUDA_ARCH__ < 800
+constexpr int KEYS = HEAD_DIM > 128 || HEAD_DIM == 128 && EXTRAS && DROPOUT ? 16 : 32;
+#else
 constexpr int KEYS = TF32 || HEAD_DIM > 128 ? 32 : !EXTRAS && !DROPOUT ? PLAIN_KEYS : HEAD_DIM > 64 ? 32 : 48;
+#endif
 constexpr int N = KEYS / 8, STEPS = ROW_BYTES / 32;  // accumulators of 16 x 8 logits; steps of 32 bytes along the head
 constexpr int SLABS = (ROW_BYTES + 127) / 128;
 constexpr u32 Q_BYTES = SLABS * ROWS * 128, K_BYTES = SLABS * KEYS * 128;  // followed by k, k, v, v
 constexpr bool Q_IN_REGISTERS = ROW_BYTES <= 128;
+// Copies by registers: whether the next keys are on their way during the first product, and the next values during the second;
+// otherwise, where registers are short, they arrive between the two.
+constexpr bool KEYS_IN_FLIGHT = BY_REGISTERS && HEAD_DIM != 128;
+constexpr bool VALUES_IN_FLIGHT = BY_REGISTERS && (HEAD_DIM != 128 || !EXTRAS && !DROPOUT);
 constexpr float GROWTH = 8.f;  // sums are rescaled only if the maximum grows by more than this, in base 2
 constexpr int SHARED_BYTES = Q_BYTES + 4 * K_BYTES;
 
 // Copies rows of an array to a tile asynchronously, with zeros past `rows` and `columns`. Eight threads copy 128 bytes of
-// every APART-th row; `source` is where this thread starts.
+// every APART-th row; `source` is where this thread starts. finish() ends what fetch() started.
 constexpr int APART = THREADS / 8;
+template <int R> using Fetched = Copy[R / APART][SLABS];
 __device__ __forceinline__ const scalar* thread_rows(const scalar* rows, long long stride) {
     return rows + threadIdx.x / 8 * stride + threadIdx.x % 8 * CHUNK;
 }
 template <int R>
-__device__ __forceinline__ void fetch(u32 tile, const scalar* source, long long stride, int rows, int columns) {
+__device__ __forceinline__ void fetch(Fetched<R>& copies, u32 tile, const scalar* source, long long stride, int rows,
+                                      int columns) {
     const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
     long long step = APART * stride;
     step = opaque(step);  // otherwise its multiples are kept in registers around the loop
@@ -49,9 +62,18 @@ __device__ __forceinline__ void fetch(u32 tile, const scalar* source, long long 
         for (int slab = 0; slab < SLABS; ++slab) {
             const int column = 8 * CHUNK * slab + CHUNK * chunk;
             if (ROW_BYTES % 128 == 0 || column < HEAD_DIM)
-                cp_async(chunk_address<R>(tile, row + i * APART, 8 * slab + chunk), source + 8 * CHUNK * slab,
-                         row + i * APART < rows && column < columns);
+                copies[i][slab].start(chunk_address<R>(tile, row + i * APART, 8 * slab + chunk), source + 8 * CHUNK * slab,
+                                      row + i * APART < rows && column < columns);
         }
+}
+template <int R> __device__ __forceinline__ void finish(const Fetched<R>& copies, u32 tile) {
+    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+#pragma unroll
+    for (int i = 0; i < R / APART; ++i)
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab)
+            if (ROW_BYTES % 128 == 0 || 8 * CHUNK * slab + CHUNK * chunk < HEAD_DIM)
+                copies[i][slab].finish(chunk_address<R>(tile, row + i * APART, 8 * slab + chunk));
 }
 
 // Prepares what this thread copied so that mma.sync rounds it to nearest TF32.
@@ -185,18 +207,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
     const int unmasked_begin = last - a.left, unmasked_end = min(s.keys, first + s.offset + a.right + 1);
     k_next += begin * a.k.row;
     v_next += begin * a.v.row;
-    auto fetch_block = [&](int j, u32 stage) {
-        fetch<KEYS>(k_tiles + stage, k_next, a.k.row, s.keys - j, a.head_dim);
-        fetch<KEYS>(v_tiles + stage, v_next, a.v.row, s.keys - j, a.value_dim);
+    Fetched<KEYS> k_copies, v_copies;
+    auto fetch_keys = [&](int j, u32 stage) {
+        fetch<KEYS>(k_copies, k_tiles + stage, k_next, a.k.row, s.keys - j, a.head_dim);
+    };
+    auto fetch_values = [&](int j, u32 stage) {  // after fetch_keys
+        fetch<KEYS>(v_copies, v_tiles + stage, v_next, a.v.row, s.keys - j, a.value_dim);
         cp_async_commit();
         k_next += KEYS * a.k.row;
         v_next += KEYS * a.v.row;
     };
     u32 stage = 0;
     if (begin < end) {
+        Fetched<ROWS> q_copies;
         const scalar* q_rows = thread_rows(rows_of(q, a.q, s.number, s.first_query + first, head), a.q.row);
-        fetch<ROWS>(q_tile, q_rows, a.q.row, s.queries - first, a.head_dim);
-        fetch_block(begin, 0);
+        fetch<ROWS>(q_copies, q_tile, q_rows, a.q.row, s.queries - first, a.head_dim);
+        finish<ROWS>(q_copies, q_tile);
+        fetch_keys(begin, 0);
+        finish<KEYS>(k_copies, k_tiles);
+        fetch_values(begin, 0);
+        finish<KEYS>(v_copies, v_tiles);
     }
     const float c = EXTRAS ? 1.f : a.scale * LOG2E;  // converts logits to base 2
 
@@ -219,9 +249,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
         if (Q_IN_REGISTERS && j == begin)
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) queries.read(step);
+        if (KEYS_IN_FLIGHT && j + KEYS < end) fetch_keys(j + KEYS, stage ^ K_BYTES);
         float x[M][N][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) multiply_step(x, queries, k_lane, step);
+        if (KEYS_IN_FLIGHT && j + KEYS < end) finish<KEYS>(k_copies, k_tiles + (stage ^ K_BYTES));
 
         if (EXTRAS) {
 #pragma unroll
@@ -258,7 +290,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
                 }
         }
         stage ^= K_BYTES;
-        if (j + KEYS < end) fetch_block(j + KEYS, stage);
+        if (j + KEYS < end) {
+            if (!KEYS_IN_FLIGHT) fetch_keys(j + KEYS, stage);
+            if (!KEYS_IN_FLIGHT) finish<KEYS>(k_copies, k_tiles + stage);
+            fetch_values(j + KEYS, stage);
+            if (!VALUES_IN_FLIGHT) finish<KEYS>(v_copies, v_tiles + stage);
+        }
         float base[M][2];
 #pragma unroll
         for (int m = 0; m < M; ++m)
@@ -281,6 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
             }
             add_values(sum, x, n, p, v_lane);
         }
+        if (VALUES_IN_FLIGHT && j + KEYS < end) finish<KEYS>(v_copies, v_tiles + stage);
     }
 
     // the output is staged in the warp's own rows of the Q tile

@@ -3,12 +3,16 @@
 // Constants: scalar = f16, bf16; HEAD_DIM = 64; EXTRAS = true
 //   (both head sizes rounded up; EXTRAS: softcap, bias, slopes or dropout)
 // Launch:    grid = (ceil(longest queries / ROWS) * heads * sequences,), block = (128,), shared = SHARED_BYTES
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/attention_simt.cuh"
 #include "common/reduce.cuh"
 
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_forward_simt.cu: HEAD_DIM is 32 .. 256");
+#if __CUDA_ARCH__ >= 800
 constexpr int R = HEAD_DIM <= 64 ? 8 : 4, N = HEAD_DIM == 128 ? 8 : 4;  // logits of a lane
+#else  // a block has 64 KiB of shared memory
+constexpr int R = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 4 : 2, N = HEAD_DIM <= 128 ? 4 : 2;
+#endif
 constexpr int ROWS = 16 * R, KEYS = 8 * N;                              // queries of a block, keys of a tile
 constexpr int SHARED_BYTES = 4 * (ROWS + KEYS) * PITCH;
 

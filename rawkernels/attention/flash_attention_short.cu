@@ -2,11 +2,12 @@
 // operands are loaded from global memory to registers in the layout of mma.sync, so there is no shared memory, no barrier and
 // no atomic, and many small problems are in flight on every multiprocessor.
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128 (both head sizes rounded up); PLAIN = false, true
+// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64, 128; PLAIN = false, true
 // Launch:    grid = (ceil(items * heads / WARPS),), block = (32 * WARPS,), no shared memory; heads: those of q
 //            forward, those of k backward. items: tiles of 16 rows, see task_at. PLAIN: head sizes are HEAD_DIM; no
 //            bias, ALiBi or softcap. Rows are aligned to 16 bytes, arrays have at most 2^31 elements, head sizes are
 //            multiples of 8.
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "attention/common/attention_dropout.cuh"
 #include "common/global_memory.cuh"
 #include "common/math.cuh"

@@ -3,7 +3,7 @@
 // Launch:    grid = (ceil(rows * heads / WARPS),), block = (32 * WARPS,). One warp per row and head; the warps of the
 //            beams of a sentence are adjacent, since they read many of the same keys. With pages a sentence has one beam.
 //            dependent: step_attention
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "common/math.cuh"
 #include "common/pack.cuh"

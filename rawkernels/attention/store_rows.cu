@@ -1,7 +1,7 @@
 // Copies consecutive rows of packed arrays into rows of tables, as keys of prompts into a cache: row starts[i] + t of a source
 // becomes row t of entry places[i] of its table. Two arrays at a time.
 // Launch:    grid = (entries, count), block = (BLOCK,). A block copies one row of each array.
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 constexpr int BLOCK = 128;
 
 struct Copy {

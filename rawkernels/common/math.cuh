@@ -14,7 +14,11 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 // The greater of two values; NaN if one is NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
     float c;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
     return c;
+#else
+    return a != a ? a : a > b ? a : b;
+#endif
 }

@@ -23,3 +23,23 @@ __device__ float block_reduce(float value, Op op, float identity) {
     for (int warp = 0; warp < BLOCK / 32; ++warp) value = op(value, partial[warp]);
     return value;
 }
+
+// The minimum and maximum of integers over the warp, in every lane; `redux` from sm_80 on.
+template <typename T> __device__ __forceinline__ T warp_min(T value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_min_sync(~0u, value);
+#else
+#pragma unroll
+    for (int lane = 16; lane > 0; lane >>= 1) value = min(value, __shfl_xor_sync(~0u, value, lane));
+    return value;
+#endif
+}
+template <typename T> __device__ __forceinline__ T warp_max(T value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(~0u, value);
+#else
+#pragma unroll
+    for (int lane = 16; lane > 0; lane >>= 1) value = max(value, __shfl_xor_sync(~0u, value, lane));
+    return value;
+#endif
+}

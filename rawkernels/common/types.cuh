@@ -18,7 +18,16 @@ struct f16 {
 struct bf16 {
     unsigned short bits;
     bf16() = default;
+#if __CUDA_ARCH__ >= 800
     __device__ explicit bf16(float value) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value)); }
+#else
+    __device__ explicit bf16(float value) : bits((unsigned short)(rounded(value) >> 16)) {}
+#endif
+    // The bits of a value rounded to nearest even, in the upper half; for GPUs before 8.0, which have no such instruction.
+    static __device__ u32 rounded(float value) {
+        const u32 x = __float_as_uint(value);
+        return value != value ? 0x7fff0000u : x + 0x7fffu + (x >> 16 & 1);
+    }
     __device__ operator float() const { return __uint_as_float((unsigned int)bits << 16); }
 };
 

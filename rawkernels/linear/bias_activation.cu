@@ -7,7 +7,7 @@
 //            rows, BLOCK / lanes at a time, so that sums over rows have a fixed order; forward, ROWS per thread.
 //            swiglu: rows of x, bias and dx are (gate, up), each of `cols`.
 //            dependent: bias_activation_forward, bias_activation_backward
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "common/pack.cuh"
 #include "common/philox.cuh"

@@ -3,7 +3,7 @@
 // Launch:    prepare: grid = (32,), block = (256,). sum: grid = (1,), block = (1024,).
 //            rows: grid = (rows,), block = (BLOCK,), 16 * room bytes of shared memory; the rest of a row is read twice.
 //            gradient: grid = (rows,), block = (BLOCK,). rescale: grid = (up to rows,), block = (BLOCK,).
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "loss/cross_entropy.cuh"
 #include "common/index.cuh"
 

@@ -73,7 +73,7 @@ __device__ __forceinline__ Part join(Part part) {
     part.sum = warp_reduce(part.peak == NEG_INF ? part.sum : part.sum * exp_fast(shift), Sum{});
     part.total = warp_reduce(part.total + part.count * shift, Sum{});
     part.count = warp_reduce(part.count, Sum{});
-    part.where = __reduce_min_sync(~0u, part.peak == peak ? part.where : 0x7fffffff);
+    part.where = warp_min(part.peak == peak ? part.where : 0x7fffffff);
     part.peak = peak;
     return part;
 }

@@ -3,7 +3,7 @@
 // Constants: scalar = float, f16, bf16; LANES = 8, 16; VECTORS = 2
 // Launch:    grid = (ceil(rows * LANES / 128),), block = (128,). A row has up to LANES * VECTORS vectors of 16 bytes;
 //            where LANES < 32 it begins at a multiple of 16 bytes.
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "loss/cross_entropy.cuh"
 
 constexpr int WARPS = 4;
@@ -17,7 +17,7 @@ template <typename Op> __device__ __forceinline__ float row_reduce(float value, 
     return value;
 }
 __device__ __forceinline__ int row_min(int value) {
-    if constexpr (LANES == 32) return __reduce_min_sync(~0u, value);
+    if constexpr (LANES == 32) return warp_min(value);
 #pragma unroll
     for (int lane = LANES / 2; lane > 0; lane /= 2) value = min(value, __shfl_xor_sync(~0u, value, lane));
     return value;

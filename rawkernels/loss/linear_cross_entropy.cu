@@ -1,7 +1,7 @@
 // What slices of rows have in common in a cross entropy of products: the share of a row in the loss, and sums over slices.
 // Constants: label = int, long long
 // Launch:    share: grid = (1,), block = (BLOCK,). add: grid = (1,), block = (32,), of which one thread works.
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 constexpr int BLOCK = 1024;
 
 struct Sums {

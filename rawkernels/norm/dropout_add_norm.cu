@@ -8,7 +8,7 @@
 // Constants: scalar = float, bf16; RMS = false; TEAM = 256; PACKS = 0, 16; VEC = 1; FULL = false; BLOCK = 256;
 //   BLOCKS = 1; EARLY = true; WEIGHT = true; BIAS = true; X_BIAS = true
 // Launch:    grid = (ceil(rows / (BLOCK / TEAM)),), block = (BLOCK,).
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "norm/norm_dropout.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_forward(

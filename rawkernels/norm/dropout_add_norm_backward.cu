@@ -7,11 +7,21 @@
 //   EARLY = true; STAGES = 2; WEIGHT = true; X_BIAS = false
 // Constants: scalar = float, bf16; RMS = false; TEAM = 256; PACKS = 0, 16; VEC = 1; FULL = false; BLOCK = 256;
 //   BLOCKS = 1; EARLY = true; STAGES = 2; WEIGHT = true; X_BIAS = false
+// Constants below sm_80: scalar = f16, bf16; RMS = false, true; TEAM = 32; PACKS = 4; VEC = 8; FULL = true; BLOCK = 128;
+//   BLOCKS = 2; EARLY = true; STAGES = 2; WEIGHT = true; X_BIAS = false
+// Constants below sm_80: scalar = f16; RMS = false; TEAM = 64; PACKS = 2; VEC = 8; FULL = false; BLOCK = 192; BLOCKS = 2;
+//   EARLY = true; STAGES = 2; WEIGHT = false, true; X_BIAS = true
+// Constants below sm_80: scalar = f16; RMS = false; TEAM = 512; PACKS = 0; VEC = 8; FULL = false; BLOCK = 512; BLOCKS = 1;
+//   EARLY = true; STAGES = 2; WEIGHT = true; X_BIAS = true
+// Constants below sm_80: scalar = float; RMS = false; TEAM = 128; PACKS = 4; VEC = 4; FULL = true; BLOCK = 128; BLOCKS = 2;
+//   EARLY = true; STAGES = 2; WEIGHT = true; X_BIAS = true
+// Constants below sm_80: scalar = float, bf16; RMS = false; TEAM = 256; PACKS = 0, 16; VEC = 1; FULL = false;
+//   BLOCK = 256; BLOCKS = 1; EARLY = true; STAGES = 1; WEIGHT = true; X_BIAS = false
 // Launch:    grid = (up to BLOCKS per multiprocessor,), block = (BLOCK,), dynamic shared memory: STAGES
 //            times the packs of each array that it reads, or 4 bytes for each element in registers if that is more.
 //            column_sum.cu then adds the blocks' sums, in order.
 //            dependent: dropout_add_norm_backward
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "norm/norm_backward.cuh"
 #include "norm/norm_dropout.cuh"
@@ -40,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
     unsigned int step,
     const unsigned int* device_step) {
     grid_dependency_wait();
-    using Rows = RowStages<3>;
+    RowStages<3> prefetched;
     const Dropout dropout{philox_key(seed_low, seed_high, stream, step, device_step), threshold, factor};
     const int team = threadIdx.x / TEAM;  // a runtime value even where it is always 0
     const long long next_rows = (long long)gridDim.x * TEAMS;
@@ -50,10 +60,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
     if constexpr (X_BIAS) sums_out[2] = dx_bias + mine;
     const auto fetch = [&](int stage, long long r) {
         const bool there = r < rows;
-        Rows::fetch(stage, 0, h + (there ? r : 0) * cols, cols, there);
-        Rows::fetch(stage, 1, dnormed + (there ? r : 0) * dnormed_step, cols, there);
-        if (dh) Rows::fetch(stage, 2, dh + (there ? r : 0) * dh_step, cols, there);
-        Rows::end_fetch();
+        prefetched.fetch(stage, 0, h + (there ? r : 0) * cols, cols, there);
+        prefetched.fetch(stage, 1, dnormed + (there ? r : 0) * dnormed_step, cols, there);
+        if (dh) prefetched.fetch(stage, 2, dh + (there ? r : 0) * dh_step, cols, there);
+        prefetched.end_fetch();
     };
     const auto statistics = [&](long long r) {
         if (r >= rows) return RowStatistics{0.f, 0.f, 0.f};
@@ -73,12 +83,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
         const RowStatistics row = next;
         next = statistics(r + next_rows);
         fetch(stage == 0 ? STAGES - 1 : stage - 1, r + (STAGES - 1) * next_rows);
-        Rows::wait();
+        prefetched.wait();
 
         float g[SLOTS][VEC], normalized[SLOTS][VEC], dots[2] = {};
         const Vector<WEIGHT> weights(weight, cols);
         const auto read = [&](int p, int j, bool adding) {
-            const Pack h_j = Rows::pack(stage, 0, p, row_h, j, there), dy_j = Rows::pack(stage, 1, p, row_dnormed, j, there);
+            const Pack h_j = prefetched.pack(stage, 0, p, row_h, j, there), dy_j = prefetched.pack(stage, 1, p, row_dnormed, j, there);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) g[p][i] = dy_j[i];
             weights.scale(g[p], p, j);
@@ -101,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) dropout_add_norm_bac
 #pragma unroll
             for (int i = 0; i < VEC; ++i) out[i] = element_gradient(row.rstd, g[p][i], mean_g, normalized[p][i], mean_dot);
             if (dh) {
-                const Pack dh_j = Rows::pack(stage, 2, p, dh + r * dh_step, j, true);
+                const Pack dh_j = prefetched.pack(stage, 2, p, dh + r * dh_step, j, true);
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) out[i] += dh_j[i];
             }

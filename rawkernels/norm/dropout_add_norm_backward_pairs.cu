@@ -6,7 +6,7 @@
 // Launch:    grid = (up to 2 per multiprocessor,), block = (256,), shared = 32 * COLUMNS bytes for each of the SUMS.
 //            column_sum.cu then adds the blocks' sums, in order.
 //            dependent: dropout_add_norm_backward_pairs
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "common/philox.cuh"
 #include "common/tile.cuh"

@@ -9,7 +9,7 @@
 //   BLOCKS = 1; EARLY = true; WEIGHT = true; BIAS = true
 // Launch:    grid = (ceil(rows / (BLOCK / TEAM)),), block = (BLOCK,).
 //            dependent: layer_norm_forward
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "norm/norm.cuh"
 #include "common/tma.cuh"

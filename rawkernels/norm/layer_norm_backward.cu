@@ -9,11 +9,21 @@
 //   EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = true
 // Constants: scalar = float, bf16; RMS = false; TEAM = 256; PACKS = 0, 16; VEC = 1; FULL = false; BLOCK = 256;
 //   BLOCKS = 1; EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = true
+// Constants below sm_80: scalar = f16, bf16; RMS = false, true; TEAM = 32; PACKS = 4; VEC = 8; FULL = true; BLOCK = 128;
+//   BLOCKS = 2; EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = true
+// Constants below sm_80: scalar = f16, bf16; RMS = false; TEAM = 512; PACKS = 2; VEC = 8; FULL = true; BLOCK = 512;
+//   BLOCKS = 1; EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = true
+// Constants below sm_80: scalar = f16; RMS = false; TEAM = 32, 128; PACKS = 2; VEC = 8; FULL = false; BLOCK = 256;
+//   BLOCKS = 2; EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = false, true
+// Constants below sm_80: scalar = float; RMS = false; TEAM = 256; PACKS = 4; VEC = 4; FULL = true; BLOCK = 256;
+//   BLOCKS = 1; EARLY = true; STAGES = 2; ROWS = 1; WEIGHT = true
+// Constants below sm_80: scalar = float, bf16; RMS = false; TEAM = 256; PACKS = 0, 16; VEC = 1; FULL = false;
+//   BLOCK = 256; BLOCKS = 1; EARLY = true; STAGES = 1; ROWS = 1; WEIGHT = true
 // Launch:    grid = (up to BLOCKS per multiprocessor,), block = (BLOCK,), dynamic shared memory: STAGES
 //            times the packs of ROWS rows of each array, or 4 bytes for each element in registers if that is more.
 //            column_sum.cu then adds the blocks' sums, in order.
 //            dependent: layer_norm_backward
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "norm/norm_backward.cuh"
 
@@ -34,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
     long long x_step,
     long long dy_step) {
     grid_dependency_wait();
-    using Rows = RowStages<2 * AT_ONCE>;
+    RowStages<2 * AT_ONCE> prefetched;
     const int team = threadIdx.x / TEAM;  // a runtime value even where it is always 0
     const long long step = (long long)gridDim.x * TEAMS;
     float* const sums_out[2] = {dweight ? dweight + (long long)blockIdx.x * cols : nullptr,
@@ -43,10 +53,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
 #pragma unroll
         for (int q = 0; q < AT_ONCE; ++q, r += step) {
             const bool there = r < rows;
-            Rows::fetch(stage, 2 * q, x + (there ? r : 0) * x_step, cols, there);
-            Rows::fetch(stage, 2 * q + 1, dy + (there ? r : 0) * dy_step, cols, there);
+            prefetched.fetch(stage, 2 * q, x + (there ? r : 0) * x_step, cols, there);
+            prefetched.fetch(stage, 2 * q + 1, dy + (there ? r : 0) * dy_step, cols, there);
         }
-        Rows::end_fetch();
+        prefetched.end_fetch();
     };
     const auto statistics = [&](long long r) {
         if (r >= rows) return RowStatistics{0.f, 0.f, 0.f};
@@ -70,15 +80,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) layer_norm_backward(
             next[q] = statistics(r + (AT_ONCE + q) * step);
         }
         fetch(stage == 0 ? STAGES - 1 : stage - 1, r + (STAGES - 1) * AT_ONCE * step);
-        Rows::wait();
+        prefetched.wait();
 
         float g[AT_ONCE][SLOTS][VEC], normalized[AT_ONCE][SLOTS][VEC], dots[2 * AT_ONCE] = {};
         const Vector<WEIGHT> weights(weight, cols);
         const auto read = [&](int q, int p, int j, bool adding) {
             const bool there = r + q * step < rows;
             const long long place = there ? r + q * step : 0;
-            const Pack x_j = Rows::pack(stage, 2 * q, p, x + place * x_step, j, there);
-            const Pack dy_j = Rows::pack(stage, 2 * q + 1, p, dy + place * dy_step, j, there);
+            const Pack x_j = prefetched.pack(stage, 2 * q, p, x + place * x_step, j, there);
+            const Pack dy_j = prefetched.pack(stage, 2 * q + 1, p, dy + place * dy_step, j, there);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) g[q][p][i] = dy_j[i];
             weights.scale(g[q][p], p, j);

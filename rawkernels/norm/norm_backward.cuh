@@ -5,15 +5,26 @@
 
 // ---- rows prefetched to shared memory: each thread copies the packs that it reads itself, so no barrier is needed
 constexpr bool PREFETCHED = HELD && sizeof(Pack) == 16;
+static_assert(!PREFETCHED || !BY_REGISTERS || STAGES == 2, "norm_backward.cuh: registers hold one row, shared memory one");
 
+// Copies by registers: a row is on its way until the next one is fetched; shared memory has the one that is read.
 template <int ARRAYS> struct RowStages {
+    Copy held[BY_REGISTERS ? ARRAYS : 1][BY_REGISTERS && PREFETCHED ? PACKS : 1];
+
     __device__ static u32 address(int stage, int array, int p) {
+        if (BY_REGISTERS) stage = 0;
         return shared_tiles() + (((stage * ARRAYS + array) * PACKS + p) * BLOCK + threadIdx.x) * 16;
     }
     // Zeros unless `there`.
-    __device__ static void fetch(int stage, int array, const scalar* row, int cols, bool there) {
-        if constexpr (PREFETCHED)
+    __device__ __forceinline__ void fetch(int stage, int array, const scalar* row, int cols, bool there) {
+        if constexpr (PREFETCHED && BY_REGISTERS) {
+            each_pack(cols, [&](int p, int j) {
+                held[array][p].finish(address(0, array, p));
+                held[array][p].start(0, row + j, there);
+            });
+        } else if constexpr (PREFETCHED) {
             each_pack(cols, [&](int p, int j) { cp_async(address(stage, array, p), row + j, there); });
+        }
     }
     __device__ static void end_fetch() {
         if constexpr (PREFETCHED) cp_async_commit();

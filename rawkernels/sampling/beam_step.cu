@@ -4,7 +4,7 @@
 //            4 + a bit for each element of a slice. One block per slice of a row; the last block of a sentence finds
 //            its best groups and reads these again (logit_groups.cuh).
 //            dependent: beam_step_forward
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/compiler.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/index.cuh"

@@ -3,7 +3,7 @@
 //            beam_start: the same, without shared memory.
 //            beam_texts: grid = (ceil(sentences * nbest / BLOCK),). One thread per text.
 //            dependent: beam_update, beam_texts
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 
 constexpr int BLOCK = 128, MAX_BEAM = 64, MAX_COUNT = 128;

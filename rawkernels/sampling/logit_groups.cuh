@@ -56,7 +56,7 @@ __device__ Key read_slice(
             greatest[i] = greatest_of<T>(x[i]);
             peak = fmaxf(peak, greatest[i]);
         }
-        peak = from_ordered(__reduce_max_sync(~0u, ordered(peak)));
+        peak = from_ordered(warp_max(ordered(peak)));
         const float scaled = fmaxf(peak, -LARGE) * LOG2E;
         float sum = 0.f;
 #pragma unroll

@@ -4,7 +4,7 @@
 //            The first pass reads it from memory, the others from caches: two (three for float) for top-k, as many
 //            for top-p, one to sample.
 //            dependent: sample_tokens_forward
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "sampling/sampling.cuh"
 

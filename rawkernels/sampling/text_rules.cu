@@ -3,7 +3,7 @@
 // Constants: scalar = float, f16, bf16; ON_LOGITS = false, true
 // Launch:    grid = (rows,), block = (BLOCK,), shared memory: 4 * room if a rule reads the texts. One block per row.
 //            dependent: text_rules
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"

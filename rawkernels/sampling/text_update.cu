@@ -2,7 +2,7 @@
 // Launch:    grid = (ceil(texts / BLOCK),), block = (BLOCK,). One thread per text.
 //            text_start: the same.
 //            dependent: text_update
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 
 constexpr int BLOCK = 128;

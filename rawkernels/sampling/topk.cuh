@@ -43,7 +43,7 @@ __device__ unsigned int retrieve(unsigned int greatest, int k) {
             int rank = 0;
 #pragma unroll 8
             for (int g = 0; g < 32; ++g) rank += __shfl_sync(~0u, unique, g) > unique;
-            mine = __reduce_min_sync(~0u, rank < k ? mine : ~0u);  // exact up to the five bits that `unique` replaces
+            mine = warp_min(rank < k ? mine : ~0u);  // exact up to the five bits that `unique` replaces
             if (me == 0) bound = mine;
         }
         __syncthreads();

@@ -3,7 +3,7 @@
 // Launch:    grid = (parts, up to 65535, rows / 65535 rounded up), block = (BLOCK,), shared memory: 16 * (size + 1)
 //            or 16 * BLOCK if that is more. One block per slice of a row; the last block of a row merges its lists.
 //            dependent: topk_logprobs_forward
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "sampling/logit_slice.cuh"
 

@@ -4,7 +4,7 @@
 // Constants: scalar = float, f16; weight = float; copied = f16; BLOCK = 256
 // Constants: scalar = float, bf16; weight = float, bf16; copied = bf16; BLOCK = 256
 // Launch:    grid = (ceil(size / (4 * BLOCK)),), block = (BLOCK,)
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 
 #include "update/optimizer.cuh"
 

@@ -1,7 +1,7 @@
 // The norm of all gradients, and from it: whether to skip the update, the clipping coefficient, the next loss scale.
 // Constants: scalar = float, f16, bf16; BLOCK = 256
 // Launch:    grid = (1 .. 1024,), a function of size alone, so that the order of the sum is fixed; block = (BLOCK,)
-// Arch: sm_80 sm_86 sm_89 sm_90 sm_100
+// Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 
 #include "update/optimizer_state.cuh"
 #include "common/reduce.cuh"

@@ -16,7 +16,9 @@ from gpuattn.cuda import compiler, disk_cache, kernels
 from gpuattn.errors import KernelCompileError
 
 REQUIRED = "nvrtc" in os.environ.get("GPUATTN_REQUIRE", "")
-EVERYWHERE = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100"}
+EVERYWHERE = {
+    "sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121",
+}  # fmt: skip
 IN_PARTS = {  # fused op: the op whose kernels compute its parts on other GPUs
     "linear_dropout_add_norm": "dropout_add_norm",
     "linear_gelu": "bias_activation",
@@ -27,9 +29,10 @@ LIBRARY = {"weight_gradients", "decoder_step", "pack_weights"}  # other ops do i
 SPILLED = {
     "attention/flash_attention_forward_ampere.cu": 48, "attention/flash_attention_short.cu": 16,
     "attention/flash_attention_backward_ampere_extras.cu": 20, "decoder/decoder_step.cu": 4,
+    "attention/decode_attention.cu": 8,
 }  # fmt: skip
 """Bytes that a thread may spill: at head size 128, dropout's random words need more registers; so
-does one number of the decoder step, used once in a phase."""
+does one number of the decoder step, used once in a phase, and two at head size 256 on sm_75."""
 
 
 def variants():
@@ -57,11 +60,11 @@ def test_the_front_end_accepts_every_variant(nvrtc, file, result_of_background):
 def test_the_default_tier_compiles_every_file_and_for_every_architecture():
     chosen = [(file, arch) for file, arch, _, default in compiled.cases() if default]
     for file in kernels.files():
-        made_for, *more = kernels.architectures(file)
-        variants = len(kernels.variants(file))
+        made_for, listed = compiled.main_architecture(file), kernels.architectures(file)
+        variants = len(kernels.variants(file, made_for))
         assert min(2, variants) <= chosen.count((file, made_for)) <= compiled.MOST
-        assert "sm_90" not in more or (file, "sm_90") in chosen
-    assert all(sum(arch == other for _, arch in chosen) >= 10 for other in compiled.OTHERS)
+        assert all(arch not in listed or (file, arch) in chosen for arch in ("sm_75", "sm_90"))
+    assert all(sum(arch == other for _, arch in chosen) >= 5 for other in compiled.OTHERS)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An emulator of Hopper kernels: their source, compiled by g++, runs on a CPU.
+"""An emulator of kernels, of Hopper or of another card: their source, compiled by g++, runs on a CPU.
 
 ``translate.py`` turns CUDA C++ into C++, ``machine.cpp`` runs thread blocks concurrently as fibers
 in an order set by a seed, and ``ptx.cpp`` implements PTX instructions. It is built to find errors:
@@ -36,13 +36,16 @@ from emulator.translate import translate
 from gpuattn import arrays
 from gpuattn.cuda import disk_cache, kernels, tensor_maps
 from gpuattn.errors import SlowerRefusal
-from gpuattn.impls import OPS, Impls, choose, choose_backward
+from gpuattn.impls import OPS, Impl, Impls, choose, choose_backward
 from gpuattn.ops.attention import (
+    ampere,
     dropout,
     gradient,
     hopper,
     hopper_backward,
     hopper_head,
+    short,
+    simt,
     step_attention,
 )
 from gpuattn.ops.attention import (
@@ -74,6 +77,9 @@ MODULES = (
     hopper_head,
     hopper,
     hopper_backward,
+    ampere,
+    simt,
+    short,
     dropout_add_norm,
     linear_dropout_add_norm,
     gelu_hopper,
@@ -104,14 +110,16 @@ def refusal():
 
 
 @functools.cache
-def library(file, constants):
+def library(file, constants, capability=90):
     """Return a file of ``rawkernels`` as a host library; ``constants``: (name, value) pairs."""
-    return library_of(kernels.source_text(file, **dict(constants)), kernels.signatures(file))
+    text = kernels.source_text(file, **dict(constants))
+    return library_of(text, kernels.signatures(file), capability)
 
 
-def library_of(text, signatures):
+def library_of(text, signatures, capability=90):
     """Return CUDA text as a host library. ``signatures``: as of ``kernels.signatures``."""
-    expand = ("g++", "-E", "-P", "-x", "c++", "-D__CUDA_ARCH__=900", f"-I{kernels.ROOT}", "-")
+    arch = f"-D__CUDA_ARCH__={10 * capability}"
+    expand = ("g++", "-E", "-P", "-x", "c++", arch, f"-I{kernels.ROOT}", "-")
     text = subprocess.run(expand, input=text, capture_output=True, text=True, check=True).stdout
     text = translate(text, signatures)
     objects = [_compiled((HERE / name).read_text(), "-O2", "-c") for name in SOURCES]
@@ -182,19 +190,24 @@ def _encode(words, kind, rank, pointer, sizes, steps, box, *_):
 
 
 class Machine:
-    """Runs kernels, and Hopper's attention on NumPy arrays. ``seed``: of the order of events.
+    """Runs kernels, and attention on NumPy arrays. ``seed``: of the order of events.
 
-    ``forward_impl``, ``backward_impl``: the form of attention, or None for the one chosen.
+    ``forward_impl``, ``backward_impl``: Hopper's form of attention, or None for the one chosen.
+    ``card``: the compute capability, such as "7.5".
     """
 
-    def __init__(self, seed, multiprocessors=2, forward_impl=None, backward_impl=None):
+    def __init__(
+        self, seed, multiprocessors=2, forward_impl=None, backward_impl=None, card="9.0"
+    ):  # fmt: skip
         self.seed, self.multiprocessors = seed, multiprocessors
+        self.gpu = replace(GPUS[card], multiprocessors=multiprocessors)
         self.forward_impl, self.backward_impl = forward_impl, backward_impl
         self.counter = np.zeros(64, np.int32)
 
     def kernel(self, file, name, **constants):
         """Replace ``kernels.kernel``; a launch raises AssertionError with the error found."""
-        compiled = library(file, tuple(sorted(constants.items())))
+        assert kernels.serves(file, self.gpu.capability), f"{file} on {self.gpu.capability}"
+        compiled = library(file, tuple(sorted(constants.items())), self.gpu.capability)
         cooperative = name in kernels.cooperative_kernels(file)
         return self._launcher(compiled, name, kernels.signatures(file)[name], cooperative)
 
@@ -223,10 +236,10 @@ class Machine:
     def in_place(self):
         """Replace CuPy, the driver and the GPU by this machine."""
         module, driver = _Module(), SimpleNamespace(cuTensorMapEncodeTiled=_encode)
-        hopper_gpu = replace(GPUS["9.0"], multiprocessors=self.multiprocessors)
         stand_ins = {
             "kernel": self.kernel,
-            "gpu": lambda _: hopper_gpu,
+            "gpu": lambda _: self.gpu,
+            "tensor_core_refusal": lambda *_: None,
             "hopper_refusal": lambda _: None,
             "get_xp": lambda *_: module,
             "kernel_refusal": lambda *_: None,
@@ -242,6 +255,22 @@ class Machine:
                 stack.enter_context(mock.patch.multiple(where, **names))
             yield
         assert not self.counter.any(), "the kernel must reset its counters to 0"
+
+    def form(self, name):
+        """Return the Impl that runs a form of attention, such as "raw-ampere", here."""
+        impl = next(impl for impl in IMPLS if impl.name == name)
+
+        def forward(*inputs, **params):
+            with self.in_place():
+                return impl.forward(*map(as_array, inputs), **params)
+
+        def backward(saved, dout, dlse, **params):
+            with self.in_place():
+                return impl.backward(
+                    tuple(map(as_array, saved)), as_array(dout), as_array(dlse), **params
+                )
+
+        return Impl(f"emulated {name}", forward, backward)
 
     def forward(self, *inputs, **params):
         with self.in_place():

@@ -29,6 +29,7 @@ struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -63,6 +64,7 @@ inline void griddepcontrol_launch_dependents() {}
 inline long long clock64() { return 0; }
 template <typename T> T atomicAdd(T* to, T x) { const T old = *to; *to += x; return old; }
 inline u32 atomicOr(u32* to, u32 x) { const u32 old = *to; *to |= x; return old; }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(u32 x) { return x ? __builtin_ctz(x) + 1 : 0; }
 inline u64 __umul64hi(u64 a, u64 b) { return (unsigned __int128)a * b >> 64; }
@@ -88,6 +90,7 @@ template <typename T> T __shfl_up_sync(u32, T x, unsigned by) {
     return __shfl_sync(~0u, x, lane < by ? lane : lane - by);
 }
 u32 __ballot_sync(u32, int x);
+inline bool __any_sync(u32, bool x) { return __ballot_sync(~0u, x); }
 inline u32 __reduce_min_sync(u32, u32 x) {
     for (int mask = 1; mask < 32; mask *= 2) x = min(x, __shfl_xor_sync(~0u, x, mask));
     return x;
@@ -97,7 +100,11 @@ void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float&, float&, float&,
                                                          float, float, float);
 void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float&, float&, float&, float&, u32, u32, u32, u32, u32, u32, float,
                                                        float, float, float);
-void* dynamic_shared_memory();
+void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float&, float&, float&, float&, u32, u32, u32, u32, u32, u32, float,
+                                                        float, float, float);  // not emulated
+void mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(float&, float&, float&, float&, u32, u32, u32, float, float, float,
+                                                      float);
+void* dynamic_shared_memory(unsigned alignment);
 void* static_shared_memory();
 void* shared_variable(int site, size_t bytes);  // of this block; `site` numbers the declaration
 template <typename T> T& shared_variable(int site) { return *(T*)shared_variable(site, sizeof(T)); }
@@ -164,6 +171,15 @@ inline void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
     x = v[0], y = v[1], z = v[2], w = v[3];
 }
 inline void st_shared_b32(u32 address, u32 x) { store(address, &x, 4); }
+inline void st_shared_v4_b32(u32 address, u32 x, u32 y, u32 z, u32 w) {
+    const u32 v[4] = {x, y, z, w};
+    store(address, v, 16);
+}
+// Predicated: zeros where not `there`.
+inline void ld_global_cg_v4_b32(int there, u32&, u32&, u32&, u32&, u32& x, u32& y, u32& z, u32& w, const void* from) {
+    const uint4 v = there ? *(const uint4*)from : uint4{0, 0, 0, 0};
+    x = v.x, y = v.y, z = v.z, w = v.w;
+}
 inline void st_shared_v4_f32(u32 address, float x, float y, float z, float w) {
     const float v[] = {x, y, z, w};
     store(address, v, 16);

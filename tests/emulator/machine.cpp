@@ -8,7 +8,7 @@ uint3 threadIdx, blockIdx, gridDim;
 
 namespace machine {
 constexpr u32 FIRST = 1024;     // first address of a block's shared memory
-constexpr u32 MISALIGNED = 16;  // the alignment of dynamic shared memory, no more
+constexpr u32 MISALIGNED = 16;  // the alignment of dynamic shared memory that asks for none, no more
 constexpr u32 STATIC = 48 << 10, BESIDE = 1024;  // bytes of a static array alone, and beside dynamic memory
 constexpr size_t STACK = 96 << 10;
 constexpr long STEPS = 400000000;  // a launch that takes more is reported as hanging
@@ -210,7 +210,9 @@ const char* launch(uint3 grid, unsigned threads, unsigned size_of_cluster, unsig
 }  // namespace machine
 
 using namespace machine;
-void* dynamic_shared_memory() { return &me->block->memory[FIRST + BESIDE + MISALIGNED]; }
+void* dynamic_shared_memory(unsigned alignment) {
+    return &me->block->memory[FIRST + BESIDE + (alignment > MISALIGNED ? 0 : MISALIGNED)];
+}
 void* static_shared_memory() { return &me->block->memory[FIRST]; }
 void* shared_variable(int site, size_t bytes) {
     auto& memory = me->block->variables[site];

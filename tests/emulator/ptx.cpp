@@ -364,6 +364,11 @@ void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float& d0, float& d1, flo
                                                        u32 a3, u32 b0, u32 b1, float, float, float, float) {
     multiply({&d0, &d1, &d2, &d3}, true, {a0, a1, a2, a3}, b0, b1);
 }
+// The left half of a, the upper half of b.
+void mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 b,
+                                                      float, float, float, float) {
+    multiply({&d0, &d1, &d2, &d3}, true, {a0, a1, 0, 0}, b, 0);
+}
 
 struct Wgmma { float* d; const u32* a_registers; Operand a, b; bool add; int columns; };
 static void multiply(Block& block, int warp, const Wgmma& call, const u32 (&fragment)[32][4], std::vector<float>& d) {

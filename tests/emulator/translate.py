@@ -30,11 +30,15 @@ def translate(text, signatures):
         parts += [text[end : match.start()], _call(text[match.end() + 1 : close])]
         end = close + 1
     text = "".join([*parts, text[end:]])
-    dynamic = r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];"
-    text = re.sub(dynamic, r"\1* \2 = (\1*)dynamic_shared_memory();", text)
+    dynamic = r"extern __shared__ (?:__align__\((\d+)\) )?([\w ]+) (\w+)\[\];"
+    text = re.sub(
+        dynamic, lambda m: f"{m[2]}* {m[3]} = ({m[2]}*)dynamic_shared_memory({m[1] or 0});", text
+    )
     static = r"__shared__ __align__\(\d+\) ([\w ]+) (\w+)\[(.*?)\];"
-    text, count = re.subn(static, r"auto& \2 = *(\1(*)[\3])static_shared_memory();", text)
-    assert count <= 1, "there is room for one static array that TMA sees"
+    if len(re.findall(static, text)) == 1:  # TMA may see it
+        text = re.sub(static, r"auto& \2 = *(\1(*)[\3])static_shared_memory();", text)
+    else:
+        text = re.sub(r"(__shared__) __align__\(\d+\)", r"\1", text)
     sites = itertools.count()
     text = re.sub(
         r"__shared__ ([\w ]+) (\w+)(\[[^\]]*\])?;",
@@ -66,7 +70,8 @@ def _call(inside):
         return "(void)0"
     given = [operand for section in sections[1:3] for operand in _operands(section)]
     operands = [given[int(n)] for n in re.findall(r"%(\d+)", template)]
-    steps = [step.split()[0] for step in template.strip("{} ").split(";") if step.strip(" }")]
+    steps = [step.strip() for step in template.strip("{} ").split(";") if step.strip(" }")]
+    steps = [re.sub(r"^@\w+ ", "", step).split()[0] for step in steps]
     auxiliary = re.compile(r"\.reg|setp|selp|mov\.")
     code = next((step for step in steps if not auxiliary.match(step)), steps[0])
     if found := re.match(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)", code):

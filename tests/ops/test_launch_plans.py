@@ -23,8 +23,13 @@ from gpuattn.ops.sampling.text_update import Texts, text_update
 from gpuattn.ops.scalars import add_product, product
 from gpuattn.optim import ExponentialAverage
 
-FLOAT32 = np.dtype("float32")
+FLOAT32, FLOAT16 = np.dtype("float32"), np.dtype("float16")
 DTYPES = FLOAT32, BFLOAT16
+TENSOR_CORES = {
+    "attention/decode_attention.cu", "attention/flash_attention_short.cu",
+    "attention/flash_attention_forward_ampere.cu", "attention/flash_attention_backward_ampere.cu",
+    "attention/flash_attention_backward_ampere_extras.cu",
+}  # fmt: skip
 STATIC_TOO = (  # files with kernels that also declare static shared memory
     "loss/cross_entropy.cu", "attention/decode_attention.cu", "norm/dropout_add_norm_backward.cu",
     "norm/layer_norm_backward.cu",
@@ -181,18 +186,23 @@ def plans(record):
     """Return the Launches of all cases on a GPU with this Gpu record."""
     with launches_on(record) as noted:
         for run, size in CASES:
-            for dtype in DTYPES:
+            for dtype in DTYPES if record.has_bfloat16 else (*DTYPES, FLOAT16):
                 run(dtype, size)
     return noted
 
 
 @pytest.mark.filterwarnings("ignore::gpuattn.errors.SlowPathWarning")
-@pytest.mark.parametrize("name", sampled(dict.fromkeys(["8.6", "9.0", "12.0", *GPUS]), 3))
+@pytest.mark.parametrize("name", sampled(dict.fromkeys(["7.5", "8.6", "9.0", "12.0", *GPUS]), 4))
 def test_every_launch_fits_the_gpu(name):
     record = GPUS[name]
     noted = plans(record)
     launched = {launch.file for launch in noted}
-    portable = {file for file in kernels.files() if "sm_80" in kernels.architectures(file)}
+    portable = {file for file in kernels.files() if "sm_75" in kernels.architectures(file)}
+    if not record.has_bfloat16:
+        kinds = {
+            dict(launch.constants)["scalar"] for launch in noted if launch.file in TENSOR_CORES
+        }
+        assert kinds == {"f16"}
     assert portable <= launched
     assert all(kernels.serves(file, record.capability) for file in launched)
     assert launched & CLUSTERS == (CLUSTERS if record.capability // 10 in (9, 10) else set())

@@ -20,28 +20,39 @@ from gpuattn.cuda import compiler, disk_cache, kernels
 from gpuattn.errors import KernelCompileError
 
 MOST = 4  # variants of a file that are compiled to machine code without --all
-OTHERS = "sm_86", "sm_89", "sm_100"  # architectures that no kernel is written for
+OTHERS = (  # architectures that no kernel is written for
+    "sm_86", "sm_87", "sm_89", "sm_100", "sm_103", "sm_120", "sm_121",
+)  # fmt: skip
+OLDER = "sm_75"
 
 
 def cases():
     """Yield (file, architecture, constants, whether it is compiled to machine code without --all).
 
     All variants for the architectures of a file; for each of ``OTHERS`` a different third of them.
-    Without --all, machine code is made of at most ``MOST`` variants, evenly spread, for the first
-    architecture of the file, of one for Hopper, and of one for one of ``OTHERS``, which alternate.
+    Without --all, machine code is made of at most ``MOST`` variants, evenly spread, for sm_80 or
+    the only architecture of the file, of one for ``OLDER``, of one for Hopper, and of one for one
+    of ``OTHERS``, which alternate.
     """
     turns = itertools.count()
     for file in kernels.files():
-        every = kernels.variants(file)
-        others = [arch for arch in OTHERS if arch in kernels.architectures(file)]
+        listed_architectures = kernels.architectures(file)
+        others = [arch for arch in OTHERS if arch in listed_architectures]
         chosen = others[next(turns) % len(others)] if others else None
-        for place, arch in enumerate(kernels.architectures(file)):
-            listed, step = every, len(every) if place else -(-len(every) // MOST)
+        made_for = main_architecture(file)
+        for arch in listed_architectures:
+            every = listed = kernels.variants(file, arch)
+            step = -(-len(every) // MOST) if arch == made_for else len(every)
             if arch in OTHERS:
-                listed = every[OTHERS.index(arch) % len(every) :: 3]
+                listed = every[OTHERS.index(arch) % min(3, len(every)) :: 3]
                 step = len(listed) if arch == chosen else None
             for number, constants in enumerate(listed):
                 yield file, arch, constants, step is not None and number % step == 0
+
+
+def main_architecture(file):
+    """Return the first architecture of a file that is not ``OLDER``."""
+    return next(arch for arch in kernels.architectures(file) if arch != OLDER)
 
 
 def machine_code(text, arch, file):
@@ -63,10 +74,10 @@ def compile_variant(file, arch, constants):
 
 
 def check_variants(file):
-    """Check every variant of a file by the front end, for its first architecture."""
-    for constants in kernels.variants(file):
-        text = kernels.source_text(file, **constants)
-        check_front_end(text, kernels.architectures(file)[0], file)
+    """Check every variant of a file by the front end, for its main architecture and ``OLDER``."""
+    for arch in dict.fromkeys([main_architecture(file), kernels.architectures(file)[0]]):
+        for constants in kernels.variants(file, arch):
+            check_front_end(kernels.source_text(file, **constants), arch, file)
 
 
 def hopper_instructions(file):

@@ -10,12 +10,13 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def _gpu(capability, multiprocessors, shared, threads, l2):
-    """``shared``: KiB that a block may ask for; a multiprocessor has one more. ``l2``: MiB."""
+    """``shared``: KiB that a block may ask for; a multiprocessor from 8.0 on has one more. ``l2``:
+    MiB."""
     return Gpu(
         capability=capability,
         multiprocessors=multiprocessors,
         shared_bytes=shared * KIB,
-        shared_bytes_per_multiprocessor=(shared + 1) * KIB,
+        shared_bytes_per_multiprocessor=(shared + (capability >= 80)) * KIB,
         registers_per_multiprocessor=65536,
         threads_per_multiprocessor=threads,
         l2_bytes=l2 * MIB,
@@ -24,6 +25,7 @@ def _gpu(capability, multiprocessors, shared, threads, l2):
 
 
 GPUS = {
+    "7.5": _gpu(75, 40, 64, 1024, 4),
     "8.0": _gpu(80, 108, 163, 2048, 40), "8.6": _gpu(86, 84, 99, 1536, 6),
     "8.7": _gpu(87, 16, 163, 1536, 4), "8.9": _gpu(89, 128, 99, 1536, 72),
     "9.0": _gpu(90, 132, 227, 2048, 50), "10.0": _gpu(100, 148, 227, 2048, 126),

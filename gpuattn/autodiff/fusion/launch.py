@@ -86,7 +86,8 @@ class Launcher:
 def _kernel(device: int, launcher: Launcher, layout: Layout) -> Kernel:
     text = source.text(launcher.program, layout)
     module = import_cupy().cuda.function.Module()
-    code = cubin(text, architecture(gpu(device).capability))
+    found, arch = gpu(device), architecture(gpu(device).capability)
+    code = cubin(text, arch.replace("sm_", "compute_") if found.forced else arch)
     with _lock:
         module.load(code)
     return Kernel(

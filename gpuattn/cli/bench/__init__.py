@@ -1,10 +1,13 @@
 """gpuattn bench: a group with one command for each benchmark."""
 
+import os
+
 import click
 
 from gpuattn.bench.fused.cases import TABLES
 from gpuattn.bench.samples import SAMPLES
 from gpuattn.cli.bench import attention, calls, data, decode, fused, ops, roofline, train
+from gpuattn.cuda.gpu import FORCED, forced_capability
 from gpuattn.units import nearest
 
 
@@ -47,5 +50,17 @@ def command() -> None:
     """
 
 
+def _force(ctx, param, arch):
+    if arch is not None:
+        os.environ[FORCED] = arch
+        forced_capability()  # refuses nonsense
+
+
 for _module in (ops, calls, attention, fused, train, decode, roofline, data):
     command.add_command(_module.command)
+    if _module is not data:
+        arch_option = click.Option(
+            ["--arch"], metavar="75", expose_value=False, is_eager=True, callback=_force,
+            help="Run kernels as on a GPU of this compute capability (GPUATTN_ARCH).",
+        )  # fmt: skip
+        _module.command.params.append(arch_option)

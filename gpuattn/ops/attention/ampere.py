@@ -1,4 +1,7 @@
-"""raw-ampere, by mma.sync: ``attention/flash_attention_{forward,backward}_ampere*.cu``."""
+"""raw-ampere, by mma.sync: ``attention/flash_attention_{forward,backward}_ampere*.cu``.
+
+On 7.5 it takes float16 alone, and copies by registers where later GPUs have cp.async.
+"""
 
 from typing import Any
 
@@ -6,7 +9,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, rows_refusal
-from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.gpu import AMPERE, dotted, gpu, tensor_core_refusal
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.ops.attention.gradient import (
     bias_gradient,
@@ -15,9 +18,11 @@ from gpuattn.ops.attention.gradient import (
     sink_gradient,
 )
 from gpuattn.ops.attention.launch import Launch, outputs, result, tiles_refusal
+from gpuattn.errors import HardwareRefusal
 from gpuattn.typing import Array
 
 MAX_HEAD_DIM, MAX_TF32_HEAD_DIM = 256, 128
+MAX_TURING_GRADIENT_HEAD_DIM = 192
 WIDTHS = (32, 64, 96, 128, 256)  # what HEAD_DIM of the forward is rounded up to
 FORWARD_THREADS = 128
 BACKWARD_FILE = "attention/flash_attention_backward_ampere.cu"
@@ -40,6 +45,8 @@ TILES = (
     (256, 32, 32, 1),
 )
 """Values of CONSTANTS, best first: the first that is wide enough and fits in shared memory runs."""
+TURING_TILES = (64, 64, 64, 1), (128, 64, 32, 1), (192, 32, 32, 1)
+"""The same before 8.0: a block has 64 KiB, and registers hold the tiles of a second step."""
 EXTRAS_CONSTANTS = "HEAD_DIM", "OWN", "STEP", "WARPS", "STAGES", "DS_TILES"
 EXTRAS_TILES = (
     (64, 128, 128, 8, 2, 2),
@@ -53,6 +60,7 @@ EXTRAS_TILES = (
     (256, 64, 64, 8, 1, 1),
     (256, 32, 32, 4, 1, 1),
 )
+TURING_EXTRAS_TILES = (64, 64, 64, 8, 1, 1), (128, 64, 32, 4, 1, 1), (192, 32, 32, 4, 1, 1)
 """The same for EXTRAS_FILE."""
 PLAIN_ONLY = EXTRAS_TILES[0]  # uses all registers: extras do not fit
 UNIT = 16  # sequences begin at multiples of so many rows in stats and in the sums of dq
@@ -72,6 +80,8 @@ def refuse(
             return reason
         if x.dtype == np.float32 and not tf32:
             return f"{name} is float32: tf32=True lets tensor cores round it to TF32"
+        if reason := tensor_core_refusal(q.device.id, x.dtype, name):
+            return reason
         if reason := rows_refusal(x, name):
             return reason
     size = max(q.shape[-1], v.shape[-1])
@@ -87,15 +97,31 @@ def refuse_backward(q: Array, *others: Any, **params: Any) -> str | None:
         return reason
     if q.dtype == np.float32:
         return "q is float32; the kernel takes float16 or bfloat16, as only the forward uses TF32"
-    return refuse(q, *others, **params)
+    if reason := refuse(q, *others, **params):
+        return reason
+    size, found = max(q.shape[-1], others[1].shape[-1]), gpu(q.device.id)
+    if found.capability < AMPERE and size > MAX_TURING_GRADIENT_HEAD_DIM:
+        return HardwareRefusal(
+            f"the head size is {size}; its tiles do not fit in the 64 KiB of shared memory that a "
+            f"block has on compute capability {dotted(found.capability)}, those of "
+            f"{MAX_TURING_GRADIENT_HEAD_DIM} do"
+        )
+    return None
 
 
 # ---- forward ------------------------------------------------------------------------------------
 
 
-def forward_tile(width: int, itemsize: int, plain: bool, capability: int) -> tuple[int, int]:
-    """Return the queries and keys of a tile of the forward kernel for HEAD_DIM = ``width``."""
+def forward_tile(
+    width: int, itemsize: int, plain: bool, capability: int, both: bool = False
+) -> tuple[int, int]:
+    """Return the queries and keys of a tile of the forward kernel for HEAD_DIM = ``width``.
+
+    ``plain``: neither EXTRAS nor DROPOUT. ``both``: both of them.
+    """
     rows = 64 if width * itemsize > 256 else 128
+    if capability < AMPERE:
+        return rows, 16 if width > 128 or (width == 128 and both) else 32
     if itemsize == 4 or width > 128:
         return rows, 32
     if plain:
@@ -117,8 +143,8 @@ def _plan(launch, q, v):
         scalar=ctype(q.dtype), HEAD_DIM=width, **features,
     )  # fmt: skip
     capability = gpu(q.device.id).capability
-    plain = not any(features.values())
-    rows, keys = tile = forward_tile(width, q.itemsize, plain, capability)
+    chosen = features.values()
+    rows, _ = tile = forward_tile(width, q.itemsize, not any(chosen), capability, all(chosen))
     grid = (-(-launch.queries // rows) * launch.heads * launch.sequences,)
     size = forward_shared_bytes(width, q.itemsize, *tile)
     return run, (grid, (FORWARD_THREADS,), size), tile
@@ -142,16 +168,16 @@ def describe(q: Array, k: Array, v: Array, *extras: Any, **params: Any) -> dict[
 # ---- backward -----------------------------------------------------------------------------------
 
 
-def choose_tile(size: int, limit: int) -> tuple:
-    """Return the tile of TILES for a head size and ``limit`` bytes of shared memory in a block."""
-    return next(t for t in TILES if size <= t[0] and backward_shared_bytes(*t) <= limit)
+def choose_tile(size: int, limit: int, tiles: tuple = TILES) -> tuple:
+    """Return the tile for a head size and ``limit`` bytes of shared memory in a block."""
+    return next(t for t in tiles if size <= t[0] and backward_shared_bytes(*t) <= limit)
 
 
-def choose_extras_tile(size: int, extras: bool, limit: int) -> tuple:
+def choose_extras_tile(size: int, extras: bool, limit: int, tiles: tuple = EXTRAS_TILES) -> tuple:
     """Return the same of EXTRAS_TILES."""
     return next(
         tile
-        for tile in EXTRAS_TILES
+        for tile in tiles
         if size <= tile[0]
         and extras_shared_bytes(*tile) <= limit
         and not (extras and tile == PLAIN_ONLY)
@@ -167,9 +193,10 @@ def backward_shared_bytes(width: int, own: int, step: int, stages: int) -> int:
 def extras_shared_bytes(
     width: int, own: int, step: int, warps: int, stages: int, ds_tiles: int
 ) -> int:
-    """Return DKV_BYTES of EXTRAS_FILE; its DQ_BYTES is never more."""
-    row, weights = -(-width // 64) * 128, step * -(-own // 64) * 128
-    return 2 * own * row + stages * step * (2 * row + 8) + (1 + ds_tiles) * weights
+    """Return the greater one of DKV_BYTES and DQ_BYTES of EXTRAS_FILE."""
+    row, weights, ds = -(-width // 64) * 128, step * -(-own // 64) * 128, own * -(-step // 64) * 128
+    tiles = 2 * own * row + stages * step * 2 * row
+    return tiles + max(stages * step * 8 + (1 + ds_tiles) * weights, ds + own * 8)
 
 
 def backward(
@@ -185,9 +212,12 @@ def backward(
     problem, heads, sequences = launch.problem, launch.heads, launch.sequences
 
     extras = launch.extras or params["dropout_p"] > 0
-    limit = gpu(q.device.id).shared_bytes
-    head_dim, scalar = max(q.shape[-1], v.shape[-1]), ctype(q.dtype)
-    tile, extras_tile = choose_tile(head_dim, limit), choose_extras_tile(head_dim, extras, limit)
+    found, head_dim = gpu(q.device.id), max(q.shape[-1], v.shape[-1])
+    limit, scalar, tables = found.shared_bytes, ctype(q.dtype), (TILES, EXTRAS_TILES)
+    if found.capability < AMPERE:
+        tables = TURING_TILES, TURING_EXTRAS_TILES
+    tile = choose_tile(head_dim, limit, tables[0])
+    extras_tile = choose_extras_tile(head_dim, extras, limit, tables[1])
     width = extras_tile[0] if extras else tile[0]
 
     def run_rows(name, *args):

@@ -17,7 +17,7 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, check_together, ctype, get_xp, index_flag
 from gpuattn.autodiff.tape import op, raw
-from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.gpu import AMPERE, gpu, tensor_core_refusal
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import problem
 from gpuattn.impls import Call, Impl, Impls
@@ -37,6 +37,7 @@ BLOCK_COST = 4  # time of a block without keys, in units of SPLIT_KEYS keys; mea
 COMBINE_COST = 3  # time to combine splits, in the same unit
 MAX_SPLITS = 8192  # the combining kernel holds their weights in shared memory
 STAGES = {64: (64, 4), 128: (64, 3), 256: (32, 3)}  # HEAD_DIM: keys of a stage, stages at most
+TURING_STAGES = {64: (64, 3), 128: (32, 3), 256: (16, 3)}  # the same before 8.0, in 64 KiB
 KEY_BYTES, FIXED_BYTES = 16, 512  # of shared memory: the places of a key of a stage; of a block
 
 POINTERS = ("lengths", "pages", "slots", "slopes", "sink", "flag")
@@ -212,6 +213,8 @@ def _refuse_ampere(q, k, v, *others, **params):
         return reason
     if q.dtype == np.float32:
         return "q is float32, tensor cores take float16 or bfloat16"
+    if reason := tensor_core_refusal(q.device.id, q.dtype):
+        return reason
     for name, x in (("k_cache", k), ("v_cache", v)):
         if reason := arrays.rows_refusal(x, name):
             return reason
@@ -224,18 +227,21 @@ def _forward_ampere(q, *others, needs, **params):
         q = get_xp(q).ascontiguousarray(q)  # the kernel reads pairs of elements
     size = max(q.shape[-1], others[1].shape[-1])
     width = next(w for w in (64, 128, 256) if size <= w)
-    stages, shared_bytes = pipeline(width, gpu(q.device.id).shared_bytes)
+    found = gpu(q.device.id)
+    table = STAGES if found.capability >= AMPERE else TURING_STAGES
+    stages, shared_bytes = pipeline(width, found.shared_bytes, table)
     constants = {"scalar": ctype(q.dtype), "HEAD_DIM": width, "STAGES": stages}
     run = kernel("attention/decode_attention.cu", NAME, **constants)
     return _launch(run, 64, 3 if width == 64 else 2, shared_bytes, q, *others, **params)
 
 
-def pipeline(width: int, limit: int) -> tuple[int, int]:
+def pipeline(width: int, limit: int, table: dict = STAGES) -> tuple[int, int]:
     """Return (stages, bytes of their tiles) for HEAD_DIM = ``width``.
 
     ``limit``: bytes of shared memory that a block may have; they also hold the place of each key.
+    ``table``: STAGES, or TURING_STAGES.
     """
-    keys, most = STAGES[width]
+    keys, most = table[width]
     stages = min(most, (limit - FIXED_BYTES) // (keys * (4 * width + KEY_BYTES)))
     return stages, stages * keys * 4 * width
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp, rows_refusal
+from gpuattn.cuda.gpu import tensor_core_refusal
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import SlowerRefusal
 from gpuattn.ops.attention.gradient import (
@@ -38,6 +39,8 @@ def refuse(
         return f"the longest sequence is {longest}, the kernel takes at most {MAX_LENGTH}{hint}"
     if q.dtype.itemsize != 2:
         return f"q is {q.dtype}, the kernel takes float16 or bfloat16"
+    if reason := tensor_core_refusal(q.device.id, q.dtype):
+        return reason
     size = max(q.shape[-1], v.shape[-1])
     if size > MAX_HEAD_DIM:
         return f"the head size is {size}, the kernel takes at most {MAX_HEAD_DIM}"

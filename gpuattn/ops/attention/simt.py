@@ -6,6 +6,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype
+from gpuattn.cuda.gpu import AMPERE, gpu
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.ops.attention.gradient import (
     bias_gradient,
@@ -34,11 +35,17 @@ def refuse(
     return tiles_refusal(q, cu_q, max(max_seqlen_q, max_seqlen_k), 16)
 
 
-def choose_tile(part: str, width: int, extras: bool) -> tuple[int, int]:
+def choose_tile(part: str, width: int, extras: bool, capability: int = AMPERE) -> tuple[int, int]:
     """Return the rows that a block computes, and the rows of the other side that it loads at once.
 
     ``part``: "forward", "dkv" or "dq"; ``width``: HEAD_DIM; ``extras``: EXTRAS of the kernels.
     """
+    if capability < AMPERE:  # in 64 KiB
+        if part == "forward":
+            return (128, 32) if width <= 64 else (64, 32) if width <= 128 else (32, 16)
+        if width > 64:
+            return (32, 16) if width <= 128 else (16, 8)
+        return 64 if width > 32 or extras else 128, 32
     if part == "forward":
         return 64 if width > 64 else 128, 64 if width == 128 else 32
     if width > 128:
@@ -46,9 +53,10 @@ def choose_tile(part: str, width: int, extras: bool) -> tuple[int, int]:
     return 64 if width > 64 or extras else 128, 32
 
 
-def shared_bytes(part: str, width: int, extras: bool) -> int:
+def shared_bytes(part: str, width: int, extras: bool, capability: int = AMPERE) -> int:
     """Return the bytes of a block's tiles of both sides: of one array, of two in the gradient."""
-    return (4 if part == "forward" else 8) * sum(choose_tile(part, width, extras)) * (width + 4)
+    rows = sum(choose_tile(part, width, extras, capability))
+    return (4 if part == "forward" else 8) * rows * (width + 4)
 
 
 class _Tiles:
@@ -56,6 +64,7 @@ class _Tiles:
 
     def __init__(self, launch, q, v):
         self.launch, self.scalar = launch, ctype(q.dtype)
+        self.capability = gpu(q.device.id).capability
         self.width = next(w for w in WIDTHS if max(q.shape[-1], v.shape[-1]) <= w)
         self.extras = launch.extras or launch.dropout
 
@@ -68,9 +77,9 @@ class _Tiles:
 
     def shape(self, part, longest, heads):
         """Return (grid, block, shared bytes) to cut ``longest`` rows of each head into blocks."""
-        rows, _ = choose_tile(part, self.width, self.extras)
-        grid = (-(-longest // rows) * heads * self.launch.sequences,)
-        return grid, (THREADS,), shared_bytes(part, self.width, self.extras)
+        form = part, self.width, self.extras, self.capability
+        grid = (-(-longest // choose_tile(*form)[0]) * heads * self.launch.sequences,)
+        return grid, (THREADS,), shared_bytes(*form)
 
     def __call__(self, part, longest, heads, *args):
         grid, block, size = self.shape(part, longest, heads)
@@ -90,7 +99,8 @@ def describe(q: Array, k: Array, v: Array, *extras: Any, **params: Any) -> dict[
     launch = Launch(q, k, v, *extras, **params, tables=False)
     tiles = _Tiles(launch, q, v)
     used = tiles.kernel("forward").resources(*tiles.shape("forward", launch.queries, launch.heads))
-    return {"tile": choose_tile("forward", tiles.width, tiles.extras), **used}
+    tile = choose_tile("forward", tiles.width, tiles.extras, tiles.capability)
+    return {"tile": tile, **used}
 
 
 def _delta(launch, tiles, out, dout, dlse, lse):

@@ -9,7 +9,7 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.autodiff.side_stream import on_side_stream
-from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.gpu import AMPERE, gpu
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.typing import Array, DType
 
@@ -132,7 +132,11 @@ def backward_layout(
         constants, held = constants | {"TEAM": 16, "PACKS": 3, "FULL": True}, 24
     # the gradient and the normalized values of a row, the sums, one vector
     registers = held * (2 + sums) + words(constants, held, x.dtype) + 20 * (read - 1)
+    older = device.capability < AMPERE  # registers hold the next row while it is loaded
+    registers += read * words(constants, held, x.dtype) if older else 0
     constants, held, threads = fit(constants, held, registers)
+    if 16 * constants["PACKS"] * constants["TEAM"] * read > device.shared_bytes - SUM_BYTES:
+        constants, held, threads = constants | {"PACKS": 0, "FULL": False}, 0, constants["TEAM"]
     team, threads = constants["TEAM"], min(512, threads)
     # two blocks per multiprocessor. For teams of 256 that read two arrays one block of two teams
     # took the same time in every run, and two blocks of one team up to 7 % more
@@ -142,13 +146,15 @@ def backward_layout(
     stage = 16 * constants["PACKS"] * block * read  # bytes of a pipeline stage of a block
     room = min(MAX_STAGE_BYTES, device.shared_bytes - SUM_BYTES) // blocks
     stages = max(1, min(6 // read, room // max(stage, 1))) if constants["VEC"] > 1 else 1
+    stages = 2 if older and constants["VEC"] > 1 else stages
     constants = constants | {"BLOCK": block, "BLOCKS": blocks, "STAGES": stages, "EARLY": True}
     if pairs:
         # if one row takes all warps, they wait for its sums: half as often with two rows at a time
         alone = team == 512 and constants["FULL"] and room >= 2 * stages * stage
         constants["ROWS"] = 2 if alone and registers + 2 * held <= REGISTERS // block else 1
         stage *= constants["ROWS"]
-    shared = max(stages * stage if constants["VEC"] > 1 else 0, 4 * held * block)
+    in_shared = 0 if constants["VEC"] == 1 else 1 if older else stages
+    shared = max(in_shared * stage, 4 * held * block)
     rows = x.size // max(cols, 1)
     return constants, min(device.multiprocessors * blocks, -(-rows * team // block)), shared
 

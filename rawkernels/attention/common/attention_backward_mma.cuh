@@ -39,6 +39,30 @@ __device__ __forceinline__ float2 fragment_pair(const float* sum, int row, int t
 }
 
 // ---- tiles
+// Where copies are BY_REGISTERS, the tiles of a step are loaded by start_tile during the step before it and stored by
+// finish_tile: shared memory has no room for two steps.
+template <int ROWS, int THREADS> using Copies = Copy[(ROWS * 8 + THREADS - 1) / THREADS][(HEAD_DIM + 63) / 64];
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void start_tile(Copies<ROWS, THREADS>& copies, const scalar* x, const Strides& t, const Sequence& s,
+                                           long long row0, int head, int count, int width) {
+    const scalar* rows = rows_of(x, t, s.number, row0, head);
+    const int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += THREADS / 8)
+#pragma unroll
+        for (int column = 0; column < HEAD_DIM; column += 64)
+            copies[i / (THREADS / 8)][column / 64].start(0, rows + (i + first) * t.row + column + 8 * chunk,
+                                                         (i + first < count) & (column + 8 * chunk < width));
+}
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void finish_tile(const Copies<ROWS, THREADS>& copies, u32 tile) {
+    const int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += THREADS / 8)
+#pragma unroll
+        for (int column = 0; column < HEAD_DIM; column += 64)
+            copies[i / (THREADS / 8)][column / 64].finish(chunk_address<ROWS>(tile, i + first, column / 8 + chunk));
+}
 // Starts to copy `count` rows (at most ROWS) of `width` columns, from `row0` on; the rest of the tile becomes zeros.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void load_tile(u32 tile, const scalar* x, const Strides& t, const Sequence& s, long long row0,
@@ -56,6 +80,21 @@ __device__ __forceinline__ void load_stats(u32 tile, const float* stats, int siz
     const int row = 2 * threadIdx.x;
     if (row < size) cp_async(tile + row * STATS_BYTES, stats + 2 * row, row < count);
 }
+
+// The tiles of a step, by registers: two arrays and, with STATS, the statistics of their rows.
+template <int STEP, int THREADS, bool STATS> struct StepCopies {
+    Copies<STEP, THREADS> x, y;
+    Copy stats;
+    __device__ __forceinline__ void start_stats(const float* from, int count) {
+        const int row = 2 * threadIdx.x;
+        if (row < STEP) stats.start(0, from + 2 * row, row < count);
+    }
+    __device__ __forceinline__ void finish(u32 x_tile, u32 y_tile, u32 stats_tile) const {
+        finish_tile<STEP, THREADS>(x, x_tile);
+        finish_tile<STEP, THREADS>(y, y_tile);
+        if (STATS && 2 * threadIdx.x < STEP) stats.finish(stats_tile + 2 * threadIdx.x * STATS_BYTES);
+    }
+};
 
 // Stores two adjacent accumulators, rounded to 16 bits, to a tile of ROWS rows; row is a multiple of 8, column of 16.
 template <int ROWS> __device__ __forceinline__ void store_fragments(u32 tile, int row, int column, const float (&left)[4],
@@ -125,7 +164,7 @@ __device__ __forceinline__ void add_product(float (&d)[M][2 * N][4], u32 a, u32 
 template <int OWN, int STEP, int WARPS>
 __device__ __forceinline__ void add_dq(const Attention& a, const Sequence& s, u32 ds, u32 k, float* dq_sum, int head,
                                        int i) {
-    constexpr int ACROSS = HEAD_DIM / 16 % (32 * WARPS / STEP) == 0 ? 32 * WARPS / STEP : 2;  // warps, each 16s of columns
+    constexpr int ACROSS = HEAD_DIM / 16 % (32 * WARPS / STEP) == 0 ? 32 * WARPS / STEP : 16 * WARPS / STEP;  // warps, each 16s of columns
     constexpr int M = STEP / 16 * ACROSS / WARPS, N = HEAD_DIM / 16 / ACROSS;
     static_assert(M > 0 && ACROSS <= 8 && HEAD_DIM / 16 % ACROSS == 0,
                   "attention_backward_mma.cuh: dq does not divide among the warps");

@@ -1,0 +1,117 @@
+"""GPUATTN_ARCH: a GPU stands for one of an earlier compute capability."""
+
+import sys
+
+import numpy as np
+import pytest
+from fake_gpu import GPUS, KIB
+from fake_launches import as_array, fake_cupy
+
+from gpuattn.arrays import BFLOAT16
+from gpuattn.cuda import gpu as module
+from gpuattn.cuda import kernels
+from gpuattn.cuda.compiler import architecture, compile_text
+from gpuattn.cuda.gpu import LIMITS, gpu, kernels_refusal, tensor_core_refusal
+from gpuattn.errors import ConfigError, HardwareRefusal, KernelCompileError
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """card(own, arch): device 0 is a GPU of a compute capability, and GPUATTN_ARCH is set."""
+
+    def make(own, arch=None):
+        monkeypatch.setitem(sys.modules, "cupy", fake_cupy(own if own not in GPUS else GPUS[own]))
+        monkeypatch.delenv(module.FORCED, raising=False)
+        if arch is not None:
+            monkeypatch.setenv(module.FORCED, arch)
+        gpu.cache_clear()
+        return gpu(0)
+
+    yield make
+    gpu.cache_clear()
+
+
+@pytest.mark.parametrize("arch", ["75", "7.5", " 75 "])
+def test_a_hopper_gpu_stands_for_a_turing_gpu(card, arch):
+    found = card("9.0", arch)
+    assert found.forced and found.capability == 75
+    assert found.shared_bytes == found.shared_bytes_per_multiprocessor == 64 * KIB
+    assert found.threads_per_multiprocessor == 1024
+    assert found.multiprocessors == GPUS["9.0"].multiprocessors
+    assert found.has_mma and not (found.has_bfloat16 or found.has_tma or found.has_wgmma)
+    assert not found.has_dependent_launch
+
+
+def test_the_limits_are_those_of_the_cards(card):
+    for name, record in GPUS.items():
+        shared, of_multiprocessor, threads = LIMITS[record.capability]
+        assert record.shared_bytes == shared * KIB, name
+        assert record.shared_bytes_per_multiprocessor == of_multiprocessor * KIB, name
+        assert record.threads_per_multiprocessor == threads, name
+
+
+@pytest.mark.parametrize("arch", [None, "", "90", "9.0"])
+def test_its_own_capability_changes_nothing(card, arch):
+    assert card("9.0", arch) == GPUS["9.0"]
+
+
+@pytest.mark.parametrize("arch", ["turing", "sm_75", "76", "-75", "7", "750", "60"])
+def test_nonsense_is_refused_with_what_is_accepted(card, arch):
+    with pytest.raises(ConfigError, match=r"GPUATTN_ARCH is '.*'; accepted: 75, 80, .*or unset"):
+        card("9.0", arch)
+
+
+def test_a_later_capability_than_the_cards_is_refused(card):
+    with pytest.raises(ConfigError, match="GPUATTN_ARCH is 100; accepted: at most 90"):
+        card("9.0", "100")
+
+
+def test_kernels_are_compiled_to_ptx_of_it(nvrtc):
+    assert kernels.arch_for("update/sgd.cu", 75, forced=True) == "compute_75"
+    assert kernels.arch_for("update/sgd.cu", 75) == "sm_75"
+    hopper = "attention/flash_attention_forward_hopper.cu"
+    assert kernels.arch_for(hopper, 90, forced=True) == "compute_90a"
+    text = 'extern "C" __global__ void f(int* x) { x[0] = __CUDA_ARCH__; }'
+    code, _ = compile_text(text, "compute_75", "f.cu")
+    assert b".target sm_75" in code and b"750" in code and code.endswith(b"\0")
+
+
+def test_tensor_cores_before_8_0_take_float16_alone(card):
+    card("7.5")
+    assert tensor_core_refusal(0, np.dtype("float16")) is None
+    for dtype in (BFLOAT16, np.dtype("float32")):
+        reason = tensor_core_refusal(0, dtype, "k")
+        assert isinstance(reason, HardwareRefusal)
+        assert str(reason) == (
+            f"k is {dtype}; the GPU's compute capability is 7.5, whose tensor cores take float16 "
+            "alone by mma.sync"
+        )
+    card("8.0")
+    assert tensor_core_refusal(0, BFLOAT16) is None
+
+
+def test_a_card_before_7_0_has_no_kernels(card):
+    import dataclasses
+
+    card(dataclasses.replace(GPUS["8.0"], capability=61))
+    reason = "the GPU's compute capability is 6.1, kernels need 7.0 or newer: NumPy's forms run"
+    assert str(kernels_refusal(0)).startswith(reason)
+    assert str(kernels.kernel_refusal(as_array(np.ones(3, np.float32)))).startswith(reason)
+    card("7.5")
+    assert kernels_refusal(0) is None
+
+
+def test_an_nvrtc_without_the_cards_architecture_says_which_has_it(nvrtc, monkeypatch):
+    monkeypatch.setattr("gpuattn.cuda.compiler.nvrtc_architectures", lambda: [75, 80, 90])
+    message = r"compiles for compute capability 7\.5 and newer, this GPU's is 7\.0\. .*cuda12x"
+    with pytest.raises(KernelCompileError, match=message):
+        architecture(70)
+
+
+def test_older_variants_of_a_file_are_its_own():
+    file = "attention/decode_attention.cu"
+    older = kernels.variants(file, "sm_75")
+    assert {constants["scalar"] for constants in older} == {"f16"}
+    assert all(constants not in kernels.variants(file, "sm_80") for constants in older[:1])
+    assert len(kernels.variants(file)) == len(older) + len(kernels.variants(file, "sm_90"))
+    assert kernels.variants("dropout.cu", "sm_75") == kernels.variants("dropout.cu", "sm_80")
