@@ -66,7 +66,8 @@ def _call(inside):
         return "(void)0"
     given = [operand for section in sections[1:3] for operand in _operands(section)]
     operands = [given[int(n)] for n in re.findall(r"%(\d+)", template)]
-    steps = [step.split()[0] for step in template.strip("{} ").split(";") if step.strip(" }")]
+    steps = [step for step in template.strip("{} ").split(";") if step.strip(" }")]
+    steps = [re.sub(r"^\s*@\w+ ", "", step).split()[0] for step in steps]  # predicates are operands
     auxiliary = re.compile(r"\.reg|setp|selp|mov\.")
     code = next((step for step in steps if not auxiliary.match(step)), steps[0])
     if found := re.match(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)", code):
