@@ -1,7 +1,7 @@
 // One step of beam search: the `wanted` best continuations of the K beams of each sentence. Logits are read once.
 // Constants: scalar = float, f16, bf16; HOOKS = false, true; BLOCK = 128, 256 (`wanted` up to BLOCK / 2)
 // Launch:    grid = (slices, beam, sentences), block = (BLOCK,), shared memory: 4 * (groups of a sentence), with HOOKS at least
-//            4 + a bit for each element of a slice. One block per slice of a row; the last block of a sentence finds
+//            4 + a bit for each element of a slice, and 64 * BLOCK. One block per slice of a row; the last block of a sentence finds
 //            its best groups and reads these again (logit_groups.cuh).
 //            dependent: beam_step_forward
 // Arch: sm_80 sm_86 sm_89 sm_90 sm_100
@@ -100,7 +100,7 @@ struct alignas(16) Place { int beam, first, last; };  // a group of the beam: it
 extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_forward(
     const scalar* logits,     // (sentences * beam, >= vocab), rows `stride` apart
     const float* scores,      // (sentences, beam); -inf for a dead beam, whose logits are ignored
-    const int* bans,          // (ban_count,): tokens that are banned in all rows
+    const int* bans,          // (ban_count,), up to BLOCK: tokens that are banned in all rows
     const bool* mask,         // (vocab,) or null: with HOOKS, more of them
     const int* tokens,        // (sentences * beam, listed), -1 for none
     const float* penalties,   // (sentences * beam, listed)
@@ -119,13 +119,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
     int fold,                              // 2^fold adjacent threads have one group
     int wanted) {
     grid_dependency_wait();
-    extern __shared__ unsigned int shared_words[];
+    extern __shared__ __align__(16) unsigned int shared_words[];
     __shared__ Ranked list[ROOM];
     __shared__ Ranked winners[BLOCK / 2];
     __shared__ Place places[BLOCK / 2];
     __shared__ Row rows[BLOCK / 4];
     constexpr int AT_ONCE = 32 / W > 4 ? 4 : 32 / W;  // vectors that a thread loads at a time
-    __shared__ uint4 loaded[AT_ONCE * BLOCK];
+    static_assert(sizeof(list) >= SUMS * BLOCK * sizeof(float));
     const int me = threadIdx.x, lane = me % 32;
     const int slices = gridDim.x, beam = gridDim.y, sentence = blockIdx.z, first_row = sentence * beam;
     const int size = stages * STAGE * BLOCK, vectors = (vocab + W - 1) / W;  // of a slice, of a row
@@ -149,6 +149,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
     const uint4 sample = lane < row_of(row).whole() ? row_of(row)[lane] : nothing(scalar{});
     BannedTokens<W> banned{bans, ban_count};
     banned.find<BLOCK>(first, last);
+    if (block == 0 && me < ban_count) out_of_range(bans[me], vocab, flag);
     bool alive = false;
 #pragma unroll 1
     for (int b = lane; b < beam; b += 32) alive |= scores[first_row + b] != NEG_INF;
@@ -171,9 +172,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
         if constexpr (HOOKS) {
             const Hooks hooks{penalties_of(row), shared_words, first * W, min(last * W, vocab), vocab};
             hooks.prepare(flag);
-            best = read_slice<BLOCK>(row_of(row), first, last, next, hooks, banned, reference, sure, mark, normalisers, part);
+            best = read_slice<BLOCK>(row_of(row), first, last, next, hooks, banned, reference, sure, mark, normalisers, part, (float4*)list);
         } else {
-            best = read_slice<BLOCK>(row_of(row), first, last, next, Plain{}, banned, reference, sure, mark, normalisers, part);
+            best = read_slice<BLOCK>(row_of(row), first, last, next, Plain{}, banned, reference, sure, mark, normalisers, part, (float4*)list);
         }
     }
 #pragma unroll 1
@@ -290,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
             int b;
             const int v = find(i, &b);
             if (v < 0) continue;
-            loaded[i * BLOCK + me] = x[i];
+            ((uint4*)shared_words)[i * BLOCK + me] = x[i];
             const bool dead = rows[b].score == NEG_INF;
 #pragma unroll
             for (int e = 0; e < W; ++e)
@@ -304,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
             int b;
             const int j = find(bit / W, &b) * W + bit % W;
             if (j >= vocab) continue;
-            const float own = (float)((const scalar*)&loaded[bit / W * BLOCK + me])[bit % W];
+            const float own = (float)((const scalar*)((const uint4*)shared_words + bit / W * BLOCK + me))[bit % W];
             const float logit = adjusted(own, b, j, with_penalty >> bit & 1);
             const Ranked candidate = ranked(logit, b, j);
             if (!(bound > candidate)) found.add(candidate);

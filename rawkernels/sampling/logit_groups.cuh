@@ -96,15 +96,14 @@ __device__ Normaliser read_again(
 }
 
 // Reads this thread's vectors from `first` to before `last`, the slice's bounds, of which load_stage(x, ...) loads the first
-// stage, and writes its warp's part of each stage, from number `part` on. `reference`, `sure`: of reference_of. Returns
-// the key of its best element: (logit, mark + index), with the last index of the vector that holds it, which orders groups as
+// stage, and writes its warp's part of each stage, from number `part` on. `reference`, `sure`: of reference_of.
+// `sums`: shared memory for SUMS * BLOCK floats, those of the threads, stage after stage. Returns the key of its best element: (logit, mark + index), with the last index of the vector that holds it, which orders groups as
 // well; 0 if there is no element.
 template <int BLOCK, typename T, typename Hooks>
 __device__ Key read_slice(
     const LogitRow<T>& row, int first, int last, uint4 (&x)[STAGE], const Hooks& hooks,
-    const BannedTokens<WIDTH<T>>& bans, float reference, bool sure, unsigned int mark, Normaliser* normalisers, int part) {
+    const BannedTokens<WIDTH<T>>& bans, float reference, bool sure, unsigned int mark, Normaliser* normalisers, int part, float4* sums) {
     constexpr int W = WIDTH<T>, STEP = STAGE * BLOCK;
-    __shared__ float4 sums[SUMS * BLOCK / 4];  // of the threads, stage after stage
     const int me = threadIdx.x, lane = me % 32, whole = min(last, row.whole());
     const int loadable = opaque(row.shift() ? 0 : whole);  // vectors that one load instruction takes
     const float scaled = reference * LOG2E;

@@ -46,9 +46,10 @@ RAW_COLS = 1 << 21  # what the last block of a sentence compares fits its shared
 MAX_GRID = 65535
 BLOCK = 128  # threads of the kernel; twice as many for beams above a quarter of them
 STAGE, STAGES = 4, 4  # vectors that a thread loads at a time, and how often, if it has to be
+LOADED = 16 * STAGE  # bytes of a thread's vectors in the search among the best groups
 BLOCKS = 1056  # above this many, blocks take more stages: eight on each of 132 multiprocessors
 GROUPS = 1024  # of a sentence of up to 16 beams, at most: its last block compares their best
-WHAT, BANNED = "beam_step: penalties", "beam_step: banned"
+WHAT = "beam_step: penalties and banned"
 MAX_LISTED = 32  # banned tokens that are listed; every block reads all of them
 
 
@@ -157,7 +158,7 @@ def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_
         less = -xp.where(hidden, 0, amounts).astype(dtype)
         xp.add.at(adjusted, (rows, tokens), less)
     if _are_tokens(banned):
-        adjusted[:, checked_index(banned, vocab_size, BANNED)] = nothing
+        adjusted[:, checked_index(banned, vocab_size, WHAT)] = nothing
     elif banned is not None and on_host:
         np.copyto(adjusted, nothing, where=banned)
     elif banned is not None:
@@ -336,9 +337,9 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, 
     mask, bans = (None, banned) if _are_tokens(banned) else (banned, None)
     hooks = mask is not None or listed is not None
     extras = [None if x is None else xp.ascontiguousarray(x) for x in (bans, mask, listed, amounts)]
-    count_of_bans = 0 if bans is None else len(bans)
+    tokens = 0 if bans is None else len(bans)
     length = 0 if listed is None else listed.shape[1]
-    flag = index_flag(logits, WHAT) if length else None
+    flag = index_flag(logits, WHAT) if length or tokens else None
     groups = arrays.empty(logits, (len(rows), slices, block >> fold), np.uint64)
     normalisers = arrays.empty(logits, (len(rows), parts, 2), np.float32)
     constants = {"scalar": ctype(logits.dtype), "HOOKS": hooks, "BLOCK": block}
@@ -346,8 +347,8 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, 
     keys, marks = 4 * beam * slices * groups.shape[2], _bits_of_a_slice(stages, block, logits)
     step(
         (slices, beam, sentences), (block,), rows, xp.ascontiguousarray(scores), *extras, flag,
-        groups, normalisers, counters(sentences), *outputs, stride, vocab_size, count_of_bans,
-        length, stages, fold, count, shared_bytes=max(keys, marks if hooks else 0),
+        groups, normalisers, counters(sentences), *outputs, stride, vocab_size, tokens,
+        length, stages, fold, count, shared_bytes=max(keys, marks if hooks else 0, LOADED * block),
     )  # fmt: skip
     return outputs, None
 
