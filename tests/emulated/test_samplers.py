@@ -61,9 +61,10 @@ BEAMS = [  # sentences, beam, vocabulary, kind, dtype, bans, penalties of a row
     (2, 4, 4099, "NaN", np.float32, False, 0), (3, 1, 3, "usual", np.float16, False, 2),
     (1, 33, 1025, "in one group", BFLOAT16, False, 0), (2, 3, 1030, "lowest", np.float32, False, 0),
     (3, 2, 9, "ties", np.float32, True, 0), (1, 8, 5001, "in one group", np.float16, True, 7),
-    (2, 4, 9001, "best are banned", BFLOAT16, "tokens", 0), (2, 2, 5001, "overflow", np.float32, False, 0),
-    (1, 3, 2050, "best are banned", np.float32, "tokens", 4), (2, 2, 4099, "NaN", np.float16, "tokens", 0),
-    (2, 3, 700, "forced", BFLOAT16, "tokens", 0),
+    (2, 4, 9001, "best are banned", BFLOAT16, "tokens", 0),
+    (2, 2, 5001, "overflow", np.float32, False, 0), (2, 3, 700, "forced", BFLOAT16, "tokens", 0),
+    (1, 3, 2050, "best are banned", np.float32, "tokens", 4),
+    (2, 2, 4099, "NaN", np.float16, "tokens", 0),
 ]  # fmt: skip
 
 

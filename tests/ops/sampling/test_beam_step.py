@@ -206,7 +206,9 @@ def test_slices():
         assert parts * 32 * module.STAGE >= vectors and fold <= 5
         keys = beam * slices * block >> fold
         assert keys <= module.GROUPS * max(1, beam // 16)
-        most = max(most, module.LOADED * block, 4 * keys, 2 * stages * module.STAGE * block // itemsize + 4)
+        most = max(
+            most, module.LOADED * block, 4 * keys, 2 * stages * module.STAGE * block // itemsize + 4
+        )
     assert most <= 68 << 10  # and 27 KB that the kernel declares, of 99 KB
 
 
