@@ -16,7 +16,7 @@ from gpuattn.engine.decoder_step import decoder_of
 from gpuattn.engine.inputs import FIXED_TOKENS, Inputs, parts, portions, rounded, token_mask
 from gpuattn.models.translation import Sources
 from gpuattn.ops.attention.store_rows import store_rows
-from gpuattn.ops.sampling.beam_step import beam_step
+from gpuattn.ops.sampling.beam_step import MAX_LISTED, beam_step
 from gpuattn.ops.sampling.beam_update import Beams, beam_update, best_texts
 from gpuattn.ops.sampling.text_rules import TextRules, text_rules
 
@@ -59,11 +59,13 @@ class TranslationSearch:
             tokens = max(FIXED_TOKENS, source_room)
             self._fixed = min(sentences, tokens // FIXED_LENGTH), tokens, source_room
         most = self._fixed or (sentences, _token_room(sentences * source_room), 1)
-        # the mask of ``beam_step`` comes after the normaliser, and before a prefix
+        # the bans of ``beam_step`` come after the normaliser, and before a prefix
         listed = options.renormalise or prefix_room > 0
         self.banned: Any = None
         if options.banned and not listed:
-            self.banned = token_mask(like, options.banned, config.vocab)
+            self.banned = xp.asarray(options.banned, np.int32)
+            if len(options.banned) > MAX_LISTED:
+                self.banned = token_mask(like, options.banned, config.vocab)
         names = "eos", "min_length", "no_repeat_ngram", "repetition_penalty"
         self.rules = TextRules(
             like, sentences, banned=options.banned if listed else (), prefix_room=prefix_room,

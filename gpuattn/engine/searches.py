@@ -71,7 +71,7 @@ class Searches:
         """Take a search back. ``keep``: whether its state and graphs are sound."""
         (key,) = (key for key, other in self.used if other is search)
         self.used = [pair for pair in self.used if pair[1] is not search]
-        if keep and key not in self.kept and search.weights == self._weights():
+        if keep and key not in self.kept:  # ``take`` compares the weights
             self.kept[key] = search
         else:
             self._forget(search)

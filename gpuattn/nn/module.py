@@ -21,6 +21,7 @@ from gpuattn.tensor_file import decode, pieces
 from gpuattn.typing import Array, Shape, StrPath
 
 MOVES = {"numpy": to_cpu, "cuda": to_gpu}
+SETTINGS = frozenset({int, float, bool, str, type(None)})  # types of values without Tensors
 
 
 class Module:
@@ -62,7 +63,9 @@ class Module:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters as a list, each once."""
-        return [parameter for _, parameter in self.named_parameters()]
+        found: dict[int, Tensor] = {}
+        self._collect(found)  # each call of an Engine asks for them: no paths, no generators
+        return [tensor for tensor in found.values() if tensor.requires_grad]
 
     def modules(self) -> Iterator[tuple[str, "Module"]]:
         """Yield (path, module) of this module and of all modules inside."""
@@ -257,6 +260,21 @@ class Module:
                 yield from ((f"{name}.{i}", child) for i, child in value.items())
             else:
                 yield name, value
+
+    def _collect(self, found):
+        """Put every Tensor inside this module into ``found``, by id, in the order of ``_find``."""
+        for value in vars(self).values():
+            if type(value) in SETTINGS:
+                continue
+            if isinstance(value, dict):
+                inside = value.values()
+            else:
+                inside = value if isinstance(value, list | tuple) else (value,)
+            for one in inside:
+                if isinstance(one, Tensor):
+                    found.setdefault(id(one), one)
+                elif isinstance(one, Module):
+                    one._collect(found)
 
     def _find(self, prefix, kind):
         """Yield (path, value) of every ``kind`` inside this module, depth first."""

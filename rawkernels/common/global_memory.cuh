@@ -48,6 +48,11 @@ __device__ __forceinline__ uint4 load_16_bytes(const void* from) {
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
     return x;
 }
+// The same if `wanted`; otherwise x keeps its value.
+__device__ __forceinline__ void load_16_bytes_if(bool wanted, uint4& x, const void* from) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+                 : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w) : "l"(from), "r"((int)wanted));
+}
 // Evict-first (.cs): for data that is accessed once.
 __device__ __forceinline__ uint4 load_streaming(const void* from) {
     uint4 x;

@@ -1,7 +1,7 @@
 // One step of beam search: the `wanted` best continuations of the K beams of each sentence. Logits are read once.
 // Constants: scalar = float, f16, bf16; HOOKS = false, true; BLOCK = 128, 256 (`wanted` up to BLOCK / 2)
 // Launch:    grid = (slices, beam, sentences), block = (BLOCK,), shared memory: 4 * (groups of a sentence), with HOOKS at least
-//            4 + a bit for each element of a slice. One block per slice of a row; the last block of a sentence finds
+//            4 + a bit for each element of a slice, and 64 * BLOCK. One block per slice of a row; the last block of a sentence finds
 //            its best groups and reads these again (logit_groups.cuh).
 //            dependent: beam_step_forward
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
@@ -19,14 +19,14 @@ constexpr int THREADS = HOOKS ? 640 : 1024;             // of a multiprocessor; 
 constexpr int THREADS = HOOKS ? 640 : 896;
 #endif
 
-// Banned tokens, the same for all rows, and penalties for the tokens that a row lists.
+// A mask of bans, the same for all rows, and penalties for the tokens that a row lists.
 struct Penalties {
-    const bool* banned;     // or null
+    const bool* mask;       // or null
     const int* tokens;      // those the row lists
     const float* amounts;
     int count;
 
-    __device__ bool is_banned(int j) const { return banned && banned[j]; }
+    __device__ bool is_banned(int j) const { return mask && mask[j]; }
     // Bit e: the row lists element W * v + e.
     __device__ unsigned int listed(int v) const {
         unsigned int bits = 0;
@@ -68,26 +68,23 @@ struct Hooks {
         unsigned int bits = 0;
         if (row.count) bits = listed[(j - begin) / 32] >> (j - begin) % 32 & ((1u << W) - 1);
         bits |= bits << W;
-        if (const bool* banned = row.banned) {
-            if ((size_t)(banned + j) % W || j + W > vocab) {
-#pragma unroll
-                for (int e = 0; e < W; ++e) bits |= banned[min(j + e, vocab - 1)] << e;  // elements past the end are -inf
+        if (const bool* mask = row.mask) {
+            if ((size_t)(mask + j) % W || j + W > vocab) {
+#pragma unroll 1
+                for (int e = 0; e < W; ++e) bits |= mask[min(j + e, vocab - 1)] << e;  // elements past the end are -inf
             } else if constexpr (W == 8) {
-                bits |= (unsigned int)(*(const unsigned long long*)(banned + j) * 0x0102040810204080ull >> 56);
+                bits |= (unsigned int)(*(const unsigned long long*)(mask + j) * 0x0102040810204080ull >> 56);
             } else {
-                bits |= *(const unsigned int*)(banned + j) * 0x10204080u >> 28;
+                bits |= *(const unsigned int*)(mask + j) * 0x10204080u >> 28;
             }
         }
         return bits;
     }
-    __device__ float adjusted(float logit, int j) const {
-        if (row.is_banned(j)) return NEG_INF;
-        return row.count && listed[(j - begin) / 32] >> (j - begin) % 32 & 1 ? row.less(logit, j) : logit;
-    }
+    __device__ float less(float logit, int j) const { return row.is_banned(j) ? NEG_INF : row.less(logit, j); }
 };
 
 // A continuation, ordered by score, then beam, then logit, then token.
-struct Ranked {
+struct alignas(16) Ranked {
     Key score, logit;
     __device__ bool operator>(const Ranked& other) const {
         return (score > other.score) | ((score == other.score) & (logit > other.logit));
@@ -103,7 +100,8 @@ struct alignas(16) Place { int beam, first, last; };  // a group of the beam: it
 extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_forward(
     const scalar* logits,     // (sentences * beam, >= vocab), rows `stride` apart
     const float* scores,      // (sentences, beam); -inf for a dead beam, whose logits are ignored
-    const bool* banned,       // (vocab,) or null
+    const int* bans,          // (ban_count,), up to BLOCK: tokens that are banned in all rows
+    const bool* mask,         // (vocab,) or null: with HOOKS, more of them
     const int* tokens,        // (sentences * beam, listed), -1 for none
     const float* penalties,   // (sentences * beam, listed)
     long long* __restrict__ flag,          // see common/index.cuh
@@ -115,16 +113,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
     int* __restrict__ out_tokens,          // (sentences, wanted)
     long long stride,
     int vocab,
+    int ban_count,
     int listed,
     int stages,                            // of a slice
     int fold,                              // 2^fold adjacent threads have one group
     int wanted) {
     grid_dependency_wait();
-    extern __shared__ unsigned int shared_words[];
+    extern __shared__ __align__(16) unsigned int shared_words[];
     __shared__ Ranked list[ROOM];
     __shared__ Ranked winners[BLOCK / 2];
     __shared__ Place places[BLOCK / 2];
     __shared__ Row rows[BLOCK / 4];
+    constexpr int AT_ONCE = 32 / W > 4 ? 4 : 32 / W;  // vectors that a thread loads at a time
+    static_assert(sizeof(list) >= SUMS * BLOCK * sizeof(float));
     const int me = threadIdx.x, lane = me % 32;
     const int slices = gridDim.x, beam = gridDim.y, sentence = blockIdx.z, first_row = sentence * beam;
     const int size = stages * STAGE * BLOCK, vectors = (vocab + W - 1) / W;  // of a slice, of a row
@@ -137,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
     };
     const auto row_of = [&](int r) { return LogitRow<scalar>{logits + r * stride, vocab}; };
     const auto penalties_of = [&](int r) {
-        return Penalties{banned, tokens + (long long)r * listed, penalties + (long long)r * listed, listed};
+        return Penalties{mask, tokens + (long long)r * listed, penalties + (long long)r * listed, listed};
     };
 
     // The first loads start before it is known whether they are needed.
@@ -145,6 +146,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
     const int first = blockIdx.x * size, last = min(first + size, vectors);
     uint4 next[STAGE];
     load_stage<BLOCK>(next, row_of(row), first + me, row_of(row).whole());
+    const uint4 sample = lane < row_of(row).whole() ? row_of(row)[lane] : nothing(scalar{});
+    BannedTokens<W> banned{bans, ban_count};
+    banned.find<BLOCK>(first, last);
+    if (block == 0 && me < ban_count) out_of_range(bans[me], vocab, flag);
     bool alive = false;
 #pragma unroll 1
     for (int b = lane; b < beam; b += 32) alive |= scores[first_row + b] != NEG_INF;
@@ -162,12 +167,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
         if (first + me < last) best = make_key(NEG_INF, mark + (first + me) * W + W - 1);
     } else {
         const int part = row * row_parts + blockIdx.x * stages * WARPS;
+        bool sure;
+        const float reference = reference_of<scalar>(sample, &sure);
         if constexpr (HOOKS) {
             const Hooks hooks{penalties_of(row), shared_words, first * W, min(last * W, vocab), vocab};
             hooks.prepare(flag);
-            best = read_slice<BLOCK>(row_of(row), first, last, next, hooks, mark, normalisers, part);
+            best = read_slice<BLOCK>(row_of(row), first, last, next, hooks, banned, reference, sure, mark, normalisers, part, (float4*)list);
         } else {
-            best = read_slice<BLOCK>(row_of(row), first, last, next, Plain{}, mark, normalisers, part);
+            best = read_slice<BLOCK>(row_of(row), first, last, next, Plain{}, banned, reference, sure, mark, normalisers, part, (float4*)list);
         }
     }
 #pragma unroll 1
@@ -251,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
         return place.first + (i & ((1 << fold) - 1)) + (i >> fold) * BLOCK;
     };
     const auto adjusted = [&](float logit, int b, int j, bool listed) {
-        if (rows[b].score == NEG_INF) return NEG_INF;
+        if (rows[b].score == NEG_INF || banned.contain(j)) return NEG_INF;
         if constexpr (HOOKS) {
             const Penalties own = penalties_of(first_row + b);
             if (own.is_banned(j)) return NEG_INF;
@@ -262,7 +269,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
     const auto ranked = [&](float logit, int b, int token) {
         return Ranked{make_key(total(logit, b), b), make_key(logit, ((unsigned int)b << TOKEN_BITS) + token)};
     };
-    constexpr int AT_ONCE = 32 / W > 4 ? 4 : 32 / W;  // vectors that a thread loads at a time
 #pragma unroll 1
     for (int start = me; start < wanted << bits; start += AT_ONCE * BLOCK) {
         uint4 x[AT_ONCE];
@@ -285,6 +291,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
             int b;
             const int v = find(i, &b);
             if (v < 0) continue;
+            ((uint4*)shared_words)[i * BLOCK + me] = x[i];
             const bool dead = rows[b].score == NEG_INF;
 #pragma unroll
             for (int e = 0; e < W; ++e)
@@ -298,7 +305,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, THREADS / BLOCK) beam_step_f
             int b;
             const int j = find(bit / W, &b) * W + bit % W;
             if (j >= vocab) continue;
-            const float logit = adjusted((float)row_of(first_row + b).x[j], b, j, with_penalty >> bit & 1);
+            const float own = (float)((const scalar*)((const uint4*)shared_words + bit / W * BLOCK + me))[bit % W];
+            const float logit = adjusted(own, b, j, with_penalty >> bit & 1);
             const Ranked candidate = ranked(logit, b, j);
             if (!(bound > candidate)) found.add(candidate);
         }

@@ -7,11 +7,15 @@
 #include "common/grid_dependency.cuh"
 
 constexpr int BLOCK = 128, MAX_BEAM = 64, MAX_COUNT = 128;
+constexpr int EACH = 8;             // loads that a thread has under way
+constexpr int TABLE = 2 * BLOCK;    // divisors that are loaded before it is known which are needed
+static_assert(MAX_COUNT <= BLOCK && MAX_BEAM <= BLOCK);
 
 enum Stopping { FAIRSEQ, ENOUGH, BEST, PRESENT, GREATEST };  // see gpuattn/ops/sampling/beam_update.py
 
 // A candidate for the pool: a text of `steps` tokens that ends in beam `beam`.
-struct Text { float normalised, score; int beam, steps; };
+struct alignas(16) Text { float normalised, score; int beam, steps; };
+struct alignas(16) Candidate { float score; int parent, token, ends; };
 
 // Whether `a` precedes `b`: NaN first, then the greater normalised score, then the lower index.
 __device__ bool before(const Text& a, int i, const Text& b, int j) {
@@ -28,29 +32,45 @@ struct Pool {
     int* beams;
     int* steps;
 
-    // Keeps the best of the pool and of texts[beam], ..., texts[beam + count - 1]. Ends with a barrier.
-    __device__ void keep_best(Text* texts, int beam, int count) const {
-        for (int i = threadIdx.x; i < beam; i += BLOCK) texts[i] = {normalised[i], scores[i], beams[i], steps[i]};
+    // Keeps the best of texts[0] ... texts[texts_count - 1], whose first `beam` are the pool; they become best[0] ... as well.
+    // Begins and ends with a barrier.
+    __device__ void keep_best(const Text* texts, int beam, int texts_count, Text* best) const {
         __syncthreads();
-        for (int i = threadIdx.x; i < beam + count; i += BLOCK) {
+        for (int i = threadIdx.x; i < texts_count; i += BLOCK) {
+            const Text mine = texts[i];
             int rank = 0;
-            for (int j = 0; j < beam + count; ++j) rank += before(texts[j], j, texts[i], i);
+#pragma unroll 4
+            for (int j = 0; j < texts_count; ++j) rank += before(texts[j], j, mine, i);
             if (rank >= beam) continue;
-            normalised[rank] = texts[i].normalised, scores[rank] = texts[i].score;
-            beams[rank] = texts[i].beam, steps[rank] = texts[i].steps;
+            best[rank] = mine;
+            normalised[rank] = mine.normalised, scores[rank] = mine.score;
+            beams[rank] = mine.beam, steps[rank] = mine.steps;
         }
         __syncthreads();
     }
 };
 
-// In columns 0 ... used - 1 of slots, (beam, room) of a sentence, row i becomes the former row parents[i].
-__device__ void reorder(short* slots, const int* parents, int beam, int room, int used) {
+// Loads up to EACH rows of a column of slots, (beam, room) of a sentence, from row `first` on.
+__device__ void load_column(short (&held)[EACH], const short* slots, int first, int beam, int room, int column) {
+#pragma unroll
+    for (int e = 0; e < EACH; ++e)
+        if (first + e < beam && column < room) held[e] = slots[(first + e) * room + column];
+}
+// In columns 0 ... used - 1 of slots row i becomes the former row parents[i]. `held`: this thread's first column.
+__device__ void reorder(short (&held)[EACH], short* slots, const int* parents, int beam, int room, int used) {
     __shared__ short columns[MAX_BEAM * BLOCK];
-    for (int first = 0; first < used; first += BLOCK) {
-        const int column = first + threadIdx.x;
-        if (column >= used) continue;  // a thread only reads what it wrote itself: no barrier
-        for (int i = 0; i < beam; ++i) columns[i * BLOCK + threadIdx.x] = slots[i * room + column];
-        for (int i = 0; i < beam; ++i) slots[i * room + column] = columns[parents[i] * BLOCK + threadIdx.x];
+    short* mine = columns + threadIdx.x;  // a thread only reads what it wrote itself: no barrier
+#pragma unroll 1
+    for (int column = threadIdx.x; column < used; column += BLOCK) {
+#pragma unroll 1
+        for (int first = 0; first < beam; first += EACH) {
+            if (first > 0 || column >= BLOCK) load_column(held, slots, first, beam, room, column);
+#pragma unroll
+            for (int e = 0; e < EACH; ++e)
+                if (first + e < beam) mine[(first + e) * BLOCK] = held[e];
+        }
+#pragma unroll 4
+        for (int i = 0; i < beam; ++i) slots[i * room + column] = mine[parents[i] * BLOCK];
     }
 }
 
@@ -85,69 +105,92 @@ extern "C" __global__ void __launch_bounds__(BLOCK) beam_update(
     int enough,                     // ended texts
     int end_counts) {               // 1 if the end mark counts in a text's length, else 0
     grid_dependency_wait();
-    extern __shared__ Text texts[];  // beam + count
-    __shared__ bool ends[MAX_COUNT];
+    extern __shared__ Text texts[];  // beam + count; the first `beam` are the pool
+    __shared__ Candidate candidates[MAX_COUNT];
+    __shared__ Text best_texts[MAX_BEAM];
     __shared__ int continuing[MAX_BEAM];
     __shared__ int parents[MAX_BEAM];
-    const int me = threadIdx.x, first = blockIdx.x * beam, step = steps[blockIdx.x], limit = limits[blockIdx.x];
-    if (done[blockIdx.x]) return;
-    const Pool pool{pool_normalised + first, pool_scores + first, pool_beams + first, pool_steps + first};
-    candidate_scores += blockIdx.x * count, candidate_parents += blockIdx.x * count;
-    candidate_tokens += blockIdx.x * count;
-    const bool last = step + 1 == limit, was_best = best_ended[blockIdx.x];
-    for (int i = me; i < count; i += BLOCK) {
-        bool is_end = false;
-        for (int e = 0; e < marks; ++e) is_end |= candidate_tokens[i] == eos[e];
-        ends[i] = is_end;
-    }
-    int ended = texts_ended[blockIdx.x];
+    __shared__ float table[TABLE];
+    const int me = threadIdx.x, sentence = blockIdx.x, first = sentence * beam, place = sentence * count + me;
+
+    // All is loaded before anything is known, so that the loads take the time of one.
+    const int step = steps[sentence], limit = limits[sentence], ended_before = texts_ended[sentence];
+    const bool was_done = done[sentence], was_best = best_ended[sentence];
+    Candidate mine{NEG_INF, 0, 0, 0};
+    if (me < count) mine = {candidate_scores[place], candidate_parents[place], candidate_tokens[place], 0};
+    Text kept{};
+    if (me < beam)
+        kept = {pool_normalised[first + me], pool_scores[first + me], pool_beams[first + me], pool_steps[first + me]};
+    slots += (long long)first * room;
+    short held[EACH];
+    load_column(held, slots, 0, beam, room, me);
+    float divisor[TABLE / BLOCK];
+#pragma unroll
+    for (int i = 0; i < TABLE / BLOCK; ++i) divisor[i] = me + i * BLOCK < room + 2 ? divisors[me + i * BLOCK] : 0.f;
+#pragma unroll 4
+    for (int e = 0; e < marks; ++e) mine.ends |= mine.token == eos[e];
+    if (was_done) return;
+    if (me < count) candidates[me] = mine;
+    if (me < beam) texts[me] = best_texts[me] = kept;
+#pragma unroll
+    for (int i = 0; i < TABLE / BLOCK; ++i) table[me + i * BLOCK] = divisor[i];
     __syncthreads();
+    grid_launch_dependents();
+    const auto divisor_of = [&](int length) { return length < TABLE ? table[length] : divisors[length]; };
 
-    for (int i = 0; i < beam; ++i) ended += ends[i] && candidate_scores[i] != NEG_INF;
-    for (int i = me; i < count; i += BLOCK) {
-        const float score = ends[i] && i < beam ? candidate_scores[i] : NEG_INF;
-        texts[beam + i] = {score / divisors[step + end_counts], score, candidate_parents[i], step};
+    const bool last = step + 1 == limit, best_ends = candidates[0].ends;
+    int ended_now = 0;
+#pragma unroll 4
+    for (int i = 0; i < beam; ++i) ended_now += candidates[i].ends && candidates[i].score != NEG_INF;
+    if (me < count) {
         int rank = 0;  // texts that continue come first
-        for (int j = 0; j < count; ++j) rank += ends[j] < ends[i] || (ends[j] == ends[i] && j < i);
-        if (rank < beam) continuing[rank] = i;
+#pragma unroll 4
+        for (int j = 0; j < count; ++j) {
+            const int ends = candidates[j].ends;
+            rank += ends < mine.ends || (ends == mine.ends && j < me);
+        }
+        if (rank < beam) continuing[rank] = me;
+        const float score = mine.ends && me < beam ? mine.score : NEG_INF;
+        if (ended_now) texts[beam + me] = {score / divisor_of(step + end_counts), score, mine.parent, step};
     }
-    pool.keep_best(texts, beam, count);
+    const Pool pool{pool_normalised + first, pool_scores + first, pool_beams + first, pool_steps + first};
+    if (ended_now) pool.keep_best(texts, beam, beam + count, best_texts);
+    else __syncthreads();
 
-    const float best = candidate_scores[continuing[0]], worst_kept = pool.normalised[nbest - 1];
-    const float last_kept = pool.normalised[beam - 1];
+    const float best = candidates[continuing[0]].score, worst_kept = best_texts[nbest - 1].normalised;
+    const int ended = ended_before + ended_now;
     bool over = ended >= enough;
     if (stopping == FAIRSEQ) {
         // scores only decrease: compare the best one, divided as for the shortest and for the longest possible text
-        const float shortest = divisors[min(step + 1 + end_counts, limit)], longest = divisors[limit];
+        const float shortest = divisor_of(min(step + 1 + end_counts, limit)), longest = divisor_of(limit);
         over |= best / shortest <= worst_kept && best / longest <= worst_kept;
     } else if (stopping == BEST) {
-        over &= was_best || ends[0];
+        over &= was_best || best_ends;
     } else if (stopping != ENOUGH) {
-        over &= best / divisors[stopping == GREATEST ? limit : step + 1] <= last_kept;
+        over &= best / divisor_of(stopping == GREATEST ? limit : step + 1) <= best_texts[beam - 1].normalised;
     }
     const bool ending = over || best == NEG_INF;
-    for (int i = me; i < beam; i += BLOCK) {
-        const int chosen = continuing[i], token = candidate_tokens[chosen];
-        const float score = candidate_scores[chosen];
+    if (me < beam) {
+        const int i = first + me, chosen = continuing[me];
+        const Candidate next = candidates[chosen];
         const bool competes = stopping == FAIRSEQ ? !over : chosen < beam;
-        parents[i] = candidate_parents[chosen];
-        history[((long long)blockIdx.x * room + step) * beam + i] = make_int2(token, parents[i]);
-        scores[first + i] = ending || last ? NEG_INF : score;
-        texts[beam + i] = {competes ? score / divisors[limit] : NEG_INF, competes ? score : NEG_INF, i, limit};
-        if (!ending && !last) {
-            tokens[first + i] = token;
-            positions[first + i] = step + 1;
-            key_counts[first + i] = step + 2;
+        parents[me] = next.parent;
+        history[((long long)sentence * room + step) * beam + me] = make_int2(next.token, next.parent);
+        scores[i] = ending || last ? NEG_INF : next.score;
+        if (last) {
+            texts[me] = best_texts[me];
+            texts[beam + me] = {competes ? next.score / divisor_of(limit) : NEG_INF, competes ? next.score : NEG_INF, me, limit};
         }
+        if (!ending && !last) tokens[i] = next.token, positions[i] = step + 1, key_counts[i] = step + 2;
     }
-    __syncthreads();
-    if (last) pool.keep_best(texts, beam, beam);
-    if (me == 0) texts_ended[blockIdx.x] = ended, best_ended[blockIdx.x] = was_best || ends[0];
+    if (last) pool.keep_best(texts, beam, 2 * beam, best_texts);
+    if (me == 0) texts_ended[sentence] = ended, best_ended[sentence] = was_best || best_ends;
     if (ending || last) {
-        if (me == 0) done[blockIdx.x] = true, atomicAdd(live, -1);
+        if (me == 0) done[sentence] = true, atomicAdd(live, -1);
     } else {
-        if (me == 0) steps[blockIdx.x] = step + 1;
-        reorder(slots + (long long)first * room, parents, beam, room, step + 1);
+        if (me == 0) steps[sentence] = step + 1;
+        __syncthreads();
+        reorder(held, slots, parents, beam, room, step + 1);
     }
 }
 

@@ -2,103 +2,200 @@
 // Slices of a row of logits, read once by registers: parts of the log-softmax's normaliser, and the best element of each group
 // of a slice. The k largest elements of a row lie in the k groups with the best elements, whatever the groups: k elements, one
 // of each of these groups, precede all elements of any other group.
+#include "common/compiler.cuh"
 #include "sampling/logits.cuh"
 #include "sampling/topk.cuh"
 
 // A slice consists of stages. In a stage each thread takes STAGE vectors: a stage's vector i * BLOCK + t is the i-th of thread t.
-// The normaliser has a part for each warp of each stage, so that its bits do not depend on how many stages a slice has.
+// The normaliser has a part for each warp of each stage, so that its bits do not depend on how many stages a slice has. Each
+// part is relative to a number that is the same in the whole row, so the loop needs no maximum of a warp; the sums of several
+// stages are added up over the lanes together.
+
+constexpr int SUMS = 4;  // stages whose sums are added up together
+
+// A few tokens that are banned in every row, as a thread sees them: for its own vectors of a slice.
+template <int W>
+struct BannedTokens {
+    const int* tokens;
+    int count;
+    unsigned int mine;  // bit b: one of its vectors number b, b + 32 ... of the slice holds one of them
+
+    template <int BLOCK>
+    __device__ void find(int first, int last) {
+        mine = 0;
+#pragma unroll 4
+        for (int i = 0; i < count; ++i) {
+            const unsigned int v = (unsigned int)tokens[i] / W - first;
+            if (v < last - first && v % BLOCK == threadIdx.x) mine |= 1u << v / BLOCK % 32;
+        }
+    }
+    // Bit e: element W * v + e is one.
+    __device__ unsigned int in_vector(int v) const {
+        unsigned int bits = 0;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const unsigned int e = tokens[i] - v * W;
+            bits |= e < W ? 1u << e : 0;
+        }
+        return bits;
+    }
+    __device__ bool contain(int j) const {
+        bool found = false;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) found |= tokens[i] == j;
+        return found;
+    }
+};
 
 // Hooks that ban and penalise nothing.
 struct Plain {
     static constexpr bool ANY = false;
     __device__ unsigned int hidden(int) const { return 0; }
-    __device__ float adjusted(float logit, int) const { return logit; }
+    __device__ float less(float logit, int) const { return logit; }
 };
 
-// Reads this thread's vectors from `first` to before `last`, the slice's bounds, of which load_stage(next, ...) loads the first
-// stage, and writes its warp's part of each stage, from number `part` on. Returns
-// the key of its best element: (logit, mark + index), with the last index of the vector that holds it, which orders groups as
+// What the normaliser's parts of a row are relative to, the same in all its slices: the greatest finite number of its first 32
+// vectors. Then the row's sum is 1 or more, so terms that underflow do not count. 0 and *sure = false if there is none.
+template <typename T>
+__device__ float reference_of(uint4 first, bool* sure) {
+    constexpr float LARGE = 1e38f;  // up to here x * LOG2E is finite
+    float greatest = NEG_INF;
+#pragma unroll
+    for (int e = 0; e < WIDTH<T>; ++e) {
+        const float x = element(first, e, T{});
+        if (fabsf(x) < LARGE) greatest = fmaxf(greatest, x);
+    }
+    greatest = from_ordered(__reduce_max_sync(~0u, ordered(greatest)));
+    *sure = greatest != NEG_INF;
+    return *sure ? greatest : 0.f;
+}
+
+// Takes this thread's vectors v, v + BLOCK ... before `end` again, those of a stage whose sum is not a number, overflows or
+// vanishes: returns their part of the normaliser, relative to the warp's greatest element. `best` learns of NaN.
+template <int BLOCK, typename T, typename Hooks>
+__device__ Normaliser read_again(
+    const LogitRow<T>& row, int v, int end, const Hooks& hooks, const BannedTokens<WIDTH<T>>& bans, unsigned int mark, Key& best) {
+    constexpr int W = WIDTH<T>;
+    float peak = LOWEST, sum = 0.f;
+    const auto vector = [&](int u) { return allowed<T>(row[u], u * W, row.vocab, nullptr); };
+#pragma unroll 1
+    for (int u = v; u < end; u += BLOCK) {
+        const uint4 x = vector(u);
+        peak = fmaxf(peak, greatest_of<T>(x));
+        const float most = greatest_but<T>(x, hooks.hidden(u * W) | bans.in_vector(u));
+        if (most != most) best = max(best, make_key(most, mark + u * W + W - 1));
+    }
+    peak = warp_reduce(peak, Max{});
+#pragma unroll 1
+    for (int u = v; u < end; u += BLOCK) {
+        const uint4 x = vector(u);
+#pragma unroll
+        for (int e = 0; e < W; ++e) sum += exp_fast(element(x, e, T{}) - peak);
+    }
+    return {peak, warp_reduce(sum, Sum{})};
+}
+
+// Reads this thread's vectors from `first` to before `last`, the slice's bounds, of which load_stage(x, ...) loads the first
+// stage, and writes its warp's part of each stage, from number `part` on. `reference`, `sure`: of reference_of.
+// `sums`: shared memory for SUMS * BLOCK floats, those of the threads, stage after stage. Returns the key of its best element: (logit, mark + index), with the last index of the vector that holds it, which orders groups as
 // well; 0 if there is no element.
 template <int BLOCK, typename T, typename Hooks>
 __device__ Key read_slice(
-    const LogitRow<T>& row, int first, int last, uint4 (&next)[STAGE], const Hooks& hooks, unsigned int mark,
-    Normaliser* normalisers, int part) {
+    const LogitRow<T>& row, int first, int last, uint4 (&x)[STAGE], const Hooks& hooks,
+    const BannedTokens<WIDTH<T>>& bans, float reference, bool sure, unsigned int mark, Normaliser* normalisers, int part, float4* sums) {
     constexpr int W = WIDTH<T>, STEP = STAGE * BLOCK;
-    constexpr float LARGE = 1e38f;  // up to here x * LOG2E is finite
-    const int me = threadIdx.x, whole = min(last, row.whole());
+    const int me = threadIdx.x, lane = me % 32, whole = min(last, row.whole());
+    const int loadable = opaque(row.shift() ? 0 : whole);  // vectors that one load instruction takes
+    const float scaled = reference * LOG2E;
+    const uint4* next = row.piece(first + me) + STEP;
+    // The vectors that may hold banned tokens are looked at here; the loop leaves them out.
     Key best = 0;
-    uint4 x[STAGE];
-    unsigned int hidden[STAGE], next_hidden[STAGE];
-    const auto look_up = [&](int v) {
-        if constexpr (Hooks::ANY)
-#pragma unroll
-            for (int i = 0; i < STAGE; ++i) next_hidden[i] = v + i * BLOCK < last ? hooks.hidden((v + i * BLOCK) * W) : 0;
-    };
-    look_up(first + me);
 #pragma unroll 1
-    for (int v = first + me; v - me < last; v += STEP, part += BLOCK / 32) {
-        if (row.shift() == 0) {
-#pragma unroll
-            for (int i = 0; i < STAGE; ++i) x[i] = next[i];
-            load_stage<BLOCK>(next, row, v + STEP, whole);
-        } else {
-            load_shifted_stage<BLOCK>(x, next, row, v, whole);
+    for (unsigned int left = bans.mine; left; left &= left - 1)
+#pragma unroll 1
+        for (int u = first + me + (__ffs(left) - 1) * BLOCK; u < last; u += 32 * BLOCK) {
+            const unsigned int hidden = hooks.hidden(u * W) | bans.in_vector(u);
+            const float greatest = greatest_but<T>(allowed<T>(row[u], u * W, row.vocab, nullptr), hidden);
+            best = max(best, make_key(greatest, mark + u * W + W - 1));
         }
-        add_last_vector<BLOCK>(x, row, v, min(v - me + STEP, last));
-        if constexpr (Hooks::ANY) {
-#pragma unroll
-            for (int i = 0; i < STAGE; ++i) hidden[i] = next_hidden[i];
-            look_up(v + STEP);
+    float most = NEG_INF;  // the greatest of the others that is neither banned nor listed
+    int at = first + me;
+    // Writes the parts of the stages before vector `end` whose sums are in shared memory, from vector `begin` on.
+    const auto add_up = [&](int begin, int end) {
+        const int stages = (end - begin) / STEP, stage = lane / 8;
+        __syncwarp();
+        float sum = 0.f;
+        if (stage < stages) {
+            const float4 four = sums[stage * (BLOCK / 4) + me / 32 * 8 + lane % 8];
+            sum = four.x + four.y + (four.z + four.w);
         }
-        float greatest[STAGE], peak = NEG_INF;
 #pragma unroll
-        for (int i = 0; i < STAGE; ++i) {
-            greatest[i] = greatest_of<T>(x[i]);
-            peak = fmaxf(peak, greatest[i]);
+        for (int other = 4; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+        // The sum is relative to 2^scaled, whose exponent was rounded.
+        if (lane % 8 == 0 && stage < stages)
+            normalisers[part + stage * (BLOCK / 32) + me / 32] = {reference, sum * exp2_fast(fmaf(-reference, LOG2E, scaled))};
+        const bool bad = !(sum <= 1e38f) || (!sure && sum < 1e-30f);
+        unsigned int again = __ballot_sync(~0u, stage < stages && bad);
+#pragma unroll 1
+        for (int s = 0; again; ++s, again >>= 8) {
+            if (!(again & 1)) continue;
+            const int v = begin + s * STEP + me;
+            const Normaliser mine = read_again<BLOCK>(row, v, min(v + STEP, last), hooks, bans, mark, best);
+            if (lane == 0) normalisers[part + s * (BLOCK / 32) + me / 32] = mine;
         }
-        peak = from_ordered(warp_max(ordered(peak)));
-        const float scaled = fmaxf(peak, -LARGE) * LOG2E;
+        __syncwarp();
+        part += stages * (BLOCK / 32);
+    };
+    int begin = first;
+#pragma unroll 1
+    for (int v = first + me, n = 0; v - me < last; v += STEP, n += STAGE, next += STEP) {
+        const int behind = v - me + STEP;
+        if (behind > loadable) {
+            uint4 second[STAGE];
+            if (row.shift()) load_shifted_stage<BLOCK>(x, second, row, v, whole);
+#pragma unroll
+            for (int i = 0; i < STAGE; ++i)
+                if (v + i * BLOCK >= whole) x[i] = nothing(T{});
+            add_last_vector<BLOCK>(x, row, v, min(behind, last));
+        }
+        const unsigned int left_out = bans.mine >> n % 32;
+        bool penalised = false;
         float sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < STAGE; ++i)
+        for (int i = 0; i < STAGE; ++i) {
+            const int u = v + i * BLOCK;
+            float greatest = greatest_of<T>(x[i]);
 #pragma unroll
             for (int e = 0; e < W; e += 2)
                 sum += exp2_fast(fmaf(element(x[i], e, T{}), LOG2E, -scaled)) +
                        exp2_fast(fmaf(element(x[i], e + 1, T{}), LOG2E, -scaled));
-        float most = NEG_INF;  // the greatest element that is not hidden
-        int at = v;
-        bool penalised = false;
-#pragma unroll
-        for (int i = 0; i < STAGE; ++i) {
-            if constexpr (Hooks::ANY)
-                if (hidden[i]) {
-                    greatest[i] = greatest_but<T>(x[i], hidden[i]);
-                    penalised |= hidden[i] >> W != 0;
-                }
-            if (greatest[i] > most) {
-                most = greatest[i];
-                at = v + i * BLOCK;
+            if constexpr (Hooks::ANY) {
+                const unsigned int hidden = u < last ? hooks.hidden(u * W) : 0;
+                if (hidden) greatest = greatest_but<T>(x[i], hidden);
+                penalised |= hidden >> W != 0;
             }
+            if (left_out >> i & 1) greatest = NEG_INF;
+            if (greatest > most) {
+                most = greatest;
+                at = u;
+            }
+            load_16_bytes_if(u + STEP < loadable, x[i], next + i * BLOCK);
         }
-        if (v < last) best = max(best, make_key(most, mark + at * W + W - 1));
-        // The sum is relative to 2^scaled, whose exponent was rounded.
-        sum = warp_reduce(sum, Sum{});
-        Normaliser mine{fmaxf(peak, LOWEST), peak == NEG_INF ? sum : sum * exp2_fast(fmaf(-peak, LOG2E, scaled))};
-        // A warp with a NaN, or with exponents beyond those of float32, takes its elements again, one by one.
-        const bool again = sum != sum || (peak != NEG_INF && !(fabsf(peak) < LARGE));
-        if (again | penalised) {
-            sum = 0.f;
+        ((float*)sums)[n / STAGE % SUMS * BLOCK + me] = sum;
+        if constexpr (Hooks::ANY)
+            if (penalised)
 #pragma unroll 1
-            for (int u = v; u < min(v + STEP, last); u += BLOCK)
+                for (int u = v; u < min(v + STEP, last); u += BLOCK)
 #pragma unroll 1
-                for (int j = u * W; j < min(u * W + W, row.vocab); ++j) {
-                    const float logit = (float)row.x[j];
-                    best = max(best, make_key(hooks.adjusted(logit, j), mark + u * W + W - 1));
-                    sum += exp_fast(logit - mine.peak);
-                }
+                    for (unsigned int listed = hooks.hidden(u * W) >> W; listed; listed &= listed - 1) {
+                        const int j = u * W + __ffs(listed) - 1;
+                        if (j >= row.vocab || bans.contain(j)) continue;
+                        best = max(best, make_key(hooks.less((float)row.x[j], j), mark + u * W + W - 1));
+                    }
+        if (n / STAGE % SUMS == SUMS - 1 || behind >= last) {
+            add_up(begin, behind);
+            begin = behind;
         }
-        if (again) mine.sum = warp_reduce(sum, Sum{});
-        if (me % 32 == 0) normalisers[part + me / 32] = mine;
     }
-    return best;
+    return first + me < last ? max(best, make_key(most, mark + at * W + W - 1)) : 0;
 }

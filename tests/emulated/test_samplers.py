@@ -38,6 +38,15 @@ def logits_of(random, rows, vocab, kind, dtype):
         x[-1, vocab // 2], x[0, vocab - 1] = np.nan, np.inf
     elif kind == "in one group":
         x[:, vocab // 3 :: 128] += 30
+    elif kind == "best are banned":
+        x[:, [0, 1, vocab // 2, vocab - 1]] += 30
+    elif kind == "overflow":  # far above and below the first elements
+        x[:, vocab // 2] += 200
+        x[-1, :300] = -np.inf
+        x[-1, 300:] -= 900
+    elif kind == "forced":
+        x[:] = -np.inf
+        x[:, vocab - 9] = 0
     elif kind == "lowest":
         x[:, 1:] = np.finfo(np.float32).min
     with np.errstate(over="ignore"):
@@ -52,6 +61,10 @@ BEAMS = [  # sentences, beam, vocabulary, kind, dtype, bans, penalties of a row
     (2, 4, 4099, "NaN", np.float32, False, 0), (3, 1, 3, "usual", np.float16, False, 2),
     (1, 33, 1025, "in one group", BFLOAT16, False, 0), (2, 3, 1030, "lowest", np.float32, False, 0),
     (3, 2, 9, "ties", np.float32, True, 0), (1, 8, 5001, "in one group", np.float16, True, 7),
+    (2, 4, 9001, "best are banned", BFLOAT16, "tokens", 0),
+    (2, 2, 5001, "overflow", np.float32, False, 0), (2, 3, 700, "forced", BFLOAT16, "tokens", 0),
+    (1, 3, 2050, "best are banned", np.float32, "tokens", 4),
+    (2, 2, 4099, "NaN", np.float16, "tokens", 0),
 ]  # fmt: skip
 
 
@@ -66,6 +79,8 @@ def test_beam_step(monkeypatch, sentences, beam, vocab, kind, dtype, bans, count
     scores[random.random(scores.shape) < 0.3] = -np.inf
     scores[0, 0] = -1
     banned = random.random(vocab) < 0.1 if bans else None
+    if bans == "tokens":
+        banned = np.array([vocab - 1, 0, vocab // 2, 1, 0, vocab // 3], np.int32)
     listed = amounts = None
     if count:
         listed = random.integers(-1, vocab, (rows, count)).astype(np.int32)

@@ -214,6 +214,9 @@ inline void ld_global_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from) {
     const u32* at = (const u32*)from;
     x = at[0], y = at[1], z = at[2], w = at[3];
 }
+inline void ld_global_v4_b32(int wanted, u32& x, u32& y, u32& z, u32& w, const void* from) {
+    if (wanted) ld_global_v4_b32(x, y, z, w, from);
+}
 inline void ld_global_cs_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from) {
     const u32* at = (const u32*)from;
     x = at[0], y = at[1], z = at[2], w = at[3];

@@ -46,9 +46,11 @@ RAW_COLS = 1 << 21  # what the last block of a sentence compares fits its shared
 MAX_GRID = 65535
 BLOCK = 128  # threads of the kernel; twice as many for beams above a quarter of them
 STAGE, STAGES = 4, 4  # vectors that a thread loads at a time, and how often, if it has to be
+LOADED = 16 * STAGE  # bytes of a thread's vectors in the search among the best groups
 BLOCKS = 1056  # above this many, blocks take more stages: eight on each of 132 multiprocessors
 GROUPS = 1024  # of a sentence of up to 16 beams, at most: its last block compares their best
-WHAT = "beam_step: penalties"
+WHAT = "beam_step: penalties and banned"
+MAX_LISTED = 32  # banned tokens that are listed; every block reads all of them
 
 
 @op
@@ -66,8 +68,9 @@ def beam_step(
 
     ``logits``: (B * K, C) float array, any strides; row b * K + i belongs to beam i of sentence b.
     ``scores``: (B, K), log-probabilities so far in float32 (float64 with float64 logits); a beam
-    at -inf is dead, and its logits are ignored. ``banned``: bool (V,), True for tokens not to be
-    chosen. ``penalties``: (tokens, amounts), int32 and the dtype of the scores, each (B * K, L):
+    at -inf is dead, and its logits are ignored. ``banned``: tokens not to be chosen, int32 (n,), or
+    a mask of them, bool (V,); a few listed tokens cost nothing, a mask is read for each row.
+    ``penalties``: (tokens, amounts), int32 and the dtype of the scores, each (B * K, L):
     the amount is subtracted from the score of its token in that row; inf bans the token, amounts of
     one token add up, and -1 lists no token. Probabilities of other tokens are not renormalised.
     ``count``: of continuations to return, up to K * V; None: 2K.
@@ -104,10 +107,16 @@ def beam_step(
     beam = scores.shape[1]
     count = 2 * beam if count is None else count
     integer("beam_step", "count", count, f"1 to K * V, {beam * vocab_size}", 1, beam * vocab_size)
-    checked_banned("beam_step", banned, vocab_size)
+    if banned is None or banned.dtype != np.int32 or banned.ndim != 1:
+        checked_banned("beam_step", banned, vocab_size)
     _check_penalties(listed, amounts, len(logits), scores.dtype)
     inputs = logits, scores, banned, listed, amounts
     return Call(IMPLS, inputs, impl, vocab_size=vocab_size, count=count)
+
+
+def _are_tokens(banned):
+    """Return whether bans are a list of tokens instead of a mask."""
+    return banned is not None and banned.dtype != np.bool_
 
 
 def _pair(penalties):
@@ -148,7 +157,9 @@ def _forward_reference(logits, scores, banned, listed, amounts, *, needs, vocab_
         # CuPy has no subtract.at for floats
         less = -xp.where(hidden, 0, amounts).astype(dtype)
         xp.add.at(adjusted, (rows, tokens), less)
-    if banned is not None and on_host:
+    if _are_tokens(banned):
+        adjusted[:, checked_index(banned, vocab_size, WHAT)] = nothing
+    elif banned is not None and on_host:
         np.copyto(adjusted, nothing, where=banned)
     elif banned is not None:
         adjusted = xp.where(banned, nothing, adjusted)
@@ -231,6 +242,8 @@ def _refuse_numba(logits, scores, banned, listed, amounts, *, vocab_size, count,
         return reason
     if listed is not None:
         return "penalties are given, the kernel takes bans only"
+    if _are_tokens(banned):
+        return "banned is a list of tokens, the kernel takes a mask"
     if count != 2 * scores.shape[1]:
         return f"count is {count}, the kernel takes 2 * {scores.shape[1]}"
     from gpuattn.numbakernels.beam_step import MAX_BEAM
@@ -296,9 +309,11 @@ def _address(x):
 # ---- raw: rawkernels/sampling/beam_step.cu ------------------------------------------------------
 
 
-def _refuse_raw(logits, scores, *_, vocab_size, count, **__):
+def _refuse_raw(logits, scores, banned, *_, vocab_size, count, **__):
     if reason := kernel_refusal(logits, "logits"):
         return reason
+    if _are_tokens(banned) and len(banned) > MAX_LISTED:
+        return f"{len(banned)} banned tokens are listed, the kernel takes {MAX_LISTED}, or a mask"
     sentences, beam = scores.shape
     if beam > MAX_BEAM:
         return f"the beam is {beam}, the kernel takes at most {MAX_BEAM}"
@@ -319,10 +334,12 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, 
     rows, stride = strided_rows(logits)
     block = BLOCK if count <= BLOCK // 2 else 2 * BLOCK
     slices, stages, fold, parts = _slices(len(rows), beam, vocab_size, logits.itemsize, block)
-    hooks = banned is not None or listed is not None
-    extras = [None if x is None else xp.ascontiguousarray(x) for x in (banned, listed, amounts)]
+    mask, bans = (None, banned) if _are_tokens(banned) else (banned, None)
+    hooks = mask is not None or listed is not None
+    extras = [None if x is None else xp.ascontiguousarray(x) for x in (bans, mask, listed, amounts)]
+    tokens = 0 if bans is None else len(bans)
     length = 0 if listed is None else listed.shape[1]
-    flag = index_flag(logits, WHAT) if length else None
+    flag = index_flag(logits, WHAT) if length or tokens else None
     groups = arrays.empty(logits, (len(rows), slices, block >> fold), np.uint64)
     normalisers = arrays.empty(logits, (len(rows), parts, 2), np.float32)
     constants = {"scalar": ctype(logits.dtype), "HOOKS": hooks, "BLOCK": block}
@@ -330,8 +347,8 @@ def _forward_raw(logits, scores, banned, listed, amounts, *, needs, vocab_size, 
     keys, marks = 4 * beam * slices * groups.shape[2], _bits_of_a_slice(stages, block, logits)
     step(
         (slices, beam, sentences), (block,), rows, xp.ascontiguousarray(scores), *extras, flag,
-        groups, normalisers, counters(sentences), *outputs, stride, vocab_size, length, stages,
-        fold, count, shared_bytes=max(keys, marks if hooks else 0),
+        groups, normalisers, counters(sentences), *outputs, stride, vocab_size, tokens,
+        length, stages, fold, count, shared_bytes=max(keys, marks if hooks else 0, LOADED * block),
     )  # fmt: skip
     return outputs, None
 
