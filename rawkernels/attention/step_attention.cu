@@ -1,137 +1,308 @@
-// Attention of one new token of each text over a short cache; the kernel also appends the token's key and value.
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0, 64 (keys of a page; 0: a row's keys lie side by side)
-// Launch:    grid = (ceil(rows * heads / WARPS),), block = (32 * WARPS,). One warp per row and head; the warps of the
-//            beams of a sentence are adjacent, since they read many of the same keys. With pages a sentence has one beam.
+// Attention of one new token of each text over its cache; the kernel also appends the token's key and value.
+// The keys of a sentence are those of all its beams, each read once: with BEAMS the block lists the different rows of the
+// cache that its beams see, each with the columns that see it. A column is a beam and a head of the group of a KV head.
+// Logits are products of 16 keys (operand a) and 8 columns (operand b), outputs of values (operand a) and weights; both
+// come from global memory in the layout of the operand, without shared memory. Warp w takes the groups of 16 keys
+// w, w + WARPS, ..., and the warps are merged at the end: the bits of a sentence hang on its own keys alone.
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 0, 1; WARPS = 4; HEADS = 1; STAGE = 1
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 64; BEAMS = 0; WARPS = 4; HEADS = 1; STAGE = 1
+//            PAGE: keys of a page; 0: a row's keys lie side by side. BEAMS: whether sentences have more beams than one.
+// Launch:    grid = (sentences * kv_heads / HEADS, ceil(beam * heads / kv_heads / 8)), block = (32 * WARPS * HEADS,),
+//            shared = 4 * beam * room bytes with BEAMS (at most 8 beams). One block per KV head of a sentence.
 //            dependent: step_attention
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
 #include "common/math.cuh"
-#include "common/pack.cuh"
+#include "common/mma_sync.cuh"
+#include "common/tile.cuh"
 
-constexpr int WARPS = 4, WIDTH = 8;                          // elements of a 16-byte vector
-constexpr int LANES = HEAD_DIM / WIDTH, GROUPS = 32 / LANES; // lanes of a key; keys of a warp at a time
-constexpr int STAGE = LANES < 8 ? LANES : 8;                 // groups of keys whose loads are in flight together
-constexpr int CHUNK = GROUPS * STAGE;                        // keys of a stage, at most one per lane
-constexpr int KEYS = PAGE ? PAGE : 1;                        // of a page, a divisor that is never 0
-static_assert(CHUNK <= 32 && 32 % LANES == 0, "step_attention.cu: HEAD_DIM is 32, 64 or 128");
+static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "step_attention.cu: HEAD_DIM is 32, 64 or 128");
+#ifndef BLOCKS_AT_ONCE
+#define BLOCKS_AT_ONCE (HEAD_DIM == 128 ? 12 : 24) / (WARPS * HEADS)
+#endif
+constexpr int TEAM = 32 * WARPS, THREADS = TEAM * HEADS;  // threads of a head, of a block
+constexpr int GROUP = 16, COLUMNS = 8;                    // keys and columns of a product
+constexpr int PARTS = HEAD_DIM / 32;                      // of a key: in each a lane has 8 elements
+constexpr int WORDS = HEAD_DIM / 16;                      // pairs of elements of a value that a lane has
+constexpr int RUN = HEAD_DIM == 32 ? 4 : 8;               // elements of them that are adjacent
+constexpr int PITCH = HEAD_DIM / 2 + 4;                   // pairs of elements from column to column
+constexpr int KEYS = PAGE ? PAGE : 1;                     // of a page, a divisor that is never 0
+constexpr u32 ROW = 0xffffff;                             // of an entry of the list; above it: a bit for each column
 
+#ifdef STREAMING
+__device__ uint4 load(const scalar* from) { return __ldcs(reinterpret_cast<const uint4*>(from)); }
+#else
 __device__ uint4 load(const scalar* from) { return *reinterpret_cast<const uint4*>(from); }
+#endif
 
-__device__ void floats(float (&values)[WIDTH], const uint4& bits) {
-    const u32 pairs[] = {bits.x, bits.y, bits.z, bits.w};
+__device__ void load_value(u32 (&words)[WORDS], const scalar* from) {
+    if constexpr (RUN == 4) {
+        const uint2 x = *reinterpret_cast<const uint2*>(from);
+        words[0] = x.x, words[1] = x.y;
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack_pair(scalar(), pairs[i]);
-        values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+        for (int i = 0; i < WORDS; i += 4) {
+            const uint4 x = load(from + i * 16);
+            words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z, words[i + 3] = x.w;
+        }
     }
 }
 
-__device__ float dot(const uint4& bits, const float (&q)[WIDTH]) {
-    float k[WIDTH], sum = 0;
-    floats(k, bits);
+// The maximum, or the sum, over the lanes with the same columns.
+__device__ float most_of_columns(float x) {
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) sum += k[i] * q[i];
+    for (int lane = 4; lane < 32; lane <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
+    return x;
+}
+__device__ float sum_of_columns(float x) {
 #pragma unroll
-    for (int lane = 1; lane < LANES; lane <<= 1) sum += __shfl_xor_sync(~0u, sum, lane);
-    return sum;
+    for (int lane = 4; lane < 32; lane <<= 1) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
 }
 
-// Returns the sum over the groups of a warp, in every lane.
-__device__ float over_groups(float value) {
+// The columns of a block, `count` from `first` on of the beam * group of a sentence.
+struct Columns {
+    int first, count, group;
+    __device__ int beam(int column) const { return (first + column) / group; }
+    // A bit for each column of a beam.
+    __device__ u32 of(int beam) const {
+        const int start = max(beam * group - first, 0), end = min((beam + 1) * group - first, count);
+        return (1u << end) - (1u << start);
+    }
+};
+
+// Lists the rows of the cache that the columns see: first the new key of each beam, then older ones in their order, each
+// row once. Returns how many. Ends with a barrier.
+__device__ int list_rows(u32* list, const Columns& columns, const short* slots, int count, int room) {
+    __shared__ int totals[THREADS / 32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = columns.beam(0);
+    const int beams = columns.beam(columns.count - 1) - first + 1;
+    if (threadIdx.x < beams) {
+        const int beam = first + threadIdx.x;
+        list[threadIdx.x] = (u32)(beam * room + count - 1) | columns.of(beam) << 24;
+    }
+    int filled = beams;
+    for (int start = 0; start < count - 1; start += THREADS) {
+        const int key = start + threadIdx.x;
+        int holder[COLUMNS], number = 0;
+        u32 seen[COLUMNS];
 #pragma unroll
-    for (int lane = LANES; lane < 32; lane <<= 1) value += __shfl_xor_sync(~0u, value, lane);
-    return value;
+        for (int i = 0; i < COLUMNS; ++i) {
+            holder[i] = -1 - i;
+            if (i < beams && key < count - 1) holder[i] = slots[(first + i) * room + key];
+        }
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i) {
+            seen[i] = 0;
+            if (i >= beams) continue;
+            const u32 own = columns.of(first + i);
+            bool found = holder[i] < 0;
+#pragma unroll
+            for (int j = 0; j < i; ++j) {
+                const bool same = holder[j] == holder[i];
+                if (same && !found) seen[j] |= own;
+                found |= same;
+            }
+            if (!found) seen[i] = own, ++number;
+        }
+        int before = number;  // rows up to those of this lane, then up to the lane before
+#pragma unroll
+        for (int by = 1; by < 32; by <<= 1) {
+            const int x = __shfl_up_sync(~0u, before, by);
+            if (lane >= by) before += x;
+        }
+        if (start) __syncthreads();
+        if (lane == 31) totals[warp] = before;
+        __syncthreads();
+        before += filled - number;
+#pragma unroll
+        for (int w = 0; w < THREADS / 32; ++w) {
+            if (w < warp) before += totals[w];
+            filled += totals[w];
+        }
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i)
+            if (seen[i]) list[before++] = (u32)(holder[i] * room + key) | seen[i] << 24;
+    }
+    __syncthreads();
+    return filled;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) step_attention(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_attention(
     const scalar* q,          // (rows, heads, HEAD_DIM), rows q_stride elements apart
     const scalar* k,          // (rows, kv_heads, HEAD_DIM), rows kv_stride elements apart
     const scalar* v,
     scalar* k_cache,          // (rows, room, kv_heads, HEAD_DIM), or (pages, PAGE, kv_heads, HEAD_DIM)
     scalar* v_cache,
     const int* key_counts,    // (rows,): number of keys, the new one included, which is the last
-    const short* slots,       // (sentences, beam, room): the beam whose row of the cache holds a key; unless PAGE
-    const int* page_table,    // (rows, room / PAGE): the pages of a row, in the order of its keys; if PAGE
+    const short* slots,       // (sentences, beam, room): the beam whose row of the cache holds a key; with BEAMS
+    const int* page_table,    // (rows, room / PAGE): the pages of a row, in the order of its keys; with PAGE
     scalar* out,              // (rows, heads, HEAD_DIM)
     long long q_stride,
     long long k_stride,
     long long v_stride,
-    int rows,
     int heads,
     int kv_heads,
     int beam,
     int room,
     float scale) {
     grid_dependency_wait();
-    const int warp = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp >= rows * heads) return;
-    const int sentence = warp / (heads * beam), head = warp / beam % heads, row = sentence * beam + warp % beam;
-    const int kv_head = head / (heads / kv_heads), group = lane / LANES, column = lane % LANES * WIDTH;
-    const int count = min(max(key_counts[row], 1), room);
-    const long long key_stride = (long long)kv_heads * HEAD_DIM, row_stride = (PAGE ? PAGE : room) * key_stride;
-    const int inside = kv_head * HEAD_DIM + column;
-    k += row * k_stride + inside, v += row * v_stride + inside;
-    k_cache += inside, v_cache += inside;
+    extern __shared__ __align__(16) u32 list[];
+    __shared__ float tops[HEADS * WARPS * COLUMNS];
+    __shared__ float sums[HEADS * WARPS * COLUMNS];
+    __shared__ float2 parts[HEADS * WARPS * COLUMNS * PITCH];
+    const int place = threadIdx.x / TEAM, warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int blocks = kv_heads / HEADS, sentence = blockIdx.x / blocks;
+    const int kv_head = (blockIdx.x - sentence * blocks) * HEADS + place;
+    const long long first_row = (long long)sentence * beam, key_stride = (long long)kv_heads * HEAD_DIM;
+    const int count = min(max(key_counts[first_row], 1), room);
+    const int group = heads / kv_heads, first_column = blockIdx.y * COLUMNS;
+    const Columns columns = {first_column, min(COLUMNS, beam * group - first_column), group};
+    k += first_row * k_stride + kv_head * HEAD_DIM, v += first_row * v_stride + kv_head * HEAD_DIM;
+    k_cache += kv_head * HEAD_DIM, v_cache += kv_head * HEAD_DIM;
     if (PAGE) {
-        page_table += row * (room / KEYS);
+        page_table += first_row * (room / KEYS);
     } else {
-        slots += (long long)row * room;
+        k_cache += first_row * room * key_stride, v_cache += first_row * room * key_stride;
     }
-    // The row of the cache, or the page, that holds a key which is not the last; and its place there.
-    const auto holder = [&](int key) { return PAGE ? page_table[key / KEYS] : sentence * beam + slots[key]; };
-    const auto place = [&](int key) { return PAGE ? key % KEYS : key; };
 
-    float query[WIDTH], acc[WIDTH] = {}, peak = NEG_INF, sum = 0;
-    floats(query, load(q + row * q_stride + head * HEAD_DIM + column));
+    uint4 query[PARTS] = {};
+    if (g < columns.count) {
+        const int beam_of = columns.beam(g), head = first_column + g - beam_of * group + kv_head * group;
+        const scalar* from = q + (first_row + beam_of) * q_stride + head * HEAD_DIM + 8 * t;
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) query[i] *= scale * LOG2E;
-    const uint4 new_k = load(k), new_v = load(v);
-    if (group == 0 && head % (heads / kv_heads) == 0) {
-        const long long at = (PAGE ? holder(count - 1) : row) * row_stride + place(count - 1) * key_stride;
-        *reinterpret_cast<uint4*>(k_cache + at) = new_k;
-        *reinterpret_cast<uint4*>(v_cache + at) = new_v;
+        for (int p = 0; p < PARTS; ++p) query[p] = load(from + 32 * p);
     }
+    const int first_beam = columns.beam(0), beams = columns.beam(columns.count - 1) - first_beam + 1;
+    int items = count;
+    if (BEAMS) items = list_rows(list, columns, slots + first_row * room, count, room);
 
+    float acc[WORDS][4] = {}, top[2] = {NEG_INF, NEG_INF}, sum[2] = {};
+    const int groups = (items + GROUP - 1) / GROUP;
+    scale *= LOG2E;
 #pragma unroll 1
-    for (int first = 0; first < count; first += CHUNK) {
-        const int own = first + lane;
-        const int owner = lane < CHUNK && own < count - 1 ? holder(own) : row;
-        uint4 keys[STAGE], values[STAGE];
+    for (int now = warp; now < groups; now += WARPS * STAGE) {
+        uint4 keys[STAGE][2][PARTS];
+        u32 values[STAGE][4][WORDS], seen[STAGE][2];
 #pragma unroll
         for (int s = 0; s < STAGE; ++s) {
-            const int key = first + s * GROUPS + group;
-            const long long at = __shfl_sync(~0u, owner, s * GROUPS + group) * row_stride + place(key) * key_stride;
-            keys[s] = new_k, values[s] = new_v;  // for the last key; keys past it get a weight of 0
-            if (key < count - 1) {
-                keys[s] = load(k_cache + at);
-                values[s] = load(v_cache + at);
+            const int here = STAGE == 1 ? now : min(now + s * WARPS, groups - 1), page = PAGE ? page_table[here * GROUP / KEYS] : 0;
+            // The places of the key and value of an item; items past the last one are the last, with weights of 0.
+            const auto find = [&](int inside, const scalar*& key, const scalar*& value) {
+                const int item = min(here * GROUP + inside, items - 1);
+                const u32 entry = BEAMS ? list[item] : item;
+                const int row = BEAMS ? entry & ROW : PAGE ? page * PAGE + item % KEYS : item;
+                const bool is_new = BEAMS ? item < beams : item == count - 1;
+                const int from = BEAMS ? first_beam + item : 0;
+                key = is_new ? k + from * k_stride : k_cache + row * key_stride;
+                value = is_new ? v + from * v_stride : v_cache + row * key_stride;
+                return entry >> 24;
+            };
+            const scalar *key, *value;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int inside = 8 * half + g;
+                const u32 columns_seeing = find(inside, key, value);
+                seen[s][half] = (now + s * WARPS) * GROUP + inside >= items ? 0 : BEAMS ? columns_seeing >> 2 * t : 3;
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p) keys[s][half][p] = load(key + 32 * p + 8 * t);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                find(i / 2 * 8 + 2 * t + i % 2, key, value);
+                load_value(values[s][i], value + RUN * g);
             }
         }
-        float logits[STAGE], most = peak;
+        float logits[STAGE][4], most[2] = {top[0], top[1]};
 #pragma unroll
         for (int s = 0; s < STAGE; ++s) {
-            logits[s] = dot(keys[s], query);
-            if (first + s * GROUPS + group >= count) logits[s] = NEG_INF;
-            most = fmaxf(most, logits[s]);
+            float d[4] = {};
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                const uint4 low = keys[s][0][p], high = keys[s][1][p];
+                const u32 a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
+                mma(scalar(), d, a, query[p].x, query[p].y);
+                mma(scalar(), d, b, query[p].z, query[p].w);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                logits[s][i] = seen[s][i / 2] >> i % 2 & 1 ? d[i] * scale : NEG_INF;
+                most[i % 2] = fmaxf(most[i % 2], logits[s][i]);
+            }
+        }
+        float base[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            most[c] = most_of_columns(most[c]);
+            base[c] = most[c] == NEG_INF ? 0.f : most[c];
+            const float correction = exp2_fast(top[c] - base[c]);
+            top[c] = most[c], sum[c] *= correction;
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) acc[w][c] *= correction, acc[w][c + 2] *= correction;
         }
 #pragma unroll
-        for (int other = LANES; other < 32; other <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
-        const float base = most == NEG_INF ? 0.f : most, correction = exp2f(peak - base);
-        peak = most, sum *= correction;
-#pragma unroll
-        for (int i = 0; i < WIDTH; ++i) acc[i] *= correction;
-#pragma unroll
         for (int s = 0; s < STAGE; ++s) {
-            const float weight = exp2f(logits[s] - base);
-            float value[WIDTH];
-            floats(value, values[s]);
-            sum += weight;
+            u32 weights[2];
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i) acc[i] += weight == 0 ? 0.f : weight * value[i];
+            for (int half = 0; half < 2; ++half) {
+                const float left = exp2_fast(logits[s][2 * half] - base[0]);
+                const float right = exp2_fast(logits[s][2 * half + 1] - base[1]);
+                sum[0] += left, sum[1] += right;
+                weights[half] = movmatrix(pack_pair(scalar(), left, right));
+            }
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) {
+                u32 a[4];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const u32 even = values[s][2 * half][w], odd = values[s][2 * half + 1][w];
+                    a[2 * half] = permute_bytes(even, odd, 0x5410), a[2 * half + 1] = permute_bytes(even, odd, 0x7632);
+                }
+                mma(scalar(), acc[w], a, weights[0], weights[1]);
+            }
         }
     }
-    sum = over_groups(sum);
+
+    // ---- the new keys and values, of the beams whose first column is here
+    constexpr int VECTORS = HEAD_DIM / 8;
+    for (int i = threadIdx.x % TEAM; i < beams * 2 * VECTORS; i += TEAM) {
+        const int from = first_beam + i / (2 * VECTORS), column = i % VECTORS * 8;
+        if (from * group < first_column) continue;
+        const int last = PAGE ? page_table[(count - 1) / KEYS] * PAGE + (count - 1) % KEYS : from * room + count - 1;
+        const bool is_value = i / VECTORS % 2;
+        const scalar* source = is_value ? v + from * v_stride : k + from * k_stride;
+        scalar* cache = (is_value ? v_cache : k_cache) + last * key_stride;
+        *reinterpret_cast<uint4*>(cache + column) = load(source + column);
+    }
+
+    // ---- merge the warps
+    const int mine = (place * WARPS + warp) * COLUMNS + 2 * t;
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) acc[i] = over_groups(acc[i]) / sum;
-    if (group == 0) store_pack(out + ((long long)row * heads + head) * HEAD_DIM + column, acc);
+    for (int c = 0; c < 2; ++c) {
+        sum[c] = sum_of_columns(sum[c]);
+        if (g == 0) tops[mine + c] = top[c], sums[mine + c] = sum[c];
+        if (2 * t + c < columns.count) {
+            float2* part = parts + (mine + c) * PITCH + RUN / 2 * g;
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w)
+                part[w / 4 * 32 + w % 4] = make_float2(acc[w][c], acc[w][c + 2]);
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x % TEAM; i < columns.count * (HEAD_DIM / 2); i += TEAM) {
+        const int column = i / (HEAD_DIM / 2), pair = i % (HEAD_DIM / 2);
+        const int at = place * WARPS * COLUMNS + column;
+        float peak = NEG_INF, total = 0, x = 0, y = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) peak = fmaxf(peak, tops[at + w * COLUMNS]);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const float weight = exp2_fast(tops[at + w * COLUMNS] - peak);
+            const float2 part = parts[(at + w * COLUMNS) * PITCH + pair];
+            total += weight * sums[at + w * COLUMNS], x += weight * part.x, y += weight * part.y;
+        }
+        const int of = columns.beam(column), head = first_column + column - of * group + kv_head * group;
+        scalar* to = out + ((first_row + of) * heads + head) * HEAD_DIM + 2 * pair;
+        *reinterpret_cast<u32*>(to) = pack_pair(scalar(), x / total, y / total);
+    }
 }

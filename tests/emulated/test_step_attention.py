@@ -11,7 +11,8 @@ from gpuattn.ops.attention import step_attention as steps
 pytestmark = pytest.mark.usefixtures("host_compiler")
 CASES = [  # rows, beam (0: pages), pages of a row, heads, kv_heads, head_dim, dtype
     (3, 0, 3, 2, 1, 64, BFLOAT16), (4, 2, 1, 2, 2, 64, np.float16), (2, 0, 2, 2, 2, 128, BFLOAT16),
-    (3, 0, 2, 4, 2, 32, np.float16), (3, 3, 2, 2, 1, 128, BFLOAT16),
+    (3, 0, 2, 4, 2, 32, np.float16), (3, 3, 2, 2, 1, 128, BFLOAT16), (2, 1, 3, 2, 2, 64, BFLOAT16),
+    (18, 9, 2, 4, 2, 32, np.float16), (8, 4, 1, 2, 2, 64, BFLOAT16), (5, 5, 1, 4, 1, 64, np.float16),
 ]  # fmt: skip
 
 
@@ -20,13 +21,15 @@ def test_step_attention(rows, beam, pages, heads, kv_heads, head_dim, dtype):
     rng, room = np.random.default_rng(rows), 64 * pages
     parts = rng.standard_normal((rows, 1, heads + 2 * kv_heads, head_dim)).astype(dtype)
     q, k, v = np.split(parts, [heads, heads + kv_heads], 2)
-    counts = rng.integers(1, room + 1, rows).astype(np.int32)
+    counts = rng.integers(1, room + 1, rows // max(beam, 1)).astype(np.int32).repeat(max(beam, 1))
     slots = table = None
     if beam:
         shape = rows, room
         slots = rng.integers(0, beam, (rows // beam, beam, room)).astype(np.int16)
         slots[...] = np.arange(beam)[:, None]
-        slots[..., : counts.min() - 1] = 0
+        slots[:, :, : counts.min() // 2] = 0
+        for own, count in zip(slots, counts[::beam], strict=True):
+            own[:, count - 1] = np.arange(beam)
     else:
         shape = rows * pages + 1, 64
         table = rng.permutation(np.arange(1, shape[0])).astype(np.int32).reshape(rows, pages)

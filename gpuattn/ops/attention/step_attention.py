@@ -19,7 +19,7 @@ from gpuattn.ops.attention.decode_attention import decode_attention
 from gpuattn.typing import Array
 
 NAME = "step_attention"
-WARPS = 4  # of a block
+WARPS, COLUMNS = 4, 8  # of a block: warps, and pairs of a beam and a head
 HEAD_DIMS = 32, 64, 128
 PAGE = 64  # keys of a page that the kernel takes
 SHORT_ROOM = 512  # keys of a text at most; beyond, splitting them over blocks is faster
@@ -112,15 +112,18 @@ def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, ne
     rows, _, heads, head_dim = q.shape
     out = arrays.empty(q, q.shape)
     steps = [x.strides[0] // x.itemsize for x in (q, k, v)]
-    page, beam, room = 0, 1, k_cache.shape[1]
+    page, beam, room, kv_heads = 0, 1, k_cache.shape[1], k.shape[2]
     if page_table is None:
         beam = slots.shape[1]
     else:
         page, room = PAGE, PAGE * page_table.shape[1]
-    constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": page}
+    grid = rows // beam * kv_heads, -(-beam * heads // kv_heads // COLUMNS)
+    constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": page, "WARPS": WARPS}
+    constants |= {"BEAMS": int(beam > 1), "HEADS": 1, "STAGE": 1}
     kernel("attention/step_attention.cu", NAME, **constants)(
-        (-(-rows * heads // WARPS),), (32 * WARPS,), q, k, v, k_cache, v_cache, key_counts, slots,
-        page_table, out, *steps, rows, heads, k.shape[2], beam, room, np.float32(head_dim**-0.5),
+        grid, (32 * WARPS,), q, k, v, k_cache, v_cache, key_counts, slots, page_table, out, *steps,
+        heads, kv_heads, beam, room, np.float32(head_dim**-0.5),
+        shared_bytes=4 * room * min(beam, COLUMNS) if beam > 1 else 0,
     )  # fmt: skip
     return out, None
 
