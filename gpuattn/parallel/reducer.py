@@ -1,4 +1,4 @@
-"""The gradients of an update of several replicas, summed over those of this rank and all ranks.
+"""The gradients of an update of several replicas, summed over those of this rank.
 
 A run has a fixed number of replicas, each with its own batches and dropout, and its ranks share
 them evenly. So an update is the same for any number of ranks, but for the order of sums.
@@ -7,7 +7,9 @@ them evenly. So an update is the same for any number of ranks, but for the order
 from collections.abc import Iterable
 from typing import Any
 
+from gpuattn.parallel.agreement import silent
 from gpuattn.parallel.communicator import Communicator
+from gpuattn.runtime.device import is_out_of_memory
 
 Round = tuple[int, tuple[Any, ...]]
 
@@ -30,22 +32,35 @@ class Reducer:
         self._ordered = ordered and each > 1
 
     def compute(self, rounds: Iterable[Round]) -> None:
-        """Compute the gradients of an update that has begun, for ``step.apply``.
+        """Compute this rank's gradients of an update that has begun, for ``step.apply``.
 
-        ``rounds``: (draw, a batch of each of this rank's replicas), which are summed.
+        ``rounds``: (draw, a batch of each of this rank's replicas), which are summed. Raises
+        MemoryError on all ranks where one of them is out of memory.
         """
-        step = self.step
+        if self.communicator.size == 1:
+            self._compute(rounds)
+            return
+        short = None
+        try:
+            self._compute(rounds)
+            self.step.take()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            short = str(error)  # only the text: the error holds the arrays of the step
+        found = self.communicator.gather((self.step.update_tokens, short))
+        for rank, (_, short) in enumerate(found):
+            if short is not None:
+                raise silent(MemoryError(f"on rank {rank}: {short}"), self.communicator.rank > 0)
+        self.step.put(sum(tokens for tokens, _ in found))
+
+    def _compute(self, rounds):
         if self._ordered:
             self._compute_in_order(list(rounds))
-        else:
-            for draw, batches in rounds:
-                for replica, batch in zip(self.mine, batches, strict=True):
-                    step.add(batch, self._draw(draw, replica))
-        if self.communicator.size > 1:
-            grads = step.take()
-            tokens = sum(self.communicator.gather(step.update_tokens))
-            self.communicator.all_reduce(grads)
-            step.put(tokens)
+            return
+        for draw, batches in rounds:
+            for replica, batch in zip(self.mine, batches, strict=True):
+                self.step.add(batch, self._draw(draw, replica))
 
     def sum_losses(self) -> None:
         """Let ``step.loss_sum`` and ``loss_tokens`` be those of all ranks. For ``clear_loss``."""

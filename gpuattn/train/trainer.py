@@ -19,8 +19,9 @@ from gpuattn.arrays import keep_freed_memory
 from gpuattn.errors import CheckpointError, MemoryLimitError
 from gpuattn.ops.update.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
-from gpuattn.parallel.agreement import silent
+from gpuattn.parallel.agreement import is_agreed, silent
 from gpuattn.parallel.communicator import Communicator, Single
+from gpuattn.parallel.exchange import Exchange
 from gpuattn.parallel.reducer import Reducer
 from gpuattn.runs.metrics import is_right, rank
 from gpuattn.runtime import precision
@@ -35,7 +36,8 @@ from gpuattn.train.batches import Batches
 from gpuattn.train.meter import Meter
 from gpuattn.train.progress import Listener, Progress
 from gpuattn.train.saving import Saves
-from gpuattn.train.state import Position, load, synchronize
+from gpuattn.train.sharding import Sharing
+from gpuattn.train.state import Position, arrays_of, load, synchronize
 from gpuattn.train.threads import BlasThreads, threads_of
 from gpuattn.train.validation import ValidLoss
 
@@ -49,15 +51,17 @@ class Trainer:
 
     ``device``: "numpy" or "cuda". ``listener``: a ``train.progress.Listener``. ``graphs``: whether
     updates run as CUDA graphs on a GPU (the bits are the same). ``communicator``: of the ranks that
-    train together; each has a Trainer, and calls the same methods. ``at``: the Position. ``step``:
-    the TrainingStep. ``saves``: the Saves of this run; an update raises what one of them raised.
+    train together; each has a Trainer, and calls the same methods. ``sharing``: what this rank
+    holds of masters, moments and averages; None: all. ``at``: the Position. ``step``: the
+    TrainingStep. ``saves``: the Saves of this run; an update raises what one of them raised.
     """
 
     def __init__(
         self, task: Task, device: str, listener: Listener, graphs: bool = True,
-        communicator: Communicator = ALONE,
+        communicator: Communicator = ALONE, sharing: Sharing | None = None,
     ) -> None:  # fmt: skip
         self.task, self.listener, self.communicator = task, listener, communicator
+        self.sharing = sharing
         self.model, self.corpus = task.model, task.corpus
         self.config = self.whole = config = task.config  # ``whole``: before batches are cut
         self.xp = array_module(device)
@@ -72,12 +76,21 @@ class Trainer:
         self.workspace = Workspace(
             self.model, device, self.precision.dtype, grad_dtype, moments=optimizer.moments,
             masters=self.precision.masters,
+            parts=sharing.parts if sharing else communicator.size,
+            part=sharing.part if sharing else None,
         )  # fmt: skip
         self.optimizer = optimizer(
             self.workspace, weight_decay=config.weight_decay, max_norm=config.clip or None,
             loss_scale=self.precision.loss_scale, growth_interval=self.precision.growth_interval,
             seed=config.seed, **betas,
         )  # fmt: skip
+
+        self.exchange = None
+        if communicator.size > 1:
+            self.exchange = Exchange(
+                self.optimizer, communicator, config.deterministic,
+                *((sharing.group, sharing.across) if sharing else ()),
+            )  # fmt: skip
 
         def loss(batch, dloss):  # no method: a cycle of references would keep device memory
             return task.loss(batch, config.label_smoothing, dloss)
@@ -86,7 +99,7 @@ class Trainer:
             self.model, self.optimizer, loss, tokens=config.batch * config.replicas,
             average=ExponentialAverage(self.workspace, config.ema) if config.ema else None,
             fixed_shape=task.fixed_shape, graphs=graphs, tuned=not config.deterministic,
-            notify=functools.partial(listener.say, "graphs"),
+            notify=functools.partial(listener.say, "graphs"), exchange=self.exchange,
         )  # fmt: skip
         self.reducer = Reducer(self.step, communicator, config.replicas, config.deterministic)
         total = config.lr_decay or (config.length.amount if config.length.unit == "u" else None)
@@ -101,6 +114,8 @@ class Trainer:
             self.threads = BlasThreads(threads_of(config, communicator), self._probe)
         self.meter = Meter(self.xp, self.precision.dtype, task.flops, task.counted, communicator)
         self._valid_loss, self._is_evaluating = ValidLoss(task, self.step), False
+        self._kept: dict[str, Any] | None = None  # whole arrays, of parts
+        self._loaded: dict[str, Any] | None = None  # the same, until ``begin``
         self._updates = 0  # since the last Progress
         self._noted = None  # the next Progress, until its numbers are copied from the device
         self._health = self.optimizer.state.read()
@@ -131,11 +146,18 @@ class Trainer:
         Returns whether the run is finished (False: stopped).
         Raises FloatingPointError, after ``save(None)``, when gradients are not finite for long.
         """
+
+        def keep(row):
+            self._kept = None
+            if self.exchange and self.exchange.is_sharded:
+                self._kept = self.exchange.whole(arrays_of(self.step))
+            save(row)
+
         with self.computing():
             try:
-                return self._run(stop, evaluate, save)
+                return self._run(stop, evaluate, keep)
             except FloatingPointError as error:
-                told = FloatingPointError(f"{error}. {_saved(save)}")
+                told = FloatingPointError(f"{error}. {_saved(keep)}")
                 raise silent(told, self.communicator.rank > 0) from error
             finally:
                 self._batches.restart()  # ends their thread
@@ -188,7 +210,8 @@ class Trainer:
                 self.at.seconds = self._now() - begin
                 self._update()
             except Exception as error:
-                if not is_out_of_memory(error) or self.communicator.size > 1:
+                one_sided = self.communicator.size > 1 and not is_agreed(error)
+                if not is_out_of_memory(error) or one_sided:
                     raise
                 short = str(error)  # only the text: the error holds the arrays of the step
             if short is not None:
@@ -225,7 +248,8 @@ class Trainer:
         if parts is None:
             self._use_parts(at.parts)  # frees what the steps held
             save(None)
-            raise MemoryLimitError(memory.nothing_smaller(self.config, at.update, short))
+            error = MemoryLimitError(memory.nothing_smaller(self.config, at.update, short))
+            raise silent(error, self.communicator.rank > 0)
         batches = self.corpus.loader(at.epoch).batches(at.epoch)
         self._use_parts(parts)
         at.batch = at.batch * self.corpus.loader(at.epoch).batches(at.epoch) // batches
@@ -286,6 +310,13 @@ class Trainer:
         self._reported = self._now()
         at.evaluation = self._reported - begin
         return self._reached_end() or not self._stops(stop)
+
+    def arrays(self) -> dict[str, Any]:
+        """Return {name: flat array} of all that updates change, for a save that the run asks for.
+
+        Those of all parts, as NumPy arrays, where each rank holds one.
+        """
+        return self._kept or arrays_of(self.step)
 
     def share(self) -> float:
         """Return how much of the run is done, 0 to 1. A given time includes the last evaluation."""
@@ -382,9 +413,14 @@ class Trainer:
 
     def _tell(self, wait=False):
         """Tell the listener what was noted once its numbers are on the host; ``wait``: now."""
-        if not self._noted or not (wait or self._noted[0].ready()):
+        if not self._noted:
             return
         reading, tokens, facts = self._noted
+        ready = reading.ready()
+        if self.communicator.size > 1:  # what follows must be at the same update on all ranks
+            ready = facts["update"] < self.at.update
+        if not (wait or ready):
+            return
         (loss, state), self._noted = reading.values(), None
         before, self._health = self._health, read_state(state)
         for sentence in precision.trouble(before, self._health, self.workspace, self.config):
@@ -402,7 +438,8 @@ class Trainer:
 
     def load(self, folder: str | Path) -> None:
         """Continue from the state in a run folder. Raises as ``state.load``."""
-        self.at = at = load(folder, self.step, self.corpus.fingerprint)
+        self.at, self._loaded = load(folder, self.step, self.corpus.fingerprint)
+        at = self.at
         if at.parts > 1:
             self._use_parts(at.parts)
         self._health = self.optimizer.state.read()
@@ -411,7 +448,8 @@ class Trainer:
         """Take position and state of rank 0; return its ``over``: whether nothing is left to do."""
         record = self.threads.record if self.threads else {}
         facts = over, record
-        (over, record), self.at = synchronize(self.step, self.at, facts, self.communicator)
+        whole, self._loaded = self._loaded, None
+        (over, record), self.at = synchronize(self.step, self.at, facts, self.communicator, whole)
         if self.threads:
             self.threads.record = record
         at = self.at
