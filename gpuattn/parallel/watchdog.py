@@ -13,6 +13,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -104,8 +105,15 @@ class Watchdog:
             if said := self._line.makefile().readline():
                 words = json.loads(said)
                 if words.get("where"):
-                    faulthandler.dump_traceback(2)
+                    self._tell_where()
                 self._end(words["end"])
+
+    def _tell_where(self):
+        """Print where the threads of this rank are, at once: the other ranks print, too."""
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            os.write(2, f"rank {self._ranks.rank}:\n".encode() + file.read())
 
     def _send(self, **words):
         if self._line is not None:

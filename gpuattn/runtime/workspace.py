@@ -53,8 +53,9 @@ class Workspace:
     two axes.
     ``slots``: {name: Slot}. ``tensors``: {name: Tensor}. ``frozen``: {name: array on the host}
     of Tensors without ``requires_grad``, which move to the device and, if of floats, the dtype.
-    ``mine``: the slice of ``params`` and ``grads`` that the others belong to; ``on_sync``: None, or
-    a function that ``sync_model`` calls last, which brings the other parts of ``params``.
+    ``saved``: elements of a flat buffer in a file, whatever ``parts`` are. ``mine``: the slice of
+    ``params`` and ``grads`` that the others belong to; ``on_sync``: None, or a function that
+    ``sync_model`` calls last, which brings the other parts of ``params``.
     ``initial``: the parameters on the host, (size,) float32, if only a part is held; set it to None
     to free it. ``on_grad_ready``: None, or a function of a slice of ``grads`` called in
     ``backward`` as soon as that part is final (where a reduction between GPUs may start).
@@ -73,7 +74,7 @@ class Workspace:
         self.tensors = dict(module.named_parameters())
         every = dict(getattr(module, "named_tensors", module.named_parameters)())
         frozen = {name: t for name, t in every.items() if name not in self.tensors}
-        self.slots, self.size = _layout(self.tensors, parts)
+        self.slots, self.size, self.saved = _layout(self.tensors, parts)
         each = self.size // parts
         self.mine = slice(0, self.size) if part is None else slice(part * each, (part + 1) * each)
         self.on_sync: Callable[[], None] | None = None
@@ -272,7 +273,10 @@ def _dtype(argument, name):
 
 
 def _layout(tensors, parts):
-    """Return ({name: Slot}, size of the flat buffers); each part is a multiple of ALIGN."""
+    """Return ({name: Slot}, size of the flat buffers, and of those in one part).
+
+    Each part is a multiple of ALIGN.
+    """
     slots, at = {}, 0
     for name, tensor in tensors.items():
         if not is_array(tensor.data) or tensor.data.dtype != np.float32:
@@ -281,5 +285,5 @@ def _layout(tensors, parts):
         size = math.prod(tensor.data.shape)
         slots[name] = Slot(at, at + size, tensor.data.shape)
         at += -(-size // ALIGN) * ALIGN
-    unit = math.lcm(TOTAL, ALIGN * parts)
-    return slots, -(-at // unit) * unit
+    size, whole = (-(-at // unit) * unit for unit in (math.lcm(TOTAL, ALIGN * parts), TOTAL))
+    return slots, size, whole

@@ -99,7 +99,9 @@ def weights_of(step: TrainingStep, arrays: dict[str, Any]) -> dict[str, Any]:
 def tensors_of(step: TrainingStep, arrays: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return {name: array} of the ``arrays_of`` a step, or of copies, by the names in a file."""
     arrays = arrays or arrays_of(step)
-    others = {name: arrays[name] for name in ("optimizer_state", "average") if name in arrays}
+    others = {"optimizer_state": arrays["optimizer_state"]}
+    if "average" in arrays:
+        others["average"] = arrays["average"][: step.workspace.saved]
     return step.workspace.state_dict(arrays) | others
 
 
@@ -164,9 +166,9 @@ def load(folder: str | Path, step: TrainingStep, data: int) -> tuple[Position, A
     if step.average:
         average = tensors.pop("average")
         if whole is None:
-            step.average.average[...] = xp.asarray(average)
+            step.average.average[: average.size] = xp.asarray(average)
         else:
-            whole["average"][...] = average
+            whole["average"][: average.size] = average
         step.average.updates = at.averaged
     buffers = whole and {name: whole[name] for name in step.workspace.buffers()}
     step.workspace.load_state_dict(tensors, buffers)
