@@ -84,14 +84,16 @@ def _world(environment, launcher, size, rank, local):
 
 @contextmanager
 def connected(
-    debug: bool = False, device: Callable[[], str] = lambda: "numpy", timeout: float = TIMEOUT
-) -> Iterator[Communicator]:
+    debug: bool = False, device: Callable[[], str] = lambda: "numpy", timeout: float = TIMEOUT,
+    arrays: bool = True,
+) -> Iterator[Communicator]:  # fmt: skip
     """Return a context that gives the Communicator of this process, and ends all ranks together.
 
     Whatever ends one rank inside of it ends all of them: see ``watchdog.Watchdog``. ``debug``:
     whether an error of one rank shows its traceback. ``device()``: "numpy" or "cuda", called where
-    there are several ranks: each then takes a GPU. ``timeout``: of ``Watchdog``. Raises
-    ConfigError for ranks that cannot work together.
+    there are several ranks: each then takes a GPU. ``timeout``: of ``Watchdog``. ``arrays``:
+    whether they exchange arrays of their devices, or values of the host alone. Raises ConfigError
+    for ranks that cannot work together.
     """
     world = discover()
     if world.size == 1:
@@ -102,11 +104,11 @@ def connected(
     except ConfigError as error:
         raise silent(error, not world.is_first_here) from None  # other hosts may lack nothing
     with Watchdog(control, debug, timeout):
-        yield _on_device(control, device)
+        yield _on_device(control, device, arrays)
 
 
-def _on_device(control, device):
-    """Return the Communicator of ranks that ``control`` connects, for arrays on their devices."""
+def _on_device(control, device, arrays):
+    """Return the Communicator of ranks that ``control`` connects, each on its device."""
     chosen = together(control, device)
     check_same(control, {"device": chosen})
     if chosen == "numpy":
@@ -114,7 +116,7 @@ def _on_device(control, device):
     from gpuattn.parallel.nccl import NCCL, take_card
 
     together(control, lambda: take_card(control))
-    return NCCL(control)
+    return NCCL(control) if arrays else control
 
 
 def _control(world):

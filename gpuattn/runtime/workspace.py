@@ -118,7 +118,7 @@ class Workspace:
 
     def keep_gradients_in(self, dtype: Any) -> None:
         """Replace the buffer of gradients by one in another dtype; their values are lost."""
-        self.grads = None
+        self.grads: Any = None
         self.grads = get_xp(self.params).zeros(self.size, dtype)
         for name, slot in self.slices(self.grads).items():
             tensor = self.tensors[name]

@@ -20,6 +20,7 @@ from gpuattn.runtime.device import card_memory, choose_device, installed_version
 from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
+from gpuattn.tasks.users.dealt import serve_user
 from gpuattn.train.progress import Listener
 from gpuattn.train.sharding import Sharing, share_parameters
 from gpuattn.train.state import Outcome
@@ -104,6 +105,7 @@ def follow(
         average = trainer.average
         with average.applied() if average else contextlib.nullcontext():
             trainer.valid_loss()
+            serve_user(trainer.task, ranks, stop)
 
     listener.begin()
     with trainer.computing():

@@ -25,6 +25,7 @@ from gpuattn.runtime.cold_start import InBackground, start_libraries
 from gpuattn.runtime.device import card_memory, choose_device, installed_version, versions
 from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
+from gpuattn.tasks.users.dealt import user_of_all
 from gpuattn.train import memory
 from gpuattn.train.follower import Terms, agree, follow, lead
 from gpuattn.train.progress import Listener
@@ -323,7 +324,8 @@ class Session:
         with trainer.average.applied() if trainer.average else contextlib.nullcontext():
             row = {"update": at.update, "epoch": at.epoch, "seconds": at.seconds,
                    "loss": trainer.valid_loss(), **noted}  # fmt: skip
-            found = self.task.evaluate(self.folder.path / "valid", at.update, row["loss"], stop)
+            with user_of_all(self.task, trainer.evaluating_ranks, stop) as stop:
+                found = self.task.evaluate(self.folder.path / "valid", at.update, row["loss"], stop)
         if found is None:
             return None
         figures, texts = found

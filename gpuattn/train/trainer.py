@@ -434,7 +434,12 @@ class Trainer:
         By default of all batches of validation. Call it while the run evaluates.
         """
         batches = self.corpus.valid_batches() if batches is None else batches
-        return self._valid_loss(batches, self.communicator if self._is_evaluating else ALONE)
+        return self._valid_loss(batches, self.evaluating_ranks)
+
+    @property
+    def evaluating_ranks(self) -> Communicator:
+        """The ranks that evaluate together now."""
+        return self.communicator if self._is_evaluating else ALONE
 
     def load(self, folder: str | Path) -> None:
         """Continue from the state in a run folder. Raises as ``state.load``."""
