@@ -6,6 +6,7 @@ Communicator, which also starts this one.
 """
 
 import copy
+import ctypes
 import socket
 from typing import Any
 
@@ -40,10 +41,16 @@ class NCCL:
         self._nccl = nccl = together(control, nccl_module)
         cards = control.gather((*_card(), nccl.get_version()))
         _check(cards, control)
-        name = control.gather(nccl.get_unique_id() if control.rank == 0 else None)[0]
-        self._ranks = nccl.NcclCommunicator(control.size, name, control.rank)
-        control.barrier()
-        self._warm_up()
+        try:
+            name = control.gather(nccl.get_unique_id() if control.rank == 0 else None)[0]
+            self._ranks = _kept(nccl.NcclCommunicator(control.size, name, control.rank))
+            control.barrier()
+            self._warm_up()
+        except nccl.NcclError as error:
+            raise ConfigError(
+                f"NCCL cannot connect the GPUs: {error}. Look at what gpuattn doctor says of NCCL, "
+                "of /dev/shm and of links, and set NCCL_DEBUG=WARN to see the reason"
+            ) from error
 
     def all_reduce(self, array: Array, ordered: bool = False) -> None:
         if ordered:
@@ -77,7 +84,7 @@ class NCCL:
 
     def split(self, color: int) -> "NCCL":
         other = copy.copy(self)
-        other._ranks = self._ranks.commSplit(color, self.rank)
+        other._ranks = _kept(self._ranks.commSplit(color, self.rank))
         colors = self.control.gather(color)
         other.rank, other.size = colors[: self.rank].count(color), colors.count(color)
         return other
@@ -130,6 +137,15 @@ class NCCL:
         self.all_gather(piece, whole)
         self.broadcast(whole)
         cupy.cuda.get_current_stream().synchronize()
+
+
+def _kept(communicator):
+    """Return a communicator that lives as long as the process.
+
+    Its end would wait for all CUDA graphs with its calls, which may live longer.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+    return communicator
 
 
 def nccl_module() -> Any:

@@ -70,7 +70,7 @@ class Threads(Noted):
 class Nccl:
     """Stands in for the module ``cupy.cuda.nccl``. ``calls``: (rank, name, elements) so far."""
 
-    available, NCCL_SUM = True, 0
+    available, NCCL_SUM, NcclError = True, 0, OSError
 
     def __init__(self, version=22809):
         self._version, self._meetings, self.calls = version, {}, []

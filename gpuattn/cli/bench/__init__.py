@@ -4,7 +4,7 @@ import click
 
 from gpuattn.bench.fused.cases import TABLES
 from gpuattn.bench.samples import SAMPLES
-from gpuattn.cli.bench import attention, calls, data, decode, fused, ops, roofline, train
+from gpuattn.cli.bench import attention, calls, data, decode, fused, ops, roofline, scale, train
 from gpuattn.units import nearest
 
 
@@ -41,11 +41,12 @@ def command() -> None:
     gpuattn bench decode --model gpt2-124m --peers
     gpuattn bench roofline --plot roofline.png
     gpuattn bench data
+    gpuattn bench scale --parameters 124M --step 18.4
 
     A result is compared with the reference before it is timed. attention, fused, train and roofline
     run in CUDA graphs; ops, calls and decode include the host.
     """
 
 
-for _module in (ops, calls, attention, fused, train, decode, roofline, data):
+for _module in (ops, calls, attention, fused, train, decode, roofline, data, scale):
     command.add_command(_module.command)
