@@ -13,7 +13,7 @@ log2(hosts) hops each way; reduce-scatter and all-gather have rings alone.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gpuattn.errors import ConfigError
@@ -62,7 +62,7 @@ class Machine(NamedTuple):
 
     each: int = 8
     port: float = PORT
-    wire: dict[str, Sequence[tuple[float, float]]] = MEASURED
+    wire: Mapping[str, Sequence[tuple[float, float]]] = MEASURED
     ranks: int = MEASURED_RANKS
 
 

@@ -102,6 +102,10 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
             "N",
             "Shares of the data, each with its batches; ranks divide them.  [default: a rank one]",
         ),
+        "outer_every": (
+            "N",
+            "Updates that each replica makes alone before a step of all (DiLoCo); 0: none.",
+        ),
         "checkpoint": ("", "Recompute layers to save memory; full: also logits in slices."),
         "optimizer": ("", "What updates the parameters."),
         "beta2": ("P", "Decay of the mean squared gradient, of adamw and adam."),

@@ -20,13 +20,16 @@ class Reducer:
     ``step``: a ``runtime.TrainingStep``. ``replicas``: of the run, a multiple of the ranks.
     ``ordered``: whether replicas are summed by one binary tree, so that the bits are the same for
     every number of ranks where both numbers are powers of two. It takes up to log2 of this rank's
-    replicas as buffers.
+    replicas as buffers. ``alone``: whether each rank then updates by its own gradients. ``tokens``:
+    target tokens of the last update, of all ranks.
     """
 
     def __init__(
-        self, step: Any, communicator: Communicator, replicas: int, ordered: bool = False
-    ) -> None:
+        self, step: Any, communicator: Communicator, replicas: int, ordered: bool = False,
+        alone: bool = False,
+    ) -> None:  # fmt: skip
         self.step, self.communicator, self.replicas = step, communicator, replicas
+        self._alone, self.tokens = alone, 0
         each = replicas // communicator.size
         self.mine = range(communicator.rank * each, (communicator.rank + 1) * each)
         self._ordered = ordered and each > 1
@@ -39,6 +42,7 @@ class Reducer:
         """
         if self.communicator.size == 1:
             self._compute(rounds)
+            self.tokens = self.step.update_tokens
             return
         short = None
         try:
@@ -52,7 +56,8 @@ class Reducer:
         for rank, (_, short) in enumerate(found):
             if short is not None:
                 raise silent(MemoryError(f"on rank {rank}: {short}"), self.communicator.rank > 0)
-        self.step.put(sum(tokens for tokens, _ in found))
+        self.tokens = sum(tokens for tokens, _ in found)
+        self.step.put(self.step.update_tokens if self._alone else self.tokens)
 
     def _compute(self, rounds):
         if self._ordered:

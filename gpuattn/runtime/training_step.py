@@ -87,6 +87,7 @@ class TrainingStep:
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.average = model, optimizer, average
         self.exchange = exchange
+        self.outer: Any = None  # a ``parallel.outer.Outer``, for files of the step's state
         self.workspace, self._loss_of = optimizer.workspace, loss
         self._random = random_states(model)
         self.xp = get_xp(self.workspace.params)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from gpuattn.errors import ConfigError
 from gpuattn.nn.dropout import random_states
 from gpuattn.nn.module import uninitialised
 from gpuattn.parallel.agreement import check_same, together
@@ -45,15 +46,22 @@ def agree(config: TrainConfig, device: str, ranks: Communicator, shard: str) -> 
     Raises ConfigError, on all ranks, unless all have the same version and options, and may share
     the replicas of the run. ``shard``: one of ``sharding.SHARD``.
     """
-    if ranks.size == 1:
-        check_replicas(config.replicas, 1)
-        return Terms(device, None, None)
 
     def check():
         check_replicas(config.replicas, ranks.size)
+        if config.outer_every and not 1 < config.replicas == ranks.size:
+            raise ConfigError(
+                f"--outer-every {config.outer_every} with {config.replicas} replicas and "
+                f"{ranks.size} rank{'s' * (ranks.size > 1)}; accepted: two replicas or more, and a "
+                "rank for each, as each has parameters of its own"
+            )
+        if ranks.size == 1:
+            return device
         return choose_device(device)[0]
 
     device = together(ranks, check)
+    if ranks.size == 1:
+        return Terms(device, None, None)
     options = {
         f"--{option_key(name)}": shown(getattr(config, name))
         for name in OPTIONS if name not in LOCAL

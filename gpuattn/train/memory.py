@@ -71,8 +71,10 @@ def plan(
     beside = sizes.evaluation_bytes(tokens, itemsize)
     if config.ema:
         beside += parameters * (masters or itemsize) // parts  # while the average replaces them
-    if parts > 1:
-        beside = max(beside, 4 * parameters)  # one buffer of all parts, to be saved
+    if config.outer_every:  # where replicas start, their velocity; and their change
+        state += 8 * parameters
+    if parts > 1 or config.outer_every:
+        beside = max(beside, 4 * parameters)  # one buffer of all parts, or a change
     if not task_of(config).one_shape(config):
         beside = max(beside, activations)
     return MemoryPlan(state, activations, beside)

@@ -259,7 +259,7 @@ class Session:
             "start", update=at.update, device=trainer.xp.__name__, **self.noted,
             versions=versions(), date=datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds"),
         )  # fmt: skip
-        if trainer.sharing is None:  # else whole arrays exist in saves alone
+        if trainer.sharing is None and trainer.outer is None:  # else ``arrays`` copies them
             trainer.saves.prepare(arrays_of(trainer.step))
         over = trainer.run(stop, lambda: self._evaluate(stop), self._save)
         trainer.saves.wait()

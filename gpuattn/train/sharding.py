@@ -55,6 +55,8 @@ def _reason(config, precision, places):
         return "hosts have different numbers of ranks, or their ranks do not follow each other"
     if parts == 1:
         return "each host has one rank, and parts are shared inside a host"
+    if config.outer_every:
+        return "--outer-every lets each rank have parameters of its own"
     if config.optimizer == "lamb":
         return "lamb adapts the step of a tensor to its norm, and needs whole tensors"
     if not precision.masters:

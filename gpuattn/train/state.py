@@ -82,6 +82,11 @@ class Position:
 
 def arrays_of(step: TrainingStep) -> dict[str, Any]:
     """Return {name: flat array} of everything that updates change, which a save copies."""
+    return _shared(step) | (step.outer.arrays() if step.outer else {})
+
+
+def _shared(step):
+    """Return those of the ``arrays_of`` a step that are the same on all ranks, if none is alone."""
     arrays = step.workspace.buffers() | {"optimizer_state": step.optimizer.state.array}
     return arrays | ({"average": step.average.average} if step.average else {})
 
@@ -102,6 +107,8 @@ def tensors_of(step: TrainingStep, arrays: dict[str, Any] | None = None) -> dict
     others = {"optimizer_state": arrays["optimizer_state"]}
     if "average" in arrays:
         others["average"] = arrays["average"][: step.workspace.saved]
+    for name in step.outer.arrays() if step.outer else ():
+        others[name] = arrays[name][: step.workspace.saved]
     return step.workspace.state_dict(arrays) | others
 
 
@@ -115,8 +122,10 @@ def synchronize(
     workspace = step.workspace
     first = ranks.gather((facts, at, workspace.frozen) if ranks.rank == 0 else None)[0]
     if workspace.part is None:
-        for array in arrays_of(step).values():
+        for array in _shared(step).values():
             ranks.broadcast(array)
+        if step.outer:
+            step.outer.scatter()
     else:
         whole = None if ranks.rank else whole or _whole_of(step, workspace.initial)
         step.exchange.scatter(arrays_of(step), whole)
@@ -170,6 +179,9 @@ def load(folder: str | Path, step: TrainingStep, data: int) -> tuple[Position, A
         else:
             whole["average"][: average.size] = average
         step.average.updates = at.averaged
+    for name, array in step.outer.arrays().items() if step.outer else ():
+        given = tensors.pop(name)
+        array[: given.size] = get_xp(array).asarray(given)
     buffers = whole and {name: whole[name] for name in step.workspace.buffers()}
     step.workspace.load_state_dict(tensors, buffers)
     return at, whole

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import keep_freed_memory
+from gpuattn.arrays import keep_freed_memory, to_cpu
 from gpuattn.errors import CheckpointError, MemoryLimitError
 from gpuattn.ops.update.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
 from gpuattn.parallel.agreement import is_agreed, silent
 from gpuattn.parallel.communicator import Communicator, Single
 from gpuattn.parallel.exchange import Exchange
+from gpuattn.parallel.outer import Outer
 from gpuattn.parallel.reducer import Reducer
 from gpuattn.runs.metrics import is_right, rank
 from gpuattn.runtime import precision
@@ -85,8 +86,12 @@ class Trainer:
             seed=config.seed, **betas,
         )  # fmt: skip
 
-        self.exchange = None
-        if communicator.size > 1:
+        self.exchange = self.outer = None
+        if config.outer_every:
+            self.outer = Outer(
+                self.optimizer, communicator, config.outer_every, config.deterministic
+            )
+        elif communicator.size > 1:
             self.exchange = Exchange(
                 self.optimizer, communicator, config.deterministic,
                 *((sharing.group, sharing.across) if sharing else ()),
@@ -101,7 +106,10 @@ class Trainer:
             fixed_shape=task.fixed_shape, graphs=graphs, tuned=not config.deterministic,
             notify=functools.partial(listener.say, "graphs"), exchange=self.exchange,
         )  # fmt: skip
-        self.reducer = Reducer(self.step, communicator, config.replicas, config.deterministic)
+        self.step.outer = self.outer
+        self.reducer = Reducer(
+            self.step, communicator, config.replicas, config.deterministic, bool(self.outer)
+        )
         total = config.lr_decay or (config.length.amount if config.length.unit == "u" else None)
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
@@ -114,7 +122,7 @@ class Trainer:
             self.threads = BlasThreads(threads_of(config, communicator), self._probe)
         self.meter = Meter(self.xp, self.precision.dtype, task.flops, task.counted, communicator)
         self._valid_loss, self._is_evaluating = ValidLoss(task, self.step), False
-        self._kept: dict[str, Any] | None = None  # whole arrays, of parts
+        self._kept: dict[str, Any] | None = None  # whole arrays, of all ranks
         self._loaded: dict[str, Any] | None = None  # the same, until ``begin``
         self._updates = 0  # since the last Progress
         self._noted = None  # the next Progress, until its numbers are copied from the device
@@ -151,12 +159,20 @@ class Trainer:
             self._kept = None
             if self.exchange and self.exchange.is_sharded:
                 self._kept = self.exchange.whole(arrays_of(self.step))
+            if self.outer:
+                if not self._are_equal():
+                    raise CheckpointError("the replicas differ until their next step together")
+                self.outer.collect()
+                kept = arrays_of(self.step)  # those of other ranks are on the host
+                self._kept = {name: np.array(to_cpu(array)) for name, array in kept.items()}
             save(row)
 
         with self.computing():
             try:
                 return self._run(stop, evaluate, keep)
             except FloatingPointError as error:
+                if self.outer:  # of this rank alone: it ends the others, and saves nothing
+                    raise
                 told = FloatingPointError(f"{error}. {_saved(keep)}")
                 raise silent(told, self.communicator.rank > 0) from error
             finally:
@@ -200,6 +216,8 @@ class Trainer:
                 if self.threads:
                     self.threads.next(self.at.update, alone=not self.saves.writing)
                 # A run that was stopped before an evaluation that was due makes it first.
+                if self.outer and self._reached_end():
+                    self.outer.step(self.at.update)
                 if self._due() and not self._evaluate(stop, evaluate, save):
                     return False
                 if self._reached_end():
@@ -222,7 +240,7 @@ class Trainer:
             if self._updates >= REPORT_UPDATES or now - self._reported > REPORT_SECONDS:
                 self._note()
             self._tell()
-            if self._stops(stop):
+            if self._stops(stop) and self._are_equal():
                 save(None)
                 return False
 
@@ -231,6 +249,10 @@ class Trainer:
         own = time.perf_counter(), self.saves.seconds
         now, self._saving = self.communicator.gather(own)[0]
         return now
+
+    def _are_equal(self):
+        """Return whether all ranks have the same parameters now."""
+        return self.outer is None or self.outer.last == self.at.update
 
     def _stops(self, stop):
         return any(self.communicator.gather(stop()))
@@ -247,8 +269,11 @@ class Trainer:
         parts = memory.next_parts(self.whole, at.parts)
         if parts is None:
             self._use_parts(at.parts)  # frees what the steps held
-            save(None)
-            error = MemoryLimitError(memory.nothing_smaller(self.config, at.update, short))
+            saved = at.evaluated[0]
+            if self._are_equal():
+                save(None)
+                saved = at.update
+            error = MemoryLimitError(memory.nothing_smaller(self.config, saved, short))
             raise silent(error, self.communicator.rank > 0)
         batches = self.corpus.loader(at.epoch).batches(at.epoch)
         self._use_parts(parts)
@@ -314,7 +339,7 @@ class Trainer:
     def arrays(self) -> dict[str, Any]:
         """Return {name: flat array} of all that updates change, for a save that the run asks for.
 
-        Those of all parts, as NumPy arrays, where each rank holds one.
+        Those of all ranks, as NumPy arrays, where each holds others.
         """
         return self._kept or arrays_of(self.step)
 
@@ -339,7 +364,7 @@ class Trainer:
     def _due(self):
         """Return whether the parameters as they are now must be evaluated."""
         at = self.at
-        if at.update == at.evaluated[0]:
+        if at.update == at.evaluated[0] or not self._are_equal():
             return False
         return self._reached_end() or at.is_evaluation_due(self.config)
 
@@ -355,7 +380,9 @@ class Trainer:
         self.step.apply()
         at.update += 1
         self.communicator.note(at.update)
-        at.tokens += self.step.update_tokens
+        if self.outer and self.outer.is_due(at.update):
+            self.outer.step(at.update)
+        at.tokens += self.reducer.tokens
         at.averaged = self.average.updates if self.average else 0
         self._completed = at.epoch, at.batch, at.draws
         self._updates += 1
@@ -459,6 +486,8 @@ class Trainer:
             self.threads.record = record
         at = self.at
         self._completed = at.epoch, at.batch, at.draws
+        if self.outer:
+            self.outer.begin(at.update)
         self.communicator.note(at.update)
         self._health = self.optimizer.state.read()
         return over

@@ -5,6 +5,7 @@ Each call ends when all ranks have made it, and checks that they have made the s
 """
 
 import contextlib
+import copy
 import ctypes
 import threading
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ class Meeting:
     def exchange(self, rank, value):
         self._values[rank] = value
         self._barrier.wait()
-        found = list(self._values)
+        found = copy.deepcopy(self._values)  # before another thread goes on to change its own
         self._barrier.wait()
         return found
 
