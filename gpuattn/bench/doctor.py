@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from gpuattn.cuda import compiler, disk_cache
-from gpuattn.environment import usable_cores
 from gpuattn.cuda.gpu import FORCED, OLDEST, dotted, gpu
+from gpuattn.environment import usable_cores
 from gpuattn.errors import ConfigError, DeviceMissingError, KernelCompileError
 from gpuattn.gemm import cublaslt
+from gpuattn.parallel.nccl import nccl_module, version_text
 from gpuattn.runtime.device import version_of, versions
 from gpuattn.tasks import store_cache
 
+DRIVER = "install an NVIDIA driver (r525 or newer for CUDA 12, r580 for CUDA 13)"
+SHM, LEAST_SHM = "/dev/shm", 256  # MiB; containers of Docker have 64 by default
 LAUNCHERS = "mpiexec", "mpirun", "srun"
 PROBE = """
 extern "C" __global__ void probe(float* y) { y[threadIdx.x] = 2.f * threadIdx.x; }
@@ -39,9 +42,11 @@ class Check:
 
 
 def examine() -> list[Check]:
-    """Return the checks: interpreter, libraries, BLAS, memory, GPU, compiler, MPI, caches."""
+    """Return the checks: interpreter, libraries, BLAS, memory, GPU, compiler, what several ranks
+    need, caches."""
     checks = [_python(), _blas(), _memory(), _cupy(), _device(), _nvrtc(), _launch(), _graphs()]
-    return [*checks, _numba(), _gemm(), _mpi(), _cache(), _stores()]
+    several = [_mpi(), _nccl(), _links(), _shared_memory()]
+    return [*checks, _numba(), _gemm(), *several, _cache(), _stores()]
 
 
 def as_dict(checks: Sequence[Check]) -> dict[str, Any]:
@@ -110,8 +115,7 @@ def _device():
     try:
         cupy = _gpu()
     except DeviceMissingError as error:
-        remedy = "install an NVIDIA driver (r525 or newer for CUDA 12, r580 for CUDA 13)"
-        return Check("device", "missing", f"no CUDA device: {error}", remedy)
+        return Check("device", "missing", f"no CUDA device: {error}", DRIVER)
     runtime = cupy.cuda.runtime
     properties = runtime.getDeviceProperties(runtime.getDevice())
     free, total = runtime.memGetInfo()
@@ -250,6 +254,60 @@ def _mpi():
         remedy = "put the mpirun of this MPI on the PATH, or pip install mpich"
         return Check("mpi", "missing", f"{detail}; none of {', '.join(LAUNCHERS)} found", remedy)
     return Check("mpi", "ok", f"{detail}; {found}")
+
+
+def _nccl():
+    try:
+        _gpu()
+        module = nccl_module()
+    except DeviceMissingError:
+        return Check("nccl", "missing", "needs a device", DRIVER)
+    except ConfigError as error:
+        reason, _, remedy = str(error).partition(". Try ")
+        return Check("nccl", "missing", reason, remedy)
+    version, path = version_text(module.get_version()), _loaded("libnccl")
+    return Check("nccl", "ok", f"NCCL {version}{f', {path}' if path else ''}")
+
+
+def _loaded(name):
+    """Return the path of a library that this process has loaded, or ""."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return ""
+    paths = (line.split(maxsplit=5)[-1] for line in lines if name in line)
+    return next((path for path in paths if Path(path).name.startswith(name)), "")
+
+
+def _links():
+    try:
+        runtime = _gpu().cuda.runtime
+    except DeviceMissingError:
+        return Check("links", "missing", "needs a device", DRIVER)
+    count = runtime.getDeviceCount()
+    if count == 1:
+        return Check("links", "ok", "one GPU")
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    apart = [pair for pair in pairs if not runtime.deviceCanAccessPeer(*pair)]
+    if apart:
+        a, b = apart[0]
+        detail = f"{count} GPUs; GPU {a} cannot reach the memory of GPU {b}: exchange is slower"
+        return Check("links", "missing", detail, "see nvidia-smi topo -m")
+    return Check("links", "ok", f"{count} GPUs, each reaches the memory of the others")
+
+
+def _shared_memory():
+    try:
+        found = os.statvfs(SHM)
+    except (AttributeError, OSError):
+        detail = f"no {SHM}, which NCCL may need between GPUs of a host"
+        return Check("shm", "missing", detail, f"mount -t tmpfs tmpfs {SHM}")
+    size, free = (count * found.f_frsize / 2**20 for count in (found.f_blocks, found.f_bavail))
+    detail = f"{SHM} has {free:,.0f} of {size:,.0f} MiB free"
+    if free < LEAST_SHM:
+        remedy = "docker run --shm-size=1g, or --ipc=host"
+        return Check("shm", "missing", f"{detail}: NCCL may fail with several GPUs", remedy)
+    return Check("shm", "ok", detail)
 
 
 def _cache():

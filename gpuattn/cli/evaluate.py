@@ -8,8 +8,11 @@ import click
 from click.core import ParameterSource
 
 from gpuattn.cli.shared.decoding import decoding_options, loading_options
+from gpuattn.cli.shared.gpus import gpus_option, run_on
 from gpuattn.cli.shared.lines import LineErrors
-from gpuattn.cli.shared.options import NearChoice, PathName, run_argument
+from gpuattn.cli.shared.options import GroupedCommand, NearChoice, PathName, run_argument
+from gpuattn.parallel.agreement import together
+from gpuattn.parallel.world import connected
 from gpuattn.runs.evaluation import (
     evaluate,
     evaluate_images,
@@ -19,14 +22,16 @@ from gpuattn.runs.evaluation import (
     pairs_for,
 )
 from gpuattn.runs.folder import load_run
+from gpuattn.runtime.device import choose_device
 from gpuattn.tasks.labels import Mistake
 from gpuattn.tasks.score import TOKENIZERS
+from gpuattn.tasks.users.dealt import Dealt, serve
 
 SHOWN = 10  # wrong labels
 OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
 
 
-@click.command("evaluate")
+@click.command("evaluate", cls=GroupedCommand)
 @run_argument
 @click.argument("files", nargs=-1, metavar="[SRC REF | FILE]", type=PathName())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -34,6 +39,7 @@ OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
 @click.option("--tokenize", type=NearChoice(TOKENIZERS), default="13a", show_default=True,
               help="BLEU's tokenizer.")  # fmt: skip
 @decoding_options
+@gpus_option
 @loading_options
 @click.pass_context
 def command(
@@ -43,6 +49,7 @@ def command(
     as_json: bool,
     device: str,
     dtype: str,
+    gpus: int | str | None,
     **options: Any,
 ) -> None:
     """Translate SRC with the run in DIR and score it against REF, all figures from 0 to 100.
@@ -54,13 +61,34 @@ def command(
     Without files: what the run held out, for built-in tasks pairs never seen in training. A source
     longer than the model takes gives a message and an empty translation, which is scored; the exit
     code is then 1. DIR may be a folder of Hugging Face with a translator or a language model, which
-    needs files.
+    needs files. With --gpus, or by ranks of mpirun, each of them translates a part of SRC.
     """
-    user = load_run(folder, device=device, dtype=dtype)
-    if user.task == "embedding" and user.config is None:
-        raise click.UsageError(f"{folder} has an encoder, which has no scores: gpuattn embed")
+    code = run_on(gpus, device, ["gpuattn", "evaluate", *ctx.meta["arguments"]])
+    if code is not None:
+        sys.exit(code)
+    debug = getattr(ctx.find_root().command, "debug", False)
+
+    def loaded():
+        user = load_run(folder, device=device, dtype=dtype)
+        if user.task == "embedding" and user.config is None:
+            raise click.UsageError(f"{folder} has an encoder, which has no scores: gpuattn embed")
+        if user.task != "translation" and ranks.size > 1:
+            raise click.UsageError(
+                f"{ranks.size} ranks are for translators; accepted for other models: one process"
+            )
+        return user
+
     errors = LineErrors()
-    row, lines = SHOW[user.task](ctx, user, files, options | {"refused": errors.add})
+    with connected(debug, lambda: choose_device(device)[0], arrays=False) as ranks:
+        user = together(ranks, loaded)
+        if ranks.rank:
+            serve(user, ranks)
+            return
+        if ranks.size > 1:
+            user = Dealt(user, ranks)
+        row, lines = SHOW[user.task](ctx, user, files, options | {"refused": errors.add})
+        if ranks.size > 1:
+            user.close()
     click.echo(json.dumps(row, indent=2) if as_json else "\n".join(lines))
     sys.exit(1 if errors.count else 0)
 

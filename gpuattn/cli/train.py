@@ -1,5 +1,6 @@
 """gpuattn train: builds a TrainConfig from options, runs it, and prints the next command."""
 
+import dataclasses
 import shlex
 import sys
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from gpuattn.cli.shared.gpus import gpus_option, run_on
 from gpuattn.cli.shared.options import (
     GroupedCommand,
     GroupedOption,
@@ -24,6 +26,7 @@ from gpuattn.cli.shared.progress import LEVELS, new_report
 from gpuattn.data import generated
 from gpuattn.models.kinds import MODELS
 from gpuattn.parallel.agreement import together
+from gpuattn.parallel.watchdog import TIMEOUT
 from gpuattn.parallel.world import connected
 from gpuattn.runs.config import (
     OPTIONS,
@@ -34,14 +37,16 @@ from gpuattn.runs.config import (
     resolve,
 )
 from gpuattn.runs.fine_tuning import fine_tuning
+from gpuattn.runs.folder import RunFolder
 from gpuattn.runs.metrics import describe
 from gpuattn.runtime.device import choose_device
 from gpuattn.tasks.registry import models_with, task_for, task_of
 from gpuattn.tasks.task import DATA_FILES
 from gpuattn.train.progress import Listener
 from gpuattn.train.session import train
+from gpuattn.train.sharding import SHARD
 from gpuattn.train.stopping import StopOnSignal
-from gpuattn.units import OneOf, flag, shown
+from gpuattn.units import OneOf, flag, number, shown
 
 HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
     "Data": {
@@ -96,7 +101,11 @@ HELP = {  # heading -> {field of TrainConfig: (placeholder, help)}
         "accumulate": ("N", "Batches summed for an update."),
         "replicas": (
             "N",
-            "Shares of the data, each with its batches; ranks of mpirun divide them.",
+            "Shares of the data, each with its batches; ranks divide them.  [default: a rank one]",
+        ),
+        "outer_every": (
+            "N",
+            "Updates that each replica makes alone before a step of all (DiLoCo); 0: none.",
         ),
         "checkpoint": ("", "Recompute layers to save memory; full: also logits in slices."),
         "optimizer": ("", "What updates the parameters."),
@@ -214,11 +223,20 @@ preset_option = click.option(
 @click.option("--quiet", is_flag=True, cls=GroupedOption, group="Messages",
               help="The same as --log-level warning: only warnings and errors.")  # fmt: skip
 @device_option
+@gpus_option
+@click.option("--shard", type=NearChoice(SHARD), default="auto", show_default=True,
+              cls=GroupedOption, group="Machine",
+              help="node: the ranks of a machine share the optimizer's state; auto: on GPUs.",
+              )  # fmt: skip
+@click.option("--timeout", type=Parsed(number(0, above=True), "SECONDS"), default=TIMEOUT,
+              show_default=True, cls=GroupedOption, group="Machine",
+              help="End all ranks when none has got on for so long; 6 times that at the start.",
+              )  # fmt: skip
 @click.pass_context
 def command(
     ctx: click.Context, what: tuple[str, ...], valid: tuple[str, str] | None, out: str | None,
     overwrite: bool, tensorboard: bool, config_file: str | None, log_level: str | None, quiet: bool,
-    device: str, **values: Any,
+    device: str, gpus: int | str | None, shard: str, timeout: float, **values: Any,
 ) -> None:  # fmt: skip
     """Train a translator: on a built-in TASK (toy, dates, reverse), or on two text files whose
     lines are translations of each other. Or train a language model, on one text: --lm FILE; or an
@@ -237,8 +255,14 @@ def command(
             raise click.UsageError(f"--out DIR is needed for files of yours, {example}")
         return config, origins, Path(out or f"runs/{name}"), _level(log_level, quiet)
 
-    with connected(debug=getattr(ctx.find_root().command, "debug", False)) as communicator:
+    code = run_on(gpus, device, ["gpuattn", "train", *ctx.meta["arguments"]])
+    if code is not None:
+        sys.exit(code)
+    debug = getattr(ctx.find_root().command, "debug", False)
+    with connected(debug, lambda: choose_device(device)[0], timeout) as communicator:
         config, origins, target, level = together(communicator, understood)
+        if origins["replicas"] == "default":
+            config = dataclasses.replace(config, replicas=_replicas(target, communicator))
         if is_rank_0 := communicator.rank == 0:
             report = new_report(level)
         else:
@@ -250,7 +274,7 @@ def command(
                 outcome = train(
                     config, target, origins=origins, device=device, listener=report, stop=stop,
                     overwrite=overwrite, command=_typed(ctx), tensorboard=tensorboard,
-                    communicator=communicator,
+                    communicator=communicator, shard=shard,
                 )  # fmt: skip
             finally:
                 report.close()
@@ -267,6 +291,17 @@ def command(
     example = task.example(config)
     piped = f"echo {shlex.quote(example)} | " if example is not None else ""
     report.say("next", f"{piped}{task.command} {shlex.quote(str(target))}")
+
+
+def _replicas(target, communicator):
+    """Return the replicas of a run where no option says it: those that it has, or one a rank."""
+    folder = RunFolder(target)
+
+    def read():
+        known = communicator.rank == 0 and communicator.size > 1 and folder.exists()
+        return folder.config().replicas if known else communicator.size
+
+    return communicator.gather(together(communicator, read))[0]
 
 
 def _level(log_level, quiet):

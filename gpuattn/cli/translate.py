@@ -18,13 +18,18 @@ from gpuattn.cli.shared.decoding import (
     loading_options,
     search_options,
 )
+from gpuattn.cli.shared.gpus import gpus_option, run_on
 from gpuattn.cli.shared.lines import LineErrors, arriving
 from gpuattn.cli.shared.options import BEAMS, GroupedCommand, GroupedOption, PathName, run_argument
 from gpuattn.cli.shared.progress import LineProgress
 from gpuattn.cli.shared.streams import STANDARD, reading, writing
 from gpuattn.data.text import read_raw_lines
 from gpuattn.errors import DataError
+from gpuattn.parallel.agreement import together
+from gpuattn.parallel.world import connected
 from gpuattn.runs.folder import load_run
+from gpuattn.runtime.device import choose_device
+from gpuattn.tasks.users.dealt import Dealt, serve
 from gpuattn.tasks.users.translator import Translation
 
 PREFIXES = "the prefix file has {} lines, and the input {}; accepted: a line for each"
@@ -50,8 +55,11 @@ OUTPUT: dict[str, Any] = {"cls": GroupedOption, "group": "Form of the output"}
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.", **OUTPUT)
 @cache_options
 @batch_tokens_option
+@gpus_option
 @loading_options
+@click.pass_context
 def command(
+    ctx: click.Context,
     folder: str,
     source: str,
     target: str,
@@ -62,6 +70,7 @@ def command(
     no_kv_cache: bool,
     device: str,
     dtype: str,
+    gpus: int | str | None,
     **options: Any,
 ) -> None:
     """Translate standard input with the run in DIR, a line for each line; empty lines stay.
@@ -75,12 +84,37 @@ def command(
     With --json: line, text, score (the log-probability), normalised (what --scores prints), tokens
     (their number, the end mark included), time (seconds from reading the line on); with --nbest
     also a list, nbest. A line that cannot be translated gives an empty one (with --json its error)
-    and a message; the exit code is then 1.
+    and a message; the exit code is then 1. With --gpus, or by ranks of mpirun, each of them
+    translates a part of the lines, and rank 0 alone reads and writes.
     """
-    translator = load_run(folder, device=device, dtype=dtype, task="translation")
-    translator.check_lengths(options["min_length"], options["max_length"])
-    options["kv_cache"] = not no_kv_cache
-    prefixes = read_raw_lines(prefix_file) if prefix_file else None
+    code = run_on(gpus, device, ["gpuattn", "translate", *ctx.meta["arguments"]])
+    if code is not None:
+        sys.exit(code)
+    debug = getattr(ctx.find_root().command, "debug", False)
+
+    def loaded():
+        translator = load_run(folder, device=device, dtype=dtype, task="translation")
+        translator.check_lengths(options["min_length"], options["max_length"])
+        prefixes = read_raw_lines(prefix_file) if prefix_file and ranks.rank == 0 else None
+        return translator, prefixes
+
+    with connected(debug, lambda: choose_device(device)[0], arrays=False) as ranks:
+        translator, prefixes = together(ranks, loaded)
+        if ranks.rank:
+            serve(translator, ranks)
+            return
+        if ranks.size > 1:
+            translator = Dealt(translator, ranks)
+        options["kv_cache"] = not no_kv_cache
+        form: dict[str, Any] = {"nbest": nbest, "scores": scores, "as_json": as_json}
+        errors = _translate(translator, source, target, options, prefixes, form, ranks.size)
+        if ranks.size > 1:
+            translator.close()
+    sys.exit(1 if errors else 0)
+
+
+def _translate(translator, source, target, options, prefixes, form, ranks):
+    """Translate a file to another one; return how many lines could not be translated."""
     prompt = source == STANDARD and sys.stdin.isatty()
     if prompt:
         click.echo("Type a line and press Enter; Ctrl-D ends.", err=True)
@@ -89,14 +123,13 @@ def command(
         if size and not (target == STANDARD and sys.stdout.isatty()):
             progress = LineProgress("translate", size)
             stack.callback(progress.close)
-        form: dict[str, Any] = {"nbest": nbest, "scores": scores, "as_json": as_json}
         writer = Writer(out, translator, options, prefixes, progress, **form)
-        for lines in arriving(stream, prompt):
+        for lines in arriving(stream, prompt, ranks):
             writer.write(lines)
         writer.close()
     if prompt:
         click.echo(err=True)  # the shell's prompt begins on its own line
-    sys.exit(1 if writer.errors.count else 0)
+    return writer.errors.count
 
 
 class Writer:

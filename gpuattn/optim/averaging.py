@@ -58,16 +58,23 @@ class ExponentialAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Return a context in which the model has the averaged parameters."""
+        """Return a context in which the model has the averaged parameters.
+
+        Where the workspace holds a part of them, all ranks enter it and leave it together; an
+        exception then leaves the averaged ones.
+        """
         masters = self.workspace.masters
         own = masters.copy()
         masters[...] = self.average
         self.workspace.sync_model()
+        whole = self.workspace.on_sync is None
         try:
             yield
+            whole = True
         finally:
-            masters[...] = own
-            self.workspace.sync_model()
+            if whole:
+                masters[...] = own
+                self.workspace.sync_model()
 
 
 def average_tensors(checkpoints: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

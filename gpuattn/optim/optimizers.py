@@ -84,6 +84,7 @@ class Optimizer:
         self.statistics: dict[str, Any] = {"max_norm": max_norm, "growth_interval": interval}
         self.constants = {"seed": seed, **constants}
         self.state = OptimizerState(self.workspace.masters, loss_scale=scale)
+        self.norms: Callable[[], Array] | None = None  # of all parts, where each is elsewhere
         self._random = random_states(model) if isinstance(model, Module) else []
 
     # ---- an update ----
@@ -154,7 +155,8 @@ class Optimizer:
         state.learning_rate = learning_rate
         if divisor is not None:
             state.divisor = divisor
-        gradient_statistics(self.workspace.grads, state, **self.statistics)
+        grads = self.workspace.grads if self.norms is None else self.norms()
+        gradient_statistics(grads, state, **self.statistics)
         self._update()
 
     def advance(self) -> None:
@@ -207,7 +209,7 @@ class Optimizer:
     def _buffers(self):
         """Return the first arguments of an update: parameters, gradients, moments, state."""
         w = self.workspace
-        return w.masters, w.grads, *[getattr(w, name) for name in self.moments], self.state
+        return w.masters, w.my_grads, *[getattr(w, name) for name in self.moments], self.state
 
     def _update(self):
         raise NotImplementedError

@@ -1,13 +1,12 @@
 """Ranks that exchange NumPy arrays by MPI, through mpi4py."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import mpi4py
 import numpy as np
 
-from gpuattn.parallel.communicator import add_in_pairs
+from gpuattn.parallel.communicator import Noted, add_in_pairs
 from gpuattn.typing import Array
 
 mpi4py.rc.threads = True  # the watchdog ends the ranks from a thread of its own
@@ -16,7 +15,7 @@ from mpi4py import MPI as mpi  # noqa: E402, N811 it reads both
 SPIN, NAP = 2e-3, 1e-3  # seconds that a rank polls without sleeping, and sleeps between polls after
 
 
-class MPI:
+class MPI(Noted):
     """The Communicator of the processes that an MPI launcher has started.
 
     A rank that waits for others polls and then sleeps, so that signals are handled, and others on
@@ -24,6 +23,7 @@ class MPI:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._world = mpi.COMM_WORLD.Dup()
         self.rank, self.size = self._world.rank, self._world.size
         here = self._world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
@@ -31,16 +31,24 @@ class MPI:
         here.Free()
         self._ends = self._world.Dup()  # of ``leave``, which others may not expect
         self.library = " ".join(mpi.Get_library_version().strip("\0").splitlines()[0].split())
-        self.waited = 0.0
-        self.update: int | None = None
-        self.on_update: Callable[[], None] = lambda: None
         self._received = np.empty(0, np.float32)
 
-    def all_reduce(self, array: Array) -> None:
+    def all_reduce(self, array: Array, ordered: bool = False) -> None:
         """Each rank adds a piece of the arrays of all, in pairs, and gives it to all."""
+        counts, starts = self._parts(array)
+        piece = self._sum_of_mine(array, counts, starts)
+        self._world.Allgatherv(piece, [array, (counts, starts)])
+
+    def reduce_scatter(self, whole: Array, piece: Array, ordered: bool = False) -> None:
+        piece[...] = self._sum_of_mine(whole, *self._parts(whole))
+
+    def _parts(self, array):
+        """Return (elements, first element) of the part of each rank."""
         ends = [array.size * (i + 1) // self.size for i in range(self.size)]
         counts = np.diff(ends, prepend=0)
-        starts = [0, *ends[:-1]]
+        return counts, [0, *ends[:-1]]
+
+    def _sum_of_mine(self, array, counts, starts):
         own = int(counts[self.rank])
         if self._received.size != own * self.size or self._received.dtype != array.dtype:
             self._received = np.empty(own * self.size, array.dtype)
@@ -49,12 +57,12 @@ class MPI:
             [array, (counts, starts)],
             [self._received, ([own] * self.size, [own * i for i in range(self.size)])],
         )
-        piece = add_in_pairs(list(self._received.reshape(self.size, own)))
-        self._world.Allgatherv(piece, [array, (counts, starts)])
+        return add_in_pairs(list(self._received.reshape(self.size, own)))
 
     def all_gather(self, piece: Array, whole: Array) -> None:
         self.barrier()
-        self._world.Allgather(piece, whole)
+        inside = np.shares_memory(piece, whole)
+        self._world.Allgather(mpi.IN_PLACE if inside else piece, whole)
 
     def broadcast(self, array: Array) -> None:
         self.barrier()
@@ -70,10 +78,6 @@ class MPI:
     def leave(self, seconds: float) -> bool:
         """Wait until all ranks have called this, ``seconds`` at most; return whether they have."""
         return self._wait(self._ends, seconds)
-
-    def note(self, update: int) -> None:
-        self.update = update
-        self.on_update()
 
     def abort(self, code: int) -> None:
         mpi.COMM_WORLD.Abort(code)

@@ -1,4 +1,4 @@
-"""The gradients of an update of several replicas, summed over those of this rank and all ranks.
+"""The gradients of an update of several replicas, summed over those of this rank.
 
 A run has a fixed number of replicas, each with its own batches and dropout, and its ranks share
 them evenly. So an update is the same for any number of ranks, but for the order of sums.
@@ -7,7 +7,9 @@ them evenly. So an update is the same for any number of ranks, but for the order
 from collections.abc import Iterable
 from typing import Any
 
+from gpuattn.parallel.agreement import silent
 from gpuattn.parallel.communicator import Communicator
+from gpuattn.runtime.device import is_out_of_memory
 
 Round = tuple[int, tuple[Any, ...]]
 
@@ -18,34 +20,52 @@ class Reducer:
     ``step``: a ``runtime.TrainingStep``. ``replicas``: of the run, a multiple of the ranks.
     ``ordered``: whether replicas are summed by one binary tree, so that the bits are the same for
     every number of ranks where both numbers are powers of two. It takes up to log2 of this rank's
-    replicas as buffers.
+    replicas as buffers. ``alone``: whether each rank then updates by its own gradients. ``tokens``:
+    target tokens of the last update, of all ranks.
     """
 
     def __init__(
-        self, step: Any, communicator: Communicator, replicas: int, ordered: bool = False
-    ) -> None:
+        self, step: Any, communicator: Communicator, replicas: int, ordered: bool = False,
+        alone: bool = False,
+    ) -> None:  # fmt: skip
         self.step, self.communicator, self.replicas = step, communicator, replicas
+        self._alone, self.tokens = alone, 0
         each = replicas // communicator.size
         self.mine = range(communicator.rank * each, (communicator.rank + 1) * each)
         self._ordered = ordered and each > 1
 
     def compute(self, rounds: Iterable[Round]) -> None:
-        """Compute the gradients of an update that has begun, for ``step.apply``.
+        """Compute this rank's gradients of an update that has begun, for ``step.apply``.
 
-        ``rounds``: (draw, a batch of each of this rank's replicas), which are summed.
+        ``rounds``: (draw, a batch of each of this rank's replicas), which are summed. Raises
+        MemoryError on all ranks where one of them is out of memory.
         """
-        step = self.step
+        if self.communicator.size == 1:
+            self._compute(rounds)
+            self.tokens = self.step.update_tokens
+            return
+        short = None
+        try:
+            self._compute(rounds)
+            self.step.take()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            short = str(error)  # only the text: the error holds the arrays of the step
+        found = self.communicator.gather((self.step.update_tokens, short))
+        for rank, (_, short) in enumerate(found):
+            if short is not None:
+                raise silent(MemoryError(f"on rank {rank}: {short}"), self.communicator.rank > 0)
+        self.tokens = sum(tokens for tokens, _ in found)
+        self.step.put(self.step.update_tokens if self._alone else self.tokens)
+
+    def _compute(self, rounds):
         if self._ordered:
             self._compute_in_order(list(rounds))
-        else:
-            for draw, batches in rounds:
-                for replica, batch in zip(self.mine, batches, strict=True):
-                    step.add(batch, self._draw(draw, replica))
-        if self.communicator.size > 1:
-            grads = step.take()
-            tokens = sum(self.communicator.gather(step.update_tokens))
-            self.communicator.all_reduce(grads)
-            step.put(tokens)
+            return
+        for draw, batches in rounds:
+            for replica, batch in zip(self.mine, batches, strict=True):
+                self.step.add(batch, self._draw(draw, replica))
 
     def sum_losses(self) -> None:
         """Let ``step.loss_sum`` and ``loss_tokens`` be those of all ranks. For ``clear_loss``."""

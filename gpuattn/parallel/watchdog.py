@@ -6,12 +6,14 @@ a ``witness``, and ends its rank when that says so.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -23,6 +25,7 @@ from gpuattn.errors import exit_code
 from gpuattn.parallel import witness
 from gpuattn.parallel.agreement import is_agreed
 
+TIMEOUT = 300.0  # seconds without progress of any rank that end all
 BEAT = 1.0  # seconds between signs of life
 CONNECT = 10.0  # seconds that a rank tries to reach the witness
 LEAVE = 3.0  # seconds that a rank which ends waits for the others to end, too
@@ -35,12 +38,14 @@ class Watchdog:
 
     An exception that not all ranks raise (``agreement.is_agreed``) ends all of them, with the exit
     code of ``errors.exit_code`` and a message that names rank, host and update. So does a rank that
-    dies, or that gives no sign of life for ``witness.SILENCE`` seconds while it trains. At the end
-    all ranks leave together. ``debug``: whether such an exception shows its traceback.
+    dies, or that gives no sign of life for ``witness.SILENCE`` seconds while it trains; and so do
+    all where none notes anything for ``timeout`` seconds (``witness.START`` times as many before
+    the first update): each then prints where its threads are. At the end all ranks leave together.
+    ``debug``: whether such an exception shows its traceback.
     """
 
-    def __init__(self, communicator: Any, debug: bool = False) -> None:
-        self._ranks, self._debug = communicator, debug
+    def __init__(self, communicator: Any, debug: bool = False, timeout: float = TIMEOUT) -> None:
+        self._ranks, self._debug, self._timeout = communicator, debug, timeout
         self._line: socket.socket | None = None
         self._sending, self._over = threading.Lock(), threading.Event()
         self._threads = [
@@ -56,7 +61,7 @@ class Watchdog:
         if ranks.rank == 0:
             names = [f"rank {rank} of {ranks.size}, on {host}" for rank, host in enumerate(hosts)]
             with contextlib.suppress(OSError):
-                place = _start("127.0.0.1" if near else "", names)
+                place = _start("127.0.0.1" if near else "", names, self._timeout)
         key, port = ranks.gather(place)[0] or ("", 0)
         with contextlib.suppress(OSError):
             host = "127.0.0.1" if near else hosts[0]
@@ -71,7 +76,7 @@ class Watchdog:
                     "seen by the launcher alone, and one that is stopped by nobody", stacklevel=2,
                 )  # fmt: skip
         self._send(key=key, rank=ranks.rank)
-        ranks.on_update = lambda: self._send(update=ranks.update)
+        ranks.on_update = lambda: self._send(update=ranks.update, notes=ranks.notes)
         for thread in self._threads:
             thread.start()
         return self
@@ -90,7 +95,7 @@ class Watchdog:
 
     def _beat(self):
         while not self._over.wait(BEAT):
-            self._send(update=self._ranks.update)
+            self._send(update=self._ranks.update, notes=self._ranks.notes)
 
     def _listen(self):
         """End this rank when the witness says so."""
@@ -98,7 +103,17 @@ class Watchdog:
             return
         with contextlib.suppress(OSError, ValueError):
             if said := self._line.makefile().readline():
-                self._end(json.loads(said)["end"])
+                words = json.loads(said)
+                if words.get("where"):
+                    self._tell_where()
+                self._end(words["end"])
+
+    def _tell_where(self):
+        """Print where the threads of this rank are, at once: the other ranks print, too."""
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            os.write(2, f"rank {self._ranks.rank}:\n".encode() + file.read())
 
     def _send(self, **words):
         if self._line is not None:
@@ -123,10 +138,11 @@ class Watchdog:
         self._ranks.abort(code)
 
 
-def _start(host, names):
+def _start(host, names, timeout):
     """Start the witness, in a session of its own, which launchers do not kill; return its (key,
     port)."""
-    given = {"host": host, "key": secrets.token_hex(16), "names": names}
+    key = secrets.token_hex(16)
+    given = {"host": host, "key": key, "names": names, "timeout": timeout}
     process = subprocess.Popen(
         [sys.executable, "-S", "-E", str(Path(witness.__file__))], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, text=True, start_new_session=True,
@@ -138,7 +154,7 @@ def _start(host, names):
     process.stdin.close()
     process.stdout.close()
     process.returncode = 0  # it outlives this process: no warning about that
-    return given["key"], port
+    return key, port
 
 
 def _code(error):

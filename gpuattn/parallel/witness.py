@@ -19,17 +19,20 @@ from typing import Any
 SILENCE = 5.0  # seconds without a sign of life from a rank that trains
 CONNECT = 30.0  # seconds that the first rank may take to connect
 TURN = 0.25  # seconds between looks at the clock
+START = 6  # times the timeout before the first update
 END = 5.0  # seconds that the ranks have to end
 RESUME = "What was saved is intact, and the same command goes on from there"
 
 
 class Peer:
     """A connection. ``rank``: None until it has given the key. ``update``: its last one, or None
-    before training; ``heard``: when it last said something; ``left``: whether it said goodbye."""
+    before training; ``notes``: how often it has noted that it got on; ``heard``: when it last said
+    something; ``left``: whether it said goodbye."""
 
     def __init__(self, line: socket.socket) -> None:
         self.line, self.rank, self.update = line, None, None
         self.heard, self.left, self._rest = time.monotonic(), False, b""
+        self.notes = 0
 
     def read(self) -> list[dict[str, Any]] | None:
         """Return what was said since the last call; None at the end of the connection."""
@@ -43,10 +46,18 @@ class Peer:
 
 
 class Witness:
-    """Listens at ``server`` to ranks that know ``key``. ``names``: of the ranks, for messages."""
+    """Listens at ``server`` to ranks that know ``key``. ``names``: of the ranks, for messages.
 
-    def __init__(self, server: socket.socket, key: str, names: list[str]) -> None:
-        self._key, self._names, self._update = key, names, None
+    ``timeout``: seconds in which one of the ranks must note something.
+    """
+
+    def __init__(
+        self, server: socket.socket, key: str, names: list[str], timeout: float = float("inf")
+    ) -> None:
+        self._key, self._names = key, names
+        self._first: int | None = None  # update that a rank has named
+        self._update: int | None = None
+        self._timeout, self._noted = timeout, time.monotonic()
         self._peers: dict[socket.socket, Peer] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
@@ -66,7 +77,13 @@ class Witness:
             if now - looked > 8 * TURN:  # the witness itself was stopped, perhaps with the ranks
                 for peer in self._peers.values():
                     peer.heard = now
+                self._noted = now
             looked = now
+            begun = self._update != self._first
+            allowed = self._timeout * (1 if begun else START)
+            if self._peers and now - self._noted > allowed:
+                what = "got on" if begun else "finished its first update"
+                self._tell(f"no rank has {what} for {allowed:g} s", 1, where=True)
             if now > self._deadline and (self._told or not self._met):
                 return
             for peer in self._peers.values():
@@ -92,7 +109,11 @@ class Witness:
                 peer.rank, self._met = words["rank"], True
             if "update" in words:
                 peer.update = words["update"]
-                self._update = max(peer.update or 0, self._update or 0)
+                if peer.update is not None:
+                    self._update = max(peer.update, self._update or 0)
+                    self._first = self._update if self._first is None else self._first
+            if words.get("notes", peer.notes) != peer.notes:
+                peer.notes, self._noted = words["notes"], time.monotonic()
             peer.left = peer.left or "bye" in words
             if "failed" in words:
                 self._tell(f"{self._name(peer)}: {words['failed']}", words["code"])
@@ -109,16 +130,18 @@ class Witness:
     def _lost(self, peer, how):
         self._tell(f"{self._name(peer)}, {how}", 1)
 
-    def _tell(self, text, code):
-        """Print the first thing that goes wrong, and let all ranks end."""
+    def _tell(self, text, code, where=False):
+        """Print the first thing that goes wrong, and let all ranks end; ``where``: and tell where
+        they are."""
         if self._told:
             return
         self._told, self._deadline = True, time.monotonic() + END
         resume = f". {RESUME}" if self._update is not None else ""
         os.write(2, f"gpuattn: error: {text}{resume}\n".encode())
+        words = {"end": code} | ({"where": True} if where else {})
         for peer in self._peers.values():
             try:
-                peer.line.sendall(json.dumps({"end": code}).encode() + b"\n")
+                peer.line.sendall(json.dumps(words).encode() + b"\n")
             except OSError:
                 continue
 
@@ -131,7 +154,7 @@ def main() -> None:
     with socket.create_server((given["host"], 0)) as server:
         print(server.getsockname()[1], flush=True)
         sys.stdout.close()
-        Witness(server, given["key"], given["names"]).run()
+        Witness(server, given["key"], given["names"], given["timeout"]).run()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """How many processes train together, and which one this is: from the environment of launchers."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from gpuattn.errors import ConfigError
-from gpuattn.parallel.agreement import silent
+from gpuattn.parallel import spawn
+from gpuattn.parallel.agreement import check_same, silent, together
 from gpuattn.parallel.communicator import Communicator, Single
+from gpuattn.parallel.watchdog import TIMEOUT, Watchdog
 
-TORCHRUN = "torchrun"
+TORCHRUN, SPAWNER = "torchrun", "--gpus"
 LAUNCHERS = {  # name: (what must be set, size, rank, rank on the host); the first one counts
+    SPAWNER: (spawn.MEETING, spawn.RANKS, spawn.RANK, spawn.RANK),
     TORCHRUN: ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
     "mpirun of Open MPI": (
         "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
@@ -80,34 +83,56 @@ def _world(environment, launcher, size, rank, local):
 
 
 @contextmanager
-def connected(debug: bool = False) -> Iterator[Communicator]:
+def connected(
+    debug: bool = False, device: Callable[[], str] = lambda: "numpy", timeout: float = TIMEOUT,
+    arrays: bool = True,
+) -> Iterator[Communicator]:  # fmt: skip
     """Return a context that gives the Communicator of this process, and ends all ranks together.
 
     Whatever ends one rank inside of it ends all of them: see ``watchdog.Watchdog``. ``debug``:
-    whether an error of one rank shows its traceback. Raises ConfigError for ranks that cannot work
-    together.
+    whether an error of one rank shows its traceback. ``device()``: "numpy" or "cuda", called where
+    there are several ranks: each then takes a GPU. ``timeout``: of ``Watchdog``. ``arrays``:
+    whether they exchange arrays of their devices, or values of the host alone. Raises ConfigError
+    for ranks that cannot work together.
     """
     world = discover()
     if world.size == 1:
         yield Single()
         return
     try:
-        communicator = _mpi(world)
+        control = _control(world)
     except ConfigError as error:
         raise silent(error, not world.is_first_here) from None  # other hosts may lack nothing
-    from gpuattn.parallel.watchdog import Watchdog
+    with Watchdog(control, debug, timeout):
+        yield _on_device(control, device, arrays)
 
-    with Watchdog(communicator, debug):
-        yield communicator
+
+def _on_device(control, device, arrays):
+    """Return the Communicator of ranks that ``control`` connects, each on its device."""
+    chosen = together(control, device)
+    check_same(control, {"device": chosen})
+    if chosen == "numpy":
+        return control
+    from gpuattn.parallel.nccl import NCCL, take_card
+
+    together(control, lambda: take_card(control))
+    return NCCL(control) if arrays else control
+
+
+def _control(world):
+    """Return the communicator of a World for values of the host."""
+    if world.launcher == SPAWNER:
+        return spawn.meet()
+    if world.launcher == TORCHRUN:
+        from gpuattn.parallel.torchrun import meet
+
+        return meet(world.rank, world.size)
+    return _mpi(world)
 
 
 def _mpi(world):
     """Return the MPI communicator of a World, checked against it."""
     started = f"{world.launcher} started {world.size} ranks"
-    if world.launcher == TORCHRUN:
-        raise ConfigError(
-            f"{started}; on NumPy they work together by MPI: mpirun -n {world.size} gpuattn train"
-        )
     try:
         from gpuattn.parallel.mpi import MPI
     except (ImportError, RuntimeError) as error:

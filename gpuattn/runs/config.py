@@ -83,7 +83,8 @@ class TrainConfig:
     and tokenizer it begins with; ``freeze``: patterns, with commas between them, of parameters that
     stay. Optimisation: ``batch`` tokens on the longer side, or "auto": what fits the GPU;
     ``batching`` one of ``data.batching.BATCHING``, ``accumulate`` batches an update of each of
-    ``replicas``, which one process computes in turn or several share, ``checkpoint`` as in
+    ``replicas``, which one process computes in turn or several share, ``outer_every`` updates that
+    each replica makes alone before a step of all (0: each update is of all), ``checkpoint`` as in
     ``models.config.CHECKPOINT``, ``optimizer`` one of ``optim.OPTIMIZERS``, ``beta2`` of adamw and
     adam, ``lr`` the peak of ``schedule`` after ``warmup`` (updates, or a share of the run),
     ``lr_floor`` the share of it where cosine and linear end, ``lr_decay`` the updates after which
@@ -150,6 +151,7 @@ class TrainConfig:
     batching: str = _option("packed", choice(*BATCHING))
     accumulate: int = _option(1, whole(1))
     replicas: int = _option(1, whole(1))
+    outer_every: int = _option(0, whole(0))
     checkpoint: str = _option("none", choice(*CHECKPOINT))
     optimizer: str = _option("adamw", choice(*OPTIMIZERS))
     lr: float = _option(5e-3, number(0, above=True))
@@ -199,6 +201,11 @@ class TrainConfig:
             raise ConfigError(
                 f"warmup is {self.warmup} updates; accepted: at most those of the run, "
                 f"{self.length.amount}. Try --warmup 5%"
+            )
+        if self.outer_every and self.ema:
+            raise ConfigError(
+                f"ema is {self.ema:g}; accepted: 0 with outer-every, where each replica has "
+                "parameters of its own. Give --ema 0"
             )
         if self.schedule == "invsqrt" and not self.warmup:
             raise ConfigError("warmup is 0; accepted: above 0 for the schedule invsqrt")

@@ -17,7 +17,8 @@ DEVICES = ("auto", "cuda", "numpy")
 LIBRARIES = (
     "numpy", "ml_dtypes", "click", "rich", "safetensors", "sentencepiece", "sacrebleu",
     "threadpoolctl", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda",
-    "nvmath-python", "cuda-bindings", "nvidia-cuda-nvrtc", "mpi4py",
+    "nvmath-python", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13", "mpi4py",
 )  # fmt: skip
 
 

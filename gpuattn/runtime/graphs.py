@@ -32,7 +32,9 @@ class Calls:
         self.first = first
         self.known: set[tuple] = set()
 
-    def __call__(self, name: str, shape: Hashable, step: Callable[[], Any]) -> None:
+    def __call__(
+        self, name: str, shape: Hashable, step: Callable[[], Any], together: bool = False
+    ) -> None:
         """Run ``step()``, which must be the same function of device memory for a name and shape."""
         if (name, shape) in self.known:
             return step()
@@ -85,13 +87,16 @@ class Replays:
     pool, which is freed with the Replays. A capture that runs out of memory raises the error of the
     allocation. Inside ``kernels.compiling_only`` a step of each shape is called once, which does
     not count.
+    ``agree(ok)``: returns whether ``ok`` is true on all ranks. A step that they run ``together`` is
+    a graph on all of them or on none.
     """
 
     def __init__(
-        self, notify: Callable[[str], None], first: Callable[[Callable], Any] = tune
-    ) -> None:
+        self, notify: Callable[[str], None], first: Callable[[Callable], Any] = tune,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None:  # fmt: skip
         cupy = import_cupy()
-        self.first, self._notify = first, notify
+        self.first, self._notify, self._agree = first, notify, agree
         self.graphs: dict[tuple, Any] = {}  # (name, shape) -> graph, None before its capture
         self.recorder = Graphs()
         self.stream = cupy.cuda.get_current_stream()
@@ -104,20 +109,25 @@ class Replays:
         """Return the bytes of device memory that the graphs hold."""
         return sum(size for _, size in self.recorder.held)
 
-    def __call__(self, name: str, shape: Hashable, step: Callable[[], Any]) -> None:
-        """Run ``step()``, which must be the same function of device memory for a name and shape."""
+    def __call__(
+        self, name: str, shape: Hashable, step: Callable[[], Any], together: bool = False
+    ) -> None:
+        """Run ``step()``, which must be the same function of device memory for a name and shape.
+
+        ``together``: whether all ranks call it, and nothing may differ in how they do.
+        """
         key = name, shape
         if rehearsing.get():
             if key not in self._rehearsed:
                 self._rehearsed.add(key)
                 step()
             return None
-        if self._refused:
+        if self._refused and not together:
             return step()
         if key not in self.graphs:
             self.graphs[key] = None
             return self.first(step)
-        if self.graphs[key] is None and not self._capture(key, step):
+        if self.graphs[key] is None and not self._is_captured(key, step, together):
             return step()
         self.graphs[key].launch(self.stream)
 
@@ -125,6 +135,13 @@ class Replays:
         """Drop the graphs of which ``which(name, shape)`` is true."""
         for key in [key for key in self.graphs if which(*key)]:
             del self.graphs[key]
+
+    def _is_captured(self, key, step, together):
+        captured = not self._refused and self._capture(key, step)
+        if together and self._agree is not None and not self._agree(captured):
+            self.graphs[key] = None
+            return False
+        return captured
 
     def _capture(self, key, step):
         try:

@@ -52,6 +52,8 @@ class TrainingStep:
     algorithms that cuBLASLt proposes and use the fastest; False uses its first in every process.
     ``stream``: a CuPy stream that is not the default one, which cannot be captured; None makes one.
     ``notify(sentence)``: called with the reason where graphs do not work; by default it warns.
+    ``exchange``: a ``parallel.exchange.Exchange`` of the optimizer, which sums the gradients over
+    ranks in each update; None for one rank.
 
     Attributes: ``loss_sum``, () float32 on the device, the losses of all target tokens since
     ``clear_loss``, and ``loss_tokens``, how many these are. ``draws``: batches computed by calls.
@@ -81,9 +83,11 @@ class TrainingStep:
         self, model: Module, optimizer: Any, loss: Callable[[Any, Any], Tensor], *,
         tokens: int, average: Any = None,
         fixed_shape: Callable[[Any], Any] = _unchanged, graphs: bool = True, tuned: bool = True,
-        stream: Any = None, notify: Callable[[str], None] = warn,
+        stream: Any = None, notify: Callable[[str], None] = warn, exchange: Any = None,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.average = model, optimizer, average
+        self.exchange = exchange
+        self.outer: Any = None  # a ``parallel.outer.Outer``, for files of the step's state
         self.workspace, self._loss_of = optimizer.workspace, loss
         self._random = random_states(model)
         self.xp = get_xp(self.workspace.params)
@@ -110,7 +114,10 @@ class TrainingStep:
             return
         with self.stream:
             self.feed = DeviceFeed(self._fixed_shape)
-            self.calls = Replays(self._notify, self._first) if self._graphs else Calls(self._first)
+            agree = self.exchange.agree if self.exchange else None
+            self.calls = (
+                Replays(self._notify, self._first, agree) if self._graphs else Calls(self._first)
+            )
 
     def __call__(self, *batches: Any, learning_rate: float) -> None:
         """Update the model once with the gradient of ``batches``, by the mean over their tokens.
@@ -184,15 +191,19 @@ class TrainingStep:
         return self.workspace.grads
 
     def put(self, tokens: int) -> None:
-        """Go on with the gradients that now stand where ``take`` was, a sum over ``tokens``."""
+        """Go on with the gradients that now stand where ``take`` was, a sum over ``tokens``: those
+        of all ranks, where ``apply`` sums the gradients over them."""
         for tensor in self.workspace.tensors.values():
             tensor.grad_started = True
         self.update_tokens = tokens
         self.feed.numbers.divisor[...] = tokens / self.tokens
 
     def apply(self) -> None:
-        """Update the parameters with the gradients of the batches since ``begin``."""
-        self.calls("update", None, self._apply)
+        """Update the parameters with the gradients of the batches since ``begin``.
+
+        Those of all ranks, where there is an ``exchange``: all of them call it.
+        """
+        self.calls("update", None, self._apply, together=self.exchange is not None)
 
     def repeat(self) -> None:
         """Compute the gradients of the last batch and an update once more, op by op."""
@@ -240,6 +251,10 @@ class TrainingStep:
     def _apply(self) -> None:
         numbers = self.feed.numbers
         self.workspace.finish()
+        if self.exchange:
+            self.exchange.sum_gradients()
         self.optimizer.update(numbers.learning_rate, numbers.divisor)
+        if self.exchange:
+            self.exchange.spread_parameters()
         if self.average:
             self.average.update(numbers.share)

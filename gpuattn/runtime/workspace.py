@@ -6,7 +6,7 @@ buffer, and the optimizer updates whole buffers, in two launches.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,15 +43,22 @@ class Workspace:
     micro-batches are summed).
     ``moments``: names of the float32 buffers that the optimizer needs, which become attributes.
     ``masters``: False for 16-bit parameters without them, whose updates are rounded stochastically.
+    ``parts``: the buffers can be cut into so many equal parts. ``part``: the one whose ``masters``,
+    ``moments`` and ``decay`` are held here, and those of the others elsewhere; None: all of them.
 
-    Attributes, all flat arrays of ``size`` elements: ``params``, in ``dtype``; ``masters``,
-    float32, or the same array as ``params`` when these are float32 or have no masters; ``model``:
-    ``params`` where they are a 16-bit copy, else None; ``grads``. ``decay``: uint8, one for every
-    128 elements: whether weight decay applies; it does not to parameters with fewer than two axes.
+    Attributes, all flat arrays of ``size`` elements, or of a part of it: ``params``, in ``dtype``;
+    ``masters``, float32, or the same array as ``params`` when these are float32 or have no masters;
+    ``model``: ``params`` where they are a 16-bit copy, else None; ``grads``. ``decay``: uint8, one
+    for every 128 elements: whether weight decay applies; it does not to parameters with fewer than
+    two axes.
     ``slots``: {name: Slot}. ``tensors``: {name: Tensor}. ``frozen``: {name: array on the host}
     of Tensors without ``requires_grad``, which move to the device and, if of floats, the dtype.
-    ``on_grad_ready``: None, or a function of a slice of ``grads`` called in ``backward`` as soon
-    as that part is final (where a reduction between GPUs may start).
+    ``saved``: elements of a flat buffer in a file, whatever ``parts`` are. ``mine``: the slice of
+    ``params`` and ``grads`` that the others belong to; ``on_sync``: None, or a function that
+    ``sync_model`` calls last, which brings the other parts of ``params``.
+    ``initial``: the parameters on the host, (size,) float32, if only a part is held; set it to None
+    to free it. ``on_grad_ready``: None, or a function of a slice of ``grads`` called in
+    ``backward`` as soon as that part is final (where a reduction between GPUs may start).
 
     Raises TypeError for parameters that are not float32, ValueError for an unknown dtype or device
     and for float16 without masters, DeviceMissingError for "cuda" without CuPy.
@@ -60,13 +67,17 @@ class Workspace:
     def __init__(
         self, module: Module, device: str = "numpy", dtype: str = "float32",
         grad_dtype: str | None = None, *, moments: Sequence[str] = MOMENTS, masters: bool = True,
+        parts: int = 1, part: int | None = None,
     ) -> None:  # fmt: skip
         xp = _module(device)
         dtype, grad_dtype = _dtype("dtype", dtype), _dtype("grad_dtype", grad_dtype or dtype)
         self.tensors = dict(module.named_parameters())
         every = dict(getattr(module, "named_tensors", module.named_parameters)())
         frozen = {name: t for name, t in every.items() if name not in self.tensors}
-        self.slots, self.size = _layout(self.tensors)
+        self.slots, self.size, self.saved = _layout(self.tensors, parts)
+        each = self.size // parts
+        self.mine = slice(0, self.size) if part is None else slice(part * each, (part + 1) * each)
+        self.on_sync: Callable[[], None] | None = None
         self._parts = {id(t): slice(*self.slots[name][:2]) for name, t in self.tensors.items()}
         self.on_grad_ready = None
         host = np.zeros(self.size, np.float32)
@@ -76,17 +87,25 @@ class Workspace:
             if len(shape) >= 2 and self.tensors[name].requires_grad:
                 decay[start // DECAY_BLOCK : -(-stop // DECAY_BLOCK)] = 1
         to_device = np.asarray if xp is np else to_gpu
-        self.masters, self.decay = to_device(host), to_device(decay)
-        same = dtype == np.float32
-        self.params = self.masters if same else self.masters.astype(dtype)
-        if not masters:
-            if dtype == np.float16:
-                raise ValueError(problem("Workspace", "masters", False, "True for float16"))
+        self.part, self.initial = part, None if part is None else host
+        if dtype == np.float16 and not masters:
+            raise ValueError(problem("Workspace", "masters", False, "True for float16"))
+        whole = to_device(host)
+        self.params = whole if dtype == np.float32 else whole.astype(dtype)
+        self.masters, self.model = whole, None
+        if not masters or dtype == np.float32:
             self.masters = self.params
-        self.model = None if self.masters is self.params else self.params
+        else:
+            self.model = self.params
+        if part is not None:
+            own = self.masters[self.mine]
+            self.masters = own if self.model is None else own.copy()
+            self.model = None if self.model is None else self.model[self.mine]
+            decay = decay.reshape(parts, -1)[part].copy()
+        self.decay = to_device(decay)
         self.moments = tuple(moments)
         for name in self.moments:
-            setattr(self, name, xp.zeros(self.size, np.float32))
+            setattr(self, name, xp.zeros(self.masters.size, np.float32))
         self._views = self.slices(self.params)
         for name, data in self._views.items():
             self.tensors[name].data = data
@@ -99,12 +118,17 @@ class Workspace:
 
     def keep_gradients_in(self, dtype: Any) -> None:
         """Replace the buffer of gradients by one in another dtype; their values are lost."""
-        self.grads = None
+        self.grads: Any = None
         self.grads = get_xp(self.params).zeros(self.size, dtype)
         for name, slot in self.slices(self.grads).items():
             tensor = self.tensors[name]
             tensor.grad, tensor.grad_started = None, False
             tensor.grad_slot = slot if tensor.requires_grad else None
+
+    @property
+    def my_grads(self) -> Any:
+        """The gradients of ``masters``: all, or a part."""
+        return self.grads if self.part is None else self.grads[self.mine]
 
     def slices(self, flat: Any) -> dict[str, Any]:
         """Return {name: view} of a flat buffer, each in the parameter's shape."""
@@ -154,9 +178,11 @@ class Workspace:
         return all(self.tensors[name].data is view for name, view in self._views.items())
 
     def sync_model(self) -> None:
-        """Round the masters into the model's 16-bit parameters, if it has such."""
+        """Round the masters into the model's 16-bit parameters, if it has any; call ``on_sync``."""
         if self.model is not None:
             self.model[...] = self.masters
+        if self.on_sync is not None:
+            self.on_sync()
 
     def unusable_gradients(self) -> list[str]:
         """Return the names of parameters whose gradients hold inf or NaN. Synchronizes."""
@@ -193,12 +219,18 @@ class Workspace:
             state |= {f"{moment}:{name}": view for name, view in named.items()}
         return state | self.frozen
 
-    def load_state_dict(self, tensors: dict[str, Any]) -> None:
+    def load_state_dict(
+        self, tensors: dict[str, Any], buffers: dict[str, Any] | None = None
+    ) -> None:
         """Copy {name: array} of a ``state_dict`` into the buffers, all of it or nothing.
 
+        ``buffers``: whole ones like ``buffers()``, to copy into instead of these.
         Raises CheckpointError that names what is missing, unknown, or of another shape or dtype.
         """
-        self._load(self.state_dict(), tensors, self.state_dict())
+        state = self.state_dict(buffers)
+        self._load(state, tensors, state)
+        if buffers is None:
+            self.sync_model()
 
     def load_weights(self, tensors: dict[str, Any]) -> None:
         """Copy {name: array} of ``weights`` into the buffers, all or nothing; moments stay.
@@ -206,19 +238,23 @@ class Workspace:
         Raises CheckpointError as ``load_state_dict``.
         """
         self._load(self.slices(self.masters), tensors, self.weights())
+        self.sync_model()
 
     def _load(self, own, tensors, expected):
         other = differences(expected, tensors)
         if other:
             raise CheckpointError(f"the checkpoint is of another model: {other}")
-        xp = get_xp(self.masters)
         for name, view in own.items():
             if name not in self.frozen:
-                view[...] = xp.asarray(tensors[name])
-        for name in self.frozen:
-            self.frozen[name] = np.array(to_cpu(tensors[name]))
-            tape.edit(self._tensors[name], ..., xp.asarray(self.frozen[name]))
-        self.sync_model()
+                view[...] = get_xp(view).asarray(tensors[name])
+        self.load_frozen({name: tensors[name] for name in self.frozen})
+
+    def load_frozen(self, values: dict[str, Any]) -> None:
+        """Set what is frozen to {name: array}."""
+        for name, value in values.items():
+            self.frozen[name] = np.array(to_cpu(value))
+            there = get_xp(self.params).asarray(self.frozen[name])
+            tape.edit(self._tensors[name], ..., there)
 
 
 def _module(device):
@@ -236,8 +272,11 @@ def _dtype(argument, name):
     raise ValueError(problem("Workspace", argument, repr(name), ", ".join(DTYPES)))
 
 
-def _layout(tensors):
-    """Return ({name: Slot}, size of the flat buffers)."""
+def _layout(tensors, parts):
+    """Return ({name: Slot}, size of the flat buffers, and of those in one part).
+
+    Each part is a multiple of ALIGN.
+    """
     slots, at = {}, 0
     for name, tensor in tensors.items():
         if not is_array(tensor.data) or tensor.data.dtype != np.float32:
@@ -246,4 +285,5 @@ def _layout(tensors):
         size = math.prod(tensor.data.shape)
         slots[name] = Slot(at, at + size, tensor.data.shape)
         at += -(-size // ALIGN) * ALIGN
-    return slots, -(-at // TOTAL) * TOTAL
+    size, whole = (-(-at // unit) * unit for unit in (math.lcm(TOTAL, ALIGN * parts), TOTAL))
+    return slots, size, whole

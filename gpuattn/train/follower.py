@@ -7,7 +7,7 @@ training data each of them reads by itself.
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpuattn.errors import ConfigError
 from gpuattn.nn.dropout import random_states
@@ -17,10 +17,13 @@ from gpuattn.parallel.communicator import Communicator
 from gpuattn.parallel.world import check_replicas
 from gpuattn.runs.config import OPTIONS, TrainConfig, option_key
 from gpuattn.runs.fine_tuning import freeze
-from gpuattn.runtime.device import choose_device, installed_version
+from gpuattn.runtime.device import card_memory, choose_device, installed_version
+from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
+from gpuattn.tasks.users.dealt import serve_user
 from gpuattn.train.progress import Listener
+from gpuattn.train.sharding import Sharing, share_parameters
 from gpuattn.train.state import Outcome
 from gpuattn.train.trainer import Trainer
 from gpuattn.units import shown
@@ -28,23 +31,46 @@ from gpuattn.units import shown
 LOCAL = (*DATA_FILES, "origin", "init_from")  # options with names of files: each host its own
 
 
-def agree(config: TrainConfig, device: str, ranks: Communicator) -> None:
-    """Raise ConfigError, on all ranks, unless all have the same version and options, and may share
-    the replicas of the run."""
+class Terms(NamedTuple):
+    """What ranks have agreed on. ``device``: "numpy" or "cuda". ``free``: bytes of the GPU with the
+    least free memory, or None for one rank, and on NumPy. ``sharing``: what this rank holds."""
+
+    device: str
+    free: int | None
+    sharing: Sharing | None
+
+
+def agree(config: TrainConfig, device: str, ranks: Communicator, shard: str) -> Terms:
+    """Return the Terms of a run.
+
+    Raises ConfigError, on all ranks, unless all have the same version and options, and may share
+    the replicas of the run. ``shard``: one of ``sharding.SHARD``.
+    """
 
     def check():
         check_replicas(config.replicas, ranks.size)
-        if ranks.size > 1 and choose_device(device)[0] != "numpy":
+        if config.outer_every and not 1 < config.replicas == ranks.size:
             raise ConfigError(
-                f"{ranks.size} ranks and a GPU; accepted so far: ranks on NumPy, --device numpy"
+                f"--outer-every {config.outer_every} with {config.replicas} replicas and "
+                f"{ranks.size} rank{'s' * (ranks.size > 1)}; accepted: two replicas or more, and a "
+                "rank for each, as each has parameters of its own"
             )
+        if ranks.size == 1:
+            return device
+        return choose_device(device)[0]
 
-    together(ranks, check)
+    device = together(ranks, check)
+    if ranks.size == 1:
+        return Terms(device, None, None)
     options = {
         f"--{option_key(name)}": shown(getattr(config, name))
         for name in OPTIONS if name not in LOCAL
     }  # fmt: skip
+    options |= {"--shard": shard, "device": device}
     check_same(ranks, {"version of gpuattn": installed_version(), **options})
+    free = min(ranks.gather(card_memory()[0])) if device == "cuda" else None
+    precision = choose(config.precision, device)
+    return Terms(device, free, share_parameters(shard, config, precision, device, ranks))
 
 
 def lead(task: Any, ranks: Communicator) -> None:
@@ -58,11 +84,12 @@ def lead(task: Any, ranks: Communicator) -> None:
 
 
 def follow(
-    config: TrainConfig, stop: Callable[[], bool], listener: Listener, ranks: Communicator
-) -> Outcome:
+    config: TrainConfig, stop: Callable[[], bool], listener: Listener, ranks: Communicator,
+    terms: Terms, graphs: bool = True,
+) -> Outcome:  # fmt: skip
     """Train with rank 0, which trains by ``session.train``; return the same Outcome.
 
-    ``listener``: is told when training begins, and nothing else.
+    ``listener``: is told when training begins, and nothing else. ``graphs``: see ``Trainer``.
     """
     together(ranks, lambda: None)  # rank 0 opens the run
     theirs, tokenizer, kind, sizes, seeds = ranks.gather(None)[0]
@@ -77,7 +104,7 @@ def follow(
         task = task_of(mine)(mine, tokenizer, model=model)
         if mine.freeze:
             freeze(model, mine.freeze)
-        return Trainer(task, "numpy", Listener(), communicator=ranks)
+        return Trainer(task, terms.device, Listener(), graphs, ranks, terms.sharing)
 
     trainer = together(ranks, prepared)
     check_same(ranks, _facts(trainer.task))
@@ -86,6 +113,7 @@ def follow(
         average = trainer.average
         with average.applied() if average else contextlib.nullcontext():
             trainer.valid_loss()
+            serve_user(trainer.task, ranks, stop)
 
     listener.begin()
     with trainer.computing():

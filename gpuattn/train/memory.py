@@ -49,11 +49,13 @@ def gigabytes(count: float) -> str:
 
 
 def plan(
-    model: Any, config: TrainConfig, precision: Precision, tokens: int | None = None
-) -> MemoryPlan:
+    model: Any, config: TrainConfig, precision: Precision, tokens: int | None = None,
+    parts: int = 1,
+) -> MemoryPlan:  # fmt: skip
     """Return the MemoryPlan of a run that trains ``model`` as a TrainConfig says.
 
-    ``tokens``: of a batch; those of the config unless given.
+    ``tokens``: of a batch; those of the config unless given. ``parts``: into how many ranks share
+    masters, moments and averages.
     """
     tokens, itemsize = tokens or int(config.batch), 4 if precision.dtype == "float32" else 2
     parameters = sum(parameter.size for parameter in model.parameters())
@@ -61,13 +63,18 @@ def plan(
     gradient = 4 if precision.grad_dtype(config.update_batches) == "float32" else 2
     moments = 4 * len(OPTIMIZERS[config.optimizer].moments)
     average = 4 if config.ema else 0
-    state = parameters * (itemsize + masters + gradient + moments + average)
+    state = parameters * (itemsize + gradient)
+    state += -(-parameters * (masters + moments + average) // parts)
     state += (sum(t.size for _, t in model.named_tensors()) - parameters) * itemsize  # frozen
     sizes = model.config
     activations = LIBRARY_BYTES + sizes.activation_bytes(tokens, itemsize, config.checkpoint)
     beside = sizes.evaluation_bytes(tokens, itemsize)
     if config.ema:
-        beside += parameters * (masters or itemsize)  # a copy, while the average replaces them
+        beside += parameters * (masters or itemsize) // parts  # while the average replaces them
+    if config.outer_every:  # where replicas start, their velocity; and their change
+        state += 8 * parameters
+    if parts > 1 or config.outer_every:
+        beside = max(beside, 4 * parameters)  # one buffer of all parts, or a change
     if not task_of(config).one_shape(config):
         beside = max(beside, activations)
     return MemoryPlan(state, activations, beside)
@@ -118,9 +125,11 @@ def least_tokens(config: TrainConfig) -> int:
     return task_of(config).least_tokens(config)
 
 
-def check_fits(model: Any, config: TrainConfig, precision: Precision, free: int) -> None:
-    """Raise MemoryLimitError when the smallest batch does not fit ``free`` bytes."""
-    least = plan(model, config, precision, least_tokens(config))
+def check_fits(
+    model: Any, config: TrainConfig, precision: Precision, free: int, parts: int = 1
+) -> None:
+    """Raise MemoryLimitError when the smallest batch does not fit ``free`` bytes; see ``plan``."""
+    least = plan(model, config, precision, least_tokens(config), parts)
     if least.total > free:
         raise MemoryLimitError(
             f"a model larger than the card: parameters and optimizer take {gigabytes(least.state)}"
@@ -152,7 +161,10 @@ def nothing_smaller(config: TrainConfig, update: int, short: str) -> str:
     )
 
 
-def fit(model: Any, config: TrainConfig, precision: Precision, free: int, epoch_tokens: int) -> int:
+def fit(
+    model: Any, config: TrainConfig, precision: Precision, free: int, epoch_tokens: int,
+    parts: int = 1,
+) -> int:  # fmt: skip
     """Return the most tokens of a batch whose MemoryPlan fits ``free`` bytes less FREE_SHARE.
 
     An epoch of ``epoch_tokens`` has at least LEAST_UPDATES updates, and an update at most
@@ -165,7 +177,7 @@ def fit(model: Any, config: TrainConfig, precision: Precision, free: int, epoch_
     low, high = 0, max(1, most // unit)  # in units; up to ``low`` they fit
     while low < high:
         middle = (low + high + 1) // 2
-        need = plan(model, config, precision, middle * unit).total
+        need = plan(model, config, precision, middle * unit, parts).total
         low, high = (middle, high) if need <= (1 - FREE_SHARE) * free else (low, middle - 1)
     return max(low * unit, least)
 

@@ -33,6 +33,7 @@ class Meter:
     ) -> None:  # fmt: skip
         self._counted, self._ranks = counted, ranks
         self._rates_of = None if xp is np else (xp, dtype)
+        self._on_gpu = xp is not np
         self.peak: float | None = None
         if self._rates_of:
             self._set_peak(known_ceilings(*self._rates_of))
@@ -69,8 +70,8 @@ class Meter:
             spent[name] += value
         facts = {"rate": tokens / seconds, "milliseconds": 1000 * seconds / updates}
         if self.peak:
-            facts["mfu"] = flops / seconds / self.peak
-        if len(waits) > 1:
+            facts["mfu"] = flops / seconds / (self.peak * len(waits))
+        if len(waits) > 1 and not self._on_gpu:  # GPUs wait for each other by themselves
             facts |= {
                 "waiting": sum(waits) / len(waits) / seconds,
                 "slowest": np.argmin(waits).item(),
@@ -100,7 +101,7 @@ class Meter:
                 f"{short(spent['tokens'] / spent['seconds'])} {self._counted}/s in updates"
             )
             if self.peak:
-                share = spent["flops"] / spent["seconds"] / self.peak
+                share = spent["flops"] / spent["seconds"] / (self.peak * self._ranks.size)
                 parts.append(f"MFU {100 * share:.3g} % of {self.peak / 1e12:.0f} TFLOP/s")
         if spent["joules"]:
             parts.append(f"{spent['joules'] / 1e3:.3g} kJ")

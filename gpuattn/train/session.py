@@ -25,8 +25,9 @@ from gpuattn.runtime.cold_start import InBackground, start_libraries
 from gpuattn.runtime.device import card_memory, choose_device, installed_version, versions
 from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
+from gpuattn.tasks.users.dealt import user_of_all
 from gpuattn.train import memory
-from gpuattn.train.follower import agree, follow, lead
+from gpuattn.train.follower import Terms, agree, follow, lead
 from gpuattn.train.progress import Listener
 from gpuattn.train.rehearsal import rehearse_evaluation
 from gpuattn.train.state import Outcome, arrays_of, tensors_of, weights_of
@@ -41,6 +42,7 @@ def train(
     device: str = "auto", listener: Listener | None = None,
     stop: Callable[[], bool] | None = None, overwrite: bool = False, graphs: bool = True,
     command: str | None = None, tensorboard: bool = False, communicator: Communicator = ALONE,
+    shard: str = "auto",
 ) -> Outcome:  # fmt: skip
     """Train as a TrainConfig says into the folder ``out``; continue a run that was stopped there.
 
@@ -50,7 +52,8 @@ def train(
     is in the folder. ``graphs``: see ``Trainer``. ``command``: the command line, for the report.
     ``tensorboard``: also write the metrics as TensorBoard events; see ``runs.events``.
     ``communicator``: of the ranks that train together, each of which calls this. Rank 0 alone reads
-    and writes the folder, and calls its listener.
+    and writes the folder, and calls its listener. ``shard``: one of ``sharding.SHARD``, whether
+    ranks of a host share masters, moments and averages among them.
     Returns an Outcome.
     Raises ConfigError when the folder has a run with other options, DataError for data that cannot
     be used, CheckpointError when a damaged run cannot continue or the disk is full,
@@ -60,15 +63,17 @@ def train(
     if tensorboard:
         events.import_tensorboard()
     listener, stop = listener or Listener(), stop or (lambda: False)
-    agree(config, device, communicator)
+    terms = agree(config, device, communicator, shard)
     if communicator.rank:
-        return follow(config, stop, listener, communicator)
+        return follow(config, stop, listener, communicator, terms, graphs)
     folder = RunFolder(out)
     with contextlib.ExitStack() as held:
 
         def opened():
             held.enter_context(folder.lock())
-            return _open(config, folder, device, listener, overwrite, graphs, command, communicator)
+            return _open(
+                config, folder, device, listener, overwrite, graphs, command, communicator, terms
+            )
 
         session, begun = together(communicator, opened)
         lead(session.task, communicator)
@@ -77,7 +82,7 @@ def train(
             return session.run(stop)
 
 
-def _open(config, folder, device, listener, overwrite, graphs, command, communicator):
+def _open(config, folder, device, listener, overwrite, graphs, command, communicator, terms):
     """Return the Session of a new run or of the one in the folder, and whether it is the latter."""
     if overwrite or not folder.exists():
         folder.check_init(config)
@@ -98,7 +103,8 @@ def _open(config, folder, device, listener, overwrite, graphs, command, communic
         start_libraries(choose(config.precision, device).dtype)
     listener.say("device", where)
     noted = {"where": where.removesuffix(", as asked"), "command": command}
-    return Session(config, folder, device, listener, begun, graphs, noted, communicator), begun
+    session = Session(config, folder, device, listener, begun, graphs, noted, communicator, terms)
+    return session, begun
 
 
 def _write(session, begun, config, origins):
@@ -126,8 +132,9 @@ class Session:
     def __init__(
         self, config: TrainConfig, folder: RunFolder, device: str, listener: Listener, begun: bool,
         graphs: bool = True, noted: dict[str, Any] | None = None,
-        communicator: Communicator = ALONE,
+        communicator: Communicator = ALONE, terms: Terms | None = None,
     ) -> None:  # fmt: skip
+        self.terms = terms or Terms(device, None, None)
         self.folder, self.listener, fits = folder, listener, config.batch == AUTO
         self.noted = noted or {}
         if not config.origin:
@@ -161,7 +168,8 @@ class Session:
             config = self._plan_memory(config, fits)
         self.config = config
         logged = _Logged(listener, folder.metrics)
-        self.trainer = Trainer(self.task, device, logged, graphs, communicator)
+        sharing = self.terms.sharing
+        self.trainer = Trainer(self.task, device, logged, graphs, communicator, sharing)
         self._compiling = None
         if device == "cuda" and not folder.metrics.read("end"):  # else it may be finished
             self._compiling = InBackground(functools.partial(rehearse_evaluation, self.task))
@@ -179,14 +187,16 @@ class Session:
         ``fits``: choose the largest batch that fits.
         """
         task, (free, card) = self.task, card_memory()
+        free = free if self.terms.free is None else min(free, self.terms.free)
+        parts = self.terms.sharing.parts if self.terms.sharing else 1
         precision = choose(config.precision, "cuda")
-        memory.check_fits(task.model, config, precision, free)
+        memory.check_fits(task.model, config, precision, free, parts)
         if fits:
             epoch = task.corpus.epoch_tokens()
-            tokens = memory.fit(task.model, config, precision, free, epoch)
+            tokens = memory.fit(task.model, config, precision, free, epoch, parts)
             config = dataclasses.replace(config, batch=tokens)
             task.rebatch(config)
-        plan = memory.plan(task.model, config, precision)
+        plan = memory.plan(task.model, config, precision, parts=parts)
         self.listener.say("memory", plan.describe(card))
         return config
 
@@ -249,7 +259,8 @@ class Session:
             "start", update=at.update, device=trainer.xp.__name__, **self.noted,
             versions=versions(), date=datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds"),
         )  # fmt: skip
-        trainer.saves.prepare(arrays_of(trainer.step))
+        if trainer.sharing is None and trainer.outer is None:  # else ``arrays`` copies them
+            trainer.saves.prepare(arrays_of(trainer.step))
         over = trainer.run(stop, lambda: self._evaluate(stop), self._save)
         trainer.saves.wait()
         if not over or (self.config.average > 1 and not self._average(stop)):
@@ -313,7 +324,8 @@ class Session:
         with trainer.average.applied() if trainer.average else contextlib.nullcontext():
             row = {"update": at.update, "epoch": at.epoch, "seconds": at.seconds,
                    "loss": trainer.valid_loss(), **noted}  # fmt: skip
-            found = self.task.evaluate(self.folder.path / "valid", at.update, row["loss"], stop)
+            with user_of_all(self.task, trainer.evaluating_ranks, stop) as stop:
+                found = self.task.evaluate(self.folder.path / "valid", at.update, row["loss"], stop)
         if found is None:
             return None
         figures, texts = found
@@ -344,7 +356,7 @@ class Session:
                 self.folder.save_snapshot(at["update"], weights, average)
             checkpoint.save(path, "state", tensors_of(trainer.step, arrays), at)
 
-        trainer.saves.begin(arrays_of(trainer.step), write)
+        trainer.saves.begin(trainer.arrays(), write)
         if row is None:
             trainer.saves.wait()
 

@@ -4,6 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gpuattn.arrays import get_xp
 from gpuattn.errors import CheckpointError, DataError
 from gpuattn.parallel.communicator import Communicator
@@ -80,6 +82,11 @@ class Position:
 
 def arrays_of(step: TrainingStep) -> dict[str, Any]:
     """Return {name: flat array} of everything that updates change, which a save copies."""
+    return _shared(step) | (step.outer.arrays() if step.outer else {})
+
+
+def _shared(step):
+    """Return those of the ``arrays_of`` a step that are the same on all ranks, if none is alone."""
     arrays = step.workspace.buffers() | {"optimizer_state": step.optimizer.state.array}
     return arrays | ({"average": step.average.average} if step.average else {})
 
@@ -97,36 +104,63 @@ def weights_of(step: TrainingStep, arrays: dict[str, Any]) -> dict[str, Any]:
 def tensors_of(step: TrainingStep, arrays: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return {name: array} of the ``arrays_of`` a step, or of copies, by the names in a file."""
     arrays = arrays or arrays_of(step)
-    others = {name: arrays[name] for name in ("optimizer_state", "average") if name in arrays}
+    others = {"optimizer_state": arrays["optimizer_state"]}
+    if "average" in arrays:
+        others["average"] = arrays["average"][: step.workspace.saved]
+    for name in step.outer.arrays() if step.outer else ():
+        others[name] = arrays[name][: step.workspace.saved]
     return step.workspace.state_dict(arrays) | others
 
 
 def synchronize(
-    step: TrainingStep, at: Position, facts: Any, ranks: Communicator
+    step: TrainingStep, at: Position, facts: Any, ranks: Communicator, whole: Any = None
 ) -> tuple[Any, Position]:
-    """Set the arrays of a step to those of rank 0; return its (facts, Position)."""
-    frozen = step.workspace.frozen
-    first = ranks.gather((facts, at, frozen) if ranks.rank == 0 else None)[0]
-    for array in arrays_of(step).values():
-        ranks.broadcast(array)
-    if ranks.rank == 0:
+    """Set the arrays of a step to those of rank 0; return its (facts, Position).
+
+    ``whole``: what ``load`` returned there.
+    """
+    workspace = step.workspace
+    first = ranks.gather((facts, at, workspace.frozen) if ranks.rank == 0 else None)[0]
+    if workspace.part is None:
+        for array in _shared(step).values():
+            ranks.broadcast(array)
+        if step.outer:
+            step.outer.scatter()
+    else:
+        whole = None if ranks.rank else whole or _whole_of(step, workspace.initial)
+        step.exchange.scatter(arrays_of(step), whole)
+        workspace.initial = None
+    if ranks.rank == 0 and workspace.part is None:
         return facts, at
-    facts, at, values = first
-    for name, value in values.items():
-        frozen[name][...] = value
-    step.workspace.sync_model()
-    if step.average:
-        step.average.updates = at.averaged
+    workspace.sync_model()
+    if ranks.rank:
+        facts, at, values = first
+        workspace.load_frozen(values)
+        if step.average:
+            step.average.updates = at.averaged
     return facts, at
 
 
-def load(folder: str | Path, step: TrainingStep, data: int) -> Position:
-    """Set the arrays of a step to the state in a run folder; return its Position.
+def _whole_of(step, masters):
+    """Return {name: NumPy array} as ``arrays_of`` a new step, whose workspace holds a part."""
+    size, state = step.workspace.size, step.optimizer.state.array
+    found = {name: np.zeros(size, np.float32) for name in step.workspace.buffers()}
+    found |= {"masters": masters, "optimizer_state": np.zeros(state.size, state.dtype)}
+    return found | ({"average": masters.copy()} if step.average else {})
 
-    ``data``: the fingerprint of the corpus. Raises CheckpointError for a damaged state or one of
-    another model or version, DataError for one of another training text.
+
+def load(folder: str | Path, step: TrainingStep, data: int) -> tuple[Position, Any]:
+    """Set the arrays of a step to the state in a run folder; return its Position, and None.
+
+    Where the workspace holds a part, they are set by ``synchronize`` alone, and instead of None
+    whole arrays are returned for it. ``data``: the fingerprint of the corpus. Raises
+    CheckpointError for a damaged state or one of another model or version, DataError for one of
+    another training text.
     """
-    tensors, scalars = checkpoint.load(folder, "state", tensors_of(step))
+    whole = None
+    if step.workspace.part is not None:
+        whole = _whole_of(step, np.zeros(step.workspace.size, np.float32))
+    tensors, scalars = checkpoint.load(folder, "state", tensors_of(step, whole))
     try:
         at = Position(**scalars)
     except TypeError as error:
@@ -139,7 +173,15 @@ def load(folder: str | Path, step: TrainingStep, data: int) -> Position:
     xp = get_xp(step.workspace.masters)
     step.optimizer.state.array[...] = xp.asarray(tensors.pop("optimizer_state"))
     if step.average:
-        step.average.average[...] = xp.asarray(tensors.pop("average"))
+        average = tensors.pop("average")
+        if whole is None:
+            step.average.average[: average.size] = xp.asarray(average)
+        else:
+            whole["average"][: average.size] = average
         step.average.updates = at.averaged
-    step.workspace.load_state_dict(tensors)
-    return at
+    for name, array in step.outer.arrays().items() if step.outer else ():
+        given = tensors.pop(name)
+        array[: given.size] = get_xp(array).asarray(given)
+    buffers = whole and {name: whole[name] for name in step.workspace.buffers()}
+    step.workspace.load_state_dict(tensors, buffers)
+    return at, whole

@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import keep_freed_memory
+from gpuattn.arrays import keep_freed_memory, to_cpu
 from gpuattn.errors import CheckpointError, MemoryLimitError
 from gpuattn.ops.update.gradient_statistics import read_state
 from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
-from gpuattn.parallel.agreement import silent
+from gpuattn.parallel.agreement import is_agreed, silent
 from gpuattn.parallel.communicator import Communicator, Single
+from gpuattn.parallel.exchange import Exchange
+from gpuattn.parallel.outer import Outer
 from gpuattn.parallel.reducer import Reducer
 from gpuattn.runs.metrics import is_right, rank
 from gpuattn.runtime import precision
@@ -35,7 +37,8 @@ from gpuattn.train.batches import Batches
 from gpuattn.train.meter import Meter
 from gpuattn.train.progress import Listener, Progress
 from gpuattn.train.saving import Saves
-from gpuattn.train.state import Position, load, synchronize
+from gpuattn.train.sharding import Sharing
+from gpuattn.train.state import Position, arrays_of, load, synchronize
 from gpuattn.train.threads import BlasThreads, threads_of
 from gpuattn.train.validation import ValidLoss
 
@@ -49,15 +52,17 @@ class Trainer:
 
     ``device``: "numpy" or "cuda". ``listener``: a ``train.progress.Listener``. ``graphs``: whether
     updates run as CUDA graphs on a GPU (the bits are the same). ``communicator``: of the ranks that
-    train together; each has a Trainer, and calls the same methods. ``at``: the Position. ``step``:
-    the TrainingStep. ``saves``: the Saves of this run; an update raises what one of them raised.
+    train together; each has a Trainer, and calls the same methods. ``sharing``: what this rank
+    holds of masters, moments and averages; None: all. ``at``: the Position. ``step``: the
+    TrainingStep. ``saves``: the Saves of this run; an update raises what one of them raised.
     """
 
     def __init__(
         self, task: Task, device: str, listener: Listener, graphs: bool = True,
-        communicator: Communicator = ALONE,
+        communicator: Communicator = ALONE, sharing: Sharing | None = None,
     ) -> None:  # fmt: skip
         self.task, self.listener, self.communicator = task, listener, communicator
+        self.sharing = sharing
         self.model, self.corpus = task.model, task.corpus
         self.config = self.whole = config = task.config  # ``whole``: before batches are cut
         self.xp = array_module(device)
@@ -72,12 +77,25 @@ class Trainer:
         self.workspace = Workspace(
             self.model, device, self.precision.dtype, grad_dtype, moments=optimizer.moments,
             masters=self.precision.masters,
+            parts=sharing.parts if sharing else communicator.size,
+            part=sharing.part if sharing else None,
         )  # fmt: skip
         self.optimizer = optimizer(
             self.workspace, weight_decay=config.weight_decay, max_norm=config.clip or None,
             loss_scale=self.precision.loss_scale, growth_interval=self.precision.growth_interval,
             seed=config.seed, **betas,
         )  # fmt: skip
+
+        self.exchange = self.outer = None
+        if config.outer_every:
+            self.outer = Outer(
+                self.optimizer, communicator, config.outer_every, config.deterministic
+            )
+        elif communicator.size > 1:
+            self.exchange = Exchange(
+                self.optimizer, communicator, config.deterministic,
+                *((sharing.group, sharing.across) if sharing else ()),
+            )  # fmt: skip
 
         def loss(batch, dloss):  # no method: a cycle of references would keep device memory
             return task.loss(batch, config.label_smoothing, dloss)
@@ -86,9 +104,12 @@ class Trainer:
             self.model, self.optimizer, loss, tokens=config.batch * config.replicas,
             average=ExponentialAverage(self.workspace, config.ema) if config.ema else None,
             fixed_shape=task.fixed_shape, graphs=graphs, tuned=not config.deterministic,
-            notify=functools.partial(listener.say, "graphs"),
+            notify=functools.partial(listener.say, "graphs"), exchange=self.exchange,
         )  # fmt: skip
-        self.reducer = Reducer(self.step, communicator, config.replicas, config.deterministic)
+        self.step.outer = self.outer
+        self.reducer = Reducer(
+            self.step, communicator, config.replicas, config.deterministic, bool(self.outer)
+        )
         total = config.lr_decay or (config.length.amount if config.length.unit == "u" else None)
         self.schedule = Schedule(config.schedule, config.lr, config.warmup, total, config.lr_floor)
         self.at = Position(data=self.corpus.fingerprint)
@@ -101,6 +122,8 @@ class Trainer:
             self.threads = BlasThreads(threads_of(config, communicator), self._probe)
         self.meter = Meter(self.xp, self.precision.dtype, task.flops, task.counted, communicator)
         self._valid_loss, self._is_evaluating = ValidLoss(task, self.step), False
+        self._kept: dict[str, Any] | None = None  # whole arrays, of all ranks
+        self._loaded: dict[str, Any] | None = None  # the same, until ``begin``
         self._updates = 0  # since the last Progress
         self._noted = None  # the next Progress, until its numbers are copied from the device
         self._health = self.optimizer.state.read()
@@ -131,11 +154,26 @@ class Trainer:
         Returns whether the run is finished (False: stopped).
         Raises FloatingPointError, after ``save(None)``, when gradients are not finite for long.
         """
+
+        def keep(row):
+            self._kept = None
+            if self.exchange and self.exchange.is_sharded:
+                self._kept = self.exchange.whole(arrays_of(self.step))
+            if self.outer:
+                if not self._are_equal():
+                    raise CheckpointError("the replicas differ until their next step together")
+                self.outer.collect()
+                kept = arrays_of(self.step)  # those of other ranks are on the host
+                self._kept = {name: np.array(to_cpu(array)) for name, array in kept.items()}
+            save(row)
+
         with self.computing():
             try:
-                return self._run(stop, evaluate, save)
+                return self._run(stop, evaluate, keep)
             except FloatingPointError as error:
-                told = FloatingPointError(f"{error}. {_saved(save)}")
+                if self.outer:  # of this rank alone: it ends the others, and saves nothing
+                    raise
+                told = FloatingPointError(f"{error}. {_saved(keep)}")
                 raise silent(told, self.communicator.rank > 0) from error
             finally:
                 self._batches.restart()  # ends their thread
@@ -178,6 +216,8 @@ class Trainer:
                 if self.threads:
                     self.threads.next(self.at.update, alone=not self.saves.writing)
                 # A run that was stopped before an evaluation that was due makes it first.
+                if self.outer and self._reached_end():
+                    self.outer.step(self.at.update)
                 if self._due() and not self._evaluate(stop, evaluate, save):
                     return False
                 if self._reached_end():
@@ -188,7 +228,8 @@ class Trainer:
                 self.at.seconds = self._now() - begin
                 self._update()
             except Exception as error:
-                if not is_out_of_memory(error) or self.communicator.size > 1:
+                one_sided = self.communicator.size > 1 and not is_agreed(error)
+                if not is_out_of_memory(error) or one_sided:
                     raise
                 short = str(error)  # only the text: the error holds the arrays of the step
             if short is not None:
@@ -199,7 +240,7 @@ class Trainer:
             if self._updates >= REPORT_UPDATES or now - self._reported > REPORT_SECONDS:
                 self._note()
             self._tell()
-            if self._stops(stop):
+            if self._stops(stop) and self._are_equal():
                 save(None)
                 return False
 
@@ -208,6 +249,10 @@ class Trainer:
         own = time.perf_counter(), self.saves.seconds
         now, self._saving = self.communicator.gather(own)[0]
         return now
+
+    def _are_equal(self):
+        """Return whether all ranks have the same parameters now."""
+        return self.outer is None or self.outer.last == self.at.update
 
     def _stops(self, stop):
         return any(self.communicator.gather(stop()))
@@ -224,8 +269,12 @@ class Trainer:
         parts = memory.next_parts(self.whole, at.parts)
         if parts is None:
             self._use_parts(at.parts)  # frees what the steps held
-            save(None)
-            raise MemoryLimitError(memory.nothing_smaller(self.config, at.update, short))
+            saved = at.evaluated[0]
+            if self._are_equal():
+                save(None)
+                saved = at.update
+            error = MemoryLimitError(memory.nothing_smaller(self.config, saved, short))
+            raise silent(error, self.communicator.rank > 0)
         batches = self.corpus.loader(at.epoch).batches(at.epoch)
         self._use_parts(parts)
         at.batch = at.batch * self.corpus.loader(at.epoch).batches(at.epoch) // batches
@@ -287,6 +336,13 @@ class Trainer:
         at.evaluation = self._reported - begin
         return self._reached_end() or not self._stops(stop)
 
+    def arrays(self) -> dict[str, Any]:
+        """Return {name: flat array} of all that updates change, for a save that the run asks for.
+
+        Those of all ranks, as NumPy arrays, where each holds others.
+        """
+        return self._kept or arrays_of(self.step)
+
     def share(self) -> float:
         """Return how much of the run is done, 0 to 1. A given time includes the last evaluation."""
         at, (amount, unit) = self.at, self.config.length
@@ -308,7 +364,7 @@ class Trainer:
     def _due(self):
         """Return whether the parameters as they are now must be evaluated."""
         at = self.at
-        if at.update == at.evaluated[0]:
+        if at.update == at.evaluated[0] or not self._are_equal():
             return False
         return self._reached_end() or at.is_evaluation_due(self.config)
 
@@ -324,7 +380,9 @@ class Trainer:
         self.step.apply()
         at.update += 1
         self.communicator.note(at.update)
-        at.tokens += self.step.update_tokens
+        if self.outer and self.outer.is_due(at.update):
+            self.outer.step(at.update)
+        at.tokens += self.reducer.tokens
         at.averaged = self.average.updates if self.average else 0
         self._completed = at.epoch, at.batch, at.draws
         self._updates += 1
@@ -382,9 +440,14 @@ class Trainer:
 
     def _tell(self, wait=False):
         """Tell the listener what was noted once its numbers are on the host; ``wait``: now."""
-        if not self._noted or not (wait or self._noted[0].ready()):
+        if not self._noted:
             return
         reading, tokens, facts = self._noted
+        ready = reading.ready()
+        if self.communicator.size > 1:  # what follows must be at the same update on all ranks
+            ready = facts["update"] < self.at.update
+        if not (wait or ready):
+            return
         (loss, state), self._noted = reading.values(), None
         before, self._health = self._health, read_state(state)
         for sentence in precision.trouble(before, self._health, self.workspace, self.config):
@@ -398,11 +461,17 @@ class Trainer:
         By default of all batches of validation. Call it while the run evaluates.
         """
         batches = self.corpus.valid_batches() if batches is None else batches
-        return self._valid_loss(batches, self.communicator if self._is_evaluating else ALONE)
+        return self._valid_loss(batches, self.evaluating_ranks)
+
+    @property
+    def evaluating_ranks(self) -> Communicator:
+        """The ranks that evaluate together now."""
+        return self.communicator if self._is_evaluating else ALONE
 
     def load(self, folder: str | Path) -> None:
         """Continue from the state in a run folder. Raises as ``state.load``."""
-        self.at = at = load(folder, self.step, self.corpus.fingerprint)
+        self.at, self._loaded = load(folder, self.step, self.corpus.fingerprint)
+        at = self.at
         if at.parts > 1:
             self._use_parts(at.parts)
         self._health = self.optimizer.state.read()
@@ -411,11 +480,14 @@ class Trainer:
         """Take position and state of rank 0; return its ``over``: whether nothing is left to do."""
         record = self.threads.record if self.threads else {}
         facts = over, record
-        (over, record), self.at = synchronize(self.step, self.at, facts, self.communicator)
+        whole, self._loaded = self._loaded, None
+        (over, record), self.at = synchronize(self.step, self.at, facts, self.communicator, whole)
         if self.threads:
             self.threads.record = record
         at = self.at
         self._completed = at.epoch, at.batch, at.draws
+        if self.outer:
+            self.outer.begin(at.update)
         self.communicator.note(at.update)
         self._health = self.optimizer.state.read()
         return over

@@ -35,6 +35,7 @@ class ValidLoss:
                 if number % ranks.size == ranks.rank:
                     self._step.feed.load(batch, tokens=batch.target_tokens)
                     self._step.calls("valid", self._step.feed.shape, self._add)
+                    ranks.note()
                     if ranks.size > 1:
                         own.append(float(self._total))
                         self._total[...] = 0

@@ -65,7 +65,7 @@ __device__ float reference_of(uint4 first, bool* sure) {
         const float x = element(first, e, T{});
         if (fabsf(x) < LARGE) greatest = fmaxf(greatest, x);
     }
-    greatest = from_ordered(__reduce_max_sync(~0u, ordered(greatest)));
+    greatest = from_ordered(warp_max(ordered(greatest)));
     *sure = greatest != NEG_INF;
     return *sure ? greatest : 0.f;
 }

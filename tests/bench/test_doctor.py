@@ -18,7 +18,7 @@ def test_every_check_has_a_state_and_every_fault_a_remedy():
     checks = {check.name: check for check in doctor.examine()}
     assert set(checks) == {
         "python", "blas", "memory", "cupy", "device", "nvrtc", "kernel", "graphs", "numba",
-        "nvmath", "mpi", "cache", "stores",
+        "nvmath", "mpi", "nccl", "links", "shm", "cache", "stores",
     }  # fmt: skip
     for check in checks.values():
         assert check.state in ("ok", "missing", "broken")

@@ -69,3 +69,15 @@ def call():
 @pytest.fixture
 def run_process():
     return process
+
+
+RANKS = """
+import sys
+from gpuattn.parallel.spawn import spawn
+sys.exit(spawn(int(sys.argv[1]), [sys.executable, "-m", "gpuattn", *sys.argv[2:]]))
+"""  # what --gpus does, on NumPy
+
+
+def by_ranks(count, *arguments, text):
+    command = [sys.executable, "-c", RANKS, str(count), *map(str, arguments), "--device", "numpy"]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, cwd=ROOT)

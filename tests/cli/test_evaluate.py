@@ -6,7 +6,7 @@ import pytest
 
 from gpuattn.runs.folder import RunFolder
 
-from .conftest import TINY
+from .conftest import TINY, by_ranks
 
 KEYS = {
     "exact_match", "exact_by_kind", "bleu", "bleu_signature", "chrf", "sentences",
@@ -104,3 +104,13 @@ def test_hidden_tokens_of_a_run(call, tmp_path):
     assert [len(json.loads(line)) for line in vectors] == [16, 16]
     result = call("train", "--model", "gpt2", "--lm", tmp_path / "text", "--mask", "15%")
     assert result.exit_code == 2 and "mask is for --model bert, not gpt2" in result.stderr
+
+
+def test_ranks_evaluate_to_the_same_scores(call, trained):
+    alone = json.loads(call("evaluate", trained, "--json").stdout)
+    shared = by_ranks(2, "evaluate", trained, "--json", text="")
+    assert shared.returncode == 0, shared.stderr
+    shared = json.loads(shared.stdout)
+    for row in (alone, shared):
+        del row["tokens_per_second"]
+    assert shared == alone

@@ -14,7 +14,7 @@ from gpuattn.runs.folder import load_run
 from gpuattn.runtime import checkpoint
 from gpuattn.tasks.users.translator import Translator
 
-from .conftest import ROOT
+from .conftest import ROOT, by_ranks
 
 
 def test_one_line_out_for_each_line_in(call, trained):
@@ -355,3 +355,30 @@ def test_the_engine_gets_the_same_settings(trained, monkeypatch):
         for one, other in zip(found, want, strict=True):
             assert [t.text for t in one] == [t.text for t in other]
             assert [t.score for t in one] == pytest.approx([t.score for t in other], abs=1e-4)
+
+
+def test_ranks_share_the_lines_and_keep_their_order(call, trained):
+    lines = ["red cat", "", "old house", "new blue tree", "x" * 2000, "cat", "old red tree", "tree"]
+    text = "\n".join(lines)
+    alone = call("translate", trained, "--scores", "--beam", "2", input=text)
+    shared = by_ranks(3, "translate", trained, "--scores", "--beam", "2", text=text)
+    assert shared.stdout == alone.stdout and shared.returncode == alone.exit_code == 1
+    assert shared.stderr.count("gpuattn: error: line 5: translate: the line is") == 1
+
+
+def test_ranks_with_prefixes_and_more_ranks_than_lines(call, trained, tmp_path):
+    (tmp_path / "prefixes").write_text("rote\n")
+    options = ("--prefix-file", tmp_path / "prefixes", "--json")
+    alone = call("translate", trained, *options, input="red cat\n")
+    shared = by_ranks(3, "translate", trained, *options, text="red cat\n")
+    assert shared.returncode == 0, shared.stderr
+    rows = [json.loads(text) for text in (alone.stdout, shared.stdout)]
+    for row in rows:
+        del row["time"]
+    assert rows[0]["text"] == rows[1]["text"] and rows[0]["tokens"] == rows[1]["tokens"]
+
+
+def test_a_run_that_no_rank_can_load_is_told_once(tmp_path):
+    result = by_ranks(2, "translate", tmp_path / "none", text="a\n")
+    assert result.returncode == 1 and not result.stdout
+    assert result.stderr.count("gpuattn: error") == 1 and "there is no such folder" in result.stderr

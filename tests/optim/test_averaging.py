@@ -17,7 +17,7 @@ def workspace(xp):
     def sync_model():
         model[...] = masters
 
-    return SimpleNamespace(masters=masters, model=model, sync_model=sync_model)
+    return SimpleNamespace(masters=masters, model=model, sync_model=sync_model, on_sync=None)
 
 
 def test_follows_the_formula(xp):

@@ -11,9 +11,11 @@ from gpuattn.optim import OPTIMIZERS, SGD, AdamW, Lamb
 
 def workspace(xp, size=256, model=None):
     rng = np.random.default_rng(0)
+    grads = xp.zeros(size, np.float32)
     return SimpleNamespace(
         masters=xp.asarray(rng.standard_normal(size).astype(np.float32)),
-        grads=xp.zeros(size, np.float32),
+        grads=grads,
+        my_grads=grads,
         exp_avg=xp.zeros(size, np.float32),
         exp_avg_sq=xp.zeros(size, np.float32),
         decay=xp.asarray(np.arange(size // 128, dtype=np.uint8) % 2),

@@ -39,6 +39,17 @@ with connected() as ranks:
     assert not array.any()
     ranks.barrier()
     assert ranks.waited > 0 and ranks.local_size == size
+    every = np.random.default_rng(1).standard_normal((size, 4 * size)).astype("float32")
+    whole = every[rank].copy()
+    mine = whole.reshape(size, -1)[rank]
+    ranks.reduce_scatter(whole, mine)
+    ranks.all_gather(mine, whole)
+    np.testing.assert_allclose(whole, every.sum(0), rtol=1e-5, atol=1e-5)
+    part = ranks.split(rank % 2)
+    assert (part.rank, part.size) == (rank // 2, (size + 1 - rank % 2) // 2)
+    alone = np.float32([rank])
+    part.all_reduce(alone)
+    assert alone == sum(range(rank % 2, size, 2))
 
     def work():
         if rank == 1:
@@ -63,8 +74,9 @@ def config(reversed_text):
     )  # fmt: skip
 
 
-def test_all_calls_of_the_communicator():
-    code, said = Ranks(3, CALLS).end()
+@pytest.mark.parametrize("spawned", [False, True])
+def test_all_calls_of_the_communicator(spawned):
+    code, said = Ranks(3, CALLS, spawned=spawned).end()
     assert code == 0, said
 
 

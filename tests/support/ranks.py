@@ -30,7 +30,7 @@ with connected() as ranks:
     for options, out, calls in json.loads(sys.argv[1]):
         config = resolve(("test", read_toml(options)))[0]
         stop = After(calls) if calls else None
-        train(config, out, device="numpy", stop=stop, communicator=ranks)
+        train(config, out, device="numpy", stop=stop, communicator=ranks, shard=sys.argv[2])
 """
 COMMAND = """
 import os, signal, sys
@@ -61,16 +61,29 @@ def mpiexec():
     pytest.skip(missing)
 
 
-class Ranks:
-    """``count`` processes that run Python code with ``arguments``, or with those of each rank."""
+SPAWN = """
+import sys
+from gpuattn.parallel.spawn import spawn
+sys.exit(spawn(int(sys.argv[1]), sys.argv[2:]))
+"""
 
-    def __init__(self, count, code, *arguments, each=None, folder=ROOT):
-        each = each or [arguments] * count
+
+class Ranks:
+    """``count`` processes that run Python code with ``arguments``, or with those of each rank.
+
+    ``spawned``: started by ``gpuattn.parallel.spawn``, instead of the mpiexec of MPICH.
+    """
+
+    def __init__(self, count, code, *arguments, each=None, folder=ROOT, spawned=False):
         self._mark = f"{MARK}={uuid.uuid4().hex}"
-        command = [mpiexec()]
-        for arguments in each:
-            program = [sys.executable, "-c", code, *map(str, arguments)]
-            command += [*([":"] if len(command) > 1 else []), "-n", "1", *program]
+        program = [sys.executable, "-c", code]
+        if spawned:
+            command = [sys.executable, "-c", SPAWN, str(count), *program, *map(str, arguments)]
+        else:
+            command = [mpiexec()]
+            for given in each or [arguments] * count:
+                command += [*([":"] if len(command) > 1 else []), "-n", "1", *program]
+                command += map(str, given)
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
         environment = dict([self._mark.split("=")]) | {
             "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1",
@@ -100,14 +113,15 @@ class Ranks:
         return found
 
 
-def train_by(count, *runs, lines="pass"):
+def train_by(count, *runs, lines="pass", shard="auto", spawned=False):
     """Train (config, folder, calls of ``stop`` or None) one after the other, by so many ranks."""
     given = []
     for i, (config, out, calls) in enumerate(runs):
         options = Path(f"{out}-{i}.toml")
         options.write_text(to_toml(config))
         given.append((str(options), str(out), calls))
-    code, said = Ranks(count, TRAIN.format(lines=lines), json.dumps(given)).end()
+    program = TRAIN.format(lines=lines)
+    code, said = Ranks(count, program, json.dumps(given), shard, spawned=spawned).end()
     assert code == 0, said
 
 

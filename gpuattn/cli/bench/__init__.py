@@ -6,7 +6,7 @@ import click
 
 from gpuattn.bench.fused.cases import TABLES
 from gpuattn.bench.samples import SAMPLES
-from gpuattn.cli.bench import attention, calls, data, decode, fused, ops, roofline, train
+from gpuattn.cli.bench import attention, calls, data, decode, fused, ops, roofline, scale, train
 from gpuattn.cuda.gpu import FORCED, forced_capability
 from gpuattn.units import nearest
 
@@ -44,6 +44,7 @@ def command() -> None:
     gpuattn bench decode --model gpt2-124m --peers
     gpuattn bench roofline --plot roofline.png
     gpuattn bench data
+    gpuattn bench scale --parameters 124M --step 18.4
 
     A result is compared with the reference before it is timed. attention, fused, train and roofline
     run in CUDA graphs; ops, calls and decode include the host.
@@ -56,9 +57,9 @@ def _force(ctx, param, arch):
         forced_capability()  # refuses nonsense
 
 
-for _module in (ops, calls, attention, fused, train, decode, roofline, data):
+for _module in (ops, calls, attention, fused, train, decode, roofline, data, scale):
     command.add_command(_module.command)
-    if _module is not data:
+    if _module not in (data, scale):
         arch_option = click.Option(
             ["--arch"], metavar="75", expose_value=False, is_eager=True, callback=_force,
             help="Run kernels as on a GPU of this compute capability (GPUATTN_ARCH).",

@@ -42,13 +42,16 @@ def text_of(number: int, raw: bytes) -> str:
     return raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
 
 
-def arriving(stream: Any, prompt: bool = False) -> Iterator[list[bytes]]:
-    """Yield lists of complete lines: all that have arrived, or at a prompt one at a time."""
+def arriving(stream: Any, prompt: bool = False, ranks: int = 1) -> Iterator[list[bytes]]:
+    """Yield lists of complete lines: all that have arrived, or at a prompt one at a time.
+
+    ``ranks``: how many share them, and get as many more at once.
+    """
     rest = b""
     while True:
         if prompt:
             click.echo("> ", nl=False, err=True)
-        data = stream.readline() if prompt else stream.read1(AT_ONCE)
+        data = stream.readline() if prompt else stream.read1(AT_ONCE * ranks)
         if not data:
             break
         *lines, rest = (rest + data).split(b"\n")

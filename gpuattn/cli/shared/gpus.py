@@ -1,0 +1,57 @@
+"""``--gpus``: a command as several processes of this machine, one for each GPU."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from gpuattn.arrays import import_cupy
+from gpuattn.cli.shared.options import GroupedOption, Parsed
+from gpuattn.errors import ConfigError
+from gpuattn.parallel.spawn import spawn, this_command
+from gpuattn.parallel.world import SPAWNER, discover
+from gpuattn.runtime.device import choose_device
+from gpuattn.units import whole
+
+ALL = "all"
+
+
+def gpus_option(function: Callable) -> Callable:
+    """Add ``--gpus``."""
+    return click.option(
+        "--gpus", type=Parsed(_parse, "N|all"), cls=GroupedOption, group="Machine",
+        help="Use so many GPUs of this machine, a process for each.",
+    )(function)  # fmt: skip
+
+
+def _parse(value: Any) -> int | str:
+    return ALL if value == ALL else whole(1)(value)
+
+
+def run_on(gpus: int | str | None, device: str, command: Sequence[str]) -> int | None:
+    """Run a command as one rank for each of ``gpus``; return its exit code.
+
+    None: this process itself shall do the work, alone or as one of the ranks. ``device``: as
+    ``--device`` says. Raises ConfigError for GPUs that are not there, or on NumPy, and where
+    another launcher has started this process.
+    """
+    world = discover()
+    if gpus is None or world.launcher == SPAWNER:
+        return None
+    if world.launcher:
+        raise ConfigError(
+            f"--gpus {gpus} and {world.launcher}, which has started {world.size} ranks; accepted: "
+            "one of both. Leave --gpus out: each of these ranks takes a GPU"
+        )
+    if device == "numpy":
+        count = gpus if isinstance(gpus, int) else 2
+        raise ConfigError(
+            f"--gpus {gpus} and --device numpy; accepted: one of both. On NumPy: mpirun -n {count} "
+            f"{' '.join(command[:2])} ... --device numpy"
+        )
+    choose_device("cuda")
+    seen = import_cupy().cuda.runtime.getDeviceCount()
+    if gpus != ALL and int(gpus) > seen:
+        raise ConfigError(f"--gpus is {gpus}; accepted: 1 to {seen}, the GPUs that CUDA sees here")
+    count = seen if gpus == ALL else int(gpus)
+    return None if count == 1 else spawn(count, this_command(command[1:]))
