@@ -1,0 +1,167 @@
+"""unfused: the formula in three kernels, which stores the tables of scores and weights.
+
+    S = q k^T;  P = softmax(S);  out = P v
+
+It is what fused kernels are measured against: it runs only where it is asked for by name, as in
+``use_impl(flash_attention="unfused")``, so that a whole model can run it. Both tables are (B, H, T,
+S), on a GPU in the dtype of ``q``, on NumPy in float32 or float64. q is scaled before the product,
+which keeps float16 scores in range. The gradient is the formula too, from the stored weights:
+
+    dv = P^T dout;  dP = dout v^T;  dS = P * (dP - rowsum(dP * P));  dq = dS k;  dk = dS^T q
+"""
+
+from typing import Any
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import get_xp, on_gpu, wide
+from gpuattn.autodiff.gradient_layout import target_like
+from gpuattn.errors import SlowerRefusal
+from gpuattn.gemm.cublaslt import Reason
+from gpuattn.gemm.matmul import matmul_stacks
+from gpuattn.impls import choose
+from gpuattn.ops.attention.dropout import attention_keep_mask
+from gpuattn.ops.attention.gradient import bias_gradient
+from gpuattn.ops.attention.launch import drops
+from gpuattn.ops.softmax import IMPLS as SOFTMAX
+from gpuattn.typing import Array
+
+PARAMS = {"scale": 1.0, "p": 0.0, "key": None, "donate": True}  # of the op ``softmax``
+
+
+def refuse(
+    q: Array, k: Array, v: Array, bias: Any, key_lengths: Any, cu_q: Any, cu_k: Any, slopes: Any,
+    sink: Any, *, window: tuple, align: str, softcap: float | None, **_: Any,
+) -> str | None:  # fmt: skip
+    """Return why neither direction runs here unless asked for, or does not run at all."""
+    features = {"cu_seqlens": cu_q, "alibi_slopes": slopes, "sink": sink, "softcap": softcap}
+    if used := [name for name, value in features.items() if value is not None]:
+        return f"{', '.join(used)} given; the formula here knows masks, bias and dropout only"
+    if window not in ((None, None), (None, 0)):
+        return f"the window is {window}, the formula here knows (None, 0) (causal) or none"
+    if window[1] == 0 and align == "top_left" and q.shape[1] != k.shape[1]:
+        return "a causal mask that is aligned top-left needs as many queries as keys"
+    return SlowerRefusal("it stores tables of T x S numbers; ask for it by name, to compare")
+
+
+def _softmax(scores, mask, lengths, causal):
+    """Return the weights, in the memory of the scores."""
+    inputs, needs, params = [scores, mask, lengths], (False,) * 3, PARAMS | {"causal": causal}
+    chosen = choose(SOFTMAX, inputs, needs=needs, **params)
+    return chosen.forward(*inputs, needs=needs, **params)[0]
+
+
+def _softmax_gradient(weights, dweights, causal):
+    needs, params = (True, False, False), PARAMS | {"causal": causal}
+    chosen = choose(SOFTMAX, [weights, None, None], needs=needs, **params)
+    saved = (weights, None) if chosen.name == "reference" else (weights,)
+    return chosen.backward(saved, dweights, needs=needs, into=(None,) * 3, **params)[0]
+
+
+def _product(a, b):
+    """Return a @ b for stacks of matrices."""
+    if on_gpu(a):
+        done = matmul_stacks(a, b)
+        if type(done) is not Reason:
+            return done
+    return get_xp(a).matmul(a, b)
+
+
+def _seen(x, key_lengths):
+    """Return keys or values (B, S, Hk, D) with 0 past the end: there may be NaN."""
+    if key_lengths is None:
+        return x
+    xp = get_xp(x)
+    inside = xp.arange(x.shape[1]) < key_lengths[:, None]
+    return xp.where(inside[..., None, None], x, x.dtype.type(0))
+
+
+def _stack(x, groups, scale=None):
+    """Return (B, T, H, D) as matrices (B * H / groups, groups * T, D) of the tables' dtype."""
+    B, T, H, D = x.shape
+    dtype = x.dtype if on_gpu(x) else wide(x.dtype)
+    x = x.reshape(B, T, H // groups, groups, D).transpose(0, 2, 3, 1, 4)
+    x = get_xp(x).ascontiguousarray(x, dtype)
+    if scale is not None:
+        x = x * dtype.type(scale)
+    return x.reshape(B * (H // groups), groups * T, D)
+
+
+def _unstack(stack, target):
+    """Write such matrices to an array (B, T, H, D)."""
+    B, T, H, D = target.shape
+    heads = stack.shape[0] // B if B else 1
+    parts = stack.reshape(B, heads, H // heads, T, D).transpose(0, 3, 1, 2, 4)
+    target[...] = parts.reshape(B, T, H, D)
+
+
+def forward(
+    q: Array, k: Array, v: Array, bias: Array | None, key_lengths: Array | None, *extras: Any,
+    needs: tuple, scale: float, window: tuple, dropout_p: float, key: Any, **_: Any,
+) -> tuple:  # fmt: skip
+    """Return (out, lse) and what the gradient needs. ``lse`` is NaN: no pass computes it."""
+    (B, T, H, _), (S, kv_heads) = q.shape, k.shape[1:3]
+    out = arrays.empty(q, (B, T, H, v.shape[-1]))
+    lse = arrays.empty(q, (B, H, T), np.float32)
+    lse[...] = np.nan
+    inputs = q, k, v, bias, key_lengths, *extras
+    if not out.size or not S:
+        out[...] = 0
+        return (out, lse), (*inputs, out, lse, None, None, None) if any(needs) else None
+    groups = H // kv_heads
+    arrays.unrecorded_write()
+    queries = _stack(q, groups, scale)
+    keys, values = (_stack(_seen(x, key_lengths), 1) for x in (k, v))
+    scores = _product(queries, keys.swapaxes(1, 2)).reshape(B, H, T, S)
+    mask = bias if bias is None or bias.dtype == bool else bias.astype(scores.dtype, copy=False)
+    weights = _softmax(scores, mask, key_lengths, window[1] == 0)
+    kept, used = None, weights
+    if drops(dropout_p):
+        kept = attention_keep_mask(get_xp(q), weights.shape, dropout_p, key)
+        used = weights * _factors(kept, dropout_p, weights.dtype)
+    _unstack(_product(used.reshape(B * kv_heads, groups * T, S), values), out)
+    saved = (*inputs, out, lse, weights, kept, used) if any(needs) else None
+    return (out, lse), saved
+
+
+def _factors(kept, p, dtype):
+    return kept * dtype.type(1 / (1 - p))
+
+
+def backward(
+    saved: tuple, dout: Any, dlse: Any, *, needs: tuple, into: tuple, scale: float, window: tuple,
+    dropout_p: float, **_: Any,
+) -> tuple:  # fmt: skip
+    """Return the gradients of q, k, v and bias (None for the rest)."""
+    q, k, v, bias, key_lengths, *_, out, lse, weights, kept, used = saved
+    dq, dk, dv = (_target(x, slot) for x, slot in zip((q, k, v), into, strict=False))
+    dbias = arrays.zeros(q, bias.shape, bias.dtype) if needs[3] else None
+    rest = (None,) * 5
+    if dout is None or weights is None:
+        for x in (dq, dk, dv):
+            x[...] = 0
+        return dq, dk, dv, dbias, *rest
+    arrays.unrecorded_write()
+    B, H, T, S = weights.shape
+    groups, table = H // k.shape[2], (B * k.shape[2], -1, S)
+    dout = _stack(dout.astype(q.dtype, copy=False), groups)
+    _unstack(_product(used.reshape(table).swapaxes(1, 2), dout), dv)
+    dweights = _product(dout, _stack(_seen(v, key_lengths), 1).swapaxes(1, 2)).reshape(
+        weights.shape
+    )
+    if kept is not None:
+        dweights *= _factors(kept, dropout_p, weights.dtype)
+    dscores = _softmax_gradient(weights, dweights, window[1] == 0)
+    if needs[3]:
+        dbias = bias_gradient(dscores.astype(wide(q.dtype), copy=False), bias)
+    dscores = dscores.reshape(table)
+    dqueries = _product(dscores, _stack(_seen(k, key_lengths), 1))
+    _unstack(dqueries * dqueries.dtype.type(scale), dq)
+    _unstack(_product(dscores.swapaxes(1, 2), _stack(q, groups, scale)), dk)
+    return dq, dk, dv, dbias, *rest
+
+
+def _target(x, slot):
+    target = target_like(slot, x)
+    return arrays.empty(x, x.shape) if target is None else target
