@@ -4,7 +4,17 @@ import click
 
 from gpuattn.bench.fused.cases import TABLES
 from gpuattn.bench.samples import SAMPLES
-from gpuattn.cli.bench import attention, calls, data, decode, fused, ops, roofline, train
+from gpuattn.cli.bench import (
+    attention,
+    calls,
+    data,
+    decode,
+    fused,
+    machine,
+    ops,
+    roofline,
+    train,
+)
 from gpuattn.units import nearest
 
 
@@ -40,6 +50,7 @@ def command() -> None:
     gpuattn bench train --model base --peers
     gpuattn bench decode --model gpt2-124m --peers
     gpuattn bench roofline --plot roofline.png
+    gpuattn bench machine
     gpuattn bench data
 
     A result is compared with the reference before it is timed. attention, fused, train and roofline
@@ -47,5 +58,5 @@ def command() -> None:
     """
 
 
-for _module in (ops, calls, attention, fused, train, decode, roofline, data):
+for _module in (ops, calls, attention, fused, train, decode, roofline, machine, data):
     command.add_command(_module.command)
