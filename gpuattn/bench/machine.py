@@ -20,7 +20,7 @@ from gpuattn.gemm import cublaslt
 
 STRIDES = (1, 2, 4, 8, 16, 32)
 COPIED = {"cupy": 1 << 24, "numpy": 1 << 20}  # float32 numbers of a copy
-CACHED = 1 << 11  # float32 numbers of a copy within a cache
+CACHED = 1 << 14  # float32 numbers of a copy within a cache
 LAUNCHES = 200
 SIDE = {"FP64": 4096}  # of products on a GPU; others 8192
 HERE = {  # on NumPy: the dtype and the side of its products

@@ -123,13 +123,17 @@ def _run(chosen, found, path, smoke, long, device):
         keep(chapters.run(chapter, Say(device, smoke=smoke, long=long, tell=click.echo), keep))
 
 
+def _stop(*_):
+    raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
 def _ending_as_ctrl_c():
     """Let a request to end (SIGTERM, as of ``timeout``) do what Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ Vary: python -m gpuattn.lecture.c21_heads heads=32 n=8192
 """
 
 # %%
+from functools import partial
 from types import SimpleNamespace
 
 import gpuattn
@@ -58,6 +59,19 @@ for name, (queries, keys, size, ffn) in TABLE.items():
     layer = SimpleNamespace(d_model=1024, heads=queries, kv_heads=keys, head_size=size, ffn=ffn,
                             activation="relu", stacks=((1, False),))  # fmt: skip
     say.exact("B24", f"weights, {name}", layer_weights(layer))
+# %% [markdown]
+# A step of decoding reads the whole cache: what it moves, and its time by the clock.
+# %%
+keys, dtype = (8192, "float16") if say.device == "cuda" else (n, "float32")
+q, lengths = say.normal(8, 1, heads, head_size, dtype=dtype), say.xp.full(8, keys, "int32")
+calls, moved = {}, {}
+for k in (1, heads):
+    caches = [say.normal(8, keys, k, head_size, dtype=dtype) for _ in "kv"]
+    calls[k] = partial(gpuattn.decode_attention, q, *caches, lengths)
+    moved[k] = gpuattn.traffic(gpuattn.decode_attention, q, *caches, lengths).bytes / 1e6
+say.order("B26", "bytes of a step, 1 head of keys and all", moved[1], moved[heads], "MB")
+us = say.kernel_times(calls)
+say.order("B26", "time of a step, 1 head of keys and all", us[1], us[heads], "us", clock=True)
 # %%
 alt = "; ".join(f"{k} heads: {size / 2**20:.1f} MiB" for k, size in sizes.items())
 bars = {f"{k} of {heads} heads": size / 2**20 for k, size in sizes.items()}

@@ -23,6 +23,7 @@ from gpuattn.gemm.matmul import matmul_stacks
 from gpuattn.impls import choose
 from gpuattn.ops.attention.dropout import attention_keep_mask
 from gpuattn.ops.attention.gradient import bias_gradient
+from gpuattn.ops.attention.grids import Packed
 from gpuattn.ops.attention.launch import drops
 from gpuattn.ops.softmax import IMPLS as SOFTMAX
 from gpuattn.typing import Array
@@ -35,12 +36,16 @@ def refuse(
     sink: Any, *, window: tuple, align: str, softcap: float | None, **_: Any,
 ) -> str | None:  # fmt: skip
     """Return why neither direction runs here unless asked for, or does not run at all."""
-    features = {"cu_seqlens": cu_q, "alibi_slopes": slopes, "sink": sink, "softcap": softcap}
+    features = {"alibi_slopes": slopes, "sink": sink, "softcap": softcap}
     if used := [name for name, value in features.items() if value is not None]:
         return f"{', '.join(used)} given; the formula here knows masks, bias and dropout only"
     if window not in ((None, None), (None, 0)):
         return f"the window is {window}, the formula here knows (None, 0) (causal) or none"
-    if window[1] == 0 and align == "top_left" and q.shape[1] != k.shape[1]:
+    if cu_q is not None and bias is not None:
+        return "bias given with cu_seqlens; the formula here knows it for a dense batch only"
+    if window[1] == 0 and cu_q is not None and cu_q is not cu_k:
+        return "a causal mask of packed sequences needs the same cu_seqlens for queries and keys"
+    if window[1] == 0 and cu_q is None and align == "top_left" and q.shape[1] != k.shape[1]:
         return "a causal mask that is aligned top-left needs as many queries as keys"
     return SlowerRefusal("it stores tables of T x S numbers; ask for it by name, to compare")
 
@@ -69,7 +74,7 @@ def _product(a, b):
 
 
 def _seen(x, key_lengths):
-    """Return keys or values (B, S, Hk, D) with 0 past the end: there may be NaN."""
+    """Return rows (B, S, H, D) with 0 past the end of their sequence: there may be NaN."""
     if key_lengths is None:
         return x
     xp = get_xp(x)
@@ -98,31 +103,69 @@ def _unstack(stack, target):
 
 def forward(
     q: Array, k: Array, v: Array, bias: Array | None, key_lengths: Array | None, *extras: Any,
-    needs: tuple, scale: float, window: tuple, dropout_p: float, key: Any, **_: Any,
+    needs: tuple, scale: float, window: tuple, dropout_p: float, key: Any, max_seqlen_q: int,
+    max_seqlen_k: int, **_: Any,
 ) -> tuple:  # fmt: skip
-    """Return (out, lse) and what the gradient needs. ``lse`` is NaN: no pass computes it."""
-    (B, T, H, _), (S, kv_heads) = q.shape, k.shape[1:3]
-    out = arrays.empty(q, (B, T, H, v.shape[-1]))
-    lse = arrays.empty(q, (B, H, T), np.float32)
-    lse[...] = np.nan
+    """Return (out, lse) and what the gradient needs. ``lse`` is NaN: no pass computes it.
+
+    Packed sequences are padded to the longest.
+    """
     inputs = q, k, v, bias, key_lengths, *extras
-    if not out.size or not S:
+    *lead, H, _ = q.shape
+    out = arrays.empty(q, (*lead, H, v.shape[-1]))
+    lse = arrays.empty(q, (*lead[:-1], H, lead[-1]), np.float32)
+    lse[...] = np.nan
+    if not out.size or not k.size:
         out[...] = 0
-        return (out, lse), (*inputs, out, lse, None, None, None) if any(needs) else None
-    groups = H // kv_heads
+        return (out, lse), (*inputs, out, lse, None, None, None, None) if any(needs) else None
     arrays.unrecorded_write()
+    layout, lengths = None, key_lengths
+    if extras[0] is not None:
+        layout = _padded(q, k, extras[0], extras[1], max_seqlen_q, max_seqlen_k)
+        lengths = layout.keys
+        if key_lengths is not None:
+            lengths = get_xp(q).minimum(lengths, key_lengths)
+    q, k, v = _taken(layout, q, k, v)
+    (B, T, H, _), (S, kv_heads) = q.shape, k.shape[1:3]
+    groups, heads = H // kv_heads, B * kv_heads
     queries = _stack(q, groups, scale)
-    keys, values = (_stack(_seen(x, key_lengths), 1) for x in (k, v))
+    keys, values = (_stack(_seen(x, lengths), 1) for x in (k, v))
     scores = _product(queries, keys.swapaxes(1, 2)).reshape(B, H, T, S)
     mask = bias if bias is None or bias.dtype == bool else bias.astype(scores.dtype, copy=False)
-    weights = _softmax(scores, mask, key_lengths, window[1] == 0)
+    weights = _softmax(scores, mask, lengths, window[1] == 0)
     kept, used = None, weights
     if drops(dropout_p):
         kept = attention_keep_mask(get_xp(q), weights.shape, dropout_p, key)
         used = weights * _factors(kept, dropout_p, weights.dtype)
-    _unstack(_product(used.reshape(B * kv_heads, groups * T, S), values), out)
-    saved = (*inputs, out, lse, weights, kept, used) if any(needs) else None
+    _put(layout, out, _product(used.reshape(heads, groups * T, S), values), (B, T, H))
+    saved = (*inputs, out, lse, weights, kept, used, lengths) if any(needs) else None
     return (out, lse), saved
+
+
+def _padded(q, k, cu_q, cu_k, *longest):
+    """Return the layout of packed sequences, padded to one batch."""
+    starts = [cu[:-1].astype(np.int64) for cu in (cu_q, cu_k)]
+    lengths = [cu[1:] - first for cu, first in zip((cu_q, cu_k), starts, strict=True)]
+    return Packed(get_xp(q), slice(None), starts, lengths, longest, (q.shape[0], k.shape[0]))
+
+
+def _taken(layout, *inputs):
+    """Return q, k and v, or what is like q, in a dense batch."""
+    if layout is None:
+        return inputs
+    return tuple(layout.take(x, int(i > 0)) for i, x in enumerate(inputs))
+
+
+def _put(layout, target, stack, lead, side=0):
+    """Write the matrices of a batch of ``lead`` = (B, T, H) to ``target``."""
+    if layout is None:
+        _unstack(stack, target)
+        return
+    dense = arrays.empty(target, (*lead, target.shape[-1]))
+    _unstack(stack, dense)
+    room = arrays.empty(target, (len(target) + 1, *target.shape[1:]))  # a row for the padding
+    layout.put(room, dense, side)
+    target[...] = room[:-1]
 
 
 def _factors(kept, p, dtype):
@@ -131,34 +174,40 @@ def _factors(kept, p, dtype):
 
 def backward(
     saved: tuple, dout: Any, dlse: Any, *, needs: tuple, into: tuple, scale: float, window: tuple,
-    dropout_p: float, **_: Any,
+    dropout_p: float, max_seqlen_q: int, max_seqlen_k: int, **_: Any,
 ) -> tuple:  # fmt: skip
     """Return the gradients of q, k, v and bias (None for the rest)."""
-    q, k, v, bias, key_lengths, *_, out, lse, weights, kept, used = saved
-    dq, dk, dv = (_target(x, slot) for x, slot in zip((q, k, v), into, strict=False))
+    q, k, v, bias, _, cu_q, cu_k, *_, weights, kept, used, lengths = saved
+    grads = dq, dk, dv = [_target(x, slot) for x, slot in zip((q, k, v), into, strict=False)]
     dbias = arrays.zeros(q, bias.shape, bias.dtype) if needs[3] else None
     rest = (None,) * 5
     if dout is None or weights is None:
-        for x in (dq, dk, dv):
+        for x in grads:
             x[...] = 0
         return dq, dk, dv, dbias, *rest
     arrays.unrecorded_write()
+    layout = None
+    if cu_q is not None:
+        layout = _padded(q, k, cu_q, cu_k, max_seqlen_q, max_seqlen_k)
+    (dout,) = _taken(layout, dout.astype(q.dtype, copy=False))
+    if layout is not None:
+        dout = _seen(dout, layout.queries)
+    q, k, v = _taken(layout, q, k, v)
     B, H, T, S = weights.shape
     groups, table = H // k.shape[2], (B * k.shape[2], -1, S)
-    dout = _stack(dout.astype(q.dtype, copy=False), groups)
-    _unstack(_product(used.reshape(table).swapaxes(1, 2), dout), dv)
-    dweights = _product(dout, _stack(_seen(v, key_lengths), 1).swapaxes(1, 2)).reshape(
-        weights.shape
-    )
+    of_queries, of_keys = (B, T, H), (B, S, k.shape[2])
+    dout, k, v = _stack(dout, groups), _stack(_seen(k, lengths), 1), _stack(_seen(v, lengths), 1)
+    _put(layout, dv, _product(used.reshape(table).swapaxes(1, 2), dout), of_keys, 1)
+    dweights = _product(dout, v.swapaxes(1, 2)).reshape(weights.shape)
     if kept is not None:
         dweights *= _factors(kept, dropout_p, weights.dtype)
     dscores = _softmax_gradient(weights, dweights, window[1] == 0)
     if needs[3]:
-        dbias = bias_gradient(dscores.astype(wide(q.dtype), copy=False), bias)
+        dbias = bias_gradient(dscores.astype(wide(dscores.dtype), copy=False), bias)
     dscores = dscores.reshape(table)
-    dqueries = _product(dscores, _stack(_seen(k, key_lengths), 1))
-    _unstack(dqueries * dqueries.dtype.type(scale), dq)
-    _unstack(_product(dscores.swapaxes(1, 2), _stack(q, groups, scale)), dk)
+    dqueries = _product(dscores, k)
+    _put(layout, dq, dqueries * dqueries.dtype.type(scale), of_queries)
+    _put(layout, dk, _product(dscores.swapaxes(1, 2), _stack(q, groups, scale)), of_keys, 1)
     return dq, dk, dv, dbias, *rest
 
 

@@ -41,6 +41,50 @@ def run(rng, xp, impl, dtype, T=24, S=24, kv_heads=4, Dv=16, **given):
     return [to_cpu(x).astype(np.float64) for x in (out.data, *(leaf.grad for leaf in wanted))]
 
 
+def run_packed(xp, impl, dtype, offsets, **given):
+    """Return the output and the gradients of packed sequences."""
+    rng = np.random.default_rng(0)
+    cu = [xp.asarray(np.cumsum(lengths), np.int32) for lengths in offsets]
+    shapes = [(int(cu[i][-1]), heads, 8) for i, heads in ((0, 4), (1, 2), (1, 2))]
+    leaves = [Tensor(xp.asarray(rng.standard_normal(s)).astype(dtype), requires_grad=True)
+              for s in shapes]  # fmt: skip
+    longest = {
+        f"max_seqlen_{side}": max(lengths) for side, lengths in zip("qk", offsets, strict=True)
+    }
+    both = {"cu_seqlens_q": cu[0]} if offsets[0] is offsets[1] else {
+        "cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1]}  # fmt: skip
+    out = flash_attention(*leaves, **both, **longest, **given, impl=impl)
+    out.backward(xp.asarray(rng.standard_normal(out.shape)).astype(dtype))
+    return [to_cpu(x).astype(np.float64) for x in (out.data, *(leaf.grad for leaf in leaves))]
+
+
+EVEN = (0, 5, 0, 17, 1)
+PACKED = {
+    "causal": ((EVEN, EVEN), {"causal": True, "dropout_p": 0.3, "seed": 2}),
+    "cross": ((EVEN, (0, 7, 3, 9, 4)), {}),
+    "lengths": ((EVEN, EVEN), {"key_lengths": np.array([2, 9, 0, 1], np.int32)}),
+}  # fmt: skip
+
+
+def compare_packed(xp, dtype, name):
+    offsets, given = PACKED[name]
+    moved = {k: xp.asarray(x) if isinstance(x, np.ndarray) else x for k, x in given.items()}
+    mine = run_packed(xp, "unfused", dtype, offsets, **moved)
+    right = run_packed(np, "reference", "float64", offsets, **given)
+    for got, want in zip(mine, right, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=BOUND[dtype] * max(1, abs(want).max()))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(name):
+    compare_packed(np, "float64", name)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_on_the_gpu(gpu, name):
+    compare_packed(gpu, "float16", name)
+
+
 def compare(xp, dtype, case):
     mine = run(np.random.default_rng(0), xp, "unfused", dtype, **case)
     right = run(np.random.default_rng(0), np, "reference", "float64", **case)
@@ -129,6 +173,15 @@ def test_a_whole_model_runs_it():
         found.append((float(loss.data), gradients))
     assert abs(found[0][0] - found[1][0]) < 1e-5
     np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
+
+
+def test_packed_sequences_that_the_formula_lacks_are_refused():
+    q, cu = np.zeros((8, 2, 4)), np.array([0, 3, 8], np.int32)
+    with pytest.raises(UnsupportedError, match="the same cu_seqlens"):
+        flash_attention(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu.copy(), causal=True,
+                        impl="unfused")  # fmt: skip
+    with pytest.raises(UnsupportedError, match="bias given with cu_seqlens"):
+        flash_attention(q, q, q, cu_seqlens_q=cu, bias=np.zeros(8), impl="unfused")
 
 
 def test_the_list_of_forms_ends_with_it_and_the_reference():
