@@ -126,8 +126,10 @@ def _attention(call: Call, impl: str, direction: str) -> tuple[dict[str, int], d
     if impl == "numba":
         from gpuattn.numbakernels.flash_attention import TILE
 
-        tiles = -(-q.shape[1] // TILE) * q.shape[2] // k.shape[2]
-        reads |= {name: reads[name] * tiles for name in ("k", "v")}
+        T, S, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+        ends = np.minimum(np.arange(TILE, T + TILE, TILE) + S - T, S)  # keys that a tile may see
+        rows = ends.clip(0).sum() if call.params["window"][1] == 0 else len(ends) * S
+        reads |= {name: reads[name] * group * int(rows) // S for name in ("k", "v")}
     return reads, writes
 
 

@@ -10,6 +10,9 @@ Vary: python -m gpuattn.lecture.c05_reads N=64
 """
 
 # %%
+import importlib.util
+from functools import partial
+
 import numpy as np
 
 import gpuattn
@@ -63,6 +66,16 @@ say.curves(f"Reads of a number over the side of the tile, product of {N} x {N}",
 work = {tile: 2 * N**3 / (count * 2 * N * N) for tile, count in curve}  # FLOPs a number read
 few, many = work[1], work[16]
 say.order("E17", "FLOPs for a number read, with tiles of 1 and of 16", few, many)
+if say.device == "cuda" and importlib.util.find_spec("numba"):  # to read: numbakernels/matmul.py
+    from gpuattn.numbakernels.matmul import TILE, product
+
+    a, b = say.normal(1024, 1024), say.normal(1024, 1024)
+    (_, every), (_, once) = product(a, b, shared=False), product(a, b)
+    say.near("E15", f"reads by threads alone over those by tiles: beside {TILE}",
+             abs(every / once / TILE - 1), 0)  # fmt: skip
+    us = say.times({shared: partial(product, a, b, shared=shared) for shared in (True, False)})
+    say.order("E15", "time of the product, by tiles and alone", us[True], us[False], "us",
+              clock=True)  # fmt: skip
 # %% [markdown]
 # Reads of neighbours: a copy of every n-th number fetches the numbers between, too.
 # %%

@@ -89,14 +89,17 @@ say.curves("TFLOP/s of attention over the tokens, heads of 128", alt, lines, lab
 # 48 heads of 64, forward and backward, until memory ends. In pieces the formula needs less memory,
 # but its pieces are written and read as the table was.
 # %%
-longest, heads = (65536, 48) if say.device == "cuda" else (T, 4)
+longest, heads, n = (32768, 48, 2048) if say.device == "cuda" else (T, 4, 1024)
 held: dict[str, list] = {"fused": [], "unfused": []}
 
 
-def peak(length, impl):
-    """Return the MiB that forward and backward hold."""
+def draw(length):
     shape = 1, length, heads, 64
-    leaves = [gpuattn.Tensor(say.normal(*shape, dtype=dtype), requires_grad=True) for _ in "qkv"]
+    return [gpuattn.Tensor(say.normal(*shape, dtype=dtype), requires_grad=True) for _ in "qkv"]
+
+
+def peak(leaves, impl):
+    """Return the MiB that forward and backward hold."""
 
     def both():
         out = gpuattn.flash_attention(*leaves, impl=impl)
@@ -106,17 +109,19 @@ def peak(length, impl):
 
 
 for length in (longest // 64, longest // 16, longest // 4, longest):
+    leaves = draw(length)
     for name, impl in (("fused", None), ("unfused", "unfused")):
-        held[name].append((length, peak(length, impl)))
+        held[name].append((length, peak(leaves, impl)))
     say.clear()
 fit = [length for length, size in held["unfused"] if np.isfinite(size)]
 less, more = (dict(held[name])[fit[-1]] for name in ("fused", "unfused"))
 say.order("C15", f"memory of {fit[-1]:,} tokens, fused and unfused", less, more, "MiB")
 ended = "no memory for the unfused form beyond" if fit[-1] < longest else "it fitted up to"
 say.record("C15", ended, fit[-1])
-pieces, whole = peak(1024, "reference"), peak(1024, "unfused")
-say.order("C16", "memory of 1,024 tokens, in pieces and whole", pieces, whole, "MiB")
-q = say.xp.empty((1, 1024, heads, 64), np.float32)
+leaves = draw(n)
+pieces, whole = peak(leaves, "reference"), peak(leaves, "unfused")
+say.order("C16", f"memory of {n:,} tokens, in pieces and whole", pieces, whole, "MiB")
+q = say.xp.empty((1, n, heads, 64), np.float32)
 moved = [gpuattn.traffic(gpuattn.flash_attention, q, q, q, impl=name).bytes
          for name in ("reference", "unfused")]  # fmt: skip
 ratio = moved[0] / moved[1]

@@ -108,7 +108,7 @@ for name, (shape, *forms) in FORMS.items():
         say.order("D07", "calls of its gradient", fused[1], composed[1])
         if say.device == "cuda":
             launches = [say.launches(partial(both_ways, form, x)) for form in forms]
-            say.order("D07", "launches, forward and backward", launches[1], launches[0])
+            say.record("D07", "launches forward and backward, composed and one op", launches)
     elif name != "dropout":
         say.order(id, f"MB that {name} moves, one op and composed", fused[2], composed[2], "MB")
     what = f"time of {name}, forward and backward, one op and composed"

@@ -57,8 +57,7 @@ say.order("D10", "products, together and apart", one, many)
 less, more = (sum(call.bytes for call in calls) / 1e6 for calls in (once, apart))
 say.order("D10", "bytes, together and apart", less, more, "MB")
 # %% [markdown]
-# The stages of a step of a small translator, by the clock; and its ops by kind, with the row ops as
-# kernels of one op each and as formulas.
+# The stages of a step of a small translator, by the clock.
 # %%
 config = gpuattn.models.TranslationConfig(
     vocab=256, d_model=width, heads=heads, layers=(layers, layers), ffn=4 * width, dropout=0.0
@@ -80,21 +79,6 @@ for _ in range(2):  # the second is measured
         stages[name] = (end - begin) * 1e3
 say.record("D02", "ms here: forward, backward, update", [round(ms, 2) for ms in stages.values()])
 
-
-def others():
-    """Return the share of a step's time that is not of matrix products or attention, in percent."""
-    with hooked(watcher := watch(say.device)):
-        model.loss(batch).backward()
-    whole = sum(call["us"] for call in watcher.calls)
-    return 100 * sum(call["us"] for call in watcher.calls if not call["flops"]) / whole
-
-
-FORMULAS = ("layer_norm", "dropout_add_norm", "cross_entropy", "embedding")
-fused = others()
-with gpuattn.use_impl(**dict.fromkeys(FORMULAS, "reference")):
-    composed = others()
-what = "share of ops other than products and attention, fused and as formulas"
-say.order("D33", what, fused, composed, "%", clock=True)
 # %% [markdown]
 # The whole step of the translator of Vaswani et al., over the batch: with all that fuses, as a CUDA
 # graph on a GPU, and without: the unfused form of attention, launch by launch.
@@ -128,3 +112,23 @@ say.curves("Step before over after, over the sentences of a batch", alt, {"here"
            label="sentences", log_x=True)  # fmt: skip
 alt = "; ".join(f"{name} {ms:.1f} ms" for name, ms in stages.items())
 say.bars(f"Stages of a step of a translator, {layers} + {layers} layers", alt, stages, "ms")
+# %% [markdown]
+# Ops one by one: what is neither a product nor attention, with fused ops and with their formulas.
+# %%
+ROWS = ("layer_norm", "dropout_add_norm", "linear_dropout_add_norm")
+
+
+def calls_of_a_step():
+    """Return the calls of ops of a step; on a GPU each is timed as a CUDA graph."""
+    with say.stream(), hooked(watcher := watch(say.device)):
+        model.loss(batch).backward()
+    return watcher.calls
+
+
+calls = calls_of_a_step()
+fused, products = (sum(c["us"] for c in calls if c["flops"] or every) for every in (True, False))
+with gpuattn.use_impl(**dict.fromkeys(ROWS, "reference")):
+    composed = sum(call["us"] for call in calls_of_a_step())
+less, more = (100 * (1 - products / whole) for whole in (fused, composed))
+say.order("D33", "share of ops but products and attention, fused and as formulas", less, more, "%",
+          clock=True)  # fmt: skip

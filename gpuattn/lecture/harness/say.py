@@ -11,6 +11,7 @@ kind ``printed``, ``right``, ``bound``, or ``less``, ``more`` (lists of samples 
 ``clock`` and ``unit``; ``verdict`` is the kind, or "fails".
 """
 
+import contextlib
 import gc
 import math
 import statistics
@@ -92,9 +93,8 @@ class Say:
         """Return the microseconds of each call; on a GPU in CUDA graphs, without the host's."""
         if self.device != "cuda":
             return self.times(calls)
-        self.xp.cuda.Device().synchronize()
         try:
-            with self.xp.cuda.Stream(non_blocking=True):
+            with self.stream():
                 graphs = {name: _graph(call) for name, call in calls.items()}
                 times = timing.alternate(graphs)
         except Exception as error:  # noqa: BLE001 no graph can hold them: with the host, then
@@ -105,12 +105,18 @@ class Say:
             for name, samples in times.items()
         }
 
+    def stream(self) -> Any:
+        """Return the context of a stream that CUDA graphs can be captured on; of none on NumPy."""
+        if self.device != "cuda":
+            return contextlib.nullcontext()
+        self.xp.cuda.Device().synchronize()
+        return self.xp.cuda.Stream(non_blocking=True)
+
     def launches(self, call: Callable[[], Any]) -> int | None:
         """Return how many kernels, copies and fills a call launches; None on NumPy."""
         if self.device != "cuda":
             return None
-        self.xp.cuda.Device().synchronize()
-        with self.xp.cuda.Stream(non_blocking=True):
+        with self.stream():
             return timing.Graph([call, timing.captured]).results[-1]
 
     def peak(self, call: Callable[[], Any]) -> float:

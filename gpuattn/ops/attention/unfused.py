@@ -77,9 +77,10 @@ def _seen(x, key_lengths):
     """Return rows (B, S, H, D) with 0 past the end of their sequence: there may be NaN."""
     if key_lengths is None:
         return x
-    xp = get_xp(x)
+    xp, work = get_xp(x), wide(x.dtype)
     inside = xp.arange(x.shape[1]) < key_lengths[:, None]
-    return xp.where(inside[..., None, None], x, x.dtype.type(0))
+    inside = inside[..., None, None]
+    return xp.where(inside, x.astype(work, copy=False), work.type(0)).astype(x.dtype, copy=False)
 
 
 def _stack(x, groups, scale=None):
@@ -89,7 +90,7 @@ def _stack(x, groups, scale=None):
     x = x.reshape(B, T, H // groups, groups, D).transpose(0, 2, 3, 1, 4)
     x = get_xp(x).ascontiguousarray(x, dtype)
     if scale is not None:
-        x = x * dtype.type(scale)
+        x = x * float(scale)
     return x.reshape(B * (H // groups), groups * T, D)
 
 
@@ -136,7 +137,7 @@ def forward(
     kept, used = None, weights
     if drops(dropout_p):
         kept = attention_keep_mask(get_xp(q), weights.shape, dropout_p, key)
-        used = weights * _factors(kept, dropout_p, weights.dtype)
+        used = _drop(weights, kept, dropout_p)
     _put(layout, out, _product(used.reshape(heads, groups * T, S), values), (B, T, H))
     saved = (*inputs, out, lse, weights, kept, used, lengths) if any(needs) else None
     return (out, lse), saved
@@ -168,8 +169,11 @@ def _put(layout, target, stack, lead, side=0):
     target[...] = room[:-1]
 
 
-def _factors(kept, p, dtype):
-    return kept * dtype.type(1 / (1 - p))
+def _drop(x, kept, p):
+    """Return a table with 0 where it is not kept, else divided by 1 - p."""
+    work = wide(x.dtype)
+    factors = kept * work.type(1 / (1 - p))
+    return (x.astype(work, copy=False) * factors).astype(x.dtype, copy=False)
 
 
 def backward(
@@ -200,13 +204,13 @@ def backward(
     _put(layout, dv, _product(used.reshape(table).swapaxes(1, 2), dout), of_keys, 1)
     dweights = _product(dout, v.swapaxes(1, 2)).reshape(weights.shape)
     if kept is not None:
-        dweights *= _factors(kept, dropout_p, weights.dtype)
+        dweights = _drop(dweights, kept, dropout_p)
     dscores = _softmax_gradient(weights, dweights, window[1] == 0)
     if needs[3]:
         dbias = bias_gradient(dscores.astype(wide(dscores.dtype), copy=False), bias)
     dscores = dscores.reshape(table)
     dqueries = _product(dscores, k)
-    _put(layout, dq, dqueries * dqueries.dtype.type(scale), of_queries)
+    _put(layout, dq, dqueries * float(scale), of_queries)
     _put(layout, dk, _product(dscores.swapaxes(1, 2), _stack(q, groups, scale)), of_keys, 1)
     return dq, dk, dv, dbias, *rest
 
