@@ -197,7 +197,7 @@ class _Watcher:
             self.calls.append({
                 "op": op, "direction": "update" if op in op_work.UPDATES else direction, "us": us,
                 "launches": launches,
-                "bytes": op_work.moved(op, direction, arguments, given, result),
+                "bytes": op_work.moved(op, direction, arguments, given, result, function),
                 "flops": op_work.flops(op, direction, arguments, given),
             })  # fmt: skip
             return result

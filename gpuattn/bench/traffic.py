@@ -1,35 +1,22 @@
 """The byte model: what a call reads and writes in the large memory, by implementation and array.
 
-Of attention the bytes follow from the shapes and from the implementation that would run:
-
-- Fused kernels read q, k and v once and write the output and lse. That is the least; it holds where
-  the cache keeps the keys and values of the heads at work, which other tiles of queries read again.
-- "unfused" writes and reads its tables, (B, H, T, S), as its products and its softmax do: forward
-  the scores (written, read) and the weights (written, read), backward seven times. Dropout reads
-  and writes a table and a mask of bytes more. "copies": what puts the heads of q, k, v and the
-  output apart for its products.
-- "numba" has no cache in its model: each tile of queries reads all keys and values.
-- "reference" is the formula too, on some keys at a time: the same traffic with less memory, unless
-  a cache holds its block.
-
-Other ops are run once, and each array that they read or write counts once: ``op_work``.
+Of attention the bytes follow from the shapes and from the implementation that would run, by
+``attention_traffic``. Other ops are run once, and each array that they read or write counts once:
+``op_work``.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from gpuattn.arrays import is_array, wide
+from gpuattn.arrays import is_array
 from gpuattn.autodiff.hooks import hooked
 from gpuattn.autodiff.tape import raw
 from gpuattn.autodiff.tensor import Tensor
-from gpuattn.bench import op_work
+from gpuattn.bench import attention_traffic, op_work
 from gpuattn.errors import problem
-from gpuattn.impls import Call, prepare
+from gpuattn.impls import prepare
 from gpuattn.ops.attention.flash_attention import NAME
-from gpuattn.ops.attention.launch import drops
 
 DIRECTIONS = ("forward", "backward")
 
@@ -50,7 +37,7 @@ class Traffic:
     @property
     def bytes(self) -> int:
         """All bytes, read and written."""
-        return sum(self.reads.values()) + sum(self.writes.values())
+        return attention_traffic.total(self.reads) + attention_traffic.total(self.writes)
 
     def __str__(self) -> str:
         lines = [f"{self.op}, {self.impl}, {self.direction}: {self.bytes / 1e6:,.3f} MB"]
@@ -84,71 +71,13 @@ def traffic(op: Callable, *args: Any, direction: str = "forward", **kwargs: Any)
         needs = tuple(_is_float(x) for x in call.arrays)
         if direction == "backward":
             chosen = call.choose_backward(chosen, needs)
-        reads, writes = _attention(call, chosen.name, direction)
+        reads, writes = attention_traffic.model(call.arrays, call.params, chosen.name, direction)
         return Traffic(NAME, chosen.name, direction, reads, writes)
     return _counted(call.impls.op, op, args, kwargs, direction)
 
 
 def _is_float(x):
     return x is not None and x.dtype.kind not in "biu"
-
-
-# ---- attention ----------------------------------------------------------------------------------
-
-
-def _attention(call: Call, impl: str, direction: str) -> tuple[dict[str, int], dict[str, int]]:
-    q, k, v, bias, lengths, cu_q, cu_k, slopes, sink = call.arrays
-    rows = q.size // q.shape[-1]  # queries of all heads
-    out, lse = rows * v.shape[-1] * q.itemsize, rows * 4
-    reads = {"q": q.nbytes, "k": k.nbytes, "v": v.nbytes}
-    given = {"bias": bias, "key_lengths": lengths, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k,
-             "alibi_slopes": slopes, "sink": sink}  # fmt: skip
-    reads |= {name: x.nbytes for name, x in given.items() if x is not None}
-    writes = {"out": out}
-    backward = direction == "backward"
-    if backward:
-        reads |= {"dout": out}
-        writes = {"dq": q.nbytes, "dk": k.nbytes, "dv": v.nbytes}
-        if bias is not None and bias.dtype != bool:
-            writes["dbias"] = bias.nbytes
-    if impl in ("unfused", "reference"):
-        tables = _tables(call, q, k, impl, backward)
-        copies = {}
-        if impl == "unfused":
-            both = 2 * (q.nbytes + k.nbytes) + 2 * v.nbytes + out + q.nbytes
-            copies = {"copies": both if backward else q.nbytes + k.nbytes + v.nbytes + out}
-        return reads | tables[0] | copies, writes | tables[1] | copies
-    if backward:  # delta = rowsum(dout * out) by a kernel of its own
-        reads |= {"dout": 2 * out, "out": out, "lse": lse, "delta": lse}
-        writes |= {"delta": lse}
-    else:
-        writes |= {"lse": lse}
-    if impl == "numba":
-        from gpuattn.numbakernels.flash_attention import TILE
-
-        T, S, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-        ends = np.minimum(np.arange(TILE, T + TILE, TILE) + S - T, S)  # keys that a tile may see
-        rows = ends.clip(0).sum() if call.params["window"][1] == 0 else len(ends) * S
-        reads |= {name: reads[name] * group * int(rows) // S for name in ("k", "v")}
-    return reads, writes
-
-
-def _tables(call, q, k, impl, backward):
-    """Return what is read and written of the tables of scores and weights."""
-    on_numpy = isinstance(q, np.ndarray) or impl == "reference"
-    itemsize = wide(q.dtype).itemsize if on_numpy else q.itemsize
-    if call.arrays[5] is None:
-        pairs = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
-    else:  # packed, padded to the longest
-        longest = call.params["max_seqlen_q"] * call.params["max_seqlen_k"]
-        pairs = (len(call.arrays[5]) - 1) * q.shape[1] * longest
-    table, dropped = pairs * itemsize, drops(call.params["dropout_p"])
-    mask = {"dropout mask": pairs} if dropped else {}
-    if not backward:
-        reads = {"scores": table, "weights": table * (1 + dropped)}
-        return reads | mask, {"scores": table, "weights": table * (1 + dropped)} | mask
-    reads = {"weights": 2 * table, "dweights": table * (1 + dropped), "dscores": 2 * table}
-    return reads | mask, {"dweights": table * (1 + dropped), "dscores": table}
 
 
 # ---- other ops ----------------------------------------------------------------------------------
