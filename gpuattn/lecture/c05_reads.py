@@ -73,8 +73,8 @@ if say.device == "cuda" and importlib.util.find_spec("numba"):  # to read: numba
     (_, every), (_, once) = product(a, b, shared=False), product(a, b)
     say.near("E15", f"reads by threads alone over those by tiles: beside {TILE}",
              abs(every / once / TILE - 1), 0)  # fmt: skip
-    us = say.times({shared: partial(product, a, b, shared=shared) for shared in (True, False)})
-    say.order("E15", "time of the product, by tiles and alone", us[True], us[False], "us",
+    us = say.times({"tiles": partial(product, a, b), "alone": partial(product, a, b, shared=False)})
+    say.order("E15", "time of the product, by tiles and alone", us["tiles"], us["alone"], "us",
               clock=True)  # fmt: skip
 # %% [markdown]
 # Reads of neighbours: a copy of every n-th number fetches the numbers between, too.

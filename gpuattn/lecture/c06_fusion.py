@@ -10,6 +10,8 @@ Vary: python -m gpuattn.lecture.c06_fusion rows=4096
 """
 
 # %%
+from typing import Any
+
 import numpy as np
 
 import gpuattn
@@ -82,10 +84,10 @@ def waves(y):
 
 
 traced, forms = gpuattn.fuse(waves), {}
-for name, form in (("formula", waves), ("fused formula", traced)):
+for name, tried in (("formula", waves), ("fused formula", traced)):
     with counted.ops() as ran:
-        outs = to_cpu(form(y).data)
-    forms[name] = outs, len(ran), sum(call.bytes for call in ran) / y.data.nbytes
+        result = to_cpu(tried(y).data)
+    forms[name] = result, len(ran), sum(call.bytes for call in ran) / y.data.nbytes
 (one, few, less), (other, many, more) = forms["fused formula"], forms["formula"]
 say.near("B12", "ten sines and cosines, fused: difference", abs(one - other).max(), 1e-5)
 say.order("B12", "ops, fused and not", few, many)
@@ -99,7 +101,8 @@ launch = here(say.device)["launch_us"]
 say.record("D04", "a launch here, us", launch["alone"])
 if say.device == "cuda":
     small = say.normal(64, 64)
-    kernels, graph = say.launches(lambda: waves(small)), gpuattn.capture(waves)
+    kernels = say.launches(lambda: waves(small))
+    graph: Any = gpuattn.capture(waves)
     for _ in range(3):  # captured at the second call
         graph(small)
     say.record("C18", "launches of the formula", kernels)

@@ -58,6 +58,7 @@ say.near("A06", "masks that take another implementation", int(plain != masked), 
 # %% [markdown]
 # TFLOP/s over the length: the fused kernels that run here, and the formula that stores its tables.
 # %%
+names: tuple[str, ...]
 if say.device == "cuda":
     names, T, heads, D = ("raw-hopper", "raw-ampere", "unfused"), 8192, 16, 128
 else:
@@ -69,8 +70,8 @@ for causal in (False, True):
         calls = {}
         for name in names:
             call = partial(gpuattn.flash_attention, *data, causal=causal, impl=name)
-            reasons = gpuattn.explain(gpuattn.flash_attention, *data, causal=causal, impl=name)
-            if reasons.chosen:
+            told = gpuattn.explain(gpuattn.flash_attention, *data, causal=causal, impl=name)
+            if told.chosen:
                 calls[name] = call
         us = say.kernel_times(calls)
         for name, samples in us.items():

@@ -88,7 +88,8 @@ def both_ways(form, x):
 
 gains = {}
 for name, (shape, *forms) in FORMS.items():
-    x, found, outs = say.normal(*shape), [], []
+    x, outs = say.normal(*shape), []
+    found: list[list[float]] = []
     for form in forms:
         with counted.ops() as calls:
             outs.append([to_cpu(y) for y in both_ways(form, x)])

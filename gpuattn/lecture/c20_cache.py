@@ -76,9 +76,7 @@ say.differs("B22", "caches of a translator's step", len(translating.caches))
 # Reading a prompt and writing a token are two problems: FLOPs a byte of attention with the queries
 # of a prompt, and with one. For one, a GPU splits the keys over its blocks (decode_attention).
 # %%
-S, heads, dtype = 512, 4, np.float32
-if say.device == "cuda":
-    S, heads, dtype = 8192, 16, np.float16
+S, heads, dtype = (8192, 16, "float16") if say.device == "cuda" else (512, 4, "float32")
 k, v = (say.normal(2, S, heads, 64, dtype=dtype) for _ in range(2))
 flops_a_byte = []
 for T in (1, S):

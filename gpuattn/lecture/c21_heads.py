@@ -65,13 +65,14 @@ for name, (queries, keys, size, ffn) in TABLE.items():
 keys, dtype = (8192, "float16") if say.device == "cuda" else (n, "float32")
 q, lengths = say.normal(8, 1, heads, head_size, dtype=dtype), say.xp.full(8, keys, "int32")
 calls, moved = {}, {}
-for k in (1, heads):
-    caches = [say.normal(8, keys, k, head_size, dtype=dtype) for _ in "kv"]
-    calls[k] = partial(gpuattn.decode_attention, q, *caches, lengths)
-    moved[k] = gpuattn.traffic(gpuattn.decode_attention, q, *caches, lengths).bytes / 1e6
-say.order("B26", "bytes of a step, 1 head of keys and all", moved[1], moved[heads], "MB")
+for name, count in (("one", 1), ("all", heads)):
+    k_cache, v_cache = (say.normal(8, keys, count, head_size, dtype=dtype) for _ in "kv")
+    calls[name] = partial(gpuattn.decode_attention, q, k_cache, v_cache, lengths)
+    moved[name] = gpuattn.traffic(gpuattn.decode_attention, q, k_cache, v_cache, lengths).bytes
+what = "1 head of keys and all"
+say.order("B26", f"MB of a step, {what}", moved["one"] / 1e6, moved["all"] / 1e6, "MB")
 us = say.kernel_times(calls)
-say.order("B26", "time of a step, 1 head of keys and all", us[1], us[heads], "us", clock=True)
+say.order("B26", f"time of a step, {what}", us["one"], us["all"], "us", clock=True)
 # %%
 alt = "; ".join(f"{k} heads: {size / 2**20:.1f} MiB" for k, size in sizes.items())
 bars = {f"{k} of {heads} heads": size / 2**20 for k, size in sizes.items()}

@@ -11,6 +11,7 @@ Vary: gpuattn doctor
 """
 
 # %%
+import math
 import time
 
 from gpuattn.cuda.power import Draw, PowerMeter
@@ -31,7 +32,7 @@ if before.joules is not None:
             a @ a
         say.xp.cuda.Device().synchronize()
         products += 50
-    joules = PowerMeter().read(now=True).joules - before.joules
+    joules = (PowerMeter().read(now=True).joules or math.nan) - before.joules
     say.record("D01", "GFLOPs a joule, products in 16 bits", products * 2 * 8192**3 / joules / 1e9)
     training = 3.14e23 / (products * 2 * 8192**3 / joules)  # FLOPs of GPT-3, as published
     say.record("D01", "tonnes of CO2 of GPT-3's FLOPs at that rate", co2_grams(training) / 1e6)

@@ -181,12 +181,13 @@ def backward(
     dropout_p: float, max_seqlen_q: int, max_seqlen_k: int, **_: Any,
 ) -> tuple:  # fmt: skip
     """Return the gradients of q, k, v and bias (None for the rest)."""
-    q, k, v, bias, _, cu_q, cu_k, *_, weights, kept, used, lengths = saved
-    grads = dq, dk, dv = [_target(x, slot) for x, slot in zip((q, k, v), into, strict=False)]
+    (q, k, v, bias), (cu_q, cu_k) = saved[:4], saved[5:7]
+    weights, kept, used, lengths = saved[-4:]
+    dq, dk, dv = (_target(x, slot) for x, slot in zip((q, k, v), into, strict=False))
     dbias = arrays.zeros(q, bias.shape, bias.dtype) if needs[3] else None
     rest = (None,) * 5
     if dout is None or weights is None:
-        for x in grads:
+        for x in (dq, dk, dv):
             x[...] = 0
         return dq, dk, dv, dbias, *rest
     arrays.unrecorded_write()
