@@ -27,7 +27,7 @@ the reason why it does not. A ``Tensor`` records what NumPy's functions and thes
 - Updates of flat buffers: `adamw`, `lamb`, `lion`, `sgd`, `gradient_statistics`.
 - Autodiff: `Tensor`, `grad`, `value_and_grad`, `gradcheck`, `checkpoint`, `no_grad`,
   `stop_gradient`.
-- Choice of implementation: `explain`, `use_impl`.
+- Choice of implementation: `explain`, `use_impl`; `traffic`, the bytes that one moves.
 - Functions of your own, faster on a GPU: `capture` makes one a CUDA graph, `fuse` one kernel.
 
 Layers as modules are in `gpuattn.nn`, models in `gpuattn.models`, optimizers in `gpuattn.optim`;
@@ -86,6 +86,7 @@ MODULES = ("models", "nn", "optim", "runtime")  # imported on first use
 CLASSES = {
     "Engine": "gpuattn.engine",
     "Speculation": "gpuattn.engine",
+    "traffic": "gpuattn.bench.traffic",
 }  # likewise, and where they are
 
 __all__ = [
@@ -139,6 +140,7 @@ __all__ = [
     "to_cpu",
     "to_gpu",
     "topk_logprobs",
+    "traffic",
     "training_step",
     "use_impl",
     "value_and_grad",

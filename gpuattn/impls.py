@@ -32,7 +32,7 @@ overrides: contextvars.ContextVar[Names] = contextvars.ContextVar(
 )  # set by ``use_impl``
 # (op, implementation) -> why its kernel does not compile here, once that was seen
 _broken: dict[tuple[str, str], str] = {}
-NOT_RAW = "numba", "reference"  # the implementations that impl="raw" passes over
+NOT_RAW = "numba", "unfused", "reference"  # the implementations that impl="raw" passes over
 # op name -> Impls of every op with a choice, filled as op modules are imported
 OPS: dict[str, "Impls"] = {}
 

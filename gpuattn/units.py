@@ -154,6 +154,14 @@ def short(number: float) -> str:
     return f"{value:.3g}{prefix}" if prefix else f"{value:.0f}"
 
 
+CO2_PER_KWH = 480.0  # grams: the world's mean of electricity in 2023 (Ember, 2024)
+
+
+def co2_grams(joules: float) -> float:
+    """Return the grams of CO2 of electric energy, by ``CO2_PER_KWH``."""
+    return joules / 3.6e6 * CO2_PER_KWH
+
+
 def whole(least: float, most: float = math.inf) -> Callable[[Any], int]:
     """Return a parser of whole numbers from ``least`` to ``most``."""
 

@@ -195,7 +195,7 @@ REQUIRED = [*TABLE, *WIDE, *FEATURES]
 PUBLISHED = [
     Cell("flash_attention", Attention((1, length, 48, 64)), "forward+backward", peers)
     for length in (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-    for peers in [("torch-fa2", "torch-math")]
+    for peers in [("torch-fa2", "torch-efficient", "torch-math")]
 ]
 """One sequence of 48 heads, up to lengths where storing all logits runs out of memory."""
 

@@ -33,7 +33,7 @@ LOOKS = {  # name in the rows -> (name in the picture, color)
 GRAY = "#bbbbbb"
 PALETTE = (
     "#c8102e", "#e08214", "#1f77b4", "#5b8c3e", "#7b5ea7", "#17a2a2", "#8c564b", "#e377c2",
-    "#8c8c8c", "#bcbd22", "#003f5c", "#000000",
+    "#8c8c8c", "#bcbd22", "#003f5c", "#000000", "#9ecae1",
 )  # fmt: skip
 MARKS = {"forward": "^", "backward": "v", "forward+backward": "D", "step": "o"}
 

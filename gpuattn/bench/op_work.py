@@ -6,20 +6,33 @@ products alone, 2 m n k each; in attention 4 D for every visible pair of a query
 2.5 times that backward, as in ``cases``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from gpuattn.arrays import is_array, to_cpu
+from gpuattn.bench import attention_traffic
+from gpuattn.bench.attention_traffic import total
 from gpuattn.bench.cases import WORK
+from gpuattn.ops.attention import unfused
 from gpuattn.optim import OPTIMIZERS
 
 UPDATES = ("gradient_statistics", *OPTIMIZERS)  # ops of the optimizer's update
 
 
-def moved(op: str, direction: str, arguments: tuple, given: dict[str, Any], result: Any) -> int:
-    """Return the bytes of a call: ``function(*arguments, **given)`` returned ``result``."""
+def moved(
+    op: str, direction: str, arguments: tuple, given: dict[str, Any], result: Any,
+    function: Callable | None = None,
+) -> int:  # fmt: skip
+    """Return the bytes of a call: ``function(*arguments, **given)`` returned ``result``.
+
+    ``function`` is asked for of attention: "unfused" writes and reads tables that it does not
+    return, see ``attention_traffic``.
+    """
+    if function in (unfused.forward, unfused.backward):
+        inputs = arguments if direction == "forward" else arguments[0][:9]
+        return sum(map(total, attention_traffic.model(inputs, given, "unfused", direction)))
     donated = op == "cross_entropy" and given["donate"] and any(given["needs"])
     if donated and direction == "backward" and arguments[0][1] is None:
         return 0  # the forward has computed the gradient

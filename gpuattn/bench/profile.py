@@ -8,14 +8,13 @@ with a pending matmul (``autodiff.pending_matmul``). ``step_us``, the whole step
 how far the sum is off.
 """
 
-import ctypes
 import datetime
 import time
 from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import import_cupy, is_array
+from gpuattn.arrays import is_array
 from gpuattn.autodiff.hooks import hooked
 from gpuattn.bench import op_work, timing
 from gpuattn.cuda.ceilings import ceilings
@@ -43,6 +42,8 @@ def profile(task: Task, device: str) -> dict[str, Any]:
     "update"): how many ``calls`` and, on a GPU, ``launches``; ``us``, ``bytes`` and ``flops`` of
     all calls (see ``op_work``); ``share`` of the time; ``roof``, the least time that the ceilings
     allow as a share of ``us`` (None without bytes). On NumPy all times are of the same update.
+    ``stages``: the microseconds of the rows by direction; ``kinds``: of matrix products, of
+    attention and of all others; both with those of other kernels as ``REST``.
     ``vocabulary``: the gain of padding its table, see ``_vocabulary``; None where there is nothing
     to pad. Raises UnsupportedError where CUDA graphs cannot capture matrix products.
     """
@@ -50,7 +51,7 @@ def profile(task: Task, device: str) -> dict[str, Any]:
         raise UnsupportedError(f"ops are timed in CUDA graphs, which do not work here: {missing}")
     trainer = Trainer(task, device, Listener(), graphs=False)
     dtype, meter = trainer.precision.dtype, trainer.meter
-    watcher = (_OnCPU if device == "numpy" else _OnGPU)()
+    watcher = watch(device)
 
     def measure(update, again):
         update()  # compiles
@@ -62,6 +63,7 @@ def profile(task: Task, device: str) -> dict[str, Any]:
         return spent if device == "numpy" else _median(timing.Graph([again]))
 
     step, reach = trainer.look(measure), ceilings(trainer.xp, dtype)
+    rows = _rows(watcher.calls, step, reach)
     vocabulary = trainer.look(lambda *_: _vocabulary(trainer))
     (batch,) = meter.batches
     size = sum(parameter.size for parameter in task.model.parameters())
@@ -71,8 +73,25 @@ def profile(task: Task, device: str) -> dict[str, Any]:
         "model": f"{task.describe_model()}, {size / 1e6:.2f} M parameters",
         "update": task.describe_update(), "dtype": str(np.dtype(dtype)), "ceilings": reach,
         "tokens": batch.all_tokens, "model_flops": task.flops([batch]), "step_us": step,
-        "vocabulary": vocabulary, "rows": _rows(watcher.calls, step, reach),
+        "vocabulary": vocabulary, "stages": _sums(rows, lambda row: row["direction"] or REST),
+        "kinds": _sums(rows, _kind_of), "rows": rows,
     }  # fmt: skip
+
+
+def _sums(rows, name):
+    """Return {name(row): microseconds}."""
+    found: dict[str, float] = {}
+    for row in rows:
+        found[name(row)] = found.get(name(row), 0) + row["us"]
+    return found
+
+
+def _kind_of(row):
+    if row["op"] == REST:
+        return REST
+    if not row["flops"]:
+        return "other ops"
+    return "attention" if "attention" in row["op"] else "matrix products"
 
 
 def _vocabulary(trainer):
@@ -152,6 +171,12 @@ def _roof(row, reach):
     return max(products, copies) / row["us"]
 
 
+def watch(device: str) -> "_Watcher":
+    """Return a hook (``autodiff.hooks.hooked``) whose ``calls`` are the calls of ops, each a dict:
+    ``op``, ``direction``, ``us``, ``launches``, ``bytes``, ``flops``."""
+    return _OnCPU() if device == "numpy" else _OnGPU()
+
+
 class _Watcher:
     """Records every call of an op in ``calls``, with its FLOPs, bytes and time."""
 
@@ -172,7 +197,7 @@ class _Watcher:
             self.calls.append({
                 "op": op, "direction": "update" if op in op_work.UPDATES else direction, "us": us,
                 "launches": launches,
-                "bytes": op_work.moved(op, direction, arguments, given, result),
+                "bytes": op_work.moved(op, direction, arguments, given, result, function),
                 "flops": op_work.flops(op, direction, arguments, given),
             })  # fmt: skip
             return result
@@ -223,7 +248,7 @@ def _time(call):
     """Return (microseconds, launches) of a call, excluding the host."""
     (about,) = timing.sample(call, 1)
     count = max(1, min(GRAPH_CALLS, int(GRAPH_US / about)))
-    graph = timing.Graph([*[call] * count, _captured])
+    graph = timing.Graph([*[call] * count, timing.captured])
     launches = graph.results[-1]
     if launches == 0:
         return 0.0, 0
@@ -233,20 +258,3 @@ def _time(call):
 
 def _median(launch):
     return timing.median(timing.sample(launch, SAMPLES))
-
-
-def _captured():
-    """Return how many kernels, copies and fills the current stream has captured so far.
-
-    None if it does not capture, or the driver lacks the function.
-    """
-    stream = ctypes.c_void_p(import_cupy().cuda.get_current_stream().ptr)
-    status, graph, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        about = ctypes.byref(status), None, ctypes.byref(graph), None, None
-        failed = driver.cuStreamGetCaptureInfo_v2(stream, *about)
-        failed = failed or not graph or driver.cuGraphGetNodes(graph, None, ctypes.byref(count))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else count.value

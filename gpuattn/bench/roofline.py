@@ -15,6 +15,7 @@ _ROWS = 32768, 1024
 _FUSED = (
     Fused("softmax", _ROWS), Fused("layer_norm", _ROWS), Fused("rms_norm", _ROWS),
     Fused("dropout_add_norm", _ROWS, dropout=0.1), Fused("gelu", _ROWS),
+    Fused("dropout", _ROWS, dropout=0.1),
     Fused("cross_entropy", (8192, 50304), smoothing=0.1), Fused("embedding", (8192, 32768, 512)),
     Fused("adamw", (PARAMETERS,)), Fused("beam_step", (64, 4, 32000)),
     Fused("topk_logprobs", (256, 32000)),

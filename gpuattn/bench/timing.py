@@ -1,5 +1,6 @@
 """Timing: wall clock on NumPy, CUDA events on a GPU, where graphs exclude the host."""
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -78,6 +79,23 @@ class Graph:
 
     def __call__(self) -> None:
         self.graph.launch(self.stream)
+
+
+def captured() -> int | None:
+    """Return how many kernels, copies and fills the current stream has captured so far.
+
+    None if it does not capture, or the driver lacks the function.
+    """
+    stream = ctypes.c_void_p(import_cupy().cuda.get_current_stream().ptr)
+    status, graph, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        about = ctypes.byref(status), None, ctypes.byref(graph), None, None
+        failed = driver.cuStreamGetCaptureInfo_v2(stream, *about)
+        failed = failed or not graph or driver.cuGraphGetNodes(graph, None, ctypes.byref(count))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else count.value
 
 
 def alternate(launches: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:

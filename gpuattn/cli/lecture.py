@@ -1,6 +1,9 @@
 """gpuattn lecture: every claim of five texts beside what this machine measures."""
 
+import contextlib
 import shlex
+import signal
+import threading
 from pathlib import Path
 
 import click
@@ -87,12 +90,13 @@ def command(
     record.write(path, found)
     click.echo(where)
     try:
-        _run(chosen, found, path, smoke, long, device)
+        with _ending_as_ctrl_c():
+            _run(chosen, found, path, smoke, long, device)
     except KeyboardInterrupt:
         page.write_page(out, found, other)
         given = [argument for argument in ctx.meta["arguments"] if argument != "--missing"]
         again = shlex.join(["gpuattn", "lecture", "--missing", *given])
-        count = len(found["chapters"])
+        count = sum(not entry["error"] for entry in found["chapters"])
         click.echo(f"\nstopped; {path} keeps {count} chapters. {again} goes on", err=True)
         ctx.exit(130)
     page.write_page(out, found, other)
@@ -109,11 +113,31 @@ def command(
 
 def _run(chosen, found, path, smoke, long, device):
     """Run chapters, one after the other; the record at ``path`` has each as soon as it ended."""
-    for chapter in chosen:
-        click.echo(f"{chapter.number}. {chapter.title}")
-        entry = chapters.run(chapter, Say(device, smoke=smoke, long=long, tell=click.echo))
+
+    def keep(entry):
         record.put(found, entry)
         record.write(path, found)
+
+    for chapter in chosen:
+        click.echo(f"{chapter.number}. {chapter.title}")
+        keep(chapters.run(chapter, Say(device, smoke=smoke, long=long, tell=click.echo), keep))
+
+
+def _stop(*_):
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _ending_as_ctrl_c():
+    """Let a request to end (SIGTERM, as of ``timeout``) do what Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show_other(number, reason, other):

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from gpuattn.bench.profile import profile
-from gpuattn.cli.bench.table import console, short
+from gpuattn.cli.bench.table import console, rate, short
 from gpuattn.cli.shared.options import GroupedCommand, GroupedOption, PathName, device_option
 from gpuattn.cli.train import config_option, options_of, preset_option, resolved
 from gpuattn.files import write_text
@@ -90,12 +90,12 @@ def _show(document):
     for topic in ("where", "model", "update"):
         click.echo(f"{topic:8} {document[topic]}")
     step, reach = document["step_us"], document["ceilings"]
-    rate = document["model_flops"] / step / 1e6
-    text = f"{step / 1e3:.3g} ms, {document['tokens']:,} tokens, {short(rate)} TFLOP/s"
+    tflops = document["model_flops"] / step / 1e6
+    text = f"{step / 1e3:.3g} ms, {document['tokens']:,} tokens, {rate(tflops)}"
     if reach:
-        text += f", MFU {rate / reach['matmul_tflops']:.1%}"
+        text += f", MFU {tflops / reach['matmul_tflops']:.1%}"
         click.echo(
-            f"{'ceilings':8} product {reach['matmul_tflops']:.1f} TFLOP/s in {document['dtype']}, "
+            f"{'ceilings':8} product {rate(reach['matmul_tflops'])} in {document['dtype']}, "
             f"copy {reach['copy_tbs']:.3f} TB/s, measured"
         )
     click.echo(f"{'step':8} {text}")
@@ -110,8 +110,16 @@ def _show(document):
     console().print(table)
     if document["vocabulary"]:
         click.echo(f"{'padding':8} of the vocabulary: {describe_padding(document['vocabulary'])}")
+    for name in ("stages", "kinds"):
+        parts = (f"{kind} {_share(document, us)}" for kind, us in document[name].items())
+        click.echo(f"{name:8} {', '.join(parts)}")
     total = sum(row["us"] for row in document["rows"] if row["calls"])
     click.echo(f"{'ops':8} {total / 1e3:.3g} ms one by one, {total / step:.0%} of the step")
+
+
+def _share(document, us):
+    whole = sum(document["stages"].values())
+    return f"{us / 1e3:.3g} ms ({us / whole:.0%})"
 
 
 def _figures(row):

@@ -81,18 +81,14 @@ for id, used in (("C03", m), ("C11", b)):
     say.exact(id, "N x N tables moved", moved(used, N * N))
     say.exact(id, "N x d arrays moved", moved(used, N * d))
 # %% [markdown]
-# With M numbers on the chip flash attention moves about N^2 d^2 / M. An A100: 98,304 of 16 bits.
+# With M numbers on the chip flash attention moves about N^2 d^2 / M (chapter 9 counts it). An A100:
+# 98,304 of 16 bits.
 # %%
 M, sizes = (192 << 10) // 2, (64, 128, 256, 512)
 gain = {name: [s for s in sizes if s * s < bound] for name, bound in (("M", M), ("1 / M", 1 / M))}
 say.exact("C13", "head sizes that gain", gain["M"])
 fits = next(name for name, found in gain.items() if found == [64, 128, 256])
 say.differs("C13", "what d^2 is compared with", fits)
-ratios = {"more FLOPs, %": 100 * (75.2 / 66.6 - 1), "fewer bytes, times": 40.3 / 4.4}
-for name, ratio in (ratios | {"less time, times": 41.7 / 7.3}).items():
-    say.exact("E19", name, round(ratio))
-gigabytes = 2 * 64 * 16 * (18 * 1024**2 + 12 * 1024 * 64) / 1e9  # masks and dropout included
-say.near("E19", "18 N^2 + 12 N d numbers beside 40.3 GB", abs(gigabytes / 40.3 - 1), 0.01)
 # %% [markdown]
 # Memory beyond inputs and the work, by length.
 # %%

@@ -74,13 +74,19 @@ say.record("C08", "queries and keys of our tile on an A100", list(tile))
 size = ampere.forward_shared_bytes(64, 2, *tile)
 say.order("C08", "bytes of our tile, of the multiprocessor", size, 192 << 10, "B")
 # %% [markdown]
-# Bytes of the large memory over the block of queries; the unfused form would add the table.
+# Bytes of the large memory over the block of queries; the unfused form would add the table. A chip
+# of M numbers holds blocks of about M / 4 d queries: the reads of K and V are N^2 d^2 / M.
 # %%
-curve, table = [], []
+curve, table, worst = [], [], 0.0
 for block in (2**n for n in range(3, int(math.log2(N)) + 1)):
     arrays = run(block, cols)
     curve.append((block, sum(x.bytes for x in arrays)))
+    again = arrays[1].reads + arrays[2].reads
+    worst = max(worst, abs(again * (4 * block * D) / (8 * N * N * D * D) - 1))
     table.append((block, 4 * N * D * 4 + 4 * N * N * 4))  # written, read, written, read
+say.near("C12", "K and V read beside 8 N^2 d^2 / M, with M = 4 d rows of queries", worst, 1e-9)
+what = "bytes of tiles, with 64 queries and with 8"
+say.order("C12", what, dict(curve)[64], dict(curve)[8], "B")
 seen: list = []
 run(rows, cols, causal=True, seen=seen)
 blocks = math.ceil(N / rows)

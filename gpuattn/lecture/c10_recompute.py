@@ -12,11 +12,13 @@ Vary: python -m gpuattn.lecture.c10_recompute layers=12
 
 # %%
 import tracemalloc
+from functools import partial
 
 import numpy as np
 
 import gpuattn
 from gpuattn.arrays import to_cpu
+from gpuattn.bench import hbm
 from gpuattn.lecture import lecture
 from gpuattn.lecture.harness import counted
 
@@ -49,6 +51,31 @@ for j in range(T):
 say.near("C09", "diag(P) - P P^T beside differences", abs(jacobian - numeric).max(), 1e-8)
 sums = abs((dP * P).sum(-1) - (dO * O).sum(-1)).max()
 say.near("C10", "row sums of dP P beside those of dO O", sums, 1e-12)
+# %% [markdown]
+# So flash attention does more FLOPs, moves fewer bytes and takes less time: as printed, by the byte
+# model, by the clock, and by the counters of a GPU where they can be read.
+# %%
+ratios = {"more FLOPs, %": 100 * (75.2 / 66.6 - 1), "fewer bytes, times": 40.3 / 4.4}
+for name, ratio in (ratios | {"less time, times": 41.7 / 7.3}).items():
+    say.exact("E19", name, round(ratio))
+gigabytes = 2 * 64 * 16 * (18 * 1024**2 + 12 * 1024 * 64) / 1e9  # masks and dropout included
+say.near("E19", "18 N^2 + 12 N d numbers beside 40.3 GB", abs(gigabytes / 40.3 - 1), 0.01)
+shape = (64, 1024, 16, 64) if say.device == "cuda" else (1, 256, 2, 64)
+arrays = [say.normal(*shape, dtype="float16" if say.device == "cuda" else "float32")] * 3
+attention, moved, calls = gpuattn.flash_attention, {}, {}
+for name, impl in {"unfused": "unfused", "fused": None}.items():
+    both = [gpuattn.traffic(attention, *arrays, direction=way, impl=impl).bytes
+            for way in ("forward", "backward")]  # fmt: skip
+    moved[name], calls[name] = sum(both), partial(attention, *arrays, impl=impl)
+    measured, reason = hbm.measure("flash_attention", shape, impl, say.device)
+    if measured:
+        error = abs(measured / both[0] - 1)
+        say.near("E19", f"{name}: bytes measured beside the model", error, 0.1)
+    else:
+        say.record("E19", f"{name}: bytes", f"not measured: {reason}")
+say.record("E19", "bytes by the model, unfused over fused", moved["unfused"] / moved["fused"])
+us = say.kernel_times(calls)
+say.order("E19", "time forward, fused and unfused", us["fused"], us["unfused"], "us", clock=True)
 # %% [markdown]
 # The same trade for whole layers: keep what each computes, or only its input.
 # %%

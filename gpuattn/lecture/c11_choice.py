@@ -10,6 +10,8 @@ Vary: gpuattn kernels --why flash_attention
 """
 
 # %%
+from functools import partial
+
 import numpy as np
 
 import gpuattn
@@ -45,19 +47,86 @@ for name in reasons:
     ran.append(name)
     say.near("A16", f"{name}: difference from the reference", abs(out - right).max(), 1e-4)
 # %% [markdown]
-# GFLOP/s over the length, of each that runs here.
+# An explicit mask: does it take another implementation?
 # %%
-lines: dict[str, list] = {name: [] for name in ran}
-for length in (2**n for n in range(5, int(np.log2(T)) + 1)):
-    data = [say.normal(1, length, 4, D) for _ in range(3)]
-    flops = 4 * D * 4 * length**2
-
-    def call(name, data=data):
-        return lambda: gpuattn.flash_attention(*data, impl=name)
-
-    us = say.times({name: call(name) for name in ran})
-    for name in ran:
-        lines[name].append((length, flops / float(np.median(us[name])) / 1e3))
-alt = "; ".join(f"{name}: {line[-1][1]:,.1f} GFLOP/s at {T}" for name, line in lines.items())
-say.curves("GFLOP/s of attention over the tokens, 4 heads of 64", alt, lines, label="tokens",
+dtype = "float16" if say.device == "cuda" else "float32"
+q, k, v = (say.normal(1, 512, 2, D, dtype=dtype) for _ in range(3))
+mask = say.array(np.tri(512) > 0, bool)
+plain, masked = (gpuattn.explain(gpuattn.flash_attention, q, k, v, **given).chosen
+                 for given in ({"causal": True}, {"bias": mask}))  # fmt: skip
+say.near("A06", "masks that take another implementation", int(plain != masked), 0)
+# %% [markdown]
+# TFLOP/s over the length: the fused kernels that run here, and the formula that stores its tables.
+# %%
+names: tuple[str, ...]
+if say.device == "cuda":
+    names, T, heads, D = ("raw-hopper", "raw-ampere", "unfused"), 8192, 16, 128
+else:
+    names, heads, D = ("reference", "unfused"), 2, 128
+lines: dict[str, list] = {}
+for causal in (False, True):
+    for length in (2**n for n in range(int(np.log2(T)) - 3, int(np.log2(T)) + 1)):
+        data = [say.normal(1, length, heads, D, dtype=dtype) for _ in range(3)]
+        calls = {}
+        for name in names:
+            call = partial(gpuattn.flash_attention, *data, causal=causal, impl=name)
+            told = gpuattn.explain(gpuattn.flash_attention, *data, causal=causal, impl=name)
+            if told.chosen:
+                calls[name] = call
+        us = say.kernel_times(calls)
+        for name, samples in us.items():
+            rate = 4 * D * heads * length**2 / (1 + causal) / float(np.median(samples)) / 1e6
+            lines.setdefault(f"{name}{', causal' * causal}", []).append((length, rate))
+    what = f"time at {T} tokens, heads of 128, {'causal' if causal else 'full'}: "
+    best, *_, unfused = us.values()
+    say.order("B15", f"{what}fused, unfused", best, unfused, "us", clock=True)
+    if "raw-hopper" in us:
+        older = us["raw-ampere"]
+        say.order("B16", f"{what}for Hopper, for Ampere", us["raw-hopper"], older, "us", clock=True)
+alt = "; ".join(f"{name}: {line[-1][1]:,.3g} TFLOP/s at {T}" for name, line in lines.items())
+say.curves("TFLOP/s of attention over the tokens, heads of 128", alt, lines, label="tokens",
            log=True, log_x=True)  # fmt: skip
+# %% [markdown]
+# 48 heads of 64, forward and backward, until memory ends. In pieces the formula needs less memory,
+# but its pieces are written and read as the table was.
+# %%
+longest, heads, n = (32768, 48, 2048) if say.device == "cuda" else (T, 4, 1024)
+held: dict[str, list] = {"fused": [], "unfused": []}
+
+
+def draw(length):
+    shape = 1, length, heads, 64
+    return [gpuattn.Tensor(say.normal(*shape, dtype=dtype), requires_grad=True) for _ in "qkv"]
+
+
+def peak(leaves, impl):
+    """Return the MiB that forward and backward hold."""
+
+    def both():
+        out = gpuattn.flash_attention(*leaves, impl=impl)
+        out.backward(out.data)
+
+    return say.peak(both) / 2**20
+
+
+for length in (longest // 64, longest // 16, longest // 4, longest):
+    leaves = draw(length)
+    for name, impl in (("fused", None), ("unfused", "unfused")):
+        held[name].append((length, peak(leaves, impl)))
+    say.clear()
+fit = [length for length, size in held["unfused"] if np.isfinite(size)]
+less, more = (dict(held[name])[fit[-1]] for name in ("fused", "unfused"))
+say.order("C15", f"memory of {fit[-1]:,} tokens, fused and unfused", less, more, "MiB")
+ended = "no memory for the unfused form beyond" if fit[-1] < longest else "it fitted up to"
+say.record("C15", ended, fit[-1])
+leaves = draw(n)
+pieces, whole = peak(leaves, "reference"), peak(leaves, "unfused")
+say.order("C16", f"memory of {n:,} tokens, in pieces and whole", pieces, whole, "MiB")
+q = say.xp.empty((1, n, heads, 64), np.float32)
+moved = [gpuattn.traffic(gpuattn.flash_attention, q, q, q, impl=name).bytes
+         for name in ("reference", "unfused")]  # fmt: skip
+ratio = moved[0] / moved[1]
+say.near("C16", "bytes moved by the model, in pieces over whole: beside 1", abs(ratio - 1), 0.2)
+alt = f"At {fit[-1]:,} tokens: fused {less:,.0f} MiB, unfused {more:,.0f} MiB."
+say.curves(f"MiB that forward and backward hold over the tokens, {heads} heads of 64", alt, held,
+           label="tokens", log=True, log_x=True)  # fmt: skip

@@ -9,9 +9,12 @@ Vary: python -m gpuattn.lecture.c15_batches texts=256
 """
 
 # %%
+import time
+
 import numpy as np
 
 import gpuattn
+from gpuattn.arrays import to_cpu
 from gpuattn.lecture import lecture
 
 say = lecture(__doc__)
@@ -64,3 +67,43 @@ alt = f"Noise falls from {most:.2f} of the gradient with one text to {least:.2f}
 lines = {"counted": noise, "square root": [(b, most / b**0.5) for b, _ in noise]}
 say.curves("Noise of the gradient over its size, over the batch", alt, lines, label="texts",
            log=True, log_x=True)  # fmt: skip
+# %% [markdown]
+# Training on texts of eight topics, each with words of its own. A longer text tells its topic, so
+# the next word is easier; and in the same time a larger batch sees more texts.
+# %%
+topics = say.rng.dirichlet(np.full(32, 0.3), 8)
+
+
+def draw(count, length):
+    of = say.rng.integers(0, 8, count)
+    return np.stack([say.rng.choice(32, length, p=topics[topic]) for topic in of])
+
+
+def train(batch, length, until):
+    """Train until ``until(updates, seconds)``; return [(seconds, loss of unseen texts)]."""
+    config = gpuattn.models.GPT2Config(vocab=32, d_model=32, heads=2, layers=1, block=64)
+    model = gpuattn.models.GPT2(config).to(device=say.device)
+    optimizer, curve, n = gpuattn.optim.AdamW(model, lr=1e-2), [], 0
+    data, unseen = (say.xp.asarray(draw(count, length + 1)) for count in (1024, 128))
+    begin = time.perf_counter()
+    while not until(n, seconds := time.perf_counter() - begin):
+        if n % 10 == 0:
+            with gpuattn.no_grad():
+                loss = model.loss(unseen[:, :-1], unseen[:, 1:])
+            curve.append((max(seconds, 1e-3), float(to_cpu(loss.data))))
+        part = data[n * batch % (1025 - batch) :][:batch]
+        model.loss(part[:, :-1], part[:, 1:]).backward()
+        optimizer.step()
+        n += 1
+    return curve
+
+
+updates = say.size("updates", 101, 41)
+losses = {T: train(256 // T, T, lambda n, _: n >= updates)[-1][1] for T in (4, 32)}
+say.order("E22", "loss with texts of 32 tokens, and of 4", losses[32], losses[4], "nats")
+seconds = say.size("tenths", 20, 4, 600) / 10  # the text's hour, for a tiny model
+curves = {f"{batch} texts": train(batch, 16, lambda _, s: s > seconds) for batch in (4, 32)}
+few, many = (curve[-1][1] for curve in curves.values())
+say.order("A11", f"loss after {seconds} s, 32 texts and 4", many, few, "nats", clock=True)
+alt = f"After {seconds} s the loss is {few:.3f} with 4 texts and {many:.3f} with 32."
+say.curves("Loss of unseen texts over the seconds, by the batch", alt, curves, label="seconds")

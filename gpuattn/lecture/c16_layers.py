@@ -11,6 +11,7 @@ Vary: python -m gpuattn.lecture.c16_layers V=32000
 
 # %%
 from collections import Counter
+from functools import partial
 
 import numpy as np
 
@@ -46,6 +47,75 @@ for count in (1, 2):
     layers[count] = Counter(call.op for call in calls if call.bytes)
 ops = dict(layers[2] - layers[1])  # of one layer more
 say.record("D05", "ops of a layer", [f"{count} x {name}" for name, count in ops.items()])
+# %% [markdown]
+# Composed of NumPy's functions, and as one op: calls and arrays moved, counted while they run
+# forward and backward; the time, and on a GPU the launches.
+# %%
+N, D = say.size("N", 4096 if say.device == "cuda" else 512, 64), say.size("D", 768, 64)
+ids, wanted = (say.xp.asarray(say.rng.integers(0, V, N)) for _ in range(2))
+ones, zeros, places = say.array(np.ones(D)), say.array(np.zeros(D)), say.normal(N, D)
+kept = say.array(say.rng.random((N, D)) < 0.9) / 0.9
+
+
+def logs(z):
+    z = z - z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def norm(x):
+    d = x - x.mean(-1, keepdims=True)
+    return d / np.sqrt((d * d).mean(-1, keepdims=True) + 1e-5) * ones + zeros
+
+
+FORMS = {  # name: shape of the input, composed, as one op
+    "embedding": ((V, D), lambda w: (w[ids] * 16.0 + places) * kept, lambda w: gpuattn.embedding(
+        ids, w, scale=16.0, position_weight=places, p=0.1, seed=1, deterministic=False)),
+    "loss": ((N, V), lambda z: -logs(z)[say.xp.arange(N), wanted].mean(),
+             lambda z: gpuattn.cross_entropy(z, wanted)),
+    "layer norm": ((N, D), norm, lambda x: gpuattn.layer_norm(x, ones, zeros)),
+    "softmax": ((N, D), lambda x: np.exp(logs(x)), gpuattn.softmax),
+    "dropout": ((N, D), lambda x: x * kept, lambda x: gpuattn.dropout(x, 0.1, seed=1)),
+}  # fmt: skip
+
+
+def both_ways(form, x):
+    """Return the result and the gradient of a form."""
+    leaf = gpuattn.Tensor(x, requires_grad=True)
+    out = form(leaf)
+    out.backward(say.xp.ones(out.shape, out.data.dtype))
+    return out.data, leaf.grad
+
+
+gains = {}
+for name, (shape, *forms) in FORMS.items():
+    x, outs = say.normal(*shape), []
+    found: list[list[float]] = []
+    for form in forms:
+        with counted.ops() as calls:
+            outs.append([to_cpu(y) for y in both_ways(form, x)])
+        ways = ("forward", "backward")
+        found.append([sum(call.direction == way for call in calls) for way in ways])
+        found[-1].append(sum(call.bytes for call in calls) / 1e6)
+    composed, fused = found
+    us = say.kernel_times({"composed": partial(both_ways, forms[0], x),
+                           "fused": partial(both_ways, forms[1], x)})  # fmt: skip
+    gains[name] = float(np.median(us["composed"]) / np.median(us["fused"]))
+    id = {"embedding": "D06", "loss": "D09"}.get(name, "D20")
+    if name in ("loss", "layer norm", "softmax"):
+        error = max(abs(a - b).max() for a, b in zip(*outs, strict=True))
+        say.near(id, f"{name}, composed and as one op: difference", error, 1e-3)
+    if name == "embedding":
+        say.order("D06", "calls of an embedding, one op and composed", fused[0], composed[0])
+        say.order("D07", "calls of its gradient", fused[1], composed[1])
+        if say.device == "cuda":
+            launches = [say.launches(partial(both_ways, form, x)) for form in forms]
+            say.record("D07", "launches forward and backward, composed and one op", launches)
+    elif name != "dropout":
+        say.order(id, f"MB that {name} moves, one op and composed", fused[2], composed[2], "MB")
+    what = f"time of {name}, forward and backward, one op and composed"
+    say.order(id, what, us["fused"], us["composed"], "us", clock=True)
+alt = "; ".join(f"{name} {gain:.1f} times" for name, gain in gains.items())
+say.bars("How many times as fast one op is as its formula, here", alt, gains, "times")
 # %% [markdown]
 # Where a layer's bytes go, op by op.
 # %%

@@ -9,9 +9,13 @@ Vary: python -m gpuattn.lecture.c18_workspace width=256
 """
 
 # %%
+from functools import partial
+
 import gpuattn
+from gpuattn.bench.train.cases import MODELS
 from gpuattn.lecture import lecture
 from gpuattn.lecture.harness import counted
+from gpuattn.lecture.harness.steps import Rung, climb
 from gpuattn.runtime.workspace import Workspace
 
 say = lecture(__doc__)
@@ -50,5 +54,38 @@ with counted.ops() as calls:
     optimizer.step()
 say.record("D16", "calls of an update", [call.op for call in calls])
 say.record("D30", "bytes of a number with 16 bits and without masters", each["16 bits, no masters"])
+# %% [markdown]
+# What attention holds for its backward pass: the unfused form a table for each head and more, the
+# fused form arrays of B L H x D and one number a row.
+# %%
+L = say.size("L", 2048 if say.device == "cuda" else 512, 256)
+dtype = "float16" if say.device == "cuda" else "float32"
+shape, held = (2, L, 4, 32), {}
+leaves = [gpuattn.Tensor(say.normal(*shape, dtype=dtype), requires_grad=True) for _ in range(3)]
+
+
+def backward(impl):
+    out = gpuattn.flash_attention(*leaves, impl=impl)
+    out.backward(out.data)
+
+
+for name, impl in (("fused", None), ("unfused", "unfused")):
+    backward(impl)  # compiles
+    held[name] = say.peak(partial(backward, impl))
+table = 2 * 4 * L * L * leaves[0].data.itemsize
+array = leaves[0].data.nbytes
+say.order("D17", "bytes of three arrays B L H, of a table B L^2 N", 3 * array, table, "B")
+say.order("D17", "held by the unfused form: a table, and all", table / 1e6, held["unfused"] / 1e6,
+          "MB")  # fmt: skip
+say.order("D17", "held, fused and unfused", held["fused"] / 1e6, held["unfused"] / 1e6, "MB")
+# %% [markdown]
+# A whole step: GPT-2 with fused attention, and with the unfused form.
+# %%
+gpt = MODELS["gpt2-124m"]
+rungs = {"unfused": Rung(gpt, {"flash_attention": "unfused"}), "fused": Rung(gpt)}
+smaller = {"shape": (2, L), "width": 32, "heads": 4, "layers": (2,)}
+peaks = {name: rung.peak / 1e9 for name, rung in climb(say, rungs, **smaller).items()}
+say.order("D22", "memory of a step, fused and unfused", peaks["fused"], peaks["unfused"], "GB")
+say.record("D22", "less memory, GB", peaks["unfused"] - peaks["fused"])
 alt = "; ".join(f"{name}: {size:.0f}" for name, size in each.items())
 say.bars("Bytes a parameter takes with AdamW", alt, each, "bytes")

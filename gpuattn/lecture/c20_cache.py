@@ -73,6 +73,28 @@ translating = translator.stepper(translator.pack([[5, 6, 7]]), 4)
 translating.step(np.array([1]), 0)
 say.differs("B22", "caches of a translator's step", len(translating.caches))
 # %% [markdown]
+# Reading a prompt and writing a token are two problems: FLOPs a byte of attention with the queries
+# of a prompt, and with one. For one, a GPU splits the keys over its blocks (decode_attention).
+# %%
+S, heads, dtype = (8192, 16, "float16") if say.device == "cuda" else (512, 4, "float32")
+k, v = (say.normal(2, S, heads, 64, dtype=dtype) for _ in range(2))
+flops_a_byte = []
+for T in (1, S):
+    q = say.normal(2, T, heads, 64, dtype=dtype)
+    found = gpuattn.traffic(gpuattn.flash_attention, q, k, v)
+    arrays = [found.reads[name] for name in "qkv"] + [found.writes["out"]]
+    flops_a_byte.append(4 * 2 * heads * 64 * T * S / sum(arrays))
+what = "FLOPs a byte of attention, one query and a prompt"
+say.order("C17", what, *flops_a_byte)
+if say.device == "cuda":
+    one, lengths = q[:, -1:], say.xp.full(2, S, np.int32)
+    us = say.kernel_times({
+        "split": partial(gpuattn.decode_attention, one, k, v, lengths),
+        "one block a head": partial(gpuattn.flash_attention, one, k, v, impl="raw-ampere"),
+    })  # fmt: skip
+    what = f"time of one query and {S:,} keys, split and not"
+    say.order("C17", what, us["split"], us["one block a head"], "us", clock=True)
+# %% [markdown]
 # Time over the length, by the clock of this machine; the FLOPs fall faster than the time.
 # %%
 ratios = [(n, float(uncached[n - 1] / cached[n - 1])) for n in range(1, longest + 1)]

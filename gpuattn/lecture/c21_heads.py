@@ -10,6 +10,7 @@ Vary: python -m gpuattn.lecture.c21_heads heads=32 n=8192
 """
 
 # %%
+from functools import partial
 from types import SimpleNamespace
 
 import gpuattn
@@ -58,6 +59,20 @@ for name, (queries, keys, size, ffn) in TABLE.items():
     layer = SimpleNamespace(d_model=1024, heads=queries, kv_heads=keys, head_size=size, ffn=ffn,
                             activation="relu", stacks=((1, False),))  # fmt: skip
     say.exact("B24", f"weights, {name}", layer_weights(layer))
+# %% [markdown]
+# A step of decoding reads the whole cache: what it moves, and its time by the clock.
+# %%
+keys, dtype = (8192, "float16") if say.device == "cuda" else (n, "float32")
+q, lengths = say.normal(8, 1, heads, head_size, dtype=dtype), say.xp.full(8, keys, "int32")
+calls, moved = {}, {}
+for name, count in (("one", 1), ("all", heads)):
+    k_cache, v_cache = (say.normal(8, keys, count, head_size, dtype=dtype) for _ in "kv")
+    calls[name] = partial(gpuattn.decode_attention, q, k_cache, v_cache, lengths)
+    moved[name] = gpuattn.traffic(gpuattn.decode_attention, q, k_cache, v_cache, lengths).bytes
+what = "1 head of keys and all"
+say.order("B26", f"MB of a step, {what}", moved["one"] / 1e6, moved["all"] / 1e6, "MB")
+us = say.kernel_times(calls)
+say.order("B26", f"time of a step, {what}", us["one"], us["all"], "us", clock=True)
 # %%
 alt = "; ".join(f"{k} heads: {size / 2**20:.1f} MiB" for k, size in sizes.items())
 bars = {f"{k} of {heads} heads": size / 2**20 for k, size in sizes.items()}

@@ -50,6 +50,19 @@ order = np.argsort(-totals, kind="stable")[:K]  # the plain step sorts all of th
 _, parents, tokens = gpuattn.beam_step(logits, scores, count=K)
 ours = (to_cpu(parents)[0] * V + to_cpu(tokens)[0]).tolist()
 say.exact("D26", "choices that differ from beam_step", len(set(ours) - set(order.tolist())))
+width = 8 * V if say.device == "cuda" else V
+wide = say.normal(K, width)
+
+
+def plain_step():
+    x = wide - wide.max(-1, keepdims=True)
+    total = x - say.xp.log(say.xp.exp(x).sum(-1, keepdims=True)) + scores.T
+    return say.xp.argsort(total.ravel())[-K:]
+
+
+us = say.times({"ranked": lambda: gpuattn.beam_step(wide, scores, count=K), "sorted": plain_step})
+what = f"time of a step over {width:,} words, ranked and sorted"
+say.order("D27", what, us["ranked"], us["sorted"], "us", clock=True)
 # %% [markdown]
 # How many logits of a row are at least R, with more and more groups? K is the least possible.
 # %%

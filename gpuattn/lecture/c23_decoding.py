@@ -52,5 +52,32 @@ what = "time of the texts, all switched on and all off"
 say.order("D35", what, us[names[-1]], us[names[0]], "us", clock=True)
 say.record("D35", "times as fast, up to", float(np.median(us[names[0]]) / np.median(us[names[-1]])))
 rates = {name: n * B / float(np.median(samples)) * 1e6 for name, samples in us.items()}
+# %% [markdown]
+# The same of a translator: sources one by one without a cache, and together with one.
+# %%
+small = gpuattn.models.TranslationConfig(256, width, 4, (2, 2), 4 * width, 0.0)
+translator = gpuattn.models.TranslationModel(small).to(device=say.device)
+sources = say.rng.integers(8, 256, (B, 16)).tolist()
+
+
+def translate(sources, kv_cache):
+    stepper = translator.stepper(translator.pack(sources), n, kv_cache=kv_cache)
+    tokens = say.xp.ones(len(sources), np.int32)
+    for position in range(n):
+        tokens = stepper.step(tokens, position).argmax(-1)
+    return tokens
+
+
+def apart():
+    return [int(translate([source], False)[0]) for source in sources]
+
+
+wrong = sum(np.not_equal(apart(), [int(token) for token in translate(sources, True)]))
+say.near("D34", "last tokens that differ", wrong, 0)
+both = say.times({"all on": lambda: translate(sources, True), "all off": apart})
+what = "time of the translations, all switched on and all off"
+say.order("D34", what, both["all on"], both["all off"], "us", clock=True)
+times = float(np.median(both["all off"]) / np.median(both["all on"]))
+say.record("D34", "times as fast, up to", times)
 alt = "; ".join(f"{name}: {rate:,.0f} tokens/s" for name, rate in rates.items())
 say.bars(f"Tokens a second, {B} texts of {n} tokens", alt, rates, "tokens/s")

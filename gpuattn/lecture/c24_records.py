@@ -11,13 +11,33 @@ Vary: gpuattn doctor
 """
 
 # %%
+import math
+import time
+
+from gpuattn.cuda.power import Draw, PowerMeter
 from gpuattn.lecture import lecture
+from gpuattn.units import CO2_PER_KWH, co2_grams
 
 say = lecture(__doc__)
 # %% [markdown]
-# Energy: gpuattn train measures the joules of a run on a GPU; a car's are another matter.
+# Energy, where a GPU tells it, and CO2 by a stated factor: the world's mean of electricity.
 # %%
 say.record("D01", "years of driving")
+say.record("D01", "grams of CO2 for a kWh, the factor here", CO2_PER_KWH)
+before = PowerMeter().read(now=True) if say.device == "cuda" else Draw()
+if before.joules is not None:
+    a, begin, products = say.normal(8192, 8192, dtype="float16"), time.perf_counter(), 0
+    while time.perf_counter() - begin < 2:
+        for _ in range(50):
+            a @ a
+        say.xp.cuda.Device().synchronize()
+        products += 50
+    joules = (PowerMeter().read(now=True).joules or math.nan) - before.joules
+    say.record("D01", "GFLOPs a joule, products in 16 bits", products * 2 * 8192**3 / joules / 1e9)
+    training = 3.14e23 / (products * 2 * 8192**3 / joules)  # FLOPs of GPT-3, as published
+    say.record("D01", "tonnes of CO2 of GPT-3's FLOPs at that rate", co2_grams(training) / 1e6)
+else:
+    say.record("D01", "joules here", "not measured: no GPU tells them")
 say.record("D03", "a table of features of libraries")
 say.record("B01", "other chips")
 say.record("C19", "another library; here gpuattn.fuse and gpuattn.capture do a part of it")

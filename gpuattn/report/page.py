@@ -20,7 +20,7 @@ from gpuattn.runs.folder import RunFolder, load_run, summary
 from gpuattn.runs.metrics import describe, loss_names, round_times
 from gpuattn.tasks.registry import task_of
 from gpuattn.typing import StrPath
-from gpuattn.units import duration, short, with_unit
+from gpuattn.units import CO2_PER_KWH, co2_grams, duration, short, with_unit
 
 PAGE, PROFILE = "report.html", "profile.json"
 SAMPLES = 12  # translations shown
@@ -101,6 +101,7 @@ def _cost(rows):
     if spent["joules"]:
         each = spent["joules"] / tokens * 1e3
         parts.append(f"{spent['joules'] / 1e3:.3g} kJ, {each:.3g} J for 1,000 tokens")
+        parts.append(f"{co2_grams(spent['joules']):.3g} g of CO2 at {CO2_PER_KWH:.0f} g a kWh")
     return ", ".join(parts)
 
 

@@ -275,6 +275,17 @@ def test_numpy_runs_small_models(tmp_path):
     assert json.loads(path.read_text())["rows"] == rows
 
 
+def test_a_sweep_over_batches_and_its_bars(tmp_path):
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "steps.json", tmp_path / "steps.png"
+    result = call("train", "--model", "tiny", "--batch", "2", "--batch", "4", "--device", "numpy",
+                  "--json", path, "--plot", picture)  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"]["shape"] for row in rows] == [[2, 16], [4, 16]]
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -283,7 +294,7 @@ def test_numpy_runs_small_models(tmp_path):
         (["train", "softmax"], "unexpected extra argument (softmax)"),
         (["train", "--shape", "8x8"], "No such option"),
         (["train", "--impl", "reference"], "No such option"),
-        (["train", "--plot", "x.png"], "No such option"),
+        (["train", "--batch", "0"], "0 is not in the range x>=1"),
         (["train", "--causal"], "No such option"),
         (["fused", "--model", "base"], "No such option"),
     ],

@@ -102,6 +102,22 @@ def test_ctrl_c_keeps_what_was_measured_and_missing_goes_on(call, write):
     assert "2. Count" in call("lecture", "--missing", "--device", "numpy").stdout
 
 
+@pytest.mark.parametrize("end", ["raise KeyboardInterrupt", "import signal\n"
+                                 "signal.raise_signal(signal.SIGTERM)\nimport time\n"
+                                 "time.sleep(5)"])  # fmt: skip
+def test_what_a_stopped_chapter_said_is_kept(call, write, end):
+    """By Ctrl-C, and by a limit of time."""
+    write(2, "Count FLOPs", GOOD + end + "\n")
+    result = call("lecture", "--device", "numpy")
+    assert result.exit_code == 130 and "keeps 0 chapters" in result.stderr
+    (entry,) = read()["chapters"]
+    assert entry["error"] == "it was stopped" and entry["statements"][0]["verdict"] == "exact"
+    assert "it was stopped" in Path("lecture.html").read_text()
+    write(2, "Count FLOPs", GOOD)
+    assert call("lecture", "--missing", "--device", "numpy").exit_code == 0
+    assert read()["chapters"][0]["error"] is None
+
+
 def test_missing_does_not_go_on_with_another_machine(call, write):
     write(2, "Count FLOPs", GOOD)
     call("lecture", "--device", "numpy")

@@ -33,7 +33,9 @@ def test_a_run_is_profiled_into_its_folder_and_its_report(call, run):
     ]
     assert "flash_attention" in result.stdout and "of the roof" in lines[5]
     assert lines[-1].startswith("ops") and "of the step" in lines[-1]
-    assert lines[-2].startswith("padding") and "with 448 rows" in lines[-2]
+    assert lines[-2].startswith("kinds") and "matrix products" in lines[-2]
+    assert lines[-3].startswith("stages") and "backward" in lines[-3] and "update" in lines[-3]
+    assert lines[-4].startswith("padding") and "with 448 rows" in lines[-4]
     assert {row["op"] for row in json.loads((run / PROFILE).read_text())["rows"]} > {"linear"}
     assert "gradient_statistics" not in (run / PAGE).read_text()
     result = call("report", run)

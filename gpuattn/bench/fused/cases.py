@@ -92,7 +92,7 @@ AXES = {
     "dropout_add_norm": "rows x columns", "cross_entropy": "rows x vocabulary",
     "embedding": "tokens x vocabulary x width", "adamw": "parameters",
     "beam_step": "sentences x beams x vocabulary", "gelu": "rows x columns",
-    "topk_logprobs": "rows x vocabulary",
+    "topk_logprobs": "rows x vocabulary", "dropout": "rows x columns",
 }  # fmt: skip
 PASSES = {  # arrays of all elements read or written
     "softmax": {"forward": 2, "backward": 3},
@@ -103,6 +103,7 @@ PASSES = {  # arrays of all elements read or written
     "beam_step": {"forward": 1},
     "gelu": {"forward": 2, "backward": 3},
     "topk_logprobs": {"forward": 1},
+    "dropout": {"forward": 2, "backward": 2},
 }
 FLOPS = {  # of an element
     "softmax": {"forward": 5, "backward": 4},
@@ -115,6 +116,7 @@ FLOPS = {  # of an element
     "beam_step": {"forward": 5},
     "gelu": {"forward": 9, "backward": 16},
     "topk_logprobs": {"forward": 4},
+    "dropout": {"forward": 1, "backward": 1},
 }
 
 
@@ -165,6 +167,7 @@ TABLES = {
     "embedding": _cells("embedding", [(8192, 32768, 512)], TORCH),
     "adamw": _cells("adamw", [(PARAMETERS,)], (*TORCH, "torch-fused")),
     "beam_step": _cells("beam_step", [(64, 4, 32000), (8, 4, 128256), (64, 5, 50304)], TORCH),
+    "dropout": _cells("dropout", [TALL[1], TALL[3]], TORCH, dropout=0.1),
 }  # fmt: skip
 """op -> the cells of its table."""
 
@@ -179,4 +182,8 @@ SMALL = [
     }.items()
     for direction in FLOPS[op]
 ]  # fmt: skip
+SMALL += [
+    Cell("dropout", Fused("dropout", (64, 256), "float32", dropout=0.1), direction, ())
+    for direction in FLOPS["dropout"]
+]
 """Small cells for NumPy."""

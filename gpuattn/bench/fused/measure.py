@@ -160,6 +160,9 @@ OP_SPECS = {
     "dropout_add_norm": OpSpec(
         gpuattn.dropout_add_norm, _draw_add_norm, _dropout_add_norm, grads=(0, 1, 2, 3)
     ),
+    "dropout": OpSpec(
+        gpuattn.dropout, _draw_rows(0), lambda case, x: ((x, case.dropout), {"seed": 1}), grads=(0,)
+    ),
     "gelu": OpSpec(gpuattn.gelu, _draw_rows(1), grads=(0, 1)),
     "cross_entropy": OpSpec(
         gpuattn.cross_entropy, _draw_labelled, _cross_entropy, grads=(0,), edits=True

@@ -25,6 +25,12 @@ def _softmax(case):
     return lambda x: softmax(x, -1)
 
 
+def _dropout(case):
+    from torch.nn.functional import dropout
+
+    return lambda x: dropout(x, case.dropout)
+
+
 def _layer_norm(case):
     from torch.nn.functional import layer_norm
 
@@ -99,7 +105,7 @@ def _update(params, grads, momentum, squares, model):
 FORMULAS = {
     "softmax": _softmax, "layer_norm": _layer_norm, "rms_norm": _rms_norm,
     "dropout_add_norm": _dropout_add_norm, "cross_entropy": _cross_entropy,
-    "embedding": _embedding, "beam_step": _beam_step,
+    "embedding": _embedding, "beam_step": _beam_step, "dropout": _dropout,
 }  # fmt: skip
 
 

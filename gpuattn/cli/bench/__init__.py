@@ -6,7 +6,18 @@ import click
 
 from gpuattn.bench.fused.cases import TABLES
 from gpuattn.bench.samples import SAMPLES
-from gpuattn.cli.bench import attention, calls, data, decode, fused, ops, roofline, scale, train
+from gpuattn.cli.bench import (
+    attention,
+    calls,
+    data,
+    decode,
+    fused,
+    machine,
+    ops,
+    roofline,
+    scale,
+    train,
+)
 from gpuattn.cuda.gpu import FORCED, forced_capability
 from gpuattn.units import nearest
 
@@ -43,6 +54,7 @@ def command() -> None:
     gpuattn bench train --model base --peers
     gpuattn bench decode --model gpt2-124m --peers
     gpuattn bench roofline --plot roofline.png
+    gpuattn bench machine
     gpuattn bench data
     gpuattn bench scale --parameters 124M --step 18.4
 
@@ -57,9 +69,9 @@ def _force(ctx, param, arch):
         forced_capability()  # refuses nonsense
 
 
-for _module in (ops, calls, attention, fused, train, decode, roofline, data, scale):
+for _module in (ops, calls, attention, fused, train, decode, roofline, machine, data, scale):
     command.add_command(_module.command)
-    if _module not in (data, scale):
+    if _module not in (machine, data, scale):
         arch_option = click.Option(
             ["--arch"], metavar="75", expose_value=False, is_eager=True, callback=_force,
             help="Run kernels as on a GPU of this compute capability (GPUATTN_ARCH).",

@@ -61,7 +61,8 @@ def command(
     """Time fused OPS (default: all).
 
     Each direction is timed by itself in CUDA graphs. OPS: softmax, layer_norm, rms_norm,
-    dropout_add_norm, cross_entropy, embedding, adamw and beam_step. Others: gpuattn bench ops.
+    dropout_add_norm, dropout, cross_entropy, embedding, adamw and beam_step. Others: gpuattn bench
+    ops.
     """
     xp, names = array_module(choose_device(device)[0]), list(dict.fromkeys(ops or TABLES))
     cells = _cells(xp, names, parse_shape(shape), dtype)
@@ -88,6 +89,8 @@ def _cells(xp, ops, shape, dtype):
         if len(shape) != len(AXES[op].split(" x ")):
             raise click.UsageError(f"{op} takes a shape of {AXES[op]}, got {shape}")
         case = Fused(op, tuple(shape), dtype or ("float32" if xp is np else "bfloat16"))
+        if op == "dropout":
+            case = replace(case, dropout=0.1)
         named = next(cell.peers for cell in TABLES[op])
         return [Cell(op, case, direction, named) for direction in FLOPS[op]]
     if xp is np:

@@ -57,7 +57,7 @@ class Measured:
         self.failed: list[str] = []
         self.ceilings = timing.ceilings(xp)
         click.echo(
-            f"ceilings measured here: product {self.ceilings['matmul_tflops']:.1f} TFLOP/s, "
+            f"ceilings measured here: product {rate(self.ceilings['matmul_tflops'])}, "
             f"copy {self.ceilings['copy_tbs']:.3f} TB/s"
         )
         self.fresh = results.document(self.rows, line, xp, self.ceilings)
@@ -153,7 +153,12 @@ def describe(cell: Cell) -> str:
 
 def tflops(row: dict) -> str:
     """Return the TFLOP/s of a row as text."""
-    return f"{short(row['tflops']):>6} TFLOP/s"
+    return f"{rate(row['tflops']):>14}"
+
+
+def rate(tflops: float) -> str:
+    """Return a rate of FLOPs as text, with three digits: those of a CPU are GFLOP/s."""
+    return f"{short(tflops)} TFLOP/s" if tflops >= 1 else f"{short(tflops * 1e3)} GFLOP/s"
 
 
 def short(rate: float) -> str:

@@ -1,6 +1,7 @@
 """gpuattn bench train: training steps of whole models, beside PyTorch's."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import click
 import numpy as np
@@ -9,6 +10,7 @@ from gpuattn.bench import results
 from gpuattn.bench.cases import Cell
 from gpuattn.bench.train import cases as train_cases
 from gpuattn.bench.train import measure as train
+from gpuattn.bench.train.charts import draw_steps
 from gpuattn.cli.bench.table import (
     begin,
     colored,
@@ -17,6 +19,7 @@ from gpuattn.cli.bench.table import (
     json_option,
     missing_option,
     peers_option,
+    plot_option,
     short,
     show_missing,
 )
@@ -29,16 +32,28 @@ from gpuattn.runtime.device import array_module, choose_device
     "--model", "models", multiple=True, type=NearChoice(train_cases.CELLS), cls=GroupedOption,
     group="Cells", help="This model only; may be given several times.",
 )  # fmt: skip
+@click.option(
+    "--batch", "batches", multiple=True, type=click.IntRange(1), cls=GroupedOption,
+    group="Cells", metavar="N", help="Batches of N texts; may be given several times.",
+)  # fmt: skip
 @peers_option
 @missing_option
+@plot_option
 @device_option
 @json_option
 def command(
-    models: tuple[str, ...], device: str, path: str | None, peers: bool, missing: bool
+    models: tuple[str, ...],
+    batches: tuple[int, ...],
+    device: str,
+    path: str | None,
+    peers: bool,
+    missing: bool,
+    plot: str | None,
 ) -> None:
     """Time training steps of whole models.
 
-    With and without CUDA graphs: the step that gpuattn train runs.
+    With and without CUDA graphs: the step that gpuattn train runs. --batch 8 --batch 128: each
+    model with each of these batches.
     """
     xp = array_module(choose_device(device)[0])
     names = models or train_cases.MODELS
@@ -46,13 +61,21 @@ def command(
     if xp is np:
         click.echo("No GPU: NumPy on small float32 models, without peers or graphs.")
         chosen = [cell._replace(case=train_cases.small(cell.case), peers=()) for cell in chosen]
-    measured, chosen, _ = begin(xp, path, chosen, None, missing=missing, with_peers=peers)
+    if batches:
+        chosen = [_with_batch(cell, count) for cell in chosen for count in batches]
+    measured, chosen, pyplot = begin(xp, path, chosen, plot, missing=missing, with_peers=peers)
     measured.add(chosen, describe, _rate, measure=train.measure, with_peers=peers)
     _show(measured.rows, measured.ceilings)
     if measured.rows and peers and xp is not np:
         rows = measured.document["rows"]
         click.echo(f"train: {results.verdict(rows, train_cases.TABLE)}")
+    if measured.document["rows"] and plot:
+        draw_steps(pyplot, measured.document, plot)
     measured.finish()
+
+
+def _with_batch(cell, count):
+    return cell._replace(case=replace(cell.case, shape=(count, cell.case.shape[1])))
 
 
 def _rate(row):

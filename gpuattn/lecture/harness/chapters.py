@@ -13,7 +13,7 @@ import re
 import runpy
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from gpuattn.units import nearest
 
 FOLDER = Path(__file__).parents[1]
 FIELDS = ("Claim", "Regime", "Needs", "Question", "Answer", "Vary")
+STOPPED = "it was stopped"
 _current: contextvars.ContextVar[Say | None] = contextvars.ContextVar("gpuattn_say", default=None)
 
 
@@ -117,28 +118,38 @@ def _unknown(name):
 # ---- running ------------------------------------------------------------------------------------
 
 
-def run(chapter: Chapter, say: Say) -> dict[str, Any]:
+def run(chapter: Chapter, say: Say, keep: Callable[[dict[str, Any]], None] | None = None) -> dict:
     """Run a chapter; return its entry of a record: statements, figures, seconds, error.
 
-    An error in the chapter ends it, and is part of the entry.
+    An error in the chapter ends it, and is part of the entry. What was said before Ctrl-C is given
+    to ``keep``, as an entry with the error STOPPED.
     """
     begin, error = time.perf_counter(), None
+
+    def entry(error):
+        return {
+            "number": chapter.number, "title": chapter.title, "hash": chapter.hash,
+            "seconds": round(time.perf_counter() - begin, 3), "error": error,
+            "statements": say.statements, "figures": say.figures,
+        }  # fmt: skip
+
     token = _current.set(say)
     try:
         runpy.run_path(str(chapter.path))
     except BrokenPipeError:  # the reader of the lines has gone
         raise
+    except KeyboardInterrupt:
+        if keep and say.statements:
+            keep(entry(STOPPED))
+        raise
     except Exception as fault:  # noqa: BLE001 the other chapters go on
         error = f"{type(fault).__name__}: {fault}"
     finally:
         _current.reset(token)
+        say.clear()
     if error is None:
         say.check_sizes()
-    return {
-        "number": chapter.number, "title": chapter.title, "hash": chapter.hash,
-        "seconds": round(time.perf_counter() - begin, 3), "error": error,
-        "statements": say.statements, "figures": say.figures,
-    }  # fmt: skip
+    return entry(error)
 
 
 def faults(entry: Mapping[str, Any]) -> list[str]:

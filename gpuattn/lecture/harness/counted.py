@@ -103,7 +103,7 @@ def ops() -> Iterator[list[Work]]:
             flops = op_work.flops(op, direction, arguments, given)
             with hooked(None):
                 result = function(*arguments, **given)
-            moved = op_work.moved(op, direction, arguments, given, result)
+            moved = op_work.moved(op, direction, arguments, given, result, function)
             calls.append(Work(op, direction, flops, moved))
             return result
 

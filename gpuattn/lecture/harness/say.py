@@ -11,9 +11,12 @@ kind ``printed``, ``right``, ``bound``, or ``less``, ``more`` (lists of samples 
 ``clock`` and ``unit``; ``verdict`` is the kind, or "fails".
 """
 
+import contextlib
+import gc
 import math
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +31,7 @@ from gpuattn.units import nearest
 
 FAILS = "fails"
 LEAST, MOST, ENOUGH = 3, 20, 2e5  # samples of a clock on a CPU; microseconds of all together
+GRAPH_CALLS, GRAPH_US = 20, 2000.0  # calls of a graph: at most so many, about so long
 Points = Sequence[tuple[float, float]]
 
 
@@ -84,6 +88,61 @@ class Say:
         if self.device == "cuda":
             return timing.alternate(dict(calls))
         return {name: _samples(call, 1 if self._smoke else LEAST) for name, call in calls.items()}
+
+    def kernel_times(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
+        """Return the microseconds of each call; on a GPU in CUDA graphs, without the host's."""
+        if self.device != "cuda":
+            return self.times(calls)
+        try:
+            with self.stream():
+                graphs = {name: _graph(call) for name, call in calls.items()}
+                times = timing.alternate(graphs)
+        except Exception as error:  # noqa: BLE001 no graph can hold them: with the host, then
+            self._tell(f"  (by launches, as no graph holds them: {error})")
+            return self.times(calls)
+        return {
+            name: [us / len(graphs[name].calls) for us in samples]
+            for name, samples in times.items()
+        }
+
+    def stream(self) -> Any:
+        """Return the context of a stream that CUDA graphs can be captured on; of none on NumPy."""
+        if self.device != "cuda":
+            return contextlib.nullcontext()
+        self.xp.cuda.Device().synchronize()
+        return self.xp.cuda.Stream(non_blocking=True)
+
+    def launches(self, call: Callable[[], Any]) -> int | None:
+        """Return how many kernels, copies and fills a call launches; None on NumPy."""
+        if self.device != "cuda":
+            return None
+        with self.stream():
+            return timing.Graph([call, timing.captured]).results[-1]
+
+    def peak(self, call: Callable[[], Any]) -> float:
+        """Return the most bytes that a call holds beyond what was there; inf if they do not fit."""
+        if self.device != "cuda":
+            tracemalloc.start()
+            try:
+                call()
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+        pool = self.xp.cuda.MemoryPool()
+        try:
+            with self.xp.cuda.using_allocator(pool.malloc):
+                call()
+            return pool.total_bytes()
+        except self.xp.cuda.memory.OutOfMemoryError:
+            return math.inf
+        finally:
+            pool.free_all_blocks()
+
+    def clear(self) -> None:
+        """Give back the memory that arrays of a GPU have held."""
+        if self.device == "cuda":
+            gc.collect()
+            self.xp.get_default_memory_pool().free_all_blocks()
 
     # ---- statements -----------------------------------------------------------------------------
 
@@ -233,6 +292,13 @@ def _samples(call, least):
         call()
         samples.append((time.perf_counter() - begin) * 1e6)
     return samples
+
+
+def _graph(call):
+    """Return a CUDA graph of some repetitions, which take about GRAPH_US."""
+    call()
+    (about,) = timing.sample(call, 1)
+    return timing.Graph([call] * max(1, min(GRAPH_CALLS, int(GRAPH_US / about))))
 
 
 def _pair(less, more, unit):

@@ -13,8 +13,8 @@ import numpy as np
 from gpuattn.arrays import check_floats, check_together, is_floating, on_gpu, to_cpu
 from gpuattn.autodiff import tape
 from gpuattn.autodiff.tape import op, raw
-from gpuattn.errors import problem
-from gpuattn.impls import Call, Fusion, Impl, Impls
+from gpuattn.errors import UnsupportedError, problem
+from gpuattn.impls import Call, Fusion, Impl, Impls, overrides
 from gpuattn.ops.arguments import (
     check_choice,
     check_flags,
@@ -32,6 +32,7 @@ from gpuattn.ops.attention import (
     reference,
     short,
     simt,
+    unfused,
 )
 from gpuattn.typing import Array
 
@@ -83,7 +84,8 @@ def flash_attention(
     tokens, head sizes in steps of 8 to 64; chosen from 97 tokens on), "raw-hopper" (compute
     capability 9.0, 16-bit, head sizes in steps of 8 to 256), "raw-ampere" (the same on any GPU;
     with ``tf32`` also float32, in steps of 4 to 128), "raw-simt" (any dtype but float64, head sizes
-    to 256), "numba" or "reference". The gradient is chosen by itself, from the form asked for on.
+    to 256), "numba", "unfused" (stores the tables of logits and weights, only where it is asked
+    for; no lse) or "reference". The gradient is chosen by itself, from the form asked for on.
     Raises ValueError for shapes or parameters that do not fit, TypeError for dtypes,
     UnsupportedError where the form asked for does not take the call.
     """
@@ -103,6 +105,8 @@ def flash_attention(
     if softcap is not None:
         accepted = "a positive number, or None"
         softcap = number(NAME, "softcap", softcap, accepted, lambda c: 0 < c < math.inf)
+    if return_lse and (impl or overrides.get().get(NAME)) == "unfused":
+        raise UnsupportedError(f"{NAME}: unfused returns no lse; without it any other form does")
     head_dim = raw(inputs["q"]).shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
     return Call(
@@ -277,5 +281,9 @@ IMPLS = Impls(  # each direction runs the first form that accepts; all save the 
         refuse_backward=simt.refuse, fusion=IN_LAYOUT,
     ),
     Impl("numba", numba.forward, numba.backward, numba.refuse, refuse_backward=numba.refuse),
+    Impl(
+        "unfused", unfused.forward, unfused.backward, unfused.refuse,
+        refuse_backward=unfused.refuse, specialized=True, fusion=IN_LAYOUT,
+    ),
     Impl("reference", reference.forward, reference.backward, fusion=IN_LAYOUT),
 )  # fmt: skip
