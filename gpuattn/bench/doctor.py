@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from gpuattn.cuda import compiler, disk_cache
-from gpuattn.environment import usable_cores
 from gpuattn.cuda.gpu import FORCED, OLDEST, dotted, gpu
+from gpuattn.environment import usable_cores
 from gpuattn.errors import ConfigError, DeviceMissingError, KernelCompileError
 from gpuattn.gemm import cublaslt
 from gpuattn.runtime.device import version_of, versions
