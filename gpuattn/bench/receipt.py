@@ -94,7 +94,7 @@ def main(
 
 
 def _force(shards, arch):
-    """Run the tests with GPUATTN_ARCH and write the section of the receipt; return the exit code."""
+    """Run the tests with GPUATTN_ARCH, write the receipt's section; return the exit code."""
     os.environ[FORCED] = str(arch)
     forced_capability()  # refuses nonsense before any test runs
     outcomes = {}

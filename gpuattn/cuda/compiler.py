@@ -63,8 +63,9 @@ def nvrtc_architectures() -> list[int]:
 def compile_text(text: str, arch: str, name: str = "source.cu") -> tuple[bytes, str]:
     """Compile CUDA C++ for an ``arch`` such as "sm_90a" and return (cubin, log). Needs no GPU.
 
-    For a "compute_75" it returns PTX in place of the cubin. The log holds registers, shared memory and spills of every kernel. Raises KernelCompileError
-    with the first error and the path of a copy of the text.
+    For a virtual one such as "compute_75" it returns PTX in place of the cubin. The log holds
+    registers, shared memory and spills of every kernel (not of PTX). Raises KernelCompileError with
+    the first error and the path of a copy of the text.
     """
     lib, program = nvrtc(), ctypes.c_void_p()
     lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)

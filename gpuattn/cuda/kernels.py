@@ -340,8 +340,9 @@ def architectures(file: str) -> list[str]:
 def serves(file: str, capability: int) -> bool:
     """Return whether ``file`` runs on devices of a capability such as 90, by its ``Arch:`` line.
 
-    A file that lists sm_75 runs on all devices from 7.0 on that NVRTC compiles for. Others run where an architecture of the same
-    major version is listed, and in its "a" form on that very device alone.
+    A file that lists sm_75 runs on all devices from 7.0 on that NVRTC compiles for. Others run
+    where an architecture of the same major version is listed, and in its "a" form on that very
+    device alone.
     """
     listed = architectures(file)
     majors = {int(arch[3:]) // 10 for arch in listed if not arch.endswith("a")}

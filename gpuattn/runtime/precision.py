@@ -89,9 +89,9 @@ def warn_slow_bfloat16() -> None:
     if "slow bfloat16" not in _warned:
         _warned.add("slow bfloat16")
         warnings.warn(
-            "this GPU's compute capability is below 8.0: bfloat16 is stored in 16 bits and computed "
-            "in float32, without tensor cores; float16 (--precision fp16, the default here) uses "
-            "them",
+            "this GPU's compute capability is below 8.0: bfloat16 is stored in 16 bits and "
+            "computed in float32, without tensor cores; float16 (--precision fp16, the default "
+            "here) uses them",
             stacklevel=3,
         )
 

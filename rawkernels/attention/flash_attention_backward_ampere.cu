@@ -1,4 +1,4 @@
-// The gradient of attention by mma.sync (sm_80 and up), with only a scale and a window between products and probabilities. A
+// The gradient of attention by mma.sync, with only a scale and a window between products and probabilities. A
 // block owns OWN keys and loops over the queries that see them, STEP at a time. Four warps compute p from q and k and
 // accumulate dv, four compute ds from dout and v and accumulate dk; all add dq to float32 in global memory.
 // flash_attention_backward_ampere_rows.cu runs before and after. Dao, "FlashAttention-2" (2023). Design and figures:

@@ -1,4 +1,4 @@
-// The first and the last launch of the gradient by mma.sync (sm_80 and up): delta and lse of rows; dq from its sums.
+// The first and the last launch of the gradient by mma.sync: delta and lse of rows; dq from its sums.
 // Constants: scalar = f16, bf16; HEAD_DIM = 64, 96, 128, 192, 256
 // Constants below sm_80: scalar = f16; HEAD_DIM = 64, 128, 192
 // Launch:    grid = (ceil(longest queries / 16) * sequences,), block = (256,)

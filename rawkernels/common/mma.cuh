@@ -1,5 +1,5 @@
 #pragma once
-// Matrix products of one warp by mma.sync (sm_80 and up), and the addresses that ldmatrix takes. Operands lie in tiles
+// Matrix products of one warp by mma.sync (float32 and bf16: sm_80 and up), and the addresses that ldmatrix takes. Operands lie in tiles
 // (tile.cuh) on 128-byte boundaries.
 //
 // float32 as TF32 (10 bits of mantissa): d (16 x 8) += a (16 x 8) b (8 x 8). A lane holds

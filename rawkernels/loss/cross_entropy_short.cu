@@ -8,7 +8,8 @@
 
 constexpr int WARPS = 4;
 // blocks per multiprocessor, as many as run without spills
-constexpr int TOGETHER = VECTORS > 4 ? 5 : VECTORS > 2 ? 8 : LANES == 32 && __CUDA_ARCH__ == 900 ? 12 : 10;
+constexpr int WITHOUT_SPILLS = __CUDA_ARCH__ >= 1200 ? 9 : 10;
+constexpr int TOGETHER = VECTORS > 4 ? 5 : VECTORS > 2 ? 8 : LANES == 32 && __CUDA_ARCH__ == 900 ? 12 : WITHOUT_SPILLS;
 
 // Reductions over the lanes that share a row.
 template <typename Op> __device__ __forceinline__ float row_reduce(float value, Op op) {

@@ -1,11 +1,13 @@
 """The receipt of the last GPU run is fresh and complete."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from gpuattn.bench import receipt
+from gpuattn.errors import ConfigError
 
 
 def test_the_receipt_matches_the_sources():
@@ -102,3 +104,33 @@ def test_tests_of_time_run_alone_and_all_run_once(monkeypatch, tmp_path):
     stored = json.loads((tmp_path / "receipt.json").read_text())
     assert stored["tests"] == {"t::1": "passed", "t::2": "passed"}
     assert not awaited.exists()
+
+
+@pytest.mark.parametrize("outcome", ["skipped", "failure"])
+def test_a_forced_architecture_is_a_section_of_the_receipt(monkeypatch, places, outcome):
+    """Tests of forms that the architecture lacks are skipped; one that fails gives no section."""
+    monkeypatch.setenv("GPUATTN_ARCH", "")
+    places.mkdir()
+    (places / "receipt.json").write_text('{"digest": "before", "tests": {"t.a::one": "passed"}}')
+    asked = []
+
+    def run(shard, marker, parallel):
+        asked.append((marker, os.environ["GPUATTN_ARCH"]))
+        return {"t.a::one": "passed", "t.b::hopper": outcome}
+
+    monkeypatch.setattr(receipt, "_run", run)
+    assert receipt.main([["x"]], arch=75) == (outcome == "failure")
+    assert asked == [("gpu and not timing", "75")]
+    stored = json.loads((places / "receipt.json").read_text())
+    assert stored["digest"] == "before" and stored["tests"] == {"t.a::one": "passed"}
+    if outcome == "skipped":
+        section = stored["forced"]["75"]
+        assert section["digest"] == receipt.digest()
+        assert section["tests"] == {"t.a::one": "passed", "t.b::hopper": "skipped"}
+        monkeypatch.setattr(receipt, "_run", lambda *_, **__: {"t.c::two": "passed"})
+        assert receipt.main([["x"]]) == 0  # a new receipt keeps it
+        assert json.loads((places / "receipt.json").read_text())["forced"]["75"] == section
+    else:
+        assert "forced" not in stored
+    with pytest.raises(ConfigError, match="GPUATTN_ARCH is '76'; accepted: 75, 80"):
+        receipt.main([["x"]], arch=76)

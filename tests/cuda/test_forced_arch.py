@@ -20,7 +20,7 @@ def card(monkeypatch):
     """card(own, arch): device 0 is a GPU of a compute capability, and GPUATTN_ARCH is set."""
 
     def make(own, arch=None):
-        monkeypatch.setitem(sys.modules, "cupy", fake_cupy(own if own not in GPUS else GPUS[own]))
+        monkeypatch.setitem(sys.modules, "cupy", fake_cupy(GPUS.get(own, own)))
         monkeypatch.delenv(module.FORCED, raising=False)
         if arch is not None:
             monkeypatch.setenv(module.FORCED, arch)

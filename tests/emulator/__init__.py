@@ -1,4 +1,4 @@
-"""An emulator of kernels, of Hopper or of another card: their source, compiled by g++, runs on a CPU.
+"""An emulator of kernels, of Hopper or of another card: their source, by g++, runs on a CPU.
 
 ``translate.py`` turns CUDA C++ into C++, ``machine.cpp`` runs thread blocks concurrently as fibers
 in an order set by a seed, and ``ptx.cpp`` implements PTX instructions. It is built to find errors:

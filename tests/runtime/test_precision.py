@@ -5,6 +5,8 @@ import warnings
 
 import numpy as np
 import pytest
+from fake_gpu import GPUS
+from fake_launches import launches_on
 
 from gpuattn import Tensor
 from gpuattn.errors import ConfigError
@@ -42,6 +44,20 @@ def test_numpy_uses_fp32_with_one_warning(monkeypatch, name):
         warnings.simplefilter("error")
         assert choose(name, "numpy").name == "fp32"
         assert choose("fp32", "numpy").name == "fp32"
+
+
+def test_before_8_0_fp16_is_the_best_and_bf16_warns_once(monkeypatch):
+    monkeypatch.setattr(precision, "_warned", set())
+    with launches_on(GPUS["7.5"]):
+        assert choose("auto", "cuda").name == "fp16"
+        with pytest.warns(UserWarning, match=r"below 8\.0: bfloat16 .* float16 \(--precision fp16"):
+            assert choose("bf16", "cuda").name == "bf16"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert choose("pure-bf16", "cuda").name == "pure-bf16"
+            assert choose("fp32", "cuda").name == "fp32"
+    with launches_on(GPUS["8.0"]):
+        assert choose("auto", "cuda").name == "bf16"
 
 
 def test_an_unknown_name_gets_a_suggestion():

@@ -11,6 +11,7 @@ from gpuattn import arrays
 from gpuattn.arrays import ctype, rows_refusal
 from gpuattn.cuda.gpu import AMPERE, dotted, gpu, tensor_core_refusal
 from gpuattn.cuda.kernels import kernel, kernel_refusal
+from gpuattn.errors import HardwareRefusal
 from gpuattn.ops.attention.gradient import (
     bias_gradient,
     gradient_arrays,
@@ -18,7 +19,6 @@ from gpuattn.ops.attention.gradient import (
     sink_gradient,
 )
 from gpuattn.ops.attention.launch import Launch, outputs, result, tiles_refusal
-from gpuattn.errors import HardwareRefusal
 from gpuattn.typing import Array
 
 MAX_HEAD_DIM, MAX_TF32_HEAD_DIM = 256, 128

@@ -86,10 +86,10 @@ def decode_attention(
     A query that sees no key gives 0, lse -inf (the sink, if there is one). There is no gradient.
 
     The call does not synchronize and its launches depend on shapes alone, so that a CUDA graph of
-    it can be replayed with other lengths. ``impl``: "raw-ampere" (16-bit, tensor cores),
-    "raw-simt", "reference", or None for the first that accepts. Raises ValueError for shapes or
-    parameters that do not fit, TypeError for dtypes; a page or a slot out of range is an IndexError
-    (from a GPU: at the next ``to_cpu``).
+    it can be replayed with other lengths. ``impl``: "raw-ampere" (16-bit, tensor cores; on 7.5
+    float16 alone), "raw-simt", "reference", or None for the first that accepts. Raises ValueError
+    for shapes or parameters that do not fit, TypeError for dtypes; a page or a slot out of range is
+    an IndexError (from a GPU: at the next ``to_cpu``).
     """
     inputs = take_arrays(
         NAME,

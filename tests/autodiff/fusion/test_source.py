@@ -179,7 +179,7 @@ def test_many_elements_are_numbered_by_64_bits():
 KINDS = ("f2", "f4", "f8", BFLOAT16, "i4", bool)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_100"])
 def test_nvrtc_compiles_the_text(nvrtc, arch):
     kinds = tuple([np.dtype(kind) for kind in KINDS])
     layout = Layout(3, 2, (1, 0, None, 1, 1, 1), arch != "sm_80")

@@ -41,25 +41,48 @@ def test_hopper_takes_the_large_tiles():
     assert ampere.choose_extras_tile(128, True, limit) == (128, 128, 64, 8, 2, 2)
 
 
-@pytest.mark.parametrize("tile", ampere.TILES, ids=str)
+@pytest.mark.parametrize("tile", (*ampere.TILES, *ampere.TURING_TILES), ids=str)
 def test_bytes_are_those_of_the_kernel(nvrtc, tile):
-    constants = dict(zip(ampere.CONSTANTS, tile, strict=True), scalar="bf16")
+    constants = dict(zip(ampere.CONSTANTS, tile, strict=True), scalar="f16")
     size, threads = ampere.backward_shared_bytes(*tile), ampere.BACKWARD_THREADS
     claim = f"DKV_BYTES == {size} && THREADS == {threads}"
-    check_sizes(ampere.BACKWARD_FILE, "__device__", claim, constants)
+    check_sizes(ampere.BACKWARD_FILE, "__device__", claim, constants, tile in ampere.TURING_TILES)
 
 
-@pytest.mark.parametrize("tile", ampere.EXTRAS_TILES, ids=str)
+@pytest.mark.parametrize("tile", (*ampere.EXTRAS_TILES, *ampere.TURING_EXTRAS_TILES), ids=str)
 def test_bytes_are_those_of_the_kernel_with_extras(nvrtc, tile):
-    constants = dict(zip(ampere.EXTRAS_CONSTANTS, tile, strict=True), scalar="bf16", EXTRAS=False)
-    claim = f"DKV_BYTES == {ampere.extras_shared_bytes(*tile)} && DQ_BYTES <= DKV_BYTES"
-    check_sizes(ampere.EXTRAS_FILE, "// ---- from", claim, constants)
+    constants = dict(zip(ampere.EXTRAS_CONSTANTS, tile, strict=True), scalar="f16", EXTRAS=False)
+    size = ampere.extras_shared_bytes(*tile)
+    claim = f"(DKV_BYTES > DQ_BYTES ? DKV_BYTES : DQ_BYTES) == {size}"
+    older = tile in ampere.TURING_EXTRAS_TILES
+    check_sizes(ampere.EXTRAS_FILE, "// ---- from", claim, constants, older)
 
 
-def check_sizes(file, end, claim, constants):
+def check_sizes(file, end, claim, constants, older):
     text = kernels.source_text(file, **constants)
     sizes = text[: text.index(end)]
-    compiled.check_front_end(f'{sizes}\nstatic_assert({claim}, "");', "sm_80", file)
+    arch = "sm_75" if older else "sm_80"
+    compiled.check_front_end(f'{sizes}\nstatic_assert({claim}, "");', arch, file)
+
+
+@pytest.mark.parametrize("size", [size for size in SIZES if size <= 192])
+def test_tiles_of_7_5_fit_in_64_kib(size):
+    assert size <= ampere.MAX_TURING_GRADIENT_HEAD_DIM
+    tile = ampere.choose_tile(size, 65536, ampere.TURING_TILES)
+    extras = ampere.choose_extras_tile(size, True, 65536, ampere.TURING_EXTRAS_TILES)
+    assert size <= tile[0] == extras[0]
+
+
+@pytest.mark.parametrize("width", ampere.WIDTHS)
+@pytest.mark.parametrize("extras, dropout", [(False, False), (True, False), (True, True)])
+def test_the_forward_of_7_5_is_that_of_the_kernel(nvrtc, width, extras, dropout):
+    file, plain = "attention/flash_attention_forward_ampere.cu", not (extras or dropout)
+    rows, keys = ampere.forward_tile(width, 2, plain, 75, extras and dropout)
+    size = ampere.forward_shared_bytes(width, 2, rows, keys)
+    constants = {"scalar": "f16", "HEAD_DIM": width, "EXTRAS": extras, "DROPOUT": dropout}
+    claim = f"ROWS == {rows} && KEYS == {keys} && SHARED_BYTES == {size}"
+    check_sizes(file, "// Copies rows", claim, constants, True)
+    assert size <= 65536
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 6, 8), (1, 4, 1, 8), (1, 1, 1, 1), (2, 1, 6, 1)])

@@ -104,6 +104,11 @@ def forms(p, card):
     hopper = card.has_wgmma and sixteen and aligned and size <= 256 and not repeats
     ampere = aligned and size <= (256 if sixteen else 128) and (sixteen or p.tf32)
     ampere = ampere and p.dtype != "float64"
+    if not card.has_bfloat16:  # float16 alone, the gradient up to head size 192
+        ampere = ampere and p.dtype == "float16"
+        short = short and p.dtype == "float16"
+        if ampere and not short and size > 192:
+            return "raw-ampere", "raw-simt"
     if not (hopper or ampere):
         name = "raw-simt" if size <= 256 and p.dtype != "float64" else "reference"
         return name, name
