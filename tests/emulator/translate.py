@@ -30,8 +30,11 @@ def translate(text, signatures):
         parts += [text[end : match.start()], _call(text[match.end() + 1 : close])]
         end = close + 1
     text = "".join([*parts, text[end:]])
-    dynamic = r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];"
-    text = re.sub(dynamic, r"\1* \2 = (\1*)dynamic_shared_memory();", text)
+    text = re.sub(
+        r"extern __shared__ (?:__align__\((\d+)\) )?([\w ]+) (\w+)\[\];",
+        lambda m: f"{m[2]}* {m[3]} = ({m[2]}*)dynamic_shared_memory({m[1] or f'alignof({m[2]})'});",
+        text,
+    )
     static = r"__shared__ __align__\(\d+\) ([\w ]+) (\w+)\[(.*?)\];"
     text, count = re.subn(static, r"auto& \2 = *(\1(*)[\3])static_shared_memory();", text)
     assert count <= 1, "there is room for one static array that TMA sees"
