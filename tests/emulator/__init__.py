@@ -268,7 +268,10 @@ def _value(x, kind):
     if kind is not None:
         return np.array([x], kind)
     if isinstance(x, np.ndarray) and x.dtype.type is np.void:  # a struct or a tensor map
-        return x
+        room = np.empty(x.nbytes + 128, np.uint8)  # parameters are aligned as their types ask
+        start = -room.ctypes.data % 128
+        room[start : start + x.nbytes] = np.frombuffer(x.tobytes(), np.uint8)
+        return room[start:]
     if isinstance(x, np.float64):
         return np.array([x])
     address = x.ctypes.data if isinstance(x, np.ndarray) else x or 0
