@@ -84,7 +84,7 @@ struct Hooks {
 };
 
 // A continuation, ordered by score, then beam, then logit, then token.
-struct alignas(16) Ranked {
+struct alignas(16) Ranked {  // `list` holds float4 at first
     Key score, logit;
     __device__ bool operator>(const Ranked& other) const {
         return (score > other.score) | ((score == other.score) & (logit > other.logit));

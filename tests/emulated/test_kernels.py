@@ -202,3 +202,27 @@ def test_mistakes_are_found(mistake):
 
 def test_a_deadlock_names_the_waiting_warps():
     assert "block 0 warp 3 waits: named barrier and threads (1, 160), 32 lanes" in product(10, 1)
+
+
+@pytest.mark.parametrize(("alignment", "offset"), [(8, 0), (16, 1), (16, 0)])
+def test_an_access_must_be_aligned(alignment, offset):
+    """Shared memory lies where its declaration allows, and no better."""
+    text = f"""
+    struct alignas({alignment}) Pair {{ u64 first, second; }};
+    extern "C" __global__ void last_pair(float4* out) {{
+        __shared__ Pair pairs[32];
+        pairs[threadIdx.x] = {{0, 0}};
+        __syncthreads();
+        if (threadIdx.x == 0) *out = ((const float4*)pairs)[31];
+    }}"""
+    run = emulator.Machine(seed=1).kernel_of(text, "last_pair", [("float4*", "out")])
+    out = emulator.as_array(np.ones(8, np.float32))
+    out = out[(-out.ctypes.data // 4) % 4 + offset :]
+    if alignment == 16 and offset == 0:
+        run((1,), (32,), out)
+        assert (out[:4] == 0).all()
+    else:
+        with pytest.raises(
+            AssertionError, match=f"float4' at an address that is {8 >> offset} mod"
+        ):
+            run((1,), (32,), out)

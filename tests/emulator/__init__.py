@@ -7,8 +7,10 @@ in an order set by a seed, and ``ptx.cpp`` implements PTX instructions. It is bu
   until then its destination holds NaN, and its source must not change;
 - lanes run independently between warp-wide instructions, some lanes and warps are slow, and a wait
   waits for its own condition only;
-- shared memory begins as NaN; TMA or wgmma reading a store before the storing thread's proxy fence
-  is an error; descriptors, swizzles and tensor maps are decoded bit by bit;
+- shared memory begins as NaN, and is aligned as its declarations ask and no better; an access at an
+  address that its type does not allow is an error;
+- TMA or wgmma reading a store before the storing thread's proxy fence is an error; descriptors,
+  swizzles and tensor maps are decoded bit by bit;
 - registers must not be used while wgmma uses them;
 - a deadlock reports which warps wait for what.
 
@@ -123,7 +125,8 @@ def library_of(text, signatures, capability=90):
     text = subprocess.run(expand, input=text, capture_output=True, text=True, check=True).stdout
     text = translate(text, signatures)
     objects = [_compiled((HERE / name).read_text(), "-O2", "-c") for name in SOURCES]
-    return ctypes.CDLL(_compiled(text, "-O1", "-shared", *objects))
+    objects.append(_compiled(text, "-O1", "-c", "-fsanitize=alignment"))
+    return ctypes.CDLL(_compiled("", "-O1", "-shared", *objects))  # without g++'s own sanitizer
 
 
 def _compiled(text, *options):
@@ -294,7 +297,10 @@ def _value(x, kind):
     if kind is not None:
         return np.array([x], kind)
     if isinstance(x, np.ndarray) and x.dtype.type is np.void:  # a struct or a tensor map
-        return x
+        room = np.empty(x.nbytes + 128, np.uint8)  # parameters are aligned as their types ask
+        start = -room.ctypes.data % 128
+        room[start : start + x.nbytes] = np.frombuffer(x.tobytes(), np.uint8)
+        return room[start:]
     if isinstance(x, np.float64):
         return np.array([x])
     address = x.ctypes.data if isinstance(x, np.ndarray) else x or 0

@@ -104,10 +104,10 @@ void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float&, float&, float&, 
                                                         float, float, float);  // not emulated
 void mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(float&, float&, float&, float&, u32, u32, u32, float, float, float,
                                                       float);
-void* dynamic_shared_memory(unsigned alignment);
+void* dynamic_shared_memory(size_t alignment);  // aligned no better than that, and so is shared_variable
 void* static_shared_memory();
-void* shared_variable(int site, size_t bytes);  // of this block; `site` numbers the declaration
-template <typename T> T& shared_variable(int site) { return *(T*)shared_variable(site, sizeof(T)); }
+void* shared_variable(int site, size_t bytes, size_t alignment);  // of this block; `site` numbers the declaration
+template <typename T> T& shared_variable(int site) { return *(T*)shared_variable(site, sizeof(T), alignof(T)); }
 size_t __cvta_generic_to_shared(const void* p);
 
 // ---- numbers
@@ -202,24 +202,21 @@ inline void atom_acq_rel_gpu_global_inc_u32(u32& before, u32* to, u32 last) {
     *to = before < last ? before + 1 : 0;
 }
 inline void st_global_v4_b32(void* to, u32 x, u32 y, u32 z, u32 w) {
-    const u32 v[4] = {x, y, z, w};
-    memcpy(to, v, 16);
+    *(uint4*)to = {x, y, z, w};
 }
 template <typename T> void mad_wide_s32(T*& y, int by, T* x) { y = x + by; }
 inline void st_global_cs_v4_b32(void* to, u32 x, u32 y, u32 z, u32 w) {
-    u32* at = (u32*)to;
-    at[0] = x, at[1] = y, at[2] = z, at[3] = w;
+    *(uint4*)to = {x, y, z, w};
 }
 inline void ld_global_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from) {
-    const u32* at = (const u32*)from;
-    x = at[0], y = at[1], z = at[2], w = at[3];
+    const uint4 v = *(const uint4*)from;
+    x = v.x, y = v.y, z = v.z, w = v.w;
 }
 inline void ld_global_v4_b32(int wanted, u32& x, u32& y, u32& z, u32& w, const void* from) {
     if (wanted) ld_global_v4_b32(x, y, z, w, from);
 }
 inline void ld_global_cs_v4_b32(u32& x, u32& y, u32& z, u32& w, const void* from) {
-    const u32* at = (const u32*)from;
-    x = at[0], y = at[1], z = at[2], w = at[3];
+    ld_global_v4_b32(x, y, z, w, from);
 }
 void ld_acquire_gpu_global_b32(int& x, const int* from);
 void red_release_gpu_global_add_s32(int* to);
@@ -227,7 +224,8 @@ void ld_acquire_gpu_global_u32(u32& x, const u32* from);
 inline void st_release_gpu_global_b32(int* to, int x) { *to = x; }
 inline void st_release_gpu_global_u32(u32* to, u32 x) { *to = x; }
 inline void red_global_add_v4_f32(float* to, float x, float y, float z, float w) {
-    to[0] += x, to[1] += y, to[2] += z, to[3] += w;
+    float4& sum = *(float4*)to;
+    sum = {sum.x + x, sum.y + y, sum.z + z, sum.w + w};
 }
 inline void fence_proxy_async_global() {}
 template <typename... X> void cp_async_cg_shared_global(X...) { abort(); }  // cp.async of sm_80: declared, not emulated

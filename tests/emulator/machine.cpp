@@ -8,7 +8,7 @@ uint3 threadIdx, blockIdx, gridDim;
 
 namespace machine {
 constexpr u32 FIRST = 1024;     // first address of a block's shared memory
-constexpr u32 MISALIGNED = 16;  // the alignment of dynamic shared memory that asks for none, no more
+constexpr u32 PADDING = 256;    // before dynamic shared memory, so that its alignment can be chosen
 constexpr u32 STATIC = 48 << 10, BESIDE = 1024;  // bytes of a static array alone, and beside dynamic memory
 constexpr size_t STACK = 96 << 10;
 constexpr long STEPS = 400000000;  // a launch that takes more is reported as hanging
@@ -134,7 +134,7 @@ void Block::store(Thread& by, u32 address, const void* from, u32 bytes) {
 static std::unique_ptr<Block> make_block(unsigned number, unsigned threads, size_t shared_bytes) {
     auto b = std::make_unique<Block>();
     b->number = number, b->running = threads;
-    b->memory.assign(FIRST + (shared_bytes ? BESIDE + MISALIGNED + shared_bytes : STATIC), 0xff);
+    b->memory.assign(FIRST + (shared_bytes ? BESIDE + PADDING + shared_bytes : STATIC), 0xff);
     for (size_t n = 3; n < b->memory.size(); n += 4) b->memory[n] = 0x7f;  // NaN as a float, out of range as an index
     b->words.resize(b->memory.size() / 4);
     b->threads.resize(threads);
@@ -210,16 +210,22 @@ const char* launch(uint3 grid, unsigned threads, unsigned size_of_cluster, unsig
 }  // namespace machine
 
 using namespace machine;
-void* dynamic_shared_memory(unsigned alignment) {
-    return &me->block->memory[FIRST + BESIDE + (alignment > MISALIGNED ? 0 : MISALIGNED)];
-}
+void* dynamic_shared_memory(size_t alignment) { return &me->block->memory[FIRST + BESIDE + alignment]; }
 void* static_shared_memory() { return &me->block->memory[FIRST]; }
-void* shared_variable(int site, size_t bytes) {
+void* shared_variable(int site, size_t bytes, size_t alignment) {
     auto& memory = me->block->variables[site];
-    if (memory.empty()) {
-        memory.resize(bytes / sizeof(std::max_align_t) + 1);
-        memset(memory.data(), 0xff, bytes);  // NaN
-    }
-    return memory.data();
+    if (memory.empty()) memory.resize(bytes + 3 * alignment, 0xff);  // NaN
+    return memory.data() + alignment + -(size_t)memory.data() % (2 * alignment);
 }
 size_t __cvta_generic_to_shared(const void* p) { return (unsigned char*)p - me->block->memory.data(); }
+
+// What g++ calls, with -fsanitize=alignment, before an access whose address its type does not allow.
+struct Mismatch {
+    struct { const char* file; u32 line, column; } place;
+    const struct { unsigned short kind, info; char name[1]; }& type;
+    unsigned char alignment, access;  // alignment: its logarithm
+};
+extern "C" void __ubsan_handle_type_mismatch_v1(const Mismatch* found, size_t address) {
+    const u32 needed = 1u << found->alignment;
+    fail("access to %s at an address that is %zu modulo %u", found->type.name, address % needed, needed);
+}

@@ -86,7 +86,7 @@ struct Block {
     unsigned number, running;
     std::vector<unsigned char> memory;  // shared
     std::vector<Word> words;
-    std::map<int, std::vector<std::max_align_t>> variables;  // shared variables outside of `memory`, by declaration
+    std::map<int, std::vector<unsigned char>> variables;  // shared variables outside of `memory`, by declaration
     std::vector<TaskPtr> readers;  // tasks that read shared memory
     std::map<u32, Mbarrier> mbarriers;
     NamedBarrier named[16];

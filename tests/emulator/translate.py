@@ -30,9 +30,10 @@ def translate(text, signatures):
         parts += [text[end : match.start()], _call(text[match.end() + 1 : close])]
         end = close + 1
     text = "".join([*parts, text[end:]])
-    dynamic = r"extern __shared__ (?:__align__\((\d+)\) )?([\w ]+) (\w+)\[\];"
     text = re.sub(
-        dynamic, lambda m: f"{m[2]}* {m[3]} = ({m[2]}*)dynamic_shared_memory({m[1] or 0});", text
+        r"extern __shared__ (?:__align__\((\d+)\) )?([\w ]+) (\w+)\[\];",
+        lambda m: f"{m[2]}* {m[3]} = ({m[2]}*)dynamic_shared_memory({m[1] or f'alignof({m[2]})'});",
+        text,
     )
     static = r"__shared__ __align__\(\d+\) ([\w ]+) (\w+)\[(.*?)\];"
     if len(re.findall(static, text)) == 1:  # TMA may see it
