@@ -4,11 +4,14 @@
 // Logits are products of 16 keys (operand a) and 8 columns (operand b), outputs of values (operand a) and weights; both
 // come from global memory in the layout of the operand, without shared memory. Warp w takes the groups of 16 keys
 // w, w + WARPS, ..., and the warps are merged at the end: the bits of a sentence hang on its own keys alone.
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 0, 1; WARPS = 4; HEADS = 1; STAGE = 1
-// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 64; BEAMS = 0; WARPS = 4; HEADS = 1; STAGE = 1
-//            PAGE: keys of a page; 0: a row's keys lie side by side. BEAMS: whether sentences have more beams than one.
+// PAGE: keys of a page; 0: a row's keys lie side by side. BEAMS: whether sentences have more beams than one. HEADS: KV heads
+// of a block, with WARPS each.
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; HEADS = 1
+// Constants: scalar = f16, bf16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; HEADS = 1
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 2, 4; HEADS = 1
+// Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 4
 // Launch:    grid = (sentences * kv_heads / HEADS, ceil(beam * heads / kv_heads / 8)), block = (32 * WARPS * HEADS,),
-//            shared = 4 * beam * room bytes with BEAMS (at most 8 beams). One block per KV head of a sentence.
+//            shared = 4 * beam * room bytes with BEAMS (at most 8 beams). HEADS KV heads of a sentence per block.
 //            dependent: step_attention
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
 #include "common/grid_dependency.cuh"
@@ -17,9 +20,9 @@
 #include "common/tile.cuh"
 
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "step_attention.cu: HEAD_DIM is 32, 64 or 128");
-#ifndef BLOCKS_AT_ONCE
-#define BLOCKS_AT_ONCE (HEAD_DIM == 128 ? 12 : 24) / (WARPS * HEADS)
-#endif
+// Warps of a multiprocessor, with 255, 168, 96 or 80 registers a lane. Sentences with beams and few blocks need no more.
+constexpr int WARPS_AT_ONCE = HEAD_DIM == 128 ? BEAMS ? 8 : 12 : BEAMS && HEADS == 1 ? 20 : 24;
+constexpr int BLOCKS_AT_ONCE = WARPS * HEADS < WARPS_AT_ONCE ? WARPS_AT_ONCE / (WARPS * HEADS) : 1;
 constexpr int TEAM = 32 * WARPS, THREADS = TEAM * HEADS;  // threads of a head, of a block
 constexpr int GROUP = 16, COLUMNS = 8;                    // keys and columns of a product
 constexpr int PARTS = HEAD_DIM / 32;                      // of a key: in each a lane has 8 elements
@@ -29,20 +32,20 @@ constexpr int PITCH = HEAD_DIM / 2 + 4;                   // pairs of elements f
 constexpr int KEYS = PAGE ? PAGE : 1;                     // of a page, a divisor that is never 0
 constexpr u32 ROW = 0xffffff;                             // of an entry of the list; above it: a bit for each column
 
-#ifdef STREAMING
-__device__ uint4 load(const scalar* from) { return __ldcs(reinterpret_cast<const uint4*>(from)); }
-#else
-__device__ uint4 load(const scalar* from) { return *reinterpret_cast<const uint4*>(from); }
-#endif
+// Keys and values of a row are read once a step: they leave the caches first. Pages may be those of other texts, too.
+template <typename T> __device__ T load(const scalar* from) {
+    const T* place = reinterpret_cast<const T*>(from);
+    return PAGE ? *place : __ldcs(place);
+}
 
 __device__ void load_value(u32 (&words)[WORDS], const scalar* from) {
     if constexpr (RUN == 4) {
-        const uint2 x = *reinterpret_cast<const uint2*>(from);
+        const uint2 x = load<uint2>(from);
         words[0] = x.x, words[1] = x.y;
     } else {
 #pragma unroll
         for (int i = 0; i < WORDS; i += 4) {
-            const uint4 x = load(from + i * 16);
+            const uint4 x = load<uint4>(from + i * 16);
             words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z, words[i + 3] = x.w;
         }
     }
@@ -60,6 +63,49 @@ __device__ float sum_of_columns(float x) {
     return x;
 }
 
+// acc += a word of 16 values, by weights of 8 columns.
+__device__ void add(float (&acc)[4], const u32 (&words)[4], const u32 (&weights)[2]) {
+    u32 a[4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const u32 even = words[2 * half], odd = words[2 * half + 1];
+        a[2 * half] = permute_bytes(even, odd, 0x5410), a[2 * half + 1] = permute_bytes(even, odd, 0x7632);
+    }
+    mma(scalar(), acc, a, weights[0], weights[1]);
+}
+// The same for all words, with only those values in a column's sum that it sees: a bit of columns_of(value).
+template <typename F> __device__ void add_seen(
+    float (&acc)[WORDS][4], const u32 (&values)[4][WORDS], const u32 (&weights)[2], F columns_of) {
+    const int t = threadIdx.x % 4;
+#pragma unroll 1
+    for (int pair = 0; pair < COLUMNS / 2; ++pair) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            bool sees[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sees[i] = columns_of(i) >> (2 * pair + c) & 1;
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) {
+                float more[4] = {};
+                u32 own[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) own[i] = sees[i] ? values[i][w] : 0;
+                add(more, own, weights);
+                if (pair == t) acc[w][c] += more[c], acc[w][c + 2] += more[c + 2];
+            }
+        }
+    }
+}
+// Whether all sums of the warp are finite.
+__device__ bool finite(const float (&acc)[WORDS][4]) {
+    float zero = 0;
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) zero = fmaf(acc[w][i], 0.f, zero);
+    return __ballot_sync(~0u, zero != 0) == 0;  // NaN is not 0
+}
+
 // The columns of a block, `count` from `first` on of the beam * group of a sentence.
 struct Columns {
     int first, count, group;
@@ -72,11 +118,20 @@ struct Columns {
 };
 
 // Lists the rows of the cache that the columns see: first the new key of each beam, then older ones in their order, each
-// row once. Returns how many. Ends with a barrier.
-__device__ int list_rows(u32* list, const Columns& columns, const short* slots, int count, int room) {
+// row once. Returns how many, and in `count` the number of keys of a beam. Ends with a barrier. The first slots are loaded
+// before the number of keys is known.
+__device__ int list_rows(u32* list, const Columns& columns, const short* slots, const int* key_count, int room, int& count) {
     __shared__ int totals[THREADS / 32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = columns.beam(0);
     const int beams = columns.beam(columns.count - 1) - first + 1;
+    int holder[COLUMNS];
+    const auto load_holders = [&](int key) {
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i)
+            if (i < beams && key < room) holder[i] = slots[(first + i) * room + key];
+    };
+    load_holders(threadIdx.x);
+    count = min(max(*key_count, 1), room);
     if (threadIdx.x < beams) {
         const int beam = first + threadIdx.x;
         list[threadIdx.x] = (u32)(beam * room + count - 1) | columns.of(beam) << 24;
@@ -84,19 +139,15 @@ __device__ int list_rows(u32* list, const Columns& columns, const short* slots, 
     int filled = beams;
     for (int start = 0; start < count - 1; start += THREADS) {
         const int key = start + threadIdx.x;
-        int holder[COLUMNS], number = 0;
+        if (start) load_holders(key);
+        int number = 0;
         u32 seen[COLUMNS];
-#pragma unroll
-        for (int i = 0; i < COLUMNS; ++i) {
-            holder[i] = -1 - i;
-            if (i < beams && key < count - 1) holder[i] = slots[(first + i) * room + key];
-        }
 #pragma unroll
         for (int i = 0; i < COLUMNS; ++i) {
             seen[i] = 0;
             if (i >= beams) continue;
             const u32 own = columns.of(first + i);
-            bool found = holder[i] < 0;
+            bool found = key >= count - 1;
 #pragma unroll
             for (int j = 0; j < i; ++j) {
                 const bool same = holder[j] == holder[i];
@@ -154,8 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     const int place = threadIdx.x / TEAM, warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int blocks = kv_heads / HEADS, sentence = blockIdx.x / blocks;
     const int kv_head = (blockIdx.x - sentence * blocks) * HEADS + place;
-    const long long first_row = (long long)sentence * beam, key_stride = (long long)kv_heads * HEAD_DIM;
-    const int count = min(max(key_counts[first_row], 1), room);
+    const long long first_row = (long long)sentence * beam;
+    const int key_stride = kv_heads * HEAD_DIM;
     const int group = heads / kv_heads, first_column = blockIdx.y * COLUMNS;
     const Columns columns = {first_column, min(COLUMNS, beam * group - first_column), group};
     k += first_row * k_stride + kv_head * HEAD_DIM, v += first_row * v_stride + kv_head * HEAD_DIM;
@@ -167,98 +218,115 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
     }
 
     uint4 query[PARTS] = {};
-    if (g < columns.count) {
+    const auto load_query = [&] {
+        if (g >= columns.count) return;
         const int beam_of = columns.beam(g), head = first_column + g - beam_of * group + kv_head * group;
         const scalar* from = q + (first_row + beam_of) * q_stride + head * HEAD_DIM + 8 * t;
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p) query[p] = load(from + 32 * p);
-    }
+        for (int p = 0; p < PARTS; ++p) query[p] = load<uint4>(from + 32 * p);
+    };
     const int first_beam = columns.beam(0), beams = columns.beam(columns.count - 1) - first_beam + 1;
-    int items = count;
-    if (BEAMS) items = list_rows(list, columns, slots + first_row * room, count, room);
+
+    uint4 keys[2][PARTS];
+    u32 values[4][WORDS], seen[2];
+    // Loads group `now` of `items`, of which the last, or with BEAMS the first ones, are new. Items past the last one are
+    // the last, which no column sees there.
+    const auto fetch = [&](int now, int items) {
+        const int page = PAGE ? page_table[now * GROUP / KEYS] : 0;
+        const scalar *key, *value;
+        const auto find = [&](int inside) {
+            const int item = min(now * GROUP + inside, items - 1);
+            const u32 entry = BEAMS ? list[item] : item;
+            const int row = BEAMS ? entry & ROW : PAGE ? page * PAGE + item % KEYS : item;
+            const bool is_new = BEAMS ? item < beams : item == items - 1;
+            const int from = BEAMS ? first_beam + item : 0;
+            key = is_new ? k + from * k_stride : k_cache + (long long)row * key_stride;
+            value = is_new ? v + from * v_stride : v_cache + (long long)row * key_stride;
+            return entry >> 24;
+        };
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int inside = 8 * half + g;
+            const u32 columns_seeing = find(inside);
+            seen[half] = now * GROUP + inside >= items ? 0 : BEAMS ? columns_seeing >> 2 * t : 3;
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) keys[half][p] = load<uint4>(key + 32 * p + 8 * t);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            find(i / 2 * 8 + 2 * t + i % 2);
+            load_value(values[i], value + RUN * g);
+        }
+    };
+    // Groups of the first half of the room are loaded before the number of keys is known; again, if the new key is there.
+    const bool early = !BEAMS && !PAGE && 2 * (warp + 1) * GROUP <= room;
+    if (early) fetch(warp, room + 1);
+    int count, items;
+    if (BEAMS) {
+        items = list_rows(list, columns, slots + first_row * room, key_counts + first_row, room, count);
+        load_query();
+    } else {
+        load_query();
+        items = count = min(max(key_counts[first_row], 1), room);
+    }
+    const int groups = (items + GROUP - 1) / GROUP;
+    bool loaded = early && (warp + 1) * GROUP < count;
 
     float acc[WORDS][4] = {}, top[2] = {NEG_INF, NEG_INF}, sum[2] = {};
-    const int groups = (items + GROUP - 1) / GROUP;
     scale *= LOG2E;
+    // A weight of 0 does not hide a value that is not finite. If there is one, all is done again, and each column takes the
+    // values that it sees alone.
+    bool careful = false;
+    int now = warp;
 #pragma unroll 1
-    for (int now = warp; now < groups; now += WARPS * STAGE) {
-        uint4 keys[STAGE][2][PARTS];
-        u32 values[STAGE][4][WORDS], seen[STAGE][2];
+    while (now < groups) {
+        if (!loaded) fetch(now, items);
+        loaded = false;
+        float logits[4] = {}, base[2];
 #pragma unroll
-        for (int s = 0; s < STAGE; ++s) {
-            const int here = STAGE == 1 ? now : min(now + s * WARPS, groups - 1), page = PAGE ? page_table[here * GROUP / KEYS] : 0;
-            // The places of the key and value of an item; items past the last one are the last, with weights of 0.
-            const auto find = [&](int inside, const scalar*& key, const scalar*& value) {
-                const int item = min(here * GROUP + inside, items - 1);
-                const u32 entry = BEAMS ? list[item] : item;
-                const int row = BEAMS ? entry & ROW : PAGE ? page * PAGE + item % KEYS : item;
-                const bool is_new = BEAMS ? item < beams : item == count - 1;
-                const int from = BEAMS ? first_beam + item : 0;
-                key = is_new ? k + from * k_stride : k_cache + row * key_stride;
-                value = is_new ? v + from * v_stride : v_cache + row * key_stride;
-                return entry >> 24;
-            };
-            const scalar *key, *value;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int inside = 8 * half + g;
-                const u32 columns_seeing = find(inside, key, value);
-                seen[s][half] = (now + s * WARPS) * GROUP + inside >= items ? 0 : BEAMS ? columns_seeing >> 2 * t : 3;
-#pragma unroll
-                for (int p = 0; p < PARTS; ++p) keys[s][half][p] = load(key + 32 * p + 8 * t);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                find(i / 2 * 8 + 2 * t + i % 2, key, value);
-                load_value(values[s][i], value + RUN * g);
-            }
+        for (int p = 0; p < PARTS; ++p) {
+            const uint4 low = keys[0][p], high = keys[1][p];
+            const u32 a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
+            mma(scalar(), logits, a, query[p].x, query[p].y);
+            mma(scalar(), logits, b, query[p].z, query[p].w);
         }
-        float logits[STAGE][4], most[2] = {top[0], top[1]};
 #pragma unroll
-        for (int s = 0; s < STAGE; ++s) {
-            float d[4] = {};
-#pragma unroll
-            for (int p = 0; p < PARTS; ++p) {
-                const uint4 low = keys[s][0][p], high = keys[s][1][p];
-                const u32 a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
-                mma(scalar(), d, a, query[p].x, query[p].y);
-                mma(scalar(), d, b, query[p].z, query[p].w);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                logits[s][i] = seen[s][i / 2] >> i % 2 & 1 ? d[i] * scale : NEG_INF;
-                most[i % 2] = fmaxf(most[i % 2], logits[s][i]);
-            }
-        }
-        float base[2];
+        for (int i = 0; i < 4; ++i) logits[i] = seen[i / 2] >> i % 2 & 1 ? logits[i] * scale : NEG_INF;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            most[c] = most_of_columns(most[c]);
-            base[c] = most[c] == NEG_INF ? 0.f : most[c];
+            const float most = most_of_columns(fmaxf(top[c], fmaxf(logits[c], logits[c + 2])));
+            base[c] = most == NEG_INF ? 0.f : most;
             const float correction = exp2_fast(top[c] - base[c]);
-            top[c] = most[c], sum[c] *= correction;
+            top[c] = most, sum[c] *= correction;
 #pragma unroll
             for (int w = 0; w < WORDS; ++w) acc[w][c] *= correction, acc[w][c + 2] *= correction;
         }
+        u32 weights[2];
 #pragma unroll
-        for (int s = 0; s < STAGE; ++s) {
-            u32 weights[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float left = exp2_fast(logits[s][2 * half] - base[0]);
-                const float right = exp2_fast(logits[s][2 * half + 1] - base[1]);
-                sum[0] += left, sum[1] += right;
-                weights[half] = movmatrix(pack_pair(scalar(), left, right));
-            }
+        for (int half = 0; half < 2; ++half) {
+            const float left = exp2_fast(logits[2 * half] - base[0]), right = exp2_fast(logits[2 * half + 1] - base[1]);
+            sum[0] += left, sum[1] += right;
+            weights[half] = movmatrix(pack_pair(scalar(), left, right));
+        }
+        if (BEAMS && careful) {
+            add_seen(acc, values, weights, [&](int i) {
+                return list[min(now * GROUP + i / 2 * 8 + 2 * t + i % 2, items - 1)] >> 24;
+            });
+        } else {
 #pragma unroll
             for (int w = 0; w < WORDS; ++w) {
-                u32 a[4];
+                const u32 words[] = {values[0][w], values[1][w], values[2][w], values[3][w]};
+                add(acc[w], words, weights);
+            }
+        }
+        now += WARPS;
+        if (BEAMS && now >= groups && !careful && !finite(acc)) {
+            careful = true, now = warp;
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const u32 even = values[s][2 * half][w], odd = values[s][2 * half + 1][w];
-                    a[2 * half] = permute_bytes(even, odd, 0x5410), a[2 * half + 1] = permute_bytes(even, odd, 0x7632);
-                }
-                mma(scalar(), acc[w], a, weights[0], weights[1]);
+            for (int c = 0; c < 2; ++c) {
+                top[c] = NEG_INF, sum[c] = 0;
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w) acc[w][c] = acc[w][c + 2] = 0;
             }
         }
     }
@@ -271,8 +339,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) step_atten
         const int last = PAGE ? page_table[(count - 1) / KEYS] * PAGE + (count - 1) % KEYS : from * room + count - 1;
         const bool is_value = i / VECTORS % 2;
         const scalar* source = is_value ? v + from * v_stride : k + from * k_stride;
-        scalar* cache = (is_value ? v_cache : k_cache) + last * key_stride;
-        *reinterpret_cast<uint4*>(cache + column) = load(source + column);
+        scalar* cache = (is_value ? v_cache : k_cache) + (long long)last * key_stride;
+        *reinterpret_cast<uint4*>(cache + column) = load<uint4>(source + column);
     }
 
     // ---- merge the warps

@@ -30,11 +30,11 @@ SPILLED = {
     "attention/flash_attention_forward_ampere.cu": 48, "attention/flash_attention_short.cu": 16,
     "attention/flash_attention_backward_ampere_extras.cu": 20, "decoder/decoder_step.cu": 4,
     "attention/decode_attention.cu": 8, "attention/append_kv.cu": 8,
-    "attention/flash_attention_forward_simt.cu": 44,
+    "attention/flash_attention_forward_simt.cu": 44, "attention/step_attention.cu": 56,
 }  # fmt: skip
 """Bytes that a thread may spill: at head size 128, dropout's random words need more registers; so
-does one number of the decoder step, used once in a phase, and two at head size 256 on
-sm_75; append_kv and float32 of head size 256 do on sm_120 alone."""
+does one number of the decoder step, used once in a phase, the list of rows that beams see, and two
+numbers at head size 256 on sm_75; append_kv and float32 of head size 256 do on sm_120 alone."""
 
 
 def variants():

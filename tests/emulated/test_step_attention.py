@@ -12,8 +12,25 @@ pytestmark = pytest.mark.usefixtures("host_compiler")
 CASES = [  # rows, beam (0: pages), pages of a row, heads, kv_heads, head_dim, dtype
     (3, 0, 3, 2, 1, 64, BFLOAT16), (4, 2, 1, 2, 2, 64, np.float16), (2, 0, 2, 2, 2, 128, BFLOAT16),
     (3, 0, 2, 4, 2, 32, np.float16), (3, 3, 2, 2, 1, 128, BFLOAT16), (2, 1, 3, 2, 2, 64, BFLOAT16),
-    (18, 9, 2, 4, 2, 32, np.float16), (8, 4, 1, 2, 2, 64, BFLOAT16), (5, 5, 1, 4, 1, 64, np.float16),
+    (18, 9, 2, 4, 2, 32, np.float16), (8, 4, 1, 2, 2, 64, BFLOAT16),
+    (5, 5, 1, 4, 1, 64, np.float16), (1, 1, 5, 2, 2, 64, BFLOAT16), (1, 0, 5, 1, 1, 32, np.float16),
+    (8, 4, 1, 4, 4, 64, BFLOAT16), (9, 1, 2, 1, 1, 128, np.float16),
+    (12, 2, 1, 4, 4, 32, np.float16),
 ]  # fmt: skip
+
+
+def hide_unread(caches, counts, slots, table):
+    """Put NaN in all rows of the caches that no key of a text is in."""
+    read = np.zeros(caches[0].shape[:2], bool)
+    for row, count in enumerate(counts):
+        keys = np.arange(count - 1)
+        if table is None:
+            beam = slots.shape[1]
+            read[row // beam * beam + slots[row // beam, row % beam, keys], keys] = True
+        else:
+            read[table[row, keys // 64], keys % 64] = True
+    for cache in caches:
+        cache[~read] = np.nan
 
 
 @pytest.mark.parametrize("rows, beam, pages, heads, kv_heads, head_dim, dtype", sampled(CASES, 2))
@@ -37,8 +54,7 @@ def test_step_attention(rows, beam, pages, heads, kv_heads, head_dim, dtype):
             table[:, 0] = table[0, 0]
         table[np.arange(pages) >= -(-counts[:, None] // 64)] = 0
     caches = [rng.standard_normal((*shape, kv_heads, head_dim)).astype(dtype) for _ in "kv"]
-    if beam == 0:
-        caches[0][0] = caches[1][0] = np.nan  # page 0 is never read
+    hide_unread(caches, counts, slots, table)
     given = q, k, v, *caches, counts, slots, table
     want = given[:3] + tuple(x.astype(np.float32) for x in given[3:5]) + given[5:]
     want = [x.astype(np.float32) if i < 3 else x for i, x in enumerate(want)]
@@ -51,3 +67,30 @@ def test_step_attention(rows, beam, pages, heads, kv_heads, head_dim, dtype):
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
     for own, cache in zip(caches, want[3:5], strict=True):
         np.testing.assert_array_equal(own.astype(np.float32), cache)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_values_of_one_beam(value, kv_heads):
+    """They are seen by that beam alone, old or new: the results of the others are the same bits."""
+    rng, beam, room, count = np.random.default_rng(0), 4, 64, 38
+    parts = rng.standard_normal((2 * beam, 1, 3 * kv_heads, 64)).astype(BFLOAT16)
+    q, k, v = np.split(parts, 3, 2)
+    slots = np.zeros((2, beam, room), np.int16)
+    slots[:, :, 20:] = np.arange(beam)[:, None]
+    shape = 2 * beam, room, kv_heads, 64
+    caches = [rng.standard_normal(shape).astype(BFLOAT16) for _ in "kv"]
+    counts = np.full(2 * beam, count, np.int32)
+    results = []
+    for place in None, (caches[1], 3, 30), (v, 5, 0):
+        given = [x.copy() for x in (q, k, v, *caches)] + [counts, slots, None]
+        if place:
+            values, row, key = place
+            given[2 if values is v else 4][row, key] = value
+        with emulator.Machine(seed=0).in_place():
+            found, _ = steps._forward_raw(*map(emulator.as_array, given), needs=())
+        results.append(np.asarray(found).astype(np.float32))
+    for row, found in (3, results[1]), (5, results[2]):
+        others = np.arange(2 * beam) != row
+        np.testing.assert_array_equal(found[others], results[0][others])
+        assert not np.isfinite(found[row]).any()

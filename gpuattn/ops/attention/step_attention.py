@@ -1,7 +1,8 @@
 """Attention of one new token of each text over a cache that its keys and values join.
 
-It is ``append_kv`` and ``decode_attention`` in one launch, for short texts: a warp for each row and
-head, and no splits to combine. Device code: ``rawkernels/attention/step_attention.cu``.
+It is ``append_kv`` and ``decode_attention`` in one launch, for short texts: a block for each KV
+head of a sentence, and no splits to combine. Device code:
+``rawkernels/attention/step_attention.cu``.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, check_together, ctype
 from gpuattn.autodiff.tape import op
+from gpuattn.cuda.gpu import gpu
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import SlowerRefusal, problem
 from gpuattn.impls import Call, Impl, Impls
@@ -19,10 +21,11 @@ from gpuattn.ops.attention.decode_attention import decode_attention
 from gpuattn.typing import Array
 
 NAME = "step_attention"
-WARPS, COLUMNS = 4, 8  # of a block: warps, and pairs of a beam and a head
+COLUMNS = 8  # of a block: pairs of a beam and a head
 HEAD_DIMS = 32, 64, 128
 PAGE = 64  # keys of a page that the kernel takes
-SHORT_ROOM = 512  # keys of a text at most; beyond, splitting them over blocks is faster
+SHORT_ROOM = 1024  # keys of a text at most; beyond, splitting them over blocks is faster
+BEAM_ROOM = 512  # with beams, whose list of rows is in shared memory
 
 
 @op
@@ -103,9 +106,29 @@ def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, nee
             return f"the heads of a row of {name} do not lie side by side; try a contiguous copy"
     if not (k_cache.flags.c_contiguous and v_cache.flags.c_contiguous):
         return "the caches are not contiguous"
-    if room > SHORT_ROOM:
-        return SlowerRefusal(f"texts have up to {room} keys; splits are faster beyond {SHORT_ROOM}")
+    most = SHORT_ROOM if slots is None or slots.shape[1] == 1 else BEAM_ROOM
+    if room > most:
+        return SlowerRefusal(f"texts have up to {room} keys; splits are faster beyond {most}")
     return None
+
+
+def _warps_and_heads(blocks, kv_heads, head_dim, beam, room, multiprocessors):
+    """Return the warps of a head and the heads of a block; ``blocks``: if it has one head.
+
+    A warp takes 16 keys at a time. Few blocks have more warps, which changes the order of sums, so
+    not under ``batch_invariant``. With beams the heads of a block share the list of rows.
+    """
+    at_once = 12 if head_dim == 128 else 24  # warps of a multiprocessor, by their registers
+    few = not arrays.batch_invariant.get()
+    if beam > 1:
+        many = kv_heads % 4 == 0 and head_dim < 128 and blocks >= 4 * multiprocessors
+        shared = 4 if many else 1
+        return (4 if few and shared == 1 else 2), shared
+    for warps in (16, 8) if few else ():
+        fits = warps * head_dim <= 1024 and blocks <= multiprocessors * (at_once // warps)
+        if fits and room >= 8 * warps:
+            return warps, 1
+    return 4, 1
 
 
 def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, needs):
@@ -117,12 +140,15 @@ def _forward_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, ne
         beam = slots.shape[1]
     else:
         page, room = PAGE, PAGE * page_table.shape[1]
-    grid = rows // beam * kv_heads, -(-beam * heads // kv_heads // COLUMNS)
-    constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": page, "WARPS": WARPS}
-    constants |= {"BEAMS": int(beam > 1), "HEADS": 1, "STAGE": 1}
+    blocks, columns = rows // beam * kv_heads, -(-beam * heads // kv_heads // COLUMNS)
+    warps, shared = _warps_and_heads(
+        blocks * columns, kv_heads, head_dim, beam, room, gpu(q.device.id).multiprocessors
+    )
+    constants = {"scalar": ctype(q.dtype), "HEAD_DIM": head_dim, "PAGE": page, "WARPS": warps}
+    constants |= {"BEAMS": int(beam > 1), "HEADS": shared}
     kernel("attention/step_attention.cu", NAME, **constants)(
-        grid, (32 * WARPS,), q, k, v, k_cache, v_cache, key_counts, slots, page_table, out, *steps,
-        heads, kv_heads, beam, room, np.float32(head_dim**-0.5),
+        (blocks // shared, columns), (32 * warps * shared,), q, k, v, k_cache, v_cache, key_counts,
+        slots, page_table, out, *steps, heads, kv_heads, beam, room, np.float32(head_dim**-0.5),
         shared_bytes=4 * room * min(beam, COLUMNS) if beam > 1 else 0,
     )  # fmt: skip
     return out, None
