@@ -69,8 +69,9 @@ def _watched(ranks):
                     deadline = time.monotonic() + GRACE
                     break
         if time.monotonic() > deadline:
-            told = f"was ended by signal {-first}" if first < 0 else f"has exited with code {first}"
-            os.write(2, f"gpuattn: error: rank {failed} of {len(ranks)} {told}\n".encode())
+            if first < 0:  # otherwise it has said itself what has happened
+                told = f"rank {failed} of {len(ranks)} was ended by signal {-first}"
+                os.write(2, f"gpuattn: error: {told}\n".encode())
             break
         time.sleep(TURN)
     first = first or next((rank.returncode for rank in ranks if rank.poll()), 0)

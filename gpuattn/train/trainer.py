@@ -235,27 +235,32 @@ class Trainer:
             if short is not None:
                 self._make_room(short, save)
                 continue
-            now = self._now()
+            now, stopping = self._look(stop)
             self.at.seconds = now - begin
             if self._updates >= REPORT_UPDATES or now - self._reported > REPORT_SECONDS:
                 self._note()
             self._tell()
-            if self._stops(stop) and self._are_equal():
+            if stopping and self._are_equal():
                 save(None)
                 return False
 
     def _now(self):
         """Return the time by the clock of rank 0, so that all ranks decide alike."""
-        own = time.perf_counter(), self.saves.seconds
-        now, self._saving = self.communicator.gather(own)[0]
-        return now
+        return self._look(lambda: False)[0]
+
+    def _look(self, stop):
+        """Return the time by the clock of rank 0, and whether ``stop()`` of a rank is true."""
+        own = time.perf_counter(), self.saves.seconds, bool(stop())
+        found = self.communicator.gather(own)
+        now, self._saving, _ = found[0]
+        return now, any(stopping for *_, stopping in found)
 
     def _are_equal(self):
         """Return whether all ranks have the same parameters now."""
         return self.outer is None or self.outer.last == self.at.update
 
     def _stops(self, stop):
-        return any(self.communicator.gather(stop()))
+        return self._look(stop)[1]
 
     def _make_room(self, short, save):
         """Continue from the last whole update with smaller batches, or save and raise."""

@@ -203,9 +203,7 @@ def test_the_exit_code_of_spawned_ranks(line, code):
 
 
 def test_spawned_ranks_end_with_the_process_that_started_them():
-    running = Ranks(
-        2, SPAWNED.format(line="print('here', flush=True); time.sleep(60)"), spawned=True
-    )
+    running = Ranks(2, SPAWNED.format(line="os.write(1, b'here\\n'); time.sleep(60)"), spawned=True)
     assert running.process.stdout.readline() == "here\n"
     running.process.kill()
     running.process.wait()

@@ -16,7 +16,7 @@ FAULTS = {  # what happens: (exit codes, what the message says)
     "raise ValueError('made for a test')": ({1}, "after update 3: made for a test"),
     "sys.exit(5)": ({5}, "after update 3: has exited with code 5"),
     "os._exit(5)": ({1, 5, 9}, "after update 3, has ended without a word"),
-    "os.kill(os.getpid(), 9)": ({1, 9}, "after update 3, has ended without a word"),
+    "os.kill(os.getpid(), 9)": ({1, 9, 137}, "after update 3, has ended without a word"),
     "os.kill(os.getpid(), signal.SIGSTOP)": ({1}, "after update 3, has given no sign of life"),
 }
 
@@ -37,11 +37,11 @@ def arguments(folder, *more, out="run"):
     return "train", *options, *more
 
 
-def assert_ends(config, folder, count, rank, fault):
+def assert_ends(config, folder, count, rank, fault, spawned=False):
     """A fault on a rank after update 3 ends all ranks; the same command goes on."""
     code, said, errors = command_by(
         count, *arguments(folder),
-        lines=FAULT.format(rank=rank, update=3, fault=fault),
+        lines=FAULT.format(rank=rank, update=3, fault=fault), spawned=spawned,
     )  # fmt: skip
     codes, sentence = FAULTS[fault]
     assert code in codes, said
@@ -53,8 +53,13 @@ def assert_ends(config, folder, count, rank, fault):
     assert_same_bits(folder / "whole", folder / "run")
 
 
-def test_a_rank_that_raises_ends_all(config, tmp_path):
-    assert_ends(config, tmp_path, 2, 1, "raise ValueError('made for a test')")
+@pytest.mark.parametrize("spawned", [False, True])
+def test_a_rank_that_raises_ends_all(config, tmp_path, spawned):
+    assert_ends(config, tmp_path, 2, 1, "raise ValueError('made for a test')", spawned)
+
+
+def test_a_spawned_rank_that_is_killed_ends_all(config, tmp_path):
+    assert_ends(config, tmp_path, 2, 1, "os.kill(os.getpid(), 9)", spawned=True)
 
 
 @pytest.mark.exhaustive
@@ -65,8 +70,16 @@ def test_any_fault_of_any_rank_ends_all(config, tmp_path, fault, rank):
 
 
 @pytest.mark.exhaustive
-def test_kills_of_random_ranks_at_random_moments_lose_nothing(tmp_path):
-    drill(tmp_path, kills=3)
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_any_fault_of_any_spawned_rank_ends_all(config, tmp_path, fault, rank):
+    assert_ends(config, tmp_path, 4, rank, fault, spawned=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("spawned", [False, True])
+def test_kills_of_random_ranks_at_random_moments_lose_nothing(tmp_path, spawned):
+    drill(tmp_path, kills=3, spawned=spawned)
 
 
 @pytest.mark.exhaustive

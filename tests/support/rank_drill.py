@@ -40,8 +40,8 @@ Trainer._update = noted
 """  # ranks write their process numbers when they train, slowly enough to be met
 
 
-def drill(folder, kills, ranks=4, seed=0):
-    """Run once in one process and once with ``kills`` kills, and compare.
+def drill(folder, kills, ranks=4, seed=0, spawned=False):
+    """Run once in one process and once with ``kills`` kills, and compare; see ``Ranks``.
 
     Returns (seconds from each kill to the end of all ranks, messages that name the killed rank).
     Raises AssertionError unless the runs have the same bits.
@@ -58,7 +58,7 @@ def drill(folder, kills, ranks=4, seed=0):
     for kill in range(kills + 1):
         for path in folder.glob("killed.rank*"):
             path.unlink()
-        running = Ranks(ranks, COMMAND.format(lines=NOTE), *command)
+        running = Ranks(ranks, COMMAND.format(lines=NOTE), *command, spawned=spawned)
         if kill < kills:
             before, victim = saves(out), int(rng.integers(ranks))
             note = folder / f"killed.rank{victim}"
@@ -96,9 +96,10 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--spawned", action="store_true", help="as by --gpus, without MPI")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        seconds, named = drill(Path(folder), given.kills, given.ranks, given.seed)
+        seconds, named = drill(Path(folder), given.kills, given.ranks, given.seed, given.spawned)
     print(f"{len(seconds)} kills, {named} messages named the rank; all gone after at most "
           f"{max(seconds):.2f} s; same bits as in one process")  # fmt: skip
     sys.exit(max(seconds) > LONGEST)
