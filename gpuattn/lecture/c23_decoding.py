@@ -17,7 +17,7 @@ import gpuattn
 from gpuattn.lecture import lecture
 
 say = lecture(__doc__)
-n, B, width = say.size("n", 48, 8), say.size("B", 16, 4), say.size("width", 128, 32)
+n, B, width = say.size("n", 32, 8), say.size("B", 8, 4), say.size("width", 128, 32)
 config = gpuattn.models.GPT2Config(vocab=256, d_model=width, heads=4, layers=2, block=256)
 model = gpuattn.models.GPT2(config).to(device=say.device)
 prompts = say.xp.asarray(say.rng.integers(0, 256, (B, 1)))
@@ -57,7 +57,7 @@ rates = {name: n * B / float(np.median(samples)) * 1e6 for name, samples in us.i
 # %%
 small = gpuattn.models.TranslationConfig(256, width, 4, (2, 2), 4 * width, 0.0)
 translator = gpuattn.models.TranslationModel(small).to(device=say.device)
-sources = say.rng.integers(8, 256, (B, 16)).tolist()
+sources = say.rng.integers(8, 256, (4, 16)).tolist()
 
 
 def translate(sources, kv_cache):

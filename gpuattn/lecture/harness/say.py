@@ -31,6 +31,7 @@ from gpuattn.units import nearest
 
 FAILS = "fails"
 LEAST, MOST, ENOUGH = 3, 20, 2e5  # samples of a clock on a CPU; microseconds of all together
+LONG_US = 5e4  # microseconds of a call on a GPU of which LEAST samples are enough
 GRAPH_CALLS, GRAPH_US = 20, 2000.0  # calls of a graph: at most so many, about so long
 Points = Sequence[tuple[float, float]]
 
@@ -86,7 +87,7 @@ class Say:
     def times(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
         """Return the microseconds of each call, some samples; on a GPU the calls take turns."""
         if self.device == "cuda":
-            return timing.alternate(dict(calls))
+            return _alternate(calls)
         return {name: _samples(call, 1 if self._smoke else LEAST) for name, call in calls.items()}
 
     def kernel_times(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
@@ -96,7 +97,7 @@ class Say:
         try:
             with self.stream():
                 graphs = {name: _graph(call) for name, call in calls.items()}
-                times = timing.alternate(graphs)
+                times = _alternate(graphs)
         except Exception as error:  # noqa: BLE001 no graph can hold them: with the host, then
             self._tell(f"  (by launches, as no graph holds them: {error})")
             return self.times(calls)
@@ -292,6 +293,15 @@ def _samples(call, least):
         call()
         samples.append((time.perf_counter() - begin) * 1e6)
     return samples
+
+
+def _alternate(launches):
+    """Return the microseconds of each launch on a GPU; few samples where one takes long."""
+    for launch in launches.values():
+        launch()  # compiles
+    if max(timing.sample(launch, 1)[0] for launch in launches.values()) < LONG_US:
+        return timing.alternate(dict(launches))
+    return {name: timing.sample(launch, LEAST) for name, launch in launches.items()}
 
 
 def _graph(call):
