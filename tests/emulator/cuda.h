@@ -164,6 +164,10 @@ inline void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
     x = v[0], y = v[1], z = v[2], w = v[3];
 }
 inline void st_shared_b32(u32 address, u32 x) { store(address, &x, 4); }
+inline void st_shared_v2_f32(u32 address, float x, float y) {
+    const float v[] = {x, y};
+    store(address, v, 8);
+}
 inline void st_shared_v4_f32(u32 address, float x, float y, float z, float w) {
     const float v[] = {x, y, z, w};
     store(address, v, 16);
@@ -241,6 +245,7 @@ void st_shared_cluster_b64(u32 address, u64 x);
 void ld_shared_cluster_b64(u64& x, u32 address);
 void st_shared_cluster_v2_f32(u32 address, float x, float y);
 void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, u32 bar);
+void st_async_shared_cluster_mbarrier_complete_tx_bytes_v2_f32(u32 address, float x, float y, u32 bar);
 
 // ---- TMA
 void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(
