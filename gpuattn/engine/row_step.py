@@ -27,6 +27,7 @@ THREADS, FOLD_THREADS, FOLD_WARPS = 320, 256, 8
 ROWS, DEPTH = 64, 64  # rows of a block; widths are multiples of DEPTH
 LEAST_ROWS = 17  # of a step; below, one launch for the whole step is faster where it can be
 MOST_ROWS = 512  # beyond, kernels of an op each are faster
+MOST_OF_WIDTH = ((512, MOST_ROWS), (768, 128))  # (width at most, rows at most): wider: unmeasured
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
 FOLDING = np.dtype([
     *((name, np.uint64) for name in ("weight", "gain", "shift", "bias", "product", "folded")),
@@ -105,8 +106,11 @@ def refusal(model: Any, rows: int) -> str | None:
     capability = gpu(weight.device.id).capability
     if not serves(FILE, capability):
         return f"the GPU's compute capability is {dotted(capability)}, the kernel needs 9.0"
-    if rows > MOST_ROWS:
-        return f"there are {rows} rows; beyond {MOST_ROWS} kernels of an op each are faster"
+    width = model.config.d_model
+    most = next((most for widest, most in MOST_OF_WIDTH if width <= widest), 0)
+    if rows > most:
+        got = f"there are {rows} rows of width {width}"
+        return f"{got}; beyond {most} kernels of an op each are faster, or it was not measured"
     for layer in _layers(model):
         own, forward = layer.attention, layer.feed_forward
         if own.rotary or own.normalises:
@@ -158,7 +162,8 @@ class RowStep:
         self._scalar = ctype(like.dtype)
         self._folded: dict[int, tuple[Any, Any]] = {}  # by the id of a Linear
         self._held: list[Any] = []  # arrays whose addresses the records have
-        records, sizes = [], []
+        records: list[np.ndarray] = []
+        sizes: list[int] = []
         before = None  # the norm whose result the next layer reads
         for i, layer in enumerate(_layers(model)):
             heads = _linears(layer)[::2]
@@ -206,7 +211,8 @@ class RowStep:
         with model.evaluating():
             x = Stream(raw(table(tokens, positions)).reshape(self.rows, -1))
             for i, layer in enumerate(_layers(model)):
-                x = self._layer(layer, x, self.caches[i], self.memory[i] if translates else None)
+                memory = None if self.memory is None else self.memory[i]
+                x = self._layer(layer, x, self.caches[i], memory)
             norm = x.norm or (model.decoder_norm if translates else model.norm)
             states = x.states if norm is None else norm(x.states)
             return raw(model.output(states) if translates else model.head(states))

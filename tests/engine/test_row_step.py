@@ -98,7 +98,9 @@ def test_tiles(rows, outputs, inputs, tile):
 
 REFUSALS = [  # settings of GPT-2, rows, dtype, GPU, what is said
     (GPT, 512, "bfloat16", "9.0", None),
-    (GPT, 513, "bfloat16", "9.0", "there are 513 rows; beyond 512 kernels of an op each"),
+    (GPT, 513, "bfloat16", "9.0", "there are 513 rows of width 64; beyond 512 kernels of"),
+    ({"d_model": 768, "heads": 12}, 129, "float16", "9.0", "rows of width 768; beyond 128 kernels"),
+    ({"d_model": 832, "heads": 13}, 9, "float16", "9.0", "9 rows of width 832; beyond 0 kernels"),
     (GPT, 4, "float16", "10.0", "capability is 10.0, the kernel needs 9.0"),
     (GPT, 4, "float32", "9.0", "the weights are float32, the kernel takes float16 or bfloat16"),
     ({**GPT, "positions": "rotary"}, 4, "float16", "9.0", "queries and keys are rotated"),
