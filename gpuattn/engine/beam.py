@@ -12,8 +12,8 @@ from gpuattn.autodiff.tape import raw
 from gpuattn.decode.options import BeamOptions
 from gpuattn.decode.stepper import Hypothesis, hypotheses_of
 from gpuattn.engine.cache import DeviceCache
-from gpuattn.engine.decoder_step import decoder_of
 from gpuattn.engine.inputs import FIXED_TOKENS, Inputs, parts, portions, rounded, token_mask
+from gpuattn.engine.row_step import step_of
 from gpuattn.models.translation import Sources
 from gpuattn.ops.attention.store_rows import store_rows
 from gpuattn.ops.sampling.beam_step import MAX_LISTED, beam_step
@@ -75,7 +75,7 @@ class TranslationSearch:
         self.eos = xp.asarray(options.eos, np.int32)
         self._inputs = Inputs(like, self._sizes(most))
         own = self.beams, self.caches, self.memory, self.memory_lengths
-        self.decoder = decoder_of(model, *own)
+        self.decoder = step_of(model, *own, batch_invariant=batch_invariant)
 
     def portions(self, sources: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Return the indices of sources in lists, one for each call of ``load``."""

@@ -11,8 +11,8 @@ from gpuattn.decode.options import SampleOptions
 from gpuattn.decode.sample import sample
 from gpuattn.decode.stepper import Hypothesis
 from gpuattn.engine.cache import DeviceCache, PromptCache
-from gpuattn.engine.decoder_step import decoder_of
 from gpuattn.engine.inputs import FIXED_TOKENS, Inputs, parts, portions, rounded, token_mask
+from gpuattn.engine.row_step import step_of
 from gpuattn.errors import problem
 from gpuattn.ops.attention.store_rows import store_rows
 from gpuattn.ops.sampling.sample_tokens import sample_tokens
@@ -81,7 +81,8 @@ class Generation:
         self.banned: Any = None
         if banned:
             self.banned = token_mask(like, banned, model.config.vocab)
-        self.decoder = None if self.pages else decoder_of(model, self.texts, self.caches)
+        own, invariant = (model, self.texts, self.caches), batch_invariant
+        self.decoder = step_of(*own, paged=self.pages is not None, batch_invariant=invariant)
 
     def _new_caches(self, like):
         """Return a cache for each layer."""

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from gpuattn.arrays import on_gpu
-from gpuattn.engine.decoder_step import refusal
 from gpuattn.engine.generation import Generation
 from gpuattn.engine.inputs import Inputs, parts, rounded
 from gpuattn.engine.paged_cache import HostReads, PagedCache, PromptReads, Reach
 from gpuattn.engine.pages import PAGE, SlotPages, pages_of
+from gpuattn.engine.row_step import is_one_launch
 
 
 def generation_of(
@@ -33,7 +33,7 @@ def paging_refusal(model: Any, slots: int, room: int, batch_invariant: bool = Fa
         return "batch_invariant: what is known of a prompt, and so its bits, hangs on other texts"
     if room <= PAGE:
         return f"texts have up to {room} keys; those of one page, {PAGE}, share none"
-    if refusal(model, slots, room) is None:
+    if is_one_launch(model, slots, room):
         return "a step is one launch, whose texts have their keys side by side"
     return None
 

@@ -9,7 +9,8 @@ from gpuattn.arrays import batch_invariant, import_cupy, on_gpu
 from gpuattn.runtime.graphs import Replays
 
 MAX_TOKENS = 1 << 19  # cached tokens, beams x their room, of all searches
-MEMORY_SHARE = 4  # one part in so many of a GPU's memory is for cached tokens, at most
+MEMORY_SHARE = 4  # one part in so many of a GPU's memory is for a search, at most: cached tokens,
+# and copies of the weights in the form that its step reads
 
 
 class Searches:
@@ -37,7 +38,8 @@ class Searches:
             own, size = layers[0].attention, model.parameters()[0].data.itemsize
             _, memory = import_cupy().cuda.runtime.memGetInfo()
             of_token = 2 * len(layers) * own.kv_heads * own.head_dim * size
-            self._room = memory // MEMORY_SHARE // of_token
+            weights = sum(parameter.data.nbytes for parameter in model.parameters())
+            self._room = max(0, memory // MEMORY_SHARE - weights) // of_token
 
     def most_tokens(self) -> int:
         """Return how many cached tokens all searches together may have."""

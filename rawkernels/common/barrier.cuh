@@ -37,6 +37,9 @@ __device__ __forceinline__ uint4 load_shared_uint4(u32 address) {
 __device__ __forceinline__ void store_shared(u32 address, u32 x) {
     asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(x) : "memory");
 }
+__device__ __forceinline__ void store_shared(u32 address, float2 x) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x.x), "f"(x.y) : "memory");
+}
 __device__ __forceinline__ void store_shared(u32 address, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }

@@ -34,6 +34,11 @@ __device__ __forceinline__ u64 load_shared_at(u32 address, int rank) {
     asm volatile("ld.shared::cluster.b64 %0, [%1];" : "=l"(x) : "r"(address_in(address, rank)) : "memory");
     return x;
 }
+// Stores a pair to `there`, of which `bar` counts the bytes: addresses of `address_in`, in a block that has started.
+__device__ __forceinline__ void send_shared(u32 there, float2 x, u32 bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+                 :: "r"(there), "f"(x.x), "f"(x.y), "r"(bar) : "memory");
+}
 // Store a struct of 32-bit words to `place` in the shared memory of another block, which must have started. The bytes count
 // at that block's mbarrier `bar`: a thread that has waited for it sees the struct.
 template <typename T> __device__ __forceinline__ void send(T& place, const T& value, u32 bar, int rank) {

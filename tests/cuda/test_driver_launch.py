@@ -15,6 +15,7 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.bench.timing import Graph
 from gpuattn.cuda import compiler, driver_launch, kernels
 from gpuattn.cuda.gpu import gpu as gpu_of
+from gpuattn.engine.row_step import row_linear
 from gpuattn.ops.attention import hopper_head
 from gpuattn.ops.attention.step_attention import step_attention
 from gpuattn.ops.linear import gelu_hopper, hopper, weight_gradients
@@ -254,6 +255,9 @@ CALLS = {  # kernels that read x; other arguments: a matrix, a vector, scores an
         add_norm, x.reshape(-1, 256), y.reshape(-1, 256), y.reshape(-1, 256), v[:256]
     ),
     "linear_dropout_add_norm": lambda x, y, v, *_: row_product(x, y, v),
+    "row_linear": lambda x, y, *_: row_linear(
+        x.reshape(-1, 64)[:100], y.reshape(-1, 64)[:128], residual=x.reshape(-1, 128)[:100]
+    ),
     "gelu": lambda x, y, v, *_: gpuattn.gelu(x, v),
     "gelu, gradient": lambda x, y, v, *_: gradients(gpuattn.gelu, x, y, v),
     "gelu, gradient of a product": lambda x, y, *_: hopper.backward(

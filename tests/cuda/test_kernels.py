@@ -24,7 +24,15 @@ IN_PARTS = {  # fused op: the op whose kernels compute its parts on other GPUs
     "linear_gelu": "bias_activation",
     "gelu_slopes": "bias_activation",
 }
-LIBRARY = {"weight_gradients", "decoder_step", "pack_weights"}  # other ops do it on other GPUs
+LIBRARY = {
+    "weight_gradients",
+    "decoder_step",
+    "pack_weights",
+    "row_linear",
+    "fold_norm",
+}  # other ops do it on other GPUs
+
+AHEAD = {"row_linear"}  # kernels that load weights before they wait: see the header
 
 SPILLED = {
     "attention/flash_attention_forward_ampere.cu": 48, "attention/flash_attention_short.cu": 16,
@@ -95,7 +103,9 @@ def test_dependent_kernels_wait_before_anything_else(nvrtc, nvdisasm, file, resu
     for name, instructions in result_of_background().items():
         waits = [text for text in instructions if "ACQBULK" in text]
         if name in kernels.dependent_kernels(file):
-            assert waits == ["ACQBULK"] and not harm_before_wait(instructions), name
+            early = name in AHEAD
+            assert waits if early else waits == ["ACQBULK"], name
+            assert early or not harm_before_wait(instructions), name
             assert not [text for text in instructions if ".CONSTANT" in text], name
         else:
             assert not waits, f"{name} waits, but its header does not say so"
@@ -119,8 +129,12 @@ def test_only_a_first_statement_counts():
 def test_the_header_lists_the_kernels_whose_first_statement_waits(file):
     text = (kernels.ROOT / file).read_text()
     waiting = {name for name in kernels.signatures(file) if waits_first(text, name)}
-    assert kernels.dependent_kernels(file) == waiting
+    ahead = AHEAD & set(kernels.signatures(file))
+    assert kernels.dependent_kernels(file) == waiting | ahead
     calls = kernels._without_comments(file).count("grid_dependency_wait()")
+    if ahead:
+        assert calls == 3, "each role of the kernel's threads waits"
+        return
     assert calls == len(waiting), "a wait that is not a kernel's first statement"
 
 

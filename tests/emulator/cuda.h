@@ -180,6 +180,10 @@ inline void ld_global_cg_v4_b32(int there, u32&, u32&, u32&, u32&, u32& x, u32& 
     const uint4 v = there ? *(const uint4*)from : uint4{0, 0, 0, 0};
     x = v.x, y = v.y, z = v.z, w = v.w;
 }
+inline void st_shared_v2_f32(u32 address, float x, float y) {
+    const float v[] = {x, y};
+    store(address, v, 8);
+}
 inline void st_shared_v4_f32(u32 address, float x, float y, float z, float w) {
     const float v[] = {x, y, z, w};
     store(address, v, 16);
@@ -258,6 +262,7 @@ void st_shared_cluster_b64(u32 address, u64 x);
 void ld_shared_cluster_b64(u64& x, u32 address);
 void st_shared_cluster_v2_f32(u32 address, float x, float y);
 void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, u32 bar);
+void st_async_shared_cluster_mbarrier_complete_tx_bytes_v2_f32(u32 address, float x, float y, u32 bar);
 
 // ---- TMA
 void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(

@@ -149,12 +149,16 @@ void st_shared_cluster_b64(u32 address, u64 x) {
 void ld_shared_cluster_b64(u64& x, u32 address) {
     memcpy(&x, block_of_cluster((address >> 24) - 1).at(address & 0xffffff, 8, 8), 8);
 }
-void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, u32 bar) {
+static void send(u32 address, u64 x, u32 bytes, u32 bar) {
     Block* const block = &block_of_cluster((address >> 24) - 1);
     begin({[=] {
-        memcpy(block->at(address & 0xffffff, 4, 4), &x, 4);
-        arrive(*block, bar & 0xffffff, 0, 4);
+        memcpy(block->at(address & 0xffffff, bytes, bytes), &x, bytes);
+        arrive(*block, bar & 0xffffff, 0, bytes);
     }})->block = block;
+}
+void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(u32 address, u32 x, u32 bar) { send(address, x, 4, bar); }
+void st_async_shared_cluster_mbarrier_complete_tx_bytes_v2_f32(u32 address, float x, float y, u32 bar) {
+    send(address, (u64)__float_as_uint(y) << 32 | __float_as_uint(x), 8, bar);
 }
 void barrier_cluster_arrive() {
     sometimes_give_way();

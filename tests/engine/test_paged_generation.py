@@ -211,7 +211,7 @@ def test_the_choice_of_caches(xp, monkeypatch):
     assert "batch_invariant" in paging_refusal(model, 2, 128, True)
     alone = generation_of(model, 2, 128, 9, draws=DRAWS, rules=rules, batch_invariant=True)
     assert type(alone) is Generation
-    monkeypatch.setattr(paged_generation, "refusal", lambda *_: None)
+    monkeypatch.setattr(paged_generation, "is_one_launch", lambda *_: True)
     assert "one launch" in paging_refusal(model, 2, 128)
 
 

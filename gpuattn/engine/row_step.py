@@ -1,0 +1,301 @@
+"""One token of each text through a decoder, for up to some hundred texts, by fewer launches.
+
+A linear layer takes the norm before it, its activation and the residual sum into its launch, so a
+layer of a language model is five launches and one of a translation model eight; the weights of a
+launch are loaded beside the launch before. Norms are folded into copies of the weights. Device
+code: ``rawkernels/linear/row_linear.cu``, ``fold_norm.cu``.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuattn import arrays
+from gpuattn.arrays import ctype, get_xp
+from gpuattn.autodiff.tape import raw
+from gpuattn.cuda.gpu import dotted, gpu
+from gpuattn.cuda.kernels import kernel, kernel_refusal, serves
+from gpuattn.cuda.tensor_maps import tensor_map
+from gpuattn.engine import decoder_step
+from gpuattn.nn.attention import split_heads
+from gpuattn.nn.norm import LayerNorm
+from gpuattn.ops.attention.flash_attention import flash_attention
+
+FILE, FOLD = "linear/row_linear.cu", "linear/fold_norm.cu"
+THREADS, FOLD_THREADS, FOLD_WARPS = 320, 256, 8
+ROWS, DEPTH = 64, 64  # rows of a block; widths are multiples of DEPTH
+LEAST_ROWS = 17  # of a step; below, one launch for the whole step is faster where it can be
+MOST_ROWS = 512  # beyond, kernels of an op each are faster
+MOST_OF_WIDTH = ((512, MOST_ROWS), (768, 128))  # (width at most, rows at most): wider: unmeasured
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
+FOLDING = np.dtype([
+    *((name, np.uint64) for name in ("weight", "gain", "shift", "bias", "product", "folded")),
+    *((name, np.int32) for name in ("inputs", "first")),
+])  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """Outputs of a block, blocks that share the depth of a product, and stages of its pipeline."""
+
+    outputs: int
+    splits: int
+    stages: int
+
+
+# (rows at most, Tile for more outputs than inputs, as many, fewer), as measured for d512 and d768
+TILES = (
+    (64, Tile(64, 2, 6), Tile(64, 4, 3), Tile(64, 8, 6)),
+    (128, Tile(64, 2, 6), Tile(32, 1, 12), Tile(64, 4, 8)),
+    (MOST_ROWS, Tile(128, 1, 4), Tile(32, 1, 8), Tile(64, 2, 10)),
+)
+NARROW = Tile(64, 1, 4)  # fits all products; faster than 128 outputs where its blocks run at once
+
+
+def tile_of(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Tile:
+    """Return the Tile of a product (rows, inputs) x (inputs, outputs)."""
+    *_, chosen = (tiles for most, *tiles in reversed(TILES) if rows <= most)
+    tile = chosen[0 if outputs > inputs else 1 if outputs == inputs else 2]
+    wave = -(-rows // ROWS) * (outputs // NARROW.outputs) <= multiprocessors
+    if tile.outputs > NARROW.outputs and wave:
+        return NARROW
+    if outputs % tile.outputs or inputs % (DEPTH * tile.splits):
+        return NARROW
+    return tile
+
+
+def shared_bytes(tile: Tile) -> int:
+    """Return the bytes of shared memory of a block, as the kernel divides them."""
+    outputs, splits, stages = tile
+    own = 2048 + stages * 128 * (ROWS + outputs) + 16 * outputs + 8 * (ROWS // splits)
+    sums = (2 if outputs == 32 else 1) * outputs * 272
+    return own + (sums if splits > 1 else 0)
+
+
+def step_of(
+    model: Any, state: Any, caches: Sequence[Any], memory: Any = None, lengths: Any = None, *,
+    paged: bool = False, batch_invariant: bool = False,
+) -> "decoder_step.DecoderStep | RowStep | None":  # fmt: skip
+    """Return the step of a search that was measured to be the fastest; None: op by op.
+
+    ``paged``: the caches have pages. ``batch_invariant``: see ``Engine``; the tiles of a RowStep
+    depend on the number of rows.
+    """
+    rows, own = state.sentences * state.beam, (model, state, caches, memory, lengths)
+    by_rows = not batch_invariant and refusal(model, rows) is None
+    if by_rows and rows >= LEAST_ROWS:
+        return RowStep(*own)
+    whole = None if paged else decoder_step.decoder_of(*own)
+    return whole or (RowStep(*own) if by_rows else None)
+
+
+def is_one_launch(model: Any, rows: int, room: int) -> bool:
+    """Return whether a step of ``rows`` texts of up to ``room`` keys is to be one launch."""
+    if decoder_step.refusal(model, rows, room):
+        return False
+    return rows < LEAST_ROWS or refusal(model, rows) is not None
+
+
+def refusal(model: Any, rows: int) -> str | None:
+    """Return why ``row_linear`` does not take the steps of ``rows`` texts, or None."""
+    weight = model.parameters()[0].data
+    if reason := kernel_refusal(weight, "the weight"):
+        return reason
+    if weight.itemsize != 2:
+        return f"the weights are {weight.dtype}, the kernel takes float16 or bfloat16"
+    capability = gpu(weight.device.id).capability
+    if not serves(FILE, capability):
+        return f"the GPU's compute capability is {dotted(capability)}, the kernel needs 9.0"
+    width = model.config.d_model
+    most = next((most for widest, most in MOST_OF_WIDTH if width <= widest), 0)
+    if rows > most:
+        got = f"there are {rows} rows of width {width}"
+        return f"{got}; beyond {most} kernels of an op each are faster, or it was not measured"
+    for layer in _layers(model):
+        own, forward = layer.attention, layer.feed_forward
+        if own.rotary or own.normalises:
+            return "queries and keys are rotated or normalised"
+        if not all(isinstance(norm, LayerNorm) for norm in layer.norms):
+            return "a norm is not LayerNorm"
+        if forward.unfused is not None:
+            return "the activation is not ReLU or the tanh form of GELU"
+        for linear in _linears(layer):
+            if any(n % DEPTH for n in linear.weight.shape):
+                return f"a weight is {linear.weight.shape}, the kernel takes multiples of {DEPTH}"
+    return None
+
+
+def _layers(model):
+    return model.decoder if hasattr(model, "decoder") else model.layers
+
+
+def _linears(layer):
+    cross = getattr(layer, "cross_attention", None)
+    own, forward = layer.attention, layer.feed_forward
+    of_cross = (cross.q, cross.out) if cross else ()
+    return (own.qkv, own.out, *of_cross, forward.inner, forward.out)
+
+
+class Stream(NamedTuple):
+    """States (rows, width), or what ``norm`` makes of them; ``statistics``: of their parts."""
+
+    states: Any
+    norm: Any = None
+    statistics: Any = None
+
+
+class RowStep:
+    """The step of ``model`` for the texts of ``state``: arguments as of DecoderStep.
+
+    A call is launches only and returns logits (rows, padded vocabulary). Call ``pack`` before the
+    first step, and after weights changed.
+    """
+
+    def __init__(
+        self, model: Any, state: Any, caches: Sequence[Any], memory: Sequence[Any] | None = None,
+        lengths: Any = None,
+    ) -> None:  # fmt: skip
+        self.model, self.state, self.caches = model, state, caches
+        self.memory, self.lengths = memory, lengths
+        self.like = like = model.parameters()[0].data
+        self.rows = state.sentences * state.beam
+        self._scalar = ctype(like.dtype)
+        self._folded: dict[int, tuple[Any, Any]] = {}  # by the id of a Linear
+        self._held: list[Any] = []  # arrays whose addresses the records have
+        records: list[np.ndarray] = []
+        sizes: list[int] = []
+        before = None  # the norm whose result the next layer reads
+        for i, layer in enumerate(_layers(model)):
+            heads = _linears(layer)[::2]
+            norms = [layer.norms[0] if i else None, *layer.norms[1:]]
+            if not layer.pre_norm:
+                norms = [before, *layer.norms[:-1]]
+                before = layer.norms[-1]
+            for linear, norm in zip(heads, norms, strict=True):
+                if norm is not None:
+                    records.append(self._fold(linear, norm, sum(sizes)))
+                    sizes.append(len(linear.weight.data))
+        xp, self._outputs = get_xp(like), sum(sizes)
+        self._records = xp.asarray(np.array(records, FOLDING).view(np.uint8))
+        self._owners = xp.asarray(np.repeat(np.arange(len(sizes)), sizes), np.int32)
+
+    def _fold(self, linear, norm, first):
+        """Return the record of a layer into which a norm is folded."""
+        weight = raw(linear.weight)
+        product = arrays.empty(self.like, weight.shape)
+        folded = arrays.empty(self.like, (len(weight), 2), np.float32)
+        self._folded[id(linear)] = product, folded
+        record = np.zeros((), FOLDING)
+        given = {"weight": weight, "gain": norm.weight, "shift": norm.bias, "bias": linear.bias}
+        for name, x in {**given, "product": product, "folded": folded}.items():
+            if x is not None:
+                x = raw(x)
+                assert x.flags.c_contiguous, name
+                self._held.append(x)
+                record[name] = x.data.ptr
+        record["inputs"], record["first"] = weight.shape[1], first
+        return record
+
+    def pack(self) -> None:
+        """Fold the norms into the weights as they are now."""
+        blocks = -(-self._outputs // FOLD_WARPS)
+        kernel(FOLD, "fold_norm", scalar=self._scalar)(
+            (blocks,), (FOLD_THREADS,), self._records, self._owners, self._outputs
+        )
+
+    def __call__(self) -> Any:
+        model, state = self.model, self.state
+        tokens, positions = state.tokens.reshape(-1, 1), state.positions.reshape(-1, 1)
+        translates = self.memory is not None
+        table = model.target if translates else model.embedding
+        with model.evaluating():
+            x = Stream(raw(table(tokens, positions)).reshape(self.rows, -1))
+            for i, layer in enumerate(_layers(model)):
+                memory = None if self.memory is None else self.memory[i]
+                x = self._layer(layer, x, self.caches[i], memory)
+            norm = x.norm or (model.decoder_norm if translates else model.norm)
+            states = x.states if norm is None else norm(x.states)
+            return raw(model.output(states) if translates else model.head(states))
+
+    def _layer(self, layer, x, cache, memory):
+        """Return the Stream behind a layer for the Stream x."""
+        own, forward = layer.attention, layer.feed_forward
+        norms = iter(layer.norms)
+        heads, kv_heads, size = own.heads, own.kv_heads, own.head_dim
+
+        def enter(linear):
+            """Return ``linear`` of x after the norm that it has there."""
+            if not layer.pre_norm:
+                return self._linear(x, linear)
+            norm = next(norms)
+            if x.statistics is None:  # of the embedding
+                return self._linear(Stream(raw(norm(x.states))), linear)
+            return self._linear(Stream(x.states, norm, x.statistics), linear)
+
+        def leave(inside, linear):
+            inside = Stream(inside.reshape(self.rows, -1))
+            states, statistics = self._linear(inside, linear, residual=x)
+            return Stream(states, None if layer.pre_norm else next(norms), statistics)
+
+        counts = heads, kv_heads, kv_heads
+        q, k, v = map(raw, split_heads(enter(own.qkv).reshape(self.rows, 1, -1), counts, size))
+        x = leave(raw(cache.attend(q, k, v)), own.out)
+        if memory is not None:
+            cross, (keys, values) = layer.cross_attention, memory
+            q = enter(cross.q).reshape(len(keys), -1, cross.heads, cross.head_dim)
+            found = flash_attention(q, keys, values, key_lengths=self.lengths)
+            x = leave(raw(found), cross.out)
+        return leave(enter(forward.inner), forward.out)
+
+    def _linear(self, x, linear, residual=None):
+        """Return ``activation(x weight^T + bias)``; with a residual the sum, and its statistics."""
+        weight, bias, folded, known, gain, shift = (
+            linear.weight,
+            linear.bias,
+            None,
+            None,
+            None,
+            None,
+        )
+        norm = x.norm
+        if norm is not None:
+            (weight, folded), bias, known = self._folded[id(linear)], None, x.statistics
+        if residual is not None and residual.norm is not None:
+            norm, known = residual.norm, residual.statistics
+            gain, shift = norm.weight, norm.bias
+        bias, gain, shift = (None if a is None else raw(a) for a in (bias, gain, shift))
+        out, found = row_linear(
+            x.states, raw(weight), bias, folded=folded, statistics=known, gain=gain, shift=shift,
+            residual=None if residual is None else residual.states, activation=linear.activation,
+            eps=1e-5 if norm is None else norm.eps,
+        )  # fmt: skip
+        return out if residual is None else (out, found)
+
+
+def row_linear(
+    x: Any, weight: Any, bias: Any = None, *, folded: Any = None, statistics: Any = None,
+    residual: Any = None, gain: Any = None, shift: Any = None, activation: str | None = None,
+    eps: float = 1e-5,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return ``residual + activation(norm(x) weight^T + bias)`` and its statistics, or None.
+
+    ``x``: (rows, inputs); ``weight``: (outputs, inputs), widths multiples of DEPTH; ``residual``:
+    (rows, outputs). ``statistics``: float32 (rows, parts, 2), mean and sum of squared distances
+    from it of equal parts of a row; of x with ``folded``, as ``fold_norm`` makes it, else of the
+    residual, whose norm has ``gain`` and ``shift``. Statistics come with a residual.
+    """
+    rows, (outputs, inputs) = len(x), weight.shape
+    tile = tile_of(rows, outputs, inputs, gpu(x.device.id).multiprocessors)
+    out, found = arrays.empty(x, (rows, outputs)), None
+    if residual is not None:
+        found = arrays.empty(x, (rows, outputs // tile.outputs, 2), np.float32)
+    boxes = (x, ROWS), (weight, tile.outputs)
+    maps = [tensor_map(a[None, :, None], box) for a, box in boxes]
+    constants = {"OUTPUTS": tile.outputs, "SPLITS": tile.splits, "STAGES": tile.stages}
+    kernel(FILE, "row_linear", scalar=ctype(x.dtype), **constants)(
+        (tile.splits * outputs // tile.outputs, -(-rows // ROWS)), (THREADS,), *maps, bias, folded,
+        statistics, residual, gain, shift, out, found, rows, outputs, inputs // tile.splits,
+        1 if statistics is None else statistics.shape[1], outputs if folded is None else inputs,
+        ACTIVATIONS[activation], eps, shared_bytes=shared_bytes(tile),
+    )  # fmt: skip
+    return out, found

@@ -1,0 +1,171 @@
+"""A decoding step by ``row_linear``: its order of norms and sums on NumPy, its numbers on a GPU."""
+
+import numpy as np
+import pytest
+from checks import dtype_of
+from decoder_steps import Case, Search, assert_as_accurate, host, model_of
+from fake_gpu import GPUS
+from fake_launches import as_array, launches_on
+
+from gpuattn.arrays import BFLOAT16
+from gpuattn.engine import Engine, row_step
+from gpuattn.engine.decoder_step import DecoderStep
+from gpuattn.engine.row_step import RowStep
+
+GPT, PRE, POST = {"inner": 128}, {"norm": "pre", "ffn": 128}, {"norm": "post", "ffn": 128}
+CASES = {
+    "gpt2": Case(5, 1, {**GPT, "layers": 3}),
+    "grouped heads, no bias, relu": Case(3, 1, {**GPT, "bias": False, "activation": "relu"}),
+    "pre-norm": Case(2, 3, {**PRE, "layers": (1, 2)}),
+    "post-norm": Case(2, 3, {**POST, "layers": (1, 3), "activation": "gelu"}),
+}
+
+
+def statistics_of(x, parts=2):
+    x = x.reshape(len(x), parts, -1)
+    mean = x.mean(-1)
+    return np.stack([mean, ((x - mean[..., None]) ** 2).sum(-1)], -1)
+
+
+def known_of(statistics, width, eps):
+    """Return the means and 1 / the standard deviations (rows, 1) that statistics tell."""
+    each, squares = statistics[..., 0], statistics[..., 1].sum(-1)
+    mean = each.mean(-1, keepdims=True)
+    squares = squares + ((each - mean) ** 2).sum(-1) * width / each.shape[1]
+    return mean, 1 / np.sqrt(squares[:, None] / width + eps)
+
+
+def on_host(
+    x, weight, bias=None, *, folded=None, statistics=None, residual=None, gain=None, shift=None,
+    activation=None, eps=1e-5,
+):  # fmt: skip
+    y = x @ weight.T
+    if folded is not None:
+        mean, rate = known_of(statistics, x.shape[1], eps)
+        y = rate * (y - mean * folded[:, 1]) + folded[:, 0]
+    if bias is not None:
+        y = y + bias
+    if activation == "relu":
+        y = np.maximum(y, 0)
+    elif activation == "gelu":
+        y = y / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+    if residual is None:
+        return y.astype(np.float32), None
+    if statistics is not None and folded is None:
+        mean, rate = known_of(statistics, residual.shape[1], eps)
+        residual = (residual - mean) * rate * (1 if gain is None else gain)
+        residual = residual + (0 if shift is None else shift)
+    y = (y + residual).astype(np.float32)
+    return y, statistics_of(y)
+
+
+class OnHost(RowStep):
+    def _fold(self, linear, norm, first):
+        weight, gain = linear.weight.data, norm.weight.data
+        product, offsets = weight * gain, np.zeros(len(weight), np.float32)
+        if norm.bias is not None:
+            offsets = offsets + weight @ norm.bias.data
+        if linear.bias is not None:
+            offsets = offsets + linear.bias.data
+        self._folded[id(linear)] = product, np.stack([offsets, product.sum(-1)], -1)
+        return np.zeros((), row_step.FOLDING)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_order_of_norms_and_sums(name, monkeypatch):
+    monkeypatch.setattr(row_step, "row_linear", on_host)
+    case = CASES[name]
+    model = model_of(case, 1, np.float32, np.float32)
+    known, search = (Search(case, 1, np.float32, model) for _ in range(2))
+    own = search.memory, search.memory_lengths
+    step = OnHost(model, search.state, search.caches, *own)
+    for n in range(3):
+        if n:
+            known.advance()
+            search.advance()
+        np.testing.assert_allclose(step(), known.by_ops(), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("rows, outputs, inputs, tile", [
+    (64, 2304, 768, (64, 2, 6)), (64, 768, 768, (64, 4, 3)), (64, 768, 3072, (64, 8, 6)),
+    (128, 512, 512, (32, 1, 12)), (128, 512, 2048, (64, 4, 8)), (512, 1536, 512, (128, 1, 4)),
+    (512, 768, 256, (64, 1, 4)), (512, 512, 2048, (64, 2, 10)), (33, 320, 320, (64, 1, 4)),
+])  # fmt: skip
+def test_tiles(rows, outputs, inputs, tile):
+    assert row_step.tile_of(rows, outputs, inputs, 132) == tile
+    assert row_step.shared_bytes(row_step.Tile(*tile)) <= 232448
+
+
+REFUSALS = [  # settings of GPT-2, rows, dtype, GPU, what is said
+    (GPT, 512, "bfloat16", "9.0", None),
+    (GPT, 513, "bfloat16", "9.0", "there are 513 rows of width 64; beyond 512 kernels of"),
+    ({"d_model": 768, "heads": 12}, 129, "float16", "9.0", "rows of width 768; beyond 128 kernels"),
+    ({"d_model": 832, "heads": 13}, 9, "float16", "9.0", "9 rows of width 832; beyond 0 kernels"),
+    (GPT, 4, "float16", "10.0", "capability is 10.0, the kernel needs 9.0"),
+    (GPT, 4, "float32", "9.0", "the weights are float32, the kernel takes float16 or bfloat16"),
+    ({**GPT, "positions": "rotary"}, 4, "float16", "9.0", "queries and keys are rotated"),
+    ({**GPT, "activation": "silu"}, 4, "float16", "9.0", "the activation is not ReLU"),
+    ({"inner": 96}, 4, "float16", "9.0", "a weight is (96, 64), the kernel takes multiples of 64"),
+]
+
+
+@pytest.mark.parametrize("settings, rows, dtype, card, said", REFUSALS)
+def test_refusal(settings, rows, dtype, card, said):
+    with launches_on(GPUS[card]):
+        model = model_of(Case(1, 1, settings), 1, np.float32, dtype_of(dtype), as_array)
+        found = row_step.refusal(model, rows)
+        assert found is None if said is None else said in found
+
+
+def test_which_step_a_search_has():
+    with launches_on(GPUS["9.0"]) as noted:
+        for rows, more, kind in (
+            (16, {}, DecoderStep), (17, {}, RowStep), (16, {"paged": True}, RowStep),
+            (17, {"batch_invariant": True}, DecoderStep), (513, {}, type(None)),
+        ):  # fmt: skip
+            case = Case(rows, 1, GPT)
+            search = Search(case, 1, BFLOAT16, model_of(case, 1, BFLOAT16, BFLOAT16, as_array))
+            step = row_step.step_of(search.model, search.state, search.caches, **more)
+            assert type(step) is kind
+            if kind is RowStep:
+                noted.clear()
+                step.pack()
+                assert [launch.name for launch in noted] == ["fold_norm"]
+                step()
+                assert [x.name for x in noted].count("row_linear") == 4 * 2
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(gpu, name, dtype):
+    """As accurate as the step op by op; the same bits twice; new weights are taken over."""
+    case, dtype = CASES[name], dtype_of(dtype)
+    exact, by_ops, search = (
+        Search(case, 1, dtype, model_of(case, 1, dtype, of, gpu.asarray))
+        for of in (np.float32, dtype, dtype)
+    )
+    own = search.memory, search.memory_lengths
+    step = RowStep(search.model, search.state, search.caches, *own)
+    step.pack()
+    found = step().copy()
+    assert host(step()).tobytes() == host(found).tobytes()
+    logits = found, by_ops.by_ops(), exact.by_ops()
+    assert_as_accurate(*(host(x)[:, : search.model.config.vocab] for x in logits))
+    other = model_of(case, 7, dtype, dtype, gpu.asarray)
+    for parameter, new in zip(search.model.parameters(), other.parameters(), strict=True):
+        parameter.data[...] = new.data
+    step.pack()
+    fresh = RowStep(search.model, search.state, search.caches, *own)
+    fresh.pack()
+    assert host(fresh()).tobytes() == host(step()).tobytes() != host(found).tobytes()
+
+
+def test_the_engine_uses_it(gpu):
+    model = model_of(Case(1, 1, GPT), 1, BFLOAT16, BFLOAT16, gpu.asarray)
+    with Engine(model) as engine:
+        engine.generate([[5, 6, 7]] * 70, limits=[6] * 70, seed=1)
+        (search,) = engine._searches.kept.values()
+        assert type(search.decoder) is RowStep
