@@ -117,7 +117,7 @@ def refusal(model: Any, rows: int) -> str | None:
             return "queries and keys are rotated or normalised"
         if not all(isinstance(norm, LayerNorm) for norm in layer.norms):
             return "a norm is not LayerNorm"
-        if forward.unfused is not None:
+        if forward.unfused is not None or forward.inner.activation not in ACTIVATIONS:
             return "the activation is not ReLU or the tanh form of GELU"
         for linear in _linears(layer):
             if any(n % DEPTH for n in linear.weight.shape):

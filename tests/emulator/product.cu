@@ -1,5 +1,6 @@
 // A kernel for the emulator's tests: out = a b^T, with a tile a stored by threads and a tile b loaded by TMA.
 // `mistake`: the number of the mistake to make, or 0 for none.
+// Arch: sm_90a
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
