@@ -107,7 +107,6 @@ void mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(float&, float&, float&, fl
 void* dynamic_shared_memory(size_t alignment);  // aligned no better than that, and so is shared_variable
 void* static_shared_memory();
 void* shared_variable(int site, size_t bytes, size_t alignment);  // of this block; `site` numbers the declaration
-template <typename T> T& shared_variable(int site) { return *(T*)shared_variable(site, sizeof(T), alignof(T)); }
 size_t __cvta_generic_to_shared(const void* p);
 
 // ---- numbers

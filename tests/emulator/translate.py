@@ -38,14 +38,15 @@ def translate(text, signatures):
     static = r"__shared__ __align__\(\d+\) ([\w ]+) (\w+)\[(.*?)\];"
     if len(re.findall(static, text)) == 1:  # TMA may see it
         text = re.sub(static, r"auto& \2 = *(\1(*)[\3])static_shared_memory();", text)
-    else:
-        text = re.sub(r"(__shared__) __align__\(\d+\)", r"\1", text)
     sites = itertools.count()
-    text = re.sub(
-        r"__shared__ ([\w ]+) (\w+)(\[[^\]]*\])?;",
-        lambda m: f"auto& {m[2]} = shared_variable<{m[1]}{m[3] or ''}>({next(sites)});",
-        text,
-    )
+
+    def variable(m):
+        align, kind, name, size = m.groups("")
+        place = f"{next(sites)}, sizeof({kind}{size}), {align or f'alignof({kind})'}"
+        return f"auto& {name} = *({kind}(*){size})shared_variable({place});"
+
+    declared = r"__shared__ (?:__align__\((\d+)\) )?([\w ]+) (\w+)(\[[^\]]*\])?;"
+    text = re.sub(declared, variable, text)
     for name, parameters in signatures.items():
         arguments = ", ".join(f"*({kind}*)x[{n}]" for n, (kind, _) in enumerate(parameters))
         cluster = re.search(rf"__cluster_dims__\((\w+),[^)]*\)\s*{name}\(", text)

@@ -52,9 +52,9 @@ def delays(cupy, late, hold=None):
         delay_other(self)
 
     def before(call, delay):
-        def step(self, *args):
+        def step(self, *args, **settings):
             delay(getattr(self, "stream", None) or cupy.cuda.get_current_stream())
-            return call(self, *args)
+            return call(self, *args, **settings)
 
         return step
 

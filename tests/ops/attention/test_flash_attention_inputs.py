@@ -52,7 +52,8 @@ def test_awkward_views_on_the_gpu(gpu, layout):
     form accepts the view, and each form that accepts it computes the right result."""
     for number in range(8):
         problem = Problem(number, gpu, layout=layout)
-        takers = [impl for impl in IMPLS if refusal(problem, impl) is None and impl.name != "numba"]
+        takers = [impl for impl in IMPLS if refusal(problem, impl) is None]
+        takers = [impl for impl in takers if impl.name not in ("numba", "unfused")]  # no lse there
         assert takers[0].name.startswith("raw-")
         for impl in takers:
             assert not judge(problem, impl), repro(problem, impl)
