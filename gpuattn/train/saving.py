@@ -121,3 +121,12 @@ def _without_memory(error):
         f"cannot save: a copy of the state does not fit this machine's memory ({error}); what was "
         "saved before is intact. End other programs, or choose a smaller --dim or fewer --layers"
     )
+
+
+def saved_or_why(save: Callable[[None], None]) -> str:
+    """Save, and return a sentence about it: parameters with inf or NaN are never written."""
+    try:
+        save(None)
+    except CheckpointError as error:
+        return f"Nothing newer was saved: {error}"
+    return "All is saved as it was then"

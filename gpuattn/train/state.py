@@ -10,6 +10,7 @@ from gpuattn.arrays import get_xp
 from gpuattn.errors import CheckpointError, DataError
 from gpuattn.parallel.communicator import Communicator
 from gpuattn.runs.config import TrainConfig
+from gpuattn.runs.metrics import is_right, rank
 from gpuattn.runtime import checkpoint
 from gpuattn.runtime.training_step import TrainingStep
 from gpuattn.train.meter import SPENT
@@ -17,6 +18,7 @@ from gpuattn.units import AUTO, Length
 
 AUTO_SECONDS = 45  # ``eval_every`` "auto": between evaluations, if an epoch takes longer,
 AUTO_COST = 10  # and at least this many times the seconds of the last evaluation
+EXACT_EVALUATIONS = 2  # in a row that reach ``until`` end a run
 
 
 class Outcome(NamedTuple):
@@ -75,6 +77,34 @@ class Position:
             return since["e"] >= 1 or 2 * self.seconds >= config.length.amount
         spent = since["s"] - self.evaluation
         return spent >= AUTO_COST * self.evaluation and (since["e"] >= 1 or spent >= AUTO_SECONDS)
+
+    def judge(self, row: dict, config: TrainConfig) -> None:
+        """Take the row of metrics of an evaluation, which may end the run before its length."""
+        if self.best is None or rank(row) > rank(self.best):
+            self.best, self.worse = row, 0
+        else:
+            self.worse += 1
+        until = config.until
+        self.right = self.right + 1 if until and is_right(row, until) else 0
+        if 0 < config.patience <= self.worse:
+            self.finished = f"no better evaluation in {self.worse}"
+        elif self.right == EXACT_EVALUATIONS:
+            self.finished = f"{until:g} % exact of every kind in {self.right} evaluations in a row"
+
+    def share(self, config: TrainConfig, corpus: Any, saving: float) -> float:
+        """Return how much of a run is done, 0 to 1. ``saving``: seconds that a save takes now."""
+        amount, unit = config.length
+        if unit == "e":
+            done = float(self.epoch)
+            if self.batch:
+                batches = corpus.loader(self.epoch).batches(self.epoch)  # or about as many
+                done += self.batch / max(batches, self.batch + 1)
+        else:
+            done = self.update if unit == "u" else self.seconds
+        if unit == "s":
+            last = (self.evaluation + saving) * (2 if config.average > 1 else 1)
+            amount -= min(last, amount / 2)
+        return min(1.0, done / amount)
 
 
 # ---- arrays -------------------------------------------------------------------------------------

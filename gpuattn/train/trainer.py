@@ -18,25 +18,22 @@ import numpy as np
 from gpuattn.arrays import keep_freed_memory, to_cpu
 from gpuattn.errors import CheckpointError, MemoryLimitError
 from gpuattn.ops.update.gradient_statistics import read_state
-from gpuattn.optim import OPTIMIZERS, AdamW, ExponentialAverage, Schedule
+from gpuattn.optim import ExponentialAverage, Schedule
 from gpuattn.parallel.agreement import is_agreed, silent
 from gpuattn.parallel.communicator import Communicator, Single
-from gpuattn.parallel.exchange import Exchange
-from gpuattn.parallel.outer import Outer
 from gpuattn.parallel.reducer import Reducer
-from gpuattn.runs.metrics import is_right, rank
 from gpuattn.runtime import precision
 from gpuattn.runtime.device import array_module, is_out_of_memory, memory_in_use
 from gpuattn.runtime.graphs import Replays
 from gpuattn.runtime.readback import Reading
 from gpuattn.runtime.training_step import TrainingStep
-from gpuattn.runtime.workspace import Workspace
 from gpuattn.tasks.task import Task
 from gpuattn.train import memory
 from gpuattn.train.batches import Batches
 from gpuattn.train.meter import Meter
 from gpuattn.train.progress import Listener, Progress
-from gpuattn.train.saving import Saves
+from gpuattn.train.saving import Saves, saved_or_why
+from gpuattn.train.setup import setup
 from gpuattn.train.sharding import Sharing
 from gpuattn.train.state import Position, arrays_of, load, synchronize
 from gpuattn.train.threads import BlasThreads, threads_of
@@ -44,7 +41,6 @@ from gpuattn.train.validation import ValidLoss
 
 REPORT_UPDATES, REPORT_SECONDS = 20, 2  # between two Progress, whichever comes first
 ALONE = Single()
-EXACT_EVALUATIONS = 2  # in a row that reach ``until`` end a run
 
 
 class Trainer:
@@ -68,34 +64,10 @@ class Trainer:
         self.xp = array_module(device)
         if device == "numpy":
             keep_freed_memory()
-        for _, module in self.model.modules():
-            module.deterministic = config.deterministic
         self.precision = precision.choose(config.precision, device)
-        optimizer = OPTIMIZERS[config.optimizer]
-        betas = {"betas": (0.9, config.beta2)} if issubclass(optimizer, AdamW) else {}
-        grad_dtype = self.precision.grad_dtype(config.update_batches)
-        self.workspace = Workspace(
-            self.model, device, self.precision.dtype, grad_dtype, moments=optimizer.moments,
-            masters=self.precision.masters,
-            parts=sharing.parts if sharing else communicator.size,
-            part=sharing.part if sharing else None,
-        )  # fmt: skip
-        self.optimizer = optimizer(
-            self.workspace, weight_decay=config.weight_decay, max_norm=config.clip or None,
-            loss_scale=self.precision.loss_scale, growth_interval=self.precision.growth_interval,
-            seed=config.seed, **betas,
-        )  # fmt: skip
-
-        self.exchange = self.outer = None
-        if config.outer_every:
-            self.outer = Outer(
-                self.optimizer, communicator, config.outer_every, config.deterministic
-            )
-        elif communicator.size > 1:
-            self.exchange = Exchange(
-                self.optimizer, communicator, config.deterministic,
-                *((sharing.group, sharing.across) if sharing else ()),
-            )  # fmt: skip
+        self.workspace, self.optimizer, self.exchange, self.outer = setup(
+            task, device, self.precision, communicator, sharing
+        )
 
         def loss(batch, dloss):  # no method: a cycle of references would keep device memory
             return task.loss(batch, config.label_smoothing, dloss)
@@ -173,7 +145,7 @@ class Trainer:
             except FloatingPointError as error:
                 if self.outer:  # of this rank alone: it ends the others, and saves nothing
                     raise
-                told = FloatingPointError(f"{error}. {_saved(keep)}")
+                told = FloatingPointError(f"{error}. {saved_or_why(keep)}")
                 raise silent(told, self.communicator.rank > 0) from error
             finally:
                 self._batches.restart()  # ends their thread
@@ -259,9 +231,6 @@ class Trainer:
         """Return whether all ranks have the same parameters now."""
         return self.outer is None or self.outer.last == self.at.update
 
-    def _stops(self, stop):
-        return self._look(stop)[1]
-
     def _make_room(self, short, save):
         """Continue from the last whole update with smaller batches, or save and raise."""
         at = self.at
@@ -321,17 +290,8 @@ class Trainer:
         at.evaluated = [at.update, at.epoch, at.seconds]
         at.evaluation = self._now() - begin
         at.seconds += at.evaluation  # may complete a run of a given time
-        if at.best is None or rank(row) > rank(at.best):
-            at.best, at.worse = row, 0
-        else:
-            at.worse += 1
-        until = self.config.until
-        at.right = at.right + 1 if until and is_right(row, until) else 0
-        if 0 < self.config.patience <= at.worse:
-            at.finished = f"no better evaluation in {at.worse}"
-        elif at.right == EXACT_EVALUATIONS:
-            at.finished = f"{until:g} % exact of every kind in {at.right} evaluations in a row"
-        elif self._reached_end():
+        at.judge(row, self.config)
+        if not at.finished and self._reached_end():
             at.finished = self.config.length.describe()
         at.early = bool(at.finished) and at.finished != self.config.length.describe()
         save(row)
@@ -339,7 +299,7 @@ class Trainer:
         self.meter.restart()
         self._reported = self._now()
         at.evaluation = self._reported - begin
-        return self._reached_end() or not self._stops(stop)
+        return self._reached_end() or not self._look(stop)[1]
 
     def arrays(self) -> dict[str, Any]:
         """Return {name: flat array} of all that updates change, for a save that the run asks for.
@@ -350,18 +310,7 @@ class Trainer:
 
     def share(self) -> float:
         """Return how much of the run is done, 0 to 1. A given time includes the last evaluation."""
-        at, (amount, unit) = self.at, self.config.length
-        if unit == "e":
-            done = float(at.epoch)
-            if at.batch:
-                batches = self.corpus.loader(at.epoch).batches(at.epoch)  # or about as many
-                done += at.batch / max(batches, at.batch + 1)
-        else:
-            done = at.update if unit == "u" else at.seconds
-        if unit == "s":
-            last = (at.evaluation + self._saving) * (2 if self.config.average > 1 else 1)
-            amount -= min(last, amount / 2)
-        return min(1.0, done / amount)
+        return self.at.share(self.config, self.corpus, self._saving)
 
     def _reached_end(self):
         return bool(self.at.finished) or self.share() >= 1
@@ -496,12 +445,3 @@ class Trainer:
         self.communicator.note(at.update)
         self._health = self.optimizer.state.read()
         return over
-
-
-def _saved(save):
-    """Save, and return a sentence about it: parameters with inf or NaN are never written."""
-    try:
-        save(None)
-    except CheckpointError as error:
-        return f"Nothing newer was saved: {error}"
-    return "All is saved as it was then"
