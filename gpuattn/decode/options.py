@@ -60,7 +60,7 @@ Hugging Face have ``renormalise=True``: they penalise logits):
 | at ``max_length`` there | the end mark is forced | as here | as here |
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -86,7 +86,7 @@ class Options:
     function: ClassVar[str] = "decode"
     eos: Any  # int, several, or None; kept as a tuple
     min_length: int = 0
-    banned: Iterable[int] = ()  # kept as a tuple
+    banned: Collection[int] = ()  # kept as a tuple
     no_repeat_ngram: int = 0
     repetition_penalty: float = 1.0
 
