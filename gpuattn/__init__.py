@@ -140,7 +140,6 @@ __all__ = [
     "to_cpu",
     "to_gpu",
     "topk_logprobs",
-    "traffic",
     "training_step",
     "use_impl",
     "value_and_grad",
