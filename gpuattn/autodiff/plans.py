@@ -99,10 +99,10 @@ def signature(
         else:
             return None
     if len(arrays) > 1 and len(set(map(id, arrays))) < len(arrays):
-        return None  # one array twice has no one place
+        return None  # an array given twice: it cannot say for which argument it stands
     if addresses:
         if len(addresses) > 1 and len(set(addresses)) < len(addresses):
-            return None  # nor has its address
+            return None  # two arrays at one address: the same
         if _several_gpus():
             assert cupy is not None
             here = cupy.cuda.runtime.getDevice()

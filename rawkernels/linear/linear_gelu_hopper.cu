@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_gelu(
     const __grid_constant__ TensorMap weight_map,  // (columns, depth), boxes of 128 rows; gradient (depth, columns), of 64
     const __grid_constant__ TensorMap out_map,     // (rows, columns); boxes of 16 rows
     unsigned char* __restrict__ codes,             // of whole tiles of 128 x 128; code blocks row by row
-    const u32* __restrict__ bias,                  // (columns,) of BIAS, in pairs; else null
+    const u32* bias,                               // (columns,) of BIAS, in pairs; else null
     const __grid_constant__ Problem problem) {
     grid_dependency_wait();
     const u32 shared = __shfl_sync(~0u, shared_base(), 0);

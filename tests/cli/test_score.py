@@ -96,7 +96,7 @@ def test_one_dtype_on_numpy(call, trained, tmp_path):
     )
     for name in ("translate", "evaluate"):
         assert call(name, trained, "--dtype", "bfloat16").stderr.count(half.stderr) == 1
-    wrong = call(*command, "--dtype", "float16")
+    wrong = call(*command, "--dtype", "bloat16")
     assert wrong.exit_code == 2 and "Did you mean 'bfloat16'" in wrong.stderr
 
 

@@ -213,7 +213,8 @@ def backward(
 
     extras = launch.extras or params["dropout_p"] > 0
     found, head_dim = gpu(q.device.id), max(q.shape[-1], v.shape[-1])
-    limit, scalar, tables = found.shared_bytes, ctype(q.dtype), (TILES, EXTRAS_TILES)
+    limit, scalar = found.shared_bytes, ctype(q.dtype)
+    tables: tuple[tuple, tuple] = TILES, EXTRAS_TILES
     if found.capability < AMPERE:
         tables = TURING_TILES, TURING_EXTRAS_TILES
     tile = choose_tile(head_dim, limit, tables[0])
