@@ -24,12 +24,14 @@ OTHERS = (  # architectures that no kernel is written for
     "sm_86", "sm_87", "sm_89", "sm_100", "sm_103", "sm_120", "sm_121",
 )  # fmt: skip
 OLDER = "sm_75"
+SHARE = 12  # one variant in so many is compiled for each of OTHERS
 
 
 def cases():
     """Yield (file, architecture, constants, whether it is compiled to machine code without --all).
 
-    All variants for the architectures of a file; for each of ``OTHERS`` a different third of them.
+    All variants for the architectures of a file; for each of ``OTHERS`` one in ``SHARE``, others
+    for each.
     Without --all, machine code is made of at most ``MOST`` variants, evenly spread, for sm_80 or
     the only architecture of the file, of one for ``OLDER``, of one for Hopper, and of one for one
     of ``OTHERS``, which alternate.
@@ -44,7 +46,7 @@ def cases():
             every = listed = kernels.variants(file, arch)
             step = -(-len(every) // MOST) if arch == made_for else len(every)
             if arch in OTHERS:
-                listed = every[OTHERS.index(arch) % min(3, len(every)) :: 3]
+                listed = every[OTHERS.index(arch) % min(SHARE, len(every)) :: SHARE]
                 step = len(listed) if arch == chosen else None
             for number, constants in enumerate(listed):
                 yield file, arch, constants, step is not None and number % step == 0
@@ -74,9 +76,10 @@ def compile_variant(file, arch, constants):
 
 
 def check_variants(file):
-    """Check every variant of a file by the front end, for its main architecture and ``OLDER``."""
-    for arch in dict.fromkeys([main_architecture(file), kernels.architectures(file)[0]]):
-        for constants in kernels.variants(file, arch):
+    """Check every variant of a file by the front end, and one in ``SHARE`` for ``OLDER``."""
+    main, first = main_architecture(file), kernels.architectures(file)[0]
+    for arch in dict.fromkeys([main, first]):
+        for constants in kernels.variants(file, arch)[:: 1 if arch == main else SHARE]:
             check_front_end(kernels.source_text(file, **constants), arch, file)
 
 
