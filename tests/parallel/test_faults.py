@@ -8,6 +8,7 @@ from rank_drill import drill
 from ranks import FAULT, command_by
 from stopping import assert_same_bits
 
+from gpuattn.errors import CheckpointError
 from gpuattn.runs.config import TrainConfig, to_toml
 from gpuattn.runtime import checkpoint
 from gpuattn.train.session import train
@@ -47,7 +48,11 @@ def assert_ends(config, folder, count, rank, fault, spawned=False):
     assert code in codes, said
     assert len(errors) == 1 and f"rank {rank} of {count}, on " in errors[0], said
     assert sentence in errors[0] and "the same command goes on" in errors[0]
-    assert checkpoint.load(folder / "run", "state")[1]["update"] == 2
+    try:
+        saved = checkpoint.load(folder / "run", "state")[1]["update"]
+    except CheckpointError:
+        saved = 0
+    assert saved == 2 or (rank == 0 and saved == 0)  # rank 0 may end while it writes the first one
     train(config, folder / "whole", device="numpy")
     train(config, folder / "run", device="numpy")
     assert_same_bits(folder / "whole", folder / "run")
