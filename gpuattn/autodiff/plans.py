@@ -99,10 +99,10 @@ def signature(
         else:
             return None
     if len(arrays) > 1 and len(set(map(id, arrays))) < len(arrays):
-        return None  # an array given twice: it cannot say for which argument it stands
+        return None  # one array in two arguments: it does not tell which of both a launch reads
     if addresses:
         if len(addresses) > 1 and len(set(addresses)) < len(addresses):
-            return None  # two arrays at one address: the same
+            return None  # two arrays at one address: nor does that address
         if _several_gpus():
             assert cupy is not None
             here = cupy.cuda.runtime.getDevice()

@@ -59,18 +59,12 @@ def decoder_of(
 
 def refusal(model: Any, rows: int, room: int) -> str | None:
     """Return why a step of ``rows`` texts of up to ``room`` keys is not one launch, or None."""
-    weight = model.parameters()[0].data
-    if reason := kernel_refusal(weight, "the weight"):
+    if reason := weights_refusal(model, FILE):
         return reason
-    if weight.itemsize != 2:
-        return f"the weights are {weight.dtype}, the kernel takes float16 or bfloat16"
-    capability = gpu(weight.device.id).capability
-    if not serves(FILE, capability):
-        return f"the GPU's compute capability is {dotted(capability)}, the kernel needs 9.0"
     if rows > MOST_ROWS or rows * room > MOST_KEYS:
         got = f"there are {rows} rows of up to {room} keys"
         return f"{got}; up to {MOST_ROWS} rows and {MOST_KEYS} keys in all one launch is faster"
-    for layer in _layers(model):
+    for layer in layers_of(model):
         own, forward = layer.attention, layer.feed_forward
         if own.rotary or own.normalises:
             return "queries and keys are rotated or normalised"
@@ -85,7 +79,21 @@ def refusal(model: Any, rows: int, room: int) -> str | None:
     return None
 
 
-def _layers(model):
+def weights_refusal(model: Any, file: str) -> str | None:
+    """Return why the kernel of a step in ``file`` does not take the weights of a model, or None."""
+    weight = model.parameters()[0].data
+    if reason := kernel_refusal(weight, "the weight"):
+        return reason
+    if weight.itemsize != 2:
+        return f"the weights are {weight.dtype}, the kernel takes float16 or bfloat16"
+    capability = gpu(weight.device.id).capability
+    if not serves(file, capability):
+        return f"the GPU's compute capability is {dotted(capability)}, the kernel needs 9.0"
+    return None
+
+
+def layers_of(model: Any) -> Sequence[Any]:
+    """Return the layers that a step runs."""
     return model.decoder if hasattr(model, "decoder") else model.layers
 
 
@@ -111,7 +119,7 @@ class DecoderStep:
     ) -> None:  # fmt: skip
         self.state, self.count = state, state.sentences * state.beam
         self.like = like = model.parameters()[0].data
-        xp, first = get_xp(like), _layers(model)[0]
+        xp, first = get_xp(like), layers_of(model)[0]
         self.blocks = gpu(like.device.id).multiprocessors // BLOCKS_MULTIPLE * BLOCKS_MULTIPLE
         self.head_dim = first.attention.head_dim
         sizes = GROUPS[self.head_dim]
@@ -149,7 +157,7 @@ class DecoderStep:
     # ---- the program ----------------------------------------------------------------------------
 
     def _build(self, model, caches, memory, lengths):
-        translates, first = memory is not None, _layers(model)[0]
+        translates, first = memory is not None, layers_of(model)[0]
         table = model.target if translates else model.embedding
         rows, width = table.weight.shape
         self._states = [self._new(width) for _ in range(2)]
@@ -163,7 +171,7 @@ class DecoderStep:
             room=0 if places is None else len(raw(places)), scale=table.scale, out=self._states[0],
         )  # fmt: skip
         x = Stream(self._states[0])
-        for i, layer in enumerate(_layers(model)):
+        for i, layer in enumerate(layers_of(model)):
             x = self._layer(layer, x, caches[i], memory[i] if translates else None, lengths)
         norm = model.decoder_norm if translates else model.norm
         head = model._head_weight() if translates else model._output_weight()

@@ -14,10 +14,11 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import ctype, get_xp
 from gpuattn.autodiff.tape import raw
-from gpuattn.cuda.gpu import dotted, gpu
-from gpuattn.cuda.kernels import kernel, kernel_refusal, serves
+from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.kernels import kernel
 from gpuattn.cuda.tensor_maps import tensor_map
 from gpuattn.engine import decoder_step
+from gpuattn.engine.decoder_step import ACTIVATIONS, layers_of, weights_refusal
 from gpuattn.nn.attention import split_heads
 from gpuattn.nn.norm import LayerNorm
 from gpuattn.ops.attention.flash_attention import flash_attention
@@ -28,7 +29,6 @@ ROWS, DEPTH = 64, 64  # rows of a block; widths are multiples of DEPTH
 LEAST_ROWS = 17  # of a step; below, one launch for the whole step is faster where it can be
 MOST_ROWS = 512  # beyond, kernels of an op each are faster
 MOST_OF_WIDTH = ((512, MOST_ROWS), (768, 128))  # (width at most, rows at most): wider: unmeasured
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
 FOLDING = np.dtype([
     *((name, np.uint64) for name in ("weight", "gain", "shift", "bias", "product", "folded")),
     *((name, np.int32) for name in ("inputs", "first")),
@@ -98,20 +98,14 @@ def is_one_launch(model: Any, rows: int, room: int) -> bool:
 
 def refusal(model: Any, rows: int) -> str | None:
     """Return why ``row_linear`` does not take the steps of ``rows`` texts, or None."""
-    weight = model.parameters()[0].data
-    if reason := kernel_refusal(weight, "the weight"):
+    if reason := weights_refusal(model, FILE):
         return reason
-    if weight.itemsize != 2:
-        return f"the weights are {weight.dtype}, the kernel takes float16 or bfloat16"
-    capability = gpu(weight.device.id).capability
-    if not serves(FILE, capability):
-        return f"the GPU's compute capability is {dotted(capability)}, the kernel needs 9.0"
     width = model.config.d_model
     most = next((most for widest, most in MOST_OF_WIDTH if width <= widest), 0)
     if rows > most:
         got = f"there are {rows} rows of width {width}"
         return f"{got}; beyond {most} kernels of an op each are faster, or it was not measured"
-    for layer in _layers(model):
+    for layer in layers_of(model):
         own, forward = layer.attention, layer.feed_forward
         if own.rotary or own.normalises:
             return "queries and keys are rotated or normalised"
@@ -123,10 +117,6 @@ def refusal(model: Any, rows: int) -> str | None:
             if any(n % DEPTH for n in linear.weight.shape):
                 return f"a weight is {linear.weight.shape}, the kernel takes multiples of {DEPTH}"
     return None
-
-
-def _layers(model):
-    return model.decoder if hasattr(model, "decoder") else model.layers
 
 
 def _linears(layer):
@@ -165,7 +155,7 @@ class RowStep:
         records: list[np.ndarray] = []
         sizes: list[int] = []
         before = None  # the norm whose result the next layer reads
-        for i, layer in enumerate(_layers(model)):
+        for i, layer in enumerate(layers_of(model)):
             heads = _linears(layer)[::2]
             norms = [layer.norms[0] if i else None, *layer.norms[1:]]
             if not layer.pre_norm:
@@ -210,7 +200,7 @@ class RowStep:
         table = model.target if translates else model.embedding
         with model.evaluating():
             x = Stream(raw(table(tokens, positions)).reshape(self.rows, -1))
-            for i, layer in enumerate(_layers(model)):
+            for i, layer in enumerate(layers_of(model)):
                 memory = None if self.memory is None else self.memory[i]
                 x = self._layer(layer, x, self.caches[i], memory)
             norm = x.norm or (model.decoder_norm if translates else model.norm)
@@ -249,15 +239,8 @@ class RowStep:
 
     def _linear(self, x, linear, residual=None):
         """Return ``activation(x weight^T + bias)``; with a residual the sum, and its statistics."""
-        weight, bias, folded, known, gain, shift = (
-            linear.weight,
-            linear.bias,
-            None,
-            None,
-            None,
-            None,
-        )
-        norm = x.norm
+        weight, bias, norm = linear.weight, linear.bias, x.norm
+        folded = known = gain = shift = None
         if norm is not None:
             (weight, folded), bias, known = self._folded[id(linear)], None, x.statistics
         if residual is not None and residual.norm is not None:
