@@ -10,6 +10,10 @@
 // Constants: scalar = f16, bf16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; HEADS = 1
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 2, 4; HEADS = 1
 // Constants: scalar = f16, bf16; HEAD_DIM = 32, 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 4
+// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8, 16; HEADS = 1
+// Constants below sm_80: scalar = f16; HEAD_DIM = 128; PAGE = 0, 64; BEAMS = 0; WARPS = 4, 8; HEADS = 1
+// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64, 128; PAGE = 0; BEAMS = 1; WARPS = 2, 4; HEADS = 1
+// Constants below sm_80: scalar = f16; HEAD_DIM = 32, 64; PAGE = 0; BEAMS = 1; WARPS = 2; HEADS = 4
 // Launch:    grid = (sentences * kv_heads / HEADS, ceil(beam * heads / kv_heads / 8)), block = (32 * WARPS * HEADS,),
 //            shared = 4 * beam * room bytes with BEAMS (at most 8 beams). HEADS KV heads of a sentence per block.
 //            dependent: step_attention
@@ -20,8 +24,9 @@
 #include "common/tile.cuh"
 
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "step_attention.cu: HEAD_DIM is 32, 64 or 128");
-// Warps of a multiprocessor, with 255, 168, 96 or 80 registers a lane. Sentences with beams and few blocks need no more.
-constexpr int WARPS_AT_ONCE = HEAD_DIM == 128 ? BEAMS ? 8 : 12 : BEAMS && HEADS == 1 ? 20 : 24;
+// Warps of a multiprocessor, with 255, 168, 128, 96 or 80 registers a lane. Sentences with beams and few blocks need no more.
+constexpr int WARPS_AT_ONCE =
+    HEAD_DIM == 128 ? BEAMS ? 8 : 12 : BEAMS && __CUDA_ARCH__ < 800 ? 16 : BEAMS && HEADS == 1 ? 20 : 24;
 constexpr int BLOCKS_AT_ONCE = WARPS * HEADS < WARPS_AT_ONCE ? WARPS_AT_ONCE / (WARPS * HEADS) : 1;
 constexpr int TEAM = 32 * WARPS, THREADS = TEAM * HEADS;  // threads of a head, of a block
 constexpr int GROUP = 16, COLUMNS = 8;                    // keys and columns of a product

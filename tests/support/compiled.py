@@ -33,8 +33,8 @@ def cases():
     All variants for the architectures of a file; for each of ``OTHERS`` one in ``SHARE``, others
     for each.
     Without --all, machine code is made of at most ``MOST`` variants, evenly spread, for sm_80 or
-    the only architecture of the file, of one for ``OLDER``, of one for Hopper, and of one for one
-    of ``OTHERS``, which alternate.
+    the only architecture of the file, of one for ``OLDER`` (bfloat16 if listed, which only later
+    tensor cores multiply), of one for Hopper, and of one for one of ``OTHERS``, which alternate.
     """
     turns = itertools.count()
     for file in kernels.files():
@@ -44,12 +44,15 @@ def cases():
         made_for = main_architecture(file)
         for arch in listed_architectures:
             every = listed = kernels.variants(file, arch)
-            step = -(-len(every) // MOST) if arch == made_for else len(every)
+            step, start = -(-len(every) // MOST) if arch == made_for else len(every), 0
+            if arch == OLDER:
+                bfloat16 = (n for n, c in enumerate(every) if c.get("scalar") == "bf16")
+                start = next(bfloat16, 0)
             if arch in OTHERS:
                 listed = every[OTHERS.index(arch) % min(SHARE, len(every)) :: SHARE]
                 step = len(listed) if arch == chosen else None
             for number, constants in enumerate(listed):
-                yield file, arch, constants, step is not None and number % step == 0
+                yield file, arch, constants, step is not None and number % step == start
 
 
 def main_architecture(file):

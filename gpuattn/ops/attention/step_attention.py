@@ -12,7 +12,7 @@ import numpy as np
 from gpuattn import arrays
 from gpuattn.arrays import check_floats, check_together, ctype
 from gpuattn.autodiff.tape import op
-from gpuattn.cuda.gpu import gpu
+from gpuattn.cuda.gpu import gpu, tensor_core_refusal
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import SlowerRefusal, problem
 from gpuattn.impls import Call, Impl, Impls
@@ -91,6 +91,8 @@ def _refuse_raw(q, k, v, k_cache, v_cache, key_counts, slots, page_table, *, nee
         return reason
     if q.itemsize != 2:
         return f"q is {q.dtype}, the kernel takes float16 or bfloat16"
+    if reason := tensor_core_refusal(q.device.id, q.dtype):
+        return reason
     head_dim, room = q.shape[-1], k_cache.shape[1]
     if page_table is not None:
         if room != PAGE:
