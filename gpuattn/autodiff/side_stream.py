@@ -7,7 +7,7 @@ branch. Or they are deferred until there are enough of them to fill the GPU in o
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from gpuattn.arrays import import_cupy, on_gpu, without_plans
@@ -129,6 +129,20 @@ def wait_for(target: Array) -> None:
             side.launch_deferred()
         here = (i for i, (*_, to) in enumerate(side.running) if target.data.ptr in to)
         side.join(max(here, default=-1) + 1)
+
+
+def pending(targets: Iterable[Array]) -> list[Any]:
+    """Return events after which nothing more is written to ``targets``, on streams but the current.
+
+    The current stream waits for nothing; what was deferred for them is launched on it.
+    """
+    side = _side.get()
+    if side is None:
+        return []
+    places = {target.data.ptr for target in targets}
+    if not places.isdisjoint(side.deferred_targets):
+        side.launch_deferred()
+    return [event for event, _, written in side.running if not places.isdisjoint(written)][-1:]
 
 
 def wait_for_all() -> None:

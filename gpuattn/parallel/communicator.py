@@ -1,6 +1,8 @@
 """What the ranks of a run exchange, and the run of one process, which has no others."""
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from gpuattn.typing import Array
@@ -37,6 +39,9 @@ class Communicator(Protocol):
 
         ``piece`` may be this rank's part of ``whole``.
         """
+
+    def grouped(self) -> AbstractContextManager[Any]:
+        """Return a context whose calls of ``all_gather`` may be made together at its end."""
 
     def broadcast(self, array: Array) -> None:
         """Replace an array by that of rank 0."""
@@ -76,6 +81,9 @@ class Noted:
         self.notes += 1
         self.on_update()
 
+    def grouped(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
     def split(self, color: int) -> "Part":
         return Part(self, color)
 
@@ -93,6 +101,9 @@ class Single:
 
     def all_gather(self, piece: Array, whole: Array) -> None:
         whole[...] = piece
+
+    def grouped(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
     def broadcast(self, array: Array) -> None:
         pass
@@ -135,6 +146,9 @@ class Part:
     def reduce_scatter(self, whole: Array, piece: Array, ordered: bool = False) -> None:
         parts = [part.reshape(self.size, -1)[self.rank].copy() for part in self._gather(whole)]
         piece[...] = add_in_pairs(parts)
+
+    def grouped(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
     def all_gather(self, piece: Array, whole: Array) -> None:
         for mine, theirs in zip(whole.reshape(self.size, -1), self._gather(piece), strict=True):

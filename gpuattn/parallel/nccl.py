@@ -1,13 +1,16 @@
 """Ranks that exchange CuPy arrays by NCCL, one process a GPU.
 
 Calls are queued on the current stream, and become part of a CUDA graph where that is captured; all
-ranks then capture the same calls and launch the same graphs. Values of the host go by another
-Communicator, which also starts this one.
+ranks then capture the same calls and launch the same graphs. Calls in graphs and others may come in
+turns, so NCCL_GRAPH_MIXING_SUPPORT must stay what it is by default, 1. Values of the host go by
+another Communicator, which also starts this one.
 """
 
+import contextlib
 import copy
 import ctypes
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -76,6 +79,17 @@ class NCCL:
         if not rehearsing.get():
             kind = self._nccl.NCCL_UINT8
             self._ranks.allGather(piece.data.ptr, whole.data.ptr, piece.nbytes, kind, _stream())
+
+    @contextlib.contextmanager
+    def grouped(self) -> Iterator[None]:
+        if rehearsing.get():
+            yield
+            return
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._nccl.groupEnd()
 
     def broadcast(self, array: Array) -> None:
         if not rehearsing.get():

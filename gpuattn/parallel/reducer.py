@@ -63,9 +63,16 @@ class Reducer:
         if self._ordered:
             self._compute_in_order(list(rounds))
             return
-        for draw, batches in rounds:
-            for replica, batch in zip(self.mine, batches, strict=True):
-                self.step.add(batch, self._draw(draw, replica))
+        parts = (
+            (batch, self._draw(draw, replica))
+            for draw, batches in rounds
+            for replica, batch in zip(self.mine, batches, strict=True)
+        )
+        part = next(parts)
+        for following in parts:
+            self.step.add(*part)
+            part = following
+        self.step.add(*part, last=True)
 
     def sum_losses(self) -> None:
         """Let ``step.loss_sum`` and ``loss_tokens`` be those of all ranks. For ``clear_loss``."""

@@ -135,8 +135,8 @@ class TrainingStep:
                 raise TypeError(problem("TrainingStep", "batches", type(batch).__name__, accepted))
         with self.ordered():
             self.begin(learning_rate)
-            for batch in batches:
-                self.add(batch, self.draws)
+            for i, batch in enumerate(batches, 1):
+                self.add(batch, self.draws, last=i == len(batches))
                 self.draws += 1
             self.apply()
 
@@ -170,18 +170,25 @@ class TrainingStep:
         """Begin an update."""
         share = self.average.next_share() if self.average else 0
         self._numbers = {"learning_rate": learning_rate, "share": share}
-        self._more, self.update_tokens = False, 0
+        self._more, self._marked, self.update_tokens = False, False, 0
 
-    def add(self, batch: Any, draw: int) -> None:
-        """Add the gradients of a batch to the update. ``draw``: numbers its dropout."""
+    def add(self, batch: Any, draw: int, last: bool = False) -> None:
+        """Add the gradients of a batch to the update. ``draw``: numbers its dropout.
+
+        ``last``: whether ``apply`` follows, and takes the gradients as this batch leaves them:
+        what is final early goes to the other ranks early, where there are any.
+        """
         self.update_tokens += batch.target_tokens
         self.feed.load(
             batch, weight=batch.target_tokens / self.tokens, tokens=batch.target_tokens, draw=draw,
             divisor=self.update_tokens / self.tokens, **self._numbers,
         )  # fmt: skip
         name = "more gradients" if self._more else "gradients"
-        self.calls(name, self.feed.shape, functools.partial(self._gradients, self._more))
-        self._more = True
+        full = self.exchange.full if last and self.exchange else None
+        if full is not None:
+            name = f"last {name}"
+        self.calls(name, self.feed.shape, functools.partial(self._gradients, self._more, full))
+        self._more, self._marked = True, full is not None
         self.loss_tokens += batch.target_tokens
 
     def take(self) -> Any:
@@ -203,11 +210,13 @@ class TrainingStep:
 
         Those of all ranks, where there is an ``exchange``: all of them call it.
         """
+        self._sum(self._marked)
         self.calls("update", None, self._apply, together=self.exchange is not None)
 
     def repeat(self) -> None:
         """Compute the gradients of the last batch and an update once more, op by op."""
         self._gradients(False)
+        self._sum(marked=False)
         self._apply()
 
     def try_gradients(self, batch: Any, draw: int) -> None:
@@ -233,11 +242,19 @@ class TrainingStep:
         update.wait()
         self.clear_loss()
 
+    def _sum(self, marked):
+        if self.exchange:
+            self.workspace.finish()
+            self.exchange.sum_gradients(marked)
+
     # The following functions become graphs: between calls nothing may differ in them except the
     # values in device memory.
 
-    def _gradients(self, more: bool) -> None:
-        """Write the gradients of the batch; with ``more`` add them to those of batches before."""
+    def _gradients(self, more: bool, full: Callable | None = None) -> None:
+        """Write the gradients of the batch; with ``more`` add them to those of batches before.
+
+        ``full``: as of ``Workspace.backward``.
+        """
         numbers = self.feed.numbers
         if not more:
             self.workspace.begin()
@@ -245,14 +262,12 @@ class TrainingStep:
             random.step = numbers.draw.reshape(1)
         dloss = product(self.optimizer.state.field("loss_scale"), numbers.weight)
         loss = self._loss_of(self.feed.batch, dloss)
-        self.workspace.backward(loss, dloss)
+        self.workspace.backward(loss, dloss, full)
         add_product(self.loss_sum, loss.data, numbers.tokens)
 
     def _apply(self) -> None:
         numbers = self.feed.numbers
         self.workspace.finish()
-        if self.exchange:
-            self.exchange.sum_gradients()
         self.optimizer.update(numbers.learning_rate, numbers.divisor)
         if self.exchange:
             self.exchange.spread_parameters()

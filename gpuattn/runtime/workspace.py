@@ -17,6 +17,7 @@ from gpuattn.autodiff.tensor import Tensor
 from gpuattn.errors import CheckpointError, GradientError, problem
 from gpuattn.nn.module import Module
 from gpuattn.ops.update.flat_update import DECAY_BLOCK
+from gpuattn.runtime.buckets import Arrivals, buckets
 from gpuattn.tensor_file import differences
 
 ALIGN = 128  # elements that slices are aligned to: 256 bytes in 16 bits, one block of decay
@@ -43,7 +44,7 @@ class Workspace:
     micro-batches are summed).
     ``moments``: names of the float32 buffers that the optimizer needs, which become attributes.
     ``masters``: False for 16-bit parameters without them, whose updates are rounded stochastically.
-    ``parts``: the buffers can be cut into so many equal parts. ``part``: the one whose ``masters``,
+    ``parts``: each bucket can be cut into so many equal pieces. ``part``: whose pieces ``masters``,
     ``moments`` and ``decay`` are held here, and those of the others elsewhere; None: all of them.
 
     Attributes, all flat arrays of ``size`` elements, or of a part of it: ``params``, in ``dtype``;
@@ -53,12 +54,13 @@ class Workspace:
     two axes.
     ``slots``: {name: Slot}. ``tensors``: {name: Tensor}. ``frozen``: {name: array on the host}
     of Tensors without ``requires_grad``, which move to the device and, if of floats, the dtype.
-    ``saved``: elements of a flat buffer in a file, whatever ``parts`` are. ``mine``: the slice of
-    ``params`` and ``grads`` that the others belong to; ``on_sync``: None, or a function that
-    ``sync_model`` calls last, which brings the other parts of ``params``.
-    ``initial``: the parameters on the host, (size,) float32, if only a part is held; set it to None
-    to free it. ``on_grad_ready``: None, or a function of a slice of ``grads`` called in
-    ``backward`` as soon as that part is final (where a reduction between GPUs may start).
+    ``saved``: elements of a flat buffer in a file, whatever ``parts`` are. ``buckets``: slices of
+    ``params`` and ``grads``, see ``runtime.buckets``; ``places``: for each the slice of ``masters``
+    and the others that holds this part's piece of it, or the bucket. ``my_params``, ``my_grads``:
+    the 16-bit parameters, or ``masters``, and the gradients of these pieces side by side, or all.
+    ``on_sync``: None, or a function that ``sync_model`` calls last, which brings the other parts of
+    ``params``. ``initial``: the parameters on the host, (size,) float32, if only a part is held;
+    set it to None to free it.
 
     Raises TypeError for parameters that are not float32, ValueError for an unknown dtype or device
     and for float16 without masters, DeviceMissingError for "cuda" without CuPy.
@@ -75,11 +77,9 @@ class Workspace:
         every = dict(getattr(module, "named_tensors", module.named_parameters)())
         frozen = {name: t for name, t in every.items() if name not in self.tensors}
         self.slots, self.size, self.saved = _layout(self.tensors, parts)
-        each = self.size // parts
-        self.mine = slice(0, self.size) if part is None else slice(part * each, (part + 1) * each)
+        self.buckets = buckets(self.slots, self.size, ALIGN * parts)
+        self.places, self._pieces = _pieces(self.buckets, parts, part)
         self.on_sync: Callable[[], None] | None = None
-        self._parts = {id(t): slice(*self.slots[name][:2]) for name, t in self.tensors.items()}
-        self.on_grad_ready = None
         host = np.zeros(self.size, np.float32)
         decay = np.zeros(self.size // DECAY_BLOCK, np.uint8)
         for name, (start, stop, shape) in self.slots.items():
@@ -98,10 +98,10 @@ class Workspace:
         else:
             self.model = self.params
         if part is not None:
-            own = self.masters[self.mine]
-            self.masters = own if self.model is None else own.copy()
-            self.model = None if self.model is None else self.model[self.mine]
-            decay = decay.reshape(parts, -1)[part].copy()
+            self.masters = self.own_part(self.masters)
+            self.model = None if self.model is None else self.own_part(self.model)
+            decay = self.own_part(decay.repeat(DECAY_BLOCK))[::DECAY_BLOCK].copy()
+        self.my_params = self.masters if self.model is None else self.model
         self.decay = to_device(decay)
         self.moments = tuple(moments)
         for name in self.moments:
@@ -119,16 +119,21 @@ class Workspace:
     def keep_gradients_in(self, dtype: Any) -> None:
         """Replace the buffer of gradients by one in another dtype; their values are lost."""
         self.grads: Any = None
-        self.grads = get_xp(self.params).zeros(self.size, dtype)
+        self.my_grads: Any = None
+        xp = get_xp(self.params)
+        self.grads = xp.zeros(self.size, dtype)
+        self.my_grads = self.grads if self.part is None else xp.zeros(self.masters.size, dtype)
         for name, slot in self.slices(self.grads).items():
             tensor = self.tensors[name]
             tensor.grad, tensor.grad_started = None, False
             tensor.grad_slot = slot if tensor.requires_grad else None
 
-    @property
-    def my_grads(self) -> Any:
-        """The gradients of ``masters``: all, or a part."""
-        return self.grads if self.part is None else self.grads[self.mine]
+    def own_part(self, flat: Any) -> Any:
+        """Return a copy of what ``masters`` has of a flat buffer of all parameters."""
+        own = get_xp(flat).empty(self.places[-1].stop, flat.dtype)
+        for place, piece in zip(self.places, self._pieces, strict=True):
+            own[place] = flat[piece]
+        return own
 
     def slices(self, flat: Any) -> dict[str, Any]:
         """Return {name: view} of a flat buffer, each in the parameter's shape."""
@@ -141,22 +146,47 @@ class Workspace:
         for tensor in self.tensors.values():
             tensor.grad, tensor.grad_started = None, False
 
-    def backward(self, loss: Tensor, grad: Any = None) -> None:
+    def backward(
+        self, loss: Tensor, grad: Any = None,
+        full: Callable[[int, Sequence[Any]], None] | None = None,
+    ) -> None:  # fmt: skip
         """Write the gradients of ``loss`` into ``grads``, or add them to those since ``begin``.
 
         ``grad``: an array of the loss's shape that the gradients are multiplied by, such as the
-        loss scale, or None for 1. Raises GradientError for a loss that was not recorded.
+        loss scale, or None for 1. ``full(i, events)``: called for each of the ``buckets``, in
+        order, as soon as its gradients are final, once the current stream and ``events`` are
+        reached; those that no loss has used are zero then. Raises GradientError for a loss that was
+        not recorded.
         """
         if not loss.requires_grad:
             raise GradientError("backward: the loss was not recorded; compute it outside no_grad()")
         grad = get_xp(loss.data).ones_like(loss.data) if grad is None else grad
         with side_stream.enabled(self.grads):
-            tape.backward(loss, grad, on_ready=self._ready if self.on_grad_ready else None)
+            if full is None:
+                tape.backward(loss, grad)
+                return
+            members = self._members()
 
-    def _ready(self, tensor):
-        if id(tensor) in self._parts:
-            side_stream.wait_for(tensor.grad_slot)
-            self.on_grad_ready(self._parts[id(tensor)])
+            def tell(i):
+                full(i, side_stream.pending(members[i].values()))
+
+            arrivals = Arrivals(members, tell)
+            tape.backward(loss, grad, on_ready=lambda tensor: arrivals.final(id(tensor)))
+            for name in self.finish():
+                self.tensors[name].grad_started = True
+            arrivals.end()
+
+    def _members(self):
+        """Return {id of a Tensor: its slot} of the gradients in each bucket."""
+        return [
+            {
+                id(self.tensors[name]): self.tensors[name].grad_slot
+                for name, (start, stop, _) in self.slots.items()
+                if start < bucket.stop and bucket.start < stop
+                and self.tensors[name].grad_slot is not None
+            }
+            for bucket in self.buckets
+        ]  # fmt: skip
 
     def idle(self) -> list[str]:
         """Return the names of parameters that no gradient has reached since ``begin``."""
@@ -270,6 +300,20 @@ def _dtype(argument, name):
         if name in (dtype, str(dtype)):
             return dtype
     raise ValueError(problem("Workspace", argument, repr(name), ", ".join(DTYPES)))
+
+
+def _pieces(buckets, parts, part):
+    """Return (places, pieces): slices of buffers of a part, and those of whole ones that belong
+    there, a pair for each bucket."""
+    if part is None:
+        return buckets, buckets
+    places, pieces, at = [], [], 0
+    for start, stop in ((bucket.start, bucket.stop) for bucket in buckets):
+        each = (stop - start) // parts
+        pieces.append(slice(start + part * each, start + (part + 1) * each))
+        places.append(slice(at, at + each))
+        at += each
+    return places, pieces
 
 
 def _layout(tensors, parts):

@@ -24,16 +24,17 @@ class Meter:
     rate of a CPU depends on other programs. ``flops(batches)``: that of a ``tasks.task.Task``.
     ``batches``: those since the last ``facts``; the caller appends each one, and their tokens and
     FLOPs are summed in ``facts``. ``counted``: what their tokens are, in words. ``ranks``: whose
-    batches are summed, and who wait for each other.
+    batches are summed, and who wait for each other. ``waited()``: seconds that this rank has waited
+    for others so far, such as ``parallel.exchange.Exchange.waited``; None: it is not known.
     """
 
     def __init__(
         self, xp: ModuleType, dtype: Any, flops: Callable[[list], float], counted: str = "tokens",
-        ranks: Communicator = ALONE,
+        ranks: Communicator = ALONE, waited: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         self._counted, self._ranks = counted, ranks
+        self._shows_waits, self._now_waited = waited is not None, waited or (lambda: 0.0)
         self._rates_of = None if xp is np else (xp, dtype)
-        self._on_gpu = xp is not np
         self.peak: float | None = None
         if self._rates_of:
             self._set_peak(known_ceilings(*self._rates_of))
@@ -53,7 +54,7 @@ class Meter:
 
     def restart(self) -> None:
         """Start the clock again, after an evaluation."""
-        self._begin, self._waited = time.perf_counter(), self._ranks.waited
+        self._begin, self._waited = time.perf_counter(), self._now_waited()
         self.batches: list[Any] = []
 
     def facts(self, updates: int, spent: dict[str, float]) -> dict[str, float]:
@@ -63,7 +64,7 @@ class Meter:
         """
         seconds = time.perf_counter() - self._begin
         tokens = sum(batch.all_tokens for batch in self.batches)
-        counts = tokens, self._flops(self.batches), self._ranks.waited - self._waited
+        counts = tokens, self._flops(self.batches), self._now_waited() - self._waited
         all_tokens, all_flops, waits = zip(*self._ranks.gather(counts), strict=True)
         tokens, flops = sum(all_tokens), sum(all_flops)
         for name, value in zip(SPENT, (seconds, tokens, flops), strict=False):
@@ -71,7 +72,7 @@ class Meter:
         facts = {"rate": tokens / seconds, "milliseconds": 1000 * seconds / updates}
         if self.peak:
             facts["mfu"] = flops / seconds / (self.peak * len(waits))
-        if len(waits) > 1 and not self._on_gpu:  # GPUs wait for each other by themselves
+        if len(waits) > 1 and self._shows_waits:
             facts |= {
                 "waiting": sum(waits) / len(waits) / seconds,
                 "slowest": np.argmin(waits).item(),

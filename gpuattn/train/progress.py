@@ -13,7 +13,8 @@ class Progress(NamedTuple):
     On a GPU, where known: ``mfu``, model FLOPs (``models.flops``) as a share of the measured rate
     of large matrix products (``cuda.ceilings``); ``watts`` that it draws now, ``joules`` that the
     run has used. ``counted``: what the ``rate`` counts. Of several ranks: ``waiting``, the share of
-    the time that they wait for each other on average; ``slowest``: the rank that waits least.
+    the time that they wait on average, for each other and for sums of gradients; ``slowest``: the
+    rank that waits least.
     """
 
     update: int

@@ -92,7 +92,13 @@ class Trainer:
         self.threads = None
         if device == "numpy":
             self.threads = BlasThreads(threads_of(config, communicator), self._probe)
-        self.meter = Meter(self.xp, self.precision.dtype, task.flops, task.counted, communicator)
+        waited = self.exchange.waited if self.exchange else None
+        if self.outer and device == "numpy":
+            waited = lambda: communicator.waited  # noqa: E731
+        self.meter = Meter(
+            self.xp, self.precision.dtype, task.flops, task.counted, communicator,
+            waited,
+        )  # fmt: skip
         self._valid_loss, self._is_evaluating = ValidLoss(task, self.step), False
         self._kept: dict[str, Any] | None = None  # whole arrays, of all ranks
         self._loaded: dict[str, Any] | None = None  # the same, until ``begin``

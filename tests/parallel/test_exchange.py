@@ -37,12 +37,114 @@ def state(folder):
     return checkpoint.load(folder, "state")[0]
 
 
-def test_parts_on_two_ranks_give_the_bits_of_whole_buffers(config, tmp_path):
+SMALL = """
+    import gpuattn.runtime.buckets
+    gpuattn.runtime.buckets.BUCKET = 3000
+"""  # elements
+
+
+def test_parts_and_buckets_give_the_bits_of_whole_buffers(config, tmp_path):
     """Without clipping, which takes the norm in another order."""
-    for shard in ("none", "node"):
-        train_by(2, (config, tmp_path / shard, None), shard=shard, spawned=True)
+    for shard, lines in (("none", "pass"), ("node", SMALL)):
+        train_by(2, (config, tmp_path / shard, None), shard=shard, lines=lines, spawned=True)
     assert_same_bits(tmp_path / "none", tmp_path / "node")
     assert_same_metrics(tmp_path / "none", tmp_path / "node")
+
+
+DROPS = """
+import sys
+import numpy as np
+from gpuattn import Tensor, nn
+from gpuattn.optim import SGD
+from gpuattn.parallel.exchange import Exchange
+from gpuattn.parallel.world import connected
+from gpuattn.runtime import TrainingStep, Workspace, buckets
+from dataclasses import dataclass
+
+buckets.BUCKET, shard = 300, sys.argv[1] == "node"
+
+
+class Model(nn.Module):
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        self.table = Tensor(rng.standard_normal((64, 16), dtype=np.float32), requires_grad=True)
+        self.frozen = Tensor(np.ones((16, 16), np.float32))
+        self.layers = [nn.Linear(16, 16, rng=rng) for _ in range(5)]
+
+    def loss(self, x, kept):
+        h = x @ self.table
+        for i in kept:
+            h = h + 0.1 * self.layers[i](h @ self.frozen)
+        return (h @ self.table.T).mean()
+
+
+@dataclass
+class Batch:
+    x: np.ndarray
+    kept: tuple
+    target_tokens: int = 8
+    limits: tuple = ()
+
+
+def batch(rank, update, part):
+    rng = np.random.default_rng((rank, update, part))
+    kept = rng.permutation(5)[: rng.integers(0, 6)]  # other layers, in another order
+    return Batch(rng.standard_normal((8, 64), dtype=np.float32), tuple(kept.tolist()))
+
+
+class Noting:
+    def __init__(self, ranks):
+        self.ranks, self.calls = ranks, []
+
+    def __getattr__(self, name):
+        def noted(*args):
+            self.calls.append((name, [getattr(x, "size", x) for x in args]))
+            return found(*args)
+
+        found = getattr(self.ranks, name)
+        return noted if name in ("all_reduce", "reduce_scatter", "all_gather") else found
+
+
+def step_of(ranks):
+    model = Model()
+    part = ranks.rank if shard and ranks else None
+    w = Workspace(model, parts=ranks.size if ranks else 1, part=part, moments=SGD.moments)
+    optimizer = SGD(w, lr=0.1)
+    exchange = Exchange(optimizer, ranks) if ranks else None
+    loss = lambda given, dloss: model.loss(given.x, given.kept)
+    return w, TrainingStep(model, optimizer, loss, tokens=16, exchange=exchange)
+
+
+with connected() as world:
+    ranks = Noting(world)
+    w, step = step_of(ranks)
+    assert len(w.buckets) > 3
+    alone, one = step_of(None)
+    for update in range(6):
+        parts = 1 + update % 2
+        step.begin(0.1)
+        for part in range(parts):
+            step.add(batch(world.rank, update, part), 0, last=part == parts - 1)
+        step.put(8 * parts * world.size)
+        step.apply()
+        one(*(batch(r, update, p) for r in range(world.size) for p in range(parts)),
+            learning_rate=0.1)
+        np.testing.assert_allclose(w.params[: alone.size], alone.params, rtol=2e-5, atol=2e-6)
+        found = world.gather((ranks.calls, w.params.tobytes()))
+        assert all(other == found[0] for other in found)
+    each = len(w.buckets)
+    names = [name for name, _ in ranks.calls]
+    assert names == (["reduce_scatter"] * each + ["all_gather"] * (1 + each) if shard else
+                     ["all_reduce"] * each) * 6
+"""
+
+
+@pytest.mark.parametrize("shard", ["none", "node"])
+@pytest.mark.parametrize("count, spawned", [(2, False), (3, True)])
+def test_ranks_that_leave_out_other_layers_make_the_same_calls(shard, count, spawned):
+    """With a tied table, frozen weights, and two batches in every other update."""
+    code, said = Ranks(count, DROPS, shard, spawned=spawned).end()
+    assert code == 0, said
 
 
 @pytest.mark.exhaustive
@@ -127,11 +229,11 @@ def test_what_needs_whole_buffers_is_not_shared(config):
 SHORT = """
     from gpuattn.runtime.training_step import TrainingStep
     inner, added = TrainingStep.add, []
-    def add(step, batch, draw):
+    def add(step, batch, draw, **last):
         added.append(batch)
         if ranks.rank == 1 and len(added) in (6, 7):
             raise MemoryError("made for a test")
-        inner(step, batch, draw)
+        inner(step, batch, draw, **last)
     TrainingStep.add = add
 """
 
@@ -149,7 +251,7 @@ def test_memory_that_no_batch_fits_ends_all_with_one_message(config, tmp_path):
     (tmp_path / "options.toml").write_text(to_toml(config))
     lines = """
 from gpuattn.runtime.training_step import TrainingStep
-def add(step, batch, draw):
+def add(step, batch, draw, **last):
     raise MemoryError("made for a test")
 TrainingStep.add = add
 """

@@ -35,7 +35,8 @@ def test_all_calls(size, dtype):
             ranks.reduce_scatter(whole, mine, ordered)
             found[name] = mine.copy()
             if not ordered:
-                ranks.all_gather(mine, whole)
+                with ranks.grouped():
+                    ranks.all_gather(mine, whole)
                 found["gathered"] = whole
         found["first"] = array(every[ranks.rank])
         ranks.broadcast(found["first"])

@@ -13,10 +13,11 @@ class Step:
     def __init__(self, size):
         self.workspace = self
         self.grads, self.more = np.full(size, np.nan, np.float32), False
-        self.draws, self.update_tokens, self.tokens = [], 0, None
+        self.draws, self.lasts, self.update_tokens, self.tokens = [], [], 0, None
 
-    def add(self, batch, draw):
+    def add(self, batch, draw, last=False):
         self.draws.append(draw)
+        self.lasts.append(last)
         self.update_tokens += 1
         self.grads[...] = self.grads + batch if self.more else batch
         self.more = True
@@ -84,3 +85,11 @@ def test_any_number_of_replicas_is_summed(gradients, count):
     for size in (n for n in range(1, count + 1) if count % n == 0):
         parts = [computed(gradients[:, :count], rank, size)[0] for rank in range(size)]
         np.testing.assert_allclose(add_in_pairs(parts), gradients[:, :count].sum((0, 1)), atol=1e-5)
+
+
+def test_the_last_batch_of_an_update_is_told(gradients):
+    """But where a tree is added up behind it."""
+    for ordered, size in ((False, 4), (True, 8)):
+        lasts = computed(gradients, 1, size, ordered)[1].step.lasts
+        assert lasts == [False] * (len(lasts) - 1) + [True]
+    assert not any(computed(gradients, 1, 4, True)[1].step.lasts)

@@ -119,20 +119,6 @@ def test_the_loss_scale_multiplies_gradients(xp):
     np.testing.assert_array_equal(grads[0] * 8, grads[1])
 
 
-def test_reports_when_a_gradient_is_final():
-    model = Model()
-    w = Workspace(model)
-    seen = {}
-    w.on_grad_ready = lambda part: seen.setdefault(part.start, w.grads[part].copy())
-    w.backward(model.loss(np.ones((2, 10), np.float32)))
-    w.finish()
-    names = ("embedding", "scale", "head.weight")
-    assert seen.keys() == {w.slots[name].start for name in names}
-    for name in names:
-        slot = w.slots[name]
-        np.testing.assert_array_equal(seen[slot.start], w.grads[slot.start : slot.stop])
-
-
 def test_an_unrecorded_loss_is_an_error():
     w = Workspace(Model())
     with no_grad():

@@ -95,6 +95,8 @@ class Nccl:
 
     def groupEnd(self):  # noqa: N802
         group, self._open.group = self._open.group, None
+        if not group:  # of calls that were made at once
+            return
         owner = group[0][0]
         sent = {(peer): data for _, kind, peer, data in group if kind == "send"}
         every = owner.meeting.exchange(owner.rank, {to: x.copy() for to, x in sent.items()})
