@@ -19,6 +19,11 @@ A row of a comparison with peers holds
   was compared before; ``logprobs``: mean of a token by name, scored again; ``no_graph``;
   ``other_process``: peers timed in a process of their own. ``peak_bytes`` there: what the engine
   has of the GPU, with its weights;
+- of training steps on several GPUs: ``ranks``, how many; ``alone_us`` and its samples, the step of
+  one of them; ``efficiency``, ``alone_us`` over ``us``, each GPU having the batch of the case;
+  ``wait_share``, the share of ``us`` that a GPU waits for sums of gradients; ``ways``: the same for
+  each way to exchange them (``train/ranks.py``), of which ``us`` is the first. Samples are those of
+  the slowest rank, ``tokens_per_s`` of all, other rates of one GPU;
 - of single calls (``calls/cases.py``), by ``timed`` among the flags of the case: on NumPy also
   ``bare_us`` and its samples, the same as an expression of NumPy's functions; they have no rates;
 - ``tflops``, ``gbs``, ``ceiling_share`` (of the nearer ceiling, product or copy);
@@ -196,6 +201,7 @@ def absent(rows: Sequence[dict]) -> list[str]:
 
     Ops that ``rows`` do not compare with peers are not required, nor their single calls.
     """
+    rows = [row for row in rows if "ranks" not in row]
     compared = {(row["op"], is_call(row)) for row in rows if is_comparison(row)}
     called, lacks = call_cases.Called, []
     for cell in REQUIRED:

@@ -2,8 +2,12 @@
 measured, give the step of any number of GPUs.
 
 Weak scaling: each GPU has the batch that it had alone, so that the efficiency is the step of one
-over the step of all. Gradients are exchanged after the backward pass, nothing is overlapped, and no
-rank is slower than another: what is measured may be worse for stragglers and better for overlap.
+over the step of all. No rank is slower than another: what is measured may be worse for stragglers.
+Each step is predicted twice: with all gradients summed after the backward pass, and overlapped, in
+buckets that are full at even distances in it. Then the last bucket stays exposed, and others where
+the wire is behind; meanwhile products are slower by the share SLOWED, as traffic takes a part of
+the multiprocessors. A tied table of embeddings, which is final last, exposes more than an even
+share.
 An all-reduce of several hosts is taken to pass pieces on while others still come, so that the
 slower of links and ports counts; what --shard node does is three collectives, one after the other.
 
@@ -17,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gpuattn.errors import ConfigError
+from gpuattn.runtime.buckets import BUCKET
 
 MIB = 1 << 20
 # Microseconds of a collective in a CUDA graph's stream by the bytes of the whole buffer, measured
@@ -33,6 +38,8 @@ PORT = 46.0  # GB/s of a port of 400 Gbit/s, one for each GPU, as NCCL's users r
 PORT_BASE = 8.4  # us of a collective across hosts before its hops, a constant of NCCL's tuner
 PASS_BYTES = 30  # of a parameter in an update by AdamW: gradient, master, two moments, copy
 PASS_TBS = 4.0  # at which an H200 makes that pass
+BACKWARD = 2 / 3  # of the step without the optimizer's pass
+SLOWED = 0.1  # of products beside traffic: 1,238 us became 1,365 us on an H200
 STRATEGIES = {
     "all-reduce": "all ranks sum all gradients (--shard none)",
     "node": "the ranks of a host share the update, and sum across hosts (--shard node)",
@@ -68,7 +75,8 @@ class Machine(NamedTuple):
 
 class Prediction(NamedTuple):
     """``step``: ms of an update on ``world`` GPUs; ``wire``: ms of it that they exchange;
-    ``efficiency``: of weak scaling; ``state``: bytes of a parameter that a rank holds."""
+    ``efficiency``: of weak scaling; ``state``: bytes of a parameter that a rank holds.
+    ``overlapped``, ``overlapped_efficiency``: of a step whose sums run beside the backward pass."""
 
     world: int
     strategy: str
@@ -76,6 +84,8 @@ class Prediction(NamedTuple):
     wire: float
     efficiency: float
     state: float
+    overlapped: float
+    overlapped_efficiency: float
 
 
 def update_ms(parameters: float) -> float:
@@ -126,33 +136,61 @@ def _ring(machine, size, hosts, ranks):
     return PORT_BASE + PORT_HOP * (hosts - 1) + HOP * (world - hosts) + max(ports, links)
 
 
+def _sums(machine, strategy, size, hosts, each):
+    """Return the us in which ranks sum gradients of ``size`` bytes: all, or their parts."""
+    if strategy == "all-reduce":
+        if hosts == 1:
+            return inside(machine, "all_reduce", size, each)
+        # hosts pass on what the ring inside one has summed, chunk by chunk
+        wire = max(across(machine, size, hosts, each), inside(machine, "all_reduce", size, each))
+        return wire + inside(machine, "all_reduce", 1, each)
+    if hosts == 1 or strategy == "node":
+        scatter = inside(machine, "reduce_scatter", size, each)
+        return scatter + across(machine, size / each, hosts)
+    return _ring(machine, size, hosts, each)
+
+
+def _gathers(machine, strategy, size, hosts, each):
+    """Return the us in which ranks give each other their parts of the parameters."""
+    if strategy == "all-reduce":
+        return 0.0
+    if hosts == 1 or strategy == "node":
+        return inside(machine, "all_gather", size, each)
+    return _ring(machine, size, hosts, each)
+
+
+def _exposed(job, bucket, count):
+    """Return the ms that ``count`` buckets of ``bucket`` ms each add to a backward pass."""
+    backward = BACKWARD * (job.step - job.update)
+    ends = 0.0
+    for i in range(1, count + 1):
+        ends = max(ends, backward * i / count) + bucket
+    exposed = ends - backward
+    return exposed + SLOWED * (bucket * count - exposed)
+
+
 def predict(job: Job, machine: Machine, world: int, strategy: str) -> Prediction:
     """Return the Prediction for so many GPUs. Raises ConfigError for a part of a last host."""
     each = min(machine.each, world)
     if world % each:
         raise ConfigError(f"{world} GPUs on hosts of {each}; accepted: a multiple of {each}")
     hosts, size = world // each, job.size
-    gather = scatter = 0.0
-    if strategy == "all-reduce":
-        parts = 1
-        if hosts == 1:
-            wire = inside(machine, "all_reduce", size, each)
-        else:  # hosts pass on what the ring inside one has summed, chunk by chunk
-            wire = max(across(machine, size, hosts, each),
-                       inside(machine, "all_reduce", size, each))  # fmt: skip
-            wire += inside(machine, "all_reduce", 1, each)
-    else:
+    place = hosts, each
+    parts = 1
+    if strategy != "all-reduce":
         parts = each if strategy == "node" or hosts == 1 else world
-        if hosts == 1 or strategy == "node":
-            scatter = inside(machine, "reduce_scatter", size, each)
-            gather = inside(machine, "all_gather", size, each)
-            wire = scatter + gather + across(machine, size / each, hosts)
-        else:
-            wire = 2 * _ring(machine, size, hosts, each)
-    ms = wire / 1e3
-    step = job.step - job.update + job.update / parts + ms
-    state = 2 * job.itemsize + 12 / parts if job.itemsize == 2 else 8 + 8 / parts
-    return Prediction(world, strategy, step, ms, job.step / step, state)
+    gather = _gathers(machine, strategy, size, *place) / 1e3
+    ms = _sums(machine, strategy, size, *place) / 1e3
+    alone = job.step - job.update + job.update / parts + gather
+    count = max(1, round(job.parameters / BUCKET))
+    bucket = _sums(machine, strategy, size / count, *place) / 1e3
+    overlapped = alone + _exposed(job, bucket, count)
+    pieces = 2 * job.itemsize / parts if parts > 1 else 0  # of gradients and parameters
+    state = 2 * job.itemsize + pieces + (12 if job.itemsize == 2 else 8) / parts
+    return Prediction(
+        world, strategy, alone + ms, gather + ms, job.step / (alone + ms), state, overlapped,
+        job.step / overlapped,
+    )  # fmt: skip
 
 
 def worlds(most: int, each: int) -> Iterator[int]:
@@ -177,9 +215,10 @@ def table(job: Job, machine: Machine, most: int) -> list[Prediction]:
 
 
 def breaks(rows: Sequence[Prediction], least: float) -> int | None:
-    """Return the first world where no strategy of gpuattn reaches the efficiency ``least``."""
+    """Return the first world where no strategy of gpuattn reaches the efficiency ``least``, as it
+    runs: overlapped."""
     best: dict[int, float] = {}
     for row in rows:
         if row.strategy != "flat":
-            best[row.world] = max(row.efficiency, best.get(row.world, 0.0))
+            best[row.world] = max(row.overlapped_efficiency, best.get(row.world, 0.0))
     return next((world for world, reached in best.items() if reached < least), None)

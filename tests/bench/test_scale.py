@@ -48,7 +48,27 @@ def test_two_gpus_lie_where_the_limits_of_an_all_reduce_say(name, at_two):
     assert low <= scale.predict(job, machine, 2, "all-reduce").efficiency <= high
     shared = scale.predict(job, machine, 2, "node")
     assert shared.step - shared.wire == pytest.approx(job.step - job.update / 2)
-    assert shared.state == 10 and scale.predict(job, machine, 2, "all-reduce").state == 16
+    assert shared.state == 12 and scale.predict(job, machine, 2, "all-reduce").state == 16
+
+
+@pytest.mark.parametrize("name, at_two", [
+    ("gpt2", (0.98, 1.0)), ("base", (0.975, 1.0)), ("big", (0.98, 1.0)),
+    ("letters", (0.965, 0.985)),
+])  # fmt: skip
+def test_two_gpus_overlapped_lie_where_the_limits_say(name, at_two):
+    job, machine = MODELS[name], scale.Machine()
+    shared = scale.predict(job, machine, 2, "node")
+    assert at_two[0] <= shared.overlapped_efficiency <= at_two[1]
+    assert (shared.overlapped < shared.step) == (name != "letters")  # which has one bucket
+    whole = scale.predict(job, machine, 2, "all-reduce")
+    assert whole.overlapped <= whole.step
+
+
+def test_what_an_overlapped_step_exposes():
+    job = scale.Job(1e9, 40.0, 10.0)  # 20 ms of backward pass
+    assert scale._exposed(job, 0.5, 10) == pytest.approx(0.5 + 0.1 * 4.5)  # the last bucket
+    assert scale._exposed(job, 4.0, 10) == pytest.approx(2 + 40 - 20 + 0.1 * 18)  # a slow wire
+    assert scale._exposed(job, 3.0, 1) == pytest.approx(3.0)
 
 
 def test_many_hosts_break_what_is_flat_and_not_what_shares_inside_a_host():

@@ -6,14 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from ranks import command_by
 
 from gpuattn.bench import results, timing
 from gpuattn.bench.peers.train import by_layers
 from gpuattn.bench.train import measure as train
+from gpuattn.bench.train import ranks
 from gpuattn.bench.train.cases import BESIDE, CELLS, MODELS, PEERS, TABLE, Step, small
 from gpuattn.cli.bench import train as command
 from gpuattn.cli.main import main
 from gpuattn.data.tokenizer import BOS, EOS, SPECIALS, UNK
+from gpuattn.parallel.communicator import Single
 
 CEILINGS = {"copy_tbs": 4.0, "matmul_tflops": 800.0}
 FAMILIES = ("tiny", "shakespeare", "vit-b16", "bert-base")
@@ -349,3 +352,38 @@ def test_rows_of_odd_length_without_padding(gpu, monkeypatch):
     row = train.measure(cell._replace(case=replace(cell.case, **sizes)), gpu, CEILINGS)
     assert row["case"]["flags"]["vocab"] == 50257 and not row["case"]["flags"]["pad_vocab"]
     assert set(row["losses"]) == {"eager", row["impl"]}
+
+
+# ---- several ranks ------------------------------------------------------------------------------
+
+
+def test_steps_of_ranks(tmp_path):
+    """On NumPy: equal bits with and without overlap, and figures that follow from the samples."""
+    path = tmp_path / "train.json"
+    lines = """
+import gpuattn.bench.train.ranks as measured
+measured.SECONDS = 0.01
+"""
+    given = ("bench", "train", "--model", "shakespeare", "--device", "numpy", "--json", path)
+    code, said, _ = command_by(2, *given, lines=lines)
+    assert code == 0 and "1/1 train" in said, said
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["ranks"] == 2 and row["peers"] == {} and len(row["samples_us"]) >= 20
+    assert row["efficiency"] == row["alone_us"] / row["us"]
+    assert row["us"] == timing.median(row["samples_us"]) == row["ways"]["node"]["us"]
+    assert 0 < row["wait_share"] < 1 and set(row["ways"]) == set(ranks.WAYS)
+    case = results.case_of(row)
+    assert row["tokens_per_s"] == pytest.approx(2 * case.tokens / row["us"] * 1e6)
+    assert results.absent([row]) == []
+
+
+def test_ways_that_differ_are_refused():
+    losses = {"eager": [5.0, 4.0]} | {way: [5.0, 4.0] for way in ranks.WAYS}
+    digests = {way: ["a", "a"] for way in ranks.WAYS}
+    ranks._agree(Single(), losses, digests)
+    with pytest.raises(AssertionError, match="node: overlap changes the bits"):
+        ranks._agree(Single(), losses, digests | {"node": ["b", "b"]})
+    with pytest.raises(AssertionError, match="none: the parameters of ranks differ"):
+        ranks._agree(Single(), losses, digests | {"none": ["a", "b"]})
+    with pytest.raises(AssertionError, match="none, after: the last loss is 3"):
+        ranks._agree(Single(), losses | {"none, after": [5.0, 3.0]}, digests)

@@ -4,11 +4,19 @@ import contextlib
 
 import numpy as np
 import pytest
+from delays import HOLD
 from streams import Streams, Unordered
 
+from gpuattn import to_cpu
 from gpuattn.autodiff import side_stream
+from gpuattn.data.batching import LanguageModelLoader
+from gpuattn.models import GPT2, GPT2Config
+from gpuattn.optim import AdamW
 from gpuattn.parallel import lane as lane_module
+from gpuattn.parallel.communicator import Single
+from gpuattn.parallel.exchange import Exchange
 from gpuattn.parallel.lane import Lane
+from gpuattn.runtime import TrainingStep, Workspace, buckets
 
 BUCKETS = 4
 
@@ -154,3 +162,76 @@ def test_on_numpy_nothing_is_marked():
     with contextlib.ExitStack() as stack:
         stack.enter_context(side_stream.enabled(np.zeros(1)))
         assert side_stream.pending([np.zeros(1)]) == []
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------
+
+
+def test_a_mark_in_a_graph_is_waited_for_after_each_launch(gpu):
+    """Each launch writes 1, 2, 3, ... to both arrays, late; a wait that is missing reads old ones,
+    or zero."""
+    hold = gpu.RawKernel(HOLD, "hold")
+    hold.compile()
+    wait = lambda: hold((1,), (1,), (np.int64(2_000_000),))  # noqa: E731
+    stream, seen = gpu.cuda.Stream(non_blocking=True), []
+    with stream:
+        lane = Lane(2)
+        first, second = gpu.zeros(1000, np.int32), gpu.zeros(1000, np.int32)
+        first += 1
+        first -= 1
+        stream.synchronize()
+        stream.begin_capture()
+        for i, x in enumerate((first, second)):
+            wait()
+            x += 1
+            lane.mark(i, [])
+        graph = stream.end_capture()
+        for _ in range(20):
+            graph.launch(stream)
+            with lane.exchanging(waits=False):
+                for i, x in enumerate((first, second)):
+                    lane.wait(i)
+                    seen.append(x.copy())
+        stream.synchronize()
+    for turn in range(20):
+        for x in seen[2 * turn : 2 * turn + 2]:
+            assert x.tolist() == [turn + 1] * 1000
+    assert 20 * 1e-4 < lane.seconds() < 20 * 5e-3 + 1
+
+
+class Doubling(Single):
+    """Two ranks of which this is one, and the other has the same gradients."""
+
+    def all_reduce(self, array, ordered=False):
+        array *= 2
+
+    def reduce_scatter(self, whole, piece, ordered=False):
+        piece[...] = 2 * whole
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_overlap_and_graphs_do_not_change_bits(gpu, delayed, monkeypatch, shares):
+    monkeypatch.setattr(buckets, "BUCKET", 20_000)
+    sizes = GPT2Config(vocab=128, d_model=128, heads=2, layers=3, block=64)
+    loader, found = LanguageModelLoader(np.arange(20_000) % 97, block=64, batch=8, seed=0), {}
+    for overlap in (True, False):
+        for graphs in (True, False):
+            model = GPT2(sizes, seed=0)
+            w = Workspace(model, "cuda", "bfloat16", part=0 if shares else None)
+            optimizer = AdamW(w, weight_decay=0.01, max_norm=1.0)
+            exchange = Exchange(optimizer, Doubling(), overlap=overlap)
+            assert len(w.buckets) > 4
+
+            def loss(batch, dloss, model=model):
+                return model.loss(batch.tokens, batch.labels, dloss, order=batch.order)
+
+            step = TrainingStep(
+                model, optimizer, loss, tokens=2 * 8 * 64, graphs=graphs, exchange=exchange,
+                tuned=False,
+            )  # fmt: skip
+            for batch, _ in zip(loader.epoch(0), range(6), strict=False):
+                step(batch, learning_rate=0.01)
+            assert step.mean_loss() < 4.8
+            found[overlap, graphs] = to_cpu(w.params).tobytes()
+            assert exchange.waited() >= 0
+    assert len(set(found.values())) == 1

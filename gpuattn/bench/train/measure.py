@@ -39,14 +39,14 @@ LOSS_TOLERANCE = 0.02  # of a loss, relative: 16 bits, and other random bits of 
 
 
 class Ours:
-    """Our model of a case, its optimizer and a batch.
+    """Our model of a case, its optimizer and a batch. ``parts``, ``part``: as of a Workspace.
 
     For the peers: ``weights``, {name: float32 array} before the first step, and ``inputs``, int32
     (B, T): tokens (of translations both sides) and labels; of a BERT tokens, and (M,) the rows that
     it guesses and their labels; or images, uint8 (B, H, W, 3), and labels (B,).
     """
 
-    def __init__(self, case: Step, xp: ModuleType) -> None:
+    def __init__(self, case: Step, xp: ModuleType, parts: int = 1, part: int | None = None) -> None:
         self.case, self.xp = case, xp
         self.model: Any
         self.batch: Any
@@ -64,12 +64,15 @@ class Ours:
         else:
             self.model = GPT2(case.config())
             self.read(texts(case))
-        self.workspace = Workspace(self.model, "numpy" if xp is np else "cuda", case.dtype)
+        where = "numpy" if xp is np else "cuda"
+        self.workspace = Workspace(self.model, where, case.dtype, parts=parts, part=part)
         self.optimizer = AdamW(
             self.workspace, betas=case.betas, eps=case.eps, weight_decay=case.weight_decay,
             max_norm=case.clip,
         )  # fmt: skip
-        self.weights = {name: np.array(to_cpu(x)) for name, x in self.workspace.weights().items()}
+        whole = self.workspace.initial  # of all parts
+        self.weights = {n: np.array(to_cpu(x)) for n, x in self.workspace.weights(whole).items()}
+        self._masters = np.array(to_cpu(self.workspace.masters))
         self._state = self.optimizer.state.array.copy()
 
     def read(self, inputs: Sequence[np.ndarray]) -> None:
@@ -94,7 +97,8 @@ class Ours:
 
     def restart(self) -> None:
         """Undo all updates."""
-        self.workspace.load_weights(self.weights)
+        self.workspace.masters[...] = self.xp.asarray(self._masters)
+        self.workspace.sync_model()
         for name in self.workspace.moments:
             getattr(self.workspace, name).fill(0)
         self.optimizer.state.array[...] = self._state
@@ -103,11 +107,11 @@ class Ours:
 class Updates:
     """Updates of ``ours`` on its batch by a TrainingStep on the current stream, one a call.
 
-    ``settings``: of the TrainingStep.
+    ``ranks``: which make an update together. ``settings``: of the TrainingStep.
     """
 
-    def __init__(self, ours: Ours, **settings: Any) -> None:
-        self.ours, tokens = ours, ours.batch.target_tokens
+    def __init__(self, ours: Ours, ranks: int = 1, **settings: Any) -> None:
+        self.ours, tokens = ours, ours.batch.target_tokens * ranks
         stream = None if ours.xp is np else ours.xp.cuda.get_current_stream()
         self.step = TrainingStep(
             ours.model, ours.optimizer, ours.loss, tokens=tokens, stream=stream, **settings

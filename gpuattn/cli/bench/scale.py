@@ -50,7 +50,8 @@ def command(
 
     Nothing is measured by this command: it computes from the step of one GPU, from the times of
     collectives between two H200s, or those of --wire, and, for what was not measured (more than two
-    GPUs, several hosts), from constants that it names. Weak scaling, without overlap.
+    GPUs, several hosts), from constants that it names. Weak scaling, with gradients summed after
+    the backward pass, and overlapped with it.
     """
     passed = scale.update_ms(parameters) if update is None else update
     if passed >= step:
@@ -67,26 +68,34 @@ def command(
         click.echo(json.dumps(document, indent=2))
         return
     table = Table(box=None, pad_edge=False)
-    for name in ("GPUs", "exchange", "step ms", "wire ms", "efficiency", "state bytes/parameter"):
+    for name in (
+        "GPUs", "exchange", "wire ms", "step ms", "efficiency", "overlapped ms", "efficiency",
+        "state bytes/parameter",
+    ):  # fmt: skip
         table.add_column(name, justify="left" if name == "exchange" else "right")
     for row in rows:
         table.add_row(
-            f"{row.world:,}", row.strategy, f"{row.step:.2f}", f"{row.wire:.3f}",
-            f"{row.efficiency:.3f}", f"{row.state:.1f}",
+            f"{row.world:,}", row.strategy, f"{row.wire:.3f}", f"{row.step:.2f}",
+            f"{row.efficiency:.3f}", f"{row.overlapped:.2f}", f"{row.overlapped_efficiency:.3f}",
+            f"{row.state:.1f}",
         )  # fmt: skip
-    Console(width=100).print(table)
+    Console(width=110).print(table)
     for name, words in scale.STRATEGIES.items():
         click.echo(f"{name}: {words}")
     known = f"{machine.ranks} GPUs of a host"
     click.echo(
         f"Predicted. Measured are the step of one GPU and the wire between {known}; assumed are "
         f"{scale.HOP:g} us a further hop inside a host, {scale.PORT_HOP:g} us and {port:g} GB/s a "
-        "GPU between hosts, and that no rank is late."
+        "GPU between hosts, that no rank is late, and that gradients become final evenly."
     )
     if broken is None:
-        click.echo(f"Efficiency stays at {least:g} or above up to {rows[-1].world:,} GPUs.")
+        click.echo(
+            f"Overlapped, the efficiency stays at {least:g} or above up to {rows[-1].world:,} GPUs."
+        )
     else:
-        click.echo(f"It breaks at {broken:,} GPUs: the best efficiency falls below {least:g}.")
+        click.echo(
+            f"It breaks at {broken:,} GPUs: the best efficiency, overlapped, falls below {least:g}."
+        )
 
 
 def _read_wire(path):

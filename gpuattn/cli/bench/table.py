@@ -79,17 +79,23 @@ class Measured:
             try:
                 row = measure(cell, self.xp, self.ceilings, impl, with_peers)
             except Exception as error:  # noqa: BLE001 the other cells are measured
-                self.failed.append(f"{describe(cell)}: {_reason(error)}")
-                click.echo(f"{place} {_reason(error)}", err=True)
-                continue
-            self.rows.append(row)
-            ratio = row["ratio_to_best_peer"]
-            beside = f"  ratio {ratio:.3f}" if ratio else ""
-            click.echo(
-                f"{place} {row['impl']:12} {row['us']:10.1f} us {rate(row)}{beside}", err=True
-            )
-            if self.path:
-                self.document = results.write(self.path, self.fresh)
+                self.fail(place, describe(cell), error)
+            else:
+                self.keep(place, row, rate)
+
+    def fail(self, place: str, what: str, error: Exception) -> None:
+        """Take note that a cell failed, and print it."""
+        self.failed.append(f"{what}: {_reason(error)}")
+        click.echo(f"{place} {_reason(error)}", err=True)
+
+    def keep(self, place: str, row: dict, rate: Callable[[dict], str]) -> None:
+        """Add a row, also to the file, and print its line, which begins with ``place``."""
+        self.rows.append(row)
+        ratio = row["ratio_to_best_peer"]
+        beside = f"  ratio {ratio:.3f}" if ratio else ""
+        click.echo(f"{place} {row['impl']:12} {row['us']:10.1f} us {rate(row)}{beside}", err=True)
+        if self.path:
+            self.document = results.write(self.path, self.fresh)
 
     def finish(self) -> None:
         """Print what the file lacks. Raises UnsupportedError if a cell was not measured."""

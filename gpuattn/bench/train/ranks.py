@@ -1,0 +1,193 @@
+"""Training steps on several GPUs, a rank for each, beside the step of one and PyTorch's.
+
+Weak scaling: each rank has the batch of the case. It is the same one on all of them, so that losses
+are those of one GPU; dropout is numbered by rank. What is timed is what ranks of a run do for an
+update (``parallel.reducer``), also what they agree on over the host. A sample is that of the rank
+which took longest. Before they are timed, the ways to exchange gradients must leave parameters of
+the same bits on all ranks, whether they overlap with the backward pass or not.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from gpuattn.arrays import to_cpu
+from gpuattn.bench import results, timing
+from gpuattn.bench.cases import Cell
+from gpuattn.bench.comparison import medians
+from gpuattn.bench.peers import timing as peers
+from gpuattn.bench.train.cases import Step
+from gpuattn.bench.train.measure import Ours, Updates, check_losses, losses_of
+from gpuattn.errors import UnsupportedError
+from gpuattn.parallel.communicator import Communicator
+from gpuattn.parallel.exchange import Exchange
+from gpuattn.parallel.reducer import Reducer
+
+WAYS = {  # name: (whether ranks share the update, whether the exchange overlaps)
+    "node": (True, True), "node, after": (True, False),
+    "none": (False, True), "none, after": (False, False),
+}  # fmt: skip
+TURNS, SECONDS, LEAST, MOST = 5, 1.0, 20, 200  # of each: turns, seconds of one, samples in it
+WARM_UPS = 12  # DDP wants 11 before a capture
+PEERS = ("torch-ddp", "torch-ddp-graph", "torch-zero")
+
+
+class RankUpdates(Updates):
+    """Updates of this rank together with the others. ``way``: of WAYS."""
+
+    def __init__(self, case: Step, xp: ModuleType, ranks: Communicator, way: str) -> None:
+        shares, overlaps = WAYS[way]
+        ours = Ours(case, xp, ranks.size, ranks.rank if shares else None)
+        self.exchange = Exchange(ours.optimizer, ranks, overlap=overlaps)
+        super().__init__(
+            ours, exchange=self.exchange, ranks=ranks.size, notify=lambda sentence: None
+        )
+        self._reducer = Reducer(self.step, ranks, ranks.size)
+
+    def __call__(self) -> None:
+        step = self.step
+        step.begin(self.ours.case.learning_rate)
+        self._reducer.compute([(step.draws, (self.ours.batch,))])
+        step.apply()
+        step.draws += 1
+
+    def digest(self) -> str:
+        """Return what tells the bits of the parameters from others. Synchronizes."""
+        return hashlib.sha256(to_cpu(self.ours.workspace.params).tobytes()).hexdigest()
+
+
+def measure(
+    cell: Cell, xp: ModuleType, ranks: Communicator, ceilings: dict[str, float],
+    with_peers: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the row of results of a Cell on all ranks, the same on each: see ``results.py``.
+
+    Raises AssertionError, on all ranks, if losses do not fall or bits differ that must not.
+    """
+    if xp is np:
+        return _measured(cell, xp, ranks, ceilings, ())
+    stream = xp.cuda.Stream(non_blocking=True)
+    with stream, peers.on_stream(stream):
+        return _measured(cell, xp, ranks, ceilings, PEERS if with_peers else ())
+
+
+def _measured(cell, xp, ranks, ceilings, names):
+    launches: dict[str, Callable] = {"alone": Updates(Ours(cell.case, xp))}
+    launches |= {way: RankUpdates(cell.case, xp, ranks, way) for way in WAYS}
+    losses, digests, missing = {}, {}, {}
+    for name, updates in launches.items():
+        ranks.note()
+        for _ in range(3):  # graphs are captured the second time
+            updates()
+        losses["eager" if name == "alone" else name] = losses_of(updates, updates)
+        if name != "alone":
+            digests[name] = ranks.gather(updates.digest())
+    _agree(ranks, losses, digests)
+    for name in names:
+        ranks.note()
+        launch, why = _peer(name, cell.case, ranks, launches["alone"].ours, losses)
+        if launch is None:
+            missing[name] = why
+        else:
+            launches[name] = launch
+    times, waits = _alternate(launches, ranks, xp)
+    return _row(cell, ranks, times, waits, losses, missing, ceilings)
+
+
+def _agree(ranks, losses, digests):
+    """Raise AssertionError on all ranks where losses or bits are wrong on one."""
+    why = ""
+    try:
+        for name in WAYS:
+            check_losses(name, losses)
+            if len(set(digests[name])) > 1:
+                raise AssertionError(f"{name}: the parameters of ranks differ after updates")
+        for way in ("node", "none"):
+            if digests[way] != digests[f"{way}, after"]:
+                raise AssertionError(f"{way}: overlap changes the bits of parameters")
+    except AssertionError as error:
+        why = str(error)
+    every = [text for text in ranks.gather(why) if text]
+    if every:
+        raise AssertionError(every[0])
+
+
+def _peer(name, case, ranks, ours, losses):
+    """Return (launch of a peer's step or None, why there is none), the same on all ranks."""
+    launch, why = None, ""
+    try:
+        from gpuattn.bench.peers.train_ranks import Parallel
+
+        peer = Parallel(name, case, ours, ranks)
+        launch = peer.launch(WARM_UPS)
+        check_losses(name, losses | {name: losses_of(peer, launch)})
+    except (UnsupportedError, AssertionError) as error:
+        why = str(error)
+    except Exception as error:  # noqa: BLE001 a peer that fails is no failure of this command
+        why = f"{type(error).__name__}: {error}"
+    every = [text for text in ranks.gather(why) if text]
+    return (None, every[0]) if every else (launch, "")
+
+
+def _alternate(launches, ranks, xp):
+    """Return ({name: us of the slowest rank}, {name: share of the time that it waits for sums})."""
+    times: dict[str, list[float]] = {name: [] for name in launches}
+    waited = dict.fromkeys(launches, 0.0)
+    lengths = {}
+    for name, launch in launches.items():
+        lengths[name] = max(ranks.gather(_sample(launch, 2, xp)[-1])) / 1e6
+    for turn in range(TURNS):
+        for name in [*launches][:: 1 if turn % 2 == 0 else -1]:
+            ranks.note()
+            launch, count = launches[name], int(SECONDS / lengths[name])
+            count = min(max(count, LEAST // TURNS), MOST // TURNS)
+            ranks.barrier()
+            launch()
+            exchange = getattr(launch, "exchange", None)
+            before = exchange.waited() if exchange else 0.0
+            own = _sample(launch, count, xp)
+            waits = exchange.waited() - before if exchange else 0.0
+            every = ranks.gather((own, waits))
+            times[name] += [max(some) for some in zip(*(own for own, _ in every), strict=True)]
+            waited[name] += sum(waits for _, waits in every) / len(every)
+    return times, {
+        name: waited[name] / (sum(us) / 1e6) for name, us in times.items() if name in WAYS
+    }  # fmt: skip
+
+
+def _sample(launch, count, xp):
+    """Return the microseconds of ``count`` launches, one after the other. Synchronizes."""
+    if xp is not np:
+        return timing.sample(launch, count)
+    found = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        launch()
+        found.append((time.perf_counter() - begin) * 1e6)
+    return found
+
+
+def _row(cell, ranks, times, waits, losses, missing, ceilings):
+    us, samples = medians(times)
+    alone, alone_samples = us.pop("alone"), samples.pop("alone")
+    best = "node"  # as gpuattn train runs
+    row = {
+        "op": cell.op, "case": cell.case.as_dict(), "direction": cell.direction, "impl": "graph",
+        "us": us[best], "samples_us": samples[best], "ranks": ranks.size,
+        "alone_us": alone, "alone_samples_us": alone_samples,
+        "efficiency": alone / us[best], "wait_share": waits[best],
+        "ways": {
+            way: {"us": us[way], "samples_us": samples[way], "efficiency": alone / us[way],
+                  "wait_share": waits[way]}
+            for way in WAYS
+        },
+        "peers": {name: t for name, t in us.items() if name not in WAYS},
+        "peer_samples_us": {name: t for name, t in samples.items() if name not in WAYS},
+        "peers_missing": missing, "losses": losses,
+    }  # fmt: skip
+    row = results.rated(row, ceilings)  # rates of one GPU
+    return row | {"tokens_per_s": ranks.size * cell.case.tokens / row["us"] * 1e6}
