@@ -132,17 +132,16 @@ def wait_for(target: Array) -> None:
 
 
 def pending(targets: Iterable[Array]) -> list[Any]:
-    """Return events after which nothing more is written to ``targets``, on streams but the current.
+    """Return events after which the side stream has written all of ``targets`` that it will.
 
     The current stream waits for nothing; what was deferred for them is launched on it.
     """
     side = _side.get()
     if side is None:
         return []
-    places = {target.data.ptr for target in targets}
-    if not places.isdisjoint(side.deferred_targets):
+    if not side.deferred_targets.isdisjoint(target.data.ptr for target in targets):
         side.launch_deferred()
-    return [event for event, _, written in side.running if not places.isdisjoint(written)][-1:]
+    return [event for event, *_ in side.running[-1:]]
 
 
 def wait_for_all() -> None:

@@ -38,11 +38,11 @@ class Products(fake_cublaslt.CublasLt):
 
 
 class Stream:
-    """Every stream, and a captured graph of it."""
+    """Every stream, and a captured graph of it. ``capturing``: whether one is captured."""
 
-    ptr = 1
+    ptr, capturing = 1, False
 
-    def __init__(self, non_blocking=True):
+    def __init__(self, non_blocking=True, priority=0):
         pass
 
     def __enter__(self):
@@ -57,22 +57,26 @@ class Stream:
     __hash__ = None
 
     def is_capturing(self):
-        return False
+        return Stream.capturing
 
     def record(self, event=None):
         return Event()
 
+    def begin_capture(self):
+        Stream.capturing = True
+
     def end_capture(self):
+        Stream.capturing = False
         return self
 
     def nothing(self, *_):
         pass
 
-    synchronize = wait_event = begin_capture = launch = nothing
+    synchronize = wait_event = launch = nothing
 
 
 class Event:
-    done = True
+    done, ptr = True, 1
 
     def __init__(self, **kwargs):
         pass
