@@ -66,6 +66,18 @@ def test_rates_and_ratios_follow_from_times(name):
             assert row["ceiling_share"] == pytest.approx(share, rel=1e-6)
 
 
+def test_efficiencies_of_several_gpus_follow_from_times():
+    for row in (row for each in DOCUMENTS.values() for row in each["rows"] if "ranks" in row):
+        check_times(row["alone_us"], row["alone_samples_us"], row)
+        assert row["ways"]["node"]["us"] == row["us"]
+        for way in row["ways"].values():
+            check_times(way["us"], way["samples_us"], row)
+            assert way["efficiency"] == pytest.approx(row["alone_us"] / way["us"], rel=1e-6)
+            assert 0 <= way["wait_share"] < 1
+        tokens = row["ranks"] * results.case_of(row).tokens
+        assert row["tokens_per_s"] == pytest.approx(tokens / row["us"] * 1e6)
+
+
 GENERATIONS = [
     (document, row)
     for document in DOCUMENTS.values()

@@ -1,4 +1,4 @@
-"""Buckets of gradients between the ranks of a run: on a fake GPU, whose other rank says the same."""
+"""Buckets of gradients between ranks of a run: on a fake GPU, whose other rank says the same."""
 
 import dataclasses
 

@@ -108,7 +108,8 @@ class Graph(Launches):
         self.graph = None
         super().__init__(calls)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        stream = torch.cuda.current_stream()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             super().__call__()
         self.graph = graph
 

@@ -7,6 +7,7 @@ which took longest. Before they are timed, the ways to exchange gradients must l
 the same bits on all ranks, whether they overlap with the backward pass or not.
 """
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from gpuattn.bench import results, timing
 from gpuattn.bench.cases import Cell
 from gpuattn.bench.comparison import medians
 from gpuattn.bench.peers import timing as peers
+from gpuattn.bench.peers.train_ranks import Parallel, take_card
 from gpuattn.bench.train.cases import Step
 from gpuattn.bench.train.measure import Ours, Updates, check_losses, losses_of
 from gpuattn.errors import UnsupportedError
@@ -33,7 +35,7 @@ WAYS = {  # name: (whether ranks share the update, whether the exchange overlaps
 }  # fmt: skip
 TURNS, SECONDS, LEAST, MOST = 5, 1.0, 20, 200  # of each: turns, seconds of one, samples in it
 WARM_UPS = 12  # DDP wants 11 before a capture
-PEERS = ("torch-ddp", "torch-ddp-graph", "torch-zero")
+PEERS = ("torch-ddp", "torch-ddp-static", "torch-ddp-graph", "torch-zero")
 
 
 class RankUpdates(Updates):
@@ -71,8 +73,15 @@ def measure(
     if xp is np:
         return _measured(cell, xp, ranks, ceilings, ())
     stream = xp.cuda.Stream(non_blocking=True)
-    with stream, peers.on_stream(stream):
-        return _measured(cell, xp, ranks, ceilings, PEERS if with_peers else ())
+    if with_peers:
+        take_card(ranks)
+    beside = peers.on_stream(stream) if with_peers else contextlib.nullcontext()
+    try:
+        with stream, beside:
+            return _measured(cell, xp, ranks, ceilings, PEERS if with_peers else ())
+    finally:
+        if with_peers:
+            peers.release()
 
 
 def _measured(cell, xp, ranks, ceilings, names):
@@ -120,8 +129,6 @@ def _peer(name, case, ranks, ours, losses):
     """Return (launch of a peer's step or None, why there is none), the same on all ranks."""
     launch, why = None, ""
     try:
-        from gpuattn.bench.peers.train_ranks import Parallel
-
         peer = Parallel(name, case, ours, ranks)
         launch = peer.launch(WARM_UPS)
         check_losses(name, losses | {name: losses_of(peer, launch)})
