@@ -10,7 +10,7 @@ from gpuattn.files import write_text
 from gpuattn.lecture.harness.chapters import chapters
 from gpuattn.lecture.harness.claims import load
 from gpuattn.lecture.harness.record import entry_of, reasons
-from gpuattn.lecture.harness.say import FAILS, text
+from gpuattn.lecture.harness.say import FAILS, figure, text
 from gpuattn.report import svg
 from gpuattn.report.markup import tag
 from gpuattn.report.style import document
@@ -28,12 +28,19 @@ section > .charts { margin: 1rem 0; }
   .claims td[data-name]::before { content: attr(data-name) ": "; color: var(--dim); } }
 """
 INTRODUCTION = (
-    "Five texts on how attention is made fast make 120 claims. Here each stands beside what one "
-    "machine computed and measured. Exact: the same digits as printed, or as the text's formula "
-    "gives. Near: an error below a bound. Order: one figure below another. Differs: the text is "
-    "wrong, and the right figure is asserted. Record: shown, not judged. The letter of a claim is "
-    "its text, listed at the end."
+    "Five texts explain how attention is made fast. They make 120 claims. Here each claim stands "
+    "beside what one machine computed and measured. Claim B06 is of text B; the texts are listed "
+    "at the end. Printed: the figure in the text, or what its formula gives. Here: the figure of "
+    "this machine; a dash means that nothing was measured. The verdict says how they compare:"
 )
+VERDICTS = {
+    "exact": "the figure is the printed one, to its last digit",
+    "near": "the error is below the bound beside it",
+    "order": "the first figure is below the second, as the text claims",
+    "differs": "the text is wrong; the figure here is the right one, and the grey line says why",
+    "record": "shown beside the printed figure, not judged: another machine, or the clock of a CPU",
+    FAILS: "the claim does not hold on this machine",
+}
 
 
 def write_page(
@@ -60,6 +67,8 @@ def render(record: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -
         tag("p", f"Beside it: {beside['where']}, {beside['date']}.", class_="dim head")
         if beside else None,
         tag("p", INTRODUCTION),
+        tag("table", [tag("tr", tag("td", tag("b", name)), tag("td", meaning))
+                      for name, meaning in VERDICTS.items()]),
         [_chapter(chapter, record, beside) for chapter in chapters().values()],
         _absent(missing),
         _sources(),
@@ -74,7 +83,7 @@ def _chapter(chapter, record, beside):
         return None
     fields, ran = chapter.fields, entry or other
     question = tag("summary", f"Predict: {fields['Question']}")
-    drawn = [_figure(figure) for figure in ran["figures"]]
+    drawn = [_drawn(chart) for chart in ran["figures"]]
     where = "here" if entry else "there; here it was not run"
     return tag(
         "section",
@@ -128,16 +137,15 @@ def _about(claim):
 def _got(statement):
     if statement is None:
         return "-"
-    bound = f", at most {statement['bound']:g}" if "bound" in statement else ""
-    return text(statement["got"]) + bound
+    return figure(statement)
 
 
-def _figure(figure):
-    facts = {name: value for name, value in figure.items() if name not in ("kind", "title", "alt")}
-    title, alt = figure["title"], figure["alt"]
-    if figure["kind"] == "curves":
+def _drawn(chart):
+    facts = {name: value for name, value in chart.items() if name not in ("kind", "title", "alt")}
+    title, alt = chart["title"], chart["alt"]
+    if chart["kind"] == "curves":
         return svg.titled(title, svg.curves(facts.pop("series"), alt=alt, **facts))
-    if figure["kind"] == "bars":
+    if chart["kind"] == "bars":
         return svg.titled(title, svg.named_bars(facts["rows"], grey=facts["grey"], alt=alt))
     weights = np.asarray(facts["weights"])
     return svg.heat_map(weights, facts["rows"], facts["columns"], title, alt)
