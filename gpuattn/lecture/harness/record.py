@@ -22,6 +22,7 @@ from gpuattn.version import version
 
 FORMAT = "gpuattn lecture/1"
 HEAD = ("gpu", "digest", "smoke", "long", "versions", "date", "where", "chapters")
+STORED = Path("examples/benchmarks/results/lecture-h200.json")  # in a clone of the repository
 SAME = ("gpu", "digest", "smoke", "long")  # must be equal where a record goes on
 
 
@@ -44,6 +45,12 @@ def read(path: StrPath) -> dict[str, Any]:
     if lacks := [name for name in HEAD if name not in record]:
         raise DataError(f"{path} is a damaged record: it lacks {', '.join(lacks)}")
     return record
+
+
+def stored() -> Path | None:
+    """Return the path of the record of an H200, where the program or the user is in a clone."""
+    places = (Path(__file__).parents[3] / STORED, STORED)
+    return next((path for path in places if path.is_file()), None)
 
 
 def write(path: StrPath, record: Mapping[str, Any]) -> None:
@@ -96,6 +103,12 @@ def is_missing(record: Mapping[str, Any], chapter: Chapter) -> bool:
 def entry_of(record: Mapping[str, Any], number: int) -> dict[str, Any] | None:
     """Return the entry of a chapter, or None."""
     return next((entry for entry in record["chapters"] if entry["number"] == number), None)
+
+
+def statements_of(record: Mapping[str, Any] | None, id: str) -> list[dict[str, Any]]:
+    """Return the statements of a claim in a record, if there is one."""
+    entries = record["chapters"] if record else ()
+    return [s for entry in entries for s in entry["statements"] if s["id"] == id]
 
 
 def reasons(record: Mapping[str, Any]) -> dict[str, str]:
