@@ -77,6 +77,7 @@ def command(
     if Path(path).resolve() == Path(out).resolve():
         raise click.UsageError(f"--out and --json are both {out}; accepted: two files")
     device, where = choose_device(device)
+    where += ", one BLAS thread" if device == "numpy" else ""
     if beside is None and device == "numpy" and (stored := record.stored()):
         beside = str(stored)
     other = record.read(beside) if beside else None

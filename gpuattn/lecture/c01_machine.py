@@ -18,7 +18,8 @@ from gpuattn.lecture.harness.machine import here
 
 say = lecture(__doc__)
 # %% [markdown]
-# This machine, as gpuattn bench machine measures it, beside what the texts print of an A100.
+# This machine, as gpuattn bench machine measures it, beside what the texts print of an A100. On a
+# CPU these are rates of one core.
 # %%
 machine = here(say.device)
 copy, on_chip, units = machine["copy_tbs"][1], machine["on_chip_tbs"], machine["units"]
@@ -27,7 +28,7 @@ halves = max(products.get(kind, 0) for kind in ("FP16", "BF16"))
 for kind in ("FP64", "FP32", "TF32", "INT8"):
     say.record("E06", f"{kind}, TFLOP/s", products.get(kind))
 say.record("E06", "FP16 and BF16, TFLOP/s", halves or None)
-say.record("B08", "multiprocessors", units.get("multiprocessors", units.get("cores")))
+say.record("B08", "multiprocessors", units.get("multiprocessors"))
 say.record("B08", "memory, TB/s", copy)
 say.record("B08", "shared memory of each, KB", units.get("KB of shared memory each"))
 say.record("B08", "shared memory of all, TB/s", on_chip)

@@ -98,7 +98,7 @@ for step, (i, j, _) in enumerate(seen, 1):
     when[i, j] = step / len(seen)
 most = max(held for *_, held in seen)
 pair = {"a tile, with its output": most, "all scores": N * N}
-say.order("C07", "elements at a time", pair)
+say.order("C07", "elements held at a time", pair)
 title = "Causal: tiles of queries (rows) by keys (columns). The later, the darker; white: skipped"
 alt = "Tiles on and below the diagonal, computed row by row."
 say.maps(title, alt, when, range(0, N, rows), range(0, N, cols))

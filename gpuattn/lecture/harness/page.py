@@ -18,7 +18,8 @@ from gpuattn.typing import StrPath
 
 TITLE = "The living lecture"
 STYLE = """
-.claims td:last-child { white-space: nowrap; } .fails { color: #c22; font-weight: bold; }
+.claims td[data-name=verdict] { white-space: nowrap; } .fails { color: #c22; font-weight: bold; }
+.map svg { width: auto; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--dim); }
 h2 small { font-weight: normal; color: var(--dim); } .why { color: var(--dim); }
 section > .charts { margin: 1rem 0; }
@@ -156,7 +157,8 @@ def _drawn(chart):
     if chart["kind"] == "bars":
         return svg.titled(title, svg.named_bars(facts["rows"], grey=facts["grey"], alt=alt))
     weights = np.asarray(facts["weights"])
-    return svg.heat_map(weights, facts["rows"], facts["columns"], title, alt)
+    return tag("div", svg.heat_map(weights, facts["rows"], facts["columns"], title, alt),
+               class_="map")  # fmt: skip
 
 
 def _absent(missing, beside):
