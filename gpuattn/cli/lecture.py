@@ -156,8 +156,13 @@ def _show_other(number, reason, other):
 
 def _end(found, out, path, other):
     missing = record.reasons(found)
-    for reason, ids in sorted(_by_reason(missing).items(), key=lambda pair: _chapter_of(pair[1])):
-        click.echo(f"  not shown: {' '.join(ids)}: {reason}")
+    groups = sorted(_by_reason(missing).items(), key=lambda pair: _chapter_of(pair[1]))
+    left_out = [ids for reason, ids in groups if reason.endswith(record.NOT_RUN)]
+    for reason, ids in groups:
+        if ids not in left_out:
+            click.echo(f"  not shown: {' '.join(ids)}: {reason}")
+    if left_out:
+        click.echo(f"  not run: chapters {', '.join(str(_chapter_of(ids)) for ids in left_out)}")
     wanted = [id for id, reason in missing.items() if reason == _needs(id)]
     for id in wanted:
         for statement in record.statements_of(other, id):

@@ -79,6 +79,8 @@ def test_some_chapters_keep_the_others_of_the_record(call, write):
     write(7, "Softmax", OTHER)
     call("lecture", "2", "--device", "numpy")
     assert numbers() == [2]
+    result = call("lecture", "2", "--device", "numpy")
+    assert "  not run: chapters 7\n" in result.stdout and "was not run" not in result.stdout
     assert "7. Softmax" in call("lecture", "softmax", "--device", "numpy").stdout
     assert numbers() == [2, 7]
     result = call("lecture", "2", "--device", "numpy", "--smoke")  # other sizes: anew

@@ -23,6 +23,7 @@ from gpuattn.version import version
 FORMAT = "gpuattn lecture/1"
 HEAD = ("gpu", "digest", "smoke", "long", "versions", "date", "where", "chapters")
 STORED = Path("examples/benchmarks/results/lecture-h200.json")  # in a clone of the repository
+NOT_RUN = "was not run"
 SAME = ("gpu", "digest", "smoke", "long")  # must be equal where a record goes on
 
 
@@ -127,7 +128,7 @@ def _reason(record, claim):
         asked = chapter.fields.get("Needs")
         if asked and not record["gpu"]:
             return f"needs {asked}"
-        return f"chapter {claim.chapter} was not run"
+        return f"chapter {claim.chapter} {NOT_RUN}"
     if entry["error"]:
         return f"chapter {claim.chapter} ended with an error"
     if _may_lack(record, claim):
