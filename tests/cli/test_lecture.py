@@ -8,6 +8,7 @@ import pytest
 from gpuattn.lecture.harness import chapters, record
 from gpuattn.lecture.harness.claims import load
 
+STORED = record.stored
 HEAD = '''"""{number}. {title}
 
 Claim: one.
@@ -186,10 +187,8 @@ def test_without_a_gpu_the_stored_record_shows_what_is_missing(call, write, monk
     write(6, "Fusion", OTHER)
     result = call("lecture", "--device", "numpy", "--out", "none.html")
     assert "no record of a GPU is at hand to show them; --beside FILE shows one" in result.stdout
-    monkeypatch.undo()
-    monkeypatch.setattr(chapters, "FOLDER", Path.cwd().parent / "chapters")
-    monkeypatch.chdir(chapters.FOLDER.parent)
-    monkeypatch.setattr(record, "__file__", "/none/at/all/record.py")
+    monkeypatch.setattr(record, "stored", STORED)
+    monkeypatch.setattr(record, "__file__", str(Path("no/such/clone/at/all.py").resolve()))
     assert record.stored() is None
     record.STORED.parent.mkdir(parents=True)
     record.STORED.write_text(json.dumps(found))

@@ -255,7 +255,9 @@ def agrees(got: Any, printed: Any) -> bool:
 
 
 def middle(samples: Any) -> float:
-    """Return a number, or the median of a list of samples."""
+    """Return a number (as text where it is infinite), or the median of a list of samples."""
+    if isinstance(samples, str):
+        return float(samples)
     return statistics.median(samples) if isinstance(samples, list) else samples
 
 
