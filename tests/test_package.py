@@ -82,4 +82,4 @@ def test_the_readme_begins_with_code_figures_and_the_first_run():
     first = "\n".join(lines[:45])
     assert first.index("```python") < first.index("| model, batch") < first.index("gpuattn train\n")
     pictures = re.findall(r"^\[\w+\]: (\S+\.png)$", "\n".join(lines), re.MULTILINE)
-    assert len(pictures) == 3 and all((ROOT / path).exists() for path in pictures)
+    assert len(pictures) == 4 and all((ROOT / path).exists() for path in pictures)

@@ -44,7 +44,8 @@ python -m gpuattn.lecture.c22_hars V=250000     one chapter, with a size of your
 @click.option("--missing", is_flag=True, cls=GroupedOption, group="Results",
               help="Keep the record and run only what it lacks.")  # fmt: skip
 @click.option("--beside", type=PathName(exists=True, dir_okay=False), cls=GroupedOption,
-              group="Results", help="Show another machine's record in a column.")  # fmt: skip
+              group="Results", help="Show another machine's record in a column.  [default: "
+              "without a GPU, the H200's of the repository, in a clone]")  # fmt: skip
 @device_option
 @click.pass_context
 def command(
@@ -72,13 +73,16 @@ def command(
         for chapter in chosen:
             _list(chapter) if only_list else click.echo(chapter.source)
         return
-    other = record.read(beside) if beside else None
-    for fault in record.stale(other) if other else []:
-        click.echo(f"gpuattn: warning: {beside}: {fault}", err=True)
     path = path or str(Path(out).with_suffix(".json"))
     if Path(path).resolve() == Path(out).resolve():
         raise click.UsageError(f"--out and --json are both {out}; accepted: two files")
     device, where = choose_device(device)
+    where += ", one BLAS thread" if device == "numpy" else ""
+    if beside is None and device == "numpy" and (stored := record.stored()):
+        beside = str(stored)
+    other = record.read(beside) if beside else None
+    for fault in record.stale(other) if other else []:
+        click.echo(f"gpuattn: warning: {beside}: {fault}", err=True)
     line = shlex.join(["gpuattn", "lecture", *ctx.meta["arguments"]])
     found = record.new(where, line, array_module(device), smoke, long)
     found = record.go_on(path, found, strict=missing)
@@ -89,6 +93,8 @@ def command(
     page.write_page(out, found, other)  # unwritable places show before anything is measured
     record.write(path, found)
     click.echo(where)
+    if other:
+        click.echo(f"beside it: {other['where']}, {other['date']} ({beside})")
     try:
         with _ending_as_ctrl_c():
             _run(chosen, found, path, smoke, long, device)
@@ -100,7 +106,7 @@ def command(
         click.echo(f"\nstopped; {path} keeps {count} chapters. {again} goes on", err=True)
         ctx.exit(130)
     page.write_page(out, found, other)
-    _end(found, out, path)
+    _end(found, out, path, other)
     for number, reason in refused.items():
         _show_other(number, reason, other)
     failed = [fault for entry in found["chapters"] for fault in chapters.faults(entry)]
@@ -148,12 +154,27 @@ def _show_other(number, reason, other):
         click.echo(f"  {other['where']}: {statement['id']}  {say.line(statement)}")
 
 
-def _end(found, out, path):
+def _end(found, out, path, other):
     missing = record.reasons(found)
-    for reason, ids in sorted(_by_reason(missing).items(), key=lambda pair: _chapter_of(pair[1])):
-        click.echo(f"  not shown: {' '.join(ids)}: {reason}")
+    groups = sorted(_by_reason(missing).items(), key=lambda pair: _chapter_of(pair[1]))
+    left_out = [ids for reason, ids in groups if reason.endswith(record.NOT_RUN)]
+    for reason, ids in groups:
+        if ids not in left_out:
+            click.echo(f"  not shown: {' '.join(ids)}: {reason}")
+    if left_out:
+        click.echo(f"  not run: chapters {', '.join(str(_chapter_of(ids)) for ids in left_out)}")
+    wanted = [id for id, reason in missing.items() if reason == _needs(id)]
+    for id in wanted:
+        for statement in record.statements_of(other, id):
+            click.echo(f"  {other['where']}: {id}  {say.line(statement)}")
+    if wanted and not other:
+        click.echo("  no record of a GPU is at hand to show them; --beside FILE shows one")
     count = len(load()[1])
     click.echo(f"{count - len(missing)} of {count} claims shown; {out} and {path} written")
+
+
+def _needs(id):
+    return f"needs {load()[1][id].needs}"
 
 
 def _chapter_of(ids):

@@ -57,8 +57,8 @@ for column in range(d):  # a thread for each number of the result
 say.exact("B04", "FLOPs at d = 256", sum(by_thread))
 say.exact("B04", "FLOPs of a thread at d = 256", max(by_thread))
 # %% [markdown]
-# A whole step of a small GPT-2, op by op. Attention's backward is 2.5 times its forward: it
-# computes the scores again.
+# A whole step of a small GPT-2, op by op. The backward pass of attention takes 2.5 times the FLOPs
+# of its forward pass, not twice: it also computes the scores again (chapter 10).
 # %%
 layers, width = say.size("layers", 2, 1), say.size("width", 64, 32)
 config = gpuattn.models.GPT2Config(vocab=512, d_model=width, heads=4, layers=layers, block=64)

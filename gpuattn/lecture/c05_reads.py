@@ -1,11 +1,11 @@
-"""5. Tiles and reads
+"""5. Tiles and coalesced reads
 
-Claim: threads that share a tile read each number once for all of them.
+Claim: threads that share a tile read each element from memory once for all of them.
 Regime: memory
-Question: Four threads compute a 2 x 2 product, one number each. How many reads does each make
-alone, and how many together with a shared tile?
-Answer: Four each, sixteen in all: every number is read twice. With a shared tile each number is
-read once, eight in all. With tiles of t x t, reads fall by t.
+Question: Four threads compute a product of two 2 x 2 matrices, one element each. How many elements
+does each thread read, and how many do they read together with a shared tile?
+Answer: Four each, sixteen in all: every element is read twice. With a shared tile each element is
+read once, eight in all. Tiles of t x t divide the reads by t.
 Vary: python -m gpuattn.lecture.c05_reads N=64
 """
 
@@ -23,7 +23,7 @@ from gpuattn.lecture.harness.machine import here
 say = lecture(__doc__)
 N = say.size("N", 32, 16)
 # %% [markdown]
-# The large memory counts; a tile, once copied, is on the chip.
+# The arrays are in global memory and count each read. A tile is a copy in shared memory.
 # %%
 
 
@@ -47,7 +47,7 @@ def shared(a, b, tile):
 
 
 def reads(n, product, *given):
-    """Return how often each number is read, and the error."""
+    """Return how often each element is read, and the error."""
     a, b = (Counted(say.rng.standard_normal((n, n))) for _ in range(2))
     error = abs(product(a, b, *given) - a.array @ b.array).max()
     return (a.reads + b.reads) / (2 * n * n), error
@@ -57,36 +57,39 @@ each, error = reads(2, alone)
 say.exact("E15", "reads of an element, each thread alone", int(each))
 together, other = reads(2, shared, 2)
 say.exact("E15", "reads of an element, shared tile", int(together))
-say.near("E15", "products: difference from NumPy's", max(error, other), 1e-12)
+say.near("E15", "both products: difference from NumPy's", max(error, other), 1e-12)
 tiles = [2**n for n in range(int(np.log2(N)) + 1)]
 curve = [(tile, reads(N, shared, tile)[0]) for tile in tiles]
-alt = f"Reads of a number fall from {N} with tiles of 1 to 1 with one tile."
-say.curves(f"Reads of a number over the side of the tile, product of {N} x {N}", alt,
-           {"counted": curve}, label="side of the tile", log=True, log_x=True)  # fmt: skip
-work = {tile: 2 * N**3 / (count * 2 * N * N) for tile, count in curve}  # FLOPs a number read
-few, many = work[1], work[16]
-say.order("E17", "FLOPs for a number read, with tiles of 1 and of 16", few, many)
+alt = f"Reads of an element fall from {N} with tiles of side 1 to 1 with a tile of side {N}."
+say.curves(f"Reads of an element, product of two {N} x {N} matrices", alt,
+           {"counted": curve}, label="side of the tile", unit="reads", log=True,
+           log_x=True)  # fmt: skip
+work = {tile: 2 * N**3 / (count * 2 * N * N) for tile, count in curve}  # FLOPs for a read
+pair = {"tiles of side 1": work[1], f"tiles of side {tiles[-1]}": work[tiles[-1]]}
+say.order("E17", "FLOPs for each element read", pair)
 if say.device == "cuda" and importlib.util.find_spec("numba"):  # to read: numbakernels/matmul.py
     from gpuattn.numbakernels.matmul import TILE, product
 
     a, b = say.normal(1024, 1024), say.normal(1024, 1024)
     (_, every), (_, once) = product(a, b, shared=False), product(a, b)
-    say.near("E15", f"reads by threads alone over those by tiles: beside {TILE}",
-             abs(every / once / TILE - 1), 0)  # fmt: skip
+    say.near("E15", f"reads alone over reads by tiles: difference from {TILE}",
+             abs(every / once - TILE), 0)  # fmt: skip
     us = say.times({"tiles": partial(product, a, b), "alone": partial(product, a, b, shared=False)})
-    say.order("E15", "time of the product, by tiles and alone", us["tiles"], us["alone"], "us",
-              clock=True)  # fmt: skip
+    say.order("E15", "time of a product of side 1,024", us, "us", clock=True)
 # %% [markdown]
-# Reads of neighbours: a copy of every n-th number fetches the numbers between, too.
+# Coalesced reads: memory is fetched in sectors of neighbours. A copy of every n-th element fetches
+# those between, too, up to the size of a sector.
 # %%
 copies = here(say.device)["copy_tbs"]
 rates = {step: 1e3 * tbs for step, tbs in copies.items()}
-say.order("E14", "copy of every 32nd number, of each", rates[32], rates[1], "GB/s", clock=True)
-alt = f"From {rates[1]:,.3g} GB/s for neighbours to {rates[32]:,.3g} for every 32nd number."
-say.curves("GB/s of the numbers copied, over the step from one to the next", alt,
-           {"here": list(rates.items())}, label="step", log=True, log_x=True)  # fmt: skip
+pair = {"every 32nd element": rates[32], "each element": rates[1]}
+say.order("E14", "rate of a copy", pair, "GB/s", clock=True)
+alt = f"From {rates[1]:,.3g} GB/s for neighbours to {rates[32]:,.3g} for every 32nd element."
+say.curves("Rate of a copy of every n-th element, only those counted", alt,
+           {"here": list(rates.items())}, label="n", unit="GB/s", log=True,
+           log_x=True)  # fmt: skip
 # %% [markdown]
-# The same tiles on tensor cores: attention in 16 bits by them and without, over the head size.
+# Tensor cores multiply whole tiles: attention in 16 bits with them and on CUDA cores.
 # %%
 if say.device == "cuda":
     lead = []
@@ -98,9 +101,10 @@ if say.device == "cuda":
 
         us = say.kernel_times({name: call(name) for name in ("raw-ampere", "raw-simt")})
         lead.append((D, float(np.median(us["raw-simt"]) / np.median(us["raw-ampere"]))))
-    what = "time of attention with heads of 128, on tensor cores and on CUDA cores"
-    say.order("E16", what, us["raw-ampere"], us["raw-simt"], "us", clock=True)
-    say.record("E16", "lead of tensor cores with heads of 32, 64, 128", [x for _, x in lead])
-    alt = "; ".join(f"heads of {D}: {times:.1f} times" for D, times in lead)
-    say.curves("Lead of tensor cores over CUDA cores, over the head size", alt,
-               {"attention in 16 bits": lead}, label="head size", log_x=True)  # fmt: skip
+    pair = {"tensor cores": us["raw-ampere"], "CUDA cores": us["raw-simt"]}
+    say.order("E16", "time of attention, head size 128", pair, "us", clock=True)
+    say.record("E16", "times as fast, head sizes 32, 64, 128", [x for _, x in lead])
+    alt = "; ".join(f"head size {D}: {times:.1f} times" for D, times in lead)
+    say.curves("How many times as fast attention is on tensor cores as on CUDA cores", alt,
+               {"attention in 16 bits": lead}, label="head size", unit="times",
+               log_x=True)  # fmt: skip

@@ -1,11 +1,11 @@
-"""8. Naive attention against flash attention
+"""8. Unfused attention and flash attention
 
-Claim: the formula stores tables of N x N numbers and moves them to and fro; the fused kernel never
-stores them.
+Claim: unfused attention writes N x N matrices to memory and reads them again. Flash attention
+never stores them.
 Regime: memory
-Question: N doubles. How do the memory of the formula and of the fused kernel grow?
-Answer: The formula's four times, by its N x N tables. The fused kernel's twice: it holds arrays of
-N x d, one number a row, and tiles of a size that does not depend on N.
+Question: N doubles. How much more memory do unfused attention and flash attention need?
+Answer: Unfused attention four times as much, for its N x N matrices. Flash attention twice as much:
+it holds arrays of N x d, one number a row, and tiles whose size does not depend on N.
 Vary: python -m gpuattn.lecture.c08_unfused N=4096
 """
 
@@ -23,7 +23,7 @@ from gpuattn.lecture.harness.counted import memory, moved
 say = lecture(__doc__)
 longest, d = say.size("N", 2048, 512, 8192), 64
 # %% [markdown]
-# The formula on the tape, in a few words, beside the op: the same result and the same gradients.
+# The formula beside the fused op: the same result and the same gradients.
 # %%
 
 
@@ -42,10 +42,11 @@ for form in (formula, fused):
     (out * out).sum().backward()
     outs.append([to_cpu(x) for x in (out.data, *(leaf.grad for leaf in leaves))])
 errors = [abs(a - b).max() for a, b in zip(*outs, strict=True)]
-say.near("B09", "result: difference from the op", errors[0], 1e-5)
-say.near("B09", "gradients: difference from the op", max(errors[1:]), 1e-4)
+say.near("B09", "result: difference from the fused op", errors[0], 1e-5)
+say.near("B09", "gradients: difference from the fused op", max(errors[1:]), 1e-4)
 # %% [markdown]
-# Its arrays in a memory that counts: forward in three kernels, or four with a mask, and backward.
+# The formula again on arrays that count their accesses: forward in three kernels, or in four with
+# a mask, and backward.
 # %%
 
 
@@ -74,15 +75,15 @@ for mask, name in ((False, "three kernels"), (True, "four with a mask")):
     say.exact("B10", f"arrays written, {name}", writes)
 forward(m := memory(say.rng, Q=row, K=row, V=row, S=table, P=table, O=row))
 for name, size in (("S, over N^2", N * N), ("P, over N^2", N * N), ("O, over N d", N * d)):
-    say.exact("C01", f"numbers of {name}", m[name[0]].array.size / size)
+    say.exact("C01", f"elements of {name}", m[name[0]].array.size / size)
 inputs, outputs = (dict.fromkeys(names, row) for names in (("dO", *"QKV"), ("dQ", "dK", "dV")))
 backward(b := memory(say.rng, P=table, dP=table, dS=table, **inputs, **outputs))
 for id, used in (("C03", m), ("C11", b)):
-    say.exact(id, "N x N tables moved", moved(used, N * N))
-    say.exact(id, "N x d arrays moved", moved(used, N * d))
+    say.exact(id, "accesses to N x N matrices", moved(used, N * N))
+    say.exact(id, "accesses to N x d arrays", moved(used, N * d))
 # %% [markdown]
-# With M numbers on the chip flash attention moves about N^2 d^2 / M (chapter 9 counts it). An A100:
-# 98,304 of 16 bits.
+# With shared memory for M elements flash attention moves about N^2 d^2 / M (chapter 9 counts it).
+# An A100 has room for 98,304 elements of 16 bits.
 # %%
 M, sizes = (192 << 10) // 2, (64, 128, 256, 512)
 gain = {name: [s for s in sizes if s * s < bound] for name, bound in (("M", M), ("1 / M", 1 / M))}
@@ -90,21 +91,22 @@ say.exact("C13", "head sizes that gain", gain["M"])
 fits = next(name for name, found in gain.items() if found == [64, 128, 256])
 say.differs("C13", "what d^2 is compared with", fits)
 # %% [markdown]
-# Memory beyond inputs and the work, by length.
+# Memory beyond the inputs, by length.
 # %%
-lines: dict[str, list] = {"formula": [], "fused": []}
+lines: dict[str, list] = {"unfused": [], "flash attention": []}
 for N in (2**n for n in range(8, int(math.log2(longest)) + 1)):
     arrays = [say.rng.standard_normal((1, 1, N, d), np.float32) for _ in range(3)]
-    for name, form in (("formula", formula), ("fused", fused)):
+    for name, form in (("unfused", formula), ("flash attention", fused)):
         tracemalloc.start()
         form(*map(gpuattn.Tensor, arrays))
         lines[name].append((N, tracemalloc.get_traced_memory()[1] / 2**20))
         tracemalloc.stop()
-first, last = (mib for _, mib in lines["formula"][-2:])
-before, after = (mib for _, mib in lines["fused"][-2:])
-say.order("A17", "memory, fused and by the formula", after, last, "MiB")
-say.near("E04", "formula, twice the tokens: memory beside 4 times", abs(last / first / 4 - 1), 0.1)
-say.order("C14", "fused, twice the tokens: memory, and 2.2 times", after, 2.2 * before, "MiB")
-alt = f"At {N:,} tokens the formula takes {last:.1f} MiB and the fused op {after:.1f}."
-say.curves("Memory beyond the inputs, MiB, over the tokens of one head", alt, lines,
-           label="tokens", log=True, log_x=True)  # fmt: skip
+(first, last), (before, after) = ([mib for _, mib in line[-2:]] for line in lines.values())
+say.order("A17", f"memory at N = {N:,}", {"flash attention": after, "unfused": last}, "MiB")
+grown = abs(last / first / 4 - 1)
+say.near("E04", "unfused, N doubled: relative difference of its memory from 4 times", grown, 0.1)
+pair = {"twice the N": after, "2.2 times that of N": 2.2 * before}
+say.order("C14", "memory of flash attention", pair, "MiB")
+alt = f"At {N:,} tokens unfused takes {last:.1f} MiB and flash attention {after:.1f}."
+say.curves("Memory beyond the inputs, one head", alt, lines, label="tokens N", unit="MiB", log=True,
+           log_x=True)  # fmt: skip

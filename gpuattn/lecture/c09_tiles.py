@@ -1,11 +1,11 @@
 """9. Flash attention, tile by tile
 
-Claim: with tiles of queries, keys and values on the chip, the table of scores is never stored.
+Claim: with tiles of queries, keys and values in shared memory, the N x N scores are never stored.
 Regime: memory
-Question: N queries in blocks of B_r. How often is each key read from the large memory, and what
-would make that fewer?
-Answer: Once for each block of queries, N / B_r times; a tile on the chip reads it once. Larger
-blocks of queries read less, until the chip is full: bytes fall as 1 / M, the memory of the chip.
+Question: N queries are computed in blocks of B_r. How often is each key read from memory, and what
+would reduce that?
+Answer: Once for each block of queries, N / B_r times. Larger blocks of queries read each key less
+often, until their tiles fill the shared memory. With room for M elements the bytes fall as 1 / M.
 Vary: python -m gpuattn.lecture.c09_tiles N=1024 rows=128
 """
 
@@ -24,8 +24,8 @@ say = lecture(__doc__)
 N, D = say.size("N", 512, 256), say.size("D", 64, 64)
 rows, cols = say.size("rows", 64, 64), say.size("keys", 64, 64)
 # %% [markdown]
-# The whole algorithm. q, k, v and out are in the large memory and count each access; what has a
-# name of its own is on the chip.
+# The whole algorithm. q, k, v and out are in memory and count each access. All other variables are
+# in registers and shared memory.
 # %%
 
 
@@ -60,22 +60,24 @@ for causal in (False, True):
     ours = to_cpu(gpuattn.flash_attention(q, k, v, causal=causal))[0, :, 0]
     name = "causal" if causal else "full"
     say.near("C07", f"{name}: difference from flash_attention", abs(out.array - ours).max(), 1e-6)
-q, k, v, out = run(N, cols)  # one block of all queries: the pass over the keys
-say.exact("C07", "reads of a key", k.reads // k.array.size)
+q, k, v, out = run(N, cols)  # one block of all queries
+say.exact("C07", "reads of a key by a block of queries", k.reads // k.array.size)
 # %% [markdown]
-# The blocks of the paper for a chip of M numbers, and tiles of our kernels, which also have to
-# leave room for registers and for several blocks of threads on a multiprocessor.
+# The blocks of the text for a shared memory of M elements, and the tile of our kernel, which is
+# smaller: several blocks of threads share a multiprocessor.
 # %%
 M, d = (192 << 10) // 2, 64  # numbers of 16 bits in the shared memory of an A100
 say.exact("C08", "keys of a block, M = 98,304, d = 64", math.ceil(M / (4 * d)))
 say.exact("C08", "queries of a block, M = 98,304, d = 64", min(math.ceil(M / (4 * d)), d))
 tile = ampere.forward_tile(64, 2, True, 80)
-say.record("C08", "queries and keys of our tile on an A100", list(tile))
+say.record("C08", "our tile on an A100: queries, keys", list(tile))
 size = ampere.forward_shared_bytes(64, 2, *tile)
-say.order("C08", "bytes of our tile, of the multiprocessor", size, 192 << 10, "B")
+pair = {"our tile": size / 1024, "of a multiprocessor": 192.0}
+say.order("C08", "shared memory of an A100", pair, "KB")
 # %% [markdown]
-# Bytes of the large memory over the block of queries; the unfused form would add the table. A chip
-# of M numbers holds blocks of about M / 4 d queries: the reads of K and V are N^2 d^2 / M.
+# Bytes that are read and written, over the size of the block of queries. Unfused attention instead
+# writes and reads S and P. A block of B_r queries takes M = 4 d B_r elements of shared memory, so
+# the reads of K and V are 8 N^2 d^2 / M elements.
 # %%
 curve, table, worst = [], [], 0.0
 for block in (2**n for n in range(3, int(math.log2(N)) + 1)):
@@ -84,9 +86,10 @@ for block in (2**n for n in range(3, int(math.log2(N)) + 1)):
     again = arrays[1].reads + arrays[2].reads
     worst = max(worst, abs(again * (4 * block * D) / (8 * N * N * D * D) - 1))
     table.append((block, 4 * N * D * 4 + 4 * N * N * 4))  # written, read, written, read
-say.near("C12", "K and V read beside 8 N^2 d^2 / M, with M = 4 d rows of queries", worst, 1e-9)
-what = "bytes of tiles, with 64 queries and with 8"
-say.order("C12", what, dict(curve)[64], dict(curve)[8], "B")
+what = "K and V read: relative difference from 8 N^2 d^2 / M"
+say.near("C12", what, worst, 1e-9)
+pair = {f"blocks of {block} queries": dict(curve)[block] / 1e6 for block in (64, 8)}
+say.order("C12", "read and written by flash attention", pair, "MB")
 seen: list = []
 run(rows, cols, causal=True, seen=seen)
 blocks = math.ceil(N / rows)
@@ -94,11 +97,12 @@ when = np.zeros((blocks, math.ceil(N / cols)))
 for step, (i, j, _) in enumerate(seen, 1):
     when[i, j] = step / len(seen)
 most = max(held for *_, held in seen)
-say.order("C07", "numbers of scores and sums on the chip, of the table", most, N * N)
-title = "Causal: tiles in the order of their time, later is darker; white is never computed"
+pair = {"a tile, with its output": most, "all scores": N * N}
+say.order("C07", "elements held at a time", pair)
+title = "Causal: tiles of queries (rows) by keys (columns). The later, the darker; white: skipped"
 alt = "Tiles on and below the diagonal, computed row by row."
 say.maps(title, alt, when, range(0, N, rows), range(0, N, cols))
-say.curves("Bytes of the large memory, as counted, over the queries of a block",
-           "Bytes fall as one over the block; with a few queries only, a stored table moves fewer.",
-           {"tile by tile": curve, "with a stored table": table}, label="queries of a block",
+say.curves("Bytes read and written, as counted, over the size of the block of queries",
+           "Bytes fall as one over the block; with small blocks unfused attention moves fewer.",
+           {"flash attention": curve, "unfused": table}, label="queries of a block", unit="bytes",
            log=True, log_x=True)  # fmt: skip

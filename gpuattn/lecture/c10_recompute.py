@@ -1,12 +1,12 @@
-"""10. The gradient of attention: compute again
+"""10. The gradient of attention: recomputation
 
-Claim: the backward pass needs no stored weights P: it computes them again, and one number a row is
-enough.
+Claim: the backward pass needs no stored weights P. It computes them again, tile by tile, from one
+stored number a row.
 Regime: memory
-Question: dS = P (dP - rowsum(dP P)) seems to need the whole rows of dP and P at a time. Which
-number of each row, known before, replaces the sum?
-Answer: rowsum(dO O): O is the sum of P V and dP = dO V^T, so both sums are the same. It costs N d
-numbers, so tiles of P and dP can be computed again, used and forgotten.
+Question: dS = P (dP - rowsum(dP P)) seems to need whole rows of dP and P. Which sum over the stored
+O and dO equals rowsum(dP P)?
+Answer: rowsum(dO O). O = P V and dP = dO V^T, so both sums are the same. This one reads only N d
+elements. So tiles of P and dP can be computed again, used and dropped.
 Vary: python -m gpuattn.lecture.c10_recompute layers=12
 """
 
@@ -25,7 +25,7 @@ from gpuattn.lecture.harness import counted
 say = lecture(__doc__)
 T, D = say.size("T", 128, 64), 32
 # %% [markdown]
-# The five formulas in float64, beside the tape and its fused op.
+# The five formulas in float64, beside the gradients of the fused op.
 # %%
 q, k, v, dO = (say.rng.standard_normal((T, D)) for _ in range(4))
 S = q @ k.T / np.sqrt(D)
@@ -41,25 +41,27 @@ leaves = [
 gpuattn.flash_attention(*leaves).backward(say.array(dO, np.float64)[None, :, None])
 for name, formula, leaf in zip(("dQ", "dK", "dV"), (dQ, dK, dV), leaves, strict=True):
     error = abs(formula - to_cpu(leaf.grad)[0, :, 0]).max()
-    say.near("C09", f"{name}: difference from the tape", error, 1e-12)
+    say.near("C09", f"{name}: difference from the fused op", error, 1e-12)
 row, step = S[0], 1e-6
 jacobian = np.diag(P[0]) - np.outer(P[0], P[0])
 numeric = np.empty((T, T))
 for j in range(T):
     e = np.exp(row[None] + step * np.array([[1], [-1]]) * np.eye(T)[j])
     numeric[:, j] = np.subtract(*(e / e.sum(-1, keepdims=True))) / (2 * step)
-say.near("C09", "diag(P) - P P^T beside differences", abs(jacobian - numeric).max(), 1e-8)
+error = abs(jacobian - numeric).max()
+say.near("C09", "diag(P) - P P^T: difference from finite differences", error, 1e-8)
 sums = abs((dP * P).sum(-1) - (dO * O).sum(-1)).max()
-say.near("C10", "row sums of dP P beside those of dO O", sums, 1e-12)
+say.near("C10", "row sums of dP P: difference from those of dO O", sums, 1e-12)
 # %% [markdown]
 # So flash attention does more FLOPs, moves fewer bytes and takes less time: as printed, by the byte
-# model, by the clock, and by the counters of a GPU where they can be read.
+# model (gpuattn.traffic), by the clock, and by the counters of a GPU where ncu can read them.
 # %%
 ratios = {"more FLOPs, %": 100 * (75.2 / 66.6 - 1), "fewer bytes, times": 40.3 / 4.4}
 for name, ratio in (ratios | {"less time, times": 41.7 / 7.3}).items():
     say.exact("E19", name, round(ratio))
 gigabytes = 2 * 64 * 16 * (18 * 1024**2 + 12 * 1024 * 64) / 1e9  # masks and dropout included
-say.near("E19", "18 N^2 + 12 N d numbers beside 40.3 GB", abs(gigabytes / 40.3 - 1), 0.01)
+error = abs(gigabytes / 40.3 - 1)
+say.near("E19", "18 N^2 + 12 N d elements: relative difference from 40.3 GB", error, 0.01)
 shape = (64, 1024, 16, 64) if say.device == "cuda" else (1, 256, 2, 64)
 arrays = [say.normal(*shape, dtype="float16" if say.device == "cuda" else "float32")] * 3
 attention, moved, calls = gpuattn.flash_attention, {}, {}
@@ -70,14 +72,17 @@ for name, impl in {"unfused": "unfused", "fused": None}.items():
     measured, reason = hbm.measure("flash_attention", shape, impl, say.device)
     if measured:
         error = abs(measured / both[0] - 1)
-        say.near("E19", f"{name}: bytes measured beside the model", error, 0.1)
+        what = f"{name}: relative difference of the bytes measured from the byte model"
+        say.near("E19", what, error, 0.1)
     else:
-        say.record("E19", f"{name}: bytes", f"not measured: {reason}")
-say.record("E19", "bytes by the model, unfused over fused", moved["unfused"] / moved["fused"])
+        say.record("E19", f"{name}: bytes measured", f"none: {reason}")
+ratio = moved["unfused"] / moved["fused"]
+say.record("E19", "bytes by the byte model, unfused over fused, times", ratio)
 us = say.kernel_times(calls)
-say.order("E19", "time forward, fused and unfused", us["fused"], us["unfused"], "us", clock=True)
+pair = {name: us[name] for name in ("fused", "unfused")}
+say.order("E19", "time, forward", pair, "us", clock=True)
 # %% [markdown]
-# The same trade for whole layers: keep what each computes, or only its input.
+# The same trade for whole layers: store all activations, or only the input of each layer.
 # %%
 layers, width = say.size("layers", 6, 4), say.size("width", 128, 64)
 tokens = say.rng.integers(0, 256, (4, 129))
@@ -103,10 +108,11 @@ def step_of(kept):
 
 
 (stored, right, least), (again, gradients, most) = step_of("none"), step_of("block")
-say.order("E03", "peak memory of a step, computed again and stored", again, stored, "MiB")
-say.near("E03", "gradients: difference", abs(gradients - right).max(), 1e-6)
-what = "its price: work of a step, stored and computed again"
-say.order("E18", what, least / 1e6, most / 1e6, "MFLOP")
-peaks = {"all kept": stored, "computed again, layer by layer": again}
+say.order("E03", "peak memory of a step", {"recomputed": again, "stored": stored}, "MiB")
+what = "gradients, recomputed and stored: difference"
+say.near("E03", what, abs(gradients - right).max(), 1e-6)
+pair = {"stored": least / 1e6, "recomputed": most / 1e6}
+say.order("E18", "the price: work of a step", pair, "MFLOP")
+peaks = {"all activations stored": stored, "recomputed, layer by layer": again}
 alt = ", ".join(f"{name}: {peak:.1f} MiB" for name, peak in peaks.items())
 say.bars(f"Peak memory of a training step, {layers} layers", alt, peaks, "MiB")

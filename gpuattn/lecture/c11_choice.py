@@ -1,11 +1,12 @@
 """11. Which kernel runs
 
-Claim: an op has several implementations; what they accept decides which one runs, and a block can
-choose another.
+Claim: an op has several kernels. The first one that accepts the arguments runs, and the caller can
+ask for another.
 Regime: compute
-Question: A library has a fast kernel and a plain one, and a call is slow. What would you ask it?
-Answer: Which one ran, and why not the other: here explain() gives the sentence of each one that
-refuses, and use_impl() forces one, which fails with that sentence where it cannot run.
+Question: A library has a fast kernel and a slow one, and your call is slow. What should the library
+be able to tell you?
+Answer: Which kernel ran, and why not the fast one. Here explain() gives the reason of each kernel
+that refuses. use_impl() asks for one kernel, and fails with its reason where it cannot run.
 Vary: gpuattn kernels --why flash_attention
 """
 
@@ -33,7 +34,7 @@ for name, reason in reasons.items():
         say.record("A05", f"{name} refuses", reason)
 with gpuattn.use_impl(flash_attention="reference"):
     inside = gpuattn.explain(gpuattn.flash_attention, q, k, v)
-say.near("A16", "calls in a block that ran another", int(inside.chosen != "reference"), 0)
+say.near("A16", "calls under use_impl of another kernel", int(inside.chosen != "reference"), 0)
 # %% [markdown]
 # Those that run agree with the reference.
 # %%
@@ -47,16 +48,18 @@ for name in reasons:
     ran.append(name)
     say.near("A16", f"{name}: difference from the reference", abs(out - right).max(), 1e-4)
 # %% [markdown]
-# An explicit mask: does it take another implementation?
+# An explicit mask: does it take another kernel than the causal flag?
 # %%
 dtype = "float16" if say.device == "cuda" else "float32"
 q, k, v = (say.normal(1, 512, 2, D, dtype=dtype) for _ in range(3))
 mask = say.array(np.tri(512) > 0, bool)
 plain, masked = (gpuattn.explain(gpuattn.flash_attention, q, k, v, **given).chosen
                  for given in ({"causal": True}, {"bias": mask}))  # fmt: skip
-say.near("A06", "masks that take another implementation", int(plain != masked), 0)
+say.record("A06", "kernel with the causal flag", plain)
+say.record("A06", "kernel with the same mask as an array", masked)
+say.near("A06", "explicit masks that take another kernel", int(plain != masked), 0)
 # %% [markdown]
-# TFLOP/s over the length: the fused kernels that run here, and the formula that stores its tables.
+# TFLOP/s over the length: the fused kernels that run here, and unfused attention.
 # %%
 names: tuple[str, ...]
 if say.device == "cuda":
@@ -77,18 +80,18 @@ for causal in (False, True):
         for name, samples in us.items():
             rate = 4 * D * heads * length**2 / (1 + causal) / float(np.median(samples)) / 1e6
             lines.setdefault(f"{name}{', causal' * causal}", []).append((length, rate))
-    what = f"time at {T} tokens, heads of 128, {'causal' if causal else 'full'}: "
+    what = f"time, {T:,} tokens, head size 128, {'causal' if causal else 'full'}"
     best, *_, unfused = us.values()
-    say.order("B15", f"{what}fused, unfused", best, unfused, "us", clock=True)
+    say.order("B15", what, {"fused": best, "unfused": unfused}, "us", clock=True)
     if "raw-hopper" in us:
-        older = us["raw-ampere"]
-        say.order("B16", f"{what}for Hopper, for Ampere", us["raw-hopper"], older, "us", clock=True)
+        pair = {f"kernel for {name}": us[f"raw-{name.lower()}"] for name in ("Hopper", "Ampere")}
+        say.order("B16", what, pair, "us", clock=True)
 alt = "; ".join(f"{name}: {line[-1][1]:,.3g} TFLOP/s at {T}" for name, line in lines.items())
-say.curves("TFLOP/s of attention over the tokens, heads of 128", alt, lines, label="tokens",
-           log=True, log_x=True)  # fmt: skip
+say.curves("Attention over the length, head size 128", alt, lines, label="tokens",
+           unit="TFLOP/s", log=True, log_x=True)  # fmt: skip
 # %% [markdown]
-# 48 heads of 64, forward and backward, until memory ends. In pieces the formula needs less memory,
-# but its pieces are written and read as the table was.
+# 48 heads of size 64, forward and backward, until memory ends. The reference computes the formula
+# block by block: it needs less memory, but writes and reads as many scores as unfused attention.
 # %%
 longest, heads, n = (32768, 48, 2048) if say.device == "cuda" else (T, 4, 1024)
 held: dict[str, list] = {"fused": [], "unfused": []}
@@ -116,17 +119,17 @@ for length in (longest // 64, longest // 16, longest // 4, longest):
     say.clear()
 fit = [length for length, size in held["unfused"] if np.isfinite(size)]
 less, more = (dict(held[name])[fit[-1]] for name in ("fused", "unfused"))
-say.order("C15", f"memory of {fit[-1]:,} tokens, fused and unfused", less, more, "MiB")
-ended = "no memory for the unfused form beyond" if fit[-1] < longest else "it fitted up to"
-say.record("C15", ended, fit[-1])
+say.order("C15", f"memory, {fit[-1]:,} tokens", {"fused": less, "unfused": more}, "MiB")
+ended = "most tokens that fit" if fit[-1] < longest else "tokens that fit, most tried"
+say.record("C15", f"unfused: {ended}", fit[-1])
 leaves = draw(n)
 pieces, whole = peak(leaves, "reference"), peak(leaves, "unfused")
-say.order("C16", f"memory of {n:,} tokens, in pieces and whole", pieces, whole, "MiB")
+say.order("C16", f"memory, {n:,} tokens", {"block by block": pieces, "whole": whole}, "MiB")
 q = say.xp.empty((1, n, heads, 64), np.float32)
 moved = [gpuattn.traffic(gpuattn.flash_attention, q, q, q, impl=name).bytes
          for name in ("reference", "unfused")]  # fmt: skip
-ratio = moved[0] / moved[1]
-say.near("C16", "bytes moved by the model, in pieces over whole: beside 1", abs(ratio - 1), 0.2)
+what = "bytes by the byte model, block by block: relative difference from whole"
+say.near("C16", what, abs(moved[0] / moved[1] - 1), 0.2)
 alt = f"At {fit[-1]:,} tokens: fused {less:,.0f} MiB, unfused {more:,.0f} MiB."
-say.curves(f"MiB that forward and backward hold over the tokens, {heads} heads of 64", alt, held,
-           label="tokens", log=True, log_x=True)  # fmt: skip
+say.curves(f"Memory of forward and backward, {heads} heads of size 64", alt, held,
+           label="tokens", unit="MiB", log=True, log_x=True)  # fmt: skip

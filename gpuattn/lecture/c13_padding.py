@@ -1,10 +1,11 @@
 """13. A padded vocabulary
 
-Claim: a table with a multiple of 64 rows lets its products run in whole, aligned tiles.
+Claim: with a multiple of 64 rows in the embedding table, its matrix products run in whole tiles on
+aligned addresses.
 Regime: compute
-Question: GPT-2 has 50,257 tokens. Which share of work does a table of 50,304 rows add, and what
-does it change for the loss?
-Answer: 47 rows, 0.09 percent. The loss does not change: padded rows are never read as tokens, and
+Question: GPT-2 has 50,257 tokens. Its table is padded to 50,304 rows. How much work does this add,
+and how does it change the loss?
+Answer: 47 rows are 0.09 percent more work. The loss does not change: no token has these rows, and
 their logits are left out of the softmax.
 Vary: python -m gpuattn.lecture.c13_padding V=50257
 """
@@ -24,8 +25,8 @@ V, width, tokens = say.size("V", 1401, 201), 256, 128
 say.exact("A07", "padded rows", padded_rows(50257))
 config = gpuattn.models.GPT2Config()
 layer, output = config.layer_weights() / config.layers, config.table_rows * config.d_model
-what = "millions of weights that a token of GPT-2 meets: in a layer, in the output"
-say.order("A08", what, layer / 1e6, output / 1e6)
+pair = {"one layer": layer / 1e6, "the output layer": output / 1e6}
+say.order("A08", "weights of GPT-2 that a token is multiplied with", pair, "M")
 say.record("A07", "before, ms")
 say.record("A07", "after, ms")
 # %% [markdown]
@@ -42,12 +43,13 @@ for count in (V, rows):
     loss.backward()
     found.append((float(to_cpu(loss.data)), to_cpu(weight.grad)))
 (plain, dplain), (padded, dpadded) = found
-say.near("A07", "loss with padding: difference", abs(padded - plain), 1e-5)
-say.near("A07", "gradient with padding: difference", abs(dpadded[:V] - dplain).max(), 1e-6)
-say.near("A07", "gradient of padded rows", abs(dpadded[V:]).max() if rows > V else 0.0, 0)
+say.near("A07", "loss, padded and not: difference", abs(padded - plain), 1e-5)
+error = abs(dpadded[:V] - dplain).max()
+say.near("A07", "gradient of the table, padded and not: difference", error, 1e-6)
+say.near("A07", "largest gradient of a padded row", abs(dpadded[V:]).max() if rows > V else 0.0, 0)
 # %% [markdown]
-# The clock, on a GPU with the sizes of GPT-2. Rows of the logits begin at aligned addresses only
-# if their length is a multiple.
+# The time of the output layer, on a GPU with the sizes of GPT-2. A row of logits has one number for
+# each row of the table, so all rows of logits are aligned only if that is a multiple of 8.
 # %%
 dtype = "float32"
 if say.device == "cuda":
@@ -56,8 +58,8 @@ rows = padded_rows(V)
 states = say.normal(tokens, width, dtype=dtype)
 tables = {n: say.normal(n, width, dtype=dtype) for n in sorted({V - 1, V, V + 1, rows, rows + 1})}
 us = say.times({str(n): partial(gpuattn.linear, states, weight) for n, weight in tables.items()})
-what = f"time of the product with {rows:,} rows, with {V:,}"
-say.order("A09", what, us[str(rows)], us[str(V)], "us", clock=True)
+pair = {f"{rows:,} rows": us[str(rows)], f"{V:,} rows": us[str(V)]}
+say.order("A09", "time of the output layer", pair, "us", clock=True)
 bars = {f"{n:,} rows": float(np.median(us[str(n)])) for n in tables}
 alt = "; ".join(f"{name}: {time:.0f} us" for name, time in bars.items())
-say.bars(f"Time of the product by the rows of the table, {tokens:,} tokens", alt, bars, "us")
+say.bars(f"Time of the output layer by the rows of its table, {tokens:,} tokens", alt, bars, "us")

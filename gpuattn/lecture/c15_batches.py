@@ -1,10 +1,11 @@
 """15. Larger batches
 
-Claim: without stored tables more texts fit into memory, and a larger batch has a steadier gradient.
+Claim: without stored N x N matrices more texts fit into memory, and the gradient of a larger batch
+has less noise.
 Regime: memory
 Question: A batch four times as large: how much less noise does its gradient have?
-Answer: Half. Texts are drawn independently, so the noise of their mean falls with the square root
-of their number. Beyond the batch where noise is small beside the gradient, more texts buy little.
+Answer: Half as much. Texts are drawn independently, so the noise of their mean falls with the
+square root of their number. Once the noise is small beside the gradient, more texts help little.
 Vary: python -m gpuattn.lecture.c15_batches texts=256
 """
 
@@ -20,25 +21,24 @@ from gpuattn.lecture import lecture
 say = lecture(__doc__)
 texts, T = say.size("texts", 128, 32), 1024
 # %% [markdown]
-# GPT-2 with 124 M parameters on a card of 80 GB, in 16 bits: the plan of activations that the
-# trainer uses, and the same with the table of weights of each head and layer kept for backward.
+# GPT-2 with 124 M parameters on a GPU of 80 GB, in 16 bits: the memory of activations as the
+# trainer predicts it, and the same with the N x N weights of each head and layer stored.
 # %%
 config = gpuattn.models.GPT2Config()
 parameters = 16 * (config.layer_weights() + config.table_rows * config.d_model)
 fused = config.activation_bytes(T, 2, "none")
 stored = fused + 2 * config.layers * config.heads * T * T
 fits = {name: int((80e9 - parameters) // size)
-        for name, size in (("stored tables", stored), ("flash attention", fused))}  # fmt: skip
+        for name, size in (("unfused attention", stored), ("flash attention", fused))}  # fmt: skip
 say.record("A10", "largest batch before")
 say.record("A10", "largest batch with flash")
-few, many = fits["stored tables"], fits["flash attention"]
-say.order("A10", "texts of 1,024 tokens by the plan, with tables and without", few, many)
-printed = {"printed: before": 24, "printed: with flash": 39}
+say.order("A10", "texts of 1,024 tokens that fit, as predicted", fits)
+printed = {"before, as printed": 24, "flash attention, as printed": 39}
 alt = "; ".join(f"{name}: {count}" for name, count in (fits | printed).items())
-say.bars("Texts of a batch of GPT-2 124M in 80 GB, by plan; as printed, by other programs", alt,
+say.bars("Largest batch of GPT-2 124M in 80 GB: predicted here, and as printed for nanoGPT", alt,
          fits | printed, "texts", grey=printed)  # fmt: skip
 # %% [markdown]
-# The gradient of each text by itself, of a small GPT-2 on texts that count upwards with errors.
+# The gradient of each text alone. A small GPT-2 learns texts that count upwards with some errors.
 # %%
 small = gpuattn.models.GPT2Config(vocab=32, d_model=32, heads=2, layers=1, block=16)
 model = gpuattn.models.GPT2(small)
@@ -60,16 +60,17 @@ for batch in (2**n for n in range(int(np.log2(texts)) - 2)):
         (batch, float(np.linalg.norm(means - whole, axis=-1).mean() / np.linalg.norm(whole)))
     )
 (first, most), (last, least) = noise[0], noise[-1]
-say.order("B02", f"noise over gradient with {last} texts, with {first}", least, most)
-fall = most / least / (last / first) ** 0.5
-say.near("B02", "noise falls as the square root: beside 1", abs(fall - 1), 0.3)
+pair = {f"{last} texts": least, "one text": most}
+say.order("B02", "noise over size of the gradient", pair)
+fall = abs(most / least / (last / first) ** 0.5 - 1)
+say.near("B02", "fall of the noise: relative difference from the square root", fall, 0.3)
 alt = f"Noise falls from {most:.2f} of the gradient with one text to {least:.2f} with {last}."
-lines = {"counted": noise, "square root": [(b, most / b**0.5) for b, _ in noise]}
-say.curves("Noise of the gradient over its size, over the batch", alt, lines, label="texts",
+lines = {"as computed": noise, "square root": [(b, most / b**0.5) for b, _ in noise]}
+say.curves("Noise over size of the gradient", alt, lines, label="texts of the batch", unit="ratio",
            log=True, log_x=True)  # fmt: skip
 # %% [markdown]
-# Training on texts of eight topics, each with words of its own. A longer text tells its topic, so
-# the next word is easier; and in the same time a larger batch sees more texts.
+# Training on texts of eight topics, each with its own distribution of words. A longer text shows
+# its topic, so the next word is easier to predict. In the same time a larger batch sees more texts.
 # %%
 topics = say.rng.dirichlet(np.full(32, 0.3), 8)
 
@@ -100,10 +101,12 @@ def train(batch, length, until):
 
 updates = say.size("updates", 101, 41)
 losses = {T: train(256 // T, T, lambda n, _: n >= updates)[-1][1] for T in (4, 32)}
-say.order("E22", "loss with texts of 32 tokens, and of 4", losses[32], losses[4], "nats")
+pair = {f"texts of {length} tokens": losses[length] for length in (32, 4)}
+say.order("E22", f"loss after {updates} updates of 256 tokens", pair, "nats")
 seconds = say.size("tenths", 20, 4, 600) / 10  # the text's hour, for a tiny model
 curves = {f"{batch} texts": train(batch, 16, lambda _, s: s > seconds) for batch in (4, 32)}
-few, many = (curve[-1][1] for curve in curves.values())
-say.order("A11", f"loss after {seconds} s, 32 texts and 4", many, few, "nats", clock=True)
-alt = f"After {seconds} s the loss is {few:.3f} with 4 texts and {many:.3f} with 32."
-say.curves("Loss of unseen texts over the seconds, by the batch", alt, curves, label="seconds")
+pair = {name: curves[name][-1][1] for name in ("32 texts", "4 texts")}
+say.order("A11", f"loss after {seconds} s", pair, "nats", clock=True)
+alt = "; ".join(f"{name}: {loss:.3f} after {seconds} s" for name, loss in pair.items())
+say.curves("Loss of unseen texts, by the texts of a batch", alt, curves, label="seconds",
+           unit="nats")  # fmt: skip

@@ -1,12 +1,12 @@
 """17. A reduction rewritten
 
-Claim: E[x^2] - E[x]^2 saves a synchronisation and loses digits; a shift by one element saves it
-without losing any.
+Claim: the variance as E[x^2] - E[x]^2 saves a synchronisation but loses digits. Subtracting one
+element of the row first keeps them.
 Regime: overhead
 Question: x has a deviation of 1 and a mean of 1,000. float32 has 7 digits. How many are left in
 E[x^2] - E[x]^2?
-Answer: One at best. Both terms are near 1,000,000, where numbers of float32 are 0.06 apart, and
-the difference is 1. Subtract any element of the row first, and both terms are small again.
+Answer: One at best. Both terms are near 1,000,000, where float32 numbers are 0.06 apart, and their
+difference is 1. After any element of the row is subtracted, both terms are small.
 Vary: python -m gpuattn.lecture.c17_variance D=8192
 """
 
@@ -20,7 +20,7 @@ from gpuattn.lecture import lecture
 say = lecture(__doc__)
 rows, D = say.size("rows", 64, 16), say.size("D", 1024, 256)
 # %% [markdown]
-# Three ways to a variance in float32. How many sums wait for an earlier sum?
+# Three forms of the variance in float32. In which of them must a sum wait for another sum?
 # %%
 
 
@@ -36,7 +36,7 @@ def shifted(x):  # the same after subtracting the row's first element
     return one_pass(x - x[..., :1])
 
 
-forms = {"two passes": two_passes, "E[x^2] - E[x]^2": one_pass, "the same, shifted": shifted}
+forms = {"two passes": two_passes, "E[x^2] - E[x]^2": one_pass, "shifted": shifted}
 lines: dict[str, list] = {name: [] for name in [*forms, "layer_norm"]}
 noise = say.rng.standard_normal((rows, D))
 for mean in (1, 10, 100, 1_000, 10_000):
@@ -52,13 +52,14 @@ at = {name: dict(line) for name, line in lines.items()}
 same = at["E[x^2] - E[x]^2"][1_000] < 1e-4
 say.differs("D11", "the same digits at a mean of 1,000 deviations", same)
 for mean in (10, 1_000):
-    say.record("D11", f"relative error at a mean of {mean:,}", at["E[x^2] - E[x]^2"][mean])
-say.near("D11", "two passes at 1,000", at["two passes"][1_000], 1e-5)
-say.near("D11", "shifted at 1,000", at["the same, shifted"][1_000], 1e-5)
-say.near("D11", "layer_norm at 1,000", at["layer_norm"][1_000], 1e-5)
+    what = f"E[x^2] - E[x]^2, mean {mean:,}: relative error"
+    say.record("D11", what, at["E[x^2] - E[x]^2"][mean])
+for name in ("two passes", "shifted", "layer_norm"):
+    say.near("D11", f"{name}, mean 1,000: relative error", at[name][1_000], 1e-5)
 # %% [markdown]
-# The gradient with two sums that do not wait for each other: dx = w dy / sigma + a S1 + b S2 with
-# S1 = sum(w dy), S2 = sum(w dy x). In alpha, is it sigma or its square?
+# The gradient with two sums that do not wait for each other:
+# dx = w dy / sigma + alpha S1 + beta S2, S1 = sum(w dy), S2 = sum(w dy x).
+# Does alpha contain sigma or sigma^2?
 # %%
 row, dy = noise + 0.5, say.rng.standard_normal((rows, D))
 weight, bias, eps = say.rng.standard_normal(D), np.zeros(D), 1e-12
@@ -75,9 +76,10 @@ for power in (1, 2):
     errors[power] = float(abs(dx - to_cpu(leaf.grad)).max())
 power = min(errors, key=errors.__getitem__)
 say.differs("D12", "the power of sigma that gives the gradient", power)
-say.near("D12", "difference from the tape with sigma^2", errors[2], 1e-9)
-say.record("D12", "difference as printed", errors[1])
+say.near("D12", "with sigma^2: difference from the gradient of layer_norm", errors[2], 1e-9)
+say.record("D12", "with sigma, as printed: difference", errors[1])
 # %%
 alt = "E[x^2] - E[x]^2 loses two digits for each ten times the mean; the others lose none."
-say.curves("Relative error of the variance, and error of layer_norm, over mean / deviation", alt,
-           lines, label="mean / deviation", log=True, log_x=True)  # fmt: skip
+say.curves("Errors of the variance and of layer_norm in float32", alt, lines,
+           label="mean over standard deviation", unit="relative error", log=True,
+           log_x=True)  # fmt: skip

@@ -1,10 +1,11 @@
 """18. One workspace
 
-Claim: parameters, gradients and moments are one buffer each, and one kernel updates them.
+Claim: all parameters are in one buffer, gradients and moments in others like it, and one kernel
+updates them.
 Regime: memory
-Question: AdamW in float32. How many bytes does a parameter take, before any activation?
-Answer: Sixteen: the number, its gradient and two moments, 4 bytes each. With 16-bit parameters and
-float32 masters it is 2 + 2 + 4 + 8 = 16 as well; without masters twelve.
+Question: AdamW in float32. How many bytes does a parameter take, without the activations?
+Answer: Sixteen: the parameter, its gradient and two moments, 4 bytes each. With 16-bit parameters
+and float32 masters it is 2 + 2 + 4 + 8 = 16 as well, and without masters 12.
 Vary: python -m gpuattn.lecture.c18_workspace width=256
 """
 
@@ -21,7 +22,7 @@ from gpuattn.runtime.workspace import Workspace
 say = lecture(__doc__)
 width = say.size("width", 128, 64)
 # %% [markdown]
-# The buffers of a small GPT-2, and their bytes for each number of the model.
+# The buffers of a small GPT-2, and their bytes for each parameter.
 # %%
 
 
@@ -43,20 +44,20 @@ buffers = (space.params, space.grads, *(getattr(space, name) for name in space.m
 what = "buffers: parameters, gradients, two moments, numbers each over the parameters"
 say.exact("D16", what, max(x.size for x in buffers) / space.size)
 padding = space.size / sum(p.size for p in space.tensors.values())
-say.order("D16", "numbers of a buffer over those of the model, and 1.1", padding, 1.1)
+say.order("D16", "length of a buffer over parameters", {"here": padding, "10 % of padding": 1.1})
 # %% [markdown]
-# One call updates all of them.
+# Two launches update all of them: the norm of the gradients, and AdamW.
 # %%
 optimizer = gpuattn.optim.AdamW(small := model(), lr=1e-3)
 tokens = say.rng.integers(0, 256, (2, 65))
 small.loss(tokens[:, :-1], tokens[:, 1:]).backward()
 with counted.ops() as calls:
     optimizer.step()
-say.record("D16", "calls of an update", [call.op for call in calls])
-say.record("D30", "bytes of a number with 16 bits and without masters", each["16 bits, no masters"])
+say.record("D16", "ops of an update", [call.op for call in calls])
+say.record("D30", "bytes a parameter, 16 bits without masters", each["16 bits, no masters"])
 # %% [markdown]
-# What attention holds for its backward pass: the unfused form a table for each head and more, the
-# fused form arrays of B L H x D and one number a row.
+# What attention holds for its backward pass. Unfused: L x L matrices for each head. Fused: arrays
+# of B L H elements and one number a row.
 # %%
 L = say.size("L", 2048 if say.device == "cuda" else 512, 256)
 dtype = "float16" if say.device == "cuda" else "float32"
@@ -74,18 +75,21 @@ for name, impl in (("fused", None), ("unfused", "unfused")):
     held[name] = say.peak(partial(backward, impl))
 table = 2 * 4 * L * L * leaves[0].data.itemsize
 array = leaves[0].data.nbytes
-say.order("D17", "bytes of three arrays B L H, of a table B L^2 N", 3 * array, table, "B")
-say.order("D17", "held by the unfused form: a table, and all", table / 1e6, held["unfused"] / 1e6,
-          "MB")  # fmt: skip
-say.order("D17", "held, fused and unfused", held["fused"] / 1e6, held["unfused"] / 1e6, "MB")
+pair = {"three arrays B L H": 3 * array / 1e6, "scores B L^2 N": table / 1e6}
+say.order("D17", "sizes of the text's buffers", pair, "MB")
+pair = {"the scores": table / 1e6, "all that unfused attention holds": held["unfused"] / 1e6}
+say.order("D17", "sizes here", pair, "MB")
+pair = {name: size / 1e6 for name, size in held.items()}
+say.order("D17", "memory that attention holds", pair, "MB")
 # %% [markdown]
-# A whole step: GPT-2 with fused attention, and with the unfused form.
+# A whole step of GPT-2 with fused and with unfused attention.
 # %%
 gpt = MODELS["gpt2-124m"]
 rungs = {"unfused": Rung(gpt, {"flash_attention": "unfused"}), "fused": Rung(gpt)}
 smaller = {"shape": (2, L), "width": 32, "heads": 4, "layers": (2,)}
 peaks = {name: rung.peak / 1e9 for name, rung in climb(say, rungs, **smaller).items()}
-say.order("D22", "memory of a step, fused and unfused", peaks["fused"], peaks["unfused"], "GB")
+pair = {name: peaks[name] for name in ("fused", "unfused")}
+say.order("D22", "memory of a step", pair, "GB")
 say.record("D22", "less memory, GB", peaks["unfused"] - peaks["fused"])
 alt = "; ".join(f"{name}: {size:.0f}" for name, size in each.items())
-say.bars("Bytes a parameter takes with AdamW", alt, each, "bytes")
+say.bars("Bytes a parameter with AdamW", alt, each, "bytes")

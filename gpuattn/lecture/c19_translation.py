@@ -1,11 +1,11 @@
 """19. A translation step
 
-Claim: the keys and values of the source for all decoder layers come from one matrix product.
+Claim: one matrix product gives the keys and values of the source for all decoder layers.
 Regime: compute
-Question: A decoder of 6 layers attends to a source of S tokens. How many products make its keys
-and values, and which of their inputs is read again and again?
-Answer: Twelve products, two a layer, each of which reads the same encoder output. Side by side
-their weights are one matrix, and one product makes them all. The FLOPs are the same.
+Question: Each of 6 decoder layers attends to a source of S tokens. How many matrix products compute
+the keys and values of the source, and which input do they share?
+Answer: Twelve, two a layer, or six with K and V in one. All read the output of the encoder. With
+their weights side by side in one matrix, one product computes all. The FLOPs are the same.
 Vary: python -m gpuattn.lecture.c19_translation layers=12
 """
 
@@ -38,7 +38,7 @@ def now():
 
 
 # %% [markdown]
-# One product beside one for each layer: the same keys and values.
+# One product, and one for each layer: the same keys and values.
 # %%
 project = gpuattn.nn.MemoryProjection(width, heads, layers)
 memory = say.rng.standard_normal((2, 32, width)).astype(np.float32)
@@ -51,11 +51,11 @@ error = 0.0
 for (k, v), kv in zip(together, each, strict=True):
     both = np.concatenate([to_cpu(x.data).reshape(2, 32, width) for x in (k, v)], -1)
     error = max(error, float(abs(both - to_cpu(kv)).max()))
-say.near("D10", "one product beside one a layer: difference", error, 1e-5)
+say.near("D10", "one product and one a layer: difference", error, 1e-5)
 one, many = (sum(call.op == "linear" for call in calls) for calls in (once, apart))
-say.order("D10", "products, together and apart", one, many)
+say.order("D10", "matrix products", {"together": one, "a layer at a time": many})
 less, more = (sum(call.bytes for call in calls) / 1e6 for calls in (once, apart))
-say.order("D10", "bytes, together and apart", less, more, "MB")
+say.order("D10", "read and written", {"together": less, "a layer at a time": more}, "MB")
 # %% [markdown]
 # The stages of a step of a small translator, by the clock.
 # %%
@@ -77,11 +77,13 @@ for _ in range(2):  # the second is measured
     marks.append(now())
     for name, begin, end in zip(("forward", "backward", "update"), marks, marks[1:], strict=False):
         stages[name] = (end - begin) * 1e3
-say.record("D02", "ms here: forward, backward, update", [round(ms, 2) for ms in stages.values()])
+for name, ms in stages.items():
+    say.record("D02", f"{name}, ms", ms)
+say.record("D02", "synchronise", "none: one process")
 
 # %% [markdown]
-# The whole step of the translator of Vaswani et al., over the batch: with all that fuses, as a CUDA
-# graph on a GPU, and without: the unfused form of attention, launch by launch.
+# The whole step of the translator of Vaswani et al., over the batch. After: all fused ops, on a GPU
+# as a CUDA graph. Before: unfused attention, launch by launch.
 # %%
 base = MODELS["base"]
 plain, curve = {"flash_attention": "unfused"}, []
@@ -90,45 +92,42 @@ for count in counts:
     case = replace(base, shape=(count, 64))
     rungs = {"after": Rung(case), "before": Rung(case, plain, graphs=False)}
     found = climb(say, rungs, shape=(count, 16))
-    ms = {name: float(np.median(rung.us)) / 1e3 for name, rung in found.items()}
+    us = {name: rung.us for name, rung in found.items()}  # "after" first
+    ms = {name: float(np.median(samples)) / 1e3 for name, samples in us.items()}
     curve.append((count, ms["before"] / ms["after"]))
-    after, before = found["after"].us, found["before"].us
-    say.order(
-        "D18", f"step of {count} sentences, after and before", after, before, "us", clock=True
-    )
+    say.order("D18", f"time of a step of {count} sentences", us, "us", clock=True)
+least, most = (pick(y for _, y in curve) for pick in (min, max))
+say.record("D18", "times as fast here", f"{least:.1f} to {most:.1f}")
 for name in ("V100", "A100"):
-    say.record(
-        "D18", name, f"{min(y for _, y in curve):.1f} to {max(y for _, y in curve):.1f} here"
-    )
+    say.record("D18", f"times as fast, {name}")
 for name in ("before", "after"):
     say.record("D19", f"{name}, ms", ms[name])
 deep = replace(CELLS["deep"].case, shape=(32, 64))
 rungs = {"after": Rung(deep), "before": Rung(deep, plain, graphs=False)}
-found = climb(say, rungs, shape=(2, 16), layers=(4, 4))
-after, before = found["after"].us, found["before"].us
-say.order("D19", "step of a deep translator, after and before", after, before, "us", clock=True)
+us = {name: rung.us for name, rung in climb(say, rungs, shape=(2, 16), layers=(4, 4)).items()}
+what = f"time of a step of {'24 + 24' if say.device == 'cuda' else '4 + 4'} layers"
+say.order("D19", what, us, "us", clock=True)
 alt = "; ".join(f"{count} sentences: {gain:.2f}" for count, gain in curve)
-say.curves("Step before over after, over the sentences of a batch", alt, {"here": curve},
-           label="sentences", log_x=True)  # fmt: skip
+say.curves("How many times as fast the step is after as before", alt, {"here": curve},
+           label="sentences of the batch", unit="times", log_x=True)  # fmt: skip
 alt = "; ".join(f"{name} {ms:.1f} ms" for name, ms in stages.items())
 say.bars(f"Stages of a step of a translator, {layers} + {layers} layers", alt, stages, "ms")
 # %% [markdown]
-# Ops one by one: what is neither a product nor attention, with fused ops and with their formulas.
+# The time of ops that are neither a matrix product nor attention, as a share of the step: with
+# fused ops, and with the formulas of these ops.
 # %%
 ROWS = ("layer_norm", "dropout_add_norm", "linear_dropout_add_norm")
 
 
-def calls_of_a_step():
-    """Return the calls of ops of a step; on a GPU each is timed as a CUDA graph."""
-    with say.stream(), hooked(watcher := watch(say.device)):
+def share():
+    """Return the percent of the ops' time that those without FLOPs of products take."""
+    with say.stream(), hooked(watcher := watch(say.device)):  # on a GPU each as a CUDA graph
         model.loss(batch).backward()
-    return watcher.calls
+    us = {every: sum(c["us"] for c in watcher.calls if c["flops"] or every) for every in (0, 1)}
+    return 100 * (1 - us[0] / us[1])
 
 
-calls = calls_of_a_step()
-fused, products = (sum(c["us"] for c in calls if c["flops"] or every) for every in (True, False))
+pair = {"fused": share()}
 with gpuattn.use_impl(**dict.fromkeys(ROWS, "reference")):
-    composed = sum(call["us"] for call in calls_of_a_step())
-less, more = (100 * (1 - products / whole) for whole in (fused, composed))
-say.order("D33", "share of ops but products and attention, fused and as formulas", less, more, "%",
-          clock=True)  # fmt: skip
+    pair["formulas"] = share()
+say.order("D33", "share of ops other than products and attention", pair, "%", clock=True)

@@ -1,11 +1,11 @@
 """20. A cache of keys and values
 
-Claim: with the keys and values of earlier tokens kept, a step computes one token in place of all.
+Claim: with a cache of the keys and values of earlier tokens, a step computes one token, not all.
 Regime: overhead, then memory
-Question: Four tokens are generated one by one. How many times does a row go through the layers
-without a cache, and with one?
-Answer: 1 + 2 + 3 + 4 = 10 times without, 4 times with. For n tokens n (n + 1) / 2 against n; each
-new query still meets all n keys.
+Question: Four tokens are generated one by one. How many rows do the layers compute in all, without
+a cache and with one?
+Answer: 1 + 2 + 3 + 4 = 10 rows without, 4 with. For n tokens it is n (n + 1) / 2 and n. Each new
+query still attends to all keys.
 Vary: python -m gpuattn.lecture.c20_cache n=512 width=128
 """
 
@@ -24,8 +24,8 @@ longest, width = say.size("n", 192, 32, 1000), say.size("width", 64, 64)
 config = gpuattn.models.GPT2Config(vocab=64, d_model=width, heads=4, layers=1, block=1024)
 model, first = gpuattn.models.GPT2(config), np.array([[3]])
 # %% [markdown]
-# Text after text with and without the cache: calls of ops counted while they run. On NumPy the
-# cache computes attention itself: the keys that its queries met are counted after each step.
+# Texts with and without the cache. Calls of ops are counted while they run. On NumPy the cache
+# computes attention itself, which is no op: its FLOPs follow from the keys in it after each step.
 # %%
 
 
@@ -52,17 +52,17 @@ say.exact("B18", "tokens that differ", differ)
 small = gpuattn.models.GPT2Config(vocab=64, d_model=64, heads=4, layers=1, block=1024)
 model, width = gpuattn.models.GPT2(small), 64
 _, flops, _ = generate(1000, True)
-say.differs(
-    "B19", "FLOPs at n = 1,000 over those at n = 10, width 64", float(flops[999] / flops[9])
-)
+what = "FLOPs at n = 1,000 over those at n = 10, width 64"
+say.differs("B19", what, float(flops[999] / flops[9]))
 # %% [markdown]
-# Ten steps in 11.885 s would be 1.2 s a token. A T4 reads the weights of GPT-2 in milliseconds.
+# Ten steps in 11.885 s would be 1.2 s a token. A T4 reads all weights of GPT-2 in 1.5 ms.
 # %%
-say.exact("B20", "56.197 s over 11.885 s", 56.197 / 11.885)
+say.exact("B20", "56.197 s over 11.885 s, times", 56.197 / 11.885)
 least = 4 * decoder_weights(gpuattn.models.GPT2Config()) / 320e9  # float32, 320 GB/s
-say.order("B20", "a token of GPT-2: its weights from memory, and 11.885 s / 10", least, 1.1885, "s")
+pair = {"reading all weights of GPT-2": least, "11.885 s / 10": 1.1885}
+say.order("B20", "time for a token on a T4", pair, "s")
 # %% [markdown]
-# Memory: two numbers (key and value) for each row, head and element; for each layer; each 4 bytes.
+# Memory of the cache of one layer: keys and values, each B x n x H x d numbers of 4 bytes.
 # %%
 attention = gpuattn.nn.MultiHeadAttention(12 * 64, 12)
 cache = attention.new_cache(8, 1024)
@@ -73,8 +73,8 @@ translating = translator.stepper(translator.pack([[5, 6, 7]]), 4)
 translating.step(np.array([1]), 0)
 say.differs("B22", "caches of a translator's step", len(translating.caches))
 # %% [markdown]
-# Reading a prompt and writing a token are two problems: FLOPs a byte of attention with the queries
-# of a prompt, and with one. For one, a GPU splits the keys over its blocks (decode_attention).
+# Attention for a prompt has many queries, for a new token one, so their intensities differ. For one
+# query a GPU splits the keys over its multiprocessors (decode_attention).
 # %%
 S, heads, dtype = (8192, 16, "float16") if say.device == "cuda" else (512, 4, "float32")
 k, v = (say.normal(2, S, heads, 64, dtype=dtype) for _ in range(2))
@@ -84,18 +84,18 @@ for T in (1, S):
     found = gpuattn.traffic(gpuattn.flash_attention, q, k, v)
     arrays = [found.reads[name] for name in "qkv"] + [found.writes["out"]]
     flops_a_byte.append(4 * 2 * heads * 64 * T * S / sum(arrays))
-what = "FLOPs a byte of attention, one query and a prompt"
-say.order("C17", what, *flops_a_byte)
+pair = dict(zip(("one query", f"a prompt of {S:,} tokens"), flops_a_byte, strict=True))
+say.order("C17", "FLOPs a byte of attention", pair)
 if say.device == "cuda":
     one, lengths = q[:, -1:], say.xp.full(2, S, np.int32)
     us = say.kernel_times({
-        "split": partial(gpuattn.decode_attention, one, k, v, lengths),
+        "keys split": partial(gpuattn.decode_attention, one, k, v, lengths),
         "one block a head": partial(gpuattn.flash_attention, one, k, v, impl="raw-ampere"),
     })  # fmt: skip
-    what = f"time of one query and {S:,} keys, split and not"
-    say.order("C17", what, us["split"], us["one block a head"], "us", clock=True)
+    say.order("C17", f"time of one query and {S:,} keys", us, "us", clock=True)
 # %% [markdown]
-# Time over the length, by the clock of this machine; the FLOPs fall faster than the time.
+# The gain over the length: in FLOPs, and in time by the clock. Time gains less than FLOPs, because
+# launches and reading the weights take time too.
 # %%
 ratios = [(n, float(uncached[n - 1] / cached[n - 1])) for n in range(1, longest + 1)]
 lengths = [2**i for i in range(2, int(np.log2(longest)) + 1)]
@@ -109,8 +109,9 @@ def step_through(n, kv_cache):
 
 us = say.times({f"{n} {c}": partial(step_through, n, c) for n in lengths for c in (True, False)})
 times = [(n, float(np.median(us[f"{n} False"]) / np.median(us[f"{n} True"]))) for n in lengths]
-say.record("B20", "time without a cache over with, of the longest text here", times[-1][1])
+say.record("B20", f"times as fast with a cache here, {times[-1][0]} tokens", times[-1][1])
 alt = f"FLOPs: {ratios[-1][1]:.0f} times fewer at {longest} tokens; time: {times[-1][1]:.1f} times."
-say.curves("Without a cache over with one, over the tokens of the text", alt,
-           {"FLOPs": ratios, "time here": times}, label="tokens", log=True, log_x=True,
-           levels=[(4.73, "printed: 4.73, length not given")])  # fmt: skip
+say.curves("What a cache saves: without it over with it", alt,
+           {"FLOPs": ratios, "time here": times}, label="tokens of the text", unit="times",
+           log=True, log_x=True,
+           levels=[(4.73, "time as printed: 4.73, length not given")])  # fmt: skip

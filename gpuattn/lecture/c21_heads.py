@@ -1,11 +1,11 @@
-"""21. Fewer heads of keys
+"""21. Fewer KV heads
 
-Claim: query heads that share keys and values make the cache smaller by as much.
+Claim: when r query heads share one KV head, the cache is r times smaller.
 Regime: memory
-Question: 12 query heads share one head of keys and values. How much smaller is the cache, and how
-many FLOPs does attention save?
-Answer: The cache is a twelfth. Attention saves none: each query head still meets every key. What
-is saved is reading the cache, which is what a step of decoding waits for.
+Question: 12 query heads share one KV head, one head of keys and values. How much smaller is the
+cache, and how many FLOPs does attention save?
+Answer: The cache is a twelfth. Attention saves no FLOPs: each query head still attends to every
+key. It saves reading the cache, which limits a step of decoding.
 Vary: python -m gpuattn.lecture.c21_heads heads=32 n=8192
 """
 
@@ -21,7 +21,7 @@ from gpuattn.models.flops import layer_weights
 say = lecture(__doc__)
 heads, n, head_size = say.size("heads", 12, 12), say.size("n", 1024, 1024), 64
 # %% [markdown]
-# The cache of eight texts, for each number of heads of keys that divides the query heads.
+# The cache of eight texts, for each number of KV heads that divides the query heads.
 # %%
 
 
@@ -31,27 +31,27 @@ def cache_bytes(heads, kv_heads, n):
     return cache.k.nbytes + cache.v.nbytes
 
 
-say.exact("B23", "bytes with 1 head of 12", cache_bytes(12, 1, 1024))
+say.exact("B23", "bytes with 1 KV head for 12", cache_bytes(12, 1, 1024))
 whole = cache_bytes(12, 12, 1024)
 for r in (3, 12):
     share = whole / cache_bytes(12, 12 // r, 1024)
-    say.near("B25", f"groups of {r}: cache beside 1 / {r}", abs(share - r), 0)
+    say.near("B25", f"groups of {r}: difference from a cache {r} times smaller", abs(share - r), 0)
 sizes = {k: cache_bytes(heads, k, n) for k in range(1, heads + 1) if heads % k == 0}
 # %% [markdown]
-# A group is what repeating the keys for each of its query heads would be.
+# A group gives the same result as a copy of its keys and values for each of its query heads.
 # %%
 q, (k, v) = say.normal(2, 12, 32, head_size), (say.normal(2, 4, 32, head_size) for _ in range(2))
 grouped = gpuattn.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 k, v = (say.xp.repeat(x, 3, axis=1) for x in (k, v))
 repeated = gpuattn.scaled_dot_product_attention(q, k, v, is_causal=True)
 error = abs(to_cpu(grouped) - to_cpu(repeated)).max()
-say.near("B25", "groups of 3 beside repeated keys: difference", error, 1e-6)
+say.near("B25", "groups of 3: difference from copied keys and values", error, 1e-6)
 # %% [markdown]
-# The six models of the MQA table: what heads lose, the feed-forward network gets. Each layer of
-# width 1,024 has as many weights. (The width is not in the text; this one makes them equal.)
+# The six models of the MQA table have fewer or smaller heads and a wider feed-forward network. With
+# width 1,024 all six layers have equally many weights. (The text does not give the width.)
 # %%
 TABLE = {
-    "8 heads of 128": (8, 8, 128, 8192), "8 heads of 128, one of keys": (8, 1, 128, 9088),
+    "8 heads of 128": (8, 8, 128, 8192), "8 heads of 128, 1 KV head": (8, 1, 128, 9088),
     "1 head of 128": (1, 1, 128, 9984), "2 heads of 64": (2, 2, 64, 9984),
     "4 heads of 32": (4, 4, 32, 9984), "8 heads of 16": (8, 8, 16, 9984),
 }  # fmt: skip
@@ -69,11 +69,12 @@ for name, count in (("one", 1), ("all", heads)):
     k_cache, v_cache = (say.normal(8, keys, count, head_size, dtype=dtype) for _ in "kv")
     calls[name] = partial(gpuattn.decode_attention, q, k_cache, v_cache, lengths)
     moved[name] = gpuattn.traffic(gpuattn.decode_attention, q, k_cache, v_cache, lengths).bytes
-what = "1 head of keys and all"
-say.order("B26", f"MB of a step, {what}", moved["one"] / 1e6, moved["all"] / 1e6, "MB")
-us = say.kernel_times(calls)
-say.order("B26", f"time of a step, {what}", us["one"], us["all"], "us", clock=True)
+names = {"one": "1 KV head", "all": f"{heads} KV heads"}
+pair = {names[name]: size / 1e6 for name, size in moved.items()}
+say.order("B26", "read and written in a step of attention", pair, "MB")
+pair = {names[name]: us for name, us in say.kernel_times(calls).items()}
+say.order("B26", "time of a step of attention", pair, "us", clock=True)
 # %%
 alt = "; ".join(f"{k} heads: {size / 2**20:.1f} MiB" for k, size in sizes.items())
-bars = {f"{k} of {heads} heads": size / 2**20 for k, size in sizes.items()}
+bars = {f"{k} KV heads for {heads} query heads": size / 2**20 for k, size in sizes.items()}
 say.bars(f"Cache of a layer, 8 texts of {n:,} tokens, float32", alt, bars, "MiB")

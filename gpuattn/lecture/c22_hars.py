@@ -1,11 +1,11 @@
 """22. Beam search without sorting
 
-Claim: the k largest logits are found by ranking a handful of numbers, not all k V.
+Claim: a step of beam search finds the k largest of k V logits by sorting a few candidates, not all.
 Regime: memory
-Question: Two beams look at eight words each, in two groups of four. How many of the sixteen
-logits must be ranked to find the two best of each beam?
-Answer: Five. The least of a beam's group maxima, R, is a bound: two logits are at least R, so
-nothing below it is among the two best. Only what is at least R is ranked: 4 4 5 and 7 8.
+Question: Each of two beams has eight words, in two groups of four. How many of the sixteen logits
+must be sorted to find the two best of each beam?
+Answer: Five. R is the smaller maximum of a beam's two groups. At least two logits are R or larger,
+so no logit below R is among the two best. Only 4 4 5 and 7 8 are left to sort.
 Vary: python -m gpuattn.lecture.c22_hars V=250000 K=8
 """
 
@@ -20,7 +20,7 @@ say = lecture(__doc__)
 K, V = say.size("K", 4, 4), say.size("V", 32_000, 4_000, 128_000)
 rows = say.size("rows", 256, 32)  # beams of which means are taken
 # %% [markdown]
-# The worked example of the slides. Read the sixteen digits by columns: a row is a beam.
+# The worked example of the slides. A row holds the logits of a beam.
 # %%
 example = say.array([[2, 4, 2, 4, 3, 5, 1, 2], [1, 3, 7, 4, 1, 5, 8, 6]])
 maxima = example.reshape(2, 2, 4).max(-1)
@@ -34,9 +34,9 @@ found = to_cpu(example)[[1, 1], to_cpu(words)[1]]
 say.exact("D29", "best two of both", [int(x) for x in found])
 for beam, digits in enumerate(to_cpu(example).astype(int), 1):
     weights = np.where(to_cpu(kept)[beam - 1], 1.0, 0.15)[None]
-    alt = f"Logits {' '.join(map(str, digits))} of beam {beam}; dark: those that are ranked."
-    say.maps(f"Beam {beam}: R = {int(least[beam - 1, 0])}, dark is ranked", alt, weights,
-             ["ranked"], digits)  # fmt: skip
+    alt = f"Logits {' '.join(map(str, digits))} of beam {beam}; dark: those that are sorted."
+    say.maps(f"Logits of beam {beam}: R = {int(least[beam - 1, 0])}; dark: sorted", alt, weights,
+             ["logits"], digits)  # fmt: skip
 # %% [markdown]
 # A whole step in plain NumPy: log-probabilities, sums with the scores so far, the best K of K V.
 # %%
@@ -60,9 +60,9 @@ def plain_step():
     return say.xp.argsort(total.ravel())[-K:]
 
 
-us = say.times({"ranked": lambda: gpuattn.beam_step(wide, scores, count=K), "sorted": plain_step})
-what = f"time of a step over {width:,} words, ranked and sorted"
-say.order("D27", what, us["ranked"], us["sorted"], "us", clock=True)
+us = say.times({"beam_step": lambda: gpuattn.beam_step(wide, scores, count=K),
+                "sorting all": plain_step})  # fmt: skip
+say.order("D27", f"time of a step over {width:,} words", us, "us", clock=True)
 # %% [markdown]
 # How many logits of a row are at least R, with more and more groups? K is the least possible.
 # %%
@@ -73,10 +73,11 @@ for groups in (K * n for n in (1, 2, 4, 8, 32, 128) if K * n <= V // 2):
     grouped = rows_of_logits[:, : groups * size].reshape(rows, groups, size)
     bound = np.sort(grouped.max(-1), -1)[:, -K]  # the K-th largest maximum
     curve.append((groups, float((rows_of_logits >= bound[:, None]).sum(-1).mean())))
-say.order("D27", "logits that are ranked, of all", curve[0][1], V, "a row")
+pair = {f"candidates, {K} groups": curve[0][1], "all": float(V)}
+say.order("D27", "logits of a beam that are sorted", pair)
 theory = K * sum(1 / n for n in range(1, K + 1))
 alt = f"The candidates of a row fall from {curve[0][1]:.1f} with {K} groups towards {K}."
-say.curves("Candidates of a row that are ranked, over the number of groups", alt,
-           {f"V = {V:,}": curve}, label="groups", log_x=True,
-           points=[(K, theory, f"K (1 + 1/2 + ... + 1/K) = {theory:.1f}")],
+say.curves("Candidates of a beam, the mean over many", alt,
+           {f"V = {V:,}": curve}, label="groups", unit="candidates", log_x=True,
+           points=[(K, theory, f"expected: K (1 + 1/2 + ... + 1/K) = {theory:.1f}")],
            levels=[(K, f"K = {K}, the least")])  # fmt: skip

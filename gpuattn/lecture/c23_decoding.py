@@ -1,12 +1,12 @@
 """23. Decoding as a whole
 
-Claim: a cache, batches and their order multiply: together they make generation many times as fast.
+Claim: a cache and batches make generation many times as fast, and their gains multiply.
 Regime: overhead, then memory
-Question: A cache makes a text of n tokens some times as fast, a batch of B texts some times more.
-Which of the two gains grows with n, and which with B?
-Answer: The cache's with n: what is not computed again is the text so far. The batch's with B, until
-its knee (chapter 4). They multiply, because the cache leaves one row a text: too little to fill
-a machine alone.
+Question: A cache makes the generation of n tokens faster, and so does a batch of B texts. Which of
+the two gains grows with n, and which with B?
+Answer: The cache's gain grows with n: it saves computing the text so far again. The batch's gain
+grows with B, until arithmetic limits it (chapter 4). They multiply: with a cache a step has one row
+a text, which alone does not keep a machine busy.
 Vary: python -m gpuattn.lecture.c23_decoding n=128 B=8
 """
 
@@ -22,7 +22,7 @@ config = gpuattn.models.GPT2Config(vocab=256, d_model=width, heads=4, layers=2, 
 model = gpuattn.models.GPT2(config).to(device=say.device)
 prompts = say.xp.asarray(say.rng.integers(0, 256, (B, 1)))
 # %% [markdown]
-# The same B texts of n tokens, with more and more switched on: time by the clock.
+# The same B texts of n tokens: one by one without a cache, one by one with it, together with it.
 # %%
 
 
@@ -41,15 +41,17 @@ def together():
     return [int(token) for token in generate(prompts, True)]
 
 
-say.near("D35", "last tokens that differ", sum(np.not_equal(one_by_one(False), together())), 0)
+say.near(
+    "D35", "GPT-2: last tokens that differ", sum(np.not_equal(one_by_one(False), together())), 0
+)
 us = say.times({
     "one by one, no cache": lambda: one_by_one(False),
     "one by one, cache": lambda: one_by_one(True),
     f"{B} texts together, cache": together,
 })  # fmt: skip
 names = list(us)
-what = "time of the texts, all switched on and all off"
-say.order("D35", what, us[names[-1]], us[names[0]], "us", clock=True)
+pair = {name: us[name] for name in (names[-1], names[0])}
+say.order("D35", "GPT-2: time of all texts", pair, "us", clock=True)
 say.record("D35", "times as fast, up to", float(np.median(us[names[0]]) / np.median(us[names[-1]])))
 rates = {name: n * B / float(np.median(samples)) * 1e6 for name, samples in us.items()}
 # %% [markdown]
@@ -73,11 +75,11 @@ def apart():
 
 
 wrong = sum(np.not_equal(apart(), [int(token) for token in translate(sources, True)]))
-say.near("D34", "last tokens that differ", wrong, 0)
-both = say.times({"all on": lambda: translate(sources, True), "all off": apart})
-what = "time of the translations, all switched on and all off"
-say.order("D34", what, both["all on"], both["all off"], "us", clock=True)
-times = float(np.median(both["all off"]) / np.median(both["all on"]))
+say.near("D34", "translation: last tokens that differ", wrong, 0)
+on, off = "together, cache", "one by one, no cache"
+both = say.times({on: lambda: translate(sources, True), off: apart})
+say.order("D34", "translation: time of all sentences", both, "us", clock=True)
+times = float(np.median(both[off]) / np.median(both[on]))
 say.record("D34", "times as fast, up to", times)
 alt = "; ".join(f"{name}: {rate:,.0f} tokens/s" for name, rate in rates.items())
-say.bars(f"Tokens a second, {B} texts of {n} tokens", alt, rates, "tokens/s")
+say.bars(f"Throughput of GPT-2, {B} texts of {n} tokens", alt, rates, "tokens/s")

@@ -1,10 +1,10 @@
-"""24. What cannot run here
+"""24. Energy, and figures of other machines
 
-Claim: figures of other machines, other data and other libraries stand here as printed; nothing is
+Claim: these figures are of other machines, data or libraries. They are shown as printed and not
 judged.
 Regime: none
-Question: A paper reports 1.4 times. What would you need to know before you expect it on your own
-machine?
+Question: A paper reports that a step is 1.4 times as fast. What must you know before you expect
+the same on your own machine?
 Answer: The card, the shapes, the precision, what was compared, and whether the step was bound by
 arithmetic, memory or launches: chapters 1 to 6. Then predict your own factor, and measure.
 Vary: gpuattn doctor
@@ -20,10 +20,10 @@ from gpuattn.units import CO2_PER_KWH, co2_grams
 
 say = lecture(__doc__)
 # %% [markdown]
-# Energy, where a GPU tells it, and CO2 by a stated factor: the world's mean of electricity.
+# Energy, where a GPU measures it, and CO2 by a stated factor, the world's mean for electricity.
 # %%
 say.record("D01", "years of driving")
-say.record("D01", "grams of CO2 for a kWh, the factor here", CO2_PER_KWH)
+say.record("D01", "grams of CO2 for a kWh, the factor used here", CO2_PER_KWH)
 before = PowerMeter().read(now=True) if say.device == "cuda" else Draw()
 if before.joules is not None:
     a, begin, products = say.normal(8192, 8192, dtype="float16"), time.perf_counter(), 0
@@ -37,10 +37,10 @@ if before.joules is not None:
     training = 3.14e23 / (products * 2 * 8192**3 / joules)  # FLOPs of GPT-3, as published
     say.record("D01", "tonnes of CO2 of GPT-3's FLOPs at that rate", co2_grams(training) / 1e6)
 else:
-    say.record("D01", "joules here", "not measured: no GPU tells them")
-say.record("D03", "a table of features of libraries")
-say.record("B01", "other chips")
-say.record("C19", "another library; here gpuattn.fuse and gpuattn.capture do a part of it")
+    say.record("D01", "GFLOPs a joule", "not measured: no GPU that measures its energy")
+say.record("D03", "features of other libraries")
+say.record("B01", "times of other chips")
+say.record("C19", "a part of it here", "gpuattn.fuse and gpuattn.capture")
 for id in ("D21", "D24", "D25"):
     say.record(id, "times as fast")
 # %%
@@ -49,4 +49,4 @@ FACTORS = {
     "BERT on MRPC, best": 1.44, "ViT on CIFAR-10": 1.2, "ViT on CIFAR-10, best": 1.7,
 }  # fmt: skip
 alt = "; ".join(f"{name}: {factor}" for name, factor in FACTORS.items())
-say.bars("How many times as fast, as printed", alt, FACTORS, "times", grey=FACTORS)
+say.bars("How many times as fast, as printed (D21, D24, D25)", alt, FACTORS, "times", grey=FACTORS)

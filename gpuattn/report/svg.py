@@ -45,6 +45,7 @@ def curves(
     log: bool = False,
     span: Sequence[float] = (),
     label: str = "updates",
+    unit: str = "",
     log_x: bool = False,
     points: Sequence[tuple[float, float, str]] = (),
     levels: Sequence[tuple[float, str]] = (),
@@ -54,9 +55,9 @@ def curves(
 
     ``times``: [(x, text)] of a second axis, at the top. ``log``, ``log_x``: a logarithmic axis of
     y, of x, for values above 0. ``span``: values of y that the axis always includes. ``label``: of
-    the axis of x. ``points``: [(x, y, text)] in grey, from elsewhere. ``levels``: [(y, text)] of
-    dashed lines across. ``alt``: what the chart shows, for readers who do not see it. Returns None
-    without points.
+    the axis of x. ``unit``: of y, above its axis. ``points``: [(x, y, text)] in grey, from
+    elsewhere. ``levels``: [(y, text)] of dashed lines across. ``alt``: what the chart shows, for
+    readers who do not see it. Returns None without points.
     """
     good = (lambda y: 0 < y < math.inf) if log else math.isfinite
     series = {name: [p for p in line if good(p[1])] for name, line in series.items()}
@@ -89,6 +90,8 @@ def curves(
             names += [_mark(i, x + 11, y), tag("text", name, x=x + 27, y=y + 4, class_=f"s{i}")]
             x += wide
     times = [(x, text) for x, text in times if x <= across.most]
+    if unit:
+        drawn.append(tag("text", unit, x=2, y=box.top - 6, class_="dim"))
     return _chart(box, across, up, label, [drawn, names], times, alt=alt)
 
 

@@ -8,6 +8,7 @@ import pytest
 from gpuattn.lecture.harness import chapters, record
 from gpuattn.lecture.harness.claims import load
 
+STORED = record.stored
 HEAD = '''"""{number}. {title}
 
 Claim: one.
@@ -34,6 +35,7 @@ def write(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(chapters, "FOLDER", folder)
+    monkeypatch.setattr(record, "stored", lambda: None)
     chapters.chapters.cache_clear()
 
     def chapter(number, title, code, extra=""):
@@ -78,6 +80,8 @@ def test_some_chapters_keep_the_others_of_the_record(call, write):
     write(7, "Softmax", OTHER)
     call("lecture", "2", "--device", "numpy")
     assert numbers() == [2]
+    result = call("lecture", "2", "--device", "numpy")
+    assert "  not run: chapters 7\n" in result.stdout and "was not run" not in result.stdout
     assert "7. Softmax" in call("lecture", "softmax", "--device", "numpy").stdout
     assert numbers() == [2, 7]
     result = call("lecture", "2", "--device", "numpy", "--smoke")  # other sizes: anew
@@ -171,6 +175,29 @@ def test_without_a_gpu_a_chapter_that_needs_one_shows_the_record(call, write):
     assert "gpuattn: warning: card.json: without the claims" in result.stderr
     result = call("lecture", "--device", "numpy")
     assert result.exit_code == 0 and "needs a GPU" in result.stdout
+
+
+def test_without_a_gpu_the_stored_record_shows_what_is_missing(call, write, monkeypatch):
+    write(2, "Count FLOPs", GOOD)
+    write(6, "Fusion", 'say.record("C18", "launches", 77077)\n')
+    found = record.new("A card, 99 GiB", "gpuattn lecture", chapters.Say().xp, False, False)
+    found |= {"gpu": "A card", "chapters": [
+        chapters.run(chapters.chapters()[6], chapters.Say(tell=lambda text: None))
+    ]}  # fmt: skip
+    write(6, "Fusion", OTHER)
+    result = call("lecture", "--device", "numpy", "--out", "none.html")
+    assert "no record of a GPU is at hand to show them; --beside FILE shows one" in result.stdout
+    monkeypatch.setattr(record, "stored", STORED)
+    monkeypatch.setattr(record, "__file__", str(Path("no/such/clone/at/all.py").resolve()))
+    assert record.stored() is None
+    record.STORED.parent.mkdir(parents=True)
+    record.STORED.write_text(json.dumps(found))
+    result = call("lecture", "--device", "numpy")
+    assert result.exit_code == 0
+    assert f"beside it: A card, 99 GiB, {found['date']} ({record.STORED})" in result.stdout
+    assert "A card, 99 GiB: C18  launches: 77,077" in result.stdout
+    page = Path("lecture.html").read_text()
+    assert "chapter 6 shows it of A card" in page and "The figures of" not in page
 
 
 def test_no_gpu_is_its_own_exit_code(call, write, monkeypatch):

@@ -61,7 +61,7 @@ def alone(*arguments, name="c22_hars"):
 def test_a_chapter_runs_by_itself():
     run = alone("V=500", "--smoke", "--device", "numpy")
     assert run.returncode == 0 and not run.stderr
-    assert run.stdout.startswith("22. ") and "500 a row" in run.stdout
+    assert run.stdout.startswith("22. ") and "500 (all)" in run.stdout
 
 
 @pytest.mark.parametrize("arguments, said", [

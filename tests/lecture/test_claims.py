@@ -41,6 +41,12 @@ def test_each_claim_is_in_one_chapter_or_has_its_reason(smoke):
             assert missing[id].startswith(f"not built yet: chapter {claim.chapter}"), id
 
 
+def test_no_statement_hides_another(smoke):
+    for entry in smoke["chapters"]:
+        said = collections.Counter((s["id"], s["what"]) for s in entry["statements"])
+        assert max(said.values()) == 1, said.most_common(1)
+
+
 def test_each_printed_figure_of_a_built_chapter_is_compared(smoke):
     shown = {(s["id"], s["what"]) for entry in smoke["chapters"] for s in entry["statements"]}
     missing = reasons(smoke)

@@ -85,7 +85,7 @@ def test_another_record_has_a_column(smoke):
     gone = other["chapters"].pop()
     text = render(smoke, other)
     assert "a &lt;card&gt;" in text and text.count("77,077") == 1
-    assert 'data-name="there"' in text
+    assert 'data-name="a card"' in text and "The figures of a card" in text
     alone = render(smoke | {"chapters": []}, other)  # chapters that ran only there
     assert "here it was not run" in alone and f">{gone['number']}. {gone['title']}" not in alone
     Reader(alone)

@@ -8,6 +8,7 @@ import pytest
 from gpuattn.errors import CheckpointError, ConfigError, DataError
 from gpuattn.lecture.harness import record
 from gpuattn.lecture.harness.chapters import chapters
+from gpuattn.lecture.harness.page import render
 from gpuattn.lecture.harness.say import verdict
 
 
@@ -49,6 +50,17 @@ def test_an_error_in_a_chapter_is_the_reason_of_its_claims(smoke):
     chapter = chapters()[broken["chapters"][0]["number"]]
     assert record.is_missing(broken, chapter)
     assert record.reasons(broken)[chapter.claims[0]].endswith("ended with an error")
+
+
+@pytest.mark.skipif(not record.stored(), reason="no record of a GPU is stored yet")
+def test_the_stored_record_can_be_judged_again_and_shown(smoke):
+    found = record.read(record.stored())
+    assert found["gpu"] and not found["smoke"]
+    for entry in found["chapters"]:
+        assert entry["number"] in chapters() and not entry["error"]
+        assert all(verdict(s) == s["verdict"] != "fails" for s in entry["statements"])
+    text = render(smoke, found)
+    assert found["where"] in text and len(text.encode()) < 1 << 20
 
 
 def test_a_record_goes_on_where_it_can(smoke, tmp_path):

@@ -49,10 +49,10 @@ def test_a_chapter_says_lines_and_keeps_plain_statements():
     chapter = Say(tell=lines.append)
     chapter.exact("D29", "candidates", [np.int64(n) for n in (4, 4, 5, 7, 8)])
     chapter.near("A12", "error", np.float32("nan"), 1.0)
-    chapter.order("A13", "times", np.array([1.0, 2.0]), [3.0], "us", clock=True)
+    chapter.order("A13", "times", {"a": np.array([1.0, 2.0]), "b": [3.0]}, "us", clock=True)
     assert [type(s["got"]) for s in chapter.statements] == [list, str, str]
     assert [s["verdict"] for s in chapter.statements] == ["exact", "fails", "record"]
-    assert "4 4 5 7 8 (as printed)" in lines[0] and "1.5 us against 3 us" in lines[2]
+    assert "4, 4, 5, 7, 8 (as printed)" in lines[0] and "1.5 us (a) < 3 us (b)" in lines[2]
     chapter.curves("t", "a", {"x": [(1, 2.0), (2, math.inf)]}, label="n")
     assert chapter.figures[0]["series"] == {"x": [[1, 2.0]]}
 
@@ -71,10 +71,38 @@ def test_sizes_are_given_or_small_or_usual():
 
 @pytest.mark.parametrize("value, shown", [
     (20971520, "20,971,520"), (2730.6667, "2,730.67"), (1e-7, "1.00e-07"), (0.0, "0"),
-    (True, "yes"), (None, "-"), ([4, 7.5], "4 7.5"), ("rises", "rises"),
+    (True, "yes"), (None, "-"), ([4, 7.5], "4, 7.5"), ("rises", "rises"),
 ])  # fmt: skip
 def test_figures_as_text(value, shown):
     assert text(value) == shown
+
+
+@pytest.mark.parametrize("pair, unit, said", [
+    ({"a": 3, "b": 2}, "", "3 (a) > 2 (b)"),
+    ({"a": 2.0, "b": 2}, "MB", "2 MB (a) = 2 MB (b)"),
+    ({"a": 1234.5678, "b": [1e4, 3e4, 2e4]}, "us", "1.235 ms (a) < 20 ms (b)"),
+    ({"a": 1.0, "b": math.inf}, "MiB", "1 MiB (a) < inf MiB (b)"),
+])  # fmt: skip
+def test_a_pair_is_compared_in_words(pair, unit, said):
+    chapter = Say(tell=lambda text: None)
+    chapter.order("A13", "what", pair, unit)
+    assert chapter.statements[0]["got"] == said
+    assert chapter.statements[0]["names"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("facts, said", [
+    (statement("exact", got=153.016, printed=153.02, verdict="exact"), "x: 153.02 (as printed)"),
+    (statement("exact", got=154.0, printed=153.02, verdict="fails"), "x: 154 (printed: 153.02)"),
+    (statement("differs", got=0.19661, right=0.2, printed=20.0, verdict="differs"),
+     "x: 0.2 (printed: 20)"),
+    (statement("near", got=1.23456e-5, bound=1e-4, verdict="near"), "x: 1.23e-05 (at most 0.0001)"),
+    (statement("near", got=0.0, bound=0, verdict="near"), "x: 0 (must be 0)"),
+    (statement("record", printed=143, verdict="record"), "x: printed 143, not measured"),
+    (statement("record", verdict="record"), "x: not measured here"),
+    (statement("record", got=123.456, printed=100, verdict="record"), "x: 123.5 (printed: 100)"),
+])  # fmt: skip
+def test_a_statement_as_a_line(facts, said):
+    assert say.line({"what": "x", **facts}) == said
 
 
 def test_an_array_counts_its_accesses():

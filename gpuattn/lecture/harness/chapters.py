@@ -5,6 +5,7 @@ paragraphs that begin with a word of ``FIELDS``.
 """
 
 import ast
+import contextlib
 import contextvars
 import functools
 import hashlib
@@ -135,7 +136,8 @@ def run(chapter: Chapter, say: Say, keep: Callable[[dict[str, Any]], None] | Non
 
     token = _current.set(say)
     try:
-        runpy.run_path(str(chapter.path))
+        with _one_blas_thread(say.device):
+            runpy.run_path(str(chapter.path))
     except BrokenPipeError:  # the reader of the lines has gone
         raise
     except KeyboardInterrupt:
@@ -150,6 +152,15 @@ def run(chapter: Chapter, say: Say, keep: Callable[[dict[str, Any]], None] | Non
     if error is None:
         say.check_sizes()
     return entry(error)
+
+
+def _one_blas_thread(device):
+    """On NumPy: products here are small, and threads that wait for each other slow them down."""
+    if device != "numpy":
+        return contextlib.nullcontext()
+    from threadpoolctl import threadpool_limits
+
+    return threadpool_limits(1, "blas")
 
 
 def faults(entry: Mapping[str, Any]) -> list[str]:

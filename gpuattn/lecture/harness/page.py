@@ -9,8 +9,8 @@ import numpy as np
 from gpuattn.files import write_text
 from gpuattn.lecture.harness.chapters import chapters
 from gpuattn.lecture.harness.claims import load
-from gpuattn.lecture.harness.record import entry_of, reasons
-from gpuattn.lecture.harness.say import FAILS, text
+from gpuattn.lecture.harness.record import entry_of, reasons, statements_of
+from gpuattn.lecture.harness.say import FAILS, figure, text
 from gpuattn.report import svg
 from gpuattn.report.markup import tag
 from gpuattn.report.style import document
@@ -18,7 +18,8 @@ from gpuattn.typing import StrPath
 
 TITLE = "The living lecture"
 STYLE = """
-.claims td:last-child { white-space: nowrap; } .fails { color: #c22; font-weight: bold; }
+.claims td[data-name=verdict] { white-space: nowrap; } .fails { color: #c22; font-weight: bold; }
+.map svg { width: auto; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--dim); }
 h2 small { font-weight: normal; color: var(--dim); } .why { color: var(--dim); }
 section > .charts { margin: 1rem 0; }
@@ -28,12 +29,19 @@ section > .charts { margin: 1rem 0; }
   .claims td[data-name]::before { content: attr(data-name) ": "; color: var(--dim); } }
 """
 INTRODUCTION = (
-    "Five texts on how attention is made fast make 120 claims. Here each stands beside what one "
-    "machine computed and measured. Exact: the same digits as printed, or as the text's formula "
-    "gives. Near: an error below a bound. Order: one figure below another. Differs: the text is "
-    "wrong, and the right figure is asserted. Record: shown, not judged. The letter of a claim is "
-    "its text, listed at the end."
+    "Five texts explain how attention is made fast. They make 120 claims. Here each claim stands "
+    "beside what one machine computed and measured. Claim B06 is of text B; the texts are listed "
+    "at the end. Printed: the figure in the text, or what its formula gives. Here: the figure of "
+    "this machine; a dash means that nothing was measured. The verdict says how they compare:"
 )
+VERDICTS = {
+    "exact": "the figure is the printed one, to its last digit",
+    "near": "the error is below the bound beside it",
+    "order": "the first figure is below the second, as the text claims",
+    "differs": "the text is wrong; the figure here is the right one, and the grey line says why",
+    "record": "shown beside the printed figure, not judged: another machine, or the clock of a CPU",
+    FAILS: "the claim does not hold on this machine",
+}
 
 
 def write_page(
@@ -57,11 +65,13 @@ def render(record: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -
             class_="verdict"),
         tag("p", f"{record['where']}. gpuattn {version}, {record['date']}.{small}",
             class_="dim head"),
-        tag("p", f"Beside it: {beside['where']}, {beside['date']}.", class_="dim head")
-        if beside else None,
+        tag("p", f"Beside it: {beside['where']}. gpuattn {beside['versions']['gpuattn']}, "
+            f"{beside['date']}.", class_="dim head") if beside else None,
         tag("p", INTRODUCTION),
+        tag("table", [tag("tr", tag("td", tag("b", name)), tag("td", meaning))
+                      for name, meaning in VERDICTS.items()]),
         [_chapter(chapter, record, beside) for chapter in chapters().values()],
-        _absent(missing),
+        _absent(missing, beside),
         _sources(),
     ]  # fmt: skip
     return document(TITLE, body, STYLE)
@@ -74,7 +84,8 @@ def _chapter(chapter, record, beside):
         return None
     fields, ran = chapter.fields, entry or other
     question = tag("summary", f"Predict: {fields['Question']}")
-    drawn = [_figure(figure) for figure in ran["figures"]]
+    drawn = [_drawn(chart) for chart in ran["figures"]]
+    more = [_drawn(chart) for chart in other["figures"]] if entry and other else None
     where = "here" if entry else "there; here it was not run"
     return tag(
         "section",
@@ -83,21 +94,28 @@ def _chapter(chapter, record, beside):
         tag("details", question, tag("p", fields["Answer"])),
         tag("p", f"The chapter ended with {ran['error']}", class_="fails")
         if ran["error"] else None,
-        _table(entry, other, bool(beside)),
+        _table(entry, other, _name(beside)),
         tag("div", drawn, class_="charts") if drawn else None,
+        tag("details", tag("summary", f"The figures of {_name(beside)}"),
+            tag("div", more, class_="charts")) if more else None,
         tag("p", "Vary it: ", tag("code", fields["Vary"])),
         tag("details", tag("summary", f"The code, {ran['seconds']:.1f} s {where}"),
             tag("pre", chapter.source)),
     )  # fmt: skip
 
 
-def _table(entry, other, with_other):
-    """Return the statements of a chapter: printed, there (in the record beside), here."""
+def _name(beside):
+    """Return the name of the column of the record beside, or None."""
+    return beside and (beside["gpu"] or "there")
+
+
+def _table(entry, other, there_name):
+    """Return the statements of a chapter: printed, in the record beside, here."""
     here, there = (
         {(s["id"], s["what"]): s for s in found["statements"]} if found else {}
         for found in (entry, other)
     )
-    names = ["claim", "printed", *["there"] * with_other, "here", "verdict"]
+    names = ["claim", "printed", *([there_name] if there_name else []), "here", "verdict"]
     claims, told, body = load()[1], [], []
     said = [pair for pair in dict.fromkeys([*here, *there]) if pair[0] in claims]
     first = {id: place for place, (id, _) in reversed(list(enumerate(said)))}
@@ -107,8 +125,8 @@ def _table(entry, other, with_other):
             told.append(id)
             body.append(tag("tr", tag("td", *_about(claims[id]), colspan=len(names))))
         cells = {"printed": text((mine or theirs).get("printed"))}
-        if with_other:
-            cells["there"] = _got(theirs)
+        if there_name:
+            cells[there_name] = _got(theirs)
         cells["here"] = _got(mine)
         verdict = (mine or theirs)["verdict"]
         body.append(tag(
@@ -128,22 +146,22 @@ def _about(claim):
 def _got(statement):
     if statement is None:
         return "-"
-    bound = f", at most {statement['bound']:g}" if "bound" in statement else ""
-    return text(statement["got"]) + bound
+    return figure(statement)
 
 
-def _figure(figure):
-    facts = {name: value for name, value in figure.items() if name not in ("kind", "title", "alt")}
-    title, alt = figure["title"], figure["alt"]
-    if figure["kind"] == "curves":
+def _drawn(chart):
+    facts = {name: value for name, value in chart.items() if name not in ("kind", "title", "alt")}
+    title, alt = chart["title"], chart["alt"]
+    if chart["kind"] == "curves":
         return svg.titled(title, svg.curves(facts.pop("series"), alt=alt, **facts))
-    if figure["kind"] == "bars":
+    if chart["kind"] == "bars":
         return svg.titled(title, svg.named_bars(facts["rows"], grey=facts["grey"], alt=alt))
     weights = np.asarray(facts["weights"])
-    return svg.heat_map(weights, facts["rows"], facts["columns"], title, alt)
+    return tag("div", svg.heat_map(weights, facts["rows"], facts["columns"], title, alt),
+               class_="map")  # fmt: skip
 
 
-def _absent(missing):
+def _absent(missing, beside):
     """Return the table of claims without a statement, with the reason of each."""
     if not missing:
         return None
@@ -151,12 +169,19 @@ def _absent(missing):
     rows = [
         tag("tr", tag("td", *_about(claims[id])),
             tag("td", _printed(claims[id]), data_name="printed"),
-            tag("td", reason, data_name="reason"))
+            tag("td", reason + _elsewhere(claims[id], beside), data_name="reason"))
         for id, reason in missing.items()
     ]  # fmt: skip
     head = tag("thead", tag("tr", [tag("th", name) for name in ("claim", "printed", "reason")]))
     table = tag("table", head, tag("tbody", rows), class_="claims")
     return tag("section", tag("h2", f"Not shown here: {len(missing)} claims"), table)
+
+
+def _elsewhere(claim, beside):
+    """Return where the page shows a claim that this machine does not."""
+    if not statements_of(beside, claim.id):
+        return ""
+    return f"; chapter {claim.chapter} shows it of {_name(beside)}"
 
 
 def _printed(claim):

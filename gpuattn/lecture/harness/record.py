@@ -22,6 +22,8 @@ from gpuattn.version import version
 
 FORMAT = "gpuattn lecture/1"
 HEAD = ("gpu", "digest", "smoke", "long", "versions", "date", "where", "chapters")
+STORED = Path("examples/benchmarks/results/lecture-h200.json")  # in a clone of the repository
+NOT_RUN = "was not run"
 SAME = ("gpu", "digest", "smoke", "long")  # must be equal where a record goes on
 
 
@@ -44,6 +46,12 @@ def read(path: StrPath) -> dict[str, Any]:
     if lacks := [name for name in HEAD if name not in record]:
         raise DataError(f"{path} is a damaged record: it lacks {', '.join(lacks)}")
     return record
+
+
+def stored() -> Path | None:
+    """Return the path of the record of an H200, where the program or the user is in a clone."""
+    places = (Path(__file__).parents[3] / STORED, STORED)
+    return next((path for path in places if path.is_file()), None)
 
 
 def write(path: StrPath, record: Mapping[str, Any]) -> None:
@@ -98,6 +106,12 @@ def entry_of(record: Mapping[str, Any], number: int) -> dict[str, Any] | None:
     return next((entry for entry in record["chapters"] if entry["number"] == number), None)
 
 
+def statements_of(record: Mapping[str, Any] | None, id: str) -> list[dict[str, Any]]:
+    """Return the statements of a claim in a record, if there is one."""
+    entries = record["chapters"] if record else ()
+    return [s for entry in entries for s in entry["statements"] if s["id"] == id]
+
+
 def reasons(record: Mapping[str, Any]) -> dict[str, str]:
     """Return why a claim has no statement in a record, by id, for all that have none."""
     said = {s["id"] for entry in record["chapters"] for s in entry["statements"]}
@@ -114,7 +128,7 @@ def _reason(record, claim):
         asked = chapter.fields.get("Needs")
         if asked and not record["gpu"]:
             return f"needs {asked}"
-        return f"chapter {claim.chapter} was not run"
+        return f"chapter {claim.chapter} {NOT_RUN}"
     if entry["error"]:
         return f"chapter {claim.chapter} ended with an error"
     if _may_lack(record, claim):

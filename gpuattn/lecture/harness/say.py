@@ -8,7 +8,7 @@
 
 A statement is a dict that a record keeps as JSON: ``id``, ``what``, ``kind``, ``got``, and of its
 kind ``printed``, ``right``, ``bound``, or ``less``, ``more`` (lists of samples of a clock) with
-``clock`` and ``unit``; ``verdict`` is the kind, or "fails".
+their ``names``, ``clock`` and ``unit``; ``verdict`` is the kind, or "fails".
 """
 
 import contextlib
@@ -30,6 +30,8 @@ from gpuattn.runtime.device import array_module
 from gpuattn.units import nearest
 
 FAILS = "fails"
+MEASURED = 4  # digits of a measured figure that are shown
+MANY_US = 1e4  # shown as ms
 LEAST, MOST, ENOUGH = 3, 20, 2e5  # samples of a clock on a CPU; microseconds of all together
 LONG_US = 5e4  # microseconds of a call on a GPU of which LEAST samples are enough
 GRAPH_CALLS, GRAPH_US = 20, 2000.0  # calls of a graph: at most so many, about so long
@@ -156,14 +158,16 @@ class Say:
         self._state(id, what, "near", got=float(error), bound=bound)
 
     def order(
-        self, id: str, what: str, less: Any, more: Any, unit: str = "", clock: bool = False
+        self, id: str, what: str, pair: Mapping[str, Any], unit: str = "", clock: bool = False
     ) -> None:
-        """State that ``less`` is below ``more``, numbers or lists of samples.
+        """State that of a pair {name: figure} the first figure is below the second.
 
-        ``clock``: they are times, which a CPU does not judge.
+        Figures are numbers or lists of samples. ``clock``: they are times, which a CPU does not
+        judge.
         """
-        facts = {"less": less, "more": more, "unit": unit, "clock": clock}
-        self._state(id, what, "order", got=_pair(less, more, unit), **facts)
+        less, more = pair.values()
+        facts = {"names": list(pair), "less": less, "more": more, "unit": unit, "clock": clock}
+        self._state(id, what, "order", got=_compared(pair, unit), **facts)
 
     def differs(self, id: str, what: str, got: Any) -> None:
         """State a figure that is not the one that the source prints, but the right one."""
@@ -191,14 +195,15 @@ class Say:
 
     def curves(
         self, title: str, alt: str, series: Mapping[str, Points], *, label: str,
-        log: bool = False, log_x: bool = False, points: Iterable = (), levels: Iterable = (),
+        unit: str = "", log: bool = False, log_x: bool = False, points: Iterable = (),
+        levels: Iterable = (),
     ) -> None:  # fmt: skip
         """Draw curves; ``alt`` says in words what they show. Arguments: see ``svg.curves``."""
         finite = {
             name: [point for point in line if math.isfinite(point[1])]
             for name, line in series.items()
         }
-        given = {"series": finite, "label": label, "log": log, "log_x": log_x,
+        given = {"series": finite, "label": label, "unit": unit, "log": log, "log_x": log_x,
                  "points": list(points), "levels": list(levels)}  # fmt: skip
         self._draw("curves", title, alt, **given)
 
@@ -250,7 +255,9 @@ def agrees(got: Any, printed: Any) -> bool:
 
 
 def middle(samples: Any) -> float:
-    """Return a number, or the median of a list of samples."""
+    """Return a number (as text where it is infinite), or the median of a list of samples."""
+    if isinstance(samples, str):
+        return float(samples)
     return statistics.median(samples) if isinstance(samples, list) else samples
 
 
@@ -259,28 +266,46 @@ def middle(samples: Any) -> float:
 
 def line(statement: Mapping[str, Any]) -> str:
     """Return a statement in a line: what, the figure of this machine, and that of the source."""
-    parts = [f"{statement['what']}: {text(statement['got'])}"]
+    what, printed = statement["what"], text(statement.get("printed"))
+    if statement["got"] is None:
+        return f"{what}: " + (
+            f"printed {printed}, not measured" if printed != "-" else "not measured here"
+        )
+    said = f"{what}: {figure(statement)}"
+    if "bound" in statement or "printed" not in statement:
+        return said
+    return (
+        f"{said} (as printed)"
+        if statement["verdict"] == "exact"
+        else f"{said} (printed: {printed})"
+    )
+
+
+def figure(statement: Mapping[str, Any]) -> str:
+    """Return the figure of this machine: to the printed digits where it is judged by them."""
+    got, name = statement["got"], {"exact": "printed", "differs": "right"}.get(statement["verdict"])
     if "bound" in statement:
-        parts.append(f"(at most {statement['bound']:g})")
-    elif "printed" in statement:
-        printed = text(statement["printed"])
-        same = statement["verdict"] == "exact"
-        parts.append("(as printed)" if same else f"(printed: {printed})")
-    return " ".join(parts)
+        bound = f"at most {statement['bound']:g}" if statement["bound"] else "must be 0"
+        return f"{text(got, 3)} ({bound})"
+    return text(got, MEASURED) if name is None else text(statement[name])
 
 
-def text(value: Any) -> str:
+def text(value: Any, digits: int = 6) -> str:
     """Return a figure as readers write it: "4 4 5", "20,971,520", "yes"."""
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return " ".join(map(text, value))
+        return ", ".join(text(part, digits) for part in value)
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.6g}" if 1e-3 <= abs(value) < 1e6 or not value else f"{value:.2e}"
+        if value and not 1e-3 <= abs(value) < 1e6:
+            return f"{value:.2e}"
+        before = math.floor(math.log10(abs(value))) + 1 if value else 1
+        shown = f"{value:,.{max(0, digits - before)}f}"
+        return shown.rstrip("0").rstrip(".") if "." in shown else shown
     return str(value)
 
 
@@ -311,9 +336,21 @@ def _graph(call):
     return timing.Graph([call] * max(1, min(GRAPH_CALLS, int(GRAPH_US / about))))
 
 
-def _pair(less, more, unit):
-    less, more = (middle(plain(value)) for value in (less, more))
-    return f"{text(less)} {unit}".strip() + " against " + f"{text(more)} {unit}".strip()
+def _compared(pair, unit):
+    """Return a pair in words, as in "2 us (fused) < 5 us (composed)"."""
+    less, more = (float(middle(plain(figure))) for figure in pair.values())
+    if unit == "us" and max(less, more) >= MANY_US:
+        less, more, unit = less / 1e3, more / 1e3, "ms"
+    sign = "<" if less < more else ">" if less > more else "="
+    first, second = (
+        f"{f'{text(_whole(x), MEASURED)} {unit}'.strip()} ({name})"
+        for name, x in zip(pair, (less, more), strict=True)
+    )
+    return f"{first} {sign} {second}"
+
+
+def _whole(x):
+    return int(x) if x.is_integer() else x
 
 
 def plain(value: Any) -> Any:
