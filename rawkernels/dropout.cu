@@ -4,7 +4,10 @@
 // Launch:    grid = (ceil(count / (8 * BLOCK)),), block = (BLOCK,). A thread takes the eight elements whose
 //            random bits come from one Philox counter.
 // Arch: sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121
+#include "common/pack.cuh"
 #include "common/philox.cuh"
+
+constexpr int EACH = 8;  // elements of a thread
 
 extern "C" __global__ void dropout_apply(
     const scalar* __restrict__ x,  // (count,)
@@ -18,12 +21,22 @@ extern "C" __global__ void dropout_apply(
     unsigned int step,
     const unsigned int* __restrict__ device_step) {
     const long long counter = (long long)blockIdx.x * BLOCK + threadIdx.x;
-    if (counter * 8 >= count) return;
+    if (counter * EACH >= count) return;
     const PhiloxKey key = philox_key(seed_low, seed_high, stream, step, device_step);
     const uint4 words = philox(key, (unsigned int)counter, (unsigned int)(counter >> 32));
+    const auto scale = [&](int lane) { return philox_lane(words, lane) < threshold ? factor : 0.f; };
+    const long long first = counter * EACH;
+    const bool aligned = ((unsigned long long)x | (unsigned long long)y) % 16 == 0;
+    if (aligned && first + EACH <= count) {
+        float values[EACH];
+        unpack(values, load_pack<EACH>(x + first));
 #pragma unroll
-    for (int lane = 0; lane < 8; ++lane) {
-        const long long i = counter * 8 + lane;
-        if (i < count) y[i] = (scalar)((float)x[i] * (philox_lane(words, lane) < threshold ? factor : 0.f));
+        for (int lane = 0; lane < EACH; ++lane) values[lane] *= scale(lane);
+        store_pack(y + first, values);
+        return;
+    }
+#pragma unroll
+    for (int lane = 0; lane < EACH; ++lane) {
+        if (first + lane < count) y[first + lane] = (scalar)((float)x[first + lane] * scale(lane));
     }
 }
