@@ -13,6 +13,7 @@ from gpuattn.data.store import CheckBeside
 from gpuattn.files import write_text
 from gpuattn.parallel.agreement import together
 from gpuattn.parallel.communicator import Communicator
+from gpuattn.parallel.dealing import Dealing
 from gpuattn.report.page import write_page
 from gpuattn.runs import events
 from gpuattn.runs.config import TrainConfig, default_batch, describe_growth, to_toml
@@ -25,7 +26,6 @@ from gpuattn.runtime.cold_start import InBackground, start_libraries
 from gpuattn.runtime.device import card_memory, choose_device, installed_version, versions
 from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
-from gpuattn.tasks.users.dealt import user_of_all
 from gpuattn.train import memory
 from gpuattn.train.follower import Terms, agree, follow, lead
 from gpuattn.train.progress import Listener
@@ -324,11 +324,12 @@ class Session:
         with trainer.average.applied() if trainer.average else contextlib.nullcontext():
             row = {"update": at.update, "epoch": at.epoch, "seconds": at.seconds,
                    "loss": trainer.valid_loss(), **noted}  # fmt: skip
-            with user_of_all(self.task, trainer.evaluating_ranks, stop) as stop:
-                found = self.task.evaluate(self.folder.path / "valid", at.update, row["loss"], stop)
-        if found is None:
+            deal = Dealing(trainer.evaluating_ranks, stop)
+            answers = self.task.answers(self.task.user, deal)
+        if deal.stopped or stop():
             return None
-        figures, texts = found
+        valid = self.folder.path / "valid"
+        figures, texts = self.task.judge(answers, valid, at.update, row["loss"])
         row |= figures
         self.folder.metrics.add("valid", **row)
         self.listener.say("valid", describe(row))
