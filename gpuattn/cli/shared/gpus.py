@@ -10,7 +10,7 @@ import click
 from gpuattn.arrays import import_cupy
 from gpuattn.cli.shared.options import GroupedOption, Parsed
 from gpuattn.errors import ConfigError
-from gpuattn.parallel.agreement import together
+from gpuattn.parallel.agreement import silent, together
 from gpuattn.parallel.communicator import Communicator
 from gpuattn.parallel.spawn import spawn, this_command
 from gpuattn.parallel.world import SPAWNER, connected, discover
@@ -30,7 +30,10 @@ def gpus_option(function: Callable) -> Callable:
 
 
 def _parse(value: Any) -> int | str:
-    return ALL if value == ALL else whole(1)(value)
+    try:
+        return ALL if value == ALL else whole(1)(value)
+    except ConfigError:
+        raise ConfigError(f"{value!r}; accepted: {ALL}, or a whole number from 1 on") from None
 
 
 def run_on(gpus: int | str | None, device: str, command: Sequence[str]) -> int | None:
@@ -44,10 +47,11 @@ def run_on(gpus: int | str | None, device: str, command: Sequence[str]) -> int |
     if gpus is None or world.launcher == SPAWNER:
         return None
     if world.launcher:
-        raise ConfigError(
+        error = ConfigError(
             f"--gpus {gpus} and {world.launcher}, which has started {world.size} ranks; accepted: "
             "one of both. Leave --gpus out: each of these ranks takes a GPU"
         )
+        raise silent(error, world.rank > 0)
     if device == "numpy":
         count = gpus if isinstance(gpus, int) else 2
         raise ConfigError(
