@@ -22,6 +22,7 @@ from gpuattn.runtime.device import card_memory, choose_device, installed_version
 from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
+from gpuattn.train.averaging import evaluated_with
 from gpuattn.train.progress import Listener
 from gpuattn.train.sharding import Sharing, share_parameters
 from gpuattn.train.state import Outcome
@@ -120,6 +121,8 @@ def follow(
         if trainer.begin():
             return Outcome(True, trainer.at.best, trainer.at.update)
         finished = trainer.run(stop, evaluate, lambda row: None)
+        if finished and theirs.average > 1:
+            finished = evaluated_with(trainer, evaluate) is not None
     return Outcome(finished, trainer.at.best, trainer.at.update)
 
 

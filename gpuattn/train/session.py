@@ -27,6 +27,7 @@ from gpuattn.runtime.device import card_memory, choose_device, installed_version
 from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
 from gpuattn.train import memory
+from gpuattn.train.averaging import evaluated_with
 from gpuattn.train.follower import Terms, agree, follow, lead
 from gpuattn.train.progress import Listener
 from gpuattn.train.rehearsal import rehearse_evaluation
@@ -366,16 +367,19 @@ class Session:
 
         Returns False when stopped meanwhile.
         """
-        trainer, at = self.trainer, self.trainer.at
-        own = {name: a.copy() for name, a in trainer.workspace.weights().items()}
-        trainer.step.average = None
-        trainer.workspace.load_weights(self.folder.average_snapshots(self.config.average))
-        row = self._evaluate(stop, averaged=self.config.average)
-        if row is not None and rank(row) > rank(at.best):
-            at.best = row
-            checkpoint.save(self.folder.path, "best", trainer.workspace.weights(), row)
-        trainer.workspace.load_weights(own)
-        return row is not None
+        at, workspace, last = self.trainer.at, self.trainer.workspace, self.config.average
+
+        def load():
+            workspace.load_weights(self.folder.average_snapshots(last))
+
+        def evaluate():
+            row = self._evaluate(stop, averaged=last)
+            if row is not None and rank(row) > rank(at.best):
+                at.best = row
+                checkpoint.save(self.folder.path, "best", workspace.weights(), row)
+            return row
+
+        return evaluated_with(self.trainer, evaluate, load) is not None
 
 
 class _Logged(Listener):

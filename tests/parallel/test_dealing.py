@@ -84,7 +84,7 @@ def configs(tmp_path):
     return {
         "language": TrainConfig(**SIZES, **text | {"model": "gpt2"}),
         "masked": TrainConfig(**SIZES, **bert, lm=str(tmp_path / "text")),
-        "labels": TrainConfig(**SIZES, **bert, classify=str(tmp_path / "train.tsv")),
+        "labels": TrainConfig(**SIZES, **bert, classify=str(tmp_path / "train.tsv"), average=2),
         "images": TrainConfig(
             **SIZES, model="vit", images=str(tmp_path / "train.npz"), image_size=6, patch=3,
             channels=1, batch=2,
