@@ -327,7 +327,7 @@ class Session:
                    "loss": trainer.valid_loss(), **noted}  # fmt: skip
             deal = Dealing(trainer.evaluating_ranks, stop)
             answers = self.task.answers(self.task.user, deal)
-        if deal.stopped or stop():
+        if deal.stopped:
             return None
         valid = self.folder.path / "valid"
         figures, texts = self.task.judge(answers, valid, at.update, row["loss"])

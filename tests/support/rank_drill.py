@@ -24,7 +24,7 @@ from gpuattn.runs.config import to_toml
 from gpuattn.train.session import train
 
 LONGEST = 10  # seconds from a kill to the end of all processes
-LAST = 600  # seconds that the rest of the run may take, without a kill, on a busy machine
+LAST = 600  # seconds that the run may take to a save, or to its end, on a busy machine
 NOTE = """
 import time
 from pathlib import Path
@@ -84,7 +84,7 @@ def drill(folder, kills, ranks=4, seed=0, spawned=False):
     return seconds, named
 
 
-def wait_for(running, condition, seconds=60):
+def wait_for(running, condition, seconds=LAST):
     """Wait until a condition is true, or the ranks have ended."""
     deadline = time.monotonic() + seconds
     while not condition() and running.process.poll() is None:
