@@ -1,5 +1,6 @@
 """gpuattn embed: a vector for each line."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -8,8 +9,9 @@ from typing import Any
 import click
 import numpy as np
 
+from gpuattn.cli.shared.gpus import gpus_option, shared_user
 from gpuattn.cli.shared.lines import text_of
-from gpuattn.cli.shared.options import NearChoice, PathName, device_option
+from gpuattn.cli.shared.options import GroupedCommand, NearChoice, PathName, device_option
 from gpuattn.cli.shared.streams import STANDARD, reading, writing
 from gpuattn.errors import DataError
 from gpuattn.models.bert import POOLS
@@ -18,7 +20,7 @@ from gpuattn.runs.folder import load_run
 LINES = 1024  # read, embedded and written at a time
 
 
-@click.command("embed")
+@click.command("embed", cls=GroupedCommand)
 @click.argument("folder", metavar="DIR", type=PathName(file_okay=False))
 @click.option("--input", "source", metavar="FILE", type=PathName(), default=STANDARD,
               help="UTF-8 text, a line for each vector.  [default: -, standard input]")  # fmt: skip
@@ -34,10 +36,13 @@ LINES = 1024  # read, embedded and written at a time
               help="A line's vector: the mean of its tokens' states, or the first.")  # fmt: skip
 @click.option("--raw", is_flag=True, help="Do not scale vectors to length 1.")
 @click.option("--truncate", is_flag=True, help="Cut lines that are too long for the model.")
+@gpus_option
 @device_option
+@click.pass_context
 def command(
-    folder: str, source: str, target: str, pool: str, raw: bool, truncate: bool, device: str
-) -> None:
+    ctx: click.Context, folder: str, source: str, target: str, pool: str, raw: bool,
+    truncate: bool, gpus: int | str | None, device: str,
+) -> None:  # fmt: skip
     """Turn lines into vectors with the encoder in DIR, a folder of Hugging Face with a BERT, or the
     run of one.
 
@@ -46,12 +51,20 @@ def command(
     gpuattn embed all-MiniLM-L6-v2 --input sentences.txt --output vectors.npy
 
     A line of input gives one vector, of length 1 without --raw: dot products of such vectors are
-    cosine similarities.
+    cosine similarities. With --gpus, or by ranks of mpirun, each of them embeds a part of the
+    lines.
     """
-    embedder = load_run(folder, device=device, task="embedding")
-    settings = {"pool": pool, "normalised": not raw, "truncate": truncate}
-    with reading(source) as stream, writing(target) as out:
-        parts = _vectors(embedder, stream, settings)
+
+    def loaded():
+        return load_run(folder, device=device, task="embedding")
+
+    with contextlib.ExitStack() as stack:
+        embedder, ranks = stack.enter_context(shared_user(ctx, gpus, device, loaded))
+        if embedder is None:
+            return
+        settings = {"pool": pool, "normalised": not raw, "truncate": truncate}
+        stream, out = stack.enter_context(reading(source)), stack.enter_context(writing(target))
+        parts = _vectors(embedder, stream, settings, LINES * ranks)
         if target.endswith(".npy"):
             width = embedder.model.config.d_model
             np.save(out, np.concatenate([np.zeros((0, width), np.float32), *parts]))
@@ -62,12 +75,15 @@ def command(
             out.flush()
 
 
-def _vectors(embedder: Any, stream: Any, settings: dict[str, Any]) -> Iterator[np.ndarray]:
+def _vectors(
+    embedder: Any, stream: Any, settings: dict[str, Any], together: int
+) -> Iterator[np.ndarray]:
     """Yield arrays of the vectors of some lines. DataError names a line that is unusable."""
     lines = (_text(number, raw) for number, raw in enumerate(stream, 1))
     first = 1
-    while some := list(itertools.islice(lines, LINES)):
-        yield embedder.embed(some, first=first, **settings)
+    while some := list(itertools.islice(lines, together)):
+        numbers = range(first, first + len(some))
+        yield np.stack(embedder.embed(some, numbers=numbers, **settings))
         first += len(some)
 
 

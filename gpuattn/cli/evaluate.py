@@ -2,17 +2,19 @@
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from gpuattn.cli.shared.decoding import decoding_options, loading_options
-from gpuattn.cli.shared.gpus import gpus_option, run_on
+from gpuattn.cli.shared.gpus import gpus_option, ranks_of
 from gpuattn.cli.shared.lines import LineErrors
 from gpuattn.cli.shared.options import GroupedCommand, NearChoice, PathName, run_argument
 from gpuattn.parallel.agreement import together
-from gpuattn.parallel.world import connected
+from gpuattn.parallel.dealing import Dealing
 from gpuattn.runs.evaluation import (
     evaluate,
     evaluate_images,
@@ -22,10 +24,8 @@ from gpuattn.runs.evaluation import (
     pairs_for,
 )
 from gpuattn.runs.folder import load_run
-from gpuattn.runtime.device import choose_device
 from gpuattn.tasks.labels import Mistake
 from gpuattn.tasks.score import TOKENIZERS
-from gpuattn.tasks.users.dealt import Dealt, serve
 
 SHOWN = 10  # wrong labels
 OF_TRANSLATORS = ("lowercase", "tokenize", "beam", "length_penalty")
@@ -61,35 +61,23 @@ def command(
     Without files: what the run held out, for built-in tasks pairs never seen in training. A source
     longer than the model takes gives a message and an empty translation, which is scored; the exit
     code is then 1. DIR may be a folder of Hugging Face with a translator or a language model, which
-    needs files. With --gpus, or by ranks of mpirun, each of them translates a part of SRC.
+    needs files. With --gpus, or by ranks of mpirun, each of them computes a part.
     """
-    code = run_on(gpus, device, ["gpuattn", "evaluate", *ctx.meta["arguments"]])
-    if code is not None:
-        sys.exit(code)
-    debug = getattr(ctx.find_root().command, "debug", False)
 
     def loaded():
         user = load_run(folder, device=device, dtype=dtype)
         if user.task == "embedding" and user.config is None:
             raise click.UsageError(f"{folder} has an encoder, which has no scores: gpuattn embed")
-        if user.task != "translation" and ranks.size > 1:
-            raise click.UsageError(
-                f"{ranks.size} ranks are for translators; accepted for other models: one process"
-            )
+        CHECK[user.task](ctx, user, files)
         return user
 
     errors = LineErrors()
-    with connected(debug, lambda: choose_device(device)[0], arrays=False) as ranks:
-        user = together(ranks, loaded)
-        if ranks.rank:
-            serve(user, ranks)
-            return
-        if ranks.size > 1:
-            user = Dealt(user, ranks)
-        row, lines = SHOW[user.task](ctx, user, files, options | {"refused": errors.add})
-        if ranks.size > 1:
-            user.close()
-    click.echo(json.dumps(row, indent=2) if as_json else "\n".join(lines))
+    with ranks_of(ctx, gpus, device) as ranks:
+        user, deal = together(ranks, loaded), Dealing(ranks)
+        options["refused"] = errors.add if deal.is_first else lambda number, message: None
+        row, lines = SHOW[user.task](user, files, options, deal)
+    if deal.is_first:
+        click.echo(json.dumps(row, indent=2) if as_json else "\n".join(lines))
     sys.exit(1 if errors.count else 0)
 
 
@@ -113,12 +101,39 @@ def _check_one(ctx, user, files, what, accepted, missing):
         raise click.UsageError(f"give {missing}")
 
 
-def _of_text(ctx, sampler, files, options):
+def _check_pairs(ctx, translator, files):
+    """Refuse another number of files than a translator is scored on."""
+    if len(files) not in (0, 2):
+        raise click.UsageError("give a source and a reference file for a translator, or none")
+    if not files and translator.config is None:
+        raise click.UsageError("give two files: this is no run, which would have held pairs out")
+
+
+CHECK: dict[str, Callable[..., None]] = {
+    "translation": _check_pairs,
+    "language": partial(
+        _check_one, what="a language model", accepted="text file for a language model",
+        missing="a text file: this is no run, which would have held one out",
+    ),
+    "images": partial(
+        _check_one, what="a classifier of images",
+        accepted="folder of classes or .npz for a classifier",
+        missing="images: this is no run, which would have held some out",
+    ),
+    "labels": partial(
+        _check_one, what="a classifier of texts",
+        accepted="file of lines with labels for a classifier",
+        missing="a file: this is no run, which would have held texts out",
+    ),
+    "embedding": partial(
+        _check_one, what="an encoder", accepted="text file for an encoder", missing="",
+    ),  # one that is no run is refused before
+}  # fmt: skip
+
+
+def _of_text(sampler, files, options, deal):
     """Return the scores of a language model as (row, lines to print)."""
-    missing = "a text file: this is no run, which would have held one out"
-    accepted = "text file for a language model"
-    _check_one(ctx, sampler, files, "a language model", accepted, missing)
-    row = evaluate_text(sampler, *files)
+    row = evaluate_text(sampler, *files, deal=deal)
     return row, [
         f"loss         {row['loss']:.4f} nats a token",
         f"perplexity   {row['perplexity']:.3f}",
@@ -126,16 +141,13 @@ def _of_text(ctx, sampler, files, options):
     ]
 
 
-def _of_pairs(ctx, translator, files, options):
+def _of_pairs(translator, files, options, deal):
     """Return the scores of a translator as (row, lines to print)."""
-    if len(files) not in (0, 2):
-        raise click.UsageError("give a source and a reference file for a translator, or none")
-    if not files and translator.config is None:
-        raise click.UsageError("give two files: this is no run, which would have held pairs out")
-    pairs = pairs_for(translator.config, *files)
+    pairs = deal.read(lambda: pairs_for(translator.config, *files))
     beam = options["beam"] or translator.search.beam
-    click.echo(f"translating {len(pairs):,} sentences, beam {beam} ...", err=True)
-    row = evaluate(translator, pairs, **options)
+    if deal.is_first:
+        click.echo(f"translating {len(pairs):,} sentences, beam {beam} ...", err=True)
+    row = evaluate(translator, pairs, deal=deal, **options)
     kinds = row["exact_by_kind"] if len(row["exact_by_kind"]) > 1 else {}
     return row, [
         f"exact match  {row['exact_match']:6.2f} %",
@@ -146,12 +158,9 @@ def _of_pairs(ctx, translator, files, options):
     ]
 
 
-def _of_images(ctx, classifier, files, options):
+def _of_images(classifier, files, options, deal):
     """Return the scores of a classifier of images as (row, lines to print)."""
-    missing = "images: this is no run, which would have held some out"
-    accepted = "folder of classes or .npz for a classifier"
-    _check_one(ctx, classifier, files, "a classifier of images", accepted, missing)
-    row = evaluate_images(classifier, *files)
+    row = evaluate_images(classifier, *files, deal=deal)
     return row, [
         f"accuracy     {row['accuracy']:6.2f} %",
         f"loss         {row['loss']:.4f} nats an image",
@@ -159,12 +168,9 @@ def _of_images(ctx, classifier, files, options):
     ]
 
 
-def _of_labels(ctx, classifier, files, options):
+def _of_labels(classifier, files, options, deal):
     """Return the scores of a classifier of texts as (row, lines to print)."""
-    missing = "a file: this is no run, which would have held texts out"
-    accepted = "file of lines with labels for a classifier"
-    _check_one(ctx, classifier, files, "a classifier of texts", accepted, missing)
-    row = evaluate_labels(classifier, *files)
+    row = evaluate_labels(classifier, *files, deal=deal)
     wrong = [Mistake(**one) for one in row["wrong"]]
     cut = [f"too long     {row['cut']:,}, which were cut"] if row["cut"] else []
     more = [f"... and {len(wrong) - SHOWN:,} more (--json)"] if len(wrong) > SHOWN else []
@@ -177,12 +183,9 @@ def _of_labels(ctx, classifier, files, options):
     ]  # fmt: skip
 
 
-def _of_masked(ctx, unmasker, files, options):
+def _of_masked(unmasker, files, options, deal):
     """Return the scores of an encoder that guesses hidden tokens as (row, lines to print)."""
-    _refuse_options(ctx, "an encoder")
-    if len(files) > 1:
-        raise click.UsageError("give one text file for an encoder, or none")
-    row = evaluate_masked(unmasker, *files)
+    row = evaluate_masked(unmasker, *files, deal=deal)
     return row, [
         f"accuracy     {row['accuracy']:6.2f} % of the hidden tokens",
         f"loss         {row['loss']:.4f} nats a hidden token",

@@ -18,18 +18,15 @@ from gpuattn.cli.shared.decoding import (
     loading_options,
     search_options,
 )
-from gpuattn.cli.shared.gpus import gpus_option, run_on
+from gpuattn.cli.shared.gpus import gpus_option, shared_user
 from gpuattn.cli.shared.lines import LineErrors, arriving
 from gpuattn.cli.shared.options import BEAMS, GroupedCommand, GroupedOption, PathName, run_argument
 from gpuattn.cli.shared.progress import LineProgress
 from gpuattn.cli.shared.streams import STANDARD, reading, writing
 from gpuattn.data.text import read_raw_lines
 from gpuattn.errors import DataError
-from gpuattn.parallel.agreement import together
-from gpuattn.parallel.world import connected
+from gpuattn.parallel.world import is_first
 from gpuattn.runs.folder import load_run
-from gpuattn.runtime.device import choose_device
-from gpuattn.tasks.users.dealt import Dealt, serve
 from gpuattn.tasks.users.translator import Translation
 
 PREFIXES = "the prefix file has {} lines, and the input {}; accepted: a line for each"
@@ -87,29 +84,21 @@ def command(
     and a message; the exit code is then 1. With --gpus, or by ranks of mpirun, each of them
     translates a part of the lines, and rank 0 alone reads and writes.
     """
-    code = run_on(gpus, device, ["gpuattn", "translate", *ctx.meta["arguments"]])
-    if code is not None:
-        sys.exit(code)
-    debug = getattr(ctx.find_root().command, "debug", False)
+    prefixes = None
 
     def loaded():
+        nonlocal prefixes
         translator = load_run(folder, device=device, dtype=dtype, task="translation")
         translator.check_lengths(options["min_length"], options["max_length"])
-        prefixes = read_raw_lines(prefix_file) if prefix_file and ranks.rank == 0 else None
-        return translator, prefixes
+        prefixes = read_raw_lines(prefix_file) if prefix_file and is_first() else None
+        return translator
 
-    with connected(debug, lambda: choose_device(device)[0], arrays=False) as ranks:
-        translator, prefixes = together(ranks, loaded)
-        if ranks.rank:
-            serve(translator, ranks)
+    with shared_user(ctx, gpus, device, loaded) as (translator, ranks):
+        if translator is None:
             return
-        if ranks.size > 1:
-            translator = Dealt(translator, ranks)
         options["kv_cache"] = not no_kv_cache
         form: dict[str, Any] = {"nbest": nbest, "scores": scores, "as_json": as_json}
-        errors = _translate(translator, source, target, options, prefixes, form, ranks.size)
-        if ranks.size > 1:
-            translator.close()
+        errors = _translate(translator, source, target, options, prefixes, form, ranks)
     sys.exit(1 if errors else 0)
 
 

@@ -22,12 +22,17 @@ def meet(rank: int, size: int, environment: Mapping[str, str] = os.environ) -> S
             f"({error}). Start them with mpirun, or with --gpus on one machine"
         ) from error
     host = environment.get("MASTER_ADDR", "localhost")
-    port = int(environment.get("MASTER_PORT", 0))
+    port = environment.get("MASTER_PORT", "")
+    if not port.isdecimal():
+        raise ConfigError(
+            f"torchrun started {size} ranks and MASTER_PORT is {port!r}; accepted: the port of its "
+            "store, which it sets. Start the ranks anew, or with mpirun"
+        )
     run = environment.get("TORCHELASTIC_RUN_ID", ""), environment.get("TORCHELASTIC_RESTART_COUNT")
     name = f"gpuattn/{run[0]}/{run[1] or 0}"
     try:
         limit = datetime.timedelta(seconds=CONNECT)
-        store = TCPStore(host, port, None, is_master=False, timeout=limit)
+        store = TCPStore(host, int(port), None, is_master=False, timeout=limit)
         if rank == 0:
             server = socket.create_server(("127.0.0.1" if host in NEAR else "", 0))
             key = secrets.token_hex(16)

@@ -137,7 +137,7 @@ class Witness:
             return
         self._told, self._deadline = True, time.monotonic() + END
         resume = f". {RESUME}" if self._update is not None else ""
-        os.write(2, f"gpuattn: error: {text}{resume}\n".encode())
+        os.write(2, f"gpuattn: error: {text.rstrip('.')}{resume}\n".encode())
         words = {"end": code} | ({"where": True} if where else {})
         for peer in self._peers.values():
             try:

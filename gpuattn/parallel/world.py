@@ -46,7 +46,7 @@ def discover(environment: Mapping[str, str] = os.environ) -> World:
     found = [
         _world(environment, launcher, *names)
         for launcher, (mark, *names) in LAUNCHERS.items()
-        if mark in environment and names[0] in environment
+        if mark in environment and any(name in environment for name in names[:2])
     ]
     if not found:
         return World("", 0, 1, True)
@@ -72,7 +72,7 @@ def is_first(environment: Mapping[str, str] = os.environ) -> bool:
 
 def _world(environment, launcher, size, rank, local):
     """Return the World that the variables of these names tell."""
-    texts = environment.get(rank, ""), environment[size]
+    texts = environment.get(rank, ""), environment.get(size, "")
     if all(text.isdecimal() for text in texts) and int(texts[0]) < int(texts[1]):
         is_first_here = environment.get(local, texts[0]) == "0"
         return World(launcher, int(texts[0]), int(texts[1]), is_first_here)

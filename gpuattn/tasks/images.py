@@ -1,6 +1,6 @@
 """Runs that learn to tell classes of images apart."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from gpuattn.data.images import ImageBatch, ImageLoader, Images, read_images, sh
 from gpuattn.data.labelled import some_of
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.files import write_text
+from gpuattn.parallel.dealing import ALONE, Dealing
 from gpuattn.pretrained.origin import with_new_head
 from gpuattn.pretrained.vit import resized
 from gpuattn.tasks import store_cache
@@ -148,21 +149,18 @@ class ImageTask(Task):
     def prepare_evaluation(self) -> None:
         pass
 
-    def decode(self, user: Any, stop: Callable[[], bool] = lambda: False) -> list[str]:
-        """Return the labels that a ``user`` gives to the held-out images."""
-        found: list[str] = []
-        for batch in self.corpus.valid_batches():
-            found += [label.name for label in user.labels(batch.images)]
-            if stop():
-                break
-        return found
+    def answers(self, user: Any, deal: Dealing = ALONE) -> list[Any]:
+        """Return the labels that the ``user`` gives to the held-out images of each batch."""
 
-    def evaluate(
-        self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
-    ) -> tuple[dict[str, Any], list[str]] | None:
-        written, names = self.decode(self.user, stop), self.corpus.valid_names
-        if stop():
-            return None
+        def labels(batch):
+            return [label.name for label in user.labels(batch.images)]
+
+        return deal.each(self.corpus.valid_batches(), labels)
+
+    def judge(
+        self, answers: list[Any], folder: Path, update: int, loss: float
+    ) -> tuple[dict[str, Any], list[str]]:
+        written, names = [label for labels in answers for label in labels], self.corpus.valid_names
         wrong = [f"{a} taken for {b}" for a, b in zip(names, written, strict=True) if a != b]
         folder.mkdir(exist_ok=True)
         write_text(folder / f"update_{update:08d}.txt", "".join(f"{x}\n" for x in wrong[:KEPT]))

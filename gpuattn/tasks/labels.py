@@ -1,6 +1,6 @@
 """Runs that learn to tell classes of texts apart."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from gpuattn.data.text import raw_lines
 from gpuattn.data.tokenizer import CharTokenizer, Tokenizer
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.files import write_text
+from gpuattn.parallel.dealing import ALONE, Dealing
 from gpuattn.pretrained.origin import with_new_head
 from gpuattn.tasks.prepared import Say
 from gpuattn.tasks.task import LineTask
@@ -108,24 +109,24 @@ class LabelTask(LineTask):
             **batch.packing,
         )  # fmt: skip
 
-    def decode(self, user: Any, stop: Callable[[], bool] = lambda: False) -> list[str]:
-        """Return the labels that a ``user`` gives to the held-out texts; a GPU sees batches of one
-        shape."""
-        found = np.zeros(len(self.corpus.valid.texts), np.int64)
-        for batch in self.corpus.valid_batches():
-            probabilities = user.of_batch(self.fixed_shape(batch))
-            found[batch.sentences] = probabilities[: len(batch.rows)].argmax(1)
-            if stop():
-                break
-        return [self.corpus.tokenizer.names[i] for i in found]
+    def answers(self, user: Any, deal: Dealing = ALONE) -> list[Any]:
+        """Return (indices of held-out texts, numbers of the labels that the ``user`` gives them) of
+        each batch; a GPU sees batches of one shape."""
 
-    def evaluate(
-        self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
-    ) -> tuple[dict[str, Any], list[str]] | None:
-        found, valid = self.decode(self.user, stop), self.corpus.valid
-        if stop():
-            return None
-        wrong = [mistake.describe() for mistake in mistakes(valid, found)]
+        def labels(batch):
+            probabilities = user.of_batch(self.fixed_shape(batch))
+            return batch.sentences, probabilities[: len(batch.rows)].argmax(1)
+
+        return deal.each(self.corpus.valid_batches(), labels)
+
+    def judge(
+        self, answers: list[Any], folder: Path, update: int, loss: float
+    ) -> tuple[dict[str, Any], list[str]]:
+        valid, names = self.corpus.valid, self.corpus.tokenizer.names
+        found = np.zeros(len(valid.texts), np.int64)
+        for sentences, labels in answers:
+            found[sentences] = labels
+        wrong = [mistake.describe() for mistake in mistakes(valid, [names[i] for i in found])]
         folder.mkdir(exist_ok=True)
         write_text(folder / f"update_{update:08d}.txt", "".join(f"{x}\n" for x in wrong[:KEPT]))
         accuracy = 100 * (1 - len(wrong) / len(found))

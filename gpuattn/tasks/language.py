@@ -1,6 +1,6 @@
 """Runs that learn to continue a text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 from gpuattn.data.fixed_shape import fixed_documents
 from gpuattn.errors import ConfigError
 from gpuattn.files import write_text
+from gpuattn.parallel.dealing import ALONE, Dealing
 from gpuattn.tasks.corpus import TextCorpus
 from gpuattn.tasks.task import OF_TEXT, Task
 from gpuattn.tasks.users.sampler import Sampler
@@ -110,15 +111,15 @@ class LanguageTask(Task):
     def prepare_evaluation(self) -> None:
         pass
 
-    def decode(self, user: Any, stop: Callable[[], bool] = lambda: False) -> list[str]:
-        return user.sample(tokens=SAMPLE_TOKENS, seed=self.config.seed)
+    def answers(self, user: Any, deal: Dealing = ALONE) -> list[str]:
+        """Return a text that the ``user`` writes."""
+        seed = self.config.seed
+        return deal.each([seed], lambda seed: user.sample(tokens=SAMPLE_TOKENS, seed=seed)[0])
 
-    def evaluate(
-        self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
-    ) -> tuple[dict[str, Any], list[str]] | None:
-        (text,) = self.decode(self.user)
-        if stop():
-            return None
+    def judge(
+        self, answers: list[str], folder: Path, update: int, loss: float
+    ) -> tuple[dict[str, Any], list[str]]:
+        (text,) = answers
         folder.mkdir(exist_ok=True)
         write_text(folder / f"update_{update:08d}.txt", f"{text}\n")
         figures = {"perplexity": float(np.exp(loss)), "score": -loss}

@@ -1,6 +1,6 @@
 """Runs that learn to guess hidden tokens of texts, a line each."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from gpuattn.data.masking import MARKS, MaskedBatch, MaskedLoader, Texts
 from gpuattn.data.text import read_language_model
 from gpuattn.errors import ConfigError, DataError
 from gpuattn.files import write_text
+from gpuattn.parallel.dealing import ALONE, Dealing
 from gpuattn.tasks import stored, texts
 from gpuattn.tasks.corpus import held_out_ids, one_batch
 from gpuattn.tasks.prepared import Say
@@ -99,27 +100,24 @@ class MaskedTask(LineTask):
             **batch.packing,
         )  # fmt: skip
 
-    def decode(self, user: Any, stop: Callable[[], bool] = lambda: False) -> list[str]:
-        """Return lines of the first held-out batch with guesses of a ``user``."""
-        return list(user.lines(*next(self._guesses(user))))
+    def answers(self, user: Any, deal: Dealing = ALONE) -> list[Any]:
+        """Return the guesses of the ``user`` for each held-out batch; a GPU sees batches of one
+        shape."""
 
-    def _guesses(self, user):
-        """Yield (batch, guesses) of the held-out text; a GPU sees batches of one shape."""
-        for batch in self.corpus.valid_batches():
-            guesses, _ = user.guess(self.fixed_shape(batch))
-            yield batch, guesses[: len(batch.rows)]
+        def guesses(batch):
+            return user.guess(self.fixed_shape(batch))[0][: len(batch.rows)]
 
-    def evaluate(
-        self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
-    ) -> tuple[dict[str, Any], list[str]] | None:
-        user, right, count = self.user, 0, 0
+        return deal.each(self.corpus.valid_batches(), guesses)
+
+    def judge(
+        self, answers: list[Any], folder: Path, update: int, loss: float
+    ) -> tuple[dict[str, Any], list[str]]:
+        right, count = 0, 0
         lines: list[str] = []
-        for batch, guesses in self._guesses(user):
-            if stop():
-                return None
+        for batch, guesses in zip(self.corpus.valid_batches(), answers, strict=True):
             right += int((guesses == batch.labels).sum())
             count += len(batch.labels)
-            lines += islice(user.lines(batch, guesses), KEPT - len(lines))
+            lines += islice(self.user.lines(batch, guesses), KEPT - len(lines))
         folder.mkdir(exist_ok=True)
         write_text(folder / f"update_{update:08d}.txt", "".join(f"{line}\n" for line in lines))
         return {"accuracy": 100 * right / count, "score": -loss}, lines[:SHOWN]

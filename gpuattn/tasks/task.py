@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gpuattn.models.kinds import new_model
+from gpuattn.parallel.dealing import ALONE, Dealing
 
 # options that name data: files, and folders of stores
 DATA_FILES = (
@@ -167,14 +168,17 @@ class Task(abc.ABC):
         """Prepare what evaluations need besides the model, so that the first one finds it."""
 
     @abc.abstractmethod
-    def decode(self, user: Any, stop: Callable[[], bool] = lambda: False) -> list[str]:
-        """Return what an evaluation lets a ``user`` of a model write, until ``stop()`` is true."""
+    def answers(self, user: Any, deal: Dealing = ALONE) -> list[Any]:
+        """Return what a ``user`` of a model answers to what is held out, for ``judge``.
+
+        All ranks of a Dealing call this, and it deals the work out among them.
+        """
 
     @abc.abstractmethod
-    def evaluate(
-        self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
-    ) -> tuple[dict[str, Any], list[str]] | None:
-        """Use the model as it is; return (figures, texts to show), or None once ``stop()`` is true.
+    def judge(
+        self, answers: list[Any], folder: Path, update: int, loss: float
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return (figures, texts to show) of the answers to all that is held out.
 
         Figures go into the row of metrics, ``score`` among them: the more the better. ``folder``:
         where what the model wrote is kept. ``loss``: that of the validation batches.

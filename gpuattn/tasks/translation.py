@@ -1,7 +1,7 @@
 """Runs that learn to translate."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from gpuattn.data import generated
 from gpuattn.data.fixed_shape import fixed_shape
 from gpuattn.errors import ConfigError
 from gpuattn.files import write_text
+from gpuattn.parallel.dealing import ALONE, Dealing
 from gpuattn.tasks.corpus import Corpus, held_out
 from gpuattn.tasks.score import Scorer
 from gpuattn.tasks.task import OF_TEXT, Task
@@ -169,23 +170,21 @@ class TranslationTask(Task):
     def prepare_evaluation(self) -> None:
         _ = self.scorer
 
-    def decode(self, user: Any, stop: Callable[[], bool] = lambda: False) -> list[str]:
+    def answers(self, user: Any, deal: Dealing = ALONE) -> list[str]:
+        """Return translations of the first held-out pairs."""
         pairs = self.corpus.valid[: self.config.score_pairs]
-        return user.translate([pair.source for pair in pairs], beam=1, stop=stop)
+        return translated(user, [pair.source for pair in pairs], deal, beam=1)
 
-    def evaluate(
-        self, folder: Path, update: int, loss: float, stop: Callable[[], bool]
-    ) -> tuple[dict[str, Any], list[str]] | None:
+    def judge(
+        self, answers: list[str], folder: Path, update: int, loss: float
+    ) -> tuple[dict[str, Any], list[str]]:
         pairs = self.corpus.valid[: self.config.score_pairs]
-        found = self.decode(self.user, stop)
-        if stop():
-            return None
         if not pairs:
             return {"score": -loss}, []
-        self._keep(folder, update, pairs, found)
-        figures = self.scorer(found)
+        self._keep(folder, update, pairs, answers)
+        figures = self.scorer(answers)
         figures["score"] = figures["exact_match" if self.config.exact_match else "bleu"]
-        few = list(zip(pairs, found, strict=True))[:SAMPLES]
+        few = list(zip(pairs, answers, strict=True))[:SAMPLES]
         return figures, [text for pair, text in few for text in (pair.source, f"-> {text}")]
 
     def _keep(self, folder, update, pairs, found):
@@ -194,6 +193,18 @@ class TranslationTask(Task):
         if not (folder / "reference.txt").exists():
             write_text(folder / "source.txt", _lines(pair.source for pair in pairs))
             write_text(folder / "reference.txt", _lines(pair.target for pair in pairs))
+
+
+def translated(
+    translator: Translator, sources: Sequence[str], deal: Dealing = ALONE, **options: Any
+) -> list[str]:
+    """Return translations of sources by all ranks of a Dealing; ``options``: of ``translate``."""
+
+    def of(chosen):
+        some = [sources[i] for i in chosen]
+        return translator.translate(some, stop=deal.stop, notify=deal.note, **options)
+
+    return deal.lines(sources, of)
 
 
 def _lines(texts):

@@ -14,6 +14,7 @@ from gpuattn.nn.dropout import random_states
 from gpuattn.nn.module import uninitialised
 from gpuattn.parallel.agreement import check_same, together
 from gpuattn.parallel.communicator import Communicator
+from gpuattn.parallel.dealing import Dealing
 from gpuattn.parallel.world import check_replicas
 from gpuattn.runs.config import OPTIONS, TrainConfig, option_key
 from gpuattn.runs.fine_tuning import freeze
@@ -21,7 +22,7 @@ from gpuattn.runtime.device import card_memory, choose_device, installed_version
 from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
 from gpuattn.tasks.task import DATA_FILES
-from gpuattn.tasks.users.dealt import serve_user
+from gpuattn.train.averaging import evaluated_with
 from gpuattn.train.progress import Listener
 from gpuattn.train.sharding import Sharing, share_parameters
 from gpuattn.train.state import Outcome
@@ -113,13 +114,15 @@ def follow(
         average = trainer.average
         with average.applied() if average else contextlib.nullcontext():
             trainer.valid_loss()
-            serve_user(trainer.task, ranks, stop)
+            trainer.task.answers(trainer.task.user, Dealing(ranks, stop))
 
     listener.begin()
     with trainer.computing():
         if trainer.begin():
             return Outcome(True, trainer.at.best, trainer.at.update)
         finished = trainer.run(stop, evaluate, lambda row: None)
+        if finished and theirs.average > 1:
+            finished = evaluated_with(trainer, evaluate) is not None
     return Outcome(finished, trainer.at.best, trainer.at.update)
 
 

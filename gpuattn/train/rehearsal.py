@@ -29,7 +29,7 @@ def rehearse_evaluation(task: Task) -> None:
     for number, batch in enumerate(other.corpus.valid_batches()):  # the last may be smaller
         loss_of(batch)
         if number == 0:
-            rehearse(lambda: other.decode(other.user))
+            rehearse(lambda: other.answers(other.user))
             task.prepare_evaluation()
 
 

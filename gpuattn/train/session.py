@@ -13,6 +13,7 @@ from gpuattn.data.store import CheckBeside
 from gpuattn.files import write_text
 from gpuattn.parallel.agreement import together
 from gpuattn.parallel.communicator import Communicator
+from gpuattn.parallel.dealing import Dealing
 from gpuattn.report.page import write_page
 from gpuattn.runs import events
 from gpuattn.runs.config import TrainConfig, default_batch, describe_growth, to_toml
@@ -25,8 +26,8 @@ from gpuattn.runtime.cold_start import InBackground, start_libraries
 from gpuattn.runtime.device import card_memory, choose_device, installed_version, versions
 from gpuattn.runtime.precision import choose
 from gpuattn.tasks.registry import task_of
-from gpuattn.tasks.users.dealt import user_of_all
 from gpuattn.train import memory
+from gpuattn.train.averaging import evaluated_with
 from gpuattn.train.follower import Terms, agree, follow, lead
 from gpuattn.train.progress import Listener
 from gpuattn.train.rehearsal import rehearse_evaluation
@@ -324,11 +325,12 @@ class Session:
         with trainer.average.applied() if trainer.average else contextlib.nullcontext():
             row = {"update": at.update, "epoch": at.epoch, "seconds": at.seconds,
                    "loss": trainer.valid_loss(), **noted}  # fmt: skip
-            with user_of_all(self.task, trainer.evaluating_ranks, stop) as stop:
-                found = self.task.evaluate(self.folder.path / "valid", at.update, row["loss"], stop)
-        if found is None:
+            deal = Dealing(trainer.evaluating_ranks, stop)
+            answers = self.task.answers(self.task.user, deal)
+        if deal.stopped:
             return None
-        figures, texts = found
+        valid = self.folder.path / "valid"
+        figures, texts = self.task.judge(answers, valid, at.update, row["loss"])
         row |= figures
         self.folder.metrics.add("valid", **row)
         self.listener.say("valid", describe(row))
@@ -365,16 +367,19 @@ class Session:
 
         Returns False when stopped meanwhile.
         """
-        trainer, at = self.trainer, self.trainer.at
-        own = {name: a.copy() for name, a in trainer.workspace.weights().items()}
-        trainer.step.average = None
-        trainer.workspace.load_weights(self.folder.average_snapshots(self.config.average))
-        row = self._evaluate(stop, averaged=self.config.average)
-        if row is not None and rank(row) > rank(at.best):
-            at.best = row
-            checkpoint.save(self.folder.path, "best", trainer.workspace.weights(), row)
-        trainer.workspace.load_weights(own)
-        return row is not None
+        at, workspace, last = self.trainer.at, self.trainer.workspace, self.config.average
+
+        def load():
+            workspace.load_weights(self.folder.average_snapshots(last))
+
+        def evaluate():
+            row = self._evaluate(stop, averaged=last)
+            if row is not None and rank(row) > rank(at.best):
+                at.best = row
+                checkpoint.save(self.folder.path, "best", workspace.weights(), row)
+            return row
+
+        return evaluated_with(self.trainer, evaluate, load) is not None
 
 
 class _Logged(Listener):

@@ -1,6 +1,9 @@
 """What a Trainer computes with: the workspace of its model, the optimizer, the sum over ranks."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from gpuattn.optim import OPTIMIZERS, AdamW
 from gpuattn.parallel.communicator import Communicator
@@ -20,6 +23,14 @@ class Setup(NamedTuple):
     optimizer: Any
     exchange: Exchange | None
     outer: Outer | None
+
+    def waited(self, ranks: Communicator) -> Callable[[], float] | None:
+        """Return a function of the seconds that this rank has waited for others so far, or None where
+        they are not known: for ranks of GPUs with an ``outer``."""
+        if self.exchange:
+            return self.exchange.waited
+        known = self.outer and self.workspace.xp is np
+        return (lambda: ranks.waited) if known else None
 
 
 def setup(

@@ -65,9 +65,8 @@ class Trainer:
         if device == "numpy":
             keep_freed_memory()
         self.precision = precision.choose(config.precision, device)
-        self.workspace, self.optimizer, self.exchange, self.outer = setup(
-            task, device, self.precision, communicator, sharing
-        )
+        parts = setup(task, device, self.precision, communicator, sharing)
+        self.workspace, self.optimizer, self.exchange, self.outer = parts
 
         def loss(batch, dloss):  # no method: a cycle of references would keep device memory
             return task.loss(batch, config.label_smoothing, dloss)
@@ -92,14 +91,11 @@ class Trainer:
         self.threads = None
         if device == "numpy":
             self.threads = BlasThreads(threads_of(config, communicator), self._probe)
-        waited = self.exchange.waited if self.exchange else None
-        if self.outer and device == "numpy":
-            waited = lambda: communicator.waited  # noqa: E731
         self.meter = Meter(
             self.xp, self.precision.dtype, task.flops, task.counted, communicator,
-            waited,
+            parts.waited(communicator),
         )  # fmt: skip
-        self._valid_loss, self._is_evaluating = ValidLoss(task, self.step), False
+        self._valid_loss, self.is_evaluating = ValidLoss(task, self.step), False
         self._kept: dict[str, Any] | None = None  # whole arrays, of all ranks
         self._loaded: dict[str, Any] | None = None  # the same, until ``begin``
         self._updates = 0  # since the last Progress
@@ -286,9 +282,9 @@ class Trainer:
         self._note()
         self._tell(wait=True)
         begin = self._now()
-        self._is_evaluating = True  # on all ranks
+        self.is_evaluating = True  # on all ranks
         row = self.communicator.gather(evaluate())[0]
-        self._is_evaluating = False
+        self.is_evaluating = False
         if row is None:
             save(None)
             return False
@@ -426,7 +422,7 @@ class Trainer:
     @property
     def evaluating_ranks(self) -> Communicator:
         """The ranks that evaluate together now."""
-        return self.communicator if self._is_evaluating else ALONE
+        return self.communicator if self.is_evaluating else ALONE
 
     def load(self, folder: str | Path) -> None:
         """Continue from the state in a run folder. Raises as ``state.load``."""

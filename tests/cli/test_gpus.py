@@ -8,6 +8,7 @@ import pytest
 from gpuattn.cli.shared import gpus
 from gpuattn.errors import ConfigError, DeviceMissingError
 from gpuattn.parallel import spawn
+from gpuattn.parallel.agreement import is_silent
 from gpuattn.runtime import device
 
 COMMAND = ["gpuattn", "train", "toy", "--gpus", "all"]
@@ -48,9 +49,11 @@ def test_gpus_on_numpy_and_with_another_launcher(started, monkeypatch):
     with pytest.raises(ConfigError, match="--gpus 4 and --device numpy; .* mpirun -n 4 gpuattn"):
         gpus.run_on(4, "numpy", COMMAND)
     monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setenv("PMI_RANK", "0")
-    with pytest.raises(ConfigError, match="--gpus all and mpirun of MPICH, which has started 2"):
-        gpus.run_on("all", "auto", COMMAND)
+    for rank in (0, 1):
+        monkeypatch.setenv("PMI_RANK", str(rank))
+        with pytest.raises(ConfigError, match="--gpus all and mpirun of MPICH, .* started 2") as e:
+            gpus.run_on("all", "auto", COMMAND)
+        assert is_silent(e.value) == (rank > 0)
     assert not started
 
 
@@ -60,6 +63,8 @@ def test_no_gpu(monkeypatch):
         gpus.run_on(2, "auto", COMMAND)
 
 
-def test_what_is_no_number_of_gpus(call):
-    result = call("train", "toy", "--gpus", "some")
-    assert result.exit_code == 2 and "'some' is no whole number" in result.stderr
+@pytest.mark.parametrize("value", ["some", "0", "-1", "1.5"])
+def test_what_is_no_number_of_gpus(call, value):
+    result = call("train", "toy", f"--gpus={value}")
+    assert result.exit_code == 2
+    assert f"'{value}'; accepted: all, or a whole number from 1 on" in result.stderr

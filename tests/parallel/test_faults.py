@@ -20,6 +20,7 @@ FAULTS = {  # what happens: (exit codes, what the message says)
     "os.kill(os.getpid(), 9)": ({1, 9, 137}, "after update 3, has ended without a word"),
     "os.kill(os.getpid(), signal.SIGSTOP)": ({1}, "after update 3, has given no sign of life"),
 }
+FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))"  # as a full disk
 
 
 @pytest.fixture
@@ -38,13 +39,14 @@ def arguments(folder, *more, out="run"):
     return "train", *options, *more
 
 
-def assert_ends(config, folder, count, rank, fault, spawned=False):
-    """A fault on a rank after update 3 ends all ranks; the same command goes on."""
+def assert_ends(config, folder, count, rank, fault, spawned=False, told=None):
+    """A fault on a rank after update 3 ends all ranks; the same command goes on. ``told``: as
+    FAULTS have it."""
     code, said, errors = command_by(
         count, *arguments(folder),
         lines=FAULT.format(rank=rank, update=3, fault=fault), spawned=spawned,
     )  # fmt: skip
-    codes, sentence = FAULTS[fault]
+    codes, sentence = told or FAULTS[fault]
     assert code in codes, said
     assert len(errors) == 1 and f"rank {rank} of {count}, on " in errors[0], said
     assert sentence in errors[0] and "the same command goes on" in errors[0]
@@ -65,6 +67,12 @@ def test_a_rank_that_raises_ends_all(config, tmp_path, spawned):
 
 def test_a_spawned_rank_that_is_killed_ends_all(config, tmp_path):
     assert_ends(config, tmp_path, 2, 1, "os.kill(os.getpid(), 9)", spawned=True)
+
+
+@pytest.mark.parametrize("spawned", [False, True])
+def test_a_disk_that_is_full_ends_all(config, tmp_path, spawned):
+    told = {1}, "00000001.json, is intact. Free some space, or choose another --out. What was"
+    assert_ends(config, tmp_path, 2, 0, FULL, spawned, told)
 
 
 @pytest.mark.exhaustive
@@ -99,6 +107,33 @@ def test_a_signal_to_one_rank_saves_and_stops_all(config, tmp_path, rank):
     train(config, tmp_path / "whole", device="numpy")
     train(config, tmp_path / "run", device="numpy")
     assert_same_bits(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_rank_of_another_version_is_refused_by_name(config, tmp_path):
+    lines = """
+import gpuattn.train.follower as follower
+from gpuattn.parallel.world import discover
+if discover().rank:
+    follower.installed_version = lambda: "0.0.9"
+"""
+    code, said, errors = command_by(2, *arguments(tmp_path), lines=lines)
+    assert code == 2 and len(errors) == 1, said
+    assert "rank 1, on " in errors[0]
+    assert "another version of gpuattn than rank 0" in errors[0] and ": 0.0.9, and " in errors[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_srun_without_pmi_is_refused_by_rank_0(config, tmp_path, monkeypatch):
+    """Each task is then a world of one for MPI, and Slurm's variables say otherwise."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    for rank in ("0", "1"):
+        own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        for name, value in (step | own).items():
+            monkeypatch.setenv(name, value)
+        code, said, errors = command_by(1, *arguments(tmp_path), mpi=False)
+        assert code == 2 and len(errors) == (rank == "0"), said
+        assert not errors or "srun started 2 ranks, but mpi4py sees 1" in errors[0]
+        assert not (tmp_path / "run").exists()
 
 
 def test_other_options_on_a_rank_are_refused_by_name(config, tmp_path):

@@ -1,11 +1,15 @@
 """The Communicator of NCCL on a stand-in for it, whose ranks are threads."""
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import numpy as np
 import pytest
 from fake_nccl import Nccl, array, run_ranks
 
 from gpuattn.arrays import BFLOAT16
 from gpuattn.errors import ConfigError
+from gpuattn.parallel import nccl
 from gpuattn.parallel.communicator import add_in_pairs
 from gpuattn.parallel.nccl import NCCL, version_text
 
@@ -102,6 +106,40 @@ def test_other_versions_on_a_rank_are_refused():
 
     found = run_ranks(2, NCCL, module=Mixed())
     assert all("ranks have NCCL 2.28.9 and 2.30.4" in str(error) for error in found)
+
+
+@pytest.mark.parametrize("found, said", [
+    (None, "NCCL, which CuPy cannot load .*pip install nvidia-nccl-cu12"),
+    (SimpleNamespace(available=False, NCCL_BFLOAT16=1), "this CuPy has not, or without bfloat16"),
+    (SimpleNamespace(available=True), "Try cupy 14.1 or newer, and pip install nvidia-nccl"),
+])  # fmt: skip
+def test_no_nccl_and_one_without_bfloat16(found, said, monkeypatch):
+    module = ModuleType("cupy.cuda")
+    if found is not None:
+        module.nccl = found
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", module)
+    monkeypatch.setattr(nccl, "import_cupy", lambda: None)
+    with pytest.raises(ConfigError, match=said):
+        nccl.nccl_module()
+
+
+@pytest.mark.parametrize("seen, ranks, used", [(4, 3, 2), (3, 3, 2), (1, 3, 0), (2, 3, None)])
+def test_each_rank_takes_a_gpu_and_more_ranks_than_gpus_are_refused(seen, ranks, used, monkeypatch):
+    taken = []
+    device = SimpleNamespace(use=lambda: None)
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(getDeviceCount=lambda: seen),
+        Device=lambda number: taken.append(number) or device,
+    )
+    monkeypatch.setattr(nccl, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    control = SimpleNamespace(local_rank=2, local_size=ranks)
+    if used is None:
+        with pytest.raises(ConfigError, match="3 ranks on a host with 2 GPUs; .* one rank a GPU"):
+            nccl.take_card(control)
+    else:
+        nccl.take_card(control)  # where each sees one GPU, ``_check`` finds out whose it is
+    assert taken == ([] if used is None else [used])
 
 
 def test_a_version_in_words():

@@ -114,3 +114,8 @@ def test_ranks_of_torchrun_meet_by_its_store(monkeypatch):
     found = run(*(lambda rank=rank: met(rank) for rank in range(3)))
     assert found == [[(rank, rank, 3) for rank in range(3)]] * 3
     assert set(Store.values) == {"gpuattn/run/2"}
+    for port in (None, "x"):
+        environment.pop("MASTER_PORT", None)
+        environment |= {"MASTER_PORT": port} if port else {}
+        with pytest.raises(ConfigError, match=f"started 3 ranks and MASTER_PORT is '{port or ''}'"):
+            torchrun.meet(1, 3, environment)

@@ -33,6 +33,9 @@ def test_the_world_of_launchers(environment, rank, size, launcher):
 @pytest.mark.parametrize("environment, said", [
     (MPICH | {"PMI_RANK": "x"}, "PMI_RANK is 'x' and PMI_SIZE is '2', of mpirun of MPICH"),
     (MPICH | {"PMI_RANK": "2"}, "accepted: a number of ranks, and one below it"),
+    ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"}, "RANK is '' and WORLD_SIZE is '2', of torch"),
+    ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1"}, "RANK is '1' and WORLD_SIZE is '', of torchrun"),
+    ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID is '' and SLURM_STEP_NUM_"),
     (TORCHRUN | MPICH, "torchrun says that this is rank 5 of 8, mpirun of MPICH that it is rank 1"),
 ])  # fmt: skip
 def test_variables_that_contradict_each_other_are_refused(environment, said):

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import numpy as np
 from kill_drill import new_config
-from ranks import COMMAND, Ranks
+from ranks import COMMAND, SECONDS, Ranks
 from stopping import assert_same_bits, assert_same_metrics, saves
 
 from gpuattn.runs.config import to_toml
 from gpuattn.train.session import train
 
 LONGEST = 10  # seconds from a kill to the end of all processes
+LAST = 600  # seconds that the run may take to a save, or to its end, on a busy machine
 NOTE = """
 import time
 from pathlib import Path
@@ -69,7 +70,7 @@ def drill(folder, kills, ranks=4, seed=0, spawned=False):
             if running.process.poll() is None:
                 os.kill(int(note.read_text()), signal.SIGKILL)
         begin = time.monotonic()
-        code, said = running.end()
+        code, said = running.end(SECONDS if kill < kills else LAST)
         if code == 0:  # also the last one, or one that ended before its kill
             break
         seconds.append(time.monotonic() - begin)
@@ -83,7 +84,7 @@ def drill(folder, kills, ranks=4, seed=0, spawned=False):
     return seconds, named
 
 
-def wait_for(running, condition, seconds=60):
+def wait_for(running, condition, seconds=LAST):
     """Wait until a condition is true, or the ranks have ended."""
     deadline = time.monotonic() + seconds
     while not condition() and running.process.poll() is None:

@@ -71,14 +71,18 @@ sys.exit(spawn(int(sys.argv[1]), sys.argv[2:]))
 class Ranks:
     """``count`` processes that run Python code with ``arguments``, or with those of each rank.
 
-    ``spawned``: started by ``gpuattn.parallel.spawn``, instead of the mpiexec of MPICH.
+    ``spawned``: started by ``gpuattn.parallel.spawn``, instead of the mpiexec of MPICH. ``mpi``:
+    False starts one process without either.
     """
 
-    def __init__(self, count, code, *arguments, each=None, folder=ROOT, spawned=False):
+    def __init__(self, count, code, *arguments, each=None, folder=ROOT, spawned=False, mpi=True):
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         program = [sys.executable, "-c", code]
         if spawned:
             command = [sys.executable, "-c", SPAWN, str(count), *program, *map(str, arguments)]
+        elif not mpi:
+            mpiexec()  # mpi4py must be there
+            command = [*program, *map(str, arguments)]
         else:
             command = [mpiexec()]
             for given in each or [arguments] * count:

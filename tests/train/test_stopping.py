@@ -18,7 +18,7 @@ from gpuattn.train.stopping import StopOnSignal
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 PLACES = {  # the function that a run calls when the signal arrives
     "computing a step": ("gpuattn.runtime.training_step.TrainingStep", "_gradients"),
-    "evaluating": ("gpuattn.tasks.translation.TranslationTask", "evaluate"),
+    "evaluating": ("gpuattn.tasks.translation.TranslationTask", "answers"),
     "saving": ("gpuattn.runtime.checkpoint", "save"),
 }
 INTERRUPT = """

@@ -42,12 +42,13 @@ def scored(monkeypatch):
     def script(*pairs):
         rows = iter(pairs)
 
-        def evaluate(task, folder, update, loss, stop):
+        def judge(task, answers, folder, update, loss):
             kinds = dict(zip("ab", next(rows), strict=True))
             mean = sum(kinds.values()) / 2
             return {"exact_match": mean, "exact_by_kind": kinds, "score": mean}, []
 
-        monkeypatch.setattr(TranslationTask, "evaluate", evaluate)
+        monkeypatch.setattr(TranslationTask, "answers", lambda task, user, deal: [])
+        monkeypatch.setattr(TranslationTask, "judge", judge)
         return rows
 
     return script
@@ -133,12 +134,13 @@ def test_the_last_evaluation_is_part_of_the_time(tmp_path, monkeypatch, eval_eve
         clock.now += 1
         inner(self)
 
-    def evaluate(task, folder, update, loss, stop):
+    def judge(task, answers, folder, update, loss):
         clock.now += 20
         return {"score": -loss}, []
 
     monkeypatch.setattr(trainer.Trainer, "_update", update)
-    monkeypatch.setattr(TranslationTask, "evaluate", evaluate)
+    monkeypatch.setattr(TranslationTask, "answers", lambda task, user, deal: [])
+    monkeypatch.setattr(TranslationTask, "judge", judge)
     config = TrainConfig(**SMALL | {"warmup": 0.1}, length="100s", eval_every=eval_every)
     assert train(config, tmp_path / "run", device="numpy").finished
     assert 80 < clock.now <= 101

@@ -1,6 +1,8 @@
 """``--gpus``: a command as several processes of this machine, one for each GPU."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
@@ -8,9 +10,12 @@ import click
 from gpuattn.arrays import import_cupy
 from gpuattn.cli.shared.options import GroupedOption, Parsed
 from gpuattn.errors import ConfigError
+from gpuattn.parallel.agreement import silent, together
+from gpuattn.parallel.communicator import Communicator
 from gpuattn.parallel.spawn import spawn, this_command
-from gpuattn.parallel.world import SPAWNER, discover
+from gpuattn.parallel.world import SPAWNER, connected, discover
 from gpuattn.runtime.device import choose_device
+from gpuattn.tasks.users.dealt import Dealt, serve
 from gpuattn.units import whole
 
 ALL = "all"
@@ -25,7 +30,10 @@ def gpus_option(function: Callable) -> Callable:
 
 
 def _parse(value: Any) -> int | str:
-    return ALL if value == ALL else whole(1)(value)
+    try:
+        return ALL if value == ALL else whole(1)(value)
+    except ConfigError:
+        raise ConfigError(f"{value!r}; accepted: {ALL}, or a whole number from 1 on") from None
 
 
 def run_on(gpus: int | str | None, device: str, command: Sequence[str]) -> int | None:
@@ -39,10 +47,11 @@ def run_on(gpus: int | str | None, device: str, command: Sequence[str]) -> int |
     if gpus is None or world.launcher == SPAWNER:
         return None
     if world.launcher:
-        raise ConfigError(
+        error = ConfigError(
             f"--gpus {gpus} and {world.launcher}, which has started {world.size} ranks; accepted: "
             "one of both. Leave --gpus out: each of these ranks takes a GPU"
         )
+        raise silent(error, world.rank > 0)
     if device == "numpy":
         count = gpus if isinstance(gpus, int) else 2
         raise ConfigError(
@@ -55,3 +64,40 @@ def run_on(gpus: int | str | None, device: str, command: Sequence[str]) -> int |
         raise ConfigError(f"--gpus is {gpus}; accepted: 1 to {seen}, the GPUs that CUDA sees here")
     count = seen if gpus == ALL else int(gpus)
     return None if count == 1 else spawn(count, this_command(command[1:]))
+
+
+@contextlib.contextmanager
+def ranks_of(ctx: click.Context, gpus: int | str | None, device: str) -> Iterator[Communicator]:
+    """Return a context with the ranks that do a command, which exchange values of the host.
+
+    With ``--gpus`` they are other processes: this one ends when they have. ``device``: as
+    ``--device`` says.
+    """
+    code = run_on(gpus, device, ["gpuattn", str(ctx.info_name), *ctx.meta["arguments"]])
+    if code is not None:
+        sys.exit(code)
+    debug = getattr(ctx.find_root().command, "debug", False)
+    with connected(debug, lambda: choose_device(device)[0], arrays=False) as ranks:
+        yield ranks
+
+
+@contextlib.contextmanager
+def shared_user(
+    ctx: click.Context, gpus: int | str | None, device: str, load: Callable[[], Any]
+) -> Iterator[tuple[Any, int]]:
+    """Return a context with (``load()`` of rank 0, whose lines all ranks compute; their number).
+
+    Ranks other than 0 get (None, their number) when they have computed their lines. ``gpus``,
+    ``device``: see ``ranks_of``.
+    """
+    with ranks_of(ctx, gpus, device) as ranks:
+        user = together(ranks, load)
+        if ranks.size == 1:
+            yield user, 1
+        elif ranks.rank:
+            serve(user, ranks)
+            yield None, ranks.size
+        else:
+            dealt = Dealt(user, ranks)
+            yield dealt, ranks.size
+            dealt.close()

@@ -42,6 +42,7 @@ class Classifier:
     """
 
     task = "images"
+    by_line = {"classify_each": ()}  # what ranks share, see ``dealt``
 
     def __init__(
         self, config: Any, model: Any, tokenizer: Any, metrics: Mapping[str, Any] | None = None
@@ -63,6 +64,17 @@ class Classifier:
             got = f"of {height} x {width} pixels with {there} channels"
             raise DataError(problem("classify", f"{path}: images", got, accepted))
         return self.labels(images)
+
+    def classify_each(self, paths: Sequence[StrPath]) -> list[list[Label] | DataError]:
+        """Return for each file what ``classify`` does, or the error that it raises."""
+
+        def labels(path):
+            try:
+                return self.classify(path)
+            except DataError as error:
+                return error
+
+        return list(map(labels, paths))
 
     def read(self, path: StrPath) -> np.ndarray:
         """Return an image file as the model has seen others, uint8 (H, W, C)."""
@@ -100,6 +112,7 @@ class TextClassifier:
     """Labels lines. The arguments are those of a Sampler; ``config`` may be None."""
 
     task = "labels"
+    by_line = {"classify": ()}  # what ranks share, see ``dealt``
 
     def __init__(
         self, config: Any, model: Any, tokenizer: LabelledTokenizer,
@@ -135,12 +148,15 @@ class TextClassifier:
     def probabilities(self, ids: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the probabilities, float32 (texts, classes), of token ids of texts."""
         found = np.zeros((len(ids), len(self.tokenizer.names)), np.float32)
+        for batch in self.batches(ids):
+            found[batch.sentences] = self.of_batch(batch)
+        return found
+
+    def batches(self, ids: Sequence[Sequence[int]]) -> Iterator[Any]:
+        """Yield the LabelBatches that token ids of texts are computed in; their labels are 0."""
         if len(ids):
             room = TOKENS["gpu" if on_gpu(self.model.parameters()[0].data) else "cpu"]
-            room = max(room, *map(len, ids))
-            for batch in LabelLoader(ids, np.zeros(len(ids)), room, 0).epoch(0):
-                found[batch.sentences] = self.of_batch(batch)
-        return found
+            yield from LabelLoader(ids, np.zeros(len(ids)), max(room, *map(len, ids)), 0).epoch(0)
 
     def of_batch(self, batch: Any) -> np.ndarray:
         """Return the probabilities, float32 (B, classes), of the texts of a LabelBatch."""

@@ -15,6 +15,7 @@ class Embedder:
     """Turns lines into vectors. The arguments are those of a Sampler; ``config`` may be None."""
 
     task = "embedding"
+    by_line = {"embed": ("numbers",)}  # what ranks share, see ``dealt``
 
     def __init__(
         self, config: Any, model: Any, tokenizer: Any, metrics: Mapping[str, Any] | None = None
@@ -29,23 +30,24 @@ class Embedder:
         pool: str = "mean",
         normalised: bool = True,
         truncate: bool = False,
-        first: int = 1,
+        numbers: Sequence[int] | None = None,
     ) -> np.ndarray:
         """Return a vector of each line, float32 (lines, d_model).
 
         ``pool``: "mean" of the states of the line's tokens, or the "first" one. ``normalised``: to
         length 1. ``truncate``: cut a longer line than the model takes, which else is a DataError.
-        ``first``: the number of the first line, for errors.
+        ``numbers``: of the lines, for errors; by default from 1 on.
         """
         if isinstance(lines, str):
             raise TypeError(problem("embed", "lines", "a str", "a list of str, a line each"))
         most = self.model.config.max_length
-        ids = self._encoded(lines, first)
+        numbers = range(1, len(lines) + 1) if numbers is None else numbers
+        ids = self._encoded(lines, numbers)
         long = next((i for i, line in enumerate(ids) if len(line) > most), None)
         if long is not None and not truncate:
             got, accepted = f"{len(ids[long])} tokens long", f"up to {most}"
             advice = "truncate=True (--truncate) cuts it"
-            raise DataError(problem("embed", f"line {first + long}", got, accepted, advice))
+            raise DataError(problem("embed", f"line {numbers[long]}", got, accepted, advice))
         ids = [line if len(line) <= most else [*line[: most - 1], line[-1]] for line in ids]
         vectors = np.zeros((len(ids), self.model.config.d_model), np.float32)
         for chosen in self._batches([len(line) for line in ids]):
@@ -54,12 +56,12 @@ class Embedder:
             vectors[chosen] = to_cpu(found)
         return vectors
 
-    def _encoded(self, lines, first):
+    def _encoded(self, lines, numbers):
         """Return the token ids of each line. DataError names a line that has none."""
         try:
             return self.tokenizer.encode_marked(lines)
         except DataError:
-            for number, line in enumerate(lines, first):
+            for number, line in zip(numbers, lines, strict=True):
                 try:
                     self.tokenizer.encode_marked([line])
                 except DataError as error:

@@ -38,6 +38,7 @@ class Sampler:
     """
 
     task = "language"
+    by_line = {"score": ()}  # what ranks share, see ``dealt``
 
     def __init__(
         self, config: Any, model: Any, tokenizer: Any, metrics: Mapping[str, Any] | None = None

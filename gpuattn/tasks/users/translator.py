@@ -42,6 +42,9 @@ class Translator:
     """
 
     task = "translation"
+    by_line = {
+        "translate": ("prefixes", "notify"), "nbest": ("prefixes", "notify"), "score": (),
+    }  # what ranks share, see ``dealt``  # fmt: skip
 
     def __init__(
         self, config: Any, model: Any, tokenizer: Any, metrics: Mapping[str, Any] | None = None, *,
