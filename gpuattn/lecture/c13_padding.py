@@ -58,8 +58,8 @@ rows = padded_rows(V)
 states = say.normal(tokens, width, dtype=dtype)
 tables = {n: say.normal(n, width, dtype=dtype) for n in sorted({V - 1, V, V + 1, rows, rows + 1})}
 us = say.times({str(n): partial(gpuattn.linear, states, weight) for n, weight in tables.items()})
-pair = {f"{rows:,} rows": us[str(rows)], f"{V:,} rows": us[str(V)]}
-say.order("A09", "time of the output layer", pair, "us", clock=True)
+times = {f"{rows:,} rows": us[str(rows)], f"{V:,} rows": us[str(V)]}
+say.order("A09", "time of the output layer", times, "us", clock=True)
 bars = {f"{n:,} rows": float(np.median(us[str(n)])) for n in tables}
 alt = "; ".join(f"{name}: {time:.0f} us" for name, time in bars.items())
 say.bars(f"Time of the output layer by the rows of its table, {tokens:,} tokens", alt, bars, "us")

@@ -71,8 +71,8 @@ for name, slower in (("flash", "unfused"), ("flash and padded", "flash")):
 gains = {name: 100 * (ms["unfused"] / ms[name] - 1) for name in ("flash", "flash and padded")}
 say.record("A03", "gain by flash attention, %", gains["flash"])
 say.record("A03", "gain by both, %", gains["flash and padded"])
-pair = {name: found[name].peak / 1e6 for name in ("flash", "unfused")}
-say.order("A03", "memory of a step", pair, "MB")
+peaks = {name: found[name].peak / 1e6 for name in ("flash", "unfused")}
+say.order("A03", "memory of a step", peaks, "MB")
 large = CELLS["gpt2-large"].case
 rungs = {"unfused": Rung(large, {"flash_attention": "unfused"}), "flash": Rung(large)}
 bigger = {name: rung.us for name, rung in climb(say, rungs, **smaller).items()}

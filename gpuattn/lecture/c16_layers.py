@@ -115,8 +115,8 @@ for name, (shape, *forms) in FORMS.items():
             say.order(part, f"calls of ops, embedding, {way}", pair)
         if say.device == "cuda":
             counts = [say.launches(partial(both_ways, form, x)) for form in forms]
-            pair = {"one op": counts[1], "composed": counts[0]}
-            say.order("D07", "launches, embedding, forward and backward", pair)
+            launches = {"one op": counts[1], "composed": counts[0]}
+            say.order("D07", "launches, embedding, forward and backward", launches)
     elif name != "dropout":  # drawing the mask is no op that counts
         pair = {"one op": found[1][2], "composed": found[0][2]}
         say.order(id, f"{name}: read and written, forward and backward", pair, "MB")

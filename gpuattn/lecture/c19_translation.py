@@ -77,8 +77,8 @@ for _ in range(2):  # the second is measured
     marks.append(now())
     for name, begin, end in zip(("forward", "backward", "update"), marks, marks[1:], strict=False):
         stages[name] = (end - begin) * 1e3
-for name, ms in stages.items():
-    say.record("D02", f"{name}, ms", ms)
+for name, took in stages.items():
+    say.record("D02", f"{name}, ms", took)
 say.record("D02", "synchronise", "none: one process")
 
 # %% [markdown]
@@ -110,7 +110,7 @@ say.order("D19", what, us, "us", clock=True)
 alt = "; ".join(f"{count} sentences: {gain:.2f}" for count, gain in curve)
 say.curves("How many times as fast the step is after as before", alt, {"here": curve},
            label="sentences of the batch", unit="times", log_x=True)  # fmt: skip
-alt = "; ".join(f"{name} {ms:.1f} ms" for name, ms in stages.items())
+alt = "; ".join(f"{name} {took:.1f} ms" for name, took in stages.items())
 say.bars(f"Stages of a step of a translator, {layers} + {layers} layers", alt, stages, "ms")
 # %% [markdown]
 # The time of ops that are neither a matrix product nor attention, as a share of the step: with

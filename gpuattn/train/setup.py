@@ -25,11 +25,13 @@ class Setup(NamedTuple):
     outer: Outer | None
 
     def waited(self, ranks: Communicator) -> Callable[[], float] | None:
-        """Return a function of the seconds that this rank has waited for others so far, or None where
-        they are not known: for ranks of GPUs with an ``outer``."""
+        """Return a function of the seconds that this rank has waited for others so far.
+
+        None where they are not known: for ranks of GPUs with an ``outer``.
+        """
         if self.exchange:
             return self.exchange.waited
-        known = self.outer and self.workspace.xp is np
+        known = self.outer and isinstance(self.workspace.params, np.ndarray)
         return (lambda: ranks.waited) if known else None
 
 
