@@ -232,7 +232,9 @@ class Draft:
         else:
             with recorded(self.arrays, self.plan.params.get("key")) as recorder:
                 result = run()
-            self.plan.program = recorder.program(result, owned=result[0])
+            out, saved = result
+            kept = None if rule is None else saved  # for the gradient alone
+            self.plan.program = recorder.program((out, kept), owned=out)
         self.done = True
         return result
 

@@ -29,6 +29,8 @@ from gpuattn.cuda.steps import WORD, Launch, Product
 from gpuattn.typing import Array
 
 CONSTANTS = type(None), bool, int, float, str, np.dtype
+SMALL = 2 << 20  # bytes of the arrays of a call: a GPU of today reads them in a microsecond
+ALIGNMENT = 512  # bytes: of the memory that CuPy allocates
 NUMBERS = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 
 
@@ -182,33 +184,58 @@ class Recorder:
         if any(id(x) not in self.placed for x in self.numbers):
             return None
         code = Code(current_stream=import_cupy().cuda.get_current_stream)
-        self._allocate(code)
-        for step in self.steps:
-            step.check(code)
-        self._run(code)
         try:
             self._expression(Code(), owned, self.inputs)
+            self._allocate(code, result)
+            for step in self.steps:
+                step.check(code)
+            self._run(code)
             code.add(f"return {self._expression(code, result)}")
         except Unplaced:
             return None
         run = code.function("arrays, addresses, drawn")
         return Program(run, self._fresh(result), self.constants)
 
-    def _allocate(self, code):
-        """Name the arrays x0, x1, ..., those that were given first, and their addresses p0, ..."""
-        cupy = import_cupy()
+    def _allocate(self, code, result):
+        """Name the arrays x0, x1, ..., those that were given first, and their addresses p0, ...
+
+        Of what is allocated only arrays of ``result`` are made; m2, ... is the memory of others,
+        and what has no view in ``result`` either lies together.
+        """
+        cupy, here = import_cupy(), set(self._found(result))
         if self.inputs:
             code.add(f"{unpacked('x', self.inputs)}= arrays")
             code.add(f"{unpacked('p', self.inputs)}= addresses")
-        new, first = cupy.ndarray.__new__, [code.name("kind", cupy.ndarray)]  # all of ndarray()
-        if arrays.allocate:
-            new, first = partial(arrays.allocate, cupy), []
+        names = {"new": cupy.ndarray.__new__, "ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc}
+        code.values |= names | {"zeros": cupy.zeros, "test": partial(arrays.allocate or len, cupy)}
+        apart, size = [], 0
         for i, (shape, dtype, zeroed) in enumerate(self.allocations, self.inputs):
-            function = code.name("new", cupy.zeros if zeroed else new)
-            # CuPy finds NumPy's own dtypes sooner by their letters
+            # CuPy finds NumPy's own dtypes sooner by their letters; ndarray() is __new__() alone
             kind = code.name("dtype", dtype.char if dtype.isbuiltin == 1 else dtype)
-            given = [*([] if zeroed else first), code.name("shape", shape), kind]
-            code.add(f"x{i} = {function}({', '.join(given)})", f"p{i} = x{i}.data.ptr")
+            of = f"({code.name('shape', shape)}, {kind})"
+            count = math.prod(shape) * dtype.itemsize
+            if zeroed or arrays.allocate:
+                code.add(f"x{i} = {'zeros' if zeroed else 'test'}{of}", f"m{i} = x{i}.data")
+            elif (i, True) in here:
+                code.add(f"x{i} = new(ndarray, {of[1:]}", f"m{i} = x{i}.data")
+            elif (i, False) in here:
+                code.add(f"m{i} = alloc({code.name('size', count)})")
+            else:
+                apart.append(f"p{i} = together + {code.name('at', size)}")
+                size += -(-count // ALIGNMENT) * ALIGNMENT
+                continue
+            code.add(f"p{i} = m{i}.ptr")
+        if apart:
+            code.add(f"memory = alloc({code.name('size', size)})", "together = memory.ptr", *apart)
+
+    def _found(self, result):
+        """Yield (which array, whether it is the array itself or a view) of arrays in ``result``."""
+        if isinstance(result, tuple):
+            for one in result:
+                yield from self._found(one)
+        elif arrays.on_gpu(result):
+            i = self._index(result)
+            yield self._place(result.data.ptr)[0] if i is None else i, i is not None
 
     def _run(self, code):
         """Run the steps. What the launches read is in ``free`` while no thread uses it."""
@@ -225,8 +252,9 @@ class Recorder:
                 "try:", f"    one = {free}.pop()", "except IndexError:", f"    one = {pack}()",
                 f"{names}= one",
             )  # fmt: skip
+        small = sum(x.nbytes for x in self.arrays) <= SMALL
         for step in self.steps:
-            step.run(code)
+            step.run(code, small)
         if launched:
             code.add(f"{free}.append(one)")
 
@@ -257,9 +285,12 @@ class Recorder:
         place, offset = self._place(value.data.ptr)
         if place < first:
             raise Unplaced
-        layout = [code.name("layout", one) for one in (value.shape, value.dtype, value.strides)]
-        view = "{0}({2}, {3}, x{1}.data + {5}, {4})"
-        return view.format(code.name("kind", type(value)), place, *layout, offset)
+        memory = f"m{place}" if place >= self.inputs else f"x{place}.data"
+        shape, dtype, strides = (
+            code.name("layout", one) for one in (value.shape, value.dtype, value.strides)
+        )
+        at = f"{memory} + {offset}" if offset else memory
+        return f"new(ndarray, {shape}, {dtype}, {at}, {strides})"
 
     def _index(self, value):
         """Return the place of an array among those given and allocated, or None."""

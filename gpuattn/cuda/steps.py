@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpuattn.arrays import import_cupy
-from gpuattn.cuda.driver_launch import EXTRA_AT, STREAM_AT
+from gpuattn.cuda.driver_launch import EXTRA_AT, PROGRAMMATIC, STREAM_AT
 from gpuattn.cuda.generated import Code
 from gpuattn.cuda.kernels import launches
 from gpuattn.cuda.scratch import counters
@@ -45,7 +45,9 @@ class Launch:
     def check(self, code: Code) -> None:
         """A launch takes any addresses."""
 
-    def run(self, code: Code) -> None:
+    def run(self, code: Code, small: bool) -> None:
+        """``small``: the call takes the host longer than the GPU, so nothing is gained if a
+        kernel's blocks start before the kernel before it has ended."""
         i = self.place
         code.add(f"words{i}[{STREAM_WORD}] = stream")
         for at, place, offset in self.words:
@@ -60,14 +62,17 @@ class Launch:
         function, name = code.name("function", self.driver.function.ptr), self.kernel.name
         again = f"{code.name('again', self.driver.launch)}(packed{i})"  # or raises
         lists = f"at{i} + {EXTRA_AT}, 0" if self.driver.by_address else f"0, at{i} + {EXTRA_AT}"
-        if self.driver.attribute is None:  # CuPy's call is shorter than one of ctypes
+        attribute = self.driver.attribute
+        if attribute is None or (small and attribute == PROGRAMMATIC):
+            # CuPy's call is shorter than one of ctypes, and takes no attribute
             driver = import_cupy().cuda.driver
             grid, block, _, shared_bytes = self.given
             sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared_bytes
+            given = ", ".join("1" if n == 1 else code.name("size", n) for n in sizes)
+            launch = code.name("launch", driver.launchKernel)
             code.add(
                 "try:",
-                f"    {code.name('launch', driver.launchKernel)}({function}, {str(sizes)[1:-1]}, "
-                f"stream, {lists})",
+                f"    {launch}({function}, {given}, stream, {lists})",
                 f"except {code.name('error', driver.CUDADriverError)}:",
                 f"    {again}",
             )  # fmt: skip
@@ -107,7 +112,7 @@ class Product:
         is_current = code.name("current", self.plan.is_current)
         code.add(f"if ({low}) & {mask} or not {is_current}():", "    return None")
 
-    def run(self, code: Code) -> None:
+    def run(self, code: Code, small: bool) -> None:
         run, fail = code.name("run", self.plan.run_at), code.name("fail", self._fail)
         code.add(f"if not {run}(stream, {', '.join(self.addresses)}):", f"    {fail}()")
 

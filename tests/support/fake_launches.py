@@ -129,6 +129,7 @@ def fake_cupy(record):
     cupy.cuda = SimpleNamespace(
         Device=lambda number: device,
         Memory=lambda size: SimpleNamespace(ptr=1 << 40, size=size),
+        alloc=lambda size: as_array(np.empty(size, np.uint8)).data,
         Stream=lambda non_blocking: stream,
         get_current_stream=lambda: stream,
         is_available=lambda: True,
