@@ -11,6 +11,7 @@ strings, draws random numbers but by its parameter "key", or checks the values o
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +29,6 @@ from gpuattn.typing import Array
 
 MOST = 2048  # plans in each of two generations; a backward pass has at most MOST_GRADIENTS a plan
 MOST_GRADIENTS = 16
-NUMBERS = bool, int, float
 PLAIN = type(None), bool, int, float, str
 ALIGNMENT = 15  # address & ALIGNMENT: kernels read 16 bytes at a time
 
@@ -106,10 +106,10 @@ class Form:
             self.code.add(f"if type({data}) is not xp_array:", "    return other(args, recording)")
             self.key.append(f"recording and {x}.requires_grad")
             self._sign_array(x, data)
-        elif kind is str:
-            self.key.append(x)
-        elif kind in NUMBERS:
+        elif kind is float:
             self.key.append(f"{x} or str({x})")  # 0.0 and -0.0 are equal
+        elif kind in (str, bool, int):
+            self.key.append(x)
         elif kind is tuple:
             self._refuse_if(f"not {self.code.name('plain', _all_plain)}({x})")
             self.key.append(f"repr({x})")
@@ -136,9 +136,10 @@ class Form:
         """Return the function of (arguments, recording) that ``signature`` calls."""
         addresses = [f"p{i + 1}" for i in range(len(self.arrays))] if self.on_gpu else []
         # the same array, or address, twice: it does not tell which of both a launch reads
-        if len(self.arrays) > 1:
-            different = ", ".join(addresses or [f"id({x})" for x in self.arrays])
-            self._refuse_if(f"len({{{different}}}) < {len(self.arrays)}")
+        pairs = itertools.combinations(addresses or self.arrays, 2)
+        alike = [f"{one} {'==' if addresses else 'is'} {other}" for one, other in pairs]
+        if alike:
+            self._refuse_if(" or ".join(alike))
         if self.on_gpu and _several_gpus():
             here = f"{self.code.name('here', import_cupy().cuda.runtime.getDevice)}()"
             self.code.add(f"here = {here}")

@@ -52,7 +52,7 @@ _compilers = ThreadPoolExecutor(min(16, max(2, usable_cores() - 1)), "gpuattn-co
 class Counts(collections.Counter[str]):
     """A Counter that is set as fast as a dict: Counter's own deletion makes every access slower."""
 
-    __delitem__ = dict.__delitem__
+    __delitem__ = dict.__delitem__  # type: ignore[assignment]
 
 
 launches = Counts()  # of each kernel in this process
