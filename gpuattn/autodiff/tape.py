@@ -274,6 +274,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
                 node.release()
     finally:
         _recording.reset(token)
+        propagate = None  # it names itself: only a collection of garbage would free it
     return found
 
 

@@ -186,9 +186,14 @@ class Recorder:
         code = Code(current_stream=import_cupy().cuda.get_current_stream)
         try:
             self._expression(Code(), owned, self.inputs)
+            if self.inputs:
+                code.add(f"{unpacked('x', self.inputs)}= arrays")
+                code.add(f"{unpacked('p', self.inputs)}= addresses")
+            for step in self.steps:
+                step.check(code, False, self.inputs)
             self._allocate(code, result)
             for step in self.steps:
-                step.check(code)
+                step.check(code, True, self.inputs)
             self._run(code)
             code.add(f"return {self._expression(code, result)}")
         except Unplaced:
@@ -203,9 +208,6 @@ class Recorder:
         and what has no view in ``result`` either lies together.
         """
         cupy, here = import_cupy(), set(self._found(result))
-        if self.inputs:
-            code.add(f"{unpacked('x', self.inputs)}= arrays")
-            code.add(f"{unpacked('p', self.inputs)}= addresses")
         names = {"new": cupy.ndarray.__new__, "ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc}
         code.values |= names | {"zeros": cupy.zeros, "test": partial(arrays.allocate or len, cupy)}
         apart, size = [], 0

@@ -42,7 +42,7 @@ class Launch:
         more = [view.cast("I")] * bool(self.numbers) + [view] * bool(self.maps)
         return [packed, view.cast("Q"), packed.address, *more]
 
-    def check(self, code: Code) -> None:
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
         """A launch takes any addresses."""
 
     def run(self, code: Code, small: bool) -> None:
@@ -102,19 +102,28 @@ class Product:
     ``places``: (which array, offset) of a, b, out, vector and aux, or None.
     """
 
-    def __init__(self, plan: Any, places: list[tuple[int, int] | None]) -> None:
-        self.plan = plan
-        self.addresses = ["0" if place is None else _address(*place) for place in places]
+    def __init__(self, plan: Any, places: list[Any]) -> None:
+        self.plan, self.places = plan, places
 
-    def check(self, code: Code) -> None:
-        """Return None where the product does not take the addresses."""
-        low, mask = " | ".join(self.addresses[:3]), self.plan.alignment - 1  # a power of two
-        is_current = code.name("current", self.plan.is_current)
-        code.add(f"if ({low}) & {mask} or not {is_current}():", "    return None")
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
+        """Return None where the product does not take the addresses of arrays.
+
+        ``allocated``: of those that the program allocates, else of the ``inputs`` given ones.
+        """
+        places = [place for place in self.places[:3] if (place[0] >= inputs) == allocated]
+        wrong = []
+        if places:
+            low = " | ".join(_address(*place) for place in places)
+            wrong.append(f"({low}) & {self.plan.alignment - 1}")  # a power of two
+        if not allocated:
+            wrong.append(f"not {code.name('current', self.plan.is_current)}()")
+        if wrong:
+            code.add(f"if {' or '.join(wrong)}:", "    return None")
 
     def run(self, code: Code, small: bool) -> None:
         run, fail = code.name("run", self.plan.run_at), code.name("fail", self._fail)
-        code.add(f"if not {run}(stream, {', '.join(self.addresses)}):", f"    {fail}()")
+        at = ", ".join("0" if place is None else _address(*place) for place in self.places)
+        code.add(f"if not {run}(stream, {at}):", f"    {fail}()")
 
     def _fail(self):
         kind = self.plan.kind
