@@ -314,7 +314,7 @@ def device_of(*arrays: Any) -> contextlib.AbstractContextManager:
     if cupy is not None:
         for array in arrays:
             if isinstance(array, cupy.ndarray):
-                here = array.device.id == cupy.cuda.runtime.getDevice()
+                here = array.data.device_id == cupy.cuda.runtime.getDevice()
                 return _NOWHERE if here else array.device
     return _NOWHERE
 

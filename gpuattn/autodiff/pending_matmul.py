@@ -5,7 +5,6 @@ would read its gradient as soon as it is written. A kernel that computes both sa
 through memory. ``impls.Fusion`` says how two such ops meet.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -38,12 +37,17 @@ class Consumers:
     """
 
     def __init__(self, nodes: Iterable, kept: Collection) -> None:
-        self.owing = Counter(maker for node in nodes for maker in _takers(node))
+        self.owing: dict[Any, int] = {}
+        for node in nodes:
+            for maker in _takers(node):
+                self.owing[maker] = self.owing.get(maker, 0) + 1
         self.kept = kept
 
     def done(self, node: Any) -> None:
         """Note that the backward of ``node`` ran, or that it gives no gradient."""
-        self.owing.subtract(_takers(node))
+        if self.owing:
+            for maker in _takers(node):
+                self.owing[maker] -= 1
 
     def offer(self, node: Any, pending: dict[Any, list], propagate: Callable) -> dict[str, Any]:
         """Return {"fold": function of ``impls.Fusion``} if the backward of ``node`` takes it.
@@ -55,7 +59,7 @@ class Consumers:
             return {}
         box = node.inputs[0]
         maker = getattr(box, "node", None)
-        closed = self.owing[maker] != 1 or (maker, box.index) in self.kept
+        closed = self.owing.get(maker) != 1 or (maker, box.index) in self.kept
         if closed or is_hooked():
             return {"fold": None}
 

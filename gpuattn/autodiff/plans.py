@@ -11,32 +11,31 @@ strings, draws random numbers but by its parameter "key", or checks the values o
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gpuattn import errors, rng
-from gpuattn.arrays import batch_invariant, import_cupy, on_gpu, unplanned
+from gpuattn.arrays import batch_invariant, import_cupy, is_array, on_gpu, unplanned
 from gpuattn.autodiff.record import Box
+from gpuattn.cuda.generated import Code, unpacked
 from gpuattn.cuda.program import Program, recorded
 from gpuattn.impls import NOT_RAW, Call, Impl, overrides
 from gpuattn.typing import Array
 
 MOST = 2048  # plans in each of two generations; a backward pass has at most MOST_GRADIENTS a plan
 MOST_GRADIENTS = 16
-NUMBERS = bool, int, float
 PLAIN = type(None), bool, int, float, str
 ALIGNMENT = 15  # address & ALIGNMENT: kernels read 16 bytes at a time
 
 
-Found = tuple[tuple, list[Array], list[int], list | None, Any]
-
-
-@functools.cache
-def _several_gpus() -> bool:
-    return import_cupy().cuda.runtime.getDeviceCount() > 1
+Found = tuple[tuple, tuple[Array, ...], tuple[int, ...], tuple | None, Any]
+Sign = Callable[[tuple, bool], Found | None]  # of arguments, and whether calls are recorded
+MOST_FORMS = 4096  # then forget all: some program makes classes or names of arguments as it runs
 
 
 def signature(
@@ -48,77 +47,122 @@ def signature(
     order. ``addresses``: of those on a GPU. ``given``: ``arrays`` with their Boxes, None if there
     is none. ``seed``: the argument of that name; its value is no part of the key.
     """
-    cupy = sys.modules.get("cupy")
-    gpu_array = None if cupy is None else cupy.ndarray
-    key: list = [check]
-    arrays: list = []
-    addresses: list = []
-    boxes: list | None = None
-    values: Any = args
-    seed = None
     if kwargs:
-        key += kwargs
-        values = (*args, *kwargs.values())
-        if "seed" in kwargs:
-            seed = kwargs["seed"]
-            values = (*args, *[x for name, x in kwargs.items() if name != "seed"])
-            if type(seed) is rng.Key:
-                if type(seed.step) is not int:
-                    return None
-            elif type(seed) is not int and seed is not None:
-                return None
-    for x in values:
-        kind = type(x)
-        if kind is gpu_array:
-            address = x.data.ptr
-            key += kind, x.shape, x.strides, x.dtype, address & ALIGNMENT
-            addresses.append(address)
-            arrays.append(x)
-        elif x is None or kind is str:
-            key.append(x)
-        elif kind in NUMBERS:
-            key += kind, x or str(x)  # 0.0 and -0.0 are equal
-        elif kind is np.ndarray:
-            key += kind, x.shape, x.strides, x.dtype
-            arrays.append(x)
-        elif isinstance(x, Box):
-            boxes = boxes or []
-            boxes.append((len(arrays), x))
-            data = x.data
-            key += kind, recording and x.requires_grad, type(data)
-            key += data.shape, data.strides, data.dtype
-            arrays.append(data)
-            if type(data) is gpu_array:
-                address = data.data.ptr
-                key.append(address & ALIGNMENT)
-                addresses.append(address)
-            elif type(data) is not np.ndarray:
-                return None
-        elif kind is tuple and all(type(one) in PLAIN for one in x):
-            key += kind, repr(x)
-        else:
-            return None
-    if len(arrays) > 1 and len(set(map(id, arrays))) < len(arrays):
-        return None  # one array in two arguments: it does not tell which of both a launch reads
-    if addresses:
-        if len(addresses) > 1 and len(set(addresses)) < len(addresses):
-            return None  # two arrays at one address: nor does that address
-        if _several_gpus():
-            assert cupy is not None
-            here = cupy.cuda.runtime.getDevice()
-            if any(x.data.device_id != here for x in arrays if on_gpu(x)):
-                return None
-            key.append(here)
-    if names := overrides.get():
-        key.append(names)
-    if batch_invariant.get():
-        key.append("batch_invariant")
-    if boxes is None:
-        return tuple(key), arrays, addresses, None, seed
-    given = arrays.copy()
-    for i, x in boxes:
-        given[i] = x
-    return tuple(key), arrays, addresses, given, seed
+        args = (*args, *kwargs.values())
+        kinds = (check, *kwargs, *[type(x) for x in args])
+    else:
+        kinds = (check, *[type(x) for x in args])
+    sign = table.forms.get(kinds)
+    if sign is None:
+        sign = table.form(kinds, args, tuple(kwargs))
+    return sign(args, recording)
+
+
+def _unsigned(args, recording):
+    return None
+
+
+class Unsigned(Exception):
+    """Calls with such arguments have no plans."""
+
+
+class Form:
+    """Writes the function that signs calls whose arguments have the types and names of ``args``.
+
+    ``start``: what keys begin with. ``names``: of the last of ``args``. ``xp_array``: the class of
+    all arrays. ``other``: what signs a call whose Boxes hold others. Raises Unsigned.
+    """
+
+    def __init__(
+        self, start: object, args: tuple, names: tuple[str, ...], xp_array: Any, other: Sign
+    ) -> None:
+        cupy = sys.modules.get("cupy")
+        self.on_gpu = cupy is not None and xp_array is cupy.ndarray
+        if not self.on_gpu and xp_array is not np.ndarray:
+            raise Unsigned
+        self.code = Code(
+            start=start, xp_array=xp_array, other=other, overrides=overrides.get,
+            invariant=batch_invariant.get,
+        )  # fmt: skip
+        self.key = ["start"]
+        self.arrays: list[str] = []
+        self.given: list[str] = []
+        self.seed = "None"
+        self.code.add(f"{unpacked('x', len(args))}= args")
+        names = (*[""] * (len(args) - len(names)), *names)
+        for i, (value, name) in enumerate(zip(args, names, strict=True)):
+            sign = self._sign_seed if name == "seed" else self._sign
+            sign(f"x{i}", type(value), xp_array)
+
+    def _refuse_if(self, condition):
+        self.code.add(f"if {condition}:", "    return None")
+
+    def _sign(self, x, kind, xp_array):
+        if kind is xp_array:
+            self._sign_array(x, x)
+        elif issubclass(kind, Box):
+            data = x.replace("x", "data")
+            self.code.add(f"{data} = {x}.data")
+            self.code.add(f"if type({data}) is not xp_array:", "    return other(args, recording)")
+            self.key.append(f"recording and {x}.requires_grad")
+            self._sign_array(x, data)
+        elif kind is float:
+            self.key.append(f"{x} or str({x})")  # 0.0 and -0.0 are equal
+        elif kind in (str, bool, int):
+            self.key.append(x)
+        elif kind is tuple:
+            self._refuse_if(f"not {self.code.name('plain', _all_plain)}({x})")
+            self.key.append(f"repr({x})")
+        elif kind is not type(None):
+            raise Unsigned
+
+    def _sign_seed(self, x, kind, xp_array):
+        self.seed = x
+        if kind is rng.Key:
+            self._refuse_if(f"type({x}.step) is not int")
+        elif kind not in (int, type(None)):
+            raise Unsigned
+
+    def _sign_array(self, x, data):
+        self.given.append(x)
+        self.arrays.append(data)
+        self.key += [f"{data}.shape", f"{data}.strides", f"{data}.dtype"]
+        if self.on_gpu:
+            address = f"p{len(self.arrays)}"
+            self.code.add(f"{address} = {data}.data.ptr")
+            self.key.append(f"{address} & {ALIGNMENT}")
+
+    def function(self) -> Sign:
+        """Return the function of (arguments, recording) that ``signature`` calls."""
+        addresses = [f"p{i + 1}" for i in range(len(self.arrays))] if self.on_gpu else []
+        # the same array, or address, twice: it does not tell which of both a launch reads
+        pairs = itertools.combinations(addresses or self.arrays, 2)
+        alike = [f"{one} {'==' if addresses else 'is'} {other}" for one, other in pairs]
+        if alike:
+            self._refuse_if(" or ".join(alike))
+        if self.on_gpu and _several_gpus():
+            here = f"{self.code.name('here', import_cupy().cuda.runtime.getDevice)}()"
+            self.code.add(f"here = {here}")
+            self._refuse_if(" or ".join(f"{x}.data.device_id != here" for x in self.arrays))
+            self.key.append("here")
+        self.key += ["overrides() or None", "invariant()"]
+        key, arrays, at, given = (
+            f"({''.join(f'{one}, ' for one in part)})"
+            for part in (self.key, self.arrays, addresses, self.given)
+        )
+        if self.given == self.arrays:
+            given = "None"
+        self.code.add(f"return {key}, {arrays}, {at}, {given}, {self.seed}")
+        return self.code.function("args, recording")
+
+
+def _all_plain(values):
+    return all(type(one) in PLAIN for one in values)
+
+
+@functools.cache
+def _several_gpus() -> bool:
+    return import_cupy().cuda.runtime.getDeviceCount() > 1
 
 
 class Plan:
@@ -152,7 +196,7 @@ class Plan:
         self.arrays_saved: list[tuple[int, ...]] | None = None
 
     def compute(
-        self, arrays: list[Array], addresses: list[int], params: dict[str, Any]
+        self, arrays: tuple[Array, ...], addresses: tuple[int, ...], params: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         """Return (out, saved) of the implementation, or None where the call has to be chosen anew.
 
@@ -161,8 +205,7 @@ class Plan:
         program = self.program
         if program is not None:
             drawn = rng.device_arguments(params["key"]) if self.draws else None
-            done = program.run(arrays, addresses, drawn)
-            return program.make(arrays) if done else None
+            return program.run(arrays, addresses, drawn)
         inputs = [None if i is None else arrays[i] for i in self.inputs]
         return self.forward(*inputs, needs=self.needs, **params)
 
@@ -178,7 +221,7 @@ def _not_drafted(*arrays: Any, **params: Any) -> Any:
 class Draft:
     """A Plan in the making: ``forward`` runs the call that is recorded."""
 
-    def __init__(self, plan: Plan, arrays: list[Array], addresses: list[int]) -> None:
+    def __init__(self, plan: Plan, arrays: tuple[Array, ...], addresses: tuple[int, ...]) -> None:
         self.plan, self.arrays, self.done = plan, arrays, False
         self.on_gpu = bool(arrays) and len(addresses) == len(arrays)
 
@@ -190,7 +233,9 @@ class Draft:
         else:
             with recorded(self.arrays, self.plan.params.get("key")) as recorder:
                 result = run()
-            self.plan.program = recorder.program(result, owned=result[0])
+            out, saved = result
+            kept = None if rule is None else saved  # for the gradient alone
+            self.plan.program = recorder.program((out, kept), owned=out)
         self.done = True
         return result
 
@@ -241,8 +286,9 @@ def gradients(
     known = plan.gradients.get(signed)
     if type(known) is Program:
         drawn = None if key is None else rng.device_arguments(key)
-        if known.run(arrays, addresses, drawn):
-            return known.make(arrays), known.fresh
+        results = known.run(arrays, addresses, drawn)
+        if results is not None:
+            return results, known.fresh
     elif known is SEEN:
         before = errors.slow_paths
         with recorded(arrays, key) as recorder:
@@ -307,6 +353,36 @@ class Table:
     def __init__(self) -> None:
         self.young: dict[tuple, Any] = {}
         self.old: dict[tuple, Any] = {}
+        self.forms: dict[tuple, Sign] = {}
+        self.starts: dict[tuple, object] = {}  # what the keys of a form begin with
+
+    def form(self, kinds: tuple, args: tuple, names: tuple[str, ...]) -> Sign:
+        """Return the function that signs calls of these ``kinds``, as in ``signature``."""
+        if len(self.forms) >= MOST_FORMS:
+            self.forms.clear()
+            self.starts.clear()
+        plain = [type(x) for x in args if is_array(x)]
+        boxed = [type(x.data) for x in args if isinstance(x, Box)]
+        array = next(iter(plain + boxed), None)
+        found = kinds if kinds not in self.forms else (kinds, array)
+        if found not in self.forms:
+            other = _unsigned if found is not kinds else partial(self._other, kinds, names)
+            try:
+                # an int and a Key as seeds share plans
+                places = len(args) - len(names)
+                types = [
+                    None if i >= places and names[i - places] == "seed" else type(x)
+                    for i, x in enumerate(args)
+                ]
+                start = self.starts.setdefault((kinds[0], names, *types, array), object())
+                self.forms[found] = Form(start, args, names, array, other).function()
+            except Unsigned:
+                self.forms[found] = _unsigned
+        return self.forms[found]
+
+    def _other(self, kinds: tuple, names: tuple[str, ...], args: tuple, recording: bool) -> Any:
+        """Sign a call of the ``kinds`` of another one whose Boxes held arrays of another class."""
+        return self.form(kinds, args, names)(args, recording)
 
     def find(self, key: tuple) -> Any:
         plan = self.young.get(key)

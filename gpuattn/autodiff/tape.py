@@ -232,7 +232,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
     pending = {}  # node -> [gradient of each output]
 
     def deliver(box, grad, fresh=False):
-        if grad is None or not box.requires_grad:
+        if not box.requires_grad:
             return
         who = key(box)
         if who in wanted:
@@ -246,15 +246,18 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
             _accumulate(box, grad, fresh)
 
     def propagate(node, grads):
-        slots = [leaves or key(x) in ends for x in node.inputs]
-        params = node.params | consumers.offer(node, pending, propagate)
+        params = node.params
+        if node.impl.fusion.offers_matmul:
+            params = params | consumers.offer(node, pending, propagate)
+        slots = None if leaves else ends
         results, fresh = _call_backward(node, grads, create_graph, slots, layout, params)
         for i, (x, grad) in enumerate(zip(node.inputs, results, strict=True)):
-            if isinstance(x, Box):
+            if grad is not None and isinstance(x, Box):
                 deliver(x, grad, i in fresh)
 
     for box, grad in zip(roots, root_grads, strict=True):
-        deliver(box, grad)
+        if grad is not None:
+            deliver(box, grad)
     token = _recording.set(create_graph)
     try:
         while nodes:  # popped, so that what a node saved is freed with the last link to it
@@ -271,6 +274,7 @@ def _walk(roots, root_grads, targets, leaves, retain_graph, create_graph, on_rea
                 node.release()
     finally:
         _recording.reset(token)
+        propagate = None  # it names itself: only a collection of garbage would free it
     return found
 
 
@@ -322,10 +326,10 @@ def _report_ready(node, waiting, on_ready):
                 on_ready(x)
 
 
-def _call_backward(node, grads, create_graph, slots, layout, params):
+def _call_backward(node, grads, create_graph, ends, layout, params):
     """Return (the gradients of a node's inputs, the places of those that nobody else holds).
 
-    ``slots``: which inputs' can be written to ``grad_slot``.
+    ``ends``: keys of the inputs whose gradients can be written to ``grad_slot``; None: all.
     """
     node.check_unedited()
     if node.impl.backward is None:
@@ -333,21 +337,17 @@ def _call_backward(node, grads, create_graph, slots, layout, params):
     if create_graph:
         return _call_backward_recorded(node, grads), ()
     with device_of(*grads):
-        targets = layout.into(node)
-        into = tuple([
-            (target, False) if target is not None else _slot(x) if need and slot else None
-            for x, need, slot, target in zip(node.inputs, node.needs, slots, targets, strict=True)
-        ])  # fmt: skip
-        for slot in into:
-            if slot is not None and slot[1]:
-                wait_for(slot[0])
-        backward = with_hook(node.op, "backward", node.impl.backward)
-        run = functools.partial(backward, node.saved, *grads, needs=node.needs, into=into, **params)
+        into = _into(node, ends, layout)
+
+        def run():
+            backward = with_hook(node.op, "backward", node.impl.backward)
+            return backward(node.saved, *grads, needs=node.needs, into=into, **params)
+
         fresh: Collection[int] = ()
         if node.plan is None or params.get("fold") is not None:
             results = run()
         else:
-            drawn = node.params["key"] if node.plan.draws else None
+            drawn = params["key"] if node.plan.draws else None
             results, fresh = plans.gradients(node.plan, node.saved, grads, into, drawn, run)
     for x, slot, result in zip(node.inputs, into, results, strict=True):
         if slot is not None and result is None:
@@ -355,11 +355,19 @@ def _call_backward(node, grads, create_graph, slots, layout, params):
     return results, fresh
 
 
-def _slot(x):
-    """Return (flat slice, whether to add to it) for a leaf with a ``grad_slot``, else None."""
-    if x.node is None and x.grad_slot is not None:
-        return x.grad_slot, x.grad_started
-    return None
+def _into(node, ends, layout):
+    """Return, for each input of a node, where its gradient is written: see ``impls.Impl``."""
+    into = list(layout.into(node))
+    for i, (x, need) in enumerate(zip(node.inputs, node.needs, strict=True)):
+        if into[i] is not None:
+            into[i] = into[i], False
+        elif (
+            need and x.node is None and x.grad_slot is not None and (ends is None or key(x) in ends)
+        ):
+            if x.grad_started:
+                wait_for(x.grad_slot)
+            into[i] = x.grad_slot, x.grad_started
+    return tuple(into)
 
 
 def _call_backward_recorded(node, grads):

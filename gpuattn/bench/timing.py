@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import BFLOAT16, import_cupy
+from gpuattn.arrays import BFLOAT16, import_cupy, without_plans
 from gpuattn.cuda import ceilings as reach
 
 SAMPLES = 20
@@ -67,7 +67,7 @@ class Graph:
         cupy = import_cupy()
         self.stream, self.calls = cupy.cuda.get_current_stream(), calls
         self.pool = cupy.cuda.MemoryPool()  # the graph's memory
-        with cupy.cuda.using_allocator(self.pool.malloc):
+        with cupy.cuda.using_allocator(self.pool.malloc), without_plans():  # as runtime.graphs
             for call in calls:
                 call()  # compiles, and leaves its blocks in the pool
             self.peak_bytes = self.pool.total_bytes()

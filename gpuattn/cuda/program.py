@@ -17,24 +17,21 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import import_cupy, recorders, without_plans
-from gpuattn.cuda.driver_launch import STREAM_AT, DriverLaunch
-from gpuattn.cuda.kernels import launches
-from gpuattn.cuda.scratch import counters
+from gpuattn.cuda.driver_launch import DriverLaunch
+from gpuattn.cuda.generated import Code, unpacked
+from gpuattn.cuda.steps import WORD, Launch, Product
 from gpuattn.typing import Array
 
 CONSTANTS = type(None), bool, int, float, str, np.dtype
+SMALL = 2 << 20  # bytes of the arrays of a call: a GPU of today reads them in a microsecond
+ALIGNMENT = 512  # bytes: of the memory that CuPy allocates
 NUMBERS = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
-WORD = 8  # bytes of an address
-STREAM_WORD = STREAM_AT // WORD
-MAP_BYTES, MOST_MAPS = 128, 64  # of a tensor map; maps that a launch remembers for each array
-Step = Callable[[list[int], int, Any], None]  # of addresses, a stream, numbers of a key
 
 
 class Unplaced(Exception):
@@ -67,8 +64,7 @@ class Recorder:
         self.starts = {x.data.ptr: i for i, x in enumerate(self.arrays)}
         self.extents = [_extent(x) for x in self.arrays]
         self.allocations: list[tuple] = []
-        self.steps: list[Step] = []
-        self.checks: list[Callable] = []  # of addresses: whether all steps take them
+        self.steps: list[Launch | Product] = []
         self.constants: list[Array] = []
         self.counts: dict[int, tuple] = {}  # id of an address of counters -> it, how many
         self.maps: dict[int, tuple] = {}  # id of a tensor map -> it, its array, how to encode
@@ -119,9 +115,7 @@ class Recorder:
             if plan.copy_a or plan.copy_b:
                 raise Unplaced
             places = [None if x is None else self._place(x.data.ptr) for x in operands]
-            step, fits = _product(plan, places)
-            self.steps.append(step)
-            self.checks.append(fits)
+            self.steps.append(Product(plan, places))
 
     @contextlib.contextmanager
     def _refusing(self):
@@ -165,13 +159,13 @@ class Recorder:
         for i in driver.structs:
             if id(args[i]) in self.maps:
                 _, x, encode = self.maps[id(args[i])]
-                maps.append((driver.offsets[i], self._place(x.data.ptr), encode, {}))
+                maps.append((driver.offsets[i], *self._place(x.data.ptr), encode))
                 continue
             for offset, address in _addresses(args[i]):
                 words.append(((driver.offsets[i] + offset) // WORD, self._place(address)))
         words = [(at, *place) for at, place in words if place[0] >= 0]
         given = grid, block, values, shared_bytes
-        return _launch(kernel, given, words, maps, counted, numbers)
+        return Launch(len(self.steps), kernel, given, words, maps, counted, numbers)
 
     # ---- the program ----
 
@@ -189,12 +183,82 @@ class Recorder:
                 return None  # something else wrote to it
         if any(id(x) not in self.placed for x in self.numbers):
             return None
+        code = Code(current_stream=import_cupy().cuda.get_current_stream)
         try:
-            self._maker(owned, self.inputs)
-            make = self._maker(result)
+            self._expression(Code(), owned, self.inputs)
+            if self.inputs:
+                code.add(f"{unpacked('x', self.inputs)}= arrays")
+                code.add(f"{unpacked('p', self.inputs)}= addresses")
+            for step in self.steps:
+                step.check(code, False, self.inputs)
+            self._allocate(code, result)
+            for step in self.steps:
+                step.check(code, True, self.inputs)
+            self._run(code)
+            code.add(f"return {self._expression(code, result)}")
         except Unplaced:
             return None
-        return Program(self, make, self._fresh(result))
+        run = code.function("arrays, addresses, drawn")
+        return Program(run, self._fresh(result), self.constants)
+
+    def _allocate(self, code, result):
+        """Name the arrays x0, x1, ..., those that were given first, and their addresses p0, ...
+
+        Of what is allocated only arrays of ``result`` are made; m2, ... is the memory of others,
+        and what has no view in ``result`` either lies together.
+        """
+        cupy, here = import_cupy(), set(self._found(result))
+        names = {"new": cupy.ndarray.__new__, "ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc}
+        code.values |= names | {"zeros": cupy.zeros, "test": partial(arrays.allocate or len, cupy)}
+        apart, size = [], 0
+        for i, (shape, dtype, zeroed) in enumerate(self.allocations, self.inputs):
+            # CuPy finds NumPy's own dtypes sooner by their letters; ndarray() is __new__() alone
+            kind = code.name("dtype", dtype.char if dtype.isbuiltin == 1 else dtype)
+            of = f"({code.name('shape', shape)}, {kind})"
+            count = math.prod(shape) * dtype.itemsize
+            if zeroed or arrays.allocate:
+                code.add(f"x{i} = {'zeros' if zeroed else 'test'}{of}", f"m{i} = x{i}.data")
+            elif (i, True) in here:
+                code.add(f"x{i} = new(ndarray, {of[1:]}", f"m{i} = x{i}.data")
+            elif (i, False) in here:
+                code.add(f"m{i} = alloc({code.name('size', count)})")
+            else:
+                apart.append(f"p{i} = together + {code.name('at', size)}")
+                size += -(-count // ALIGNMENT) * ALIGNMENT
+                continue
+            code.add(f"p{i} = m{i}.ptr")
+        if apart:
+            code.add(f"memory = alloc({code.name('size', size)})", "together = memory.ptr", *apart)
+
+    def _found(self, result):
+        """Yield (which array, whether it is the array itself or a view) of arrays in ``result``."""
+        if isinstance(result, tuple):
+            for one in result:
+                yield from self._found(one)
+        elif arrays.on_gpu(result):
+            i = self._index(result)
+            yield self._place(result.data.ptr)[0] if i is None else i, i is not None
+
+    def _run(self, code):
+        """Run the steps. What the launches read is in ``free`` while no thread uses it."""
+        launched = [step for step in self.steps if isinstance(step, Launch)]
+        if self.steps:
+            code.add("stream = current_stream().ptr")
+        if launched:
+            pack = code.name(
+                "pack", lambda: [memory for step in launched for memory in step.pack()]
+            )
+            free = code.name("free", [])
+            names = "".join(step.names for step in launched)
+            code.add(
+                "try:", f"    one = {free}.pop()", "except IndexError:", f"    one = {pack}()",
+                f"{names}= one",
+            )  # fmt: skip
+        small = sum(x.nbytes for x in self.arrays) <= SMALL
+        for step in self.steps:
+            step.run(code, small)
+        if launched:
+            code.add(f"{free}.append(one)")
 
     def _fresh(self, result):
         """Return the places, in a tuple, of arrays that were allocated and are there once."""
@@ -203,33 +267,32 @@ class Recorder:
         count = collections.Counter(map(id, values))
         return frozenset(i for i, x in enumerate(values) if id(x) in new and count[id(x)] == 1)
 
-    def _maker(self, value, first=0):
-        """Return a function that makes ``value`` of the list of all arrays.
+    def _expression(self, code, value, first=0):
+        """Return the text of what makes ``value`` of the arrays.
 
         ``first``: of the arrays that may have views in ``value``.
         """
+        if value is None:
+            return "None"
         if isinstance(value, CONSTANTS):
-            return lambda arrays: value
+            return code.name("value", value)
         if isinstance(value, tuple):
-            makers, kind = [self._maker(one, first) for one in value], type(value)
-            places = [self._index(one) for one in value]
-            if kind is tuple and len(places) > 1 and None not in places:
-                return itemgetter(*places)
-            if kind is tuple and len(makers) == 2:  # most often: the result, and what is saved
-                one, other = makers
-                return lambda arrays: (one(arrays), other(arrays))
-            if kind is tuple:
-                return lambda arrays: tuple([make(arrays) for make in makers])
-            return lambda arrays: kind(*[make(arrays) for make in makers])
+            inside = "".join(f"{self._expression(code, one, first)}, " for one in value)
+            return f"{'' if type(value) is tuple else code.name('kind', type(value))}({inside})"
         if not arrays.on_gpu(value):
             raise Unplaced
         i = self._index(value)
         if i is not None:
-            return itemgetter(i)
+            return f"x{i}"
         place, offset = self._place(value.data.ptr)
         if place < first:
             raise Unplaced
-        return _View(place, offset, value)
+        memory = f"m{place}" if place >= self.inputs else f"x{place}.data"
+        shape, dtype, strides = (
+            code.name("layout", one) for one in (value.shape, value.dtype, value.strides)
+        )
+        at = f"{memory} + {offset}" if offset else memory
+        return f"new(ndarray, {shape}, {dtype}, {at}, {strides})"
 
     def _index(self, value):
         """Return the place of an array among those given and allocated, or None."""
@@ -267,140 +330,19 @@ def _addresses(struct):
     return found
 
 
-class _View:
-    """A view of an array of a program: which one, from where, and its layout."""
-
-    def __init__(self, place: int, offset: int, value: Array) -> None:
-        self.place, self.offset = place, offset
-        self.layout = value.shape, value.dtype
-        self.strides = value.strides
-
-    def __call__(self, arrays: list[Array]) -> Array:
-        owner = arrays[self.place]
-        return type(owner)(*self.layout, owner.data + self.offset, self.strides)
-
-
-def _product(plan: Any, places: list[tuple[int, int] | None]) -> tuple[Step, Callable]:
-    """Return the step that computes a product of cuBLASLt, and whether it fits addresses.
-
-    ``plan``: the ``cublaslt.MatmulPlan``. ``places``: (which array, offset) of a, b, out, vector
-    and aux, or None.
-    """
-    given = [place for place in places if place is not None]
-    (a, _), (b, _), (out, _) = given[:3]
-    plain = len(given) == 3 and not any(offset for _, offset in given)
-    mask = plan.alignment - 1  # a power of two
-
-    def fits(addresses):
-        low = 0
-        for place, offset in given[:3]:
-            low |= addresses[place] + offset
-        return not low & mask and plan.is_current()
-
-    def run(addresses, stream, drawn):
-        if plain:
-            done = plan.run_at(stream, addresses[a], addresses[b], addresses[out])
-        else:
-            at = [0 if place is None else addresses[place[0]] + place[1] for place in places]
-            done = plan.run_at(stream, *at)
-        if not done:
-            raise RuntimeError(f"matmul: cuBLASLt refuses a product that it computed: {plan.kind}")
-
-    return run, fits
-
-
-def _launch(
-    kernel: Any, given: tuple, words: list[tuple], maps: list[tuple], counted: list[tuple],
-    numbers: list[tuple],
-) -> Step:  # fmt: skip
-    """Return the step that launches a ``kernels.Kernel``, packed as the driver reads it.
-
-    ``given``: grid, block, values and shared bytes of ``DriverLaunch.pack``. ``words``: (8-byte
-    word, which array, offset). ``maps``: (offset of a tensor map, (which array, offset), encode,
-    {address: map}). ``counted``: (8-byte word, how many counters). ``numbers``: (4-byte word, which
-    number of the key).
-    """
-    driver, name = kernel.driver_launch, kernel.name
-    call, function = driver.driver_launch, driver.function.ptr
-    starts = [(at, place) for at, place, offset in words if not offset]
-    inside = [word for word in words if word[2]]
-    free: list[tuple] = []  # packed launches that no thread uses
-
-    def run(addresses, stream, drawn):
-        try:
-            one = free.pop()
-        except IndexError:
-            one = _packed(driver.pack(*given, 0))
-        packed, words, halves, (_, address, parameters, extra) = one
-        words[STREAM_WORD] = stream
-        for at, place in starts:
-            words[at] = addresses[place]
-        for at, place, offset in inside:
-            words[at] = addresses[place] + offset
-        for at, count in counted:
-            words[at] = counters(count)
-        for at, part in numbers:
-            halves[at] = drawn[part]
-        for at, (place, offset), encode, known in maps:
-            start = addresses[place] + offset
-            if start not in known:
-                if len(known) == MOST_MAPS:
-                    known.clear()
-                known[start] = encode(start).tobytes()
-            packed[at : at + MAP_BYTES] = known[start]
-        if call(address, function, parameters, extra):
-            driver.launch(one[3])  # makes the context current, or raises
-        launches[name] += 1
-        free.append(one)
-
-    return run
-
-
-def _packed(packed):
-    """Return a Packed as (its bytes, its words of 8 bytes, those of 4, itself)."""
-    view = memoryview(packed.memory).cast("B")
-    return view, view.cast("Q"), view.cast("I"), packed
-
-
-class Program:
+class Program(NamedTuple):
     """What ``Recorder.program`` returns.
 
-    ``constants``: arrays whose addresses are in launches. ``fresh``: the places, in the result, of
-    arrays that a run allocates and that are there once.
+    ``run(arrays, addresses, drawn)`` does the work on arrays like those of the recorded call and
+    returns the call's result; or None, with nothing done, where a product does not take their
+    addresses. ``drawn``: what ``rng.device_arguments`` returns for the call's key, if it has one.
+    ``fresh``: the places, in the result, of arrays that a run allocates and that are there once.
+    ``constants``: arrays whose addresses are in launches.
     """
 
-    __slots__ = ("allocations", "checks", "constants", "fresh", "make", "steps", "stream")
-
-    def __init__(self, recorder: Recorder, make: Callable, fresh: frozenset[int]) -> None:
-        cupy = import_cupy()
-        empty = partial(arrays.allocate, cupy) if arrays.allocate else cupy.ndarray
-        self.allocations = [
-            partial(cupy.zeros if zeroed else empty, shape, dtype)
-            for shape, dtype, zeroed in recorder.allocations
-        ]
-        self.steps, self.checks = recorder.steps, recorder.checks
-        self.constants = recorder.constants
-        self.make, self.fresh = make, fresh
-        self.stream = cupy.cuda.get_current_stream
-
-    def run(self, given: list[Array], addresses: list[int], drawn: Any = None) -> bool:
-        """Do the work; return False, with nothing done, where a product does not take addresses.
-
-        ``given``: arrays like those of the recorded call. ``addresses``: theirs. Both are extended
-        by what is allocated; ``make(given)`` is then the call's result. ``drawn``: what
-        ``rng.device_arguments`` returns for its key, if it has one.
-        """
-        for allocate in self.allocations:
-            array = allocate()
-            given.append(array)
-            addresses.append(array.data.ptr)
-        for fits in self.checks:
-            if not fits(addresses):
-                return False
-        stream = self.stream().ptr
-        for step in self.steps:
-            step(addresses, stream, drawn)
-        return True
+    run: Callable[[Sequence[Array], Sequence[int], Any], Any]
+    fresh: frozenset[int]
+    constants: list[Array]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from gpuattn.arrays import import_cupy, rehearsing
+from gpuattn.arrays import import_cupy, rehearsing, without_plans
 from gpuattn.gemm.matmul import capture_refusal
 from gpuattn.gemm.tuning import tune
 from gpuattn.runtime.device import is_out_of_memory
@@ -60,7 +60,8 @@ class Graphs:
         """
         cupy = import_cupy()
         cupy.get_default_memory_pool().free_all_blocks()
-        with cupy.cuda.using_allocator(self.pool.malloc):
+        # a planned call of small arrays launches no kernel before the one before it has ended
+        with cupy.cuda.using_allocator(self.pool.malloc), without_plans():
             try:
                 stream.begin_capture()
                 result = step()

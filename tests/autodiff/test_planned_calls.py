@@ -1,6 +1,7 @@
 """Calls with plans give the bits and the errors of calls without, in any order and company."""
 
 import contextlib
+import gc
 import operator
 import re
 import threading
@@ -208,6 +209,34 @@ def test_gradients_of_leaves_are_arrays_of_their_own(xp):
     y.backward(xp.ones_like(y.data))
     np.testing.assert_array_equal(to_cpu(weight.grad), to_cpu(kept))
     np.testing.assert_array_equal(to_cpu(x.grad), first[0])
+
+
+def test_a_backward_pass_leaves_no_cycles(xp):
+    """What only a collection of garbage frees keeps device memory until then."""
+    weight = Tensor(xp.ones((8, 8), np.float32), requires_grad=True)
+
+    def run():
+        y = gpuattn.layer_norm(gpuattn.linear(weight, weight), xp.ones(8, np.float32))
+        y.backward(xp.ones_like(y.data))
+
+    for _ in range(4):
+        run()
+    gc.collect()
+    gc.disable()
+    try:
+        run()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_arrays_of_both_kinds_take_plans_of_their_own(xp):
+    """A Tensor of a GPU array, after one of a NumPy array, in a call of the same types."""
+    for module in (np, xp, np):
+        leaf = Tensor(module.full((3, 8), 2, np.float32), requires_grad=True)
+        found = [gpuattn.softmax(leaf) for _ in range(4)]
+        assert all(isinstance(y.data, module.ndarray) for y in found)
+        assert len({numbers(y) for y in found}) == 1
 
 
 def test_the_table_is_bounded():

@@ -94,7 +94,7 @@ def _parameters(kernel, parameters, extra):
     """Return the bytes of each parameter that the driver reads."""
     driver = kernel.driver_launch
     sizes = [struct.calcsize(word) for word in driver.words]
-    if parameters is None:
+    if not parameters:
         _, first, *_ = struct.unpack("5P", ctypes.string_at(extra, 40))
         places = [first + at - driver_launch_module.PARAMETERS_AT for at in driver.offsets]
     else:
@@ -129,6 +129,7 @@ def fake_cupy(record):
     cupy.cuda = SimpleNamespace(
         Device=lambda number: device,
         Memory=lambda size: SimpleNamespace(ptr=1 << 40, size=size),
+        alloc=lambda size: as_array(np.empty(size, np.uint8)).data,
         Stream=lambda non_blocking: stream,
         get_current_stream=lambda: stream,
         is_available=lambda: True,
@@ -170,9 +171,17 @@ def launches_on(record):
         one.note(shape[:3], shape[3:6], shape[6], _parameters(one.kernel, parameters, extra))
         return 0
 
+    def launch_kernel(function, *sizes):
+        *shape, _, parameters, extra = sizes
+        (one,) = (one for one in functions.values() if one.ptr == function)
+        found = _parameters(one.kernel, parameters, extra)
+        one.note(shape[:3], shape[3:6], shape[6], found)
+
     cached = gpu, tensor_maps._encode
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(sys.modules, cupy=fake_cupy(record)))
+        cupy = fake_cupy(record)
+        cupy.cuda.driver = SimpleNamespace(launchKernel=launch_kernel, CUDADriverError=RuntimeError)
+        stack.enter_context(mock.patch.dict(sys.modules, cupy=cupy))
         stack.enter_context(mock.patch.multiple(kernels, _kernel=find, _code=lambda *_: None))
         stack.enter_context(
             mock.patch.object(driver_launch_module, "_driver_launch", lambda: driver_launch)

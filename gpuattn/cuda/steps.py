@@ -1,0 +1,135 @@
+"""The steps of a program: launches of kernels and products of cuBLASLt, written as code.
+
+The code calls arrays x0, x1, ... and their addresses p0, p1, ...
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from gpuattn.arrays import import_cupy
+from gpuattn.cuda.driver_launch import EXTRA_AT, PROGRAMMATIC, STREAM_AT
+from gpuattn.cuda.generated import Code
+from gpuattn.cuda.kernels import launches
+from gpuattn.cuda.scratch import counters
+
+WORD = 8  # bytes of an address
+STREAM_WORD = STREAM_AT // WORD
+MAP_BYTES, MOST_MAPS = 128, 64  # of a tensor map; maps that a launch remembers for each array
+
+
+class Launch:
+    """A launch of a ``kernels.Kernel``, packed as the driver reads it.
+
+    ``given``: grid, block, values and shared bytes of ``DriverLaunch.pack``. ``words``: (8-byte
+    word, which array, offset). ``maps``: (offset of a tensor map, which array, offset, encode).
+    ``counted``: (8-byte word, how many counters). ``numbers``: (4-byte word, which number of the
+    key).
+    """
+
+    def __init__(
+        self, place: int, kernel: Any, given: tuple, words: list[tuple], maps: list[tuple],
+        counted: list[tuple], numbers: list[tuple],
+    ) -> None:  # fmt: skip
+        self.kernel, self.driver, self.given = kernel, kernel.driver_launch, given
+        self.words, self.maps, self.counted, self.numbers = words, maps, counted, numbers
+        self.place, self.names = place, f"packed{place}, words{place}, at{place}, "
+        self.names += f"halves{place}, " * bool(numbers) + f"bytes{place}, " * bool(maps)
+
+    def pack(self) -> list:
+        """Return the memory of one launch, by its ``names``."""
+        packed = self.driver.pack(*self.given, 0)
+        view = memoryview(packed.memory).cast("B")
+        more = [view.cast("I")] * bool(self.numbers) + [view] * bool(self.maps)
+        return [packed, view.cast("Q"), packed.address, *more]
+
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
+        """A launch takes any addresses."""
+
+    def run(self, code: Code, small: bool) -> None:
+        """``small``: the call takes the host longer than the GPU, so nothing is gained if a
+        kernel's blocks start before the kernel before it has ended."""
+        i = self.place
+        code.add(f"words{i}[{STREAM_WORD}] = stream")
+        for at, place, offset in self.words:
+            code.add(f"words{i}[{at}] = {_address(place, offset)}")
+        for at, count in self.counted:
+            code.add(f"words{i}[{at}] = {code.name('counters', counters)}({count})")
+        for at, part in self.numbers:
+            code.add(f"halves{i}[{at}] = drawn[{part}]")
+        for at, place, offset, encode in self.maps:
+            maps = code.name("maps", _Maps(encode))
+            code.add(f"bytes{i}[{at}:{at + MAP_BYTES}] = {maps}[{_address(place, offset)}]")
+        function, name = code.name("function", self.driver.function.ptr), self.kernel.name
+        again = f"{code.name('again', self.driver.launch)}(packed{i})"  # or raises
+        lists = f"at{i} + {EXTRA_AT}, 0" if self.driver.by_address else f"0, at{i} + {EXTRA_AT}"
+        attribute = self.driver.attribute
+        if attribute is None or (small and attribute == PROGRAMMATIC):
+            # CuPy's call is shorter than one of ctypes, and takes no attribute
+            driver = import_cupy().cuda.driver
+            grid, block, _, shared_bytes = self.given
+            sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared_bytes
+            given = ", ".join("1" if n == 1 else code.name("size", n) for n in sizes)
+            launch = code.name("launch", driver.launchKernel)
+            code.add(
+                "try:",
+                f"    {launch}({function}, {given}, stream, {lists})",
+                f"except {code.name('error', driver.CUDADriverError)}:",
+                f"    {again}",
+            )  # fmt: skip
+        else:
+            call = code.name("launch", self.driver.driver_launch)
+            code.add(f"if {call}(at{i}, {function}, {lists}):", f"    {again}")
+        code.add(f"{code.name('launches', launches)}[{name!r}] += 1")
+
+
+class _Maps(dict[int, bytes]):
+    """Tensor maps of arrays that differ in address: {address: what ``encode(address)`` returns}."""
+
+    def __init__(self, encode: Callable) -> None:
+        super().__init__()
+        self.encode = encode
+
+    def __missing__(self, address: int) -> bytes:
+        if len(self) >= MOST_MAPS:
+            self.clear()
+        found = self[address] = self.encode(address).tobytes()
+        return found
+
+
+class Product:
+    """A product of cuBLASLt. ``plan``: the ``cublaslt.MatmulPlan``.
+
+    ``places``: (which array, offset) of a, b, out, vector and aux, or None.
+    """
+
+    def __init__(self, plan: Any, places: list[Any]) -> None:
+        self.plan, self.places = plan, places
+
+    def check(self, code: Code, allocated: bool, inputs: int) -> None:
+        """Return None where the product does not take the addresses of arrays.
+
+        ``allocated``: of those that the program allocates, else of the ``inputs`` given ones.
+        """
+        places = [place for place in self.places[:3] if (place[0] >= inputs) == allocated]
+        wrong = []
+        if places:
+            low = " | ".join(_address(*place) for place in places)
+            wrong.append(f"({low}) & {self.plan.alignment - 1}")  # a power of two
+        if not allocated:
+            wrong.append(f"not {code.name('current', self.plan.is_current)}()")
+        if wrong:
+            code.add(f"if {' or '.join(wrong)}:", "    return None")
+
+    def run(self, code: Code, small: bool) -> None:
+        run, fail = code.name("run", self.plan.run_at), code.name("fail", self._fail)
+        at = ", ".join("0" if place is None else _address(*place) for place in self.places)
+        code.add(f"if not {run}(stream, {at}):", f"    {fail}()")
+
+    def _fail(self):
+        kind = self.plan.kind
+        raise RuntimeError(f"matmul: cuBLASLt refuses a product that it computed: {kind}")
+
+
+def _address(place: int, offset: int) -> str:
+    """Return the text of an address in an array; a place of -1 is a constant address."""
+    return f"{offset}" if place < 0 else f"p{place} + {offset}" if offset else f"p{place}"
