@@ -4,10 +4,13 @@ import sys
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from fake_gpu import GPUS, KIB
 from fake_launches import as_array, fake_cupy
 
-from gpuattn.arrays import BFLOAT16
+import gpuattn
+from gpuattn.arrays import BFLOAT16, without_plans
+from gpuattn.cli.main import main
 from gpuattn.cuda import gpu as module
 from gpuattn.cuda import kernels
 from gpuattn.cuda.compiler import architecture, compile_text
@@ -50,7 +53,7 @@ def test_the_limits_are_those_of_the_cards(card):
         assert record.threads_per_multiprocessor == threads, name
 
 
-@pytest.mark.parametrize("arch", [None, "", "90", "9.0"])
+@pytest.mark.parametrize("arch", [None, "", "  ", "90", "9.0"])
 def test_its_own_capability_changes_nothing(card, arch):
     assert card("9.0", arch) == GPUS["9.0"]
 
@@ -59,6 +62,27 @@ def test_its_own_capability_changes_nothing(card, arch):
 def test_nonsense_is_refused_with_what_is_accepted(card, arch):
     with pytest.raises(ConfigError, match=r"GPUATTN_ARCH is '.*'; accepted: 75, 80, .*or unset"):
         card("9.0", arch)
+
+
+def test_nonsense_is_refused_on_numpy_too(monkeypatch):
+    x = np.ones((2, 8), np.float32)
+    monkeypatch.setenv(module.FORCED, "turing")
+    with without_plans(), pytest.raises(ConfigError, match="GPUATTN_ARCH is 'turing'; accepted: 7"):
+        gpuattn.softmax(x)
+    monkeypatch.setenv(module.FORCED, " ")
+    with without_plans():
+        gpuattn.softmax(x)
+
+
+@pytest.mark.parametrize("arguments", [["info", "x"], ["kernels"], ["doctor"]])
+def test_every_command_refuses_nonsense(monkeypatch, arguments):
+    monkeypatch.setenv(module.FORCED, "turing")
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2 and not result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("gpuattn: error: gpuattn: GPUATTN_ARCH is 'turing'; accepted: 75, 80, ")
+    monkeypatch.setenv(module.FORCED, "")
+    assert CliRunner().invoke(main, ["kernels"]).exit_code == 0
 
 
 def test_a_later_capability_than_the_cards_is_refused(card):
