@@ -44,8 +44,8 @@ class MemoryPlan(NamedTuple):
         if self.total <= free:
             return text
         return (
-            f"{text}: more than the {gigabytes(free)} that are free. Where memory runs out, batches "
-            "are cut in parts, for the same updates; --batch auto chooses one that fits"
+            f"{text}: more than the {gigabytes(free)} that are free. Where memory runs out, "
+            "batches are cut in parts, for the same updates; --batch auto chooses one that fits"
         )
 
 

@@ -39,7 +39,7 @@ def test_the_table_is_the_fields():
         assert heads * head_dim == 2048
     assert {cell.direction for cell in cases.TABLE} == {"forward", "backward"}
     assert set(cases.TABLE) < set(cases.REQUIRED)
-    assert {name for cell in cases.REQUIRED for name in cell.peers} <= set(PEERS)
+    assert {name for cell in cases.REQUIRED for name in cell.peers} <= set(attention.PEERS)
 
 
 @pytest.mark.parametrize("cell", cases.REQUIRED + cases.PUBLISHED, ids=str)
