@@ -26,7 +26,7 @@
 static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "step_attention.cu: HEAD_DIM is 32, 64 or 128");
 // Warps of a multiprocessor, with 255, 168, 128, 96 or 80 registers a lane. Sentences with beams and few blocks need no more.
 // The same instructions take more registers on some architectures.
-constexpr bool MORE_REGISTERS = HEAD_DIM == 64 && (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200);
+constexpr bool MORE_REGISTERS = HEAD_DIM == 64 && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ != 900;
 constexpr int WARPS_AT_ONCE = HEAD_DIM == 128                                ? BEAMS ? 8 : 12
                               : BEAMS && (__CUDA_ARCH__ < 800 || MORE_REGISTERS) ? 16
                               : MORE_REGISTERS || BEAMS && HEADS == 1        ? 20
