@@ -41,7 +41,8 @@ SPILLED = {
         "sm_120": 4, "sm_121": 4,
     },
     "attention/flash_attention_backward_ampere_extras.cu": {
-        "sm_75": 20, "sm_80": 20, "sm_90": 20, "sm_120": 4, "sm_121": 4,
+        "sm_75": 20, "sm_80": 20, "sm_90": 20, "sm_100": 20, "sm_103": 20, "sm_120": 4,
+        "sm_121": 4,
     },
     "attention/decode_attention.cu": {"sm_75": 12, "sm_120": 4, "sm_121": 4},
     "attention/step_attention.cu": {"sm_75": 36, "sm_80": 56, "sm_90": 56},
