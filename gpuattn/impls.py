@@ -2,11 +2,13 @@
 
 import contextlib
 import contextvars
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from gpuattn.arrays import device_of, is_floating, on_gpu
+from gpuattn.cuda.gpu import FORCED, forced_capability
 from gpuattn.errors import (
     HardwareRefusal,
     KernelCompileError,
@@ -175,8 +177,10 @@ def choose(
     ``impl``: an implementation's name, "raw" (the first that accepts and is neither Numba nor the
     reference: CUDA sources and libraries), or None, which means what ``use_impl`` says, and else
     the first. A GPU array that passes over a faster one warns once per place and reason. Raises
-    UnsupportedError with every refusal.
+    UnsupportedError with every refusal; ConfigError where GPUATTN_ARCH names no GPU, also on NumPy.
     """
+    if FORCED in os.environ:
+        forced_capability()
     if impl is not None and not isinstance(impl, str):
         names = ", ".join(candidate.name for candidate in impls)
         raise TypeError(problem(impls.op, "impl", f"a {type(impl).__name__}", f"{names}, raw"))

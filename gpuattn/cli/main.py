@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from gpuattn.cli.shared.streams import replace_closed
+from gpuattn.cuda.gpu import forced_capability
 from gpuattn.errors import exit_code
 from gpuattn.units import nearest
 
@@ -88,6 +89,7 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
+        forced_capability()  # refuses nonsense where no GPU would read it, too
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader closed the pipe; Python would complain at exit

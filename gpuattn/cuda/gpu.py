@@ -3,7 +3,8 @@
 ``GPUATTN_ARCH=75`` (another capability of LIMITS) in the environment makes this GPU stand for one
 of that compute capability: ops choose the forms that run there, within the shared memory and the
 threads that a multiprocessor has there, and kernels are compiled to PTX of it, which the driver
-compiles for the card. It is read at the first use of a GPU.
+compiles for the card. It is read at the first use of a GPU. Nonsense is refused by every command
+of ``gpuattn``, and where an op chooses its implementation (``impls.choose``): on NumPy too.
 """
 
 import functools

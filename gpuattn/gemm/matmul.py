@@ -158,22 +158,25 @@ def matmul_and_sums(
     )  # fmt: skip
 
 
-def matmul_stacks(a: Array, b: Array) -> Array | Reason:
+def matmul_stacks(a: Array, b: Array) -> Array:
     """Return ``a @ b`` for stacks of matrices (..., M, K) and (..., K, N) of one float dtype.
 
-    For GPU arrays; leading axes broadcast. Returns the Reason why where cuBLASLt cannot do that; a
-    SlowPathWarning says it, unless another path follows by design.
+    For GPU arrays; leading axes broadcast. Where cuBLASLt cannot do that, CuPy does, and a
+    SlowPathWarning says why, unless that is by design. 16-bit stacks are then multiplied in
+    float32: CuPy has no product of bfloat16 stacks.
     """
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     shape = (*lead, a.shape[-2], b.shape[-1])
     if b.ndim == 2:  # one product of two matrices
-        done = cublaslt.multiply(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b)
-    else:
-        xp, count = get_xp(a), math.prod(lead)
-        stacks = (xp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
-        done = cublaslt.multiply(*(x.reshape(count, *x.shape[-2:]) for x in stacks))
-    done = _warned(done)
-    return done if type(done) is Reason else done.reshape(shape)
+        return _product(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b).reshape(shape)
+    xp, count = get_xp(a), math.prod(lead)
+    stacks = (xp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
+    done = _warned(cublaslt.multiply(*(x.reshape(count, *x.shape[-2:]) for x in stacks)))
+    if type(done) is not Reason:
+        return done.reshape(shape)
+    work = wide(a.dtype)
+    product = xp.matmul(a.astype(work, copy=False), b.astype(work, copy=False))
+    return product.astype(a.dtype, copy=False)
 
 
 def _warned(done: Array | Reason) -> Array | Reason:

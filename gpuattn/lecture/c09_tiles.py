@@ -69,7 +69,7 @@ say.exact("C07", "reads of a key by a block of queries", k.reads // k.array.size
 M, d = (192 << 10) // 2, 64  # numbers of 16 bits in the shared memory of an A100
 say.exact("C08", "keys of a block, M = 98,304, d = 64", math.ceil(M / (4 * d)))
 say.exact("C08", "queries of a block, M = 98,304, d = 64", min(math.ceil(M / (4 * d)), d))
-tile = ampere.forward_tile(64, 2, True, 80)
+tile = ampere.forward_tile(64, 2, extras=False, dropout=False, capability=80)
 say.record("C08", "our tile on an A100: queries, keys", list(tile))
 size = ampere.forward_shared_bytes(64, 2, *tile)
 pair = {"our tile": size / 1024, "of a multiprocessor": 192.0}

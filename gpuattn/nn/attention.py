@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpuattn import arrays
-from gpuattn.arrays import empty, get_xp, on_gpu, same_memory
+from gpuattn.arrays import empty, get_xp, on_gpu, same_memory, wide
 from gpuattn.autodiff import tape
 from gpuattn.errors import problem
 from gpuattn.impls import Fusion, Impl, Impls
@@ -324,8 +324,8 @@ class MultiHeadAttention(Module):
         return KeyValueCache(self.out.weight.data, rows, max_length, self.kv_heads, self.head_dim)
 
     def _probabilities(self, q, k):
-        """Return softmax(q k^T) (B, H, T, S) of a batch, for plots."""
-        q, k = tape.raw(q).swapaxes(1, 2), tape.raw(k).swapaxes(1, 2)
+        """Return softmax(q k^T) (B, H, T, S) of a batch, for plots: 16 bits in float32."""
+        q, k = (tape.raw(x).astype(wide(x.dtype), copy=False).swapaxes(1, 2) for x in (q, k))
         B, H, T, D = q.shape
         grouped = q.reshape(B, self.kv_heads, -1, T, D)
         logits = arrays.get_xp(q).matmul(grouped, k[:, :, None].swapaxes(-1, -2))

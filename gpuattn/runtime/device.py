@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpuattn.arrays import import_cupy
+from gpuattn.cuda.gpu import kernels_refusal
 from gpuattn.data.batching import TokenOrder
 from gpuattn.environment import usable_cores
 from gpuattn.errors import ConfigError, DeviceMissingError, problem
@@ -126,5 +127,8 @@ def _missing_gpu():
 
 def _gpu():
     runtime = import_cupy().cuda.runtime
-    properties = runtime.getDeviceProperties(runtime.getDevice())
-    return f"{properties['name'].decode()}, {properties['totalGlobalMem'] / 2**30:.0f} GiB"
+    number = runtime.getDevice()
+    properties = runtime.getDeviceProperties(number)
+    text = f"{properties['name'].decode()}, {properties['totalGlobalMem'] / 2**30:.0f} GiB"
+    refusal = kernels_refusal(number)
+    return f"{text}; {refusal}" if refusal else text

@@ -34,12 +34,18 @@ class MemoryPlan(NamedTuple):
         """All bytes."""
         return self.state + self.activations + self.beside
 
-    def describe(self, card: int) -> str:
-        """Return a line for the head of a run; ``card``: bytes of the GPU."""
-        return (
+    def describe(self, card: int, free: float = float("inf")) -> str:
+        """Return a line for the head of a run; ``card``: bytes of the GPU, ``free``: of these."""
+        text = (
             f"{gigabytes(self.state)} parameters and optimizer + {gigabytes(self.activations)} "
             f"activations + {gigabytes(self.beside)} to evaluate and for new shapes, of "
             f"{gigabytes(card)}"
+        )
+        if self.total <= free:
+            return text
+        return (
+            f"{text}: more than the {gigabytes(free)} that are free. Where memory runs out, "
+            "batches are cut in parts, for the same updates; --batch auto chooses one that fits"
         )
 
 

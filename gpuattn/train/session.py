@@ -198,7 +198,7 @@ class Session:
             config = dataclasses.replace(config, batch=tokens)
             task.rebatch(config)
         plan = memory.plan(task.model, config, precision, parts=parts)
-        self.listener.say("memory", plan.describe(card))
+        self.listener.say("memory", plan.describe(card, free))
         return config
 
     def _record_threads(self, threads):

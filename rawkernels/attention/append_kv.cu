@@ -5,7 +5,7 @@
 #include "attention/common/attention.cuh"
 #include "common/index.cuh"
 
-extern "C" __global__ void __launch_bounds__(128) append_kv(
+extern "C" __global__ void __launch_bounds__(128, __CUDA_ARCH__ >= 1200 ? 8 : 0) append_kv(
     const scalar* __restrict__ k,         // (N, T, Hk, D) by strides
     const scalar* __restrict__ v,         // (N, T, Hk, Dv)
     scalar* __restrict__ k_cache,         // (N, S, Hk, D) or (pages, page, Hk, D) by strides

@@ -30,7 +30,11 @@ constexpr int PLAIN_KEYS = HEAD_DIM > 64 ? 48 : 64;
 #if __CUDA_ARCH__ < 800
 constexpr int KEYS = HEAD_DIM > 128 || HEAD_DIM == 128 && EXTRAS && DROPOUT ? 16 : 32;
 #else
-constexpr int KEYS = TF32 || HEAD_DIM > 128 ? 32 : !EXTRAS && !DROPOUT ? PLAIN_KEYS : HEAD_DIM > 64 ? 32 : 48;
+constexpr bool SPILLS = HEAD_DIM == 128 && EXTRAS && (__CUDA_ARCH__ >= 1200 ? !DROPOUT : DROPOUT && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900);
+constexpr int KEYS = TF32 || HEAD_DIM > 128   ? 32
+                     : !EXTRAS && !DROPOUT    ? PLAIN_KEYS
+                     : HEAD_DIM > 64          ? (SPILLS ? 16 : 32)
+                                              : 48;
 #endif
 constexpr int N = KEYS / 8, STEPS = ROW_BYTES / 32;  // accumulators of 16 x 8 logits; steps of 32 bytes along the head
 constexpr int SLABS = (ROW_BYTES + 127) / 128;
@@ -40,6 +44,8 @@ constexpr bool Q_IN_REGISTERS = ROW_BYTES <= 128;
 // otherwise, where registers are short, they arrive between the two.
 constexpr bool KEYS_IN_FLIGHT = BY_REGISTERS && HEAD_DIM != 128;
 constexpr bool VALUES_IN_FLIGHT = BY_REGISTERS && (HEAD_DIM != 128 || !EXTRAS && !DROPOUT);
+// Whether addresses of keys and values are computed again in every step, instead of kept in registers, which are short.
+constexpr bool ROWS_AGAIN = HEAD_DIM == 128 && !EXTRAS && DROPOUT && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900;
 constexpr float GROWTH = 8.f;  // sums are rescaled only if the maximum grows by more than this, in base 2
 constexpr int SHARED_BYTES = Q_BYTES + 4 * K_BYTES;
 
@@ -209,9 +215,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) flash_attention_forward
     v_next += begin * a.v.row;
     Fetched<KEYS> k_copies, v_copies;
     auto fetch_keys = [&](int j, u32 stage) {
+        if constexpr (ROWS_AGAIN) k_next = thread_rows(rows_of(k, a.k, opaque(s.number), s.first_key + j, kv_head), a.k.row);
         fetch<KEYS>(k_copies, k_tiles + stage, k_next, a.k.row, s.keys - j, a.head_dim);
     };
     auto fetch_values = [&](int j, u32 stage) {  // after fetch_keys
+        if constexpr (ROWS_AGAIN) v_next = thread_rows(rows_of(v, a.v, opaque(s.number), s.first_key + j, kv_head), a.v.row);
         fetch<KEYS>(v_copies, v_tiles + stage, v_next, a.v.row, s.keys - j, a.value_dim);
         cp_async_commit();
         k_next += KEYS * a.k.row;

@@ -9,7 +9,8 @@
 
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "flash_attention_forward_simt.cu: HEAD_DIM is 32 .. 256");
 #if __CUDA_ARCH__ >= 800
-constexpr int R = HEAD_DIM <= 64 ? 8 : 4, N = HEAD_DIM == 128 ? 8 : 4;  // logits of a lane
+constexpr int R = HEAD_DIM <= 64 ? 8 : 4;                               // logits of a lane
+constexpr int N = HEAD_DIM == 128 ? 8 : HEAD_DIM > 128 && __CUDA_ARCH__ >= 1200 ? 2 : 4;
 #else  // a block has 64 KiB of shared memory
 constexpr int R = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 4 : 2, N = HEAD_DIM <= 128 ? 4 : 2;
 #endif

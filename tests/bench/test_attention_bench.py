@@ -309,6 +309,21 @@ def test_numpy_runs_a_small_table(tmp_path):
         assert row["peers"] == row["peers_missing"] == {}
 
 
+def test_another_dtype(tmp_path):
+    path = tmp_path / "rows.json"
+    options = ["--device", "numpy", "--head-dim", 64, "--causal", "--only", "forward"]
+    result = call("attention", *options, "--dtype", "float64", "--json", path)
+    assert result.exit_code == 0, result.stderr
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["case"]["dtype"] == "float64"
+    cell = cases.TABLE[0]
+    assert command._in_dtype(cell, None) is cell
+    assert command._in_dtype(cell, "float16").peers == cell.peers
+    single = command._in_dtype(cell, "float32")
+    assert (single.case.dtype, single.peers) == ("float32", ("torch-efficient",))
+    assert set(single.peers) <= set(attention.PEERS)
+
+
 def samples_in(path):
     return [row["samples_us"] for row in json.loads(path.read_text())["rows"]]
 

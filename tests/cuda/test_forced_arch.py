@@ -1,18 +1,25 @@
 """GPUATTN_ARCH: a GPU stands for one of an earlier compute capability."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from fake_gpu import GPUS, KIB
-from fake_launches import as_array, fake_cupy
+from fake_launches import as_array, fake_cupy, launches_on
 
-from gpuattn.arrays import BFLOAT16
+import gpuattn
+from gpuattn.arrays import BFLOAT16, without_plans
+from gpuattn.bench import doctor
+from gpuattn.cli.main import main
 from gpuattn.cuda import gpu as module
 from gpuattn.cuda import kernels
 from gpuattn.cuda.compiler import architecture, compile_text
 from gpuattn.cuda.gpu import LIMITS, gpu, kernels_refusal, tensor_core_refusal
-from gpuattn.errors import ConfigError, HardwareRefusal, KernelCompileError
+from gpuattn.errors import ConfigError, HardwareRefusal, KernelCompileError, UnsupportedError
+from gpuattn.impls import prepare
+from gpuattn.runtime.device import choose_device
 
 
 @pytest.fixture
@@ -50,7 +57,7 @@ def test_the_limits_are_those_of_the_cards(card):
         assert record.threads_per_multiprocessor == threads, name
 
 
-@pytest.mark.parametrize("arch", [None, "", "90", "9.0"])
+@pytest.mark.parametrize("arch", [None, "", "  ", "90", "9.0"])
 def test_its_own_capability_changes_nothing(card, arch):
     assert card("9.0", arch) == GPUS["9.0"]
 
@@ -59,6 +66,27 @@ def test_its_own_capability_changes_nothing(card, arch):
 def test_nonsense_is_refused_with_what_is_accepted(card, arch):
     with pytest.raises(ConfigError, match=r"GPUATTN_ARCH is '.*'; accepted: 75, 80, .*or unset"):
         card("9.0", arch)
+
+
+def test_nonsense_is_refused_on_numpy_too(monkeypatch):
+    x = np.ones((2, 8), np.float32)
+    monkeypatch.setenv(module.FORCED, "turing")
+    with without_plans(), pytest.raises(ConfigError, match="GPUATTN_ARCH is 'turing'; accepted: 7"):
+        gpuattn.softmax(x)
+    monkeypatch.setenv(module.FORCED, " ")
+    with without_plans():
+        gpuattn.softmax(x)
+
+
+@pytest.mark.parametrize("arguments", [["info", "x"], ["kernels"], ["doctor"]])
+def test_every_command_refuses_nonsense(monkeypatch, arguments):
+    monkeypatch.setenv(module.FORCED, "turing")
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2 and not result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("gpuattn: error: gpuattn: GPUATTN_ARCH is 'turing'; accepted: 75, 80, ")
+    monkeypatch.setenv(module.FORCED, "")
+    assert CliRunner().invoke(main, ["kernels"]).exit_code == 0
 
 
 def test_a_later_capability_than_the_cards_is_refused(card):
@@ -91,14 +119,79 @@ def test_tensor_cores_before_8_0_take_float16_alone(card):
 
 
 def test_a_card_before_7_0_has_no_kernels(card):
-    import dataclasses
-
-    card(dataclasses.replace(GPUS["8.0"], capability=61))
+    card(replace(GPUS["8.0"], capability=61))
     reason = "the GPU's compute capability is 6.1, kernels need 7.0 or newer: NumPy's forms run"
     assert str(kernels_refusal(0)).startswith(reason)
     assert str(kernels.kernel_refusal(as_array(np.ones(3, np.float32)))).startswith(reason)
     card("7.5")
     assert kernels_refusal(0) is None
+
+
+@pytest.fixture
+def machine(card):
+    """machine(own, arch): as ``card``, with what commands and the doctor ask of its driver."""
+
+    def make(own, arch=None):
+        record = GPUS[own] if own in GPUS else replace(GPUS["7.5"], capability=own)
+        try:
+            card(record, arch)
+        except ConfigError:
+            assert arch is not None
+        runtime = sys.modules["cupy"].cuda.runtime
+        properties = {
+            "name": b"A card", "totalGlobalMem": 16 << 30, "major": record.capability // 10,
+            "minor": record.capability % 10,
+        }  # fmt: skip
+        runtime.getDeviceProperties = lambda number: properties
+        runtime.memGetInfo = lambda: (15 << 30, 16 << 30)
+        runtime.CUDARuntimeError = RuntimeError
+
+    return make
+
+
+@pytest.mark.parametrize("own, arch, said", [
+    ("7.5", None, "float16 on tensor cores, which is the default; bfloat16 is computed in float32"),
+    (70, None, "attention on CUDA cores; on 7.5 (Turing) and newer float16 uses tensor cores"),
+    ("8.6", None, "tensor cores by mma.sync; attention and fused products are faster on 9.0"),
+    ("12.0", None, "faster on 9.0"), ("9.0", None, "all forms run"),
+    ("9.0", "75", "GPUATTN_ARCH makes kernels run as on 7.5; float16 on tensor cores"),
+])  # fmt: skip
+def test_the_doctor_says_what_runs_how_and_what_would_be_faster(machine, own, arch, said):
+    machine(own, arch)
+    check = doctor._device()
+    assert check.state == "ok" and said in check.detail
+    assert "A card, compute capability" in check.detail and "15.0 of 16.0 GiB free" in check.detail
+    assert choose_device("auto") == ("cuda", "A card, 16 GiB")
+
+
+def test_a_card_before_7_0_is_told_by_the_doctor_and_by_every_command(machine):
+    machine(61)
+    check = doctor._device()
+    assert check.state == "broken" and "kernels need compute capability 7.0" in check.remedy
+    reason = "the GPU's compute capability is 6.1, kernels need 7.0 or newer: NumPy's forms run on"
+    assert choose_device("cuda") == ("cuda", f"A card, 16 GiB; {reason} CuPy")
+
+
+def test_a_later_capability_is_told_by_the_doctor_and_by_every_command(machine):
+    machine("8.6", "90")
+    check = doctor._device()
+    assert check.state == "broken" and "GPUATTN_ARCH is 90; accepted: at most 86" in check.remedy
+    with pytest.raises(ConfigError, match="GPUATTN_ARCH is 90; accepted: at most 86"):
+        choose_device("auto")
+
+
+@pytest.mark.parametrize("impl, dtype, said", [
+    ("raw-ampere", BFLOAT16, "raw-ampere: q is bfloat16; the GPU's compute capability is 7.5, who"),
+    ("raw-short", BFLOAT16, "raw-short: q is bfloat16; the GPU's compute capability is 7.5, whose"),
+    ("raw-hopper", np.float16, "raw-hopper: .*compute capability is 7.5, the kernel needs 9.0"),
+])  # fmt: skip
+def test_what_a_form_lacks_on_7_5_is_a_sentence(impl, dtype, said):
+    with launches_on(GPUS["7.5"]):
+        q = as_array(np.zeros((2, 300 if impl != "raw-short" else 64, 4, 64), dtype))
+        with pytest.raises(UnsupportedError, match=said):
+            gpuattn.flash_attention(q, q, q, impl=impl)
+        chosen = prepare(gpuattn.flash_attention, q, q, q).choose().name
+        assert chosen == ("raw-ampere" if dtype == np.float16 else "raw-simt")
 
 
 def test_an_nvrtc_without_the_cards_architecture_says_which_has_it(nvrtc, monkeypatch):

@@ -208,20 +208,34 @@ def test_a_fallback_warns_with_the_reason(fake, rng):
     assert "cuBLASLt has no algorithm for (6, 7) = (6, 33) @ (33, 7) in float64" in reason
     with pytest.warns(SlowPathWarning) as seen:
         np.testing.assert_array_equal(matmul.matmul(a, b), a @ b)
-        assert "no algorithm" in matmul.matmul_stacks(gpu(a[None]), gpu(b[None]))
+        np.testing.assert_array_equal(matmul.matmul_stacks(gpu(a[None]), gpu(b[None]))[0], a @ b)
         assert "BIAS" in matmul.matmul_activated(a, gpu(b.T.copy()), gpu(np.zeros(N)))
         assert "BGRADB" in matmul.matmul_and_sums(gpu(a.T.copy()), b, gpu(np.zeros(M + 4))[:M])
     said = [str(warning.message) for warning in seen]
-    assert len(said) >= 3 and all(text.startswith("a matrix product takes") for text in said)
+    assert len(said) >= 4 and all(text.startswith("a matrix product takes") for text in said)
     assert said[0].endswith(reason)
     assert {warning.filename for warning in seen} == {__file__}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("right", [(3, K, N), (K, N)])
+def test_stacks_without_cublaslt_are_multiplied_by_cupy(fake, rng, monkeypatch, dtype, right):
+    """CuPy has no product of bfloat16 stacks."""
+    a, b = (gpu(whole(rng, *shape).astype(dtype_of(dtype))) for shape in ((3, M, K), right))
+    monkeypatch.setattr(cublaslt, "library", lambda: (None, "no nvmath"))
+    with pytest.warns(SlowPathWarning, match="no nvmath"):
+        got = matmul.matmul_stacks(a, b)
+    assert got.dtype == a.dtype and not fake.ran
+    np.testing.assert_array_equal(
+        np.asarray(got, np.float64), a.astype(np.float64) @ b.astype(np.float64)
+    )
 
 
 def test_reasons_by_design_do_not_warn(fake, recwarn):
     a = gpu(np.zeros((2, 3), np.float32))
     assert matmul.matmul(a[:0], a.T).shape == (0, 2)
-    assert matmul.matmul_stacks(a[:0], a.T).by_design
-    assert matmul.matmul_stacks(a.astype(int), a.T.astype(int)).by_design
+    assert matmul.matmul_stacks(a[:0], a.T).shape == (0, 2)
+    assert products._product(a.astype(int), a.T.astype(int)).dtype == int
     assert matmul.matmul_activated(a, a, activation="gelu").by_design
     out = gpu(np.zeros((2, 2), np.float16))  # cuBLASLt multiplies, then the product is copied
     assert matmul.matmul(a, a.T, out=out) is out and fake.ran

@@ -52,6 +52,13 @@ def gpu(array):
     return np.asarray(array).view(Array)
 
 
+def matmul_of_cupy(a, b):
+    """``cupy.matmul``, which has no product of bfloat16 stacks."""
+    if BFLOAT16 in (a.dtype, b.dtype) and max(a.ndim, b.ndim) > 2:
+        raise TypeError("data type 'E' not understood")
+    return gpu(np.matmul(a, b))
+
+
 class Event:
     clock = 0.0
 
@@ -69,6 +76,7 @@ def cupy(capturing=False):
         ndarray=Array,
         empty=lambda shape, dtype=np.float64: gpu(np.empty(shape, dtype)),
         full=lambda shape, value, dtype: gpu(np.full(shape, value, dtype)),
+        matmul=matmul_of_cupy,
         ascontiguousarray=lambda x: gpu(np.ascontiguousarray(x)),
         broadcast_to=lambda x, shape: np.broadcast_to(x, shape, subok=True),
         _core=SimpleNamespace(_routines_linalg=SimpleNamespace(get_compute_type=lambda dtype: 1)),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
-from fake_cublaslt import Array
+from fake_cublaslt import Array, matmul_of_cupy
 
 from gpuattn import arrays
 from gpuattn.autodiff import plans
@@ -124,7 +124,7 @@ def fake_cupy(record):
             "L2CacheSize": record.l2_bytes,
         },
     )
-    cupy.ndarray = Array
+    cupy.ndarray, cupy.matmul = Array, matmul_of_cupy
     cupy._core = SimpleNamespace(_routines_linalg=SimpleNamespace(get_compute_type=lambda _: 1))
     cupy.cuda = SimpleNamespace(
         Device=lambda number: device,

@@ -108,8 +108,9 @@ class Run(SimpleNamespace):
 
 
 @contextlib.contextmanager
-def training_on(card):
-    """Let runs train on the card "9.0" or another of GPUS; yield a Run."""
+def training_on(card, memory=(140 << 30, 141 << 30)):
+    """Let runs train on the card "9.0" or another of GPUS; yield a Run. ``memory``: bytes of the
+    card that are free, and all."""
     products, rehearsed, started = Products(), set(), []
     begin = cold_start.InBackground.__init__
 
@@ -139,6 +140,7 @@ def training_on(card):
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
         _extend(sys.modules["cupy"])
+        sys.modules["cupy"].cuda.runtime.memGetInfo = lambda: memory
         try:
             yield Run(launches=launches, rehearsed=rehearsed, products=products)
         finally:  # a thread that goes on would leave fakes behind
@@ -172,5 +174,4 @@ def _extend(cupy):
     cuda.PinnedMemory, cuda.PinnedMemoryPointer = int, lambda size, offset: bytearray(size)
     cuda.alloc_pinned_memory = bytearray
     cupy.get_default_memory_pool = lambda: memory
-    cuda.runtime.memGetInfo = lambda: (140 << 30, 141 << 30)
     cuda.runtime.getDeviceProperties = lambda device: {"name": b"Fake GPU"}

@@ -9,7 +9,9 @@ from stopping import After, assert_same_bits
 from gpuattn.arrays import to_cpu
 from gpuattn.cli.main import main
 from gpuattn.errors import ConfigError, MemoryLimitError
-from gpuattn.runs.config import TrainConfig, default_batch
+from gpuattn.models.kinds import MODELS
+from gpuattn.nn.module import uninitialised
+from gpuattn.runs.config import TrainConfig, default_batch, resolve
 from gpuattn.runs.folder import RunFolder
 from gpuattn.runtime import checkpoint, precision
 from gpuattn.runtime.device import is_out_of_memory
@@ -169,6 +171,38 @@ def test_more_tokens_and_more_parameters_take_more(request, data):
     ]
     assert levels[0] > 1.5 * levels[1] and levels[1] >= levels[2]
     assert "GB activations" in small.describe(80e9)
+
+
+T4 = 15_600_000_000, 15_843_721_216  # bytes that are free, and all
+DATA = {
+    "translation": {"source": "a", "target": "b", "valid_source": "c", "valid_target": "d"},
+    "language": {"lm": "a"}, "masked": {"lm": "a"}, "labels": {"classify": "a"},
+    "images": {"images": "a"},
+}  # fmt: skip
+PRESETS = [
+    (name, task, preset)
+    for name, kind in MODELS.items()
+    for task in kind.tasks
+    for preset in (None, *kind.presets)
+]
+CUT = {("vit", "images", "base"): 2}  # parts of the default batch; else one
+
+
+@pytest.mark.parametrize("name, task, preset", PRESETS)
+def test_presets_fit_a_t4(name, task, preset):
+    """With their default batches in float16, less what a pool needs; some in parts."""
+    given = {"model": name, **DATA[task]} | ({"preset": preset} if preset else {})
+    config, _ = resolve(("", given), device="cuda")
+    with uninitialised():
+        model = MODELS[name].model(MODELS[name].configure(config, config.vocab_size), seed=0)
+    room, parts = (1 - memory.FREE_SHARE) * T4[0], 1
+    fp16 = precision.PRECISIONS["fp16"]
+    while memory.plan(model, memory.in_parts(config, parts), fp16).total > room:
+        parts = memory.next_parts(config, parts)
+    assert parts == CUT.get((name, task, preset), 1)
+    plan = memory.plan(model, config, fp16)
+    cut = "that are free. Where memory runs out, batches are cut" in plan.describe(T4[1], T4[0])
+    assert cut == (parts > 1) and "of 15.8 GB" in plan.describe(T4[1], T4[0])
 
 
 def test_a_model_larger_than_the_card_is_refused(text):

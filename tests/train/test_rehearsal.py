@@ -68,8 +68,8 @@ OWN = {"translation": "sampling/beam_update.cu", "language": "sampling/text_upda
 
 @pytest.mark.filterwarnings("ignore")  # of numbers that were never computed
 @pytest.mark.parametrize("kind, card", sampled([
-    ("translation", "9.0"), ("language", "8.0"), ("images", "9.0"), ("translation", "8.0"),
-    ("language", "9.0"), ("images", "8.0"), ("documents", "9.0"),
+    ("translation", "9.0"), ("language", "7.5"), ("images", "9.0"), ("translation", "8.0"),
+    ("language", "9.0"), ("images", "8.0"), ("documents", "9.0"), ("language", "8.0"),
 ], 3))  # fmt: skip
 def test_a_run_compiles_ahead_what_it_launches_and_nothing_else(
     kind, card, request, tmp_path, monkeypatch
@@ -85,6 +85,8 @@ def test_a_run_compiles_ahead_what_it_launches_and_nothing_else(
     with training_on(card) as run, recorded() as recorder:
         train(config, tmp_path / "run", device="cuda")
     assert run.launched() == run.rehearsed
+    kinds = {dict(constants).get("scalar") for _, constants in run.launched()}
+    assert {"f16", "bf16"} & kinds == ({"f16"} if card == "7.5" else {"bf16"})  # by default
     # CuPy adds ViT's class token, drops its branches, and sorts the positions of documents
     if kind in ("translation", "language"):
         assert recorder.unexpected() == []

@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from gpuattn.arrays import on_gpu
+from gpuattn.arrays import is_floating, on_gpu
 from gpuattn.autodiff.numpy.elementwise import array_op, compute, like, meta, rule
 from gpuattn.autodiff.tape import Box, apply, raw
 from gpuattn.errors import UnsupportedError
-from gpuattn.gemm.cublaslt import Reason
 from gpuattn.gemm.matmul import matmul_stacks
 from gpuattn.typing import Array
 
@@ -18,10 +17,9 @@ def _product(a, b):
     """``a @ b`` of arrays or Tensors; sums of 16-bit stacks of matrices are kept in float32."""
     if isinstance(a, Box) or isinstance(b, Box):
         return a @ b
-    if on_gpu(a) and on_gpu(b) and a.dtype == b.dtype and min(a.ndim, b.ndim) > 1:
-        product = matmul_stacks(a, b)
-        if type(product) is not Reason:
-            return product
+    floats = on_gpu(a) and on_gpu(b) and a.dtype == b.dtype and is_floating(a.dtype)
+    if floats and min(a.ndim, b.ndim) > 1:
+        return matmul_stacks(a, b)
     return compute(np.matmul, a, b, widen_gpu=a.ndim > 2 or b.ndim > 2)
 
 

@@ -1,6 +1,7 @@
 """gpuattn bench attention: cells one after the other, then tables and a verdict."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -9,6 +10,7 @@ import numpy as np
 from gpuattn.bench import cases, results
 from gpuattn.bench.cases import Cell
 from gpuattn.bench.charts import draw_attention
+from gpuattn.bench.samples import DTYPES
 from gpuattn.cli.bench.table import (
     begin,
     colored,
@@ -23,7 +25,7 @@ from gpuattn.cli.bench.table import (
     show_missing,
     tflops,
 )
-from gpuattn.cli.shared.options import GroupedCommand, GroupedOption, device_option
+from gpuattn.cli.shared.options import GroupedCommand, GroupedOption, NearChoice, device_option
 from gpuattn.runtime.device import array_module, choose_device
 
 PEER_COLUMNS = 4  # with more peers they share one column
@@ -39,6 +41,11 @@ def _of_cells(*names, **settings):
 @_of_cells("--head-dim", type=int, metavar="D", help="Only heads of this size.")
 @_of_cells("--causal/--full", default=None, help="Only with, or only without the causal mask.")
 @_of_cells("--length", type=int, metavar="T", help="Only sequences of this length.")
+@_of_cells(
+    "--dtype",
+    type=NearChoice(DTYPES),
+    help="Default: that of the cells; float32 beside PyTorch's memory-efficient kernel.",
+)
 @peers_option
 @missing_option
 @only_option
@@ -56,6 +63,7 @@ def command(
     only: str | None,
     plot: str | None,
     impl: str | None,
+    dtype: str | None,
     **selection: Any,
 ) -> None:
     """Time attention over head sizes, masks and lengths.
@@ -72,7 +80,7 @@ def command(
         chosen = cases.FEATURES * features + cases.PUBLISHED * published
     else:
         chosen = cases.TABLE + cases.WIDE
-    chosen = [cell for cell in chosen if _selected(cell, only, **selection)]
+    chosen = [_in_dtype(cell, dtype) for cell in chosen if _selected(cell, only, **selection)]
     with_peers = peers or published
     measured, chosen, pyplot = begin(xp, path, chosen, plot, missing=missing, with_peers=with_peers)
     measured.add(chosen, _describe, tflops, impl=impl, with_peers=with_peers)
@@ -81,7 +89,7 @@ def command(
     if rows and plot:
         draw_attention(pyplot, measured.document, plot)
     if rows and peers:
-        click.echo(results.verdict(rows, cases.TABLE))
+        click.echo(results.verdict(rows, [_in_dtype(cell, dtype) for cell in cases.TABLE]))
     measured.finish()
 
 
@@ -90,6 +98,14 @@ def _selected(cell, only, head_dim, causal, length):
     wanted = (only, head_dim, causal, length)
     found = (cell.direction, size, cell.case.causal, tokens)
     return all(want in (None, value) for want, value in zip(wanted, found, strict=True))
+
+
+def _in_dtype(cell, dtype):
+    """Return the cell in another dtype; of PyTorch's kernels one takes float32."""
+    if dtype is None:
+        return cell
+    peers = ("torch-efficient",) if dtype == "float32" else cell.peers
+    return cell._replace(case=replace(cell.case, dtype=dtype), peers=peers)
 
 
 def _describe(cell):

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpuattn import arrays
 from gpuattn.arrays import ctype, rows_refusal
-from gpuattn.cuda.gpu import AMPERE, dotted, gpu, tensor_core_refusal
+from gpuattn.cuda.gpu import AMPERE, HOPPER, dotted, gpu, tensor_core_refusal
 from gpuattn.cuda.kernels import kernel, kernel_refusal
 from gpuattn.errors import HardwareRefusal
 from gpuattn.ops.attention.gradient import (
@@ -113,19 +113,22 @@ def refuse_backward(q: Array, *others: Any, **params: Any) -> str | None:
 
 
 def forward_tile(
-    width: int, itemsize: int, plain: bool, capability: int, both: bool = False
+    width: int, itemsize: int, extras: bool, dropout: bool, capability: int
 ) -> tuple[int, int]:
     """Return the queries and keys of a tile of the forward kernel for HEAD_DIM = ``width``.
 
-    ``plain``: neither EXTRAS nor DROPOUT. ``both``: both of them.
+    ``extras``, ``dropout``: its constants EXTRAS and DROPOUT.
     """
     rows = 64 if width * itemsize > 256 else 128
     if capability < AMPERE:
-        return rows, 16 if width > 128 or (width == 128 and both) else 32
+        return rows, 16 if width > 128 or (width == 128 and extras and dropout) else 32
     if itemsize == 4 or width > 128:
         return rows, 32
-    if plain:
+    if not (extras or dropout):
         return rows, 48 if width > 64 and capability < 90 else 64
+    short = dropout if AMPERE < capability < HOPPER else not dropout and capability >= 120
+    if width == 128 and extras and short:  # of registers
+        return rows, 16
     return rows, 32 if width > 64 else 48
 
 
@@ -143,8 +146,7 @@ def _plan(launch, q, v):
         scalar=ctype(q.dtype), HEAD_DIM=width, **features,
     )  # fmt: skip
     capability = gpu(q.device.id).capability
-    chosen = features.values()
-    rows, _ = tile = forward_tile(width, q.itemsize, not any(chosen), capability, all(chosen))
+    rows, _ = tile = forward_tile(width, q.itemsize, *features.values(), capability)
     grid = (-(-launch.queries // rows) * launch.heads * launch.sequences,)
     size = forward_shared_bytes(width, q.itemsize, *tile)
     return run, (grid, (FORWARD_THREADS,), size), tile

@@ -47,7 +47,8 @@ def choose_tile(part: str, width: int, extras: bool, capability: int = AMPERE) -
             return (32, 16) if width <= 128 else (16, 8)
         return 64 if width > 32 or extras else 128, 32
     if part == "forward":
-        return 64 if width > 64 else 128, 64 if width == 128 else 32
+        few = width > 128 and capability >= 120  # registers are short there
+        return 64 if width > 64 else 128, 64 if width == 128 else 16 if few else 32
     if width > 128:
         return 32, 16
     return 64 if width > 64 or extras else 128, 32

@@ -18,7 +18,6 @@ from gpuattn import arrays
 from gpuattn.arrays import get_xp, on_gpu, wide
 from gpuattn.autodiff.gradient_layout import target_like
 from gpuattn.errors import SlowerRefusal
-from gpuattn.gemm.cublaslt import Reason
 from gpuattn.gemm.matmul import matmul_stacks
 from gpuattn.impls import choose
 from gpuattn.ops.attention.dropout import attention_keep_mask
@@ -66,11 +65,7 @@ def _softmax_gradient(weights, dweights, causal):
 
 def _product(a, b):
     """Return a @ b for stacks of matrices."""
-    if on_gpu(a):
-        done = matmul_stacks(a, b)
-        if type(done) is not Reason:
-            return done
-    return get_xp(a).matmul(a, b)
+    return matmul_stacks(a, b) if on_gpu(a) else np.matmul(a, b)
 
 
 def _seen(x, key_lengths):

@@ -76,8 +76,8 @@ def test_tiles_of_7_5_fit_in_64_kib(size):
 @pytest.mark.parametrize("width", ampere.WIDTHS)
 @pytest.mark.parametrize("extras, dropout", [(False, False), (True, False), (True, True)])
 def test_the_forward_of_7_5_is_that_of_the_kernel(nvrtc, width, extras, dropout):
-    file, plain = "attention/flash_attention_forward_ampere.cu", not (extras or dropout)
-    rows, keys = ampere.forward_tile(width, 2, plain, 75, extras and dropout)
+    file = "attention/flash_attention_forward_ampere.cu"
+    rows, keys = ampere.forward_tile(width, 2, extras, dropout, 75)
     size = ampere.forward_shared_bytes(width, 2, rows, keys)
     constants = {"scalar": "f16", "HEAD_DIM": width, "EXTRAS": extras, "DROPOUT": dropout}
     claim = f"ROWS == {rows} && KEYS == {keys} && SHARED_BYTES == {size}"

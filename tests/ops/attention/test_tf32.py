@@ -1,5 +1,7 @@
 """Attention of float32 arrays on tensor cores, which round them to TF32: only with tf32=True."""
 
+import itertools
+
 import compiled
 import numpy as np
 import pytest
@@ -41,20 +43,17 @@ def test_tf32_has_no_effect_on_numpy(rng):
     assert (flash_attention(q, k, v, tf32=True) == flash_attention(q, k, v)).all()
 
 
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("extras, dropout", list(itertools.product([False, True], repeat=2)))
 @pytest.mark.parametrize("scalar", ["float", "bf16"])
 @pytest.mark.parametrize("width", ampere.WIDTHS)
-def test_tiles_are_those_of_the_kernel(nvrtc, width, scalar, plain):
+def test_tiles_are_those_of_the_kernel(nvrtc, width, scalar, extras, dropout):
     size = 4 if scalar == "float" else 2
     if size == 4 and width > ampere.MAX_TF32_HEAD_DIM:
         return
-    file, constants = (
-        "attention/flash_attention_forward_ampere.cu",
-        {"EXTRAS": not plain, "DROPOUT": False},
-    )
-    text = kernels.source_text(file, scalar=scalar, HEAD_DIM=width, **constants)
-    for arch in ("sm_80", "sm_90"):
-        rows, keys = ampere.forward_tile(width, size, plain, int(arch[3:]))
+    file = "attention/flash_attention_forward_ampere.cu"
+    text = kernels.source_text(file, scalar=scalar, HEAD_DIM=width, EXTRAS=extras, DROPOUT=dropout)
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"):
+        rows, keys = ampere.forward_tile(width, size, extras, dropout, int(arch[3:]))
         count = ampere.forward_shared_bytes(width, size, rows, keys)
         claim = f"ROWS == {rows} && KEYS == {keys} && SHARED_BYTES == {count}"
         sizes = text[: text.index("// Copies rows of an array to a tile")]

@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+from checks import dtype_of
+from fake_gpu import GPUS
+from fake_launches import as_array, launches_on
 
 import gpuattn
 from gpuattn import Tensor, explain, flash_attention, use_impl
 from gpuattn.arrays import to_cpu
-from gpuattn.errors import UnsupportedError
+from gpuattn.errors import SlowPathWarning, UnsupportedError
 from gpuattn.ops.attention.flash_attention import IMPLS
 
 CASES = {
@@ -173,6 +176,20 @@ def test_a_whole_model_runs_it():
         found.append((float(loss.data), gradients))
     assert abs(found[0][0] - found[1][0]) < 1e-5
     np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bits_on_a_gpu_without_cublaslt(dtype):
+    """The fake CuPy multiplies stacks of no bfloat16, and launches no kernel."""
+    with launches_on(GPUS["9.0"]) as noted:
+        q, k, v = (as_array(np.ones((2, 24, 4, 16), dtype_of(dtype))) for _ in range(3))
+        leaves = [Tensor(x, requires_grad=True) for x in (q, k, v)]
+        with pytest.warns(SlowPathWarning, match="a fake GPU"):
+            out = flash_attention(*leaves, causal=True, impl="unfused")
+            out.backward(as_array(np.ones(out.shape, q.dtype)))
+        assert {launch.file for launch in noted} == {"softmax.cu"}
+    assert out.dtype == q.dtype
+    assert all(leaf.grad.dtype == q.dtype and leaf.grad.shape == q.shape for leaf in leaves)
 
 
 def test_packed_sequences_that_the_formula_lacks_are_refused():
