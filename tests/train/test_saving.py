@@ -229,7 +229,7 @@ def test_an_error_of_training_waits_for_the_thread_too(config, tmp_path, monkeyp
 def test_parameters_change_after_the_copy_gradients_do_not_wait(config, monkeypatch):
     own, order = Trainer(TranslationTask(config), "numpy", Listener()), []
     for owner, name in ((own.step, "add"), (own.saves, "hold"), (own.step, "apply")):
-        monkeypatch.setattr(owner, name, lambda *_, name=name: order.append(name))
+        monkeypatch.setattr(owner, name, lambda *_, name=name, **__: order.append(name))
     own._update()
     assert order == ["add"] * config.accumulate + ["hold", "apply"]
 
