@@ -35,7 +35,9 @@ LIBRARY = {
 AHEAD = {"row_linear"}  # kernels that load weights before they wait: see the header
 
 SPILLED = {
-    "attention/flash_attention_forward_ampere.cu": {"sm_75": 32, "sm_80": 20, "sm_90": 48, "sm_103": 28},
+    "attention/flash_attention_forward_ampere.cu": {
+        "sm_75": 32, "sm_80": 20, "sm_90": 48, "sm_103": 28,
+    },
     "attention/flash_attention_short.cu": {
         "sm_80": 16, "sm_86": 16, "sm_87": 16, "sm_89": 16, "sm_90": 4, "sm_100": 4, "sm_103": 4,
         "sm_120": 4, "sm_121": 4,
