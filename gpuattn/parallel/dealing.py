@@ -38,7 +38,7 @@ class Dealing:
 
     def each(self, pieces: Iterable[Piece], work: Callable[[Piece], Result]) -> list[Result]:
         """Return ``work(piece)`` of each piece, in their order. Raises ConfigError where ranks have
-        other numbers of pieces."""
+        different numbers of pieces."""
         ranks, own, stopping = self._ranks, list[Result](), False
 
         def done():

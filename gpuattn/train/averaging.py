@@ -5,6 +5,7 @@ from typing import Any
 
 from gpuattn.parallel.agreement import together
 from gpuattn.train.trainer import Trainer
+from gpuattn.train.validation import by_all_ranks
 
 
 def evaluated_with(
@@ -21,9 +22,7 @@ def evaluated_with(
     together(ranks, load)
     ranks.broadcast(workspace.masters)
     workspace.sync_model()
-    trainer.is_evaluating = True
-    row = ranks.gather(evaluate())[0]
-    trainer.is_evaluating = False
+    row = by_all_ranks(trainer, evaluate)
     workspace.masters[...] = own
     workspace.sync_model()
     return row

@@ -37,7 +37,7 @@ from gpuattn.train.setup import setup
 from gpuattn.train.sharding import Sharing
 from gpuattn.train.state import Position, arrays_of, load, synchronize
 from gpuattn.train.threads import BlasThreads, threads_of
-from gpuattn.train.validation import ValidLoss
+from gpuattn.train.validation import ValidLoss, by_all_ranks
 
 REPORT_UPDATES, REPORT_SECONDS = 20, 2  # between two Progress, whichever comes first
 ALONE = Single()
@@ -282,9 +282,7 @@ class Trainer:
         self._note()
         self._tell(wait=True)
         begin = self._now()
-        self.is_evaluating = True  # on all ranks
-        row = self.communicator.gather(evaluate())[0]
-        self.is_evaluating = False
+        row = by_all_ranks(self, evaluate)
         if row is None:
             save(None)
             return False

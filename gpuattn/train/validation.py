@@ -1,6 +1,6 @@
 """The loss on validation batches, which ranks deal out among themselves."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -48,3 +48,11 @@ class ValidLoss:
     def _add(self):
         feed = self._step.feed
         add_product(self._total, tape.raw(self._task.loss(feed.batch)), feed.numbers.tokens)
+
+
+def by_all_ranks(trainer: Any, evaluate: Callable[[], Any]) -> Any:
+    """Return what ``evaluate()`` returns on rank 0. All ranks of a Trainer call this together."""
+    trainer.is_evaluating = True
+    row = trainer.communicator.gather(evaluate())[0]
+    trainer.is_evaluating = False
+    return row

@@ -30,7 +30,9 @@ constexpr int PLAIN_KEYS = HEAD_DIM > 64 ? 48 : 64;
 #if __CUDA_ARCH__ < 800
 constexpr int KEYS = HEAD_DIM > 128 || HEAD_DIM == 128 && EXTRAS && DROPOUT ? 16 : 32;
 #else
-constexpr bool SPILLS = HEAD_DIM == 128 && EXTRAS && (__CUDA_ARCH__ >= 1200 ? !DROPOUT : DROPOUT && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900);
+// Whether registers do not suffice for 32 keys a step; gpuattn/ops/attention/ampere.py: forward_tile.
+constexpr bool SPILLS = HEAD_DIM == 128 && EXTRAS &&
+                        (__CUDA_ARCH__ >= 1200 ? !DROPOUT : DROPOUT && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900);
 constexpr int KEYS = TF32 || HEAD_DIM > 128   ? 32
                      : !EXTRAS && !DROPOUT    ? PLAIN_KEYS
                      : HEAD_DIM > 64          ? (SPILLS ? 16 : 32)
