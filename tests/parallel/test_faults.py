@@ -20,7 +20,8 @@ FAULTS = {  # what happens: (exit codes, what the message says)
     "os.kill(os.getpid(), 9)": ({1, 9, 137}, "after update 3, has ended without a word"),
     "os.kill(os.getpid(), signal.SIGSTOP)": ({1}, "after update 3, has given no sign of life"),
 }
-FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))"  # as a full disk
+# A disk that is full once the first save is on it.
+FULL = "trainer.saves.wait(); resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))"
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ with connected() as ranks:
         train(config, out, device="numpy", stop=stop, communicator=ranks, shard=sys.argv[2])
 """
 COMMAND = """
-import os, signal, sys
+import os, resource, signal, sys
 from gpuattn.cli.main import main
 {lines}
 main(sys.argv[1:])
