@@ -1,6 +1,7 @@
 """The interface between decoding and models, and the results."""
 
 import abc
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -118,18 +119,18 @@ def hypotheses_of(
     ``normalised``: (B, n). ``limits``: the most tokens of a text, for each sentence; a shorter text
     has ended. All on the host; sentences beyond ``limits`` are left out.
     """
+    count, (_, n, _) = len(limits), texts.shape
+    known = texts[..., : lengths.max(initial=0)], lengths, scores, normalised
+    lists = (x[:count].reshape(count * n, *x.shape[2:]).tolist() for x in known)  # one call each
+    found = [
+        Hypothesis(tokens[:length], score, divided, length < limit)
+        for tokens, length, score, divided, limit in zip(
+            *lists, np.repeat(limits, n).tolist(), strict=True
+        )
+    ]
     return [
-        [
-            Hypothesis(
-                tokens=texts[b, n, : lengths[b, n]].tolist(),
-                score=float(scores[b, n]),
-                normalised=float(normalised[b, n]),
-                ended=bool(lengths[b, n] < limit),
-            )
-            for n in range(texts.shape[1])
-            if scores[b, n] != -np.inf
-        ]
-        for b, limit in enumerate(limits)
+        [text for text in found[i : i + n] if text.score != -math.inf]
+        for i in range(0, count * n, n)
     ]
 
 

@@ -1,6 +1,5 @@
 """A beam search over translations. A step is launches only, so a CUDA graph can hold it."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,9 +117,11 @@ class TranslationSearch:
         places[:], starts[:] = at[0], 0  # unused entries write the same as the first one
         places[:count], starts[:count] = at, bounds[:count]
         tokens[:] = 0
-        eos = self.model.config.eos
-        marked = itertools.chain.from_iterable((*source, eos) for source in sources)
-        tokens[:total] = np.fromiter(marked, np.int32, total)
+        marked: list[int] = []
+        for source in sources:
+            marked += source
+            marked.append(self.model.config.eos)
+        tokens[:total] = marked
         positions[:] = np.arange(shape[1]) - np.repeat(bounds[:-1], sequences)
         self._inputs.send(sizes)
 

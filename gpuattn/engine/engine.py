@@ -190,7 +190,7 @@ class Engine:
         prompt and limit that are longer than the model's ``block`` + 1.
         """
         options = _sampling(eos, temperature, settings)
-        generation.check(self.model, prompts, limits, options)
+        arrays = generation.checked(self.model, prompts, limits, options)
         if speculate is not None:
             lookup.check(options, temperature, self.batch_invariant)
             return self._speculated(prompts, limits, options, speculate, tell)
@@ -205,7 +205,7 @@ class Engine:
             return found
         results: list = [EMPTY] * len(prompts)
         order = [i for i, limit in enumerate(limits) if limit]
-        requests = [Request(prompts[i], limits[i], (), numbers[i], key, i) for i in order]
+        requests = [Request(arrays[i], limits[i], (), numbers[i], key, i) for i in order]
         requests.sort(key=keys_of, reverse=True)
 
         def say(request, tokens):
@@ -380,8 +380,8 @@ class Engine:
     def _submit_prompt(
         self, prompt, limit, priority, *, eos=None, temperature=1.0, seed=None, number=0, **settings
     ):  # fmt: skip
-        options, prompt = _sampling(eos, temperature, settings), list(prompt)
-        generation.check(self.model, [prompt], [limit], options)
+        options = _sampling(eos, temperature, settings)
+        (prompt,) = generation.checked(self.model, [prompt], [limit], options)
         if limit == 0:
             return self._over()
         request = Request(prompt, limit, number=number, key=rng.as_key(seed))

@@ -1,5 +1,6 @@
 """Sampling from a language model. A step is launches only, so a CUDA graph can hold it."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,22 +25,25 @@ DRAWS = "temperature", "top_k", "top_p", "min_p"
 RULES = "eos", "min_length", "no_repeat_ngram", "repetition_penalty"
 
 
-def check(
+def checked(
     model: Any, prompts: Sequence[Any], limits: Sequence[int], options: SampleOptions
-) -> None:
-    """Raise ValueError for texts that do not fit into the model, and for banned or end tokens that
-    it lacks; IndexError for such tokens of a prompt."""
+) -> list[np.ndarray]:
+    """Return the prompts as int32 arrays, views of one.
+
+    Raises ValueError for texts that do not fit into the model, and for banned or end tokens that it
+    lacks; IndexError for such tokens of a prompt.
+    """
     block, vocab = model.config.block, model.config.vocab
     for prompt, limit in zip(prompts, limits, strict=True):
         if len(prompt) == 0 or limit < 0 or len(prompt) - 1 + limit > block:
             got = f"{len(prompt)} tokens, with a limit of {limit}"
             accepted = f"1 or more, together up to block + 1, {block + 1}"
             raise ValueError(problem("generate", "a prompt", got, accepted))
-    for prompt in prompts:
-        ids = np.asarray(prompt)
-        if ids.min() < 0 or ids.max() >= vocab:
-            got = f"holding {ids.min() if ids.min() < 0 else ids.max()}"
-            raise IndexError(problem("generate", "a prompt", got, f"0 <= token < {vocab}"))
+    ids = np.concatenate([np.zeros(0, np.int32), *map(np.asarray, prompts)])
+    for token in (ids.min(initial=0), ids.max(initial=0)):
+        if not 0 <= token < vocab:
+            accepted = f"0 <= token < {vocab}"
+            raise IndexError(problem("generate", "a prompt", f"holding {token}", accepted))
     wrong = [token for token in (*options.banned, *options.eos) if not 0 <= token < vocab]
     if wrong:
         got = f"holding {wrong[0]}"
@@ -47,6 +51,9 @@ def check(
     if len(options.eos) >= vocab:
         accepted = f"fewer end marks than tokens, {vocab}"
         raise ValueError(problem("generate", "eos", f"{len(options.eos)} tokens", accepted))
+    ends = itertools.accumulate(map(len, prompts))
+    ids = ids.astype(np.int32)
+    return [ids[end - len(prompt) : end] for prompt, end in zip(prompts, ends, strict=True)]
 
 
 class Generation:
@@ -121,6 +128,7 @@ class Generation:
         """
         S = self.texts.sentences
         at = np.arange(len(prompts)) if slots is None else np.asarray(slots)
+        prompts = [np.asarray(prompt, np.int32) for prompt in prompts]
         self.shape = self._plan(prompts, limits, at)
         self._inputs.begin()
         sizes = self._sizes(self.shape)
@@ -165,11 +173,11 @@ class Generation:
     def _plan(self, prompts, limits, at):
         """Return what launches for new texts in the slots ``at`` depend on: how many, how many
         different prompts, and their greatest length."""
-        different, S = {tuple(prompt[:-1]) for prompt in prompts}, self.texts.sentences
-        width = self._width(max(map(len, different)))
+        different = len({prompt[:-1].tobytes() for prompt in prompts})
+        width, S = self._width(max(map(len, prompts)) - 1), self.texts.sentences
         if self._fixed:
             return self._most(width), self._most(width), width
-        return rounded(len(prompts), S, 1), rounded(len(different), S, 1), width
+        return rounded(len(prompts), S, 1), rounded(different, S, 1), width
 
     def _largest(self):
         """Return the largest shape."""
@@ -184,13 +192,13 @@ class Generation:
     def _write_prompts(self, prompts, at, host):
         """Write to the ``host`` what ``_compute_prompts`` reads."""
         starts, places, before = host
-        numbered: dict[tuple, int] = {}
-        own = [numbered.setdefault(tuple(p[:-1]), len(numbered)) for p in prompts]
+        numbered: dict[bytes, int] = {}
+        own = [numbered.setdefault(p[:-1].tobytes(), len(numbered)) for p in prompts]
         starts[:], places[:] = 0, at[0]  # unused entries write the same as the first one: prompt 0
         places[: len(at)], before[:] = at, 0
         starts[: len(at)] = np.multiply(own, self.shape[2])
         for row, prompt in zip(before.reshape(self.shape[1:]), numbered, strict=False):
-            row[: len(prompt)] = prompt
+            row[: len(prompt) // 4] = np.frombuffer(prompt, np.int32)
 
     def _compute_prompts(self, starts, places, before):
         if before.size:  # keys past the end of a prompt are overwritten before they are read
@@ -229,17 +237,11 @@ class Generation:
         self, read: Sequence[np.ndarray], slots: Sequence[int], limits: Sequence[int] = ()
     ) -> list[list[Hypothesis]]:
         """Return the texts in ``slots``, a list of one each; ``read``: copies of ``results``."""
-        found = zip(*(x[list(slots)] for x in read), strict=True)
+        tokens, lengths, scores, ended = (x[list(slots)] for x in read)
+        known = tokens[:, : lengths.max(initial=0)], lengths, scores, ended
         return [
-            [
-                Hypothesis(
-                    tokens=tokens[:length].tolist(),
-                    score=float(score),
-                    normalised=float(score / max(1, length + ended)),
-                    ended=bool(ended),
-                )
-            ]
-            for tokens, length, score, ended in found
+            [Hypothesis(text[:length], score, score / max(1, length + over), over)]
+            for text, length, score, over in zip(*(x.tolist() for x in known), strict=True)
         ]
 
     def step(self) -> None:

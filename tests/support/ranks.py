@@ -39,14 +39,19 @@ from gpuattn.cli.main import main
 main(sys.argv[1:])
 """
 FAULT = """
+import time
+from pathlib import Path
 from gpuattn.train.trainer import Trainer
 inner = Trainer._update
+out = Path(sys.argv[sys.argv.index("--out") + 1])
 def update(trainer):
     if trainer.communicator.rank == {rank} and trainer.at.update == {update}:
+        while not any(out.glob("state-*.json")):
+            time.sleep(0.01)
         {fault}
     inner(trainer)
 Trainer._update = update
-"""  # ``fault`` happens on a rank after an update
+"""  # ``fault`` happens on a rank after an update, once a state is on the disk
 
 
 def mpiexec():
